@@ -1,0 +1,193 @@
+//! Words that every module shares: keys, ranks, data types, operations.
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// A part's id: unique in a job, assigned by the registry at declare.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
+pub struct Key(pub u64);
+
+/// One training process, numbered from 0 over the whole job.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
+pub struct Rank(pub u32);
+
+/// A membership generation. It grows whenever the set of ranks changes.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
+pub struct Epoch(pub u32);
+
+/// One synchronous step of one key, counted from 1.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
+pub struct Round(pub u64);
+
+/// One core of one server of the job: where a key lives.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
+pub struct CoreId {
+    /// Index of the server in the roster.
+    pub server: u32,
+    /// Index of the core within its server.
+    pub core: u32,
+}
+
+impl fmt::Display for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "key {}", self.0)
+    }
+}
+
+impl fmt::Display for Rank {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "rank {}", self.0)
+    }
+}
+
+impl fmt::Display for CoreId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "server {} core {}", self.server, self.core)
+    }
+}
+
+/// Element types. The numbers are BytePS's (mshadow's) where it has one, and go over the wire.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
+#[repr(u8)]
+#[serde(rename_all = "lowercase")]
+pub enum DType {
+    /// IEEE 754 binary32.
+    F32 = 0,
+    /// IEEE 754 binary64.
+    F64 = 1,
+    /// IEEE 754 binary16; summed in f32, rounded once to nearest even.
+    F16 = 2,
+    /// Unsigned byte; sums wrap.
+    U8 = 3,
+    /// 32-bit signed integer; sums wrap.
+    I32 = 4,
+    /// Signed byte; sums wrap.
+    I8 = 5,
+    /// 64-bit signed integer; sums wrap.
+    I64 = 6,
+    /// bfloat16; summed in f32, rounded once to nearest even.
+    BF16 = 10,
+}
+
+impl DType {
+    /// Every data type, for tables and tests.
+    pub const ALL: [DType; 8] = [
+        DType::F32,
+        DType::F64,
+        DType::F16,
+        DType::U8,
+        DType::I32,
+        DType::I8,
+        DType::I64,
+        DType::BF16,
+    ];
+
+    /// Bytes of one element.
+    #[must_use]
+    pub const fn size(self) -> usize {
+        match self {
+            DType::F64 | DType::I64 => 8,
+            DType::F32 | DType::I32 => 4,
+            DType::F16 | DType::BF16 => 2,
+            DType::U8 | DType::I8 => 1,
+        }
+    }
+
+    /// The type that sums of this one are kept in: f32 for the half types, else the type itself.
+    #[must_use]
+    pub const fn accumulator(self) -> DType {
+        match self {
+            DType::F16 | DType::BF16 => DType::F32,
+            other => other,
+        }
+    }
+
+    /// Whether an average is a true division (floats) or a floor division (integers).
+    #[must_use]
+    pub const fn is_float(self) -> bool {
+        matches!(self, DType::F32 | DType::F64 | DType::F16 | DType::BF16)
+    }
+
+    /// The type with this wire number.
+    #[must_use]
+    pub const fn from_wire(byte: u8) -> Option<DType> {
+        Some(match byte {
+            0 => DType::F32,
+            1 => DType::F64,
+            2 => DType::F16,
+            3 => DType::U8,
+            4 => DType::I32,
+            5 => DType::I8,
+            6 => DType::I64,
+            10 => DType::BF16,
+            _ => return None,
+        })
+    }
+
+    /// Lower-case name: `f32`, `bf16`, `i64`, …
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            DType::F32 => "f32",
+            DType::F64 => "f64",
+            DType::F16 => "f16",
+            DType::U8 => "u8",
+            DType::I32 => "i32",
+            DType::I8 => "i8",
+            DType::I64 => "i64",
+            DType::BF16 => "bf16",
+        }
+    }
+
+    /// The type of this name, as [`DType::name`] gives it.
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<DType> {
+        DType::ALL.into_iter().find(|dtype| dtype.name() == name)
+    }
+}
+
+impl fmt::Display for DType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// What a round of a key computes from its contributions. Fixed at declare, checked across ranks.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Operation {
+    /// The sum of all contributions.
+    Sum,
+    /// The sum divided by the number of contributors: true division for floats, floor for integers.
+    Average,
+    /// The bytes of this rank's contribution; the other ranks contribute nothing.
+    Broadcast(Rank),
+}
+
+impl fmt::Display for Operation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Operation::Sum => f.write_str("sum"),
+            Operation::Average => f.write_str("average"),
+            Operation::Broadcast(root) => write!(f, "broadcast from {root}"),
+        }
+    }
+}
+
+/// Which function places keys on (server, core) pairs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Placement {
+    /// The pair with the fewest bytes so far (the default).
+    Balanced,
+    /// BytePS's `naive`.
+    Naive,
+    /// BytePS's `built_in`.
+    BuiltIn,
+    /// BytePS's `djb2`.
+    Djb2,
+    /// BytePS's `sdbm`.
+    Sdbm,
+    /// Optimal shares between colocated and CPU-only servers, by bytes.
+    Mixed,
+}

@@ -1,0 +1,42 @@
+//! Every bound in one place, with the relations between them checked at compile time.
+
+/// Bytes of a frame's header.
+pub const HEADER_BYTES: usize = 64;
+/// Alignment of slots, accumulators and scratch: a cache line and an AVX-512 register.
+pub const ALIGNMENT: usize = 64;
+/// Largest payload of one frame: a part is never larger.
+pub const PART_BYTES_MAX: usize = 64 << 20;
+/// Smallest partition size that the configuration accepts.
+pub const PART_BYTES_MIN: usize = 4096;
+/// Bytes of the scratch through which later contributions pass on their way into an accumulator. It
+/// stays in L2, so that a byte summed is a byte still in cache.
+pub const SCRATCH_BYTES: usize = 256 << 10;
+/// A frame whose payload is at most this is small: it may share a send and a receive with its neighbours.
+pub const SMALL_BYTES: usize = 16 << 10;
+/// Bytes of the buffer through which runs of small frames are received.
+pub const STAGING_BYTES: usize = 64 << 10;
+/// Frames that may be posted to one lane and not yet be sent.
+pub const LANE_FRAMES_MAX: usize = 256;
+/// Events that one poll returns at most.
+pub const EVENTS_MAX: usize = 256;
+/// Ranks of one job.
+pub const RANKS_MAX: usize = 4096;
+/// Servers of one job.
+pub const SERVERS_MAX: usize = 1024;
+/// Cores of one server.
+pub const CORES_MAX: usize = 256;
+/// Bytes of a tensor's name.
+pub const NAME_BYTES_MAX: usize = 1024;
+/// Tensors of one job.
+pub const TENSORS_MAX: usize = 1 << 20;
+/// Bytes of one control message, after authentication.
+pub const CONTROL_BYTES_MAX: usize = 64 << 20;
+/// Seconds that a connection has to authenticate itself.
+pub const HANDSHAKE_SECONDS: u64 = 5;
+/// Connections that may be unauthenticated at once on one listener.
+pub const HANDSHAKES_MAX: usize = 256;
+
+const _: () = assert!(HEADER_BYTES == ALIGNMENT);
+const _: () = assert!(SCRATCH_BYTES.is_multiple_of(ALIGNMENT));
+const _: () = assert!(SMALL_BYTES + HEADER_BYTES <= STAGING_BYTES);
+const _: () = assert!(PART_BYTES_MIN <= PART_BYTES_MAX && PART_BYTES_MAX <= u32::MAX as usize);

@@ -1,0 +1,343 @@
+//! The control plane's messages: between each node (worker process or server) and the scheduler.
+//!
+//! On the wire a message is a little-endian `u32` length and that many bytes of JSON: there are few of them, they are
+//! read by people when something goes wrong, and no message is parsed before its sender is authenticated.
+
+use crate::base::{CoreId, DType, Epoch, Key, Operation, Placement, Rank};
+use serde::{Deserialize, Serialize};
+use std::net::SocketAddr;
+
+/// From a node to the scheduler.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub enum NodeMessage {
+    /// The first message: who this is.
+    Register(Register),
+    /// Every `BPS_HEARTBEAT_INTERVAL`: still here, and how far.
+    Heartbeat {
+        /// Rounds completed (worker) or published (server) so far, over all keys.
+        rounds: u64,
+    },
+    /// A worker names tensors; answered by `Declared` or `Refused` with the same request number.
+    Declare {
+        /// Chosen by the sender.
+        request: u64,
+        /// What it will push.
+        tensors: Vec<Declaration>,
+    },
+    /// A server has made room for the keys of `Install` with this request number.
+    Installed {
+        /// From `Install`.
+        request: u64,
+    },
+    /// A worker waits until all ranks of the job do.
+    Barrier {
+        /// Chosen by the sender.
+        request: u64,
+    },
+    /// A server's open rounds that have waited longer than the stall-report time; sent again each second while they
+    /// wait, and once empty when none does any more.
+    Stalled {
+        /// At most [`STALLS_MAX`], the oldest first.
+        keys: Vec<StalledKey>,
+    },
+    /// The node ends because of an error of its own; everyone is told.
+    Failed {
+        /// One line: what, where, what to do.
+        message: String,
+    },
+    /// The node ends in good order. The connection closes after it.
+    Leave {
+        /// The worker will be back by `resume`, perhaps among other workers: servers and scheduler stay.
+        suspend: bool,
+    },
+}
+
+/// Stalled keys that one report names at most.
+pub const STALLS_MAX: usize = 16;
+
+/// From the scheduler to a node.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub enum SchedulerMessage {
+    /// Not all nodes are there yet. One line for people: `waiting for server 1 of 2, worker rank 3 of 4 (12 s)`.
+    Waiting {
+        /// The line.
+        text: String,
+    },
+    /// All nodes are there. Sent to each with its own place in it.
+    Roster(Roster),
+    /// Answer to `Declare`: in the same order.
+    Declared {
+        /// From `Declare`.
+        request: u64,
+        /// Where the parts live.
+        tensors: Vec<Assignment>,
+    },
+    /// Answer to a `Declare` that cannot be served; the message says what to do.
+    Refused {
+        /// From `Declare`.
+        request: u64,
+        /// One line.
+        message: String,
+    },
+    /// Two ranks disagree about a tensor: to every worker, at once. The tensor is of no use from then on.
+    Mismatch(Mismatch),
+    /// To a server: keys that will come.
+    Install {
+        /// To be returned in `Installed`.
+        request: u64,
+        /// All of this server.
+        keys: Vec<KeySpec>,
+    },
+    /// Answer to `Barrier`: all ranks are there.
+    BarrierDone {
+        /// From `Barrier`.
+        request: u64,
+    },
+    /// Rounds that wait for somebody, to every node: which, since when, for whom.
+    Stall {
+        /// Empty when the stall is over.
+        stalls: Vec<Stall>,
+    },
+    /// To a server: all workers suspended; forget all keys, expect the workers of the next epoch.
+    Reset {
+        /// The next epoch.
+        epoch: Epoch,
+    },
+    /// The job is over. Nothing follows.
+    Over {
+        /// Why.
+        reason: OverReason,
+    },
+}
+
+/// Who a node is and what it was told about the job.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Register {
+    /// Worker or server.
+    pub node: Node,
+    /// Host name, for messages.
+    pub host: String,
+    /// Boot id of the host and its network namespace, for finding out who shares memory with whom.
+    pub host_id: String,
+    /// Process id, for messages.
+    pub pid: u32,
+    /// Release of this package; all nodes must have the same.
+    pub release: String,
+    /// `DMLC_NUM_WORKER` as this node has it; must equal the scheduler's.
+    pub num_workers: u32,
+    /// `DMLC_NUM_SERVER` as this node has it; must equal the scheduler's.
+    pub num_servers: u32,
+}
+
+/// What a worker process or a server says of itself.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+#[serde(tag = "role", rename_all = "snake_case")]
+pub enum Node {
+    /// One rank.
+    Worker {
+        /// `DMLC_WORKER_ID`: index of the host.
+        worker_id: u32,
+        /// Index of the process on its host.
+        local_rank: u32,
+        /// Processes on its host.
+        local_size: u32,
+        /// `BYTEPS_GLOBAL_RANK`; else rank = worker_id × local_size + local_rank.
+        global_rank: Option<u32>,
+        /// How tensors are to be cut and placed; must be the same on all ranks.
+        planning: Planning,
+    },
+    /// One server process.
+    Server {
+        /// Where each of its cores listens.
+        cores: Vec<SocketAddr>,
+        /// Abstract Unix socket for workers of the same host, if it offers shared memory.
+        shm: Option<String>,
+        /// It shares its host with a worker (mixed mode).
+        colocated: bool,
+        /// `DMLC_RANK`: preferred index in the roster.
+        preferred: Option<u32>,
+    },
+}
+
+/// How tensors are cut into parts and parts are placed on cores.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Planning {
+    /// `BYTEPS_PARTITION_BYTES`.
+    pub partition_bytes: u32,
+    /// Placement function.
+    pub placement: Placement,
+    /// `BYTEPS_MIXED_MODE_BOUND`.
+    pub mixed_bound: u32,
+    /// `BYTEPS_BUILT_IN_HASH_COEF`.
+    pub built_in_coefficient: u64,
+}
+
+/// The job as one node sees it.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Roster {
+    /// Membership generation, from 1.
+    pub epoch: Epoch,
+    /// Ranks in the job.
+    pub size: u32,
+    /// This node's rank (worker) or server index (server).
+    pub index: u32,
+    /// Host and pid of each rank, for messages.
+    pub workers: Vec<Peer>,
+    /// The servers, by index.
+    pub servers: Vec<ServerPeer>,
+}
+
+/// A worker as others name it.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Peer {
+    /// Host name.
+    pub host: String,
+    /// Process id there.
+    pub pid: u32,
+}
+
+/// A server as workers reach it.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct ServerPeer {
+    /// Host name.
+    pub host: String,
+    /// Process id there.
+    pub pid: u32,
+    /// Same value: same host, memory can be shared.
+    pub host_id: String,
+    /// Where each core listens.
+    pub cores: Vec<SocketAddr>,
+    /// Abstract Unix socket for workers of the same host.
+    pub shm: Option<String>,
+}
+
+/// What a rank says that it will push.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Declaration {
+    /// Unique in the job.
+    pub name: String,
+    /// Element type.
+    pub dtype: DType,
+    /// Elements; 0 is allowed and has no parts.
+    pub count: u64,
+    /// What a round computes.
+    pub operation: Operation,
+}
+
+/// Where the parts of a tensor live. The parts cover it in order, without gaps.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Assignment {
+    /// Dense, from 0, by order of first declaration.
+    pub tensor: u32,
+    /// In order of offset.
+    pub parts: Vec<Part>,
+}
+
+/// A piece of a tensor, at most a partition in size.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Part {
+    /// Its id.
+    pub key: Key,
+    /// First byte within the tensor.
+    pub offset: u64,
+    /// Bytes, a multiple of the element size.
+    pub bytes: u32,
+    /// Who sums it.
+    pub core: CoreId,
+}
+
+/// A key as its server must know it.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct KeySpec {
+    /// Its id.
+    pub key: Key,
+    /// Index of the core in the server.
+    pub core: u32,
+    /// Element type.
+    pub dtype: DType,
+    /// Bytes of a contribution, as the workers send it.
+    pub bytes: u32,
+    /// What a round computes.
+    pub operation: Operation,
+}
+
+/// Two ranks declared one name differently.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Mismatch {
+    /// The rank that declared it first.
+    pub first: Rank,
+    /// What it said.
+    pub first_said: Declaration,
+    /// The rank that disagrees.
+    pub second: Rank,
+    /// What it said.
+    pub second_said: Declaration,
+}
+
+/// An open round that waits, as its server sees it.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct StalledKey {
+    /// The part.
+    pub key: Key,
+    /// Its open round.
+    pub round: u64,
+    /// Milliseconds since the first contribution.
+    pub waited_ms: u64,
+    /// Who has not contributed.
+    pub missing: Vec<Rank>,
+}
+
+/// An open round that waits, as people are told.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Stall {
+    /// The tensor.
+    pub name: String,
+    /// Its open round.
+    pub round: u64,
+    /// Milliseconds since the first contribution.
+    pub waited_ms: u64,
+    /// Who has contributed.
+    pub arrived: Vec<Rank>,
+    /// For whom it waits.
+    pub missing: Vec<Rank>,
+}
+
+/// Why a job is over.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(tag = "why", rename_all = "snake_case")]
+pub enum OverReason {
+    /// All workers left in good order.
+    Finished,
+    /// A node's connection was lost or its heartbeats stopped.
+    Died {
+        /// `rank 3`, `server 1`, ….
+        who: String,
+        /// Host.
+        host: String,
+        /// Process id.
+        pid: u32,
+        /// What was seen: `connection closed`, `no heartbeat for 4.0 s`.
+        how: String,
+        /// Rounds it had completed by its last heartbeat.
+        rounds: u64,
+    },
+    /// A node ended with an error of its own.
+    Failed {
+        /// `rank 3`, `server 1`, ….
+        who: String,
+        /// Its line.
+        message: String,
+    },
+    /// A stall lasted longer than `BPS_STALL_TIMEOUT`.
+    Stalled {
+        /// The oldest first.
+        stalls: Vec<Stall>,
+    },
+    /// Nodes did not come in time, or what they were told about the job disagrees.
+    NotFormed {
+        /// One line: what and what to do.
+        message: String,
+    },
+}

@@ -1,0 +1,6 @@
+//! Protocols as state machines: messages and the time go in, messages come out. Nothing here names a transport,
+//! memory, a socket or a clock.
+
+pub mod handshake;
+pub mod messages;
+pub mod scheduler;

@@ -1,0 +1,217 @@
+//! Lanes as the rest of the engine sees them: frames out, events in, nothing blocks.
+//!
+//! The set of transports is closed: [`Transport`] is an enum, and every variant keeps the contract of
+//! [`Driver`], which `tests/tests/conformance.rs` runs over each. A transport moves headers and payloads; it does
+//! not know what they mean. It is used from one thread.
+//!
+//! # How bytes come in
+//! A lane alternates between a header and its payload:
+//! 1. [`Event::Header`] brings 64 bytes. The lane then stands still until [`Driver::land`] says how long the
+//!    payload is and where it goes. Not answering is how a caller lets a lane wait; it costs the transport nothing.
+//! 2. With [`Landing::Into`] the payload lands in the caller's memory and [`Event::Landed`] says that it is
+//!    whole. With [`Landing::Pieces`] it passes in order through memory of the transport: each [`Event::Piece`] is
+//!    valid until [`Driver::consume`], which lets the next one come.
+//! 3. The next header follows. A payload of length 0 brings no event of its own.
+//!
+//! # How bytes go out
+//! [`Driver::post`] takes a frame or says [`Full`], which is backpressure and no error. The payload's memory must
+//! stay unchanged until [`Event::Sent`] returns the frame's token: every posted frame is answered by exactly one
+//! `Sent`, in order, unless the lane closes first. Frames of a lane arrive whole and in the order of their posting.
+//!
+//! # How a lane ends
+//! [`Event::Closed`] is the last event of a lane, once, after which the transport and the kernel hold none of the
+//! caller's memory, and the id may be attached again. Frames that had not been sent are dropped.
+//!
+//! `post`, `land` and `consume` only take note; the work is done in `poll`, which submits everything in one batch.
+
+use crate::wire::RawHeader;
+use std::time::Duration;
+
+pub mod shm;
+pub mod sim;
+pub mod tcp;
+pub mod waker;
+
+pub use waker::Waker;
+
+/// A lane's number in its endpoint, chosen by the caller at attach. Small and dense: it indexes tables.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+pub struct LaneId(pub u32);
+
+/// No room for this frame now: try again after the next [`Event::Sent`] of the lane.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Full;
+
+/// A frame to send.
+#[derive(Clone, Copy, Debug)]
+pub struct Frame {
+    /// Sent first, copied by `post`.
+    pub header: RawHeader,
+    /// First byte of the payload; may dangle if `length` is 0.
+    pub payload: *const u8,
+    /// Bytes of payload; the header must say the same.
+    pub length: usize,
+    /// Returned by [`Event::Sent`].
+    pub token: u64,
+}
+
+/// Where a payload goes.
+#[derive(Clone, Copy, Debug)]
+pub enum Landing {
+    /// To this address, which the caller keeps valid for the whole length until `Landed` or `Closed`.
+    Into(*mut u8),
+    /// Past the caller in pieces, in memory of the transport that is aligned to
+    /// [`ALIGNMENT`](crate::limits::ALIGNMENT). Every piece but the last is a multiple of that long.
+    Pieces,
+}
+
+/// What happened on a lane.
+#[derive(Clone, Copy, Debug)]
+pub enum Event {
+    /// A header arrived; the lane stands still until `land`.
+    Header {
+        /// The lane.
+        lane: LaneId,
+        /// Its bytes, not yet looked at.
+        header: RawHeader,
+    },
+    /// The payload of a [`Landing::Into`] is whole.
+    Landed {
+        /// The lane.
+        lane: LaneId,
+    },
+    /// The next part of a payload; the lane stands still until `consume`.
+    Piece {
+        /// The lane.
+        lane: LaneId,
+        /// First byte, valid until `consume`.
+        data: *const u8,
+        /// Bytes here.
+        length: usize,
+    },
+    /// The memory of this posted frame is the caller's again.
+    Sent {
+        /// The lane.
+        lane: LaneId,
+        /// The frame's token.
+        token: u64,
+    },
+    /// The lane is gone; its last event.
+    Closed {
+        /// The lane.
+        lane: LaneId,
+        /// Why.
+        cause: Cause,
+    },
+}
+
+/// Why a lane closed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum Cause {
+    /// This end called `close`.
+    #[error("closed by this end")]
+    Local,
+    /// The peer closed between two frames.
+    #[error("closed by the peer")]
+    Peer,
+    /// The peer closed within a frame.
+    #[error("the peer closed in the middle of a frame")]
+    Truncated,
+    /// The kernel reported an error.
+    #[error("{}", std::io::Error::from_raw_os_error(*.0))]
+    Os(i32),
+}
+
+/// A connected, authenticated link that a transport turns into a lane.
+pub enum Link {
+    /// A connected stream socket.
+    Tcp(std::os::fd::OwnedFd),
+    /// Memory shared with a process of this host.
+    Shm(shm::ShmLink),
+    /// One end of a simulated link.
+    Sim(sim::SimLink),
+}
+
+/// The contract that every transport keeps; see the [module](self).
+pub trait Driver {
+    /// Makes a lane of a link.
+    ///
+    /// # Errors
+    /// What the kernel said when it was asked to set the link up.
+    fn attach(&mut self, lane: LaneId, link: Link) -> std::io::Result<()>;
+
+    /// Takes a frame to send.
+    ///
+    /// # Errors
+    /// [`Full`] when the lane has [`LANE_FRAMES_MAX`](crate::limits::LANE_FRAMES_MAX) unsent frames, or the
+    /// transport has no room for its payload.
+    fn post(&mut self, lane: LaneId, frame: &Frame) -> Result<(), Full>;
+
+    /// Answers [`Event::Header`]: `length` bytes of payload follow and go to `landing`.
+    fn land(&mut self, lane: LaneId, landing: Landing, length: usize);
+
+    /// Answers [`Event::Piece`]: its memory is the transport's again.
+    fn consume(&mut self, lane: LaneId);
+
+    /// Starts closing a lane; [`Event::Closed`] follows when the memory is free. Does nothing twice.
+    fn close(&mut self, lane: LaneId);
+
+    /// Submits what is due and appends at most [`EVENTS_MAX`](crate::limits::EVENTS_MAX) events.
+    fn poll(&mut self, events: &mut Vec<Event>);
+
+    /// Asks peers for a wake-up (where they share memory instead of a kernel object). Returns whether something is
+    /// ready already, in which case the caller must not sleep.
+    fn arm(&mut self) -> bool {
+        false
+    }
+
+    /// Sleeps until this transport has something to do, its waker is woken, or the time is over.
+    fn block(&mut self, timeout: Duration);
+}
+
+/// The closed set of transports. RDMA verbs will be the fourth.
+pub enum Transport {
+    /// Stream sockets: io_uring, or plain non-blocking calls where that is denied.
+    Tcp(tcp::Tcp),
+    /// Memory shared between two processes of a host.
+    Shm(shm::Shm),
+    /// The seeded in-memory network of the tests.
+    Sim(sim::Sim),
+}
+
+macro_rules! dispatch {
+    ($self:ident, $driver:ident => $call:expr) => {
+        match $self {
+            Transport::Tcp($driver) => $call,
+            Transport::Shm($driver) => $call,
+            Transport::Sim($driver) => $call,
+        }
+    };
+}
+
+impl Driver for Transport {
+    fn attach(&mut self, lane: LaneId, link: Link) -> std::io::Result<()> {
+        dispatch!(self, driver => driver.attach(lane, link))
+    }
+    fn post(&mut self, lane: LaneId, frame: &Frame) -> Result<(), Full> {
+        dispatch!(self, driver => driver.post(lane, frame))
+    }
+    fn land(&mut self, lane: LaneId, landing: Landing, length: usize) {
+        dispatch!(self, driver => driver.land(lane, landing, length))
+    }
+    fn consume(&mut self, lane: LaneId) {
+        dispatch!(self, driver => driver.consume(lane))
+    }
+    fn close(&mut self, lane: LaneId) {
+        dispatch!(self, driver => driver.close(lane))
+    }
+    fn poll(&mut self, events: &mut Vec<Event>) {
+        dispatch!(self, driver => driver.poll(events))
+    }
+    fn arm(&mut self) -> bool {
+        dispatch!(self, driver => driver.arm())
+    }
+    fn block(&mut self, timeout: Duration) {
+        dispatch!(self, driver => driver.block(timeout))
+    }
+}

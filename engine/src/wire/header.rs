@@ -1,0 +1,261 @@
+//! The fixed 64-byte little-endian header in front of every payload.
+//!
+//! | bytes | field | meaning |
+//! |---|---|---|
+//! | 0..4 | magic | `b"BPS1"` |
+//! | 4 | version | [`VERSION`] |
+//! | 5 | kind | [`Kind`] |
+//! | 6 | flags | [`FLAG_PAYLOAD_CHECKSUM`]; other bits are zero |
+//! | 7 | dtype | element type of the payload, [`DType`]'s number |
+//! | 8..12 | rank | who sent it; a server sends the rank that it addresses |
+//! | 12..16 | epoch | membership generation |
+//! | 16..24 | key | the part |
+//! | 24..32 | round | step of the key, from 1 |
+//! | 32..40 | offset | first byte of the payload within the part |
+//! | 40..44 | length | bytes of payload that follow |
+//! | 44..48 | contributors | contributions in the payload: what an average divides by |
+//! | 48..52 | payload checksum | CRC-32C of the payload if flagged, else zero |
+//! | 52..60 | reserved | zero |
+//! | 60..64 | header checksum | CRC-32C of bytes 0..60 |
+//!
+//! The checksum is the last field so that a header cut short or overwritten never passes by accident.
+
+use crate::base::{DType, Epoch, Key, Rank, Round};
+use crate::limits::{HEADER_BYTES, PART_BYTES_MAX};
+
+/// A header as it travels.
+pub type RawHeader = [u8; HEADER_BYTES];
+
+/// First bytes of every frame.
+pub const MAGIC: [u8; 4] = *b"BPS1";
+/// Version of the wire. Both ends must have the same.
+pub const VERSION: u8 = 1;
+/// The payload checksum field holds the CRC-32C of the payload.
+pub const FLAG_PAYLOAD_CHECKSUM: u8 = 1;
+
+/// What a frame is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u8)]
+pub enum Kind {
+    /// Worker to server: one rank's part of a round. It is also the request for the result.
+    Contribution = 1,
+    /// Server to worker: the result of a round.
+    Publication = 2,
+    /// Either way: no more frames follow, the lane is closed in good order.
+    Goodbye = 3,
+    /// Server to worker: the frame with this key and round was refused; the lane closes.
+    Refused = 4,
+}
+
+/// A header, parsed. [`Header::encode`] and [`Header::decode`] are each other's inverse.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Header {
+    /// What the frame is.
+    pub kind: Kind,
+    /// See [`FLAG_PAYLOAD_CHECKSUM`].
+    pub flags: u8,
+    /// Element type of the payload.
+    pub dtype: DType,
+    /// Who sent it, or whom a server addresses.
+    pub rank: Rank,
+    /// Membership generation.
+    pub epoch: Epoch,
+    /// The part.
+    pub key: Key,
+    /// Step of the key, from 1.
+    pub round: Round,
+    /// First byte of the payload within the part.
+    pub offset: u64,
+    /// Bytes of payload.
+    pub length: u32,
+    /// Contributions in the payload.
+    pub contributors: u32,
+    /// CRC-32C of the payload, or zero.
+    pub payload_checksum: u32,
+}
+
+/// Why 64 bytes are not a header of ours: the first field that is wrong.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum Invalid {
+    /// The magic differs.
+    #[error("the first bytes are {0:02x?}, not a frame of this protocol")]
+    Magic([u8; 4]),
+    /// The version differs.
+    #[error("wire version {0}, this end speaks {VERSION}: run the same release everywhere")]
+    Version(u8),
+    /// The header checksum differs.
+    #[error("header checksum {found:#010x}, computed {computed:#010x}")]
+    Checksum {
+        /// What the header says.
+        found: u32,
+        /// What its bytes give.
+        computed: u32,
+    },
+    /// No such kind.
+    #[error("unknown kind {0}")]
+    Kind(u8),
+    /// A flag that this version does not know.
+    #[error("unknown flags {0:#04x}")]
+    Flags(u8),
+    /// No such data type.
+    #[error("unknown data type {0}")]
+    DType(u8),
+    /// A reserved byte is not zero.
+    #[error("reserved bytes are not zero")]
+    Reserved,
+    /// More payload than a part may have.
+    #[error("length {0} is over the limit of {PART_BYTES_MAX} bytes")]
+    Length(u32),
+}
+
+impl Header {
+    /// A header with no payload, flags or checksum: fill in what differs.
+    #[must_use]
+    pub const fn new(kind: Kind, dtype: DType, rank: Rank, epoch: Epoch) -> Header {
+        Header {
+            kind,
+            flags: 0,
+            dtype,
+            rank,
+            epoch,
+            key: Key(0),
+            round: Round(0),
+            offset: 0,
+            length: 0,
+            contributors: 0,
+            payload_checksum: 0,
+        }
+    }
+
+    /// The 64 bytes of this header.
+    #[must_use]
+    pub fn encode(&self) -> RawHeader {
+        let mut raw = [0; HEADER_BYTES];
+        raw[0..4].copy_from_slice(&MAGIC);
+        raw[4] = VERSION;
+        raw[5] = self.kind as u8;
+        raw[6] = self.flags;
+        raw[7] = self.dtype as u8;
+        raw[8..12].copy_from_slice(&self.rank.0.to_le_bytes());
+        raw[12..16].copy_from_slice(&self.epoch.0.to_le_bytes());
+        raw[16..24].copy_from_slice(&self.key.0.to_le_bytes());
+        raw[24..32].copy_from_slice(&self.round.0.to_le_bytes());
+        raw[32..40].copy_from_slice(&self.offset.to_le_bytes());
+        raw[40..44].copy_from_slice(&self.length.to_le_bytes());
+        raw[44..48].copy_from_slice(&self.contributors.to_le_bytes());
+        raw[48..52].copy_from_slice(&self.payload_checksum.to_le_bytes());
+        let checksum = crc32c::crc32c(&raw[..60]);
+        raw[60..64].copy_from_slice(&checksum.to_le_bytes());
+        raw
+    }
+
+    /// The header in these bytes.
+    ///
+    /// # Errors
+    /// The first field that is wrong. Nothing beyond the header itself is checked here: whether key,
+    /// round, rank and length fit the registry is for the session.
+    pub fn decode(raw: &RawHeader) -> Result<Header, Invalid> {
+        let u32_at =
+            |at: usize| u32::from_le_bytes([raw[at], raw[at + 1], raw[at + 2], raw[at + 3]]);
+        let u64_at = |at: usize| u64::from(u32_at(at)) | u64::from(u32_at(at + 4)) << 32;
+        if raw[0..4] != MAGIC {
+            return Err(Invalid::Magic([raw[0], raw[1], raw[2], raw[3]]));
+        }
+        if raw[4] != VERSION {
+            return Err(Invalid::Version(raw[4]));
+        }
+        let (found, computed) = (u32_at(60), crc32c::crc32c(&raw[..60]));
+        if found != computed {
+            return Err(Invalid::Checksum { found, computed });
+        }
+        let kind = match raw[5] {
+            1 => Kind::Contribution,
+            2 => Kind::Publication,
+            3 => Kind::Goodbye,
+            4 => Kind::Refused,
+            other => return Err(Invalid::Kind(other)),
+        };
+        let flags = raw[6];
+        if flags & !FLAG_PAYLOAD_CHECKSUM != 0 {
+            return Err(Invalid::Flags(flags));
+        }
+        let dtype = DType::from_wire(raw[7]).ok_or(Invalid::DType(raw[7]))?;
+        if u64_at(52) != 0 {
+            return Err(Invalid::Reserved);
+        }
+        let length = u32_at(40);
+        if length as usize > PART_BYTES_MAX {
+            return Err(Invalid::Length(length));
+        }
+        Ok(Header {
+            kind,
+            flags,
+            dtype,
+            rank: Rank(u32_at(8)),
+            epoch: Epoch(u32_at(12)),
+            key: Key(u64_at(16)),
+            round: Round(u64_at(24)),
+            offset: u64_at(32),
+            length,
+            contributors: u32_at(44),
+            payload_checksum: u32_at(48),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sample() -> Header {
+        Header {
+            kind: Kind::Contribution,
+            flags: FLAG_PAYLOAD_CHECKSUM,
+            dtype: DType::BF16,
+            rank: Rank(3),
+            epoch: Epoch(1),
+            key: Key(0x0102_0304_0506_0708),
+            round: Round(812),
+            offset: 4096,
+            length: 1 << 20,
+            contributors: 1,
+            payload_checksum: 0xdead_beef,
+        }
+    }
+
+    #[test]
+    fn golden_vector() {
+        let hex: String = sample().encode().iter().map(|byte| format!("{byte:02x}")).collect();
+        assert_eq!(
+            hex,
+            concat!(
+                "42505331",
+                "01",
+                "01",
+                "01",
+                "0a",
+                "03000000",
+                "01000000",
+                "0807060504030201",
+                "2c03000000000000",
+                "0010000000000000",
+                "00001000",
+                "01000000",
+                "efbeadde",
+                "0000000000000000",
+                "3a2de46a"
+            )
+        );
+    }
+
+    #[test]
+    fn every_single_bit_error_is_caught() {
+        let raw = sample().encode();
+        assert_eq!(Header::decode(&raw), Ok(sample()));
+        for bit in 0..HEADER_BYTES * 8 {
+            let mut wrong = raw;
+            wrong[bit / 8] ^= 1 << (bit % 8);
+            assert!(Header::decode(&wrong).is_err(), "bit {bit} flipped and not noticed");
+        }
+    }
+}
