@@ -1,1 +1,128 @@
-//! To be written.
+//! An endpoint: all lanes of one polling thread, over whichever transports they use. The server's cores and the
+//! worker's NIC loop each own one. It hands out lane ids and knows how to sleep over several transports at once;
+//! it does not know what a frame means.
+
+use crate::limits::EVENTS_MAX;
+use crate::transport::{Driver, Event, Frame, Full, Landing, LaneId, Link, Transport, Waker};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use std::io;
+use std::time::Duration;
+
+/// All lanes of one thread.
+pub struct Endpoint {
+    transports: Vec<Transport>,
+    /// Which transport a lane belongs to, by lane id; `None` for ids that are free.
+    owners: Vec<Option<u8>>,
+    waker: Waker,
+}
+
+impl Endpoint {
+    /// An endpoint over these transports, at most one of each kind, all made with this waker.
+    #[must_use]
+    pub fn new(transports: Vec<Transport>, waker: Waker) -> Endpoint {
+        Endpoint { transports, owners: Vec::new(), waker }
+    }
+
+    /// Makes a lane of a link.
+    ///
+    /// # Errors
+    /// No transport of the link's kind is here, or it refuses.
+    pub fn attach(&mut self, link: Link) -> io::Result<LaneId> {
+        let wanted = |transport: &Transport| {
+            matches!(
+                (transport, &link),
+                (Transport::Tcp(_), Link::Tcp(_))
+                    | (Transport::Shm(_), Link::Shm(_))
+                    | (Transport::Sim(_), Link::Sim(_))
+            )
+        };
+        let position = self.transports.iter().position(wanted);
+        let owner = position.ok_or(io::ErrorKind::Unsupported)?;
+        let free = self.owners.iter().position(Option::is_none);
+        let index = free.unwrap_or(self.owners.len());
+        let lane = LaneId(u32::try_from(index).map_err(|_| io::ErrorKind::QuotaExceeded)?);
+        self.transports[owner].attach(lane, link)?;
+        if index == self.owners.len() {
+            self.owners.push(None);
+        }
+        self.owners[index] = Some(u8::try_from(owner).map_err(|_| io::ErrorKind::QuotaExceeded)?);
+        Ok(lane)
+    }
+
+    fn owner(&mut self, lane: LaneId) -> Option<&mut Transport> {
+        let owner = (*self.owners.get(lane.0 as usize)?)?;
+        self.transports.get_mut(owner as usize)
+    }
+
+    /// See [`Driver::post`].
+    ///
+    /// # Errors
+    /// [`Full`]: try again after the next `Sent` of the lane.
+    pub fn post(&mut self, lane: LaneId, frame: &Frame) -> Result<(), Full> {
+        self.owner(lane).ok_or(Full)?.post(lane, frame)
+    }
+
+    /// See [`Driver::land`].
+    pub fn land(&mut self, lane: LaneId, landing: Landing, length: usize) {
+        if let Some(transport) = self.owner(lane) {
+            transport.land(lane, landing, length);
+        }
+    }
+
+    /// See [`Driver::consume`].
+    pub fn consume(&mut self, lane: LaneId) {
+        if let Some(transport) = self.owner(lane) {
+            transport.consume(lane);
+        }
+    }
+
+    /// See [`Driver::close`].
+    pub fn close(&mut self, lane: LaneId) {
+        if let Some(transport) = self.owner(lane) {
+            transport.close(lane);
+        }
+    }
+
+    /// Appends what happened, at most [`EVENTS_MAX`] events a transport. A lane whose `Closed` is among them may be
+    /// given out again by the next `attach`.
+    pub fn poll(&mut self, events: &mut Vec<Event>) {
+        for transport in &mut self.transports {
+            let before = events.len();
+            transport.poll(events);
+            debug_assert!(events.len() - before <= EVENTS_MAX);
+            for event in &events[before..] {
+                if let Event::Closed { lane, .. } = event {
+                    self.owners[lane.0 as usize] = None;
+                }
+            }
+        }
+    }
+
+    /// Sleeps until traffic, the waker, or the time is over. `ready` looks at the queues that other threads fill:
+    /// it is asked after the waker is armed, so that nothing put there is slept over.
+    pub fn sleep(&mut self, timeout: Duration, ready: impl FnOnce() -> bool) {
+        self.waker.prepare();
+        let mut stay = false;
+        for transport in &mut self.transports {
+            stay |= transport.arm();
+        }
+        if !stay && !ready() {
+            let tcp = self.transports.iter_mut().find(|one| matches!(one, Transport::Tcp(_)));
+            match tcp {
+                Some(transport) => transport.block(timeout),
+                None => self.block_on_others(timeout),
+            }
+        }
+        self.waker.awake();
+    }
+
+    fn block_on_others(&mut self, timeout: Duration) {
+        if let [only] = &mut self.transports[..] {
+            only.block(timeout);
+            return;
+        }
+        let Ok(timeout) = Timespec::try_from(timeout) else { return };
+        // An interrupted or failed wait is a short wait: the caller polls again.
+        let _ = poll(&mut [PollFd::new(&self.waker.fd(), PollFlags::IN)], Some(&timeout));
+    }
+}
