@@ -1,1 +1,249 @@
-//! To be written.
+//! What every polling thread needs around its loop: a start with a name and a CPU, an end that is never silent,
+//! and a rule for when there is nothing to do.
+//!
+//! [`Idler`] belongs to one thread. The loop tells it after each pass whether there was progress; only when it
+//! answers [`Step::Sleep`] may the loop arm its transport and block.
+
+use crate::config::Idle;
+use crate::topo::pin;
+use crate::trace::log;
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::thread::{Builder, JoinHandle};
+use std::time::{Duration, Instant};
+
+/// Spinning time where every polling thread has a CPU: longer than a round trip between hosts.
+pub const SPIN_ROOMY: Duration = Duration::from_micros(50);
+/// Spinning time where threads share CPUs: whoever spins keeps the awaited one from running.
+pub const SPIN_CROWDED: Duration = Duration::from_micros(5);
+/// Idle passes between two looks at the clock, which cost as much as a pass over empty queues.
+const CLOCK_EVERY: u32 = 16;
+/// Idle passes between two yields of a thread that has a CPU of its own.
+const YIELD_ROOMY: u32 = 4096;
+/// Idle passes between two yields of a thread that shares its CPU.
+const YIELD_CROWDED: u32 = 8;
+
+/// What a loop does next.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Step {
+    /// Poll again.
+    Again,
+    /// Nothing has happened for a while: arm the wake-ups, look once more, and block.
+    Sleep,
+}
+
+/// How long an idle thread spins by default, with so many polling threads on the machine and so many CPUs for them.
+#[must_use]
+pub fn spin_default(polling_threads: usize, cpus: usize) -> Duration {
+    // One CPU is left for everything else, such as the framework that feeds us.
+    if polling_threads < cpus { SPIN_ROOMY } else { SPIN_CROWDED }
+}
+
+/// Decides for one thread between polling, yielding and sleeping.
+#[derive(Debug)]
+pub struct Idler {
+    policy: Idle,
+    spin: Duration,
+    yield_every: u32,
+    idle_steps: u32,
+    /// When idleness began, as far as the clock was looked at.
+    since: Option<Instant>,
+    is_spent: bool,
+}
+
+impl Idler {
+    /// An idler that spins for `spin` before it sleeps (see [`spin_default`]). A spin below [`SPIN_ROOMY`] says that
+    /// CPUs are scarce: then it also yields often, under either policy.
+    #[must_use]
+    pub fn new(policy: Idle, spin: Duration) -> Idler {
+        let yield_every = if spin < SPIN_ROOMY { YIELD_CROWDED } else { YIELD_ROOMY };
+        Idler { policy, spin, yield_every, idle_steps: 0, since: None, is_spent: false }
+    }
+
+    /// Called after every pass of the loop. Once it has said [`Step::Sleep`] it says so again until there is progress.
+    #[inline]
+    pub fn step(&mut self, progress: bool) -> Step {
+        if progress {
+            self.idle_steps = 0;
+            self.since = None;
+            self.is_spent = false;
+            return Step::Again;
+        }
+        self.idle()
+    }
+
+    fn idle(&mut self) -> Step {
+        if self.is_spent {
+            return Step::Sleep;
+        }
+        self.idle_steps = self.idle_steps.wrapping_add(1);
+        if self.idle_steps.is_multiple_of(self.yield_every) {
+            std::thread::yield_now();
+        } else {
+            std::hint::spin_loop();
+        }
+        if self.policy == Idle::Busy || !self.idle_steps.is_multiple_of(CLOCK_EVERY) {
+            return Step::Again;
+        }
+        let now = Instant::now();
+        if now - *self.since.get_or_insert(now) < self.spin {
+            return Step::Again;
+        }
+        self.is_spent = true;
+        Step::Sleep
+    }
+}
+
+/// Starts a thread with this name (the kernel shows 15 bytes of it) on this CPU. Failure to pin is one warning line.
+///
+/// A panic in it ends the process, after a line that names the thread: a polling thread that dies in silence
+/// would leave every peer waiting.
+///
+/// # Errors
+/// The kernel has no thread left to give.
+pub fn spawn<F, T>(name: &str, cpu: Option<usize>, body: F) -> std::io::Result<JoinHandle<T>>
+where
+    F: FnOnce() -> T + Send + 'static,
+    T: Send + 'static,
+{
+    let thread = name.to_owned();
+    Builder::new().name(thread.clone()).spawn(move || {
+        if let Some(Err(error)) = cpu.map(pin::pin_current_thread) {
+            log::warning!("thread {thread} runs unpinned: {error}");
+        }
+        match catch_unwind(AssertUnwindSafe(body)) {
+            Ok(value) => value,
+            Err(payload) => {
+                let cause = panic_text(payload.as_ref());
+                log::error!("thread {thread} failed, which ends the process: {cause}");
+                std::process::abort();
+            }
+        }
+    })
+}
+
+fn panic_text(payload: &(dyn Any + Send)) -> &str {
+    payload
+        .downcast_ref::<&str>()
+        .copied()
+        .or_else(|| payload.downcast_ref::<String>().map(String::as_str))
+        .unwrap_or("panic with a value that is no text")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Passes until the idler wants to sleep, at most `limit`.
+    fn passes_until_sleep(idler: &mut Idler, limit: u32) -> Option<u32> {
+        (0..limit).find(|_| idler.step(false) == Step::Sleep)
+    }
+
+    #[test]
+    fn busy_never_sleeps() {
+        for spin in [SPIN_CROWDED, SPIN_ROOMY, Duration::ZERO] {
+            assert_eq!(passes_until_sleep(&mut Idler::new(Idle::Busy, spin), 100_000), None);
+        }
+    }
+
+    #[test]
+    fn adaptive_spins_for_its_time_then_sleeps_until_progress() {
+        let spin = Duration::from_millis(2);
+        let mut idler = Idler::new(Idle::Adaptive, spin);
+        let start = Instant::now();
+        assert!(passes_until_sleep(&mut idler, u32::MAX).is_some());
+        assert!(start.elapsed() >= spin, "slept after {:?}", start.elapsed());
+        assert_eq!(
+            idler.step(false),
+            Step::Sleep,
+            "a wake-up without work is no reason to spin again"
+        );
+        assert_eq!(idler.step(true), Step::Again);
+        assert_eq!(idler.step(false), Step::Again);
+        assert!(passes_until_sleep(&mut idler, u32::MAX).is_some());
+    }
+
+    #[test]
+    fn progress_keeps_it_awake() {
+        let mut idler = Idler::new(Idle::Adaptive, Duration::ZERO);
+        for pass in 0..10_000 {
+            assert_eq!(idler.step(pass % CLOCK_EVERY == 0), Step::Again);
+        }
+    }
+
+    #[test]
+    fn spins_shortly_where_cpus_are_scarce() {
+        assert_eq!(spin_default(2, 64), SPIN_ROOMY);
+        assert_eq!(spin_default(4, 2), SPIN_CROWDED);
+        assert_eq!(spin_default(2, 2), SPIN_CROWDED);
+    }
+
+    #[test]
+    fn two_idlers_on_one_cpu_let_each_other_run() {
+        // Both threads on one CPU, busy: each pass of the turn-taking needs the other to be scheduled. Without
+        // yields each turn would cost a scheduler's time slice (milliseconds); with them, microseconds.
+        use std::sync::Arc;
+        use std::sync::atomic::{AtomicU32, Ordering};
+        const TURNS: u32 = 2_000;
+        let cpu = *pin::affinity().unwrap().last().unwrap();
+        let turn = Arc::new(AtomicU32::new(0));
+        let start = Instant::now();
+        let threads = [0, 1].map(|side| {
+            let turn = Arc::clone(&turn);
+            spawn("turns", Some(cpu), move || {
+                let mut idler = Idler::new(Idle::Busy, SPIN_CROWDED);
+                loop {
+                    let now = turn.load(Ordering::Acquire);
+                    let is_mine = now % 2 == side;
+                    if now >= TURNS {
+                        return;
+                    }
+                    if is_mine {
+                        turn.store(now + 1, Ordering::Release);
+                    }
+                    idler.step(is_mine);
+                }
+            })
+            .unwrap()
+        });
+        for thread in threads {
+            thread.join().unwrap();
+        }
+        assert!(start.elapsed() < Duration::from_secs(5), "took {:?}", start.elapsed());
+    }
+
+    #[test]
+    fn names_its_thread_and_runs_unpinned_where_it_must() {
+        let name =
+            spawn("bps-core-0", Some(4096), || std::thread::current().name().map(str::to_owned))
+                .unwrap()
+                .join()
+                .unwrap();
+        assert_eq!(name.as_deref(), Some("bps-core-0"));
+    }
+
+    #[test]
+    fn a_panic_ends_the_process_with_a_line() {
+        const CHILD: &str = "BPS_TEST_PANIC_CHILD";
+        if std::env::var_os(CHILD).is_some() {
+            let _ = spawn("bps-core-7", None, || panic!("slot {} is gone", 3)).unwrap().join();
+            unreachable!("the process has ended");
+        }
+        let output = std::process::Command::new(std::env::current_exe().unwrap())
+            .args([
+                "--exact",
+                "harness::tests::a_panic_ends_the_process_with_a_line",
+                "--nocapture",
+            ])
+            .env(CHILD, "1")
+            .output()
+            .unwrap();
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(
+            text.contains("error: thread bps-core-7 failed") && text.contains("slot 3 is gone"),
+            "{text}"
+        );
+        use std::os::unix::process::ExitStatusExt;
+        assert_eq!(output.status.signal(), Some(6), "abort");
+    }
+}

@@ -1,1 +1,3 @@
-//! To be written.
+//! What the machine is made of, and which thread runs where on it.
+
+pub mod pin;

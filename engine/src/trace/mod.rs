@@ -1,1 +1,3 @@
-//! To be written.
+//! What a process says about itself: counters that data threads write, and lines that control threads print.
+
+pub mod log;
