@@ -1,0 +1,279 @@
+//! One end of a simulated connection: the frames that it sends and how far it has read its stream.
+//!
+//! Invariant: a caller's memory is touched only between `post` and `Sent`, or `land` and `Landed`, and never after
+//! `Closed`.
+
+use super::Room;
+use super::network::Random;
+use crate::limits::{ALIGNMENT, HEADER_BYTES};
+use crate::transport::{Cause, Event, Landing, LaneId};
+
+use crate::wire::RawHeader;
+use std::collections::VecDeque;
+use std::io::Read;
+
+/// Largest piece of a payload that passes the caller by.
+const PIECE_BYTES_MAX: usize = 64 << 10;
+/// What memory is overwritten with when it is no longer the reader's.
+const POISON: u8 = 0xdd;
+
+/// A posted frame. The payload's address is kept as a number so that a network can be sent to another thread.
+pub(super) struct Post {
+    pub(super) header: RawHeader,
+    pub(super) payload: usize,
+    pub(super) length: usize,
+    pub(super) taken: usize,
+    pub(super) token: u64,
+    pub(super) delay: u64,
+}
+
+/// What the next bytes of a stream are.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Expect {
+    Header,
+    Answer,
+    Into { address: usize, left: usize },
+    Pieces { left: usize },
+    Consume { left: usize },
+}
+
+/// Memory that is aligned as pieces must be.
+#[derive(Clone, Copy)]
+#[repr(align(64))]
+pub(super) struct Line([u8; ALIGNMENT]);
+
+/// One end of a connection.
+pub(super) struct End {
+    pub(super) open: bool,
+    /// `close` was called here.
+    pub(super) closing: bool,
+    /// Why this end is over, which the next poll tells.
+    pub(super) cause: Option<Cause>,
+    pub(super) posts: VecDeque<Post>,
+    pub(super) pumping: bool,
+    pub(super) wire: VecDeque<Vec<u8>>,
+    pub(super) wire_bytes: usize,
+    pub(super) arrival: u64,
+    pub(super) taken: VecDeque<u64>,
+    pub(super) returned: u64,
+    pub(super) sent: VecDeque<u64>,
+    pub(super) inbox: VecDeque<u8>,
+    pub(super) finished: bool,
+    pub(super) expect: Expect,
+    pub(super) staging: Box<[Line]>,
+}
+
+impl End {
+    pub(super) fn new() -> End {
+        End {
+            open: true,
+            closing: false,
+            cause: None,
+            posts: VecDeque::new(),
+            pumping: false,
+            wire: VecDeque::new(),
+            wire_bytes: 0,
+            arrival: 0,
+            taken: VecDeque::new(),
+            returned: 0,
+            sent: VecDeque::new(),
+            inbox: VecDeque::new(),
+            finished: false,
+            expect: Expect::Header,
+            staging: Box::new([]),
+        }
+    }
+
+    pub(super) fn unsent(&self) -> usize {
+        self.posts.len() + self.taken.len() + self.sent.len()
+    }
+
+    pub(super) fn drop_frames(&mut self) {
+        self.posts.clear();
+        self.taken.clear();
+        self.sent.clear();
+        self.inbox.clear();
+    }
+
+    pub(super) fn finish(&mut self, cause: Cause) {
+        self.open = false;
+        if self.cause.is_none() {
+            self.cause = Some(cause);
+            self.drop_frames();
+        }
+    }
+
+    /// How the end of a stream looks from here.
+    pub(super) fn cause_of_end(&self) -> Cause {
+        let between = self.expect == Expect::Header && self.inbox.is_empty();
+        if between { Cause::Peer } else { Cause::Truncated }
+    }
+
+    /// The next `wanted` bytes, and how many frames end in them.
+    pub(super) fn take(&mut self, wanted: usize) -> (Vec<u8>, usize) {
+        let mut bytes = Vec::with_capacity(wanted);
+        let mut whole = 0;
+        while let Some(post) = self.posts.front_mut() {
+            if post.taken < HEADER_BYTES {
+                let count = (wanted - bytes.len()).min(HEADER_BYTES - post.taken);
+                bytes.extend_from_slice(&post.header[post.taken..post.taken + count]);
+                post.taken += count;
+            }
+            let offset = post.taken.saturating_sub(HEADER_BYTES);
+            let count = (wanted - bytes.len()).min(post.length - offset);
+            if post.taken >= HEADER_BYTES && count > 0 {
+                let payload = std::ptr::with_exposed_provenance::<u8>(post.payload);
+                // SAFETY: the poster keeps `length` bytes at `payload` readable and unchanged until `Sent`, which
+                // comes after the last of them was taken here, and `offset + count <= length`.
+                let part = unsafe { std::slice::from_raw_parts(payload.add(offset), count) };
+                bytes.extend_from_slice(part);
+                post.taken += count;
+            }
+            if post.taken < HEADER_BYTES + post.length {
+                break;
+            }
+            self.taken.push_back(post.token);
+            self.posts.pop_front();
+            whole += 1;
+        }
+        (bytes, whole)
+    }
+
+    /// Answers a header.
+    pub(super) fn land(&mut self, landing: Landing, length: usize) {
+        if self.expect != Expect::Answer {
+            return;
+        }
+        self.expect = match landing {
+            _ if length == 0 => Expect::Header,
+            Landing::Into(target) => {
+                Expect::Into { address: target.expose_provenance(), left: length }
+            }
+            Landing::Pieces => Expect::Pieces { left: length },
+        };
+    }
+
+    /// Takes a piece back, and poisons it for whoever looks at it later.
+    pub(super) fn consume(&mut self) {
+        if let Expect::Consume { left } = self.expect {
+            self.staging.fill(Line([POISON; ALIGNMENT]));
+            self.expect = if left == 0 { Expect::Header } else { Expect::Pieces { left } };
+        }
+    }
+
+    /// Appends what has happened here. Returns false after `Closed`.
+    pub(super) fn poll(
+        &mut self,
+        lane: LaneId,
+        events: &mut Room<'_>,
+        random: &mut Random,
+    ) -> bool {
+        if self.open {
+            while !events.full()
+                && let Some(token) = self.sent.pop_front()
+            {
+                events.push(Event::Sent { lane, token });
+            }
+            while !events.full()
+                && let Some(event) = self.receive(lane, random)
+            {
+                events.push(event);
+            }
+            if self.finished && self.starved() {
+                self.finish(self.cause_of_end());
+            }
+        }
+        // A piece stays valid until it is consumed, whatever becomes of the lane, unless this end has let go of it.
+        let held = matches!(self.expect, Expect::Consume { .. }) && !self.closing;
+        match self.cause {
+            Some(cause) if !held && !events.full() => {
+                self.poison_landing();
+                self.staging = Box::new([]);
+                events.push(Event::Closed { lane, cause });
+                false
+            }
+            _ => true,
+        }
+    }
+
+    /// Whether only more bytes could move this end on.
+    fn starved(&self) -> bool {
+        match self.expect {
+            Expect::Header => self.inbox.len() < HEADER_BYTES,
+            Expect::Into { .. } => self.inbox.is_empty(),
+            Expect::Pieces { left } => self.inbox.len() < left.min(ALIGNMENT),
+            Expect::Answer | Expect::Consume { .. } => false,
+        }
+    }
+
+    /// Moves the inbox on as far as it goes; returns the event that this brings, if any.
+    fn receive(&mut self, lane: LaneId, random: &mut Random) -> Option<Event> {
+        match self.expect {
+            Expect::Header if self.inbox.len() >= HEADER_BYTES => {
+                let mut header = [0; HEADER_BYTES];
+                self.inbox.read_exact(&mut header).ok()?;
+                self.expect = Expect::Answer;
+                Some(Event::Header { lane, header })
+            }
+            Expect::Into { address, left } => {
+                let written = self.write(address, left);
+                self.expect = Expect::Into { address: address + written, left: left - written };
+                (written == left).then(|| {
+                    self.expect = Expect::Header;
+                    Event::Landed { lane }
+                })
+            }
+            Expect::Pieces { left } => {
+                let wish = (ALIGNMENT << random.below(11)).min(PIECE_BYTES_MAX);
+                let mut length = self.inbox.len().min(left).min(wish);
+                if length < left {
+                    length -= length % ALIGNMENT;
+                }
+                (length > 0).then(|| {
+                    self.stage(length);
+                    self.expect = Expect::Consume { left: left - length };
+                    Event::Piece { lane, data: self.staging.as_ptr().cast(), length }
+                })
+            }
+            _ => None,
+        }
+    }
+
+    /// Writes what has arrived to the landing; returns how many bytes that were.
+    fn write(&mut self, address: usize, left: usize) -> usize {
+        let count = self.inbox.len().min(left);
+        let (front, back) = self.inbox.as_slices();
+        let first = front.len().min(count);
+        let target = std::ptr::with_exposed_provenance_mut::<u8>(address);
+        // SAFETY: the caller of `land` keeps `left` bytes at `address` writable until `Landed` or `Closed`, neither of
+        // which has been told, and `first <= left`. The inbox is memory of our own.
+        unsafe { std::ptr::copy_nonoverlapping(front.as_ptr(), target, first) };
+        let target = target.wrapping_add(first);
+        // SAFETY: as above, with `first + (count - first) <= left`.
+        unsafe { std::ptr::copy_nonoverlapping(back.as_ptr(), target, count - first) };
+        self.inbox.drain(..count);
+        count
+    }
+
+    fn stage(&mut self, length: usize) {
+        if self.staging.is_empty() {
+            self.staging = vec![Line([0; ALIGNMENT]); PIECE_BYTES_MAX / ALIGNMENT].into();
+        }
+        let mut left = length;
+        for line in &mut self.staging[..length.div_ceil(ALIGNMENT)] {
+            let count = left.min(ALIGNMENT);
+            // The inbox holds at least `length` bytes, so the read cannot come up short.
+            let _ = self.inbox.read_exact(&mut line.0[..count]);
+            left -= count;
+        }
+    }
+
+    /// Until `Closed` the landing is ours: whoever reuses it earlier finds it overwritten.
+    fn poison_landing(&mut self) {
+        if let Expect::Into { address, left } = self.expect {
+            let target = std::ptr::with_exposed_provenance_mut::<u8>(address);
+            // SAFETY: the caller of `land` keeps the rest of the landing writable until `Closed`, which follows.
+            unsafe { std::ptr::write_bytes(target, POISON, left) };
+        }
+    }
+}
