@@ -1,0 +1,235 @@
+//! Who may use whom. `docs/architecture.md` explains the table; this is the table.
+
+use super::source::{Source, Violation, first_names, report, sources};
+
+/// Modules of the engine, and which others each may use. Bottom first.
+const ENGINE: &[(&str, &[&str])] = &[
+    ("base", &[]),
+    ("limits", &[]),
+    ("config", &["base", "limits"]),
+    ("reduce", &["base", "limits"]),
+    ("ring", &["base", "limits"]),
+    ("topo", &["base", "limits"]),
+    ("trace", &["base", "limits", "config"]),
+    ("wire", &["base", "limits"]),
+    // Planning speaks of the parts that the control messages carry: their types, nothing else.
+    ("keys", &["base", "limits", "proto"]),
+    ("mem", &["base", "limits", "topo"]),
+    ("proto", &["base", "limits", "wire", "keys"]),
+    ("sched", &["base", "limits"]),
+    ("transport", &["base", "limits", "mem", "ring", "wire", "config"]),
+    ("control", &["base", "limits", "config", "proto", "trace"]),
+    ("harness", &["base", "limits", "config", "ring", "topo", "trace"]),
+    ("lane", &["base", "limits", "config", "wire", "mem", "proto", "transport"]),
+];
+
+/// Crates, and which others of ours each may use.
+const CRATES: &[(&str, &[&str])] = &[
+    ("engine", &[]),
+    ("server", &["bps_engine"]),
+    ("worker", &["bps_engine"]),
+    ("python", &["bps_engine", "bps_server", "bps_worker"]),
+    ("perf", &["bps_engine", "bps_server", "bps_worker"]),
+    ("tests", &["bps_engine", "bps_server", "bps_worker", "bps_tests"]),
+];
+
+/// Modules that are told the time and given their bytes, and what they must not name.
+const PURE: &[&str] = &["base", "limits", "reduce", "wire", "keys", "proto", "sched"];
+const IMPURE: &[&str] = &[
+    "Instant::now",
+    "SystemTime",
+    "std::thread",
+    "std::fs",
+    "std::os",
+    "std::process",
+    "rustix",
+    "libc",
+    "io_uring",
+    "socket2",
+];
+
+/// Files that may read the environment: each variable is read once, at start.
+const ENVIRONMENT: &[&str] = &["engine/src/config", "worker/src/launch"];
+
+fn crate_of(path: &str) -> &str {
+    path.split('/').next().unwrap_or_default()
+}
+
+/// The module of a file below `<crate>/src`: the first name after it, without `.rs`.
+fn module_of(path: &str) -> Option<&str> {
+    let inner = path.split_once("/src/")?.1;
+    let first = inner.split('/').next()?;
+    Some(first.strip_suffix(".rs").unwrap_or(first))
+}
+
+/// How many names lead from the crate's root to this file's module: 2 for `mem/pool.rs`, 1 for
+/// `mem/mod.rs`.
+fn depth(path: &str) -> usize {
+    let Some((_, inner)) = path.split_once("/src/") else { return 0 };
+    inner.split('/').filter(|name| !matches!(*name, "mod.rs" | "lib.rs" | "main.rs")).count()
+}
+
+/// The modules of its own crate that a file names outside its tests: by `crate::` or by enough
+/// `super::`.
+fn used_modules(source: &Source) -> Vec<(usize, String)> {
+    let mut used = Vec::new();
+    let root = "super::".repeat(depth(&source.path));
+    for prefix in ["crate::", root.as_str()] {
+        if prefix.is_empty() {
+            continue;
+        }
+        for (line, column) in source.places(prefix) {
+            let names = first_names(&source.rest(line, column));
+            used.extend(names.into_iter().map(|name| (line, name)));
+        }
+    }
+    used.retain(|(line, name)| !source.test[*line] && name != "super");
+    used
+}
+
+#[test]
+fn engine_modules_use_only_the_layers_below_them() {
+    let mut violations = Vec::new();
+    for source in sources() {
+        if crate_of(&source.path) != "engine" || depth(&source.path) == 0 {
+            continue;
+        }
+        let Some(module) = module_of(&source.path) else { continue };
+        if source.path.starts_with("engine/tests/") || source.path.starts_with("engine/benches/") {
+            continue;
+        }
+        let Some((_, allowed)) = ENGINE.iter().find(|(name, _)| *name == module) else {
+            let message = format!("module `{module}` is in no layer: add it to the table ENGINE");
+            violations.push(source.violation(0, message));
+            continue;
+        };
+        for (line, name) in used_modules(&source) {
+            if name == module || allowed.contains(&name.as_str()) {
+                continue;
+            }
+            let known = ENGINE.iter().any(|(module, _)| *module == name);
+            let message = if known {
+                format!(
+                    "layers: `{module}` may use {allowed:?} and not `{name}`: \
+                     move the code up, or pass in what it needs"
+                )
+            } else {
+                format!(
+                    "layers: `{name}` is no module of the engine: name what you use by its module"
+                )
+            };
+            violations.push(source.violation(line, message));
+        }
+    }
+    report(&violations);
+}
+
+#[test]
+fn crates_use_only_the_crates_below_them() {
+    let mut violations = Vec::new();
+    for source in sources() {
+        let name = crate_of(&source.path);
+        let Some((_, allowed)) = CRATES.iter().find(|(known, _)| *known == name) else { continue };
+        let own = format!("bps_{name}");
+        for other in ["bps_engine", "bps_server", "bps_worker", "bps_tests", "bps_perf"] {
+            // A program under src/bin names its own library so.
+            if allowed.contains(&other) || other == own {
+                continue;
+            }
+            for (line, _) in source.places(other) {
+                let message = format!("crates: `{name}` may use {allowed:?} and not `{other}`");
+                violations.push(source.violation(line, message));
+            }
+        }
+    }
+    report(&violations);
+}
+
+/// What `std::net::` is followed by must be an address: those are values, not sockets.
+fn check_sockets(source: &Source, violations: &mut Vec<Violation>) {
+    for (line, column) in source.places("std::net::") {
+        for name in first_names(&source.rest(line, column)) {
+            let address = name.contains("Addr") || name.contains("AddrParse");
+            if !address && !source.test[line] {
+                let message =
+                    format!("purity: `std::net::{name}` is a socket; only addresses here");
+                violations.push(source.violation(line, message));
+            }
+        }
+    }
+}
+
+#[test]
+fn protocol_and_arithmetic_know_no_clock_socket_or_thread() {
+    let mut violations = Vec::new();
+    for source in sources() {
+        let module = module_of(&source.path).unwrap_or_default();
+        if crate_of(&source.path) != "engine" || !PURE.contains(&module) {
+            continue;
+        }
+        check_sockets(&source, &mut violations);
+        for impure in IMPURE {
+            for (line, _) in source.places(impure) {
+                if !source.test[line] {
+                    let message = format!(
+                        "purity: `{module}` must not name `{impure}`: time, bytes and files are \
+                         passed in by the caller"
+                    );
+                    violations.push(source.violation(line, message));
+                }
+            }
+        }
+    }
+    report(&violations);
+}
+
+#[test]
+fn environment_is_read_in_one_place() {
+    let mut violations = Vec::new();
+    for source in sources() {
+        if ENVIRONMENT.iter().any(|allowed| source.path.starts_with(allowed)) {
+            continue;
+        }
+        for name in ["env::var", "env::vars", "env::var_os", "env::vars_os", "env::set_var"] {
+            for (line, _) in source.places(name) {
+                if !source.test[line] {
+                    let message = format!(
+                        "environment: `{name}` outside {ENVIRONMENT:?}: make it a row of the \
+                         table in engine/src/config"
+                    );
+                    violations.push(source.violation(line, message));
+                }
+            }
+        }
+    }
+    report(&violations);
+}
+
+#[test]
+fn the_table_names_modules_that_exist() {
+    let sources = sources();
+    for (module, allowed) in ENGINE {
+        let exists = sources
+            .iter()
+            .any(|s| crate_of(&s.path) == "engine" && module_of(&s.path) == Some(module));
+        assert!(exists, "the table ENGINE names `{module}`, which is not in engine/src: remove it");
+        for name in *allowed {
+            let known = ENGINE.iter().any(|(module, _)| module == name);
+            assert!(known, "`{module}` may use `{name}`, which is no module of the table");
+        }
+    }
+}
+
+#[test]
+fn a_breach_is_found() {
+    let text =
+        "//! Wire.\nuse crate::{base::Key, transport::Waker};\nconst A: u8 = super::lane::X;\n";
+    let source = Source::new("engine/src/wire.rs".into(), text);
+    let names: Vec<String> = used_modules(&source).into_iter().map(|(_, name)| name).collect();
+    assert_eq!(names, ["base", "transport", "lane"]);
+    assert_eq!((depth("engine/src/mem/pool.rs"), depth("engine/src/mem/mod.rs")), (2, 1));
+    let mut violations = Vec::new();
+    let socket = "//! Proto.\nuse std::net::{SocketAddr, TcpStream};\n";
+    check_sockets(&Source::new("engine/src/proto/x.rs".into(), socket), &mut violations);
+    assert_eq!(violations.len(), 1);
+}
