@@ -1,8 +1,27 @@
 //! Every knob, once: variable, flag, default, unit, meaning. Read once at start into [`Config`], which nothing changes.
+//!
+//! [`table::TABLE`] is the only list of knobs: reading, `--help`, `--print-config` and `docs/env.md` follow
+//! from it. Programs call [`open`], which prints what is to be printed; the Python worker calls
+//! [`from_environment`]. A flag beats a variable, and a variable beats the default.
 
 use crate::base::Placement;
+use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
+
+mod check;
+mod document;
+mod key;
+mod known;
+mod load;
+mod table;
+
+pub use document::document;
+pub use key::decode_key;
+pub use load::{
+    ConfigError, Loaded, Origin, Outcome, Source, from_environment, load, open, unknown_variables,
+};
+pub use table::{Program, Row, TABLE};
 
 /// What a process of the job is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -13,6 +32,18 @@ pub enum Role {
     Server,
     /// Rendezvous, registry, health.
     Scheduler,
+}
+
+impl Role {
+    /// As `DMLC_ROLE` spells it.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Role::Worker => "worker",
+            Role::Server => "server",
+            Role::Scheduler => "scheduler",
+        }
+    }
 }
 
 /// What a polling thread does when there is nothing to do.
@@ -47,7 +78,7 @@ pub enum TcpDriver {
 }
 
 /// All settings of one process.
-#[derive(Clone, PartialEq, Debug)]
+#[derive(Clone, PartialEq)]
 pub struct Config {
     /// `DMLC_ROLE`.
     pub role: Role,
@@ -115,6 +146,33 @@ pub struct Config {
     pub heartbeat_timeout: Duration,
     /// `BPS_LOG_LEVEL` (`BYTEPS_LOG_LEVEL`): `error`, `warning`, `info`, `debug`.
     pub log_level: LogLevel,
+    /// What only `bpslaunch` uses.
+    pub launch: LaunchConfig,
+}
+
+/// Settings of the launcher.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct LaunchConfig {
+    /// `--local`: stand-alone mode with this many workers; 0 takes the job from `DMLC_*`.
+    pub local: u32,
+    /// `--no-prefix`: pass output through untouched.
+    pub no_prefix: bool,
+    /// `NVIDIA_VISIBLE_DEVICES`: one worker process for each entry.
+    pub visible_devices: Option<String>,
+    /// `BYTEPS_ENABLE_GDB`: run workers under gdb.
+    pub gdb: bool,
+    /// `BYTEPS_NUMA_ON`: give each worker process its own cores.
+    pub numa: bool,
+    /// `BYTEPS_NUMA_DEFAULT_QUOTA`: physical cores of a process; 0 divides them evenly.
+    pub numa_default_quota: u32,
+    /// `BYTEPS_NUMA_ROOT_QUOTA`: physical cores of the last process; 0 takes what is left.
+    pub numa_root_quota: u32,
+    /// `BYTEPS_MULTITHREADED_CPU`: add each core's hyper-thread siblings.
+    pub multithreaded_cpu: bool,
+    /// `BYTEPS_CPU_BLACKLIST`: CPUs that no process gets.
+    pub cpu_blacklist: Option<String>,
+    /// `BYTEPS_VISIBLE_CPU_CORES`: one list of CPUs a process, separated by colons.
+    pub visible_cpu_cores: Option<String>,
 }
 
 /// How much a process says on standard error.
@@ -166,6 +224,48 @@ impl Default for Config {
             heartbeat_interval: Duration::from_secs(1),
             heartbeat_timeout: Duration::from_secs(4),
             log_level: LogLevel::Info,
+            launch: LaunchConfig {
+                local: 0,
+                no_prefix: false,
+                visible_devices: None,
+                gdb: false,
+                numa: true,
+                numa_default_quota: 0,
+                numa_root_quota: 0,
+                multithreaded_cpu: true,
+                cpu_blacklist: None,
+                visible_cpu_cores: None,
+            },
         }
+    }
+}
+
+impl Config {
+    /// Worker processes of the whole job.
+    #[must_use]
+    pub fn size(&self) -> u32 {
+        self.num_workers.saturating_mul(self.local_size)
+    }
+
+    /// This worker process's number in the job.
+    #[must_use]
+    pub fn rank(&self) -> u32 {
+        self.global_rank.unwrap_or_else(|| {
+            self.worker_id.saturating_mul(self.local_size).saturating_add(self.local_rank)
+        })
+    }
+
+    /// Whether this job needs a scheduler and servers: more than one rank, or the user insists. Unlike
+    /// BytePS, several ranks of one host need them too, for they sum CPU tensors through a server.
+    #[must_use]
+    pub fn distributed(&self) -> bool {
+        self.force_distributed || self.size() > 1
+    }
+}
+
+/// Prints every row of the table, and never the job key.
+impl fmt::Debug for Config {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_map().entries(TABLE.iter().map(|row| (row.name(), row.shown(self)))).finish()
     }
 }

@@ -1,0 +1,227 @@
+//! What must hold between values: checked after all are read, so that an error can name both sides.
+
+use super::key::decode_key;
+use super::load::{Origin, Source};
+use super::{Config, ConfigError, Program};
+use crate::base::Placement;
+use crate::limits::{ALIGNMENT, RANKS_MAX};
+
+/// Checks `config` for `program`, and mends what only needs rounding. Returns warnings.
+pub(super) fn check(
+    program: Program,
+    config: &mut Config,
+    sources: &[Source],
+) -> Result<Vec<String>, ConfigError> {
+    let mut warnings = Vec::new();
+    role(program, config, sources)?;
+    partition(config, &mut warnings);
+    key(config)?;
+    times(config)?;
+    if config.placement == Placement::Mixed && config.mixed_bound < config.num_servers {
+        return Err(ConfigError::conflict(
+            format!(
+                "BYTEPS_MIXED_MODE_BOUND={} is below DMLC_NUM_SERVER={}",
+                config.mixed_bound, config.num_servers
+            ),
+            format!("set BYTEPS_MIXED_MODE_BOUND to at least {}", config.num_servers),
+        ));
+    }
+    ports(config)?;
+    match program {
+        Program::Worker => worker(config)?,
+        Program::Server => scheduler_address(config)?,
+        Program::Scheduler => scheduler(config)?,
+        // The launcher knows the local size only after it has counted devices, and names what is missing itself.
+        Program::Launcher => {}
+    }
+    Ok(warnings)
+}
+
+fn role(program: Program, config: &mut Config, sources: &[Source]) -> Result<(), ConfigError> {
+    let own = match program {
+        Program::Worker => super::Role::Worker,
+        Program::Server => super::Role::Server,
+        Program::Scheduler => super::Role::Scheduler,
+        Program::Launcher => return Ok(()),
+    };
+    let source = sources.iter().find(|source| source.name == "DMLC_ROLE");
+    if let Some(source) = source
+        && source.origin != Origin::Default
+        && config.role != own
+    {
+        return Err(ConfigError::conflict(
+            format!("DMLC_ROLE={}, but this program is a {}", source.value, own.name()),
+            format!("unset DMLC_ROLE, or set DMLC_ROLE={}", own.name()),
+        ));
+    }
+    config.role = own;
+    Ok(())
+}
+
+fn partition(config: &mut Config, warnings: &mut Vec<String>) {
+    let alignment = u32::try_from(ALIGNMENT).expect("ALIGNMENT is 64");
+    let rest = config.partition_bytes % alignment;
+    if rest != 0 {
+        config.partition_bytes -= rest;
+        warnings.push(format!(
+            "BYTEPS_PARTITION_BYTES is rounded down to {}, a multiple of {alignment}",
+            config.partition_bytes
+        ));
+    }
+}
+
+fn key(config: &Config) -> Result<(), ConfigError> {
+    let Some(text) = &config.job_key else { return Ok(()) };
+    if config.job_key_file.is_some() {
+        return Err(ConfigError::conflict(
+            "BPS_JOB_KEY and BPS_JOB_KEY_FILE are both set".to_owned(),
+            "unset one of them".to_owned(),
+        ));
+    }
+    decode_key(text).map(|_| ()).map_err(|reason| {
+        ConfigError::conflict(
+            format!("BPS_JOB_KEY {reason}"),
+            "make one with: head -c 32 /dev/urandom | xxd -p -c 64".to_owned(),
+        )
+    })
+}
+
+fn times(config: &Config) -> Result<(), ConfigError> {
+    if config.heartbeat_timeout < config.heartbeat_interval * 2 {
+        return Err(ConfigError::conflict(
+            format!(
+                "BPS_HEARTBEAT_TIMEOUT={} is below twice BPS_HEARTBEAT_INTERVAL={}: one late message would count as a death",
+                config.heartbeat_timeout.as_secs_f64(),
+                config.heartbeat_interval.as_secs_f64()
+            ),
+            format!(
+                "set BPS_HEARTBEAT_TIMEOUT to at least {}",
+                (config.heartbeat_interval * 2).as_secs_f64()
+            ),
+        ));
+    }
+    if config.stall_timeout < config.stall_report {
+        return Err(ConfigError::conflict(
+            format!(
+                "BPS_STALL_TIMEOUT={} is below BPS_STALL_REPORT={}",
+                config.stall_timeout.as_secs_f64(),
+                config.stall_report.as_secs_f64()
+            ),
+            "report a stall before it becomes an error".to_owned(),
+        ));
+    }
+    Ok(())
+}
+
+fn ports(config: &Config) -> Result<(), ConfigError> {
+    let last = u32::from(config.port) + config.server_cores - 1;
+    if config.port != 0 && last > u32::from(u16::MAX) {
+        return Err(ConfigError::conflict(
+            format!(
+                "DMLC_PORT={} and BPS_SERVER_CORES={} need ports up to {last}, and the last port is 65535",
+                config.port, config.server_cores
+            ),
+            format!("set DMLC_PORT to at most {}", 65_536 - config.server_cores),
+        ));
+    }
+    Ok(())
+}
+
+fn worker(config: &Config) -> Result<(), ConfigError> {
+    below("DMLC_WORKER_ID", config.worker_id, "DMLC_NUM_WORKER", config.num_workers)?;
+    below("BYTEPS_LOCAL_RANK", config.local_rank, "BYTEPS_LOCAL_SIZE", config.local_size)?;
+    ranks(config)?;
+    if let Some(rank) = config.global_rank
+        && rank >= config.size()
+    {
+        return Err(ConfigError::conflict(
+            format!(
+                "BYTEPS_GLOBAL_RANK={rank}, but the job has {} ranks (DMLC_NUM_WORKER={} x BYTEPS_LOCAL_SIZE={})",
+                config.size(),
+                config.num_workers,
+                config.local_size
+            ),
+            format!("set it to at most {}, or unset it", config.size() - 1),
+        ));
+    }
+    if !config.distributed() {
+        return Ok(());
+    }
+    if config.num_servers == 0 {
+        return Err(ConfigError::conflict(
+            format!(
+                "DMLC_NUM_SERVER=0, but this job has {} (DMLC_NUM_WORKER={} x BYTEPS_LOCAL_SIZE={}), which need a server",
+                counted(config.size(), "rank"), config.num_workers, config.local_size
+            ),
+            "set DMLC_NUM_SERVER=1 and start bps-server and bps-scheduler, or let 'bpslaunch --local' start all"
+                .to_owned(),
+        ));
+    }
+    scheduler_address(config)
+}
+
+fn ranks(config: &Config) -> Result<(), ConfigError> {
+    let most = u32::try_from(RANKS_MAX).expect("RANKS_MAX is small");
+    if config.size() > most {
+        return Err(ConfigError::conflict(
+            format!(
+                "DMLC_NUM_WORKER={} x BYTEPS_LOCAL_SIZE={} are {} ranks; {most} are the most",
+                config.num_workers,
+                config.local_size,
+                config.size()
+            ),
+            "set DMLC_NUM_WORKER to the number of machines, not of processes".to_owned(),
+        ));
+    }
+    Ok(())
+}
+
+fn scheduler(config: &Config) -> Result<(), ConfigError> {
+    ranks(config)?;
+    if config.num_servers == 0 {
+        return Err(ConfigError::missing(
+            "DMLC_NUM_SERVER",
+            "how many servers the scheduler waits for",
+            "DMLC_NUM_SERVER=1",
+        ));
+    }
+    root_uri(config)
+}
+
+/// A worker or a server must know where the scheduler is.
+fn scheduler_address(config: &Config) -> Result<(), ConfigError> {
+    root_uri(config)?;
+    if config.root_port == 0 {
+        return Err(ConfigError::missing(
+            "DMLC_PS_ROOT_PORT",
+            "the port of the scheduler",
+            "DMLC_PS_ROOT_PORT=9000",
+        ));
+    }
+    Ok(())
+}
+
+fn root_uri(config: &Config) -> Result<(), ConfigError> {
+    if config.root_uri.is_empty() {
+        return Err(ConfigError::missing(
+            "DMLC_PS_ROOT_URI",
+            "the address of the scheduler",
+            "DMLC_PS_ROOT_URI=10.0.0.1",
+        ));
+    }
+    Ok(())
+}
+
+fn below(index: &str, value: u32, count: &str, limit: u32) -> Result<(), ConfigError> {
+    if value < limit {
+        return Ok(());
+    }
+    Err(ConfigError::conflict(
+        format!("{index}={value}, but {count}={limit}"),
+        format!("{index} counts from 0 to {}", limit - 1),
+    ))
+}
+
+fn counted(count: u32, noun: &str) -> String {
+    if count == 1 { format!("1 {noun}") } else { format!("{count} {noun}s") }
+}

@@ -1,0 +1,107 @@
+//! The table for readers: `docs/env.md`, and the report of `--print-config`.
+
+use super::load::Source;
+use super::table::{Group, Program, Row, TABLE};
+use super::{Config, known};
+use std::fmt::Write;
+
+/// The whole of `docs/env.md`.
+#[must_use]
+pub fn document() -> String {
+    let mut text = String::from(INTRODUCTION);
+    for group in Group::ALL {
+        let _ = write!(
+            text,
+            "\n## {}\n\n| Variable | Flag | Default | Values | Read by | Meaning |\n|---|---|---|---|---|---|\n",
+            group.title()
+        );
+        for row in TABLE.iter().filter(|row| row.group == group) {
+            line(&mut text, row);
+        }
+    }
+    text.push_str(NO_EFFECT);
+    for known in known::KNOWN {
+        let names: Vec<String> = known.names.iter().map(|name| format!("`{name}`")).collect();
+        let harmless: Vec<String> =
+            known.harmless.iter().map(|value| format!("`{value}`")).collect();
+        let _ = writeln!(
+            text,
+            "| {} | {} | {} |",
+            names.join(", "),
+            known.reason,
+            if harmless.is_empty() { "–".to_owned() } else { harmless.join(", ") }
+        );
+    }
+    text
+}
+
+const INTRODUCTION: &str = "\
+# Environment variables and flags
+
+Generated from the table in `engine/src/config/table/`; do not edit. After a change there, run
+`BPS_BLESS=1 cargo test -p bps-tests --test env_docs`.
+
+A flag beats its variable, and a variable beats the default. An empty variable counts as unset. Switches take
+`0`, `1`, `false` or `true`, and as a flag they may stand alone. Byte sizes take `K`, `M` and `G`, which are powers of 1024; times are
+seconds and may have a fraction. `--print-config` shows what holds, and whence. `bpslaunch` passes the flags that
+it is given on to its processes, as variables. A value that is not allowed ends the program with code 2.
+";
+
+const NO_EFFECT: &str = "
+## Variables of BytePS that have no effect
+
+Setting one of these prints a line that says why, unless the value is the one in the last column. Any other
+variable that begins with `BPS_`, `BYTEPS_` or `DMLC_` is reported as unknown.
+
+| Variable | Why | Silent at |
+|---|---|---|
+";
+
+fn line(text: &mut String, row: &Row) {
+    let variables: Vec<String> = row.variables().map(|name| format!("`{name}`")).collect();
+    let flags: Vec<String> =
+        row.flag.iter().chain(row.flag_alias.iter()).map(|flag| format!("`--{flag}`")).collect();
+    let default = row.value(&Config::default());
+    let default = if default.is_empty() { "unset".to_owned() } else { format!("`{default}`") };
+    let _ = writeln!(
+        text,
+        "| {} | {} | {default} | {} | {} | {} |",
+        dash(&variables),
+        dash(&flags),
+        row.allowed(),
+        readers(row),
+        row.meaning
+    );
+}
+
+fn dash(items: &[String]) -> String {
+    if items.is_empty() { "–".to_owned() } else { items.join(", ") }
+}
+
+fn readers(row: &Row) -> String {
+    let all = [
+        (Program::Worker, "worker"),
+        (Program::Server, "server"),
+        (Program::Scheduler, "scheduler"),
+        (Program::Launcher, "launcher"),
+    ];
+    let names: Vec<&str> =
+        all.iter().filter(|(program, _)| row.used_by(*program)).map(|(_, name)| *name).collect();
+    if names.len() == all.len() { "all".to_owned() } else { names.join(", ") }
+}
+
+/// What `--print-config` shows: every value, whence it came, and what would keep the program from starting.
+pub(super) fn report(program: Program, sources: &[Source], complaint: Option<&str>) -> String {
+    let names = sources.iter().map(|source| source.name.len()).max().unwrap_or(0);
+    let values = sources.iter().map(|source| source.value.len()).max().unwrap_or(0);
+    let mut text = format!("{}: configuration\n", program.name());
+    for source in sources {
+        let value = if source.value.is_empty() { "–" } else { &source.value };
+        let line = format!("  {:names$}  {value:values$}  {}", source.name, source.origin);
+        let _ = writeln!(text, "{}", line.trim_end());
+    }
+    if let Some(complaint) = complaint {
+        let _ = writeln!(text, "{} would not start: {complaint}", program.name());
+    }
+    text
+}

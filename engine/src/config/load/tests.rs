@@ -1,0 +1,231 @@
+//! Precedence, errors and warnings, with environments made of literals.
+
+use super::*;
+use crate::base::Placement;
+use crate::config::{LogLevel, Role};
+use std::time::Duration;
+
+const WORKER: &[(&str, &str)] = &[
+    ("DMLC_ROLE", "worker"),
+    ("DMLC_NUM_WORKER", "2"),
+    ("DMLC_NUM_SERVER", "1"),
+    ("DMLC_WORKER_ID", "1"),
+    ("DMLC_PS_ROOT_URI", "10.0.0.1"),
+    ("DMLC_PS_ROOT_PORT", "9000"),
+];
+
+fn read(
+    program: Program,
+    arguments: &[&str],
+    variables: &[&[(&str, &str)]],
+) -> Result<Outcome, ConfigError> {
+    load(program, arguments.iter().map(OsString::from), &|name| {
+        // The later list wins, as a shell's later assignment would.
+        let mut all = variables.iter().rev().flat_map(|list| list.iter());
+        all.find(|(own, _)| *own == name).map(|(_, value)| (*value).to_owned())
+    })
+}
+
+fn run(program: Program, arguments: &[&str], variables: &[&[(&str, &str)]]) -> Loaded {
+    match read(program, arguments, variables) {
+        Ok(Outcome::Run(loaded)) => *loaded,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn fail(program: Program, arguments: &[&str], variables: &[&[(&str, &str)]]) -> String {
+    read(program, arguments, variables).expect_err("it must be refused").to_string()
+}
+
+#[test]
+fn nothing_set_is_a_worker_alone() {
+    let loaded = run(Program::Worker, &[], &[]);
+    assert_eq!(loaded.config, Config::default());
+    assert!(!loaded.config.distributed() && loaded.warnings.is_empty());
+    assert!(loaded.sources.iter().all(|source| source.origin == Origin::Default));
+}
+
+#[test]
+fn a_flag_beats_a_variable_beats_the_default() {
+    let base: &[(&str, &str)] = &[("DMLC_PS_ROOT_URI", "h"), ("DMLC_PS_ROOT_PORT", "1")];
+    let cores: &[(&str, &str)] = &[("BPS_SERVER_CORES", "3")];
+    assert_eq!(run(Program::Server, &[], &[base]).config.server_cores, 1);
+    let loaded = run(Program::Server, &[], &[base, cores]);
+    assert_eq!(loaded.config.server_cores, 3);
+    assert_eq!(loaded.origin("BPS_SERVER_CORES"), Origin::Variable("BPS_SERVER_CORES"));
+    for arguments in [["--cores", "5"], ["--server-cores", "5"]] {
+        let loaded = run(Program::Server, &arguments, &[base, cores]);
+        assert_eq!(loaded.config.server_cores, 5);
+        assert_eq!(loaded.origin("BPS_SERVER_CORES"), Origin::Flag("cores"));
+    }
+}
+
+#[test]
+fn ranks_follow_from_hosts() {
+    let local: &[(&str, &str)] = &[("BYTEPS_LOCAL_RANK", "3"), ("BYTEPS_LOCAL_SIZE", "4")];
+    let config = run(Program::Worker, &[], &[WORKER, local]).config;
+    assert_eq!((config.rank(), config.size(), config.distributed()), (7, 8, true));
+    let config = run(Program::Worker, &[], &[WORKER, local, &[("BYTEPS_GLOBAL_RANK", "2")]]).config;
+    assert_eq!(config.rank(), 2);
+}
+
+#[test]
+fn aliases_sizes_times_and_words() {
+    let set: &[(&str, &str)] = &[
+        ("PS_HEARTBEAT_INTERVAL", "2.5"),
+        ("PS_HEARTBEAT_TIMEOUT", "20"),
+        ("BYTEPS_LOG_LEVEL", "TRACE"),
+        ("BYTEPS_PARTITION_BYTES", "4096000"),
+        ("DMLC_INTERFACE", ""),
+    ];
+    let loaded = run(Program::Worker, &[], &[set]);
+    assert_eq!(loaded.config.heartbeat_interval, Duration::from_millis(2500));
+    assert_eq!(loaded.config.log_level, LogLevel::Debug);
+    assert_eq!(loaded.config.partition_bytes, 4_096_000);
+    assert_eq!(loaded.config.interface, None);
+    assert_eq!(loaded.origin("BPS_LOG_LEVEL"), Origin::Variable("BYTEPS_LOG_LEVEL"));
+    // Our own name beats BytePS's.
+    let loaded = run(Program::Worker, &[], &[set, &[("BPS_LOG_LEVEL", "error")]]);
+    assert_eq!(loaded.config.log_level, LogLevel::Error);
+    let loaded = run(Program::Worker, &[], &[&[("BYTEPS_PARTITION_BYTES", "100001")]]);
+    assert_eq!(loaded.config.partition_bytes, 99_968);
+    assert!(loaded.warnings[0].contains("99968"), "{:?}", loaded.warnings);
+}
+
+#[test]
+fn mixed_mode_is_a_placement() {
+    let base: &[(&str, &str)] =
+        &[("DMLC_PS_ROOT_URI", "h"), ("DMLC_NUM_SERVER", "2"), ("BYTEPS_ENABLE_MIXED_MODE", "1")];
+    let loaded = run(Program::Scheduler, &[], &[base]);
+    assert_eq!(loaded.config.placement, Placement::Mixed);
+    assert_eq!(loaded.origin("BYTEPS_KEY_HASH_FN"), Origin::Implied);
+    let error = fail(Program::Scheduler, &["--mixed-mode-bound=1"], &[base]);
+    assert!(error.contains("BYTEPS_MIXED_MODE_BOUND=1 is below DMLC_NUM_SERVER=2"), "{error}");
+}
+
+#[test]
+fn errors_say_what_which_and_how() {
+    let cases: &[(&[(&str, &str)], &[&str])] = &[
+        (&[("DMLC_NUM_WORKER", "two")], &["DMLC_NUM_WORKER", "'two'", "from 1", "=2"]),
+        (&[("DMLC_NUM_WORKER", "0")], &["DMLC_NUM_WORKER", "'0'"]),
+        (&[("DMLC_WORKER_ID", "2")], &["DMLC_WORKER_ID=2", "DMLC_NUM_WORKER=2", "0 to 1"]),
+        (&[("BYTEPS_LOCAL_RANK", "1")], &["BYTEPS_LOCAL_RANK=1", "BYTEPS_LOCAL_SIZE=1"]),
+        (&[("DMLC_NUM_SERVER", "0")], &["DMLC_NUM_SERVER=0", "2 ranks", "--local"]),
+        (&[("DMLC_PS_ROOT_URI", "")], &["DMLC_PS_ROOT_URI is not set", "10.0.0.1"]),
+        (&[("DMLC_PS_ROOT_PORT", "0")], &["DMLC_PS_ROOT_PORT is not set"]),
+        (&[("DMLC_PS_ROOT_PORT", "70000")], &["'70000'", "65535"]),
+        (&[("BYTEPS_PARTITION_BYTES", "1")], &["BYTEPS_PARTITION_BYTES", "4K", "64M"]),
+        (&[("BYTEPS_GLOBAL_RANK", "2")], &["BYTEPS_GLOBAL_RANK=2", "2 ranks"]),
+        (&[("BPS_TRANSPORT", "rdma")], &["BPS_TRANSPORT", "'rdma'", "auto, tcp, shm"]),
+        (&[("BPS_PIN", "2")], &["BPS_PIN", "true"]),
+        (&[("DMLC_ROLE", "server")], &["DMLC_ROLE=server", "worker"]),
+        (&[("BPS_HEARTBEAT_TIMEOUT", "1")], &["BPS_HEARTBEAT_TIMEOUT=1", "at least 2"]),
+        (&[("BPS_STALL_TIMEOUT", "1")], &["BPS_STALL_TIMEOUT=1", "BPS_STALL_REPORT=3"]),
+        (&[("BPS_JOB_KEY", "secret!")], &["BPS_JOB_KEY", "hexadecimal"]),
+    ];
+    for (set, words) in cases {
+        let error = fail(Program::Worker, &[], &[WORKER, set]);
+        for word in *words {
+            assert!(error.contains(word), "{error:?} lacks {word:?}");
+        }
+        assert!(!error.contains("secret!"), "{error}");
+    }
+}
+
+#[test]
+fn a_wrong_flag_names_the_flag() {
+    let error = fail(Program::Server, &["--cores=none"], &[]);
+    assert!(error.contains("--cores has the value 'none'"), "{error}");
+    let error = fail(Program::Server, &["--coers=2"], &[]);
+    assert!(error.contains("'--coers'") && error.contains("--cores"), "{error}");
+    let error = fail(Program::Server, &["stray"], &[]);
+    assert!(error.contains("stray"), "{error}");
+}
+
+#[test]
+fn switches_stand_alone_and_do_not_swallow_the_command() {
+    let loaded = run(Program::Launcher, &["--local", "2", "--no-prefix", "python", "-c", "x"], &[]);
+    assert!(loaded.config.launch.no_prefix);
+    assert_eq!(loaded.config.launch.local, 2);
+    assert_eq!(loaded.command, ["python", "-c", "x"]);
+    let loaded = run(Program::Launcher, &["--pin=0", "--", "--local"], &[]);
+    assert!(!loaded.config.pin);
+    assert_eq!(loaded.command, ["--local"]);
+}
+
+#[test]
+fn help_version_and_print_config_print() {
+    for program in [Program::Server, Program::Scheduler, Program::Launcher] {
+        let text = |argument: &str| match read(program, &[argument], &[]) {
+            Ok(Outcome::Print(text)) => text,
+            other => panic!("{other:?}"),
+        };
+        assert!(text("--help").contains("DMLC_PS_ROOT_URI"));
+        assert_eq!(
+            text("--version"),
+            format!("{} {}\n", program.name(), env!("CARGO_PKG_VERSION"))
+        );
+        assert!(text("--print-config").contains("BPS_LOG_LEVEL"));
+    }
+    let key = "00112233445566778899aabbccddeeff";
+    let set: &[(&str, &str)] = &[("BPS_JOB_KEY", key), ("BPS_SERVER_CORES", "2")];
+    match read(Program::Server, &["--print-config", "--idle=busy"], &[set]) {
+        Ok(Outcome::Print(text)) => {
+            assert!(text.contains("variable BPS_SERVER_CORES") && text.contains("flag --idle"));
+            assert!(text.contains("would not start: DMLC_PS_ROOT_URI"), "{text}");
+            assert!(!text.contains(key), "{text}");
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn no_debug_output_shows_the_key() {
+    let key = "00112233445566778899aabbccddeeff";
+    let loaded = run(Program::Worker, &[], &[&[("BPS_JOB_KEY", key)]]);
+    assert_eq!(loaded.config.job_key.as_deref(), Some(key));
+    assert!(!format!("{loaded:?}").contains(key));
+}
+
+#[test]
+fn what_has_no_effect_says_so_once() {
+    let set: &[(&str, &str)] =
+        &[("BYTEPS_ENABLE_ASYNC", "1"), ("DMLC_ENABLE_RDMA", "0"), ("BYTEPS_THREADPOOL_SIZE", "4")];
+    let warnings = run(Program::Worker, &[], &[set]).warnings;
+    assert_eq!(warnings.len(), 2, "{warnings:?}");
+    assert!(warnings[0].starts_with("BYTEPS_ENABLE_ASYNC has no effect here: "));
+    let checked: &[(&str, &str)] = &[("BPS_ENVIRONMENT_CHECKED", "1")];
+    assert!(run(Program::Worker, &[], &[set, checked]).warnings.is_empty());
+}
+
+#[test]
+fn unknown_names_are_guessed() {
+    let names =
+        ["BYTEPS_PARTITON_BYTES", "DMLC_NUM_WORKERS", "BYTEPS_FROBNICATE", "HOME", "BPS_PIN"];
+    let lines = unknown_variables(names.map(str::to_owned));
+    assert_eq!(
+        lines,
+        [
+            "BYTEPS_FROBNICATE is not known here and has no effect",
+            "BYTEPS_PARTITON_BYTES is not known here; did you mean BYTEPS_PARTITION_BYTES?",
+            "DMLC_NUM_WORKERS is not known here; did you mean DMLC_NUM_WORKER?",
+        ]
+    );
+}
+
+#[test]
+fn the_tables_do_not_overlap() {
+    for row in TABLE {
+        for name in row.variables() {
+            assert!(find(name).is_none(), "{name} is in both tables");
+        }
+    }
+}
+
+#[test]
+fn roles_have_programs() {
+    let base: &[(&str, &str)] = &[("DMLC_PS_ROOT_URI", "h"), ("DMLC_NUM_SERVER", "1")];
+    assert_eq!(run(Program::Scheduler, &[], &[base]).config.role, Role::Scheduler);
+    let error = fail(Program::Server, &[], &[base]);
+    assert!(error.contains("DMLC_PS_ROOT_PORT is not set"), "{error}");
+}

@@ -1,0 +1,132 @@
+//! The fields whose value is one of a few words.
+
+use super::Field;
+use crate::base::Placement;
+use crate::config::{Idle, LogLevel, Role, TcpDriver, TransportChoice};
+
+pub(super) const ROLE: Field = Field::Choice {
+    names: "worker, server, scheduler",
+    set: |config, text| {
+        config.role = match text {
+            "worker" => Role::Worker,
+            "server" => Role::Server,
+            "scheduler" => Role::Scheduler,
+            _ => return false,
+        };
+        true
+    },
+    get: |config| match config.role {
+        Role::Worker => "worker",
+        Role::Server => "server",
+        Role::Scheduler => "scheduler",
+    },
+};
+
+pub(super) const TRANSPORT: Field = Field::Choice {
+    names: "auto, tcp, shm",
+    set: |config, text| {
+        config.transport = match text {
+            "auto" => TransportChoice::Auto,
+            "tcp" => TransportChoice::Tcp,
+            "shm" => TransportChoice::Shm,
+            _ => return false,
+        };
+        true
+    },
+    get: |config| match config.transport {
+        TransportChoice::Auto => "auto",
+        TransportChoice::Tcp => "tcp",
+        TransportChoice::Shm => "shm",
+    },
+};
+
+pub(super) const TCP_DRIVER: Field = Field::Choice {
+    names: "auto, uring, poll",
+    set: |config, text| {
+        config.tcp_driver = match text {
+            "auto" => TcpDriver::Auto,
+            "uring" => TcpDriver::Uring,
+            "poll" => TcpDriver::Poll,
+            _ => return false,
+        };
+        true
+    },
+    get: |config| match config.tcp_driver {
+        TcpDriver::Auto => "auto",
+        TcpDriver::Uring => "uring",
+        TcpDriver::Poll => "poll",
+    },
+};
+
+pub(super) const PLACEMENT: Field = Field::Choice {
+    names: "balanced, naive, built_in, djb2, sdbm, mixed",
+    set: |config, text| {
+        config.placement = match text {
+            "balanced" => Placement::Balanced,
+            "naive" => Placement::Naive,
+            "built_in" => Placement::BuiltIn,
+            "djb2" => Placement::Djb2,
+            "sdbm" => Placement::Sdbm,
+            "mixed" => Placement::Mixed,
+            _ => return false,
+        };
+        true
+    },
+    get: |config| match config.placement {
+        Placement::Balanced => "balanced",
+        Placement::Naive => "naive",
+        Placement::BuiltIn => "built_in",
+        Placement::Djb2 => "djb2",
+        Placement::Sdbm => "sdbm",
+        Placement::Mixed => "mixed",
+    },
+};
+
+pub(super) const MIXED_MODE: Field = Field::Choice {
+    names: "0, 1, false, true",
+    set: |config, text| match text {
+        "1" | "true" => {
+            config.placement = Placement::Mixed;
+            true
+        }
+        "0" | "false" => true,
+        _ => false,
+    },
+    get: |config| if config.placement == Placement::Mixed { "1" } else { "0" },
+};
+
+pub(super) const IDLE: Field = Field::Choice {
+    names: "adaptive, busy",
+    set: |config, text| {
+        config.idle = match text {
+            "adaptive" => Idle::Adaptive,
+            "busy" => Idle::Busy,
+            _ => return false,
+        };
+        true
+    },
+    get: |config| match config.idle {
+        Idle::Adaptive => "adaptive",
+        Idle::Busy => "busy",
+    },
+};
+
+pub(super) const LOG_LEVEL: Field = Field::Choice {
+    names: "error, warning, info, debug",
+    set: |config, text| {
+        config.log_level = match text {
+            "error" | "fatal" => LogLevel::Error,
+            "warning" => LogLevel::Warning,
+            "info" => LogLevel::Info,
+            "debug" | "trace" => LogLevel::Debug,
+            _ => return false,
+        };
+        true
+    },
+    get: |config| match config.log_level {
+        LogLevel::Error => "error",
+        LogLevel::Warning => "warning",
+        LogLevel::Info => "info",
+        LogLevel::Debug => "debug",
+    },
+};

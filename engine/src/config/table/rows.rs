@@ -1,0 +1,425 @@
+//! The rows: every variable that does something, in the order in which the documents list them.
+
+use super::Field::{Bytes, Count, MaybeCount, MaybeText, Path, Port, Seconds, Switch, Text, Wide};
+use super::{Group, LAUNCHER, Row, SCHEDULER, SERVER, WORKER, choices};
+use crate::limits::{CORES_MAX, PART_BYTES_MAX, PART_BYTES_MIN, RANKS_MAX, SERVERS_MAX};
+
+const ALL: u8 = WORKER | SERVER | SCHEDULER | LAUNCHER;
+const NODES: u8 = WORKER | SERVER | LAUNCHER;
+const RANKING: u8 = WORKER | LAUNCHER;
+
+const DAY_SECONDS: f64 = 86_400.0;
+
+/// The limits are far below 2^32; the compile-time evaluation of the table proves it for each.
+const fn count(limit: usize) -> u32 {
+    assert!(limit <= u32::MAX as usize);
+    #[allow(clippy::cast_possible_truncation, reason = "asserted in the line above")]
+    {
+        limit as u32
+    }
+}
+
+/// Every knob.
+pub static TABLE: &[Row] = &[
+    Row::new(
+        "DMLC_ROLE",
+        ALL,
+        Group::Job,
+        choices::ROLE,
+        "server",
+        "What this process is. Our own programs know it; bpslaunch and byteps.server read it.",
+    ),
+    Row::new(
+        "DMLC_NUM_WORKER",
+        ALL,
+        Group::Job,
+        Count { at: |config| &mut config.num_workers, min: 1, max: count(RANKS_MAX) },
+        "2",
+        "Worker hosts of the job (machines, not processes).",
+    )
+    .flag("workers"),
+    Row::new(
+        "DMLC_NUM_SERVER",
+        ALL,
+        Group::Job,
+        Count { at: |config| &mut config.num_servers, min: 0, max: count(SERVERS_MAX) },
+        "2",
+        "Server processes of the job. With --local: how many to start, 1 unless the flag says otherwise.",
+    )
+    .flag("servers"),
+    Row::new(
+        "DMLC_WORKER_ID",
+        RANKING,
+        Group::Job,
+        Count { at: |config| &mut config.worker_id, min: 0, max: count(RANKS_MAX) - 1 },
+        "0",
+        "Index of this worker host, from 0.",
+    )
+    .flag("worker-id"),
+    Row::new(
+        "BYTEPS_LOCAL_RANK",
+        WORKER,
+        Group::Job,
+        Count { at: |config| &mut config.local_rank, min: 0, max: count(RANKS_MAX) - 1 },
+        "0",
+        "Index of this worker process on its host, from 0. bpslaunch sets it.",
+    ),
+    Row::new(
+        "BYTEPS_LOCAL_SIZE",
+        RANKING | SCHEDULER,
+        Group::Job,
+        Count { at: |config| &mut config.local_size, min: 1, max: count(RANKS_MAX) },
+        "8",
+        "Worker processes of this host, the same on every host. bpslaunch starts this many, and sets it.",
+    )
+    .flag("local-size"),
+    Row::new(
+        "BYTEPS_GLOBAL_RANK",
+        WORKER,
+        Group::Job,
+        MaybeCount { at: |config| &mut config.global_rank, max: count(RANKS_MAX) - 1 },
+        "3",
+        "Rank of this process in the job, instead of worker id x local size + local rank.",
+    ),
+    Row::new(
+        "BYTEPS_FORCE_DISTRIBUTED",
+        RANKING,
+        Group::Job,
+        Switch { at: |config| &mut config.force_distributed },
+        "1",
+        "Go through servers even with a single worker process.",
+    )
+    .flag("force-distributed"),
+    Row::new(
+        "BPS_JOB_KEY",
+        ALL,
+        Group::Job,
+        MaybeText { at: |config| &mut config.job_key },
+        "00112233445566778899aabbccddeeff",
+        "Secret of the job in hexadecimal, 16 to 64 bytes. With it, both ends of every connection prove \
+         that they know it before anything else is read. It has no flag: command lines are public.",
+    )
+    .secret(),
+    Row::new(
+        "BPS_JOB_KEY_FILE",
+        ALL,
+        Group::Job,
+        Path { at: |config| &mut config.job_key_file },
+        "job.key",
+        "A file that holds the secret of the job in hexadecimal; not together with BPS_JOB_KEY.",
+    )
+    .flag("job-key-file"),
+    Row::new(
+        "DMLC_PS_ROOT_URI",
+        ALL,
+        Group::Network,
+        Text { at: |config| &mut config.root_uri },
+        "10.0.0.1",
+        "Address of the scheduler; the scheduler itself listens on it.",
+    )
+    .flag("root-uri"),
+    Row::new(
+        "DMLC_PS_ROOT_PORT",
+        ALL,
+        Group::Network,
+        Port { at: |config| &mut config.root_port },
+        "9000",
+        "Port of the scheduler. Only the scheduler itself takes 0: the kernel then chooses.",
+    )
+    .flag("root-port"),
+    Row::new(
+        "DMLC_INTERFACE",
+        ALL,
+        Group::Network,
+        MaybeText { at: |config| &mut config.interface },
+        "eth0",
+        "Network interface to listen on, by the beginning of its name; otherwise the one that reaches \
+         the scheduler.",
+    )
+    .flag("interface"),
+    Row::new(
+        "DMLC_NODE_HOST",
+        ALL,
+        Group::Network,
+        MaybeText { at: |config| &mut config.node_host },
+        "10.0.0.2",
+        "Address of this host that the others should use, instead of the interface's.",
+    )
+    .flag("node-host"),
+    Row::new(
+        "DMLC_PORT",
+        NODES,
+        Group::Network,
+        Port { at: |config| &mut config.port },
+        "9100",
+        "First port to listen on: core i of a server listens on this + i. 0 lets the kernel choose.",
+    )
+    .flag("port"),
+    Row::new(
+        "DMLC_RANK",
+        SERVER | LAUNCHER,
+        Group::Network,
+        MaybeCount { at: |config| &mut config.preferred_rank, max: count(SERVERS_MAX) - 1 },
+        "0",
+        "Index that this server would like to have among the servers.",
+    )
+    .flag("preferred-rank"),
+    Row::new(
+        "BPS_TRANSPORT",
+        NODES,
+        Group::Network,
+        choices::TRANSPORT,
+        "tcp",
+        "How workers reach servers: shared memory on the same host and TCP otherwise (auto), or always one.",
+    )
+    .flag("transport"),
+    Row::new(
+        "BPS_TCP_DRIVER",
+        NODES,
+        Group::Network,
+        choices::TCP_DRIVER,
+        "poll",
+        "How TCP talks to the kernel: io_uring where it is allowed (auto), io_uring or an error, or plain \
+         non-blocking calls.",
+    )
+    .flag("tcp-driver"),
+    Row::new(
+        "BPS_PAYLOAD_CHECKSUM",
+        NODES,
+        Group::Network,
+        Switch { at: |config| &mut config.payload_checksum },
+        "1",
+        "CRC-32C over every payload, beside the one that TCP has.",
+    )
+    .flag("payload-checksum"),
+    Row::new(
+        "BYTEPS_PARTITION_BYTES",
+        ALL,
+        Group::Tensors,
+        Bytes {
+            at: |config| &mut config.partition_bytes,
+            min: count(PART_BYTES_MIN),
+            max: count(PART_BYTES_MAX),
+        },
+        "4M",
+        "Largest part of a tensor, a multiple of 64. The default is smaller than BytePS's 4096000: parts \
+         that stay in cache are summed faster.",
+    )
+    .flag("partition-bytes"),
+    Row::new(
+        "BYTEPS_SCHEDULING_CREDIT",
+        RANKING,
+        Group::Tensors,
+        Count { at: |config| &mut config.scheduling_credit, min: 0, max: 65_536 },
+        "4",
+        "Partitions that may be in flight on one lane; 0 takes the built-in credit. Unlike in BytePS, \
+         priorities hold in any case.",
+    )
+    .flag("scheduling-credit"),
+    Row::new(
+        "BYTEPS_KEY_HASH_FN",
+        SCHEDULER | LAUNCHER,
+        Group::Tensors,
+        choices::PLACEMENT,
+        "djb2",
+        "Which server core gets a part: the one with the fewest bytes (balanced), or one of BytePS's \
+         functions. BytePS's default is djb2. The scheduler decides for all.",
+    )
+    .flag("placement"),
+    Row::new(
+        "BYTEPS_ENABLE_MIXED_MODE",
+        SCHEDULER | LAUNCHER,
+        Group::Tensors,
+        choices::MIXED_MODE,
+        "1",
+        "BytePS's way to say BYTEPS_KEY_HASH_FN=mixed: the best split between servers on worker hosts and \
+         servers on hosts of their own.",
+    ),
+    Row::new(
+        "BYTEPS_MIXED_MODE_BOUND",
+        SCHEDULER | LAUNCHER,
+        Group::Tensors,
+        Count { at: |config| &mut config.mixed_bound, min: 1, max: 65_536 },
+        "101",
+        "Number of buckets of mixed mode; not below the number of servers.",
+    )
+    .flag("mixed-mode-bound"),
+    Row::new(
+        "BYTEPS_BUILT_IN_HASH_COEF",
+        SCHEDULER | LAUNCHER,
+        Group::Tensors,
+        Wide { at: |config| &mut config.built_in_coefficient },
+        "1",
+        "Factor of the built_in function.",
+    )
+    .flag("built-in-hash-coefficient"),
+    Row::new(
+        "BPS_SERVER_CORES",
+        SERVER | LAUNCHER,
+        Group::Threads,
+        Count { at: |config| &mut config.server_cores, min: 1, max: count(CORES_MAX) },
+        "2",
+        "Polling threads of a server, each with keys, memory and connections of its own.",
+    )
+    .flag("cores")
+    .flag_alias("server-cores"),
+    Row::new(
+        "BPS_IDLE",
+        NODES,
+        Group::Threads,
+        choices::IDLE,
+        "busy",
+        "What a polling thread without work does: spin briefly and sleep (adaptive), or never sleep (busy, \
+         for cores that nothing else uses).",
+    )
+    .flag("idle"),
+    Row::new(
+        "BPS_PIN",
+        NODES,
+        Group::Threads,
+        Switch { at: |config| &mut config.pin },
+        "0",
+        "Pin polling threads to cores.",
+    )
+    .flag("pin"),
+    Row::new(
+        "BPS_START_TIMEOUT",
+        ALL,
+        Group::Limits,
+        Seconds { at: |config| &mut config.start_timeout, min: 0.1, max: DAY_SECONDS },
+        "60",
+        "How long to wait for the other nodes at start.",
+    )
+    .flag("start-timeout"),
+    Row::new(
+        "BPS_STALL_REPORT",
+        ALL,
+        Group::Limits,
+        Seconds { at: |config| &mut config.stall_report, min: 0.1, max: DAY_SECONDS },
+        "2.5",
+        "A round that some ranks have pushed and others have not is reported after this long.",
+    )
+    .flag("stall-report"),
+    Row::new(
+        "BPS_STALL_TIMEOUT",
+        ALL,
+        Group::Limits,
+        Seconds { at: |config| &mut config.stall_timeout, min: 0.1, max: 30.0 * DAY_SECONDS },
+        "600",
+        "A round that stays open for this long is an error on every rank.",
+    )
+    .flag("stall-timeout"),
+    Row::new(
+        "BPS_HEARTBEAT_INTERVAL",
+        ALL,
+        Group::Limits,
+        Seconds { at: |config| &mut config.heartbeat_interval, min: 0.05, max: 3600.0 },
+        "1",
+        "How often a node says that it lives. Unlike in BytePS it cannot be 0, which was off.",
+    )
+    .aliases(&["PS_HEARTBEAT_INTERVAL"])
+    .flag("heartbeat-interval"),
+    Row::new(
+        "BPS_HEARTBEAT_TIMEOUT",
+        ALL,
+        Group::Limits,
+        Seconds { at: |config| &mut config.heartbeat_timeout, min: 0.1, max: DAY_SECONDS },
+        "4",
+        "Silence after which a node counts as dead; at least twice the interval.",
+    )
+    .aliases(&["PS_HEARTBEAT_TIMEOUT"])
+    .flag("heartbeat-timeout"),
+    Row::new(
+        "BPS_LOG_LEVEL",
+        ALL,
+        Group::Output,
+        choices::LOG_LEVEL,
+        "debug",
+        "How much is said on standard error. BytePS's fatal and trace count as error and debug.",
+    )
+    .aliases(&["BYTEPS_LOG_LEVEL"])
+    .flag("log-level"),
+    Row::new(
+        "",
+        LAUNCHER,
+        Group::Launcher,
+        Count { at: |config| &mut config.launch.local, min: 0, max: count(RANKS_MAX) },
+        "2",
+        "Stand-alone mode: a whole job with this many workers on this machine. 0 takes the job from DMLC_*.",
+    )
+    .flag("local"),
+    Row::new(
+        "",
+        LAUNCHER,
+        Group::Launcher,
+        Switch { at: |config| &mut config.launch.no_prefix },
+        "1",
+        "Pass the output of the processes through, without [rank i] in front of each line.",
+    )
+    .flag("no-prefix"),
+    Row::new(
+        "NVIDIA_VISIBLE_DEVICES",
+        LAUNCHER,
+        Group::Launcher,
+        MaybeText { at: |config| &mut config.launch.visible_devices },
+        "0,1,2,3",
+        "One worker process for each entry of this list, unless BYTEPS_LOCAL_SIZE says how many.",
+    ),
+    Row::new(
+        "BYTEPS_ENABLE_GDB",
+        LAUNCHER,
+        Group::Launcher,
+        Switch { at: |config| &mut config.launch.gdb },
+        "1",
+        "Run each worker under gdb, which prints a backtrace if it crashes.",
+    ),
+    Row::new(
+        "BYTEPS_NUMA_ON",
+        LAUNCHER,
+        Group::Launcher,
+        Switch { at: |config| &mut config.launch.numa },
+        "0",
+        "Give each of several worker processes cores of its own, of one NUMA node where they fit. With \
+         --local, only where BYTEPS_VISIBLE_CPU_CORES says which.",
+    ),
+    Row::new(
+        "BYTEPS_NUMA_DEFAULT_QUOTA",
+        LAUNCHER,
+        Group::Launcher,
+        Count { at: |config| &mut config.launch.numa_default_quota, min: 0, max: 65_536 },
+        "4",
+        "Physical cores of each worker process but the last; 0 divides them evenly.",
+    ),
+    Row::new(
+        "BYTEPS_NUMA_ROOT_QUOTA",
+        LAUNCHER,
+        Group::Launcher,
+        Count { at: |config| &mut config.launch.numa_root_quota, min: 0, max: 65_536 },
+        "8",
+        "Physical cores of the last worker process; 0 takes what is left.",
+    ),
+    Row::new(
+        "BYTEPS_MULTITHREADED_CPU",
+        LAUNCHER,
+        Group::Launcher,
+        Switch { at: |config| &mut config.launch.multithreaded_cpu },
+        "0",
+        "Add to each core its hyper-thread siblings.",
+    ),
+    Row::new(
+        "BYTEPS_CPU_BLACKLIST",
+        LAUNCHER,
+        Group::Launcher,
+        MaybeText { at: |config| &mut config.launch.cpu_blacklist },
+        "0,4-5",
+        "CPUs that no worker process gets; BytePS's -1 means none.",
+    ),
+    Row::new(
+        "BYTEPS_VISIBLE_CPU_CORES",
+        LAUNCHER,
+        Group::Launcher,
+        MaybeText { at: |config| &mut config.launch.visible_cpu_cores },
+        "0-3:4-7",
+        "The CPUs of each worker process, one list a process, separated by colons. It overrides the rest.",
+    ),
+];
