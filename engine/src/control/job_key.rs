@@ -1,0 +1,189 @@
+//! Where the job key comes from: a variable, a file, or chance. It never comes from the command
+//! line, where every user of the machine could read it.
+
+use crate::config::Config;
+use crate::proto::handshake::{JobKey, NONCE_BYTES, Nonce, PROOF_BYTES};
+use std::io::Read;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+/// Why there is no job key.
+#[derive(Debug, thiserror::Error)]
+pub enum JobKeyError {
+    /// The text is not 64 hexadecimal digits.
+    #[error(
+        "{source_name} holds {found}, not a key of 64 hexadecimal digits: make one with `openssl \
+         rand -hex 32`"
+    )]
+    NotHexadecimal {
+        /// The variable or file.
+        source_name: String,
+        /// What was there, without showing it.
+        found: String,
+    },
+    /// The file cannot be read.
+    #[error("the job key file {path} cannot be read: {error}: check BPS_JOB_KEY_FILE")]
+    Unreadable {
+        /// The file.
+        path: PathBuf,
+        /// What the kernel said.
+        error: std::io::Error,
+    },
+    /// Everybody on the machine may read or change the file.
+    #[error(
+        "the job key file {path} is open to every user (mode {mode:03o}): run `chmod 600 \
+         {path}`, or set `defaultMode: 0400` where it is a mounted secret"
+    )]
+    Exposed {
+        /// The file.
+        path: PathBuf,
+        /// Its permission bits.
+        mode: u32,
+    },
+    /// Two sources hold two keys.
+    #[error("BPS_JOB_KEY and the file {path} hold different keys: set only one of them")]
+    Ambiguous {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The kernel gave no random bytes.
+    #[error("the kernel gave no random bytes: {0}")]
+    NoRandom(getrandom::Error),
+}
+
+/// Bytes read of a key file: more than a key and its line end, so that a wrong file is noticed.
+const FILE_BYTES_MAX: u64 = 4096;
+
+impl JobKey {
+    /// The key that the configuration names, or the [open](JobKey::open) one if it names none.
+    ///
+    /// # Errors
+    /// The key is malformed, or its file cannot be read or is open to every user.
+    pub fn load(config: &Config) -> Result<JobKey, JobKeyError> {
+        let variable = match &config.job_key {
+            Some(text) => Some(parse(text, "BPS_JOB_KEY")?),
+            None => None,
+        };
+        let file = match &config.job_key_file {
+            Some(path) => Some((read(path)?, path)),
+            None => None,
+        };
+        match (variable, file) {
+            (Some(variable), Some((file, path))) if variable != file => {
+                Err(JobKeyError::Ambiguous { path: path.clone() })
+            }
+            (Some(key), _) | (None, Some((key, _))) => Ok(key),
+            (None, None) => Ok(JobKey::open()),
+        }
+    }
+
+    /// A new key by chance, for a job that starts all of its processes itself.
+    ///
+    /// # Errors
+    /// The kernel gave no random bytes.
+    pub fn mint() -> Result<JobKey, JobKeyError> {
+        let mut bytes = [0; PROOF_BYTES];
+        getrandom::fill(&mut bytes).map_err(JobKeyError::NoRandom)?;
+        Ok(JobKey::from_bytes(bytes))
+    }
+}
+
+/// A fresh nonce.
+pub(super) fn nonce() -> std::io::Result<Nonce> {
+    let mut bytes = [0; NONCE_BYTES];
+    getrandom::fill(&mut bytes).map_err(|error| std::io::Error::other(error.to_string()))?;
+    Ok(bytes)
+}
+
+fn read(path: &Path) -> Result<JobKey, JobKeyError> {
+    let unreadable = |error| JobKeyError::Unreadable { path: path.to_owned(), error };
+    let file = std::fs::File::open(path).map_err(unreadable)?;
+    // Asked of the open file, not of its name, so that it is the file that is read.
+    let mode = file.metadata().map_err(unreadable)?.mode() & 0o777;
+    if mode & 0o006 != 0 {
+        return Err(JobKeyError::Exposed { path: path.to_owned(), mode });
+    }
+    let mut text = Vec::new();
+    file.take(FILE_BYTES_MAX).read_to_end(&mut text).map_err(unreadable)?;
+    parse(&String::from_utf8_lossy(&text), &path.display().to_string())
+}
+
+fn parse(text: &str, source_name: &str) -> Result<JobKey, JobKeyError> {
+    let text = text.trim();
+    let wrong =
+        |found: String| JobKeyError::NotHexadecimal { source_name: source_name.into(), found };
+    let digits: Option<Vec<u8>> = text
+        .chars()
+        .map(|digit| digit.to_digit(16).and_then(|value| u8::try_from(value).ok()))
+        .collect();
+    let Some(digits) = digits else {
+        return Err(wrong("something else".into()));
+    };
+    let bytes: Vec<u8> =
+        digits.chunks(2).map(|pair| pair.iter().fold(0, |a, b| a << 4 | b)).collect();
+    match <[u8; PROOF_BYTES]>::try_from(bytes) {
+        Ok(bytes) if digits.len() == 2 * PROOF_BYTES => Ok(JobKey::from_bytes(bytes)),
+        _ => Err(wrong(format!("{} digits", digits.len()))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::PermissionsExt;
+
+    /// A file that goes away with its test.
+    struct Temporary(PathBuf);
+
+    impl Temporary {
+        fn new(name: &str, content: &str, mode: u32) -> Temporary {
+            let path = std::env::temp_dir().join(format!("bps-{}-{name}", std::process::id()));
+            std::fs::write(&path, content).unwrap();
+            std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).unwrap();
+            Temporary(path)
+        }
+    }
+
+    impl Drop for Temporary {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_file(&self.0);
+        }
+    }
+
+    fn with_file(file: &Temporary) -> Config {
+        Config { job_key_file: Some(file.0.clone()), ..Config::default() }
+    }
+
+    #[test]
+    fn a_key_goes_through_a_variable_and_a_file() {
+        let key = JobKey::mint().unwrap();
+        assert!(!key.is_open() && key != JobKey::mint().unwrap());
+        let hex = key.expose_hex();
+        let variable = Config { job_key: Some(hex.clone()), ..Config::default() };
+        assert_eq!(JobKey::load(&variable).unwrap(), key);
+        let file = Temporary::new("key", &format!("{hex}\n"), 0o600);
+        assert_eq!(JobKey::load(&with_file(&file)).unwrap(), key);
+        let both = Config { job_key: Some("ab".repeat(32)), ..with_file(&file) };
+        assert!(matches!(JobKey::load(&both), Err(JobKeyError::Ambiguous { .. })));
+        assert_eq!(JobKey::load(&Config::default()).unwrap(), JobKey::open());
+    }
+
+    #[test]
+    fn a_file_that_all_may_read_is_refused_with_the_remedy() {
+        let file = Temporary::new("exposed", &"ab".repeat(32), 0o644);
+        let error = JobKey::load(&with_file(&file)).unwrap_err().to_string();
+        assert!(error.contains("mode 644") && error.contains("chmod 600"), "{error}");
+    }
+
+    #[test]
+    fn what_is_no_key_is_not_shown() {
+        for wrong in ["hunter2", "", "abc", &"ab".repeat(31), &"ab".repeat(33), &"a".repeat(63)] {
+            let config = Config { job_key: Some(wrong.to_owned()), ..Config::default() };
+            let error = JobKey::load(&config).unwrap_err().to_string();
+            assert!(error.contains("64 hexadecimal digits"), "{error}");
+            assert!(wrong.is_empty() || !error.contains(&format!(" {wrong}")), "{error}");
+        }
+        let missing = Config { job_key_file: Some("/nowhere/key".into()), ..Config::default() };
+        assert!(matches!(JobKey::load(&missing), Err(JobKeyError::Unreadable { .. })));
+    }
+}

@@ -1,0 +1,197 @@
+//! A node's connection to the scheduler, as messages.
+//!
+//! Sending is for any thread, receiving for one. Invariant: a message that was not sent whole is
+//! the last: the connection is shut down, so that the scheduler never reads half a message as the
+//! start of another.
+
+use super::dial::{Attempt, dial_once, readable, retry};
+use super::frame::{FrameError, Inbox, encode};
+use super::{DialError, Hello, JobKey};
+use crate::proto::messages::{NodeMessage, SchedulerMessage};
+use std::io::{self, ErrorKind, Read, Write};
+use std::net::{Shutdown, TcpStream, ToSocketAddrs};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// How long the scheduler may take to make room for a message.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
+/// Bytes read at once.
+const READ_BYTES: usize = 64 << 10;
+
+/// Why a message did not pass.
+#[derive(Debug, thiserror::Error)]
+pub enum LinkError {
+    /// The scheduler closed the connection, or it was shut down at this end.
+    #[error("the connection to the scheduler was closed: its own log says why")]
+    Closed,
+    /// The kernel reported an error.
+    #[error("the connection to the scheduler was lost: {0}")]
+    Lost(io::Error),
+    /// The scheduler took nothing for too long.
+    #[error(
+        "the scheduler took no message for {} s: its machine is overloaded or unreachable",
+        WRITE_TIMEOUT.as_secs()
+    )]
+    TooSlow,
+    /// A message is too long or cannot be read.
+    #[error(transparent)]
+    Frame(#[from] FrameError),
+}
+
+/// Both halves of a connection to the scheduler.
+#[derive(Debug)]
+pub struct Link {
+    sender: LinkSender,
+    receiver: LinkReceiver,
+}
+
+/// The sending half. Clones send over the same connection, each message whole.
+#[derive(Clone, Debug)]
+pub struct LinkSender {
+    stream: Arc<Mutex<TcpStream>>,
+    /// The same socket outside of the lock, so that a send that waits can be cut short.
+    closer: Arc<TcpStream>,
+}
+
+/// The receiving half.
+#[derive(Debug)]
+pub struct LinkReceiver {
+    stream: TcpStream,
+    inbox: Inbox,
+}
+
+impl Link {
+    /// Connects to the scheduler at this host name or address, trying again until the deadline.
+    ///
+    /// # Errors
+    /// The name is not known, nobody listened there by the deadline, or who did is not of this job.
+    pub fn connect(
+        root_uri: &str,
+        root_port: u16,
+        key: &JobKey,
+        deadline: Duration,
+    ) -> Result<Link, DialError> {
+        let address = format!("the scheduler at {root_uri}:{root_port}");
+        let stream = retry(&address, deadline, |left| {
+            // Asked anew each time: the name of a scheduler that is just starting may not be known
+            // yet.
+            let addresses = (root_uri, root_port).to_socket_addrs().map_err(Attempt::Later)?;
+            let mut failure = Attempt::Later(ErrorKind::AddrNotAvailable.into());
+            for address in addresses {
+                match dial_once(address, key, Hello::control(), left) {
+                    Ok(stream) => return Ok(stream),
+                    Err(error) => failure = error,
+                }
+            }
+            Err(failure)
+        })?;
+        Link::new(stream).map_err(|error| DialError::Unreachable {
+            address,
+            waited: Duration::ZERO,
+            error,
+        })
+    }
+
+    /// The link over a connection that is authenticated already.
+    ///
+    /// # Errors
+    /// No descriptor is left.
+    pub fn new(stream: TcpStream) -> io::Result<Link> {
+        stream.set_nonblocking(false)?;
+        stream.set_nodelay(true)?;
+        stream.set_write_timeout(Some(WRITE_TIMEOUT))?;
+        let closer = Arc::new(stream.try_clone()?);
+        let sender = LinkSender { stream: Arc::new(Mutex::new(stream.try_clone()?)), closer };
+        Ok(Link { sender, receiver: LinkReceiver { stream, inbox: Inbox::new() } })
+    }
+
+    /// The address of this end: how this host is seen from the scheduler's network.
+    ///
+    /// # Errors
+    /// The socket is gone.
+    pub fn local_address(&self) -> io::Result<std::net::SocketAddr> {
+        self.receiver.stream.local_addr()
+    }
+
+    /// See [`LinkSender::send`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn send(&self, message: &NodeMessage) -> Result<(), LinkError> {
+        self.sender.send(message)
+    }
+
+    /// See [`LinkReceiver::receive`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn receive(&mut self, timeout: Duration) -> Result<Option<SchedulerMessage>, LinkError> {
+        self.receiver.receive(timeout)
+    }
+
+    /// The halves, for different threads.
+    #[must_use]
+    pub fn split(self) -> (LinkSender, LinkReceiver) {
+        (self.sender, self.receiver)
+    }
+}
+
+impl LinkSender {
+    /// Sends one message.
+    ///
+    /// # Errors
+    /// The connection is lost, or was just shut down because the scheduler takes nothing.
+    pub fn send(&self, message: &NodeMessage) -> Result<(), LinkError> {
+        let bytes = encode(message)?;
+        // A thread that panicked while it held the lock had sent a whole message or shut the link
+        // down.
+        let mut stream = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
+        stream.write_all(&bytes).map_err(|error| {
+            self.shutdown();
+            match error.kind() {
+                ErrorKind::WouldBlock | ErrorKind::TimedOut => LinkError::TooSlow,
+                _ => lost(error),
+            }
+        })
+    }
+
+    /// Ends the connection in both directions: both halves, and the scheduler, see it closed. What
+    /// was sent before still arrives.
+    pub fn shutdown(&self) {
+        // It fails only where the connection is gone already.
+        let _ = self.closer.shutdown(Shutdown::Both);
+    }
+}
+
+impl LinkReceiver {
+    /// The next message, or `None` if none came in time.
+    ///
+    /// # Errors
+    /// The connection is lost. Messages that came before were returned before.
+    pub fn receive(&mut self, timeout: Duration) -> Result<Option<SchedulerMessage>, LinkError> {
+        // A timeout beyond a day is no different from a day.
+        let until = Instant::now() + timeout.min(Duration::from_secs(86_400));
+        loop {
+            if let Some(message) = self.inbox.next_message()? {
+                return Ok(Some(message));
+            }
+            if !readable(&self.stream, until).map_err(LinkError::Lost)? {
+                return Ok(None);
+            }
+            let mut bytes = [0; READ_BYTES];
+            match self.stream.read(&mut bytes) {
+                Ok(0) => return Err(LinkError::Closed),
+                Ok(count) => self.inbox.push(&bytes[..count]),
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => return Err(lost(error)),
+            }
+        }
+    }
+}
+
+fn lost(error: io::Error) -> LinkError {
+    match error.kind() {
+        ErrorKind::BrokenPipe | ErrorKind::NotConnected => LinkError::Closed,
+        _ => LinkError::Lost(error),
+    }
+}

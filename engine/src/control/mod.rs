@@ -1,0 +1,24 @@
+//! The control plane's sockets: authenticated connections and the messages between nodes and
+//! scheduler.
+//!
+//! Used by the scheduler, by servers (which accept lanes and keep a link to the scheduler) and by
+//! workers (which dial both). Blocking calls and a lock are fine here: a few messages pass per
+//! second, and no data.
+//!
+//! Invariant: no call blocks beyond the time it was given, and no byte of a peer is parsed before
+//! the [handshake](crate::proto::handshake) is over.
+
+mod acceptor;
+mod dial;
+mod frame;
+mod job_key;
+mod link;
+#[cfg(test)]
+mod tests;
+
+pub use crate::proto::handshake::{HandshakeError, Hello, JobKey, Purpose};
+pub use acceptor::{Acceptor, Listener, Socket};
+pub use dial::{DialError, dial, dial_unix};
+pub use frame::{FrameError, Inbox, encode};
+pub use job_key::JobKeyError;
+pub use link::{Link, LinkError, LinkReceiver, LinkSender};

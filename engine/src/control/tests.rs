@@ -1,0 +1,182 @@
+//! Acceptor, dialers and links against each other over loopback.
+
+use super::*;
+use crate::base::{Epoch, Rank};
+use crate::limits::HANDSHAKES_MAX;
+use crate::proto::handshake::PROOF_BYTES;
+use crate::proto::messages::{NodeMessage, SchedulerMessage};
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::UnixListener;
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+
+const SOON: Duration = Duration::from_secs(10);
+
+fn key() -> JobKey {
+    JobKey::from_bytes([7; PROOF_BYTES])
+}
+
+struct Setup {
+    acceptor: Acceptor,
+    address: SocketAddr,
+    unix: String,
+    admitted: Receiver<(usize, Hello, Socket)>,
+    logged: Receiver<String>,
+}
+
+fn setup(name: &str) -> Setup {
+    let tcp = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = tcp.local_addr().unwrap();
+    let unix = format!("bps-test-{}-{name}", std::process::id());
+    let unix_address = std::os::unix::net::SocketAddr::from_abstract_name(&unix).unwrap();
+    let listeners =
+        vec![Listener::Tcp(tcp), Listener::Unix(UnixListener::bind_addr(&unix_address).unwrap())];
+    let (admit, admitted) = channel();
+    let (log, logged) = channel();
+    let acceptor = Acceptor::start(
+        listeners,
+        key(),
+        move |listener, hello, socket| admit.send((listener, hello, socket)).unwrap(),
+        move |line| log.send(line.to_owned()).unwrap(),
+    )
+    .unwrap();
+    Setup { acceptor, address, unix, admitted, logged }
+}
+
+#[test]
+fn both_kinds_of_socket_are_admitted_and_carry_what_follows() {
+    let setup = setup("kinds");
+    let lane = Hello::lane(Rank(3), Epoch(1));
+    let mut dialed = dial(setup.address, &key(), lane, SOON).unwrap();
+    // Sent right behind the proof: it must not be taken for a part of the handshake.
+    dialed.write_all(b"first bytes").unwrap();
+    let (listener, hello, socket) = setup.admitted.recv_timeout(SOON).unwrap();
+    assert_eq!((listener, hello), (0, lane));
+    let Socket::Tcp(mut socket) = socket else { panic!("not TCP") };
+    let mut bytes = [0; 11];
+    socket.read_exact(&mut bytes).unwrap();
+    assert_eq!(&bytes, b"first bytes");
+
+    let shm = Hello::shm_lane(Rank(2), Epoch(5));
+    let mut dialed = dial_unix(&setup.unix, &key(), shm, SOON).unwrap();
+    let (listener, hello, socket) = setup.admitted.recv_timeout(SOON).unwrap();
+    assert_eq!((listener, hello), (1, shm));
+    let Socket::Unix(mut socket) = socket else { panic!("not Unix") };
+    socket.write_all(b"back").unwrap();
+    let mut bytes = [0; 4];
+    dialed.read_exact(&mut bytes).unwrap();
+    assert_eq!(&bytes, b"back");
+}
+
+#[test]
+fn a_wrong_key_is_named_at_both_ends() {
+    let setup = setup("wrong");
+    for wrong in [JobKey::open(), JobKey::mint().unwrap()] {
+        let error = dial(setup.address, &wrong, Hello::control(), SOON).unwrap_err();
+        assert!(error.to_string().contains("the job key differs: set the same"), "{error}");
+    }
+    let line = setup.logged.recv_timeout(SOON).unwrap();
+    assert!(line.contains("127.0.0.1") && line.contains("the job key differs"), "{line}");
+    assert!(setup.admitted.try_recv().is_err());
+}
+
+#[test]
+fn bad_peers_cost_their_own_connections_and_few_lines() {
+    let setup = setup("bad");
+    // Half-open ones, more than may be pending at once.
+    let mut idle = Vec::new();
+    for at in 0..HANDSHAKES_MAX + 8 {
+        let mut stream = TcpStream::connect(setup.address).unwrap();
+        if at % 2 == 0 {
+            stream.write_all(b"BPSH\x01").unwrap();
+        }
+        idle.push(stream);
+    }
+    for garbage in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0; 300], &[0xff; 32], b"BPSH\x09", b"BPSH"] {
+        let mut stream = TcpStream::connect(setup.address).unwrap();
+        let _ = stream.write_all(garbage);
+    }
+    // An honest dialer still gets in, within the time of an eviction.
+    let start = Instant::now();
+    dial(setup.address, &key(), Hello::control(), SOON).unwrap();
+    assert!(start.elapsed() < Duration::from_secs(4), "{:?}", start.elapsed());
+    setup.admitted.recv_timeout(SOON).unwrap();
+    let seconds = usize::try_from(start.elapsed().as_secs()).unwrap() + 4;
+    setup.acceptor.stop();
+    assert!(setup.logged.iter().count() <= seconds);
+    assert!(TcpStream::connect(setup.address).is_err(), "the listener must be closed after a stop");
+}
+
+#[test]
+fn another_version_learns_ours() {
+    let setup = setup("version");
+    let mut stream = TcpStream::connect(setup.address).unwrap();
+    let mut hello = [0; 32];
+    hello[..5].copy_from_slice(b"BPSH\x09");
+    stream.write_all(&hello).unwrap();
+    let mut answer = Vec::new();
+    stream.read_to_end(&mut answer).unwrap();
+    assert_eq!(&answer[..6], b"BPSH\x01\x01");
+    assert!(setup.logged.recv_timeout(SOON).unwrap().contains("version 9 and this end 1"));
+}
+
+#[test]
+fn links_carry_messages_both_ways_and_never_wait_forever() {
+    let setup = setup("link");
+    let link =
+        Link::connect("localhost", setup.address.port(), &key(), SOON).expect("localhost resolves");
+    let (sender, mut receiver) = link.split();
+    let (_, _, socket) = setup.admitted.recv_timeout(SOON).unwrap();
+    let Socket::Tcp(mut socket) = socket else { panic!("not TCP") };
+    // Many threads send; every message arrives whole.
+    std::thread::scope(|scope| {
+        for thread in 0..4 {
+            let sender = sender.clone();
+            scope.spawn(move || {
+                for request in 0..50 {
+                    sender
+                        .send(&NodeMessage::Barrier { request: thread * 1000 + request })
+                        .unwrap();
+                }
+            });
+        }
+    });
+    let mut inbox = Inbox::new();
+    let mut requests = Vec::new();
+    while requests.len() < 200 {
+        let mut bytes = [0; 512];
+        let count = socket.read(&mut bytes).unwrap();
+        assert_ne!(count, 0);
+        inbox.push(&bytes[..count]);
+        while let Some(message) = inbox.next_message().unwrap() {
+            let NodeMessage::Barrier { request } = message else { panic!("{message:?}") };
+            requests.push(request);
+        }
+    }
+    requests.sort_unstable();
+    requests.dedup();
+    assert_eq!(requests.len(), 200);
+
+    assert_eq!(receiver.receive(Duration::from_millis(20)).unwrap(), None);
+    let over = SchedulerMessage::BarrierDone { request: 7 };
+    socket.write_all(&encode(&over).unwrap()).unwrap();
+    assert_eq!(receiver.receive(SOON).unwrap(), Some(over.clone()));
+    // What came before the end is still returned.
+    socket.write_all(&encode(&over).unwrap()).unwrap();
+    drop(socket);
+    assert_eq!(receiver.receive(SOON).unwrap(), Some(over));
+    assert!(matches!(receiver.receive(SOON), Err(LinkError::Closed)));
+}
+
+#[test]
+fn a_receiver_is_woken_by_shutdown() {
+    let setup = setup("wake");
+    let (sender, mut receiver) =
+        Link::connect("127.0.0.1", setup.address.port(), &key(), SOON).unwrap().split();
+    let waiting = std::thread::spawn(move || receiver.receive(Duration::from_secs(60)));
+    sender.shutdown();
+    assert!(matches!(waiting.join().unwrap(), Err(LinkError::Closed)));
+    assert!(matches!(sender.send(&NodeMessage::Barrier { request: 1 }), Err(LinkError::Closed)));
+}
