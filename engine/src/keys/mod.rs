@@ -1,1 +1,7 @@
-//! To be written.
+//! From tensors to keys: where a tensor is cut, and which core of which server sums each part.
+//!
+//! Used by the registry at declare, in control-plane time. Knows no names, ranks, sockets or
+//! rounds.
+
+pub mod partition;
+pub mod placement;
