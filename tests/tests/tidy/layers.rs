@@ -18,7 +18,7 @@ const ENGINE: &[(&str, &[&str])] = &[
     ("proto", &["base", "limits", "wire", "keys"]),
     ("sched", &["base", "limits"]),
     ("transport", &["base", "limits", "mem", "ring", "wire", "config"]),
-    ("control", &["base", "limits", "config", "proto", "trace"]),
+    ("control", &["base", "limits", "config", "proto", "trace", "transport"]),
     ("harness", &["base", "limits", "config", "ring", "topo", "trace"]),
     ("lane", &["base", "limits", "config", "wire", "mem", "proto", "transport"]),
 ];
