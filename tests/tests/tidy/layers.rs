@@ -14,7 +14,7 @@ const ENGINE: &[(&str, &[&str])] = &[
     ("wire", &["base", "limits"]),
     // Planning speaks of the parts that the control messages carry: their types, nothing else.
     ("keys", &["base", "limits", "proto"]),
-    ("mem", &["base", "limits", "topo"]),
+    ("mem", &["base", "limits", "topo", "trace"]),
     ("proto", &["base", "limits", "wire", "keys"]),
     ("sched", &["base", "limits"]),
     ("transport", &["base", "limits", "mem", "ring", "wire", "config"]),
