@@ -9,13 +9,13 @@ use super::dial::timespec;
 use super::job_key::nonce;
 use crate::limits::{HANDSHAKE_SECONDS, HANDSHAKES_MAX};
 use crate::proto::handshake::{ANSWER_BYTES, Accepting, HandshakeError, Hello, JobKey, Step};
-use crate::transport::Waker;
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::io::Errno;
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -55,8 +55,10 @@ impl From<Socket> for OwnedFd {
 }
 
 /// The accepting thread. It ends when this is dropped or [stopped](Acceptor::stop).
+#[derive(Debug)]
 pub struct Acceptor {
-    stop: Waker,
+    /// Readable once the thread shall end.
+    stop: Arc<OwnedFd>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -79,7 +81,7 @@ impl Acceptor {
                 Listener::Unix(listener) => listener.set_nonblocking(true)?,
             }
         }
-        let stop = Waker::new()?;
+        let stop = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
         let mut door = Door {
             listeners,
             key,
@@ -100,7 +102,8 @@ impl Acceptor {
     }
 
     fn end(&mut self) {
-        self.stop.ring();
+        // It fails only where the counter is full: it is readable then as well.
+        let _ = rustix::io::write(&self.stop, &1u64.to_ne_bytes());
         if let Some(thread) = self.thread.take() {
             // A panic of that thread was one of `admit` or `log`, and has been printed.
             let _ = thread.join();
@@ -133,7 +136,7 @@ enum Progress {
 struct Door<A, L> {
     listeners: Vec<Listener>,
     key: JobKey,
-    stop: Waker,
+    stop: Arc<OwnedFd>,
     pending: Vec<Pending>,
     rest_until: Option<Instant>,
     admit: A,
@@ -167,7 +170,7 @@ impl<A: FnMut(usize, Hello, Socket), L: FnMut(&str)> Door<A, L> {
             None => (0..self.listeners.len()).filter(|index| !self.is_full(*index, now)).collect(),
         };
         let mut fds = Vec::with_capacity(1 + open.len() + self.pending.len());
-        fds.push(PollFd::from_borrowed_fd(self.stop.fd(), PollFlags::IN));
+        fds.push(PollFd::new(&self.stop, PollFlags::IN));
         for index in &open {
             fds.push(PollFd::from_borrowed_fd(listener_fd(&self.listeners[*index]), PollFlags::IN));
         }

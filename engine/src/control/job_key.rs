@@ -1,8 +1,9 @@
 //! Where the job key comes from: a variable, a file, or chance. It never comes from the command
 //! line, where every user of the machine could read it.
 
-use crate::config::Config;
+use crate::config::{Config, decode_key};
 use crate::proto::handshake::{JobKey, NONCE_BYTES, Nonce, PROOF_BYTES};
+use sha2::{Digest, Sha256};
 use std::io::Read;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -10,16 +11,15 @@ use std::path::{Path, PathBuf};
 /// Why there is no job key.
 #[derive(Debug, thiserror::Error)]
 pub enum JobKeyError {
-    /// The text is not 64 hexadecimal digits.
+    /// The text is no key.
     #[error(
-        "{source_name} holds {found}, not a key of 64 hexadecimal digits: make one with `openssl \
-         rand -hex 32`"
+        "the key in {source_name} {reason}: make one with `head -c 32 /dev/urandom | xxd -p -c 64`"
     )]
-    NotHexadecimal {
+    Malformed {
         /// The variable or file.
         source_name: String,
-        /// What was there, without showing it.
-        found: String,
+        /// What is wrong, without showing it.
+        reason: String,
     },
     /// The file cannot be read.
     #[error("the job key file {path} cannot be read: {error}: check BPS_JOB_KEY_FILE")]
@@ -109,22 +109,12 @@ fn read(path: &Path) -> Result<JobKey, JobKeyError> {
 }
 
 fn parse(text: &str, source_name: &str) -> Result<JobKey, JobKeyError> {
-    let text = text.trim();
-    let wrong =
-        |found: String| JobKeyError::NotHexadecimal { source_name: source_name.into(), found };
-    let digits: Option<Vec<u8>> = text
-        .chars()
-        .map(|digit| digit.to_digit(16).and_then(|value| u8::try_from(value).ok()))
-        .collect();
-    let Some(digits) = digits else {
-        return Err(wrong("something else".into()));
-    };
-    let bytes: Vec<u8> =
-        digits.chunks(2).map(|pair| pair.iter().fold(0, |a, b| a << 4 | b)).collect();
-    match <[u8; PROOF_BYTES]>::try_from(bytes) {
-        Ok(bytes) if digits.len() == 2 * PROOF_BYTES => Ok(JobKey::from_bytes(bytes)),
-        _ => Err(wrong(format!("{} digits", digits.len()))),
-    }
+    let key = decode_key(text)
+        .map_err(|reason| JobKeyError::Malformed { source_name: source_name.to_owned(), reason })?;
+    // A key of another length is brought to this one; every node does the same.
+    let bytes = <[u8; PROOF_BYTES]>::try_from(key.as_slice())
+        .unwrap_or_else(|_| Sha256::digest(&key).into());
+    Ok(JobKey::from_bytes(bytes))
 }
 
 #[cfg(test)]
@@ -177,13 +167,22 @@ mod tests {
 
     #[test]
     fn what_is_no_key_is_not_shown() {
-        for wrong in ["hunter2", "", "abc", &"ab".repeat(31), &"ab".repeat(33), &"a".repeat(63)] {
+        for wrong in ["hunter2", "", "abc", &"ab".repeat(8), &"ab".repeat(65), &"a".repeat(63)] {
             let config = Config { job_key: Some(wrong.to_owned()), ..Config::default() };
             let error = JobKey::load(&config).unwrap_err().to_string();
-            assert!(error.contains("64 hexadecimal digits"), "{error}");
+            assert!(error.contains("the key in BPS_JOB_KEY") && error.contains("xxd"), "{error}");
             assert!(wrong.is_empty() || !error.contains(&format!(" {wrong}")), "{error}");
         }
         let missing = Config { job_key_file: Some("/nowhere/key".into()), ..Config::default() };
         assert!(matches!(JobKey::load(&missing), Err(JobKeyError::Unreadable { .. })));
+    }
+
+    #[test]
+    fn keys_of_other_lengths_differ_too() {
+        let load = |text: String| {
+            JobKey::load(&Config { job_key: Some(text), ..Config::default() }).unwrap()
+        };
+        assert_ne!(load("ab".repeat(16)), load("ab".repeat(17)));
+        assert_eq!(load("ab".repeat(64)), load("AB".repeat(64)));
     }
 }

@@ -1,7 +1,8 @@
 //! The control plane's messages: between each node (worker process or server) and the scheduler.
 //!
-//! On the wire a message is a little-endian `u32` length and that many bytes of JSON: there are few of them, they are
-//! read by people when something goes wrong, and no message is parsed before its sender is authenticated.
+//! On the wire a message is a little-endian `u32` length and that many bytes of JSON: there are few
+//! of them, they are read by people when something goes wrong, and no message is parsed before its
+//! sender is authenticated.
 
 use crate::base::{CoreId, DType, Epoch, Key, Operation, Placement, Rank};
 use serde::{Deserialize, Serialize};
@@ -35,8 +36,8 @@ pub enum NodeMessage {
         /// Chosen by the sender.
         request: u64,
     },
-    /// A server's open rounds that have waited longer than the stall-report time; sent again each second while they
-    /// wait, and once empty when none does any more.
+    /// A server's open rounds that have waited longer than the stall-report time; sent again each
+    /// second while they wait, and once empty when none does any more.
     Stalled {
         /// At most [`STALLS_MAX`], the oldest first.
         keys: Vec<StalledKey>,
@@ -48,7 +49,8 @@ pub enum NodeMessage {
     },
     /// The node ends in good order. The connection closes after it.
     Leave {
-        /// The worker will be back by `resume`, perhaps among other workers: servers and scheduler stay.
+        /// The worker will be back by `resume`, perhaps among other workers: servers and scheduler
+        /// stay.
         suspend: bool,
     },
 }
@@ -60,7 +62,8 @@ pub const STALLS_MAX: usize = 16;
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum SchedulerMessage {
-    /// Not all nodes are there yet. One line for people: `waiting for server 1 of 2, worker rank 3 of 4 (12 s)`.
+    /// Not all nodes are there yet. One line for people: `waiting for server 1 of 2, worker rank 3
+    /// of 4 (12 s)`.
     Waiting {
         /// The line.
         text: String,
@@ -81,7 +84,9 @@ pub enum SchedulerMessage {
         /// One line.
         message: String,
     },
-    /// Two ranks disagree about a tensor: to every worker, at once. The tensor is of no use from then on.
+    /// Two ranks disagree about a tensor: to every worker, at once. The tensor is of no use from
+    /// then on. The `Declare` that disagreed is answered by `Refused` behind it, as is every later
+    /// one of that tensor.
     Mismatch(Mismatch),
     /// To a server: keys that will come.
     Install {
@@ -302,6 +307,9 @@ pub struct Stall {
     pub arrived: Vec<Rank>,
     /// For whom it waits.
     pub missing: Vec<Rank>,
+    /// Those of them that left the job in good order: they will not come.
+    #[serde(default)]
+    pub left: Vec<Rank>,
 }
 
 /// Why a job is over.

@@ -1,6 +1,7 @@
-//! Protocols as state machines: messages and the time go in, messages come out. Nothing here names a transport,
-//! memory, a socket or a clock.
+//! Protocols as state machines: messages and the time go in, messages come out. Nothing here names
+//! a transport, memory, a socket or a clock.
 
 pub mod handshake;
 pub mod messages;
 pub mod scheduler;
+pub mod text;

@@ -1,0 +1,158 @@
+//! Control messages as people read them: one line each, the same on every node.
+
+use super::messages::{Declaration, Mismatch, OverReason, Stall};
+use crate::base::Rank;
+use std::fmt;
+
+/// Names of stalled tensors that one line shows.
+const SHOWN_MAX: usize = 3;
+
+impl fmt::Display for Declaration {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} elements of {} ({})", self.count, self.dtype, self.operation)
+    }
+}
+
+impl fmt::Display for Mismatch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "tensor `{}`: {} declared {}, {} declared {}: declare it alike on all ranks",
+            shorten(&self.first_said.name),
+            self.first,
+            self.first_said,
+            self.second,
+            self.second_said
+        )
+    }
+}
+
+impl fmt::Display for Stall {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "round {} of `{}` waits for ", self.round, shorten(&self.name))?;
+        for (index, rank) in self.missing.iter().enumerate() {
+            let comma = if index == 0 { "" } else { ", " };
+            let left = if self.left.contains(rank) { " (left)" } else { "" };
+            write!(f, "{comma}{rank}{left}")?;
+        }
+        let seconds = f64::from(u32::try_from(self.waited_ms).unwrap_or(u32::MAX)) / 1000.0;
+        match self.arrived.as_slice() {
+            [] => write!(f, " since {seconds:.1} s"),
+            [rank] => write!(f, "; {rank} arrived {seconds:.1} s ago"),
+            ranks => {
+                let ranks = list(ranks.iter().map(|Rank(rank)| *rank));
+                write!(f, "; ranks {ranks} arrived {seconds:.1} s ago")
+            }
+        }
+    }
+}
+
+impl fmt::Display for OverReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            OverReason::Finished => f.write_str("all workers have finished"),
+            OverReason::Died { who, host, pid, how, rounds } => write!(
+                f,
+                "{who} (host {host}, pid {pid}) died after {rounds} rounds: {how}: its own log \
+                 says why"
+            ),
+            OverReason::Failed { who, message } => write!(f, "{who} failed: {message}"),
+            OverReason::Stalled { stalls } => {
+                f.write_str("no progress for too long (BPS_STALL_TIMEOUT): ")?;
+                for (index, stall) in stalls.iter().take(SHOWN_MAX).enumerate() {
+                    let comma = if index == 0 { "" } else { "; " };
+                    write!(f, "{comma}{stall}")?;
+                }
+                match stalls.len().saturating_sub(SHOWN_MAX) {
+                    0 => Ok(()),
+                    more => write!(f, "; and {more} more"),
+                }
+            }
+            OverReason::NotFormed { message } => write!(f, "the job was not formed: {message}"),
+        }
+    }
+}
+
+/// Ascending numbers with runs drawn together: `0-2, 5`.
+#[must_use]
+pub fn list(numbers: impl IntoIterator<Item = u32>) -> String {
+    let mut runs: Vec<(u32, u32)> = Vec::new();
+    for number in numbers {
+        match runs.last_mut() {
+            Some((_, last)) if *last + 1 == number => *last = number,
+            _ => runs.push((number, number)),
+        }
+    }
+    let texts: Vec<String> = runs
+        .into_iter()
+        .map(|(first, last)| match last - first {
+            0 => format!("{first}"),
+            1 => format!("{first}, {last}"),
+            _ => format!("{first}-{last}"),
+        })
+        .collect();
+    texts.join(", ")
+}
+
+/// A tensor's name, cut if it is very long: lines are for people.
+#[must_use]
+pub fn shorten(name: &str) -> String {
+    const SHOWN_CHARS: usize = 120;
+    match name.char_indices().nth(SHOWN_CHARS) {
+        Some((end, _)) => format!("{}…", &name[..end]),
+        None => name.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::base::{DType, Operation};
+
+    #[test]
+    fn lines_read_as_people_would_say_it() {
+        let stall = Stall {
+            name: "layer4.weight".into(),
+            round: 812,
+            waited_ms: 5040,
+            arrived: vec![Rank(0), Rank(1), Rank(2)],
+            missing: vec![Rank(3)],
+            left: vec![],
+        };
+        assert_eq!(
+            stall.to_string(),
+            "round 812 of `layer4.weight` waits for rank 3; ranks 0-2 arrived 5.0 s ago"
+        );
+        let left = Stall {
+            arrived: vec![Rank(1)],
+            missing: vec![Rank(0), Rank(2)],
+            left: vec![Rank(2)],
+            ..stall.clone()
+        };
+        assert_eq!(
+            left.to_string(),
+            "round 812 of `layer4.weight` waits for rank 0, rank 2 (left); rank 1 arrived 5.0 s ago"
+        );
+        let over = OverReason::Stalled { stalls: vec![stall; 5] };
+        assert!(over.to_string().ends_with("s ago; and 2 more"), "{over}");
+        let said = |count, operation| Declaration {
+            name: "w".into(),
+            dtype: DType::F32,
+            count,
+            operation,
+        };
+        let mismatch = Mismatch {
+            first: Rank(0),
+            first_said: said(4, Operation::Sum),
+            second: Rank(1),
+            second_said: said(5, Operation::Broadcast(Rank(2))),
+        };
+        assert_eq!(
+            mismatch.to_string(),
+            "tensor `w`: rank 0 declared 4 elements of f32 (sum), rank 1 declared 5 elements of f32 \
+             (broadcast from rank 2): declare it alike on all ranks"
+        );
+        assert_eq!(list([0, 1, 2, 5, 7, 8]), "0-2, 5, 7, 8");
+        assert_eq!(shorten(&"é".repeat(200)).chars().count(), 121);
+    }
+}
