@@ -1,7 +1,9 @@
-//! Bytes from a stranger: whatever they are, decoding them ends in a value or an error, never in a
-//! panic, and what is accepted means what it says.
+//! Decoders by themselves: what is accepted means what it says, and the rest is an error.
 
+use crate::random::Random;
 use bps_engine::base::{CoreId, DType, Epoch, Key, Operation, Placement, Rank, Round};
+use bps_engine::control::{Inbox, encode};
+use bps_engine::proto::handshake::{Accepting, Dialing, Hello, JobKey, Step};
 use bps_engine::proto::messages::{
     Declaration, Node, NodeMessage, Part, Planning, Register, SchedulerMessage,
 };
@@ -9,43 +11,6 @@ use bps_engine::wire::{Header, Kind, RawHeader, header::FLAG_PAYLOAD_CHECKSUM};
 
 /// Byte strings that each decoder is given.
 const ROUNDS: u32 = 100_000;
-
-/// A small generator: the same seed gives the same bytes on every machine.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
-    }
-
-    fn below(&mut self, end: usize) -> usize {
-        let end = u64::try_from(end.max(1)).expect("a length fits 64 bits");
-        usize::try_from(self.next() % end).expect("it is below a usize")
-    }
-
-    fn byte(&mut self) -> u8 {
-        self.next().to_le_bytes()[3]
-    }
-
-    /// Changes `bytes` as a broken or ill-willed peer would: flips, overwrites, cuts, repeats.
-    fn mutate(&mut self, bytes: &mut Vec<u8>) {
-        for _ in 0..=self.below(4) {
-            let at = self.below(bytes.len());
-            match self.below(6) {
-                _ if bytes.is_empty() => bytes.push(self.byte()),
-                0 => bytes[at] ^= 1 << self.below(8),
-                1 => bytes[at] = self.byte(),
-                2 => bytes[at] = [0, 0xff, 0x7f, 0x80][self.below(4)],
-                3 => bytes.truncate(at),
-                4 => bytes.insert(at, self.byte()),
-                _ => bytes.extend_from_within(at..),
-            }
-        }
-    }
-}
 
 fn header(random: &mut Random) -> Header {
     let kinds = [Kind::Contribution, Kind::Publication, Kind::Goodbye, Kind::Refused];
@@ -177,4 +142,94 @@ fn deep_nesting_ends_in_an_error_and_not_in_a_full_stack() {
     let said =
         serde_json::to_string(&part).expect("plain data").replace("\"bytes\":4", "\"bytes\":-4");
     assert!(serde_json::from_str::<Part>(&said).is_err(), "a negative size was accepted");
+}
+
+/// What an acceptor makes of a dialer that knows `key` and whose bytes are spoiled by `spoil`.
+fn accept(
+    acceptor: &JobKey,
+    key: &JobKey,
+    random: &mut Random,
+    mut spoil: impl FnMut(&mut Vec<u8>, &mut Random),
+) -> Option<Hello> {
+    let hello = Hello::lane(Rank(3), Epoch(2));
+    let dialing = Dialing::new(key, hello, &[random.byte(); 16]);
+    let mut accepting = Accepting::new(acceptor, [random.byte(); 16]);
+    let mut bytes = dialing.hello().to_vec();
+    spoil(&mut bytes, random);
+    let mut dialing = Some(dialing);
+    loop {
+        if bytes.is_empty() {
+            return None; // The peer has fallen silent.
+        }
+        let wanted = accepting.wanted().min(bytes.len()).min(1 + random.below(40));
+        let now: Vec<u8> = bytes.drain(..wanted).collect();
+        match accepting.handle_bytes(&now) {
+            Ok(Step::Read) => {}
+            Ok(Step::Send(answer)) => {
+                let (proof, _) = dialing.take()?.handle_answer(&answer);
+                bytes = proof.to_vec();
+                spoil(&mut bytes, random);
+            }
+            Ok(Step::Accepted(hello)) => return Some(hello),
+            Ok(Step::Reject(..)) | Err(_) => return None,
+        }
+    }
+}
+
+#[test]
+fn only_who_knows_the_key_gets_through_the_handshake() {
+    let mut random = Random(0x5eed_0003);
+    let (ours, other) = (JobKey::from_bytes([7; 32]), JobKey::from_bytes([8; 32]));
+    let hello = Hello::lane(Rank(3), Epoch(2));
+    for round in 0..ROUNDS / 4 {
+        let whole = accept(&ours, &ours, &mut random, |_, _| {});
+        assert_eq!(whole, Some(hello), "round {round}: an honest dialer was refused");
+        let stranger = accept(&ours, &other, &mut random, |_, _| {});
+        assert_eq!(stranger, None, "round {round}: another key was accepted");
+        let mut changed = false;
+        let spoiled = accept(&ours, &ours, &mut random, |bytes, random| {
+            let before = bytes.clone();
+            random.mutate(bytes);
+            // What follows the handshake's bytes is not the handshake's.
+            changed |= !bytes.starts_with(&before);
+        });
+        assert_eq!(spoiled.is_none(), changed, "round {round}: spoiled bytes were accepted");
+        let noise = accept(&ours, &other, &mut random, |bytes, random| {
+            bytes.iter_mut().for_each(|byte| *byte = random.byte());
+        });
+        assert_eq!(noise, None, "round {round}: noise was accepted");
+    }
+}
+
+#[test]
+fn a_stream_of_broken_messages_ends_in_an_error_and_holds_little() {
+    let mut random = Random(0x5eed_0004);
+    let messages = [
+        NodeMessage::Heartbeat { rounds: 812 },
+        NodeMessage::Barrier { request: 8 },
+        NodeMessage::Leave { suspend: true },
+    ];
+    let whole: Vec<u8> =
+        messages.iter().flat_map(|message| encode(message).expect("it is short")).collect();
+    let (mut broken, mut received) = (0, 0);
+    for _ in 0..ROUNDS / 4 {
+        let mut bytes = whole.clone();
+        random.mutate(&mut bytes);
+        let mut inbox = Inbox::new();
+        'stream: for piece in bytes.chunks(1 + random.below(64)) {
+            inbox.push(piece);
+            loop {
+                match inbox.next_message::<NodeMessage>() {
+                    Ok(Some(_)) => received += 1,
+                    Ok(None) => break,
+                    Err(error) => {
+                        assert!(!error.to_string().is_empty());
+                        broken += 1;
+                        break 'stream;
+                    }
+                }
+            }
+        }
+    }
+    assert!(broken > 1000 && received > 1000, "{broken} broken, {received} received: one-sided");
 }

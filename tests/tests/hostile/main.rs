@@ -1,0 +1,5 @@
+//! Bytes from a stranger: whatever they are, they end in a value or an error, never in a panic, and
+//! they disturb nobody else.
+
+mod decode;
+mod random;
