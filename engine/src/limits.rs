@@ -17,6 +17,11 @@ pub const SMALL_BYTES: usize = 16 << 10;
 pub const STAGING_BYTES: usize = 64 << 10;
 /// Frames that may be posted to one lane and not yet be sent.
 pub const LANE_FRAMES_MAX: usize = 256;
+/// Bytes that one send or receive call of a stream socket moves at most, so that no lane keeps
+/// others waiting.
+pub const OPERATION_BYTES_MAX: usize = 1 << 20;
+/// Pieces of memory that one send of a stream socket gathers at most.
+pub const GATHER_MAX: usize = 64;
 /// Events that one poll returns at most.
 pub const EVENTS_MAX: usize = 256;
 /// Ranks of one job.
@@ -39,4 +44,5 @@ pub const HANDSHAKES_MAX: usize = 256;
 const _: () = assert!(HEADER_BYTES == ALIGNMENT);
 const _: () = assert!(SCRATCH_BYTES.is_multiple_of(ALIGNMENT));
 const _: () = assert!(SMALL_BYTES + HEADER_BYTES <= STAGING_BYTES);
+const _: () = assert!(SMALL_BYTES < OPERATION_BYTES_MAX && SCRATCH_BYTES <= OPERATION_BYTES_MAX);
 const _: () = assert!(PART_BYTES_MIN <= PART_BYTES_MAX && PART_BYTES_MAX <= u32::MAX as usize);

@@ -1,21 +1,178 @@
-//! To be written.
+//! Lanes over connected stream sockets, behind two drivers: io_uring, and plain non-blocking calls
+//! for where a container's seccomp profile denies it. Which one runs is chosen once, at start, and
+//! said in one line.
+//!
+//! | file | owns |
+//! |---|---|
+//! | `memory.rs` | staging and scratch |
+//! | `receiver.rs`, `sender.rs` | the two halves of a lane, without a system call |
+//! | `stream.rs` | a lane of the two, how it ends, the queue of ready lanes |
+//! | `uring.rs`, `poll.rs` | the drivers: which calls move the bytes |
+//!
+//! A transport is used from the thread that first attaches, polls or blocks; it may be made on
+//! another one.
 
-use super::{Driver, Event, Frame, Full, Landing, LaneId, Link};
+use super::{Driver, Event, Frame, Full, Landing, LaneId, Link, Waker};
+use crate::config::TcpDriver;
+use poll::Poll;
+use std::io;
+use std::os::fd::OwnedFd;
 use std::time::Duration;
+use uring::Uring;
 
-/// Placeholder.
-pub struct Tcp;
+mod memory;
+mod poll;
+mod receiver;
+mod sender;
+mod stream;
+mod uring;
+
+/// Why there is no TCP transport.
+#[derive(Debug, thiserror::Error)]
+pub enum TcpError {
+    /// io_uring was asked for by name and is not to be had.
+    #[error(
+        "BPS_TCP_DRIVER=uring, but {0}: allow io_uring in this container's seccomp profile and in \
+         kernel.io_uring_disabled (Linux 6.1 or later), or set BPS_TCP_DRIVER=auto or poll"
+    )]
+    Uring(#[source] Denied),
+    /// Not even epoll is to be had.
+    #[error("epoll_create1 failed: {0}: raise the limit of open files (ulimit -n)")]
+    Epoll(#[source] io::Error),
+}
+
+/// A call that io_uring needs, and what the kernel answered.
+#[derive(Debug)]
+pub struct Denied {
+    call: &'static str,
+    source: io::Error,
+}
+
+impl std::fmt::Display for Denied {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let denied = matches!(self.source.raw_os_error(), Some(libc::EPERM | libc::EACCES));
+        let verb = if denied { "was denied" } else { "failed" };
+        write!(f, "{} {verb}: {}", self.call, self.source)
+    }
+}
+
+impl std::error::Error for Denied {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        Some(&self.source)
+    }
+}
+
+/// The longest sleep, so that every timeout has a form that the kernel accepts.
+const BLOCK_MAX: Duration = Duration::from_secs(3600);
+
+enum Either {
+    Uring(Box<Uring>),
+    Poll(Box<Poll>),
+}
+
+/// Lanes over stream sockets; see the [module](self).
+pub struct Tcp {
+    driver: Either,
+    description: String,
+}
+
+impl Tcp {
+    /// A transport for lanes 0 to `lanes_max - 1`, which sleeps on `waker`.
+    ///
+    /// # Errors
+    /// io_uring is denied and `choice` insists on it, or no descriptor is left.
+    pub fn new(waker: Waker, choice: TcpDriver, lanes_max: u32) -> Result<Tcp, TcpError> {
+        let reason = match choice {
+            TcpDriver::Poll => "BPS_TCP_DRIVER=poll".to_owned(),
+            TcpDriver::Auto | TcpDriver::Uring => match Uring::new(waker.clone(), lanes_max) {
+                Ok(driver) => {
+                    let description = format!("tcp: io_uring ({})", uring::ZERO_COPY);
+                    return Ok(Tcp { driver: Either::Uring(Box::new(driver)), description });
+                }
+                Err(denied) if choice == TcpDriver::Uring => return Err(TcpError::Uring(denied)),
+                Err(denied) => denied.to_string(),
+            },
+        };
+        let driver = Poll::new(waker, lanes_max).map_err(TcpError::Epoll)?;
+        let description = format!("tcp: plain sockets, because {reason}");
+        Ok(Tcp { driver: Either::Poll(Box::new(driver)), description })
+    }
+
+    /// Which driver runs and why, in one line to be printed at start.
+    #[must_use]
+    pub fn description(&self) -> String {
+        self.description.clone()
+    }
+}
+
+macro_rules! dispatch {
+    ($self:ident, $driver:ident => $call:expr) => {
+        match &mut $self.driver {
+            Either::Uring($driver) => $call,
+            Either::Poll($driver) => $call,
+        }
+    };
+}
 
 impl Driver for Tcp {
-    fn attach(&mut self, _: LaneId, _: Link) -> std::io::Result<()> {
-        unreachable!()
+    fn attach(&mut self, lane: LaneId, link: Link) -> io::Result<()> {
+        let Link::Tcp(socket) = link else {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a stream socket"));
+        };
+        prepare(&socket)?;
+        dispatch!(self, driver => driver.attach(lane, socket))
     }
-    fn post(&mut self, _: LaneId, _: &Frame) -> Result<(), Full> {
-        unreachable!()
+    fn post(&mut self, lane: LaneId, frame: &Frame) -> Result<(), Full> {
+        dispatch!(self, driver => driver.post(lane, frame))
     }
-    fn land(&mut self, _: LaneId, _: Landing, _: usize) {}
-    fn consume(&mut self, _: LaneId) {}
-    fn close(&mut self, _: LaneId) {}
-    fn poll(&mut self, _: &mut Vec<Event>) {}
-    fn block(&mut self, _: Duration) {}
+    fn land(&mut self, lane: LaneId, landing: Landing, length: usize) {
+        dispatch!(self, driver => driver.land(lane, landing, length));
+    }
+    fn consume(&mut self, lane: LaneId) {
+        dispatch!(self, driver => driver.consume(lane));
+    }
+    fn close(&mut self, lane: LaneId) {
+        dispatch!(self, driver => driver.close(lane));
+    }
+    fn poll(&mut self, events: &mut Vec<Event>) {
+        dispatch!(self, driver => driver.poll(events));
+    }
+    fn block(&mut self, timeout: Duration) {
+        dispatch!(self, driver => driver.block(timeout.min(BLOCK_MAX)));
+    }
 }
+
+/// Sets a socket up: non-blocking, and no waiting for a fuller packet. Buffer sizes are left to the
+/// kernel, which tunes them by the path; a fixed size would stop it from doing so.
+fn prepare(socket: &OwnedFd) -> io::Result<()> {
+    rustix::io::ioctl_fionbio(socket, true)?;
+    match rustix::net::sockopt::set_tcp_nodelay(socket, true) {
+        // A socket pair of this host has no packets to delay.
+        Ok(()) | Err(rustix::io::Errno::OPNOTSUPP) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Throws away what the peer sent and nobody will read, up to a bound, and says that nothing more
+/// goes out: a socket closed over unread bytes resets the connection, and the peer may then lose
+/// frames that it had not read yet.
+fn finish(socket: &OwnedFd) {
+    const DRAIN_CALLS_MAX: usize = 16;
+    let _ = rustix::net::shutdown(socket, rustix::net::Shutdown::Write);
+    let flags = libc::MSG_TRUNC | libc::MSG_DONTWAIT;
+    let mut sink = [0u8; 4096];
+    for _ in 0..DRAIN_CALLS_MAX {
+        use std::os::fd::AsRawFd;
+        // SAFETY: on a TCP socket MSG_TRUNC discards without touching the buffer; on any other at
+        // most the buffer's own length, which is what is passed, is written.
+        let count =
+            unsafe { libc::recv(socket.as_raw_fd(), sink.as_mut_ptr().cast(), sink.len(), flags) };
+        if count <= 0 {
+            return;
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::cast_possible_truncation, reason = "patterns, and counts that are small")]
+mod tests;
