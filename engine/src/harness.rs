@@ -1,8 +1,8 @@
-//! What every polling thread needs around its loop: a start with a name and a CPU, an end that is never silent,
-//! and a rule for when there is nothing to do.
+//! What every polling thread needs around its loop: a start with a name and a CPU, an end that is
+//! never silent, and a rule for when there is nothing to do.
 //!
-//! [`Idler`] belongs to one thread. The loop tells it after each pass whether there was progress; only when it
-//! answers [`Step::Sleep`] may the loop arm its transport and block.
+//! [`Idler`] belongs to one thread. The loop tells it after each pass whether there was progress;
+//! only when it answers [`Step::Sleep`] may the loop arm its transport and block.
 
 use crate::config::Idle;
 use crate::topo::pin;
@@ -32,7 +32,8 @@ pub enum Step {
     Sleep,
 }
 
-/// How long an idle thread spins by default, with so many polling threads on the machine and so many CPUs for them.
+/// How long an idle thread spins by default, with so many polling threads on the machine and so
+/// many CPUs for them.
 #[must_use]
 pub fn spin_default(polling_threads: usize, cpus: usize) -> Duration {
     // One CPU is left for everything else, such as the framework that feeds us.
@@ -52,15 +53,16 @@ pub struct Idler {
 }
 
 impl Idler {
-    /// An idler that spins for `spin` before it sleeps (see [`spin_default`]). A spin below [`SPIN_ROOMY`] says that
-    /// CPUs are scarce: then it also yields often, under either policy.
+    /// An idler that spins for `spin` before it sleeps (see [`spin_default`]). A spin below
+    /// [`SPIN_ROOMY`] says that CPUs are scarce: then it also yields often, under either policy.
     #[must_use]
     pub fn new(policy: Idle, spin: Duration) -> Idler {
         let yield_every = if spin < SPIN_ROOMY { YIELD_CROWDED } else { YIELD_ROOMY };
         Idler { policy, spin, yield_every, idle_steps: 0, since: None, is_spent: false }
     }
 
-    /// Called after every pass of the loop. Once it has said [`Step::Sleep`] it says so again until there is progress.
+    /// Called after every pass of the loop. Once it has said [`Step::Sleep`] it says so again until
+    /// there is progress.
     #[inline]
     pub fn step(&mut self, progress: bool) -> Step {
         if progress {
@@ -94,10 +96,11 @@ impl Idler {
     }
 }
 
-/// Starts a thread with this name (the kernel shows 15 bytes of it) on this CPU. Failure to pin is one warning line.
+/// Starts a thread with this name (the kernel shows 15 bytes of it) on this CPU. Failure to pin is
+/// one warning line.
 ///
-/// A panic in it ends the process, after a line that names the thread: a polling thread that dies in silence
-/// would leave every peer waiting.
+/// A panic in it ends the process, after a line that names the thread: a polling thread that dies
+/// in silence would leave every peer waiting.
 ///
 /// # Errors
 /// The kernel has no thread left to give.
@@ -180,8 +183,9 @@ mod tests {
 
     #[test]
     fn two_idlers_on_one_cpu_let_each_other_run() {
-        // Both threads on one CPU, busy: each pass of the turn-taking needs the other to be scheduled. Without
-        // yields each turn would cost a scheduler's time slice (milliseconds); with them, microseconds.
+        // Both threads on one CPU, busy: each pass of the turn-taking needs the other to be
+        // scheduled. Without yields each turn would cost a scheduler's time slice (milliseconds);
+        // with them, microseconds.
         use std::sync::Arc;
         use std::sync::atomic::{AtomicU32, Ordering};
         const TURNS: u32 = 2_000;

@@ -1,6 +1,6 @@
-//! An endpoint: all lanes of one polling thread, over whichever transports they use. The server's cores and the
-//! worker's NIC loop each own one. It hands out lane ids and knows how to sleep over several transports at once;
-//! it does not know what a frame means.
+//! An endpoint: all lanes of one polling thread, over whichever transports they use. The server's
+//! cores and the worker's NIC loop each own one. It hands out lane ids and knows how to sleep over
+//! several transports at once; it does not know what a frame means.
 
 use crate::limits::EVENTS_MAX;
 use crate::transport::{Driver, Event, Frame, Full, Landing, LaneId, Link, Transport, Waker};
@@ -83,8 +83,8 @@ impl Endpoint {
         }
     }
 
-    /// Appends what happened, at most [`EVENTS_MAX`] events a transport. A lane whose `Closed` is among them may be
-    /// given out again by the next `attach`.
+    /// Appends what happened, at most [`EVENTS_MAX`] events a transport. A lane whose `Closed` is
+    /// among them may be given out again by the next `attach`.
     pub fn poll(&mut self, events: &mut Vec<Event>) {
         for transport in &mut self.transports {
             let before = events.len();
@@ -98,8 +98,8 @@ impl Endpoint {
         }
     }
 
-    /// Sleeps until traffic, the waker, or the time is over. `ready` looks at the queues that other threads fill:
-    /// it is asked after the waker is armed, so that nothing put there is slept over.
+    /// Sleeps until traffic, the waker, or the time is over. `ready` looks at the queues that other
+    /// threads fill: it is asked after the waker is armed, so that nothing put there is slept over.
     pub fn sleep(&mut self, timeout: Duration, ready: impl FnOnce() -> bool) {
         self.waker.prepare();
         let mut stay = false;

@@ -1,8 +1,8 @@
 //! Which ready part goes next: a priority queue with a byte credit, one for each lane.
 //!
-//! A larger priority goes sooner; equal priorities go in the order of their arrival. The credit bounds the bytes
-//! that have been handed to the transport and are not yet on their way, so that an urgent part never waits behind
-//! more than that. A part larger than the credit goes alone.
+//! A larger priority goes sooner; equal priorities go in the order of their arrival. The credit
+//! bounds the bytes that have been handed to the transport and are not yet on their way, so that an
+//! urgent part never waits behind more than that. A part larger than the credit goes alone.
 
 use std::cmp::Ordering;
 use std::collections::BinaryHeap;

@@ -1,5 +1,5 @@
-//! How much memory can still be had, asked before it is touched: where a control group is full the kernel does
-//! not say no, it kills.
+//! How much memory can still be had, asked before it is touched: where a control group is full the
+//! kernel does not say no, it kills.
 
 use super::MemoryError;
 use crate::topo::cgroup;
@@ -9,7 +9,8 @@ use std::path::Path;
 /// Memory that is left to this process.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Headroom {
-    /// Bytes that the machine can give without swapping, and all that it has; `None` if it does not say.
+    /// Bytes that the machine can give without swapping, and all that it has; `None` if it does not
+    /// say.
     pub ram: Option<(u64, u64)>,
     /// The control group's limit that leaves the least.
     pub control_group: Option<cgroup::MemoryLimit>,

@@ -1,5 +1,5 @@
-//! Memory that the data path uses: reserved, claimed and touched before the first round, so that nothing on it
-//! allocates or faults; and the sum of it, known and checked at start.
+//! Memory that the data path uses: reserved, claimed and touched before the first round, so that
+//! nothing on it allocates or faults; and the sum of it, known and checked at start.
 
 mod arena;
 mod budget;

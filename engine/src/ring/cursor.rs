@@ -1,12 +1,14 @@
 //! The two indices of a single-producer single-consumer ring in memory shared by two processes.
 //!
-//! This file owns the indices and their ordering; the slots and what is in them belong to the caller (the
-//! shared-memory transport). Indices run freely over 32 bits; the slot of index `i` is `i mod capacity`. Each end
-//! writes one index and keeps its own copy, which it never reads back; what it reads of the peer's index is
-//! checked, because the peer may be broken or hostile: the invariant is that no answer of either end ever names
-//! more slots than there are, whatever the shared memory holds.
+//! This file owns the indices and their ordering; the slots and what is in them belong to the
+//! caller (the shared-memory transport). Indices run freely over 32 bits; the slot of index `i` is
+//! `i mod capacity`. Each end writes one index and keeps its own copy, which it never reads back;
+//! what it reads of the peer's index is checked, because the peer may be broken or hostile: the
+//! invariant is that no answer of either end ever names more slots than there are, whatever the
+//! shared memory holds.
 //!
-//! Model test: `RUSTFLAGS="--cfg loom" cargo test -p bps-engine --lib --target-dir target/loom ring::cursor`
+//! Model test:
+//! `RUSTFLAGS="--cfg loom" cargo test -p bps-engine --lib --target-dir target/loom ring::cursor`
 
 use super::sync::{AtomicU32, Ordering};
 use std::ptr::NonNull;
@@ -51,7 +53,8 @@ impl Default for CursorBlock {
     }
 }
 
-/// The peer's index is impossible: the ring must not be used again, and the peer's lane should be closed.
+/// The peer's index is impossible: the ring must not be used again, and the peer's lane should be
+/// closed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[error(
     "the {peer} of a shared-memory ring of {capacity} slots moved its index to {index}, which is impossible while \
@@ -88,8 +91,8 @@ pub struct ConsumerCursor {
     tail_seen: u32,
 }
 
-// SAFETY: the block is reached through atomics alone, and the contract of `producer` and `consumer` (one cursor
-// for each end, memory mapped as long as it lives) does not name a thread.
+// SAFETY: the block is reached through atomics alone, and the contract of `producer` and `consumer`
+// (one cursor for each end, memory mapped as long as it lives) does not name a thread.
 unsafe impl Send for ProducerCursor {}
 // SAFETY: as for `ProducerCursor`.
 unsafe impl Send for ConsumerCursor {}
@@ -106,9 +109,10 @@ fn checked(at: *mut CursorBlock, capacity: u32) -> NonNull<CursorBlock> {
 /// The producing end of the ring whose indices are at `at`, with `capacity` slots, a power of two.
 ///
 /// # Safety
-/// `at` points to a [`CursorBlock`] of zeros (or `CursorBlock::new()`), aligned, that stays mapped and writable as
-/// long as the cursor lives. No other producer is made for it, and nothing but cursors writes to it from this
-/// process. What another process writes to it is checked here and need not be trusted.
+/// `at` points to a [`CursorBlock`] of zeros (or `CursorBlock::new()`), aligned, that stays mapped
+/// and writable as long as the cursor lives. No other producer is made for it, and nothing but
+/// cursors writes to it from this process. What another process writes to it is checked here and
+/// need not be trusted.
 #[must_use]
 pub unsafe fn producer(at: *mut CursorBlock, capacity: u32) -> ProducerCursor {
     ProducerCursor { block: checked(at, capacity), capacity, tail: 0, head_seen: 0 }
@@ -124,8 +128,8 @@ pub unsafe fn consumer(at: *mut CursorBlock, capacity: u32) -> ConsumerCursor {
 }
 
 impl ProducerCursor {
-    /// Slots that may be filled now, from [`index`](Self::index) on. Looks at the peer's index only when those known
-    /// of are used up; [`refresh`](Self::refresh) always looks.
+    /// Slots that may be filled now, from [`index`](Self::index) on. Looks at the peer's index only
+    /// when those known of are used up; [`refresh`](Self::refresh) always looks.
     ///
     /// # Errors
     /// [`Corrupt`] if the consumer's index is impossible.
@@ -141,10 +145,11 @@ impl ProducerCursor {
     /// [`Corrupt`] if the consumer's index is impossible.
     #[inline]
     pub fn refresh(&mut self) -> Result<u32, Corrupt> {
-        // Acquire: the pair of the Release in `ConsumerCursor::release`, so that its reads of a slot come before our
-        // writes to it.
+        // Acquire: the pair of the Release in `ConsumerCursor::release`, so that its reads of a
+        // slot come before our writes to it.
         let head = self.block().head.index.load(Ordering::Acquire);
-        // The consumer's index lies between what it was and ours. Both distances wrap with the indices.
+        // The consumer's index lies between what it was and ours. Both distances wrap with the
+        // indices.
         let used = self.tail.wrapping_sub(head);
         if used > self.tail.wrapping_sub(self.head_seen) {
             return Err(self.corrupt(head));
@@ -169,13 +174,15 @@ impl ProducerCursor {
         let free = self.capacity - self.tail.wrapping_sub(self.head_seen);
         assert!(count <= free, "{count} slots are published where {free} are free");
         self.tail = self.tail.wrapping_add(count);
-        // Release: what was written to the slots comes before it; its pair is the Acquire in `ConsumerCursor::refresh`.
+        // Release: what was written to the slots comes before it; its pair is the Acquire in
+        // `ConsumerCursor::refresh`.
         self.block().tail.index.store(self.tail, Ordering::Release);
     }
 
     #[inline]
     fn block(&self) -> &CursorBlock {
-        // SAFETY: the maker of this cursor keeps the block mapped as long as it lives (contract of `producer`).
+        // SAFETY: the maker of this cursor keeps the block mapped as long as it lives (contract of
+        // `producer`).
         unsafe { self.block.as_ref() }
     }
 
@@ -186,8 +193,8 @@ impl ProducerCursor {
 }
 
 impl ConsumerCursor {
-    /// Filled slots, from [`index`](Self::index) on. Looks at the peer's index only when those known of are used up;
-    /// [`refresh`](Self::refresh) always looks.
+    /// Filled slots, from [`index`](Self::index) on. Looks at the peer's index only when those
+    /// known of are used up; [`refresh`](Self::refresh) always looks.
     ///
     /// # Errors
     /// [`Corrupt`] if the producer's index is impossible.
@@ -203,10 +210,12 @@ impl ConsumerCursor {
     /// [`Corrupt`] if the producer's index is impossible.
     #[inline]
     pub fn refresh(&mut self) -> Result<u32, Corrupt> {
-        // Acquire: the pair of the Release in `ProducerCursor::publish`, so that we see what it wrote to the slots.
+        // Acquire: the pair of the Release in `ProducerCursor::publish`, so that we see what it
+        // wrote to the slots.
         let tail = self.block().tail.index.load(Ordering::Acquire);
         let ready = tail.wrapping_sub(self.head);
-        // The producer's index neither goes back nor gets further ahead of ours than the ring is long.
+        // The producer's index neither goes back nor gets further ahead of ours than the ring is
+        // long.
         if ready > self.capacity || ready < self.tail_seen.wrapping_sub(self.head) {
             return Err(self.corrupt(tail));
         }
@@ -230,13 +239,15 @@ impl ConsumerCursor {
         let ready = self.tail_seen.wrapping_sub(self.head);
         assert!(count <= ready, "{count} slots are released where {ready} are filled");
         self.head = self.head.wrapping_add(count);
-        // Release: our reads of the slots come before it; its pair is the Acquire in `ProducerCursor::refresh`.
+        // Release: our reads of the slots come before it; its pair is the Acquire in
+        // `ProducerCursor::refresh`.
         self.block().head.index.store(self.head, Ordering::Release);
     }
 
     #[inline]
     fn block(&self) -> &CursorBlock {
-        // SAFETY: the maker of this cursor keeps the block mapped as long as it lives (contract of `consumer`).
+        // SAFETY: the maker of this cursor keeps the block mapped as long as it lives (contract of
+        // `consumer`).
         unsafe { self.block.as_ref() }
     }
 

@@ -7,7 +7,8 @@ use super::*;
 fn ring(capacity: u32) -> (Box<CursorBlock>, ProducerCursor, ConsumerCursor) {
     let mut block = Box::new(CursorBlock::new());
     let at: *mut CursorBlock = &raw mut *block;
-    // SAFETY: the block is fresh and outlives the cursors, which every test drops with or before the box.
+    // SAFETY: the block is fresh and outlives the cursors, which every test drops with or before
+    // the box.
     let producer = unsafe { producer(at, capacity) };
     // SAFETY: as above.
     let consumer = unsafe { consumer(at, capacity) };
@@ -192,7 +193,8 @@ mod model {
         slots: [UnsafeCell<u32>; 2],
     }
 
-    // SAFETY: the block is atomics, and loom's cells report every unordered access, which is what is tested.
+    // SAFETY: the block is atomics, and loom's cells report every unordered access, which is what
+    // is tested.
     unsafe impl Sync for Shared {}
     // SAFETY: as above.
     unsafe impl Send for Shared {}

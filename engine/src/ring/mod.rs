@@ -1,16 +1,17 @@
 //! Queues between threads that poll: bounded, lock-free, never blocking.
 //!
-//! [`spsc`] joins two pinned threads (the fastest queue we measured; see `docs/decisions.md`), [`Mpsc`] lets many
-//! threads reach one and is also a free list, and [`cursor`] holds the indices of a ring in memory that two
-//! processes share. A full queue is an answer, not an error: every `push` gives the item back.
+//! [`spsc`] joins two pinned threads (the fastest queue we measured; see `docs/decisions.md`),
+//! [`Mpsc`] lets many threads reach one and is also a free list, and [`cursor`] holds the indices
+//! of a ring in memory that two processes share. A full queue is an answer, not an error: every
+//! `push` gives the item back.
 
 use std::sync::Arc;
 
 pub mod cursor;
 pub mod sync;
 
-/// A ring for exactly one producing and one consuming thread, with room for `capacity` items. The only
-/// allocation of the pair is made here.
+/// A ring for exactly one producing and one consuming thread, with room for `capacity` items. The
+/// only allocation of the pair is made here.
 #[must_use]
 pub fn spsc<T>(capacity: usize) -> (Producer<T>, Consumer<T>) {
     let (producer, consumer) = rtrb::RingBuffer::new(capacity);

@@ -1,8 +1,8 @@
-//! What the control groups above this process allow it: CPU time, CPUs, memory. Version 2 and version 1, also
-//! mixed, also from inside a container that sees only its own part of the tree.
+//! What the control groups above this process allow it: CPU time, CPUs, memory. Version 2 and
+//! version 1, also mixed, also from inside a container that sees only its own part of the tree.
 //!
-//! A limit holds for everything below it, so each answer is the tightest on the way from the process's own group up
-//! to the root of what is mounted.
+//! A limit holds for everything below it, so each answer is the tightest on the way from the
+//! process's own group up to the root of what is mounted.
 
 use super::sysfs;
 use std::path::{Path, PathBuf};
@@ -53,7 +53,8 @@ impl Limits {
             } else {
                 ["cpuset.effective_cpus", "cpuset.cpus"]
             };
-            // The effective set is already cut by those above; an empty file means that nothing was set here.
+            // The effective set is already cut by those above; an empty file means that nothing was
+            // set here.
             limits.cpus = chain.folders.iter().find_map(|folder| {
                 names.iter().find_map(|name| {
                     sysfs::list(&folder.join(name)).filter(|list| !list.is_empty())
@@ -71,8 +72,8 @@ impl Limits {
     }
 }
 
-/// Where the process's group of this controller is: in the version 1 hierarchy that has the controller, else in
-/// version 2.
+/// Where the process's group of this controller is: in the version 1 hierarchy that has the
+/// controller, else in version 2.
 fn chain(root: &Path, controller: &str) -> Option<Chain> {
     let groups = sysfs::text(&root.join("proc/self/cgroup"))?;
     let mounts = sysfs::text(&root.join("proc/self/mountinfo"))?;
@@ -91,7 +92,8 @@ fn chain(root: &Path, controller: &str) -> Option<Chain> {
         let (mount_root, mount) = mounts.lines().find_map(|line| mount(line, controller, is_v2))?;
         let top = root.join(mount.strip_prefix('/')?);
         let mut folder = top.join(below(path, mount_root));
-        // A path that is not visible here is that of a group outside this container: its own is the mount.
+        // A path that is not visible here is that of a group outside this container: its own is the
+        // mount.
         if !folder.is_dir() {
             folder.clone_from(&top);
         }
@@ -105,7 +107,8 @@ fn chain(root: &Path, controller: &str) -> Option<Chain> {
     find(false).or_else(|| find(true))
 }
 
-/// The root within its file system and the place of a mount, if it is the hierarchy of this controller.
+/// The root within its file system and the place of a mount, if it is the hierarchy of this
+/// controller.
 fn mount<'a>(line: &'a str, controller: &str, is_v2: bool) -> Option<(&'a str, &'a str)> {
     let (left, right) = line.split_once(" - ")?;
     let mut left = left.split(' ').skip(3);

@@ -1,7 +1,7 @@
 //! Binds the calling thread to one CPU, having made sure that this can work.
 //!
-//! `core_affinity` does the binding; it aborts the process for CPU numbers that do not fit its mask of 1024, and
-//! says only "no" otherwise, so everything is checked and named here first.
+//! `core_affinity` does the binding; it aborts the process for CPU numbers that do not fit its mask
+//! of 1024, and says only "no" otherwise, so everything is checked and named here first.
 
 use rustix::thread::{CpuSet, sched_getaffinity};
 

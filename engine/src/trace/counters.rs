@@ -1,7 +1,8 @@
 //! What a data core counts: written by that core alone, read by anybody at any time.
 //!
-//! One writer means that an addition is a load and a store, without a locked instruction. A reader sees each
-//! counter whole and never going back, but two counters of one look may be some passes apart.
+//! One writer means that an addition is a load and a store, without a locked instruction. A reader
+//! sees each counter whole and never going back, but two counters of one look may be some passes
+//! apart.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -10,7 +11,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub struct Counter(AtomicU64);
 
 impl Counter {
-    /// Adds to it. Only the thread that owns the block may call this: of two writers one would be lost.
+    /// Adds to it. Only the thread that owns the block may call this: of two writers one would be
+    /// lost.
     #[inline]
     pub fn add(&self, amount: u64) {
         // Relaxed: a counter orders nothing else.
@@ -27,7 +29,8 @@ impl Counter {
 
 macro_rules! counters {
     ($($(#[doc = $doc:literal])+ $name:ident,)+) => {
-        /// The counters of one core, alone on their cache lines so that reading one core's never slows another.
+        /// The counters of one core, alone on their cache lines so that reading one core's never
+        /// slows another.
         #[derive(Default, Debug)]
         #[repr(align(128))]
         pub struct Counters {

@@ -1,7 +1,8 @@
 //! The log of control threads: one line on standard error per call, `bps <role> <index>: text`.
 //!
-//! Data threads never call it. A line is one `write`, so lines of several threads and processes do not mix, and
-//! control characters in it (which may come from a peer) are escaped, so that one call is one line.
+//! Data threads never call it. A line is one `write`, so lines of several threads and processes do
+//! not mix, and control characters in it (which may come from a peer) are escaped, so that one call
+//! is one line.
 
 use crate::config::LogLevel;
 use std::fmt::{Arguments, Write as _};

@@ -1,4 +1,5 @@
-//! How a thread that sleeps in a transport is woken by another thread: an eventfd, rung only if needed.
+//! How a thread that sleeps in a transport is woken by another thread: an eventfd, rung only if
+//! needed.
 
 use rustix::event::{EventfdFlags, eventfd};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -12,9 +13,10 @@ struct Inner {
 
 /// Wakes the one thread that sleeps on it. Clones wake the same thread.
 ///
-/// The sleeper calls [`prepare`](Waker::prepare), looks once more at every queue that others fill, then blocks on
-/// [`fd`](Waker::fd) and calls [`awake`](Waker::awake). A producer fills a queue, then calls [`wake`](Waker::wake). Both
-/// sides are sequentially consistent, so either the sleeper sees the item or the producer sees the sleeper.
+/// The sleeper calls [`prepare`](Waker::prepare), looks once more at every queue that others fill,
+/// then blocks on [`fd`](Waker::fd) and calls [`awake`](Waker::awake). A producer fills a queue,
+/// then calls [`wake`](Waker::wake). Both sides are sequentially consistent, so either the sleeper
+/// sees the item or the producer sees the sleeper.
 #[derive(Clone)]
 pub struct Waker(Arc<Inner>);
 
@@ -30,7 +32,8 @@ impl Waker {
 
     /// Wakes the sleeper if it sleeps or is about to.
     pub fn wake(&self) {
-        // The fence orders the caller's queue write before the look at the flag; `prepare` has its counterpart.
+        // The fence orders the caller's queue write before the look at the flag; `prepare` has its
+        // counterpart.
         std::sync::atomic::fence(Ordering::SeqCst);
         if self.0.asleep.load(Ordering::Relaxed) && self.0.asleep.swap(false, Ordering::Relaxed) {
             self.ring();

@@ -18,7 +18,8 @@
 //! | 52..60 | reserved | zero |
 //! | 60..64 | header checksum | CRC-32C of bytes 0..60 |
 //!
-//! The checksum is the last field so that a header cut short or overwritten never passes by accident.
+//! The checksum is the last field so that a header cut short or overwritten never passes by
+//! accident.
 
 use crate::base::{DType, Epoch, Key, Rank, Round};
 use crate::limits::{HEADER_BYTES, PART_BYTES_MAX};
@@ -152,8 +153,8 @@ impl Header {
     /// The header in these bytes.
     ///
     /// # Errors
-    /// The first field that is wrong. Nothing beyond the header itself is checked here: whether key,
-    /// round, rank and length fit the registry is for the session.
+    /// The first field that is wrong. Nothing beyond the header itself is checked here: whether
+    /// key, round, rank and length fit the registry is for the session.
     pub fn decode(raw: &RawHeader) -> Result<Header, Invalid> {
         let u32_at =
             |at: usize| u32::from_le_bytes([raw[at], raw[at + 1], raw[at + 2], raw[at + 3]]);

@@ -3,8 +3,8 @@
 //! call, and none if nothing is.
 //!
 //! Invariants: memory named by an operation stays valid until its completion has been reaped, which
-//! `Lane::in_flight` counts; a lane leaves the table, and its id becomes free, only at zero. User data
-//! carries the lane's generation, so a completion never reaches a later lane of the same id.
+//! `Lane::in_flight` counts; a lane leaves the table, and its id becomes free, only at zero. User
+//! data carries the lane's generation, so a completion never reaches a later lane of the same id.
 
 use super::memory::Pool;
 use super::sender::Sender;
