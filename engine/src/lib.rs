@@ -23,4 +23,5 @@ pub mod transport;
 
 pub mod control;
 pub mod harness;
+pub mod host;
 pub mod lane;

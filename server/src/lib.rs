@@ -1,1 +1,9 @@
-//! To be written.
+//! The CPU server that sums gradients, and the scheduler of a job.
+//!
+//! A server is a few polling threads, each a [`shard::Shard`] with its own keys, memory and lanes, an acceptor thread
+//! that authenticates connections, and a control thread that talks to the scheduler. They meet only in rings.
+
+pub mod agent;
+pub mod entry;
+pub mod run;
+pub mod shard;

@@ -1,1 +1,3 @@
-//! To be written.
+//! What the whole-system tests share: the reference that sums are compared with.
+
+pub mod reference;

@@ -1,1 +1,19 @@
-//! To be written.
+//! The engine inside each training process, and the launcher of a job.
+//!
+//! [`Worker`] is the whole interface: join a job, declare tensors, push_pull them, leave. Behind it are two threads:
+//! the NIC loop ([`nic`]), which owns every lane and all that is in flight, and the control thread, which talks to the
+//! scheduler by way of a state machine ([`agent`]). They and the callers meet only in queues.
+
+pub mod agent;
+mod context;
+mod control;
+mod error;
+mod job;
+pub mod nic;
+mod start;
+pub mod task;
+
+pub use bps_engine::proto::messages::Declaration;
+pub use context::{PushPull, Speed, TensorId, Worker};
+pub use error::Error;
+pub use task::Handle;

@@ -178,7 +178,7 @@ impl SimNetwork {
     }
 
     /// Takes one step, or moves the time on by `timeout` if nothing happens before.
-    pub(super) fn advance_within(&self, timeout: Duration) {
+    pub fn advance_within(&self, timeout: Duration) {
         let mut state = self.state();
         let until = state.now.saturating_add(nanoseconds(timeout));
         if !state.step(until) {

@@ -1,0 +1,183 @@
+//! A server's side of the control plane, as a state machine: messages of the scheduler and reports of the shards go in,
+//! effects come out. The control threads carry them out over sockets, the simulation in memory.
+
+use crate::shard::{Command, Report};
+use bps_engine::base::{Epoch, Rank};
+use bps_engine::proto::messages::{
+    KeySpec, NodeMessage, OverReason, Roster, SchedulerMessage, StalledKey,
+};
+use std::collections::HashMap;
+
+/// What has to be done now.
+pub enum Effect {
+    /// To a shard.
+    Shard(u32, Command),
+    /// To the scheduler.
+    Send(NodeMessage),
+    /// A line for people.
+    Info(String),
+    /// A line for people that they should act on.
+    Warn(String),
+    /// The job is over: stop. The exit code says whether it went well.
+    Over(bool),
+}
+
+/// See the [module](self).
+pub struct Agent {
+    cores: u32,
+    roster: Option<Roster>,
+    /// Shards that have not answered, by install request.
+    installs: HashMap<u64, u32>,
+    /// What each shard last reported as stalled.
+    stalled: Vec<Vec<StalledKey>>,
+    over: bool,
+}
+
+impl Agent {
+    /// The agent of a server with this many cores.
+    #[must_use]
+    pub fn new(cores: u32) -> Agent {
+        Agent {
+            cores,
+            roster: None,
+            installs: HashMap::new(),
+            stalled: vec![Vec::new(); cores as usize],
+            over: false,
+        }
+    }
+
+    /// A message of the scheduler.
+    pub fn handle(&mut self, message: SchedulerMessage, effects: &mut Vec<Effect>) {
+        match message {
+            SchedulerMessage::Waiting { text } => effects.push(Effect::Info(text)),
+            SchedulerMessage::Roster(roster) => {
+                let (epoch, ranks) = (roster.epoch, roster.size);
+                self.begin(epoch, ranks, effects);
+                effects.push(Effect::Info(format!(
+                    "server {} of {}, {ranks} ranks, epoch {}",
+                    roster.index,
+                    roster.servers.len(),
+                    epoch.0
+                )));
+                self.roster = Some(roster);
+            }
+            SchedulerMessage::Install { request, keys } => self.install(request, keys, effects),
+            SchedulerMessage::Reset { epoch } => {
+                self.begin(epoch, 0, effects);
+                effects
+                    .push(Effect::Info("all workers have suspended; waiting for the next".into()));
+            }
+            SchedulerMessage::Over { reason } => self.end(&reason, effects),
+            // The scheduler's stall reports are for the workers' users; the rest is not for servers.
+            SchedulerMessage::Stall { .. }
+            | SchedulerMessage::Mismatch(_)
+            | SchedulerMessage::Declared { .. }
+            | SchedulerMessage::Refused { .. }
+            | SchedulerMessage::BarrierDone { .. } => {}
+        }
+    }
+
+    fn begin(&mut self, epoch: Epoch, ranks: u32, effects: &mut Vec<Effect>) {
+        self.installs.clear();
+        self.stalled = vec![Vec::new(); self.cores as usize];
+        for core in 0..self.cores {
+            effects.push(Effect::Shard(core, Command::Begin { epoch, ranks }));
+        }
+    }
+
+    fn install(&mut self, request: u64, keys: Vec<KeySpec>, effects: &mut Vec<Effect>) {
+        let mut by_core: HashMap<u32, Vec<KeySpec>> = HashMap::new();
+        for spec in keys {
+            by_core.entry(spec.core).or_default().push(spec);
+        }
+        if let Some(core) = by_core.keys().find(|&&core| core >= self.cores) {
+            let message =
+                format!("the scheduler placed keys on core {core}, there are {}", self.cores);
+            return effects.push(Effect::Send(NodeMessage::Failed { message }));
+        }
+        if by_core.is_empty() {
+            return effects.push(Effect::Send(NodeMessage::Installed { request }));
+        }
+        self.installs.insert(request, u32::try_from(by_core.len()).unwrap_or(u32::MAX));
+        for (core, keys) in by_core {
+            effects.push(Effect::Shard(core, Command::Install { request, keys }));
+        }
+    }
+
+    /// A report of a shard.
+    pub fn handle_report(&mut self, core: u32, report: Report, effects: &mut Vec<Effect>) {
+        match report {
+            Report::Installed { request } => {
+                let Some(left) = self.installs.get_mut(&request) else { return };
+                *left -= 1;
+                if *left == 0 {
+                    self.installs.remove(&request);
+                    effects.push(Effect::Send(NodeMessage::Installed { request }));
+                }
+            }
+            Report::Failed { message } => {
+                effects.push(Effect::Send(NodeMessage::Failed { message: message.clone() }));
+                effects.push(Effect::Warn(message));
+            }
+            Report::TurnedAway { message } => effects.push(Effect::Warn(message)),
+            Report::Closed { rank, cause, expected } => {
+                // The scheduler finds out by itself what became of a worker; this line is for whoever reads our log.
+                if !expected && !self.over {
+                    effects
+                        .push(Effect::Warn(format!("core {core}: {}: {cause}", self.lane(rank))));
+                }
+            }
+            Report::Refused { rank, why } => {
+                // Only its own lane is closed. If it is truly that rank, it is told so and ends the job itself.
+                effects.push(Effect::Warn(format!("core {core} refused a frame of {rank}: {why}")));
+            }
+            Report::Stalled { keys } => {
+                self.stalled[core as usize] = keys;
+                let mut keys: Vec<StalledKey> = self.stalled.iter().flatten().cloned().collect();
+                keys.sort_by_key(|key| std::cmp::Reverse(key.waited_ms));
+                keys.truncate(bps_engine::proto::messages::STALLS_MAX);
+                effects.push(Effect::Send(NodeMessage::Stalled { keys }));
+            }
+        }
+    }
+
+    /// The connection to the scheduler is lost.
+    pub fn scheduler_lost(&mut self, how: &str, effects: &mut Vec<Effect>) {
+        if !self.over {
+            self.over = true;
+            effects.push(Effect::Warn(format!("the scheduler died: {how}")));
+            effects.push(Effect::Over(false));
+        }
+    }
+
+    fn end(&mut self, reason: &OverReason, effects: &mut Vec<Effect>) {
+        self.over = true;
+        let line = match reason {
+            OverReason::Finished => {
+                effects.push(Effect::Info("the job has finished".into()));
+                return effects.push(Effect::Over(true));
+            }
+            OverReason::Died { who, host, pid, how, rounds } => format!(
+                "{who} (host {host}, pid {pid}) died: {how}, after {rounds} rounds; the job is over"
+            ),
+            OverReason::Failed { who, message } => format!("{who} ended the job: {message}"),
+            OverReason::Stalled { stalls } => match stalls.first() {
+                Some(stall) => format!(
+                    "round {} of `{}` waited longer than BPS_STALL_TIMEOUT; the job is over",
+                    stall.round, stall.name
+                ),
+                None => "a round waited longer than BPS_STALL_TIMEOUT; the job is over".into(),
+            },
+            OverReason::NotFormed { message } => message.clone(),
+        };
+        effects.push(Effect::Warn(line));
+        effects.push(Effect::Over(false));
+    }
+
+    fn lane(&self, rank: Rank) -> String {
+        match self.roster.as_ref().and_then(|roster| roster.workers.get(rank.0 as usize)) {
+            Some(peer) => format!("the lane of {rank} (host {}, pid {})", peer.host, peer.pid),
+            None => format!("the lane of {rank}"),
+        }
+    }
+}

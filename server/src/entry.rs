@@ -1,0 +1,256 @@
+//! One key: who has contributed to its open round, and where its sum is. Knows no lane's transport and no clock.
+//!
+//! Contributions to a key are taken strictly one after the other: one rank is *active*, the others' bytes wait in
+//! their sockets. That is what lets the first contribution land in the accumulator itself, and the average fold into
+//! the last addition. It cannot deadlock: an active rank waits for the network only.
+
+use bps_engine::base::{DType, Key, Operation, Rank};
+use bps_engine::mem::Claim;
+use bps_engine::proto::messages::KeySpec;
+use bps_engine::reduce::Kernels;
+use bps_engine::transport::LaneId;
+use std::collections::VecDeque;
+use std::time::Duration;
+
+/// A set of ranks, as bits.
+#[derive(Clone, Debug, Default)]
+pub struct RankSet {
+    words: Vec<u64>,
+    count: u32,
+}
+
+impl RankSet {
+    /// An empty set with room for `ranks`.
+    #[must_use]
+    pub fn new(ranks: u32) -> RankSet {
+        RankSet { words: vec![0; (ranks as usize).div_ceil(64)], count: 0 }
+    }
+
+    /// Adds a rank; false if it was in.
+    pub fn insert(&mut self, rank: Rank) -> bool {
+        let Some(word) = self.words.get_mut(rank.0 as usize / 64) else { return false };
+        let bit = 1 << (rank.0 % 64);
+        let new = *word & bit == 0;
+        *word |= bit;
+        self.count += u32::from(new);
+        new
+    }
+
+    /// Whether a rank is in.
+    #[must_use]
+    pub fn contains(&self, rank: Rank) -> bool {
+        self.words.get(rank.0 as usize / 64).is_some_and(|word| word >> (rank.0 % 64) & 1 == 1)
+    }
+
+    /// Members.
+    #[must_use]
+    pub fn len(&self) -> u32 {
+        self.count
+    }
+
+    /// Whether it has none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.count == 0
+    }
+
+    /// Empties it.
+    pub fn clear(&mut self) {
+        self.words.fill(0);
+        self.count = 0;
+    }
+}
+
+/// What the shard has to do with the payload that it was told of.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Take {
+    /// Receive it straight into the accumulator.
+    Land,
+    /// Receive it in pieces and hand each to [`Entry::add_piece`].
+    Pieces,
+}
+
+/// The state of one key.
+pub struct Entry {
+    /// Its id.
+    pub key: Key,
+    /// Element type of contributions and publications.
+    pub dtype: DType,
+    /// Bytes of a contribution and of a publication.
+    pub bytes: usize,
+    /// What a round computes.
+    pub operation: Operation,
+    /// Rounds published so far; the open one is the next.
+    pub round: u64,
+    /// Who has contributed to the open round, or has begun to.
+    pub arrived: RankSet,
+    /// When the open round got its first contribution, by the shard's clock.
+    pub opened_at: Option<Duration>,
+    /// Publications of the last round whose memory is still being sent.
+    pub publishing: u32,
+    /// Lanes that wait for their turn.
+    pub waiting: VecDeque<LaneId>,
+    /// CRC-32C of the published result, if the contributions had one.
+    pub checksum: Option<u32>,
+    /// Whose payload is arriving now.
+    active: Option<LaneId>,
+    /// Payloads of the open round that are in the accumulator.
+    landed: u32,
+    /// Whose contribution to the open round is complete, those without a payload included.
+    complete: RankSet,
+    ranks: u32,
+    /// Where the sum is. Nobody else has this memory.
+    accumulator: Claim,
+}
+
+/// Bytes that the accumulator of such a key takes.
+#[must_use]
+pub fn accumulator_bytes(spec: &KeySpec) -> usize {
+    spec.bytes as usize / spec.dtype.size() * spec.dtype.accumulator().size()
+}
+
+impl Entry {
+    /// A key with nothing contributed yet. `accumulator` has at least [`accumulator_bytes`] of the spec.
+    #[must_use]
+    pub fn new(spec: &KeySpec, ranks: u32, accumulator: Claim) -> Entry {
+        assert!(accumulator.len() >= accumulator_bytes(spec), "{}: too little memory", spec.key);
+        Entry {
+            key: spec.key,
+            dtype: spec.dtype,
+            bytes: spec.bytes as usize,
+            operation: spec.operation,
+            round: 0,
+            arrived: RankSet::new(ranks),
+            opened_at: None,
+            publishing: 0,
+            waiting: VecDeque::with_capacity(ranks as usize),
+            checksum: None,
+            active: None,
+            landed: 0,
+            complete: RankSet::new(ranks),
+            ranks,
+            accumulator,
+        }
+    }
+
+    /// Where the sum is: published from, and landed into.
+    #[must_use]
+    pub fn accumulator(&self) -> *mut u8 {
+        self.accumulator.as_ptr()
+    }
+
+    /// Bytes that this rank's contribution must have.
+    #[must_use]
+    pub fn contribution_bytes(&self, rank: Rank) -> usize {
+        match self.operation {
+            Operation::Broadcast(root) if root != rank => 0,
+            _ => self.bytes,
+        }
+    }
+
+    /// Bytes that the publication to this rank has: the root of a broadcast has them already.
+    #[must_use]
+    pub fn publication_bytes(&self, rank: Rank) -> usize {
+        match self.operation {
+            Operation::Broadcast(root) if root == rank => 0,
+            _ => self.bytes,
+        }
+    }
+
+    /// Whether a payload may be taken now; else the lane has to wait in `waiting`.
+    #[must_use]
+    pub fn free(&self) -> bool {
+        self.active.is_none() && self.publishing == 0
+    }
+
+    /// How many payloads the open round will have.
+    fn payloads(&self) -> u32 {
+        match self.operation {
+            Operation::Broadcast(_) => 1,
+            Operation::Sum | Operation::Average => self.ranks,
+        }
+    }
+
+    /// A payload begins to arrive on this lane. The entry must be [`free`](Self::free).
+    pub fn begin(&mut self, lane: LaneId) -> Take {
+        assert!(self.free(), "{}: a payload was begun while another one was arriving", self.key);
+        self.active = Some(lane);
+        let first = self.landed == 0;
+        let as_it_is = self.payloads() == 1 || self.dtype.accumulator() == self.dtype;
+        if first && as_it_is { Take::Land } else { Take::Pieces }
+    }
+
+    /// A piece of the active payload, `done` bytes of which came before it.
+    ///
+    /// # Safety
+    /// `data` is valid for `length` bytes.
+    pub unsafe fn add_piece(
+        &mut self,
+        kernels: &Kernels,
+        done: usize,
+        data: *const u8,
+        length: usize,
+    ) {
+        assert!(done + length <= self.bytes, "{}: a piece is beyond the payload", self.key);
+        let size = self.dtype.size();
+        let count = length / size;
+        let wide = done / size * self.dtype.accumulator().size();
+        let last = self.landed + 1 == self.payloads();
+        let divisor = match self.operation {
+            Operation::Average => self.ranks,
+            _ => 1,
+        };
+        // SAFETY: `done + length <= bytes`, so both offsets stay inside the accumulator (kept by `new`); `data` is
+        // the caller's promise. The narrow result at `done` never passes the wide input at `wide >= done`.
+        unsafe {
+            let accumulator = self.accumulator().add(wide);
+            if last && self.landed > 0 {
+                let out = self.accumulator().add(done);
+                kernels.add_finish(self.dtype, out, accumulator, data, count, divisor);
+            } else if self.landed == 0 {
+                kernels.store(self.dtype, accumulator, data, count);
+            } else {
+                kernels.add(self.dtype, accumulator, data, count);
+            }
+        }
+    }
+
+    /// The active payload, which is this rank's, is whole.
+    pub fn end(&mut self, rank: Rank) {
+        self.active = None;
+        self.landed += 1;
+        self.complete.insert(rank);
+    }
+
+    /// A contribution without a payload.
+    pub fn count_empty(&mut self, rank: Rank) {
+        self.complete.insert(rank);
+    }
+
+    /// For whom the open round waits: those who have not contributed, or not all of their bytes.
+    pub fn missing(&self) -> impl Iterator<Item = Rank> + '_ {
+        (0..self.ranks).map(Rank).filter(|&rank| !self.complete.contains(rank))
+    }
+
+    /// Whether every rank's contribution is complete.
+    #[must_use]
+    pub fn is_whole(&self) -> bool {
+        self.complete.len() == self.ranks
+    }
+
+    /// Closes the round: the accumulator holds its result. Returns the round's number.
+    pub fn publish(&mut self) -> u64 {
+        self.round += 1;
+        self.landed = 0;
+        self.complete.clear();
+        self.arrived.clear();
+        self.opened_at = None;
+        self.round
+    }
+
+    /// Contributions in a published result: what an average was divided by.
+    #[must_use]
+    pub fn contributors(&self) -> u32 {
+        self.payloads()
+    }
+}

@@ -1,0 +1,446 @@
+//! A server process from start to end: its listeners, its threads, and what they tell each other.
+
+use crate::agent::{Agent, Effect};
+use crate::shard::{Command, Report, Shard};
+use bps_engine::config::{Config, Program, TransportChoice};
+use bps_engine::control::{Acceptor, JobKey, Link, LinkReceiver, LinkSender, Listener, Socket};
+use bps_engine::harness::{self, Idler, Step};
+use bps_engine::host;
+use bps_engine::lane::Endpoint;
+use bps_engine::limits::RANKS_MAX;
+use bps_engine::mem::{Arena, Options};
+use bps_engine::proto::handshake::{Hello, Purpose};
+use bps_engine::proto::messages::{Node, NodeMessage, Register};
+use bps_engine::ring::Mpsc;
+use bps_engine::trace::counters::Counters;
+use bps_engine::trace::log;
+use bps_engine::transport::tcp::Tcp;
+use bps_engine::transport::{self, Transport, Waker};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use std::ffi::OsString;
+use std::net::{IpAddr, SocketAddr, TcpListener};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr as UnixAddress, UnixListener};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// Commands that may wait for a shard, and reports that may wait for the control thread.
+const QUEUE: usize = 4096;
+/// How often the control thread looks around when nothing comes.
+const CONTROL_TICK: Duration = Duration::from_millis(50);
+/// Address space of one core's accumulators. Only what tensors claim is ever backed by memory.
+const ARENA_BYTES: usize = 1 << 40;
+
+/// Why a server could not start, or how its job ended.
+#[derive(Debug, thiserror::Error)]
+pub enum ServerError {
+    /// A setting that only shows to be wrong when used.
+    #[error("{0}")]
+    Config(String),
+    /// An address can't be listened on.
+    #[error("can't listen on {address}: {error}; {remedy}")]
+    Listen {
+        /// Which.
+        address: String,
+        /// What the kernel said.
+        error: std::io::Error,
+        /// What to do.
+        remedy: &'static str,
+    },
+    /// A thread, descriptor or memory is missing.
+    #[error("{0}")]
+    Resource(String),
+    /// The scheduler can't be reached.
+    #[error("{0}")]
+    Scheduler(String),
+    /// The job ended badly; what happened was said before.
+    #[error("the job ended with an error")]
+    Job,
+    /// A signal ended this server.
+    #[error("stopped by {0}")]
+    Signal(&'static str),
+}
+
+/// What the other threads hold of a shard.
+#[derive(Clone)]
+struct ShardHandle {
+    commands: Mpsc<Command>,
+    waker: Waker,
+}
+
+impl ShardHandle {
+    fn send(&self, mut command: Command) {
+        while let Err(back) = self.commands.push(command) {
+            command = back;
+            self.waker.wake();
+            std::thread::yield_now();
+        }
+        self.waker.wake();
+    }
+}
+
+/// `bps-server`: reads flags and variables, runs, and returns the exit code: 0 the job finished, 1 it failed or could not
+/// start, 2 a flag or variable is wrong, 130 or 143 a signal ended it.
+pub fn cli(arguments: impl IntoIterator<Item = OsString>) -> i32 {
+    let loaded = match bps_engine::config::open(Program::Server, arguments) {
+        Ok(loaded) => loaded,
+        Err(code) => return code,
+    };
+    match run(&loaded.config) {
+        Ok(()) => 0,
+        Err(error) => {
+            log::error!("{error}");
+            match error {
+                ServerError::Config(_) => 2,
+                ServerError::Signal("SIGTERM") => 143,
+                ServerError::Signal(_) => 130,
+                _ => 1,
+            }
+        }
+    }
+}
+
+/// Runs a server until its job is over.
+///
+/// # Errors
+/// See [`ServerError`]; each says what to do.
+pub fn run(config: &Config) -> Result<(), ServerError> {
+    log::init(config.log_level, "server");
+    let key = JobKey::load(config).map_err(|error| ServerError::Config(error.to_string()))?;
+    let address =
+        host::listen_address(config).map_err(|error| ServerError::Config(error.to_string()))?;
+    let stop = Signals::install()?;
+    let (listeners, cores) = listen_tcp(config, address)?;
+    let (unix_listeners, shm_name) = listen_unix(config)?;
+    let reports: Mpsc<(u32, Report)> = Mpsc::new(QUEUE);
+    let report_waker = Waker::new().map_err(|error| resource("an eventfd", &error))?;
+    let mut shards = Vec::new();
+    let mut threads = Vec::new();
+    for core in 0..config.server_cores {
+        let (shard, thread, line) = start_shard(config, core, &reports, &report_waker)?;
+        if core == 0 {
+            log::info!("{} cores on {address}; {line}", config.server_cores);
+        }
+        shards.push(shard);
+        threads.push(thread);
+    }
+    let all: Vec<Listener> = listeners.into_iter().chain(unix_listeners).collect();
+    let acceptor = start_acceptor(all, key.clone(), shards.clone())?;
+    let link = Link::connect(&config.root_uri, config.root_port, &key, config.start_timeout)
+        .map_err(|error| ServerError::Scheduler(error.to_string()))?;
+    let (sender, receiver) = link.split();
+    sender
+        .send(&NodeMessage::Register(register(config, cores, shm_name)))
+        .map_err(|error| ServerError::Scheduler(error.to_string()))?;
+    let control = Control {
+        agent: Arc::new(Mutex::new(Agent::new(config.server_cores))),
+        shards: shards.clone(),
+        sender,
+        done: Arc::new(AtomicBool::new(false)),
+    };
+    let result = control.run(config, receiver, &reports, &report_waker, &stop);
+    acceptor.stop();
+    for shard in &shards {
+        shard.send(Command::Stop);
+    }
+    for thread in threads {
+        // The harness aborts the process when a thread panics, so joining can't fail otherwise.
+        let _ = thread.join();
+    }
+    result
+}
+
+fn resource(what: &str, error: &dyn std::fmt::Display) -> ServerError {
+    ServerError::Resource(format!("{what} is not to be had: {error}"))
+}
+
+fn listen_tcp(
+    config: &Config,
+    address: IpAddr,
+) -> Result<(Vec<Listener>, Vec<SocketAddr>), ServerError> {
+    let mut listeners = Vec::new();
+    let mut addresses = Vec::new();
+    for core in 0..config.server_cores {
+        let port = match config.port {
+            0 => 0,
+            first => u16::try_from(u32::from(first) + core).map_err(|_| {
+                ServerError::Config(format!(
+                    "DMLC_PORT={first}: with {} cores the last port is over 65535",
+                    config.server_cores
+                ))
+            })?,
+        };
+        let fail = |error: std::io::Error| ServerError::Listen {
+            address: format!("{address}:{port}"),
+            remedy: match error.kind() {
+                std::io::ErrorKind::AddrInUse => {
+                    "another process has this port: leave DMLC_PORT unset, or choose another"
+                }
+                std::io::ErrorKind::AddrNotAvailable => {
+                    "this machine does not have that address: check DMLC_NODE_HOST and DMLC_INTERFACE"
+                }
+                _ => "check DMLC_PORT, DMLC_NODE_HOST and DMLC_INTERFACE",
+            },
+            error,
+        };
+        let listener = TcpListener::bind((address, port)).map_err(fail)?;
+        addresses.push(listener.local_addr().map_err(fail)?);
+        listeners.push(Listener::Tcp(listener));
+    }
+    Ok((listeners, addresses))
+}
+
+/// One abstract socket for each core, `NAME.CORE`: it leaves nothing behind in any file system.
+fn listen_unix(config: &Config) -> Result<(Vec<Listener>, Option<String>), ServerError> {
+    if config.transport == TransportChoice::Tcp {
+        return Ok((Vec::new(), None));
+    }
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    let name = format!("bps-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+    let mut listeners = Vec::new();
+    for core in 0..config.server_cores {
+        let name = format!("{name}.{core}");
+        let bound = UnixAddress::from_abstract_name(&name)
+            .and_then(|address| UnixListener::bind_addr(&address));
+        let listener = bound.map_err(|error| ServerError::Listen {
+            address: format!("unix socket @{name}"),
+            error,
+            remedy: "another process has this name: start the server again, or set BPS_TRANSPORT=tcp",
+        })?;
+        listeners.push(Listener::Unix(listener));
+    }
+    Ok((listeners, Some(name)))
+}
+
+fn register(config: &Config, cores: Vec<SocketAddr>, shm: Option<String>) -> Register {
+    Register {
+        node: Node::Server { cores, shm, colocated: false, preferred: config.preferred_rank },
+        host: host::name(),
+        host_id: host::id(),
+        pid: std::process::id(),
+        release: env!("CARGO_PKG_VERSION").into(),
+        num_workers: config.num_workers,
+        num_servers: config.num_servers,
+    }
+}
+
+type Started = (ShardHandle, JoinHandle<()>, String);
+
+fn start_shard(
+    config: &Config,
+    core: u32,
+    reports: &Mpsc<(u32, Report)>,
+    report_waker: &Waker,
+) -> Result<Started, ServerError> {
+    let waker = Waker::new().map_err(|error| resource("an eventfd", &error))?;
+    let handle = ShardHandle { commands: Mpsc::new(QUEUE), waker: waker.clone() };
+    let (started, has_started) = std::sync::mpsc::channel();
+    let (commands, reports) = (handle.commands.clone(), reports.clone());
+    let (config, report_waker) = (config.clone(), report_waker.clone());
+    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+    let spin = harness::spin_default(config.server_cores as usize, cpus);
+    let body = move || {
+        // io_uring wants its ring made by the thread that uses it.
+        let made = make_shard(&config, core, &waker, commands, reports, report_waker);
+        match made {
+            Ok((shard, line)) => {
+                let _ = started.send(Ok(line));
+                run_shard(shard, Idler::new(config.idle, spin));
+            }
+            Err(error) => {
+                let _ = started.send(Err(error));
+            }
+        }
+    };
+    let thread = harness::spawn(&format!("bps-core-{core}"), None, body)
+        .map_err(|error| resource("a thread", &error))?;
+    let line = has_started.recv().map_err(|error| resource("a thread", &error))??;
+    Ok((handle, thread, line))
+}
+
+fn make_shard(
+    config: &Config,
+    core: u32,
+    waker: &Waker,
+    commands: Mpsc<Command>,
+    reports: Mpsc<(u32, Report)>,
+    report_waker: Waker,
+) -> Result<(Shard, String), ServerError> {
+    let options = Options {
+        name: format!("core {core}"),
+        numa_node: None,
+        shared: config.transport != TransportChoice::Tcp,
+    };
+    let arena = Arena::reserve(ARENA_BYTES, &options)
+        .map_err(|error| ServerError::Resource(error.to_string()))?;
+    let lanes_max = u32::try_from(RANKS_MAX).unwrap_or(u32::MAX);
+    let tcp = Tcp::new(waker.clone(), config.tcp_driver, lanes_max)
+        .map_err(|error| ServerError::Resource(error.to_string()))?;
+    let line = tcp.description();
+    let transports = vec![Transport::Tcp(tcp)];
+    let endpoint = Endpoint::new(transports, waker.clone());
+    let shard = Shard::new(
+        core,
+        endpoint,
+        arena,
+        commands,
+        reports,
+        report_waker,
+        Arc::new(Counters::default()),
+        config.stall_report,
+    );
+    Ok((shard, line))
+}
+
+fn run_shard(mut shard: Shard, mut idler: Idler) {
+    let start = Instant::now();
+    while !shard.stopped() {
+        let progress = shard.step(start.elapsed());
+        if idler.step(progress) == Step::Sleep {
+            shard.sleep();
+        }
+    }
+}
+
+/// Accepts for all cores: listener `i` is core `i mod cores`, first over TCP, then over Unix sockets.
+fn start_acceptor(
+    listeners: Vec<Listener>,
+    key: JobKey,
+    shards: Vec<ShardHandle>,
+) -> Result<Acceptor, ServerError> {
+    let admit = move |index: usize, hello: Hello, socket: Socket| {
+        let shard = &shards[index % shards.len()];
+        let link = match (hello.purpose, socket) {
+            (Purpose::Lane, socket @ Socket::Tcp(_)) => transport::Link::Tcp(socket.into()),
+            (purpose, _) => {
+                return log::warning!(
+                    "a {purpose:?} connection of {} does not belong here",
+                    hello.rank
+                );
+            }
+        };
+        shard.send(Command::Attach { link, rank: hello.rank, epoch: hello.epoch });
+    };
+    Acceptor::start(listeners, key, admit, |line| log::warning!("{line}"))
+        .map_err(|error| resource("the accepting thread", &error))
+}
+
+/// The signals that end a server in good order.
+struct Signals {
+    terminated: Arc<AtomicBool>,
+    interrupted: Arc<AtomicBool>,
+}
+
+impl Signals {
+    fn install() -> Result<Signals, ServerError> {
+        let signals = Signals { terminated: Arc::default(), interrupted: Arc::default() };
+        let fail = |error: std::io::Error| resource("a signal handler", &error);
+        let register = signal_hook::flag::register;
+        register(signal_hook::consts::SIGTERM, Arc::clone(&signals.terminated)).map_err(fail)?;
+        register(signal_hook::consts::SIGINT, Arc::clone(&signals.interrupted)).map_err(fail)?;
+        Ok(signals)
+    }
+
+    fn came(&self) -> Option<&'static str> {
+        let came = |flag: &AtomicBool| flag.load(Ordering::Relaxed);
+        came(&self.terminated)
+            .then_some("SIGTERM")
+            .or_else(|| came(&self.interrupted).then_some("Ctrl-C"))
+    }
+}
+
+/// What the two control threads share: one reads the scheduler, the other the shards.
+#[derive(Clone)]
+struct Control {
+    agent: Arc<Mutex<Agent>>,
+    shards: Vec<ShardHandle>,
+    sender: LinkSender,
+    done: Arc<AtomicBool>,
+}
+
+impl Control {
+    fn run(
+        self,
+        config: &Config,
+        mut receiver: LinkReceiver,
+        reports: &Mpsc<(u32, Report)>,
+        report_waker: &Waker,
+        stop: &Signals,
+    ) -> Result<(), ServerError> {
+        let reporter = {
+            let (control, reports, waker) = (self.clone(), reports.clone(), report_waker.clone());
+            let interval = config.heartbeat_interval;
+            harness::spawn("bps-report", None, move || control.report(&reports, &waker, interval))
+                .map_err(|error| resource("a thread", &error))?
+        };
+        let mut effects = Vec::new();
+        let outcome = loop {
+            if let Some(signal) = stop.came() {
+                let message = format!("it was stopped by {signal}");
+                let _ = self.sender.send(&NodeMessage::Failed { message });
+                break Err(ServerError::Signal(signal));
+            }
+            let received = receiver.receive(CONTROL_TICK);
+            {
+                let mut agent = self.agent.lock().unwrap_or_else(PoisonError::into_inner);
+                match received {
+                    Ok(Some(message)) => agent.handle(message, &mut effects),
+                    Ok(None) => {}
+                    Err(error) => agent.scheduler_lost(&error.to_string(), &mut effects),
+                }
+            }
+            if let Some(well) = self.carry_out(&mut effects) {
+                break if well { Ok(()) } else { Err(ServerError::Job) };
+            }
+        };
+        self.done.store(true, Ordering::Release);
+        report_waker.ring();
+        let _ = reporter.join();
+        outcome
+    }
+
+    /// Passes on what the shards report, and the heartbeat.
+    fn report(&self, reports: &Mpsc<(u32, Report)>, waker: &Waker, interval: Duration) {
+        let mut heartbeat = Instant::now();
+        let mut effects = Vec::new();
+        while !self.done.load(Ordering::Acquire) {
+            waker.prepare();
+            if reports.is_empty()
+                && let Ok(timeout) = Timespec::try_from(interval / 2)
+            {
+                // An interrupted or failed wait is a short one.
+                let _ = poll(&mut [PollFd::new(&waker.fd(), PollFlags::IN)], Some(&timeout));
+            }
+            waker.awake();
+            while let Some((core, report)) = reports.pop() {
+                let mut agent = self.agent.lock().unwrap_or_else(PoisonError::into_inner);
+                agent.handle_report(core, report, &mut effects);
+            }
+            self.carry_out(&mut effects);
+            if heartbeat.elapsed() >= interval {
+                heartbeat = Instant::now();
+                // A scheduler that can't be written to is noticed by the thread that reads it.
+                let _ = self.sender.send(&NodeMessage::Heartbeat { rounds: 0 });
+            }
+        }
+    }
+
+    /// Returns how the job ended, if it did.
+    fn carry_out(&self, effects: &mut Vec<Effect>) -> Option<bool> {
+        let mut over = None;
+        for effect in effects.drain(..) {
+            match effect {
+                Effect::Shard(core, command) => self.shards[core as usize].send(command),
+                Effect::Send(message) => {
+                    let _ = self.sender.send(&message);
+                }
+                Effect::Info(line) => log::info!("{line}"),
+                Effect::Warn(line) => log::warning!("{line}"),
+                Effect::Over(well) => over = Some(well),
+            }
+        }
+        over
+    }
+}

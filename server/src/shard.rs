@@ -1,0 +1,676 @@
+//! One core of a server: its lanes, its keys, its loop. Nothing here is shared with another thread but the two rings
+//! to and from the control thread. The data path allocates nothing: room is made when keys are installed and lanes
+//! attached.
+
+use crate::entry::{Entry, Take, accumulator_bytes};
+use bps_engine::base::{Epoch, Key, Rank, Round};
+use bps_engine::lane::Endpoint;
+use bps_engine::limits::{EVENTS_MAX, RANKS_MAX};
+use bps_engine::mem::Arena;
+use bps_engine::proto::messages::{KeySpec, STALLS_MAX, StalledKey};
+use bps_engine::reduce::{Kernels, kernels};
+use bps_engine::ring::Mpsc;
+use bps_engine::trace::counters::Counters;
+use bps_engine::transport::{Cause, Event, Frame, Landing, LaneId, Link, Waker};
+use bps_engine::wire::header::FLAG_PAYLOAD_CHECKSUM;
+use bps_engine::wire::{Header, Invalid, Kind, RawHeader};
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// From the control thread to a shard.
+pub enum Command {
+    /// A worker's lane, authenticated.
+    Attach {
+        /// The connection.
+        link: Link,
+        /// Who is at its other end.
+        rank: Rank,
+        /// The membership that it belongs to.
+        epoch: Epoch,
+    },
+    /// Keys that will come. Answered by [`Report::Installed`] or [`Report::Failed`].
+    Install {
+        /// Returned in the answer.
+        request: u64,
+        /// All of this shard.
+        keys: Vec<KeySpec>,
+    },
+    /// A membership begins: forget all keys, expect so many ranks.
+    Begin {
+        /// The membership.
+        epoch: Epoch,
+        /// Ranks in it.
+        ranks: u32,
+    },
+    /// End the loop.
+    Stop,
+}
+
+/// From a shard to the control thread.
+#[derive(Debug)]
+pub enum Report {
+    /// The keys of this request are in place.
+    Installed {
+        /// From [`Command::Install`].
+        request: u64,
+    },
+    /// A command could not be carried out.
+    Failed {
+        /// What, and what to do.
+        message: String,
+    },
+    /// A lane was not taken; it is closed.
+    TurnedAway {
+        /// Whose, and why.
+        message: String,
+    },
+    /// A lane is gone.
+    Closed {
+        /// Whose it was.
+        rank: Rank,
+        /// Why.
+        cause: Cause,
+        /// The worker had said goodbye, or belongs to an earlier membership.
+        expected: bool,
+    },
+    /// A frame was refused and its lane closed.
+    Refused {
+        /// Who sent it.
+        rank: Rank,
+        /// Why.
+        why: Refusal,
+    },
+    /// Rounds that have waited too long; empty once when none does any more.
+    Stalled {
+        /// The oldest first, at most [`STALLS_MAX`].
+        keys: Vec<StalledKey>,
+    },
+}
+
+/// Why a frame is refused.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum Refusal {
+    /// The header itself.
+    #[error("{0}")]
+    Header(#[from] Invalid),
+    /// Workers send contributions and goodbyes.
+    #[error("a worker does not send {0:?}")]
+    Kind(Kind),
+    /// The lane was authenticated for another rank or epoch.
+    #[error("the lane belongs to {lane_rank} of epoch {}, the frame says {rank} of epoch {}", .lane_epoch.0, .epoch.0)]
+    Sender {
+        /// Whose lane it is.
+        lane_rank: Rank,
+        /// The lane's membership.
+        lane_epoch: Epoch,
+        /// What the frame says.
+        rank: Rank,
+        /// What the frame says.
+        epoch: Epoch,
+    },
+    /// No such key on this core.
+    #[error("{0} is not on this core: it was not declared, or is placed elsewhere")]
+    Key(Key),
+    /// Type, offset, length or contributors are not what the registry says.
+    #[error("{key}: the frame does not have the declared type, offset, length or contributors")]
+    Shape {
+        /// The part.
+        key: Key,
+    },
+    /// The rank has contributed to this round, or the round is not open.
+    #[error("{key}: round {} is not open for this rank (the open one is {open})", .round.0)]
+    Round {
+        /// The part.
+        key: Key,
+        /// What the frame says.
+        round: Round,
+        /// The open round.
+        open: u64,
+    },
+    /// The payload's bytes are not those that were sent.
+    #[error("{key}: payload checksum differs: the network or a memory corrupted it")]
+    Payload {
+        /// The part.
+        key: Key,
+    },
+}
+
+/// What a lane is doing.
+enum Receiving {
+    /// Between two frames.
+    Header,
+    /// A contribution whose key is not free yet.
+    Parked { entry: usize, header: Header },
+    /// A contribution's payload; `done` bytes have been added.
+    Payload { entry: usize, header: Header, done: usize, checksum: u32 },
+    /// Nothing more is taken from this lane.
+    Closing,
+}
+
+struct Session {
+    rank: Rank,
+    epoch: Epoch,
+    receiving: Receiving,
+    /// Entries whose publication could not be posted yet, in order.
+    outbox: VecDeque<usize>,
+    /// Entries whose publication is posted and not sent yet, in order.
+    sending: VecDeque<usize>,
+    goodbye: bool,
+}
+
+/// See the [module](self).
+pub struct Shard {
+    /// Its index in the server.
+    core: u32,
+    endpoint: Endpoint,
+    arena: Arena,
+    kernels: &'static Kernels,
+    epoch: Epoch,
+    ranks: u32,
+    index: HashMap<Key, usize>,
+    entries: Vec<Entry>,
+    sessions: Vec<Option<Session>>,
+    /// Lane of each rank.
+    lanes: Vec<Option<LaneId>>,
+    events: Vec<Event>,
+    commands: Mpsc<Command>,
+    reports: Mpsc<(u32, Report)>,
+    report_waker: Waker,
+    /// Reports that found the ring full.
+    backlog: VecDeque<Report>,
+    counters: Arc<Counters>,
+    stall_report: Duration,
+    next_tick: Duration,
+    stalls_told: bool,
+    /// Some contribution of this membership had a checksum: publications get one as well.
+    checksums: bool,
+    stopped: bool,
+    /// Lanes of a membership that this shard has not been told of yet.
+    early: Vec<(Link, Rank, Epoch)>,
+}
+
+/// How often a shard looks for stalls.
+const TICK: Duration = Duration::from_millis(500);
+
+impl Shard {
+    /// A shard without keys or lanes.
+    #[must_use]
+    #[allow(clippy::too_many_arguments, reason = "each is owned by the shard from here on")]
+    pub fn new(
+        core: u32,
+        endpoint: Endpoint,
+        arena: Arena,
+        commands: Mpsc<Command>,
+        reports: Mpsc<(u32, Report)>,
+        report_waker: Waker,
+        counters: Arc<Counters>,
+        stall_report: Duration,
+    ) -> Shard {
+        Shard {
+            core,
+            endpoint,
+            arena,
+            kernels: kernels(),
+            epoch: Epoch(0),
+            ranks: 0,
+            index: HashMap::new(),
+            entries: Vec::new(),
+            sessions: Vec::new(),
+            lanes: Vec::new(),
+            events: Vec::with_capacity(4 * EVENTS_MAX),
+            commands,
+            reports,
+            report_waker,
+            backlog: VecDeque::new(),
+            counters,
+            stall_report,
+            next_tick: Duration::ZERO,
+            stalls_told: false,
+            checksums: false,
+            stopped: false,
+            early: Vec::new(),
+        }
+    }
+
+    /// Whether [`Command::Stop`] has come.
+    #[must_use]
+    pub fn stopped(&self) -> bool {
+        self.stopped
+    }
+
+    /// Sleeps until there is something to do, at most until the next look for stalls.
+    pub fn sleep(&mut self) {
+        let commands = &self.commands;
+        self.endpoint.sleep(TICK, || !commands.is_empty());
+    }
+
+    /// One turn of the loop: takes what has arrived, does it, and says whether there was anything. `now` is the
+    /// time since any fixed moment.
+    pub fn step(&mut self, now: Duration) -> bool {
+        let mut events = std::mem::take(&mut self.events);
+        self.endpoint.poll(&mut events);
+        let mut progress = !events.is_empty();
+        for event in events.drain(..) {
+            match event {
+                Event::Header { lane, header } => self.on_header(lane, &header, now),
+                Event::Landed { lane } => self.on_landed(lane),
+                Event::Piece { lane, data, length } => self.on_piece(lane, data, length),
+                Event::Sent { lane, token } => self.on_sent(lane, token),
+                Event::Closed { lane, cause } => self.on_closed(lane, cause),
+            }
+        }
+        self.events = events;
+        while let Some(command) = self.commands.pop() {
+            self.on_command(command);
+            progress = true;
+        }
+        if now >= self.next_tick {
+            self.next_tick = now + TICK;
+            self.look_for_stalls(now);
+        }
+        self.send_backlog();
+        progress
+    }
+
+    fn on_command(&mut self, command: Command) {
+        match command {
+            Command::Attach { link, rank, epoch } => self.attach(link, rank, epoch),
+            Command::Install { request, keys } => match self.install(&keys) {
+                Ok(()) => self.report(Report::Installed { request }),
+                Err(message) => self.report(Report::Failed { message }),
+            },
+            Command::Begin { epoch, ranks } => self.begin(epoch, ranks),
+            Command::Stop => self.stopped = true,
+        }
+    }
+
+    fn attach(&mut self, link: Link, rank: Rank, epoch: Epoch) {
+        // A worker may have its roster, and dial, before this server has its own.
+        if epoch > self.epoch && self.early.len() < RANKS_MAX {
+            return self.early.push((link, rank, epoch));
+        }
+        let known = epoch == self.epoch && (rank.0 as usize) < self.lanes.len();
+        if !known || self.lanes[rank.0 as usize].is_some() {
+            let message = format!(
+                "a lane of {rank}, epoch {}, was turned away: it is not of this epoch ({}) or has one already",
+                epoch.0, self.epoch.0
+            );
+            return self.report(Report::TurnedAway { message });
+        }
+        let lane = match self.endpoint.attach(link) {
+            Ok(lane) => lane,
+            Err(error) => {
+                let message = format!("the lane of {rank} could not be set up: {error}");
+                return self.report(Report::TurnedAway { message });
+            }
+        };
+        let room = self.entries.len();
+        let session = Session {
+            rank,
+            epoch,
+            receiving: Receiving::Header,
+            outbox: VecDeque::with_capacity(room),
+            sending: VecDeque::with_capacity(room),
+            goodbye: false,
+        };
+        if self.sessions.len() <= lane.0 as usize {
+            self.sessions.resize_with(lane.0 as usize + 1, || None);
+        }
+        self.sessions[lane.0 as usize] = Some(session);
+        self.lanes[rank.0 as usize] = Some(lane);
+    }
+
+    fn install(&mut self, keys: &[KeySpec]) -> Result<(), String> {
+        for spec in keys {
+            if self.index.contains_key(&spec.key) {
+                return Err(format!("{} was installed twice", spec.key));
+            }
+            let accumulator = self
+                .arena
+                .claim(accumulator_bytes(spec))
+                .map_err(|error| format!("no memory for {}: {error}", spec.key))?;
+            self.index.insert(spec.key, self.entries.len());
+            self.entries.push(Entry::new(spec, self.ranks, accumulator));
+        }
+        let room = self.entries.len();
+        for session in self.sessions.iter_mut().flatten() {
+            session.outbox.reserve(room - session.outbox.len().min(room));
+            session.sending.reserve(room - session.sending.len().min(room));
+        }
+        Ok(())
+    }
+
+    fn begin(&mut self, epoch: Epoch, ranks: u32) {
+        for index in 0..self.sessions.len() {
+            if let Some(session) = &mut self.sessions[index] {
+                session.receiving = Receiving::Closing;
+                session.goodbye = true;
+                self.endpoint.close(LaneId(u32::try_from(index).unwrap_or(u32::MAX)));
+            }
+        }
+        self.wait_for_lanes();
+        self.epoch = epoch;
+        self.ranks = ranks;
+        self.index.clear();
+        self.entries.clear();
+        if let Err(error) = self.arena.release_all() {
+            self.report(Report::Failed { message: error.to_string() });
+        }
+        self.checksums = false;
+        self.lanes.clear();
+        self.lanes.resize(ranks as usize, None);
+        for (link, rank, epoch) in std::mem::take(&mut self.early) {
+            self.attach(link, rank, epoch);
+        }
+    }
+
+    /// The kernel may still read accumulators until every lane of the old membership has closed.
+    fn wait_for_lanes(&mut self) {
+        let mut events = Vec::with_capacity(EVENTS_MAX);
+        while self.sessions.iter().any(Option::is_some) {
+            self.endpoint.poll(&mut events);
+            for event in events.drain(..) {
+                if let Event::Closed { lane, .. } = event {
+                    self.sessions[lane.0 as usize] = None;
+                }
+            }
+        }
+    }
+
+    fn on_header(&mut self, lane: LaneId, raw: &RawHeader, now: Duration) {
+        let Some(session) = &mut self.sessions[lane.0 as usize] else { return };
+        if matches!(session.receiving, Receiving::Closing) {
+            return;
+        }
+        self.counters.frames_in.add(1);
+        match self.check(lane, raw) {
+            Ok((header, _)) if header.kind == Kind::Goodbye => {
+                if let Some(session) = &mut self.sessions[lane.0 as usize] {
+                    session.goodbye = true;
+                    session.receiving = Receiving::Closing;
+                }
+                self.endpoint.close(lane);
+            }
+            Ok((header, index)) => {
+                let entry = &mut self.entries[index];
+                entry.arrived.insert(header.rank);
+                entry.opened_at.get_or_insert(now);
+                if header.length == 0 {
+                    entry.count_empty(header.rank);
+                    self.endpoint.land(lane, Landing::Pieces, 0);
+                    self.publish_if_whole(index);
+                } else if entry.free() {
+                    self.take(lane, index, header);
+                } else {
+                    self.counters.parked.add(1);
+                    entry.waiting.push_back(lane);
+                    if let Some(session) = &mut self.sessions[lane.0 as usize] {
+                        session.receiving = Receiving::Parked { entry: index, header };
+                    }
+                }
+            }
+            Err(why) => self.refuse(lane, why),
+        }
+    }
+
+    /// Every field of a header against the registry, before a byte of payload is accepted.
+    fn check(&self, lane: LaneId, raw: &RawHeader) -> Result<(Header, usize), Refusal> {
+        let header = Header::decode(raw)?;
+        let Some(session) = &self.sessions[lane.0 as usize] else {
+            return Err(Refusal::Kind(header.kind));
+        };
+        if header.rank != session.rank || header.epoch != session.epoch {
+            return Err(Refusal::Sender {
+                lane_rank: session.rank,
+                lane_epoch: session.epoch,
+                rank: header.rank,
+                epoch: header.epoch,
+            });
+        }
+        match header.kind {
+            Kind::Goodbye if header.length == 0 => return Ok((header, usize::MAX)),
+            Kind::Contribution => {}
+            other => return Err(Refusal::Kind(other)),
+        }
+        let key = header.key;
+        let index = *self.index.get(&key).ok_or(Refusal::Key(key))?;
+        let entry = &self.entries[index];
+        let bytes = entry.contribution_bytes(header.rank);
+        let shaped = header.dtype == entry.dtype
+            && header.offset == 0
+            && header.length as usize == bytes
+            && header.contributors == 1;
+        if !shaped {
+            return Err(Refusal::Shape { key });
+        }
+        let open = entry.round + 1;
+        if header.round.0 != open || entry.arrived.contains(header.rank) {
+            return Err(Refusal::Round { key, round: header.round, open });
+        }
+        Ok((header, index))
+    }
+
+    /// Lets the payload of this lane come: its key is free.
+    fn take(&mut self, lane: LaneId, index: usize, header: Header) {
+        let entry = &mut self.entries[index];
+        let landing = match entry.begin(lane) {
+            Take::Land => Landing::Into(entry.accumulator()),
+            Take::Pieces => Landing::Pieces,
+        };
+        if let Some(session) = &mut self.sessions[lane.0 as usize] {
+            session.receiving = Receiving::Payload { entry: index, header, done: 0, checksum: 0 };
+        }
+        self.endpoint.land(lane, landing, header.length as usize);
+    }
+
+    fn on_piece(&mut self, lane: LaneId, data: *const u8, length: usize) {
+        let Some(session) = &mut self.sessions[lane.0 as usize] else { return };
+        let Receiving::Payload { entry, header, done, checksum } = &mut session.receiving else {
+            return;
+        };
+        let index = *entry;
+        if header.flags & FLAG_PAYLOAD_CHECKSUM != 0 {
+            // SAFETY: the transport keeps a piece valid for its length until `consume`.
+            let piece = unsafe { std::slice::from_raw_parts(data, length) };
+            *checksum = crc32c::crc32c_append(*checksum, piece);
+        }
+        // SAFETY: as above.
+        unsafe { self.entries[index].add_piece(self.kernels, *done, data, length) };
+        *done += length;
+        let whole = *done == header.length as usize;
+        self.endpoint.consume(lane);
+        if whole {
+            self.end_payload(lane);
+        }
+    }
+
+    fn on_landed(&mut self, lane: LaneId) {
+        let Some(session) = &mut self.sessions[lane.0 as usize] else { return };
+        let Receiving::Payload { entry, header, checksum, .. } = &mut session.receiving else {
+            return;
+        };
+        if header.flags & FLAG_PAYLOAD_CHECKSUM != 0 {
+            let accumulator = self.entries[*entry].accumulator();
+            // SAFETY: the accumulator is as long as the payload that has just landed in it.
+            let landed = unsafe {
+                std::slice::from_raw_parts(accumulator.cast_const(), header.length as usize)
+            };
+            *checksum = crc32c::crc32c(landed);
+        }
+        self.end_payload(lane);
+    }
+
+    fn end_payload(&mut self, lane: LaneId) {
+        let Some(session) = &mut self.sessions[lane.0 as usize] else { return };
+        let receiving = std::mem::replace(&mut session.receiving, Receiving::Header);
+        let Receiving::Payload { entry, header, checksum, .. } = receiving else { return };
+        self.counters.bytes_in.add(u64::from(header.length));
+        let checked = header.flags & FLAG_PAYLOAD_CHECKSUM != 0;
+        self.checksums |= checked;
+        if checked && header.payload_checksum != checksum {
+            // The sum is spoilt, so the round can never be published: the job ends by the report of this refusal.
+            return self.refuse(lane, Refusal::Payload { key: header.key });
+        }
+        self.entries[entry].end(header.rank);
+        self.publish_if_whole(entry);
+        self.next_in_line(entry);
+    }
+
+    /// Lets the next waiting lane of a key go on, if the key is free.
+    fn next_in_line(&mut self, index: usize) {
+        let entry = &mut self.entries[index];
+        if !entry.free() {
+            return;
+        }
+        let Some(lane) = entry.waiting.pop_front() else { return };
+        let Some(session) = &self.sessions[lane.0 as usize] else { return };
+        if let Receiving::Parked { header, .. } = session.receiving {
+            self.take(lane, index, header);
+        }
+    }
+
+    fn publish_if_whole(&mut self, index: usize) {
+        if !self.entries[index].is_whole() {
+            return;
+        }
+        let entry = &mut self.entries[index];
+        entry.publish();
+        entry.checksum = self.checksums.then(|| {
+            // SAFETY: the accumulator holds at least a publication, and nothing lands in it while it is published.
+            let result = unsafe {
+                std::slice::from_raw_parts(entry.accumulator().cast_const(), entry.bytes)
+            };
+            crc32c::crc32c(result)
+        });
+        entry.publishing = self.ranks;
+        self.counters.rounds.add(1);
+        for rank in 0..self.lanes.len() {
+            // A rank whose lane is gone is dead: its share of the publication counts as sent.
+            let session = self.lanes[rank].and_then(|lane| self.sessions[lane.0 as usize].as_mut());
+            match session {
+                Some(session) => session.outbox.push_back(index),
+                None => self.entries[index].publishing -= 1,
+            }
+            if let Some(lane) = self.lanes[rank] {
+                self.flush(lane);
+            }
+        }
+    }
+
+    /// Posts what the outbox of a lane holds, as far as the transport takes it.
+    fn flush(&mut self, lane: LaneId) {
+        let Some(session) = &mut self.sessions[lane.0 as usize] else { return };
+        while let Some(&index) = session.outbox.front() {
+            let entry = &self.entries[index];
+            let length = entry.publication_bytes(session.rank);
+            let mut header =
+                Header::new(Kind::Publication, entry.dtype, session.rank, session.epoch);
+            header.key = entry.key;
+            header.round = Round(entry.round);
+            header.length = u32::try_from(length).unwrap_or(u32::MAX);
+            header.contributors = entry.contributors();
+            if let Some(checksum) = entry.checksum.filter(|_| length > 0) {
+                header.flags |= FLAG_PAYLOAD_CHECKSUM;
+                header.payload_checksum = checksum;
+            }
+            let payload = entry.accumulator().cast_const();
+            let frame = Frame { header: header.encode(), payload, length, token: index as u64 };
+            if self.endpoint.post(lane, &frame).is_err() {
+                self.counters.full.add(1);
+                return;
+            }
+            self.counters.frames_out.add(1);
+            self.counters.bytes_out.add(length as u64);
+            session.outbox.pop_front();
+            session.sending.push_back(index);
+        }
+    }
+
+    fn on_sent(&mut self, lane: LaneId, token: u64) {
+        let Some(session) = &mut self.sessions[lane.0 as usize] else { return };
+        if token == REFUSED {
+            return self.endpoint.close(lane);
+        }
+        if let Some(index) = session.sending.pop_front() {
+            debug_assert_eq!(index as u64, token, "a transport returned tokens out of order");
+            self.sent(index);
+        }
+        self.flush(lane);
+    }
+
+    fn sent(&mut self, index: usize) {
+        self.entries[index].publishing -= 1;
+        self.next_in_line(index);
+    }
+
+    fn refuse(&mut self, lane: LaneId, why: Refusal) {
+        let Some(session) = &mut self.sessions[lane.0 as usize] else { return };
+        session.receiving = Receiving::Closing;
+        let rank = session.rank;
+        let header =
+            Header::new(Kind::Refused, bps_engine::base::DType::U8, session.rank, session.epoch);
+        let frame =
+            Frame { header: header.encode(), payload: std::ptr::null(), length: 0, token: REFUSED };
+        if self.endpoint.post(lane, &frame).is_err() {
+            self.endpoint.close(lane);
+        }
+        self.report(Report::Refused { rank, why });
+    }
+
+    fn on_closed(&mut self, lane: LaneId, cause: Cause) {
+        let Some(mut session) = self.sessions[lane.0 as usize].take() else { return };
+        if self.lanes.get(session.rank.0 as usize) == Some(&Some(lane)) {
+            self.lanes[session.rank.0 as usize] = None;
+        }
+        if let Receiving::Parked { entry, .. } = session.receiving {
+            self.entries[entry].waiting.retain(|&other| other != lane);
+        }
+        // A half-landed payload leaves its key active for ever: its round can't be whole any more, and the report
+        // ends the job.
+        for index in session.outbox.drain(..).chain(session.sending.drain(..)) {
+            self.sent(index);
+        }
+        let expected = session.goodbye || session.epoch != self.epoch;
+        self.report(Report::Closed { rank: session.rank, cause, expected });
+    }
+
+    fn look_for_stalls(&mut self, now: Duration) {
+        let waited = |entry: &Entry| entry.opened_at.map(|since| now.saturating_sub(since));
+        let overdue = |entry: &&Entry| waited(entry).is_some_and(|time| time >= self.stall_report);
+        let mut stalled: Vec<&Entry> = self.entries.iter().filter(overdue).collect();
+        if stalled.is_empty() && !self.stalls_told {
+            return;
+        }
+        stalled.sort_by_key(|entry| entry.opened_at);
+        stalled.truncate(STALLS_MAX);
+        let describe = |entry: &&Entry| StalledKey {
+            key: entry.key,
+            round: entry.round + 1,
+            waited_ms: waited(entry)
+                .map_or(0, |time| u64::try_from(time.as_millis()).unwrap_or(u64::MAX)),
+            missing: entry.missing().collect(),
+        };
+        let keys: Vec<StalledKey> = stalled.iter().map(describe).collect();
+        self.stalls_told = !keys.is_empty();
+        self.report(Report::Stalled { keys });
+    }
+
+    fn report(&mut self, report: Report) {
+        self.backlog.push_back(report);
+    }
+
+    /// The ring to the control thread may be full: nothing is lost, and nothing waits for it.
+    fn send_backlog(&mut self) {
+        while let Some(report) = self.backlog.pop_front() {
+            if let Err((_, report)) = self.reports.push((self.core, report)) {
+                self.backlog.push_front(report);
+                break;
+            }
+            self.report_waker.wake();
+        }
+    }
+}
+
+/// Token of the frame that tells a worker of its refusal.
+const REFUSED: u64 = u64::MAX;

@@ -1,0 +1,286 @@
+//! A worker's side of the control plane, as a state machine: messages of the scheduler and wishes of the process go in,
+//! effects come out. The control thread carries them out over sockets, the simulation in memory.
+
+use crate::error::Error;
+use crate::nic::{Command, Plan, PlanPart, Report};
+use bps_engine::base::CoreId;
+use bps_engine::proto::messages::{
+    Assignment, Declaration, Mismatch, NodeMessage, OverReason, Roster, SchedulerMessage, Stall,
+};
+use bps_engine::transport::LaneId;
+use std::collections::{HashMap, HashSet};
+
+/// What has to be done now.
+pub enum Effect {
+    /// To the NIC loop.
+    Nic(Command),
+    /// To the scheduler.
+    Send(NodeMessage),
+    /// A declare is answered: tensor ids in the order of the declarations.
+    Declared {
+        /// Its number.
+        request: u64,
+        /// Ids, or why not.
+        result: Result<Vec<u32>, Error>,
+    },
+    /// A barrier is passed.
+    BarrierDone {
+        /// Its number.
+        request: u64,
+    },
+    /// A line for people.
+    Warn(String),
+    /// The job is over for this worker.
+    Over(Error),
+}
+
+/// See the [module](self).
+pub struct Agent {
+    roster: Roster,
+    lanes: HashMap<CoreId, LaneId>,
+    next_request: u64,
+    declares: HashMap<u64, Vec<Declaration>>,
+    planned: HashSet<u32>,
+    /// What servers have told of lost lanes, until the scheduler says what happened.
+    lost: Option<String>,
+    over: bool,
+}
+
+impl Agent {
+    /// The agent of a worker that has this roster and these lanes.
+    #[must_use]
+    pub fn new(roster: Roster, lanes: HashMap<CoreId, LaneId>) -> Agent {
+        Agent {
+            roster,
+            lanes,
+            next_request: 1,
+            declares: HashMap::new(),
+            planned: HashSet::new(),
+            lost: None,
+            over: false,
+        }
+    }
+
+    /// Starts a declare: its number and the message to send.
+    pub fn declare(&mut self, tensors: Vec<Declaration>) -> (u64, NodeMessage) {
+        let request = self.next_request;
+        self.next_request += 1;
+        self.declares.insert(request, tensors.clone());
+        (request, NodeMessage::Declare { request, tensors })
+    }
+
+    /// Starts a barrier: its number and the message to send.
+    pub fn barrier(&mut self) -> (u64, NodeMessage) {
+        let request = self.next_request;
+        self.next_request += 1;
+        (request, NodeMessage::Barrier { request })
+    }
+
+    /// A message of the scheduler. `open_round` describes what this worker waits for, if anything.
+    pub fn handle(&mut self, message: SchedulerMessage, effects: &mut Vec<Effect>) {
+        if self.over {
+            return;
+        }
+        match message {
+            SchedulerMessage::Declared { request, tensors } => {
+                self.declared(request, &tensors, effects);
+            }
+            SchedulerMessage::Refused { request, message } => {
+                self.declares.remove(&request);
+                let result = Err(Error::Refused(message));
+                effects.push(Effect::Declared { request, result });
+            }
+            SchedulerMessage::Mismatch(mismatch) => self.mismatch(&mismatch, effects),
+            SchedulerMessage::BarrierDone { request } => {
+                effects.push(Effect::BarrierDone { request });
+            }
+            SchedulerMessage::Stall { stalls } => {
+                if stalls.is_empty() {
+                    effects.push(Effect::Warn("the stall is over".into()));
+                }
+                for stall in &stalls {
+                    effects.push(Effect::Warn(describe_stall(stall)));
+                }
+            }
+            SchedulerMessage::Over { reason } => self.end(over_error(&reason), effects),
+            // For servers, or before the roster: of no meaning here.
+            SchedulerMessage::Waiting { .. }
+            | SchedulerMessage::Roster(_)
+            | SchedulerMessage::Install { .. }
+            | SchedulerMessage::Reset { .. } => {}
+        }
+    }
+
+    fn declared(&mut self, request: u64, tensors: &[Assignment], effects: &mut Vec<Effect>) {
+        let Some(declarations) = self.declares.remove(&request) else { return };
+        let plans: Result<Vec<Plan>, Error> = declarations
+            .into_iter()
+            .zip(tensors)
+            .map(|(declaration, assignment)| self.plan(declaration, assignment))
+            .collect();
+        let result = plans.map(|plans| {
+            for (plan, assignment) in plans.into_iter().zip(tensors) {
+                if self.planned.insert(assignment.tensor) {
+                    let plan = Box::new(plan);
+                    effects.push(Effect::Nic(Command::Plan { tensor: assignment.tensor, plan }));
+                }
+            }
+            tensors.iter().map(|assignment| assignment.tensor).collect()
+        });
+        effects.push(Effect::Declared { request, result });
+    }
+
+    /// An assignment, checked: the parts must cover the tensor without gaps, or memory would be touched that isn't its.
+    fn plan(&self, declaration: Declaration, assignment: &Assignment) -> Result<Plan, Error> {
+        let bytes = declaration.count.saturating_mul(declaration.dtype.size() as u64);
+        let broken = |what: &str| {
+            Error::Refused(format!("the scheduler's plan for `{}` {what}", declaration.name))
+        };
+        let mut parts = Vec::with_capacity(assignment.parts.len());
+        let mut end = 0;
+        for part in &assignment.parts {
+            if part.offset != end {
+                return Err(broken("has a gap"));
+            }
+            end += u64::from(part.bytes);
+            let lane = self.lanes.get(&part.core).copied();
+            parts.push(PlanPart {
+                key: part.key,
+                offset: usize::try_from(part.offset).map_err(|_| broken("is too large"))?,
+                bytes: part.bytes as usize,
+                lane: lane.ok_or_else(|| broken("names a core without a lane"))?,
+            });
+        }
+        if end != bytes {
+            return Err(broken("does not have the tensor's size"));
+        }
+        Ok(Plan {
+            name: declaration.name,
+            dtype: declaration.dtype,
+            operation: declaration.operation,
+            parts: parts.into_boxed_slice(),
+        })
+    }
+
+    fn mismatch(&mut self, mismatch: &Mismatch, effects: &mut Vec<Effect>) {
+        let said = |declaration: &Declaration| {
+            format!("{} × {} ({})", declaration.dtype, declaration.count, declaration.operation)
+        };
+        let name = mismatch.first_said.name.clone();
+        let text = format!(
+            "ranks disagree about `{name}`: {} declared {}, {} declared {}; give it the same type, size and operation \
+             on all ranks, or another name",
+            mismatch.first,
+            said(&mismatch.first_said),
+            mismatch.second,
+            said(&mismatch.second_said),
+        );
+        let error = Error::Mismatch(text);
+        let concerned = |declarations: &Vec<Declaration>| {
+            declarations.iter().any(|declaration| declaration.name == name)
+        };
+        let waiting: Vec<u64> = self
+            .declares
+            .iter()
+            .filter(|(_, declarations)| concerned(declarations))
+            .map(|(&request, _)| request)
+            .collect();
+        for request in waiting {
+            self.declares.remove(&request);
+            effects.push(Effect::Declared { request, result: Err(error.clone()) });
+        }
+        effects.push(Effect::Nic(Command::Poison { name, error }));
+    }
+
+    /// A report of the NIC loop. The scheduler knows best what became of a server, so a lost lane is only noted here:
+    /// see [`give_up`](Self::give_up).
+    pub fn handle_report(&mut self, report: Report, effects: &mut Vec<Effect>) {
+        match report {
+            Report::Lost { server, cause, round } => {
+                let round = round.map_or(String::new(), |round| format!(" while {round} was open"));
+                let text = format!("the lane to {} was lost{round}: {cause}", self.server(server));
+                self.lost.get_or_insert(text);
+            }
+            Report::Corrupt { server, message } => {
+                let text = format!("{} sent what can't be right: {message}", self.server(server));
+                effects.push(Effect::Send(NodeMessage::Failed { message: text.clone() }));
+                self.end(Error::PeerDied(text), effects);
+            }
+        }
+    }
+
+    /// Whether a lane was lost and nobody has said why yet.
+    #[must_use]
+    pub fn has_lost(&self) -> bool {
+        self.lost.is_some() && !self.over
+    }
+
+    /// The scheduler has not said in time why a lane was lost: the job is over all the same.
+    pub fn give_up(&mut self, effects: &mut Vec<Effect>) {
+        if let Some(text) = self.lost.take() {
+            effects.push(Effect::Send(NodeMessage::Failed { message: text.clone() }));
+            self.end(Error::PeerDied(text), effects);
+        }
+    }
+
+    /// The connection to the scheduler is lost.
+    pub fn scheduler_lost(&mut self, how: &str, effects: &mut Vec<Effect>) {
+        self.end(Error::PeerDied(format!("the scheduler died: {how}")), effects);
+    }
+
+    fn end(&mut self, error: Error, effects: &mut Vec<Effect>) {
+        if self.over {
+            return;
+        }
+        self.over = true;
+        for request in self.declares.drain().map(|(request, _)| request) {
+            effects.push(Effect::Declared { request, result: Err(error.clone()) });
+        }
+        effects.push(Effect::Over(error));
+    }
+
+    fn server(&self, index: u32) -> String {
+        match self.roster.servers.get(index as usize) {
+            Some(peer) => format!("server {index} (host {}, pid {})", peer.host, peer.pid),
+            None => format!("server {index}"),
+        }
+    }
+}
+
+fn ranks(ranks: &[bps_engine::base::Rank]) -> String {
+    let names: Vec<String> = ranks.iter().map(|rank| rank.0.to_string()).collect();
+    format!("{} {}", if ranks.len() == 1 { "rank" } else { "ranks" }, names.join(","))
+}
+
+/// "round 812 of `layer4.weight` waits for rank 3; ranks 0,1,2 arrived 5.0 s ago".
+#[must_use]
+pub fn describe_stall(stall: &Stall) -> String {
+    let seconds = stall.waited_ms as f64 / 1000.0;
+    format!(
+        "round {} of `{}` waits for {}; {} arrived {seconds:.1} s ago",
+        stall.round,
+        stall.name,
+        ranks(&stall.missing),
+        ranks(&stall.arrived),
+    )
+}
+
+/// What a worker's caller is told when the job is over.
+fn over_error(reason: &OverReason) -> Error {
+    match reason {
+        OverReason::Finished => Error::Closed("the job has finished".into()),
+        OverReason::Died { who, host, pid, how, rounds } => Error::PeerDied(format!(
+            "{who} (host {host}, pid {pid}) died: {how}, after {rounds} rounds"
+        )),
+        OverReason::Failed { who, message } => {
+            Error::PeerDied(format!("{who} ended the job: {message}"))
+        }
+        OverReason::Stalled { stalls } => {
+            let first = stalls.first().map_or("a round".into(), describe_stall);
+            Error::Stalled(format!(
+                "{first}; that is longer than BPS_STALL_TIMEOUT, so the job is over"
+            ))
+        }
+        OverReason::NotFormed { message } => Error::Start(message.clone()),
+    }
+}

@@ -1,0 +1,234 @@
+//! Joining a job, what can be asked of it, and leaving it.
+
+use crate::error::Error;
+use crate::job::{Job, lock};
+use crate::start;
+use crate::task::Handle;
+use bps_engine::base::{Operation, Rank};
+use bps_engine::config::Config;
+use bps_engine::proto::messages::Declaration;
+use bps_engine::trace::log;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+/// A declared tensor, dense from 0 in the order of first declaration in the job.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+pub struct TensorId(pub u32);
+
+/// One tensor to push and pull.
+#[derive(Clone, Copy, Debug)]
+pub struct PushPull {
+    /// Which.
+    pub tensor: TensorId,
+    /// Its bytes, as many as were declared.
+    pub source: *const u8,
+    /// Where the result goes; may be the source.
+    pub target: *mut u8,
+    /// Larger goes sooner.
+    pub priority: i64,
+}
+
+/// Throughput over one interval.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Speed {
+    /// End of the interval, milliseconds since 1970.
+    pub unix_ms: u64,
+    /// 10^6 bytes of finished tensors a second.
+    pub megabytes_per_second: f64,
+}
+
+struct Shared {
+    rank: u32,
+    size: u32,
+    local_rank: u32,
+    local_size: u32,
+    /// What each tensor was declared as: name to id.
+    declared: Mutex<HashMap<String, (Declaration, TensorId)>>,
+    sizes: Mutex<Vec<(usize, Declaration)>>,
+    job: Option<Job>,
+}
+
+/// A rank of a job. Clones are the same one.
+#[derive(Clone)]
+pub struct Worker(Arc<Shared>);
+
+impl Worker {
+    /// Joins the job that the configuration names: waits for all its nodes, at most
+    /// [`Config::start_timeout`](bps_engine::config::Config), and connects to every server core. A job of one rank
+    /// needs nobody else.
+    ///
+    /// # Errors
+    /// [`Error::Config`] and [`Error::Start`], which say what to do.
+    pub fn start(config: &Config) -> Result<Worker, Error> {
+        log::init(config.log_level, "worker");
+        if !config.distributed() {
+            return Ok(Worker(Arc::new(Shared::alone(config))));
+        }
+        let joined = start::join(config)?;
+        log::init(config.log_level, &format!("rank {}", joined.roster.index));
+        let (rank, size) = (joined.roster.index, joined.roster.size);
+        let job = Job::start(config, joined)?;
+        let shared = Shared { rank, size, job: Some(job), ..Shared::alone(config) };
+        Ok(Worker(Arc::new(shared)))
+    }
+
+    /// This process's number, from 0.
+    #[must_use]
+    pub fn rank(&self) -> u32 {
+        self.0.rank
+    }
+
+    /// Ranks in the job.
+    #[must_use]
+    pub fn size(&self) -> u32 {
+        self.0.size
+    }
+
+    /// This process's number on its host, from 0.
+    #[must_use]
+    pub fn local_rank(&self) -> u32 {
+        self.0.local_rank
+    }
+
+    /// Worker processes on this host.
+    #[must_use]
+    pub fn local_size(&self) -> u32 {
+        self.0.local_size
+    }
+
+    /// Names tensors, in one round trip for all that are new. The same declaration again costs nothing.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] where another rank, or this one earlier, said something else of the same name;
+    /// [`Error::Refused`] for what the scheduler or a server can't serve.
+    pub fn declare(&self, tensors: &[Declaration]) -> Result<Vec<TensorId>, Error> {
+        let unknown: Vec<Declaration> = {
+            let known = lock(&self.0.declared);
+            let equal =
+                |one: &&Declaration| known.get(&one.name).is_none_or(|(old, _)| old != *one);
+            tensors.iter().filter(equal).cloned().collect()
+        };
+        if !unknown.is_empty() {
+            let ids = match &self.0.job {
+                Some(job) => job.declare(&unknown)?,
+                None => self.0.declare_alone(&unknown)?,
+            };
+            let mut known = lock(&self.0.declared);
+            let mut sizes = lock(&self.0.sizes);
+            for (declaration, id) in unknown.into_iter().zip(ids) {
+                let bytes = declaration.count.saturating_mul(declaration.dtype.size() as u64);
+                let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+                if sizes.len() <= id as usize {
+                    sizes.resize(id as usize + 1, (0, declaration.clone()));
+                }
+                sizes[id as usize] = (bytes, declaration.clone());
+                known.insert(declaration.name.clone(), (declaration, TensorId(id)));
+            }
+        }
+        let known = lock(&self.0.declared);
+        let id = |one: &Declaration| known.get(&one.name).map(|&(_, id)| id);
+        tensors
+            .iter()
+            .map(|one| {
+                id(one).ok_or_else(|| Error::Refused(format!("`{}` was not declared", one.name)))
+            })
+            .collect()
+    }
+
+    /// Starts pushing tensors and pulling their results. One tensor may be under way several times: its rounds follow
+    /// one another.
+    ///
+    /// # Safety
+    /// Each `source` is valid for reading and each `target` for writing the declared bytes, and nobody changes or
+    /// reads them (but for this engine) until the handle [polls](Handle::poll) true or the process ends. `source` may
+    /// equal `target`; else they do not overlap.
+    ///
+    /// # Errors
+    /// [`Error::Closed`] or what ended the job.
+    pub unsafe fn push_pull(&self, items: &[PushPull]) -> Result<Vec<Handle>, Error> {
+        let mut handles = Vec::with_capacity(items.len());
+        for item in items {
+            let Some((bytes, declaration)) =
+                lock(&self.0.sizes).get(item.tensor.0 as usize).cloned()
+            else {
+                return Err(Error::Refused(format!(
+                    "tensor id {} was not declared",
+                    item.tensor.0
+                )));
+            };
+            let root = declaration.operation == Operation::Broadcast(Rank(self.0.rank));
+            let copies = (self.0.job.is_none() || root) && !std::ptr::eq(item.source, item.target);
+            if copies && bytes > 0 {
+                // SAFETY: both are valid for the declared bytes and do not overlap, as the caller promises.
+                unsafe { std::ptr::copy_nonoverlapping(item.source, item.target, bytes) };
+            }
+            handles.push(match &self.0.job {
+                Some(job) => job.push(item)?,
+                None => Handle::finished(Ok(())),
+            });
+        }
+        if let Some(job) = &self.0.job {
+            job.wake();
+        }
+        Ok(handles)
+    }
+
+    /// Waits until every rank of the job has called it.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`], or what ended the job.
+    pub fn barrier(&self, timeout: Option<Duration>) -> Result<(), Error> {
+        self.0.job.as_ref().map_or(Ok(()), |job| job.barrier(timeout))
+    }
+
+    /// The oldest throughput sample not yet asked for; one is taken each second in which tensors finished.
+    #[must_use]
+    pub fn speed(&self) -> Option<Speed> {
+        self.0.job.as_ref()?.speed()
+    }
+
+    /// Leaves the job in good order. With `suspend` the servers and the scheduler stay, for workers to come.
+    ///
+    /// # Errors
+    /// What ended the job before. The worker is gone all the same.
+    pub fn shutdown(&self, suspend: bool) -> Result<(), Error> {
+        self.0.job.as_ref().map_or(Ok(()), |job| job.leave(suspend))
+    }
+}
+
+impl Shared {
+    fn alone(config: &Config) -> Shared {
+        Shared {
+            rank: config
+                .global_rank
+                .unwrap_or(config.worker_id * config.local_size + config.local_rank),
+            size: config.num_workers * config.local_size,
+            local_rank: config.local_rank,
+            local_size: config.local_size,
+            declared: Mutex::default(),
+            sizes: Mutex::default(),
+            job: None,
+        }
+    }
+
+    fn declare_alone(&self, tensors: &[Declaration]) -> Result<Vec<u32>, Error> {
+        let known = lock(&self.declared);
+        for one in tensors {
+            if let Some((old, _)) = known.get(&one.name) {
+                return Err(Error::Mismatch(format!(
+                    "`{}` was declared as {} × {} ({}), now as {} × {} ({}); use another name",
+                    one.name,
+                    old.dtype,
+                    old.count,
+                    old.operation,
+                    one.dtype,
+                    one.count,
+                    one.operation
+                )));
+            }
+        }
+        let next = u32::try_from(known.len()).unwrap_or(u32::MAX);
+        Ok((next..).take(tensors.len()).collect())
+    }
+}

@@ -1,0 +1,161 @@
+//! The control thread of a worker: reads the scheduler, listens to the NIC loop, and carries out what the
+//! [`Agent`] makes of it. Nothing of the data path passes here.
+
+use crate::agent::{Agent, Effect};
+use crate::context::Speed;
+use crate::error::Error;
+use crate::job::lock;
+use crate::nic::{Command, NicStatistics, Report};
+use bps_engine::control::{LinkReceiver, LinkSender};
+use bps_engine::proto::messages::NodeMessage;
+use bps_engine::ring::Mpsc;
+use bps_engine::trace::log;
+use bps_engine::transport::Waker;
+use std::collections::{HashMap, VecDeque};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant, SystemTime};
+
+/// How long the scheduler has to say why a lane was lost.
+const VERDICT: Duration = Duration::from_secs(2);
+/// How often this thread looks around when nothing comes.
+const TICK: Duration = Duration::from_millis(50);
+/// Over how long throughput is measured.
+const SPEED_INTERVAL: Duration = Duration::from_secs(1);
+/// Throughput samples that are kept.
+const SPEEDS_MAX: usize = 1024;
+
+/// Answers that callers wait for.
+#[derive(Default)]
+pub(crate) struct Answers {
+    pub(crate) declares: HashMap<u64, Result<Vec<u32>, Error>>,
+    pub(crate) barriers: Vec<u64>,
+    pub(crate) over: Option<Error>,
+}
+
+/// The control thread of a worker.
+pub(crate) struct Control {
+    pub(crate) agent: Arc<Mutex<Agent>>,
+    pub(crate) sender: LinkSender,
+    pub(crate) receiver: LinkReceiver,
+    pub(crate) commands: Mpsc<Command>,
+    pub(crate) nic_waker: Waker,
+    pub(crate) nic_ended: Arc<AtomicBool>,
+    pub(crate) reports: Mpsc<Report>,
+    pub(crate) answers: Arc<(Mutex<Answers>, Condvar)>,
+    pub(crate) leaving: Arc<AtomicBool>,
+    pub(crate) statistics: Arc<NicStatistics>,
+    pub(crate) heartbeat_interval: Duration,
+    pub(crate) lost_at: Option<Instant>,
+    pub(crate) speeds: Arc<Mutex<VecDeque<Speed>>>,
+}
+
+impl Control {
+    pub(crate) fn run(mut self) {
+        let mut heartbeat = Instant::now();
+        let mut measured = (Instant::now(), 0);
+        let mut effects = Vec::new();
+        loop {
+            match self.receiver.receive(TICK) {
+                Ok(Some(message)) => lock(&self.agent).handle(message, &mut effects),
+                Ok(None) => {}
+                Err(_) if self.leaving.load(Ordering::Acquire) => return,
+                Err(error) => {
+                    lock(&self.agent).scheduler_lost(&error.to_string(), &mut effects);
+                }
+            }
+            while let Some(report) = self.reports.pop() {
+                lock(&self.agent).handle_report(report, &mut effects);
+            }
+            self.wait_for_verdict(&mut effects);
+            let over = self.carry_out(&mut effects);
+            let left =
+                self.leaving.load(Ordering::Acquire) && self.nic_ended.load(Ordering::Acquire);
+            if over || left {
+                return;
+            }
+            if measured.0.elapsed() >= SPEED_INTERVAL {
+                measured = self.measure(measured);
+            }
+            if heartbeat.elapsed() >= self.heartbeat_interval {
+                heartbeat = Instant::now();
+                let rounds = self.statistics.rounds.load(Ordering::Relaxed);
+                // A scheduler that can't be written to is noticed by `receive`.
+                let _ = self.sender.send(&NodeMessage::Heartbeat { rounds });
+            }
+        }
+    }
+
+    /// Takes a throughput sample, if any tensor was finished since the last one.
+    fn measure(&self, (since, bytes_then): (Instant, u64)) -> (Instant, u64) {
+        let (now, bytes) = (Instant::now(), self.statistics.bytes.load(Ordering::Relaxed));
+        if bytes > bytes_then {
+            let megabytes = (bytes - bytes_then) as f64 / 1e6;
+            let megabytes_per_second = megabytes / (now - since).as_secs_f64();
+            let mut speeds = lock(&self.speeds);
+            if speeds.len() == SPEEDS_MAX {
+                speeds.pop_front();
+            }
+            speeds.push_back(Speed { unix_ms: unix_ms(), megabytes_per_second });
+        }
+        (now, bytes)
+    }
+
+    fn wait_for_verdict(&mut self, effects: &mut Vec<Effect>) {
+        let mut agent = lock(&self.agent);
+        if agent.has_lost() {
+            let since = *self.lost_at.get_or_insert_with(Instant::now);
+            if since.elapsed() > VERDICT {
+                agent.give_up(effects);
+            }
+        }
+    }
+
+    /// Returns whether the job is over for this worker.
+    fn carry_out(&self, effects: &mut Vec<Effect>) -> bool {
+        let mut over = false;
+        for effect in effects.drain(..) {
+            match effect {
+                Effect::Nic(command) => self.command(command),
+                Effect::Send(message) => {
+                    let _ = self.sender.send(&message);
+                }
+                Effect::Declared { request, result } => {
+                    self.answer(|answers| drop(answers.declares.insert(request, result)));
+                }
+                Effect::BarrierDone { request } => {
+                    self.answer(|answers| answers.barriers.push(request));
+                }
+                Effect::Warn(line) => log::warning!("{line}"),
+                Effect::Over(error) => {
+                    over = true;
+                    self.command(Command::Fail { error: error.clone() });
+                    self.answer(|answers| answers.over = Some(error));
+                }
+            }
+        }
+        over
+    }
+
+    fn answer(&self, change: impl FnOnce(&mut Answers)) {
+        change(&mut lock(&self.answers.0));
+        self.answers.1.notify_all();
+    }
+
+    fn command(&self, mut command: Command) {
+        while !self.nic_ended.load(Ordering::Acquire) {
+            match self.commands.push(command) {
+                Ok(()) => return self.nic_waker.wake(),
+                Err(back) => command = back,
+            }
+            self.nic_waker.wake();
+            std::thread::yield_now();
+        }
+    }
+}
+
+/// Milliseconds since 1970.
+fn unix_ms() -> u64 {
+    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,298 @@
+//! A worker's place in a job of several ranks: its two threads, and how callers reach them.
+
+use crate::agent::Agent;
+use crate::context::{PushPull, Speed};
+use crate::control::{Answers, Control};
+use crate::error::Error;
+use crate::nic::{Command, Memory, Nic, NicConfig, NicStatistics, Report};
+use crate::start;
+use crate::task::{Handle, Task};
+use bps_engine::base::Rank;
+use bps_engine::config::Config;
+use bps_engine::control::LinkSender;
+use bps_engine::harness::{self, Idler, Step};
+use bps_engine::proto::messages::{Declaration, NodeMessage};
+use bps_engine::ring::Mpsc;
+use bps_engine::trace::log;
+use bps_engine::transport::Waker;
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// Commands that may wait for the NIC loop.
+const COMMANDS: usize = 4096;
+/// How often a caller that waits for the scheduler looks around.
+const LOOK: Duration = Duration::from_millis(50);
+/// How long leaving may take before it is given up.
+const LEAVE: Duration = Duration::from_secs(5);
+
+/// Locks, whatever became of other holders.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // A panic in one of our threads aborts the process, so a poisoned lock only comes from a caller's thread.
+    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+/// The part of a worker that exists only if there are others.
+pub(crate) struct Job {
+    commands: Mpsc<Command>,
+    nic_waker: Waker,
+    /// The NIC loop takes no more commands: set before its last look at the queue.
+    nic_ended: Arc<AtomicBool>,
+    over: Arc<OnceLock<Error>>,
+    agent: Arc<Mutex<Agent>>,
+    sender: LinkSender,
+    answers: Arc<(Mutex<Answers>, Condvar)>,
+    leaving: Arc<AtomicBool>,
+    speeds: Arc<Mutex<VecDeque<Speed>>>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+}
+
+impl Job {
+    pub(crate) fn start(config: &Config, joined: start::Joined) -> Result<Job, Error> {
+        let commands: Mpsc<Command> = Mpsc::new(COMMANDS);
+        let reports: Mpsc<Report> = Mpsc::new(joined.links.len() * 2 + 16);
+        let nic_waker = joined.waker.clone();
+        let report_waker =
+            Waker::new().map_err(|error| Error::Start(format!("no eventfd: {error}")))?;
+        let statistics = Arc::new(NicStatistics::default());
+        let nic_ended = Arc::new(AtomicBool::new(false));
+        let over = Arc::new(OnceLock::new());
+        let nic_config = NicConfig {
+            rank: Rank(joined.roster.index),
+            size: joined.roster.size,
+            epoch: joined.roster.epoch,
+            credit_bytes: start::credit_bytes(config),
+            payload_checksum: config.payload_checksum,
+        };
+        let lanes = joined.lanes();
+        let (started, has_started) = std::sync::mpsc::channel();
+        let cpu = start::nic_cpu(config);
+        let nic_thread = {
+            let (commands, reports, statistics) =
+                (commands.clone(), reports.clone(), Arc::clone(&statistics));
+            let (ended, over, config) = (Arc::clone(&nic_ended), Arc::clone(&over), config.clone());
+            let (links, waker) = (joined.links, joined.waker);
+            let body = move || {
+                let made = start::nic(
+                    &config,
+                    nic_config,
+                    links,
+                    &waker,
+                    &commands,
+                    &reports,
+                    report_waker,
+                    &statistics,
+                );
+                match made {
+                    Ok((nic, line)) => {
+                        let _ = started.send(Ok(line));
+                        run_nic(nic, &config, &commands, &ended, &over);
+                    }
+                    Err(error) => {
+                        let _ = started.send(Err(error));
+                    }
+                }
+            };
+            harness::spawn("bps-nic", cpu, body)
+        };
+        let nic_thread = nic_thread.map_err(|error| Error::Start(format!("no thread: {error}")))?;
+        let line = has_started
+            .recv()
+            .map_err(|_| Error::Start("the NIC thread ended at once".into()))??;
+        log::info!("{line}");
+        let agent = Arc::new(Mutex::new(Agent::new(joined.roster, lanes)));
+        let answers: Arc<(Mutex<Answers>, Condvar)> = Arc::default();
+        let leaving = Arc::new(AtomicBool::new(false));
+        let speeds: Arc<Mutex<VecDeque<Speed>>> = Arc::default();
+        let control = Control {
+            agent: Arc::clone(&agent),
+            sender: joined.sender.clone(),
+            receiver: joined.receiver,
+            commands: commands.clone(),
+            nic_waker: nic_waker.clone(),
+            nic_ended: Arc::clone(&nic_ended),
+            reports,
+            answers: Arc::clone(&answers),
+            leaving: Arc::clone(&leaving),
+            statistics,
+            heartbeat_interval: config.heartbeat_interval,
+            lost_at: None,
+            speeds: Arc::clone(&speeds),
+        };
+        let control_thread = harness::spawn("bps-control", None, move || control.run())
+            .map_err(|error| Error::Start(format!("no thread: {error}")))?;
+        Ok(Job {
+            commands,
+            nic_waker,
+            nic_ended,
+            over,
+            agent,
+            sender: joined.sender,
+            answers,
+            leaving,
+            speeds,
+            threads: Mutex::new(vec![nic_thread, control_thread]),
+        })
+    }
+
+    pub(crate) fn speed(&self) -> Option<Speed> {
+        lock(&self.speeds).pop_front()
+    }
+
+    /// Pushed commands are there: the loop may be asleep.
+    pub(crate) fn wake(&self) {
+        self.nic_waker.wake();
+    }
+
+    fn ended(&self) -> Error {
+        let closed = || Error::Closed("this worker has shut down: call init() first".into());
+        self.over.get().cloned().unwrap_or_else(closed)
+    }
+
+    pub(crate) fn declare(&self, tensors: &[Declaration]) -> Result<Vec<u32>, Error> {
+        let (request, message) = lock(&self.agent).declare(tensors.to_vec());
+        self.send(&message)?;
+        let found = |answers: &mut Answers| answers.declares.remove(&request);
+        self.answer(None, found)?.ok_or_else(|| self.ended())?
+    }
+
+    pub(crate) fn barrier(&self, timeout: Option<Duration>) -> Result<(), Error> {
+        let (request, message) = lock(&self.agent).barrier();
+        self.send(&message)?;
+        let found = |answers: &mut Answers| {
+            let position = answers.barriers.iter().position(|&done| done == request)?;
+            Some(answers.barriers.swap_remove(position))
+        };
+        match self.answer(timeout, found)? {
+            Some(_) => Ok(()),
+            None => Err(Error::Timeout(format!(
+                "barrier: not all ranks came within {:.1} s",
+                timeout.unwrap_or_default().as_secs_f64()
+            ))),
+        }
+    }
+
+    fn send(&self, message: &NodeMessage) -> Result<(), Error> {
+        if self.leaving.load(Ordering::Acquire) || self.nic_ended.load(Ordering::Acquire) {
+            return Err(self.ended());
+        }
+        self.sender
+            .send(message)
+            .map_err(|error| Error::PeerDied(format!("the scheduler can't be reached: {error}")))
+    }
+
+    /// Waits for an answer; `None` if the time is over first.
+    fn answer<T>(
+        &self,
+        timeout: Option<Duration>,
+        mut found: impl FnMut(&mut Answers) -> Option<T>,
+    ) -> Result<Option<T>, Error> {
+        let start = Instant::now();
+        let (answers, changed) = &*self.answers;
+        let mut answers = lock(answers);
+        loop {
+            if let Some(answer) = found(&mut answers) {
+                return Ok(Some(answer));
+            }
+            if let Some(error) = &answers.over {
+                return Err(error.clone());
+            }
+            if timeout.is_some_and(|timeout| start.elapsed() >= timeout) {
+                return Ok(None);
+            }
+            let slice =
+                timeout.map_or(LOOK, |timeout| timeout.saturating_sub(start.elapsed()).min(LOOK));
+            answers = match changed.wait_timeout(answers, slice) {
+                Ok((guard, _)) => guard,
+                Err(poisoned) => poisoned.into_inner().0,
+            };
+        }
+    }
+
+    pub(crate) fn push(&self, item: &PushPull) -> Result<Handle, Error> {
+        let task = Arc::new(Task::default());
+        let memory = Memory { source: item.source, target: item.target };
+        let mut command = Command::Push {
+            tensor: item.tensor.0,
+            memory,
+            priority: item.priority,
+            task: Arc::clone(&task),
+        };
+        loop {
+            if self.nic_ended.load(Ordering::Acquire) {
+                return Err(self.ended());
+            }
+            match self.commands.push(command) {
+                Ok(()) => break,
+                Err(back) => command = back,
+            }
+            self.nic_waker.wake();
+            std::thread::yield_now();
+        }
+        // The loop may have ended between the look and the push: then nobody else empties the queue.
+        if self.nic_ended.load(Ordering::SeqCst) {
+            drain(&self.commands, &self.ended());
+        }
+        Ok(Handle(task))
+    }
+
+    pub(crate) fn leave(&self, suspend: bool) -> Result<(), Error> {
+        if self.leaving.swap(true, Ordering::AcqRel) {
+            return Ok(());
+        }
+        let deadline = Instant::now() + LEAVE;
+        let was_over = self.over.get().cloned();
+        if was_over.is_none() {
+            let _ = self.commands.push(Command::Leave);
+            self.nic_waker.wake();
+            while !self.nic_ended.load(Ordering::Acquire) && Instant::now() < deadline {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            // Whoever is not there any more needs no goodbye.
+            let _ = self.sender.send(&NodeMessage::Leave { suspend });
+        }
+        let _ = self.commands.push(Command::Fail { error: self.ended() });
+        self.nic_waker.wake();
+        for thread in lock(&self.threads).drain(..) {
+            // The harness aborts the process when a thread panics, so joining can't fail otherwise.
+            let _ = thread.join();
+        }
+        was_over.map_or(Ok(()), Err)
+    }
+}
+
+/// Finishes what is in the queue of a loop that has ended.
+fn drain(commands: &Mpsc<Command>, error: &Error) {
+    while let Some(command) = commands.pop() {
+        if let Command::Push { task, .. } = command {
+            task.finish(Err(error.clone()));
+        }
+    }
+}
+
+fn run_nic(
+    mut nic: Nic,
+    config: &Config,
+    commands: &Mpsc<Command>,
+    ended: &AtomicBool,
+    over: &OnceLock<Error>,
+) {
+    let mut idler = Idler::new(config.idle, start::spin());
+    while !nic.ended() {
+        let progress = nic.step();
+        if idler.step(progress) == Step::Sleep {
+            nic.sleep(Duration::from_millis(500));
+        }
+    }
+    if let Some(error) = nic.over() {
+        let _ = over.set(error.clone());
+        if !matches!(error, Error::Closed(_)) {
+            log::error!("{error}");
+        }
+    }
+    ended.store(true, Ordering::SeqCst);
+    let closed = Error::Closed("this worker has shut down".into());
+    drain(commands, over.get().unwrap_or(&closed));
+}

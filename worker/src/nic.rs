@@ -1,0 +1,651 @@
+//! The NIC loop of a worker process: takes tasks, sends their parts by priority, lands the results in the tensors.
+//! It owns the lanes to every server core and is driven by one thread. The data path allocates nothing beyond what
+//! its queues have grown to.
+
+use crate::error::Error;
+use crate::task::Task;
+use bps_engine::base::{DType, Epoch, Key, Operation, Rank, Round};
+use bps_engine::lane::Endpoint;
+use bps_engine::limits::EVENTS_MAX;
+use bps_engine::ring::Mpsc;
+use bps_engine::sched::CreditQueue;
+use bps_engine::transport::{Cause, Event, Frame, Landing, LaneId, Link, Waker};
+use bps_engine::wire::header::FLAG_PAYLOAD_CHECKSUM;
+use bps_engine::wire::{Header, Kind, RawHeader};
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+/// A part of a tensor, with the lane that its core is reached by.
+#[derive(Clone, Copy, Debug)]
+pub struct PlanPart {
+    /// Its id.
+    pub key: Key,
+    /// First byte within the tensor.
+    pub offset: usize,
+    /// Its size.
+    pub bytes: usize,
+    /// The lane to its core.
+    pub lane: LaneId,
+}
+
+/// All that the loop must know of a tensor before it is pushed.
+#[derive(Debug)]
+pub struct Plan {
+    /// Its name, for messages.
+    pub name: String,
+    /// Its element type.
+    pub dtype: DType,
+    /// What a round computes.
+    pub operation: Operation,
+    /// In order of offset, without gaps.
+    pub parts: Box<[PlanPart]>,
+}
+
+/// Memory of a caller, valid until its task is finished: see [`crate::PushPull`].
+#[derive(Clone, Copy, Debug)]
+pub struct Memory {
+    /// What is pushed.
+    pub source: *const u8,
+    /// Where the result lands; may be the source.
+    pub target: *mut u8,
+}
+
+// SAFETY: the pointers are only followed by the NIC thread, and the caller of `push_pull` promises that the memory
+// stays valid and unshared until the task is finished.
+unsafe impl Send for Memory {}
+
+/// From the other threads to the loop.
+pub enum Command {
+    /// A tensor was declared.
+    Plan {
+        /// Its id: dense, from 0.
+        tensor: u32,
+        /// Where its parts live.
+        plan: Box<Plan>,
+    },
+    /// Push this tensor and pull its result.
+    Push {
+        /// Its id.
+        tensor: u32,
+        /// Its bytes.
+        memory: Memory,
+        /// Larger goes sooner.
+        priority: i64,
+        /// Told when it is over.
+        task: Arc<Task>,
+    },
+    /// This tensor is of no use any more: what is pending of it fails, and so does what comes.
+    Poison {
+        /// Its name.
+        name: String,
+        /// Why.
+        error: Error,
+    },
+    /// The job is over for this worker: close all lanes, then fail what is pending.
+    Fail {
+        /// Why.
+        error: Error,
+    },
+    /// Nothing is pending: say goodbye on all lanes and end.
+    Leave,
+}
+
+/// From the loop to the control thread.
+#[derive(Debug)]
+pub enum Report {
+    /// A lane closed that should not have.
+    Lost {
+        /// Index of the server at its other end.
+        server: u32,
+        /// What was seen.
+        cause: Cause,
+        /// What was open then, for people.
+        round: Option<String>,
+    },
+    /// A publication that does not fit what was pushed.
+    Corrupt {
+        /// Index of the server that sent it.
+        server: u32,
+        /// What does not fit.
+        message: String,
+    },
+}
+
+/// A ready part in a lane's queue, or one that was posted.
+#[derive(Clone, Copy)]
+struct ReadyPart {
+    run: u32,
+    part: u32,
+}
+
+enum Receiving {
+    Header,
+    Landing { run: u32, bytes: usize, header: Header, target: *mut u8 },
+    Closing,
+}
+
+struct Lane {
+    server: u32,
+    open: bool,
+    receiving: Receiving,
+    queue: CreditQueue<ReadyPart>,
+    /// Posted and not sent, in order.
+    sending: VecDeque<ReadyPart>,
+}
+
+/// A task under way.
+struct Run {
+    tensor: u32,
+    memory: Memory,
+    /// Parts not yet landed, plus parts posted and not yet sent.
+    open: u32,
+    posted: u32,
+    task: Option<Arc<Task>>,
+    failed: Option<Error>,
+}
+
+struct Waiting {
+    memory: Memory,
+    priority: i64,
+    task: Arc<Task>,
+}
+
+struct Tensor {
+    plan: Box<Plan>,
+    round: u64,
+    run: Option<u32>,
+    /// Later pushes of the same tensor: a key never has two rounds in flight, so that no lane can wait for another.
+    waiting: VecDeque<Waiting>,
+    poisoned: Option<Error>,
+}
+
+/// What a NIC loop is and whom it talks to.
+pub struct NicConfig {
+    /// Which rank it serves.
+    pub rank: Rank,
+    /// Ranks in the job.
+    pub size: u32,
+    /// The membership.
+    pub epoch: Epoch,
+    /// Bytes that may be posted to a lane and not yet sent.
+    pub credit_bytes: usize,
+    /// Whether contributions carry a CRC-32C.
+    pub payload_checksum: bool,
+}
+
+/// What the other threads read of a loop.
+#[derive(Default)]
+pub struct NicStatistics {
+    /// Bytes of finished tensors.
+    pub bytes: AtomicU64,
+    /// Parts landed.
+    pub rounds: AtomicU64,
+}
+
+/// See the [module](self).
+pub struct Nic {
+    endpoint: Endpoint,
+    config: NicConfig,
+    lanes: Vec<Lane>,
+    tensors: Vec<Option<Tensor>>,
+    /// Where a publication belongs.
+    keys: HashMap<Key, (u32, u32)>,
+    runs: Vec<Run>,
+    free_runs: Vec<u32>,
+    commands: Mpsc<Command>,
+    reports: Mpsc<Report>,
+    report_waker: Waker,
+    statistics: Arc<NicStatistics>,
+    events: Vec<Event>,
+    over: Option<Error>,
+    leaving: bool,
+}
+
+const GOODBYE: u64 = u64::MAX;
+
+impl Nic {
+    /// A loop without lanes.
+    pub fn new(
+        endpoint: Endpoint,
+        config: NicConfig,
+        commands: Mpsc<Command>,
+        reports: Mpsc<Report>,
+        report_waker: Waker,
+        statistics: Arc<NicStatistics>,
+    ) -> Nic {
+        Nic {
+            endpoint,
+            config,
+            lanes: Vec::new(),
+            tensors: Vec::new(),
+            keys: HashMap::new(),
+            runs: Vec::new(),
+            free_runs: Vec::new(),
+            commands,
+            reports,
+            report_waker,
+            statistics,
+            events: Vec::with_capacity(4 * EVENTS_MAX),
+            over: None,
+            leaving: false,
+        }
+    }
+
+    /// Adds the lane to a server's core. The first lane has id 0, and so on.
+    ///
+    /// # Errors
+    /// The transport refuses the link.
+    pub fn attach(&mut self, server: u32, link: Link) -> std::io::Result<LaneId> {
+        let lane = self.endpoint.attach(link)?;
+        assert_eq!(lane.0 as usize, self.lanes.len(), "lanes are attached once, at start");
+        self.lanes.push(Lane {
+            server,
+            open: true,
+            receiving: Receiving::Header,
+            queue: CreditQueue::new(self.config.credit_bytes),
+            sending: VecDeque::with_capacity(bps_engine::limits::LANE_FRAMES_MAX),
+        });
+        Ok(lane)
+    }
+
+    /// Why the job is over for this worker, if it is.
+    #[must_use]
+    pub fn over(&self) -> Option<&Error> {
+        self.over.as_ref()
+    }
+
+    /// Whether all lanes are closed and nothing will happen any more.
+    pub fn ended(&self) -> bool {
+        (self.leaving || self.over.is_some()) && self.lanes.iter().all(|lane| !lane.open)
+    }
+
+    /// Sleeps until there is something to do, or the time is over.
+    pub fn sleep(&mut self, timeout: Duration) {
+        let commands = &self.commands;
+        self.endpoint.sleep(timeout, || !commands.is_empty());
+    }
+
+    /// One turn of the loop; says whether there was anything to do.
+    pub fn step(&mut self) -> bool {
+        let mut progress = false;
+        while let Some(command) = self.commands.pop() {
+            self.on_command(command);
+            progress = true;
+        }
+        self.pump_all();
+        let mut events = std::mem::take(&mut self.events);
+        self.endpoint.poll(&mut events);
+        progress |= !events.is_empty();
+        for event in events.drain(..) {
+            match event {
+                Event::Header { lane, header } => self.on_header(lane, &header),
+                Event::Landed { lane } => self.on_landed(lane),
+                // Publications are never taken in pieces.
+                Event::Piece { lane, .. } => self.endpoint.consume(lane),
+                Event::Sent { lane, token } => self.on_sent(lane, token),
+                Event::Closed { lane, cause } => self.on_closed(lane, cause),
+            }
+        }
+        self.events = events;
+        self.pump_all();
+        progress
+    }
+
+    fn on_command(&mut self, command: Command) {
+        match command {
+            Command::Plan { tensor, plan } => self.on_plan(tensor, plan),
+            Command::Push { tensor, memory, priority, task } => {
+                self.on_push(tensor, Waiting { memory, priority, task });
+            }
+            Command::Poison { name, error } => self.poison(&name, &error),
+            Command::Fail { error } => self.fail(error),
+            Command::Leave => self.leave(),
+        }
+    }
+
+    fn on_plan(&mut self, tensor: u32, plan: Box<Plan>) {
+        let index = tensor as usize;
+        if self.tensors.len() <= index {
+            self.tensors.resize_with(index + 1, || None);
+        }
+        if self.tensors[index].is_some() {
+            return;
+        }
+        for (position, part) in plan.parts.iter().enumerate() {
+            let position = u32::try_from(position).unwrap_or(u32::MAX);
+            self.keys.insert(part.key, (tensor, position));
+        }
+        self.tensors[index] =
+            Some(Tensor { plan, round: 0, run: None, waiting: VecDeque::new(), poisoned: None });
+    }
+
+    fn on_push(&mut self, tensor: u32, waiting: Waiting) {
+        if let Some(error) = &self.over {
+            return waiting.task.finish(Err(error.clone()));
+        }
+        if self.leaving {
+            return waiting.task.finish(Err(Error::Closed("this worker has shut down".into())));
+        }
+        let Some(Some(state)) = self.tensors.get_mut(tensor as usize) else {
+            let error = Error::Refused(format!("tensor id {tensor} was not declared"));
+            return waiting.task.finish(Err(error));
+        };
+        if let Some(error) = &state.poisoned {
+            return waiting.task.finish(Err(error.clone()));
+        }
+        if state.run.is_some() {
+            return state.waiting.push_back(waiting);
+        }
+        self.start(tensor, waiting);
+    }
+
+    /// Opens the next round of a tensor.
+    fn start(&mut self, tensor: u32, waiting: Waiting) {
+        let Some(Some(state)) = self.tensors.get_mut(tensor as usize) else { return };
+        let parts = u32::try_from(state.plan.parts.len()).unwrap_or(u32::MAX);
+        if parts == 0 {
+            return waiting.task.finish(Ok(()));
+        }
+        state.round += 1;
+        let run = Run {
+            tensor,
+            memory: waiting.memory,
+            open: parts,
+            posted: 0,
+            task: Some(waiting.task),
+            failed: None,
+        };
+        let index = match self.free_runs.pop() {
+            Some(index) => {
+                self.runs[index as usize] = run;
+                index
+            }
+            None => {
+                self.runs.push(run);
+                u32::try_from(self.runs.len() - 1).unwrap_or(u32::MAX)
+            }
+        };
+        state.run = Some(index);
+        for (position, part) in state.plan.parts.iter().enumerate() {
+            let ready = ReadyPart { run: index, part: u32::try_from(position).unwrap_or(u32::MAX) };
+            self.lanes[part.lane.0 as usize].queue.push(waiting.priority, part.bytes, ready);
+        }
+    }
+
+    fn pump_all(&mut self) {
+        for position in 0..self.lanes.len() {
+            if !self.lanes[position].queue.is_empty() {
+                self.pump(position);
+            }
+        }
+    }
+
+    /// Posts what waits on a lane, as far as credit and transport allow.
+    fn pump(&mut self, position: usize) {
+        let lane = &mut self.lanes[position];
+        if !lane.open || self.leaving || self.over.is_some() {
+            return;
+        }
+        let id = LaneId(u32::try_from(position).unwrap_or(u32::MAX));
+        while let Some(&ready) = lane.queue.peek() {
+            let run = &mut self.runs[ready.run as usize];
+            let Some(Some(tensor)) = self.tensors.get(run.tensor as usize) else { return };
+            let part = tensor.plan.parts[ready.part as usize];
+            let silent = matches!(tensor.plan.operation, Operation::Broadcast(root) if root != self.config.rank);
+            let length = if silent { 0 } else { part.bytes };
+            let mut header = Header::new(
+                Kind::Contribution,
+                tensor.plan.dtype,
+                self.config.rank,
+                self.config.epoch,
+            );
+            header.key = part.key;
+            header.round = Round(tensor.round);
+            header.length = u32::try_from(length).unwrap_or(u32::MAX);
+            header.contributors = 1;
+            let payload = run.memory.source.wrapping_add(part.offset);
+            if self.config.payload_checksum && length > 0 {
+                // SAFETY: the part lies inside the source (the plan's offsets were checked against the declared
+                // size), which the caller keeps valid until the task is finished.
+                let bytes = unsafe { std::slice::from_raw_parts(payload, length) };
+                header.flags |= FLAG_PAYLOAD_CHECKSUM;
+                header.payload_checksum = crc32c::crc32c(bytes);
+            }
+            let frame = Frame { header: header.encode(), payload, length, token: 0 };
+            if self.endpoint.post(id, &frame).is_err() {
+                return;
+            }
+            lane.queue.take();
+            lane.sending.push_back(ready);
+            run.open += 1;
+            run.posted += 1;
+        }
+    }
+
+    fn on_sent(&mut self, lane: LaneId, token: u64) {
+        let state = &mut self.lanes[lane.0 as usize];
+        if token == GOODBYE {
+            return;
+        }
+        let Some(ready) = state.sending.pop_front() else { return };
+        let run = &self.runs[ready.run as usize];
+        if let Some(Some(tensor)) = self.tensors.get(run.tensor as usize) {
+            state.queue.returned(tensor.plan.parts[ready.part as usize].bytes);
+        }
+        self.runs[ready.run as usize].posted -= 1;
+        self.close_one(ready.run);
+    }
+
+    /// One of a run's open ends is closed; the last one finishes its task.
+    fn close_one(&mut self, index: u32) {
+        let run = &mut self.runs[index as usize];
+        run.open -= 1;
+        if run.open == 0 {
+            self.finish(index);
+        }
+    }
+
+    fn finish(&mut self, index: u32) {
+        let run = &mut self.runs[index as usize];
+        let tensor = run.tensor;
+        let result = run.failed.take().map_or(Ok(()), Err);
+        let Some(Some(state)) = self.tensors.get_mut(tensor as usize) else { return };
+        if result.is_ok() {
+            let bytes: usize = state.plan.parts.iter().map(|part| part.bytes).sum();
+            self.statistics.bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+        }
+        if let Some(task) = run.task.take() {
+            task.finish(result);
+        }
+        state.run = None;
+        self.free_runs.push(index);
+        if let Some(next) = state.waiting.pop_front() {
+            self.on_push(tensor, next);
+        }
+    }
+
+    fn on_header(&mut self, lane: LaneId, raw: &RawHeader) {
+        if matches!(self.lanes[lane.0 as usize].receiving, Receiving::Closing) {
+            return;
+        }
+        match self.check(lane, raw) {
+            Ok((header, run, target)) => {
+                let length = header.length as usize;
+                if length == 0 {
+                    self.endpoint.land(lane, Landing::Pieces, 0);
+                    return self.landed(run);
+                }
+                let state = &mut self.lanes[lane.0 as usize];
+                state.receiving = Receiving::Landing { run, bytes: length, header, target };
+                self.endpoint.land(lane, Landing::Into(target), length);
+            }
+            Err(message) => {
+                let state = &mut self.lanes[lane.0 as usize];
+                state.receiving = Receiving::Closing;
+                let server = state.server;
+                self.endpoint.close(lane);
+                self.report(Report::Corrupt { server, message });
+            }
+        }
+    }
+
+    /// A publication against what was pushed: returns its run and where it lands.
+    fn check(&self, lane: LaneId, raw: &RawHeader) -> Result<(Header, u32, *mut u8), String> {
+        let header = Header::decode(raw).map_err(|invalid| invalid.to_string())?;
+        if header.kind == Kind::Refused {
+            return Err("it refused a frame of this rank; its log says why".into());
+        }
+        let key = header.key;
+        let known = self.keys.get(&key).filter(|_| header.kind == Kind::Publication);
+        let &(tensor, position) = known.ok_or(format!("{:?} of unknown {key}", header.kind))?;
+        let Some(Some(state)) = self.tensors.get(tensor as usize) else {
+            return Err(format!("{key} has no tensor"));
+        };
+        let part = state.plan.parts[position as usize];
+        let root =
+            matches!(state.plan.operation, Operation::Broadcast(root) if root == self.config.rank);
+        let fits = header.rank == self.config.rank
+            && header.epoch == self.config.epoch
+            && header.dtype == state.plan.dtype
+            && header.offset == 0
+            && header.length as usize == if root { 0 } else { part.bytes }
+            && header.round.0 == state.round
+            && part.lane == lane;
+        let whole = |run: &u32| self.runs[*run as usize].failed.is_none();
+        let run = state.run.filter(|_| fits).filter(whole).ok_or_else(|| {
+            format!("a publication of `{}` ({key}) does not fit what was pushed", state.plan.name)
+        })?;
+        let target = self.runs[run as usize].memory.target.wrapping_add(part.offset);
+        Ok((header, run, target))
+    }
+
+    fn on_landed(&mut self, lane: LaneId) {
+        let state = &mut self.lanes[lane.0 as usize];
+        let receiving = std::mem::replace(&mut state.receiving, Receiving::Header);
+        let Receiving::Landing { run, bytes, header, target } = receiving else { return };
+        if header.flags & FLAG_PAYLOAD_CHECKSUM != 0 {
+            // SAFETY: these bytes have just landed in the caller's memory, which is valid until the task is finished.
+            let landed = unsafe { std::slice::from_raw_parts(target.cast_const(), bytes) };
+            if crc32c::crc32c(landed) != header.payload_checksum {
+                let server = state.server;
+                state.receiving = Receiving::Closing;
+                self.endpoint.close(lane);
+                let message = format!("payload checksum of {} differs", header.key);
+                return self.report(Report::Corrupt { server, message });
+            }
+        }
+        self.landed(run);
+    }
+
+    fn landed(&mut self, run: u32) {
+        self.statistics.rounds.fetch_add(1, Ordering::Relaxed);
+        self.close_one(run);
+    }
+
+    /// A tensor on which the ranks disagree: what is pending of it fails, and so does what comes.
+    fn poison(&mut self, name: &str, error: &Error) {
+        let found = self
+            .tensors
+            .iter()
+            .position(|tensor| tensor.as_ref().is_some_and(|tensor| tensor.plan.name == name));
+        let Some(index) = found else { return };
+        let Some(state) = &mut self.tensors[index] else { return };
+        state.poisoned = Some(error.clone());
+        for waiting in state.waiting.drain(..) {
+            waiting.task.finish(Err(error.clone()));
+        }
+        let Some(run) = state.run else { return };
+        for lane in &mut self.lanes {
+            lane.queue.remove(|ready| ready.run == run);
+        }
+        let state = &mut self.runs[run as usize];
+        state.failed = Some(error.clone());
+        // No result will come for it: only what the kernel still reads is open.
+        state.open = state.posted + 1;
+        self.close_one(run);
+    }
+
+    /// The job is over: the kernel must let go of all memory before any task is finished.
+    fn fail(&mut self, error: Error) {
+        if self.over.is_some() {
+            return;
+        }
+        let error = match (error, self.oldest_open()) {
+            (Error::PeerDied(text), Some(round)) => {
+                Error::PeerDied(format!("{text}; {round} was open"))
+            }
+            (error, _) => error,
+        };
+        self.over = Some(error);
+        for position in 0..self.lanes.len() {
+            self.endpoint.close(LaneId(u32::try_from(position).unwrap_or(u32::MAX)));
+        }
+        self.fail_pending();
+    }
+
+    /// Once every lane is closed, nobody but us holds the callers' memory.
+    fn fail_pending(&mut self) {
+        let Some(error) = self.over.clone() else { return };
+        if self.lanes.iter().any(|lane| lane.open) {
+            return;
+        }
+        for run in &mut self.runs {
+            if let Some(task) = run.task.take() {
+                task.finish(Err(error.clone()));
+            }
+        }
+        for tensor in self.tensors.iter_mut().flatten() {
+            tensor.run = None;
+            for waiting in tensor.waiting.drain(..) {
+                waiting.task.finish(Err(error.clone()));
+            }
+        }
+    }
+
+    fn leave(&mut self) {
+        if self.over.is_some() {
+            return;
+        }
+        if self.tensors.iter().flatten().any(|tensor| tensor.run.is_some()) {
+            let text = "shutdown was called while a push_pull was under way: synchronize it first";
+            return self.fail(Error::Closed(text.into()));
+        }
+        self.leaving = true;
+        for position in 0..self.lanes.len() {
+            let id = LaneId(u32::try_from(position).unwrap_or(u32::MAX));
+            let header = Header::new(Kind::Goodbye, DType::U8, self.config.rank, self.config.epoch);
+            let payload = std::ptr::null();
+            let frame = Frame { header: header.encode(), payload, length: 0, token: GOODBYE };
+            if self.endpoint.post(id, &frame).is_err() {
+                self.endpoint.close(id);
+            }
+        }
+    }
+
+    fn on_closed(&mut self, lane: LaneId, cause: Cause) {
+        let open_round = self.oldest_open();
+        let state = &mut self.lanes[lane.0 as usize];
+        state.open = false;
+        state.receiving = Receiving::Closing;
+        let server = state.server;
+        if self.over.is_some() {
+            self.fail_pending();
+        } else if !self.leaving {
+            self.report(Report::Lost { server, cause, round: open_round });
+        }
+    }
+
+    /// "round 812 of `layer4.weight`", if a round is open.
+    pub fn oldest_open(&self) -> Option<String> {
+        let open = self.tensors.iter().flatten().find(|tensor| tensor.run.is_some())?;
+        Some(format!("round {} of `{}`", open.round, open.plan.name))
+    }
+
+    fn report(&self, report: Report) {
+        // The ring holds more reports than there are lanes; each lane reports once.
+        let _ = self.reports.push(report);
+        self.report_waker.wake();
+    }
+}

@@ -1,0 +1,225 @@
+//! Joining a job: the scheduler's roster, then a lane to every server core.
+
+use crate::error::Error;
+use crate::nic::{Command, Nic, NicConfig, NicStatistics, Report};
+use bps_engine::base::{CoreId, Rank};
+use bps_engine::config::{Config, TransportChoice};
+use bps_engine::control::{JobKey, Link, LinkReceiver, LinkSender, dial, dial_unix};
+use bps_engine::lane::Endpoint;
+use bps_engine::proto::handshake::Hello;
+use bps_engine::proto::messages::{
+    Node, NodeMessage, OverReason, Planning, Register, Roster, SchedulerMessage, ServerPeer,
+};
+use bps_engine::ring::Mpsc;
+use bps_engine::trace::log;
+use bps_engine::transport::tcp::Tcp;
+use bps_engine::transport::{self, LaneId, Transport, Waker};
+use bps_engine::{harness, host};
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Parts in flight on a lane if `BYTEPS_SCHEDULING_CREDIT` does not say.
+const CREDIT_PARTS: usize = 4;
+/// Slots of a shared-memory lane beyond the credit: room for one part while the last ones are consumed.
+const SLOTS_SPARE: u32 = 1;
+/// How long a server core that is in the roster may take to answer.
+const DIAL: Duration = Duration::from_secs(10);
+
+/// All that joining gives.
+pub(crate) struct Joined {
+    pub(crate) roster: Roster,
+    pub(crate) sender: LinkSender,
+    pub(crate) receiver: LinkReceiver,
+    /// In the order of lane ids.
+    pub(crate) links: Vec<(CoreId, transport::Link)>,
+    pub(crate) waker: Waker,
+}
+
+impl Joined {
+    /// The lane of each core.
+    pub(crate) fn lanes(&self) -> HashMap<CoreId, LaneId> {
+        let cores = self.links.iter().map(|&(core, _)| core);
+        cores.zip((0..).map(LaneId)).collect()
+    }
+}
+
+/// Bytes that may be in flight on a lane.
+pub(crate) fn credit_bytes(config: &Config) -> usize {
+    let parts = match config.scheduling_credit {
+        0 => CREDIT_PARTS,
+        parts => parts as usize,
+    };
+    parts * config.partition_bytes as usize
+}
+
+/// Joins the job: returns when all nodes are there and every lane is connected.
+pub(crate) fn join(config: &Config) -> Result<Joined, Error> {
+    let start = Instant::now();
+    let key = JobKey::load(config).map_err(|error| Error::Config(error.to_string()))?;
+    let link = Link::connect(&config.root_uri, config.root_port, &key, config.start_timeout)
+        .map_err(|error| Error::Start(error.to_string()))?;
+    let (sender, mut receiver) = link.split();
+    let fail = |error: &dyn std::fmt::Display| {
+        Error::Start(format!("the scheduler was lost while the job formed: {error}"))
+    };
+    sender.send(&NodeMessage::Register(register(config))).map_err(|error| fail(&error))?;
+    let roster = loop {
+        let left = (config.start_timeout + Duration::from_secs(2)).saturating_sub(start.elapsed());
+        if left.is_zero() {
+            return Err(Error::Start(format!(
+                "the job did not form within {} s (BPS_START_TIMEOUT): the scheduler at {}:{} says nothing",
+                config.start_timeout.as_secs(),
+                config.root_uri,
+                config.root_port
+            )));
+        }
+        let wait = left.min(config.heartbeat_interval);
+        match receiver.receive(wait).map_err(|error| fail(&error))? {
+            Some(SchedulerMessage::Waiting { text }) => log::info!("{text}"),
+            Some(SchedulerMessage::Roster(roster)) => break roster,
+            Some(SchedulerMessage::Over { reason }) => return Err(not_formed(&reason)),
+            Some(_) => {}
+            None => {
+                sender.send(&NodeMessage::Heartbeat { rounds: 0 }).map_err(|error| fail(&error))?
+            }
+        }
+    };
+    let waker = Waker::new().map_err(|error| Error::Start(format!("no eventfd: {error}")))?;
+    let links = connect(config, &key, &roster, &waker)?;
+    Ok(Joined { roster, sender, receiver, links, waker })
+}
+
+fn not_formed(reason: &OverReason) -> Error {
+    match reason {
+        OverReason::NotFormed { message } => Error::Start(message.clone()),
+        OverReason::Died { who, host, how, .. } => {
+            Error::Start(format!("{who} (host {host}) died while the job formed: {how}"))
+        }
+        OverReason::Failed { who, message } => {
+            Error::Start(format!("{who} ended the job: {message}"))
+        }
+        OverReason::Finished | OverReason::Stalled { .. } => {
+            Error::Start("the job is over already".into())
+        }
+    }
+}
+
+fn register(config: &Config) -> Register {
+    Register {
+        node: Node::Worker {
+            worker_id: config.worker_id,
+            local_rank: config.local_rank,
+            local_size: config.local_size,
+            global_rank: config.global_rank,
+            planning: Planning {
+                partition_bytes: config.partition_bytes,
+                placement: config.placement,
+                mixed_bound: config.mixed_bound,
+                built_in_coefficient: config.built_in_coefficient,
+            },
+        },
+        host: host::name(),
+        host_id: host::id(),
+        pid: std::process::id(),
+        release: env!("CARGO_PKG_VERSION").into(),
+        num_workers: config.num_workers,
+        num_servers: config.num_servers,
+    }
+}
+
+fn connect(
+    config: &Config,
+    key: &JobKey,
+    roster: &Roster,
+    waker: &Waker,
+) -> Result<Vec<(CoreId, transport::Link)>, Error> {
+    let here = host::id();
+    let mut links = Vec::new();
+    for (index, server) in (0u32..).zip(&roster.servers) {
+        for (core, address) in (0u32..).zip(&server.cores) {
+            let id = CoreId { server: index, core };
+            let shared = server.shm.as_ref().filter(|_| server.host_id == here);
+            let link = match (config.transport, shared) {
+                (TransportChoice::Shm, _) => return Err(not_here(id, server)),
+                (TransportChoice::Auto | TransportChoice::Tcp, _) => {
+                    let hello = Hello::lane(Rank(roster.index), roster.epoch);
+                    dial(*address, key, hello, DIAL)
+                        .map(|stream| transport::Link::Tcp(stream.into()))
+                        .map_err(|error| error.to_string())
+                }
+            };
+            let link = link.map_err(|error| {
+                Error::Start(format!(
+                    "{id} (host {}, pid {}) is in the job but can't be reached: {error}",
+                    server.host, server.pid
+                ))
+            })?;
+            links.push((id, link));
+        }
+    }
+    Ok(links)
+}
+
+fn not_here(id: CoreId, server: &ServerPeer) -> Error {
+    Error::Config(format!(
+        "BPS_TRANSPORT=shm, but {id} is on host {}, not on this one, or offers no shared memory; use auto or tcp",
+        server.host
+    ))
+}
+
+/// Makes the NIC loop on the thread that will run it, and the line that is printed about it.
+#[allow(clippy::too_many_arguments, reason = "each is owned by the loop from here on")]
+pub(crate) fn nic(
+    config: &Config,
+    nic_config: NicConfig,
+    links: Vec<(CoreId, transport::Link)>,
+    waker: &Waker,
+    commands: &Mpsc<Command>,
+    reports: &Mpsc<Report>,
+    report_waker: Waker,
+    statistics: &Arc<NicStatistics>,
+) -> Result<(Nic, String), Error> {
+    let is_shm = |link: &transport::Link| matches!(link, transport::Link::Shm(_));
+    let shm_lanes = links.iter().filter(|(_, link)| is_shm(link)).count();
+    let tcp_lanes = links.len() - shm_lanes;
+    let mut transports = Vec::new();
+    let mut line = format!(
+        "{} of {}: {tcp_lanes} TCP lanes, {shm_lanes} shared-memory lanes",
+        nic_config.rank, nic_config.size
+    );
+    if tcp_lanes > 0 {
+        let lanes = u32::try_from(links.len()).unwrap_or(u32::MAX);
+        let tcp = Tcp::new(waker.clone(), config.tcp_driver, lanes)
+            .map_err(|error| Error::Start(error.to_string()))?;
+        line = format!("{line}; {}", tcp.description());
+        transports.push(Transport::Tcp(tcp));
+    }
+    let endpoint = Endpoint::new(transports, waker.clone());
+    let mut nic = Nic::new(
+        endpoint,
+        nic_config,
+        commands.clone(),
+        reports.clone(),
+        report_waker,
+        Arc::clone(statistics),
+    );
+    for (core, link) in links {
+        nic.attach(core.server, link).map_err(|error| {
+            Error::Start(format!("the lane to {core} can't be set up: {error}"))
+        })?;
+    }
+    Ok((nic, line))
+}
+
+/// How long the NIC loop spins before it sleeps.
+pub(crate) fn spin() -> Duration {
+    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+    // The framework's own threads want the other CPUs.
+    harness::spin_default(2, cpus)
+}
+
+/// The CPU for the NIC loop: none is reserved until the launcher's binding says where this rank lives.
+pub(crate) fn nic_cpu(_config: &Config) -> Option<usize> {
+    None
+}

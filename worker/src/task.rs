@@ -1,0 +1,115 @@
+//! One push_pull as its caller and the NIC thread see it: a word that both watch, and what went wrong if it did.
+
+use crate::error::Error;
+use rustix::thread::futex;
+use rustix::time::Timespec;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+const PENDING: u32 = 0;
+/// Pending, and somebody sleeps on it.
+const AWAITED: u32 = 1;
+const DONE: u32 = 2;
+
+/// The state that a caller's [`Handle`] and the NIC thread share.
+#[derive(Debug, Default)]
+pub struct Task {
+    state: AtomicU32,
+    error: OnceLock<Error>,
+}
+
+impl Task {
+    /// The task is over. Its memory is the caller's again.
+    pub(crate) fn finish(&self, result: Result<(), Error>) {
+        if let Err(error) = result {
+            let _ = self.error.set(error);
+        }
+        // Release: whoever sees DONE sees the error and the tensor's new bytes. `Handle` acquires.
+        if self.state.swap(DONE, Ordering::AcqRel) == AWAITED {
+            let _ = futex::wake(&self.state, futex::Flags::PRIVATE, u32::MAX);
+        }
+    }
+}
+
+/// A push_pull under way. Clones watch the same one.
+#[derive(Clone, Debug)]
+pub struct Handle(pub(crate) Arc<Task>);
+
+/// How long a waiter looks before it sleeps: about what a wake-up costs.
+const SPIN: Duration = Duration::from_micros(5);
+
+impl Handle {
+    /// A handle of a task that was given to a NIC loop.
+    #[must_use]
+    pub fn of(task: &Arc<Task>) -> Handle {
+        Handle(Arc::clone(task))
+    }
+
+    /// A handle of something that is already over.
+    pub(crate) fn finished(result: Result<(), Error>) -> Handle {
+        let task = Task::default();
+        task.finish(result);
+        Handle(Arc::new(task))
+    }
+
+    /// Whether it is over, well or not: its memory is the caller's again.
+    #[must_use]
+    pub fn poll(&self) -> bool {
+        self.0.state.load(Ordering::Acquire) == DONE
+    }
+
+    fn result(&self) -> Result<bool, Error> {
+        self.0.error.get().map_or(Ok(true), |error| Err(error.clone()))
+    }
+
+    /// Waits until it is over; `None` waits as long as the job's own deadlines do. Returns false if the time was over
+    /// first.
+    ///
+    /// # Errors
+    /// What became of the push_pull, if it failed.
+    pub fn wait(&self, timeout: Option<Duration>) -> Result<bool, Error> {
+        let start = Instant::now();
+        while start.elapsed() < SPIN {
+            if self.poll() {
+                return self.result();
+            }
+            std::hint::spin_loop();
+        }
+        loop {
+            let state = &self.0.state;
+            let seen =
+                state.compare_exchange(PENDING, AWAITED, Ordering::AcqRel, Ordering::Acquire);
+            if seen == Err(DONE) {
+                return self.result();
+            }
+            let left = match timeout {
+                None => Duration::from_secs(1),
+                Some(timeout) => match timeout.checked_sub(start.elapsed()) {
+                    Some(left) if !left.is_zero() => left,
+                    _ => return Ok(false),
+                },
+            };
+            let left = Timespec::try_from(left.min(Duration::from_secs(3600))).ok();
+            // Woken, timed out, interrupted or changed meanwhile: the loop looks again in each case.
+            let _ = futex::wait(state, futex::Flags::PRIVATE, AWAITED, left.as_ref());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_waiter_is_woken_and_sees_the_error() {
+        let handle = Handle(Arc::new(Task::default()));
+        assert!(!handle.poll());
+        assert_eq!(handle.wait(Some(Duration::from_millis(1))), Ok(false));
+        let other = handle.clone();
+        let waiter = std::thread::spawn(move || other.wait(Some(Duration::from_secs(10))));
+        handle.0.finish(Err(Error::Closed("gone".into())));
+        assert_eq!(waiter.join().unwrap(), Err(Error::Closed("gone".into())));
+        assert!(handle.poll());
+    }
+}
