@@ -37,6 +37,26 @@ pub(super) fn parse_list(text: &str) -> Option<Vec<usize>> {
     Some(numbers)
 }
 
+/// The numbers in the names of a folder's entries that are `prefix` and a number, sorted: `cpu0`, `cpu1`, …
+pub(super) fn numbered(folder: &Path, prefix: &str) -> Vec<usize> {
+    let mut numbers: Vec<usize> = entries(folder)
+        .iter()
+        .filter_map(|name| name.strip_prefix(prefix)?.parse().ok())
+        .filter(|&number| number <= NUMBER_MAX)
+        .collect();
+    numbers.sort_unstable();
+    numbers
+}
+
+/// The names in a folder, sorted; none if there is no such folder.
+pub(super) fn entries(folder: &Path) -> Vec<String> {
+    let Ok(read) = std::fs::read_dir(folder) else { return Vec::new() };
+    let mut names: Vec<String> =
+        read.filter_map(|entry| entry.ok()?.file_name().into_string().ok()).collect();
+    names.sort_unstable();
+    names
+}
+
 /// Writes sorted numbers as the kernel does: `0-3,8`.
 #[must_use]
 pub fn format_list(numbers: &[usize]) -> String {
