@@ -1,10 +1,12 @@
 //! A reserved range of addresses from which memory is claimed piece by piece.
 //!
-//! The invariants: claims never overlap, are aligned to [`ALIGNMENT`] and zero when handed out, have their pages
-//! already (so that using them never faults), and stay mapped as long as any of them lives. Pages once taken stay
-//! where they are until the arena is gone, also over [`Arena::release_all`], because devices may know them.
+//! The invariants: claims never overlap, are aligned to [`ALIGNMENT`] and zero when handed out,
+//! have their pages already (so that using them never faults), and stay mapped as long as any of
+//! them lives. Pages once taken stay where they are until the arena is gone, also over
+//! [`Arena::release_all`], because devices may know them.
 //!
-//! A forked child does not get the memory: a copy on write would part the parent from what a device writes to.
+//! A forked child does not get the memory: a copy on write would part the parent from what a device
+//! writes to.
 
 use super::{Headroom, MemoryError};
 use crate::limits::ALIGNMENT;
@@ -19,7 +21,8 @@ use std::path::Path;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-/// Pages are taken from the kernel in steps of this, a huge page of every architecture that we know.
+/// Pages are taken from the kernel in steps of this, a huge page of every architecture that we
+/// know.
 const STEP_BYTES: usize = 2 << 20;
 /// Smallest page of any architecture: touching one byte in each touches every page.
 const PAGE_BYTES_MIN: usize = 4096;
@@ -29,7 +32,8 @@ const PAGE_BYTES_MIN: usize = 4096;
 pub struct Options {
     /// Says in errors, logs and /proc/PID/maps what it is for.
     pub name: String,
-    /// The NUMA node that its pages should be on; where that is full or may not be asked for, another.
+    /// The NUMA node that its pages should be on; where that is full or may not be asked for,
+    /// another.
     pub numa_node: Option<u32>,
     /// Whether other processes shall be able to map it, by [`Arena::memfd`].
     pub shared: bool,
@@ -47,8 +51,8 @@ pub struct Arena {
     dirty: usize,
 }
 
-/// A piece of an arena: aligned, zeroed, its pages present. It stays mapped as long as this value lives, and
-/// nobody else has it.
+/// A piece of an arena: aligned, zeroed, its pages present. It stays mapped as long as this value
+/// lives, and nobody else has it.
 pub struct Claim {
     at: NonNull<u8>,
     length: usize,
@@ -69,12 +73,13 @@ struct Mapping {
     process: u32,
 }
 
-// SAFETY: a mapping is an address range and a file descriptor, neither of which belongs to a thread; nothing in it
-// changes after it was made.
+// SAFETY: a mapping is an address range and a file descriptor, neither of which belongs to a
+// thread; nothing in it changes after it was made.
 unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
-// SAFETY: a claim is the only owner of its range (`Arena::claim` never gives a range twice while claims live).
+// SAFETY: a claim is the only owner of its range (`Arena::claim` never gives a range twice while
+// claims live).
 unsafe impl Send for Claim {}
 // SAFETY: through a shared claim only its address and length can be read.
 unsafe impl Sync for Claim {}
@@ -144,10 +149,12 @@ impl Arena {
                 reserved: self.map.length,
             })?;
         self.grow(end)?;
-        // SAFETY: `start <= end <= length`, so the address is inside the mapping or just past its end.
+        // SAFETY: `start <= end <= length`, so the address is inside the mapping or just past its
+        // end.
         let at = unsafe { self.map.base.add(start) };
         let stale = self.dirty.min(end).saturating_sub(start);
-        // SAFETY: the range lies below `ready`, so it is mapped and writable, and above `used`, so no claim has it.
+        // SAFETY: the range lies below `ready`, so it is mapped and writable, and above `used`, so
+        // no claim has it.
         unsafe { at.write_bytes(0, stale) };
         self.used = end;
         Ok(Claim { at, length: bytes, _map: Arc::clone(&self.map) })
@@ -158,7 +165,8 @@ impl Arena {
     /// # Errors
     /// [`MemoryError::InUse`] while claims are alive; nothing has changed then.
     pub fn release_all(&mut self) -> Result<(), MemoryError> {
-        // `get_mut` also makes what other threads did before they dropped their claims happen before this.
+        // `get_mut` also makes what other threads did before they dropped their claims happen
+        // before this.
         if Arc::get_mut(&mut self.map).is_none() {
             return Err(MemoryError::InUse {
                 arena: self.map.name.clone(),
@@ -170,7 +178,8 @@ impl Arena {
         Ok(())
     }
 
-    /// The memfd behind a shared arena. It is sealed: whoever gets it can neither shrink nor grow it.
+    /// The memfd behind a shared arena. It is sealed: whoever gets it can neither shrink nor grow
+    /// it.
     #[must_use]
     pub fn memfd(&self) -> Option<BorrowedFd<'_>> {
         self.map.memfd.as_ref().map(AsFd::as_fd)
@@ -259,7 +268,8 @@ impl Mapping {
     /// Puts a sealed memfd where the reserved addresses are.
     fn share(&self) -> rustix::io::Result<OwnedFd> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-        // Hardened kernels want to hear that it is not code; kernels before 6.3 do not know the word.
+        // Hardened kernels want to hear that it is not code; kernels before 6.3 do not know the
+        // word.
         let memfd = memfd_create(&self.name, flags | MemfdFlags::NOEXEC_SEAL)
             .or_else(|_| memfd_create(&self.name, flags))?;
         ftruncate(&memfd, self.length as u64)?;
@@ -267,8 +277,8 @@ impl Mapping {
         fcntl_add_seals(&memfd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
         let access = ProtFlags::READ | ProtFlags::WRITE;
         let flags = MapFlags::SHARED | MapFlags::NORESERVE | MapFlags::FIXED;
-        // SAFETY: the range was reserved by `Arena::reserve` a moment ago and nobody knows it yet, so replacing what is
-        // mapped there takes nobody's memory away.
+        // SAFETY: the range was reserved by `Arena::reserve` a moment ago and nobody knows it yet,
+        // so replacing what is mapped there takes nobody's memory away.
         unsafe { mmap(self.at(0), self.length, access, flags, &memfd, 0) }?;
         Ok(memfd)
     }
@@ -277,7 +287,8 @@ impl Mapping {
     fn advise(&self, numa_node: Option<u32>) {
         // SAFETY: advice about huge pages does not change what the memory holds.
         let _ = unsafe { madvise(self.at(0), self.length, Advice::LinuxHugepage) };
-        // SAFETY: a forked child that lacks the memory cannot use it: the arena belongs to the parent's threads.
+        // SAFETY: a forked child that lacks the memory cannot use it: the arena belongs to the
+        // parent's threads.
         let _ = unsafe { madvise(self.at(0), self.length, Advice::LinuxDontFork) };
         if let Some(node) = numa_node
             && let Err(error) = self.prefer_node(node)
@@ -294,8 +305,8 @@ impl Mapping {
             .get_mut(node as usize / 64)
             .ok_or_else(|| std::io::Error::from(std::io::ErrorKind::InvalidInput))?;
         *word |= 1 << (node % 64);
-        // SAFETY: the range is our own mapping, the mask is as long as we say (in bits, plus the one that the kernel
-        // takes off), and a policy changes only where pages to come are placed.
+        // SAFETY: the range is our own mapping, the mask is as long as we say (in bits, plus the
+        // one that the kernel takes off), and a policy changes only where pages to come are placed.
         let result = unsafe {
             libc::syscall(
                 libc::SYS_mbind,
@@ -330,8 +341,8 @@ impl Mapping {
             // Kernels before 5.14 do not know the advice: touch the pages by hand.
             Err(rustix::io::Errno::INVAL) => {
                 for offset in (from..from + bytes).step_by(PAGE_BYTES_MIN) {
-                    // SAFETY: the byte lies in the range just made writable, which no claim has yet; fresh pages are
-                    // zero, so that writing zero changes nothing.
+                    // SAFETY: the byte lies in the range just made writable, which no claim has
+                    // yet; fresh pages are zero, so that writing zero changes nothing.
                     unsafe { self.at(offset).cast::<u8>().write_volatile(0) };
                 }
                 Ok(())
@@ -342,23 +353,26 @@ impl Mapping {
 
     fn at(&self, offset: usize) -> *mut c_void {
         debug_assert!(offset <= self.length);
-        // SAFETY: callers pass offsets of at most `length`, so the address is inside the mapping or just past its end.
+        // SAFETY: callers pass offsets of at most `length`, so the address is inside the mapping or
+        // just past its end.
         unsafe { self.base.add(offset) }.as_ptr().cast()
     }
 }
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // A forked child has inherited this value but not the memory; others may live at these addresses there.
+        // A forked child has inherited this value but not the memory; others may live at these
+        // addresses there.
         if self.process != std::process::id() {
             return;
         }
-        // SAFETY: the arena and every claim hold an Arc of this mapping, so nobody uses the range any more.
+        // SAFETY: the arena and every claim hold an Arc of this mapping, so nobody uses the range
+        // any more.
         let result = unsafe { munmap(self.outer.as_ptr().cast(), self.outer_length) };
         debug_assert!(result.is_ok(), "unmapping our own range: {result:?}");
     }
 }
 
 #[cfg(test)]
-#[path = "arena_tests.rs"]
+#[path = "tests/arena.rs"]
 mod tests;

@@ -16,8 +16,8 @@ use std::path::PathBuf;
 pub enum MemoryError {
     /// A claim exceeds what its arena was reserved for: the sum at start was wrong.
     #[error(
-        "arena {arena}: {need} bytes were asked for where {left} of {reserved} are left; its budget at start is too \
-         small for what was declared since"
+        "arena {arena}: {need} bytes were asked for where {left} of {reserved} are left; \
+         its budget at start is too small for what was declared since"
     )]
     ArenaFull {
         /// The arena.
@@ -31,8 +31,8 @@ pub enum MemoryError {
     },
     /// The machine has not so much memory left.
     #[error(
-        "{what}: {need} bytes are needed but this machine has {left} left of {total}: end other programs, use fewer \
-         servers or cores here, or more machines"
+        "{what}: {need} bytes are needed but this machine has {left} left of {total}: \
+         end other programs, use fewer servers or cores here, or more machines"
     )]
     Ram {
         /// For what.
@@ -46,8 +46,8 @@ pub enum MemoryError {
     },
     /// The container has not so much memory left.
     #[error(
-        "{what}: {need} bytes are needed but the control group has {left} left of {limit}: raise {} (for a container, \
-         its memory limit)", file.display()
+        "{what}: {need} bytes are needed but the control group has {left} left of {limit}: \
+         raise {} (for a container, its memory limit)", file.display()
     )]
     ControlGroup {
         /// For what.
@@ -63,8 +63,8 @@ pub enum MemoryError {
     },
     /// The process may not lock so much memory, as registering it with a device does.
     #[error(
-        "{what}: {need} bytes are to be registered but RLIMIT_MEMLOCK is {limit}: raise it (ulimit -l, \
-         LimitMEMLOCK= of a systemd unit, docker run --ulimit memlock=-1)"
+        "{what}: {need} bytes are to be registered but RLIMIT_MEMLOCK is {limit}: \
+         raise it (ulimit -l, LimitMEMLOCK= of a systemd unit, docker run --ulimit memlock=-1)"
     )]
     Locked {
         /// For what.
@@ -76,7 +76,8 @@ pub enum MemoryError {
     },
     /// The kernel refused a step.
     #[error(
-        "arena {arena}: {step} of {bytes} bytes failed: {source}; see ulimit -v and vm.overcommit_memory"
+        "arena {arena}: {step} of {bytes} bytes failed: {source}; \
+         see ulimit -v and vm.overcommit_memory"
     )]
     Kernel {
         /// The arena.

@@ -57,8 +57,8 @@ impl Default for CursorBlock {
 /// closed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[error(
-    "the {peer} of a shared-memory ring of {capacity} slots moved its index to {index}, which is impossible while \
-     ours is {own}: its memory is corrupt or hostile; close the lane"
+    "the {peer} of a shared-memory ring of {capacity} slots moved its index to {index}, \
+     which is impossible while ours is {own}: its memory is corrupt or hostile; close the lane"
 )]
 pub struct Corrupt {
     /// Which end wrote it: "producer" or "consumer".
@@ -258,5 +258,5 @@ impl ConsumerCursor {
 }
 
 #[cfg(test)]
-#[path = "cursor_tests.rs"]
+#[path = "tests/cursor.rs"]
 mod tests;

@@ -121,6 +121,8 @@ impl<T> Mpsc<T> {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
+    use proptest::collection::vec;
+    use proptest::option::weighted;
     use proptest::prelude::*;
     use std::collections::VecDeque;
 
@@ -171,7 +173,7 @@ mod tests {
         #[test]
         fn queues_agree_with_a_deque(
             capacity in 1usize..9,
-            operations in proptest::collection::vec(proptest::option::weighted(0.55, any::<u32>()), 0..200),
+            operations in vec(weighted(0.55, any::<u32>()), 0..200),
         ) {
             agrees_with_oracle(&mut spsc(capacity), capacity, &operations);
             agrees_with_oracle(&mut Mpsc::new(capacity), capacity, &operations);

@@ -1,8 +1,9 @@
 //! What the machine is made of, and which thread runs where on it.
 //!
-//! [`Topology::read`] takes everything from /sys and /proc under a root that tests replace. What a kernel, container
-//! or virtual machine does not say is absent here, never guessed: a CPU without a known node is near everything.
-//! [`plan`] turns a topology into an assignment of threads to CPUs, and [`pin`] carries it out.
+//! [`Topology::read`] takes everything from /sys and /proc under a root that tests replace. What a
+//! kernel, container or virtual machine does not say is absent here, never guessed: a CPU without a
+//! known node is near everything. [`plan`] turns a topology into an assignment of threads to CPUs,
+//! and [`pin`] carries it out.
 
 pub mod cgroup;
 pub mod pci;
@@ -11,6 +12,7 @@ pub mod plan;
 mod sysfs;
 
 #[cfg(test)]
+#[path = "tests/fixture.rs"]
 mod fixture;
 
 pub use pci::{Gpu, Nearness, Nic, PciPath};
@@ -70,7 +72,10 @@ pub struct Topology {
 
 /// The kernel does not say which CPUs there are.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-#[error("{} holds no list of CPUs: threads run unpinned; mount /sys, or set BPS_PIN=0", file.display())]
+#[error(
+    "{} holds no list of CPUs: threads run unpinned; mount /sys, or set BPS_PIN=0",
+    file.display()
+)]
 pub struct TopologyError {
     /// The file that is missing or unreadable.
     pub file: PathBuf,
@@ -111,7 +116,8 @@ impl Topology {
         exact.or_else(|| self.nics.iter().find(|nic| nic.name.starts_with(prefix)))
     }
 
-    /// How far two nodes are apart, as the firmware says; 10 is the same, about 20 the other socket.
+    /// How far two nodes are apart, as the firmware says; 10 is the same, about 20 the other
+    /// socket.
     #[must_use]
     pub fn distance(&self, from: u32, to: u32) -> Option<u32> {
         let from = self.nodes.iter().find(|node| node.id == from)?;
@@ -119,7 +125,8 @@ impl Topology {
         from.distances.get(to).copied()
     }
 
-    /// The node whose memory a thread on this CPU should use: its own, or the nearest that has memory.
+    /// The node whose memory a thread on this CPU should use: its own, or the nearest that has
+    /// memory.
     #[must_use]
     pub fn memory_node(&self, cpu: usize) -> Option<u32> {
         let own = self.cpu(cpu)?.node?;
@@ -141,8 +148,9 @@ impl Topology {
         nic.path.nearness(&gpu.path, same_node)
     }
 
-    /// The network card that a GPU should use: the nearest, then the fastest; of equal ones each GPU takes another where there
-    /// are enough, so that all ranks of a host together use all cards.
+    /// The network card that a GPU should use: the nearest, then the fastest; of equal ones each
+    /// GPU takes another where there are enough, so that all ranks of a host together use all
+    /// cards.
     #[must_use]
     pub fn nic_of_gpu(&self, index: usize) -> Option<&Nic> {
         let gpu = self.gpus.get(index)?;
@@ -200,5 +208,4 @@ fn read_cpu(system: &Path, id: usize, nodes: &[Node]) -> Cpu {
 }
 
 #[cfg(test)]
-#[path = "topo_tests.rs"]
 mod tests;

@@ -3,7 +3,8 @@
 use super::sysfs;
 use std::path::{Path, PathBuf};
 
-/// The way from a root complex to a device: `pci0000:15`, then the address of each bridge, then the device's own.
+/// The way from a root complex to a device: `pci0000:15`, then the address of each bridge, then the
+/// device's own.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct PciPath(Vec<String>);
 
@@ -88,8 +89,8 @@ fn is_address(part: &str) -> bool {
     fields_are_hex(part, &[':', '.'], &[4, 2, 2, 1])
 }
 
-/// Whether the text is hexadecimal numbers of at least these lengths between these separators. Domains of virtual
-/// root complexes are longer than four digits.
+/// Whether the text is hexadecimal numbers of at least these lengths between these separators.
+/// Domains of virtual root complexes are longer than four digits.
 fn fields_are_hex(text: &str, separators: &[char], lengths: &[usize]) -> bool {
     let fields: Vec<&str> = text.split(separators).collect();
     fields.len() == lengths.len()
@@ -110,7 +111,8 @@ pub(super) fn read_nics(root: &Path) -> Vec<Nic> {
     let folder = root.join("sys/class/net");
     let read = |name: String| {
         let place = folder.join(&name).canonicalize().ok()?;
-        // The card of a virtual machine hangs below a virtio device; the PCI device is the nearest one above.
+        // The card of a virtual machine hangs below a virtio device; the PCI device is the nearest
+        // one above.
         let device: PathBuf = place
             .ancestors()
             .find(|above| above.file_name().and_then(|name| name.to_str()).is_some_and(is_address))?

@@ -16,8 +16,8 @@ pub enum PinError {
     },
     /// The process may not run there.
     #[error(
-        "CPU {cpu} is not among the CPUs {allowed:?} that this thread may use: widen its cpuset or taskset, or set \
-         BPS_PIN=0"
+        "CPU {cpu} is not among the CPUs {allowed:?} that this thread may use: \
+         widen its cpuset or taskset, or set BPS_PIN=0"
     )]
     NotAllowed {
         /// The CPU asked for.

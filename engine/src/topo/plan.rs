@@ -1,11 +1,11 @@
 //! Which polling thread runs on which CPU: a pure function of the topology and of what is asked.
 //!
-//! Every process of a host plans for itself, without a word to the others, so the answer depends only on its
-//! arguments: ranks of one host pass the same list of threads and each takes its own entry. Servers choose from the
-//! last CPU down and workers from the first up, so that both can share a host.
+//! Every process of a host plans for itself, without a word to the others, so the answer depends
+//! only on its arguments: ranks of one host pass the same list of threads and each takes its own
+//! entry. Servers choose from the last CPU down and workers from the first up, so that both can
+//! share a host.
 
 use super::{Cpu, Topology, format_list};
-use crate::config::Role;
 use std::cmp::Reverse;
 
 /// What a thread should be near to.
@@ -21,16 +21,26 @@ pub enum Near {
     Node(u32),
 }
 
+/// Which CPUs are taken first among equals, so that servers and workers of one host do not meet.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Side {
+    /// From the first CPU up: for workers.
+    First,
+    /// From the last CPU down: for servers.
+    Last,
+}
+
 /// What is to be planned.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Request<'a> {
-    /// Who asks.
-    pub role: Role,
+    /// Which CPUs are taken first.
+    pub side: Side,
     /// What each thread should be near to, in the order of their numbers.
     pub threads: &'a [Near],
     /// The CPUs that the process may use, as [`affinity`](super::pin::affinity) gives them.
     pub affinity: &'a [usize],
-    /// Polling threads of other processes on this host, as far as known. They take part in the count only.
+    /// Polling threads of other processes on this host, as far as known. They take part in the
+    /// count only.
     pub others: usize,
     /// Whether CPUs that are isolated from the scheduler may be used.
     pub use_isolated: bool,
@@ -60,8 +70,9 @@ pub struct Plan {
 
 /// Chooses a CPU for each thread; see the head of this file.
 ///
-/// Each thread gets a physical core of its own as long as there are some, away from CPU 0, which serves
-/// interrupts, then near what it asked for, then where the third-level cache is least shared.
+/// Each thread gets a physical core of its own as long as there are some, away from CPU 0, which
+/// serves interrupts, then near what it asked for, then where the third-level cache is least
+/// shared.
 #[must_use]
 pub fn plan(topology: &Topology, request: &Request<'_>) -> Plan {
     let candidates = eligible(topology, request);
@@ -82,7 +93,7 @@ pub fn plan(topology: &Topology, request: &Request<'_>) -> Plan {
         let best = candidates
             .iter()
             .filter(|cpu| !taken.iter().any(|other| other.id == cpu.id))
-            .min_by_key(|cpu| cost(topology, request.role, near, cpu, &taken))
+            .min_by_key(|cpu| cost(topology, request.side, near, cpu, &taken))
             .expect("there are at least as many candidates as threads, each of which takes one");
         taken.push(best);
         places.push(Place { cpu: Some(best.id), memory_node: topology.memory_node(best.id) });
@@ -146,7 +157,8 @@ fn crowded_note(topology: &Topology, request: &Request<'_>, usable: usize) -> St
         None => format!(" (the process may use CPUs {})", format_list(request.affinity)),
     };
     format!(
-        "{} polling threads for {usable} usable CPUs{why}: none is pinned, and idle ones sleep early",
+        "{} polling threads for {usable} usable CPUs{why}: none is pinned, and idle ones sleep \
+         early",
         request.threads.len() + request.others
     )
 }
@@ -154,7 +166,7 @@ fn crowded_note(topology: &Topology, request: &Request<'_>, usable: usize) -> St
 /// What speaks against a CPU, most important first; the least is chosen.
 fn cost(
     topology: &Topology,
-    role: Role,
+    side: Side,
     near: &Near,
     cpu: &Cpu,
     taken: &[&Cpu],
@@ -162,9 +174,9 @@ fn cost(
     let shares_core = taken.iter().any(|other| cpu.siblings.contains(&other.id));
     let interrupts = if cpu.id == 0 { 2 } else { u8::from(cpu.siblings.contains(&0)) };
     let l3_users = taken.iter().filter(|other| cpu.l3.contains(&other.id)).count();
-    let order = match role {
-        Role::Server => (0, Reverse(cpu.id)),
-        Role::Worker | Role::Scheduler => (cpu.id, Reverse(0)),
+    let order = match side {
+        Side::Last => (0, Reverse(cpu.id)),
+        Side::First => (cpu.id, Reverse(0)),
     };
     (shares_core, interrupts, remoteness(topology, near, cpu), l3_users, order)
 }
@@ -190,5 +202,5 @@ fn remoteness(topology: &Topology, near: &Near, cpu: &Cpu) -> u32 {
 }
 
 #[cfg(test)]
-#[path = "plan_tests.rs"]
+#[path = "tests/plan.rs"]
 mod tests;

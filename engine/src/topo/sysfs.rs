@@ -1,9 +1,11 @@
-//! Reading the small text files of /sys and /proc. A file that is missing or says nothing usable is `None`:
-//! kernels, containers and virtual machines all leave some out, and none of them is worth failing for.
+//! Reading the small text files of /sys and /proc. A file that is missing or says nothing usable is
+//! `None`: kernels, containers and virtual machines all leave some out, and none of them is worth
+//! failing for.
 
 use std::path::Path;
 
-/// CPU and node numbers beyond this are taken for nonsense, so that a bad list cannot exhaust memory.
+/// CPU and node numbers beyond this are taken for nonsense, so that a bad list cannot exhaust
+/// memory.
 const NUMBER_MAX: usize = 1 << 16;
 
 /// The file's text without the white space around it.
@@ -37,7 +39,8 @@ pub(super) fn parse_list(text: &str) -> Option<Vec<usize>> {
     Some(numbers)
 }
 
-/// The numbers in the names of a folder's entries that are `prefix` and a number, sorted: `cpu0`, `cpu1`, …
+/// The numbers in the names of a folder's entries that are `prefix` and a number, sorted: `cpu0`,
+/// `cpu1`, …
 pub(super) fn numbered(folder: &Path, prefix: &str) -> Vec<usize> {
     let mut numbers: Vec<usize> = entries(folder)
         .iter()

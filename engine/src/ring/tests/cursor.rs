@@ -43,7 +43,8 @@ mod plain {
             let mut next = 0u32;
             for (is_push, count) in operations {
                 if is_push {
-                    prop_assert!(producer.free().unwrap() as usize <= capacity as usize - oracle.len());
+                    let known = producer.free().unwrap() as usize;
+                    prop_assert!(known <= capacity as usize - oracle.len());
                     let free = producer.refresh().unwrap();
                     prop_assert_eq!(free as usize, capacity as usize - oracle.len());
                     let count = count.min(free);
@@ -54,8 +55,8 @@ mod plain {
                     }
                     producer.publish(count);
                 } else {
-                    let known = consumer.ready().unwrap();
-                    prop_assert!(known as usize <= oracle.len() && (known > 0 || oracle.is_empty()));
+                    let known = consumer.ready().unwrap() as usize;
+                    prop_assert!(known <= oracle.len() && (known > 0 || oracle.is_empty()));
                     let ready = consumer.refresh().unwrap();
                     prop_assert_eq!(ready as usize, oracle.len());
                     let count = count.min(ready);

@@ -1,9 +1,9 @@
 //! Machines for tests: a text of a few lines is expanded into the files that the kernel would show.
 //!
 //! A line is a word and its arguments; `#` begins a comment:
-//! - `cores cpus=0-5 twin=6 package=0 node=0 l3=0-5,12-17`: one physical core for each CPU, whose second hardware
-//!   thread is `twin` higher. Without `node` it is on none; without `l3` there is no cache information at all; `l3=each:4`
-//!   gives each run of four cores its own.
+//! - `cores cpus=0-5 twin=6 package=0 node=0 l3=0-5,12-17`: one physical core for each CPU, whose
+//!   second hardware thread is `twin` higher. Without `node` it is on none; without `l3` there is
+//!   no cache information at all; `l3=each:4` gives each run of four cores its own.
 //! - `online 0-3`, `isolated 2`: replace the list, which is else that of all cores, or empty.
 //! - `node 0 distance=10,21 memory=no`
 //! - `pci pci0000:00/0000:00:03.0 class=0x020000 vendor=0x1af4 node=0`
@@ -17,12 +17,15 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 /// The machines that come with the tests.
-pub(super) const DGX: &str = include_str!("fixtures/dgx_h100.txt");
-pub(super) const DESKTOP: &str = include_str!("fixtures/desktop.txt");
-pub(super) const CONTAINER: &str = include_str!("fixtures/container_quota.txt");
-pub(super) const PLAIN_VM: &str = include_str!("fixtures/plain_vm.txt");
-pub(super) const GPU_VM: &str = include_str!("fixtures/gpu_vm.txt");
-pub(super) const ASYMMETRIC: &str = include_str!("fixtures/asymmetric.txt");
+pub(super) const DGX: &str = include_str!("machines/dgx_h100.txt");
+pub(super) const DESKTOP: &str = include_str!("machines/desktop.txt");
+pub(super) const CONTAINER: &str = include_str!("machines/container_quota.txt");
+pub(super) const PLAIN_VM: &str = include_str!("machines/plain_vm.txt");
+pub(super) const GPU_VM: &str = include_str!("machines/gpu_vm.txt");
+pub(super) const ASYMMETRIC: &str = include_str!("machines/asymmetric.txt");
+
+/// All of them.
+pub(super) const ALL: [&str; 6] = [DGX, DESKTOP, CONTAINER, PLAIN_VM, GPU_VM, ASYMMETRIC];
 
 /// A folder that is removed when it goes.
 pub(super) struct Folder(PathBuf);
@@ -60,7 +63,8 @@ impl Drop for Folder {
     }
 }
 
-/// Reads the machine that the text describes. Making thousands of files takes a while, so each is made once.
+/// Reads the machine that the text describes. Making thousands of files takes a while, so each is
+/// made once.
 pub(super) fn topology(text: &str) -> Topology {
     static READ: Mutex<BTreeMap<String, Topology>> = Mutex::new(BTreeMap::new());
     let mut read = READ.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,4 +1,4 @@
-//! Tests of reading topologies: the machines of `fixtures/`, broken ones, and this one.
+//! Tests of reading topologies: the machines of `tests/machines/`, broken ones, and this one.
 
 use super::fixture::{self, Folder, topology};
 use super::*;
@@ -116,7 +116,8 @@ fn an_uneven_machine_is_read_as_it_is() {
     assert!(uneven.nodes[2].cpus.is_empty() && !uneven.nodes[1].has_memory);
     assert_eq!(uneven.memory_node(0), Some(0));
     assert_eq!(uneven.memory_node(13), Some(2), "the nearest node that has memory");
-    // Limits of groups above hold too: batch has 18 CPUs of time, and less memory left than job7 in it.
+    // Limits of groups above hold too: batch has 18 CPUs of time, and less memory left than job7 in
+    // it.
     assert_eq!(uneven.limits.cpu_quota, Some(18.0));
     let memory = uneven.limits.memory.unwrap();
     assert_eq!((memory.limit_bytes, memory.left_bytes), (4 << 30, (4 << 30) - 4_000_000_000));
@@ -138,7 +139,8 @@ fn groups_are_found_from_inside_a_container_without_its_own_namespace() {
     let limits = cgroup::Limits::read(folder.path());
     assert_eq!(limits.cpu_quota, Some(1.5));
     assert_eq!(limits.memory.unwrap().left_bytes, 1000);
-    // A path that leads out of the namespace, as after a move of the process, means the mount itself.
+    // A path that leads out of the namespace, as after a move of the process, means the mount
+    // itself.
     folder.write("proc/self/cgroup", "1:cpu,cpuacct:/../../outside");
     assert_eq!(cgroup::Limits::read(folder.path()).cpu_quota, Some(1.5));
 }
