@@ -45,7 +45,8 @@ struct Shared {
     local_size: u32,
     /// What each tensor was declared as: name to id.
     declared: Mutex<HashMap<String, (Declaration, TensorId)>>,
-    sizes: Mutex<Vec<(usize, Declaration)>>,
+    /// Bytes and operation of each tensor, by id.
+    sizes: Mutex<Vec<(usize, Operation)>>,
     job: Option<Job>,
 }
 
@@ -120,9 +121,9 @@ impl Worker {
                 let bytes = declaration.count.saturating_mul(declaration.dtype.size() as u64);
                 let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
                 if sizes.len() <= id as usize {
-                    sizes.resize(id as usize + 1, (0, declaration.clone()));
+                    sizes.resize(id as usize + 1, (0, Operation::Sum));
                 }
-                sizes[id as usize] = (bytes, declaration.clone());
+                sizes[id as usize] = (bytes, declaration.operation);
                 known.insert(declaration.name.clone(), (declaration, TensorId(id)));
             }
         }
@@ -145,26 +146,27 @@ impl Worker {
     /// equal `target`; else they do not overlap.
     ///
     /// # Errors
-    /// [`Error::Closed`] or what ended the job.
+    /// [`Error::Refused`] for a tensor that was not declared; then none is started. What ends a push_pull under way is for
+    /// its handle to say.
     pub unsafe fn push_pull(&self, items: &[PushPull]) -> Result<Vec<Handle>, Error> {
+        // All are looked up before the first is started: an error leaves nothing under way.
+        let sizes = lock(&self.0.sizes);
+        let known = |item: &PushPull| match sizes.get(item.tensor.0 as usize) {
+            Some(&(bytes, operation)) => Ok((*item, bytes, operation)),
+            None => Err(Error::Refused(format!("tensor id {} was not declared", item.tensor.0))),
+        };
+        let items: Vec<_> = items.iter().map(known).collect::<Result<_, _>>()?;
+        drop(sizes);
         let mut handles = Vec::with_capacity(items.len());
-        for item in items {
-            let Some((bytes, declaration)) =
-                lock(&self.0.sizes).get(item.tensor.0 as usize).cloned()
-            else {
-                return Err(Error::Refused(format!(
-                    "tensor id {} was not declared",
-                    item.tensor.0
-                )));
-            };
-            let root = declaration.operation == Operation::Broadcast(Rank(self.0.rank));
-            let copies = (self.0.job.is_none() || root) && !std::ptr::eq(item.source, item.target);
-            if copies && bytes > 0 {
+        for (item, bytes, operation) in &items {
+            let is_root = *operation == Operation::Broadcast(Rank(self.0.rank));
+            let copies = self.0.job.is_none() || is_root;
+            if copies && *bytes > 0 && !std::ptr::eq(item.source, item.target) {
                 // SAFETY: both are valid for the declared bytes and do not overlap, as the caller promises.
-                unsafe { std::ptr::copy_nonoverlapping(item.source, item.target, bytes) };
+                unsafe { std::ptr::copy_nonoverlapping(item.source, item.target, *bytes) };
             }
             handles.push(match &self.0.job {
-                Some(job) => job.push(item)?,
+                Some(job) => job.push(item),
                 None => Handle::finished(Ok(())),
             });
         }

@@ -211,7 +211,8 @@ impl Job {
         }
     }
 
-    pub(crate) fn push(&self, item: &PushPull) -> Result<Handle, Error> {
+    /// Hands a push_pull to the NIC loop. If that has ended, the handle says why.
+    pub(crate) fn push(&self, item: &PushPull) -> Handle {
         let task = Arc::new(Task::default());
         let memory = Memory { source: item.source, target: item.target };
         let mut command = Command::Push {
@@ -222,7 +223,7 @@ impl Job {
         };
         loop {
             if self.nic_ended.load(Ordering::Acquire) {
-                return Err(self.ended());
+                return Handle::finished(Err(self.ended()));
             }
             match self.commands.push(command) {
                 Ok(()) => break,
@@ -235,7 +236,7 @@ impl Job {
         if self.nic_ended.load(Ordering::SeqCst) {
             drain(&self.commands, &self.ended());
         }
-        Ok(Handle(task))
+        Handle(task)
     }
 
     pub(crate) fn leave(&self, suspend: bool) -> Result<(), Error> {

@@ -1,0 +1,124 @@
+//! A real job inside one process: scheduler, servers and workers as threads, over loopback or shared memory.
+
+use bps_engine::config::{Config, Role, TcpDriver, TransportChoice};
+use bps_worker::{Error, Worker};
+use std::net::TcpListener;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// How large a job is and what it runs over.
+#[derive(Clone, Copy, Debug)]
+pub struct JobShape {
+    /// Ranks.
+    pub workers: u32,
+    /// Servers.
+    pub servers: u32,
+    /// Cores of each server.
+    pub cores: u32,
+    /// What lanes use.
+    pub transport: TransportChoice,
+    /// How TCP talks to the kernel.
+    pub driver: TcpDriver,
+    /// Largest part, bytes.
+    pub partition_bytes: u32,
+    /// CRC-32C over payloads.
+    pub payload_checksum: bool,
+}
+
+impl Default for JobShape {
+    fn default() -> JobShape {
+        JobShape {
+            workers: 2,
+            servers: 1,
+            cores: 1,
+            transport: TransportChoice::Tcp,
+            driver: TcpDriver::Auto,
+            partition_bytes: 1 << 20,
+            payload_checksum: false,
+        }
+    }
+}
+
+/// A port of loopback that was free a moment ago.
+///
+/// # Panics
+/// When loopback has no free port.
+#[must_use]
+pub fn free_port() -> u16 {
+    let probe = TcpListener::bind(("127.0.0.1", 0)).expect("a free port on loopback");
+    probe.local_addr().expect("an address").port()
+}
+
+/// The configuration of a node of such a job.
+#[must_use]
+pub fn config(shape: &JobShape, port: u16, role: Role, worker: u32) -> Config {
+    Config {
+        role,
+        num_workers: shape.workers,
+        num_servers: shape.servers,
+        worker_id: worker,
+        root_uri: "127.0.0.1".into(),
+        root_port: port,
+        server_cores: shape.cores,
+        partition_bytes: shape.partition_bytes,
+        transport: shape.transport,
+        tcp_driver: shape.driver,
+        payload_checksum: shape.payload_checksum,
+        force_distributed: true,
+        start_timeout: Duration::from_secs(30),
+        log_level: bps_engine::config::LogLevel::Warning,
+        ..Config::default()
+    }
+}
+
+/// Starts a job and runs `body` as each of its ranks. Returns what the ranks returned, by rank, once scheduler and
+/// servers have ended as well.
+///
+/// # Panics
+/// When a rank panics, or the job does not start or end in good order.
+pub fn run<T: Send + 'static>(
+    shape: JobShape,
+    body: impl Fn(&Worker) -> T + Clone + Send + 'static,
+) -> Vec<T> {
+    run_nodes(shape, move |worker| {
+        let result = body(&worker);
+        worker.shutdown(false).expect("leaving in good order");
+        result
+    })
+}
+
+/// As [`run`], but the ranks leave (or do not) by themselves, and nobody has to end in good order.
+///
+/// # Panics
+/// When a rank panics or the job does not start.
+pub fn run_nodes<T: Send + 'static>(
+    shape: JobShape,
+    body: impl Fn(Worker) -> T + Clone + Send + 'static,
+) -> Vec<T> {
+    let port = free_port();
+    let scheduler = {
+        let config = config(&shape, port, Role::Scheduler, 0);
+        std::thread::spawn(move || drop(bps_server::scheduler::run(&config)))
+    };
+    let servers: Vec<JoinHandle<()>> = (0..shape.servers)
+        .map(|_| {
+            let config = config(&shape, port, Role::Server, 0);
+            std::thread::spawn(move || drop(bps_server::run::run(&config)))
+        })
+        .collect();
+    let ranks: Vec<JoinHandle<T>> = (0..shape.workers)
+        .map(|index| {
+            let config = config(&shape, port, Role::Worker, index);
+            let body = body.clone();
+            std::thread::spawn(move || {
+                let worker: Result<Worker, Error> = Worker::start(&config);
+                body(worker.expect("the job starts"))
+            })
+        })
+        .collect();
+    let results = ranks.into_iter().map(|rank| rank.join().expect("a rank panicked")).collect();
+    for node in servers.into_iter().chain([scheduler]) {
+        node.join().expect("a server or the scheduler panicked");
+    }
+    results
+}

@@ -1,0 +1,141 @@
+//! Real jobs inside this process, every result compared with the reference bit for bit, on every rank.
+
+use bps_engine::base::{DType, Operation, Rank};
+use bps_engine::config::{TcpDriver, TransportChoice};
+use bps_engine::transport::sim::Random;
+use bps_tests::job::{self, JobShape};
+use bps_tests::reference;
+use bps_worker::{Declaration, PushPull, Worker};
+use std::time::{Duration, Instant};
+
+const LONG: Option<Duration> = Some(Duration::from_secs(60));
+
+/// Pushes every tensor `rounds` times in a random order with random priorities, many at once, and checks the results.
+fn work(worker: &Worker, tensors: &[Declaration], rounds: u64, seed: u64) {
+    let rank = worker.rank();
+    let mut random = Random::new(seed ^ u64::from(rank));
+    let mut order: Vec<usize> = (0..tensors.len()).collect();
+    for at in (1..order.len()).rev() {
+        order.swap(at, random.index(at + 1));
+    }
+    let declared: Vec<Declaration> = order.iter().map(|&at| tensors[at].clone()).collect();
+    let ids = worker.declare(&declared).expect("declared");
+    for round in 1..=rounds {
+        let mut memory: Vec<(Vec<u8>, Vec<u8>)> = order
+            .iter()
+            .map(|&at| {
+                let count = usize::try_from(tensors[at].count).unwrap();
+                let source =
+                    reference::contribution(tensors[at].dtype, at as u64, rank, round, count);
+                let target = if random.once_in(2) { Vec::new() } else { vec![0x5a; source.len()] };
+                (source, target)
+            })
+            .collect();
+        let items: Vec<PushPull> = memory
+            .iter_mut()
+            .zip(&ids)
+            .map(|((source, target), &tensor)| {
+                let out = if target.is_empty() { source.as_mut_ptr() } else { target.as_mut_ptr() };
+                let priority = i64::try_from(random.below(7)).unwrap() - 3;
+                PushPull { tensor, source: source.as_ptr(), target: out, priority }
+            })
+            .collect();
+        // SAFETY: `memory` lives until every handle below is done, and nobody touches it meanwhile.
+        let handles = unsafe { worker.push_pull(&items) }.expect("pushed");
+        for (place, handle) in handles.iter().enumerate() {
+            assert_eq!(handle.wait(LONG), Ok(true), "tensor {}", tensors[order[place]].name);
+        }
+        for (place, (source, target)) in memory.iter().enumerate() {
+            let Declaration { dtype, operation, count, name } = &tensors[order[place]];
+            let count = usize::try_from(*count).unwrap();
+            let tensor = order[place] as u64;
+            let wanted = reference::result(*dtype, *operation, tensor, worker.size(), round, count);
+            let got = if target.is_empty() { source } else { target };
+            assert!(*got == wanted, "{name} round {round} on rank {rank}: other bytes");
+        }
+    }
+}
+
+fn tensors(sizes: &[u64], workers: u32) -> Vec<Declaration> {
+    let mut all = Vec::new();
+    for dtype in DType::ALL {
+        for (at, &count) in sizes.iter().enumerate() {
+            let root = Rank(u32::try_from(at).unwrap() % workers);
+            for operation in [Operation::Sum, Operation::Average, Operation::Broadcast(root)] {
+                let name = format!("{dtype}.{count}.{operation}");
+                all.push(Declaration { name, dtype, count, operation });
+            }
+        }
+    }
+    all
+}
+
+#[test]
+fn every_type_and_operation_over_every_transport_and_shape() {
+    let transports = [
+        (TransportChoice::Tcp, TcpDriver::Uring),
+        (TransportChoice::Tcp, TcpDriver::Poll),
+        (TransportChoice::Shm, TcpDriver::Auto),
+    ];
+    for (transport, driver) in transports {
+        for (workers, servers, cores) in [(1, 1, 1), (2, 1, 2), (3, 2, 1), (4, 3, 2)] {
+            let start = Instant::now();
+            let shape = JobShape {
+                workers,
+                servers,
+                cores,
+                transport,
+                driver,
+                partition_bytes: 16 << 10,
+                payload_checksum: workers == 3,
+            };
+            job::run(shape, move |worker| {
+                let tensors = tensors(&[0, 1, 255, 4096, 20_011], workers);
+                work(worker, &tensors, 2, 7);
+            });
+            println!("{transport:?} {driver:?} {workers}x{servers}x{cores}: {:?}", start.elapsed());
+        }
+    }
+}
+
+#[test]
+fn large_tensors() {
+    for transport in [TransportChoice::Tcp, TransportChoice::Shm] {
+        let shape = JobShape { workers: 2, cores: 2, transport, ..JobShape::default() };
+        job::run(shape, |worker| {
+            let one = |name: &str, dtype, operation| Declaration {
+                name: name.into(),
+                dtype,
+                count: (64 << 20) / dtype.size() as u64,
+                operation,
+            };
+            let tensors = [
+                one("f32", DType::F32, Operation::Sum),
+                one("bf16", DType::BF16, Operation::Average),
+            ];
+            work(worker, &tensors, 1, 1);
+        });
+    }
+}
+
+#[test]
+fn a_thousand_small_tensors_declare_within_a_second() {
+    let times = job::run(JobShape::default(), |worker| {
+        let tensors: Vec<Declaration> = (0..1000)
+            .map(|index| Declaration {
+                name: format!("layer{index}.weight"),
+                dtype: DType::F32,
+                count: 1024,
+                operation: Operation::Sum,
+            })
+            .collect();
+        worker.barrier(LONG).expect("barrier");
+        let start = Instant::now();
+        worker.declare(&tensors).expect("declared");
+        let declared = start.elapsed();
+        work(worker, &tensors, 3, 5);
+        declared
+    });
+    println!("declaring 1,000 tensors took {times:?}");
+    assert!(times.iter().all(|time| *time < Duration::from_secs(1)), "{times:?}");
+}
