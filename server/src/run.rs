@@ -12,6 +12,8 @@ use bps_engine::mem::{Arena, Options};
 use bps_engine::proto::handshake::{Hello, Purpose};
 use bps_engine::proto::messages::{Node, NodeMessage, Register};
 use bps_engine::ring::Mpsc;
+use bps_engine::topo::plan::{Near, Place, Request, Side, plan};
+use bps_engine::topo::{Topology, pin};
 use bps_engine::trace::counters::Counters;
 use bps_engine::trace::log;
 use bps_engine::transport::tcp::Tcp;
@@ -21,6 +23,7 @@ use std::ffi::OsString;
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr as UnixAddress, UnixListener};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -118,10 +121,12 @@ pub fn run(config: &Config) -> Result<(), ServerError> {
     let report_waker = Waker::new().map_err(|error| resource("an eventfd", &error))?;
     let mut shards = Vec::new();
     let mut threads = Vec::new();
+    let (places, pinning) = places(config);
     for core in 0..config.server_cores {
-        let (shard, thread, line) = start_shard(config, core, &reports, &report_waker)?;
+        let place = places[core as usize];
+        let (shard, thread, line) = start_shard(config, core, place, &reports, &report_waker)?;
         if core == 0 {
-            log::info!("{} cores on {address}; {line}", config.server_cores);
+            log::info!("{} cores on {address}; {pinning}; {line}", config.server_cores);
         }
         shards.push(shard);
         threads.push(thread);
@@ -150,6 +155,32 @@ pub fn run(config: &Config) -> Result<(), ServerError> {
         let _ = thread.join();
     }
     result
+}
+
+/// Where each core's thread and memory go, and a line about it.
+fn places(config: &Config) -> (Vec<Place>, String) {
+    let nowhere = vec![Place { cpu: None, memory_node: None }; config.server_cores as usize];
+    if !config.pin {
+        return (nowhere, "not pinned (BPS_PIN=0)".into());
+    }
+    let topology = match Topology::read(Path::new("/")) {
+        Ok(topology) => topology,
+        Err(error) => return (nowhere, format!("not pinned: {error}")),
+    };
+    let near = config.interface.clone().map_or(Near::Anywhere, Near::Nic);
+    let threads = vec![near; config.server_cores as usize];
+    let affinity = pin::affinity().unwrap_or_default();
+    // One CPU is left for the kernel's own work and our control threads.
+    let request = Request {
+        side: Side::Last,
+        threads: &threads,
+        affinity: &affinity,
+        others: 1,
+        use_isolated: false,
+    };
+    let plan = plan(&topology, &request);
+    let line = plan.note.clone().unwrap_or_else(|| plan.describe());
+    (plan.places, line)
 }
 
 fn resource(what: &str, error: &dyn std::fmt::Display) -> ServerError {
@@ -231,6 +262,7 @@ type Started = (ShardHandle, JoinHandle<()>, String);
 fn start_shard(
     config: &Config,
     core: u32,
+    place: Place,
     reports: &Mpsc<(u32, Report)>,
     report_waker: &Waker,
 ) -> Result<Started, ServerError> {
@@ -243,7 +275,8 @@ fn start_shard(
     let spin = harness::spin_default(config.server_cores as usize, cpus);
     let body = move || {
         // io_uring wants its ring made by the thread that uses it.
-        let made = make_shard(&config, core, &waker, commands, reports, report_waker);
+        let node = place.memory_node;
+        let made = make_shard(&config, core, node, &waker, commands, reports, report_waker);
         match made {
             Ok((shard, line)) => {
                 let _ = started.send(Ok(line));
@@ -254,7 +287,7 @@ fn start_shard(
             }
         }
     };
-    let thread = harness::spawn(&format!("bps-core-{core}"), None, body)
+    let thread = harness::spawn(&format!("bps-core-{core}"), place.cpu, body)
         .map_err(|error| resource("a thread", &error))?;
     let line = has_started.recv().map_err(|error| resource("a thread", &error))??;
     Ok((handle, thread, line))
@@ -263,6 +296,7 @@ fn start_shard(
 fn make_shard(
     config: &Config,
     core: u32,
+    numa_node: Option<u32>,
     waker: &Waker,
     commands: Mpsc<Command>,
     reports: Mpsc<(u32, Report)>,
@@ -270,7 +304,7 @@ fn make_shard(
 ) -> Result<(Shard, String), ServerError> {
     let options = Options {
         name: format!("core {core}"),
-        numa_node: None,
+        numa_node,
         shared: config.transport != TransportChoice::Tcp,
     };
     let arena = Arena::reserve(ARENA_BYTES, &options)
