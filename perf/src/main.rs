@@ -1,2 +1,40 @@
-//! To be written.
-fn main() {}
+//! `bps-perf`: measures each layer beside its peers and beside the machine.
+//!
+//! Invariant: a command prints what it measured and where (host, kernel, cores, commit), next to
+//! the peer that it was measured against in the same run, and nothing that it did not measure.
+
+use clap::{ArgMatches, Command};
+use std::process::ExitCode;
+
+mod cmd;
+mod place;
+mod sample;
+
+/// Why a command could not measure, in words for the user.
+type Outcome = Result<(), Box<dyn std::error::Error>>;
+
+/// Each command: its arguments, and what runs it.
+type Entry = (fn() -> Command, fn(&ArgMatches) -> Outcome);
+const COMMANDS: [Entry; 1] = [(cmd::sum::command, cmd::sum::run)];
+
+fn main() -> ExitCode {
+    let program = Command::new("bps-perf")
+        .version(env!("CARGO_PKG_VERSION"))
+        .about("Measures each layer of the engine beside its peers and beside the machine.")
+        .after_help("Measure a release build: cargo run --release -p bps-perf -- COMMAND")
+        .subcommand_required(true)
+        .arg_required_else_help(true)
+        .subcommands(COMMANDS.map(|(command, _)| command()));
+    let matches = program.get_matches();
+    let chosen = matches.subcommand().and_then(|(name, matches)| {
+        let entry = COMMANDS.iter().find(|(command, _)| command().get_name() == name);
+        entry.map(|(_, run)| run(matches))
+    });
+    match chosen.expect("the parser accepts only commands of the table") {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("bps-perf: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -6,8 +6,8 @@
 //!
 //! - [`Floor64`] for i64: multiply by a rounded-up reciprocal, keep the upper half of the product,
 //!   shift.
-//! - For 8 and 32 bits, `floor((a + 0.5) / d)` in a float wide enough: since `a` is whole, its
-//!   distance from any whole number is at least `0.5 / d`, on the side of the wanted one.
+//! - For 8 and 32 bits, `floor((a + 0.5) / d)` in a float wide enough: since `a` is whole, this
+//!   quotient is at least `0.5 / d` away from any whole number, on the side of the wanted one.
 //!   [`reciprocal32`] (for 8-bit `a`, computed in f32) and [`reciprocal64`] (for 32-bit `a`,
 //!   computed in f64) are wrong by at most 2 roundings and the product by one more, together under
 //!   `|a + 0.5| / d * 2^-22` and `|a + 0.5| / d * 2^-51`: less than `2^-13 / d` and `2^-19 / d`, so

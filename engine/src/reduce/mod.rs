@@ -11,6 +11,7 @@ mod blocks;
 mod divisor;
 mod half;
 mod scalar;
+mod slices;
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -20,6 +21,7 @@ mod avx512;
 mod tests;
 
 pub use half::{BF16, F16};
+pub use slices::plain_add;
 
 use crate::base::DType;
 use std::fmt;

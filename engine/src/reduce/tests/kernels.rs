@@ -1,8 +1,8 @@
 //! Every call, on every length, alignment, piece and divisor that could matter.
 
-use super::{Bits, CALLS, Call, Case, every_kernels, oracle};
+use super::{Bits, Buffer, CALLS, Call, Case, assert_same, every_kernels, oracle};
 use crate::base::DType;
-use crate::reduce::{Isa, Kernels, kernels};
+use crate::reduce::{Isa, Kernels, kernels, plain_add};
 use proptest::prelude::*;
 
 const DIVISORS: [u32; 9] = [1, 2, 3, 7, 8, 100, 255, 4096, u32::MAX];
@@ -160,4 +160,33 @@ fn an_average_over_nobody_panics() {
         let nothing = std::ptr::NonNull::dangling().as_ptr();
         kernels().finish(DType::F32, nothing, nothing, 0, 0);
     }
+}
+
+/// The safe calls and the plain loop, on memory as aligned as the plain loop wants it.
+#[test]
+fn slices_equal_the_specification() {
+    let mut bits = Bits(5);
+    for dtype in DType::ALL {
+        let acc = bits.elements(dtype.accumulator(), 100);
+        let src = bits.elements(dtype, 100);
+        let sum = oracle(&Case::new(dtype, Call::Add, &acc, &src, 1));
+        let average = oracle(&Case::new(dtype, Call::AddFinish, &acc, &src, 3));
+        for kernels in every_kernels() {
+            let (mut left, mut right) = (Buffer::new(&acc, 0), Buffer::new(&src, 0));
+            kernels.add_slice(dtype, left.content_mut(), right.content_mut());
+            assert_same(dtype.accumulator(), left.content(), &sum, &kernels);
+            let mut left = Buffer::new(&acc, 0);
+            plain_add(kernels.isa(), dtype, left.content_mut(), right.content_mut());
+            assert_same(dtype.accumulator(), left.content(), &sum, &"plain");
+            let mut left = Buffer::new(&acc, 0);
+            kernels.add_finish_slice(dtype, left.content_mut(), right.content_mut(), 3);
+            assert_same(dtype, &left.content()[..average.len()], &average, &kernels);
+        }
+    }
+}
+
+#[test]
+#[should_panic(expected = "an accumulator for 4 bf16")]
+fn a_short_accumulator_panics() {
+    kernels().add_slice(DType::BF16, &mut [0; 12], &[0; 8]);
 }

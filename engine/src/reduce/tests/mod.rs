@@ -31,6 +31,10 @@ impl Buffer {
         self.bytes[self.start..].as_mut_ptr()
     }
 
+    fn content_mut(&mut self) -> &mut [u8] {
+        &mut self.bytes[self.start..][..self.length]
+    }
+
     /// What it holds, after a look at the guards.
     fn content(&self) -> &[u8] {
         let (before, rest) = self.bytes.split_at(self.start);

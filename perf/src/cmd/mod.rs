@@ -1,0 +1,3 @@
+//! One file per command. Each gives its arguments by `command` and measures by `run`.
+
+pub mod sum;
