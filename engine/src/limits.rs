@@ -34,6 +34,12 @@ pub const CORES_MAX: usize = 256;
 pub const NAME_BYTES_MAX: usize = 1024;
 /// Tensors of one job.
 pub const TENSORS_MAX: usize = 1 << 20;
+/// Parts of one job.
+pub const PARTS_MAX: usize = 1 << 22;
+/// Parts of the tensors that one request declares: their keys fit into one control message.
+pub const DECLARE_PARTS_MAX: usize = 1 << 18;
+/// Barriers that one rank may have open at once.
+pub const BARRIERS_MAX: usize = 64;
 /// Bytes of one control message, after authentication.
 pub const CONTROL_BYTES_MAX: usize = 64 << 20;
 /// Seconds that a connection has to authenticate itself.
@@ -46,3 +52,5 @@ const _: () = assert!(SCRATCH_BYTES.is_multiple_of(ALIGNMENT));
 const _: () = assert!(SMALL_BYTES + HEADER_BYTES <= STAGING_BYTES);
 const _: () = assert!(SMALL_BYTES < OPERATION_BYTES_MAX && SCRATCH_BYTES <= OPERATION_BYTES_MAX);
 const _: () = assert!(PART_BYTES_MIN <= PART_BYTES_MAX && PART_BYTES_MAX <= u32::MAX as usize);
+// A part takes about 100 bytes of text in `Declared` or `Install`.
+const _: () = assert!(DECLARE_PARTS_MAX * 128 <= CONTROL_BYTES_MAX);

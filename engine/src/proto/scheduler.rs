@@ -1,1 +1,459 @@
-//! To be written.
+//! The scheduler as a state machine: connections, messages and the time go in, messages come out.
+//!
+//! The scheduler program feeds it from sockets; tests and the simulation feed it directly.
+//! Invariant: every `Declare` and `Barrier` of a node that stays is answered once; every node that
+//! is connected when the job ends is told why, once; nothing is waited for without a deadline.
+
+mod lives;
+mod registry;
+mod rendezvous;
+mod waits;
+
+#[cfg(test)]
+mod tests;
+
+use super::messages::{NodeMessage, OverReason, Register, Roster, SchedulerMessage};
+use crate::base::{Epoch, Rank};
+use registry::{Registry, Reply};
+use rendezvous::{Job, Rendezvous, describe};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
+use std::time::Duration;
+use waits::{Barriers, Stalls};
+
+/// How often nodes are told for whom they wait.
+const WAITING_EVERY: Duration = Duration::from_secs(2);
+
+/// A connection, numbered by whoever feeds the machine; never used twice.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct NodeId(pub u64);
+
+/// What the scheduler was told about the job.
+#[derive(Clone, Debug)]
+pub struct SchedulerConfig {
+    /// Worker hosts.
+    pub num_workers: u32,
+    /// Server processes.
+    pub num_servers: u32,
+    /// The release that all nodes must run.
+    pub release: String,
+    /// How long the nodes may take to come.
+    pub start_timeout: Duration,
+    /// Silence after which a node counts as dead.
+    pub heartbeat_timeout: Duration,
+    /// A barrier open for longer than this is reported.
+    pub stall_report: Duration,
+    /// A round or barrier open for longer than this ends the job.
+    pub stall_timeout: Duration,
+}
+
+/// How the job ended.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Exit {
+    /// All workers left in good order.
+    Finished,
+    /// A node died or failed, a stall lasted too long, or the scheduler was stopped.
+    Failed,
+    /// Nodes did not come in time, or were told different things about the job.
+    NotFormed,
+}
+
+impl Exit {
+    /// The exit code of the scheduler program.
+    #[must_use]
+    pub const fn code(self) -> i32 {
+        match self {
+            Exit::Finished => 0,
+            Exit::Failed => 1,
+            Exit::NotFormed => 3,
+        }
+    }
+}
+
+/// What is to be done.
+#[derive(Clone, PartialEq, Debug)]
+pub enum Output {
+    /// Send a message.
+    Send(NodeId, SchedulerMessage),
+    /// Close a connection once all that was sent before has gone out.
+    Close(NodeId),
+    /// Tell people.
+    Log(String),
+    /// The job is over; nothing follows.
+    Done(Exit),
+}
+
+/// An output that may still have to be made: a roster grows with the square of the job if all are
+/// made at once.
+enum Queued {
+    Ready(Output),
+    Roster(NodeId, u32, Arc<Roster>),
+}
+
+/// What a connection is to the job.
+enum Standing {
+    /// It has not said who it is.
+    New,
+    /// It came back before the others have suspended.
+    Early(Box<Register>),
+    /// A rank, before and after the roster.
+    Worker(Rank),
+    /// A server; its index is its place in the job.
+    Server,
+    /// A worker that left in good order.
+    Left(Rank),
+}
+
+struct Peer {
+    standing: Standing,
+    /// Host, pid and description; known from `Register`.
+    host: String,
+    pid: u32,
+    who: String,
+    connected: Duration,
+    heard: Duration,
+    rounds: u64,
+}
+
+/// Where the job stands.
+enum Phase {
+    Forming(Rendezvous),
+    Running(Box<Running>),
+    Over,
+}
+
+struct Running {
+    job: Job,
+    registry: Registry,
+    barriers: Barriers,
+    stalls: Stalls,
+    left: BTreeSet<Rank>,
+    suspended: bool,
+}
+
+/// The machine. See the [module](self).
+pub struct Scheduler {
+    config: SchedulerConfig,
+    epoch: Epoch,
+    phase: Phase,
+    peers: BTreeMap<NodeId, Peer>,
+    outputs: VecDeque<Queued>,
+    waiting_said: Duration,
+    ticked: Duration,
+    /// Install requests are numbered through all epochs.
+    next_install: u64,
+}
+
+impl Scheduler {
+    /// A scheduler to which nobody has come yet.
+    #[must_use]
+    pub fn new(config: SchedulerConfig, now: Duration) -> Scheduler {
+        let rendezvous =
+            Rendezvous::new(config.num_workers, config.num_servers, &config.release, now);
+        Scheduler {
+            config,
+            epoch: Epoch(1),
+            phase: Phase::Forming(rendezvous),
+            peers: BTreeMap::new(),
+            outputs: VecDeque::new(),
+            waiting_said: now,
+            ticked: now,
+            next_install: 0,
+        }
+    }
+
+    /// The next thing to do.
+    pub fn poll_output(&mut self) -> Option<Output> {
+        Some(match self.outputs.pop_front()? {
+            Queued::Ready(output) => output,
+            Queued::Roster(node, index, roster) => {
+                Output::Send(node, SchedulerMessage::Roster(Roster { index, ..(*roster).clone() }))
+            }
+        })
+    }
+
+    /// Whether `Done` was said.
+    #[must_use]
+    pub fn is_over(&self) -> bool {
+        matches!(self.phase, Phase::Over)
+    }
+
+    /// An authenticated connection is there.
+    pub fn handle_connected(&mut self, node: NodeId, now: Duration) {
+        if self.is_over() {
+            return;
+        }
+        let peer = Peer {
+            standing: Standing::New,
+            host: String::new(),
+            pid: 0,
+            who: "a node".to_owned(),
+            connected: now,
+            heard: now,
+            rounds: 0,
+        };
+        self.peers.insert(node, peer);
+    }
+
+    /// A message came in.
+    pub fn handle_message(&mut self, node: NodeId, message: NodeMessage, now: Duration) {
+        let Some(peer) = self.peers.get_mut(&node) else { return };
+        peer.heard = now;
+        match (&peer.standing, message) {
+            // What comes behind a good-bye is late, and no longer of interest.
+            (Standing::Left(_), _) => {}
+            (Standing::New, NodeMessage::Register(register)) => self.register(node, register, now),
+            (Standing::New | Standing::Early(_), NodeMessage::Leave { .. }) => {
+                self.peers.remove(&node);
+                self.put(Output::Close(node));
+            }
+            (_, NodeMessage::Failed { message }) => self.failed(node, message),
+            (Standing::New, _) => self.drop_stranger(node, "it did not say who it is first"),
+            (_, NodeMessage::Heartbeat { rounds }) => peer.rounds = rounds,
+            (Standing::Early(_), _) => self.drop_stranger(node, "it spoke before it had a roster"),
+            (Standing::Worker(rank), message) => {
+                let rank = *rank;
+                self.handle_worker(node, rank, message, now);
+            }
+            (Standing::Server, message) => self.handle_server(node, message, now),
+        }
+    }
+
+    /// A connection is gone; `how` completes the line "rank 3 died: …".
+    pub fn handle_closed(&mut self, node: NodeId, how: &str, _now: Duration) {
+        match self.peers.get(&node).map(|peer| &peer.standing) {
+            None => {}
+            Some(Standing::Worker(_) | Standing::Server) => self.lost(node, how),
+            Some(Standing::New | Standing::Early(_) | Standing::Left(_)) => {
+                self.peers.remove(&node);
+            }
+        }
+    }
+
+    /// The scheduler itself is told to stop.
+    pub fn handle_stop(&mut self, message: &str) {
+        let (who, message) = ("the scheduler".to_owned(), message.to_owned());
+        self.end(OverReason::Failed { who, message }, None);
+    }
+
+    /// Time passes. To be called a few times a second, after what had come in by `now` was handled.
+    pub fn handle_tick(&mut self, now: Duration) {
+        if self.is_over() {
+            return;
+        }
+        self.forgive(now);
+        self.check_silence(now);
+        self.check_forming(now);
+        self.check_early(now);
+        self.check_installs(now);
+        self.check_stalls(now);
+    }
+
+    fn put(&mut self, output: Output) {
+        self.outputs.push_back(Queued::Ready(output));
+    }
+
+    fn send(&mut self, node: NodeId, message: SchedulerMessage) {
+        self.put(Output::Send(node, message));
+    }
+
+    /// The node as people know it: `rank 3`, `server 1`.
+    fn who(&self, node: NodeId) -> String {
+        let Some(peer) = self.peers.get(&node) else { return "a node".to_owned() };
+        match (&peer.standing, &self.phase) {
+            (Standing::Worker(rank) | Standing::Left(rank), _) => rank.to_string(),
+            (Standing::Server, Phase::Running(running)) => match running.server(node) {
+                Some(server) => format!("server {server}"),
+                None => peer.who.clone(),
+            },
+            _ => peer.who.clone(),
+        }
+    }
+
+    fn register(&mut self, node: NodeId, register: Register, now: Duration) {
+        let Some(peer) = self.peers.get_mut(&node) else { return };
+        peer.host.clone_from(&register.host);
+        peer.pid = register.pid;
+        peer.who = describe(&register);
+        match &mut self.phase {
+            Phase::Over => {}
+            Phase::Running(running) if running.suspended => {
+                peer.standing = Standing::Early(Box::new(register));
+            }
+            Phase::Running(running) => {
+                let message = format!(
+                    "{} came to a job that runs already, with all of its {} ranks and {} servers: \
+                     give each job a DMLC_PS_ROOT_PORT of its own, and start each node once",
+                    peer.who,
+                    running.job.workers.len(),
+                    running.job.servers.len()
+                );
+                self.put(Output::Log(message.clone()));
+                self.send_away(node, message);
+            }
+            Phase::Forming(rendezvous) => match rendezvous.admit(node, &register, now) {
+                Ok(admitted) => {
+                    peer.standing = match admitted.rank {
+                        Some(rank) => Standing::Worker(rank),
+                        None => Standing::Server,
+                    };
+                    for server in admitted.surplus {
+                        self.peers.remove(&server);
+                        self.send(server, SchedulerMessage::Over { reason: OverReason::Finished });
+                        self.put(Output::Close(server));
+                    }
+                    self.form_if_complete(now);
+                }
+                Err(message) => self.end(OverReason::NotFormed { message }, None),
+            },
+        }
+    }
+
+    fn form_if_complete(&mut self, now: Duration) {
+        let Phase::Forming(rendezvous) = &mut self.phase else { return };
+        if !rendezvous.is_complete() {
+            return;
+        }
+        let Phase::Forming(rendezvous) = std::mem::replace(&mut self.phase, Phase::Over) else {
+            return;
+        };
+        let waited = now.saturating_sub(rendezvous.since);
+        let job = rendezvous.form();
+        let cores: u32 = job.shapes.iter().map(|shape| shape.cores).sum();
+        self.put(Output::Log(format!(
+            "all there after {:.1} s: {} ranks, {} servers with {cores} cores, epoch {}",
+            waited.as_secs_f64(),
+            job.size(),
+            job.servers.len(),
+            self.epoch.0
+        )));
+        let roster = Arc::new(job.roster(self.epoch));
+        for nodes in [&job.workers, &job.servers] {
+            for (index, (node, _)) in (0..).zip(nodes) {
+                self.outputs.push_back(Queued::Roster(*node, index, Arc::clone(&roster)));
+            }
+        }
+        let registry = Registry::new(job.size(), &job.planning, &job.shapes, self.next_install);
+        self.phase = Phase::Running(Box::new(Running {
+            barriers: Barriers::new(job.size()),
+            registry,
+            job,
+            stalls: Stalls::default(),
+            left: BTreeSet::new(),
+            suspended: false,
+        }));
+    }
+
+    fn handle_worker(&mut self, node: NodeId, rank: Rank, message: NodeMessage, now: Duration) {
+        match (&mut self.phase, message) {
+            (Phase::Forming(_), NodeMessage::Leave { .. }) => {
+                let message = format!("{} left before all nodes were there", self.described(node));
+                self.end(OverReason::NotFormed { message }, Some(node));
+            }
+            (Phase::Running(_), NodeMessage::Leave { suspend }) => {
+                self.worker_left(node, rank, suspend, now);
+            }
+            (Phase::Running(running), NodeMessage::Declare { request, tensors }) => {
+                let replies = running.registry.declare(rank, request, tensors, now);
+                self.reply(replies);
+            }
+            (Phase::Forming(_), NodeMessage::Declare { request, .. }) => {
+                let message = "tensors are declared after the roster has come".to_owned();
+                self.send(node, SchedulerMessage::Refused { request, message });
+            }
+            (Phase::Running(running), NodeMessage::Barrier { request }) => {
+                match running.barriers.arrive(rank, request, now) {
+                    Some(done) => {
+                        let done: Vec<_> = done
+                            .into_iter()
+                            .map(|(rank, id)| (running.job.workers[rank.0 as usize].0, id))
+                            .collect();
+                        for (node, request) in done {
+                            self.send(node, SchedulerMessage::BarrierDone { request });
+                        }
+                    }
+                    None => self.broke_protocol(node, "too many barriers at once"),
+                }
+            }
+            (_, other) => self.broke_protocol(node, kind(&other)),
+        }
+    }
+
+    fn handle_server(&mut self, node: NodeId, message: NodeMessage, now: Duration) {
+        match (&mut self.phase, message) {
+            (_, NodeMessage::Leave { .. }) => {
+                let (who, message) = (self.who(node), "it left while the job went on".to_owned());
+                self.end(OverReason::Failed { who, message }, Some(node));
+            }
+            (Phase::Running(running), NodeMessage::Installed { request }) => {
+                let Some(server) = running.server(node) else { return };
+                let replies = running.registry.installed(server, request);
+                self.reply(replies);
+            }
+            (Phase::Running(running), NodeMessage::Stalled { keys }) => {
+                if let Some(server) = running.server(node) {
+                    running.stalls.report(server, keys, now);
+                    self.check_stalls(now);
+                }
+            }
+            // Answers and reports of the epoch before, that were on their way.
+            (Phase::Forming(_), NodeMessage::Installed { .. } | NodeMessage::Stalled { .. }) => {}
+            (_, other) => self.broke_protocol(node, kind(&other)),
+        }
+    }
+
+    fn reply(&mut self, replies: Vec<Reply>) {
+        for reply in replies {
+            let Phase::Running(running) = &self.phase else { return };
+            match reply {
+                Reply::Declared { rank, request, tensors } => {
+                    let node = running.job.workers[rank.0 as usize].0;
+                    self.send(node, SchedulerMessage::Declared { request, tensors });
+                }
+                Reply::Refused { rank, request, message } => {
+                    let node = running.job.workers[rank.0 as usize].0;
+                    self.send(node, SchedulerMessage::Refused { request, message });
+                }
+                Reply::Install { server, request, keys } => {
+                    let node = running.job.servers[server as usize].0;
+                    self.send(node, SchedulerMessage::Install { request, keys });
+                }
+                Reply::Mismatch { to, mismatch } => {
+                    let ranks = (0..).map(Rank).zip(&running.job.workers);
+                    let nodes: Vec<NodeId> = ranks
+                        .filter(|(rank, _)| !running.left.contains(rank))
+                        .filter(|(rank, _)| to.is_none_or(|to| to == *rank))
+                        .map(|(_, (node, _))| *node)
+                        .collect();
+                    if to.is_none() {
+                        self.put(Output::Log(mismatch.to_string()));
+                    }
+                    for node in nodes {
+                        self.send(node, SchedulerMessage::Mismatch(mismatch.clone()));
+                    }
+                }
+            }
+        }
+    }
+}
+
+impl Running {
+    /// The index of a server.
+    fn server(&self, node: NodeId) -> Option<u32> {
+        let at = self.job.servers.iter().position(|(server, _)| *server == node)?;
+        u32::try_from(at).ok()
+    }
+}
+
+fn kind(message: &NodeMessage) -> &'static str {
+    match message {
+        NodeMessage::Register(_) => "a second registration",
+        NodeMessage::Heartbeat { .. } => "a heartbeat",
+        NodeMessage::Declare { .. } => "a declaration that is not its to make",
+        NodeMessage::Installed { .. } => "an answer to what it was not asked",
+        NodeMessage::Barrier { .. } => "a barrier out of turn",
+        NodeMessage::Stalled { .. } => "a stall report that is not its to make",
+        NodeMessage::Failed { .. } => "a failure",
+        NodeMessage::Leave { .. } => "a good-bye",
+    }
+}

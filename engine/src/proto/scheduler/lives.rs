@@ -1,0 +1,290 @@
+//! How nodes and jobs end: death, failure, silence, good-byes, deadlines.
+
+use super::{
+    Duration, Epoch, Exit, NodeId, Output, OverReason, Phase, Rank, Rendezvous, Scheduler,
+    SchedulerMessage, Standing, WAITING_EVERY,
+};
+use crate::proto::text::list;
+
+impl Scheduler {
+    /// A member of the job is gone without a good-bye: the job cannot go on.
+    pub(super) fn lost(&mut self, node: NodeId, how: &str) {
+        let Some(peer) = self.peers.get(&node) else { return };
+        let reason = OverReason::Died {
+            who: self.who(node),
+            host: peer.host.clone(),
+            pid: peer.pid,
+            how: how.to_owned(),
+            rounds: peer.rounds,
+        };
+        self.end(reason, Some(node));
+    }
+
+    pub(super) fn failed(&mut self, node: NodeId, message: String) {
+        let is_member = self
+            .peers
+            .get(&node)
+            .is_some_and(|peer| matches!(peer.standing, Standing::Worker(_) | Standing::Server));
+        if is_member {
+            let who = self.described(node);
+            self.end(OverReason::Failed { who, message }, Some(node));
+        } else {
+            self.drop_stranger(node, &message);
+        }
+    }
+
+    /// A member sent what it must not send at this point.
+    pub(super) fn broke_protocol(&mut self, node: NodeId, what: &str) {
+        self.lost(node, &format!("it broke the protocol ({what})"));
+    }
+
+    /// Closes a connection that is not of the job yet; the job goes on without it.
+    pub(super) fn drop_stranger(&mut self, node: NodeId, why: &str) {
+        let who = self.who(node);
+        self.peers.remove(&node);
+        self.put(Output::Log(format!("closed the connection of {who}: {why}")));
+        self.put(Output::Close(node));
+    }
+
+    /// Tells one node, and only that, that it cannot join.
+    pub(super) fn send_away(&mut self, node: NodeId, message: String) {
+        self.peers.remove(&node);
+        let reason = OverReason::NotFormed { message };
+        self.send(node, SchedulerMessage::Over { reason });
+        self.put(Output::Close(node));
+    }
+
+    /// `rank 3 (host a, pid 5)`.
+    pub(super) fn described(&self, node: NodeId) -> String {
+        match self.peers.get(&node) {
+            Some(peer) if !peer.host.is_empty() => {
+                format!("{} (host {}, pid {})", self.who(node), peer.host, peer.pid)
+            }
+            _ => self.who(node),
+        }
+    }
+
+    /// Ends the job: tells everybody but the node that caused it, and those that have left.
+    pub(super) fn end(&mut self, reason: OverReason, culprit: Option<NodeId>) {
+        if self.is_over() {
+            return;
+        }
+        let exit = match &reason {
+            OverReason::Finished => Exit::Finished,
+            OverReason::NotFormed { .. } => Exit::NotFormed,
+            _ => Exit::Failed,
+        };
+        self.put(Output::Log(reason.to_string()));
+        for (node, peer) in std::mem::take(&mut self.peers) {
+            if Some(node) != culprit && !matches!(peer.standing, Standing::Left(_)) {
+                self.send(node, SchedulerMessage::Over { reason: reason.clone() });
+            }
+            self.put(Output::Close(node));
+        }
+        self.phase = Phase::Over;
+        self.put(Output::Done(exit));
+    }
+
+    pub(super) fn worker_left(&mut self, node: NodeId, rank: Rank, suspend: bool, now: Duration) {
+        let Phase::Running(running) = &mut self.phase else { return };
+        if let Some(peer) = self.peers.get_mut(&node) {
+            peer.standing = Standing::Left(rank);
+        }
+        running.registry.forget(rank);
+        running.barriers.forget(rank);
+        running.left.insert(rank);
+        running.suspended |= suspend;
+        if running.left.len() < running.job.workers.len() {
+            return;
+        }
+        if running.suspended {
+            self.suspend(now);
+        } else {
+            self.end(OverReason::Finished, None);
+        }
+    }
+
+    /// All workers have left and some will be back: servers forget their keys, and the rendezvous
+    /// starts again.
+    fn suspend(&mut self, now: Duration) {
+        let Phase::Running(running) = std::mem::replace(&mut self.phase, Phase::Over) else {
+            return;
+        };
+        self.next_install = running.registry.next();
+        self.epoch = Epoch(self.epoch.0 + 1);
+        for (server, _) in &running.job.servers {
+            self.send(*server, SchedulerMessage::Reset { epoch: self.epoch });
+        }
+        self.put(Output::Log(format!(
+            "all workers have suspended: waiting for those of epoch {}",
+            self.epoch.0
+        )));
+        self.waiting_said = now;
+        let rendezvous = Rendezvous::again(running.job, &self.config.release, now);
+        self.phase = Phase::Forming(rendezvous);
+        let early: Vec<NodeId> = self.early();
+        for node in early {
+            let Some(peer) = self.peers.get_mut(&node) else { continue };
+            let standing = std::mem::replace(&mut peer.standing, Standing::New);
+            if let Standing::Early(register) = standing {
+                self.register(node, *register, now);
+            }
+        }
+    }
+
+    fn early(&self) -> Vec<NodeId> {
+        let early = |standing: &Standing| matches!(standing, Standing::Early(_));
+        self.peers.iter().filter(|(_, peer)| early(&peer.standing)).map(|(node, _)| *node).collect()
+    }
+
+    /// If this process itself did not run for a while, the silence of the others means nothing.
+    pub(super) fn forgive(&mut self, now: Duration) {
+        let gap = now.saturating_sub(self.ticked);
+        self.ticked = now;
+        if gap > self.config.heartbeat_timeout / 2 {
+            for peer in self.peers.values_mut() {
+                peer.heard += gap;
+                peer.connected += gap;
+            }
+        }
+    }
+
+    pub(super) fn check_silence(&mut self, now: Duration) {
+        let limit = self.config.heartbeat_timeout;
+        let silent: Vec<NodeId> = self
+            .peers
+            .iter()
+            .filter(|(_, peer)| now.saturating_sub(peer.heard) > limit)
+            .map(|(node, _)| *node)
+            .collect();
+        for node in silent {
+            let Some(peer) = self.peers.get(&node) else { continue };
+            let seconds = now.saturating_sub(peer.heard).as_secs_f64();
+            match peer.standing {
+                Standing::Worker(_) | Standing::Server => {
+                    self.lost(node, &format!("no heartbeat for {seconds:.1} s"));
+                    return;
+                }
+                Standing::Left(_) => {
+                    self.peers.remove(&node);
+                    self.put(Output::Close(node));
+                }
+                Standing::New | Standing::Early(_) => {
+                    self.drop_stranger(node, &format!("it said nothing for {seconds:.1} s"));
+                }
+            }
+        }
+    }
+
+    pub(super) fn check_forming(&mut self, now: Duration) {
+        let Phase::Forming(rendezvous) = &self.phase else { return };
+        let waited = now.saturating_sub(rendezvous.since);
+        let missing = rendezvous.missing();
+        if waited >= self.config.start_timeout {
+            let message = format!(
+                "after {} s it still waits for {missing}: check that they were started, read \
+                 their logs, and see that all nodes have the same DMLC_PS_ROOT_URI, \
+                 DMLC_PS_ROOT_PORT, DMLC_NUM_WORKER, DMLC_NUM_SERVER and job key; \
+                 BPS_START_TIMEOUT gives them longer",
+                waited.as_secs()
+            );
+            self.end(OverReason::NotFormed { message }, None);
+        } else if now.saturating_sub(self.waiting_said) >= WAITING_EVERY {
+            self.waiting_said = now;
+            let text = format!("waiting for {missing} ({} s)", waited.as_secs());
+            self.put(Output::Log(text.clone()));
+            let registered =
+                |standing: &Standing| matches!(standing, Standing::Worker(_) | Standing::Server);
+            let nodes: Vec<NodeId> = self
+                .peers
+                .iter()
+                .filter(|(_, peer)| registered(&peer.standing))
+                .map(|(node, _)| *node)
+                .collect();
+            for node in nodes {
+                self.send(node, SchedulerMessage::Waiting { text: text.clone() });
+            }
+        }
+    }
+
+    /// Nodes that resumed wait for the others to suspend.
+    pub(super) fn check_early(&mut self, now: Duration) {
+        let Phase::Running(running) = &self.phase else { return };
+        let size = running.job.size();
+        let staying: Vec<u32> =
+            (0..size).filter(|rank| !running.left.contains(&Rank(*rank))).collect();
+        let early = self.early();
+        if early.is_empty() {
+            return;
+        }
+        let ranks = list(staying);
+        let say = now.saturating_sub(self.waiting_said) >= WAITING_EVERY;
+        for node in early {
+            let Some(peer) = self.peers.get(&node) else { continue };
+            let seconds = now.saturating_sub(peer.connected).as_secs();
+            if now.saturating_sub(peer.connected) >= self.config.start_timeout {
+                let message = format!(
+                    "after {seconds} s ranks {ranks} still have not suspended: call suspend on \
+                     every rank before any resumes; BPS_START_TIMEOUT gives them longer"
+                );
+                self.send_away(node, message);
+            } else if say {
+                self.waiting_said = now;
+                let text = format!("waiting for ranks {ranks} to suspend ({seconds} s)");
+                self.send(node, SchedulerMessage::Waiting { text });
+            }
+        }
+    }
+
+    pub(super) fn check_installs(&mut self, now: Duration) {
+        let Phase::Running(running) = &self.phase else { return };
+        let Some((server, since)) = running.registry.oldest_install() else { return };
+        let waited = now.saturating_sub(since);
+        if waited >= self.config.stall_timeout {
+            let node = running.job.servers[server as usize].0;
+            let who = self.described(node);
+            let message = format!(
+                "it has not made room for declared tensors in {} s (BPS_STALL_TIMEOUT): read its \
+                 log",
+                waited.as_secs()
+            );
+            self.end(OverReason::Failed { who, message }, None);
+        }
+    }
+
+    pub(super) fn check_stalls(&mut self, now: Duration) {
+        let Phase::Running(running) = &mut self.phase else { return };
+        let stalls = running.stalls.merged(
+            &running.registry,
+            &running.barriers,
+            &running.left,
+            self.config.stall_report,
+            now,
+        );
+        let limit = u64::try_from(self.config.stall_timeout.as_millis()).unwrap_or(u64::MAX);
+        if stalls.iter().any(|stall| stall.waited_ms >= limit) {
+            self.end(OverReason::Stalled { stalls }, None);
+            return;
+        }
+        if !running.stalls.is_news(&stalls, now) {
+            return;
+        }
+        let members: Vec<NodeId> = self
+            .peers
+            .iter()
+            .filter(|(_, peer)| matches!(peer.standing, Standing::Worker(_) | Standing::Server))
+            .map(|(node, _)| *node)
+            .collect();
+        match stalls.as_slice() {
+            [] => self.put(Output::Log("the stall is over".to_owned())),
+            stalls => {
+                for stall in stalls {
+                    self.put(Output::Log(stall.to_string()));
+                }
+            }
+        }
+        for node in members {
+            self.send(node, SchedulerMessage::Stall { stalls: stalls.clone() });
+        }
+    }
+}

@@ -1,0 +1,376 @@
+//! What tensors there are, what each rank said of them, and where their parts live.
+//!
+//! Invariant: a name means one thing on all ranks. The first declaration fixes it; an equal one
+//! gets the same keys; a different one spoils the name, and everybody is told. No rank is told of a
+//! key that its server does not know yet.
+
+use crate::base::{CoreId, Key, Operation, Rank};
+use crate::keys::partition::{part_count, parts, tensor_bytes};
+use crate::keys::placement::{Placer, Shape};
+use crate::limits::{DECLARE_PARTS_MAX, NAME_BYTES_MAX, PARTS_MAX, TENSORS_MAX};
+use crate::proto::messages::{Assignment, Declaration, KeySpec, Mismatch, Part, Planning};
+use crate::proto::text::shorten;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::time::Duration;
+
+/// The registry of one epoch.
+#[derive(Debug)]
+pub(super) struct Registry {
+    ranks: u32,
+    partition_bytes: u32,
+    placer: Placer,
+    servers: usize,
+    names: HashMap<String, u32>,
+    tensors: Vec<Tensor>,
+    /// The tensor of each key.
+    keys: Vec<u32>,
+    /// Installs under way, by their request number.
+    batches: BTreeMap<u64, Batch>,
+    /// Declares that wait for installs, by a number of their own.
+    waiting: BTreeMap<u64, Waiting>,
+    next: u64,
+}
+
+#[derive(Debug)]
+struct Tensor {
+    first: Rank,
+    said: Declaration,
+    parts: Vec<Part>,
+    /// The install that its servers have not all answered yet.
+    batch: Option<u64>,
+    spoiled: Option<Mismatch>,
+}
+
+#[derive(Debug)]
+struct Batch {
+    since: Duration,
+    servers: BTreeSet<u32>,
+    tensors: Vec<u32>,
+    waiting: Vec<u64>,
+}
+
+#[derive(Debug)]
+struct Waiting {
+    rank: Rank,
+    request: u64,
+    tensors: Vec<u32>,
+    batches: usize,
+}
+
+/// What the registry wants sent.
+#[derive(Debug)]
+pub(super) enum Reply {
+    /// To one rank.
+    Declared { rank: Rank, request: u64, tensors: Vec<Assignment> },
+    /// To one rank.
+    Refused { rank: Rank, request: u64, message: String },
+    /// To all ranks, or to one that comes late.
+    Mismatch { to: Option<Rank>, mismatch: Mismatch },
+    /// To one server.
+    Install { server: u32, request: u64, keys: Vec<KeySpec> },
+}
+
+/// Why a declare cannot be served.
+enum Refusal {
+    Line(String),
+    /// It disagrees about these tensors, as it says them.
+    Disagrees(Vec<(u32, Declaration)>),
+}
+
+impl Registry {
+    /// An empty one. Install requests are numbered from `next`.
+    pub(super) fn new(ranks: u32, planning: &Planning, shapes: &[Shape], next: u64) -> Registry {
+        let coefficient = planning.built_in_coefficient;
+        Registry {
+            ranks,
+            partition_bytes: planning.partition_bytes,
+            placer: Placer::new(planning.placement, coefficient, shapes),
+            servers: shapes.len(),
+            names: HashMap::new(),
+            tensors: Vec::new(),
+            keys: Vec::new(),
+            batches: BTreeMap::new(),
+            waiting: BTreeMap::new(),
+            next,
+        }
+    }
+
+    /// The number from which the next epoch's registry counts, so that late answers are told apart.
+    pub(super) fn next(&self) -> u64 {
+        self.next
+    }
+
+    /// The name of the tensor that a key is a part of.
+    pub(super) fn name_of(&self, key: Key) -> Option<&str> {
+        let tensor = *self.keys.get(usize::try_from(key.0).ok()?)?;
+        Some(&self.tensors.get(tensor as usize)?.said.name)
+    }
+
+    /// The server that has not answered an install for the longest time, and since when.
+    pub(super) fn oldest_install(&self) -> Option<(u32, Duration)> {
+        let batch = self.batches.values().min_by_key(|batch| batch.since)?;
+        Some((*batch.servers.first()?, batch.since))
+    }
+
+    /// Forgets the open requests of a rank that left.
+    pub(super) fn forget(&mut self, rank: Rank) {
+        self.waiting.retain(|_, waiting| waiting.rank != rank);
+    }
+
+    /// A rank declares tensors. It is answered now, or when the servers have installed the keys.
+    pub(super) fn declare(
+        &mut self,
+        rank: Rank,
+        request: u64,
+        said: Vec<Declaration>,
+        now: Duration,
+    ) -> Vec<Reply> {
+        let mut replies = Vec::new();
+        match self.check(&said) {
+            Ok(()) => {}
+            Err(Refusal::Line(message)) => {
+                replies.push(Reply::Refused { rank, request, message });
+                return replies;
+            }
+            Err(Refusal::Disagrees(tensors)) => {
+                let mut lines = Vec::new();
+                for (tensor, said) in tensors {
+                    let reply = self.spoil(tensor, rank, said);
+                    if let Reply::Mismatch { mismatch, .. } = &reply {
+                        lines.push(mismatch.to_string());
+                    }
+                    replies.push(reply);
+                }
+                let message = lines.join("; ");
+                replies.push(Reply::Refused { rank, request, message });
+                return replies;
+            }
+        }
+        let mut tensors = Vec::with_capacity(said.len());
+        let mut new = Vec::new();
+        for said in said {
+            let tensor = match self.names.get(&said.name) {
+                Some(tensor) => *tensor,
+                None => {
+                    let tensor = self.add(rank, said);
+                    new.push(tensor);
+                    tensor
+                }
+            };
+            tensors.push(tensor);
+        }
+        self.install(new, now, &mut replies);
+        self.answer(rank, request, tensors, &mut replies);
+        replies
+    }
+
+    /// A server has room for the keys of an install.
+    pub(super) fn installed(&mut self, server: u32, request: u64) -> Vec<Reply> {
+        let Some(batch) = self.batches.get_mut(&request) else { return Vec::new() };
+        batch.servers.remove(&server);
+        if !batch.servers.is_empty() {
+            return Vec::new();
+        }
+        let Some(batch) = self.batches.remove(&request) else { return Vec::new() };
+        for tensor in batch.tensors {
+            self.tensors[tensor as usize].batch = None;
+        }
+        let mut replies = Vec::new();
+        for number in batch.waiting {
+            let Some(waiting) = self.waiting.get_mut(&number) else { continue };
+            waiting.batches -= 1;
+            if waiting.batches == 0
+                && let Some(Waiting { rank, request, tensors, .. }) = self.waiting.remove(&number)
+            {
+                replies.push(self.declared(rank, request, &tensors));
+            }
+        }
+        replies
+    }
+
+    /// Whether all of a declare can be served. Nothing is changed before that is known.
+    fn check(&self, all: &[Declaration]) -> Result<(), Refusal> {
+        let line = |text: String| Err(Refusal::Line(text));
+        let mut fresh: HashMap<&str, &Declaration> = HashMap::new();
+        let mut disagree = Vec::new();
+        let mut new_parts = 0u64;
+        let mut all_parts = 0u64;
+        for said in all {
+            let bytes = self.check_one(said).map_err(Refusal::Line)?;
+            let count = part_count(bytes, self.partition_bytes);
+            all_parts = all_parts.saturating_add(count);
+            if let Some(tensor) = self.names.get(&said.name) {
+                let known = &self.tensors[*tensor as usize];
+                if known.spoiled.is_some() || known.said != *said {
+                    disagree.push((*tensor, said.clone()));
+                }
+            } else if let Some(other) = fresh.insert(&said.name, said) {
+                if other != said {
+                    return line(format!(
+                        "tensor `{}` is declared twice at once, as {other} and as {said}: give each \
+                         tensor its own name",
+                        shorten(&said.name)
+                    ));
+                }
+            } else {
+                new_parts = new_parts.saturating_add(count);
+            }
+        }
+        if !disagree.is_empty() {
+            return Err(Refusal::Disagrees(disagree));
+        }
+        if self.tensors.len() + fresh.len() > TENSORS_MAX {
+            return line(format!(
+                "over {TENSORS_MAX} tensors are declared: are their names new in every step?"
+            ));
+        }
+        if all_parts > DECLARE_PARTS_MAX as u64 {
+            return line(format!(
+                "{all_parts} parts in one declare, over the limit of {DECLARE_PARTS_MAX}: raise \
+                 BYTEPS_PARTITION_BYTES ({} now), or declare fewer tensors at once",
+                self.partition_bytes
+            ));
+        }
+        if self.keys.len() as u64 + new_parts > PARTS_MAX as u64 {
+            return line(format!(
+                "the job would have over {PARTS_MAX} parts: raise BYTEPS_PARTITION_BYTES ({} now)",
+                self.partition_bytes
+            ));
+        }
+        if new_parts > 0 && self.servers == 0 {
+            return line("this job has no server: set DMLC_NUM_SERVER to 1 or more".to_owned());
+        }
+        Ok(())
+    }
+
+    /// Bytes of a tensor that is sound by itself.
+    fn check_one(&self, said: &Declaration) -> Result<u64, String> {
+        let length = said.name.len();
+        if length == 0 || length > NAME_BYTES_MAX {
+            return Err(format!(
+                "the name of tensor `{}` has {length} bytes: 1 to {NAME_BYTES_MAX} are possible, \
+                 give it another name",
+                shorten(&said.name)
+            ));
+        }
+        if let Operation::Broadcast(Rank(root)) = said.operation
+            && root >= self.ranks
+        {
+            return Err(format!(
+                "tensor `{}` is broadcast from rank {root} in a job of {} ranks: the root must be 0 \
+                 to {}",
+                shorten(&said.name),
+                self.ranks,
+                self.ranks.saturating_sub(1)
+            ));
+        }
+        tensor_bytes(said.count, said.dtype).ok_or_else(|| {
+            format!(
+                "tensor `{}` of {} elements of {} has more bytes than can be counted: check its \
+                 size",
+                shorten(&said.name),
+                said.count,
+                said.dtype
+            )
+        })
+    }
+
+    /// Marks a tensor as of no use, and says so: to all when it happens, to a latecomer alone after
+    /// that.
+    fn spoil(&mut self, tensor: u32, rank: Rank, said: Declaration) -> Reply {
+        let tensor = &mut self.tensors[tensor as usize];
+        if let Some(mismatch) = &tensor.spoiled {
+            return Reply::Mismatch { to: Some(rank), mismatch: mismatch.clone() };
+        }
+        let mismatch = Mismatch {
+            first: tensor.first,
+            first_said: tensor.said.clone(),
+            second: rank,
+            second_said: said,
+        };
+        tensor.spoiled = Some(mismatch.clone());
+        Reply::Mismatch { to: None, mismatch }
+    }
+
+    fn add(&mut self, rank: Rank, said: Declaration) -> u32 {
+        let tensor = u32::try_from(self.tensors.len()).expect("at most TENSORS_MAX");
+        let mut cut = Vec::new();
+        for (part, (offset, bytes)) in
+            (0u32..).zip(parts(said.count, said.dtype, self.partition_bytes))
+        {
+            // Only a job without servers has no core, and `check` refuses parts there.
+            let core =
+                self.placer.place(tensor, part, bytes).unwrap_or(CoreId { server: 0, core: 0 });
+            let key = Key(self.keys.len() as u64);
+            self.keys.push(tensor);
+            cut.push(Part { key, offset, bytes, core });
+        }
+        self.names.insert(said.name.clone(), tensor);
+        self.tensors.push(Tensor { first: rank, said, parts: cut, batch: None, spoiled: None });
+        tensor
+    }
+
+    /// Sends the keys of new tensors to their servers.
+    fn install(&mut self, new: Vec<u32>, now: Duration, replies: &mut Vec<Reply>) {
+        let mut by_server: BTreeMap<u32, Vec<KeySpec>> = BTreeMap::new();
+        for tensor in &new {
+            let tensor = &self.tensors[*tensor as usize];
+            for part in &tensor.parts {
+                by_server.entry(part.core.server).or_default().push(KeySpec {
+                    key: part.key,
+                    core: part.core.core,
+                    dtype: tensor.said.dtype,
+                    bytes: part.bytes,
+                    operation: tensor.said.operation,
+                });
+            }
+        }
+        if by_server.is_empty() {
+            return;
+        }
+        let request = self.number();
+        for tensor in &new {
+            self.tensors[*tensor as usize].batch = Some(request);
+        }
+        let servers = by_server.keys().copied().collect();
+        let batch = Batch { since: now, servers, tensors: new, waiting: Vec::new() };
+        self.batches.insert(request, batch);
+        let installs =
+            by_server.into_iter().map(|(server, keys)| Reply::Install { server, request, keys });
+        replies.extend(installs);
+    }
+
+    /// Answers a declare, or lets it wait for the installs of its tensors.
+    fn answer(&mut self, rank: Rank, request: u64, tensors: Vec<u32>, replies: &mut Vec<Reply>) {
+        let batches: BTreeSet<u64> =
+            tensors.iter().filter_map(|tensor| self.tensors[*tensor as usize].batch).collect();
+        if batches.is_empty() {
+            replies.push(self.declared(rank, request, &tensors));
+            return;
+        }
+        let number = self.number();
+        for batch in &batches {
+            if let Some(batch) = self.batches.get_mut(batch) {
+                batch.waiting.push(number);
+            }
+        }
+        let batches = batches.len();
+        self.waiting.insert(number, Waiting { rank, request, tensors, batches });
+    }
+
+    fn declared(&self, rank: Rank, request: u64, tensors: &[u32]) -> Reply {
+        let tensors = tensors
+            .iter()
+            .map(|tensor| Assignment {
+                tensor: *tensor,
+                parts: self.tensors[*tensor as usize].parts.clone(),
+            })
+            .collect();
+        Reply::Declared { rank, request, tensors }
+    }
+
+    fn number(&mut self) -> u64 {
+        self.next += 1;
+        self.next
+    }
+}

@@ -1,0 +1,426 @@
+//! Who has come, who is still missing, and whether all were told the same about the job.
+//!
+//! Invariant: a rank, and a server's address, belongs to one node; when the rendezvous is complete,
+//! every rank from 0 and every server of the job is there once.
+
+use super::NodeId;
+use crate::base::{Epoch, Rank};
+use crate::keys::placement::Shape;
+use crate::limits::{CORES_MAX, PART_BYTES_MAX, PART_BYTES_MIN, RANKS_MAX};
+use crate::proto::messages::{Node, Peer, Planning, Register, Roster, ServerPeer};
+use crate::proto::text::list;
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+/// A rendezvous under way.
+#[derive(Debug)]
+pub(super) struct Rendezvous {
+    pub(super) since: Duration,
+    release: String,
+    num_workers: u32,
+    num_servers: u32,
+    /// Who said these numbers; `None` while they are to be taken from the first node that comes.
+    said_by: Option<String>,
+    first: Option<FirstWorker>,
+    workers: BTreeMap<u32, (NodeId, Register)>,
+    servers: Vec<(NodeId, Register)>,
+}
+
+/// What the first worker said, and all others must say.
+#[derive(Debug)]
+struct FirstWorker {
+    who: String,
+    local_size: u32,
+    planning: Planning,
+}
+
+/// The members of a formed job.
+#[derive(Debug)]
+pub(super) struct Job {
+    /// By rank.
+    pub(super) workers: Vec<(NodeId, Register)>,
+    /// By index in the roster.
+    pub(super) servers: Vec<(NodeId, Register)>,
+    pub(super) planning: Planning,
+    pub(super) shapes: Vec<Shape>,
+}
+
+/// A node that fits.
+#[derive(Debug)]
+pub(super) struct Admitted {
+    /// Of a worker.
+    pub(super) rank: Option<Rank>,
+    /// Servers that this job has too many of.
+    pub(super) surplus: Vec<NodeId>,
+}
+
+impl Rendezvous {
+    /// The first one, for the numbers that the scheduler was given.
+    pub(super) fn new(num_workers: u32, num_servers: u32, release: &str, now: Duration) -> Self {
+        Rendezvous {
+            since: now,
+            release: release.to_owned(),
+            num_workers,
+            num_servers,
+            said_by: Some("the scheduler".to_owned()),
+            first: None,
+            workers: BTreeMap::new(),
+            servers: Vec::new(),
+        }
+    }
+
+    /// A later one, after all workers of `job` suspended: its servers are kept, and the numbers
+    /// come from whoever comes first.
+    pub(super) fn again(job: Job, release: &str, now: Duration) -> Self {
+        let local_size = job.workers.first().map_or(1, |(_, register)| local_size(register));
+        let ranks = u32::try_from(job.workers.len()).unwrap_or(u32::MAX);
+        let num_servers = u32::try_from(job.servers.len()).unwrap_or(u32::MAX);
+        Rendezvous {
+            said_by: None,
+            servers: job.servers,
+            ..Rendezvous::new(ranks / local_size.max(1), num_servers, release, now)
+        }
+    }
+
+    /// Takes a node in.
+    ///
+    /// The error is the line for all nodes: this job cannot be formed.
+    pub(super) fn admit(
+        &mut self,
+        node: NodeId,
+        register: &Register,
+        now: Duration,
+    ) -> Result<Admitted, String> {
+        let who = describe(register);
+        if register.release != self.release {
+            return Err(format!(
+                "{who} runs release {}, the scheduler {}: install the same release on every node",
+                register.release, self.release
+            ));
+        }
+        let surplus = self.agree_on_numbers(register, &who, now)?;
+        let rank = match &register.node {
+            Node::Worker { worker_id, local_rank, local_size, global_rank, planning } => {
+                self.agree_on_planning(&who, *local_size, planning)?;
+                let rank = match global_rank {
+                    Some(rank) => *rank,
+                    None => self.computed_rank(&who, *worker_id, *local_rank, *local_size)?,
+                };
+                self.admit_worker(node, register, rank)?;
+                Some(Rank(rank))
+            }
+            Node::Server { .. } => {
+                self.admit_server(node, register, &who)?;
+                None
+            }
+        };
+        Ok(Admitted { rank, surplus })
+    }
+
+    fn agree_on_numbers(
+        &mut self,
+        register: &Register,
+        who: &str,
+        now: Duration,
+    ) -> Result<Vec<NodeId>, String> {
+        let Some(said_by) = &self.said_by else {
+            // The waiting starts anew with the first node of the new set.
+            self.since = now;
+            self.num_workers = register.num_workers;
+            self.num_servers = register.num_servers;
+            self.said_by = Some(who.to_owned());
+            let keep = self.servers.len().min(self.num_servers as usize);
+            return Ok(self.servers.split_off(keep).into_iter().map(|(node, _)| node).collect());
+        };
+        let numbers = [
+            ("DMLC_NUM_WORKER", register.num_workers, self.num_workers),
+            ("DMLC_NUM_SERVER", register.num_servers, self.num_servers),
+        ];
+        for (variable, here, there) in numbers {
+            if here != there {
+                return Err(format!(
+                    "{who} has {variable}={here}, {said_by} has {there}: set the same on every node"
+                ));
+            }
+        }
+        Ok(Vec::new())
+    }
+
+    fn agree_on_planning(
+        &mut self,
+        who: &str,
+        local_size: u32,
+        planning: &Planning,
+    ) -> Result<(), String> {
+        let size = u64::from(self.num_workers) * u64::from(local_size);
+        if size == 0 || size > RANKS_MAX as u64 {
+            return Err(format!(
+                "{who} has DMLC_NUM_WORKER={} and BYTEPS_LOCAL_SIZE={local_size}: that makes {size} \
+                 ranks, 1 to {RANKS_MAX} are possible",
+                self.num_workers
+            ));
+        }
+        let bytes = planning.partition_bytes;
+        if !(PART_BYTES_MIN..=PART_BYTES_MAX).contains(&(bytes as usize)) {
+            return Err(format!(
+                "{who} has BYTEPS_PARTITION_BYTES={bytes}: {PART_BYTES_MIN} to {PART_BYTES_MAX} \
+                 are possible"
+            ));
+        }
+        let Some(first) = &self.first else {
+            let planning = planning.clone();
+            self.first = Some(FirstWorker { who: who.to_owned(), local_size, planning });
+            return Ok(());
+        };
+        if first.local_size != local_size {
+            return Err(format!(
+                "{who} has BYTEPS_LOCAL_SIZE={local_size}, {} has {}: start as many processes on \
+                 every host",
+                first.who, first.local_size
+            ));
+        }
+        if first.planning != *planning {
+            return Err(format!(
+                "{who} has {}, {} has {}: set the same on every worker",
+                describe_planning(planning),
+                first.who,
+                describe_planning(&first.planning)
+            ));
+        }
+        Ok(())
+    }
+
+    fn computed_rank(
+        &self,
+        who: &str,
+        worker_id: u32,
+        local_rank: u32,
+        local_size: u32,
+    ) -> Result<u32, String> {
+        let limits = [
+            ("DMLC_WORKER_ID", worker_id, "DMLC_NUM_WORKER", self.num_workers),
+            ("BYTEPS_LOCAL_RANK", local_rank, "BYTEPS_LOCAL_SIZE", local_size),
+        ];
+        for (variable, value, limited_by, limit) in limits {
+            if value >= limit {
+                return Err(format!(
+                    "{who} has {variable}={value} with {limited_by}={limit}: it must be 0 to {}",
+                    limit - 1
+                ));
+            }
+        }
+        // Both are below limits whose product is at most RANKS_MAX.
+        Ok(worker_id * local_size + local_rank)
+    }
+
+    fn admit_worker(&mut self, node: NodeId, register: &Register, rank: u32) -> Result<(), String> {
+        let who = describe(register);
+        let size = self.size().unwrap_or(0);
+        if rank >= size {
+            return Err(format!(
+                "{who} has BYTEPS_GLOBAL_RANK={rank} in a job of {size} ranks: it must be 0 to {}",
+                size.saturating_sub(1)
+            ));
+        }
+        if let Some((_, other)) = self.workers.get(&rank) {
+            return Err(format!(
+                "{who} and {} both are rank {rank}: give each worker its own DMLC_WORKER_ID and \
+                 each process of a host its own BYTEPS_LOCAL_RANK",
+                describe(other)
+            ));
+        }
+        self.workers.insert(rank, (node, register.clone()));
+        Ok(())
+    }
+
+    fn admit_server(&mut self, node: NodeId, register: &Register, who: &str) -> Result<(), String> {
+        let Node::Server { cores, .. } = &register.node else { return Ok(()) };
+        if cores.is_empty() || cores.len() > CORES_MAX {
+            return Err(format!(
+                "{who} has {} cores: 1 to {CORES_MAX} are possible (--cores)",
+                cores.len()
+            ));
+        }
+        if let Some(core) = cores.iter().find(|core| core.port() == 0 || core.ip().is_unspecified())
+        {
+            return Err(format!(
+                "{who} announces {core}, which nobody can reach: set DMLC_INTERFACE or \
+                 DMLC_NODE_HOST there"
+            ));
+        }
+        if self.servers.len() >= self.num_servers as usize {
+            return Err(format!(
+                "{who} is one too many: DMLC_NUM_SERVER={} and these are there: {}: start fewer \
+                 servers, or raise it on every node",
+                self.num_servers,
+                self.servers
+                    .iter()
+                    .map(|(_, other)| describe(other))
+                    .collect::<Vec<_>>()
+                    .join(", ")
+            ));
+        }
+        let mine: BTreeSet<_> = cores.iter().collect();
+        for (_, other) in &self.servers {
+            if let Node::Server { cores: theirs, .. } = &other.node
+                && let Some(core) = theirs.iter().find(|core| mine.contains(core))
+            {
+                return Err(format!(
+                    "{who} and {} both announce {core}: set DMLC_INTERFACE or DMLC_NODE_HOST to an \
+                     address of their own",
+                    describe(other)
+                ));
+            }
+        }
+        self.servers.push((node, register.clone()));
+        Ok(())
+    }
+
+    /// Ranks of the job, once the first worker has said how many a host has.
+    fn size(&self) -> Option<u32> {
+        self.first.as_ref().map(|first| self.num_workers * first.local_size)
+    }
+
+    /// Whether everybody is there.
+    pub(super) fn is_complete(&self) -> bool {
+        self.said_by.is_some()
+            && self.servers.len() == self.num_servers as usize
+            && self.size().is_some_and(|size| self.workers.len() == size as usize)
+    }
+
+    /// For whom it waits: `server 1 of 2, worker rank 3 of 4`.
+    pub(super) fn missing(&self) -> String {
+        let mut missing = Vec::new();
+        let servers = u32::try_from(self.servers.len()).unwrap_or(u32::MAX);
+        if servers < self.num_servers {
+            let plural = if self.num_servers - servers == 1 { "" } else { "s" };
+            let which = list(servers..self.num_servers);
+            missing.push(format!("server{plural} {which} of {}", self.num_servers));
+        }
+        match self.size() {
+            None => missing.push(format!("all workers of {} hosts", self.num_workers)),
+            Some(size) => {
+                let ranks: Vec<u32> =
+                    (0..size).filter(|rank| !self.workers.contains_key(rank)).collect();
+                if !ranks.is_empty() {
+                    let plural = if ranks.len() == 1 { "" } else { "s" };
+                    missing.push(format!("worker rank{plural} {} of {size}", list(ranks)));
+                }
+            }
+        }
+        missing.join(", ")
+    }
+
+    /// The job, in order.
+    ///
+    /// # Panics
+    /// If the rendezvous is not complete.
+    pub(super) fn form(self) -> Job {
+        let first = self.first.expect("a complete rendezvous has a worker");
+        let planning = first.planning;
+        let workers: Vec<(NodeId, Register)> = self.workers.into_values().collect();
+        let hosts: BTreeSet<&str> =
+            workers.iter().map(|(_, worker)| worker.host_id.as_str()).collect();
+        let mut servers = self.servers;
+        // The address of the first core is unique among servers, which makes the order strict and
+        // total.
+        servers.sort_by_cached_key(|(_, server)| {
+            let (preferred, shape) = (preferred(server), shape(server, &hosts));
+            let first = match &server.node {
+                Node::Server { cores, .. } => cores.first().copied(),
+                Node::Worker { .. } => None,
+            };
+            (preferred.unwrap_or(u32::MAX), shape.colocated, server.host.clone(), first)
+        });
+        let shapes = servers.iter().map(|(_, server)| shape(server, &hosts)).collect();
+        Job { workers, servers, planning, shapes }
+    }
+}
+
+impl Job {
+    /// Ranks in the job.
+    pub(super) fn size(&self) -> u32 {
+        u32::try_from(self.workers.len()).unwrap_or(u32::MAX)
+    }
+
+    /// The roster, with no index filled in.
+    pub(super) fn roster(&self, epoch: Epoch) -> Roster {
+        let workers = self
+            .workers
+            .iter()
+            .map(|(_, register)| Peer { host: register.host.clone(), pid: register.pid });
+        let servers = self.servers.iter().map(|(_, register)| {
+            let (cores, shm) = match &register.node {
+                Node::Server { cores, shm, .. } => (cores.clone(), shm.clone()),
+                Node::Worker { .. } => (Vec::new(), None),
+            };
+            ServerPeer {
+                host: register.host.clone(),
+                pid: register.pid,
+                host_id: register.host_id.clone(),
+                cores,
+                shm,
+            }
+        });
+        Roster {
+            epoch,
+            size: self.size(),
+            index: 0,
+            workers: workers.collect(),
+            servers: servers.collect(),
+        }
+    }
+}
+
+/// A node as people know it before it has a number.
+pub(super) fn describe(register: &Register) -> String {
+    let (host, pid) = (&register.host, register.pid);
+    match &register.node {
+        Node::Worker { worker_id, local_rank, global_rank: None, .. } => {
+            format!("worker {worker_id} process {local_rank} (host {host}, pid {pid})")
+        }
+        Node::Worker { global_rank: Some(rank), .. } => {
+            format!("the worker of rank {rank} (host {host}, pid {pid})")
+        }
+        Node::Server { cores, .. } => match cores.first() {
+            Some(core) => format!("the server at {core} (host {host}, pid {pid})"),
+            None => format!("a server (host {host}, pid {pid})"),
+        },
+    }
+}
+
+fn describe_planning(planning: &Planning) -> String {
+    format!(
+        "BYTEPS_PARTITION_BYTES={} BYTEPS_KEY_HASH_FN={:?} BYTEPS_MIXED_MODE_BOUND={} \
+         BYTEPS_BUILT_IN_HASH_COEF={}",
+        planning.partition_bytes,
+        planning.placement,
+        planning.mixed_bound,
+        planning.built_in_coefficient
+    )
+}
+
+fn local_size(register: &Register) -> u32 {
+    match &register.node {
+        Node::Worker { local_size, .. } => *local_size,
+        Node::Server { .. } => 1,
+    }
+}
+
+fn preferred(register: &Register) -> Option<u32> {
+    match &register.node {
+        Node::Server { preferred, .. } => *preferred,
+        Node::Worker { .. } => None,
+    }
+}
+
+/// A server's shape. It is colocated if it says so, or if a worker runs on its host.
+fn shape(register: &Register, worker_hosts: &BTreeSet<&str>) -> Shape {
+    match &register.node {
+        Node::Server { cores, colocated, .. } => Shape {
+            cores: u32::try_from(cores.len()).unwrap_or(u32::MAX),
+            colocated: *colocated || worker_hosts.contains(register.host_id.as_str()),
+        },
+        Node::Worker { .. } => Shape { cores: 0, colocated: true },
+    }
+}

@@ -1,0 +1,225 @@
+//! Coming together: order, disagreement, waiting, suspending and coming back.
+
+use super::*;
+
+#[test]
+fn ranks_and_servers_are_ordered_whoever_comes_first() {
+    let mut bench = Bench::new(2, 4);
+    let worker = |worker_id, local_rank, global_rank| Register {
+        node: Node::Worker {
+            worker_id,
+            local_rank,
+            local_size: 2,
+            global_rank,
+            planning: PLANNING,
+        },
+        ..worker_register(worker_id, 2, 4)
+    };
+    let server = |at: u32, host: &str, told: Option<u32>| {
+        let mut register = server_register(at, 2, 4);
+        register.host = host.to_owned();
+        if let Node::Server { preferred, .. } = &mut register.node {
+            *preferred = told;
+        }
+        register
+    };
+    bench.join(10, server(0, "b", None));
+    bench.join(1, worker(1, 1, None));
+    // On a worker's host, so it comes behind the others.
+    bench.join(11, Register { host_id: "worker-host-0".into(), ..server(1, "a", None) });
+    bench.join(2, worker(0, 1, None));
+    bench.join(12, server(2, "z", Some(0)));
+    bench.join(3, worker(1, 0, None));
+    bench.join(13, server(3, "a", None));
+    assert!(bench.inboxes.is_empty());
+    bench.join(4, worker(0, 0, Some(0)));
+    let ranks = [4, 2, 3, 1];
+    for (index, node) in (0..).zip(ranks) {
+        let roster = bench.roster(node);
+        assert_eq!((roster.index, roster.size, roster.epoch), (index, 4, Epoch(1)));
+        let hosts: Vec<&str> = roster.servers.iter().map(|peer| peer.host.as_str()).collect();
+        assert_eq!(hosts, ["z", "a", "b", "a"]);
+    }
+    for (index, node) in (0..).zip([12, 13, 10, 11]) {
+        assert_eq!(bench.roster(node).index, index);
+    }
+}
+
+#[test]
+fn what_nodes_were_told_differently_is_named() {
+    type Change = fn(&mut Register);
+    fn worker(register: &mut Register, change: fn(&mut u32, &mut u32, &mut u32, &mut Planning)) {
+        if let Node::Worker { worker_id, local_rank, local_size, planning, .. } = &mut register.node
+        {
+            change(worker_id, local_rank, local_size, planning);
+        }
+    }
+    let cases: [(Change, &[&str]); 9] = [
+        (|r| r.num_workers = 3, &["DMLC_NUM_WORKER=3", "the scheduler has 2", "w1", "1001"]),
+        (|r| r.num_servers = 5, &["DMLC_NUM_SERVER=5", "the scheduler has 1"]),
+        (|r| r.release = "2.0".into(), &["release 2.0", "1.0", "same release"]),
+        (|r| worker(r, |_, _, size, _| *size = 2), &["BYTEPS_LOCAL_SIZE=2", "w0", "has 1"]),
+        (|r| worker(r, |id, _, _, _| *id = 0), &["w0", "w1", "both are rank 0"]),
+        (|r| worker(r, |id, _, _, _| *id = 2), &["DMLC_WORKER_ID=2", "0 to 1"]),
+        (|r| worker(r, |_, local, _, _| *local = 1), &["BYTEPS_LOCAL_RANK=1", "0 to 0"]),
+        (
+            |r| worker(r, |_, _, _, planning| planning.partition_bytes = 8192),
+            &["BYTEPS_PARTITION_BYTES=8192", "BYTEPS_PARTITION_BYTES=4096", "w0", "w1"],
+        ),
+        (
+            |r| {
+                if let Node::Worker { global_rank, .. } = &mut r.node {
+                    *global_rank = Some(2);
+                }
+            },
+            &["BYTEPS_GLOBAL_RANK=2", "2 ranks"],
+        ),
+    ];
+    for (change, parts) in cases {
+        let mut bench = Bench::new(2, 1);
+        bench.join(0, worker_register(0, 2, 1));
+        let mut register = worker_register(1, 2, 1);
+        change(&mut register);
+        bench.join(1, register);
+        for node in [0, 1] {
+            let OverReason::NotFormed { message } = bench.over(node) else { panic!() };
+            for part in parts {
+                assert!(message.contains(part), "{part} is not in: {message}");
+            }
+        }
+        assert_eq!(bench.done, Some(Exit::NotFormed));
+    }
+}
+
+#[test]
+fn servers_must_be_reachable_and_no_more_than_asked_for() {
+    let unreachable = |address: &str| {
+        let mut register = server_register(1, 1, 2);
+        if let Node::Server { cores, .. } = &mut register.node {
+            *cores = vec![address.parse().unwrap()];
+        }
+        register
+    };
+    let cases = [
+        (unreachable("0.0.0.0:5"), "nobody can reach"),
+        (unreachable("10.0.0.1:5000"), "both announce 10.0.0.1:5000"),
+        (server_register(1, 1, 1), "DMLC_NUM_SERVER=1"),
+    ];
+    for (register, part) in cases {
+        let mut bench = Bench::new(1, 2);
+        bench.join(100, server_register(0, 1, 2));
+        bench.join(101, register);
+        let reason = bench.over(100).to_string();
+        assert!(reason.contains(part), "{reason}");
+    }
+    let mut bench = Bench::new(1, 1);
+    bench.join(100, server_register(0, 1, 1));
+    bench.join(101, server_register(1, 1, 1));
+    let reason = bench.over(101).to_string();
+    assert!(reason.contains("one too many") && reason.contains("10.0.0.1:5000"), "{reason}");
+}
+
+#[test]
+fn waiting_is_said_and_has_an_end() {
+    let mut bench = Bench::new(4, 2);
+    bench.join(100, server_register(0, 4, 2));
+    bench.pass(12_000, &[100]);
+    let text = |bench: &mut Bench, node| match bench.heard(node).pop() {
+        Some(SchedulerMessage::Waiting { text }) => text,
+        other => panic!("{other:?}"),
+    };
+    let said = text(&mut bench, 100);
+    assert_eq!(said, "waiting for server 1 of 2, all workers of 4 hosts (12 s)");
+    for worker in [0, 2] {
+        bench.join(worker.into(), worker_register(worker, 4, 2));
+    }
+    bench.pass(2_000, &[0, 2, 100]);
+    let said = text(&mut bench, 2);
+    assert_eq!(said, "waiting for server 1 of 2, worker ranks 1, 3 of 4 (14 s)");
+    assert!(bench.log.contains(&said));
+    assert!(bench.log.len() <= 7, "{:?}", bench.log);
+    bench.pass(106_000, &[0, 2, 100]);
+    let OverReason::NotFormed { message } = bench.over(0) else { panic!() };
+    assert!(message.contains("server 1 of 2, worker ranks 1, 3 of 4"), "{message}");
+    assert!(message.contains("BPS_START_TIMEOUT"), "{message}");
+    assert_eq!(bench.done, Some(Exit::NotFormed));
+    assert_eq!(Exit::NotFormed.code(), 3);
+}
+
+#[test]
+fn a_node_that_dies_early_or_leaves_early_ends_the_wait() {
+    let mut bench = Bench::new(2, 1);
+    bench.join(0, worker_register(0, 2, 1));
+    bench.join(100, server_register(0, 2, 1));
+    bench.pass(5_000, &[100]);
+    let OverReason::Died { who, host, how, .. } = bench.over(100) else { panic!() };
+    assert_eq!((who.as_str(), host.as_str()), ("rank 0", "w0"));
+    assert!(how.starts_with("no heartbeat for 4."), "{how}");
+
+    let mut bench = Bench::new(2, 1);
+    bench.join(0, worker_register(0, 2, 1));
+    bench.join(1, server_register(0, 2, 1));
+    bench.say(0, NodeMessage::Leave { suspend: false });
+    assert!(bench.over(1).to_string().contains("rank 0 (host w0, pid 1000) left before"));
+}
+
+#[test]
+fn suspended_workers_come_back_as_others_and_servers_stay() {
+    let mut bench = Bench::formed(2, 2);
+    bench.declare(0, 1, &[tensor("w", 10)]);
+    let (old, _) = bench.installs(100).remove(0);
+    bench.say(0, NodeMessage::Leave { suspend: true });
+    // Rank 0 is back before rank 1 has gone: it waits, and is told for whom.
+    bench.join(10, worker_register(0, 3, 1));
+    bench.pass(2_000, &[1, 10, 100, 101]);
+    let [SchedulerMessage::Waiting { text }] = &bench.heard(10)[..] else { panic!() };
+    assert!(text.contains("waiting for ranks 1 to suspend"), "{text}");
+    bench.say(1, NodeMessage::Leave { suspend: true });
+    // The first of the new set says one server instead of two: the other may go.
+    assert_eq!(bench.heard(100), [SchedulerMessage::Reset { epoch: Epoch(2) }]);
+    assert_eq!(bench.over(101), OverReason::Finished);
+    bench.say(100, NodeMessage::Installed { request: old });
+    bench.join(11, worker_register(2, 3, 1));
+    bench.join(12, worker_register(1, 3, 1));
+    for (node, index) in [(10, 0), (12, 1), (11, 2), (100, 0)] {
+        let roster = bench.roster(node);
+        assert_eq!((roster.index, roster.size, roster.epoch), (index, 3, Epoch(2)));
+        assert_eq!(roster.servers.len(), 1);
+    }
+    // The registry is new: the same name may mean something else, and late answers mean nothing.
+    bench.declare(10, 1, &[tensor("w", 11)]);
+    let (new, _) = bench.installs(100).remove(0);
+    assert_ne!(new, old);
+    bench.say(100, NodeMessage::Installed { request: old });
+    assert!(bench.heard(10).is_empty());
+    bench.say(100, NodeMessage::Installed { request: new });
+    declared(&bench.heard(10));
+    // And now more servers than before.
+    for node in [10, 11, 12] {
+        bench.say(node, NodeMessage::Leave { suspend: true });
+    }
+    bench.heard(100);
+    bench.join(20, worker_register(0, 1, 2));
+    bench.join(102, server_register(5, 1, 2));
+    assert_eq!(bench.roster(20).servers.len(), 2);
+    assert_eq!(bench.roster(100).epoch, Epoch(3));
+    assert_eq!(bench.roster(102).index, 1);
+    bench.say(20, NodeMessage::Leave { suspend: false });
+    assert_eq!(bench.over(102), OverReason::Finished);
+    assert_eq!(bench.done, Some(Exit::Finished));
+}
+
+#[test]
+fn a_resume_that_never_comes_has_an_end() {
+    let mut bench = Bench::formed(1, 1);
+    bench.say(0, NodeMessage::Leave { suspend: true });
+    bench.pass(120_250, &[100]);
+    assert!(matches!(bench.over(100), OverReason::NotFormed { .. }));
+    // One rank resumes, the other never suspends: only the first is told.
+    let mut bench = Bench::formed(2, 1);
+    bench.say(0, NodeMessage::Leave { suspend: true });
+    bench.join(10, worker_register(0, 2, 1));
+    bench.pass(121_000, &[1, 10, 100]);
+    assert!(bench.over(10).to_string().contains("ranks 1 still have not suspended"));
+    assert_eq!(bench.done, None);
+}
