@@ -1,6 +1,5 @@
 //! What must hold between values: checked after all are read, so that an error can name both sides.
 
-use super::key::decode_key;
 use super::load::{Origin, Source};
 use super::{Config, ConfigError, Program};
 use crate::base::Placement;
@@ -15,7 +14,6 @@ pub(super) fn check(
     let mut warnings = Vec::new();
     role(program, config, sources)?;
     partition(config, &mut warnings);
-    key(config)?;
     times(config)?;
     if config.placement == Placement::Mixed && config.mixed_bound < config.num_servers {
         return Err(ConfigError::conflict(
@@ -31,7 +29,8 @@ pub(super) fn check(
         Program::Worker => worker(config)?,
         Program::Server => scheduler_address(config)?,
         Program::Scheduler => scheduler(config)?,
-        // The launcher knows the local size only after it has counted devices, and names what is missing itself.
+        // The launcher knows the local size only after it has counted devices, and names what is
+        // missing itself.
         Program::Launcher => {}
     }
     Ok(warnings)
@@ -70,27 +69,12 @@ fn partition(config: &mut Config, warnings: &mut Vec<String>) {
     }
 }
 
-fn key(config: &Config) -> Result<(), ConfigError> {
-    let Some(text) = &config.job_key else { return Ok(()) };
-    if config.job_key_file.is_some() {
-        return Err(ConfigError::conflict(
-            "BPS_JOB_KEY and BPS_JOB_KEY_FILE are both set".to_owned(),
-            "unset one of them".to_owned(),
-        ));
-    }
-    decode_key(text).map(|_| ()).map_err(|reason| {
-        ConfigError::conflict(
-            format!("BPS_JOB_KEY {reason}"),
-            "make one with: head -c 32 /dev/urandom | xxd -p -c 64".to_owned(),
-        )
-    })
-}
-
 fn times(config: &Config) -> Result<(), ConfigError> {
     if config.heartbeat_timeout < config.heartbeat_interval * 2 {
         return Err(ConfigError::conflict(
             format!(
-                "BPS_HEARTBEAT_TIMEOUT={} is below twice BPS_HEARTBEAT_INTERVAL={}: one late message would count as a death",
+                "BPS_HEARTBEAT_TIMEOUT={} is below twice BPS_HEARTBEAT_INTERVAL={}: one late \
+                 message would count as a death",
                 config.heartbeat_timeout.as_secs_f64(),
                 config.heartbeat_interval.as_secs_f64()
             ),
@@ -118,7 +102,8 @@ fn ports(config: &Config) -> Result<(), ConfigError> {
     if config.port != 0 && last > u32::from(u16::MAX) {
         return Err(ConfigError::conflict(
             format!(
-                "DMLC_PORT={} and BPS_SERVER_CORES={} need ports up to {last}, and the last port is 65535",
+                "DMLC_PORT={} and BPS_SERVER_CORES={} need ports up to {last}, and the last port \
+                 is 65535",
                 config.port, config.server_cores
             ),
             format!("set DMLC_PORT to at most {}", 65_536 - config.server_cores),
@@ -136,7 +121,8 @@ fn worker(config: &Config) -> Result<(), ConfigError> {
     {
         return Err(ConfigError::conflict(
             format!(
-                "BYTEPS_GLOBAL_RANK={rank}, but the job has {} ranks (DMLC_NUM_WORKER={} x BYTEPS_LOCAL_SIZE={})",
+                "BYTEPS_GLOBAL_RANK={rank}, but the job has {} ranks (DMLC_NUM_WORKER={} x \
+                 BYTEPS_LOCAL_SIZE={})",
                 config.size(),
                 config.num_workers,
                 config.local_size
@@ -150,10 +136,14 @@ fn worker(config: &Config) -> Result<(), ConfigError> {
     if config.num_servers == 0 {
         return Err(ConfigError::conflict(
             format!(
-                "DMLC_NUM_SERVER=0, but this job has {} (DMLC_NUM_WORKER={} x BYTEPS_LOCAL_SIZE={}), which need a server",
-                counted(config.size(), "rank"), config.num_workers, config.local_size
+                "DMLC_NUM_SERVER=0, but this job has {} (DMLC_NUM_WORKER={} x \
+                 BYTEPS_LOCAL_SIZE={}), which need a server",
+                counted(config.size(), "rank"),
+                config.num_workers,
+                config.local_size
             ),
-            "set DMLC_NUM_SERVER=1 and start bps-server and bps-scheduler, or let 'bpslaunch --local' start all"
+            "set DMLC_NUM_SERVER=1 and start bps-server and bps-scheduler, or let 'bpslaunch \
+             --local' start all"
                 .to_owned(),
         ));
     }

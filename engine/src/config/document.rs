@@ -12,7 +12,8 @@ pub fn document() -> String {
     for group in Group::ALL {
         let _ = write!(
             text,
-            "\n## {}\n\n| Variable | Flag | Default | Values | Read by | Meaning |\n|---|---|---|---|---|---|\n",
+            "\n## {}\n\n| Variable | Flag | Default | Values | Read by | Meaning \
+             |\n|---|---|---|---|---|---|\n",
             group.title()
         );
         for row in TABLE.iter().filter(|row| row.group == group) {
@@ -41,17 +42,18 @@ const INTRODUCTION: &str = "\
 Generated from the table in `engine/src/config/table/`; do not edit. After a change there, run
 `BPS_BLESS=1 cargo test -p bps-tests --test env_docs`.
 
-A flag beats its variable, and a variable beats the default. An empty variable counts as unset. Switches take
-`0`, `1`, `false` or `true`, and as a flag they may stand alone. Byte sizes take `K`, `M` and `G`, which are powers of 1024; times are
-seconds and may have a fraction. `--print-config` shows what holds, and whence. `bpslaunch` passes the flags that
-it is given on to its processes, as variables. A value that is not allowed ends the program with code 2.
+A flag beats its variable, and a variable beats the default. An empty variable counts as unset.
+Switches take `0`, `1`, `false` or `true`, and as a flag they may stand alone. Byte sizes take `K`,
+`M` and `G`, which are powers of 1024; times are seconds and may have a fraction. `--print-config`
+shows what holds, and whence. `bpslaunch` passes the flags that it is given on to its processes, as
+variables. A value that is not allowed ends the program with code 2.
 ";
 
 const NO_EFFECT: &str = "
 ## Variables of BytePS that have no effect
 
-Setting one of these prints a line that says why, unless the value is the one in the last column. Any other
-variable that begins with `BPS_`, `BYTEPS_` or `DMLC_` is reported as unknown.
+Setting one of these prints a line that says why, unless the value is the one in the last column.
+Any other variable that begins with `BPS_`, `BYTEPS_` or `DMLC_` is reported as unknown.
 
 | Variable | Why | Silent at |
 |---|---|---|
@@ -90,7 +92,8 @@ fn readers(row: &Row) -> String {
     if names.len() == all.len() { "all".to_owned() } else { names.join(", ") }
 }
 
-/// What `--print-config` shows: every value, whence it came, and what would keep the program from starting.
+/// What `--print-config` shows: every value, whence it came, and what would keep the program from
+/// starting.
 pub(super) fn report(program: Program, sources: &[Source], complaint: Option<&str>) -> String {
     let names = sources.iter().map(|source| source.name.len()).max().unwrap_or(0);
     let values = sources.iter().map(|source| source.value.len()).max().unwrap_or(0);

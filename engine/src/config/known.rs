@@ -1,4 +1,5 @@
-//! Variables of BytePS that have no effect here, each with the reason, and names that are meant for others.
+//! Variables of BytePS that have no effect here, each with the reason, and names that are meant for
+//! others.
 //!
 //! Setting one of these prints one line. Silence would leave the user to believe that it works.
 
@@ -19,7 +20,8 @@ const fn known(
     Known { names, harmless, reason }
 }
 
-/// Names with our prefixes that are read by the launcher's children, by tests, or by programs of others.
+/// Names with our prefixes that are read by the launcher's children, by tests, or by programs of
+/// others.
 pub(super) const ELSEWHERE: &[&str] = &["BPS_ENVIRONMENT_CHECKED", "BPS_BLESS"];
 
 /// The entry for this name, if it has one.
@@ -118,7 +120,8 @@ pub(super) static KNOWN: &[Known] = &[
     known(
         &["DMLC_USE_KUBERNETES"],
         &["0"],
-        "the scheduler listens on DMLC_PS_ROOT_URI; set that to 0.0.0.0 on the scheduler to listen on all",
+        "the scheduler listens on DMLC_PS_ROOT_URI; set that to 0.0.0.0 on the scheduler to \
+         listen on all",
     ),
     known(
         &["DMLC_LOCKLESS_QUEUE", "DMLC_POLLING_IN_NANOSECOND"],
@@ -188,17 +191,20 @@ pub(super) static KNOWN: &[Known] = &[
     known(
         &["BYTEPS_JOB_ID", "BYTEPS_NUMA_ID", "BYTEPS_NUM_NODES", "BYTEPS_NODE_ID"],
         &[],
-        "a variable of a BytePS branch; jobs share no names here, and hosts are DMLC_NUM_WORKER and DMLC_WORKER_ID",
+        "a variable of a BytePS branch; jobs share no names here, and hosts are DMLC_NUM_WORKER \
+         and DMLC_WORKER_ID",
     ),
     known(
         &["BYTEPS_FORCE_JOINT_MODE", "BYTEPS_WORKER_LOCAL_ROOT", "BYTEPS_SERVER_LOCAL_ROOT"],
         &[],
-        "a variable of a BytePS branch; workers and servers are processes of their own, and no rank is a root",
+        "a variable of a BytePS branch; workers and servers are processes of their own, and no \
+         rank is a root",
     ),
     known(
         &["BYTEPS_MONITOR_INTERVAL", "BYTEPS_ABORT_ON_TIMEOUT", "BYTEPS_ENABLE_ERR_HANDLING"],
         &[],
-        "a variable of a BytePS branch; stalls and deaths are always reported (BPS_STALL_REPORT, BPS_STALL_TIMEOUT)",
+        "a variable of a BytePS branch; stalls and deaths are always reported (BPS_STALL_REPORT, \
+         BPS_STALL_TIMEOUT)",
     ),
     known(
         &["BYTEPS_CPU_ONLY"],

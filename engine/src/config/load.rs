@@ -133,7 +133,8 @@ impl ConfigError {
     }
 }
 
-/// Reads the configuration of `program` from `arguments` (without the program's own name) and `environment`.
+/// Reads the configuration of `program` from `arguments` (without the program's own name) and
+/// `environment`.
 ///
 /// Unknown variables cannot be seen through a look-up; [`unknown_variables`] finds them.
 pub fn load(
@@ -176,8 +177,8 @@ pub fn load(
     Ok(Outcome::Run(Box::new(Loaded { config, sources, warnings, command })))
 }
 
-/// Reads a program's configuration from this process's environment, and prints what is to be printed.
-/// The error is the code with which to leave.
+/// Reads a program's configuration from this process's environment, and prints what is to be
+/// printed. The error is the code with which to leave.
 pub fn open(
     program: Program,
     arguments: impl IntoIterator<Item = OsString>,
@@ -204,7 +205,8 @@ pub fn open(
     }
 }
 
-/// Reads a worker's configuration from this process's environment. The caller shows the warnings, on rank 0 only.
+/// Reads a worker's configuration from this process's environment. The caller shows the warnings,
+/// on rank 0 only.
 pub fn from_environment() -> Result<Loaded, ConfigError> {
     match load(Program::Worker, [], &variable)? {
         Outcome::Run(mut loaded) => {
@@ -215,7 +217,8 @@ pub fn from_environment() -> Result<Loaded, ConfigError> {
     }
 }
 
-/// One line for each name with a prefix of ours that nothing reads, with the name that was probably meant.
+/// One line for each name with a prefix of ours that nothing reads, with the name that was probably
+/// meant.
 pub fn unknown_variables(names: impl IntoIterator<Item = String>) -> Vec<String> {
     let ours =
         |name: &String| ["BPS_", "BYTEPS_", "DMLC_"].iter().any(|prefix| name.starts_with(prefix));
@@ -285,7 +288,8 @@ fn without_effect(environment: &dyn Fn(&str) -> Option<String>) -> Vec<String> {
     lines
 }
 
-/// Sets the row's field from the flag, else from the first of its variables that is set and not empty.
+/// Sets the row's field from the flag, else from the first of its variables that is set and not
+/// empty.
 fn fill(
     row: &Row,
     config: &mut Config,
@@ -382,7 +386,8 @@ fn about(program: Program) -> &'static str {
         Program::Server => "Sums gradients for the workers of a job",
         Program::Scheduler => "Brings the nodes of a job together and watches over them",
         Program::Launcher => {
-            "Starts the processes of this machine: from DMLC_* variables, or a whole job with --local"
+            "Starts the processes of this machine: from DMLC_* variables, or a whole job with \
+             --local"
         }
     }
 }

@@ -1,8 +1,10 @@
-//! Every knob, once: variable, flag, default, unit, meaning. Read once at start into [`Config`], which nothing changes.
+//! Every knob, once: variable, flag, default, unit, meaning. Read once at start into [`Config`],
+//! which nothing changes.
 //!
-//! [`table::TABLE`] is the only list of knobs: reading, `--help`, `--print-config` and `docs/env.md` follow
-//! from it. Programs call [`open`], which prints what is to be printed; the Python worker calls
-//! [`from_environment`]. A flag beats a variable, and a variable beats the default.
+//! [`table::TABLE`] is the only list of knobs: reading, `--help`, `--print-config` and
+//! `docs/env.md` follow from it. Programs call [`open`], which prints what is to be printed; the
+//! Python worker calls [`from_environment`]. A flag beats a variable, and a variable beats the
+//! default.
 
 use crate::base::Placement;
 use std::fmt;
@@ -11,13 +13,11 @@ use std::time::Duration;
 
 mod check;
 mod document;
-mod key;
 mod known;
 mod load;
 mod table;
 
 pub use document::document;
-pub use key::decode_key;
 pub use load::{
     ConfigError, Loaded, Origin, Outcome, Source, from_environment, load, open, unknown_variables,
 };
@@ -104,7 +104,8 @@ pub struct Config {
     pub interface: Option<String>,
     /// `DMLC_NODE_HOST`: address to announce, instead of the interface's.
     pub node_host: Option<String>,
-    /// `DMLC_PORT`: first port to listen on (server: core i listens on port + i); 0 lets the kernel choose.
+    /// `DMLC_PORT`: first port to listen on (server: core i listens on port + i); 0 lets the kernel
+    /// choose.
     pub port: u16,
     /// `DMLC_RANK`: preferred index of a server.
     pub preferred_rank: Option<u32>,
@@ -112,7 +113,8 @@ pub struct Config {
     pub server_cores: u32,
     /// `BYTEPS_PARTITION_BYTES`: largest part.
     pub partition_bytes: u32,
-    /// `BYTEPS_SCHEDULING_CREDIT`: parts that may be in flight on a lane, in partitions; 0 takes the default.
+    /// `BYTEPS_SCHEDULING_CREDIT`: parts that may be in flight on a lane, in partitions; 0 takes
+    /// the default.
     pub scheduling_credit: u32,
     /// `BYTEPS_KEY_HASH_FN` (and `BYTEPS_ENABLE_MIXED_MODE`).
     pub placement: Placement,
@@ -151,12 +153,14 @@ pub struct Config {
 }
 
 /// Settings of the launcher.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Debug)]
 pub struct LaunchConfig {
     /// `--local`: stand-alone mode with this many workers; 0 takes the job from `DMLC_*`.
     pub local: u32,
     /// `--no-prefix`: pass output through untouched.
     pub no_prefix: bool,
+    /// `--grace`: how long a process that was asked to end may take before it is killed.
+    pub grace: Duration,
     /// `NVIDIA_VISIBLE_DEVICES`: one worker process for each entry.
     pub visible_devices: Option<String>,
     /// `BYTEPS_ENABLE_GDB`: run workers under gdb.
@@ -227,6 +231,7 @@ impl Default for Config {
             launch: LaunchConfig {
                 local: 0,
                 no_prefix: false,
+                grace: Duration::from_secs(5),
                 visible_devices: None,
                 gdb: false,
                 numa: true,
@@ -255,8 +260,9 @@ impl Config {
         })
     }
 
-    /// Whether this job needs a scheduler and servers: more than one rank, or the user insists. Unlike
-    /// BytePS, several ranks of one host need them too, for they sum CPU tensors through a server.
+    /// Whether this job needs a scheduler and servers: more than one rank, or the user insists.
+    /// Unlike BytePS, several ranks of one host need them too, for they sum CPU tensors through a
+    /// server.
     #[must_use]
     pub fn distributed(&self) -> bool {
         self.force_distributed || self.size() > 1

@@ -1,4 +1,5 @@
-//! What a row of the table is: a name, a flag, a field of [`Config`], and how text becomes its value.
+//! What a row of the table is: a name, a flag, a field of [`Config`], and how text becomes its
+//! value.
 //!
 //! The rows themselves are in `rows.rs`. A row holds no default: [`Config::default`] does.
 
@@ -87,7 +88,8 @@ impl Group {
     }
 }
 
-/// Where a value lives in [`Config`], and which texts are values. One accessor serves reading and writing.
+/// Where a value lives in [`Config`], and which texts are values. One accessor serves reading and
+/// writing.
 pub(super) enum Field {
     Count {
         at: fn(&mut Config) -> &mut u32,
@@ -276,7 +278,8 @@ impl Row {
     /// The value as text that [`Row::set`] would take; empty if there is none.
     #[must_use]
     pub fn value(&self, config: &Config) -> String {
-        // The accessors want a mutable configuration. This runs at start only, so a copy costs nothing.
+        // The accessors want a mutable configuration. This runs at start only, so a copy costs
+        // nothing.
         let config = &mut config.clone();
         match &self.field {
             Field::Count { at, .. } => at(config).to_string(),

@@ -5,6 +5,8 @@ use crate::base::Placement;
 use crate::config::{LogLevel, Role};
 use std::time::Duration;
 
+type Variables<'a> = &'a [(&'a str, &'a str)];
+
 const WORKER: &[(&str, &str)] = &[
     ("DMLC_ROLE", "worker"),
     ("DMLC_NUM_WORKER", "2"),
@@ -17,7 +19,7 @@ const WORKER: &[(&str, &str)] = &[
 fn read(
     program: Program,
     arguments: &[&str],
-    variables: &[&[(&str, &str)]],
+    variables: &[Variables<'_>],
 ) -> Result<Outcome, ConfigError> {
     load(program, arguments.iter().map(OsString::from), &|name| {
         // The later list wins, as a shell's later assignment would.
@@ -26,14 +28,14 @@ fn read(
     })
 }
 
-fn run(program: Program, arguments: &[&str], variables: &[&[(&str, &str)]]) -> Loaded {
+fn run(program: Program, arguments: &[&str], variables: &[Variables<'_>]) -> Loaded {
     match read(program, arguments, variables) {
         Ok(Outcome::Run(loaded)) => *loaded,
         other => panic!("{other:?}"),
     }
 }
 
-fn fail(program: Program, arguments: &[&str], variables: &[&[(&str, &str)]]) -> String {
+fn fail(program: Program, arguments: &[&str], variables: &[Variables<'_>]) -> String {
     read(program, arguments, variables).expect_err("it must be refused").to_string()
 }
 
@@ -105,7 +107,7 @@ fn mixed_mode_is_a_placement() {
 
 #[test]
 fn errors_say_what_which_and_how() {
-    let cases: &[(&[(&str, &str)], &[&str])] = &[
+    let cases: &[(Variables<'_>, &[&str])] = &[
         (&[("DMLC_NUM_WORKER", "two")], &["DMLC_NUM_WORKER", "'two'", "from 1", "=2"]),
         (&[("DMLC_NUM_WORKER", "0")], &["DMLC_NUM_WORKER", "'0'"]),
         (&[("DMLC_WORKER_ID", "2")], &["DMLC_WORKER_ID=2", "DMLC_NUM_WORKER=2", "0 to 1"]),
@@ -121,14 +123,12 @@ fn errors_say_what_which_and_how() {
         (&[("DMLC_ROLE", "server")], &["DMLC_ROLE=server", "worker"]),
         (&[("BPS_HEARTBEAT_TIMEOUT", "1")], &["BPS_HEARTBEAT_TIMEOUT=1", "at least 2"]),
         (&[("BPS_STALL_TIMEOUT", "1")], &["BPS_STALL_TIMEOUT=1", "BPS_STALL_REPORT=3"]),
-        (&[("BPS_JOB_KEY", "secret!")], &["BPS_JOB_KEY", "hexadecimal"]),
     ];
     for (set, words) in cases {
         let error = fail(Program::Worker, &[], &[WORKER, set]);
         for word in *words {
             assert!(error.contains(word), "{error:?} lacks {word:?}");
         }
-        assert!(!error.contains("secret!"), "{error}");
     }
 }
 

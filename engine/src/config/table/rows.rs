@@ -44,7 +44,8 @@ pub static TABLE: &[Row] = &[
         Group::Job,
         Count { at: |config| &mut config.num_servers, min: 0, max: count(SERVERS_MAX) },
         "2",
-        "Server processes of the job. With --local: how many to start, 1 unless the flag says otherwise.",
+        "Server processes of the job. With --local: how many to start, 1 unless the flag says \
+         otherwise.",
     )
     .flag("servers"),
     Row::new(
@@ -70,7 +71,8 @@ pub static TABLE: &[Row] = &[
         Group::Job,
         Count { at: |config| &mut config.local_size, min: 1, max: count(RANKS_MAX) },
         "8",
-        "Worker processes of this host, the same on every host. bpslaunch starts this many, and sets it.",
+        "Worker processes of this host, the same on every host. bpslaunch starts this many, and \
+         sets it.",
     )
     .flag("local-size"),
     Row::new(
@@ -95,9 +97,10 @@ pub static TABLE: &[Row] = &[
         ALL,
         Group::Job,
         MaybeText { at: |config| &mut config.job_key },
-        "00112233445566778899aabbccddeeff",
-        "Secret of the job in hexadecimal, 16 to 64 bytes. With it, both ends of every connection prove \
-         that they know it before anything else is read. It has no flag: command lines are public.",
+        "6b86b273ff34fce19d6b804eff5a3f5747ada4eaa22f1d49c01e52ddb7875b4b",
+        "Secret of the job: 64 hexadecimal digits. With it, both ends of every connection prove \
+         that \
+         they know it before anything else is read. It has no flag: command lines are public.",
     )
     .secret(),
     Row::new(
@@ -106,7 +109,8 @@ pub static TABLE: &[Row] = &[
         Group::Job,
         Path { at: |config| &mut config.job_key_file },
         "job.key",
-        "A file that holds the secret of the job in hexadecimal; not together with BPS_JOB_KEY.",
+        "A file that holds the secret of the job, and that other users cannot read; instead of \
+         BPS_JOB_KEY.",
     )
     .flag("job-key-file"),
     Row::new(
@@ -133,7 +137,8 @@ pub static TABLE: &[Row] = &[
         Group::Network,
         MaybeText { at: |config| &mut config.interface },
         "eth0",
-        "Network interface to listen on, by the beginning of its name; otherwise the one that reaches \
+        "Network interface to listen on, by the beginning of its name; otherwise the one that \
+         reaches \
          the scheduler.",
     )
     .flag("interface"),
@@ -152,7 +157,8 @@ pub static TABLE: &[Row] = &[
         Group::Network,
         Port { at: |config| &mut config.port },
         "9100",
-        "First port to listen on: core i of a server listens on this + i. 0 lets the kernel choose.",
+        "First port to listen on: core i of a server listens on this + i. 0 lets the kernel \
+         choose.",
     )
     .flag("port"),
     Row::new(
@@ -170,7 +176,8 @@ pub static TABLE: &[Row] = &[
         Group::Network,
         choices::TRANSPORT,
         "tcp",
-        "How workers reach servers: shared memory on the same host and TCP otherwise (auto), or always one.",
+        "How workers reach servers: shared memory on the same host and TCP otherwise (auto), or \
+         always one.",
     )
     .flag("transport"),
     Row::new(
@@ -179,7 +186,8 @@ pub static TABLE: &[Row] = &[
         Group::Network,
         choices::TCP_DRIVER,
         "poll",
-        "How TCP talks to the kernel: io_uring where it is allowed (auto), io_uring or an error, or plain \
+        "How TCP talks to the kernel: io_uring where it is allowed (auto), io_uring or an error, \
+         or plain \
          non-blocking calls.",
     )
     .flag("tcp-driver"),
@@ -202,7 +210,8 @@ pub static TABLE: &[Row] = &[
             max: count(PART_BYTES_MAX),
         },
         "4M",
-        "Largest part of a tensor, a multiple of 64. The default is smaller than BytePS's 4096000: parts \
+        "Largest part of a tensor, a multiple of 64. The default is smaller than BytePS's \
+         4096000: parts \
          that stay in cache are summed faster.",
     )
     .flag("partition-bytes"),
@@ -212,7 +221,8 @@ pub static TABLE: &[Row] = &[
         Group::Tensors,
         Count { at: |config| &mut config.scheduling_credit, min: 0, max: 65_536 },
         "4",
-        "Partitions that may be in flight on one lane; 0 takes the built-in credit. Unlike in BytePS, \
+        "Partitions that may be in flight on one lane; 0 takes the built-in credit. Unlike in \
+         BytePS, \
          priorities hold in any case.",
     )
     .flag("scheduling-credit"),
@@ -222,7 +232,8 @@ pub static TABLE: &[Row] = &[
         Group::Tensors,
         choices::PLACEMENT,
         "djb2",
-        "Which server core gets a part: the one with the fewest bytes (balanced), or one of BytePS's \
+        "Which server core gets a part: the one with the fewest bytes (balanced), or one of \
+         BytePS's \
          functions. BytePS's default is djb2. The scheduler decides for all.",
     )
     .flag("placement"),
@@ -232,7 +243,8 @@ pub static TABLE: &[Row] = &[
         Group::Tensors,
         choices::MIXED_MODE,
         "1",
-        "BytePS's way to say BYTEPS_KEY_HASH_FN=mixed: the best split between servers on worker hosts and \
+        "BytePS's way to say BYTEPS_KEY_HASH_FN=mixed: the best split between servers on worker \
+         hosts and \
          servers on hosts of their own.",
     ),
     Row::new(
@@ -269,7 +281,8 @@ pub static TABLE: &[Row] = &[
         Group::Threads,
         choices::IDLE,
         "busy",
-        "What a polling thread without work does: spin briefly and sleep (adaptive), or never sleep (busy, \
+        "What a polling thread without work does: spin briefly and sleep (adaptive), or never \
+         sleep (busy, \
          for cores that nothing else uses).",
     )
     .flag("idle"),
@@ -345,7 +358,8 @@ pub static TABLE: &[Row] = &[
         Group::Launcher,
         Count { at: |config| &mut config.launch.local, min: 0, max: count(RANKS_MAX) },
         "2",
-        "Stand-alone mode: a whole job with this many workers on this machine. 0 takes the job from DMLC_*.",
+        "Stand-alone mode: a whole job with this many workers on this machine. 0 takes the job \
+         from DMLC_*.",
     )
     .flag("local"),
     Row::new(
@@ -357,6 +371,16 @@ pub static TABLE: &[Row] = &[
         "Pass the output of the processes through, without [rank i] in front of each line.",
     )
     .flag("no-prefix"),
+    Row::new(
+        "BPS_LAUNCH_GRACE",
+        LAUNCHER,
+        Group::Launcher,
+        Seconds { at: |config| &mut config.launch.grace, min: 0.0, max: DAY_SECONDS },
+        "30",
+        "How long a process that was asked to end (SIGTERM) may take before it is killed. Servers \
+         that outlive all workers by twice this are ended too.",
+    )
+    .flag("grace"),
     Row::new(
         "NVIDIA_VISIBLE_DEVICES",
         LAUNCHER,
@@ -379,7 +403,8 @@ pub static TABLE: &[Row] = &[
         Group::Launcher,
         Switch { at: |config| &mut config.launch.numa },
         "0",
-        "Give each of several worker processes cores of its own, of one NUMA node where they fit. With \
+        "Give each of several worker processes cores of its own, of one NUMA node where they fit. \
+         With \
          --local, only where BYTEPS_VISIBLE_CPU_CORES says which.",
     ),
     Row::new(
@@ -420,6 +445,7 @@ pub static TABLE: &[Row] = &[
         Group::Launcher,
         MaybeText { at: |config| &mut config.launch.visible_cpu_cores },
         "0-3:4-7",
-        "The CPUs of each worker process, one list a process, separated by colons. It overrides the rest.",
+        "The CPUs of each worker process, one list a process, separated by colons. It overrides \
+         the rest.",
     ),
 ];
