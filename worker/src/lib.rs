@@ -9,6 +9,7 @@ mod context;
 mod control;
 mod error;
 mod job;
+pub mod launch;
 pub mod nic;
 mod start;
 pub mod task;

@@ -41,6 +41,14 @@ impl Loaded {
         let source = self.sources.iter().find(|source| source.name == name);
         source.map_or(Origin::Default, |source| source.origin.clone())
     }
+
+    /// What the flags said, as variables: a launcher hands them on to its processes this way.
+    #[must_use]
+    pub fn flags_as_variables(&self) -> Vec<(&'static str, String)> {
+        let given = self.sources.iter().filter(|source| matches!(source.origin, Origin::Flag(_)));
+        let rows = given.filter_map(|source| TABLE.iter().find(|row| row.name() == source.name));
+        rows.filter_map(|row| Some((row.variables().next()?, row.value(&self.config)))).collect()
+    }
 }
 
 /// A value and whence it came.

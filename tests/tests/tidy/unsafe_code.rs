@@ -9,6 +9,7 @@ const ALLOWED: &[&str] = &[
     "engine/src/ring",
     "engine/src/transport",
     "engine/src/topo/pin",
+    "worker/src/launch/child",
     "python/src",
 ];
 

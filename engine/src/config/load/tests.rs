@@ -151,6 +151,7 @@ fn switches_stand_alone_and_do_not_swallow_the_command() {
     let loaded = run(Program::Launcher, &["--pin=0", "--", "--local"], &[]);
     assert!(!loaded.config.pin);
     assert_eq!(loaded.command, ["--local"]);
+    assert_eq!(loaded.flags_as_variables(), [("BPS_PIN", "0".to_owned())]);
 }
 
 #[test]

@@ -1,0 +1,156 @@
+//! Starts processes that cannot outlive the launcher, and the guardian that sees to it.
+//!
+//! A process leads its own group and is killed by the kernel when the thread that started it ends.
+//! Its children would not be; so each process tells the guardian its group before it becomes the
+//! user's program. The guardian is a fork of the launcher that holds the other end of a socket:
+//! when the launcher is gone, for whatever reason, it kills all these groups.
+
+use super::plan::{Environment, Process};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SendFlags, SocketFlags, SocketType, send, socketpair};
+use rustix::process::{Pid, Signal, WaitOptions, getpid, getppid, waitpid};
+use rustix::thread::{CpuSet, sched_setaffinity};
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+
+/// Groups that a guardian can remember: all that a configuration can ask for.
+const GROUPS_MAX: usize = 8192;
+const _: () = assert!(
+    bps_engine::limits::RANKS_MAX + bps_engine::limits::SERVERS_MAX < GROUPS_MAX,
+    "each process of a job has a group"
+);
+
+/// The launcher's end of the guardian. Dropping it without [`Guardian::finish`] also ends all
+/// groups.
+pub(super) struct Guardian {
+    process: Pid,
+    line: Arc<OwnedFd>,
+}
+
+impl Guardian {
+    /// Forks the guardian. It holds nothing of this process but its end of the line.
+    pub(super) fn start() -> io::Result<Guardian> {
+        let (ours, theirs) =
+            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
+        // SAFETY: the child calls only async-signal-safe functions and never returns (`guard` keeps
+        // to that), so no lock or allocator that another thread held at the fork is touched.
+        let process = unsafe { libc::fork() };
+        match process {
+            -1 => Err(io::Error::last_os_error()),
+            0 => guard(theirs.as_raw_fd()),
+            process => {
+                let process = Pid::from_raw(process).expect("fork returns a positive number");
+                Ok(Guardian { process, line: Arc::new(ours) })
+            }
+        }
+    }
+
+    /// Lets the guardian end all groups, and waits until it has.
+    pub(super) fn finish(self) {
+        drop(self.line);
+        while let Err(Errno::INTR) = waitpid(Some(self.process), WaitOptions::empty()) {}
+    }
+}
+
+/// The whole life of the guardian. Only async-signal-safe calls from here on.
+fn guard(line: libc::c_int) -> ! {
+    const LINE: libc::c_int = 0;
+    let mut groups = [0 as libc::pid_t; GROUPS_MAX];
+    let mut count = 0;
+    // SAFETY: all pointers lead to locals or literals that outlive the calls; descriptors are plain
+    // numbers whose errors are ignored or end the loop; nothing allocates or takes a lock.
+    unsafe {
+        // Out of the launcher's group and terminal, so that what ends the launcher does not end
+        // this.
+        libc::setsid();
+        for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGQUIT, libc::SIGPIPE] {
+            libc::signal(signal, libc::SIG_IGN);
+        }
+        libc::prctl(libc::PR_SET_NAME, c"bps-guardian".as_ptr());
+        libc::dup2(line, LINE);
+        // Closes the launcher's end too, without which this would never see it close.
+        if libc::syscall(libc::SYS_close_range, 1, libc::c_uint::MAX, 0) != 0 {
+            let limit = libc::sysconf(libc::_SC_OPEN_MAX).clamp(1024, 1 << 20);
+            for descriptor in 1..libc::c_int::try_from(limit).unwrap_or(1 << 20) {
+                libc::close(descriptor);
+            }
+        }
+        loop {
+            let mut group: libc::pid_t = 0;
+            let size = size_of::<libc::pid_t>();
+            let got = libc::recv(LINE, (&raw mut group).cast(), size, 0);
+            if got == size.cast_signed() {
+                if group > 1 && count < GROUPS_MAX {
+                    groups[count] = group;
+                    count += 1;
+                }
+            } else if got != -1 || *libc::__errno_location() != libc::EINTR {
+                break;
+            }
+        }
+        for group in &groups[..count] {
+            libc::kill(-group, libc::SIGKILL);
+        }
+        libc::_exit(0)
+    }
+}
+
+/// Whether the process writes to the launcher or to where the launcher writes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Output {
+    Piped,
+    Inherited,
+}
+
+/// Starts one process. The calling thread must outlive it.
+pub(super) fn spawn(process: &Process, output: Output, guardian: &Guardian) -> io::Result<Child> {
+    let mut command = Command::new(&process.command[0]);
+    command.args(&process.command[1..]).process_group(0);
+    set_environment(&mut command, &process.environment);
+    let stdio = || match output {
+        Output::Piped => Stdio::piped(),
+        Output::Inherited => Stdio::inherit(),
+    };
+    command.stdin(if process.reads_input { Stdio::inherit() } else { Stdio::null() });
+    command.stdout(stdio()).stderr(stdio());
+    let launcher = getpid();
+    let line = Arc::clone(&guardian.line);
+    let cpus = process.cpus.as_deref().map(cpu_set);
+    let prepare = move || -> io::Result<()> {
+        rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
+        // The launcher may have died before the line above: then nobody will send that signal.
+        if getppid() != Some(launcher) {
+            return Err(Errno::SRCH.into());
+        }
+        let group = getpid().as_raw_nonzero().get();
+        send(&*line, &group.to_ne_bytes(), SendFlags::NOSIGNAL)?;
+        if let Some(cpus) = &cpus {
+            sched_setaffinity(None, cpus)?;
+        }
+        Ok(())
+    };
+    // SAFETY: `prepare` makes system calls on values that were made before the fork, and neither
+    // allocates nor locks; its errors are plain numbers.
+    unsafe { command.pre_exec(prepare) };
+    command.spawn()
+}
+
+fn set_environment(command: &mut Command, environment: &Environment) {
+    for (name, value) in &environment.0 {
+        match value {
+            Some(value) => command.env(name, value),
+            None => command.env_remove(name),
+        };
+    }
+}
+
+fn cpu_set(cpus: &[usize]) -> CpuSet {
+    let mut set = CpuSet::new();
+    for &cpu in cpus.iter().filter(|&&cpu| cpu < CpuSet::MAX_CPU) {
+        set.set(cpu);
+    }
+    set
+}

@@ -1,0 +1,228 @@
+//! Stand-alone mode: scheduler, servers and workers of a whole job on this machine.
+//!
+//! The scheduler's port is bound here before it is announced, and stays bound without listening, so
+//! that nobody else is given it. The job key lies in memory that only a descriptor of this process
+//! leads to: nothing is left on disk, and nothing stands on a command line.
+
+use super::Programs;
+use super::cpus;
+use super::plan::{
+    Environment, Kind, LaunchError, Plan, Process, counted, helper_command, worker_command,
+};
+use bps_engine::config::{Loaded, Origin};
+use bps_engine::proto::handshake::JobKey;
+use rustix::fs::{MemfdFlags, Mode, fchmod, memfd_create};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, ipproto, sockopt};
+use std::fs::File;
+use std::io::Write;
+use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4};
+use std::os::fd::{AsRawFd, OwnedFd};
+
+/// Variables of another job, or of one process, that must not reach these processes.
+const STRAY: &[&str] =
+    &["BYTEPS_GLOBAL_RANK", "BYTEPS_LOCAL_RANK", "DMLC_RANK", "DMLC_PORT", "DMLC_WORKER_ID"];
+
+/// Flags that say what stand-alone mode decides by itself.
+const DECIDED: &[&str] = &[
+    "DMLC_NUM_WORKER",
+    "DMLC_WORKER_ID",
+    "BYTEPS_LOCAL_SIZE",
+    "DMLC_PS_ROOT_URI",
+    "DMLC_PS_ROOT_PORT",
+    "DMLC_INTERFACE",
+    "DMLC_NODE_HOST",
+    "DMLC_RANK",
+];
+
+/// Plans the whole job.
+pub(super) fn plan(loaded: &Loaded, programs: &Programs) -> Result<Plan, LaunchError> {
+    let launch = &loaded.config.launch;
+    let workers = launch.local;
+    refuse_decided(loaded)?;
+    let command = worker_command(loaded)?;
+    let servers = match loaded.origin("DMLC_NUM_SERVER") {
+        Origin::Flag(_) => loaded.config.num_servers,
+        _ => 1,
+    };
+    if servers == 0 && workers > 1 {
+        return Err(LaunchError::Conflict {
+            problem: format!("--servers 0, but {workers} workers need a server"),
+            remedy: "use --servers 1".to_owned(),
+        });
+    }
+    let mut held = Vec::new();
+    let mut notes = Vec::new();
+    let mut shared = shared_environment(loaded, workers, servers);
+    if servers > 0 {
+        let (port, socket) = reserve_port()?;
+        held.push(socket);
+        shared.set("DMLC_PS_ROOT_URI", "127.0.0.1");
+        shared.set("DMLC_PS_ROOT_PORT", port.to_string());
+        if loaded.config.job_key.is_none() && loaded.config.job_key_file.is_none() {
+            let (path, memory) = mint_key()?;
+            held.push(memory);
+            shared.set("BPS_JOB_KEY_FILE", path);
+        }
+        notes.push(format!(
+            "a job on this machine: {}, {} with {}, scheduler on port {port}",
+            counted(workers, "worker"),
+            counted(servers, "server"),
+            counted(loaded.config.server_cores, "core"),
+        ));
+    }
+    let mut processes = Vec::new();
+    if servers > 0 {
+        processes.push(helper("scheduler", None, &programs.scheduler, &shared));
+        for index in 0..servers {
+            let mut process = helper("server", Some(index), &programs.server, &shared);
+            process.environment.set("DMLC_RANK", index.to_string());
+            if loaded.config.port != 0 {
+                let port = u32::from(loaded.config.port) + index * loaded.config.server_cores;
+                process.environment.set("DMLC_PORT", port.to_string());
+            }
+            processes.push(process);
+        }
+    }
+    share_threads(&mut shared, workers, &mut notes);
+    let chosen = launch.visible_cpu_cores.is_some();
+    let mut cpus = cpus::assign(launch, workers, chosen, &mut notes)?;
+    for rank in 0..workers {
+        let mut environment = shared.clone();
+        environment.set("DMLC_ROLE", "worker");
+        environment.set("DMLC_WORKER_ID", "0");
+        environment.set("BYTEPS_LOCAL_RANK", rank.to_string());
+        environment.set("PYTHONUNBUFFERED", "1");
+        processes.push(Process {
+            kind: Kind::Worker,
+            label: format!("rank {rank}"),
+            command: command.clone(),
+            environment,
+            cpus: cpus.as_mut().map(|lists| std::mem::take(&mut lists[rank as usize])),
+            reads_input: rank == 0,
+        });
+    }
+    Ok(Plan { processes, notes, prefix: !launch.no_prefix, grace: launch.grace, held })
+}
+
+fn refuse_decided(loaded: &Loaded) -> Result<(), LaunchError> {
+    for name in DECIDED {
+        if let Origin::Flag(flag) = loaded.origin(name) {
+            return Err(LaunchError::Conflict {
+                problem: format!("--{flag} together with --local, which decides that by itself"),
+                remedy: format!("leave out --{flag}, or --local for a job on several machines"),
+            });
+        }
+    }
+    Ok(())
+}
+
+fn shared_environment(loaded: &Loaded, workers: u32, servers: u32) -> Environment {
+    let mut environment = Environment::of_flags(loaded);
+    for name in STRAY {
+        environment.remove(name);
+    }
+    environment.set("DMLC_NUM_WORKER", "1");
+    environment.set("DMLC_NUM_SERVER", servers.to_string());
+    environment.set("DMLC_NODE_HOST", "127.0.0.1");
+    environment.set("DMLC_INTERFACE", "lo");
+    environment.set("BYTEPS_LOCAL_SIZE", workers.to_string());
+    // A worker that is alone would go without the server that waits for it.
+    environment.set("BYTEPS_FORCE_DISTRIBUTED", if servers > 0 { "1" } else { "0" });
+    environment
+}
+
+fn helper(role: &str, index: Option<u32>, command: &[String], shared: &Environment) -> Process {
+    let mut environment = shared.clone();
+    environment.set("DMLC_ROLE", role);
+    Process {
+        kind: Kind::Helper,
+        label: index.map_or_else(|| role.to_owned(), |index| format!("{role} {index}")),
+        command: helper_command(command),
+        environment,
+        cpus: None,
+        reads_input: false,
+    }
+}
+
+/// Without this every worker would start a thread for each CPU, and they would stand in each
+/// other's way.
+fn share_threads(environment: &mut Environment, workers: u32, notes: &mut Vec<String>) {
+    if std::env::var_os("OMP_NUM_THREADS").is_some_and(|value| !value.is_empty()) {
+        return;
+    }
+    let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let threads = (cpus / workers as usize).max(1);
+    environment.set("OMP_NUM_THREADS", threads.to_string());
+    notes.push(format!(
+        "OMP_NUM_THREADS={threads} for each worker ({cpus} CPUs, {}); set it to choose otherwise",
+        counted(workers, "worker")
+    ));
+}
+
+/// A free port of the loopback interface, and the socket that keeps it free for the scheduler.
+///
+/// Two sockets may share a port if both ask for it (`SO_REUSEADDR`, which listeners set) and at
+/// most one listens. The kernel gives a port that is bound in this way to nobody who asks for any
+/// port.
+fn reserve_port() -> Result<(u16, OwnedFd), LaunchError> {
+    let failed = |source: rustix::io::Errno| LaunchError::System {
+        what: "no port of the loopback interface is free",
+        source: source.into(),
+    };
+    let socket = rustix::net::socket_with(
+        AddressFamily::INET,
+        SocketType::STREAM,
+        SocketFlags::CLOEXEC,
+        Some(ipproto::TCP),
+    )
+    .map_err(failed)?;
+    sockopt::set_socket_reuseaddr(&socket, true).map_err(failed)?;
+    rustix::net::bind(&socket, &SocketAddrV4::new(Ipv4Addr::LOCALHOST, 0)).map_err(failed)?;
+    let address = rustix::net::getsockname(&socket).map_err(failed)?;
+    let address = SocketAddr::try_from(address).map_err(failed)?;
+    Ok((address.port(), socket))
+}
+
+/// A new job key, as a path to memory of this process that only this user can open.
+fn mint_key() -> Result<(String, OwnedFd), LaunchError> {
+    let failed = |source| LaunchError::System { what: "cannot make a job key", source };
+    let key = JobKey::mint().map_err(|error| failed(std::io::Error::other(error)))?;
+    let memory =
+        memfd_create("bps-job-key", MemfdFlags::CLOEXEC).map_err(|error| failed(error.into()))?;
+    fchmod(&memory, Mode::RUSR | Mode::WUSR).map_err(|error| failed(error.into()))?;
+    let mut file = File::from(memory);
+    file.write_all(key.expose_hex().as_bytes()).map_err(failed)?;
+    let memory = OwnedFd::from(file);
+    let path = format!("/proc/{}/fd/{}", std::process::id(), memory.as_raw_fd());
+    Ok((path, memory))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::TcpListener;
+
+    #[test]
+    fn a_reserved_port_takes_one_listener_and_is_given_to_nobody() {
+        let (port, _socket) = reserve_port().unwrap();
+        let listener = TcpListener::bind(("127.0.0.1", port)).expect("the scheduler can listen");
+        assert!(TcpListener::bind(("127.0.0.1", port)).is_err());
+        drop(listener);
+        for _ in 0..200 {
+            let other = TcpListener::bind("127.0.0.1:0").unwrap();
+            assert_ne!(other.local_addr().unwrap().port(), port);
+        }
+    }
+
+    #[test]
+    fn a_minted_key_is_one_that_the_engine_takes() {
+        let (path, memory) = mint_key().unwrap();
+        let config = bps_engine::config::Config {
+            job_key_file: Some(path.clone().into()),
+            ..Default::default()
+        };
+        assert!(!JobKey::load(&config).unwrap().is_open());
+        drop(memory);
+        assert!(JobKey::load(&config).is_err(), "nothing is left");
+    }
+}

@@ -1,0 +1,147 @@
+//! What is to be started: every process with its command, environment, CPUs and label.
+
+use super::{Programs, by_variables, local};
+use bps_engine::config::Loaded;
+use std::ffi::{OsStr, OsString};
+use std::os::fd::OwnedFd;
+use std::time::Duration;
+
+/// Tells a process that its environment has been checked, so that warnings come once.
+const CHECKED: &str = "BPS_ENVIRONMENT_CHECKED";
+
+/// All processes, and how to treat them.
+pub(super) struct Plan {
+    /// In the order in which they start.
+    pub(super) processes: Vec<Process>,
+    /// Lines for the user before anything starts.
+    pub(super) notes: Vec<String>,
+    /// Whether output passes through the launcher, with the label in front of each line.
+    pub(super) prefix: bool,
+    /// From the request to end to the kill.
+    pub(super) grace: Duration,
+    /// What must stay open as long as the job: the job key's memory, the scheduler's port.
+    #[allow(dead_code, reason = "owning it is its use")]
+    pub(super) held: Vec<OwnedFd>,
+}
+
+/// One process to start.
+pub(super) struct Process {
+    /// Which failures end the job, and who ends first.
+    pub(super) kind: Kind,
+    /// `rank 0`, `server 1`, `scheduler`.
+    pub(super) label: String,
+    /// Program and arguments, never empty.
+    pub(super) command: Vec<OsString>,
+    /// Changes to the launcher's own environment.
+    pub(super) environment: Environment,
+    /// The CPUs that it may use; `None` leaves them as they are.
+    pub(super) cpus: Option<Vec<usize>>,
+    /// Whether it may read the launcher's standard input.
+    pub(super) reads_input: bool,
+}
+
+/// What a process is to the launcher.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Kind {
+    Worker,
+    Helper,
+}
+
+/// Variables to set (`Some`) and to remove (`None`); a later entry beats an earlier one.
+#[derive(Clone, Default, Debug)]
+pub(super) struct Environment(pub(super) Vec<(String, Option<OsString>)>);
+
+impl Environment {
+    /// What every process gets: the launcher's flags as variables.
+    pub(super) fn of_flags(loaded: &Loaded) -> Environment {
+        let mut environment = Environment::default();
+        for (name, value) in loaded.flags_as_variables() {
+            environment.set(name, value);
+        }
+        environment.set(CHECKED, "1");
+        environment
+    }
+
+    pub(super) fn set(&mut self, name: &str, value: impl AsRef<OsStr>) {
+        self.0.push((name.to_owned(), Some(value.as_ref().to_owned())));
+    }
+
+    pub(super) fn remove(&mut self, name: &str) {
+        self.0.push((name.to_owned(), None));
+    }
+}
+
+/// Why nothing was started, or why it ended at once.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum LaunchError {
+    #[error("{}", .0.join("\nbpslaunch: error: "))]
+    Missing(Vec<String>),
+    #[error("{problem}; {remedy}")]
+    Conflict { problem: String, remedy: String },
+    #[error("no command was given; for example: bpslaunch --local 2 python train.py")]
+    NoCommand,
+    #[error("cannot start {label}: '{}': {source}; {}", .program.display(), start_remedy(.source))]
+    Start { label: String, program: OsString, source: std::io::Error },
+    #[error("{what}: {source}")]
+    System { what: &'static str, source: std::io::Error },
+}
+
+fn start_remedy(source: &std::io::Error) -> &'static str {
+    match source.kind() {
+        std::io::ErrorKind::NotFound => "check the name, and that it is installed",
+        std::io::ErrorKind::PermissionDenied => "it must be executable (chmod +x)",
+        _ => "the launcher has ended what it had started",
+    }
+}
+
+impl LaunchError {
+    /// What shells return for the same: 127 not found, 126 not executable, 2 wrong usage.
+    pub(super) fn code(&self) -> i32 {
+        match self {
+            LaunchError::Missing(_) | LaunchError::Conflict { .. } | LaunchError::NoCommand => 2,
+            LaunchError::Start { source, .. } => match source.kind() {
+                std::io::ErrorKind::NotFound => 127,
+                std::io::ErrorKind::PermissionDenied => 126,
+                _ => 1,
+            },
+            LaunchError::System { .. } => 1,
+        }
+    }
+}
+
+impl Plan {
+    /// Stand-alone with `--local`, otherwise by variables.
+    pub(super) fn new(loaded: &Loaded, programs: &Programs) -> Result<Plan, LaunchError> {
+        if loaded.config.launch.local > 0 {
+            local::plan(loaded, programs)
+        } else {
+            by_variables::plan(loaded, programs)
+        }
+    }
+}
+
+/// The user's command as program and arguments, under gdb if that is wanted. A single argument with
+/// blanks is a line for the shell, as in BytePS; anything else reaches the program as it is.
+pub(super) fn worker_command(loaded: &Loaded) -> Result<Vec<OsString>, LaunchError> {
+    let command = match loaded.command.as_slice() {
+        [] => return Err(LaunchError::NoCommand),
+        [line] if line.to_string_lossy().contains(char::is_whitespace) => {
+            vec!["/bin/sh".into(), "-c".into(), line.clone()]
+        }
+        words => words.to_vec(),
+    };
+    if !loaded.config.launch.gdb {
+        return Ok(command);
+    }
+    let gdb = ["gdb", "-return-child-result", "-batch", "-ex", "run", "-ex", "bt", "--args"];
+    Ok(gdb.into_iter().map(OsString::from).chain(command).collect())
+}
+
+pub(super) fn helper_command(command: &[String]) -> Vec<OsString> {
+    command.iter().map(OsString::from).collect()
+}
+
+/// `1 server`, `2 servers`.
+pub(super) fn counted(count: u32, noun: &str) -> String {
+    if count == 1 { format!("1 {noun}") } else { format!("{count} {noun}s") }
+}

@@ -1,0 +1,165 @@
+//! How a job ends: well, by a failure, by a signal, or because the launcher is gone.
+
+use super::stage::{ENDS, PATIENCE, Stage, all_gone, has, mentions, numbers, runs};
+use std::time::Instant;
+
+/// Ignores requests to end, has a child that does so too, and tells both numbers.
+const STUBBORN: &str =
+    "trap '' TERM INT HUP; sleep 1000 & echo \"process $$\"; echo \"process $!\"; wait; sleep 1000";
+/// Ends when it is asked to, and says so.
+const POLITE: &str =
+    "trap 'echo asked; exit 0' TERM; echo \"process $$\"; while :; do sleep 0.02; done";
+
+#[test]
+fn when_a_worker_fails_all_end_and_its_code_is_returned() {
+    let stage = Stage::new(POLITE, STUBBORN);
+    let worker = format!("if [ $BYTEPS_LOCAL_RANK = 1 ]; then read go <go; exit 3; fi; {STUBBORN}");
+    fifo(&stage, "go");
+    let begun = Instant::now();
+    let arguments = ["--local", "3", "--grace", "0.3", "sh", "-c", &worker];
+    let launcher = stage.start(&arguments, &[]);
+    let processes = numbers(&launcher.wait_for("process ", 7), "process ");
+    std::fs::write(stage.path().join("go"), "\n").unwrap();
+    let (code, lines) = launcher.finish();
+    assert_eq!(code, Some(3), "{lines:#?}");
+    has(&lines, "bpslaunch: rank 1 exited with code 3; ending the other processes");
+    has(&lines, "[scheduler] asked");
+    mentions(&lines, "rank 0 did not end in time: killed");
+    mentions(&lines, "server 0 did not end in time: killed");
+    assert!(begun.elapsed() < PATIENCE / 2);
+    assert!(!processes.iter().any(|process| runs(*process)), "the launcher left before them");
+}
+
+#[test]
+fn a_worker_that_a_signal_ends_counts_as_128_and_its_number() {
+    let stage = Stage::new(ENDS, ENDS);
+    let worker = "[ $BYTEPS_LOCAL_RANK = 0 ] && kill -SEGV $$; exec sleep 1000";
+    let (code, lines) = stage.start(&["--local", "2", "sh", "-c", worker], &[]).finish();
+    assert_eq!(code, Some(139), "{lines:#?}");
+    mentions(&lines, "rank 0 was killed by SIGSEGV (11)");
+}
+
+#[test]
+fn when_a_server_dies_the_workers_may_say_so_before_they_are_ended() {
+    let stage = Stage::new(POLITE, "read go <go; exit 9");
+    fifo(&stage, "go");
+    let worker = "trap 'echo ended; exit 1' TERM; echo ready; while :; do sleep 0.02; done";
+    let launcher = stage.start(&["--local", "2", "--grace", "0.3", "sh", "-c", worker], &[]);
+    launcher.wait_for("ready", 2);
+    std::fs::write(stage.path().join("go"), "\n").unwrap();
+    let (code, lines) = launcher.finish();
+    assert_eq!(code, Some(9), "{lines:#?}");
+    has(&lines, "bpslaunch: server 0 exited with code 9; the job cannot go on");
+    has(&lines, "[rank 1] ended");
+    has(&lines, "[scheduler] asked");
+}
+
+#[test]
+fn servers_that_outlive_the_workers_are_ended_with_a_line() {
+    let stage = Stage::new(ENDS, STUBBORN);
+    let launcher = stage.start(&["--local", "2", "--grace", "0.2", "true"], &[]);
+    let processes = numbers(&launcher.wait_for("process ", 2), "process ");
+    let (code, lines) = launcher.finish();
+    assert_eq!(code, Some(0), "{lines:#?}");
+    has(&lines, "bpslaunch: server 0 did not end in time: killed");
+    all_gone(&processes);
+}
+
+#[test]
+fn what_workers_leave_behind_is_ended() {
+    let stage = Stage::new(ENDS, ENDS);
+    let worker = "sleep 1000 >/dev/null 2>&1 & echo process $!";
+    let (code, lines) = stage.start(&["--local", "2", "sh", "-c", worker], &[]).finish();
+    assert_eq!(code, Some(0));
+    let processes = numbers(&lines, "process ");
+    assert_eq!(processes.len(), 2);
+    assert!(!processes.iter().any(|process| runs(*process)), "the launcher left before them");
+}
+
+#[test]
+fn a_request_to_end_reaches_every_process() {
+    for (signal, name, expected) in
+        [("-INT", "SIGINT", 130), ("-TERM", "SIGTERM", 143), ("-HUP", "SIGHUP", 129)]
+    {
+        let stage = Stage::new(POLITE, POLITE);
+        let launcher = stage.start(&["--local", "2", "sh", "-c", POLITE], &[]);
+        let processes = numbers(&launcher.wait_for("process ", 4), "process ");
+        launcher.signal(signal);
+        let (code, lines) = launcher.finish();
+        assert_eq!(code, Some(expected), "{lines:#?}");
+        has(&lines, &format!("bpslaunch: {name}: ending all processes"));
+        for label in ["rank 0", "rank 1", "server 0", "scheduler"] {
+            has(&lines, &format!("[{label}] asked"));
+        }
+        all_gone(&processes);
+    }
+}
+
+#[test]
+fn a_second_request_kills() {
+    let stage = Stage::new(STUBBORN, STUBBORN);
+    let launcher = stage.start(&["--local", "2", "--grace", "600", "sh", "-c", STUBBORN], &[]);
+    let processes = numbers(&launcher.wait_for("process ", 8), "process ");
+    launcher.signal("-INT");
+    launcher.wait_for("ending all processes", 1);
+    launcher.signal("-INT");
+    let (code, lines) = launcher.finish();
+    assert_eq!(code, Some(130), "{lines:#?}");
+    all_gone(&processes);
+}
+
+#[test]
+fn nothing_outlives_a_launcher_that_is_killed() {
+    let stage = Stage::new(STUBBORN, STUBBORN);
+    for prefix in ["--no-prefix=0", "--no-prefix"] {
+        let launcher = stage.start(&["--local", "2", prefix, "sh", "-c", STUBBORN], &[]);
+        let processes = numbers(&launcher.wait_for("process ", 8), "process ");
+        assert!(processes.iter().all(|process| runs(*process)));
+        launcher.signal("-KILL");
+        // The output closes only when the last process that could write to it has ended.
+        let (code, _) = launcher.finish();
+        assert_eq!(code, None);
+        all_gone(&processes);
+    }
+}
+
+#[test]
+fn nothing_outlives_a_launcher_that_is_killed_with_its_guardian() {
+    let stage = Stage::new("exec sleep 1000", "exec sleep 1000");
+    let worker = "echo \"process $$\"; exec sleep 1000";
+    let launcher = stage.start(&["--local", "2", "sh", "-c", worker], &[]);
+    let mut processes = numbers(&launcher.wait_for("process ", 2), "process ");
+    let children = format!("/proc/{0}/task/{0}/children", launcher.child.id());
+    let children = std::fs::read_to_string(children).unwrap();
+    let children: Vec<u32> = children.split_whitespace().map(|pid| pid.parse().unwrap()).collect();
+    let guardian = children.iter().find(|pid| {
+        std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap() == "bps-guardian\n"
+    });
+    let guardian = guardian.expect("there is a guardian").to_string();
+    processes.extend(&children);
+    let killed = std::process::Command::new("kill").args(["-KILL", &guardian]).status();
+    assert!(killed.unwrap().success());
+    launcher.signal("-KILL");
+    all_gone(&processes);
+}
+
+#[test]
+fn the_job_ends_when_nobody_reads_its_output() {
+    let stage = Stage::new(ENDS, ENDS);
+    let worker = "echo \"process $$\" >&2; while :; do echo x; sleep 0.02; done";
+    let script = "./bpslaunch --local 2 --grace 0.3 sh -c \"$1\" | head -n 1; echo over >&2";
+    let output = std::process::Command::new("sh")
+        .args(["-c", script, "sh", worker])
+        .current_dir(stage.path())
+        .output()
+        .unwrap();
+    let lines: Vec<String> =
+        String::from_utf8(output.stderr).unwrap().lines().map(str::to_owned).collect();
+    has(&lines, "over");
+    all_gone(&numbers(&lines, "process "));
+}
+
+fn fifo(stage: &Stage, name: &str) {
+    let made = std::process::Command::new("mkfifo").arg(stage.path().join(name)).status();
+    assert!(made.unwrap().success());
+}

@@ -1,0 +1,198 @@
+//! What is started, with which environment, and how output and input pass.
+
+use super::stage::{ENDS, Stage, has, mentions};
+
+const TELL: &str = r#"echo "$DMLC_ROLE $DMLC_NUM_WORKER $DMLC_NUM_SERVER rank=$DMLC_RANK \
+cores=$BPS_SERVER_CORES size=$BYTEPS_LOCAL_SIZE""#;
+
+#[test]
+fn local_mode_starts_a_whole_job_and_labels_its_lines() {
+    let stage = Stage::new(TELL, TELL);
+    let worker = r#"read line; echo "in=$line"; echo "wrong" >&2; printf "%s/%s omp=%s %s" \
+    $BYTEPS_LOCAL_RANK $BYTEPS_LOCAL_SIZE $OMP_NUM_THREADS "$DMLC_ROLE""#;
+    let arguments = ["--local", "2", "--servers", "2", "--server-cores", "3", "sh", "-c", worker];
+    let mut launcher = stage.start(&arguments, &[("OMP_NUM_THREADS", "7"), ("DMLC_RANK", "9")]);
+    launcher.write("hello\n");
+    let (code, lines) = launcher.finish();
+    assert_eq!(code, Some(0), "{lines:#?}");
+    has(&lines, "[rank 0] in=hello");
+    has(&lines, "[rank 1] in=");
+    for rank in 0..2 {
+        has(&lines, &format!("[rank {rank}] wrong"));
+        has(&lines, &format!("[rank {rank}] {rank}/2 omp=7 worker"));
+        has(&lines, &format!("[server {rank}] server 1 2 rank={rank} cores=3 size=2"));
+    }
+    has(&lines, "[scheduler] scheduler 1 2 rank= cores=3 size=2");
+}
+
+#[test]
+fn local_mode_shares_the_cpus_and_says_so() {
+    let stage = Stage::new(ENDS, ENDS);
+    let launcher = stage.start(&["--local", "2", "sh", "-c", "echo omp=$OMP_NUM_THREADS"], &[]);
+    let (_, lines) = launcher.finish();
+    let cpus = std::thread::available_parallelism().unwrap().get();
+    has(&lines, &format!("[rank 1] omp={}", (cpus / 2).max(1)));
+    mentions(&lines, "OMP_NUM_THREADS=");
+}
+
+#[test]
+fn every_process_can_read_one_secret_that_stands_on_no_command_line() {
+    let tell = r#"echo "key=$(cat $BPS_JOB_KEY_FILE)"; ps=$(cat /proc/[0-9]*/cmdline 2>/dev/null \
+    | tr '\0' ' '); case "$ps" in *"$(cat $BPS_JOB_KEY_FILE)"*) echo leaked;; esac"#;
+    let stage = Stage::new(tell, tell);
+    let (code, lines) = stage.start(&["--local", "2", "sh", "-c", tell], &[]).finish();
+    assert_eq!(code, Some(0));
+    let keys: Vec<&str> =
+        lines.iter().filter_map(|line| line.split_once("key=").map(|(_, key)| key)).collect();
+    assert_eq!(keys.len(), 4, "{lines:#?}");
+    assert!(keys[0].len() == 64 && keys.iter().all(|key| *key == keys[0]), "{keys:?}");
+    assert!(!lines.iter().any(|line| line.contains("leaked")));
+    let files = std::fs::read_dir(stage.path()).unwrap().count();
+    assert_eq!(files, 3, "nothing but the programs is in the folder");
+}
+
+#[test]
+fn a_key_of_the_user_is_kept() {
+    let stage = Stage::new(ENDS, ENDS);
+    let tell = "echo key=$BPS_JOB_KEY file=$BPS_JOB_KEY_FILE";
+    let (_, lines) =
+        stage.start(&["--local", "1", "sh", "-c", tell], &[("BPS_JOB_KEY", "abc")]).finish();
+    has(&lines, "[rank 0] key=abc file=");
+}
+
+#[test]
+fn output_passes_untouched_without_prefix() {
+    let stage = Stage::new(ENDS, ENDS);
+    let arguments = ["--local", "2", "--no-prefix", "sh", "-c", "echo plain"];
+    let (code, lines) = stage.start(&arguments, &[]).finish();
+    assert_eq!(code, Some(0));
+    assert_eq!(lines.iter().filter(|line| *line == "plain").count(), 2, "{lines:#?}");
+}
+
+#[test]
+fn a_single_worker_needs_no_server() {
+    let stage = Stage::new("exit 1", "exit 1");
+    let arguments =
+        ["--local", "1", "--servers", "0", "sh", "-c", "echo $BYTEPS_FORCE_DISTRIBUTED"];
+    let (code, lines) = stage.start(&arguments, &[]).finish();
+    assert_eq!(code, Some(0), "{lines:#?}");
+    has(&lines, "[rank 0] 0");
+    let (code, lines) = stage.start(&["--local", "2", "--servers", "0", "true"], &[]).finish();
+    assert_eq!(code, Some(2));
+    mentions(&lines, "use --servers 1");
+}
+
+const WORKER: &[(&str, &str)] = &[
+    ("DMLC_ROLE", "worker"),
+    ("DMLC_NUM_WORKER", "2"),
+    ("DMLC_NUM_SERVER", "1"),
+    ("DMLC_WORKER_ID", "1"),
+    ("DMLC_PS_ROOT_URI", "10.0.0.1"),
+    ("DMLC_PS_ROOT_PORT", "9000"),
+];
+
+#[test]
+fn by_variables_a_worker_machine_starts_a_process_for_each_device() {
+    let stage = Stage::new("exit 1", "exit 1");
+    let variables = [WORKER, &[("NVIDIA_VISIBLE_DEVICES", "0,1,2"), ("BYTEPS_NUMA_ON", "0")]];
+    let tell = "echo $BYTEPS_LOCAL_RANK/$BYTEPS_LOCAL_SIZE \"$1\" $PYTHONUNBUFFERED $BPS_LOG_LEVEL";
+    let arguments = ["--log-level", "debug", "sh", "-c", tell, "sh", "two  words"];
+    let (code, mut lines) = stage.start(&arguments, &variables.concat()).finish();
+    assert_eq!(code, Some(0), "{lines:#?}");
+    lines.sort();
+    assert_eq!(lines, [0, 1, 2].map(|rank| format!("{rank}/3 two  words 1 debug")));
+}
+
+#[test]
+fn by_variables_one_argument_with_blanks_is_a_shell_line() {
+    let stage = Stage::new("exit 1", "exit 1");
+    let line = "echo rank $BYTEPS_LOCAL_RANK && exit 4";
+    let (code, lines) = stage.start(&[line], WORKER).finish();
+    assert_eq!(code, Some(4));
+    has(&lines, "rank 0");
+    mentions(&lines, "rank 1 exited with code 4");
+}
+
+#[test]
+fn by_variables_other_roles_run_their_programs() {
+    let stage = Stage::new("echo scheduler; exit 5", "echo $DMLC_ROLE; exit 6");
+    for (role, expected) in [("scheduler", 5), ("server", 6)] {
+        let variables = [WORKER, &[("DMLC_ROLE", role)]].concat();
+        let (code, lines) = stage.start(&["ignored"], &variables).finish();
+        assert_eq!(code, Some(expected), "{lines:#?}");
+        has(&lines, role);
+    }
+}
+
+#[test]
+fn everything_that_is_missing_is_named_at_once() {
+    let stage = Stage::new(ENDS, ENDS);
+    let (code, lines) =
+        stage.start(&["true"], &[("DMLC_ROLE", "worker"), ("DMLC_NUM_WORKER", "2")]).finish();
+    assert_eq!(code, Some(2));
+    for name in ["DMLC_WORKER_ID", "DMLC_NUM_SERVER", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT"] {
+        mentions(&lines, &format!("{name} is not set"));
+    }
+    assert_eq!(lines.len(), 4, "{lines:#?}");
+    let (code, lines) = stage.start(&["true"], &[]).finish();
+    assert_eq!(code, Some(2));
+    mentions(&lines, "bpslaunch --local 2");
+    let alone = [("DMLC_ROLE", "worker"), ("DMLC_NUM_WORKER", "1"), ("DMLC_WORKER_ID", "0")];
+    let (code, lines) = stage.start(&["echo", "alone"], &alone).finish();
+    assert_eq!((code, lines.as_slice()), (Some(0), ["alone".to_owned()].as_slice()));
+}
+
+#[test]
+fn what_cannot_be_started_is_said_with_the_shells_codes() {
+    let stage = Stage::new("sleep 1000", "sleep 1000");
+    let (code, lines) = stage.start(&["--local", "2", "no-such-program"], &[]).finish();
+    assert_eq!(code, Some(127));
+    mentions(&lines, "cannot start rank 0: 'no-such-program'");
+    let (code, _) = stage.start(&["--local", "2", "/etc/passwd"], &[]).finish();
+    assert_eq!(code, Some(126));
+    let (code, lines) = stage.start(&["--local", "2"], &[]).finish();
+    assert_eq!(code, Some(2));
+    mentions(&lines, "no command was given");
+    let (code, lines) = stage.start(&["--local", "2", "--workers", "2", "true"], &[]).finish();
+    assert_eq!(code, Some(2));
+    mentions(&lines, "--workers together with --local");
+}
+
+#[test]
+fn questions_are_answered() {
+    let stage = Stage::new(ENDS, ENDS);
+    for (question, answer) in [
+        ("--help", "--local"),
+        ("--version", env!("CARGO_PKG_VERSION")),
+        ("--print-config", "DMLC_NUM_WORKER"),
+    ] {
+        let (code, lines) = stage.start(&[question], &[]).finish();
+        assert_eq!(code, Some(0));
+        mentions(&lines, answer);
+    }
+}
+
+#[test]
+fn warnings_come_once_for_the_whole_job() {
+    let stage = Stage::new(ENDS, ENDS);
+    let variables = [("BYTEPS_ENABLE_ASYNC", "1"), ("BYTEPS_PARTITION_BYTE", "4M")];
+    let tell = "echo checked=$BPS_ENVIRONMENT_CHECKED";
+    let (_, lines) = stage.start(&["--local", "1", "sh", "-c", tell], &variables).finish();
+    mentions(&lines, "BYTEPS_ENABLE_ASYNC has no effect here");
+    mentions(&lines, "did you mean BYTEPS_PARTITION_BYTES?");
+    has(&lines, "[rank 0] checked=1");
+}
+
+#[test]
+fn processes_are_bound_to_the_cpus_that_they_are_given() {
+    let stage = Stage::new(ENDS, ENDS);
+    let allowed = bps_engine::topo::pin::affinity().unwrap();
+    let (first, last) = (allowed[0], allowed[allowed.len() - 1]);
+    let lists = format!("{first}:{last}");
+    let tell = "grep Cpus_allowed_list /proc/self/status | tr '\\t' ' '";
+    let arguments = ["--local", "2", "sh", "-c", tell];
+    let (code, lines) = stage.start(&arguments, &[("BYTEPS_VISIBLE_CPU_CORES", &lists)]).finish();
+    assert_eq!(code, Some(0), "{lines:#?}");
+    has(&lines, &format!("[rank 0] Cpus_allowed_list: {first}"));
+    has(&lines, &format!("[rank 1] Cpus_allowed_list: {last}"));
+}
