@@ -1,5 +1,6 @@
 //! What must hold between values: checked after all are read, so that an error can name both sides.
 
+use super::key::decode_key;
 use super::load::{Origin, Source};
 use super::{Config, ConfigError, Program};
 use crate::base::Placement;
@@ -14,6 +15,7 @@ pub(super) fn check(
     let mut warnings = Vec::new();
     role(program, config, sources)?;
     partition(config, &mut warnings);
+    key(config)?;
     times(config)?;
     if config.placement == Placement::Mixed && config.mixed_bound < config.num_servers {
         return Err(ConfigError::conflict(
@@ -67,6 +69,15 @@ fn partition(config: &mut Config, warnings: &mut Vec<String>) {
             config.partition_bytes
         ));
     }
+}
+
+/// A key that is no key is a wrong value like any other: said at once, and without showing it.
+fn key(config: &Config) -> Result<(), ConfigError> {
+    let Some(Err(reason)) = config.job_key.as_deref().map(decode_key) else { return Ok(()) };
+    Err(ConfigError::conflict(
+        format!("the key in BPS_JOB_KEY {reason}"),
+        "make one with: head -c 32 /dev/urandom | xxd -p -c 64".to_owned(),
+    ))
 }
 
 fn times(config: &Config) -> Result<(), ConfigError> {

@@ -13,11 +13,13 @@ use std::time::Duration;
 
 mod check;
 mod document;
+mod key;
 mod known;
 mod load;
 mod table;
 
 pub use document::document;
+pub use key::decode_key;
 pub use load::{
     ConfigError, Loaded, Origin, Outcome, Source, from_environment, load, open, unknown_variables,
 };

@@ -1,4 +1,4 @@
-//! `bpslaunch`: starts the processes of this machine. The programs of the other roles lie beside it.
+//! `bpslaunch`: starts the processes of this machine. The programs of other roles lie beside it.
 
 use bps_worker::launch::{Programs, cli};
 

@@ -2,6 +2,7 @@
 
 use super::stage::{ENDS, Stage, has, mentions};
 
+const KEY: &str = "00112233445566778899aabbccddeeff";
 const TELL: &str = r#"echo "$DMLC_ROLE $DMLC_NUM_WORKER $DMLC_NUM_SERVER rank=$DMLC_RANK \
 cores=$BPS_SERVER_CORES size=$BYTEPS_LOCAL_SIZE""#;
 
@@ -56,8 +57,8 @@ fn a_key_of_the_user_is_kept() {
     let stage = Stage::new(ENDS, ENDS);
     let tell = "echo key=$BPS_JOB_KEY file=$BPS_JOB_KEY_FILE";
     let (_, lines) =
-        stage.start(&["--local", "1", "sh", "-c", tell], &[("BPS_JOB_KEY", "abc")]).finish();
-    has(&lines, "[rank 0] key=abc file=");
+        stage.start(&["--local", "1", "sh", "-c", tell], &[("BPS_JOB_KEY", KEY)]).finish();
+    has(&lines, &format!("[rank 0] key={KEY} file="));
 }
 
 #[test]

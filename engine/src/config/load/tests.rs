@@ -123,12 +123,14 @@ fn errors_say_what_which_and_how() {
         (&[("DMLC_ROLE", "server")], &["DMLC_ROLE=server", "worker"]),
         (&[("BPS_HEARTBEAT_TIMEOUT", "1")], &["BPS_HEARTBEAT_TIMEOUT=1", "at least 2"]),
         (&[("BPS_STALL_TIMEOUT", "1")], &["BPS_STALL_TIMEOUT=1", "BPS_STALL_REPORT=3"]),
+        (&[("BPS_JOB_KEY", "secret!")], &["BPS_JOB_KEY", "hexadecimal"]),
     ];
     for (set, words) in cases {
         let error = fail(Program::Worker, &[], &[WORKER, set]);
         for word in *words {
             assert!(error.contains(word), "{error:?} lacks {word:?}");
         }
+        assert!(!error.contains("secret!"), "{error}");
     }
 }
 

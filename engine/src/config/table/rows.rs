@@ -98,7 +98,8 @@ pub static TABLE: &[Row] = &[
         Group::Job,
         MaybeText { at: |config| &mut config.job_key },
         "6b86b273ff34fce19d6b804eff5a3f5747ada4eaa22f1d49c01e52ddb7875b4b",
-        "Secret of the job: 64 hexadecimal digits. With it, both ends of every connection prove \
+        "Secret of the job in hexadecimal, 16 to 64 bytes. With it, both ends of every connection \
+         prove \
          that \
          they know it before anything else is read. It has no flag: command lines are public.",
     )
