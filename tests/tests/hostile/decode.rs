@@ -1,12 +1,13 @@
 //! Decoders by themselves: what is accepted means what it says, and the rest is an error.
 
-use crate::random::Random;
+use crate::spoil;
 use bps_engine::base::{CoreId, DType, Epoch, Key, Operation, Placement, Rank, Round};
 use bps_engine::control::{Inbox, encode};
 use bps_engine::proto::handshake::{Accepting, Dialing, Hello, JobKey, Step};
 use bps_engine::proto::messages::{
     Declaration, Node, NodeMessage, Part, Planning, Register, SchedulerMessage,
 };
+use bps_engine::transport::sim::Random;
 use bps_engine::wire::{Header, Kind, RawHeader, header::FLAG_PAYLOAD_CHECKSUM};
 
 /// Byte strings that each decoder is given.
@@ -14,16 +15,16 @@ const ROUNDS: u32 = 100_000;
 
 fn header(random: &mut Random) -> Header {
     let kinds = [Kind::Contribution, Kind::Publication, Kind::Goodbye, Kind::Refused];
-    let small = |random: &mut Random| u32::try_from(random.below(1 << 20)).expect("20 bits");
+    let small = |random: &mut Random| u32::try_from(random.index(1 << 20)).expect("20 bits");
     Header {
-        kind: kinds[random.below(kinds.len())],
-        flags: if random.below(2) == 0 { 0 } else { FLAG_PAYLOAD_CHECKSUM },
-        dtype: DType::ALL[random.below(DType::ALL.len())],
+        kind: kinds[random.index(kinds.len())],
+        flags: if random.index(2) == 0 { 0 } else { FLAG_PAYLOAD_CHECKSUM },
+        dtype: DType::ALL[random.index(DType::ALL.len())],
         rank: Rank(small(random)),
         epoch: Epoch(small(random)),
-        key: Key(random.next()),
-        round: Round(random.next()),
-        offset: random.next(),
+        key: Key(random.bits()),
+        round: Round(random.bits()),
+        offset: random.bits(),
         length: small(random),
         contributors: small(random),
         payload_checksum: small(random),
@@ -32,21 +33,21 @@ fn header(random: &mut Random) -> Header {
 
 #[test]
 fn a_header_is_refused_or_is_exactly_what_it_says() {
-    let mut random = Random(0x5eed_0001);
+    let mut random = Random::new(0x5eed_0001);
     let mut accepted = 0;
     for round in 0..ROUNDS {
         let mut bytes = header(&mut random).encode().to_vec();
         match round % 4 {
-            0 => bytes.iter_mut().for_each(|byte| *byte = random.byte()),
+            0 => bytes.iter_mut().for_each(|byte| *byte = spoil::byte(&mut random)),
             1 => {} // As it was sent.
             2 => {
                 // An attacker can compute checksums too: every field is on its own then.
-                random.mutate(&mut bytes);
+                spoil::mutate(&mut random, &mut bytes);
                 bytes.resize(64, 0);
                 let checksum = crc32c(&bytes[..60]);
                 bytes[60..].copy_from_slice(&checksum.to_le_bytes());
             }
-            _ => random.mutate(&mut bytes),
+            _ => spoil::mutate(&mut random, &mut bytes),
         }
         bytes.resize(64, 0);
         let raw: RawHeader = bytes.try_into().expect("resized to 64 bytes");
@@ -62,7 +63,7 @@ fn a_header_is_refused_or_is_exactly_what_it_says() {
 }
 
 /// CRC-32C bit by bit: another implementation than the one under test.
-fn crc32c(bytes: &[u8]) -> u32 {
+pub fn crc32c(bytes: &[u8]) -> u32 {
     let mut crc = !0_u32;
     for byte in bytes {
         crc ^= u32::from(*byte);
@@ -117,12 +118,12 @@ fn node_messages() -> Vec<String> {
 
 #[test]
 fn a_control_message_is_refused_or_can_be_said_again() {
-    let mut random = Random(0x5eed_0002);
+    let mut random = Random::new(0x5eed_0002);
     let messages = node_messages();
     let mut accepted = 0;
     for _ in 0..ROUNDS {
-        let mut bytes = messages[random.below(messages.len())].clone().into_bytes();
-        random.mutate(&mut bytes);
+        let mut bytes = messages[random.index(messages.len())].clone().into_bytes();
+        spoil::mutate(&mut random, &mut bytes);
         if let Ok(message) = serde_json::from_slice::<NodeMessage>(&bytes) {
             accepted += 1;
             let said = serde_json::to_vec(&message).expect("messages are plain data");
@@ -152,8 +153,8 @@ fn accept(
     mut spoil: impl FnMut(&mut Vec<u8>, &mut Random),
 ) -> Option<Hello> {
     let hello = Hello::lane(Rank(3), Epoch(2));
-    let dialing = Dialing::new(key, hello, &[random.byte(); 16]);
-    let mut accepting = Accepting::new(acceptor, [random.byte(); 16]);
+    let dialing = Dialing::new(key, hello, &[spoil::byte(random); 16]);
+    let mut accepting = Accepting::new(acceptor, [spoil::byte(random); 16]);
     let mut bytes = dialing.hello().to_vec();
     spoil(&mut bytes, random);
     let mut dialing = Some(dialing);
@@ -161,7 +162,7 @@ fn accept(
         if bytes.is_empty() {
             return None; // The peer has fallen silent.
         }
-        let wanted = accepting.wanted().min(bytes.len()).min(1 + random.below(40));
+        let wanted = accepting.wanted().min(bytes.len()).min(1 + random.index(40));
         let now: Vec<u8> = bytes.drain(..wanted).collect();
         match accepting.handle_bytes(&now) {
             Ok(Step::Read) => {}
@@ -178,7 +179,7 @@ fn accept(
 
 #[test]
 fn only_who_knows_the_key_gets_through_the_handshake() {
-    let mut random = Random(0x5eed_0003);
+    let mut random = Random::new(0x5eed_0003);
     let (ours, other) = (JobKey::from_bytes([7; 32]), JobKey::from_bytes([8; 32]));
     let hello = Hello::lane(Rank(3), Epoch(2));
     for round in 0..ROUNDS / 4 {
@@ -189,13 +190,13 @@ fn only_who_knows_the_key_gets_through_the_handshake() {
         let mut changed = false;
         let spoiled = accept(&ours, &ours, &mut random, |bytes, random| {
             let before = bytes.clone();
-            random.mutate(bytes);
+            spoil::mutate(random, bytes);
             // What follows the handshake's bytes is not the handshake's.
             changed |= !bytes.starts_with(&before);
         });
         assert_eq!(spoiled.is_none(), changed, "round {round}: spoiled bytes were accepted");
         let noise = accept(&ours, &other, &mut random, |bytes, random| {
-            bytes.iter_mut().for_each(|byte| *byte = random.byte());
+            bytes.iter_mut().for_each(|byte| *byte = spoil::byte(random));
         });
         assert_eq!(noise, None, "round {round}: noise was accepted");
     }
@@ -203,7 +204,7 @@ fn only_who_knows_the_key_gets_through_the_handshake() {
 
 #[test]
 fn a_stream_of_broken_messages_ends_in_an_error_and_holds_little() {
-    let mut random = Random(0x5eed_0004);
+    let mut random = Random::new(0x5eed_0004);
     let messages = [
         NodeMessage::Heartbeat { rounds: 812 },
         NodeMessage::Barrier { request: 8 },
@@ -214,9 +215,9 @@ fn a_stream_of_broken_messages_ends_in_an_error_and_holds_little() {
     let (mut broken, mut received) = (0, 0);
     for _ in 0..ROUNDS / 4 {
         let mut bytes = whole.clone();
-        random.mutate(&mut bytes);
+        spoil::mutate(&mut random, &mut bytes);
         let mut inbox = Inbox::new();
-        'stream: for piece in bytes.chunks(1 + random.below(64)) {
+        'stream: for piece in bytes.chunks(1 + random.index(64)) {
             inbox.push(piece);
             loop {
                 match inbox.next_message::<NodeMessage>() {

@@ -2,4 +2,4 @@
 //! they disturb nobody else.
 
 mod decode;
-mod random;
+mod spoil;

@@ -2,8 +2,10 @@
 
 use super::source::{Source, report, sources};
 
-/// Modules (files and folders) that may hold unsafe code.
+/// Modules (files and folders) that may hold unsafe code: they touch memory that others own, or
+/// call the kernel where no crate does.
 const ALLOWED: &[&str] = &[
+    "engine/src/host",
     "engine/src/mem",
     "engine/src/reduce",
     "engine/src/ring",
@@ -11,6 +13,10 @@ const ALLOWED: &[&str] = &[
     "engine/src/topo/pin",
     "worker/src/launch/child",
     "python/src",
+    "server/src/entry",
+    "server/src/shard",
+    "worker/src/context",
+    "worker/src/nic",
 ];
 
 /// Words that a safety note may not rest on: they name no invariant.
@@ -45,7 +51,8 @@ fn unsafe_stands_only_where_it_must() {
             continue;
         }
         for (line, _) in source.places("unsafe") {
-            let message = format!("unsafe: only {ALLOWED:?} may hold unsafe code; build on those");
+            let message = "unsafe: this module is not in the list of tests/tests/tidy/unsafe_code.rs; \
+                           build on those that are";
             violations.push(source.violation(line, message));
         }
     }
