@@ -53,8 +53,8 @@ pub fn name() -> String {
     rustix::system::uname().nodename().to_string_lossy().into_owned()
 }
 
-/// Equal for two processes that can share memory and abstract sockets: the same boot of the same kernel, and the
-/// same network namespace.
+/// Equal for two processes that can share memory and abstract sockets: the same boot of the same
+/// kernel, and the same network namespace.
 #[must_use]
 pub fn id() -> String {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
@@ -79,8 +79,8 @@ fn resolve(variable: &'static str, host: &str, port: u16) -> Result<SocketAddr, 
     all.first().copied().ok_or_else(|| fail(std::io::ErrorKind::NotFound.into()))
 }
 
-/// The address that this node listens on and announces: `DMLC_NODE_HOST`, else that of `DMLC_INTERFACE`, else the one
-/// by which it reaches the scheduler.
+/// The address that this node listens on and announces: `DMLC_NODE_HOST`, else that of
+/// `DMLC_INTERFACE`, else the one by which it reaches the scheduler.
 ///
 /// # Errors
 /// What is wrong with the setting that decides.
@@ -137,7 +137,8 @@ pub fn interfaces() -> Vec<(String, IpAddr)> {
         if entry.ifa_addr.is_null() || entry.ifa_flags & libc::IFF_UP.cast_unsigned() == 0 {
             continue;
         }
-        // SAFETY: `ifa_addr` is not null and points to an address of the family that it says; the casts follow it.
+        // SAFETY: `ifa_addr` is not null and points to an address of the family that it says; the
+        // casts follow it.
         let address: IpAddr = match i32::from(unsafe { (*entry.ifa_addr).sa_family }) {
             libc::AF_INET => {
                 // SAFETY: the family says so.

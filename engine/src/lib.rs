@@ -1,8 +1,8 @@
-//! What both ends of the aggregation engine share, in layer order: a module may use those above it in
-//! this list as `tests/tests/tidy.rs` allows, and nothing below it.
+//! What both ends of the aggregation engine share, in layer order: a module may use those above it
+//! in this list as `tests/tests/tidy.rs` allows, and nothing below it.
 //!
-//! The data plane is loops and slots: nothing in `wire`, `proto`, `transport` or `lane` allocates, locks,
-//! logs or reads the clock once a job is running.
+//! The data plane is loops and slots: nothing in `wire`, `proto`, `transport` or `lane` allocates,
+//! locks, logs or reads the clock once a job is running.
 
 pub mod base;
 pub mod limits;

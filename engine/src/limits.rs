@@ -11,7 +11,8 @@ pub const PART_BYTES_MIN: usize = 4096;
 /// Bytes of the scratch through which later contributions pass on their way into an accumulator. It
 /// stays in L2, so that a byte summed is a byte still in cache.
 pub const SCRATCH_BYTES: usize = 256 << 10;
-/// A frame whose payload is at most this is small: it may share a send and a receive with its neighbours.
+/// A frame whose payload is at most this is small: it may share a send and a receive with its
+/// neighbours.
 pub const SMALL_BYTES: usize = 16 << 10;
 /// Bytes of the buffer through which runs of small frames are received.
 pub const STAGING_BYTES: usize = 64 << 10;

@@ -51,7 +51,7 @@ fn unsafe_stands_only_where_it_must() {
             continue;
         }
         for (line, _) in source.places("unsafe") {
-            let message = "unsafe: this module is not in the list of tests/tests/tidy/unsafe_code.rs; \
+            let message = "unsafe: this module is not listed in tests/tests/tidy/unsafe_code.rs; \
                            build on those that are";
             violations.push(source.violation(line, message));
         }
