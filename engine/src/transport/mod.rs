@@ -24,6 +24,7 @@
 //!
 //! `post`, `land` and `consume` only take note; the work is done in `poll`, which submits everything in one batch.
 
+use crate::limits::EVENTS_MAX;
 use crate::wire::RawHeader;
 use std::time::Duration;
 
@@ -130,6 +131,27 @@ pub enum Link {
     Shm(shm::ShmLink),
     /// One end of a simulated link.
     Sim(sim::SimLink),
+}
+
+/// The room for events that one poll has.
+struct Room<'events> {
+    events: &'events mut Vec<Event>,
+    end: usize,
+}
+
+impl Room<'_> {
+    fn new(events: &mut Vec<Event>) -> Room<'_> {
+        Room { end: events.len() + EVENTS_MAX, events }
+    }
+
+    fn is_full(&self) -> bool {
+        self.events.len() >= self.end
+    }
+
+    /// The caller has seen that there is room.
+    fn push(&mut self, event: Event) {
+        self.events.push(event);
+    }
 }
 
 /// The contract that every transport keeps; see the [module](self).

@@ -3,10 +3,9 @@
 //! Invariant: a caller's memory is touched only between `post` and `Sent`, or `land` and `Landed`, and never after
 //! `Closed`.
 
-use super::Room;
 use super::network::Random;
 use crate::limits::{ALIGNMENT, HEADER_BYTES};
-use crate::transport::{Cause, Event, Landing, LaneId};
+use crate::transport::{Cause, Event, Landing, LaneId, Room};
 
 use crate::wire::RawHeader;
 use std::collections::VecDeque;
@@ -169,12 +168,12 @@ impl End {
         random: &mut Random,
     ) -> bool {
         if self.open {
-            while !events.full()
+            while !events.is_full()
                 && let Some(token) = self.sent.pop_front()
             {
                 events.push(Event::Sent { lane, token });
             }
-            while !events.full()
+            while !events.is_full()
                 && let Some(event) = self.receive(lane, random)
             {
                 events.push(event);
@@ -186,7 +185,7 @@ impl End {
         // A piece stays valid until it is consumed, whatever becomes of the lane, unless this end has let go of it.
         let held = matches!(self.expect, Expect::Consume { .. }) && !self.closing;
         match self.cause {
-            Some(cause) if !held && !events.full() => {
+            Some(cause) if !held && !events.is_full() => {
                 self.poison_landing();
                 self.staging = Box::new([]);
                 events.push(Event::Closed { lane, cause });

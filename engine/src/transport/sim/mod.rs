@@ -14,27 +14,10 @@ mod network;
 
 pub use network::{Random, SimLink, SimNetwork};
 
-use super::{Driver, Event, Frame, Full, Landing, LaneId, Link};
-use crate::limits::EVENTS_MAX;
+use super::{Driver, Event, Frame, Full, Landing, LaneId, Link, Room};
 use network::Place;
 use std::io;
 use std::time::Duration;
-
-/// The events of one poll: there is room for [`EVENTS_MAX`].
-struct Room<'events> {
-    events: &'events mut Vec<Event>,
-    end: usize,
-}
-
-impl Room<'_> {
-    fn full(&self) -> bool {
-        self.events.len() >= self.end
-    }
-
-    fn push(&mut self, event: Event) {
-        self.events.push(event);
-    }
-}
 
 /// One node's view of a simulated network. Dropping it is a death: its links end without a word.
 pub struct Sim {
@@ -107,7 +90,7 @@ impl Driver for Sim {
     }
 
     fn poll(&mut self, events: &mut Vec<Event>) {
-        let mut events = Room { end: events.len() + EVENTS_MAX, events };
+        let mut events = Room::new(events);
         let mut state = self.network.state();
         let count = self.lanes.len();
         let first = state.random.index(count);
