@@ -178,8 +178,8 @@ impl Arena {
         Ok(())
     }
 
-    /// The memfd behind a shared arena. It is sealed: whoever gets it can neither shrink nor grow
-    /// it.
+    /// The memfd behind a shared arena. It is sealed: whoever gets it can neither write, shrink nor
+    /// grow it.
     #[must_use]
     pub fn memfd(&self) -> Option<BorrowedFd<'_>> {
         self.map.memfd.as_ref().map(AsFd::as_fd)
@@ -274,12 +274,14 @@ impl Mapping {
             .or_else(|_| memfd_create(&self.name, flags))?;
         ftruncate(&memfd, self.length as u64)?;
         // A peer that could shrink the file could end this process by SIGBUS.
-        fcntl_add_seals(&memfd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+        fcntl_add_seals(&memfd, SealFlags::SHRINK | SealFlags::GROW)?;
         let access = ProtFlags::READ | ProtFlags::WRITE;
         let flags = MapFlags::SHARED | MapFlags::NORESERVE | MapFlags::FIXED;
         // SAFETY: the range was reserved by `Arena::reserve` a moment ago and nobody knows it yet,
         // so replacing what is mapped there takes nobody's memory away.
         unsafe { mmap(self.at(0), self.length, access, flags, &memfd, 0) }?;
+        // This mapping is the last that can be written: whoever is given the memfd can only read.
+        fcntl_add_seals(&memfd, SealFlags::FUTURE_WRITE | SealFlags::SEAL)?;
         Ok(memfd)
     }
 

@@ -1,7 +1,7 @@
 //! Lanes as the rest of the engine sees them: frames out, events in, nothing blocks.
 //!
 //! The set of transports is closed: [`Transport`] is an enum, and every variant keeps the contract of
-//! [`Driver`], which `tests/tests/conformance.rs` runs over each. A transport moves headers and payloads; it does
+//! [`Driver`], which `tests/tests/conformance` runs over each. A transport moves headers and payloads; it does
 //! not know what they mean. It is used from one thread.
 //!
 //! # How bytes come in

@@ -70,8 +70,8 @@ pub fn offer(stream: &UnixStream, waker: &Waker, options: ShmOptions) -> io::Res
 }
 
 /// The server's end: takes what [`offer`] made. `arena` is a memfd and its size: what
-/// [`Shm::share`](super::Shm::share) then posts by reference. It must have been made with sealing allowed and be
-/// mapped already: it is sealed here against every change of size and every later writable mapping.
+/// [`Shm::share`](super::Shm::share) then posts by reference. It must be sealed against every change of size and every
+/// further writable mapping, as a shared [`Arena`](crate::mem::Arena) is.
 ///
 /// # Errors
 /// The peer does not do its part within [`HANDSHAKE_SECONDS`], or what it sent is not fit to be mapped.
@@ -93,13 +93,13 @@ pub fn accept(
     let event = waker.fd();
     let arena_bytes = match arena {
         Some((arena, bytes)) => {
-            rustix::fs::fcntl_add_seals(arena, SEALS | SealFlags::FUTURE_WRITE).map_err(
-                |error| {
-                    invalid(format!(
-                        "cannot seal the arena ({error}): make it with sealing allowed"
-                    ))
-                },
-            )?;
+            let wanted = SEALS | SealFlags::FUTURE_WRITE;
+            let seals = rustix::fs::fcntl_get_seals(arena)?;
+            if !seals.contains(wanted) {
+                return Err(invalid(format!(
+                    "the arena has seals {seals:?} and needs {wanted:?} before a peer may see it"
+                )));
+            }
             send(stream, [bytes as u64, 0], &[event, arena], deadline)?;
             bytes
         }

@@ -257,10 +257,17 @@ impl State {
         }
     }
 
+    /// Bytes that may be sent from this end before its peer reads some.
+    fn room(&mut self, place: Place) -> usize {
+        let used = self.end(place.peer()).inbox.len() + self.end(place).wire_bytes;
+        self.connections[place.connection].window.saturating_sub(used)
+    }
+
     /// Wakes the pump of this end if it has something to do.
     pub(super) fn start(&mut self, place: Place) {
+        let has_room = self.room(place) > 0;
         let end = self.end(place);
-        if end.open && !end.pumping && !end.posts.is_empty() {
+        if end.open && !end.pumping && !end.posts.is_empty() && has_room {
             end.pumping = true;
             let at = self.now + self.random.below(20_000);
             self.plan(at, Action::Pump(place));
@@ -272,8 +279,7 @@ impl State {
         let limit = [64, 4096, CHUNK_BYTES_MAX, CHUNK_BYTES_MAX][self.random.index(4)];
         let wanted = 1 + self.random.index(limit);
         let peer_gone = !self.end(place.peer()).open;
-        let used = self.end(place.peer()).inbox.len() + self.end(place).wire_bytes;
-        let room = self.connections[place.connection].window.saturating_sub(used);
+        let room = self.room(place);
         let broken = self.connections[place.connection].broken;
         let now = self.now;
         let end = self.end(place);

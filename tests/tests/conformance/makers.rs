@@ -1,0 +1,140 @@
+//! How the suite makes drivers and links of each transport. Nothing else here knows that they differ.
+
+use bps_engine::mem::{Arena, Claim, Options};
+use bps_engine::transport::shm::{self, Shm, ShmOptions};
+use bps_engine::transport::sim::{Sim, SimNetwork};
+use bps_engine::transport::{Driver, Event, LaneId, Link, Transport, Waker};
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+/// What the suite runs over.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Kind {
+    /// Shared memory, every payload copied into slots.
+    Shm,
+    /// Shared memory with few and small slots, so that they run out.
+    ShmTight,
+    /// Shared memory where the right end posts from its arena.
+    ShmArena,
+    /// The simulated network.
+    Sim(u64),
+}
+
+/// Bytes of the arena of [`Kind::ShmArena`].
+const ARENA_BYTES: usize = 64 << 20;
+
+/// One end: a driver and what wakes it.
+pub struct Node {
+    /// The driver under test.
+    pub driver: Transport,
+    /// Wakes it.
+    pub waker: Waker,
+}
+
+impl Node {
+    /// A node of this kind that `waker` wakes.
+    pub fn new(world: &World, waker: Waker) -> Node {
+        let driver = match world.kind {
+            Kind::Sim(_) => Transport::Sim(Sim::new(world.network.clone())),
+            _ => Transport::Shm(Shm::new(waker.clone()).unwrap()),
+        };
+        Node { driver, waker }
+    }
+
+    /// What happened since the last call.
+    pub fn poll(&mut self) -> Vec<Event> {
+        let mut events = Vec::new();
+        self.driver.poll(&mut events);
+        assert!(events.len() <= bps_engine::limits::EVENTS_MAX, "{} events", events.len());
+        events
+    }
+
+    /// Sleeps as an endpoint does.
+    pub fn sleep(&mut self, timeout: Duration) {
+        self.waker.prepare();
+        if !self.driver.arm() {
+            self.driver.block(timeout);
+        }
+        self.waker.awake();
+    }
+}
+
+/// What links are made in.
+pub struct World {
+    /// The transport.
+    pub kind: Kind,
+    /// The simulated network, if that is the kind.
+    pub network: SimNetwork,
+    arena: Option<(Arena, Claim)>,
+}
+
+impl World {
+    /// A world of this kind.
+    pub fn new(kind: Kind) -> World {
+        let seed = if let Kind::Sim(seed) = kind { seed } else { 0 };
+        let arena = (kind == Kind::ShmArena).then(|| {
+            let options = Options { name: "test".to_owned(), numa_node: None, shared: true };
+            let mut arena = Arena::reserve(ARENA_BYTES, &options).unwrap();
+            let claim = arena.claim(ARENA_BYTES).unwrap();
+            (arena, claim)
+        });
+        World { kind, network: SimNetwork::new(seed), arena }
+    }
+
+    /// Memory that the right end may post from by reference, and its length.
+    pub fn arena(&self) -> Option<(*mut u8, usize)> {
+        self.arena.as_ref().map(|(arena, _)| (arena.base(), ARENA_BYTES))
+    }
+
+    /// A connection between the nodes that these wakers wake.
+    pub fn links(&self, left: &Waker, right: &Waker) -> (Link, Link) {
+        if let Kind::Sim(_) = self.kind {
+            let (left, right) = self.network.link();
+            return (Link::Sim(left), Link::Sim(right));
+        }
+        let (one, other) = UnixStream::pair().unwrap();
+        let options = match self.kind {
+            Kind::ShmTight => ShmOptions { slot_bytes: 4096, slots: 2 },
+            _ => ShmOptions::default(),
+        };
+        std::thread::scope(|scope| {
+            let offered = scope.spawn(|| shm::offer(&one, left, options).unwrap());
+            let arena = self.arena.as_ref().map(|(arena, _)| {
+                (arena.memfd().expect("it was made to be shared"), arena.reserved_bytes())
+            });
+            let accepted = shm::accept(&other, right, arena).unwrap();
+            (Link::Shm(offered.join().unwrap()), Link::Shm(accepted))
+        })
+    }
+
+    /// Two nodes with so many lanes between them.
+    pub fn pair(&self, lanes: u32) -> (Node, Node) {
+        let mut left = Node::new(self, Waker::new().unwrap());
+        let mut right = Node::new(self, Waker::new().unwrap());
+        if let (Some((arena, _)), Transport::Shm(driver)) = (&self.arena, &mut right.driver) {
+            driver.share(arena.base(), arena.reserved_bytes());
+        }
+        for lane in 0..lanes {
+            self.connect(&mut left, &mut right, LaneId(lane));
+        }
+        (left, right)
+    }
+
+    /// Makes one more lane between two nodes.
+    pub fn connect(&self, left: &mut Node, right: &mut Node, lane: LaneId) {
+        let (one, other) = self.links(&left.waker, &right.waker);
+        left.driver.attach(lane, one).unwrap();
+        right.driver.attach(lane, other).unwrap();
+    }
+
+    /// Lets the world move on. Returns false if nothing ever happens unless a node does something.
+    pub fn step(&self) -> bool {
+        match self.kind {
+            Kind::Sim(_) => self.network.advance(),
+            _ => {
+                std::thread::yield_now();
+                true
+            }
+        }
+    }
+}

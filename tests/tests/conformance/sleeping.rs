@@ -1,0 +1,176 @@
+//! Sleep: what wakes it, and that no wake-up is lost.
+
+use super::each;
+use super::makers::{Kind, Node, World};
+use super::traffic::header;
+use bps_engine::transport::{Driver, Event, Frame, Landing, LaneId, Waker};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+const LANE: LaneId = LaneId(0);
+/// A sleep that lasts this long was not ended by what it should be.
+const LONG: Duration = Duration::from_secs(10);
+
+/// The kinds that have real time and threads.
+fn each_real(case: impl Fn(&World)) {
+    each(|world| match world.kind {
+        Kind::Sim(seed) => eprintln!("skipped over Sim({seed}): its time is virtual"),
+        _ => case(world),
+    });
+}
+
+#[test]
+fn another_thread_wakes_it() {
+    each_real(|world| {
+        let (mut left, _right) = world.pair(1);
+        let waker = left.waker.clone();
+        let (told, tell) = mpsc::channel::<()>();
+        let is_done = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for () in tell {
+                    is_done.store(true, Ordering::Release);
+                    waker.wake();
+                }
+            });
+            for _ in 0..200 {
+                told.send(()).unwrap();
+                let start = Instant::now();
+                while !is_done.swap(false, Ordering::Acquire) {
+                    left.waker.prepare();
+                    if !left.driver.arm() && !is_done.load(Ordering::Acquire) {
+                        left.driver.block(LONG);
+                    }
+                    left.waker.awake();
+                    assert!(left.poll().is_empty());
+                }
+                assert!(start.elapsed() < LONG, "a wake-up was lost");
+            }
+            drop(told);
+        });
+    });
+}
+
+#[test]
+fn a_sleep_ends_with_its_time() {
+    each_real(|world| {
+        let (mut left, _right) = world.pair(1);
+        let start = Instant::now();
+        left.sleep(Duration::from_millis(30));
+        let slept = start.elapsed();
+        assert!(slept >= Duration::from_millis(29) && slept < LONG, "{slept:?}");
+    });
+}
+
+/// Sends every payload back, asleep whenever there is nothing to do, until the lane closes.
+fn echo(node: &mut Node, length: usize) {
+    let mut memory = vec![0u8; length];
+    loop {
+        let events = node.poll();
+        if events.is_empty() {
+            let start = Instant::now();
+            node.sleep(LONG);
+            assert!(start.elapsed() < LONG, "a wake-up was lost");
+        }
+        for event in events {
+            match event {
+                Event::Header { lane, .. } => {
+                    node.driver.land(lane, Landing::Into(memory.as_mut_ptr()), length);
+                }
+                Event::Landed { lane } => {
+                    let header = header(0, length);
+                    let frame = Frame { header, payload: memory.as_ptr(), length, token: 0 };
+                    node.driver.post(lane, &frame).unwrap();
+                }
+                Event::Closed { .. } => return,
+                _ => {}
+            }
+        }
+    }
+}
+
+#[test]
+fn traffic_wakes_both_ends() {
+    each_real(|world| {
+        for (length, rounds) in [(64usize, 300u32), (1 << 20, 30)] {
+            let (left_waker, right_waker) = (Waker::new().unwrap(), Waker::new().unwrap());
+            let (left_link, right_link) = world.links(&left_waker, &right_waker);
+            let mut left = Node::new(world, left_waker);
+            left.driver.attach(LANE, left_link).unwrap();
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    let mut right = Node::new(world, right_waker);
+                    right.driver.attach(LANE, right_link).unwrap();
+                    echo(&mut right, length);
+                });
+                let payload = vec![7u8; length];
+                let mut memory = vec![0u8; length];
+                for round in 0..rounds {
+                    memory.fill(0);
+                    let header = header(u64::from(round), length);
+                    let frame = Frame { header, payload: payload.as_ptr(), length, token: 0 };
+                    left.driver.post(LANE, &frame).unwrap();
+                    round_trip(&mut left, &mut memory);
+                    assert!(memory == payload, "round {round}");
+                }
+                left.driver.close(LANE);
+                while !left.poll().iter().any(|event| matches!(event, Event::Closed { .. })) {}
+            });
+        }
+    });
+}
+
+/// Sleeps until the payload is back and the memory of what was posted is free.
+fn round_trip(node: &mut Node, memory: &mut [u8]) {
+    let (mut is_landed, mut is_sent) = (false, false);
+    while !(is_landed && is_sent) {
+        let events = node.poll();
+        if events.is_empty() {
+            let start = Instant::now();
+            node.sleep(LONG);
+            assert!(start.elapsed() < LONG, "a wake-up was lost");
+        }
+        for event in events {
+            match event {
+                Event::Header { lane, .. } => {
+                    node.driver.land(lane, Landing::Into(memory.as_mut_ptr()), memory.len());
+                }
+                Event::Landed { .. } => is_landed = true,
+                Event::Sent { .. } => is_sent = true,
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn the_end_of_the_peer_wakes_it() {
+    each_real(|world| {
+        for is_death in [false, true] {
+            let (mut left, right) = world.pair(4);
+            let start = Instant::now();
+            let ending = std::thread::scope(|scope| {
+                let waiting = scope.spawn(|| {
+                    let mut closed = 0;
+                    while closed < 4 {
+                        left.sleep(LONG);
+                        let events = left.poll();
+                        closed += events.len();
+                        assert!(events.iter().all(|event| matches!(event, Event::Closed { .. })));
+                        assert!(start.elapsed() < LONG, "slept through the end of its peer");
+                    }
+                });
+                let mut right = right;
+                if is_death {
+                    drop(right);
+                } else {
+                    (0..4).for_each(|lane| right.driver.close(LaneId(lane)));
+                    assert_eq!(right.poll().len(), 4);
+                }
+                waiting.join()
+            });
+            ending.unwrap();
+        }
+    });
+}
