@@ -7,8 +7,8 @@ use bps_engine::transport::{Cause, Driver, LaneId, Link};
 
 const LANE: LaneId = LaneId(0);
 
-/// The frames of a lane are dropped by a close, so what arrived is a prefix of what was posted: the parties check
-/// the order, and this the count.
+/// The frames of a lane are dropped by a close, so what arrived is a prefix of what was posted: the
+/// parties check the order, and this the count.
 fn check_ends(left: &Party, right: &Party) {
     for (one, other) in [(left, right), (right, left)] {
         for (port, peer) in one.ports.iter().zip(&other.ports) {
@@ -148,7 +148,8 @@ fn a_death_ends_all_lanes_of_the_peer() {
             }
             let some = u64::from(!plan.is_empty()) * 4;
             run(world, &mut left, &mut right, |left, _| left.received() >= some);
-            // All that belongs to the dead is gone; of a process it would be the kernel that does this.
+            // All that belongs to the dead is gone; of a process it would be the kernel that does
+            // this.
             let (_, spare) = world.pair(0);
             drop(std::mem::replace(&mut right.node, spare));
             let dead = Party::new(world.pair(0).1, 0, 0);

@@ -1,15 +1,23 @@
-//! How the suite makes drivers and links of each transport. Nothing else here knows that they differ.
+//! How the suite makes drivers and links of each transport. Nothing else here knows that they
+//! differ.
 
+use bps_engine::config::TcpDriver;
 use bps_engine::mem::{Arena, Claim, Options};
 use bps_engine::transport::shm::{self, Shm, ShmOptions};
 use bps_engine::transport::sim::{Sim, SimNetwork};
+use bps_engine::transport::tcp::{Tcp, TcpError};
 use bps_engine::transport::{Driver, Event, LaneId, Link, Transport, Waker};
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 /// What the suite runs over.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Kind {
+    /// Stream sockets through io_uring.
+    TcpUring,
+    /// Stream sockets through plain calls.
+    TcpPoll,
     /// Shared memory, every payload copied into slots.
     Shm,
     /// Shared memory with few and small slots, so that they run out.
@@ -22,6 +30,9 @@ pub enum Kind {
 
 /// Bytes of the arena of [`Kind::ShmArena`].
 const ARENA_BYTES: usize = 64 << 20;
+
+/// Lanes that a driver of the suite has at most.
+const LANES_MAX: u32 = 64;
 
 /// One end: a driver and what wakes it.
 pub struct Node {
@@ -36,6 +47,7 @@ impl Node {
     pub fn new(world: &World, waker: Waker) -> Node {
         let driver = match world.kind {
             Kind::Sim(_) => Transport::Sim(Sim::new(world.network.clone())),
+            Kind::TcpUring | Kind::TcpPoll => Transport::Tcp(tcp(world.kind, &waker).unwrap()),
             _ => Transport::Shm(Shm::new(waker.clone()).unwrap()),
         };
         Node { driver, waker }
@@ -68,6 +80,20 @@ pub struct World {
     arena: Option<(Arena, Claim)>,
 }
 
+/// The driver of stream sockets of this kind.
+fn tcp(kind: Kind, waker: &Waker) -> Result<Tcp, TcpError> {
+    let choice = if kind == Kind::TcpUring { TcpDriver::Uring } else { TcpDriver::Poll };
+    Tcp::new(waker.clone(), choice, LANES_MAX)
+}
+
+/// Why this kind cannot run here, if so.
+pub fn obstacle(kind: Kind) -> Option<String> {
+    match kind {
+        Kind::TcpUring => tcp(kind, &Waker::new().unwrap()).err().map(|error| error.to_string()),
+        _ => None,
+    }
+}
+
 impl World {
     /// A world of this kind.
     pub fn new(kind: Kind) -> World {
@@ -91,6 +117,12 @@ impl World {
         if let Kind::Sim(_) = self.kind {
             let (left, right) = self.network.link();
             return (Link::Sim(left), Link::Sim(right));
+        }
+        if matches!(self.kind, Kind::TcpUring | Kind::TcpPoll) {
+            let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+            let one = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+            let (other, _) = listener.accept().unwrap();
+            return (Link::Tcp(one.into()), Link::Tcp(other.into()));
         }
         let (one, other) = UnixStream::pair().unwrap();
         let options = match self.kind {

@@ -1,4 +1,5 @@
-//! Two parties that send each other random payloads and check all that the contract promises about them.
+//! Two parties that send each other random payloads and check all that the contract promises about
+//! them.
 
 use super::makers::{Node, World};
 use bps_engine::base::{DType, Epoch, Key, Rank, Round};
@@ -229,7 +230,8 @@ impl Party {
             }
         };
         let source = self.payload(sequence, length).as_ptr();
-        // SAFETY: the arena has `length` bytes left, or the heap was made that long and a shift longer.
+        // SAFETY: the arena has `length` bytes left, or the heap was made that long and a shift
+        // longer.
         unsafe { std::ptr::copy_nonoverlapping(source, at, length) };
         Buffer { at, length, _heap: heap }
     }
@@ -259,7 +261,8 @@ impl Party {
         false
     }
 
-    /// Answers what waits for an answer, polls once and checks what comes. Returns whether anything came.
+    /// Answers what waits for an answer, polls once and checks what comes. Returns whether anything
+    /// came.
     pub fn turn(&mut self) -> bool {
         for index in 0..self.ports.len() {
             self.post(index);

@@ -1,4 +1,5 @@
-//! The slots of one direction as a ring of bytes. It knows no memory, only where in it a run of bytes may go.
+//! The slots of one direction as a ring of bytes. It knows no memory, only where in it a run of
+//! bytes may go.
 //!
 //! Invariant: runs that are reserved and not yet freed never overlap.
 
@@ -19,7 +20,8 @@ impl Area {
     /// Room for `length` bytes in one run: where, and how much that takes from the ring.
     pub(super) fn find(&self, length: usize) -> Option<(usize, usize)> {
         let length = length.next_multiple_of(ALIGNMENT);
-        // An empty ring starts over, so that a lane with little in flight stays in the same cache lines.
+        // An empty ring starts over, so that a lane with little in flight stays in the same cache
+        // lines.
         let tail = if self.used == 0 { 0 } else { self.tail };
         let rest = self.bytes - tail;
         let (at, taken) = if length <= rest { (tail, length) } else { (0, rest + length) };

@@ -1,9 +1,10 @@
 //! One lane over shared memory: what it sends, what it receives, and how it ends.
 //!
-//! A payload travels as *extents*, each with a descriptor: copied into a slot by the sender, or left in the sender's
-//! arena and named there. The reader gives extents back in order, by moving its cursor; that also frees the slot or
-//! the arena's memory. Invariant: nothing is copied to or from an address that `Segment` or the caller did not give,
-//! and nothing by reference is believed after the sender has revoked it.
+//! A payload travels as *extents*, each with a descriptor: copied into a slot by the sender, or
+//! left in the sender's arena and named there. The reader gives extents back in order, by moving
+//! its cursor; that also frees the slot or the arena's memory. Invariant: nothing is copied to or
+//! from an address that `Segment` or the caller did not give, and nothing by reference is believed
+//! after the sender has revoked it.
 
 use super::area::Area;
 use super::segment::{DESCRIPTORS, Extent, Mapping, Segment, WAKE_PUBLISHED, WAKE_RELEASED};
@@ -18,7 +19,8 @@ use std::collections::VecDeque;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::fence;
 
-/// Most bytes that one poll copies for one lane each way, so that no lane keeps the others waiting for long.
+/// Most bytes that one poll copies for one lane each way, so that no lane keeps the others waiting
+/// for long.
 const COPY_BYTES: usize = 1 << 20;
 /// What a peer that breaks the rules of the shared memory is closed with.
 const BROKEN: Cause = Cause::Os(libc::EPROTO);
@@ -29,7 +31,8 @@ impl From<Corrupt> for Cause {
     }
 }
 
-/// A frame that was posted and not yet returned. Addresses are numbers so that a lane can change threads.
+/// A frame that was posted and not yet returned. Addresses are numbers so that a lane can change
+/// threads.
 struct Outgoing {
     header: RawHeader,
     payload: usize,
@@ -180,7 +183,8 @@ impl ShmLane {
             self.cause = self.work(lane, events).err();
             self.tell();
         }
-        // A piece stays valid until it is consumed, whatever becomes of the lane, unless this end has let go of it.
+        // A piece stays valid until it is consumed, whatever becomes of the lane, unless this end
+        // has let go of it.
         let held = matches!(self.expect, Expect::Consume { .. }) && !self.closing;
         match self.cause {
             Some(cause) if !held && !events.is_full() => {
@@ -193,7 +197,8 @@ impl ShmLane {
     }
 
     fn work(&mut self, lane: LaneId, events: &mut Room<'_>) -> Result<(), Cause> {
-        // Acquire: the pair of the Release in `leave`. What the peer published before it left is still read.
+        // Acquire: the pair of the Release in `leave`. What the peer published before it left is
+        // still read.
         self.peer_left |= self.segment.theirs().left.load(Ordering::Acquire) != 0;
         self.reap()?;
         if !self.peer_left {
@@ -258,8 +263,9 @@ impl ShmLane {
                 self.area.reserve(offset, length, taken);
                 let source = std::ptr::with_exposed_provenance::<u8>(frame.payload);
                 let target = self.segment.outgoing(offset, length);
-                // SAFETY: the poster keeps `frame.length` bytes readable until `Sent`, `copied + length` is at most
-                // that, and `outgoing` checked the target, which no live extent overlaps (`Area`).
+                // SAFETY: the poster keeps `frame.length` bytes readable until `Sent`, `copied +
+                // length` is at most that, and `outgoing` checked the target, which no live extent
+                // overlaps (`Area`).
                 unsafe {
                     std::ptr::copy_nonoverlapping(source.add(self.copied), target, length);
                 }
@@ -272,7 +278,8 @@ impl ShmLane {
             self.news |= WAKE_PUBLISHED;
             self.copied += length;
             if self.copied == frame.length {
-                // A copied payload is the caller's again at once, one by reference when its extent comes back.
+                // A copied payload is the caller's again at once, one by reference when its extent
+                // comes back.
                 frame.returned_at = if extent.in_arena { self.published } else { 0 };
                 self.pumped += 1;
                 self.copied = 0;
@@ -304,8 +311,8 @@ impl ShmLane {
                         return Ok(false);
                     }
                     let into = std::ptr::with_exposed_provenance_mut::<u8>(target);
-                    // SAFETY: the caller of `land` keeps `left` bytes writable until `Landed`, `length` is at most
-                    // that, and `part` answers with memory of a mapping.
+                    // SAFETY: the caller of `land` keeps `left` bytes writable until `Landed`,
+                    // `length` is at most that, and `part` answers with memory of a mapping.
                     unsafe { std::ptr::copy_nonoverlapping(at, into, length) };
                     self.believe()?;
                     self.advance(length);
@@ -372,19 +379,21 @@ impl ShmLane {
         }
         let length = length.min(STAGING_BYTES);
         let staging = self.staging.as_mut_ptr().cast::<u8>();
-        // SAFETY: `at` has `length` bytes of a mapping (`part`), and staging was made `STAGING_BYTES` long because there
-        // is an arena.
+        // SAFETY: `at` has `length` bytes of a mapping (`part`), and staging was made
+        // `STAGING_BYTES` long because there is an arena.
         unsafe { std::ptr::copy_nonoverlapping(at, staging, length) };
         self.believe()?;
         Ok((staging.cast_const(), length))
     }
 
-    /// Whether what was just copied from the peer's arena was the payload, and not what came after it.
+    /// Whether what was just copied from the peer's arena was the payload, and not what came after
+    /// it.
     fn believe(&self) -> Result<(), Cause> {
         if !self.extent.is_some_and(|extent| extent.in_arena) {
             return Ok(());
         }
-        // Acquire: the copy comes before the look; the pair of the fence in `leave`, before the memory's new use.
+        // Acquire: the copy comes before the look; the pair of the fence in `leave`, before the
+        // memory's new use.
         fence(Ordering::Acquire);
         let revoked = self.segment.theirs().revoked.load(Ordering::Relaxed);
         if revoked == 0 { Ok(()) } else { Err(Cause::Truncated) }
@@ -406,8 +415,8 @@ impl ShmLane {
         if news == 0 {
             return;
         }
-        // What was published or released comes before this look; the fence in `Shm::arm` is the pair. So either we see
-        // that the peer wants to sleep, or it sees what is new.
+        // What was published or released comes before this look; the fence in `Shm::arm` is the
+        // pair. So either we see that the peer wants to sleep, or it sees what is new.
         fence(Ordering::SeqCst);
         let interest = &self.segment.theirs().interest;
         if interest.load(Ordering::Relaxed) & news != 0 {
@@ -421,19 +430,21 @@ impl ShmLane {
         let _ = rustix::io::write(&self.peer_event, &1u64.to_ne_bytes());
     }
 
-    /// Leaves the shared memory: from here on the peer believes nothing that we posted by reference.
+    /// Leaves the shared memory: from here on the peer believes nothing that we posted by
+    /// reference.
     fn leave(&self) {
         let ours = self.segment.ours();
         ours.revoked.store(1, Ordering::Relaxed);
-        // The revocation comes before whatever the memory is used for next; the pair is the fence in `believe`.
+        // The revocation comes before whatever the memory is used for next; the pair is the fence
+        // in `believe`.
         fence(Ordering::SeqCst);
         // Release: what was published comes before it; the pair is the Acquire in `work`.
         ours.left.store(1, Ordering::Release);
         self.ring();
     }
 
-    /// Tells the peer what we are about to sleep for; the caller's fence and a look at [`is_ready`](Self::is_ready)
-    /// follow.
+    /// Tells the peer what we are about to sleep for; the caller's fence and a look at
+    /// [`is_ready`](Self::is_ready) follow.
     pub(super) fn arm(&self) {
         let reads = !matches!(self.expect, Expect::Answer { .. } | Expect::Consume { .. });
         let published = if reads { WAKE_PUBLISHED } else { 0 };
@@ -474,7 +485,8 @@ fn slot(sequence: u64) -> usize {
     usize::try_from(sequence % u64::from(DESCRIPTORS)).unwrap_or(0)
 }
 
-/// Whether an extent may be the next of a payload of which `left` bytes are missing. Only the last one may be odd.
+/// Whether an extent may be the next of a payload of which `left` bytes are missing. Only the last
+/// one may be odd.
 fn check(extent: &Extent, left: usize) -> Result<(), Cause> {
     let is_last = extent.length == left;
     let is_inner = extent.length > 0

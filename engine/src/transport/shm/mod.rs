@@ -1,12 +1,13 @@
 //! Lanes through memory that a worker and a server on the same host share.
 //!
-//! A lane is one sealed memfd, which the worker makes, holding two rings of descriptors and the slots that payloads
-//! pass through; see [`offer`] and [`accept`]. A server that [shares](Shm::share) its arena does not copy what it
-//! posts from there: the worker reads it in place. Each end is told of the other's death by the stream that the
-//! lane was set up over, and wakes the other through its eventfd only if that said that it sleeps.
+//! A lane is one sealed memfd, which the worker makes, holding two rings of descriptors and the
+//! slots that payloads pass through; see [`offer`] and [`accept`]. A server that
+//! [shares](Shm::share) its arena does not copy what it posts from there: the worker reads it in
+//! place. Each end is told of the other's death by the stream that the lane was set up over, and
+//! wakes the other through its eventfd only if that said that it sleeps.
 //!
-//! Invariant: the peer is not trusted. Whatever it writes to the shared memory, the worst that happens is wrong
-//! bytes in its own payloads or the end of its own lane.
+//! Invariant: the peer is not trusted. Whatever it writes to the shared memory, the worst that
+//! happens is wrong bytes in its own payloads or the end of its own lane.
 
 mod area;
 mod lane;
@@ -26,8 +27,9 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{Ordering, fence};
 use std::time::Duration;
 
-/// Polls between two looks at the streams of the peers, which cost a system call. A peer that leaves in good order
-/// says so in the shared memory; this is for those that die while we never sleep.
+/// Polls between two looks at the streams of the peers, which cost a system call. A peer that
+/// leaves in good order says so in the shared memory; this is for those that die while we never
+/// sleep.
 const STREAMS_EVERY: u32 = 4096;
 /// Streams that one look tells of at most.
 const STREAMS_MAX: usize = 16;
@@ -65,8 +67,8 @@ impl Shm {
         Ok(Shm { lanes, epoll, _waker: waker, shared: None, is_armed: false, polls: 0, first: 0 })
     }
 
-    /// Names the arena whose memfd is given to [`accept`], as mapped here: payloads in it are posted by reference,
-    /// except small ones, which are copied to be free at once.
+    /// Names the arena whose memfd is given to [`accept`], as mapped here: payloads in it are
+    /// posted by reference, except small ones, which are copied to be free at once.
     pub fn share(&mut self, base: *const u8, bytes: usize) {
         self.shared = Some(Shared { base: base.addr(), bytes });
     }
@@ -98,8 +100,8 @@ impl Shm {
         for event in seen {
             let index = usize::try_from(event.data.u64()).unwrap_or(usize::MAX);
             if let Some(Some(lane)) = self.lanes.get_mut(index) {
-                // Nothing is ever sent over the stream, so whatever it has to say is that it is over. It would say so
-                // again and again.
+                // Nothing is ever sent over the stream, so whatever it has to say is that it is
+                // over. It would say so again and again.
                 let _ = epoll::delete(&self.epoll, lane.stream());
                 lane.peer_left = true;
                 ended = true;
@@ -178,7 +180,8 @@ impl Driver for Shm {
             let Some(lane) = &mut self.lanes[index] else { continue };
             let id = LaneId(u32::try_from(index).unwrap_or(u32::MAX));
             if !lane.poll(id, &mut room) {
-                // It is there unless its end was noticed; a copy that somebody holds would keep it there.
+                // It is there unless its end was noticed; a copy that somebody holds would keep it
+                // there.
                 let _ = epoll::delete(&self.epoll, lane.stream());
                 self.lanes[index] = None;
             }
@@ -190,7 +193,8 @@ impl Driver for Shm {
         for lane in self.lanes.iter().flatten() {
             lane.arm();
         }
-        // What we said of our sleep comes before the look at what is new; the pair is the fence in `ShmLane::tell`.
+        // What we said of our sleep comes before the look at what is new; the pair is the fence in
+        // `ShmLane::tell`.
         fence(Ordering::SeqCst);
         let mut ready = self.look(Duration::ZERO);
         for lane in self.lanes.iter_mut().flatten() {

@@ -1,7 +1,8 @@
-//! The memory that the two ends of a lane share: its layout, its mapping, and the words that are read from it.
+//! The memory that the two ends of a lane share: its layout, its mapping, and the words that are
+//! read from it.
 //!
-//! What the peer writes is read once into a local copy, checked, and used only then. Invariant: an address that
-//! leaves this file lies within a mapping, whatever the shared memory holds.
+//! What the peer writes is read once into a local copy, checked, and used only then. Invariant: an
+//! address that leaves this file lies within a mapping, whatever the shared memory holds.
 
 use crate::limits::{ALIGNMENT, HEADER_BYTES, PART_BYTES_MAX};
 use crate::ring::cursor::{self, ConsumerCursor, CursorBlock, ProducerCursor};
@@ -25,10 +26,12 @@ const _: () = assert!(DESCRIPTORS as usize >= crate::limits::LANE_FRAMES_MAX);
 /// How much memory a lane shares.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ShmOptions {
-    /// Most bytes that one extent of a payload has; a longer payload travels as several, so that the reader works on
-    /// one while the next is written. A slot should stay in the cache that both ends share.
+    /// Most bytes that one extent of a payload has; a longer payload travels as several, so that
+    /// the reader works on one while the next is written. A slot should stay in the cache that both
+    /// ends share.
     pub slot_bytes: usize,
-    /// Slots in each direction. Two are enough to work at both ends at once; more let more frames wait.
+    /// Slots in each direction. Two are enough to work at both ends at once; more let more frames
+    /// wait.
     pub slots: usize,
 }
 
@@ -77,14 +80,17 @@ impl Layout {
     }
 }
 
-/// What one end tells the other outside the rings. Fresh memory (zeros) is an end that is awake and there.
+/// What one end tells the other outside the rings. Fresh memory (zeros) is an end that is awake and
+/// there.
 #[repr(C, align(128))]
 pub(super) struct EndBlock {
-    /// What this end sleeps for: bits of [`WAKE_PUBLISHED`] and [`WAKE_RELEASED`]. Whoever rings clears it.
+    /// What this end sleeps for: bits of [`WAKE_PUBLISHED`] and [`WAKE_RELEASED`]. Whoever rings
+    /// clears it.
     pub(super) interest: AtomicU32,
     /// Not 0 when this end has left the lane.
     pub(super) left: AtomicU32,
-    /// Not 0 when payloads that this end posted by reference must not be trusted any more: their memory has a new use.
+    /// Not 0 when payloads that this end posted by reference must not be trusted any more: their
+    /// memory has a new use.
     pub(super) revoked: AtomicU32,
 }
 
@@ -93,7 +99,8 @@ pub(super) const WAKE_PUBLISHED: u32 = 1;
 /// Ring when an extent was given back.
 pub(super) const WAKE_RELEASED: u32 = 2;
 
-/// One extent as it lies in shared memory: atomics, so that a peer that writes at any moment is no data race.
+/// One extent as it lies in shared memory: atomics, so that a peer that writes at any moment is no
+/// data race.
 #[repr(C, align(128))]
 struct Descriptor {
     header: [AtomicU32; HEADER_BYTES / 4],
@@ -125,7 +132,8 @@ pub(super) struct Mapping {
     bytes: usize,
 }
 
-// SAFETY: a mapping belongs to the process, not to a thread, and is reached through its owner alone.
+// SAFETY: a mapping belongs to the process, not to a thread, and is reached through its owner
+// alone.
 unsafe impl Send for Mapping {}
 
 impl Mapping {
@@ -155,7 +163,8 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: the mapping was made by `new` with this length; what pointed into it is gone with its owner.
+        // SAFETY: the mapping was made by `new` with this length; what pointed into it is gone with
+        // its owner.
         let _ = unsafe { munmap(self.base.as_ptr().cast(), self.bytes) };
     }
 }
@@ -178,14 +187,16 @@ impl Segment {
         self.layout
     }
 
-    /// The cursors of the direction that this end sends in, and of the other. Called once per segment.
+    /// The cursors of the direction that this end sends in, and of the other. Called once per
+    /// segment.
     pub(super) fn cursors(&self) -> (ProducerCursor, ConsumerCursor) {
         let block = |direction: usize| -> *mut CursorBlock {
             let offset = Layout::CURSORS_AT + direction * CursorBlock::BYTES;
             self.memory.at(offset, CursorBlock::BYTES).cast()
         };
-        // SAFETY: the block is aligned by the layout, was zero when the segment was made, and lives as long as the
-        // mapping, which the lane keeps until after the cursor. Each end makes one cursor of each kind.
+        // SAFETY: the block is aligned by the layout, was zero when the segment was made, and lives
+        // as long as the mapping, which the lane keeps until after the cursor. Each end makes one
+        // cursor of each kind.
         let producer = unsafe { cursor::producer(block(self.end), DESCRIPTORS) };
         // SAFETY: as above.
         let consumer = unsafe { cursor::consumer(block(1 - self.end), DESCRIPTORS) };
@@ -194,7 +205,8 @@ impl Segment {
 
     fn end_block(&self, end: usize) -> &EndBlock {
         let at = self.memory.at(end * size_of::<EndBlock>(), size_of::<EndBlock>());
-        // SAFETY: in the mapping, aligned by the layout, made of atomics only, and alive as long as `self`.
+        // SAFETY: in the mapping, aligned by the layout, made of atomics only, and alive as long as
+        // `self`.
         unsafe { &*at.cast::<EndBlock>() }
     }
 
@@ -212,7 +224,8 @@ impl Segment {
         let number = direction * DESCRIPTORS as usize + (index % DESCRIPTORS) as usize;
         let offset = Layout::DESCRIPTORS_AT + number * size_of::<Descriptor>();
         let at = self.memory.at(offset, size_of::<Descriptor>());
-        // SAFETY: in the mapping, aligned by the layout, made of atomics only, and alive as long as `self`.
+        // SAFETY: in the mapping, aligned by the layout, made of atomics only, and alive as long as
+        // `self`.
         unsafe { &*at.cast::<Descriptor>() }
     }
 
@@ -236,7 +249,8 @@ impl Segment {
         at.offset_high.store(low(extent.offset >> 32), Ordering::Relaxed);
     }
 
-    /// What the peer describes, each word read once. `None` if it lies outside its area, or the arena of this length.
+    /// What the peer describes, each word read once. `None` if it lies outside its area, or the
+    /// arena of this length.
     pub(super) fn read(&self, index: u32, arena_bytes: usize) -> Option<Extent> {
         let at = self.descriptor(1 - self.end, index);
         let flags = at.flags.load(Ordering::Relaxed);

@@ -1,8 +1,10 @@
-//! Setting a lane up over a connected, authenticated unix stream: who sends which descriptors, and what is checked.
+//! Setting a lane up over a connected, authenticated unix stream: who sends which descriptors, and
+//! what is checked.
 //!
-//! The worker offers a sealed memfd and its eventfd; the server answers with its eventfd and, if it shares one, its
-//! arena. Nothing has a name, so nothing stays behind when both processes are killed. Invariant: memory is mapped
-//! only if its file cannot shrink and has exactly the size that was announced.
+//! The worker offers a sealed memfd and its eventfd; the server answers with its eventfd and, if it
+//! shares one, its arena. Nothing has a name, so nothing stays behind when both processes are
+//! killed. Invariant: memory is mapped only if its file cannot shrink and has exactly the size that
+//! was announced.
 
 use super::segment::{Layout, Mapping, Segment, ShmOptions};
 use crate::limits::HANDSHAKE_SECONDS;
@@ -41,8 +43,8 @@ pub struct ShmLink {
 /// The worker's end: makes the shared memory and hands it to the server.
 ///
 /// # Errors
-/// No memory or descriptor is left, the options make no sense, or the peer does not do its part within
-/// [`HANDSHAKE_SECONDS`].
+/// No memory or descriptor is left, the options make no sense, or the peer does not do its part
+/// within [`HANDSHAKE_SECONDS`].
 pub fn offer(stream: &UnixStream, waker: &Waker, options: ShmOptions) -> io::Result<ShmLink> {
     let layout = Layout::new(options)?;
     let deadline = Instant::now() + Duration::from_secs(HANDSHAKE_SECONDS);
@@ -70,11 +72,12 @@ pub fn offer(stream: &UnixStream, waker: &Waker, options: ShmOptions) -> io::Res
 }
 
 /// The server's end: takes what [`offer`] made. `arena` is a memfd and its size: what
-/// [`Shm::share`](super::Shm::share) then posts by reference. It must be sealed against every change of size and every
-/// further writable mapping, as a shared [`Arena`](crate::mem::Arena) is.
+/// [`Shm::share`](super::Shm::share) then posts by reference. It must be sealed against every
+/// change of size and every further writable mapping, as a shared [`Arena`](crate::mem::Arena) is.
 ///
 /// # Errors
-/// The peer does not do its part within [`HANDSHAKE_SECONDS`], or what it sent is not fit to be mapped.
+/// The peer does not do its part within [`HANDSHAKE_SECONDS`], or what it sent is not fit to be
+/// mapped.
 pub fn accept(
     stream: &UnixStream,
     waker: &Waker,
@@ -117,7 +120,8 @@ pub fn accept(
     })
 }
 
-/// The stream of a lane. Dropping it tells the peer that this end is gone, even if somebody kept a copy open.
+/// The stream of a lane. Dropping it tells the peer that this end is gone, even if somebody kept a
+/// copy open.
 pub(super) struct Stream(OwnedFd);
 
 impl Stream {

@@ -1,7 +1,7 @@
 //! One end of a simulated connection: the frames that it sends and how far it has read its stream.
 //!
-//! Invariant: a caller's memory is touched only between `post` and `Sent`, or `land` and `Landed`, and never after
-//! `Closed`.
+//! Invariant: a caller's memory is touched only between `post` and `Sent`, or `land` and `Landed`,
+//! and never after `Closed`.
 
 use super::network::Random;
 use crate::limits::{ALIGNMENT, HEADER_BYTES};
@@ -16,7 +16,8 @@ const PIECE_BYTES_MAX: usize = 64 << 10;
 /// What memory is overwritten with when it is no longer the reader's.
 const POISON: u8 = 0xdd;
 
-/// A posted frame. The payload's address is kept as a number so that a network can be sent to another thread.
+/// A posted frame. The payload's address is kept as a number so that a network can be sent to
+/// another thread.
 pub(super) struct Post {
     pub(super) header: RawHeader,
     pub(super) payload: usize,
@@ -122,8 +123,9 @@ impl End {
             let count = (wanted - bytes.len()).min(post.length - offset);
             if post.taken >= HEADER_BYTES && count > 0 {
                 let payload = std::ptr::with_exposed_provenance::<u8>(post.payload);
-                // SAFETY: the poster keeps `length` bytes at `payload` readable and unchanged until `Sent`, which
-                // comes after the last of them was taken here, and `offset + count <= length`.
+                // SAFETY: the poster keeps `length` bytes at `payload` readable and unchanged until
+                // `Sent`, which comes after the last of them was taken here, and `offset + count <=
+                // length`.
                 let part = unsafe { std::slice::from_raw_parts(payload.add(offset), count) };
                 bytes.extend_from_slice(part);
                 post.taken += count;
@@ -182,7 +184,8 @@ impl End {
                 self.finish(self.cause_of_end());
             }
         }
-        // A piece stays valid until it is consumed, whatever becomes of the lane, unless this end has let go of it.
+        // A piece stays valid until it is consumed, whatever becomes of the lane, unless this end
+        // has let go of it.
         let held = matches!(self.expect, Expect::Consume { .. }) && !self.closing;
         match self.cause {
             Some(cause) if !held && !events.is_full() => {
@@ -244,8 +247,9 @@ impl End {
         let (front, back) = self.inbox.as_slices();
         let first = front.len().min(count);
         let target = std::ptr::with_exposed_provenance_mut::<u8>(address);
-        // SAFETY: the caller of `land` keeps `left` bytes at `address` writable until `Landed` or `Closed`, neither of
-        // which has been told, and `first <= left`. The inbox is memory of our own.
+        // SAFETY: the caller of `land` keeps `left` bytes at `address` writable until `Landed` or
+        // `Closed`, neither of which has been told, and `first <= left`. The inbox is memory of our
+        // own.
         unsafe { std::ptr::copy_nonoverlapping(front.as_ptr(), target, first) };
         let target = target.wrapping_add(first);
         // SAFETY: as above, with `first + (count - first) <= left`.
@@ -271,7 +275,8 @@ impl End {
     fn poison_landing(&mut self) {
         if let Expect::Into { address, left } = self.expect {
             let target = std::ptr::with_exposed_provenance_mut::<u8>(address);
-            // SAFETY: the caller of `land` keeps the rest of the landing writable until `Closed`, which follows.
+            // SAFETY: the caller of `land` keeps the rest of the landing writable until `Closed`,
+            // which follows.
             unsafe { std::ptr::write_bytes(target, POISON, left) };
         }
     }

@@ -1,13 +1,15 @@
-//! A seeded network in memory, for tests: virtual time, random delays, splits, backpressure and loss.
+//! A seeded network in memory, for tests: virtual time, random delays, splits, backpressure and
+//! loss.
 //!
-//! The harness and the tests use it; nothing else does. The same seed and the same calls give the same run. Each
-//! direction of a link is a stream of bytes, as in TCP, and the simulator is as unkind as the [contract](super)
-//! lets it be: it reads a posted payload bit by bit and as late as it likes before `Sent`, writes a landing in
-//! splits, poisons a piece once it is consumed, overwrites the rest of a landing that a close has cut short, and
-//! loses what is unread when its reader's peer resets.
+//! The harness and the tests use it; nothing else does. The same seed and the same calls give the
+//! same run. Each direction of a link is a stream of bytes, as in TCP, and the simulator is as
+//! unkind as the [contract](super) lets it be: it reads a posted payload bit by bit and as late as
+//! it likes before `Sent`, writes a landing in splits, poisons a piece once it is consumed,
+//! overwrites the rest of a landing that a close has cut short, and loses what is unread when its
+//! reader's peer resets.
 //!
-//! Time stands still unless somebody moves it: [`SimNetwork::advance`], or `block`, which takes one step. A loop
-//! that never blocks needs a test that advances.
+//! Time stands still unless somebody moves it: [`SimNetwork::advance`], or `block`, which takes one
+//! step. A loop that never blocks needs a test that advances.
 
 mod end;
 mod network;
@@ -106,8 +108,8 @@ impl Driver for Sim {
         }
     }
 
-    /// Moves the network's time on by one step, or by the timeout if nothing happens before. Sleeps never: who
-    /// waits for another thread yields to it.
+    /// Moves the network's time on by one step, or by the timeout if nothing happens before. Sleeps
+    /// never: who waits for another thread yields to it.
     fn block(&mut self, timeout: Duration) {
         self.network.advance_within(timeout);
         std::thread::yield_now();
@@ -134,7 +136,8 @@ mod tests {
         let _ = writeln!(log, "{:?} {what}", network.now());
     }
 
-    /// Sends frames over two lanes until they have all landed, or the lanes have closed if `loss` breaks them.
+    /// Sends frames over two lanes until they have all landed, or the lanes have closed if `loss`
+    /// breaks them.
     fn exchange(seed: u64, loss: Option<u64>) -> String {
         let network = SimNetwork::new(seed);
         let (mut left, mut right) = (Sim::new(network.clone()), Sim::new(network.clone()));

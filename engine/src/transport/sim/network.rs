@@ -67,7 +67,8 @@ impl Place {
 pub(super) enum Action {
     /// Takes the next bytes of the frames posted at this end.
     Pump(Place),
-    /// Brings the oldest bytes under way from this end to its peer; no bytes mean that the stream is over.
+    /// Brings the oldest bytes under way from this end to its peer; no bytes mean that the stream
+    /// is over.
     Arrive(Place),
     /// Gives the oldest frame that is wholly under way back to this end.
     Sent(Place),
@@ -163,8 +164,9 @@ impl SimNetwork {
         Duration::from_nanos(self.state().now)
     }
 
-    /// Moves the time to the next thing that happens. Returns false when nothing is in flight: then only a caller
-    /// (by `post`, `land`, `consume` or `close`, and `poll`) can make anything happen.
+    /// Moves the time to the next thing that happens. Returns false when nothing is in flight: then
+    /// only a caller (by `post`, `land`, `consume` or `close`, and `poll`) can make anything
+    /// happen.
     pub fn advance(&self) -> bool {
         self.state().step(u64::MAX)
     }
@@ -191,7 +193,8 @@ impl SimNetwork {
         self.state().cut(connection);
     }
 
-    /// From now on one frame in `one_in` breaks its connection somewhere on its way; `None` ends that.
+    /// From now on one frame in `one_in` breaks its connection somewhere on its way; `None` ends
+    /// that.
     pub fn lose(&self, one_in: Option<u64>) {
         self.state().loss_one_in = one_in;
     }
@@ -301,7 +304,8 @@ impl State {
             let at = end.returned;
             self.plan(at, Action::Sent(place));
         }
-        // A kernel answers bytes for a socket that is gone with a reset, and the reset overtakes what is unread.
+        // A kernel answers bytes for a socket that is gone with a reset, and the reset overtakes
+        // what is unread.
         if peer_gone && self.random.once_in(4) {
             let at = now + self.delay();
             self.plan(at, Action::End(place, Some(Cause::Os(libc::ECONNRESET))));
