@@ -2,4 +2,5 @@
 //! they disturb nobody else.
 
 mod decode;
+mod scheduler;
 mod spoil;

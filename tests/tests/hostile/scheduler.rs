@@ -1,0 +1,232 @@
+//! The scheduler's machine among nodes that say anything, in any order, and vanish at any time.
+
+use crate::spoil;
+use bps_engine::base::{CoreId, DType, Key, Operation, Placement, Rank};
+use bps_engine::proto::messages::{
+    Declaration, Node, NodeMessage, Planning, Register, SchedulerMessage, StalledKey,
+};
+use bps_engine::proto::scheduler::{NodeId, Output, Scheduler, SchedulerConfig};
+use bps_engine::transport::sim::Random;
+use std::collections::HashSet;
+use std::time::Duration;
+
+/// Jobs that are played.
+const JOBS: u64 = 10_000;
+/// Steps of each.
+const STEPS: u32 = 150;
+/// Outputs that one step may cause: every node of this small job told of everything, and more.
+const OUTPUTS_MAX: usize = 2000;
+
+fn config() -> SchedulerConfig {
+    SchedulerConfig {
+        num_workers: 2,
+        num_servers: 1,
+        release: "0.1.0".into(),
+        start_timeout: Duration::from_secs(60),
+        heartbeat_timeout: Duration::from_secs(4),
+        stall_report: Duration::from_secs(1),
+        stall_timeout: Duration::from_secs(20),
+    }
+}
+
+fn worker(worker_id: u64, local_size: u32, partition_bytes: u32) -> Node {
+    Node::Worker {
+        worker_id: u32::try_from(worker_id).expect("a small number"),
+        local_rank: 0,
+        local_size,
+        global_rank: None,
+        planning: Planning {
+            partition_bytes,
+            placement: Placement::Balanced,
+            mixed_bound: 101,
+            built_in_coefficient: 1,
+        },
+    }
+}
+
+fn registered(node: Node, release: &str, num_servers: u32) -> NodeMessage {
+    NodeMessage::Register(Register {
+        node,
+        host: "host".into(),
+        host_id: "boot".into(),
+        pid: 1,
+        release: release.into(),
+        num_workers: 2,
+        num_servers,
+    })
+}
+
+fn register(random: &mut Random) -> NodeMessage {
+    let address = std::net::SocketAddr::from(([127, 0, 0, 1], 4000));
+    let node = if random.once_in(3) {
+        let cores = vec![address; random.index(4)];
+        Node::Server { cores, shm: None, colocated: false, preferred: None }
+    } else {
+        let partition_bytes = if random.once_in(20) { 0 } else { 4096 };
+        worker(random.below(3), 1 + u32::from(random.once_in(20)), partition_bytes)
+    };
+    let release = if random.once_in(30) { "0.0.9" } else { "0.1.0" };
+    registered(node, release, if random.once_in(30) { 7 } else { 1 })
+}
+
+fn message(random: &mut Random) -> NodeMessage {
+    let number = random.below(4);
+    match random.below(12) {
+        0..3 => register(random),
+        3 => NodeMessage::Heartbeat { rounds: random.bits() },
+        4..7 => {
+            let name = random.index(4);
+            let odd = random.once_in(8);
+            let declaration = Declaration {
+                name: ["a", "b", "", "a long name"][name].to_owned(),
+                dtype: DType::ALL[if odd { random.index(8) } else { name }],
+                count: if odd { random.bits() } else { [5000, 3, 0, 1][name] },
+                operation: [Operation::Sum, Operation::Broadcast(Rank(9))][usize::from(odd)],
+            };
+            NodeMessage::Declare { request: number, tensors: vec![declaration; random.index(3)] }
+        }
+        7 => NodeMessage::Installed { request: number },
+        8 => NodeMessage::Barrier { request: number },
+        9 => {
+            let key = StalledKey {
+                key: Key(random.below(6)),
+                round: random.bits(),
+                waited_ms: random.bits(),
+                missing: vec![Rank(0), Rank(u32::MAX)],
+            };
+            NodeMessage::Stalled { keys: vec![key; random.index(40)] }
+        }
+        10 => NodeMessage::Failed { message: "x".repeat(random.index(300)) },
+        _ => NodeMessage::Leave { suspend: random.once_in(2) },
+    }
+}
+
+/// Changes a message as bytes; itself if it is a message no more.
+fn spoiled(message: NodeMessage, random: &mut Random) -> NodeMessage {
+    let mut bytes = serde_json::to_vec(&message).expect("plain data");
+    spoil::mutate(random, &mut bytes);
+    serde_json::from_slice(&bytes).unwrap_or(message)
+}
+
+/// What the outputs of one job must obey, whatever came in.
+#[derive(Default)]
+struct Rules {
+    connected: HashSet<NodeId>,
+    /// Closed by their own end: to close them again does nothing.
+    vanished: HashSet<NodeId>,
+    over: bool,
+    declared: HashSet<CoreId>,
+    /// What the server was asked and has not answered.
+    installs: Vec<(NodeId, u64)>,
+}
+
+impl Rules {
+    fn check(&mut self, seed: u64, scheduler: &mut Scheduler) {
+        for count in 0.. {
+            let Some(output) = scheduler.poll_output() else { return };
+            assert!(count < OUTPUTS_MAX, "seed {seed}: the scheduler does not fall silent");
+            assert!(!self.over, "seed {seed}: {output:?} after the end");
+            match output {
+                Output::Send(node, message) => {
+                    let known = self.connected.contains(&node);
+                    assert!(known, "seed {seed}: {message:?} to {node:?}, which is gone");
+                    match message {
+                        SchedulerMessage::Declared { tensors, .. } => {
+                            let parts = tensors.iter().flat_map(|it| &it.parts);
+                            self.declared.extend(parts.map(|part| part.core));
+                        }
+                        SchedulerMessage::Install { request, .. } => {
+                            self.installs.push((node, request));
+                        }
+                        _ => {}
+                    }
+                }
+                Output::Close(node) => {
+                    let open = self.connected.remove(&node) || self.vanished.remove(&node);
+                    assert!(open, "seed {seed}: {node:?} is closed twice");
+                }
+                Output::Log(line) => assert!(line.len() < 4000, "seed {seed}: a line too long"),
+                Output::Done(_) => self.over = true,
+            }
+        }
+    }
+}
+
+/// The job as it should be: nodes 0 and 1 are workers, node 2 is the server.
+fn form(scheduler: &mut Scheduler, rules: &mut Rules) {
+    for node in 0..3 {
+        let address = std::net::SocketAddr::from(([127, 0, 0, 1], 4000));
+        let server =
+            Node::Server { cores: vec![address; 2], shm: None, colocated: false, preferred: None };
+        let said = if node == 2 { server } else { worker(node, 1, 4096) };
+        rules.connected.insert(NodeId(node));
+        scheduler.handle_connected(NodeId(node), Duration::ZERO);
+        scheduler.handle_message(NodeId(node), registered(said, "0.1.0", 1), Duration::ZERO);
+        rules.check(0, scheduler);
+    }
+}
+
+fn play(seed: u64) -> (bool, bool) {
+    let mut random = Random::new(seed);
+    let mut now = Duration::ZERO;
+    let mut scheduler = Scheduler::new(config(), now);
+    let mut rules = Rules::default();
+    let mut next = 0;
+    if seed % 2 == 0 {
+        form(&mut scheduler, &mut rules);
+        next = 3;
+    }
+    for _ in 0..STEPS {
+        now += Duration::from_millis(random.below(400));
+        let nodes: Vec<NodeId> = rules.connected.iter().copied().collect();
+        let node = nodes.get(random.index(nodes.len())).copied();
+        match (random.below(12), node) {
+            (0, _) | (_, None) => {
+                rules.connected.insert(NodeId(next));
+                scheduler.handle_connected(NodeId(next), now);
+                next += 1;
+            }
+            (1, Some(node)) if random.once_in(4) => {
+                rules.connected.remove(&node);
+                rules.vanished.insert(node);
+                scheduler.handle_closed(node, "connection closed", now);
+            }
+            (1, _) => scheduler.handle_tick(now),
+            (2..5, _) if !rules.installs.is_empty() => {
+                let (node, request) = rules.installs.remove(0);
+                scheduler.handle_message(node, NodeMessage::Installed { request }, now);
+            }
+            (_, Some(node)) => {
+                let mut said = message(&mut random);
+                // Endings are rarer than they are likely here, or no job would get far.
+                let ends = matches!(said, NodeMessage::Failed { .. } | NodeMessage::Leave { .. });
+                if ends && !random.once_in(8) {
+                    said = NodeMessage::Heartbeat { rounds: 1 };
+                }
+                if random.once_in(4) {
+                    said = spoiled(said, &mut random);
+                }
+                scheduler.handle_message(node, said, now);
+            }
+        }
+        rules.check(seed, &mut scheduler);
+        if rules.over {
+            break;
+        }
+    }
+    scheduler.handle_stop("the test is over");
+    rules.check(seed, &mut scheduler);
+    assert!(scheduler.is_over() && rules.over, "seed {seed}: it was stopped and goes on");
+    (next > 3, !rules.declared.is_empty())
+}
+
+#[test]
+fn whatever_nodes_say_the_scheduler_ends_in_order() {
+    let (mut crowded, mut declared) = (0, 0);
+    for seed in 0..JOBS {
+        let (many, some) = play(seed);
+        crowded += u32::from(many);
+        declared += u32::from(some);
+    }
+    assert!(crowded > 1000 && declared > 500, "{crowded} crowded jobs, {declared} with tensors");
+}
