@@ -140,6 +140,7 @@ fn nothing_outlives_a_launcher_that_is_killed_with_its_guardian() {
     let killed = std::process::Command::new("kill").args(["-KILL", &guardian]).status();
     assert!(killed.unwrap().success());
     launcher.signal("-KILL");
+    launcher.finish();
     all_gone(&processes);
 }
 
