@@ -369,7 +369,12 @@ fn command(program: Program) -> Command {
                 .action(ArgAction::SetTrue)
                 .help("Print every value and whence it came, and leave"),
         );
-    for row in TABLE.iter().filter(|row| row.used_by(program)) {
+    // What only the launcher has is what its users look for.
+    let (own, shared): (Vec<_>, Vec<_>) = TABLE
+        .iter()
+        .filter(|row| row.used_by(program))
+        .partition(|row| row.group == super::table::Group::Launcher);
+    for row in own.into_iter().chain(shared) {
         if let Some(flag) = row.flag {
             command = command.arg(argument(row, flag));
         }
