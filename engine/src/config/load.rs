@@ -5,6 +5,7 @@ use super::table::{Row, TABLE};
 use super::{Config, Program, check, document};
 use clap::{Arg, ArgAction, ArgMatches, Command, error::ErrorKind};
 use std::ffi::OsString;
+use std::io::Write;
 
 /// Set by the launcher for its children: it has already warned about the environment.
 const CHECKED: &str = "BPS_ENVIRONMENT_CHECKED";
@@ -196,21 +197,25 @@ pub fn open(
         Ok(Outcome::Run(mut loaded)) => {
             loaded.warnings.extend(unknown_here());
             for warning in &loaded.warnings {
-                eprintln!("{name}: warning: {warning}");
+                say(name, &format!("warning: {warning}"));
             }
             Ok(*loaded)
         }
         Ok(Outcome::Print(text)) => {
-            use std::io::Write;
             // A reader that has gone away (`--help | head -1`) is no failure.
             let _ = std::io::stdout().write_all(text.as_bytes());
             Err(0)
         }
         Err(error) => {
-            eprintln!("{name}: error: {error}");
+            say(name, &format!("error: {error}"));
             Err(ConfigError::EXIT_CODE)
         }
     }
+}
+
+/// One line for the user. That nobody may read it is no reason to stop.
+fn say(program: &str, text: &str) {
+    let _ = writeln!(std::io::stderr(), "{program}: {text}");
 }
 
 /// Reads a worker's configuration from this process's environment. The caller shows the warnings,
