@@ -6,4 +6,5 @@
 pub mod agent;
 pub mod entry;
 pub mod run;
+pub mod scheduler;
 pub mod shard;

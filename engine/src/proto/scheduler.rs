@@ -13,7 +13,7 @@ mod waits;
 mod tests;
 
 use super::messages::{NodeMessage, OverReason, Register, Roster, SchedulerMessage};
-use crate::base::{Epoch, Rank};
+use crate::base::{Epoch, Placement, Rank};
 use registry::{Registry, Reply};
 use rendezvous::{Job, Rendezvous, describe};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -37,6 +37,10 @@ pub struct SchedulerConfig {
     pub num_servers: u32,
     /// The release that all nodes must run.
     pub release: String,
+    /// Placement function: anything but the default overrules what the workers say.
+    pub placement: Placement,
+    /// Factor of the `built_in` placement, with it.
+    pub built_in_coefficient: u64,
     /// How long the nodes may take to come.
     pub start_timeout: Duration,
     /// Silence after which a node counts as dead.
@@ -318,7 +322,11 @@ impl Scheduler {
             return;
         };
         let waited = now.saturating_sub(rendezvous.since);
-        let job = rendezvous.form();
+        let mut job = rendezvous.form();
+        if self.config.placement != Placement::Balanced {
+            job.planning.placement = self.config.placement;
+            job.planning.built_in_coefficient = self.config.built_in_coefficient;
+        }
         let cores: u32 = job.shapes.iter().map(|shape| shape.cores).sum();
         self.put(Output::Log(format!(
             "all there after {:.1} s: {} ranks, {} servers with {cores} cores, epoch {}",

@@ -149,8 +149,8 @@ mod tests {
         };
         assert_eq!(
             mismatch.to_string(),
-            "tensor `w`: rank 0 declared 4 elements of f32 (sum), rank 1 declared 5 elements of f32 \
-             (broadcast from rank 2): declare it alike on all ranks"
+            "tensor `w`: rank 0 declared 4 elements of f32 (sum), rank 1 declared 5 elements of \
+             f32 (broadcast from rank 2): declare it alike on all ranks"
         );
         assert_eq!(list([0, 1, 2, 5, 7, 8]), "0-2, 5, 7, 8");
         assert_eq!(shorten(&"é".repeat(200)).chars().count(), 121);

@@ -207,8 +207,8 @@ impl Registry {
             } else if let Some(other) = fresh.insert(&said.name, said) {
                 if other != said {
                     return line(format!(
-                        "tensor `{}` is declared twice at once, as {other} and as {said}: give each \
-                         tensor its own name",
+                        "tensor `{}` is declared twice at once, as {other} and as {said}: give \
+                         each tensor its own name",
                         shorten(&said.name)
                     ));
                 }
@@ -257,8 +257,8 @@ impl Registry {
             && root >= self.ranks
         {
             return Err(format!(
-                "tensor `{}` is broadcast from rank {root} in a job of {} ranks: the root must be 0 \
-                 to {}",
+                "tensor `{}` is broadcast from rank {root} in a job of {} ranks: the root must be \
+                 0 to {}",
                 shorten(&said.name),
                 self.ranks,
                 self.ranks.saturating_sub(1)

@@ -155,8 +155,8 @@ impl Rendezvous {
         let size = u64::from(self.num_workers) * u64::from(local_size);
         if size == 0 || size > RANKS_MAX as u64 {
             return Err(format!(
-                "{who} has DMLC_NUM_WORKER={} and BYTEPS_LOCAL_SIZE={local_size}: that makes {size} \
-                 ranks, 1 to {RANKS_MAX} are possible",
+                "{who} has DMLC_NUM_WORKER={} and BYTEPS_LOCAL_SIZE={local_size}: that makes \
+                 {size} ranks, 1 to {RANKS_MAX} are possible",
                 self.num_workers
             ));
         }

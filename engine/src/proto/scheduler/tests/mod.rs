@@ -6,7 +6,7 @@ mod naming;
 mod random;
 
 use super::*;
-use crate::base::{CoreId, DType, Key, Operation, Placement};
+use crate::base::{CoreId, DType, Key, Operation};
 use crate::limits::NAME_BYTES_MAX;
 use crate::proto::messages::{
     Assignment, Declaration, KeySpec, Mismatch, Node, Planning, Stall, StalledKey,
@@ -39,6 +39,8 @@ impl Bench {
             num_workers,
             num_servers,
             release: "1.0".to_owned(),
+            placement: Placement::Balanced,
+            built_in_coefficient: 1,
             start_timeout: ms(120_000),
             heartbeat_timeout: ms(4_000),
             stall_report: ms(3_000),

@@ -1,0 +1,298 @@
+//! The scheduler program: one thread that runs the engine's scheduler machine over sockets, and one
+//! that accepts connections.
+//!
+//! Invariant: no node can make it wait. Reads and writes never block, what a node does not take is
+//! queued up to a bound and then costs that node its connection, and unproven connections stay with
+//! the acceptor.
+
+mod hub;
+
+use bps_engine::config::{Config, Program};
+use bps_engine::control::{Acceptor, Hello, JobKey, JobKeyError, Listener, Purpose, Socket};
+use bps_engine::host::{self, HostError};
+use bps_engine::limits::{RANKS_MAX, SERVERS_MAX};
+use bps_engine::proto::scheduler::{Exit, Scheduler, SchedulerConfig};
+use bps_engine::trace::log;
+use bps_engine::transport::Waker;
+use hub::Hub;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use signal_hook::consts::{SIGINT, SIGTERM};
+use std::ffi::OsString;
+use std::io::ErrorKind;
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, channel};
+
+/// Why a scheduler could not start, or how its job ended.
+#[derive(Debug, thiserror::Error)]
+pub enum SchedulerError {
+    /// The job key cannot be had.
+    #[error(transparent)]
+    Key(#[from] JobKeyError),
+    /// A setting names no address of this machine.
+    #[error(transparent)]
+    Address(#[from] HostError),
+    /// The address cannot be listened on.
+    #[error("cannot listen on {address}: {error}: {remedy}")]
+    Listen {
+        /// Which.
+        address: SocketAddr,
+        /// What the kernel said.
+        error: std::io::Error,
+        /// What to do.
+        remedy: &'static str,
+    },
+    /// A thread or descriptor is missing.
+    #[error("{what} is not to be had: {error}: raise the limits of this user (ulimit -a)")]
+    Resource {
+        /// What.
+        what: &'static str,
+        /// What the kernel said.
+        error: std::io::Error,
+    },
+    /// The job ended badly; every node was told why, and so was the log.
+    #[error("the job failed")]
+    Failed,
+    /// The job never began; every node was told why, and so was the log.
+    #[error("the job was not formed")]
+    NotFormed,
+}
+
+impl SchedulerError {
+    /// The exit code: 1 the job failed, 2 the scheduler could not start, 3 the job was not formed.
+    #[must_use]
+    pub fn code(&self) -> i32 {
+        match self {
+            SchedulerError::Failed => Exit::Failed.code(),
+            SchedulerError::NotFormed => Exit::NotFormed.code(),
+            _ => 2,
+        }
+    }
+}
+
+/// `bps-scheduler`: reads flags and variables, runs, and returns the exit code: 0 the job finished,
+/// 1 it failed or was stopped by a signal, 2 a flag, a variable or the address is wrong, 3 the
+/// nodes did not come together.
+pub fn cli(arguments: impl IntoIterator<Item = OsString>) -> i32 {
+    let loaded = match bps_engine::config::open(Program::Scheduler, arguments) {
+        Ok(loaded) => loaded,
+        Err(code) => return code,
+    };
+    match run(&loaded.config) {
+        Ok(()) => Exit::Finished.code(),
+        Err(error) => {
+            log::error!("{error}");
+            error.code()
+        }
+    }
+}
+
+/// Runs a scheduler until its job is over, or SIGTERM or Ctrl-C ends it.
+///
+/// # Errors
+/// See [`SchedulerError`].
+pub fn run(config: &Config) -> Result<(), SchedulerError> {
+    log::init(config.log_level, "scheduler");
+    let stop = Stop::default();
+    let signals = Signals::install(&stop)?;
+    let result = Bound::bind(config)?.run(&stop);
+    drop(signals);
+    result
+}
+
+/// A request to stop, from a signal or from the code that runs the scheduler. Clones are the same
+/// request.
+#[derive(Clone, Debug, Default)]
+pub struct Stop(Arc<AtomicUsize>);
+
+impl Stop {
+    /// Ends the job: all nodes are told that the scheduler was stopped.
+    pub fn stop(&self) {
+        self.0.store(usize::MAX, Ordering::Relaxed);
+    }
+
+    /// Who asked to stop, if anybody.
+    fn cause(&self) -> Option<&'static str> {
+        match i32::try_from(self.0.load(Ordering::Relaxed)) {
+            Ok(0) => None,
+            Ok(SIGTERM) => Some("SIGTERM"),
+            Ok(SIGINT) => Some("Ctrl-C"),
+            _ => Some("its launcher"),
+        }
+    }
+}
+
+/// Signal handlers, for as long as this lives.
+struct Signals(Vec<signal_hook::SigId>);
+
+impl Signals {
+    fn install(stop: &Stop) -> Result<Signals, SchedulerError> {
+        let mut signals = Signals(Vec::new());
+        for (signal, value) in [(SIGTERM, SIGTERM), (SIGINT, SIGINT)] {
+            let value = usize::try_from(value).unwrap_or(usize::MAX);
+            let id = signal_hook::flag::register_usize(signal, Arc::clone(&stop.0), value)
+                .map_err(|error| SchedulerError::Resource { what: "a signal handler", error })?;
+            signals.0.push(id);
+        }
+        Ok(signals)
+    }
+}
+
+impl Drop for Signals {
+    fn drop(&mut self) {
+        for id in self.0.drain(..) {
+            signal_hook::low_level::unregister(id);
+        }
+    }
+}
+
+/// A scheduler that listens, and has not begun to talk.
+pub struct Bound {
+    listener: TcpListener,
+    address: SocketAddr,
+    key: JobKey,
+    config: Config,
+}
+
+impl Bound {
+    /// Listens where the configuration says: on `DMLC_NODE_HOST` or `DMLC_INTERFACE` if set, else
+    /// on `DMLC_PS_ROOT_URI` itself.
+    ///
+    /// # Errors
+    /// The key, the address or the port is not to be had.
+    pub fn bind(config: &Config) -> Result<Bound, SchedulerError> {
+        let key = JobKey::load(config)?;
+        let ip = if config.node_host.is_some() || config.interface.is_some() {
+            host::listen_address(config)?
+        } else {
+            host::scheduler_address(config)?.ip()
+        };
+        let wanted = SocketAddr::new(ip, config.root_port);
+        let fail = |error: std::io::Error| SchedulerError::Listen {
+            address: wanted,
+            remedy: remedy(&error),
+            error,
+        };
+        let listener = TcpListener::bind(wanted).map_err(fail)?;
+        let address = listener.local_addr().map_err(fail)?;
+        Ok(Bound { listener, address, key, config: config.clone() })
+    }
+
+    /// Where it listens; the port is the kernel's choice if the configuration said 0.
+    #[must_use]
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Runs until the job is over.
+    ///
+    /// # Errors
+    /// How the job ended, if not well.
+    pub fn run(self, stop: &Stop) -> Result<(), SchedulerError> {
+        let config = &self.config;
+        self.announce();
+        raise_descriptor_limit();
+        let fail = |what| move |error| SchedulerError::Resource { what, error };
+        let waker = Waker::new().map_err(fail("an eventfd"))?;
+        let (acceptor, arrivals) = self.accept(&waker).map_err(fail("the accepting thread"))?;
+        let machine_config = SchedulerConfig {
+            num_workers: config.num_workers,
+            num_servers: config.num_servers,
+            release: env!("CARGO_PKG_VERSION").to_owned(),
+            placement: config.placement,
+            built_in_coefficient: config.built_in_coefficient,
+            start_timeout: config.start_timeout,
+            heartbeat_timeout: config.heartbeat_timeout,
+            stall_report: config.stall_report,
+            stall_timeout: config.stall_timeout,
+        };
+        let hub = Hub::new(|now| Scheduler::new(machine_config, now), waker, arrivals);
+        let exit = hub.run(stop);
+        acceptor.stop();
+        match exit {
+            Exit::Finished => Ok(()),
+            Exit::Failed => Err(SchedulerError::Failed),
+            Exit::NotFormed => Err(SchedulerError::NotFormed),
+        }
+    }
+
+    fn announce(&self) {
+        let config = &self.config;
+        let plural = |count: u32| if count == 1 { "" } else { "s" };
+        log::info!(
+            "listening on {} for {} worker host{} and {} server{}, {}",
+            self.address,
+            config.num_workers,
+            plural(config.num_workers),
+            config.num_servers,
+            plural(config.num_servers),
+            if self.key.is_open() {
+                "with no job key (BPS_JOB_KEY_FILE would keep strangers out)"
+            } else {
+                "with a job key"
+            }
+        );
+        let told_so = config.root_uri == "localhost" || config.root_uri.parse::<IpAddr>().is_ok();
+        if self.address.ip().is_loopback() && config.num_workers > 1 && !told_so {
+            log::warning!(
+                "{} is {} here, which other machines cannot reach: set DMLC_PS_ROOT_URI to an \
+                 address of this machine, or DMLC_INTERFACE",
+                config.root_uri,
+                self.address.ip()
+            );
+        }
+    }
+
+    /// Starts the accepting thread. Proven connections come out of the receiver.
+    fn accept(&self, waker: &Waker) -> std::io::Result<(Acceptor, Receiver<TcpStream>)> {
+        let (send, arrivals) = channel();
+        let waker = waker.clone();
+        let admit = move |_: usize, hello: Hello, socket: Socket| match (hello.purpose, socket) {
+            (Purpose::Control, Socket::Tcp(stream)) => {
+                // The receiver is gone only when the job is over.
+                let _ = send.send(stream);
+                waker.ring();
+            }
+            (purpose, _) => log::warning!(
+                "a {purpose:?} connection of {} came to the scheduler: is a server's DMLC_PORT the \
+                 same as DMLC_PS_ROOT_PORT?",
+                hello.rank
+            ),
+        };
+        let listeners = vec![Listener::Tcp(self.listener.try_clone()?)];
+        let acceptor =
+            Acceptor::start(listeners, self.key.clone(), admit, |line| log::warning!("{line}"))?;
+        Ok((acceptor, arrivals))
+    }
+}
+
+fn remedy(error: &std::io::Error) -> &'static str {
+    match error.kind() {
+        ErrorKind::AddrInUse => {
+            "another process has this port, perhaps the scheduler of another job: end it, or \
+             choose another DMLC_PS_ROOT_PORT"
+        }
+        ErrorKind::AddrNotAvailable => {
+            "this machine does not have that address: run the scheduler on the machine that \
+             DMLC_PS_ROOT_URI names, or set DMLC_INTERFACE"
+        }
+        ErrorKind::PermissionDenied => {
+            "ports below 1024 are for root: choose a higher DMLC_PS_ROOT_PORT"
+        }
+        _ => "check DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT and DMLC_INTERFACE",
+    }
+}
+
+/// A large job has more nodes than the usual soft limit of descriptors.
+fn raise_descriptor_limit() {
+    let wanted = u64::try_from(2 * (RANKS_MAX + SERVERS_MAX)).unwrap_or(u64::MAX);
+    let limit = getrlimit(Resource::Nofile);
+    let maximum = limit.maximum.unwrap_or(wanted);
+    if limit.current.is_some_and(|current| current < wanted.min(maximum)) {
+        let raised = Rlimit { current: Some(wanted.min(maximum)), ..limit };
+        // It cannot fail below the maximum; if it does, the acceptor says what is missing when it
+        // is.
+        let _ = setrlimit(Resource::Nofile, raised);
+    }
+}

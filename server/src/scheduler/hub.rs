@@ -1,0 +1,303 @@
+//! All connections of a scheduler, in one poll loop around its machine.
+
+use super::Stop;
+use bps_engine::control::{Inbox, encode};
+use bps_engine::limits::{CONTROL_BYTES_MAX, RANKS_MAX, SERVERS_MAX};
+use bps_engine::proto::messages::NodeMessage;
+use bps_engine::proto::scheduler::{Exit, NodeId, Output, Scheduler};
+use bps_engine::trace::log;
+use bps_engine::transport::Waker;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use std::collections::{BTreeMap, VecDeque};
+use std::io::{ErrorKind, Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::sync::mpsc::Receiver;
+use std::time::{Duration, Instant};
+
+/// How often the machine is told the time.
+const TICK: Duration = Duration::from_millis(100);
+/// How long a closing connection may take to read what it was sent.
+const LINGER: Duration = Duration::from_secs(2);
+/// Bytes read of one connection before the others get their turn.
+const READ_TURN_BYTES: usize = 1 << 20;
+/// Bytes that may wait for one node to read them.
+const BACKLOG_BYTES_MAX: usize = 2 * CONTROL_BYTES_MAX;
+/// Connections at once: every node of the largest job, and some that are on their way out.
+const CONNECTIONS_MAX: usize = RANKS_MAX + SERVERS_MAX + 256;
+
+/// The loop's state.
+pub(super) struct Hub {
+    machine: Scheduler,
+    start: Instant,
+    ticked: Instant,
+    waker: Waker,
+    arrivals: Receiver<TcpStream>,
+    connections: BTreeMap<NodeId, Connection>,
+    next: u64,
+    exit: Option<Exit>,
+}
+
+struct Connection {
+    stream: TcpStream,
+    inbox: Inbox,
+    backlog: VecDeque<Vec<u8>>,
+    /// Bytes of the first message in the backlog that have been sent.
+    sent: usize,
+    backlog_bytes: usize,
+    /// When the machine wanted it closed. From then on only what was queued goes out.
+    closing: Option<Instant>,
+    /// The sending direction has been shut down.
+    finished: bool,
+}
+
+/// What is left to do with a connection.
+enum Fate {
+    Stays,
+    /// It is over; the words complete "rank 3 died: …".
+    Gone(String),
+}
+
+impl Hub {
+    pub(super) fn new(
+        machine: impl FnOnce(Duration) -> Scheduler,
+        waker: Waker,
+        arrivals: Receiver<TcpStream>,
+    ) -> Hub {
+        let start = Instant::now();
+        Hub {
+            machine: machine(Duration::ZERO),
+            start,
+            ticked: start,
+            waker,
+            arrivals,
+            connections: BTreeMap::new(),
+            next: 0,
+            exit: None,
+        }
+    }
+
+    /// Runs until the job is over and its nodes have been told.
+    pub(super) fn run(mut self, stop: &Stop) -> Exit {
+        let mut told = None;
+        loop {
+            let ready = self.wait();
+            self.welcome();
+            self.serve(&ready);
+            // After the reading, so that a heartbeat that waited in a socket is never counted as
+            // missing.
+            if self.ticked.elapsed() >= TICK {
+                self.ticked = Instant::now();
+                self.machine.handle_tick(self.now());
+            }
+            if let Some(cause) = stop.cause()
+                && self.exit.is_none()
+            {
+                self.machine.handle_stop(&format!("it was stopped by {cause}"));
+            }
+            self.carry_out();
+            self.flush();
+            if let Some(exit) = self.exit {
+                let since = *told.get_or_insert_with(Instant::now);
+                if self.connections.is_empty() || since.elapsed() >= LINGER {
+                    return exit;
+                }
+            }
+        }
+    }
+
+    fn now(&self) -> Duration {
+        self.start.elapsed()
+    }
+
+    /// Sleeps until something can be done. Returns the connections that can be read.
+    fn wait(&self) -> Vec<NodeId> {
+        let mut fds = Vec::with_capacity(1 + self.connections.len());
+        fds.push(PollFd::from_borrowed_fd(self.waker.fd(), PollFlags::IN));
+        for connection in self.connections.values() {
+            let mut flags = PollFlags::IN;
+            if !connection.backlog.is_empty() {
+                flags |= PollFlags::OUT;
+            }
+            fds.push(PollFd::new(&connection.stream, flags));
+        }
+        let left = TICK.saturating_sub(self.ticked.elapsed());
+        let timeout = Timespec { tv_sec: 0, tv_nsec: left.subsec_nanos().into() };
+        // Interrupted by a signal, or out of memory for the call: the next turn comes at once or at
+        // the tick.
+        if let Err(error) = poll(&mut fds, Some(&timeout))
+            && error != rustix::io::Errno::INTR
+        {
+            std::thread::sleep(left);
+        }
+        let readable = PollFlags::IN | PollFlags::HUP | PollFlags::ERR;
+        self.connections
+            .keys()
+            .zip(&fds[1..])
+            .filter(|(_, fd)| fd.revents().intersects(readable))
+            .map(|(node, _)| *node)
+            .collect()
+    }
+
+    /// Takes connections from the accepting thread.
+    fn welcome(&mut self) {
+        self.waker.awake();
+        while let Ok(stream) = self.arrivals.try_recv() {
+            if self.connections.len() >= CONNECTIONS_MAX {
+                log::warning!("over {CONNECTIONS_MAX} connections: the newest is closed");
+                continue;
+            }
+            if let Err(error) = stream.set_nonblocking(true) {
+                log::warning!("a connection cannot be used: {error}");
+                continue;
+            }
+            let node = NodeId(self.next);
+            self.next += 1;
+            self.connections.insert(node, Connection::new(stream));
+            self.machine.handle_connected(node, self.start.elapsed());
+        }
+    }
+
+    /// Reads what has come in, and lets the machine answer.
+    fn serve(&mut self, ready: &[NodeId]) {
+        for node in ready {
+            let Some(connection) = self.connections.get_mut(node) else { continue };
+            let closing = connection.closing.is_some();
+            let mut messages = Vec::new();
+            let fate = connection.read(&mut messages);
+            if !closing {
+                for message in messages {
+                    self.machine.handle_message(*node, message, self.start.elapsed());
+                }
+            }
+            if let Fate::Gone(how) = fate {
+                self.connections.remove(node);
+                self.machine.handle_closed(*node, &how, self.start.elapsed());
+            }
+            self.carry_out();
+        }
+    }
+
+    /// Does what the machine says.
+    fn carry_out(&mut self) {
+        while let Some(output) = self.machine.poll_output() {
+            match output {
+                Output::Log(line) => log::info!("{line}"),
+                Output::Done(exit) => self.exit = Some(exit),
+                Output::Close(node) => {
+                    if let Some(connection) = self.connections.get_mut(&node) {
+                        connection.closing = Some(Instant::now());
+                    }
+                }
+                Output::Send(node, message) => {
+                    let Some(connection) = self.connections.get_mut(&node) else { continue };
+                    let bytes = match encode(&message) {
+                        Ok(bytes) => bytes,
+                        Err(error) => {
+                            let how = format!("it could not be answered: {error}");
+                            self.give_up(node, &how);
+                            continue;
+                        }
+                    };
+                    connection.backlog_bytes += bytes.len();
+                    connection.backlog.push_back(bytes);
+                    if connection.backlog_bytes > BACKLOG_BYTES_MAX {
+                        self.give_up(node, "it does not read what it is sent");
+                    }
+                }
+            }
+        }
+    }
+
+    fn give_up(&mut self, node: NodeId, how: &str) {
+        self.connections.remove(&node);
+        self.machine.handle_closed(node, how, self.start.elapsed());
+    }
+
+    /// Writes what can be written, and drops connections that are done.
+    fn flush(&mut self) {
+        let mut gone = Vec::new();
+        for (node, connection) in &mut self.connections {
+            if let Fate::Gone(how) = connection.write() {
+                gone.push((*node, how));
+            }
+        }
+        for (node, how) in gone {
+            self.give_up(node, &how);
+        }
+        self.carry_out();
+    }
+}
+
+impl Connection {
+    fn new(stream: TcpStream) -> Connection {
+        Connection {
+            stream,
+            inbox: Inbox::new(),
+            backlog: VecDeque::new(),
+            sent: 0,
+            backlog_bytes: 0,
+            closing: None,
+            finished: false,
+        }
+    }
+
+    /// Reads what is there, up to a turn. Whole messages are handed out even where the connection
+    /// ends.
+    fn read(&mut self, messages: &mut Vec<NodeMessage>) -> Fate {
+        let mut bytes = [0; 64 << 10];
+        let mut turn = 0;
+        let fate = loop {
+            match self.stream.read(&mut bytes) {
+                Ok(0) => break Fate::Gone("its connection was closed".to_owned()),
+                Ok(count) => {
+                    if self.closing.is_none() {
+                        self.inbox.push(&bytes[..count]);
+                    }
+                    turn += count;
+                    if turn >= READ_TURN_BYTES {
+                        break Fate::Stays;
+                    }
+                }
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break Fate::Stays,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => break Fate::Gone(format!("its connection was lost: {error}")),
+            }
+        };
+        loop {
+            match self.inbox.next_message() {
+                Ok(Some(message)) => messages.push(message),
+                Ok(None) => return fate,
+                Err(error) => return Fate::Gone(error.to_string()),
+            }
+        }
+    }
+
+    fn write(&mut self) -> Fate {
+        while let Some(first) = self.backlog.front() {
+            match self.stream.write(&first[self.sent..]) {
+                Ok(count) => {
+                    self.sent += count;
+                    self.backlog_bytes -= count;
+                    if self.sent == first.len() {
+                        self.backlog.pop_front();
+                        self.sent = 0;
+                    }
+                }
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => return Fate::Gone(format!("its connection was lost: {error}")),
+            }
+        }
+        let Some(since) = self.closing else { return Fate::Stays };
+        if self.backlog.is_empty() && !self.finished {
+            // Not closed at once: unread bytes of the peer would turn that into a reset, which may
+            // overtake the last message.
+            self.finished = true;
+            let _ = self.stream.shutdown(Shutdown::Write);
+        }
+        if since.elapsed() >= LINGER {
+            return Fate::Gone("it did not close its connection".to_owned());
+        }
+        Fate::Stays
+    }
+}
