@@ -152,26 +152,10 @@ impl Agent {
 
     fn end(&mut self, reason: &OverReason, effects: &mut Vec<Effect>) {
         self.over = true;
-        let line = match reason {
-            OverReason::Finished => {
-                effects.push(Effect::Info("the job has finished".into()));
-                return effects.push(Effect::Over(true));
-            }
-            OverReason::Died { who, host, pid, how, rounds } => format!(
-                "{who} (host {host}, pid {pid}) died: {how}, after {rounds} rounds; the job is over"
-            ),
-            OverReason::Failed { who, message } => format!("{who} ended the job: {message}"),
-            OverReason::Stalled { stalls } => match stalls.first() {
-                Some(stall) => format!(
-                    "round {} of `{}` waited longer than BPS_STALL_TIMEOUT; the job is over",
-                    stall.round, stall.name
-                ),
-                None => "a round waited longer than BPS_STALL_TIMEOUT; the job is over".into(),
-            },
-            OverReason::NotFormed { message } => message.clone(),
-        };
-        effects.push(Effect::Warn(line));
-        effects.push(Effect::Over(false));
+        let well = *reason == OverReason::Finished;
+        let line = format!("the job is over: {reason}");
+        effects.push(if well { Effect::Info(line) } else { Effect::Warn(line) });
+        effects.push(Effect::Over(well));
     }
 
     fn lane(&self, rank: Rank) -> String {

@@ -16,13 +16,15 @@ use bps_engine::topo::plan::{Near, Place, Request, Side, plan};
 use bps_engine::topo::{Topology, pin};
 use bps_engine::trace::counters::Counters;
 use bps_engine::trace::log;
+use bps_engine::transport::shm::{self, Shm};
 use bps_engine::transport::tcp::Tcp;
 use bps_engine::transport::{self, Transport, Waker};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::ffi::OsString;
 use std::net::{IpAddr, SocketAddr, TcpListener};
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::{SocketAddr as UnixAddress, UnixListener};
+use std::os::unix::net::{SocketAddr as UnixAddress, UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -71,9 +73,19 @@ pub enum ServerError {
 struct ShardHandle {
     commands: Mpsc<Command>,
     waker: Waker,
+    memory: Option<SharedMemory>,
 }
 
+/// An arena that workers of this host may map, and its length.
+type SharedMemory = Arc<(OwnedFd, usize)>;
+
 impl ShardHandle {
+    /// Sets up shared memory with a worker of this host.
+    fn accept(&self, stream: &UnixStream) -> std::io::Result<transport::Link> {
+        let arena = self.memory.as_deref().map(|(memfd, length)| (memfd.as_fd(), *length));
+        shm::accept(stream, &self.waker, arena).map(transport::Link::Shm)
+    }
+
     fn send(&self, mut command: Command) {
         while let Err(back) = self.commands.push(command) {
             command = back;
@@ -267,7 +279,7 @@ fn start_shard(
     report_waker: &Waker,
 ) -> Result<Started, ServerError> {
     let waker = Waker::new().map_err(|error| resource("an eventfd", &error))?;
-    let handle = ShardHandle { commands: Mpsc::new(QUEUE), waker: waker.clone() };
+    let mut handle = ShardHandle { commands: Mpsc::new(QUEUE), waker: waker.clone(), memory: None };
     let (started, has_started) = std::sync::mpsc::channel();
     let (commands, reports) = (handle.commands.clone(), reports.clone());
     let (config, report_waker) = (config.clone(), report_waker.clone());
@@ -278,8 +290,8 @@ fn start_shard(
         let node = place.memory_node;
         let made = make_shard(&config, core, node, &waker, commands, reports, report_waker);
         match made {
-            Ok((shard, line)) => {
-                let _ = started.send(Ok(line));
+            Ok((shard, memory, line)) => {
+                let _ = started.send(Ok((memory, line)));
                 run_shard(shard, Idler::new(config.idle, spin));
             }
             Err(error) => {
@@ -289,7 +301,8 @@ fn start_shard(
     };
     let thread = harness::spawn(&format!("bps-core-{core}"), place.cpu, body)
         .map_err(|error| resource("a thread", &error))?;
-    let line = has_started.recv().map_err(|error| resource("a thread", &error))??;
+    let (memory, line) = has_started.recv().map_err(|error| resource("a thread", &error))??;
+    handle.memory = memory;
     Ok((handle, thread, line))
 }
 
@@ -301,7 +314,7 @@ fn make_shard(
     commands: Mpsc<Command>,
     reports: Mpsc<(u32, Report)>,
     report_waker: Waker,
-) -> Result<(Shard, String), ServerError> {
+) -> Result<(Shard, Option<SharedMemory>, String), ServerError> {
     let options = Options {
         name: format!("core {core}"),
         numa_node,
@@ -313,7 +326,18 @@ fn make_shard(
     let tcp = Tcp::new(waker.clone(), config.tcp_driver, lanes_max)
         .map_err(|error| ServerError::Resource(error.to_string()))?;
     let line = tcp.description();
-    let transports = vec![Transport::Tcp(tcp)];
+    let mut transports = vec![Transport::Tcp(tcp)];
+    let mut memory = None;
+    if config.transport != TransportChoice::Tcp {
+        let mut shm = Shm::new(waker.clone()).map_err(|error| resource("an epoll", &error))?;
+        // Workers of this host read what is published where it was summed.
+        shm.share(arena.base(), arena.reserved_bytes());
+        let memfd = arena.memfd().map(|memfd| memfd.try_clone_to_owned()).transpose();
+        memory = memfd
+            .map_err(|error| resource("a descriptor", &error))?
+            .map(|memfd| Arc::new((memfd, arena.reserved_bytes())));
+        transports.push(Transport::Shm(shm));
+    }
     let endpoint = Endpoint::new(transports, waker.clone());
     let shard = Shard::new(
         core,
@@ -325,7 +349,7 @@ fn make_shard(
         Arc::new(Counters::default()),
         config.stall_report,
     );
-    Ok((shard, line))
+    Ok((shard, memory, line))
 }
 
 fn run_shard(mut shard: Shard, mut idler: Idler) {
@@ -348,6 +372,15 @@ fn start_acceptor(
         let shard = &shards[index % shards.len()];
         let link = match (hello.purpose, socket) {
             (Purpose::Lane, socket @ Socket::Tcp(_)) => transport::Link::Tcp(socket.into()),
+            (Purpose::ShmLane, Socket::Unix(stream)) => match shard.accept(&stream) {
+                Ok(link) => link,
+                Err(error) => {
+                    return log::warning!(
+                        "shared memory of {} could not be set up: {error}",
+                        hello.rank
+                    );
+                }
+            },
             (purpose, _) => {
                 return log::warning!(
                     "a {purpose:?} connection of {} does not belong here",

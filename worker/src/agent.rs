@@ -5,7 +5,7 @@ use crate::error::Error;
 use crate::nic::{Command, Plan, PlanPart, Report};
 use bps_engine::base::CoreId;
 use bps_engine::proto::messages::{
-    Assignment, Declaration, Mismatch, NodeMessage, OverReason, Roster, SchedulerMessage, Stall,
+    Assignment, Declaration, Mismatch, NodeMessage, OverReason, Roster, SchedulerMessage,
 };
 use bps_engine::transport::LaneId;
 use std::collections::{HashMap, HashSet};
@@ -99,7 +99,7 @@ impl Agent {
                     effects.push(Effect::Warn("the stall is over".into()));
                 }
                 for stall in &stalls {
-                    effects.push(Effect::Warn(describe_stall(stall)));
+                    effects.push(Effect::Warn(stall.to_string()));
                 }
             }
             SchedulerMessage::Over { reason } => self.end(over_error(&reason), effects),
@@ -163,19 +163,8 @@ impl Agent {
     }
 
     fn mismatch(&mut self, mismatch: &Mismatch, effects: &mut Vec<Effect>) {
-        let said = |declaration: &Declaration| {
-            format!("{} × {} ({})", declaration.dtype, declaration.count, declaration.operation)
-        };
         let name = mismatch.first_said.name.clone();
-        let text = format!(
-            "ranks disagree about `{name}`: {} declared {}, {} declared {}; give it the same type, size and operation \
-             on all ranks, or another name",
-            mismatch.first,
-            said(&mismatch.first_said),
-            mismatch.second,
-            said(&mismatch.second_said),
-        );
-        let error = Error::Mismatch(text);
+        let error = Error::Mismatch(mismatch.to_string());
         let concerned = |declarations: &Vec<Declaration>| {
             declarations.iter().any(|declaration| declaration.name == name)
         };
@@ -247,40 +236,13 @@ impl Agent {
     }
 }
 
-fn ranks(ranks: &[bps_engine::base::Rank]) -> String {
-    let names: Vec<String> = ranks.iter().map(|rank| rank.0.to_string()).collect();
-    format!("{} {}", if ranks.len() == 1 { "rank" } else { "ranks" }, names.join(","))
-}
-
-/// "round 812 of `layer4.weight` waits for rank 3; ranks 0,1,2 arrived 5.0 s ago".
-#[must_use]
-pub fn describe_stall(stall: &Stall) -> String {
-    let seconds = stall.waited_ms as f64 / 1000.0;
-    format!(
-        "round {} of `{}` waits for {}; {} arrived {seconds:.1} s ago",
-        stall.round,
-        stall.name,
-        ranks(&stall.missing),
-        ranks(&stall.arrived),
-    )
-}
-
 /// What a worker's caller is told when the job is over.
 fn over_error(reason: &OverReason) -> Error {
+    let text = reason.to_string();
     match reason {
-        OverReason::Finished => Error::Closed("the job has finished".into()),
-        OverReason::Died { who, host, pid, how, rounds } => Error::PeerDied(format!(
-            "{who} (host {host}, pid {pid}) died: {how}, after {rounds} rounds"
-        )),
-        OverReason::Failed { who, message } => {
-            Error::PeerDied(format!("{who} ended the job: {message}"))
-        }
-        OverReason::Stalled { stalls } => {
-            let first = stalls.first().map_or("a round".into(), describe_stall);
-            Error::Stalled(format!(
-                "{first}; that is longer than BPS_STALL_TIMEOUT, so the job is over"
-            ))
-        }
-        OverReason::NotFormed { message } => Error::Start(message.clone()),
+        OverReason::Finished => Error::Closed(text),
+        OverReason::Died { .. } | OverReason::Failed { .. } => Error::PeerDied(text),
+        OverReason::Stalled { .. } => Error::Stalled(text),
+        OverReason::NotFormed { .. } => Error::Start(text),
     }
 }

@@ -2,6 +2,7 @@
 
 /// An error of the worker. Its text is one line for people.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[allow(clippy::error_impl_error, reason = "it is the one error of this crate")]
 pub enum Error {
     /// A setting is missing or impossible.
     #[error("{0}")]

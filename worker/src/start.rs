@@ -8,21 +8,23 @@ use bps_engine::control::{JobKey, Link, LinkReceiver, LinkSender, dial, dial_uni
 use bps_engine::lane::Endpoint;
 use bps_engine::proto::handshake::Hello;
 use bps_engine::proto::messages::{
-    Node, NodeMessage, OverReason, Planning, Register, Roster, SchedulerMessage, ServerPeer,
+    Node, NodeMessage, Planning, Register, Roster, SchedulerMessage, ServerPeer,
 };
 use bps_engine::ring::Mpsc;
+use bps_engine::topo::plan::{Near, Request, Side, plan};
+use bps_engine::topo::{Topology, pin};
 use bps_engine::trace::log;
+use bps_engine::transport::shm::{self, Shm, ShmOptions};
 use bps_engine::transport::tcp::Tcp;
 use bps_engine::transport::{self, LaneId, Transport, Waker};
 use bps_engine::{harness, host};
 use std::collections::HashMap;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Parts in flight on a lane if `BYTEPS_SCHEDULING_CREDIT` does not say.
 const CREDIT_PARTS: usize = 4;
-/// Slots of a shared-memory lane beyond the credit: room for one part while the last ones are consumed.
-const SLOTS_SPARE: u32 = 1;
 /// How long a server core that is in the roster may take to answer.
 const DIAL: Duration = Duration::from_secs(10);
 
@@ -78,7 +80,9 @@ pub(crate) fn join(config: &Config) -> Result<Joined, Error> {
         match receiver.receive(wait).map_err(|error| fail(&error))? {
             Some(SchedulerMessage::Waiting { text }) => log::info!("{text}"),
             Some(SchedulerMessage::Roster(roster)) => break roster,
-            Some(SchedulerMessage::Over { reason }) => return Err(not_formed(&reason)),
+            Some(SchedulerMessage::Over { reason }) => {
+                return Err(Error::Start(reason.to_string()));
+            }
             Some(_) => {}
             None => {
                 sender.send(&NodeMessage::Heartbeat { rounds: 0 }).map_err(|error| fail(&error))?
@@ -88,21 +92,6 @@ pub(crate) fn join(config: &Config) -> Result<Joined, Error> {
     let waker = Waker::new().map_err(|error| Error::Start(format!("no eventfd: {error}")))?;
     let links = connect(config, &key, &roster, &waker)?;
     Ok(Joined { roster, sender, receiver, links, waker })
-}
-
-fn not_formed(reason: &OverReason) -> Error {
-    match reason {
-        OverReason::NotFormed { message } => Error::Start(message.clone()),
-        OverReason::Died { who, host, how, .. } => {
-            Error::Start(format!("{who} (host {host}) died while the job formed: {how}"))
-        }
-        OverReason::Failed { who, message } => {
-            Error::Start(format!("{who} ended the job: {message}"))
-        }
-        OverReason::Finished | OverReason::Stalled { .. } => {
-            Error::Start("the job is over already".into())
-        }
-    }
 }
 
 fn register(config: &Config) -> Register {
@@ -141,7 +130,10 @@ fn connect(
             let id = CoreId { server: index, core };
             let shared = server.shm.as_ref().filter(|_| server.host_id == here);
             let link = match (config.transport, shared) {
-                (TransportChoice::Shm, _) => return Err(not_here(id, server)),
+                (TransportChoice::Auto | TransportChoice::Shm, Some(name)) => {
+                    connect_shm(key, roster, waker, &format!("{name}.{core}"))
+                }
+                (TransportChoice::Shm, None) => return Err(not_here(id, server)),
                 (TransportChoice::Auto | TransportChoice::Tcp, _) => {
                     let hello = Hello::lane(Rank(roster.index), roster.epoch);
                     dial(*address, key, hello, DIAL)
@@ -159,6 +151,19 @@ fn connect(
         }
     }
     Ok(links)
+}
+
+fn connect_shm(
+    key: &JobKey,
+    roster: &Roster,
+    waker: &Waker,
+    name: &str,
+) -> Result<transport::Link, String> {
+    let hello = Hello::shm_lane(Rank(roster.index), roster.epoch);
+    let stream = dial_unix(name, key, hello, DIAL).map_err(|error| error.to_string())?;
+    shm::offer(&stream, waker, ShmOptions::default())
+        .map(transport::Link::Shm)
+        .map_err(|error| format!("shared memory could not be set up: {error}"))
 }
 
 fn not_here(id: CoreId, server: &ServerPeer) -> Error {
@@ -195,6 +200,11 @@ pub(crate) fn nic(
         line = format!("{line}; {}", tcp.description());
         transports.push(Transport::Tcp(tcp));
     }
+    if shm_lanes > 0 {
+        let shm = Shm::new(waker.clone())
+            .map_err(|error| Error::Start(format!("shared memory could not be set up: {error}")))?;
+        transports.push(Transport::Shm(shm));
+    }
     let endpoint = Endpoint::new(transports, waker.clone());
     let mut nic = Nic::new(
         endpoint,
@@ -219,7 +229,26 @@ pub(crate) fn spin() -> Duration {
     harness::spin_default(2, cpus)
 }
 
-/// The CPU for the NIC loop: none is reserved until the launcher's binding says where this rank lives.
-pub(crate) fn nic_cpu(_config: &Config) -> Option<usize> {
-    None
+/// The CPU for the NIC loop, if there are enough of them for one to be given away.
+pub(crate) fn nic_cpu(config: &Config) -> Option<usize> {
+    if !config.pin {
+        return None;
+    }
+    let topology = Topology::read(Path::new("/")).ok()?;
+    let affinity = pin::affinity().ok()?;
+    // A launcher that binds ranks gives each its own CPUs; else the ranks of a host share all of them.
+    let is_bound = affinity.len() < topology.cpus.len();
+    let (ranks, rank) =
+        if is_bound { (1, 0) } else { (config.local_size as usize, config.local_rank as usize) };
+    let near = config.interface.clone().map_or(Near::Anywhere, Near::Nic);
+    let threads = vec![near; ranks];
+    let request = Request {
+        side: Side::First,
+        threads: &threads,
+        affinity: &affinity,
+        // The framework computes on several threads in each rank: a pinned loop must not be in their way.
+        others: 3 * ranks,
+        use_isolated: false,
+    };
+    plan(&topology, &request).places.get(rank)?.cpu
 }

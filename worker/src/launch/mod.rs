@@ -9,7 +9,6 @@
 use crate::launch::plan::Plan;
 use bps_engine::config::{Program, open};
 use std::ffi::OsString;
-use std::io::Write;
 
 mod by_variables;
 mod child;
@@ -56,12 +55,7 @@ pub fn cli(arguments: impl IntoIterator<Item = OsString>, programs: Programs) ->
     };
     let result = Plan::new(&loaded, &programs).and_then(supervise::run);
     result.unwrap_or_else(|error| {
-        say(&format!("error: {error}"));
+        eprintln!("bpslaunch: error: {error}");
         error.code()
     })
-}
-
-/// One line from the launcher itself. That nobody may read it is no reason to stop.
-fn say(text: &str) {
-    let _ = writeln!(std::io::stderr(), "bpslaunch: {text}");
 }
