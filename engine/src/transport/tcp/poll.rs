@@ -214,11 +214,11 @@ fn send(lane: &mut Lane, poll: u64) {
 /// Receives what is wanted, if anything, with one call.
 fn receive(lane: &mut Lane, pool: &mut Pool) {
     let Some(wanted) = lane.stream.wanted(pool) else { return };
-    let count = if wanted.iovecs[1].iov_len == 0 { 1 } else { 2 };
+    let count = if wanted[1].iov_len == 0 { 1 } else { 2 };
     // SAFETY: the vectors name memory of the receiver, or of the caller, who keeps it valid until
     // it has landed.
-    let result = unsafe { libc::readv(lane.socket.as_raw_fd(), wanted.iovecs.as_ptr(), count) };
-    let due: usize = wanted.iovecs.iter().map(|part| part.iov_len).sum();
+    let result = unsafe { libc::readv(lane.socket.as_raw_fd(), wanted.as_ptr(), count) };
+    let due: usize = wanted.iter().map(|part| part.iov_len).sum();
     match usize::try_from(result) {
         Ok(0) => lane.stream.ended(),
         Ok(count) => {
@@ -230,7 +230,7 @@ fn receive(lane: &mut Lane, pool: &mut Pool) {
         Err(_) => match errno() {
             libc::EAGAIN => lane.readable = false,
             libc::EINTR => {}
-            other => lane.stream.close(Cause::Os(other)),
+            other => lane.stream.failed(other),
         },
     }
 }

@@ -9,7 +9,7 @@
 //! so that no byte of the next large payload is copied; behind a small one it is opened whole, so
 //! that a run of small frames comes in with one call and is served from there.
 //!
-//! Invariant: between `wanted` and the last `received` that answers it, the memory named stays
+//! Invariant: between `wanted` and the `received` that answers it, the memory named stays
 //! where it is and this module neither reads nor writes it.
 
 use super::memory::{Block, Pool};
@@ -21,15 +21,8 @@ use libc::iovec;
 
 const NOWHERE: iovec = iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
 
-/// Where the next bytes go.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Wanted {
-    /// First one, then the other, which may be empty.
-    pub iovecs: [iovec; 2],
-    /// Whether the first is payload: all its bytes are sure to come. Of headers nobody knows when
-    /// they come.
-    pub sure: bool,
-}
+/// Where the next bytes go: first one, then the other, which may be empty.
+pub(super) type Wanted = [iovec; 2];
 
 #[derive(Clone, Copy)]
 enum State {
@@ -200,7 +193,7 @@ impl Receiver {
             State::Header => {
                 self.compact();
                 let rest = iovec_of(self.staging.at(self.end), room - self.end);
-                Some(Wanted { iovecs: [rest, NOWHERE], sure: false })
+                Some([rest, NOWHERE])
             }
             State::Into { to, left } => Some(self.payload(to, left, true, room)),
             State::Filling { filled, left } => {
@@ -220,7 +213,7 @@ impl Receiver {
             false => NOWHERE,
         };
         let first = iovec_of(to, left.min(OPERATION_BYTES_MAX));
-        Wanted { iovecs: [first, behind], sure: true }
+        [first, behind]
     }
 
     /// Moves a header that is partly here to the front of staging.

@@ -31,12 +31,21 @@ impl<'a> Out<'a> {
     }
 }
 
+/// How the peer's bytes ended.
+#[derive(Clone, Copy)]
+enum Over {
+    End,
+    Failed(i32),
+}
+
 /// A lane of a stream socket.
 pub(super) struct Stream {
     pub lane: LaneId,
     receiver: Receiver,
     sender: Sender,
     closing: Option<Cause>,
+    /// No more bytes come: what the kernel said. The lane closes once those that came are events.
+    over: Option<Over>,
     /// The peer takes nothing any more: why, and in which poll that was found.
     refused: Option<(i32, u64)>,
 }
@@ -44,7 +53,7 @@ pub(super) struct Stream {
 impl Stream {
     pub fn new(lane: LaneId) -> Stream {
         let (receiver, sender) = (Receiver::new(), Sender::new());
-        Stream { lane, receiver, sender, closing: None, refused: None }
+        Stream { lane, receiver, sender, closing: None, over: None, refused: None }
     }
 
     pub fn closing(&self) -> Option<Cause> {
@@ -96,10 +105,26 @@ impl Stream {
             if event.is_none() && self.closing.is_none() {
                 event = self.receiver.next(self.lane, pool);
             }
-            let Some(event) = event else { return false };
+            let Some(event) = event else {
+                self.conclude();
+                return false;
+            };
             out.push(event);
         }
         true
+    }
+
+    /// All bytes that came are events; if no more come, and it is not for the caller to move the
+    /// lane on, it ends.
+    fn conclude(&mut self) {
+        if self.receiver.standing() {
+            return;
+        }
+        match self.over {
+            None => {}
+            Some(Over::End) => self.close(self.receiver.cause_at_end()),
+            Some(Over::Failed(errno)) => self.close(Cause::Os(errno)),
+        }
     }
 
     /// Whether the lane must be looked at in the next poll though nothing happens: see
@@ -134,13 +159,23 @@ impl Stream {
 
     /// The peer's bytes are at their end.
     pub fn ended(&mut self) {
-        let cause = self.receiver.cause_at_end();
-        self.close(cause);
+        self.over.get_or_insert(Over::End);
     }
 
-    /// The kernel takes no more bytes of this lane.
+    /// Receiving failed.
+    pub fn failed(&mut self, errno: i32) {
+        self.over.get_or_insert(Over::Failed(errno));
+    }
+
+    /// The kernel takes no more bytes of this lane. If that is because the peer is gone, reading comes
+    /// to an end too, and is waited for; else the lane ends here.
     pub fn refuse(&mut self, errno: i32, poll: u64) {
-        self.refused.get_or_insert((errno, poll));
+        match errno {
+            libc::EPIPE | libc::ECONNRESET => {
+                self.refused.get_or_insert((errno, poll));
+            }
+            _ => self.close(Cause::Os(errno)),
+        }
     }
 
     /// Gives the pool back what the lane holds: the last thing before the lane goes.
@@ -179,5 +214,102 @@ impl Ready {
 
     pub fn is_empty(&self) -> bool {
         self.order.is_empty()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limits::HEADER_BYTES;
+
+    const LANE: LaneId = LaneId(0);
+
+    /// Plays the kernel: fills all that the lane wants.
+    fn fill(stream: &mut Stream, pool: &mut Pool, most: usize) {
+        let wanted = stream.wanted(pool).expect("the lane is open");
+        let count = wanted.iter().map(|part| part.iov_len).sum::<usize>().min(most);
+        let first = count.min(wanted[0].iov_len);
+        // SAFETY: the lane wants `iov_len` bytes at each of the two places.
+        unsafe {
+            wanted[0].iov_base.cast::<u8>().write_bytes(1, first);
+            wanted[1].iov_base.cast::<u8>().write_bytes(1, count - first);
+        }
+        stream.received(count);
+    }
+
+    fn drain(stream: &mut Stream, pool: &mut Pool, room: usize) -> Vec<Event> {
+        let mut events = Vec::new();
+        stream.drain(pool, &mut Out::new(&mut events, room));
+        events
+    }
+
+    #[test]
+    fn what_came_before_the_end_is_delivered_before_the_lane_closes() {
+        let mut pool = Pool::new();
+        pool.grow();
+        for failed in [false, true] {
+            let mut stream = Stream::new(LANE);
+            fill(&mut stream, &mut pool, HEADER_BYTES);
+            assert!(matches!(drain(&mut stream, &mut pool, 9)[..], [Event::Header { .. }]));
+            let mut landing = vec![0u8; 100_000];
+            stream.land(Landing::Into(landing.as_mut_ptr()), landing.len());
+            assert!(drain(&mut stream, &mut pool, 9).is_empty());
+            // The payload, the next header, and the end, all before anybody looks.
+            fill(&mut stream, &mut pool, usize::MAX);
+            if failed {
+                stream.failed(104)
+            } else {
+                stream.ended()
+            }
+            assert!(matches!(drain(&mut stream, &mut pool, 1)[..], [Event::Landed { .. }]));
+            assert_eq!(stream.closing(), None);
+            assert!(matches!(drain(&mut stream, &mut pool, 9)[..], [Event::Header { .. }]));
+            assert_eq!(stream.closing(), None, "the caller may still say that no payload follows");
+            stream.land(Landing::Pieces, 0);
+            assert!(drain(&mut stream, &mut pool, 9).is_empty());
+            let expected = if failed { Cause::Os(104) } else { Cause::Peer };
+            assert_eq!(stream.closing(), Some(expected));
+            assert!(stream.wanted(&mut pool).is_none());
+            stream.release(&mut pool);
+        }
+    }
+
+    #[test]
+    fn a_lane_that_can_send_no_more_is_read_on_unless_the_caller_left_it_standing() {
+        let mut pool = Pool::new();
+        pool.grow();
+        let mut stream = Stream::new(LANE);
+        stream.refuse(libc::EPIPE, 5);
+        stream.begin(6);
+        assert_eq!(stream.closing(), None, "it is not standing");
+        fill(&mut stream, &mut pool, HEADER_BYTES);
+        assert_eq!(drain(&mut stream, &mut pool, 9).len(), 1);
+        assert!(stream.impatient());
+        stream.begin(5);
+        assert_eq!(stream.closing(), None, "the caller has not had its turn");
+        stream.begin(6);
+        assert_eq!(stream.closing(), Some(Cause::Os(libc::EPIPE)));
+        let mut stream = Stream::new(LANE);
+        stream.refuse(libc::ENOBUFS, 5);
+        assert_eq!(
+            stream.closing(),
+            Some(Cause::Os(libc::ENOBUFS)),
+            "reading would go on for ever"
+        );
+    }
+
+    #[test]
+    fn a_lane_is_ready_once_however_often_it_is_said() {
+        let mut ready = Ready::new(3);
+        for lane in [2, 0, 2, 2, 0] {
+            ready.push(lane);
+        }
+        assert_eq!(
+            (ready.len(), ready.pop(), ready.pop(), ready.pop()),
+            (2, Some(2), Some(0), None)
+        );
+        ready.push(2);
+        assert_eq!(ready.pop(), Some(2));
+        assert!(ready.is_empty());
     }
 }

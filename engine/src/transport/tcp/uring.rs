@@ -1,18 +1,17 @@
-//! The io_uring driver: every lane has at most one receive (or a receive and, linked behind it,
-//! that of the next header) and one send in flight; a poll submits all that is due with one system
-//! call, and none if nothing is.
+//! The io_uring driver: every lane has at most one receive, one send and one cancellation in
+//! flight; a poll submits all that is due with one system call, and none if nothing is.
 //!
-//! Invariants: memory named by an operation stays valid until its completion has been reaped, which
-//! `Lane::in_flight` counts; a lane leaves the table, and its id becomes free, only at zero. User
-//! data carries the lane's generation, so a completion never reaches a later lane of the same id.
+//! Invariants: memory named by an operation stays valid until its completion has been reaped: a lane
+//! leaves the table, and its id becomes free, only when nothing of it is in flight. User data carries
+//! the lane's generation, so a completion never reaches a later lane of the same id.
 
 use super::memory::Pool;
 use super::sender::Sender;
 use super::stream::{Out, Ready, Stream};
 use super::{Denied, finish};
-use crate::limits::{EVENTS_MAX, GATHER_MAX, SMALL_BYTES};
+use crate::limits::{EVENTS_MAX, GATHER_MAX};
 use crate::transport::{Cause, Event, Frame, Full, Landing, LaneId, Waker};
-use io_uring::squeue::{self, Entry};
+use io_uring::squeue::Entry;
 use io_uring::{IoUring, cqueue, opcode, types};
 use libc::{iovec, msghdr};
 use std::io;
@@ -27,8 +26,8 @@ pub(super) const ZERO_COPY: &str = "send-zc off";
 const SUBMISSIONS_MAX: u32 = 256;
 /// The kernel's own bound on a completion queue.
 const COMPLETIONS_MAX: u32 = 65_536;
-/// Operations of one lane that may be in flight: two receives, a send, a cancellation.
-const LANE_OPERATIONS_MAX: u32 = 4;
+/// Operations of one lane that may be in flight: a receive, a send, a cancellation.
+const LANE_OPERATIONS_MAX: u32 = 3;
 /// Rounds of ten milliseconds that a dropped transport waits for the kernel to let go of memory.
 const DROP_ROUNDS_MAX: usize = 500;
 
@@ -63,9 +62,9 @@ struct Lane {
     stream: Stream,
     socket: OwnedFd,
     generation: u32,
-    receives: u32,
-    sends: u32,
-    cancels: u32,
+    receiving: bool,
+    sending: bool,
+    cancelling: bool,
     incoming: Message<2>,
     outgoing: Message<GATHER_MAX>,
 }
@@ -76,8 +75,8 @@ struct Lane {
 unsafe impl Send for Lane {}
 
 impl Lane {
-    fn in_flight(&self) -> u32 {
-        self.receives + self.sends + self.cancels
+    fn in_flight(&self) -> bool {
+        self.receiving || self.sending || self.cancelling
     }
 
     fn user_data(&self, kind: u64) -> u64 {
@@ -163,7 +162,7 @@ impl Uring {
                 .multi(true)
                 .build()
                 .user_data(WAKE << 60);
-            self.waker_armed = push(&mut self.ring, &[watch]);
+            self.waker_armed = push(&mut self.ring, &watch);
         }
     }
 
@@ -181,9 +180,9 @@ impl Uring {
             stream: Stream::new(lane),
             socket,
             generation: self.generation,
-            receives: 0,
-            sends: 0,
-            cancels: 0,
+            receiving: false,
+            sending: false,
+            cancelling: false,
             incoming: Message::new(),
             outgoing: Message::new(),
         }));
@@ -280,16 +279,16 @@ impl Uring {
                 continue;
             }
             match kind {
-                RECEIVE => lane.receives -= 1,
-                SEND => lane.sends -= 1,
-                _ => lane.cancels -= 1,
+                RECEIVE => lane.receiving = false,
+                SEND => lane.sending = false,
+                _ => lane.cancelling = false,
             }
             match (kind, usize::try_from(result)) {
                 (RECEIVE, Ok(0)) => lane.stream.ended(),
                 (RECEIVE, Ok(count)) => lane.stream.received(count),
                 (SEND, Ok(count)) => lane.stream.sent(count),
                 _ if PASSING.contains(&-result) => {}
-                (RECEIVE, Err(_)) => lane.stream.close(Cause::Os(-result)),
+                (RECEIVE, Err(_)) => lane.stream.failed(-result),
                 (SEND, Err(_)) => lane.stream.refuse(-result, self.polls),
                 _ => {}
             }
@@ -315,17 +314,17 @@ impl Uring {
         if lane.stream.drain(&mut self.pool, out) {
             return true;
         }
-        if lane.receives == 0 && !receive(lane, &mut self.ring, &mut self.pool) {
+        if !lane.receiving && !receive(lane, &mut self.ring, &mut self.pool) {
             return true;
         }
-        if lane.sends == 0 && !send(lane, &mut self.ring) {
+        if !lane.sending && !send(lane, &mut self.ring) {
             return true;
         }
         let Some(cause) = lane.stream.closing() else { return lane.stream.impatient() };
-        if lane.cancels == 0 && lane.in_flight() > 0 {
+        if !lane.cancelling && lane.in_flight() {
             return !cancel(lane, &mut self.ring);
         }
-        if lane.in_flight() > 0 {
+        if lane.in_flight() {
             return false;
         }
         self.detach(index);
@@ -336,7 +335,7 @@ impl Uring {
     fn detach(&mut self, index: u32) {
         let gone = self.lanes[index as usize].take();
         let mut lane = gone.expect("the caller has just looked at this lane");
-        assert!(lane.in_flight() == 0, "a lane goes when the kernel holds none of its memory");
+        assert!(!lane.in_flight(), "a lane goes when the kernel holds none of its memory");
         lane.stream.release(&mut self.pool);
         self.pool.shrink();
         self.attached -= 1;
@@ -348,13 +347,22 @@ impl Uring {
 }
 
 impl Drop for Uring {
-    /// Waits until the kernel has let go of every lane's memory. Where the ring cannot be entered
-    /// any more (another thread drops it), its operations cannot run either: the kernel runs them
-    /// only within the owner's calls.
+    /// Waits until the kernel has let go of every lane's memory. Only the owner can: the kernel
+    /// serves no other thread. Where it fails, rather leak than free what the kernel may still
+    /// write to.
     fn drop(&mut self) {
-        if self.owner != Some(std::thread::current().id()) {
-            return;
+        if self.owner == Some(std::thread::current().id()) {
+            self.wind_down();
         }
+        if self.attached > 0 {
+            std::mem::forget(std::mem::take(&mut self.lanes));
+        }
+    }
+}
+
+impl Uring {
+    /// Closes every lane and waits, within bounds, until all are gone.
+    fn wind_down(&mut self) {
         let mut events = Vec::new();
         for index in 0..self.lanes.len() {
             if let Some(lane) = &mut self.lanes[index] {
@@ -372,8 +380,6 @@ impl Drop for Uring {
                 self.block(Duration::from_millis(10));
             }
         }
-        // Rather leak than free what the kernel may still write to.
-        std::mem::forget(std::mem::take(&mut self.lanes));
     }
 }
 
@@ -383,34 +389,22 @@ const READABLE: u32 = libc::POLLIN as u32;
 const PASSING: [i32; 3] = [libc::EINTR, libc::EAGAIN, libc::ECANCELED];
 
 /// Prepares the receive that the lane wants, if any. Returns false if the queue has no room.
+///
+/// It takes what has come, and no `MSG_WAITALL`: the header behind a payload may come much later
+/// than the payload; and an operation that the kernel has retried 128 times goes to a kernel thread
+/// of its own, which a peer that sends byte by byte could have of every lane.
 fn receive(lane: &mut Lane, ring: &mut IoUring, pool: &mut Pool) -> bool {
     let Some(wanted) = lane.stream.wanted(pool) else { return true };
-    let [first, behind] = wanted.iovecs;
-    let data = lane.user_data(RECEIVE);
-    let whole = |part: iovec, flags: i32| -> Entry {
-        opcode::Recv::new(fixed(lane), part.iov_base.cast(), length_of(part)).flags(flags).build()
-    };
-    let pushed = if wanted.sure && first.iov_len > SMALL_BYTES {
-        // The kernel fills it whole by itself. The next header is linked behind it, as an operation
-        // of its own: it may come much later, and must not hold this completion back.
-        let payload = whole(first, libc::MSG_WAITALL).user_data(data);
-        if behind.iov_len == 0 {
-            push(ring, &[payload])
-        } else {
-            let header = whole(behind, 0).user_data(data);
-            let both = push(ring, &[payload.flags(squeue::Flags::IO_LINK), header]);
-            lane.receives += u32::from(both);
-            both
-        }
-    } else if behind.iov_len == 0 {
-        push(ring, &[whole(first, 0).user_data(data)])
+    let [first, behind] = wanted;
+    let entry = if behind.iov_len == 0 {
+        opcode::Recv::new(fixed(lane), first.iov_base.cast(), length_of(first)).build()
     } else {
-        lane.incoming.iovecs = wanted.iovecs;
+        lane.incoming.iovecs = wanted;
         let message = lane.incoming.aim(2);
-        push(ring, &[opcode::RecvMsg::new(fixed(lane), message).build().user_data(data)])
+        opcode::RecvMsg::new(fixed(lane), message).build()
     };
-    lane.receives += u32::from(pushed);
-    pushed
+    lane.receiving = push(ring, &entry.user_data(lane.user_data(RECEIVE)));
+    lane.receiving
 }
 
 /// Prepares the send that is due, if any. Returns false if the queue has no room.
@@ -420,9 +414,8 @@ fn send(lane: &mut Lane, ring: &mut IoUring) -> bool {
     let message = lane.outgoing.aim(count);
     let flags = (libc::MSG_WAITALL | libc::MSG_NOSIGNAL).cast_unsigned();
     let entry = opcode::SendMsg::new(fixed(lane), message).flags(flags).build();
-    let pushed = push(ring, &[entry.user_data(lane.user_data(SEND))]);
-    lane.sends += u32::from(pushed);
-    pushed
+    lane.sending = push(ring, &entry.user_data(lane.user_data(SEND)));
+    lane.sending
 }
 
 /// Prepares the cancellation of all that the lane has in flight. Returns false if the queue has no
@@ -430,9 +423,8 @@ fn send(lane: &mut Lane, ring: &mut IoUring) -> bool {
 fn cancel(lane: &mut Lane, ring: &mut IoUring) -> bool {
     let all = types::CancelBuilder::fd(fixed(lane)).all();
     let entry = opcode::AsyncCancel2::new(all).build().user_data(lane.user_data(CANCEL));
-    let pushed = push(ring, &[entry]);
-    lane.cancels += u32::from(pushed);
-    pushed
+    lane.cancelling = push(ring, &entry);
+    lane.cancelling
 }
 
 fn fixed(lane: &Lane) -> types::Fixed {
@@ -443,17 +435,17 @@ fn length_of(part: iovec) -> u32 {
     u32::try_from(part.iov_len).expect("a receive is bounded by OPERATION_BYTES_MAX")
 }
 
-/// Prepares these operations, all or none; a full queue is submitted first.
-fn push(ring: &mut IoUring, entries: &[Entry]) -> bool {
-    // SAFETY: what the entries name stays valid until they complete: payloads and landings by the
+/// Prepares this operation; a full queue is submitted first.
+fn push(ring: &mut IoUring, entry: &Entry) -> bool {
+    // SAFETY: what the entry names stays valid until it completes: payloads and landings by the
     // transport's contract, staging, scratch and messages because the lane is kept while
-    // `in_flight` is not zero.
-    if unsafe { ring.submission().push_multiple(entries) }.is_ok() {
+    // `in_flight` is true.
+    if unsafe { ring.submission().push(entry) }.is_ok() {
         return true;
     }
     enter(ring);
     // SAFETY: as above.
-    unsafe { ring.submission().push_multiple(entries) }.is_ok()
+    unsafe { ring.submission().push(entry) }.is_ok()
 }
 
 /// Submits, and runs the work that the kernel put off for this thread.

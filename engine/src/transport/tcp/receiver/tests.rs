@@ -84,7 +84,7 @@ impl Bench {
     fn feed(&mut self, bytes: &[u8], most: usize) -> usize {
         let wanted = self.receiver.wanted(&mut self.pool).expect("all events are answered");
         let mut given = 0;
-        for part in wanted.iovecs {
+        for part in wanted {
             let count = part.iov_len.min(bytes.len().min(most) - given);
             // SAFETY: the receiver wants `iov_len` bytes there.
             unsafe {

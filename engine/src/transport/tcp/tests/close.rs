@@ -159,6 +159,38 @@ fn the_peer_closes_between_frames_and_its_last_frames_come_first() {
 }
 
 #[test]
+fn a_large_frame_right_before_the_end_lands_whole() {
+    for driver in DRIVERS {
+        for round in 0..20 {
+            let (mut tcp, mut peer) = one_lane(driver);
+            let part = payload(1 << 20, round);
+            let sent = part.clone();
+            let thread = std::thread::spawn(move || {
+                peer.write_all(&header(sent.len(), 0)).expect("room");
+                peer.write_all(&sent).expect("somebody reads");
+            });
+            until_header(&mut tcp);
+            let mut landing = vec![0u8; part.len()];
+            tcp.land(LaneId(0), Landing::Into(landing.as_mut_ptr()), landing.len());
+            let mut landed = false;
+            until(&mut tcp, "Closed", |_, event| match event {
+                Event::Landed { .. } => {
+                    landed = true;
+                    false
+                }
+                Event::Closed { cause, .. } => {
+                    assert!(landed && cause == Cause::Peer, "{driver:?}: {landed} {cause}");
+                    true
+                }
+                other => panic!("{other:?}"),
+            });
+            assert!(landing == part);
+            thread.join().expect("it only writes");
+        }
+    }
+}
+
+#[test]
 fn the_peer_closes_within_a_frame() {
     for driver in DRIVERS {
         let (mut tcp, mut peer) = one_lane(driver);
