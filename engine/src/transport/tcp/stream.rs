@@ -167,8 +167,8 @@ impl Stream {
         self.over.get_or_insert(Over::Failed(errno));
     }
 
-    /// The kernel takes no more bytes of this lane. If that is because the peer is gone, reading comes
-    /// to an end too, and is waited for; else the lane ends here.
+    /// The kernel takes no more bytes of this lane. If that is because the peer is gone, reading
+    /// comes to an end too, and is waited for; else the lane ends here.
     pub fn refuse(&mut self, errno: i32, poll: u64) {
         match errno {
             libc::EPIPE | libc::ECONNRESET => {

@@ -1,9 +1,9 @@
 //! The io_uring driver: every lane has at most one receive, one send and one cancellation in
 //! flight; a poll submits all that is due with one system call, and none if nothing is.
 //!
-//! Invariants: memory named by an operation stays valid until its completion has been reaped: a lane
-//! leaves the table, and its id becomes free, only when nothing of it is in flight. User data carries
-//! the lane's generation, so a completion never reaches a later lane of the same id.
+//! Invariants: memory named by an operation stays valid until its completion has been reaped: a
+//! lane leaves the table, and its id becomes free, only when nothing of it is in flight. User data
+//! carries the lane's generation, so a completion never reaches a later lane of the same id.
 
 use super::memory::Pool;
 use super::sender::Sender;
