@@ -15,7 +15,8 @@ type Outcome = Result<(), Box<dyn std::error::Error>>;
 
 /// Each command: its arguments, and what runs it.
 type Entry = (fn() -> Command, fn(&ArgMatches) -> Outcome);
-const COMMANDS: [Entry; 1] = [(cmd::sum::command, cmd::sum::run)];
+const COMMANDS: [Entry; 2] =
+    [(cmd::lane::command, cmd::lane::run), (cmd::sum::command, cmd::sum::run)];
 
 fn main() -> ExitCode {
     let program = Command::new("bps-perf")

@@ -1,3 +1,4 @@
 //! One file per command. Each gives its arguments by `command` and measures by `run`.
 
+pub mod lane;
 pub mod sum;
