@@ -1,28 +1,32 @@
 //! Lanes as the rest of the engine sees them: frames out, events in, nothing blocks.
 //!
-//! The set of transports is closed: [`Transport`] is an enum, and every variant keeps the contract of
-//! [`Driver`], which `tests/tests/conformance` runs over each. A transport moves headers and payloads; it does
-//! not know what they mean. It is used from one thread.
+//! The set of transports is closed: [`Transport`] is an enum, and every variant keeps the contract
+//! of [`Driver`], which `tests/tests/conformance` runs over each. A transport moves headers and
+//! payloads; it does not know what they mean. It is used from one thread.
 //!
 //! # How bytes come in
 //! A lane alternates between a header and its payload:
-//! 1. [`Event::Header`] brings 64 bytes. The lane then stands still until [`Driver::land`] says how long the
-//!    payload is and where it goes. Not answering is how a caller lets a lane wait; it costs the transport nothing.
-//! 2. With [`Landing::Into`] the payload lands in the caller's memory and [`Event::Landed`] says that it is
-//!    whole. With [`Landing::Pieces`] it passes in order through memory of the transport: each [`Event::Piece`] is
-//!    valid until [`Driver::consume`], which lets the next one come.
+//! 1. [`Event::Header`] brings 64 bytes. The lane then stands still until [`Driver::land`] says how
+//!    long the payload is and where it goes. Not answering is how a caller lets a lane wait; it
+//!    costs the transport nothing.
+//! 2. With [`Landing::Into`] the payload lands in the caller's memory and [`Event::Landed`] says
+//!    that it is whole. With [`Landing::Pieces`] it passes in order through memory of the transport:
+//!    each [`Event::Piece`] is valid until [`Driver::consume`], which lets the next one come.
 //! 3. The next header follows. A payload of length 0 brings no event of its own.
 //!
 //! # How bytes go out
-//! [`Driver::post`] takes a frame or says [`Full`], which is backpressure and no error. The payload's memory must
-//! stay unchanged until [`Event::Sent`] returns the frame's token: every posted frame is answered by exactly one
-//! `Sent`, in order, unless the lane closes first. Frames of a lane arrive whole and in the order of their posting.
+//! [`Driver::post`] takes a frame or says [`Full`], which is backpressure and no error. The
+//! payload's memory must stay unchanged until [`Event::Sent`] returns the frame's token: every
+//! posted frame is answered by exactly one `Sent`, in order, unless the lane closes first. Frames
+//! of a lane arrive whole and in the order of their posting.
 //!
 //! # How a lane ends
-//! [`Event::Closed`] is the last event of a lane, once, after which the transport and the kernel hold none of the
-//! caller's memory, and the id may be attached again. Frames that had not been sent are dropped.
+//! [`Event::Closed`] is the last event of a lane, once, after which the transport and the kernel
+//! hold none of the caller's memory, and the id may be attached again. Frames that had not been
+//! sent are dropped.
 //!
-//! `post`, `land` and `consume` only take note; the work is done in `poll`, which submits everything in one batch.
+//! `post`, `land` and `consume` only take note; the work is done in `poll`, which submits
+//! everything in one batch.
 
 use crate::limits::EVENTS_MAX;
 use crate::wire::RawHeader;
@@ -35,7 +39,8 @@ pub mod waker;
 
 pub use waker::Waker;
 
-/// A lane's number in its endpoint, chosen by the caller at attach. Small and dense: it indexes tables.
+/// A lane's number in its endpoint, chosen by the caller at attach. Small and dense: it indexes
+/// tables.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct LaneId(pub u32);
 
@@ -59,10 +64,12 @@ pub struct Frame {
 /// Where a payload goes.
 #[derive(Clone, Copy, Debug)]
 pub enum Landing {
-    /// To this address, which the caller keeps valid for the whole length until `Landed` or `Closed`.
+    /// To this address, which the caller keeps valid for the whole length until `Landed` or
+    /// `Closed`.
     Into(*mut u8),
     /// Past the caller in pieces, in memory of the transport that is aligned to
-    /// [`ALIGNMENT`](crate::limits::ALIGNMENT). Every piece but the last is a multiple of that long.
+    /// [`ALIGNMENT`](crate::limits::ALIGNMENT). Every piece but the last is a multiple of that
+    /// long.
     Pieces,
 }
 
@@ -165,8 +172,8 @@ pub trait Driver {
     /// Takes a frame to send.
     ///
     /// # Errors
-    /// [`Full`] when the lane has [`LANE_FRAMES_MAX`](crate::limits::LANE_FRAMES_MAX) unsent frames, or the
-    /// transport has no room for its payload.
+    /// [`Full`] when the lane has [`LANE_FRAMES_MAX`](crate::limits::LANE_FRAMES_MAX) unsent
+    /// frames, or the transport has no room for its payload.
     fn post(&mut self, lane: LaneId, frame: &Frame) -> Result<(), Full>;
 
     /// Answers [`Event::Header`]: `length` bytes of payload follow and go to `landing`.
@@ -175,14 +182,15 @@ pub trait Driver {
     /// Answers [`Event::Piece`]: its memory is the transport's again.
     fn consume(&mut self, lane: LaneId);
 
-    /// Starts closing a lane; [`Event::Closed`] follows when the memory is free. Does nothing twice.
+    /// Starts closing a lane; [`Event::Closed`] follows when the memory is free. Does nothing
+    /// twice.
     fn close(&mut self, lane: LaneId);
 
     /// Submits what is due and appends at most [`EVENTS_MAX`](crate::limits::EVENTS_MAX) events.
     fn poll(&mut self, events: &mut Vec<Event>);
 
-    /// Asks peers for a wake-up (where they share memory instead of a kernel object). Returns whether something is
-    /// ready already, in which case the caller must not sleep.
+    /// Asks peers for a wake-up (where they share memory instead of a kernel object). Returns
+    /// whether something is ready already, in which case the caller must not sleep.
     fn arm(&mut self) -> bool {
         false
     }

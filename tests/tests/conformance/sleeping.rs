@@ -56,8 +56,8 @@ fn another_thread_wakes_it() {
 fn a_sleep_ends_with_its_time() {
     each_real(|world| {
         let (mut left, _right) = world.pair(1);
-        // What attaching has started is done in the first polls, and may end a sleep early; a driver
-        // that never rests would take thousands of sleeps.
+        // What attaching has started is done in the first polls, and may end a sleep early; a
+        // driver that never rests would take thousands of sleeps.
         let start = Instant::now();
         let mut sleeps = 0;
         while start.elapsed() < Duration::from_millis(30) {

@@ -7,7 +7,9 @@
 //! after the sender has revoked it.
 
 use super::area::Area;
-use super::segment::{DESCRIPTORS, Extent, Mapping, Segment, WAKE_PUBLISHED, WAKE_RELEASED};
+use super::segment::{
+    BROKEN, DESCRIPTORS, Extent, Mapping, Segment, WAKE_PUBLISHED, WAKE_RELEASED,
+};
 use super::setup::{ShmLink, Stream};
 use crate::limits::{ALIGNMENT, LANE_FRAMES_MAX, PART_BYTES_MAX, STAGING_BYTES};
 use crate::ring::cursor::{ConsumerCursor, Corrupt, ProducerCursor};
@@ -22,8 +24,6 @@ use std::sync::atomic::fence;
 /// Most bytes that one poll copies for one lane each way, so that no lane keeps the others waiting
 /// for long.
 const COPY_BYTES: usize = 1 << 20;
-/// What a peer that breaks the rules of the shared memory is closed with.
-const BROKEN: Cause = Cause::Os(libc::EPROTO);
 
 impl From<Corrupt> for Cause {
     fn from(_: Corrupt) -> Cause {
@@ -298,7 +298,7 @@ impl ShmLane {
                 Expect::Header => {
                     let Some(extent) = self.read()? else { return Ok(true) };
                     let (header, total) = extent.first.ok_or(BROKEN)?;
-                    check(&extent, total)?;
+                    extent.check(total)?;
                     self.expect = Expect::Answer { total };
                     if total == 0 {
                         self.advance(0);
@@ -359,7 +359,7 @@ impl ShmLane {
                 if extent.first.is_some() || extent.length == 0 {
                     return Err(BROKEN);
                 }
-                check(&extent, left)?;
+                extent.check(left)?;
                 extent
             }
         };
@@ -457,6 +457,12 @@ impl ShmLane {
         self.segment.ours().interest.store(0, Ordering::Relaxed);
     }
 
+    /// What the peer sleeps for.
+    #[cfg(test)]
+    pub(super) fn peer_interest(&self) -> u32 {
+        self.segment.theirs().interest.load(Ordering::Relaxed)
+    }
+
     /// Whether a poll would have something to do.
     pub(super) fn is_ready(&mut self) -> bool {
         let held = matches!(self.expect, Expect::Consume { .. });
@@ -483,15 +489,4 @@ impl ShmLane {
 
 fn slot(sequence: u64) -> usize {
     usize::try_from(sequence % u64::from(DESCRIPTORS)).unwrap_or(0)
-}
-
-/// Whether an extent may be the next of a payload of which `left` bytes are missing. Only the last
-/// one may be odd.
-fn check(extent: &Extent, left: usize) -> Result<(), Cause> {
-    let is_last = extent.length == left;
-    let is_inner = extent.length > 0
-        && extent.length < left
-        && extent.length.is_multiple_of(ALIGNMENT)
-        && !extent.in_arena;
-    if left <= PART_BYTES_MAX && (is_last || is_inner) { Ok(()) } else { Err(BROKEN) }
 }

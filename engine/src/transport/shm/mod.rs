@@ -207,3 +207,6 @@ impl Driver for Shm {
         self.look(timeout);
     }
 }
+
+#[cfg(test)]
+mod tests;

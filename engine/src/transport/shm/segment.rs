@@ -7,6 +7,7 @@
 use crate::limits::{ALIGNMENT, HEADER_BYTES, PART_BYTES_MAX};
 use crate::ring::cursor::{self, ConsumerCursor, CursorBlock, ProducerCursor};
 use crate::ring::sync::{AtomicU32, Ordering};
+use crate::transport::Cause;
 use crate::wire::RawHeader;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use std::io;
@@ -18,6 +19,8 @@ pub(super) const DESCRIPTORS: u32 = 256;
 /// Most bytes of slots in one direction.
 const AREA_BYTES_MAX: usize = 1 << 30;
 const PAGE_BYTES: usize = 4096;
+/// What a peer that breaks the rules of the shared memory is closed with.
+pub(super) const BROKEN: Cause = Cause::Os(libc::EPROTO);
 const FLAG_FIRST: u32 = 1;
 const FLAG_ARENA: u32 = 2;
 
@@ -67,8 +70,9 @@ impl Layout {
             _ => Err(io::Error::new(
                 io::ErrorKind::InvalidInput,
                 format!(
-                    "a shared-memory lane cannot have {slots} slots of {slot_bytes} bytes: give at least 2 of a \
-                     multiple of {PAGE_BYTES} up to {PART_BYTES_MAX} bytes, together at most {AREA_BYTES_MAX}"
+                    "a shared-memory lane cannot have {slots} slots of {slot_bytes} bytes: give at \
+                     least 2 of a multiple of {PAGE_BYTES} up to {PART_BYTES_MAX} bytes, together at \
+                     most {AREA_BYTES_MAX}"
                 ),
             )),
         }
@@ -124,6 +128,19 @@ pub(super) struct Extent {
     pub(super) in_arena: bool,
     pub(super) offset: usize,
     pub(super) length: usize,
+}
+
+impl Extent {
+    /// Whether it may be the next of a payload of which `left` bytes are missing. Only the last
+    /// one may be odd.
+    pub(super) fn check(&self, left: usize) -> Result<(), Cause> {
+        let is_last = self.length == left;
+        let is_inner = self.length > 0
+            && self.length < left
+            && self.length.is_multiple_of(ALIGNMENT)
+            && !self.in_arena;
+        if left <= PART_BYTES_MAX && (is_last || is_inner) { Ok(()) } else { Err(BROKEN) }
+    }
 }
 
 /// Mapped memory. Unmapped when dropped.
@@ -201,6 +218,14 @@ impl Segment {
         // SAFETY: as above.
         let consumer = unsafe { cursor::consumer(block(1 - self.end), DESCRIPTORS) };
         (producer, consumer)
+    }
+
+    /// All words outside the slots, for tests that spoil them.
+    #[cfg(test)]
+    pub(super) fn words(&self) -> &[AtomicU32] {
+        let at = self.memory.at(0, Layout::AREAS_AT).cast::<AtomicU32>();
+        // SAFETY: in the mapping, aligned to a page, and reached as atomics by everybody.
+        unsafe { std::slice::from_raw_parts(at, Layout::AREAS_AT / size_of::<AtomicU32>()) }
     }
 
     fn end_block(&self, end: usize) -> &EndBlock {

@@ -153,7 +153,8 @@ fn map_sealed(file: &OwnedFd, bytes: u64, write: bool) -> io::Result<Mapping> {
     let seals = rustix::fs::fcntl_get_seals(file)?;
     if found != bytes || bytes == 0 || !seals.contains(SEALS) {
         return Err(invalid(format!(
-            "the peer's memory has {found} bytes and seals {seals:?}, not {bytes} bytes and {SEALS:?}"
+            "the peer's memory has {found} bytes and seals {seals:?}, not {bytes} bytes and \
+             {SEALS:?}"
         )));
     }
     Mapping::new(file.as_fd(), usize::try_from(bytes).map_err(io::Error::other)?, write)
@@ -184,7 +185,7 @@ fn wait(stream: &UnixStream, flags: PollFlags, deadline: Instant) -> io::Result<
     }
 }
 
-fn send(
+pub(super) fn send(
     stream: &UnixStream,
     numbers: [u64; 2],
     files: &[BorrowedFd<'_>],
@@ -211,7 +212,10 @@ fn send(
     Ok(())
 }
 
-fn receive(stream: &UnixStream, deadline: Instant) -> io::Result<([u64; 2], Vec<OwnedFd>)> {
+pub(super) fn receive(
+    stream: &UnixStream,
+    deadline: Instant,
+) -> io::Result<([u64; 2], Vec<OwnedFd>)> {
     let mut message = [0; MESSAGE_BYTES];
     let mut files = Vec::new();
     let mut received = 0;
