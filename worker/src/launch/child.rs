@@ -10,7 +10,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SendFlags, SocketFlags, SocketType, send, socketpair};
 use rustix::process::{Pid, Signal, WaitOptions, getpid, getppid, waitpid};
 use rustix::thread::{CpuSet, sched_setaffinity};
-use std::io;
+use std::io::{self, IsTerminal};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
@@ -114,7 +114,9 @@ pub(super) fn spawn(process: &Process, output: Output, guardian: &Guardian) -> i
         Output::Piped => Stdio::piped(),
         Output::Inherited => Stdio::inherit(),
     };
-    command.stdin(if process.reads_input { Stdio::inherit() } else { Stdio::null() });
+    // A process of another group than the terminal's is stopped when it reads from it.
+    let input = process.reads_input && !io::stdin().is_terminal();
+    command.stdin(if input { Stdio::inherit() } else { Stdio::null() });
     command.stdout(stdio()).stderr(stdio());
     let launcher = getpid();
     let line = Arc::clone(&guardian.line);

@@ -52,6 +52,9 @@ pub(super) fn plan(loaded: &Loaded, programs: &Programs) -> Result<Plan, LaunchE
     }
     let mut held = Vec::new();
     let mut notes = Vec::new();
+    if DECIDED.iter().any(|name| matches!(loaded.origin(name), Origin::Variable(_))) {
+        notes.push("the DMLC_* variables here describe another job and are replaced".to_owned());
+    }
     let mut shared = shared_environment(loaded, workers, servers);
     if servers > 0 {
         let (port, socket) = reserve_port()?;

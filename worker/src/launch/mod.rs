@@ -9,6 +9,7 @@
 use crate::launch::plan::Plan;
 use bps_engine::config::{Program, open};
 use std::ffi::OsString;
+use std::io::Write;
 
 mod by_variables;
 mod child;
@@ -55,7 +56,12 @@ pub fn cli(arguments: impl IntoIterator<Item = OsString>, programs: Programs) ->
     };
     let result = Plan::new(&loaded, &programs).and_then(supervise::run);
     result.unwrap_or_else(|error| {
-        eprintln!("bpslaunch: error: {error}");
+        say(&format!("error: {error}"));
         error.code()
     })
+}
+
+/// One line from the launcher itself. That nobody may read it is no reason to stop.
+fn say(text: &str) {
+    let _ = writeln!(std::io::stderr(), "bpslaunch: {text}");
 }

@@ -5,6 +5,7 @@
 
 use super::child::{Guardian, Output, spawn};
 use super::plan::{Kind, LaunchError, Plan};
+use super::say;
 use super::signals::{self, Signals};
 use super::streams::Streams;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -78,11 +79,6 @@ pub(super) fn run(plan: Plan) -> Result<i32, LaunchError> {
     }
     supervisor.finish(guardian, &mut streams);
     started.map(|()| supervisor.code.unwrap_or(0))
-}
-
-/// One line from the launcher itself.
-fn say(text: &str) {
-    eprintln!("bpslaunch: {text}");
 }
 
 impl Supervisor {

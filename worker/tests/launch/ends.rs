@@ -140,6 +140,7 @@ fn nothing_outlives_a_launcher_that_is_killed_with_its_guardian() {
     let killed = std::process::Command::new("kill").args(["-KILL", &guardian]).status();
     assert!(killed.unwrap().success());
     launcher.signal("-KILL");
+    launcher.finish();
     all_gone(&processes);
 }
 
@@ -147,7 +148,8 @@ fn nothing_outlives_a_launcher_that_is_killed_with_its_guardian() {
 fn the_job_ends_when_nobody_reads_its_output() {
     let stage = Stage::new(ENDS, ENDS);
     let worker = "echo \"process $$\" >&2; while :; do echo x; sleep 0.02; done";
-    let script = "./bpslaunch --local 2 --grace 0.3 sh -c \"$1\" | head -n 1; echo over >&2";
+    let script = "./bpslaunch --local 2 --grace 0.3 sh -c \"$1\" | head -n 1; echo over >&2
+        { ./bpslaunch --local 2 sh -c \"$1\" 2>&1 >&3 | :; } 3>/dev/null";
     let output = std::process::Command::new("sh")
         .args(["-c", script, "sh", worker])
         .current_dir(stage.path())

@@ -62,6 +62,15 @@ fn a_key_of_the_user_is_kept() {
 }
 
 #[test]
+fn local_mode_replaces_another_job_and_says_so() {
+    let stage = Stage::new(ENDS, ENDS);
+    let tell = "echo $DMLC_NUM_WORKER $DMLC_PS_ROOT_URI";
+    let (_, lines) = stage.start(&["--local", "1", "sh", "-c", tell], WORKER).finish();
+    has(&lines, "[rank 0] 1 127.0.0.1");
+    mentions(&lines, "describe another job");
+}
+
+#[test]
 fn output_passes_untouched_without_prefix() {
     let stage = Stage::new(ENDS, ENDS);
     let arguments = ["--local", "2", "--no-prefix", "sh", "-c", "echo plain"];
