@@ -1,6 +1,6 @@
 //! A real job inside one process: scheduler, servers and workers as threads, over loopback or shared memory.
 
-use bps_engine::config::{Config, Role, TcpDriver, TransportChoice};
+use bps_engine::config::{Config, Idle, Role, TcpDriver, TransportChoice};
 use bps_worker::{Error, Worker};
 use std::net::TcpListener;
 use std::thread::JoinHandle;
@@ -23,6 +23,8 @@ pub struct JobShape {
     pub partition_bytes: u32,
     /// CRC-32C over payloads.
     pub payload_checksum: bool,
+    /// What polling threads do when there is nothing to do.
+    pub idle: Idle,
 }
 
 impl Default for JobShape {
@@ -35,6 +37,7 @@ impl Default for JobShape {
             driver: TcpDriver::Auto,
             partition_bytes: 1 << 20,
             payload_checksum: false,
+            idle: Idle::Adaptive,
         }
     }
 }
@@ -64,6 +67,7 @@ pub fn config(shape: &JobShape, port: u16, role: Role, worker: u32) -> Config {
         transport: shape.transport,
         tcp_driver: shape.driver,
         payload_checksum: shape.payload_checksum,
+        idle: shape.idle,
         force_distributed: true,
         start_timeout: Duration::from_secs(30),
         log_level: bps_engine::config::LogLevel::Warning,

@@ -1,4 +1,6 @@
 //! What the whole-system tests share: the reference that sums are compared with.
 
+pub mod job;
 pub mod program;
 pub mod reference;
+pub mod sim;

@@ -88,6 +88,7 @@ fn every_type_and_operation_over_every_transport_and_shape() {
                 driver,
                 partition_bytes: 16 << 10,
                 payload_checksum: workers == 3,
+                ..JobShape::default()
             };
             job::run(shape, move |worker| {
                 let tensors = tensors(&[0, 1, 255, 4096, 20_011], workers);

@@ -1,0 +1,508 @@
+//! The nodes of a simulated job and the messages between them.
+
+use bps_engine::base::{CoreId, Rank};
+use bps_engine::lane::Endpoint;
+use bps_engine::mem::{Arena, Options};
+use bps_engine::proto::messages::{
+    Declaration, Node, NodeMessage, Planning, Register, Roster, SchedulerMessage,
+};
+use bps_engine::proto::scheduler::{NodeId, Output, Scheduler, SchedulerConfig};
+use bps_engine::ring::Mpsc;
+use bps_engine::trace::counters::Counters;
+use bps_engine::transport::sim::{Random, Sim, SimNetwork};
+use bps_engine::transport::{LaneId, Link, Transport, Waker};
+use bps_server::agent as server_agent;
+use bps_server::shard::{Command as ShardCommand, Report as ShardReport, Shard};
+use bps_worker::Error;
+use bps_worker::agent as worker_agent;
+use bps_worker::nic::{Command as NicCommand, Nic, NicConfig, NicStatistics, Report as NicReport};
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// How large a job is, and how its tensors are cut.
+#[derive(Clone, Debug)]
+pub struct Shape {
+    /// Ranks.
+    pub workers: u32,
+    /// Servers.
+    pub servers: u32,
+    /// Cores of each server.
+    pub cores: u32,
+    /// Largest part.
+    pub planning: Planning,
+    /// Bytes in flight on a lane.
+    pub credit_bytes: usize,
+    /// CRC-32C over payloads.
+    pub payload_checksum: bool,
+}
+
+/// A message on its way between a node and the scheduler.
+enum Letter {
+    Up(NodeId, NodeMessage),
+    Down(NodeId, SchedulerMessage),
+    Gone(NodeId),
+}
+
+/// One rank.
+pub struct SimWorker {
+    node: NodeId,
+    /// Its place in the job, once it has formed.
+    pub roster: Option<Roster>,
+    agent: Option<worker_agent::Agent>,
+    nic: Option<Nic>,
+    commands: Mpsc<NicCommand>,
+    reports: Mpsc<NicReport>,
+    /// Answered declares.
+    pub declared: HashMap<u64, Result<Vec<u32>, Error>>,
+    /// Passed barriers.
+    pub barriers: Vec<u64>,
+    /// Why its job is over.
+    pub over: Option<Error>,
+    lost_at: Option<Duration>,
+    alive: bool,
+    connections: Vec<usize>,
+}
+
+struct SimServer {
+    node: NodeId,
+    agent: server_agent::Agent,
+    shards: Vec<(Shard, Mpsc<ShardCommand>)>,
+    reports: Mpsc<(u32, ShardReport)>,
+    over: bool,
+}
+
+/// See the [module](super).
+pub struct Cluster {
+    network: SimNetwork,
+    random: Random,
+    shape: Shape,
+    scheduler: Scheduler,
+    /// The ranks.
+    pub workers: Vec<SimWorker>,
+    servers: Vec<SimServer>,
+    /// By time of arrival, then by order of sending.
+    letters: BTreeMap<(Duration, u64), Letter>,
+    sequence: u64,
+    /// When the last letter on each connection and direction arrives: letters keep their order.
+    last_arrival: HashMap<(u64, bool), Duration>,
+    next_tick: Duration,
+    /// The scheduler's verdict.
+    pub done: bool,
+}
+
+/// A node whose lane was lost waits this long for the scheduler to say why.
+const VERDICT: Duration = Duration::from_secs(2);
+/// How often nodes look around and send heartbeats.
+const TICK: Duration = Duration::from_millis(500);
+
+impl Cluster {
+    /// A job whose nodes have just connected.
+    #[must_use]
+    pub fn new(seed: u64, shape: Shape) -> Cluster {
+        let network = SimNetwork::new(seed);
+        let config = SchedulerConfig {
+            num_workers: shape.workers,
+            num_servers: shape.servers,
+            release: "sim".into(),
+            start_timeout: Duration::from_secs(30),
+            heartbeat_timeout: Duration::from_secs(4),
+            stall_report: Duration::from_secs(3),
+            stall_timeout: Duration::from_secs(60),
+            placement: shape.planning.placement,
+            built_in_coefficient: shape.planning.built_in_coefficient,
+        };
+        let mut cluster = Cluster {
+            network,
+            random: Random::new(seed ^ 0x5bd1_e995),
+            scheduler: Scheduler::new(config, Duration::ZERO),
+            workers: Vec::new(),
+            servers: Vec::new(),
+            letters: BTreeMap::new(),
+            sequence: 0,
+            last_arrival: HashMap::new(),
+            next_tick: Duration::ZERO,
+            done: false,
+            shape,
+        };
+        for index in 0..cluster.shape.servers {
+            cluster.add_server(index);
+        }
+        for index in 0..cluster.shape.workers {
+            cluster.add_worker(index);
+        }
+        cluster
+    }
+
+    fn register(&self, node: Node, host: String) -> NodeMessage {
+        NodeMessage::Register(Register {
+            node,
+            host: host.clone(),
+            host_id: host,
+            pid: 1,
+            release: "sim".into(),
+            num_workers: self.shape.workers,
+            num_servers: self.shape.servers,
+        })
+    }
+
+    fn add_server(&mut self, index: u32) {
+        let node = NodeId(u64::from(index));
+        let reports: Mpsc<(u32, ShardReport)> = Mpsc::new(4096);
+        let shards = (0..self.shape.cores).map(|core| self.shard(core, &reports)).collect();
+        let agent = server_agent::Agent::new(self.shape.cores);
+        self.servers.push(SimServer { node, agent, shards, reports, over: false });
+        self.scheduler.handle_connected(node, self.network.now());
+        let port = u16::try_from(index * 100 + 1).expect("few servers");
+        let cores = (0..self.shape.cores)
+            .map(|core| ([127, 0, 0, 1], port + u16::try_from(core).expect("few cores")).into());
+        let cores = cores.collect();
+        let role = Node::Server { cores, shm: None, colocated: false, preferred: Some(index) };
+        let message = self.register(role, format!("server-host-{index}"));
+        self.mail(Letter::Up(node, message));
+    }
+
+    fn shard(&self, core: u32, reports: &Mpsc<(u32, ShardReport)>) -> (Shard, Mpsc<ShardCommand>) {
+        let waker = Waker::new().expect("an eventfd");
+        let commands = Mpsc::new(4096);
+        let sim = Transport::Sim(Sim::new(self.network.clone()));
+        let options = Options { name: "sim".into(), numa_node: None, shared: false };
+        let shard = Shard::new(
+            core,
+            Endpoint::new(vec![sim], waker.clone()),
+            Arena::reserve(64 << 20, &options).expect("address space"),
+            commands.clone(),
+            reports.clone(),
+            waker,
+            Arc::new(Counters::default()),
+            Duration::from_secs(3),
+        );
+        (shard, commands)
+    }
+
+    fn add_worker(&mut self, index: u32) {
+        let node = NodeId(1000 + u64::from(index));
+        self.workers.push(SimWorker {
+            node,
+            roster: None,
+            agent: None,
+            nic: None,
+            commands: Mpsc::new(4096),
+            reports: Mpsc::new(256),
+            declared: HashMap::new(),
+            barriers: Vec::new(),
+            over: None,
+            lost_at: None,
+            alive: true,
+            connections: Vec::new(),
+        });
+        self.scheduler.handle_connected(node, self.network.now());
+        let role = Node::Worker {
+            worker_id: index,
+            local_rank: 0,
+            local_size: 1,
+            global_rank: None,
+            planning: self.shape.planning.clone(),
+        };
+        let message = self.register(role, format!("worker-host-{index}"));
+        self.mail(Letter::Up(node, message));
+    }
+
+    /// Sends a letter: it arrives after a random while, but not before earlier ones of its connection and direction.
+    fn mail(&mut self, letter: Letter) {
+        let key = match &letter {
+            Letter::Up(node, _) | Letter::Gone(node) => (node.0, true),
+            Letter::Down(node, _) => (node.0, false),
+        };
+        let delay = Duration::from_micros(10 + self.random.below(2000));
+        let last = self.last_arrival.entry(key).or_default();
+        *last = (*last).max(self.network.now() + delay);
+        self.sequence += 1;
+        self.letters.insert((*last, self.sequence), letter);
+    }
+
+    /// The virtual time.
+    #[must_use]
+    pub fn now(&self) -> Duration {
+        self.network.now()
+    }
+
+    /// Lets everything happen that happens at this moment, then moves the time on.
+    pub fn turn(&mut self) {
+        let mut progress = false;
+        let now = self.now();
+        while let Some(entry) = self.letters.first_entry().filter(|entry| entry.key().0 <= now) {
+            let letter = entry.remove();
+            self.deliver(letter);
+            progress = true;
+        }
+        if now >= self.next_tick {
+            self.next_tick = now + TICK;
+            self.tick();
+        }
+        self.scheduler_output();
+        let nodes = self.workers.len() + self.servers.len();
+        let first = self.random.index(nodes);
+        for offset in 0..nodes {
+            let node = (first + offset) % nodes;
+            progress |= match node.checked_sub(self.workers.len()) {
+                None => self.step_worker(node),
+                Some(server) => self.step_server(server),
+            };
+        }
+        if !progress {
+            self.pass_time();
+        }
+    }
+
+    /// Nothing is left to do at this moment: on to the next letter, tick or delivery.
+    fn pass_time(&mut self) {
+        let now = self.now();
+        let letter = self.letters.keys().next().map(|&(at, _)| at);
+        let next = letter.unwrap_or(self.next_tick).min(self.next_tick);
+        self.network.advance_within(next.saturating_sub(now).max(Duration::from_nanos(1)));
+    }
+
+    fn deliver(&mut self, letter: Letter) {
+        let now = self.now();
+        match letter {
+            Letter::Up(node, message) => self.scheduler.handle_message(node, message, now),
+            Letter::Gone(node) => self.scheduler.handle_closed(node, "connection closed", now),
+            Letter::Down(node, message) => {
+                if let Some(index) = self.workers.iter().position(|worker| worker.node == node) {
+                    self.worker_message(index, message);
+                } else if let Some(index) = self.servers.iter().position(|one| one.node == node) {
+                    let mut effects = Vec::new();
+                    self.servers[index].agent.handle(message, &mut effects);
+                    self.server_effects(index, effects);
+                }
+            }
+        }
+    }
+
+    fn scheduler_output(&mut self) {
+        while let Some(output) = self.scheduler.poll_output() {
+            match output {
+                Output::Send(node, message) => self.mail(Letter::Down(node, message)),
+                Output::Close(_) | Output::Log(_) => {}
+                Output::Done(_) => self.done = true,
+            }
+        }
+    }
+
+    fn tick(&mut self) {
+        let now = self.now();
+        self.scheduler.handle_tick(now);
+        for index in 0..self.workers.len() {
+            if self.workers[index].alive {
+                let node = self.workers[index].node;
+                self.mail(Letter::Up(node, NodeMessage::Heartbeat { rounds: 0 }));
+            }
+            self.look_for_lost(index, now);
+        }
+        for index in 0..self.servers.len() {
+            if !self.servers[index].over {
+                let node = self.servers[index].node;
+                self.mail(Letter::Up(node, NodeMessage::Heartbeat { rounds: 0 }));
+            }
+        }
+    }
+
+    fn look_for_lost(&mut self, index: usize, now: Duration) {
+        let worker = &mut self.workers[index];
+        let Some(agent) = &mut worker.agent else { return };
+        if worker.alive && agent.has_lost() {
+            let since = *worker.lost_at.get_or_insert(now);
+            if now - since > VERDICT {
+                let mut effects = Vec::new();
+                agent.give_up(&mut effects);
+                self.worker_effects(index, effects);
+            }
+        }
+    }
+
+    fn worker_message(&mut self, index: usize, message: SchedulerMessage) {
+        if !self.workers[index].alive {
+            return;
+        }
+        if let SchedulerMessage::Roster(roster) = message {
+            return self.form(index, roster);
+        }
+        let mut effects = Vec::new();
+        match &mut self.workers[index].agent {
+            Some(agent) => agent.handle(message, &mut effects),
+            None => {
+                if let SchedulerMessage::Over { reason } = message {
+                    self.workers[index].over = Some(Error::Start(format!("{reason:?}")));
+                }
+            }
+        }
+        self.worker_effects(index, effects);
+    }
+
+    /// A worker has its roster: its NIC loop and lanes are made.
+    fn form(&mut self, index: usize, roster: Roster) {
+        let rank = Rank(roster.index);
+        let config = NicConfig {
+            rank,
+            size: roster.size,
+            epoch: roster.epoch,
+            credit_bytes: self.shape.credit_bytes,
+            payload_checksum: self.shape.payload_checksum,
+        };
+        let waker = Waker::new().expect("an eventfd");
+        let sim = Transport::Sim(Sim::new(self.network.clone()));
+        let worker = &mut self.workers[index];
+        let mut nic = Nic::new(
+            Endpoint::new(vec![sim], waker.clone()),
+            config,
+            worker.commands.clone(),
+            worker.reports.clone(),
+            waker,
+            Arc::new(NicStatistics::default()),
+        );
+        let mut lanes: HashMap<CoreId, LaneId> = HashMap::new();
+        for (server, at) in (0u32..).zip(&self.servers) {
+            for (core, (_, commands)) in (0u32..).zip(&at.shards) {
+                let (mine, theirs) = self.network.link();
+                worker.connections.push(mine.connection());
+                let lane = nic.attach(server, Link::Sim(mine)).expect("a simulated lane");
+                lanes.insert(CoreId { server, core }, lane);
+                let link = Link::Sim(theirs);
+                let attach = ShardCommand::Attach { link, rank, epoch: roster.epoch };
+                assert!(commands.push(attach).is_ok(), "a shard's queue is full");
+            }
+        }
+        worker.nic = Some(nic);
+        worker.agent = Some(worker_agent::Agent::new(roster.clone(), lanes));
+        worker.roster = Some(roster);
+    }
+
+    fn step_worker(&mut self, index: usize) -> bool {
+        let worker = &mut self.workers[index];
+        if !worker.alive {
+            return false;
+        }
+        let Some(nic) = &mut worker.nic else { return false };
+        let mut progress = nic.step();
+        let mut effects = Vec::new();
+        while let Some(report) = worker.reports.pop() {
+            progress = true;
+            if let Some(agent) = &mut worker.agent {
+                agent.handle_report(report, &mut effects);
+            }
+        }
+        self.worker_effects(index, effects);
+        progress
+    }
+
+    fn worker_effects(&mut self, index: usize, effects: Vec<worker_agent::Effect>) {
+        for effect in effects {
+            let worker = &mut self.workers[index];
+            match effect {
+                worker_agent::Effect::Nic(command) => worker.push(command),
+                worker_agent::Effect::Send(message) => {
+                    let node = worker.node;
+                    self.mail(Letter::Up(node, message));
+                }
+                worker_agent::Effect::Declared { request, result } => {
+                    worker.declared.insert(request, result);
+                }
+                worker_agent::Effect::BarrierDone { request } => worker.barriers.push(request),
+                worker_agent::Effect::Warn(_) => {}
+                worker_agent::Effect::Over(error) => {
+                    worker.push(NicCommand::Fail { error: error.clone() });
+                    worker.over = Some(error);
+                }
+            }
+        }
+    }
+
+    fn step_server(&mut self, index: usize) -> bool {
+        let now = self.now();
+        let server = &mut self.servers[index];
+        let mut progress = false;
+        for (shard, _) in &mut server.shards {
+            progress |= shard.step(now);
+        }
+        let mut effects = Vec::new();
+        while let Some((core, report)) = server.reports.pop() {
+            progress = true;
+            server.agent.handle_report(core, report, &mut effects);
+        }
+        self.server_effects(index, effects);
+        progress
+    }
+
+    fn server_effects(&mut self, index: usize, effects: Vec<server_agent::Effect>) {
+        for effect in effects {
+            let server = &mut self.servers[index];
+            match effect {
+                server_agent::Effect::Shard(core, command) => {
+                    let pushed = server.shards[core as usize].1.push(command);
+                    assert!(pushed.is_ok(), "a shard's queue is full");
+                }
+                server_agent::Effect::Send(message) => {
+                    let node = server.node;
+                    self.mail(Letter::Up(node, message));
+                }
+                server_agent::Effect::Info(_) | server_agent::Effect::Warn(_) => {}
+                server_agent::Effect::Over(_) => server.over = true,
+            }
+        }
+    }
+
+    /// A rank declares tensors; the number is a key of [`SimWorker::declared`].
+    pub fn declare(&mut self, index: usize, tensors: Vec<Declaration>) -> Option<u64> {
+        let worker = &mut self.workers[index];
+        let (request, message) = worker.agent.as_mut()?.declare(tensors);
+        let node = worker.node;
+        self.mail(Letter::Up(node, message));
+        Some(request)
+    }
+
+    /// A process dies: its lanes and its connection close without a word.
+    pub fn kill_worker(&mut self, index: usize) {
+        let worker = &mut self.workers[index];
+        worker.alive = false;
+        worker.nic = None;
+        let node = worker.node;
+        self.mail(Letter::Gone(node));
+    }
+
+    /// One lane of a rank breaks.
+    pub fn cut_lane(&mut self, index: usize) {
+        let connections = &self.workers[index].connections;
+        if !connections.is_empty() {
+            let which = self.random.index(connections.len());
+            self.network.cut(self.workers[index].connections[which]);
+        }
+    }
+
+    /// A rank leaves in good order.
+    pub fn leave(&mut self, index: usize) {
+        let worker = &mut self.workers[index];
+        worker.push(NicCommand::Leave);
+        let node = worker.node;
+        self.mail(Letter::Up(node, NodeMessage::Leave { suspend: false }));
+    }
+}
+
+impl SimWorker {
+    /// A command to its NIC loop.
+    pub fn push(&self, command: NicCommand) {
+        assert!(self.commands.push(command).is_ok(), "the NIC's queue is full");
+    }
+
+    /// Whether it has not been killed.
+    #[must_use]
+    pub fn alive(&self) -> bool {
+        self.alive
+    }
+
+    /// Whether its NIC loop has ended.
+    #[must_use]
+    pub fn ended(&self) -> bool {
+        self.nic.as_ref().is_none_or(Nic::ended)
+    }
+}

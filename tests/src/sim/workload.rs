@@ -1,0 +1,339 @@
+//! What a simulated job does: random tensors, pushed in random order with random priorities, checked bit for bit.
+
+use super::cluster::{Cluster, Shape};
+use crate::reference;
+use bps_engine::base::{DType, Operation, Placement, Rank};
+use bps_engine::proto::messages::{Declaration, Planning};
+use bps_engine::transport::sim::Random;
+use bps_worker::nic::{Command, Memory};
+use bps_worker::task::Task;
+use bps_worker::{Error, Handle};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// What goes wrong in a run.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Fault {
+    /// Nothing.
+    None,
+    /// A rank dies at some moment.
+    Kill,
+    /// A lane breaks at some moment.
+    Cut,
+    /// One rank declares one tensor differently.
+    Mismatch,
+}
+
+/// What was seen.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
+pub struct Outcome {
+    /// Results that were compared with the reference.
+    pub checked: u64,
+    /// Push_pulls that ended with an error.
+    pub failed: u64,
+    /// Virtual time, nanoseconds.
+    pub nanoseconds: u128,
+}
+
+/// Virtual time after which a run counts as hung.
+const DEADLINE: Duration = Duration::from_secs(120);
+/// Turns after which a run counts as hung.
+const TURNS_MAX: u64 = 5_000_000;
+
+struct Tensor {
+    declaration: Declaration,
+    rounds: u64,
+}
+
+/// One push_pull that was started.
+struct Flight {
+    handle: Handle,
+    tensor: usize,
+    round: u64,
+    /// The source, kept until the end; empty if it is the target.
+    _source: Vec<u8>,
+    target: Vec<u8>,
+}
+
+/// What one rank still has to do.
+#[derive(Default)]
+struct Script {
+    request: Option<u64>,
+    ids: Vec<u32>,
+    /// Pushes to come: tensor indices, in this rank's own order.
+    todo: Vec<usize>,
+    pushed: Vec<u64>,
+    flights: Vec<Flight>,
+    left: bool,
+}
+
+fn shape(random: &mut Random) -> Shape {
+    let placements = [
+        Placement::Balanced,
+        Placement::Balanced,
+        Placement::Naive,
+        Placement::BuiltIn,
+        Placement::Djb2,
+        Placement::Sdbm,
+    ];
+    let planning = Planning {
+        partition_bytes: 4096 << random.below(4),
+        placement: placements[random.index(placements.len())],
+        mixed_bound: 101,
+        built_in_coefficient: 1,
+    };
+    let number = |random: &mut Random, most| 1 + u32::try_from(random.below(most)).unwrap_or(0);
+    Shape {
+        workers: number(random, 4),
+        servers: number(random, 3),
+        cores: number(random, 2),
+        credit_bytes: planning.partition_bytes as usize * (1 + random.index(4)),
+        payload_checksum: random.once_in(3),
+        planning,
+    }
+}
+
+fn tensors(random: &mut Random, workers: u32) -> Vec<Tensor> {
+    let number = 1 + random.index(8);
+    let one = |index: usize| {
+        let dtype = DType::ALL[random.index(DType::ALL.len())];
+        let operation = match random.below(3) {
+            0 => Operation::Sum,
+            1 => Operation::Average,
+            _ => Operation::Broadcast(Rank(
+                u32::try_from(random.below(u64::from(workers))).unwrap_or(0),
+            )),
+        };
+        let count = match random.below(6) {
+            0 => 0,
+            1 => 1,
+            2 => 255,
+            3 => random.below(5000),
+            4 => random.below(20_000),
+            _ => 1024 << random.below(5),
+        };
+        let name = format!("tensor.{index}");
+        let rounds = 1 + random.below(3);
+        Tensor { declaration: Declaration { name, dtype, count, operation }, rounds }
+    };
+    (0..number).map(one).collect()
+}
+
+fn shuffle<T>(random: &mut Random, items: &mut [T]) {
+    for index in (1..items.len()).rev() {
+        items.swap(index, random.index(index + 1));
+    }
+}
+
+/// Runs one seed.
+///
+/// # Panics
+/// When a result is wrong, two ranks differ, somebody hangs, or a fault is not reported as one.
+#[must_use]
+pub fn run(seed: u64, fault: Fault) -> Outcome {
+    let mut random = Random::new(seed);
+    let shape = shape(&mut random);
+    let workers = shape.workers;
+    let tensors = tensors(&mut random, workers);
+    let mut cluster = Cluster::new(seed, shape);
+    let mut ranks: Vec<Script> = (0..workers).map(|_| Script::default()).collect();
+    for rank in &mut ranks {
+        for (index, tensor) in tensors.iter().enumerate() {
+            rank.todo.extend((0..tensor.rounds).map(|_| index));
+        }
+        shuffle(&mut random, &mut rank.todo);
+        rank.pushed = vec![0; tensors.len()];
+    }
+    let mut fault_at = Duration::from_micros(5_000 + random.below(20_000));
+    let mut struck = false;
+    let mut outcome = Outcome::default();
+    for turn in 0.. {
+        assert!(
+            turn < TURNS_MAX && cluster.now() < DEADLINE,
+            "seed {seed} ({fault:?}): hung; {}",
+            describe(&cluster, &ranks)
+        );
+        cluster.turn();
+        if !struck && cluster.now() >= fault_at && matches!(fault, Fault::Kill | Fault::Cut) {
+            let victim = random.index(workers as usize);
+            let in_time = cluster.workers[victim].roster.is_some() && !ranks[victim].left;
+            if in_time && fault == Fault::Kill {
+                cluster.kill_worker(victim);
+            } else if in_time {
+                cluster.cut_lane(victim);
+            }
+            struck = in_time;
+            fault_at += Duration::from_millis(1);
+        }
+        let mut all = true;
+        for (index, rank) in ranks.iter_mut().enumerate() {
+            drive(&mut cluster, rank, index, &tensors, &mut random, fault);
+            check(&cluster, rank, index, &tensors, seed, &mut outcome);
+            all &= is_finished(&cluster, rank, index);
+        }
+        if all {
+            break;
+        }
+    }
+    if fault == Fault::None {
+        let expected: u64 = tensors.iter().map(|tensor| tensor.rounds).sum();
+        assert_eq!(outcome.failed, 0, "seed {seed}: a push_pull failed without a fault");
+        assert_eq!(outcome.checked, expected * u64::from(workers), "seed {seed}");
+    }
+    outcome.nanoseconds = cluster.now().as_nanos();
+    outcome
+}
+
+fn describe(cluster: &Cluster, ranks: &[Script]) -> String {
+    let mut text = format!("at {:?}", cluster.now());
+    for (index, rank) in ranks.iter().enumerate() {
+        let worker = &cluster.workers[index];
+        let line = format!(
+            "; rank {index}: joined {}, ids {}, to do {}, in flight {}, over {:?}, ended {}",
+            worker.roster.is_some(),
+            rank.ids.len(),
+            rank.todo.len(),
+            rank.flights.len(),
+            worker.over,
+            worker.ended(),
+        );
+        text.push_str(&line);
+    }
+    text
+}
+
+/// Lets a rank do the next thing on its list, at a random moment.
+fn drive(
+    cluster: &mut Cluster,
+    rank: &mut Script,
+    index: usize,
+    tensors: &[Tensor],
+    random: &mut Random,
+    fault: Fault,
+) {
+    let worker = &cluster.workers[index];
+    if !worker.alive() || worker.roster.is_none() || worker.over.is_some() || rank.left {
+        return;
+    }
+    let number = worker.roster.as_ref().map_or(0, |roster| roster.index);
+    let Some(request) = rank.request else {
+        // All ranks declare all tensors, each in an order of its own.
+        let mut order: Vec<usize> = (0..tensors.len()).collect();
+        shuffle(random, &mut order);
+        let declare = |&at: &usize| {
+            let mut declaration = tensors[at].declaration.clone();
+            if fault == Fault::Mismatch && at == 0 && number == 1 {
+                declaration.count += 1;
+            }
+            declaration
+        };
+        rank.ids = order.iter().map(|&at| u32::try_from(at).unwrap_or(0)).collect();
+        rank.request = cluster.declare(index, order.iter().map(declare).collect());
+        return;
+    };
+    let Some(answer) = worker.declared.get(&request) else { return };
+    let Ok(ids) = answer else {
+        // A mismatch: this rank's user gives up.
+        rank.todo.clear();
+        if rank.flights.is_empty() {
+            rank.left = true;
+            cluster.leave(index);
+        }
+        return;
+    };
+    if random.once_in(3) {
+        return;
+    }
+    let Some(tensor) = rank.todo.pop() else {
+        if rank.flights.is_empty() {
+            rank.left = true;
+            cluster.leave(index);
+        }
+        return;
+    };
+    let place = rank.ids.iter().position(|&at| at as usize == tensor);
+    let id = ids[place.expect("every tensor was declared")];
+    rank.pushed[tensor] += 1;
+    let round = rank.pushed[tensor];
+    let flight = push(worker, number, tensor, &tensors[tensor].declaration, round, id, random);
+    rank.flights.push(flight);
+}
+
+fn push(
+    worker: &super::cluster::SimWorker,
+    rank: u32,
+    tensor: usize,
+    declaration: &Declaration,
+    round: u64,
+    id: u32,
+    random: &mut Random,
+) -> Flight {
+    let count = usize::try_from(declaration.count).expect("small tensors");
+    let bytes = reference::contribution(declaration.dtype, tensor as u64, rank, round, count);
+    let is_root = declaration.operation == Operation::Broadcast(Rank(rank));
+    let in_place = is_root || random.once_in(2);
+    let (source, mut target) =
+        if in_place { (Vec::new(), bytes) } else { (bytes.clone(), vec![0xa5; bytes.len()]) };
+    let from = if in_place { target.as_ptr() } else { source.as_ptr() };
+    let task = Arc::new(Task::default());
+    let handle = Handle::of(&task);
+    worker.push(Command::Push {
+        tensor: id,
+        memory: Memory { source: from, target: target.as_mut_ptr() },
+        priority: i64::try_from(random.below(5)).unwrap_or(0) - 2,
+        task,
+    });
+    Flight { handle, tensor, round, _source: source, target }
+}
+
+/// Compares what has come back with the reference.
+fn check(
+    cluster: &Cluster,
+    rank: &mut Script,
+    index: usize,
+    tensors: &[Tensor],
+    seed: u64,
+    outcome: &mut Outcome,
+) {
+    let worker = &cluster.workers[index];
+    let Some(roster) = &worker.roster else { return };
+    rank.flights.retain(|flight| {
+        if !flight.handle.poll() {
+            return worker.alive();
+        }
+        match flight.handle.wait(Some(Duration::ZERO)) {
+            Ok(_) => {
+                let Declaration { dtype, count, operation, name } =
+                    &tensors[flight.tensor].declaration;
+                let count = usize::try_from(*count).expect("small tensors");
+                let tensor = flight.tensor as u64;
+                let expected =
+                    reference::result(*dtype, *operation, tensor, roster.size, flight.round, count);
+                assert!(
+                    flight.target == expected,
+                    "seed {seed}: {name} ({dtype} × {count}, {operation}), round {}: rank {} got other bytes",
+                    flight.round,
+                    roster.index
+                );
+                outcome.checked += 1;
+            }
+            Err(error) => {
+                assert!(
+                    !matches!(error, Error::Refused(_) | Error::Config(_)),
+                    "seed {seed}: unexpected error: {error}"
+                );
+                outcome.failed += 1;
+            }
+        }
+        false
+    });
+}
+
+fn is_finished(cluster: &Cluster, rank: &Script, index: usize) -> bool {
+    let worker = &cluster.workers[index];
+    if !worker.alive() {
+        return true;
+    }
+    let over = worker.over.is_some();
+    (rank.left || over) && rank.flights.is_empty() && worker.ended()
+}
