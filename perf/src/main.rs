@@ -15,8 +15,11 @@ type Outcome = Result<(), Box<dyn std::error::Error>>;
 
 /// Each command: its arguments, and what runs it.
 type Entry = (fn() -> Command, fn(&ArgMatches) -> Outcome);
-const COMMANDS: [Entry; 2] =
-    [(cmd::lane::command, cmd::lane::run), (cmd::sum::command, cmd::sum::run)];
+const COMMANDS: [Entry; 3] = [
+    (cmd::lane::command, cmd::lane::run),
+    (cmd::pushpull::command, cmd::pushpull::run),
+    (cmd::sum::command, cmd::sum::run),
+];
 
 fn main() -> ExitCode {
     let program = Command::new("bps-perf")

@@ -4,7 +4,7 @@
 //! Invariant: lane and bare loop are run in turn, so that whatever else the machine does meets both;
 //! processor time is that of both ends together, the kernel's part included; GB are 10^9 bytes.
 
-use crate::{Outcome, place};
+use crate::{Outcome, place, sample};
 use bps_engine::config::TcpDriver;
 use bps_engine::limits::{EVENTS_MAX, HEADER_BYTES, PART_BYTES_MAX};
 use bps_engine::transport::tcp::Tcp;
@@ -141,9 +141,9 @@ type Half = fn(Plan, TcpStream) -> io::Result<()>;
 
 /// One connection for bulk, one for ping-pong, two threads for each.
 fn round(plan: Plan, send: Half, receive: Half, ping: Half, pong: Half) -> io::Result<Round> {
-    let cpu = cpu_seconds();
+    let cpu = sample::cpu_seconds();
     let seconds = both(plan, send, receive)?;
-    let cpu_seconds = cpu_seconds() - cpu;
+    let cpu_seconds = sample::cpu_seconds() - cpu;
     #[allow(clippy::cast_precision_loss, reason = "counts far below 2^52")]
     let round_trip_us = both(plan, ping, pong)? * 1e6 / plan.round_trips as f64;
     Ok(Round { seconds, cpu_seconds, round_trip_us })
@@ -162,13 +162,6 @@ fn both(plan: Plan, one: Half, two: Half) -> io::Result<f64> {
         other.join().map_err(|_| io::Error::other("the receiving thread panicked"))?
     })?;
     Ok(start.elapsed().as_secs_f64())
-}
-
-fn cpu_seconds() -> f64 {
-    let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
-    #[allow(clippy::cast_precision_loss, reason = "seconds of a measurement")]
-    let seconds = time.tv_sec as f64 + time.tv_nsec as f64 / 1e9;
-    seconds
 }
 
 /// A transport with one lane, its buffers, and how it idles.

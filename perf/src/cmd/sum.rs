@@ -13,8 +13,6 @@ use std::hint::black_box;
 
 /// Bytes of `src` that a timed sample passes over, at least: long beside the clock's reading.
 const SAMPLE_BYTES: usize = 8 << 20;
-/// Largest size to measure.
-const SIZE_MAX: usize = 1 << 30;
 
 /// The arguments.
 pub fn command() -> Command {
@@ -35,7 +33,7 @@ pub fn command() -> Command {
                 .value_name("BYTES[,BYTES…]")
                 .help("Bytes of one contribution; K, M and G (or KiB, MiB, GiB) are powers of 1024")
                 .value_delimiter(',')
-                .value_parser(parse_size)
+                .value_parser(sample::parse_size)
                 .default_value("1M"),
         )
         .arg(
@@ -210,33 +208,9 @@ fn parse_isa(text: &str) -> Result<Isa, String> {
     })
 }
 
-fn parse_size(text: &str) -> Result<usize, String> {
-    let digits = text.trim_end_matches(|letter: char| letter.is_ascii_alphabetic());
-    let scale: usize = match &text[digits.len()..] {
-        "" | "B" => 1,
-        "K" | "KiB" => 1 << 10,
-        "M" | "MiB" => 1 << 20,
-        "G" | "GiB" => 1 << 30,
-        unit => return Err(format!("unknown unit {unit:?}: use K, M or G")),
-    };
-    let number: usize = digits.parse().map_err(|error| format!("{digits:?}: {error}"))?;
-    let size = number.checked_mul(scale).filter(|size| (1..=SIZE_MAX).contains(size));
-    size.ok_or_else(|| format!("from 1 byte to {SIZE_MAX}"))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn sizes_have_units() {
-        assert_eq!(parse_size("64K"), Ok(65_536));
-        assert_eq!(parse_size("1MiB"), Ok(1 << 20));
-        assert_eq!(parse_size("1000"), Ok(1000));
-        for wrong in ["", "0", "1T", "x", "-1", "9999999999G", "1.5M"] {
-            assert!(parse_size(wrong).is_err(), "{wrong}");
-        }
-    }
 
     #[test]
     fn every_type_is_measured() {

@@ -26,6 +26,8 @@ fn config() -> SchedulerConfig {
         heartbeat_timeout: Duration::from_secs(4),
         stall_report: Duration::from_secs(1),
         stall_timeout: Duration::from_secs(20),
+        placement: Placement::Balanced,
+        built_in_coefficient: 1,
     }
 }
 
