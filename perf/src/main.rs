@@ -15,9 +15,10 @@ type Outcome = Result<(), Box<dyn std::error::Error>>;
 
 /// Each command: its arguments, and what runs it.
 type Entry = (fn() -> Command, fn(&ArgMatches) -> Outcome);
-const COMMANDS: [Entry; 3] = [
+const COMMANDS: [Entry; 4] = [
     (cmd::lane::command, cmd::lane::run),
     (cmd::pushpull::command, cmd::pushpull::run),
+    (cmd::rings::command, cmd::rings::run),
     (cmd::sum::command, cmd::sum::run),
 ];
 

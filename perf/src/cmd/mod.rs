@@ -2,4 +2,5 @@
 
 pub mod lane;
 pub mod pushpull;
+pub mod rings;
 pub mod sum;
