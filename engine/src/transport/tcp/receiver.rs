@@ -232,8 +232,7 @@ impl Receiver {
     pub fn received(&mut self, count: usize) {
         let mut rest = count;
         match &mut self.state {
-            // A whole last piece may be with the caller while the header linked behind it comes in.
-            State::Header | State::Held { .. } => {}
+            State::Header => {}
             State::Into { to, left } => {
                 let here = rest.min(*left);
                 *to = to.wrapping_add(here);
@@ -245,7 +244,7 @@ impl Receiver {
                 *filled += here;
                 rest -= here;
             }
-            State::Standing => unreachable!("nothing was wanted"),
+            State::Standing | State::Held { .. } => unreachable!("nothing was wanted"),
         }
         self.end += rest;
         debug_assert!(self.end <= STAGING_BYTES);

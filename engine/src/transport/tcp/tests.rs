@@ -8,13 +8,14 @@ use std::net::{TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
 use std::time::Instant;
 
+mod churn;
 mod close;
 mod drivers;
 mod traffic;
 
 const DRIVERS: [TcpDriver; 2] = [TcpDriver::Uring, TcpDriver::Poll];
 /// No wait of a test is longer: what takes this long has failed.
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(40);
 
 fn transport(driver: TcpDriver, lanes_max: u32) -> Tcp {
     let waker = Waker::new().expect("an eventfd");

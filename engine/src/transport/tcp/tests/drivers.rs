@@ -10,6 +10,20 @@ fn each_driver_says_what_it_is() {
     assert_eq!(plain, "tcp: plain sockets, because BPS_TCP_DRIVER=poll");
 }
 
+#[test]
+fn a_transport_made_on_one_thread_serves_another() {
+    for driver in DRIVERS {
+        let mut tcp = transport(driver, 1);
+        let (here, mut peer) = connection();
+        let thread = std::thread::spawn(move || {
+            tcp.attach(LaneId(0), Link::Tcp(here.into())).expect("a fresh socket");
+            until_header(&mut tcp);
+        });
+        peer.write_all(&header(0, 0)).expect("room");
+        thread.join().expect("it heard the header");
+    }
+}
+
 /// Runs this in a thread whose system calls of these numbers are denied.
 fn denied<T: Send>(calls: &[i64], run: impl FnOnce() -> T + Send) -> T {
     use seccompiler::{BpfProgram, SeccompAction, SeccompFilter};
@@ -78,7 +92,7 @@ fn another_thread_wakes_the_sleeper_every_time() {
             let other = waker.clone();
             let thread = std::thread::spawn(move || other.wake());
             let start = Instant::now();
-            tcp.block(Duration::from_secs(60));
+            tcp.block(Duration::from_secs(90));
             assert!(start.elapsed() < PATIENCE, "{driver:?} slept through wake {round}");
             waker.awake();
             thread.join().expect("it only wakes");
@@ -99,7 +113,7 @@ fn a_wake_seen_by_a_poll_is_not_slept_over() {
         tcp.poll(&mut events);
         tcp.poll(&mut events);
         let start = Instant::now();
-        tcp.block(Duration::from_secs(60));
+        tcp.block(Duration::from_secs(90));
         assert!(start.elapsed() < PATIENCE, "{driver:?} slept though it had been woken");
         waker.awake();
     }
@@ -129,7 +143,7 @@ fn a_sleep_ends_with_its_time_or_with_traffic() {
         });
         let start = Instant::now();
         while events.is_empty() {
-            tcp.block(Duration::from_secs(60));
+            tcp.block(Duration::from_secs(90));
             tcp.poll(&mut events);
         }
         assert!(start.elapsed() < PATIENCE, "{driver:?} slept through traffic");
