@@ -147,6 +147,8 @@ pub fn run(config: &Config) -> Result<(), ServerError> {
     let acceptor = start_acceptor(all, key.clone(), shards.clone())?;
     let link = Link::connect(&config.root_uri, config.root_port, &key, config.start_timeout)
         .map_err(|error| ServerError::Scheduler(error.to_string()))?;
+    link.notice_loss_after(config.heartbeat_timeout)
+        .map_err(|error| ServerError::Scheduler(error.to_string()))?;
     let (sender, receiver) = link.split();
     sender
         .send(&NodeMessage::Register(register(config, cores, shm_name)))

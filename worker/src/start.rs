@@ -61,10 +61,11 @@ pub(crate) fn join(config: &Config) -> Result<Joined, Error> {
     let key = JobKey::load(config).map_err(|error| Error::Config(error.to_string()))?;
     let link = Link::connect(&config.root_uri, config.root_port, &key, config.start_timeout)
         .map_err(|error| Error::Start(error.to_string()))?;
-    let (sender, mut receiver) = link.split();
     let fail = |error: &dyn std::fmt::Display| {
         Error::Start(format!("the scheduler was lost while the job formed: {error}"))
     };
+    link.notice_loss_after(config.heartbeat_timeout).map_err(|error| fail(&error))?;
+    let (sender, mut receiver) = link.split();
     sender.send(&NodeMessage::Register(register(config))).map_err(|error| fail(&error))?;
     let roster = loop {
         let left = (config.start_timeout + Duration::from_secs(2)).saturating_sub(start.elapsed());

@@ -9,7 +9,7 @@ use super::frame::{FrameError, Inbox, encode};
 use super::{DialError, Hello, JobKey};
 use crate::proto::messages::{NodeMessage, SchedulerMessage};
 use std::io::{self, ErrorKind, Read, Write};
-use std::net::{Shutdown, TcpStream, ToSocketAddrs};
+use std::net::{Shutdown, SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -75,10 +75,18 @@ impl Link {
         let stream = retry(&address, deadline, |left| {
             // Asked anew each time: the name of a scheduler that is just starting may not be known
             // yet.
-            let addresses = (root_uri, root_port).to_socket_addrs().map_err(Attempt::Later)?;
+            let bare = root_uri.trim_start_matches('[').trim_end_matches(']');
+            let found = (bare, root_port).to_socket_addrs().map_err(Attempt::Later)?;
+            let mut addresses: Vec<SocketAddr> = found.collect();
+            // IPv4 first: where both exist, clusters rarely route both.
+            addresses.sort_by_key(SocketAddr::is_ipv6);
+            let start = Instant::now();
             let mut failure = Attempt::Later(ErrorKind::AddrNotAvailable.into());
-            for address in addresses {
-                match dial_once(address, key, Hello::control(), left) {
+            for (index, address) in addresses.iter().enumerate() {
+                // A way that is blocked must leave time for the next.
+                let tries = u32::try_from(addresses.len() - index).unwrap_or(u32::MAX);
+                let share = left.saturating_sub(start.elapsed()) / tries;
+                match dial_once(*address, key, Hello::control(), share) {
                     Ok(stream) => return Ok(stream),
                     Err(error) => failure = error,
                 }
@@ -105,11 +113,22 @@ impl Link {
         Ok(Link { sender, receiver: LinkReceiver { stream, inbox: Inbox::new() } })
     }
 
+    /// Lets the connection count as lost once the scheduler's machine has acknowledged nothing for
+    /// so long. Without it, a machine that lost its power or its network is only noticed by the
+    /// kernel's own patience, a quarter of an hour.
+    ///
+    /// # Errors
+    /// The socket is gone.
+    pub fn notice_loss_after(&self, silence: Duration) -> io::Result<()> {
+        let milliseconds = u32::try_from(silence.as_millis()).unwrap_or(u32::MAX);
+        Ok(rustix::net::sockopt::set_tcp_user_timeout(&self.receiver.stream, milliseconds)?)
+    }
+
     /// The address of this end: how this host is seen from the scheduler's network.
     ///
     /// # Errors
     /// The socket is gone.
-    pub fn local_address(&self) -> io::Result<std::net::SocketAddr> {
+    pub fn local_address(&self) -> io::Result<SocketAddr> {
         self.receiver.stream.local_addr()
     }
 

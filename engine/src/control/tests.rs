@@ -127,6 +127,7 @@ fn links_carry_messages_both_ways_and_never_wait_forever() {
     let setup = setup("link");
     let link =
         Link::connect("localhost", setup.address.port(), &key(), SOON).expect("localhost resolves");
+    link.notice_loss_after(Duration::from_secs(4)).unwrap();
     let (sender, mut receiver) = link.split();
     let (_, _, socket) = setup.admitted.recv_timeout(SOON).unwrap();
     let Socket::Tcp(mut socket) = socket else { panic!("not TCP") };

@@ -286,11 +286,11 @@ impl Scheduler {
             }
             Phase::Running(running) => {
                 let message = format!(
-                    "{} came to a job that runs already, with all of its {} ranks and {} servers: \
-                     give each job a DMLC_PS_ROOT_PORT of its own, and start each node once",
+                    "{} came to a job that runs already, with all of its {} and {}: give each job \
+                     a DMLC_PS_ROOT_PORT of its own, and start each node once",
                     peer.who,
-                    running.job.workers.len(),
-                    running.job.servers.len()
+                    counted(running.job.workers.len(), "rank"),
+                    counted(running.job.servers.len(), "server")
                 );
                 self.put(Output::Log(message.clone()));
                 self.send_away(node, message);
@@ -329,10 +329,11 @@ impl Scheduler {
         }
         let cores: u32 = job.shapes.iter().map(|shape| shape.cores).sum();
         self.put(Output::Log(format!(
-            "all there after {:.1} s: {} ranks, {} servers with {cores} cores, epoch {}",
+            "all there after {:.1} s: {}, {} with {}, epoch {}",
             waited.as_secs_f64(),
-            job.size(),
-            job.servers.len(),
+            counted(job.size() as usize, "rank"),
+            counted(job.servers.len(), "server"),
+            counted(cores as usize, "core"),
             self.epoch.0
         )));
         let roster = Arc::new(job.roster(self.epoch));
@@ -451,6 +452,11 @@ impl Running {
         let at = self.job.servers.iter().position(|(server, _)| *server == node)?;
         u32::try_from(at).ok()
     }
+}
+
+/// `1 rank`, `2 ranks`.
+fn counted(count: usize, what: &str) -> String {
+    format!("{count} {what}{}", if count == 1 { "" } else { "s" })
 }
 
 fn kind(message: &NodeMessage) -> &'static str {

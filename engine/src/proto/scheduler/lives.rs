@@ -224,13 +224,13 @@ impl Scheduler {
             let seconds = now.saturating_sub(peer.connected).as_secs();
             if now.saturating_sub(peer.connected) >= self.config.start_timeout {
                 let message = format!(
-                    "after {seconds} s ranks {ranks} still have not suspended: call suspend on \
+                    "after {seconds} s these ranks have not suspended: {ranks}; call suspend on \
                      every rank before any resumes; BPS_START_TIMEOUT gives them longer"
                 );
                 self.send_away(node, message);
             } else if say {
                 self.waiting_said = now;
-                let text = format!("waiting for ranks {ranks} to suspend ({seconds} s)");
+                let text = format!("waiting for these ranks to suspend: {ranks} ({seconds} s)");
                 self.send(node, SchedulerMessage::Waiting { text });
             }
         }

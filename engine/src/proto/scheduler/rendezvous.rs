@@ -298,6 +298,7 @@ impl Rendezvous {
             missing.push(format!("server{plural} {which} of {}", self.num_servers));
         }
         match self.size() {
+            None if self.num_workers == 1 => missing.push("all workers of 1 host".to_owned()),
             None => missing.push(format!("all workers of {} hosts", self.num_workers)),
             Some(size) => {
                 let ranks: Vec<u32> =

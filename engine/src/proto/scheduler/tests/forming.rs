@@ -173,7 +173,7 @@ fn suspended_workers_come_back_as_others_and_servers_stay() {
     bench.join(10, worker_register(0, 3, 1));
     bench.pass(2_000, &[1, 10, 100, 101]);
     let [SchedulerMessage::Waiting { text }] = &bench.heard(10)[..] else { panic!() };
-    assert!(text.contains("waiting for ranks 1 to suspend"), "{text}");
+    assert!(text.contains("waiting for these ranks to suspend: 1"), "{text}");
     bench.say(1, NodeMessage::Leave { suspend: true });
     // The first of the new set says one server instead of two: the other may go.
     assert_eq!(bench.heard(100), [SchedulerMessage::Reset { epoch: Epoch(2) }]);
@@ -220,6 +220,6 @@ fn a_resume_that_never_comes_has_an_end() {
     bench.say(0, NodeMessage::Leave { suspend: true });
     bench.join(10, worker_register(0, 2, 1));
     bench.pass(121_000, &[1, 10, 100]);
-    assert!(bench.over(10).to_string().contains("ranks 1 still have not suspended"));
+    assert!(bench.over(10).to_string().contains("these ranks have not suspended: 1;"));
     assert_eq!(bench.done, None);
 }
