@@ -3,6 +3,8 @@
 
 use crate::shard::{Command, Report};
 use bps_engine::base::{Epoch, Rank};
+use bps_engine::limits::{SCRATCH_BYTES, STAGING_BYTES};
+use bps_engine::mem::Budget;
 use bps_engine::proto::messages::{
     KeySpec, NodeMessage, OverReason, Roster, SchedulerMessage, StalledKey,
 };
@@ -59,6 +61,11 @@ impl Agent {
                     roster.servers.len(),
                     epoch.0
                 )));
+                // Accumulators come on top, as tensors are declared: one for each element of this server's share.
+                let mut budget = Budget::new();
+                let lanes = u64::from(ranks) * u64::from(self.cores);
+                budget.add("buffers of lanes", lanes, (STAGING_BYTES + SCRATCH_BYTES) as u64);
+                effects.extend(budget.lines().map(Effect::Info));
                 self.roster = Some(roster);
             }
             SchedulerMessage::Install { request, keys } => self.install(request, keys, effects),

@@ -35,9 +35,6 @@ use std::time::{Duration, Instant};
 const QUEUE: usize = 4096;
 /// How often the control thread looks around when nothing comes.
 const CONTROL_TICK: Duration = Duration::from_millis(50);
-/// Address space of one core's accumulators. Only what tensors claim is ever backed by memory.
-const ARENA_BYTES: usize = 1 << 40;
-
 /// Why a server could not start, or how its job ended.
 #[derive(Debug, thiserror::Error)]
 pub enum ServerError {
@@ -271,6 +268,12 @@ fn register(config: &Config, cores: Vec<SocketAddr>, shm: Option<String>) -> Reg
     }
 }
 
+/// Address space of one core's accumulators: all of the machine's memory, of which only what tensors claim is taken.
+fn arena_bytes() -> usize {
+    let system = rustix::system::sysinfo();
+    usize::try_from(system.totalram * u64::from(system.mem_unit)).unwrap_or(usize::MAX / 2)
+}
+
 type Started = (ShardHandle, JoinHandle<()>, String);
 
 fn start_shard(
@@ -322,7 +325,7 @@ fn make_shard(
         numa_node,
         shared: config.transport != TransportChoice::Tcp,
     };
-    let arena = Arena::reserve(ARENA_BYTES, &options)
+    let arena = Arena::reserve(arena_bytes(), &options)
         .map_err(|error| ServerError::Resource(error.to_string()))?;
     let lanes_max = u32::try_from(RANKS_MAX).unwrap_or(u32::MAX);
     let tcp = Tcp::new(waker.clone(), config.tcp_driver, lanes_max)
