@@ -10,6 +10,9 @@ use std::time::{Duration, Instant};
 /// Lines of a program's output that are kept, the newest.
 const LINES_MAX: usize = 2000;
 
+/// Lines that are shown when a test fails.
+const LINES_SHOWN: usize = 40;
+
 /// What a program has said so far.
 #[derive(Default)]
 struct Said {
@@ -84,7 +87,7 @@ impl Program {
     /// Waits for a line that holds `words`, and returns it.
     ///
     /// # Panics
-    /// If it does not come in time, with what was said instead.
+    /// If it does not come in time.
     #[must_use]
     pub fn wait_for_line(&self, words: &str, timeout: Duration) -> String {
         let until = Instant::now() + timeout;
@@ -94,12 +97,8 @@ impl Program {
                 return line.clone();
             }
             let left = until.saturating_duration_since(Instant::now());
-            assert!(
-                !left.is_zero() && !said.ended,
-                "{} did not say `{words}` within {timeout:?}, but:\n{}",
-                self.name,
-                said.lines.join("\n")
-            );
+            let goes_on = !left.is_zero() && !said.ended;
+            assert!(goes_on, "{} did not say `{words}` within {timeout:?}", self.name);
             let waited = self.said.1.wait_timeout(said, left);
             said = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
@@ -151,18 +150,13 @@ impl Program {
     /// Waits for its end.
     ///
     /// # Panics
-    /// If it does not end in time, with what it said.
+    /// If it does not end in time.
     pub fn wait(&mut self, timeout: Duration) -> ExitStatus {
         let until = Instant::now() + timeout;
         let mut said = self.said.0.lock().unwrap_or_else(PoisonError::into_inner);
         while !said.ended {
             let left = until.saturating_duration_since(Instant::now());
-            assert!(
-                !left.is_zero(),
-                "{} did not end within {timeout:?}; it said:\n{}",
-                self.name,
-                said.lines.join("\n")
-            );
+            assert!(!left.is_zero(), "{} did not end within {timeout:?}", self.name);
             let waited = self.said.1.wait_timeout(said, left);
             said = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
@@ -174,13 +168,17 @@ impl Program {
 
 impl Drop for Program {
     fn drop(&mut self) {
+        let ended = self.child.try_wait().ok().flatten();
         let _ = self.child.kill();
         let _ = self.child.wait();
         if let Some(listener) = self.listener.take() {
             let _ = listener.join();
         }
         if std::thread::panicking() {
-            eprintln!("--- {} said:\n{}", self.name, self.lines().join("\n"));
+            let lines = self.lines();
+            let last = &lines[lines.len().saturating_sub(LINES_SHOWN)..];
+            let state = ended.map_or("it ran until now".to_owned(), |status| status.to_string());
+            eprintln!("--- {} ({state}) said last:\n{}", self.name, last.join("\n"));
         }
     }
 }

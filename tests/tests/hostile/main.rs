@@ -2,5 +2,6 @@
 //! they disturb nobody else.
 
 mod decode;
+mod live;
 mod scheduler;
 mod spoil;
