@@ -9,7 +9,8 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket}
 pub enum HostError {
     /// `DMLC_INTERFACE` fits nothing.
     #[error(
-        "DMLC_INTERFACE={wanted}: no network interface of that name (or prefix) has an address; there are {found}"
+        "DMLC_INTERFACE={wanted}: no network interface of that name (or prefix) has an address; \
+         there are {found}"
     )]
     Interface {
         /// The variable's value.
@@ -37,7 +38,8 @@ pub enum HostError {
     },
     /// No route to the scheduler.
     #[error(
-        "no route to the scheduler at {scheduler}: {error}; check DMLC_PS_ROOT_URI or set DMLC_INTERFACE"
+        "no route to the scheduler at {scheduler}: {error}; check DMLC_PS_ROOT_URI or set \
+         DMLC_INTERFACE"
     )]
     Route {
         /// Its address.

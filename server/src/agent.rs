@@ -1,5 +1,6 @@
-//! A server's side of the control plane, as a state machine: messages of the scheduler and reports of the shards go in,
-//! effects come out. The control threads carry them out over sockets, the simulation in memory.
+//! A server's side of the control plane, as a state machine: messages of the scheduler and reports
+//! of the shards go in, effects come out. The control threads carry them out over sockets, the
+//! simulation in memory.
 
 use crate::shard::{Command, Report};
 use bps_engine::base::{Epoch, Rank};
@@ -61,7 +62,8 @@ impl Agent {
                     roster.servers.len(),
                     epoch.0
                 )));
-                // Accumulators come on top, as tensors are declared: one for each element of this server's share.
+                // Accumulators come on top, as tensors are declared: one for each element of this
+                // server's share.
                 let mut budget = Budget::new();
                 let lanes = u64::from(ranks) * u64::from(self.cores);
                 budget.add("buffers of lanes", lanes, (STAGING_BYTES + SCRATCH_BYTES) as u64);
@@ -75,7 +77,8 @@ impl Agent {
                     .push(Effect::Info("all workers have suspended; waiting for the next".into()));
             }
             SchedulerMessage::Over { reason } => self.end(&reason, effects),
-            // The scheduler's stall reports are for the workers' users; the rest is not for servers.
+            // The scheduler's stall reports are for the workers' users; the rest is not for
+            // servers.
             SchedulerMessage::Stall { .. }
             | SchedulerMessage::Mismatch(_)
             | SchedulerMessage::Declared { .. }
@@ -128,14 +131,16 @@ impl Agent {
             }
             Report::TurnedAway { message } => effects.push(Effect::Warn(message)),
             Report::Closed { rank, cause, expected } => {
-                // The scheduler finds out by itself what became of a worker; this line is for whoever reads our log.
+                // The scheduler finds out by itself what became of a worker; this line is for
+                // whoever reads our log.
                 if !expected && !self.over {
                     effects
                         .push(Effect::Warn(format!("core {core}: {}: {cause}", self.lane(rank))));
                 }
             }
             Report::Refused { rank, why } => {
-                // Only its own lane is closed. If it is truly that rank, it is told so and ends the job itself.
+                // Only its own lane is closed. If it is truly that rank, it is told so and ends the
+                // job itself.
                 effects.push(Effect::Warn(format!("core {core} refused a frame of {rank}: {why}")));
             }
             Report::Stalled { keys } => {

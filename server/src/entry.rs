@@ -1,8 +1,10 @@
-//! One key: who has contributed to its open round, and where its sum is. Knows no lane's transport and no clock.
+//! One key: who has contributed to its open round, and where its sum is. Knows no lane's transport
+//! and no clock.
 //!
-//! Contributions to a key are taken strictly one after the other: one rank is *active*, the others' bytes wait in
-//! their sockets. That is what lets the first contribution land in the accumulator itself, and the average fold into
-//! the last addition. It cannot deadlock: an active rank waits for the network only.
+//! Contributions to a key are taken strictly one after the other: one rank is *active*, the others'
+//! bytes wait in their sockets. That is what lets the first contribution land in the accumulator
+//! itself, and the average fold into the last addition. It cannot deadlock: an active rank waits
+//! for the network only.
 
 use bps_engine::base::{DType, Key, Operation, Rank};
 use bps_engine::mem::Claim;
@@ -110,7 +112,8 @@ pub fn accumulator_bytes(spec: &KeySpec) -> usize {
 }
 
 impl Entry {
-    /// A key with nothing contributed yet. `accumulator` has at least [`accumulator_bytes`] of the spec.
+    /// A key with nothing contributed yet. `accumulator` has at least [`accumulator_bytes`] of the
+    /// spec.
     #[must_use]
     pub fn new(spec: &KeySpec, ranks: u32, accumulator: Claim) -> Entry {
         assert!(accumulator.len() >= accumulator_bytes(spec), "{}: too little memory", spec.key);
@@ -200,8 +203,9 @@ impl Entry {
             Operation::Average => self.ranks,
             _ => 1,
         };
-        // SAFETY: `done + length <= bytes`, so both offsets stay inside the accumulator (kept by `new`); `data` is
-        // the caller's promise. The narrow result at `done` never passes the wide input at `wide >= done`.
+        // SAFETY: `done + length <= bytes`, so both offsets stay inside the accumulator (kept by
+        // `new`); `data` is the caller's promise. The narrow result at `done` never passes the wide
+        // input at `wide >= done`.
         unsafe {
             let accumulator = self.accumulator().add(wide);
             if last && self.landed > 0 {

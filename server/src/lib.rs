@@ -1,7 +1,8 @@
 //! The CPU server that sums gradients, and the scheduler of a job.
 //!
-//! A server is a few polling threads, each a [`shard::Shard`] with its own keys, memory and lanes, an acceptor thread
-//! that authenticates connections, and a control thread that talks to the scheduler. They meet only in rings.
+//! A server is a few polling threads, each a [`shard::Shard`] with its own keys, memory and lanes,
+//! an acceptor thread that authenticates connections, and a control thread that talks to the
+//! scheduler. They meet only in rings.
 
 pub mod agent;
 pub mod entry;

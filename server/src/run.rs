@@ -93,8 +93,8 @@ impl ShardHandle {
     }
 }
 
-/// `bps-server`: reads flags and variables, runs, and returns the exit code: 0 the job finished, 1 it failed or could not
-/// start, 2 a flag or variable is wrong, 130 or 143 a signal ended it.
+/// `bps-server`: reads flags and variables, runs, and returns the exit code: 0 the job finished, 1
+/// it failed or could not start, 2 a flag or variable is wrong, 130 or 143 a signal ended it.
 pub fn cli(arguments: impl IntoIterator<Item = OsString>) -> i32 {
     let loaded = match bps_engine::config::open(Program::Server, arguments) {
         Ok(loaded) => loaded,
@@ -221,7 +221,8 @@ fn listen_tcp(
                     "another process has this port: leave DMLC_PORT unset, or choose another"
                 }
                 std::io::ErrorKind::AddrNotAvailable => {
-                    "this machine does not have that address: check DMLC_NODE_HOST and DMLC_INTERFACE"
+                    "this machine does not have that address: check DMLC_NODE_HOST and \
+                     DMLC_INTERFACE"
                 }
                 _ => "check DMLC_PORT, DMLC_NODE_HOST and DMLC_INTERFACE",
             },
@@ -249,7 +250,8 @@ fn listen_unix(config: &Config) -> Result<(Vec<Listener>, Option<String>), Serve
         let listener = bound.map_err(|error| ServerError::Listen {
             address: format!("unix socket @{name}"),
             error,
-            remedy: "another process has this name: start the server again, or set BPS_TRANSPORT=tcp",
+            remedy: "another process has this name: start the server again, or set \
+                     BPS_TRANSPORT=tcp",
         })?;
         listeners.push(Listener::Unix(listener));
     }
@@ -268,7 +270,8 @@ fn register(config: &Config, cores: Vec<SocketAddr>, shm: Option<String>) -> Reg
     }
 }
 
-/// Address space of one core's accumulators: all of the machine's memory, of which only what tensors claim is taken.
+/// Address space of one core's accumulators: all of the machine's memory, of which only what
+/// tensors claim is taken.
 fn arena_bytes() -> usize {
     let system = rustix::system::sysinfo();
     usize::try_from(system.totalram * u64::from(system.mem_unit)).unwrap_or(usize::MAX / 2)
@@ -367,7 +370,8 @@ fn run_shard(mut shard: Shard, mut idler: Idler) {
     }
 }
 
-/// Accepts for all cores: listener `i` is core `i mod cores`, first over TCP, then over Unix sockets.
+/// Accepts for all cores: listener `i` is core `i mod cores`, first over TCP, then over Unix
+/// sockets.
 fn start_acceptor(
     listeners: Vec<Listener>,
     key: JobKey,

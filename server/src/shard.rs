@@ -1,6 +1,6 @@
-//! One core of a server: its lanes, its keys, its loop. Nothing here is shared with another thread but the two rings
-//! to and from the control thread. The data path allocates nothing: room is made when keys are installed and lanes
-//! attached.
+//! One core of a server: its lanes, its keys, its loop. Nothing here is shared with another thread
+//! but the two rings to and from the control thread. The data path allocates nothing: room is made
+//! when keys are installed and lanes attached.
 
 use crate::entry::{Entry, Take, accumulator_bytes};
 use bps_engine::base::{Epoch, Key, Rank, Round};
@@ -98,7 +98,11 @@ pub enum Refusal {
     #[error("a worker does not send {0:?}")]
     Kind(Kind),
     /// The lane was authenticated for another rank or epoch.
-    #[error("the lane belongs to {lane_rank} of epoch {}, the frame says {rank} of epoch {}", .lane_epoch.0, .epoch.0)]
+    #[error(
+        "the lane belongs to {lane_rank} of epoch {}, the frame says {rank} of epoch {}",
+        .lane_epoch.0,
+        .epoch.0
+    )]
     Sender {
         /// Whose lane it is.
         lane_rank: Rank,
@@ -245,8 +249,8 @@ impl Shard {
         self.endpoint.sleep(TICK, || !commands.is_empty());
     }
 
-    /// One turn of the loop: takes what has arrived, does it, and says whether there was anything. `now` is the
-    /// time since any fixed moment.
+    /// One turn of the loop: takes what has arrived, does it, and says whether there was anything.
+    /// `now` is the time since any fixed moment.
     pub fn step(&mut self, now: Duration) -> bool {
         let mut events = std::mem::take(&mut self.events);
         self.endpoint.poll(&mut events);
@@ -293,7 +297,8 @@ impl Shard {
         let known = epoch == self.epoch && (rank.0 as usize) < self.lanes.len();
         if !known || self.lanes[rank.0 as usize].is_some() {
             let message = format!(
-                "a lane of {rank}, epoch {}, was turned away: it is not of this epoch ({}) or has one already",
+                "a lane of {rank}, epoch {}, was turned away: it is not of this epoch ({}) or has \
+                 one already",
                 epoch.0, self.epoch.0
             );
             return self.report(Report::TurnedAway { message });
@@ -509,7 +514,8 @@ impl Shard {
         let checked = header.flags & FLAG_PAYLOAD_CHECKSUM != 0;
         self.checksums |= checked;
         if checked && header.payload_checksum != checksum {
-            // The sum is spoilt, so the round can never be published: the job ends by the report of this refusal.
+            // The sum is spoilt, so the round can never be published: the job ends by the report of
+            // this refusal.
             return self.refuse(lane, Refusal::Payload { key: header.key });
         }
         self.entries[entry].end(header.rank);
@@ -537,7 +543,8 @@ impl Shard {
         let entry = &mut self.entries[index];
         entry.publish();
         entry.checksum = self.checksums.then(|| {
-            // SAFETY: the accumulator holds at least a publication, and nothing lands in it while it is published.
+            // SAFETY: the accumulator holds at least a publication, and nothing lands in it while
+            // it is published.
             let result = unsafe {
                 std::slice::from_raw_parts(entry.accumulator().cast_const(), entry.bytes)
             };
@@ -626,8 +633,8 @@ impl Shard {
         if let Receiving::Parked { entry, .. } = session.receiving {
             self.entries[entry].waiting.retain(|&other| other != lane);
         }
-        // A half-landed payload leaves its key active for ever: its round can't be whole any more, and the report
-        // ends the job.
+        // A half-landed payload leaves its key active for ever: its round can't be whole any more,
+        // and the report ends the job.
         for index in session.outbox.drain(..).chain(session.sending.drain(..)) {
             self.sent(index);
         }

@@ -1,4 +1,5 @@
-//! A real job inside one process: scheduler, servers and workers as threads, over loopback or shared memory.
+//! A real job inside one process: scheduler, servers and workers as threads, over loopback or
+//! shared memory.
 
 use bps_engine::config::{Config, Idle, Role, TcpDriver, TransportChoice};
 use bps_worker::{Error, Worker};
@@ -75,8 +76,8 @@ pub fn config(shape: &JobShape, port: u16, role: Role, worker: u32) -> Config {
     }
 }
 
-/// Starts a job and runs `body` as each of its ranks. Returns what the ranks returned, by rank, once scheduler and
-/// servers have ended as well.
+/// Starts a job and runs `body` as each of its ranks. Returns what the ranks returned, by rank,
+/// once scheduler and servers have ended as well.
 ///
 /// # Panics
 /// When a rank panics, or the job does not start or end in good order.

@@ -1,4 +1,5 @@
-//! What a push_pull must give, computed the slow and obvious way: in f64 and i128, element by element.
+//! What a push_pull must give, computed the slow and obvious way: in f64 and i128, element by
+//! element.
 
 use bps_engine::base::{DType, Operation, Rank};
 use half::{bf16, f16};
@@ -16,8 +17,8 @@ pub fn put(dtype: DType, bytes: &mut [u8], value: i64) {
     }
 }
 
-/// The whole number that a contribution of `rank` has at element `index` in `round`: small enough that every sum of
-/// floats is exact, and different for each rank, round, tensor and place.
+/// The whole number that a contribution of `rank` has at element `index` in `round`: small enough
+/// that every sum of floats is exact, and different for each rank, round, tensor and place.
 #[must_use]
 pub fn value(dtype: DType, tensor: u64, rank: u32, round: u64, index: usize) -> i64 {
     let mixed = (index as u64)
@@ -60,8 +61,8 @@ fn element(dtype: DType, operation: Operation, values: &[i64], bytes: &mut [u8])
         let result = if average { sum.div_euclid(count) } else { sum };
         return put(dtype, bytes, i64::try_from(result).expect("within 64 bits after wrapping"));
     }
-    // The sums are exact in every type, so the order of additions does not matter. An average is divided in the
-    // accumulator's type and rounded once to the tensor's.
+    // The sums are exact in every type, so the order of additions does not matter. An average is
+    // divided in the accumulator's type and rounded once to the tensor's.
     let divisor = if average { count } else { 1 };
     match dtype {
         DType::F64 => bytes.copy_from_slice(&(sum as f64 / divisor as f64).to_le_bytes()),

@@ -1,4 +1,5 @@
-//! Real jobs inside this process, every result compared with the reference bit for bit, on every rank.
+//! Real jobs inside this process, every result compared with the reference bit for bit, on every
+//! rank.
 
 use bps_engine::base::{DType, Operation, Rank};
 use bps_engine::config::{TcpDriver, TransportChoice};
@@ -10,7 +11,8 @@ use std::time::{Duration, Instant};
 
 const LONG: Option<Duration> = Some(Duration::from_secs(60));
 
-/// Pushes every tensor `rounds` times in a random order with random priorities, many at once, and checks the results.
+/// Pushes every tensor `rounds` times in a random order with random priorities, many at once, and
+/// checks the results.
 fn work(worker: &Worker, tensors: &[Declaration], rounds: u64, seed: u64) {
     let rank = worker.rank();
     let mut random = Random::new(seed ^ u64::from(rank));

@@ -1,5 +1,6 @@
-//! Seeded whole-system simulation: real scheduler, shards and NIC loops over a network that delays, reorders and
-//! breaks, in virtual time. `BPS_SIM_SEEDS` sets how many seeds are tried, `BPS_SIM_SEED` runs one.
+//! Seeded whole-system simulation: real scheduler, shards and NIC loops over a network that delays,
+//! reorders and breaks, in virtual time. `BPS_SIM_SEEDS` sets how many seeds are tried,
+//! `BPS_SIM_SEED` runs one.
 
 use bps_tests::sim::{Fault, Outcome, run};
 
@@ -25,7 +26,8 @@ fn seeds(fault: Fault, default: u64) -> Outcome {
         total.nanoseconds += outcome.nanoseconds;
     }
     println!(
-        "{fault:?}: {seeds} seeds, {} results equal to the reference, {} failed push_pulls, {:.1} s of virtual time",
+        "{fault:?}: {seeds} seeds, {} results equal to the reference, {} failed push_pulls, {:.1} \
+         s of virtual time",
         total.checked,
         total.failed,
         total.nanoseconds as f64 / 1e9

@@ -56,8 +56,8 @@ pub struct Worker(Arc<Shared>);
 
 impl Worker {
     /// Joins the job that the configuration names: waits for all its nodes, at most
-    /// [`Config::start_timeout`](bps_engine::config::Config), and connects to every server core. A job of one rank
-    /// needs nobody else.
+    /// [`Config::start_timeout`](bps_engine::config::Config), and connects to every server core. A
+    /// job of one rank needs nobody else.
     ///
     /// # Errors
     /// [`Error::Config`] and [`Error::Start`], which say what to do.
@@ -98,11 +98,12 @@ impl Worker {
         self.0.local_size
     }
 
-    /// Names tensors, in one round trip for all that are new. The same declaration again costs nothing.
+    /// Names tensors, in one round trip for all that are new. The same declaration again costs
+    /// nothing.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] where another rank, or this one earlier, said something else of the same name;
-    /// [`Error::Refused`] for what the scheduler or a server can't serve.
+    /// [`Error::Mismatch`] where another rank, or this one earlier, said something else of the same
+    /// name; [`Error::Refused`] for what the scheduler or a server can't serve.
     pub fn declare(&self, tensors: &[Declaration]) -> Result<Vec<TensorId>, Error> {
         let unknown: Vec<Declaration> = {
             let known = lock(&self.0.declared);
@@ -137,17 +138,17 @@ impl Worker {
             .collect()
     }
 
-    /// Starts pushing tensors and pulling their results. One tensor may be under way several times: its rounds follow
-    /// one another.
+    /// Starts pushing tensors and pulling their results. One tensor may be under way several times:
+    /// its rounds follow one another.
     ///
     /// # Safety
-    /// Each `source` is valid for reading and each `target` for writing the declared bytes, and nobody changes or
-    /// reads them (but for this engine) until the handle [polls](Handle::poll) true or the process ends. `source` may
-    /// equal `target`; else they do not overlap.
+    /// Each `source` is valid for reading and each `target` for writing the declared bytes, and
+    /// nobody changes or reads them (but for this engine) until the handle [polls](Handle::poll)
+    /// true or the process ends. `source` may equal `target`; else they do not overlap.
     ///
     /// # Errors
-    /// [`Error::Refused`] for a tensor that was not declared; then none is started. What ends a push_pull under way is for
-    /// its handle to say.
+    /// [`Error::Refused`] for a tensor that was not declared; then none is started. What ends a
+    /// push_pull under way is for its handle to say.
     pub unsafe fn push_pull(&self, items: &[PushPull]) -> Result<Vec<Handle>, Error> {
         // All are looked up before the first is started: an error leaves nothing under way.
         let sizes = lock(&self.0.sizes);
@@ -162,7 +163,8 @@ impl Worker {
             let is_root = *operation == Operation::Broadcast(Rank(self.0.rank));
             let copies = self.0.job.is_none() || is_root;
             if copies && *bytes > 0 && !std::ptr::eq(item.source, item.target) {
-                // SAFETY: both are valid for the declared bytes and do not overlap, as the caller promises.
+                // SAFETY: both are valid for the declared bytes and do not overlap, as the caller
+                // promises.
                 unsafe { std::ptr::copy_nonoverlapping(item.source, item.target, *bytes) };
             }
             handles.push(match &self.0.job {
@@ -184,13 +186,15 @@ impl Worker {
         self.0.job.as_ref().map_or(Ok(()), |job| job.barrier(timeout))
     }
 
-    /// The oldest throughput sample not yet asked for; one is taken each second in which tensors finished.
+    /// The oldest throughput sample not yet asked for; one is taken each second in which tensors
+    /// finished.
     #[must_use]
     pub fn speed(&self) -> Option<Speed> {
         self.0.job.as_ref()?.speed()
     }
 
-    /// Leaves the job in good order. With `suspend` the servers and the scheduler stay, for workers to come.
+    /// Leaves the job in good order. With `suspend` the servers and the scheduler stay, for workers
+    /// to come.
     ///
     /// # Errors
     /// What ended the job before. The worker is gone all the same.

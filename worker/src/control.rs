@@ -1,5 +1,5 @@
-//! The control thread of a worker: reads the scheduler, listens to the NIC loop, and carries out what the
-//! [`Agent`] makes of it. Nothing of the data path passes here.
+//! The control thread of a worker: reads the scheduler, listens to the NIC loop, and carries out
+//! what the [`Agent`] makes of it. Nothing of the data path passes here.
 
 use crate::agent::{Agent, Effect};
 use crate::context::Speed;

@@ -30,7 +30,8 @@ const LEAVE: Duration = Duration::from_secs(5);
 
 /// Locks, whatever became of other holders.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // A panic in one of our threads aborts the process, so a poisoned lock only comes from a caller's thread.
+    // A panic in one of our threads aborts the process, so a poisoned lock only comes from a
+    // caller's thread.
     mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
@@ -232,7 +233,8 @@ impl Job {
             self.nic_waker.wake();
             std::thread::yield_now();
         }
-        // The loop may have ended between the look and the push: then nobody else empties the queue.
+        // The loop may have ended between the look and the push: then nobody else empties the
+        // queue.
         if self.nic_ended.load(Ordering::SeqCst) {
             drain(&self.commands, &self.ended());
         }

@@ -1,8 +1,9 @@
 //! The engine inside each training process, and the launcher of a job.
 //!
-//! [`Worker`] is the whole interface: join a job, declare tensors, push_pull them, leave. Behind it are two threads:
-//! the NIC loop ([`nic`]), which owns every lane and all that is in flight, and the control thread, which talks to the
-//! scheduler by way of a state machine ([`agent`]). They and the callers meet only in queues.
+//! [`Worker`] is the whole interface: join a job, declare tensors, push_pull them, leave. Behind it
+//! are two threads: the NIC loop ([`nic`]), which owns every lane and all that is in flight, and
+//! the control thread, which talks to the scheduler by way of a state machine ([`agent`]). They and
+//! the callers meet only in queues.
 
 pub mod agent;
 mod context;

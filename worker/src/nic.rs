@@ -1,6 +1,6 @@
-//! The NIC loop of a worker process: takes tasks, sends their parts by priority, lands the results in the tensors.
-//! It owns the lanes to every server core and is driven by one thread. The data path allocates nothing beyond what
-//! its queues have grown to.
+//! The NIC loop of a worker process: takes tasks, sends their parts by priority, lands the results
+//! in the tensors. It owns the lanes to every server core and is driven by one thread. The data
+//! path allocates nothing beyond what its queues have grown to.
 
 use crate::error::Error;
 use crate::task::Task;
@@ -52,8 +52,8 @@ pub struct Memory {
     pub target: *mut u8,
 }
 
-// SAFETY: the pointers are only followed by the NIC thread, and the caller of `push_pull` promises that the memory
-// stays valid and unshared until the task is finished.
+// SAFETY: the pointers are only followed by the NIC thread, and the caller of `push_pull` promises
+// that the memory stays valid and unshared until the task is finished.
 unsafe impl Send for Memory {}
 
 /// From the other threads to the loop.
@@ -156,7 +156,8 @@ struct Tensor {
     plan: Box<Plan>,
     round: u64,
     run: Option<u32>,
-    /// Later pushes of the same tensor: a key never has two rounds in flight, so that no lane can wait for another.
+    /// Later pushes of the same tensor: a key never has two rounds in flight, so that no lane can
+    /// wait for another.
     waiting: VecDeque<Waiting>,
     poisoned: Option<Error>,
 }
@@ -393,7 +394,9 @@ impl Nic {
             let run = &mut self.runs[ready.run as usize];
             let Some(Some(tensor)) = self.tensors.get(run.tensor as usize) else { return };
             let part = tensor.plan.parts[ready.part as usize];
-            let silent = matches!(tensor.plan.operation, Operation::Broadcast(root) if root != self.config.rank);
+            let rank = self.config.rank;
+            let silent =
+                matches!(tensor.plan.operation, Operation::Broadcast(root) if root != rank);
             let length = if silent { 0 } else { part.bytes };
             let mut header = Header::new(
                 Kind::Contribution,
@@ -407,8 +410,8 @@ impl Nic {
             header.contributors = 1;
             let payload = run.memory.source.wrapping_add(part.offset);
             if self.config.payload_checksum && length > 0 {
-                // SAFETY: the part lies inside the source (the plan's offsets were checked against the declared
-                // size), which the caller keeps valid until the task is finished.
+                // SAFETY: the part lies inside the source (the plan's offsets were checked against
+                // the declared size), which the caller keeps valid until the task is finished.
                 let bytes = unsafe { std::slice::from_raw_parts(payload, length) };
                 header.flags |= FLAG_PAYLOAD_CHECKSUM;
                 header.payload_checksum = crc32c::crc32c(bytes);
@@ -526,7 +529,8 @@ impl Nic {
         let receiving = std::mem::replace(&mut state.receiving, Receiving::Header);
         let Receiving::Landing { run, bytes, header, target } = receiving else { return };
         if header.flags & FLAG_PAYLOAD_CHECKSUM != 0 {
-            // SAFETY: these bytes have just landed in the caller's memory, which is valid until the task is finished.
+            // SAFETY: these bytes have just landed in the caller's memory, which is valid until the
+            // task is finished.
             let landed = unsafe { std::slice::from_raw_parts(target.cast_const(), bytes) };
             if crc32c::crc32c(landed) != header.payload_checksum {
                 let server = state.server;

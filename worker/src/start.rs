@@ -71,7 +71,8 @@ pub(crate) fn join(config: &Config) -> Result<Joined, Error> {
         let left = (config.start_timeout + Duration::from_secs(2)).saturating_sub(start.elapsed());
         if left.is_zero() {
             return Err(Error::Start(format!(
-                "the job did not form within {} s (BPS_START_TIMEOUT): the scheduler at {}:{} says nothing",
+                "the job did not form within {} s (BPS_START_TIMEOUT): the scheduler at {}:{} says \
+                 nothing",
                 config.start_timeout.as_secs(),
                 config.root_uri,
                 config.root_port
@@ -169,7 +170,8 @@ fn connect_shm(
 
 fn not_here(id: CoreId, server: &ServerPeer) -> Error {
     Error::Config(format!(
-        "BPS_TRANSPORT=shm, but {id} is on host {}, not on this one, or offers no shared memory; use auto or tcp",
+        "BPS_TRANSPORT=shm, but {id} is on host {}, not on this one, or offers no shared memory; \
+         use auto or tcp",
         server.host
     ))
 }
@@ -237,7 +239,8 @@ pub(crate) fn nic_cpu(config: &Config) -> Option<usize> {
     }
     let topology = Topology::read(Path::new("/")).ok()?;
     let affinity = pin::affinity().ok()?;
-    // A launcher that binds ranks gives each its own CPUs; else the ranks of a host share all of them.
+    // A launcher that binds ranks gives each its own CPUs; else the ranks of a host share all of
+    // them.
     let is_bound = affinity.len() < topology.cpus.len();
     let (ranks, rank) =
         if is_bound { (1, 0) } else { (config.local_size as usize, config.local_rank as usize) };
@@ -247,7 +250,8 @@ pub(crate) fn nic_cpu(config: &Config) -> Option<usize> {
         side: Side::First,
         threads: &threads,
         affinity: &affinity,
-        // The framework computes on several threads in each rank: a pinned loop must not be in their way.
+        // The framework computes on several threads in each rank: a pinned loop must not be in
+        // their way.
         others: 3 * ranks,
         use_isolated: false,
     };

@@ -1,4 +1,5 @@
-//! One push_pull as its caller and the NIC thread see it: a word that both watch, and what went wrong if it did.
+//! One push_pull as its caller and the NIC thread see it: a word that both watch, and what went
+//! wrong if it did.
 
 use crate::error::Error;
 use rustix::thread::futex;
@@ -63,8 +64,8 @@ impl Handle {
         self.0.error.get().map_or(Ok(true), |error| Err(error.clone()))
     }
 
-    /// Waits until it is over; `None` waits as long as the job's own deadlines do. Returns false if the time was over
-    /// first.
+    /// Waits until it is over; `None` waits as long as the job's own deadlines do. Returns false if
+    /// the time was over first.
     ///
     /// # Errors
     /// What became of the push_pull, if it failed.
@@ -91,7 +92,8 @@ impl Handle {
                 },
             };
             let left = Timespec::try_from(left.min(Duration::from_secs(3600))).ok();
-            // Woken, timed out, interrupted or changed meanwhile: the loop looks again in each case.
+            // Woken, timed out, interrupted or changed meanwhile: the loop looks again in each
+            // case.
             let _ = futex::wait(state, futex::Flags::PRIVATE, AWAITED, left.as_ref());
         }
     }

@@ -10,8 +10,9 @@
 //!    long the payload is and where it goes. Not answering is how a caller lets a lane wait; it
 //!    costs the transport nothing.
 //! 2. With [`Landing::Into`] the payload lands in the caller's memory and [`Event::Landed`] says
-//!    that it is whole. With [`Landing::Pieces`] it passes in order through memory of the transport:
-//!    each [`Event::Piece`] is valid until [`Driver::consume`], which lets the next one come.
+//!    that it is whole. With [`Landing::Pieces`] it passes in order through memory of the
+//!    transport: each [`Event::Piece`] is valid until [`Driver::consume`], which lets the next one
+//!    come.
 //! 3. The next header follows. A payload of length 0 brings no event of its own.
 //!
 //! # How bytes go out

@@ -1,8 +1,9 @@
 //! `bps-perf lane`: one lane between two threads of this process, beside a bare loop that moves the
 //! same bytes: of send and recv beside TCP, of one memcpy and a flag beside shared memory.
 //!
-//! Invariant: lane and bare loop are run in turn, so that whatever else the machine does meets both;
-//! processor time is that of both ends together, the kernel's part included; GB are 10^9 bytes.
+//! Invariant: lane and bare loop are run in turn, so that whatever else the machine does meets
+//! both; processor time is that of both ends together, the kernel's part included; GB are 10^9
+//! bytes.
 
 use crate::{Outcome, place, sample};
 use bps_engine::config::TcpDriver;

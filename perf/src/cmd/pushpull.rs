@@ -1,7 +1,9 @@
-//! `bps-perf pushpull`: the whole engine without Python. Scheduler, servers and workers run as threads of this process,
-//! over loopback or shared memory, so the figure has every copy, sum and message of a real job on one host.
+//! `bps-perf pushpull`: the whole engine without Python. Scheduler, servers and workers run as
+//! threads of this process, over loopback or shared memory, so the figure has every copy, sum and
+//! message of a real job on one host.
 //!
-//! Invariant: the clock runs from a barrier of all ranks until the last tensor of the slowest rank has landed.
+//! Invariant: the clock runs from a barrier of all ranks until the last tensor of the slowest rank
+//! has landed.
 
 use crate::{Outcome, place, sample};
 use bps_engine::base::{DType, Operation};
@@ -26,7 +28,10 @@ fn number(name: &'static str, default: &'static str, help: &'static str) -> Arg 
 /// The arguments.
 pub fn command() -> Command {
     Command::new("pushpull")
-        .about("Measures push_pull of a whole job on this machine: algbw is one worker's bytes over the time.")
+        .about(
+            "Measures push_pull of a whole job on this machine: algbw is one worker's bytes \
+                over the time.",
+        )
         .arg(number("workers", "2", "Ranks"))
         .arg(number("servers", "1", "Servers"))
         .arg(number("cores", "1", "Polling threads of each server"))

@@ -208,7 +208,8 @@ impl Cluster {
         self.mail(Letter::Up(node, message));
     }
 
-    /// Sends a letter: it arrives after a random while, but not before earlier ones of its connection and direction.
+    /// Sends a letter: it arrives after a random while, but not before earlier ones of its
+    /// connection and direction.
     fn mail(&mut self, letter: Letter) {
         let key = match &letter {
             Letter::Up(node, _) | Letter::Gone(node) => (node.0, true),

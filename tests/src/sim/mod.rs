@@ -1,5 +1,5 @@
-//! A whole job in one thread: the real scheduler machine, the real shards and the real NIC loops over the seeded
-//! network, in virtual time. The same seed gives the same run.
+//! A whole job in one thread: the real scheduler machine, the real shards and the real NIC loops
+//! over the seeded network, in virtual time. The same seed gives the same run.
 
 mod cluster;
 mod workload;

@@ -1,4 +1,5 @@
-//! What a simulated job does: random tensors, pushed in random order with random priorities, checked bit for bit.
+//! What a simulated job does: random tensors, pushed in random order with random priorities,
+//! checked bit for bit.
 
 use super::cluster::{Cluster, Shape};
 use crate::reference;
@@ -311,7 +312,8 @@ fn check(
                     reference::result(*dtype, *operation, tensor, roster.size, flight.round, count);
                 assert!(
                     flight.target == expected,
-                    "seed {seed}: {name} ({dtype} × {count}, {operation}), round {}: rank {} got other bytes",
+                    "seed {seed}: {name} ({dtype} × {count}, {operation}), round {}: rank {} got \
+                     other bytes",
                     flight.round,
                     roster.index
                 );

@@ -30,7 +30,7 @@ const CRATES: &[(&str, &[&str])] = &[
     ("server", &["bps_engine"]),
     ("worker", &["bps_engine"]),
     ("python", &["bps_engine", "bps_server", "bps_worker"]),
-    ("perf", &["bps_engine", "bps_server", "bps_worker"]),
+    ("perf", &["bps_engine", "bps_server", "bps_worker", "bps_tests"]),
     ("tests", &["bps_engine", "bps_server", "bps_worker", "bps_tests"]),
 ];
 

@@ -12,6 +12,7 @@ const ALLOWED: &[&str] = &[
     "engine/src/transport",
     "engine/src/topo/pin",
     "worker/src/launch/child",
+    "perf/src",
     "python/src",
     "server/src/entry",
     "server/src/shard",

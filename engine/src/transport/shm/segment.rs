@@ -71,8 +71,8 @@ impl Layout {
                 io::ErrorKind::InvalidInput,
                 format!(
                     "a shared-memory lane cannot have {slots} slots of {slot_bytes} bytes: give at \
-                     least 2 of a multiple of {PAGE_BYTES} up to {PART_BYTES_MAX} bytes, together at \
-                     most {AREA_BYTES_MAX}"
+                     least 2 of a multiple of {PAGE_BYTES} up to {PART_BYTES_MAX} bytes, together \
+                     at most {AREA_BYTES_MAX}"
                 ),
             )),
         }

@@ -147,7 +147,10 @@ mod tests {
     proptest! {
         #[test]
         fn any_split_sends_the_same_bytes_and_reports_every_frame_once_in_order(
-            sizes in prop::collection::vec(prop_oneof![Just(0), 1..300usize, 100_000..3_000_000usize], 1..40),
+            sizes in prop::collection::vec(
+                prop_oneof![Just(0), 1..300usize, 100_000..3_000_000usize],
+                1..40,
+            ),
             steps in prop::collection::vec((0..4usize, 1..2_000_000usize), 1..30),
         ) {
             let payloads: Vec<Vec<u8>> = sizes.iter().enumerate()

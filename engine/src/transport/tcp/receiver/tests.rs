@@ -119,7 +119,10 @@ proptest! {
     #[test]
     fn any_split_gives_the_same_frames(
         sizes in sizes(),
-        splits in prop::collection::vec(prop_oneof![1..130usize, 1..20_000usize, Just(usize::MAX)], 1..20),
+        splits in prop::collection::vec(
+            prop_oneof![1..130usize, 1..20_000usize, Just(usize::MAX)],
+            1..20,
+        ),
         landings in prop::collection::vec(any::<bool>(), 1..10),
     ) {
         let (bytes, payloads) = stream_of(&sizes);

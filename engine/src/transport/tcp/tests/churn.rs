@@ -1,5 +1,5 @@
-//! Lanes that end at random moments, on either side, in the midst of traffic: no event of a dead lane
-//! reaches its successor, and memory given back is never touched again.
+//! Lanes that end at random moments, on either side, in the midst of traffic: no event of a dead
+//! lane reaches its successor, and memory given back is never touched again.
 
 use super::*;
 
