@@ -86,9 +86,11 @@ impl Agent {
                 self.declared(request, &tensors, effects);
             }
             SchedulerMessage::Refused { request, message } => {
-                self.declares.remove(&request);
-                let result = Err(Error::Refused(message));
-                effects.push(Effect::Declared { request, result });
+                // A mismatch is sent before the refusal that follows from it, and says more.
+                if self.declares.remove(&request).is_some() {
+                    let result = Err(Error::Refused(message));
+                    effects.push(Effect::Declared { request, result });
+                }
             }
             SchedulerMessage::Mismatch(mismatch) => self.mismatch(&mismatch, effects),
             SchedulerMessage::BarrierDone { request } => {
