@@ -1,1 +1,40 @@
-//! To be written.
+//! `byteps._native`: the engine as Python sees it. Pointers, numbers and names in; numbers out.
+//!
+//! It holds no logic of its own: what a tensor is, Python knows, and the rest the worker. The
+//! interpreter's lock is never held while anything waits, and after a fork every call refuses
+//! ([`fork`]).
+
+#![deny(unsafe_code)]
+
+mod cli;
+mod context;
+mod error;
+mod fork;
+mod handle;
+mod tensor;
+
+use pyo3::prelude::*;
+
+/// The extension module.
+#[pymodule]
+mod _native {
+    use super::{Bound, PyModule, PyModuleMethods, PyResult, fork};
+
+    #[pymodule_export]
+    use super::cli::{launch_main, scheduler_main, server_main};
+    #[pymodule_export]
+    use super::context::{
+        barrier, init, is_forked, is_initialized, local_rank, local_size, rank, shutdown, size,
+        speed,
+    };
+    #[pymodule_export]
+    use super::handle::{poll, release, wait};
+    #[pymodule_export]
+    use super::tensor::{declare, push_pull};
+
+    #[pymodule_init]
+    fn initialise(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+        fork::install()
+    }
+}

@@ -1,0 +1,29 @@
+//! The programs, for those who installed them with `pip`: the same functions as the executables
+//! call, with the arguments after the program's name in, and the exit status out.
+
+use bps_worker::launch::{self, Programs};
+use pyo3::prelude::*;
+use std::ffi::OsString;
+
+/// `bpslaunch`. The other roles are started by these two commands.
+#[pyfunction]
+pub fn launch_main(
+    py: Python<'_>,
+    arguments: Vec<OsString>,
+    scheduler: Vec<String>,
+    server: Vec<String>,
+) -> i32 {
+    py.detach(|| launch::cli(arguments, Programs { scheduler, server }))
+}
+
+/// `bps-server`.
+#[pyfunction]
+pub fn server_main(py: Python<'_>, arguments: Vec<OsString>) -> i32 {
+    py.detach(|| bps_server::run::cli(arguments))
+}
+
+/// `bps-scheduler`.
+#[pyfunction]
+pub fn scheduler_main(py: Python<'_>, arguments: Vec<OsString>) -> i32 {
+    py.detach(|| bps_server::scheduler::cli(arguments))
+}

@@ -1,0 +1,205 @@
+//! The engine of this process: at most one, started by `init`, ended by `shutdown`.
+//!
+//! The lock around it is held for the length of a clone or a swap, never while anything waits, and
+//! is never taken in a forked child.
+
+use crate::{error, fork, handle};
+use bps_engine::config::{self, Config};
+use bps_worker::Worker;
+use pyo3::prelude::*;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// How long a wait goes on before it looks whether a signal (Ctrl-C) has come.
+pub const SIGNAL_CHECK_INTERVAL: Duration = Duration::from_millis(100);
+
+static ENGINE: Mutex<Option<Worker>> = Mutex::new(None);
+
+/// Rank, size, local rank and local size: readable without the lock, also in a forked child.
+static PLACE: [AtomicU32; 4] =
+    [AtomicU32::new(0), AtomicU32::new(1), AtomicU32::new(0), AtomicU32::new(1)];
+
+fn lock() -> MutexGuard<'static, Option<Worker>> {
+    ENGINE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The engine, or the error that says why there is none.
+pub fn engine() -> PyResult<Worker> {
+    fork::check()?;
+    lock().clone().ok_or_else(not_initialized)
+}
+
+fn not_initialized() -> PyErr {
+    error::raise(
+        "NotInitializedError",
+        "byteps is not initialised in this process: call init() first",
+    )
+}
+
+/// Runs what may take long on a thread of its own, so that Ctrl-C interrupts the wait for it. When
+/// it does, the result is handed to `abandon` whenever it comes.
+pub fn interruptible<T: Send + 'static>(
+    py: Python<'_>,
+    work: impl FnOnce() -> T + Send + 'static,
+    abandon: impl FnOnce(T) + Send + 'static,
+) -> PyResult<T> {
+    let (sender, mut receiver) = mpsc::sync_channel(0);
+    std::thread::Builder::new()
+        .name("bps-call".into())
+        .spawn(move || {
+            if let Err(unwanted) = sender.send(work()) {
+                abandon(unwanted.0);
+            }
+        })
+        .map_err(|cause| error::raise("StartError", format!("no thread for a call: {cause}")))?;
+    let receiver = &mut receiver; // A shared reference would not be allowed to cross `detach`.
+    loop {
+        match py.detach(|| receive(receiver)) {
+            Ok(result) => return Ok(result),
+            Err(RecvTimeoutError::Timeout) => py.check_signals()?,
+            Err(RecvTimeoutError::Disconnected) => {
+                return Err(error::raise(
+                    "BytePSError",
+                    "the engine failed within a call; its message is on standard error",
+                ));
+            }
+        }
+    }
+}
+
+fn receive<T>(receiver: &mut Receiver<T>) -> Result<T, RecvTimeoutError> {
+    receiver.recv_timeout(SIGNAL_CHECK_INTERVAL)
+}
+
+/// Starts the engine as the environment says and returns when all nodes of the job are there. A
+/// second call does nothing.
+#[pyfunction]
+pub fn init(py: Python<'_>) -> PyResult<()> {
+    fork::check()?;
+    if lock().is_some() {
+        return Ok(());
+    }
+    let config = configuration()?;
+    fork::engine_starts();
+    let started = interruptible(
+        py,
+        move || Worker::start(&config),
+        |late| {
+            if let Ok(worker) = late {
+                let _ = worker.shutdown(false);
+            }
+        },
+    );
+    let started = started.and_then(|started| started.map_err(|cause| error::from_engine(&cause)));
+    let worker = started.inspect_err(|_| fork::engine_ended())?;
+    let place = [worker.rank(), worker.size(), worker.local_rank(), worker.local_size()];
+    for (cell, value) in PLACE.iter().zip(place) {
+        cell.store(value, Relaxed);
+    }
+    *lock() = Some(worker);
+    Ok(())
+}
+
+fn configuration() -> PyResult<Config> {
+    let loaded = config::from_environment()
+        .map_err(|cause| error::raise("ConfigError", cause.to_string()))?;
+    if loaded.config.rank() == 0 {
+        for warning in &loaded.warnings {
+            eprintln!("byteps: warning: {warning}");
+        }
+    }
+    Ok(loaded.config)
+}
+
+/// Ends the engine. With `suspend` the servers stay and wait for the workers of the next `init`. In
+/// a forked child, and where nothing was started, it does nothing.
+#[pyfunction]
+#[pyo3(signature = (suspend = false))]
+pub fn shutdown(py: Python<'_>, suspend: bool) -> PyResult<()> {
+    if fork::is_child() {
+        return Ok(());
+    }
+    let Some(worker) = lock().take() else { return Ok(()) };
+    let ended = interruptible(py, move || worker.shutdown(suspend), |_| ());
+    handle::forget_all();
+    fork::engine_ended();
+    ended?.map_err(|cause| error::from_engine(&cause))
+}
+
+/// Whether `init` has succeeded in this process and `shutdown` has not been called since.
+#[pyfunction]
+pub fn is_initialized() -> bool {
+    !fork::is_child() && lock().is_some()
+}
+
+/// Whether this process inherited an engine that cannot run here.
+#[pyfunction]
+pub fn is_forked() -> bool {
+    fork::is_child()
+}
+
+fn place(index: usize) -> PyResult<u32> {
+    if !fork::is_child() && lock().is_none() {
+        return Err(not_initialized());
+    }
+    Ok(PLACE[index].load(Relaxed))
+}
+
+/// This process among all of the job. Answers in a forked child too.
+#[pyfunction]
+pub fn rank() -> PyResult<u32> {
+    place(0)
+}
+
+/// Processes of the job. Answers in a forked child too.
+#[pyfunction]
+pub fn size() -> PyResult<u32> {
+    place(1)
+}
+
+/// This process among those of its host. Answers in a forked child too.
+#[pyfunction]
+pub fn local_rank() -> PyResult<u32> {
+    place(2)
+}
+
+/// Processes of this host. Answers in a forked child too.
+#[pyfunction]
+pub fn local_size() -> PyResult<u32> {
+    place(3)
+}
+
+/// Waits until all ranks have called it, at most `timeout` seconds.
+#[pyfunction]
+#[pyo3(signature = (timeout = None))]
+pub fn barrier(py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
+    let timeout = seconds(timeout)?;
+    let worker = engine()?;
+    interruptible(py, move || worker.barrier(timeout), |_| ())?
+        .map_err(|cause| error::from_engine(&cause))
+}
+
+/// The oldest sample of push_pull throughput that has not been asked for yet: (ms since 1970,
+/// MB/s).
+#[pyfunction]
+pub fn speed() -> PyResult<Option<(u64, f64)>> {
+    Ok(engine()?.speed().map(|sample| (sample.unix_ms, sample.megabytes_per_second)))
+}
+
+/// A number of seconds from Python.
+pub fn seconds(timeout: Option<f64>) -> PyResult<Option<Duration>> {
+    timeout
+        .map(|seconds| {
+            Duration::try_from_secs_f64(seconds).map_err(|_| {
+                error::raise(
+                    "ConfigError",
+                    format!(
+                        "a timeout is a number of seconds from 0 upwards, or None; not {seconds}"
+                    ),
+                )
+            })
+        })
+        .transpose()
+}
