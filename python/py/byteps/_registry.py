@@ -1,0 +1,265 @@
+"""The names that this process has declared, and the push_pulls under way.
+
+It knows names, numbers and addresses, and no framework: a module of a framework hands it what to
+send and keeps nothing itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from byteps import _native
+from byteps.errors import (
+    BytePSError,
+    ForkedError,
+    UsageError,
+    WaitTimeoutError,
+)
+
+# How many operations of one type, size and kind may be under way without a name. The next one waits
+# for the first. So names do not grow without bound, and do not depend on the order in which the
+# ranks pick up their results.
+_UNNAMED = 64
+
+
+class Tensor(NamedTuple):
+    """What the ranks must agree on. ``operation`` is sum, average or broadcast (from ``root``)."""
+
+    name: str
+    dtype: str
+    elements: int
+    operation: str = "average"
+    root: int = 0
+
+
+class Send(NamedTuple):
+    """One tensor on its way: where it is read, and where its result is written."""
+
+    tensor: Tensor
+    source: int
+    target: int
+    priority: int = 0
+
+
+class _Pending:
+    """Push_pulls that share a handle, and all that must stay alive until they are done."""
+
+    __slots__ = ("finish", "label", "memory", "natives")
+
+    def __init__(
+        self, natives: list[int], label: str, memory: Any, finish: Callable[[], Any]
+    ) -> None:
+        self.natives = natives
+        self.label = label
+        self.memory = memory
+        self.finish = finish
+
+
+_lock = threading.RLock()
+_declared: dict[Tensor, int] = {}
+_on_wire: dict[str, Tensor] = {}
+_pending: dict[int, _Pending] = {}
+_abandoned: list[_Pending] = []
+_next_handle = 1
+_counters: dict[Any, int] = {}
+
+
+def _new_lock() -> None:
+    global _lock
+    _lock = threading.RLock()
+
+
+# A thread of the parent may have held it.
+os.register_at_fork(after_in_child=_new_lock)
+
+
+def started() -> None:
+    """To be called when an engine has started: declares again what a suspend has kept."""
+    with _lock:
+        known = list(_declared)
+        _declared.clear()
+        _counters.clear()
+        _abandoned.extend(_pending.values())
+        _pending.clear()
+        declare(known)
+
+
+def ended(keep_names: bool) -> None:
+    """To be called when the engine has ended: nothing is under way any more."""
+    with _lock:
+        _pending.clear()
+        _abandoned.clear()
+        if not keep_names:
+            _declared.clear()
+            _on_wire.clear()
+
+
+def never_free() -> None:
+    """Keeps the memory of what is under way until the process is gone, whatever is torn down."""
+    for kept in (_pending, _abandoned):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
+
+def count_up(what: Any) -> int:
+    """How often it was called for ``what`` since the engine started: the same on every rank that
+    makes the same calls."""
+    with _lock:
+        number = _counters.get(what, 0)
+        _counters[what] = number + 1
+        return number
+
+
+def unnamed(dtype: str, count: int, operation: str, root: int = 0) -> str:
+    """A name for an operation that the caller gave none: it follows from the order of calls."""
+    number = count_up((dtype, count, operation, root)) % _UNNAMED
+    verb = f"broadcast.{root}" if operation == "broadcast" else operation
+    return f"{verb}.noname.{dtype}x{count}.{number}"
+
+
+def _wire_name(tensor: Tensor) -> str:
+    """The name that the job sees.
+
+    One name may be averaged, summed and broadcast: what comes second has its operation in the wire
+    name. What comes first has not, so that ranks which disagree about it are found out.
+    """
+    plain = f"byteps.{tensor.name}"
+    known = _on_wire.get(plain, tensor)
+    if (known.operation, known.root) == (tensor.operation, tensor.root):
+        return plain
+    root = f".{tensor.root}" if tensor.operation == "broadcast" else ""
+    return f"{plain}:{tensor.operation}{root}"
+
+
+def settled(tensor: Tensor) -> Tensor:
+    """The tensor under a name that stands for no other type or size in this process.
+
+    For names that the caller did not choose for the job as a whole: a second model may have layers
+    of the same names. It follows from the order of calls, so all ranks find the same.
+    """
+    name, version = tensor.name, 1
+    with _lock:
+        while _on_wire.get(_wire_name(tensor), tensor) != tensor:
+            version += 1
+            tensor = tensor._replace(name=f"{name}~{version}")
+    return tensor
+
+
+def declare(tensors: Sequence[Tensor]) -> list[int]:
+    """The numbers of these tensors; one round trip for all that are new.
+
+    Raises :class:`MismatchError` on every rank if one has the name of another type or size.
+    """
+    with _lock:
+        new = [tensor for tensor in dict.fromkeys(tensors) if tensor not in _declared]
+        if new:
+            wire_names = []
+            for tensor in new:
+                wire_names.append(_wire_name(tensor))
+                _on_wire.setdefault(wire_names[-1], tensor)
+            specs = [(wire, *tensor[1:]) for wire, tensor in zip(wire_names, new, strict=True)]
+            _declared.update(zip(new, _native.declare(specs), strict=True))
+        return [_declared[tensor] for tensor in tensors]
+
+
+def start(sends: Sequence[Send], memory: Any, finish: Callable[[], Any]) -> int:
+    """Starts to send; returns one handle for all.
+
+    ``memory`` is kept alive until it is done, and ``finish()`` is what :func:`synchronize` returns.
+    """
+    global _next_handle
+    tensors = [send.tensor for send in sends]
+    names = [tensor.name for tensor in tensors]
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UsageError(f"the name '{twice}' stands twice in one group: give each its own")
+    with _lock:
+        numbers = declare(tensors)
+        natives = _native.push_pull(
+            [
+                (number, send.source, send.target, send.priority)
+                for number, send in zip(numbers, sends, strict=True)
+            ]
+        )
+        label = sends[0].tensor.name if sends else "nothing"
+        if len(sends) > 1:
+            label += f" and {len(sends) - 1} more"
+        handle = _next_handle
+        _next_handle += 1
+        _pending[handle] = _Pending(natives, label, memory, finish)
+        return handle
+
+
+def _find(handle: int) -> _Pending | None:
+    pending = _pending.get(handle)
+    if pending is None:
+        if not isinstance(handle, int) or not 0 < handle < _next_handle:
+            raise ValueError(f"{handle!r} is not a handle: it comes from none of the async calls")
+    return pending
+
+
+def poll(handle: int) -> bool:
+    """Whether :func:`synchronize` would return, or raise, at once."""
+    pending = _find(handle)
+    return pending is None or all(_native.poll(native) for native in pending.natives)
+
+
+def wait(handle: int, timeout: float | None = None) -> bool:
+    """Waits until it is done; False if ``timeout`` seconds passed before. Keeps the handle."""
+    pending = _find(handle)
+    if pending is None:
+        return True
+    deadline = None if timeout is None else time.monotonic() + timeout
+    for native in pending.natives:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        try:
+            if not _native.wait(native, left):
+                return False
+        except ForkedError:
+            raise
+        except BytePSError:
+            _give_up(handle)
+            raise
+    return True
+
+
+def synchronize(handle: int, timeout: float | None = None) -> Any:
+    """Waits until it is done and returns the result; None for a handle that is spent."""
+    if not wait(handle, timeout):
+        label = _pending[handle].label
+        raise WaitTimeoutError(
+            f"push_pull of '{label}' is not done after {timeout} s; it goes on, and its handle may "
+            "be waited for again"
+        )
+    with _lock:
+        pending = _pending.pop(handle, None)
+        if pending is None:
+            return None
+        _release(pending)
+    return pending.finish()
+
+
+def synchronize_all(handles: Iterable[int]) -> list[Any]:
+    """:func:`synchronize` for each of them."""
+    return [synchronize(handle) for handle in handles]
+
+
+def _release(pending: _Pending) -> None:
+    for native in pending.natives:
+        _native.release(native)
+
+
+def _give_up(handle: int) -> None:
+    """Drops a handle that failed, and its memory only if nothing of it is still under way."""
+    with _lock:
+        pending = _pending.pop(handle, None)
+        if pending is None:
+            return
+        if all(_native.poll(native) for native in pending.natives):
+            _release(pending)
+        else:
+            _abandoned.append(pending)

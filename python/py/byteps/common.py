@@ -1,0 +1,178 @@
+"""Start, end, and one's place in the job: what the module of every framework offers too."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from typing import Any
+
+from byteps import _native, _registry
+
+__all__ = [
+    "BytePSBasics",
+    "barrier",
+    "cross_rank",
+    "cross_size",
+    "get_pushpull_speed",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "rank",
+    "resume",
+    "shutdown",
+    "size",
+    "suspend",
+]
+
+_lock = threading.Lock()
+_at_exit_registered = False
+
+
+def _new_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+# A thread of the parent may have held it.
+os.register_at_fork(after_in_child=_new_lock)
+
+
+def init(lazy: bool = True) -> None:
+    """Starts the engine of this process and returns when all nodes of the job are there.
+
+    Who the process is and where the scheduler is come from the environment, which ``bpslaunch``
+    sets; without any of it the process is a job of one, and needs neither scheduler nor server.
+    A second call does nothing.
+
+    ``lazy`` is there for BytePS's callers: both of its values connect now, so that what is wrong
+    with the job shows here and not at the first tensor.
+    """
+    del lazy
+    global _at_exit_registered
+    with _lock:
+        if _native.is_initialized():
+            return
+        _native.init()
+        _registry.started()
+        if not _at_exit_registered:
+            atexit.register(_end_of_process)
+            _at_exit_registered = True
+
+
+def shutdown() -> None:
+    """Ends the engine of this process in good order. Without one it does nothing."""
+    _end(suspend=False)
+
+
+def suspend() -> None:
+    """Leaves the job for a while: servers and scheduler stay, and the declared names are kept.
+
+    Every worker of the job must call it; :func:`resume` comes back.
+    """
+    _end(suspend=True)
+
+
+def resume(num_workers: int, num_servers: int, global_rank: int = -1, context: Any = None) -> None:
+    """Comes back after :func:`suspend`, perhaps into a job of another size.
+
+    ``num_workers`` and ``num_servers`` are the new counts and ``global_rank`` the new rank of this
+    process (-1: as computed from its host and local rank). What had been declared is declared
+    again; parameters are not sent again, so broadcast them. ``context`` is not used.
+    """
+    del context
+    os.environ["DMLC_NUM_WORKER"] = str(num_workers)
+    os.environ["DMLC_NUM_SERVER"] = str(num_servers)
+    if global_rank >= 0:
+        os.environ["BYTEPS_GLOBAL_RANK"] = str(global_rank)
+    else:
+        os.environ.pop("BYTEPS_GLOBAL_RANK", None)
+    init(lazy=False)
+
+
+def _end(suspend: bool) -> None:
+    if _native.is_forked():
+        return
+    with _lock:
+        if _native.is_initialized():
+            _native.shutdown(suspend)
+        _registry.ended(keep_names=suspend)
+
+
+def _end_of_process() -> None:
+    if _native.is_forked():
+        return
+    if getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1"):
+        # The process ends because of an error. To leave in good order would let the other ranks
+        # wait for a rank that does not come; the broken connection tells them at once. Until
+        # then the engine may still write into the tensors of this process, so they stay.
+        _registry.never_free()
+        return
+    shutdown()
+
+
+def is_initialized() -> bool:
+    """Whether :func:`init` has been called and :func:`shutdown` has not; no forked child has."""
+    return _native.is_initialized()
+
+
+def rank() -> int:
+    """The number of this process in the job, from 0. Answers in a forked child too."""
+    return _native.rank()
+
+
+def size() -> int:
+    """The processes of the job."""
+    return _native.size()
+
+
+def local_rank() -> int:
+    """The number of this process on its host, from 0."""
+    return _native.local_rank()
+
+
+def local_size() -> int:
+    """The worker processes of this host."""
+    return _native.local_size()
+
+
+def cross_rank() -> int:
+    """The number of this host among the hosts with workers, from 0."""
+    return rank() // local_size()
+
+
+def cross_size() -> int:
+    """The hosts with workers."""
+    return -(-size() // local_size())
+
+
+def barrier(timeout: float | None = None) -> None:
+    """Waits until all ranks have called it; at most ``timeout`` seconds, if given."""
+    _native.barrier(timeout)
+
+
+def get_pushpull_speed() -> tuple[int, float]:
+    """The oldest throughput sample that nobody has asked for: (ms since 1970, MB/s pushed).
+
+    ``(0, -5.0)`` when there is none.
+    """
+    return _native.speed() or (0, -5.0)
+
+
+class BytePSBasics:
+    """The functions of this module as methods, for code that was written against BytePS's class."""
+
+    def __init__(self, *unused: Any) -> None:
+        """The arguments, which told BytePS where its libraries were, are not needed."""
+
+    init = staticmethod(init)
+    shutdown = staticmethod(shutdown)
+    suspend = staticmethod(suspend)
+    resume = staticmethod(resume)
+    size = staticmethod(size)
+    local_size = staticmethod(local_size)
+    rank = staticmethod(rank)
+    local_rank = staticmethod(local_rank)
+    get_pushpull_speed = staticmethod(get_pushpull_speed)

@@ -1,0 +1,59 @@
+"""What can go wrong. Each message says what happened, where, and what to do next."""
+
+__all__ = [
+    "BytePSError",
+    "ConfigError",
+    "ForkedError",
+    "MismatchError",
+    "NotInitializedError",
+    "PeerDiedError",
+    "StallError",
+    "StartError",
+    "TensorError",
+    "UsageError",
+    "WaitTimeoutError",
+]
+
+
+class BytePSError(RuntimeError):
+    """The base of all errors of this package."""
+
+
+class ConfigError(BytePSError, ValueError):
+    """A setting or an argument that cannot be."""
+
+
+class StartError(BytePSError):
+    """The job did not come together: a node is missing, unreachable or of another release."""
+
+
+class MismatchError(BytePSError):
+    """Two ranks, or two calls, disagree about what a name stands for. Raised on every rank."""
+
+
+class PeerDiedError(BytePSError):
+    """A worker, server or scheduler of the job is gone."""
+
+
+class StallError(BytePSError):
+    """Some ranks have waited for others for longer than ``BPS_STALL_TIMEOUT``."""
+
+
+class WaitTimeoutError(BytePSError, TimeoutError):
+    """A wait with a timeout ran out. What was waited for goes on."""
+
+
+class NotInitializedError(BytePSError, ValueError):
+    """``init()`` has not been called, or ``shutdown()`` has."""
+
+
+class ForkedError(BytePSError):
+    """A call in a forked child of a process whose engine was running."""
+
+
+class TensorError(BytePSError, ValueError, TypeError):
+    """A tensor that cannot be sent: its type, its device or its layout."""
+
+
+class UsageError(BytePSError, AssertionError):
+    """Calls in an order that cannot give a right result."""

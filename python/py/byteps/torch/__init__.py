@@ -1,0 +1,117 @@
+"""Training with torch::
+
+    import byteps.torch as bps
+
+    bps.init()
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    bps.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = bps.DistributedOptimizer(optimizer, model.named_parameters())
+
+BytePS's names and Horovod's both work; :mod:`byteps.torch.parallel` has
+``DistributedDataParallel``.
+"""
+
+from byteps.common import (
+    barrier,
+    cross_rank,
+    cross_size,
+    get_pushpull_speed,
+    init,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    resume,
+    shutdown,
+    size,
+    suspend,
+)
+from byteps.torch.allreduce import (
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+)
+from byteps.torch.compression import Compression
+from byteps.torch.functions import (
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from byteps.torch.ops import (
+    Average,
+    ReduceOp,
+    Sum,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    byteps_push_pull,
+    declare,
+    poll,
+    push_pull,
+    push_pull_async,
+    push_pull_async_inplace,
+    push_pull_group,
+    push_pull_group_async,
+    push_pull_group_async_inplace,
+    push_pull_group_inplace,
+    push_pull_inplace,
+    synchronize,
+    wait,
+)
+from byteps.torch.optimizer import DistributedOptimizer
+
+__all__ = [
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "ReduceOp",
+    "Sum",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "byteps_push_pull",
+    "cross_rank",
+    "cross_size",
+    "declare",
+    "get_pushpull_speed",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "poll",
+    "push_pull",
+    "push_pull_async",
+    "push_pull_async_inplace",
+    "push_pull_group",
+    "push_pull_group_async",
+    "push_pull_group_async_inplace",
+    "push_pull_group_inplace",
+    "push_pull_inplace",
+    "rank",
+    "resume",
+    "shutdown",
+    "size",
+    "suspend",
+    "synchronize",
+    "wait",
+]

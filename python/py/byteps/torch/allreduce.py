@@ -1,0 +1,145 @@
+"""push_pull under the names that Horovod gave it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from byteps.errors import ConfigError
+from byteps.torch import ops
+from byteps.torch.compression import Compression
+from byteps.torch.ops import Average, ReduceOp, Sum
+
+__all__ = [
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+]
+
+
+def averages(average: bool | None, op: ReduceOp | None) -> bool:
+    if average is not None and op is not None:
+        raise ConfigError("give op or average, not both")
+    if op is None:
+        return average is not False
+    if op not in (Average, Sum):
+        raise ConfigError(f"op={op!r}: the servers compute Average and Sum")
+    return op == Average
+
+
+def allreduce(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """:func:`push_pull` as Horovod calls it.
+
+    ``op`` is :data:`Average` (the default) or :data:`Sum`. The tensor is multiplied by
+    ``prescale_factor`` before, and by ``postscale_factor`` after it.
+    """
+    scales = prescale_factor, postscale_factor
+    return ops.differentiable([tensor], averages(average, op), [name], 0, compression, *scales)[0]
+
+
+def allreduce_async(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """:func:`allreduce` that does not wait."""
+    scales = prescale_factor, postscale_factor
+    return ops.push_pull_start([tensor], averages(average, op), [name], 0, False, True, *scales)
+
+
+def allreduce_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """:func:`allreduce` into the tensor itself."""
+    ops.synchronize(allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor))
+    return tensor
+
+
+def allreduce_async_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """:func:`allreduce` into the tensor itself, without waiting."""
+    scales = prescale_factor, postscale_factor
+    return ops.push_pull_start([tensor], averages(average, op), [name], 0, True, True, *scales)
+
+
+def grouped_allreduce(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: Any = None,
+    compression: Any = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[torch.Tensor]:
+    """:func:`allreduce` of several tensors at once."""
+    names, scales = ops.names_of(name, len(tensors)), (prescale_factor, postscale_factor)
+    return ops.differentiable(tensors, averages(average, op), names, 0, compression, *scales)
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: Any = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """:func:`grouped_allreduce` that does not wait: one handle for all."""
+    names, scales = ops.names_of(name, len(tensors)), (prescale_factor, postscale_factor)
+    return ops.push_pull_start(tensors, averages(average, op), names, 0, False, False, *scales)
+
+
+def grouped_allreduce_(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: Any = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[torch.Tensor]:
+    """:func:`grouped_allreduce` into the tensors themselves."""
+    scales = prescale_factor, postscale_factor
+    ops.synchronize(grouped_allreduce_async_(tensors, average, name, op, *scales))
+    return list(tensors)
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: Any = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """:func:`grouped_allreduce` into the tensors themselves, without waiting."""
+    names, scales = ops.names_of(name, len(tensors)), (prescale_factor, postscale_factor)
+    return ops.push_pull_start(tensors, averages(average, op), names, 0, True, False, *scales)

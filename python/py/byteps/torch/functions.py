@@ -1,0 +1,160 @@
+"""What gives all ranks the same start: parameters, optimizer state, objects."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from byteps import common
+from byteps.errors import ConfigError, MismatchError
+from byteps.torch import ops
+
+try:
+    import cloudpickle
+except ImportError:
+    cloudpickle = None
+
+__all__ = ["broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
+
+_OBJECT_BYTES_MIN = 1024
+
+
+def broadcast_parameters(
+    params: Mapping[str, Any] | Iterable[Any], root_rank: int, prefix: str = "Parameter."
+) -> None:
+    """Overwrites these tensors with those of ``root_rank``, all at once.
+
+    ``params`` is a ``state_dict()``, ``named_parameters()`` or another iterable of (name, tensor)
+    pairs, or an iterable of tensors, which are then told apart by their order. What a state dict
+    holds beside tensors is left alone.
+    """
+    items = list(params.items()) if isinstance(params, Mapping) else list(params)
+    named = []
+    for index, item in enumerate(items):
+        if isinstance(item, torch.Tensor):
+            item = (f"{index}", item)
+        if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[0], str):
+            raise ConfigError(
+                "broadcast_parameters takes a dict, (name, tensor) pairs or tensors, and found "
+                f"{type(item).__name__}: pass model.state_dict() or model.named_parameters()"
+            )
+        if isinstance(item[1], torch.Tensor):
+            named.append((prefix + item[0], item[1]))
+        elif item[1] is not None and not isinstance(params, Mapping):
+            raise ConfigError(f"'{item[0]}' is no tensor but {type(item[1]).__name__}")
+    ops.broadcast_all_(named, root_rank)
+
+
+class _TensorSpec(NamedTuple):
+    """Stands for a tensor in a structure that is sent without its tensors."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, prefix: str = "Parameter."
+) -> None:
+    """Gives every rank the optimizer state of ``root_rank``: options, counters and tensors.
+
+    Nothing is stepped for it and no parameter changes. An optimizer of ``root_rank`` that has no
+    state yet leaves the others without state too. Tensors arrive bit for bit; all else is sent by
+    :func:`broadcast_object`.
+    """
+    is_root = common.rank() == root_rank
+    tensors: list[torch.Tensor] = []
+    structure = _without_tensors(optimizer.state_dict(), tensors) if is_root else None
+    structure = broadcast_object(structure, root_rank, name=f"{prefix}optimizer_state")
+    if is_root:
+        sent = tensors
+    else:
+        sent = []
+        state_dict = _with_tensors(structure, sent)
+        _check_groups(optimizer, state_dict, root_rank)
+    ops.broadcast_all_(
+        [(f"{prefix}optimizer_state.{index}", tensor) for index, tensor in enumerate(sent)],
+        root_rank,
+    )
+    if not is_root:
+        _load(optimizer, state_dict)
+
+
+def _without_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return _TensorSpec(tuple(value.shape), value.dtype)
+    if isinstance(value, dict):
+        return {key: _without_tensors(item, tensors) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_without_tensors(item, tensors) for item in value)
+    return value
+
+
+def _with_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(value, _TensorSpec):
+        tensor = torch.empty(value.shape, dtype=value.dtype)
+        tensors.append(tensor)
+        return tensor
+    if isinstance(value, dict):
+        return {key: _with_tensors(item, tensors) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_with_tensors(item, tensors) for item in value)
+    return value
+
+
+def _check_groups(optimizer: torch.optim.Optimizer, state_dict: Any, root_rank: int) -> None:
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    other = [len(group["params"]) for group in state_dict["param_groups"]]
+    if own != other:
+        raise MismatchError(
+            f"the optimizer of rank {root_rank} has groups of {other} parameters and that of rank "
+            f"{common.rank()} of {own}: build the same optimizer on all ranks"
+        )
+
+
+def _load(optimizer: torch.optim.Optimizer, state_dict: Any) -> None:
+    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        optimizer.load_state_dict(state_dict)
+        return
+    # As load_state_dict does it, but without its casts: state arrives in the type that it had.
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    by_number = dict(zip(numbers, params, strict=True))
+    state: Any = defaultdict(dict)
+    for number, value in state_dict["state"].items():
+        state[by_number.get(number, number)] = value
+    for group, other in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        group.update({key: value for key, value in other.items() if key != "params"})
+    optimizer.__setstate__({"state": state, "param_groups": optimizer.param_groups})
+
+
+def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
+    """The object of ``root_rank``; what the other ranks pass is not looked at.
+
+    It is pickled on the root and unpickled on the others, as in BytePS and Horovod, so its sender
+    is trusted as far as running code: a rank of the same job, which proved the job's key if one is
+    set. The engine and the servers only see bytes.
+    """
+    name = name or "broadcast_object"
+    data = b""
+    if common.rank() == root_rank:
+        buffer = io.BytesIO()
+        (cloudpickle or pickle).dump(obj, buffer)
+        data = buffer.getvalue()
+    length = torch.tensor([len(data)], dtype=torch.int64)
+    ops.broadcast_(length, root_rank, f"{name}.length")
+    count = int(length)
+    # A name stands for one size, so the bytes travel in one of a few sizes.
+    room = max(_OBJECT_BYTES_MIN, 1 << (count - 1).bit_length()) if count > 1 else _OBJECT_BYTES_MIN
+    payload = torch.zeros(room, dtype=torch.uint8)
+    if data:
+        payload[:count] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    ops.broadcast_(payload, root_rank, f"{name}.bytes.{room}")
+    if common.rank() == root_rank:
+        return obj
+    return pickle.loads(payload[:count].numpy().tobytes())

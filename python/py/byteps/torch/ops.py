@@ -1,0 +1,433 @@
+"""push_pull and broadcast of torch tensors, in all their forms.
+
+A *push_pull* gives every rank the sum, or the average, of what all ranks passed under one name. The
+ranks may call in any order as long as each name has the same shape, type and operation everywhere.
+Without a name the order of the calls is what matters.
+
+The forms without suffix wait and return a new tensor; ``_async`` returns a handle for
+:func:`poll`, :func:`wait` and :func:`synchronize`; ``_inplace`` (Horovod's ``_``) writes the result
+into the tensor that was passed; ``_group`` (Horovod's ``grouped_``) takes a list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any
+
+import torch
+
+from byteps import _registry, common
+from byteps._registry import Send
+from byteps.errors import ConfigError
+from byteps.torch import _tensors
+from byteps.torch._tensors import Memory
+from byteps.torch.compression import Compression
+
+__all__ = [
+    "Average",
+    "ReduceOp",
+    "Sum",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "byteps_push_pull",
+    "declare",
+    "poll",
+    "push_pull",
+    "push_pull_async",
+    "push_pull_async_inplace",
+    "push_pull_group",
+    "push_pull_group_async",
+    "push_pull_group_async_inplace",
+    "push_pull_group_inplace",
+    "push_pull_inplace",
+    "synchronize",
+    "wait",
+]
+
+
+class ReduceOp(IntEnum):
+    """What a push_pull computes. (Horovod's other operations have no server to run them.)"""
+
+    Average = 0
+    Sum = 1
+
+
+Average = ReduceOp.Average
+Sum = ReduceOp.Sum
+
+
+# Everyone waits for what is broadcast, so it goes before gradients.
+_BROADCAST_PRIORITY = 1 << 30
+
+
+# Handles
+
+
+def poll(handle: int) -> bool:
+    """Whether :func:`synchronize` would return at once."""
+    return _registry.poll(handle)
+
+
+def wait(handle: int, timeout: float | None = None) -> bool:
+    """Waits until it is done, at most ``timeout`` seconds; returns whether it is.
+
+    The handle stays valid: :func:`synchronize` fetches the result. What went wrong is raised.
+    """
+    return _registry.wait(handle, timeout)
+
+
+def synchronize(handle: int, timeout: float | None = None) -> Any:
+    """Waits until it is done and returns its tensor, or list of tensors; then the handle is spent.
+
+    Other Python threads run meanwhile and Ctrl-C interrupts. After ``timeout`` seconds it raises
+    :class:`byteps.errors.WaitTimeoutError`, and the handle may be waited for again. A handle that
+    was synchronised before gives None.
+    """
+    return _registry.synchronize(handle, timeout)
+
+
+# The one way in
+
+
+def _start(
+    tensors: Sequence[torch.Tensor],
+    memories: Sequence[Memory],
+    operation: str,
+    verb: str,
+    names: Sequence[str | None],
+    priorities: Sequence[int],
+    root: int = 0,
+    single: bool = True,
+    postscale: float = 1.0,
+    settle: bool = False,
+) -> int:
+    sends = []
+    for tensor, memory, name, priority in zip(tensors, memories, names, priorities, strict=True):
+        if operation == "broadcast" and tensor.dtype not in _tensors.DTYPES:
+            dtype, count = "u8", tensor.numel() * tensor.element_size()
+        else:
+            dtype, count = _tensors.summed_dtype(tensor, _label(verb, name)), tensor.numel()
+        name = name or _registry.unnamed(dtype, count, operation, root)
+        known = _registry.Tensor(name, dtype, count, operation, root)
+        if settle:
+            known = _registry.settled(known)
+        addresses = memory.source.data_ptr(), memory.target.data_ptr()
+        sends.append(Send(known, *addresses, priority))
+
+    def finish() -> Any:
+        outputs = [memory.finish() for memory in memories]
+        if postscale != 1.0:
+            with torch.no_grad():
+                for output in outputs:
+                    output.copy_(_scaled(output, postscale))
+        return outputs[0] if single else outputs
+
+    return _registry.start(sends, memories, finish)
+
+
+def _label(verb: str, name: str | None) -> str:
+    return f"{verb} of '{name}'" if name else f"{verb} of a tensor without a name"
+
+
+def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    if tensor.dtype.is_floating_point:
+        return tensor * factor
+    return (tensor.to(torch.float64) * factor).to(tensor.dtype)
+
+
+def push_pull_start(
+    tensors: Sequence[torch.Tensor],
+    average: bool,
+    names: Sequence[str | None],
+    priority: int,
+    inplace: bool,
+    single: bool,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+) -> int:
+    memories = []
+    for tensor, name in zip(tensors, names, strict=True):
+        what = _label("push_pull", name)
+        _tensors.check(tensor, what)
+        _tensors.summed_dtype(tensor, what)
+        scaled = tensor if prescale == 1.0 else _scaled(tensor.detach(), prescale)
+        if not inplace:
+            memories.append(_tensors.to_new(scaled))
+        elif scaled is tensor:
+            memories.append(_tensors.in_place(tensor))
+        else:
+            memories.append(_tensors.to_other(scaled, tensor))
+    operation = "average" if average else "sum"
+    return _start(
+        tensors,
+        memories,
+        operation,
+        "push_pull",
+        names,
+        [priority] * len(tensors),
+        single=single,
+        postscale=postscale,
+    )
+
+
+def names_of(names: Any, count: int) -> list[str | None]:
+    if names is None:
+        return [None] * count
+    if isinstance(names, str):
+        return [f"{names}.{index}" for index in range(count)]
+    if len(names) != count:
+        raise ConfigError(f"{count} tensors and {len(names)} names: give as many names as tensors")
+    return list(names)
+
+
+class _PushPull(torch.autograd.Function):
+    """push_pull as autograd sees it: the gradient of an average is the average of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, how: tuple, names: list[str | None], *tensors: torch.Tensor) -> Any:
+        average, priority, prescale, postscale = how
+        ctx.how, ctx.names = how, names
+        handle = push_pull_start(
+            tensors, average, names, priority, False, False, prescale, postscale
+        )
+        return tuple(synchronize(handle))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        average, priority, prescale, postscale = ctx.how
+        names = [name and f"{name}.backward" for name in ctx.names]
+        handle = push_pull_start(
+            gradients, average, names, priority, False, False, postscale, prescale
+        )
+        return None, None, *synchronize(handle)
+
+
+def differentiable(
+    tensors: Sequence[torch.Tensor],
+    average: bool,
+    names: list[str | None],
+    priority: int,
+    compression: Any,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+) -> list[torch.Tensor]:
+    for tensor, name in zip(tensors, names, strict=True):
+        _tensors.check(tensor, _label("push_pull", name))
+    smaller = [compression.compress(tensor) for tensor in tensors]
+    sent = [tensor for tensor, _ in smaller]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sent):
+        outputs = _PushPull.apply((average, priority, prescale, postscale), names, *sent)
+    else:
+        outputs = synchronize(
+            push_pull_start(sent, average, names, priority, False, False, prescale, postscale)
+        )
+    return [
+        compression.decompress(output, ctx)
+        for output, (_, ctx) in zip(outputs, smaller, strict=True)
+    ]
+
+
+# BytePS's names
+
+
+def declare(name: str, tensor: torch.Tensor | None = None, average: bool = True) -> None:
+    """Makes a tensor known before it is first sent, which saves a round trip then.
+
+    BytePS numbered names by the order of declaration; here the order does not matter, so a name
+    alone (as BytePS has it) needs nothing. With ``tensor``, of which shape and type count, it is
+    declared to the job, and a rank that disagrees is told at once.
+    """
+    if tensor is not None:
+        dtype = _tensors.summed_dtype(tensor, f"declare of '{name}'")
+        operation = "average" if average else "sum"
+        _registry.declare([_registry.Tensor(name, dtype, tensor.numel(), operation)])
+
+
+def push_pull(
+    tensor: torch.Tensor,
+    average: bool = True,
+    name: str | None = None,
+    version: int = 0,
+    priority: int = 0,
+    compression: Any = Compression.none,
+) -> torch.Tensor:
+    """The average (or sum) of the tensor over all ranks, as a new tensor; autograd passes through.
+
+    Integers are averaged by floor division. Among tensors that wait, one with a larger ``priority``
+    is sent sooner. ``version`` is not used.
+    """
+    return differentiable([tensor], average, [name], priority, compression)[0]
+
+
+def push_pull_async(
+    tensor: torch.Tensor,
+    average: bool = True,
+    name: str | None = None,
+    version: int = 0,
+    priority: int = 0,
+) -> int:
+    """:func:`push_pull` that does not wait. Leave the tensor unchanged until it is done."""
+    return push_pull_start([tensor], average, [name], priority, False, True)
+
+
+def push_pull_inplace(
+    tensor: torch.Tensor,
+    average: bool = True,
+    name: str | None = None,
+    version: int = 0,
+    priority: int = 0,
+) -> torch.Tensor:
+    """:func:`push_pull` into the tensor itself."""
+    synchronize(push_pull_async_inplace(tensor, average, name, version, priority))
+    return tensor
+
+
+def push_pull_async_inplace(
+    tensor: torch.Tensor,
+    average: bool = True,
+    name: str | None = None,
+    version: int = 0,
+    priority: int = 0,
+) -> int:
+    """:func:`push_pull` into the tensor itself, without waiting."""
+    return push_pull_start([tensor], average, [name], priority, True, True)
+
+
+byteps_push_pull = push_pull_async_inplace
+
+
+def push_pull_group(
+    tensors: Sequence[torch.Tensor],
+    average: bool = True,
+    name: Any = None,
+    version: int = 0,
+    priority: int = 0,
+    compression: Any = Compression.none,
+) -> list[torch.Tensor]:
+    """:func:`push_pull` of several tensors at once.
+
+    ``name`` is a list of names, or one that the tensors' indices are added to.
+    """
+    return differentiable(tensors, average, names_of(name, len(tensors)), priority, compression)
+
+
+def push_pull_group_async(
+    tensors: Sequence[torch.Tensor],
+    average: bool = True,
+    name: Any = None,
+    version: int = 0,
+    priority: int = 0,
+) -> int:
+    """:func:`push_pull_group` that does not wait: one handle for all."""
+    return push_pull_start(tensors, average, names_of(name, len(tensors)), priority, False, False)
+
+
+def push_pull_group_inplace(
+    tensors: Sequence[torch.Tensor],
+    average: bool = True,
+    name: Any = None,
+    version: int = 0,
+    priority: int = 0,
+) -> list[torch.Tensor]:
+    """:func:`push_pull_group` into the tensors themselves."""
+    synchronize(push_pull_group_async_inplace(tensors, average, name, version, priority))
+    return list(tensors)
+
+
+def push_pull_group_async_inplace(
+    tensors: Sequence[torch.Tensor],
+    average: bool = True,
+    name: Any = None,
+    version: int = 0,
+    priority: int = 0,
+) -> int:
+    """:func:`push_pull_group` into the tensors themselves, without waiting."""
+    return push_pull_start(tensors, average, names_of(name, len(tensors)), priority, True, False)
+
+
+# Broadcast
+
+
+def broadcast_all_(named: Sequence[tuple[str, torch.Tensor]], root_rank: int) -> None:
+    """Overwrites these tensors with those of ``root_rank``, all at once.
+
+    A name may come again for a tensor of another type or size, as those of a second model do.
+    """
+    for name, tensor in named:
+        _tensors.check(tensor, _label("broadcast", name))
+    tensors = [tensor for _, tensor in named]
+    memories = [_tensors.in_place(tensor) for tensor in tensors]
+    names = [name for name, _ in named]
+    synchronize(_broadcast_start(tensors, memories, root_rank, names, single=False, settle=True))
+
+
+def _broadcast_start(
+    tensors: Sequence[torch.Tensor],
+    memories: Sequence[Memory],
+    root_rank: int,
+    names: Sequence[str | None],
+    single: bool = True,
+    settle: bool = False,
+) -> int:
+    if not 0 <= root_rank < common.size():
+        raise ConfigError(
+            f"broadcast from rank {root_rank}: the ranks are 0 to {common.size() - 1}"
+        )
+    return _start(
+        tensors,
+        memories,
+        "broadcast",
+        "broadcast",
+        names,
+        [_BROADCAST_PRIORITY] * len(tensors),
+        root_rank,
+        single,
+        settle=settle,
+    )
+
+
+class _Broadcast(torch.autograd.Function):
+    """broadcast as autograd sees it: all that the ranks' losses say flows back to the root."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None) -> torch.Tensor:
+        ctx.root_rank, ctx.name = root_rank, name
+        return synchronize(broadcast_async(tensor, root_rank, name))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        name = ctx.name and f"{ctx.name}.backward"
+        total = synchronize(push_pull_async(gradient, average=False, name=name))
+        return total if common.rank() == ctx.root_rank else torch.zeros_like(total), None, None
+
+
+def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
+    """The tensor of ``root_rank``, bit for bit, as a new tensor; autograd passes through.
+
+    All ranks pass a tensor of its shape and type, which may be any type that torch has.
+    """
+    _tensors.check(tensor, _label("broadcast", name))
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        return _Broadcast.apply(tensor, root_rank, name)
+    return synchronize(broadcast_async(tensor, root_rank, name))
+
+
+def broadcast_async(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> int:
+    """:func:`broadcast` that does not wait."""
+    _tensors.check(tensor, _label("broadcast", name))
+    return _broadcast_start([tensor], [_tensors.to_new(tensor)], root_rank, [name])
+
+
+def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
+    """:func:`broadcast` into the tensor itself."""
+    synchronize(broadcast_async_(tensor, root_rank, name))
+    return tensor
+
+
+def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> int:
+    """:func:`broadcast` into the tensor itself, without waiting."""
+    _tensors.check(tensor, _label("broadcast", name))
+    return _broadcast_start([tensor], [_tensors.in_place(tensor)], root_rank, [name])
