@@ -1,0 +1,171 @@
+"""Runs functions on the ranks of a job on this machine, and gathers what they return.
+
+A :class:`Cluster` is one job under ``bpslaunch --local``; its ranks wait for functions, so many
+tests share the time that it takes to start. Tests that end or break a job start their own.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+HERE = Path(__file__).parent
+START_SECONDS = 90
+CALL_SECONDS = 60
+
+
+class RankError(AssertionError):
+    """A function failed on some rank; the message has its traceback."""
+
+
+class Cluster:
+    """One job of ``size`` ranks. Without servers and launcher if ``size`` is 1."""
+
+    def __init__(
+        self, size: int, servers: int = 1, cores: int = 1, environment: dict[str, str] | None = None
+    ) -> None:
+        self.size = size
+        self.broken = False
+        self._folder = tempfile.TemporaryDirectory(prefix="bps")
+        self._log = Path(self._folder.name) / "log"
+        listener = Listener(str(Path(self._folder.name) / "socket"), "AF_UNIX", backlog=16)
+        rank = [sys.executable, str(HERE / "rank.py"), listener.address]
+        launcher = [sys.executable, "-m", "byteps.launch", "--local", str(size)]
+        launcher += ["--servers", str(servers), "--server-cores", str(cores)]
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                rank if size == 1 else launcher + rank,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=clean_environment() | (environment or {}),
+            )
+        self.pids = [0] * size
+        self._ranks: list[Connection | None] = [None] * size
+        try:
+            with listener:
+                self._accept(listener)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _accept(self, listener: Listener) -> None:
+        listener._listener._socket.settimeout(1)
+        deadline = time.monotonic() + START_SECONDS
+        while None in self._ranks:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise RankError(f"the job did not start:\n{self.log()}")
+            try:
+                connection = listener.accept()
+            except TimeoutError:
+                continue
+            local_rank, pid = connection.recv()
+            self._ranks[local_rank] = connection
+            self.pids[local_rank] = pid
+
+    def run(self, function: Any, *arguments: Any, timeout: float = CALL_SECONDS) -> list[Any]:
+        """What the function returned, by rank; raises if it raised on any."""
+        try:
+            self.start(function, *arguments)
+            return self.results(timeout)
+        except BaseException:
+            self.broken = True
+            raise
+
+    def start(self, function: Any, *arguments: Any) -> None:
+        """Starts the function on all ranks."""
+        call = cloudpickle.dumps((function, arguments))
+        for connection in self._ranks:
+            connection.send_bytes(call)
+
+    def results(self, timeout: float = CALL_SECONDS, ranks: Any = None) -> list[Any]:
+        """The results of what was started, of these ranks or of all."""
+        deadline = time.monotonic() + timeout
+        results = []
+        for rank in range(self.size) if ranks is None else ranks:
+            connection = self._ranks[rank]
+            if not connection.poll(max(0.0, deadline - time.monotonic())):
+                self._dump_stacks()
+                raise RankError(f"rank {rank} did not return within {timeout} s:\n{self.log()}")
+            try:
+                ok, value = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                raise RankError(f"rank {rank} is gone:\n{self.log()}") from None
+            if not ok:
+                raise RankError(f"rank {rank}:\n{value}\n{self.log()}")
+            results.append(value)
+        return results
+
+    def _dump_stacks(self) -> None:
+        for pid in self.pids:
+            try:
+                os.kill(pid, signal.SIGUSR1)
+            except ProcessLookupError:
+                pass
+        time.sleep(1)  # Each rank writes its stacks to the log, which nobody acknowledges.
+
+    def log(self) -> str:
+        """What all processes of the job have printed."""
+        return self._log.read_text(errors="replace")[-20000:]
+
+    def wait(self, timeout: float) -> int:
+        """Waits for the end of the job; its exit status."""
+        return self.process.wait(timeout)
+
+    def close(self) -> None:
+        """Lets the ranks end in good order, and checks that they do."""
+        for connection in self._ranks:
+            connection.send_bytes(cloudpickle.dumps(None))
+        try:
+            status = self.wait(30)
+        except subprocess.TimeoutExpired:
+            self._dump_stacks()
+            self.kill()
+            raise RankError(f"the job did not end:\n{self.log()}") from None
+        log = self.log()
+        self.kill()
+        if status != 0:
+            raise RankError(f"the job ended with status {status}:\n{log}")
+
+    def kill(self) -> None:
+        """Ends whatever is left of it."""
+        for connection in self._ranks:
+            if connection is not None:
+                connection.close()
+        self._ranks = []
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self._folder.cleanup()
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if error[0] is None and self._ranks:
+            self.close()
+        else:
+            self.kill()
+
+
+def clean_environment() -> dict[str, str]:
+    """The environment without any job's variables."""
+    ours = ("DMLC_", "BYTEPS_", "BPS_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    path = os.pathsep.join(filter(None, [str(HERE), kept.get("PYTHONPATH")]))
+    return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}

@@ -1,0 +1,98 @@
+"""The programs of the wheel, BytePS's way to start them, and the examples."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster import clean_environment
+from test_failures import address, launch
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = ["bpslaunch", "bps-server", "bps-scheduler"]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("flag", ["--help", "--version"])
+def test_programs_are_installed(program, flag):
+    path = Path(sys.executable).parent / program
+    result = subprocess.run([path, flag], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0 and program in result.stdout, result
+
+
+def test_as_byteps_starts_it(tmp_path):
+    """One scheduler, one server, two worker hosts, by DMLC variables alone."""
+    job = address() | {"DMLC_NUM_WORKER": "2", "DMLC_NUM_SERVER": "1"}
+    worker = (
+        "import torch, byteps.torch as bps\n"
+        "bps.init()\n"
+        "x = torch.full((1000,), float(bps.rank()))\n"
+        "total = bps.push_pull(x, average=False, name='x')[0].item()\n"
+        "print('result', bps.rank(), bps.size(), total)\n"
+        "bps.shutdown()\n"
+    )
+    commands = {
+        "scheduler": ([sys.executable, "-c", "import byteps.server"], {"DMLC_ROLE": "scheduler"}),
+        "server": ([sys.executable, "-m", "byteps.server"], {"DMLC_ROLE": "server"}),
+        "worker 0": (
+            [sys.executable, "-c", worker],
+            {"DMLC_ROLE": "worker", "DMLC_WORKER_ID": "0"},
+        ),
+        "worker 1": (
+            [sys.executable, "-c", worker],
+            {"DMLC_ROLE": "worker", "DMLC_WORKER_ID": "1"},
+        ),
+    }
+    processes, logs = {}, {}
+    try:
+        for name, (command, role) in commands.items():
+            logs[name] = tmp_path / name
+            with logs[name].open("wb") as log:
+                processes[name] = subprocess.Popen(
+                    command,
+                    env=clean_environment() | job | role,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+        for name, process in processes.items():
+            assert process.wait(60) == 0, (name, logs[name].read_text())
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()
+    for rank in (0, 1):
+        assert f"result {rank} 2 1.0" in logs[f"worker {rank}"].read_text()
+
+
+def test_train_digits(tmp_path):
+    report = tmp_path / "report"
+    script = ROOT / "python/examples/train_digits.py"
+    result = launch([sys.executable, str(script), "--report", str(report)], timeout=180)
+    assert result.returncode == 0, result.stdout
+    assert float(report.read_text().removeprefix("accuracy=")) >= 0.96
+    assert "difference from single-process training" in result.stdout
+
+
+def test_the_example_of_the_readme(tmp_path):
+    readme = (ROOT / "README.md").read_text()
+    code = next(
+        block for block in re.findall(r"```python\n(.*?)```", readme, re.S) if "byteps" in block
+    )
+    script = tmp_path / "train.py"
+    script.write_text(code)
+    result = launch([sys.executable, str(script)])
+    assert result.returncode == 0, result.stdout
+    loss = float(re.search(r"loss ([0-9.]+) on 2 ranks", result.stdout)[1])
+    assert loss < 0.01, result.stdout
+
+
+@pytest.mark.parametrize("script", ["python/quickstart", "python/environment"])
+def test_scripts_are_sound(script):
+    if shutil.which("bash") is None:
+        pytest.skip("there is no bash")
+    subprocess.run(["bash", "-n", str(ROOT / script)], check=True)
