@@ -6,7 +6,7 @@ use bps_engine::config::{TcpDriver, TransportChoice};
 use bps_engine::transport::sim::Random;
 use bps_tests::job::{self, JobShape};
 use bps_tests::reference;
-use bps_worker::{Declaration, PushPull, Worker};
+use bps_worker::{Declaration, Error, PushPull, Worker};
 use std::time::{Duration, Instant};
 
 const LONG: Option<Duration> = Some(Duration::from_secs(60));
@@ -141,4 +141,36 @@ fn a_thousand_small_tensors_declare_within_a_second() {
     });
     println!("declaring 1,000 tensors took {times:?}");
     assert!(times.iter().all(|time| *time < Duration::from_secs(1)), "{times:?}");
+}
+
+#[test]
+fn a_disagreement_is_an_error_on_every_rank_within_a_second() {
+    let shape = JobShape { workers: 3, ..JobShape::default() };
+    let seen = job::run_nodes(shape, |worker| {
+        let count = if worker.rank() == 2 { 99 } else { 100 };
+        let tensor =
+            Declaration { name: "x".into(), dtype: DType::F32, count, operation: Operation::Sum };
+        // The third is late: the others have pushed already.
+        if worker.rank() == 2 {
+            std::thread::sleep(Duration::from_millis(200));
+        }
+        let start = Instant::now();
+        let mut values = vec![1.0f32; 100];
+        let target = values.as_mut_ptr().cast::<u8>();
+        let error = worker.declare(&[tensor]).and_then(|ids| {
+            let item =
+                PushPull { tensor: ids[0], source: target.cast_const(), target, priority: 0 };
+            // SAFETY: `values` lives until the handle is done.
+            unsafe { worker.push_pull(&[item]) }?[0].wait(LONG)
+        });
+        let took = start.elapsed();
+        let _ = worker.shutdown(false);
+        (error, took)
+    });
+    for (rank, (error, took)) in seen.into_iter().enumerate() {
+        let Err(Error::Mismatch(text)) = error else { panic!("rank {rank}: {error:?}") };
+        assert!(text.contains("100 elements") && text.contains("99 elements"), "{text}");
+        assert!(text.contains("rank 2"), "{text}");
+        assert!(took < Duration::from_millis(1200), "rank {rank}: {took:?}");
+    }
 }

@@ -41,6 +41,8 @@ pub struct Agent {
     next_request: u64,
     declares: HashMap<u64, Vec<Declaration>>,
     planned: HashSet<u32>,
+    /// Tensors on which ranks disagree.
+    poisoned: HashMap<String, Error>,
     /// What servers have told of lost lanes, until the scheduler says what happened.
     lost: Option<String>,
     over: bool,
@@ -56,6 +58,7 @@ impl Agent {
             next_request: 1,
             declares: HashMap::new(),
             planned: HashSet::new(),
+            poisoned: HashMap::new(),
             lost: None,
             over: false,
         }
@@ -86,10 +89,11 @@ impl Agent {
                 self.declared(request, &tensors, effects);
             }
             SchedulerMessage::Refused { request, message } => {
-                // A mismatch is sent before the refusal that follows from it, and says more.
-                if self.declares.remove(&request).is_some() {
-                    let result = Err(Error::Refused(message));
-                    effects.push(Effect::Declared { request, result });
+                // After a mismatch the declare has been answered already, by something better.
+                if let Some(declarations) = self.declares.remove(&request) {
+                    let known = declarations.iter().find_map(|one| self.poisoned.get(&one.name));
+                    let error = known.cloned().unwrap_or(Error::Refused(message));
+                    effects.push(Effect::Declared { request, result: Err(error) });
                 }
             }
             SchedulerMessage::Mismatch(mismatch) => self.mismatch(&mismatch, effects),
@@ -180,6 +184,7 @@ impl Agent {
             self.declares.remove(&request);
             effects.push(Effect::Declared { request, result: Err(error.clone()) });
         }
+        self.poisoned.insert(name.clone(), error.clone());
         effects.push(Effect::Nic(Command::Poison { name, error }));
     }
 
@@ -188,7 +193,7 @@ impl Agent {
     pub fn handle_report(&mut self, report: Report, effects: &mut Vec<Effect>) {
         match report {
             Report::Lost { server, cause, round } => {
-                let round = round.map_or(String::new(), |round| format!(" while {round} was open"));
+                let round = round.map_or(String::new(), |round| format!(" ({round})"));
                 let text = format!("the lane to {} was lost{round}: {cause}", self.server(server));
                 self.lost.get_or_insert(text);
             }

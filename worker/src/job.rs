@@ -66,6 +66,7 @@ impl Job {
             epoch: joined.roster.epoch,
             credit_bytes: start::credit_bytes(config),
             payload_checksum: config.payload_checksum,
+            say,
         };
         let lanes = joined.lanes();
         let (started, has_started) = std::sync::mpsc::channel();
@@ -266,6 +267,13 @@ impl Job {
     }
 }
 
+/// The one line that every survivor prints.
+fn say(error: &Error) {
+    if !matches!(error, Error::Closed(_)) {
+        log::error!("{error}");
+    }
+}
+
 /// Finishes what is in the queue of a loop that has ended.
 fn drain(commands: &Mpsc<Command>, error: &Error) {
     while let Some(command) = commands.pop() {
@@ -291,9 +299,6 @@ fn run_nic(
     }
     if let Some(error) = nic.over() {
         let _ = over.set(error.clone());
-        if !matches!(error, Error::Closed(_)) {
-            log::error!("{error}");
-        }
     }
     ended.store(true, Ordering::SeqCst);
     let closed = Error::Closed("this worker has shut down".into());

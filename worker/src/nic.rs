@@ -174,6 +174,8 @@ pub struct NicConfig {
     pub credit_bytes: usize,
     /// Whether contributions carry a CRC-32C.
     pub payload_checksum: bool,
+    /// Called with what ended the job, before any caller sees it.
+    pub say: fn(&Error),
 }
 
 /// What the other threads read of a loop.
@@ -200,6 +202,8 @@ pub struct Nic {
     report_waker: Waker,
     statistics: Arc<NicStatistics>,
     events: Vec<Event>,
+    /// The tensor whose round was started last.
+    latest: u32,
     over: Option<Error>,
     leaving: bool,
 }
@@ -229,6 +233,7 @@ impl Nic {
             report_waker,
             statistics,
             events: Vec::with_capacity(4 * EVENTS_MAX),
+            latest: 0,
             over: None,
             leaving: false,
         }
@@ -350,6 +355,7 @@ impl Nic {
             return waiting.task.finish(Ok(()));
         }
         state.round += 1;
+        self.latest = tensor;
         let run = Run {
             tensor,
             memory: waiting.memory,
@@ -576,12 +582,11 @@ impl Nic {
         if self.over.is_some() {
             return;
         }
-        let error = match (error, self.oldest_open()) {
-            (Error::PeerDied(text), Some(round)) => {
-                Error::PeerDied(format!("{text}; {round} was open"))
-            }
+        let error = match (error, self.where_it_stands()) {
+            (Error::PeerDied(text), Some(round)) => Error::PeerDied(format!("{text}; {round}")),
             (error, _) => error,
         };
+        (self.config.say)(&error);
         self.over = Some(error);
         for position in 0..self.lanes.len() {
             self.endpoint.close(LaneId(u32::try_from(position).unwrap_or(u32::MAX)));
@@ -629,7 +634,7 @@ impl Nic {
     }
 
     fn on_closed(&mut self, lane: LaneId, cause: Cause) {
-        let open_round = self.oldest_open();
+        let round = self.where_it_stands();
         let state = &mut self.lanes[lane.0 as usize];
         state.open = false;
         state.receiving = Receiving::Closing;
@@ -637,14 +642,20 @@ impl Nic {
         if self.over.is_some() {
             self.fail_pending();
         } else if !self.leaving {
-            self.report(Report::Lost { server, cause, round: open_round });
+            self.report(Report::Lost { server, cause, round });
         }
     }
 
-    /// "round 812 of `layer4.weight`", if a round is open.
-    pub fn oldest_open(&self) -> Option<String> {
-        let open = self.tensors.iter().flatten().find(|tensor| tensor.run.is_some())?;
-        Some(format!("round {} of `{}`", open.round, open.plan.name))
+    /// "round 812 of `layer4.weight` was open", or which was the last one.
+    fn where_it_stands(&self) -> Option<String> {
+        let open = self.tensors.iter().flatten().find(|tensor| tensor.run.is_some());
+        let last = self.tensors.get(self.latest as usize).and_then(Option::as_ref);
+        let (tensor, how) = match (open, last) {
+            (Some(tensor), _) => (tensor, "was open"),
+            (None, Some(tensor)) if tensor.round > 0 => (tensor, "was the last one"),
+            _ => return None,
+        };
+        Some(format!("round {} of `{}` {how}", tensor.round, tensor.plan.name))
     }
 
     fn report(&self, report: Report) {

@@ -350,6 +350,7 @@ impl Cluster {
             epoch: roster.epoch,
             credit_bytes: self.shape.credit_bytes,
             payload_checksum: self.shape.payload_checksum,
+            say: |_| {},
         };
         let waker = Waker::new().expect("an eventfd");
         let sim = Transport::Sim(Sim::new(self.network.clone()));

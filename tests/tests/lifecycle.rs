@@ -1,0 +1,170 @@
+//! Real processes that die, hang, are stopped or disagree: everyone else must say who, within seconds, and end.
+
+use bps_tests::job::free_port;
+use bps_tests::program::Program;
+use rustix::process::Signal;
+use std::time::{Duration, Instant};
+
+const JOIN: Duration = Duration::from_secs(30);
+/// What the documents promise, and a little for a machine that is busy with other tests.
+const PROMISE: Duration = Duration::from_secs(5);
+const SLACK: Duration = Duration::from_secs(3);
+
+struct Job {
+    scheduler: Program,
+    server: Program,
+    ranks: Vec<Program>,
+}
+
+fn variables(port: u16, role: &str, extra: &[(&'static str, &str)]) -> Vec<(&'static str, String)> {
+    let fixed = [
+        ("DMLC_ROLE", role),
+        ("DMLC_NUM_WORKER", "3"),
+        ("DMLC_NUM_SERVER", "1"),
+        ("DMLC_PS_ROOT_URI", "127.0.0.1"),
+        ("DMLC_NODE_HOST", "127.0.0.1"),
+        ("BPS_PIN", "0"),
+    ];
+    let mut all: Vec<(&'static str, String)> =
+        fixed.iter().chain(extra).map(|&(name, value)| (name, value.to_owned())).collect();
+    all.push(("DMLC_PS_ROOT_PORT", port.to_string()));
+    all
+}
+
+/// Starts a job of three ranks; `arguments` gives each rank's.
+fn start(arguments: [&[&str]; 3], extra: &[(&'static str, &str)]) -> Job {
+    let port = free_port();
+    let scheduler = Program::start("bps-scheduler", &[], &variables(port, "scheduler", extra));
+    let server = Program::start("bps-server", &["--cores", "2"], &variables(port, "server", extra));
+    let rank = |(index, arguments): (usize, &&[&str])| {
+        let mut variables = variables(port, "worker", extra);
+        variables.push(("DMLC_WORKER_ID", index.to_string()));
+        Program::start("bps-test-rank", arguments, &variables)
+    };
+    let ranks = arguments.iter().enumerate().map(rank).collect();
+    Job { scheduler, server, ranks }
+}
+
+const ENDLESS: &[&str] = &["1000000"];
+
+fn running(extra: &[(&'static str, &str)]) -> Job {
+    let job = start([ENDLESS; 3], extra);
+    for rank in &job.ranks {
+        let _ = rank.wait_for_line("rank has begun", JOIN);
+    }
+    job
+}
+
+/// Each of these ends by itself in time, and says these words before.
+fn end_with(programs: &mut [&mut Program], words: &[&str], since: Instant, limit: Duration) {
+    for program in programs {
+        let left = limit.saturating_sub(since.elapsed());
+        let status = program.wait(left);
+        assert!(!status.success(), "it ended as if all were well");
+        let said = program.lines().join("\n");
+        let line = said.lines().find(|line| words.iter().all(|word| line.contains(word)));
+        assert!(line.is_some(), "no line has {words:?} in:\n{said}");
+    }
+}
+
+#[test]
+fn a_killed_rank_is_named_by_all_with_the_open_round() {
+    let mut job = running(&[]);
+    let since = Instant::now();
+    job.ranks[1].signal(Signal::KILL);
+    let Job { scheduler, server, ranks } = &mut job;
+    let [first, _, third] = &mut ranks[..] else { unreachable!("three ranks") };
+    end_with(
+        &mut [first, third],
+        &["rank 1", "died", "round", "layer4.weight"],
+        since,
+        PROMISE + SLACK,
+    );
+    end_with(&mut [server, scheduler], &["rank 1", "died"], since, PROMISE + SLACK);
+}
+
+#[test]
+fn a_killed_server_is_named_by_all() {
+    let mut job = running(&[]);
+    let since = Instant::now();
+    job.server.signal(Signal::KILL);
+    let Job { scheduler, ranks, .. } = &mut job;
+    let mut all: Vec<&mut Program> = ranks.iter_mut().chain([scheduler]).collect();
+    end_with(&mut all, &["server 0", "died"], since, PROMISE + SLACK);
+}
+
+#[test]
+fn a_killed_scheduler_is_named_by_all() {
+    let mut job = running(&[]);
+    let since = Instant::now();
+    job.scheduler.signal(Signal::KILL);
+    let Job { server, ranks, .. } = &mut job;
+    let mut all: Vec<&mut Program> = ranks.iter_mut().chain([server]).collect();
+    end_with(&mut all, &["scheduler", "died"], since, PROMISE + SLACK);
+}
+
+#[test]
+fn a_frozen_rank_counts_as_dead() {
+    let mut job = running(&[]);
+    let since = Instant::now();
+    job.ranks[2].signal(Signal::STOP);
+    let Job { scheduler, server, ranks } = &mut job;
+    let (alive, _) = ranks.split_at_mut(2);
+    let mut all: Vec<&mut Program> = alive.iter_mut().chain([server, scheduler]).collect();
+    end_with(&mut all, &["rank 2", "heartbeat"], since, PROMISE + SLACK);
+}
+
+#[test]
+fn a_stopped_server_says_so_to_all() {
+    let mut job = running(&[("BPS_TRANSPORT", "tcp")]);
+    let since = Instant::now();
+    job.server.signal(Signal::TERM);
+    let Job { scheduler, server, ranks } = &mut job;
+    assert_eq!(server.wait(PROMISE + SLACK).code(), Some(143));
+    let mut all: Vec<&mut Program> = ranks.iter_mut().chain([scheduler]).collect();
+    end_with(&mut all, &["server 0", "SIGTERM"], since, PROMISE + SLACK);
+}
+
+#[test]
+fn a_stall_names_tensor_round_and_rank_then_ends_the_job() {
+    let extra = [("BPS_STALL_TIMEOUT", "8")];
+    let mut job = start([ENDLESS, &["1000000", "5"], ENDLESS], &extra);
+    let _ = job.ranks[1].wait_for_line("rank stalls", JOIN);
+    let since = Instant::now();
+    for rank in &job.ranks {
+        let line = rank.wait_for_line("waits for rank 1", PROMISE + SLACK);
+        assert!(line.contains("round 5 of `layer4.weight`"), "{line}");
+    }
+    assert!(since.elapsed() < PROMISE + SLACK, "{:?}", since.elapsed());
+    let Job { ranks, .. } = &mut job;
+    let mut all: Vec<&mut Program> = ranks.iter_mut().collect();
+    let limit = Duration::from_secs(8) + PROMISE + SLACK;
+    end_with(&mut all, &["rank ended", "BPS_STALL_TIMEOUT", "rank 1"], since, limit);
+}
+
+#[test]
+fn all_leave_in_good_order() {
+    let key = "00112233445566778899aabbccddeeff00112233445566778899aabbccddeeff";
+    let mut job = start([&["50"]; 3], &[("BPS_JOB_KEY", key)]);
+    for program in job.ranks.iter_mut().chain([&mut job.server, &mut job.scheduler]) {
+        let status = program.wait(JOIN);
+        assert!(status.success(), "{status}");
+    }
+}
+
+#[test]
+fn another_key_is_turned_away_with_the_reason() {
+    let port = free_port();
+    let key = |digit: &str| digit.repeat(64);
+    let with = |role, key: &str| {
+        let mut all = variables(port, role, &[("BPS_START_TIMEOUT", "10")]);
+        all.push(("BPS_JOB_KEY", key.to_owned()));
+        all
+    };
+    let _scheduler = Program::start("bps-scheduler", &[], &with("scheduler", &key("1")));
+    let mut rank = Program::start("bps-test-rank", &["1"], &with("worker", &key("2")));
+    let status = rank.wait(JOIN);
+    assert_eq!(status.code(), Some(7));
+    let said = rank.lines().join("\n");
+    assert!(said.contains("key") && said.contains("BPS_JOB_KEY"), "{said}");
+}
