@@ -44,6 +44,7 @@ pub fn command() -> Command {
                 .default_value("uring"),
         )
         .arg(number("size", "1048576", "Bytes of payload of a frame"))
+        .arg(number("slot", "262144", "Bytes of a slot of shared memory, of which there are 2 MiB"))
         .arg(number("megabytes", "1000", "Bytes that a round moves, in millions"))
         .arg(number("rounds", "7", "Rounds of each kind, in turn, of which the median is taken"))
         .arg(number("round-trips", "3000", "Ping-pongs that a round times"))
@@ -65,6 +66,7 @@ fn flag(name: &'static str, help: &'static str) -> Arg {
 struct Plan {
     /// `None` for shared memory.
     driver: Option<TcpDriver>,
+    slots: ShmOptions,
     size: usize,
     frames: usize,
     round_trips: usize,
@@ -84,7 +86,7 @@ pub fn run(matches: &ArgMatches) -> Outcome {
     let integer = |name: &str| *matches.get_one::<u32>(name).expect("has a default") as usize;
     let driver = matches.get_one::<String>("driver").expect("has a default");
     let transport = matches.get_one::<String>("transport").expect("has a default");
-    let size = integer("size");
+    let (size, slot) = (integer("size"), integer("slot"));
     if size > PART_BYTES_MAX {
         return Err(format!("--size {size}: a frame has at most {PART_BYTES_MAX} bytes").into());
     }
@@ -94,6 +96,7 @@ pub fn run(matches: &ArgMatches) -> Outcome {
             (_, "poll") => Some(TcpDriver::Poll),
             _ => Some(TcpDriver::Uring),
         },
+        slots: ShmOptions { slot_bytes: slot, slots: ((2 << 20) / slot).max(2) },
         size,
         frames: (integer("megabytes") * 1_000_000 / (size + HEADER_BYTES)).max(10),
         round_trips: integer("round-trips"),
@@ -271,9 +274,7 @@ impl End {
         let waker = Waker::new()?;
         let link = match &joint.connection {
             Connection::Tcp(socket) => Link::Tcp(OwnedFd::from(socket.try_clone()?)),
-            Connection::Unix(stream, true) => {
-                Link::Shm(shm::offer(stream, &waker, ShmOptions::default())?)
-            }
+            Connection::Unix(stream, true) => Link::Shm(shm::offer(stream, &waker, plan.slots)?),
             Connection::Unix(stream, false) => Link::Shm(shm::accept(stream, &waker, None)?),
             Connection::Memory(..) => return Err(io::Error::other("memory is no lane")),
         };

@@ -5,6 +5,7 @@
 
 mod closing;
 mod makers;
+mod processes;
 mod sleeping;
 mod traffic;
 

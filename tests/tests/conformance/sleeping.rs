@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 const LANE: LaneId = LaneId(0);
 /// A sleep that lasts this long was not ended by what it should be.
-const LONG: Duration = Duration::from_secs(10);
+pub const LONG: Duration = Duration::from_secs(10);
 
 /// The kinds that have real time and threads.
 fn each_real(case: impl Fn(&World)) {
@@ -70,7 +70,7 @@ fn a_sleep_ends_with_its_time() {
 }
 
 /// Sends every payload back, asleep whenever there is nothing to do, until the lane closes.
-fn echo(node: &mut Node, length: usize) {
+pub fn echo(node: &mut Node, length: usize) {
     let mut memory = vec![0u8; length];
     loop {
         let events = node.poll();
@@ -128,7 +128,7 @@ fn traffic_wakes_both_ends() {
 }
 
 /// Sleeps until the payload is back and the memory of what was posted is free.
-fn round_trip(node: &mut Node, memory: &mut [u8]) {
+pub fn round_trip(node: &mut Node, memory: &mut [u8]) {
     let (mut is_landed, mut is_sent) = (false, false);
     while !(is_landed && is_sent) {
         let events = node.poll();
