@@ -1,4 +1,5 @@
-//! Real processes that die, hang, are stopped or disagree: everyone else must say who, within seconds, and end.
+//! Real processes that die, hang, are stopped or disagree: everyone else must say who, within
+//! seconds, and end.
 
 use bps_tests::job::free_port;
 use bps_tests::program::Program;

@@ -1,5 +1,6 @@
-//! A worker's side of the control plane, as a state machine: messages of the scheduler and wishes of the process go in,
-//! effects come out. The control thread carries them out over sockets, the simulation in memory.
+//! A worker's side of the control plane, as a state machine: messages of the scheduler and wishes
+//! of the process go in, effects come out. The control thread carries them out over sockets, the
+//! simulation in memory.
 
 use crate::error::Error;
 use crate::nic::{Command, Plan, PlanPart, Report};
@@ -136,7 +137,8 @@ impl Agent {
         effects.push(Effect::Declared { request, result });
     }
 
-    /// An assignment, checked: the parts must cover the tensor without gaps, or memory would be touched that isn't its.
+    /// An assignment, checked: the parts must cover the tensor without gaps, or memory would be
+    /// touched that isn't its.
     fn plan(&self, declaration: Declaration, assignment: &Assignment) -> Result<Plan, Error> {
         let bytes = declaration.count.saturating_mul(declaration.dtype.size() as u64);
         let broken = |what: &str| {
@@ -188,8 +190,8 @@ impl Agent {
         effects.push(Effect::Nic(Command::Poison { name, error }));
     }
 
-    /// A report of the NIC loop. The scheduler knows best what became of a server, so a lost lane is only noted here:
-    /// see [`give_up`](Self::give_up).
+    /// A report of the NIC loop. The scheduler knows best what became of a server, so a lost lane
+    /// is only noted here: see [`give_up`](Self::give_up).
     pub fn handle_report(&mut self, report: Report, effects: &mut Vec<Effect>) {
         match report {
             Report::Lost { server, cause, round } => {

@@ -187,7 +187,7 @@ pub trait Driver {
     /// twice.
     fn close(&mut self, lane: LaneId);
 
-    /// Submits what is due and appends at most [`EVENTS_MAX`](crate::limits::EVENTS_MAX) events.
+    /// Submits what is due and appends at most [`EVENTS_MAX`] events.
     fn poll(&mut self, events: &mut Vec<Event>);
 
     /// Asks peers for a wake-up (where they share memory instead of a kernel object). Returns

@@ -1,6 +1,7 @@
-//! A rank for tests of what happens when something ends or hangs: joins the job of its environment and pushes one tensor
-//! again and again. `bps-test-rank ROUNDS [STALL_ROUND]`: leaves after so many rounds; stops pushing, but goes on living,
-//! at the other. Says on standard error when it has begun and how it ended.
+//! A rank for tests of what happens when something ends or hangs: joins the job of its environment
+//! and pushes one tensor again and again. `bps-test-rank ROUNDS [STALL_ROUND]`: leaves after so
+//! many rounds; stops pushing, but goes on living, at the other. Says on standard error when it has
+//! begun and how it ended.
 
 use bps_engine::base::{DType, Operation};
 use bps_worker::{Declaration, Error, PushPull, Worker};
