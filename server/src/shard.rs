@@ -2,6 +2,10 @@
 //! but the two rings to and from the control thread. The data path allocates nothing: room is made
 //! when keys are installed and lanes attached.
 
+mod messages;
+
+pub use messages::{Command, Refusal, Report};
+
 use crate::entry::{Entry, Take, accumulator_bytes};
 use bps_engine::base::{Epoch, Key, Rank, Round};
 use bps_engine::lane::Endpoint;
@@ -13,132 +17,10 @@ use bps_engine::ring::Mpsc;
 use bps_engine::trace::counters::Counters;
 use bps_engine::transport::{Cause, Event, Frame, Landing, LaneId, Link, Waker};
 use bps_engine::wire::header::FLAG_PAYLOAD_CHECKSUM;
-use bps_engine::wire::{Header, Invalid, Kind, RawHeader};
+use bps_engine::wire::{Header, Kind, RawHeader};
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
-
-/// From the control thread to a shard.
-pub enum Command {
-    /// A worker's lane, authenticated.
-    Attach {
-        /// The connection.
-        link: Link,
-        /// Who is at its other end.
-        rank: Rank,
-        /// The membership that it belongs to.
-        epoch: Epoch,
-    },
-    /// Keys that will come. Answered by [`Report::Installed`] or [`Report::Failed`].
-    Install {
-        /// Returned in the answer.
-        request: u64,
-        /// All of this shard.
-        keys: Vec<KeySpec>,
-    },
-    /// A membership begins: forget all keys, expect so many ranks.
-    Begin {
-        /// The membership.
-        epoch: Epoch,
-        /// Ranks in it.
-        ranks: u32,
-    },
-    /// End the loop.
-    Stop,
-}
-
-/// From a shard to the control thread.
-#[derive(Debug)]
-pub enum Report {
-    /// The keys of this request are in place.
-    Installed {
-        /// From [`Command::Install`].
-        request: u64,
-    },
-    /// A command could not be carried out.
-    Failed {
-        /// What, and what to do.
-        message: String,
-    },
-    /// A lane was not taken; it is closed.
-    TurnedAway {
-        /// Whose, and why.
-        message: String,
-    },
-    /// A lane is gone.
-    Closed {
-        /// Whose it was.
-        rank: Rank,
-        /// Why.
-        cause: Cause,
-        /// The worker had said goodbye, or belongs to an earlier membership.
-        expected: bool,
-    },
-    /// A frame was refused and its lane closed.
-    Refused {
-        /// Who sent it.
-        rank: Rank,
-        /// Why.
-        why: Refusal,
-    },
-    /// Rounds that have waited too long; empty once when none does any more.
-    Stalled {
-        /// The oldest first, at most [`STALLS_MAX`].
-        keys: Vec<StalledKey>,
-    },
-}
-
-/// Why a frame is refused.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
-pub enum Refusal {
-    /// The header itself.
-    #[error("{0}")]
-    Header(#[from] Invalid),
-    /// Workers send contributions and goodbyes.
-    #[error("a worker does not send {0:?}")]
-    Kind(Kind),
-    /// The lane was authenticated for another rank or epoch.
-    #[error(
-        "the lane belongs to {lane_rank} of epoch {}, the frame says {rank} of epoch {}",
-        .lane_epoch.0,
-        .epoch.0
-    )]
-    Sender {
-        /// Whose lane it is.
-        lane_rank: Rank,
-        /// The lane's membership.
-        lane_epoch: Epoch,
-        /// What the frame says.
-        rank: Rank,
-        /// What the frame says.
-        epoch: Epoch,
-    },
-    /// No such key on this core.
-    #[error("{0} is not on this core: it was not declared, or is placed elsewhere")]
-    Key(Key),
-    /// Type, offset, length or contributors are not what the registry says.
-    #[error("{key}: the frame does not have the declared type, offset, length or contributors")]
-    Shape {
-        /// The part.
-        key: Key,
-    },
-    /// The rank has contributed to this round, or the round is not open.
-    #[error("{key}: round {} is not open for this rank (the open one is {open})", .round.0)]
-    Round {
-        /// The part.
-        key: Key,
-        /// What the frame says.
-        round: Round,
-        /// The open round.
-        open: u64,
-    },
-    /// The payload's bytes are not those that were sent.
-    #[error("{key}: payload checksum differs: the network or a memory corrupted it")]
-    Payload {
-        /// The part.
-        key: Key,
-    },
-}
 
 /// What a lane is doing.
 enum Receiving {

@@ -2,9 +2,13 @@
 //! in the tensors. It owns the lanes to every server core and is driven by one thread. The data
 //! path allocates nothing beyond what its queues have grown to.
 
+mod messages;
+
+pub use messages::{Command, Memory, NicConfig, NicStatistics, Plan, PlanPart, Report};
+
 use crate::error::Error;
 use crate::task::Task;
-use bps_engine::base::{DType, Epoch, Key, Operation, Rank, Round};
+use bps_engine::base::{DType, Key, Operation, Round};
 use bps_engine::lane::Endpoint;
 use bps_engine::limits::EVENTS_MAX;
 use bps_engine::ring::Mpsc;
@@ -14,104 +18,8 @@ use bps_engine::wire::header::FLAG_PAYLOAD_CHECKSUM;
 use bps_engine::wire::{Header, Kind, RawHeader};
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
-
-/// A part of a tensor, with the lane that its core is reached by.
-#[derive(Clone, Copy, Debug)]
-pub struct PlanPart {
-    /// Its id.
-    pub key: Key,
-    /// First byte within the tensor.
-    pub offset: usize,
-    /// Its size.
-    pub bytes: usize,
-    /// The lane to its core.
-    pub lane: LaneId,
-}
-
-/// All that the loop must know of a tensor before it is pushed.
-#[derive(Debug)]
-pub struct Plan {
-    /// Its name, for messages.
-    pub name: String,
-    /// Its element type.
-    pub dtype: DType,
-    /// What a round computes.
-    pub operation: Operation,
-    /// In order of offset, without gaps.
-    pub parts: Box<[PlanPart]>,
-}
-
-/// Memory of a caller, valid until its task is finished: see [`crate::PushPull`].
-#[derive(Clone, Copy, Debug)]
-pub struct Memory {
-    /// What is pushed.
-    pub source: *const u8,
-    /// Where the result lands; may be the source.
-    pub target: *mut u8,
-}
-
-// SAFETY: the pointers are only followed by the NIC thread, and the caller of `push_pull` promises
-// that the memory stays valid and unshared until the task is finished.
-unsafe impl Send for Memory {}
-
-/// From the other threads to the loop.
-pub enum Command {
-    /// A tensor was declared.
-    Plan {
-        /// Its id: dense, from 0.
-        tensor: u32,
-        /// Where its parts live.
-        plan: Box<Plan>,
-    },
-    /// Push this tensor and pull its result.
-    Push {
-        /// Its id.
-        tensor: u32,
-        /// Its bytes.
-        memory: Memory,
-        /// Larger goes sooner.
-        priority: i64,
-        /// Told when it is over.
-        task: Arc<Task>,
-    },
-    /// This tensor is of no use any more: what is pending of it fails, and so does what comes.
-    Poison {
-        /// Its name.
-        name: String,
-        /// Why.
-        error: Error,
-    },
-    /// The job is over for this worker: close all lanes, then fail what is pending.
-    Fail {
-        /// Why.
-        error: Error,
-    },
-    /// Nothing is pending: say goodbye on all lanes and end.
-    Leave,
-}
-
-/// From the loop to the control thread.
-#[derive(Debug)]
-pub enum Report {
-    /// A lane closed that should not have.
-    Lost {
-        /// Index of the server at its other end.
-        server: u32,
-        /// What was seen.
-        cause: Cause,
-        /// What was open then, for people.
-        round: Option<String>,
-    },
-    /// A publication that does not fit what was pushed.
-    Corrupt {
-        /// Index of the server that sent it.
-        server: u32,
-        /// What does not fit.
-        message: String,
-    },
-}
 
 /// A ready part in a lane's queue, or one that was posted.
 #[derive(Clone, Copy)]
@@ -160,31 +68,6 @@ struct Tensor {
     /// wait for another.
     waiting: VecDeque<Waiting>,
     poisoned: Option<Error>,
-}
-
-/// What a NIC loop is and whom it talks to.
-pub struct NicConfig {
-    /// Which rank it serves.
-    pub rank: Rank,
-    /// Ranks in the job.
-    pub size: u32,
-    /// The membership.
-    pub epoch: Epoch,
-    /// Bytes that may be posted to a lane and not yet sent.
-    pub credit_bytes: usize,
-    /// Whether contributions carry a CRC-32C.
-    pub payload_checksum: bool,
-    /// Called with what ended the job, before any caller sees it.
-    pub say: fn(&Error),
-}
-
-/// What the other threads read of a loop.
-#[derive(Default)]
-pub struct NicStatistics {
-    /// Bytes of finished tensors.
-    pub bytes: AtomicU64,
-    /// Parts landed.
-    pub rounds: AtomicU64,
 }
 
 /// See the [module](self).
