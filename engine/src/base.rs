@@ -1,7 +1,9 @@
 //! Words that every module shares: keys, ranks, data types, operations.
 
 use serde::{Deserialize, Serialize};
+use std::collections::HashMap;
 use std::fmt;
+use std::hash::{BuildHasherDefault, Hasher};
 
 /// A part's id: unique in a job, assigned by the registry at declare.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
@@ -26,6 +28,31 @@ pub struct CoreId {
     pub server: u32,
     /// Index of the core within its server.
     pub core: u32,
+}
+
+/// A table by key. Keys are numbers that the registry gives, so they need no defence against chosen
+/// collisions, and a look-up is on the path of every frame.
+pub type KeyMap<V> = HashMap<Key, V, BuildHasherDefault<KeyHasher>>;
+
+/// Spreads the bits of a key by one multiplication (Fibonacci hashing).
+#[derive(Default)]
+pub struct KeyHasher(u64);
+
+impl Hasher for KeyHasher {
+    fn finish(&self) -> u64 {
+        // The table takes its bucket from the low bits and its tag from the high ones.
+        self.0 ^ self.0 >> 32
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        for byte in bytes {
+            self.write_u64(u64::from(*byte));
+        }
+    }
+
+    fn write_u64(&mut self, number: u64) {
+        self.0 = (self.0 ^ number).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
 }
 
 impl fmt::Display for Key {

@@ -7,7 +7,7 @@ mod messages;
 pub use messages::{Command, Refusal, Report};
 
 use crate::entry::{Entry, Take, accumulator_bytes};
-use bps_engine::base::{Epoch, Key, Rank, Round};
+use bps_engine::base::{Epoch, KeyMap, Rank, Round};
 use bps_engine::lane::Endpoint;
 use bps_engine::limits::{EVENTS_MAX, RANKS_MAX};
 use bps_engine::mem::Arena;
@@ -18,7 +18,7 @@ use bps_engine::trace::counters::Counters;
 use bps_engine::transport::{Cause, Event, Frame, Landing, LaneId, Link, Waker};
 use bps_engine::wire::header::FLAG_PAYLOAD_CHECKSUM;
 use bps_engine::wire::{Header, Kind, RawHeader};
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -54,7 +54,7 @@ pub struct Shard {
     kernels: &'static Kernels,
     epoch: Epoch,
     ranks: u32,
-    index: HashMap<Key, usize>,
+    index: KeyMap<usize>,
     entries: Vec<Entry>,
     sessions: Vec<Option<Session>>,
     /// Lane of each rank.
@@ -100,7 +100,7 @@ impl Shard {
             kernels: kernels(),
             epoch: Epoch(0),
             ranks: 0,
-            index: HashMap::new(),
+            index: KeyMap::default(),
             entries: Vec::new(),
             sessions: Vec::new(),
             lanes: Vec::new(),

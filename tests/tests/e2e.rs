@@ -174,3 +174,63 @@ fn a_disagreement_is_an_error_on_every_rank_within_a_second() {
         assert!(took < Duration::from_millis(1200), "rank {rank}: {took:?}");
     }
 }
+
+/// Seconds from a barrier until all of these have landed, on the slowest rank.
+fn timed(worker: &Worker, items: &[PushPull]) -> f64 {
+    worker.barrier(LONG).expect("barrier");
+    let start = Instant::now();
+    // SAFETY: the caller keeps the memory until all handles are done, and nobody touches it
+    // meanwhile.
+    let handles = unsafe { worker.push_pull(items) }.expect("pushed");
+    for handle in &handles {
+        assert_eq!(handle.wait(LONG), Ok(true));
+    }
+    start.elapsed().as_secs_f64()
+}
+
+fn items(worker: &Worker, name: &str, memory: &mut [f32], tensors: usize) -> Vec<PushPull> {
+    let count = memory.len() / tensors;
+    let declarations: Vec<Declaration> = (0..tensors)
+        .map(|index| Declaration {
+            name: format!("{name}.{index}"),
+            dtype: DType::F32,
+            count: count as u64,
+            operation: Operation::Sum,
+        })
+        .collect();
+    let ids = worker.declare(&declarations).expect("declared");
+    let piece = |(&tensor, values): (_, &mut [f32])| {
+        let target = values.as_mut_ptr().cast::<u8>();
+        PushPull { tensor, source: target.cast_const(), target, priority: 0 }
+    };
+    ids.iter().zip(memory.chunks_mut(count)).map(piece).collect()
+}
+
+#[test]
+fn a_thousand_small_tensors_take_at_most_three_times_one_of_their_size() {
+    for transport in [TransportChoice::Tcp, TransportChoice::Shm] {
+        let shape = JobShape { transport, ..JobShape::default() };
+        let ratios = job::run(shape, |worker| {
+            let (mut many, mut one) = (vec![0.0f32; 1_000 << 10], vec![0.0f32; 1 << 20]);
+            let many = items(worker, "small", &mut many, 1000);
+            let one = items(worker, "large", &mut one, 1);
+            // In turn, so that whatever else the machine does touches both; the best of each,
+            // because what is in the way only ever adds.
+            let (mut small, mut large) = (f64::MAX, f64::MAX);
+            for _ in 0..30 {
+                small = small.min(timed(worker, &many));
+                large = large.min(timed(worker, &one));
+            }
+            (small, large)
+        });
+        let small = ratios.iter().map(|one| one.0).fold(0.0, f64::max);
+        let large = ratios.iter().map(|one| one.1).fold(0.0, f64::max);
+        println!(
+            "{transport:?}: 1,000 × 4 KiB in {:.2} ms, 1 × 4 MiB in {:.2} ms: {:.2} times",
+            small * 1e3,
+            large * 1e3,
+            small / large
+        );
+        assert!(small <= 3.0 * large, "{transport:?}: {:.2} times", small / large);
+    }
+}

@@ -278,7 +278,7 @@ fn say(error: &Error) {
 fn drain(commands: &Mpsc<Command>, error: &Error) {
     while let Some(command) = commands.pop() {
         if let Command::Push { task, .. } = command {
-            task.finish(Err(error.clone()));
+            task.finish_now(Err(error.clone()));
         }
     }
 }

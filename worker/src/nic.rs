@@ -8,7 +8,7 @@ pub use messages::{Command, Memory, NicConfig, NicStatistics, Plan, PlanPart, Re
 
 use crate::error::Error;
 use crate::task::Task;
-use bps_engine::base::{DType, Key, Operation, Round};
+use bps_engine::base::{DType, KeyMap, Operation, Round};
 use bps_engine::lane::Endpoint;
 use bps_engine::limits::EVENTS_MAX;
 use bps_engine::ring::Mpsc;
@@ -16,7 +16,7 @@ use bps_engine::sched::CreditQueue;
 use bps_engine::transport::{Cause, Event, Frame, Landing, LaneId, Link, Waker};
 use bps_engine::wire::header::FLAG_PAYLOAD_CHECKSUM;
 use bps_engine::wire::{Header, Kind, RawHeader};
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -77,7 +77,7 @@ pub struct Nic {
     lanes: Vec<Lane>,
     tensors: Vec<Option<Tensor>>,
     /// Where a publication belongs.
-    keys: HashMap<Key, (u32, u32)>,
+    keys: KeyMap<(u32, u32)>,
     runs: Vec<Run>,
     free_runs: Vec<u32>,
     commands: Mpsc<Command>,
@@ -85,6 +85,9 @@ pub struct Nic {
     report_waker: Waker,
     statistics: Arc<NicStatistics>,
     events: Vec<Event>,
+    /// Finished tasks that somebody sleeps on, woken at the end of a turn: a caller that waits for
+    /// many finds several of them done, instead of sleeping on each.
+    wakes: Vec<Arc<Task>>,
     /// The tensor whose round was started last.
     latest: u32,
     over: Option<Error>,
@@ -108,7 +111,7 @@ impl Nic {
             config,
             lanes: Vec::new(),
             tensors: Vec::new(),
-            keys: HashMap::new(),
+            keys: KeyMap::default(),
             runs: Vec::new(),
             free_runs: Vec::new(),
             commands,
@@ -116,6 +119,7 @@ impl Nic {
             report_waker,
             statistics,
             events: Vec::with_capacity(4 * EVENTS_MAX),
+            wakes: Vec::with_capacity(EVENTS_MAX),
             latest: 0,
             over: None,
             leaving: false,
@@ -179,6 +183,9 @@ impl Nic {
         }
         self.events = events;
         self.pump_all();
+        for task in self.wakes.drain(..) {
+            task.wake();
+        }
         progress
     }
 
@@ -212,17 +219,17 @@ impl Nic {
 
     fn on_push(&mut self, tensor: u32, waiting: Waiting) {
         if let Some(error) = &self.over {
-            return waiting.task.finish(Err(error.clone()));
+            return waiting.task.finish_now(Err(error.clone()));
         }
         if self.leaving {
-            return waiting.task.finish(Err(Error::Closed("this worker has shut down".into())));
+            return waiting.task.finish_now(Err(Error::Closed("this worker has shut down".into())));
         }
         let Some(Some(state)) = self.tensors.get_mut(tensor as usize) else {
             let error = Error::Refused(format!("tensor id {tensor} was not declared"));
-            return waiting.task.finish(Err(error));
+            return waiting.task.finish_now(Err(error));
         };
         if let Some(error) = &state.poisoned {
-            return waiting.task.finish(Err(error.clone()));
+            return waiting.task.finish_now(Err(error.clone()));
         }
         if state.run.is_some() {
             return state.waiting.push_back(waiting);
@@ -235,7 +242,7 @@ impl Nic {
         let Some(Some(state)) = self.tensors.get_mut(tensor as usize) else { return };
         let parts = u32::try_from(state.plan.parts.len()).unwrap_or(u32::MAX);
         if parts == 0 {
-            return waiting.task.finish(Ok(()));
+            return waiting.task.finish_now(Ok(()));
         }
         state.round += 1;
         self.latest = tensor;
@@ -348,8 +355,10 @@ impl Nic {
             let bytes: usize = state.plan.parts.iter().map(|part| part.bytes).sum();
             self.statistics.bytes.fetch_add(bytes as u64, Ordering::Relaxed);
         }
-        if let Some(task) = run.task.take() {
-            task.finish(result);
+        if let Some(task) = run.task.take()
+            && task.finish(result)
+        {
+            self.wakes.push(task);
         }
         state.run = None;
         self.free_runs.push(index);
@@ -447,7 +456,7 @@ impl Nic {
         let Some(state) = &mut self.tensors[index] else { return };
         state.poisoned = Some(error.clone());
         for waiting in state.waiting.drain(..) {
-            waiting.task.finish(Err(error.clone()));
+            waiting.task.finish_now(Err(error.clone()));
         }
         let Some(run) = state.run else { return };
         for lane in &mut self.lanes {
@@ -485,13 +494,13 @@ impl Nic {
         }
         for run in &mut self.runs {
             if let Some(task) = run.task.take() {
-                task.finish(Err(error.clone()));
+                task.finish_now(Err(error.clone()));
             }
         }
         for tensor in self.tensors.iter_mut().flatten() {
             tensor.run = None;
             for waiting in tensor.waiting.drain(..) {
-                waiting.task.finish(Err(error.clone()));
+                waiting.task.finish_now(Err(error.clone()));
             }
         }
     }

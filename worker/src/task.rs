@@ -21,14 +21,26 @@ pub struct Task {
 }
 
 impl Task {
-    /// The task is over. Its memory is the caller's again.
-    pub(crate) fn finish(&self, result: Result<(), Error>) {
+    /// The task is over: its memory is the caller's again. Returns whether somebody sleeps on it
+    /// and must be [woken](Task::wake).
+    #[must_use]
+    pub(crate) fn finish(&self, result: Result<(), Error>) -> bool {
         if let Err(error) = result {
             let _ = self.error.set(error);
         }
         // Release: whoever sees DONE sees the error and the tensor's new bytes. `Handle` acquires.
-        if self.state.swap(DONE, Ordering::AcqRel) == AWAITED {
-            let _ = futex::wake(&self.state, futex::Flags::PRIVATE, u32::MAX);
+        self.state.swap(DONE, Ordering::AcqRel) == AWAITED
+    }
+
+    /// Wakes whoever sleeps on it.
+    pub(crate) fn wake(&self) {
+        let _ = futex::wake(&self.state, futex::Flags::PRIVATE, u32::MAX);
+    }
+
+    /// As [`finish`](Task::finish), and wakes at once.
+    pub(crate) fn finish_now(&self, result: Result<(), Error>) {
+        if self.finish(result) {
+            self.wake();
         }
     }
 }
@@ -37,8 +49,9 @@ impl Task {
 #[derive(Clone, Debug)]
 pub struct Handle(pub(crate) Arc<Task>);
 
-/// How long a waiter looks before it sleeps: about what a wake-up costs.
-const SPIN: Duration = Duration::from_micros(5);
+/// How often a waiter looks before it sleeps: a microsecond or two, less than a sleep and a wake-up
+/// cost. It may hold the CPU that the NIC loop needs, so it does not look for long.
+const LOOKS: u32 = 64;
 
 impl Handle {
     /// A handle of a task that was given to a NIC loop.
@@ -50,7 +63,7 @@ impl Handle {
     /// A handle of something that is already over.
     pub(crate) fn finished(result: Result<(), Error>) -> Handle {
         let task = Task::default();
-        task.finish(result);
+        task.finish_now(result);
         Handle(Arc::new(task))
     }
 
@@ -71,7 +84,7 @@ impl Handle {
     /// What became of the push_pull, if it failed.
     pub fn wait(&self, timeout: Option<Duration>) -> Result<bool, Error> {
         let start = Instant::now();
-        while start.elapsed() < SPIN {
+        for _ in 0..LOOKS {
             if self.poll() {
                 return self.result();
             }
@@ -110,7 +123,7 @@ mod tests {
         assert_eq!(handle.wait(Some(Duration::from_millis(1))), Ok(false));
         let other = handle.clone();
         let waiter = std::thread::spawn(move || other.wait(Some(Duration::from_secs(10))));
-        handle.0.finish(Err(Error::Closed("gone".into())));
+        handle.0.finish_now(Err(Error::Closed("gone".into())));
         assert_eq!(waiter.join().unwrap(), Err(Error::Closed("gone".into())));
         assert!(handle.poll());
     }
