@@ -54,7 +54,7 @@ pub struct Idler {
 
 impl Idler {
     /// An idler that spins for `spin` before it sleeps (see [`spin_default`]). A spin below
-    /// [`SPIN_ROOMY`] says that CPUs are scarce: then it also yields often, under either policy.
+    /// [`SPIN_ROOMY`] says that CPUs are scarce: then one that never sleeps yields often.
     #[must_use]
     pub fn new(policy: Idle, spin: Duration) -> Idler {
         let yield_every = if spin < SPIN_ROOMY { YIELD_CROWDED } else { YIELD_ROOMY };
@@ -79,7 +79,9 @@ impl Idler {
             return Step::Sleep;
         }
         self.idle_steps = self.idle_steps.wrapping_add(1);
-        if self.idle_steps.is_multiple_of(self.yield_every) {
+        // Only a loop that never sleeps has to yield. To the kernel's scheduler a yield is a thread that gives up
+        // its turn, and it may come back milliseconds later; one that sleeps is woken at once.
+        if self.policy == Idle::Busy && self.idle_steps.is_multiple_of(self.yield_every) {
             std::thread::yield_now();
         } else {
             std::hint::spin_loop();
