@@ -1,6 +1,6 @@
 //! How a job ends: well, by a failure, by a signal, or because the launcher is gone.
 
-use super::stage::{ENDS, PATIENCE, Stage, all_gone, has, mentions, numbers, runs};
+use super::stage::{ENDS, PATIENCE, Stage, all_gone, has, mentions, numbers, runs, until};
 use std::time::Instant;
 
 /// Ignores requests to end, has a child that does so too, and tells both numbers.
@@ -129,13 +129,20 @@ fn nothing_outlives_a_launcher_that_is_killed_with_its_guardian() {
     let worker = "echo \"process $$\"; exec sleep 1000";
     let launcher = stage.start(&["--local", "2", "sh", "-c", worker], &[]);
     let mut processes = numbers(&launcher.wait_for("process ", 2), "process ");
-    let children = format!("/proc/{0}/task/{0}/children", launcher.child.id());
-    let children = std::fs::read_to_string(children).unwrap();
-    let children: Vec<u32> = children.split_whitespace().map(|pid| pid.parse().unwrap()).collect();
-    let guardian = children.iter().find(|pid| {
-        std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap() == "bps-guardian\n"
+    let listed = format!("/proc/{0}/task/{0}/children", launcher.child.id());
+    let mut children: Vec<u32> = Vec::new();
+    let mut guardian = String::new();
+    // It is there before the others, but may not have run far enough to have its name.
+    until("there is a guardian", || {
+        let text = std::fs::read_to_string(&listed).unwrap();
+        children = text.split_whitespace().map(|pid| pid.parse().unwrap()).collect();
+        let named = children.iter().find(|pid| {
+            std::fs::read_to_string(format!("/proc/{pid}/comm"))
+                .is_ok_and(|name| name == "bps-guardian\n")
+        });
+        guardian = named.map(u32::to_string).ok_or_else(|| format!("{children:?}"))?;
+        Ok(())
     });
-    let guardian = guardian.expect("there is a guardian").to_string();
     processes.extend(&children);
     let killed = std::process::Command::new("kill").args(["-KILL", &guardian]).status();
     assert!(killed.unwrap().success());
