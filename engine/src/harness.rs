@@ -79,8 +79,9 @@ impl Idler {
             return Step::Sleep;
         }
         self.idle_steps = self.idle_steps.wrapping_add(1);
-        // Only a loop that never sleeps has to yield. To the kernel's scheduler a yield is a thread that gives up
-        // its turn, and it may come back milliseconds later; one that sleeps is woken at once.
+        // Only a loop that never sleeps has to yield. To the kernel's scheduler a yield is a thread
+        // that gives up its turn, and it may come back milliseconds later; one that sleeps is woken
+        // at once.
         if self.policy == Idle::Busy && self.idle_steps.is_multiple_of(self.yield_every) {
             std::thread::yield_now();
         } else {
