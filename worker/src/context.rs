@@ -1,9 +1,11 @@
 //! Joining a job, what can be asked of it, and leaving it.
 
+use crate::control::lock;
 use crate::error::Error;
-use crate::job::{Job, lock};
+use crate::job::Job;
 use crate::start;
 use crate::task::Handle;
+use crate::types::{PushPull, Speed, TensorId};
 use bps_engine::base::{Operation, Rank};
 use bps_engine::config::Config;
 use bps_engine::proto::messages::Declaration;
@@ -11,32 +13,6 @@ use bps_engine::trace::log;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
-
-/// A declared tensor, dense from 0 in the order of first declaration in the job.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
-pub struct TensorId(pub u32);
-
-/// One tensor to push and pull.
-#[derive(Clone, Copy, Debug)]
-pub struct PushPull {
-    /// Which.
-    pub tensor: TensorId,
-    /// Its bytes, as many as were declared.
-    pub source: *const u8,
-    /// Where the result goes; may be the source.
-    pub target: *mut u8,
-    /// Larger goes sooner.
-    pub priority: i64,
-}
-
-/// Throughput over one interval.
-#[derive(Clone, Copy, PartialEq, Debug)]
-pub struct Speed {
-    /// End of the interval, milliseconds since 1970.
-    pub unix_ms: u64,
-    /// 10^6 bytes of finished tensors a second.
-    pub megabytes_per_second: f64,
-}
 
 struct Shared {
     rank: u32,

@@ -2,10 +2,9 @@
 //! what the [`Agent`] makes of it. Nothing of the data path passes here.
 
 use crate::agent::{Agent, Effect};
-use crate::context::Speed;
 use crate::error::Error;
-use crate::job::lock;
 use crate::nic::{Command, NicStatistics, Report};
+use crate::types::Speed;
 use bps_engine::control::{LinkReceiver, LinkSender};
 use bps_engine::proto::messages::NodeMessage;
 use bps_engine::ring::Mpsc;
@@ -13,7 +12,7 @@ use bps_engine::trace::log;
 use bps_engine::transport::Waker;
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant, SystemTime};
 
 /// How long the scheduler has to say why a lane was lost.
@@ -24,6 +23,13 @@ const TICK: Duration = Duration::from_millis(50);
 const SPEED_INTERVAL: Duration = Duration::from_secs(1);
 /// Throughput samples that are kept.
 const SPEEDS_MAX: usize = 1024;
+
+/// Locks, whatever became of other holders.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // A panic in one of our threads aborts the process, so a poisoned lock only comes from a
+    // caller's thread.
+    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
 
 /// Answers that callers wait for.
 #[derive(Default)]

@@ -1,12 +1,12 @@
 //! A worker's place in a job of several ranks: its two threads, and how callers reach them.
 
 use crate::agent::Agent;
-use crate::context::{PushPull, Speed};
-use crate::control::{Answers, Control};
+use crate::control::{Answers, Control, lock};
 use crate::error::Error;
 use crate::nic::{Command, Memory, Nic, NicConfig, NicStatistics, Report};
 use crate::start;
 use crate::task::{Handle, Task};
+use crate::types::{PushPull, Speed};
 use bps_engine::base::Rank;
 use bps_engine::config::Config;
 use bps_engine::control::LinkSender;
@@ -17,7 +17,7 @@ use bps_engine::trace::log;
 use bps_engine::transport::Waker;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -27,13 +27,6 @@ const COMMANDS: usize = 4096;
 const LOOK: Duration = Duration::from_millis(50);
 /// How long leaving may take before it is given up.
 const LEAVE: Duration = Duration::from_secs(5);
-
-/// Locks, whatever became of other holders.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // A panic in one of our threads aborts the process, so a poisoned lock only comes from a
-    // caller's thread.
-    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
-}
 
 /// The part of a worker that exists only if there are others.
 pub(crate) struct Job {

@@ -14,8 +14,10 @@ pub mod launch;
 pub mod nic;
 mod start;
 pub mod task;
+mod types;
 
 pub use bps_engine::proto::messages::Declaration;
-pub use context::{PushPull, Speed, TensorId, Worker};
+pub use context::Worker;
 pub use error::Error;
 pub use task::Handle;
+pub use types::{PushPull, Speed, TensorId};

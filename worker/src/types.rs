@@ -1,0 +1,27 @@
+//! What callers hand to a worker and get from it.
+
+/// A declared tensor, dense from 0 in the order of first declaration in the job.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+pub struct TensorId(pub u32);
+
+/// One tensor to push and pull.
+#[derive(Clone, Copy, Debug)]
+pub struct PushPull {
+    /// Which.
+    pub tensor: TensorId,
+    /// Its bytes, as many as were declared.
+    pub source: *const u8,
+    /// Where the result goes; may be the source.
+    pub target: *mut u8,
+    /// Larger goes sooner.
+    pub priority: i64,
+}
+
+/// Throughput over one interval.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Speed {
+    /// End of the interval, milliseconds since 1970.
+    pub unix_ms: u64,
+    /// 10^6 bytes of finished tensors a second.
+    pub megabytes_per_second: f64,
+}
