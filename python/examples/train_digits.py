@@ -195,7 +195,6 @@ def main() -> int:
         elif arguments.report:
             with open(arguments.report, "w", encoding="utf-8") as report:
                 report.write(f"accuracy={held_out:.3f}\n")
-    bps.barrier()
     bps.shutdown()
     return status
 

@@ -36,30 +36,57 @@ class Memory(NamedTuple):
         return self.output
 
 
-def summed_dtype(tensor: torch.Tensor, what: str) -> str:
+def summed_dtype(tensor: torch.Tensor, what: str, name: str | None) -> str:
     """The name of its type, or the error that says which types can be summed."""
     dtype = DTYPES.get(tensor.dtype)
     if dtype is None:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise TensorError(
-            f"{what}: the servers do not sum {tensor.dtype} (they sum {known}): "
+            f"{_label(what, name)}: the servers do not sum {tensor.dtype} (they sum {known}): "
             "cast it to one of them"
         )
     return dtype
 
 
-def check(tensor: torch.Tensor, what: str) -> None:
+def check(tensor: torch.Tensor, what: str, name: str | None) -> None:
     """Raises if it is not a dense tensor in the memory of this process."""
+    if isinstance(tensor, torch.Tensor) and tensor.is_cpu and tensor.layout is torch.strided:
+        return
+    label = _label(what, name)
     if not isinstance(tensor, torch.Tensor):
-        raise TensorError(f"{what}: a torch tensor is wanted, not {type(tensor).__name__}")
-    if tensor.device.type == "cuda":
+        raise TensorError(f"{label}: a torch tensor is wanted, not {type(tensor).__name__}")
+    if tensor.is_cuda:
         raise TensorError(
-            f"{what} is on {tensor.device}: GPU support is not built in yet, so send tensor.cpu()"
+            f"{label} is on {tensor.device}: GPU support is not built in yet, so send tensor.cpu()"
         )
-    if tensor.device.type != "cpu":
-        raise TensorError(f"{what} is on {tensor.device}: only tensors in CPU memory can be sent")
-    if tensor.layout != torch.strided:
-        raise TensorError(f"{what} is sparse ({tensor.layout}): send tensor.to_dense()")
+    if not tensor.is_cpu:
+        raise TensorError(f"{label} is on {tensor.device}: only tensors in CPU memory can be sent")
+    raise TensorError(f"{label} is sparse ({tensor.layout}): send tensor.to_dense()")
+
+
+def _label(what: str, name: str | None) -> str:
+    return f"{what} '{name}'" if name else f"{what} a tensor without a name"
+
+
+def in_place(tensor: torch.Tensor) -> Memory:
+    """Sent from, and received into, the tensor's own memory; through a copy where that has gaps."""
+    if _plain(tensor):
+        return Memory(tensor, tensor, tensor, False)
+    copy = _packed(tensor)
+    return Memory(copy, copy, tensor, True)
+
+
+def to_new(tensor: torch.Tensor) -> Memory:
+    """Sent from the tensor's own memory where that has no gaps, received into a new tensor."""
+    output = torch.empty(tensor.shape, dtype=tensor.dtype)
+    source = tensor if _plain(tensor) else _packed(tensor)
+    return Memory(source, output, output, False)
+
+
+def to_other(tensor: torch.Tensor, output: torch.Tensor) -> Memory:
+    """Sent from one tensor and received into another of the same shape and type."""
+    source, target = to_new(tensor), in_place(output)
+    return Memory(source.source, target.target, output, target.copied)
 
 
 def _plain(tensor: torch.Tensor) -> bool:
@@ -67,27 +94,5 @@ def _plain(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def in_place(tensor: torch.Tensor) -> Memory:
-    """Sent from, and received into, the tensor's own memory; through a copy where that has gaps."""
-    own = tensor.detach()
-    if not _plain(own):
-        copy = own.resolve_conj().resolve_neg().contiguous()
-        return Memory(copy, copy, tensor, True)
-    # Autograd is told of a change that it cannot see, and then notices uses of the old value.
-    torch.autograd.graph.increment_version(tensor)
-    return Memory(own, own, tensor, False)
-
-
-def to_new(tensor: torch.Tensor) -> Memory:
-    """Sent from the tensor's own memory where that has no gaps, received into a new tensor."""
-    own = tensor.detach()
-    if not _plain(own):
-        own = own.resolve_conj().resolve_neg().contiguous()
-    output = torch.empty(own.shape, dtype=own.dtype)
-    return Memory(own, output, output, False)
-
-
-def to_other(tensor: torch.Tensor, output: torch.Tensor) -> Memory:
-    """Sent from one tensor and received into another of the same shape and type."""
-    source, target = to_new(tensor), in_place(output)
-    return Memory(source.source, target.target, output, target.copied)
+def _packed(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()

@@ -93,29 +93,34 @@ def synchronize(handle: int, timeout: float | None = None) -> Any:
 
 
 def _start(
-    tensors: Sequence[torch.Tensor],
+    what: str,
     memories: Sequence[Memory],
     operation: str,
-    verb: str,
     names: Sequence[str | None],
-    priorities: Sequence[int],
+    priority: int,
     root: int = 0,
-    single: bool = True,
+    *,
+    in_place: bool,
+    single: bool,
     postscale: float = 1.0,
     settle: bool = False,
 ) -> int:
     sends = []
-    for tensor, memory, name, priority in zip(tensors, memories, names, priorities, strict=True):
-        if operation == "broadcast" and tensor.dtype not in _tensors.DTYPES:
-            dtype, count = "u8", tensor.numel() * tensor.element_size()
+    for memory, name in zip(memories, names, strict=True):
+        source = memory.source
+        if operation == "broadcast" and source.dtype not in _tensors.DTYPES:
+            dtype, count = "u8", source.numel() * source.element_size()
         else:
-            dtype, count = _tensors.summed_dtype(tensor, _label(verb, name)), tensor.numel()
-        name = name or _registry.unnamed(dtype, count, operation, root)
-        known = _registry.Tensor(name, dtype, count, operation, root)
+            dtype, count = _tensors.summed_dtype(source, what, name), source.numel()
+        known = _registry.Tensor(
+            name or _registry.unnamed(dtype, count, operation, root), dtype, count, operation, root
+        )
         if settle:
             known = _registry.settled(known)
-        addresses = memory.source.data_ptr(), memory.target.data_ptr()
-        sends.append(Send(known, *addresses, priority))
+        sends.append(Send(known, source.data_ptr(), memory.target.data_ptr(), priority))
+    if in_place:
+        # Autograd cannot see the change; when told, it notices uses of the old values.
+        torch.autograd.graph.increment_version([memory.output for memory in memories])
 
     def finish() -> Any:
         outputs = [memory.finish() for memory in memories]
@@ -126,10 +131,6 @@ def _start(
         return outputs[0] if single else outputs
 
     return _registry.start(sends, memories, finish)
-
-
-def _label(verb: str, name: str | None) -> str:
-    return f"{verb} of '{name}'" if name else f"{verb} of a tensor without a name"
 
 
 def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
@@ -150,24 +151,22 @@ def push_pull_start(
 ) -> int:
     memories = []
     for tensor, name in zip(tensors, names, strict=True):
-        what = _label("push_pull", name)
-        _tensors.check(tensor, what)
-        _tensors.summed_dtype(tensor, what)
-        scaled = tensor if prescale == 1.0 else _scaled(tensor.detach(), prescale)
-        if not inplace:
-            memories.append(_tensors.to_new(scaled))
-        elif scaled is tensor:
-            memories.append(_tensors.in_place(tensor))
+        _tensors.check(tensor, "push_pull of", name)
+        if prescale != 1.0:
+            _tensors.summed_dtype(tensor, "push_pull of", name)
+            scaled = _scaled(tensor.detach(), prescale)
+            memories.append(
+                _tensors.to_other(scaled, tensor) if inplace else _tensors.to_new(scaled)
+            )
         else:
-            memories.append(_tensors.to_other(scaled, tensor))
-    operation = "average" if average else "sum"
+            memories.append(_tensors.in_place(tensor) if inplace else _tensors.to_new(tensor))
     return _start(
-        tensors,
+        "push_pull of",
         memories,
-        operation,
-        "push_pull",
+        "average" if average else "sum",
         names,
-        [priority] * len(tensors),
+        priority,
+        in_place=inplace,
         single=single,
         postscale=postscale,
     )
@@ -215,7 +214,7 @@ def differentiable(
     postscale: float = 1.0,
 ) -> list[torch.Tensor]:
     for tensor, name in zip(tensors, names, strict=True):
-        _tensors.check(tensor, _label("push_pull", name))
+        _tensors.check(tensor, "push_pull of", name)
     smaller = [compression.compress(tensor) for tensor in tensors]
     sent = [tensor for tensor, _ in smaller]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sent):
@@ -241,7 +240,7 @@ def declare(name: str, tensor: torch.Tensor | None = None, average: bool = True)
     declared to the job, and a rank that disagrees is told at once.
     """
     if tensor is not None:
-        dtype = _tensors.summed_dtype(tensor, f"declare of '{name}'")
+        dtype = _tensors.summed_dtype(tensor, "declare of", name)
         operation = "average" if average else "sum"
         _registry.declare([_registry.Tensor(name, dtype, tensor.numel(), operation)])
 
@@ -357,18 +356,20 @@ def broadcast_all_(named: Sequence[tuple[str, torch.Tensor]], root_rank: int) ->
     A name may come again for a tensor of another type or size, as those of a second model do.
     """
     for name, tensor in named:
-        _tensors.check(tensor, _label("broadcast", name))
-    tensors = [tensor for _, tensor in named]
-    memories = [_tensors.in_place(tensor) for tensor in tensors]
+        _tensors.check(tensor, "broadcast of", name)
+    memories = [_tensors.in_place(tensor) for _, tensor in named]
     names = [name for name, _ in named]
-    synchronize(_broadcast_start(tensors, memories, root_rank, names, single=False, settle=True))
+    synchronize(
+        _broadcast_start(memories, root_rank, names, in_place=True, single=False, settle=True)
+    )
 
 
 def _broadcast_start(
-    tensors: Sequence[torch.Tensor],
     memories: Sequence[Memory],
     root_rank: int,
     names: Sequence[str | None],
+    *,
+    in_place: bool,
     single: bool = True,
     settle: bool = False,
 ) -> int:
@@ -377,14 +378,14 @@ def _broadcast_start(
             f"broadcast from rank {root_rank}: the ranks are 0 to {common.size() - 1}"
         )
     return _start(
-        tensors,
+        "broadcast of",
         memories,
         "broadcast",
-        "broadcast",
         names,
-        [_BROADCAST_PRIORITY] * len(tensors),
+        _BROADCAST_PRIORITY,
         root_rank,
-        single,
+        in_place=in_place,
+        single=single,
         settle=settle,
     )
 
@@ -409,7 +410,7 @@ def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> 
 
     All ranks pass a tensor of its shape and type, which may be any type that torch has.
     """
-    _tensors.check(tensor, _label("broadcast", name))
+    _tensors.check(tensor, "broadcast of", name)
     if torch.is_grad_enabled() and tensor.requires_grad:
         return _Broadcast.apply(tensor, root_rank, name)
     return synchronize(broadcast_async(tensor, root_rank, name))
@@ -417,8 +418,8 @@ def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> 
 
 def broadcast_async(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> int:
     """:func:`broadcast` that does not wait."""
-    _tensors.check(tensor, _label("broadcast", name))
-    return _broadcast_start([tensor], [_tensors.to_new(tensor)], root_rank, [name])
+    _tensors.check(tensor, "broadcast of", name)
+    return _broadcast_start([_tensors.to_new(tensor)], root_rank, [name], in_place=False)
 
 
 def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
@@ -429,5 +430,5 @@ def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) ->
 
 def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> int:
     """:func:`broadcast` into the tensor itself, without waiting."""
-    _tensors.check(tensor, _label("broadcast", name))
-    return _broadcast_start([tensor], [_tensors.in_place(tensor)], root_rank, [name])
+    _tensors.check(tensor, "broadcast of", name)
+    return _broadcast_start([_tensors.in_place(tensor)], root_rank, [name], in_place=True)

@@ -137,9 +137,9 @@ class _Gradients:
 
     def _declaration(self, param: torch.Tensor) -> _registry.Tensor:
         name = self.names[param]
-        _tensors.check(param, f"parameter '{name}'")
+        _tensors.check(param, "parameter", name)
         sent, _ = self.compression.compress(torch.empty(1, dtype=param.dtype))
-        dtype = _tensors.summed_dtype(sent, f"parameter '{name}'")
+        dtype = _tensors.summed_dtype(sent, "parameter", name)
         operation = "average" if self.average else "sum"
         return _registry.Tensor(name, dtype, param.numel(), operation)
 

@@ -73,9 +73,9 @@ class DistributedDataParallel(torch.nn.Module):
         self._watch()
 
     def _declaration(self, param: torch.Tensor, name: str) -> _registry.Tensor:
-        _tensors.check(param, f"parameter '{name}'")
+        _tensors.check(param, "parameter", name)
         sent, _ = self._compression.compress(torch.empty(1, dtype=param.dtype))
-        dtype = _tensors.summed_dtype(sent, f"parameter '{name}'")
+        dtype = _tensors.summed_dtype(sent, "parameter", name)
         return _registry.Tensor(name, dtype, param.numel(), "average")
 
     def _watch(self) -> None:
