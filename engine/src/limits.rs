@@ -15,7 +15,7 @@ pub const SCRATCH_BYTES: usize = 256 << 10;
 /// neighbours.
 pub const SMALL_BYTES: usize = 16 << 10;
 /// Bytes of the buffer through which runs of small frames are received.
-pub const STAGING_BYTES: usize = 64 << 10;
+pub const STAGING_BYTES: usize = 256 << 10;
 /// Frames that may be posted to one lane and not yet be sent.
 pub const LANE_FRAMES_MAX: usize = 256;
 /// Bytes that one send or receive call of a stream socket moves at most, so that no lane keeps

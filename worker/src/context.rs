@@ -14,6 +14,9 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+/// Tensors that are handed to the NIC loop before it is woken, in a long list.
+const WAKE_EVERY: usize = 64;
+
 struct Shared {
     rank: u32,
     size: u32,
@@ -147,9 +150,12 @@ impl Worker {
                 Some(job) => job.push(item),
                 None => Handle::finished(Ok(())),
             });
-        }
-        if let Some(job) = &self.0.job {
-            job.wake();
+            // The loop begins with the first ones while the rest are handed over.
+            if let Some(job) = &self.0.job
+                && (handles.len() % WAKE_EVERY == 0 || handles.len() == items.len())
+            {
+                job.wake();
+            }
         }
         Ok(handles)
     }

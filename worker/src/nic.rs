@@ -95,6 +95,9 @@ pub struct Nic {
 }
 
 const GOODBYE: u64 = u64::MAX;
+/// Commands that are taken before the lanes get their turn: the first tensors of a long list are on
+/// their way while the last ones are still being handed over.
+const COMMANDS_PER_TURN: usize = 64;
 
 impl Nic {
     /// A loop without lanes.
@@ -163,7 +166,8 @@ impl Nic {
     /// One turn of the loop; says whether there was anything to do.
     pub fn step(&mut self) -> bool {
         let mut progress = false;
-        while let Some(command) = self.commands.pop() {
+        for _ in 0..COMMANDS_PER_TURN {
+            let Some(command) = self.commands.pop() else { break };
             self.on_command(command);
             progress = true;
         }
@@ -400,7 +404,8 @@ impl Nic {
         }
         let key = header.key;
         let known = self.keys.get(&key).filter(|_| header.kind == Kind::Publication);
-        let &(tensor, position) = known.ok_or(format!("{:?} of unknown {key}", header.kind))?;
+        let &(tensor, position) =
+            known.ok_or_else(|| format!("{:?} of unknown {key}", header.kind))?;
         let Some(Some(state)) = self.tensors.get(tensor as usize) else {
             return Err(format!("{key} has no tensor"));
         };
