@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
 from typing import Any
 
 from byteps import _native, _registry
+from byteps.errors import BytePSError
 
 __all__ = [
     "BytePSBasics",
@@ -96,8 +98,16 @@ def _end(suspend: bool) -> None:
     if _native.is_forked():
         return
     with _lock:
-        if _native.is_initialized():
+        if not _native.is_initialized():
+            return
+        try:
             _native.shutdown(suspend)
+        except BytePSError:
+            _registry.ended(keep_names=suspend)  # The engine is gone all the same.
+            raise
+        except BaseException:
+            _registry.never_free()  # Interrupted: it may still be at work.
+            raise
         _registry.ended(keep_names=suspend)
 
 
@@ -110,7 +120,9 @@ def _end_of_process() -> None:
         # then the engine may still write into the tensors of this process, so they stay.
         _registry.never_free()
         return
-    shutdown()
+    # What ended the job has been said before: by an exception, and by the engine's own line.
+    with contextlib.suppress(BytePSError):
+        shutdown()
 
 
 def is_initialized() -> bool:
