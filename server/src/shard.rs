@@ -6,7 +6,7 @@ mod messages;
 
 pub use messages::{Command, Refusal, Report};
 
-use crate::entry::{Entry, Take, accumulator_bytes};
+use crate::entry::{Entry, RankSet, Take, accumulator_bytes};
 use bps_engine::base::{Epoch, KeyMap, Rank, Round};
 use bps_engine::lane::Endpoint;
 use bps_engine::limits::{EVENTS_MAX, RANKS_MAX};
@@ -59,6 +59,8 @@ pub struct Shard {
     sessions: Vec<Option<Session>>,
     /// Lane of each rank.
     lanes: Vec<Option<LaneId>>,
+    /// Ranks of this membership that have said goodbye: they will contribute no more.
+    left: RankSet,
     events: Vec<Event>,
     commands: Mpsc<Command>,
     reports: Mpsc<(u32, Report)>,
@@ -104,6 +106,7 @@ impl Shard {
             entries: Vec::new(),
             sessions: Vec::new(),
             lanes: Vec::new(),
+            left: RankSet::default(),
             events: Vec::with_capacity(4 * EVENTS_MAX),
             commands,
             reports,
@@ -247,6 +250,7 @@ impl Shard {
         self.checksums = false;
         self.lanes.clear();
         self.lanes.resize(ranks as usize, None);
+        self.left = RankSet::new(ranks);
         for (link, rank, epoch) in std::mem::take(&mut self.early) {
             self.attach(link, rank, epoch);
         }
@@ -277,6 +281,9 @@ impl Shard {
                     session.goodbye = true;
                     session.receiving = Receiving::Closing;
                 }
+                self.left.insert(header.rank);
+                // Whoever waits for this rank learns of it in this turn.
+                self.next_tick = now;
                 self.endpoint.close(lane);
             }
             Ok((header, index)) => {
@@ -526,7 +533,14 @@ impl Shard {
 
     fn look_for_stalls(&mut self, now: Duration) {
         let waited = |entry: &Entry| entry.opened_at.map(|since| now.saturating_sub(since));
-        let overdue = |entry: &&Entry| waited(entry).is_some_and(|time| time >= self.stall_report);
+        let gone = |entry: &Entry| -> Vec<Rank> {
+            entry.missing().filter(|&rank| self.left.contains(rank)).collect()
+        };
+        let overdue = |entry: &&Entry| {
+            waited(entry).is_some_and(|time| {
+                time >= self.stall_report || !self.left.is_empty() && !gone(entry).is_empty()
+            })
+        };
         let mut stalled: Vec<&Entry> = self.entries.iter().filter(overdue).collect();
         if stalled.is_empty() && !self.stalls_told {
             return;
@@ -539,6 +553,7 @@ impl Shard {
             waited_ms: waited(entry)
                 .map_or(0, |time| u64::try_from(time.as_millis()).unwrap_or(u64::MAX)),
             missing: entry.missing().collect(),
+            left: gone(entry),
         };
         let keys: Vec<StalledKey> = stalled.iter().map(describe).collect();
         self.stalls_told = !keys.is_empty();

@@ -144,6 +144,18 @@ fn a_stall_names_tensor_round_and_rank_then_ends_the_job() {
 }
 
 #[test]
+fn a_rank_that_left_too_early_is_named_at_once() {
+    let mut job = start([ENDLESS, &["50"], ENDLESS], &[]);
+    let left = job.ranks[1].wait(JOIN);
+    let since = Instant::now();
+    assert!(left.success(), "{left}");
+    let Job { scheduler, server, ranks } = &mut job;
+    let [first, _, third] = &mut ranks[..] else { unreachable!("three ranks") };
+    let words = ["rank 1 left the job while others wait", "round 51 of `layer4.weight`"];
+    end_with(&mut [first, third, server, scheduler], &words, since, PROMISE);
+}
+
+#[test]
 fn all_leave_in_good_order() {
     let key = "00112233445566778899aabbccddeeff00112233445566778899aabbccddeeff";
     let mut job = start([&["50"]; 3], &[("BPS_JOB_KEY", key)]);

@@ -251,7 +251,7 @@ fn over_error(reason: &OverReason) -> Error {
     match reason {
         OverReason::Finished => Error::Closed(text),
         OverReason::Died { .. } | OverReason::Failed { .. } => Error::PeerDied(text),
-        OverReason::Stalled { .. } => Error::Stalled(text),
+        OverReason::Stalled { .. } | OverReason::Abandoned { .. } => Error::Stalled(text),
         OverReason::NotFormed { .. } => Error::Start(text),
     }
 }

@@ -188,7 +188,8 @@ pub struct Roster {
     pub size: u32,
     /// This node's rank (worker) or server index (server).
     pub index: u32,
-    /// Host and pid of each rank, for messages.
+    /// Host and pid of each rank, for messages. Only servers are told: among workers the list would
+    /// grow with the square of the job.
     pub workers: Vec<Peer>,
     /// The servers, by index.
     pub servers: Vec<ServerPeer>,
@@ -292,6 +293,9 @@ pub struct StalledKey {
     pub waited_ms: u64,
     /// Who has not contributed.
     pub missing: Vec<Rank>,
+    /// Those of them that have said goodbye on their lane: they cannot contribute any more.
+    #[serde(default)]
+    pub left: Vec<Rank>,
 }
 
 /// An open round that waits, as people are told.
@@ -340,6 +344,11 @@ pub enum OverReason {
     },
     /// A stall lasted longer than `BPS_STALL_TIMEOUT`.
     Stalled {
+        /// The oldest first.
+        stalls: Vec<Stall>,
+    },
+    /// Ranks wait for others that have left the job in good order and will not come.
+    Abandoned {
         /// The oldest first.
         stalls: Vec<Stall>,
     },

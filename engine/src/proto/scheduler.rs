@@ -87,8 +87,8 @@ pub enum Output {
     Done(Exit),
 }
 
-/// An output that may still have to be made: a roster grows with the square of the job if all are
-/// made at once.
+/// An output that may still have to be made: all rosters at once would be as many copies as there
+/// are nodes.
 enum Queued {
     Ready(Output),
     Roster(NodeId, u32, Arc<Roster>),
@@ -336,8 +336,8 @@ impl Scheduler {
             counted(cores as usize, "core"),
             self.epoch.0
         )));
-        let roster = Arc::new(job.roster(self.epoch));
-        for nodes in [&job.workers, &job.servers] {
+        for (nodes, names_ranks) in [(&job.workers, false), (&job.servers, true)] {
+            let roster = Arc::new(job.roster(self.epoch, names_ranks));
             for (index, (node, _)) in (0..).zip(nodes) {
                 self.outputs.push_back(Queued::Roster(*node, index, Arc::clone(&roster)));
             }

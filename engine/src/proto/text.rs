@@ -2,6 +2,7 @@
 
 use super::messages::{Declaration, Mismatch, OverReason, Stall};
 use crate::base::Rank;
+use std::collections::BTreeSet;
 use std::fmt;
 
 /// Names of stalled tensors that one line shows.
@@ -59,17 +60,32 @@ impl fmt::Display for OverReason {
             OverReason::Failed { who, message } => write!(f, "{who} failed: {message}"),
             OverReason::Stalled { stalls } => {
                 f.write_str("no progress for too long (BPS_STALL_TIMEOUT): ")?;
-                for (index, stall) in stalls.iter().take(SHOWN_MAX).enumerate() {
-                    let comma = if index == 0 { "" } else { "; " };
-                    write!(f, "{comma}{stall}")?;
+                write_stalls(f, stalls)
+            }
+            OverReason::Abandoned { stalls } => {
+                let left: BTreeSet<Rank> =
+                    stalls.iter().flat_map(|stall| &stall.left).copied().collect();
+                for (index, rank) in left.iter().enumerate() {
+                    let comma = if index == 0 { "" } else { ", " };
+                    write!(f, "{comma}{rank}")?;
                 }
-                match stalls.len().saturating_sub(SHOWN_MAX) {
-                    0 => Ok(()),
-                    more => write!(f, "; and {more} more"),
-                }
+                f.write_str(" left the job while others wait: ")?;
+                write_stalls(f, stalls)?;
+                f.write_str(": let every rank make the same steps before it shuts down")
             }
             OverReason::NotFormed { message } => write!(f, "the job was not formed: {message}"),
         }
+    }
+}
+
+fn write_stalls(f: &mut fmt::Formatter<'_>, stalls: &[Stall]) -> fmt::Result {
+    for (index, stall) in stalls.iter().take(SHOWN_MAX).enumerate() {
+        let comma = if index == 0 { "" } else { "; " };
+        write!(f, "{comma}{stall}")?;
+    }
+    match stalls.len().saturating_sub(SHOWN_MAX) {
+        0 => Ok(()),
+        more => write!(f, "; and {more} more"),
     }
 }
 
@@ -135,6 +151,13 @@ mod tests {
         );
         let over = OverReason::Stalled { stalls: vec![stall; 5] };
         assert!(over.to_string().ends_with("s ago; and 2 more"), "{over}");
+        let abandoned = OverReason::Abandoned { stalls: vec![left] };
+        assert_eq!(
+            abandoned.to_string(),
+            "rank 2 left the job while others wait: round 812 of `layer4.weight` waits for rank 0, \
+             rank 2 (left); rank 1 arrived 5.0 s ago: let every rank make the same steps before it \
+             shuts down"
+        );
         let said = |count, operation| Declaration {
             name: "w".into(),
             dtype: DType::F32,

@@ -95,6 +95,7 @@ fn message(random: &mut Random) -> NodeMessage {
                 round: random.bits(),
                 waited_ms: random.bits(),
                 missing: vec![Rank(0), Rank(u32::MAX)],
+                left: vec![Rank(u32::MAX); random.index(2)],
             };
             NodeMessage::Stalled { keys: vec![key; random.index(40)] }
         }

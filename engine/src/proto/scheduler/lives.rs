@@ -95,7 +95,7 @@ impl Scheduler {
         running.left.insert(rank);
         running.suspended |= suspend;
         if running.left.len() < running.job.workers.len() {
-            return;
+            return self.check_stalls(now);
         }
         if running.suspended {
             self.suspend(now);
@@ -261,6 +261,12 @@ impl Scheduler {
             self.config.stall_report,
             now,
         );
+        let abandoned: Vec<_> =
+            stalls.iter().filter(|stall| !stall.left.is_empty()).cloned().collect();
+        if !abandoned.is_empty() {
+            self.end(OverReason::Abandoned { stalls: abandoned }, None);
+            return;
+        }
         let limit = u64::try_from(self.config.stall_timeout.as_millis()).unwrap_or(u64::MAX);
         if stalls.iter().any(|stall| stall.waited_ms >= limit) {
             self.end(OverReason::Stalled { stalls }, None);

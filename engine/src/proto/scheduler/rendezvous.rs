@@ -344,11 +344,13 @@ impl Job {
         u32::try_from(self.workers.len()).unwrap_or(u32::MAX)
     }
 
-    /// The roster, with no index filled in.
-    pub(super) fn roster(&self, epoch: Epoch) -> Roster {
+    /// The roster, with no index filled in, and with the names of the ranks if its reader needs
+    /// them.
+    pub(super) fn roster(&self, epoch: Epoch, names_ranks: bool) -> Roster {
         let workers = self
             .workers
             .iter()
+            .filter(|_| names_ranks)
             .map(|(_, register)| Peer { host: register.host.clone(), pid: register.pid });
         let servers = self.servers.iter().map(|(_, register)| {
             let (cores, shm) = match &register.node {

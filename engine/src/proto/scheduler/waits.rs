@@ -55,22 +55,25 @@ impl Barriers {
     }
 
     /// The open barrier as a stall, if somebody has waited for so long.
-    fn stall(&self, longer_than: Duration, now: Duration) -> Option<Stall> {
+    fn stall(&self, left: &BTreeSet<Rank>, longer_than: Duration, now: Duration) -> Option<Stall> {
         let since = self.open.iter().filter_map(|mine| mine.front()).map(|(_, at)| *at).min()?;
         let waited = now.saturating_sub(since);
-        if waited < longer_than {
-            return None;
-        }
         let (missing, arrived) =
             (0..).map(Rank).zip(&self.open).partition::<Vec<_>, _>(|(_, mine)| mine.is_empty());
         let ranks = |ranks: Vec<(Rank, _)>| ranks.into_iter().map(|(rank, _)| rank).collect();
+        let missing: Vec<Rank> = ranks(missing);
+        // A rank's messages come in order: one that has left has no barrier on its way.
+        let left: Vec<Rank> = missing.iter().filter(|rank| left.contains(rank)).copied().collect();
+        if waited < longer_than && left.is_empty() {
+            return None;
+        }
         Some(Stall {
             name: "barrier".to_owned(),
             round: self.passed + 1,
             waited_ms: milliseconds(waited),
             arrived: ranks(arrived),
-            missing: ranks(missing),
-            left: Vec::new(),
+            missing,
+            left,
         })
     }
 }
@@ -115,11 +118,13 @@ impl Stalls {
             }
         }
         let mut stalls: Vec<Stall> = by_name.into_values().collect();
-        stalls.extend(barriers.stall(report_after, now));
+        stalls.extend(barriers.stall(left, report_after, now));
         for stall in &mut stalls {
+            // A server may have seen the goodbye of one who is no true member of the job: the rank
+            // itself must have said the same here.
+            stall.left.retain(|rank| left.contains(rank));
             stall.arrived =
                 (0..ranks).map(Rank).filter(|rank| !stall.missing.contains(rank)).collect();
-            stall.left = stall.missing.iter().filter(|rank| left.contains(rank)).copied().collect();
         }
         stalls.sort_by(|a, b| b.waited_ms.cmp(&a.waited_ms).then_with(|| a.name.cmp(&b.name)));
         stalls.truncate(STALLS_MAX);
@@ -145,15 +150,17 @@ impl Stalls {
 }
 
 fn as_stall(name: &str, key: &StalledKey, waited_ms: u64, ranks: u32) -> Stall {
-    let missing: BTreeSet<Rank> =
-        key.missing.iter().copied().filter(|rank| rank.0 < ranks).collect();
+    let known = |list: &[Rank]| -> Vec<Rank> {
+        let set: BTreeSet<Rank> = list.iter().copied().filter(|rank| rank.0 < ranks).collect();
+        set.into_iter().collect()
+    };
     Stall {
         name: name.to_owned(),
         round: key.round,
         waited_ms,
         arrived: Vec::new(),
-        missing: missing.into_iter().collect(),
-        left: Vec::new(),
+        missing: known(&key.missing),
+        left: known(&key.left),
     }
 }
 
@@ -164,8 +171,12 @@ fn merge(known: &mut Stall, other: &Stall) {
         other.clone_into(known);
     } else if other.round == known.round {
         known.waited_ms = known.waited_ms.max(other.waited_ms);
-        let all: BTreeSet<Rank> = known.missing.iter().chain(&other.missing).copied().collect();
-        known.missing = all.into_iter().collect();
+        let union = |a: &[Rank], b: &[Rank]| -> Vec<Rank> {
+            let all: BTreeSet<Rank> = a.iter().chain(b).copied().collect();
+            all.into_iter().collect()
+        };
+        known.missing = union(&known.missing, &other.missing);
+        known.left = union(&known.left, &other.left);
     }
 }
 

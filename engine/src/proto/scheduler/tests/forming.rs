@@ -39,9 +39,11 @@ fn ranks_and_servers_are_ordered_whoever_comes_first() {
         assert_eq!((roster.index, roster.size, roster.epoch), (index, 4, Epoch(1)));
         let hosts: Vec<&str> = roster.servers.iter().map(|peer| peer.host.as_str()).collect();
         assert_eq!(hosts, ["z", "a", "b", "a"]);
+        assert!(roster.workers.is_empty(), "the list of ranks would go to each of them");
     }
     for (index, node) in (0..).zip([12, 13, 10, 11]) {
-        assert_eq!(bench.roster(node).index, index);
+        let roster = bench.roster(node);
+        assert_eq!((roster.index, roster.workers.len()), (index, 4));
     }
 }
 

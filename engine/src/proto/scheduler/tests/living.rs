@@ -108,16 +108,61 @@ fn leaving_ends_the_job_when_all_have_left() {
     bench.say(1, NodeMessage::Leave { suspend: false });
     bench.pass(5_000, &[2, 100]);
     assert_eq!(bench.done, None);
-    // Whoever stays and waits is told that the others will not come.
-    bench.say(2, NodeMessage::Barrier { request: 1 });
-    bench.pass(3_250, &[2, 100]);
-    let [SchedulerMessage::Stall { stalls }] = &bench.heard(2)[..] else { panic!() };
-    let line = stalls[0].to_string();
-    assert!(line.contains("waits for rank 0 (left), rank 1 (left); rank 2 arrived"), "{line}");
     bench.say(2, NodeMessage::Leave { suspend: false });
     assert_eq!(bench.over(100), OverReason::Finished);
     assert_eq!(bench.done, Some(Exit::Finished));
     assert!(bench.heard(2).is_empty());
+}
+
+#[test]
+fn whoever_waits_for_a_rank_that_left_is_told_at_once() {
+    // A barrier before and after the rank that will not come.
+    for first in [0, 1] {
+        let mut bench = Bench::formed(2, 1);
+        let say = |bench: &mut Bench, node| match node {
+            0 => bench.say(0, NodeMessage::Leave { suspend: false }),
+            _ => bench.say(1, NodeMessage::Barrier { request: 1 }),
+        };
+        say(&mut bench, first);
+        assert_eq!(bench.done, None);
+        say(&mut bench, 1 - first);
+        bench.pass(250, &[1, 100]);
+        let reason = bench.over(1).to_string();
+        assert!(
+            reason.starts_with(
+                "rank 0 left the job while others wait: round 1 of `barrier` waits for rank 0 \
+                 (left); rank 1 arrived 0."
+            ),
+            "{reason}"
+        );
+        assert_eq!(bench.done, Some(Exit::Failed));
+    }
+    // A round: the server must have seen the rank's goodbye, and the scheduler as well.
+    for order in [["missing", "leave", "left"], ["missing", "left", "leave"]] {
+        let mut bench = Bench::formed(2, 1);
+        bench.declare(0, 1, &[tensor("w", 8)]);
+        let (request, keys) = bench.installs(100).remove(0);
+        bench.say(100, NodeMessage::Installed { request });
+        for what in order {
+            bench.pass(1_000, &[1, 100]);
+            assert_eq!(bench.done, None, "before {what}: a report may be older than what it lacks");
+            let left = if what == "left" { vec![Rank(0)] } else { vec![] };
+            let key = StalledKey {
+                key: keys[0].key,
+                round: 3,
+                waited_ms: 400,
+                missing: vec![Rank(0)],
+                left,
+            };
+            match what {
+                "leave" => bench.say(0, NodeMessage::Leave { suspend: true }),
+                _ => bench.say(100, NodeMessage::Stalled { keys: vec![key] }),
+            }
+        }
+        let OverReason::Abandoned { stalls } = bench.over(1) else { panic!() };
+        assert_eq!((stalls[0].name.as_str(), stalls[0].left.as_slice()), ("w", &[Rank(0)][..]));
+        assert_eq!(bench.done, Some(Exit::Failed));
+    }
 }
 
 #[test]
@@ -136,6 +181,7 @@ fn stalls_are_merged_named_repeated_and_end_the_job() {
             round: 812,
             waited_ms,
             missing: missing.iter().copied().map(Rank).collect(),
+            left: vec![],
         }],
     };
     let everybody = [0, 1, 2, 100, 101];
