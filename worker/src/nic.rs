@@ -19,7 +19,7 @@ use bps_engine::wire::{Header, Kind, RawHeader};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// A ready part in a lane's queue, or one that was posted.
 #[derive(Clone, Copy)]
@@ -85,9 +85,10 @@ pub struct Nic {
     report_waker: Waker,
     statistics: Arc<NicStatistics>,
     events: Vec<Event>,
-    /// Finished tasks that somebody sleeps on, woken at the end of a turn: a caller that waits for
-    /// many finds several of them done, instead of sleeping on each.
+    /// Finished tasks that somebody sleeps on.
     wakes: Vec<Arc<Task>>,
+    /// When the first of them was seen to wait.
+    first_wake: Option<Instant>,
     /// The tensor whose round was started last.
     latest: u32,
     over: Option<Error>,
@@ -98,6 +99,9 @@ const GOODBYE: u64 = u64::MAX;
 /// Commands that are taken before the lanes get their turn: the first tensors of a long list are on
 /// their way while the last ones are still being handed over.
 const COMMANDS_PER_TURN: usize = 64;
+/// How long a finished task may wait for its caller to be woken while the loop has more to do: a
+/// caller of many tensors then finds many of them done, instead of sleeping on each.
+const WAKE_DELAY: Duration = Duration::from_micros(50);
 
 impl Nic {
     /// A loop without lanes.
@@ -123,6 +127,7 @@ impl Nic {
             statistics,
             events: Vec::with_capacity(4 * EVENTS_MAX),
             wakes: Vec::with_capacity(EVENTS_MAX),
+            first_wake: None,
             latest: 0,
             over: None,
             leaving: false,
@@ -187,10 +192,24 @@ impl Nic {
         }
         self.events = events;
         self.pump_all();
+        self.wake_callers(progress);
+        progress
+    }
+
+    /// Wakes whoever sleeps on what is finished, once there is nothing else to do or the first has
+    /// waited for [`WAKE_DELAY`].
+    fn wake_callers(&mut self, progress: bool) {
+        if self.wakes.is_empty() {
+            return self.first_wake = None;
+        }
+        let busy = progress && self.free_runs.len() < self.runs.len();
+        if busy && self.first_wake.get_or_insert_with(Instant::now).elapsed() < WAKE_DELAY {
+            return;
+        }
+        self.first_wake = None;
         for task in self.wakes.drain(..) {
             task.wake();
         }
-        progress
     }
 
     fn on_command(&mut self, command: Command) {

@@ -6,7 +6,7 @@
 
 use super::finish;
 use super::memory::Pool;
-use super::stream::{Out, Ready, Stream};
+use super::stream::{Cork, Out, Ready, Stream};
 use crate::limits::{EVENTS_MAX, GATHER_MAX};
 use crate::transport::{Cause, Event, Frame, Full, Landing, LaneId, Waker};
 use libc::iovec;
@@ -37,6 +37,9 @@ pub(super) struct Poll {
     epoll: OwnedFd,
     lanes: Box<[Option<Lane>]>,
     ready: Ready,
+    cork: Cork,
+    /// The last poll brought events.
+    progress: bool,
     pool: Pool,
     polls: u64,
     // It keeps open the descriptor that epoll watches.
@@ -51,7 +54,16 @@ impl Poll {
         epoll::add(&epoll, waker.fd(), epoll::EventData::new_u64(WAKER), epoll::EventFlags::IN)?;
         let lanes = (0..lanes_max).map(|_| None).collect();
         let (ready, pool) = (Ready::new(lanes_max), Pool::new());
-        Ok(Poll { epoll, lanes, ready, pool, polls: 0, _waker: waker })
+        Ok(Poll {
+            epoll,
+            lanes,
+            ready,
+            cork: Cork::default(),
+            progress: false,
+            pool,
+            polls: 0,
+            _waker: waker,
+        })
     }
 
     pub fn attach(&mut self, lane: LaneId, socket: OwnedFd) -> io::Result<()> {
@@ -107,16 +119,19 @@ impl Poll {
 
     pub fn poll(&mut self, events: &mut Vec<Event>) {
         self.polls += 1;
+        let before = events.len();
         let mut out = Out::new(events, EVENTS_MAX);
+        self.cork.begin(self.progress);
         if self.ready.is_empty() || self.polls.is_multiple_of(POLLS_UNASKED_MAX) {
             self.collect(Duration::ZERO);
         }
         for _ in 0..self.ready.len() {
-            let Some(index) = self.ready.pop() else { return };
+            let Some(index) = self.ready.pop() else { break };
             if self.turn(index, &mut out) {
                 self.ready.push(index);
             }
         }
+        self.progress = events.len() > before;
     }
 
     pub fn block(&mut self, timeout: Duration) {
@@ -154,13 +169,15 @@ impl Poll {
         if lane.stream.drain(&mut self.pool, out) {
             return true;
         }
-        if lane.writable {
+        if lane.writable && !self.cork.holds(&lane.stream) {
             send(lane, self.polls);
         }
         if lane.readable {
             receive(lane, &mut self.pool);
         }
-        if lane.stream.drain(&mut self.pool, out) {
+        let is_full = lane.stream.drain(&mut self.pool, out);
+        self.cork.note(&mut lane.stream);
+        if is_full {
             return true;
         }
         let Some(cause) = lane.stream.closing() else {
@@ -177,6 +194,7 @@ impl Poll {
         let gone = self.lanes[index as usize].take();
         let mut lane = gone.expect("the caller has just looked at this lane");
         lane.stream.release(&mut self.pool);
+        self.cork.note(&mut lane.stream);
         self.pool.shrink();
         // A socket that others hold open too would stay in the set when this end drops it.
         let _ = epoll::delete(&self.epoll, &lane.socket);

@@ -73,6 +73,16 @@ impl Receiver {
         matches!(self.state, State::Standing | State::Held { .. })
     }
 
+    /// Whether the caller's answer brings another event without the kernel's help: the frame behind
+    /// the one at hand has come with it.
+    pub fn has_more(&self) -> bool {
+        match self.state {
+            State::Standing => self.staged() > 0,
+            State::Held { staged, .. } => self.staged() >= staged + HEADER_BYTES,
+            _ => false,
+        }
+    }
+
     /// Why the lane ends if the peer's bytes end here.
     pub fn cause_at_end(&self) -> Cause {
         match self.state {

@@ -49,6 +49,11 @@ impl Sender {
         self.taken != self.posted
     }
 
+    /// Whether what the kernel has not taken fills a whole operation.
+    pub fn is_batch(&self) -> bool {
+        2 * (self.posted - self.taken) >= GATHER_MAX
+    }
+
     /// Fills `iovecs` with what goes next, in order, and says with how many: none if all is sent.
     pub fn gather(&self, iovecs: &mut [iovec; GATHER_MAX]) -> usize {
         let (mut count, mut room) = (0, OPERATION_BYTES_MAX);

@@ -48,12 +48,53 @@ pub(super) struct Stream {
     over: Option<Over>,
     /// The peer takes nothing any more: why, and in which poll that was found.
     refused: Option<(i32, u64)>,
+    /// Counted in a driver's [`Cork`].
+    has_more: bool,
+}
+
+/// Holds sends back while small frames that came together are answered one after the other: the
+/// answers go out together too, instead of each with a system call, and a packet, of its own.
+#[derive(Default)]
+pub(super) struct Cork {
+    /// Lanes of which another frame is here already.
+    lanes: usize,
+    /// Polls since sends were first held back.
+    polls: u32,
+    /// Sends wait in this poll.
+    holds: bool,
+}
+
+/// Polls that sends are held back at most: each serves a header or the payload of a small frame.
+const HOLD_POLLS_MAX: u32 = 128;
+
+impl Cork {
+    /// A poll begins; the last one brought events or not. If it brought none, the caller is not
+    /// about to answer.
+    pub fn begin(&mut self, progress: bool) {
+        self.holds = progress && self.lanes > 0 && self.polls < HOLD_POLLS_MAX;
+        self.polls = if self.holds { self.polls + 1 } else { 0 };
+    }
+
+    /// Whether this lane's sends wait for company.
+    pub fn holds(&self, stream: &Stream) -> bool {
+        self.holds && stream.outgoing().is_some_and(|sender| !sender.is_batch())
+    }
+
+    /// Looks at a lane after its events were taken out, or before it goes.
+    pub fn note(&mut self, stream: &mut Stream) {
+        let has_more = stream.closing.is_none() && stream.receiver.has_more();
+        match (std::mem::replace(&mut stream.has_more, has_more), has_more) {
+            (false, true) => self.lanes += 1,
+            (true, false) => self.lanes -= 1,
+            _ => {}
+        }
+    }
 }
 
 impl Stream {
     pub fn new(lane: LaneId) -> Stream {
         let (receiver, sender) = (Receiver::new(), Sender::new());
-        Stream { lane, receiver, sender, closing: None, over: None, refused: None }
+        Stream { lane, receiver, sender, closing: None, over: None, refused: None, has_more: false }
     }
 
     pub fn closing(&self) -> Option<Cause> {

@@ -7,7 +7,7 @@
 
 use super::memory::Pool;
 use super::sender::Sender;
-use super::stream::{Out, Ready, Stream};
+use super::stream::{Cork, Out, Ready, Stream};
 use super::{Denied, finish};
 use crate::limits::{EVENTS_MAX, GATHER_MAX};
 use crate::transport::{Cause, Event, Frame, Full, Landing, LaneId, Waker};
@@ -94,6 +94,9 @@ pub(super) struct Uring {
     lanes: Box<[Option<Box<Lane>>]>,
     attached: usize,
     ready: Ready,
+    cork: Cork,
+    /// The last poll brought events.
+    progress: bool,
     pool: Pool,
     waker: Waker,
     /// The thread that enabled the ring: the only one the kernel serves.
@@ -140,6 +143,8 @@ impl Uring {
             lanes,
             attached: 0,
             ready: Ready::new(lanes_max),
+            cork: Cork::default(),
+            progress: false,
             pool: Pool::new(),
             waker,
             owner: None,
@@ -227,7 +232,9 @@ impl Uring {
     pub fn poll(&mut self, events: &mut Vec<Event>) {
         self.enable();
         self.polls += 1;
+        let before = events.len();
         let mut out = Out::new(events, EVENTS_MAX);
+        self.cork.begin(self.progress);
         self.reap();
         self.run(&mut out);
         if self.submit() {
@@ -237,6 +244,7 @@ impl Uring {
             self.reap();
             self.run(&mut out);
         }
+        self.progress = events.len() > before;
     }
 
     pub fn block(&mut self, timeout: Duration) {
@@ -312,13 +320,15 @@ impl Uring {
     fn turn(&mut self, index: u32, out: &mut Out<'_>) -> bool {
         let Some(lane) = self.lanes[index as usize].as_deref_mut() else { return false };
         lane.stream.begin(self.polls);
-        if lane.stream.drain(&mut self.pool, out) {
+        let is_full = lane.stream.drain(&mut self.pool, out);
+        self.cork.note(&mut lane.stream);
+        if is_full {
             return true;
         }
         if !lane.receiving && !receive(lane, &mut self.ring, &mut self.pool) {
             return true;
         }
-        if !lane.sending && !send(lane, &mut self.ring) {
+        if !lane.sending && (self.cork.holds(&lane.stream) || !send(lane, &mut self.ring)) {
             return true;
         }
         let Some(cause) = lane.stream.closing() else { return lane.stream.impatient() };
@@ -338,6 +348,7 @@ impl Uring {
         let mut lane = gone.expect("the caller has just looked at this lane");
         assert!(!lane.in_flight(), "a lane goes when the kernel holds none of its memory");
         lane.stream.release(&mut self.pool);
+        self.cork.note(&mut lane.stream);
         self.pool.shrink();
         self.attached -= 1;
         // If this fails the socket stays open until the place is used again; the shutdown has told
