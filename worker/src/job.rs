@@ -41,6 +41,8 @@ pub(crate) struct Job {
     leaving: Arc<AtomicBool>,
     speeds: Arc<Mutex<VecDeque<Speed>>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
+    /// How long callers spin before they sleep.
+    spin: Duration,
 }
 
 impl Job {
@@ -129,6 +131,7 @@ impl Job {
             leaving,
             speeds,
             threads: Mutex::new(vec![nic_thread, control_thread]),
+            spin: start::caller_spin(),
         })
     }
 
@@ -208,7 +211,7 @@ impl Job {
 
     /// Hands a push_pull to the NIC loop. If that has ended, the handle says why.
     pub(crate) fn push(&self, item: &PushPull) -> Handle {
-        let task = Arc::new(Task::default());
+        let task = Arc::new(Task::spinning(self.spin));
         let memory = Memory { source: item.source, target: item.target };
         let mut command = Command::Push {
             tensor: item.tensor.0,

@@ -232,6 +232,11 @@ pub(crate) fn spin() -> Duration {
     harness::spin_default(2, cpus)
 }
 
+/// How long a caller spins before it sleeps: not at all where CPUs are scarce.
+pub(crate) fn caller_spin() -> Duration {
+    if spin() < harness::SPIN_ROOMY { Duration::ZERO } else { harness::SPIN_ROOMY }
+}
+
 /// The CPU for the NIC loop, if there are enough of them for one to be given away.
 pub(crate) fn nic_cpu(config: &Config) -> Option<usize> {
     if !config.pin {

@@ -17,10 +17,18 @@ const DONE: u32 = 2;
 #[derive(Debug, Default)]
 pub struct Task {
     state: AtomicU32,
+    /// How long a waiter looks before it sleeps.
+    spin: Duration,
     error: OnceLock<Error>,
 }
 
 impl Task {
+    /// A task whose waiters spin so long before they sleep, and [`LOOKS`] looks at least.
+    #[must_use]
+    pub(crate) fn spinning(spin: Duration) -> Task {
+        Task { spin, ..Task::default() }
+    }
+
     /// The task is over: its memory is the caller's again. Returns whether somebody sleeps on it
     /// and must be [woken](Task::wake).
     #[must_use]
@@ -49,8 +57,9 @@ impl Task {
 #[derive(Clone, Debug)]
 pub struct Handle(pub(crate) Arc<Task>);
 
-/// How often a waiter looks before it sleeps: a microsecond or two, less than a sleep and a wake-up
-/// cost. It may hold the CPU that the NIC loop needs, so it does not look for long.
+/// How often a waiter looks before it reads the clock or sleeps: a microsecond or two, less than a
+/// sleep and a wake-up cost. Where CPUs are scarce it stops there, since it may hold the one that
+/// the NIC loop needs.
 const LOOKS: u32 = 64;
 
 impl Handle {
@@ -84,11 +93,17 @@ impl Handle {
     /// What became of the push_pull, if it failed.
     pub fn wait(&self, timeout: Option<Duration>) -> Result<bool, Error> {
         let start = Instant::now();
-        for _ in 0..LOOKS {
-            if self.poll() {
-                return self.result();
+        let spin = timeout.map_or(self.0.spin, |timeout| timeout.min(self.0.spin));
+        loop {
+            for _ in 0..LOOKS {
+                if self.poll() {
+                    return self.result();
+                }
+                std::hint::spin_loop();
             }
-            std::hint::spin_loop();
+            if spin.is_zero() || start.elapsed() >= spin {
+                break;
+            }
         }
         loop {
             let state = &self.0.state;

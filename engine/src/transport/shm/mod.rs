@@ -18,7 +18,7 @@ pub use segment::ShmOptions;
 pub use setup::{ShmLink, accept, offer};
 
 use super::{Driver, Event, Frame, Full, Landing, LaneId, Link, Room, Waker};
-use crate::limits::SMALL_BYTES;
+
 use lane::ShmLane;
 use rustix::event::{Timespec, epoll};
 use std::io;
@@ -33,6 +33,9 @@ use std::time::Duration;
 const STREAMS_EVERY: u32 = 4096;
 /// Streams that one look tells of at most.
 const STREAMS_MAX: usize = 16;
+/// A payload of this many bytes or fewer is copied into a slot though it could be read in place: its
+/// memory is free at once, for little work.
+const COPIED_BYTES_MAX: usize = 1024;
 /// What the epoll says of the waker; lanes are told apart by their number.
 const WAKER: u64 = u64::MAX;
 
@@ -82,7 +85,7 @@ impl Shm {
         let shared = self.shared.filter(|shared| shared.bytes == arena_bytes)?;
         let offset = frame.payload.addr().checked_sub(shared.base)?;
         let inside = offset < shared.bytes && frame.length <= shared.bytes - offset;
-        (inside && frame.length > SMALL_BYTES).then_some(offset)
+        (inside && frame.length > COPIED_BYTES_MAX).then_some(offset)
     }
 
     /// Waits for the waker or the end of a stream. Returns whether a stream ended.
