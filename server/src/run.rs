@@ -12,6 +12,7 @@ use bps_engine::mem::{Arena, Options};
 use bps_engine::proto::handshake::{Hello, Purpose};
 use bps_engine::proto::messages::{Node, NodeMessage, Register};
 use bps_engine::ring::Mpsc;
+use bps_engine::topo::claim::Claims;
 use bps_engine::topo::plan::{Near, Place, Request, Side, plan};
 use bps_engine::topo::{Topology, pin};
 use bps_engine::trace::counters::Counters;
@@ -130,7 +131,7 @@ pub fn run(config: &Config) -> Result<(), ServerError> {
     let report_waker = Waker::new().map_err(|error| resource("an eventfd", &error))?;
     let mut shards = Vec::new();
     let mut threads = Vec::new();
-    let (places, pinning) = places(config);
+    let (places, pinning, _claims) = places(config);
     for core in 0..config.server_cores {
         let place = places[core as usize];
         let (shard, thread, line) = start_shard(config, core, place, &reports, &report_waker)?;
@@ -168,15 +169,15 @@ pub fn run(config: &Config) -> Result<(), ServerError> {
     result
 }
 
-/// Where each core's thread and memory go, and a line about it.
-fn places(config: &Config) -> (Vec<Place>, String) {
+/// Where each core's thread and memory go, a line about it, and what keeps others from those CPUs.
+fn places(config: &Config) -> (Vec<Place>, String, Option<Claims>) {
     let nowhere = vec![Place { cpu: None, memory_node: None }; config.server_cores as usize];
     if !config.pin {
-        return (nowhere, "not pinned (BPS_PIN=0)".into());
+        return (nowhere, "not pinned (BPS_PIN=0)".into(), None);
     }
     let topology = match Topology::read(Path::new("/")) {
         Ok(topology) => topology,
-        Err(error) => return (nowhere, format!("not pinned: {error}")),
+        Err(error) => return (nowhere, format!("not pinned: {error}"), None),
     };
     let near = config.interface.clone().map_or(Near::Anywhere, Near::Nic);
     let threads = vec![near; config.server_cores as usize];
@@ -189,9 +190,12 @@ fn places(config: &Config) -> (Vec<Place>, String) {
         others: 1,
         use_isolated: false,
     };
-    let plan = plan(&topology, &request);
+    let mut claims = Claims::open();
+    let mut plan = plan(&topology, &request);
+    let settle = |thread| claims.settle(&topology, &request, &plan, thread);
+    plan.places = (0..threads.len()).map(settle).collect();
     let line = plan.note.clone().unwrap_or_else(|| plan.describe());
-    (plan.places, line)
+    (plan.places, line, Some(claims))
 }
 
 fn resource(what: &str, error: &dyn std::fmt::Display) -> ServerError {

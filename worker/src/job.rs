@@ -65,13 +65,14 @@ impl Job {
         };
         let lanes = joined.lanes();
         let (started, has_started) = std::sync::mpsc::channel();
-        let cpu = start::nic_cpu(config);
+        let (cpu, claims) = start::nic_cpu(config).unzip();
         let nic_thread = {
             let (commands, reports, statistics) =
                 (commands.clone(), reports.clone(), Arc::clone(&statistics));
             let (ended, over, config) = (Arc::clone(&nic_ended), Arc::clone(&over), config.clone());
             let (links, waker) = (joined.links, joined.waker);
             let body = move || {
+                let _claims = claims;
                 let made = start::nic(
                     &config,
                     nic_config,

@@ -11,6 +11,7 @@ use bps_engine::proto::messages::{
     Node, NodeMessage, Planning, Register, Roster, SchedulerMessage, ServerPeer,
 };
 use bps_engine::ring::Mpsc;
+use bps_engine::topo::claim::Claims;
 use bps_engine::topo::plan::{Near, Request, Side, plan};
 use bps_engine::topo::{Topology, pin};
 use bps_engine::trace::log;
@@ -237,8 +238,9 @@ pub(crate) fn caller_spin() -> Duration {
     if spin() < harness::SPIN_ROOMY { Duration::ZERO } else { harness::SPIN_ROOMY }
 }
 
-/// The CPU for the NIC loop, if there are enough of them for one to be given away.
-pub(crate) fn nic_cpu(config: &Config) -> Option<usize> {
+/// The CPU for the NIC loop, if there are enough of them for one to be given away, and what keeps
+/// others from it.
+pub(crate) fn nic_cpu(config: &Config) -> Option<(usize, Claims)> {
     if !config.pin {
         return None;
     }
@@ -260,5 +262,7 @@ pub(crate) fn nic_cpu(config: &Config) -> Option<usize> {
         others: 3 * ranks,
         use_isolated: false,
     };
-    plan(&topology, &request).places.get(rank)?.cpu
+    let mut claims = Claims::open();
+    let planned = plan(&topology, &request);
+    Some((claims.settle(&topology, &request, &planned, rank).cpu?, claims))
 }

@@ -3,9 +3,10 @@
 //! [`Topology::read`] takes everything from /sys and /proc under a root that tests replace. What a
 //! kernel, container or virtual machine does not say is absent here, never guessed: a CPU without a
 //! known node is near everything. [`plan`] turns a topology into an assignment of threads to CPUs,
-//! and [`pin`] carries it out.
+//! [`claim`] keeps it clear of other processes' threads, and [`pin`] carries it out.
 
 pub mod cgroup;
+pub mod claim;
 pub mod pci;
 pub mod pin;
 pub mod plan;

@@ -10,6 +10,7 @@ const ALLOWED: &[&str] = &[
     "engine/src/reduce",
     "engine/src/ring",
     "engine/src/transport",
+    "engine/src/topo/claim",
     "engine/src/topo/pin",
     "worker/src/launch/child",
     "perf/src",

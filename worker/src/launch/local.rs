@@ -131,10 +131,6 @@ fn shared_environment(loaded: &Loaded, workers: u32, servers: u32) -> Environmen
     environment.set("BYTEPS_LOCAL_SIZE", workers.to_string());
     // A worker that is alone would go without the server that waits for it.
     environment.set("BYTEPS_FORCE_DISTRIBUTED", if servers > 0 { "1" } else { "0" });
-    // Each process would plan for itself and take the same CPUs as the others.
-    if matches!(loaded.origin("BPS_PIN"), Origin::Default) {
-        environment.set("BPS_PIN", "0");
-    }
     environment
 }
 

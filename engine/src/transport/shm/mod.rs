@@ -33,8 +33,8 @@ use std::time::Duration;
 const STREAMS_EVERY: u32 = 4096;
 /// Streams that one look tells of at most.
 const STREAMS_MAX: usize = 16;
-/// A payload of this many bytes or fewer is copied into a slot though it could be read in place: its
-/// memory is free at once, for little work.
+/// A payload of this many bytes or fewer is copied into a slot though it could be read in place:
+/// its memory is free at once, for little work.
 const COPIED_BYTES_MAX: usize = 1024;
 /// What the epoll says of the waker; lanes are told apart by their number.
 const WAKER: u64 = u64::MAX;

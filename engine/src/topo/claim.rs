@@ -1,0 +1,148 @@
+//! Which CPUs of this machine polling threads have taken, across processes, users and network
+//! namespaces: a byte for each CPU in a file of shared memory, locked as long as the thread lives.
+//!
+//! Every process plans its threads for itself, so two jobs on one machine, or servers started by
+//! hand, would choose the same CPUs; two polling threads on one CPU are slower by far than one that
+//! is not pinned. Where the file can't be had (another container, no shared memory) nothing is
+//! known of others and every CPU counts as free.
+
+use super::Topology;
+use super::plan::{Place, Plan, Request, plan};
+use rustix::fs::{Mode, OFlags, fchmod, open};
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::Path;
+
+/// The CPUs that one part of a process has taken. Dropping it, or the end of the process, frees
+/// them.
+pub struct Claims {
+    file: Option<OwnedFd>,
+    taken: Vec<usize>,
+}
+
+impl Claims {
+    /// No CPU taken yet.
+    #[must_use]
+    pub fn open() -> Claims {
+        Claims::at(Path::new("/dev/shm/bps-cpus"))
+    }
+
+    fn at(path: &Path) -> Claims {
+        let all = Mode::from_raw_mode(0o666);
+        let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        // Kernels may forbid to open another user's file for creation in a folder that all share,
+        // so that is tried only if there is none.
+        let file = open(path, flags, all).or_else(|_| {
+            let file = open(path, flags | OFlags::CREATE, all)?;
+            // Past this process's mask: other users shall be able to lock as well.
+            let _ = fchmod(&file, all);
+            Ok::<OwnedFd, rustix::io::Errno>(file)
+        });
+        Claims { file: file.ok(), taken: Vec::new() }
+    }
+
+    /// Takes a CPU, unless somebody else has it.
+    fn take(&mut self, cpu: usize) -> bool {
+        // A lock that this open file has already would be given again.
+        let is_free = !self.taken.contains(&cpu)
+            && self.file.as_ref().is_none_or(|file| {
+                let held = [Some(libc::EAGAIN), Some(libc::EACCES)];
+                !lock(file, cpu).is_err_and(|error| held.contains(&error.raw_os_error()))
+            });
+        if is_free {
+            self.taken.push(cpu);
+        }
+        is_free
+    }
+
+    /// The place of one thread of a plan that was made for this request, or the next best one if
+    /// another thread of this machine has that CPU already; not pinned if all are taken.
+    #[must_use]
+    pub fn settle(
+        &mut self,
+        topology: &Topology,
+        request: &Request<'_>,
+        planned: &Plan,
+        thread: usize,
+    ) -> Place {
+        let Some(&wanted) = planned.places.get(thread) else { return NOWHERE };
+        let Some(cpu) = wanted.cpu else { return wanted };
+        if self.take(cpu) {
+            return wanted;
+        }
+        let others = |cpu: &usize| planned.places.iter().any(|place| place.cpu == Some(*cpu));
+        let mut left: Vec<usize> = request.affinity.to_vec();
+        left.retain(|cpu| !others(cpu));
+        while !left.is_empty() {
+            let near = &request.threads[thread..=thread];
+            let next = Request { threads: near, affinity: &left, others: 0, ..request.clone() };
+            let Some(&place) = plan(topology, &next).places.first() else { break };
+            let Some(cpu) = place.cpu else { break };
+            if self.take(cpu) {
+                return place;
+            }
+            left.retain(|other| *other != cpu);
+        }
+        NOWHERE
+    }
+}
+
+const NOWHERE: Place = Place { cpu: None, memory_node: None };
+
+/// Locks one byte, for this open file and not for the process, so that jobs within one process see
+/// each other too.
+fn lock(file: &OwnedFd, byte: usize) -> io::Result<()> {
+    let start = libc::off_t::try_from(byte).map_err(io::Error::other)?;
+    #[allow(clippy::cast_possible_truncation, reason = "the kernel's constants, all below ten")]
+    let mut range = libc::flock {
+        l_type: libc::F_WRLCK as libc::c_short,
+        l_whence: libc::SEEK_SET as libc::c_short,
+        l_start: start,
+        l_len: 1,
+        l_pid: 0,
+    };
+    // SAFETY: the descriptor is open, and the call reads and writes the one structure that is
+    // passed, which lives until it returns.
+    let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw mut range) };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::topo::Cpu;
+    use crate::topo::plan::{Near, Side};
+
+    #[test]
+    fn a_cpu_is_taken_once_until_it_is_freed_and_the_next_best_is_given() {
+        let path = std::env::temp_dir().join(format!("bps-claims-{}", std::process::id()));
+        let cpus = (0..4).map(|id| Cpu { id, siblings: vec![id], ..Cpu::default() }).collect();
+        let topology = Topology { cpus, ..Topology::default() };
+        let affinity = [0, 1, 2, 3];
+        let threads = [Near::Anywhere, Near::Anywhere];
+        let request = Request {
+            side: Side::First,
+            threads: &threads,
+            affinity: &affinity,
+            others: 1,
+            use_isolated: false,
+        };
+        let planned = plan(&topology, &request);
+        let cpu_of =
+            |claims: &mut Claims, thread| claims.settle(&topology, &request, &planned, thread);
+        let (mut first, mut second) = (Claims::at(&path), Claims::at(&path));
+        assert_eq!(cpu_of(&mut first, 0).cpu, Some(1));
+        assert_eq!(cpu_of(&mut first, 1).cpu, Some(2));
+        // The plan's own CPUs are for its other threads: 3 and then 0 are what is left.
+        assert_eq!(cpu_of(&mut second, 0).cpu, Some(3));
+        assert_eq!(cpu_of(&mut second, 1).cpu, Some(0));
+        let mut third = Claims::at(&path);
+        assert_eq!(cpu_of(&mut third, 0), NOWHERE);
+        drop(first);
+        assert_eq!(cpu_of(&mut third, 0).cpu, Some(1));
+        std::fs::remove_file(&path).unwrap();
+        let mut nowhere = Claims::at(Path::new("/nonexistent/claims"));
+        assert_eq!(cpu_of(&mut nowhere, 1).cpu, Some(2), "nothing is known of others");
+        assert_eq!(cpu_of(&mut nowhere, 2), NOWHERE, "there is no such thread");
+    }
+}
