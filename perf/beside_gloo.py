@@ -1,15 +1,15 @@
 """push_pull beside torch.distributed's gloo all-reduce, in the same processes, in turn.
 
-    bpslaunch --local 2 --servers 1 --server-cores 1 .venv/bin/python perf/beside_gloo.py [MIB...]
+    bpslaunch --local 2 --servers 1 --server-cores 1 .venv/bin/python perf/beside_gloo.py [--json] [BYTES...]
 
-Both sum the same float32 tensors in place over the same ranks of this machine. A figure is the median over the
+`bps-perf gloo` starts it so, and says where it was measured. Both sum the same float32 tensors in place over the same ranks of this machine. A figure is the median over the
 rounds of the slowest rank's time; GB/s are bytes of one rank's tensor (10^9) over it. BPS_TRANSPORT=tcp measures
 loopback TCP instead of shared memory; gloo always uses TCP.
 """
 
-import os
+import argparse
+import json
 import statistics
-import sys
 import time
 
 import torch
@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 import byteps.torch as bps
 
-ROUNDS = 21
 WARM_UP = 3
 
 
@@ -39,7 +38,35 @@ def timed(work, tensor: torch.Tensor) -> float:
     return took
 
 
+def show(arguments: argparse.Namespace, size: int, ours: list[float], theirs: list[float]) -> None:
+    """Prints the figures of one size."""
+    mine, peer = statistics.median(ours), statistics.median(theirs)
+    worst = [sorted(times)[min(len(times) - 1, int(0.99 * len(times)))] for times in (ours, theirs)]
+    fields = {
+        "size_bytes": size,
+        "workers": bps.size(),
+        "rounds": arguments.rounds,
+        "algbw_gbs": size / mine / 1e9,
+        "ms_p50": mine * 1e3,
+        "ms_p99": worst[0] * 1e3,
+        "peer_algbw_gbs": size / peer / 1e9,
+        "peer_ms_p50": peer * 1e3,
+        "peer_ms_p99": worst[1] * 1e3,
+        "ratio": peer / mine,
+    }
+    if arguments.json:
+        print(json.dumps(fields), flush=True)
+    else:
+        columns = ("size_bytes", "ms_p50", "peer_ms_p50", "algbw_gbs", "peer_algbw_gbs", "ratio")
+        print("  ".join(f"{name} {fields[name]:.{0 if name == 'size_bytes' else 3}f}" for name in columns), flush=True)
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description="push_pull beside gloo's all-reduce")
+    parser.add_argument("bytes", type=int, nargs="*", help="bytes of each rank's tensor")
+    parser.add_argument("--rounds", type=int, default=21, help="timed rounds of both")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a size")
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
     bps.init()
     # The port of the rendezvous comes from rank 0, through the engine itself.
@@ -48,25 +75,15 @@ def main() -> None:
     if store is None:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=bps.rank(), world_size=bps.size())
-    transport = os.environ.get("BPS_TRANSPORT", "auto")
-    if bps.rank() == 0:
-        print(f"{bps.size()} ranks on one machine, transport {transport}, {ROUNDS} rounds in turn")
-        print(f"{'MiB':>6} {'push_pull ms':>13} {'gloo ms':>9} {'push_pull GB/s':>15} {'gloo GB/s':>10} {'ratio':>6}")
-    for mebibytes in [int(text) for text in sys.argv[1:]] or [1, 16, 64]:
-        tensor = torch.empty(mebibytes << 18)
-        name = f"beside.{mebibytes}"
+    for size in arguments.bytes or [1 << 20, 16 << 20, 64 << 20]:
+        tensor = torch.empty(max(size // 4, 1))
+        name = f"beside.{size}"
         ours, theirs = [], []
-        for _ in range(ROUNDS + WARM_UP):
+        for _ in range(arguments.rounds + WARM_UP):
             ours.append(timed(lambda t: bps.push_pull_inplace(t, average=False, name=name), tensor))
             theirs.append(timed(dist.all_reduce, tensor))
-        mine, peer = (statistics.median(times[WARM_UP:]) for times in (ours, theirs))
         if bps.rank() == 0:
-            size = tensor.numel() * 4 / 1e9
-            print(
-                f"{mebibytes:>6} {mine * 1e3:>13.2f} {peer * 1e3:>9.2f} {size / mine:>15.2f} {size / peer:>10.2f}"
-                f" {peer / mine:>6.2f}",
-                flush=True,
-            )
+            show(arguments, tensor.numel() * 4, ours[WARM_UP:], theirs[WARM_UP:])
     bps.barrier()
     dist.destroy_process_group()
     bps.shutdown()

@@ -6,9 +6,11 @@
 
 use crate::config::Idle;
 use crate::topo::pin;
+use crate::trace::counters::Counter;
 use crate::trace::log;
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -18,6 +20,8 @@ pub const SPIN_ROOMY: Duration = Duration::from_micros(50);
 pub const SPIN_CROWDED: Duration = Duration::from_micros(5);
 /// Idle passes between two looks at the clock, which cost as much as a pass over empty queues.
 const CLOCK_EVERY: u32 = 16;
+/// Two looks that are further apart had another thread's turn on this CPU between them.
+const CLOCK_GAP: Duration = Duration::from_micros(50);
 /// Idle passes between two yields of a thread that has a CPU of its own.
 const YIELD_ROOMY: u32 = 4096;
 /// Idle passes between two yields of a thread that shares its CPU.
@@ -40,6 +44,40 @@ pub fn spin_default(polling_threads: usize, cpus: usize) -> Duration {
     if polling_threads < cpus { SPIN_ROOMY } else { SPIN_CROWDED }
 }
 
+/// What others may know of a polling thread while it runs. Its processor time is the kernel's to
+/// tell, by the thread's id; without what it spun away, that is the time in which it worked.
+#[derive(Debug, Default)]
+pub struct Loop {
+    /// The thread's name, such as `bps-core-0`.
+    pub name: String,
+    /// The kernel's id of the thread.
+    pub thread: i32,
+    /// Nanoseconds in which it polled and found nothing. Idleness of less than a few microseconds
+    /// is not seen, because the clock is looked at only now and then.
+    pub spun_ns: Counter,
+}
+
+/// The polling threads of this process, for whoever measures; they never look at it.
+static LOOPS: Mutex<Vec<Weak<Loop>>> = Mutex::new(Vec::new());
+
+/// Every polling thread of this process that has an [`Idler`] now.
+#[must_use]
+pub fn loops() -> Vec<Arc<Loop>> {
+    let known = LOOPS.lock().unwrap_or_else(PoisonError::into_inner);
+    known.iter().filter_map(Weak::upgrade).collect()
+}
+
+/// Adds the calling thread, and takes those out that have ended.
+fn enlist() -> Arc<Loop> {
+    let name = std::thread::current().name().unwrap_or_default().to_owned();
+    let thread = rustix::thread::gettid().as_raw_nonzero().get();
+    let this = Arc::new(Loop { name, thread, spun_ns: Counter::default() });
+    let mut known = LOOPS.lock().unwrap_or_else(PoisonError::into_inner);
+    known.retain(|one| one.strong_count() > 0);
+    known.push(Arc::downgrade(&this));
+    this
+}
+
 /// Decides for one thread between polling, yielding and sleeping.
 #[derive(Debug)]
 pub struct Idler {
@@ -47,18 +85,31 @@ pub struct Idler {
     spin: Duration,
     yield_every: u32,
     idle_steps: u32,
-    /// When idleness began, as far as the clock was looked at.
-    since: Option<Instant>,
+    /// When the clock was last looked at, in this idleness.
+    looked: Option<Instant>,
+    /// How long this idleness has lasted at the last look.
+    spun: Duration,
     is_spent: bool,
+    watched: Arc<Loop>,
 }
 
 impl Idler {
-    /// An idler that spins for `spin` before it sleeps (see [`spin_default`]). A spin below
-    /// [`SPIN_ROOMY`] says that CPUs are scarce: then one that never sleeps yields often.
+    /// An idler of the calling thread that spins for `spin` before it sleeps (see
+    /// [`spin_default`]). A spin below [`SPIN_ROOMY`] says that CPUs are scarce: then one that
+    /// never sleeps yields often.
     #[must_use]
     pub fn new(policy: Idle, spin: Duration) -> Idler {
         let yield_every = if spin < SPIN_ROOMY { YIELD_CROWDED } else { YIELD_ROOMY };
-        Idler { policy, spin, yield_every, idle_steps: 0, since: None, is_spent: false }
+        Idler {
+            policy,
+            spin,
+            yield_every,
+            idle_steps: 0,
+            looked: None,
+            spun: Duration::ZERO,
+            is_spent: false,
+            watched: enlist(),
+        }
     }
 
     /// Called after every pass of the loop. Once it has said [`Step::Sleep`] it says so again until
@@ -67,7 +118,8 @@ impl Idler {
     pub fn step(&mut self, progress: bool) -> Step {
         if progress {
             self.idle_steps = 0;
-            self.since = None;
+            self.looked = None;
+            self.spun = Duration::ZERO;
             self.is_spent = false;
             return Step::Again;
         }
@@ -87,11 +139,17 @@ impl Idler {
         } else {
             std::hint::spin_loop();
         }
-        if self.policy == Idle::Busy || !self.idle_steps.is_multiple_of(CLOCK_EVERY) {
+        if !self.idle_steps.is_multiple_of(CLOCK_EVERY) {
             return Step::Again;
         }
         let now = Instant::now();
-        if now - *self.since.get_or_insert(now) < self.spin {
+        if let Some(looked) = self.looked.replace(now) {
+            let more = now - looked;
+            self.spun += more;
+            let spun = more.min(CLOCK_GAP);
+            self.watched.spun_ns.add(u64::try_from(spun.as_nanos()).unwrap_or(u64::MAX));
+        }
+        if self.policy == Idle::Busy || self.spun < self.spin {
             return Step::Again;
         }
         self.is_spent = true;
@@ -167,6 +225,26 @@ mod tests {
         assert_eq!(idler.step(true), Step::Again);
         assert_eq!(idler.step(false), Step::Again);
         assert!(passes_until_sleep(&mut idler, u32::MAX).is_some());
+    }
+
+    #[test]
+    fn others_see_what_was_spun_away() {
+        let spin = Duration::from_millis(5);
+        let mut idler = Idler::new(Idle::Adaptive, spin);
+        let own = rustix::thread::gettid().as_raw_nonzero().get();
+        let watched = loops().into_iter().find(|one| one.thread == own).unwrap();
+        assert_eq!(Some(watched.name.as_str()), std::thread::current().name());
+        assert!(passes_until_sleep(&mut idler, u32::MAX).is_some());
+        let spun = Duration::from_nanos(watched.spun_ns.read());
+        // Another thread's turn on this CPU is not counted, so it may be less than the time.
+        assert!(spun > Duration::ZERO, "it spun for {spin:?}");
+        assert_eq!(idler.step(false), Step::Sleep);
+        assert_eq!(idler.step(true), Step::Again);
+        assert_eq!(Duration::from_nanos(watched.spun_ns.read()), spun, "sleep is not spinning");
+        drop(idler);
+        let weak = Arc::downgrade(&watched);
+        drop(watched);
+        assert!(weak.upgrade().is_none(), "one that has ended is forgotten");
     }
 
     #[test]

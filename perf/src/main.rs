@@ -6,19 +6,33 @@
 use clap::{ArgMatches, Command};
 use std::process::ExitCode;
 
+mod arguments;
+mod bare;
 mod cmd;
+mod pair;
 mod place;
+mod probe;
+mod report;
 mod sample;
+mod scenario;
+mod watch;
 
 /// Why a command could not measure, in words for the user.
 type Outcome = Result<(), Box<dyn std::error::Error>>;
 
 /// Each command: its arguments, and what runs it.
 type Entry = (fn() -> Command, fn(&ArgMatches) -> Outcome);
-const COMMANDS: [Entry; 4] = [
+const COMMANDS: &[Entry] = &[
+    (cmd::ab::command, cmd::ab::run),
+    (cmd::gloo::command, cmd::gloo::run),
+    (cmd::idle::command, cmd::idle::run),
     (cmd::lane::command, cmd::lane::run),
+    (cmd::latency::command, cmd::latency::run),
+    (cmd::probe::command, cmd::probe::run),
     (cmd::pushpull::command, cmd::pushpull::run),
     (cmd::rings::command, cmd::rings::run),
+    (cmd::run::command, cmd::run::run),
+    (cmd::scaling::command, cmd::scaling::run),
     (cmd::sum::command, cmd::sum::run),
 ];
 
@@ -29,7 +43,7 @@ fn main() -> ExitCode {
         .after_help("Measure a release build: cargo run --release -p bps-perf -- COMMAND")
         .subcommand_required(true)
         .arg_required_else_help(true)
-        .subcommands(COMMANDS.map(|(command, _)| command()));
+        .subcommands(COMMANDS.iter().map(|(command, _)| command()));
     let matches = program.get_matches();
     let chosen = matches.subcommand().and_then(|(name, matches)| {
         let entry = COMMANDS.iter().find(|(command, _)| command().get_name() == name);

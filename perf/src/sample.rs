@@ -1,18 +1,55 @@
 //! Times several things in turn, so that what the machine does meanwhile touches all of them.
 //!
 //! Invariant: every contender is run once before it is timed, once in every round, and in an order
-//! that turns with the round; its figure is the median over the rounds.
+//! that turns with the round.
 
 use std::time::Instant;
 
-/// Median seconds of one call of each contender. A sample makes `repeats` calls.
+/// What one thing gave in each round.
+#[derive(Clone, Default, Debug)]
+pub struct Series(pub Vec<f64>);
+
+impl Series {
+    /// The value in the middle.
+    pub fn median(&self) -> f64 {
+        let mut sorted = self.0.clone();
+        sorted.sort_by(f64::total_cmp);
+        let middle = sorted.len() / 2;
+        if sorted.len().is_multiple_of(2) {
+            f64::midpoint(sorted[middle - 1], sorted[middle])
+        } else {
+            sorted[middle]
+        }
+    }
+
+    /// The value below which this share of the values lies (nearest rank).
+    pub fn quantile(&self, share: f64) -> f64 {
+        let mut sorted = self.0.clone();
+        sorted.sort_by(f64::total_cmp);
+        #[allow(
+            clippy::cast_precision_loss,
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            reason = "an index into a short list, not negative"
+        )]
+        let index = (share * sorted.len() as f64).ceil() as usize;
+        sorted[index.clamp(1, sorted.len()) - 1]
+    }
+
+    /// How far apart the rounds were: the distance of the quartiles, over the median.
+    pub fn spread(&self) -> f64 {
+        (self.quantile(0.75) - self.quantile(0.25)) / self.median()
+    }
+}
+
+/// Seconds of one call of each contender, by round. A sample makes `repeats` calls.
 pub fn interleaved<const N: usize>(
     rounds: usize,
     repeats: usize,
     contenders: [&mut dyn FnMut(); N],
-) -> [f64; N] {
+) -> [Series; N] {
     assert!(rounds > 0 && repeats > 0, "a measurement has at least one round and one repeat");
-    let mut samples = [const { Vec::new() }; N];
+    let mut samples = [const { Series(Vec::new()) }; N];
     for round in 0..rounds {
         for turn in 0..N {
             let index = (round + turn) % N;
@@ -21,11 +58,11 @@ pub fn interleaved<const N: usize>(
             for _ in 0..repeats {
                 contenders[index]();
             }
-            samples[index].push(start.elapsed().as_secs_f64());
+            #[allow(clippy::cast_precision_loss, reason = "counts of repeats are small")]
+            samples[index].0.push(start.elapsed().as_secs_f64() / repeats as f64);
         }
     }
-    #[allow(clippy::cast_precision_loss, reason = "counts of repeats are small")]
-    samples.map(|mut seconds| median(&mut seconds) / repeats as f64)
+    samples
 }
 
 /// Largest size that is measured.
@@ -46,18 +83,16 @@ pub fn parse_size(text: &str) -> Result<usize, String> {
     size.ok_or_else(|| format!("from 1 byte to {SIZE_BYTES_MAX}"))
 }
 
-/// The value below which this share of the values lies (nearest rank).
-pub fn quantile(values: &[f64], share: f64) -> f64 {
-    let mut sorted = values.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    #[allow(
-        clippy::cast_precision_loss,
-        clippy::cast_possible_truncation,
-        clippy::cast_sign_loss,
-        reason = "an index into a short list, not negative"
-    )]
-    let index = (share * sorted.len() as f64).ceil() as usize;
-    sorted[index.clamp(1, sorted.len()) - 1]
+/// CPUs that this process may use.
+pub fn cpus() -> usize {
+    std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
+}
+
+/// Bytes of this process that are in RAM now; 0 where the kernel does not say.
+pub fn resident_bytes() -> u64 {
+    let text = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
+    let pages: u64 = text.split_whitespace().nth(1).and_then(|word| word.parse().ok()).unwrap_or(0);
+    pages * rustix::param::page_size() as u64
 }
 
 /// Processor time of all threads of this process, the kernel's part included.
@@ -68,30 +103,21 @@ pub fn cpu_seconds() -> f64 {
     seconds
 }
 
-fn median(values: &mut [f64]) -> f64 {
-    values.sort_by(f64::total_cmp);
-    let middle = values.len() / 2;
-    if values.len().is_multiple_of(2) {
-        f64::midpoint(values[middle - 1], values[middle])
-    } else {
-        values[middle]
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn the_median_is_in_the_middle() {
-        assert_eq!(median(&mut [3.0, 1.0, 2.0]), 2.0);
-        assert_eq!(median(&mut [4.0, 1.0, 2.0, 3.0]), 2.5);
+        assert_eq!(Series(vec![3.0, 1.0, 2.0]).median(), 2.0);
+        assert_eq!(Series(vec![4.0, 1.0, 2.0, 3.0]).median(), 2.5);
     }
 
     #[test]
     fn every_contender_runs_equally_often() {
         let (mut first, mut second) = (0, 0);
-        interleaved(3, 2, [&mut || first += 1, &mut || second += 1]);
+        let series = interleaved(3, 2, [&mut || first += 1, &mut || second += 1]);
+        assert!(series.iter().all(|one| one.0.len() == 3));
         assert_eq!((first, second), (9, 9));
     }
 
@@ -107,9 +133,10 @@ mod tests {
 
     #[test]
     fn quantiles_are_values_that_were_seen() {
-        let values = [5.0, 1.0, 3.0, 2.0, 4.0];
-        assert_eq!(quantile(&values, 0.0), 1.0);
-        assert_eq!(quantile(&values, 0.5), 3.0);
-        assert_eq!(quantile(&values, 0.99), 5.0);
+        let values = Series(vec![5.0, 1.0, 3.0, 2.0, 4.0]);
+        assert_eq!(values.quantile(0.0), 1.0);
+        assert_eq!(values.quantile(0.5), 3.0);
+        assert_eq!(values.quantile(0.99), 5.0);
+        assert_eq!(values.spread(), 2.0 / 3.0);
     }
 }

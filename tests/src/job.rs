@@ -109,19 +109,19 @@ pub fn run_nodes<T: Send + 'static>(
     let port = free_port();
     let scheduler = {
         let config = config(&shape, port, Role::Scheduler, 0);
-        std::thread::spawn(move || drop(bps_server::scheduler::run(&config)))
+        named("scheduler", move || drop(bps_server::scheduler::run(&config)))
     };
     let servers: Vec<JoinHandle<()>> = (0..shape.servers)
         .map(|_| {
             let config = config(&shape, port, Role::Server, 0);
-            std::thread::spawn(move || drop(bps_server::run::run(&config)))
+            named("server", move || drop(bps_server::run::run(&config)))
         })
         .collect();
     let ranks: Vec<JoinHandle<T>> = (0..shape.workers)
         .map(|index| {
             let config = config(&shape, port, Role::Worker, index);
             let body = body.clone();
-            std::thread::spawn(move || {
+            named("rank", move || {
                 let worker: Result<Worker, Error> = Worker::start(&config);
                 body(worker.expect("the job starts"))
             })
@@ -132,4 +132,12 @@ pub fn run_nodes<T: Send + 'static>(
         node.join().expect("a server or the scheduler panicked");
     }
     results
+}
+
+/// A thread whose name says what runs on it; what it starts without a name bears it too.
+fn named<T: Send + 'static>(
+    name: &str,
+    body: impl FnOnce() -> T + Send + 'static,
+) -> JoinHandle<T> {
+    std::thread::Builder::new().name(name.to_owned()).spawn(body).expect("a thread")
 }

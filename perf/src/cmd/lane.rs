@@ -5,21 +5,23 @@
 //! both; processor time is that of both ends together, the kernel's part included; GB are 10^9
 //! bytes.
 
-use crate::{Outcome, place, sample};
-use bps_engine::config::TcpDriver;
+use crate::arguments::{self, choice, flag, integer, number, text};
+use crate::pair::{self, Cost, Start};
+use crate::report::{self, Table};
+use crate::sample::Series;
+use crate::{Outcome, bare};
+use bps_engine::config::{Idle, TcpDriver};
+use bps_engine::harness::{Idler, Step};
 use bps_engine::limits::{EVENTS_MAX, HEADER_BYTES, PART_BYTES_MAX};
 use bps_engine::transport::shm::{self, Shm, ShmOptions};
 use bps_engine::transport::tcp::Tcp;
 use bps_engine::transport::{Cause, Driver, Event, Frame, Landing, LaneId, Link, Transport, Waker};
-use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
-use serde_json::Value;
-use std::io::{self, Read, Write};
-use std::net::{TcpListener, TcpStream};
+use clap::{ArgMatches, Command};
+use serde_json::json;
+use std::io;
+use std::net::TcpStream;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 const LANE: LaneId = LaneId(0);
@@ -29,37 +31,16 @@ const BLOCK: Duration = Duration::from_secs(1);
 pub fn command() -> Command {
     Command::new("lane")
         .about("Measures one lane: GB/s and round trips, beside a bare loop over the same medium.")
-        .arg(
-            Arg::new("transport")
-                .long("transport")
-                .help("What the lane runs over")
-                .value_parser(["tcp", "shm"])
-                .default_value("tcp"),
-        )
-        .arg(
-            Arg::new("driver")
-                .long("driver")
-                .help("How TCP talks to the kernel")
-                .value_parser(["uring", "poll"])
-                .default_value("uring"),
-        )
-        .arg(number("size", "1048576", "Bytes of payload of a frame"))
+        .arg(arguments::transport())
+        .arg(choice("driver", &["uring", "poll"], "How TCP talks to the kernel"))
+        .arg(arguments::idle())
+        .arg(arguments::sizes("size", "1M", "Bytes of payload of a frame"))
         .arg(number("slot", "262144", "Bytes of a slot of shared memory, of which there are 2 MiB"))
         .arg(number("megabytes", "1000", "Bytes that a round moves, in millions"))
         .arg(number("rounds", "7", "Rounds of each kind, in turn, of which the median is taken"))
         .arg(number("round-trips", "3000", "Ping-pongs that a round times"))
         .arg(flag("pieces", "Land in pieces of scratch instead of whole"))
-        .arg(flag("busy", "Never sleep in the kernel: poll on"))
-        .arg(flag("json", "Print one JSON object"))
-}
-
-fn number(name: &'static str, default: &'static str, help: &'static str) -> Arg {
-    let parser = value_parser!(u32).range(1..);
-    Arg::new(name).long(name).help(help).value_parser(parser).default_value(default)
-}
-
-fn flag(name: &'static str, help: &'static str) -> Arg {
-    Arg::new(name).long(name).help(help).action(ArgAction::SetTrue)
+        .arg(arguments::json())
 }
 
 #[derive(Clone, Copy)]
@@ -71,192 +52,143 @@ struct Plan {
     frames: usize,
     round_trips: usize,
     pieces: bool,
-    busy: bool,
-}
-
-/// What one round found.
-struct Round {
-    seconds: f64,
-    cpu_seconds: f64,
-    round_trip_us: f64,
+    idle: Idle,
 }
 
 /// Measures lane and bare loop in turn.
 pub fn run(matches: &ArgMatches) -> Outcome {
-    let integer = |name: &str| *matches.get_one::<u32>(name).expect("has a default") as usize;
-    let driver = matches.get_one::<String>("driver").expect("has a default");
-    let transport = matches.get_one::<String>("transport").expect("has a default");
-    let (size, slot) = (integer("size"), integer("slot"));
-    if size > PART_BYTES_MAX {
-        return Err(format!("--size {size}: a frame has at most {PART_BYTES_MAX} bytes").into());
-    }
-    let plan = Plan {
-        driver: match (transport.as_str(), driver.as_str()) {
-            ("shm", _) => None,
-            (_, "poll") => Some(TcpDriver::Poll),
-            _ => Some(TcpDriver::Uring),
-        },
-        slots: ShmOptions { slot_bytes: slot, slots: ((2 << 20) / slot).max(2) },
-        size,
-        frames: (integer("megabytes") * 1_000_000 / (size + HEADER_BYTES)).max(10),
-        round_trips: integer("round-trips"),
-        pieces: matches.get_flag("pieces"),
-        busy: matches.get_flag("busy"),
-    };
-    let (mut lanes, mut bares) = (Vec::new(), Vec::new());
-    for _ in 0..integer("rounds") {
-        lanes.push(round(plan, true, [lane_send, lane_receive, lane_ping, lane_pong])?);
-        let bare: [Half; 4] = match plan.driver {
-            Some(_) => [bare_send, bare_receive, bare_ping, bare_pong],
-            None => [copy, nothing, flag_ping, flag_pong],
+    let (transport, driver) = (text(matches, "transport"), text(matches, "driver"));
+    let slot = integer(matches, "slot") as usize;
+    let driver = if transport == "shm" { "none" } else { driver };
+    let idle = text(matches, "idle");
+    let title = format!("one lane over {transport}, TCP driver {driver}, {idle} ends");
+    let columns = [
+        "size_bytes",
+        "gbps",
+        "bare_gbps",
+        "cpu_s_per_gb",
+        "bare_cpu_s_per_gb",
+        "cpu_ratio",
+        "messages_per_s",
+        "round_trip_us",
+        "round_trip_us_p99",
+        "bare_round_trip_us",
+    ];
+    let table = Table::new(matches, "lane", &title, &columns);
+    table.head();
+    for size in arguments::bytes(matches, "size") {
+        if size > PART_BYTES_MAX {
+            let message = format!("--size {size}: a frame has at most {PART_BYTES_MAX} bytes");
+            return Err(message.into());
+        }
+        let megabytes = integer(matches, "megabytes") as usize;
+        let plan = Plan {
+            driver: match driver {
+                "none" => None,
+                "poll" => Some(TcpDriver::Poll),
+                _ => Some(TcpDriver::Uring),
+            },
+            slots: ShmOptions { slot_bytes: slot, slots: ((2 << 20) / slot).max(2) },
+            size,
+            frames: (megabytes * 1_000_000 / (size + HEADER_BYTES)).max(10),
+            round_trips: integer(matches, "round-trips") as usize,
+            pieces: matches.get_flag("pieces"),
+            idle: arguments::idle_of(matches),
         };
-        bares.push(round(plan, false, bare)?);
+        let mut fields = measure(plan, integer(matches, "rounds"))?;
+        fields.insert("transport".to_owned(), transport.into());
+        fields.insert("driver".to_owned(), driver.into());
+        fields.insert("idle".to_owned(), idle.into());
+        table.row(fields);
     }
-    let driver = if plan.driver.is_some() { driver.as_str() } else { "none" };
-    report(plan, &lanes, &bares, (transport, driver), matches.get_flag("json"));
     Ok(())
 }
 
-fn report(plan: Plan, lanes: &[Round], bares: &[Round], over: (&str, &str), json: bool) {
-    let (transport, driver) = over;
+/// What the rounds of one contender found.
+#[derive(Default)]
+struct Found {
+    seconds: Series,
+    cpu_seconds: Series,
+    trips: Series,
+}
+
+impl Found {
+    fn add(&mut self, cost: Cost, trips: &[f64]) {
+        self.seconds.0.push(cost.seconds);
+        self.cpu_seconds.0.push(cost.cpu_seconds);
+        self.trips.0.extend(trips.iter().map(|seconds| seconds * 1e6));
+    }
+}
+
+fn measure(plan: Plan, rounds: u32) -> io::Result<report::Fields> {
+    let (mut lane, mut bare) = (Found::default(), Found::default());
+    let bytes = plan.size + HEADER_BYTES;
+    for _ in 0..rounds {
+        let ((sent, received), trips) = (both(plan, send, receive)?, both(plan, ping, pong)?.0);
+        lane.add(bare::later(sent, received), &trips);
+        match plan.driver {
+            Some(_) => bare.add(
+                bare::stream(bytes, plan.frames, plan.idle)?,
+                &bare::socket_trips(bytes, plan.round_trips, plan.idle)?,
+            ),
+            None => bare.add(
+                bare::copies(bytes, plan.frames),
+                &bare::memory_trips(bytes, plan.round_trips, plan.idle)?,
+            ),
+        }
+    }
     #[allow(clippy::cast_precision_loss, reason = "counts far below 2^52")]
-    let (frames, gigabytes) =
-        (plan.frames as f64, (plan.frames * (plan.size + HEADER_BYTES)) as f64 / 1e9);
-    let seconds = |rounds: &[Round]| median(rounds.iter().map(|round| round.seconds));
-    let cpu = |rounds: &[Round]| median(rounds.iter().map(|round| round.cpu_seconds)) / gigabytes;
-    let trip = |rounds: &[Round]| median(rounds.iter().map(|round| round.round_trip_us));
-    let figures = [
-        ("gbps", gigabytes / seconds(lanes)),
-        ("bare_gbps", gigabytes / seconds(bares)),
-        ("cpu_s_per_gb", cpu(lanes)),
-        ("bare_cpu_s_per_gb", cpu(bares)),
-        ("messages_per_s", frames / seconds(lanes)),
-        ("round_trip_us", trip(lanes)),
-        ("bare_round_trip_us", trip(bares)),
-    ];
-    let place = place::describe();
-    if json {
-        let mut map: serde_json::Map<String, Value> =
-            figures.iter().map(|&(name, value)| (name.to_owned(), value.into())).collect();
-        map.insert("transport".to_owned(), transport.into());
-        map.insert("driver".to_owned(), driver.into());
-        map.insert("size".to_owned(), plan.size.into());
-        map.insert("place".to_owned(), place);
-        println!("{}", Value::Object(map));
-        return;
+    let (frames, gigabytes) = (plan.frames as f64, (plan.frames * bytes) as f64 / 1e9);
+    let per_gb = |found: &Found| {
+        Series(found.cpu_seconds.0.iter().map(|seconds| seconds / gigabytes).collect())
+    };
+    let mut fields = report::fields(json!({
+        "size_bytes": plan.size,
+        "frames": plan.frames,
+        "rounds": rounds,
+        "messages_per_s": frames / lane.seconds.median(),
+        "cpu_ratio": lane.cpu_seconds.median() / bare.cpu_seconds.median(),
+        "round_trip_ratio": lane.trips.median() / bare.trips.median(),
+    }));
+    for (prefix, found) in [("", &lane), ("bare_", &bare)] {
+        report::rate(&mut fields, &format!("{prefix}gbps"), gigabytes, &found.seconds);
+        report::cost(&mut fields, &format!("{prefix}cpu_s_per_gb"), &per_gb(found));
+        report::cost(&mut fields, &format!("{prefix}round_trip_us"), &found.trips);
     }
-    println!("{}", place::line(&place));
-    println!("one lane over {transport}, TCP driver {driver}, frames of {} bytes", plan.size);
-    for (name, value) in figures {
-        println!("{name:>20} {value:>14.3}");
-    }
+    Ok(fields)
 }
 
-fn median(values: impl Iterator<Item = f64>) -> f64 {
-    let mut values: Vec<f64> = values.collect();
-    values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
-}
-
-/// What two threads are joined by.
-struct Joint {
-    connection: Connection,
-    ready: Sender<()>,
-    other_ready: Receiver<()>,
-}
-
+/// What an end of a lane is made from.
 enum Connection {
     Tcp(TcpStream),
-    /// For a lane over shared memory: the stream that it is set up over, and whether to offer.
+    /// The stream that shared memory is set up over, and whether to offer.
     Unix(UnixStream, bool),
-    /// For the bare loop beside shared memory.
-    Memory(Arc<Memory>),
 }
 
-/// Memory of two threads.
-struct Memory {
-    bytes: Mutex<Vec<u8>>,
-    /// Who may write to it next.
-    turn: AtomicUsize,
-}
-
-/// One thread's part. Returns the seconds that it took, without setting up.
-type Half = fn(Plan, Joint) -> io::Result<f64>;
-
-/// One connection for bulk, one for ping-pong, two threads for each.
-fn round(plan: Plan, is_lane: bool, halves: [Half; 4]) -> io::Result<Round> {
-    let [send, receive, ping, pong] = halves;
-    let cpu = sample::cpu_seconds();
-    let seconds = both(plan, is_lane, send, receive)?;
-    let cpu_seconds = sample::cpu_seconds() - cpu;
-    #[allow(clippy::cast_precision_loss, reason = "counts far below 2^52")]
-    let round_trip_us = both(plan, is_lane, ping, pong)? * 1e6 / plan.round_trips as f64;
-    Ok(Round { seconds, cpu_seconds, round_trip_us })
-}
-
-fn connect(plan: Plan, is_lane: bool) -> io::Result<(Connection, Connection)> {
-    if plan.driver.is_some() {
-        let listener = TcpListener::bind("127.0.0.1:0")?;
-        let here = TcpStream::connect(listener.local_addr()?)?;
-        let (there, _) = listener.accept()?;
-        here.set_nodelay(true)?;
-        there.set_nodelay(true)?;
-        Ok((Connection::Tcp(here), Connection::Tcp(there)))
-    } else if is_lane {
-        let (here, there) = UnixStream::pair()?;
-        Ok((Connection::Unix(here, true), Connection::Unix(there, false)))
+/// Runs two ends of one lane on two threads.
+fn both<A: Send, B: Send>(
+    plan: Plan,
+    one: impl FnOnce(End, Start) -> io::Result<A> + Send,
+    two: impl FnOnce(End, Start) -> io::Result<B> + Send,
+) -> io::Result<(A, B)> {
+    let (here, there) = if plan.driver.is_some() {
+        let (here, there) = pair::sockets()?;
+        (Connection::Tcp(here), Connection::Tcp(there))
     } else {
-        let bytes = Mutex::new(vec![1; HEADER_BYTES + plan.size]);
-        let memory = Arc::new(Memory { bytes, turn: AtomicUsize::new(0) });
-        let there = Connection::Memory(Arc::clone(&memory));
-        Ok((Connection::Memory(memory), there))
-    }
-}
-
-fn both(plan: Plan, is_lane: bool, one: Half, two: Half) -> io::Result<f64> {
-    let (here, there) = connect(plan, is_lane)?;
-    let (here_ready, here_seen) = channel();
-    let (there_ready, there_seen) = channel();
-    let here = Joint { connection: here, ready: here_ready, other_ready: there_seen };
-    let there = Joint { connection: there, ready: there_ready, other_ready: here_seen };
-    std::thread::scope(|scope| {
-        let other = scope.spawn(move || two(plan, there));
-        let seconds = one(plan, here)?;
-        let other = other.join().map_err(|_| io::Error::other("the other thread panicked"))??;
-        Ok(seconds.max(other))
-    })
-}
-
-impl Joint {
-    /// Waits until both threads have set up. An error if the other one failed to.
-    fn start(&self) -> io::Result<Instant> {
-        let gone = || io::Error::other("the other thread failed to set up");
-        self.ready.send(()).map_err(|_| gone())?;
-        self.other_ready.recv().map_err(|_| gone())?;
-        Ok(Instant::now())
-    }
-
-    fn socket(self) -> io::Result<(TcpStream, Instant)> {
-        let start = self.start()?;
-        match self.connection {
-            Connection::Tcp(socket) => Ok((socket, start)),
-            _ => Err(io::Error::other("the bare loop of TCP needs a socket")),
-        }
-    }
-
-    fn memory(self) -> io::Result<(Arc<Memory>, Instant)> {
-        let start = self.start()?;
-        match self.connection {
-            Connection::Memory(memory) => Ok((memory, start)),
-            _ => Err(io::Error::other("the bare loop of shared memory needs memory")),
-        }
-    }
+        let (here, there) = UnixStream::pair()?;
+        (Connection::Unix(here, true), Connection::Unix(there, false))
+    };
+    pair::run(
+        move |start| one(End::new(plan, here)?, start),
+        move |start| two(End::new(plan, there)?, start),
+    )
 }
 
 /// A transport with one lane, its buffers, and how it idles.
 struct End {
     transport: Transport,
     waker: Waker,
+    idler: Idler,
     plan: Plan,
     buffer: Vec<u8>,
     events: Vec<Event>,
@@ -269,14 +201,12 @@ struct End {
 }
 
 impl End {
-    /// The end and when it began: once both are there.
-    fn new(plan: Plan, joint: Joint) -> io::Result<(End, Instant)> {
+    fn new(plan: Plan, connection: Connection) -> io::Result<End> {
         let waker = Waker::new()?;
-        let link = match &joint.connection {
-            Connection::Tcp(socket) => Link::Tcp(OwnedFd::from(socket.try_clone()?)),
-            Connection::Unix(stream, true) => Link::Shm(shm::offer(stream, &waker, plan.slots)?),
-            Connection::Unix(stream, false) => Link::Shm(shm::accept(stream, &waker, None)?),
-            Connection::Memory(..) => return Err(io::Error::other("memory is no lane")),
+        let link = match connection {
+            Connection::Tcp(socket) => Link::Tcp(OwnedFd::from(socket)),
+            Connection::Unix(stream, true) => Link::Shm(shm::offer(&stream, &waker, plan.slots)?),
+            Connection::Unix(stream, false) => Link::Shm(shm::accept(&stream, &waker, None)?),
         };
         let mut transport = match plan.driver {
             Some(choice) => {
@@ -285,20 +215,19 @@ impl End {
             None => Transport::Shm(Shm::new(waker.clone())?),
         };
         transport.attach(LANE, link)?;
-        let (buffer, events) = (vec![1; plan.size], Vec::with_capacity(EVENTS_MAX));
-        let end = End {
+        Ok(End {
             transport,
             waker,
+            idler: bare::idler(plan.idle),
             plan,
-            buffer,
-            events,
+            buffer: vec![1; plan.size],
+            events: Vec::with_capacity(EVENTS_MAX),
             posted: 0,
             sent: 0,
             received: 0,
             rest: 0,
             closed: None,
-        };
-        Ok((end, joint.start()?))
+        })
     }
 
     fn post(&mut self) -> bool {
@@ -315,7 +244,7 @@ impl End {
         }
         self.events.clear();
         self.transport.poll(&mut self.events);
-        if self.events.is_empty() && !self.plan.busy {
+        if self.idler.step(!self.events.is_empty()) == Step::Sleep {
             self.waker.prepare();
             if !self.transport.arm() {
                 self.transport.block(BLOCK);
@@ -346,126 +275,48 @@ impl End {
     }
 }
 
-fn lane_send(plan: Plan, joint: Joint) -> io::Result<f64> {
-    let (mut end, start) = End::new(plan, joint)?;
-    while end.sent < plan.frames {
-        while end.posted < plan.frames && end.post() {}
+fn send(mut end: End, start: Start) -> io::Result<Cost> {
+    let clock = start.ready()?;
+    let frames = end.plan.frames;
+    while end.sent < frames {
+        while end.posted < frames && end.post() {}
         end.turn()?;
     }
-    Ok(start.elapsed().as_secs_f64())
+    Ok(clock.stop())
 }
 
-fn lane_receive(plan: Plan, joint: Joint) -> io::Result<f64> {
-    let (mut end, start) = End::new(plan, joint)?;
-    while end.received < plan.frames {
+fn receive(mut end: End, start: Start) -> io::Result<Cost> {
+    let clock = start.ready()?;
+    while end.received < end.plan.frames {
         end.turn()?;
     }
-    Ok(start.elapsed().as_secs_f64())
+    Ok(clock.stop())
 }
 
-fn lane_ping(plan: Plan, joint: Joint) -> io::Result<f64> {
-    let (mut end, start) = End::new(plan, joint)?;
-    for trip in 1..=plan.round_trips {
+fn ping(mut end: End, start: Start) -> io::Result<Vec<f64>> {
+    start.ready()?;
+    let mut seconds = Vec::with_capacity(end.plan.round_trips);
+    for trip in 1..=end.plan.round_trips {
+        let begin = Instant::now();
         end.post();
         while end.received < trip {
             end.turn()?;
         }
+        seconds.push(begin.elapsed().as_secs_f64());
     }
-    Ok(start.elapsed().as_secs_f64())
+    Ok(seconds)
 }
 
-fn lane_pong(plan: Plan, joint: Joint) -> io::Result<f64> {
-    let (mut end, start) = End::new(plan, joint)?;
-    for trip in 1..=plan.round_trips {
+fn pong(mut end: End, start: Start) -> io::Result<()> {
+    start.ready()?;
+    for trip in 1..=end.plan.round_trips {
         while end.received < trip {
             end.turn()?;
         }
         end.post();
     }
-    while end.sent < plan.round_trips {
+    while end.sent < end.plan.round_trips {
         end.turn()?;
     }
-    Ok(start.elapsed().as_secs_f64())
-}
-
-fn bare_send(plan: Plan, joint: Joint) -> io::Result<f64> {
-    let (mut socket, start) = joint.socket()?;
-    let frame = vec![1; HEADER_BYTES + plan.size];
-    (0..plan.frames).try_for_each(|_| socket.write_all(&frame))?;
-    Ok(start.elapsed().as_secs_f64())
-}
-
-fn bare_receive(plan: Plan, joint: Joint) -> io::Result<f64> {
-    let (mut socket, start) = joint.socket()?;
-    let mut frame = vec![1; HEADER_BYTES + plan.size];
-    (0..plan.frames).try_for_each(|_| socket.read_exact(&mut frame))?;
-    Ok(start.elapsed().as_secs_f64())
-}
-
-fn bare_ping(plan: Plan, joint: Joint) -> io::Result<f64> {
-    let (mut socket, start) = joint.socket()?;
-    let mut frame = vec![1; HEADER_BYTES + plan.size];
-    for _ in 0..plan.round_trips {
-        socket.write_all(&frame)?;
-        socket.read_exact(&mut frame)?;
-    }
-    Ok(start.elapsed().as_secs_f64())
-}
-
-fn bare_pong(plan: Plan, joint: Joint) -> io::Result<f64> {
-    let (mut socket, start) = joint.socket()?;
-    let mut frame = vec![1; HEADER_BYTES + plan.size];
-    for _ in 0..plan.round_trips {
-        socket.read_exact(&mut frame)?;
-        socket.write_all(&frame)?;
-    }
-    Ok(start.elapsed().as_secs_f64())
-}
-
-/// One memcpy of each frame: the least that it takes to get bytes from one place to another.
-fn copy(plan: Plan, joint: Joint) -> io::Result<f64> {
-    let source = vec![1u8; HEADER_BYTES + plan.size];
-    let mut target = source.clone();
-    let (_, start) = joint.memory()?;
-    for _ in 0..plan.frames {
-        std::hint::black_box(&mut target).copy_from_slice(std::hint::black_box(&source));
-    }
-    Ok(start.elapsed().as_secs_f64())
-}
-
-fn nothing(_: Plan, joint: Joint) -> io::Result<f64> {
-    joint.memory().map(|_| 0.0)
-}
-
-fn flag_ping(plan: Plan, joint: Joint) -> io::Result<f64> {
-    flag_turns(plan, joint, 0)
-}
-
-fn flag_pong(plan: Plan, joint: Joint) -> io::Result<f64> {
-    flag_turns(plan, joint, 1)
-}
-
-/// Two threads that spin until it is their turn, then copy the frame out and another one in.
-fn flag_turns(plan: Plan, joint: Joint, side: usize) -> io::Result<f64> {
-    let mut own = vec![1u8; HEADER_BYTES + plan.size];
-    let (memory, start) = joint.memory()?;
-    let is_ours = |trip: usize| memory.turn.load(Ordering::Acquire) >= 2 * trip + side;
-    for trip in 0..plan.round_trips {
-        let mut spins = 0u32;
-        while !is_ours(trip) {
-            spins += 1;
-            // Where others want this CPU, the other thread may be among them.
-            if spins.is_multiple_of(1 << 14) {
-                std::thread::yield_now();
-            }
-            std::hint::spin_loop();
-        }
-        // Never waited for: it is this side's turn.
-        let mut bytes = memory.bytes.lock().map_err(|_| io::Error::other("a thread panicked"))?;
-        own.copy_from_slice(&bytes);
-        bytes.copy_from_slice(std::hint::black_box(&own));
-        drop(bytes);
-        memory.turn.store(2 * trip + side + 1, Ordering::Release);
-    }
-    Ok(start.elapsed().as_secs_f64())
+    Ok(())
 }

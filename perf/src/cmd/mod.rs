@@ -1,6 +1,13 @@
 //! One file per command. Each gives its arguments by `command` and measures by `run`.
 
+pub mod ab;
+pub mod gloo;
+pub mod idle;
 pub mod lane;
+pub mod latency;
+pub mod probe;
 pub mod pushpull;
 pub mod rings;
+pub mod run;
+pub mod scaling;
 pub mod sum;

@@ -3,27 +3,27 @@
 //! message of a real job on one host.
 //!
 //! Invariant: the clock runs from a barrier of all ranks until the last tensor of the slowest rank
-//! has landed.
+//! has landed; sizes and numbers of tensors take turns within one job, partitions within one run.
 
-use crate::{Outcome, place, sample};
+use crate::Outcome;
+use crate::arguments::{self, integer, integers, number, numbers, text};
+use crate::report::{self, Fields, Table};
+use crate::sample::{self, Series};
+use crate::watch::{self, Stages, Usage};
 use bps_engine::base::{DType, Operation};
-use bps_engine::config::{Idle, TcpDriver, TransportChoice};
+use bps_engine::limits::{PART_BYTES_MAX, PART_BYTES_MIN};
 use bps_tests::job::{self, JobShape};
 use bps_worker::{Declaration, PushPull, Worker};
-use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
+use clap::{ArgMatches, Command};
 use serde_json::json;
 use std::time::{Duration, Instant};
 
 /// A round that takes longer than this is a hang.
 const PATIENCE: Option<Duration> = Some(Duration::from_secs(120));
-
-fn number(name: &'static str, default: &'static str, help: &'static str) -> Arg {
-    Arg::new(name)
-        .long(name)
-        .help(help)
-        .value_parser(value_parser!(u32).range(1..))
-        .default_value(default)
-}
+/// Rounds that warm caches, sockets and page tables.
+const WARM_UP: u32 = 2;
+/// Jobs of each partition, in turn, where there are several partitions.
+const PASSES: u32 = 3;
 
 /// The arguments.
 pub fn command() -> Command {
@@ -35,185 +35,256 @@ pub fn command() -> Command {
         .arg(number("workers", "2", "Ranks"))
         .arg(number("servers", "1", "Servers"))
         .arg(number("cores", "1", "Polling threads of each server"))
-        .arg(number("tensors", "1", "Tensors that the size is divided into"))
-        .arg(number("rounds", "20", "Timed rounds"))
-        .arg(number("partition", "1048576", "Largest part, bytes"))
-        .arg(
-            Arg::new("transport")
-                .long("transport")
-                .help("tcp or shm")
-                .value_parser(["tcp", "shm"])
-                .default_value("tcp"),
-        )
-        .arg(
-            Arg::new("driver")
-                .long("driver")
-                .help("How TCP talks to the kernel")
-                .value_parser(["auto", "uring", "poll"])
-                .default_value("auto"),
-        )
-        .arg(
-            Arg::new("idle")
-                .long("idle")
-                .help("What polling threads do when there is nothing to do")
-                .value_parser(["adaptive", "busy"])
-                .default_value("adaptive"),
-        )
-        .arg(
-            Arg::new("size")
-                .long("size")
-                .value_name("BYTES[,BYTES…]")
-                .help("Bytes that each worker pushes in a round; K, M and G are powers of 1024")
-                .value_delimiter(',')
-                .value_parser(sample::parse_size)
-                .default_value("64M"),
-        )
-        .arg(
-            Arg::new("json")
-                .long("json")
-                .help("Print one JSON object per line")
-                .action(ArgAction::SetTrue),
-        )
+        .arg(numbers("tensors", "1", "Tensors that the size is divided into"))
+        .arg(number("rounds", "20", "Timed rounds of each size, partition and number of tensors"))
+        .arg(arguments::sizes("partition", "1M", "Largest part"))
+        .arg(arguments::transport())
+        .arg(arguments::driver())
+        .arg(arguments::idle())
+        .arg(arguments::sizes("size", "64M", "Bytes that each worker pushes in a round"))
+        .arg(arguments::json())
 }
 
-/// Measures each size with a job of its own.
-pub fn run(matches: &ArgMatches) -> Outcome {
-    let get = |name: &str| *matches.get_one::<u32>(name).expect("has a default");
-    let text = |name: &str| matches.get_one::<String>(name).expect("has a default").as_str();
-    let shape = JobShape {
-        workers: get("workers"),
-        servers: get("servers"),
-        cores: get("cores"),
-        partition_bytes: get("partition"),
-        transport: if text("transport") == "shm" {
-            TransportChoice::Shm
-        } else {
-            TransportChoice::Tcp
-        },
-        driver: match text("driver") {
-            "uring" => TcpDriver::Uring,
-            "poll" => TcpDriver::Poll,
-            _ => TcpDriver::Auto,
-        },
-        idle: if text("idle") == "busy" { Idle::Busy } else { Idle::Adaptive },
+/// The job that the arguments speak of; its partition is the first one.
+pub fn shape(matches: &ArgMatches) -> Result<JobShape, String> {
+    let partitions = partitions(matches)?;
+    Ok(JobShape {
+        workers: integer(matches, "workers"),
+        servers: integer(matches, "servers"),
+        cores: integer(matches, "cores"),
+        partition_bytes: partitions[0],
+        transport: arguments::transport_of(matches),
+        driver: arguments::driver_of(matches),
+        idle: arguments::idle_of(matches),
         payload_checksum: false,
+    })
+}
+
+fn partitions(matches: &ArgMatches) -> Result<Vec<u32>, String> {
+    let check = |bytes: usize| {
+        let fits = (PART_BYTES_MIN..=PART_BYTES_MAX).contains(&bytes);
+        let range = format!("from {PART_BYTES_MIN} to {PART_BYTES_MAX} bytes");
+        let number = u32::try_from(bytes).ok().filter(|_| fits);
+        number.ok_or_else(|| format!("--partition {bytes}: a part has {range}"))
     };
-    let place = place::describe();
-    let as_json = matches.get_flag("json");
-    let (tensors, rounds) = (get("tensors"), get("rounds"));
-    if !as_json {
-        println!("{}", place::line(&place));
-        println!(
-            "{} workers, {} servers × {} cores, {}, {tensors} tensors, {rounds} rounds",
-            shape.workers,
-            shape.servers,
-            shape.cores,
-            text("transport")
-        );
-        println!(
-            "{:>11} {:>9} {:>9} {:>9} {:>9} {:>11} {:>9}",
-            "bytes", "ms p50", "ms p99", "ms min", "GB/s", "cpu s/GB", "cores"
-        );
+    arguments::bytes(matches, "partition").into_iter().map(check).collect()
+}
+
+/// Measures every size with every number of tensors and every partition.
+pub fn run(matches: &ArgMatches) -> Outcome {
+    let base = shape(matches)?;
+    let (transport, idle) = (text(matches, "transport"), text(matches, "idle"));
+    let rounds = integer(matches, "rounds");
+    let title = format!(
+        "{} workers, {} servers × {} cores, {transport}, {idle}, {rounds} rounds",
+        base.workers, base.servers, base.cores
+    );
+    let columns = [
+        "size_bytes",
+        "tensors",
+        "partition_bytes",
+        "algbw_gbs",
+        "ms_p50",
+        "ms_p99",
+        "ms_spread",
+        "cpu_s_per_gb",
+        "nic_busy",
+        "core_busy",
+        "cpus_used",
+        "bottleneck",
+    ];
+    let mut table = Table::new(matches, "pushpull", &title, &columns);
+    let polling = base.workers + base.servers * base.cores;
+    crowded(&mut table, polling, idle == "busy");
+    table.head();
+    let loads: Vec<Load> = arguments::bytes(matches, "size")
+        .into_iter()
+        .flat_map(|size| {
+            integers(matches, "tensors").into_iter().map(move |tensors| Load { size, tensors })
+        })
+        .collect();
+    let partitions = partitions(matches)?;
+    let passes = if partitions.len() == 1 { 1 } else { PASSES.min(rounds) };
+    let mut found = vec![vec![Found::default(); loads.len()]; partitions.len()];
+    for pass in 0..passes {
+        for (&partition_bytes, found) in partitions.iter().zip(&mut found) {
+            let rounds = (rounds + pass) / passes;
+            let shape = JobShape { partition_bytes, ..base };
+            for (all, new) in found.iter_mut().zip(measure(shape, &loads, rounds)) {
+                all.add(new);
+            }
+        }
     }
-    for &size in matches.get_many::<usize>("size").expect("has a default") {
-        let figures = measure(shape, size, tensors, rounds);
-        let ms = |quantile: f64| sample::quantile(&figures.seconds, quantile) * 1e3;
-        #[allow(clippy::cast_precision_loss, reason = "sizes are far below 2^53")]
-        let gigabytes = size as f64 / 1e9;
-        let algbw = gigabytes / (ms(0.5) / 1e3);
-        let moved = gigabytes * f64::from(rounds) * f64::from(shape.workers);
-        let cpu_per_gb = figures.cpu_seconds / moved;
-        let cores = figures.cpu_seconds / figures.seconds.iter().sum::<f64>();
-        if as_json {
-            let mut object = json!({
-                "command": "pushpull",
-                "workers": shape.workers,
-                "servers": shape.servers,
-                "cores": shape.cores,
-                "transport": text("transport"),
-                "driver": text("driver"),
-                "idle": text("idle"),
-                "partition_bytes": shape.partition_bytes,
-                "tensors": tensors,
-                "rounds": rounds,
-                "size_bytes": size,
-                "algbw_gbs": algbw,
-                "ms_p50": ms(0.5),
-                "ms_p99": ms(0.99),
-                "ms_min": ms(0.0),
-                "cpu_s_per_gb": cpu_per_gb,
-            });
-            object["place"] = place.clone();
-            println!("{object}");
-        } else {
-            println!(
-                "{size:>11} {:>9.3} {:>9.3} {:>9.3} {algbw:>9.3} {cpu_per_gb:>11.3} {cores:>9.2}",
-                ms(0.5),
-                ms(0.99),
-                ms(0.0)
-            );
+    for (partition, found) in partitions.iter().zip(&found) {
+        let first = found[0].seconds.median();
+        for (load, found) in loads.iter().zip(found) {
+            let mut fields = found.report(*load, &base);
+            fields.insert("partition_bytes".into(), (*partition).into());
+            fields.insert("transport".into(), transport.into());
+            fields.insert("driver".into(), text(matches, "driver").into());
+            fields.insert("idle".into(), idle.into());
+            fields.insert("ratio_to_first".into(), (found.seconds.median() / first).into());
+            table.row(fields);
         }
     }
     Ok(())
 }
 
-struct Figures {
-    /// Of each round.
-    seconds: Vec<f64>,
+/// Says so where threads that never sleep have to share CPUs.
+pub fn crowded(table: &mut Table, polling: u32, is_busy: bool) {
+    let cpus = sample::cpus();
+    if is_busy && polling as usize > cpus {
+        table.note(format!(
+            "{polling} threads poll without sleeping and share {cpus} CPUs: they take turns, which \
+             no machine that is meant for this policy makes them do"
+        ));
+    }
+}
+
+/// What a round pushes.
+#[derive(Clone, Copy, Debug)]
+pub struct Load {
+    /// Bytes of all tensors of a rank.
+    pub size: usize,
+    /// How many tensors.
+    pub tensors: u32,
+}
+
+/// What the rounds of one load found.
+#[derive(Clone, Default, Debug)]
+pub struct Found {
+    /// Of each round, on its slowest rank.
+    pub seconds: Series,
     /// Of all threads over all rounds.
     cpu_seconds: f64,
+    /// What the polling threads did, by job.
+    jobs: Vec<Usage>,
 }
 
-fn measure(shape: JobShape, size: usize, tensors: u32, rounds: u32) -> Figures {
-    let ranks = job::run(shape, move |worker| rank(worker, size, tensors, rounds));
-    // The slowest rank of each round counts.
-    let slowest = |round| ranks.iter().map(|one: &Figures| one.seconds[round]).fold(0.0, f64::max);
-    let seconds = (0..rounds as usize).map(slowest).collect();
-    Figures { seconds, cpu_seconds: ranks[0].cpu_seconds }
+impl Found {
+    /// Adds what another job found.
+    pub fn add(&mut self, other: Found) {
+        self.seconds.0.extend(other.seconds.0);
+        self.cpu_seconds += other.cpu_seconds;
+        self.jobs.extend(other.jobs);
+    }
+
+    /// What the stages of the engine did.
+    pub fn stages(&self) -> Stages {
+        Stages::of(&self.jobs)
+    }
+
+    /// The fields that are about speed and about what held it up.
+    pub fn report(&self, load: Load, shape: &JobShape) -> Fields {
+        #[allow(clippy::cast_precision_loss, reason = "sizes are far below 2^53")]
+        let (gigabytes, rounds) = (load.size as f64 / 1e9, self.seconds.0.len() as f64);
+        let moved = gigabytes * rounds * f64::from(shape.workers);
+        let mut fields = report::fields(json!({
+            "workers": shape.workers,
+            "servers": shape.servers,
+            "cores": shape.cores,
+            "size_bytes": load.size,
+            "tensors": load.tensors,
+            "rounds": rounds,
+            "ms_p50": self.seconds.median() * 1e3,
+            "ms_p99": self.seconds.quantile(0.99) * 1e3,
+            "ms_min": self.seconds.quantile(0.0) * 1e3,
+            "ms_spread": self.seconds.spread(),
+            "cpu_s_per_gb": self.cpu_seconds / moved,
+        }));
+        report::rate(&mut fields, "algbw_gbs", gigabytes, &self.seconds);
+        self.stages().report(&mut fields);
+        fields
+    }
 }
 
-fn rank(worker: &Worker, size: usize, tensors: u32, rounds: u32) -> Figures {
-    let count = (size / tensors as usize / 4).max(1);
-    let declarations: Vec<Declaration> = (0..tensors)
-        .map(|index| Declaration {
-            name: format!("tensor.{index}"),
-            dtype: DType::F32,
-            count: count as u64,
-            operation: Operation::Sum,
-        })
-        .collect();
-    let ids = worker.declare(&declarations).expect("declared");
-    let mut memory: Vec<Vec<f32>> = ids.iter().map(|_| vec![1.0; count]).collect();
-    let items: Vec<PushPull> = ids
-        .iter()
-        .zip(&mut memory)
-        .zip((0..).map(|index: i64| -index))
-        .map(|((&tensor, values), priority)| {
+/// What a rank saw of a round.
+struct Round {
+    seconds: f64,
+    /// The process's processor time when it began and when it was over.
+    cpu: (f64, f64),
+    /// On rank 0: the threads before and after.
+    looks: Option<(watch::Look, watch::Look)>,
+}
+
+/// Runs one job, in which the loads take turns.
+pub fn measure(shape: JobShape, loads: &[Load], rounds: u32) -> Vec<Found> {
+    let plan = loads.to_vec();
+    let ranks = job::run(shape, move |worker| rank(worker, &plan, rounds));
+    let per_load = |load: usize| {
+        let (mut found, mut usage) = (Found::default(), Usage::default());
+        for round in (0..rounds as usize).map(|round| round * loads.len() + load) {
+            let all = || ranks.iter().map(|rank: &Vec<Round>| &rank[round]);
+            let seconds = all().map(|one| one.seconds).fold(0.0, f64::max);
+            let begin = all().map(|one| one.cpu.0).fold(f64::INFINITY, f64::min);
+            let cpu = all().map(|one| one.cpu.1).fold(0.0, f64::max) - begin;
+            found.seconds.0.push(seconds);
+            found.cpu_seconds += cpu;
+            if let Some((before, after)) = &ranks[0][round].looks {
+                usage.add(before, after, seconds, cpu);
+            }
+        }
+        found.jobs.push(usage);
+        found
+    };
+    (0..loads.len()).map(per_load).collect()
+}
+
+/// The tensors of a load, on one rank.
+struct Tensors {
+    memory: Vec<Vec<f32>>,
+    items: Vec<PushPull>,
+}
+
+impl Tensors {
+    fn declare(worker: &Worker, load: Load, number: usize) -> Tensors {
+        let count = (load.size / load.tensors as usize / 4).max(1);
+        let declarations: Vec<Declaration> = (0..load.tensors)
+            .map(|index| Declaration {
+                name: format!("load.{number}.{index}"),
+                dtype: DType::F32,
+                count: count as u64,
+                operation: Operation::Sum,
+            })
+            .collect();
+        let ids = worker.declare(&declarations).expect("declared");
+        let mut memory: Vec<Vec<f32>> = ids.iter().map(|_| vec![1.0; count]).collect();
+        let item = |((&tensor, values), priority): ((_, &mut Vec<f32>), i64)| {
             let target = values.as_mut_ptr().cast::<u8>();
             PushPull { tensor, source: target.cast_const(), target, priority }
-        })
-        .collect();
-    let mut seconds = Vec::new();
-    let mut cpu_before = 0.0;
-    for round in 0..rounds + 2 {
-        // Two rounds warm caches, sockets and page tables.
-        if round == 2 {
-            cpu_before = sample::cpu_seconds();
-        }
-        worker.barrier(PATIENCE).expect("barrier");
-        let start = Instant::now();
-        // SAFETY: `memory` lives until all handles are done, and nobody looks at it meanwhile.
-        let handles = unsafe { worker.push_pull(&items) }.expect("pushed");
-        for handle in &handles {
-            assert_eq!(handle.wait(PATIENCE), Ok(true), "a round took too long");
-        }
-        let elapsed = start.elapsed().as_secs_f64();
-        if round >= 2 {
-            seconds.push(elapsed);
-        }
-        for values in &mut memory {
-            values.fill(1.0);
+        };
+        let priorities = (0..).map(|index: i64| -index);
+        let items = ids.iter().zip(&mut memory).zip(priorities).map(item).collect();
+        Tensors { memory, items }
+    }
+}
+
+fn rank(worker: &Worker, loads: &[Load], rounds: u32) -> Vec<Round> {
+    let declare = |(number, load): (usize, &Load)| Tensors::declare(worker, *load, number);
+    let mut tensors: Vec<Tensors> = loads.iter().enumerate().map(declare).collect();
+    let mut seen = Vec::new();
+    for round in 0..rounds + WARM_UP {
+        for load in &mut tensors {
+            let before = (worker.rank() == 0).then(watch::look);
+            worker.barrier(PATIENCE).expect("barrier");
+            let (start, cpu) = (Instant::now(), sample::cpu_seconds());
+            // SAFETY: `memory` lives until all handles are done, and nobody looks at it meanwhile.
+            let handles = unsafe { worker.push_pull(&load.items) }.expect("pushed");
+            for handle in &handles {
+                assert_eq!(handle.wait(PATIENCE), Ok(true), "a round took too long");
+            }
+            let seconds = start.elapsed().as_secs_f64();
+            let cpu = (cpu, sample::cpu_seconds());
+            // The loops have told all that they did, and nobody does anything else yet.
+            worker.barrier(PATIENCE).expect("barrier");
+            let looks = before.map(|before| (before, watch::look()));
+            if round >= WARM_UP {
+                seen.push(Round { seconds, cpu, looks });
+            }
+            for values in &mut load.memory {
+                values.fill(1.0);
+            }
         }
     }
-    Figures { seconds, cpu_seconds: sample::cpu_seconds() - cpu_before }
+    seen
 }

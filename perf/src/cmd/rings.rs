@@ -3,14 +3,16 @@
 //! Invariant: both contenders carry the same items through the same loop to a thread that sends
 //! each back over a second queue of the same kind; nothing else runs on the two CPUs.
 
-use crate::{Outcome, place, sample};
+use crate::arguments::{self, integer, number};
+use crate::report::{self, Table};
+use crate::{Outcome, sample};
 use bps_engine::config::Idle;
 use bps_engine::harness::{self, Idler, SPIN_ROOMY};
 use bps_engine::ring::{Consumer, Mpsc, Producer, spsc};
 use bps_engine::topo::Topology;
 use bps_engine::topo::pin::affinity;
 use bps_engine::topo::plan::{Near, Request, Side, plan};
-use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
+use clap::{ArgMatches, Command};
 use serde_json::json;
 use std::path::Path;
 
@@ -19,37 +21,21 @@ const CAPACITY: usize = 1024;
 
 /// The arguments.
 pub fn command() -> Command {
-    let number = |name: &'static str, default: &'static str, help: &'static str| {
-        Arg::new(name)
-            .long(name)
-            .help(help)
-            .value_parser(value_parser!(u32).range(1..))
-            .default_value(default)
-    };
     Command::new("rings")
         .about("Measures the queues between threads: items a second, and a round trip.")
         .arg(number("items", "200000", "Items of one sample"))
         .arg(number("rounds", "11", "Interleaved rounds, of which the median is taken"))
-        .arg(
-            Arg::new("json")
-                .long("json")
-                .help("Print one JSON object per line")
-                .action(ArgAction::SetTrue),
-        )
+        .arg(arguments::json())
 }
 
 /// Measures with one item under way, and with as many as fit.
 pub fn run(matches: &ArgMatches) -> Outcome {
-    let number = |name: &str| *matches.get_one::<u32>(name).expect("has a default");
-    let (items, rounds) = (number("items"), number("rounds") as usize);
-    let place = place::describe();
+    let (items, rounds) = (integer(matches, "items"), integer(matches, "rounds") as usize);
     let cpus = two_cpus()?;
-    let as_json = matches.get_flag("json");
-    if !as_json {
-        println!("{}", place::line(&place));
-        println!("there and back between CPUs {} and {}, {rounds} rounds", cpus.0, cpus.1);
-        println!("under way    spsc ns    mpsc ns   spsc M/s   mpsc M/s");
-    }
+    let title = format!("there and back between CPUs {} and {}, {rounds} rounds", cpus.0, cpus.1);
+    let columns = ["under_way", "spsc_ns", "mpsc_ns", "spsc_items_per_us", "mpsc_items_per_us"];
+    let table = Table::new(matches, "rings", &title, &columns);
+    table.head();
     for window in [1, CAPACITY] {
         let [spsc_seconds, mpsc_seconds] = sample::interleaved(
             rounds,
@@ -58,28 +44,19 @@ pub fn run(matches: &ArgMatches) -> Outcome {
                 exchange([mpsc(), mpsc()], cpus, window, items)
             }],
         );
-        let nanoseconds = |seconds: f64| seconds * 1e9 / f64::from(items);
-        let millions = |seconds: f64| f64::from(items) / seconds / 1e6;
-        if as_json {
-            let mut object = json!({
-                "command": "rings",
-                "under_way": window,
-                "items": items,
-                "rounds": rounds,
-                "spsc_ns": nanoseconds(spsc_seconds),
-                "mpsc_ns": nanoseconds(mpsc_seconds),
-            });
-            object["place"] = place.clone();
-            println!("{object}");
-        } else {
-            println!(
-                "{window:>9} {:>10.1} {:>10.1} {:>10.1} {:>10.1}",
-                nanoseconds(spsc_seconds),
-                nanoseconds(mpsc_seconds),
-                millions(spsc_seconds),
-                millions(mpsc_seconds),
-            );
+        let mut fields = report::fields(json!({
+            "under_way": window,
+            "items": items,
+            "rounds": rounds,
+        }));
+        for (name, seconds) in [("spsc", &spsc_seconds), ("mpsc", &mpsc_seconds)] {
+            let nanoseconds = |seconds: &f64| seconds * 1e9 / f64::from(items);
+            let each = sample::Series(seconds.0.iter().map(nanoseconds).collect());
+            report::cost(&mut fields, &format!("{name}_ns"), &each);
+            let rate = f64::from(items) / seconds.median() / 1e6;
+            fields.insert(format!("{name}_items_per_us"), rate.into());
         }
+        table.row(fields);
     }
     Ok(())
 }

@@ -3,11 +3,14 @@
 //! Invariant: a figure is bytes of `src` per second, for every contender, so that they compare; a
 //! half type moves twice as many bytes of accumulator beside each, which memcpy does not.
 
-use crate::{Outcome, place, sample};
+use crate::Outcome;
+use crate::arguments::{self, integer, number};
+use crate::report::{self, Table};
+use crate::sample::{self, Series};
 use bps_engine::base::DType;
 use bps_engine::reduce::{BF16, F16, Isa, Kernels, kernels, plain_add};
 use bps_engine::topo::pin::{affinity, pin_current_thread};
-use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
+use clap::{Arg, ArgMatches, Command};
 use serde_json::json;
 use std::hint::black_box;
 
@@ -27,34 +30,15 @@ pub fn command() -> Command {
                 .value_parser(parse_dtype)
                 .default_value("f32"),
         )
-        .arg(
-            Arg::new("size")
-                .long("size")
-                .value_name("BYTES[,BYTES…]")
-                .help("Bytes of one contribution; K, M and G (or KiB, MiB, GiB) are powers of 1024")
-                .value_delimiter(',')
-                .value_parser(sample::parse_size)
-                .default_value("1M"),
-        )
+        .arg(arguments::sizes("size", "1M", "Bytes of one contribution"))
         .arg(
             Arg::new("isa")
                 .long("isa")
                 .help("Instruction set: scalar, avx2 or avx512 [default: the widest here]")
                 .value_parser(parse_isa),
         )
-        .arg(
-            Arg::new("rounds")
-                .long("rounds")
-                .help("Interleaved rounds, of which the median is taken")
-                .value_parser(value_parser!(u16).range(1..))
-                .default_value("31"),
-        )
-        .arg(
-            Arg::new("json")
-                .long("json")
-                .help("Print one JSON object per line")
-                .action(ArgAction::SetTrue),
-        )
+        .arg(number("rounds", "31", "Interleaved rounds, of which the median is taken"))
+        .arg(arguments::json())
 }
 
 /// Measures every pair of type and size.
@@ -64,61 +48,60 @@ pub fn run(matches: &ArgMatches) -> Outcome {
         Some(isa) => Kernels::with_isa(*isa)
             .ok_or_else(|| format!("--isa {isa}: this CPU lacks it; leave --isa out"))?,
     };
-    let rounds = usize::from(*matches.get_one::<u16>("rounds").expect("has a default"));
-    // The description comes first: a pinned thread sees one core.
-    let place = place::describe();
+    let rounds = integer(matches, "rounds") as usize;
     let cpu = *affinity()?.last().ok_or("the affinity mask holds no CPU")?;
+    let isa = kernels.isa();
+    let title = format!("GB/s of contribution on CPU {cpu}, {isa}, {rounds} rounds");
+    let columns = [
+        "dtype",
+        "size_bytes",
+        "gbps",
+        "average_gbps",
+        "plain_gbps",
+        "copy_gbps",
+        "ratio_to_plain",
+        "ratio_to_copy",
+        "gbps_spread",
+    ];
+    // The description of the place comes first: a pinned thread sees one core.
+    let table = Table::new(matches, "sum", &title, &columns);
     pin_current_thread(cpu)?;
-    let as_json = matches.get_flag("json");
-    if !as_json {
-        println!("{}", place::line(&place));
-        println!("GB/s of contribution on CPU {cpu}, {}, {rounds} rounds", kernels.isa());
-        println!(
-            "{:>5} {:>11} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8}",
-            "dtype", "bytes", "add", "average", "plain", "copy", "/plain", "/copy"
-        );
-    }
+    table.head();
     for dtype in matches.get_many::<DType>("dtype").expect("has a default") {
-        for size in matches.get_many::<usize>("size").expect("has a default") {
-            let figures = measure(kernels, *dtype, *size, rounds);
-            if as_json {
-                let mut object = json!({
-                    "command": "sum",
-                    "dtype": dtype.name(),
-                    "size_bytes": figures.size_bytes,
-                    "isa": kernels.isa().name(),
-                    "rounds": rounds,
-                    "gbps": figures.add,
-                    "average_gbps": figures.average,
-                    "plain_gbps": figures.plain,
-                    "copy_gbps": figures.copy,
-                    "ratio_to_copy": figures.add / figures.copy,
-                    "ratio_to_plain": figures.add / figures.plain,
-                });
-                object["place"] = place.clone();
-                println!("{object}");
-            } else {
-                let Figures { size_bytes, add, average, plain, copy } = figures;
-                println!(
-                    "{:>5} {size_bytes:>11} {add:>8.2} {average:>8.2} {plain:>8.2} {copy:>8.2} \
-                     {:>8.2} {:>8.2}",
-                    dtype.name(),
-                    add / plain,
-                    add / copy,
-                );
+        for size in arguments::bytes(matches, "size") {
+            let figures = measure(kernels, *dtype, size, rounds);
+            #[allow(clippy::cast_precision_loss, reason = "sizes are far below 2^53")]
+            let gigabytes = figures.size_bytes as f64 / 1e9;
+            let ratio = |to: &Series| to.median() / figures.add.median();
+            let mut fields = report::fields(json!({
+                "dtype": dtype.name(),
+                "size_bytes": figures.size_bytes,
+                "isa": isa.name(),
+                "rounds": rounds,
+                "ratio_to_copy": ratio(&figures.copy),
+                "ratio_to_plain": ratio(&figures.plain),
+            }));
+            for (name, seconds) in [
+                ("gbps", &figures.add),
+                ("average_gbps", &figures.average),
+                ("plain_gbps", &figures.plain),
+                ("copy_gbps", &figures.copy),
+            ] {
+                report::rate(&mut fields, name, gigabytes, seconds);
             }
+            table.row(fields);
         }
     }
     Ok(())
 }
 
-/// GB of `src` per second.
+/// Seconds of one pass over `size_bytes` of `src`.
 struct Figures {
     size_bytes: usize,
-    add: f64,
-    average: f64,
-    plain: f64,
-    copy: f64,
+    add: Series,
+    average: Series,
+    plain: Series,
+    copy: Series,
 }
 
 fn measure(kernels: &Kernels, dtype: DType, size: usize, rounds: usize) -> Figures {
@@ -134,7 +117,7 @@ fn measure(kernels: &Kernels, dtype: DType, size: usize, rounds: usize) -> Figur
     let memory = std::cell::RefCell::new(Memory::new(acc_bytes));
     let with = |work: &dyn Fn(&mut [u8])| work(black_box(memory.borrow_mut().bytes()));
     let isa = kernels.isa();
-    let seconds = sample::interleaved(
+    let [add, average, plain, copy] = sample::interleaved(
         rounds,
         repeats,
         [
@@ -144,8 +127,6 @@ fn measure(kernels: &Kernels, dtype: DType, size: usize, rounds: usize) -> Figur
             &mut || with(&|acc| acc[..size_bytes].copy_from_slice(black_box(src))),
         ],
     );
-    #[allow(clippy::cast_precision_loss, reason = "sizes are far below 2^53")]
-    let [add, average, plain, copy] = seconds.map(|seconds| size_bytes as f64 / seconds / 1e9);
     Figures { size_bytes, add, average, plain, copy }
 }
 
@@ -217,8 +198,9 @@ mod tests {
         for dtype in DType::ALL {
             let figures = measure(kernels(), dtype, 1001, 1);
             assert_eq!(figures.size_bytes, 1001 / dtype.size() * dtype.size());
-            for rate in [figures.add, figures.average, figures.plain, figures.copy] {
-                assert!(rate > 0.0 && rate.is_finite(), "{dtype}: {rate}");
+            for seconds in [figures.add, figures.average, figures.plain, figures.copy] {
+                let median = seconds.median();
+                assert!(median > 0.0 && median.is_finite(), "{dtype}: {median}");
             }
         }
     }

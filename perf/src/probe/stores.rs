@@ -1,0 +1,122 @@
+//! Copying and adding with stores that go past the cache beside ordinary stores.
+
+use super::{Effort, Probe};
+use crate::report::Fields;
+use std::io;
+
+/// See the [module](self).
+pub const PROBE: Probe = Probe {
+    name: "stores",
+    asks: "from which size on stores past the cache pay, for copies and for sums",
+    columns: &["work", "size_bytes", "ordinary_gbps", "past_gbps", "ratio", "past_gbps_spread"],
+    measure,
+};
+
+#[cfg(not(target_arch = "x86_64"))]
+fn measure(_: Effort) -> io::Result<Vec<Fields>> {
+    Err(io::Error::other("skipped: stores past the cache are measured on x86-64"))
+}
+
+#[cfg(target_arch = "x86_64")]
+fn measure(effort: Effort) -> io::Result<Vec<Fields>> {
+    if std::arch::is_x86_feature_detected!("avx") {
+        avx::measure(effort)
+    } else {
+        Err(io::Error::other("skipped: this processor has no AVX"))
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod avx {
+    use super::super::Effort;
+    use super::super::memory::Pages;
+    use crate::report::{self, Fields};
+    use crate::sample;
+    use serde_json::json;
+    use std::arch::x86_64::{
+        _mm_sfence, _mm256_add_ps, _mm256_load_ps, _mm256_store_ps, _mm256_stream_ps,
+    };
+    use std::hint::black_box;
+    use std::io;
+
+    const SIZES: [usize; 6] = [64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20];
+    const LANES: usize = 8;
+
+    /// What is done to each vector.
+    #[derive(Clone, Copy, PartialEq, Eq)]
+    enum Work {
+        Copy,
+        Add,
+    }
+
+    pub fn measure(effort: Effort) -> io::Result<Vec<Fields>> {
+        let mut rows = Vec::new();
+        for work in [Work::Copy, Work::Add] {
+            for size in SIZES.into_iter().filter(|&size| size <= effort.bytes.max(SIZES[0])) {
+                rows.push(one(effort, work, size)?);
+            }
+        }
+        Ok(rows)
+    }
+
+    fn one(effort: Effort, work: Work, size: usize) -> io::Result<Fields> {
+        let [mut source, mut target] = [Pages::new(size, true)?, Pages::new(size, true)?];
+        let (source, target) = (source.bytes().as_ptr(), target.bytes().as_mut_ptr());
+        let repeats = (effort.bytes / size).clamp(1, 1 << 14);
+        let pass = |is_past: bool| {
+            let (source, target) = (black_box(source.cast::<f32>()), target.cast::<f32>());
+            // SAFETY: both hold `size` bytes, aligned to a huge page, and live until this returns;
+            // AVX was found before.
+            unsafe {
+                match (work, is_past) {
+                    (Work::Copy, false) => pass::<false, false>(source, target, size / 4),
+                    (Work::Copy, true) => pass::<false, true>(source, target, size / 4),
+                    (Work::Add, false) => pass::<true, false>(source, target, size / 4),
+                    (Work::Add, true) => pass::<true, true>(source, target, size / 4),
+                }
+            }
+        };
+        let [ordinary, past] =
+            sample::interleaved(effort.rounds, repeats, [&mut || pass(false), &mut || pass(true)]);
+        let mut fields = report::fields(json!({
+            "work": if work == Work::Copy { "copy" } else { "add" },
+            "size_bytes": size,
+            "ratio": ordinary.median() / past.median(),
+        }));
+        #[allow(clippy::cast_precision_loss, reason = "sizes are far below 2^53")]
+        let gigabytes = size as f64 / 1e9;
+        report::rate(&mut fields, "ordinary_gbps", gigabytes, &ordinary);
+        report::rate(&mut fields, "past_gbps", gigabytes, &past);
+        Ok(fields)
+    }
+
+    /// # Safety
+    /// The processor has AVX; both pointers are aligned to 32 bytes and valid for `count` floats, a
+    /// multiple of eight, and do not overlap.
+    #[target_feature(enable = "avx")]
+    unsafe fn pass<const ADD: bool, const PAST: bool>(
+        source: *const f32,
+        target: *mut f32,
+        count: usize,
+    ) {
+        for at in (0..count).step_by(LANES) {
+            // SAFETY: `at` and the seven floats after it lie within `count`, as the caller
+            // promises.
+            unsafe {
+                let (from, to) = (source.add(at), target.add(at));
+                let mut vector = _mm256_load_ps(from);
+                if ADD {
+                    vector = _mm256_add_ps(vector, _mm256_load_ps(to));
+                }
+                if PAST {
+                    _mm256_stream_ps(to, vector);
+                } else {
+                    _mm256_store_ps(to, vector);
+                }
+            }
+        }
+        if PAST {
+            _mm_sfence();
+        }
+    }
+}

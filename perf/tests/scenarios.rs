@@ -1,0 +1,84 @@
+//! Every scenario runs, in its tiny version: what it prints has the fields that its targets name.
+//! Whether targets are met is for quiet machines to say, not for tests.
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the crate is in the repository")
+}
+
+/// Runs the program in the repository's root. Returns whether it went well, and what it said.
+fn perf(arguments: &[&str]) -> (bool, String) {
+    let mut program = Command::new(env!("CARGO_BIN_EXE_bps-perf"));
+    let output = program.args(arguments).current_dir(root()).stdin(Stdio::null()).output();
+    let output = output.expect("the program was built for this test");
+    let said =
+        [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
+    (output.status.success(), said.concat())
+}
+
+fn smoke(name: &str) {
+    let (went_well, said) = perf(&["run", name, "--smoke"]);
+    assert!(went_well, "{said}");
+    match said.lines().find(|line| line.contains("skipped: ")) {
+        Some(line) => println!("{line}"),
+        // A target shows a value, met or not.
+        None => assert!(!said.contains("(no field)"), "{said}"),
+    }
+}
+
+/// The scenarios that a test below runs; a file without one is a scenario that nobody tried.
+macro_rules! scenarios {
+    ($($test:ident $name:literal,)+) => {
+        $(#[test] fn $test() { smoke($name); })+
+        const TRIED: &[&str] = &[$($name),+];
+    };
+}
+
+scenarios! {
+    adding "sum",
+    lane_over_tcp "lane-tcp",
+    lane_over_shared_memory "lane-shm",
+    latency "latency",
+    push_pull_over_shared_memory "pushpull-shm",
+    push_pull_over_tcp "pushpull-tcp",
+    beside_gloo_over_shared_memory "gloo-shm",
+    beside_gloo_over_tcp "gloo-tcp",
+    many_small_tensors "small",
+    nothing_to_do "idle",
+    more_cores "scaling",
+    sizes_of_parts "partition",
+    what_the_machine_offers "probes",
+}
+
+#[test]
+fn every_scenario_is_tried() {
+    let files = std::fs::read_dir(root().join("perf/scenarios")).expect("the folder");
+    for file in files.flatten() {
+        let path = file.path();
+        let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        assert!(TRIED.contains(&name.as_str()), "perf/tests/scenarios.rs does not try {name}");
+    }
+}
+
+#[test]
+fn results_say_where_they_were_measured() {
+    let (went_well, said) = perf(&["sum", "--size", "4K", "--rounds", "3", "--json"]);
+    assert!(went_well, "{said}");
+    let result: serde_json::Value = serde_json::from_str(&said).expect("one object");
+    for name in ["host", "kernel", "processor", "cores", "commit"] {
+        assert!(result["place"][name] != serde_json::Value::Null, "no {name}: {said}");
+    }
+    for name in ["gbps", "gbps_p99", "gbps_spread", "plain_gbps", "copy_gbps", "ratio_to_copy"] {
+        assert!(result[name].is_f64(), "no {name}: {said}");
+    }
+}
+
+#[test]
+fn what_does_not_exist_is_named() {
+    let (went_well, said) = perf(&["run", "no-such-scenario"]);
+    assert!(!went_well && said.contains("no scenario `no-such-scenario`"), "{said}");
+    let (went_well, said) = perf(&["ab", "no-such-revision", "--scenario", "sum"]);
+    assert!(!went_well && said.contains("unknown revision `no-such-revision`"), "{said}");
+}
