@@ -43,6 +43,8 @@ pub const DECLARE_PARTS_MAX: usize = 1 << 18;
 pub const BARRIERS_MAX: usize = 64;
 /// Bytes of one control message, after authentication.
 pub const CONTROL_BYTES_MAX: usize = 64 << 20;
+/// Events of one thread's timeline that may wait to be written.
+pub const TIMELINE_EVENTS_MAX: usize = 1 << 16;
 /// Seconds that a connection has to authenticate itself.
 pub const HANDSHAKE_SECONDS: u64 = 5;
 /// Connections that may be unauthenticated at once on one listener.

@@ -7,6 +7,7 @@ use crate::{error, fork, handle};
 use bps_engine::config::{self, Config};
 use bps_worker::Worker;
 use pyo3::prelude::*;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -179,6 +180,22 @@ pub fn barrier(py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
     let worker = engine()?;
     interruptible(py, move || worker.barrier(timeout), |_| ())?
         .map_err(|cause| error::from_engine(&cause))
+}
+
+/// Begins a timeline of this rank in `folder`, and of the servers.
+#[pyfunction]
+pub fn start_timeline(py: Python<'_>, folder: PathBuf) -> PyResult<()> {
+    let worker = engine()?;
+    py.detach(|| worker.start_timeline(&folder, 1..=u64::MAX))
+        .map_err(|cause| error::from_engine(&cause))
+}
+
+/// Ends it and returns when its file is written.
+#[pyfunction]
+pub fn stop_timeline(py: Python<'_>) -> PyResult<()> {
+    let worker = engine()?;
+    py.detach(|| worker.stop_timeline());
+    Ok(())
 }
 
 /// The oldest sample of push_pull throughput that has not been asked for yet: (ms since 1970,

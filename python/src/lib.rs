@@ -25,7 +25,7 @@ mod _native {
     #[pymodule_export]
     use super::context::{
         barrier, init, is_forked, is_initialized, local_rank, local_size, rank, shutdown, size,
-        speed,
+        speed, start_timeline, stop_timeline,
     };
     #[pymodule_export]
     use super::handle::{poll, release, wait};

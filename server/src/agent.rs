@@ -7,7 +7,7 @@ use bps_engine::base::{Epoch, Rank};
 use bps_engine::limits::{SCRATCH_BYTES, STAGING_BYTES};
 use bps_engine::mem::Budget;
 use bps_engine::proto::messages::{
-    KeySpec, NodeMessage, OverReason, Roster, SchedulerMessage, StalledKey,
+    KeySpec, NodeMessage, OverReason, Roster, SchedulerMessage, StalledKey, Timeline,
 };
 use std::collections::HashMap;
 
@@ -17,6 +17,8 @@ pub enum Effect {
     Shard(u32, Command),
     /// To the scheduler.
     Send(NodeMessage),
+    /// Record a timeline as this server of the job, or end it (`None`).
+    Timeline(u32, Option<Timeline>),
     /// A line for people.
     Info(String),
     /// A line for people that they should act on.
@@ -76,10 +78,15 @@ impl Agent {
                 effects
                     .push(Effect::Info("all workers have suspended; waiting for the next".into()));
             }
+            SchedulerMessage::Timeline { timeline } => {
+                let index = self.roster.as_ref().map_or(0, |roster| roster.index);
+                effects.push(Effect::Timeline(index, timeline));
+            }
             SchedulerMessage::Over { reason } => self.end(&reason, effects),
-            // The scheduler's stall reports are for the workers' users; the rest is not for
-            // servers.
+            // The clock is for the control thread and the scheduler's stall reports for the
+            // workers' users; the rest is not for servers.
             SchedulerMessage::Stall { .. }
+            | SchedulerMessage::Clock(_)
             | SchedulerMessage::Mismatch(_)
             | SchedulerMessage::Declared { .. }
             | SchedulerMessage::Refused { .. }

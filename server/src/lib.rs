@@ -9,3 +9,4 @@ pub mod entry;
 pub mod run;
 pub mod scheduler;
 pub mod shard;
+mod timeline;

@@ -2,15 +2,18 @@
 
 use crate::agent::{Agent, Effect};
 use crate::shard::{Command, Report, Shard};
+use crate::timeline::Tracing;
 use bps_engine::config::{Config, Program, TransportChoice};
-use bps_engine::control::{Acceptor, JobKey, Link, LinkReceiver, LinkSender, Listener, Socket};
+use bps_engine::control::{
+    Acceptor, JobKey, Link, LinkReceiver, LinkSender, Listener, Socket, ask_time, take_time,
+};
 use bps_engine::harness::{self, Idler, Step};
 use bps_engine::host;
 use bps_engine::lane::Endpoint;
 use bps_engine::limits::RANKS_MAX;
 use bps_engine::mem::{Arena, Options};
 use bps_engine::proto::handshake::{Hello, Purpose};
-use bps_engine::proto::messages::{Node, NodeMessage, Register};
+use bps_engine::proto::messages::{Node, NodeMessage, Register, SchedulerMessage};
 use bps_engine::ring::Mpsc;
 use bps_engine::topo::claim::Claims;
 use bps_engine::topo::plan::{Near, Place, Request, Side, plan};
@@ -156,7 +159,9 @@ pub fn run(config: &Config) -> Result<(), ServerError> {
         shards: shards.clone(),
         sender,
         done: Arc::new(AtomicBool::new(false)),
+        tracing: Arc::new(Tracing::new(config, key.is_open())),
     };
+    let tracing = Arc::clone(&control.tracing);
     let result = control.run(config, receiver, &reports, &report_waker, &stop);
     acceptor.stop();
     for shard in &shards {
@@ -166,6 +171,7 @@ pub fn run(config: &Config) -> Result<(), ServerError> {
         // The harness aborts the process when a thread panics, so joining can't fail otherwise.
         let _ = thread.join();
     }
+    tracing.finish();
     result
 }
 
@@ -438,6 +444,7 @@ struct Control {
     shards: Vec<ShardHandle>,
     sender: LinkSender,
     done: Arc<AtomicBool>,
+    tracing: Arc<Tracing>,
 }
 
 impl Control {
@@ -462,7 +469,11 @@ impl Control {
                 let _ = self.sender.send(&NodeMessage::Failed { message });
                 break Err(ServerError::Signal(signal));
             }
+            ask_time(&self.tracing.clock, &self.sender);
             let received = receiver.receive(CONTROL_TICK);
+            if let Ok(Some(SchedulerMessage::Clock(answer))) = &received {
+                take_time(&self.tracing.clock, answer, &self.sender);
+            }
             {
                 let mut agent = self.agent.lock().unwrap_or_else(PoisonError::into_inner);
                 match received {
@@ -515,6 +526,15 @@ impl Control {
                 Effect::Shard(core, command) => self.shards[core as usize].send(command),
                 Effect::Send(message) => {
                     let _ = self.sender.send(&message);
+                }
+                Effect::Timeline(server, timeline) => {
+                    let recorders = self.tracing.apply(server, timeline.as_ref());
+                    for (shard, recorder) in self.shards.iter().zip(recorders) {
+                        shard.send(Command::Trace(recorder));
+                    }
+                    if timeline.is_none() {
+                        self.tracing.finish();
+                    }
                 }
                 Effect::Info(line) => log::info!("{line}"),
                 Effect::Warn(line) => log::warning!("{line}"),

@@ -15,6 +15,7 @@ use bps_engine::proto::messages::{KeySpec, STALLS_MAX, StalledKey};
 use bps_engine::reduce::{Kernels, kernels};
 use bps_engine::ring::Mpsc;
 use bps_engine::trace::counters::Counters;
+use bps_engine::trace::timeline::{Mark, Recorder};
 use bps_engine::transport::{Cause, Event, Frame, Landing, LaneId, Link, Waker};
 use bps_engine::wire::header::FLAG_PAYLOAD_CHECKSUM;
 use bps_engine::wire::{Header, Kind, RawHeader};
@@ -76,6 +77,7 @@ pub struct Shard {
     stopped: bool,
     /// Lanes of a membership that this shard has not been told of yet.
     early: Vec<(Link, Rank, Epoch)>,
+    trace: Recorder,
 }
 
 /// How often a shard looks for stalls.
@@ -119,6 +121,7 @@ impl Shard {
             checksums: false,
             stopped: false,
             early: Vec::new(),
+            trace: Recorder::default(),
         }
     }
 
@@ -170,6 +173,7 @@ impl Shard {
                 Err(message) => self.report(Report::Failed { message }),
             },
             Command::Begin { epoch, ranks } => self.begin(epoch, ranks),
+            Command::Trace(recorder) => self.trace = recorder,
             Command::Stop => self.stopped = true,
         }
     }
@@ -287,6 +291,7 @@ impl Shard {
                 self.endpoint.close(lane);
             }
             Ok((header, index)) => {
+                self.trace.frame(Mark::Arrived, &header);
                 let entry = &mut self.entries[index];
                 entry.arrived.insert(header.rank);
                 entry.opened_at.get_or_insert(now);
@@ -298,6 +303,7 @@ impl Shard {
                     self.take(lane, index, header);
                 } else {
                     self.counters.parked.add(1);
+                    self.trace.frame(Mark::Parked, &header);
                     entry.waiting.push_back(lane);
                     if let Some(session) = &mut self.sessions[lane.0 as usize] {
                         session.receiving = Receiving::Parked { entry: index, header };
@@ -348,10 +354,11 @@ impl Shard {
     /// Lets the payload of this lane come: its key is free.
     fn take(&mut self, lane: LaneId, index: usize, header: Header) {
         let entry = &mut self.entries[index];
-        let landing = match entry.begin(lane) {
-            Take::Land => Landing::Into(entry.accumulator()),
-            Take::Pieces => Landing::Pieces,
+        let (mark, landing) = match entry.begin(lane) {
+            Take::Land => (Mark::Taken, Landing::Into(entry.accumulator())),
+            Take::Pieces => (Mark::Adding, Landing::Pieces),
         };
+        self.trace.frame(mark, &header);
         if let Some(session) = &mut self.sessions[lane.0 as usize] {
             session.receiving = Receiving::Payload { entry: index, header, done: 0, checksum: 0 };
         }
@@ -369,8 +376,10 @@ impl Shard {
             let piece = unsafe { std::slice::from_raw_parts(data, length) };
             *checksum = crc32c::crc32c_append(*checksum, piece);
         }
+        self.trace.piece(Mark::PieceBegins, header, length);
         // SAFETY: as above.
         unsafe { self.entries[index].add_piece(self.kernels, *done, data, length) };
+        self.trace.piece(Mark::PieceEnds, header, length);
         *done += length;
         let whole = *done == header.length as usize;
         self.endpoint.consume(lane);
@@ -407,6 +416,7 @@ impl Shard {
             // this refusal.
             return self.refuse(lane, Refusal::Payload { key: header.key });
         }
+        self.trace.frame(Mark::Ended, &header);
         self.entries[entry].end(header.rank);
         self.publish_if_whole(entry);
         self.next_in_line(entry);
@@ -440,6 +450,7 @@ impl Shard {
             crc32c::crc32c(result)
         });
         entry.publishing = self.ranks;
+        self.trace.record(Mark::Summed, entry.key, entry.round, Rank(0), entry.bytes);
         self.counters.rounds.add(1);
         for rank in 0..self.lanes.len() {
             // A rank whose lane is gone is dead: its share of the publication counts as sent.
@@ -472,10 +483,12 @@ impl Shard {
             }
             let payload = entry.accumulator().cast_const();
             let frame = Frame { header: header.encode(), payload, length, token: index as u64 };
+            let at = self.trace.now();
             if self.endpoint.post(lane, &frame).is_err() {
                 self.counters.full.add(1);
                 return;
             }
+            self.trace.frame_at(at, Mark::Posted, &header);
             self.counters.frames_out.add(1);
             self.counters.bytes_out.add(length as u64);
             session.outbox.pop_front();
@@ -490,6 +503,8 @@ impl Shard {
         }
         if let Some(index) = session.sending.pop_front() {
             debug_assert_eq!(index as u64, token, "a transport returned tokens out of order");
+            let entry = &self.entries[index];
+            self.trace.record(Mark::Sent, entry.key, entry.round, session.rank, entry.bytes);
             self.sent(index);
         }
         self.flush(lane);

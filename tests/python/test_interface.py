@@ -25,7 +25,7 @@ init shutdown is_initialized rank size local_rank local_size cross_rank cross_si
 allreduce_ allreduce_async allreduce_async_ grouped_allreduce grouped_allreduce_
 grouped_allreduce_async grouped_allreduce_async_ broadcast broadcast_ broadcast_async
 broadcast_async_ broadcast_object broadcast_parameters broadcast_optimizer_state barrier poll
-synchronize Compression DistributedOptimizer Average Sum
+synchronize Compression DistributedOptimizer Average Sum start_timeline stop_timeline
 """.split()
 PACKAGE = Path(byteps.__file__).parent
 

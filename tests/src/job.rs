@@ -31,6 +31,10 @@ pub struct JobShape {
     pub payload_checksum: bool,
     /// What polling threads do when there is nothing to do.
     pub idle: Idle,
+    /// First and last round of a timeline from the start of the job, if there is to be one.
+    pub trace: Option<(u32, u32)>,
+    /// Folder of its files.
+    pub trace_folder: &'static str,
 }
 
 impl Default for JobShape {
@@ -44,6 +48,8 @@ impl Default for JobShape {
             partition_bytes: 1 << 20,
             payload_checksum: false,
             idle: Idle::Adaptive,
+            trace: None,
+            trace_folder: "trace",
         }
     }
 }
@@ -77,6 +83,10 @@ pub fn config(shape: &JobShape, port: u16, role: Role, worker: u32) -> Config {
         force_distributed: true,
         start_timeout: Duration::from_secs(30),
         log_level: bps_engine::config::LogLevel::Warning,
+        trace_on: shape.trace.is_some(),
+        trace_dir: Some(shape.trace_folder.into()),
+        trace_start_step: shape.trace.map_or(1, |rounds| rounds.0),
+        trace_end_step: shape.trace.map_or(u32::MAX, |rounds| rounds.1),
         ..Config::default()
     }
 }

@@ -110,10 +110,12 @@ impl Agent {
                 }
             }
             SchedulerMessage::Over { reason } => self.end(over_error(&reason), effects),
-            // For servers, or before the roster: of no meaning here.
+            // For servers, for the control thread, or before the roster: of no meaning here.
             SchedulerMessage::Waiting { .. }
             | SchedulerMessage::Roster(_)
             | SchedulerMessage::Install { .. }
+            | SchedulerMessage::Clock(_)
+            | SchedulerMessage::Timeline { .. }
             | SchedulerMessage::Reset { .. } => {}
         }
     }

@@ -11,11 +11,15 @@ use bps_engine::config::Config;
 use bps_engine::proto::messages::Declaration;
 use bps_engine::trace::log;
 use std::collections::HashMap;
+use std::ops::RangeInclusive;
+use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// Tensors that are handed to the NIC loop before it is woken, in a long list.
 const WAKE_EVERY: usize = 64;
+/// Why a job of one process has no timeline.
+const ALONE: &str = "a job of one process sends nothing: there is no timeline";
 
 struct Shared {
     rank: u32,
@@ -43,12 +47,22 @@ impl Worker {
     pub fn start(config: &Config) -> Result<Worker, Error> {
         log::init(config.log_level, "worker");
         if !config.distributed() {
+            if config.trace_on {
+                log::warning!("{ALONE}");
+            }
             return Ok(Worker(Arc::new(Shared::alone(config))));
         }
         let joined = start::join(config)?;
         log::init(config.log_level, &format!("rank {}", joined.roster.index));
         let (rank, size) = (joined.roster.index, joined.roster.size);
         let job = Job::start(config, joined)?;
+        if config.trace_on {
+            let rounds = config.trace_start_step.into()..=config.trace_end_step.into();
+            // Training does not depend on it.
+            if let Err(error) = job.tracing.start(&config.trace_folder(), rounds) {
+                log::warning!("{error}");
+            }
+        }
         let shared = Shared { rank, size, job: Some(job), ..Shared::alone(config) };
         Ok(Worker(Arc::new(shared)))
     }
@@ -173,6 +187,28 @@ impl Worker {
     #[must_use]
     pub fn speed(&self) -> Option<Speed> {
         self.0.job.as_ref()?.speed()
+    }
+
+    /// Begins a timeline of these rounds of each tensor: of this rank, in `folder`, and of the
+    /// servers. Rounds that are under way when it begins may be in it in part.
+    ///
+    /// # Errors
+    /// [`Error::Refused`] if the file can't be written, or one is being written already. A job of
+    /// one process sends nothing, so there it only says so on standard error.
+    pub fn start_timeline(&self, folder: &Path, rounds: RangeInclusive<u64>) -> Result<(), Error> {
+        let Some(job) = &self.0.job else {
+            log::warning!("{ALONE}");
+            return Ok(());
+        };
+        job.tracing.start(folder, rounds)
+    }
+
+    /// Ends this rank's timeline and returns when its file is written; without one it does nothing.
+    /// The servers' end with that of the last rank.
+    pub fn stop_timeline(&self) {
+        if let Some(job) = &self.0.job {
+            job.tracing.stop();
+        }
     }
 
     /// Leaves the job in good order. With `suspend` the servers and the scheduler stay, for workers

@@ -4,9 +4,10 @@
 use crate::agent::{Agent, Effect};
 use crate::error::Error;
 use crate::nic::{Command, NicStatistics, Report};
+use crate::timeline::Tracing;
 use crate::types::Speed;
-use bps_engine::control::{LinkReceiver, LinkSender};
-use bps_engine::proto::messages::NodeMessage;
+use bps_engine::control::{LinkReceiver, LinkSender, ask_time, take_time};
+use bps_engine::proto::messages::{NodeMessage, SchedulerMessage};
 use bps_engine::ring::Mpsc;
 use bps_engine::trace::log;
 use bps_engine::transport::Waker;
@@ -54,6 +55,7 @@ pub(crate) struct Control {
     pub(crate) heartbeat_interval: Duration,
     pub(crate) lost_at: Option<Instant>,
     pub(crate) speeds: Arc<Mutex<VecDeque<Speed>>>,
+    pub(crate) tracing: Arc<Tracing>,
 }
 
 impl Control {
@@ -62,7 +64,11 @@ impl Control {
         let mut measured = (Instant::now(), 0);
         let mut effects = Vec::new();
         loop {
+            ask_time(&self.tracing.clock, &self.sender);
             match self.receiver.receive(TICK) {
+                Ok(Some(SchedulerMessage::Clock(answer))) => {
+                    take_time(&self.tracing.clock, &answer, &self.sender);
+                }
                 Ok(Some(message)) => lock(&self.agent).handle(message, &mut effects),
                 Ok(None) => {}
                 Err(_) if self.leaving.load(Ordering::Acquire) => return,
@@ -122,7 +128,12 @@ impl Control {
         let mut over = false;
         for effect in effects.drain(..) {
             match effect {
-                Effect::Nic(command) => self.command(command),
+                Effect::Nic(command) => {
+                    if let Command::Plan { plan, .. } = &command {
+                        self.tracing.name(plan);
+                    }
+                    self.command(command);
+                }
                 Effect::Send(message) => {
                     let _ = self.sender.send(&message);
                 }

@@ -6,6 +6,7 @@ use crate::error::Error;
 use crate::nic::{Command, Memory, Nic, NicConfig, NicStatistics, Report};
 use crate::start;
 use crate::task::{Handle, Task};
+use crate::timeline::Tracing;
 use crate::types::{PushPull, Speed};
 use bps_engine::base::Rank;
 use bps_engine::config::Config;
@@ -43,6 +44,7 @@ pub(crate) struct Job {
     threads: Mutex<Vec<JoinHandle<()>>>,
     /// How long callers spin before they sleep.
     spin: Duration,
+    pub(crate) tracing: Arc<Tracing>,
 }
 
 impl Job {
@@ -100,6 +102,9 @@ impl Job {
             .recv()
             .map_err(|_| Error::Start("the NIC thread ended at once".into()))??;
         log::info!("{line}");
+        let rank = Rank(joined.roster.index);
+        let tracing =
+            Arc::new(Tracing::new(rank, &joined.sender, &commands, &nic_waker, &nic_ended));
         let agent = Arc::new(Mutex::new(Agent::new(joined.roster, lanes)));
         let answers: Arc<(Mutex<Answers>, Condvar)> = Arc::default();
         let leaving = Arc::new(AtomicBool::new(false));
@@ -118,6 +123,7 @@ impl Job {
             heartbeat_interval: config.heartbeat_interval,
             lost_at: None,
             speeds: Arc::clone(&speeds),
+            tracing: Arc::clone(&tracing),
         };
         let control_thread = harness::spawn("bps-control", None, move || control.run())
             .map_err(|error| Error::Start(format!("no thread: {error}")))?;
@@ -133,6 +139,7 @@ impl Job {
             speeds,
             threads: Mutex::new(vec![nic_thread, control_thread]),
             spin: start::caller_spin(),
+            tracing,
         })
     }
 
@@ -212,7 +219,7 @@ impl Job {
 
     /// Hands a push_pull to the NIC loop. If that has ended, the handle says why.
     pub(crate) fn push(&self, item: &PushPull) -> Handle {
-        let task = Arc::new(Task::spinning(self.spin));
+        let task = Arc::new(Task::new(self.spin, self.tracing.asked_ns()));
         let memory = Memory { source: item.source, target: item.target };
         let mut command = Command::Push {
             tensor: item.tensor.0,
@@ -260,6 +267,7 @@ impl Job {
             // The harness aborts the process when a thread panics, so joining can't fail otherwise.
             let _ = thread.join();
         }
+        self.tracing.stop();
         was_over.map_or(Ok(()), Err)
     }
 }

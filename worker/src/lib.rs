@@ -14,6 +14,7 @@ pub mod launch;
 pub mod nic;
 mod start;
 pub mod task;
+mod timeline;
 mod types;
 
 pub use bps_engine::proto::messages::Declaration;

@@ -13,6 +13,7 @@ use bps_engine::lane::Endpoint;
 use bps_engine::limits::EVENTS_MAX;
 use bps_engine::ring::Mpsc;
 use bps_engine::sched::CreditQueue;
+use bps_engine::trace::timeline::{Mark, Recorder};
 use bps_engine::transport::{Cause, Event, Frame, Landing, LaneId, Link, Waker};
 use bps_engine::wire::header::FLAG_PAYLOAD_CHECKSUM;
 use bps_engine::wire::{Header, Kind, RawHeader};
@@ -93,6 +94,7 @@ pub struct Nic {
     latest: u32,
     over: Option<Error>,
     leaving: bool,
+    trace: Recorder,
 }
 
 const GOODBYE: u64 = u64::MAX;
@@ -131,6 +133,7 @@ impl Nic {
             latest: 0,
             over: None,
             leaving: false,
+            trace: Recorder::default(),
         }
     }
 
@@ -218,6 +221,7 @@ impl Nic {
             Command::Push { tensor, memory, priority, task } => {
                 self.on_push(tensor, Waiting { memory, priority, task });
             }
+            Command::Trace(recorder) => self.trace = recorder,
             Command::Poison { name, error } => self.poison(&name, &error),
             Command::Fail { error } => self.fail(error),
             Command::Leave => self.leave(),
@@ -269,6 +273,7 @@ impl Nic {
         }
         state.round += 1;
         self.latest = tensor;
+        let (asked_ns, round, rank) = (waiting.task.asked_ns(), state.round, self.config.rank);
         let run = Run {
             tensor,
             memory: waiting.memory,
@@ -289,6 +294,7 @@ impl Nic {
         };
         state.run = Some(index);
         for (position, part) in state.plan.parts.iter().enumerate() {
+            self.trace.record_at(asked_ns, Mark::Queued, part.key, round, rank, part.bytes);
             let ready = ReadyPart { run: index, part: u32::try_from(position).unwrap_or(u32::MAX) };
             self.lanes[part.lane.0 as usize].queue.push(waiting.priority, part.bytes, ready);
         }
@@ -336,9 +342,11 @@ impl Nic {
                 header.payload_checksum = crc32c::crc32c(bytes);
             }
             let frame = Frame { header: header.encode(), payload, length, token: 0 };
+            let at = self.trace.now();
             if self.endpoint.post(id, &frame).is_err() {
                 return;
             }
+            self.trace.frame_at(at, Mark::Posted, &header);
             lane.queue.take();
             lane.sending.push_back(ready);
             run.open += 1;
@@ -354,7 +362,9 @@ impl Nic {
         let Some(ready) = state.sending.pop_front() else { return };
         let run = &self.runs[ready.run as usize];
         if let Some(Some(tensor)) = self.tensors.get(run.tensor as usize) {
-            state.queue.returned(tensor.plan.parts[ready.part as usize].bytes);
+            let (part, rank) = (&tensor.plan.parts[ready.part as usize], self.config.rank);
+            self.trace.record(Mark::Sent, part.key, tensor.round, rank, part.bytes);
+            state.queue.returned(part.bytes);
         }
         self.runs[ready.run as usize].posted -= 1;
         self.close_one(ready.run);
@@ -375,6 +385,8 @@ impl Nic {
         let result = run.failed.take().map_or(Ok(()), Err);
         let Some(Some(state)) = self.tensors.get_mut(tensor as usize) else { return };
         if result.is_ok() {
+            let (key, rank) = (state.plan.parts[0].key, self.config.rank);
+            self.trace.record(Mark::Done, key, state.round, rank, 0);
             let bytes: usize = state.plan.parts.iter().map(|part| part.bytes).sum();
             self.statistics.bytes.fetch_add(bytes as u64, Ordering::Relaxed);
         }
@@ -397,7 +409,9 @@ impl Nic {
         match self.check(lane, raw) {
             Ok((header, run, target)) => {
                 let length = header.length as usize;
+                self.trace.frame(Mark::Landing, &header);
                 if length == 0 {
+                    self.trace.frame(Mark::Landed, &header);
                     self.endpoint.land(lane, Landing::Pieces, 0);
                     return self.landed(run);
                 }
@@ -462,6 +476,7 @@ impl Nic {
                 return self.report(Report::Corrupt { server, message });
             }
         }
+        self.trace.frame(Mark::Landed, &header);
         self.landed(run);
     }
 

@@ -20,13 +20,20 @@ pub struct Task {
     /// How long a waiter looks before it sleeps.
     spin: Duration,
     error: OnceLock<Error>,
+    /// When it was asked for, by the monotonic clock; 0 where nobody records a timeline.
+    asked_ns: u64,
 }
 
 impl Task {
-    /// A task whose waiters spin so long before they sleep, and [`LOOKS`] looks at least.
+    /// A task whose waiters spin so long before they sleep, and [`LOOKS`] looks at least. It was
+    /// asked for at `asked_ns`; 0 where nobody records a timeline.
     #[must_use]
-    pub(crate) fn spinning(spin: Duration) -> Task {
-        Task { spin, ..Task::default() }
+    pub(crate) fn new(spin: Duration, asked_ns: u64) -> Task {
+        Task { spin, asked_ns, ..Task::default() }
+    }
+
+    pub(crate) fn asked_ns(&self) -> u64 {
+        self.asked_ns
     }
 
     /// The task is over: its memory is the caller's again. Returns whether somebody sleeps on it

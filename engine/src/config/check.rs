@@ -26,6 +26,15 @@ pub(super) fn check(
             format!("set BYTEPS_MIXED_MODE_BOUND to at least {}", config.num_servers),
         ));
     }
+    if config.trace_end_step < config.trace_start_step {
+        return Err(ConfigError::conflict(
+            format!(
+                "BYTEPS_TRACE_END_STEP={} is before BYTEPS_TRACE_START_STEP={}",
+                config.trace_end_step, config.trace_start_step
+            ),
+            format!("set BYTEPS_TRACE_END_STEP to at least {}", config.trace_start_step),
+        ));
+    }
     ports(config)?;
     match program {
         Program::Worker => worker(config)?,

@@ -86,16 +86,9 @@ pub(super) static KNOWN: &[Known] = &[
     known(&["BYTEPS_LOG_HIDE_TIME"], &["0"], "log lines have one form"),
     known(&["BYTEPS_TELEMETRY_ON"], &["1"], "throughput is always measured; it costs nothing"),
     known(
-        &[
-            "BYTEPS_TRACE_ON",
-            "BYTEPS_TRACE_START_STEP",
-            "BYTEPS_TRACE_END_STEP",
-            "BYTEPS_TRACE_DIR",
-            "ENABLE_PROFILING",
-            "PROFILE_PATH",
-        ],
+        &["ENABLE_PROFILING", "PROFILE_PATH"],
         &["0"],
-        "there is no communication timeline yet",
+        "BYTEPS_TRACE_ON=1 records a timeline of ranks and servers",
     ),
     known(
         &["DMLC_ENABLE_RDMA", "DMLC_ENABLE_UCX"],

@@ -150,6 +150,14 @@ pub struct Config {
     pub heartbeat_timeout: Duration,
     /// `BPS_LOG_LEVEL` (`BYTEPS_LOG_LEVEL`): `error`, `warning`, `info`, `debug`.
     pub log_level: LogLevel,
+    /// `BYTEPS_TRACE_ON`: record a timeline.
+    pub trace_on: bool,
+    /// `BYTEPS_TRACE_DIR`: the folder of its files.
+    pub trace_dir: Option<PathBuf>,
+    /// `BYTEPS_TRACE_START_STEP`: the first round of a tensor in it.
+    pub trace_start_step: u32,
+    /// `BYTEPS_TRACE_END_STEP`: the last round of a tensor in it.
+    pub trace_end_step: u32,
     /// What only `bpslaunch` uses.
     pub launch: LaunchConfig,
 }
@@ -230,6 +238,10 @@ impl Default for Config {
             heartbeat_interval: Duration::from_secs(1),
             heartbeat_timeout: Duration::from_secs(4),
             log_level: LogLevel::Info,
+            trace_on: false,
+            trace_dir: Some("trace".into()),
+            trace_start_step: 10,
+            trace_end_step: 20,
             launch: LaunchConfig {
                 local: 0,
                 no_prefix: false,
@@ -260,6 +272,12 @@ impl Config {
         self.global_rank.unwrap_or_else(|| {
             self.worker_id.saturating_mul(self.local_size).saturating_add(self.local_rank)
         })
+    }
+
+    /// The folder of timelines that nobody names a folder for.
+    #[must_use]
+    pub fn trace_folder(&self) -> PathBuf {
+        self.trace_dir.clone().unwrap_or_else(|| "trace".into())
     }
 
     /// Whether this job needs a scheduler and servers: more than one rank, or the user insists.

@@ -15,6 +15,7 @@ mod job_key;
 mod link;
 #[cfg(test)]
 mod tests;
+mod time;
 
 pub use crate::proto::handshake::{HandshakeError, Hello, JobKey, Purpose};
 pub use acceptor::{Acceptor, Listener, Socket};
@@ -22,3 +23,4 @@ pub use dial::{DialError, dial, dial_unix};
 pub use frame::{FrameError, Inbox, encode};
 pub use job_key::JobKeyError;
 pub use link::{Link, LinkError, LinkReceiver, LinkSender};
+pub use time::{ask_time, take_time};

@@ -42,6 +42,16 @@ pub enum NodeMessage {
         /// At most [`STALLS_MAX`], the oldest first.
         keys: Vec<StalledKey>,
     },
+    /// Asks for the scheduler's clock; answered at once by `Clock`.
+    Clock {
+        /// This node's monotonic clock, nanoseconds; comes back in the answer.
+        sent_ns: u64,
+    },
+    /// A worker starts a timeline, or ends its own (`None`).
+    Timeline {
+        /// What it records.
+        timeline: Option<Timeline>,
+    },
     /// The node ends because of an error of its own; everyone is told.
     Failed {
         /// One line: what, where, what to do.
@@ -105,6 +115,14 @@ pub enum SchedulerMessage {
         /// Empty when the stall is over.
         stalls: Vec<Stall>,
     },
+    /// Answer to `Clock`.
+    Clock(ClockAnswer),
+    /// To a server: the first worker has started a timeline, or the last has ended its own
+    /// (`None`).
+    Timeline {
+        /// What the first one records.
+        timeline: Option<Timeline>,
+    },
     /// To a server: all workers suspended; forget all keys, expect the workers of the next epoch.
     Reset {
         /// The next epoch.
@@ -115,6 +133,30 @@ pub enum SchedulerMessage {
         /// Why.
         reason: OverReason,
     },
+}
+
+/// What a timeline records, and where.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Timeline {
+    /// Folder of its files.
+    pub folder: String,
+    /// First round of each key in it.
+    pub first_round: u64,
+    /// Last round of each key in it.
+    pub last_round: u64,
+}
+
+/// What the scheduler's clock said.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct ClockAnswer {
+    /// From the question.
+    pub sent_ns: u64,
+    /// The scheduler's monotonic clock, nanoseconds.
+    pub now_ns: u64,
+    /// What has to be added to it for nanoseconds since 1970; the same in every answer of a job.
+    pub to_unix_ns: u64,
+    /// Nodes with the same text have the same monotonic clock as the scheduler.
+    pub domain: String,
 }
 
 /// Who a node is and what it was told about the job.

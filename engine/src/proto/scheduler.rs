@@ -132,6 +132,8 @@ struct Running {
     barriers: Barriers,
     stalls: Stalls,
     left: BTreeSet<Rank>,
+    /// Ranks that record a timeline: the servers do while any of them does.
+    tracing: BTreeSet<Rank>,
     suspended: bool,
 }
 
@@ -349,6 +351,7 @@ impl Scheduler {
             job,
             stalls: Stalls::default(),
             left: BTreeSet::new(),
+            tracing: BTreeSet::new(),
             suspended: false,
         }));
     }
@@ -383,6 +386,9 @@ impl Scheduler {
                     }
                     None => self.broke_protocol(node, "too many barriers at once"),
                 }
+            }
+            (Phase::Running(_), NodeMessage::Timeline { timeline }) => {
+                self.timeline(rank, timeline);
             }
             (_, other) => self.broke_protocol(node, kind(&other)),
         }
@@ -467,6 +473,8 @@ fn kind(message: &NodeMessage) -> &'static str {
         NodeMessage::Installed { .. } => "an answer to what it was not asked",
         NodeMessage::Barrier { .. } => "a barrier out of turn",
         NodeMessage::Stalled { .. } => "a stall report that is not its to make",
+        NodeMessage::Clock { .. } => "a question for the clock, which its program answers",
+        NodeMessage::Timeline { .. } => "a timeline that is not its to start",
         NodeMessage::Failed { .. } => "a failure",
         NodeMessage::Leave { .. } => "a good-bye",
     }

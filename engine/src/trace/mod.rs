@@ -1,5 +1,8 @@
-//! What a process says about itself: counters that data threads write, and lines that control
-//! threads print.
+//! What a process says about itself: counters and events that data threads write, and lines that
+//! control threads print.
 
+mod chrome;
+pub mod clock;
 pub mod counters;
 pub mod log;
+pub mod timeline;

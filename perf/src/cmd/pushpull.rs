@@ -56,7 +56,7 @@ pub fn shape(matches: &ArgMatches) -> Result<JobShape, String> {
         transport: arguments::transport_of(matches),
         driver: arguments::driver_of(matches),
         idle: arguments::idle_of(matches),
-        payload_checksum: false,
+        ..JobShape::default()
     })
 }
 

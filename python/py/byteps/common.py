@@ -26,6 +26,8 @@ __all__ = [
     "resume",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
     "suspend",
 ]
 
@@ -165,6 +167,27 @@ def barrier(timeout: float | None = None) -> None:
     _native.barrier(timeout)
 
 
+def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+    """Begins to record a timeline of this rank, and of the servers, in the folder ``file_path``.
+
+    The folder gets ``RANK/comm.json`` and, where the servers run, ``server-INDEX/comm.json``;
+    ``python -m byteps.timeline merge FOLDER`` makes one file of them, which Perfetto opens. It goes
+    on until :func:`stop_timeline` or :func:`shutdown`; a tensor's round that is under way now may
+    be in it in part. ``mark_cycles`` is there for Horovod's callers and has no effect: nothing here
+    works in cycles. Raises where the file can't be written, or a timeline is being recorded.
+    """
+    del mark_cycles
+    _native.start_timeline(os.fspath(file_path))
+
+
+def stop_timeline() -> None:
+    """Ends the timeline of this rank and returns when its file is written.
+
+    The servers' ends with that of the last rank. Without a timeline it does nothing.
+    """
+    _native.stop_timeline()
+
+
 def get_pushpull_speed() -> tuple[int, float]:
     """The oldest throughput sample that nobody has asked for: (ms since 1970, MB/s pushed).
 
@@ -188,3 +211,5 @@ class BytePSBasics:
     rank = staticmethod(rank)
     local_rank = staticmethod(local_rank)
     get_pushpull_speed = staticmethod(get_pushpull_speed)
+    start_timeline = staticmethod(start_timeline)
+    stop_timeline = staticmethod(stop_timeline)

@@ -3,9 +3,9 @@
 use super::Stop;
 use bps_engine::control::{Inbox, encode};
 use bps_engine::limits::{CONTROL_BYTES_MAX, RANKS_MAX, SERVERS_MAX};
-use bps_engine::proto::messages::NodeMessage;
+use bps_engine::proto::messages::{ClockAnswer, NodeMessage, SchedulerMessage};
 use bps_engine::proto::scheduler::{Exit, NodeId, Output, Scheduler};
-use bps_engine::trace::log;
+use bps_engine::trace::{clock, log};
 use bps_engine::transport::Waker;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::collections::{BTreeMap, VecDeque};
@@ -35,6 +35,9 @@ pub(super) struct Hub {
     connections: BTreeMap<NodeId, Connection>,
     next: u64,
     exit: Option<Exit>,
+    /// What nodes are told with the time.
+    to_unix_ns: u64,
+    domain: String,
 }
 
 struct Connection {
@@ -73,6 +76,8 @@ impl Hub {
             connections: BTreeMap::new(),
             next: 0,
             exit: None,
+            to_unix_ns: clock::to_unix_ns(),
+            domain: clock::domain(),
         }
     }
 
@@ -166,6 +171,10 @@ impl Hub {
             let fate = connection.read(&mut messages);
             if !closing {
                 for message in messages {
+                    if let NodeMessage::Clock { sent_ns } = message {
+                        self.tell_time(*node, sent_ns);
+                        continue;
+                    }
                     self.machine.handle_message(*node, message, self.start.elapsed());
                 }
             }
@@ -175,6 +184,14 @@ impl Hub {
             }
             self.carry_out();
         }
+    }
+
+    /// The machine has no clock of its own, so its program answers; a late answer only widens the
+    /// bound that the node computes.
+    fn tell_time(&mut self, node: NodeId, sent_ns: u64) {
+        let (to_unix_ns, domain) = (self.to_unix_ns, self.domain.clone());
+        let answer = ClockAnswer { sent_ns, now_ns: clock::now_ns(), to_unix_ns, domain };
+        self.send(node, &SchedulerMessage::Clock(answer));
     }
 
     /// Does what the machine says.
@@ -188,23 +205,23 @@ impl Hub {
                         connection.closing = Some(Instant::now());
                     }
                 }
-                Output::Send(node, message) => {
-                    let Some(connection) = self.connections.get_mut(&node) else { continue };
-                    let bytes = match encode(&message) {
-                        Ok(bytes) => bytes,
-                        Err(error) => {
-                            let how = format!("it could not be answered: {error}");
-                            self.give_up(node, &how);
-                            continue;
-                        }
-                    };
-                    connection.backlog_bytes += bytes.len();
-                    connection.backlog.push_back(bytes);
-                    if connection.backlog_bytes > BACKLOG_BYTES_MAX {
-                        self.give_up(node, "it does not read what it is sent");
-                    }
-                }
+                Output::Send(node, message) => self.send(node, &message),
             }
+        }
+    }
+
+    fn send(&mut self, node: NodeId, message: &SchedulerMessage) {
+        let Some(connection) = self.connections.get_mut(&node) else { return };
+        let bytes = match encode(message) {
+            Ok(bytes) => bytes,
+            Err(error) => {
+                return self.give_up(node, &format!("it could not be answered: {error}"));
+            }
+        };
+        connection.backlog_bytes += bytes.len();
+        connection.backlog.push_back(bytes);
+        if connection.backlog_bytes > BACKLOG_BYTES_MAX {
+            self.give_up(node, "it does not read what it is sent");
         }
     }
 

@@ -2,6 +2,7 @@
 
 use bps_engine::base::{Epoch, Key, Rank, Round};
 use bps_engine::proto::messages::{KeySpec, StalledKey};
+use bps_engine::trace::timeline::Recorder;
 use bps_engine::transport::{Cause, Link};
 use bps_engine::wire::{Invalid, Kind};
 
@@ -30,6 +31,8 @@ pub enum Command {
         /// Ranks in it.
         ranks: u32,
     },
+    /// Record a timeline with this from now on; a recorder that is off ends it.
+    Trace(Recorder),
     /// End the loop.
     Stop,
 }

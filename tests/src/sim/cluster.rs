@@ -448,7 +448,9 @@ impl Cluster {
                     let node = server.node;
                     self.mail(Letter::Up(node, message));
                 }
-                server_agent::Effect::Info(_) | server_agent::Effect::Warn(_) => {}
+                server_agent::Effect::Info(_)
+                | server_agent::Effect::Warn(_)
+                | server_agent::Effect::Timeline(..) => {}
                 server_agent::Effect::Over(_) => server.over = true,
             }
         }

@@ -10,8 +10,8 @@ const ENGINE: &[(&str, &[&str])] = &[
     ("reduce", &["base", "limits"]),
     ("ring", &["base", "limits"]),
     ("topo", &["base", "limits"]),
-    ("trace", &["base", "limits", "config"]),
     ("wire", &["base", "limits"]),
+    ("trace", &["base", "limits", "config", "ring", "wire"]),
     // Planning speaks of the parts that the control messages carry: their types, nothing else.
     ("keys", &["base", "limits", "proto"]),
     ("mem", &["base", "limits", "topo", "trace"]),

@@ -3,6 +3,7 @@
 use crate::error::Error;
 use crate::task::Task;
 use bps_engine::base::{DType, Epoch, Key, Operation, Rank};
+use bps_engine::trace::timeline::Recorder;
 use bps_engine::transport::{Cause, LaneId};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -66,6 +67,8 @@ pub enum Command {
         /// Told when it is over.
         task: Arc<Task>,
     },
+    /// Record a timeline with this from now on; a recorder that is off ends it.
+    Trace(Recorder),
     /// This tensor is of no use any more: what is pending of it fails, and so does what comes.
     Poison {
         /// Its name.

@@ -354,6 +354,39 @@ pub static TABLE: &[Row] = &[
     .aliases(&["BYTEPS_LOG_LEVEL"])
     .flag("log-level"),
     Row::new(
+        "BYTEPS_TRACE_ON",
+        RANKING,
+        Group::Output,
+        Switch { at: |config| &mut config.trace_on },
+        "1",
+        "Record a timeline of this rank and of the servers, in files that Perfetto opens.",
+    ),
+    Row::new(
+        "BYTEPS_TRACE_DIR",
+        NODES,
+        Group::Output,
+        Path { at: |config| &mut config.trace_dir },
+        "/tmp/trace",
+        "Folder of the timeline: RANK/comm.json for each rank, server-INDEX/comm.json for each \
+         server. A server of a job with a job key takes the worker's; else its own.",
+    ),
+    Row::new(
+        "BYTEPS_TRACE_START_STEP",
+        RANKING,
+        Group::Output,
+        Count { at: |config| &mut config.trace_start_step, min: 1, max: u32::MAX },
+        "1",
+        "First round of each tensor in the timeline; a tensor's first push_pull is round 1.",
+    ),
+    Row::new(
+        "BYTEPS_TRACE_END_STEP",
+        RANKING,
+        Group::Output,
+        Count { at: |config| &mut config.trace_end_step, min: 1, max: u32::MAX },
+        "100",
+        "Last round of each tensor in the timeline.",
+    ),
+    Row::new(
         "",
         LAUNCHER,
         Group::Launcher,

@@ -4,6 +4,7 @@ use super::{
     Duration, Epoch, Exit, NodeId, Output, OverReason, Phase, Rank, Rendezvous, Scheduler,
     SchedulerMessage, Standing, WAITING_EVERY,
 };
+use crate::proto::messages::Timeline;
 use crate::proto::text::list;
 
 impl Scheduler {
@@ -94,6 +95,8 @@ impl Scheduler {
         running.barriers.forget(rank);
         running.left.insert(rank);
         running.suspended |= suspend;
+        self.timeline(rank, None);
+        let Phase::Running(running) = &mut self.phase else { return };
         if running.left.len() < running.job.workers.len() {
             return self.check_stalls(now);
         }
@@ -101,6 +104,23 @@ impl Scheduler {
             self.suspend(now);
         } else {
             self.end(OverReason::Finished, None);
+        }
+    }
+
+    /// A rank starts a timeline or ends its own: the servers record from the first to the last.
+    pub(super) fn timeline(&mut self, rank: Rank, timeline: Option<Timeline>) {
+        let Phase::Running(running) = &mut self.phase else { return };
+        let before = running.tracing.is_empty();
+        match &timeline {
+            Some(_) => running.tracing.insert(rank),
+            None => running.tracing.remove(&rank),
+        };
+        if running.tracing.is_empty() == before {
+            return;
+        }
+        let servers: Vec<NodeId> = running.job.servers.iter().map(|(node, _)| *node).collect();
+        for node in servers {
+            self.send(node, SchedulerMessage::Timeline { timeline: timeline.clone() });
         }
     }
 

@@ -25,6 +25,8 @@ from byteps.common import (
     resume,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
     suspend,
 )
 from byteps.torch.allreduce import (
@@ -111,6 +113,8 @@ __all__ = [
     "resume",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
     "suspend",
     "synchronize",
     "wait",
