@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 const PATIENCE: Option<Duration> = Some(Duration::from_secs(120));
 /// Rounds that warm caches, sockets and page tables.
 const WARM_UP: u32 = 2;
-/// Jobs of each partition, in turn, where there are several partitions.
+/// Jobs of each partition, with and without a timeline, in turn, where there are several.
 const PASSES: u32 = 3;
 
 /// The arguments.
@@ -41,6 +41,11 @@ pub fn command() -> Command {
         .arg(arguments::transport())
         .arg(arguments::driver())
         .arg(arguments::idle())
+        .arg(
+            arguments::choice("trace", &["off", "on"], "Whether a timeline is recorded, or both")
+                .value_name("WORD[,WORD]")
+                .value_delimiter(','),
+        )
         .arg(arguments::sizes("size", "64M", "Bytes that each worker pushes in a round"))
         .arg(arguments::json())
 }
@@ -83,6 +88,7 @@ pub fn run(matches: &ArgMatches) -> Outcome {
         "size_bytes",
         "tensors",
         "partition_bytes",
+        "trace",
         "algbw_gbs",
         "ms_p50",
         "ms_p99",
@@ -103,23 +109,31 @@ pub fn run(matches: &ArgMatches) -> Outcome {
             integers(matches, "tensors").into_iter().map(move |tensors| Load { size, tensors })
         })
         .collect();
-    let partitions = partitions(matches)?;
-    let passes = if partitions.len() == 1 { 1 } else { PASSES.min(rounds) };
-    let mut found = vec![vec![Found::default(); loads.len()]; partitions.len()];
+    let traces: Vec<&String> = matches.get_many("trace").expect("has a default").collect();
+    let with_traces = |partition| traces.iter().map(move |&trace| (partition, trace));
+    let variants: Vec<(u32, &String)> =
+        partitions(matches)?.into_iter().flat_map(with_traces).collect();
+    let folder = trace_folder();
+    let passes = if variants.len() == 1 { 1 } else { PASSES.min(rounds) };
+    let mut found = vec![vec![Found::default(); loads.len()]; variants.len()];
     for pass in 0..passes {
-        for (&partition_bytes, found) in partitions.iter().zip(&mut found) {
+        for (&(partition_bytes, trace), found) in variants.iter().zip(&mut found) {
             let rounds = (rounds + pass) / passes;
-            let shape = JobShape { partition_bytes, ..base };
+            let trace = (trace == "on").then_some((1, u32::MAX));
+            let shape = JobShape { partition_bytes, trace, trace_folder: folder, ..base };
             for (all, new) in found.iter_mut().zip(measure(shape, &loads, rounds)) {
                 all.add(new);
             }
         }
     }
-    for (partition, found) in partitions.iter().zip(&found) {
+    // It is there only where a timeline was recorded.
+    let _ = std::fs::remove_dir_all(folder);
+    for ((partition, trace), found) in variants.iter().zip(&found) {
         let first = found[0].seconds.median();
         for (load, found) in loads.iter().zip(found) {
             let mut fields = found.report(*load, &base);
             fields.insert("partition_bytes".into(), (*partition).into());
+            fields.insert("trace".into(), trace.as_str().into());
             fields.insert("transport".into(), transport.into());
             fields.insert("driver".into(), text(matches, "driver").into());
             fields.insert("idle".into(), idle.into());
@@ -128,6 +142,12 @@ pub fn run(matches: &ArgMatches) -> Outcome {
         }
     }
     Ok(())
+}
+
+/// Where timelines go. The text lives as long as the process, as shapes of jobs are copied.
+fn trace_folder() -> &'static str {
+    let folder = std::env::temp_dir().join(format!("bps-perf-{}", std::process::id()));
+    folder.to_string_lossy().into_owned().leak()
 }
 
 /// Says so where threads that never sleep have to share CPUs.
