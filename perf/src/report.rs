@@ -79,6 +79,7 @@ impl Table {
 /// A value as a table shows it.
 pub fn shown(value: &Value) -> String {
     match value {
+        Value::Null => String::new(),
         Value::String(text) => text.clone(),
         Value::Number(number) if number.is_f64() => {
             let number = number.as_f64().unwrap_or(f64::NAN);

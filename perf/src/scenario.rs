@@ -146,7 +146,7 @@ impl Target {
 
 /// What tells one result of a scenario from another.
 pub fn label(result: &Value) -> String {
-    const TELLING: [&str; 14] = [
+    const TELLING: [&str; 16] = [
         "dtype",
         "transport",
         "driver",
@@ -157,10 +157,12 @@ pub fn label(result: &Value) -> String {
         "tensors",
         "size_bytes",
         "partition_bytes",
-        "rate",
-        "mode",
+        "piece_bytes",
+        "colocated",
+        "rate_bits",
+        "set",
+        "probe",
         "thread",
-        "case",
     ];
     let part = |name: &&str| result.get(*name).map(|value| format!("{name}={}", shown(value)));
     TELLING.iter().filter_map(part).collect::<Vec<_>>().join(" ")

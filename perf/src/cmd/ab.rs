@@ -18,6 +18,9 @@ use std::process::{Command as Process, Stdio};
 /// Draws of the bootstrap.
 const DRAWS: usize = 2000;
 
+/// Runs of each below which nothing is said: a few may differ by chance in the same way.
+const ROUNDS_MIN: u32 = 6;
+
 /// Fields that are compared, and whether more is better.
 const COMPARED: [(&str, bool); 6] = [
     ("gbps", true),
@@ -55,7 +58,7 @@ pub fn run(matches: &ArgMatches) -> Outcome {
     let here = std::env::current_exe()?;
     let there = build(&commit)?;
     let rounds = integer(matches);
-    let columns = ["of", "field", "a", "b", "ratio", "low", "high", "verdict"];
+    let columns = ["field", "a", "b", "ratio", "low", "high", "verdict", "of"];
     let title = format!(
         "{name}: a is {commit:.12}, b is this build, {rounds} runs of each in turn; ratio is how \
          many times as good b is, with the range that holds it with 95 % confidence"
@@ -90,6 +93,7 @@ pub fn run(matches: &ArgMatches) -> Outcome {
             };
             let (low, high) = confidence(&a, &b, good);
             let verdict = match (low, high) {
+                _ if rounds < ROUNDS_MIN => "too few runs",
                 (low, _) if low > 1.0 => "better",
                 (_, high) if high < 1.0 => "worse",
                 _ => "no difference seen",

@@ -93,7 +93,10 @@ fn results(scenario: &Scenario, is_smoke: bool, is_json: bool) -> (Vec<Value>, V
             println!("$ bps-perf {}", arguments.join(" "));
         }
         match start(arguments) {
-            Ok(lines) => results.extend(lines),
+            Ok(lines) => results.extend(lines.into_iter().map(|mut result| {
+                result["arguments"] = arguments.join(" ").into();
+                result
+            })),
             Err(error) if is_smoke && error.contains("skipped: ") => {
                 // In a smoke run, a machine that lacks what a scenario needs is no failure.
                 println!("{error}");

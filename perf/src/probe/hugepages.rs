@@ -25,7 +25,7 @@ fn measure(effort: Effort) -> io::Result<Vec<report::Fields>> {
     let mut rows = Vec::new();
     for size in SIZES.into_iter().filter(|&size| size <= effort.bytes.max(SIZES[0])) {
         let memory = RefCell::new([Pages::new(size, false)?, Pages::new(size, true)?]);
-        let share = ratio(memory.borrow()[1].huge_bytes(), size);
+        let share = ratio(memory.borrow()[1].huge_bytes().min(size), size);
         let source = vec![0u8; size];
         let repeats = (effort.bytes / size).clamp(1, 64);
         let pass = |which: usize| {

@@ -51,6 +51,7 @@ fn measure(effort: Effort) -> io::Result<Vec<report::Fields>> {
                     })
                 }
             },
+            // Over all rounds.
             |way, completions| {
                 let receive = match way {
                     Way::Single => "single",

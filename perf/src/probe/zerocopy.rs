@@ -90,22 +90,28 @@ fn send(
         unsafe { ring.push(&entry)? };
         let mut is_sent = false;
         while !is_sent || held >= WINDOW {
-            let completion = ring.next()?;
-            if cqueue::notif(completion.flags()) {
-                held -= 1;
-                copies.sends.fetch_add(1, Ordering::Relaxed);
-                let copied = completion.result() & COPIED != 0;
-                copies.copied.fetch_add(usize::from(copied), Ordering::Relaxed);
-            } else {
-                held += usize::from(cqueue::more(completion.flags()));
-                done += moved(&completion)?;
+            if let Some(count) = reap(&mut ring, &mut held, copies)? {
+                done += count;
                 is_sent = true;
             }
         }
     }
     while held > 0 {
-        let completion = ring.next()?;
-        held -= usize::from(cqueue::notif(completion.flags()));
+        reap(&mut ring, &mut held, copies)?;
     }
     Ok(clock.stop())
+}
+
+/// Takes the next completion: the bytes of a send, or the news that the kernel let go of one.
+fn reap(ring: &mut Ring, held: &mut usize, copies: &Copies) -> io::Result<Option<usize>> {
+    let completion = ring.next()?;
+    if cqueue::notif(completion.flags()) {
+        *held -= 1;
+        copies.sends.fetch_add(1, Ordering::Relaxed);
+        let copied = completion.result() & COPIED != 0;
+        copies.copied.fetch_add(usize::from(copied), Ordering::Relaxed);
+        return Ok(None);
+    }
+    *held += usize::from(cqueue::more(completion.flags()));
+    moved(&completion).map(Some)
 }
