@@ -6,7 +6,7 @@
 
 use crate::config::Idle;
 use crate::topo::pin;
-use crate::trace::counters::Counter;
+use crate::trace::counters::{Counter, Counters};
 use crate::trace::log;
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -157,6 +157,53 @@ impl Idler {
     }
 }
 
+/// Counts for one polling thread where its time goes.
+#[derive(Debug)]
+pub struct Meter {
+    counters: Arc<Counters>,
+    /// When the turn under way began.
+    began: Duration,
+    sample_at: Duration,
+}
+
+/// How often processor time and gauges are taken.
+const SAMPLE: Duration = Duration::from_millis(250);
+
+impl Meter {
+    /// A meter that writes these counters. It belongs to the thread that runs the loop.
+    #[must_use]
+    pub fn new(counters: Arc<Counters>) -> Meter {
+        Meter { counters, began: Duration::ZERO, sample_at: Duration::ZERO }
+    }
+
+    /// A turn ends and the next begins at `now`; `progress` is that of the turn that ends. Says
+    /// whether it is time for the loop to bring its gauges up to date.
+    #[inline]
+    pub fn turn(&mut self, now: Duration, progress: bool) -> bool {
+        if progress {
+            self.counters.busy_ns.add(nanoseconds(now.saturating_sub(self.began)));
+        }
+        self.began = now;
+        now >= self.sample_at && self.sample(now)
+    }
+
+    /// The loop is about to sleep.
+    pub fn sleeps(&self) {
+        self.counters.sleeps.add(1);
+    }
+
+    fn sample(&mut self, now: Duration) -> bool {
+        self.sample_at = now + SAMPLE;
+        let cpu = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+        self.counters.cpu_ns.set(nanoseconds(Duration::try_from(cpu).unwrap_or_default()));
+        true
+    }
+}
+
+fn nanoseconds(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}
+
 /// Starts a thread with this name (the kernel shows 15 bytes of it) on this CPU. Failure to pin is
 /// one warning line.
 ///
@@ -295,6 +342,21 @@ mod tests {
             thread.join().unwrap();
         }
         assert!(start.elapsed() < Duration::from_secs(5), "took {:?}", start.elapsed());
+    }
+
+    #[test]
+    fn a_meter_tells_busy_turns_from_idle_ones() {
+        let counters = Arc::new(Counters::default());
+        let mut meter = Meter::new(Arc::clone(&counters));
+        let ms = Duration::from_millis;
+        assert!(meter.turn(ms(0), false), "gauges are taken at the start");
+        assert!(!meter.turn(ms(10), true));
+        assert!(!meter.turn(ms(200), false));
+        meter.sleeps();
+        assert!(meter.turn(ms(251), true));
+        let values = counters.read();
+        assert_eq!((values.busy_ns, values.sleeps), (61_000_000, 1));
+        assert!(values.cpu_ns > 0);
     }
 
     #[test]

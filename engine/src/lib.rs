@@ -25,3 +25,4 @@ pub mod control;
 pub mod harness;
 pub mod host;
 pub mod lane;
+pub mod metrics;

@@ -22,6 +22,12 @@ pub fn server_main(py: Python<'_>, arguments: Vec<OsString>) -> i32 {
     py.detach(|| bps_server::run::cli(arguments))
 }
 
+/// `bps-top`.
+#[pyfunction]
+pub fn top_main(py: Python<'_>, arguments: Vec<OsString>) -> i32 {
+    py.detach(|| bps_server::top::cli(arguments))
+}
+
 /// `bps-scheduler`.
 #[pyfunction]
 pub fn scheduler_main(py: Python<'_>, arguments: Vec<OsString>) -> i32 {

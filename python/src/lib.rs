@@ -21,7 +21,7 @@ mod _native {
     use super::{Bound, PyModule, PyModuleMethods, PyResult, fork};
 
     #[pymodule_export]
-    use super::cli::{launch_main, scheduler_main, server_main};
+    use super::cli::{launch_main, scheduler_main, server_main, top_main};
     #[pymodule_export]
     use super::context::{
         barrier, init, is_forked, is_initialized, local_rank, local_size, rank, shutdown, size,

@@ -51,6 +51,12 @@ impl Agent {
         }
     }
 
+    /// This server's number in the job, once it is formed.
+    #[must_use]
+    pub fn index(&self) -> Option<u32> {
+        self.roster.as_ref().map(|roster| roster.index)
+    }
+
     /// A message of the scheduler.
     pub fn handle(&mut self, message: SchedulerMessage, effects: &mut Vec<Effect>) {
         match message {

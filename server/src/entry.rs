@@ -94,6 +94,8 @@ pub struct Entry {
     pub waiting: VecDeque<LaneId>,
     /// CRC-32C of the published result, if the contributions had one.
     pub checksum: Option<u32>,
+    /// Whether the open round has been counted as stalled.
+    pub stall_counted: bool,
     /// Whose payload is arriving now.
     active: Option<LaneId>,
     /// Payloads of the open round that are in the accumulator.
@@ -128,6 +130,7 @@ impl Entry {
             publishing: 0,
             waiting: VecDeque::with_capacity(ranks as usize),
             checksum: None,
+            stall_counted: false,
             active: None,
             landed: 0,
             complete: RankSet::new(ranks),
@@ -244,6 +247,7 @@ impl Entry {
 
     /// Closes the round: the accumulator holds its result. Returns the round's number.
     pub fn publish(&mut self) -> u64 {
+        self.stall_counted = false;
         self.round += 1;
         self.landed = 0;
         self.complete.clear();

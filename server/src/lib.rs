@@ -1,4 +1,4 @@
-//! The CPU server that sums gradients, and the scheduler of a job.
+//! The CPU server that sums gradients, the scheduler of a job, and a viewer of both.
 //!
 //! A server is a few polling threads, each a [`shard::Shard`] with its own keys, memory and lanes,
 //! an acceptor thread that authenticates connections, and a control thread that talks to the
@@ -9,4 +9,6 @@ pub mod entry;
 pub mod run;
 pub mod scheduler;
 pub mod shard;
+mod shown;
 mod timeline;
+pub mod top;

@@ -2,16 +2,18 @@
 
 use crate::agent::{Agent, Effect};
 use crate::shard::{Command, Report, Shard};
+use crate::shown::Shown;
 use crate::timeline::Tracing;
 use bps_engine::config::{Config, Program, TransportChoice};
 use bps_engine::control::{
     Acceptor, JobKey, Link, LinkReceiver, LinkSender, Listener, Socket, ask_time, take_time,
 };
-use bps_engine::harness::{self, Idler, Step};
+use bps_engine::harness::{self, Idler, Meter, Step};
 use bps_engine::host;
 use bps_engine::lane::Endpoint;
 use bps_engine::limits::RANKS_MAX;
 use bps_engine::mem::{Arena, Options};
+use bps_engine::metrics::{Collector, MetricsError};
 use bps_engine::proto::handshake::{Hello, Purpose};
 use bps_engine::proto::messages::{Node, NodeMessage, Register, SchedulerMessage};
 use bps_engine::ring::Mpsc;
@@ -58,6 +60,9 @@ pub enum ServerError {
     /// A thread, descriptor or memory is missing.
     #[error("{0}")]
     Resource(String),
+    /// Metrics can't be shown where they should be.
+    #[error(transparent)]
+    Metrics(#[from] MetricsError),
     /// The scheduler can't be reached.
     #[error("{0}")]
     Scheduler(String),
@@ -74,6 +79,7 @@ pub enum ServerError {
 struct ShardHandle {
     commands: Mpsc<Command>,
     waker: Waker,
+    counters: Arc<Counters>,
     memory: Option<SharedMemory>,
 }
 
@@ -109,7 +115,7 @@ pub fn cli(arguments: impl IntoIterator<Item = OsString>) -> i32 {
         Err(error) => {
             log::error!("{error}");
             match error {
-                ServerError::Config(_) => 2,
+                ServerError::Config(_) | ServerError::Metrics(_) => 2,
                 ServerError::Signal("SIGTERM") => 143,
                 ServerError::Signal(_) => 130,
                 _ => 1,
@@ -144,6 +150,8 @@ pub fn run(config: &Config) -> Result<(), ServerError> {
         shards.push(shard);
         threads.push(thread);
     }
+    let shown = Arc::new(Shown::default());
+    let _exporter = shown.serve(config)?;
     let all: Vec<Listener> = listeners.into_iter().chain(unix_listeners).collect();
     let acceptor = start_acceptor(all, key.clone(), shards.clone())?;
     let link = Link::connect(&config.root_uri, config.root_port, &key, config.start_timeout)
@@ -160,6 +168,7 @@ pub fn run(config: &Config) -> Result<(), ServerError> {
         sender,
         done: Arc::new(AtomicBool::new(false)),
         tracing: Arc::new(Tracing::new(config, key.is_open())),
+        shown,
     };
     let tracing = Arc::clone(&control.tracing);
     let result = control.run(config, receiver, &reports, &report_waker, &stop);
@@ -297,20 +306,26 @@ fn start_shard(
     report_waker: &Waker,
 ) -> Result<Started, ServerError> {
     let waker = Waker::new().map_err(|error| resource("an eventfd", &error))?;
-    let mut handle = ShardHandle { commands: Mpsc::new(QUEUE), waker: waker.clone(), memory: None };
+    let counters = Arc::new(Counters::default());
+    let mut handle = ShardHandle {
+        commands: Mpsc::new(QUEUE),
+        waker: waker.clone(),
+        counters: Arc::clone(&counters),
+        memory: None,
+    };
     let (started, has_started) = std::sync::mpsc::channel();
-    let (commands, reports) = (handle.commands.clone(), reports.clone());
+    let queues = (handle.commands.clone(), reports.clone());
     let (config, report_waker) = (config.clone(), report_waker.clone());
     let cpus = std::thread::available_parallelism().map_or(1, usize::from);
     let spin = harness::spin_default(config.server_cores as usize, cpus);
     let body = move || {
         // io_uring wants its ring made by the thread that uses it.
         let node = place.memory_node;
-        let made = make_shard(&config, core, node, &waker, commands, reports, report_waker);
+        let made = make_shard(&config, core, node, &waker, queues, report_waker, &counters);
         match made {
             Ok((shard, memory, line)) => {
                 let _ = started.send(Ok((memory, line)));
-                run_shard(shard, Idler::new(config.idle, spin));
+                run_shard(shard, Idler::new(config.idle, spin), Meter::new(counters));
             }
             Err(error) => {
                 let _ = started.send(Err(error));
@@ -329,9 +344,9 @@ fn make_shard(
     core: u32,
     numa_node: Option<u32>,
     waker: &Waker,
-    commands: Mpsc<Command>,
-    reports: Mpsc<(u32, Report)>,
+    (commands, reports): (Mpsc<Command>, Mpsc<(u32, Report)>),
     report_waker: Waker,
+    counters: &Arc<Counters>,
 ) -> Result<(Shard, Option<SharedMemory>, String), ServerError> {
     let options = Options {
         name: format!("core {core}"),
@@ -364,17 +379,23 @@ fn make_shard(
         commands,
         reports,
         report_waker,
-        Arc::new(Counters::default()),
+        Arc::clone(counters),
         config.stall_report,
     );
     Ok((shard, memory, line))
 }
 
-fn run_shard(mut shard: Shard, mut idler: Idler) {
+fn run_shard(mut shard: Shard, mut idler: Idler, mut meter: Meter) {
     let start = Instant::now();
+    let mut progress = false;
     while !shard.stopped() {
-        let progress = shard.step(start.elapsed());
+        let now = start.elapsed();
+        if meter.turn(now, progress) {
+            shard.sample();
+        }
+        progress = shard.step(now);
         if idler.step(progress) == Step::Sleep {
+            meter.sleeps();
             shard.sleep();
         }
     }
@@ -445,6 +466,7 @@ struct Control {
     sender: LinkSender,
     done: Arc<AtomicBool>,
     tracing: Arc<Tracing>,
+    shown: Arc<Shown>,
 }
 
 impl Control {
@@ -459,7 +481,10 @@ impl Control {
         let reporter = {
             let (control, reports, waker) = (self.clone(), reports.clone(), report_waker.clone());
             let interval = config.heartbeat_interval;
-            harness::spawn("bps-report", None, move || control.report(&reports, &waker, interval))
+            let counters = self.shards.iter().map(|shard| Arc::clone(&shard.counters)).collect();
+            let mut collector = Collector::new(config, counters);
+            let body = move || control.report(&reports, &waker, interval, &mut collector);
+            harness::spawn("bps-report", None, body)
                 .map_err(|error| resource("a thread", &error))?
         };
         let mut effects = Vec::new();
@@ -492,8 +517,14 @@ impl Control {
         outcome
     }
 
-    /// Passes on what the shards report, and the heartbeat.
-    fn report(&self, reports: &Mpsc<(u32, Report)>, waker: &Waker, interval: Duration) {
+    /// Passes on what the shards report and count, and the heartbeat.
+    fn report(
+        &self,
+        reports: &Mpsc<(u32, Report)>,
+        waker: &Waker,
+        interval: Duration,
+        collector: &mut Collector,
+    ) {
         let mut heartbeat = Instant::now();
         let mut effects = Vec::new();
         while !self.done.load(Ordering::Acquire) {
@@ -513,7 +544,14 @@ impl Control {
             if heartbeat.elapsed() >= interval {
                 heartbeat = Instant::now();
                 // A scheduler that can't be written to is noticed by the thread that reads it.
-                let _ = self.sender.send(&NodeMessage::Heartbeat { rounds: 0 });
+                let rounds = self.shards.iter().map(|shard| shard.counters.rounds.read()).sum();
+                let _ = self.sender.send(&NodeMessage::Heartbeat { rounds });
+                let agent = self.agent.lock().unwrap_or_else(PoisonError::into_inner);
+                let index = agent.index();
+                drop(agent);
+                if let Some(statistics) = self.shown.take(index, collector) {
+                    let _ = self.sender.send(&NodeMessage::Statistics(statistics));
+                }
             }
         }
     }

@@ -11,10 +11,11 @@ use bps_engine::config::{Config, Program};
 use bps_engine::control::{Acceptor, Hello, JobKey, JobKeyError, Listener, Purpose, Socket};
 use bps_engine::host::{self, HostError};
 use bps_engine::limits::{RANKS_MAX, SERVERS_MAX};
+use bps_engine::metrics::{self, Exporter, MetricsError};
 use bps_engine::proto::scheduler::{Exit, Scheduler, SchedulerConfig};
 use bps_engine::trace::log;
 use bps_engine::transport::Waker;
-use hub::Hub;
+use hub::{Hub, Viewer};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use std::ffi::OsString;
@@ -22,7 +23,11 @@ use std::io::ErrorKind;
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, channel};
+use std::sync::mpsc::{Receiver, channel, sync_channel};
+use std::time::Duration;
+
+/// How long a page waits for the hub, which never blocks.
+const VIEW: Duration = Duration::from_secs(2);
 
 /// Why a scheduler could not start, or how its job ended.
 #[derive(Debug, thiserror::Error)]
@@ -43,6 +48,9 @@ pub enum SchedulerError {
         /// What to do.
         remedy: &'static str,
     },
+    /// Metrics cannot be shown where they should be.
+    #[error(transparent)]
+    Metrics(#[from] MetricsError),
     /// A thread or descriptor is missing.
     #[error("{what} is not to be had: {error}: raise the limits of this user (ulimit -a)")]
     Resource {
@@ -207,8 +215,11 @@ impl Bound {
             stall_report: config.stall_report,
             stall_timeout: config.stall_timeout,
         };
-        let hub = Hub::new(|now| Scheduler::new(machine_config, now), waker, arrivals);
+        let (exporter, viewers) = self.show(&waker)?;
+        let machine = |now| Scheduler::new(machine_config, now);
+        let hub = Hub::new(machine, waker, arrivals, viewers);
         let exit = hub.run(stop);
+        drop(exporter);
         acceptor.stop();
         match exit {
             Exit::Finished => Ok(()),
@@ -242,6 +253,25 @@ impl Bound {
                 self.address.ip()
             );
         }
+    }
+
+    /// Starts to show metrics, if that is wanted. Whoever wants a page asks the hub for a view of
+    /// the job through the receiver.
+    fn show(&self, waker: &Waker) -> Result<(Option<Exporter>, Receiver<Viewer>), SchedulerError> {
+        let (ask, viewers) = sync_channel::<Viewer>(1);
+        let waker = waker.clone();
+        let source = move || {
+            let (answer, view) = sync_channel(1);
+            ask.try_send(answer).ok()?;
+            waker.ring();
+            let view = view.recv_timeout(VIEW).ok()?;
+            Some(metrics::page(Some(&view), &view.nodes))
+        };
+        let exporter = metrics::serve(Program::Scheduler, &self.config, source)?;
+        if let Some(exporter) = &exporter {
+            log::info!("metrics of the job on http://{}/metrics", exporter.address());
+        }
+        Ok((exporter, viewers))
     }
 
     /// Starts the accepting thread. Proven connections come out of the receiver.

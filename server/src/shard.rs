@@ -3,6 +3,7 @@
 //! when keys are installed and lanes attached.
 
 mod messages;
+mod watch;
 
 pub use messages::{Command, Refusal, Report};
 
@@ -11,7 +12,7 @@ use bps_engine::base::{Epoch, KeyMap, Rank, Round};
 use bps_engine::lane::Endpoint;
 use bps_engine::limits::{EVENTS_MAX, RANKS_MAX};
 use bps_engine::mem::Arena;
-use bps_engine::proto::messages::{KeySpec, STALLS_MAX, StalledKey};
+use bps_engine::proto::messages::KeySpec;
 use bps_engine::reduce::{Kernels, kernels};
 use bps_engine::ring::Mpsc;
 use bps_engine::trace::counters::Counters;
@@ -518,6 +519,7 @@ impl Shard {
     fn refuse(&mut self, lane: LaneId, why: Refusal) {
         let Some(session) = &mut self.sessions[lane.0 as usize] else { return };
         session.receiving = Receiving::Closing;
+        self.counters.refused.add(1);
         let rank = session.rank;
         let header =
             Header::new(Kind::Refused, bps_engine::base::DType::U8, session.rank, session.epoch);
@@ -544,35 +546,6 @@ impl Shard {
         }
         let expected = session.goodbye || session.epoch != self.epoch;
         self.report(Report::Closed { rank: session.rank, cause, expected });
-    }
-
-    fn look_for_stalls(&mut self, now: Duration) {
-        let waited = |entry: &Entry| entry.opened_at.map(|since| now.saturating_sub(since));
-        let gone = |entry: &Entry| -> Vec<Rank> {
-            entry.missing().filter(|&rank| self.left.contains(rank)).collect()
-        };
-        let overdue = |entry: &&Entry| {
-            waited(entry).is_some_and(|time| {
-                time >= self.stall_report || !self.left.is_empty() && !gone(entry).is_empty()
-            })
-        };
-        let mut stalled: Vec<&Entry> = self.entries.iter().filter(overdue).collect();
-        if stalled.is_empty() && !self.stalls_told {
-            return;
-        }
-        stalled.sort_by_key(|entry| entry.opened_at);
-        stalled.truncate(STALLS_MAX);
-        let describe = |entry: &&Entry| StalledKey {
-            key: entry.key,
-            round: entry.round + 1,
-            waited_ms: waited(entry)
-                .map_or(0, |time| u64::try_from(time.as_millis()).unwrap_or(u64::MAX)),
-            missing: entry.missing().collect(),
-            left: gone(entry),
-        };
-        let keys: Vec<StalledKey> = stalled.iter().map(describe).collect();
-        self.stalls_told = !keys.is_empty();
-        self.report(Report::Stalled { keys });
     }
 
     fn report(&mut self, report: Report) {

@@ -7,6 +7,7 @@ use crate::nic::{Command, NicStatistics, Report};
 use crate::timeline::Tracing;
 use crate::types::Speed;
 use bps_engine::control::{LinkReceiver, LinkSender, ask_time, take_time};
+use bps_engine::metrics::Collector;
 use bps_engine::proto::messages::{NodeMessage, SchedulerMessage};
 use bps_engine::ring::Mpsc;
 use bps_engine::trace::log;
@@ -52,6 +53,7 @@ pub(crate) struct Control {
     pub(crate) answers: Arc<(Mutex<Answers>, Condvar)>,
     pub(crate) leaving: Arc<AtomicBool>,
     pub(crate) statistics: Arc<NicStatistics>,
+    pub(crate) collector: Collector,
     pub(crate) heartbeat_interval: Duration,
     pub(crate) lost_at: Option<Instant>,
     pub(crate) speeds: Arc<Mutex<VecDeque<Speed>>>,
@@ -91,16 +93,18 @@ impl Control {
             }
             if heartbeat.elapsed() >= self.heartbeat_interval {
                 heartbeat = Instant::now();
-                let rounds = self.statistics.rounds.load(Ordering::Relaxed);
+                let rounds = self.statistics.counters.rounds.read();
                 // A scheduler that can't be written to is noticed by `receive`.
                 let _ = self.sender.send(&NodeMessage::Heartbeat { rounds });
+                let statistics = self.collector.take();
+                let _ = self.sender.send(&NodeMessage::Statistics(statistics));
             }
         }
     }
 
     /// Takes a throughput sample, if any tensor was finished since the last one.
     fn measure(&self, (since, bytes_then): (Instant, u64)) -> (Instant, u64) {
-        let (now, bytes) = (Instant::now(), self.statistics.bytes.load(Ordering::Relaxed));
+        let (now, bytes) = (Instant::now(), self.statistics.bytes.read());
         if bytes > bytes_then {
             let megabytes = (bytes - bytes_then) as f64 / 1e6;
             let megabytes_per_second = megabytes / (now - since).as_secs_f64();

@@ -11,7 +11,8 @@ use crate::types::{PushPull, Speed};
 use bps_engine::base::Rank;
 use bps_engine::config::Config;
 use bps_engine::control::LinkSender;
-use bps_engine::harness::{self, Idler, Step};
+use bps_engine::harness::{self, Idler, Meter, Step};
+use bps_engine::metrics::Collector;
 use bps_engine::proto::messages::{Declaration, NodeMessage};
 use bps_engine::ring::Mpsc;
 use bps_engine::trace::log;
@@ -88,7 +89,8 @@ impl Job {
                 match made {
                     Ok((nic, line)) => {
                         let _ = started.send(Ok(line));
-                        run_nic(nic, &config, &commands, &ended, &over);
+                        let meter = Meter::new(Arc::clone(&statistics.counters));
+                        run_nic(nic, meter, &config, &commands, &ended, &over);
                     }
                     Err(error) => {
                         let _ = started.send(Err(error));
@@ -119,6 +121,7 @@ impl Job {
             reports,
             answers: Arc::clone(&answers),
             leaving: Arc::clone(&leaving),
+            collector: Collector::new(config, vec![Arc::clone(&statistics.counters)]),
             statistics,
             heartbeat_interval: config.heartbeat_interval,
             lost_at: None,
@@ -290,15 +293,22 @@ fn drain(commands: &Mpsc<Command>, error: &Error) {
 
 fn run_nic(
     mut nic: Nic,
+    mut meter: Meter,
     config: &Config,
     commands: &Mpsc<Command>,
     ended: &AtomicBool,
     over: &OnceLock<Error>,
 ) {
     let mut idler = Idler::new(config.idle, start::spin());
+    let start = Instant::now();
+    let mut progress = false;
     while !nic.ended() {
-        let progress = nic.step();
+        if meter.turn(start.elapsed(), progress) {
+            nic.sample();
+        }
+        progress = nic.step();
         if idler.step(progress) == Step::Sleep {
+            meter.sleeps();
             nic.sleep(Duration::from_millis(500));
         }
     }

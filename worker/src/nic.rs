@@ -3,6 +3,7 @@
 //! path allocates nothing beyond what its queues have grown to.
 
 mod messages;
+mod watch;
 
 pub use messages::{Command, Memory, NicConfig, NicStatistics, Plan, PlanPart, Report};
 
@@ -19,7 +20,6 @@ use bps_engine::wire::header::FLAG_PAYLOAD_CHECKSUM;
 use bps_engine::wire::{Header, Kind, RawHeader};
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 /// A ready part in a lane's queue, or one that was posted.
@@ -347,6 +347,7 @@ impl Nic {
                 return;
             }
             self.trace.frame_at(at, Mark::Posted, &header);
+            self.statistics.posted(length);
             lane.queue.take();
             lane.sending.push_back(ready);
             run.open += 1;
@@ -388,7 +389,7 @@ impl Nic {
             let (key, rank) = (state.plan.parts[0].key, self.config.rank);
             self.trace.record(Mark::Done, key, state.round, rank, 0);
             let bytes: usize = state.plan.parts.iter().map(|part| part.bytes).sum();
-            self.statistics.bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+            self.statistics.bytes.add(bytes as u64);
         }
         if let Some(task) = run.task.take()
             && task.finish(result)
@@ -406,6 +407,7 @@ impl Nic {
         if matches!(self.lanes[lane.0 as usize].receiving, Receiving::Closing) {
             return;
         }
+        self.statistics.counters.frames_in.add(1);
         match self.check(lane, raw) {
             Ok((header, run, target)) => {
                 let length = header.length as usize;
@@ -464,6 +466,7 @@ impl Nic {
         let state = &mut self.lanes[lane.0 as usize];
         let receiving = std::mem::replace(&mut state.receiving, Receiving::Header);
         let Receiving::Landing { run, bytes, header, target } = receiving else { return };
+        self.statistics.counters.bytes_in.add(bytes as u64);
         if header.flags & FLAG_PAYLOAD_CHECKSUM != 0 {
             // SAFETY: these bytes have just landed in the caller's memory, which is valid until the
             // task is finished.
@@ -481,7 +484,7 @@ impl Nic {
     }
 
     fn landed(&mut self, run: u32) {
-        self.statistics.rounds.fetch_add(1, Ordering::Relaxed);
+        self.statistics.counters.rounds.add(1);
         self.close_one(run);
     }
 

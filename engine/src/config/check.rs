@@ -42,7 +42,7 @@ pub(super) fn check(
         Program::Scheduler => scheduler(config)?,
         // The launcher knows the local size only after it has counted devices, and names what is
         // missing itself.
-        Program::Launcher => {}
+        Program::Launcher | Program::Top => {}
     }
     Ok(warnings)
 }
@@ -52,7 +52,7 @@ fn role(program: Program, config: &mut Config, sources: &[Source]) -> Result<(),
         Program::Worker => super::Role::Worker,
         Program::Server => super::Role::Server,
         Program::Scheduler => super::Role::Scheduler,
-        Program::Launcher => return Ok(()),
+        Program::Launcher | Program::Top => return Ok(()),
     };
     let source = sources.iter().find(|source| source.name == "DMLC_ROLE");
     if let Some(source) = source

@@ -87,9 +87,15 @@ fn readers(row: &Row) -> String {
         (Program::Scheduler, "scheduler"),
         (Program::Launcher, "launcher"),
     ];
-    let names: Vec<&str> =
+    let top = row.used_by(Program::Top).then_some("bps-top");
+    let mut names: Vec<&str> =
         all.iter().filter(|(program, _)| row.used_by(*program)).map(|(_, name)| *name).collect();
-    if names.len() == all.len() { "all".to_owned() } else { names.join(", ") }
+    if names.len() == all.len() {
+        // All that take part in a job, that is.
+        names = vec!["all"];
+    }
+    names.extend(top);
+    names.join(", ")
 }
 
 /// What `--print-config` shows: every value, whence it came, and what would keep the program from

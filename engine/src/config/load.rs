@@ -403,6 +403,7 @@ fn about(program: Program) -> &'static str {
         Program::Worker => "A training process",
         Program::Server => "Sums gradients for the workers of a job",
         Program::Scheduler => "Brings the nodes of a job together and watches over them",
+        Program::Top => "Shows a running job as a live table, from the metrics of its scheduler",
         Program::Launcher => {
             "Starts the processes of this machine: from DMLC_* variables, or a whole job with \
              --local"

@@ -158,8 +158,27 @@ pub struct Config {
     pub trace_start_step: u32,
     /// `BYTEPS_TRACE_END_STEP`: the last round of a tensor in it.
     pub trace_end_step: u32,
+    /// `BPS_METRICS_PORT`: where the scheduler shows the whole job's metrics; nowhere if unset.
+    pub metrics_port: Option<u32>,
+    /// `BPS_SERVER_METRICS_PORT`: where a server shows its own.
+    pub server_metrics_port: Option<u32>,
+    /// `BPS_METRICS_ADDRESS`: the address of both.
+    pub metrics_address: String,
+    /// `BPS_LINK_SPEED`: of this node's network interface, Mbit/s, where the kernel does not know.
+    pub link_speed: Option<u32>,
+    /// What only `bps-top` uses.
+    pub top: TopConfig,
     /// What only `bpslaunch` uses.
     pub launch: LaunchConfig,
+}
+
+/// Settings of `bps-top`.
+#[derive(Clone, PartialEq, Debug)]
+pub struct TopConfig {
+    /// `--once`: print one table and leave.
+    pub once: bool,
+    /// `--interval`: time between two looks.
+    pub interval: Duration,
 }
 
 /// Settings of the launcher.
@@ -242,6 +261,11 @@ impl Default for Config {
             trace_dir: Some("trace".into()),
             trace_start_step: 10,
             trace_end_step: 20,
+            metrics_port: None,
+            server_metrics_port: None,
+            metrics_address: "127.0.0.1".into(),
+            link_speed: None,
+            top: TopConfig { once: false, interval: Duration::from_secs(1) },
             launch: LaunchConfig {
                 local: 0,
                 no_prefix: false,

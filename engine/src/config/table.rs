@@ -23,6 +23,8 @@ pub enum Program {
     Scheduler,
     /// `bpslaunch`.
     Launcher,
+    /// `bps-top`.
+    Top,
 }
 
 impl Program {
@@ -34,6 +36,7 @@ impl Program {
             Program::Server => "bps-server",
             Program::Scheduler => "bps-scheduler",
             Program::Launcher => "bpslaunch",
+            Program::Top => "bps-top",
         }
     }
 
@@ -43,6 +46,7 @@ impl Program {
             Program::Server => SERVER,
             Program::Scheduler => SCHEDULER,
             Program::Launcher => LAUNCHER,
+            Program::Top => TOP,
         }
     }
 }
@@ -51,6 +55,7 @@ const WORKER: u8 = 1;
 const SERVER: u8 = 2;
 const SCHEDULER: u8 = 4;
 const LAUNCHER: u8 = 8;
+const TOP: u8 = 16;
 
 /// The heading under which a row is listed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -61,17 +66,19 @@ pub(super) enum Group {
     Threads,
     Limits,
     Output,
+    Metrics,
     Launcher,
 }
 
 impl Group {
-    pub(super) const ALL: [Group; 7] = [
+    pub(super) const ALL: [Group; 8] = [
         Group::Job,
         Group::Network,
         Group::Tensors,
         Group::Threads,
         Group::Limits,
         Group::Output,
+        Group::Metrics,
         Group::Launcher,
     ];
 
@@ -83,6 +90,7 @@ impl Group {
             Group::Threads => "Threads",
             Group::Limits => "Time limits",
             Group::Output => "Output",
+            Group::Metrics => "Metrics",
             Group::Launcher => "Launcher",
         }
     }

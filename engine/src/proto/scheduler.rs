@@ -7,18 +7,20 @@
 mod lives;
 mod registry;
 mod rendezvous;
+mod view;
 mod waits;
 
 #[cfg(test)]
 mod tests;
 
-use super::messages::{NodeMessage, OverReason, Register, Roster, SchedulerMessage};
+use super::messages::{NodeMessage, OverReason, Register, Roster, SchedulerMessage, Statistics};
 use crate::base::{Epoch, Placement, Rank};
 use registry::{Registry, Reply};
 use rendezvous::{Job, Rendezvous, describe};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
+pub use view::{JobView, NodeRole, NodeView};
 use waits::{Barriers, Stalls};
 
 /// How often nodes are told for whom they wait.
@@ -117,6 +119,7 @@ struct Peer {
     connected: Duration,
     heard: Duration,
     rounds: u64,
+    statistics: Option<Box<Statistics>>,
 }
 
 /// Where the job stands.
@@ -197,6 +200,7 @@ impl Scheduler {
             connected: now,
             heard: now,
             rounds: 0,
+            statistics: None,
         };
         self.peers.insert(node, peer);
     }
@@ -216,6 +220,9 @@ impl Scheduler {
             (_, NodeMessage::Failed { message }) => self.failed(node, message),
             (Standing::New, _) => self.drop_stranger(node, "it did not say who it is first"),
             (_, NodeMessage::Heartbeat { rounds }) => peer.rounds = rounds,
+            (_, NodeMessage::Statistics(statistics)) => {
+                peer.statistics = Some(Box::new(view::bounded(statistics)));
+            }
             (Standing::Early(_), _) => self.drop_stranger(node, "it spoke before it had a roster"),
             (Standing::Worker(rank), message) => {
                 let rank = *rank;
@@ -469,6 +476,7 @@ fn kind(message: &NodeMessage) -> &'static str {
     match message {
         NodeMessage::Register(_) => "a second registration",
         NodeMessage::Heartbeat { .. } => "a heartbeat",
+        NodeMessage::Statistics(_) => "statistics",
         NodeMessage::Declare { .. } => "a declaration that is not its to make",
         NodeMessage::Installed { .. } => "an answer to what it was not asked",
         NodeMessage::Barrier { .. } => "a barrier out of turn",

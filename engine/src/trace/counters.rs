@@ -1,4 +1,4 @@
-//! What a data core counts: written by that core alone, read by anybody at any time.
+//! What a polling thread counts: written by that thread alone, read by anybody at any time.
 //!
 //! One writer means that an addition is a load and a store, without a locked instruction. A reader
 //! sees each counter whole and never going back, but two counters of one look may be some passes
@@ -6,7 +6,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// One counter of one writer.
+/// One counter or gauge of one writer.
 #[derive(Default, Debug)]
 pub struct Counter(AtomicU64);
 
@@ -19,6 +19,12 @@ impl Counter {
         self.0.store(self.0.load(Ordering::Relaxed).wrapping_add(amount), Ordering::Relaxed);
     }
 
+    /// Replaces the value, of a gauge or of a sum that is kept elsewhere. For the owner alone, too.
+    #[inline]
+    pub fn set(&self, value: u64) {
+        self.0.store(value, Ordering::Relaxed);
+    }
+
     /// The value now, or a moment ago.
     #[inline]
     #[must_use]
@@ -29,18 +35,43 @@ impl Counter {
 
 macro_rules! counters {
     ($($(#[doc = $doc:literal])+ $name:ident,)+) => {
-        /// The counters of one core, alone on their cache lines so that reading one core's never
-        /// slows another.
+        /// The counters of one polling thread, alone on their cache lines so that reading one
+        /// thread's never slows another.
         #[derive(Default, Debug)]
         #[repr(align(128))]
         pub struct Counters {
             $($(#[doc = $doc])+ pub $name: Counter,)+
         }
 
+        /// What the counters were at one look.
+        #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+        pub struct Values {
+            $($(#[doc = $doc])+ pub $name: u64,)+
+        }
+
         impl Counters {
-            /// Every counter with its name and meaning, in the order of their declaration.
-            pub fn read(&self) -> impl Iterator<Item = (&'static str, &'static str, u64)> {
-                [$((stringify!($name), concat!($($doc),+), self.$name.read())),+].into_iter()
+            /// All of them now.
+            #[must_use]
+            pub fn read(&self) -> Values {
+                Values { $($name: self.$name.read(),)+ }
+            }
+        }
+
+        impl Values {
+            /// The names, in the order of their declaration.
+            pub const NAMES: &[&str] = &[$(stringify!($name)),+];
+
+            /// The values in the order of their declaration.
+            #[must_use]
+            pub fn to_list(&self) -> Vec<u64> {
+                vec![$(self.$name),+]
+            }
+
+            /// Back from such a list. What it lacks is 0, and what it has too many is ignored.
+            #[must_use]
+            pub fn from_list(list: &[u64]) -> Values {
+                let mut list = list.iter().copied();
+                Values { $($name: list.next().unwrap_or_default(),)+ }
             }
         }
     };
@@ -55,16 +86,34 @@ counters! {
     frames_in,
     /// Frames sent.
     frames_out,
-    /// Rounds closed.
+    /// Rounds closed (server) or parts landed (worker).
     rounds,
     /// Times a lane was made to wait because its frame could not be taken yet.
     parked,
     /// Times a lane had no room for a frame.
     full,
+    /// Frames that were refused.
+    refused,
     /// Rounds that were reported as stalled.
     stalls,
-    /// Times the core slept because there was nothing to do.
+    /// Times the thread slept because there was nothing to do.
     sleeps,
+    /// Nanoseconds of turns of the loop that found something to do.
+    busy_ns,
+    /// Nanoseconds of processor time.
+    cpu_ns,
+    /// Gauge: lanes that wait because their frame cannot be taken yet.
+    parked_now,
+    /// Gauge: publications (server) or contributions (worker) that are not posted yet.
+    queued,
+    /// Gauge: lanes that are open.
+    lanes,
+    /// Gauge: keys (server) or tensors (worker) that are declared.
+    keys,
+    /// Gauge: bytes of the arena that keys have claimed.
+    arena_claimed,
+    /// Gauge: bytes of the arena that have pages.
+    arena_resident,
 }
 
 #[cfg(test)]
@@ -101,11 +150,16 @@ mod tests {
     fn names_follow_fields_and_blocks_do_not_share_lines() {
         let counters = Counters::default();
         counters.sleeps.add(7);
-        let all: Vec<_> = counters.read().collect();
-        assert_eq!(all.len(), 9);
-        assert_eq!((all[0].0, all[0].2), ("bytes_in", 0));
-        assert_eq!((all[8].0, all[8].2), ("sleeps", 7));
-        assert!(all.iter().all(|(_, meaning, _)| meaning.ends_with('.')));
+        counters.keys.set(3);
+        let values = counters.read();
+        assert_eq!((values.bytes_in, values.sleeps, values.keys), (0, 7, 3));
+        let list = values.to_list();
+        assert_eq!(list.len(), Values::NAMES.len());
+        let at = Values::NAMES.iter().position(|name| *name == "sleeps").unwrap();
+        assert_eq!(list[at], 7);
+        assert_eq!(Values::from_list(&list), values);
+        let short = Values::from_list(&list[..=at]);
+        assert_eq!((short.sleeps, short.keys), (7, 0));
         assert_eq!(align_of::<Counters>(), 128);
         assert!(size_of::<Counters>().is_multiple_of(128));
     }

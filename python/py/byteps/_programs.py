@@ -1,6 +1,7 @@
 """The programs of the wheel: each is a function of the engine, called with the command line."""
 
 import os
+import signal
 import sys
 
 from byteps import _native
@@ -20,6 +21,13 @@ def server() -> None:
 def scheduler() -> None:
     """``bps-scheduler``: brings the nodes of a job together."""
     sys.exit(_native.scheduler_main(sys.argv[1:]))
+
+
+def top() -> None:
+    """``bps-top``: shows a running job as a live table."""
+    # The engine's loop does not come back to the interpreter, which would have to see Ctrl-C.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.exit(_native.top_main(sys.argv[1:]))
 
 
 def run_role() -> None:

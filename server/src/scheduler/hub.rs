@@ -4,14 +4,14 @@ use super::Stop;
 use bps_engine::control::{Inbox, encode};
 use bps_engine::limits::{CONTROL_BYTES_MAX, RANKS_MAX, SERVERS_MAX};
 use bps_engine::proto::messages::{ClockAnswer, NodeMessage, SchedulerMessage};
-use bps_engine::proto::scheduler::{Exit, NodeId, Output, Scheduler};
+use bps_engine::proto::scheduler::{Exit, JobView, NodeId, Output, Scheduler};
 use bps_engine::trace::{clock, log};
 use bps_engine::transport::Waker;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::collections::{BTreeMap, VecDeque};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
-use std::sync::mpsc::Receiver;
+use std::sync::mpsc::{Receiver, SyncSender};
 use std::time::{Duration, Instant};
 
 /// How often the machine is told the time.
@@ -25,6 +25,9 @@ const BACKLOG_BYTES_MAX: usize = 2 * CONTROL_BYTES_MAX;
 /// Connections at once: every node of the largest job, and some that are on their way out.
 const CONNECTIONS_MAX: usize = RANKS_MAX + SERVERS_MAX + 256;
 
+/// Somebody who wants to see the job.
+pub(super) type Viewer = SyncSender<JobView>;
+
 /// The loop's state.
 pub(super) struct Hub {
     machine: Scheduler,
@@ -32,6 +35,7 @@ pub(super) struct Hub {
     ticked: Instant,
     waker: Waker,
     arrivals: Receiver<TcpStream>,
+    viewers: Receiver<Viewer>,
     connections: BTreeMap<NodeId, Connection>,
     next: u64,
     exit: Option<Exit>,
@@ -65,6 +69,7 @@ impl Hub {
         machine: impl FnOnce(Duration) -> Scheduler,
         waker: Waker,
         arrivals: Receiver<TcpStream>,
+        viewers: Receiver<Viewer>,
     ) -> Hub {
         let start = Instant::now();
         Hub {
@@ -73,6 +78,7 @@ impl Hub {
             ticked: start,
             waker,
             arrivals,
+            viewers,
             connections: BTreeMap::new(),
             next: 0,
             exit: None,
@@ -87,6 +93,7 @@ impl Hub {
         loop {
             let ready = self.wait();
             self.welcome();
+            self.show();
             self.serve(&ready);
             // After the reading, so that a heartbeat that waited in a socket is never counted as
             // missing.
@@ -159,6 +166,13 @@ impl Hub {
             self.next += 1;
             self.connections.insert(node, Connection::new(stream));
             self.machine.handle_connected(node, self.start.elapsed());
+        }
+    }
+
+    fn show(&self) {
+        while let Ok(viewer) = self.viewers.try_recv() {
+            // A viewer that no longer waits has no use for it.
+            let _ = viewer.try_send(self.machine.view(self.now()));
         }
     }
 

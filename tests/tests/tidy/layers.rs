@@ -22,6 +22,7 @@ const ENGINE: &[(&str, &[&str])] = &[
     ("host", &["base", "limits", "config"]),
     ("harness", &["base", "limits", "config", "ring", "topo", "trace"]),
     ("lane", &["base", "limits", "config", "wire", "mem", "proto", "transport"]),
+    ("metrics", &["base", "limits", "config", "host", "proto", "trace", "transport"]),
 ];
 
 /// Crates, and which others of ours each may use.

@@ -66,12 +66,24 @@ pub(super) fn plan(loaded: &Loaded, programs: &Programs) -> Result<Plan, LaunchE
             held.push(memory);
             shared.set("BPS_JOB_KEY_FILE", path);
         }
+        let metrics = match loaded.config.metrics_port {
+            Some(port) => port,
+            None => {
+                let (port, socket) = reserve_port()?;
+                held.push(socket);
+                shared.set("BPS_METRICS_PORT", port.to_string());
+                port.into()
+            }
+        };
         notes.push(format!(
             "a job on this machine: {}, {} with {}, scheduler on port {port}",
             counted(workers, "worker"),
             counted(servers, "server"),
             counted(loaded.config.server_cores, "core"),
         ));
+        if metrics != 0 {
+            notes.push(format!("watch it with: bps-top --metrics-port {metrics}"));
+        }
     }
     let mut processes = Vec::new();
     if servers > 0 {
@@ -82,6 +94,9 @@ pub(super) fn plan(loaded: &Loaded, programs: &Programs) -> Result<Plan, LaunchE
             if loaded.config.port != 0 {
                 let port = u32::from(loaded.config.port) + index * loaded.config.server_cores;
                 process.environment.set("DMLC_PORT", port.to_string());
+            }
+            if let Some(first @ 1..) = loaded.config.server_metrics_port {
+                process.environment.set("BPS_SERVER_METRICS_PORT", (first + index).to_string());
             }
             processes.push(process);
         }

@@ -3,10 +3,10 @@
 use crate::error::Error;
 use crate::task::Task;
 use bps_engine::base::{DType, Epoch, Key, Operation, Rank};
+use bps_engine::trace::counters::{Counter, Counters};
 use bps_engine::trace::timeline::Recorder;
 use bps_engine::transport::{Cause, LaneId};
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 
 /// A part of a tensor, with the lane that its core is reached by.
 #[derive(Clone, Copy, Debug)]
@@ -126,7 +126,7 @@ pub struct NicConfig {
 #[derive(Default)]
 pub struct NicStatistics {
     /// Bytes of finished tensors.
-    pub bytes: AtomicU64,
-    /// Parts landed.
-    pub rounds: AtomicU64,
+    pub bytes: Counter,
+    /// What passes the lanes, and where the loop's time goes.
+    pub counters: Arc<Counters>,
 }

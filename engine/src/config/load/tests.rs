@@ -158,7 +158,7 @@ fn switches_stand_alone_and_do_not_swallow_the_command() {
 
 #[test]
 fn help_version_and_print_config_print() {
-    for program in [Program::Server, Program::Scheduler, Program::Launcher] {
+    for program in [Program::Server, Program::Scheduler, Program::Launcher, Program::Top] {
         let text = |argument: &str| match read(program, &[argument], &[]) {
             Ok(Outcome::Print(text)) => text,
             other => panic!("{other:?}"),
@@ -168,7 +168,7 @@ fn help_version_and_print_config_print() {
             text("--version"),
             format!("{} {}\n", program.name(), env!("CARGO_PKG_VERSION"))
         );
-        assert!(text("--print-config").contains("BPS_LOG_LEVEL"));
+        assert!(text("--print-config").contains("BPS_METRICS_ADDRESS"));
     }
     let key = "00112233445566778899aabbccddeeff";
     let set: &[(&str, &str)] = &[("BPS_JOB_KEY", key), ("BPS_SERVER_CORES", "2")];

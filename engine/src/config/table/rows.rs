@@ -1,7 +1,7 @@
 //! The rows: every variable that does something, in the order in which the documents list them.
 
 use super::Field::{Bytes, Count, MaybeCount, MaybeText, Path, Port, Seconds, Switch, Text, Wide};
-use super::{Group, LAUNCHER, Row, SCHEDULER, SERVER, WORKER, choices};
+use super::{Group, LAUNCHER, Row, SCHEDULER, SERVER, TOP, WORKER, choices};
 use crate::limits::{CORES_MAX, PART_BYTES_MAX, PART_BYTES_MIN, RANKS_MAX, SERVERS_MAX};
 
 const ALL: u8 = WORKER | SERVER | SCHEDULER | LAUNCHER;
@@ -116,7 +116,7 @@ pub static TABLE: &[Row] = &[
     .flag("job-key-file"),
     Row::new(
         "DMLC_PS_ROOT_URI",
-        ALL,
+        ALL | TOP,
         Group::Network,
         Text { at: |config| &mut config.root_uri },
         "10.0.0.1",
@@ -386,6 +386,63 @@ pub static TABLE: &[Row] = &[
         "100",
         "Last round of each tensor in the timeline.",
     ),
+    Row::new(
+        "BPS_METRICS_PORT",
+        SCHEDULER | LAUNCHER | TOP,
+        Group::Metrics,
+        MaybeCount { at: |config| &mut config.metrics_port, max: 65_535 },
+        "9100",
+        "Where the scheduler shows the metrics of the whole job, over HTTP; nowhere if unset, a \
+         port that it announces if 0. With --local a free port is chosen.",
+    )
+    .flag("metrics-port"),
+    Row::new(
+        "BPS_SERVER_METRICS_PORT",
+        SERVER | LAUNCHER,
+        Group::Metrics,
+        MaybeCount { at: |config| &mut config.server_metrics_port, max: 65_535 },
+        "0",
+        "Where a server shows its own metrics; nowhere if unset, a port that it announces if 0. \
+         With --local the second server takes the next port, and so on.",
+    )
+    .flag("server-metrics-port"),
+    Row::new(
+        "BPS_METRICS_ADDRESS",
+        SERVER | SCHEDULER | LAUNCHER | TOP,
+        Group::Metrics,
+        Text { at: |config| &mut config.metrics_address },
+        "0.0.0.0",
+        "The address to show them on. Whoever reaches it may read them: there is no password.",
+    )
+    .flag("metrics-address"),
+    Row::new(
+        "BPS_LINK_SPEED",
+        NODES,
+        Group::Metrics,
+        MaybeCount { at: |config| &mut config.link_speed, max: 10_000_000 },
+        "25000",
+        "Speed of this node's network interface in Mbit/s, for the fraction of line rate, where \
+         the kernel does not know it or is wrong.",
+    )
+    .flag("link-speed"),
+    Row::new(
+        "",
+        TOP,
+        Group::Metrics,
+        Switch { at: |config| &mut config.top.once },
+        "1",
+        "bps-top: print one table and leave.",
+    )
+    .flag("once"),
+    Row::new(
+        "",
+        TOP,
+        Group::Metrics,
+        Seconds { at: |config| &mut config.top.interval, min: 0.1, max: 3600.0 },
+        "2",
+        "bps-top: time between two looks, over which rates are taken.",
+    )
+    .flag("interval"),
     Row::new(
         "",
         LAUNCHER,

@@ -1,0 +1,120 @@
+//! The job as those see it who watch it: a copy, for metrics.
+
+use super::{Duration, Peer, Phase, Scheduler, Standing};
+use crate::base::Rank;
+use crate::limits::CORES_MAX;
+use crate::proto::messages::{Stall, Statistics};
+
+/// Characters of a network interface's name, as the kernel has it.
+const INTERFACE_CHARS: usize = 15;
+/// Counters of a polling thread that are kept: far more than there are.
+const COUNTS_MAX: usize = 64;
+
+/// A job at one moment.
+#[derive(Clone, PartialEq, Debug)]
+pub struct JobView {
+    /// Membership generation.
+    pub epoch: u32,
+    /// Whether all nodes are there.
+    pub formed: bool,
+    /// Ranks of the job; before it is formed, those that have come.
+    pub ranks: u32,
+    /// Servers, likewise.
+    pub servers: u32,
+    /// Since the scheduler started.
+    pub uptime: Duration,
+    /// Who waits for whom longer than `BPS_STALL_REPORT`, the oldest first.
+    pub stalls: Vec<Stall>,
+    /// Members that are there, workers by rank and then servers by index.
+    pub nodes: Vec<NodeView>,
+}
+
+/// What a node is.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum NodeRole {
+    /// A rank.
+    Worker,
+    /// A server.
+    Server,
+}
+
+/// A member of the job.
+#[derive(Clone, PartialEq, Debug)]
+pub struct NodeView {
+    /// Worker or server.
+    pub role: NodeRole,
+    /// Rank, or index of the server.
+    pub index: u32,
+    /// Host name.
+    pub host: String,
+    /// Process id there.
+    pub pid: u32,
+    /// Since anything was last heard of it; none if nobody listens for it here.
+    pub silent: Option<Duration>,
+    /// What it counted by its last heartbeat.
+    pub statistics: Option<Statistics>,
+}
+
+impl Scheduler {
+    /// The job now.
+    #[must_use]
+    pub fn view(&self, now: Duration) -> JobView {
+        let mut nodes: Vec<NodeView> =
+            self.peers.iter().filter_map(|(node, peer)| self.member(*node, peer, now)).collect();
+        nodes.sort_by_key(|node| (node.role, node.index));
+        let come = |role| nodes.iter().filter(|node| node.role == role).count();
+        let mut view = JobView {
+            epoch: self.epoch.0,
+            formed: false,
+            ranks: u32::try_from(come(NodeRole::Worker)).unwrap_or(u32::MAX),
+            servers: u32::try_from(come(NodeRole::Server)).unwrap_or(u32::MAX),
+            uptime: now,
+            stalls: Vec::new(),
+            nodes,
+        };
+        if let Phase::Running(running) = &self.phase {
+            view.formed = true;
+            view.ranks = running.job.size();
+            view.servers = u32::try_from(running.job.servers.len()).unwrap_or(u32::MAX);
+            view.stalls = running.stalls.merged(
+                &running.registry,
+                &running.barriers,
+                &running.left,
+                self.config.stall_report,
+                now,
+            );
+        }
+        view
+    }
+
+    fn member(&self, node: super::NodeId, peer: &Peer, now: Duration) -> Option<NodeView> {
+        let (role, index) = match (&peer.standing, &self.phase) {
+            (Standing::Worker(Rank(rank)), _) => (NodeRole::Worker, *rank),
+            (Standing::Server, Phase::Running(running)) => {
+                (NodeRole::Server, running.server(node)?)
+            }
+            // A server has no number before the job is formed.
+            _ => return None,
+        };
+        Some(NodeView {
+            role,
+            index,
+            host: peer.host.clone(),
+            pid: peer.pid,
+            silent: Some(now.saturating_sub(peer.heard)),
+            statistics: peer.statistics.as_deref().cloned(),
+        })
+    }
+}
+
+/// A node's statistics, cut to what an honest one could send: they are kept, and shown to people.
+pub(super) fn bounded(mut statistics: Statistics) -> Statistics {
+    statistics.loops.truncate(CORES_MAX);
+    for one in &mut statistics.loops {
+        one.counts.truncate(COUNTS_MAX);
+    }
+    if let Some(link) = &mut statistics.link {
+        link.interface = link.interface.chars().take(INTERFACE_CHARS).collect();
+    }
+    statistics
+}

@@ -1,0 +1,5 @@
+//! A live table of a running job.
+
+fn main() {
+    std::process::exit(bps_server::top::cli(std::env::args_os().skip(1)));
+}

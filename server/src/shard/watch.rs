@@ -1,0 +1,57 @@
+//! What a shard finds out about itself a few times a second: gauges, and rounds that wait too long.
+
+use super::{Receiving, Report, Session, Shard};
+use crate::entry::Entry;
+use bps_engine::base::Rank;
+use bps_engine::proto::messages::{STALLS_MAX, StalledKey};
+use std::time::Duration;
+
+impl Shard {
+    /// Brings the gauges among its counters up to date: a few times a second, not in each turn.
+    pub fn sample(&self) {
+        let sessions = || self.sessions.iter().flatten();
+        let parked = |one: &&Session| matches!(one.receiving, Receiving::Parked { .. });
+        let counters = &self.counters;
+        counters.parked_now.set(sessions().filter(parked).count() as u64);
+        counters.queued.set(sessions().map(|one| one.outbox.len() as u64).sum());
+        counters.lanes.set(sessions().count() as u64);
+        counters.keys.set(self.entries.len() as u64);
+        counters.arena_claimed.set(self.arena.claimed_bytes() as u64);
+        counters.arena_resident.set(self.arena.resident_bytes() as u64);
+    }
+
+    pub(super) fn look_for_stalls(&mut self, now: Duration) {
+        let waited = |entry: &Entry| entry.opened_at.map(|since| now.saturating_sub(since));
+        let gone = |entry: &Entry| -> Vec<Rank> {
+            entry.missing().filter(|&rank| self.left.contains(rank)).collect()
+        };
+        let overdue = |entry: &&Entry| {
+            waited(entry).is_some_and(|time| {
+                time >= self.stall_report || !self.left.is_empty() && !gone(entry).is_empty()
+            })
+        };
+        let mut stalled: Vec<&Entry> = self.entries.iter().filter(overdue).collect();
+        if stalled.is_empty() && !self.stalls_told {
+            return;
+        }
+        stalled.sort_by_key(|entry| entry.opened_at);
+        stalled.truncate(STALLS_MAX);
+        let describe = |entry: &&Entry| StalledKey {
+            key: entry.key,
+            round: entry.round + 1,
+            waited_ms: waited(entry)
+                .map_or(0, |time| u64::try_from(time.as_millis()).unwrap_or(u64::MAX)),
+            missing: entry.missing().collect(),
+            left: gone(entry),
+        };
+        let keys: Vec<StalledKey> = stalled.iter().map(describe).collect();
+        for entry in &mut self.entries {
+            let long = waited(entry).is_some_and(|time| time >= self.stall_report);
+            if long && !std::mem::replace(&mut entry.stall_counted, true) {
+                self.counters.stalls.add(1);
+            }
+        }
+        self.stalls_told = !keys.is_empty();
+        self.report(Report::Stalled { keys });
+    }
+}

@@ -1,0 +1,313 @@
+//! The table: what two looks at a page have in common and in difference, as text of a given width.
+
+use super::page::{Page, Sample};
+use std::collections::BTreeMap;
+use std::fmt::Write;
+
+/// Counters of a core or a rank at one look.
+#[derive(Clone, Copy, Default)]
+struct Counts {
+    bytes_in: f64,
+    bytes_out: f64,
+    rounds: f64,
+    busy: f64,
+}
+
+/// A core or a rank: its counters at the last two heartbeats.
+#[derive(Clone, Copy, Default)]
+struct Track {
+    /// By the node's own clock.
+    at: f64,
+    counts: Counts,
+    before: Option<(f64, Counts)>,
+}
+
+impl Track {
+    /// Takes a look, if there was a heartbeat since the last one.
+    fn look(&mut self, at: f64, counts: Counts) {
+        if at < self.at {
+            // Another process has its place since.
+            *self = Track { at, counts, before: None };
+        } else if at > self.at {
+            self.before = (self.at > 0.0).then_some((self.at, self.counts));
+            (self.at, self.counts) = (at, counts);
+        }
+    }
+
+    /// Growth a second.
+    fn rate(&self, of: fn(&Counts) -> f64) -> Option<f64> {
+        let (at, before) = self.before.as_ref()?;
+        Some((of(&self.counts) - of(before)) / (self.at - at))
+    }
+}
+
+/// A line of the table: what is known of it now, in the order of the columns.
+struct Row {
+    place: String,
+    cells: Vec<String>,
+}
+
+/// See the [module](self).
+pub(super) struct Table {
+    name: String,
+    /// By server and core.
+    cores: BTreeMap<(u32, u32), Track>,
+    ranks: BTreeMap<u32, Track>,
+    header: String,
+    stall: String,
+    core_rows: Vec<Row>,
+    rank_rows: Vec<Row>,
+}
+
+const CORE_COLUMNS: &[&str] =
+    &["core", "busy %", "in GB/s", "out GB/s", "rounds/s", "parked", "line %", "heard s", "host"];
+const RANK_COLUMNS: &[&str] =
+    &["rank", "busy %", "in GB/s", "out GB/s", "rounds/s", "queued", "line %", "heard s", "host"];
+/// What stands where nothing is known.
+const UNKNOWN: &str = "-";
+
+impl Table {
+    pub(super) fn new(name: String) -> Table {
+        Table {
+            name,
+            cores: BTreeMap::new(),
+            ranks: BTreeMap::new(),
+            header: String::new(),
+            stall: String::new(),
+            core_rows: Vec::new(),
+            rank_rows: Vec::new(),
+        }
+    }
+
+    /// Takes a new page.
+    pub(super) fn look(&mut self, page: &Page) {
+        let job = |name: &str| page.value(name, &[]).unwrap_or(0.0);
+        let formed = if job("bps_job_formed") > 0.0 { "" } else { ", waiting for nodes" };
+        self.header = format!(
+            "{}: {}, {}, epoch {}, up {}{formed}",
+            self.name,
+            counted(job("bps_job_ranks"), "rank"),
+            counted(job("bps_job_servers"), "server"),
+            job("bps_job_epoch"),
+            clock(job("bps_job_uptime_seconds")),
+        );
+        self.stall = stall(page);
+        self.core_rows.clear();
+        for sample in page.of("bps_core_rounds_total") {
+            let Some((server, core)) = number(sample, "server").zip(number(sample, "core")) else {
+                continue;
+            };
+            let labels = [("server", sample.label("server")), ("core", sample.label("core"))];
+            let track = self.cores.entry((server, core)).or_default();
+            let role = ("server", sample.label("server"));
+            track.look(uptime(page, role), counts(page, "bps_core", &labels));
+            let parked = page.value("bps_core_parked", &labels);
+            let place = format!("{server}.{core}");
+            self.core_rows.push(row(page, place, track, parked, role));
+        }
+        self.rank_rows.clear();
+        for sample in page.of("bps_node_info").filter(|node| node.label("role") == "worker") {
+            let Some(rank) = number(sample, "index") else { continue };
+            let labels = [("rank", sample.label("index"))];
+            let track = self.ranks.entry(rank).or_default();
+            let role = ("worker", sample.label("index"));
+            track.look(uptime(page, role), counts(page, "bps_rank", &labels));
+            let queued = page.value("bps_rank_parts_waiting", &labels);
+            let mut row = row(page, rank.to_string(), track, queued, role);
+            if page.value("bps_rank_waited_for", &labels) == Some(1.0) {
+                row.cells.push("WAITED FOR".to_owned());
+            }
+            self.rank_rows.push(row);
+        }
+    }
+
+    /// Whether every core and rank that is shown has rates.
+    pub(super) fn has_rates(&self) -> bool {
+        let known = |track: &Track| track.before.is_some();
+        !self.ranks.is_empty() && self.ranks.values().chain(self.cores.values()).all(known)
+    }
+
+    /// The table, cut to columns and lines of a terminal if there is one.
+    pub(super) fn text(&self, size: Option<(usize, usize)>) -> String {
+        let mut lines = vec![self.header.clone(), self.stall.clone(), String::new()];
+        lines.extend(layout(CORE_COLUMNS, &self.core_rows));
+        lines.push(String::new());
+        lines.extend(layout(RANK_COLUMNS, &self.rank_rows));
+        if let Some((columns, rows)) = size {
+            // The last line is left to the cursor.
+            let room = rows.saturating_sub(1).max(4);
+            if lines.len() > room {
+                let hidden = lines.len() - room + 1;
+                lines.truncate(room - 1);
+                lines.push(format!("... and {hidden} lines more: make the window higher"));
+            }
+            for line in &mut lines {
+                *line = line.chars().take(columns).collect();
+            }
+        }
+        lines.into_iter().fold(String::new(), |text, line| text + line.trim_end() + "\n")
+    }
+}
+
+fn uptime(page: &Page, (role, index): (&str, &str)) -> f64 {
+    page.value("bps_node_uptime_seconds", &[("role", role), ("index", index)]).unwrap_or(0.0)
+}
+
+fn counts(page: &Page, prefix: &str, labels: &[(&str, &str)]) -> Counts {
+    let of = |what: &str| page.value(&format!("{prefix}_{what}_total"), labels).unwrap_or(0.0);
+    Counts {
+        bytes_in: of("receive_bytes"),
+        bytes_out: of("transmit_bytes"),
+        rounds: of("rounds"),
+        busy: of("busy_seconds"),
+    }
+}
+
+fn row(
+    page: &Page,
+    place: String,
+    track: &Track,
+    depth: Option<f64>,
+    (role, index): (&str, &str),
+) -> Row {
+    let node = [("role", role), ("index", index)];
+    let cell = |value: Option<f64>, decimals: usize| {
+        value.map_or_else(|| UNKNOWN.to_owned(), |value| format!("{value:.decimals$}"))
+    };
+    let busiest = ["bps_link_receive_ratio", "bps_link_transmit_ratio"]
+        .into_iter()
+        .filter_map(|name| page.value(name, &node))
+        .reduce(f64::max);
+    let fits = |sample: &&Sample| sample.label("role") == role && sample.label("index") == index;
+    let info = page.of("bps_node_info").find(fits);
+    let host = info.map_or(UNKNOWN, |info| info.label("host"));
+    let heard = page.value("bps_node_heartbeat_age_seconds", &node);
+    Row {
+        place,
+        cells: vec![
+            cell(track.rate(|counts| counts.busy).map(|busy| 100.0 * busy), 1),
+            cell(track.rate(|counts| counts.bytes_in).map(|bytes| bytes / 1e9), 3),
+            cell(track.rate(|counts| counts.bytes_out).map(|bytes| bytes / 1e9), 3),
+            cell(track.rate(|counts| counts.rounds), 0),
+            cell(depth, 0),
+            cell(busiest.map(|ratio| 100.0 * ratio), 1),
+            cell(heard, 1),
+            host.chars().filter(|one| !one.is_control()).collect(),
+        ],
+    }
+}
+
+fn stall(page: &Page) -> String {
+    if page.value("bps_job_stalls", &[]).unwrap_or(0.0) == 0.0 {
+        return "no stall".to_owned();
+    }
+    let waited = page.of("bps_rank_waited_for").filter(|rank| rank.value() > 0.0);
+    let ranks: Vec<&str> = waited.map(|rank| rank.label("rank")).collect();
+    let seconds = page.value("bps_job_stall_seconds", &[]).unwrap_or(0.0);
+    let whom = match ranks.len() {
+        0 => "a rank that has left".to_owned(),
+        1 => format!("rank {}", ranks[0]),
+        _ => format!("ranks {}", ranks.join(", ")),
+    };
+    format!("STALLED for {seconds:.1} s: waiting for {whom}")
+}
+
+fn number(sample: &Sample, label: &str) -> Option<u32> {
+    sample.label(label).parse().ok()
+}
+
+fn counted(count: f64, what: &str) -> String {
+    format!("{count} {what}{}", if (count - 1.0).abs() < 0.5 { "" } else { "s" })
+}
+
+#[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "whole seconds")]
+fn clock(seconds: f64) -> String {
+    let seconds = seconds as u64;
+    format!("{}:{:02}:{:02}", seconds / 3600, seconds / 60 % 60, seconds % 60)
+}
+
+/// Columns as wide as their widest cell; numbers at the right, names at the left.
+fn layout(columns: &[&str], rows: &[Row]) -> Vec<String> {
+    let head = Row {
+        place: columns[0].to_owned(),
+        cells: columns[1..].iter().map(|title| (*title).to_owned()).collect(),
+    };
+    let all = || std::iter::once(&head).chain(rows);
+    let widths: Vec<usize> = (0..columns.len() - 1)
+        .map(|at| all().filter_map(|row| row.cells.get(at)).map(String::len).max().unwrap_or(0))
+        .collect();
+    let first = all().map(|row| row.place.len()).max().unwrap_or(0);
+    let numbers = columns.len() - 2;
+    all()
+        .map(|row| {
+            let mut line = format!("{:<first$}", row.place);
+            for (at, cell) in row.cells.iter().enumerate() {
+                let width = widths.get(at).copied().unwrap_or(0);
+                let _ = match at < numbers {
+                    true => write!(line, "  {cell:>width$}"),
+                    false => write!(line, "  {cell:<width$}"),
+                };
+            }
+            line
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn page(uptime: f64, bytes: f64, waited: u32) -> Page {
+        Page::parse(&format!(
+            "bps_job_formed 1\nbps_job_ranks 1\nbps_job_servers 1\nbps_job_epoch 1\n\
+             bps_job_uptime_seconds 3725.5\nbps_job_stalls {waited}\nbps_job_stall_seconds 4.25\n\
+             bps_node_info{{role=\"worker\",index=\"0\",host=\"w\",pid=\"1\"}} 1\n\
+             bps_node_info{{role=\"server\",index=\"0\",host=\"s\",pid=\"2\"}} 1\n\
+             bps_node_uptime_seconds{{role=\"worker\",index=\"0\"}} {uptime}\n\
+             bps_node_uptime_seconds{{role=\"server\",index=\"0\"}} {uptime}\n\
+             bps_node_heartbeat_age_seconds{{role=\"worker\",index=\"0\"}} 0.25\n\
+             bps_core_receive_bytes_total{{server=\"0\",core=\"0\"}} {bytes}\n\
+             bps_core_rounds_total{{server=\"0\",core=\"0\"}} 10\n\
+             bps_core_parked{{server=\"0\",core=\"0\"}} 3\n\
+             bps_rank_receive_bytes_total{{rank=\"0\"}} {bytes}\n\
+             bps_rank_waited_for{{rank=\"0\"}} {waited}\n"
+        ))
+    }
+
+    #[test]
+    fn rates_are_taken_over_the_nodes_own_time() {
+        let mut table = Table::new("h:1".to_owned());
+        table.look(&page(1.0, 1e9, 0));
+        assert!(!table.has_rates());
+        // The same heartbeat again: no rate of 0 is made of it.
+        table.look(&page(1.0, 1e9, 0));
+        assert!(!table.has_rates());
+        table.look(&page(3.0, 4e9, 0));
+        table.look(&page(3.0, 4e9, 0));
+        assert!(table.has_rates());
+        let text = table.text(None);
+        let lines: Vec<&str> = text.lines().collect();
+        assert_eq!(lines[0], "h:1: 1 rank, 1 server, epoch 1, up 1:02:05");
+        assert_eq!(lines[1], "no stall");
+        let cells: Vec<&str> = lines[4].split_whitespace().collect();
+        assert_eq!(cells, ["0.0", "0.0", "1.500", "0.000", "0", "3", "-", "-", "s"]);
+        let cells: Vec<&str> = lines[7].split_whitespace().collect();
+        assert_eq!(cells, ["0", "0.0", "1.500", "0.000", "0", "-", "-", "0.2", "w"]);
+        // Another process in the same place begins anew.
+        table.look(&page(0.5, 1e6, 0));
+        assert!(!table.has_rates());
+    }
+
+    #[test]
+    fn a_stall_is_said_twice_and_a_small_window_is_obeyed() {
+        let mut table = Table::new("h:1".to_owned());
+        table.look(&page(1.0, 1e9, 1));
+        let text = table.text(None);
+        assert!(text.contains("STALLED for 4.2 s: waiting for rank 0\n"), "{text}");
+        assert!(text.lines().last().unwrap().ends_with("WAITED FOR"), "{text}");
+        let small = table.text(Some((20, 6)));
+        assert!(small.lines().all(|line| line.chars().count() <= 20), "{small}");
+        assert_eq!(small.lines().count(), 5);
+        assert!(small.lines().last().unwrap().starts_with("... and 4 lines"), "{small}");
+    }
+}
