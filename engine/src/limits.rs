@@ -21,6 +21,8 @@ pub const LANE_FRAMES_MAX: usize = 256;
 /// Bytes that one send or receive call of a stream socket moves at most, so that no lane keeps
 /// others waiting.
 pub const OPERATION_BYTES_MAX: usize = 1 << 20;
+/// Bytes that the kernel may hold of one stream socket and not have sent: they can't be overtaken.
+pub const UNSENT_BYTES_MAX: i32 = 128 << 10;
 /// Pieces of memory that one send of a stream socket gathers at most.
 pub const GATHER_MAX: usize = 64;
 /// Events that one poll returns at most.

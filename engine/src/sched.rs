@@ -1,4 +1,4 @@
-//! Which ready part goes next: a priority queue with a byte credit, one for each lane.
+//! Which ready part goes next: a priority queue with a byte credit.
 //!
 //! A larger priority goes sooner; equal priorities go in the order of their arrival. The credit
 //! bounds the bytes that have been handed to the transport and are not yet on their way, so that an
@@ -40,7 +40,7 @@ impl<T> Ord for Ready<T> {
     }
 }
 
-/// Ready items of one lane and the credit that they draw on. Units are bytes.
+/// Ready items and the credit that they draw on. Units are bytes.
 pub struct CreditQueue<T> {
     heap: BinaryHeap<Ready<T>>,
     sequence: u64,

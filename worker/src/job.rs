@@ -62,7 +62,7 @@ impl Job {
             rank: Rank(joined.roster.index),
             size: joined.roster.size,
             epoch: joined.roster.epoch,
-            credit_bytes: start::credit_bytes(config),
+            credit_bytes: start::credit_bytes(config, joined.links.len()),
             payload_checksum: config.payload_checksum,
             say,
         };

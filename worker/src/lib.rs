@@ -20,5 +20,6 @@ mod types;
 pub use bps_engine::proto::messages::Declaration;
 pub use context::Worker;
 pub use error::Error;
+pub use start::credit_bytes;
 pub use task::Handle;
 pub use types::{PushPull, Speed, TensorId};

@@ -22,7 +22,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// A ready part in a lane's queue, or one that was posted.
+/// A ready part in the queue, or one that was posted.
 #[derive(Clone, Copy)]
 struct ReadyPart {
     run: u32,
@@ -39,7 +39,6 @@ struct Lane {
     server: u32,
     open: bool,
     receiving: Receiving,
-    queue: CreditQueue<ReadyPart>,
     /// Posted and not sent, in order.
     sending: VecDeque<ReadyPart>,
 }
@@ -76,6 +75,10 @@ pub struct Nic {
     endpoint: Endpoint,
     config: NicConfig,
     lanes: Vec<Lane>,
+    /// Ready parts of all lanes. One queue and one credit: the lanes share the host's line, so what
+    /// is posted on any of them is in the way of all. A lane that has more to carry, or is slower,
+    /// comes to hold most of the credit and so gets most of the line, and the lanes end together.
+    queue: CreditQueue<ReadyPart>,
     tensors: Vec<Option<Tensor>>,
     /// Where a publication belongs.
     keys: KeyMap<(u32, u32)>,
@@ -117,6 +120,7 @@ impl Nic {
     ) -> Nic {
         Nic {
             endpoint,
+            queue: CreditQueue::new(config.credit_bytes),
             config,
             lanes: Vec::new(),
             tensors: Vec::new(),
@@ -148,7 +152,6 @@ impl Nic {
             server,
             open: true,
             receiving: Receiving::Header,
-            queue: CreditQueue::new(self.config.credit_bytes),
             sending: VecDeque::with_capacity(bps_engine::limits::LANE_FRAMES_MAX),
         });
         Ok(lane)
@@ -179,7 +182,7 @@ impl Nic {
             self.on_command(command);
             progress = true;
         }
-        self.pump_all();
+        self.pump();
         let mut events = std::mem::take(&mut self.events);
         self.endpoint.poll(&mut events);
         progress |= !events.is_empty();
@@ -194,7 +197,7 @@ impl Nic {
             }
         }
         self.events = events;
-        self.pump_all();
+        self.pump();
         self.wake_callers(progress);
         progress
     }
@@ -296,26 +299,16 @@ impl Nic {
         for (position, part) in state.plan.parts.iter().enumerate() {
             self.trace.record_at(asked_ns, Mark::Queued, part.key, round, rank, part.bytes);
             let ready = ReadyPart { run: index, part: u32::try_from(position).unwrap_or(u32::MAX) };
-            self.lanes[part.lane.0 as usize].queue.push(waiting.priority, part.bytes, ready);
+            self.queue.push(waiting.priority, part.bytes, ready);
         }
     }
 
-    fn pump_all(&mut self) {
-        for position in 0..self.lanes.len() {
-            if !self.lanes[position].queue.is_empty() {
-                self.pump(position);
-            }
-        }
-    }
-
-    /// Posts what waits on a lane, as far as credit and transport allow.
-    fn pump(&mut self, position: usize) {
-        let lane = &mut self.lanes[position];
-        if !lane.open || self.leaving || self.over.is_some() {
+    /// Posts what waits, as far as credit and transport allow.
+    fn pump(&mut self) {
+        if self.leaving || self.over.is_some() {
             return;
         }
-        let id = LaneId(u32::try_from(position).unwrap_or(u32::MAX));
-        while let Some(&ready) = lane.queue.peek() {
+        while let Some(&ready) = self.queue.peek() {
             let run = &mut self.runs[ready.run as usize];
             let Some(Some(tensor)) = self.tensors.get(run.tensor as usize) else { return };
             let part = tensor.plan.parts[ready.part as usize];
@@ -342,13 +335,14 @@ impl Nic {
                 header.payload_checksum = crc32c::crc32c(bytes);
             }
             let frame = Frame { header: header.encode(), payload, length, token: 0 };
+            let lane = &mut self.lanes[part.lane.0 as usize];
             let at = self.trace.now();
-            if self.endpoint.post(id, &frame).is_err() {
+            if !lane.open || self.endpoint.post(part.lane, &frame).is_err() {
                 return;
             }
             self.trace.frame_at(at, Mark::Posted, &header);
             self.statistics.posted(length);
-            lane.queue.take();
+            self.queue.take();
             lane.sending.push_back(ready);
             run.open += 1;
             run.posted += 1;
@@ -365,7 +359,7 @@ impl Nic {
         if let Some(Some(tensor)) = self.tensors.get(run.tensor as usize) {
             let (part, rank) = (&tensor.plan.parts[ready.part as usize], self.config.rank);
             self.trace.record(Mark::Sent, part.key, tensor.round, rank, part.bytes);
-            state.queue.returned(part.bytes);
+            self.queue.returned(part.bytes);
         }
         self.runs[ready.run as usize].posted -= 1;
         self.close_one(ready.run);
@@ -501,9 +495,7 @@ impl Nic {
             waiting.task.finish_now(Err(error.clone()));
         }
         let Some(run) = state.run else { return };
-        for lane in &mut self.lanes {
-            lane.queue.remove(|ready| ready.run == run);
-        }
+        self.queue.remove(|ready| ready.run == run);
         let state = &mut self.runs[run as usize];
         state.failed = Some(error.clone());
         // No result will come for it: only what the kernel still reads is open.

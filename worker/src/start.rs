@@ -24,8 +24,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Parts in flight on a lane if `BYTEPS_SCHEDULING_CREDIT` does not say.
-const CREDIT_PARTS: usize = 4;
+/// Fewest partitions in flight if `BYTEPS_SCHEDULING_CREDIT` does not say.
+const CREDIT_PARTS_MIN: usize = 4;
 /// How long a server core that is in the roster may take to answer.
 const DIAL: Duration = Duration::from_secs(10);
 
@@ -47,10 +47,12 @@ impl Joined {
     }
 }
 
-/// Bytes that may be in flight on a lane.
-pub(crate) fn credit_bytes(config: &Config) -> usize {
+/// Bytes that a worker may have in flight on all its lanes together. Without a setting that is a
+/// partition for each lane, so that every server has something to do.
+#[must_use]
+pub fn credit_bytes(config: &Config, lanes: usize) -> usize {
     let parts = match config.scheduling_credit {
-        0 => CREDIT_PARTS,
+        0 => lanes.max(CREDIT_PARTS_MIN),
         parts => parts as usize,
     };
     parts * config.partition_bytes as usize

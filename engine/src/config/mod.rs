@@ -115,8 +115,8 @@ pub struct Config {
     pub server_cores: u32,
     /// `BYTEPS_PARTITION_BYTES`: largest part.
     pub partition_bytes: u32,
-    /// `BYTEPS_SCHEDULING_CREDIT`: parts that may be in flight on a lane, in partitions; 0 takes
-    /// the default.
+    /// `BYTEPS_SCHEDULING_CREDIT`: parts that may be in flight on all lanes of a process, in
+    /// partitions; 0 takes the default.
     pub scheduling_credit: u32,
     /// `BYTEPS_KEY_HASH_FN` (and `BYTEPS_ENABLE_MIXED_MODE`).
     pub placement: Placement,
@@ -239,7 +239,7 @@ impl Default for Config {
             port: 0,
             preferred_rank: None,
             server_cores: 1,
-            partition_bytes: 1 << 20,
+            partition_bytes: 256 << 10,
             scheduling_credit: 0,
             placement: Placement::Balanced,
             mixed_bound: 101,

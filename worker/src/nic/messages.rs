@@ -114,7 +114,7 @@ pub struct NicConfig {
     pub size: u32,
     /// The membership.
     pub epoch: Epoch,
-    /// Bytes that may be posted to a lane and not yet sent.
+    /// Bytes that may be posted to all lanes together and not yet be taken by the kernel.
     pub credit_bytes: usize,
     /// Whether contributions carry a CRC-32C.
     pub payload_checksum: bool,

@@ -212,8 +212,8 @@ pub static TABLE: &[Row] = &[
         },
         "4M",
         "Largest part of a tensor, a multiple of 64. The default is smaller than BytePS's \
-         4096000: parts \
-         that stay in cache are summed faster.",
+         4096000: many parts share \
+         the links more evenly, and the last one is back sooner.",
     )
     .flag("partition-bytes"),
     Row::new(
@@ -222,7 +222,8 @@ pub static TABLE: &[Row] = &[
         Group::Tensors,
         Count { at: |config| &mut config.scheduling_credit, min: 0, max: 65_536 },
         "4",
-        "Partitions that may be in flight on one lane; 0 takes the built-in credit. Unlike in \
+        "Partitions that a worker process may have in flight, that is, handed to the network \
+         and not taken by it; 0 allows one for each server core, and four at least. Unlike in \
          BytePS, \
          priorities hold in any case.",
     )

@@ -14,6 +14,7 @@
 
 use super::{Driver, Event, Frame, Full, Landing, LaneId, Link, Waker};
 use crate::config::TcpDriver;
+use crate::limits::UNSENT_BYTES_MAX;
 use poll::Poll;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -142,15 +143,37 @@ impl Driver for Tcp {
     }
 }
 
-/// Sets a socket up: non-blocking, and no waiting for a fuller packet. Buffer sizes are left to the
-/// kernel, which tunes them by the path; a fixed size would stop it from doing so.
+/// Sets a socket up: non-blocking, no waiting for a fuller packet, and a bound on what the kernel
+/// holds unsent. Buffer sizes are left to the kernel, which tunes them by the path; a fixed size
+/// would stop it from doing so.
 fn prepare(socket: &OwnedFd) -> io::Result<()> {
     rustix::io::ioctl_fionbio(socket, true)?;
     match rustix::net::sockopt::set_tcp_nodelay(socket, true) {
-        // A socket pair of this host has no packets to delay.
-        Ok(()) | Err(rustix::io::Errno::OPNOTSUPP) => Ok(()),
+        Ok(()) => bound_unsent(socket),
+        // A socket pair of this host has no packets to delay, and no queue in front of a line.
+        Err(rustix::io::Errno::OPNOTSUPP) => Ok(()),
         Err(error) => Err(error.into()),
     }
+}
+
+/// What the kernel has taken and not sent can't be overtaken any more, so the credit bounds the
+/// wait of an urgent part only if this is small. What is sent and not acknowledged is not counted:
+/// a long path keeps its window.
+fn bound_unsent(socket: &OwnedFd) -> io::Result<()> {
+    use std::os::fd::AsRawFd;
+    let bytes: libc::c_int = UNSENT_BYTES_MAX;
+    let length = libc::socklen_t::try_from(size_of::<libc::c_int>()).expect("four");
+    // SAFETY: the kernel reads the four bytes of a local that outlives the call.
+    let result = unsafe {
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            libc::IPPROTO_TCP,
+            libc::TCP_NOTSENT_LOWAT,
+            (&raw const bytes).cast(),
+            length,
+        )
+    };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 /// Throws away what the peer sent and nobody will read, up to a bound, and says that nothing more
