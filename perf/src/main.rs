@@ -15,6 +15,7 @@ mod probe;
 mod report;
 mod sample;
 mod scenario;
+mod stage;
 mod watch;
 
 /// Why a command could not measure, in words for the user.
@@ -24,16 +25,22 @@ type Outcome = Result<(), Box<dyn std::error::Error>>;
 type Entry = (fn() -> Command, fn(&ArgMatches) -> Outcome);
 const COMMANDS: &[Entry] = &[
     (cmd::ab::command, cmd::ab::run),
+    (cmd::cluster::command, cmd::cluster::run),
     (cmd::gloo::command, cmd::gloo::run),
     (cmd::idle::command, cmd::idle::run),
     (cmd::lane::command, cmd::lane::run),
     (cmd::latency::command, cmd::latency::run),
     (cmd::probe::command, cmd::probe::run),
+    (cmd::priority::command, cmd::priority::run),
     (cmd::pushpull::command, cmd::pushpull::run),
     (cmd::rings::command, cmd::rings::run),
     (cmd::run::command, cmd::run::run),
     (cmd::scaling::command, cmd::scaling::run),
     (cmd::sum::command, cmd::sum::run),
+    (stage::within_command, stage::enter),
+    (stage::overtake::command, stage::overtake::run),
+    (stage::rank::command, stage::rank::run),
+    (stage::stream::command, stage::stream::run),
 ];
 
 fn main() -> ExitCode {

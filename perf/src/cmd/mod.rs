@@ -1,10 +1,12 @@
 //! One file per command. Each gives its arguments by `command` and measures by `run`.
 
 pub mod ab;
+pub mod cluster;
 pub mod gloo;
 pub mod idle;
 pub mod lane;
 pub mod latency;
+pub mod priority;
 pub mod probe;
 pub mod pushpull;
 pub mod rings;
