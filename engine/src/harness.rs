@@ -22,6 +22,12 @@ pub const SPIN_CROWDED: Duration = Duration::from_micros(5);
 const CLOCK_EVERY: u32 = 16;
 /// Two looks that are further apart had another thread's turn on this CPU between them.
 const CLOCK_GAP: Duration = Duration::from_micros(50);
+/// Passes with progress between two looks at the clock.
+const CLOCK_EVERY_BUSY: u32 = 64;
+/// How often processor time and gauges are taken.
+const SAMPLE: Duration = Duration::from_millis(250);
+/// Idle passes without a pause between them: what is awaited mostly comes within microseconds.
+const EAGER_STEPS: u32 = 128;
 /// Idle passes between two yields of a thread that has a CPU of its own.
 const YIELD_ROOMY: u32 = 4096;
 /// Idle passes between two yields of a thread that shares its CPU.
@@ -78,19 +84,26 @@ fn enlist() -> Arc<Loop> {
     this
 }
 
-/// Decides for one thread between polling, yielding and sleeping.
+/// Decides for one thread between polling, yielding and sleeping, and counts where its time goes.
 #[derive(Debug)]
 pub struct Idler {
     policy: Idle,
     spin: Duration,
     yield_every: u32,
+    busy_steps: u32,
     idle_steps: u32,
-    /// When the clock was last looked at, in this idleness.
-    looked: Option<Instant>,
+    start: Instant,
+    /// Since the start, at the last look at the clock.
+    now: Duration,
+    /// Whether that look was in this idleness.
+    has_looked: bool,
     /// How long this idleness has lasted at the last look.
     spun: Duration,
     is_spent: bool,
     watched: Arc<Loop>,
+    counters: Arc<Counters>,
+    sample_at: Duration,
+    is_sample_due: bool,
 }
 
 impl Idler {
@@ -99,35 +112,64 @@ impl Idler {
     /// never sleeps yields often.
     #[must_use]
     pub fn new(policy: Idle, spin: Duration) -> Idler {
+        Idler::counting(policy, spin, Arc::default())
+    }
+
+    /// As [`new`](Idler::new), and keeps the counters of the thread's time.
+    #[must_use]
+    pub fn counting(policy: Idle, spin: Duration, counters: Arc<Counters>) -> Idler {
         let yield_every = if spin < SPIN_ROOMY { YIELD_CROWDED } else { YIELD_ROOMY };
         Idler {
             policy,
             spin,
             yield_every,
+            busy_steps: 0,
             idle_steps: 0,
-            looked: None,
+            start: Instant::now(),
+            now: Duration::ZERO,
+            has_looked: false,
             spun: Duration::ZERO,
             is_spent: false,
             watched: enlist(),
+            counters,
+            sample_at: Duration::ZERO,
+            is_sample_due: false,
         }
+    }
+
+    /// Time since the start, a few passes old at most: for what need not be exact.
+    #[must_use]
+    pub fn now(&self) -> Duration {
+        self.now
+    }
+
+    /// Whether it is time for the loop to bring its gauges up to date; once each time.
+    pub fn is_sample_due(&mut self) -> bool {
+        std::mem::take(&mut self.is_sample_due)
     }
 
     /// Called after every pass of the loop. Once it has said [`Step::Sleep`] it says so again until
     /// there is progress.
     #[inline]
     pub fn step(&mut self, progress: bool) -> Step {
-        if progress {
-            self.idle_steps = 0;
-            self.looked = None;
-            self.spun = Duration::ZERO;
-            self.is_spent = false;
-            return Step::Again;
+        if !progress {
+            return self.idle();
         }
-        self.idle()
+        self.idle_steps = 0;
+        self.has_looked = false;
+        self.spun = Duration::ZERO;
+        self.is_spent = false;
+        self.busy_steps = self.busy_steps.wrapping_add(1);
+        if self.busy_steps.is_multiple_of(CLOCK_EVERY_BUSY) {
+            self.look();
+        }
+        Step::Again
     }
 
     fn idle(&mut self) -> Step {
         if self.is_spent {
+            self.look();
+            self.counters.sleeps.add(1);
             return Step::Sleep;
         }
         self.idle_steps = self.idle_steps.wrapping_add(1);
@@ -136,67 +178,39 @@ impl Idler {
         // at once.
         if self.policy == Idle::Busy && self.idle_steps.is_multiple_of(self.yield_every) {
             std::thread::yield_now();
-        } else {
+        } else if self.idle_steps > EAGER_STEPS {
+            // A pause leaves the core to a sibling thread, but lasts as long as a pass.
             std::hint::spin_loop();
         }
         if !self.idle_steps.is_multiple_of(CLOCK_EVERY) {
             return Step::Again;
         }
-        let now = Instant::now();
-        if let Some(looked) = self.looked.replace(now) {
-            let more = now - looked;
+        let more = self.look();
+        if std::mem::replace(&mut self.has_looked, true) {
             self.spun += more;
-            let spun = more.min(CLOCK_GAP);
-            self.watched.spun_ns.add(u64::try_from(spun.as_nanos()).unwrap_or(u64::MAX));
+            self.watched.spun_ns.add(nanoseconds(more.min(CLOCK_GAP)));
         }
         if self.policy == Idle::Busy || self.spun < self.spin {
             return Step::Again;
         }
         self.is_spent = true;
+        self.counters.sleeps.add(1);
         Step::Sleep
     }
-}
 
-/// Counts for one polling thread where its time goes.
-#[derive(Debug)]
-pub struct Meter {
-    counters: Arc<Counters>,
-    /// When the turn under way began.
-    began: Duration,
-    sample_at: Duration,
-}
-
-/// How often processor time and gauges are taken.
-const SAMPLE: Duration = Duration::from_millis(250);
-
-impl Meter {
-    /// A meter that writes these counters. It belongs to the thread that runs the loop.
-    #[must_use]
-    pub fn new(counters: Arc<Counters>) -> Meter {
-        Meter { counters, began: Duration::ZERO, sample_at: Duration::ZERO }
-    }
-
-    /// A turn ends and the next begins at `now`; `progress` is that of the turn that ends. Says
-    /// whether it is time for the loop to bring its gauges up to date.
-    #[inline]
-    pub fn turn(&mut self, now: Duration, progress: bool) -> bool {
-        if progress {
-            self.counters.busy_ns.add(nanoseconds(now.saturating_sub(self.began)));
+    /// Looks at the clock: returns the time since the last look.
+    fn look(&mut self) -> Duration {
+        let before = std::mem::replace(&mut self.now, self.start.elapsed());
+        if self.now >= self.sample_at {
+            self.sample_at = self.now + SAMPLE;
+            self.is_sample_due = true;
+            let cpu = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+            let cpu = nanoseconds(Duration::try_from(cpu).unwrap_or_default());
+            let busy = cpu.saturating_sub(self.watched.spun_ns.read());
+            self.counters.cpu_ns.set(cpu);
+            self.counters.busy_ns.set(busy.max(self.counters.busy_ns.read()));
         }
-        self.began = now;
-        now >= self.sample_at && self.sample(now)
-    }
-
-    /// The loop is about to sleep.
-    pub fn sleeps(&self) {
-        self.counters.sleeps.add(1);
-    }
-
-    fn sample(&mut self, now: Duration) -> bool {
-        self.sample_at = now + SAMPLE;
-        let cpu = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
-        self.counters.cpu_ns.set(nanoseconds(Duration::try_from(cpu).unwrap_or_default()));
-        true
+        self.now.saturating_sub(before)
     }
 }
 
@@ -345,18 +359,23 @@ mod tests {
     }
 
     #[test]
-    fn a_meter_tells_busy_turns_from_idle_ones() {
+    fn time_that_was_spun_away_is_not_busy() {
         let counters = Arc::new(Counters::default());
-        let mut meter = Meter::new(Arc::clone(&counters));
-        let ms = Duration::from_millis;
-        assert!(meter.turn(ms(0), false), "gauges are taken at the start");
-        assert!(!meter.turn(ms(10), true));
-        assert!(!meter.turn(ms(200), false));
-        meter.sleeps();
-        assert!(meter.turn(ms(251), true));
-        let values = counters.read();
-        assert_eq!((values.busy_ns, values.sleeps), (61_000_000, 1));
-        assert!(values.cpu_ns > 0);
+        let mut idler =
+            Idler::counting(Idle::Adaptive, Duration::from_millis(300), Arc::clone(&counters));
+        let start = Instant::now();
+        while start.elapsed() < Duration::from_millis(300) {
+            idler.step(true);
+        }
+        assert!(idler.is_sample_due() && !idler.is_sample_due(), "once each time");
+        let busy = counters.busy_ns.read();
+        assert!(busy > 0 && busy <= counters.cpu_ns.read());
+        assert!(passes_until_sleep(&mut idler, u32::MAX).is_some());
+        assert!(idler.now() >= Duration::from_millis(500), "{:?}", idler.now());
+        let (more, cpu) = (counters.busy_ns.read() - busy, counters.cpu_ns.read());
+        // A busy machine takes the CPU away in the midst of a look; it does not for most of them.
+        assert!(more < cpu / 2, "{more} ns of {cpu} were called busy while it spun");
+        assert_eq!(counters.sleeps.read(), 1);
     }
 
     #[test]

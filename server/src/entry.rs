@@ -7,12 +7,15 @@
 //! for the network only.
 
 use bps_engine::base::{DType, Key, Operation, Rank};
-use bps_engine::mem::Claim;
+use bps_engine::mem::{Claim, cache};
 use bps_engine::proto::messages::KeySpec;
 use bps_engine::reduce::Kernels;
 use bps_engine::transport::LaneId;
 use std::collections::VecDeque;
 use std::time::Duration;
+
+/// Bytes of an accumulator that are fetched for writing before they are needed.
+const FETCH_BYTES: usize = 4096;
 
 /// A set of ranks, as bits.
 #[derive(Clone, Debug, Default)]
@@ -254,6 +257,17 @@ impl Entry {
         self.arrived.clear();
         self.opened_at = None;
         self.round
+    }
+
+    /// One publication's memory is no longer read.
+    pub fn sent(&mut self) {
+        self.publishing -= 1;
+        if self.publishing == 0 {
+            // Workers on this host have read it in place: their copies of its first lines would
+            // hold up the next round's first contribution.
+            let length = self.accumulator.len().min(FETCH_BYTES);
+            cache::fetch_to_write(self.accumulator(), length);
+        }
     }
 
     /// Contributions in a published result: what an average was divided by.

@@ -8,7 +8,7 @@ use bps_engine::config::{Config, Program, TransportChoice};
 use bps_engine::control::{
     Acceptor, JobKey, Link, LinkReceiver, LinkSender, Listener, Socket, ask_time, take_time,
 };
-use bps_engine::harness::{self, Idler, Meter, Step};
+use bps_engine::harness::{self, Idler, Step};
 use bps_engine::host;
 use bps_engine::lane::Endpoint;
 use bps_engine::limits::RANKS_MAX;
@@ -325,7 +325,7 @@ fn start_shard(
         match made {
             Ok((shard, memory, line)) => {
                 let _ = started.send(Ok((memory, line)));
-                run_shard(shard, Idler::new(config.idle, spin), Meter::new(counters));
+                run_shard(shard, Idler::counting(config.idle, spin, counters));
             }
             Err(error) => {
                 let _ = started.send(Err(error));
@@ -385,17 +385,14 @@ fn make_shard(
     Ok((shard, memory, line))
 }
 
-fn run_shard(mut shard: Shard, mut idler: Idler, mut meter: Meter) {
-    let start = Instant::now();
-    let mut progress = false;
+fn run_shard(mut shard: Shard, mut idler: Idler) {
     while !shard.stopped() {
-        let now = start.elapsed();
-        if meter.turn(now, progress) {
+        let progress = shard.step(idler.now());
+        let step = idler.step(progress);
+        if idler.is_sample_due() {
             shard.sample();
         }
-        progress = shard.step(now);
-        if idler.step(progress) == Step::Sleep {
-            meter.sleeps();
+        if step == Step::Sleep {
             shard.sleep();
         }
     }

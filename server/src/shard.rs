@@ -458,7 +458,7 @@ impl Shard {
             let session = self.lanes[rank].and_then(|lane| self.sessions[lane.0 as usize].as_mut());
             match session {
                 Some(session) => session.outbox.push_back(index),
-                None => self.entries[index].publishing -= 1,
+                None => self.entries[index].sent(),
             }
             if let Some(lane) = self.lanes[rank] {
                 self.flush(lane);
@@ -512,7 +512,7 @@ impl Shard {
     }
 
     fn sent(&mut self, index: usize) {
-        self.entries[index].publishing -= 1;
+        self.entries[index].sent();
         self.next_in_line(index);
     }
 

@@ -11,10 +11,11 @@ use crate::types::{PushPull, Speed};
 use bps_engine::base::Rank;
 use bps_engine::config::Config;
 use bps_engine::control::LinkSender;
-use bps_engine::harness::{self, Idler, Meter, Step};
+use bps_engine::harness::{self, Idler, Step};
 use bps_engine::metrics::Collector;
 use bps_engine::proto::messages::{Declaration, NodeMessage};
 use bps_engine::ring::Mpsc;
+use bps_engine::trace::counters::Counters;
 use bps_engine::trace::log;
 use bps_engine::transport::Waker;
 use std::collections::VecDeque;
@@ -89,8 +90,8 @@ impl Job {
                 match made {
                     Ok((nic, line)) => {
                         let _ = started.send(Ok(line));
-                        let meter = Meter::new(Arc::clone(&statistics.counters));
-                        run_nic(nic, meter, &config, &commands, &ended, &over);
+                        let counters = Arc::clone(&statistics.counters);
+                        run_nic(nic, counters, &config, &commands, &ended, &over);
                     }
                     Err(error) => {
                         let _ = started.send(Err(error));
@@ -293,22 +294,20 @@ fn drain(commands: &Mpsc<Command>, error: &Error) {
 
 fn run_nic(
     mut nic: Nic,
-    mut meter: Meter,
+    counters: Arc<Counters>,
     config: &Config,
     commands: &Mpsc<Command>,
     ended: &AtomicBool,
     over: &OnceLock<Error>,
 ) {
-    let mut idler = Idler::new(config.idle, start::spin());
-    let start = Instant::now();
-    let mut progress = false;
+    let mut idler = Idler::counting(config.idle, start::spin(), counters);
     while !nic.ended() {
-        if meter.turn(start.elapsed(), progress) {
+        let progress = nic.step();
+        let step = idler.step(progress);
+        if idler.is_sample_due() {
             nic.sample();
         }
-        progress = nic.step();
-        if idler.step(progress) == Step::Sleep {
-            meter.sleeps();
+        if step == Step::Sleep {
             nic.sleep(Duration::from_millis(500));
         }
     }

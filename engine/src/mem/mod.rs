@@ -3,6 +3,7 @@
 
 mod arena;
 mod budget;
+pub mod cache;
 mod headroom;
 
 pub use arena::{Arena, Claim, Options};

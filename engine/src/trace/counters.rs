@@ -98,7 +98,7 @@ counters! {
     stalls,
     /// Times the thread slept because there was nothing to do.
     sleeps,
-    /// Nanoseconds of turns of the loop that found something to do.
+    /// Nanoseconds of processor time in which the loop had something to do.
     busy_ns,
     /// Nanoseconds of processor time.
     cpu_ns,

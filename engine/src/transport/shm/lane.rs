@@ -12,6 +12,7 @@ use super::segment::{
 };
 use super::setup::{ShmLink, Stream};
 use crate::limits::{ALIGNMENT, LANE_FRAMES_MAX, PART_BYTES_MAX, STAGING_BYTES};
+use crate::mem::cache;
 use crate::ring::cursor::{ConsumerCursor, Corrupt, ProducerCursor};
 use crate::ring::sync::Ordering;
 use crate::transport::{Cause, Event, Frame, Full, Landing, LaneId, Room};
@@ -24,6 +25,8 @@ use std::sync::atomic::fence;
 /// Most bytes that one poll copies for one lane each way, so that no lane keeps the others waiting
 /// for long.
 const COPY_BYTES: usize = 1 << 20;
+/// Bytes of a payload that are asked for before they are needed.
+const FETCH_BYTES: usize = 4096;
 
 impl From<Corrupt> for Cause {
     fn from(_: Corrupt) -> Cause {
@@ -223,8 +226,20 @@ impl ShmLane {
         while self.published - self.returned > u64::from(under_way) {
             self.area.free(self.taken[slot(self.returned)] as usize);
             self.returned += 1;
+            if self.returned == self.published {
+                self.prepare();
+            }
         }
         Ok(())
+    }
+
+    /// The peer has read all: takes the lines that the next frame will be written to from its cache
+    /// before there is a frame that would wait for them.
+    fn prepare(&self) {
+        let length = FETCH_BYTES.min(self.segment.layout().area_bytes);
+        cache::fetch_to_write(self.segment.outgoing(0, length), length);
+        let (descriptor, length) = self.segment.place(self.producer.index());
+        cache::fetch_to_write(descriptor, length);
     }
 
     fn is_front_sent(&self) -> bool {
@@ -347,7 +362,19 @@ impl ShmLane {
         let extent = self.segment.read(self.consumer.index(), arena_bytes).ok_or(BROKEN)?;
         self.extent = Some(extent);
         self.done = 0;
+        self.fetch_ahead(&extent);
         Ok(Some(extent))
+    }
+
+    /// Asks for the first bytes of a payload, which are in the sender's cache: they come while the
+    /// caller looks at the header.
+    fn fetch_ahead(&self, extent: &Extent) {
+        let length = extent.length.min(FETCH_BYTES);
+        let at = match &self.peer_arena {
+            Some(arena) if extent.in_arena => arena.at(extent.offset, length).cast_const(),
+            _ => self.segment.incoming(extent.offset, length),
+        };
+        cache::fetch(at, length);
     }
 
     /// The next bytes of a payload of which `left` are missing: at most `limit`, in one run.

@@ -254,6 +254,12 @@ impl Segment {
         unsafe { &*at.cast::<Descriptor>() }
     }
 
+    /// Where the descriptor of an extent to the peer lies, and its size.
+    pub(super) fn place(&self, index: u32) -> (*const u8, usize) {
+        let at = std::ptr::from_ref(self.descriptor(self.end, index));
+        (at.cast(), size_of::<Descriptor>())
+    }
+
     /// Describes an extent to the peer; the producer's `publish` follows.
     pub(super) fn write(&self, index: u32, extent: &Extent) {
         let at = self.descriptor(self.end, index);
