@@ -4,6 +4,9 @@
 pub const HEADER_BYTES: usize = 64;
 /// Alignment of slots, accumulators and scratch: a cache line and an AVX-512 register.
 pub const ALIGNMENT: usize = 64;
+/// A tensor is cut finer than the partition says, so that each rank of a group sums a share of it,
+/// but not into parts smaller than this.
+pub const GROUP_PART_BYTES_MIN: usize = 64 << 10;
 /// Largest payload of one frame: a part is never larger.
 pub const PART_BYTES_MAX: usize = 64 << 20;
 /// Smallest partition size that the configuration accepts.
@@ -56,6 +59,7 @@ const _: () = assert!(HEADER_BYTES == ALIGNMENT);
 const _: () = assert!(SCRATCH_BYTES.is_multiple_of(ALIGNMENT));
 const _: () = assert!(SMALL_BYTES + HEADER_BYTES <= STAGING_BYTES);
 const _: () = assert!(SMALL_BYTES < OPERATION_BYTES_MAX && SCRATCH_BYTES <= OPERATION_BYTES_MAX);
+const _: () = assert!(PART_BYTES_MIN <= GROUP_PART_BYTES_MIN);
 const _: () = assert!(PART_BYTES_MIN <= PART_BYTES_MAX && PART_BYTES_MAX <= u32::MAX as usize);
 // A part takes about 100 bytes of text in `Declared` or `Install`.
 const _: () = assert!(DECLARE_PARTS_MAX * 128 <= CONTROL_BYTES_MAX);

@@ -48,6 +48,13 @@ pub fn transport() -> Arg {
     choice("transport", &["tcp", "shm"], "What lanes run over")
 }
 
+/// `--local-reduce`.
+pub fn local_reduce() -> Arg {
+    let help =
+        "The ranks, as those of one host, reduce among themselves; servers have nothing to do";
+    flag("local-reduce", help)
+}
+
 /// `--driver`.
 pub fn driver() -> Arg {
     choice("driver", &["auto", "uring", "poll"], "How TCP talks to the kernel")
@@ -88,6 +95,15 @@ pub fn idle_of(matches: &ArgMatches) -> Idle {
 /// The value of [`transport`].
 pub fn transport_of(matches: &ArgMatches) -> TransportChoice {
     if text(matches, "transport") == "shm" { TransportChoice::Shm } else { TransportChoice::Tcp }
+}
+
+/// The value of [`local_reduce`], for `--workers` ranks: how many each host has.
+pub fn hosts_of(matches: &ArgMatches) -> &'static [u32] {
+    if !matches.get_flag("local-reduce") {
+        return &[];
+    }
+    // Read once in the life of the program.
+    Box::leak(vec![integer(matches, "workers")].into_boxed_slice())
 }
 
 /// The value of [`driver`].

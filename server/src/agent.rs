@@ -2,6 +2,7 @@
 //! of the shards go in, effects come out. The control threads carry them out over sockets, the
 //! simulation in memory.
 
+use crate::entry::Groups;
 use crate::shard::{Command, Report};
 use bps_engine::base::{Epoch, Rank};
 use bps_engine::limits::{SCRATCH_BYTES, STAGING_BYTES};
@@ -10,6 +11,7 @@ use bps_engine::proto::messages::{
     KeySpec, NodeMessage, OverReason, Roster, SchedulerMessage, StalledKey, Timeline,
 };
 use std::collections::HashMap;
+use std::sync::Arc;
 
 /// What has to be done now.
 pub enum Effect {
@@ -63,7 +65,8 @@ impl Agent {
             SchedulerMessage::Waiting { text } => effects.push(Effect::Info(text)),
             SchedulerMessage::Roster(roster) => {
                 let (epoch, ranks) = (roster.epoch, roster.size);
-                self.begin(epoch, ranks, effects);
+                let groups: Vec<u32> = roster.workers.iter().map(|peer| peer.group).collect();
+                self.begin(epoch, Groups::new(&groups), effects);
                 effects.push(Effect::Info(format!(
                     "server {} of {}, {ranks} ranks, epoch {}",
                     roster.index,
@@ -80,7 +83,7 @@ impl Agent {
             }
             SchedulerMessage::Install { request, keys } => self.install(request, keys, effects),
             SchedulerMessage::Reset { epoch } => {
-                self.begin(epoch, 0, effects);
+                self.begin(epoch, Groups::default(), effects);
                 effects
                     .push(Effect::Info("all workers have suspended; waiting for the next".into()));
             }
@@ -100,11 +103,13 @@ impl Agent {
         }
     }
 
-    fn begin(&mut self, epoch: Epoch, ranks: u32, effects: &mut Vec<Effect>) {
+    fn begin(&mut self, epoch: Epoch, groups: Groups, effects: &mut Vec<Effect>) {
+        let groups = Arc::new(groups);
         self.installs.clear();
         self.stalled = vec![Vec::new(); self.cores as usize];
         for core in 0..self.cores {
-            effects.push(Effect::Shard(core, Command::Begin { epoch, ranks }));
+            let groups = Arc::clone(&groups);
+            effects.push(Effect::Shard(core, Command::Begin { epoch, groups }));
         }
     }
 

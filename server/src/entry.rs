@@ -1,9 +1,9 @@
-//! One key: who has contributed to its open round, and where its sum is. Knows no lane's transport
-//! and no clock.
+//! One key: which groups of ranks have contributed to its open round, and where its sum is. Knows
+//! no lane's transport and no clock.
 //!
-//! Contributions to a key are taken strictly one after the other: one rank is *active*, the others'
+//! Contributions to a key are taken strictly one after the other: one lane is *active*, the others'
 //! bytes wait in their sockets. That is what lets the first contribution land in the accumulator
-//! itself, and the average fold into the last addition. It cannot deadlock: an active rank waits
+//! itself, and the average fold into the last addition. It cannot deadlock: an active lane waits
 //! for the network only.
 
 use bps_engine::base::{DType, Key, Operation, Rank};
@@ -12,39 +12,85 @@ use bps_engine::proto::messages::KeySpec;
 use bps_engine::reduce::Kernels;
 use bps_engine::transport::LaneId;
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Bytes of an accumulator that are fetched for writing before they are needed.
 const FETCH_BYTES: usize = 4096;
 
-/// A set of ranks, as bits.
+/// The groups of a job: ranks of a host that reduce among themselves, and of which one speaks for
+/// all, or single ranks.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Groups {
+    of_rank: Box<[u32]>,
+    sizes: Box<[u32]>,
+}
+
+impl Groups {
+    /// By the group of each rank.
+    #[must_use]
+    pub fn new(of_rank: &[u32]) -> Groups {
+        let groups = of_rank.iter().max().map_or(0, |last| *last as usize + 1);
+        let mut sizes = vec![0; groups];
+        for group in of_rank {
+            sizes[*group as usize] += 1;
+        }
+        Groups { of_rank: of_rank.into(), sizes: sizes.into() }
+    }
+
+    /// Ranks in the job.
+    #[must_use]
+    pub fn ranks(&self) -> u32 {
+        u32::try_from(self.of_rank.len()).unwrap_or(u32::MAX)
+    }
+
+    /// How many there are.
+    #[must_use]
+    pub fn count(&self) -> u32 {
+        u32::try_from(self.sizes.len()).unwrap_or(u32::MAX)
+    }
+
+    /// The group of a rank of the job.
+    #[must_use]
+    pub fn of(&self, rank: Rank) -> u32 {
+        self.of_rank[rank.0 as usize]
+    }
+
+    /// Ranks in the group of this one.
+    #[must_use]
+    pub fn size_with(&self, rank: Rank) -> u32 {
+        self.sizes[self.of(rank) as usize]
+    }
+}
+
+/// A set of small numbers, such as groups or ranks, as bits.
 #[derive(Clone, Debug, Default)]
-pub struct RankSet {
+pub struct NumberSet {
     words: Vec<u64>,
     count: u32,
 }
 
-impl RankSet {
-    /// An empty set with room for `ranks`.
+impl NumberSet {
+    /// An empty set of numbers below this.
     #[must_use]
-    pub fn new(ranks: u32) -> RankSet {
-        RankSet { words: vec![0; (ranks as usize).div_ceil(64)], count: 0 }
+    pub fn new(limit: u32) -> NumberSet {
+        NumberSet { words: vec![0; (limit as usize).div_ceil(64)], count: 0 }
     }
 
-    /// Adds a rank; false if it was in.
-    pub fn insert(&mut self, rank: Rank) -> bool {
-        let Some(word) = self.words.get_mut(rank.0 as usize / 64) else { return false };
-        let bit = 1 << (rank.0 % 64);
+    /// Adds a number; false if it was in.
+    pub fn insert(&mut self, number: u32) -> bool {
+        let Some(word) = self.words.get_mut(number as usize / 64) else { return false };
+        let bit = 1 << (number % 64);
         let new = *word & bit == 0;
         *word |= bit;
         self.count += u32::from(new);
         new
     }
 
-    /// Whether a rank is in.
+    /// Whether a number is in.
     #[must_use]
-    pub fn contains(&self, rank: Rank) -> bool {
-        self.words.get(rank.0 as usize / 64).is_some_and(|word| word >> (rank.0 % 64) & 1 == 1)
+    pub fn contains(&self, number: u32) -> bool {
+        self.words.get(number as usize / 64).is_some_and(|word| word >> (number % 64) & 1 == 1)
     }
 
     /// Members.
@@ -87,8 +133,10 @@ pub struct Entry {
     pub operation: Operation,
     /// Rounds published so far; the open one is the next.
     pub round: u64,
-    /// Who has contributed to the open round, or has begun to.
-    pub arrived: RankSet,
+    /// Groups that have contributed to the open round, or have begun to.
+    arrived: NumberSet,
+    /// By group: the rank that contributed last, which gets the publication.
+    speakers: Box<[Rank]>,
     /// When the open round got its first contribution, by the shard's clock.
     pub opened_at: Option<Duration>,
     /// Publications of the last round whose memory is still being sent.
@@ -103,9 +151,9 @@ pub struct Entry {
     active: Option<LaneId>,
     /// Payloads of the open round that are in the accumulator.
     landed: u32,
-    /// Whose contribution to the open round is complete, those without a payload included.
-    complete: RankSet,
-    ranks: u32,
+    /// Groups whose contribution to the open round is complete, those without a payload included.
+    complete: NumberSet,
+    groups: Arc<Groups>,
     /// Where the sum is. Nobody else has this memory.
     accumulator: Claim,
 }
@@ -120,7 +168,7 @@ impl Entry {
     /// A key with nothing contributed yet. `accumulator` has at least [`accumulator_bytes`] of the
     /// spec.
     #[must_use]
-    pub fn new(spec: &KeySpec, ranks: u32, accumulator: Claim) -> Entry {
+    pub fn new(spec: &KeySpec, groups: &Arc<Groups>, accumulator: Claim) -> Entry {
         assert!(accumulator.len() >= accumulator_bytes(spec), "{}: too little memory", spec.key);
         Entry {
             key: spec.key,
@@ -128,16 +176,17 @@ impl Entry {
             bytes: spec.bytes as usize,
             operation: spec.operation,
             round: 0,
-            arrived: RankSet::new(ranks),
+            arrived: NumberSet::new(groups.count()),
+            speakers: vec![Rank(0); groups.count() as usize].into(),
             opened_at: None,
             publishing: 0,
-            waiting: VecDeque::with_capacity(ranks as usize),
+            waiting: VecDeque::with_capacity(groups.ranks() as usize),
             checksum: None,
             stall_counted: false,
             active: None,
             landed: 0,
-            complete: RankSet::new(ranks),
-            ranks,
+            complete: NumberSet::new(groups.count()),
+            groups: Arc::clone(groups),
             accumulator,
         }
     }
@@ -148,13 +197,35 @@ impl Entry {
         self.accumulator.as_ptr()
     }
 
-    /// Bytes that this rank's contribution must have.
+    /// Bytes that this rank's contribution must have; `None` if it may not speak for its group: in
+    /// the root's, only the root may.
     #[must_use]
-    pub fn contribution_bytes(&self, rank: Rank) -> usize {
+    pub fn contribution_bytes(&self, rank: Rank) -> Option<usize> {
         match self.operation {
-            Operation::Broadcast(root) if root != rank => 0,
-            _ => self.bytes,
+            Operation::Broadcast(root) if root == rank => Some(self.bytes),
+            Operation::Broadcast(root) if self.groups.of(root) == self.groups.of(rank) => None,
+            Operation::Broadcast(_) => Some(0),
+            Operation::Sum | Operation::Average => Some(self.bytes),
         }
+    }
+
+    /// Whether the group of this rank has contributed to the open round, or has begun to.
+    #[must_use]
+    pub fn has_arrived(&self, rank: Rank) -> bool {
+        self.arrived.contains(self.groups.of(rank))
+    }
+
+    /// A contribution of this rank, for its group, begins.
+    pub fn arrive(&mut self, rank: Rank) {
+        let group = self.groups.of(rank);
+        self.arrived.insert(group);
+        self.speakers[group as usize] = rank;
+    }
+
+    /// Who spoke for each group in the last round: the publication goes to them.
+    #[must_use]
+    pub fn speaker(&self, group: u32) -> Rank {
+        self.speakers[group as usize]
     }
 
     /// Bytes that the publication to this rank has: the root of a broadcast has them already.
@@ -176,7 +247,15 @@ impl Entry {
     fn payloads(&self) -> u32 {
         match self.operation {
             Operation::Broadcast(_) => 1,
-            Operation::Sum | Operation::Average => self.ranks,
+            Operation::Sum | Operation::Average => self.groups.count(),
+        }
+    }
+
+    /// By what the sum is divided.
+    fn divisor(&self) -> u32 {
+        match self.operation {
+            Operation::Average => self.groups.ranks(),
+            Operation::Sum | Operation::Broadcast(_) => 1,
         }
     }
 
@@ -185,8 +264,10 @@ impl Entry {
         assert!(self.free(), "{}: a payload was begun while another one was arriving", self.key);
         self.active = Some(lane);
         let first = self.landed == 0;
-        let as_it_is = self.payloads() == 1 || self.dtype.accumulator() == self.dtype;
-        if first && as_it_is { Take::Land } else { Take::Pieces }
+        let alone = self.payloads() == 1;
+        let is_result = alone && self.divisor() == 1;
+        let is_sum = !alone && self.dtype.accumulator() == self.dtype;
+        if first && (is_result || is_sum) { Take::Land } else { Take::Pieces }
     }
 
     /// A piece of the active payload, `done` bytes of which came before it.
@@ -205,20 +286,20 @@ impl Entry {
         let count = length / size;
         let wide = done / size * self.dtype.accumulator().size();
         let last = self.landed + 1 == self.payloads();
-        let divisor = match self.operation {
-            Operation::Average => self.ranks,
-            _ => 1,
-        };
+        let divisor = self.divisor();
         // SAFETY: `done + length <= bytes`, so both offsets stay inside the accumulator (kept by
         // `new`); `data` is the caller's promise. The narrow result at `done` never passes the wide
         // input at `wide >= done`.
         unsafe {
             let accumulator = self.accumulator().add(wide);
+            let out = self.accumulator().add(done);
             if last && self.landed > 0 {
-                let out = self.accumulator().add(done);
                 kernels.add_finish(self.dtype, out, accumulator, data, count, divisor);
             } else if self.landed == 0 {
                 kernels.store(self.dtype, accumulator, data, count);
+                if last {
+                    kernels.finish(self.dtype, out, accumulator, count, divisor);
+                }
             } else {
                 kernels.add(self.dtype, accumulator, data, count);
             }
@@ -229,23 +310,25 @@ impl Entry {
     pub fn end(&mut self, rank: Rank) {
         self.active = None;
         self.landed += 1;
-        self.complete.insert(rank);
+        self.complete.insert(self.groups.of(rank));
     }
 
     /// A contribution without a payload.
     pub fn count_empty(&mut self, rank: Rank) {
-        self.complete.insert(rank);
+        self.complete.insert(self.groups.of(rank));
     }
 
-    /// For whom the open round waits: those who have not contributed, or not all of their bytes.
+    /// For whom the open round waits: the ranks of groups that have not contributed, or not all of
+    /// their bytes.
     pub fn missing(&self) -> impl Iterator<Item = Rank> + '_ {
-        (0..self.ranks).map(Rank).filter(|&rank| !self.complete.contains(rank))
+        let is_missing = |&rank: &Rank| !self.complete.contains(self.groups.of(rank));
+        (0..self.groups.ranks()).map(Rank).filter(is_missing)
     }
 
-    /// Whether every rank's contribution is complete.
+    /// Whether every group's contribution is complete.
     #[must_use]
     pub fn is_whole(&self) -> bool {
-        self.complete.len() == self.ranks
+        self.complete.len() == self.groups.count()
     }
 
     /// Closes the round: the accumulator holds its result. Returns the round's number.
@@ -273,6 +356,9 @@ impl Entry {
     /// Contributions in a published result: what an average was divided by.
     #[must_use]
     pub fn contributors(&self) -> u32 {
-        self.payloads()
+        match self.operation {
+            Operation::Broadcast(_) => 1,
+            Operation::Sum | Operation::Average => self.groups.ranks(),
+        }
     }
 }

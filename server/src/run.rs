@@ -281,7 +281,7 @@ fn register(config: &Config, cores: Vec<SocketAddr>, shm: Option<String>) -> Reg
     Register {
         node: Node::Server { cores, shm, colocated: false, preferred: config.preferred_rank },
         host: host::name(),
-        host_id: host::id(),
+        host_id: config.host_id.clone().unwrap_or_else(host::id),
         pid: std::process::id(),
         release: env!("CARGO_PKG_VERSION").into(),
         num_workers: config.num_workers,

@@ -7,7 +7,7 @@ mod watch;
 
 pub use messages::{Command, Refusal, Report};
 
-use crate::entry::{Entry, RankSet, Take, accumulator_bytes};
+use crate::entry::{Entry, Groups, NumberSet, Take, accumulator_bytes};
 use bps_engine::base::{Epoch, KeyMap, Rank, Round};
 use bps_engine::lane::Endpoint;
 use bps_engine::limits::{EVENTS_MAX, RANKS_MAX};
@@ -55,14 +55,14 @@ pub struct Shard {
     arena: Arena,
     kernels: &'static Kernels,
     epoch: Epoch,
-    ranks: u32,
+    groups: Arc<Groups>,
     index: KeyMap<usize>,
     entries: Vec<Entry>,
     sessions: Vec<Option<Session>>,
     /// Lane of each rank.
     lanes: Vec<Option<LaneId>>,
     /// Ranks of this membership that have said goodbye: they will contribute no more.
-    left: RankSet,
+    left: NumberSet,
     events: Vec<Event>,
     commands: Mpsc<Command>,
     reports: Mpsc<(u32, Report)>,
@@ -104,12 +104,12 @@ impl Shard {
             arena,
             kernels: kernels(),
             epoch: Epoch(0),
-            ranks: 0,
+            groups: Arc::default(),
             index: KeyMap::default(),
             entries: Vec::new(),
             sessions: Vec::new(),
             lanes: Vec::new(),
-            left: RankSet::default(),
+            left: NumberSet::default(),
             events: Vec::with_capacity(4 * EVENTS_MAX),
             commands,
             reports,
@@ -173,7 +173,7 @@ impl Shard {
                 Ok(()) => self.report(Report::Installed { request }),
                 Err(message) => self.report(Report::Failed { message }),
             },
-            Command::Begin { epoch, ranks } => self.begin(epoch, ranks),
+            Command::Begin { epoch, groups } => self.begin(epoch, groups),
             Command::Trace(recorder) => self.trace = recorder,
             Command::Stop => self.stopped = true,
         }
@@ -226,7 +226,7 @@ impl Shard {
                 .claim(accumulator_bytes(spec))
                 .map_err(|error| format!("no memory for {}: {error}", spec.key))?;
             self.index.insert(spec.key, self.entries.len());
-            self.entries.push(Entry::new(spec, self.ranks, accumulator));
+            self.entries.push(Entry::new(spec, &self.groups, accumulator));
         }
         let room = self.entries.len();
         for session in self.sessions.iter_mut().flatten() {
@@ -236,7 +236,7 @@ impl Shard {
         Ok(())
     }
 
-    fn begin(&mut self, epoch: Epoch, ranks: u32) {
+    fn begin(&mut self, epoch: Epoch, groups: Arc<Groups>) {
         for index in 0..self.sessions.len() {
             if let Some(session) = &mut self.sessions[index] {
                 session.receiving = Receiving::Closing;
@@ -246,7 +246,7 @@ impl Shard {
         }
         self.wait_for_lanes();
         self.epoch = epoch;
-        self.ranks = ranks;
+        self.groups = groups;
         self.index.clear();
         self.entries.clear();
         if let Err(error) = self.arena.release_all() {
@@ -254,8 +254,8 @@ impl Shard {
         }
         self.checksums = false;
         self.lanes.clear();
-        self.lanes.resize(ranks as usize, None);
-        self.left = RankSet::new(ranks);
+        self.lanes.resize(self.groups.ranks() as usize, None);
+        self.left = NumberSet::new(self.groups.ranks());
         for (link, rank, epoch) in std::mem::take(&mut self.early) {
             self.attach(link, rank, epoch);
         }
@@ -286,7 +286,7 @@ impl Shard {
                     session.goodbye = true;
                     session.receiving = Receiving::Closing;
                 }
-                self.left.insert(header.rank);
+                self.left.insert(header.rank.0);
                 // Whoever waits for this rank learns of it in this turn.
                 self.next_tick = now;
                 self.endpoint.close(lane);
@@ -294,7 +294,7 @@ impl Shard {
             Ok((header, index)) => {
                 self.trace.frame(Mark::Arrived, &header);
                 let entry = &mut self.entries[index];
-                entry.arrived.insert(header.rank);
+                entry.arrive(header.rank);
                 entry.opened_at.get_or_insert(now);
                 if header.length == 0 {
                     entry.count_empty(header.rank);
@@ -337,16 +337,15 @@ impl Shard {
         let key = header.key;
         let index = *self.index.get(&key).ok_or(Refusal::Key(key))?;
         let entry = &self.entries[index];
-        let bytes = entry.contribution_bytes(header.rank);
         let shaped = header.dtype == entry.dtype
             && header.offset == 0
-            && header.length as usize == bytes
-            && header.contributors == 1;
+            && Some(header.length as usize) == entry.contribution_bytes(header.rank)
+            && header.contributors == self.groups.size_with(header.rank);
         if !shaped {
             return Err(Refusal::Shape { key });
         }
         let open = entry.round + 1;
-        if header.round.0 != open || entry.arrived.contains(header.rank) {
+        if header.round.0 != open || entry.has_arrived(header.rank) {
             return Err(Refusal::Round { key, round: header.round, open });
         }
         Ok((header, index))
@@ -450,17 +449,18 @@ impl Shard {
             };
             crc32c::crc32c(result)
         });
-        entry.publishing = self.ranks;
+        entry.publishing = self.groups.count();
         self.trace.record(Mark::Summed, entry.key, entry.round, Rank(0), entry.bytes);
         self.counters.rounds.add(1);
-        for rank in 0..self.lanes.len() {
+        for group in 0..self.groups.count() {
+            let lane = self.lanes[self.entries[index].speaker(group).0 as usize];
             // A rank whose lane is gone is dead: its share of the publication counts as sent.
-            let session = self.lanes[rank].and_then(|lane| self.sessions[lane.0 as usize].as_mut());
+            let session = lane.and_then(|lane| self.sessions[lane.0 as usize].as_mut());
             match session {
                 Some(session) => session.outbox.push_back(index),
                 None => self.entries[index].sent(),
             }
-            if let Some(lane) = self.lanes[rank] {
+            if let Some(lane) = lane {
                 self.flush(lane);
             }
         }

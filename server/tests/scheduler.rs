@@ -46,11 +46,14 @@ fn worker(worker_id: u32) -> Node {
         local_rank: 0,
         local_size: 1,
         global_rank: None,
+        local: None,
         planning: Planning {
             partition_bytes: 1 << 20,
             placement: Placement::Balanced,
             mixed_bound: 101,
             built_in_coefficient: 1,
+            local_reduce: false,
+            force_distributed: false,
         },
     }
 }

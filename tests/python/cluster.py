@@ -49,7 +49,8 @@ class Cluster:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env=clean_environment() | (environment or {}),
+                # The path through the servers, unless a test says otherwise.
+                env=clean_environment() | {"BPS_LOCAL_REDUCE": "0"} | (environment or {}),
             )
         self.pids = [0] * size
         self._ranks: list[Connection | None] = [None] * size

@@ -15,6 +15,7 @@ WAYS = {
     "io_uring, or plain sockets where it is denied": {"BPS_TRANSPORT": "tcp"},
     "plain sockets": {"BPS_TRANSPORT": "tcp", "BPS_TCP_DRIVER": "poll"},
     "checksums": {"BPS_TRANSPORT": "tcp", "BPS_PAYLOAD_CHECKSUM": "1"},
+    "among the ranks of the host": {"BPS_LOCAL_REDUCE": "1"},
     "many parts": {"BYTEPS_PARTITION_BYTES": "4096", "BYTEPS_SCHEDULING_CREDIT": "2"},
 }
 

@@ -35,6 +35,9 @@ pub struct JobShape {
     pub trace: Option<(u32, u32)>,
     /// Folder of its files.
     pub trace_folder: &'static str,
+    /// Ranks of each host, which reduce among themselves; together as many as there are workers.
+    /// Empty: no local reduction, every contribution goes to a server.
+    pub hosts: &'static [u32],
 }
 
 impl Default for JobShape {
@@ -50,7 +53,20 @@ impl Default for JobShape {
             idle: Idle::Adaptive,
             trace: None,
             trace_folder: "trace",
+            hosts: &[],
         }
+    }
+}
+
+impl JobShape {
+    /// The host of a rank, as the processes of a job tell them apart: the test's hosts are all one.
+    fn host_of(&self, rank: u32) -> Option<String> {
+        let mut end = 0;
+        let host = self.hosts.iter().position(|size| {
+            end += size;
+            rank < end
+        })?;
+        Some(format!("test host {host}"))
     }
 }
 
@@ -80,7 +96,9 @@ pub fn config(shape: &JobShape, port: u16, role: Role, worker: u32) -> Config {
         tcp_driver: shape.driver,
         payload_checksum: shape.payload_checksum,
         idle: shape.idle,
-        force_distributed: true,
+        force_distributed: shape.hosts.is_empty(),
+        local_reduce: !shape.hosts.is_empty(),
+        host_id: if role == Role::Worker { shape.host_of(worker) } else { None },
         start_timeout: Duration::from_secs(30),
         log_level: bps_engine::config::LogLevel::Warning,
         trace_on: shape.trace.is_some(),

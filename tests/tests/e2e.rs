@@ -102,9 +102,36 @@ fn every_type_and_operation_over_every_transport_and_shape() {
 }
 
 #[test]
+fn every_type_and_operation_in_groups_of_ranks() {
+    let shapes: [(&'static [u32], u32); 5] =
+        [(&[2], 0), (&[4], 1), (&[2, 2], 1), (&[2, 1], 2), (&[3, 1, 2], 1)];
+    for (hosts, servers) in shapes {
+        let start = Instant::now();
+        let workers = hosts.iter().sum();
+        let shape = JobShape {
+            workers,
+            servers,
+            cores: 2,
+            transport: TransportChoice::Auto,
+            partition_bytes: 128 << 10,
+            payload_checksum: workers == 3,
+            hosts,
+            ..JobShape::default()
+        };
+        job::run(shape, move |worker| {
+            let tensors = tensors(&[0, 1, 255, 4096, 20_011, 100_003], workers);
+            work(worker, &tensors, 3, 7);
+        });
+        println!("hosts of {hosts:?} ranks, {servers} servers: {:?}", start.elapsed());
+    }
+}
+
+#[test]
 fn large_tensors() {
-    for transport in [TransportChoice::Tcp, TransportChoice::Shm] {
-        let shape = JobShape { workers: 2, cores: 2, transport, ..JobShape::default() };
+    let ways: [(TransportChoice, &'static [u32]); 3] =
+        [(TransportChoice::Tcp, &[]), (TransportChoice::Shm, &[]), (TransportChoice::Auto, &[2])];
+    for (transport, hosts) in ways {
+        let shape = JobShape { workers: 2, cores: 2, transport, hosts, ..JobShape::default() };
         job::run(shape, |worker| {
             let one = |name: &str, dtype, operation| Declaration {
                 name: name.into(),

@@ -25,6 +25,8 @@ fn variables(port: u16, role: &str, extra: &[(&'static str, &str)]) -> Vec<(&'st
         ("DMLC_PS_ROOT_URI", "127.0.0.1"),
         ("DMLC_NODE_HOST", "127.0.0.1"),
         ("BPS_PIN", "0"),
+        // The path through the server, unless a test says otherwise.
+        ("BPS_LOCAL_REDUCE", "0"),
     ];
     let mut all: Vec<(&'static str, String)> =
         fixed.iter().chain(extra).map(|&(name, value)| (name, value.to_owned())).collect();
@@ -180,4 +182,51 @@ fn another_key_is_turned_away_with_the_reason() {
     assert_eq!(status.code(), Some(7));
     let said = rank.lines().join("\n");
     assert!(said.contains("key") && said.contains("BPS_JOB_KEY"), "{said}");
+}
+
+/// Three ranks of one host that reduce among themselves.
+const GROUP: &[(&str, &str)] = &[("BPS_LOCAL_REDUCE", "1"), ("BPS_STALL_TIMEOUT", "8")];
+
+#[test]
+fn a_killed_rank_of_a_group_is_named_by_all_with_the_open_round() {
+    let mut job = running(GROUP);
+    let since = Instant::now();
+    job.ranks[1].signal(Signal::KILL);
+    let Job { scheduler, server, ranks } = &mut job;
+    let [first, _, third] = &mut ranks[..] else { unreachable!("three ranks") };
+    let words = ["rank 1", "died", "round", "layer4.weight"];
+    end_with(&mut [first, third], &words, since, PROMISE + SLACK);
+    end_with(&mut [server, scheduler], &["rank 1", "died"], since, PROMISE + SLACK);
+}
+
+#[test]
+fn a_rank_of_a_group_that_never_pushes_is_named_alone() {
+    // The first owns some parts of the tensor and lets others own the rest.
+    for silent in 0..3 {
+        let mut arguments = [ENDLESS; 3];
+        arguments[silent] = &["1000000", "5"];
+        let mut job = start(arguments, GROUP);
+        let _ = job.ranks[silent].wait_for_line("rank stalls", JOIN);
+        let since = Instant::now();
+        for rank in &job.ranks {
+            let line = rank.wait_for_line(&format!("waits for rank {silent}"), PROMISE + SLACK);
+            assert!(line.contains("round 5 of `layer4.weight`"), "{line}");
+        }
+        let Job { ranks, .. } = &mut job;
+        let mut all: Vec<&mut Program> = ranks.iter_mut().collect();
+        let limit = Duration::from_secs(8) + PROMISE + SLACK;
+        let who = format!("rank {silent}");
+        end_with(&mut all, &["rank ended", "BPS_STALL_TIMEOUT", &who], since, limit);
+    }
+}
+
+#[test]
+fn a_group_leaves_in_good_order_and_needs_no_server() {
+    let mut job = start([&["50"]; 3], GROUP);
+    for program in job.ranks.iter_mut().chain([&mut job.server, &mut job.scheduler]) {
+        let status = program.wait(JOIN);
+        assert!(status.success(), "{status}");
+    }
+    let said = job.scheduler.lines().join("\n");
+    assert!(said.contains("sums do not pass servers"), "{said}");
 }

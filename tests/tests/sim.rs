@@ -2,13 +2,13 @@
 //! reorders and breaks, in virtual time. `BPS_SIM_SEEDS` sets how many seeds are tried,
 //! `BPS_SIM_SEED` runs one.
 
-use bps_tests::sim::{Fault, Outcome, run};
+use bps_tests::sim::{Fault, Groups, Outcome, run, run_hosts};
 
 fn number(name: &str) -> Option<u64> {
     std::env::var(name).ok().and_then(|value| value.parse().ok())
 }
 
-fn seeds(fault: Fault, default: u64) -> Outcome {
+fn seeds(groups: Groups, fault: Fault, default: u64) -> Outcome {
     let first = number("BPS_SIM_SEED");
     let range = match first {
         Some(seed) => seed..seed + 1,
@@ -17,17 +17,20 @@ fn seeds(fault: Fault, default: u64) -> Outcome {
     let mut total = Outcome::default();
     let seeds = range.end - range.start;
     for seed in range {
-        let outcome = std::panic::catch_unwind(|| run(seed, fault));
+        let outcome = std::panic::catch_unwind(|| run(seed, groups, fault));
         let Ok(outcome) = outcome else {
-            panic!("{fault:?}: replay with BPS_SIM_SEED={seed} cargo test -p bps-tests --test sim");
+            panic!(
+                "{groups:?}, {fault:?}: replay with BPS_SIM_SEED={seed} cargo test -p bps-tests \
+                 --test sim"
+            );
         };
         total.checked += outcome.checked;
         total.failed += outcome.failed;
         total.nanoseconds += outcome.nanoseconds;
     }
     println!(
-        "{fault:?}: {seeds} seeds, {} results equal to the reference, {} failed push_pulls, {:.1} \
-         s of virtual time",
+        "{groups:?}, {fault:?}: {seeds} seeds, {} results equal to the reference, {} failed \
+         push_pulls, {:.1} s of virtual time",
         total.checked,
         total.failed,
         total.nanoseconds as f64 / 1e9
@@ -35,29 +38,55 @@ fn seeds(fault: Fault, default: u64) -> Outcome {
     total
 }
 
+const BOTH: [Groups; 2] = [Groups::Apart, Groups::Hosts];
+
 #[test]
 fn sums_are_right_whatever_the_network_does() {
-    assert!(seeds(Fault::None, 1000).checked > 0);
+    for groups in BOTH {
+        assert!(seeds(groups, Fault::None, 1000).checked > 0);
+    }
 }
 
 #[test]
 fn a_dead_rank_ends_the_job_everywhere() {
-    let _ = seeds(Fault::Kill, 200);
+    for groups in BOTH {
+        let _ = seeds(groups, Fault::Kill, 200);
+    }
 }
 
 #[test]
 fn a_broken_lane_ends_the_job_everywhere() {
-    let _ = seeds(Fault::Cut, 200);
+    for groups in BOTH {
+        let _ = seeds(groups, Fault::Cut, 200);
+    }
 }
 
 #[test]
 fn a_disagreement_is_an_error_on_every_rank() {
-    let _ = seeds(Fault::Mismatch, 100);
+    for groups in BOTH {
+        let _ = seeds(groups, Fault::Mismatch, 100);
+    }
 }
 
 #[test]
 fn the_same_seed_gives_the_same_run() {
-    for seed in [3, 14, 159] {
-        assert_eq!(run(seed, Fault::None), run(seed, Fault::None), "seed {seed}");
+    for groups in BOTH {
+        for seed in [3, 14, 159] {
+            let once = run(seed, groups, Fault::None);
+            assert_eq!(once, run(seed, groups, Fault::None), "seed {seed}");
+        }
     }
+}
+
+#[test]
+fn the_bytes_of_a_host_cross_the_network_once() {
+    let one = run_hosts(&[1]);
+    let (four, uneven) = (run_hosts(&[4]), run_hosts(&[1, 3]));
+    println!(
+        "bytes at the server: {} for 1 rank, {} for 4 on one host, {} for 1 and 3 on two",
+        one.wire_bytes, four.wire_bytes, uneven.wire_bytes
+    );
+    assert_eq!(one.wire_bytes, 2 * 2 * 2 * 4 * 100_003, "each way, two rounds of two tensors");
+    assert_eq!(four.wire_bytes, one.wire_bytes);
+    assert_eq!(uneven.wire_bytes, 2 * one.wire_bytes);
 }

@@ -3,8 +3,8 @@
 //! simulation in memory.
 
 use crate::error::Error;
-use crate::nic::{Command, Plan, PlanPart, Report};
-use bps_engine::base::CoreId;
+use crate::nic::{Command, Peer, Plan, PlanPart, Report};
+use bps_engine::base::{CoreId, Rank};
 use bps_engine::proto::messages::{
     Assignment, Declaration, Mismatch, NodeMessage, OverReason, Roster, SchedulerMessage,
 };
@@ -35,10 +35,19 @@ pub enum Effect {
     Over(Error),
 }
 
+/// The lanes of a worker, by who is at their other end.
+#[derive(Clone, Default)]
+pub struct Lanes {
+    /// Server cores.
+    pub cores: HashMap<CoreId, LaneId>,
+    /// The other ranks of its group.
+    pub ranks: HashMap<Rank, LaneId>,
+}
+
 /// See the [module](self).
 pub struct Agent {
     roster: Roster,
-    lanes: HashMap<CoreId, LaneId>,
+    lanes: Lanes,
     next_request: u64,
     declares: HashMap<u64, Vec<Declaration>>,
     planned: HashSet<u32>,
@@ -52,7 +61,7 @@ pub struct Agent {
 impl Agent {
     /// The agent of a worker that has this roster and these lanes.
     #[must_use]
-    pub fn new(roster: Roster, lanes: HashMap<CoreId, LaneId>) -> Agent {
+    pub fn new(roster: Roster, lanes: Lanes) -> Agent {
         Agent {
             roster,
             lanes,
@@ -153,12 +162,24 @@ impl Agent {
                 return Err(broken("has a gap"));
             }
             end += u64::from(part.bytes);
-            let lane = self.lanes.get(&part.core).copied();
+            let core = part.core.map(|core| self.lanes.cores.get(&core).copied());
+            if core == Some(None) {
+                return Err(broken("names a core without a lane"));
+            }
+            let is_own = part.owner.0 == self.roster.index;
+            let owner = self.lanes.ranks.get(&part.owner).copied();
+            if !is_own && owner.is_none() {
+                return Err(broken("names an owner that is not of this rank's group"));
+            }
+            if core.is_none() && self.lanes.ranks.is_empty() {
+                return Err(broken("names nobody who sums it"));
+            }
             parts.push(PlanPart {
                 key: part.key,
                 offset: usize::try_from(part.offset).map_err(|_| broken("is too large"))?,
                 bytes: part.bytes as usize,
-                lane: lane.ok_or_else(|| broken("names a core without a lane"))?,
+                core: core.flatten(),
+                owner: owner.filter(|_| !is_own),
             });
         }
         if end != bytes {
@@ -196,15 +217,18 @@ impl Agent {
     /// is only noted here: see [`give_up`](Self::give_up).
     pub fn handle_report(&mut self, report: Report, effects: &mut Vec<Effect>) {
         match report {
-            Report::Lost { server, cause, round } => {
+            Report::Lost { peer, cause, round } => {
                 let round = round.map_or(String::new(), |round| format!(" ({round})"));
-                let text = format!("the lane to {} was lost{round}: {cause}", self.server(server));
+                let text = format!("the lane to {} was lost{round}: {cause}", self.who(peer));
                 self.lost.get_or_insert(text);
             }
-            Report::Corrupt { server, message } => {
-                let text = format!("{} sent what can't be right: {message}", self.server(server));
+            Report::Corrupt { peer, message } => {
+                let text = format!("{} sent what can't be right: {message}", self.who(peer));
                 effects.push(Effect::Send(NodeMessage::Failed { message: text.clone() }));
                 self.end(Error::PeerDied(text), effects);
+            }
+            Report::Stalled { keys } => {
+                effects.push(Effect::Send(NodeMessage::Stalled { keys }));
             }
         }
     }
@@ -239,10 +263,20 @@ impl Agent {
         effects.push(Effect::Over(error));
     }
 
-    fn server(&self, index: u32) -> String {
-        match self.roster.servers.get(index as usize) {
-            Some(peer) => format!("server {index} (host {}, pid {})", peer.host, peer.pid),
-            None => format!("server {index}"),
+    fn who(&self, peer: Peer) -> String {
+        let (who, place) = match peer {
+            Peer::Server(index) => {
+                let peer = self.roster.servers.get(index as usize);
+                (format!("server {index}"), peer.map(|peer| (&peer.host, peer.pid)))
+            }
+            Peer::Rank(rank) => {
+                let peer = self.roster.neighbours.iter().find(|peer| peer.rank == rank);
+                (rank.to_string(), peer.map(|peer| (&peer.host, peer.pid)))
+            }
+        };
+        match place {
+            Some((host, pid)) => format!("{who} (host {host}, pid {pid})"),
+            None => who,
         }
     }
 }

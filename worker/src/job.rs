@@ -63,8 +63,9 @@ impl Job {
             rank: Rank(joined.roster.index),
             size: joined.roster.size,
             epoch: joined.roster.epoch,
-            credit_bytes: start::credit_bytes(config, joined.links.len()),
+            credit_bytes: start::credit_bytes(config, joined.lanes().cores.len()),
             payload_checksum: config.payload_checksum,
+            stall_report: config.stall_report,
             say,
         };
         let lanes = joined.lanes();
@@ -300,9 +301,10 @@ fn run_nic(
     ended: &AtomicBool,
     over: &OnceLock<Error>,
 ) {
+    let began = Instant::now();
     let mut idler = Idler::counting(config.idle, start::spin(), counters);
     while !nic.ended() {
-        let progress = nic.step();
+        let progress = nic.step(began.elapsed());
         let step = idler.step(progress);
         if idler.is_sample_due() {
             nic.sample();

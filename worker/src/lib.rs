@@ -3,7 +3,8 @@
 //! [`Worker`] is the whole interface: join a job, declare tensors, push_pull them, leave. Behind it
 //! are two threads: the NIC loop ([`nic`]), which owns every lane and all that is in flight, and
 //! the control thread, which talks to the scheduler by way of a state machine ([`agent`]). They and
-//! the callers meet only in queues.
+//! the callers meet only in queues. How the ranks of a host reduce among themselves is said by
+//! [`local`].
 
 pub mod agent;
 mod context;
@@ -11,6 +12,8 @@ mod control;
 mod error;
 mod job;
 pub mod launch;
+pub mod local;
+mod neighbours;
 pub mod nic;
 mod start;
 pub mod task;

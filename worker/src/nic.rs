@@ -1,54 +1,98 @@
 //! The NIC loop of a worker process: takes tasks, sends their parts by priority, lands the results
-//! in the tensors. It owns the lanes to every server core and is driven by one thread. The data
-//! path allocates nothing beyond what its queues have grown to.
+//! in the tensors, and reduces with the other ranks of its group first. It owns the lanes to every
+//! server core and to every rank of the group, and is driven by one thread. The data path allocates
+//! nothing beyond what its queues have grown to.
 
+mod arriving;
+mod group;
 mod messages;
+mod sending;
 mod watch;
 
-pub use messages::{Command, Memory, NicConfig, NicStatistics, Plan, PlanPart, Report};
+pub use messages::{Command, Memory, NicConfig, NicStatistics, Peer, Plan, PlanPart, Report};
 
 use crate::error::Error;
+use crate::local::{Collector, Gathers};
 use crate::task::Task;
-use bps_engine::base::{DType, KeyMap, Operation, Round};
+use bps_engine::base::{KeyMap, Operation};
 use bps_engine::lane::Endpoint;
 use bps_engine::limits::EVENTS_MAX;
+use bps_engine::reduce::{Kernels, kernels};
 use bps_engine::ring::Mpsc;
 use bps_engine::sched::CreditQueue;
 use bps_engine::trace::timeline::{Mark, Recorder};
-use bps_engine::transport::{Cause, Event, Frame, Landing, LaneId, Link, Waker};
-use bps_engine::wire::header::FLAG_PAYLOAD_CHECKSUM;
-use bps_engine::wire::{Header, Kind, RawHeader};
+use bps_engine::transport::{Cause, Event, LaneId, Link, Waker};
+use bps_engine::wire::{Header, Kind};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// A ready part in the queue, or one that was posted.
-#[derive(Clone, Copy)]
-struct ReadyPart {
+/// A part of a task under way.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct RunPart {
     run: u32,
     part: u32,
 }
 
+/// How far a part of a task is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Stage {
+    /// No round of it is open, or its result is there.
+    Idle,
+    /// It waits for the group, or in a queue, or its contributions are being added.
+    Pushed,
+    /// Its contribution was sent: a publication may come.
+    Asked,
+}
+
 enum Receiving {
     Header,
-    Landing { run: u32, bytes: usize, header: Header, target: *mut u8 },
+    /// A publication.
+    Landing {
+        part: RunPart,
+        header: Header,
+        target: *mut u8,
+    },
+    /// A contribution of this peer, by its place in the group; held, or in pieces.
+    Contribution {
+        peer: usize,
+    },
+    /// So many bytes that nobody wants any more.
+    Unwanted {
+        left: usize,
+    },
     Closing,
 }
 
 struct Lane {
-    server: u32,
+    peer: Peer,
     open: bool,
+    /// The peer has left in good order: the lane closes once it needs no more of our memory.
+    goodbye: bool,
+    /// Frames with a task's memory that were posted and are not sent.
+    posted: u32,
     receiving: Receiving,
-    /// Posted and not sent, in order.
-    sending: VecDeque<ReadyPart>,
+    /// To a rank: what is to be sent, in order.
+    outbox: VecDeque<Word>,
+}
+
+/// A frame to a rank of the group.
+#[derive(Clone, Copy)]
+struct Word {
+    kind: Kind,
+    of: RunPart,
+    round: u64,
 }
 
 /// A task under way.
 struct Run {
     tensor: u32,
     memory: Memory,
-    /// Parts not yet landed, plus parts posted and not yet sent.
+    priority: i64,
+    since: Duration,
+    /// Parts whose result is not there, plus frames with the run's memory that are not sent.
     open: u32,
+    /// Of these frames, those that were posted.
     posted: u32,
     task: Option<Arc<Task>>,
     failed: Option<Error>,
@@ -64,6 +108,8 @@ struct Tensor {
     plan: Box<Plan>,
     round: u64,
     run: Option<u32>,
+    /// By part.
+    stages: Box<[Stage]>,
     /// Later pushes of the same tensor: a key never has two rounds in flight, so that no lane can
     /// wait for another.
     waiting: VecDeque<Waiting>,
@@ -75,10 +121,18 @@ pub struct Nic {
     endpoint: Endpoint,
     config: NicConfig,
     lanes: Vec<Lane>,
-    /// Ready parts of all lanes. One queue and one credit: the lanes share the host's line, so what
-    /// is posted on any of them is in the way of all. A lane that has more to carry, or is slower,
-    /// comes to hold most of the credit and so gets most of the line, and the lanes end together.
-    queue: CreditQueue<ReadyPart>,
+    /// Parts that are ready for a server. One queue and one credit: the lanes share the host's
+    /// line, so what is posted on any of them is in the way of all. A lane that has more to carry,
+    /// or is slower, comes to hold most of the credit and so gets most of the line, and the lanes
+    /// end together.
+    queue: CreditQueue<RunPart>,
+    /// The lanes to the other ranks of the group.
+    group: Vec<LaneId>,
+    gathers: Gathers,
+    collector: Collector<RunPart>,
+    /// Parts that all of the group have pushed, of those that this rank owns.
+    gathered: CreditQueue<RunPart>,
+    kernels: &'static Kernels,
     tensors: Vec<Option<Tensor>>,
     /// Where a publication belongs.
     keys: KeyMap<(u32, u32)>,
@@ -95,12 +149,17 @@ pub struct Nic {
     first_wake: Option<Instant>,
     /// The tensor whose round was started last.
     latest: u32,
+    /// The time of this turn.
+    now: Duration,
+    next_tick: Duration,
+    stalls_told: bool,
     over: Option<Error>,
     leaving: bool,
     trace: Recorder,
 }
 
-const GOODBYE: u64 = u64::MAX;
+/// How often the loop looks for stalls.
+const TICK: Duration = Duration::from_millis(500);
 /// Commands that are taken before the lanes get their turn: the first tensors of a long list are on
 /// their way while the last ones are still being handed over.
 const COMMANDS_PER_TURN: usize = 64;
@@ -121,12 +180,17 @@ impl Nic {
         Nic {
             endpoint,
             queue: CreditQueue::new(config.credit_bytes),
-            config,
             lanes: Vec::new(),
+            group: Vec::new(),
+            gathers: Gathers::new(0),
+            collector: Collector::new(0),
+            gathered: CreditQueue::new(config.credit_bytes),
+            kernels: kernels(),
             tensors: Vec::new(),
             keys: KeyMap::default(),
             runs: Vec::new(),
             free_runs: Vec::new(),
+            config,
             commands,
             reports,
             report_waker,
@@ -135,25 +199,36 @@ impl Nic {
             wakes: Vec::with_capacity(EVENTS_MAX),
             first_wake: None,
             latest: 0,
+            now: Duration::ZERO,
+            next_tick: Duration::ZERO,
+            stalls_told: false,
             over: None,
             leaving: false,
             trace: Recorder::default(),
         }
     }
 
-    /// Adds the lane to a server's core. The first lane has id 0, and so on.
+    /// Adds the lane to a server's core, or to a rank of the group. The first lane has id 0, and so
+    /// on. All are attached before the first step.
     ///
     /// # Errors
     /// The transport refuses the link.
-    pub fn attach(&mut self, server: u32, link: Link) -> std::io::Result<LaneId> {
+    pub fn attach(&mut self, peer: Peer, link: Link) -> std::io::Result<LaneId> {
         let lane = self.endpoint.attach(link)?;
         assert_eq!(lane.0 as usize, self.lanes.len(), "lanes are attached once, at start");
         self.lanes.push(Lane {
-            server,
+            peer,
             open: true,
+            goodbye: false,
+            posted: 0,
             receiving: Receiving::Header,
-            sending: VecDeque::with_capacity(bps_engine::limits::LANE_FRAMES_MAX),
+            outbox: VecDeque::new(),
         });
+        if matches!(peer, Peer::Rank(_)) {
+            self.group.push(lane);
+            self.gathers = Gathers::new(self.group.len());
+            self.collector = Collector::new(self.group.len());
+        }
         Ok(lane)
     }
 
@@ -174,15 +249,17 @@ impl Nic {
         self.endpoint.sleep(timeout, || !commands.is_empty());
     }
 
-    /// One turn of the loop; says whether there was anything to do.
-    pub fn step(&mut self) -> bool {
+    /// One turn of the loop; says whether there was anything to do. `now` is the time since any
+    /// fixed moment.
+    pub fn step(&mut self, now: Duration) -> bool {
+        self.now = now;
         let mut progress = false;
         for _ in 0..COMMANDS_PER_TURN {
             let Some(command) = self.commands.pop() else { break };
             self.on_command(command);
             progress = true;
         }
-        self.pump();
+        self.pump_all();
         let mut events = std::mem::take(&mut self.events);
         self.endpoint.poll(&mut events);
         progress |= !events.is_empty();
@@ -190,15 +267,18 @@ impl Nic {
             match event {
                 Event::Header { lane, header } => self.on_header(lane, &header),
                 Event::Landed { lane } => self.on_landed(lane),
-                // Publications are never taken in pieces.
-                Event::Piece { lane, .. } => self.endpoint.consume(lane),
+                Event::Piece { lane, data, length } => self.on_piece(lane, data, length),
                 Event::Sent { lane, token } => self.on_sent(lane, token),
                 Event::Closed { lane, cause } => self.on_closed(lane, cause),
             }
         }
         self.events = events;
-        self.pump();
+        self.pump_all();
         self.wake_callers(progress);
+        if now >= self.next_tick {
+            self.next_tick = now + TICK;
+            self.look_for_stalls();
+        }
         progress
     }
 
@@ -242,9 +322,13 @@ impl Nic {
         for (position, part) in plan.parts.iter().enumerate() {
             let position = u32::try_from(position).unwrap_or(u32::MAX);
             self.keys.insert(part.key, (tensor, position));
+            if part.owner.is_none() && !self.group.is_empty() {
+                self.gathers.plan(part.key);
+            }
         }
-        self.tensors[index] =
-            Some(Tensor { plan, round: 0, run: None, waiting: VecDeque::new(), poisoned: None });
+        let stages = vec![Stage::Idle; plan.parts.len()].into();
+        let (waiting, poisoned) = (VecDeque::new(), None);
+        self.tensors[index] = Some(Tensor { plan, round: 0, run: None, stages, waiting, poisoned });
     }
 
     fn on_push(&mut self, tensor: u32, waiting: Waiting) {
@@ -275,11 +359,14 @@ impl Nic {
             return waiting.task.finish_now(Ok(()));
         }
         state.round += 1;
+        state.stages.fill(Stage::Pushed);
         self.latest = tensor;
         let (asked_ns, round, rank) = (waiting.task.asked_ns(), state.round, self.config.rank);
         let run = Run {
             tensor,
             memory: waiting.memory,
+            priority: waiting.priority,
+            since: self.now,
             open: parts,
             posted: 0,
             task: Some(waiting.task),
@@ -296,73 +383,46 @@ impl Nic {
             }
         };
         state.run = Some(index);
-        for (position, part) in state.plan.parts.iter().enumerate() {
+        for part in &state.plan.parts {
             self.trace.record_at(asked_ns, Mark::Queued, part.key, round, rank, part.bytes);
-            let ready = ReadyPart { run: index, part: u32::try_from(position).unwrap_or(u32::MAX) };
-            self.queue.push(waiting.priority, part.bytes, ready);
+        }
+        for part in 0..parts {
+            self.push_part(RunPart { run: index, part });
         }
     }
 
-    /// Posts what waits, as far as credit and transport allow.
-    fn pump(&mut self) {
-        if self.leaving || self.over.is_some() {
-            return;
-        }
-        while let Some(&ready) = self.queue.peek() {
-            let run = &mut self.runs[ready.run as usize];
-            let Some(Some(tensor)) = self.tensors.get(run.tensor as usize) else { return };
-            let part = tensor.plan.parts[ready.part as usize];
-            let rank = self.config.rank;
-            let silent =
-                matches!(tensor.plan.operation, Operation::Broadcast(root) if root != rank);
-            let length = if silent { 0 } else { part.bytes };
-            let mut header = Header::new(
-                Kind::Contribution,
-                tensor.plan.dtype,
-                self.config.rank,
-                self.config.epoch,
-            );
-            header.key = part.key;
-            header.round = Round(tensor.round);
-            header.length = u32::try_from(length).unwrap_or(u32::MAX);
-            header.contributors = 1;
-            let payload = run.memory.source.wrapping_add(part.offset);
-            if self.config.payload_checksum && length > 0 {
-                // SAFETY: the part lies inside the source (the plan's offsets were checked against
-                // the declared size), which the caller keeps valid until the task is finished.
-                let bytes = unsafe { std::slice::from_raw_parts(payload, length) };
-                header.flags |= FLAG_PAYLOAD_CHECKSUM;
-                header.payload_checksum = crc32c::crc32c(bytes);
+    /// A part is pushed: the group sums it first, if there is one.
+    fn push_part(&mut self, of: RunPart) {
+        let Some((tensor, part)) = self.planned(of) else { return };
+        match part.owner {
+            None if self.group.is_empty() => self.send_to_server(of),
+            None => {
+                if self.gathers.own(part.key, self.now) {
+                    self.gathered(of);
+                }
             }
-            let frame = Frame { header: header.encode(), payload, length, token: 0 };
-            let lane = &mut self.lanes[part.lane.0 as usize];
-            let at = self.trace.now();
-            if !lane.open || self.endpoint.post(part.lane, &frame).is_err() {
-                return;
+            Some(owner) => {
+                let round = tensor.round;
+                // A broadcast asks for no contribution: the publication is the answer.
+                if matches!(tensor.plan.operation, Operation::Broadcast(_)) {
+                    self.set_stage(of, Stage::Asked);
+                }
+                self.say_to(owner, Word { kind: Kind::Ready, of, round });
             }
-            self.trace.frame_at(at, Mark::Posted, &header);
-            self.statistics.posted(length);
-            self.queue.take();
-            lane.sending.push_back(ready);
-            run.open += 1;
-            run.posted += 1;
         }
     }
 
-    fn on_sent(&mut self, lane: LaneId, token: u64) {
-        let state = &mut self.lanes[lane.0 as usize];
-        if token == GOODBYE {
-            return;
+    /// The tensor and the plan of a part under way.
+    fn planned(&self, of: RunPart) -> Option<(&Tensor, PlanPart)> {
+        let tensor = self.tensors.get(self.runs[of.run as usize].tensor as usize)?.as_ref()?;
+        Some((tensor, tensor.plan.parts[of.part as usize]))
+    }
+
+    fn set_stage(&mut self, of: RunPart, stage: Stage) {
+        let tensor = self.runs[of.run as usize].tensor as usize;
+        if let Some(Some(tensor)) = self.tensors.get_mut(tensor) {
+            tensor.stages[of.part as usize] = stage;
         }
-        let Some(ready) = state.sending.pop_front() else { return };
-        let run = &self.runs[ready.run as usize];
-        if let Some(Some(tensor)) = self.tensors.get(run.tensor as usize) {
-            let (part, rank) = (&tensor.plan.parts[ready.part as usize], self.config.rank);
-            self.trace.record(Mark::Sent, part.key, tensor.round, rank, part.bytes);
-            self.queue.returned(part.bytes);
-        }
-        self.runs[ready.run as usize].posted -= 1;
-        self.close_one(ready.run);
     }
 
     /// One of a run's open ends is closed; the last one finishes its task.
@@ -397,91 +457,6 @@ impl Nic {
         }
     }
 
-    fn on_header(&mut self, lane: LaneId, raw: &RawHeader) {
-        if matches!(self.lanes[lane.0 as usize].receiving, Receiving::Closing) {
-            return;
-        }
-        self.statistics.counters.frames_in.add(1);
-        match self.check(lane, raw) {
-            Ok((header, run, target)) => {
-                let length = header.length as usize;
-                self.trace.frame(Mark::Landing, &header);
-                if length == 0 {
-                    self.trace.frame(Mark::Landed, &header);
-                    self.endpoint.land(lane, Landing::Pieces, 0);
-                    return self.landed(run);
-                }
-                let state = &mut self.lanes[lane.0 as usize];
-                state.receiving = Receiving::Landing { run, bytes: length, header, target };
-                self.endpoint.land(lane, Landing::Into(target), length);
-            }
-            Err(message) => {
-                let state = &mut self.lanes[lane.0 as usize];
-                state.receiving = Receiving::Closing;
-                let server = state.server;
-                self.endpoint.close(lane);
-                self.report(Report::Corrupt { server, message });
-            }
-        }
-    }
-
-    /// A publication against what was pushed: returns its run and where it lands.
-    fn check(&self, lane: LaneId, raw: &RawHeader) -> Result<(Header, u32, *mut u8), String> {
-        let header = Header::decode(raw).map_err(|invalid| invalid.to_string())?;
-        if header.kind == Kind::Refused {
-            return Err("it refused a frame of this rank; its log says why".into());
-        }
-        let key = header.key;
-        let known = self.keys.get(&key).filter(|_| header.kind == Kind::Publication);
-        let &(tensor, position) =
-            known.ok_or_else(|| format!("{:?} of unknown {key}", header.kind))?;
-        let Some(Some(state)) = self.tensors.get(tensor as usize) else {
-            return Err(format!("{key} has no tensor"));
-        };
-        let part = state.plan.parts[position as usize];
-        let root =
-            matches!(state.plan.operation, Operation::Broadcast(root) if root == self.config.rank);
-        let fits = header.rank == self.config.rank
-            && header.epoch == self.config.epoch
-            && header.dtype == state.plan.dtype
-            && header.offset == 0
-            && header.length as usize == if root { 0 } else { part.bytes }
-            && header.round.0 == state.round
-            && part.lane == lane;
-        let whole = |run: &u32| self.runs[*run as usize].failed.is_none();
-        let run = state.run.filter(|_| fits).filter(whole).ok_or_else(|| {
-            format!("a publication of `{}` ({key}) does not fit what was pushed", state.plan.name)
-        })?;
-        let target = self.runs[run as usize].memory.target.wrapping_add(part.offset);
-        Ok((header, run, target))
-    }
-
-    fn on_landed(&mut self, lane: LaneId) {
-        let state = &mut self.lanes[lane.0 as usize];
-        let receiving = std::mem::replace(&mut state.receiving, Receiving::Header);
-        let Receiving::Landing { run, bytes, header, target } = receiving else { return };
-        self.statistics.counters.bytes_in.add(bytes as u64);
-        if header.flags & FLAG_PAYLOAD_CHECKSUM != 0 {
-            // SAFETY: these bytes have just landed in the caller's memory, which is valid until the
-            // task is finished.
-            let landed = unsafe { std::slice::from_raw_parts(target.cast_const(), bytes) };
-            if crc32c::crc32c(landed) != header.payload_checksum {
-                let server = state.server;
-                state.receiving = Receiving::Closing;
-                self.endpoint.close(lane);
-                let message = format!("payload checksum of {} differs", header.key);
-                return self.report(Report::Corrupt { server, message });
-            }
-        }
-        self.trace.frame(Mark::Landed, &header);
-        self.landed(run);
-    }
-
-    fn landed(&mut self, run: u32) {
-        self.statistics.counters.rounds.add(1);
-        self.close_one(run);
-    }
-
     /// A tensor on which the ranks disagree: what is pending of it fails, and so does what comes.
     fn poison(&mut self, name: &str, error: &Error) {
         let found = self
@@ -495,11 +470,20 @@ impl Nic {
             waiting.task.finish_now(Err(error.clone()));
         }
         let Some(run) = state.run else { return };
-        self.queue.remove(|ready| ready.run == run);
+        self.queue.remove(|of| of.run == run);
+        for lane in &mut self.lanes {
+            lane.outbox.retain(|word| word.of.run != run);
+        }
+        self.forget_in_group(run);
+        let is_landing = |lane: &&Lane| match &lane.receiving {
+            Receiving::Landing { part, .. } => part.run == run,
+            _ => false,
+        };
+        let landing = u32::try_from(self.lanes.iter().filter(is_landing).count()).unwrap_or(0);
         let state = &mut self.runs[run as usize];
         state.failed = Some(error.clone());
-        // No result will come for it: only what the kernel still reads is open.
-        state.open = state.posted + 1;
+        // No other result will come for it: only memory that a transport still has is open.
+        state.open = state.posted + landing + 1;
         self.close_one(run);
     }
 
@@ -550,10 +534,7 @@ impl Nic {
         self.leaving = true;
         for position in 0..self.lanes.len() {
             let id = LaneId(u32::try_from(position).unwrap_or(u32::MAX));
-            let header = Header::new(Kind::Goodbye, DType::U8, self.config.rank, self.config.epoch);
-            let payload = std::ptr::null();
-            let frame = Frame { header: header.encode(), payload, length: 0, token: GOODBYE };
-            if self.endpoint.post(id, &frame).is_err() {
+            if self.lanes[position].open && self.say_goodbye(id).is_err() {
                 self.endpoint.close(id);
             }
         }
@@ -564,11 +545,14 @@ impl Nic {
         let state = &mut self.lanes[lane.0 as usize];
         state.open = false;
         state.receiving = Receiving::Closing;
-        let server = state.server;
+        let (peer, goodbye) = (state.peer, state.goodbye);
+        if let Ok(peer) = self.place_in_group(lane) {
+            self.collector.gone(peer);
+        }
         if self.over.is_some() {
             self.fail_pending();
-        } else if !self.leaving {
-            self.report(Report::Lost { server, cause, round });
+        } else if !self.leaving && !goodbye {
+            self.report(Report::Lost { peer, cause, round });
         }
     }
 
@@ -585,7 +569,8 @@ impl Nic {
     }
 
     fn report(&self, report: Report) {
-        // The ring holds more reports than there are lanes; each lane reports once.
+        // The ring holds more reports than there are lanes; each lane reports once, and a stall
+        // that finds no room is told again.
         let _ = self.reports.push(report);
         self.report_waker.wake();
     }

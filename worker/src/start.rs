@@ -1,7 +1,10 @@
-//! Joining a job: the scheduler's roster, then a lane to every server core.
+//! Joining a job: the scheduler's roster, then a lane to every server core and to every rank of the
+//! group.
 
+use crate::agent::Lanes;
 use crate::error::Error;
-use crate::nic::{Command, Nic, NicConfig, NicStatistics, Report};
+use crate::neighbours::Door;
+use crate::nic::{Command, Nic, NicConfig, NicStatistics, Peer, Report};
 use bps_engine::base::{CoreId, Rank};
 use bps_engine::config::{Config, TransportChoice};
 use bps_engine::control::{JobKey, Link, LinkReceiver, LinkSender, dial, dial_unix};
@@ -19,7 +22,6 @@ use bps_engine::transport::shm::{self, Shm, ShmOptions};
 use bps_engine::transport::tcp::Tcp;
 use bps_engine::transport::{self, LaneId, Transport, Waker};
 use bps_engine::{harness, host};
-use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -35,15 +37,28 @@ pub(crate) struct Joined {
     pub(crate) sender: LinkSender,
     pub(crate) receiver: LinkReceiver,
     /// In the order of lane ids.
-    pub(crate) links: Vec<(CoreId, transport::Link)>,
+    pub(crate) links: Vec<(End, transport::Link)>,
     pub(crate) waker: Waker,
 }
 
+/// What is at the other end of a lane.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum End {
+    Core(CoreId),
+    Rank(Rank),
+}
+
 impl Joined {
-    /// The lane of each core.
-    pub(crate) fn lanes(&self) -> HashMap<CoreId, LaneId> {
-        let cores = self.links.iter().map(|&(core, _)| core);
-        cores.zip((0..).map(LaneId)).collect()
+    /// The lane of each core and rank.
+    pub(crate) fn lanes(&self) -> Lanes {
+        let mut lanes = Lanes::default();
+        for (lane, (end, _)) in (0..).map(LaneId).zip(&self.links) {
+            match *end {
+                End::Core(core) => lanes.cores.insert(core, lane),
+                End::Rank(rank) => lanes.ranks.insert(rank, lane),
+            };
+        }
+        lanes
     }
 }
 
@@ -68,8 +83,12 @@ pub(crate) fn join(config: &Config) -> Result<Joined, Error> {
         Error::Start(format!("the scheduler was lost while the job formed: {error}"))
     };
     link.notice_loss_after(config.heartbeat_timeout).map_err(|error| fail(&error))?;
+    let waker = Waker::new().map_err(|error| Error::Start(format!("no eventfd: {error}")))?;
+    // The others of this host may have the roster, and dial, before this rank has it.
+    let door = if config.local_reduce { Some(Door::open(&key, &waker)?) } else { None };
     let (sender, mut receiver) = link.split();
-    sender.send(&NodeMessage::Register(register(config))).map_err(|error| fail(&error))?;
+    let local = door.as_ref().map(|door| door.name().to_owned());
+    sender.send(&NodeMessage::Register(register(config, local))).map_err(|error| fail(&error))?;
     let roster = loop {
         let left = (config.start_timeout + Duration::from_secs(2)).saturating_sub(start.elapsed());
         if left.is_zero() {
@@ -94,27 +113,36 @@ pub(crate) fn join(config: &Config) -> Result<Joined, Error> {
             }
         }
     };
-    let waker = Waker::new().map_err(|error| Error::Start(format!("no eventfd: {error}")))?;
-    let links = connect(config, &key, &roster, &waker)?;
+    let mut links = Vec::new();
+    if roster.through_servers {
+        links = connect(config, &key, &roster, &waker)?;
+    }
+    if let Some(door) = door {
+        let group = door.connect(&key, &roster, &waker)?;
+        links.extend(group.into_iter().map(|(rank, link)| (End::Rank(rank), link)));
+    }
     Ok(Joined { roster, sender, receiver, links, waker })
 }
 
-fn register(config: &Config) -> Register {
+fn register(config: &Config, local: Option<String>) -> Register {
     Register {
         node: Node::Worker {
             worker_id: config.worker_id,
             local_rank: config.local_rank,
             local_size: config.local_size,
             global_rank: config.global_rank,
+            local,
             planning: Planning {
                 partition_bytes: config.partition_bytes,
                 placement: config.placement,
                 mixed_bound: config.mixed_bound,
                 built_in_coefficient: config.built_in_coefficient,
+                local_reduce: config.local_reduce,
+                force_distributed: config.force_distributed,
             },
         },
         host: host::name(),
-        host_id: host::id(),
+        host_id: host_id(config),
         pid: std::process::id(),
         release: env!("CARGO_PKG_VERSION").into(),
         num_workers: config.num_workers,
@@ -122,13 +150,17 @@ fn register(config: &Config) -> Register {
     }
 }
 
+fn host_id(config: &Config) -> String {
+    config.host_id.clone().unwrap_or_else(host::id)
+}
+
 fn connect(
     config: &Config,
     key: &JobKey,
     roster: &Roster,
     waker: &Waker,
-) -> Result<Vec<(CoreId, transport::Link)>, Error> {
-    let here = host::id();
+) -> Result<Vec<(End, transport::Link)>, Error> {
+    let here = host_id(config);
     let mut links = Vec::new();
     for (index, server) in (0u32..).zip(&roster.servers) {
         for (core, address) in (0u32..).zip(&server.cores) {
@@ -152,7 +184,7 @@ fn connect(
                     server.host, server.pid
                 ))
             })?;
-            links.push((id, link));
+            links.push((End::Core(id), link));
         }
     }
     Ok(links)
@@ -184,7 +216,7 @@ fn not_here(id: CoreId, server: &ServerPeer) -> Error {
 pub(crate) fn nic(
     config: &Config,
     nic_config: NicConfig,
-    links: Vec<(CoreId, transport::Link)>,
+    links: Vec<(End, transport::Link)>,
     waker: &Waker,
     commands: &Mpsc<Command>,
     reports: &Mpsc<Report>,
@@ -194,11 +226,16 @@ pub(crate) fn nic(
     let is_shm = |link: &transport::Link| matches!(link, transport::Link::Shm(_));
     let shm_lanes = links.iter().filter(|(_, link)| is_shm(link)).count();
     let tcp_lanes = links.len() - shm_lanes;
+    let group = links.iter().filter(|(end, _)| matches!(end, End::Rank(_))).count();
     let mut transports = Vec::new();
     let mut line = format!(
         "{} of {}: {tcp_lanes} TCP lanes, {shm_lanes} shared-memory lanes",
         nic_config.rank, nic_config.size
     );
+    if group > 0 {
+        let servers = if group == links.len() { ", without servers" } else { "" };
+        line = format!("{line}; reduces with {group} ranks of this host{servers}");
+    }
     if tcp_lanes > 0 {
         let lanes = u32::try_from(links.len()).unwrap_or(u32::MAX);
         let tcp = Tcp::new(waker.clone(), config.tcp_driver, lanes)
@@ -220,9 +257,13 @@ pub(crate) fn nic(
         report_waker,
         Arc::clone(statistics),
     );
-    for (core, link) in links {
-        nic.attach(core.server, link).map_err(|error| {
-            Error::Start(format!("the lane to {core} can't be set up: {error}"))
+    for (end, link) in links {
+        let (peer, name) = match end {
+            End::Core(core) => (Peer::Server(core.server), core.to_string()),
+            End::Rank(rank) => (Peer::Rank(rank), rank.to_string()),
+        };
+        nic.attach(peer, link).map_err(|error| {
+            Error::Start(format!("the lane to {name} can't be set up: {error}"))
         })?;
     }
     Ok((nic, line))

@@ -124,6 +124,11 @@ pub struct Config {
     pub mixed_bound: u32,
     /// `BYTEPS_BUILT_IN_HASH_COEF`.
     pub built_in_coefficient: u64,
+    /// `BPS_LOCAL_REDUCE`: the ranks of a host reduce among themselves before servers are asked.
+    pub local_reduce: bool,
+    /// What this process says of its host, in place of what it finds. No variable sets it: it lets
+    /// tests of one machine be several hosts.
+    pub host_id: Option<String>,
     /// `BPS_TRANSPORT`: `auto`, `tcp`, `shm`.
     pub transport: TransportChoice,
     /// `BPS_TCP_DRIVER`: `auto`, `uring`, `poll`.
@@ -244,6 +249,8 @@ impl Default for Config {
             placement: Placement::Balanced,
             mixed_bound: 101,
             built_in_coefficient: 1,
+            local_reduce: true,
+            host_id: None,
             transport: TransportChoice::Auto,
             tcp_driver: TcpDriver::Auto,
             payload_checksum: false,
@@ -304,9 +311,8 @@ impl Config {
         self.trace_dir.clone().unwrap_or_else(|| "trace".into())
     }
 
-    /// Whether this job needs a scheduler and servers: more than one rank, or the user insists.
-    /// Unlike BytePS, several ranks of one host need them too, for they sum CPU tensors through a
-    /// server.
+    /// Whether this job needs a scheduler: more than one rank, or the user insists. It needs
+    /// servers too unless all ranks are on one host and reduce among themselves.
     #[must_use]
     pub fn distributed(&self) -> bool {
         self.force_distributed || self.size() > 1

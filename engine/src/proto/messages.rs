@@ -38,8 +38,9 @@ pub enum NodeMessage {
         /// Chosen by the sender.
         request: u64,
     },
-    /// A server's open rounds that have waited longer than the stall-report time; sent again each
-    /// second while they wait, and once empty when none does any more.
+    /// Open rounds that have waited longer than the stall-report time, as a server sees them, or a
+    /// worker those that it sums for its group; sent again each second while they wait, and once
+    /// empty when none does any more.
     Stalled {
         /// At most [`STALLS_MAX`], the oldest first.
         keys: Vec<StalledKey>,
@@ -233,6 +234,8 @@ pub enum Node {
         local_size: u32,
         /// `BYTEPS_GLOBAL_RANK`; else rank = worker_id × local_size + local_rank.
         global_rank: Option<u32>,
+        /// Abstract Unix socket for the other ranks of its host, if it reduces among them.
+        local: Option<String>,
         /// How tensors are to be cut and placed; must be the same on all ranks.
         planning: Planning,
     },
@@ -260,6 +263,10 @@ pub struct Planning {
     pub mixed_bound: u32,
     /// `BYTEPS_BUILT_IN_HASH_COEF`.
     pub built_in_coefficient: u64,
+    /// `BPS_LOCAL_REDUCE`: the ranks of a host reduce among themselves first.
+    pub local_reduce: bool,
+    /// `BYTEPS_FORCE_DISTRIBUTED`: through servers even where all ranks share a host.
+    pub force_distributed: bool,
 }
 
 /// The job as one node sees it.
@@ -269,22 +276,42 @@ pub struct Roster {
     pub epoch: Epoch,
     /// Ranks in the job.
     pub size: u32,
+    /// Whether sums pass through servers: not where all ranks are one group.
+    pub through_servers: bool,
     /// This node's rank (worker) or server index (server).
     pub index: u32,
     /// Host and pid of each rank, for messages. Only servers are told: among workers the list would
     /// grow with the square of the job.
     pub workers: Vec<Peer>,
+    /// To a worker: the other ranks of its group.
+    pub neighbours: Vec<Neighbour>,
     /// The servers, by index.
     pub servers: Vec<ServerPeer>,
 }
 
-/// A worker as others name it.
+/// A worker as servers know it.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Peer {
     /// Host name.
     pub host: String,
     /// Process id there.
     pub pid: u32,
+    /// Its group, from 0: the ranks that reduce among themselves before servers are asked. A rank
+    /// that has nobody to do so with is a group of its own.
+    pub group: u32,
+}
+
+/// A worker as the others of its group reach it.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Neighbour {
+    /// Its rank.
+    pub rank: Rank,
+    /// Host name.
+    pub host: String,
+    /// Process id there.
+    pub pid: u32,
+    /// Abstract Unix socket.
+    pub local: String,
 }
 
 /// A server as workers reach it.
@@ -333,8 +360,10 @@ pub struct Part {
     pub offset: u64,
     /// Bytes, a multiple of the element size.
     pub bytes: u32,
-    /// Who sums it.
-    pub core: CoreId,
+    /// Where it is summed over the groups; nowhere if there is one group only.
+    pub core: Option<CoreId>,
+    /// The rank that sums it in the group of whoever is told, and alone speaks to the core.
+    pub owner: Rank,
 }
 
 /// A key as its server must know it.
@@ -365,7 +394,7 @@ pub struct Mismatch {
     pub second_said: Declaration,
 }
 
-/// An open round that waits, as its server sees it.
+/// An open round that waits, as its server sees it, or the rank that sums it for a group.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct StalledKey {
     /// The part.

@@ -4,6 +4,7 @@
 //! Invariant: every `Declare` and `Barrier` of a node that stays is answered once; every node that
 //! is connected when the job ends is told why, once; nothing is waited for without a deadline.
 
+mod groups;
 mod lives;
 mod registry;
 mod rendezvous;
@@ -13,7 +14,9 @@ mod waits;
 #[cfg(test)]
 mod tests;
 
-use super::messages::{NodeMessage, OverReason, Register, Roster, SchedulerMessage, Statistics};
+use super::messages::{
+    Neighbour, NodeMessage, OverReason, Register, Roster, SchedulerMessage, Statistics,
+};
 use crate::base::{Epoch, Placement, Rank};
 use registry::{Registry, Reply};
 use rendezvous::{Job, Rendezvous, describe};
@@ -21,7 +24,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 pub use view::{JobView, NodeRole, NodeView};
-use waits::{Barriers, Stalls};
+use waits::{Barriers, Reporter, Stalls};
 
 /// How often nodes are told for whom they wait.
 const WAITING_EVERY: Duration = Duration::from_secs(2);
@@ -93,7 +96,7 @@ pub enum Output {
 /// are nodes.
 enum Queued {
     Ready(Output),
-    Roster(NodeId, u32, Arc<Roster>),
+    Roster(NodeId, u32, Vec<Neighbour>, Arc<Roster>),
 }
 
 /// What a connection is to the job.
@@ -175,8 +178,9 @@ impl Scheduler {
     pub fn poll_output(&mut self) -> Option<Output> {
         Some(match self.outputs.pop_front()? {
             Queued::Ready(output) => output,
-            Queued::Roster(node, index, roster) => {
-                Output::Send(node, SchedulerMessage::Roster(Roster { index, ..(*roster).clone() }))
+            Queued::Roster(node, index, neighbours, roster) => {
+                let roster = Roster { index, neighbours, ..(*roster).clone() };
+                Output::Send(node, SchedulerMessage::Roster(roster))
             }
         })
     }
@@ -348,10 +352,18 @@ impl Scheduler {
         for (nodes, names_ranks) in [(&job.workers, false), (&job.servers, true)] {
             let roster = Arc::new(job.roster(self.epoch, names_ranks));
             for (index, (node, _)) in (0..).zip(nodes) {
-                self.outputs.push_back(Queued::Roster(*node, index, Arc::clone(&roster)));
+                let neighbours = if names_ranks { Vec::new() } else { job.neighbours(Rank(index)) };
+                let roster = Arc::clone(&roster);
+                self.outputs.push_back(Queued::Roster(*node, index, neighbours, roster));
             }
         }
-        let registry = Registry::new(job.size(), &job.planning, &job.shapes, self.next_install);
+        let through_servers = job.through_servers();
+        if !through_servers {
+            self.put(Output::Log("all ranks are on one host: sums do not pass servers".into()));
+        }
+        let groups = std::mem::take(&mut job.groups);
+        let (planning, next) = (&job.planning, self.next_install);
+        let registry = Registry::new(groups, through_servers, planning, &job.shapes, next);
         self.phase = Phase::Running(Box::new(Running {
             barriers: Barriers::new(job.size()),
             registry,
@@ -379,6 +391,10 @@ impl Scheduler {
             (Phase::Forming(_), NodeMessage::Declare { request, .. }) => {
                 let message = "tensors are declared after the roster has come".to_owned();
                 self.send(node, SchedulerMessage::Refused { request, message });
+            }
+            (Phase::Running(running), NodeMessage::Stalled { keys }) => {
+                running.stalls.report(Reporter::Owner(rank), keys, now);
+                self.check_stalls(now);
             }
             (Phase::Running(running), NodeMessage::Barrier { request }) => {
                 match running.barriers.arrive(rank, request, now) {
@@ -414,7 +430,7 @@ impl Scheduler {
             }
             (Phase::Running(running), NodeMessage::Stalled { keys }) => {
                 if let Some(server) = running.server(node) {
-                    running.stalls.report(server, keys, now);
+                    running.stalls.report(Reporter::Server(server), keys, now);
                     self.check_stalls(now);
                 }
             }

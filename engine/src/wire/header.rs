@@ -7,7 +7,7 @@
 //! | 5 | kind | [`Kind`] |
 //! | 6 | flags | [`FLAG_PAYLOAD_CHECKSUM`]; other bits are zero |
 //! | 7 | dtype | element type of the payload, [`DType`]'s number |
-//! | 8..12 | rank | who sent it; a server sends the rank that it addresses |
+//! | 8..12 | rank | who sent it; a publication and a grant name the rank that they are for |
 //! | 12..16 | epoch | membership generation |
 //! | 16..24 | key | the part |
 //! | 24..32 | round | step of the key, from 1 |
@@ -38,14 +38,19 @@ pub const FLAG_PAYLOAD_CHECKSUM: u8 = 1;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub enum Kind {
-    /// Worker to server: one rank's part of a round. It is also the request for the result.
+    /// Worker to server: one group's part of a round. It is also the request for the result.
+    /// Worker to worker of a host: one rank's part, for the owner of the key to add.
     Contribution = 1,
-    /// Server to worker: the result of a round.
+    /// Server to worker, and from there to the other workers of the group: the result of a round.
     Publication = 2,
     /// Either way: no more frames follow, the lane is closed in good order.
     Goodbye = 3,
     /// Server to worker: the frame with this key and round was refused; the lane closes.
     Refused = 4,
+    /// Worker to a worker of its host, the owner of the key: this rank has pushed the round.
+    Ready = 5,
+    /// The answer to `Ready` once all ranks of the host have pushed: send the contribution.
+    Grant = 6,
 }
 
 /// A header, parsed. [`Header::encode`] and [`Header::decode`] are each other's inverse.
@@ -174,6 +179,8 @@ impl Header {
             2 => Kind::Publication,
             3 => Kind::Goodbye,
             4 => Kind::Refused,
+            5 => Kind::Ready,
+            6 => Kind::Grant,
             other => return Err(Invalid::Kind(other)),
         };
         let flags = raw[6];

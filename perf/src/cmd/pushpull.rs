@@ -39,6 +39,7 @@ pub fn command() -> Command {
         .arg(number("rounds", "20", "Timed rounds of each size, partition and number of tensors"))
         .arg(arguments::sizes("partition", "1M", "Largest part"))
         .arg(arguments::transport())
+        .arg(arguments::local_reduce())
         .arg(arguments::driver())
         .arg(arguments::idle())
         .arg(
@@ -61,6 +62,7 @@ pub fn shape(matches: &ArgMatches) -> Result<JobShape, String> {
         transport: arguments::transport_of(matches),
         driver: arguments::driver_of(matches),
         idle: arguments::idle_of(matches),
+        hosts: arguments::hosts_of(matches),
         ..JobShape::default()
     })
 }
@@ -78,7 +80,11 @@ fn partitions(matches: &ArgMatches) -> Result<Vec<u32>, String> {
 /// Measures every size with every number of tensors and every partition.
 pub fn run(matches: &ArgMatches) -> Outcome {
     let base = shape(matches)?;
-    let (transport, idle) = (text(matches, "transport"), text(matches, "idle"));
+    let idle = text(matches, "idle");
+    let transport = match base.hosts {
+        [] => text(matches, "transport"),
+        _ => "local reduction",
+    };
     let rounds = integer(matches, "rounds");
     let title = format!(
         "{} workers, {} servers × {} cores, {transport}, {idle}, {rounds} rounds",

@@ -1,10 +1,12 @@
 //! What a shard and its control thread tell each other, and why a shard refuses a frame.
 
+use crate::entry::Groups;
 use bps_engine::base::{Epoch, Key, Rank, Round};
 use bps_engine::proto::messages::{KeySpec, StalledKey};
 use bps_engine::trace::timeline::Recorder;
 use bps_engine::transport::{Cause, Link};
 use bps_engine::wire::{Invalid, Kind};
+use std::sync::Arc;
 
 /// From the control thread to a shard.
 pub enum Command {
@@ -24,12 +26,12 @@ pub enum Command {
         /// All of this shard.
         keys: Vec<KeySpec>,
     },
-    /// A membership begins: forget all keys, expect so many ranks.
+    /// A membership begins: forget all keys, expect these ranks.
     Begin {
         /// The membership.
         epoch: Epoch,
-        /// Ranks in it.
-        ranks: u32,
+        /// Its ranks.
+        groups: Arc<Groups>,
     },
     /// Record a timeline with this from now on; a recorder that is off ends it.
     Trace(Recorder),

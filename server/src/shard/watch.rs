@@ -23,7 +23,7 @@ impl Shard {
     pub(super) fn look_for_stalls(&mut self, now: Duration) {
         let waited = |entry: &Entry| entry.opened_at.map(|since| now.saturating_sub(since));
         let gone = |entry: &Entry| -> Vec<Rank> {
-            entry.missing().filter(|&rank| self.left.contains(rank)).collect()
+            entry.missing().filter(|&rank| self.left.contains(rank.0)).collect()
         };
         let overdue = |entry: &&Entry| {
             waited(entry).is_some_and(|time| {

@@ -9,13 +9,15 @@ use bps_engine::proto::messages::{
 use bps_engine::proto::scheduler::{NodeId, Output, Scheduler, SchedulerConfig};
 use bps_engine::ring::Mpsc;
 use bps_engine::trace::counters::Counters;
-use bps_engine::transport::sim::{Random, Sim, SimNetwork};
-use bps_engine::transport::{LaneId, Link, Transport, Waker};
+use bps_engine::transport::sim::{Random, Sim, SimLink, SimNetwork};
+use bps_engine::transport::{Link, Transport, Waker};
 use bps_server::agent as server_agent;
 use bps_server::shard::{Command as ShardCommand, Report as ShardReport, Shard};
 use bps_worker::Error;
-use bps_worker::agent as worker_agent;
-use bps_worker::nic::{Command as NicCommand, Nic, NicConfig, NicStatistics, Report as NicReport};
+use bps_worker::agent::{self as worker_agent, Lanes};
+use bps_worker::nic::{
+    Command as NicCommand, Nic, NicConfig, NicStatistics, Peer, Report as NicReport,
+};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
@@ -29,12 +31,26 @@ pub struct Shape {
     pub servers: u32,
     /// Cores of each server.
     pub cores: u32,
-    /// Largest part.
+    /// Ranks of each host.
+    pub hosts: Vec<u32>,
+    /// Largest part, and whether the ranks of a host reduce among themselves.
     pub planning: Planning,
     /// Bytes in flight on a lane.
     pub credit_bytes: usize,
     /// CRC-32C over payloads.
     pub payload_checksum: bool,
+}
+
+impl Shape {
+    /// The host of a rank.
+    fn host_of(&self, rank: u32) -> usize {
+        let mut end = 0;
+        let host = self.hosts.iter().position(|size| {
+            end += size;
+            rank < end
+        });
+        host.expect("every rank has a host")
+    }
 }
 
 /// A message on its way between a node and the scheduler.
@@ -81,9 +97,14 @@ pub struct Cluster {
     /// The ranks.
     pub workers: Vec<SimWorker>,
     servers: Vec<SimServer>,
+    /// Of each core.
+    counters: Vec<Arc<Counters>>,
     /// By time of arrival, then by order of sending.
     letters: BTreeMap<(Duration, u64), Letter>,
     sequence: u64,
+    /// Ends of links between ranks, for whichever of two is formed later: by its rank and the
+    /// other.
+    waiting_ends: HashMap<(u32, u32), SimLink>,
     /// When the last letter on each connection and direction arrives: letters keep their order.
     last_arrival: HashMap<(u64, bool), Duration>,
     next_tick: Duration,
@@ -118,8 +139,10 @@ impl Cluster {
             scheduler: Scheduler::new(config, Duration::ZERO),
             workers: Vec::new(),
             servers: Vec::new(),
+            counters: Vec::new(),
             letters: BTreeMap::new(),
             sequence: 0,
+            waiting_ends: HashMap::new(),
             last_arrival: HashMap::new(),
             next_tick: Duration::ZERO,
             done: false,
@@ -149,7 +172,10 @@ impl Cluster {
     fn add_server(&mut self, index: u32) {
         let node = NodeId(u64::from(index));
         let reports: Mpsc<(u32, ShardReport)> = Mpsc::new(4096);
-        let shards = (0..self.shape.cores).map(|core| self.shard(core, &reports)).collect();
+        let cores: Vec<_> = (0..self.shape.cores).map(|_| Arc::new(Counters::default())).collect();
+        let shards = (0..).zip(&cores).map(|(core, counters)| self.shard(core, &reports, counters));
+        let shards = shards.collect();
+        self.counters.extend(cores);
         let agent = server_agent::Agent::new(self.shape.cores);
         self.servers.push(SimServer { node, agent, shards, reports, over: false });
         self.scheduler.handle_connected(node, self.network.now());
@@ -162,7 +188,12 @@ impl Cluster {
         self.mail(Letter::Up(node, message));
     }
 
-    fn shard(&self, core: u32, reports: &Mpsc<(u32, ShardReport)>) -> (Shard, Mpsc<ShardCommand>) {
+    fn shard(
+        &self,
+        core: u32,
+        reports: &Mpsc<(u32, ShardReport)>,
+        counters: &Arc<Counters>,
+    ) -> (Shard, Mpsc<ShardCommand>) {
         let waker = Waker::new().expect("an eventfd");
         let commands = Mpsc::new(4096);
         let sim = Transport::Sim(Sim::new(self.network.clone()));
@@ -174,7 +205,7 @@ impl Cluster {
             commands.clone(),
             reports.clone(),
             waker,
-            Arc::new(Counters::default()),
+            Arc::clone(counters),
             Duration::from_secs(3),
         );
         (shard, commands)
@@ -202,9 +233,10 @@ impl Cluster {
             local_rank: 0,
             local_size: 1,
             global_rank: None,
+            local: None,
             planning: self.shape.planning.clone(),
         };
-        let message = self.register(role, format!("worker-host-{index}"));
+        let message = self.register(role, format!("worker-host-{}", self.shape.host_of(index)));
         self.mail(Letter::Up(node, message));
     }
 
@@ -226,6 +258,13 @@ impl Cluster {
     #[must_use]
     pub fn now(&self) -> Duration {
         self.network.now()
+    }
+
+    /// Payload bytes that servers received and sent.
+    #[must_use]
+    pub fn wire_bytes(&self) -> u64 {
+        let bytes = |one: &Arc<Counters>| one.bytes_in.read() + one.bytes_out.read();
+        self.counters.iter().map(bytes).sum()
     }
 
     /// Lets everything happen that happens at this moment, then moves the time on.
@@ -350,6 +389,7 @@ impl Cluster {
             epoch: roster.epoch,
             credit_bytes: self.shape.credit_bytes,
             payload_checksum: self.shape.payload_checksum,
+            stall_report: Duration::from_secs(3),
             say: |_| {},
         };
         let waker = Waker::new().expect("an eventfd");
@@ -363,17 +403,29 @@ impl Cluster {
             waker,
             Arc::new(NicStatistics::default()),
         );
-        let mut lanes: HashMap<CoreId, LaneId> = HashMap::new();
-        for (server, at) in (0u32..).zip(&self.servers) {
+        let mut lanes = Lanes::default();
+        let servers = if roster.through_servers { &self.servers[..] } else { &[] };
+        for (server, at) in (0u32..).zip(servers) {
             for (core, (_, commands)) in (0u32..).zip(&at.shards) {
                 let (mine, theirs) = self.network.link();
                 worker.connections.push(mine.connection());
-                let lane = nic.attach(server, Link::Sim(mine)).expect("a simulated lane");
-                lanes.insert(CoreId { server, core }, lane);
+                let peer = Peer::Server(server);
+                let lane = nic.attach(peer, Link::Sim(mine)).expect("a simulated lane");
+                lanes.cores.insert(CoreId { server, core }, lane);
                 let link = Link::Sim(theirs);
                 let attach = ShardCommand::Attach { link, rank, epoch: roster.epoch };
                 assert!(commands.push(attach).is_ok(), "a shard's queue is full");
             }
+        }
+        for other in roster.neighbours.iter().map(|peer| peer.rank) {
+            let mine = self.waiting_ends.remove(&(rank.0, other.0)).unwrap_or_else(|| {
+                let (mine, theirs) = self.network.link();
+                self.waiting_ends.insert((other.0, rank.0), theirs);
+                mine
+            });
+            worker.connections.push(mine.connection());
+            let lane = nic.attach(Peer::Rank(other), Link::Sim(mine)).expect("a simulated lane");
+            lanes.ranks.insert(other, lane);
         }
         worker.nic = Some(nic);
         worker.agent = Some(worker_agent::Agent::new(roster.clone(), lanes));
@@ -385,8 +437,9 @@ impl Cluster {
         if !worker.alive {
             return false;
         }
+        let now = self.network.now();
         let Some(nic) = &mut worker.nic else { return false };
-        let mut progress = nic.step();
+        let mut progress = nic.step(now);
         let mut effects = Vec::new();
         while let Some(report) = worker.reports.pop() {
             progress = true;

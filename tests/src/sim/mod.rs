@@ -5,4 +5,4 @@ mod cluster;
 mod workload;
 
 pub use cluster::{Cluster, Shape};
-pub use workload::{Fault, Outcome, run};
+pub use workload::{Fault, Groups, Outcome, run, run_hosts};

@@ -25,6 +25,15 @@ pub enum Fault {
     Mismatch,
 }
 
+/// How ranks share hosts.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Groups {
+    /// Each is alone, and every contribution goes to a server.
+    Apart,
+    /// Several on a host reduce among themselves first.
+    Hosts,
+}
+
 /// What was seen.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub struct Outcome {
@@ -34,6 +43,8 @@ pub struct Outcome {
     pub failed: u64,
     /// Virtual time, nanoseconds.
     pub nanoseconds: u128,
+    /// Payload bytes that servers received and sent.
+    pub wire_bytes: u64,
 }
 
 /// Virtual time after which a run counts as hung.
@@ -68,7 +79,7 @@ struct Script {
     left: bool,
 }
 
-fn shape(random: &mut Random) -> Shape {
+fn shape(random: &mut Random, groups: Groups) -> Shape {
     let placements = [
         Placement::Balanced,
         Placement::Balanced,
@@ -77,15 +88,22 @@ fn shape(random: &mut Random) -> Shape {
         Placement::Djb2,
         Placement::Sdbm,
     ];
+    let number = |random: &mut Random, most| 1 + u32::try_from(random.below(most)).unwrap_or(0);
     let planning = Planning {
         partition_bytes: 4096 << random.below(4),
         placement: placements[random.index(placements.len())],
         mixed_bound: 101,
         built_in_coefficient: 1,
+        local_reduce: groups != Groups::Apart,
+        force_distributed: groups == Groups::Hosts && random.once_in(4),
     };
-    let number = |random: &mut Random, most| 1 + u32::try_from(random.below(most)).unwrap_or(0);
+    let hosts: Vec<u32> = match groups {
+        Groups::Apart => vec![1; number(random, 4) as usize],
+        Groups::Hosts => (0..number(random, 3)).map(|_| number(random, 3)).collect(),
+    };
     Shape {
-        workers: number(random, 4),
+        workers: hosts.iter().sum(),
+        hosts,
         servers: number(random, 3),
         cores: number(random, 2),
         credit_bytes: planning.partition_bytes as usize * (1 + random.index(4)),
@@ -131,11 +149,59 @@ fn shuffle<T>(random: &mut Random, items: &mut [T]) {
 /// # Panics
 /// When a result is wrong, two ranks differ, somebody hangs, or a fault is not reported as one.
 #[must_use]
-pub fn run(seed: u64, fault: Fault) -> Outcome {
+pub fn run(seed: u64, groups: Groups, fault: Fault) -> Outcome {
     let mut random = Random::new(seed);
-    let shape = shape(&mut random);
+    let shape = shape(&mut random, groups);
+    let tensors = tensors(&mut random, shape.workers);
+    run_job(seed, random, shape, &tensors, fault)
+}
+
+/// One round of a few tensors over hosts of so many ranks, and a server that is on none of them.
+///
+/// # Panics
+/// As for [`run`].
+#[must_use]
+pub fn run_hosts(hosts: &[u32]) -> Outcome {
+    let planning = Planning {
+        partition_bytes: 1 << 20,
+        placement: Placement::Balanced,
+        mixed_bound: 101,
+        built_in_coefficient: 1,
+        local_reduce: true,
+        force_distributed: true,
+    };
+    let shape = Shape {
+        workers: hosts.iter().sum(),
+        hosts: hosts.to_vec(),
+        servers: 1,
+        cores: 1,
+        credit_bytes: 4 << 20,
+        payload_checksum: false,
+        planning,
+    };
+    let operations = [Operation::Sum, Operation::Average];
+    let tensor = |(index, operation)| Tensor {
+        declaration: Declaration {
+            name: format!("tensor.{index}"),
+            dtype: DType::F32,
+            count: 100_003,
+            operation,
+        },
+        rounds: 2,
+    };
+    let tensors: Vec<Tensor> = (0..).zip(operations).map(tensor).collect();
+    run_job(1, Random::new(1), shape, &tensors, Fault::None)
+}
+
+fn run_job(
+    seed: u64,
+    mut random: Random,
+    shape: Shape,
+    tensors: &[Tensor],
+    fault: Fault,
+) -> Outcome {
     let workers = shape.workers;
-    let tensors = tensors(&mut random, workers);
+    let hosts = shape.hosts.clone();
     let mut cluster = Cluster::new(seed, shape);
     let mut ranks: Vec<Script> = (0..workers).map(|_| Script::default()).collect();
     for rank in &mut ranks {
@@ -151,7 +217,7 @@ pub fn run(seed: u64, fault: Fault) -> Outcome {
     for turn in 0.. {
         assert!(
             turn < TURNS_MAX && cluster.now() < DEADLINE,
-            "seed {seed} ({fault:?}): hung; {}",
+            "seed {seed} (hosts of {hosts:?}, {fault:?}): hung; {}",
             describe(&cluster, &ranks)
         );
         cluster.turn();
@@ -168,8 +234,8 @@ pub fn run(seed: u64, fault: Fault) -> Outcome {
         }
         let mut all = true;
         for (index, rank) in ranks.iter_mut().enumerate() {
-            drive(&mut cluster, rank, index, &tensors, &mut random, fault);
-            check(&cluster, rank, index, &tensors, seed, &mut outcome);
+            drive(&mut cluster, rank, index, tensors, &mut random, fault);
+            check(&cluster, rank, index, tensors, seed, &mut outcome);
             all &= is_finished(&cluster, rank, index);
         }
         if all {
@@ -182,6 +248,7 @@ pub fn run(seed: u64, fault: Fault) -> Outcome {
         assert_eq!(outcome.checked, expected * u64::from(workers), "seed {seed}");
     }
     outcome.nanoseconds = cluster.now().as_nanos();
+    outcome.wire_bytes = cluster.wire_bytes();
     outcome
 }
 

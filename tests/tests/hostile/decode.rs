@@ -80,6 +80,8 @@ fn node_messages() -> Vec<String> {
         placement: Placement::Balanced,
         mixed_bound: 101,
         built_in_coefficient: 1,
+        local_reduce: false,
+        force_distributed: false,
     };
     let register = Register {
         node: Node::Worker {
@@ -87,6 +89,7 @@ fn node_messages() -> Vec<String> {
             local_rank: 1,
             local_size: 2,
             global_rank: None,
+            local: None,
             planning,
         },
         host: "host".into(),
@@ -139,7 +142,8 @@ fn a_control_message_is_refused_or_can_be_said_again() {
 fn deep_nesting_ends_in_an_error_and_not_in_a_full_stack() {
     let deep = "[".repeat(1 << 20);
     assert!(serde_json::from_str::<NodeMessage>(&deep).is_err());
-    let part = Part { key: Key(1), offset: 0, bytes: 4, core: CoreId { server: 0, core: 0 } };
+    let core = Some(CoreId { server: 0, core: 0 });
+    let part = Part { key: Key(1), offset: 0, bytes: 4, core, owner: Rank(0) };
     let said =
         serde_json::to_string(&part).expect("plain data").replace("\"bytes\":4", "\"bytes\":-4");
     assert!(serde_json::from_str::<Part>(&said).is_err(), "a negative size was accepted");

@@ -66,6 +66,8 @@ fn planning() -> Planning {
         placement: Placement::Balanced,
         mixed_bound: 101,
         built_in_coefficient: 1,
+        local_reduce: false,
+        force_distributed: false,
     }
 }
 
@@ -133,6 +135,7 @@ impl BadRank {
                 local_rank: 0,
                 local_size: 1,
                 global_rank: None,
+                local: None,
                 planning: planning(),
             },
             host: bps_engine::host::name(),
@@ -204,7 +207,7 @@ impl BadRank {
         let mut parts = Vec::new();
         for (index, assignment) in self.assignments.iter().enumerate() {
             for part in &assignment.parts {
-                if part.core != (CoreId { server: 0, core }) {
+                if part.core != Some(CoreId { server: 0, core }) {
                     continue;
                 }
                 let dtype = declarations[index].dtype;
@@ -460,6 +463,7 @@ fn strangers_and_a_bad_rank_disturb_nobody() {
                 root_port: port,
                 job_key: Some(key.expose_hex()),
                 partition_bytes: planning().partition_bytes,
+                local_reduce: false,
                 start_timeout: PATIENCE,
                 log_level: LogLevel::Error,
                 ..Config::default()

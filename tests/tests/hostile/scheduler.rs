@@ -37,11 +37,14 @@ fn worker(worker_id: u64, local_size: u32, partition_bytes: u32) -> Node {
         local_rank: 0,
         local_size,
         global_rank: None,
+        local: None,
         planning: Planning {
             partition_bytes,
             placement: Placement::Balanced,
             mixed_bound: 101,
             built_in_coefficient: 1,
+            local_reduce: false,
+            force_distributed: false,
         },
     }
 }
@@ -136,7 +139,7 @@ impl Rules {
                     match message {
                         SchedulerMessage::Declared { tensors, .. } => {
                             let parts = tensors.iter().flat_map(|it| &it.parts);
-                            self.declared.extend(parts.map(|part| part.core));
+                            self.declared.extend(parts.filter_map(|part| part.core));
                         }
                         SchedulerMessage::Install { request, .. } => {
                             self.installs.push((node, request));

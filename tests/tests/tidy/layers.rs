@@ -47,6 +47,7 @@ const PURE: &[&str] = &[
     "server/src/agent",
     "server/src/entry",
     "worker/src/agent",
+    "worker/src/local",
 ];
 const IMPURE: &[&str] = &[
     "Instant::now",

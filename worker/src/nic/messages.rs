@@ -3,12 +3,14 @@
 use crate::error::Error;
 use crate::task::Task;
 use bps_engine::base::{DType, Epoch, Key, Operation, Rank};
+use bps_engine::proto::messages::StalledKey;
 use bps_engine::trace::counters::{Counter, Counters};
 use bps_engine::trace::timeline::Recorder;
 use bps_engine::transport::{Cause, LaneId};
 use std::sync::Arc;
+use std::time::Duration;
 
-/// A part of a tensor, with the lane that its core is reached by.
+/// A part of a tensor, with the lanes that it takes.
 #[derive(Clone, Copy, Debug)]
 pub struct PlanPart {
     /// Its id.
@@ -17,8 +19,11 @@ pub struct PlanPart {
     pub offset: usize,
     /// Its size.
     pub bytes: usize,
-    /// The lane to its core.
-    pub lane: LaneId,
+    /// The lane to the core that sums it over the groups; `None` if this rank's group is the only
+    /// one.
+    pub core: Option<LaneId>,
+    /// The lane to the rank that sums it in the group; `None` if that is this one.
+    pub owner: Option<LaneId>,
 }
 
 /// All that the loop must know of a tensor before it is pushed.
@@ -90,20 +95,35 @@ pub enum Command {
 pub enum Report {
     /// A lane closed that should not have.
     Lost {
-        /// Index of the server at its other end.
-        server: u32,
+        /// Who is at its other end.
+        peer: Peer,
         /// What was seen.
         cause: Cause,
         /// What was open then, for people.
         round: Option<String>,
     },
-    /// A publication that does not fit what was pushed.
+    /// A frame that does not fit what was pushed.
     Corrupt {
-        /// Index of the server that sent it.
-        server: u32,
+        /// Who sent it.
+        peer: Peer,
         /// What does not fit.
         message: String,
     },
+    /// Rounds of parts that this rank owns in its group, that have waited too long for others of
+    /// it; empty once when none does any more.
+    Stalled {
+        /// The oldest first, at most [`STALLS_MAX`](bps_engine::proto::messages::STALLS_MAX).
+        keys: Vec<StalledKey>,
+    },
+}
+
+/// Who is at the other end of a lane.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Peer {
+    /// A core of the server with this index.
+    Server(u32),
+    /// Another rank of this rank's group.
+    Rank(Rank),
 }
 
 /// What a NIC loop is and whom it talks to.
@@ -116,8 +136,10 @@ pub struct NicConfig {
     pub epoch: Epoch,
     /// Bytes that may be posted to all lanes together and not yet be taken by the kernel.
     pub credit_bytes: usize,
-    /// Whether contributions carry a CRC-32C.
+    /// Whether contributions to servers carry a CRC-32C.
     pub payload_checksum: bool,
+    /// A round that others of the group have pushed, or not, for longer than this is reported.
+    pub stall_report: Duration,
     /// Called with what ended the job, before any caller sees it.
     pub say: fn(&Error),
 }

@@ -3,7 +3,7 @@
 use super::{Nic, NicStatistics};
 
 impl NicStatistics {
-    /// A contribution was posted.
+    /// A frame with or without a payload was posted.
     #[inline]
     pub(super) fn posted(&self, length: usize) {
         self.counters.frames_out.add(1);
@@ -15,7 +15,7 @@ impl Nic {
     /// Brings the gauges among its counters up to date: a few times a second, not in each turn.
     pub fn sample(&self) {
         let counters = &self.statistics.counters;
-        counters.queued.set(self.queue.len() as u64);
+        counters.queued.set((self.queue.len() + self.gathered.len()) as u64);
         counters.lanes.set(self.lanes.iter().filter(|lane| lane.open).count() as u64);
         counters.keys.set(self.tensors.iter().flatten().count() as u64);
     }

@@ -89,7 +89,8 @@ pub static TABLE: &[Row] = &[
         Group::Job,
         Switch { at: |config| &mut config.force_distributed },
         "1",
-        "Go through servers even with a single worker process.",
+        "Go through servers even with a single worker process, or where all are on one host. The \
+         same on every worker.",
     )
     .flag("force-distributed"),
     Row::new(
@@ -171,6 +172,17 @@ pub static TABLE: &[Row] = &[
         "Index that this server would like to have among the servers.",
     )
     .flag("preferred-rank"),
+    Row::new(
+        "BPS_LOCAL_REDUCE",
+        RANKING,
+        Group::Network,
+        Switch { at: |config| &mut config.local_reduce },
+        "0",
+        "Whether the ranks of a host reduce among themselves, through shared memory, before one of \
+         them speaks to a server for all. The same on every worker. Where all ranks are on one \
+         host, servers then have nothing to do, unless BYTEPS_FORCE_DISTRIBUTED is set.",
+    )
+    .flag("local-reduce"),
     Row::new(
         "BPS_TRANSPORT",
         NODES,

@@ -4,10 +4,13 @@
 //! gets the same keys; a different one spoils the name, and everybody is told. No rank is told of a
 //! key that its server does not know yet.
 
-use crate::base::{CoreId, Key, Operation, Rank};
+use super::groups::{Groups, Owners, Places, owner};
+use crate::base::{Key, Operation, Rank};
 use crate::keys::partition::{part_count, parts, tensor_bytes};
 use crate::keys::placement::{Placer, Shape};
-use crate::limits::{DECLARE_PARTS_MAX, NAME_BYTES_MAX, PARTS_MAX, TENSORS_MAX};
+use crate::limits::{
+    ALIGNMENT, DECLARE_PARTS_MAX, GROUP_PART_BYTES_MIN, NAME_BYTES_MAX, PARTS_MAX, TENSORS_MAX,
+};
 use crate::proto::messages::{Assignment, Declaration, KeySpec, Mismatch, Part, Planning};
 use crate::proto::text::shorten;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -20,6 +23,9 @@ pub(super) struct Registry {
     partition_bytes: u32,
     placer: Placer,
     servers: usize,
+    through_servers: bool,
+    groups: Groups,
+    owners: Owners,
     names: HashMap<String, u32>,
     tensors: Vec<Tensor>,
     /// The tensor of each key.
@@ -35,7 +41,10 @@ pub(super) struct Registry {
 struct Tensor {
     first: Rank,
     said: Declaration,
+    /// Their owner is filled in for whoever is told.
     parts: Vec<Part>,
+    /// By part.
+    places: Vec<Places>,
     /// The install that its servers have not all answered yet.
     batch: Option<u64>,
     spoiled: Option<Mismatch>,
@@ -79,10 +88,19 @@ enum Refusal {
 
 impl Registry {
     /// An empty one. Install requests are numbered from `next`.
-    pub(super) fn new(ranks: u32, planning: &Planning, shapes: &[Shape], next: u64) -> Registry {
+    pub(super) fn new(
+        groups: Groups,
+        through_servers: bool,
+        planning: &Planning,
+        shapes: &[Shape],
+        next: u64,
+    ) -> Registry {
         let coefficient = planning.built_in_coefficient;
         Registry {
-            ranks,
+            ranks: groups.ranks(),
+            through_servers,
+            owners: Owners::new(&groups),
+            groups,
             partition_bytes: planning.partition_bytes,
             placer: Placer::new(planning.placement, coefficient, shapes),
             servers: shapes.len(),
@@ -100,10 +118,26 @@ impl Registry {
         self.next
     }
 
-    /// The name of the tensor that a key is a part of.
+    /// The groups of this epoch's ranks.
+    pub(super) fn groups(&self) -> &Groups {
+        &self.groups
+    }
+
+    /// Largest part of a tensor of so many bytes: small enough for each rank of the largest group
+    /// to have one.
+    fn part_bytes(&self, tensor_bytes: u64) -> u32 {
+        let share = tensor_bytes.div_ceil(self.groups.largest() as u64);
+        let least = (GROUP_PART_BYTES_MIN as u64).min(u64::from(self.partition_bytes));
+        let share = share.next_multiple_of(ALIGNMENT as u64).max(least);
+        u32::try_from(share).unwrap_or(u32::MAX).min(self.partition_bytes)
+    }
+
+    /// The name of the tensor that a key is a part of, unless ranks disagree about it: nobody waits
+    /// for such a one.
     pub(super) fn name_of(&self, key: Key) -> Option<&str> {
         let tensor = *self.keys.get(usize::try_from(key.0).ok()?)?;
-        Some(&self.tensors.get(tensor as usize)?.said.name)
+        let tensor = self.tensors.get(tensor as usize)?;
+        tensor.spoiled.is_none().then_some(tensor.said.name.as_str())
     }
 
     /// The server that has not answered an install for the longest time, and since when.
@@ -197,7 +231,7 @@ impl Registry {
         let mut all_parts = 0u64;
         for said in all {
             let bytes = self.check_one(said).map_err(Refusal::Line)?;
-            let count = part_count(bytes, self.partition_bytes);
+            let count = part_count(bytes, self.part_bytes(bytes));
             all_parts = all_parts.saturating_add(count);
             if let Some(tensor) = self.names.get(&said.name) {
                 let known = &self.tensors[*tensor as usize];
@@ -237,7 +271,7 @@ impl Registry {
                 self.partition_bytes
             ));
         }
-        if new_parts > 0 && self.servers == 0 {
+        if new_parts > 0 && self.servers == 0 && self.through_servers {
             return line("this job has no server: set DMLC_NUM_SERVER to 1 or more".to_owned());
         }
         Ok(())
@@ -294,19 +328,19 @@ impl Registry {
 
     fn add(&mut self, rank: Rank, said: Declaration) -> u32 {
         let tensor = u32::try_from(self.tensors.len()).expect("at most TENSORS_MAX");
-        let mut cut = Vec::new();
-        for (part, (offset, bytes)) in
-            (0u32..).zip(parts(said.count, said.dtype, self.partition_bytes))
-        {
-            // Only a job without servers has no core, and `check` refuses parts there.
-            let core =
-                self.placer.place(tensor, part, bytes).unwrap_or(CoreId { server: 0, core: 0 });
+        let (mut cut, mut places) = (Vec::new(), Vec::new());
+        let all = tensor_bytes(said.count, said.dtype).unwrap_or(u64::MAX);
+        let part_bytes = self.part_bytes(all);
+        for (part, (offset, bytes)) in (0u32..).zip(parts(said.count, said.dtype, part_bytes)) {
+            let core = self.through_servers.then(|| self.placer.place(tensor, part, bytes));
             let key = Key(self.keys.len() as u64);
             self.keys.push(tensor);
-            cut.push(Part { key, offset, bytes, core });
+            cut.push(Part { key, offset, bytes, core: core.flatten(), owner: rank });
+            places.push(self.owners.choose(bytes));
         }
         self.names.insert(said.name.clone(), tensor);
-        self.tensors.push(Tensor { first: rank, said, parts: cut, batch: None, spoiled: None });
+        let (batch, spoiled) = (None, None);
+        self.tensors.push(Tensor { first: rank, said, parts: cut, places, batch, spoiled });
         tensor
     }
 
@@ -316,9 +350,10 @@ impl Registry {
         for tensor in &new {
             let tensor = &self.tensors[*tensor as usize];
             for part in &tensor.parts {
-                by_server.entry(part.core.server).or_default().push(KeySpec {
+                let Some(core) = part.core else { continue };
+                by_server.entry(core.server).or_default().push(KeySpec {
                     key: part.key,
-                    core: part.core.core,
+                    core: core.core,
                     dtype: tensor.said.dtype,
                     bytes: part.bytes,
                     operation: tensor.said.operation,
@@ -359,13 +394,15 @@ impl Registry {
     }
 
     fn declared(&self, rank: Rank, request: u64, tensors: &[u32]) -> Reply {
-        let tensors = tensors
-            .iter()
-            .map(|tensor| Assignment {
-                tensor: *tensor,
-                parts: self.tensors[*tensor as usize].parts.clone(),
-            })
-            .collect();
+        let assignment = |&tensor: &u32| {
+            let Tensor { said, parts, places, .. } = &self.tensors[tensor as usize];
+            let part = |(part, places): (&Part, &Places)| Part {
+                owner: owner(&self.groups, rank, places, said.operation),
+                ..*part
+            };
+            Assignment { tensor, parts: parts.iter().zip(places).map(part).collect() }
+        };
+        let tensors = tensors.iter().map(assignment).collect();
         Reply::Declared { rank, request, tensors }
     }
 

@@ -4,10 +4,11 @@
 //! every rank from 0 and every server of the job is there once.
 
 use super::NodeId;
+use super::groups::Groups;
 use crate::base::{Epoch, Rank};
 use crate::keys::placement::Shape;
 use crate::limits::{CORES_MAX, PART_BYTES_MAX, PART_BYTES_MIN, RANKS_MAX};
-use crate::proto::messages::{Node, Peer, Planning, Register, Roster, ServerPeer};
+use crate::proto::messages::{Neighbour, Node, Peer, Planning, Register, Roster, ServerPeer};
 use crate::proto::text::list;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -43,6 +44,7 @@ pub(super) struct Job {
     pub(super) servers: Vec<(NodeId, Register)>,
     pub(super) planning: Planning,
     pub(super) shapes: Vec<Shape>,
+    pub(super) groups: Groups,
 }
 
 /// A node that fits.
@@ -100,7 +102,7 @@ impl Rendezvous {
         }
         let surplus = self.agree_on_numbers(register, &who, now)?;
         let rank = match &register.node {
-            Node::Worker { worker_id, local_rank, local_size, global_rank, planning } => {
+            Node::Worker { worker_id, local_rank, local_size, global_rank, planning, .. } => {
                 self.agree_on_planning(&who, *local_size, planning)?;
                 let rank = match global_rank {
                     Some(rank) => *rank,
@@ -334,7 +336,9 @@ impl Rendezvous {
             (preferred.unwrap_or(u32::MAX), shape.colocated, server.host.clone(), first)
         });
         let shapes = servers.iter().map(|(_, server)| shape(server, &hosts)).collect();
-        Job { workers, servers, planning, shapes }
+        let hosts = workers.iter().map(|(_, worker)| worker.host_id.as_str());
+        let groups = if planning.local_reduce { Groups::of(hosts) } else { Groups::apart(hosts) };
+        Job { workers, servers, planning, shapes, groups }
     }
 }
 
@@ -344,14 +348,32 @@ impl Job {
         u32::try_from(self.workers.len()).unwrap_or(u32::MAX)
     }
 
-    /// The roster, with no index filled in, and with the names of the ranks if its reader needs
-    /// them.
+    /// Whether sums pass through servers: not where one group has all ranks, and there are several.
+    pub(super) fn through_servers(&self) -> bool {
+        self.groups.count() > 1 || self.groups.largest() == 1 || self.planning.force_distributed
+    }
+
+    /// The other ranks of this rank's group.
+    pub(super) fn neighbours(&self, rank: Rank) -> Vec<Neighbour> {
+        let others = self.groups.members_with(rank).iter().filter(|&&other| other != rank);
+        let neighbour = |&rank: &Rank| {
+            let (_, register) = &self.workers[rank.0 as usize];
+            let Node::Worker { local, .. } = &register.node else { return None };
+            let (host, pid) = (register.host.clone(), register.pid);
+            Some(Neighbour { rank, host, pid, local: local.clone().unwrap_or_default() })
+        };
+        others.filter_map(neighbour).collect()
+    }
+
+    /// The roster, with no index and neighbours filled in, and with the names of the ranks if its
+    /// reader needs them.
     pub(super) fn roster(&self, epoch: Epoch, names_ranks: bool) -> Roster {
-        let workers = self
-            .workers
-            .iter()
-            .filter(|_| names_ranks)
-            .map(|(_, register)| Peer { host: register.host.clone(), pid: register.pid });
+        let workers = (0..).map(Rank).zip(&self.workers).filter(|_| names_ranks);
+        let workers = workers.map(|(rank, (_, register))| Peer {
+            host: register.host.clone(),
+            pid: register.pid,
+            group: self.groups.of_rank(rank),
+        });
         let servers = self.servers.iter().map(|(_, register)| {
             let (cores, shm) = match &register.node {
                 Node::Server { cores, shm, .. } => (cores.clone(), shm.clone()),
@@ -368,7 +390,9 @@ impl Job {
         Roster {
             epoch,
             size: self.size(),
+            through_servers: self.through_servers(),
             index: 0,
+            neighbours: Vec::new(),
             workers: workers.collect(),
             servers: servers.collect(),
         }
@@ -395,11 +419,13 @@ pub(super) fn describe(register: &Register) -> String {
 fn describe_planning(planning: &Planning) -> String {
     format!(
         "BYTEPS_PARTITION_BYTES={} BYTEPS_KEY_HASH_FN={:?} BYTEPS_MIXED_MODE_BOUND={} \
-         BYTEPS_BUILT_IN_HASH_COEF={}",
+         BYTEPS_BUILT_IN_HASH_COEF={} BPS_LOCAL_REDUCE={} BYTEPS_FORCE_DISTRIBUTED={}",
         planning.partition_bytes,
         planning.placement,
         planning.mixed_bound,
-        planning.built_in_coefficient
+        planning.built_in_coefficient,
+        u8::from(planning.local_reduce),
+        u8::from(planning.force_distributed)
     )
 }
 

@@ -1,4 +1,4 @@
-//! Who waits for whom: barriers, and the rounds that servers report as stalled.
+//! Who waits for whom: barriers, and the rounds that servers and owners report as stalled.
 //!
 //! Invariant: whatever waits longer than the report time has a line that names the ranks it waits
 //! for.
@@ -78,23 +78,45 @@ impl Barriers {
     }
 }
 
-/// What the nodes were last told about stalls, and what servers say.
+/// Who reports stalls.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(super) enum Reporter {
+    /// A rank, of the parts that it owns in its group: it knows which of the group have not pushed.
+    Owner(Rank),
+    /// A server: it knows which groups have not contributed, and names all of their ranks.
+    Server(u32),
+}
+
+/// What the nodes were last told about stalls, and what servers and owners say.
 #[derive(Debug, Default)]
 pub(super) struct Stalls {
-    reports: BTreeMap<u32, (Vec<StalledKey>, Duration)>,
+    reports: BTreeMap<Reporter, (Vec<StalledKey>, Duration)>,
     told: Vec<(String, u64, Vec<Rank>)>,
     told_at: Duration,
 }
 
 impl Stalls {
-    /// A server's latest report. It replaces the one before.
-    pub(super) fn report(&mut self, server: u32, mut keys: Vec<StalledKey>, now: Duration) {
+    /// The latest report of somebody. It replaces the one before.
+    pub(super) fn report(&mut self, by: Reporter, mut keys: Vec<StalledKey>, now: Duration) {
         keys.truncate(STALLS_MAX);
         if keys.is_empty() {
-            self.reports.remove(&server);
+            self.reports.remove(&by);
         } else {
-            self.reports.insert(server, (keys, now));
+            self.reports.insert(by, (keys, now));
         }
+    }
+
+    /// Groups of which an owner says who is missing from a round: by the round's tensor and number,
+    /// and the group.
+    fn explained<'a>(&self, registry: &'a Registry) -> BTreeSet<(&'a str, u64, u32)> {
+        let mut explained = BTreeSet::new();
+        for (reporter, (keys, _)) in &self.reports {
+            let Reporter::Owner(owner) = reporter else { continue };
+            let group = registry.groups().of_rank(*owner);
+            let named = |key: &StalledKey| Some((registry.name_of(key.key)?, key.round, group));
+            explained.extend(keys.iter().filter_map(named));
+        }
+        explained
     }
 
     /// All stalls, the oldest first.
@@ -107,13 +129,21 @@ impl Stalls {
         now: Duration,
     ) -> Vec<Stall> {
         let ranks = u32::try_from(barriers.open.len()).unwrap_or(u32::MAX);
+        let explained = self.explained(registry);
         let mut by_name: BTreeMap<&str, Stall> = BTreeMap::new();
-        for (keys, at) in self.reports.values() {
+        for (reporter, (keys, at)) in &self.reports {
             for key in keys {
                 // A key that no registry gave is a server's mistake, and nothing to tell people.
                 let Some(name) = registry.name_of(key.key) else { continue };
                 let age = milliseconds(now.saturating_sub(*at));
-                let stall = as_stall(name, key, key.waited_ms.saturating_add(age), ranks);
+                let mut stall = as_stall(name, key, key.waited_ms.saturating_add(age), ranks);
+                if matches!(reporter, Reporter::Server(_)) {
+                    // Of a group whose owner has spoken, only those that it names are missing.
+                    let group = |rank: &Rank| registry.groups().of_rank(*rank);
+                    stall
+                        .missing
+                        .retain(|rank| !explained.contains(&(name, key.round, group(rank))));
+                }
                 by_name.entry(name).and_modify(|known| merge(known, &stall)).or_insert(stall);
             }
         }

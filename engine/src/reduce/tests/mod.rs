@@ -5,6 +5,7 @@ use super::{Isa, Kernels};
 use crate::base::DType;
 use std::fmt;
 
+mod gather;
 mod kernels;
 mod narrowing;
 

@@ -11,6 +11,7 @@ fn ranks_and_servers_are_ordered_whoever_comes_first() {
             local_rank,
             local_size: 2,
             global_rank,
+            local: None,
             planning: PLANNING,
         },
         ..worker_register(worker_id, 2, 4)

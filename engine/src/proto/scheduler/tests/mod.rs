@@ -9,7 +9,7 @@ use super::*;
 use crate::base::{CoreId, DType, Key, Operation};
 use crate::limits::NAME_BYTES_MAX;
 use crate::proto::messages::{
-    Assignment, Declaration, KeySpec, Mismatch, Node, Planning, Stall, StalledKey,
+    Assignment, Declaration, KeySpec, Mismatch, Node, Part, Planning, Stall, StalledKey,
 };
 
 const PLANNING: Planning = Planning {
@@ -17,6 +17,8 @@ const PLANNING: Planning = Planning {
     placement: Placement::Balanced,
     mixed_bound: 101,
     built_in_coefficient: 1,
+    local_reduce: false,
+    force_distributed: false,
 };
 
 fn ms(milliseconds: u64) -> Duration {
@@ -168,6 +170,7 @@ fn worker_register(worker: u32, num_workers: u32, num_servers: u32) -> Register 
             local_rank: 0,
             local_size: 1,
             global_rank: None,
+            local: None,
             planning: PLANNING,
         },
         host: format!("w{worker}"),

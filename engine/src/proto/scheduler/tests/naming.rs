@@ -20,7 +20,7 @@ fn keys_are_installed_before_anybody_hears_of_them() {
     assert_eq!(request, 7);
     assert_eq!(first[1].parts, []);
     let placed: Vec<(u64, u32, CoreId)> =
-        first[0].parts.iter().map(|part| (part.offset, part.bytes, part.core)).collect();
+        first[0].parts.iter().map(|part| (part.offset, part.bytes, part.core.unwrap())).collect();
     let core = |server, core| CoreId { server, core };
     assert_eq!(
         placed,
@@ -34,11 +34,18 @@ fn keys_are_installed_before_anybody_hears_of_them() {
     for (server, installs) in (0..).zip(&installs) {
         let told: Vec<(Key, u32)> =
             installs.iter().flat_map(|(_, keys)| keys).map(|key| (key.key, key.core)).collect();
-        let parts = first[0].parts.iter().filter(|part| part.core.server == server);
-        assert_eq!(told, parts.map(|part| (part.key, part.core.core)).collect::<Vec<_>>());
+        let placed = first[0].parts.iter().map(|part| (part.key, part.core.unwrap()));
+        let parts = placed.filter(|(_, core)| core.server == server);
+        assert_eq!(told, parts.map(|(key, core)| (key, core.core)).collect::<Vec<_>>());
     }
     let (request, second) = declared(&bench.heard(1));
-    assert_eq!((request, &second[1], &second[0]), (3, &first[0], &first[1]));
+    // Each rank is a group of its own here, and owns all of its parts.
+    let owned = |assignment: &Assignment, rank| Assignment {
+        parts: assignment.parts.iter().map(|part| Part { owner: Rank(rank), ..*part }).collect(),
+        ..*assignment
+    };
+    assert_eq!((&owned(&first[0], 0), &first[0]), (&first[0], &owned(&second[1], 0)));
+    assert_eq!((request, &second[1], &second[0]), (3, &owned(&first[0], 1), &first[1]));
     // Known tensors, or such without parts, are answered at once.
     bench.declare(0, 8, &[tensor("a", 4096), tensor("nothing", 0)]);
     assert_eq!(declared(&bench.heard(0)).1[0], first[0]);

@@ -1,0 +1,141 @@
+//! Which ranks reduce among themselves, and which of them owns each part.
+//!
+//! Invariant: every rank is in one group; the owners of a group's parts differ in bytes by at most
+//! one part, except for what broadcasts, whose root is always the owner in its group, move about.
+
+use crate::base::{Operation, Rank};
+use std::collections::{BTreeMap, HashMap};
+
+/// The groups of a job.
+#[derive(Debug, Default)]
+pub(super) struct Groups {
+    /// By rank.
+    of_rank: Vec<u32>,
+    /// By group, in rising order.
+    members: Vec<Vec<Rank>>,
+}
+
+impl Groups {
+    /// One group for each host, by the hosts' ids in the order of ranks.
+    pub(super) fn of<'a>(hosts: impl Iterator<Item = &'a str>) -> Groups {
+        let mut known: HashMap<&str, u32> = HashMap::new();
+        let mut groups = Groups { of_rank: Vec::new(), members: Vec::new() };
+        for (rank, host) in (0..).map(Rank).zip(hosts) {
+            let group = *known.entry(host).or_insert_with(|| {
+                groups.members.push(Vec::new());
+                u32::try_from(groups.members.len() - 1).unwrap_or(u32::MAX)
+            });
+            groups.of_rank.push(group);
+            groups.members[group as usize].push(rank);
+        }
+        groups
+    }
+
+    /// Each rank by itself.
+    pub(super) fn apart<'a>(hosts: impl Iterator<Item = &'a str>) -> Groups {
+        let of_rank: Vec<u32> = (0..).zip(hosts).map(|(rank, _)| rank).collect();
+        let members = of_rank.iter().map(|&rank| vec![Rank(rank)]).collect();
+        Groups { of_rank, members }
+    }
+
+    pub(super) fn ranks(&self) -> u32 {
+        narrow(self.of_rank.len())
+    }
+
+    pub(super) fn count(&self) -> usize {
+        self.members.len()
+    }
+
+    /// Ranks in the largest.
+    pub(super) fn largest(&self) -> usize {
+        self.members.iter().map(Vec::len).max().unwrap_or(1)
+    }
+
+    pub(super) fn of_rank(&self, rank: Rank) -> u32 {
+        self.of_rank.get(rank.0 as usize).copied().unwrap_or(u32::MAX)
+    }
+
+    pub(super) fn members_with(&self, rank: Rank) -> &[Rank] {
+        self.members.get(self.of_rank(rank) as usize).map_or(&[], Vec::as_slice)
+    }
+}
+
+/// Chooses owners. Groups of one size have theirs at the same place, so that a job of many hosts
+/// keeps one choice for all of them.
+#[derive(Debug)]
+pub(super) struct Owners {
+    /// By size of group: bytes that each place owns.
+    loads: BTreeMap<usize, Vec<u64>>,
+}
+
+/// The place of a part's owner in its group, by the group's size. One for each size in the job.
+pub(super) type Places = Box<[(u32, u32)]>;
+
+impl Owners {
+    pub(super) fn new(groups: &Groups) -> Owners {
+        let sizes = groups.members.iter().map(Vec::len);
+        Owners { loads: sizes.map(|size| (size, vec![0; size])).collect() }
+    }
+
+    /// Owners for a part of so many bytes: the places with the fewest.
+    pub(super) fn choose(&mut self, bytes: u32) -> Places {
+        let least = |(&size, loads): (&usize, &mut Vec<u64>)| {
+            let place = (0..loads.len()).min_by_key(|&place| loads[place]).unwrap_or(0);
+            loads[place] += u64::from(bytes);
+            (narrow(size), narrow(place))
+        };
+        self.loads.iter_mut().map(least).collect()
+    }
+}
+
+/// The owner of a part in the group of this rank.
+pub(super) fn owner(groups: &Groups, rank: Rank, places: &Places, operation: Operation) -> Rank {
+    if let Operation::Broadcast(root) = operation
+        && groups.of_rank(root) == groups.of_rank(rank)
+    {
+        return root;
+    }
+    let members = groups.members_with(rank);
+    let place = places.iter().find(|(size, _)| *size as usize == members.len());
+    place.and_then(|(_, place)| members.get(*place as usize)).copied().unwrap_or(rank)
+}
+
+fn narrow(number: usize) -> u32 {
+    u32::try_from(number).unwrap_or(u32::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_of_one_host_are_a_group_whatever_their_order() {
+        let groups = Groups::of(["a", "b", "a", "c", "b"].into_iter());
+        let all: Vec<u32> = (0..5).map(|rank| groups.of_rank(Rank(rank))).collect();
+        assert_eq!(all, [0, 1, 0, 2, 1]);
+        assert_eq!((groups.count(), groups.largest()), (3, 2));
+        let apart = Groups::apart(["a", "a"].into_iter());
+        assert_eq!((apart.count(), apart.of_rank(Rank(1))), (2, 1));
+    }
+
+    #[test]
+    fn owners_balance_bytes_within_each_group_and_a_root_owns_its_broadcasts() {
+        let groups = Groups::of(["a", "a", "a", "b", "b", "c"].into_iter());
+        let mut owners = Owners::new(&groups);
+        let mut bytes = [0u64; 6];
+        for part in 0..3000u32 {
+            let size = 1 + part * 7919 % 1000;
+            let places = owners.choose(size);
+            for first in [0, 3, 5] {
+                let owner = owner(&groups, Rank(first), &places, Operation::Sum);
+                assert_eq!(groups.of_rank(owner), groups.of_rank(Rank(first)));
+                bytes[owner.0 as usize] += u64::from(size);
+            }
+            let root = Operation::Broadcast(Rank(4));
+            assert_eq!(owner(&groups, Rank(3), &places, root), Rank(4));
+            assert_ne!(owner(&groups, Rank(0), &places, root), Rank(4));
+        }
+        assert!(bytes[..3].iter().all(|one| one.abs_diff(bytes[0]) <= 1000), "{bytes:?}");
+        assert!(bytes[3].abs_diff(bytes[4]) <= 1000, "{bytes:?}");
+    }
+}

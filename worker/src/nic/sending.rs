@@ -1,0 +1,173 @@
+//! What leaves a NIC loop: contributions to servers by priority and credit, and the frames between
+//! the ranks of a group in the order in which they were said.
+
+use super::{LaneId, Nic, Operation, Run, RunPart, Stage, Word};
+use bps_engine::base::{DType, Key, Round};
+use bps_engine::trace::timeline::Mark;
+use bps_engine::transport::{Frame, Full};
+use bps_engine::wire::header::FLAG_PAYLOAD_CHECKSUM;
+use bps_engine::wire::{Header, Kind};
+
+/// Token of a frame that has none of a task's memory.
+const QUIET: u64 = u64::MAX;
+
+fn token(of: RunPart) -> u64 {
+    u64::from(of.run) << 32 | u64::from(of.part)
+}
+
+fn part_of(token: u64) -> RunPart {
+    let low = |number: u64| u32::try_from(number & u64::from(u32::MAX)).unwrap_or(u32::MAX);
+    RunPart { run: low(token >> 32), part: low(token) }
+}
+
+impl Nic {
+    /// A part goes to its server once credit and priority let it.
+    pub(super) fn send_to_server(&mut self, of: RunPart) {
+        let priority = self.runs[of.run as usize].priority;
+        let Some((_, part)) = self.planned(of) else { return };
+        self.queue.push(priority, part.bytes, of);
+    }
+
+    pub(super) fn pump_all(&mut self) {
+        if self.leaving || self.over.is_some() {
+            return;
+        }
+        self.grant_next();
+        self.pump();
+        for position in 0..self.group.len() {
+            self.flush(self.group[position]);
+        }
+    }
+
+    /// Posts what waits for servers, as far as credit and transport allow.
+    fn pump(&mut self) {
+        while let Some(&of) = self.queue.peek() {
+            let Some((tensor, part)) = self.planned(of) else { return };
+            let Some(lane) = part.core else { return };
+            let run = &self.runs[of.run as usize];
+            let rank = self.config.rank;
+            let silent =
+                matches!(tensor.plan.operation, Operation::Broadcast(root) if root != rank);
+            let length = if silent { 0 } else { part.bytes };
+            let mut header = self.header(Kind::Contribution, tensor.plan.dtype);
+            header.key = part.key;
+            header.round = Round(tensor.round);
+            header.length = u32::try_from(length).unwrap_or(u32::MAX);
+            header.contributors = u32::try_from(1 + self.group.len()).unwrap_or(u32::MAX);
+            let payload = self.contribution(run, part.offset, tensor.plan.operation);
+            if self.config.payload_checksum && length > 0 {
+                // SAFETY: the part lies inside the tensor (the plan's offsets were checked against
+                // the declared size), which the caller keeps valid until the task is finished.
+                let bytes = unsafe { std::slice::from_raw_parts(payload, length) };
+                header.flags |= FLAG_PAYLOAD_CHECKSUM;
+                header.payload_checksum = crc32c::crc32c(bytes);
+            }
+            let frame = Frame { header: header.encode(), payload, length, token: token(of) };
+            let at = self.trace.now();
+            if !self.lanes[lane.0 as usize].open || self.endpoint.post(lane, &frame).is_err() {
+                return;
+            }
+            self.trace.frame_at(at, Mark::Posted, &header);
+            self.statistics.posted(length);
+            self.queue.take();
+            self.lanes[lane.0 as usize].posted += 1;
+            self.set_stage(of, Stage::Asked);
+            let run = &mut self.runs[of.run as usize];
+            run.open += 1;
+            run.posted += 1;
+        }
+    }
+
+    /// What a server gets: this rank's bytes, or the sum of its group, which is in the target.
+    fn contribution(&self, run: &Run, offset: usize, operation: Operation) -> *const u8 {
+        let is_sum = !matches!(operation, Operation::Broadcast(_));
+        if is_sum && !self.group.is_empty() {
+            run.memory.target.cast_const().wrapping_add(offset)
+        } else {
+            run.memory.source.wrapping_add(offset)
+        }
+    }
+
+    /// Says something to a rank of the group, after what was said before.
+    pub(super) fn say_to(&mut self, lane: LaneId, word: Word) {
+        self.lanes[lane.0 as usize].outbox.push_back(word);
+        if matches!(word.kind, Kind::Contribution | Kind::Publication) {
+            self.runs[word.of.run as usize].open += 1;
+        }
+    }
+
+    /// Posts what is to be said on the lane to a rank, as far as the transport takes it.
+    fn flush(&mut self, lane: LaneId) {
+        let position = lane.0 as usize;
+        if !self.lanes[position].open {
+            return;
+        }
+        while let Some(&word) = self.lanes[position].outbox.front() {
+            let Some((tensor, part)) = self.planned(word.of) else { return };
+            let run = &self.runs[word.of.run as usize];
+            let payload = match word.kind {
+                Kind::Contribution => run.memory.source.wrapping_add(part.offset),
+                Kind::Publication => run.memory.target.cast_const().wrapping_add(part.offset),
+                _ => std::ptr::null(),
+            };
+            let mut header = self.header(word.kind, tensor.plan.dtype);
+            if matches!(word.kind, Kind::Grant | Kind::Publication)
+                && let super::Peer::Rank(rank) = self.lanes[position].peer
+            {
+                header.rank = rank;
+            }
+            header.key = part.key;
+            header.round = Round(word.round);
+            let length = if payload.is_null() { 0 } else { part.bytes };
+            header.length = u32::try_from(length).unwrap_or(u32::MAX);
+            header.contributors = match (word.kind, tensor.plan.operation) {
+                (Kind::Publication, Operation::Sum | Operation::Average) => self.config.size,
+                _ => 1,
+            };
+            let token = if length > 0 { token(word.of) } else { QUIET };
+            let frame = Frame { header: header.encode(), payload, length, token };
+            if self.endpoint.post(lane, &frame).is_err() {
+                return;
+            }
+            self.statistics.posted(length);
+            self.lanes[position].outbox.pop_front();
+            if length > 0 {
+                self.lanes[position].posted += 1;
+                self.runs[word.of.run as usize].posted += 1;
+            }
+        }
+    }
+
+    fn header(&self, kind: Kind, dtype: DType) -> Header {
+        Header::new(kind, dtype, self.config.rank, self.config.epoch)
+    }
+
+    /// The last frame of a lane.
+    pub(super) fn say_goodbye(&mut self, lane: LaneId) -> Result<(), Full> {
+        let mut header = self.header(Kind::Goodbye, DType::U8);
+        header.key = Key(0);
+        let (payload, length) = (std::ptr::null(), 0);
+        let frame = Frame { header: header.encode(), payload, length, token: QUIET };
+        self.endpoint.post(lane, &frame)
+    }
+
+    pub(super) fn on_sent(&mut self, lane: LaneId, token: u64) {
+        if token == QUIET {
+            return;
+        }
+        let of = part_of(token);
+        let Some((tensor, part)) = self.planned(of) else { return };
+        let (round, rank) = (tensor.round, self.config.rank);
+        if matches!(self.lanes[lane.0 as usize].peer, super::Peer::Server(_)) {
+            self.trace.record(Mark::Sent, part.key, round, rank, part.bytes);
+            self.queue.returned(part.bytes);
+        }
+        let state = &mut self.lanes[lane.0 as usize];
+        state.posted -= 1;
+        if state.goodbye && state.posted == 0 {
+            self.endpoint.close(lane);
+        }
+        self.runs[of.run as usize].posted -= 1;
+        self.close_one(of.run);
+    }
+}
