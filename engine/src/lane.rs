@@ -33,6 +33,7 @@ impl Endpoint {
                 (transport, &link),
                 (Transport::Tcp(_), Link::Tcp(_))
                     | (Transport::Shm(_), Link::Shm(_))
+                    | (Transport::Rdma(_), Link::Rdma(_))
                     | (Transport::Sim(_), Link::Sim(_))
             )
         };

@@ -33,6 +33,8 @@ use crate::limits::EVENTS_MAX;
 use crate::wire::RawHeader;
 use std::time::Duration;
 
+mod area;
+pub mod rdma;
 pub mod shm;
 pub mod sim;
 pub mod tcp;
@@ -129,6 +131,12 @@ pub enum Cause {
     /// The kernel reported an error.
     #[error("{}", std::io::Error::from_raw_os_error(*.0))]
     Os(i32),
+    /// An RDMA device reported an error: a status of `ibv_wc_status`.
+    #[error("RDMA status {status}: {}", rdma::status_text(*status))]
+    Rdma {
+        /// The status.
+        status: i32,
+    },
 }
 
 /// A connected, authenticated link that a transport turns into a lane.
@@ -137,6 +145,8 @@ pub enum Link {
     Tcp(std::os::fd::OwnedFd),
     /// Memory shared with a process of this host.
     Shm(shm::ShmLink),
+    /// A connection between two RDMA devices.
+    Rdma(Box<rdma::RdmaLink>),
     /// One end of a simulated link.
     Sim(sim::SimLink),
 }
@@ -200,12 +210,14 @@ pub trait Driver {
     fn block(&mut self, timeout: Duration);
 }
 
-/// The closed set of transports. RDMA verbs will be the fourth.
+/// The closed set of transports.
 pub enum Transport {
     /// Stream sockets: io_uring, or plain non-blocking calls where that is denied.
     Tcp(tcp::Tcp),
     /// Memory shared between two processes of a host.
     Shm(shm::Shm),
+    /// RDMA verbs.
+    Rdma(Box<rdma::Rdma>),
     /// The seeded in-memory network of the tests.
     Sim(sim::Sim),
 }
@@ -215,6 +227,7 @@ macro_rules! dispatch {
         match $self {
             Transport::Tcp($driver) => $call,
             Transport::Shm($driver) => $call,
+            Transport::Rdma($driver) => $call,
             Transport::Sim($driver) => $call,
         }
     };

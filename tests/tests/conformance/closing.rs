@@ -191,13 +191,13 @@ fn a_cut_link_ends_both_ends() {
 fn a_link_of_another_kind_is_refused() {
     each(|world| {
         let other = match world.kind {
-            Kind::Sim(_) => World::new(Kind::Shm),
+            Kind::Sim(_) => World::new(Kind::TcpPoll),
             _ => World::new(Kind::Sim(1)),
         };
         let (mut left, right) = world.pair(1);
-        let (link, _peer): (Link, Link) = other.links(&left.waker, &right.waker);
+        let (link, _peer): (Link, Link) = other.links(&other.seat(), &other.seat());
         assert!(left.driver.attach(LaneId(1), link).is_err());
-        let (link, _peer) = world.links(&left.waker, &right.waker);
+        let (link, _peer) = world.links(&left.seat, &right.seat);
         assert!(left.driver.attach(LaneId(0), link).is_err(), "the number is in use");
     });
 }

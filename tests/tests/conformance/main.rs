@@ -12,11 +12,22 @@ mod traffic;
 use makers::{Kind, World, obstacle};
 use traffic::{Answer, SIZES, parties, run, run_all};
 
+/// Whether only RDMA is asked for, as in the virtual machine of `tests/rdma`, where it must run.
+fn rdma_only() -> bool {
+    std::env::var_os("BPS_TEST_RDMA_ONLY").is_some()
+}
+
 /// Runs a case over each transport that can run here.
 fn each(case: impl Fn(&World)) {
-    let real = [Kind::TcpUring, Kind::TcpPoll, Kind::Shm, Kind::ShmTight, Kind::ShmArena];
-    for kind in real.into_iter().chain((1..=4).map(Kind::Sim)) {
+    let rdma = [Kind::Rdma, Kind::RdmaTight, Kind::RdmaShared];
+    let others = [Kind::TcpUring, Kind::TcpPoll, Kind::Shm, Kind::ShmTight, Kind::ShmArena];
+    let mut kinds: Vec<Kind> = rdma.into();
+    if !rdma_only() {
+        kinds = others.into_iter().chain(kinds).chain((1..=4).map(Kind::Sim)).collect();
+    }
+    for kind in kinds {
         match obstacle(kind) {
+            Some(why) if rdma_only() => panic!("{kind:?} cannot run: {why}"),
             Some(why) => eprintln!("skipped over {kind:?}: {why}"),
             None => {
                 eprintln!("over {kind:?}");

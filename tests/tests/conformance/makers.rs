@@ -3,12 +3,15 @@
 
 use bps_engine::config::TcpDriver;
 use bps_engine::mem::{Arena, Claim, Options};
+use bps_engine::transport::rdma::{self, Rails, Rdma, RdmaOptions};
 use bps_engine::transport::shm::{self, Shm, ShmOptions};
 use bps_engine::transport::sim::{Sim, SimNetwork};
 use bps_engine::transport::tcp::{Tcp, TcpError};
 use bps_engine::transport::{Driver, Event, LaneId, Link, Transport, Waker};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
+use std::ptr::NonNull;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// What the suite runs over.
@@ -24,33 +27,58 @@ pub enum Kind {
     ShmTight,
     /// Shared memory where the right end posts from its arena.
     ShmArena,
+    /// RDMA verbs, every payload copied into the mirror of the peer's area.
+    Rdma,
+    /// RDMA verbs with few and small slots, so that they run out.
+    RdmaTight,
+    /// RDMA verbs where the right end posts from registered memory.
+    RdmaShared,
     /// The simulated network.
     Sim(u64),
 }
 
-/// Bytes of the arena of [`Kind::ShmArena`].
+/// Bytes of the arena of [`Kind::ShmArena`] and [`Kind::RdmaShared`].
 const ARENA_BYTES: usize = 64 << 20;
 
 /// Lanes that a driver of the suite has at most.
 const LANES_MAX: u32 = 64;
 
+impl Kind {
+    /// Whether its lanes run over RDMA verbs.
+    pub fn is_rdma(self) -> bool {
+        matches!(self, Kind::Rdma | Kind::RdmaTight | Kind::RdmaShared)
+    }
+}
+
+/// What an end has before its links are made.
+pub struct Seat {
+    /// Wakes it.
+    pub waker: Waker,
+    /// Its RDMA ports, if that is the kind.
+    rails: Option<Arc<Rails>>,
+}
+
 /// One end: a driver and what wakes it.
 pub struct Node {
     /// The driver under test.
     pub driver: Transport,
-    /// Wakes it.
-    pub waker: Waker,
+    /// What its links are made with.
+    pub seat: Seat,
 }
 
 impl Node {
-    /// A node of this kind that `waker` wakes.
-    pub fn new(world: &World, waker: Waker) -> Node {
-        let driver = match world.kind {
-            Kind::Sim(_) => Transport::Sim(Sim::new(world.network.clone())),
-            Kind::TcpUring | Kind::TcpPoll => Transport::Tcp(tcp(world.kind, &waker).unwrap()),
-            _ => Transport::Shm(Shm::new(waker.clone()).unwrap()),
+    /// A node of this kind.
+    pub fn new(world: &World, seat: Seat) -> Node {
+        let waker = seat.waker.clone();
+        let driver = match (world.kind, &seat.rails) {
+            (Kind::Sim(_), _) => Transport::Sim(Sim::new(world.network.clone())),
+            (Kind::TcpUring | Kind::TcpPoll, _) => Transport::Tcp(tcp(world.kind, &waker).unwrap()),
+            (_, Some(rails)) => {
+                Transport::Rdma(Box::new(Rdma::new(waker, Arc::clone(rails)).unwrap()))
+            }
+            _ => Transport::Shm(Shm::new(waker).unwrap()),
         };
-        Node { driver, waker }
+        Node { driver, seat }
     }
 
     /// What happened since the last call.
@@ -63,11 +91,11 @@ impl Node {
 
     /// Sleeps as an endpoint does.
     pub fn sleep(&mut self, timeout: Duration) {
-        self.waker.prepare();
+        self.seat.waker.prepare();
         if !self.driver.arm() {
             self.driver.block(timeout);
         }
-        self.waker.awake();
+        self.seat.waker.awake();
     }
 }
 
@@ -90,6 +118,7 @@ fn tcp(kind: Kind, waker: &Waker) -> Result<Tcp, TcpError> {
 pub fn obstacle(kind: Kind) -> Option<String> {
     match kind {
         Kind::TcpUring => tcp(kind, &Waker::new().unwrap()).err().map(|error| error.to_string()),
+        kind if kind.is_rdma() => rdma::find(None).err().map(|error| error.to_string()),
         _ => None,
     }
 }
@@ -98,7 +127,8 @@ impl World {
     /// A world of this kind.
     pub fn new(kind: Kind) -> World {
         let seed = if let Kind::Sim(seed) = kind { seed } else { 0 };
-        let arena = (kind == Kind::ShmArena).then(|| {
+        let has_arena = matches!(kind, Kind::ShmArena | Kind::RdmaShared);
+        let arena = has_arena.then(|| {
             let options = Options { name: "test".to_owned(), numa_node: None, shared: true };
             let mut arena = Arena::reserve(ARENA_BYTES, &options).unwrap();
             let claim = arena.claim(ARENA_BYTES).unwrap();
@@ -112,16 +142,37 @@ impl World {
         self.arena.as_ref().map(|(arena, _)| (arena.base(), ARENA_BYTES))
     }
 
-    /// A connection between the nodes that these wakers wake.
-    pub fn links(&self, left: &Waker, right: &Waker) -> (Link, Link) {
+    /// What a new end starts with.
+    pub fn seat(&self) -> Seat {
+        let rails =
+            self.kind.is_rdma().then(|| Rails::open(rdma::find(None).unwrap(), None).unwrap());
+        Seat { waker: Waker::new().unwrap(), rails }
+    }
+
+    fn rdma_links(&self, left: &Arc<Rails>, right: &Arc<Rails>) -> (Link, Link) {
+        let (one, other) = sockets();
+        let options = match self.kind {
+            Kind::RdmaTight => RdmaOptions { slot_bytes: 4096, slots: 4 },
+            _ => RdmaOptions { slot_bytes: 128 << 10, slots: 8 },
+        };
+        std::thread::scope(|scope| {
+            let dialed = scope.spawn(|| rdma::connect(one, left, 0, options).unwrap());
+            let accepted = rdma::accept(other, right, options).unwrap();
+            (Link::Rdma(Box::new(dialed.join().unwrap())), Link::Rdma(Box::new(accepted)))
+        })
+    }
+
+    /// A connection between two ends.
+    pub fn links(&self, left: &Seat, right: &Seat) -> (Link, Link) {
+        if let (Some(left), Some(right)) = (&left.rails, &right.rails) {
+            return self.rdma_links(left, right);
+        }
         if let Kind::Sim(_) = self.kind {
             let (left, right) = self.network.link();
             return (Link::Sim(left), Link::Sim(right));
         }
         if matches!(self.kind, Kind::TcpUring | Kind::TcpPoll) {
-            let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-            let one = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-            let (other, _) = listener.accept().unwrap();
+            let (one, other) = sockets();
             return (Link::Tcp(one.into()), Link::Tcp(other.into()));
         }
         let (one, other) = UnixStream::pair().unwrap();
@@ -130,21 +181,29 @@ impl World {
             _ => ShmOptions::default(),
         };
         std::thread::scope(|scope| {
-            let offered = scope.spawn(|| shm::offer(&one, left, options).unwrap());
+            let offered = scope.spawn(|| shm::offer(&one, &left.waker, options).unwrap());
             let arena = self.arena.as_ref().map(|(arena, _)| {
                 (arena.memfd().expect("it was made to be shared"), arena.reserved_bytes())
             });
-            let accepted = shm::accept(&other, right, arena).unwrap();
+            let accepted = shm::accept(&other, &right.waker, arena).unwrap();
             (Link::Shm(offered.join().unwrap()), Link::Shm(accepted))
         })
     }
 
     /// Two nodes with so many lanes between them.
     pub fn pair(&self, lanes: u32) -> (Node, Node) {
-        let mut left = Node::new(self, Waker::new().unwrap());
-        let mut right = Node::new(self, Waker::new().unwrap());
-        if let (Some((arena, _)), Transport::Shm(driver)) = (&self.arena, &mut right.driver) {
-            driver.share(arena.base(), arena.reserved_bytes());
+        let mut left = Node::new(self, self.seat());
+        let mut right = Node::new(self, self.seat());
+        match (&self.arena, &mut right.driver) {
+            (Some((arena, _)), Transport::Shm(driver)) => {
+                driver.share(arena.base(), arena.reserved_bytes());
+            }
+            (Some((arena, _)), Transport::Rdma(driver)) => {
+                let base = NonNull::new(arena.base()).unwrap();
+                // SAFETY: the arena is the world's, which lives longer than its nodes.
+                unsafe { driver.share(base, ARENA_BYTES) }.unwrap();
+            }
+            _ => {}
         }
         for lane in 0..lanes {
             self.connect(&mut left, &mut right, LaneId(lane));
@@ -154,7 +213,7 @@ impl World {
 
     /// Makes one more lane between two nodes.
     pub fn connect(&self, left: &mut Node, right: &mut Node, lane: LaneId) {
-        let (one, other) = self.links(&left.waker, &right.waker);
+        let (one, other) = self.links(&left.seat, &right.seat);
         left.driver.attach(lane, one).unwrap();
         right.driver.attach(lane, other).unwrap();
     }
@@ -169,4 +228,11 @@ impl World {
             }
         }
     }
+}
+
+/// Two connected sockets of this host.
+fn sockets() -> (TcpStream, TcpStream) {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let one = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    (one, listener.accept().unwrap().0)
 }

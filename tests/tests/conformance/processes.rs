@@ -4,7 +4,7 @@ use super::makers::{Kind, Node, World};
 use super::sleeping::{LONG, echo, round_trip};
 use super::traffic::header;
 use bps_engine::transport::shm::{self, ShmOptions};
-use bps_engine::transport::{Cause, Driver, Event, Frame, LaneId, Link, Waker};
+use bps_engine::transport::{Cause, Driver, Event, Frame, LaneId, Link};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::process::{Command, Stdio};
@@ -23,9 +23,10 @@ fn child() {
         eprintln!("skipped: nobody started this as the other process");
         return;
     }
-    let waker = Waker::new().unwrap();
-    let link = shm::accept(&stream, &waker, None).unwrap();
-    let mut node = Node::new(&World::new(Kind::Shm), waker);
+    let world = World::new(Kind::Shm);
+    let seat = world.seat();
+    let link = shm::accept(&stream, &seat.waker, None).unwrap();
+    let mut node = Node::new(&world, seat);
     node.driver.attach(LANE, Link::Shm(link)).unwrap();
     echo(&mut node, LENGTH);
 }
@@ -39,11 +40,12 @@ fn a_killed_process_ends_its_lanes() {
         .stdout(Stdio::null())
         .spawn()
         .unwrap();
-    let waker = Waker::new().unwrap();
-    let link = shm::offer(&ours, &waker, ShmOptions::default()).unwrap();
+    let world = World::new(Kind::Shm);
+    let seat = world.seat();
+    let link = shm::offer(&ours, &seat.waker, ShmOptions::default()).unwrap();
     // The lane has a copy of its own; the other process has the other end.
     drop(ours);
-    let mut node = Node::new(&World::new(Kind::Shm), waker);
+    let mut node = Node::new(&world, seat);
     node.driver.attach(LANE, Link::Shm(link)).unwrap();
 
     let payload: Vec<u8> = (0..LENGTH).map(|index| index.to_le_bytes()[0] ^ 0x5c).collect();

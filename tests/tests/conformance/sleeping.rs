@@ -3,7 +3,7 @@
 use super::each;
 use super::makers::{Kind, Node, World};
 use super::traffic::header;
-use bps_engine::transport::{Driver, Event, Frame, Landing, LaneId, Link, Waker};
+use bps_engine::transport::{Driver, Event, Frame, Landing, LaneId, Link};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
@@ -24,7 +24,7 @@ fn each_real(case: impl Fn(&World)) {
 fn another_thread_wakes_it() {
     each_real(|world| {
         let (mut left, _right) = world.pair(1);
-        let waker = left.waker.clone();
+        let waker = left.seat.waker.clone();
         let (told, tell) = mpsc::channel::<()>();
         let is_done = AtomicBool::new(false);
         std::thread::scope(|scope| {
@@ -38,11 +38,11 @@ fn another_thread_wakes_it() {
                 told.send(()).unwrap();
                 let start = Instant::now();
                 while !is_done.swap(false, Ordering::Acquire) {
-                    left.waker.prepare();
+                    left.seat.waker.prepare();
                     if !left.driver.arm() && !is_done.load(Ordering::Acquire) {
                         left.driver.block(LONG);
                     }
-                    left.waker.awake();
+                    left.seat.waker.awake();
                     assert!(left.poll().is_empty());
                 }
                 assert!(start.elapsed() < LONG, "a wake-up was lost");
@@ -100,13 +100,13 @@ pub fn echo(node: &mut Node, length: usize) {
 fn traffic_wakes_both_ends() {
     each_real(|world| {
         for (length, rounds) in [(64usize, 300u32), (1 << 20, 30)] {
-            let (left_waker, right_waker) = (Waker::new().unwrap(), Waker::new().unwrap());
-            let (left_link, right_link) = world.links(&left_waker, &right_waker);
-            let mut left = Node::new(world, left_waker);
+            let (left_seat, right_seat) = (world.seat(), world.seat());
+            let (left_link, right_link) = world.links(&left_seat, &right_seat);
+            let mut left = Node::new(world, left_seat);
             left.driver.attach(LANE, left_link).unwrap();
             std::thread::scope(|scope| {
                 scope.spawn(|| {
-                    let mut right = Node::new(world, right_waker);
+                    let mut right = Node::new(world, right_seat);
                     right.driver.attach(LANE, right_link).unwrap();
                     echo(&mut right, length);
                 });
@@ -154,11 +154,11 @@ pub fn round_trip(node: &mut Node, memory: &mut [u8]) {
 fn the_end_of_the_peer_wakes_it() {
     each_real(|world| {
         for is_death in [false, true] {
-            let (left_waker, right_waker) = (Waker::new().unwrap(), Waker::new().unwrap());
-            let links: Vec<_> = (0..4).map(|_| world.links(&left_waker, &right_waker)).collect();
+            let (left_seat, right_seat) = (world.seat(), world.seat());
+            let links: Vec<_> = (0..4).map(|_| world.links(&left_seat, &right_seat)).collect();
             let (ours, theirs): (Vec<_>, Vec<_>) = links.into_iter().unzip();
-            let node = |waker, links: Vec<Link>| {
-                let mut node = Node::new(world, waker);
+            let node = |seat, links: Vec<Link>| {
+                let mut node = Node::new(world, seat);
                 for (lane, link) in (0..).zip(links) {
                     node.driver.attach(LaneId(lane), link).unwrap();
                 }
@@ -167,7 +167,7 @@ fn the_end_of_the_peer_wakes_it() {
             let start = Instant::now();
             let ending = std::thread::scope(|scope| {
                 let waiting = scope.spawn(|| {
-                    let mut left = node(left_waker, ours);
+                    let mut left = node(left_seat, ours);
                     let mut closed = 0;
                     while closed < 4 {
                         left.sleep(LONG);
@@ -177,7 +177,7 @@ fn the_end_of_the_peer_wakes_it() {
                         assert!(start.elapsed() < LONG, "slept through the end of its peer");
                     }
                 });
-                let mut right = node(right_waker, theirs);
+                let mut right = node(right_seat, theirs);
                 if !is_death {
                     (0..4).for_each(|lane| right.driver.close(LaneId(lane)));
                     let mut closed = 0;

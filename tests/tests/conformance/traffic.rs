@@ -30,6 +30,8 @@ pub const SIZES: [usize; 15] = [
 ];
 /// No exchange of the suite takes this long unless something hangs.
 pub const PATIENCE: Duration = Duration::from_secs(20);
+/// As [`PATIENCE`], over devices that an emulated kernel emulates.
+const PATIENCE_RDMA: Duration = Duration::from_secs(120);
 
 const GUARD: u8 = 0xab;
 const GUARD_BYTES: usize = 64;
@@ -408,7 +410,8 @@ pub fn run(
     while !done(left, right) {
         let moved = left.turn() | right.turn();
         still = if world.step() || moved { 0 } else { still + 1 };
-        let hangs = still > 1000 || start.elapsed() > PATIENCE;
+        let patience = if world.kind.is_rdma() { PATIENCE_RDMA } else { PATIENCE };
+        let hangs = still > 1000 || start.elapsed() > patience;
         assert!(!hangs, "hangs: {} and {}", state(left), state(right));
     }
 }

@@ -6,7 +6,6 @@
 //! from an address that `Segment` or the caller did not give, and nothing by reference is believed
 //! after the sender has revoked it.
 
-use super::area::Area;
 use super::segment::{
     BROKEN, DESCRIPTORS, Extent, Mapping, Segment, WAKE_PUBLISHED, WAKE_RELEASED,
 };
@@ -15,6 +14,7 @@ use crate::limits::{ALIGNMENT, LANE_FRAMES_MAX, PART_BYTES_MAX, STAGING_BYTES};
 use crate::mem::cache;
 use crate::ring::cursor::{ConsumerCursor, Corrupt, ProducerCursor};
 use crate::ring::sync::Ordering;
+use crate::transport::area::Area;
 use crate::transport::{Cause, Event, Frame, Full, Landing, LaneId, Room};
 use crate::wire::RawHeader;
 use rustix::fd::AsFd;

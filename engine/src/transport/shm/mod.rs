@@ -9,7 +9,6 @@
 //! Invariant: the peer is not trusted. Whatever it writes to the shared memory, the worst that
 //! happens is wrong bytes in its own payloads or the end of its own lane.
 
-mod area;
 mod lane;
 mod segment;
 mod setup;

@@ -6,19 +6,19 @@
 use crate::limits::ALIGNMENT;
 
 /// The slots as a ring of bytes: reserved and freed in order.
-pub(super) struct Area {
+pub(in crate::transport) struct Area {
     bytes: usize,
     tail: usize,
     used: usize,
 }
 
 impl Area {
-    pub(super) fn new(bytes: usize) -> Area {
+    pub(in crate::transport) fn new(bytes: usize) -> Area {
         Area { bytes, tail: 0, used: 0 }
     }
 
     /// Room for `length` bytes in one run: where, and how much that takes from the ring.
-    pub(super) fn find(&self, length: usize) -> Option<(usize, usize)> {
+    pub(in crate::transport) fn find(&self, length: usize) -> Option<(usize, usize)> {
         let length = length.next_multiple_of(ALIGNMENT);
         // An empty ring starts over, so that a lane with little in flight stays in the same cache
         // lines.
@@ -28,13 +28,13 @@ impl Area {
         (self.used + taken <= self.bytes).then_some((at, taken))
     }
 
-    pub(super) fn reserve(&mut self, at: usize, length: usize, taken: usize) {
+    pub(in crate::transport) fn reserve(&mut self, at: usize, length: usize, taken: usize) {
         self.tail = at + length.next_multiple_of(ALIGNMENT);
         self.used += taken;
     }
 
     /// Gives back what the oldest reservation took.
-    pub(super) fn free(&mut self, taken: usize) {
+    pub(in crate::transport) fn free(&mut self, taken: usize) {
         self.used -= taken;
     }
 }

@@ -1,0 +1,423 @@
+//! Setting a lane up over a connected, authenticated stream: what each end tells the other, and
+//! what is checked.
+//!
+//! The dialer offers its queue pair, its area and all its addresses; the acceptor chooses a kind of
+//! address that both have, connects, and answers with its own; the dialer connects and says so.
+//! The stream then stays open: its end is the peer's end. Invariant: an end that cannot go on says
+//! why, so that the other can fall back to TCP and print the reason.
+
+use super::RdmaError;
+use super::device::{QueuePair, Rail, Rails, Region, Remote};
+use super::flow::{PREFIX_BYTES, RECEIVES, SENDS};
+use super::ports::{Address, AddressKind};
+use crate::limits::{ALIGNMENT, HANDSHAKE_SECONDS, PART_BYTES_MAX};
+use std::io::{self, Read, Write};
+use std::net::TcpStream;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+const MAGIC: [u8; 8] = *b"BPSRDMA\x01";
+const MESSAGE_BYTES: usize = 384;
+const REASON_AT: usize = 192;
+const GIDS_AT: usize = 64;
+/// Most bytes of one direction's area.
+const AREA_BYTES_MAX: usize = 64 << 20;
+const READY: u8 = 1;
+
+/// How much memory a lane registers for what it receives.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct RdmaOptions {
+    /// Most bytes of payload that one write carries; a longer payload travels as several, so that
+    /// the reader works on one while the next is on its way.
+    pub slot_bytes: usize,
+    /// Slots.
+    pub slots: usize,
+}
+
+impl Default for RdmaOptions {
+    fn default() -> RdmaOptions {
+        RdmaOptions { slot_bytes: 256 << 10, slots: 8 }
+    }
+}
+
+/// A checked [`RdmaOptions`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Layout {
+    pub(super) slot_bytes: usize,
+    slots: usize,
+}
+
+impl Layout {
+    pub(super) fn new(options: RdmaOptions) -> Result<Layout, RdmaError> {
+        let RdmaOptions { slot_bytes, slots } = options;
+        let sound = slot_bytes.is_multiple_of(ALIGNMENT)
+            && (4096..=PART_BYTES_MAX).contains(&slot_bytes)
+            && slots >= 4
+            && slots.checked_mul(slot_bytes + PREFIX_BYTES).is_some_and(|b| b <= AREA_BYTES_MAX);
+        if sound {
+            return Ok(Layout { slot_bytes, slots });
+        }
+        Err(RdmaError::Peer(format!(
+            "{slots} slots of {slot_bytes} bytes make no lane: at least 4, of a multiple of \
+             {ALIGNMENT} from 4096 on, together at most {AREA_BYTES_MAX} bytes"
+        )))
+    }
+
+    pub(super) fn area_bytes(self) -> usize {
+        self.slots * (self.slot_bytes + PREFIX_BYTES)
+    }
+}
+
+/// A lane that is connected and not yet attached. Dropping it hangs up.
+pub struct RdmaLink {
+    // The queue pair comes first: it is destroyed before the memory that it writes to is freed.
+    pub(super) pair: QueuePair,
+    /// What the peer writes to.
+    pub(super) incoming: Region,
+    /// The mirror of what we write to.
+    pub(super) outgoing: Region,
+    pub(super) ours: Layout,
+    pub(super) theirs: Layout,
+    pub(super) remote_address: u64,
+    pub(super) remote_key: u32,
+    pub(super) stream: Stream,
+    pub(super) rails: Arc<Rails>,
+}
+
+/// The stream of a lane. Dropping it tells the peer that this end is gone, even if somebody kept a
+/// copy open.
+pub(super) struct Stream(pub(super) OwnedFd);
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        // It can only fail when the peer is gone already.
+        let _ = rustix::net::shutdown(&self.0, rustix::net::Shutdown::Both);
+    }
+}
+
+/// The dialer's end, on the rail that is `lane`'s share. The stream has carried the handshake.
+///
+/// # Errors
+/// Memory or a queue pair is not to be had, the peer says that it can't, or does not answer within
+/// [`HANDSHAKE_SECONDS`]. The stream is of no more use then.
+pub fn connect(
+    stream: TcpStream,
+    rails: &Arc<Rails>,
+    lane: usize,
+    options: RdmaOptions,
+) -> Result<RdmaLink, RdmaError> {
+    let deadline = Instant::now() + Duration::from_secs(HANDSHAKE_SECONDS);
+    let ours = Layout::new(options)?;
+    let half = Half::new(rails.rail(lane), ours)?;
+    let rail_index = u16::try_from(lane % usize::from(u16::MAX)).unwrap_or(0);
+    let offer = half.message(rail_index, &half.pair.rail().port().addresses);
+    send(&stream, &offer.encode())?;
+    let answer = Message::decode(&receive::<MESSAGE_BYTES>(&stream, deadline)?)?;
+    let chosen = common(&half.pair.rail().port().addresses, &answer.addresses)
+        .ok_or_else(|| RdmaError::Peer("the peer chose an address kind of its own".to_owned()))?;
+    let done = half.finish(rails, chosen, &answer, stream)?;
+    (&done.1).write_all(&[READY]).map_err(RdmaError::Stream)?;
+    keep(done)
+}
+
+/// The acceptor's end.
+///
+/// # Errors
+/// As for [`connect`]; the peer has been told why.
+pub fn accept(
+    stream: TcpStream,
+    rails: &Arc<Rails>,
+    options: RdmaOptions,
+) -> Result<RdmaLink, RdmaError> {
+    let deadline = Instant::now() + Duration::from_secs(HANDSHAKE_SECONDS);
+    let offer = Message::decode(&receive::<MESSAGE_BYTES>(&stream, deadline)?)?;
+    let refused = stream.try_clone().map_err(RdmaError::Stream)?;
+    let refuse = |error: RdmaError| {
+        // The peer falls back or fails; what it does not read it does not need.
+        let _ = send(&refused, &refusal(&error.to_string()));
+        error
+    };
+    let make = || {
+        let half = Half::new(rails.rail(usize::from(offer.rail)), Layout::new(options)?)?;
+        let mine = &half.pair.rail().port().addresses;
+        let chosen = common(mine, &offer.addresses).ok_or_else(|| no_common(&half))?;
+        let answer = half.message(offer.rail, &[chosen.0]);
+        Ok((half.finish(rails, chosen, &offer, stream)?, answer))
+    };
+    let (done, answer) = make().map_err(refuse)?;
+    send(&done.1, &answer.encode())?;
+    let [ready] = receive::<1>(&done.1, deadline)?;
+    if ready != READY {
+        return Err(RdmaError::Peer(format!("the peer said {ready}, not that it is ready")));
+    }
+    keep(done)
+}
+
+fn no_common(half: &Half) -> RdmaError {
+    RdmaError::Peer(format!(
+        "{} has no address of a kind that the peer has: see `ibv_devinfo -v` and \
+         `rdma link` on both",
+        half.pair.rail().port()
+    ))
+}
+
+/// The best kind that both have: our address and the peer's.
+fn common(ours: &[Address], theirs: &[Address]) -> Option<(Address, Address)> {
+    ours.iter().find_map(|our| {
+        let their = theirs.iter().find(|their| their.kind == our.kind)?;
+        Some((*our, *their))
+    })
+}
+
+/// One end before it knows the other.
+struct Half {
+    pair: QueuePair,
+    incoming: Region,
+    layout: Layout,
+    sequence: u32,
+}
+
+type Done = (RdmaLink, TcpStream);
+
+impl Half {
+    fn new(rail: &Arc<Rail>, layout: Layout) -> Result<Half, RdmaError> {
+        let pair = QueuePair::new(rail, SENDS, RECEIVES)?;
+        let incoming = Region::new(rail, layout.area_bytes(), true)?;
+        let random = getrandom::u32()
+            .map_err(|error| RdmaError::Stream(io::Error::other(error.to_string())))?;
+        Ok(Half { pair, incoming, layout, sequence: random & 0xff_ffff })
+    }
+
+    fn message(&self, rail: u16, addresses: &[Address]) -> Message {
+        Message {
+            number: self.pair.number(),
+            sequence: self.sequence,
+            key: self.incoming.rkey(),
+            mtu: self.pair.rail().mtu,
+            rail,
+            lid: self.pair.rail().lid,
+            address: self.incoming.address(),
+            slot_bytes: self.layout.slot_bytes as u64,
+            slots: self.layout.slots as u64,
+            addresses: addresses.to_vec(),
+        }
+    }
+
+    fn finish(
+        self,
+        rails: &Arc<Rails>,
+        (our, their): (Address, Address),
+        peer: &Message,
+        stream: TcpStream,
+    ) -> Result<Done, RdmaError> {
+        let size = |number: u64| usize::try_from(number).unwrap_or(usize::MAX);
+        let options = RdmaOptions { slot_bytes: size(peer.slot_bytes), slots: size(peer.slots) };
+        let theirs = Layout::new(options)?;
+        let outgoing = Region::new(self.pair.rail(), theirs.area_bytes(), false)?;
+        let remote = Remote {
+            number: peer.number,
+            sequence: peer.sequence,
+            mtu: peer.mtu,
+            lid: peer.lid,
+            gid: their.gid,
+        };
+        self.pair.connect(&our, self.sequence, &remote)?;
+        let kept = stream.try_clone().map_err(RdmaError::Stream)?;
+        let link = RdmaLink {
+            pair: self.pair,
+            incoming: self.incoming,
+            outgoing,
+            ours: self.layout,
+            theirs,
+            remote_address: peer.address,
+            remote_key: peer.key,
+            stream: Stream(kept.into()),
+            rails: Arc::clone(rails),
+        };
+        Ok((link, stream))
+    }
+}
+
+/// The set-up is over: the stream says nothing more, and is not waited for.
+fn keep((link, stream): Done) -> Result<RdmaLink, RdmaError> {
+    stream.set_nonblocking(true).map_err(RdmaError::Stream)?;
+    Ok(link)
+}
+
+/// What one end tells the other.
+#[derive(Clone, PartialEq, Eq, Debug)]
+struct Message {
+    number: u32,
+    sequence: u32,
+    key: u32,
+    mtu: u8,
+    rail: u16,
+    lid: u16,
+    address: u64,
+    slot_bytes: u64,
+    slots: u64,
+    addresses: Vec<Address>,
+}
+
+impl Message {
+    fn encode(&self) -> [u8; MESSAGE_BYTES] {
+        let mut bytes = [0; MESSAGE_BYTES];
+        let mut put = |at: usize, value: &[u8]| bytes[at..at + value.len()].copy_from_slice(value);
+        put(0, &MAGIC);
+        put(8, &[READY, self.mtu]);
+        put(10, &self.rail.to_le_bytes());
+        put(12, &self.lid.to_le_bytes());
+        put(16, &self.number.to_le_bytes());
+        put(20, &self.sequence.to_le_bytes());
+        put(24, &self.key.to_le_bytes());
+        put(32, &self.address.to_le_bytes());
+        put(40, &self.slot_bytes.to_le_bytes());
+        put(48, &self.slots.to_le_bytes());
+        let mut kinds = 0u8;
+        for address in &self.addresses {
+            let place = address.kind as usize;
+            kinds |= 1 << place;
+            put(GIDS_AT + 16 * place, &address.gid);
+        }
+        put(14, &[kinds]);
+        bytes
+    }
+
+    fn decode(bytes: &[u8; MESSAGE_BYTES]) -> Result<Message, RdmaError> {
+        fn take<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
+            let mut taken = [0; N];
+            taken.copy_from_slice(&bytes[at..at + N]);
+            taken
+        }
+        if bytes[..8] != MAGIC {
+            return Err(RdmaError::Peer(format!("{:02x?} opens no RDMA lane", &bytes[..8])));
+        }
+        if bytes[8] != READY {
+            let reason = String::from_utf8_lossy(&bytes[REASON_AT..]);
+            let printable = |c: &char| !c.is_control();
+            return Err(RdmaError::Refused(reason.chars().filter(printable).collect()));
+        }
+        let has = |kind: &&AddressKind| bytes[14] & (1 << **kind as u8) != 0;
+        let addresses = AddressKind::ALL.iter().filter(has).map(|kind| Address {
+            kind: *kind,
+            index: 0,
+            gid: take(bytes, GIDS_AT + 16 * *kind as usize),
+        });
+        Ok(Message {
+            mtu: bytes[9].clamp(1, 5),
+            rail: u16::from_le_bytes(take(bytes, 10)),
+            lid: u16::from_le_bytes(take(bytes, 12)),
+            number: u32::from_le_bytes(take(bytes, 16)) & 0xff_ffff,
+            sequence: u32::from_le_bytes(take(bytes, 20)) & 0xff_ffff,
+            key: u32::from_le_bytes(take(bytes, 24)),
+            address: u64::from_le_bytes(take(bytes, 32)),
+            slot_bytes: u64::from_le_bytes(take(bytes, 40)),
+            slots: u64::from_le_bytes(take(bytes, 48)),
+            addresses: addresses.collect(),
+        })
+    }
+}
+
+/// The message of an acceptor that cannot go on.
+fn refusal(reason: &str) -> [u8; MESSAGE_BYTES] {
+    let mut bytes = [0; MESSAGE_BYTES];
+    bytes[..8].copy_from_slice(&MAGIC);
+    let mut length = reason.len().min(MESSAGE_BYTES - REASON_AT);
+    while !reason.is_char_boundary(length) {
+        length -= 1;
+    }
+    bytes[REASON_AT..REASON_AT + length].copy_from_slice(&reason.as_bytes()[..length]);
+    bytes
+}
+
+fn send(mut stream: &TcpStream, bytes: &[u8]) -> Result<(), RdmaError> {
+    // A few hundred bytes always fit the empty buffer of a socket: this does not block.
+    stream.write_all(bytes).map_err(RdmaError::Stream)
+}
+
+fn receive<const N: usize>(
+    mut stream: &TcpStream,
+    deadline: Instant,
+) -> Result<[u8; N], RdmaError> {
+    let mut bytes = [0; N];
+    let mut filled = 0;
+    while filled < N {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(RdmaError::Peer(format!(
+                "it did not set its end of RDMA up in {HANDSHAKE_SECONDS} s"
+            )));
+        }
+        stream.set_read_timeout(Some(left)).map_err(RdmaError::Stream)?;
+        match stream.read(&mut bytes[filled..]) {
+            Ok(0) => {
+                return Err(RdmaError::Peer("it hung up: its own log says why".to_owned()));
+            }
+            Ok(count) => filled += count,
+            Err(error) => match error.kind() {
+                io::ErrorKind::WouldBlock
+                | io::ErrorKind::TimedOut
+                | io::ErrorKind::Interrupted => {}
+                _ => return Err(RdmaError::Stream(error)),
+            },
+        }
+    }
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn address(kind: AddressKind, byte: u8) -> Address {
+        Address { kind, index: 0, gid: [byte; 16] }
+    }
+
+    fn message() -> Message {
+        Message {
+            number: 0x12_3456,
+            sequence: 0xab_cdef,
+            key: 0xffff_fff1,
+            mtu: 4,
+            rail: 7,
+            lid: 0x1234,
+            address: u64::MAX - 5,
+            slot_bytes: 1 << 18,
+            slots: 8,
+            addresses: vec![address(AddressKind::RoceV2Ipv4, 3), address(AddressKind::RoceV1, 9)],
+        }
+    }
+
+    #[test]
+    fn a_message_survives_the_wire_and_a_refusal_is_read() {
+        assert_eq!(Message::decode(&message().encode()).unwrap(), message());
+        let long = "ü".repeat(300);
+        for reason in ["no memory", long.as_str()] {
+            let error = Message::decode(&refusal(reason)).unwrap_err().to_string();
+            assert!(error.contains(&reason[..8]), "{error}");
+        }
+        let mut strange = message().encode();
+        strange[0] ^= 1;
+        assert!(matches!(Message::decode(&strange), Err(RdmaError::Peer(_))));
+    }
+
+    #[test]
+    fn ends_choose_the_best_kind_that_both_have() {
+        use AddressKind::{RoceV1, RoceV2Ipv4, RoceV2LinkLocal};
+        let ours = [address(RoceV2Ipv4, 1), address(RoceV2LinkLocal, 2), address(RoceV1, 3)];
+        let both = common(&ours, &[address(RoceV2LinkLocal, 4), address(RoceV1, 5)]).unwrap();
+        assert_eq!((both.0.gid[0], both.1.gid[0]), (2, 4));
+        assert_eq!(common(&ours, &[address(AddressKind::InfiniBand, 6)]), None);
+    }
+
+    #[test]
+    fn sizes_of_a_peer_are_bounded() {
+        for (slot_bytes, slots) in
+            [(0, 8), (4096, 3), (4097, 8), (1 << 60, 1 << 60), (1 << 20, 65), (4096, usize::MAX)]
+        {
+            assert!(Layout::new(RdmaOptions { slot_bytes, slots }).is_err(), "{slot_bytes}");
+        }
+        assert!(Layout::new(RdmaOptions::default()).is_ok());
+    }
+}
