@@ -239,6 +239,7 @@ pub(crate) fn nic(
     if tcp_lanes > 0 {
         let lanes = u32::try_from(links.len()).unwrap_or(u32::MAX);
         let tcp = Tcp::new(waker.clone(), config.tcp_driver, lanes)
+            .map(|tcp| tcp.with_congestion(config.tcp_congestion.clone()))
             .map_err(|error| Error::Start(error.to_string()))?;
         line = format!("{line}; {}", tcp.description());
         transports.push(Transport::Tcp(tcp));

@@ -133,6 +133,8 @@ pub struct Config {
     pub transport: TransportChoice,
     /// `BPS_TCP_DRIVER`: `auto`, `uring`, `poll`.
     pub tcp_driver: TcpDriver,
+    /// `BPS_TCP_CONGESTION`: name of a congestion control; `None` keeps the system's but for bbr.
+    pub tcp_congestion: Option<String>,
     /// `BPS_PAYLOAD_CHECKSUM`: CRC-32C over every payload.
     pub payload_checksum: bool,
     /// `BPS_IDLE`: `busy`, `adaptive`.
@@ -253,6 +255,7 @@ impl Default for Config {
             host_id: None,
             transport: TransportChoice::Auto,
             tcp_driver: TcpDriver::Auto,
+            tcp_congestion: None,
             payload_checksum: false,
             idle: Idle::Adaptive,
             pin: true,

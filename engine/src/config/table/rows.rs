@@ -205,6 +205,16 @@ pub static TABLE: &[Row] = &[
     )
     .flag("tcp-driver"),
     Row::new(
+        "BPS_TCP_CONGESTION",
+        NODES,
+        Group::Network,
+        MaybeText { at: |config| &mut config.tcp_congestion },
+        "dctcp",
+        "Congestion control of TCP lanes, one that the kernel allows; otherwise the system's, but \
+         cubic where that is bbr, whose probing leaves a tenth of a line unused.",
+    )
+    .flag("tcp-congestion"),
+    Row::new(
         "BPS_PAYLOAD_CHECKSUM",
         NODES,
         Group::Network,

@@ -75,6 +75,7 @@ enum Either {
 pub struct Tcp {
     driver: Either,
     description: String,
+    congestion: Option<String>,
 }
 
 impl Tcp {
@@ -88,7 +89,8 @@ impl Tcp {
             TcpDriver::Auto | TcpDriver::Uring => match Uring::new(waker.clone(), lanes_max) {
                 Ok(driver) => {
                     let description = format!("tcp: io_uring ({})", uring::ZERO_COPY);
-                    return Ok(Tcp { driver: Either::Uring(Box::new(driver)), description });
+                    let driver = Either::Uring(Box::new(driver));
+                    return Ok(Tcp { driver, description, congestion: None });
                 }
                 Err(denied) if choice == TcpDriver::Uring => return Err(TcpError::Uring(denied)),
                 Err(denied) => denied.to_string(),
@@ -96,7 +98,15 @@ impl Tcp {
         };
         let driver = Poll::new(waker, lanes_max).map_err(TcpError::Epoll)?;
         let description = format!("tcp: plain sockets, because {reason}");
-        Ok(Tcp { driver: Either::Poll(Box::new(driver)), description })
+        let driver = Either::Poll(Box::new(driver));
+        Ok(Tcp { driver, description, congestion: None })
+    }
+
+    /// The congestion control of lanes to come; `None` keeps the system's, but takes cubic instead
+    /// of bbr.
+    #[must_use]
+    pub fn with_congestion(self, name: Option<String>) -> Tcp {
+        Tcp { congestion: name, ..self }
     }
 
     /// Which driver runs and why, in one line to be printed at start.
@@ -120,7 +130,7 @@ impl Driver for Tcp {
         let Link::Tcp(socket) = link else {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a stream socket"));
         };
-        prepare(&socket)?;
+        prepare(&socket, self.congestion.as_deref())?;
         dispatch!(self, driver => driver.attach(lane, socket))
     }
     fn post(&mut self, lane: LaneId, frame: &Frame) -> Result<(), Full> {
@@ -146,13 +156,38 @@ impl Driver for Tcp {
 /// Sets a socket up: non-blocking, no waiting for a fuller packet, and a bound on what the kernel
 /// holds unsent. Buffer sizes are left to the kernel, which tunes them by the path; a fixed size
 /// would stop it from doing so.
-fn prepare(socket: &OwnedFd) -> io::Result<()> {
+fn prepare(socket: &OwnedFd, congestion: Option<&str>) -> io::Result<()> {
     rustix::io::ioctl_fionbio(socket, true)?;
     match rustix::net::sockopt::set_tcp_nodelay(socket, true) {
-        Ok(()) => bound_unsent(socket),
+        Ok(()) => {
+            bound_unsent(socket)?;
+            control_congestion(socket, congestion)
+        }
         // A socket pair of this host has no packets to delay, and no queue in front of a line.
         Err(rustix::io::Errno::OPNOTSUPP) => Ok(()),
         Err(error) => Err(error.into()),
+    }
+}
+
+/// Sets the congestion control. bbr (its first version, the one in the kernel) lets a line run
+/// empty every ten seconds and probes it in between: `docs/decisions.md` has the figures. Where the
+/// kernel forbids another one, the system's stays.
+fn control_congestion(socket: &OwnedFd, wanted: Option<&str>) -> io::Result<()> {
+    let socket = socket2::SockRef::from(socket);
+    match wanted {
+        Some(name) => socket.set_tcp_congestion(name.as_bytes()).map_err(|error| {
+            let text = format!(
+                "BPS_TCP_CONGESTION={name}: {error}; the kernel lists what it allows in \
+                 /proc/sys/net/ipv4/tcp_allowed_congestion_control"
+            );
+            io::Error::new(error.kind(), text)
+        }),
+        None => {
+            if socket.tcp_congestion().is_ok_and(|name| name.starts_with(b"bbr")) {
+                let _ = socket.set_tcp_congestion(b"cubic");
+            }
+            Ok(())
+        }
     }
 }
 
