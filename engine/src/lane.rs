@@ -3,6 +3,7 @@
 //! several transports at once; it does not know what a frame means.
 
 use crate::limits::EVENTS_MAX;
+use crate::transport::rdma::Rdma;
 use crate::transport::{Driver, Event, Frame, Full, Landing, LaneId, Link, Transport, Waker};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::io;
@@ -53,6 +54,14 @@ impl Endpoint {
     fn owner(&mut self, lane: LaneId) -> Option<&mut Transport> {
         let owner = (*self.owners.get(lane.0 as usize)?)?;
         self.transports.get_mut(owner as usize)
+    }
+
+    /// The RDMA transport, if there is one: to name memory that it may send from in place.
+    pub fn rdma(&mut self) -> Option<&mut Rdma> {
+        self.transports.iter_mut().find_map(|transport| match transport {
+            Transport::Rdma(driver) => Some(&mut **driver),
+            _ => None,
+        })
     }
 
     /// See [`Driver::post`].

@@ -45,7 +45,7 @@ pub fn json() -> Arg {
 
 /// `--transport`.
 pub fn transport() -> Arg {
-    choice("transport", &["tcp", "shm"], "What lanes run over")
+    choice("transport", &["tcp", "shm", "rdma"], "What lanes run over")
 }
 
 /// `--local-reduce`.
@@ -94,7 +94,11 @@ pub fn idle_of(matches: &ArgMatches) -> Idle {
 
 /// The value of [`transport`].
 pub fn transport_of(matches: &ArgMatches) -> TransportChoice {
-    if text(matches, "transport") == "shm" { TransportChoice::Shm } else { TransportChoice::Tcp }
+    match text(matches, "transport") {
+        "shm" => TransportChoice::Shm,
+        "rdma" => TransportChoice::Rdma,
+        _ => TransportChoice::Tcp,
+    }
 }
 
 /// The value of [`local_reduce`], for `--workers` ranks: how many each host has.

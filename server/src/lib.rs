@@ -6,6 +6,7 @@
 
 pub mod agent;
 pub mod entry;
+mod listen;
 pub mod run;
 pub mod scheduler;
 pub mod shard;

@@ -1,6 +1,7 @@
 //! A server process from start to end: its listeners, its threads, and what they tell each other.
 
 use crate::agent::{Agent, Effect};
+use crate::listen::{listen_tcp, listen_unix};
 use crate::shard::{Command, Report, Shard};
 use crate::shown::Shown;
 use crate::timeline::Tracing;
@@ -22,17 +23,17 @@ use bps_engine::topo::plan::{Near, Place, Request, Side, plan};
 use bps_engine::topo::{Topology, pin};
 use bps_engine::trace::counters::Counters;
 use bps_engine::trace::log;
+use bps_engine::transport::rdma::{self, Rails, Rdma, RdmaOptions};
 use bps_engine::transport::shm::{self, Shm};
 use bps_engine::transport::tcp::Tcp;
 use bps_engine::transport::{self, Transport, Waker};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::ffi::OsString;
-use std::net::{IpAddr, SocketAddr, TcpListener};
+use std::net::{SocketAddr, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::{SocketAddr as UnixAddress, UnixListener, UnixStream};
+use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -81,6 +82,7 @@ struct ShardHandle {
     waker: Waker,
     counters: Arc<Counters>,
     memory: Option<SharedMemory>,
+    rails: Option<Arc<Rails>>,
 }
 
 /// An arena that workers of this host may map, and its length.
@@ -91,6 +93,14 @@ impl ShardHandle {
     fn accept(&self, stream: &UnixStream) -> std::io::Result<transport::Link> {
         let arena = self.memory.as_deref().map(|(memfd, length)| (memfd.as_fd(), *length));
         shm::accept(stream, &self.waker, arena).map(transport::Link::Shm)
+    }
+
+    /// Sets RDMA up with a worker; what goes wrong is told to both.
+    fn accept_rdma(&self, stream: TcpStream) -> Result<transport::Link, String> {
+        let rails = self.rails.as_ref().ok_or("this server has no RDMA")?;
+        rdma::accept(stream, rails, RdmaOptions::default())
+            .map(|link| transport::Link::Rdma(Box::new(link)))
+            .map_err(|error| error.to_string())
     }
 
     fn send(&self, mut command: Command) {
@@ -159,8 +169,9 @@ pub fn run(config: &Config) -> Result<(), ServerError> {
     link.notice_loss_after(config.heartbeat_timeout)
         .map_err(|error| ServerError::Scheduler(error.to_string()))?;
     let (sender, receiver) = link.split();
+    let takes_rdma = shards.iter().all(|shard| shard.rails.is_some());
     sender
-        .send(&NodeMessage::Register(register(config, cores, shm_name)))
+        .send(&NodeMessage::Register(register(config, cores, shm_name, takes_rdma)))
         .map_err(|error| ServerError::Scheduler(error.to_string()))?;
     let control = Control {
         agent: Arc::new(Mutex::new(Agent::new(config.server_cores))),
@@ -213,73 +224,14 @@ fn places(config: &Config) -> (Vec<Place>, String, Option<Claims>) {
     (plan.places, line, Some(claims))
 }
 
-fn resource(what: &str, error: &dyn std::fmt::Display) -> ServerError {
+pub(crate) fn resource(what: &str, error: &dyn std::fmt::Display) -> ServerError {
     ServerError::Resource(format!("{what} is not to be had: {error}"))
 }
 
-fn listen_tcp(
-    config: &Config,
-    address: IpAddr,
-) -> Result<(Vec<Listener>, Vec<SocketAddr>), ServerError> {
-    let mut listeners = Vec::new();
-    let mut addresses = Vec::new();
-    for core in 0..config.server_cores {
-        let port = match config.port {
-            0 => 0,
-            first => u16::try_from(u32::from(first) + core).map_err(|_| {
-                ServerError::Config(format!(
-                    "DMLC_PORT={first}: with {} cores the last port is over 65535",
-                    config.server_cores
-                ))
-            })?,
-        };
-        let fail = |error: std::io::Error| ServerError::Listen {
-            address: format!("{address}:{port}"),
-            remedy: match error.kind() {
-                std::io::ErrorKind::AddrInUse => {
-                    "another process has this port: leave DMLC_PORT unset, or choose another"
-                }
-                std::io::ErrorKind::AddrNotAvailable => {
-                    "this machine does not have that address: check DMLC_NODE_HOST and \
-                     DMLC_INTERFACE"
-                }
-                _ => "check DMLC_PORT, DMLC_NODE_HOST and DMLC_INTERFACE",
-            },
-            error,
-        };
-        let listener = TcpListener::bind((address, port)).map_err(fail)?;
-        addresses.push(listener.local_addr().map_err(fail)?);
-        listeners.push(Listener::Tcp(listener));
-    }
-    Ok((listeners, addresses))
-}
-
-/// One abstract socket for each core, `NAME.CORE`: it leaves nothing behind in any file system.
-fn listen_unix(config: &Config) -> Result<(Vec<Listener>, Option<String>), ServerError> {
-    if config.transport == TransportChoice::Tcp {
-        return Ok((Vec::new(), None));
-    }
-    static NEXT: AtomicUsize = AtomicUsize::new(0);
-    let name = format!("bps-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
-    let mut listeners = Vec::new();
-    for core in 0..config.server_cores {
-        let name = format!("{name}.{core}");
-        let bound = UnixAddress::from_abstract_name(&name)
-            .and_then(|address| UnixListener::bind_addr(&address));
-        let listener = bound.map_err(|error| ServerError::Listen {
-            address: format!("unix socket @{name}"),
-            error,
-            remedy: "another process has this name: start the server again, or set \
-                     BPS_TRANSPORT=tcp",
-        })?;
-        listeners.push(Listener::Unix(listener));
-    }
-    Ok((listeners, Some(name)))
-}
-
-fn register(config: &Config, cores: Vec<SocketAddr>, shm: Option<String>) -> Register {
+fn register(config: &Config, cores: Vec<SocketAddr>, shm: Option<String>, rdma: bool) -> Register {
+    let preferred = config.preferred_rank;
     Register {
-        node: Node::Server { cores, shm, colocated: false, preferred: config.preferred_rank },
+        node: Node::Server { cores, shm, rdma, colocated: false, preferred },
         host: host::name(),
         host_id: config.host_id.clone().unwrap_or_else(host::id),
         pid: std::process::id(),
@@ -305,13 +257,25 @@ fn start_shard(
     reports: &Mpsc<(u32, Report)>,
     report_waker: &Waker,
 ) -> Result<Started, ServerError> {
-    let waker = Waker::new().map_err(|error| resource("an eventfd", &error))?;
+    let rails = match rdma::rails_for(config, place.memory_node) {
+        Ok(rails) => rails,
+        Err(error) if config.transport == TransportChoice::Rdma => {
+            return Err(ServerError::Resource(format!("RDMA is demanded: {error}")));
+        }
+        Err(error) => {
+            log::warning!("core {core} takes no RDMA lanes: {error}");
+            None
+        }
+    };
+    let waker = if rails.is_some() { Waker::watching() } else { Waker::new() };
+    let waker = waker.map_err(|error| resource("an eventfd", &error))?;
     let counters = Arc::new(Counters::default());
     let mut handle = ShardHandle {
         commands: Mpsc::new(QUEUE),
         waker: waker.clone(),
         counters: Arc::clone(&counters),
         memory: None,
+        rails: rails.clone(),
     };
     let (started, has_started) = std::sync::mpsc::channel();
     let queues = (handle.commands.clone(), reports.clone());
@@ -321,7 +285,7 @@ fn start_shard(
     let body = move || {
         // io_uring wants its ring made by the thread that uses it.
         let node = place.memory_node;
-        let made = make_shard(&config, core, node, &waker, queues, report_waker, &counters);
+        let made = make_shard(&config, core, node, &waker, rails, queues, report_waker, &counters);
         match made {
             Ok((shard, memory, line)) => {
                 let _ = started.send(Ok((memory, line)));
@@ -339,30 +303,29 @@ fn start_shard(
     Ok((handle, thread, line))
 }
 
+#[allow(clippy::too_many_arguments, reason = "each goes into the shard")]
 fn make_shard(
     config: &Config,
     core: u32,
     numa_node: Option<u32>,
     waker: &Waker,
+    rails: Option<Arc<Rails>>,
     (commands, reports): (Mpsc<Command>, Mpsc<(u32, Report)>),
     report_waker: Waker,
     counters: &Arc<Counters>,
 ) -> Result<(Shard, Option<SharedMemory>, String), ServerError> {
-    let options = Options {
-        name: format!("core {core}"),
-        numa_node,
-        shared: config.transport != TransportChoice::Tcp,
-    };
+    let is_shared = matches!(config.transport, TransportChoice::Auto | TransportChoice::Shm);
+    let options = Options { name: format!("core {core}"), numa_node, shared: is_shared };
     let arena = Arena::reserve(arena_bytes(), &options)
         .map_err(|error| ServerError::Resource(error.to_string()))?;
     let lanes_max = u32::try_from(RANKS_MAX).unwrap_or(u32::MAX);
     let tcp = Tcp::new(waker.clone(), config.tcp_driver, lanes_max)
         .map(|tcp| tcp.with_congestion(config.tcp_congestion.clone()))
         .map_err(|error| ServerError::Resource(error.to_string()))?;
-    let line = tcp.description();
+    let mut line = tcp.description();
     let mut transports = vec![Transport::Tcp(tcp)];
     let mut memory = None;
-    if config.transport != TransportChoice::Tcp {
+    if is_shared {
         let mut shm = Shm::new(waker.clone()).map_err(|error| resource("an epoll", &error))?;
         // Workers of this host read what is published where it was summed.
         shm.share(arena.base(), arena.reserved_bytes());
@@ -371,6 +334,12 @@ fn make_shard(
             .map_err(|error| resource("a descriptor", &error))?
             .map(|memfd| Arc::new((memfd, arena.reserved_bytes())));
         transports.push(Transport::Shm(shm));
+    }
+    if let Some(rails) = rails {
+        line = format!("{line}; {}", rails.description());
+        let rdma = Rdma::new(waker.clone(), rails).map_err(|error| resource("an epoll", &error))?;
+        waker.watch(rdma.fd()).map_err(|error| resource("an epoll", &error))?;
+        transports.push(Transport::Rdma(Box::new(rdma)));
     }
     let endpoint = Endpoint::new(transports, waker.clone());
     let shard = Shard::new(
@@ -417,6 +386,12 @@ fn start_acceptor(
                         "shared memory of {} could not be set up: {error}",
                         hello.rank
                     );
+                }
+            },
+            (Purpose::RdmaLane, Socket::Tcp(stream)) => match shard.accept_rdma(stream) {
+                Ok(link) => link,
+                Err(error) => {
+                    return log::warning!("RDMA of {} could not be set up: {error}", hello.rank);
                 }
             },
             (purpose, _) => {

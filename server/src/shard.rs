@@ -16,11 +16,13 @@ use bps_engine::proto::messages::KeySpec;
 use bps_engine::reduce::{Kernels, kernels};
 use bps_engine::ring::Mpsc;
 use bps_engine::trace::counters::Counters;
+use bps_engine::trace::log;
 use bps_engine::trace::timeline::{Mark, Recorder};
 use bps_engine::transport::{Cause, Event, Frame, Landing, LaneId, Link, Waker};
 use bps_engine::wire::header::FLAG_PAYLOAD_CHECKSUM;
 use bps_engine::wire::{Header, Kind, RawHeader};
 use std::collections::VecDeque;
+use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -227,6 +229,14 @@ impl Shard {
                 .map_err(|error| format!("no memory for {}: {error}", spec.key))?;
             self.index.insert(spec.key, self.entries.len());
             self.entries.push(Entry::new(spec, &self.groups, accumulator));
+        }
+        let (base, bytes) = (NonNull::new(self.arena.base()), self.arena.resident_bytes());
+        if let (Some(rdma), Some(base)) = (self.endpoint.rdma(), base) {
+            // SAFETY: below its resident bytes the arena is mapped, and the endpoint is dropped
+            // before it.
+            if let Err(error) = unsafe { rdma.share(base, bytes) } {
+                log::warning!("publications are copied before a device sends them: {error}");
+            }
         }
         let room = self.entries.len();
         for session in self.sessions.iter_mut().flatten() {

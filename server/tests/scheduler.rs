@@ -60,7 +60,7 @@ fn worker(worker_id: u32) -> Node {
 
 fn server() -> Node {
     let cores = vec!["127.0.0.1:5001".parse().unwrap(), "127.0.0.1:5002".parse().unwrap()];
-    Node::Server { cores, shm: None, colocated: true, preferred: None }
+    Node::Server { cores, shm: None, rdma: false, colocated: true, preferred: None }
 }
 
 fn join(address: SocketAddr, key: &JobKey, node: Node, numbers: (u32, u32)) -> Link {

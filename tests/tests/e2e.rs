@@ -126,6 +126,48 @@ fn every_type_and_operation_in_groups_of_ranks() {
     }
 }
 
+/// `tests/rdma/run` runs this in a virtual machine that has devices.
+#[test]
+fn jobs_over_rdma() {
+    if let Err(error) = bps_engine::transport::rdma::find(None) {
+        assert!(std::env::var_os("BPS_TEST_RDMA_ONLY").is_none(), "{error}");
+        eprintln!("skipped: {error}");
+        return;
+    }
+    for (workers, servers, cores) in [(2, 1, 2), (3, 2, 1)] {
+        let start = Instant::now();
+        let shape = JobShape {
+            workers,
+            servers,
+            cores,
+            transport: TransportChoice::Rdma,
+            partition_bytes: 16 << 10,
+            payload_checksum: workers == 3,
+            ..JobShape::default()
+        };
+        job::run(shape, move |worker| {
+            let tensors = tensors(&[0, 1, 255, 4096, 20_011], workers);
+            work(worker, &tensors, 2, 7);
+        });
+        println!("{workers}x{servers}x{cores}: {:?}", start.elapsed());
+    }
+    // Parts of many slots.
+    let shape = JobShape {
+        transport: TransportChoice::Rdma,
+        partition_bytes: 4 << 20,
+        ..JobShape::default()
+    };
+    job::run(shape, |worker| {
+        let large = Declaration {
+            name: "large".into(),
+            dtype: DType::F32,
+            count: 3 << 20,
+            operation: Operation::Average,
+        };
+        work(worker, &[large], 2, 1);
+    });
+}
+
 #[test]
 fn large_tensors() {
     let ways: [(TransportChoice, &'static [u32]); 3] =

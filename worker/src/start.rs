@@ -18,6 +18,7 @@ use bps_engine::topo::claim::Claims;
 use bps_engine::topo::plan::{Near, Request, Side, plan};
 use bps_engine::topo::{Topology, pin};
 use bps_engine::trace::log;
+use bps_engine::transport::rdma::{self, Rails, Rdma, RdmaOptions};
 use bps_engine::transport::shm::{self, Shm, ShmOptions};
 use bps_engine::transport::tcp::Tcp;
 use bps_engine::transport::{self, LaneId, Transport, Waker};
@@ -83,7 +84,18 @@ pub(crate) fn join(config: &Config) -> Result<Joined, Error> {
         Error::Start(format!("the scheduler was lost while the job formed: {error}"))
     };
     link.notice_loss_after(config.heartbeat_timeout).map_err(|error| fail(&error))?;
-    let waker = Waker::new().map_err(|error| Error::Start(format!("no eventfd: {error}")))?;
+    let rails = match rdma::rails_for(config, None) {
+        Ok(rails) => rails,
+        Err(error) if config.transport == TransportChoice::Rdma => {
+            return Err(Error::Start(format!("RDMA is demanded: {error}")));
+        }
+        Err(error) => {
+            log::warning!("no RDMA lanes: {error}");
+            None
+        }
+    };
+    let waker = if rails.is_some() { Waker::watching() } else { Waker::new() };
+    let waker = waker.map_err(|error| Error::Start(format!("no eventfd: {error}")))?;
     // The others of this host may have the roster, and dial, before this rank has it.
     let door = if config.local_reduce { Some(Door::open(&key, &waker)?) } else { None };
     let (sender, mut receiver) = link.split();
@@ -115,7 +127,7 @@ pub(crate) fn join(config: &Config) -> Result<Joined, Error> {
     };
     let mut links = Vec::new();
     if roster.through_servers {
-        links = connect(config, &key, &roster, &waker)?;
+        links = connect(config, &key, &roster, &waker, rails.as_ref())?;
     }
     if let Some(door) = door {
         let group = door.connect(&key, &roster, &waker)?;
@@ -159,24 +171,40 @@ fn connect(
     key: &JobKey,
     roster: &Roster,
     waker: &Waker,
+    rails: Option<&Arc<Rails>>,
 ) -> Result<Vec<(End, transport::Link)>, Error> {
     let here = host_id(config);
+    let rank = Rank(roster.index);
     let mut links = Vec::new();
     for (index, server) in (0u32..).zip(&roster.servers) {
         for (core, address) in (0u32..).zip(&server.cores) {
             let id = CoreId { server: index, core };
             let shared = server.shm.as_ref().filter(|_| server.host_id == here);
-            let link = match (config.transport, shared) {
-                (TransportChoice::Auto | TransportChoice::Shm, Some(name)) => {
+            let rails = rails.filter(|_| server.rdma);
+            let rdma = |rails| {
+                let stream = dial(*address, key, Hello::rdma_lane(rank, roster.epoch), DIAL);
+                let stream = stream.map_err(|error| error.to_string())?;
+                rdma::connect(stream, rails, links.len(), RdmaOptions::default())
+                    .map(|link| transport::Link::Rdma(Box::new(link)))
+                    .map_err(|error| error.to_string())
+            };
+            let tcp = || {
+                dial(*address, key, Hello::lane(rank, roster.epoch), DIAL)
+                    .map(|stream| transport::Link::Tcp(stream.into()))
+                    .map_err(|error| error.to_string())
+            };
+            let link = match (config.transport, shared, rails) {
+                (TransportChoice::Auto | TransportChoice::Shm, Some(name), _) => {
                     connect_shm(key, roster, waker, &format!("{name}.{core}"))
                 }
-                (TransportChoice::Shm, None) => return Err(not_here(id, server)),
-                (TransportChoice::Auto | TransportChoice::Tcp, _) => {
-                    let hello = Hello::lane(Rank(roster.index), roster.epoch);
-                    dial(*address, key, hello, DIAL)
-                        .map(|stream| transport::Link::Tcp(stream.into()))
-                        .map_err(|error| error.to_string())
-                }
+                (TransportChoice::Shm, None, _) => return Err(not_here(id, server)),
+                (TransportChoice::Rdma, _, None) => return Err(no_rdma(id, server)),
+                (TransportChoice::Rdma, _, Some(rails)) => rdma(rails),
+                (TransportChoice::Auto, None, Some(rails)) => rdma(rails).or_else(|error| {
+                    log::warning!("the lane to {id} goes over TCP: {error}");
+                    tcp()
+                }),
+                (TransportChoice::Auto | TransportChoice::Tcp, _, _) => tcp(),
             };
             let link = link.map_err(|error| {
                 Error::Start(format!(
@@ -188,6 +216,14 @@ fn connect(
         }
     }
     Ok(links)
+}
+
+fn no_rdma(id: CoreId, server: &ServerPeer) -> Error {
+    Error::Config(format!(
+        "RDMA is demanded (BPS_TRANSPORT=rdma or DMLC_ENABLE_RDMA=1), but {id} on host {} has \
+         none: its own log says why; set it there as well, or use auto here",
+        server.host
+    ))
 }
 
 fn connect_shm(
@@ -225,7 +261,13 @@ pub(crate) fn nic(
 ) -> Result<(Nic, String), Error> {
     let is_shm = |link: &transport::Link| matches!(link, transport::Link::Shm(_));
     let shm_lanes = links.iter().filter(|(_, link)| is_shm(link)).count();
-    let tcp_lanes = links.len() - shm_lanes;
+    let rails = links.iter().find_map(|(_, link)| match link {
+        transport::Link::Rdma(link) => Some(Arc::clone(link.rails())),
+        _ => None,
+    });
+    let is_rdma = |link: &transport::Link| matches!(link, transport::Link::Rdma(_));
+    let rdma_lanes = links.iter().filter(|(_, link)| is_rdma(link)).count();
+    let tcp_lanes = links.len() - shm_lanes - rdma_lanes;
     let group = links.iter().filter(|(end, _)| matches!(end, End::Rank(_))).count();
     let mut transports = Vec::new();
     let mut line = format!(
@@ -248,6 +290,13 @@ pub(crate) fn nic(
         let shm = Shm::new(waker.clone())
             .map_err(|error| Error::Start(format!("shared memory could not be set up: {error}")))?;
         transports.push(Transport::Shm(shm));
+    }
+    if let Some(rails) = rails {
+        line = format!("{line}, {rdma_lanes} RDMA lanes; {}", rails.description());
+        let fail = |error| Error::Start(format!("RDMA could not be set up: {error}"));
+        let rdma = Rdma::new(waker.clone(), rails).map_err(fail)?;
+        waker.watch(rdma.fd()).map_err(fail)?;
+        transports.push(Transport::Rdma(Box::new(rdma)));
     }
     let endpoint = Endpoint::new(transports, waker.clone());
     let mut nic = Nic::new(

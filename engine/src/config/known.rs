@@ -22,7 +22,8 @@ const fn known(
 
 /// Names with our prefixes that are read by the launcher's children, by tests, or by programs of
 /// others.
-pub(super) const ELSEWHERE: &[&str] = &["BPS_ENVIRONMENT_CHECKED", "BPS_BLESS"];
+pub(super) const ELSEWHERE: &[&str] =
+    &["BPS_ENVIRONMENT_CHECKED", "BPS_BLESS", "BPS_TEST_RDMA_ONLY"];
 
 /// The entry for this name, if it has one.
 pub(super) fn find(name: &str) -> Option<&'static Known> {
@@ -91,9 +92,9 @@ pub(super) static KNOWN: &[Known] = &[
         "BYTEPS_TRACE_ON=1 records a timeline of ranks and servers",
     ),
     known(
-        &["DMLC_ENABLE_RDMA", "DMLC_ENABLE_UCX"],
-        &["0", "zmq"],
-        "lanes use TCP or shared memory (BPS_TRANSPORT); there is no RDMA yet",
+        &["DMLC_ENABLE_UCX"],
+        &["0"],
+        "lanes use TCP, shared memory or RDMA verbs (BPS_TRANSPORT)",
     ),
     known(
         &["DMLC_GROUP_SIZE", "DMLC_NUM_PORTS", "DMLC_NUM_CPU_DEV", "DMLC_NUM_GPU_DEV"],
@@ -135,7 +136,7 @@ pub(super) static KNOWN: &[Known] = &[
             "BYTEPS_ADDRESS_POOL_SIZE",
         ],
         &[],
-        "there is no RDMA yet",
+        "queues and registered memory follow the lanes; see docs/rdma.md",
     ),
     known(
         &["BYTEPS_ORDERED_HOSTS"],

@@ -60,12 +60,14 @@ pub enum Idle {
 /// Which transport lanes use.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum TransportChoice {
-    /// Shared memory to servers of the same host, else TCP.
+    /// Shared memory to servers of the same host, else RDMA where both ends have it, else TCP.
     Auto,
     /// TCP to every server.
     Tcp,
     /// Shared memory; an error where a server is not on this host.
     Shm,
+    /// RDMA; an error where an end has none.
+    Rdma,
 }
 
 /// How TCP talks to the kernel.
@@ -129,7 +131,7 @@ pub struct Config {
     /// What this process says of its host, in place of what it finds. No variable sets it: it lets
     /// tests of one machine be several hosts.
     pub host_id: Option<String>,
-    /// `BPS_TRANSPORT`: `auto`, `tcp`, `shm`.
+    /// `BPS_TRANSPORT` (and `DMLC_ENABLE_RDMA`): `auto`, `tcp`, `shm`, `rdma`.
     pub transport: TransportChoice,
     /// `BPS_TCP_DRIVER`: `auto`, `uring`, `poll`.
     pub tcp_driver: TcpDriver,

@@ -110,6 +110,8 @@ pub enum Purpose {
     Lane = 2,
     /// Setting up shared memory between a worker and a server core.
     ShmLane = 3,
+    /// Setting up RDMA between a worker and a server core.
+    RdmaLane = 4,
 }
 
 /// What the dialer says of itself and its connection.
@@ -142,6 +144,12 @@ impl Hello {
         Hello { purpose: Purpose::ShmLane, rank, epoch }
     }
 
+    /// A lane over RDMA of this rank.
+    #[must_use]
+    pub const fn rdma_lane(rank: Rank, epoch: Epoch) -> Hello {
+        Hello { purpose: Purpose::RdmaLane, rank, epoch }
+    }
+
     fn encode(&self, nonce: &Nonce) -> [u8; HELLO_BYTES] {
         let mut bytes = [0; HELLO_BYTES];
         bytes[0..4].copy_from_slice(&MAGIC);
@@ -159,6 +167,7 @@ impl Hello {
             1 => Purpose::Control,
             2 => Purpose::Lane,
             3 => Purpose::ShmLane,
+            4 => Purpose::RdmaLane,
             _ => return Err(HandshakeError::Malformed("its purpose is unknown")),
         };
         if bytes[6..8] != [0, 0] {

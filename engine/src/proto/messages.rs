@@ -245,6 +245,8 @@ pub enum Node {
         cores: Vec<SocketAddr>,
         /// Abstract Unix socket for workers of the same host, if it offers shared memory.
         shm: Option<String>,
+        /// Its cores take RDMA lanes.
+        rdma: bool,
         /// It shares its host with a worker (mixed mode).
         colocated: bool,
         /// `DMLC_RANK`: preferred index in the roster.
@@ -327,6 +329,8 @@ pub struct ServerPeer {
     pub cores: Vec<SocketAddr>,
     /// Abstract Unix socket for workers of the same host.
     pub shm: Option<String>,
+    /// Its cores take RDMA lanes.
+    pub rdma: bool,
 }
 
 /// What a rank says that it will push.

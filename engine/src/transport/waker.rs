@@ -1,13 +1,15 @@
 //! How a thread that sleeps in a transport is woken by another thread: an eventfd, rung only if
 //! needed.
 
-use rustix::event::{EventfdFlags, eventfd};
+use rustix::event::{EventfdFlags, epoll, eventfd};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 struct Inner {
     event: OwnedFd,
+    /// Watches the eventfd and whatever else wakes the sleeper.
+    watch: Option<OwnedFd>,
     asleep: AtomicBool,
 }
 
@@ -27,7 +29,27 @@ impl Waker {
     /// No file descriptor is left.
     pub fn new() -> std::io::Result<Waker> {
         let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(Waker(Arc::new(Inner { event, asleep: AtomicBool::new(false) })))
+        Ok(Waker(Arc::new(Inner { event, watch: None, asleep: AtomicBool::new(false) })))
+    }
+
+    /// A waker that descriptors can wake as well, by [`watch`](Waker::watch).
+    ///
+    /// # Errors
+    /// No file descriptor is left.
+    pub fn watching() -> std::io::Result<Waker> {
+        let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        let watch = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        epoll::add(&watch, &event, epoll::EventData::new_u64(0), epoll::EventFlags::IN)?;
+        Ok(Waker(Arc::new(Inner { event, watch: Some(watch), asleep: AtomicBool::new(false) })))
+    }
+
+    /// Lets the sleeper be woken while this is readable: it must be read before the next sleep.
+    ///
+    /// # Errors
+    /// The waker was not made for it, or no memory is left.
+    pub fn watch(&self, fd: BorrowedFd<'_>) -> std::io::Result<()> {
+        let watch = self.0.watch.as_ref().ok_or(std::io::ErrorKind::Unsupported)?;
+        Ok(epoll::add(watch, fd, epoll::EventData::new_u64(1), epoll::EventFlags::IN)?)
     }
 
     /// Wakes the sleeper if it sleeps or is about to.
@@ -61,6 +83,40 @@ impl Waker {
     /// The eventfd to block on: readable when woken.
     #[must_use]
     pub fn fd(&self) -> BorrowedFd<'_> {
+        self.0.watch.as_ref().unwrap_or(&self.0.event).as_fd()
+    }
+
+    /// The eventfd alone, for peers that ring it.
+    #[must_use]
+    pub fn event(&self) -> BorrowedFd<'_> {
         self.0.event.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+    fn is_readable(waker: &Waker) -> bool {
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        poll(&mut [PollFd::new(&waker.fd(), PollFlags::IN)], Some(&now)).unwrap() > 0
+    }
+
+    #[test]
+    fn a_watched_descriptor_wakes_and_so_does_the_eventfd() {
+        let waker = Waker::watching().unwrap();
+        let (end, other) = rustix::pipe::pipe().unwrap();
+        waker.watch(end.as_fd()).unwrap();
+        assert!(!is_readable(&waker));
+        rustix::io::write(&other, &[1]).unwrap();
+        assert!(is_readable(&waker));
+        rustix::io::read(&end, &mut [0]).unwrap();
+        assert!(!is_readable(&waker));
+        waker.ring();
+        assert!(is_readable(&waker));
+        waker.awake();
+        assert!(!is_readable(&waker));
+        assert!(Waker::new().unwrap().watch(end.as_fd()).is_err());
     }
 }

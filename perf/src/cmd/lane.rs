@@ -1,5 +1,6 @@
 //! `bps-perf lane`: one lane between two threads of this process, beside a bare loop that moves the
-//! same bytes: of send and recv beside TCP, of one memcpy and a flag beside shared memory.
+//! same bytes: of send and recv beside TCP (and beside RDMA, where `tests/rdma/run perf` puts
+//! perftest's programs beside it as well), of one memcpy and a flag beside shared memory.
 //!
 //! Invariant: lane and bare loop are run in turn, so that whatever else the machine does meets
 //! both; processor time is that of both ends together, the kernel's part included; GB are 10^9
@@ -13,6 +14,7 @@ use crate::{Outcome, bare};
 use bps_engine::config::{Idle, TcpDriver};
 use bps_engine::harness::{Idler, Step};
 use bps_engine::limits::{EVENTS_MAX, HEADER_BYTES, PART_BYTES_MAX};
+use bps_engine::transport::rdma::{self, Rails, Rdma, RdmaOptions};
 use bps_engine::transport::shm::{self, Shm, ShmOptions};
 use bps_engine::transport::tcp::Tcp;
 use bps_engine::transport::{Cause, Driver, Event, Frame, Landing, LaneId, Link, Transport, Waker};
@@ -22,6 +24,7 @@ use std::io;
 use std::net::TcpStream;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 const LANE: LaneId = LaneId(0);
@@ -35,7 +38,11 @@ pub fn command() -> Command {
         .arg(choice("driver", &["uring", "poll"], "How TCP talks to the kernel"))
         .arg(arguments::idle())
         .arg(arguments::sizes("size", "1M", "Bytes of payload of a frame"))
-        .arg(number("slot", "262144", "Bytes of a slot of shared memory, of which there are 2 MiB"))
+        .arg(number(
+            "slot",
+            "262144",
+            "Bytes of a slot of shared memory or RDMA, of which there are 2 MiB",
+        ))
         .arg(number("megabytes", "1000", "Bytes that a round moves, in millions"))
         .arg(number("rounds", "7", "Rounds of each kind, in turn, of which the median is taken"))
         .arg(number("round-trips", "3000", "Ping-pongs that a round times"))
@@ -43,10 +50,17 @@ pub fn command() -> Command {
         .arg(arguments::json())
 }
 
+/// What the lane runs over.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Medium {
+    Tcp(TcpDriver),
+    Shm,
+    Rdma,
+}
+
 #[derive(Clone, Copy)]
 struct Plan {
-    /// `None` for shared memory.
-    driver: Option<TcpDriver>,
+    medium: Medium,
     slots: ShmOptions,
     size: usize,
     frames: usize,
@@ -59,7 +73,7 @@ struct Plan {
 pub fn run(matches: &ArgMatches) -> Outcome {
     let (transport, driver) = (text(matches, "transport"), text(matches, "driver"));
     let slot = integer(matches, "slot") as usize;
-    let driver = if transport == "shm" { "none" } else { driver };
+    let driver = if transport == "tcp" { driver } else { "none" };
     let idle = text(matches, "idle");
     let title = format!("one lane over {transport}, TCP driver {driver}, {idle} ends");
     let columns = [
@@ -83,10 +97,11 @@ pub fn run(matches: &ArgMatches) -> Outcome {
         }
         let megabytes = integer(matches, "megabytes") as usize;
         let plan = Plan {
-            driver: match driver {
-                "none" => None,
-                "poll" => Some(TcpDriver::Poll),
-                _ => Some(TcpDriver::Uring),
+            medium: match (transport, driver) {
+                ("shm", _) => Medium::Shm,
+                ("rdma", _) => Medium::Rdma,
+                (_, "poll") => Medium::Tcp(TcpDriver::Poll),
+                _ => Medium::Tcp(TcpDriver::Uring),
             },
             slots: ShmOptions { slot_bytes: slot, slots: ((2 << 20) / slot).max(2) },
             size,
@@ -126,12 +141,12 @@ fn measure(plan: Plan, rounds: u32) -> io::Result<report::Fields> {
     for _ in 0..rounds {
         let ((sent, received), trips) = (both(plan, send, receive)?, both(plan, ping, pong)?.0);
         lane.add(bare::later(sent, received), &trips);
-        match plan.driver {
-            Some(_) => bare.add(
+        match plan.medium {
+            Medium::Tcp(_) | Medium::Rdma => bare.add(
                 bare::stream(bytes, plan.frames, plan.idle)?,
                 &bare::socket_trips(bytes, plan.round_trips, plan.idle)?,
             ),
-            None => bare.add(
+            Medium::Shm => bare.add(
                 bare::copies(bytes, plan.frames),
                 &bare::memory_trips(bytes, plan.round_trips, plan.idle)?,
             ),
@@ -163,6 +178,8 @@ enum Connection {
     Tcp(TcpStream),
     /// The stream that shared memory is set up over, and whether to offer.
     Unix(UnixStream, bool),
+    /// The stream that RDMA is set up over, its ports, and whether to dial.
+    Rdma(TcpStream, Arc<Rails>, bool),
 }
 
 /// Runs two ends of one lane on two threads.
@@ -171,12 +188,26 @@ fn both<A: Send, B: Send>(
     one: impl FnOnce(End, Start) -> io::Result<A> + Send,
     two: impl FnOnce(End, Start) -> io::Result<B> + Send,
 ) -> io::Result<(A, B)> {
-    let (here, there) = if plan.driver.is_some() {
-        let (here, there) = pair::sockets()?;
-        (Connection::Tcp(here), Connection::Tcp(there))
-    } else {
-        let (here, there) = UnixStream::pair()?;
-        (Connection::Unix(here, true), Connection::Unix(there, false))
+    let (here, there) = match plan.medium {
+        Medium::Tcp(_) => {
+            let (here, there) = pair::sockets()?;
+            (Connection::Tcp(here), Connection::Tcp(there))
+        }
+        Medium::Shm => {
+            let (here, there) = UnixStream::pair()?;
+            (Connection::Unix(here, true), Connection::Unix(there, false))
+        }
+        Medium::Rdma => {
+            // Over two ports where there are two, so that the bytes travel between devices.
+            let ports = rdma::find(None).map_err(io::Error::other)?;
+            let (first, last) = (vec![ports[0].clone()], vec![ports[ports.len() - 1].clone()]);
+            let open = |port| Rails::open(port, None).map_err(io::Error::other);
+            let (here, there) = pair::sockets()?;
+            (
+                Connection::Rdma(here, open(first)?, true),
+                Connection::Rdma(there, open(last)?, false),
+            )
+        }
     };
     pair::run(
         move |start| one(End::new(plan, here)?, start),
@@ -203,16 +234,31 @@ struct End {
 impl End {
     fn new(plan: Plan, connection: Connection) -> io::Result<End> {
         let waker = Waker::new()?;
-        let link = match connection {
-            Connection::Tcp(socket) => Link::Tcp(OwnedFd::from(socket)),
-            Connection::Unix(stream, true) => Link::Shm(shm::offer(&stream, &waker, plan.slots)?),
-            Connection::Unix(stream, false) => Link::Shm(shm::accept(&stream, &waker, None)?),
-        };
-        let mut transport = match plan.driver {
-            Some(choice) => {
-                Transport::Tcp(Tcp::new(waker.clone(), choice, 1).map_err(io::Error::other)?)
+        let (link, mut transport) = match (connection, plan.medium) {
+            (Connection::Tcp(socket), Medium::Tcp(choice)) => {
+                let tcp = Tcp::new(waker.clone(), choice, 1).map_err(io::Error::other)?;
+                (Link::Tcp(OwnedFd::from(socket)), Transport::Tcp(tcp))
             }
-            None => Transport::Shm(Shm::new(waker.clone())?),
+            (Connection::Tcp(_), _) => return Err(io::ErrorKind::Unsupported.into()),
+            (Connection::Unix(stream, offers), _) => {
+                let link = if offers {
+                    shm::offer(&stream, &waker, plan.slots)?
+                } else {
+                    shm::accept(&stream, &waker, None)?
+                };
+                (Link::Shm(link), Transport::Shm(Shm::new(waker.clone())?))
+            }
+            (Connection::Rdma(stream, rails, dials), _) => {
+                let ShmOptions { slot_bytes, slots } = plan.slots;
+                let options = RdmaOptions { slot_bytes, slots: slots.max(4) };
+                let link = if dials {
+                    rdma::connect(stream, &rails, 0, options)
+                } else {
+                    rdma::accept(stream, &rails, options)
+                };
+                let link = Link::Rdma(Box::new(link.map_err(io::Error::other)?));
+                (link, Transport::Rdma(Box::new(Rdma::new(waker.clone(), rails)?)))
+            }
         };
         transport.attach(LANE, link)?;
         Ok(End {

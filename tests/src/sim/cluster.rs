@@ -183,7 +183,13 @@ impl Cluster {
         let cores = (0..self.shape.cores)
             .map(|core| ([127, 0, 0, 1], port + u16::try_from(core).expect("few cores")).into());
         let cores = cores.collect();
-        let role = Node::Server { cores, shm: None, colocated: false, preferred: Some(index) };
+        let role = Node::Server {
+            cores,
+            shm: None,
+            rdma: false,
+            colocated: false,
+            preferred: Some(index),
+        };
         let message = self.register(role, format!("server-host-{index}"));
         self.mail(Letter::Up(node, message));
     }

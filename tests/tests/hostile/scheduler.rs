@@ -65,7 +65,7 @@ fn register(random: &mut Random) -> NodeMessage {
     let address = std::net::SocketAddr::from(([127, 0, 0, 1], 4000));
     let node = if random.once_in(3) {
         let cores = vec![address; random.index(4)];
-        Node::Server { cores, shm: None, colocated: false, preferred: None }
+        Node::Server { cores, shm: None, rdma: false, colocated: false, preferred: None }
     } else {
         let partition_bytes = if random.once_in(20) { 0 } else { 4096 };
         worker(random.below(3), 1 + u32::from(random.once_in(20)), partition_bytes)
@@ -162,8 +162,13 @@ impl Rules {
 fn form(scheduler: &mut Scheduler, rules: &mut Rules) {
     for node in 0..3 {
         let address = std::net::SocketAddr::from(([127, 0, 0, 1], 4000));
-        let server =
-            Node::Server { cores: vec![address; 2], shm: None, colocated: false, preferred: None };
+        let server = Node::Server {
+            cores: vec![address; 2],
+            shm: None,
+            rdma: false,
+            colocated: false,
+            preferred: None,
+        };
         let said = if node == 2 { server } else { worker(node, 1, 4096) };
         rules.connected.insert(NodeId(node));
         scheduler.handle_connected(NodeId(node), Duration::ZERO);

@@ -118,7 +118,7 @@ fn errors_say_what_which_and_how() {
         (&[("DMLC_PS_ROOT_PORT", "70000")], &["'70000'", "65535"]),
         (&[("BYTEPS_PARTITION_BYTES", "1")], &["BYTEPS_PARTITION_BYTES", "4K", "64M"]),
         (&[("BYTEPS_GLOBAL_RANK", "2")], &["BYTEPS_GLOBAL_RANK=2", "2 ranks"]),
-        (&[("BPS_TRANSPORT", "rdma")], &["BPS_TRANSPORT", "'rdma'", "auto, tcp, shm"]),
+        (&[("BPS_TRANSPORT", "ucx")], &["BPS_TRANSPORT", "'ucx'", "auto, tcp, shm, rdma"]),
         (&[("BPS_PIN", "2")], &["BPS_PIN", "true"]),
         (&[("DMLC_ROLE", "server")], &["DMLC_ROLE=server", "worker"]),
         (&[("BPS_HEARTBEAT_TIMEOUT", "1")], &["BPS_HEARTBEAT_TIMEOUT=1", "at least 2"]),

@@ -23,12 +23,13 @@ pub(super) const ROLE: Field = Field::Choice {
 };
 
 pub(super) const TRANSPORT: Field = Field::Choice {
-    names: "auto, tcp, shm",
+    names: "auto, tcp, shm, rdma",
     set: |config, text| {
         config.transport = match text {
             "auto" => TransportChoice::Auto,
             "tcp" => TransportChoice::Tcp,
             "shm" => TransportChoice::Shm,
+            "rdma" => TransportChoice::Rdma,
             _ => return false,
         };
         true
@@ -37,7 +38,21 @@ pub(super) const TRANSPORT: Field = Field::Choice {
         TransportChoice::Auto => "auto",
         TransportChoice::Tcp => "tcp",
         TransportChoice::Shm => "shm",
+        TransportChoice::Rdma => "rdma",
     },
+};
+
+pub(super) const ENABLE_RDMA: Field = Field::Choice {
+    names: "0, 1, false, true, zmq, ibverbs",
+    set: |config, text| match text {
+        "1" | "true" | "ibverbs" => {
+            config.transport = TransportChoice::Rdma;
+            true
+        }
+        "0" | "false" | "zmq" => true,
+        _ => false,
+    },
+    get: |config| if config.transport == TransportChoice::Rdma { "1" } else { "0" },
 };
 
 pub(super) const TCP_DRIVER: Field = Field::Choice {

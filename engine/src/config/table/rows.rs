@@ -184,13 +184,22 @@ pub static TABLE: &[Row] = &[
     )
     .flag("local-reduce"),
     Row::new(
+        "DMLC_ENABLE_RDMA",
+        NODES,
+        Group::Network,
+        choices::ENABLE_RDMA,
+        "1",
+        "1 or ibverbs demands RDMA, as BPS_TRANSPORT=rdma does. 0 forbids nothing: by itself RDMA \
+         is used where both ends have it.",
+    ),
+    Row::new(
         "BPS_TRANSPORT",
         NODES,
         Group::Network,
         choices::TRANSPORT,
         "tcp",
-        "How workers reach servers: shared memory on the same host and TCP otherwise (auto), or \
-         always one.",
+        "How workers reach servers: shared memory on the same host, else RDMA where both ends have \
+         it, else TCP (auto), or always one.",
     )
     .flag("transport"),
     Row::new(

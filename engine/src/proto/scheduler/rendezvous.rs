@@ -375,9 +375,9 @@ impl Job {
             group: self.groups.of_rank(rank),
         });
         let servers = self.servers.iter().map(|(_, register)| {
-            let (cores, shm) = match &register.node {
-                Node::Server { cores, shm, .. } => (cores.clone(), shm.clone()),
-                Node::Worker { .. } => (Vec::new(), None),
+            let (cores, shm, rdma) = match &register.node {
+                Node::Server { cores, shm, rdma, .. } => (cores.clone(), shm.clone(), *rdma),
+                Node::Worker { .. } => (Vec::new(), None, false),
             };
             ServerPeer {
                 host: register.host.clone(),
@@ -385,6 +385,7 @@ impl Job {
                 host_id: register.host_id.clone(),
                 cores,
                 shm,
+                rdma,
             }
         });
         Roster {

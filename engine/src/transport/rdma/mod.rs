@@ -34,6 +34,7 @@ pub use setup::{RdmaLink, RdmaOptions, accept, connect};
 
 use super::{Cause, Driver, Event, Frame, Full, Landing, LaneId, Link, Room, Waker};
 
+use crate::config::{Config, TransportChoice};
 use device::Region;
 use flow::{RECEIVES, SENDS};
 use lane::{RECEIVE, RdmaLane};
@@ -181,6 +182,24 @@ pub fn find(interface: Option<&str>) -> Result<Vec<Port>, RdmaError> {
     Ok(ports)
 }
 
+/// The ports that a thread on this NUMA node uses, as the configuration wants it: none if it names
+/// another transport, or leaves the choice and there are none.
+///
+/// # Errors
+/// RDMA is demanded and not to be had, or there are ports and none can be opened.
+pub fn rails_for(config: &Config, numa_node: Option<u32>) -> Result<Option<Arc<Rails>>, RdmaError> {
+    let is_demanded = match config.transport {
+        TransportChoice::Tcp | TransportChoice::Shm => return Ok(None),
+        TransportChoice::Auto => false,
+        TransportChoice::Rdma => true,
+    };
+    match find(config.interface.as_deref()) {
+        Ok(ports) => Rails::open(ports, numa_node).map(Some),
+        Err(error) if is_demanded => Err(error),
+        Err(_) => Ok(None),
+    }
+}
+
 /// All RDMA lanes of one thread. Dropping it is a death: its peers see their lanes close.
 pub struct Rdma {
     // Lanes come first: their queue pairs are destroyed before the memory that they read is let go.
@@ -232,7 +251,8 @@ impl Rdma {
     }
 
     /// Registers memory whose payloads are then sent from where they are: the first `bytes` bytes
-    /// from `base` on, of which those that an earlier call named are registered already.
+    /// from `base` on, of which those that an earlier call named are registered already. Does
+    /// nothing while there is no lane.
     ///
     /// # Errors
     /// The memory can't be registered; payloads in it are copied then.
@@ -240,7 +260,8 @@ impl Rdma {
     /// # Safety
     /// The range is mapped, and stays so as long as this driver.
     pub unsafe fn share(&mut self, base: NonNull<u8>, bytes: usize) -> Result<(), RdmaError> {
-        if bytes <= self.shared_bytes {
+        // Without a lane nobody would read it, and registered memory is locked.
+        if bytes <= self.shared_bytes || self.lanes.iter().all(Option::is_none) {
             return Ok(());
         }
         // SAFETY: within the caller's range.

@@ -85,6 +85,14 @@ pub struct RdmaLink {
     pub(super) rails: Arc<Rails>,
 }
 
+impl RdmaLink {
+    /// What the link was made with: a driver for it must be, too.
+    #[must_use]
+    pub fn rails(&self) -> &Arc<Rails> {
+        &self.rails
+    }
+}
+
 /// The stream of a lane. Dropping it tells the peer that this end is gone, even if somebody kept a
 /// copy open.
 pub(super) struct Stream(pub(super) OwnedFd);

@@ -55,7 +55,7 @@ pub fn offer(stream: &UnixStream, waker: &Waker, options: ShmOptions) -> io::Res
     rustix::fs::fcntl_add_seals(&file, SEALS | SealFlags::SEAL)?;
     let memory = Mapping::new(file.as_fd(), layout.bytes(), true)?;
     let numbers = [options.slot_bytes as u64, options.slots as u64];
-    send(stream, numbers, &[file.as_fd(), waker.fd()], deadline)?;
+    send(stream, numbers, &[file.as_fd(), waker.event()], deadline)?;
 
     let ([arena_bytes, _], mut files) = receive(stream, deadline)?;
     let arena = if files.len() == 2 { files.pop() } else { None };
@@ -93,7 +93,7 @@ pub fn accept(
     check_event(&peer_event)?;
     let memory = map_sealed(&file, layout.bytes() as u64, true)?;
     let segment = Segment::new(memory, layout, 1);
-    let event = waker.fd();
+    let event = waker.event();
     let arena_bytes = match arena {
         Some((arena, bytes)) => {
             let wanted = SEALS | SealFlags::FUTURE_WRITE;

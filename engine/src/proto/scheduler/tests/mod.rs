@@ -188,6 +188,7 @@ fn server_register(server: u32, num_workers: u32, num_servers: u32) -> Register 
         node: Node::Server {
             cores: vec![address(0), address(1)],
             shm: None,
+            rdma: false,
             colocated: false,
             preferred: None,
         },
