@@ -6,7 +6,7 @@ use bps_engine::config::TransportChoice;
 use bps_tests::job::{self, JobShape};
 use bps_worker::{Declaration, Error, PushPull, Worker};
 use serde_json::Value;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
@@ -216,6 +216,64 @@ fn a_job_with_trace_on_has_every_part_of_the_rounds_asked_for() {
             assert_eq!(trace.whole["metadata"]["clock"]["is_shared"], true, "one kernel");
         }
         assert_arrows(&[&ranks[0], &ranks[1], &server]);
+    }
+}
+
+/// The stages of every part of a round, in their order.
+fn stages(trace: &Trace, tensor: &str, round: u64) -> Vec<Vec<String>> {
+    let prefix = format!("Comm.{tensor}.");
+    let mut parts: BTreeMap<u64, Vec<(f64, f64, String)>> = BTreeMap::new();
+    for slice in trace.slices.iter().filter(|slice| slice.round == round) {
+        if let Some(stage) = slice.name.strip_prefix(&prefix) {
+            let part = parts.entry(slice.key).or_default();
+            part.push((slice.from, slice.to, stage.to_owned()));
+        }
+    }
+    let in_order = |mut part: Vec<(f64, f64, String)>| {
+        // Those that take no time stay as they were written.
+        part.sort_by(|one, other| {
+            (one.0, one.1).partial_cmp(&(other.0, other.1)).expect("numbers")
+        });
+        part.into_iter().map(|(_, _, stage)| stage).collect()
+    };
+    parts.into_values().map(in_order).collect()
+}
+
+#[test]
+fn ranks_of_a_host_reduce_each_part_at_its_owner() {
+    let alone: &[&str] = &["QUEUE", "REDUCE", "BROADCAST", "DONE"];
+    let among_groups: &[&str] =
+        &["QUEUE", "REDUCE", "QUEUE", "PUSH", "SUM", "PULL", "BROADCAST", "DONE"];
+    let asked: &[&str] = &["QUEUE", "REDUCE", "SUM", "BROADCAST", "DONE"];
+    let jobs: [(&'static [u32], u32, &[&str]); 2] = [(&[2], 0, alone), (&[2, 2], 1, among_groups)];
+    for (hosts, servers, owned) in jobs {
+        let trace_folder = folder();
+        let _cleanup = Cleanup(trace_folder);
+        let shape = JobShape {
+            workers: hosts.iter().sum(),
+            servers,
+            transport: TransportChoice::Auto,
+            partition_bytes: 64 << 10,
+            trace: Some((2, 3)),
+            trace_folder,
+            hosts,
+            ..JobShape::default()
+        };
+        job::run(shape, |worker| push(worker, "x", 128 << 10, 4));
+        for pair in (0..shape.workers).collect::<Vec<u32>>().chunks(2) {
+            let ranks = [pair[0], pair[1]].map(|one| Trace::read(trace_folder, &one.to_string()));
+            ranks.iter().for_each(Trace::assert_whole_and_apart);
+            for round in 2..=3 {
+                let [one, other] = ranks.each_ref().map(|rank| stages(rank, "x", round));
+                assert_eq!((one.len(), other.len()), (8, 8), "parts of 64 KiB");
+                for (one, other) in one.iter().zip(&other) {
+                    let is_pair = one == owned && other == asked || one == asked && other == owned;
+                    assert!(is_pair, "{hosts:?}: {one:?} and {other:?}");
+                }
+                assert!(one.iter().any(|part| part == owned), "each owns its share: {one:?}");
+                assert!(other.iter().any(|part| part == owned), "each owns its share: {other:?}");
+            }
+        }
     }
 }
 

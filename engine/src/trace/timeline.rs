@@ -42,11 +42,22 @@ const TEXT_BYTES: usize = 1 << 20;
 pub enum Mark {
     /// Worker: push_pull was called.
     Queued,
+    /// Worker: the owner of the part asks its group for contributions, or this rank is asked.
+    Granted,
+    /// Worker that is asked: its contribution is out of its memory.
+    Contributed,
+    /// Worker that owns the part: all contributions of its group are added.
+    Reduced,
+    /// Worker: a result begins to go from the part's owner to its group; here the owner posts it,
+    /// or its header has come.
+    Copying,
+    /// Worker: that result is in the tensor; at the owner, out of it for one more rank.
+    Copied,
     /// Either: a frame is handed to the transport, which takes it.
     Posted,
     /// Either: the frame is out of its memory.
     Sent,
-    /// Worker: the header of a publication has come.
+    /// Worker: the header of a server's publication has come.
     Landing,
     /// Worker: its payload is in the tensor.
     Landed,

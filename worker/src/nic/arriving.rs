@@ -48,9 +48,10 @@ impl Nic {
         };
         // A second one of this round will not fit.
         self.set_stage(part, Stage::Pushed);
-        self.trace.frame(Mark::Landing, &header);
+        let (begins, ends) = self.marks(lane);
+        self.trace.frame(begins, &header);
         if length == 0 {
-            self.trace.frame(Mark::Landed, &header);
+            self.trace.frame(ends, &header);
             self.endpoint.land(lane, Landing::Pieces, 0);
             self.on_result(part);
         } else {
@@ -186,8 +187,16 @@ impl Nic {
                 return self.refuse(lane, message);
             }
         }
-        self.trace.frame(Mark::Landed, &header);
+        self.trace.frame(self.marks(lane).1, &header);
         self.on_result(part);
+    }
+
+    /// What begins and ends with a publication on this lane.
+    fn marks(&self, lane: LaneId) -> (Mark, Mark) {
+        match self.lanes[lane.0 as usize].peer {
+            Peer::Server(_) => (Mark::Landing, Mark::Landed),
+            Peer::Rank(_) => (Mark::Copying, Mark::Copied),
+        }
     }
 
     pub(super) fn on_piece(&mut self, lane: LaneId, data: *const u8, length: usize) {

@@ -5,6 +5,7 @@ use super::{LaneId, Nic, Operation, Peer, Receiving, Report, RunPart, Stage, Wor
 use crate::local::{Answer, Dropped, Granted, Waiting};
 use bps_engine::base::{Key, Rank};
 use bps_engine::proto::messages::{STALLS_MAX, StalledKey};
+use bps_engine::trace::timeline::Mark;
 use bps_engine::transport::Landing;
 use bps_engine::wire::{Header, Kind};
 
@@ -36,6 +37,7 @@ impl Nic {
         {
             let Some((tensor, part)) = self.planned(of) else { return };
             let round = tensor.round;
+            self.trace.record(Mark::Granted, part.key, round, self.config.rank, part.bytes);
             self.collector.grant(Granted { key: part.key, bytes: part.bytes, item: of });
             for at in 0..self.group.len() {
                 self.say_to(self.group[at], Word { kind: Kind::Grant, of, round });
@@ -45,6 +47,8 @@ impl Nic {
 
     /// The owner asks for this rank's contribution.
     pub(super) fn send_contribution(&mut self, owner: LaneId, of: RunPart, round: u64) {
+        let Some((_, part)) = self.planned(of) else { return };
+        self.trace.record(Mark::Granted, part.key, round, self.config.rank, part.bytes);
         self.set_stage(of, Stage::Asked);
         self.say_to(owner, Word { kind: Kind::Contribution, of, round });
     }
@@ -84,7 +88,7 @@ impl Nic {
             let Some((tensor, part)) = self.planned(of) else { return };
             let is_average = tensor.plan.operation == Operation::Average && part.core.is_none();
             let divisor = if is_average { self.config.size } else { 1 };
-            let dtype = tensor.plan.dtype;
+            let (dtype, round) = (tensor.plan.dtype, tensor.round);
             let memory = self.runs[of.run as usize].memory;
             let at = part.offset + ready.offset;
             // SAFETY: the part lies inside source and target, which the caller keeps valid until
@@ -100,6 +104,7 @@ impl Nic {
             let whole = self.collector.added(ready.length, |peer| endpoint.consume(group[peer]));
             if whole.is_some() {
                 self.gathered.returned(part.bytes);
+                self.trace.record(Mark::Reduced, part.key, round, self.config.rank, part.bytes);
                 for lane in &self.group {
                     self.lanes[lane.0 as usize].receiving = Receiving::Header;
                 }
@@ -131,6 +136,9 @@ impl Nic {
             return;
         }
         let round = tensor.round;
+        if !self.group.is_empty() {
+            self.trace.record(Mark::Copying, part.key, round, self.config.rank, part.bytes);
+        }
         for at in 0..self.group.len() {
             self.say_to(self.group[at], Word { kind: Kind::Publication, of, round });
         }

@@ -1,7 +1,7 @@
 //! What leaves a NIC loop: contributions to servers by priority and credit, and the frames between
 //! the ranks of a group in the order in which they were said.
 
-use super::{LaneId, Nic, Operation, Run, RunPart, Stage, Word};
+use super::{LaneId, Nic, Operation, Peer, Run, RunPart, Stage, Word};
 use bps_engine::base::{DType, Key, Round};
 use bps_engine::trace::timeline::Mark;
 use bps_engine::transport::{Frame, Full};
@@ -112,7 +112,7 @@ impl Nic {
             };
             let mut header = self.header(word.kind, tensor.plan.dtype);
             if matches!(word.kind, Kind::Grant | Kind::Publication)
-                && let super::Peer::Rank(rank) = self.lanes[position].peer
+                && let Peer::Rank(rank) = self.lanes[position].peer
             {
                 header.rank = rank;
             }
@@ -158,10 +158,15 @@ impl Nic {
         let of = part_of(token);
         let Some((tensor, part)) = self.planned(of) else { return };
         let (round, rank) = (tensor.round, self.config.rank);
-        if matches!(self.lanes[lane.0 as usize].peer, super::Peer::Server(_)) {
-            self.trace.record(Mark::Sent, part.key, round, rank, part.bytes);
-            self.queue.returned(part.bytes);
-        }
+        let mark = match self.lanes[lane.0 as usize].peer {
+            Peer::Server(_) => {
+                self.queue.returned(part.bytes);
+                Mark::Sent
+            }
+            Peer::Rank(_) if part.owner.is_some() => Mark::Contributed,
+            Peer::Rank(_) => Mark::Copied,
+        };
+        self.trace.record(mark, part.key, round, rank, part.bytes);
         let state = &mut self.lanes[lane.0 as usize];
         state.posted -= 1;
         if state.goodbye && state.posted == 0 {

@@ -8,17 +8,28 @@ use crate::base::{Key, KeyMap, Rank};
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// One part's open round: times of its events, 0 for those that have not been.
+/// When the events of one part's round were; 0 for those that have not been.
+#[derive(Clone, Copy, Default)]
+struct Times {
+    queued: u64,
+    granted: u64,
+    contributed: u64,
+    reduced: u64,
+    posted: u64,
+    sent: u64,
+    landing: u64,
+    landed: u64,
+    copying: u64,
+    copied: u64,
+}
+
+/// One part's open round.
 struct Part {
     name: PartName,
     track: Track,
     round: u64,
     bytes: u32,
-    queued: u64,
-    posted: u64,
-    sent: u64,
-    landing: u64,
-    landed: u64,
+    times: Times,
     /// End of the last slice on its track.
     end: u64,
 }
@@ -65,8 +76,7 @@ impl RankFormatter {
         }
         let Some(part) = self.parts.get_mut(&event.key) else { return };
         part.round = event.round;
-        (part.posted, part.sent, part.landing, part.landed) = (0, 0, 0, 0);
-        part.queued = event.at_ns;
+        part.times = Times { queued: event.at_ns, ..Times::default() };
         part.bytes = event.bytes;
         if let Some(tensor) = self.tensors.get_mut(&part.name.tensor) {
             tensor.open.push(event.key);
@@ -85,18 +95,8 @@ impl RankFormatter {
         let track = self.new_track();
         let label = format!("{} part {} of {}", name.tensor, name.part + 1, name.parts);
         pen.track(track, &label, &format!(",\"key\":{}", key.0));
-        let part = Part {
-            name,
-            track,
-            round: 0,
-            bytes: 0,
-            queued: 0,
-            posted: 0,
-            sent: 0,
-            landing: 0,
-            landed: 0,
-            end: 0,
-        };
+        let times = Times::default();
+        let part = Part { name, track, round: 0, bytes: 0, times, end: 0 };
         self.parts.insert(key, part);
     }
 
@@ -106,11 +106,18 @@ impl RankFormatter {
         if part.round != event.round {
             return;
         }
+        let times = &mut part.times;
         match event.mark {
-            Mark::Posted => part.posted = event.at_ns,
-            Mark::Sent => part.sent = event.at_ns,
-            Mark::Landing => part.landing = event.at_ns,
-            Mark::Landed => part.landed = event.at_ns,
+            Mark::Granted => times.granted = event.at_ns,
+            Mark::Contributed => times.contributed = event.at_ns,
+            Mark::Reduced => times.reduced = event.at_ns,
+            Mark::Posted => times.posted = event.at_ns,
+            Mark::Sent => times.sent = event.at_ns,
+            Mark::Landing => times.landing = event.at_ns,
+            Mark::Landed => times.landed = event.at_ns,
+            Mark::Copying => times.copying = event.at_ns,
+            // At the owner there is one for each other rank: the last one counts.
+            Mark::Copied => times.copied = event.at_ns,
             _ => {}
         }
     }
@@ -128,7 +135,7 @@ impl RankFormatter {
             if part.round != event.round {
                 continue;
             }
-            first = first.min(part.queued);
+            first = first.min(part.times.queued);
             bytes = bytes.saturating_add(part.bytes);
             part.write(event.at_ns, &whole, self.rank, key, pen);
         }
@@ -141,30 +148,46 @@ impl RankFormatter {
     }
 }
 
+impl Times {
+    /// The stages of the round as (name, begin, end), in their order; a begin or an end of 0 is one
+    /// that was not seen. What one thread sees of sending and receiving comes in any order: a stage
+    /// ends at the latest where the next begins.
+    fn stages(&self, free: u64, done: u64) -> [(&'static str, u64, u64); 9] {
+        let Times { queued, granted, contributed, reduced, posted, .. } = *self;
+        let Times { sent, landing, landed, copying, copied, .. } = *self;
+        let first = |times: &[u64]| times.iter().copied().find(|at| *at > 0).unwrap_or(0);
+        let until = |at: u64, next: u64| if next > 0 { at.min(next) } else { at };
+        let (sent, contributed) = (until(sent, landing), until(contributed, copying));
+        [
+            ("QUEUE", queued.max(free), first(&[granted, posted, copying])),
+            ("REDUCE", granted, first(&[reduced, contributed])),
+            // The sum of a group waits for the lane to the server that sums the groups.
+            ("QUEUE", reduced, posted),
+            ("PUSH", posted, sent),
+            ("SUM", sent, landing),
+            ("PULL", landing, landed),
+            // What this rank's group makes of its contribution it can't see.
+            ("SUM", contributed, copying),
+            ("BROADCAST", copying, copied),
+            ("DONE", landed.max(copied), done),
+        ]
+    }
+}
+
 impl Part {
-    /// Writes the stages of the round. What one thread sees of sending and receiving comes in any
-    /// order: a stage ends at the latest where the next begins.
     fn write(&mut self, done: u64, whole: &str, rank: Rank, key: Key, pen: &mut Pen<'_>) {
         let about = About { key, round: self.round, bytes: self.bytes, rank };
-        let sent = if self.landing > 0 { self.sent.min(self.landing) } else { self.sent };
-        let stages = [
-            ("QUEUE", self.queued.max(self.end), self.posted),
-            ("PUSH", self.posted, sent),
-            ("SUM", sent, self.landing),
-            ("PULL", self.landing, self.landed),
-            ("DONE", self.landed, done),
-        ];
-        for (stage, from, to) in stages {
+        for (stage, from, to) in self.times.stages(self.end, done) {
             if from > 0 && to >= from {
                 let name = format!("{whole}.{stage}");
                 pen.slice(self.track, &name, (from, to), about, Some(whole));
             }
         }
-        if self.posted > 0 {
-            pen.arrow(self.track, Arrow::Starts, self.posted, about);
+        if self.times.posted > 0 {
+            pen.arrow(self.track, Arrow::Starts, self.times.posted, about);
         }
-        if self.landed > 0 {
-            pen.arrow(self.track, Arrow::Ends, self.landing, about);
+        if self.times.landed > 0 {
+            pen.arrow(self.track, Arrow::Ends, self.times.landing, about);
         }
         self.end = done;
     }

@@ -146,6 +146,69 @@ fn the_stages_of_a_tensor_follow_one_another_on_the_track_of_each_part() {
 }
 
 #[test]
+fn a_group_reduces_before_and_broadcasts_after_the_server() {
+    let folder = folder("group");
+    let (timeline, mut recorders) =
+        Timeline::start(&folder, subject(Who::Rank(Rank(3)), 1, 1..=u64::MAX)).unwrap();
+    let mut recorder = recorders.pop().unwrap();
+    // The first part is this rank's own, the second one another's.
+    let events = [
+        (100, Mark::Queued, 4),
+        (100, Mark::Queued, 9),
+        (110, Mark::Granted, 4),
+        (115, Mark::Granted, 9),
+        (120, Mark::Reduced, 4),
+        (125, Mark::Posted, 4),
+        (130, Mark::Sent, 4),
+        (140, Mark::Landing, 4),
+        (150, Mark::Landed, 4),
+        (150, Mark::Copying, 4),
+        (155, Mark::Copying, 9),
+        // The end of the sending is seen after the answer to it.
+        (160, Mark::Contributed, 9),
+        (165, Mark::Copied, 4),
+        (170, Mark::Copied, 9),
+        (175, Mark::Copied, 4),
+        (180, Mark::Done, 4),
+    ];
+    for (ms, mark, key) in events {
+        recorder.record_at(ms * MS, mark, Key(key), 1, Rank(3), 64);
+    }
+    drop(recorder);
+    let path = timeline.path().to_owned();
+    timeline.finish();
+    let found = slices(&read(&path));
+    assert_no_overlap(&found);
+    let of_track = |tid: u64| -> Vec<(&str, f64, f64)> {
+        let found = found.iter().filter(|one| one.1 == tid);
+        let stage = |name: &'_ str| name.rfind('.').map_or(0, |at| at + 1);
+        found
+            .map(|one| (&one.0[stage(&one.0)..], milliseconds(one.2), milliseconds(one.3)))
+            .collect()
+    };
+    let own = [
+        ("QUEUE", 100.0, 110.0),
+        ("REDUCE", 110.0, 120.0),
+        ("QUEUE", 120.0, 125.0),
+        ("PUSH", 125.0, 130.0),
+        ("SUM", 130.0, 140.0),
+        ("PULL", 140.0, 150.0),
+        ("BROADCAST", 150.0, 175.0),
+        ("DONE", 175.0, 180.0),
+    ];
+    assert_eq!(of_track(2), own);
+    let other = [
+        ("QUEUE", 100.0, 115.0),
+        ("REDUCE", 115.0, 155.0),
+        ("SUM", 155.0, 155.0),
+        ("BROADCAST", 155.0, 170.0),
+        ("DONE", 170.0, 180.0),
+    ];
+    assert_eq!(of_track(3), other);
+    std::fs::remove_dir_all(folder).unwrap();
+}
+
+#[test]
 fn a_server_shows_lanes_keys_and_additions() {
     let folder = folder("server");
     let (timeline, mut recorders) =
