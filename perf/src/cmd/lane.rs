@@ -321,6 +321,17 @@ impl End {
     }
 }
 
+impl End {
+    /// Leaves in good order: what was sent arrives, though this end goes.
+    fn finish(mut self) -> io::Result<()> {
+        self.transport.close(LANE);
+        while self.closed.is_none() {
+            self.turn()?;
+        }
+        Ok(())
+    }
+}
+
 fn send(mut end: End, start: Start) -> io::Result<Cost> {
     let clock = start.ready()?;
     let frames = end.plan.frames;
@@ -328,7 +339,9 @@ fn send(mut end: End, start: Start) -> io::Result<Cost> {
         while end.posted < frames && end.post() {}
         end.turn()?;
     }
-    Ok(clock.stop())
+    let cost = clock.stop();
+    end.finish()?;
+    Ok(cost)
 }
 
 fn receive(mut end: End, start: Start) -> io::Result<Cost> {
@@ -364,5 +377,5 @@ fn pong(mut end: End, start: Start) -> io::Result<()> {
     while end.sent < end.plan.round_trips {
         end.turn()?;
     }
-    Ok(())
+    end.finish()
 }
