@@ -56,6 +56,10 @@ enum Receiving {
     /// A contribution of this peer, by its place in the group; held, or in pieces.
     Contribution {
         peer: usize,
+        header: Header,
+        /// Bytes of it that have come, and their CRC-32C if the header has one.
+        done: usize,
+        checksum: u32,
     },
     /// So many bytes that nobody wants any more.
     Unwanted {
@@ -82,6 +86,15 @@ struct Word {
     kind: Kind,
     of: RunPart,
     round: u64,
+    /// Of the payload, if it carries one.
+    checksum: Option<u32>,
+}
+
+impl Word {
+    /// One without a payload.
+    fn short(kind: Kind, of: RunPart, round: u64) -> Word {
+        Word { kind, of, round, checksum: None }
+    }
 }
 
 /// A task under way.
@@ -407,7 +420,7 @@ impl Nic {
                 if matches!(tensor.plan.operation, Operation::Broadcast(_)) {
                     self.set_stage(of, Stage::Asked);
                 }
-                self.say_to(owner, Word { kind: Kind::Ready, of, round });
+                self.say_to(owner, Word::short(Kind::Ready, of, round));
             }
         }
     }

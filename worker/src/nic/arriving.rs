@@ -201,9 +201,19 @@ impl Nic {
 
     pub(super) fn on_piece(&mut self, lane: LaneId, data: *const u8, length: usize) {
         match &mut self.lanes[lane.0 as usize].receiving {
-            Receiving::Contribution { peer } => {
-                let peer = *peer;
+            Receiving::Contribution { peer, header, done, checksum } => {
+                let (peer, key) = (*peer, header.key);
                 self.statistics.counters.bytes_in.add(length as u64);
+                if header.flags & FLAG_PAYLOAD_CHECKSUM != 0 {
+                    // SAFETY: the transport keeps a piece valid for its length until `consume`.
+                    let piece = unsafe { std::slice::from_raw_parts(data, length) };
+                    *checksum = crc32c::crc32c_append(*checksum, piece);
+                    *done += length;
+                    // The last piece is not added, so the sum never goes to anybody.
+                    if *done == header.length as usize && *checksum != header.payload_checksum {
+                        return self.refuse(lane, format!("payload checksum of {key} differs"));
+                    }
+                }
                 self.collector.piece(peer, data, length);
                 self.add_up();
             }

@@ -40,7 +40,7 @@ impl Nic {
             self.trace.record(Mark::Granted, part.key, round, self.config.rank, part.bytes);
             self.collector.grant(Granted { key: part.key, bytes: part.bytes, item: of });
             for at in 0..self.group.len() {
-                self.say_to(self.group[at], Word { kind: Kind::Grant, of, round });
+                self.say_to(self.group[at], Word::short(Kind::Grant, of, round));
             }
         }
     }
@@ -50,7 +50,9 @@ impl Nic {
         let Some((_, part)) = self.planned(of) else { return };
         self.trace.record(Mark::Granted, part.key, round, self.config.rank, part.bytes);
         self.set_stage(of, Stage::Asked);
-        self.say_to(owner, Word { kind: Kind::Contribution, of, round });
+        let kind = Kind::Contribution;
+        let checksum = self.checksum(of, kind);
+        self.say_to(owner, Word { kind, of, round, checksum });
     }
 
     /// The header of a contribution has come.
@@ -77,7 +79,8 @@ impl Nic {
                 return Err(format!("a contribution to {key} does not fit what it was asked for"));
             }
         }
-        self.lanes[lane.0 as usize].receiving = Receiving::Contribution { peer };
+        self.lanes[lane.0 as usize].receiving =
+            Receiving::Contribution { peer, header: *header, done: 0, checksum: 0 };
         Ok(())
     }
 
@@ -139,8 +142,11 @@ impl Nic {
         if !self.group.is_empty() {
             self.trace.record(Mark::Copying, part.key, round, self.config.rank, part.bytes);
         }
+        let kind = Kind::Publication;
+        // One for all of the group: they are sent the same bytes.
+        let checksum = if self.group.is_empty() { None } else { self.checksum(of, kind) };
         for at in 0..self.group.len() {
-            self.say_to(self.group[at], Word { kind: Kind::Publication, of, round });
+            self.say_to(self.group[at], Word { kind, of, round, checksum });
         }
     }
 

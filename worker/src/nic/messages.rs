@@ -136,7 +136,7 @@ pub struct NicConfig {
     pub epoch: Epoch,
     /// Bytes that may be posted to all lanes together and not yet be taken by the kernel.
     pub credit_bytes: usize,
-    /// Whether contributions to servers carry a CRC-32C.
+    /// Whether payloads carry a CRC-32C.
     pub payload_checksum: bool,
     /// A round that others of the group have pushed, or not, for longer than this is reported.
     pub stall_report: Duration,

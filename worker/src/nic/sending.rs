@@ -1,7 +1,7 @@
 //! What leaves a NIC loop: contributions to servers by priority and credit, and the frames between
 //! the ranks of a group in the order in which they were said.
 
-use super::{LaneId, Nic, Operation, Peer, Run, RunPart, Stage, Word};
+use super::{LaneId, Nic, Operation, Peer, PlanPart, Run, RunPart, Stage, Word};
 use bps_engine::base::{DType, Key, Round};
 use bps_engine::trace::timeline::Mark;
 use bps_engine::transport::{Frame, Full};
@@ -18,6 +18,17 @@ fn token(of: RunPart) -> u64 {
 fn part_of(token: u64) -> RunPart {
     let low = |number: u64| u32::try_from(number & u64::from(u32::MAX)).unwrap_or(u32::MAX);
     RunPart { run: low(token >> 32), part: low(token) }
+}
+
+impl Run {
+    /// What a rank of the group is sent of a part with a frame of this kind; null if nothing.
+    fn payload(&self, part: &PlanPart, kind: Kind) -> *const u8 {
+        match kind {
+            Kind::Contribution => self.memory.source.wrapping_add(part.offset),
+            Kind::Publication => self.memory.target.cast_const().wrapping_add(part.offset),
+            _ => std::ptr::null(),
+        }
+    }
 }
 
 impl Nic {
@@ -88,6 +99,20 @@ impl Nic {
         }
     }
 
+    /// CRC-32C of what a rank of the group is sent of a part, if payloads carry one.
+    pub(super) fn checksum(&self, of: RunPart, kind: Kind) -> Option<u32> {
+        let (_, part) = self.planned(of).filter(|_| self.config.payload_checksum)?;
+        let payload = self.runs[of.run as usize].payload(&part, kind);
+        if payload.is_null() {
+            return None;
+        }
+        // SAFETY: the part lies inside the tensor, which the caller keeps valid until the task is
+        // finished; the loop writes to it only when contributions are added or a result lands,
+        // and neither is under way for a part that is about to be sent.
+        let bytes = unsafe { std::slice::from_raw_parts(payload, part.bytes) };
+        Some(crc32c::crc32c(bytes))
+    }
+
     /// Says something to a rank of the group, after what was said before.
     pub(super) fn say_to(&mut self, lane: LaneId, word: Word) {
         self.lanes[lane.0 as usize].outbox.push_back(word);
@@ -105,11 +130,7 @@ impl Nic {
         while let Some(&word) = self.lanes[position].outbox.front() {
             let Some((tensor, part)) = self.planned(word.of) else { return };
             let run = &self.runs[word.of.run as usize];
-            let payload = match word.kind {
-                Kind::Contribution => run.memory.source.wrapping_add(part.offset),
-                Kind::Publication => run.memory.target.cast_const().wrapping_add(part.offset),
-                _ => std::ptr::null(),
-            };
+            let payload = run.payload(&part, word.kind);
             let mut header = self.header(word.kind, tensor.plan.dtype);
             if matches!(word.kind, Kind::Grant | Kind::Publication)
                 && let Peer::Rank(rank) = self.lanes[position].peer
@@ -124,6 +145,10 @@ impl Nic {
                 (Kind::Publication, Operation::Sum | Operation::Average) => self.config.size,
                 _ => 1,
             };
+            if let Some(checksum) = word.checksum {
+                header.flags |= FLAG_PAYLOAD_CHECKSUM;
+                header.payload_checksum = checksum;
+            }
             let token = if length > 0 { token(word.of) } else { QUIET };
             let frame = Frame { header: header.encode(), payload, length, token };
             if self.endpoint.post(lane, &frame).is_err() {
