@@ -9,6 +9,7 @@ use bps_engine::base::{CoreId, Rank};
 use bps_engine::config::{Config, TransportChoice};
 use bps_engine::control::{JobKey, Link, LinkReceiver, LinkSender, dial, dial_unix};
 use bps_engine::lane::Endpoint;
+use bps_engine::mem::Budget;
 use bps_engine::proto::handshake::Hello;
 use bps_engine::proto::messages::{
     Node, NodeMessage, Planning, Register, Roster, SchedulerMessage, ServerPeer,
@@ -298,6 +299,9 @@ pub(crate) fn nic(
         waker.watch(rdma.fd()).map_err(fail)?;
         transports.push(Transport::Rdma(Box::new(rdma)));
     }
+    if shm_lanes > 0 {
+        memory(shm_lanes.saturating_sub(group), group).print();
+    }
     let endpoint = Endpoint::new(transports, waker.clone());
     let mut nic = Nic::new(
         endpoint,
@@ -317,6 +321,22 @@ pub(crate) fn nic(
         })?;
     }
     Ok((nic, line))
+}
+
+/// What the lanes of shared memory take, those to servers and those to ranks of the group. It was
+/// allocated when they were set up; the other end of each counts it as well.
+fn memory(servers: usize, group: usize) -> Budget {
+    let lane_bytes = ShmOptions::default().lane_bytes();
+    let mut budget = Budget::new();
+    for (count, name) in [
+        (servers, "shared memory of lanes to servers of this host"),
+        (group, "shared memory of lanes to ranks of this host"),
+    ] {
+        if count > 0 {
+            budget.add(name, count as u64, lane_bytes);
+        }
+    }
+    budget
 }
 
 /// How long the NIC loop spins before it sleeps.
@@ -358,4 +378,22 @@ pub(crate) fn nic_cpu(config: &Config) -> Option<(usize, Claims)> {
     let mut claims = Claims::open();
     let planned = plan(&topology, &request);
     Some((claims.settle(&topology, &request, &planned, rank).cpu?, claims))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_memory_sum_has_the_lanes_that_share_memory() {
+        let lines = |servers, group| memory(servers, group).lines().collect::<Vec<String>>();
+        assert_eq!(
+            lines(2, 7),
+            [
+                "memory: shared memory of lanes to servers of this host: 2 x 4.0 MiB = 8.1 MiB",
+                "memory: shared memory of lanes to ranks of this host: 7 x 4.0 MiB = 28.4 MiB",
+                "memory: 36.5 MiB in all",
+            ]
+        );
+    }
 }

@@ -44,6 +44,15 @@ impl Default for ShmOptions {
     }
 }
 
+impl ShmOptions {
+    /// Bytes of memory that the two ends of such a lane share.
+    #[must_use]
+    pub fn lane_bytes(&self) -> u64 {
+        let areas = self.slot_bytes.saturating_mul(self.slots).saturating_mul(2);
+        areas.saturating_add(Layout::AREAS_AT) as u64
+    }
+}
+
 /// Where everything lies in a segment.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Layout {
