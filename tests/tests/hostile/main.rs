@@ -2,6 +2,7 @@
 //! they disturb nobody else.
 
 mod decode;
+mod group;
 mod live;
 mod scheduler;
 mod spoil;

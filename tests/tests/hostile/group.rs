@@ -1,0 +1,381 @@
+//! A NIC loop whose neighbour on the host has gone bad: it passed the handshake, so it has a lane,
+//! and says on it what it can't say. The job must end with an error that names it.
+
+use bps_engine::base::{DType, Epoch, Key, Operation, Rank, Round};
+use bps_engine::lane::Endpoint;
+use bps_engine::proto::messages::{Neighbour, Roster};
+use bps_engine::ring::Mpsc;
+use bps_engine::transport::sim::{Random, Sim, SimNetwork};
+use bps_engine::transport::{Event, Frame, Landing, LaneId, Link, Transport, Waker};
+use bps_engine::wire::header::FLAG_PAYLOAD_CHECKSUM;
+use bps_engine::wire::{Header, Kind, RawHeader};
+use bps_worker::agent::{Agent, Effect, Lanes};
+use bps_worker::nic::{
+    Command, Memory, Nic, NicConfig, NicStatistics, Peer, Plan, PlanPart, Report,
+};
+use bps_worker::task::Task;
+use bps_worker::{Error, Handle};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// The rank that is tested, and the bad one: the only other one of its job and host.
+const GOOD: Rank = Rank(0);
+const BAD: Rank = Rank(1);
+const EPOCH: Epoch = Epoch(3);
+const LANE: LaneId = LaneId(0);
+/// The parts: the good rank sums the first, the bad one the second, and nobody knows the third.
+const OWN: Key = Key(1);
+const OTHERS: Key = Key(2);
+const UNKNOWN: Key = Key(3);
+const BYTES: usize = 4096;
+/// Turns after which a run counts as hung.
+const TURNS_MAX: u32 = 100_000;
+/// Runs of random frames.
+const SEEDS: u64 = 2000;
+
+/// A good rank with one round of each part open, and the bad one at the other end of its lane.
+struct Pair {
+    network: SimNetwork,
+    nic: Nic,
+    agent: Agent,
+    commands: Mpsc<Command>,
+    reports: Mpsc<Report>,
+    bad: Option<Endpoint>,
+    /// What has come to the bad one.
+    heard: Vec<Header>,
+    /// Why the good one's job is over.
+    over: Option<Error>,
+    handles: Vec<Handle>,
+    /// What the lanes have of payloads and tensors.
+    memory: Vec<Vec<u8>>,
+}
+
+impl Pair {
+    fn new(seed: u64) -> Pair {
+        let network = SimNetwork::new(seed);
+        let (mine, theirs) = network.link();
+        let endpoint = |waker: &Waker| {
+            let sim = Transport::Sim(Sim::new(network.clone()));
+            Endpoint::new(vec![sim], waker.clone())
+        };
+        let waker = Waker::new().expect("an eventfd");
+        let config = NicConfig {
+            rank: GOOD,
+            size: 2,
+            epoch: EPOCH,
+            credit_bytes: 1 << 20,
+            payload_checksum: true,
+            stall_report: Duration::from_secs(3600),
+            say: |_| {},
+        };
+        let (commands, reports) = (Mpsc::new(64), Mpsc::new(64));
+        let mut nic = Nic::new(
+            endpoint(&waker),
+            config,
+            commands.clone(),
+            reports.clone(),
+            waker.clone(),
+            Arc::new(NicStatistics::default()),
+        );
+        assert_eq!(nic.attach(Peer::Rank(BAD), Link::Sim(mine)).expect("a lane"), LANE);
+        let mut bad = endpoint(&waker);
+        assert_eq!(bad.attach(Link::Sim(theirs)).expect("a lane"), LANE);
+        let neighbour =
+            Neighbour { rank: BAD, host: "here".into(), pid: 4711, local: String::new() };
+        let roster = Roster {
+            epoch: EPOCH,
+            size: 2,
+            through_servers: false,
+            index: GOOD.0,
+            workers: Vec::new(),
+            neighbours: vec![neighbour],
+            servers: Vec::new(),
+        };
+        let lanes = Lanes { ranks: [(BAD, LANE)].into(), ..Lanes::default() };
+        let mut pair = Pair {
+            network,
+            nic,
+            agent: Agent::new(roster, lanes),
+            commands,
+            reports,
+            bad: Some(bad),
+            heard: Vec::new(),
+            over: None,
+            handles: Vec::new(),
+            memory: Vec::new(),
+        };
+        pair.push(0, OWN, None);
+        pair.push(1, OTHERS, Some(LANE));
+        pair.settle();
+        pair
+    }
+
+    /// The good rank pushes a tensor of one part.
+    fn push(&mut self, tensor: u32, key: Key, owner: Option<LaneId>) {
+        let part = PlanPart { key, offset: 0, bytes: BYTES, core: None, owner };
+        let plan = Plan {
+            name: format!("tensor {tensor}"),
+            dtype: DType::F32,
+            operation: Operation::Sum,
+            parts: [part].into(),
+        };
+        let mut values = vec![0u8; BYTES];
+        let target = values.as_mut_ptr();
+        self.memory.push(values);
+        let task = Arc::new(Task::default());
+        self.handles.push(Handle::of(&task));
+        let memory = Memory { source: target.cast_const(), target };
+        let push = Command::Push { tensor, memory, priority: 0, task };
+        for command in [Command::Plan { tensor, plan: Box::new(plan) }, push] {
+            assert!(self.commands.push(command).is_ok(), "a short queue");
+        }
+    }
+
+    /// The bad rank posts a frame; whether there was room for it.
+    fn send_raw(&mut self, header: RawHeader, length: usize) -> bool {
+        let payload = vec![1u8; length];
+        let frame = Frame { header, payload: payload.as_ptr(), length, token: 0 };
+        self.memory.push(payload);
+        self.bad.as_mut().is_some_and(|bad| bad.post(LANE, &frame).is_ok())
+    }
+
+    fn send(&mut self, header: Header) {
+        assert!(self.send_raw(header.encode(), header.length as usize), "a short queue");
+    }
+
+    fn turn(&mut self) -> bool {
+        let mut progress = self.nic.step(self.network.now());
+        let mut events = Vec::new();
+        if let Some(bad) = &mut self.bad {
+            bad.poll(&mut events);
+        }
+        for event in events {
+            progress = true;
+            let Some(bad) = &mut self.bad else { break };
+            match event {
+                Event::Header { header, .. } => {
+                    let header = Header::decode(&header).expect("the good rank is good");
+                    bad.land(LANE, Landing::Pieces, header.length as usize);
+                    self.heard.push(header);
+                }
+                Event::Piece { .. } => bad.consume(LANE),
+                Event::Closed { .. } => self.bad = None,
+                Event::Landed { .. } | Event::Sent { .. } => {}
+            }
+        }
+        let mut effects = Vec::new();
+        while let Some(report) = self.reports.pop() {
+            progress = true;
+            self.agent.handle_report(report, &mut effects);
+        }
+        for effect in effects {
+            if let Effect::Over(error) = effect {
+                assert!(self.commands.push(Command::Fail { error: error.clone() }).is_ok());
+                self.over = Some(error);
+            }
+        }
+        progress | self.network.advance()
+    }
+
+    /// Until nothing happens any more.
+    fn settle(&mut self) {
+        for _ in 0..TURNS_MAX {
+            if !self.turn() {
+                return;
+            }
+        }
+        panic!("it does not come to rest: {:?}", self.heard);
+    }
+
+    /// The bad rank dies, if it still has its lane; then every task must have ended.
+    fn end(&mut self) -> Error {
+        self.bad = None;
+        self.settle();
+        let mut effects = Vec::new();
+        // As the worker does when the scheduler does not say in time what became of a peer.
+        self.agent.give_up(&mut effects);
+        if let Some(Effect::Over(error)) = effects.pop() {
+            assert!(self.commands.push(Command::Fail { error: error.clone() }).is_ok());
+            self.over = Some(error);
+        }
+        self.settle();
+        assert!(self.nic.ended(), "lanes are open");
+        for handle in &self.handles {
+            assert!(handle.poll(), "a task was left alone");
+        }
+        self.over.clone().expect("a rank without its neighbour can't go on")
+    }
+}
+
+/// The frame that a good neighbour would send of this kind.
+fn honest(kind: Kind) -> Header {
+    let speaker = if matches!(kind, Kind::Grant | Kind::Publication) { GOOD } else { BAD };
+    let of_own = matches!(kind, Kind::Ready | Kind::Contribution);
+    let has_payload = matches!(kind, Kind::Contribution | Kind::Publication);
+    let length = if has_payload { BYTES } else { 0 };
+    let payload_checksum = if has_payload { crc(BYTES) } else { 0 };
+    Header {
+        key: if of_own { OWN } else { OTHERS },
+        round: Round(1),
+        length: u32::try_from(length).expect("short"),
+        contributors: if kind == Kind::Publication { 2 } else { 1 },
+        flags: if has_payload { FLAG_PAYLOAD_CHECKSUM } else { 0 },
+        payload_checksum,
+        ..Header::new(kind, DType::F32, speaker, EPOCH)
+    }
+}
+
+/// CRC-32C of a payload of ones, bit by bit.
+fn crc(length: usize) -> u32 {
+    let mut sum = !0u32;
+    for _ in 0..length {
+        sum ^= 1;
+        for _ in 0..8 {
+            sum = if sum & 1 == 1 { sum >> 1 ^ 0x82f6_3b78 } else { sum >> 1 };
+        }
+    }
+    !sum
+}
+
+/// The frames of a whole round, in an order in which a good neighbour may send them.
+const ROUND: [Kind; 4] = [Kind::Ready, Kind::Contribution, Kind::Grant, Kind::Publication];
+
+#[test]
+fn a_good_neighbour_is_served() {
+    let mut pair = Pair::new(1);
+    for kind in ROUND {
+        pair.send(honest(kind));
+        pair.settle();
+    }
+    assert!(pair.handles.iter().all(Handle::poll), "{:?}", pair.over);
+    assert!(pair.over.is_none() && pair.bad.is_some());
+    let kinds: Vec<Kind> = pair.heard.iter().map(|header| header.kind).collect();
+    let answers = [Kind::Ready, Kind::Grant, Kind::Publication, Kind::Contribution];
+    assert_eq!(kinds, answers);
+    for header in pair.heard.iter().filter(|header| header.length > 0) {
+        assert_eq!(header.flags, FLAG_PAYLOAD_CHECKSUM, "{header:?}");
+        assert_ne!(header.payload_checksum, 0);
+    }
+}
+
+/// A way to spoil a frame.
+type Spoil = fn(&mut Header);
+
+const SPOILT: &[(&str, Spoil)] = &[
+    ("epoch", |header| header.epoch = Epoch(EPOCH.0 + 1)),
+    ("rank", |header| header.rank = Rank(1 - header.rank.0)),
+    ("no rank of the job", |header| header.rank = Rank(77)),
+    ("a round too far", |header| header.round = Round(2)),
+    ("a round that is over", |header| header.round = Round(0)),
+    ("a key of the other owner", |header| header.key = Key(3 - header.key.0)),
+    ("a server's word", |header| header.kind = Kind::Refused),
+];
+const SPOILT_WORD: &[(&str, Spoil)] = &[("a payload", |header| header.length = 8)];
+const SPOILT_PAYLOAD: &[(&str, Spoil)] = &[
+    ("unknown key", |header| header.key = UNKNOWN),
+    ("dtype", |header| header.dtype = DType::F64),
+    ("short", |header| header.length -= 8),
+    ("long", |header| header.length += 8),
+    ("empty", |header| header.length = 0),
+    ("offset", |header| header.offset = 64),
+    ("checksum", |header| header.payload_checksum ^= 1),
+];
+
+/// Sends the first frames of a round and then this one; the job must end and name the bad rank.
+fn assert_refused(what: &str, good: &[Kind], bad: Header) {
+    for seed in 1..=8 {
+        let mut pair = Pair::new(seed);
+        for kind in good {
+            pair.send(honest(*kind));
+            pair.settle();
+        }
+        assert_eq!(pair.over, None, "{what}: the good frames");
+        pair.send(bad);
+        pair.settle();
+        let error = pair.over.clone();
+        let Some(Error::PeerDied(text)) = &error else {
+            panic!("{what}, {bad:?} after {good:?}: {error:?}");
+        };
+        let named = text.starts_with("rank 1 (host here, pid 4711) sent what can't be right: ");
+        assert!(named, "{what}: {text}");
+        assert!(pair.bad.is_none(), "{what}: the lane is open");
+        pair.end();
+    }
+}
+
+#[test]
+fn a_frame_that_does_not_fit_ends_the_job_and_names_its_sender() {
+    for (at, kind) in ROUND.into_iter().enumerate() {
+        let has_payload = matches!(kind, Kind::Contribution | Kind::Publication);
+        let special = if has_payload { SPOILT_PAYLOAD } else { SPOILT_WORD };
+        for (what, spoil) in SPOILT.iter().chain(special) {
+            let mut bad = honest(kind);
+            spoil(&mut bad);
+            assert_refused(what, &ROUND[..at], bad);
+        }
+        assert_refused("twice", &ROUND[..=at], honest(kind));
+    }
+    for kind in [Kind::Contribution, Kind::Publication] {
+        assert_refused("unasked", &[], honest(kind));
+    }
+    let unknown = Header { key: UNKNOWN, ..honest(Kind::Grant) };
+    assert_refused("a grant of what nobody knows", &[], unknown);
+}
+
+#[test]
+fn a_spoilt_payload_is_told_by_its_checksum() {
+    for at in [1, 3] {
+        let mut pair = Pair::new(7);
+        for kind in &ROUND[..at] {
+            pair.send(honest(*kind));
+            pair.settle();
+        }
+        let mut bad = honest(ROUND[at]);
+        bad.payload_checksum ^= 0x100;
+        pair.send(bad);
+        pair.settle();
+        let text = pair.end().to_string();
+        let key = bad.key;
+        assert!(text.contains("rank 1") && text.contains("payload checksum of"), "{text}");
+        assert!(text.contains(&key.to_string()), "{text}");
+        let done = pair.handles.iter().filter(|handle| handle.wait(None).is_ok()).count();
+        assert_eq!(done, usize::from(at == 3), "only the part that was summed before");
+    }
+}
+
+#[test]
+fn random_frames_end_in_an_error_and_leave_no_task_alone() {
+    let mut refused = 0;
+    for seed in 0..SEEDS {
+        let mut random = Random::new(seed);
+        let mut pair = Pair::new(seed);
+        for turn in 0..12 {
+            let kind = match random.below(3) {
+                0 => ROUND[random.index(4)],
+                _ => ROUND[turn % 4],
+            };
+            let mut header = honest(kind);
+            for (_, spoil) in SPOILT.iter().chain(SPOILT_WORD).chain(&SPOILT_PAYLOAD[..2]) {
+                if random.once_in(60) {
+                    spoil(&mut header);
+                }
+            }
+            let mut raw = header.encode();
+            if random.once_in(20) {
+                raw[random.index(raw.len())] ^= 1 << random.below(8);
+            }
+            if !pair.send_raw(raw, header.length as usize) {
+                break;
+            }
+            // The next one may follow while this one is looked at.
+            for _ in 0..random.below(200) {
+                pair.turn();
+            }
+        }
+        let text = pair.end().to_string();
+        assert!(text.contains("rank 1 (host here, pid 4711)"), "seed {seed}: {text}");
+        refused += u64::from(text.contains("sent what can't be right"));
+    }
+    println!("{refused} of {SEEDS} were refused, the others died unnoticed");
+    assert!(refused > SEEDS / 2);
+}
