@@ -51,6 +51,12 @@ pub fn link_arguments(command: Command) -> Command {
                 .value_parser(value_parser!(u32).range(4096..=1 << 30)),
         )
         .arg(
+            Arg::new("as-is")
+                .long("as-is")
+                .help("Leave tcp_slow_start_after_idle at 1; docs/running.md advises 0")
+                .action(ArgAction::SetTrue),
+        )
+        .arg(
             Arg::new("set")
                 .long("set")
                 .value_name("NAME=VALUE")
@@ -109,6 +115,7 @@ pub fn shape(matches: &ArgMatches) -> Shape {
         queue_ms: *matches.get_one("queue-ms").expect("has a default"),
         congestion: matches.get_one("congestion").cloned(),
         sndbuf_bytes: matches.get_one("sndbuf").copied(),
+        as_is: matches.get_flag("as-is"),
     }
 }
 
@@ -179,6 +186,7 @@ pub fn link_fields(shape: &Shape, plan: &Plan) -> Fields {
     report::fields(json!({
         "rate_bits": shape.rate_bits, "queue_ms": shape.queue_ms,
         "congestion": shape.congestion, "sndbuf_bytes": shape.sndbuf_bytes,
+        "as_is": shape.as_is,
         "set": set.collect::<Vec<_>>(),
     }))
 }

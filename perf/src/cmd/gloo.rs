@@ -8,7 +8,7 @@ use crate::arguments::{self, number, sizes};
 use crate::report::{self, Table};
 use crate::{Outcome, sample};
 use bps_engine::topo::pin::affinity;
-use clap::{Arg, ArgMatches, Command};
+use clap::{Arg, ArgAction, ArgMatches, Command};
 use rustix::thread::{CpuSet, sched_setaffinity};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -27,6 +27,12 @@ pub fn command() -> Command {
         .arg(number("cpus", "2", "CPUs that all processes share, at most"))
         .arg(number("rounds", "21", "Timed rounds of both, in turn"))
         .arg(sizes("size", "1M,16M,64M", "Bytes of each rank's tensor"))
+        .arg(
+            Arg::new("through-server")
+                .long("through-server")
+                .help("The ranks do not reduce among themselves; over TCP they never do")
+                .action(ArgAction::SetTrue),
+        )
         .arg(
             Arg::new("environment")
                 .long("environment")
@@ -72,6 +78,8 @@ pub fn run(matches: &ArgMatches) -> Outcome {
     job.args(["--server-cores", &get("cores")]).arg(python).arg(script).arg("--json");
     job.args(["--rounds", &get("rounds")]);
     job.args(arguments::bytes(matches, "size").iter().map(usize::to_string));
+    let through_server = matches.get_flag("through-server") || transport == "tcp";
+    job.env("BPS_LOCAL_REDUCE", if through_server { "0" } else { "1" });
     let output = job.env("BPS_TRANSPORT", transport).stdin(Stdio::null()).output()?;
     if !output.status.success() {
         let said = String::from_utf8_lossy(&output.stderr);
@@ -85,6 +93,7 @@ pub fn run(matches: &ArgMatches) -> Outcome {
         let mut fields = report::fields(object);
         fields.insert("transport".to_owned(), transport.into());
         fields.insert("cpus".to_owned(), cpus.into());
+        fields.insert("through_server".to_owned(), through_server.into());
         table.row(fields);
     }
     Ok(())

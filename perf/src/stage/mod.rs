@@ -41,6 +41,9 @@ pub struct Shape {
     pub congestion: Option<String>,
     /// Largest send buffer that the kernel gives a connection by itself, bytes.
     pub sndbuf_bytes: Option<u32>,
+    /// The kernel's own setting for connections that were idle, instead of the one that
+    /// docs/running.md advises.
+    pub as_is: bool,
 }
 
 /// A stage. See the [module](self).
@@ -79,6 +82,9 @@ impl Stage {
         let mut all = Vec::new();
         for index in 0..hosts {
             let host = Namespace::new()?;
+            // As docs/running.md advises for hosts that train: for ours and for the peer.
+            let restarts = if shape.as_is { "1" } else { "0" };
+            host.set("net/ipv4/tcp_slow_start_after_idle", restarts)?;
             if let Some(bytes) = shape.sndbuf_bytes {
                 let middle = bytes.min(16 << 10);
                 host.set("net/ipv4/tcp_wmem", &format!("4096 {middle} {bytes}"))?;

@@ -44,10 +44,13 @@ pub(super) fn plan(loaded: &Loaded, programs: &Programs) -> Result<Plan, LaunchE
         Origin::Flag(_) => loaded.config.num_servers,
         _ => 1,
     };
-    if servers == 0 && workers > 1 {
+    if servers == 0 && workers > 1 && !loaded.config.local_reduce {
         return Err(LaunchError::Conflict {
-            problem: format!("--servers 0, but {workers} workers need a server"),
-            remedy: "use --servers 1".to_owned(),
+            problem: format!(
+                "--servers 0, but {workers} workers that do not reduce among themselves need a \
+                 server"
+            ),
+            remedy: "use --servers 1, or leave BPS_LOCAL_REDUCE on".to_owned(),
         });
     }
     let mut held = Vec::new();
@@ -144,8 +147,12 @@ fn shared_environment(loaded: &Loaded, workers: u32, servers: u32) -> Environmen
     environment.set("DMLC_NODE_HOST", "127.0.0.1");
     environment.set("DMLC_INTERFACE", "lo");
     environment.set("BYTEPS_LOCAL_SIZE", workers.to_string());
-    // A worker that is alone would go without the server that waits for it.
-    environment.set("BYTEPS_FORCE_DISTRIBUTED", if servers > 0 { "1" } else { "0" });
+    // A worker that is alone would go without the server that waits for it. Several reduce among
+    // themselves, unless it is said that they shall not.
+    if matches!(loaded.origin("BYTEPS_FORCE_DISTRIBUTED"), Origin::Default) {
+        let is_alone = workers == 1 && servers > 0;
+        environment.set("BYTEPS_FORCE_DISTRIBUTED", if is_alone { "1" } else { "0" });
+    }
     environment
 }
 

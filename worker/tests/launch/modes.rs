@@ -80,14 +80,18 @@ fn output_passes_untouched_without_prefix() {
 }
 
 #[test]
-fn a_single_worker_needs_no_server() {
+fn workers_of_one_machine_need_no_server() {
     let stage = Stage::new("exit 1", "exit 1");
     let arguments =
         ["--local", "1", "--servers", "0", "sh", "-c", "echo $BYTEPS_FORCE_DISTRIBUTED"];
     let (code, lines) = stage.start(&arguments, &[]).finish();
     assert_eq!(code, Some(0), "{lines:#?}");
     has(&lines, "[rank 0] 0");
-    let (code, lines) = stage.start(&["--local", "2", "--servers", "0", "true"], &[]).finish();
+    let several = ["--local", "2", "--servers", "0", "sh", "-c", "echo $DMLC_NUM_SERVER"];
+    let (code, lines) = stage.start(&several, &[]).finish();
+    assert_eq!(code, Some(0), "{lines:#?}");
+    has(&lines, "[rank 1] 0");
+    let (code, lines) = stage.start(&several, &[("BPS_LOCAL_REDUCE", "0")]).finish();
     assert_eq!(code, Some(2));
     mentions(&lines, "use --servers 1");
 }
