@@ -120,14 +120,16 @@ def layers(results: Results, axes: plt.Axes) -> None:
 def gloo(results: Results, axes: plt.Axes) -> None:
     """push_pull beside gloo's all-reduce, by size."""
     drawn = []
-    for transport, style in (("shm", "-"), ("tcp", "--")):
+    ways = (("one host", "-", "shm", False), ("shm, by a server", "-.", "shm", True), ("tcp", "--", "tcp", True))
+    for name, style, transport, through in ways:
+        which = {"transport": transport, "through_server": through}
         try:
-            sizes, ours = results.curve("gloo", "size_bytes", "algbw_gbs", transport=transport)
-            _, theirs = results.curve("gloo", "size_bytes", "peer_algbw_gbs", transport=transport)
+            sizes, ours = results.curve("gloo", "size_bytes", "algbw_gbs", **which)
+            _, theirs = results.curve("gloo", "size_bytes", "peer_algbw_gbs", **which)
         except Missing:
             continue
-        axes.plot(sizes, ours, style, marker="o", color=OURS, label=f"push_pull, {transport}")
-        axes.plot(sizes, theirs, style, marker="o", color=PEER, label=f"gloo, beside {transport}")
+        axes.plot(sizes, ours, style, marker="o", color=OURS, label=f"push_pull, {name}")
+        axes.plot(sizes, theirs, style, marker="o", color=PEER, label=f"gloo, in turn with {name}")
         drawn = sizes
     if not drawn:
         raise Missing("no result of `bps-perf gloo`")
@@ -299,7 +301,7 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     for name, figure in figures(results):
         # Where it was measured belongs into the picture, because pictures travel alone.
-        figure.text(0.99, 0.005, "; ".join(places), ha="right", fontsize=5, color=LIMIT)
+        figure.text(0.99, 0.005, "\n".join(places), ha="right", fontsize=5, color=LIMIT)
         figure.tight_layout(rect=(0, 0.02, 1, 1))
         path = arguments.out / f"{name}.png"
         figure.savefig(path, dpi=100, pil_kwargs={"optimize": True})
