@@ -155,7 +155,11 @@ pub fn run(config: &Config) -> Result<(), ServerError> {
         let place = places[core as usize];
         let (shard, thread, line) = start_shard(config, core, place, &reports, &report_waker)?;
         if core == 0 {
-            log::info!("{} cores on {address}; {pinning}; {line}", config.server_cores);
+            let number = match config.server_cores {
+                1 => "1 core".to_owned(),
+                cores => format!("{cores} cores"),
+            };
+            log::info!("{number} on {address}; {pinning}; {line}");
         }
         shards.push(shard);
         threads.push(thread);

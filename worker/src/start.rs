@@ -277,7 +277,7 @@ pub(crate) fn nic(
     );
     if group > 0 {
         let servers = if group == links.len() { ", without servers" } else { "" };
-        line = format!("{line}; reduces with {group} ranks of this host{servers}");
+        line = format!("{line}; reduces with other ranks of this host: {group}{servers}");
     }
     if tcp_lanes > 0 {
         let lanes = u32::try_from(links.len()).unwrap_or(u32::MAX);

@@ -23,7 +23,8 @@ pub fn fetch(at: *const u8, length: usize) {
 pub fn fetch_to_write(at: *const u8, length: usize) {
     for offset in (0..length).step_by(ALIGNMENT) {
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: as above; processors that do not know the instruction take it for nothing.
+        // SAFETY: a prefetch is allowed at any address, mapped or not, and changes no value; no
+        // flag or stack is touched. Processors that do not know it take it for nothing.
         unsafe {
             std::arch::asm!(
                 "prefetchw [{}]",
