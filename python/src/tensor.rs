@@ -30,6 +30,7 @@ pub fn declare(
                 operation: operation_from_name(&operation, root)?,
                 name,
                 count,
+                device: false,
             })
         })
         .collect::<PyResult<Vec<_>>>()?;

@@ -125,6 +125,7 @@ fn declarations(count: u32, elements: u64) -> Vec<Declaration> {
             dtype: DType::F32,
             count: elements,
             operation: Operation::Broadcast(Rank(0)),
+            device: false,
         })
         .collect()
 }

@@ -48,7 +48,7 @@ fn work(worker: &Worker, tensors: &[Declaration], rounds: u64, seed: u64) {
             assert_eq!(handle.wait(LONG), Ok(true), "tensor {}", tensors[order[place]].name);
         }
         for (place, (source, target)) in memory.iter().enumerate() {
-            let Declaration { dtype, operation, count, name } = &tensors[order[place]];
+            let Declaration { dtype, operation, count, name, .. } = &tensors[order[place]];
             let count = usize::try_from(*count).unwrap();
             let tensor = order[place] as u64;
             let wanted = reference::result(*dtype, *operation, tensor, worker.size(), round, count);
@@ -65,7 +65,7 @@ fn tensors(sizes: &[u64], workers: u32) -> Vec<Declaration> {
             let root = Rank(u32::try_from(at).unwrap() % workers);
             for operation in [Operation::Sum, Operation::Average, Operation::Broadcast(root)] {
                 let name = format!("{dtype}.{count}.{operation}");
-                all.push(Declaration { name, dtype, count, operation });
+                all.push(Declaration { name, dtype, count, operation, device: false });
             }
         }
     }
@@ -163,6 +163,7 @@ fn jobs_over_rdma() {
             dtype: DType::F32,
             count: 3 << 20,
             operation: Operation::Average,
+            device: false,
         };
         work(worker, &[large], 2, 1);
     });
@@ -180,6 +181,7 @@ fn large_tensors() {
                 dtype,
                 count: (64 << 20) / dtype.size() as u64,
                 operation,
+                device: false,
             };
             let tensors = [
                 one("f32", DType::F32, Operation::Sum),
@@ -199,6 +201,7 @@ fn a_thousand_small_tensors_declare_within_a_second() {
                 dtype: DType::F32,
                 count: 1024,
                 operation: Operation::Sum,
+                device: false,
             })
             .collect();
         worker.barrier(LONG).expect("barrier");
@@ -217,8 +220,13 @@ fn a_disagreement_is_an_error_on_every_rank_within_a_second() {
     let shape = JobShape { workers: 3, ..JobShape::default() };
     let seen = job::run_nodes(shape, |worker| {
         let count = if worker.rank() == 2 { 99 } else { 100 };
-        let tensor =
-            Declaration { name: "x".into(), dtype: DType::F32, count, operation: Operation::Sum };
+        let tensor = Declaration {
+            name: "x".into(),
+            dtype: DType::F32,
+            count,
+            operation: Operation::Sum,
+            device: false,
+        };
         // The third is late: the others have pushed already.
         if worker.rank() == 2 {
             std::thread::sleep(Duration::from_millis(200));
@@ -284,6 +292,7 @@ fn items(worker: &Worker, name: &str, memory: &mut [f32], tensors: usize) -> Vec
             dtype: DType::F32,
             count: count as u64,
             operation: Operation::Sum,
+            device: false,
         })
         .collect();
     let ids = worker.declare(&declarations).expect("declared");

@@ -36,6 +36,7 @@ fn declaration() -> Declaration {
         dtype: DType::F32,
         count: BYTES / 4,
         operation: Operation::Average,
+        device: false,
     }
 }
 

@@ -344,6 +344,9 @@ pub struct Declaration {
     pub count: u64,
     /// What a round computes.
     pub operation: Operation,
+    /// It lives on GPUs: the ranks of a host reduce it there.
+    #[serde(default)]
+    pub device: bool,
 }
 
 /// Where the parts of a tensor live. The parts cover it in order, without gaps.

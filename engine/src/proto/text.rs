@@ -10,7 +10,8 @@ const SHOWN_MAX: usize = 3;
 
 impl fmt::Display for Declaration {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} elements of {} ({})", self.count, self.dtype, self.operation)
+        let place = if self.device { " on GPUs" } else { "" };
+        write!(f, "{} elements of {}{place} ({})", self.count, self.dtype, self.operation)
     }
 }
 
@@ -163,17 +164,18 @@ mod tests {
             dtype: DType::F32,
             count,
             operation,
+            device: false,
         };
         let mismatch = Mismatch {
             first: Rank(0),
-            first_said: said(4, Operation::Sum),
+            first_said: Declaration { device: true, ..said(4, Operation::Sum) },
             second: Rank(1),
             second_said: said(5, Operation::Broadcast(Rank(2))),
         };
         assert_eq!(
             mismatch.to_string(),
-            "tensor `w`: rank 0 declared 4 elements of f32 (sum), rank 1 declared 5 elements of \
-             f32 (broadcast from rank 2): declare it alike on all ranks"
+            "tensor `w`: rank 0 declared 4 elements of f32 on GPUs (sum), rank 1 declared 5 \
+             elements of f32 (broadcast from rank 2): declare it alike on all ranks"
         );
         assert_eq!(list([0, 1, 2, 5, 7, 8]), "0-2, 5, 7, 8");
         assert_eq!(shorten(&"é".repeat(200)).chars().count(), 121);

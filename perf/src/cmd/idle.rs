@@ -105,6 +105,7 @@ fn rank(worker: &Worker, rest: Duration, rounds: u32, size: usize) -> Seen {
         dtype: DType::F32,
         count: values.len() as u64,
         operation: Operation::Sum,
+        device: false,
     };
     let tensor = worker.declare(&[declaration]).expect("declared")[0];
     let target = values.as_mut_ptr().cast::<u8>();

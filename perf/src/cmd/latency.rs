@@ -92,6 +92,7 @@ fn push_pulls(worker: &Worker, size: usize, samples: u32) -> Vec<f64> {
         dtype: DType::U8,
         count: size as u64,
         operation: Operation::Sum,
+        device: false,
     };
     let tensor = worker.declare(&[declaration]).expect("declared")[0];
     let target = values.as_mut_ptr();

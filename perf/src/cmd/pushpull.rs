@@ -271,6 +271,7 @@ impl Tensors {
                 dtype: DType::F32,
                 count: count as u64,
                 operation: Operation::Sum,
+                device: false,
             })
             .collect();
         let ids = worker.declare(&declarations).expect("declared");

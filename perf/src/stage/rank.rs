@@ -28,6 +28,7 @@ impl Tensor {
             dtype: DType::F32,
             count: count as u64,
             operation: Operation::Sum,
+            device: false,
         };
         let ids = worker.declare(&[declaration]).map_err(|error| error.to_string())?;
         Ok(Tensor { id: ids[0], values: vec![1.0; count].leak() })

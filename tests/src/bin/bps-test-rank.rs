@@ -30,6 +30,7 @@ fn work(rounds: u64, stall: Option<u64>) -> Result<(), Error> {
         dtype: DType::F32,
         count: 100_000,
         operation: Operation::Sum,
+        device: false,
     }])?;
     let mut values = vec![1.0f32; 100_000];
     for round in 1..=rounds {

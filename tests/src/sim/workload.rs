@@ -133,7 +133,7 @@ fn tensors(random: &mut Random, workers: u32) -> Vec<Tensor> {
         };
         let name = format!("tensor.{index}");
         let rounds = 1 + random.below(3);
-        Tensor { declaration: Declaration { name, dtype, count, operation }, rounds }
+        Tensor { declaration: Declaration { name, dtype, count, operation, device: false }, rounds }
     };
     (0..number).map(one).collect()
 }
@@ -186,6 +186,7 @@ pub fn run_hosts(hosts: &[u32]) -> Outcome {
             dtype: DType::F32,
             count: 100_003,
             operation,
+            device: false,
         },
         rounds: 2,
     };
@@ -371,7 +372,7 @@ fn check(
         }
         match flight.handle.wait(Some(Duration::ZERO)) {
             Ok(_) => {
-                let Declaration { dtype, count, operation, name } =
+                let Declaration { dtype, count, operation, name, .. } =
                     &tensors[flight.tensor].declaration;
                 let count = usize::try_from(*count).expect("small tensors");
                 let tensor = flight.tensor as u64;

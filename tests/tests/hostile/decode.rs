@@ -104,6 +104,7 @@ fn node_messages() -> Vec<String> {
         dtype: DType::BF16,
         count: 1 << 20,
         operation: Operation::Broadcast(Rank(3)),
+        device: false,
     };
     [
         NodeMessage::Register(register),

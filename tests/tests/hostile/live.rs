@@ -51,6 +51,7 @@ fn declarations() -> Vec<Declaration> {
         dtype,
         count,
         operation: if index.is_multiple_of(2) { Operation::Sum } else { Operation::Average },
+        device: false,
     };
     vec![
         tensor(0, DType::F32, 50_000),

@@ -87,6 +87,7 @@ fn message(random: &mut Random) -> NodeMessage {
                 dtype: DType::ALL[if odd { random.index(8) } else { name }],
                 count: if odd { random.bits() } else { [5000, 3, 0, 1][name] },
                 operation: [Operation::Sum, Operation::Broadcast(Rank(9))][usize::from(odd)],
+                device: false,
             };
             NodeMessage::Declare { request: number, tensors: vec![declaration; random.index(3)] }
         }

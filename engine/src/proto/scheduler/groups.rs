@@ -77,14 +77,20 @@ impl Owners {
         Owners { loads: sizes.map(|size| (size, vec![0; size])).collect() }
     }
 
-    /// Owners for a part of so many bytes: the places with the fewest.
-    pub(super) fn choose(&mut self, bytes: u32) -> Places {
-        let least = |(&size, loads): (&usize, &mut Vec<u64>)| {
-            let place = (0..loads.len()).min_by_key(|&place| loads[place]).unwrap_or(0);
+    /// Owners for a part of so many bytes: the places with the fewest. `in_turn`, for a tensor on
+    /// GPUs, is the part's number and how many parts of its size the tensor has: those that fill
+    /// whole rows, of a part for each place, go to the places in their order, so that a row is what
+    /// one reduce-scatter leaves behind.
+    pub(super) fn choose(&mut self, bytes: u32, in_turn: Option<(usize, usize)>) -> Places {
+        let one = |(&size, loads): (&usize, &mut Vec<u64>)| {
+            let place = match in_turn {
+                Some((part, equal)) if part < equal - equal % size => part % size,
+                _ => (0..loads.len()).min_by_key(|&place| loads[place]).unwrap_or(0),
+            };
             loads[place] += u64::from(bytes);
             (narrow(size), narrow(place))
         };
-        self.loads.iter_mut().map(least).collect()
+        self.loads.iter_mut().map(one).collect()
     }
 }
 
@@ -125,7 +131,7 @@ mod tests {
         let mut bytes = [0u64; 6];
         for part in 0..3000u32 {
             let size = 1 + part * 7919 % 1000;
-            let places = owners.choose(size);
+            let places = owners.choose(size, None);
             for first in [0, 3, 5] {
                 let owner = owner(&groups, Rank(first), &places, Operation::Sum);
                 assert_eq!(groups.of_rank(owner), groups.of_rank(Rank(first)));
@@ -137,5 +143,18 @@ mod tests {
         }
         assert!(bytes[..3].iter().all(|one| one.abs_diff(bytes[0]) <= 1000), "{bytes:?}");
         assert!(bytes[3].abs_diff(bytes[4]) <= 1000, "{bytes:?}");
+    }
+
+    #[test]
+    fn whole_rows_of_a_tensor_on_gpus_go_round_and_the_rest_to_who_has_least() {
+        let groups = Groups::of(["a", "a", "a", "b", "b"].into_iter());
+        let mut owners = Owners::new(&groups);
+        let places: Vec<Places> = (0..8).map(|part| owners.choose(10, Some((part, 7)))).collect();
+        let of = |rank: u32| -> Vec<u32> {
+            let owner = |places| owner(&groups, Rank(rank), places, Operation::Sum).0;
+            places.iter().map(owner).collect()
+        };
+        assert_eq!(of(0), [0, 1, 2, 0, 1, 2, 0, 1]);
+        assert_eq!(of(4), [3, 4, 3, 4, 3, 4, 3, 4]);
     }
 }

@@ -331,12 +331,15 @@ impl Registry {
         let (mut cut, mut places) = (Vec::new(), Vec::new());
         let all = tensor_bytes(said.count, said.dtype).unwrap_or(u64::MAX);
         let part_bytes = self.part_bytes(all);
-        for (part, (offset, bytes)) in (0u32..).zip(parts(said.count, said.dtype, part_bytes)) {
+        let pieces: Vec<(u64, u32)> = parts(said.count, said.dtype, part_bytes).collect();
+        let equal = pieces.iter().take_while(|(_, bytes)| *bytes == pieces[0].1).count();
+        for (part, (offset, bytes)) in (0u32..).zip(pieces) {
             let core = self.through_servers.then(|| self.placer.place(tensor, part, bytes));
             let key = Key(self.keys.len() as u64);
             self.keys.push(tensor);
             cut.push(Part { key, offset, bytes, core: core.flatten(), owner: rank });
-            places.push(self.owners.choose(bytes));
+            let in_turn = said.device.then_some((part as usize, equal));
+            places.push(self.owners.choose(bytes, in_turn));
         }
         self.names.insert(said.name.clone(), tensor);
         let (batch, spoiled) = (None, None);

@@ -202,7 +202,13 @@ fn server_register(server: u32, num_workers: u32, num_servers: u32) -> Register 
 }
 
 fn tensor(name: &str, count: u64) -> Declaration {
-    Declaration { name: name.to_owned(), dtype: DType::F32, count, operation: Operation::Average }
+    Declaration {
+        name: name.to_owned(),
+        dtype: DType::F32,
+        count,
+        operation: Operation::Average,
+        device: false,
+    }
 }
 
 fn declared(messages: &[SchedulerMessage]) -> (u64, Vec<Assignment>) {
