@@ -10,6 +10,7 @@ pub mod agent;
 mod context;
 mod control;
 mod error;
+pub mod gpu;
 mod job;
 pub mod launch;
 pub mod local;

@@ -137,6 +137,8 @@ pub struct Config {
     pub tcp_driver: TcpDriver,
     /// `BPS_TCP_CONGESTION`: name of a congestion control; `None` keeps the system's but for bbr.
     pub tcp_congestion: Option<String>,
+    /// `BPS_NCCL_LIBRARY`: the file of NCCL; found without it.
+    pub nccl_library: Option<PathBuf>,
     /// `BPS_PAYLOAD_CHECKSUM`: CRC-32C over every payload.
     pub payload_checksum: bool,
     /// `BPS_IDLE`: `busy`, `adaptive`.
@@ -258,6 +260,7 @@ impl Default for Config {
             transport: TransportChoice::Auto,
             tcp_driver: TcpDriver::Auto,
             tcp_congestion: None,
+            nccl_library: None,
             payload_checksum: false,
             idle: Idle::Adaptive,
             pin: true,

@@ -18,6 +18,7 @@ const ALLOWED: &[&str] = &[
     "server/src/entry",
     "server/src/shard",
     "worker/src/context",
+    "worker/src/gpu",
     "worker/src/nic",
 ];
 

@@ -224,6 +224,14 @@ pub static TABLE: &[Row] = &[
     )
     .flag("tcp-congestion"),
     Row::new(
+        "BPS_NCCL_LIBRARY",
+        RANKING,
+        Group::Network,
+        Path { at: |config| &mut config.nccl_library },
+        "/opt/nccl/lib/libnccl.so.2",
+        "NCCL for the GPUs of a host; otherwise the framework's own, or one that the system has.",
+    ),
+    Row::new(
         "BPS_PAYLOAD_CHECKSUM",
         NODES,
         Group::Network,

@@ -1,0 +1,22 @@
+//! GPUs: NVIDIA's driver and NCCL, both opened at run time.
+//!
+//! [`driver`] is CUDA as far as the engine needs it: devices, streams, events and pinned memory.
+//! [`nccl`] is the collectives among the GPUs of a host. Neither library is linked, so one program
+//! serves machines with and without GPUs: what is missing or too old is a [`GpuError`] when a GPU
+//! is asked for. No function here panics because of a library, and none waits without a limit.
+//!
+//! The tables of functions (`cuda`, `nccl_library`) hold C functions by their C types; all else is
+//! built on them.
+
+mod cuda;
+pub mod driver;
+mod error;
+pub mod nccl;
+mod nccl_library;
+mod pinned;
+mod table;
+
+pub use driver::{Device, Event, EventPool, Stream};
+pub use error::GpuError;
+pub use nccl::{Comm, Nccl, ReduceOp};
+pub use pinned::Pinned;

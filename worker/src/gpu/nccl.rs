@@ -1,0 +1,489 @@
+//! Collectives among the GPUs of a host, by NCCL.
+//!
+//! Communicators are non-blocking: a call that can't end at once says "in progress", and is then
+//! watched here until it is enqueued, or its time is up. So a peer that died or never came is an
+//! error and not a hang. Every rank must make the same calls in the same order on a communicator;
+//! who calls sees to that.
+
+use super::error::nccl_version;
+use super::nccl_library::{Config, Found, open};
+use super::table::text;
+use super::{Device, GpuError, Stream};
+use bps_engine::base::DType;
+use cudarc::nccl::sys::{cudaStream_t, ncclComm_t, ncclDataType_t, ncclRedOp_t, ncclUniqueId};
+use std::cell::Cell;
+use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+
+/// `ncclSuccess`.
+const SUCCESS: c_uint = 0;
+/// `ncclInProgress`.
+const IN_PROGRESS: c_uint = 7;
+/// How often the state of a communicator is looked at before the looks become rarer.
+const QUICK_LOOKS: u32 = 200;
+/// How long it sleeps between two looks then.
+const LOOK: Duration = Duration::from_micros(50);
+/// How long NCCL may take to free a communicator before it is left to itself.
+const END_LIMIT: Duration = Duration::from_secs(10);
+
+/// How contributions are reduced.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ReduceOp {
+    /// Their sum.
+    Sum,
+    /// Their sum divided by the number of ranks of the communicator.
+    Average,
+}
+
+/// NCCL, opened. Clones are the same.
+#[derive(Clone)]
+pub struct Nccl(Arc<Found>);
+
+impl Nccl {
+    /// Opens NCCL: the file at `path` (`BPS_NCCL_LIBRARY`), or else the one that the process has
+    /// already, or one that the dynamic linker finds, or one beside this process's Python packages.
+    ///
+    /// # Errors
+    /// [`GpuError::NcclMissing`], [`GpuError::NcclTooOld`], [`GpuError::NoFunction`].
+    pub fn load(path: Option<&Path>) -> Result<Nccl, GpuError> {
+        open(path).map(|found| Nccl(Arc::new(found)))
+    }
+
+    /// Its version, 10000 × major + 100 × minor + patch.
+    #[must_use]
+    pub fn version(&self) -> u32 {
+        self.0.version
+    }
+
+    /// Version and file, for the start line: `NCCL 2.27.7 (/usr/lib/libnccl.so.2)`.
+    #[must_use]
+    pub fn describe(&self) -> String {
+        format!("NCCL {} ({})", nccl_version(self.0.version), self.0.path)
+    }
+
+    /// A new identity for a communicator. One rank makes it, and gives it to the others.
+    ///
+    /// # Errors
+    /// [`GpuError::Nccl`], for instance where NCCL finds no network interface to meet on.
+    pub fn unique_id(&self) -> Result<[u8; 128], GpuError> {
+        let mut id = ncclUniqueId { internal: [0; 128] };
+        // SAFETY: it writes the 128 bytes.
+        let code = unsafe { (self.0.call.ncclGetUniqueId)(&raw mut id) };
+        self.check("ncclGetUniqueId", code, std::ptr::null_mut())?;
+        Ok(id.internal.map(c_char::cast_unsigned))
+    }
+
+    /// Joins a communicator of `ranks` ranks as `rank`, with this GPU. All its ranks call this with
+    /// the same `id`; it returns when all have come. `channels` limits and fixes how many thread
+    /// blocks of the GPU, with as many channels, a collective takes; NCCL chooses without it.
+    ///
+    /// `deadline` is how long it may take, and also how long any later call on the communicator
+    /// may take to be enqueued.
+    ///
+    /// # Errors
+    /// [`GpuError::Timeout`] if a rank does not come; [`GpuError::Nccl`], [`GpuError::Cuda`].
+    pub fn comm(
+        &self,
+        device: &Device,
+        id: &[u8; 128],
+        ranks: u32,
+        rank: u32,
+        channels: Option<u32>,
+        deadline: Duration,
+    ) -> Result<Comm, GpuError> {
+        let id = ncclUniqueId { internal: id.map(u8::cast_signed) };
+        // Ranks beyond 2^31 are refused by NCCL as what they become here.
+        let number = |value: u32| c_int::try_from(value).unwrap_or(-1);
+        let mut config = Config::non_blocking(channels);
+        let mut handle: ncclComm_t = std::ptr::null_mut();
+        // NCCL takes the GPU whose context the thread has.
+        let code = device.with_context(|_| {
+            let init = self.0.call.ncclCommInitRankConfig;
+            let (ranks, rank, config) = (number(ranks), number(rank), (&raw mut config).cast());
+            // SAFETY: it reads the settings, whose layout is checked beside `Config`, and writes
+            // one handle.
+            Ok(unsafe { init(&raw mut handle, ranks, id, rank, config) })
+        })?;
+        let comm = Comm {
+            nccl: self.clone(),
+            device: device.clone(),
+            handle,
+            ranks,
+            rank,
+            deadline,
+            grouped: Cell::new(false),
+        };
+        match code {
+            SUCCESS | IN_PROGRESS if !handle.is_null() => {}
+            code => {
+                // The error is taken before the communicator's drop aborts what there is of it.
+                let code = if code == SUCCESS || code == IN_PROGRESS { 3 } else { code };
+                return Err(self.error("ncclCommInitRankConfig", code, handle));
+            }
+        }
+        // A failure drops the communicator, which aborts it.
+        comm.settle("ncclCommInitRankConfig", || {
+            format!(
+                "NCCL's start on rank {rank} of {ranks}: the other ranks of this host did not all \
+                 come; look at what they print"
+            )
+        })?;
+        Ok(comm)
+    }
+
+    fn check(&self, call: &'static str, code: c_uint, comm: ncclComm_t) -> Result<(), GpuError> {
+        if code == SUCCESS { Ok(()) } else { Err(self.error(call, code, comm)) }
+    }
+
+    #[cold]
+    fn error(&self, call: &'static str, code: c_uint, comm: ncclComm_t) -> GpuError {
+        // SAFETY: it takes any number, and returns a string of the library, never changed.
+        let said = unsafe { text((self.0.call.ncclGetErrorString)(code)) };
+        // SAFETY: it takes a communicator or null; its string is copied at once.
+        let last_error = unsafe { text((self.0.call.ncclGetLastError)(comm)) };
+        GpuError::Nccl { call, code, text: said, last_error: last_error.trim().to_owned() }
+    }
+}
+
+/// A communicator: one rank's end of the collectives among `ranks` GPUs. The thread that calls has
+/// the GPU's context, see [`Device::make_current`]. Counts are elements. A call returns when its
+/// work is enqueued in the stream.
+///
+/// Dropped without [`close`](Self::close), it is aborted.
+pub struct Comm {
+    nccl: Nccl,
+    device: Device,
+    handle: ncclComm_t,
+    ranks: u32,
+    rank: u32,
+    deadline: Duration,
+    /// Whether a group is open: calls are then only noted, and enqueued at its end.
+    grouped: Cell<bool>,
+}
+
+// SAFETY: a communicator may be used by any one thread at a time, which `!Sync` keeps.
+unsafe impl Send for Comm {}
+
+impl Comm {
+    /// How many ranks it has.
+    #[must_use]
+    pub fn ranks(&self) -> u32 {
+        self.ranks
+    }
+
+    /// Which of them this is.
+    #[must_use]
+    pub fn rank(&self) -> u32 {
+        self.rank
+    }
+
+    /// Reduces `ranks × recv_count` elements from each rank; rank `r` gets the `r`-th piece of
+    /// `recv_count` elements. In place where `recv` is the own piece of `send`.
+    ///
+    /// # Errors
+    /// [`GpuError::Nccl`], [`GpuError::Timeout`].
+    ///
+    /// # Safety
+    /// `send` and `recv` are memory of this GPU, of `ranks × recv_count` and `recv_count` elements,
+    /// valid and untouched by others until the stream has passed the call.
+    pub unsafe fn reduce_scatter(
+        &self,
+        send: u64,
+        recv: u64,
+        recv_count: usize,
+        dtype: DType,
+        op: ReduceOp,
+        stream: &Stream,
+    ) -> Result<(), GpuError> {
+        let function = self.nccl.0.call.ncclReduceScatter;
+        let (send, recv, dtype, op) = (from(send), to(recv), dtype_of(dtype), op_of(op));
+        // SAFETY: the caller vouches for the memory; the handles are held by their values.
+        let code = unsafe { function(send, recv, recv_count, dtype, op, self.handle, raw(stream)) };
+        self.enqueued("ncclReduceScatter", code)
+    }
+
+    /// Gathers `send_count` elements of each rank, rank `r`'s as the `r`-th piece of `recv`. In
+    /// place where `send` is the own piece of `recv`.
+    ///
+    /// # Errors
+    /// As [`reduce_scatter`](Self::reduce_scatter).
+    ///
+    /// # Safety
+    /// As [`reduce_scatter`](Self::reduce_scatter), with `send_count` and `ranks × send_count`
+    /// elements.
+    pub unsafe fn all_gather(
+        &self,
+        send: u64,
+        recv: u64,
+        send_count: usize,
+        dtype: DType,
+        stream: &Stream,
+    ) -> Result<(), GpuError> {
+        let function = self.nccl.0.call.ncclAllGather;
+        let (send, recv, dtype) = (from(send), to(recv), dtype_of(dtype));
+        // SAFETY: the caller vouches for the memory; the handles are held by their values.
+        let code = unsafe { function(send, recv, send_count, dtype, self.handle, raw(stream)) };
+        self.enqueued("ncclAllGather", code)
+    }
+
+    /// Reduces `count` elements of each rank; every rank gets the result. In place where `send` is
+    /// `recv`.
+    ///
+    /// # Errors
+    /// As [`reduce_scatter`](Self::reduce_scatter).
+    ///
+    /// # Safety
+    /// As [`reduce_scatter`](Self::reduce_scatter), with `count` elements each.
+    pub unsafe fn all_reduce(
+        &self,
+        send: u64,
+        recv: u64,
+        count: usize,
+        dtype: DType,
+        op: ReduceOp,
+        stream: &Stream,
+    ) -> Result<(), GpuError> {
+        let function = self.nccl.0.call.ncclAllReduce;
+        let (send, recv, dtype, op) = (from(send), to(recv), dtype_of(dtype), op_of(op));
+        // SAFETY: the caller vouches for the memory; the handles are held by their values.
+        let code = unsafe { function(send, recv, count, dtype, op, self.handle, raw(stream)) };
+        self.enqueued("ncclAllReduce", code)
+    }
+
+    /// Reduces `count` elements of each rank; the rank `root` alone gets the result. In place where
+    /// `send` is `recv`.
+    ///
+    /// # Errors
+    /// As [`reduce_scatter`](Self::reduce_scatter).
+    ///
+    /// # Safety
+    /// As [`reduce_scatter`](Self::reduce_scatter), with `count` elements each; `recv` is used on
+    /// the root alone.
+    #[allow(clippy::too_many_arguments, reason = "they are those of ncclReduce")]
+    pub unsafe fn reduce(
+        &self,
+        send: u64,
+        recv: u64,
+        count: usize,
+        dtype: DType,
+        op: ReduceOp,
+        root: u32,
+        stream: &Stream,
+    ) -> Result<(), GpuError> {
+        let function = self.nccl.0.call.ncclReduce;
+        let (send, recv, dtype, op) = (from(send), to(recv), dtype_of(dtype), op_of(op));
+        let root = c_int::try_from(root).unwrap_or(-1);
+        // SAFETY: the caller vouches for the memory; the handles are held by their values.
+        let code =
+            unsafe { function(send, recv, count, dtype, op, root, self.handle, raw(stream)) };
+        self.enqueued("ncclReduce", code)
+    }
+
+    /// Copies `count` elements from the `send` of the rank `root` to the `recv` of every rank. In
+    /// place where `send` is `recv`.
+    ///
+    /// # Errors
+    /// As [`reduce_scatter`](Self::reduce_scatter).
+    ///
+    /// # Safety
+    /// As [`reduce_scatter`](Self::reduce_scatter), with `count` elements each; `send` is used on
+    /// the root alone.
+    pub unsafe fn broadcast(
+        &self,
+        send: u64,
+        recv: u64,
+        count: usize,
+        dtype: DType,
+        root: u32,
+        stream: &Stream,
+    ) -> Result<(), GpuError> {
+        let function = self.nccl.0.call.ncclBroadcast;
+        let (send, recv, dtype) = (from(send), to(recv), dtype_of(dtype));
+        let root = c_int::try_from(root).unwrap_or(-1);
+        // SAFETY: the caller vouches for the memory; the handles are held by their values.
+        let code = unsafe { function(send, recv, count, dtype, root, self.handle, raw(stream)) };
+        self.enqueued("ncclBroadcast", code)
+    }
+
+    /// Makes the calls in `calls` one group: NCCL enqueues them together, in one kernel where it
+    /// can. All are calls of this communicator. Groups do not nest.
+    ///
+    /// # Errors
+    /// That of `calls`, else as [`reduce_scatter`](Self::reduce_scatter). After an error the
+    /// communicator is of no further use.
+    pub fn group<T>(&self, calls: impl FnOnce() -> Result<T, GpuError>) -> Result<T, GpuError> {
+        assert!(!self.grouped.get(), "groups do not nest");
+        // SAFETY: it takes nothing.
+        let code = unsafe { (self.nccl.0.call.ncclGroupStart)() };
+        self.nccl.check("ncclGroupStart", code, self.handle)?;
+        self.grouped.set(true);
+        let result = calls();
+        self.grouped.set(false);
+        // SAFETY: it takes nothing; the group was started above, by this thread.
+        let code = unsafe { (self.nccl.0.call.ncclGroupEnd)() };
+        let ended = self.enqueued("ncclGroupEnd", code);
+        let value = result?;
+        ended.map(|()| value)
+    }
+
+    /// What has gone wrong behind the calls, if anything: a peer that died, say. To be asked now
+    /// and then while work is in flight.
+    ///
+    /// # Errors
+    /// [`GpuError::Nccl`]; then [`abort`](Self::abort) is all that is left to do.
+    pub fn async_error(&self) -> Result<(), GpuError> {
+        match self.state()? {
+            SUCCESS | IN_PROGRESS => Ok(()),
+            code => Err(self.nccl.error("a collective", code, self.handle)),
+        }
+    }
+
+    /// Ends the communicator at once, with all that is in flight: kernels that wait for a peer
+    /// return, and what they should have written is garbage.
+    ///
+    /// # Errors
+    /// [`GpuError::Timeout`] if NCCL does not let go; it is left to itself then.
+    pub fn abort(mut self) -> Result<(), GpuError> {
+        self.end("ncclCommAbort")
+    }
+
+    /// Ends the communicator after all that was enqueued is done, which waits for every rank to
+    /// close its end. If that fails, or takes longer than the deadline, it is aborted.
+    ///
+    /// # Errors
+    /// [`GpuError::Timeout`], [`GpuError::Nccl`].
+    pub fn close(mut self) -> Result<(), GpuError> {
+        // SAFETY: the handle is held by this value.
+        let code = unsafe { (self.nccl.0.call.ncclCommFinalize)(self.handle) };
+        self.enqueued("ncclCommFinalize", code)?;
+        self.end("ncclCommDestroy")
+    }
+
+    /// What a call's code means: done, noted in a group, or to be watched until it is enqueued.
+    #[inline]
+    fn enqueued(&self, call: &'static str, code: c_uint) -> Result<(), GpuError> {
+        match code {
+            SUCCESS => Ok(()),
+            IN_PROGRESS if self.grouped.get() => Ok(()),
+            IN_PROGRESS => self.settle(call, || {
+                format!(
+                    "{call} on rank {} of {}: another rank of this host does not take part; look \
+                     at what they print",
+                    self.rank, self.ranks
+                )
+            }),
+            code => Err(self.nccl.error(call, code, self.handle)),
+        }
+    }
+
+    /// Waits until the last call is no longer in progress.
+    fn settle(&self, call: &'static str, what: impl Fn() -> String) -> Result<(), GpuError> {
+        let start = Instant::now();
+        let mut looks = 0;
+        loop {
+            match self.state()? {
+                SUCCESS => return Ok(()),
+                IN_PROGRESS => {}
+                code => return Err(self.nccl.error(call, code, self.handle)),
+            }
+            looks += 1;
+            if looks < QUICK_LOOKS {
+                std::hint::spin_loop();
+            } else if start.elapsed() > self.deadline {
+                return Err(GpuError::Timeout { what: what(), after: self.deadline });
+            } else {
+                std::thread::sleep(LOOK);
+            }
+        }
+    }
+
+    /// The communicator's own code.
+    fn state(&self) -> Result<c_uint, GpuError> {
+        let mut state = SUCCESS;
+        let ask = self.nccl.0.call.ncclCommGetAsyncError;
+        // SAFETY: the handle is held by this value; it writes one number.
+        let code = unsafe { ask(self.handle, &raw mut state) };
+        self.nccl.check("ncclCommGetAsyncError", code, self.handle)?;
+        Ok(state)
+    }
+
+    /// Frees the communicator by one of the two calls that do, on a thread of its own, because they
+    /// wait for the GPU.
+    fn end(&mut self, call: &'static str) -> Result<(), GpuError> {
+        let handle = std::mem::replace(&mut self.handle, std::ptr::null_mut()).expose_provenance();
+        if handle == 0 {
+            return Ok(());
+        }
+        let (nccl, device) = (self.nccl.clone(), self.device.clone());
+        let (done, wait) = channel();
+        let end = move || {
+            let handle: ncclComm_t = std::ptr::with_exposed_provenance_mut(handle);
+            let functions = &nccl.0.call;
+            let result = device.make_current().and_then(|()| {
+                // SAFETY: the handle was taken from its owner, so nobody else uses it.
+                let code = unsafe {
+                    match call {
+                        "ncclCommDestroy" => (functions.ncclCommDestroy)(handle),
+                        _ => (functions.ncclCommAbort)(handle),
+                    }
+                };
+                // The communicator is gone: nothing may be asked of it.
+                nccl.check(call, if code == IN_PROGRESS { 0 } else { code }, std::ptr::null_mut())
+            });
+            let _ = done.send(result);
+        };
+        let thread = std::thread::Builder::new().name("bps-nccl-end".into()).spawn(end);
+        let what = || format!("{call} on rank {} of {}", self.rank, self.ranks);
+        if thread.is_err() {
+            return Err(GpuError::Timeout { what: what(), after: Duration::ZERO });
+        }
+        match wait.recv_timeout(END_LIMIT) {
+            Ok(result) => result,
+            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
+                Err(GpuError::Timeout { what: what(), after: END_LIMIT })
+            }
+        }
+    }
+}
+
+impl Drop for Comm {
+    fn drop(&mut self) {
+        let _ = self.end("ncclCommAbort");
+    }
+}
+
+fn from(address: u64) -> *const c_void {
+    to(address).cast_const()
+}
+
+#[allow(clippy::cast_possible_truncation, reason = "CUDA exists on 64-bit machines alone")]
+fn to(address: u64) -> *mut c_void {
+    std::ptr::with_exposed_provenance_mut(address as usize)
+}
+
+fn raw(stream: &Stream) -> cudaStream_t {
+    std::ptr::with_exposed_provenance_mut(stream.raw())
+}
+
+fn op_of(op: ReduceOp) -> ncclRedOp_t {
+    match op {
+        ReduceOp::Sum => ncclRedOp_t::ncclSum,
+        ReduceOp::Average => ncclRedOp_t::ncclAvg,
+    }
+}
+
+fn dtype_of(dtype: DType) -> ncclDataType_t {
+    match dtype {
+        DType::F32 => ncclDataType_t::ncclFloat32,
+        DType::F64 => ncclDataType_t::ncclFloat64,
+        DType::F16 => ncclDataType_t::ncclFloat16,
+        DType::BF16 => ncclDataType_t::ncclBfloat16,
+        DType::U8 => ncclDataType_t::ncclUint8,
+        DType::I8 => ncclDataType_t::ncclInt8,
+        DType::I32 => ncclDataType_t::ncclInt32,
+        DType::I64 => ncclDataType_t::ncclInt64,
+    }
+}
