@@ -27,6 +27,13 @@ impl Claims {
         Claims::at(Path::new("/dev/shm/bps-cpus"))
     }
 
+    /// Those of these CPUs that polling threads of other processes, or other claims, have now.
+    #[must_use]
+    pub fn of_others(&self, cpus: &[usize]) -> Vec<usize> {
+        let Some(file) = &self.file else { return Vec::new() };
+        cpus.iter().copied().filter(|&cpu| is_locked(file, cpu)).collect()
+    }
+
     fn at(path: &Path) -> Claims {
         let all = Mode::from_raw_mode(0o666);
         let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
@@ -92,6 +99,17 @@ const NOWHERE: Place = Place { cpu: None, memory_node: None };
 /// Locks one byte, for this open file and not for the process, so that jobs within one process see
 /// each other too.
 fn lock(file: &OwnedFd, byte: usize) -> io::Result<()> {
+    control(file, byte, libc::F_OFD_SETLK).map(|_| ())
+}
+
+/// Whether another open file has this byte. Where that can't be known nobody has.
+fn is_locked(file: &OwnedFd, byte: usize) -> bool {
+    const FREE: libc::c_int = libc::F_UNLCK;
+    control(file, byte, libc::F_OFD_GETLK)
+        .is_ok_and(|range| libc::c_int::from(range.l_type) != FREE)
+}
+
+fn control(file: &OwnedFd, byte: usize, command: libc::c_int) -> io::Result<libc::flock> {
     let start = libc::off_t::try_from(byte).map_err(io::Error::other)?;
     #[allow(clippy::cast_possible_truncation, reason = "the kernel's constants, all below ten")]
     let mut range = libc::flock {
@@ -103,8 +121,8 @@ fn lock(file: &OwnedFd, byte: usize) -> io::Result<()> {
     };
     // SAFETY: the descriptor is open, and the call reads and writes the one structure that is
     // passed, which lives until it returns.
-    let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw mut range) };
-    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    let result = unsafe { libc::fcntl(file.as_raw_fd(), command, &raw mut range) };
+    if result == 0 { Ok(range) } else { Err(io::Error::last_os_error()) }
 }
 
 #[cfg(test)]
@@ -138,11 +156,15 @@ mod tests {
         assert_eq!(cpu_of(&mut second, 1).cpu, Some(0));
         let mut third = Claims::at(&path);
         assert_eq!(cpu_of(&mut third, 0), NOWHERE);
+        assert_eq!(second.of_others(&affinity), [1, 2]);
+        assert_eq!(third.of_others(&affinity), affinity);
         drop(first);
+        assert_eq!(third.of_others(&affinity), [0, 3]);
         assert_eq!(cpu_of(&mut third, 0).cpu, Some(1));
         std::fs::remove_file(&path).unwrap();
         let mut nowhere = Claims::at(Path::new("/nonexistent/claims"));
         assert_eq!(cpu_of(&mut nowhere, 1).cpu, Some(2), "nothing is known of others");
         assert_eq!(cpu_of(&mut nowhere, 2), NOWHERE, "there is no such thread");
+        assert!(nowhere.of_others(&affinity).is_empty());
     }
 }

@@ -2,22 +2,25 @@
 //!
 //! [`Topology::read`] takes everything from /sys and /proc under a root that tests replace. What a
 //! kernel, container or virtual machine does not say is absent here, never guessed: a CPU without a
-//! known node is near everything. [`plan`] turns a topology into an assignment of threads to CPUs,
-//! [`claim`] keeps it clear of other processes' threads, and [`pin`] carries it out.
+//! known node is near everything. [`visible`] says which GPUs a job sees, [`share`] divides the CPUs
+//! among the processes of a host, [`plan`] assigns a process's threads to CPUs, [`claim`] keeps
+//! that clear of other processes' threads, and [`pin`] carries it out.
 
 pub mod cgroup;
 pub mod claim;
 pub mod pci;
 pub mod pin;
 pub mod plan;
+pub mod share;
 mod sysfs;
+pub mod visible;
 
 #[cfg(test)]
 #[path = "tests/fixture.rs"]
 mod fixture;
 
-pub use pci::{Gpu, Nearness, Nic, PciPath};
-pub use sysfs::format_list;
+pub use pci::{Driver, Gpu, Nearness, Nic, PciPath};
+pub use sysfs::{format_list, parse_list};
 
 use std::cmp::Reverse;
 use std::path::{Path, PathBuf};

@@ -45,8 +45,21 @@ pub struct Gpu {
     pub node: Option<u32>,
     /// The CPUs that are near it; empty if unknown.
     pub cpus: Vec<usize>,
-    /// Its place.
+    /// Its place; empty where /sys does not show the device.
     pub path: PciPath,
+    /// What the NVIDIA driver says of it; `None` if it is not the driver's.
+    pub driver: Option<Driver>,
+}
+
+/// What the NVIDIA driver says of a GPU, in /proc/driver/nvidia/gpus.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Driver {
+    /// The number of its device file, /dev/nvidia0 and so on.
+    pub minor: u32,
+    /// `GPU-` and its identifier; the driver does not know it before somebody has used the GPU.
+    pub uuid: Option<String>,
+    /// Its name, such as `NVIDIA H200`.
+    pub model: Option<String>,
 }
 
 impl PciPath {
@@ -127,6 +140,8 @@ pub(super) fn read_nics(root: &Path) -> Vec<Nic> {
 
 pub(super) fn read_gpus(root: &Path) -> Vec<Gpu> {
     let folder = root.join("sys/bus/pci/devices");
+    let driver_folder = root.join("proc/driver/nvidia/gpus");
+    let of_driver = |address: &str| driver(&driver_folder.join(address).join("information"));
     let read = |address: String| {
         let device = folder.join(&address).canonicalize().ok()?;
         let class = sysfs::text(&device.join("class"))?;
@@ -139,9 +154,41 @@ pub(super) fn read_gpus(root: &Path) -> Vec<Gpu> {
             node,
             cpus,
             path: PciPath::of(&device),
+            driver: of_driver(&address),
         })
     };
-    sysfs::entries(&folder).into_iter().filter_map(read).collect()
+    let mut gpus: Vec<Gpu> = sysfs::entries(&folder).into_iter().filter_map(read).collect();
+    // Sandboxes that show no PCI devices may still show what the driver has.
+    for address in sysfs::entries(&driver_folder) {
+        let lower = address.to_ascii_lowercase();
+        if !gpus.iter().any(|gpu| gpu.address == lower)
+            && let Some(driver) = of_driver(&address)
+        {
+            gpus.push(Gpu {
+                address: lower,
+                node: None,
+                cpus: Vec::new(),
+                path: PciPath::default(),
+                driver: Some(driver),
+            });
+        }
+    }
+    gpus.sort_by(|left, right| left.address.cmp(&right.address));
+    gpus
+}
+
+fn driver(information: &Path) -> Option<Driver> {
+    let text = sysfs::text(information)?;
+    let field = |name: &str| {
+        let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+        Some(value.trim().to_owned())
+    };
+    Some(Driver {
+        minor: field("Device Minor")?.parse().ok()?,
+        // Question marks stand for what the driver has not read yet.
+        uuid: field("GPU UUID").filter(|uuid| uuid.starts_with("GPU-") && !uuid.contains('?')),
+        model: field("Model").filter(|model| !model.is_empty()),
+    })
 }
 
 #[cfg(test)]

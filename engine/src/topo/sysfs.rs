@@ -23,8 +23,10 @@ pub(super) fn list(path: &Path) -> Option<Vec<usize>> {
     parse_list(&text(path)?)
 }
 
-/// Parses `0-3,8,10-11` into sorted numbers; the empty text is the empty list.
-pub(super) fn parse_list(text: &str) -> Option<Vec<usize>> {
+/// Parses `0-3,8,10-11` into sorted numbers; the empty text is the empty list. Empty ranges,
+/// reversed ones and absurdly large numbers make it no list.
+#[must_use]
+pub fn parse_list(text: &str) -> Option<Vec<usize>> {
     let mut numbers = Vec::new();
     for range in text.split(',').map(str::trim).filter(|range| !range.is_empty()) {
         let (first, last) = range.split_once('-').unwrap_or((range, range));
