@@ -4,6 +4,7 @@ use crate::agent::Agent;
 use crate::control::{Answers, Control, lock};
 use crate::error::Error;
 use crate::nic::{Command, Memory, Nic, NicConfig, NicStatistics, Report};
+use crate::places::{self, Poller, Spot};
 use crate::start;
 use crate::task::{Handle, Task};
 use crate::timeline::Tracing;
@@ -70,7 +71,7 @@ impl Job {
         };
         let lanes = joined.lanes();
         let (started, has_started) = std::sync::mpsc::channel();
-        let (cpu, claims) = start::nic_cpu(config).unzip();
+        let Spot { cpu, claims, .. } = places::spot(config, Poller::Nic);
         let nic_thread = {
             let (commands, reports, statistics) =
                 (commands.clone(), reports.clone(), Arc::clone(&statistics));

@@ -16,6 +16,7 @@ pub mod launch;
 pub mod local;
 mod neighbours;
 pub mod nic;
+mod places;
 mod start;
 pub mod task;
 mod timeline;

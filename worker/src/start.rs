@@ -15,16 +15,12 @@ use bps_engine::proto::messages::{
     Node, NodeMessage, Planning, Register, Roster, SchedulerMessage, ServerPeer,
 };
 use bps_engine::ring::Mpsc;
-use bps_engine::topo::claim::Claims;
-use bps_engine::topo::plan::{Near, Request, Side, plan};
-use bps_engine::topo::{Topology, pin};
 use bps_engine::trace::log;
 use bps_engine::transport::rdma::{self, Rails, Rdma, RdmaOptions};
 use bps_engine::transport::shm::{self, Shm, ShmOptions};
 use bps_engine::transport::tcp::Tcp;
 use bps_engine::transport::{self, LaneId, Transport, Waker};
 use bps_engine::{harness, host};
-use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -349,35 +345,6 @@ pub(crate) fn spin() -> Duration {
 /// How long a caller spins before it sleeps: not at all where CPUs are scarce.
 pub(crate) fn caller_spin() -> Duration {
     if spin() < harness::SPIN_ROOMY { Duration::ZERO } else { harness::SPIN_ROOMY }
-}
-
-/// The CPU for the NIC loop, if there are enough of them for one to be given away, and what keeps
-/// others from it.
-pub(crate) fn nic_cpu(config: &Config) -> Option<(usize, Claims)> {
-    if !config.pin {
-        return None;
-    }
-    let topology = Topology::read(Path::new("/")).ok()?;
-    let affinity = pin::affinity().ok()?;
-    // A launcher that binds ranks gives each its own CPUs; else the ranks of a host share all of
-    // them.
-    let is_bound = affinity.len() < topology.cpus.len();
-    let (ranks, rank) =
-        if is_bound { (1, 0) } else { (config.local_size as usize, config.local_rank as usize) };
-    let near = config.interface.clone().map_or(Near::Anywhere, Near::Nic);
-    let threads = vec![near; ranks];
-    let request = Request {
-        side: Side::First,
-        threads: &threads,
-        affinity: &affinity,
-        // The framework computes on several threads in each rank: a pinned loop must not be in
-        // their way.
-        others: 3 * ranks,
-        use_isolated: false,
-    };
-    let mut claims = Claims::open();
-    let planned = plan(&topology, &request);
-    Some((claims.settle(&topology, &request, &planned, rank).cpu?, claims))
 }
 
 #[cfg(test)]

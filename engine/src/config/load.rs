@@ -317,7 +317,8 @@ fn fill(
     }
     for name in row.variables() {
         // An empty variable counts as unset: scripts write `DMLC_INTERFACE= command` for that.
-        if let Some(text) = environment(name).filter(|text| !text.trim().is_empty()) {
+        let is_set = |text: &String| row.keeps_empty || !text.trim().is_empty();
+        if let Some(text) = environment(name).filter(is_set) {
             set(row, config, &text, name.to_owned(), &format!("{name}={}", row.example))?;
             return Ok(Origin::Variable(name));
         }
@@ -375,7 +376,7 @@ fn command(program: Program) -> Command {
                 .help("Print every value and whence it came, and leave"),
         );
     // What only the launcher has is what its users look for.
-    let (own, shared): (Vec<_>, Vec<_>) = TABLE
+    let (own, shared): (Vec<&Row>, Vec<&Row>) = TABLE
         .iter()
         .filter(|row| row.used_by(program))
         .partition(|row| row.group == super::table::Group::Launcher);

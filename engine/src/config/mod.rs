@@ -201,6 +201,14 @@ pub struct LaunchConfig {
     pub no_prefix: bool,
     /// `--grace`: how long a process that was asked to end may take before it is killed.
     pub grace: Duration,
+    /// `--dry-run`: print what would be started, and leave.
+    pub dry_run: bool,
+    /// `--gpus`: whether each worker process has a GPU of its own.
+    pub gpus: Gpus,
+    /// `CUDA_VISIBLE_DEVICES`; empty is not the same as unset.
+    pub cuda_visible: Option<String>,
+    /// `CUDA_DEVICE_ORDER`.
+    pub cuda_order: Option<String>,
     /// `NVIDIA_VISIBLE_DEVICES`: one worker process for each entry.
     pub visible_devices: Option<String>,
     /// `BYTEPS_ENABLE_GDB`: run workers under gdb.
@@ -217,6 +225,17 @@ pub struct LaunchConfig {
     pub cpu_blacklist: Option<String>,
     /// `BYTEPS_VISIBLE_CPU_CORES`: one list of CPUs a process, separated by colons.
     pub visible_cpu_cores: Option<String>,
+}
+
+/// What the launcher does about GPUs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Gpus {
+    /// Binds each worker process to its GPU where there are enough of them.
+    Auto,
+    /// Starts nothing where there are too few.
+    Demand,
+    /// Pays no regard to them.
+    None,
 }
 
 /// How much a process says on standard error.
@@ -285,6 +304,10 @@ impl Default for Config {
                 local: 0,
                 no_prefix: false,
                 grace: Duration::from_secs(5),
+                dry_run: false,
+                gpus: Gpus::Auto,
+                cuda_visible: None,
+                cuda_order: None,
                 visible_devices: None,
                 gdb: false,
                 numa: true,

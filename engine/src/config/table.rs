@@ -8,9 +8,25 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 mod choices;
+mod launcher;
 mod rows;
 
-pub use rows::TABLE;
+/// Every knob, in the order in which the documents list them.
+pub static TABLE: &[Row] = &JOINED;
+
+const JOINED: [Row; rows::ROWS.len() + launcher::ROWS.len()] = {
+    let mut all = [rows::ROWS[0]; rows::ROWS.len() + launcher::ROWS.len()];
+    let mut index = 1;
+    while index < all.len() {
+        let of_launcher = index.checked_sub(rows::ROWS.len());
+        all[index] = match of_launcher {
+            Some(index) => launcher::ROWS[index],
+            None => rows::ROWS[index],
+        };
+        index += 1;
+    }
+    all
+};
 
 /// A program that reads the configuration.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -98,6 +114,7 @@ impl Group {
 
 /// Where a value lives in [`Config`], and which texts are values. One accessor serves reading and
 /// writing.
+#[derive(Clone, Copy)]
 pub(super) enum Field {
     Count {
         at: fn(&mut Config) -> &mut u32,
@@ -145,6 +162,7 @@ pub(super) enum Field {
 }
 
 /// One knob.
+#[derive(Clone, Copy)]
 pub struct Row {
     pub(super) variable: &'static str,
     pub(super) aliases: &'static [&'static str],
@@ -155,6 +173,8 @@ pub struct Row {
     pub(super) field: Field,
     pub(super) example: &'static str,
     pub(super) secret: bool,
+    /// Whether a variable that is set and empty is a value, and not the same as unset.
+    pub(super) keeps_empty: bool,
     pub(super) meaning: &'static str,
 }
 
@@ -177,6 +197,7 @@ impl Row {
             field,
             example,
             secret: false,
+            keeps_empty: false,
             meaning,
         }
     }
@@ -198,6 +219,11 @@ impl Row {
 
     const fn secret(mut self) -> Row {
         self.secret = true;
+        self
+    }
+
+    const fn keeps_empty(mut self) -> Row {
+        self.keeps_empty = true;
         self
     }
 

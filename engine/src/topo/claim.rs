@@ -27,6 +27,12 @@ impl Claims {
         Claims::at(Path::new("/dev/shm/bps-cpus"))
     }
 
+    /// No CPU taken yet, and none that others know of: for plans of machines that are not this one.
+    #[must_use]
+    pub fn none() -> Claims {
+        Claims { file: None, taken: Vec::new() }
+    }
+
     /// Those of these CPUs that polling threads of other processes, or other claims, have now.
     #[must_use]
     pub fn of_others(&self, cpus: &[usize]) -> Vec<usize> {

@@ -133,7 +133,12 @@ impl Topology {
     /// memory.
     #[must_use]
     pub fn memory_node(&self, cpu: usize) -> Option<u32> {
-        let own = self.cpu(cpu)?.node?;
+        self.memory_near(self.cpu(cpu)?.node?)
+    }
+
+    /// This node, or the nearest that has memory.
+    #[must_use]
+    pub fn memory_near(&self, own: u32) -> Option<u32> {
         self.nodes
             .iter()
             .filter(|node| node.has_memory)

@@ -1,22 +1,30 @@
 //! One machine's share of a job that `DMLC_*` variables describe, as BytePS's launcher starts it.
 
 use super::Programs;
-use super::cpus;
+use super::binding::{Binding, Machine, Wanted};
 use super::plan::{Environment, Kind, LaunchError, Plan, Process, helper_command, worker_command};
 use bps_engine::config::{Config, Loaded, Origin, Role};
 
 /// Plans the processes of `DMLC_ROLE`. Their output is not touched: BytePS's is not either.
 pub(super) fn plan(loaded: &Loaded, programs: &Programs) -> Result<Plan, LaunchError> {
     let mut config = loaded.config.clone();
-    if loaded.origin("BYTEPS_LOCAL_SIZE") == Origin::Default {
-        config.local_size = count_devices(config.launch.visible_devices.as_deref());
-    }
-    require(loaded, &config)?;
     let mut notes = Vec::new();
     let processes = match config.role {
-        Role::Worker => workers(loaded, &config, &mut notes)?,
-        Role::Server => vec![helper("server", &programs.server, loaded)],
-        Role::Scheduler => vec![helper("scheduler", &programs.scheduler, loaded)],
+        Role::Worker => {
+            let machine = Machine::read(&config.launch)?;
+            if loaded.origin("BYTEPS_LOCAL_SIZE") == Origin::Default {
+                config.local_size = machine.processes(&config.launch);
+            }
+            require(loaded, &config)?;
+            workers(loaded, &config, &machine, &mut notes)?
+        }
+        Role::Server | Role::Scheduler => {
+            require(loaded, &config)?;
+            vec![match config.role {
+                Role::Server => helper("server", &programs.server, loaded),
+                _ => helper("scheduler", &programs.scheduler, loaded),
+            }]
+        }
     };
     let grace = config.launch.grace;
     Ok(Plan { processes, notes, prefix: false, grace, held: Vec::new() })
@@ -30,7 +38,7 @@ fn helper(role: &str, command: &[String], loaded: &Loaded) -> Process {
         label: role.to_owned(),
         command: helper_command(command),
         environment,
-        cpus: None,
+        binding: Binding::default(),
         reads_input: false,
     }
 }
@@ -38,45 +46,19 @@ fn helper(role: &str, command: &[String], loaded: &Loaded) -> Process {
 fn workers(
     loaded: &Loaded,
     config: &Config,
+    machine: &Machine,
     notes: &mut Vec<String>,
 ) -> Result<Vec<Process>, LaunchError> {
     let command = worker_command(loaded)?;
-    let mut cpus = cpus::assign(&config.launch, config.local_size, config.launch.numa, notes)?;
-    let process = |local_rank: u32| {
+    let wanted = Wanted { processes: config.local_size, server_threads: 0, without_gpus: true };
+    let bindings = machine.bind(&config.launch, wanted, notes)?;
+    let process = |(local_rank, binding)| {
         let mut environment = Environment::of_flags(loaded);
-        environment.set("DMLC_ROLE", "worker");
-        environment.set("BYTEPS_LOCAL_RANK", local_rank.to_string());
         environment.set("BYTEPS_LOCAL_SIZE", config.local_size.to_string());
-        environment.set("PYTHONUNBUFFERED", "1");
         let rank = Config { local_rank, global_rank: None, ..config.clone() }.rank();
-        Process {
-            kind: Kind::Worker,
-            label: format!("rank {rank}"),
-            command: command.clone(),
-            environment,
-            cpus: cpus.as_mut().map(|lists| std::mem::take(&mut lists[local_rank as usize])),
-            reads_input: local_rank == 0,
-        }
+        Process::worker(rank, local_rank, &command, environment, binding, notes)
     };
-    Ok((0..config.local_size).map(process).collect())
-}
-
-/// BytePS's rule: one process for each visible device, one if nothing says how many.
-fn count_devices(visible: Option<&str>) -> u32 {
-    let count = match visible.map(str::trim) {
-        None | Some("none" | "void") => 1,
-        Some("all") => std::fs::read_dir("/dev").map_or(1, |entries| {
-            let names = entries.flatten().map(|entry| entry.file_name());
-            names.filter(|name| is_device(&name.to_string_lossy())).count()
-        }),
-        Some(list) => list.split(',').filter(|entry| !entry.trim().is_empty()).count(),
-    };
-    u32::try_from(count).unwrap_or(u32::MAX).max(1)
-}
-
-fn is_device(name: &str) -> bool {
-    name.strip_prefix("nvidia")
-        .is_some_and(|rest| !rest.is_empty() && rest.bytes().all(|byte| byte.is_ascii_digit()))
+    Ok((0..).zip(bindings).map(process).collect())
 }
 
 /// Names everything that is missing at once.
@@ -142,25 +124,4 @@ fn limits(config: &Config) -> Result<(), LaunchError> {
         });
     }
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn devices_are_counted() {
-        for (visible, count) in [
-            (None, 1),
-            (Some("0"), 1),
-            (Some("0,1,2,3"), 4),
-            (Some("GPU-8a56,GPU-77b1,"), 2),
-            (Some("void"), 1),
-            (Some(""), 1),
-        ] {
-            assert_eq!(count_devices(visible), count, "{visible:?}");
-        }
-        assert!(is_device("nvidia0") && is_device("nvidia15"));
-        assert!(!is_device("nvidia") && !is_device("nvidiactl") && !is_device("nvidia-uvm"));
-    }
 }

@@ -6,6 +6,7 @@
 //! when the launcher is gone, for whatever reason, it kills all these groups.
 
 use super::plan::{Environment, Process};
+use bps_engine::topo::pin::prefer_memory_node;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SendFlags, SocketFlags, SocketType, send, socketpair};
 use rustix::process::{Pid, Signal, WaitOptions, getpid, getppid, waitpid};
@@ -120,7 +121,8 @@ pub(super) fn spawn(process: &Process, output: Output, guardian: &Guardian) -> i
     command.stdout(stdio()).stderr(stdio());
     let launcher = getpid();
     let line = Arc::clone(&guardian.line);
-    let cpus = process.cpus.as_deref().map(cpu_set);
+    let cpus = process.binding.cpus.as_deref().map(cpu_set);
+    let memory_node = process.binding.memory_node;
     let prepare = move || -> io::Result<()> {
         rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
         // The launcher may have died before the line above: then nobody will send that signal.
@@ -131,6 +133,10 @@ pub(super) fn spawn(process: &Process, output: Output, guardian: &Guardian) -> i
         send(&*line, &group.to_ne_bytes(), SendFlags::NOSIGNAL)?;
         if let Some(cpus) = &cpus {
             sched_setaffinity(None, cpus)?;
+        }
+        if let Some(node) = memory_node {
+            // The launcher has seen that it can be done; a process that can't still runs.
+            let _ = prefer_memory_node(node);
         }
         Ok(())
     };

@@ -5,7 +5,7 @@
 //! leads to: nothing is left on disk, and nothing stands on a command line.
 
 use super::Programs;
-use super::cpus;
+use super::binding::{Binding, Machine, Wanted};
 use super::plan::{
     Environment, Kind, LaunchError, Plan, Process, counted, helper_command, worker_command,
 };
@@ -104,23 +104,18 @@ pub(super) fn plan(loaded: &Loaded, programs: &Programs) -> Result<Plan, LaunchE
             processes.push(process);
         }
     }
-    share_threads(&mut shared, workers, &mut notes);
-    let chosen = launch.visible_cpu_cores.is_some();
-    let mut cpus = cpus::assign(launch, workers, chosen, &mut notes)?;
-    for rank in 0..workers {
+    let wanted = Wanted {
+        processes: workers,
+        server_threads: servers * loaded.config.server_cores,
+        // Scheduler and servers are here too: without GPUs the kernel finds room for all.
+        without_gpus: false,
+    };
+    let bindings = Machine::read(launch)?.bind(launch, wanted, &mut notes)?;
+    share_threads(&mut shared, &bindings, &mut notes);
+    for (rank, binding) in (0..).zip(bindings) {
         let mut environment = shared.clone();
-        environment.set("DMLC_ROLE", "worker");
         environment.set("DMLC_WORKER_ID", "0");
-        environment.set("BYTEPS_LOCAL_RANK", rank.to_string());
-        environment.set("PYTHONUNBUFFERED", "1");
-        processes.push(Process {
-            kind: Kind::Worker,
-            label: format!("rank {rank}"),
-            command: command.clone(),
-            environment,
-            cpus: cpus.as_mut().map(|lists| std::mem::take(&mut lists[rank as usize])),
-            reads_input: rank == 0,
-        });
+        processes.push(Process::worker(rank, rank, &command, environment, binding, &mut notes));
     }
     Ok(Plan { processes, notes, prefix: !launch.no_prefix, grace: launch.grace, held })
 }
@@ -164,23 +159,25 @@ fn helper(role: &str, index: Option<u32>, command: &[String], shared: &Environme
         label: index.map_or_else(|| role.to_owned(), |index| format!("{role} {index}")),
         command: helper_command(command),
         environment,
-        cpus: None,
+        binding: Binding::default(),
         reads_input: false,
     }
 }
 
 /// Without this every worker would start a thread for each CPU, and they would stand in each
 /// other's way.
-fn share_threads(environment: &mut Environment, workers: u32, notes: &mut Vec<String>) {
+fn share_threads(environment: &mut Environment, bindings: &[Binding], notes: &mut Vec<String>) {
     if std::env::var_os("OMP_NUM_THREADS").is_some_and(|value| !value.is_empty()) {
         return;
     }
+    let workers = counted(u32::try_from(bindings.len()).unwrap_or(u32::MAX), "worker");
+    let own = bindings.iter().filter_map(|binding| binding.cpus.as_ref().map(Vec::len)).min();
     let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let threads = (cpus / workers as usize).max(1);
+    let threads = own.unwrap_or_else(|| (cpus / bindings.len().max(1)).max(1));
     environment.set("OMP_NUM_THREADS", threads.to_string());
     notes.push(format!(
-        "OMP_NUM_THREADS={threads} for each worker ({cpus} CPUs, {}); set it to choose otherwise",
-        counted(workers, "worker")
+        "OMP_NUM_THREADS={threads} for each worker ({cpus} CPUs, {workers}); set it to choose \
+         otherwise"
     ));
 }
 

@@ -11,9 +11,9 @@ use bps_engine::config::{Program, open};
 use std::ffi::OsString;
 use std::io::Write;
 
+mod binding;
 mod by_variables;
 mod child;
-mod cpus;
 mod local;
 mod output;
 mod plan;
@@ -54,7 +54,15 @@ pub fn cli(arguments: impl IntoIterator<Item = OsString>, programs: Programs) ->
         Ok(loaded) => loaded,
         Err(code) => return code,
     };
-    let result = Plan::new(&loaded, &programs).and_then(supervise::run);
+    let run = |plan: Plan| {
+        if !loaded.config.launch.dry_run {
+            return supervise::run(plan);
+        }
+        // A reader that has gone away is no failure.
+        let _ = std::io::stdout().write_all(plan.to_string().as_bytes());
+        Ok(0)
+    };
+    let result = Plan::new(&loaded, &programs).and_then(run);
     result.unwrap_or_else(|error| {
         say(&format!("error: {error}"));
         error.code()

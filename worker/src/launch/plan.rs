@@ -1,8 +1,11 @@
 //! What is to be started: every process with its command, environment, CPUs and label.
 
+use super::binding::{Binding, gpus};
 use super::{Programs, by_variables, local};
 use bps_engine::config::Loaded;
+use bps_engine::topo::visible::{CUDA_VISIBLE, VisibleError};
 use std::ffi::{OsStr, OsString};
+use std::fmt;
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
@@ -34,8 +37,8 @@ pub(super) struct Process {
     pub(super) command: Vec<OsString>,
     /// Changes to the launcher's own environment.
     pub(super) environment: Environment,
-    /// The CPUs that it may use; `None` leaves them as they are.
-    pub(super) cpus: Option<Vec<usize>>,
+    /// Its GPU, CPUs and memory.
+    pub(super) binding: Binding,
     /// Whether it may read the launcher's standard input.
     pub(super) reads_input: bool,
 }
@@ -78,12 +81,24 @@ pub(super) enum LaunchError {
     Missing(Vec<String>),
     #[error("{problem}; {remedy}")]
     Conflict { problem: String, remedy: String },
+    #[error(transparent)]
+    Gpus(#[from] VisibleError),
+    #[error(
+        "--gpus demand: {processes} worker processes want a GPU each, but {} visible{}; start \
+         fewer, or look whether nvidia-smi shows them all", are(.visible),
+        .hidden.as_ref().map(|by| format!(" ({by})")).unwrap_or_default()
+    )]
+    TooFewGpus { processes: usize, visible: usize, hidden: Option<String> },
     #[error("no command was given; for example: bpslaunch --local 2 python train.py")]
     NoCommand,
     #[error("cannot start {label}: '{}': {source}; {}", .program.display(), start_remedy(.source))]
     Start { label: String, program: OsString, source: std::io::Error },
     #[error("{what}: {source}")]
     System { what: &'static str, source: std::io::Error },
+}
+
+fn are(visible: &usize) -> String {
+    format!("{} {}", gpus(*visible), if *visible == 1 { "is" } else { "are" })
 }
 
 fn start_remedy(source: &std::io::Error) -> &'static str {
@@ -98,7 +113,11 @@ impl LaunchError {
     /// What shells return for the same: 127 not found, 126 not executable, 2 wrong usage.
     pub(super) fn code(&self) -> i32 {
         match self {
-            LaunchError::Missing(_) | LaunchError::Conflict { .. } | LaunchError::NoCommand => 2,
+            LaunchError::Missing(_)
+            | LaunchError::Conflict { .. }
+            | LaunchError::Gpus(_)
+            | LaunchError::TooFewGpus { .. }
+            | LaunchError::NoCommand => 2,
             LaunchError::Start { source, .. } => match source.kind() {
                 std::io::ErrorKind::NotFound => 127,
                 std::io::ErrorKind::PermissionDenied => 126,
@@ -116,6 +135,53 @@ impl Plan {
             local::plan(loaded, programs)
         } else {
             by_variables::plan(loaded, programs)
+        }
+    }
+}
+
+impl fmt::Display for Plan {
+    /// What `--dry-run` prints: the notes, then each process's command.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for note in &self.notes {
+            writeln!(f, "{note}")?;
+        }
+        for process in &self.processes {
+            write!(f, "{}:", process.label)?;
+            for word in &process.command {
+                write!(f, " {}", word.display())?;
+            }
+            writeln!(f)?;
+        }
+        Ok(())
+    }
+}
+
+impl Process {
+    /// A worker process, with what its binding asks of its environment. The line about it goes to
+    /// `notes`.
+    pub(super) fn worker(
+        rank: u32,
+        local_rank: u32,
+        command: &[OsString],
+        mut environment: Environment,
+        binding: Binding,
+        notes: &mut Vec<String>,
+    ) -> Process {
+        environment.set("DMLC_ROLE", "worker");
+        environment.set("BYTEPS_LOCAL_RANK", local_rank.to_string());
+        environment.set("PYTHONUNBUFFERED", "1");
+        if let Some(value) = &binding.cuda {
+            environment.set(CUDA_VISIBLE, value);
+        }
+        let label = format!("rank {rank}");
+        notes.extend(binding.line.as_ref().map(|line| format!("{label}: {line}")));
+        Process {
+            kind: Kind::Worker,
+            label,
+            command: command.to_vec(),
+            environment,
+            binding,
+            reads_input: local_rank == 0,
         }
     }
 }

@@ -210,3 +210,29 @@ fn processes_are_bound_to_the_cpus_that_they_are_given() {
     has(&lines, &format!("[rank 0] Cpus_allowed_list: {first}"));
     has(&lines, &format!("[rank 1] Cpus_allowed_list: {last}"));
 }
+
+#[test]
+fn a_dry_run_tells_all_and_starts_nothing() {
+    let stage = Stage::new("touch started", "touch started");
+    let allowed = bps_engine::topo::pin::affinity().unwrap();
+    let lists = format!("{0}:{0}", allowed[0]);
+    let arguments = ["--local", "2", "--dry-run", "touch", "started"];
+    let (code, lines) = stage.start(&arguments, &[("BYTEPS_VISIBLE_CPU_CORES", &lists)]).finish();
+    assert_eq!(code, Some(0), "{lines:#?}");
+    mentions(&lines, &format!("rank 1: CPU {}", allowed[0]));
+    has(&lines, "rank 1: touch started");
+    mentions(&lines, "server 0: ");
+    assert!(!stage.path().join("started").exists());
+}
+
+#[test]
+fn gpus_that_are_demanded_and_hidden_are_an_error() {
+    let stage = Stage::new(ENDS, ENDS);
+    let (code, lines) = stage.start(&["--local", "2", "--gpus", "demand", "true"], &[]).finish();
+    assert_eq!(code, Some(2));
+    mentions(&lines, "2 worker processes want a GPU each, but 0 GPUs are visible");
+    mentions(&lines, "(CUDA_VISIBLE_DEVICES=)");
+    let variables = [WORKER, &[("CUDA_VISIBLE_DEVICES", "0,1")]].concat();
+    let (code, lines) = stage.start(&["--gpus", "none", "true"], &variables).finish();
+    assert_eq!((code, lines.len()), (Some(0), 0), "{lines:#?}");
+}

@@ -53,6 +53,8 @@ impl Stage {
         let mut command = Command::new(self.0.join("bpslaunch"));
         command.args(arguments).current_dir(&self.0).env_clear();
         command.env("PATH", std::env::var_os("PATH").unwrap());
+        // What the launcher does is not to depend on the GPUs of the machine that tests it.
+        command.env("CUDA_VISIBLE_DEVICES", "");
         command.envs(variables.iter().copied());
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();

@@ -2,7 +2,7 @@
 
 use super::Field;
 use crate::base::Placement;
-use crate::config::{Idle, LogLevel, Role, TcpDriver, TransportChoice};
+use crate::config::{Gpus, Idle, LogLevel, Role, TcpDriver, TransportChoice};
 
 pub(super) const ROLE: Field = Field::Choice {
     names: "worker, server, scheduler",
@@ -70,6 +70,24 @@ pub(super) const TCP_DRIVER: Field = Field::Choice {
         TcpDriver::Auto => "auto",
         TcpDriver::Uring => "uring",
         TcpDriver::Poll => "poll",
+    },
+};
+
+pub(super) const GPUS: Field = Field::Choice {
+    names: "auto, demand, none",
+    set: |config, text| {
+        config.launch.gpus = match text {
+            "auto" => Gpus::Auto,
+            "demand" => Gpus::Demand,
+            "none" => Gpus::None,
+            _ => return false,
+        };
+        true
+    },
+    get: |config| match config.launch.gpus {
+        Gpus::Auto => "auto",
+        Gpus::Demand => "demand",
+        Gpus::None => "none",
     },
 };
 

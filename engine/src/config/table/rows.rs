@@ -1,4 +1,5 @@
-//! The rows: every variable that does something, in the order in which the documents list them.
+//! The rows that are not the launcher's own: every variable that does something, in the order in
+//! which the documents list them.
 
 use super::Field::{Bytes, Count, MaybeCount, MaybeText, Path, Port, Seconds, Switch, Text, Wide};
 use super::{Group, LAUNCHER, Row, SCHEDULER, SERVER, TOP, WORKER, choices};
@@ -8,10 +9,10 @@ const ALL: u8 = WORKER | SERVER | SCHEDULER | LAUNCHER;
 const NODES: u8 = WORKER | SERVER | LAUNCHER;
 const RANKING: u8 = WORKER | LAUNCHER;
 
-const DAY_SECONDS: f64 = 86_400.0;
+pub(super) const DAY_SECONDS: f64 = 86_400.0;
 
 /// The limits are far below 2^32; the compile-time evaluation of the table proves it for each.
-const fn count(limit: usize) -> u32 {
+pub(super) const fn count(limit: usize) -> u32 {
     assert!(limit <= u32::MAX as usize);
     #[allow(clippy::cast_possible_truncation, reason = "asserted in the line above")]
     {
@@ -19,8 +20,8 @@ const fn count(limit: usize) -> u32 {
     }
 }
 
-/// Every knob.
-pub static TABLE: &[Row] = &[
+/// Every knob but those that only the launcher has.
+pub(super) const ROWS: &[Row] = &[
     Row::new(
         "DMLC_ROLE",
         ALL,
@@ -483,100 +484,4 @@ pub static TABLE: &[Row] = &[
         "bps-top: time between two looks, over which rates are taken.",
     )
     .flag("interval"),
-    Row::new(
-        "",
-        LAUNCHER,
-        Group::Launcher,
-        Count { at: |config| &mut config.launch.local, min: 0, max: count(RANKS_MAX) },
-        "2",
-        "Stand-alone mode: a whole job with this many workers on this machine. 0 takes the job \
-         from DMLC_*.",
-    )
-    .flag("local"),
-    Row::new(
-        "",
-        LAUNCHER,
-        Group::Launcher,
-        Switch { at: |config| &mut config.launch.no_prefix },
-        "1",
-        "Pass the output of the processes through, without [rank i] in front of each line.",
-    )
-    .flag("no-prefix"),
-    Row::new(
-        "BPS_LAUNCH_GRACE",
-        LAUNCHER,
-        Group::Launcher,
-        Seconds { at: |config| &mut config.launch.grace, min: 0.0, max: DAY_SECONDS },
-        "30",
-        "How long a process that was asked to end (SIGTERM) may take before it is killed. Servers \
-         that outlive all workers by twice this are ended too.",
-    )
-    .flag("grace"),
-    Row::new(
-        "NVIDIA_VISIBLE_DEVICES",
-        LAUNCHER,
-        Group::Launcher,
-        MaybeText { at: |config| &mut config.launch.visible_devices },
-        "0,1,2,3",
-        "One worker process for each entry of this list, unless BYTEPS_LOCAL_SIZE says how many.",
-    ),
-    Row::new(
-        "BYTEPS_ENABLE_GDB",
-        LAUNCHER,
-        Group::Launcher,
-        Switch { at: |config| &mut config.launch.gdb },
-        "1",
-        "Run each worker under gdb, which prints a backtrace if it crashes.",
-    ),
-    Row::new(
-        "BYTEPS_NUMA_ON",
-        LAUNCHER,
-        Group::Launcher,
-        Switch { at: |config| &mut config.launch.numa },
-        "0",
-        "Give each of several worker processes cores of its own, of one NUMA node where they fit. \
-         With \
-         --local, only where BYTEPS_VISIBLE_CPU_CORES says which.",
-    ),
-    Row::new(
-        "BYTEPS_NUMA_DEFAULT_QUOTA",
-        LAUNCHER,
-        Group::Launcher,
-        Count { at: |config| &mut config.launch.numa_default_quota, min: 0, max: 65_536 },
-        "4",
-        "Physical cores of each worker process but the last; 0 divides them evenly.",
-    ),
-    Row::new(
-        "BYTEPS_NUMA_ROOT_QUOTA",
-        LAUNCHER,
-        Group::Launcher,
-        Count { at: |config| &mut config.launch.numa_root_quota, min: 0, max: 65_536 },
-        "8",
-        "Physical cores of the last worker process; 0 takes what is left.",
-    ),
-    Row::new(
-        "BYTEPS_MULTITHREADED_CPU",
-        LAUNCHER,
-        Group::Launcher,
-        Switch { at: |config| &mut config.launch.multithreaded_cpu },
-        "0",
-        "Add to each core its hyper-thread siblings.",
-    ),
-    Row::new(
-        "BYTEPS_CPU_BLACKLIST",
-        LAUNCHER,
-        Group::Launcher,
-        MaybeText { at: |config| &mut config.launch.cpu_blacklist },
-        "0,4-5",
-        "CPUs that no worker process gets; BytePS's -1 means none.",
-    ),
-    Row::new(
-        "BYTEPS_VISIBLE_CPU_CORES",
-        LAUNCHER,
-        Group::Launcher,
-        MaybeText { at: |config| &mut config.launch.visible_cpu_cores },
-        "0-3:4-7",
-        "The CPUs of each worker process, one list a process, separated by colons. It overrides \
-         the rest.",
-    ),
 ];
