@@ -2,7 +2,7 @@
 //!
 //! [`Topology::read`] takes everything from /sys and /proc under a root that tests replace. What a
 //! kernel, container or virtual machine does not say is absent here, never guessed: a CPU without a
-//! known node is near everything. [`visible`] says which GPUs a job sees, [`share`] divides the CPUs
+//! known node is near everything. [`visible`] says which GPUs a job sees, [`share`] divides CPUs
 //! among the processes of a host, [`plan`] assigns a process's threads to CPUs, [`claim`] keeps
 //! that clear of other processes' threads, and [`pin`] carries it out.
 
