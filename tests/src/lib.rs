@@ -1,5 +1,6 @@
 //! What the whole-system tests share: the reference that sums are compared with.
 
+pub mod fake_gpu;
 pub mod job;
 pub mod program;
 pub mod reference;

@@ -2,7 +2,7 @@
 //! older, and what its codes mean.
 
 use super::GpuError;
-use super::table::{symbol, table, text};
+use super::table::{symbol, table, text, why};
 use cudarc::driver::sys;
 use cudarc::driver::sys::{CUcontext, CUdevice, CUdeviceptr, CUevent, CUstream, CUuuid};
 use libloading::Library;
@@ -65,6 +65,8 @@ pub(super) struct Cuda {
     pub(super) call: Functions,
     /// Its version, 1000 × major + 10 × minor.
     pub(super) version: u32,
+    /// Whether there is any GPU; without one nothing else can be asked.
+    pub(super) has_devices: bool,
 }
 
 impl Cuda {
@@ -77,7 +79,7 @@ impl Cuda {
     fn open() -> Result<Cuda, GpuError> {
         // SAFETY: the library's constructors are NVIDIA's own, and run as in any CUDA program.
         let library = unsafe { Library::new(LIBRARY) };
-        let library = library.map_err(|error| GpuError::NoDriver { why: error.to_string() })?;
+        let library = library.map_err(|error| GpuError::NoDriver { why: why(&error) })?;
         // The version comes first: an old driver lacks some functions of the table, and must not be
         // told to be damaged.
         // SAFETY: the type is that of the header; the library is never closed, see below.
@@ -93,12 +95,13 @@ impl Cuda {
         let call = Functions::fill(&library, LIBRARY)?;
         // The driver keeps threads of its own: its code must stay mapped.
         std::mem::forget(library);
-        let cuda = Cuda { call, version };
         // SAFETY: 0 is the only value of the flags.
-        match unsafe { (cuda.call.cuInit)(0) } {
-            NO_DEVICE => Ok(cuda),
-            code => cuda.check("cuInit", code).map(|()| cuda),
+        let code = unsafe { (call.cuInit)(0) };
+        let cuda = Cuda { call, version, has_devices: code != NO_DEVICE };
+        if cuda.has_devices {
+            cuda.check("cuInit", code)?;
         }
+        Ok(cuda)
     }
 
     /// A code as a result.

@@ -45,13 +45,12 @@ pub fn available() -> Result<(), GpuError> {
 
 fn count_of(cuda: &'static Cuda) -> Result<u32, GpuError> {
     let mut count = 0;
-    // SAFETY: it writes one number.
-    let code = unsafe { (cuda.call.cuDeviceGetCount)(&raw mut count) };
-    // Without any GPU the driver is not even initialised, and says so here.
-    match cuda.check("cuDeviceGetCount", code) {
-        Err(GpuError::Cuda { code: 3 | 100, .. }) => Ok(0),
-        result => result.map(|()| u32::try_from(count).unwrap_or(0)),
+    if cuda.has_devices {
+        // SAFETY: it writes one number.
+        let code = unsafe { (cuda.call.cuDeviceGetCount)(&raw mut count) };
+        cuda.check("cuDeviceGetCount", code)?;
     }
+    Ok(u32::try_from(count).unwrap_or(0))
 }
 
 /// A GPU with its primary context. Clones are the same; the context is released with the last.

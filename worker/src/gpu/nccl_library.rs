@@ -5,7 +5,7 @@
 //! like an `unsigned int`, and a newer library may know more codes than any list.
 
 use super::GpuError;
-use super::table::{symbol, table};
+use super::table::{symbol, table, why};
 use cudarc::nccl::sys;
 use cudarc::nccl::sys::{cudaStream_t, ncclComm_t, ncclConfig_t, ncclUniqueId};
 use cudarc::nccl::sys::{ncclDataType_t, ncclRedOp_t};
@@ -129,7 +129,7 @@ pub(super) fn open(path: Option<&Path>) -> Result<Found, GpuError> {
         match unsafe { Opened::open(Some(&candidate), RTLD_NOW | RTLD_LOCAL) } {
             Ok(library) => return fill(library.into(), &candidate),
             Err(error) => {
-                let why = error.to_string();
+                let why = why(&error);
                 // The linker's text names the file in most cases.
                 let name = candidate.display().to_string();
                 tried.push(if why.contains(&name) { why } else { format!("{name}: {why}") });

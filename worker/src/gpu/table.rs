@@ -7,6 +7,7 @@
 
 use super::GpuError;
 use libloading::Library;
+use std::error::Error;
 use std::ffi::{CStr, c_char};
 
 /// A table of functions, each of which returns a code. Functions under `checked` have exactly the
@@ -67,6 +68,11 @@ pub(super) unsafe fn symbol<F: Copy>(
         Ok(symbol) => Ok(*symbol),
         Err(_) => Err(GpuError::NoFunction { library: path.to_owned(), symbol: name }),
     }
+}
+
+/// What the dynamic linker says; libloading keeps it behind its own words.
+pub(super) fn why(error: &libloading::Error) -> String {
+    error.source().map_or_else(|| error.to_string(), ToString::to_string)
 }
 
 /// A C string of a library as text; empty where it gives none.

@@ -1,0 +1,225 @@
+//! The functions of libcuda.so.1.
+
+use crate::device::{self, INVALID_CONTEXT, INVALID_DEVICE, INVALID_HANDLE, INVALID_VALUE};
+use crate::device::{CONTEXT_IS_DESTROYED, NO_DEVICE};
+use crate::settings::{injected, settings};
+use crate::{memory, stream};
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+const SUCCESS: u32 = 0;
+const NOT_INITIALIZED: u32 = 3;
+const NOT_READY: u32 = 600;
+
+static INITIALIZED: AtomicBool = AtomicBool::new(false);
+
+/// Writes what a function returns through a pointer.
+pub fn put<T>(at: *mut T, value: T) -> Result<(), u32> {
+    if at.is_null() {
+        return Err(INVALID_VALUE);
+    }
+    // SAFETY: not null, so the caller of the C function has room for the value there.
+    unsafe { at.write(value) };
+    Ok(())
+}
+
+/// Writes a C string into a buffer of `length` bytes.
+fn put_text(at: *mut c_char, length: c_int, text: &str) -> Result<(), u32> {
+    let length = usize::try_from(length).map_err(|_| INVALID_VALUE)?;
+    if at.is_null() || text.len() >= length {
+        return Err(INVALID_VALUE);
+    }
+    // SAFETY: the caller of the C function has `length` bytes there, which is more than the text.
+    let buffer = unsafe { std::slice::from_raw_parts_mut(at.cast::<u8>(), length) };
+    buffer[..text.len()].copy_from_slice(text.as_bytes());
+    buffer[text.len()] = 0;
+    Ok(())
+}
+
+fn done(is_done: bool) -> Result<(), u32> {
+    if is_done { Ok(()) } else { Err(NOT_READY) }
+}
+
+/// Functions that may be told to fail, and that return a code.
+macro_rules! cuda {
+    ($(fn $name:ident($($argument:ident: $type:ty),*) $body:block)*) => {$(
+        #[unsafe(no_mangle)]
+        extern "C" fn $name($($argument: $type),*) -> c_uint {
+            let free = ["cuInit", "cuDriverGetVersion"].contains(&stringify!($name));
+            if let Some(code) = injected(stringify!($name)) {
+                return code;
+            }
+            if !free && !INITIALIZED.load(Ordering::Relaxed) {
+                return NOT_INITIALIZED;
+            }
+            let body = || -> Result<(), u32> { $body };
+            body().err().unwrap_or(SUCCESS)
+        }
+    )*};
+}
+
+cuda! {
+    fn cuInit(flags: c_uint) {
+        match (flags, settings().visible.len()) {
+            (0, 0) => Err(NO_DEVICE),
+            (0, _) => {
+                INITIALIZED.store(true, Ordering::Relaxed);
+                Ok(())
+            }
+            _ => Err(INVALID_VALUE),
+        }
+    }
+    fn cuDriverGetVersion(version: *mut c_int) {
+        put(version, settings().cuda_version)
+    }
+    fn cuDeviceGetCount(count: *mut c_int) {
+        put(count, settings().visible.len() as c_int)
+    }
+    fn cuDeviceGet(handle: *mut c_int, ordinal: c_int) {
+        device::physical(ordinal)?;
+        put(handle, ordinal)
+    }
+    fn cuDeviceGetName(name: *mut c_char, length: c_int, device: c_int) {
+        device::physical(device)?;
+        put_text(name, length, "Fake GPU")
+    }
+    fn cuDeviceGetPCIBusId(address: *mut c_char, length: c_int, device: c_int) {
+        let text = format!("0000:{:02X}:00.0", 0x1b + device::physical(device)?);
+        put_text(address, length, &text)
+    }
+    fn cuDeviceGetUuid_v2(uuid: *mut [u8; 16], device: c_int) {
+        let mut bytes = *b"fake gpu, no. \0\0";
+        bytes[15] = device::physical(device)? as u8;
+        put(uuid, bytes)
+    }
+    fn cuDevicePrimaryCtxRetain(context: *mut usize, device: c_int) {
+        put(context, device::retain(device)?)
+    }
+    fn cuDevicePrimaryCtxRelease_v2(device: c_int) {
+        device::release(device)
+    }
+    fn cuCtxSetCurrent(context: usize) {
+        device::set(context)
+    }
+    fn cuCtxGetCurrent(context: *mut usize) {
+        put(context, device::get())
+    }
+    fn cuCtxPushCurrent_v2(context: usize) {
+        device::push(context)
+    }
+    fn cuCtxPopCurrent_v2(context: *mut usize) {
+        put(context, device::pop()?)
+    }
+    fn cuCtxGetStreamPriorityRange(least: *mut c_int, greatest: *mut c_int) {
+        device::current()?;
+        put(least, 0)?;
+        put(greatest, -5)
+    }
+    fn cuStreamCreateWithPriority(handle: *mut usize, _flags: c_uint, _priority: c_int) {
+        put(handle, stream::create_stream()?)
+    }
+    fn cuStreamDestroy_v2(handle: usize) {
+        stream::destroy_stream(handle)
+    }
+    fn cuStreamQuery(handle: usize) {
+        done(stream::stream(handle)?.is_idle())
+    }
+    fn cuStreamSynchronize(handle: usize) {
+        stream::stream(handle)?.drain();
+        Ok(())
+    }
+    fn cuStreamWaitEvent(handle: usize, event: usize, _flags: c_uint) {
+        stream::event(event)?.hold(&*stream::stream(handle)?);
+        Ok(())
+    }
+    fn cuEventCreate(handle: *mut usize, _flags: c_uint) {
+        put(handle, stream::create_event()?)
+    }
+    fn cuEventRecord(event: usize, handle: usize) {
+        stream::event(event)?.record(&*stream::stream(handle)?);
+        Ok(())
+    }
+    fn cuEventQuery(event: usize) {
+        done(stream::event(event)?.is_done())
+    }
+    fn cuEventDestroy_v2(event: usize) {
+        stream::destroy_event(event)
+    }
+    fn cuMemAlloc_v2(address: *mut u64, bytes: usize) {
+        device::current()?;
+        put(address, memory::allocate(bytes)?)
+    }
+    fn cuMemFree_v2(address: u64) {
+        device::current()?;
+        memory::free(address)
+    }
+    fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) {
+        device::current()?;
+        put(free, memory::free_bytes())?;
+        put(total, memory::TOTAL)
+    }
+    fn cuMemHostRegister_v2(address: *mut c_void, bytes: usize, _flags: c_uint) {
+        device::current()?;
+        memory::register(address.expose_provenance(), bytes)
+    }
+    fn cuMemHostUnregister(address: *mut c_void) {
+        device::current()?;
+        memory::unregister(address.addr())
+    }
+    fn cuMemcpyDtoHAsync_v2(host: *mut c_void, address: u64, bytes: usize, handle: usize) {
+        let host = host.expose_provenance();
+        enqueue_copy(host, address as usize, bytes, Some(host), handle)
+    }
+    fn cuMemcpyHtoDAsync_v2(address: u64, host: *const c_void, bytes: usize, handle: usize) {
+        let host = host.expose_provenance();
+        enqueue_copy(address as usize, host, bytes, Some(host), handle)
+    }
+    fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, bytes: usize, handle: usize) {
+        enqueue_copy(to as usize, from as usize, bytes, None, handle)
+    }
+    fn cuGetErrorName(code: c_uint, name: *mut *const c_char) {
+        put(name, known(code).ok_or(INVALID_VALUE)?.0.as_ptr())
+    }
+    fn cuGetErrorString(code: c_uint, text: *mut *const c_char) {
+        put(text, known(code).ok_or(INVALID_VALUE)?.1.as_ptr())
+    }
+}
+
+/// A copy in a stream. As in CUDA, one from or to memory of the host that is not registered is
+/// over when the call returns.
+fn enqueue_copy(
+    to: usize,
+    from: usize,
+    bytes: usize,
+    host: Option<usize>,
+    handle: usize,
+) -> Result<(), u32> {
+    let device = device::current()?;
+    let stream = stream::stream(handle)?;
+    let pageable = host.is_some_and(|host| !memory::is_registered(host, bytes));
+    if stream.device != device || to == 0 || from == 0 || pageable && settings().pinned_only {
+        return Err(INVALID_VALUE);
+    }
+    stream.push(Box::new(move || memory::copy(to, from, bytes)));
+    if pageable {
+        stream.drain();
+    }
+    Ok(())
+}
+
+/// Name and text of a code.
+fn known(code: u32) -> Option<(&'static CStr, &'static CStr)> {
+    Some(match code {
+        INVALID_VALUE => (c"CUDA_ERROR_INVALID_VALUE", c"invalid argument"),
+        2 => (c"CUDA_ERROR_OUT_OF_MEMORY", c"out of memory"),
+        NOT_INITIALIZED => (c"CUDA_ERROR_NOT_INITIALIZED", c"initialization error"),
+        NO_DEVICE => (c"CUDA_ERROR_NO_DEVICE", c"no CUDA-capable device is detected"),
+        INVALID_DEVICE => (c"CUDA_ERROR_INVALID_DEVICE", c"invalid device ordinal"),
+        INVALID_CONTEXT => (c"CUDA_ERROR_INVALID_CONTEXT", c"invalid device context"),
+        INVALID_HANDLE => (c"CUDA_ERROR_INVALID_HANDLE", c"invalid resource handle"),
+        NOT_READY => (c"CUDA_ERROR_NOT_READY", c"device not ready"),
+        CONTEXT_IS_DESTROYED => (c"CUDA_ERROR_CONTEXT_IS_DESTROYED", c"context is destroyed"),
+        999 => (c"CUDA_ERROR_UNKNOWN", c"unknown error"),
+        _ => return None,
+    })
+}

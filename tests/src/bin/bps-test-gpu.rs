@@ -1,0 +1,344 @@
+//! A program that uses `bps_worker::gpu` in one way or another, for the tests in `gpu_driver.rs`:
+//! `bps-test-gpu SCENARIO [ARGUMENT]` or `bps-test-gpu SCENARIO RANK RANKS FILE`, where rank 0
+//! writes the communicator's identity into the file. Says on standard error how it ended.
+
+use bps_engine::base::{DType, Operation};
+use bps_tests::reference;
+use bps_worker::gpu::{
+    Comm, Device, Event, EventPool, GpuError, Nccl, Pinned, ReduceOp, Stream, driver,
+};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+const LIMIT: Duration = Duration::from_secs(20);
+
+type Outcome = Result<String, GpuError>;
+
+fn main() {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let text = |index: usize| arguments.get(index).map_or("", String::as_str);
+    let number = |index: usize| text(index).parse::<u32>().unwrap_or(0);
+    let outcome = match text(0) {
+        "available" => driver::available().map(|()| format!("{} GPUs", driver::count())),
+        "open" => open(number(1)),
+        "copies" => copies(text(1) == "wait"),
+        "context" => context(),
+        "pinned" => pinned(),
+        "nccl" => Nccl::load(Some(text(1)).filter(|path| !path.is_empty()).map(Path::new))
+            .map(|nccl| nccl.describe()),
+        scenario => member(scenario, number(1), number(2), Path::new(text(3))),
+    };
+    match outcome {
+        Ok(text) => eprintln!("gpu ended: {text}"),
+        Err(error) => {
+            eprintln!("gpu failed: {error}");
+            std::process::exit(7);
+        }
+    }
+}
+
+fn open(ordinal: u32) -> Outcome {
+    let device = Device::open(ordinal)?;
+    let (free, total) = device.memory()?;
+    let (name, address, version) = (device.name(), device.pci_bus_id(), device.driver_version());
+    let number = device.uuid()[15];
+    Ok(format!("{name} at {address}, CUDA {version}, no. {number}, {free} of {total} bytes free"))
+}
+
+/// Bytes go to the GPU on one stream, across it on a second and back on a third. Without waits
+/// between the streams they come back wrong.
+fn copies(waits: bool) -> Outcome {
+    const BYTES: usize = 1 << 16;
+    const ROUNDS: u8 = 100;
+    let device = Device::open(0)?;
+    device.make_current()?;
+    let streams = [Stream::new(&device)?, Stream::new(&device)?, Stream::new(&device)?];
+    let events = EventPool::new(&device, 2)?;
+    let (up, down) = (Pinned::new(&device, BYTES, None)?, Pinned::new(&device, BYTES, Some(0))?);
+    let (first, second) = (device.alloc(BYTES)?, device.alloc(BYTES)?);
+    let mut wrong = 0;
+    for round in 1..=ROUNDS {
+        // SAFETY: all copies of the last round are done, and nobody else has the memory.
+        unsafe { up.as_ptr().write_bytes(round, BYTES) };
+        let link = |from: &Stream, to: &Stream| {
+            let event = events.take()?;
+            event.record(from)?;
+            if waits {
+                to.wait(&event)?;
+            }
+            events.give(event);
+            Ok::<(), GpuError>(())
+        };
+        // SAFETY: the memory lives until the end of this function, which waits for each copy.
+        unsafe { streams[0].copy_to_device(first, up.as_ptr(), BYTES) }?;
+        link(&streams[0], &streams[1])?;
+        // SAFETY: as above.
+        unsafe { streams[1].copy_on_device(second, first, BYTES) }?;
+        link(&streams[1], &streams[2])?;
+        // SAFETY: as above.
+        unsafe { streams[2].copy_to_host(down.as_ptr(), second, BYTES) }?;
+        for stream in &streams {
+            let done = Event::new(&device)?;
+            done.record(stream)?;
+            done.wait(LIMIT)?;
+            wait_until("the stream is idle", || stream.is_idle())?;
+        }
+        // SAFETY: the copy is done, and nothing writes there before the next round.
+        let landed = unsafe { std::slice::from_raw_parts(down.as_ptr(), BYTES) };
+        wrong += u32::from(landed.iter().any(|&byte| byte != round));
+    }
+    for address in [first, second] {
+        // SAFETY: all copies are done.
+        unsafe { device.free(address) }?;
+    }
+    Ok(format!("{wrong} of {ROUNDS} rounds were wrong"))
+}
+
+/// What needs a context says so without one, and what brings its own leaves the thread as it was.
+fn context() -> Outcome {
+    let device = Device::open(0)?;
+    let stream = Stream::new(&device)?;
+    let pinned = Pinned::new(&device, 4096, None)?;
+    let address = device.alloc(4096)?;
+    let event = Event::new(&device)?;
+    // SAFETY: 0 is the default stream; that of the fake does nothing.
+    unsafe { event.record_raw(0) }?;
+    // SAFETY: as above.
+    unsafe { event.make_wait(0) }?;
+    event.wait(LIMIT)?;
+    // SAFETY: the memory outlives the call, and the call fails.
+    let refused = unsafe { stream.copy_to_host(pinned.as_ptr(), address, 4096) };
+    let refused = refused.expect_err("this thread has no context");
+    device.make_current()?;
+    // SAFETY: the memory outlives the copy, which is waited for.
+    unsafe { stream.copy_to_host(pinned.as_ptr(), address, 4096) }?;
+    event.record(&stream)?;
+    event.wait(LIMIT)?;
+    Ok(refused.to_string())
+}
+
+fn pinned() -> Outcome {
+    let device = Device::open(0)?;
+    let pinned = Pinned::new(&device, 3 << 20, None)?;
+    Ok(format!("{} bytes", pinned.len()))
+}
+
+/// Looks again and again, for a bounded time.
+fn wait_until(
+    what: &str,
+    mut holds: impl FnMut() -> Result<bool, GpuError>,
+) -> Result<(), GpuError> {
+    let start = Instant::now();
+    while !holds()? {
+        assert!(start.elapsed() < LIMIT, "not within {LIMIT:?}: {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    Ok(())
+}
+
+/// A rank's tools.
+struct Member {
+    comm: Comm,
+    stream: Stream,
+    event: Event,
+    rank: u32,
+    ranks: u32,
+    folder: PathBuf,
+}
+
+fn member(scenario: &str, rank: u32, ranks: u32, file: &Path) -> Outcome {
+    let device = Device::open(rank)?;
+    device.make_current()?;
+    let nccl = Nccl::load(None)?;
+    let id = if rank == 0 {
+        let id = nccl.unique_id()?;
+        let draft = file.with_extension("draft");
+        std::fs::write(&draft, id).expect("the test's folder can be written");
+        std::fs::rename(&draft, file).expect("the test's folder can be written");
+        id
+    } else {
+        wait_until("rank 0 has written the identity", || Ok(file.exists()))?;
+        let bytes = std::fs::read(file).expect("it is there");
+        <[u8; 128]>::try_from(bytes).expect("an identity")
+    };
+    let deadline = if scenario == "late" { Duration::from_secs(1) } else { LIMIT };
+    if scenario == "late" && rank != 0 {
+        return Ok("never came".into());
+    }
+    let comm = nccl.comm(&device, &id, ranks, rank, None, deadline)?;
+    let (stream, event) = (Stream::new(&device)?, Event::new(&device)?);
+    let folder = file.parent().expect("the file is in a folder").to_owned();
+    let member = Member { comm, stream, event, rank, ranks, folder };
+    match scenario {
+        "collectives" => member.collectives(),
+        "disagree" => member.disagree(),
+        "die" => member.die(),
+        "abort" => member.abort(),
+        _ => panic!("there is no scenario {scenario}"),
+    }
+}
+
+/// Memory of the host as memory of the GPU, which the fake allows.
+fn address(bytes: &mut [u8]) -> u64 {
+    bytes.as_mut_ptr().expose_provenance() as u64
+}
+
+impl Member {
+    fn wait(&self) -> Result<(), GpuError> {
+        self.event.record(&self.stream)?;
+        self.event.wait(LIMIT)
+    }
+
+    /// Every collective over every type, against the reference.
+    fn collectives(self) -> Outcome {
+        const COUNT: usize = 1000;
+        let mut checked = 0;
+        for (number, dtype) in DType::ALL.into_iter().enumerate() {
+            for (operation, op) in
+                [(Operation::Sum, ReduceOp::Sum), (Operation::Average, ReduceOp::Average)]
+            {
+                // Integers are averaged by rounding in different directions; they are not asked.
+                if op == ReduceOp::Average && !dtype.is_float() {
+                    continue;
+                }
+                self.round(number as u64, dtype, operation, op, COUNT)?;
+                checked += 1;
+            }
+        }
+        self.comm.close()?;
+        Ok(format!("{checked} rounds were right"))
+    }
+
+    fn round(
+        &self,
+        round: u64,
+        dtype: DType,
+        operation: Operation,
+        op: ReduceOp,
+        count: usize,
+    ) -> Result<(), GpuError> {
+        let ranks = self.ranks as usize;
+        let all = count * ranks;
+        let piece = count * dtype.size();
+        let own = self.rank as usize * piece;
+        let given = |rank: u32| reference::contribution(dtype, 7, rank, round, all);
+        let contributions: Vec<Vec<u8>> = (0..self.ranks).map(given).collect();
+        let expected = reference::result(dtype, operation, 7, self.ranks, round, all);
+        let mut scattered = contributions[self.rank as usize].clone();
+        let mut reduced = scattered.clone();
+        let (mut rooted, mut told) = (scattered.clone(), scattered.clone());
+        let root = self.ranks - 1;
+        let at = address(&mut scattered);
+        let mine = at + own as u64;
+        // SAFETY: all buffers live until `wait` has seen the end, and nobody else uses them.
+        unsafe { self.comm.reduce_scatter(at, mine, count, dtype, op, &self.stream) }?;
+        // SAFETY: as above.
+        unsafe { self.comm.all_gather(mine, at, count, dtype, &self.stream) }?;
+        let (at, to) = (address(&mut reduced), address(&mut rooted));
+        let source = address(&mut told);
+        self.comm.group(|| {
+            // SAFETY: as above.
+            unsafe { self.comm.all_reduce(at, at, all, dtype, op, &self.stream) }?;
+            // SAFETY: as above.
+            unsafe { self.comm.reduce(to, to, all, dtype, op, root, &self.stream) }?;
+            // SAFETY: as above.
+            unsafe { self.comm.broadcast(source, source, all, dtype, root, &self.stream) }
+        })?;
+        self.wait()?;
+        self.comm.async_error()?;
+        let what = format!("{operation} of {dtype} on rank {}", self.rank);
+        assert!(scattered == expected, "reduce-scatter and all-gather: {what}");
+        assert!(reduced == expected, "all-reduce: {what}");
+        if self.rank == root {
+            assert!(rooted == expected, "reduce: {what}");
+        }
+        assert!(told == contributions[root as usize], "broadcast: {what}");
+        Ok(())
+    }
+
+    /// Waits until the first `ranks` ranks are here, by files.
+    fn meet(&self, place: &str, ranks: u32) -> Result<(), GpuError> {
+        let file = |rank: u32| self.folder.join(format!("{place}-{rank}"));
+        std::fs::write(file(self.rank), "").expect("the test's folder can be written");
+        wait_until(place, || Ok((0..ranks).all(|rank| file(rank).exists())))
+    }
+
+    /// Enqueues a sum of so many floats.
+    fn sum(&self, buffer: &mut [u8], count: usize) -> Result<(), GpuError> {
+        let at = address(buffer);
+        // SAFETY: the buffer outlives the communicator, which the callers end.
+        unsafe { self.comm.all_reduce(at, at, count, DType::F32, ReduceOp::Sum, &self.stream) }
+    }
+
+    /// The error that comes behind the calls.
+    fn error(&self) -> Result<GpuError, GpuError> {
+        let mut error = None;
+        wait_until("an error has come", || {
+            error = self.comm.async_error().err();
+            Ok(error.is_some())
+        })?;
+        Ok(error.expect("it has come"))
+    }
+
+    /// Makes a last call, gets its error at once or later, sees that the stream stands, and aborts.
+    /// So do the first `ranks` ranks.
+    fn fail(self, buffer: &mut [u8], count: usize, ranks: u32) -> Outcome {
+        let called = self.sum(buffer, count);
+        self.event.record(&self.stream)?;
+        let error = match called {
+            // The end of the last rank may be known already, and nothing is enqueued then.
+            Err(error) => error,
+            Ok(()) => {
+                let error = self.error()?;
+                assert!(!self.event.is_done()?, "the stream stands until the abort");
+                error
+            }
+        };
+        // The end of one rank would be another error for the next.
+        self.meet("failed", ranks)?;
+        self.comm.abort()?;
+        self.event.wait(LIMIT)?;
+        Ok(format!("{error}"))
+    }
+
+    /// The second call is of another size on the last rank.
+    fn disagree(self) -> Outcome {
+        let mut buffer = vec![0; 4000];
+        self.sum(&mut buffer, 1000)?;
+        self.wait()?;
+        let count = if self.rank == self.ranks - 1 { 999 } else { 1000 };
+        let ranks = self.ranks;
+        self.fail(&mut buffer, count, ranks)
+    }
+
+    /// The last rank dies while the others wait for it.
+    fn die(self) -> Outcome {
+        let mut buffer = vec![0; 4000];
+        self.sum(&mut buffer, 1000)?;
+        self.wait()?;
+        self.meet("begun", self.ranks)?;
+        if self.rank == self.ranks - 1 {
+            std::process::exit(0);
+        }
+        let left = self.ranks - 1;
+        self.fail(&mut buffer, 1000, left)
+    }
+
+    /// Rank 0 gives up what the others never join.
+    fn abort(self) -> Outcome {
+        let mut buffer = vec![0; 4000];
+        self.meet("begun", self.ranks)?;
+        if self.rank == 0 {
+            self.sum(&mut buffer, 1000)?;
+            self.event.record(&self.stream)?;
+            assert!(!self.event.is_done()?, "the other ranks do not take part");
+            let (stream, event) = (self.stream, self.event);
+            self.comm.abort()?;
+            event.wait(LIMIT)?;
+            wait_until("the stream is idle", || stream.is_idle())?;
+            return Ok("given up".into());
+        }
+        self.error()?;
+        self.comm.abort().map(|()| "rank 0 has gone".into())
+    }
+}
