@@ -15,6 +15,7 @@ mod probe;
 mod report;
 mod sample;
 mod scenario;
+mod script;
 mod stage;
 mod watch;
 
@@ -27,6 +28,7 @@ const COMMANDS: &[Entry] = &[
     (cmd::ab::command, cmd::ab::run),
     (cmd::cluster::command, cmd::cluster::run),
     (cmd::gloo::command, cmd::gloo::run),
+    (cmd::gpu::command, cmd::gpu::run),
     (cmd::idle::command, cmd::idle::run),
     (cmd::lane::command, cmd::lane::run),
     (cmd::latency::command, cmd::latency::run),

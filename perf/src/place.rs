@@ -1,9 +1,9 @@
 //! Where a measurement was taken: without this a figure means nothing to anyone else.
 
 use serde_json::{Value, json};
-use std::process::Command;
 
-/// Host, kernel, processor, cores that this process may use, and commit of the current directory.
+/// Host, kernel, processor, cores that this process may use, and the commit that this was built
+/// from, where `-dirty` marks changes that were not committed.
 pub fn describe() -> Value {
     let system = rustix::system::uname();
     json!({
@@ -11,7 +11,7 @@ pub fn describe() -> Value {
         "kernel": system.release().to_string_lossy(),
         "processor": processor(),
         "cores": std::thread::available_parallelism().map_or(0, std::num::NonZero::get),
-        "commit": commit(),
+        "commit": env!("BPS_COMMIT"),
         "optimised": !cfg!(debug_assertions),
     })
 }
@@ -37,16 +37,4 @@ fn processor() -> String {
     let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let model = text.lines().find_map(|line| line.strip_prefix("model name"));
     model.map_or("unknown processor", |rest| rest.trim_start_matches([' ', '\t', ':'])).to_string()
-}
-
-/// What `git describe` says; `-dirty` marks changes that are not committed.
-fn commit() -> String {
-    let arguments = ["describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"];
-    let output = Command::new("git").args(arguments).output();
-    match output {
-        Ok(output) if output.status.success() => {
-            String::from_utf8_lossy(&output.stdout).trim().to_string()
-        }
-        _ => "unknown".to_string(),
-    }
 }

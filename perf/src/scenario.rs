@@ -148,7 +148,12 @@ impl Target {
 
 /// What tells one result of a scenario from another.
 pub fn label(result: &Value) -> String {
-    const TELLING: [&str; 16] = [
+    const TELLING: [&str; 21] = [
+        "work",
+        "precision",
+        "way",
+        "hosts",
+        "gpus_per_host",
         "dtype",
         "transport",
         "driver",

@@ -53,6 +53,12 @@ scenarios! {
     more_cores "scaling",
     sizes_of_parts "partition",
     what_the_machine_offers "probes",
+    hosts_with_gpus "gpu-cluster",
+    hosts_with_gpus_and_half_the_bytes "gpu-bert",
+    hosts_with_gpus_and_servers_beside "gpu-colocated",
+    hosts_with_several_gpus "gpu-two-by-two",
+    one_host_with_gpus "gpu-one-host",
+    many_hosts_with_gpus "gpu-eight",
 }
 
 #[test]
@@ -76,6 +82,54 @@ fn results_say_where_they_were_measured() {
     for name in ["gbps", "gbps_p99", "gbps_spread", "plain_gbps", "copy_gbps", "ratio_to_copy"] {
         assert!(result[name].is_f64(), "no {name}: {said}");
     }
+}
+
+/// A tiny run between hosts with CPUs in place of GPUs.
+const GPU: &str = "gpu --device cpu --hosts 2 --servers 1 --cores 1 --batch 2 --sequences 1 --json";
+
+/// Runs that with further arguments, or says why it can't be run here.
+fn gpu(arguments: &str) -> Option<(bool, String)> {
+    let all: Vec<&str> = GPU.split(' ').chain(arguments.split_whitespace()).collect();
+    let (went_well, said) = perf(&all);
+    if let Some(line) = said.lines().find(|line| line.starts_with("skipped: ")) {
+        println!("{line}");
+        return None;
+    }
+    Some((went_well, said))
+}
+
+#[test]
+fn every_way_to_train_is_measured_beside_its_peer() {
+    let found = gpu("--rate 400mbit,500mbit --size 64K --tuned TUNED=1 \
+         --model bert-small --precision amp --losses small --loss-steps 3 --loss-runs 2 \
+         --ways ddp,ours,ddp-bf16,ours-bf16 --rounds 2 --steps 2");
+    let Some((went_well, said)) = found else { return };
+    assert!(went_well, "{said}");
+    let parsed = said.lines().filter_map(|line| serde_json::from_str(line).ok());
+    let results: Vec<serde_json::Value> = parsed.collect();
+    let check = |work: &str, count: usize, fields: &[&str]| {
+        let of_work: Vec<_> = results.iter().filter(|result| result["work"] == work).collect();
+        assert_eq!(of_work.len(), count, "{work}: {said}");
+        for (result, field) in of_work.iter().flat_map(|one| fields.iter().map(move |f| (one, f))) {
+            let is_peer = result["way"].as_str().is_some_and(|way| way.starts_with("ddp"));
+            let is_there = result[field].is_f64() || is_peer && *field == "ratio";
+            assert!(is_there, "no {field} of {work}: {result}");
+        }
+    };
+    // For each of two rates.
+    check("sum", 2, &["algbw_gbs", "peer_algbw_gbs", "tuned_algbw_gbs", "ratio", "line_gbs"]);
+    check("bert-small", 2 * 4, &["ms_p50", "forward_ms", "alone_ms", "bound_ms", "ratio"]);
+    check("losses of small", 2, &["first_loss", "last_loss", "difference", "noise"]);
+}
+
+#[test]
+fn a_rank_that_fails_ends_the_run_and_is_named() {
+    let begun = std::time::Instant::now();
+    let found = gpu("--rate 500mbit --size 64K --rounds 1 --set BPS_TRANSPORT=nonsense");
+    let Some((went_well, said)) = found else { return };
+    assert!(!went_well && said.contains("rank ") && said.contains("ended"), "{said}");
+    assert!(said.contains("nonsense"), "its own words are missing: {said}");
+    assert!(begun.elapsed().as_secs() < 60, "it was waited for until {:?}", begun.elapsed());
 }
 
 #[test]

@@ -11,7 +11,8 @@ use crate::Outcome;
 use crate::arguments::{self, flag, integer, number};
 use crate::report::{self, Fields, Table};
 use crate::sample::Series;
-use crate::stage::job::{Job, Plan};
+use crate::script::Script;
+use crate::stage::job::{Job, PATIENCE, Plan};
 use crate::stage::{Crew, Member, Shape, Stage, parse_rate, stream, unavailable};
 use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
 use serde_json::json;
@@ -103,7 +104,7 @@ pub fn command() -> Command {
     link_arguments(command)
 }
 
-fn parse_variable(text: &str) -> Result<(String, String), String> {
+pub fn parse_variable(text: &str) -> Result<(String, String), String> {
     let pair = text.split_once('=').ok_or_else(|| format!("{text:?}: NAME=VALUE is needed"))?;
     Ok((pair.0.to_string(), pair.1.to_string()))
 }
@@ -129,9 +130,11 @@ pub fn run(matches: &ArgMatches) -> Outcome {
     let get = |name: &str| integer(matches, name);
     let plan = Plan {
         workers: get("workers"),
+        ranks_per_host: 1,
         extra_servers: get("servers"),
         colocated: matches.get_flag("colocated"),
         cores: get("cores"),
+        patience: PATIENCE,
         variables: variables(matches),
     };
     if plan.servers() == 0 {
@@ -249,11 +252,11 @@ fn usable(python: &Path) -> Result<&Path, String> {
 
 /// torch.distributed's gloo on the workers' hosts.
 fn gloo(stage: &Stage, workers: u32, size: usize, python: &Path) -> Result<Crew, String> {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("gloo_rank.py");
+    let script = Script::new("gloo_rank.py", include_str!("../../gloo_rank.py"))?;
     let master = Stage::address(0).to_string();
     let start = |rank: u32| {
         let mut command = stage.command(rank, python);
-        command.arg(&script).args([rank.to_string(), workers.to_string(), master.clone()]);
+        command.arg(script.path()).args([rank.to_string(), workers.to_string(), master.clone()]);
         // Else gloo asks the resolver for the machine's name, which no staged host knows.
         command.arg(size.to_string()).env("GLOO_SOCKET_IFNAME", "eth0");
         Member::start(format!("rank {rank} of gloo"), command)

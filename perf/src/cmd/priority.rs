@@ -9,7 +9,7 @@ use super::cluster::{link_arguments, link_fields, shape, variables};
 use crate::arguments::{integer, number};
 use crate::report::{self, Table};
 use crate::sample::Series;
-use crate::stage::job::{Job, Plan};
+use crate::stage::job::{Job, PATIENCE, Plan};
 use crate::stage::{Stage, stream, unavailable};
 use crate::{Outcome, sample};
 use bps_engine::config::{Program, load};
@@ -49,9 +49,11 @@ pub fn run(matches: &ArgMatches) -> Outcome {
     let size = |name: &str| *matches.get_one::<usize>(name).expect("has a default");
     let plan = Plan {
         workers: get("workers"),
+        ranks_per_host: 1,
         extra_servers: get("servers"),
         colocated: false,
         cores: get("cores"),
+        patience: PATIENCE,
         variables: variables(matches),
     };
     if let Some(why) = unavailable() {

@@ -9,6 +9,9 @@ use crate::scenario::{self, Scenario};
 use crate::{Outcome, place};
 use clap::{Arg, ArgMatches, Command};
 use serde_json::{Value, json};
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::path::{Path, PathBuf};
 use std::process::{Command as Process, Stdio};
 
 /// What stands for the value of a field that a result does not have.
@@ -47,10 +50,8 @@ pub fn run(matches: &ArgMatches) -> Outcome {
         if !is_json {
             println!("\n{}: {}", scenario.name, scenario.shows);
         }
-        let (results, failures) = results(scenario, is_smoke, is_json);
-        if let Some(path) = matches.get_one::<String>("keep") {
-            keep(path, &scenario.name, &results)?;
-        }
+        let mut file = matches.get_one::<String>("keep").map(open).transpose()?;
+        let (results, failures) = results(scenario, is_smoke, is_json, file.as_mut());
         for failure in &failures {
             missed.push(format!("{}: {failure}", scenario.name));
         }
@@ -84,19 +85,31 @@ pub fn run(matches: &ArgMatches) -> Outcome {
     Err(format!("{} missed or failed:\n  {}", missed.len(), missed.join("\n  ")).into())
 }
 
-/// What the commands of a scenario printed, and those that failed.
-fn results(scenario: &Scenario, is_smoke: bool, is_json: bool) -> (Vec<Value>, Vec<String>) {
+/// What the commands of a scenario printed, and those that failed. What is to be kept is kept as it
+/// comes, so that a run which does not end leaves what it measured.
+fn results(
+    scenario: &Scenario,
+    is_smoke: bool,
+    is_json: bool,
+    mut file: Option<&mut File>,
+) -> (Vec<Value>, Vec<String>) {
     let (mut results, mut failures) = (Vec::new(), Vec::new());
     let commands = if is_smoke { &scenario.smoke } else { &scenario.commands };
     for arguments in commands {
         if !is_json {
             println!("$ bps-perf {}", arguments.join(" "));
         }
-        match start(arguments) {
-            Ok(lines) => results.extend(lines.into_iter().map(|mut result| {
-                result["arguments"] = arguments.join(" ").into();
-                result
-            })),
+        let ended = each(&own_path(), arguments, &mut |mut result| {
+            result["arguments"] = arguments.join(" ").into();
+            if let Some(file) = &mut file {
+                result["scenario"] = scenario.name.as_str().into();
+                writeln!(file, "{result}").map_err(|error| format!("--keep: {error}"))?;
+            }
+            results.push(result);
+            Ok(())
+        });
+        match ended {
+            Ok(()) => {}
             Err(error) if is_smoke && error.contains("skipped: ") => {
                 // In a smoke run, a machine that lacks what a scenario needs is no failure.
                 println!("{error}");
@@ -107,33 +120,53 @@ fn results(scenario: &Scenario, is_smoke: bool, is_json: bool) -> (Vec<Value>, V
     (results, failures)
 }
 
-/// Runs this program again, and returns the results that it printed.
-pub fn start(arguments: &[String]) -> Result<Vec<Value>, String> {
-    let program = std::env::current_exe().map_err(|error| error.to_string())?;
-    start_at(&program, arguments)
+fn open(path: &String) -> Result<File, String> {
+    let file = std::fs::OpenOptions::new().create(true).append(true).open(path);
+    file.map_err(|error| format!("{path}: {error}"))
+}
+
+/// This program.
+fn own_path() -> PathBuf {
+    std::env::current_exe().unwrap_or_else(|_| "/proc/self/exe".into())
 }
 
 /// Runs a `bps-perf`, and returns the results that it printed.
-pub fn start_at(program: &std::path::Path, arguments: &[String]) -> Result<Vec<Value>, String> {
-    let mut process = Process::new(program);
-    process.args(arguments).arg("--json").stdin(Stdio::null());
-    let output = process.output().map_err(|error| format!("{}: {error}", program.display()))?;
-    if !output.status.success() {
-        let said = String::from_utf8_lossy(&output.stderr);
-        return Err(format!("{}: {}", output.status, said.trim()));
-    }
-    let text = String::from_utf8_lossy(&output.stdout);
-    let parse = |line: &str| serde_json::from_str(line).map_err(|error| format!("{error}: {line}"));
-    text.lines().map(parse).collect()
+pub fn start_at(program: &Path, arguments: &[String]) -> Result<Vec<Value>, String> {
+    let mut results = Vec::new();
+    each(program, arguments, &mut |result| {
+        results.push(result);
+        Ok(())
+    })?;
+    Ok(results)
 }
 
-fn keep(path: &str, scenario: &str, results: &[Value]) -> Result<(), Box<dyn std::error::Error>> {
-    use std::io::Write;
-    let mut file = std::fs::OpenOptions::new().create(true).append(true).open(path)?;
-    for result in results {
-        let mut result = result.clone();
-        result["scenario"] = scenario.into();
-        writeln!(file, "{result}")?;
+/// Runs a `bps-perf`, and takes each result that it prints, as soon as it does.
+fn each(
+    program: &Path,
+    arguments: &[String],
+    take: &mut dyn FnMut(Value) -> Result<(), String>,
+) -> Result<(), String> {
+    let mut process = Process::new(program);
+    process.args(arguments).arg("--json").stdin(Stdio::null());
+    process.stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = process.spawn().map_err(|error| format!("{}: {error}", program.display()))?;
+    let (output, mut errors) =
+        (child.stdout.take().expect("piped"), child.stderr.take().expect("piped"));
+    let listener = std::thread::spawn(move || {
+        let mut said = Vec::new();
+        // What was said until the pipe broke is all there is.
+        let _ = errors.read_to_end(&mut said);
+        String::from_utf8_lossy(&said).trim().to_string()
+    });
+    let mut outcome = Ok(());
+    for line in BufReader::new(output).lines().map_while(Result::ok) {
+        let parsed = serde_json::from_str(&line).map_err(|error| format!("{error}: {line}"));
+        outcome = outcome.and(parsed.and_then(&mut *take));
     }
-    Ok(())
+    let status = child.wait().map_err(|error| error.to_string())?;
+    let said = listener.join().expect("no panic in reading");
+    if !status.success() {
+        return Err(format!("{status}: {said}"));
+    }
+    outcome
 }

@@ -14,7 +14,9 @@ use std::time::{Duration, Instant};
 const MARK: &str = "bps-perf:";
 
 /// Time that a program gets to end by itself.
-const GRACE: Duration = Duration::from_secs(5);
+const GRACE: Duration = Duration::from_secs(15);
+/// How soon it is seen that a member died while another, which waits for it, is listened to.
+const LOOK: Duration = Duration::from_millis(100);
 
 /// A process of a stage. It is killed when this is dropped.
 pub struct Member {
@@ -49,15 +51,28 @@ impl Member {
         told.map_err(|error| format!("{} ended: {error}; see what it said above", self.name))
     }
 
-    fn hear(&mut self, deadline: Instant) -> Result<String, String> {
-        let left = deadline.saturating_duration_since(Instant::now());
-        self.lines.recv_timeout(left).map_err(|error| match error {
-            RecvTimeoutError::Timeout => format!("{} did not answer in time", self.name),
-            RecvTimeoutError::Disconnected => {
+    /// The next line, or `None` if there was none in this time.
+    fn hear(&mut self, time: Duration) -> Result<Option<String>, String> {
+        match self.lines.recv_timeout(time) {
+            Ok(line) => Ok(Some(line)),
+            Err(RecvTimeoutError::Timeout) => Ok(None),
+            Err(RecvTimeoutError::Disconnected) => {
                 let status = self.child.wait().map_or("?".into(), |status| status.to_string());
-                format!("{} ended ({status}); see what it said above", self.name)
+                Err(self.ended(&status))
             }
-        })
+        }
+    }
+
+    /// An error if it failed. What it said before it ended may still be on its way.
+    fn look(&mut self) -> Result<(), String> {
+        match self.child.try_wait() {
+            Ok(Some(status)) if !status.success() => Err(self.ended(&status.to_string())),
+            _ => Ok(()),
+        }
+    }
+
+    fn ended(&self, status: &str) -> String {
+        format!("{} ended ({status}); see what it said above", self.name)
     }
 
     /// Closes its input and waits until it ends by itself.
@@ -92,15 +107,14 @@ pub struct Crew {
 
 impl Crew {
     /// Waits until all are ready, and gives each line of work so long.
-    pub fn new(mut members: Vec<Member>, patience: Duration) -> Result<Crew, String> {
-        let deadline = Instant::now() + patience;
-        for member in &mut members {
-            let line = member.hear(deadline)?;
+    pub fn new(members: Vec<Member>, patience: Duration) -> Result<Crew, String> {
+        let mut crew = Crew { members, patience };
+        for (index, line) in crew.gather()?.iter().enumerate() {
             if line != "ready" {
-                return Err(format!("{} said {line:?} instead of ready", member.name));
+                return Err(format!("{} said {line:?}, not ready", crew.members[index].name));
             }
         }
-        Ok(Crew { members, patience })
+        Ok(crew)
     }
 
     /// Tells all members the same and returns each one's numbers.
@@ -108,13 +122,31 @@ impl Crew {
         for member in &mut self.members {
             member.tell(line)?;
         }
-        let deadline = Instant::now() + self.patience;
-        let hear = |member: &mut Member| {
-            let line = member.hear(deadline)?;
+        let lines = self.gather()?;
+        let parse = |(member, line): (&Member, &String)| {
             let numbers: Result<Vec<f64>, _> = line.split_whitespace().map(str::parse).collect();
             numbers.map_err(|_| format!("{} answered {line:?}", member.name))
         };
-        self.members.iter_mut().map(hear).collect()
+        self.members.iter().zip(&lines).map(parse).collect()
+    }
+
+    /// A line of each member. That one has failed ends this at once: others may wait for it, and
+    /// would not answer.
+    fn gather(&mut self) -> Result<Vec<String>, String> {
+        let deadline = Instant::now() + self.patience;
+        let mut lines = Vec::new();
+        while lines.len() < self.members.len() {
+            let member = &mut self.members[lines.len()];
+            let left = deadline.saturating_duration_since(Instant::now());
+            if let Some(line) = member.hear(left.min(LOOK))? {
+                lines.push(line);
+            } else if left.is_zero() {
+                return Err(format!("{} did not answer in time", member.name));
+            } else {
+                self.members.iter_mut().try_for_each(Member::look)?;
+            }
+        }
+        Ok(lines)
     }
 
     /// Like [`work`](Crew::work), where each answers one number; the largest counts.

@@ -8,22 +8,26 @@ use std::io::Read;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-/// How long a job may take to form, and a round to end.
-const PATIENCE: Duration = Duration::from_secs(300);
+/// How long a job may take to form, and a round to end, unless somebody knows better.
+pub const PATIENCE: Duration = Duration::from_secs(300);
 /// The scheduler's port: nobody else is on the stage.
 const PORT: u16 = 9000;
 
 /// Who runs where. Worker `i` is on host `i`; servers on hosts of their own follow the workers.
 #[derive(Clone, Debug)]
 pub struct Plan {
-    /// Hosts with a rank.
+    /// Hosts with ranks.
     pub workers: u32,
+    /// Ranks of each of them.
+    pub ranks_per_host: u32,
     /// Hosts with a server and no rank.
     pub extra_servers: u32,
     /// Every worker's host has a server too.
     pub colocated: bool,
     /// Polling threads of each server.
     pub cores: u32,
+    /// How long the job may take to form, and a round to end.
+    pub patience: Duration,
     /// Further variables of every process, as `NAME=value`.
     pub variables: Vec<(String, String)>,
 }
@@ -64,7 +68,9 @@ impl Plan {
             ("DMLC_NUM_WORKER", self.workers.to_string()),
             ("DMLC_NUM_SERVER", self.servers().to_string()),
             ("BYTEPS_KEY_HASH_FN", placement.to_string()),
-            ("BYTEPS_FORCE_DISTRIBUTED", "1".to_string()),
+            ("BYTEPS_LOCAL_SIZE", self.ranks_per_host.to_string()),
+            // Ranks of one host need no server, and should use none; a rank alone is to use it.
+            ("BYTEPS_FORCE_DISTRIBUTED", u8::from(self.ranks_per_host == 1).to_string()),
             ("BPS_SERVER_CORES", self.cores.to_string()),
             // Namespaces share the machine's CPUs, and each process would take the first.
             ("BPS_PIN", "0".to_string()),
@@ -98,6 +104,19 @@ impl Drop for Program {
 impl Job {
     /// Starts a job whose ranks run this program with these arguments.
     pub fn start(stage: &Stage, plan: &Plan, arguments: &[String]) -> Result<Job, String> {
+        Job::start_ranks(stage, plan, &|host, _| {
+            let mut command = stage.command(host, program_path());
+            command.args(arguments);
+            command
+        })
+    }
+
+    /// Starts a job whose ranks are what `command` makes, for a host and the rank's number on it.
+    pub fn start_ranks(
+        stage: &Stage,
+        plan: &Plan,
+        command: &dyn Fn(u32, u32) -> Command,
+    ) -> Result<Job, String> {
         let variables = plan.variables(&job_key().map_err(|error| error.to_string())?);
         let program = |host: u32, name: &str, role: &str| {
             let path = program_path().with_file_name(name);
@@ -115,14 +134,17 @@ impl Job {
         for host in first..plan.hosts() {
             programs.push(program(host, "bps-server", "server")?);
         }
-        let rank = |host: u32| {
-            let mut command = stage.command(host, program_path());
-            command.envs(variables.iter().cloned()).env("DMLC_ROLE", "worker");
-            command.env("DMLC_WORKER_ID", host.to_string()).args(arguments);
-            Member::start(format!("rank {host}"), command)
-        };
-        let ranks = (0..plan.workers).map(rank).collect::<Result<_, _>>()?;
-        Ok(Job { ranks: Crew::new(ranks, PATIENCE)?, programs })
+        let mut ranks = Vec::new();
+        for host in 0..plan.workers {
+            for local in 0..plan.ranks_per_host {
+                let mut command = command(host, local);
+                command.envs(variables.iter().cloned()).env("DMLC_ROLE", "worker");
+                command.env("DMLC_WORKER_ID", host.to_string());
+                command.env("BYTEPS_LOCAL_RANK", local.to_string());
+                ranks.push(Member::start(format!("rank {}", ranks.len()), command)?);
+            }
+        }
+        Ok(Job { ranks: Crew::new(ranks, plan.patience)?, programs })
     }
 
     /// Ends it in good order.
@@ -153,7 +175,10 @@ mod tests {
     use super::*;
 
     fn optimum(workers: u32, extra_servers: u32, colocated: bool) -> f64 {
-        Plan { workers, extra_servers, colocated, cores: 1, variables: Vec::new() }.optimum()
+        let (ranks_per_host, cores, patience) = (1, 1, PATIENCE);
+        let variables = Vec::new();
+        Plan { workers, ranks_per_host, extra_servers, colocated, cores, patience, variables }
+            .optimum()
     }
 
     #[test]

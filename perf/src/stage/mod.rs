@@ -49,7 +49,7 @@ pub struct Shape {
 /// A stage. See the [module](self).
 pub struct Stage {
     hosts: Vec<Namespace>,
-    _hub: Namespace,
+    hub: Namespace,
 }
 
 /// Why hosts can't be staged on this machine, or `None` if they can.
@@ -76,7 +76,6 @@ impl Stage {
         if hosts == 0 || hosts > HOSTS_MAX {
             return Err(format!("{hosts} hosts: from 1 to {HOSTS_MAX} can be staged"));
         }
-        let burst = burst_bytes(shape.rate_bits);
         let hub = Namespace::new()?;
         hub.ip("link add name bridge type bridge\nlink set bridge up\n")?;
         let mut all = Vec::new();
@@ -89,7 +88,7 @@ impl Stage {
                 let middle = bytes.min(16 << 10);
                 host.set("net/ipv4/tcp_wmem", &format!("4096 {middle} {bytes}"))?;
             }
-            let (port, other) = (format!("host{index}"), host.path());
+            let (port, other) = (port(index as usize), host.path());
             hub.ip(&format!(
                 "link add name {port} type veth peer name eth0 netns {other}\n\
                  link set {port} master bridge\nlink set {port} up\n"
@@ -105,11 +104,21 @@ impl Stage {
                     "route replace 10.0.0.0/24 dev eth0 src {address} congctl {name}\n"
                 ))?;
             }
-            hub.tc(&port, shape.rate_bits, burst, shape.queue_ms)?;
-            host.tc("eth0", shape.rate_bits, burst, shape.queue_ms)?;
             all.push(host);
         }
-        Ok(Stage { hosts: all, _hub: hub })
+        let stage = Stage { hosts: all, hub };
+        stage.shape(shape.rate_bits, shape.queue_ms)?;
+        Ok(stage)
+    }
+
+    /// Gives every link another rate, while its connections live on.
+    pub fn shape(&self, rate_bits: u64, queue_ms: u32) -> Result<(), String> {
+        let burst = burst_bytes(rate_bits);
+        for (index, host) in self.hosts.iter().enumerate() {
+            self.hub.tc(&port(index), rate_bits, burst, queue_ms)?;
+            host.tc("eth0", rate_bits, burst, queue_ms)?;
+        }
+        Ok(())
     }
 
     /// Hosts.
@@ -126,6 +135,11 @@ impl Stage {
     pub fn command(&self, host: u32, program: impl AsRef<std::ffi::OsStr>) -> Command {
         self.hosts[host as usize].command(program)
     }
+}
+
+/// The bridge's end of a host's link.
+fn port(host: usize) -> String {
+    format!("host{host}")
 }
 
 /// Bytes of the token bucket of a link.

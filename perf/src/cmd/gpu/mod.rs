@@ -1,0 +1,276 @@
+//! `bps-perf gpu`: training on GPUs between hosts with shaped links, on one machine.
+//!
+//! Each host is a network namespace with GPUs of its own; NCCL is told that they are different
+//! hosts, and speaks TCP between them as the engine does. One process for each GPU holds both, and
+//! they take turns on the same links: sums of tensors, and steps of training by
+//! DistributedDataParallel and by this package. With `--device cpu` gloo stands in for NCCL, and
+//! everything else is the same.
+//!
+//! Invariant: figures that are compared come from the same processes, in turn, round by round.
+
+mod collectives;
+mod hosts;
+mod losses;
+mod training;
+
+use super::cluster::{link_arguments, link_fields, shape, variables};
+use crate::Outcome;
+use crate::arguments::{self, choice, flag, integer, number, sizes};
+use crate::report::{self, Fields, Table};
+use crate::stage::job::Plan;
+use crate::stage::{Shape, unavailable};
+use clap::builder::PossibleValuesParser;
+use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
+use hosts::Hosts;
+use serde_json::json;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// What may be trained. The small ones are for machines without a GPU.
+const MODELS: &[&str] = &["vgg16", "resnet50", "resnet18", "bert-large", "small", "bert-small"];
+/// Ways to train that send something.
+const WAYS: &[&str] = &["ddp", "ours", "cross", "ddp-bf16", "ours-bf16", "cross-bf16"];
+
+/// What is run, as the arguments say.
+pub struct Run {
+    plan: Plan,
+    shape: Shape,
+    rates: Vec<u64>,
+    is_cuda: bool,
+    python: PathBuf,
+    /// Variables of a second crew of NCCL, for the all-reduce of somebody who tunes it.
+    tuned: Vec<(String, String)>,
+    sizes: Vec<usize>,
+    models: Vec<String>,
+    losses: Vec<String>,
+    precisions: Vec<String>,
+    ways: Vec<String>,
+    batch: u32,
+    sequences: u32,
+    rounds: u32,
+    steps: u32,
+    loss_steps: u32,
+    loss_runs: u32,
+    patience_s: u32,
+}
+
+/// The environment of the repository if that was made, else what machines with GPUs have.
+fn usual_python() -> PathBuf {
+    let own = PathBuf::from(".venv/bin/python");
+    if own.exists() { own } else { "python3".into() }
+}
+
+fn words(name: &'static str, words: &'static [&'static str], help: &'static str) -> Arg {
+    Arg::new(name)
+        .long(name)
+        .value_name("NAME[,NAME…]")
+        .help(help)
+        .value_delimiter(',')
+        .value_parser(PossibleValuesParser::new(words))
+}
+
+/// The arguments.
+pub fn command() -> Command {
+    let command = Command::new("gpu")
+        .about(
+            "Stages hosts with GPUs and shaped links on this machine, and measures sums and steps \
+             of training between them beside NCCL and DistributedDataParallel.",
+        )
+        .arg(choice("device", &["cuda", "cpu"], "Where tensors are; on CPUs gloo is the peer"))
+        .arg(number("hosts", "4", "Hosts with GPUs"))
+        .arg(number("gpus-per-host", "1", "GPUs of each of them, one process each"))
+        .arg(
+            Arg::new("servers")
+                .long("servers")
+                .help("Hosts with a server and no GPU; one host needs none")
+                .value_parser(value_parser!(u32).range(0..=200))
+                .default_value("4"),
+        )
+        .arg(flag("colocated", "Every GPU host has a server too; parts are placed as `mixed`"))
+        .arg(number("cores", "2", "Polling threads of each server"))
+        .arg(sizes("size", "16M,64M,256M", "Bytes of the tensors that are summed"))
+        .arg(flag("no-collectives", "Sum no tensors"))
+        .arg(
+            Arg::new("tuned")
+                .long("tuned")
+                .value_name("NAME=VALUE")
+                .help("A variable of a further all-reduce of NCCL, in turn; may be repeated")
+                .value_parser(super::cluster::parse_variable)
+                .action(ArgAction::Append),
+        )
+        .arg(words("model", MODELS, "Models whose steps are timed"))
+        .arg(words("losses", MODELS, "Models of images that are trained on real data in each way"))
+        .arg(words("precision", &["fp32", "amp"], "Of models; amp is bf16").default_value("fp32"))
+        .arg(words("ways", WAYS, "Ways to train").default_value("ddp,ours"))
+        .arg(number("batch", "64", "Images for each GPU"))
+        .arg(number("sequences", "8", "Sequences of 512 words for each GPU"))
+        .arg(number("rounds", "5", "Timed rounds of all ways, in turn"))
+        .arg(number("steps", "5", "Steps of a way in a round"))
+        .arg(number("loss-steps", "200", "Steps of a run whose losses are compared"))
+        .arg(number("loss-runs", "3", "Such runs of each way"))
+        .arg(number("patience", "120", "Seconds after which a silent process is given up"))
+        .arg(
+            Arg::new("python")
+                .long("python")
+                .help("Python with torch and this package, not .venv/bin/python or python3")
+                .value_parser(value_parser!(PathBuf)),
+        );
+    link_arguments(command)
+        .mut_arg("rate", |rate| rate.value_delimiter(',').default_value("10gbit,20gbit"))
+}
+
+/// Measures everything that was asked for, with one set of processes.
+pub fn run(matches: &ArgMatches) -> Outcome {
+    let mut run = Run::new(matches)?;
+    if let Some(why) = unavailable().or_else(|| run.find_python().err()) {
+        println!("skipped: {why}");
+        return Ok(());
+    }
+    let table = Table::new(matches, "gpu", &run.describe(), COLUMNS);
+    let mut hosts = Hosts::start(&run)?;
+    table.head();
+    let row = |rate: u64, fields: Fields| table.row(run.complete(rate, fields));
+    for rate in run.rates.clone() {
+        hosts.shape(&run, rate)?;
+        for &size in &run.sizes {
+            row(rate, collectives::measure(&run, &mut hosts, size)?);
+        }
+    }
+    for model in &run.models {
+        for precision in &run.precisions {
+            let mut trained = training::Model::make(&run, &mut hosts, model, precision)?;
+            for rate in run.rates.clone() {
+                hosts.shape(&run, rate)?;
+                for fields in trained.measure(&run, &mut hosts)? {
+                    row(rate, fields);
+                }
+            }
+        }
+    }
+    for model in &run.losses {
+        for precision in &run.precisions {
+            let rate = run.rates[run.rates.len() - 1];
+            let results = losses::measure(&run, &mut hosts, model, precision)?;
+            results.into_iter().for_each(|fields| row(rate, fields));
+        }
+    }
+    hosts.end()?;
+    Ok(())
+}
+
+/// What people see of a result.
+const COLUMNS: &[&str] = &[
+    "rate_bits",
+    "work",
+    "size_bytes",
+    "precision",
+    "way",
+    "ms_p50",
+    "algbw_gbs",
+    "fraction_of_line",
+    "bound_ms",
+    "peer_ms_p50",
+    "ratio",
+];
+
+impl Run {
+    fn new(matches: &ArgMatches) -> Result<Run, String> {
+        let get = |name: &str| integer(matches, name);
+        let all = |name: &str| -> Vec<String> {
+            matches.get_many(name).map(|all| all.cloned().collect()).unwrap_or_default()
+        };
+        let (hosts, patience_s) = (get("hosts"), get("patience"));
+        let plan = Plan {
+            workers: hosts,
+            ranks_per_host: get("gpus-per-host"),
+            extra_servers: if hosts == 1 { 0 } else { get("servers") },
+            // Every job has a server; that of one host has nothing to do.
+            colocated: hosts == 1 || matches.get_flag("colocated"),
+            cores: get("cores"),
+            patience: Duration::from_secs(patience_s.into()),
+            variables: variables(matches),
+        };
+        if plan.servers() == 0 {
+            return Err("no server: give --servers, or --colocated".into());
+        }
+        let sizes = if matches.get_flag("no-collectives") {
+            Vec::new()
+        } else {
+            arguments::bytes(matches, "size")
+        };
+        Ok(Run {
+            plan,
+            shape: shape(matches),
+            rates: matches.get_many("rate").expect("has a default").copied().collect(),
+            is_cuda: arguments::text(matches, "device") == "cuda",
+            python: matches.get_one("python").cloned().unwrap_or_else(usual_python),
+            tuned: matches.get_many("tuned").map(|all| all.cloned().collect()).unwrap_or_default(),
+            sizes,
+            models: all("model"),
+            losses: all("losses"),
+            precisions: all("precision"),
+            ways: all("ways"),
+            batch: get("batch"),
+            sequences: get("sequences"),
+            rounds: get("rounds"),
+            steps: get("steps"),
+            loss_steps: get("loss-steps"),
+            loss_runs: get("loss-runs"),
+            patience_s,
+        })
+    }
+
+    fn ranks(&self) -> u32 {
+        self.plan.workers * self.plan.ranks_per_host
+    }
+
+    /// Makes sure that Python has what ranks need, and finds its path, or says why it can't be.
+    fn find_python(&mut self) -> Result<(), String> {
+        let mut probe = "import byteps.torch, sys, torch".to_string();
+        if self.is_cuda {
+            let ranks = self.ranks();
+            probe += &format!(
+                "\nn = torch.cuda.device_count()\n\
+                 assert n >= {ranks}, f'it has {{n}} GPUs, and {ranks} are needed'"
+            );
+        }
+        probe += "\nprint(sys.executable)";
+        let python = self.python.display();
+        let mut command = std::process::Command::new(&self.python);
+        match command.args(["-c", &probe]).output() {
+            Ok(output) if output.status.success() => {
+                self.python = String::from_utf8_lossy(&output.stdout).trim().into();
+                Ok(())
+            }
+            Ok(output) => {
+                let said = String::from_utf8_lossy(&output.stderr);
+                let last = said.lines().last().unwrap_or_default();
+                Err(format!("{python}: {last}; run python/environment, or give --python"))
+            }
+            Err(error) => Err(format!("{python}: {error}; run python/environment")),
+        }
+    }
+
+    fn describe(&self) -> String {
+        let (hosts, gpus) = (self.plan.workers, self.plan.ranks_per_host);
+        let device = if self.is_cuda { "GPUs" } else { "CPU ranks" };
+        let (servers, cores) = (self.plan.extra_servers, self.plan.cores);
+        let beside = if self.plan.colocated { " and a server" } else { "" };
+        format!(
+            "{hosts} hosts with {gpus} {device}{beside} each, {servers} server hosts; \
+             {cores} cores a server"
+        )
+    }
+
+    /// Adds what all results have.
+    fn complete(&self, rate: u64, mut fields: Fields) -> Fields {
+        fields.extend(link_fields(&self.shape, &self.plan));
+        fields.extend(report::fields(json!({
+            "device": if self.is_cuda { "cuda" } else { "cpu" },
+            "hosts": self.plan.workers, "gpus_per_host": self.plan.ranks_per_host,
+            "servers": self.plan.extra_servers, "colocated": self.plan.colocated,
+            "cores": self.plan.cores, "rounds": self.rounds, "rate_bits": rate,
+        })));
+        fields
+    }
+}

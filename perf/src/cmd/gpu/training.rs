@@ -1,0 +1,100 @@
+//! Steps of training: by each way, the forward pass alone, and a step without communication.
+//!
+//! Invariant: every way has a copy of the model of its own, and the ways' order turns with the
+//! round.
+
+use super::Run;
+use super::hosts::Hosts;
+use crate::report::{self, Fields};
+use crate::sample::Series;
+use serde_json::json;
+
+/// Steps of each way that are not timed, for each rate of the links.
+const WARM_UP: u32 = 3;
+/// Ways that send nothing.
+const SILENT: [&str; 2] = ["forward", "alone"];
+
+/// A model that all ranks have made, a copy for each way.
+pub struct Model {
+    name: String,
+    precision: String,
+    ways: Vec<String>,
+    parameters: f64,
+}
+
+impl Model {
+    /// Has all ranks make it.
+    pub fn make(
+        run: &Run,
+        hosts: &mut Hosts,
+        name: &str,
+        precision: &str,
+    ) -> Result<Model, String> {
+        let silent = SILENT.iter().map(|way| (*way).to_string());
+        let ways: Vec<String> = silent.chain(run.ways.iter().cloned()).collect();
+        let answers = hosts.work(&format!("model {name} {precision} {}", ways.join(",")))?;
+        let parameters = answers.concat().first().copied().unwrap_or(f64::NAN);
+        Ok(Model { name: name.to_string(), precision: precision.to_string(), ways, parameters })
+    }
+
+    /// A result for each way that sends something.
+    pub fn measure(&mut self, run: &Run, hosts: &mut Hosts) -> Result<Vec<Fields>, String> {
+        let mut times = vec![Series::default(); self.ways.len()];
+        let mut line = Series(hosts.line()?);
+        for way in &self.ways {
+            hosts.work(&format!("steps {way} {WARM_UP}"))?;
+        }
+        for round in 0..run.rounds as usize {
+            for turn in 0..self.ways.len() {
+                let index = (round + turn) % self.ways.len();
+                let order = format!("steps {} {}", self.ways[index], run.steps);
+                times[index].0.push(hosts.slowest(&order)?);
+            }
+        }
+        line.0.extend(hosts.line()?);
+        let peak = hosts.work("peak")?.concat().into_iter().fold(0.0, f64::max);
+        let sending = SILENT.len()..self.ways.len();
+        Ok(sending.map(|index| self.report(run, &times, index, &line, peak)).collect())
+    }
+
+    fn report(
+        &self,
+        run: &Run,
+        times: &[Series],
+        index: usize,
+        line: &Series,
+        peak: f64,
+    ) -> Fields {
+        let way = &self.ways[index];
+        let (kind, is_halved) = (way.split('-').next().unwrap_or(way), way.ends_with("-bf16"));
+        let bytes = self.parameters * if is_halved { 2.0 } else { 4.0 };
+        let (forward, alone) = (times[0].median(), times[1].median());
+        let step = times[index].median();
+        // Communication begins when the forward pass is over, unless the next one hides it too.
+        let line_rate = if line.0.is_empty() { f64::INFINITY } else { line.median() };
+        let sent = bytes * run.plan.optimum() / line_rate;
+        let bound = alone.max(if kind == "cross" { sent } else { forward + sent });
+        let mut fields = report::fields(json!({
+            "work": self.name, "precision": self.precision, "way": way,
+            "batch": if self.name.starts_with("bert") { run.sequences } else { run.batch },
+            "steps": run.steps, "ms_p50": step * 1e3, "forward_ms": forward * 1e3,
+            "alone_ms": alone * 1e3, "parameters": self.parameters, "wire_bytes": bytes,
+            "bound_ms": bound * 1e3, "ratio_to_bound": step / bound,
+            "ratio_to_alone": step / alone, "peak_bytes": peak,
+        }));
+        if line_rate.is_finite() {
+            fields.insert("line_gbs".into(), (line_rate / 1e9).into());
+        }
+        let milliseconds = times[index].0.iter().map(|seconds| seconds * 1e3).collect();
+        report::cost(&mut fields, "step_ms", &Series(milliseconds));
+        // Each is held against what sends as many bytes.
+        let peer = if is_halved { "ddp-bf16" } else { "ddp" };
+        if let Some(other) = self.ways.iter().position(|other| other == peer && way != peer) {
+            fields.insert("peer".into(), peer.into());
+            fields.insert("peer_ms_p50".into(), (times[other].median() * 1e3).into());
+            fields.insert("peer_spread".into(), times[other].spread().into());
+            fields.insert("ratio".into(), (times[other].median() / step).into());
+        }
+        fields
+    }
+}
