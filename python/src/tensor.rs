@@ -12,17 +12,18 @@ use bps_engine::base::{DType, Operation, Rank};
 use bps_worker::{Declaration, PushPull, TensorId};
 use pyo3::prelude::*;
 
-/// Numbers for tensors given as (name, data type, elements, operation, root); `operation` is `sum`,
-/// `average` or `broadcast`, and `root` counts for the last alone. One round trip for all of them.
+/// Numbers for tensors given as (name, data type, elements, operation, root, device). `operation`
+/// is `sum`, `average` or `broadcast`, `root` counts for the last alone, and `device` says that the
+/// tensor is on a GPU. One round trip for all of them.
 #[pyfunction]
 pub fn declare(
     py: Python<'_>,
-    tensors: Vec<(String, String, u64, String, u32)>,
+    tensors: Vec<(String, String, u64, String, u32, bool)>,
 ) -> PyResult<Vec<u32>> {
     let worker = engine()?;
     let declarations = tensors
         .into_iter()
-        .map(|(name, dtype, count, operation, root)| {
+        .map(|(name, dtype, count, operation, root, device)| {
             Ok(Declaration {
                 dtype: DType::from_name(&dtype).ok_or_else(|| {
                     error::raise("TensorError", format!("tensor `{name}`: no data type `{dtype}`"))
@@ -30,13 +31,22 @@ pub fn declare(
                 operation: operation_from_name(&operation, root)?,
                 name,
                 count,
-                device: false,
+                device,
             })
         })
         .collect::<PyResult<Vec<_>>>()?;
     interruptible(py, move || worker.declare(&declarations), |_| ())?
         .map(|tensors| tensors.into_iter().map(|tensor| tensor.0).collect())
         .map_err(|cause| error::from_engine(&cause))
+}
+
+/// Makes a GPU ready for the tensors that are declared to be on it.
+#[pyfunction]
+pub fn open_gpu(ordinal: u32) -> PyResult<()> {
+    Err(error::raise(
+        "ConfigError",
+        format!("cuda:{ordinal}: GPU support is not built in yet: send tensor.cpu()"),
+    ))
 }
 
 fn operation_from_name(name: &str, root: u32) -> PyResult<Operation> {

@@ -28,13 +28,15 @@ _UNNAMED = 64
 
 
 class Tensor(NamedTuple):
-    """What the ranks must agree on. ``operation`` is sum, average or broadcast (from ``root``)."""
+    """What the ranks must agree on. ``operation`` is sum, average or broadcast (from ``root``);
+    ``device`` says that it travels from GPU to GPU."""
 
     name: str
     dtype: str
     elements: int
     operation: str = "average"
     root: int = 0
+    device: bool = False
 
 
 class Send(NamedTuple):
@@ -47,17 +49,29 @@ class Send(NamedTuple):
 
 
 class _Pending:
-    """Push_pulls that share a handle, and all that must stay alive until they are done."""
+    """Push_pulls that share a handle, and all that must stay alive until they are done.
 
-    __slots__ = ("finish", "label", "memory", "natives")
+    ``on_gpu`` are those of ``natives`` whose results the framework's stream has to wait for, and
+    ``stream()`` is that stream.
+    """
+
+    __slots__ = ("finish", "label", "memory", "natives", "on_gpu", "stream")
 
     def __init__(
-        self, natives: list[int], label: str, memory: Any, finish: Callable[[], Any]
+        self,
+        natives: list[int],
+        on_gpu: list[int],
+        label: str,
+        memory: Any,
+        finish: Callable[[], Any],
+        stream: Callable[[], int] | None,
     ) -> None:
         self.natives = natives
+        self.on_gpu = on_gpu
         self.label = label
         self.memory = memory
         self.finish = finish
+        self.stream = stream
 
 
 _lock = threading.RLock()
@@ -67,6 +81,7 @@ _pending: dict[int, _Pending] = {}
 _abandoned: list[_Pending] = []
 _next_handle = 1
 _counters: dict[Any, int] = {}
+_gpu: int | None = None
 
 
 def _new_lock() -> None:
@@ -79,9 +94,13 @@ os.register_at_fork(after_in_child=_new_lock)
 
 
 def started() -> None:
-    """To be called when an engine has started: declares again what a suspend has kept."""
+    """To be called when an engine has started: declares again what a suspend has kept.
+
+    Tensors of GPUs are declared again when they are next sent: all ranks have to open their GPUs
+    before, and those that are new to the job are not there yet.
+    """
     with _lock:
-        known = list(_declared)
+        known = [tensor for tensor in _declared if not tensor.device]
         _declared.clear()
         _counters.clear()
         _abandoned.extend(_pending.values())
@@ -91,7 +110,9 @@ def started() -> None:
 
 def ended(keep_names: bool) -> None:
     """To be called when the engine has ended: nothing is under way any more."""
+    global _gpu
     with _lock:
+        _gpu = None
         _pending.clear()
         _abandoned.clear()
         if not keep_names:
@@ -105,6 +126,18 @@ def never_free() -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
+def use_gpu(ordinal: int) -> None:
+    """To be called before tensors of this GPU are declared or sent. The first call opens it.
+
+    Opening is done by all ranks together. A second GPU of one process is a ConfigError.
+    """
+    global _gpu
+    if ordinal != _gpu:
+        with _lock:
+            _native.open_gpu(ordinal)
+            _gpu = ordinal
+
+
 def count_up(what: Any) -> int:
     """How often it was called for ``what`` since the engine started: the same on every rank that
     makes the same calls."""
@@ -114,11 +147,12 @@ def count_up(what: Any) -> int:
         return number
 
 
-def unnamed(dtype: str, count: int, operation: str, root: int = 0) -> str:
+def unnamed(dtype: str, count: int, operation: str, root: int = 0, device: bool = False) -> str:
     """A name for an operation that the caller gave none: it follows from the order of calls."""
-    number = count_up((dtype, count, operation, root)) % _UNNAMED
+    number = count_up((dtype, count, operation, root, device)) % _UNNAMED
     verb = f"broadcast.{root}" if operation == "broadcast" else operation
-    return f"{verb}.noname.{dtype}x{count}.{number}"
+    place = "gpu." if device else ""
+    return f"{verb}.noname.{place}{dtype}x{count}.{number}"
 
 
 def _wire_name(tensor: Tensor) -> str:
@@ -136,7 +170,7 @@ def _wire_name(tensor: Tensor) -> str:
 
 
 def settled(tensor: Tensor) -> Tensor:
-    """The tensor under a name that stands for no other type or size in this process.
+    """The tensor under a name that stands for no other type, size or place in this process.
 
     For names that the caller did not choose for the job as a whole: a second model may have layers
     of the same names. It follows from the order of calls, so all ranks find the same.
@@ -152,7 +186,8 @@ def settled(tensor: Tensor) -> Tensor:
 def declare(tensors: Sequence[Tensor]) -> list[int]:
     """The numbers of these tensors; one round trip for all that are new.
 
-    Raises :class:`MismatchError` on every rank if one has the name of another type or size.
+    Raises :class:`MismatchError` on every rank if one has the name of another type or size, or
+    has it in host memory where another has it on a GPU.
     """
     with _lock:
         new = [tensor for tensor in dict.fromkeys(tensors) if tensor not in _declared]
@@ -166,10 +201,17 @@ def declare(tensors: Sequence[Tensor]) -> list[int]:
         return [_declared[tensor] for tensor in tensors]
 
 
-def start(sends: Sequence[Send], memory: Any, finish: Callable[[], Any]) -> int:
+def start(
+    sends: Sequence[Send],
+    memory: Any,
+    finish: Callable[[], Any],
+    stream: Callable[[], int] | None = None,
+) -> int:
     """Starts to send; returns one handle for all.
 
     ``memory`` is kept alive until it is done, and ``finish()`` is what :func:`synchronize` returns.
+    Tensors of a GPU are read after what ``stream()`` says that the framework has enqueued there by
+    now, and :func:`synchronize` makes ``stream()`` of then wait for the results, not the host.
     """
     global _next_handle
     tensors = [send.tensor for send in sends]
@@ -179,18 +221,26 @@ def start(sends: Sequence[Send], memory: Any, finish: Callable[[], Any]) -> int:
         raise UsageError(f"the name '{twice}' stands twice in one group: give each its own")
     with _lock:
         numbers = declare(tensors)
-        natives = _native.push_pull(
-            [
-                (number, send.source, send.target, send.priority)
-                for number, send in zip(numbers, sends, strict=True)
-            ]
-        )
+        in_host, on_gpu = [], []
+        for number, send in zip(numbers, sends, strict=True):
+            item = number, send.source, send.target, send.priority
+            (on_gpu if send.tensor.device else in_host).append(item)
         label = sends[0].tensor.name if sends else "nothing"
         if len(sends) > 1:
             label += f" and {len(sends) - 1} more"
+        pending = _Pending([], [], label, memory, finish, stream)
+        try:
+            if on_gpu and stream:
+                pending.on_gpu += _native.push_pull_gpu(on_gpu, stream())
+                pending.natives += pending.on_gpu
+            if in_host:
+                pending.natives += _native.push_pull(in_host)
+        except BaseException:
+            _abandoned.append(pending)  # What has been started still needs its memory.
+            raise
         handle = _next_handle
         _next_handle += 1
-        _pending[handle] = _Pending(natives, label, memory, finish)
+        _pending[handle] = pending
         return handle
 
 
@@ -228,7 +278,10 @@ def wait(handle: int, timeout: float | None = None) -> bool:
 
 
 def synchronize(handle: int, timeout: float | None = None) -> Any:
-    """Waits until it is done and returns the result; None for a handle that is spent."""
+    """Waits until it is done and returns the result; None for a handle that is spent.
+
+    What happens on a GPU is done, to the host, when the engine has enqueued the last of it.
+    """
     if not wait(handle, timeout):
         label = _pending[handle].label
         raise WaitTimeoutError(
@@ -236,9 +289,12 @@ def synchronize(handle: int, timeout: float | None = None) -> Any:
             "be waited for again"
         )
     with _lock:
-        pending = _pending.pop(handle, None)
+        pending = _pending.get(handle)
         if pending is None:
             return None
+        if pending.on_gpu and pending.stream:
+            _native.stream_wait(pending.on_gpu, pending.stream())
+        del _pending[handle]
         _release(pending)
     return pending.finish()
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from byteps import _registry
 from byteps.errors import TensorError
+from byteps.torch import _gpu
 
 DTYPES = {
     torch.float32: "f32",
@@ -21,7 +23,10 @@ DTYPES = {
 
 
 class Memory(NamedTuple):
-    """Where a tensor is read, where its result is written, and what the caller gets."""
+    """Where a tensor is read, where its result is written, and what the caller gets.
+
+    ``copied`` says that the result has still to be copied from ``target`` to ``output``.
+    """
 
     source: torch.Tensor
     target: torch.Tensor
@@ -49,18 +54,18 @@ def summed_dtype(tensor: torch.Tensor, what: str, name: str | None) -> str:
 
 
 def check(tensor: torch.Tensor, what: str, name: str | None) -> None:
-    """Raises if it is not a dense tensor in the memory of this process."""
-    if isinstance(tensor, torch.Tensor) and tensor.is_cpu and tensor.layout is torch.strided:
-        return
+    """Raises if it is not a dense tensor in the memory of this process or of a GPU."""
+    if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+        if tensor.is_cpu or _gpu.holds(tensor):
+            return
     label = _label(what, name)
     if not isinstance(tensor, torch.Tensor):
         raise TensorError(f"{label}: a torch tensor is wanted, not {type(tensor).__name__}")
-    if tensor.is_cuda:
+    if not (tensor.is_cpu or _gpu.holds(tensor)):
         raise TensorError(
-            f"{label} is on {tensor.device}: GPU support is not built in yet, so send tensor.cpu()"
+            f"{label} is on {tensor.device}: only tensors in host memory and on CUDA devices can "
+            "be sent"
         )
-    if not tensor.is_cpu:
-        raise TensorError(f"{label} is on {tensor.device}: only tensors in CPU memory can be sent")
     raise TensorError(f"{label} is sparse ({tensor.layout}): send tensor.to_dense()")
 
 
@@ -68,23 +73,49 @@ def _label(what: str, name: str | None) -> str:
     return f"{what} '{name}'" if name else f"{what} a tensor without a name"
 
 
-def in_place(tensor: torch.Tensor) -> Memory:
-    """Sent from, and received into, the tensor's own memory; through a copy where that has gaps."""
-    if _plain(tensor):
+def through_host(tensor: torch.Tensor, average: bool) -> bool:
+    """Whether a tensor of a GPU is reduced in host memory.
+
+    Averages of integers are: they are rounded down, which NCCL's are not. All else that
+    :data:`DTYPES` has, NCCL reduces, and a broadcast is of bytes.
+    """
+    return average and _gpu.holds(tensor) and not tensor.dtype.is_floating_point
+
+
+def gradient(name: str, param: torch.Tensor, compression: Any, average: bool) -> _registry.Tensor:
+    """What is declared for the gradients of a parameter before there is one."""
+    check(param, "parameter", name)
+    sent, _ = compression.compress(torch.empty(1, dtype=param.dtype))
+    dtype = summed_dtype(sent, "parameter", name)
+    _gpu.open_for([param])
+    device = _gpu.holds(param) and not through_host(param, average)
+    operation = "average" if average else "sum"
+    return _registry.Tensor(name, dtype, param.numel(), operation, device=device)
+
+
+def in_place(tensor: torch.Tensor, in_host: bool = False) -> Memory:
+    """Sent from, and received into, the tensor's own memory; through a copy where that has gaps,
+    and through one in host memory if told so."""
+    if _plain(tensor) and not in_host:
         return Memory(tensor, tensor, tensor, False)
-    copy = _packed(tensor)
+    copy = _packed(tensor, in_host)
     return Memory(copy, copy, tensor, True)
 
 
-def to_new(tensor: torch.Tensor) -> Memory:
+def to_new(tensor: torch.Tensor, in_host: bool = False) -> Memory:
     """Sent from the tensor's own memory where that has no gaps, received into a new tensor."""
-    output = torch.empty(tensor.shape, dtype=tensor.dtype)
-    source = tensor if _plain(tensor) else _packed(tensor)
-    return Memory(source, output, output, False)
+    output = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    if in_host:
+        copy = _packed(tensor, in_host)
+        return Memory(copy, copy, output, True)
+    return Memory(tensor if _plain(tensor) else _packed(tensor), output, output, False)
 
 
-def to_other(tensor: torch.Tensor, output: torch.Tensor) -> Memory:
+def to_other(tensor: torch.Tensor, output: torch.Tensor, in_host: bool = False) -> Memory:
     """Sent from one tensor and received into another of the same shape and type."""
+    if in_host:
+        copy = _packed(tensor, in_host)
+        return Memory(copy, copy, output, True)
     source, target = to_new(tensor), in_place(output)
     return Memory(source.source, target.target, output, target.copied)
 
@@ -94,5 +125,6 @@ def _plain(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _packed(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+def _packed(tensor: torch.Tensor, in_host: bool = False) -> torch.Tensor:
+    packed = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return packed.to("cpu", copy=True) if in_host else packed

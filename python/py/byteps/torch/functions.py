@@ -55,6 +55,7 @@ class _TensorSpec(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    device: str
 
 
 def broadcast_optimizer_state(
@@ -74,7 +75,7 @@ def broadcast_optimizer_state(
         sent = tensors
     else:
         sent = []
-        state_dict = _with_tensors(structure, sent)
+        state_dict = _with_tensors(structure, sent, _devices(optimizer))
         _check_groups(optimizer, state_dict, root_rank)
     ops.broadcast_all_(
         [(f"{prefix}optimizer_state.{index}", tensor) for index, tensor in enumerate(sent)],
@@ -87,7 +88,7 @@ def broadcast_optimizer_state(
 def _without_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         tensors.append(value)
-        return _TensorSpec(tuple(value.shape), value.dtype)
+        return _TensorSpec(tuple(value.shape), value.dtype, value.device.type)
     if isinstance(value, dict):
         return {key: _without_tensors(item, tensors) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -95,15 +96,29 @@ def _without_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
     return value
 
 
-def _with_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
+def _devices(optimizer: torch.optim.Optimizer) -> dict[str, torch.device]:
+    """Where this rank keeps what another has on a device of its own, by kind of device."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return {"cpu": torch.device("cpu")} | {param.device.type: param.device for param in params}
+
+
+def _with_tensors(
+    value: Any, tensors: list[torch.Tensor], devices: dict[str, torch.device]
+) -> Any:
     if isinstance(value, _TensorSpec):
-        tensor = torch.empty(value.shape, dtype=value.dtype)
+        if value.device not in devices:
+            raise MismatchError(
+                f"the optimizer of the root has state on a device of kind '{value.device}', and "
+                f"that of rank {common.rank()} has no parameter there: put the same model on the "
+                "same kind of device on all ranks"
+            )
+        tensor = torch.empty(value.shape, dtype=value.dtype, device=devices[value.device])
         tensors.append(tensor)
         return tensor
     if isinstance(value, dict):
-        return {key: _with_tensors(item, tensors) for key, item in value.items()}
+        return {key: _with_tensors(item, tensors, devices) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_with_tensors(item, tensors) for item in value)
+        return type(value)(_with_tensors(item, tensors, devices) for item in value)
     return value
 
 

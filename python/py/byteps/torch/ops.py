@@ -20,7 +20,7 @@ import torch
 from byteps import _registry, common
 from byteps._registry import Send
 from byteps.errors import ConfigError
-from byteps.torch import _tensors
+from byteps.torch import _gpu, _tensors
 from byteps.torch._tensors import Memory
 from byteps.torch.compression import Compression
 
@@ -106,15 +106,15 @@ def _start(
     settle: bool = False,
 ) -> int:
     sends = []
+    stream = _gpu.open_for(memory.source for memory in memories)
     for memory, name in zip(memories, names, strict=True):
-        source = memory.source
+        source, device = memory.source, _gpu.holds(memory.source)
         if operation == "broadcast" and source.dtype not in _tensors.DTYPES:
             dtype, count = "u8", source.numel() * source.element_size()
         else:
             dtype, count = _tensors.summed_dtype(source, what, name), source.numel()
-        known = _registry.Tensor(
-            name or _registry.unnamed(dtype, count, operation, root), dtype, count, operation, root
-        )
+        name = name or _registry.unnamed(dtype, count, operation, root, device)
+        known = _registry.Tensor(name, dtype, count, operation, root, device)
         if settle:
             known = _registry.settled(known)
         sends.append(Send(known, source.data_ptr(), memory.target.data_ptr(), priority))
@@ -123,6 +123,8 @@ def _start(
         torch.autograd.graph.increment_version([memory.output for memory in memories])
 
     def finish() -> Any:
+        for memory in memories:
+            _gpu.keep_for_current_stream((memory.source, memory.target, memory.output))
         outputs = [memory.finish() for memory in memories]
         if postscale != 1.0:
             with torch.no_grad():
@@ -130,7 +132,7 @@ def _start(
                     output.copy_(_scaled(output, postscale))
         return outputs[0] if single else outputs
 
-    return _registry.start(sends, memories, finish)
+    return _registry.start(sends, memories, finish, stream)
 
 
 def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
@@ -152,14 +154,15 @@ def push_pull_start(
     memories = []
     for tensor, name in zip(tensors, names, strict=True):
         _tensors.check(tensor, "push_pull of", name)
-        if prescale != 1.0:
-            _tensors.summed_dtype(tensor, "push_pull of", name)
-            scaled = _scaled(tensor.detach(), prescale)
-            memories.append(
-                _tensors.to_other(scaled, tensor) if inplace else _tensors.to_new(scaled)
-            )
+        _tensors.summed_dtype(tensor, "push_pull of", name)
+        in_host = _tensors.through_host(tensor, average)
+        sent = tensor if prescale == 1.0 else _scaled(tensor.detach(), prescale)
+        if not inplace:
+            memories.append(_tensors.to_new(sent, in_host))
+        elif sent is tensor:
+            memories.append(_tensors.in_place(tensor, in_host))
         else:
-            memories.append(_tensors.in_place(tensor) if inplace else _tensors.to_new(tensor))
+            memories.append(_tensors.to_other(sent, tensor, in_host))
     return _start(
         "push_pull of",
         memories,
@@ -240,9 +243,7 @@ def declare(name: str, tensor: torch.Tensor | None = None, average: bool = True)
     declared to the job, and a rank that disagrees is told at once.
     """
     if tensor is not None:
-        dtype = _tensors.summed_dtype(tensor, "declare of", name)
-        operation = "average" if average else "sum"
-        _registry.declare([_registry.Tensor(name, dtype, tensor.numel(), operation)])
+        _registry.declare([_tensors.gradient(name, tensor, Compression.none, average)])
 
 
 def push_pull(

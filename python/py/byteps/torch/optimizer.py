@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from byteps import _registry, common
-from byteps.errors import ConfigError, TensorError, UsageError
-from byteps.torch import _tensors, ops
-from byteps.torch.allreduce import averages
+from byteps.errors import ConfigError, UsageError
+from byteps.torch import ops
+from byteps.torch._gradients import Gradients
 from byteps.torch.compression import Compression
 
 __all__ = ["DistributedOptimizer"]
+
+# How far up the stack a gradient scaler is looked for.
+_WRAPPERS_MAX = 8
 
 
 def DistributedOptimizer(
@@ -48,22 +50,36 @@ def DistributedOptimizer(
         sparse_as_dense: Send sparse gradients (of embeddings) as dense ones. Without it they are
             an error.
     """
+    named = checked(optimizer, named_parameters, backward_passes_per_step)
+    become(Distributed, optimizer)
+    optimizer._byteps = Gradients(
+        named, compression, backward_passes_per_step, op, sparse_as_dense
+    )
+    return optimizer
+
+
+def checked(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, Any]] | None,
+    backward_passes_per_step: int,
+) -> list[tuple[str, torch.Tensor]]:
+    """A name for each parameter of the optimizer; raises if an argument cannot be."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"a torch optimizer is wanted, not {type(optimizer).__name__}")
     if backward_passes_per_step < 1:
         raise ConfigError(f"backward_passes_per_step={backward_passes_per_step}: 1 or more")
-    named = _checked_names(optimizer, named_parameters)
-    if isinstance(optimizer, _Distributed):
-        optimizer._byteps.close()
-    else:
-        base = type(optimizer)
-        optimizer.__class__ = type(base.__name__, (_Distributed, base), {"__doc__": base.__doc__})
+    return _checked_names(optimizer, named_parameters)
+
+
+def become(distributed: type, optimizer: torch.optim.Optimizer) -> None:
+    """Makes the optimizer one of this kind, over the class that the user gave it."""
+    base = type(optimizer)
+    if isinstance(optimizer, Distributed):
+        optimizer.release()
+        base = base.__mro__[base.__mro__.index(Distributed) + 1]
+    optimizer.__class__ = type(base.__name__, (distributed, base), {"__doc__": base.__doc__})
     # A learning-rate scheduler made before has put a `step` of its own over that of the class.
     optimizer.__dict__.pop("step", None)
-    optimizer._byteps = _Gradients(
-        named, compression, backward_passes_per_step, op, sparse_as_dense
-    )
-    return optimizer
 
 
 def _checked_names(
@@ -93,156 +109,48 @@ def _checked_names(
     return [(name, param) for name, param in named if id(param) in wanted]
 
 
-class _Gradients:
-    """The gradients of one optimizer: which are under way, and which are still to come."""
-
-    def __init__(
-        self,
-        named: list[tuple[str, torch.Tensor]],
-        compression: Any,
-        passes: int,
-        op: ops.ReduceOp,
-        sparse_as_dense: bool,
-    ) -> None:
-        number = _registry.count_up("DistributedOptimizer")
-        self.prefix = f"Gradient.{number}." if number else "Gradient."
-        self.compression = compression
-        self.passes = passes
-        self.average = averages(None, op)
-        self.sparse_as_dense = sparse_as_dense
-        self.should_synchronize = True
-        self.synchronized = False
-        self.closed = False
-        self.names: dict[torch.Tensor, str] = {}
-        self.priorities: dict[torch.Tensor, int] = {}
-        self.passes_left: dict[torch.Tensor, int] = {}
-        self.under_way: dict[torch.Tensor, tuple[int, torch.Tensor, Any]] = {}
-        self.hooks: list[Any] = []
-        self.adopt(named)
-
-    def adopt(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Declares these parameters in one go and watches their gradients."""
-        new = []
-        for name, param in named:
-            if param in self.names:
-                continue
-            # The front layers are needed first in the next pass: larger is sooner.
-            self.priorities[param] = -len(self.names)
-            self.names[param] = self.prefix + name
-            if param.requires_grad:
-                new.append(param)
-        _registry.declare([self._declaration(param) for param in new])
-        for param in new:
-            self._watch(param)
-
-    def _declaration(self, param: torch.Tensor) -> _registry.Tensor:
-        name = self.names[param]
-        _tensors.check(param, "parameter", name)
-        sent, _ = self.compression.compress(torch.empty(1, dtype=param.dtype))
-        dtype = _tensors.summed_dtype(sent, "parameter", name)
-        operation = "average" if self.average else "sum"
-        return _registry.Tensor(name, dtype, param.numel(), operation)
-
-    def _watch(self, param: torch.Tensor) -> None:
-        earlier = getattr(param, "_byteps_gradients", lambda: None)()
-        if earlier is not None and earlier is not self:
-            earlier.close()
-        param._byteps_gradients = weakref.ref(self)
-        self.passes_left[param] = self.passes
-        myself = weakref.ref(self)
-
-        def hook(param: torch.Tensor) -> None:
-            gradients = myself()
-            if gradients is not None:
-                gradients.ready(param)
-
-        self.hooks.append(param.register_post_accumulate_grad_hook(hook))
-
-    def close(self) -> None:
-        """Stops watching: another optimizer has taken over the parameters."""
-        for hook in self.hooks:
-            hook.remove()
-        self.hooks.clear()
-        self.closed = True
-
-    def ready(self, param: torch.Tensor) -> None:
-        """A backward pass has added to this gradient."""
-        self.synchronized = False
-        left = self.passes_left[param] - 1
-        if left < 0 or param in self.under_way:
-            raise UsageError(
-                f"backward() has added to the gradient of '{self.names[param]}' more often than "
-                f"backward_passes_per_step={self.passes} since the last step() or synchronize(): "
-                "call step(), or raise backward_passes_per_step"
-            )
-        self.passes_left[param] = left
-        if left == 0:
-            self.send(param)
-
-    def send(self, param: torch.Tensor) -> None:
-        """Starts the push_pull of a gradient, in its own memory where nothing compresses it."""
-        name = self.names[param]
-        gradient = param.grad
-        if gradient.layout != torch.strided:
-            if not self.sparse_as_dense:
-                raise TensorError(
-                    f"the gradient of '{name}' is sparse: pass sparse_as_dense=True, or make the "
-                    "embedding with sparse=False"
-                )
-            gradient = param.grad = gradient.to_dense()
-        sent, context = self.compression.compress(gradient)
-        handle = ops.push_pull_async_inplace(
-            sent, self.average, name, priority=self.priorities[param]
-        )
-        self.under_way[param] = handle, sent, context
-
-    def synchronize(self) -> None:
-        """Waits until every gradient is the average of all ranks' gradients."""
-        if self.closed:
-            raise UsageError(
-                "a later DistributedOptimizer has taken over the parameters of this one: use that"
-            )
-        self._watch_thawed()
-        alone = common.size() == 1
-        for param in self.passes_left:
-            if param in self.under_way or not param.requires_grad:
-                continue
-            if param.grad is None:
-                if alone:
-                    continue
-                param.grad = torch.zeros_like(param)
-            self.send(param)
-        self.drain()
-        self.synchronized = True
-
-    def drain(self) -> None:
-        """Waits for what is under way, and is ready for the next pass."""
-        for param in list(self.under_way):
-            handle, sent, context = self.under_way[param]
-            # Removed only when done: an interrupted wait can be taken up again.
-            ops.synchronize(handle)
-            del self.under_way[param]
-            if sent is not param.grad:
-                with torch.no_grad():
-                    param.grad.copy_(self.compression.decompress(sent, context))
-        for param in self.passes_left:
-            self.passes_left[param] = self.passes
-
-    def _watch_thawed(self) -> None:
-        thawed = [p for p in self.names if p.requires_grad and p not in self.passes_left]
-        if thawed:
-            _registry.declare([self._declaration(param) for param in thawed])
-            for param in thawed:
-                self._watch(param)
+def _asked_by_a_scaler() -> bool:
+    """Whether the caller's caller, perhaps through wrappers of an optimizer, unscales gradients."""
+    frame = sys._getframe(2)
+    for _ in range(_WRAPPERS_MAX):
+        if frame is None:
+            break
+        if frame.f_code.co_name == "_unscale_grads_":
+            return True
+        frame = frame.f_back
+    return False
 
 
-class _Distributed(torch.optim.Optimizer):
+class Distributed(torch.optim.Optimizer):
     """What a distributed optimizer does differently; the user's own class follows in its order."""
 
-    _byteps: _Gradients
+    _byteps: Gradients
 
     def __init__(self) -> None:
         raise ConfigError("make it with DistributedOptimizer(optimizer)")
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The options of each group of parameters.
+
+        A gradient scaler (``torch.amp.GradScaler``) comes here, and nowhere else, before it
+        unscales the gradients and looks for infinite ones. They are averaged first: so all ranks
+        find the same, and skip the same steps.
+        """
+        gradients = self.__dict__.get("_byteps")
+        if gradients is not None and not gradients.synchronized and gradients.should_synchronize:
+            if _asked_by_a_scaler():
+                gradients.synchronize()
+        groups = self.__dict__.get("param_groups")
+        return super().param_groups if groups is None else groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.__dict__["param_groups"] = groups
+
+    def release(self) -> None:
+        """Stops averaging: the optimizer is made distributed anew."""
+        self._byteps.close()
 
     def synchronize(self) -> None:
         """Waits until all gradients are averaged, to look at them or clip them before the step::
@@ -327,6 +235,8 @@ class _Distributed(torch.optim.Optimizer):
                 "zero_grad() after backward() and before step() or synchronize(): the gradients "
                 "are being averaged; call step() first"
             )
+        # A scaler that has skipped the step leaves averaged gradients that are now gone.
+        self._byteps.synchronized = False
         super().zero_grad(*args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

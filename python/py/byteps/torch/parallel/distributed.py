@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from byteps import _registry, common
-from byteps.errors import ConfigError
+from byteps.errors import ConfigError, UsageError
 from byteps.torch import _tensors, functions, ops
+from byteps.torch._gradients import Sent
 from byteps.torch.compression import Compression
 
 __all__ = ["DistributedDataParallel"]
@@ -62,21 +64,15 @@ class DistributedDataParallel(torch.nn.Module):
             if param.requires_grad
         }
         self._used: set[torch.Tensor] = set()
-        self._under_way: dict[torch.Tensor, tuple[int, torch.Tensor, Any]] = {}
+        self._under_way: dict[torch.Tensor, Sent] = {}
         self._callback_queued = False
         _registry.declare(
             [
-                self._declaration(param, name)
+                _tensors.gradient(name, param, compression, average=True)
                 for param, (_, name) in self._parameters_watched.items()
             ]
         )
         self._watch()
-
-    def _declaration(self, param: torch.Tensor, name: str) -> _registry.Tensor:
-        _tensors.check(param, "parameter", name)
-        sent, _ = self._compression.compress(torch.empty(1, dtype=param.dtype))
-        dtype = _tensors.summed_dtype(sent, "parameter", name)
-        return _registry.Tensor(name, dtype, param.numel(), "average")
 
     def _watch(self) -> None:
         myself = weakref.ref(self)
@@ -91,12 +87,46 @@ class DistributedDataParallel(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass."""
-        self._callback_queued = False  # It is still set after a backward pass that failed.
-        if self.broadcast_buffers and self.require_backward_grad_sync:
-            buffers = list(self.module.named_buffers())
-            if buffers:
-                functions.broadcast_parameters(buffers, 0, prefix=f"{self._prefix}Buffer.")
+        if self._callback_queued:
+            self._after_a_failure()
+        if self.broadcast_buffers and self.require_backward_grad_sync and common.size() > 1:
+            self._broadcast_buffers()
         return self.module(*args, **kwargs)
+
+    def _after_a_failure(self) -> None:
+        """Forgets a backward pass that did not come to its end."""
+        self._callback_queued = False
+        for param in list(self._under_way):
+            self._finish(param)
+        self._used.clear()
+
+    def _broadcast_buffers(self) -> None:
+        """Gives all ranks those of rank 0, in one tensor for each type and place.
+
+        A network has hundreds of small ones, and every forward pass waits for them.
+        """
+        alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
+        for name, buffer in self.module.named_buffers():
+            _tensors.check(buffer, "buffer", name)
+            alike[buffer.dtype, buffer.device].append(buffer)
+        packed = {
+            key: torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
+            for key, buffers in alike.items()
+        }
+        ops.broadcast_all_(
+            [
+                (f"{self._prefix}Buffers.{dtype}.{device.type}", tensor)
+                for (dtype, device), tensor in packed.items()
+            ],
+            0,
+        )
+        if common.rank() == 0:
+            return
+        with torch.no_grad():
+            for key, buffers in alike.items():
+                parts = packed[key].split([buffer.numel() for buffer in buffers])
+                for buffer, part in zip(buffers, parts, strict=True):
+                    buffer.copy_(part.view(buffer.shape), non_blocking=True)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -118,18 +148,19 @@ class DistributedDataParallel(torch.nn.Module):
     def _send(self, param: torch.Tensor) -> None:
         index, name = self._parameters_watched[param]
         if param in self._under_way:
-            # A second pass through one parameter within one backward: once more, after the first.
-            self._finish(param)
+            raise UsageError(
+                f"one backward() has added twice to the gradient of '{name}', which was already "
+                "being averaged: a layer that is used twice under activation checkpointing wants "
+                "use_reentrant=False"
+            )
         sent, context = self._compression.compress(param.grad)
         handle = ops.push_pull_async_inplace(sent, True, name, priority=-index)
-        self._under_way[param] = handle, sent, context
+        self._under_way[param] = Sent(handle, param.grad, sent, context)
 
     def _finish(self, param: torch.Tensor) -> None:
-        handle, sent, context = self._under_way.pop(param)
-        ops.synchronize(handle)
-        if sent is not param.grad:
-            with torch.no_grad():
-                param.grad.copy_(self._compression.decompress(sent, context))
+        # Removed only when done: an interrupted wait can be taken up again.
+        self._under_way[param].finish(self._compression)
+        del self._under_way[param]
 
     def _end_of_backward(self) -> None:
         self._callback_queued = False

@@ -1,0 +1,50 @@
+"""All that is asked of ``torch.cuda``, in one place.
+
+No function here makes the host wait for a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from byteps import _registry
+
+
+def holds(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is in the memory of a GPU."""
+    return tensor.is_cuda
+
+
+def open_for(tensors: Iterable[torch.Tensor]) -> Callable[[], int] | None:
+    """Opens the GPU that holds some of these tensors, with all ranks, where it is not open yet.
+
+    Returns what tells the stream that is current there, as CUDA's number, or None where all of
+    them are in host memory. A second GPU of one process is a ConfigError.
+    """
+    device = None
+    for tensor in tensors:
+        if holds(tensor):
+            device = tensor.device
+            _registry.use_gpu(device.index)
+    return None if device is None else lambda: current_stream(device)
+
+
+def current_stream(device: torch.device) -> int:
+    """The stream on which this thread puts work for the device: that of autograd within a hook."""
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+def keep_for_current_stream(tensors: Iterable[torch.Tensor]) -> None:
+    """Lets torch hand out the memory of these tensors again only after the current stream's work.
+
+    The engine reads and writes them on streams that torch's allocator knows nothing of. Until the
+    engine has enqueued the last of that work, the pending operation holds references; from then on
+    the stream that is current in ``synchronize`` waits for it. But the allocator reuses memory in
+    the order of the stream that it was allocated on, which may be another one: it has to be told
+    of this one. Where it is the same, nothing is recorded.
+    """
+    for tensor in tensors:
+        if holds(tensor):
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))

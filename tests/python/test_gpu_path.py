@@ -1,0 +1,150 @@
+"""What is asked of the engine for tensors of GPUs, on tensors that pass for such."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import byteps.torch as bps
+import test_optimizer
+import test_parallel
+from byteps.errors import ConfigError, TensorError, UsageError
+from stand_in import Gpu
+
+
+def handed_over_and_awaited():
+    size = bps.size()
+    with Gpu().plugged_in() as gpu:
+        tensor = torch.ones(5)
+        handle = bps.push_pull_async_inplace(tensor, False, "path.place")
+        assert gpu.opened == 0 and gpu.declared == {"byteps.path.place": True}
+        assert gpu.handed_over == [(7, 1)] and gpu.waits == []
+        assert bps.wait(handle, timeout=30) and gpu.waits == [], "only synchronize joins streams"
+        gpu.stream = 9
+        assert bps.synchronize(handle) is tensor
+        assert torch.equal(tensor, torch.full((5,), float(size)))
+        # The stream that is current now waits, not the one on which it was handed over; torch's
+        # allocator hears of it.
+        assert gpu.waits == [(9, 1)]
+        assert gpu.kept == [(9, [tensor.data_ptr()] * 3)]
+        assert bps.synchronize(handle) is None and gpu.waits == [(9, 1)]
+        source = torch.ones(5)
+        output = bps.push_pull(source, False, "path.new")
+        assert torch.equal(output, torch.full((5,), float(size))) and source[0] == 1
+        assert gpu.kept[-1] == (9, [source.data_ptr(), output.data_ptr(), output.data_ptr()])
+        turned = torch.arange(6.0).reshape(2, 3).t()
+        bps.push_pull_inplace(turned, False, "path.gaps")
+        assert torch.equal(turned, torch.arange(6.0).reshape(2, 3).t() * size)
+        assert gpu.declared["byteps.path.gaps"] and len(gpu.handed_over) == 3
+
+
+def test_handed_over_and_awaited(job):
+    job.run(handed_over_and_awaited)
+
+
+def mixed_groups():
+    rank, size = bps.rank(), bps.size()
+    with Gpu().plugged_in() as gpu:
+        tensors = [torch.full((n,), float(rank)) for n in (3, 0, 1000)] + [torch.arange(4)]
+        gpu.host(tensors[2])
+        handle = bps.push_pull_group_async(tensors, average=False, name="path.mixed")
+        assert gpu.handed_over == [(7, 3)], "one call for those of the GPU, one for the others"
+        results = bps.synchronize(handle)
+        assert gpu.waits == [(7, 3)]
+        for tensor, result in zip(tensors[:3], results, strict=False):
+            assert torch.equal(result, torch.full_like(tensor, size * (size - 1) / 2))
+        assert torch.equal(results[3], torch.arange(4) * size)
+        assert gpu.declared == {f"byteps.path.mixed.{i}": i != 2 for i in range(4)}
+        bps.push_pull_group_inplace(tensors, average=True, name="path.mixed.place")
+        # Averages of integers are rounded down, which NCCL's are not: they go through the host.
+        assert gpu.declared["byteps.path.mixed.place.3"] is False
+        assert gpu.handed_over[-1] == (7, 2) and torch.equal(tensors[3], torch.arange(4))
+        assert torch.allclose(tensors[0], torch.full((3,), (size - 1) / 2))
+        only_host = gpu.host(torch.ones(2))
+        bps.push_pull_group([only_host], name="path.host")
+        assert len(gpu.handed_over) == 2
+
+
+def test_mixed_groups(job):
+    job.run(mixed_groups)
+
+
+def every_type():
+    rank, size = bps.rank(), bps.size()
+    with Gpu().plugged_in() as gpu:
+        for dtype in (torch.float64, torch.bfloat16, torch.int8, torch.int64):
+            for mean in (True, False):
+                name = f"path.{dtype}.{mean}"
+                mine = torch.full((3,), 2 * rank, dtype=dtype)
+                result = bps.push_pull(mine, mean, name)
+                wanted = size * (size - 1) // (size if mean else 1)
+                assert torch.equal(result, torch.full((3,), wanted, dtype=dtype)), name
+                on_gpu = dtype.is_floating_point or not mean
+                assert gpu.declared[f"byteps.{name}"] is on_gpu
+                scaled = bps.allreduce(mine, mean, f"{name}.scaled", prescale_factor=2.0)
+                assert torch.equal(scaled, torch.full((3,), 2 * wanted, dtype=dtype)), name
+        flags = torch.tensor([rank == 0, True])
+        assert bps.broadcast(flags, 0, "path.flags").tolist() == [True, True]
+        assert gpu.declared["byteps.path.flags"] is True
+        with pytest.raises(TensorError, match="bool"):
+            bps.push_pull(flags, name="path.bool")
+        # Without a name, tensors of the host and of the GPU do not get into each other's way.
+        one, other = torch.ones(3), gpu.host(torch.ones(3))
+        assert bps.push_pull(one, False)[0] == bps.push_pull(other, False)[0] == size
+
+
+def test_every_type(job):
+    job.run(every_type)
+
+
+def wrong_uses():
+    with Gpu().plugged_in() as gpu:
+        bps.push_pull(torch.ones(2), name="path.first")
+        gpu.opened = 3
+        with mock_gpu_number(None), pytest.raises(ConfigError, match=r"cuda:3.*cuda:0"):
+            bps.push_pull(torch.ones(2), name="path.second")
+        gpu.opened = 0
+        with pytest.raises(UsageError, match="twice"):
+            bps.push_pull_group([torch.ones(1), gpu.host(torch.ones(1))], name=["a", "a"])
+        with pytest.raises(TensorError, match="sparse"):
+            bps.push_pull(torch.eye(2).to_sparse(), name="path.sparse")
+        with pytest.raises(TensorError, match="meta"):
+            bps.push_pull(torch.ones(2, device="meta"), name="path.meta")
+
+
+def mock_gpu_number(number):
+    from unittest import mock
+
+    from byteps import _registry
+
+    return mock.patch.object(_registry, "_gpu", number)
+
+
+def test_wrong_uses(single):
+    single.run(wrong_uses)
+
+
+def training(what, *arguments):
+    """The same training as without a GPU, with every gradient handed over on the right stream."""
+    with Gpu().plugged_in() as gpu:
+        what(*arguments)
+        assert gpu.handed_over and gpu.waits
+        gradients = {name: on for name, on in gpu.declared.items() if "Gradient" in name}
+        assert gradients and all(gradients.values())
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        (test_optimizer.as_one_process, "adam", False),
+        (test_optimizer.several_passes,),
+        (test_optimizer.compressed, "fp16"),
+        (test_optimizer.unused_parameters,),
+        (test_parallel.as_one_process, True),
+        (test_parallel.buffers,),
+        (test_parallel.no_sync,),
+    ],
+    ids=lambda what: what[0].__name__,
+)
+def test_training(pair, what):
+    pair.run(training, *what)
