@@ -125,6 +125,47 @@ fn collectives_are_right_between_two_and_four_processes() {
     }
 }
 
+/// The same on the GPUs of this machine, as far as it has some.
+#[test]
+fn real_gpus_copy_and_reduce() {
+    let real = |arguments: &[&str]| end(Program::start("bps-test-gpu", arguments, &[]));
+    let line = real(&["available"]);
+    let Some(count) = line.strip_prefix("gpu ended: ").and_then(|rest| rest.split_once(' ')) else {
+        println!("skipped: {line}");
+        return;
+    };
+    let count: u32 = count.0.parse().expect("a number of GPUs");
+    assert_says(&real(&["open", "0"]), &["ended: ", ":00.0, CUDA 1"]);
+    assert_says(&real(&["copies", "wait"]), &["ended: 0 of 100 rounds were wrong"]);
+    assert_says(&real(&["context"]), &["cuMemcpyDtoHAsync failed: CUDA_ERROR_INVALID_CONTEXT"]);
+    assert_says(&real(&["pinned"]), &["ended: 3145728 bytes"]);
+    let line = real(&["nccl"]);
+    if !line.contains("gpu ended") {
+        println!("skipped: the collectives: {line}");
+        return;
+    }
+    for ranks in [1, 2, 4, 8].into_iter().filter(|&ranks| ranks <= count) {
+        let folder = Folder::new(&format!("real-{ranks}"));
+        let file = folder.0.join("id").display().to_string();
+        let member = |rank: u32| {
+            let arguments = ["collectives", &rank.to_string(), &ranks.to_string(), &file];
+            Program::start("bps-test-gpu", &arguments, &[])
+        };
+        let programs: Vec<Program> = (0..ranks).map(member).collect();
+        for line in programs.into_iter().map(end) {
+            assert_says(&line, &["ended: 12 rounds were right"]);
+        }
+    }
+    if count > 1 {
+        let folder = Folder::new("real-late");
+        let file = folder.0.join("id").display().to_string();
+        assert_says(
+            &real(&["late", "0", "2", &file]),
+            &["NCCL's start on rank 0 of 2", "within 1 s"],
+        );
+    }
+}
+
 #[test]
 fn ranks_that_disagree_are_found_out() {
     for line in ranks("disagree", 3, &[]) {

@@ -178,9 +178,38 @@ fn member(scenario: &str, rank: u32, ranks: u32, file: &Path) -> Outcome {
     }
 }
 
-/// Memory of the host as memory of the GPU, which the fake allows.
-fn address(bytes: &mut [u8]) -> u64 {
-    bytes.as_mut_ptr().expose_provenance() as u64
+/// Memory of the GPU, given back at the end.
+struct Buffer {
+    device: Device,
+    address: u64,
+    bytes: usize,
+}
+
+impl Buffer {
+    fn new(stream: &Stream, content: &[u8]) -> Result<Buffer, GpuError> {
+        let device = stream.device().clone();
+        let address = device.alloc(content.len())?;
+        let buffer = Buffer { device, address, bytes: content.len() };
+        // SAFETY: both ranges live until the copy is done, which is waited for.
+        unsafe { stream.copy_to_device(address, content.as_ptr(), content.len()) }?;
+        wait_until("the copy is done", || stream.is_idle())?;
+        Ok(buffer)
+    }
+
+    fn content(&self, stream: &Stream) -> Result<Vec<u8>, GpuError> {
+        let mut content = vec![0; self.bytes];
+        // SAFETY: both ranges live until the copy is done, which is waited for.
+        unsafe { stream.copy_to_host(content.as_mut_ptr(), self.address, self.bytes) }?;
+        wait_until("the copy is done", || stream.is_idle())?;
+        Ok(content)
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        // SAFETY: who drops it has waited for what uses it.
+        let _ = unsafe { self.device.free(self.address) };
+    }
 }
 
 impl Member {
@@ -224,18 +253,16 @@ impl Member {
         let given = |rank: u32| reference::contribution(dtype, 7, rank, round, all);
         let contributions: Vec<Vec<u8>> = (0..self.ranks).map(given).collect();
         let expected = reference::result(dtype, operation, 7, self.ranks, round, all);
-        let mut scattered = contributions[self.rank as usize].clone();
-        let mut reduced = scattered.clone();
-        let (mut rooted, mut told) = (scattered.clone(), scattered.clone());
+        let buffer = || Buffer::new(&self.stream, &contributions[self.rank as usize]);
+        let (scattered, reduced, rooted, told) = (buffer()?, buffer()?, buffer()?, buffer()?);
         let root = self.ranks - 1;
-        let at = address(&mut scattered);
+        let at = scattered.address;
         let mine = at + own as u64;
         // SAFETY: all buffers live until `wait` has seen the end, and nobody else uses them.
         unsafe { self.comm.reduce_scatter(at, mine, count, dtype, op, &self.stream) }?;
         // SAFETY: as above.
         unsafe { self.comm.all_gather(mine, at, count, dtype, &self.stream) }?;
-        let (at, to) = (address(&mut reduced), address(&mut rooted));
-        let source = address(&mut told);
+        let (at, to, source) = (reduced.address, rooted.address, told.address);
         self.comm.group(|| {
             // SAFETY: as above.
             unsafe { self.comm.all_reduce(at, at, all, dtype, op, &self.stream) }?;
@@ -247,12 +274,13 @@ impl Member {
         self.wait()?;
         self.comm.async_error()?;
         let what = format!("{operation} of {dtype} on rank {}", self.rank);
-        assert!(scattered == expected, "reduce-scatter and all-gather: {what}");
-        assert!(reduced == expected, "all-reduce: {what}");
+        let content = |buffer: Buffer| buffer.content(&self.stream);
+        assert!(content(scattered)? == expected, "reduce-scatter and all-gather: {what}");
+        assert!(content(reduced)? == expected, "all-reduce: {what}");
         if self.rank == root {
-            assert!(rooted == expected, "reduce: {what}");
+            assert!(content(rooted)? == expected, "reduce: {what}");
         }
-        assert!(told == contributions[root as usize], "broadcast: {what}");
+        assert!(content(told)? == contributions[root as usize], "broadcast: {what}");
         Ok(())
     }
 
@@ -264,8 +292,8 @@ impl Member {
     }
 
     /// Enqueues a sum of so many floats.
-    fn sum(&self, buffer: &mut [u8], count: usize) -> Result<(), GpuError> {
-        let at = address(buffer);
+    fn sum(&self, buffer: &Buffer, count: usize) -> Result<(), GpuError> {
+        let at = buffer.address;
         // SAFETY: the buffer outlives the communicator, which the callers end.
         unsafe { self.comm.all_reduce(at, at, count, DType::F32, ReduceOp::Sum, &self.stream) }
     }
@@ -282,7 +310,7 @@ impl Member {
 
     /// Makes a last call, gets its error at once or later, sees that the stream stands, and aborts.
     /// So do the first `ranks` ranks.
-    fn fail(self, buffer: &mut [u8], count: usize, ranks: u32) -> Outcome {
+    fn fail(self, buffer: &Buffer, count: usize, ranks: u32) -> Outcome {
         let called = self.sum(buffer, count);
         self.event.record(&self.stream)?;
         let error = match called {
@@ -303,33 +331,33 @@ impl Member {
 
     /// The second call is of another size on the last rank.
     fn disagree(self) -> Outcome {
-        let mut buffer = vec![0; 4000];
-        self.sum(&mut buffer, 1000)?;
+        let buffer = Buffer::new(&self.stream, &[0; 4000])?;
+        self.sum(&buffer, 1000)?;
         self.wait()?;
         let count = if self.rank == self.ranks - 1 { 999 } else { 1000 };
         let ranks = self.ranks;
-        self.fail(&mut buffer, count, ranks)
+        self.fail(&buffer, count, ranks)
     }
 
     /// The last rank dies while the others wait for it.
     fn die(self) -> Outcome {
-        let mut buffer = vec![0; 4000];
-        self.sum(&mut buffer, 1000)?;
+        let buffer = Buffer::new(&self.stream, &[0; 4000])?;
+        self.sum(&buffer, 1000)?;
         self.wait()?;
         self.meet("begun", self.ranks)?;
         if self.rank == self.ranks - 1 {
             std::process::exit(0);
         }
         let left = self.ranks - 1;
-        self.fail(&mut buffer, 1000, left)
+        self.fail(&buffer, 1000, left)
     }
 
     /// Rank 0 gives up what the others never join.
     fn abort(self) -> Outcome {
-        let mut buffer = vec![0; 4000];
+        let buffer = Buffer::new(&self.stream, &[0; 4000])?;
         self.meet("begun", self.ranks)?;
         if self.rank == 0 {
-            self.sum(&mut buffer, 1000)?;
+            self.sum(&buffer, 1000)?;
             self.event.record(&self.stream)?;
             assert!(!self.event.is_done()?, "the other ranks do not take part");
             let (stream, event) = (self.stream, self.event);

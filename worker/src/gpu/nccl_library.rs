@@ -1,7 +1,7 @@
 //! Finding and opening NCCL, and its functions that the engine calls.
 //!
 //! The signatures are compared by the compiler with those that cudarc generated from the header of
-//! NCCL 2.26; none of them has changed since 2.18. Codes are plain numbers here: a C enum is passed
+//! NCCL 2.26; none has changed from 2.18 to 2.30. Codes are plain numbers here: a C enum is passed
 //! like an `unsigned int`, and a newer library may know more codes than any list.
 
 use super::GpuError;
@@ -57,11 +57,13 @@ table! {
 }
 
 /// NCCL's settings of a communicator as NCCL 2.18 knows them, `ncclConfig_t`. Its size differs
-/// between versions: later ones append fields. NCCL copies as many bytes as `size` says and takes
-/// defaults for the fields that `version` did not have, so this oldest form serves every version.
+/// between versions, because later ones append fields: 48 bytes in 2.18, 96 in 2.30. Every NCCL
+/// copies the smaller of `size` and its own size over its defaults, and then takes its defaults
+/// again for the fields that are younger than `version`. So this oldest form, which says that it is
+/// of 2.18, serves every version, and none reads beyond it.
 ///
-/// The one exception is harmless: 2.18's struct ended with four bytes of padding, and 2.25 put its
-/// next field there, `trafficClass`. It is here too, and says "undefined".
+/// What looks like an exception is none: 2.18's struct ended with four bytes of padding, and a
+/// later version put its next field there, `trafficClass`. It is here too, and says "undefined".
 #[repr(C)]
 pub(super) struct Config {
     size: usize,
