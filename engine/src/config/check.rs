@@ -153,7 +153,7 @@ fn worker(config: &Config) -> Result<(), ConfigError> {
     if !config.distributed() {
         return Ok(());
     }
-    if config.num_servers == 0 {
+    if config.num_servers == 0 && config.needs_servers() {
         return Err(ConfigError::conflict(
             format!(
                 "DMLC_NUM_SERVER=0, but this job has {} (DMLC_NUM_WORKER={} x \
@@ -188,7 +188,8 @@ fn ranks(config: &Config) -> Result<(), ConfigError> {
 
 fn scheduler(config: &Config) -> Result<(), ConfigError> {
     ranks(config)?;
-    if config.num_servers == 0 {
+    // The ranks of one machine may do without; what they say for themselves is not known here.
+    if config.num_servers == 0 && config.num_workers > 1 {
         return Err(ConfigError::missing(
             "DMLC_NUM_SERVER",
             "how many servers the scheduler waits for",

@@ -348,6 +348,13 @@ impl Config {
     pub fn distributed(&self) -> bool {
         self.force_distributed || self.size() > 1
     }
+
+    /// Whether sums pass through servers: not where the ranks of the only machine reduce among
+    /// themselves.
+    #[must_use]
+    pub fn needs_servers(&self) -> bool {
+        self.force_distributed || self.num_workers > 1 || self.size() > 1 && !self.local_reduce
+    }
 }
 
 /// Prints every row of the table, and never the job key.

@@ -1,8 +1,8 @@
 //! One machine's share of a job that `DMLC_*` variables describe, as BytePS's launcher starts it.
 
-use super::Programs;
 use super::binding::{Binding, Machine, Wanted};
 use super::plan::{Environment, Kind, LaunchError, Plan, Process, helper_command, worker_command};
+use super::{Programs, local};
 use bps_engine::config::{Config, Loaded, Origin, Role};
 
 /// Plans the processes of `DMLC_ROLE`. Their output is not touched: BytePS's is not either.
@@ -14,6 +14,9 @@ pub(super) fn plan(loaded: &Loaded, programs: &Programs) -> Result<Plan, LaunchE
             let machine = Machine::read(&config.launch)?;
             if loaded.origin("BYTEPS_LOCAL_SIZE") == Origin::Default {
                 config.local_size = machine.processes(&config.launch);
+            }
+            if is_whole_job(loaded, &config) {
+                return local::plan_alone(loaded, programs, config.local_size);
             }
             require(loaded, &config)?;
             workers(loaded, &config, &machine, &mut notes)?
@@ -28,6 +31,14 @@ pub(super) fn plan(loaded: &Loaded, programs: &Programs) -> Result<Plan, LaunchE
     };
     let grace = config.launch.grace;
     Ok(Plan { processes, notes, prefix: false, grace, held: Vec::new() })
+}
+
+/// Whether this machine's processes are all that the job has, and nobody says where a scheduler is:
+/// then one is started for them, because BytePS needs none for that.
+fn is_whole_job(loaded: &Loaded, config: &Config) -> bool {
+    let unset = |name| loaded.origin(name) == Origin::Default;
+    let is_alone = config.num_workers == 1 && config.local_size > 1 && !config.needs_servers();
+    is_alone && !unset("DMLC_NUM_WORKER") && unset("DMLC_PS_ROOT_URI") && unset("DMLC_PS_ROOT_PORT")
 }
 
 fn helper(role: &str, command: &[String], loaded: &Loaded) -> Process {
@@ -76,15 +87,16 @@ fn require(loaded: &Loaded, config: &Config) -> Result<(), LaunchError> {
     }
     let worker = config.role == Role::Worker;
     let meets = !worker || config.distributed();
+    let with_servers = !worker || config.needs_servers();
     let wanted: &[(&str, bool, &str, &str)] = &[
         ("DMLC_ROLE", true, "what this machine does in the job", "worker"),
         ("DMLC_NUM_WORKER", true, "how many worker machines the job has", "2"),
         ("DMLC_WORKER_ID", worker, "which of the worker machines this is, from 0", "0"),
-        ("DMLC_NUM_SERVER", meets, "how many servers the job has", "1"),
+        ("DMLC_NUM_SERVER", with_servers, "how many servers the job has", "1"),
         ("DMLC_PS_ROOT_URI", meets, "the address of the scheduler", "10.0.0.1"),
         ("DMLC_PS_ROOT_PORT", meets, "the port of the scheduler", "9000"),
     ];
-    let mut missing: Vec<String> = wanted
+    let missing: Vec<String> = wanted
         .iter()
         .filter(|(name, needed, ..)| *needed && loaded.origin(name) == Origin::Default)
         .map(|(name, _, purpose, example)| {
@@ -93,13 +105,6 @@ fn require(loaded: &Loaded, config: &Config) -> Result<(), LaunchError> {
         .collect();
     if missing.is_empty() {
         return limits(config);
-    }
-    if worker && config.num_workers == 1 && config.local_size > 1 {
-        missing.push(format!(
-            "{} processes on one machine exchange tensors through a server; bpslaunch --local {} \
-             COMMAND starts one by itself",
-            config.local_size, config.local_size
-        ));
     }
     Err(LaunchError::Missing(missing))
 }
@@ -117,7 +122,7 @@ fn limits(config: &Config) -> Result<(), LaunchError> {
             remedy: format!("DMLC_WORKER_ID counts from 0 to {}", config.num_workers - 1),
         });
     }
-    if config.distributed() && config.num_servers == 0 {
+    if config.needs_servers() && config.num_servers == 0 {
         return Err(LaunchError::Conflict {
             problem: "DMLC_NUM_SERVER=0, but the ranks of this job need a server".to_owned(),
             remedy: "set DMLC_NUM_SERVER=1 and start a server and the scheduler".to_owned(),

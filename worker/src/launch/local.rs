@@ -34,16 +34,36 @@ const DECIDED: &[&str] = &[
     "DMLC_RANK",
 ];
 
-/// Plans the whole job.
+/// Plans the whole job of `--local`.
 pub(super) fn plan(loaded: &Loaded, programs: &Programs) -> Result<Plan, LaunchError> {
-    let launch = &loaded.config.launch;
-    let workers = launch.local;
     refuse_decided(loaded)?;
-    let command = worker_command(loaded)?;
     let servers = match loaded.origin("DMLC_NUM_SERVER") {
         Origin::Flag(_) => loaded.config.num_servers,
         _ => 1,
     };
+    plan_job(loaded, programs, loaded.config.launch.local, servers)
+}
+
+/// Plans a job whose variables name no other machine: workers, and a scheduler that brings them
+/// together.
+pub(super) fn plan_alone(
+    loaded: &Loaded,
+    programs: &Programs,
+    workers: u32,
+) -> Result<Plan, LaunchError> {
+    let plan = plan_job(loaded, programs, workers, 0)?;
+    // BytePS does not touch the output of the processes.
+    Ok(Plan { prefix: false, ..plan })
+}
+
+fn plan_job(
+    loaded: &Loaded,
+    programs: &Programs,
+    workers: u32,
+    servers: u32,
+) -> Result<Plan, LaunchError> {
+    let launch = &loaded.config.launch;
+    let command = worker_command(loaded)?;
     if servers == 0 && workers > 1 && !loaded.config.local_reduce {
         return Err(LaunchError::Conflict {
             problem: format!(
@@ -55,11 +75,15 @@ pub(super) fn plan(loaded: &Loaded, programs: &Programs) -> Result<Plan, LaunchE
     }
     let mut held = Vec::new();
     let mut notes = Vec::new();
-    if DECIDED.iter().any(|name| matches!(loaded.origin(name), Origin::Variable(_))) {
+    // A worker that is alone needs nobody to meet.
+    let meets = servers > 0 || workers > 1;
+    if launch.local > 0
+        && DECIDED.iter().any(|name| matches!(loaded.origin(name), Origin::Variable(_)))
+    {
         notes.push("the DMLC_* variables here describe another job and are replaced".to_owned());
     }
     let mut shared = shared_environment(loaded, workers, servers);
-    if servers > 0 {
+    if meets {
         let (port, socket) = reserve_port()?;
         held.push(socket);
         shared.set("DMLC_PS_ROOT_URI", "127.0.0.1");
@@ -79,17 +103,23 @@ pub(super) fn plan(loaded: &Loaded, programs: &Programs) -> Result<Plan, LaunchE
             }
         };
         notes.push(format!(
-            "a job on this machine: {}, {} with {}, scheduler on port {port}",
+            "a job on this machine: {}, {}, scheduler on port {port}",
             counted(workers, "worker"),
-            counted(servers, "server"),
-            counted(loaded.config.server_cores, "core"),
+            match servers {
+                0 => "no server".to_owned(),
+                _ => format!(
+                    "{} with {}",
+                    counted(servers, "server"),
+                    counted(loaded.config.server_cores, "core")
+                ),
+            },
         ));
         if metrics != 0 {
             notes.push(format!("watch it with: bps-top --metrics-port {metrics}"));
         }
     }
     let mut processes = Vec::new();
-    if servers > 0 {
+    if meets {
         processes.push(helper("scheduler", None, &programs.scheduler, &shared));
         for index in 0..servers {
             let mut process = helper("server", Some(index), &programs.server, &shared);

@@ -81,7 +81,7 @@ fn output_passes_untouched_without_prefix() {
 
 #[test]
 fn workers_of_one_machine_need_no_server() {
-    let stage = Stage::new("exit 1", "exit 1");
+    let stage = Stage::new(ENDS, "exit 1");
     let arguments =
         ["--local", "1", "--servers", "0", "sh", "-c", "echo $BYTEPS_FORCE_DISTRIBUTED"];
     let (code, lines) = stage.start(&arguments, &[]).finish();
@@ -91,6 +91,7 @@ fn workers_of_one_machine_need_no_server() {
     let (code, lines) = stage.start(&several, &[]).finish();
     assert_eq!(code, Some(0), "{lines:#?}");
     has(&lines, "[rank 1] 0");
+    has(&lines, "[scheduler] up");
     let (code, lines) = stage.start(&several, &[("BPS_LOCAL_REDUCE", "0")]).finish();
     assert_eq!(code, Some(2));
     mentions(&lines, "use --servers 1");
@@ -235,4 +236,26 @@ fn gpus_that_are_demanded_and_hidden_are_an_error() {
     let variables = [WORKER, &[("CUDA_VISIBLE_DEVICES", "0,1")]].concat();
     let (code, lines) = stage.start(&["--gpus", "none", "true"], &variables).finish();
     assert_eq!((code, lines.len()), (Some(0), 0), "{lines:#?}");
+}
+
+#[test]
+fn by_variables_the_only_machine_of_a_job_needs_no_address() {
+    let stage = Stage::new(ENDS, "exit 1");
+    let only = [
+        ("DMLC_ROLE", "worker"),
+        ("DMLC_NUM_WORKER", "1"),
+        ("DMLC_WORKER_ID", "0"),
+        ("BYTEPS_LOCAL_SIZE", "2"),
+    ];
+    let tell = "echo $BYTEPS_LOCAL_RANK of $BYTEPS_LOCAL_SIZE at $DMLC_PS_ROOT_URI";
+    let (code, lines) = stage.start(&["sh", "-c", tell], &only).finish();
+    assert_eq!(code, Some(0), "{lines:#?}");
+    has(&lines, "up");
+    has(&lines, "0 of 2 at 127.0.0.1");
+    has(&lines, "1 of 2 at 127.0.0.1");
+    // Where servers are asked for, somebody must say where the job meets.
+    let through = [only.as_slice(), &[("BYTEPS_FORCE_DISTRIBUTED", "1")]].concat();
+    let (code, lines) = stage.start(&["true"], &through).finish();
+    assert_eq!(code, Some(2));
+    mentions(&lines, "DMLC_PS_ROOT_URI is not set");
 }
