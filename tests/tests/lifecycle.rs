@@ -230,3 +230,33 @@ fn a_group_leaves_in_good_order_and_needs_no_server() {
     let said = job.scheduler.lines().join("\n");
     assert!(said.contains("sums do not pass servers"), "{said}");
 }
+
+#[test]
+fn ranks_of_one_machine_train_without_a_server() {
+    let port = free_port();
+    let alone = [
+        ("DMLC_NUM_WORKER", "1"),
+        ("DMLC_NUM_SERVER", "0"),
+        ("BYTEPS_LOCAL_SIZE", "3"),
+        ("BPS_LOCAL_REDUCE", "1"),
+    ];
+    let mut scheduler = Program::start("bps-scheduler", &[], &variables(port, "scheduler", &alone));
+    let rank = |index: u32| {
+        let mut variables = variables(port, "worker", &alone);
+        variables.push(("BYTEPS_LOCAL_RANK", index.to_string()));
+        Program::start("bps-test-rank", &["20"], &variables)
+    };
+    let mut all: Vec<Program> = (0..3).map(rank).collect();
+    for rank in &mut all {
+        let status = rank.wait(JOIN);
+        assert!(status.success(), "{}", rank.lines().join("\n"));
+    }
+    assert!(scheduler.wait(JOIN).success(), "{}", scheduler.lines().join("\n"));
+    // Where the servers shall be used, there must be some.
+    let through = [alone.as_slice(), &[("BYTEPS_FORCE_DISTRIBUTED", "1")]].concat();
+    let variables = variables(port, "worker", &through);
+    let mut refused = Program::start("bps-test-rank", &["1"], &variables);
+    assert!(!refused.wait(JOIN).success());
+    let said = refused.lines().join("\n");
+    assert!(said.contains("DMLC_NUM_SERVER=0") && said.contains("need a server"), "{said}");
+}
