@@ -263,14 +263,19 @@ impl Member {
         // SAFETY: as above.
         unsafe { self.comm.all_gather(mine, at, count, dtype, &self.stream) }?;
         let (at, to, source) = (reduced.address, rooted.address, told.address);
-        self.comm.group(|| {
+        let calls = || {
             // SAFETY: as above.
             unsafe { self.comm.all_reduce(at, at, all, dtype, op, &self.stream) }?;
             // SAFETY: as above.
             unsafe { self.comm.reduce(to, to, all, dtype, op, root, &self.stream) }?;
             // SAFETY: as above.
             unsafe { self.comm.broadcast(source, source, all, dtype, root, &self.stream) }
-        })?;
+        };
+        if round.is_multiple_of(2) {
+            self.comm.group(calls)?;
+        } else if !self.comm.submit(calls)? {
+            wait_until("the group is enqueued", || self.comm.is_enqueued())?;
+        }
         self.wait()?;
         self.comm.async_error()?;
         let what = format!("{operation} of {dtype} on rank {}", self.rank);

@@ -2,8 +2,10 @@
 //!
 //! Communicators are non-blocking: a call that can't end at once says "in progress", and is then
 //! watched here until it is enqueued, or its time is up. So a peer that died or never came is an
-//! error and not a hang. Every rank must make the same calls in the same order on a communicator;
-//! who calls sees to that.
+//! error and not a hang. The price: from 2.23 on, NCCL starts a thread for each call or group of
+//! such a communicator, and enqueues there. Few large groups cost less than many calls.
+//!
+//! Every rank must make the same calls in the same order on a communicator; who calls sees to that.
 
 use super::error::nccl_version;
 use super::nccl_library::{Config, Found, open};
@@ -22,8 +24,9 @@ use std::time::{Duration, Instant};
 const SUCCESS: c_uint = 0;
 /// `ncclInProgress`.
 const IN_PROGRESS: c_uint = 7;
-/// How often the state of a communicator is looked at before the looks become rarer.
-const QUICK_LOOKS: u32 = 200;
+/// How long the state of a communicator is looked at without a rest: longer than NCCL takes to
+/// enqueue what does not wait for other ranks.
+const QUICK: Duration = Duration::from_millis(1);
 /// How long it sleeps between two looks then.
 const LOOK: Duration = Duration::from_micros(50);
 /// How long NCCL may take to free a communicator before it is left to itself.
@@ -315,6 +318,46 @@ impl Comm {
     /// That of `calls`, else as [`reduce_scatter`](Self::reduce_scatter). After an error the
     /// communicator is of no further use.
     pub fn group<T>(&self, calls: impl FnOnce() -> Result<T, GpuError>) -> Result<T, GpuError> {
+        let (result, code) = self.grouped(calls)?;
+        let ended = self.enqueued("ncclGroupEnd", code);
+        let value = result?;
+        ended.map(|()| value)
+    }
+
+    /// As [`group`](Self::group), but does not wait: whether all is enqueued already. If not, no
+    /// other call may be made on this communicator, and nothing be recorded in its streams, before
+    /// [`is_enqueued`](Self::is_enqueued) has said so. NCCL enqueues on a thread of its own, so
+    /// meanwhile the caller's can do something else.
+    ///
+    /// # Errors
+    /// As [`group`](Self::group).
+    pub fn submit(&self, calls: impl FnOnce() -> Result<(), GpuError>) -> Result<bool, GpuError> {
+        let (result, code) = self.grouped(calls)?;
+        result?;
+        match code {
+            IN_PROGRESS => Ok(false),
+            code => self.nccl.check("ncclGroupEnd", code, self.handle).map(|()| true),
+        }
+    }
+
+    /// Whether what was submitted is enqueued. Who asks sees to it that this ends: a rank that does
+    /// not take part can delay it for ever.
+    ///
+    /// # Errors
+    /// [`GpuError::Nccl`].
+    pub fn is_enqueued(&self) -> Result<bool, GpuError> {
+        match self.state()? {
+            SUCCESS => Ok(true),
+            IN_PROGRESS => Ok(false),
+            code => Err(self.nccl.error("ncclGroupEnd", code, self.handle)),
+        }
+    }
+
+    /// Makes calls in a group: what they returned, and the code of the group's end.
+    fn grouped<T>(
+        &self,
+        calls: impl FnOnce() -> Result<T, GpuError>,
+    ) -> Result<(Result<T, GpuError>, c_uint), GpuError> {
         assert!(!self.grouped.get(), "groups do not nest");
         // SAFETY: it takes nothing.
         let code = unsafe { (self.nccl.0.call.ncclGroupStart)() };
@@ -324,9 +367,7 @@ impl Comm {
         self.grouped.set(false);
         // SAFETY: it takes nothing; the group was started above, by this thread.
         let code = unsafe { (self.nccl.0.call.ncclGroupEnd)() };
-        let ended = self.enqueued("ncclGroupEnd", code);
-        let value = result?;
-        ended.map(|()| value)
+        Ok((result, code))
     }
 
     /// What has gone wrong behind the calls, if anything: a peer that died, say. To be asked now
@@ -379,21 +420,21 @@ impl Comm {
         }
     }
 
-    /// Waits until the last call is no longer in progress.
+    /// Waits until the last call is no longer in progress. The first looks yield and do not sleep:
+    /// the thread of NCCL's that enqueues may have this one's CPU alone to run on.
     fn settle(&self, call: &'static str, what: impl Fn() -> String) -> Result<(), GpuError> {
         let start = Instant::now();
-        let mut looks = 0;
         loop {
             match self.state()? {
                 SUCCESS => return Ok(()),
                 IN_PROGRESS => {}
                 code => return Err(self.nccl.error(call, code, self.handle)),
             }
-            looks += 1;
-            if looks < QUICK_LOOKS {
-                std::hint::spin_loop();
-            } else if start.elapsed() > self.deadline {
+            let waited = start.elapsed();
+            if waited > self.deadline {
                 return Err(GpuError::Timeout { what: what(), after: self.deadline });
+            } else if waited < QUICK {
+                std::thread::yield_now();
             } else {
                 std::thread::sleep(LOOK);
             }
