@@ -28,7 +28,7 @@ pub fn forget_all() {
     lock().clear();
 }
 
-fn find(number: u64) -> PyResult<Handle> {
+pub fn find(number: u64) -> PyResult<Handle> {
     fork::check()?;
     lock().get(&number).cloned().ok_or_else(|| {
         error::raise(

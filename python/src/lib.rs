@@ -30,7 +30,7 @@ mod _native {
     #[pymodule_export]
     use super::handle::{poll, release, wait};
     #[pymodule_export]
-    use super::tensor::{declare, open_gpu, push_pull};
+    use super::tensor::{declare, open_gpu, push_pull, push_pull_gpu, stream_wait};
 
     #[pymodule_init]
     fn initialise(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -9,12 +9,21 @@
 use crate::context::{engine, interruptible};
 use crate::{error, handle};
 use bps_engine::base::{DType, Operation, Rank};
-use bps_worker::{Declaration, PushPull, TensorId};
+use bps_worker::{Declaration, GpuPushPull, PushPull, TensorId};
 use pyo3::prelude::*;
 
-/// Numbers for tensors given as (name, data type, elements, operation, root, device). `operation`
-/// is `sum`, `average` or `broadcast`, `root` counts for the last alone, and `device` says that the
-/// tensor is on a GPU. One round trip for all of them.
+/// Opens the GPU of this number for the process, which has one; all ranks call it before the first
+/// of them declares a tensor on its GPU. Raises if the GPU can't be used, here or on another rank.
+#[pyfunction]
+pub fn open_gpu(py: Python<'_>, ordinal: u32) -> PyResult<()> {
+    let worker = engine()?;
+    interruptible(py, move || worker.open_gpu(ordinal), |_| ())?
+        .map_err(|cause| error::from_engine(&cause))
+}
+
+/// Numbers for tensors given as (name, data type, elements, operation, root, on the GPU);
+/// `operation` is `sum`, `average` or `broadcast`, and `root` counts for the last alone. One round
+/// trip for all of them.
 #[pyfunction]
 pub fn declare(
     py: Python<'_>,
@@ -40,15 +49,6 @@ pub fn declare(
         .map_err(|cause| error::from_engine(&cause))
 }
 
-/// Makes a GPU ready for the tensors that are declared to be on it.
-#[pyfunction]
-pub fn open_gpu(ordinal: u32) -> PyResult<()> {
-    Err(error::raise(
-        "ConfigError",
-        format!("cuda:{ordinal}: GPU support is not built in yet: send tensor.cpu()"),
-    ))
-}
-
 fn operation_from_name(name: &str, root: u32) -> PyResult<Operation> {
     Ok(match name {
         "sum" => Operation::Sum,
@@ -56,6 +56,44 @@ fn operation_from_name(name: &str, root: u32) -> PyResult<Operation> {
         "broadcast" => Operation::Broadcast(Rank(root)),
         _ => return Err(error::raise("ConfigError", format!("no operation `{name}`"))),
     })
+}
+
+/// Starts push_pulls of tensors on the GPU, given as [`push_pull`] wants them, once the framework's
+/// stream (a `cudaStream_t`; 0 is the default stream) has passed what is enqueued in it now. Waits
+/// for nothing.
+#[pyfunction]
+pub fn push_pull_gpu(
+    py: Python<'_>,
+    tensors: Vec<(u32, u64, u64, i64)>,
+    stream: usize,
+) -> PyResult<Vec<u64>> {
+    let worker = engine()?;
+    let item = |(tensor, source, target, priority)| GpuPushPull {
+        tensor: TensorId(tensor),
+        source,
+        target,
+        priority,
+    };
+    let started = py.detach(|| {
+        let items: Vec<GpuPushPull> = tensors.into_iter().map(item).collect();
+        // SAFETY: as in `push_pull`; the stream is the framework's own, of the GPU that it has
+        // opened here.
+        unsafe { worker.push_pull_gpu(&items, stream) }
+    });
+    let handles = started.map_err(|cause| error::from_engine(&cause))?;
+    Ok(handles.into_iter().map(handle::keep).collect())
+}
+
+/// Lets what a framework enqueues in its stream from now on come behind the results of these
+/// handles, each of which was waited for. Waits for nothing itself.
+#[pyfunction]
+pub fn stream_wait(py: Python<'_>, handles: Vec<u64>, stream: usize) -> PyResult<()> {
+    let handles: Vec<_> = handles.into_iter().map(handle::find).collect::<PyResult<_>>()?;
+    py.detach(|| {
+        // SAFETY: as in `push_pull_gpu`.
+        handles.iter().try_for_each(|handle| unsafe { handle.make_wait(stream) })
+    })
+    .map_err(|cause| error::from_engine(&cause))
 }
 
 /// Starts push_pulls given as (tensor, source address, target address, priority); returns a handle

@@ -10,6 +10,7 @@ use bps_engine::proto::messages::{
 };
 use bps_engine::transport::LaneId;
 use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 
 /// What has to be done now.
 pub enum Effect {
@@ -139,7 +140,7 @@ impl Agent {
         let result = plans.map(|plans| {
             for (plan, assignment) in plans.into_iter().zip(tensors) {
                 if self.planned.insert(assignment.tensor) {
-                    let plan = Box::new(plan);
+                    let plan = Arc::new(plan);
                     effects.push(Effect::Nic(Command::Plan { tensor: assignment.tensor, plan }));
                 }
             }
@@ -180,6 +181,7 @@ impl Agent {
                 bytes: part.bytes as usize,
                 core: core.flatten(),
                 owner: owner.filter(|_| !is_own),
+                owner_rank: part.owner,
             });
         }
         if end != bytes {
@@ -189,6 +191,7 @@ impl Agent {
             name: declaration.name,
             dtype: declaration.dtype,
             operation: declaration.operation,
+            device: declaration.device,
             parts: parts.into_boxed_slice(),
         })
     }
@@ -226,6 +229,10 @@ impl Agent {
                 let text = format!("{} sent what can't be right: {message}", self.who(peer));
                 effects.push(Effect::Send(NodeMessage::Failed { message: text.clone() }));
                 self.end(Error::PeerDied(text), effects);
+            }
+            Report::Failed { message } => {
+                effects.push(Effect::Send(NodeMessage::Failed { message: message.clone() }));
+                self.end(Error::Refused(message), effects);
             }
             Report::Stalled { keys } => {
                 effects.push(Effect::Send(NodeMessage::Stalled { keys }));

@@ -2,10 +2,11 @@
 
 use crate::control::lock;
 use crate::error::Error;
+use crate::gpu::{self, Device, Event, GpuError};
 use crate::job::Job;
 use crate::start;
 use crate::task::Handle;
-use crate::types::{PushPull, Speed, TensorId};
+use crate::types::{GpuPushPull, PushPull, Speed, TensorId};
 use bps_engine::base::{Operation, Rank};
 use bps_engine::config::Config;
 use bps_engine::proto::messages::Declaration;
@@ -31,6 +32,9 @@ struct Shared {
     /// Bytes and operation of each tensor, by id.
     sizes: Mutex<Vec<(usize, Operation)>>,
     job: Option<Job>,
+    config: Config,
+    /// The GPU of this process, once one is open.
+    gpu: Mutex<Option<Device>>,
 }
 
 /// A rank of a job. Clones are the same one.
@@ -174,6 +178,83 @@ impl Worker {
         Ok(handles)
     }
 
+    /// Opens the GPU of this number, as the process sees them: from now on tensors of it can be
+    /// declared and pushed. All ranks of the job call it, each with its own, before the first of
+    /// them declares one. The same GPU again costs nothing.
+    ///
+    /// # Errors
+    /// [`Error::Start`] with what is missing, here or on another rank; [`Error::Config`] for a
+    /// second GPU.
+    pub fn open_gpu(&self, ordinal: u32) -> Result<(), Error> {
+        let mut gpu = lock(&self.0.gpu);
+        if let Some(open) = &*gpu {
+            if open.ordinal() == ordinal {
+                return Ok(());
+            }
+            return Err(Error::Config(format!(
+                "this process uses GPU {}, and a tensor is on GPU {ordinal}: a process has one \
+                 GPU; start one process for each",
+                open.ordinal()
+            )));
+        }
+        let device = Device::open(ordinal);
+        if let Some(job) = &self.0.job {
+            // The other ranks wait for this one, and are told what is wrong.
+            gpu::open::open(self, job, &device, &self.0.config)?;
+        }
+        *gpu = Some(device.map_err(|error| Error::Start(error.to_string()))?);
+        Ok(())
+    }
+
+    /// As [`push_pull`](Self::push_pull), for tensors on the GPU that is open: starts once a
+    /// framework's stream has passed what is enqueued in it now, and waits for nothing. After a
+    /// wait, [`Handle::make_wait`] puts the framework's stream behind the result.
+    ///
+    /// # Safety
+    /// As [`push_pull`](Self::push_pull), with memory of the GPU. `stream` is 0 (the legacy default
+    /// stream) or a stream of that GPU.
+    ///
+    /// # Errors
+    /// [`Error::Refused`] for a tensor that was not declared, or where no GPU is open; then none is
+    /// started.
+    pub unsafe fn push_pull_gpu(
+        &self,
+        items: &[GpuPushPull],
+        stream: usize,
+    ) -> Result<Vec<Handle>, Error> {
+        let refused = |error: GpuError| Error::Refused(error.to_string());
+        let Some(device) = lock(&self.0.gpu).clone() else {
+            return Err(Error::Refused("no GPU is open: call open_gpu first".into()));
+        };
+        let sizes = lock(&self.0.sizes);
+        let known = |item: &GpuPushPull| match sizes.get(item.tensor.0 as usize) {
+            Some(&(bytes, operation)) => Ok((*item, bytes, operation)),
+            None => Err(Error::Refused(format!("tensor id {} was not declared", item.tensor.0))),
+        };
+        let items: Vec<_> = items.iter().map(known).collect::<Result<_, _>>()?;
+        drop(sizes);
+        for (item, bytes, operation) in &items {
+            let is_root = *operation == Operation::Broadcast(Rank(self.0.rank));
+            let copies = self.0.job.is_none() || is_root;
+            if copies && *bytes > 0 && item.source != item.target {
+                // SAFETY: both are valid for the declared bytes and do not overlap, and the stream
+                // is one of this GPU, as the caller promises.
+                unsafe { device.copy_in(stream, item.target, item.source, *bytes) }
+                    .map_err(refused)?;
+            }
+        }
+        let ready = Event::new(&device).map_err(refused)?;
+        // SAFETY: the caller vouches for the stream.
+        unsafe { ready.record_raw(stream) }.map_err(refused)?;
+        let Some(job) = &self.0.job else {
+            return Ok(items.iter().map(|_| Handle::finished(Ok(()))).collect());
+        };
+        let ready = Arc::new(ready);
+        let handles = items.iter().map(|(item, _, _)| job.push_gpu(item, &ready)).collect();
+        job.wake();
+        Ok(handles)
+    }
+
     /// Waits until every rank of the job has called it.
     ///
     /// # Errors
@@ -233,6 +314,8 @@ impl Shared {
             declared: Mutex::default(),
             sizes: Mutex::default(),
             job: None,
+            config: config.clone(),
+            gpu: Mutex::default(),
         }
     }
 

@@ -3,12 +3,13 @@
 use crate::agent::Agent;
 use crate::control::{Answers, Control, lock};
 use crate::error::Error;
+use crate::gpu::{Event, Push};
 use crate::nic::{Command, Memory, Nic, NicConfig, NicStatistics, Report};
 use crate::places::{self, Poller, Spot};
 use crate::start;
 use crate::task::{Handle, Task};
 use crate::timeline::Tracing;
-use crate::types::{PushPull, Speed};
+use crate::types::{GpuPushPull, PushPull, Speed};
 use bps_engine::base::Rank;
 use bps_engine::config::Config;
 use bps_engine::control::LinkSender;
@@ -34,10 +35,14 @@ const LEAVE: Duration = Duration::from_secs(5);
 
 /// The part of a worker that exists only if there are others.
 pub(crate) struct Job {
-    commands: Mpsc<Command>,
-    nic_waker: Waker,
+    pub(crate) commands: Mpsc<Command>,
+    pub(crate) nic_waker: Waker,
     /// The NIC loop takes no more commands: set before its last look at the queue.
-    nic_ended: Arc<AtomicBool>,
+    pub(crate) nic_ended: Arc<AtomicBool>,
+    /// The ranks that this one reduces with, and itself.
+    group: Vec<Rank>,
+    /// Lanes to servers and to ranks of the group.
+    lanes: usize,
     over: Arc<OnceLock<Error>>,
     agent: Arc<Mutex<Agent>>,
     sender: LinkSender,
@@ -58,10 +63,10 @@ impl Job {
         let report_waker =
             Waker::new().map_err(|error| Error::Start(format!("no eventfd: {error}")))?;
         let statistics = Arc::new(NicStatistics::default());
-        let nic_ended = Arc::new(AtomicBool::new(false));
-        let over = Arc::new(OnceLock::new());
+        let (nic_ended, over) = (Arc::new(AtomicBool::new(false)), Arc::new(OnceLock::new()));
+        let rank = Rank(joined.roster.index);
         let nic_config = NicConfig {
-            rank: Rank(joined.roster.index),
+            rank,
             size: joined.roster.size,
             epoch: joined.roster.epoch,
             credit_bytes: start::credit_bytes(config, joined.lanes().cores.len()),
@@ -70,6 +75,8 @@ impl Job {
             say,
         };
         let lanes = joined.lanes();
+        let group: Vec<Rank> = lanes.ranks.keys().copied().chain([rank]).collect();
+        let lane_count = joined.links.len();
         let (started, has_started) = std::sync::mpsc::channel();
         let Spot { cpu, claims, .. } = places::spot(config, Poller::Nic);
         let nic_thread = {
@@ -107,7 +114,6 @@ impl Job {
             .recv()
             .map_err(|_| Error::Start("the NIC thread ended at once".into()))??;
         log::info!("{line}");
-        let rank = Rank(joined.roster.index);
         let tracing =
             Arc::new(Tracing::new(rank, &joined.sender, &commands, &nic_waker, &nic_ended));
         let agent = Arc::new(Mutex::new(Agent::new(joined.roster, lanes)));
@@ -137,6 +143,8 @@ impl Job {
             commands,
             nic_waker,
             nic_ended,
+            group,
+            lanes: lane_count,
             over,
             agent,
             sender: joined.sender,
@@ -151,6 +159,21 @@ impl Job {
 
     pub(crate) fn speed(&self) -> Option<Speed> {
         lock(&self.speeds).pop_front()
+    }
+
+    /// The ranks that reduce with this one, in no order; this one is among them.
+    pub(crate) fn group(&self) -> &[Rank] {
+        &self.group
+    }
+
+    /// Lanes to servers and to ranks of the group.
+    pub(crate) fn lanes(&self) -> usize {
+        self.lanes
+    }
+
+    /// A further thread that ends with the NIC loop.
+    pub(crate) fn keep(&self, thread: JoinHandle<()>) {
+        lock(&self.threads).push(thread);
     }
 
     /// Pushed commands are there: the loop may be asleep.
@@ -227,15 +250,34 @@ impl Job {
     pub(crate) fn push(&self, item: &PushPull) -> Handle {
         let task = Arc::new(Task::new(self.spin, self.tracing.asked_ns()));
         let memory = Memory { source: item.source, target: item.target };
-        let mut command = Command::Push {
+        let command = Command::Push {
             tensor: item.tensor.0,
             memory,
             priority: item.priority,
             task: Arc::clone(&task),
         };
+        if self.command(command) { Handle(task) } else { Handle::finished(Err(self.ended())) }
+    }
+
+    /// Hands a push_pull of a tensor on the GPU to the NIC loop, as [`push`](Self::push).
+    pub(crate) fn push_gpu(&self, item: &GpuPushPull, ready: &Arc<Event>) -> Handle {
+        let task = Arc::new(Task::new(self.spin, self.tracing.asked_ns()));
+        let push = Push {
+            source: item.source,
+            target: item.target,
+            priority: item.priority,
+            task: Arc::clone(&task),
+            ready: Arc::clone(ready),
+        };
+        let command = Command::PushGpu { tensor: item.tensor.0, push: Box::new(push) };
+        if self.command(command) { Handle(task) } else { Handle::finished(Err(self.ended())) }
+    }
+
+    /// Hands a command to the NIC loop; says whether the loop is still there.
+    pub(crate) fn command(&self, mut command: Command) -> bool {
         loop {
             if self.nic_ended.load(Ordering::Acquire) {
-                return Handle::finished(Err(self.ended()));
+                return false;
             }
             match self.commands.push(command) {
                 Ok(()) => break,
@@ -249,7 +291,7 @@ impl Job {
         if self.nic_ended.load(Ordering::SeqCst) {
             drain(&self.commands, &self.ended());
         }
-        Handle(task)
+        true
     }
 
     pub(crate) fn leave(&self, suspend: bool) -> Result<(), Error> {
@@ -288,8 +330,10 @@ fn say(error: &Error) {
 /// Finishes what is in the queue of a loop that has ended.
 fn drain(commands: &Mpsc<Command>, error: &Error) {
     while let Some(command) = commands.pop() {
-        if let Command::Push { task, .. } = command {
-            task.finish_now(Err(error.clone()));
+        match command {
+            Command::Push { task, .. } => task.finish_now(Err(error.clone())),
+            Command::PushGpu { push, .. } => push.task.finish_now(Err(error.clone())),
+            _ => {}
         }
     }
 }
@@ -317,6 +361,7 @@ fn run_nic(
     if let Some(error) = nic.over() {
         let _ = over.set(error.clone());
     }
+    nic.close_pipeline();
     ended.store(true, Ordering::SeqCst);
     let closed = Error::Closed("this worker has shut down".into());
     drain(commands, over.get().unwrap_or(&closed));

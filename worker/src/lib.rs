@@ -27,4 +27,4 @@ pub use context::Worker;
 pub use error::Error;
 pub use start::credit_bytes;
 pub use task::Handle;
-pub use types::{PushPull, Speed, TensorId};
+pub use types::{GpuPushPull, PushPull, Speed, TensorId};

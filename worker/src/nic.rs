@@ -4,13 +4,16 @@
 //! nothing beyond what its queues have grown to.
 
 mod arriving;
+mod ending;
 mod group;
 mod messages;
 mod sending;
+pub mod staged;
 mod watch;
 
 pub use messages::{Command, Memory, NicConfig, NicStatistics, Peer, Plan, PlanPart, Report};
 
+use self::staged::{Pipeline, Slot, Staged};
 use crate::error::Error;
 use crate::local::{Collector, Gathers};
 use crate::task::Task;
@@ -21,7 +24,7 @@ use bps_engine::reduce::{Kernels, kernels};
 use bps_engine::ring::Mpsc;
 use bps_engine::sched::CreditQueue;
 use bps_engine::trace::timeline::{Mark, Recorder};
-use bps_engine::transport::{Cause, Event, LaneId, Link, Waker};
+use bps_engine::transport::{Event, LaneId, Link, Waker};
 use bps_engine::wire::{Header, Kind};
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -52,6 +55,13 @@ enum Receiving {
         part: RunPart,
         header: Header,
         target: *mut u8,
+        /// That is this slot, and not a tensor.
+        slot: Option<Slot>,
+    },
+    /// A publication that waits for a slot.
+    Held {
+        part: RunPart,
+        header: Header,
     },
     /// A contribution of this peer, by its place in the group; held, or in pieces.
     Contribution {
@@ -77,7 +87,16 @@ struct Lane {
     posted: u32,
     receiving: Receiving,
     /// To a rank: what is to be sent, in order.
-    outbox: VecDeque<Word>,
+    outbox: VecDeque<Outgoing>,
+}
+
+/// What is to be said to a rank of the group.
+#[derive(Clone, Copy)]
+enum Outgoing {
+    /// About a part of a task under way.
+    Part(Word),
+    /// About tensors on GPUs.
+    Gpu(staged::Word),
 }
 
 /// A frame to a rank of the group.
@@ -118,11 +137,13 @@ struct Waiting {
 }
 
 struct Tensor {
-    plan: Box<Plan>,
+    plan: Arc<Plan>,
     round: u64,
     run: Option<u32>,
     /// By part.
     stages: Box<[Stage]>,
+    /// By part, of a tensor on the GPU: where the bytes are that are to be sent.
+    slots: Box<[Option<Slot>]>,
     /// Later pushes of the same tensor: a key never has two rounds in flight, so that no lane can
     /// wait for another.
     waiting: VecDeque<Waiting>,
@@ -162,6 +183,7 @@ pub struct Nic {
     first_wake: Option<Instant>,
     /// The tensor whose round was started last.
     latest: u32,
+    pipeline: Pipeline,
     /// The time of this turn.
     now: Duration,
     next_tick: Duration,
@@ -212,6 +234,7 @@ impl Nic {
             wakes: Vec::with_capacity(EVENTS_MAX),
             first_wake: None,
             latest: 0,
+            pipeline: Pipeline::default(),
             now: Duration::ZERO,
             next_tick: Duration::ZERO,
             stalls_told: false,
@@ -253,7 +276,9 @@ impl Nic {
 
     /// Whether all lanes are closed and nothing will happen any more.
     pub fn ended(&self) -> bool {
-        (self.leaving || self.over.is_some()) && self.lanes.iter().all(|lane| !lane.open)
+        !self.pipeline.is_behind()
+            && (self.leaving || self.over.is_some())
+            && self.lanes.iter().all(|lane| !lane.open)
     }
 
     /// Sleeps until there is something to do, or the time is over.
@@ -287,6 +312,7 @@ impl Nic {
         }
         self.events = events;
         self.pump_all();
+        self.pipeline.flush();
         self.wake_callers(progress);
         if now >= self.next_tick {
             self.next_tick = now + TICK;
@@ -317,6 +343,14 @@ impl Nic {
             Command::Push { tensor, memory, priority, task } => {
                 self.on_push(tensor, Waiting { memory, priority, task });
             }
+            Command::OpenPipeline { staged, waker } => self.open_pipeline(staged, waker),
+            Command::PushGpu { tensor, push } => self.on_push_gpu(tensor, push),
+            Command::Open { tensor, priority } => self.open_staged(tensor, priority),
+            Command::Part { tensor, part, slot } => self.push_staged(tensor, part, slot),
+            Command::Land(slot) => self.land_in(slot),
+            Command::Say { to, word } => self.say_word(to, word),
+            Command::Stalled { keys } => self.report(Report::Stalled { keys }),
+            Command::GpuFailed { message } => self.report(Report::Failed { message }),
             Command::Trace(recorder) => self.trace = recorder,
             Command::Poison { name, error } => self.poison(&name, &error),
             Command::Fail { error } => self.fail(error),
@@ -324,7 +358,7 @@ impl Nic {
         }
     }
 
-    fn on_plan(&mut self, tensor: u32, plan: Box<Plan>) {
+    fn on_plan(&mut self, tensor: u32, plan: Arc<Plan>) {
         let index = tensor as usize;
         if self.tensors.len() <= index {
             self.tensors.resize_with(index + 1, || None);
@@ -335,13 +369,18 @@ impl Nic {
         for (position, part) in plan.parts.iter().enumerate() {
             let position = u32::try_from(position).unwrap_or(u32::MAX);
             self.keys.insert(part.key, (tensor, position));
-            if part.owner.is_none() && !self.group.is_empty() {
+            if part.owner.is_none() && !self.group.is_empty() && !plan.device {
                 self.gathers.plan(part.key);
             }
         }
         let stages = vec![Stage::Idle; plan.parts.len()].into();
+        let slots = vec![None; if plan.device { plan.parts.len() } else { 0 }].into();
+        if plan.device {
+            self.pipeline.tell(Staged::Plan { tensor, plan: Arc::clone(&plan) });
+        }
         let (waiting, poisoned) = (VecDeque::new(), None);
-        self.tensors[index] = Some(Tensor { plan, round: 0, run: None, stages, waiting, poisoned });
+        self.tensors[index] =
+            Some(Tensor { plan, round: 0, run: None, stages, slots, waiting, poisoned });
     }
 
     fn on_push(&mut self, tensor: u32, waiting: Waiting) {
@@ -358,6 +397,11 @@ impl Nic {
         if let Some(error) = &state.poisoned {
             return waiting.task.finish_now(Err(error.clone()));
         }
+        if state.plan.device {
+            let name = &state.plan.name;
+            let text = format!("`{name}` was declared as a tensor of the GPU: push it as one");
+            return waiting.task.finish_now(Err(Error::Refused(text)));
+        }
         if state.run.is_some() {
             return state.waiting.push_back(waiting);
         }
@@ -371,37 +415,45 @@ impl Nic {
         if parts == 0 {
             return waiting.task.finish_now(Ok(()));
         }
-        state.round += 1;
-        state.stages.fill(Stage::Pushed);
-        self.latest = tensor;
-        let (asked_ns, round, rank) = (waiting.task.asked_ns(), state.round, self.config.rank);
-        let run = Run {
-            tensor,
-            memory: waiting.memory,
-            priority: waiting.priority,
-            since: self.now,
-            open: parts,
-            posted: 0,
-            task: Some(waiting.task),
-            failed: None,
-        };
-        let index = match self.free_runs.pop() {
-            Some(index) => {
-                self.runs[index as usize] = run;
-                index
-            }
-            None => {
-                self.runs.push(run);
-                u32::try_from(self.runs.len() - 1).unwrap_or(u32::MAX)
-            }
-        };
+        let asked_ns = waiting.task.asked_ns();
+        let index = self.open_run(tensor, waiting.priority, parts);
+        let run = &mut self.runs[index as usize];
+        (run.memory, run.task) = (waiting.memory, Some(waiting.task));
+        let Some(Some(state)) = self.tensors.get_mut(tensor as usize) else { return };
         state.run = Some(index);
+        let (round, rank) = (state.round, self.config.rank);
         for part in &state.plan.parts {
             self.trace.record_at(asked_ns, Mark::Queued, part.key, round, rank, part.bytes);
         }
         for part in 0..parts {
             self.push_part(RunPart { run: index, part });
         }
+    }
+
+    /// Opens the next round of a tensor with so many parts to come.
+    fn open_run(&mut self, tensor: u32, priority: i64, parts: u32) -> u32 {
+        if let Some(Some(state)) = self.tensors.get_mut(tensor as usize) {
+            state.round += 1;
+            state.stages.fill(Stage::Pushed);
+        }
+        self.latest = tensor;
+        let memory = Memory { source: std::ptr::null(), target: std::ptr::null_mut() };
+        let run = Run {
+            tensor,
+            memory,
+            priority,
+            since: self.now,
+            open: parts,
+            posted: 0,
+            task: None,
+            failed: None,
+        };
+        if let Some(index) = self.free_runs.pop() {
+            self.runs[index as usize] = run;
+            return index;
+        }
+        self.runs.push(run);
+        u32::try_from(self.runs.len() - 1).unwrap_or(u32::MAX)
     }
 
     /// A part is pushed: the group sums it first, if there is one.
@@ -463,122 +515,14 @@ impl Nic {
         {
             self.wakes.push(task);
         }
+        if state.plan.device {
+            self.pipeline.tell(Staged::Closed { tensor });
+        }
         state.run = None;
         self.free_runs.push(index);
         if let Some(next) = state.waiting.pop_front() {
             self.on_push(tensor, next);
         }
-    }
-
-    /// A tensor on which the ranks disagree: what is pending of it fails, and so does what comes.
-    fn poison(&mut self, name: &str, error: &Error) {
-        let found = self
-            .tensors
-            .iter()
-            .position(|tensor| tensor.as_ref().is_some_and(|tensor| tensor.plan.name == name));
-        let Some(index) = found else { return };
-        let Some(state) = &mut self.tensors[index] else { return };
-        state.poisoned = Some(error.clone());
-        for waiting in state.waiting.drain(..) {
-            waiting.task.finish_now(Err(error.clone()));
-        }
-        let Some(run) = state.run else { return };
-        self.queue.remove(|of| of.run == run);
-        for lane in &mut self.lanes {
-            lane.outbox.retain(|word| word.of.run != run);
-        }
-        self.forget_in_group(run);
-        let is_landing = |lane: &&Lane| match &lane.receiving {
-            Receiving::Landing { part, .. } => part.run == run,
-            _ => false,
-        };
-        let landing = u32::try_from(self.lanes.iter().filter(is_landing).count()).unwrap_or(0);
-        let state = &mut self.runs[run as usize];
-        state.failed = Some(error.clone());
-        // No other result will come for it: only memory that a transport still has is open.
-        state.open = state.posted + landing + 1;
-        self.close_one(run);
-    }
-
-    /// The job is over: the kernel must let go of all memory before any task is finished.
-    fn fail(&mut self, error: Error) {
-        if self.over.is_some() {
-            return;
-        }
-        let error = match (error, self.where_it_stands()) {
-            (Error::PeerDied(text), Some(round)) => Error::PeerDied(format!("{text}; {round}")),
-            (error, _) => error,
-        };
-        (self.config.say)(&error);
-        self.over = Some(error);
-        for position in 0..self.lanes.len() {
-            self.endpoint.close(LaneId(u32::try_from(position).unwrap_or(u32::MAX)));
-        }
-        self.fail_pending();
-    }
-
-    /// Once every lane is closed, nobody but us holds the callers' memory.
-    fn fail_pending(&mut self) {
-        let Some(error) = self.over.clone() else { return };
-        if self.lanes.iter().any(|lane| lane.open) {
-            return;
-        }
-        for run in &mut self.runs {
-            if let Some(task) = run.task.take() {
-                task.finish_now(Err(error.clone()));
-            }
-        }
-        for tensor in self.tensors.iter_mut().flatten() {
-            tensor.run = None;
-            for waiting in tensor.waiting.drain(..) {
-                waiting.task.finish_now(Err(error.clone()));
-            }
-        }
-    }
-
-    fn leave(&mut self) {
-        if self.over.is_some() {
-            return;
-        }
-        if self.tensors.iter().flatten().any(|tensor| tensor.run.is_some()) {
-            let text = "shutdown was called while a push_pull was under way: synchronize it first";
-            return self.fail(Error::Closed(text.into()));
-        }
-        self.leaving = true;
-        for position in 0..self.lanes.len() {
-            let id = LaneId(u32::try_from(position).unwrap_or(u32::MAX));
-            if self.lanes[position].open && self.say_goodbye(id).is_err() {
-                self.endpoint.close(id);
-            }
-        }
-    }
-
-    fn on_closed(&mut self, lane: LaneId, cause: Cause) {
-        let round = self.where_it_stands();
-        let state = &mut self.lanes[lane.0 as usize];
-        state.open = false;
-        state.receiving = Receiving::Closing;
-        let (peer, goodbye) = (state.peer, state.goodbye);
-        if let Ok(peer) = self.place_in_group(lane) {
-            self.collector.gone(peer);
-        }
-        if self.over.is_some() {
-            self.fail_pending();
-        } else if !self.leaving && !goodbye {
-            self.report(Report::Lost { peer, cause, round });
-        }
-    }
-
-    /// "round 812 of `layer4.weight` was open", or which was the last one.
-    fn where_it_stands(&self) -> Option<String> {
-        let open = self.tensors.iter().flatten().find(|tensor| tensor.run.is_some());
-        let last = self.tensors.get(self.latest as usize).and_then(Option::as_ref);
-        let (tensor, how) = match (open, last) {
-            (Some(tensor), _) => (tensor, "was open"),
-            (None, Some(tensor)) if tensor.round > 0 => (tensor, "was the last one"),
-            _ => return None,
-        };
-        Some(format!("round {} of `{}` {how}", tensor.round, tensor.plan.name))
     }
 
     fn report(&self, report: Report) {

@@ -2,6 +2,7 @@
 //! wrong if it did.
 
 use crate::error::Error;
+use crate::gpu::Event;
 use rustix::thread::futex;
 use rustix::time::Timespec;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -20,6 +21,8 @@ pub struct Task {
     /// How long a waiter looks before it sleeps.
     spin: Duration,
     error: OnceLock<Error>,
+    /// Of a tensor on the GPU: its result is there once this mark is passed.
+    mark: OnceLock<Event>,
     /// When it was asked for, by the monotonic clock; 0 where nobody records a timeline.
     asked_ns: u64,
 }
@@ -34,6 +37,13 @@ impl Task {
 
     pub(crate) fn asked_ns(&self) -> u64 {
         self.asked_ns
+    }
+
+    /// As [`finish_now`](Self::finish_now) with success, but the result is only on its way: it will
+    /// be in the GPU's memory once this mark is passed.
+    pub(crate) fn finish_behind(&self, mark: Event) {
+        let _ = self.mark.set(mark);
+        self.finish_now(Ok(()));
     }
 
     /// The task is over: its memory is the caller's again. Returns whether somebody sleeps on it
@@ -86,7 +96,29 @@ impl Handle {
     /// Whether it is over, well or not: its memory is the caller's again.
     #[must_use]
     pub fn poll(&self) -> bool {
+        // What the driver can't tell any more, it does not write any more.
+        self.is_told() && self.0.mark.get().is_none_or(|mark| mark.is_done().unwrap_or(true))
+    }
+
+    /// Whether a wait would return at once. On a GPU the result may still be on its way then: see
+    /// [`make_wait`](Self::make_wait).
+    #[must_use]
+    pub fn is_told(&self) -> bool {
         self.0.state.load(Ordering::Acquire) == DONE
+    }
+
+    /// Lets what is enqueued in a framework's stream from now on come behind the result. Called
+    /// after a wait has returned; without a GPU it does nothing.
+    ///
+    /// # Errors
+    /// [`Error::Refused`] with what CUDA says.
+    ///
+    /// # Safety
+    /// `stream` is 0, or a stream of the GPU that this process has opened.
+    pub unsafe fn make_wait(&self, stream: usize) -> Result<(), Error> {
+        let Some(mark) = self.0.mark.get() else { return Ok(()) };
+        // SAFETY: the caller vouches for the stream.
+        unsafe { mark.make_wait(stream) }.map_err(|error| Error::Refused(error.to_string()))
     }
 
     fn result(&self) -> Result<bool, Error> {
@@ -103,7 +135,7 @@ impl Handle {
         let spin = timeout.map_or(self.0.spin, |timeout| timeout.min(self.0.spin));
         loop {
             for _ in 0..LOOKS {
-                if self.poll() {
+                if self.is_told() {
                     return self.result();
                 }
                 std::hint::spin_loop();

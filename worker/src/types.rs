@@ -17,6 +17,19 @@ pub struct PushPull {
     pub priority: i64,
 }
 
+/// One tensor on the GPU to push and pull.
+#[derive(Clone, Copy, Debug)]
+pub struct GpuPushPull {
+    /// Which.
+    pub tensor: TensorId,
+    /// Its address on the GPU, of as many bytes as were declared.
+    pub source: u64,
+    /// Where the result goes; may be the source.
+    pub target: u64,
+    /// Larger goes sooner.
+    pub priority: i64,
+}
+
 /// Throughput over one interval.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Speed {

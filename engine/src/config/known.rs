@@ -45,12 +45,12 @@ pub(super) static KNOWN: &[Known] = &[
     known(
         &["BYTEPS_PCIE_SWITCH_SIZE", "BYTEPS_REDUCE_ROOTS"],
         &[],
-        "GPUs are not reduced inside a host yet: each process sends its own tensors",
+        "the GPUs of a host reduce among themselves by NCCL, each for its own share of the bytes",
     ),
     known(
-        &["BYTEPS_NCCL_NUM_RINGS", "BYTEPS_NCCL_GROUP_SIZE"],
+        &["BYTEPS_NCCL_NUM_RINGS"],
         &[],
-        "NCCL is not used yet: each process sends its own tensors",
+        "one communicator carries all collectives of a host, and NCCL chooses its rings",
     ),
     known(
         &["BYTEPS_OMP_THREAD_PER_GPU", "BYTEPS_SERVER_ENGINE_THREAD"],

@@ -139,6 +139,8 @@ pub struct Config {
     pub tcp_congestion: Option<String>,
     /// `BPS_NCCL_LIBRARY`: the file of NCCL; found without it.
     pub nccl_library: Option<PathBuf>,
+    /// `BYTEPS_NCCL_GROUP_SIZE`: collectives in one launch.
+    pub nccl_group_size: u32,
     /// `BPS_PAYLOAD_CHECKSUM`: CRC-32C over every payload.
     pub payload_checksum: bool,
     /// `BPS_IDLE`: `busy`, `adaptive`.
@@ -280,6 +282,7 @@ impl Default for Config {
             tcp_driver: TcpDriver::Auto,
             tcp_congestion: None,
             nccl_library: None,
+            nccl_group_size: 16,
             payload_checksum: false,
             idle: Idle::Adaptive,
             pin: true,

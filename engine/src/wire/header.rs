@@ -51,6 +51,17 @@ pub enum Kind {
     Ready = 5,
     /// The answer to `Ready` once all ranks of the host have pushed: send the contribution.
     Grant = 6,
+    /// Worker to the worker of its host that gives the order: this rank's tensor on the GPU that
+    /// begins with this key is pushed.
+    GpuReady = 7,
+    /// The order, to all ranks of the host: reduce the row of parts that begins with this key. The
+    /// number of `contributors` says how many words of the same batch follow, this one included.
+    GpuReduce = 8,
+    /// Worker to the worker that gives the order: this rank's parts of the row's result are on
+    /// their way to its GPU.
+    GpuLanded = 9,
+    /// The order, to all ranks of the host: gather the row. `contributors` as in `GpuReduce`.
+    GpuGather = 10,
 }
 
 /// A header, parsed. [`Header::encode`] and [`Header::decode`] are each other's inverse.
@@ -181,6 +192,10 @@ impl Header {
             4 => Kind::Refused,
             5 => Kind::Ready,
             6 => Kind::Grant,
+            7 => Kind::GpuReady,
+            8 => Kind::GpuReduce,
+            9 => Kind::GpuLanded,
+            10 => Kind::GpuGather,
             other => return Err(Invalid::Kind(other)),
         };
         let flags = raw[6];

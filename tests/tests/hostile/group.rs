@@ -112,11 +112,13 @@ impl Pair {
 
     /// The good rank pushes a tensor of one part.
     fn push(&mut self, tensor: u32, key: Key, owner: Option<LaneId>) {
-        let part = PlanPart { key, offset: 0, bytes: BYTES, core: None, owner };
+        let owner_rank = Rank(0);
+        let part = PlanPart { key, offset: 0, bytes: BYTES, core: None, owner, owner_rank };
         let plan = Plan {
             name: format!("tensor {tensor}"),
             dtype: DType::F32,
             operation: Operation::Sum,
+            device: false,
             parts: [part].into(),
         };
         let mut values = vec![0u8; BYTES];
@@ -126,7 +128,7 @@ impl Pair {
         self.handles.push(Handle::of(&task));
         let memory = Memory { source: target.cast_const(), target };
         let push = Command::Push { tensor, memory, priority: 0, task };
-        for command in [Command::Plan { tensor, plan: Box::new(plan) }, push] {
+        for command in [Command::Plan { tensor, plan: Arc::new(plan) }, push] {
             assert!(self.commands.push(command).is_ok(), "a short queue");
         }
     }

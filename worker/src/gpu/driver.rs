@@ -206,6 +206,29 @@ impl Device {
         })
     }
 
+    /// Enqueues a copy within the GPU's memory in a framework's stream.
+    ///
+    /// # Errors
+    /// [`GpuError::Cuda`].
+    ///
+    /// # Safety
+    /// As [`Stream::copy_on_device`]; `stream` is 0 or a stream of this GPU that is not destroyed
+    /// during the call.
+    pub unsafe fn copy_in(
+        &self,
+        stream: usize,
+        to: u64,
+        from: u64,
+        bytes: usize,
+    ) -> Result<(), GpuError> {
+        let stream = std::ptr::with_exposed_provenance_mut(stream);
+        self.with_context(|cuda| {
+            // SAFETY: the caller vouches for the ranges and the stream.
+            let code = unsafe { (cuda.call.cuMemcpyDtoDAsync_v2)(to, from, bytes, stream) };
+            cuda.check("cuMemcpyDtoDAsync", code)
+        })
+    }
+
     /// Does something with the context in place, and leaves the thread's own as it was: a
     /// framework's thread may have another.
     pub(super) fn with_context<T>(
@@ -223,7 +246,7 @@ impl Device {
         result.and_then(|value| cuda.check("cuCtxPopCurrent", code).map(|()| value))
     }
 
-    fn cuda(&self) -> &'static Cuda {
+    pub(super) fn cuda(&self) -> &'static Cuda {
         self.0.cuda
     }
 }
@@ -282,6 +305,10 @@ impl Stream {
     #[must_use]
     pub fn raw(&self) -> usize {
         self.handle.addr()
+    }
+
+    pub(super) fn handle(&self) -> CUstream {
+        self.handle
     }
 
     /// Its GPU.
@@ -391,6 +418,12 @@ pub struct Event {
 unsafe impl Send for Event {}
 // SAFETY: as above.
 unsafe impl Sync for Event {}
+
+impl std::fmt::Debug for Event {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Event of GPU {}", self.device.ordinal())
+    }
+}
 
 impl Event {
     /// Makes one. Until it is recorded it counts as done.

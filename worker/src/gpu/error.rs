@@ -107,6 +107,14 @@ pub enum GpuError {
         /// What NCCL said last about this communicator; empty if nothing.
         last_error: String,
     },
+    /// Ranks of a host do not agree on the order of their collectives.
+    #[error("{from}, of this host, {what}: run the same release on all ranks")]
+    Order {
+        /// Who.
+        from: bps_engine::base::Rank,
+        /// What it says.
+        what: String,
+    },
     /// Something did not end in time.
     #[error("{what} did not end within {} s", after.as_secs_f64())]
     Timeout {

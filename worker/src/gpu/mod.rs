@@ -13,10 +13,15 @@ pub mod driver;
 mod error;
 pub mod nccl;
 mod nccl_library;
+pub(crate) mod open;
 mod pinned;
+mod pipeline;
+mod rows;
 mod table;
+mod track;
 
 pub use driver::{Device, Event, EventPool, Stream};
 pub use error::GpuError;
 pub use nccl::{Comm, Nccl, ReduceOp};
 pub use pinned::Pinned;
+pub use pipeline::Push;

@@ -2,6 +2,7 @@
 //! ranks of the group say. A peer is not trusted: what does not fit closes its lane and is
 //! reported.
 
+use super::staged::Slot;
 use super::{LaneId, Nic, Operation, Peer, Receiving, Report, RunPart, Stage, Tensor};
 use bps_engine::base::Rank;
 use bps_engine::limits::PARTS_MAX;
@@ -53,10 +54,12 @@ impl Nic {
         if length == 0 {
             self.trace.frame(ends, &header);
             self.endpoint.land(lane, Landing::Pieces, 0);
-            self.on_result(part);
+            self.on_result(part, None);
+        } else if target.is_null() {
+            self.land_staged(lane, part, header);
         } else {
             let state = &mut self.lanes[lane.0 as usize];
-            state.receiving = Receiving::Landing { part, header, target };
+            state.receiving = Receiving::Landing { part, header, target, slot: None };
             self.endpoint.land(lane, Landing::Into(target), length);
         }
         Ok(())
@@ -71,8 +74,8 @@ impl Nic {
         self.endpoint.land(lane, Landing::Pieces, length);
     }
 
-    /// A publication against what was pushed: its part and where it lands, or nothing if nobody
-    /// wants it any more.
+    /// A publication against what was pushed: its part and where it lands (null: in a slot), or
+    /// nothing if nobody wants it any more.
     fn check(&self, lane: LaneId, header: &Header) -> Result<Option<(RunPart, *mut u8)>, String> {
         let key = header.key;
         let (tensor, position) = self.known(header)?;
@@ -93,7 +96,11 @@ impl Nic {
         let run = tensor.run.filter(|_| fits).ok_or_else(|| {
             format!("a publication of `{}` ({key}) does not fit what was pushed", tensor.plan.name)
         })?;
-        let target = self.runs[run as usize].memory.target.wrapping_add(part.offset);
+        let target = match self.runs[run as usize].memory.target {
+            // The tensor is on the GPU.
+            target if target.is_null() => target,
+            target => target.wrapping_add(part.offset),
+        };
         Ok(Some((RunPart { run, part: position }, target)))
     }
 
@@ -109,7 +116,7 @@ impl Nic {
     /// What a rank of the group says.
     fn on_word(&mut self, lane: LaneId, rank: Rank, header: Header) -> Result<(), String> {
         let (key, round) = (header.key, header.round.0);
-        let says_its_own = matches!(header.kind, Kind::Ready | Kind::Contribution | Kind::Goodbye);
+        let says_its_own = !matches!(header.kind, Kind::Grant | Kind::Publication);
         let named = if says_its_own { rank } else { self.config.rank };
         if header.epoch != self.config.epoch || header.rank != named {
             return Err(format!(
@@ -124,6 +131,9 @@ impl Nic {
             return Err(format!("{:?} has a payload", header.kind));
         }
         match header.kind {
+            Kind::GpuReady | Kind::GpuReduce | Kind::GpuLanded | Kind::GpuGather => {
+                self.on_gpu_word(lane, rank, &header)?;
+            }
             Kind::Ready => {
                 if !self.keys.contains_key(&key) && self.gathers.len() >= PARTS_MAX {
                     return Err(format!("it has pushed over {PARTS_MAX} keys"));
@@ -175,7 +185,7 @@ impl Nic {
     pub(super) fn on_landed(&mut self, lane: LaneId) {
         let state = &mut self.lanes[lane.0 as usize];
         let receiving = std::mem::replace(&mut state.receiving, Receiving::Header);
-        let Receiving::Landing { part, header, target } = receiving else { return };
+        let Receiving::Landing { part, header, target, slot } = receiving else { return };
         self.statistics.counters.bytes_in.add(u64::from(header.length));
         if header.flags & FLAG_PAYLOAD_CHECKSUM != 0 {
             // SAFETY: these bytes have just landed in the caller's memory, which is valid until the
@@ -188,7 +198,7 @@ impl Nic {
             }
         }
         self.trace.frame(self.marks(lane).1, &header);
-        self.on_result(part);
+        self.on_result(part, slot);
     }
 
     /// What begins and ends with a publication on this lane.
@@ -228,8 +238,12 @@ impl Nic {
         }
     }
 
-    /// The result of a part is in the target.
-    pub(super) fn on_result(&mut self, of: RunPart) {
+    /// The result of a part is in the target, or in the slot.
+    pub(super) fn on_result(&mut self, of: RunPart, slot: Option<Slot>) {
+        let is_staged = self.planned(of).is_some_and(|(tensor, _)| tensor.plan.device);
+        if is_staged {
+            return self.staged_result(of, slot);
+        }
         self.statistics.counters.rounds.add(1);
         self.set_stage(of, Stage::Idle);
         // A task that failed meanwhile was only waiting for its memory.

@@ -128,7 +128,7 @@ impl Nic {
     fn reduced(&mut self, of: RunPart) {
         match self.planned(of) {
             Some((_, part)) if part.core.is_some() => self.send_to_server(of),
-            _ => self.on_result(of),
+            _ => self.on_result(of, None),
         }
     }
 
@@ -245,7 +245,7 @@ impl Nic {
         keys
     }
 
-    fn rank_of(&self, lane: LaneId) -> Option<Rank> {
+    pub(super) fn rank_of(&self, lane: LaneId) -> Option<Rank> {
         match self.lanes[lane.0 as usize].peer {
             Peer::Rank(rank) => Some(rank),
             Peer::Server(_) => None,

@@ -1,12 +1,15 @@
 //! What the NIC loop is told and tells: plans, commands, reports, and what others read of it.
 
+use super::staged::{Slot, Staged, Word};
 use crate::error::Error;
+use crate::gpu::Push;
 use crate::task::Task;
 use bps_engine::base::{DType, Epoch, Key, Operation, Rank};
 use bps_engine::proto::messages::StalledKey;
+use bps_engine::ring::Mpsc;
 use bps_engine::trace::counters::{Counter, Counters};
 use bps_engine::trace::timeline::Recorder;
-use bps_engine::transport::{Cause, LaneId};
+use bps_engine::transport::{Cause, LaneId, Waker};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -24,6 +27,8 @@ pub struct PlanPart {
     pub core: Option<LaneId>,
     /// The lane to the rank that sums it in the group; `None` if that is this one.
     pub owner: Option<LaneId>,
+    /// That rank.
+    pub owner_rank: Rank,
 }
 
 /// All that the loop must know of a tensor before it is pushed.
@@ -35,6 +40,8 @@ pub struct Plan {
     pub dtype: DType,
     /// What a round computes.
     pub operation: Operation,
+    /// It lives on GPUs: its parts pass through the slots of a pipeline.
+    pub device: bool,
     /// In order of offset, without gaps.
     pub parts: Box<[PlanPart]>,
 }
@@ -59,7 +66,7 @@ pub enum Command {
         /// Its id: dense, from 0.
         tensor: u32,
         /// Where its parts live.
-        plan: Box<Plan>,
+        plan: Arc<Plan>,
     },
     /// Push this tensor and pull its result.
     Push {
@@ -71,6 +78,56 @@ pub enum Command {
         priority: i64,
         /// Told when it is over.
         task: Arc<Task>,
+    },
+    /// A GPU's pipeline is there: what concerns it is to go here from now on.
+    OpenPipeline {
+        /// To the pipeline.
+        staged: Mpsc<Staged>,
+        /// Wakes it.
+        waker: Waker,
+    },
+    /// To the pipeline: push this tensor of the GPU and pull its result. It passes here so that it
+    /// comes behind the tensor's plan.
+    PushGpu {
+        /// Its id.
+        tensor: u32,
+        /// All else.
+        push: Box<Push>,
+    },
+    /// From the pipeline: the next round of a tensor is open, its parts will come one by one.
+    Open {
+        /// Its id.
+        tensor: u32,
+        /// Larger goes sooner.
+        priority: i64,
+    },
+    /// From the pipeline: a part of an open round may be sent.
+    Part {
+        /// The tensor.
+        tensor: u32,
+        /// The part's place in its plan.
+        part: u32,
+        /// Where its bytes are; none where the part carries none.
+        slot: Option<Slot>,
+    },
+    /// From the pipeline: a result may land here.
+    Land(Slot),
+    /// From the pipeline: this is to be said to a rank of the group, or to all.
+    Say {
+        /// To whom.
+        to: Option<Rank>,
+        /// What.
+        word: Word,
+    },
+    /// From the pipeline: rounds that wait for ranks of this host; as [`Report::Stalled`].
+    Stalled {
+        /// The oldest first.
+        keys: Vec<StalledKey>,
+    },
+    /// From the pipeline: the GPU can't go on.
+    GpuFailed {
+        /// Why.
+        message: String,
     },
     /// Record a timeline with this from now on; a recorder that is off ends it.
     Trace(Recorder),
@@ -107,6 +164,11 @@ pub enum Report {
         /// Who sent it.
         peer: Peer,
         /// What does not fit.
+        message: String,
+    },
+    /// This rank itself can't go on.
+    Failed {
+        /// Why.
         message: String,
     },
     /// Rounds of parts that this rank owns in its group, that have waited too long for others of

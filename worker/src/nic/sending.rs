@@ -1,7 +1,8 @@
 //! What leaves a NIC loop: contributions to servers by priority and credit, and the frames between
 //! the ranks of a group in the order in which they were said.
 
-use super::{LaneId, Nic, Operation, Peer, PlanPart, Run, RunPart, Stage, Word};
+use super::staged::{Slot, Staged};
+use super::{LaneId, Nic, Operation, Outgoing, Peer, PlanPart, Run, RunPart, Stage, Word};
 use bps_engine::base::{DType, Key, Round};
 use bps_engine::trace::timeline::Mark;
 use bps_engine::transport::{Frame, Full};
@@ -9,7 +10,7 @@ use bps_engine::wire::header::FLAG_PAYLOAD_CHECKSUM;
 use bps_engine::wire::{Header, Kind};
 
 /// Token of a frame that has none of a task's memory.
-const QUIET: u64 = u64::MAX;
+pub(super) const QUIET: u64 = u64::MAX;
 
 fn token(of: RunPart) -> u64 {
     u64::from(of.run) << 32 | u64::from(of.part)
@@ -65,7 +66,10 @@ impl Nic {
             header.round = Round(tensor.round);
             header.length = u32::try_from(length).unwrap_or(u32::MAX);
             header.contributors = u32::try_from(1 + self.group.len()).unwrap_or(u32::MAX);
-            let payload = self.contribution(run, part.offset, tensor.plan.operation);
+            let payload = match tensor.slots.get(of.part as usize) {
+                Some(slot) => slot.map_or(std::ptr::null(), |slot| slot.at.cast_const()),
+                None => self.contribution(run, part.offset, tensor.plan.operation),
+            };
             if self.config.payload_checksum && length > 0 {
                 // SAFETY: the part lies inside the tensor (the plan's offsets were checked against
                 // the declared size), which the caller keeps valid until the task is finished.
@@ -87,6 +91,12 @@ impl Nic {
             run.open += 1;
             run.posted += 1;
         }
+    }
+
+    /// The slot that a part was to be sent from, if it is of a tensor on the GPU and has bytes.
+    pub(super) fn take_slot(&mut self, of: RunPart) -> Option<Slot> {
+        let tensor = self.runs[of.run as usize].tensor as usize;
+        self.tensors.get_mut(tensor)?.as_mut()?.slots.get_mut(of.part as usize)?.take()
     }
 
     /// What a server gets: this rank's bytes, or the sum of its group, which is in the target.
@@ -115,7 +125,7 @@ impl Nic {
 
     /// Says something to a rank of the group, after what was said before.
     pub(super) fn say_to(&mut self, lane: LaneId, word: Word) {
-        self.lanes[lane.0 as usize].outbox.push_back(word);
+        self.lanes[lane.0 as usize].outbox.push_back(Outgoing::Part(word));
         if matches!(word.kind, Kind::Contribution | Kind::Publication) {
             self.runs[word.of.run as usize].open += 1;
         }
@@ -127,7 +137,17 @@ impl Nic {
         if !self.lanes[position].open {
             return;
         }
-        while let Some(&word) = self.lanes[position].outbox.front() {
+        while let Some(&outgoing) = self.lanes[position].outbox.front() {
+            let word = match outgoing {
+                Outgoing::Part(word) => word,
+                Outgoing::Gpu(word) => {
+                    if self.post_word(lane, word).is_err() {
+                        return;
+                    }
+                    self.lanes[position].outbox.pop_front();
+                    continue;
+                }
+            };
             let Some((tensor, part)) = self.planned(word.of) else { return };
             let run = &self.runs[word.of.run as usize];
             let payload = run.payload(&part, word.kind);
@@ -163,7 +183,7 @@ impl Nic {
         }
     }
 
-    fn header(&self, kind: Kind, dtype: DType) -> Header {
+    pub(super) fn header(&self, kind: Kind, dtype: DType) -> Header {
         Header::new(kind, dtype, self.config.rank, self.config.epoch)
     }
 
@@ -186,6 +206,9 @@ impl Nic {
         let mark = match self.lanes[lane.0 as usize].peer {
             Peer::Server(_) => {
                 self.queue.returned(part.bytes);
+                if let Some(slot) = self.take_slot(of) {
+                    self.pipeline.tell(Staged::Sent(slot));
+                }
                 Mark::Sent
             }
             Peer::Rank(_) if part.owner.is_some() => Mark::Contributed,

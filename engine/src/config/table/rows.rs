@@ -233,6 +233,15 @@ pub(super) const ROWS: &[Row] = &[
         "NCCL for the GPUs of a host; otherwise the framework's own, or one that the system has.",
     ),
     Row::new(
+        "BYTEPS_NCCL_GROUP_SIZE",
+        RANKING,
+        Group::Network,
+        Count { at: |config| &mut config.nccl_group_size, min: 1, max: 1024 },
+        "16",
+        "Collectives among the GPUs of a host that are launched together, at most. The same on \
+         every worker of a host.",
+    ),
+    Row::new(
         "BPS_PAYLOAD_CHECKSUM",
         NODES,
         Group::Network,

@@ -1,0 +1,305 @@
+//! Opening a rank's GPU: what the ranks of a job must know of each other's GPUs, the communicator
+//! of a host, the slots, and the thread of the pipeline.
+//!
+//! The ranks tell each other by a push_pull of bytes: each writes into a row of its own, and the
+//! sum of all rows is what everybody has said.
+
+use super::pipeline::{Host, Parts, Pipeline};
+use super::track::{Track, WORD_BYTES};
+use super::{Device, Event, GpuError, Nccl, Pinned, Stream};
+use crate::context::Worker;
+use crate::error::Error;
+use crate::job::Job;
+use crate::nic::Command;
+use crate::nic::staged::Slot;
+use crate::types::PushPull;
+use bps_engine::base::{DType, Operation, Rank};
+use bps_engine::config::Config;
+use bps_engine::harness::{self, Idler};
+use bps_engine::mem::Budget;
+use bps_engine::proto::messages::Declaration;
+use bps_engine::ring::Mpsc;
+use bps_engine::trace::log;
+use bps_engine::transport::Waker;
+use std::sync::Arc;
+
+/// The tensor by which the ranks tell each other.
+const NAME: &str = "byteps: the GPUs of the job";
+/// Bytes of a rank's row.
+const ROW: usize = 512;
+/// Slots in each direction: so many bytes, but not fewer than so many slots.
+const SLOTS_BYTES: usize = 16 << 20;
+const SLOTS_MIN: usize = 8;
+/// Messages that may wait for the pipeline before the NIC loop keeps them.
+const INBOX: usize = 4096;
+/// Tracks: where gradients are waited for, down, up.
+const TRACKS: usize = 3;
+/// NCCL is asked from this version on, 10000 × major + 100 × minor: both ends of a host must have
+/// the same.
+const OK: u8 = 1;
+const FAILED: u8 = 2;
+
+/// What a rank tells of its GPU.
+#[derive(Clone, PartialEq, Eq, Debug)]
+struct Row {
+    /// Or why it has none.
+    gpu: Result<Gpu, String>,
+}
+
+#[derive(Clone, PartialEq, Eq, Debug)]
+struct Gpu {
+    uuid: [u8; 16],
+    /// 0 where NCCL is not needed.
+    nccl: u32,
+    /// The communicator's identity, of the first rank of a host.
+    id: [u8; 128],
+}
+
+impl Row {
+    fn encode(&self, row: &mut [u8]) {
+        match &self.gpu {
+            Ok(gpu) => {
+                row[0] = OK;
+                row[1..17].copy_from_slice(&gpu.uuid);
+                row[17..21].copy_from_slice(&gpu.nccl.to_le_bytes());
+                row[21..149].copy_from_slice(&gpu.id);
+            }
+            Err(text) => {
+                row[0] = FAILED;
+                let mut end = text.len().min(ROW - 3);
+                while !text.is_char_boundary(end) {
+                    end -= 1;
+                }
+                let length = u16::try_from(end).unwrap_or(0);
+                row[1..3].copy_from_slice(&length.to_le_bytes());
+                row[3..3 + end].copy_from_slice(&text.as_bytes()[..end]);
+            }
+        }
+    }
+
+    fn decode(row: &[u8]) -> Row {
+        let gpu = match row[0] {
+            OK => {
+                let mut gpu = Gpu { uuid: [0; 16], nccl: 0, id: [0; 128] };
+                gpu.uuid.copy_from_slice(&row[1..17]);
+                gpu.nccl = u32::from_le_bytes([row[17], row[18], row[19], row[20]]);
+                gpu.id.copy_from_slice(&row[21..149]);
+                Ok(gpu)
+            }
+            _ => {
+                let end = 3 + usize::from(u16::from_le_bytes([row[1], row[2]]));
+                let text = row.get(3..end).unwrap_or_default();
+                Err(String::from_utf8_lossy(text).into_owned())
+            }
+        };
+        Row { gpu }
+    }
+}
+
+/// Opens the GPU of this number for a rank of a job of several, and starts its pipeline.
+pub(crate) fn open(
+    worker: &Worker,
+    job: &Job,
+    device: &Result<Device, GpuError>,
+    config: &Config,
+) -> Result<(), Error> {
+    let mut ranks = job.group().to_vec();
+    let has_peers = ranks.len() > 1;
+    ranks.sort_unstable();
+    let rank = worker.rank();
+    let first = ranks.first().copied().unwrap_or(Rank(rank));
+    let begun = device.clone().and_then(|device| {
+        let nccl = match has_peers {
+            true => Some(Nccl::load(config.nccl_library.as_deref())?),
+            false => None,
+        };
+        let id = match &nccl {
+            Some(nccl) if first == Rank(rank) => nccl.unique_id()?,
+            _ => [0; 128],
+        };
+        Ok((device, nccl, id))
+    });
+    let told = begun.as_ref().map_err(ToString::to_string).map(|(device, nccl, id)| Gpu {
+        uuid: device.uuid(),
+        nccl: nccl.as_ref().map_or(0, Nccl::version),
+        id: *id,
+    });
+    let all = tell_all(worker, &Row { gpu: told })?;
+    let (device, nccl, _) = begun.map_err(start)?;
+    let id = agree(&all, &ranks, rank)?;
+    device.make_current().map_err(start)?;
+    let host = match nccl {
+        Some(nccl) => {
+            let place = ranks.iter().position(|one| one.0 == rank).unwrap_or(0);
+            let number = |value: usize| u32::try_from(value).unwrap_or(u32::MAX);
+            let comm = nccl.comm(
+                &device,
+                &id,
+                number(ranks.len()),
+                number(place),
+                None,
+                config.start_timeout,
+            );
+            let (comm, stream) = (comm.map_err(start)?, Stream::new(&device).map_err(start)?);
+            log::info!("{}: {} GPUs on this host", nccl.describe(), ranks.len());
+            Some(Host { comm, stream, ranks, group_size: config.nccl_group_size as usize })
+        }
+        None => None,
+    };
+    begin(job, &device, host, Rank(rank), config)
+}
+
+fn start(error: GpuError) -> Error {
+    Error::Start(error.to_string())
+}
+
+/// What every rank says of its GPU, in the order of ranks.
+fn tell_all(worker: &Worker, own: &Row) -> Result<Vec<Row>, Error> {
+    let size = worker.size() as usize;
+    let mut rows = vec![0u8; ROW * size];
+    own.encode(&mut rows[worker.rank() as usize * ROW..][..ROW]);
+    let declaration = Declaration {
+        name: NAME.into(),
+        dtype: DType::U8,
+        count: rows.len() as u64,
+        operation: Operation::Sum,
+        device: false,
+    };
+    let ids = worker.declare(std::slice::from_ref(&declaration))?;
+    let at = rows.as_mut_ptr();
+    let item = PushPull { tensor: ids[0], source: at.cast_const(), target: at, priority: i64::MAX };
+    // SAFETY: `rows` is of the declared size and lives until the handle is done; a rank that does
+    // not come ends the job by a deadline of its own, which ends the handle.
+    let handles = unsafe { worker.push_pull(&[item]) }?;
+    handles[0].wait(None)?;
+    Ok(rows.chunks(ROW).map(Row::decode).collect())
+}
+
+/// Whether all can go on together; the identity of this host's communicator.
+fn agree(all: &[Row], host: &[Rank], rank: u32) -> Result<[u8; 128], Error> {
+    let mut gpus = Vec::new();
+    for (other, row) in all.iter().enumerate() {
+        match &row.gpu {
+            Ok(gpu) => gpus.push(gpu),
+            Err(text) => {
+                return Err(Error::Start(format!("rank {other} can't use its GPU: {text}")));
+            }
+        }
+    }
+    let own = gpus[rank as usize];
+    for one in host.iter().filter(|one| one.0 != rank) {
+        let gpu = gpus[one.0 as usize];
+        if gpu.uuid == own.uuid {
+            return Err(Error::Start(format!(
+                "rank {rank} and {one} are on one host and use the same GPU: give each rank its \
+                 own, as by torch.cuda.set_device(bps.local_rank())"
+            )));
+        }
+        if gpu.nccl != own.nccl {
+            return Err(Error::Start(format!(
+                "rank {rank} and {one} are on one host and have NCCL {} and {}: give all ranks of \
+                 a host the same",
+                own.nccl, gpu.nccl
+            )));
+        }
+    }
+    Ok(host.first().map_or([0; 128], |first| gpus[first.0 as usize].id))
+}
+
+/// Makes the slots and starts the thread.
+fn begin(
+    job: &Job,
+    device: &Device,
+    host: Option<Host>,
+    rank: Rank,
+    config: &Config,
+) -> Result<(), Error> {
+    let slot_bytes = config.partition_bytes as usize;
+    let slots = (SLOTS_BYTES / slot_bytes).max(SLOTS_MIN).max(job.lanes() + 2);
+    let words = (TRACKS * WORD_BYTES).next_multiple_of(4096);
+    let bytes = words + 2 * slots * slot_bytes;
+    let node = device.numa_node();
+    let memory = Pinned::new(device, bytes, node).map_err(start)?;
+    let mut budget = Budget::new();
+    let name = format!("pinned slots of GPU {}", device.ordinal());
+    budget.add(&name, 2 * slots as u64, slot_bytes as u64);
+    budget.print();
+    let slot = |index: usize| Slot {
+        number: u32::try_from(index).unwrap_or(u32::MAX),
+        at: memory.as_ptr().wrapping_add(words + index * slot_bytes),
+    };
+    // SAFETY: the pipeline holds the memory and drops it last; each track has a word of its own.
+    let track = |index| unsafe { Track::new(device, &memory, index) };
+    let tracks = [track(0), track(1), track(2)];
+    let [ready, down, up] = tracks;
+    let tracks = [ready.map_err(start)?, down.map_err(start)?, up.map_err(start)?];
+    let marks = [Event::new(device).map_err(start)?, Event::new(device).map_err(start)?];
+    let inbox = Mpsc::new(INBOX);
+    let waker = Waker::new().map_err(|error| Error::Start(format!("no eventfd: {error}")))?;
+    let to_land: Vec<Slot> = (slots..2 * slots).map(slot).collect();
+    let parts = Parts {
+        tracks,
+        host,
+        marks,
+        slots: (0..slots).map(slot).collect(),
+        memory,
+        slot_bytes,
+        rank,
+        inbox: inbox.clone(),
+        waker: waker.clone(),
+        commands: job.commands.clone(),
+        nic_waker: job.nic_waker.clone(),
+        nic_ended: Arc::clone(&job.nic_ended),
+        stall_report: config.stall_report,
+    };
+    let (device, idle) = (device.clone(), config.idle);
+    let body = move || {
+        if let Err(error) = device.make_current() {
+            log::error!("{error}");
+        }
+        Pipeline::new(parts).run(Idler::new(idle, crate::start::spin()));
+    };
+    let thread = harness::spawn("bps-gpu", None, body);
+    job.keep(thread.map_err(|error| Error::Start(format!("no thread: {error}")))?);
+    job.command(Command::OpenPipeline { staged: inbox, waker });
+    for slot in to_land {
+        job.command(Command::Land(slot));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gpu(uuid: u8, nccl: u32) -> Row {
+        Row { gpu: Ok(Gpu { uuid: [uuid; 16], nccl, id: [uuid; 128] }) }
+    }
+
+    #[test]
+    fn what_ranks_say_survives_the_row() {
+        let long = "é".repeat(400);
+        for row in [gpu(7, 22_809), Row { gpu: Err("no driver".into()) }] {
+            let mut bytes = [0u8; ROW];
+            row.encode(&mut bytes);
+            assert_eq!(Row::decode(&bytes), row);
+        }
+        let mut bytes = [0u8; ROW];
+        Row { gpu: Err(long.clone()) }.encode(&mut bytes);
+        assert_eq!(Row::decode(&bytes).gpu, Err("é".repeat((ROW - 3) / 2)));
+    }
+
+    #[test]
+    fn ranks_of_a_host_agree_or_hear_why_not() {
+        let host = [Rank(2), Rank(3)];
+        let all = [gpu(1, 0), gpu(2, 0), gpu(3, 5), gpu(4, 5)];
+        assert_eq!(agree(&all, &host, 3), Ok([3; 128]));
+        let text = |all: &[Row]| agree(all, &host, 3).unwrap_err().to_string();
+        let same = [gpu(1, 0), gpu(2, 0), gpu(3, 5), gpu(3, 5)];
+        assert!(text(&same).contains("rank 3 and rank 2 are on one host and use the same GPU"));
+        let other = [gpu(1, 0), gpu(2, 0), gpu(3, 5), gpu(4, 6)];
+        assert!(text(&other).contains("NCCL 6 and 5"), "{}", text(&other));
+        let broken = [gpu(1, 0), Row { gpu: Err("no driver".into()) }, gpu(3, 5), gpu(4, 5)];
+        assert!(text(&broken).contains("rank 1 can't use its GPU: no driver"));
+    }
+}

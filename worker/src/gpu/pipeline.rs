@@ -1,0 +1,586 @@
+//! The pipeline of a GPU: takes pushed tensors from the GPU to the NIC loop and results back, on a
+//! thread of its own.
+//!
+//! ```text
+//! gradient complete ▶ reduce in the host ▶ copy down ▶ NIC loop ══▶ servers
+//! result            ◀ gather in the host ◀ copy up   ◀ NIC loop ◀══ servers
+//! ```
+//!
+//! Each stage is a queue, and each queue is drained as far as it goes in every turn, so all stages
+//! overlap. The host never waits for the GPU: streams wait for each other by events, and this
+//! thread reads from memory how far they are ([`Track`]). A stage with nothing to do is not there:
+//! alone on its host a rank has no reduce and no gather, and where all ranks are on one host there
+//! is one all-reduce and nothing else.
+//!
+//! Within a host all ranks must call NCCL in the same order. The first rank of the host gives it:
+//! each rank tells it which gradients are complete and which results have come, and it tells all
+//! which rows to reduce and to gather next, the most urgent first among those that all have.
+//!
+//! Invariant: what the GPU copies from or to stays valid until the copy is done: slots are given
+//! back when their track has passed them, and tensors belong to the engine until their handle says
+//! otherwise.
+
+mod ending;
+mod host;
+mod order;
+
+use super::nccl::Comm;
+use super::rows::{Row, rows};
+use super::track::Track;
+use super::{Event, GpuError, Pinned};
+use crate::error::Error;
+use crate::local::Gathers;
+use crate::nic::staged::{Slot, Staged};
+use crate::nic::{Command, Plan};
+use crate::task::Task;
+use bps_engine::base::{KeyMap, Operation, Rank};
+use bps_engine::harness::{Idler, Step};
+use bps_engine::ring::Mpsc;
+use bps_engine::transport::Waker;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use std::collections::{BinaryHeap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+/// How often this thread looks for stalls.
+const TICK: Duration = Duration::from_millis(500);
+/// How often NCCL is asked whether something went wrong behind the calls.
+const WATCH: Duration = Duration::from_millis(100);
+/// How long it sleeps between two looks while the GPU is at work for long.
+const NAP: Duration = Duration::from_micros(30);
+
+/// A tensor on the GPU that is pushed.
+#[derive(Debug)]
+pub struct Push {
+    /// Its address on the GPU.
+    pub source: u64,
+    /// Where the result goes; may be the source.
+    pub target: u64,
+    /// Larger goes sooner.
+    pub priority: i64,
+    /// Told when it is over.
+    pub task: Arc<Task>,
+    /// The source is complete once this is passed.
+    pub ready: Arc<Event>,
+}
+
+/// A part, or a row, of a tensor under way.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+struct Of {
+    tensor: u32,
+    index: u32,
+}
+
+/// Something that waits for its turn: the most urgent first, and in order among equals.
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+struct Turn {
+    priority: i64,
+    /// Falls.
+    number: std::cmp::Reverse<u64>,
+    of: Of,
+}
+
+/// Things that wait for their turn.
+#[derive(Default)]
+struct Turns {
+    heap: BinaryHeap<Turn>,
+    numbers: u64,
+}
+
+impl Turns {
+    fn push(&mut self, priority: i64, of: Of) {
+        self.numbers += 1;
+        self.heap.push(Turn { priority, number: std::cmp::Reverse(self.numbers), of });
+    }
+
+    fn pop(&mut self) -> Option<Of> {
+        self.heap.pop().map(|turn| turn.of)
+    }
+
+    fn len(&self) -> usize {
+        self.heap.len()
+    }
+
+    fn is_empty(&self) -> bool {
+        self.heap.is_empty()
+    }
+
+    fn forget(&mut self, tensor: u32) {
+        self.heap.retain(|turn| turn.of.tensor != tensor);
+    }
+}
+
+/// A round of a tensor under way.
+struct Run {
+    push: Box<Push>,
+    /// Rows whose result is not enqueued, and one more while the NIC loop is not done with it.
+    left: u32,
+    /// By row: what the first rank of the host counts, and parts of this rank that have not landed.
+    rows: Box<[RowState]>,
+}
+
+#[derive(Clone, Copy, Default)]
+struct RowState {
+    /// Ranks whose parts have landed.
+    landed: u32,
+    /// Parts of this rank that have not.
+    missing: u32,
+}
+
+struct Tensor {
+    plan: Arc<Plan>,
+    rows: Vec<Row>,
+    /// By part: its row.
+    row_of: Box<[u32]>,
+    /// Parts that this rank owns.
+    own: u32,
+    round: u64,
+    run: Option<Run>,
+    waiting: VecDeque<Box<Push>>,
+    poisoned: Option<Error>,
+}
+
+/// What the pipeline is given when it begins.
+pub(super) struct Parts {
+    /// Streams: where gradients are waited for, down, up.
+    pub(super) tracks: [Track; 3],
+    /// The collectives of the host, if it has several ranks.
+    pub(super) host: Option<Host>,
+    /// Two marks, one behind the reductions and one behind the copies up.
+    pub(super) marks: [Event; 2],
+    /// To send from.
+    pub(super) slots: Vec<Slot>,
+    /// What the slots and the words of the tracks are in.
+    pub(super) memory: Pinned,
+    /// Largest part that a slot takes.
+    pub(super) slot_bytes: usize,
+    pub(super) rank: Rank,
+    pub(super) inbox: Mpsc<Staged>,
+    pub(super) waker: Waker,
+    pub(super) commands: Mpsc<Command>,
+    pub(super) nic_waker: Waker,
+    pub(super) nic_ended: Arc<AtomicBool>,
+    /// A round that waits longer for a rank of the host is reported.
+    pub(super) stall_report: Duration,
+}
+
+/// The ranks of this host and their communicator.
+pub(super) struct Host {
+    pub(super) comm: Comm,
+    pub(super) stream: super::Stream,
+    /// In the order in which NCCL numbers them; the first gives the order.
+    pub(super) ranks: Vec<Rank>,
+    /// Rows in one group of calls, at most.
+    pub(super) group_size: usize,
+}
+
+/// See the [module](self).
+pub(super) struct Pipeline {
+    ready: Track,
+    down: Track,
+    up: Track,
+    host: Option<Host>,
+    reduced: Event,
+    risen: Event,
+    free: Vec<Slot>,
+    slots: usize,
+    slot_bytes: usize,
+    rank: Rank,
+    tensors: Vec<Option<Tensor>>,
+    /// By the first key of a row.
+    keys: KeyMap<Of>,
+    /// Tensors whose gradient is not complete, in the order of their marks.
+    incomplete: VecDeque<(u32, u32)>,
+    /// Parts of this rank that wait for a slot.
+    to_copy: Turns,
+    /// In the order of their marks.
+    falling: VecDeque<(u32, Of, Slot)>,
+    rising: VecDeque<(u32, Slot)>,
+    /// What the first rank of the host orders.
+    gathers: Gathers,
+    to_reduce: Turns,
+    to_gather: Turns,
+    /// Rows with parts of this rank that were ordered and have not been copied down.
+    reducing: usize,
+    /// Rows of a batch whose last word has not come.
+    batch: Vec<Of>,
+    stalls_told: bool,
+    inbox: Mpsc<Staged>,
+    waker: Waker,
+    commands: Mpsc<Command>,
+    nic_waker: Waker,
+    nic_ended: Arc<AtomicBool>,
+    stall_report: Duration,
+    told: bool,
+    failed: Option<GpuError>,
+    /// Why it is over; `Some(None)` is an end in good order.
+    over: Option<Option<Error>>,
+    now: Duration,
+    next_tick: Duration,
+    next_watch: Duration,
+    /// Freed last.
+    _memory: Pinned,
+}
+
+impl Pipeline {
+    pub(super) fn new(parts: Parts) -> Pipeline {
+        let [ready, down, up] = parts.tracks;
+        let [reduced, risen] = parts.marks;
+        let peers = parts.host.as_ref().map_or(0, |host| host.ranks.len() - 1);
+        Pipeline {
+            ready,
+            down,
+            up,
+            host: parts.host,
+            reduced,
+            risen,
+            slots: parts.slots.len(),
+            free: parts.slots,
+            slot_bytes: parts.slot_bytes,
+            rank: parts.rank,
+            tensors: Vec::new(),
+            keys: KeyMap::default(),
+            incomplete: VecDeque::new(),
+            to_copy: Turns::default(),
+            falling: VecDeque::new(),
+            rising: VecDeque::new(),
+            gathers: Gathers::new(peers),
+            to_reduce: Turns::default(),
+            to_gather: Turns::default(),
+            reducing: 0,
+            batch: Vec::new(),
+            stalls_told: false,
+            inbox: parts.inbox,
+            waker: parts.waker,
+            commands: parts.commands,
+            nic_waker: parts.nic_waker,
+            nic_ended: parts.nic_ended,
+            stall_report: parts.stall_report,
+            told: false,
+            failed: None,
+            over: None,
+            now: Duration::ZERO,
+            next_tick: TICK,
+            next_watch: WATCH,
+            _memory: parts.memory,
+        }
+    }
+
+    /// Runs until the NIC loop has ended. The thread has the GPU's context.
+    pub(super) fn run(mut self, mut idler: Idler) {
+        while self.over.is_none() {
+            let progress = self.step(idler.now());
+            if idler.step(progress) == Step::Sleep {
+                self.sleep();
+            }
+        }
+        self.end();
+    }
+
+    /// One turn: every queue as far as it goes.
+    fn step(&mut self, now: Duration) -> bool {
+        self.now = now;
+        let mut progress = false;
+        while let Some(message) = self.inbox.pop() {
+            progress = true;
+            let result = self.take(message);
+            self.check(result);
+        }
+        if self.failed.is_none() {
+            let result = self.advance();
+            progress |= matches!(result, Ok(true));
+            self.check(result.map(drop));
+        }
+        if now >= self.next_watch {
+            self.next_watch = now + WATCH;
+            let watched = self.host.as_ref().map_or(Ok(()), |host| host.comm.async_error());
+            self.check(watched);
+        }
+        if now >= self.next_tick {
+            self.next_tick = now + TICK;
+            self.look_for_stalls();
+        }
+        if std::mem::take(&mut self.told) {
+            self.nic_waker.wake();
+        }
+        progress
+    }
+
+    /// What has moved on the GPU moves on here.
+    fn advance(&mut self) -> Result<bool, GpuError> {
+        let mut progress = false;
+        while let Some(&(mark, tensor)) = self.incomplete.front()
+            && self.ready.has_passed(mark)
+        {
+            self.incomplete.pop_front();
+            self.gradient_complete(tensor)?;
+            progress = true;
+        }
+        while let Some(&(mark, of, slot)) = self.falling.front()
+            && self.down.has_passed(mark)
+        {
+            self.falling.pop_front();
+            self.has_fallen(of, slot);
+            progress = true;
+        }
+        while let Some(&(mark, slot)) = self.rising.front()
+            && self.up.has_passed(mark)
+        {
+            self.rising.pop_front();
+            self.tell(Command::Land(slot));
+            progress = true;
+        }
+        progress |= self.give_orders()?;
+        progress |= self.copy_down()?;
+        Ok(progress)
+    }
+
+    /// Sleeps until something comes, or for as long as the GPU may take for something.
+    fn sleep(&mut self) {
+        let is_watching =
+            !(self.incomplete.is_empty() && self.falling.is_empty() && self.rising.is_empty());
+        let limit = if is_watching { NAP } else { TICK };
+        self.waker.prepare();
+        if self.inbox.is_empty() {
+            let limit = Timespec::try_from(limit).ok();
+            let _ = poll(&mut [PollFd::new(&self.waker.fd(), PollFlags::IN)], limit.as_ref());
+        }
+        self.waker.awake();
+    }
+
+    /// To the NIC loop.
+    fn tell(&mut self, mut command: Command) {
+        self.told = true;
+        while !self.nic_ended.load(Ordering::Acquire) {
+            match self.commands.push(command) {
+                Ok(()) => return,
+                Err(back) => command = back,
+            }
+            self.nic_waker.wake();
+            std::thread::yield_now();
+        }
+    }
+
+    fn take(&mut self, message: Staged) -> Result<(), GpuError> {
+        match message {
+            Staged::Plan { tensor, plan } => self.on_plan(tensor, plan),
+            Staged::Push { tensor, push } => return self.on_push(tensor, push),
+            Staged::Sent(slot) => self.free.push(slot),
+            Staged::Landed { tensor, part, slot } => {
+                return self.on_landed(Of { tensor, index: part }, slot);
+            }
+            Staged::Closed { tensor } => return self.one_less(tensor),
+            Staged::Heard { from, word } => return self.on_word(from, word),
+            Staged::Poisoned { tensor, error } => self.on_poison(tensor, &error),
+            Staged::Ended(error) => self.over = Some(error),
+        }
+        Ok(())
+    }
+
+    fn on_plan(&mut self, tensor: u32, plan: Arc<Plan>) {
+        let index = tensor as usize;
+        if self.tensors.len() <= index {
+            self.tensors.resize_with(index + 1, || None);
+        }
+        if self.tensors[index].is_some() {
+            return;
+        }
+        let alone = [self.rank];
+        let ranks = self.host.as_ref().map_or(&alone[..], |host| &host.ranks);
+        let rows = rows(&plan, ranks);
+        let mut row_of = vec![0; plan.parts.len()];
+        for (at, row) in (0..).zip(&rows) {
+            self.keys.insert(row.key, Of { tensor, index: at });
+            row_of[row.first as usize..][..row.count as usize].fill(at);
+        }
+        let large = plan.parts.iter().find(|part| part.bytes > self.slot_bytes);
+        let poisoned = large.filter(|part| part.core.is_some()).map(|part| {
+            Error::Refused(format!(
+                "`{}` is cut into parts of {} bytes, and this rank's slots hold {}: give all ranks \
+                 the same BYTEPS_PARTITION_BYTES",
+                plan.name, part.bytes, self.slot_bytes
+            ))
+        });
+        let is_own = |part: &&crate::nic::PlanPart| part.owner.is_none() && part.core.is_some();
+        let own = u32::try_from(plan.parts.iter().filter(is_own).count()).unwrap_or(u32::MAX);
+        self.tensors[index] = Some(Tensor {
+            plan,
+            rows,
+            row_of: row_of.into(),
+            own,
+            round: 0,
+            run: None,
+            waiting: VecDeque::new(),
+            poisoned,
+        });
+    }
+
+    fn tensor(&mut self, tensor: u32) -> Option<&mut Tensor> {
+        self.tensors.get_mut(tensor as usize)?.as_mut()
+    }
+
+    fn on_push(&mut self, tensor: u32, push: Box<Push>) -> Result<(), GpuError> {
+        let failed = self.failed.as_ref().map(|error| Error::Refused(error.to_string()));
+        let Some(state) = self.tensor(tensor) else { return Ok(()) };
+        if let Some(error) = failed.or_else(|| state.poisoned.clone()) {
+            push.task.finish_now(Err(error));
+            return Ok(());
+        }
+        if state.run.is_some() {
+            state.waiting.push_back(push);
+            return Ok(());
+        }
+        self.begin(tensor, push)
+    }
+
+    /// Opens the next round of a tensor.
+    fn begin(&mut self, tensor: u32, push: Box<Push>) -> Result<(), GpuError> {
+        let Some(state) = self.tensor(tensor) else { return Ok(()) };
+        state.round += 1;
+        let through_servers = state.plan.parts.first().is_some_and(|part| part.core.is_some());
+        let rows = state.rows.iter().map(|row| {
+            let parts = &state.plan.parts[row.first as usize..][..row.count as usize];
+            let own = parts.iter().filter(|part| part.owner.is_none()).count();
+            RowState { landed: 0, missing: u32::try_from(own).unwrap_or(u32::MAX) }
+        });
+        let rows: Box<[RowState]> = rows.collect();
+        let left = u32::try_from(rows.len()).unwrap_or(u32::MAX) + u32::from(state.own > 0);
+        let ready = Arc::clone(&push.ready);
+        state.run = Some(Run { push, left, rows });
+        if left == 0 {
+            return self.finish(tensor);
+        }
+        if through_servers {
+            self.ready.wait(&ready)?;
+            let mark = self.ready.mark()?;
+            self.incomplete.push_back((mark, tensor));
+            return Ok(());
+        }
+        // The collective itself will wait for the gradient, on the GPU.
+        self.say_ready(tensor)
+    }
+
+    /// A gradient is in the GPU's memory, and is to pass the servers.
+    fn gradient_complete(&mut self, tensor: u32) -> Result<(), GpuError> {
+        let Some(Tensor { run: Some(run), own, rows, .. }) = self.tensor(tensor) else {
+            return Ok(());
+        };
+        let (priority, own, parts) = (run.push.priority, *own, rows.len());
+        if own > 0 {
+            self.tell(Command::Open { tensor, priority });
+        }
+        if self.host.is_some() {
+            return self.say_ready(tensor);
+        }
+        for index in 0..u32::try_from(parts).unwrap_or(u32::MAX) {
+            self.is_reduced(Of { tensor, index });
+        }
+        Ok(())
+    }
+
+    /// The host's sum of a part that this rank owns is on its GPU, or will be once the stream down
+    /// comes to it.
+    fn is_reduced(&mut self, of: Of) {
+        let rank = self.rank;
+        let Some(Tensor { run: Some(run), plan, .. }) = self.tensor(of.tensor) else { return };
+        if matches!(plan.operation, Operation::Broadcast(root) if root != rank) {
+            // It has nothing to say; the result is all that it wants.
+            let (tensor, part) = (of.tensor, of.index);
+            return self.tell(Command::Part { tensor, part, slot: None });
+        }
+        let priority = run.push.priority;
+        self.to_copy.push(priority, of);
+    }
+
+    /// Copies parts into the slots that are free.
+    fn copy_down(&mut self) -> Result<bool, GpuError> {
+        let mut progress = false;
+        while !self.free.is_empty()
+            && let Some(of) = self.to_copy.pop()
+        {
+            let is_alone = self.host.is_none();
+            let Some(Tensor { run: Some(run), plan, .. }) = self.tensor(of.tensor) else {
+                continue;
+            };
+            let part = plan.parts[of.index as usize];
+            let is_broadcast = matches!(plan.operation, Operation::Broadcast(_));
+            let from = if is_alone && !is_broadcast { run.push.source } else { run.push.target };
+            let Some(slot) = self.free.pop() else { break };
+            // SAFETY: the part lies inside the tensor, which its caller keeps until the task is
+            // finished; the slot is of this part alone until it is given back.
+            let copied = unsafe {
+                self.down.stream().copy_to_host(slot.at, from + part.offset as u64, part.bytes)
+            };
+            copied?;
+            let mark = self.down.mark()?;
+            self.falling.push_back((mark, of, slot));
+            progress = true;
+        }
+        Ok(progress)
+    }
+
+    /// A part is in its slot.
+    fn has_fallen(&mut self, of: Of, slot: Slot) {
+        self.reducing = self.reducing.saturating_sub(1);
+        let is_wanted = self.tensor(of.tensor).is_some_and(|tensor| tensor.run.is_some());
+        if is_wanted {
+            let slot = Some(slot);
+            self.tell(Command::Part { tensor: of.tensor, part: of.index, slot });
+        } else {
+            self.free.push(slot);
+        }
+    }
+
+    /// The servers' result of a part has come, in a slot if it has bytes.
+    fn on_landed(&mut self, of: Of, slot: Option<Slot>) -> Result<(), GpuError> {
+        let Some(Tensor { run: Some(run), plan, row_of, .. }) = self.tensor(of.tensor) else {
+            if let Some(slot) = slot {
+                self.tell(Command::Land(slot));
+            }
+            return Ok(());
+        };
+        let (part, row) = (plan.parts[of.index as usize], row_of[of.index as usize]);
+        let target = run.push.target + part.offset as u64;
+        let state = &mut run.rows[row as usize];
+        state.missing = state.missing.saturating_sub(1);
+        let is_whole = state.missing == 0;
+        if let Some(slot) = slot {
+            // SAFETY: the part lies inside the tensor, which its caller keeps until the task is
+            // finished; the slot goes back only when the stream has passed the copy.
+            unsafe { self.up.stream().copy_to_device(target, slot.at, part.bytes) }?;
+            let mark = self.up.mark()?;
+            self.rising.push_back((mark, slot));
+        }
+        if !is_whole {
+            return Ok(());
+        }
+        if self.host.is_some() {
+            self.say_landed(Of { tensor: of.tensor, index: row })
+        } else {
+            self.one_less(of.tensor)
+        }
+    }
+
+    /// One of a run's open ends is closed; the last one finishes it.
+    fn one_less(&mut self, tensor: u32) -> Result<(), GpuError> {
+        let Some(Tensor { run: Some(run), .. }) = self.tensor(tensor) else { return Ok(()) };
+        run.left -= 1;
+        if run.left == 0 { self.finish(tensor) } else { Ok(()) }
+    }
+
+    /// All of a result is enqueued.
+    fn finish(&mut self, tensor: u32) -> Result<(), GpuError> {
+        let last = self.host.as_ref().map_or(self.up.stream(), |host| &host.stream);
+        let mark = Event::new(last.device())?;
+        mark.record(last)?;
+        let Some(state) = self.tensor(tensor) else { return Ok(()) };
+        if let Some(run) = state.run.take() {
+            run.push.task.finish_behind(mark);
+        }
+        match state.waiting.pop_front() {
+            Some(next) => self.begin(tensor, next),
+            None => Ok(()),
+        }
+    }
+}

@@ -1,0 +1,136 @@
+//! How rounds, lanes and the NIC loop end before their time: a tensor that is of no use any more, a
+//! lane that closes, a job that is over, a rank that leaves.
+
+use super::staged::Staged;
+use super::{Lane, LaneId, Nic, Outgoing, Receiving, Report};
+use crate::error::Error;
+use bps_engine::transport::Cause;
+
+impl Nic {
+    /// A tensor on which the ranks disagree: what is pending of it fails, and so does what comes.
+    pub(super) fn poison(&mut self, name: &str, error: &Error) {
+        let found = self
+            .tensors
+            .iter()
+            .position(|tensor| tensor.as_ref().is_some_and(|tensor| tensor.plan.name == name));
+        let Some(index) = found else { return };
+        let Some(state) = &mut self.tensors[index] else { return };
+        state.poisoned = Some(error.clone());
+        for waiting in state.waiting.drain(..) {
+            waiting.task.finish_now(Err(error.clone()));
+        }
+        if state.plan.device {
+            let tensor = u32::try_from(index).unwrap_or(u32::MAX);
+            self.pipeline.tell(Staged::Poisoned { tensor, error: error.clone() });
+        }
+        let Some(run) = state.run else { return };
+        let mut removed = Vec::new();
+        self.queue.remove(|of| {
+            let is_removed = of.run == run;
+            removed.extend(is_removed.then_some(*of));
+            is_removed
+        });
+        for of in removed {
+            if let Some(slot) = self.take_slot(of) {
+                self.pipeline.tell(Staged::Sent(slot));
+            }
+        }
+        for lane in &mut self.lanes {
+            lane.outbox.retain(|one| !matches!(one, Outgoing::Part(word) if word.of.run == run));
+        }
+        self.forget_in_group(run);
+        self.drop_held(run);
+        let is_landing = |lane: &&Lane| match &lane.receiving {
+            Receiving::Landing { part, .. } => part.run == run,
+            _ => false,
+        };
+        let landing = u32::try_from(self.lanes.iter().filter(is_landing).count()).unwrap_or(0);
+        let state = &mut self.runs[run as usize];
+        state.failed = Some(error.clone());
+        // No other result will come for it: only memory that a transport still has is open.
+        state.open = state.posted + landing + 1;
+        self.close_one(run);
+    }
+
+    /// The job is over: the kernel must let go of all memory before any task is finished.
+    pub(super) fn fail(&mut self, error: Error) {
+        if self.over.is_some() {
+            return;
+        }
+        let error = match (error, self.where_it_stands()) {
+            (Error::PeerDied(text), Some(round)) => Error::PeerDied(format!("{text}; {round}")),
+            (error, _) => error,
+        };
+        (self.config.say)(&error);
+        self.over = Some(error);
+        for position in 0..self.lanes.len() {
+            self.endpoint.close(LaneId(u32::try_from(position).unwrap_or(u32::MAX)));
+        }
+        self.fail_pending();
+    }
+
+    /// Once every lane is closed, nobody but us holds the callers' memory.
+    pub(super) fn fail_pending(&mut self) {
+        let Some(error) = self.over.clone() else { return };
+        if self.lanes.iter().any(|lane| lane.open) {
+            return;
+        }
+        for run in &mut self.runs {
+            if let Some(task) = run.task.take() {
+                task.finish_now(Err(error.clone()));
+            }
+        }
+        self.pipeline.tell(Staged::Ended(Some(error.clone())));
+        for tensor in self.tensors.iter_mut().flatten() {
+            tensor.run = None;
+            for waiting in tensor.waiting.drain(..) {
+                waiting.task.finish_now(Err(error.clone()));
+            }
+        }
+    }
+
+    pub(super) fn leave(&mut self) {
+        if self.over.is_some() {
+            return;
+        }
+        if self.tensors.iter().flatten().any(|tensor| tensor.run.is_some()) {
+            let text = "shutdown was called while a push_pull was under way: synchronize it first";
+            return self.fail(Error::Closed(text.into()));
+        }
+        self.leaving = true;
+        for position in 0..self.lanes.len() {
+            let id = LaneId(u32::try_from(position).unwrap_or(u32::MAX));
+            if self.lanes[position].open && self.say_goodbye(id).is_err() {
+                self.endpoint.close(id);
+            }
+        }
+    }
+
+    pub(super) fn on_closed(&mut self, lane: LaneId, cause: Cause) {
+        let round = self.where_it_stands();
+        let state = &mut self.lanes[lane.0 as usize];
+        state.open = false;
+        state.receiving = Receiving::Closing;
+        let (peer, goodbye) = (state.peer, state.goodbye);
+        if let Ok(peer) = self.place_in_group(lane) {
+            self.collector.gone(peer);
+        }
+        if self.over.is_some() {
+            self.fail_pending();
+        } else if !self.leaving && !goodbye {
+            self.report(Report::Lost { peer, cause, round });
+        }
+    }
+
+    /// "round 812 of `layer4.weight` was open", or which was the last one.
+    pub(super) fn where_it_stands(&self) -> Option<String> {
+        let open = self.tensors.iter().flatten().find(|tensor| tensor.run.is_some());
+        let last = self.tensors.get(self.latest as usize).and_then(Option::as_ref);
+        let (tensor, how) = match (open, last) {
+            (Some(tensor), _) => (tensor, "was open"),
+            (None, Some(tensor)) if tensor.round > 0 => (tensor, "was the last one"),
+            _ => return None,
+        };
+        Some(format!("round {} of `{}` {how}", tensor.round, tensor.plan.name))
+    }
+}

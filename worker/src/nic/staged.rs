@@ -1,0 +1,320 @@
+//! Tensors on a GPU, as the NIC loop sees them: their parts come one by one, each in a slot of the
+//! host's memory, and each result goes to the next slot that is free. What happens on the GPU is
+//! the pipeline's business; the two threads meet in two queues.
+//!
+//! Slots to send from and slots to land in are apart, and neither waits for the other: a slot to
+//! send from is free once the transport is done with it, one to land in once the GPU has copied it.
+//! So ranks may push in any order, however few slots there are.
+
+use super::{LaneId, Nic, Receiving, RunPart, Stage};
+use crate::error::Error;
+use crate::gpu::Push;
+use crate::nic::Plan;
+use bps_engine::base::{DType, Key, Rank, Round};
+use bps_engine::ring::Mpsc;
+use bps_engine::transport::{Frame, Full, Landing, Waker};
+use bps_engine::wire::{Header, Kind};
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+/// A piece of the host's memory that a GPU copies from and to; as large as a part may be.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Slot {
+    /// Its number in its pool.
+    pub number: u32,
+    /// Its first byte.
+    pub at: *mut u8,
+}
+
+// SAFETY: who holds the value may use the memory, and it is handed from one thread to the other
+// through queues; the pipeline keeps it mapped until the loop has ended.
+unsafe impl Send for Slot {}
+
+/// What ranks of a host say to each other about tensors on GPUs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Word {
+    /// One of the four kinds for GPUs.
+    pub kind: Kind,
+    /// The first key of the tensor or row.
+    pub key: Key,
+    /// Its round.
+    pub round: u64,
+    /// Words of the batch, from this one on.
+    pub left: u32,
+}
+
+/// From the NIC loop to the pipeline.
+#[derive(Debug)]
+pub enum Staged {
+    /// A tensor was declared.
+    Plan {
+        /// Its id.
+        tensor: u32,
+        /// Where its parts live.
+        plan: Arc<Plan>,
+    },
+    /// A tensor is pushed.
+    Push {
+        /// Its id.
+        tensor: u32,
+        /// All else.
+        push: Box<Push>,
+    },
+    /// The transport is done with a slot that was sent from.
+    Sent(Slot),
+    /// A result has landed, in a slot if it has bytes.
+    Landed {
+        /// The tensor.
+        tensor: u32,
+        /// The part's place in its plan.
+        part: u32,
+        /// Where.
+        slot: Option<Slot>,
+    },
+    /// All parts of a tensor's round that this rank owns have landed and are sent.
+    Closed {
+        /// The tensor.
+        tensor: u32,
+    },
+    /// A rank of the group says this.
+    Heard {
+        /// Who.
+        from: Rank,
+        /// What.
+        word: Word,
+    },
+    /// Ranks disagree about a tensor: what is pending of it fails, and so does what comes.
+    Poisoned {
+        /// The tensor.
+        tensor: u32,
+        /// Why.
+        error: crate::Error,
+    },
+    /// The loop has ended: no slot is used any more. `None` is an end in good order.
+    Ended(Option<crate::Error>),
+}
+
+/// The loop's side of the pipeline.
+#[derive(Default)]
+pub(super) struct Pipeline {
+    to: Option<(Mpsc<Staged>, Waker)>,
+    /// What did not fit into the queue.
+    behind: VecDeque<Staged>,
+    /// To land in.
+    free: Vec<Slot>,
+    /// Lanes whose next result waits for a slot, in the order in which they came.
+    held: VecDeque<LaneId>,
+    /// Somebody may have to be woken.
+    told: bool,
+}
+
+impl Pipeline {
+    pub(super) fn open(&mut self, to: Mpsc<Staged>, waker: Waker) {
+        self.to = Some((to, waker));
+    }
+
+    pub(super) fn is_open(&self) -> bool {
+        self.to.is_some()
+    }
+
+    pub(super) fn tell(&mut self, message: Staged) {
+        let Some((to, _)) = &self.to else { return };
+        self.told = true;
+        if self.behind.is_empty() {
+            if let Err(back) = to.push(message) {
+                self.behind.push_back(back);
+            }
+        } else {
+            self.behind.push_back(message);
+        }
+    }
+
+    /// Hands over what waits and wakes the pipeline, once in a turn of the loop.
+    pub(super) fn flush(&mut self) {
+        let Some((to, waker)) = &self.to else { return };
+        while let Some(message) = self.behind.pop_front() {
+            if let Err(back) = to.push(message) {
+                self.behind.push_front(back);
+                break;
+            }
+        }
+        if std::mem::take(&mut self.told) {
+            waker.wake();
+        }
+    }
+
+    /// Whether the loop has still to hand something over.
+    pub(super) fn is_behind(&self) -> bool {
+        !self.behind.is_empty()
+    }
+}
+
+impl Nic {
+    /// The next round of a tensor on the GPU begins.
+    pub(super) fn open_staged(&mut self, tensor: u32, priority: i64) {
+        let Some(Some(state)) = self.tensors.get_mut(tensor as usize) else { return };
+        if self.over.is_some() || state.poisoned.is_some() {
+            return;
+        }
+        let own = state.plan.parts.iter().filter(|part| part.owner.is_none()).count();
+        let index = self.open_run(tensor, priority, u32::try_from(own).unwrap_or(u32::MAX));
+        let Some(Some(state)) = self.tensors.get_mut(tensor as usize) else { return };
+        state.run = Some(index);
+    }
+
+    /// A part of it may be sent.
+    pub(super) fn push_staged(&mut self, tensor: u32, part: u32, slot: Option<Slot>) {
+        let give_back = |nic: &mut Nic| {
+            if let Some(slot) = slot {
+                nic.pipeline.tell(Staged::Sent(slot));
+            }
+        };
+        let Some(Some(state)) = self.tensors.get_mut(tensor as usize) else { return };
+        let (Some(run), None) = (state.run, &state.poisoned) else { return give_back(self) };
+        if self.over.is_some() {
+            return give_back(self);
+        }
+        if let Some(place) = state.slots.get_mut(part as usize) {
+            *place = slot;
+        }
+        self.send_to_server(RunPart { run, part });
+    }
+
+    /// A slot to land in is free: the lane that has waited longest takes it.
+    pub(super) fn land_in(&mut self, slot: Slot) {
+        self.pipeline.free.push(slot);
+        while let Some(lane) = self.pipeline.held.pop_front() {
+            let state = &mut self.lanes[lane.0 as usize];
+            if let Receiving::Held { part, header } = state.receiving {
+                return self.land_staged(lane, part, header);
+            }
+        }
+    }
+
+    /// A result that is to land in a slot: in the next one that is free, at once or later.
+    pub(super) fn land_staged(&mut self, lane: LaneId, part: RunPart, header: Header) {
+        let state = &mut self.lanes[lane.0 as usize];
+        let Some(slot) = self.pipeline.free.pop() else {
+            state.receiving = Receiving::Held { part, header };
+            return self.pipeline.held.push_back(lane);
+        };
+        state.receiving = Receiving::Landing { part, header, target: slot.at, slot: Some(slot) };
+        self.endpoint.land(lane, Landing::Into(slot.at), header.length as usize);
+    }
+
+    /// The result of a part is there.
+    pub(super) fn staged_result(&mut self, of: RunPart, slot: Option<Slot>) {
+        self.statistics.counters.rounds.add(1);
+        self.set_stage(of, Stage::Idle);
+        let run = &self.runs[of.run as usize];
+        match (run.failed.is_some(), slot) {
+            // Nobody wants it any more.
+            (true, Some(slot)) => self.land_in(slot),
+            (true, None) => {}
+            (false, slot) => {
+                let (tensor, part) = (run.tensor, of.part);
+                self.pipeline.tell(Staged::Landed { tensor, part, slot });
+            }
+        }
+        self.close_one(of.run);
+    }
+
+    /// A rank of the group says something about tensors on GPUs.
+    pub(super) fn on_gpu_word(
+        &mut self,
+        lane: LaneId,
+        from: Rank,
+        header: &Header,
+    ) -> Result<(), String> {
+        if !self.pipeline.is_open() {
+            return Err(format!("{:?}, and this rank uses no GPU", header.kind));
+        }
+        let (kind, key) = (header.kind, header.key);
+        let word = Word { kind, key, round: header.round.0, left: header.contributors };
+        self.pipeline.tell(Staged::Heard { from, word });
+        self.endpoint.land(lane, Landing::Pieces, 0);
+        Ok(())
+    }
+
+    /// Says something about tensors on GPUs to one rank of the group, or to all.
+    pub(super) fn say_word(&mut self, to: Option<Rank>, word: Word) {
+        for at in 0..self.group.len() {
+            let lane = self.group[at];
+            if to.is_none() || self.rank_of(lane) == to {
+                self.lanes[lane.0 as usize].outbox.push_back(super::Outgoing::Gpu(word));
+            }
+        }
+    }
+
+    /// Posts a word.
+    pub(super) fn post_word(&mut self, lane: LaneId, word: Word) -> Result<(), Full> {
+        let mut header = self.header(word.kind, DType::U8);
+        header.key = word.key;
+        header.round = Round(word.round);
+        header.contributors = word.left;
+        let token = super::sending::QUIET;
+        let frame = Frame { header: header.encode(), payload: std::ptr::null(), length: 0, token };
+        self.endpoint.post(lane, &frame)?;
+        self.statistics.posted(0);
+        Ok(())
+    }
+
+    /// Lanes that hold a result of this run let it pass by, and do not count any more.
+    pub(super) fn drop_held(&mut self, run: u32) {
+        for position in 0..self.lanes.len() {
+            if let Receiving::Held { part, header } = self.lanes[position].receiving
+                && part.run == run
+            {
+                let lane = LaneId(u32::try_from(position).unwrap_or(u32::MAX));
+                self.unwanted(lane, header.length as usize);
+            }
+        }
+    }
+
+    /// The pipeline of this process's GPU is there.
+    pub(super) fn open_pipeline(&mut self, to: Mpsc<Staged>, waker: Waker) {
+        self.pipeline.open(to, waker);
+        for (tensor, state) in (0..).zip(&self.tensors) {
+            if let Some(state) = state.as_ref().filter(|state| state.plan.device) {
+                self.pipeline.tell(Staged::Plan { tensor, plan: Arc::clone(&state.plan) });
+            }
+        }
+        if let Some(error) = &self.over {
+            self.pipeline.tell(Staged::Ended(Some(error.clone())));
+        }
+    }
+
+    /// The loop has ended: so does the pipeline.
+    pub fn close_pipeline(&mut self) {
+        if self.over.is_none() {
+            self.pipeline.tell(Staged::Ended(None));
+        }
+        loop {
+            self.pipeline.flush();
+            if !self.pipeline.is_behind() {
+                return;
+            }
+            std::thread::yield_now();
+        }
+    }
+
+    /// A tensor on the GPU is pushed.
+    pub(super) fn on_push_gpu(&mut self, tensor: u32, push: Box<Push>) {
+        let state = self.tensors.get(tensor as usize).and_then(Option::as_ref);
+        let error = match state {
+            _ if self.over.is_some() => self.over.clone(),
+            _ if self.leaving => Some(Error::Closed("this worker has shut down".into())),
+            _ if !self.pipeline.is_open() => Some(Error::Refused("no GPU was opened".into())),
+            None => Some(Error::Refused(format!("tensor id {tensor} was not declared"))),
+            Some(state) if !state.plan.device => Some(Error::Refused(format!(
+                "`{}` was declared as a tensor of the host, and is pushed as one of the GPU",
+                state.plan.name
+            ))),
+            Some(state) => state.poisoned.clone(),
+        };
+        match error {
+            Some(error) => push.task.finish_now(Err(error)),
+            None => self.pipeline.tell(Staged::Push { tensor, push }),
+        }
+    }
+}
