@@ -17,7 +17,6 @@ pub(crate) enum Poller<'a> {
     /// The one of the lanes.
     Nic,
     /// The one of the GPU at this PCI address, such as `0000:1b:00.0`.
-    #[allow(dead_code, reason = "ranks do not use GPUs yet")]
     Gpu(&'a str),
 }
 
@@ -27,7 +26,6 @@ pub(crate) struct Spot {
     /// Its CPU; `None` leaves it to the kernel.
     pub(crate) cpu: Option<usize>,
     /// The NUMA node for its memory: that of the GPU, if it serves one.
-    #[allow(dead_code, reason = "the lanes' thread has no memory of its own")]
     pub(crate) memory_node: Option<u32>,
     /// Keeps other threads from the CPU; the thread must own it.
     pub(crate) claims: Option<Claims>,

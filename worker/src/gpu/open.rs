@@ -12,6 +12,7 @@ use crate::error::Error;
 use crate::job::Job;
 use crate::nic::Command;
 use crate::nic::staged::Slot;
+use crate::places::{Poller, spot};
 use crate::types::PushPull;
 use bps_engine::base::{DType, Operation, Rank};
 use bps_engine::config::Config;
@@ -218,8 +219,8 @@ fn begin(
     let slots = (SLOTS_BYTES / slot_bytes).max(SLOTS_MIN).max(job.lanes() + 2);
     let words = (TRACKS * WORD_BYTES).next_multiple_of(4096);
     let bytes = words + 2 * slots * slot_bytes;
-    let node = device.numa_node();
-    let memory = Pinned::new(device, bytes, node).map_err(start)?;
+    let spot = spot(config, Poller::Gpu(device.pci_bus_id()));
+    let memory = Pinned::new(device, bytes, spot.memory_node).map_err(start)?;
     let mut budget = Budget::new();
     let name = format!("pinned slots of GPU {}", device.ordinal());
     budget.add(&name, 2 * slots as u64, slot_bytes as u64);
@@ -253,13 +254,15 @@ fn begin(
         stall_report: config.stall_report,
     };
     let (device, idle) = (device.clone(), config.idle);
+    let (cpu, claims) = (spot.cpu, spot.claims);
     let body = move || {
+        let _claims = claims;
         if let Err(error) = device.make_current() {
             log::error!("{error}");
         }
         Pipeline::new(parts).run(Idler::new(idle, crate::start::spin()));
     };
-    let thread = harness::spawn("bps-gpu", None, body);
+    let thread = harness::spawn("bps-gpu", cpu, body);
     job.keep(thread.map_err(|error| Error::Start(format!("no thread: {error}")))?);
     job.command(Command::OpenPipeline { staged: inbox, waker });
     for slot in to_land {
