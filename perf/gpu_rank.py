@@ -149,25 +149,27 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 def images(name: str, side: int, plan: Plan, device: torch.device) -> Work:
     """A network for images of the side, and one synthetic batch that stays on the device."""
     torch.manual_seed(1)
-    if name == "small":
-        model = Small()
-    else:
-        import torchvision
+    with device:
+        if name == "small":
+            model = Small()
+        else:
+            import torchvision
 
-        model = getattr(torchvision.models, name)(weights=None)
-    torch.manual_seed(1000 + plan.rank)
-    inputs = torch.randn(plan.batch, 3, side, side, device=device)
-    return Work(model.to(device), (inputs,), torch.randint(CLASSES, (plan.batch,), device=device), sgd)
+            model = getattr(torchvision.models, name)(weights=None)
+        torch.manual_seed(1000 + plan.rank)
+        inputs = torch.randn(plan.batch, 3, side, side)
+        return Work(model, (inputs,), torch.randint(CLASSES, (plan.batch,)), sgd)
 
 
 def sentences(shape: dict[str, int], plan: Plan, device: torch.device) -> Work:
     """A language model, and one synthetic batch of which 15 of 100 words are to be guessed."""
     torch.manual_seed(1)
-    model, count = Bert(**shape), plan.sequences * shape["length"]
-    torch.manual_seed(1000 + plan.rank)
-    tokens = torch.randint(shape["words"], (plan.sequences, shape["length"]), device=device)
-    masked = torch.randperm(count, device=device)[: max(1, count * 15 // 100)].sort().values
-    return Work(model.to(device), (tokens, masked), tokens.flatten()[masked], adamw)
+    with device:
+        model, count = Bert(**shape), plan.sequences * shape["length"]
+        torch.manual_seed(1000 + plan.rank)
+        tokens = torch.randint(shape["words"], (plan.sequences, shape["length"]))
+        masked = torch.randperm(count)[: max(1, count * 15 // 100)].sort().values
+        return Work(model, (tokens, masked), tokens.flatten()[masked], adamw)
 
 
 BERT_LARGE = {"layers": 24, "hidden": 1024, "heads": 16, "words": 30522, "length": 512}

@@ -219,6 +219,57 @@ def scaling(results: Results, axes: plt.Axes) -> None:
     axes.legend()
 
 
+def place_of(row: Row) -> str:
+    """The hosts of a result of `bps-perf gpu`, and what joins them."""
+    gpus = f" × {row['gpus_per_host']}" if row["gpus_per_host"] > 1 else ""
+    servers = "colocated" if row["colocated"] and not row["servers"] else f"+ {row['servers']}"
+    return f"{row['hosts']}{gpus} {servers}, {row['rate_bits'] / 1e9:g} Gbit/s"
+
+
+def gpu_sums(results: Results, axes: plt.Axes) -> None:
+    """Shares of the line that sums on GPUs reach, ours and NCCL's, at the largest size."""
+    rows: dict[str, Row] = {}
+    for row in results.all("gpu", work="sum", device="cuda"):
+        known = rows.get(place_of(row))
+        if "line_gbs" in row and (known is None or row["size_bytes"] >= known["size_bytes"]):
+            rows[place_of(row)] = row
+    if not rows:
+        raise Missing("no sum of `bps-perf gpu` between hosts")
+    for at, row in enumerate(rows.values()):
+        best = max(row[f"{way}algbw_gbs"] for way in ("peer_", "hierarchical_", "tuned_") if f"{way}algbw_gbs" in row)
+        for shift, speed, colour in ((-0.2, row["algbw_gbs"], OURS), (0.2, best, PEER)):
+            axes.bar(at + shift, speed / row["line_gbs"], 0.4, color=colour)
+    axes.bar(0, 0, color=OURS, label="push_pull")
+    axes.bar(0, 0, color=PEER, label="NCCL, its best way")
+    axes.axhline(1, color=LIMIT, linestyle="--")
+    names = [f"{name}\n{size(row['size_bytes'])}" for name, row in rows.items()]
+    axes.set_xticks(range(len(rows)), [name.replace(", ", "\n") for name in names], fontsize="x-small")
+    axes.set_ylabel("share of the line")
+    axes.legend(fontsize="small")
+
+
+def gpu_steps(results: Results, axes: plt.Axes) -> None:
+    """How many times as fast as with DistributedDataParallel steps are, and could be at most."""
+    rows: dict[tuple[str, str], Row] = {}
+    for row in results.all("gpu", device="cuda", hosts=4, gpus_per_host=1, colocated=False):
+        if row.get("ratio") and "bound_ms" in row:
+            name = f"{row['work']}\n{row['precision']}\n{row['rate_bits'] / 1e9:g} Gbit/s"
+            rows[name, row["way"].partition("-")[0]] = row
+    names = list(dict.fromkeys(name for name, _ in rows))
+    if not names:
+        raise Missing("no step of `bps-perf gpu` between 4 hosts")
+    ways = (("ours", -0.2, OURS, "DistributedOptimizer"), ("cross", 0.2, "#5ba3b8", "CrossBarrier"))
+    for way, shift, colour, label in ways:
+        found = [(at, rows[name, way]) for at, name in enumerate(names) if (name, way) in rows]
+        axes.bar([at + shift for at, _ in found], [row["ratio"] for _, row in found], 0.4, color=colour, label=label)
+        bounds = [row["peer_ms_p50"] / row["bound_ms"] for _, row in found]
+        axes.hlines(bounds, [at + shift - 0.2 for at, _ in found], [at + shift + 0.2 for at, _ in found], color="black")
+    axes.axhline(1, color=PEER, linestyle="--")
+    axes.set_xticks(range(len(names)), names, fontsize="x-small")
+    axes.set_ylabel("times as fast as with DDP; black: the bound")
+    axes.legend(fontsize="small")
+
+
 # Which fields of a probe are drawn: the variants' field, x, and y.
 PROBES = {
     "zerocopy": ("send", "size_bytes", "cpu_s_per_gb"),
@@ -264,6 +315,8 @@ def figures(results: Results) -> Iterator[tuple[str, plt.Figure]]:
         "steps": steps,
         "partition": partition,
         "scaling": scaling,
+        "gpu-sums": gpu_sums,
+        "gpu-steps": gpu_steps,
     }
     for name, draw in plots.items():
         figure, axes = plt.subplots(figsize=(7, 3.8))

@@ -19,6 +19,8 @@ pub struct Hosts {
     job: Job,
     tuned: Option<Crew>,
     line: Option<Crew>,
+    /// Ranks show its lines where they fail.
+    _script: Script,
 }
 
 impl Hosts {
@@ -32,7 +34,7 @@ impl Hosts {
             rank(run, &stage, &path, (host, local), true)
         })?;
         let tuned = if run.tuned.is_empty() { None } else { Some(tuned(run, &stage, &path)?) };
-        Ok(Hosts { stage, job, tuned, line })
+        Ok(Hosts { stage, job, tuned, line, _script: script })
     }
 
     /// Gives the links another rate.

@@ -105,7 +105,7 @@ pub fn command() -> Command {
         .arg(number("batch", "64", "Images for each GPU"))
         .arg(number("sequences", "8", "Sequences of 512 words for each GPU"))
         .arg(number("rounds", "5", "Timed rounds of all ways, in turn"))
-        .arg(number("steps", "5", "Steps of a way in a round"))
+        .arg(number("steps", "4", "Steps of a way in a round"))
         .arg(number("loss-steps", "200", "Steps of a run whose losses are compared"))
         .arg(number("loss-runs", "3", "Such runs of each way"))
         .arg(number("patience", "120", "Seconds after which a silent process is given up"))

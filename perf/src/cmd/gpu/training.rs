@@ -10,7 +10,7 @@ use crate::sample::Series;
 use serde_json::json;
 
 /// Steps of each way that are not timed, for each rate of the links.
-const WARM_UP: u32 = 3;
+const WARM_UP: u32 = 2;
 /// Ways that send nothing.
 const SILENT: [&str; 2] = ["forward", "alone"];
 
