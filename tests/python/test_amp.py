@@ -13,6 +13,11 @@ from test_optimizer import OPTIMIZERS, batch, difference, loss_of, share, start
 OVERFLOWS = (1, 4)
 
 
+def here():
+    """The kind of device that the test runs on."""
+    return torch.get_default_device().type
+
+
 def make(kind, model, **options):
     """The model as it is called, its optimizer, and a gradient scaler."""
     optimizer = OPTIMIZERS["momentum"](model.parameters())
@@ -20,7 +25,7 @@ def make(kind, model, **options):
         optimizer = bps.DistributedOptimizer(optimizer, model.named_parameters(), **options)
     elif kind == "ddp":
         model = DistributedDataParallel(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    scaler = torch.amp.GradScaler(here(), init_scale=1024.0, growth_interval=2)
     return model, optimizer, scaler
 
 
@@ -131,7 +136,7 @@ def fused_optimizers():
     optimizer = bps.DistributedOptimizer(optimizer, model.named_parameters())
     bps.broadcast_parameters(model.state_dict(), 0)
     alone.load_state_dict(model.state_dict())
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    scaler = torch.amp.GradScaler(here(), init_scale=64.0)
     for step in range(4):
         inputs = torch.full((2, 4), float(step + 1))
         overflow = float("inf") if step == 2 and bps.rank() == 0 else 1.0
@@ -197,7 +202,7 @@ def autocast():
     for step in range(2):
         inputs, targets = (share(t.float()) for t in batch(step))
         optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(here(), dtype=torch.bfloat16):
             loss = loss_of(model, inputs, targets.bfloat16())
         loss.backward()
         assert all(param.grad.dtype == torch.float32 for param in model.parameters())

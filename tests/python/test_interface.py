@@ -12,6 +12,7 @@ import byteps
 import byteps.common
 import byteps.errors
 import byteps.torch
+import byteps.torch.cross_barrier
 import byteps.torch.parallel
 from byteps import _native
 
@@ -40,7 +41,9 @@ def test_names():
         assert name in byteps.torch.__all__, name
     for name in byteps.torch.__all__:
         assert hasattr(byteps.torch, name), name
-    for module in (byteps.common, byteps.errors):
+    # `import byteps.torch.cross_barrier as bps` takes the place of `import byteps.torch as bps`.
+    assert {*byteps.torch.__all__, "CrossBarrier"} == set(byteps.torch.cross_barrier.__all__)
+    for module in (byteps.common, byteps.errors, byteps.torch.cross_barrier):
         for name in module.__all__:
             assert hasattr(module, name), name
 
@@ -59,6 +62,7 @@ def test_arguments():
     assert parameters(bps.DistributedOptimizer)[:4] == optimizer
     wrapped = ["module", "device_ids", "broadcast_buffers", "compression"]
     assert parameters(byteps.torch.parallel.DistributedDataParallel)[:4] == wrapped
+    assert parameters(byteps.torch.cross_barrier.CrossBarrier) == ["model", *optimizer, "num_steps"]
 
 
 def public(module):
@@ -73,7 +77,8 @@ def public(module):
 
 
 def test_all_is_described_and_typed():
-    for module in (byteps.common, byteps.errors, byteps.torch, byteps.torch.parallel):
+    framework = byteps.torch, byteps.torch.parallel, byteps.torch.cross_barrier
+    for module in (byteps.common, byteps.errors, *framework):
         assert module.__doc__
         for name, thing in public(module):
             assert inspect.getdoc(thing), f"{name} has no docstring"

@@ -23,8 +23,9 @@ SHAPES = [(), (0,), (1,), (17,), (17, 17), (5, 7, 3), (3, 0, 2)]
 
 def value(rank, shape, dtype, seed=1):
     """Small whole numbers, so that every type holds their sums exactly."""
-    generator = torch.Generator().manual_seed(1000 * seed + rank)
-    return torch.randint(0, 20, shape, generator=generator).to(dtype)
+    generator = torch.Generator("cpu").manual_seed(1000 * seed + rank)
+    numbers = torch.randint(0, 20, shape, generator=generator, device="cpu")
+    return numbers.to(torch.get_default_device(), dtype)
 
 
 def total(shape, dtype, seed=1):

@@ -31,9 +31,14 @@ def start():
 
 
 def batch(step):
-    generator = torch.Generator().manual_seed(step)
-    inputs = torch.randn(BATCH, 1, 6, 6, generator=generator, dtype=torch.float64)
-    return inputs, torch.randn(BATCH, 2, generator=generator, dtype=torch.float64)
+    generator = torch.Generator("cpu").manual_seed(step)
+    shapes = (BATCH, 1, 6, 6), (BATCH, 2)
+    inputs, targets = (
+        torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+        for shape in shapes
+    )
+    device = torch.get_default_device()
+    return inputs.to(device), targets.to(device)
 
 
 def share(tensor):

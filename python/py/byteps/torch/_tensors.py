@@ -85,7 +85,7 @@ def through_host(tensor: torch.Tensor, average: bool) -> bool:
 def gradient(name: str, param: torch.Tensor, compression: Any, average: bool) -> _registry.Tensor:
     """What is declared for the gradients of a parameter before there is one."""
     check(param, "parameter", name)
-    sent, _ = compression.compress(torch.empty(1, dtype=param.dtype))
+    sent, _ = compression.compress(torch.empty(1, dtype=param.dtype, device="cpu"))
     dtype = summed_dtype(sent, "parameter", name)
     _gpu.open_for([param])
     device = _gpu.holds(param) and not through_host(param, average)

@@ -161,12 +161,13 @@ def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = Non
         buffer = io.BytesIO()
         (cloudpickle or pickle).dump(obj, buffer)
         data = buffer.getvalue()
-    length = torch.tensor([len(data)], dtype=torch.int64)
+    # In host memory, whatever the user's default device is: the bytes are not for a GPU.
+    length = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
     ops.broadcast_(length, root_rank, f"{name}.length")
     count = int(length)
     # A name stands for one size, so the bytes travel in one of a few sizes.
     room = max(_OBJECT_BYTES_MIN, 1 << (count - 1).bit_length()) if count > 1 else _OBJECT_BYTES_MIN
-    payload = torch.zeros(room, dtype=torch.uint8)
+    payload = torch.zeros(room, dtype=torch.uint8, device="cpu")
     if data:
         payload[:count] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     ops.broadcast_(payload, root_rank, f"{name}.bytes.{room}")

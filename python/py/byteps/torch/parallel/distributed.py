@@ -189,7 +189,7 @@ class DistributedDataParallel(torch.nn.Module):
         self._used.clear()
 
     def _used_elsewhere(self, missing: list[torch.Tensor]) -> list[torch.Tensor]:
-        used = torch.zeros(len(self._parameters_watched), dtype=torch.int32)
+        used = torch.zeros(len(self._parameters_watched), dtype=torch.int32, device="cpu")
         for position, param in enumerate(self._parameters_watched):
             used[position] = int(param in self._used)
         ops.push_pull_inplace(used, average=False, name=f"{self._prefix}used", priority=1 << 30)

@@ -1,0 +1,353 @@
+"""Steps that the next forward pass overlaps: each layer waits for its own parameters alone.
+
+::
+
+    import byteps.torch.cross_barrier as bps
+
+    optimizer = bps.CrossBarrier(model, optimizer, model.named_parameters())
+
+It has all names of :mod:`byteps.torch` too.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from byteps.errors import ConfigError, UsageError
+from byteps.torch import *  # noqa: F403
+from byteps.torch import __all__ as _names
+from byteps.torch import ops
+from byteps.torch._gradients import Gradients, Sent
+from byteps.torch.compression import Compression
+from byteps.torch.optimizer import Distributed, become, checked
+
+__all__ = [*_names, "CrossBarrier"]
+
+
+def CrossBarrier(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    num_steps: int = 10**6,
+) -> torch.optim.Optimizer:
+    """:func:`~byteps.torch.DistributedOptimizer` whose ``step()`` does not wait.
+
+    ``step()`` leaves the gradients on their way and returns. In the next forward pass each module
+    waits, before it runs, for the gradients of its own parameters, and the optimizer steps these;
+    the front layers, which are needed first, are sent first. So the network and the forward pass
+    work at the same time. The parameters come out as with ``DistributedOptimizer``, bit for bit.
+
+    The options that count for a step (the learning rate) are those at ``step()``. Gradients belong
+    to the step that took them: ``param.grad`` is None after it, with or without ``zero_grad()``.
+    ``state_dict()`` and ``load_state_dict()``, of the model and of the optimizer, wait for what is
+    still to come. Code that looks at parameters in another way (copies the model, walks through
+    ``model.parameters()``) calls ``optimizer.flush()`` before.
+
+    These take a step as a whole, without overlap: a closure, ``optimizer.synchronize()`` before the
+    step (to clip gradients), a gradient scaler, and hooks of the step.
+
+    Args:
+        model: What the optimizer trains; its modules are watched.
+        optimizer: Any torch optimizer that updates each parameter by itself: so not LBFGS.
+        named_parameters: ``model.named_parameters()``, which is also the default.
+        compression: :class:`~byteps.torch.Compression` for what is sent.
+        backward_passes_per_step: How often ``backward()`` adds to a gradient before it goes.
+        num_steps: From this step on, ``step()`` waits, so that the end of the training is there
+            when it returns.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"a torch module is wanted, not {type(model).__name__}")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(
+            "LBFGS updates all parameters at once, so no layer can go ahead of the others: use "
+            "DistributedOptimizer"
+        )
+    if num_steps < 1:
+        raise ConfigError(f"num_steps={num_steps}: 1 or more")
+    if named_parameters is None and isinstance(optimizer, torch.optim.Optimizer):
+        known = dict.fromkeys(model.parameters())
+        if all(param in known for group in optimizer.param_groups for param in group["params"]):
+            named_parameters = model.named_parameters()
+    named = checked(optimizer, named_parameters, backward_passes_per_step)
+    become(_Overlapping, optimizer)
+    optimizer._updates = updates = _Updates(model, optimizer, num_steps)
+    optimizer._byteps = _WatchedGradients(
+        named, compression, backward_passes_per_step, ops.Average, False, updates
+    )
+    return optimizer
+
+
+class _Update(NamedTuple):
+    """What a parameter still waits for: its averaged gradient, and its group's options then."""
+
+    sent: Sent
+    options: dict[str, Any]
+
+
+class _Updates:
+    """The updates of one optimizer that are still to come, and which module waits for which."""
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, num_steps: int
+    ) -> None:
+        self.model = model
+        self.optimizer = weakref.ref(optimizer)
+        self.steps_left = num_steps
+        self.pending: dict[torch.Tensor, _Update] = {}
+        self.hooks: list[Any] = []
+        self.parents: dict[torch.nn.Module, list[torch.nn.Module]] = {}
+        # Modules that have run since the last step, and parameters that never had a gradient.
+        self.called: set[torch.nn.Module] = set()
+        self.never_used: set[torch.Tensor] = set()
+        # A module waits for its own parameters, and for others as has been seen: some use the
+        # weights of a child without running the child.
+        self.needs: dict[torch.nn.Module, list[torch.Tensor]] = {}
+        self.needed_by: dict[torch.Tensor, list[torch.nn.Module]] = {}
+        self.watch()
+
+    def watch(self) -> None:
+        """Watches the modules of the model; those that it watches already are left alone."""
+        myself = weakref.ref(self)
+
+        def before_forward(module: torch.nn.Module, _: Any) -> None:
+            updates = myself()
+            if updates is not None:
+                updates.before(module)
+
+        def before_access(*_: Any) -> None:
+            updates = myself()
+            if updates is not None:
+                updates.flush()
+
+        for module in self.model.modules():
+            if module in self.needs:
+                continue
+            self.needs[module] = own = list(module.parameters(recurse=False))
+            for param in own:
+                self.needed_by.setdefault(param, []).append(module)
+            self.never_used.update(own)
+            for child in module.children():
+                self.parents.setdefault(child, []).append(module)
+            self.hooks += [
+                # Before hooks of others, which may make a weight from parameters.
+                module.register_forward_pre_hook(before_forward, prepend=True),
+                module.register_state_dict_pre_hook(before_access),
+                module.register_load_state_dict_pre_hook(before_access),
+            ]
+
+    def release(self) -> None:
+        """Brings all up to date and stops watching."""
+        self.flush()
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks.clear()
+
+    def before(self, module: torch.nn.Module) -> None:
+        """A module is about to run."""
+        self.called.add(module)
+        if not self.pending:
+            return
+        due = [param for param in self.needs.get(module, ()) if param in self.pending]
+        # Nobody knows which module would need these, so the first one waits for them.
+        due += [param for param in self.never_used if param in self.pending]
+        if due:
+            self.apply(due)
+
+    def flush(self) -> None:
+        """Waits for all updates that are still to come."""
+        if self.pending:
+            self.apply(list(self.pending))
+
+    def apply(self, due: list[torch.Tensor]) -> None:
+        """Waits for the gradients of these parameters and steps them.
+
+        What else has come meanwhile goes along, from the front on: a step of many parameters costs
+        little more than a step of one.
+        """
+        optimizer = self.optimizer()
+        if optimizer is None:
+            return
+        params = dict.fromkeys(due)
+        for param in params:
+            self.pending[param].sent.finish(optimizer._byteps.compression)
+        for param, update in self.pending.items():
+            if param in params:
+                continue
+            if not ops.wait(update.sent.handle, timeout=0):
+                break
+            update.sent.finish(optimizer._byteps.compression)
+            params[param] = None
+        optimizer._step_only({param: self.pending[param] for param in params})
+        for param in params:
+            del self.pending[param]
+
+    def take(self) -> None:
+        """Makes updates of the gradients that are under way."""
+        optimizer = self.optimizer()
+        gradients = optimizer._byteps
+        options = {}
+        for group in optimizer.param_groups:
+            # A scheduler changes the numbers of the group, or the values of its tensors.
+            then = {
+                key: value.clone() if isinstance(value, torch.Tensor) else value
+                for key, value in group.items()
+                if key != "params"
+            }
+            options.update(dict.fromkeys(group["params"], then))
+        order = sorted(gradients.under_way, key=gradients.priorities.__getitem__, reverse=True)
+        for param in order:
+            # A parameter that was taken out of the optimizer is averaged and left as it is.
+            if param in options:
+                self.pending[param] = _Update(gradients.under_way[param], options[param])
+                param.grad = None
+        gradients.under_way = {p: s for p, s in gradients.under_way.items() if p not in options}
+        gradients.drain()
+        self.called.clear()
+        homeless = [param for param in self.pending if not self.needed_by.get(param)]
+        if homeless:
+            self.apply(homeless)
+        self.steps_left -= 1
+        if self.steps_left <= 0:
+            self.flush()
+
+    def used(self, param: torch.Tensor, name: str) -> None:
+        """A backward pass has come to this parameter: was its last update there before?"""
+        if param in self.pending:
+            raise UsageError(
+                f"'{name}' was used while its update was still to come: the module that owns it "
+                "did not run, and nothing has shown before who would use it; call "
+                "optimizer.flush() before the forward pass"
+            )
+        self.never_used.discard(param)
+        users = self.needed_by.get(param, [])
+        if not users or any(module in self.called for module in users):
+            return
+        # Used by a module above, as the projection in MultiheadAttention is: from now on that one
+        # waits for it.
+        above = self._called_above(users)
+        self.needed_by[param] = above
+        for module in above:
+            self.needs[module].append(param)
+
+    def _called_above(self, modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+        """The nearest modules above these that have run; none if the model itself has not."""
+        found: list[torch.nn.Module] = []
+        seen: set[torch.nn.Module] = set()
+        above = list(modules)
+        while above:
+            module = above.pop()
+            for parent in self.parents.get(module, ()):
+                if parent in seen:
+                    continue
+                seen.add(parent)
+                (found if parent in self.called else above).append(parent)
+        return found
+
+
+class _WatchedGradients(Gradients):
+    """Gradients that tell which parameters a forward pass has used."""
+
+    def __init__(self, *arguments: Any) -> None:
+        *arguments, self.updates = arguments
+        super().__init__(*arguments)
+
+    def ready(self, param: torch.Tensor) -> None:
+        self.updates.used(param, self.names[param])
+        super().ready(param)
+
+
+class _Overlapping(Distributed):
+    """What an optimizer does differently whose steps overlap the next forward pass."""
+
+    _byteps: _WatchedGradients
+    _updates: _Updates
+
+    def release(self) -> None:
+        self._updates.release()
+        super().release()
+
+    def flush(self) -> None:
+        """Waits until every parameter is as the steps taken so far make it."""
+        self._updates.flush()
+
+    def synchronize(self) -> None:
+        """Waits until all gradients are averaged; the next step then goes without overlap."""
+        self.flush()
+        super().synchronize()
+
+    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Leaves the gradients on their way: the next forward pass takes the step."""
+        self._opt_called = True  # For learning-rate schedulers, which look at it.
+        self.flush()
+        gradients = self._byteps
+        whole = closure is not None or args or kwargs or gradients.synchronized
+        if whole or not gradients.should_synchronize or self._has_hooks():
+            return super().step(closure, *args, **kwargs)
+        gradients.send_all()
+        self._updates.take()
+        return None
+
+    # As in DistributedOptimizer.
+    step.hooked = True
+    step._wrapped_by_lr_sched = True
+
+    def _has_hooks(self) -> bool:
+        """Whether someone looks at the optimizer before or after each step."""
+        module = sys.modules[torch.optim.Optimizer.__module__]
+        everyones = (getattr(module, f"_global_optimizer_{w}_hooks", None) for w in ("pre", "post"))
+        return any((self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks, *everyones))
+
+    def _step_only(self, updates: dict[torch.Tensor, _Update]) -> None:
+        """The step of the user's optimizer, with these parameters and the options of then."""
+        groups: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+        for param, (_, options) in updates.items():
+            _, group = groups.setdefault(id(options), (options, {**options, "params": []}))
+            group["params"].append(param)
+        step = super(Distributed, self).step.__func__
+        # Without what torch wraps around it: it has no hooks to call, and one record is enough.
+        step = step.__wrapped__ if getattr(step, "hooked", False) else step
+        own_groups, own_gradients = self.param_groups, [param.grad for param in updates]
+        kind = next(iter(updates)).device.type
+        try:
+            self.param_groups = [group for _, group in groups.values()]
+            for param, update in updates.items():
+                param.grad = update.sent.gradient
+            # A forward pass may run with any of these on; a step does not.
+            with torch.inference_mode(False), torch.autocast(kind, enabled=False), torch.no_grad():
+                step(self)
+        finally:
+            self.param_groups = own_groups
+            for param, gradient in zip(updates, own_gradients, strict=True):
+                param.grad = gradient
+        for options, group in groups.values():
+            changed = [key for key in group if group[key] is not options.get(key)]
+            if changed != ["params"]:
+                raise UsageError(
+                    f"{type(self).__name__} keeps state in its groups of parameters "
+                    f"({', '.join(key for key in changed if key != 'params')}), so it does not "
+                    "update each parameter by itself: use DistributedOptimizer"
+                )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state after all steps taken so far."""
+        self.flush()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Replaces the state; the steps taken so far come first."""
+        self.flush()
+        super().load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters, whose gradients are averaged too; all ranks must do it."""
+        self.flush()
+        self._updates.watch()
+        super().add_param_group(param_group)
+
