@@ -13,6 +13,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cluster import Cluster
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs NVIDIA GPUs, and is skipped where there is none")
+
+
 def initialise() -> None:
     import torch
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -75,6 +76,29 @@ def test_train_digits(tmp_path):
     assert result.returncode == 0, result.stdout
     assert float(report.read_text().removeprefix("accuracy=")) >= 0.96
     assert "difference from single-process training" in result.stdout
+
+
+def test_synthetic_benchmark():
+    script = ROOT / "python/examples/synthetic_benchmark.py"
+    options = "--no-cuda --model small --batch-size 4 --num-warmup-batches 1 --num-iters 2".split()
+    command = [sys.executable, str(script), *options, "--num-batches-per-iter", "2"]
+    command += ["--cross-barrier", "--fp16-pushpull"]
+    result = launch(command, timeout=180)
+    assert result.returncode == 0, result.stdout
+    each = re.search(r"Img/sec per CPU: ([0-9.]+) \+-", result.stdout)
+    both = re.search(r"Total img/sec on 2 CPU\(s\): ([0-9.]+) \+-", result.stdout)
+    assert each and both, result.stdout
+    assert float(both[1]) == pytest.approx(2 * float(each[1]), abs=0.2) and float(each[1]) > 0
+
+
+def test_mixed_precision():
+    script = ROOT / "python/examples/mixed_precision.py"
+    command = [sys.executable, str(script), "--no-cuda", "--precision", "float16"]
+    result = launch(command, timeout=180)
+    assert result.returncode == 0, result.stdout
+    assert "difference between the ranks' parameters: 0.0" in result.stdout
+    # The scale that it starts with overflows, so steps were skipped.
+    assert "scale 1.07374e+09" not in result.stdout
 
 
 @pytest.mark.parametrize("script", ["python/quickstart", "python/environment"])
