@@ -10,7 +10,6 @@ line that it is told with numbers:
     model NAME PRECISION WAY,...   makes a copy of the model for each way; answers its parameters
     steps WAY COUNT                seconds of a step, the mean of COUNT steps
     losses NAME PRECISION WAY COUNT   the loss of each of COUNT steps on real data, from the same seeds
-    peak                           bytes that torch has held on the GPU, the most so far
 
 A collective's WAY is `peer`, `hierarchical` or `ours`. One of training is `forward` (no more than that), `alone` (a
 step without any communication), `ddp`, `ours` or `cross`, the last three also with `-bf16`, which halves what travels.
@@ -21,6 +20,7 @@ import contextlib
 import copy
 import datetime
 import faulthandler
+import gc
 import json
 import sys
 import time
@@ -326,6 +326,8 @@ class Rank:
         for training in self.trainings.values():
             training.finish(self.clock)
         self.trainings.clear()
+        # Hooks and their models refer to each other.
+        gc.collect()
         if self.clock.is_cuda:
             torch.cuda.empty_cache()
 
@@ -379,9 +381,6 @@ class Rank:
         for rank, others in enumerate(all_sums):
             if not torch.equal(others, sums):
                 raise AssertionError(f"the parameters of rank {rank} differ from those of rank {self.plan.rank} by {way}")
-
-    def peak(self) -> list[float]:
-        return [float(torch.cuda.max_memory_allocated()) if self.clock.is_cuda else 0.0]
 
     def end(self) -> None:
         self.forget()

@@ -87,6 +87,8 @@ fn rank(run: &Run, stage: &Stage, script: &str, place: (u32, u32), has_engine: b
     command.arg(script).arg(plan.to_string());
     // Else gloo asks the resolver for the machine's name, which no staged host knows.
     command.env("GLOO_SOCKET_IFNAME", "eth0").env("NCCL_SOCKET_IFNAME", "eth0");
+    // And torch warns of that.
+    command.env("TORCH_CPP_LOG_LEVEL", "ERROR");
     // What makes NCCL take namespaces of one machine for hosts.
     command.env("NCCL_HOSTID", format!("host{host}")).env("NCCL_NET", "Socket");
     command.env("NCCL_MNNVL_ENABLE", "0");

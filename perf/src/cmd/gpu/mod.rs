@@ -171,6 +171,8 @@ const COLUMNS: &[&str] = &[
     "bound_ms",
     "peer_ms_p50",
     "ratio",
+    "difference",
+    "noise",
 ];
 
 impl Run {

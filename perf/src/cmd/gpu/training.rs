@@ -52,19 +52,11 @@ impl Model {
             }
         }
         line.0.extend(hosts.line()?);
-        let peak = hosts.work("peak")?.concat().into_iter().fold(0.0, f64::max);
         let sending = SILENT.len()..self.ways.len();
-        Ok(sending.map(|index| self.report(run, &times, index, &line, peak)).collect())
+        Ok(sending.map(|index| self.report(run, &times, index, &line)).collect())
     }
 
-    fn report(
-        &self,
-        run: &Run,
-        times: &[Series],
-        index: usize,
-        line: &Series,
-        peak: f64,
-    ) -> Fields {
+    fn report(&self, run: &Run, times: &[Series], index: usize, line: &Series) -> Fields {
         let way = &self.ways[index];
         let (kind, is_halved) = (way.split('-').next().unwrap_or(way), way.ends_with("-bf16"));
         let bytes = self.parameters * if is_halved { 2.0 } else { 4.0 };
@@ -80,7 +72,7 @@ impl Model {
             "steps": run.steps, "ms_p50": step * 1e3, "forward_ms": forward * 1e3,
             "alone_ms": alone * 1e3, "parameters": self.parameters, "wire_bytes": bytes,
             "bound_ms": bound * 1e3, "ratio_to_bound": step / bound,
-            "ratio_to_alone": step / alone, "peak_bytes": peak,
+            "ratio_to_alone": step / alone,
         }));
         if line_rate.is_finite() {
             fields.insert("line_gbs".into(), (line_rate / 1e9).into());
