@@ -1,4 +1,4 @@
-"""Trains in mixed precision on real handwritten digits: float16 with a gradient scaler, or bfloat16.
+"""Trains in mixed precision on handwritten digits: float16 with a gradient scaler, or bfloat16.
 
     bpslaunch --local 4 python python/examples/mixed_precision.py
     bpslaunch --local 2 python python/examples/mixed_precision.py --precision float16 --no-cuda

@@ -1,33 +1,33 @@
 """Lets tensors of host memory pass for tensors of a GPU, where there is none.
 
-What the package then asks of the engine is carried out by the engine on host memory, and written
-down: which tensors were declared to be on a GPU, on which stream work was handed over, which
-streams were told to wait for which results. That the engine does as it is asked on a real GPU is
-for ``test_gpu.py`` to show.
+With :class:`Gpu`, what the package asks of the engine is carried out by the engine on host memory,
+and written down: which tensors were declared to be on a GPU, on which stream work was handed over,
+which streams were told to wait for which results.
+
+With :class:`Pipeline`, the engine takes them for tensors of a GPU too, and works on the stand-in for
+libcuda and libnccl of ``tests/fake_gpu``, to which any address is one of a GPU.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+from pathlib import Path
 from unittest import mock
 
+import byteps.torch as bps
 from byteps import _native, _registry
 from byteps.errors import ConfigError
 from byteps.torch import _gpu, _tensors
 
+ROOT = Path(__file__).resolve().parents[2]
 
-class Gpu:
-    """The one GPU that there seems to be; all tensors are on it but those in ``in_host``."""
+
+class _Pretence:
+    """All tensors are on the GPU but those in ``in_host``."""
 
     def __init__(self):
-        self.stream = 7
-        self.opened = None
-        self.declared = {}
-        self.handed_over = []
-        self.waits = []
-        self.kept = []
         self.in_host = {}
-        self._natives = set()
 
     def host(self, tensor):
         """Puts a tensor into host memory, as it were."""
@@ -37,6 +37,27 @@ class Gpu:
     def holds(self, tensor):
         return tensor.is_cpu and tensor.untyped_storage().data_ptr() not in self.in_host
 
+    def packed(self, packed):
+        def packed_here(tensor, in_host=False):
+            copy = packed(tensor, in_host)
+            return self.host(copy) if in_host or not self.holds(tensor) else copy
+
+        return mock.patch.object(_tensors, "_packed", packed_here)
+
+
+class Gpu(_Pretence):
+    """The one GPU that there seems to be to the package."""
+
+    def __init__(self):
+        super().__init__()
+        self.stream = 7
+        self.opened = None
+        self.declared = {}
+        self.handed_over = []
+        self.waits = []
+        self.kept = []
+        self._natives = set()
+
     def open_gpu(self, ordinal):
         if self.opened not in (None, ordinal):
             raise ConfigError(f"cuda:{self.opened} is open, so cuda:{ordinal} cannot be")
@@ -45,7 +66,7 @@ class Gpu:
     @contextlib.contextmanager
     def plugged_in(self):
         declare, push_pull, release = _native.declare, _native.push_pull, _native.release
-        packed, use_gpu = _tensors._packed, _registry.use_gpu
+        use_gpu = _registry.use_gpu
 
         def declare_here(tensors):
             for name, *_, device in tensors:
@@ -69,21 +90,16 @@ class Gpu:
             self._natives.discard(handle)
             release(handle)
 
-        def packed_here(tensor, in_host=False):
-            copy = packed(tensor, in_host)
-            return self.host(copy) if in_host or not self.holds(tensor) else copy
-
         with (
             mock.patch.multiple(
                 _native,
-                create=True,
                 declare=declare_here,
                 open_gpu=self.open_gpu,
                 push_pull_gpu=push_pull_gpu,
                 stream_wait=stream_wait,
                 release=release_here,
             ),
-            mock.patch.object(_tensors, "_packed", packed_here),
+            self.packed(_tensors._packed),
             mock.patch.object(_registry, "_gpu", None),
             # A tensor of the CPU says no number of its device.
             mock.patch.object(_registry, "use_gpu", lambda number: use_gpu(number or 0)),
@@ -97,3 +113,68 @@ class Gpu:
             ),
         ):
             yield self
+
+
+class Pipeline(_Pretence):
+    """A GPU for the engine too. ``libraries(folder)`` is the environment that its process needs."""
+
+    def __init__(self):
+        super().__init__()
+        self.handed_over = 0
+
+    @staticmethod
+    def libraries(folder):
+        """Variables that let a process see GPUs which are none, or None where they are not built."""
+        built = [ROOT / "target" / kind / "libbps_fake_gpu.so" for kind in ("debug", "debug/deps")]
+        library = next((path for path in built if path.exists()), None)
+        if library is None:
+            return None
+        (folder / "libcuda.so.1").symlink_to(library)
+        (folder / "libnccl.so.2").symlink_to(library)
+        # torch has an NCCL of its own, which must not be found in the first folder's place.
+        return {
+            "LD_LIBRARY_PATH": str(folder),
+            "BPS_NCCL_LIBRARY": str(folder / "libnccl.so.2"),
+            "FAKE_GPU_DELAY_US": "50",
+        }
+
+    @contextlib.contextmanager
+    def plugged_in(self):
+        cuda, stream_wait, use_gpu = _cuda(), _native.stream_wait, _registry.use_gpu
+        push_pull_gpu = _native.push_pull_gpu
+
+        def push_pull_here(tensors, stream):
+            self.handed_over += len(tensors)
+            return push_pull_gpu(tensors, stream)
+
+        def stream_wait_here(handles, stream):
+            stream_wait(handles, stream)
+            # torch works on host memory at once, so the host has to wait for the stream.
+            assert cuda.cuStreamSynchronize(ctypes.c_void_p(stream)) == 0
+
+        with (
+            mock.patch.object(_native, "push_pull_gpu", push_pull_here),
+            mock.patch.object(_native, "stream_wait", stream_wait_here),
+            self.packed(_tensors._packed),
+            mock.patch.object(
+                _registry, "use_gpu", lambda number: use_gpu(number or bps.local_rank())
+            ),
+            mock.patch.multiple(
+                _gpu,
+                holds=self.holds,
+                current_stream=lambda device: 0,
+                keep_for_current_stream=lambda tensors: None,
+            ),
+        ):
+            yield self
+
+
+def _cuda():
+    """The stand-in, with a context on this thread, in which stream 0 is."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    assert cuda.cuInit(0) == 0
+    assert cuda.cuDeviceGet(ctypes.byref(device), bps.local_rank()) == 0
+    assert cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) == 0
+    assert cuda.cuCtxSetCurrent(context) == 0
+    return cuda

@@ -138,7 +138,7 @@ def test_same_as_on_the_cpu(gpus, what):
 
 
 def as_on_the_cpu():
-    """One step on GPUs gives what one step on the CPU gives, so the GPU is not compared to itself."""
+    """Steps on GPUs give what steps on the CPU give, so no GPU is compared with itself alone."""
     model = test_optimizer.start()
     alone = test_optimizer.start()
     model = model.cuda()

@@ -1,4 +1,7 @@
-"""What is asked of the engine for tensors of GPUs, on tensors that pass for such."""
+"""What is asked of the engine for tensors of GPUs, on tensors that pass for such.
+
+The last part has the engine do it, on libraries that pass for CUDA's and NCCL's.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,16 @@ import pytest
 import torch
 
 import byteps.torch as bps
+import test_amp
+import test_broadcast
+import test_cross_barrier
+import test_ops
 import test_optimizer
 import test_parallel
 from byteps.errors import ConfigError, TensorError, UsageError
-from stand_in import Gpu
+from cluster import Cluster
+from conftest import initialise
+from stand_in import Gpu, Pipeline
 
 
 def handed_over_and_awaited():
@@ -148,3 +157,56 @@ def training(what, *arguments):
 )
 def test_training(pair, what):
     pair.run(training, *what)
+
+
+# Ranks, and whether they add up among themselves or through a server.
+PIPELINES = {"alone": (1, True), "nccl": (2, True), "server": (2, False)}
+
+
+@pytest.fixture(scope="module", params=PIPELINES)
+def pipeline(request, tmp_path_factory):
+    """A job whose engine works on GPUs that are none."""
+    size, among_themselves = PIPELINES[request.param]
+    environment = Pipeline.libraries(tmp_path_factory.mktemp("gpu"))
+    if environment is None:
+        pytest.skip("tests/fake_gpu is not built: cargo build -p bps-fake-gpu")
+    environment["BPS_LOCAL_REDUCE"] = str(int(among_themselves))
+    cluster = Cluster(size, servers=1, cores=1, environment=environment)
+    try:
+        cluster.run(initialise, timeout=120)
+        yield cluster
+    finally:
+        cluster.kill() if cluster.broken else cluster.close()
+
+
+def through_the_pipeline(function, *arguments):
+    with Pipeline().plugged_in() as gpu:
+        function(*arguments)
+        assert gpu.handed_over > 0
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        (test_ops.check_every_type_and_shape, "async"),
+        (test_ops.check_every_type_and_shape, "inplace"),
+        (test_ops.many_at_once,),
+        (test_ops.other_order_on_each_rank,),
+        (test_ops.large,),
+        (test_ops.same_name_again_and_again,),
+        (test_ops.average_and_sum_of_one_name,),
+        (test_ops.with_gaps,),
+        (test_ops.groups,),
+        (test_ops.horovods_names,),
+        (test_broadcast.every_type_and_root,),
+        (test_optimizer.as_one_process, "adam", False),
+        (test_optimizer.compressed, "bf16"),
+        (test_parallel.as_one_process, True),
+        (test_parallel.buffers,),
+        (test_amp.overflow_on_one_rank, "optimizer", True),
+        (test_cross_barrier.same_bits, "sgd"),
+    ],
+    ids=lambda what: "-".join([what[0].__name__, *map(str, what[1:])]),
+)
+def test_pipeline(pipeline, what):
+    pipeline.run(through_the_pipeline, *what)

@@ -177,6 +177,15 @@ cuda! {
     fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, bytes: usize, handle: usize) {
         enqueue_copy(to as usize, from as usize, bytes, None, handle)
     }
+    fn cuStreamWriteValue32_v2(handle: usize, address: u64, value: u32, flags: c_uint) {
+        let device = device::current()?;
+        let stream = stream::stream(handle)?;
+        if stream.device != device || address == 0 || !address.is_multiple_of(4) || flags != 0 {
+            return Err(INVALID_VALUE);
+        }
+        stream.push(Box::new(move || memory::write_word(address as usize, value)));
+        Ok(())
+    }
     fn cuGetErrorName(code: c_uint, name: *mut *const c_char) {
         put(name, known(code).ok_or(INVALID_VALUE)?.0.as_ptr())
     }

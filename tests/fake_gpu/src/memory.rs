@@ -4,6 +4,7 @@
 use crate::device::INVALID_VALUE;
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 const OUT_OF_MEMORY: u32 = 2;
@@ -89,6 +90,14 @@ pub fn is_registered(address: usize, bytes: usize) -> bool {
     let registered = locked(&REGISTERED);
     let before = registered.range(..=address).next_back();
     before.is_some_and(|(start, length)| start + length >= address + bytes)
+}
+
+/// Writes a word, after all that this thread has written: a host that sees it sees the rest.
+pub fn write_word(address: usize, value: u32) {
+    let word = std::ptr::with_exposed_provenance_mut(address);
+    // SAFETY: the address is aligned, and the user of CUDA vouches that it is good until the write
+    // is done and that others use it by atomic operations alone.
+    unsafe { AtomicU32::from_ptr(word) }.store(value, Ordering::Release);
 }
 
 /// Copies `bytes` bytes, wherever they are.
