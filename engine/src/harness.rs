@@ -18,6 +18,9 @@ use std::time::{Duration, Instant};
 pub const SPIN_ROOMY: Duration = Duration::from_micros(50);
 /// Spinning time where threads share CPUs: whoever spins keeps the awaited one from running.
 pub const SPIN_CROWDED: Duration = Duration::from_micros(5);
+/// Spinning time where every polling thread has a CPU and something is in flight: what is awaited
+/// then comes within a millisecond, and a sleep costs both ends a system call.
+const SPIN_EXPECTING: Duration = Duration::from_millis(1);
 /// Idle passes between two looks at the clock, which cost as much as a pass over empty queues.
 const CLOCK_EVERY: u32 = 16;
 /// Two looks that are further apart had another thread's turn on this CPU between them.
@@ -100,6 +103,8 @@ pub struct Idler {
     /// How long this idleness has lasted at the last look.
     spun: Duration,
     is_spent: bool,
+    /// Something is in flight.
+    expects: bool,
     watched: Arc<Loop>,
     counters: Arc<Counters>,
     sample_at: Duration,
@@ -130,6 +135,7 @@ impl Idler {
             has_looked: false,
             spun: Duration::ZERO,
             is_spent: false,
+            expects: false,
             watched: enlist(),
             counters,
             sample_at: Duration::ZERO,
@@ -146,6 +152,11 @@ impl Idler {
     /// Whether it is time for the loop to bring its gauges up to date; once each time.
     pub fn is_sample_due(&mut self) -> bool {
         std::mem::take(&mut self.is_sample_due)
+    }
+
+    /// Whether something is in flight, so that it is worth spinning longer where there are CPUs.
+    pub fn expect(&mut self, expects: bool) {
+        self.expects = expects;
     }
 
     /// Called after every pass of the loop. Once it has said [`Step::Sleep`] it says so again until
@@ -190,7 +201,9 @@ impl Idler {
             self.spun += more;
             self.watched.spun_ns.add(nanoseconds(more.min(CLOCK_GAP)));
         }
-        if self.policy == Idle::Busy || self.spun < self.spin {
+        let is_roomy = self.spin >= SPIN_ROOMY;
+        let spin = if self.expects && is_roomy { SPIN_EXPECTING } else { self.spin };
+        if self.policy == Idle::Busy || self.spun < spin {
             return Step::Again;
         }
         self.is_spent = true;

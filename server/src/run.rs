@@ -325,6 +325,7 @@ fn make_shard(
     let lanes_max = u32::try_from(RANKS_MAX).unwrap_or(u32::MAX);
     let tcp = Tcp::new(waker.clone(), config.tcp_driver, lanes_max)
         .map(|tcp| tcp.with_congestion(config.tcp_congestion.clone()))
+        .map(|tcp| tcp.with_offload(config.tcp_offload))
         .map_err(|error| ServerError::Resource(error.to_string()))?;
     let mut line = tcp.description();
     let mut transports = vec![Transport::Tcp(tcp)];

@@ -350,6 +350,7 @@ fn run_nic(
     let mut idler = Idler::counting(config.idle, start::spin(), counters);
     while !nic.ended() {
         let progress = nic.step(began.elapsed());
+        idler.expect(nic.is_awaiting());
         let step = idler.step(progress);
         if idler.is_sample_due() {
             nic.sample();

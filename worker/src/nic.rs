@@ -281,6 +281,12 @@ impl Nic {
             && self.lanes.iter().all(|lane| !lane.open)
     }
 
+    /// Whether a round is open.
+    #[must_use]
+    pub fn is_awaiting(&self) -> bool {
+        self.free_runs.len() < self.runs.len()
+    }
+
     /// Sleeps until there is something to do, or the time is over.
     pub fn sleep(&mut self, timeout: Duration) {
         let commands = &self.commands;

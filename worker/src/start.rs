@@ -279,6 +279,7 @@ pub(crate) fn nic(
         let lanes = u32::try_from(links.len()).unwrap_or(u32::MAX);
         let tcp = Tcp::new(waker.clone(), config.tcp_driver, lanes)
             .map(|tcp| tcp.with_congestion(config.tcp_congestion.clone()))
+            .map(|tcp| tcp.with_offload(config.tcp_offload))
             .map_err(|error| Error::Start(error.to_string()))?;
         line = format!("{line}; {}", tcp.description());
         transports.push(Transport::Tcp(tcp));

@@ -137,6 +137,8 @@ pub struct Config {
     pub tcp_driver: TcpDriver,
     /// `BPS_TCP_CONGESTION`: name of a congestion control; `None` keeps the system's but for bbr.
     pub tcp_congestion: Option<String>,
+    /// `BPS_TCP_OFFLOAD`: large sends go to threads of the kernel's.
+    pub tcp_offload: bool,
     /// `BPS_NCCL_LIBRARY`: the file of NCCL; found without it.
     pub nccl_library: Option<PathBuf>,
     /// `BYTEPS_NCCL_GROUP_SIZE`: collectives in one launch.
@@ -281,6 +283,7 @@ impl Default for Config {
             transport: TransportChoice::Auto,
             tcp_driver: TcpDriver::Auto,
             tcp_congestion: None,
+            tcp_offload: false,
             nccl_library: None,
             nccl_group_size: 16,
             payload_checksum: false,

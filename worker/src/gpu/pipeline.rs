@@ -213,6 +213,8 @@ pub(super) struct Pipeline {
     nic_ended: Arc<AtomicBool>,
     stall_report: Duration,
     told: bool,
+    /// Rounds that are open.
+    open: usize,
     failed: Option<GpuError>,
     /// Why it is over; `Some(None)` is an end in good order.
     over: Option<Option<Error>>,
@@ -258,6 +260,7 @@ impl Pipeline {
             nic_ended: parts.nic_ended,
             stall_report: parts.stall_report,
             told: false,
+            open: 0,
             failed: None,
             over: None,
             now: Duration::ZERO,
@@ -271,6 +274,7 @@ impl Pipeline {
     pub(super) fn run(mut self, mut idler: Idler) {
         while self.over.is_none() {
             let progress = self.step(idler.now());
+            idler.expect(self.open > 0);
             if idler.step(progress) == Step::Sleep {
                 self.sleep();
             }
@@ -448,6 +452,7 @@ impl Pipeline {
         let left = u32::try_from(rows.len()).unwrap_or(u32::MAX) + u32::from(state.own > 0);
         let ready = Arc::clone(&push.ready);
         state.run = Some(Run { push, left, rows });
+        self.open += 1;
         if left == 0 {
             return self.finish(tensor);
         }
@@ -575,10 +580,12 @@ impl Pipeline {
         let mark = Event::new(last.device())?;
         mark.record(last)?;
         let Some(state) = self.tensor(tensor) else { return Ok(()) };
-        if let Some(run) = state.run.take() {
+        let (run, next) = (state.run.take(), state.waiting.pop_front());
+        if let Some(run) = run {
+            self.open -= 1;
             run.push.task.finish_behind(mark);
         }
-        match state.waiting.pop_front() {
+        match next {
             Some(next) => self.begin(tensor, next),
             None => Ok(()),
         }

@@ -225,6 +225,15 @@ pub(super) const ROWS: &[Row] = &[
     )
     .flag("tcp-congestion"),
     Row::new(
+        "BPS_TCP_OFFLOAD",
+        NODES,
+        Group::Network,
+        Switch { at: |config| &mut config.tcp_offload },
+        "1",
+        "Whether io_uring hands large sends to threads of the kernel, beside the thread that \
+         receives: for links of 20 Gbit/s and more, where CPUs are plenty.",
+    ),
+    Row::new(
         "BPS_NCCL_LIBRARY",
         RANKING,
         Group::Network,

@@ -109,6 +109,16 @@ impl Tcp {
         Tcp { congestion: name, ..self }
     }
 
+    /// Whether large sends go to threads of the kernel's, so that this thread's receives run beside
+    /// them. Only io_uring can; it costs a hand-over for each.
+    #[must_use]
+    pub fn with_offload(mut self, offload: bool) -> Tcp {
+        if let Either::Uring(uring) = &mut self.driver {
+            uring.offload = offload;
+        }
+        self
+    }
+
     /// Which driver runs and why, in one line to be printed at start.
     #[must_use]
     pub fn description(&self) -> String {

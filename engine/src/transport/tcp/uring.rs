@@ -29,6 +29,8 @@ const SUBMISSIONS_MAX: u32 = 256;
 const COMPLETIONS_MAX: u32 = 65_536;
 /// Operations of one lane that may be in flight: a receive, a send, a cancellation.
 const LANE_OPERATIONS_MAX: u32 = 3;
+/// Smallest send that is worth the hand-over to another thread: copying it takes far longer.
+const OFFLOAD_BYTES_MIN: usize = 32 << 10;
 /// Rounds of ten milliseconds that a dropped transport waits for the kernel to let go of memory.
 const DROP_ROUNDS_MAX: usize = 500;
 
@@ -105,6 +107,8 @@ pub(super) struct Uring {
     polls: u64,
     waker_armed: bool,
     woken: bool,
+    /// Large sends go to threads of the kernel's.
+    pub(super) offload: bool,
 }
 
 impl Uring {
@@ -152,6 +156,7 @@ impl Uring {
             polls: 0,
             waker_armed: false,
             woken: false,
+            offload: false,
         })
     }
 
@@ -328,7 +333,9 @@ impl Uring {
         if !lane.receiving && !receive(lane, &mut self.ring, &mut self.pool) {
             return true;
         }
-        if !lane.sending && (self.cork.holds(&lane.stream) || !send(lane, &mut self.ring)) {
+        if !lane.sending
+            && (self.cork.holds(&lane.stream) || !send(lane, &mut self.ring, self.offload))
+        {
             return true;
         }
         let Some(cause) = lane.stream.closing() else { return lane.stream.impatient() };
@@ -420,12 +427,19 @@ fn receive(lane: &mut Lane, ring: &mut IoUring, pool: &mut Pool) -> bool {
 }
 
 /// Prepares the send that is due, if any. Returns false if the queue has no room.
-fn send(lane: &mut Lane, ring: &mut IoUring) -> bool {
+fn send(lane: &mut Lane, ring: &mut IoUring, offload: bool) -> bool {
     let Some(sender) = lane.stream.outgoing() else { return true };
     let count = Sender::gather(sender, &mut lane.outgoing.iovecs);
     let message = lane.outgoing.aim(count);
     let flags = (libc::MSG_WAITALL | libc::MSG_NOSIGNAL).cast_unsigned();
     let entry = opcode::SendMsg::new(fixed(lane), message).flags(flags).build();
+    let bytes: usize = lane.outgoing.iovecs[..count].iter().map(|one| one.iov_len).sum();
+    // On a thread of the kernel's, the copy into the socket runs beside this one.
+    let entry = if offload && bytes >= OFFLOAD_BYTES_MIN {
+        entry.flags(io_uring::squeue::Flags::ASYNC)
+    } else {
+        entry
+    };
     lane.sending = push(ring, &entry.user_data(lane.user_data(SEND)));
     lane.sending
 }

@@ -35,6 +35,7 @@ impl Pipeline {
         let pushes: Vec<_> = state.waiting.drain(..).collect();
         let run = state.run.take();
         if run.is_some() {
+            self.open -= 1;
             self.drain();
         }
         for push in run.map(|run| run.push).into_iter().chain(pushes) {
