@@ -234,7 +234,7 @@ impl Shard {
         if let (Some(rdma), Some(base)) = (self.endpoint.rdma(), base) {
             // SAFETY: below its resident bytes the arena is mapped, and the endpoint is dropped
             // before it.
-            if let Err(error) = unsafe { rdma.share(base, bytes) } {
+            if let Err(error) = unsafe { rdma.register(base, bytes) } {
                 log::warning!("publications are copied before a device sends them: {error}");
             }
         }

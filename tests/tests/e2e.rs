@@ -7,6 +7,7 @@ use bps_engine::transport::sim::Random;
 use bps_tests::job::{self, JobShape};
 use bps_tests::reference;
 use bps_worker::{Declaration, Error, PushPull, Worker};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 const LONG: Option<Duration> = Some(Duration::from_secs(60));
@@ -151,6 +152,15 @@ fn jobs_over_rdma() {
         });
         println!("{workers}x{servers}x{cores}: {:?}", start.elapsed());
     }
+    // RDMA is taken by itself where servers are on other hosts.
+    let shape =
+        JobShape { transport: TransportChoice::Auto, hosts: &[1, 1], ..JobShape::default() };
+    let pairs = job::run(shape, |worker| {
+        work(worker, &tensors(&[4096, 20_011], 2), 2, 7);
+        queue_pairs()
+    });
+    // The lane of the other rank may be gone already.
+    assert!(pairs.iter().all(|count| *count >= 2), "{pairs:?} queue pairs");
     // Parts of many slots.
     let shape = JobShape {
         transport: TransportChoice::Rdma,
@@ -167,6 +177,61 @@ fn jobs_over_rdma() {
         };
         work(worker, &[large], 2, 1);
     });
+}
+
+/// Connected queue pairs of this machine.
+fn queue_pairs() -> usize {
+    let found = Command::new("rdma").args(["resource", "show", "qp"]).output().expect("rdma");
+    let found = String::from_utf8_lossy(&found.stdout).into_owned();
+    found.lines().filter(|line| line.contains("type RC") && line.contains("RTS")).count()
+}
+
+/// `tests/rdma/run` runs this as well. Where memory can't be locked, lanes go over TCP, unless
+/// RDMA is demanded: then the message says what is missing.
+#[test]
+fn jobs_that_may_not_lock_memory() {
+    if bps_engine::transport::rdma::find(None).is_err() || !rustix::process::geteuid().is_root() {
+        assert!(std::env::var_os("BPS_TEST_RDMA_ONLY").is_none(), "no devices, or not root");
+        eprintln!("skipped: no RDMA device, or not root, whose limits bind nobody");
+        return;
+    }
+    let limited = |transport: &str| {
+        Command::new("setpriv")
+            .args(["--reuid=65534", "--regid=65534", "--clear-groups"])
+            .args(["prlimit", "--memlock=65536"])
+            .arg(std::env::current_exe().expect("this program"))
+            .args(["--exact", "the_limited_job", "--ignored", "--nocapture"])
+            .env("BPS_TEST_TRANSPORT", transport)
+            .output()
+            .expect("setpriv and prlimit")
+    };
+    for (transport, is_well) in [("auto", true), ("rdma", false)] {
+        let done = limited(transport);
+        let text = String::from_utf8_lossy(&done.stderr).into_owned();
+        println!("{transport}: {}\n{text}", done.status);
+        assert_eq!(done.status.success(), is_well, "{transport}");
+        for word in ["RLIMIT_MEMLOCK is 65536 bytes", "2098176 bytes", "ulimit -l unlimited"] {
+            assert!(text.contains(word), "{transport}: {word}");
+        }
+        assert_eq!(text.contains("goes over TCP"), is_well, "{transport}");
+    }
+}
+
+#[test]
+#[ignore = "the other process of `jobs_that_may_not_lock_memory`"]
+fn the_limited_job() {
+    let Ok(transport) = std::env::var("BPS_TEST_TRANSPORT") else {
+        eprintln!("skipped: nobody started this under a limit");
+        return;
+    };
+    let is_demanded = transport == "rdma";
+    let transport = if is_demanded { TransportChoice::Rdma } else { TransportChoice::Auto };
+    let shape = JobShape { transport, hosts: &[1, 1], ..JobShape::default() };
+    let pairs = job::run(shape, |worker| {
+        work(worker, &tensors(&[4096, 20_011], 2), 2, 7);
+        queue_pairs()
+    });
+    assert_eq!(pairs, [0, 0], "lanes over RDMA");
 }
 
 #[test]

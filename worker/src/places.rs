@@ -39,6 +39,14 @@ pub(crate) fn spot(config: &Config, poller: Poller<'_>) -> Spot {
     spot_on(&topology, &affinity, config, poller, Claims::open())
 }
 
+/// The NUMA node of this process, if all its CPUs are of one.
+pub(crate) fn node() -> Option<u32> {
+    let topology = Topology::read(Path::new("/")).ok()?;
+    let mut nodes = pin::affinity().ok()?.into_iter().map(|cpu| topology.cpu(cpu)?.node);
+    let first = nodes.next()??;
+    nodes.all(|node| node == Some(first)).then_some(first)
+}
+
 fn spot_on(
     topology: &Topology,
     affinity: &[usize],

@@ -5,6 +5,7 @@ use crate::agent::Lanes;
 use crate::error::Error;
 use crate::neighbours::Door;
 use crate::nic::{Command, Nic, NicConfig, NicStatistics, Peer, Report};
+use crate::places;
 use bps_engine::base::{CoreId, Rank};
 use bps_engine::config::{Config, TransportChoice};
 use bps_engine::control::{JobKey, Link, LinkReceiver, LinkSender, dial, dial_unix};
@@ -81,7 +82,7 @@ pub(crate) fn join(config: &Config) -> Result<Joined, Error> {
         Error::Start(format!("the scheduler was lost while the job formed: {error}"))
     };
     link.notice_loss_after(config.heartbeat_timeout).map_err(|error| fail(&error))?;
-    let rails = match rdma::rails_for(config, None) {
+    let rails = match rdma::rails_for(config, places::node()) {
         Ok(rails) => rails,
         Err(error) if config.transport == TransportChoice::Rdma => {
             return Err(Error::Start(format!("RDMA is demanded: {error}")));
@@ -181,7 +182,9 @@ fn connect(
             let rdma = |rails| {
                 let stream = dial(*address, key, Hello::rdma_lane(rank, roster.epoch), DIAL);
                 let stream = stream.map_err(|error| error.to_string())?;
-                rdma::connect(stream, rails, links.len(), RdmaOptions::default())
+                // The ranks of a host begin with different ports.
+                let port = links.len() + config.local_rank as usize;
+                rdma::connect(stream, rails, port, RdmaOptions::default())
                     .map(|link| transport::Link::Rdma(Box::new(link)))
                     .map_err(|error| error.to_string())
             };

@@ -133,6 +133,8 @@ pub struct Config {
     pub host_id: Option<String>,
     /// `BPS_TRANSPORT` (and `DMLC_ENABLE_RDMA`): `auto`, `tcp`, `shm`, `rdma`.
     pub transport: TransportChoice,
+    /// Whether RDMA devices that page on demand send tensors from where they lie.
+    pub rdma_on_demand: bool,
     /// `BPS_TCP_DRIVER`: `auto`, `uring`, `poll`.
     pub tcp_driver: TcpDriver,
     /// `BPS_TCP_CONGESTION`: name of a congestion control; `None` keeps the system's but for bbr.
@@ -281,6 +283,7 @@ impl Default for Config {
             local_reduce: true,
             host_id: None,
             transport: TransportChoice::Auto,
+            rdma_on_demand: false,
             tcp_driver: TcpDriver::Auto,
             tcp_congestion: None,
             tcp_offload: false,

@@ -131,6 +131,12 @@ pub enum Cause {
     /// The kernel reported an error.
     #[error("{}", std::io::Error::from_raw_os_error(*.0))]
     Os(i32),
+    /// Something happened to an RDMA device, a port of it or the lane's queues.
+    #[error("RDMA event {event}: {}", rdma::event_text(*event))]
+    RdmaEvent {
+        /// As `ibv_event_type` lists it.
+        event: i32,
+    },
     /// An RDMA device reported an error: a status of `ibv_wc_status`.
     #[error("RDMA status {status}: {}", rdma::status_text(*status))]
     Rdma {

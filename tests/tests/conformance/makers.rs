@@ -201,7 +201,7 @@ impl World {
             (Some((arena, _)), Transport::Rdma(driver)) => {
                 let base = NonNull::new(arena.base()).unwrap();
                 // SAFETY: the arena is the world's, which lives longer than its nodes.
-                unsafe { driver.share(base, ARENA_BYTES) }.unwrap();
+                unsafe { driver.register(base, ARENA_BYTES) }.unwrap();
             }
             _ => {}
         }

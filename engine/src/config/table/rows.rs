@@ -204,6 +204,15 @@ pub(super) const ROWS: &[Row] = &[
     )
     .flag("transport"),
     Row::new(
+        "BPS_RDMA_ON_DEMAND",
+        NODES,
+        Group::Network,
+        Switch { at: |config| &mut config.rdma_on_demand },
+        "1",
+        "Whether tensors are sent from where they lie, without a copy, by RDMA devices that page \
+         on demand. Never run on hardware so far: see docs/rdma.md.",
+    ),
+    Row::new(
         "BPS_TCP_DRIVER",
         NODES,
         Group::Network,

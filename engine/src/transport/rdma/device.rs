@@ -1,14 +1,13 @@
-//! Opened devices: contexts, protection domains, completion queues, registered memory and queue
-//! pairs, each destroyed by its owner.
+//! Opened devices: contexts, protection domains, completion queues and queue pairs, each destroyed
+//! by its owner.
 //!
 //! Invariant: whatever is made of a [`Rail`] holds it, so that nothing outlives what it was made
-//! of; a device writes only to memory of a live [`Region`] that allows it.
+//! of.
 
 use super::RdmaError;
 use super::ffi::{self, Verbs};
-use super::ports::{Address, AddressKind, Port, nearest_first};
-use crate::limits::ALIGNMENT;
-use std::alloc::Layout;
+use super::memory::can_page;
+use super::ports::{Address, AddressKind, Port, keep_near};
 use std::ffi::{CStr, c_int};
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -59,10 +58,10 @@ impl Counters {
 
 /// One port with all that lanes over it share.
 pub(super) struct Rail {
-    verbs: &'static Verbs,
+    pub(super) verbs: &'static Verbs,
     port: Port,
-    context: NonNull<ffi::Context>,
-    pd: NonNull<ffi::Pd>,
+    pub(super) context: NonNull<ffi::Context>,
+    pub(super) pd: NonNull<ffi::Pd>,
     channel: NonNull<ffi::Channel>,
     cq: NonNull<ffi::Cq>,
     pub(super) mtu: u8,
@@ -108,8 +107,10 @@ impl Rail {
             })?;
             let mut rail =
                 Rail { verbs, port: port.clone(), context, pd, channel, cq, mtu: 0, lid: 0 };
-            rustix::io::ioctl_fionbio(rail.channel(), true)
-                .map_err(|errno| rail.error("ioctl", errno.into()))?;
+            for fd in [rail.channel(), rail.news()] {
+                rustix::io::ioctl_fionbio(fd, true)
+                    .map_err(|errno| rail.error("ioctl", errno.into()))?;
+            }
             let mut attributes: ffi::PortAttr = std::mem::zeroed();
             let status = (verbs.query_port)(context.as_ptr(), port.number, &raw mut attributes);
             rail.check("ibv_query_port", status)?;
@@ -123,7 +124,7 @@ impl Rail {
         &self.port
     }
 
-    fn error(&self, call: &'static str, source: io::Error) -> RdmaError {
+    pub(super) fn error(&self, call: &'static str, source: io::Error) -> RdmaError {
         RdmaError::Call { call, port: self.port.to_string(), source }
     }
 
@@ -140,6 +141,33 @@ impl Rail {
     pub(super) fn channel(&self) -> BorrowedFd<'_> {
         // SAFETY: the channel lives as long as `self`, and its descriptor with it.
         unsafe { BorrowedFd::borrow_raw(self.channel.as_ref().fd) }
+    }
+
+    /// Readable when something has happened to the device, a port or a queue.
+    pub(super) fn news(&self) -> BorrowedFd<'_> {
+        // SAFETY: the context lives as long as `self`, and its descriptor with it.
+        unsafe { BorrowedFd::borrow_raw(self.context.as_ref().async_fd) }
+    }
+
+    /// The next of what has happened that ends lanes.
+    pub(super) fn fault(&self) -> Option<Fault> {
+        // SAFETY: the event is a number and an address, for which zeros are valid.
+        let mut event: ffi::AsyncEvent = unsafe { std::mem::zeroed() };
+        // SAFETY: the descriptor does not block; each event that was taken is acknowledged once.
+        while unsafe { (self.verbs.get_async_event)(self.context.as_ptr(), &raw mut event) } == 0 {
+            // SAFETY: as above.
+            unsafe { (self.verbs.ack_async_event)(&raw mut event) };
+            let of = match event.event_type {
+                ffi::EVENT_CQ_ERR | ffi::EVENT_DEVICE_FATAL => None,
+                ffi::EVENT_PORT_ERR if event.port() == self.port.number => None,
+                ffi::EVENT_QP_FATAL | ffi::EVENT_QP_REQ_ERR | ffi::EVENT_QP_ACCESS_ERR => {
+                    Some(event.qp().addr())
+                }
+                _ => continue,
+            };
+            return Some(Fault { event: event.event_type, pair: of });
+        }
+        None
     }
 
     /// Asks for a wake-up by the next completion, after taking back earlier wake-ups.
@@ -220,9 +248,11 @@ fn open_device(verbs: &'static Verbs, port: &Port) -> Result<NonNull<ffi::Contex
     }
 }
 
-/// The rails of one thread, nearest first.
+/// The rails of one thread.
 pub struct Rails {
     rails: Vec<Arc<Rail>>,
+    /// Whether all memory is to be sent from in place, where a device can.
+    pub(super) on_demand: bool,
     pub(super) counters: Counters,
 }
 
@@ -232,9 +262,17 @@ impl Rails {
     ///
     /// # Errors
     /// No port can be opened; says why of the first.
-    pub fn open(mut ports: Vec<Port>, numa_node: Option<u32>) -> Result<Arc<Rails>, RdmaError> {
-        let verbs = Verbs::load()?;
-        nearest_first(&mut ports, numa_node);
+    pub fn open(ports: Vec<Port>, numa_node: Option<u32>) -> Result<Arc<Rails>, RdmaError> {
+        Rails::open_with(Verbs::load()?, ports, numa_node, false)
+    }
+
+    pub(super) fn open_with(
+        verbs: &'static Verbs,
+        mut ports: Vec<Port>,
+        numa_node: Option<u32>,
+        on_demand: bool,
+    ) -> Result<Arc<Rails>, RdmaError> {
+        keep_near(&mut ports, numa_node);
         let (mut rails, mut first) = (Vec::new(), None);
         for port in &ports {
             match Rail::open(verbs, port) {
@@ -245,13 +283,18 @@ impl Rails {
         if rails.is_empty() {
             return Err(first.unwrap_or(RdmaError::NoPort { interface: None }));
         }
-        Ok(Arc::new(Rails { rails, counters: Counters::default() }))
+        Ok(Arc::new(Rails { rails, on_demand, counters: Counters::default() }))
     }
 
     /// Which ports are used, in one line to be printed at start.
     #[must_use]
     pub fn description(&self) -> String {
-        let ports: Vec<String> = self.rails.iter().map(|rail| rail.port.to_string()).collect();
+        let name = |rail: &Arc<Rail>| match self.on_demand.then(|| can_page(rail)) {
+            None => rail.port.to_string(),
+            Some(Ok(())) => format!("{}, tensors sent from in place", rail.port),
+            Some(Err(why)) => format!("{}, tensors copied: {why}", rail.port),
+        };
+        let ports: Vec<String> = self.rails.iter().map(name).collect();
         format!("rdma: {}", ports.join("; "))
     }
 
@@ -271,115 +314,13 @@ impl Rails {
     }
 }
 
-/// Memory that a device reaches, registered with one rail; or somebody else's memory that is.
-pub(super) struct Region {
-    rail: Arc<Rail>,
-    mr: NonNull<ffi::Mr>,
-    /// Allocated here, if so.
-    owned: Option<Layout>,
-    base: NonNull<u8>,
-    bytes: usize,
-}
-
-// SAFETY: a region owns its registration (and its memory, if it is its own) and gives out raw
-// pointers only.
-unsafe impl Send for Region {}
-
-impl Region {
-    /// New zeroed memory, which the peer may write to if `remote`.
-    pub(super) fn new(rail: &Arc<Rail>, bytes: usize, remote: bool) -> Result<Region, RdmaError> {
-        const PAGE_BYTES: usize = 4096;
-        const { assert!(PAGE_BYTES.is_multiple_of(ALIGNMENT)) };
-        let layout = Layout::from_size_align(bytes.max(1), PAGE_BYTES)
-            .map_err(|error| rail.error("allocation", io::Error::other(error)))?;
-        // SAFETY: the layout's size is not 0.
-        let memory = unsafe { std::alloc::alloc_zeroed(layout) };
-        let Some(base) = NonNull::new(memory) else { std::alloc::handle_alloc_error(layout) };
-        let access = ffi::ACCESS_LOCAL_WRITE | if remote { ffi::ACCESS_REMOTE_WRITE } else { 0 };
-        // SAFETY: the memory was just allocated with this length, and lives until the region ends.
-        match unsafe { register(rail, base, bytes, access) } {
-            Ok(mr) => Ok(Region { rail: Arc::clone(rail), mr, owned: Some(layout), base, bytes }),
-            Err(error) => {
-                // SAFETY: allocated above with this layout, and registered with nobody.
-                unsafe { std::alloc::dealloc(base.as_ptr(), layout) };
-                Err(error)
-            }
-        }
-    }
-
-    /// Somebody else's memory, for the device to read.
-    ///
-    /// # Safety
-    /// The range is mapped, and stays so until the region ends.
-    pub(super) unsafe fn over(
-        rail: &Arc<Rail>,
-        base: NonNull<u8>,
-        bytes: usize,
-    ) -> Result<Region, RdmaError> {
-        // SAFETY: the caller's promise.
-        let mr = unsafe { register(rail, base, bytes, 0) }?;
-        Ok(Region { rail: Arc::clone(rail), mr, owned: None, base, bytes })
-    }
-
-    /// The address of `length` bytes from `offset` on.
-    pub(super) fn at(&self, offset: usize, length: usize) -> *mut u8 {
-        assert!(offset <= self.bytes && length <= self.bytes - offset, "within the region");
-        self.base.as_ptr().wrapping_add(offset)
-    }
-
-    /// Whether this range lies within the region.
-    pub(super) fn covers(&self, address: usize, length: usize) -> bool {
-        let start = address.checked_sub(self.base.addr().get());
-        start.and_then(|start| start.checked_add(length)).is_some_and(|end| end <= self.bytes)
-    }
-
-    pub(super) fn lkey(&self) -> u32 {
-        // SAFETY: the registration lives as long as `self`.
-        unsafe { self.mr.as_ref() }.lkey
-    }
-
-    pub(super) fn rkey(&self) -> u32 {
-        // SAFETY: as above.
-        unsafe { self.mr.as_ref() }.rkey
-    }
-
-    pub(super) fn address(&self) -> u64 {
-        self.base.as_ptr().expose_provenance() as u64
-    }
-}
-
-impl Drop for Region {
-    fn drop(&mut self) {
-        // SAFETY: registered once and no more used by a queue pair, which goes before its regions.
-        let status = unsafe { (self.rail.verbs.dereg_mr)(self.mr.as_ptr()) };
-        if let (0, Some(layout)) = (status, self.owned) {
-            // SAFETY: allocated with this layout, and no device reaches it any more. Where the
-            // deregistration failed it is leaked rather than freed under a device's hands.
-            unsafe { std::alloc::dealloc(self.base.as_ptr(), layout) };
-        }
-    }
-}
-
-/// # Safety
-/// The range is mapped and outlives the registration.
-unsafe fn register(
-    rail: &Arc<Rail>,
-    base: NonNull<u8>,
-    bytes: usize,
-    access: c_int,
-) -> Result<NonNull<ffi::Mr>, RdmaError> {
-    let at = base.as_ptr().cast();
-    // SAFETY: the caller's promise; the domain is the rail's.
-    let mr = unsafe { (rail.verbs.reg_mr)(rail.pd.as_ptr(), at, bytes, access) };
-    NonNull::new(mr).ok_or_else(|| {
-        let source = io::Error::last_os_error();
-        match source.raw_os_error() {
-            Some(libc::ENOMEM | libc::EAGAIN) => {
-                RdmaError::locked(bytes, rail.port.to_string(), source)
-            }
-            _ => rail.error("ibv_reg_mr", source),
-        }
-    })
+/// What a device says has happened to it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Fault {
+    /// As `ibv_event_type` lists it.
+    pub(super) event: c_int,
+    /// The one queue pair that it is of, by its address; all if there is none.
+    pub(super) pair: Option<usize>,
 }
 
 /// The peer's end of a queue pair, as it told us.
@@ -454,6 +395,11 @@ impl QueuePair {
     pub(super) fn number(&self) -> u32 {
         // SAFETY: the pair lives as long as `self`.
         unsafe { self.qp.as_ref() }.qp_num
+    }
+
+    /// By which the device's library knows it.
+    pub(super) fn address(&self) -> usize {
+        self.qp.addr().get()
     }
 
     /// Bytes that a send may carry inline.

@@ -61,6 +61,29 @@ layouts! {
         mutex: [u64; 5],
         abi_compat as "abi_compat": *mut c_void,
     }
+    /// The calls of a newer provider: the end of that struct, which grows at its front.
+    struct ContextTail as "tail verbs_context" {
+        query_device_ex as "query_device_ex":
+            Option<unsafe extern "C" fn(*mut Context, Compat, *mut DeviceAttrEx, usize) -> c_int>,
+        before_size: [Compat; 11],
+        sz as "sz": usize,
+        context as "context": Context,
+    }
+    /// What a device can do: the fields up to those of paging on demand.
+    struct DeviceAttrEx as "prefix ibv_device_attr_ex" {
+        orig_attr: [u64; 29],
+        comp_mask as "comp_mask": u32,
+        general_caps as "odp_caps.general_caps": u64,
+        rc_odp_caps as "odp_caps.per_transport_caps.rc_odp_caps": u32,
+        other_caps: [u32; 2],
+        // The library of another release may fill more.
+        rest: [u64; 32],
+    }
+    /// What happened to a device.
+    struct AsyncEvent as "struct ibv_async_event" {
+        element as "element": u64,
+        event_type as "event_type": c_int,
+    }
     /// A queue of completions: its first fields.
     struct Cq as "prefix ibv_cq" {
         context as "context": *mut Context,
@@ -216,6 +239,18 @@ layouts! {
     }
 }
 
+impl AsyncEvent {
+    /// The queue pair that the event is of, where it is of one.
+    pub(super) fn qp(&self) -> *mut Qp {
+        std::ptr::with_exposed_provenance_mut(usize::try_from(self.element).unwrap_or(0))
+    }
+
+    /// The number of the port that the event is of, where it is of one.
+    pub(super) fn port(&self) -> u8 {
+        self.element.to_ne_bytes()[0]
+    }
+}
+
 /// A device that can be opened; the library's own.
 pub(super) enum Device {}
 /// A protection domain; the library's own.
@@ -223,6 +258,16 @@ pub(super) enum Pd {}
 
 pub(super) const ACCESS_LOCAL_WRITE: c_int = 1;
 pub(super) const ACCESS_REMOTE_WRITE: c_int = 2;
+pub(super) const ACCESS_ON_DEMAND: c_int = 1 << 6;
+pub(super) const ODP_SUPPORT: u64 = 1;
+pub(super) const ODP_SUPPORT_IMPLICIT: u64 = 1 << 1;
+pub(super) const ODP_SUPPORT_WRITE: u32 = 1 << 2;
+pub(super) const EVENT_CQ_ERR: c_int = 0;
+pub(super) const EVENT_QP_FATAL: c_int = 1;
+pub(super) const EVENT_QP_REQ_ERR: c_int = 2;
+pub(super) const EVENT_QP_ACCESS_ERR: c_int = 3;
+pub(super) const EVENT_DEVICE_FATAL: c_int = 8;
+pub(super) const EVENT_PORT_ERR: c_int = 10;
 pub(super) const QP_TYPE_RC: c_int = 2;
 pub(super) const STATE_INIT: c_int = 1;
 pub(super) const STATE_RTR: c_int = 2;
@@ -243,6 +288,7 @@ pub(super) const ATTR_MIN_RNR_TIMER: c_int = 1 << 15;
 pub(super) const ATTR_SQ_PSN: c_int = 1 << 16;
 pub(super) const ATTR_MAX_DEST_RD_ATOMIC: c_int = 1 << 17;
 pub(super) const ATTR_DEST_QPN: c_int = 1 << 20;
+pub(super) const WRITE: c_int = 0;
 pub(super) const WRITE_WITH_IMM: c_int = 1;
 pub(super) const SEND_SIGNALED: c_uint = 1 << 1;
 pub(super) const SEND_INLINE: c_uint = 1 << 3;
@@ -253,6 +299,16 @@ pub fn constants() -> Vec<String> {
     let constants = [
         ("IBV_ACCESS_LOCAL_WRITE", i64::from(ACCESS_LOCAL_WRITE)),
         ("IBV_ACCESS_REMOTE_WRITE", i64::from(ACCESS_REMOTE_WRITE)),
+        ("IBV_ACCESS_ON_DEMAND", i64::from(ACCESS_ON_DEMAND)),
+        ("IBV_ODP_SUPPORT", ODP_SUPPORT.cast_signed()),
+        ("IBV_ODP_SUPPORT_IMPLICIT", ODP_SUPPORT_IMPLICIT.cast_signed()),
+        ("IBV_ODP_SUPPORT_WRITE", i64::from(ODP_SUPPORT_WRITE)),
+        ("IBV_EVENT_CQ_ERR", i64::from(EVENT_CQ_ERR)),
+        ("IBV_EVENT_QP_FATAL", i64::from(EVENT_QP_FATAL)),
+        ("IBV_EVENT_QP_REQ_ERR", i64::from(EVENT_QP_REQ_ERR)),
+        ("IBV_EVENT_QP_ACCESS_ERR", i64::from(EVENT_QP_ACCESS_ERR)),
+        ("IBV_EVENT_DEVICE_FATAL", i64::from(EVENT_DEVICE_FATAL)),
+        ("IBV_EVENT_PORT_ERR", i64::from(EVENT_PORT_ERR)),
         ("IBV_QPT_RC", i64::from(QP_TYPE_RC)),
         ("IBV_QPS_INIT", i64::from(STATE_INIT)),
         ("IBV_QPS_RTR", i64::from(STATE_RTR)),
@@ -273,6 +329,7 @@ pub fn constants() -> Vec<String> {
         ("IBV_QP_SQ_PSN", i64::from(ATTR_SQ_PSN)),
         ("IBV_QP_MAX_DEST_RD_ATOMIC", i64::from(ATTR_MAX_DEST_RD_ATOMIC)),
         ("IBV_QP_DEST_QPN", i64::from(ATTR_DEST_QPN)),
+        ("IBV_WR_RDMA_WRITE", i64::from(WRITE)),
         ("IBV_WR_RDMA_WRITE_WITH_IMM", i64::from(WRITE_WITH_IMM)),
         ("IBV_SEND_SIGNALED", i64::from(SEND_SIGNALED)),
         ("IBV_SEND_INLINE", i64::from(SEND_INLINE)),
@@ -287,6 +344,8 @@ macro_rules! functions {
         /// The functions of libibverbs.
         pub(super) struct Verbs {
             $(pub(super) $name: unsafe extern "C" fn($($argument),*) $(-> $result)?,)*
+            /// Releases before 34 have none.
+            pub(super) reg_dmabuf_mr: Option<RegisterDmaBuf>,
         }
         impl Verbs {
             fn fill(library: *mut c_void) -> Result<Verbs, RdmaError> {
@@ -299,7 +358,12 @@ macro_rules! functions {
                             unsafe extern "C" fn($($argument),*) $(-> $result)?,
                         >(symbol(library, $symbol)?)
                     },
-                )* })
+                )*
+                    reg_dmabuf_mr: symbol(library, c"ibv_reg_dmabuf_mr").ok().map(|found| {
+                        // SAFETY: the symbol is the function of this name, of that C declaration.
+                        unsafe { std::mem::transmute::<*mut c_void, RegisterDmaBuf>(found) }
+                    }),
+                })
             }
         }
     };
@@ -328,7 +392,13 @@ functions! {
     modify_qp = c"ibv_modify_qp": fn(*mut Qp, *mut QpAttr, c_int) -> c_int;
     destroy_qp = c"ibv_destroy_qp": fn(*mut Qp) -> c_int;
     fork_init = c"ibv_fork_init": fn() -> c_int;
+    get_async_event = c"ibv_get_async_event": fn(*mut Context, *mut AsyncEvent) -> c_int;
+    ack_async_event = c"ibv_ack_async_event": fn(*mut AsyncEvent);
 }
+
+/// Domain, offset, length, address in requests, descriptor, access.
+pub(super) type RegisterDmaBuf =
+    unsafe extern "C" fn(*mut Pd, u64, usize, u64, c_int, c_int) -> *mut Mr;
 
 const LIBRARY: &CStr = c"libibverbs.so.1";
 

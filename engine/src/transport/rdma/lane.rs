@@ -11,9 +11,10 @@
 //! live regions and of payloads whose poster waits for `Sent`.
 
 use super::chain::{Chain, Send};
-use super::device::{Counters, QueuePair, Rails, Region};
+use super::device::{Counters, QueuePair, Rails};
 use super::ffi;
 use super::flow::{BATCH, BROKEN, Notice, PREFIX_BYTES, Prefix, RECEIVES, Receiving, Sending};
+use super::memory::Region;
 use super::setup::{RdmaLink, Stream};
 use crate::limits::{LANE_FRAMES_MAX, PART_BYTES_MAX};
 use crate::transport::{Cause, Event, Frame, Full, Landing, LaneId, Room};
@@ -284,7 +285,7 @@ impl RdmaLane {
     }
 
     /// Says farewell. Returns whether all that was sent has arrived, or never will.
-    fn is_wound_down(&mut self) -> bool {
+    pub(super) fn is_wound_down(&mut self) -> bool {
         match self.end {
             _ if self.failure.is_some() => true,
             End::Draining(_) | End::PeerLeft => true,

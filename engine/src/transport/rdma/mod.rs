@@ -2,10 +2,12 @@
 //!
 //! | file | owns |
 //! |---|---|
+//! | `error.rs` | why there is no RDMA, and why a lane ended |
 //! | `ffi.rs` | libibverbs, opened at run time, and its memory layouts |
 //! | `ports.rs` | which ports and addresses the machine has |
-//! | `device.rs` | opened devices, registered memory, queue pairs |
-//! | `setup.rs` | what two ends tell each other over a stream |
+//! | `device.rs` | opened devices, queue pairs |
+//! | `memory.rs` | registered memory |
+//! | `setup.rs` | what two ends tell each other over a stream, and whether they reach each other |
 //! | `flow.rs` | space, credit and completions of a lane, without a device |
 //! | `chain.rs` | sends that are posted together |
 //! | `lane.rs` | a lane |
@@ -21,13 +23,19 @@
 
 mod chain;
 mod device;
+mod error;
 mod ffi;
 mod flow;
 mod lane;
+mod memory;
 mod ports;
 mod setup;
+#[cfg(test)]
+mod tests;
 
 pub use device::{Counters, Rails};
+pub use error::RdmaError;
+pub(super) use error::{event_text, status_text};
 pub use ffi::{constants, layouts};
 pub use ports::Port;
 pub use setup::{RdmaLink, RdmaOptions, accept, connect};
@@ -35,11 +43,10 @@ pub use setup::{RdmaLink, RdmaOptions, accept, connect};
 use super::{Cause, Driver, Event, Frame, Full, Landing, LaneId, Link, Room, Waker};
 
 use crate::config::{Config, TransportChoice};
-use device::Region;
 use flow::{RECEIVES, SENDS};
 use lane::{RECEIVE, RdmaLane};
+use memory::InPlace;
 use rustix::event::{PollFd, PollFlags, Timespec, epoll, poll};
-use rustix::process::{Resource, getrlimit};
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -47,108 +54,6 @@ use std::path::Path;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
-
-/// Why there is no RDMA.
-#[derive(Debug, thiserror::Error)]
-pub enum RdmaError {
-    /// libibverbs can't be used.
-    #[error(
-        "{0}: install libibverbs1 and the driver of the device (package ibverbs-providers or \
-         rdma-core)"
-    )]
-    Library(String),
-    /// No active port with an address.
-    #[error(
-        "no active RDMA port{}: see `rdma link` and `ibv_devinfo`; a container needs \
-         /dev/infiniband and /sys/class/infiniband",
-        interface.as_ref().map_or(String::new(), |name| format!(
-            " of an interface that begins with {name} (DMLC_INTERFACE)"
-        ))
-    )]
-    NoPort {
-        /// What was asked for.
-        interface: Option<String>,
-    },
-    /// The kernel has the device and the library does not.
-    #[error(
-        "{port} is in /sys/class/infiniband but libibverbs does not list it: install its driver \
-         (package ibverbs-providers), and give a container /dev/infiniband"
-    )]
-    Driver {
-        /// Which.
-        port: String,
-    },
-    /// A call failed.
-    #[error("{call} failed on {port}: {source}: see `rdma link`, and dmesg for the device's word")]
-    Call {
-        /// Which call.
-        call: &'static str,
-        /// On which port.
-        port: String,
-        /// What the library or the kernel said.
-        source: io::Error,
-    },
-    /// Memory can't be locked for the device.
-    #[error(
-        "registering {need} bytes with {port} failed: {source}: RLIMIT_MEMLOCK is {limit}, for all \
-         that this process registers; raise it (ulimit -l unlimited, LimitMEMLOCK=infinity of a \
-         systemd unit, docker run --ulimit memlock=-1, MaxLockedMemory or propagated limits of the \
-         cluster's scheduler)"
-    )]
-    Locked {
-        /// Bytes that this registration needs.
-        need: usize,
-        /// The limit in words.
-        limit: String,
-        /// With which port.
-        port: String,
-        /// What the kernel said.
-        source: io::Error,
-    },
-    /// The peer does not do its part.
-    #[error("the peer's part of RDMA is wrong: {0}")]
-    Peer(String),
-    /// The peer says that it can't.
-    #[error("the peer has no RDMA for this lane: {0}")]
-    Refused(String),
-    /// The stream that the lane is set up over failed.
-    #[error("the connection over which RDMA is set up failed: {0}")]
-    Stream(#[source] io::Error),
-}
-
-impl RdmaError {
-    /// A call that set errno.
-    fn last(call: &'static str, port: &Port) -> RdmaError {
-        RdmaError::Call { call, port: port.to_string(), source: io::Error::last_os_error() }
-    }
-
-    fn locked(need: usize, port: String, source: io::Error) -> RdmaError {
-        let limit = getrlimit(Resource::Memlock).current;
-        let limit = limit.map_or("unlimited".to_owned(), |bytes| format!("{bytes} bytes"));
-        RdmaError::Locked { need, limit, port, source }
-    }
-}
-
-/// What a status of a completion means, and what to do.
-pub(super) fn status_text(status: i32) -> &'static str {
-    match status {
-        LOST => "its completion queue was lost: see dmesg for the device's word",
-        1 | 2 | 4 | 6 | 8 => {
-            "the device could not carry out an operation of this end: its port or interface went \
-             down (see `rdma link` and dmesg), or a defect"
-        }
-        5 => "the connection was stopped: the device was reset or removed; see dmesg",
-        9 | 11 => "the peer's device refused an operation: a defect, or the device",
-        10 => "the peer does not allow access to its memory: a defect, or not our peer",
-        12 => {
-            "no answer after all retries: the peer is gone, or a link, port or switch between is \
-             down; see `rdma link` on both, and for RoCE whether the fabric is lossless"
-        }
-        13 => "the peer had no place to receive",
-        20 | 21 => "the device reported a fatal error: see dmesg",
-        _ => "the device reported an error that ibv_wc_status lists",
-    }
-}
 
 /// A status of ours: a completion queue that can't be polled.
 const LOST: i32 = -1;
@@ -161,11 +66,12 @@ const STREAMS_MAX: usize = 16;
 const COMPLETIONS: usize = 32;
 /// Calls in one poll, for each port.
 const CALLS_MAX: usize = 8;
-/// A payload of this many bytes or fewer is copied though its memory is shared: one operation
-/// without a second piece is less work for the device, and the memory is free at once.
-const COPIED_BYTES_MAX: usize = 1024;
 /// What the epoll says of a channel; lanes are told apart by their number.
 const CHANNEL: u64 = u64::MAX;
+/// What it says of a device.
+const NEWS: u64 = u64::MAX - 1;
+/// Between two looks of a driver that is dropped at what the device has still to deliver.
+const WIND_DOWN_PAUSE: Duration = Duration::from_micros(200);
 const GENERATIONS: u32 = (1 << 31) - 1;
 
 /// The active ports of this machine with a usable address, of this interface (by prefix) if one is
@@ -194,19 +100,21 @@ pub fn rails_for(config: &Config, numa_node: Option<u32>) -> Result<Option<Arc<R
         TransportChoice::Rdma => true,
     };
     match find(config.interface.as_deref()) {
-        Ok(ports) => Rails::open(ports, numa_node).map(Some),
+        Ok(ports) => {
+            let verbs = ffi::Verbs::load()?;
+            Rails::open_with(verbs, ports, numa_node, config.rdma_on_demand).map(Some)
+        }
         Err(error) if is_demanded => Err(error),
         Err(_) => Ok(None),
     }
 }
 
-/// All RDMA lanes of one thread. Dropping it is a death: its peers see their lanes close.
+/// All RDMA lanes of one thread. Dropping it closes them: what was posted and returned by
+/// [`Event::Sent`] arrives, for which it waits within bounds.
 pub struct Rdma {
     // Lanes come first: their queue pairs are destroyed before the memory that they read is let go.
     lanes: Vec<Option<Box<RdmaLane>>>,
-    /// For each rail, the memory whose payloads are sent from where they are.
-    shared: Vec<Vec<Region>>,
-    shared_bytes: usize,
+    in_place: InPlace,
     rails: Arc<Rails>,
     completions: Box<[ffi::Wc; COMPLETIONS]>,
     epoll: OwnedFd,
@@ -226,13 +134,14 @@ impl Rdma {
         for rail in rails.all() {
             let data = epoll::EventData::new_u64(CHANNEL);
             epoll::add(&epoll, rail.channel(), data, epoll::EventFlags::IN)?;
+            let data = epoll::EventData::new_u64(NEWS);
+            epoll::add(&epoll, rail.news(), data, epoll::EventFlags::IN)?;
         }
         // SAFETY: completions are numbers, for which zeros are valid.
         let completions = Box::new(unsafe { std::mem::zeroed() });
         Ok(Rdma {
             lanes: Vec::new(),
-            shared: rails.all().iter().map(|_| Vec::new()).collect(),
-            shared_bytes: 0,
+            in_place: InPlace::new(&rails),
             rails,
             completions,
             epoll,
@@ -250,43 +159,54 @@ impl Rdma {
         self.epoll.as_fd()
     }
 
-    /// Registers memory whose payloads are then sent from where they are: the first `bytes` bytes
-    /// from `base` on, of which those that an earlier call named are registered already. Does
-    /// nothing while there is no lane.
+    /// Registers memory whose payloads are then sent from where they lie: the first `bytes` bytes
+    /// from `base` on, of which those that an earlier call with this `base` named are registered
+    /// already. Payloads elsewhere are copied, and so are short ones. Does nothing while there is
+    /// no lane.
     ///
     /// # Errors
     /// The memory can't be registered; payloads in it are copied then.
     ///
     /// # Safety
     /// The range is mapped, and stays so as long as this driver.
-    pub unsafe fn share(&mut self, base: NonNull<u8>, bytes: usize) -> Result<(), RdmaError> {
+    pub unsafe fn register(&mut self, base: NonNull<u8>, bytes: usize) -> Result<(), RdmaError> {
         // Without a lane nobody would read it, and registered memory is locked.
-        if bytes <= self.shared_bytes || self.lanes.iter().all(Option::is_none) {
+        if self.lanes.iter().all(Option::is_none) {
             return Ok(());
         }
-        // SAFETY: within the caller's range.
-        let from = unsafe { base.add(self.shared_bytes) };
-        let more = bytes - self.shared_bytes;
-        self.shared_bytes = bytes;
-        for (rail, regions) in self.rails.all().iter().zip(&mut self.shared) {
-            // SAFETY: the caller's promise.
-            regions.push(unsafe { Region::over(rail, from, more) }?);
-        }
-        Ok(())
+        // SAFETY: the caller's promise.
+        unsafe { self.in_place.add(&self.rails, base, bytes) }
+    }
+
+    /// Registers memory of a GPU: `bytes` bytes from `offset` of this dma-buf on, whose payloads
+    /// are named by the GPU's own addresses, from `base` on.
+    ///
+    /// # Errors
+    /// A device or its driver can't; the caller stages what the GPU has in host memory then.
+    ///
+    /// # Safety
+    /// The GPU's memory stays allocated as long as this driver, and no payload is posted that lies
+    /// in a GPU's memory and not in a range registered by this call.
+    pub unsafe fn register_gpu(
+        &mut self,
+        buffer: BorrowedFd<'_>,
+        offset: u64,
+        base: *mut u8,
+        bytes: usize,
+    ) -> Result<(), RdmaError> {
+        self.in_place.add_gpu(&self.rails, buffer, offset, base, bytes)
     }
 
     fn lane(&mut self, lane: LaneId) -> Option<&mut Box<RdmaLane>> {
         self.lanes.get_mut(lane.0 as usize)?.as_mut()
     }
 
-    /// The key of the shared memory that a frame's payload lies in, if it is to be sent from there.
+    /// The key of the memory that a frame's payload lies in, if it is to be sent from there.
     fn key(&self, lane: LaneId, frame: &Frame) -> Option<u32> {
         let lane = self.lanes.get(lane.0 as usize)?.as_ref()?;
         let mut rails = self.rails.all().iter();
         let rail = rails.position(|rail| Arc::ptr_eq(rail, lane.pair().rail()))?;
-        let covers = |region: &&Region| region.covers(frame.payload.addr(), frame.length);
-        let is_large = frame.length > COPIED_BYTES_MAX;
-        is_large.then(|| self.shared[rail].iter().find(covers))?.map(Region::lkey)
+        self.in_place.key(rail, frame.payload.addr(), frame.length)
     }
 
     /// Takes completions into the state of their lanes.
@@ -301,7 +221,12 @@ impl Rdma {
                         .for_each(|lane| lane.fail(Cause::Rdma { status: LOST }));
                     break;
                 };
-                for completion in &self.completions[..count] {
+                let taken = &self.completions[..count];
+                if taken.iter().any(|completion| completion.status != ffi::WC_SUCCESS) {
+                    // What the device says of itself tells more than an operation that failed.
+                    Rdma::hear(&self.rails, &mut self.lanes);
+                }
+                for completion in taken {
                     let id = completion.wr_id & !RECEIVE;
                     let index = (id & u64::from(u32::MAX)) as usize;
                     // What belonged to a lane that is gone may still come.
@@ -318,15 +243,34 @@ impl Rdma {
         }
     }
 
-    /// Looks whether streams ended. Returns whether one has.
+    /// Takes what devices say has happened to them. Returns whether that ended a lane.
+    fn hear(rails: &Rails, lanes: &mut [Option<Box<RdmaLane>>]) -> bool {
+        let mut ended = false;
+        for rail in rails.all() {
+            while let Some(fault) = rail.fault() {
+                for lane in lanes.iter_mut().flatten() {
+                    let pair = lane.pair();
+                    let is_meant = fault.pair.is_none_or(|meant| meant == pair.address());
+                    if is_meant && Arc::ptr_eq(pair.rail(), rail) {
+                        lane.fail(Cause::RdmaEvent { event: fault.event });
+                        ended = true;
+                    }
+                }
+            }
+        }
+        ended
+    }
+
+    /// Looks whether streams ended, or something happened to a device. Returns whether one has.
     fn look(&mut self) -> bool {
         let mut space = [MaybeUninit::uninit(); STREAMS_MAX];
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         let Ok((seen, _)) = epoll::wait(&self.epoll, &mut space, Some(&now)) else {
             return false;
         };
-        let mut ended = false;
+        let (mut ended, mut news) = (false, false);
         for event in seen {
+            news |= event.data.u64() == NEWS;
             let index = usize::try_from(event.data.u64()).unwrap_or(usize::MAX);
             if let Some(Some(lane)) = self.lanes.get_mut(index) {
                 // Nothing is sent over the stream after the set-up, so whatever it has to say is
@@ -336,7 +280,21 @@ impl Rdma {
                 ended = true;
             }
         }
-        ended
+        // What ended a stream is seen first: it says more than the fault that it causes here.
+        (news && Rdma::hear(&self.rails, &mut self.lanes)) || ended
+    }
+}
+
+impl Drop for Rdma {
+    fn drop(&mut self) {
+        // The device reads what was sent from memory that goes with this driver.
+        self.lanes.iter_mut().flatten().for_each(|lane| lane.close());
+        let is_left = |lane: &mut Box<RdmaLane>| !lane.is_wound_down();
+        while self.lanes.iter_mut().flatten().any(is_left) {
+            self.look();
+            self.reap();
+            std::thread::sleep(WIND_DOWN_PAUSE);
+        }
     }
 }
 

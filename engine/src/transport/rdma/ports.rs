@@ -152,9 +152,12 @@ fn addresses(port: &Path) -> (Vec<Address>, Vec<String>) {
     (addresses, interfaces)
 }
 
-/// Orders ports so that those of this NUMA node come first; ports of one node keep their order.
-pub(super) fn nearest_first(ports: &mut [Port], numa_node: Option<u32>) {
-    ports.sort_by_key(|port| numa_node.is_some() && port.numa_node != numa_node);
+/// Keeps the ports of this NUMA node only, if it has any.
+pub(super) fn keep_near(ports: &mut Vec<Port>, numa_node: Option<u32>) {
+    let is_near = |port: &Port| numa_node.is_some() && port.numa_node == numa_node;
+    if ports.iter().any(is_near) {
+        ports.retain(is_near);
+    }
 }
 
 #[cfg(test)]
@@ -238,10 +241,12 @@ mod tests {
         assert_eq!(kinds, expected);
         assert_eq!(ports[0].addresses[0].kind, AddressKind::InfiniBand);
         assert_eq!(ports[1].to_string(), "mlx5_10 port 1 (eth4), RoCE v2, IPv4");
-        nearest_first(&mut ports, Some(1));
-        assert_eq!(devices(&ports), ["mlx5_10", "mlx5_2"]);
-        nearest_first(&mut ports, Some(0));
-        assert_eq!(devices(&ports), ["mlx5_2", "mlx5_10"]);
+        for far in [None, Some(2)] {
+            keep_near(&mut ports, far);
+            assert_eq!(devices(&ports), ["mlx5_2", "mlx5_10"]);
+        }
+        keep_near(&mut ports, Some(1));
+        assert_eq!(devices(&ports), ["mlx5_10"]);
         assert_eq!(devices(&find(root, Some("eth"))), ["mlx5_10"]);
         assert!(find(root, Some("eth5")).is_empty());
         assert!(find(Path::new("/nonexistent"), None).is_empty());

@@ -3,12 +3,15 @@
 //!
 //! The dialer offers its queue pair, its area and all its addresses; the acceptor chooses a kind of
 //! address that both have, connects, and answers with its own; the dialer connects and says so.
-//! The stream then stays open: its end is the peer's end. Invariant: an end that cannot go on says
-//! why, so that the other can fall back to TCP and print the reason.
+//! Then each writes a packet to the other, so that a path that carries nothing is found here and
+//! not by the first frame. The stream then stays open: its end is the peer's end. Invariant: an end
+//! that cannot go on says why, so that the other can fall back to TCP and print the reason.
 
 use super::RdmaError;
-use super::device::{QueuePair, Rail, Rails, Region, Remote};
+use super::device::{QueuePair, Rail, Rails, Remote};
+use super::ffi;
 use super::flow::{PREFIX_BYTES, RECEIVES, SENDS};
+use super::memory::Region;
 use super::ports::{Address, AddressKind};
 use crate::limits::{ALIGNMENT, HANDSHAKE_SECONDS, PART_BYTES_MAX};
 use std::io::{self, Read, Write};
@@ -17,13 +20,27 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-const MAGIC: [u8; 8] = *b"BPSRDMA\x01";
-const MESSAGE_BYTES: usize = 384;
+const MAGIC: [u8; 8] = *b"BPSRDMA\x02";
+const MESSAGE_BYTES: usize = 640;
 const REASON_AT: usize = 192;
 const GIDS_AT: usize = 64;
 /// Most bytes of one direction's area.
 const AREA_BYTES_MAX: usize = 64 << 20;
 const READY: u8 = 1;
+/// What an end says of the path to it: something came, or nothing.
+const HEARD: u8 = 2;
+const DEAF: u8 = 3;
+/// How long the first write over a path may take: the device has then tried all its retries.
+const PATH_WITHIN: Duration = Duration::from_secs(2);
+/// Between two looks whether it came.
+const PATH_LOOK: Duration = Duration::from_micros(100);
+/// Bytes of that write: a packet of the largest size, which ends with [`KNOCK`].
+const KNOCK_BYTES: u32 = 4096;
+/// Where in it that stands.
+const KNOCK_AT: usize = KNOCK_BYTES as usize - size_of::<u64>();
+const KNOCK: u64 = u64::from_le_bytes(*b"KnockBps");
+/// In the id of its work request; no lane has it.
+const KNOCK_ID: u64 = u64::MAX >> 1;
 
 /// How much memory a lane registers for what it receives.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -91,6 +108,49 @@ impl RdmaLink {
     pub fn rails(&self) -> &Arc<Rails> {
         &self.rails
     }
+
+    /// Writes to the peer's area, which nothing else does yet. Nobody waits for the completion,
+    /// which the thread that polls would take: it is not asked for.
+    fn knock(&self) -> Result<(), RdmaError> {
+        let from = self.outgoing.at(0, KNOCK_BYTES as usize);
+        let (addr, lkey) = (self.outgoing.address(), self.outgoing.lkey());
+        let mut piece = ffi::Sge { addr, length: KNOCK_BYTES, lkey };
+        // SAFETY: a request is numbers and raw pointers, for which zeros are valid.
+        let mut request: ffi::SendWr = unsafe { std::mem::zeroed() };
+        request.wr_id = KNOCK_ID;
+        (request.sg_list, request.num_sge) = (&raw mut piece, 1);
+        request.opcode = ffi::WRITE;
+        (request.remote_addr, request.rkey) = (self.remote_address, self.remote_key);
+        // SAFETY: the mirror is ours alone until the lane is attached, and large enough; the
+        // request is one, and its memory lives as long as the queue pair.
+        let errno = unsafe {
+            from.add(KNOCK_AT).cast::<u64>().write(KNOCK);
+            self.pair.post_send(&raw mut request)
+        };
+        match errno {
+            0 => Ok(()),
+            errno => {
+                let source = io::Error::from_raw_os_error(errno);
+                Err(self.pair.rail().error("ibv_post_send", source))
+            }
+        }
+    }
+
+    /// Waits for what the peer writes by `knock`.
+    fn hears_knock(&self) -> bool {
+        let at = self.incoming.at(KNOCK_AT, size_of::<u64>());
+        let start = Instant::now();
+        loop {
+            // SAFETY: within the area and aligned; the device may write to it at any moment.
+            if unsafe { at.cast::<u64>().read_volatile() } == KNOCK {
+                return true;
+            }
+            if start.elapsed() > PATH_WITHIN {
+                return false;
+            }
+            std::thread::sleep(PATH_LOOK);
+        }
+    }
 }
 
 /// The stream of a lane. Dropping it tells the peer that this end is gone, even if somebody kept a
@@ -125,7 +185,8 @@ pub fn connect(
     let chosen = common(&half.pair.rail().port().addresses, &answer.addresses)
         .ok_or_else(|| RdmaError::Peer("the peer chose an address kind of its own".to_owned()))?;
     let done = half.finish(rails, chosen, &answer, stream)?;
-    (&done.1).write_all(&[READY]).map_err(RdmaError::Stream)?;
+    send(&done.1, &[READY])?;
+    try_path(&done, deadline)?;
     keep(done)
 }
 
@@ -159,7 +220,25 @@ pub fn accept(
     if ready != READY {
         return Err(RdmaError::Peer(format!("the peer said {ready}, not that it is ready")));
     }
+    try_path(&done, deadline)?;
     keep(done)
+}
+
+/// Each end writes a packet of the largest size to the other, and tells what came: two ports may
+/// have each other's addresses and still not reach each other.
+fn try_path((link, stream): &Done, deadline: Instant) -> Result<(), RdmaError> {
+    link.knock()?;
+    let heard = link.hears_knock();
+    send(stream, &[if heard { HEARD } else { DEAF }])?;
+    let [told] = receive::<1>(stream, deadline)?;
+    let what = match (heard, told) {
+        (true, HEARD) => return Ok(()),
+        (true, DEAF) => "nothing of ours came there",
+        (false, HEARD) => "nothing came from there",
+        (false, DEAF) => "nothing came, neither way",
+        _ => return Err(RdmaError::Peer(format!("the peer said {told} of the path"))),
+    };
+    Err(RdmaError::Path { port: link.pair.rail().port().to_string(), what })
 }
 
 fn no_common(half: &Half) -> RdmaError {
@@ -190,7 +269,7 @@ type Done = (RdmaLink, TcpStream);
 
 impl Half {
     fn new(rail: &Arc<Rail>, layout: Layout) -> Result<Half, RdmaError> {
-        let pair = QueuePair::new(rail, SENDS, RECEIVES)?;
+        let pair = QueuePair::new(rail, SENDS + 1, RECEIVES)?;
         let incoming = Region::new(rail, layout.area_bytes(), true)?;
         let random = getrandom::u32()
             .map_err(|error| RdmaError::Stream(io::Error::other(error.to_string())))?;

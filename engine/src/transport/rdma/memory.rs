@@ -1,0 +1,279 @@
+//! Registered memory: areas of our own that peers write to, and ranges that payloads are sent from
+//! where they lie.
+//!
+//! A registration outlives a free: the pages stay with the device, and what is mapped at the same
+//! addresses later is other memory, of which the device knows nothing. So only memory whose life
+//! the engine knows is registered (areas, arenas, pools of pinned slots), or all of the process at
+//! once where the device follows the page tables itself (paging on demand).
+//!
+//! Invariant: a device reaches only memory of live regions, and a region's memory outlives it.
+
+use super::RdmaError;
+use super::device::{Rail, Rails};
+use super::ffi::{self, DeviceAttrEx};
+use crate::limits::ALIGNMENT;
+use std::alloc::Layout;
+use std::ffi::c_int;
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+/// A payload of this many bytes or fewer is copied though its memory is registered: one operation
+/// without a second piece is less work for the device, and the memory is free at once.
+const COPIED_BYTES_MAX: usize = 1024;
+/// Length and rights of a registration of all memory.
+const EVERYTHING: usize = usize::MAX;
+
+/// Memory that a device reaches, registered with one rail.
+pub(super) struct Region {
+    rail: Arc<Rail>,
+    mr: NonNull<ffi::Mr>,
+    /// Allocated here, if so.
+    owned: Option<Layout>,
+    base: *mut u8,
+    bytes: usize,
+    /// Whether a processor can't read it.
+    is_device: bool,
+}
+
+// SAFETY: a region owns its registration (and its memory, if it is its own) and gives out raw
+// pointers only.
+unsafe impl Send for Region {}
+
+impl Region {
+    /// New zeroed memory, which the peer may write to if `remote`.
+    pub(super) fn new(rail: &Arc<Rail>, bytes: usize, remote: bool) -> Result<Region, RdmaError> {
+        const PAGE_BYTES: usize = 4096;
+        const { assert!(PAGE_BYTES.is_multiple_of(ALIGNMENT)) };
+        let layout = Layout::from_size_align(bytes.max(1), PAGE_BYTES)
+            .map_err(|error| rail.error("allocation", io::Error::other(error)))?;
+        // SAFETY: the layout's size is not 0.
+        let memory = unsafe { std::alloc::alloc_zeroed(layout) };
+        let Some(base) = NonNull::new(memory) else { std::alloc::handle_alloc_error(layout) };
+        let access = ffi::ACCESS_LOCAL_WRITE | if remote { ffi::ACCESS_REMOTE_WRITE } else { 0 };
+        // SAFETY: the memory was just allocated with this length, and lives until the region ends.
+        match unsafe { register(rail, memory, bytes, access) } {
+            Ok(mr) => {
+                let mut region = Region::of(rail, mr, memory, bytes);
+                region.owned = Some(layout);
+                Ok(region)
+            }
+            Err(error) => {
+                // SAFETY: allocated above with this layout, and registered with nobody.
+                unsafe { std::alloc::dealloc(base.as_ptr(), layout) };
+                Err(error)
+            }
+        }
+    }
+
+    fn of(rail: &Arc<Rail>, mr: NonNull<ffi::Mr>, base: *mut u8, bytes: usize) -> Region {
+        Region { rail: Arc::clone(rail), mr, owned: None, base, bytes, is_device: false }
+    }
+
+    /// Somebody else's memory, for the device to read.
+    ///
+    /// # Safety
+    /// The range is mapped, and stays so until the region ends.
+    unsafe fn over(rail: &Arc<Rail>, base: *mut u8, bytes: usize) -> Result<Region, RdmaError> {
+        // SAFETY: the caller's promise.
+        let mr = unsafe { register(rail, base, bytes, 0) }?;
+        Ok(Region::of(rail, mr, base, bytes))
+    }
+
+    /// All memory of the process, for the device to read as the page tables are at that time.
+    pub(super) fn everything(rail: &Arc<Rail>) -> Result<Region, RdmaError> {
+        can_page(rail).map_err(RdmaError::OnDemand)?;
+        let nowhere = std::ptr::null_mut();
+        // SAFETY: nothing is pinned by this; what a request names must be mapped at that time.
+        let mr = unsafe { register(rail, nowhere, EVERYTHING, ffi::ACCESS_ON_DEMAND) }?;
+        Ok(Region::of(rail, mr, nowhere, EVERYTHING))
+    }
+
+    /// Memory of a GPU, for the device to read: `bytes` bytes from `offset` of the dma-buf on,
+    /// which frames name by the GPU's addresses from `base` on.
+    fn of_gpu(
+        rail: &Arc<Rail>,
+        buffer: BorrowedFd<'_>,
+        offset: u64,
+        base: *mut u8,
+        bytes: usize,
+    ) -> Result<Region, RdmaError> {
+        let fail = |source| RdmaError::DmaBuf { port: rail.port().to_string(), source };
+        let Some(call) = rail.verbs.reg_dmabuf_mr else {
+            return Err(fail(io::Error::other("this release of libibverbs has no such call")));
+        };
+        let (address, fd) = (base.addr() as u64, buffer.as_raw_fd());
+        // SAFETY: the kernel holds the buffer by its descriptor as long as it is registered; the
+        // address is a name in requests, which no processor follows.
+        let mr = unsafe { call(rail.pd.as_ptr(), offset, bytes, address, fd, 0) };
+        let mr = NonNull::new(mr).ok_or_else(|| fail(io::Error::last_os_error()))?;
+        let mut region = Region::of(rail, mr, base, bytes);
+        region.is_device = true;
+        Ok(region)
+    }
+
+    /// The address of `length` bytes from `offset` on.
+    pub(super) fn at(&self, offset: usize, length: usize) -> *mut u8 {
+        assert!(offset <= self.bytes && length <= self.bytes - offset, "within the region");
+        self.base.wrapping_add(offset)
+    }
+
+    /// Whether this range lies within the region.
+    fn covers(&self, address: usize, length: usize) -> bool {
+        let start = address.checked_sub(self.base.addr());
+        start.and_then(|start| start.checked_add(length)).is_some_and(|end| end <= self.bytes)
+    }
+
+    pub(super) fn lkey(&self) -> u32 {
+        // SAFETY: the registration lives as long as `self`.
+        unsafe { self.mr.as_ref() }.lkey
+    }
+
+    pub(super) fn rkey(&self) -> u32 {
+        // SAFETY: as above.
+        unsafe { self.mr.as_ref() }.rkey
+    }
+
+    pub(super) fn address(&self) -> u64 {
+        self.base.expose_provenance() as u64
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        // SAFETY: registered once and no more used by a queue pair, which goes before its regions.
+        let status = unsafe { (self.rail.verbs.dereg_mr)(self.mr.as_ptr()) };
+        if let (0, Some(layout)) = (status, self.owned) {
+            // SAFETY: allocated with this layout, and no device reaches it any more. Where the
+            // deregistration failed it is leaked rather than freed under a device's hands.
+            unsafe { std::alloc::dealloc(self.base, layout) };
+        }
+    }
+}
+
+/// # Safety
+/// The range is mapped and outlives the registration, unless that is on demand.
+unsafe fn register(
+    rail: &Arc<Rail>,
+    base: *mut u8,
+    bytes: usize,
+    access: c_int,
+) -> Result<NonNull<ffi::Mr>, RdmaError> {
+    // SAFETY: the caller's promise; the domain is the rail's.
+    let mr = unsafe { (rail.verbs.reg_mr)(rail.pd.as_ptr(), base.cast(), bytes, access) };
+    NonNull::new(mr).ok_or_else(|| {
+        let source = io::Error::last_os_error();
+        match source.raw_os_error() {
+            Some(libc::ENOMEM | libc::EAGAIN) => {
+                RdmaError::locked(bytes, rail.port().to_string(), source)
+            }
+            _ => rail.error("ibv_reg_mr", source),
+        }
+    })
+}
+
+/// Whether writes of this rail's device may read memory that is paged in on demand; why not.
+pub(super) fn can_page(rail: &Rail) -> Result<(), String> {
+    let no = |why: &str| Err(format!("no paging on demand: {why}"));
+    // SAFETY: the context lives as long as its rail.
+    if unsafe { rail.context.as_ref() }.abi_compat.addr() != usize::MAX {
+        return no("its driver is of an old kind");
+    }
+    let before = std::mem::offset_of!(ffi::ContextTail, context);
+    let tail = rail.context.as_ptr().cast::<u8>().wrapping_sub(before);
+    let tail = tail.cast::<ffi::ContextTail>();
+    // SAFETY: a provider of this kind has its context at the end of a larger struct, whose size,
+    // together with the context, stands right in front of it.
+    let size = unsafe { (&raw const (*tail).sz).read() };
+    if size < size_of::<ffi::ContextTail>() {
+        return no("its driver does not tell what it can do");
+    }
+    // SAFETY: the struct is large enough to have this field, as was just seen.
+    let Some(query) = (unsafe { (&raw const (*tail).query_device_ex).read() }) else {
+        return no("its driver does not tell what it can do");
+    };
+    // SAFETY: all fields are numbers, for which zeros are valid.
+    let mut found: DeviceAttrEx = unsafe { std::mem::zeroed() };
+    let known = std::mem::offset_of!(DeviceAttrEx, rest);
+    // SAFETY: the device is open, and `found` has room for more than is asked for.
+    let status = unsafe { query(rail.context.as_ptr(), std::ptr::null(), &raw mut found, known) };
+    let wanted = ffi::ODP_SUPPORT | ffi::ODP_SUPPORT_IMPLICIT;
+    match status {
+        0 if found.general_caps & wanted != wanted => no("the device can't do it for all memory"),
+        0 if found.rc_odp_caps & ffi::ODP_SUPPORT_WRITE == 0 => no("the device can't do it"),
+        0 => Ok(()),
+        errno => no(&io::Error::from_raw_os_error(errno.abs()).to_string()),
+    }
+}
+
+/// What payloads are sent from in place, for each rail of a thread.
+pub(super) struct InPlace {
+    rails: Vec<Vec<Region>>,
+    /// Where each range that was registered in steps begins, and how far it has come.
+    ranges: Vec<(usize, usize)>,
+}
+
+impl InPlace {
+    /// Nothing or, where paging on demand is wanted, all memory over those rails that can.
+    pub(super) fn new(rails: &Rails) -> InPlace {
+        let known = |rail| if rails.on_demand { Region::everything(rail).ok() } else { None };
+        let rails = rails.all().iter().map(|rail| known(rail).into_iter().collect()).collect();
+        InPlace { rails, ranges: Vec::new() }
+    }
+
+    /// Registers what of the first `bytes` bytes from `base` on no earlier call has.
+    ///
+    /// # Safety
+    /// The range is mapped, and stays so as long as this.
+    pub(super) unsafe fn add(
+        &mut self,
+        rails: &Rails,
+        base: NonNull<u8>,
+        bytes: usize,
+    ) -> Result<(), RdmaError> {
+        let address = base.addr().get();
+        let known = self.ranges.iter().position(|(start, _)| *start == address);
+        let known = known.unwrap_or_else(|| {
+            self.ranges.push((address, 0));
+            self.ranges.len() - 1
+        });
+        let done = self.ranges[known].1;
+        if bytes <= done {
+            return Ok(());
+        }
+        // A failure is not tried again: the limit that it met would be met by each call.
+        self.ranges[known].1 = bytes;
+        let from = base.as_ptr().wrapping_add(done);
+        for (rail, regions) in rails.all().iter().zip(&mut self.rails) {
+            // SAFETY: within the caller's range.
+            regions.push(unsafe { Region::over(rail, from, bytes - done) }?);
+        }
+        Ok(())
+    }
+
+    /// Registers memory of a GPU with all rails or, if one can't, with none.
+    pub(super) fn add_gpu(
+        &mut self,
+        rails: &Rails,
+        buffer: BorrowedFd<'_>,
+        offset: u64,
+        base: *mut u8,
+        bytes: usize,
+    ) -> Result<(), RdmaError> {
+        let over = |rail| Region::of_gpu(rail, buffer, offset, base, bytes);
+        let regions = rails.all().iter().map(over).collect::<Result<Vec<_>, _>>()?;
+        for (known, region) in self.rails.iter_mut().zip(regions) {
+            known.push(region);
+        }
+        Ok(())
+    }
+
+    /// The key by which a payload is sent from where it lies over this rail, if it is to be.
+    pub(super) fn key(&self, rail: usize, address: usize, length: usize) -> Option<u32> {
+        let covers = |region: &&Region| region.covers(address, length);
+        // The latest is the closest: one of all memory comes first.
+        let region = self.rails.get(rail)?.iter().rev().find(covers)?;
+        (region.is_device || length > COPIED_BYTES_MAX).then(|| region.lkey())
+    }
+}
