@@ -102,7 +102,7 @@ fn gpu(arguments: &str) -> Option<(bool, String)> {
 fn every_way_to_train_is_measured_beside_its_peer() {
     let found = gpu("--rate 400mbit,500mbit --size 64K --tuned TUNED=1 \
          --model bert-small --precision amp --losses small --loss-steps 3 --loss-runs 2 \
-         --ways ddp,ours,ddp-bf16,ours-bf16 --rounds 2 --steps 2");
+         --ways ddp,ours,cross,ddp-bf16,ours-bf16,cross-bf16 --rounds 2 --steps 2");
     let Some((went_well, said)) = found else { return };
     assert!(went_well, "{said}");
     let parsed = said.lines().filter_map(|line| serde_json::from_str(line).ok());
@@ -118,8 +118,8 @@ fn every_way_to_train_is_measured_beside_its_peer() {
     };
     // For each of two rates.
     check("sum", 2, &["algbw_gbs", "peer_algbw_gbs", "tuned_algbw_gbs", "ratio", "line_gbs"]);
-    check("bert-small", 2 * 4, &["ms_p50", "forward_ms", "alone_ms", "bound_ms", "ratio"]);
-    check("losses of small", 2, &["first_loss", "last_loss", "difference", "noise"]);
+    check("bert-small", 2 * 6, &["ms_p50", "forward_ms", "alone_ms", "bound_ms", "ratio"]);
+    check("losses of small", 4, &["first_loss", "last_loss", "difference", "noise"]);
 }
 
 #[test]

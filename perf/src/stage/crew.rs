@@ -13,8 +13,6 @@ use std::time::{Duration, Instant};
 /// What a member starts its answers with, so that other output is told apart.
 const MARK: &str = "bps-perf:";
 
-/// Time that a program gets to end by itself.
-const GRACE: Duration = Duration::from_secs(15);
 /// How soon it is seen that a member died while another, which waits for it, is listened to.
 const LOOK: Duration = Duration::from_millis(100);
 
@@ -106,7 +104,7 @@ pub struct Crew {
 }
 
 impl Crew {
-    /// Waits until all are ready, and gives each line of work so long.
+    /// Waits until all are ready, and gives each line of work, and their end, so long.
     pub fn new(members: Vec<Member>, patience: Duration) -> Result<Crew, String> {
         let mut crew = Crew { members, patience };
         for (index, line) in crew.gather()?.iter().enumerate() {
@@ -159,7 +157,7 @@ impl Crew {
         for member in &mut self.members {
             member.input = None;
         }
-        let deadline = Instant::now() + GRACE;
+        let deadline = Instant::now() + self.patience;
         self.members.iter_mut().try_for_each(|member| member.dismiss(deadline))
     }
 }
