@@ -125,29 +125,43 @@ pub(crate) fn open(
         nccl: nccl.as_ref().map_or(0, Nccl::version),
         id: *id,
     });
-    let all = tell_all(worker, &Row { gpu: told })?;
+    let all = tell_all(worker, &Row { gpu: told.clone() })?;
     let (device, nccl, _) = begun.map_err(start)?;
     let id = agree(&all, &ranks, rank)?;
+    let opened = together(job, &device, nccl, &id, ranks.clone(), Rank(rank), config);
+    // A NIC loop learns of its pipeline before it sends this row, since both come to it through one
+    // queue: so no rank hears of another's tensors before its own pipeline is there.
+    let told =
+        opened.as_ref().map_err(ToString::to_string).and(told.as_ref().map_err(Clone::clone));
+    let all = tell_all(worker, &Row { gpu: told.cloned() })?;
+    opened?;
+    agree(&all, &ranks, rank).map(|_| ())
+}
+
+/// Joins the GPUs of this host, and starts the pipeline.
+fn together(
+    job: &Job,
+    device: &Device,
+    nccl: Option<Nccl>,
+    id: &[u8; 128],
+    ranks: Vec<Rank>,
+    rank: Rank,
+    config: &Config,
+) -> Result<(), Error> {
     device.make_current().map_err(start)?;
     let host = match nccl {
         Some(nccl) => {
-            let place = ranks.iter().position(|one| one.0 == rank).unwrap_or(0);
+            let place = ranks.iter().position(|&one| one == rank).unwrap_or(0);
             let number = |value: usize| u32::try_from(value).unwrap_or(u32::MAX);
-            let comm = nccl.comm(
-                &device,
-                &id,
-                number(ranks.len()),
-                number(place),
-                None,
-                config.start_timeout,
-            );
-            let (comm, stream) = (comm.map_err(start)?, Stream::new(&device).map_err(start)?);
+            let (count, place) = (number(ranks.len()), number(place));
+            let comm = nccl.comm(device, id, count, place, None, config.start_timeout);
+            let (comm, stream) = (comm.map_err(start)?, Stream::new(device).map_err(start)?);
             log::info!("{}: {} GPUs on this host", nccl.describe(), ranks.len());
             Some(Host { comm, stream, ranks, group_size: config.nccl_group_size as usize })
         }
         None => None,
     };
-    begin(job, &device, host, Rank(rank), config)
+    begin(job, device, host, rank, config)
 }
 
 fn start(error: GpuError) -> Error {
