@@ -24,8 +24,15 @@ OPTIMIZERS = {
 }
 
 
+def same(one, other):
+    """The same bits; with more than two ranks, sums in another order are allowed."""
+    if bps.size() <= 2:
+        return torch.equal(one, other)
+    return torch.allclose(one, other, rtol=1e-9, atol=1e-12)
+
+
 def equal(one, other):
-    return all(map(torch.equal, one.parameters(), other.parameters()))
+    return all(map(same, one.parameters(), other.parameters()))
 
 
 def pair_of(kind, model=None, **options):
@@ -47,7 +54,7 @@ def step(made, number, zero=True, loss=loss_of):
     value = loss(model, share(inputs), share(targets))
     value.backward()
     optimizer.step()
-    return value.item()
+    return value.detach()
 
 
 def same_bits(kind):
@@ -60,7 +67,7 @@ def same_bits(kind):
         for made in (one, other)
     ]
     for number in range(6):
-        assert step(one, number) == step(other, number), "the loss of the forward pass"
+        assert same(step(one, number), step(other, number)), "the loss of the forward pass"
         # The optimizer's own step counts with the options of then, whatever comes between.
         assert len(other[1]._updates.pending) == 6
         for scheduler in schedulers:
@@ -71,7 +78,7 @@ def same_bits(kind):
     for key, value in states[0]["state"].items():
         for name, entry in value.items():
             found = states[1]["state"][key][name]
-            assert torch.equal(entry, found) if torch.is_tensor(entry) else entry == found
+            assert same(entry, found) if torch.is_tensor(entry) else entry == found
     assert states[0]["param_groups"] == states[1]["param_groups"]
 
 
@@ -138,7 +145,7 @@ def looked_at_between_steps():
         step(other, number)
         assert other[1]._updates.pending
         for wanted, found in zip(look(one), look(other), strict=True):
-            assert torch.equal(wanted, found), name
+            assert same(wanted, found), name
     saved = copy.deepcopy(one[0].state_dict()), copy.deepcopy(one[1].state_dict())
     for made in (one, other):
         step(made, 90)
@@ -218,12 +225,12 @@ def tied_weights():
             logits = model(words, branch)
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), words.flatten())
             loss = loss + extra.pow(2).sum()
-            losses.append(loss.item())
+            losses.append(loss.detach())
             loss.backward()
             optimizer.step()
-        assert losses[0] == losses[1], number
+        assert same(*losses), number
     other[1].flush()
-    assert equal(one[0], other[0]) and torch.equal(*outside)
+    assert equal(one[0], other[0]) and same(*outside)
 
 
 def test_tied_weights(pair):

@@ -337,6 +337,7 @@ def test_second_gpu(gpus):
 
 
 def host_here_gpu_there():
+    bps.push_pull(torch.ones(1, device="cuda"), name="places.before")
     place = "cpu" if bps.rank() == 0 else "cuda"
     with pytest.raises(MismatchError, match=r"places.*rank 0|rank 0.*places"):
         bps.push_pull(torch.ones(4, device=place), name="places")
