@@ -1,0 +1,510 @@
+//! A rank of a job with tensors on GPUs, for the tests in `gpu_pipeline.rs`:
+//! `bps-test-gpu-rank HOST SCENARIO [NUMBER...]` joins the job of its environment as a process of
+//! this host (the test's hosts are all one machine), with the first GPU that it sees. Says on
+//! standard error how it ended.
+
+use bps_engine::base::{DType, Operation, Rank};
+use bps_engine::config::Config;
+use bps_engine::transport::sim::Random;
+use bps_tests::reference;
+use bps_worker::gpu::{Device, Event, GpuError, Pinned, Stream};
+use bps_worker::{Declaration, Error, GpuPushPull, Handle, PushPull, TensorId, Worker};
+use std::time::Duration;
+
+const LIMIT: Duration = Duration::from_secs(60);
+/// Rounds of each tensor that are under way at once.
+const QUEUED: usize = 2;
+/// Sizes of the tensors, for parts of 16 KiB: none, one, odd, a part of each element size and one
+/// element less and more, and many parts.
+const SIZES: [u64; 12] =
+    [0, 1, 255, 2047, 2048, 2049, 4095, 4096, 4097, 8193, 16_385, 40_011];
+
+fn main() {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let numbers: Vec<u64> =
+        arguments.iter().skip(2).map(|text| text.parse().expect("a number")).collect();
+    let loaded = bps_engine::config::from_environment().expect("the test's own settings");
+    let config = Config { host_id: Some(format!("test host {}", arguments[0])), ..loaded.config };
+    let number = |index: usize| numbers.get(index).copied();
+    let outcome = match arguments[1].as_str() {
+        "work" => work(&config, number(0).unwrap_or(1), number(1).unwrap_or(1)),
+        "large" => large(&config),
+        "loop" => train(&config, number(0).unwrap_or(1), number(1), number(2) == Some(1)),
+        "mismatch" => mismatch(&config, number(0) == Some(1)),
+        "second" => second(&config),
+        "resume" => resume(&config),
+        scenario => panic!("there is no scenario {scenario}"),
+    };
+    match outcome {
+        Ok(()) => eprintln!("rank ended: ok"),
+        Err(error) => {
+            eprintln!("rank ended: {error:?}");
+            std::process::exit(7);
+        }
+    }
+}
+
+fn gpu(error: GpuError) -> Error {
+    Error::Refused(format!("the test's own use of the GPU: {error}"))
+}
+
+/// The framework's side of a GPU.
+struct Framework {
+    device: Device,
+    stream: Stream,
+}
+
+impl Framework {
+    fn new() -> Result<Framework, GpuError> {
+        let device = Device::open(0)?;
+        device.make_current()?;
+        Ok(Framework { stream: Stream::new(&device)?, device })
+    }
+
+    /// Waits until the framework's stream has done all that is enqueued.
+    fn synchronize(&self) -> Result<(), GpuError> {
+        let event = Event::new(&self.device)?;
+        event.record(&self.stream)?;
+        event.wait(LIMIT)
+    }
+}
+
+/// Memory of the GPU, and as much of the host to fill and to read it. It is never freed: a rank
+/// that ends early may have copies under way.
+struct Buffer {
+    address: u64,
+    pinned: Pinned,
+    bytes: usize,
+}
+
+impl Buffer {
+    fn new(device: &Device, bytes: usize) -> Result<Buffer, GpuError> {
+        let (address, pinned) =
+            (device.alloc(bytes.max(1))?, Pinned::new(device, bytes.max(1), None)?);
+        Ok(Buffer { address, pinned, bytes })
+    }
+
+    /// Enqueues that the GPU's memory becomes this.
+    fn fill(&self, stream: &Stream, content: &[u8]) -> Result<(), GpuError> {
+        assert_eq!(content.len(), self.bytes);
+        let at = self.pinned.as_ptr();
+        // SAFETY: the pinned memory is of that size, and the stream is done with what it was used
+        // for before.
+        unsafe { std::ptr::copy_nonoverlapping(content.as_ptr(), at, self.bytes) };
+        // SAFETY: both live to the end of the process, and nobody changes them before the stream
+        // has passed.
+        unsafe { stream.copy_to_device(self.address, at, self.bytes) }
+    }
+
+    /// Enqueues that the host gets the GPU's memory.
+    fn fetch(&self, stream: &Stream) -> Result<(), GpuError> {
+        // SAFETY: as above.
+        unsafe { stream.copy_to_host(self.pinned.as_ptr(), self.address, self.bytes) }
+    }
+
+    fn fetched(&self) -> &[u8] {
+        // SAFETY: the stream has passed the copy, so nobody writes here.
+        unsafe { std::slice::from_raw_parts(self.pinned.as_ptr(), self.bytes) }
+    }
+}
+
+/// A tensor on the GPU, with memory for each of the rounds that are queued.
+struct Tensor {
+    said: Declaration,
+    number: u64,
+    id: TensorId,
+    sources: Vec<Buffer>,
+    /// Or the result goes to the source.
+    targets: Vec<Option<Buffer>>,
+}
+
+fn declarations(ranks: u32) -> Vec<Declaration> {
+    let mut all = Vec::new();
+    for dtype in DType::ALL {
+        for (at, &count) in SIZES.iter().enumerate() {
+            let root = Rank(u32::try_from(at).unwrap_or(0) % ranks);
+            for operation in [Operation::Sum, Operation::Average, Operation::Broadcast(root)] {
+                let name = format!("{dtype}.{count}.{operation}");
+                all.push(Declaration { name, dtype, count, operation, device: true });
+            }
+        }
+    }
+    all
+}
+
+fn shuffle<T>(list: &mut [T], random: &mut Random) {
+    for at in (1..list.len()).rev() {
+        list.swap(at, random.index(at + 1));
+    }
+}
+
+/// Pushes tensors of every type, operation and size, of the GPU and of the host, several rounds of
+/// each at once, in an order that differs from rank to rank, and checks each bit of the results.
+fn work(config: &Config, rounds: u64, seed: u64) -> Result<(), Error> {
+    let worker = Worker::start(config)?;
+    worker.open_gpu(0)?;
+    let framework = Framework::new().map_err(gpu)?;
+    let mut random = Random::new(seed * 31 + u64::from(worker.rank()));
+    let mut tensors = declare(&worker, &framework, &mut random)?;
+    let mut beside = Beside::new(&worker)?;
+    for first in (1..=rounds).step_by(QUEUED) {
+        let mut handles: Vec<(usize, usize, Handle)> = Vec::new();
+        for queued in 0..QUEUED {
+            shuffle(&mut tensors, &mut random);
+            push(&worker, &framework, &tensors, first, queued, &mut random, &mut handles)?;
+            beside.push(&worker, first + queued as u64)?;
+        }
+        shuffle(&mut handles, &mut random);
+        check(&worker, &framework, &tensors, first, &handles)?;
+        beside.check(&worker)?;
+    }
+    chained(&worker, &framework)?;
+    worker.shutdown(false)
+}
+
+fn declare(
+    worker: &Worker,
+    framework: &Framework,
+    random: &mut Random,
+) -> Result<Vec<Tensor>, Error> {
+    let mut numbered: Vec<(u64, Declaration)> =
+        (0..).zip(declarations(worker.size())).collect();
+    shuffle(&mut numbered, random);
+    let said: Vec<Declaration> = numbered.iter().map(|(_, said)| said.clone()).collect();
+    let ids = worker.declare(&said)?;
+    let mut tensors = Vec::new();
+    for ((number, said), id) in numbered.into_iter().zip(ids) {
+        let bytes = usize::try_from(said.count).unwrap_or(0) * said.dtype.size();
+        let new = || Buffer::new(&framework.device, bytes).map_err(gpu);
+        let mut tensor = Tensor { said, number, id, sources: Vec::new(), targets: Vec::new() };
+        for _ in 0..QUEUED {
+            tensor.sources.push(new()?);
+            tensor.targets.push(if random.once_in(2) { Some(new()?) } else { None });
+        }
+        tensors.push(tensor);
+    }
+    Ok(tensors)
+}
+
+/// Pushes the round `first + queued` of all tensors, a few at a time; notes number, round and
+/// handle of each.
+fn push(
+    worker: &Worker,
+    framework: &Framework,
+    tensors: &[Tensor],
+    first: u64,
+    queued: usize,
+    random: &mut Random,
+    handles: &mut Vec<(usize, usize, Handle)>,
+) -> Result<(), Error> {
+    let mut at = 0;
+    while at < tensors.len() {
+        let some = &tensors[at..(at + 1 + random.index(40)).min(tensors.len())];
+        let mut items = Vec::new();
+        for Tensor { said, number, id, sources, targets } in some {
+            let (source, round) = (&sources[queued], first + queued as u64);
+            let count = usize::try_from(said.count).unwrap_or(0);
+            let own = reference::contribution(said.dtype, *number, worker.rank(), round, count);
+            source.fill(&framework.stream, &own).map_err(gpu)?;
+            let target = targets[queued].as_ref().unwrap_or(source).address;
+            let priority = i64::try_from(random.below(7)).unwrap_or(0) - 3;
+            let source = source.address;
+            items.push(GpuPushPull { tensor: *id, source, target, priority });
+        }
+        // SAFETY: buffers live to the end of the process, and nobody touches them before the
+        // results are there; the stream is of the GPU that was opened.
+        let pushed = unsafe { worker.push_pull_gpu(&items, framework.stream.raw()) }?;
+        for (tensor, handle) in some.iter().zip(pushed) {
+            handles.push((usize::try_from(tensor.number).unwrap_or(0), queued, handle));
+        }
+        at += some.len();
+    }
+    Ok(())
+}
+
+fn check(
+    worker: &Worker,
+    framework: &Framework,
+    tensors: &[Tensor],
+    first: u64,
+    handles: &[(usize, usize, Handle)],
+) -> Result<(), Error> {
+    let mut places = vec![0; tensors.len()];
+    for (place, tensor) in tensors.iter().enumerate() {
+        places[usize::try_from(tensor.number).unwrap_or(0)] = place;
+    }
+    for (number, queued, handle) in handles {
+        let tensor = &tensors[places[*number]];
+        let is_whole_average =
+            tensor.said.operation == Operation::Average && !tensor.said.dtype.is_float();
+        match handle.wait(Some(LIMIT)) {
+            Ok(true) => {}
+            Ok(false) => panic!("{} round {first}+{queued} does not end", tensor.said.name),
+            // NCCL rounds such averages in its own way, so without servers they are refused.
+            Err(Error::Refused(text))
+                if is_whole_average && text.contains("average of whole numbers") =>
+            {
+                continue;
+            }
+            Err(error) => return Err(error),
+        }
+        // SAFETY: the stream is of the GPU that was opened.
+        unsafe { handle.make_wait(framework.stream.raw()) }?;
+        let source = &tensor.sources[*queued];
+        source.fetch(&framework.stream).map_err(gpu)?;
+        if let Some(target) = &tensor.targets[*queued] {
+            target.fetch(&framework.stream).map_err(gpu)?;
+        }
+    }
+    framework.synchronize().map_err(gpu)?;
+    for (number, queued, handle) in handles {
+        let Tensor { said, number, sources, targets, .. } = &tensors[places[*number]];
+        if handle.wait(None).is_err() {
+            continue;
+        }
+        assert!(handle.poll(), "{}: the stream has passed the result", said.name);
+        let (round, count) = (first + *queued as u64, usize::try_from(said.count).unwrap_or(0));
+        let wanted =
+            reference::result(said.dtype, said.operation, *number, worker.size(), round, count);
+        let source = sources[*queued].fetched();
+        if let Some(target) = &targets[*queued] {
+            same(said, round, worker.rank(), "the result", target.fetched(), &wanted);
+            let own = reference::contribution(said.dtype, *number, worker.rank(), round, count);
+            same(said, round, worker.rank(), "the source", source, &own);
+        } else {
+            same(said, round, worker.rank(), "the result in place", source, &wanted);
+        }
+    }
+    Ok(())
+}
+
+#[track_caller]
+fn same(said: &Declaration, round: u64, rank: u32, what: &str, got: &[u8], wanted: &[u8]) {
+    let wrong = got.iter().zip(wanted).filter(|(one, other)| one != other).count();
+    let first = got.iter().zip(wanted).position(|(one, other)| one != other);
+    assert!(
+        wrong == 0,
+        "{} round {round} on rank {rank}: {what} has {wrong} of {} bytes wrong, from {first:?} on",
+        said.name,
+        wanted.len()
+    );
+}
+
+/// Two rounds in place on the same memory, without a wait: the second pushes what the first gives.
+fn chained(worker: &Worker, framework: &Framework) -> Result<(), Error> {
+    const COUNT: usize = 50_000;
+    let (dtype, operation) = (DType::I32, Operation::Sum);
+    let said =
+        Declaration { name: "chained".into(), dtype, count: COUNT as u64, operation, device: true };
+    let ids = worker.declare(std::slice::from_ref(&said))?;
+    let buffer = Buffer::new(&framework.device, COUNT * 4).map_err(gpu)?;
+    let own = reference::contribution(dtype, 9999, worker.rank(), 1, COUNT);
+    buffer.fill(&framework.stream, &own).map_err(gpu)?;
+    let (source, target) = (buffer.address, buffer.address);
+    let item = GpuPushPull { tensor: ids[0], source, target, priority: 0 };
+    let mut handles = Vec::new();
+    for _ in 0..2 {
+        // SAFETY: the buffer is never freed, and read only when both rounds are over.
+        handles.extend(unsafe { worker.push_pull_gpu(&[item], framework.stream.raw()) }?);
+    }
+    for handle in &handles {
+        assert_eq!(handle.wait(Some(LIMIT)), Ok(true));
+        // SAFETY: the stream is of the GPU that was opened.
+        unsafe { handle.make_wait(framework.stream.raw()) }?;
+    }
+    buffer.fetch(&framework.stream).map_err(gpu)?;
+    framework.synchronize().map_err(gpu)?;
+    let once = reference::result(dtype, operation, 9999, worker.size(), 1, COUNT);
+    let size = i32::try_from(worker.size()).unwrap_or(1);
+    let times = |bytes: &[u8]| i32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]) * size;
+    let twice: Vec<u8> = once.chunks(4).flat_map(|bytes| times(bytes).to_le_bytes()).collect();
+    same(&said, 2, worker.rank(), "the result of two", buffer.fetched(), &twice);
+    Ok(())
+}
+
+/// Tensors of the host that are pushed between those of the GPU.
+struct Beside {
+    said: Vec<Declaration>,
+    ids: Vec<TensorId>,
+    under_way: Vec<(usize, u64, Vec<u8>, Handle)>,
+}
+
+impl Beside {
+    fn new(worker: &Worker) -> Result<Beside, Error> {
+        let one = |dtype: DType, operation| Declaration {
+            name: format!("host.{dtype}.{operation}"),
+            dtype,
+            count: 30_011,
+            operation,
+            device: false,
+        };
+        let said = vec![
+            one(DType::F32, Operation::Sum),
+            one(DType::BF16, Operation::Average),
+            one(DType::I8, Operation::Average),
+            one(DType::F64, Operation::Broadcast(Rank(0))),
+        ];
+        let ids = worker.declare(&said)?;
+        Ok(Beside { said, ids, under_way: Vec::new() })
+    }
+
+    fn push(&mut self, worker: &Worker, round: u64) -> Result<(), Error> {
+        for (at, said) in self.said.iter().enumerate() {
+            let count = usize::try_from(said.count).unwrap_or(0);
+            let number = 5000 + at as u64;
+            let mut values =
+                reference::contribution(said.dtype, number, worker.rank(), round, count);
+            let target = values.as_mut_ptr();
+            let (tensor, source) = (self.ids[at], target.cast_const());
+            let item = PushPull { tensor, source, target, priority: 1 };
+            // SAFETY: the values are kept, untouched, until `check` has waited.
+            let mut handles = unsafe { worker.push_pull(&[item]) }?;
+            self.under_way.extend(handles.pop().map(|handle| (at, round, values, handle)));
+        }
+        Ok(())
+    }
+
+    fn check(&mut self, worker: &Worker) -> Result<(), Error> {
+        for (at, round, values, handle) in self.under_way.drain(..) {
+            assert!(handle.wait(Some(LIMIT))?, "a tensor of the host does not end");
+            let said = &self.said[at];
+            let count = usize::try_from(said.count).unwrap_or(0);
+            let (number, size) = (5000 + at as u64, worker.size());
+            let wanted =
+                reference::result(said.dtype, said.operation, number, size, round, count);
+            same(said, round, worker.rank(), "the result", &values, &wanted);
+        }
+        Ok(())
+    }
+}
+
+/// Tensors of more parts than there are slots.
+fn large(config: &Config) -> Result<(), Error> {
+    let worker = Worker::start(config)?;
+    worker.open_gpu(0)?;
+    let framework = Framework::new().map_err(gpu)?;
+    let mut tensors = Vec::new();
+    for (number, dtype) in [(0, DType::F32), (1, DType::BF16), (2, DType::U8)] {
+        let count = (12 << 20) / dtype.size() as u64 + 77;
+        let (name, operation) = (format!("large {number}"), Operation::Sum);
+        let said = Declaration { name, dtype, count, operation, device: true };
+        let id = worker.declare(std::slice::from_ref(&said))?[0];
+        let bytes = usize::try_from(count).unwrap_or(0) * dtype.size();
+        let source = Buffer::new(&framework.device, bytes).map_err(gpu)?;
+        let (sources, targets) = (vec![source], vec![None]);
+        tensors.push(Tensor { said, number, id, sources, targets });
+    }
+    let mut random = Random::new(u64::from(worker.rank()));
+    for round in 1..=2 {
+        shuffle(&mut tensors, &mut random);
+        let mut handles = Vec::new();
+        push(&worker, &framework, &tensors, round, 0, &mut random, &mut handles)?;
+        check(&worker, &framework, &tensors, round, &handles)?;
+    }
+    worker.shutdown(false)
+}
+
+/// One tensor again and again. From the round `stall` on it pushes nothing, and waits for a
+/// barrier that the others do not come to; or, if it `leaves`, shuts down with the round before
+/// under way.
+fn train(config: &Config, rounds: u64, stall: Option<u64>, leaves: bool) -> Result<(), Error> {
+    const COUNT: usize = 100_000;
+    let worker = Worker::start(config)?;
+    worker.open_gpu(0)?;
+    let framework = Framework::new().map_err(gpu)?;
+    let said = Declaration {
+        name: "layer4.weight".into(),
+        dtype: DType::F32,
+        count: COUNT as u64,
+        operation: Operation::Sum,
+        device: true,
+    };
+    let id = worker.declare(std::slice::from_ref(&said))?[0];
+    let buffer = Buffer::new(&framework.device, COUNT * 4).map_err(gpu)?;
+    for round in 1..=rounds {
+        if stall == Some(round) && !leaves {
+            eprintln!("rank stalls in round {round}");
+            return worker.barrier(None);
+        }
+        let own = reference::contribution(said.dtype, 0, worker.rank(), round, COUNT);
+        buffer.fill(&framework.stream, &own).map_err(gpu)?;
+        let (source, target) = (buffer.address, buffer.address);
+        let item = GpuPushPull { tensor: id, source, target, priority: 0 };
+        // SAFETY: the buffer is never freed, and not touched before the result is there.
+        let handles = unsafe { worker.push_pull_gpu(&[item], framework.stream.raw()) }?;
+        if stall == Some(round) {
+            eprintln!("rank leaves in round {round}");
+            return worker.shutdown(false);
+        }
+        handles[0].wait(None)?;
+        // SAFETY: the stream is of the GPU that was opened.
+        unsafe { handles[0].make_wait(framework.stream.raw()) }?;
+        buffer.fetch(&framework.stream).map_err(gpu)?;
+        framework.synchronize().map_err(gpu)?;
+        let wanted =
+            reference::result(said.dtype, said.operation, 0, worker.size(), round, COUNT);
+        same(&said, round, worker.rank(), "the result", buffer.fetched(), &wanted);
+        if round == 1 {
+            eprintln!("rank has begun");
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    worker.shutdown(false)
+}
+
+/// One rank declares the tensor as one of the host, after the others have pushed it; another tensor
+/// must go on.
+fn mismatch(config: &Config, is_odd: bool) -> Result<(), Error> {
+    let worker = Worker::start(config)?;
+    worker.open_gpu(0)?;
+    let framework = Framework::new().map_err(gpu)?;
+    let count = 1000;
+    let said = |name: &str, device| Declaration {
+        name: name.into(),
+        dtype: DType::F32,
+        count,
+        operation: Operation::Sum,
+        device,
+    };
+    let buffer = Buffer::new(&framework.device, 4000).map_err(gpu)?;
+    let push = |id| {
+        let (source, target) = (buffer.address, buffer.address);
+        let item = GpuPushPull { tensor: id, source, target, priority: 0 };
+        // SAFETY: the buffer is never freed, and the stream is of the GPU that was opened.
+        unsafe { worker.push_pull_gpu(&[item], framework.stream.raw()) }?[0].wait(None)
+    };
+    let good = worker.declare(&[said("good", true)])?[0];
+    push(good)?;
+    if is_odd {
+        std::thread::sleep(Duration::from_millis(200));
+    }
+    let spoilt = worker.declare(&[said("spoilt", !is_odd)]).and_then(|ids| push(ids[0]));
+    match spoilt {
+        Err(Error::Mismatch(text)) => eprintln!("rank was told: {text}"),
+        other => panic!("a mismatch must be told: {other:?}"),
+    }
+    push(good)?;
+    worker.shutdown(false)
+}
+
+/// Opens the second GPU as well.
+fn second(config: &Config) -> Result<(), Error> {
+    let worker = Worker::start(config)?;
+    worker.open_gpu(0)?;
+    worker.open_gpu(0)?;
+    let opened = worker.open_gpu(1);
+    worker.shutdown(false)?;
+    opened
+}
+
+/// Leaves, and joins again in the same process.
+fn resume(config: &Config) -> Result<(), Error> {
+    for life in 0..2 {
+        let worker = Worker::start(config)?;
+        worker.open_gpu(0)?;
+        let framework = Framework::new().map_err(gpu)?;
+        chained(&worker, &framework)?;
+        worker.shutdown(life == 0)?;
+    }
+    Ok(())
+}

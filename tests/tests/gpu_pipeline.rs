@@ -1,0 +1,150 @@
+//! Whole jobs of real processes whose tensors are on GPUs that are none (`tests/fake_gpu`): every
+//! result against the reference, bit for bit, and jobs that end in every way.
+
+use bps_fake_gpu as _;
+use bps_tests::fake_gpu;
+use bps_tests::job::free_port;
+use bps_tests::program::Program;
+use rustix::process::Signal;
+use std::time::{Duration, Instant};
+
+const LIMIT: Duration = Duration::from_secs(60);
+/// What the documents promise, and a little for a machine that is busy with other tests.
+const PROMISE: Duration = Duration::from_secs(5);
+const SLACK: Duration = Duration::from_secs(3);
+
+struct Job {
+    scheduler: Program,
+    servers: Vec<Program>,
+    ranks: Vec<Program>,
+}
+
+/// What a job is: ranks by host, servers, and settings of all its processes.
+struct Shape<'a> {
+    hosts: &'a [u32],
+    servers: u32,
+    settings: &'a [(&'static str, &'a str)],
+}
+
+type Variables = Vec<(&'static str, String)>;
+
+fn variables(shape: &Shape<'_>, port: u16, role: &str) -> Variables {
+    let ranks: u32 = shape.hosts.iter().sum();
+    let mut all: Variables = vec![
+        ("DMLC_ROLE", role.to_owned()),
+        ("DMLC_NUM_WORKER", ranks.to_string()),
+        ("DMLC_NUM_SERVER", shape.servers.to_string()),
+        ("DMLC_PS_ROOT_URI", "127.0.0.1".into()),
+        ("DMLC_PS_ROOT_PORT", port.to_string()),
+        ("DMLC_NODE_HOST", "127.0.0.1".into()),
+        ("BPS_PIN", "0".into()),
+        ("BPS_LOG_LEVEL", "warning".into()),
+        ("FAKE_GPU_COUNT", "8".into()),
+        ("LD_LIBRARY_PATH", fake_gpu::library_path().display().to_string()),
+    ];
+    all.extend(shape.settings.iter().map(|&(name, value)| (name, value.to_owned())));
+    all
+}
+
+/// Starts a job; `rank` gives each rank's arguments behind its host, and settings of its own.
+fn start(shape: &Shape<'_>, rank: impl Fn(u32) -> (Vec<String>, Variables)) -> Job {
+    let port = free_port();
+    let scheduler =
+        Program::start("bps-scheduler", &[], &variables(shape, port, "scheduler"));
+    let server =
+        |_| Program::start("bps-server", &["--cores", "1"], &variables(shape, port, "server"));
+    let servers = (0..shape.servers).map(server).collect();
+    let hosts = (0..).zip(shape.hosts).flat_map(|(host, &size)| (0..size).map(move |_| host));
+    let one = |(index, host): (u32, u32)| {
+        let (scenario, own) = rank(index);
+        let mut all = variables(shape, port, "worker");
+        all.push(("DMLC_WORKER_ID", index.to_string()));
+        all.push(("CUDA_VISIBLE_DEVICES", format!("{index},7")));
+        all.extend(own);
+        let host = host.to_string();
+        let arguments: Vec<&str> =
+            std::iter::once(host.as_str()).chain(scenario.iter().map(String::as_str)).collect();
+        Program::start("bps-test-gpu-rank", &arguments, &all)
+    };
+    let ranks = (0..).zip(hosts).map(one).collect();
+    Job { scheduler, servers, ranks }
+}
+
+/// As [`start`], with the same words for all ranks.
+fn start_all(shape: &Shape<'_>, scenario: &str) -> Job {
+    start(shape, |_| (words(scenario), Variables::new()))
+}
+
+fn words(scenario: &str) -> Vec<String> {
+    scenario.split(' ').map(str::to_owned).collect()
+}
+
+impl Job {
+    /// All end well, and no process says anything.
+    #[track_caller]
+    fn ends_in_silence(mut self) {
+        for rank in &mut self.ranks {
+            let status = rank.wait(LIMIT);
+            let said = rank.lines();
+            assert!(status.success() && said == ["rank ended: ok"], "{}", said.join("\n"));
+        }
+        for other in self.servers.iter_mut().chain([&mut self.scheduler]) {
+            let status = other.wait(LIMIT);
+            let said = other.lines();
+            assert!(status.success() && said.is_empty(), "{}", said.join("\n"));
+        }
+    }
+
+    /// The ranks but one, and whether each ends by itself in time, with a line that has these
+    /// words.
+    #[track_caller]
+    fn others_end_with(&mut self, but: usize, words: &[&str], since: Instant, limit: Duration) {
+        for (index, rank) in self.ranks.iter_mut().enumerate().filter(|(at, _)| *at != but) {
+            let status = rank.wait(limit.saturating_sub(since.elapsed()));
+            let said = rank.lines().join("\n");
+            assert!(!status.success(), "rank {index} ended as if all were well:\n{said}");
+            let line = said.lines().find(|line| words.iter().all(|word| line.contains(word)));
+            assert!(line.is_some(), "rank {index} has no line with {words:?} in:\n{said}");
+        }
+    }
+}
+
+fn right(hosts: &[u32], servers: u32, scenario: &str, settings: &[(&'static str, &str)]) {
+    let begun = Instant::now();
+    let settings = [&[("BYTEPS_PARTITION_BYTES", "16384")], settings].concat();
+    start_all(&Shape { hosts, servers, settings: &settings }, scenario).ends_in_silence();
+    println!("hosts of {hosts:?} ranks, {servers} servers, {settings:?}: {:?}", begun.elapsed());
+}
+
+#[test]
+fn hosts_of_one_gpu_through_servers() {
+    right(&[1, 1], 1, "work 4 1", &[]);
+    right(&[1, 1, 1, 1], 2, "work 2 2", &[("FAKE_GPU_SEED", "5")]);
+}
+
+#[test]
+fn hosts_of_several_gpus_through_servers() {
+    right(&[2, 2], 1, "work 4 3", &[]);
+    right(&[3, 3], 2, "work 2 4", &[("FAKE_GPU_SEED", "6"), ("BYTEPS_NCCL_GROUP_SIZE", "3")]);
+    right(&[2, 1, 3], 1, "work 2 5", &[("FAKE_GPU_SEED", "7"), ("FAKE_GPU_DELAY_US", "50")]);
+}
+
+#[test]
+fn one_host_without_servers() {
+    right(&[2], 0, "work 4 6", &[]);
+    right(&[4], 0, "work 2 7", &[("FAKE_GPU_SEED", "8")]);
+}
+
+#[test]
+fn one_host_through_servers() {
+    right(&[2], 1, "work 2 8", &[("BYTEPS_FORCE_DISTRIBUTED", "1")]);
+    right(&[2], 1, "work 2 9", &[("BPS_LOCAL_REDUCE", "0"), ("BYTEPS_FORCE_DISTRIBUTED", "1")]);
+    right(&[2, 1], 1, "work 2 10", &[("BPS_LOCAL_REDUCE", "0"), ("BPS_PAYLOAD_CHECKSUM", "1")]);
+}
+
+#[test]
+fn more_parts_than_slots() {
+    let large = [("BYTEPS_PARTITION_BYTES", "1048576"), ("FAKE_GPU_PINNED", "1")];
+    right(&[1, 1], 1, "large", &large);
+    right(&[2, 2], 1, "large", &large);
+}
