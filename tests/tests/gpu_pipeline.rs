@@ -30,9 +30,12 @@ type Variables = Vec<(&'static str, String)>;
 
 fn variables(shape: &Shape<'_>, port: u16, role: &str) -> Variables {
     let ranks: u32 = shape.hosts.iter().sum();
+    // Without servers the job must be seen to be one machine's.
+    let (machines, processes) = if shape.servers == 0 { (1, ranks) } else { (ranks, 1) };
     let mut all: Variables = vec![
         ("DMLC_ROLE", role.to_owned()),
-        ("DMLC_NUM_WORKER", ranks.to_string()),
+        ("DMLC_NUM_WORKER", machines.to_string()),
+        ("BYTEPS_LOCAL_SIZE", processes.to_string()),
         ("DMLC_NUM_SERVER", shape.servers.to_string()),
         ("DMLC_PS_ROOT_URI", "127.0.0.1".into()),
         ("DMLC_PS_ROOT_PORT", port.to_string()),
@@ -42,15 +45,17 @@ fn variables(shape: &Shape<'_>, port: u16, role: &str) -> Variables {
         ("FAKE_GPU_COUNT", "8".into()),
         ("LD_LIBRARY_PATH", fake_gpu::library_path().display().to_string()),
     ];
-    all.extend(shape.settings.iter().map(|&(name, value)| (name, value.to_owned())));
+    // Who does not use a setting says so.
+    let used = |name: &str| role == "worker" || !name.contains("_NCCL_");
+    let settings = shape.settings.iter().filter(|(name, _)| used(name));
+    all.extend(settings.map(|&(name, value)| (name, value.to_owned())));
     all
 }
 
 /// Starts a job; `rank` gives each rank's arguments behind its host, and settings of its own.
 fn start(shape: &Shape<'_>, rank: impl Fn(u32) -> (Vec<String>, Variables)) -> Job {
     let port = free_port();
-    let scheduler =
-        Program::start("bps-scheduler", &[], &variables(shape, port, "scheduler"));
+    let scheduler = Program::start("bps-scheduler", &[], &variables(shape, port, "scheduler"));
     let server =
         |_| Program::start("bps-server", &["--cores", "1"], &variables(shape, port, "server"));
     let servers = (0..shape.servers).map(server).collect();
@@ -58,7 +63,8 @@ fn start(shape: &Shape<'_>, rank: impl Fn(u32) -> (Vec<String>, Variables)) -> J
     let one = |(index, host): (u32, u32)| {
         let (scenario, own) = rank(index);
         let mut all = variables(shape, port, "worker");
-        all.push(("DMLC_WORKER_ID", index.to_string()));
+        let number = if shape.servers == 0 { "BYTEPS_LOCAL_RANK" } else { "DMLC_WORKER_ID" };
+        all.push((number, index.to_string()));
         all.push(("CUDA_VISIBLE_DEVICES", format!("{index},7")));
         all.extend(own);
         let host = host.to_string();
@@ -147,4 +153,26 @@ fn more_parts_than_slots() {
     let large = [("BYTEPS_PARTITION_BYTES", "1048576"), ("FAKE_GPU_PINNED", "1")];
     right(&[1, 1], 1, "large", &large);
     right(&[2, 2], 1, "large", &large);
+}
+
+/// Starts a job in which every rank trains on, and waits until all have begun.
+fn running(shape: &Shape<'_>) -> Job {
+    let job = start_all(shape, "loop 1000000");
+    for rank in &job.ranks {
+        let _ = rank.wait_for_line("rank has begun", LIMIT);
+    }
+    job
+}
+
+#[test]
+fn a_killed_rank_is_named_by_all_others() {
+    for (hosts, servers) in [(&[2, 2][..], 1), (&[3], 0)] {
+        for victim in [0, 1] {
+            let mut job = running(&Shape { hosts, servers, settings: &[] });
+            let since = Instant::now();
+            job.ranks[victim].signal(Signal::KILL);
+            let who = format!("rank {victim} (host");
+            job.others_end_with(victim, &["PeerDied", &who, "died"], since, PROMISE + SLACK);
+        }
+    }
 }

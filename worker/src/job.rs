@@ -43,7 +43,7 @@ pub(crate) struct Job {
     group: Vec<Rank>,
     /// Lanes to servers and to ranks of the group.
     lanes: usize,
-    over: Arc<OnceLock<Error>>,
+    pub(crate) over: Arc<OnceLock<Error>>,
     agent: Arc<Mutex<Agent>>,
     sender: LinkSender,
     answers: Arc<(Mutex<Answers>, Condvar)>,
@@ -362,8 +362,9 @@ fn run_nic(
     if let Some(error) = nic.over() {
         let _ = over.set(error.clone());
     }
-    nic.close_pipeline();
     ended.store(true, Ordering::SeqCst);
     let closed = Error::Closed("this worker has shut down".into());
-    drain(commands, over.get().unwrap_or(&closed));
+    let error = over.get().unwrap_or(&closed);
+    nic.close_pipeline(error);
+    drain(commands, error);
 }

@@ -276,9 +276,7 @@ impl Nic {
 
     /// Whether all lanes are closed and nothing will happen any more.
     pub fn ended(&self) -> bool {
-        !self.pipeline.is_behind()
-            && (self.leaving || self.over.is_some())
-            && self.lanes.iter().all(|lane| !lane.open)
+        (self.leaving || self.over.is_some()) && self.lanes.iter().all(|lane| !lane.open)
     }
 
     /// Whether a round is open.
@@ -349,13 +347,16 @@ impl Nic {
             Command::Push { tensor, memory, priority, task } => {
                 self.on_push(tensor, Waiting { memory, priority, task });
             }
-            Command::OpenPipeline { staged, waker } => self.open_pipeline(staged, waker),
+            Command::OpenPipeline(to) => self.open_pipeline(to),
             Command::PushGpu { tensor, push } => self.on_push_gpu(tensor, push),
             Command::Open { tensor, priority } => self.open_staged(tensor, priority),
             Command::Part { tensor, part, slot } => self.push_staged(tensor, part, slot),
             Command::Land(slot) => self.land_in(slot),
             Command::Say { to, word } => self.say_word(to, word),
-            Command::Stalled { keys } => self.report(Report::Stalled { keys }),
+            Command::Stalled { keys } => {
+                self.pipeline.stalled = keys;
+                self.next_tick = self.now;
+            }
             Command::GpuFailed { message } => self.report(Report::Failed { message }),
             Command::Trace(recorder) => self.trace = recorder,
             Command::Poison { name, error } => self.poison(&name, &error),

@@ -132,13 +132,6 @@ cuda! {
         stream::event(event)?.hold(&*stream::stream(handle)?);
         Ok(())
     }
-    fn cuStreamWriteValue32_v2(handle: usize, address: u64, value: u32, _flags: c_uint) {
-        if address == 0 || !address.is_multiple_of(4) {
-            return Err(INVALID_VALUE);
-        }
-        stream::stream(handle)?.push(Box::new(move || memory::write(address as usize, value)));
-        Ok(())
-    }
     fn cuEventCreate(handle: *mut usize, _flags: c_uint) {
         put(handle, stream::create_event()?)
     }

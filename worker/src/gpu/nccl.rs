@@ -84,10 +84,12 @@ impl Nccl {
     /// blocks of the GPU, with as many channels, a collective takes; NCCL chooses without it.
     ///
     /// `deadline` is how long it may take, and also how long any later call on the communicator
-    /// may take to be enqueued.
+    /// may take to be enqueued. `is_wanted` is asked now and then: once it is not, the communicator
+    /// is given up as if the time were over.
     ///
     /// # Errors
     /// [`GpuError::Timeout`] if a rank does not come; [`GpuError::Nccl`], [`GpuError::Cuda`].
+    #[allow(clippy::too_many_arguments, reason = "they are what a communicator is")]
     pub fn comm(
         &self,
         device: &Device,
@@ -96,6 +98,7 @@ impl Nccl {
         rank: u32,
         channels: Option<u32>,
         deadline: Duration,
+        is_wanted: impl Fn() -> bool,
     ) -> Result<Comm, GpuError> {
         let id = ncclUniqueId { internal: id.map(u8::cast_signed) };
         // Ranks beyond 2^31 are refused by NCCL as what they become here.
@@ -128,7 +131,7 @@ impl Nccl {
             }
         }
         // A failure drops the communicator, which aborts it.
-        comm.settle("ncclCommInitRankConfig", || {
+        comm.settle("ncclCommInitRankConfig", is_wanted, || {
             format!(
                 "NCCL's start on rank {rank} of {ranks}: the other ranks of this host did not all \
                  come; look at what they print"
@@ -392,11 +395,12 @@ impl Comm {
     }
 
     /// Ends the communicator after all that was enqueued is done, which waits for every rank to
-    /// close its end. If that fails, or takes longer than the deadline, it is aborted.
+    /// close its end. If that fails, or takes longer than `limit`, it is aborted.
     ///
     /// # Errors
     /// [`GpuError::Timeout`], [`GpuError::Nccl`].
-    pub fn close(mut self) -> Result<(), GpuError> {
+    pub fn close(mut self, limit: Duration) -> Result<(), GpuError> {
+        self.deadline = limit;
         // SAFETY: the handle is held by this value.
         let code = unsafe { (self.nccl.0.call.ncclCommFinalize)(self.handle) };
         self.enqueued("ncclCommFinalize", code)?;
@@ -409,7 +413,7 @@ impl Comm {
         match code {
             SUCCESS => Ok(()),
             IN_PROGRESS if self.grouped.get() => Ok(()),
-            IN_PROGRESS => self.settle(call, || {
+            IN_PROGRESS => self.settle(call, || true, || {
                 format!(
                     "{call} on rank {} of {}: another rank of this host does not take part; look \
                      at what they print",
@@ -422,7 +426,12 @@ impl Comm {
 
     /// Waits until the last call is no longer in progress. The first looks yield and do not sleep:
     /// the thread of NCCL's that enqueues may have this one's CPU alone to run on.
-    fn settle(&self, call: &'static str, what: impl Fn() -> String) -> Result<(), GpuError> {
+    fn settle(
+        &self,
+        call: &'static str,
+        is_wanted: impl Fn() -> bool,
+        what: impl Fn() -> String,
+    ) -> Result<(), GpuError> {
         let start = Instant::now();
         loop {
             match self.state()? {
@@ -431,8 +440,8 @@ impl Comm {
                 code => return Err(self.nccl.error(call, code, self.handle)),
             }
             let waited = start.elapsed();
-            if waited > self.deadline {
-                return Err(GpuError::Timeout { what: what(), after: self.deadline });
+            if waited > self.deadline || !is_wanted() {
+                return Err(GpuError::Timeout { what: what(), after: waited.min(self.deadline) });
             } else if waited < QUICK {
                 std::thread::yield_now();
             } else {

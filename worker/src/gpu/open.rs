@@ -11,7 +11,7 @@ use crate::context::Worker;
 use crate::error::Error;
 use crate::job::Job;
 use crate::nic::Command;
-use crate::nic::staged::Slot;
+use crate::nic::staged::{Slot, ToPipeline};
 use crate::places::{Poller, spot};
 use crate::types::PushPull;
 use bps_engine::base::{DType, Operation, Rank};
@@ -23,6 +23,7 @@ use bps_engine::ring::Mpsc;
 use bps_engine::trace::log;
 use bps_engine::transport::Waker;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// The tensor by which the ranks tell each other.
 const NAME: &str = "byteps: the GPUs of the job";
@@ -35,8 +36,7 @@ const SLOTS_MIN: usize = 8;
 const INBOX: usize = 4096;
 /// Tracks: where gradients are waited for, down, up.
 const TRACKS: usize = 3;
-/// NCCL is asked from this version on, 10000 × major + 100 × minor: both ends of a host must have
-/// the same.
+/// The first byte of a row.
 const OK: u8 = 1;
 const FAILED: u8 = 2;
 
@@ -52,6 +52,8 @@ struct Gpu {
     uuid: [u8; 16],
     /// 0 where NCCL is not needed.
     nccl: u32,
+    /// The first rank that reduces with this one: ranks that have the same are a host.
+    first: Rank,
     /// The communicator's identity, of the first rank of a host.
     id: [u8; 128],
 }
@@ -63,7 +65,8 @@ impl Row {
                 row[0] = OK;
                 row[1..17].copy_from_slice(&gpu.uuid);
                 row[17..21].copy_from_slice(&gpu.nccl.to_le_bytes());
-                row[21..149].copy_from_slice(&gpu.id);
+                row[21..25].copy_from_slice(&gpu.first.0.to_le_bytes());
+                row[25..153].copy_from_slice(&gpu.id);
             }
             Err(text) => {
                 row[0] = FAILED;
@@ -81,10 +84,11 @@ impl Row {
     fn decode(row: &[u8]) -> Row {
         let gpu = match row[0] {
             OK => {
-                let mut gpu = Gpu { uuid: [0; 16], nccl: 0, id: [0; 128] };
+                let word = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| row[at + i]));
+                let (nccl, first) = (word(17), Rank(word(21)));
+                let mut gpu = Gpu { uuid: [0; 16], nccl, first, id: [0; 128] };
                 gpu.uuid.copy_from_slice(&row[1..17]);
-                gpu.nccl = u32::from_le_bytes([row[17], row[18], row[19], row[20]]);
-                gpu.id.copy_from_slice(&row[21..149]);
+                gpu.id.copy_from_slice(&row[25..153]);
                 Ok(gpu)
             }
             _ => {
@@ -123,45 +127,46 @@ pub(crate) fn open(
     let told = begun.as_ref().map_err(ToString::to_string).map(|(device, nccl, id)| Gpu {
         uuid: device.uuid(),
         nccl: nccl.as_ref().map_or(0, Nccl::version),
+        first,
         id: *id,
     });
-    let all = tell_all(worker, &Row { gpu: told.clone() })?;
+    let own = Row { gpu: told };
+    let id = agree(&tell_all(worker, &own)?, rank)?;
     let (device, nccl, _) = begun.map_err(start)?;
-    let id = agree(&all, &ranks, rank)?;
-    let opened = together(job, &device, nccl, &id, ranks.clone(), Rank(rank), config);
+    let rank = Rank(rank);
+    let opened = meet(job, &device, nccl.as_ref(), &id, (rank, ranks), config)
+        .and_then(|host| begin(job, &device, host, rank, config));
+    opened.map_err(|error| {
+        // Who does not wait for this rank in NCCL would wait for it below.
+        job.command(Command::GpuFailed { message: error.to_string() });
+        job.wake();
+        // If the job is over, that is why NCCL was given up.
+        job.over.get().cloned().unwrap_or_else(|| start(error))
+    })?;
     // A NIC loop learns of its pipeline before it sends this row, since both come to it through one
     // queue: so no rank hears of another's tensors before its own pipeline is there.
-    let told =
-        opened.as_ref().map_err(ToString::to_string).and(told.as_ref().map_err(Clone::clone));
-    let all = tell_all(worker, &Row { gpu: told.cloned() })?;
-    opened?;
-    agree(&all, &ranks, rank).map(|_| ())
+    tell_all(worker, &own).map(drop)
 }
 
-/// Joins the GPUs of this host, and starts the pipeline.
-fn together(
+/// The communicator of a host of several ranks, of which one is this.
+fn meet(
     job: &Job,
     device: &Device,
-    nccl: Option<Nccl>,
+    nccl: Option<&Nccl>,
     id: &[u8; 128],
-    ranks: Vec<Rank>,
-    rank: Rank,
+    (own, ranks): (Rank, Vec<Rank>),
     config: &Config,
-) -> Result<(), Error> {
-    device.make_current().map_err(start)?;
-    let host = match nccl {
-        Some(nccl) => {
-            let place = ranks.iter().position(|&one| one == rank).unwrap_or(0);
-            let number = |value: usize| u32::try_from(value).unwrap_or(u32::MAX);
-            let (count, place) = (number(ranks.len()), number(place));
-            let comm = nccl.comm(device, id, count, place, None, config.start_timeout);
-            let (comm, stream) = (comm.map_err(start)?, Stream::new(device).map_err(start)?);
-            log::info!("{}: {} GPUs on this host", nccl.describe(), ranks.len());
-            Some(Host { comm, stream, ranks, group_size: config.nccl_group_size as usize })
-        }
-        None => None,
-    };
-    begin(job, device, host, rank, config)
+) -> Result<Option<Host>, GpuError> {
+    let Some(nccl) = nccl else { return Ok(None) };
+    let number = |value: usize| u32::try_from(value).unwrap_or(u32::MAX);
+    let place = ranks.iter().position(|rank| *rank == own).unwrap_or(0);
+    let (size, patience) = (number(ranks.len()), config.start_timeout);
+    let is_wanted = || !job.nic_ended.load(Ordering::Acquire);
+    let comm = nccl.comm(device, id, size, number(place), None, patience, is_wanted)?;
+    let stream = Stream::new(device)?;
+    log::info!("{}: {} GPUs on this host", nccl.describe(), ranks.len());
+    let group_size = config.nccl_group_size as usize;
+    Ok(Some(Host { comm, stream, ranks, group_size, patience }))
 }
 
 fn start(error: GpuError) -> Error {
@@ -190,35 +195,32 @@ fn tell_all(worker: &Worker, own: &Row) -> Result<Vec<Row>, Error> {
     Ok(rows.chunks(ROW).map(Row::decode).collect())
 }
 
-/// Whether all can go on together; the identity of this host's communicator.
-fn agree(all: &[Row], host: &[Rank], rank: u32) -> Result<[u8; 128], Error> {
-    let mut gpus = Vec::new();
-    for (other, row) in all.iter().enumerate() {
-        match &row.gpu {
-            Ok(gpu) => gpus.push(gpu),
-            Err(text) => {
-                return Err(Error::Start(format!("rank {other} can't use its GPU: {text}")));
+/// Whether all can go on together, which all find alike; the identity of this rank's communicator.
+fn agree(all: &[Row], rank: u32) -> Result<[u8; 128], Error> {
+    let mut gpus: Vec<&Gpu> = Vec::new();
+    for (rank, row) in all.iter().enumerate() {
+        let gpu = row.gpu.as_ref();
+        let gpu =
+            gpu.map_err(|text| Error::Start(format!("rank {rank} can't use its GPU: {text}")))?;
+        for (other, known) in gpus.iter().enumerate().filter(|(_, known)| known.first == gpu.first)
+        {
+            if known.uuid == gpu.uuid {
+                return Err(Error::Start(format!(
+                    "rank {other} and rank {rank} are on one host and use the same GPU: give each \
+                     rank its own, as by torch.cuda.set_device(bps.local_rank())"
+                )));
+            }
+            if known.nccl != gpu.nccl {
+                return Err(Error::Start(format!(
+                    "rank {other} and rank {rank} are on one host and have NCCL {} and {}: give \
+                     all ranks of a host the same",
+                    known.nccl, gpu.nccl
+                )));
             }
         }
+        gpus.push(gpu);
     }
-    let own = gpus[rank as usize];
-    for one in host.iter().filter(|one| one.0 != rank) {
-        let gpu = gpus[one.0 as usize];
-        if gpu.uuid == own.uuid {
-            return Err(Error::Start(format!(
-                "rank {rank} and {one} are on one host and use the same GPU: give each rank its \
-                 own, as by torch.cuda.set_device(bps.local_rank())"
-            )));
-        }
-        if gpu.nccl != own.nccl {
-            return Err(Error::Start(format!(
-                "rank {rank} and {one} are on one host and have NCCL {} and {}: give all ranks of \
-                 a host the same",
-                own.nccl, gpu.nccl
-            )));
-        }
-    }
-    Ok(host.first().map_or([0; 128], |first| gpus[first.0 as usize].id))
+    Ok(gpus[gpus[rank as usize].first.0 as usize].id)
 }
 
 /// Makes the slots and starts the thread.
@@ -228,13 +230,17 @@ fn begin(
     host: Option<Host>,
     rank: Rank,
     config: &Config,
-) -> Result<(), Error> {
+) -> Result<(), GpuError> {
+    let system = |what: &str, error: std::io::Error| GpuError::Memory {
+        ordinal: device.ordinal(),
+        why: format!("no {what}: {error}"),
+    };
     let slot_bytes = config.partition_bytes as usize;
     let slots = (SLOTS_BYTES / slot_bytes).max(SLOTS_MIN).max(job.lanes() + 2);
     let words = (TRACKS * WORD_BYTES).next_multiple_of(4096);
     let bytes = words + 2 * slots * slot_bytes;
     let spot = spot(config, Poller::Gpu(device.pci_bus_id()));
-    let memory = Pinned::new(device, bytes, spot.memory_node).map_err(start)?;
+    let memory = Pinned::new(device, bytes, spot.memory_node)?;
     let mut budget = Budget::new();
     let name = format!("pinned slots of GPU {}", device.ordinal());
     budget.add(&name, 2 * slots as u64, slot_bytes as u64);
@@ -247,10 +253,11 @@ fn begin(
     let track = |index| unsafe { Track::new(device, &memory, index) };
     let tracks = [track(0), track(1), track(2)];
     let [ready, down, up] = tracks;
-    let tracks = [ready.map_err(start)?, down.map_err(start)?, up.map_err(start)?];
-    let marks = [Event::new(device).map_err(start)?, Event::new(device).map_err(start)?];
+    let tracks = [ready?, down?, up?];
+    let marks = [Event::new(device)?, Event::new(device)?];
     let inbox = Mpsc::new(INBOX);
-    let waker = Waker::new().map_err(|error| Error::Start(format!("no eventfd: {error}")))?;
+    let waker = Waker::new().map_err(|error| system("eventfd", error))?;
+    let under_way = Arc::new(AtomicUsize::new(0));
     let to_land: Vec<Slot> = (slots..2 * slots).map(slot).collect();
     let parts = Parts {
         tracks,
@@ -265,6 +272,8 @@ fn begin(
         commands: job.commands.clone(),
         nic_waker: job.nic_waker.clone(),
         nic_ended: Arc::clone(&job.nic_ended),
+        job_over: Arc::clone(&job.over),
+        under_way: Arc::clone(&under_way),
         stall_report: config.stall_report,
     };
     let (device, idle) = (device.clone(), config.idle);
@@ -277,8 +286,8 @@ fn begin(
         Pipeline::new(parts).run(Idler::new(idle, crate::start::spin()));
     };
     let thread = harness::spawn("bps-gpu", cpu, body);
-    job.keep(thread.map_err(|error| Error::Start(format!("no thread: {error}")))?);
-    job.command(Command::OpenPipeline { staged: inbox, waker });
+    job.keep(thread.map_err(|error| system("thread", error))?);
+    job.command(Command::OpenPipeline(ToPipeline { staged: inbox, waker, under_way }));
     for slot in to_land {
         job.command(Command::Land(slot));
     }
@@ -289,14 +298,15 @@ fn begin(
 mod tests {
     use super::*;
 
-    fn gpu(uuid: u8, nccl: u32) -> Row {
-        Row { gpu: Ok(Gpu { uuid: [uuid; 16], nccl, id: [uuid; 128] }) }
+    fn gpu(uuid: u8, nccl: u32, first: u32) -> Row {
+        let (uuid, id) = ([uuid; 16], [uuid; 128]);
+        Row { gpu: Ok(Gpu { uuid, nccl, first: Rank(first), id }) }
     }
 
     #[test]
     fn what_ranks_say_survives_the_row() {
         let long = "é".repeat(400);
-        for row in [gpu(7, 22_809), Row { gpu: Err("no driver".into()) }] {
+        for row in [gpu(7, 22_809, 5), Row { gpu: Err("no driver".into()) }] {
             let mut bytes = [0u8; ROW];
             row.encode(&mut bytes);
             assert_eq!(Row::decode(&bytes), row);
@@ -307,16 +317,16 @@ mod tests {
     }
 
     #[test]
-    fn ranks_of_a_host_agree_or_hear_why_not() {
-        let host = [Rank(2), Rank(3)];
-        let all = [gpu(1, 0), gpu(2, 0), gpu(3, 5), gpu(4, 5)];
-        assert_eq!(agree(&all, &host, 3), Ok([3; 128]));
-        let text = |all: &[Row]| agree(all, &host, 3).unwrap_err().to_string();
-        let same = [gpu(1, 0), gpu(2, 0), gpu(3, 5), gpu(3, 5)];
-        assert!(text(&same).contains("rank 3 and rank 2 are on one host and use the same GPU"));
-        let other = [gpu(1, 0), gpu(2, 0), gpu(3, 5), gpu(4, 6)];
-        assert!(text(&other).contains("NCCL 6 and 5"), "{}", text(&other));
-        let broken = [gpu(1, 0), Row { gpu: Err("no driver".into()) }, gpu(3, 5), gpu(4, 5)];
+    fn ranks_agree_or_all_hear_why_not() {
+        let all = [gpu(1, 0, 0), gpu(1, 0, 1), gpu(3, 5, 2), gpu(4, 5, 2)];
+        assert_eq!(agree(&all, 3), Ok([3; 128]));
+        assert_eq!(agree(&all, 1), Ok([1; 128]));
+        let text = |all: &[Row]| agree(all, 0).unwrap_err().to_string();
+        let same = [gpu(1, 0, 0), gpu(1, 0, 1), gpu(3, 5, 2), gpu(3, 5, 2)];
+        assert!(text(&same).contains("rank 2 and rank 3 are on one host and use the same GPU"));
+        let other = [gpu(1, 0, 0), gpu(1, 0, 1), gpu(3, 5, 2), gpu(4, 6, 2)];
+        assert!(text(&other).contains("NCCL 5 and 6"), "{}", text(&other));
+        let broken = [gpu(1, 0, 0), Row { gpu: Err("no driver".into()) }, gpu(3, 5, 2)];
         assert!(text(&broken).contains("rank 1 can't use its GPU: no driver"));
     }
 }

@@ -14,16 +14,21 @@
 //!
 //! Within a host all ranks must call NCCL in the same order. The first rank of the host gives it:
 //! each rank tells it which gradients are complete and which results have come, and it tells all
-//! which rows to reduce and to gather next, the most urgent first among those that all have.
+//! which rows to reduce and to gather next, the most urgent first among those that all have. What
+//! was ordered is submitted to NCCL one batch after the other; while NCCL enqueues one, all else
+//! goes on.
 //!
 //! Invariant: what the GPU copies from or to stays valid until the copy is done: slots are given
 //! back when their track has passed them, and tensors belong to the engine until their handle says
 //! otherwise.
 
+mod copies;
 mod ending;
 mod host;
 mod order;
+mod turns;
 
+use self::turns::{Of, Turns};
 use super::nccl::Comm;
 use super::rows::{Row, rows};
 use super::track::Track;
@@ -38,9 +43,9 @@ use bps_engine::harness::{Idler, Step};
 use bps_engine::ring::Mpsc;
 use bps_engine::transport::Waker;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use std::collections::{BinaryHeap, VecDeque};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 /// How often this thread looks for stalls.
@@ -65,67 +70,39 @@ pub struct Push {
     pub ready: Arc<Event>,
 }
 
-/// A part, or a row, of a tensor under way.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-struct Of {
-    tensor: u32,
-    index: u32,
-}
-
-/// Something that waits for its turn: the most urgent first, and in order among equals.
-#[derive(PartialEq, Eq, PartialOrd, Ord)]
-struct Turn {
-    priority: i64,
-    /// Falls.
-    number: std::cmp::Reverse<u64>,
-    of: Of,
-}
-
-/// Things that wait for their turn.
-#[derive(Default)]
-struct Turns {
-    heap: BinaryHeap<Turn>,
-    numbers: u64,
-}
-
-impl Turns {
-    fn push(&mut self, priority: i64, of: Of) {
-        self.numbers += 1;
-        self.heap.push(Turn { priority, number: std::cmp::Reverse(self.numbers), of });
-    }
-
-    fn pop(&mut self) -> Option<Of> {
-        self.heap.pop().map(|turn| turn.of)
-    }
-
-    fn len(&self) -> usize {
-        self.heap.len()
-    }
-
-    fn is_empty(&self) -> bool {
-        self.heap.is_empty()
-    }
-
-    fn forget(&mut self, tensor: u32) {
-        self.heap.retain(|turn| turn.of.tensor != tensor);
-    }
-}
-
 /// A round of a tensor under way.
 struct Run {
     push: Box<Push>,
+    /// When it began.
+    since: Duration,
     /// Rows whose result is not enqueued, and one more while the NIC loop is not done with it.
     left: u32,
-    /// By row: what the first rank of the host counts, and parts of this rank that have not landed.
+    /// The host may reduce it, as far as this rank is concerned.
+    is_ready: bool,
     rows: Box<[RowState]>,
+    /// By part, at the first rank of the host: whether its owner has its result.
+    landed: Box<[bool]>,
 }
 
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy)]
 struct RowState {
-    /// Ranks whose parts have landed.
-    landed: u32,
-    /// Parts of this rank that have not.
+    ordered: Ordered,
+    /// Parts of this rank whose result has not landed.
     missing: u32,
+}
+
+/// What the first rank of the host has ordered of a row.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Ordered {
+    Nothing,
+    Reduce,
+    Gather,
+}
+
+/// Rows that go to NCCL in one group of calls.
+struct Batch {
+    order: Ordered,
+    rows: Vec<Of>,
 }
 
 struct Tensor {
@@ -161,6 +138,10 @@ pub(super) struct Parts {
     pub(super) commands: Mpsc<Command>,
     pub(super) nic_waker: Waker,
     pub(super) nic_ended: Arc<AtomicBool>,
+    /// Why, if not in good order.
+    pub(super) job_over: Arc<OnceLock<Error>>,
+    /// Pushes that are not over.
+    pub(super) under_way: Arc<AtomicUsize>,
     /// A round that waits longer for a rank of the host is reported.
     pub(super) stall_report: Duration,
 }
@@ -173,6 +154,8 @@ pub(super) struct Host {
     pub(super) ranks: Vec<Rank>,
     /// Rows in one group of calls, at most.
     pub(super) group_size: usize,
+    /// How long NCCL may take to enqueue a batch, which other ranks can delay.
+    pub(super) patience: Duration,
 }
 
 /// See the [module](self).
@@ -201,28 +184,29 @@ pub(super) struct Pipeline {
     gathers: Gathers,
     to_reduce: Turns,
     to_gather: Turns,
-    /// Rows with parts of this rank that were ordered and have not been copied down.
-    reducing: usize,
     /// Rows of a batch whose last word has not come.
-    batch: Vec<Of>,
+    coming: Vec<Of>,
+    /// What was ordered and waits for its turn.
+    orders: VecDeque<Batch>,
+    /// What NCCL has not enqueued yet, and since when.
+    submitted: Option<(Batch, Duration)>,
+    /// Ranks of the host that have left the job.
+    gone: Vec<Rank>,
     stalls_told: bool,
     inbox: Mpsc<Staged>,
     waker: Waker,
     commands: Mpsc<Command>,
     nic_waker: Waker,
     nic_ended: Arc<AtomicBool>,
+    job_over: Arc<OnceLock<Error>>,
+    under_way: Arc<AtomicUsize>,
     stall_report: Duration,
     told: bool,
-    /// Rounds that are open.
-    open: usize,
     failed: Option<GpuError>,
-    /// Why it is over; `Some(None)` is an end in good order.
-    over: Option<Option<Error>>,
     now: Duration,
     next_tick: Duration,
     next_watch: Duration,
-    /// Freed last.
-    _memory: Pinned,
+    memory: Pinned,
 }
 
 impl Pipeline {
@@ -250,31 +234,33 @@ impl Pipeline {
             gathers: Gathers::new(peers),
             to_reduce: Turns::default(),
             to_gather: Turns::default(),
-            reducing: 0,
-            batch: Vec::new(),
+            coming: Vec::new(),
+            orders: VecDeque::new(),
+            submitted: None,
+            gone: Vec::new(),
             stalls_told: false,
             inbox: parts.inbox,
             waker: parts.waker,
             commands: parts.commands,
             nic_waker: parts.nic_waker,
             nic_ended: parts.nic_ended,
+            job_over: parts.job_over,
+            under_way: parts.under_way,
             stall_report: parts.stall_report,
             told: false,
-            open: 0,
             failed: None,
-            over: None,
             now: Duration::ZERO,
             next_tick: TICK,
             next_watch: WATCH,
-            _memory: parts.memory,
+            memory: parts.memory,
         }
     }
 
     /// Runs until the NIC loop has ended. The thread has the GPU's context.
     pub(super) fn run(mut self, mut idler: Idler) {
-        while self.over.is_none() {
+        while !self.nic_ended.load(Ordering::Acquire) {
             let progress = self.step(idler.now());
-            idler.expect(self.open > 0);
+            idler.expect(self.under_way.load(Ordering::Relaxed) > 0);
             if idler.step(progress) == Step::Sleep {
                 self.sleep();
             }
@@ -298,8 +284,11 @@ impl Pipeline {
         }
         if now >= self.next_watch {
             self.next_watch = now + WATCH;
-            let watched = self.host.as_ref().map_or(Ok(()), |host| host.comm.async_error());
-            self.check(watched);
+            // The end of a rank that has left in good order is no error.
+            if let Some(host) = self.host.as_ref().filter(|_| self.gone.is_empty()) {
+                let watched = host.comm.async_error();
+                self.check(watched);
+            }
         }
         if now >= self.next_tick {
             self.next_tick = now + TICK;
@@ -318,7 +307,7 @@ impl Pipeline {
             && self.ready.has_passed(mark)
         {
             self.incomplete.pop_front();
-            self.gradient_complete(tensor)?;
+            self.gradient_complete(tensor);
             progress = true;
         }
         while let Some(&(mark, of, slot)) = self.falling.front()
@@ -335,18 +324,20 @@ impl Pipeline {
             self.tell(Command::Land(slot));
             progress = true;
         }
-        progress |= self.give_orders()?;
+        progress |= self.carry_out()?;
         progress |= self.copy_down()?;
         Ok(progress)
     }
 
     /// Sleeps until something comes, or for as long as the GPU may take for something.
     fn sleep(&mut self) {
-        let is_watching =
-            !(self.incomplete.is_empty() && self.falling.is_empty() && self.rising.is_empty());
+        let is_watching = !(self.incomplete.is_empty()
+            && self.falling.is_empty()
+            && self.rising.is_empty()
+            && self.submitted.is_none());
         let limit = if is_watching { NAP } else { TICK };
         self.waker.prepare();
-        if self.inbox.is_empty() {
+        if self.inbox.is_empty() && !self.nic_ended.load(Ordering::Acquire) {
             let limit = Timespec::try_from(limit).ok();
             let _ = poll(&mut [PollFd::new(&self.waker.fd(), PollFlags::IN)], limit.as_ref());
         }
@@ -376,8 +367,12 @@ impl Pipeline {
             }
             Staged::Closed { tensor } => return self.one_less(tensor),
             Staged::Heard { from, word } => return self.on_word(from, word),
-            Staged::Poisoned { tensor, error } => self.on_poison(tensor, &error),
-            Staged::Ended(error) => self.over = Some(error),
+            Staged::Poisoned { tensor, error } => return self.on_poison(tensor, &error),
+            Staged::Gone(rank) => {
+                self.gone.push(rank);
+                // Whoever waits for this rank learns of it in this turn.
+                self.next_tick = self.now;
+            }
         }
         Ok(())
     }
@@ -396,16 +391,9 @@ impl Pipeline {
         let mut row_of = vec![0; plan.parts.len()];
         for (at, row) in (0..).zip(&rows) {
             self.keys.insert(row.key, Of { tensor, index: at });
-            row_of[row.first as usize..][..row.count as usize].fill(at);
+            row_of[row.parts()].fill(at);
         }
-        let large = plan.parts.iter().find(|part| part.bytes > self.slot_bytes);
-        let poisoned = large.filter(|part| part.core.is_some()).map(|part| {
-            Error::Refused(format!(
-                "`{}` is cut into parts of {} bytes, and this rank's slots hold {}: give all ranks \
-                 the same BYTEPS_PARTITION_BYTES",
-                plan.name, part.bytes, self.slot_bytes
-            ))
-        });
+        let poisoned = self.unfit(&plan).map(Error::Refused);
         let is_own = |part: &&crate::nic::PlanPart| part.owner.is_none() && part.core.is_some();
         let own = u32::try_from(plan.parts.iter().filter(is_own).count()).unwrap_or(u32::MAX);
         self.tensors[index] = Some(Tensor {
@@ -420,6 +408,30 @@ impl Pipeline {
         });
     }
 
+    /// Why this tensor can't be served, if it can't.
+    fn unfit(&self, plan: &Plan) -> Option<String> {
+        let (name, first) = (&plan.name, plan.parts.first()?);
+        if first.core.is_none() {
+            // NCCL rounds it towards zero, and everybody else down.
+            let is_wrong = plan.operation == Operation::Average && !plan.dtype.is_float();
+            return is_wrong.then(|| {
+                format!("`{name}`: an average of whole numbers goes through memory of the host")
+            });
+        }
+        let large = plan.parts.iter().find(|part| part.bytes > self.slot_bytes)?;
+        Some(format!(
+            "`{name}` is cut into parts of {} bytes, and this rank's slots hold {}: give all \
+             ranks the same BYTEPS_PARTITION_BYTES",
+            large.bytes, self.slot_bytes
+        ))
+    }
+
+    /// A push is over: its memory is its caller's again.
+    fn end_push(&self, push: &Push, error: Error) {
+        self.under_way.fetch_sub(1, Ordering::Release);
+        push.task.finish_now(Err(error));
+    }
+
     fn tensor(&mut self, tensor: u32) -> Option<&mut Tensor> {
         self.tensors.get_mut(tensor as usize)?.as_mut()
     }
@@ -428,7 +440,7 @@ impl Pipeline {
         let failed = self.failed.as_ref().map(|error| Error::Refused(error.to_string()));
         let Some(state) = self.tensor(tensor) else { return Ok(()) };
         if let Some(error) = failed.or_else(|| state.poisoned.clone()) {
-            push.task.finish_now(Err(error));
+            self.end_push(&push, error);
             return Ok(());
         }
         if state.run.is_some() {
@@ -440,19 +452,21 @@ impl Pipeline {
 
     /// Opens the next round of a tensor.
     fn begin(&mut self, tensor: u32, push: Box<Push>) -> Result<(), GpuError> {
+        let since = self.now;
         let Some(state) = self.tensor(tensor) else { return Ok(()) };
         state.round += 1;
         let through_servers = state.plan.parts.first().is_some_and(|part| part.core.is_some());
         let rows = state.rows.iter().map(|row| {
-            let parts = &state.plan.parts[row.first as usize..][..row.count as usize];
+            let parts = &state.plan.parts[row.parts()];
             let own = parts.iter().filter(|part| part.owner.is_none()).count();
-            RowState { landed: 0, missing: u32::try_from(own).unwrap_or(u32::MAX) }
+            let missing = u32::try_from(own).unwrap_or(u32::MAX);
+            RowState { ordered: Ordered::Nothing, missing }
         });
         let rows: Box<[RowState]> = rows.collect();
         let left = u32::try_from(rows.len()).unwrap_or(u32::MAX) + u32::from(state.own > 0);
         let ready = Arc::clone(&push.ready);
-        state.run = Some(Run { push, left, rows });
-        self.open += 1;
+        let landed = vec![false; state.plan.parts.len()].into();
+        state.run = Some(Run { push, since, left, is_ready: false, rows, landed });
         if left == 0 {
             return self.finish(tensor);
         }
@@ -463,14 +477,13 @@ impl Pipeline {
             return Ok(());
         }
         // The collective itself will wait for the gradient, on the GPU.
-        self.say_ready(tensor)
+        self.say_ready(tensor);
+        Ok(())
     }
 
     /// A gradient is in the GPU's memory, and is to pass the servers.
-    fn gradient_complete(&mut self, tensor: u32) -> Result<(), GpuError> {
-        let Some(Tensor { run: Some(run), own, rows, .. }) = self.tensor(tensor) else {
-            return Ok(());
-        };
+    fn gradient_complete(&mut self, tensor: u32) {
+        let Some(Tensor { run: Some(run), own, rows, .. }) = self.tensor(tensor) else { return };
         let (priority, own, parts) = (run.push.priority, *own, rows.len());
         if own > 0 {
             self.tell(Command::Open { tensor, priority });
@@ -481,7 +494,6 @@ impl Pipeline {
         for index in 0..u32::try_from(parts).unwrap_or(u32::MAX) {
             self.is_reduced(Of { tensor, index });
         }
-        Ok(())
     }
 
     /// The host's sum of a part that this rank owns is on its GPU, or will be once the stream down
@@ -498,75 +510,6 @@ impl Pipeline {
         self.to_copy.push(priority, of);
     }
 
-    /// Copies parts into the slots that are free.
-    fn copy_down(&mut self) -> Result<bool, GpuError> {
-        let mut progress = false;
-        while !self.free.is_empty()
-            && let Some(of) = self.to_copy.pop()
-        {
-            let is_alone = self.host.is_none();
-            let Some(Tensor { run: Some(run), plan, .. }) = self.tensor(of.tensor) else {
-                continue;
-            };
-            let part = plan.parts[of.index as usize];
-            let is_broadcast = matches!(plan.operation, Operation::Broadcast(_));
-            let from = if is_alone && !is_broadcast { run.push.source } else { run.push.target };
-            let Some(slot) = self.free.pop() else { break };
-            // SAFETY: the part lies inside the tensor, which its caller keeps until the task is
-            // finished; the slot is of this part alone until it is given back.
-            let copied = unsafe {
-                self.down.stream().copy_to_host(slot.at, from + part.offset as u64, part.bytes)
-            };
-            copied?;
-            let mark = self.down.mark()?;
-            self.falling.push_back((mark, of, slot));
-            progress = true;
-        }
-        Ok(progress)
-    }
-
-    /// A part is in its slot.
-    fn has_fallen(&mut self, of: Of, slot: Slot) {
-        self.reducing = self.reducing.saturating_sub(1);
-        let is_wanted = self.tensor(of.tensor).is_some_and(|tensor| tensor.run.is_some());
-        if is_wanted {
-            let slot = Some(slot);
-            self.tell(Command::Part { tensor: of.tensor, part: of.index, slot });
-        } else {
-            self.free.push(slot);
-        }
-    }
-
-    /// The servers' result of a part has come, in a slot if it has bytes.
-    fn on_landed(&mut self, of: Of, slot: Option<Slot>) -> Result<(), GpuError> {
-        let Some(Tensor { run: Some(run), plan, row_of, .. }) = self.tensor(of.tensor) else {
-            if let Some(slot) = slot {
-                self.tell(Command::Land(slot));
-            }
-            return Ok(());
-        };
-        let (part, row) = (plan.parts[of.index as usize], row_of[of.index as usize]);
-        let target = run.push.target + part.offset as u64;
-        let state = &mut run.rows[row as usize];
-        state.missing = state.missing.saturating_sub(1);
-        let is_whole = state.missing == 0;
-        if let Some(slot) = slot {
-            // SAFETY: the part lies inside the tensor, which its caller keeps until the task is
-            // finished; the slot goes back only when the stream has passed the copy.
-            unsafe { self.up.stream().copy_to_device(target, slot.at, part.bytes) }?;
-            let mark = self.up.mark()?;
-            self.rising.push_back((mark, slot));
-        }
-        if !is_whole {
-            return Ok(());
-        }
-        if self.host.is_some() {
-            self.say_landed(Of { tensor: of.tensor, index: row })
-        } else {
-            self.one_less(of.tensor)
-        }
-    }
-
     /// One of a run's open ends is closed; the last one finishes it.
     fn one_less(&mut self, tensor: u32) -> Result<(), GpuError> {
         let Some(Tensor { run: Some(run), .. }) = self.tensor(tensor) else { return Ok(()) };
@@ -581,13 +524,14 @@ impl Pipeline {
         mark.record(last)?;
         let Some(state) = self.tensor(tensor) else { return Ok(()) };
         let (run, next) = (state.run.take(), state.waiting.pop_front());
+        if next.is_some() {
+            // It may push what is just being written.
+            self.ready.wait(&mark)?;
+        }
         if let Some(run) = run {
-            self.open -= 1;
+            self.under_way.fetch_sub(1, Ordering::Release);
             run.push.task.finish_behind(mark);
         }
-        match next {
-            Some(next) => self.begin(tensor, next),
-            None => Ok(()),
-        }
+        next.map_or(Ok(()), |next| self.begin(tensor, next))
     }
 }

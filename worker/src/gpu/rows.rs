@@ -3,6 +3,7 @@
 
 use crate::nic::Plan;
 use bps_engine::base::{Key, Rank};
+use std::ops::Range;
 
 /// Parts that are reduced, and gathered, together.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -16,8 +17,13 @@ pub(super) struct Row {
     /// Each rank of the host owns one part, in the order of the ranks, and all are of one size: one
     /// reduce-scatter reduces it, one all-gather gathers it.
     pub(super) whole: bool,
-    /// Ranks that own parts of it.
-    pub(super) owners: u32,
+}
+
+impl Row {
+    /// The places of its parts in the plan.
+    pub(super) fn parts(&self) -> Range<usize> {
+        self.first as usize..self.first as usize + self.count as usize
+    }
 }
 
 /// The rows of a tensor in a host with these ranks.
@@ -30,7 +36,7 @@ pub(super) fn rows(plan: &Plan, ranks: &[Rank]) -> Vec<Row> {
     let number = |value: usize| u32::try_from(value).unwrap_or(u32::MAX);
     if parts.first().is_some_and(|part| part.core.is_none()) {
         let count = number(parts.len());
-        return vec![Row { first: 0, count, key: parts[0].key, whole: false, owners: 0 }];
+        return vec![Row { first: 0, count, key: parts[0].key, whole: false }];
     }
     let mut rows = Vec::new();
     let mut at = 0;
@@ -42,7 +48,7 @@ pub(super) fn rows(plan: &Plan, ranks: &[Rank]) -> Vec<Row> {
         });
         let count = if whole { ranks.len() } else { 1 };
         let (first, key) = (number(at), parts[at].key);
-        rows.push(Row { first, count: number(count), key, whole, owners: number(count) });
+        rows.push(Row { first, count: number(count), key, whole });
         at += count;
     }
     rows

@@ -2,7 +2,7 @@
 //! ranks of the group say. A peer is not trusted: what does not fit closes its lane and is
 //! reported.
 
-use super::staged::Slot;
+use super::staged::{Slot, Staged};
 use super::{LaneId, Nic, Operation, Peer, Receiving, Report, RunPart, Stage, Tensor};
 use bps_engine::base::Rank;
 use bps_engine::limits::PARTS_MAX;
@@ -134,6 +134,11 @@ impl Nic {
             Kind::GpuReady | Kind::GpuReduce | Kind::GpuLanded | Kind::GpuGather => {
                 self.on_gpu_word(lane, rank, &header)?;
             }
+            Kind::Ready | Kind::Grant
+                if self.known(&header).is_ok_and(|(tensor, _)| tensor.plan.device) =>
+            {
+                return Err(format!("{:?} of {key}, whose tensor is on GPUs", header.kind));
+            }
             Kind::Ready => {
                 if !self.keys.contains_key(&key) && self.gathers.len() >= PARTS_MAX {
                     return Err(format!("it has pushed over {PARTS_MAX} keys"));
@@ -173,6 +178,7 @@ impl Nic {
                 state.receiving = Receiving::Closing;
                 // Whoever waits for this rank learns of it in this turn.
                 self.next_tick = self.now;
+                self.pipeline.tell(Staged::Gone(rank));
                 if self.lanes[lane.0 as usize].posted == 0 {
                     self.endpoint.close(lane);
                 }

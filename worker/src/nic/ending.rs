@@ -80,7 +80,6 @@ impl Nic {
                 task.finish_now(Err(error.clone()));
             }
         }
-        self.pipeline.tell(Staged::Ended(Some(error.clone())));
         for tensor in self.tensors.iter_mut().flatten() {
             tensor.run = None;
             for waiting in tensor.waiting.drain(..) {
@@ -93,7 +92,8 @@ impl Nic {
         if self.over.is_some() {
             return;
         }
-        if self.tensors.iter().flatten().any(|tensor| tensor.run.is_some()) {
+        let is_open = self.tensors.iter().flatten().any(|tensor| tensor.run.is_some());
+        if is_open || self.pipeline.is_busy() {
             let text = "shutdown was called while a push_pull was under way: synchronize it first";
             return self.fail(Error::Closed(text.into()));
         }

@@ -201,6 +201,7 @@ impl Nic {
         if anybody_left {
             keys.extend(self.left_alone());
         }
+        keys.extend(self.pipeline.stalled.iter().cloned());
         keys.sort_by_key(|key| std::cmp::Reverse(key.waited_ms));
         keys.truncate(STALLS_MAX);
         if keys.is_empty() && !self.stalls_told {

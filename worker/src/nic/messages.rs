@@ -1,15 +1,14 @@
 //! What the NIC loop is told and tells: plans, commands, reports, and what others read of it.
 
-use super::staged::{Slot, Staged, Word};
+use super::staged::{Slot, ToPipeline, Word};
 use crate::error::Error;
 use crate::gpu::Push;
 use crate::task::Task;
 use bps_engine::base::{DType, Epoch, Key, Operation, Rank};
 use bps_engine::proto::messages::StalledKey;
-use bps_engine::ring::Mpsc;
 use bps_engine::trace::counters::{Counter, Counters};
 use bps_engine::trace::timeline::Recorder;
-use bps_engine::transport::{Cause, LaneId, Waker};
+use bps_engine::transport::{Cause, LaneId};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -80,12 +79,7 @@ pub enum Command {
         task: Arc<Task>,
     },
     /// A GPU's pipeline is there: what concerns it is to go here from now on.
-    OpenPipeline {
-        /// To the pipeline.
-        staged: Mpsc<Staged>,
-        /// Wakes it.
-        waker: Waker,
-    },
+    OpenPipeline(ToPipeline),
     /// To the pipeline: push this tensor of the GPU and pull its result. It passes here so that it
     /// comes behind the tensor's plan.
     PushGpu {
@@ -119,7 +113,8 @@ pub enum Command {
         /// What.
         word: Word,
     },
-    /// From the pipeline: rounds that wait for ranks of this host; as [`Report::Stalled`].
+    /// From the pipeline: rounds that wait for ranks of this host; goes into the next
+    /// [`Report::Stalled`].
     Stalled {
         /// The oldest first.
         keys: Vec<StalledKey>,

@@ -11,11 +11,13 @@ use crate::error::Error;
 use crate::gpu::Push;
 use crate::nic::Plan;
 use bps_engine::base::{DType, Key, Rank, Round};
+use bps_engine::proto::messages::StalledKey;
 use bps_engine::ring::Mpsc;
 use bps_engine::transport::{Frame, Full, Landing, Waker};
 use bps_engine::wire::{Header, Kind};
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// A piece of the host's memory that a GPU copies from and to; as large as a part may be.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -90,14 +92,24 @@ pub enum Staged {
         /// Why.
         error: crate::Error,
     },
-    /// The loop has ended: no slot is used any more. `None` is an end in good order.
-    Ended(Option<crate::Error>),
+    /// A rank of the group has left in good order: it says nothing any more.
+    Gone(Rank),
+}
+
+/// The pipeline of a GPU, to the NIC loop. It looks by itself whether the loop has ended.
+pub struct ToPipeline {
+    /// Its queue.
+    pub staged: Mpsc<Staged>,
+    /// Wakes it.
+    pub waker: Waker,
+    /// Pushes that it has been told of and that are not over.
+    pub under_way: Arc<AtomicUsize>,
 }
 
 /// The loop's side of the pipeline.
 #[derive(Default)]
 pub(super) struct Pipeline {
-    to: Option<(Mpsc<Staged>, Waker)>,
+    to: Option<ToPipeline>,
     /// What did not fit into the queue.
     behind: VecDeque<Staged>,
     /// To land in.
@@ -106,22 +118,20 @@ pub(super) struct Pipeline {
     held: VecDeque<LaneId>,
     /// Somebody may have to be woken.
     told: bool,
+    /// What it said last of rounds that wait for ranks of the host.
+    pub(super) stalled: Vec<StalledKey>,
 }
 
 impl Pipeline {
-    pub(super) fn open(&mut self, to: Mpsc<Staged>, waker: Waker) {
-        self.to = Some((to, waker));
-    }
-
     pub(super) fn is_open(&self) -> bool {
         self.to.is_some()
     }
 
     pub(super) fn tell(&mut self, message: Staged) {
-        let Some((to, _)) = &self.to else { return };
+        let Some(to) = &self.to else { return };
         self.told = true;
         if self.behind.is_empty() {
-            if let Err(back) = to.push(message) {
+            if let Err(back) = to.staged.push(message) {
                 self.behind.push_back(back);
             }
         } else {
@@ -131,21 +141,21 @@ impl Pipeline {
 
     /// Hands over what waits and wakes the pipeline, once in a turn of the loop.
     pub(super) fn flush(&mut self) {
-        let Some((to, waker)) = &self.to else { return };
+        let Some(to) = &self.to else { return };
         while let Some(message) = self.behind.pop_front() {
-            if let Err(back) = to.push(message) {
+            if let Err(back) = to.staged.push(message) {
                 self.behind.push_front(back);
                 break;
             }
         }
         if std::mem::take(&mut self.told) {
-            waker.wake();
+            to.waker.wake();
         }
     }
 
-    /// Whether the loop has still to hand something over.
-    pub(super) fn is_behind(&self) -> bool {
-        !self.behind.is_empty()
+    /// Whether a tensor on the GPU is under way.
+    pub(super) fn is_busy(&self) -> bool {
+        self.to.as_ref().is_some_and(|to| to.under_way.load(Ordering::Acquire) > 0)
     }
 }
 
@@ -272,30 +282,24 @@ impl Nic {
     }
 
     /// The pipeline of this process's GPU is there.
-    pub(super) fn open_pipeline(&mut self, to: Mpsc<Staged>, waker: Waker) {
-        self.pipeline.open(to, waker);
+    pub(super) fn open_pipeline(&mut self, to: ToPipeline) {
+        self.pipeline.to = Some(to);
         for (tensor, state) in (0..).zip(&self.tensors) {
             if let Some(state) = state.as_ref().filter(|state| state.plan.device) {
                 self.pipeline.tell(Staged::Plan { tensor, plan: Arc::clone(&state.plan) });
             }
         }
-        if let Some(error) = &self.over {
-            self.pipeline.tell(Staged::Ended(Some(error.clone())));
-        }
     }
 
-    /// The loop has ended: so does the pipeline.
-    pub fn close_pipeline(&mut self) {
-        if self.over.is_none() {
-            self.pipeline.tell(Staged::Ended(None));
-        }
-        loop {
-            self.pipeline.flush();
-            if !self.pipeline.is_behind() {
-                return;
+    /// The loop has ended, for this reason, and the pipeline can see that it has: it ends as well.
+    pub fn close_pipeline(&mut self, error: &Error) {
+        let Some(to) = &self.pipeline.to else { return };
+        for message in self.pipeline.behind.drain(..) {
+            if let Staged::Push { push, .. } = message {
+                push.task.finish_now(Err(error.clone()));
             }
-            std::thread::yield_now();
         }
+        to.waker.wake();
     }
 
     /// A tensor on the GPU is pushed.
@@ -314,7 +318,12 @@ impl Nic {
         };
         match error {
             Some(error) => push.task.finish_now(Err(error)),
-            None => self.pipeline.tell(Staged::Push { tensor, push }),
+            None => {
+                if let Some(to) = &self.pipeline.to {
+                    to.under_way.fetch_add(1, Ordering::Relaxed);
+                }
+                self.pipeline.tell(Staged::Push { tensor, push });
+            }
         }
     }
 }

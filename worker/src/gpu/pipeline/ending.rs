@@ -3,9 +3,10 @@
 
 use super::{Pipeline, Tensor};
 use crate::error::Error;
-use crate::gpu::GpuError;
+use crate::gpu::{GpuError, Stream};
 use crate::nic::Command;
 use crate::nic::staged::Staged;
+use bps_engine::trace::log;
 use std::time::{Duration, Instant};
 
 /// How long copies and collectives may take to end once the job is over.
@@ -23,61 +24,83 @@ impl Pipeline {
         }
     }
 
-    /// Ranks disagree about a tensor. What the GPU still does with it harms nobody: its memory is
-    /// its caller's again only when that is done.
-    pub(super) fn on_poison(&mut self, tensor: u32, error: &Error) {
-        self.to_copy.forget(tensor);
+    /// Ranks disagree about a tensor. What was ordered of it is still done, as all of the host do
+    /// it, and its memory is its caller's again only when the GPU is done with it.
+    pub(super) fn on_poison(&mut self, tensor: u32, error: &Error) -> Result<(), GpuError> {
         self.to_reduce.forget(tensor);
         self.to_gather.forget(tensor);
+        let begun = Instant::now();
+        while self.submitted.is_some() || !self.orders.is_empty() {
+            self.carry_out()?;
+            if begun.elapsed() > DRAIN {
+                let what = "what was ordered of a tensor on which ranks disagree".into();
+                return Err(GpuError::Timeout { what, after: DRAIN });
+            }
+            std::thread::yield_now();
+        }
+        self.to_copy.forget(tensor);
         self.incomplete.retain(|(_, one)| *one != tensor);
-        let Some(state) = self.tensor(tensor) else { return };
+        let Some(state) = self.tensor(tensor) else { return Ok(()) };
         state.poisoned = Some(error.clone());
         let pushes: Vec<_> = state.waiting.drain(..).collect();
         let run = state.run.take();
         if run.is_some() {
-            self.open -= 1;
-            self.drain();
+            self.drain(self.host.as_ref().map(|host| &host.stream));
         }
         for push in run.map(|run| run.push).into_iter().chain(pushes) {
-            push.task.finish_now(Err(error.clone()));
+            self.end_push(&push, error.clone());
         }
+        Ok(())
     }
 
-    /// Waits until the streams are idle, for [`DRAIN`] at most.
-    fn drain(&self) {
+    /// Waits until all streams are idle, for [`DRAIN`] at most; says whether they are.
+    fn drain(&self, host: Option<&Stream>) -> bool {
         let begun = Instant::now();
-        let streams = [self.down.stream(), self.up.stream()];
-        let streams = streams.into_iter().chain(self.host.as_ref().map(|host| &host.stream));
-        for stream in streams {
+        let streams = [self.ready.stream(), self.down.stream(), self.up.stream()];
+        let mut idle = true;
+        for stream in streams.into_iter().chain(host) {
             while matches!(stream.is_idle(), Ok(false)) && begun.elapsed() < DRAIN {
                 std::thread::sleep(LOOK);
             }
+            // What the driver can't tell any more, it does not write any more.
+            idle &= stream.is_idle().unwrap_or(true);
         }
+        idle
     }
 
     /// The NIC loop has ended.
     pub(super) fn end(mut self) {
-        let error = self.over.take().flatten();
+        let failed = self.failed.take().map(|failed| Error::Refused(failed.to_string()));
+        let error = self.job_over.get().cloned().or(failed);
+        let mut stream = None;
         if let Some(host) = self.host.take() {
-            // Who waits on the GPU for a rank that is gone returns.
-            let closed = if error.is_some() { host.comm.abort() } else { host.comm.close() };
-            if let (Err(closing), None) = (closed, &error) {
-                bps_engine::trace::log::warning!("{closing}");
+            stream = Some(host.stream);
+            // Who waits on the GPU for a rank that is gone returns. In good order a rank that is
+            // late need not keep this one: nothing is under way.
+            let closed = match error {
+                Some(_) => host.comm.abort(),
+                None => host.comm.close(DRAIN),
+            };
+            if let Err(closing) = closed {
+                log::info!("{closing}");
             }
         }
-        self.drain();
-        let closed = || Error::Closed("this worker has shut down".into());
-        let failed = self.failed.take().map(|failed| Error::Refused(failed.to_string()));
-        let error = error.or(failed).unwrap_or_else(closed);
+        let is_idle = self.drain(stream.as_ref());
+        let error = error.unwrap_or_else(|| Error::Closed("this worker has shut down".into()));
         while let Some(message) = self.inbox.pop() {
             if let Staged::Push { push, .. } = message {
-                push.task.finish_now(Err(error.clone()));
+                self.end_push(&push, error.clone());
             }
         }
-        for Tensor { run, waiting, .. } in self.tensors.iter_mut().flatten() {
-            for push in run.take().map(|run| run.push).into_iter().chain(waiting.drain(..)) {
-                push.task.finish_now(Err(error.clone()));
+        for state in std::mem::take(&mut self.tensors).into_iter().flatten() {
+            let Tensor { run, waiting, .. } = state;
+            for push in run.map(|run| run.push).into_iter().chain(waiting) {
+                self.end_push(&push, error.clone());
             }
+        }
+        if !is_idle {
+            // Something on the GPU may write here yet.
+            std::mem::forget(self.memory);
         }
     }
 }

@@ -3,7 +3,7 @@
 
 use super::super::nccl::ReduceOp;
 use super::super::rows::Row;
-use super::{Host, Of, Pipeline, Run, Tensor};
+use super::{Batch, Host, Of, Ordered, Pipeline, Run, Tensor};
 use crate::gpu::GpuError;
 use crate::nic::PlanPart;
 use bps_engine::base::{Operation, Rank};
@@ -17,7 +17,7 @@ impl Host {
 
 impl Tensor {
     fn parts_of(&self, row: &Row) -> &[PlanPart] {
-        &self.plan.parts[row.first as usize..][..row.count as usize]
+        &self.plan.parts[row.parts()]
     }
 
     /// Whether no server takes part: the host is the whole job.
@@ -27,36 +27,72 @@ impl Tensor {
 }
 
 impl Pipeline {
-    /// Reduces these rows, in one group of calls, as every rank of the host does now.
-    pub(super) fn reduce(&mut self, batch: &[Of]) -> Result<(), GpuError> {
-        let Some(host) = &self.host else { return Ok(()) };
-        for of in batch {
-            if let Some(Some(Tensor { run: Some(run), .. })) = self.tensors.get(of.tensor as usize)
-            {
-                host.stream.wait(&run.push.ready)?;
-            }
-        }
-        let tensors = &self.tensors;
-        host.comm.group(|| {
-            for of in batch {
-                if let Some(Some(tensor)) = tensors.get(of.tensor as usize)
-                    && let Some(run) = &tensor.run
-                {
-                    reduce_row(host, tensor, run, &tensor.rows[of.index as usize])?;
+    /// Submits what was ordered, a batch after the other, as far as NCCL has enqueued the one
+    /// before.
+    pub(super) fn carry_out(&mut self) -> Result<bool, GpuError> {
+        let mut progress = false;
+        loop {
+            let Some(host) = &self.host else { return Ok(false) };
+            if let Some((batch, since)) = self.submitted.take() {
+                if !host.comm.is_enqueued()? {
+                    if self.now.saturating_sub(since) > host.patience {
+                        let what = "NCCL's enqueueing: another rank of this host does not take \
+                                    part; look at what they print; it";
+                        return Err(GpuError::Timeout { what: what.into(), after: host.patience });
+                    }
+                    self.submitted = Some((batch, since));
+                    return Ok(progress);
                 }
+                self.enqueued(&batch)?;
+            } else if let Some(batch) = self.orders.pop_front().or_else(|| self.give_order()) {
+                match self.submit(&batch)? {
+                    true => self.enqueued(&batch)?,
+                    false => self.submitted = Some((batch, self.now)),
+                }
+            } else {
+                return Ok(progress);
             }
-            Ok(())
-        })?;
-        // The stream down comes to what it copies next only behind these.
-        self.reduced.record(&host.stream)?;
-        self.down.wait(&self.reduced)?;
-        for of in batch {
-            let Some(tensor) = self.tensor(of.tensor) else { continue };
-            if tensor.is_local() {
+            progress = true;
+        }
+    }
+
+    /// Makes the calls of a batch, as every rank of the host does now. Says whether they are
+    /// enqueued.
+    fn submit(&self, batch: &Batch) -> Result<bool, GpuError> {
+        let Some(host) = &self.host else { return Ok(true) };
+        let tensors = &self.tensors;
+        let rows = || batch.rows.iter().filter_map(|of| row_of(tensors, *of));
+        match batch.order {
+            // What has risen of the results is gathered.
+            Ordered::Gather => {
+                self.risen.record(self.up.stream())?;
+                host.stream.wait(&self.risen)?;
+            }
+            _ => rows().try_for_each(|(_, run, _)| host.stream.wait(&run.push.ready))?,
+        }
+        host.comm.submit(|| {
+            rows().try_for_each(|(tensor, run, row)| match batch.order {
+                Ordered::Gather => gather_row(host, tensor, run, row),
+                _ => reduce_row(host, tensor, run, row),
+            })
+        })
+    }
+
+    /// NCCL has enqueued a batch.
+    fn enqueued(&mut self, batch: &Batch) -> Result<(), GpuError> {
+        if batch.order == Ordered::Reduce
+            && let Some(host) = &self.host
+        {
+            // The stream down comes to what it copies next only behind these.
+            self.reduced.record(&host.stream)?;
+            self.down.wait(&self.reduced)?;
+        }
+        for of in &batch.rows {
+            let Some((tensor, _, row)) = row_of(&self.tensors, *of) else { continue };
+            if batch.order == Ordered::Gather || tensor.is_local() {
                 self.one_less(of.tensor)?;
                 continue;
             }
-            let row = tensor.rows[of.index as usize];
             let own: Vec<u32> = (row.first..row.first + row.count)
                 .filter(|part| tensor.plan.parts[*part as usize].owner.is_none())
                 .collect();
@@ -66,28 +102,12 @@ impl Pipeline {
         }
         Ok(())
     }
+}
 
-    /// Gathers these rows, in one group of calls, as every rank of the host does now.
-    pub(super) fn gather(&mut self, batch: &[Of]) -> Result<(), GpuError> {
-        let Some(host) = &self.host else { return Ok(()) };
-        self.risen.record(self.up.stream())?;
-        host.stream.wait(&self.risen)?;
-        let tensors = &self.tensors;
-        host.comm.group(|| {
-            for of in batch {
-                if let Some(Some(tensor)) = tensors.get(of.tensor as usize)
-                    && let Some(run) = &tensor.run
-                {
-                    gather_row(host, tensor, run, &tensor.rows[of.index as usize])?;
-                }
-            }
-            Ok(())
-        })?;
-        for of in batch {
-            self.one_less(of.tensor)?;
-        }
-        Ok(())
-    }
+/// A row of a round under way.
+fn row_of(tensors: &[Option<Tensor>], of: Of) -> Option<(&Tensor, &Run, &Row)> {
+    let tensor = tensors.get(of.tensor as usize)?.as_ref()?;
+    Some((tensor, tensor.run.as_ref()?, tensor.rows.get(of.index as usize)?))
 }
 
 fn reduce_row(host: &Host, tensor: &Tensor, run: &Run, row: &Row) -> Result<(), GpuError> {

@@ -1,13 +1,14 @@
 //! The order of NCCL's calls in a host: who is asked, who answers, and what is said.
 
-use super::{Of, Pipeline, Tensor};
+use super::{Batch, Of, Ordered, Pipeline, Tensor};
 use crate::gpu::GpuError;
 use crate::nic::Command;
 use crate::nic::staged::Word;
-use bps_engine::base::Rank;
+use bps_engine::base::{Key, Rank};
 use bps_engine::limits::PARTS_MAX;
-use bps_engine::proto::messages::{STALLS_MAX, StalledKey};
+use bps_engine::proto::messages::StalledKey;
 use bps_engine::wire::Kind;
+use std::time::Duration;
 
 impl Pipeline {
     fn leader(&self) -> Option<Rank> {
@@ -19,9 +20,11 @@ impl Pipeline {
     }
 
     /// This rank's part of a tensor's reduction can begin.
-    pub(super) fn say_ready(&mut self, tensor: u32) -> Result<(), GpuError> {
+    pub(super) fn say_ready(&mut self, tensor: u32) {
         let (leads, leader, now) = (self.leads(), self.leader(), self.now);
-        let Some(state) = self.tensor(tensor) else { return Ok(()) };
+        let Some(state) = self.tensor(tensor) else { return };
+        let Some(run) = &mut state.run else { return };
+        run.is_ready = true;
         let (key, round) = (state.rows[0].key, state.round);
         if !leads {
             let word = Word { kind: Kind::GpuReady, key, round, left: 1 };
@@ -29,7 +32,6 @@ impl Pipeline {
         } else if self.gathers.own(key, now) {
             self.release(tensor);
         }
-        Ok(())
     }
 
     /// All ranks of the host have pushed the tensor.
@@ -42,27 +44,36 @@ impl Pipeline {
     }
 
     /// This rank's parts of a row's result are on their way up.
-    pub(super) fn say_landed(&mut self, of: Of) -> Result<(), GpuError> {
+    pub(super) fn say_landed(&mut self, of: Of) {
         if self.leads() {
-            self.has_landed(of);
-            return Ok(());
+            self.has_landed(of, self.rank);
+            return;
         }
         let leader = self.leader();
-        let Some(state) = self.tensor(of.tensor) else { return Ok(()) };
+        let Some(state) = self.tensor(of.tensor) else { return };
         let (key, round) = (state.rows[of.index as usize].key, state.round);
         let word = Word { kind: Kind::GpuLanded, key, round, left: 1 };
         self.tell(Command::Say { to: leader, word });
-        Ok(())
     }
 
-    fn has_landed(&mut self, of: Of) {
-        let Some(Tensor { run: Some(run), rows, .. }) = self.tensor(of.tensor) else { return };
-        let state = &mut run.rows[of.index as usize];
-        state.landed += 1;
-        if state.landed == rows[of.index as usize].owners {
+    /// The parts of a row that this rank owns have landed. Returns whether that can be.
+    fn has_landed(&mut self, of: Of, owner: Rank) -> bool {
+        let Some(Tensor { run: Some(run), plan, rows, .. }) = self.tensor(of.tensor) else {
+            return false;
+        };
+        let parts = rows[of.index as usize].parts();
+        let (state, landed) = (run.rows[of.index as usize], &mut run.landed[parts.clone()]);
+        let mut fits = false;
+        for (part, landed) in plan.parts[parts].iter().zip(landed.iter_mut()) {
+            if part.owner_rank == owner && !*landed {
+                (*landed, fits) = (true, state.ordered == Ordered::Reduce);
+            }
+        }
+        if fits && landed.iter().all(|landed| *landed) {
             let priority = run.push.priority;
             self.to_gather.push(priority, of);
         }
+        fits
     }
 
     /// A rank of the host says something.
@@ -77,22 +88,46 @@ impl Pipeline {
         }
         let of = self.keys.get(&word.key).copied();
         let of = of.ok_or_else(|| untrue("names a row that this rank does not know"))?;
-        let state = self.tensor(of.tensor);
-        match state {
-            Some(state) if state.poisoned.is_some() => return Ok(()),
-            Some(state) if state.run.is_some() && state.round == word.round => {}
-            _ => return Err(untrue("names a round that is not open")),
+        let state = self.tensor(of.tensor).filter(|state| state.poisoned.is_none());
+        match &state {
+            Some(Tensor { run: Some(_), round, .. }) if *round == word.round => {}
+            // It may not have heard yet that the ranks disagree.
+            None if !is_order => return Ok(()),
+            None => {
+                return Err(untrue("has begun a tensor on which ranks disagree"));
+            }
+            Some(_) => return Err(untrue("names a round that is not open")),
         }
         if word.kind == Kind::GpuLanded {
-            self.has_landed(of);
-            return Ok(());
+            let fits = self.has_landed(of, from);
+            return if fits { Ok(()) } else { Err(untrue("has a result that was not due")) };
         }
-        self.batch.push(of);
-        if word.left > 1 {
-            return Ok(());
+        let order = if word.kind == Kind::GpuReduce { Ordered::Reduce } else { Ordered::Gather };
+        if !self.take_order(of, order) {
+            return Err(untrue("orders what is not due"));
         }
-        let batch = std::mem::take(&mut self.batch);
-        if word.kind == Kind::GpuReduce { self.reduce(&batch) } else { self.gather(&batch) }
+        self.coming.push(of);
+        if word.left <= 1 {
+            let rows = std::mem::take(&mut self.coming);
+            self.orders.push_back(Batch { order, rows });
+        }
+        Ok(())
+    }
+
+    /// Notes an order. Returns whether this rank can follow it.
+    fn take_order(&mut self, of: Of, order: Ordered) -> bool {
+        let Some(state) = self.tensor(of.tensor) else { return false };
+        let is_local = state.is_local();
+        let Some(run) = &mut state.run else { return false };
+        let row = &mut run.rows[of.index as usize];
+        let is_due = match order {
+            Ordered::Gather => row.ordered == Ordered::Reduce && row.missing == 0 && !is_local,
+            _ => row.ordered == Ordered::Nothing && run.is_ready,
+        };
+        if is_due {
+            row.ordered = order;
+        }
+        is_due
     }
 
     fn on_ready(&mut self, from: Rank, word: Word) -> Result<(), GpuError> {
@@ -103,71 +138,92 @@ impl Pipeline {
         let Some(peer) = place.and_then(|place| place.checked_sub(1)) else {
             return Err(untrue("is not of this host".into()));
         };
-        if !self.keys.contains_key(&word.key) && self.gathers.len() >= PARTS_MAX {
+        let known = self.keys.get(&word.key).copied();
+        if known.is_none() && self.gathers.len() >= PARTS_MAX {
             return Err(untrue(format!("has pushed over {PARTS_MAX} keys")));
+        }
+        if known.is_some_and(|of| of.index > 0) {
+            return Err(untrue("has pushed what is no tensor".into()));
         }
         let all = self.gathers.peer(word.key, peer, word.round, self.now);
         if all.map_err(|untimely| untrue(untimely.to_string()))?
-            && let Some(of) = self.keys.get(&word.key).copied()
+            && let Some(of) = known
         {
             self.release(of.tensor);
         }
         Ok(())
     }
 
-    /// The first rank says what comes next: results first, since they end something.
-    pub(super) fn give_orders(&mut self) -> Result<bool, GpuError> {
-        let Some(host) = self.host.as_ref().filter(|_| self.leads()) else { return Ok(false) };
-        let (most, mut progress) = (host.group_size, false);
-        while !self.to_gather.is_empty() {
-            let batch: Vec<Of> = (0..most).map_while(|_| self.to_gather.pop()).collect();
-            self.say_order(Kind::GpuGather, &batch);
-            self.gather(&batch)?;
-            progress = true;
-        }
+    /// The first rank says what comes next, once it can do it itself: results first, since they end
+    /// something.
+    pub(super) fn give_order(&mut self) -> Option<Batch> {
+        let host = self.host.as_ref().filter(|_| self.leads())?;
+        let most = host.group_size;
         // What is reduced long before a slot is free for it could not be overtaken any more.
-        while !self.to_reduce.is_empty() && self.reducing < self.slots {
-            let batch: Vec<Of> = (0..most).map_while(|_| self.to_reduce.pop()).collect();
-            self.say_order(Kind::GpuReduce, &batch);
-            let before = self.to_copy.len();
-            self.reduce(&batch)?;
-            self.reducing += self.to_copy.len().saturating_sub(before);
-            progress = true;
+        let may_reduce = self.to_copy.len() + self.falling.len() < self.slots;
+        let (order, turns) = match (self.to_gather.is_empty(), may_reduce) {
+            (false, _) => (Ordered::Gather, &mut self.to_gather),
+            (true, true) => (Ordered::Reduce, &mut self.to_reduce),
+            (true, false) => return None,
+        };
+        let rows: Vec<Of> = (0..most).map_while(|_| turns.pop()).collect();
+        if rows.is_empty() {
+            return None;
         }
-        Ok(progress)
-    }
-
-    fn say_order(&mut self, kind: Kind, batch: &[Of]) {
-        for (at, of) in batch.iter().enumerate() {
+        let kind = if order == Ordered::Reduce { Kind::GpuReduce } else { Kind::GpuGather };
+        for (at, of) in rows.iter().enumerate() {
+            let is_due = self.take_order(*of, order);
+            debug_assert!(is_due, "the first rank orders what is due");
             let Some(state) = self.tensor(of.tensor) else { continue };
             let (key, round) = (state.rows[of.index as usize].key, state.round);
-            let left = u32::try_from(batch.len() - at).unwrap_or(u32::MAX);
+            let left = u32::try_from(rows.len() - at).unwrap_or(u32::MAX);
             self.tell(Command::Say { to: None, word: Word { kind, key, round, left } });
         }
+        Some(Batch { order, rows })
     }
 
-    /// Tells of rounds that have waited too long for ranks of the host.
+    /// Tells of rounds that have waited too long for ranks of the host, or wait for one that has
+    /// left.
     pub(super) fn look_for_stalls(&mut self) {
-        let Some(host) = self.host.as_ref().filter(|_| self.over.is_none()) else { return };
+        let Some(host) = &self.host else { return };
         let mut keys = Vec::new();
         for one in self.gathers.waiting() {
-            let waited = self.now.saturating_sub(one.since);
-            if waited < self.stall_report {
-                continue;
-            }
             let own = one.own_missing.then_some(self.rank);
             let peers = one.peers_missing.iter().filter_map(|peer| host.ranks.get(peer + 1));
             let missing = own.into_iter().chain(peers.copied()).collect();
-            let waited_ms = u64::try_from(waited.as_millis()).unwrap_or(u64::MAX);
-            let (key, round) = (one.key, one.round);
-            keys.push(StalledKey { key, round, waited_ms, missing, left: Vec::new() });
+            keys.extend(self.stalled(one.key, one.round, one.since, missing));
+        }
+        // Who gives no orders any more can't say that it is missing.
+        if let Some(leader) = self.leader().filter(|leader| self.gone.contains(leader)) {
+            for state in self.tensors.iter().flatten() {
+                let Some(run) = &state.run else { continue };
+                let last = if state.is_local() { Ordered::Reduce } else { Ordered::Gather };
+                if run.rows.iter().any(|row| row.ordered < last) {
+                    let (key, round) = (state.rows[0].key, state.round);
+                    keys.extend(self.stalled(key, round, run.since, vec![leader]));
+                }
+            }
         }
         if keys.is_empty() && !self.stalls_told {
             return;
         }
         self.stalls_told = !keys.is_empty();
-        keys.sort_by_key(|key| std::cmp::Reverse(key.waited_ms));
-        keys.truncate(STALLS_MAX);
         self.tell(Command::Stalled { keys });
+    }
+
+    /// A round that waits for these ranks, if that is worth telling.
+    fn stalled(
+        &self,
+        key: Key,
+        round: u64,
+        since: Duration,
+        missing: Vec<Rank>,
+    ) -> Option<StalledKey> {
+        let waited = self.now.saturating_sub(since);
+        let gone = missing.iter().filter(|rank| self.gone.contains(rank));
+        let left: Vec<Rank> = gone.copied().collect();
+        let waited_ms = u64::try_from(waited.as_millis()).unwrap_or(u64::MAX);
+        let is_told = waited >= self.stall_report || !left.is_empty();
+        is_told.then_some(StalledKey { key, round, waited_ms, missing, left })
     }
 }

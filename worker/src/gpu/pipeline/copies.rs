@@ -1,0 +1,77 @@
+//! Copies between the GPU and the slots: down of what is to be sent, up of what has landed.
+
+use super::{Of, Pipeline, Tensor};
+use crate::gpu::GpuError;
+use crate::nic::Command;
+use crate::nic::staged::Slot;
+use bps_engine::base::Operation;
+
+impl Pipeline {
+    /// Copies parts into the slots that are free.
+    pub(super) fn copy_down(&mut self) -> Result<bool, GpuError> {
+        let mut progress = false;
+        while !self.free.is_empty()
+            && let Some(of) = self.to_copy.pop()
+        {
+            let is_alone = self.host.is_none();
+            let Some(Tensor { run: Some(run), plan, .. }) = self.tensor(of.tensor) else {
+                continue;
+            };
+            let part = plan.parts[of.index as usize];
+            let is_broadcast = matches!(plan.operation, Operation::Broadcast(_));
+            let from = if is_alone && !is_broadcast { run.push.source } else { run.push.target };
+            let Some(slot) = self.free.pop() else { break };
+            // SAFETY: the part lies inside the tensor, which its caller keeps until the task is
+            // finished; the slot is of this part alone until it is given back.
+            let copied = unsafe {
+                self.down.stream().copy_to_host(slot.at, from + part.offset as u64, part.bytes)
+            };
+            copied?;
+            let mark = self.down.mark()?;
+            self.falling.push_back((mark, of, slot));
+            progress = true;
+        }
+        Ok(progress)
+    }
+
+    /// A part is in its slot.
+    pub(super) fn has_fallen(&mut self, of: Of, slot: Slot) {
+        let is_wanted = self.tensor(of.tensor).is_some_and(|tensor| tensor.run.is_some());
+        if is_wanted {
+            let slot = Some(slot);
+            self.tell(Command::Part { tensor: of.tensor, part: of.index, slot });
+        } else {
+            self.free.push(slot);
+        }
+    }
+
+    /// The servers' result of a part has come, in a slot if it has bytes.
+    pub(super) fn on_landed(&mut self, of: Of, slot: Option<Slot>) -> Result<(), GpuError> {
+        let Some(Tensor { run: Some(run), plan, row_of, .. }) = self.tensor(of.tensor) else {
+            if let Some(slot) = slot {
+                self.tell(Command::Land(slot));
+            }
+            return Ok(());
+        };
+        let (part, row) = (plan.parts[of.index as usize], row_of[of.index as usize]);
+        let target = run.push.target + part.offset as u64;
+        let state = &mut run.rows[row as usize];
+        state.missing = state.missing.saturating_sub(1);
+        let is_whole = state.missing == 0;
+        if let Some(slot) = slot {
+            // SAFETY: the part lies inside the tensor, which its caller keeps until the task is
+            // finished; the slot goes back only when the stream has passed the copy.
+            unsafe { self.up.stream().copy_to_device(target, slot.at, part.bytes) }?;
+            let mark = self.up.mark()?;
+            self.rising.push_back((mark, slot));
+        }
+        if !is_whole {
+            return Ok(());
+        }
+        if self.host.is_none() {
+            return self.one_less(of.tensor);
+        }
+        self.say_landed(Of { tensor: of.tensor, index: row });
+        Ok(())
+    }
+}
