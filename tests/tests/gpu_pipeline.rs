@@ -176,3 +176,128 @@ fn a_killed_rank_is_named_by_all_others() {
         }
     }
 }
+
+/// One rank's words, and those of all others.
+fn start_but(shape: &Shape<'_>, odd: u32, its: &str, others: &str) -> Job {
+    start(shape, |rank| (words(if rank == odd { its } else { others }), Variables::new()))
+}
+
+#[test]
+fn a_rank_that_never_pushes_is_named_and_not_who_speaks_for_its_host() {
+    let settings = [("BPS_STALL_REPORT", "1"), ("BPS_STALL_TIMEOUT", "3")];
+    let settings = &settings[..];
+    for (hosts, servers, silent) in [(&[2, 2][..], 1, 3), (&[2, 2], 1, 0), (&[3], 0, 0)] {
+        let shape = Shape { hosts, servers, settings };
+        let mut job = start_but(&shape, silent, "loop 1000000 5", "loop 1000000");
+        let _ = job.ranks[silent as usize].wait_for_line("rank stalls", LIMIT);
+        let since = Instant::now();
+        let alone = format!("round 5 of `layer4.weight` waits for rank {silent}; ");
+        for rank in &job.ranks {
+            let _ = rank.wait_for_line(&alone, PROMISE + SLACK);
+        }
+        let who = format!("rank {silent}");
+        let words = ["rank ended: Stalled", "BPS_STALL_TIMEOUT", &who];
+        job.others_end_with(usize::MAX, &words, since, PROMISE + SLACK);
+    }
+}
+
+#[test]
+fn a_rank_that_leaves_too_early_is_named_at_once() {
+    for (hosts, servers, odd) in [(&[2, 2][..], 1, 0), (&[2, 2], 1, 3), (&[3], 0, 0), (&[3], 0, 1)]
+    {
+        let shape = Shape { hosts, servers, settings: &[] };
+        let mut job = start_but(&shape, odd, "loop 20", "loop 1000000");
+        let status = job.ranks[odd as usize].wait(LIMIT);
+        assert!(status.success(), "{status}");
+        let left = format!("rank {odd} left the job while others wait");
+        let words = ["rank ended: ", &left, "round 21 of `layer4.weight`"];
+        job.others_end_with(odd as usize, &words, Instant::now(), PROMISE);
+        // Or with a round under way.
+        if odd == 1 || servers > 0 && odd == 0 {
+            continue;
+        }
+        let mut job = start_but(&shape, odd, "loop 1000000 20 1", "loop 1000000");
+        let _ = job.ranks[odd as usize].wait(LIMIT);
+        let who = format!("rank {odd}");
+        job.others_end_with(odd as usize, &["rank ended: ", &who], Instant::now(), PROMISE);
+    }
+}
+
+#[test]
+fn ranks_that_disagree_are_all_told_and_other_tensors_go_on() {
+    for (hosts, servers) in [(&[2, 2][..], 1), (&[1, 1], 1), (&[3], 0)] {
+        let shape = Shape { hosts, servers, settings: &[] };
+        let last = hosts.iter().sum::<u32>() - 1;
+        let mut job = start_but(&shape, last, "mismatch 1", "mismatch 0");
+        for rank in &mut job.ranks {
+            let status = rank.wait(LIMIT);
+            let said = rank.lines().join("\n");
+            assert!(status.success(), "{said}");
+            let told = ["rank was told: tensor `spoilt`", "on GPUs", &format!("rank {last}")];
+            for words in told {
+                assert!(said.contains(words), "no {words} in: {said}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_call_that_fails_ends_the_job_everywhere_with_the_reason() {
+    let failures = [
+        ("cuMemHostRegister=2", "cuMemHostRegister failed"),
+        // The rank's own copies come first up, and last down.
+        ("cuMemcpyDtoHAsync=700@5", "cuMemcpyDtoHAsync failed"),
+        ("cuMemcpyHtoDAsync=700@6", "cuMemcpyHtoDAsync failed"),
+        ("cuStreamWriteValue32=700@9", "cuStreamWriteValue32 failed"),
+        ("cuStreamCreateWithPriority=2@2", "cuStreamCreateWithPriority failed"),
+        ("ncclCommInitRankConfig", "ncclCommInitRankConfig failed"),
+        ("ncclReduceScatter@3", "ncclReduceScatter failed"),
+        ("ncclGroupEnd@4", "ncclGroupEnd failed"),
+        ("ncclCommGetAsyncError=6@30", "failed: remote process exited"),
+    ];
+    let shape = Shape { hosts: &[2, 1], servers: 1, settings: &[] };
+    for (failure, words) in failures {
+        let mut job = start(&shape, |rank| {
+            let own = [("FAKE_GPU_FAIL", failure.to_owned())];
+            (self::words("loop 1000000"), own.into_iter().filter(|_| rank == 1).collect())
+        });
+        job.others_end_with(usize::MAX, &["rank ended: ", words], Instant::now(), LIMIT);
+    }
+}
+
+#[test]
+fn gpus_that_cannot_be_used_together_are_told_to_all() {
+    let shape = Shape { hosts: &[1, 2], servers: 1, settings: &[] };
+    let with = |variable: &'static str, value: &str, odd: &[u32], words: &[&str]| {
+        let mut job = start(&shape, |rank| {
+            let own = [(variable, value.to_owned())].into_iter();
+            (self::words("loop 3"), own.filter(|_| odd.contains(&rank)).collect())
+        });
+        job.others_end_with(usize::MAX, words, Instant::now(), LIMIT);
+    };
+    let same = "rank 1 and rank 2 are on one host and use the same GPU";
+    with("CUDA_VISIBLE_DEVICES", "3", &[1, 2], &["rank ended: Start", same, "set_device"]);
+    let missing = ["rank ended: Start", "rank 2 can't use its GPU: NCCL is needed", "/no/nccl"];
+    with("BPS_NCCL_LIBRARY", "/no/nccl", &[2], &missing);
+    let other = ["rank ended: Start", "rank 1 and rank 2", "have NCCL 22707 and 22808"];
+    with("FAKE_NCCL_VERSION", "22808", &[2], &other);
+    with(
+        "FAKE_GPU_COUNT",
+        "0",
+        &[0],
+        &["rank ended: Start", "rank 0 can't use its GPU", "no GPU 0"],
+    );
+    let mut job = start_all(&shape, "second");
+    let words = ["rank ended: Config", "uses GPU 0", "GPU 1", "a process has one GPU"];
+    job.others_end_with(usize::MAX, &words, Instant::now(), LIMIT);
+}
+
+#[test]
+fn a_job_is_suspended_and_resumed() {
+    for (hosts, servers) in [(&[2, 2][..], 1), (&[2], 0)] {
+        let mut job = start_all(&Shape { hosts, servers, settings: &[] }, "resume");
+        for rank in &mut job.ranks {
+            assert!(rank.wait(LIMIT).success(), "{}", rank.lines().join("\n"));
+        }
+    }
+}

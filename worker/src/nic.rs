@@ -189,6 +189,8 @@ pub struct Nic {
     next_tick: Duration,
     stalls_told: bool,
     over: Option<Error>,
+    /// It leaves once all is said.
+    wants_to_leave: bool,
     leaving: bool,
     trace: Recorder,
 }
@@ -239,6 +241,7 @@ impl Nic {
             next_tick: Duration::ZERO,
             stalls_told: false,
             over: None,
+            wants_to_leave: false,
             leaving: false,
             trace: Recorder::default(),
         }
@@ -316,6 +319,10 @@ impl Nic {
         }
         self.events = events;
         self.pump_all();
+        if self.wants_to_leave && self.lanes.iter().all(|lane| lane.outbox.is_empty()) {
+            self.wants_to_leave = false;
+            self.leave();
+        }
         self.pipeline.flush();
         self.wake_callers(progress);
         if now >= self.next_tick {
@@ -361,7 +368,7 @@ impl Nic {
             Command::Trace(recorder) => self.trace = recorder,
             Command::Poison { name, error } => self.poison(&name, &error),
             Command::Fail { error } => self.fail(error),
-            Command::Leave => self.leave(),
+            Command::Leave => self.wants_to_leave = true,
         }
     }
 

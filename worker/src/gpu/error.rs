@@ -125,6 +125,13 @@ pub enum GpuError {
     },
 }
 
+impl GpuError {
+    /// Whether it says that another rank is gone: `ncclRemoteError`.
+    pub(super) fn is_of_another_rank(&self) -> bool {
+        matches!(self, GpuError::Nccl { code: 6, .. })
+    }
+}
+
 /// `12.4` for 12040.
 pub(super) fn cuda_version(number: u32) -> String {
     format!("{}.{}", number / 1000, number % 1000 / 10)

@@ -24,6 +24,7 @@ use bps_engine::trace::log;
 use bps_engine::transport::Waker;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
 /// The tensor by which the ranks tell each other.
 const NAME: &str = "byteps: the GPUs of the job";
@@ -36,6 +37,10 @@ const SLOTS_MIN: usize = 8;
 const INBOX: usize = 4096;
 /// Tracks: where gradients are waited for, down, up.
 const TRACKS: usize = 3;
+/// How long all ranks may take to hear why a GPU can't be used, before this one ends.
+const HEARD: Duration = Duration::from_secs(5);
+/// How often it looks meanwhile.
+const LOOK: Duration = Duration::from_millis(1);
 /// The first byte of a row.
 const OK: u8 = 1;
 const FAILED: u8 = 2;
@@ -131,18 +136,30 @@ pub(crate) fn open(
         id: *id,
     });
     let own = Row { gpu: told };
-    let id = agree(&tell_all(worker, &own)?, rank)?;
+    let agreed = agree(&tell_all(worker, &own)?, rank);
+    if agreed.is_err() {
+        // Who ended now would end others before they have heard why.
+        let _ = worker.barrier(Some(HEARD));
+    }
+    let id = agreed?;
     let (device, nccl, _) = begun.map_err(start)?;
     let rank = Rank(rank);
     let opened = meet(job, &device, nccl.as_ref(), &id, (rank, ranks), config)
         .and_then(|host| begin(job, &device, host, rank, config));
-    opened.map_err(|error| {
-        // Who does not wait for this rank in NCCL would wait for it below.
+    if let Err(error) = opened {
+        // If the job is over, that is why NCCL was given up.
+        if let Some(over) = job.over.get() {
+            return Err(over.clone());
+        }
+        // All others wait for this rank, in NCCL or below.
         job.command(Command::GpuFailed { message: error.to_string() });
         job.wake();
-        // If the job is over, that is why NCCL was given up.
-        job.over.get().cloned().unwrap_or_else(|| start(error))
-    })?;
+        let told = Instant::now();
+        while !job.nic_ended.load(Ordering::Acquire) && told.elapsed() < HEARD {
+            std::thread::sleep(LOOK);
+        }
+        return Err(start(error));
+    }
     // A NIC loop learns of its pipeline before it sends this row, since both come to it through one
     // queue: so no rank hears of another's tensors before its own pipeline is there.
     tell_all(worker, &own).map(drop)

@@ -203,6 +203,8 @@ pub(super) struct Pipeline {
     stall_report: Duration,
     told: bool,
     failed: Option<GpuError>,
+    /// When that is told.
+    fails_at: Option<Duration>,
     now: Duration,
     next_tick: Duration,
     next_watch: Duration,
@@ -249,6 +251,7 @@ impl Pipeline {
             stall_report: parts.stall_report,
             told: false,
             failed: None,
+            fails_at: None,
             now: Duration::ZERO,
             next_tick: TICK,
             next_watch: WATCH,
@@ -289,6 +292,7 @@ impl Pipeline {
                 let watched = host.comm.async_error();
                 self.check(watched);
             }
+            self.tell_failure();
         }
         if now >= self.next_tick {
             self.next_tick = now + TICK;

@@ -11,6 +11,9 @@ use std::time::{Duration, Instant};
 
 /// How long copies and collectives may take to end once the job is over.
 const DRAIN: Duration = Duration::from_secs(5);
+/// How long the job has to say who died, which it knows better, before NCCL's word is told: longer
+/// than the control thread waits for the scheduler.
+const VERDICT: Duration = Duration::from_secs(3);
 /// How long it sleeps between two looks then.
 const LOOK: Duration = Duration::from_millis(1);
 
@@ -19,8 +22,19 @@ impl Pipeline {
     pub(super) fn check(&mut self, result: Result<(), GpuError>) {
         let Err(error) = result else { return };
         if self.failed.is_none() {
-            self.tell(Command::GpuFailed { message: error.to_string() });
+            let wait = if error.is_of_another_rank() { VERDICT } else { Duration::ZERO };
+            self.fails_at = Some(self.now + wait);
             self.failed = Some(error);
+        }
+    }
+
+    /// Tells the first error, once it is time.
+    pub(super) fn tell_failure(&mut self) {
+        if self.fails_at.is_some_and(|at| at <= self.now)
+            && let Some(error) = &self.failed
+        {
+            self.fails_at = None;
+            self.tell(Command::GpuFailed { message: error.to_string() });
         }
     }
 
