@@ -10,6 +10,7 @@ use bps_engine::transport::{Event, Frame, Landing, LaneId, Link, Transport, Wake
 use bps_engine::wire::header::FLAG_PAYLOAD_CHECKSUM;
 use bps_engine::wire::{Header, Kind, RawHeader};
 use bps_worker::agent::{Agent, Effect, Lanes};
+use bps_worker::nic::staged::{Staged, ToPipeline};
 use bps_worker::nic::{
     Command, Memory, Nic, NicConfig, NicStatistics, Peer, Plan, PlanPart, Report,
 };
@@ -27,6 +28,8 @@ const LANE: LaneId = LaneId(0);
 const OWN: Key = Key(1);
 const OTHERS: Key = Key(2);
 const UNKNOWN: Key = Key(3);
+/// Parts of tensors on GPUs: the good rank's and the bad one's.
+const ON_GPUS: [Key; 2] = [Key(4), Key(5)];
 const BYTES: usize = 4096;
 /// Turns after which a run counts as hung.
 const TURNS_MAX: u32 = 100_000;
@@ -106,21 +109,30 @@ impl Pair {
         };
         pair.push(0, OWN, None);
         pair.push(1, OTHERS, Some(LANE));
+        pair.plan(2, ON_GPUS[0], None, true);
+        pair.plan(3, ON_GPUS[1], Some(LANE), true);
         pair.settle();
         pair
     }
 
-    /// The good rank pushes a tensor of one part.
-    fn push(&mut self, tensor: u32, key: Key, owner: Option<LaneId>) {
-        let owner_rank = Rank(0);
+    /// The good rank declares a tensor of one part.
+    fn plan(&mut self, tensor: u32, key: Key, owner: Option<LaneId>, device: bool) {
+        let owner_rank = if owner.is_none() { GOOD } else { BAD };
         let part = PlanPart { key, offset: 0, bytes: BYTES, core: None, owner, owner_rank };
         let plan = Plan {
             name: format!("tensor {tensor}"),
             dtype: DType::F32,
             operation: Operation::Sum,
-            device: false,
+            device,
             parts: [part].into(),
         };
+        let command = Command::Plan { tensor, plan: Arc::new(plan) };
+        assert!(self.commands.push(command).is_ok(), "a short queue");
+    }
+
+    /// The good rank declares and pushes a tensor of one part.
+    fn push(&mut self, tensor: u32, key: Key, owner: Option<LaneId>) {
+        self.plan(tensor, key, owner, false);
         let mut values = vec![0u8; BYTES];
         let target = values.as_mut_ptr();
         self.memory.push(values);
@@ -128,9 +140,7 @@ impl Pair {
         self.handles.push(Handle::of(&task));
         let memory = Memory { source: target.cast_const(), target };
         let push = Command::Push { tensor, memory, priority: 0, task };
-        for command in [Command::Plan { tensor, plan: Arc::new(plan) }, push] {
-            assert!(self.commands.push(command).is_ok(), "a short queue");
-        }
+        assert!(self.commands.push(push).is_ok(), "a short queue");
     }
 
     /// The bad rank posts a frame; whether there was room for it.
@@ -271,6 +281,8 @@ const SPOILT: &[(&str, Spoil)] = &[
     ("a round that is over", |header| header.round = Round(0)),
     ("a key of the other owner", |header| header.key = Key(3 - header.key.0)),
     ("a server's word", |header| header.kind = Kind::Refused),
+    ("an order where no GPU is used", |header| header.kind = Kind::GpuReduce),
+    ("a tensor on GPUs", |header| header.key = ON_GPUS[usize::from(header.key == OTHERS)]),
 ];
 const SPOILT_WORD: &[(&str, Spoil)] = &[("a payload", |header| header.length = 8)];
 const SPOILT_PAYLOAD: &[(&str, Spoil)] = &[
@@ -322,6 +334,55 @@ fn a_frame_that_does_not_fit_ends_the_job_and_names_its_sender() {
     }
     let unknown = Header { key: UNKNOWN, ..honest(Kind::Grant) };
     assert_refused("a grant of what nobody knows", &[], unknown);
+}
+
+/// What ranks say of tensors on GPUs.
+const GPU_WORDS: [Kind; 4] = [Kind::GpuReady, Kind::GpuReduce, Kind::GpuLanded, Kind::GpuGather];
+
+fn gpu_word(kind: Kind, key: Key, round: u64) -> Header {
+    let header = Header::new(kind, DType::U8, BAD, EPOCH);
+    Header { key, round: Round(round), contributors: 1, ..header }
+}
+
+#[test]
+fn words_about_gpus_are_for_a_rank_that_uses_one() {
+    for kind in GPU_WORDS {
+        assert_refused("there is no GPU", &[], gpu_word(kind, ON_GPUS[0], 1));
+        assert_refused("a payload", &[], Header { length: 8, ..gpu_word(kind, ON_GPUS[0], 1) });
+    }
+    // A rank that uses one hands them to its pipeline, in order, however slow that is.
+    let mut pair = Pair::new(1);
+    let (staged, waker) = (Mpsc::new(4), Waker::new().expect("an eventfd"));
+    let to = ToPipeline { staged: staged.clone(), waker, under_way: Arc::default() };
+    assert!(pair.commands.push(Command::OpenPipeline(to)).is_ok(), "a short queue");
+    pair.settle();
+    for round in 0..12 {
+        pair.send(gpu_word(GPU_WORDS[usize::try_from(round % 4).expect("small")], UNKNOWN, round));
+        pair.settle();
+    }
+    pair.send(Header { key: Key(0), ..Header::new(Kind::Goodbye, DType::U8, BAD, EPOCH) });
+    let (mut rounds, mut is_gone) = (Vec::new(), false);
+    for _ in 0..12 {
+        pair.settle();
+        while let Some(message) = staged.pop() {
+            match message {
+                Staged::Heard { from: BAD, word } => rounds.push(word.round),
+                Staged::Gone(BAD) => is_gone = true,
+                Staged::Plan { .. } => {}
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+    assert_eq!(rounds, Vec::from_iter(0..12));
+    assert!(is_gone && pair.over.is_none(), "{:?}", pair.over);
+    // But what has a payload is none.
+    let mut pair = Pair::new(2);
+    let (staged, waker) = (Mpsc::new(4), Waker::new().expect("an eventfd"));
+    let to = ToPipeline { staged, waker, under_way: Arc::default() };
+    assert!(pair.commands.push(Command::OpenPipeline(to)).is_ok(), "a short queue");
+    pair.send(Header { length: 8, ..gpu_word(Kind::GpuReduce, ON_GPUS[0], 1) });
+    pair.settle();
+    assert!(pair.end().to_string().contains("has a payload"));
 }
 
 #[test]
