@@ -158,7 +158,9 @@ class Gradients:
 
     def drain(self) -> None:
         """Waits for what is under way, and is ready for the next pass."""
-        for param in list(self.under_way):
+        # What was sent last belongs to the front layers, whose results come first: while those of
+        # the others are still on their way, there is time to take in these.
+        for param in reversed(list(self.under_way)):
             # Removed only when done: an interrupted wait can be taken up again.
             self.under_way[param].finish(self.compression)
             del self.under_way[param]

@@ -184,7 +184,8 @@ class DistributedDataParallel(torch.nn.Module):
                     continue
                 param.grad = torch.zeros_like(param)
             self._send(param)
-        for param in list(self._under_way):
+        # The front layers, sent last, come back first.
+        for param in reversed(list(self._under_way)):
             self._finish(param)
         self._used.clear()
 
