@@ -224,6 +224,18 @@ fn a_rank_that_leaves_too_early_is_named_at_once() {
 }
 
 #[test]
+fn a_rank_that_is_late_to_leave_harms_nobody() {
+    // Time is what is tested: the others wait for it in NCCL, and then no more.
+    let shape = Shape { hosts: &[3], servers: 0, settings: &[] };
+    let mut job = start_but(&shape, 1, "loop 3 0", "loop 3");
+    for program in job.ranks.iter_mut().chain([&mut job.scheduler]) {
+        assert!(program.wait(LIMIT).success(), "{}", program.lines().join("\n"));
+        let warned = program.lines().iter().any(|line| line.contains("warning"));
+        assert!(!warned, "{}", program.lines().join("\n"));
+    }
+}
+
+#[test]
 fn ranks_that_disagree_are_all_told_and_other_tensors_go_on() {
     for (hosts, servers) in [(&[2, 2][..], 1), (&[1, 1], 1), (&[3], 0)] {
         let shape = Shape { hosts, servers, settings: &[] };

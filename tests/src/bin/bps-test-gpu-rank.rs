@@ -15,6 +15,8 @@ use std::time::Duration;
 const LIMIT: Duration = Duration::from_secs(60);
 /// Rounds of each tensor that are under way at once.
 const QUEUED: usize = 2;
+/// Longer than ranks wait in NCCL for one that is late to shut down.
+const LATE: Duration = Duration::from_secs(6);
 /// Sizes of the tensors, for parts of 16 KiB: none, one, odd, a part of each element size and one
 /// element less and more, and many parts.
 const SIZES: [u64; 11] = [0, 1, 255, 2047, 2048, 2049, 4096, 4097, 8191, 16_385, 30_011];
@@ -54,7 +56,8 @@ fn gpu(error: GpuError) -> Error {
 struct Framework {
     device: Device,
     stream: Stream,
-    pinned: Pinned,
+    /// Never freed: a rank that ends early may have copies under way.
+    pinned: &'static Pinned,
     /// Bytes of it that buffers have.
     taken: Cell<usize>,
 }
@@ -64,6 +67,7 @@ impl Framework {
         let device = Device::open(0)?;
         device.make_current()?;
         let (stream, pinned) = (Stream::new(&device)?, Pinned::new(&device, PINNED_BYTES, None)?);
+        let pinned = Box::leak(Box::new(pinned));
         Ok(Framework { device, stream, pinned, taken: Cell::new(0) })
     }
 
@@ -84,8 +88,7 @@ impl Framework {
     }
 }
 
-/// Memory of the GPU, and as much of the host to fill and to read it. It is never freed: a rank
-/// that ends early may have copies under way.
+/// Memory of the GPU, and as much of the host to fill and to read it. It is never freed either.
 struct Buffer {
     address: u64,
     pinned: *mut u8,
@@ -412,8 +415,8 @@ fn large(config: &Config) -> Result<(), Error> {
 }
 
 /// One tensor again and again. From the round `stall` on it pushes nothing, and waits for a
-/// barrier that the others do not come to; or, if it `leaves`, shuts down with the round before
-/// under way.
+/// barrier that the others do not come to; or, if it `leaves`, shuts down with the round under way.
+/// From the round 0 on means that it is late to shut down.
 fn train(config: &Config, rounds: u64, stall: Option<u64>, leaves: bool) -> Result<(), Error> {
     const COUNT: usize = 100_000;
     let worker = Worker::start(config)?;
@@ -458,6 +461,9 @@ fn train(config: &Config, rounds: u64, stall: Option<u64>, leaves: bool) -> Resu
             eprintln!("rank has begun");
         }
         std::thread::sleep(Duration::from_millis(1));
+    }
+    if stall == Some(0) {
+        std::thread::sleep(LATE);
     }
     worker.shutdown(false)
 }
