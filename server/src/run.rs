@@ -326,6 +326,7 @@ fn make_shard(
     let tcp = Tcp::new(waker.clone(), config.tcp_driver, lanes_max)
         .map(|tcp| tcp.with_congestion(config.tcp_congestion.clone()))
         .map(|tcp| tcp.with_offload(config.tcp_offload))
+        .map(|tcp| tcp.with_send_buffer(config.tcp_send_buffer as usize))
         .map_err(|error| ServerError::Resource(error.to_string()))?;
     let mut line = tcp.description();
     let mut transports = vec![Transport::Tcp(tcp)];

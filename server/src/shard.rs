@@ -182,8 +182,10 @@ impl Shard {
     }
 
     fn attach(&mut self, link: Link, rank: Rank, epoch: Epoch) {
-        // A worker may have its roster, and dial, before this server has its own.
-        if epoch > self.epoch && self.early.len() < RANKS_MAX {
+        // A worker may have its roster, and dial, before this server has its own; after a suspend
+        // the number of the epoch to come is known before its ranks are.
+        let is_early = epoch > self.epoch || epoch == self.epoch && self.lanes.is_empty();
+        if is_early && self.early.len() < RANKS_MAX {
             return self.early.push((link, rank, epoch));
         }
         let known = epoch == self.epoch && (rank.0 as usize) < self.lanes.len();

@@ -246,10 +246,10 @@ impl Worker {
         let ready = Event::new(&device).map_err(refused)?;
         // SAFETY: the caller vouches for the stream.
         unsafe { ready.record_raw(stream) }.map_err(refused)?;
-        let Some(job) = &self.0.job else {
-            return Ok(items.iter().map(|_| Handle::finished(Ok(()))).collect());
-        };
         let ready = Arc::new(ready);
+        let Some(job) = &self.0.job else {
+            return Ok(items.iter().map(|_| Handle::finished_behind(&ready)).collect());
+        };
         let handles = items.iter().map(|(item, _, _)| job.push_gpu(item, &ready)).collect();
         job.wake();
         Ok(handles)

@@ -283,6 +283,7 @@ pub(crate) fn nic(
         let tcp = Tcp::new(waker.clone(), config.tcp_driver, lanes)
             .map(|tcp| tcp.with_congestion(config.tcp_congestion.clone()))
             .map(|tcp| tcp.with_offload(config.tcp_offload))
+            .map(|tcp| tcp.with_send_buffer(config.tcp_send_buffer as usize))
             .map_err(|error| Error::Start(error.to_string()))?;
         line = format!("{line}; {}", tcp.description());
         transports.push(Transport::Tcp(tcp));

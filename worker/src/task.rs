@@ -22,7 +22,7 @@ pub struct Task {
     spin: Duration,
     error: OnceLock<Error>,
     /// Of a tensor on the GPU: its result is there once this mark is passed.
-    mark: OnceLock<Event>,
+    mark: OnceLock<Arc<Event>>,
     /// When it was asked for, by the monotonic clock; 0 where nobody records a timeline.
     asked_ns: u64,
 }
@@ -41,7 +41,7 @@ impl Task {
 
     /// As [`finish_now`](Self::finish_now) with success, but the result is only on its way: it will
     /// be in the GPU's memory once this mark is passed.
-    pub(crate) fn finish_behind(&self, mark: Event) {
+    pub(crate) fn finish_behind(&self, mark: Arc<Event>) {
         let _ = self.mark.set(mark);
         self.finish_now(Ok(()));
     }
@@ -90,6 +90,13 @@ impl Handle {
     pub(crate) fn finished(result: Result<(), Error>) -> Handle {
         let task = Task::default();
         task.finish_now(result);
+        Handle(Arc::new(task))
+    }
+
+    /// A handle of something whose result is there once this mark is passed.
+    pub(crate) fn finished_behind(mark: &Arc<Event>) -> Handle {
+        let task = Task::default();
+        task.finish_behind(Arc::clone(mark));
         Handle(Arc::new(task))
     }
 

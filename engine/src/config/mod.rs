@@ -139,6 +139,8 @@ pub struct Config {
     pub tcp_driver: TcpDriver,
     /// `BPS_TCP_CONGESTION`: name of a congestion control; `None` keeps the system's but for bbr.
     pub tcp_congestion: Option<String>,
+    /// `BPS_TCP_SNDBUF`: bytes that the kernel holds of a lane; 0 leaves it to the kernel.
+    pub tcp_send_buffer: u32,
     /// `BPS_TCP_OFFLOAD`: large sends go to threads of the kernel's.
     pub tcp_offload: bool,
     /// `BPS_NCCL_LIBRARY`: the file of NCCL; found without it.
@@ -287,6 +289,7 @@ impl Default for Config {
             tcp_driver: TcpDriver::Auto,
             tcp_congestion: None,
             tcp_offload: false,
+            tcp_send_buffer: 0,
             nccl_library: None,
             nccl_group_size: 16,
             payload_checksum: false,

@@ -534,7 +534,7 @@ impl Pipeline {
         }
         if let Some(run) = run {
             self.under_way.fetch_sub(1, Ordering::Release);
-            run.push.task.finish_behind(mark);
+            run.push.task.finish_behind(Arc::new(mark));
         }
         next.map_or(Ok(()), |next| self.begin(tensor, next))
     }

@@ -243,6 +243,17 @@ pub(super) const ROWS: &[Row] = &[
          receives: for links of 20 Gbit/s and more, where CPUs are plenty.",
     ),
     Row::new(
+        "BPS_TCP_SNDBUF",
+        NODES,
+        Group::Network,
+        Count { at: |config| &mut config.tcp_send_buffer, min: 0, max: 1 << 30 },
+        "524288",
+        "Bytes that the kernel may hold of each TCP lane, sent and not acknowledged included; 0 \
+         leaves it to the kernel, which fills whatever queue a switch has. On paths with short \
+         round trips a bound keeps that queue, and with it the wait of urgent parts, short; \
+         net.core.wmem_max is the kernel's own bound on it.",
+    ),
+    Row::new(
         "BPS_NCCL_LIBRARY",
         RANKING,
         Group::Network,

@@ -76,6 +76,7 @@ pub struct Tcp {
     driver: Either,
     description: String,
     congestion: Option<String>,
+    send_buffer: usize,
 }
 
 impl Tcp {
@@ -90,7 +91,7 @@ impl Tcp {
                 Ok(driver) => {
                     let description = format!("tcp: io_uring ({})", uring::ZERO_COPY);
                     let driver = Either::Uring(Box::new(driver));
-                    return Ok(Tcp { driver, description, congestion: None });
+                    return Ok(Tcp { driver, description, congestion: None, send_buffer: 0 });
                 }
                 Err(denied) if choice == TcpDriver::Uring => return Err(TcpError::Uring(denied)),
                 Err(denied) => denied.to_string(),
@@ -99,7 +100,7 @@ impl Tcp {
         let driver = Poll::new(waker, lanes_max).map_err(TcpError::Epoll)?;
         let description = format!("tcp: plain sockets, because {reason}");
         let driver = Either::Poll(Box::new(driver));
-        Ok(Tcp { driver, description, congestion: None })
+        Ok(Tcp { driver, description, congestion: None, send_buffer: 0 })
     }
 
     /// The congestion control of lanes to come; `None` keeps the system's, but takes cubic instead
@@ -107,6 +108,13 @@ impl Tcp {
     #[must_use]
     pub fn with_congestion(self, name: Option<String>) -> Tcp {
         Tcp { congestion: name, ..self }
+    }
+
+    /// Bytes that the kernel may hold of each lane to come, sent and not acknowledged included; 0
+    /// leaves it to the kernel.
+    #[must_use]
+    pub fn with_send_buffer(self, send_buffer: usize) -> Tcp {
+        Tcp { send_buffer, ..self }
     }
 
     /// Whether large sends go to threads of the kernel's, so that this thread's receives run beside
@@ -141,6 +149,10 @@ impl Driver for Tcp {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a stream socket"));
         };
         prepare(&socket, self.congestion.as_deref())?;
+        if self.send_buffer > 0 {
+            // The kernel doubles what it is told, for its own book-keeping.
+            rustix::net::sockopt::set_socket_send_buffer_size(&socket, self.send_buffer / 2)?;
+        }
         dispatch!(self, driver => driver.attach(lane, socket))
     }
     fn post(&mut self, lane: LaneId, frame: &Frame) -> Result<(), Full> {
@@ -164,8 +176,8 @@ impl Driver for Tcp {
 }
 
 /// Sets a socket up: non-blocking, no waiting for a fuller packet, and a bound on what the kernel
-/// holds unsent. Buffer sizes are left to the kernel, which tunes them by the path; a fixed size
-/// would stop it from doing so.
+/// holds unsent. Buffer sizes are left to the kernel, unless told otherwise: it tunes them by the
+/// path, and a fixed size stops it from doing so.
 fn prepare(socket: &OwnedFd, congestion: Option<&str>) -> io::Result<()> {
     rustix::io::ioctl_fionbio(socket, true)?;
     match rustix::net::sockopt::set_tcp_nodelay(socket, true) {
