@@ -245,7 +245,7 @@ def gpu_sums(results: Results, axes: plt.Axes) -> None:
     names = [f"{name}\n{size(row['size_bytes'])}" for name, row in rows.items()]
     axes.set_xticks(range(len(rows)), [name.replace(", ", "\n") for name in names], fontsize="x-small")
     axes.set_ylabel("share of the line")
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", loc="lower left")
 
 
 def gpu_steps(results: Results, axes: plt.Axes) -> None:
@@ -267,7 +267,7 @@ def gpu_steps(results: Results, axes: plt.Axes) -> None:
     axes.axhline(1, color=PEER, linestyle="--")
     axes.set_xticks(range(len(names)), names, fontsize="x-small")
     axes.set_ylabel("times as fast as with DDP; black: the bound")
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", loc="lower left")
 
 
 # Which fields of a probe are drawn: the variants' field, x, and y.
