@@ -313,3 +313,34 @@ fn a_job_is_suspended_and_resumed() {
         }
     }
 }
+
+#[test]
+fn a_timeline_has_the_parts_that_each_rank_sends() {
+    let folder = std::env::temp_dir().join(format!("bps-gpu-timeline-{}", std::process::id()));
+    let path = folder.display().to_string();
+    let settings = [
+        ("BYTEPS_TRACE_ON", "1"),
+        ("BYTEPS_TRACE_DIR", &*path),
+        ("BYTEPS_TRACE_START_STEP", "2"),
+        ("BYTEPS_TRACE_END_STEP", "4"),
+        ("BYTEPS_PARTITION_BYTES", "65536"),
+    ];
+    let mut job = start_all(&Shape { hosts: &[2, 2], servers: 1, settings: &settings }, "loop 6");
+    for rank in &mut job.ranks {
+        assert!(rank.wait(LIMIT).success(), "{}", rank.lines().join("\n"));
+    }
+    for rank in 0..4 {
+        let file = folder.join(rank.to_string()).join("comm.json");
+        let text = std::fs::read_to_string(&file).expect("a timeline of each rank");
+        for round in 2..=4 {
+            let has = |stage: &str| {
+                let name = format!("Comm.layer4.weight.{stage}");
+                text.lines().any(|line| {
+                    line.contains(&name) && line.contains(&format!("\"round\":{round}"))
+                })
+            };
+            assert!(has("PUSH") && has("PULL"), "rank {rank}, round {round}: {text}");
+        }
+    }
+    let _ = std::fs::remove_dir_all(&folder);
+}

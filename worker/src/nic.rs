@@ -519,7 +519,10 @@ impl Nic {
         let result = run.failed.take().map_or(Ok(()), Err);
         let Some(Some(state)) = self.tensors.get_mut(tensor as usize) else { return };
         if result.is_ok() {
-            let (key, rank) = (state.plan.parts[0].key, self.config.rank);
+            // Of a tensor on the GPU, only the parts that this rank owns pass here.
+            let first =
+                state.plan.parts.iter().find(|part| !state.plan.device || part.owner.is_none());
+            let (key, rank) = (first.unwrap_or(&state.plan.parts[0]).key, self.config.rank);
             self.trace.record(Mark::Done, key, state.round, rank, 0);
             let bytes: usize = state.plan.parts.iter().map(|part| part.bytes).sum();
             self.statistics.bytes.add(bytes as u64);

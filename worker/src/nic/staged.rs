@@ -13,6 +13,7 @@ use crate::nic::Plan;
 use bps_engine::base::{DType, Key, Rank, Round};
 use bps_engine::proto::messages::StalledKey;
 use bps_engine::ring::Mpsc;
+use bps_engine::trace::timeline::Mark;
 use bps_engine::transport::{Frame, Full, Landing, Waker};
 use bps_engine::wire::{Header, Kind};
 use std::collections::VecDeque;
@@ -170,6 +171,10 @@ impl Nic {
         let index = self.open_run(tensor, priority, u32::try_from(own).unwrap_or(u32::MAX));
         let Some(Some(state)) = self.tensors.get_mut(tensor as usize) else { return };
         state.run = Some(index);
+        let (round, rank) = (state.round, self.config.rank);
+        for part in state.plan.parts.iter().filter(|part| part.owner.is_none()) {
+            self.trace.record(Mark::Queued, part.key, round, rank, part.bytes);
+        }
     }
 
     /// A part of it may be sent.
