@@ -291,7 +291,7 @@ fn gpus_that_cannot_be_used_together_are_told_to_all() {
     with("CUDA_VISIBLE_DEVICES", "3", &[1, 2], &["rank ended: Start", same, "set_device"]);
     let missing = ["rank ended: Start", "rank 2 can't use its GPU: NCCL is needed", "/no/nccl"];
     with("BPS_NCCL_LIBRARY", "/no/nccl", &[2], &missing);
-    let other = ["rank ended: Start", "rank 1 and rank 2", "have NCCL 22707 and 22808"];
+    let other = ["rank ended: Start", "rank 1 and rank 2", "have NCCL 2.27.7 and 2.28.8"];
     with("FAKE_NCCL_VERSION", "22808", &[2], &other);
     with(
         "FAKE_GPU_COUNT",

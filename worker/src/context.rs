@@ -2,7 +2,7 @@
 
 use crate::control::lock;
 use crate::error::Error;
-use crate::gpu::{self, Device, Event, GpuError};
+use crate::gpu::{self, Device, EventPool, GpuError};
 use crate::job::Job;
 use crate::start;
 use crate::task::Handle;
@@ -19,6 +19,9 @@ use std::time::Duration;
 
 /// Tensors that are handed to the NIC loop before it is woken, in a long list.
 const WAKE_EVERY: usize = 64;
+/// Events of the GPU that are made when it is opened: two for each tensor of a model of some
+/// hundreds that is under way as a whole. More are made when they are needed.
+const EVENTS: usize = 1024;
 /// Why a job of one process has no timeline.
 const ALONE: &str = "a job of one process sends nothing: there is no timeline";
 
@@ -33,8 +36,8 @@ struct Shared {
     sizes: Mutex<Vec<(usize, Operation)>>,
     job: Option<Job>,
     config: Config,
-    /// The GPU of this process, once one is open.
-    gpu: Mutex<Option<Device>>,
+    /// The GPU of this process, once one is open, and events of it.
+    gpu: Mutex<Option<(Device, EventPool)>>,
 }
 
 /// A rank of a job. Clones are the same one.
@@ -187,7 +190,7 @@ impl Worker {
     /// second GPU.
     pub fn open_gpu(&self, ordinal: u32) -> Result<(), Error> {
         let mut gpu = lock(&self.0.gpu);
-        if let Some(open) = &*gpu {
+        if let Some((open, _)) = &*gpu {
             if open.ordinal() == ordinal {
                 return Ok(());
             }
@@ -197,12 +200,13 @@ impl Worker {
                 open.ordinal()
             )));
         }
-        let device = Device::open(ordinal);
+        let opened = Device::open(ordinal)
+            .and_then(|device| Ok((device.clone(), EventPool::new(&device, EVENTS)?)));
         if let Some(job) = &self.0.job {
             // The other ranks wait for this one, and are told what is wrong.
-            gpu::open::open(self, job, &device, &self.0.config)?;
+            gpu::open::open(self, job, &opened, &self.0.config)?;
         }
-        *gpu = Some(device.map_err(|error| Error::Start(error.to_string()))?);
+        *gpu = Some(opened.map_err(|error| Error::Start(error.to_string()))?);
         Ok(())
     }
 
@@ -223,7 +227,7 @@ impl Worker {
         stream: usize,
     ) -> Result<Vec<Handle>, Error> {
         let refused = |error: GpuError| Error::Refused(error.to_string());
-        let Some(device) = lock(&self.0.gpu).clone() else {
+        let Some((device, events)) = lock(&self.0.gpu).clone() else {
             return Err(Error::Refused("no GPU is open: call open_gpu first".into()));
         };
         let sizes = lock(&self.0.sizes);
@@ -243,7 +247,7 @@ impl Worker {
                     .map_err(refused)?;
             }
         }
-        let ready = Event::new(&device).map_err(refused)?;
+        let ready = events.take().map_err(refused)?;
         // SAFETY: the caller vouches for the stream.
         unsafe { ready.record_raw(stream) }.map_err(refused)?;
         let ready = Arc::new(ready);

@@ -3,7 +3,7 @@
 use crate::agent::Agent;
 use crate::control::{Answers, Control, lock};
 use crate::error::Error;
-use crate::gpu::{Event, Push};
+use crate::gpu::{PooledEvent, Push};
 use crate::nic::{Command, Memory, Nic, NicConfig, NicStatistics, Report};
 use crate::places::{self, Poller, Spot};
 use crate::start;
@@ -260,7 +260,7 @@ impl Job {
     }
 
     /// Hands a push_pull of a tensor on the GPU to the NIC loop, as [`push`](Self::push).
-    pub(crate) fn push_gpu(&self, item: &GpuPushPull, ready: &Arc<Event>) -> Handle {
+    pub(crate) fn push_gpu(&self, item: &GpuPushPull, ready: &Arc<PooledEvent>) -> Handle {
         let task = Arc::new(Task::new(self.spin, self.tracing.asked_ns()));
         let push = Push {
             source: item.source,

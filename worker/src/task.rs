@@ -2,7 +2,7 @@
 //! wrong if it did.
 
 use crate::error::Error;
-use crate::gpu::Event;
+use crate::gpu::PooledEvent;
 use rustix::thread::futex;
 use rustix::time::Timespec;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -22,7 +22,7 @@ pub struct Task {
     spin: Duration,
     error: OnceLock<Error>,
     /// Of a tensor on the GPU: its result is there once this mark is passed.
-    mark: OnceLock<Arc<Event>>,
+    mark: OnceLock<Arc<PooledEvent>>,
     /// When it was asked for, by the monotonic clock; 0 where nobody records a timeline.
     asked_ns: u64,
 }
@@ -41,7 +41,7 @@ impl Task {
 
     /// As [`finish_now`](Self::finish_now) with success, but the result is only on its way: it will
     /// be in the GPU's memory once this mark is passed.
-    pub(crate) fn finish_behind(&self, mark: Arc<Event>) {
+    pub(crate) fn finish_behind(&self, mark: Arc<PooledEvent>) {
         let _ = self.mark.set(mark);
         self.finish_now(Ok(()));
     }
@@ -94,7 +94,7 @@ impl Handle {
     }
 
     /// A handle of something whose result is there once this mark is passed.
-    pub(crate) fn finished_behind(mark: &Arc<Event>) -> Handle {
+    pub(crate) fn finished_behind(mark: &Arc<PooledEvent>) -> Handle {
         let task = Task::default();
         task.finish_behind(Arc::clone(mark));
         Handle(Arc::new(task))

@@ -543,16 +543,42 @@ impl EventPool {
         Ok(EventPool { device: device.clone(), free })
     }
 
-    /// An event that nobody else has; a new one if all are out.
+    /// An event that nobody else has, until it is dropped; a new one if all are out.
     ///
     /// # Errors
     /// [`GpuError::Cuda`], if one must be made and can't.
-    pub fn take(&self) -> Result<Event, GpuError> {
-        self.free.pop().map_or_else(|| Event::new(&self.device), Ok)
+    pub fn take(&self) -> Result<PooledEvent, GpuError> {
+        let event = self.free.pop().map_or_else(|| Event::new(&self.device), Ok)?;
+        Ok(PooledEvent { event: Some(event), free: self.free.clone() })
     }
+}
 
-    /// Gives an event back. If the pool is full, the event ends.
-    pub fn give(&self, event: Event) {
-        drop(self.free.push(event));
+/// An event that goes back to its pool when it is dropped; if that is full, the event ends. What
+/// waits for it by then goes on to wait for the mark that it had when the wait was enqueued.
+pub struct PooledEvent {
+    /// None only while it is dropped.
+    event: Option<Event>,
+    free: Mpsc<Event>,
+}
+
+impl std::ops::Deref for PooledEvent {
+    type Target = Event;
+
+    fn deref(&self) -> &Event {
+        self.event.as_ref().expect("it is there until the drop")
+    }
+}
+
+impl std::fmt::Debug for PooledEvent {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.event.fmt(f)
+    }
+}
+
+impl Drop for PooledEvent {
+    fn drop(&mut self) {
+        if let Some(event) = self.event.take() {
+            drop(self.free.push(event));
+        }
     }
 }

@@ -20,7 +20,7 @@ mod rows;
 mod table;
 mod track;
 
-pub use driver::{Device, Event, EventPool, Stream};
+pub use driver::{Device, Event, EventPool, PooledEvent, Stream};
 pub use error::GpuError;
 pub use nccl::{Comm, Nccl, ReduceOp};
 pub use pinned::Pinned;

@@ -4,9 +4,10 @@
 //! The ranks tell each other by a push_pull of bytes: each writes into a row of its own, and the
 //! sum of all rows is what everybody has said.
 
+use super::error::nccl_version;
 use super::pipeline::{Host, Parts, Pipeline};
 use super::track::{Track, WORD_BYTES};
-use super::{Device, Event, GpuError, Nccl, Pinned, Stream};
+use super::{Device, Event, EventPool, GpuError, Nccl, Pinned, Stream};
 use crate::context::Worker;
 use crate::error::Error;
 use crate::job::Job;
@@ -110,7 +111,7 @@ impl Row {
 pub(crate) fn open(
     worker: &Worker,
     job: &Job,
-    device: &Result<Device, GpuError>,
+    gpu: &Result<(Device, EventPool), GpuError>,
     config: &Config,
 ) -> Result<(), Error> {
     let mut ranks = job.group().to_vec();
@@ -118,7 +119,7 @@ pub(crate) fn open(
     ranks.sort_unstable();
     let rank = worker.rank();
     let first = ranks.first().copied().unwrap_or(Rank(rank));
-    let begun = device.clone().and_then(|device| {
+    let begun = gpu.clone().and_then(|(device, events)| {
         let nccl = match has_peers {
             true => Some(Nccl::load(config.nccl_library.as_deref())?),
             false => None,
@@ -127,9 +128,9 @@ pub(crate) fn open(
             Some(nccl) if first == Rank(rank) => nccl.unique_id()?,
             _ => [0; 128],
         };
-        Ok((device, nccl, id))
+        Ok((device, events, nccl, id))
     });
-    let told = begun.as_ref().map_err(ToString::to_string).map(|(device, nccl, id)| Gpu {
+    let told = begun.as_ref().map_err(ToString::to_string).map(|(device, _, nccl, id)| Gpu {
         uuid: device.uuid(),
         nccl: nccl.as_ref().map_or(0, Nccl::version),
         first,
@@ -142,10 +143,10 @@ pub(crate) fn open(
         let _ = worker.barrier(Some(HEARD));
     }
     let id = agreed?;
-    let (device, nccl, _) = begun.map_err(start)?;
+    let (device, events, nccl, _) = begun.map_err(start)?;
     let rank = Rank(rank);
     let opened = meet(job, &device, nccl.as_ref(), &id, (rank, ranks), config)
-        .and_then(|host| begin(job, &device, host, rank, config));
+        .and_then(|host| begin(job, &device, &events, host, rank, config));
     if let Err(error) = opened {
         // If the job is over, that is why NCCL was given up.
         if let Some(over) = job.over.get() {
@@ -231,7 +232,8 @@ fn agree(all: &[Row], rank: u32) -> Result<[u8; 128], Error> {
                 return Err(Error::Start(format!(
                     "rank {other} and rank {rank} are on one host and have NCCL {} and {}: give \
                      all ranks of a host the same",
-                    known.nccl, gpu.nccl
+                    nccl_version(known.nccl),
+                    nccl_version(gpu.nccl)
                 )));
             }
         }
@@ -244,6 +246,7 @@ fn agree(all: &[Row], rank: u32) -> Result<[u8; 128], Error> {
 fn begin(
     job: &Job,
     device: &Device,
+    events: &EventPool,
     host: Option<Host>,
     rank: Rank,
     config: &Config,
@@ -268,9 +271,7 @@ fn begin(
     };
     // SAFETY: the pipeline holds the memory and drops it last; each track has a word of its own.
     let track = |index| unsafe { Track::new(device, &memory, index) };
-    let tracks = [track(0), track(1), track(2)];
-    let [ready, down, up] = tracks;
-    let tracks = [ready?, down?, up?];
+    let tracks: [Track; TRACKS] = [track(0)?, track(1)?, track(2)?];
     let marks = [Event::new(device)?, Event::new(device)?];
     let inbox = Mpsc::new(INBOX);
     let waker = Waker::new().map_err(|error| system("eventfd", error))?;
@@ -280,6 +281,7 @@ fn begin(
         tracks,
         host,
         marks,
+        events: events.clone(),
         slots: (0..slots).map(slot).collect(),
         memory,
         slot_bytes,
@@ -341,8 +343,8 @@ mod tests {
         let text = |all: &[Row]| agree(all, 0).unwrap_err().to_string();
         let same = [gpu(1, 0, 0), gpu(1, 0, 1), gpu(3, 5, 2), gpu(3, 5, 2)];
         assert!(text(&same).contains("rank 2 and rank 3 are on one host and use the same GPU"));
-        let other = [gpu(1, 0, 0), gpu(1, 0, 1), gpu(3, 5, 2), gpu(4, 6, 2)];
-        assert!(text(&other).contains("NCCL 5 and 6"), "{}", text(&other));
+        let other = [gpu(1, 0, 0), gpu(1, 0, 1), gpu(3, 22_707, 2), gpu(4, 22_808, 2)];
+        assert!(text(&other).contains("NCCL 2.27.7 and 2.28.8"), "{}", text(&other));
         let broken = [gpu(1, 0, 0), Row { gpu: Err("no driver".into()) }, gpu(3, 5, 2)];
         assert!(text(&broken).contains("rank 1 can't use its GPU: no driver"));
     }

@@ -32,7 +32,7 @@ use self::turns::{Of, Turns};
 use super::nccl::Comm;
 use super::rows::{Row, rows};
 use super::track::Track;
-use super::{Event, GpuError, Pinned};
+use super::{Event, EventPool, GpuError, Pinned, PooledEvent};
 use crate::error::Error;
 use crate::local::Gathers;
 use crate::nic::staged::{Slot, Staged};
@@ -67,7 +67,7 @@ pub struct Push {
     /// Told when it is over.
     pub task: Arc<Task>,
     /// The source is complete once this is passed.
-    pub ready: Arc<Event>,
+    pub ready: Arc<PooledEvent>,
 }
 
 /// A round of a tensor under way.
@@ -126,6 +126,8 @@ pub(super) struct Parts {
     pub(super) host: Option<Host>,
     /// Two marks, one behind the reductions and one behind the copies up.
     pub(super) marks: [Event; 2],
+    /// For the marks behind results.
+    pub(super) events: EventPool,
     /// To send from.
     pub(super) slots: Vec<Slot>,
     /// What the slots and the words of the tracks are in.
@@ -166,6 +168,7 @@ pub(super) struct Pipeline {
     host: Option<Host>,
     reduced: Event,
     risen: Event,
+    events: EventPool,
     free: Vec<Slot>,
     slots: usize,
     slot_bytes: usize,
@@ -223,6 +226,7 @@ impl Pipeline {
             host: parts.host,
             reduced,
             risen,
+            events: parts.events,
             slots: parts.slots.len(),
             free: parts.slots,
             slot_bytes: parts.slot_bytes,
@@ -524,7 +528,7 @@ impl Pipeline {
     /// All of a result is enqueued.
     fn finish(&mut self, tensor: u32) -> Result<(), GpuError> {
         let last = self.host.as_ref().map_or(self.up.stream(), |host| &host.stream);
-        let mark = Event::new(last.device())?;
+        let mark = self.events.take()?;
         mark.record(last)?;
         let Some(state) = self.tensor(tensor) else { return Ok(()) };
         let (run, next) = (state.run.take(), state.waiting.pop_front());
