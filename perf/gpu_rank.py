@@ -10,6 +10,8 @@ line that it is told with numbers:
     model NAME PRECISION WAY,...   makes a copy of the model for each way; answers its parameters
     steps WAY COUNT                seconds of a step, the mean of COUNT steps
     losses NAME PRECISION WAY COUNT   the loss of each of COUNT steps on real data, from the same seeds
+    record NAME                    begins a timeline in the folder NAME of the plan's folder; answers nothing
+    stop                           ends it; answers nothing
 
 A collective's WAY is `peer`, `hierarchical` or `ours`. One of training is `forward` (no more than that), `alone` (a
 step without any communication), `ddp`, `ours` or `cross`, the last three also with `-bf16`, which halves what travels.
@@ -53,6 +55,7 @@ class Plan(NamedTuple):
     batch: int
     sequences: int
     patience_s: float
+    timelines: str | None
 
     @property
     def size(self) -> int:
@@ -372,6 +375,18 @@ class Rank:
         training.finish(self.clock)
         self._check_equal(training.raw, way)
         return torch.stack(losses).double().tolist()
+
+    # Timelines
+
+    def record(self, name: str) -> list[float]:
+        self.bps.start_timeline(f"{self.plan.timelines}/{name}")
+        # The scheduler has told the servers before it lets go of anybody.
+        self.bps.barrier()
+        return []
+
+    def stop(self) -> list[float]:
+        self.bps.stop_timeline()
+        return []
 
     def _check_equal(self, model: nn.Module, way: str) -> None:
         """All ranks have come to the same parameters, to the bit."""

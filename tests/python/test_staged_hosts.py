@@ -20,11 +20,11 @@ TINY = (
 )
 
 
-def test_ranks_of_torch_take_turns_on_staged_hosts():
+def test_ranks_of_torch_take_turns_on_staged_hosts(tmp_path):
     if not PROGRAM.exists():
         pytest.skip("bps-perf is not built: cargo build -p bps-perf -p bps-server")
     result = subprocess.run(
-        [PROGRAM, *TINY.split(), "--python", sys.executable],
+        [PROGRAM, *TINY.split(), "--python", sys.executable, "--trace", tmp_path / "timelines"],
         capture_output=True, text=True, timeout=240, check=False, cwd=ROOT,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
@@ -41,3 +41,23 @@ def test_ranks_of_torch_take_turns_on_staged_hosts():
     assert step["parameters"] == 3962, "another model than gpu_rank.py has"
     losses = found["losses of small", "ours"]
     assert abs(losses["last_loss"] - losses["peer_last_loss"]) < 1e-4, losses
+    _check_timelines(tmp_path / "timelines", result.stderr)
+
+
+def _check_timelines(folder: Path, said: str) -> None:
+    """One for each thing that was timed at that rate and goes through the engine, with all processes in it."""
+    parts = {"sum-65536-500mbit": ["collective.65536"], "small-fp32-ours-500mbit": ["weight", "bias"]}
+    assert {path.name for path in folder.iterdir()} == set(parts)
+    for name, tensors in parts.items():
+        path = folder / name / "timeline.json"
+        assert f"timeline: {path}" in said
+        trace = json.loads(path.read_text())
+        assert set(trace["metadata"]) == {"0", "1", "server-0"}, name
+        names = [event["name"] for event in trace["traceEvents"] if event["ph"] == "X"]
+        # A sum is one round; two steps are three, of which two are timed, of each of six parameters.
+        rounds = 1 if name.startswith("sum") else 3 * 6
+        assert names.count("sum") == rounds, "the server's"
+        for stage in ("QUEUE", "PUSH", "SUM", "PULL"):
+            found = [one for one in names if one.endswith(f".{stage}")]
+            assert len(found) == 2 * rounds, f"{name}: {stage} of two ranks"
+            assert all(any(tensor in one for tensor in tensors) for one in found), found

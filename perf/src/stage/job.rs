@@ -6,10 +6,12 @@ use super::{Stage, program_path};
 use std::fmt::Write;
 use std::io::Read;
 use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How long a job may take to form, and a round to end, unless somebody knows better.
 pub const PATIENCE: Duration = Duration::from_secs(300);
+/// How long scheduler and servers may take to leave behind the last rank.
+const LEAVING: Duration = Duration::from_secs(5);
 /// The scheduler's port: nobody else is on the stage.
 const PORT: u16 = 9000;
 
@@ -94,6 +96,15 @@ pub struct Job {
 /// A program that serves until the job is over; killed when dropped.
 struct Program(std::process::Child);
 
+impl Program {
+    /// Lets it end by itself until then: what it writes last is whole.
+    fn dismiss(&mut self, deadline: Instant) {
+        while matches!(self.0.try_wait(), Ok(None)) && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
 impl Drop for Program {
     fn drop(&mut self) {
         let _ = self.0.kill();
@@ -148,9 +159,10 @@ impl Job {
     }
 
     /// Ends it in good order.
-    pub fn end(self) -> Result<(), String> {
+    pub fn end(mut self) -> Result<(), String> {
         self.ranks.end()?;
-        drop(self.programs);
+        let deadline = Instant::now() + LEAVING;
+        self.programs.iter_mut().for_each(|program| program.dismiss(deadline));
         Ok(())
     }
 }

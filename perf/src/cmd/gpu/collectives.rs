@@ -10,6 +10,11 @@ use serde_json::json;
 /// Rounds that are not timed: they grow windows, buffers and page tables.
 const WARM_UP: u32 = 2;
 
+/// What ranks are told.
+pub fn order(way: &str, size: usize) -> String {
+    format!("collective {way} {size}")
+}
+
 /// The result of one size.
 pub fn measure(run: &Run, hosts: &mut Hosts, size: usize) -> Result<Fields, String> {
     let mut ways = vec![("", "ours"), ("peer_", "peer")];
@@ -24,10 +29,10 @@ pub fn measure(run: &Run, hosts: &mut Hosts, size: usize) -> Result<Fields, Stri
     for round in 0..WARM_UP + run.rounds {
         for turn in 0..ways.len() {
             let index = (round as usize + turn) % ways.len();
-            let seconds = hosts.slowest(&format!("collective {} {size}", ways[index].1))?;
+            let seconds = hosts.slowest(&order(ways[index].1, size))?;
             all[index].1.0.extend((round >= WARM_UP).then_some(seconds));
         }
-        let seconds = hosts.slowest_tuned(&format!("collective peer {size}"))?;
+        let seconds = hosts.slowest_tuned(&order("peer", size))?;
         tuned.0.extend(seconds.filter(|_| round >= WARM_UP));
     }
     if !tuned.0.is_empty() {

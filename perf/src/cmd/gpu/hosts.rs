@@ -82,7 +82,7 @@ fn rank(run: &Run, stage: &Stage, script: &str, place: (u32, u32), has_engine: b
         "local_rank": local, "local_size": each,
         "master": Stage::address(0).to_string(), "port": PORTS[usize::from(!has_engine)],
         "has_engine": has_engine, "batch": run.batch, "sequences": run.sequences,
-        "patience_s": run.patience_s,
+        "patience_s": run.patience_s, "timelines": run.timelines,
     });
     command.arg(script).arg(plan.to_string());
     // Else gloo asks the resolver for the machine's name, which no staged host knows.

@@ -11,6 +11,7 @@
 mod collectives;
 mod hosts;
 mod losses;
+mod timelines;
 mod training;
 
 use super::cluster::{link_arguments, link_fields, shape, variables};
@@ -25,6 +26,7 @@ use hosts::Hosts;
 use serde_json::json;
 use std::path::PathBuf;
 use std::time::Duration;
+use timelines::Timelines;
 
 /// What may be trained. The small ones are for machines without a GPU.
 const MODELS: &[&str] = &["vgg16", "resnet50", "resnet18", "bert-large", "small", "bert-small"];
@@ -52,6 +54,8 @@ pub struct Run {
     loss_steps: u32,
     loss_runs: u32,
     patience_s: u32,
+    /// Where timelines are recorded, if they are.
+    timelines: Option<PathBuf>,
 }
 
 /// The environment of the repository if that was made, else what machines with GPUs have.
@@ -110,6 +114,13 @@ pub fn command() -> Command {
         .arg(number("loss-runs", "3", "Such runs of each way"))
         .arg(number("patience", "120", "Seconds after which a silent process is given up"))
         .arg(
+            Arg::new("trace")
+                .long("trace")
+                .value_name("FOLDER")
+                .help("After its rounds, record a timeline of each sum and way of ours, in here")
+                .value_parser(value_parser!(PathBuf)),
+        )
+        .arg(
             Arg::new("python")
                 .long("python")
                 .help("Python with torch and this package, not .venv/bin/python or python3")
@@ -126,6 +137,7 @@ pub fn run(matches: &ArgMatches) -> Outcome {
         println!("skipped: {why}");
         return Ok(());
     }
+    let mut timelines = Timelines::new(&run)?;
     let table = Table::new(matches, "gpu", &run.describe(), COLUMNS);
     let mut hosts = Hosts::start(&run)?;
     table.head();
@@ -134,6 +146,8 @@ pub fn run(matches: &ArgMatches) -> Outcome {
         hosts.shape(&run, rate)?;
         for &size in &run.sizes {
             row(rate, collectives::measure(&run, &mut hosts, size)?);
+            let (name, order) = (format!("sum-{size}"), collectives::order("ours", size));
+            timelines.record(&mut hosts, rate, &name, &order)?;
         }
     }
     for model in &run.models {
@@ -143,6 +157,9 @@ pub fn run(matches: &ArgMatches) -> Outcome {
                 hosts.shape(&run, rate)?;
                 for fields in trained.measure(&run, &mut hosts)? {
                     row(rate, fields);
+                }
+                for (name, order) in trained.ways_of_ours(&run) {
+                    timelines.record(&mut hosts, rate, &name, &order)?;
                 }
             }
         }
@@ -155,6 +172,7 @@ pub fn run(matches: &ArgMatches) -> Outcome {
         }
     }
     hosts.end()?;
+    timelines.merge()?;
     Ok(())
 }
 
@@ -195,6 +213,7 @@ impl Run {
         if plan.servers() == 0 {
             return Err("no server: give --servers, or --colocated".into());
         }
+        let absolute = |path: &PathBuf| std::path::absolute(path).map_err(|e| e.to_string());
         let sizes = if matches.get_flag("no-collectives") {
             Vec::new()
         } else {
@@ -219,6 +238,7 @@ impl Run {
             loss_steps: get("loss-steps"),
             loss_runs: get("loss-runs"),
             patience_s,
+            timelines: matches.get_one("trace").map(absolute).transpose()?,
         })
     }
 

@@ -14,6 +14,11 @@ const WARM_UP: u32 = 2;
 /// Ways that send nothing.
 const SILENT: [&str; 2] = ["forward", "alone"];
 
+/// What ranks are told.
+fn order(way: &str, steps: u32) -> String {
+    format!("steps {way} {steps}")
+}
+
 /// A model that all ranks have made, a copy for each way.
 pub struct Model {
     name: String,
@@ -42,18 +47,27 @@ impl Model {
         let mut times = vec![Series::default(); self.ways.len()];
         let mut line = Series(hosts.line()?);
         for way in &self.ways {
-            hosts.work(&format!("steps {way} {WARM_UP}"))?;
+            hosts.work(&order(way, WARM_UP))?;
         }
         for round in 0..run.rounds as usize {
             for turn in 0..self.ways.len() {
                 let index = (round + turn) % self.ways.len();
-                let order = format!("steps {} {}", self.ways[index], run.steps);
+                let order = order(&self.ways[index], run.steps);
                 times[index].0.push(hosts.slowest(&order)?);
             }
         }
         line.0.extend(hosts.line()?);
         let sending = SILENT.len()..self.ways.len();
         Ok(sending.map(|index| self.report(run, &times, index, &line)).collect())
+    }
+
+    /// The name of each way that goes through the engine, and what ranks are told to go it.
+    pub fn ways_of_ours(&self, run: &Run) -> Vec<(String, String)> {
+        let is_ours = |way: &&String| way.starts_with("ours") || way.starts_with("cross");
+        let of_way = |way: &String| {
+            (format!("{}-{}-{way}", self.name, self.precision), order(way, run.steps))
+        };
+        self.ways.iter().filter(is_ours).map(of_way).collect()
     }
 
     fn report(&self, run: &Run, times: &[Series], index: usize, line: &Series) -> Fields {
