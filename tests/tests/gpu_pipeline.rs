@@ -149,6 +149,24 @@ fn one_host_through_servers() {
 }
 
 #[test]
+fn communicators_have_the_rings_that_are_asked_for() {
+    // 1 is what BytePS's users write for its own way.
+    for (rings, channels) in [("0", "0"), ("1", "0"), ("2", "2"), ("64", "64")] {
+        let settings = [("BYTEPS_NCCL_NUM_RINGS", rings), ("FAKE_NCCL_CHANNELS", channels)];
+        right(&[2], 0, "resume", &settings);
+    }
+    let shape = Shape { hosts: &[1, 2], servers: 1, settings: &[] };
+    let with = |value: &str| {
+        start(&shape, |rank| {
+            let own = [("BYTEPS_NCCL_NUM_RINGS", value.to_owned())].into_iter();
+            (self::words("loop 3"), own.filter(|_| rank == 2).collect())
+        })
+    };
+    let words = ["rank ended: Config", "rank 1 and rank 2 are on one host", "NUM_RINGS=0 and 4"];
+    with("4").others_end_with(usize::MAX, &words, Instant::now(), LIMIT);
+}
+
+#[test]
 fn more_parts_than_slots() {
     let large = [("BYTEPS_PARTITION_BYTES", "1048576"), ("FAKE_GPU_PINNED", "1")];
     right(&[1, 1], 1, "large", &large);

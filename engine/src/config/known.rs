@@ -48,11 +48,6 @@ pub(super) static KNOWN: &[Known] = &[
         "the GPUs of a host reduce among themselves by NCCL, each for its own share of the bytes",
     ),
     known(
-        &["BYTEPS_NCCL_NUM_RINGS"],
-        &[],
-        "one communicator carries all collectives of a host, and NCCL chooses its rings",
-    ),
-    known(
         &["BYTEPS_OMP_THREAD_PER_GPU", "BYTEPS_SERVER_ENGINE_THREAD"],
         &[],
         "a server sums on its polling threads; BPS_SERVER_CORES says how many",

@@ -147,6 +147,8 @@ pub struct Config {
     pub nccl_library: Option<PathBuf>,
     /// `BYTEPS_NCCL_GROUP_SIZE`: collectives in one launch.
     pub nccl_group_size: u32,
+    /// `BYTEPS_NCCL_NUM_RINGS`: channels of a communicator; 0 and 1 leave them to NCCL.
+    pub nccl_rings: u32,
     /// `BPS_PAYLOAD_CHECKSUM`: CRC-32C over every payload.
     pub payload_checksum: bool,
     /// `BPS_IDLE`: `busy`, `adaptive`.
@@ -292,6 +294,7 @@ impl Default for Config {
             tcp_send_buffer: 0,
             nccl_library: None,
             nccl_group_size: 16,
+            nccl_rings: 0,
             payload_checksum: false,
             idle: Idle::Adaptive,
             pin: true,

@@ -1,29 +1,31 @@
 //! What a row of the table is: a name, a flag, a field of [`Config`], and how text becomes its
 //! value.
 //!
-//! The rows themselves are in `rows.rs`. A row holds no default: [`Config::default`] does.
+//! The rows themselves are in the modules below. A row holds no default: [`Config::default`] does.
 
 use super::Config;
 use std::path::PathBuf;
 use std::time::Duration;
 
 mod choices;
+mod gpus;
 mod launcher;
 mod rows;
 
 /// Every knob, in the order in which the documents list them.
 pub static TABLE: &[Row] = &JOINED;
 
-const JOINED: [Row; rows::ROWS.len() + launcher::ROWS.len()] = {
-    let mut all = [rows::ROWS[0]; rows::ROWS.len() + launcher::ROWS.len()];
-    let mut index = 1;
+const PARTS: [&[Row]; 3] = [rows::ROWS, gpus::ROWS, launcher::ROWS];
+
+const JOINED: [Row; PARTS[0].len() + PARTS[1].len() + PARTS[2].len()] = {
+    let mut all = [rows::ROWS[0]; PARTS[0].len() + PARTS[1].len() + PARTS[2].len()];
+    let (mut part, mut of_part, mut index) = (0, 0, 0);
     while index < all.len() {
-        let of_launcher = index.checked_sub(rows::ROWS.len());
-        all[index] = match of_launcher {
-            Some(index) => launcher::ROWS[index],
-            None => rows::ROWS[index],
-        };
-        index += 1;
+        if of_part == PARTS[part].len() {
+            (part, of_part) = (part + 1, 0);
+        }
+        all[index] = PARTS[part][of_part];
+        (of_part, index) = (of_part + 1, index + 1);
     }
     all
 };
@@ -78,6 +80,7 @@ const TOP: u8 = 16;
 pub(super) enum Group {
     Job,
     Network,
+    Gpus,
     Tensors,
     Threads,
     Limits,
@@ -87,9 +90,10 @@ pub(super) enum Group {
 }
 
 impl Group {
-    pub(super) const ALL: [Group; 8] = [
+    pub(super) const ALL: [Group; 9] = [
         Group::Job,
         Group::Network,
+        Group::Gpus,
         Group::Tensors,
         Group::Threads,
         Group::Limits,
@@ -102,6 +106,7 @@ impl Group {
         match self {
             Group::Job => "Job",
             Group::Network => "Network",
+            Group::Gpus => "GPUs",
             Group::Tensors => "Tensors",
             Group::Threads => "Threads",
             Group::Limits => "Time limits",

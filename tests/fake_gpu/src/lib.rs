@@ -17,6 +17,7 @@
 //! | `FAKE_GPU_DELAY_US` | the longest delay of a piece of work; 200; 0 is none |
 //! | `FAKE_GPU_PINNED` | 1: copies from and to memory that is not registered fail |
 //! | `FAKE_GPU_FAIL` | calls that fail, with code and from which call on: `cuMemAlloc=2@3,…` |
+//! | `FAKE_NCCL_CHANNELS` | channels that each communicator must ask for; 0 is none |
 //! | `FAKE_CUDA_VERSION`, `FAKE_NCCL_VERSION` | what they say their versions are; 12080, 22707 |
 #![allow(
     non_snake_case,

@@ -30,6 +30,9 @@ struct Config {
     magic: c_uint,
     version: c_uint,
     blocking: c_int,
+    cga_cluster_size: c_int,
+    ctas_min: c_int,
+    ctas_max: c_int,
 }
 
 static COMMS: LazyLock<Mutex<HashMap<usize, Arc<Comm>>>> = LazyLock::new(Mutex::default);
@@ -140,6 +143,11 @@ nccl! {
             // SAFETY: not null, so the settings of some version, which all begin so.
             let config = unsafe { &*config };
             if config.magic != 0xcafe_beef || config.size < 48 || config.version < 21_400 {
+                return Err(INVALID_ARGUMENT);
+            }
+            let wanted = settings().nccl_channels.unwrap_or(UNDEFINED);
+            if (config.ctas_min, config.ctas_max) != (wanted, wanted) {
+                eprintln!("fake NCCL: {} to {} channels", config.ctas_min, config.ctas_max);
                 return Err(INVALID_ARGUMENT);
             }
             config.blocking

@@ -11,6 +11,8 @@ pub struct Settings {
     pub pinned_only: bool,
     pub cuda_version: i32,
     pub nccl_version: i32,
+    /// Channels that each communicator is to be made with; none where NCCL is to choose.
+    pub nccl_channels: Option<i32>,
     failures: Vec<Failure>,
 }
 
@@ -53,6 +55,7 @@ pub fn settings() -> &'static Settings {
             pinned_only: number("FAKE_GPU_PINNED", 0) != 0,
             cuda_version: number("FAKE_CUDA_VERSION", 12_080),
             nccl_version: number("FAKE_NCCL_VERSION", 22_707),
+            nccl_channels: Some(number("FAKE_NCCL_CHANNELS", 0)).filter(|&channels| channels > 0),
             failures: failures.split(',').filter(|text| !text.is_empty()).map(failure).collect(),
         }
     })

@@ -8,6 +8,7 @@
 //! The tables of functions (`cuda`, `nccl_library`) hold C functions by their C types; all else is
 //! built on them.
 
+mod census;
 mod cuda;
 pub mod driver;
 mod error;

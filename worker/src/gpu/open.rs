@@ -4,7 +4,7 @@
 //! The ranks tell each other by a push_pull of bytes: each writes into a row of its own, and the
 //! sum of all rows is what everybody has said.
 
-use super::error::nccl_version;
+use super::census::{Gpu, ROW, Row, agree};
 use super::pipeline::{Host, Parts, Pipeline};
 use super::track::{Track, WORD_BYTES};
 use super::{Device, Event, EventPool, GpuError, Nccl, Pinned, Stream};
@@ -29,8 +29,6 @@ use std::time::{Duration, Instant};
 
 /// The tensor by which the ranks tell each other.
 const NAME: &str = "byteps: the GPUs of the job";
-/// Bytes of a rank's row.
-const ROW: usize = 512;
 /// Slots in each direction: so many bytes, but not fewer than so many slots.
 const SLOTS_BYTES: usize = 16 << 20;
 const SLOTS_MIN: usize = 8;
@@ -42,70 +40,6 @@ const TRACKS: usize = 3;
 const HEARD: Duration = Duration::from_secs(5);
 /// How often it looks meanwhile.
 const LOOK: Duration = Duration::from_millis(1);
-/// The first byte of a row.
-const OK: u8 = 1;
-const FAILED: u8 = 2;
-
-/// What a rank tells of its GPU.
-#[derive(Clone, PartialEq, Eq, Debug)]
-struct Row {
-    /// Or why it has none.
-    gpu: Result<Gpu, String>,
-}
-
-#[derive(Clone, PartialEq, Eq, Debug)]
-struct Gpu {
-    uuid: [u8; 16],
-    /// 0 where NCCL is not needed.
-    nccl: u32,
-    /// The first rank that reduces with this one: ranks that have the same are a host.
-    first: Rank,
-    /// The communicator's identity, of the first rank of a host.
-    id: [u8; 128],
-}
-
-impl Row {
-    fn encode(&self, row: &mut [u8]) {
-        match &self.gpu {
-            Ok(gpu) => {
-                row[0] = OK;
-                row[1..17].copy_from_slice(&gpu.uuid);
-                row[17..21].copy_from_slice(&gpu.nccl.to_le_bytes());
-                row[21..25].copy_from_slice(&gpu.first.0.to_le_bytes());
-                row[25..153].copy_from_slice(&gpu.id);
-            }
-            Err(text) => {
-                row[0] = FAILED;
-                let mut end = text.len().min(ROW - 3);
-                while !text.is_char_boundary(end) {
-                    end -= 1;
-                }
-                let length = u16::try_from(end).unwrap_or(0);
-                row[1..3].copy_from_slice(&length.to_le_bytes());
-                row[3..3 + end].copy_from_slice(&text.as_bytes()[..end]);
-            }
-        }
-    }
-
-    fn decode(row: &[u8]) -> Row {
-        let gpu = match row[0] {
-            OK => {
-                let word = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| row[at + i]));
-                let (nccl, first) = (word(17), Rank(word(21)));
-                let mut gpu = Gpu { uuid: [0; 16], nccl, first, id: [0; 128] };
-                gpu.uuid.copy_from_slice(&row[1..17]);
-                gpu.id.copy_from_slice(&row[25..153]);
-                Ok(gpu)
-            }
-            _ => {
-                let end = 3 + usize::from(u16::from_le_bytes([row[1], row[2]]));
-                let text = row.get(3..end).unwrap_or_default();
-                Err(String::from_utf8_lossy(text).into_owned())
-            }
-        };
-        Row { gpu }
-    }
-}
 
 /// Opens the GPU of this number for a rank of a job of several, and starts its pipeline.
 pub(crate) fn open(
@@ -134,6 +68,7 @@ pub(crate) fn open(
         uuid: device.uuid(),
         nccl: nccl.as_ref().map_or(0, Nccl::version),
         first,
+        rings: rings(config).unwrap_or(0),
         id: *id,
     });
     let own = Row { gpu: told };
@@ -180,11 +115,18 @@ fn meet(
     let place = ranks.iter().position(|rank| *rank == own).unwrap_or(0);
     let (size, patience) = (number(ranks.len()), config.start_timeout);
     let is_wanted = || !job.nic_ended.load(Ordering::Acquire);
-    let comm = nccl.comm(device, id, size, number(place), None, patience, is_wanted)?;
+    let comm = nccl.comm(device, id, size, number(place), rings(config), patience, is_wanted)?;
     let stream = Stream::new(device)?;
-    log::info!("{}: {} GPUs on this host", nccl.describe(), ranks.len());
+    let laid = rings(config).map_or_else(String::new, |rings| format!(", {rings} rings"));
+    log::info!("{}: {} GPUs on this host{laid}", nccl.describe(), ranks.len());
     let group_size = config.nccl_group_size as usize;
     Ok(Some(Host { comm, stream, ranks, group_size, patience }))
+}
+
+/// Channels of a communicator, unless NCCL is to choose them. With more than one of what BytePS
+/// calls rings it hangs, so a script of its users that says 1 asks for nothing.
+fn rings(config: &Config) -> Option<u32> {
+    Some(config.nccl_rings).filter(|rings| *rings > 1)
 }
 
 fn start(error: GpuError) -> Error {
@@ -211,35 +153,6 @@ fn tell_all(worker: &Worker, own: &Row) -> Result<Vec<Row>, Error> {
     let handles = unsafe { worker.push_pull(&[item]) }?;
     handles[0].wait(None)?;
     Ok(rows.chunks(ROW).map(Row::decode).collect())
-}
-
-/// Whether all can go on together, which all find alike; the identity of this rank's communicator.
-fn agree(all: &[Row], rank: u32) -> Result<[u8; 128], Error> {
-    let mut gpus: Vec<&Gpu> = Vec::new();
-    for (rank, row) in all.iter().enumerate() {
-        let gpu = row.gpu.as_ref();
-        let gpu =
-            gpu.map_err(|text| Error::Start(format!("rank {rank} can't use its GPU: {text}")))?;
-        for (other, known) in gpus.iter().enumerate().filter(|(_, known)| known.first == gpu.first)
-        {
-            if known.uuid == gpu.uuid {
-                return Err(Error::Start(format!(
-                    "rank {other} and rank {rank} are on one host and use the same GPU: give each \
-                     rank its own, as by torch.cuda.set_device(bps.local_rank())"
-                )));
-            }
-            if known.nccl != gpu.nccl {
-                return Err(Error::Start(format!(
-                    "rank {other} and rank {rank} are on one host and have NCCL {} and {}: give \
-                     all ranks of a host the same",
-                    nccl_version(known.nccl),
-                    nccl_version(gpu.nccl)
-                )));
-            }
-        }
-        gpus.push(gpu);
-    }
-    Ok(gpus[gpus[rank as usize].first.0 as usize].id)
 }
 
 /// Makes the slots and starts the thread.
@@ -311,41 +224,4 @@ fn begin(
         job.command(Command::Land(slot));
     }
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn gpu(uuid: u8, nccl: u32, first: u32) -> Row {
-        let (uuid, id) = ([uuid; 16], [uuid; 128]);
-        Row { gpu: Ok(Gpu { uuid, nccl, first: Rank(first), id }) }
-    }
-
-    #[test]
-    fn what_ranks_say_survives_the_row() {
-        let long = "é".repeat(400);
-        for row in [gpu(7, 22_809, 5), Row { gpu: Err("no driver".into()) }] {
-            let mut bytes = [0u8; ROW];
-            row.encode(&mut bytes);
-            assert_eq!(Row::decode(&bytes), row);
-        }
-        let mut bytes = [0u8; ROW];
-        Row { gpu: Err(long.clone()) }.encode(&mut bytes);
-        assert_eq!(Row::decode(&bytes).gpu, Err("é".repeat((ROW - 3) / 2)));
-    }
-
-    #[test]
-    fn ranks_agree_or_all_hear_why_not() {
-        let all = [gpu(1, 0, 0), gpu(1, 0, 1), gpu(3, 5, 2), gpu(4, 5, 2)];
-        assert_eq!(agree(&all, 3), Ok([3; 128]));
-        assert_eq!(agree(&all, 1), Ok([1; 128]));
-        let text = |all: &[Row]| agree(all, 0).unwrap_err().to_string();
-        let same = [gpu(1, 0, 0), gpu(1, 0, 1), gpu(3, 5, 2), gpu(3, 5, 2)];
-        assert!(text(&same).contains("rank 2 and rank 3 are on one host and use the same GPU"));
-        let other = [gpu(1, 0, 0), gpu(1, 0, 1), gpu(3, 22_707, 2), gpu(4, 22_808, 2)];
-        assert!(text(&other).contains("NCCL 2.27.7 and 2.28.8"), "{}", text(&other));
-        let broken = [gpu(1, 0, 0), Row { gpu: Err("no driver".into()) }, gpu(3, 5, 2)];
-        assert!(text(&broken).contains("rank 1 can't use its GPU: no driver"));
-    }
 }

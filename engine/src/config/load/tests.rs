@@ -117,6 +117,8 @@ fn errors_say_what_which_and_how() {
         (&[("DMLC_PS_ROOT_PORT", "0")], &["DMLC_PS_ROOT_PORT is not set"]),
         (&[("DMLC_PS_ROOT_PORT", "70000")], &["'70000'", "65535"]),
         (&[("BYTEPS_PARTITION_BYTES", "1")], &["BYTEPS_PARTITION_BYTES", "4K", "64M"]),
+        (&[("BYTEPS_NCCL_NUM_RINGS", "65")], &["BYTEPS_NCCL_NUM_RINGS", "'65'", "from 0 to 64"]),
+        (&[("BYTEPS_NCCL_NUM_RINGS", "-1")], &["BYTEPS_NCCL_NUM_RINGS", "'-1'"]),
         (&[("BYTEPS_GLOBAL_RANK", "2")], &["BYTEPS_GLOBAL_RANK=2", "2 ranks"]),
         (&[("BPS_TRANSPORT", "ucx")], &["BPS_TRANSPORT", "'ucx'", "auto, tcp, shm, rdma"]),
         (&[("BPS_PIN", "2")], &["BPS_PIN", "true"]),

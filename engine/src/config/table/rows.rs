@@ -1,5 +1,5 @@
-//! The rows that are not the launcher's own: every variable that does something, in the order in
-//! which the documents list them.
+//! The rows that are neither of GPUs nor the launcher's own, in the order in which the documents
+//! list them.
 
 use super::Field::{Bytes, Count, MaybeCount, MaybeText, Path, Port, Seconds, Switch, Text, Wide};
 use super::{Group, LAUNCHER, Row, SCHEDULER, SERVER, TOP, WORKER, choices};
@@ -7,7 +7,7 @@ use crate::limits::{CORES_MAX, PART_BYTES_MAX, PART_BYTES_MIN, RANKS_MAX, SERVER
 
 const ALL: u8 = WORKER | SERVER | SCHEDULER | LAUNCHER;
 const NODES: u8 = WORKER | SERVER | LAUNCHER;
-const RANKING: u8 = WORKER | LAUNCHER;
+pub(super) const RANKING: u8 = WORKER | LAUNCHER;
 
 pub(super) const DAY_SECONDS: f64 = 86_400.0;
 
@@ -20,7 +20,7 @@ pub(super) const fn count(limit: usize) -> u32 {
     }
 }
 
-/// Every knob but those that only the launcher has.
+/// Every knob but those of GPUs and those that only the launcher has.
 pub(super) const ROWS: &[Row] = &[
     Row::new(
         "DMLC_ROLE",
@@ -252,23 +252,6 @@ pub(super) const ROWS: &[Row] = &[
          leaves it to the kernel, which fills whatever queue a switch has. On paths with short \
          round trips a bound keeps that queue, and with it the wait of urgent parts, short; \
          net.core.wmem_max is the kernel's own bound on it.",
-    ),
-    Row::new(
-        "BPS_NCCL_LIBRARY",
-        RANKING,
-        Group::Network,
-        Path { at: |config| &mut config.nccl_library },
-        "/opt/nccl/lib/libnccl.so.2",
-        "NCCL for the GPUs of a host; otherwise the framework's own, or one that the system has.",
-    ),
-    Row::new(
-        "BYTEPS_NCCL_GROUP_SIZE",
-        RANKING,
-        Group::Network,
-        Count { at: |config| &mut config.nccl_group_size, min: 1, max: 1024 },
-        "16",
-        "Collectives among the GPUs of a host that are launched together, at most. The same on \
-         every worker of a host.",
     ),
     Row::new(
         "BPS_PAYLOAD_CHECKSUM",

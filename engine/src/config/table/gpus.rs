@@ -1,0 +1,39 @@
+//! The rows about GPUs: how those of a host reduce among themselves.
+
+use super::Field::{Count, Path};
+use super::rows::RANKING;
+use super::{Group, Row};
+
+/// No NCCL has more channels; some have fewer, and take their own limit for more.
+const NCCL_RINGS_MAX: u32 = 64;
+
+/// In the order in which the documents list them.
+pub(super) const ROWS: &[Row] = &[
+    Row::new(
+        "BPS_NCCL_LIBRARY",
+        RANKING,
+        Group::Gpus,
+        Path { at: |config| &mut config.nccl_library },
+        "/opt/nccl/lib/libnccl.so.2",
+        "NCCL for the GPUs of a host; otherwise the framework's own, or one that the system has.",
+    ),
+    Row::new(
+        "BYTEPS_NCCL_GROUP_SIZE",
+        RANKING,
+        Group::Gpus,
+        Count { at: |config| &mut config.nccl_group_size, min: 1, max: 1024 },
+        "16",
+        "Collectives among the GPUs of a host that are launched together, at most. The same on \
+         every worker of a host.",
+    ),
+    Row::new(
+        "BYTEPS_NCCL_NUM_RINGS",
+        RANKING,
+        Group::Gpus,
+        Count { at: |config| &mut config.nccl_rings, min: 0, max: NCCL_RINGS_MAX },
+        "8",
+        "Rings that NCCL lays through the GPUs of a host: its channels, each with a thread block \
+         of every GPU and buffers of its own. 0 leaves the number to NCCL, and so does 1, the only \
+         value with which BytePS works. The same on every worker of a host.",
+    ),
+];
