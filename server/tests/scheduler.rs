@@ -54,6 +54,7 @@ fn worker(worker_id: u32) -> Node {
             built_in_coefficient: 1,
             local_reduce: false,
             force_distributed: false,
+            reduce_roots: Vec::new(),
         },
     }
 }

@@ -1,6 +1,7 @@
 //! What the whole-system tests share: the reference that sums are compared with.
 
 pub mod fake_gpu;
+pub mod gpu_job;
 pub mod job;
 pub mod program;
 pub mod reference;

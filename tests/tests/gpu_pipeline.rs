@@ -2,125 +2,11 @@
 //! result against the reference, bit for bit, and jobs that end in every way.
 
 use bps_fake_gpu as _;
-use bps_tests::fake_gpu;
-use bps_tests::job::free_port;
-use bps_tests::program::Program;
+use bps_tests::gpu_job::{
+    self, LIMIT, PROMISE, SLACK, Shape, right, running, start, start_all, start_but,
+};
 use rustix::process::Signal;
-use std::time::{Duration, Instant};
-
-const LIMIT: Duration = Duration::from_secs(60);
-/// What the documents promise, and a little for a machine that is busy with other tests.
-const PROMISE: Duration = Duration::from_secs(5);
-const SLACK: Duration = Duration::from_secs(3);
-
-struct Job {
-    scheduler: Program,
-    servers: Vec<Program>,
-    ranks: Vec<Program>,
-}
-
-/// What a job is: ranks by host, servers, and settings of all its processes.
-struct Shape<'a> {
-    hosts: &'a [u32],
-    servers: u32,
-    settings: &'a [(&'static str, &'a str)],
-}
-
-type Variables = Vec<(&'static str, String)>;
-
-fn variables(shape: &Shape<'_>, port: u16, role: &str) -> Variables {
-    let ranks: u32 = shape.hosts.iter().sum();
-    // Without servers the job must be seen to be one machine's.
-    let (machines, processes) = if shape.servers == 0 { (1, ranks) } else { (ranks, 1) };
-    let mut all: Variables = vec![
-        ("DMLC_ROLE", role.to_owned()),
-        ("DMLC_NUM_WORKER", machines.to_string()),
-        ("BYTEPS_LOCAL_SIZE", processes.to_string()),
-        ("DMLC_NUM_SERVER", shape.servers.to_string()),
-        ("DMLC_PS_ROOT_URI", "127.0.0.1".into()),
-        ("DMLC_PS_ROOT_PORT", port.to_string()),
-        ("DMLC_NODE_HOST", "127.0.0.1".into()),
-        ("BPS_PIN", "0".into()),
-        ("BPS_LOG_LEVEL", "warning".into()),
-        ("FAKE_GPU_COUNT", "8".into()),
-        ("LD_LIBRARY_PATH", fake_gpu::library_path().display().to_string()),
-    ];
-    // Who does not use a setting says so.
-    let used = |name: &str| role == "worker" || !name.contains("_NCCL_");
-    let settings = shape.settings.iter().filter(|(name, _)| used(name));
-    all.extend(settings.map(|&(name, value)| (name, value.to_owned())));
-    all
-}
-
-/// Starts a job; `rank` gives each rank's arguments behind its host, and settings of its own.
-fn start(shape: &Shape<'_>, rank: impl Fn(u32) -> (Vec<String>, Variables)) -> Job {
-    let port = free_port();
-    let scheduler = Program::start("bps-scheduler", &[], &variables(shape, port, "scheduler"));
-    let server =
-        |_| Program::start("bps-server", &["--cores", "1"], &variables(shape, port, "server"));
-    let servers = (0..shape.servers).map(server).collect();
-    let hosts = (0..).zip(shape.hosts).flat_map(|(host, &size)| (0..size).map(move |_| host));
-    let one = |(index, host): (u32, u32)| {
-        let (scenario, own) = rank(index);
-        let mut all = variables(shape, port, "worker");
-        let number = if shape.servers == 0 { "BYTEPS_LOCAL_RANK" } else { "DMLC_WORKER_ID" };
-        all.push((number, index.to_string()));
-        all.push(("CUDA_VISIBLE_DEVICES", format!("{index},7")));
-        all.extend(own);
-        let host = host.to_string();
-        let arguments: Vec<&str> =
-            std::iter::once(host.as_str()).chain(scenario.iter().map(String::as_str)).collect();
-        Program::start("bps-test-gpu-rank", &arguments, &all)
-    };
-    let ranks = (0..).zip(hosts).map(one).collect();
-    Job { scheduler, servers, ranks }
-}
-
-/// As [`start`], with the same words for all ranks.
-fn start_all(shape: &Shape<'_>, scenario: &str) -> Job {
-    start(shape, |_| (words(scenario), Variables::new()))
-}
-
-fn words(scenario: &str) -> Vec<String> {
-    scenario.split(' ').map(str::to_owned).collect()
-}
-
-impl Job {
-    /// All end well, and no process says anything.
-    #[track_caller]
-    fn ends_in_silence(mut self) {
-        for rank in &mut self.ranks {
-            let status = rank.wait(LIMIT);
-            let said = rank.lines();
-            assert!(status.success() && said == ["rank ended: ok"], "{}", said.join("\n"));
-        }
-        for other in self.servers.iter_mut().chain([&mut self.scheduler]) {
-            let status = other.wait(LIMIT);
-            let said = other.lines();
-            assert!(status.success() && said.is_empty(), "{}", said.join("\n"));
-        }
-    }
-
-    /// The ranks but one, and whether each ends by itself in time, with a line that has these
-    /// words.
-    #[track_caller]
-    fn others_end_with(&mut self, but: usize, words: &[&str], since: Instant, limit: Duration) {
-        for (index, rank) in self.ranks.iter_mut().enumerate().filter(|(at, _)| *at != but) {
-            let status = rank.wait(limit.saturating_sub(since.elapsed()));
-            let said = rank.lines().join("\n");
-            assert!(!status.success(), "rank {index} ended as if all were well:\n{said}");
-            let line = said.lines().find(|line| words.iter().all(|word| line.contains(word)));
-            assert!(line.is_some(), "rank {index} has no line with {words:?} in:\n{said}");
-        }
-    }
-}
-
-fn right(hosts: &[u32], servers: u32, scenario: &str, settings: &[(&'static str, &str)]) {
-    let begun = Instant::now();
-    let settings = [&[("BYTEPS_PARTITION_BYTES", "16384")], settings].concat();
-    start_all(&Shape { hosts, servers, settings: &settings }, scenario).ends_in_silence();
-    println!("hosts of {hosts:?} ranks, {servers} servers, {settings:?}: {:?}", begun.elapsed());
-}
+use std::time::Instant;
 
 #[test]
 fn hosts_of_one_gpu_through_servers() {
@@ -149,37 +35,10 @@ fn one_host_through_servers() {
 }
 
 #[test]
-fn communicators_have_the_rings_that_are_asked_for() {
-    // 1 is what BytePS's users write for its own way.
-    for (rings, channels) in [("0", "0"), ("1", "0"), ("2", "2"), ("64", "64")] {
-        let settings = [("BYTEPS_NCCL_NUM_RINGS", rings), ("FAKE_NCCL_CHANNELS", channels)];
-        right(&[2], 0, "resume", &settings);
-    }
-    let shape = Shape { hosts: &[1, 2], servers: 1, settings: &[] };
-    let with = |value: &str| {
-        start(&shape, |rank| {
-            let own = [("BYTEPS_NCCL_NUM_RINGS", value.to_owned())].into_iter();
-            (self::words("loop 3"), own.filter(|_| rank == 2).collect())
-        })
-    };
-    let words = ["rank ended: Config", "rank 1 and rank 2 are on one host", "NUM_RINGS=0 and 4"];
-    with("4").others_end_with(usize::MAX, &words, Instant::now(), LIMIT);
-}
-
-#[test]
 fn more_parts_than_slots() {
     let large = [("BYTEPS_PARTITION_BYTES", "1048576"), ("FAKE_GPU_PINNED", "1")];
     right(&[1, 1], 1, "large", &large);
     right(&[2, 2], 1, "large", &large);
-}
-
-/// Starts a job in which every rank trains on, and waits until all have begun.
-fn running(shape: &Shape<'_>) -> Job {
-    let job = start_all(shape, "loop 1000000");
-    for rank in &job.ranks {
-        let _ = rank.wait_for_line("rank has begun", LIMIT);
-    }
-    job
 }
 
 #[test]
@@ -193,11 +52,6 @@ fn a_killed_rank_is_named_by_all_others() {
             job.others_end_with(victim, &["PeerDied", &who, "died"], since, PROMISE + SLACK);
         }
     }
-}
-
-/// One rank's words, and those of all others.
-fn start_but(shape: &Shape<'_>, odd: u32, its: &str, others: &str) -> Job {
-    start(shape, |rank| (words(if rank == odd { its } else { others }), Variables::new()))
 }
 
 #[test]
@@ -289,7 +143,7 @@ fn a_call_that_fails_ends_the_job_everywhere_with_the_reason() {
     for (failure, words) in failures {
         let mut job = start(&shape, |rank| {
             let own = [("FAKE_GPU_FAIL", failure.to_owned())];
-            (self::words("loop 1000000"), own.into_iter().filter(|_| rank == 1).collect())
+            (gpu_job::words("loop 1000000"), own.into_iter().filter(|_| rank == 1).collect())
         });
         job.others_end_with(usize::MAX, &["rank ended: ", words], Instant::now(), LIMIT);
     }
@@ -301,7 +155,7 @@ fn gpus_that_cannot_be_used_together_are_told_to_all() {
     let with = |variable: &'static str, value: &str, odd: &[u32], words: &[&str]| {
         let mut job = start(&shape, |rank| {
             let own = [(variable, value.to_owned())].into_iter();
-            (self::words("loop 3"), own.filter(|_| odd.contains(&rank)).collect())
+            (gpu_job::words("loop 3"), own.filter(|_| odd.contains(&rank)).collect())
         });
         job.others_end_with(usize::MAX, words, Instant::now(), LIMIT);
     };

@@ -164,6 +164,7 @@ impl Played {
                     built_in_coefficient: 1,
                     local_reduce: false,
                     force_distributed: true,
+                    reduce_roots: Vec::new(),
                 },
             },
             host: bps_engine::host::name(),

@@ -149,6 +149,7 @@ fn register(config: &Config, local: Option<String>) -> Register {
                 built_in_coefficient: config.built_in_coefficient,
                 local_reduce: config.local_reduce,
                 force_distributed: config.force_distributed,
+                reduce_roots: config.reduce_roots.clone(),
             },
         },
         host: host::name(),

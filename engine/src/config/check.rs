@@ -2,6 +2,7 @@
 
 use super::key::decode_key;
 use super::load::{Origin, Source};
+use super::table::counts_text;
 use super::{Config, ConfigError, Program};
 use crate::base::Placement;
 use crate::limits::{ALIGNMENT, RANKS_MAX};
@@ -136,6 +137,7 @@ fn worker(config: &Config) -> Result<(), ConfigError> {
     below("DMLC_WORKER_ID", config.worker_id, "DMLC_NUM_WORKER", config.num_workers)?;
     below("BYTEPS_LOCAL_RANK", config.local_rank, "BYTEPS_LOCAL_SIZE", config.local_size)?;
     ranks(config)?;
+    gpus(config)?;
     if let Some(rank) = config.global_rank
         && rank >= config.size()
     {
@@ -168,6 +170,24 @@ fn worker(config: &Config) -> Result<(), ConfigError> {
         ));
     }
     scheduler_address(config)
+}
+
+/// How the GPUs of a host are to reduce among themselves.
+fn gpus(config: &Config) -> Result<(), ConfigError> {
+    let roots = || format!("BYTEPS_REDUCE_ROOTS={}", counts_text(&config.reduce_roots));
+    if config.reduce_roots.last().is_some_and(|root| *root >= config.local_size) {
+        return Err(ConfigError::conflict(
+            format!("{}, but BYTEPS_LOCAL_SIZE={}", roots(), config.local_size),
+            format!("name local ranks from 0 to {}", config.local_size - 1),
+        ));
+    }
+    if !config.reduce_roots.is_empty() && !config.local_reduce {
+        return Err(ConfigError::conflict(
+            format!("{}, but BPS_LOCAL_REDUCE=0 keeps the ranks of a host apart", roots()),
+            "unset one of them".to_owned(),
+        ));
+    }
+    Ok(())
 }
 
 fn ranks(config: &Config) -> Result<(), ConfigError> {

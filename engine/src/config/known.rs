@@ -43,7 +43,7 @@ pub(super) static KNOWN: &[Known] = &[
         "servers do not compress yet; Compression.fp16 and .bf16 work in the framework",
     ),
     known(
-        &["BYTEPS_PCIE_SWITCH_SIZE", "BYTEPS_REDUCE_ROOTS"],
+        &["BYTEPS_PCIE_SWITCH_SIZE"],
         &[],
         "the GPUs of a host reduce among themselves by NCCL, each for its own share of the bytes",
     ),

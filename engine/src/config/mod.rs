@@ -149,6 +149,8 @@ pub struct Config {
     pub nccl_group_size: u32,
     /// `BYTEPS_NCCL_NUM_RINGS`: channels of a communicator; 0 and 1 leave them to NCCL.
     pub nccl_rings: u32,
+    /// `BYTEPS_REDUCE_ROOTS`: local ranks, rising, to which GPUs of a host reduce; all if empty.
+    pub reduce_roots: Vec<u32>,
     /// `BPS_PAYLOAD_CHECKSUM`: CRC-32C over every payload.
     pub payload_checksum: bool,
     /// `BPS_IDLE`: `busy`, `adaptive`.
@@ -295,6 +297,7 @@ impl Default for Config {
             nccl_library: None,
             nccl_group_size: 16,
             nccl_rings: 0,
+            reduce_roots: Vec::new(),
             payload_checksum: false,
             idle: Idle::Adaptive,
             pin: true,

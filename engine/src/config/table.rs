@@ -130,6 +130,11 @@ pub(super) enum Field {
         at: fn(&mut Config) -> &mut Option<u32>,
         max: u32,
     },
+    /// Numbers that differ, with commas between them; kept in rising order.
+    Counts {
+        at: fn(&mut Config) -> &mut Vec<u32>,
+        max: u32,
+    },
     Wide {
         at: fn(&mut Config) -> &mut u64,
     },
@@ -259,6 +264,7 @@ impl Row {
             Field::Seconds { .. } => "SECONDS",
             Field::Bytes { .. } => "BYTES",
             Field::Count { .. } | Field::MaybeCount { .. } | Field::Wide { .. } => "N",
+            Field::Counts { .. } => "N,N",
             Field::Port { .. } => "PORT",
             Field::Switch { .. } => "0|1",
             Field::Path { .. } => "PATH",
@@ -272,6 +278,9 @@ impl Row {
         match &self.field {
             Field::Count { min, max, .. } => format!("a whole number from {min} to {max}"),
             Field::MaybeCount { max, .. } => format!("a whole number from 0 to {max}"),
+            Field::Counts { max, .. } => {
+                format!("whole numbers from 0 to {max}, each once, with commas between them")
+            }
             Field::Wide { .. } => format!("a whole number from 0 to {}", u64::MAX),
             Field::Port { .. } => "a port from 0 to 65535".to_owned(),
             Field::Bytes { min, max, .. } => {
@@ -291,6 +300,7 @@ impl Row {
         match &self.field {
             Field::Count { at, min, max } => *at(config) = ranged(text.parse(), *min, *max)?,
             Field::MaybeCount { at, max } => *at(config) = Some(ranged(text.parse(), 0, *max)?),
+            Field::Counts { at, max } => *at(config) = parse_counts(text, *max)?,
             Field::Wide { at } => *at(config) = text.parse().map_err(|_| Refused)?,
             Field::Port { at } => *at(config) = text.parse().map_err(|_| Refused)?,
             Field::Bytes { at, min, max } => {
@@ -323,6 +333,7 @@ impl Row {
         match &self.field {
             Field::Count { at, .. } => at(config).to_string(),
             Field::MaybeCount { at, .. } => at(config).map_or_else(String::new, |v| v.to_string()),
+            Field::Counts { at, .. } => counts_text(at(config)),
             Field::Wide { at } => at(config).to_string(),
             Field::Port { at } => at(config).to_string(),
             Field::Bytes { at, .. } => bytes_text(*at(config)),
@@ -353,6 +364,22 @@ fn ranged<T: PartialOrd, E>(value: Result<T, E>, min: T, max: T) -> Result<T, Re
         Ok(value) if value >= min && value <= max => Ok(value),
         _ => Err(Refused),
     }
+}
+
+fn parse_counts(text: &str, max: u32) -> Result<Vec<u32>, Refused> {
+    let one = |text: &str| ranged(text.trim().parse(), 0, max);
+    let mut counts: Vec<u32> = text.split(',').map(one).collect::<Result<_, _>>()?;
+    counts.sort_unstable();
+    if counts.windows(2).any(|pair| pair[0] == pair[1]) {
+        return Err(Refused);
+    }
+    Ok(counts)
+}
+
+/// As it would be typed: `0,2`.
+pub(super) fn counts_text(counts: &[u32]) -> String {
+    let texts: Vec<String> = counts.iter().map(u32::to_string).collect();
+    texts.join(",")
 }
 
 fn parse_switch(text: &str) -> Result<bool, Refused> {

@@ -269,6 +269,9 @@ pub struct Planning {
     pub local_reduce: bool,
     /// `BYTEPS_FORCE_DISTRIBUTED`: through servers even where all ranks share a host.
     pub force_distributed: bool,
+    /// `BYTEPS_REDUCE_ROOTS`: places in each group, in the order of ranks, that own the parts of
+    /// tensors on GPUs; all where it is empty.
+    pub reduce_roots: Vec<u32>,
 }
 
 /// The job as one node sees it.

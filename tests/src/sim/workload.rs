@@ -96,6 +96,7 @@ fn shape(random: &mut Random, groups: Groups) -> Shape {
         built_in_coefficient: 1,
         local_reduce: groups != Groups::Apart,
         force_distributed: groups == Groups::Hosts && random.once_in(4),
+        reduce_roots: Vec::new(),
     };
     let hosts: Vec<u32> = match groups {
         Groups::Apart => vec![1; number(random, 4) as usize],
@@ -169,6 +170,7 @@ pub fn run_hosts(hosts: &[u32]) -> Outcome {
         built_in_coefficient: 1,
         local_reduce: true,
         force_distributed: true,
+        reduce_roots: Vec::new(),
     };
     let shape = Shape {
         workers: hosts.iter().sum(),

@@ -82,6 +82,7 @@ fn node_messages() -> Vec<String> {
         built_in_coefficient: 1,
         local_reduce: false,
         force_distributed: false,
+        reduce_roots: Vec::new(),
     };
     let register = Register {
         node: Node::Worker {

@@ -69,6 +69,7 @@ fn planning() -> Planning {
         built_in_coefficient: 1,
         local_reduce: false,
         force_distributed: false,
+        reduce_roots: Vec::new(),
     }
 }
 

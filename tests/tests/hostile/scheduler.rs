@@ -45,6 +45,7 @@ fn worker(worker_id: u64, local_size: u32, partition_bytes: u32) -> Node {
             built_in_coefficient: 1,
             local_reduce: false,
             force_distributed: false,
+            reduce_roots: Vec::new(),
         },
     }
 }

@@ -120,7 +120,8 @@ fn meet(
     let laid = rings(config).map_or_else(String::new, |rings| format!(", {rings} rings"));
     log::info!("{}: {} GPUs on this host{laid}", nccl.describe(), ranks.len());
     let group_size = config.nccl_group_size as usize;
-    Ok(Some(Host { comm, stream, ranks, group_size, patience }))
+    let roots = !config.reduce_roots.is_empty();
+    Ok(Some(Host { comm, stream, ranks, roots, group_size, patience }))
 }
 
 /// Channels of a communicator, unless NCCL is to choose them. With more than one of what BytePS

@@ -154,6 +154,8 @@ pub(super) struct Host {
     pub(super) stream: super::Stream,
     /// In the order in which NCCL numbers them; the first gives the order.
     pub(super) ranks: Vec<Rank>,
+    /// Some of them own all tensors on GPUs.
+    pub(super) roots: bool,
     /// Rows in one group of calls, at most.
     pub(super) group_size: usize,
     /// How long NCCL may take to enqueue a batch, which other ranks can delay.
@@ -395,7 +397,8 @@ impl Pipeline {
         }
         let alone = [self.rank];
         let ranks = self.host.as_ref().map_or(&alone[..], |host| &host.ranks);
-        let rows = rows(&plan, ranks);
+        let roots = self.host.as_ref().is_some_and(|host| host.roots);
+        let rows = rows(&plan, ranks, roots);
         let mut row_of = vec![0; plan.parts.len()];
         for (at, row) in (0..).zip(&rows) {
             self.keys.insert(row.key, Of { tensor, index: at });

@@ -119,6 +119,13 @@ fn errors_say_what_which_and_how() {
         (&[("BYTEPS_PARTITION_BYTES", "1")], &["BYTEPS_PARTITION_BYTES", "4K", "64M"]),
         (&[("BYTEPS_NCCL_NUM_RINGS", "65")], &["BYTEPS_NCCL_NUM_RINGS", "'65'", "from 0 to 64"]),
         (&[("BYTEPS_NCCL_NUM_RINGS", "-1")], &["BYTEPS_NCCL_NUM_RINGS", "'-1'"]),
+        (&[("BYTEPS_REDUCE_ROOTS", "0,x")], &["BYTEPS_REDUCE_ROOTS", "'0,x'", "each once", "=0,2"]),
+        (&[("BYTEPS_REDUCE_ROOTS", "0,0")], &["BYTEPS_REDUCE_ROOTS", "'0,0'", "each once"]),
+        (&[("BYTEPS_REDUCE_ROOTS", "1,0")], &["BYTEPS_REDUCE_ROOTS=0,1", "LOCAL_SIZE=1", "0 to 0"]),
+        (
+            &[("BYTEPS_REDUCE_ROOTS", "0"), ("BPS_LOCAL_REDUCE", "0")],
+            &["BYTEPS_REDUCE_ROOTS=0", "BPS_LOCAL_REDUCE=0", "unset one"],
+        ),
         (&[("BYTEPS_GLOBAL_RANK", "2")], &["BYTEPS_GLOBAL_RANK=2", "2 ranks"]),
         (&[("BPS_TRANSPORT", "ucx")], &["BPS_TRANSPORT", "'ucx'", "auto, tcp, shm, rdma"]),
         (&[("BPS_PIN", "2")], &["BPS_PIN", "true"]),

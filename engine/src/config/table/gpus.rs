@@ -1,8 +1,9 @@
 //! The rows about GPUs: how those of a host reduce among themselves.
 
-use super::Field::{Count, Path};
-use super::rows::RANKING;
+use super::Field::{Count, Counts, Path};
+use super::rows::{RANKING, count};
 use super::{Group, Row};
+use crate::limits::RANKS_MAX;
 
 /// No NCCL has more channels; some have fewer, and take their own limit for more.
 const NCCL_RINGS_MAX: u32 = 64;
@@ -35,5 +36,15 @@ pub(super) const ROWS: &[Row] = &[
         "Rings that NCCL lays through the GPUs of a host: its channels, each with a thread block \
          of every GPU and buffers of its own. 0 leaves the number to NCCL, and so does 1, the only \
          value with which BytePS works. The same on every worker of a host.",
+    ),
+    Row::new(
+        "BYTEPS_REDUCE_ROOTS",
+        RANKING,
+        Group::Gpus,
+        Counts { at: |config| &mut config.reduce_roots, max: count(RANKS_MAX) - 1 },
+        "0,2",
+        "Local ranks that alone copy between GPU and host and speak to servers: each part of a \
+         tensor on GPUs is reduced to one of them and broadcast from it. Without it every rank of \
+         a host does so for its share. The same on every worker.",
     ),
 ];

@@ -66,25 +66,33 @@ impl Groups {
 pub(super) struct Owners {
     /// By size of group: bytes that each place owns.
     loads: BTreeMap<usize, Vec<u64>>,
+    /// Places that own the parts of tensors on GPUs; all if empty.
+    roots: Box<[u32]>,
 }
 
 /// The place of a part's owner in its group, by the group's size. One for each size in the job.
 pub(super) type Places = Box<[(u32, u32)]>;
 
 impl Owners {
-    pub(super) fn new(groups: &Groups) -> Owners {
+    /// For these groups; tensors on GPUs go to these places of a group, or to all if there are
+    /// none. A group that has none of them goes without.
+    pub(super) fn new(groups: &Groups, roots: &[u32]) -> Owners {
         let sizes = groups.members.iter().map(Vec::len);
-        Owners { loads: sizes.map(|size| (size, vec![0; size])).collect() }
+        Owners { loads: sizes.map(|size| (size, vec![0; size])).collect(), roots: roots.into() }
     }
 
     /// Owners for a part of so many bytes: the places with the fewest. `in_turn`, for a tensor on
     /// GPUs, is the part's number and how many parts of its size the tensor has: those that fill
     /// whole rows, of a part for each place, go to the places in their order, so that a row is what
-    /// one reduce-scatter leaves behind.
+    /// one reduce-scatter leaves behind. Where there are roots, the one with the fewest owns it.
     pub(super) fn choose(&mut self, bytes: u32, in_turn: Option<(usize, usize)>) -> Places {
+        let roots = &self.roots;
         let one = |(&size, loads): (&usize, &mut Vec<u64>)| {
-            let place = match in_turn {
-                Some((part, equal)) if part < equal - equal % size => part % size,
+            let roots = roots.iter().map(|root| *root as usize).filter(|root| *root < size);
+            let root = in_turn.and_then(|_| roots.min_by_key(|&place| loads[place]));
+            let place = match (root, in_turn) {
+                (Some(root), _) => root,
+                (None, Some((part, equal))) if part < equal - equal % size => part % size,
                 _ => (0..loads.len()).min_by_key(|&place| loads[place]).unwrap_or(0),
             };
             loads[place] += u64::from(bytes);
@@ -127,7 +135,7 @@ mod tests {
     #[test]
     fn owners_balance_bytes_within_each_group_and_a_root_owns_its_broadcasts() {
         let groups = Groups::of(["a", "a", "a", "b", "b", "c"].into_iter());
-        let mut owners = Owners::new(&groups);
+        let mut owners = Owners::new(&groups, &[]);
         let mut bytes = [0u64; 6];
         for part in 0..3000u32 {
             let size = 1 + part * 7919 % 1000;
@@ -148,7 +156,7 @@ mod tests {
     #[test]
     fn whole_rows_of_a_tensor_on_gpus_go_round_and_the_rest_to_who_has_least() {
         let groups = Groups::of(["a", "a", "a", "b", "b"].into_iter());
-        let mut owners = Owners::new(&groups);
+        let mut owners = Owners::new(&groups, &[]);
         let places: Vec<Places> = (0..8).map(|part| owners.choose(10, Some((part, 7)))).collect();
         let of = |rank: u32| -> Vec<u32> {
             let owner = |places| owner(&groups, Rank(rank), places, Operation::Sum).0;
@@ -156,5 +164,26 @@ mod tests {
         };
         assert_eq!(of(0), [0, 1, 2, 0, 1, 2, 0, 1]);
         assert_eq!(of(4), [3, 4, 3, 4, 3, 4, 3, 4]);
+    }
+
+    #[test]
+    fn roots_alone_own_tensors_on_gpus_and_share_them_evenly() {
+        let groups = Groups::of(["a", "a", "a", "a", "b"].into_iter());
+        let mut owners = Owners::new(&groups, &[1, 3]);
+        let mut bytes = [0u64; 5];
+        for part in 0..3000u32 {
+            let size = 1 + part * 7919 % 1000;
+            // Every third tensor is one of the host, which all places own.
+            let in_turn = (!part.is_multiple_of(3)).then_some((part as usize % 8, 8));
+            let places = owners.choose(size, in_turn);
+            for first in [0, 4] {
+                let owner = owner(&groups, Rank(first), &places, Operation::Sum);
+                bytes[owner.0 as usize] += u64::from(size);
+                assert!(in_turn.is_none() || [1, 3, 4].contains(&owner.0), "{owner}");
+            }
+        }
+        assert!(bytes[1].abs_diff(bytes[3]) <= 1000, "{bytes:?}");
+        assert!(bytes[0].abs_diff(bytes[2]) <= 1000 && bytes[0] < bytes[1], "{bytes:?}");
+        assert_eq!(bytes[4], bytes[..4].iter().sum::<u64>());
     }
 }

@@ -99,7 +99,7 @@ impl Registry {
         Registry {
             ranks: groups.ranks(),
             through_servers,
-            owners: Owners::new(&groups),
+            owners: Owners::new(&groups, &planning.reduce_roots),
             groups,
             partition_bytes: planning.partition_bytes,
             placer: Placer::new(planning.placement, coefficient, shapes),

@@ -169,6 +169,15 @@ impl Rendezvous {
                  are possible"
             ));
         }
+        let roots = &planning.reduce_roots;
+        if roots.len() > local_size as usize || roots.iter().any(|root| *root >= local_size) {
+            return Err(format!(
+                "{who} has BYTEPS_REDUCE_ROOTS={} and BYTEPS_LOCAL_SIZE={local_size}: name each \
+                 local rank once, from 0 to {}",
+                commas(roots),
+                local_size.saturating_sub(1)
+            ));
+        }
         let Some(first) = &self.first else {
             let planning = planning.clone();
             self.first = Some(FirstWorker { who: who.to_owned(), local_size, planning });
@@ -420,14 +429,22 @@ pub(super) fn describe(register: &Register) -> String {
 fn describe_planning(planning: &Planning) -> String {
     format!(
         "BYTEPS_PARTITION_BYTES={} BYTEPS_KEY_HASH_FN={:?} BYTEPS_MIXED_MODE_BOUND={} \
-         BYTEPS_BUILT_IN_HASH_COEF={} BPS_LOCAL_REDUCE={} BYTEPS_FORCE_DISTRIBUTED={}",
+         BYTEPS_BUILT_IN_HASH_COEF={} BPS_LOCAL_REDUCE={} BYTEPS_FORCE_DISTRIBUTED={} \
+         BYTEPS_REDUCE_ROOTS={}",
         planning.partition_bytes,
         planning.placement,
         planning.mixed_bound,
         planning.built_in_coefficient,
         u8::from(planning.local_reduce),
-        u8::from(planning.force_distributed)
+        u8::from(planning.force_distributed),
+        commas(&planning.reduce_roots)
     )
+}
+
+/// A list as it is set.
+fn commas(numbers: &[u32]) -> String {
+    let texts: Vec<String> = numbers.iter().map(u32::to_string).collect();
+    texts.join(",")
 }
 
 fn local_size(register: &Register) -> u32 {

@@ -19,6 +19,7 @@ const PLANNING: Planning = Planning {
     built_in_coefficient: 1,
     local_reduce: false,
     force_distributed: false,
+    reduce_roots: Vec::new(),
 };
 
 fn ms(milliseconds: u64) -> Duration {
