@@ -1,4 +1,5 @@
-//! What the whole-system tests share: the reference that sums are compared with.
+//! What the whole-system tests share: jobs, stand-ins, and the reference that sums are compared
+//! with.
 
 pub mod fake_gpu;
 pub mod gpu_job;
@@ -6,3 +7,4 @@ pub mod job;
 pub mod program;
 pub mod reference;
 pub mod sim;
+pub mod timeline;

@@ -5,6 +5,7 @@ use bps_fake_gpu as _;
 use bps_tests::gpu_job::{
     self, LIMIT, PROMISE, SLACK, Shape, right, running, start, start_all, start_but,
 };
+use bps_tests::timeline::Trace;
 use rustix::process::Signal;
 use std::time::Instant;
 
@@ -186,8 +187,22 @@ fn a_job_is_suspended_and_resumed() {
     }
 }
 
+/// What a timeline has of a part in these jobs, in its order; a wait of no time is left out.
+const WAITS: &[&str] = &["QUEUE", "COORDINATE_REDUCE", "COORDINATE_BROADCAST"];
+const ALONE: &str = "READY QUEUE COPYD2H QUEUE PUSH SUM PULL QUEUE COPYH2D DONE";
+const SHARED: &str = "READY COORDINATE_REDUCE REDUCE QUEUE COPYD2H QUEUE PUSH SUM PULL QUEUE \
+                      COPYH2D COORDINATE_BROADCAST BROADCAST DONE";
+const OF_ANOTHER: &str = "READY COORDINATE_REDUCE REDUCE SUM BROADCAST DONE";
+const LOCAL: &str = "READY COORDINATE_REDUCE REDUCE DONE";
+
 #[test]
-fn a_timeline_has_the_parts_that_each_rank_sends() {
+fn a_timeline_has_the_stages_of_every_part_on_the_gpu() {
+    timelines(&[1, 1], 1, &[ALONE]);
+    timelines(&[2, 2], 1, &[SHARED, OF_ANOTHER]);
+    timelines(&[2], 0, &[LOCAL]);
+}
+
+fn timelines(hosts: &[u32], servers: u32, expected: &[&str]) {
     let folder = std::env::temp_dir().join(format!("bps-gpu-timeline-{}", std::process::id()));
     let path = folder.display().to_string();
     let settings = [
@@ -197,22 +212,34 @@ fn a_timeline_has_the_parts_that_each_rank_sends() {
         ("BYTEPS_TRACE_END_STEP", "4"),
         ("BYTEPS_PARTITION_BYTES", "65536"),
     ];
-    let mut job = start_all(&Shape { hosts: &[2, 2], servers: 1, settings: &settings }, "loop 6");
+    let mut job = start_all(&Shape { hosts, servers, settings: &settings }, "loop 6");
     for rank in &mut job.ranks {
         assert!(rank.wait(LIMIT).success(), "{}", rank.lines().join("\n"));
     }
-    for rank in 0..4 {
-        let file = folder.join(rank.to_string()).join("comm.json");
-        let text = std::fs::read_to_string(&file).expect("a timeline of each rank");
+    for rank in 0..hosts.iter().sum() {
+        let trace = Trace::read(&folder, &rank.to_string());
+        trace.assert_whole_and_apart();
+        assert_eq!(trace.whole["metadata"]["dropped"], 0);
+        let has = |round: &u64| trace.slices.iter().any(|slice| slice.round == *round);
+        assert_eq!((0..9).filter(has).collect::<Vec<u64>>(), [2, 3, 4]);
         for round in 2..=4 {
-            let has = |stage: &str| {
-                let name = format!("Comm.layer4.weight.{stage}");
-                text.lines().any(|line| {
-                    line.contains(&name) && line.contains(&format!("\"round\":{round}"))
-                })
-            };
-            assert!(has("PUSH") && has("PULL"), "rank {rank}, round {round}: {text}");
+            assert_eq!(trace.named("Comm.layer4.weight").len(), 3, "one for each round");
+            let parts = trace.stages("layer4.weight", round);
+            let mut found = vec![0; expected.len()];
+            for part in &parts {
+                let fits = |one: &&str| is_way(part, &gpu_job::words(one));
+                let at = expected.iter().position(fits);
+                found[at.unwrap_or_else(|| panic!("{hosts:?}, rank {rank}: {part:?}"))] += 1;
+            }
+            assert!(found.iter().all(|count| *count > 0), "{hosts:?}, rank {rank}: {parts:?}");
         }
     }
     let _ = std::fs::remove_dir_all(&folder);
+}
+
+/// Whether these are the stages of the way in its order, but for waits of no time.
+fn is_way(stages: &[String], way: &[String]) -> bool {
+    let mut left = stages.iter().peekable();
+    let fits = |stage: &String| left.next_if_eq(&stage).is_some() || WAITS.contains(&&**stage);
+    way.iter().all(fits) && left.next().is_none()
 }

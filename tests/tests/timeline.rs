@@ -4,10 +4,10 @@
 use bps_engine::base::{DType, Operation};
 use bps_engine::config::TransportChoice;
 use bps_tests::job::{self, JobShape};
+use bps_tests::timeline::{Slice, Trace};
 use bps_worker::{Declaration, Error, PushPull, Worker};
-use serde_json::Value;
-use std::collections::{BTreeMap, HashMap};
-use std::path::{Path, PathBuf};
+use std::collections::HashMap;
+use std::path::Path;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
@@ -45,76 +45,6 @@ fn push(worker: &Worker, name: &str, count: u64, rounds: u32) {
         // SAFETY: `values` lives until the handle is done, and nobody looks at it meanwhile.
         let handles = unsafe { worker.push_pull(&[item]) }.expect("pushed");
         assert_eq!(handles[0].wait(LONG), Ok(true));
-    }
-}
-
-#[derive(Clone, Debug)]
-struct Slice {
-    name: String,
-    track: (u64, u64),
-    from: f64,
-    to: f64,
-    key: u64,
-    round: u64,
-    rank: u64,
-}
-
-struct Trace {
-    whole: Value,
-    slices: Vec<Slice>,
-}
-
-impl Trace {
-    fn read(folder: &str, process: &str) -> Trace {
-        let path: PathBuf = Path::new(folder).join(process).join("comm.json");
-        let text = std::fs::read_to_string(&path)
-            .unwrap_or_else(|error| panic!("{}: {error}", path.display()));
-        let whole: Value = serde_json::from_str(&text).expect("JSON");
-        let number = |value: &Value| value.as_u64().expect("a number");
-        let slices = whole["traceEvents"]
-            .as_array()
-            .expect("events")
-            .iter()
-            .filter(|event| event["ph"] == "X")
-            .map(|event| {
-                let from = event["ts"].as_f64().expect("a time");
-                Slice {
-                    name: event["name"].as_str().expect("a name").to_owned(),
-                    track: (number(&event["pid"]), number(&event["tid"])),
-                    from,
-                    to: from + event["dur"].as_f64().expect("a duration"),
-                    key: number(&event["args"]["key"]),
-                    round: number(&event["args"]["round"]),
-                    rank: number(&event["args"]["rank"]),
-                }
-            })
-            .collect();
-        Trace { whole, slices }
-    }
-
-    fn named(&self, name: &str) -> Vec<&Slice> {
-        self.slices.iter().filter(|slice| slice.name == name).collect()
-    }
-
-    /// The distance that its times may have from the truth, and a microsecond for the reading of
-    /// large numbers as floats.
-    fn error_us(&self) -> f64 {
-        assert_eq!(self.whole["metadata"]["dropped"], 0);
-        self.whole["metadata"]["clock"]["error_us"].as_f64().expect("a bound") + 1.0
-    }
-
-    fn assert_whole_and_apart(&self) {
-        let mut tracks: HashMap<(u64, u64), Vec<(f64, f64)>> = HashMap::new();
-        for slice in &self.slices {
-            assert!(slice.to >= slice.from, "{slice:?}");
-            tracks.entry(slice.track).or_default().push((slice.from, slice.to));
-        }
-        for (track, mut spans) in tracks {
-            spans.sort_by(|one, other| one.partial_cmp(other).expect("numbers"));
-            for pair in spans.windows(2) {
-                assert!(pair[0].1 <= pair[1].0 + 1.0, "track {track:?}: {pair:?} overlap");
-            }
-        }
     }
 }
 
@@ -204,10 +134,10 @@ fn a_job_with_trace_on_has_every_part_of_the_rounds_asked_for() {
             push(worker, "large", 12_288, 6);
             push(worker, "small", 5, 3);
         });
-        let server = Trace::read(trace_folder, "server-0");
+        let server = Trace::read(Path::new(trace_folder), "server-0");
         server.assert_whole_and_apart();
         assert_eq!(server.named("sum").len(), 3 * 3 + 2);
-        let ranks = [0, 1].map(|rank| Trace::read(trace_folder, &rank.to_string()));
+        let ranks = [0, 1].map(|rank| Trace::read(Path::new(trace_folder), &rank.to_string()));
         for (rank, trace) in (0..).zip(&ranks) {
             trace.assert_whole_and_apart();
             assert_stages(trace, "large", 3, 2..=4);
@@ -218,26 +148,6 @@ fn a_job_with_trace_on_has_every_part_of_the_rounds_asked_for() {
         }
         assert_arrows(&[&ranks[0], &ranks[1], &server]);
     }
-}
-
-/// The stages of every part of a round, in their order.
-fn stages(trace: &Trace, tensor: &str, round: u64) -> Vec<Vec<String>> {
-    let prefix = format!("Comm.{tensor}.");
-    let mut parts: BTreeMap<u64, Vec<(f64, f64, String)>> = BTreeMap::new();
-    for slice in trace.slices.iter().filter(|slice| slice.round == round) {
-        if let Some(stage) = slice.name.strip_prefix(&prefix) {
-            let part = parts.entry(slice.key).or_default();
-            part.push((slice.from, slice.to, stage.to_owned()));
-        }
-    }
-    let in_order = |mut part: Vec<(f64, f64, String)>| {
-        // Those that take no time stay as they were written.
-        part.sort_by(|one, other| {
-            (one.0, one.1).partial_cmp(&(other.0, other.1)).expect("numbers")
-        });
-        part.into_iter().map(|(_, _, stage)| stage).collect()
-    };
-    parts.into_values().map(in_order).collect()
 }
 
 #[test]
@@ -262,10 +172,11 @@ fn ranks_of_a_host_reduce_each_part_at_its_owner() {
         };
         job::run(shape, |worker| push(worker, "x", 128 << 10, 4));
         for pair in (0..shape.workers).collect::<Vec<u32>>().chunks(2) {
-            let ranks = [pair[0], pair[1]].map(|one| Trace::read(trace_folder, &one.to_string()));
+            let ranks = [pair[0], pair[1]]
+                .map(|one| Trace::read(Path::new(trace_folder), &one.to_string()));
             ranks.iter().for_each(Trace::assert_whole_and_apart);
             for round in 2..=3 {
-                let [one, other] = ranks.each_ref().map(|rank| stages(rank, "x", round));
+                let [one, other] = ranks.each_ref().map(|rank| rank.stages("x", round));
                 assert_eq!((one.len(), other.len()), (8, 8), "parts of 64 KiB");
                 for (one, other) in one.iter().zip(&other) {
                     let is_pair = one == owned && other == asked || one == asked && other == owned;
@@ -298,17 +209,17 @@ fn a_timeline_starts_and_stops_at_run_time() {
         worker.stop_timeline();
         // The file is whole before anything else happens.
         let rank = worker.rank().to_string();
-        assert_stages(&Trace::read(trace_folder, &rank), "during", 1, 1..=3);
+        assert_stages(&Trace::read(Path::new(trace_folder), &rank), "during", 1, 1..=3);
         push(worker, "after", 64, 2);
         worker.stop_timeline();
     });
     for rank in ["0", "1"] {
-        let trace = Trace::read(trace_folder, rank);
+        let trace = Trace::read(Path::new(trace_folder), rank);
         trace.assert_whole_and_apart();
         assert_stages(&trace, "before", 1, 3..=3);
         assert!(trace.named("Comm.after").is_empty());
     }
-    let server = Trace::read(trace_folder, "server-0");
+    let server = Trace::read(Path::new(trace_folder), "server-0");
     server.assert_whole_and_apart();
     let keys: std::collections::HashSet<u64> = server.named("sum").iter().map(|s| s.key).collect();
     assert!(keys.len() >= 2, "{keys:?}");

@@ -365,7 +365,10 @@ impl Nic {
                 self.next_tick = self.now;
             }
             Command::GpuFailed { message } => self.report(Report::Failed { message }),
-            Command::Trace(recorder) => self.trace = recorder,
+            Command::Trace { nic, gpu } => {
+                self.trace = nic;
+                self.pipeline.record_with(gpu);
+            }
             Command::Poison { name, error } => self.poison(&name, &error),
             Command::Fail { error } => self.fail(error),
             Command::Leave => self.wants_to_leave = true,
@@ -519,11 +522,10 @@ impl Nic {
         let result = run.failed.take().map_or(Ok(()), Err);
         let Some(Some(state)) = self.tensors.get_mut(tensor as usize) else { return };
         if result.is_ok() {
-            // Of a tensor on the GPU, only the parts that this rank owns pass here.
-            let first =
-                state.plan.parts.iter().find(|part| !state.plan.device || part.owner.is_none());
-            let (key, rank) = (first.unwrap_or(&state.plan.parts[0]).key, self.config.rank);
-            self.trace.record(Mark::Done, key, state.round, rank, 0);
+            if !state.plan.device {
+                let (key, rank) = (state.plan.parts[0].key, self.config.rank);
+                self.trace.record(Mark::Done, key, state.round, rank, 0);
+            }
             let bytes: usize = state.plan.parts.iter().map(|part| part.bytes).sum();
             self.statistics.bytes.add(bytes as u64);
         }

@@ -74,12 +74,12 @@ impl Tracing {
         let folder = std::path::absolute(folder).unwrap_or_else(|_| folder.to_owned());
         let subject = Subject {
             who: Who::Rank(self.rank),
-            threads: 1,
+            threads: 2,
             rounds: rounds.clone(),
             names: Arc::clone(&self.names),
             clock: Arc::clone(&self.clock),
         };
-        let (timeline, recorders) =
+        let (timeline, mut recorders) =
             Timeline::start(&folder, subject).map_err(|error| Error::Refused(error.to_string()))?;
         self.clock.want(true);
         bps_engine::control::ask_time(&self.clock, &self.sender);
@@ -88,9 +88,8 @@ impl Tracing {
             first_round: *rounds.start(),
             last_round: *rounds.end(),
         }));
-        for recorder in recorders {
-            self.record_with(recorder);
-        }
+        let mut recorder = || recorders.pop().unwrap_or_default();
+        self.record_with(recorder(), recorder());
         self.is_on.store(true, Ordering::Relaxed);
         *current = Some(timeline);
         Ok(())
@@ -100,7 +99,7 @@ impl Tracing {
     pub(crate) fn stop(&self) {
         let Some(timeline) = lock(&self.current).take() else { return };
         self.is_on.store(false, Ordering::Relaxed);
-        self.record_with(Recorder::default());
+        self.record_with(Recorder::default(), Recorder::default());
         self.tell(None);
         self.clock.want(false);
         timeline.finish();
@@ -111,8 +110,9 @@ impl Tracing {
         let _ = self.sender.send(&NodeMessage::Timeline { timeline });
     }
 
-    fn record_with(&self, recorder: Recorder) {
-        let mut command = Command::Trace(recorder);
+    /// With the recorders of the NIC loop and of the thread of a GPU.
+    fn record_with(&self, nic: Recorder, gpu: Recorder) {
+        let mut command = Command::Trace { nic, gpu };
         // A loop that has ended has dropped its recorder.
         while !self.nic_ended.load(Ordering::Acquire) {
             match self.commands.push(command) {

@@ -42,14 +42,25 @@ const TEXT_BYTES: usize = 1 << 20;
 pub enum Mark {
     /// Worker: push_pull was called.
     Queued,
-    /// Worker: the owner of the part asks its group for contributions, or this rank is asked.
+    /// GPU: the gradient is complete.
+    Ready,
+    /// GPU: the part's copy into a slot is the next one of its stream.
+    Falling,
+    /// GPU: it is in its slot.
+    Fallen,
+    /// GPU: the copy of the result out of its slot is the next one of its stream.
+    Rising,
+    /// GPU: it is in the tensor.
+    Risen,
+    /// Worker: the owner of the part asks its group for contributions, or this rank is asked; on
+    /// a GPU, NCCL is called to reduce it.
     Granted,
     /// Worker that is asked: its contribution is out of its memory.
     Contributed,
     /// Worker that owns the part: all contributions of its group are added.
     Reduced,
     /// Worker: a result begins to go from the part's owner to its group; here the owner posts it,
-    /// or its header has come.
+    /// or its header has come; on a GPU, NCCL is called to gather it.
     Copying,
     /// Worker: that result is in the tensor; at the owner, out of it for one more rank.
     Copied,
@@ -61,7 +72,7 @@ pub enum Mark {
     Landing,
     /// Worker: its payload is in the tensor.
     Landed,
-    /// Worker: the tensor's last part has landed; the key is that of its first part.
+    /// Worker: the tensor's last part has landed; the key is that of one of its parts.
     Done,
     /// Server: the header of a contribution has come.
     Arrived,
@@ -102,6 +113,12 @@ pub struct Event {
 #[derive(Default)]
 pub struct Recorder(Option<Box<Active>>);
 
+impl std::fmt::Debug for Recorder {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(if self.is_on() { "Recorder(on)" } else { "Recorder(off)" })
+    }
+}
+
 struct Active {
     ring: Producer<Event>,
     lost: Arc<Counter>,
@@ -109,6 +126,20 @@ struct Active {
 }
 
 impl Recorder {
+    /// Whether somebody records.
+    #[inline]
+    #[must_use]
+    pub fn is_on(&self) -> bool {
+        self.0.is_some()
+    }
+
+    /// Whether somebody records this round.
+    #[inline]
+    #[must_use]
+    pub fn covers(&self, round: u64) -> bool {
+        self.0.as_ref().is_some_and(|active| active.rounds.contains(&round))
+    }
+
     /// Records something of a part, now.
     #[inline]
     pub fn record(&mut self, mark: Mark, key: Key, round: u64, rank: Rank, bytes: usize) {
@@ -188,7 +219,8 @@ impl Active {
 struct Source {
     ring: Consumer<Event>,
     lost: Arc<Counter>,
-    formatter: Formatter,
+    /// Taken from the ring, and not written.
+    head: Option<Event>,
 }
 
 /// A recorder with room for `capacity` events, and the end that empties it.
@@ -252,20 +284,20 @@ impl Timeline {
         let file = TraceFile::create(&path).map_err(fail)?;
         let mut recorders = Vec::new();
         let mut sources = Vec::new();
-        for core in 0..subject.threads {
+        for _ in 0..subject.threads {
             let (recorder, ring, lost) = recorder(TIMELINE_EVENTS_MAX, subject.rounds.clone());
             recorders.push(recorder);
-            let names = Arc::clone(&subject.names);
-            sources.push(Source {
-                ring,
-                lost,
-                formatter: Formatter::new(subject.who, core, names),
-            });
+            sources.push(Source { ring, lost, head: None });
         }
+        // A part is the work of all threads of a rank, and of one core of a server.
+        let formatters = if matches!(subject.who, Who::Rank(_)) { 1 } else { subject.threads };
+        let formatter = |core| Formatter::new(subject.who, core, Arc::clone(&subject.names));
+        let formatters = (0..formatters).map(formatter).collect();
         let stop = Arc::new(AtomicBool::new(false));
         let writer = Writer {
             file,
             sources,
+            formatters,
             subject,
             stop: Arc::clone(&stop),
             events: 0,
@@ -315,6 +347,8 @@ impl Drop for Timeline {
 struct Writer {
     file: TraceFile,
     sources: Vec<Source>,
+    /// One for each source, or one for all.
+    formatters: Vec<Formatter>,
     subject: Subject,
     stop: Arc<AtomicBool>,
     events: u64,
@@ -368,24 +402,37 @@ impl Writer {
     }
 
     fn drain(&mut self, estimate: Estimate) -> std::io::Result<()> {
-        for at in 0..self.sources.len() {
-            // Not more than was there: a thread that records as fast as we write would hold us.
-            for _ in 0..self.sources[at].ring.ready() {
-                let source = &mut self.sources[at];
-                let Some(event) = source.ring.pop() else { break };
-                self.events += 1;
-                source.formatter.take(event, estimate.offset_ns, &mut self.text);
-                if self.text.len() >= TEXT_BYTES {
-                    self.write(estimate)?;
-                }
+        // Not more than was there: a thread that records as fast as we write would hold us. What is
+        // older than this is in its ring, and so is everything that it followed from.
+        let horizon = now_ns();
+        while let Some((source, event)) = self.next(horizon) {
+            self.events += 1;
+            let formatter = source.min(self.formatters.len() - 1);
+            self.formatters[formatter].take(event, estimate.offset_ns, &mut self.text);
+            if self.text.len() >= TEXT_BYTES {
+                self.write(estimate)?;
             }
         }
         if self.text.is_empty() { Ok(()) } else { self.write(estimate) }
     }
 
-    fn close(&mut self, estimate: Estimate) -> std::io::Result<()> {
+    /// The earliest event of all sources up to then, and its source. Each source's stay in their
+    /// order, and what one thread did because of another's comes behind that.
+    fn next(&mut self, horizon_ns: u64) -> Option<(usize, Event)> {
         for source in &mut self.sources {
-            source.formatter.end(estimate.offset_ns, &mut self.text);
+            if source.head.is_none() {
+                source.head = source.ring.pop();
+            }
+        }
+        let heads = self.sources.iter().map(|source| source.head).enumerate();
+        let due = heads.filter_map(|(at, head)| head.map(|event| (event.at_ns, at)));
+        let (_, at) = due.filter(|(at_ns, _)| *at_ns <= horizon_ns).min()?;
+        Some((at, self.sources[at].head.take()?))
+    }
+
+    fn close(&mut self, estimate: Estimate) -> std::io::Result<()> {
+        for formatter in &mut self.formatters {
+            formatter.end(estimate.offset_ns, &mut self.text);
         }
         let lost = self.lost();
         if lost > 0 {

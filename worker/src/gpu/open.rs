@@ -7,7 +7,7 @@
 use super::census::{Gpu, ROW, Row, agree};
 use super::pipeline::{Host, Parts, Pipeline};
 use super::track::{Track, WORD_BYTES};
-use super::{Device, Event, EventPool, GpuError, Nccl, Pinned, Stream};
+use super::{Comm, Device, Event, EventPool, GpuError, Nccl, Pinned};
 use crate::context::Worker;
 use crate::error::Error;
 use crate::job::Job;
@@ -34,8 +34,8 @@ const SLOTS_BYTES: usize = 16 << 20;
 const SLOTS_MIN: usize = 8;
 /// Messages that may wait for the pipeline before the NIC loop keeps them.
 const INBOX: usize = 4096;
-/// Tracks: where gradients are waited for, down, up.
-const TRACKS: usize = 3;
+/// Tracks: where gradients are waited for, down, up, and the host's collectives.
+const TRACKS: usize = 4;
 /// How long all ranks may take to hear why a GPU can't be used, before this one ends.
 const HEARD: Duration = Duration::from_secs(5);
 /// How often it looks meanwhile.
@@ -80,8 +80,8 @@ pub(crate) fn open(
     let id = agreed?;
     let (device, events, nccl, _) = begun.map_err(start)?;
     let rank = Rank(rank);
-    let opened = meet(job, &device, nccl.as_ref(), &id, (rank, ranks), config)
-        .and_then(|host| begin(job, &device, &events, host, rank, config));
+    let opened = meet(job, &device, nccl.as_ref(), &id, (rank, &ranks), config)
+        .and_then(|comm| begin(job, (&device, &events), comm, (rank, ranks), config));
     if let Err(error) = opened {
         // If the job is over, that is why NCCL was given up.
         if let Some(over) = job.over.get() {
@@ -107,21 +107,18 @@ fn meet(
     device: &Device,
     nccl: Option<&Nccl>,
     id: &[u8; 128],
-    (own, ranks): (Rank, Vec<Rank>),
+    (own, ranks): (Rank, &[Rank]),
     config: &Config,
-) -> Result<Option<Host>, GpuError> {
+) -> Result<Option<Comm>, GpuError> {
     let Some(nccl) = nccl else { return Ok(None) };
     let number = |value: usize| u32::try_from(value).unwrap_or(u32::MAX);
     let place = ranks.iter().position(|rank| *rank == own).unwrap_or(0);
     let (size, patience) = (number(ranks.len()), config.start_timeout);
     let is_wanted = || !job.nic_ended.load(Ordering::Acquire);
     let comm = nccl.comm(device, id, size, number(place), rings(config), patience, is_wanted)?;
-    let stream = Stream::new(device)?;
     let laid = rings(config).map_or_else(String::new, |rings| format!(", {rings} rings"));
     log::info!("{}: {} GPUs on this host{laid}", nccl.describe(), ranks.len());
-    let group_size = config.nccl_group_size as usize;
-    let roots = !config.reduce_roots.is_empty();
-    Ok(Some(Host { comm, stream, ranks, roots, group_size, patience }))
+    Ok(Some(comm))
 }
 
 /// Channels of a communicator, unless NCCL is to choose them. With more than one of what BytePS
@@ -159,10 +156,9 @@ fn tell_all(worker: &Worker, own: &Row) -> Result<Vec<Row>, Error> {
 /// Makes the slots and starts the thread.
 fn begin(
     job: &Job,
-    device: &Device,
-    events: &EventPool,
-    host: Option<Host>,
-    rank: Rank,
+    (device, events): (&Device, &EventPool),
+    comm: Option<Comm>,
+    (rank, ranks): (Rank, Vec<Rank>),
     config: &Config,
 ) -> Result<(), GpuError> {
     let system = |what: &str, error: std::io::Error| GpuError::Memory {
@@ -185,7 +181,13 @@ fn begin(
     };
     // SAFETY: the pipeline holds the memory and drops it last; each track has a word of its own.
     let track = |index| unsafe { Track::new(device, &memory, index) };
-    let tracks: [Track; TRACKS] = [track(0)?, track(1)?, track(2)?];
+    let tracks = [track(0)?, track(1)?, track(2)?];
+    let (group_size, patience) = (config.nccl_group_size as usize, config.start_timeout);
+    let roots = !config.reduce_roots.is_empty();
+    let host = match comm {
+        Some(comm) => Some(Host { comm, track: track(3)?, ranks, roots, group_size, patience }),
+        None => None,
+    };
     let marks = [Event::new(device)?, Event::new(device)?];
     let inbox = Mpsc::new(INBOX);
     let waker = Waker::new().map_err(|error| system("eventfd", error))?;

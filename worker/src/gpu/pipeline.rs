@@ -26,12 +26,14 @@ mod copies;
 mod ending;
 mod host;
 mod order;
+mod timeline;
 mod turns;
 
+use self::timeline::{Place, Trace};
 use self::turns::{Of, Turns};
 use super::nccl::Comm;
 use super::rows::{Row, rows};
-use super::track::Track;
+use super::track::{Passed, Track};
 use super::{Event, EventPool, GpuError, Pinned, PooledEvent};
 use crate::error::Error;
 use crate::local::Gathers;
@@ -79,9 +81,6 @@ struct Run {
     left: u32,
     /// The host may reduce it, as far as this rank is concerned.
     is_ready: bool,
-    rows: Box<[RowState]>,
-    /// By part, at the first rank of the host: whether its owner has its result.
-    landed: Box<[bool]>,
 }
 
 #[derive(Clone, Copy)]
@@ -105,11 +104,25 @@ struct Batch {
     rows: Vec<Of>,
 }
 
+/// A copy under way.
+#[derive(Clone, Copy)]
+struct Copying {
+    /// It is done once its track has passed this.
+    mark: u32,
+    of: Of,
+    round: u64,
+    slot: Slot,
+}
+
 struct Tensor {
     plan: Arc<Plan>,
     rows: Vec<Row>,
     /// By part: its row.
     row_of: Box<[u32]>,
+    /// By row, of the run.
+    states: Box<[RowState]>,
+    /// By part, at the first rank of the host: whether its owner has its result of the run.
+    landed: Box<[bool]>,
     /// Parts that this rank owns.
     own: u32,
     round: u64,
@@ -151,7 +164,7 @@ pub(super) struct Parts {
 /// The ranks of this host and their communicator.
 pub(super) struct Host {
     pub(super) comm: Comm,
-    pub(super) stream: super::Stream,
+    pub(super) track: Track,
     /// In the order in which NCCL numbers them; the first gives the order.
     pub(super) ranks: Vec<Rank>,
     /// Some of them own all tensors on GPUs.
@@ -183,14 +196,16 @@ pub(super) struct Pipeline {
     /// Parts of this rank that wait for a slot.
     to_copy: Turns,
     /// In the order of their marks.
-    falling: VecDeque<(u32, Of, Slot)>,
-    rising: VecDeque<(u32, Slot)>,
+    falling: VecDeque<Copying>,
+    rising: VecDeque<Copying>,
     /// What the first rank of the host orders.
     gathers: Gathers,
     to_reduce: Turns,
     to_gather: Turns,
     /// Rows of a batch whose last word has not come.
     coming: Vec<Of>,
+    /// Of batches that are over, for those to come.
+    spare: Vec<Vec<Of>>,
     /// What was ordered and waits for its turn.
     orders: VecDeque<Batch>,
     /// What NCCL has not enqueued yet, and since when.
@@ -213,6 +228,7 @@ pub(super) struct Pipeline {
     now: Duration,
     next_tick: Duration,
     next_watch: Duration,
+    trace: Trace,
     memory: Pinned,
 }
 
@@ -243,6 +259,7 @@ impl Pipeline {
             to_reduce: Turns::default(),
             to_gather: Turns::default(),
             coming: Vec::new(),
+            spare: Vec::new(),
             orders: VecDeque::new(),
             submitted: None,
             gone: Vec::new(),
@@ -261,6 +278,7 @@ impl Pipeline {
             now: Duration::ZERO,
             next_tick: TICK,
             next_watch: WATCH,
+            trace: Trace::new(parts.rank),
             memory: parts.memory,
         }
     }
@@ -313,30 +331,40 @@ impl Pipeline {
     /// What has moved on the GPU moves on here.
     fn advance(&mut self) -> Result<bool, GpuError> {
         let mut progress = false;
+        let (host, [up, down, ready]) = self.passed();
         while let Some(&(mark, tensor)) = self.incomplete.front()
-            && self.ready.has_passed(mark)
+            && ready.has(mark)
         {
             self.incomplete.pop_front();
             self.gradient_complete(tensor);
             progress = true;
         }
-        while let Some(&(mark, of, slot)) = self.falling.front()
-            && self.down.has_passed(mark)
+        while let Some(&copy) = self.falling.front()
+            && down.has(copy.mark)
         {
             self.falling.pop_front();
-            self.has_fallen(of, slot);
+            self.has_fallen(&copy);
             progress = true;
         }
-        while let Some(&(mark, slot)) = self.rising.front()
-            && self.up.has_passed(mark)
+        while let Some(&copy) = self.rising.front()
+            && up.has(copy.mark)
         {
             self.rising.pop_front();
-            self.tell(Command::Land(slot));
+            self.has_risen(&copy);
             progress = true;
         }
+        progress |= self.trace.look([Some(ready), Some(up), host], &self.tensors, self.now);
         progress |= self.carry_out()?;
         progress |= self.copy_down()?;
         Ok(progress)
+    }
+
+    /// How far the streams are: that of the host, and those up, down and where gradients are waited
+    /// for. Who waits for others is read before them, so that what is seen to be over is never
+    /// without what came before.
+    fn passed(&self) -> (Option<Passed>, [Passed; 3]) {
+        let host = self.host.as_ref().map(|host| host.track.passed());
+        (host, [&self.up, &self.down, &self.ready].map(Track::passed))
     }
 
     /// Sleeps until something comes, or for as long as the GPU may take for something.
@@ -344,7 +372,8 @@ impl Pipeline {
         let is_watching = !(self.incomplete.is_empty()
             && self.falling.is_empty()
             && self.rising.is_empty()
-            && self.submitted.is_none());
+            && self.submitted.is_none()
+            && !self.trace.is_awaiting());
         let limit = if is_watching { NAP } else { TICK };
         self.waker.prepare();
         if self.inbox.is_empty() && !self.nic_ended.load(Ordering::Acquire) {
@@ -383,6 +412,7 @@ impl Pipeline {
                 // Whoever waits for this rank learns of it in this turn.
                 self.next_tick = self.now;
             }
+            Staged::Trace(recorder) => self.trace.switch(recorder, self.now),
         }
         Ok(())
     }
@@ -407,7 +437,10 @@ impl Pipeline {
         let poisoned = self.unfit(&plan).map(Error::Refused);
         let is_own = |part: &&crate::nic::PlanPart| part.owner.is_none() && part.core.is_some();
         let own = u32::try_from(plan.parts.iter().filter(is_own).count()).unwrap_or(u32::MAX);
+        let state = RowState { ordered: Ordered::Nothing, missing: 0 };
         self.tensors[index] = Some(Tensor {
+            states: vec![state; rows.len()].into(),
+            landed: vec![false; plan.parts.len()].into(),
             plan,
             rows,
             row_of: row_of.into(),
@@ -464,36 +497,39 @@ impl Pipeline {
     /// Opens the next round of a tensor.
     fn begin(&mut self, tensor: u32, push: Box<Push>) -> Result<(), GpuError> {
         let since = self.now;
+        let (asked_ns, ready) = (push.task.asked_ns(), Arc::clone(&push.ready));
         let Some(state) = self.tensor(tensor) else { return Ok(()) };
         state.round += 1;
-        let through_servers = state.plan.parts.first().is_some_and(|part| part.core.is_some());
-        let rows = state.rows.iter().map(|row| {
+        let is_local = state.is_local();
+        for (row, state_of_row) in state.rows.iter().zip(&mut state.states) {
             let parts = &state.plan.parts[row.parts()];
             let own = parts.iter().filter(|part| part.owner.is_none()).count();
             let missing = u32::try_from(own).unwrap_or(u32::MAX);
-            RowState { ordered: Ordered::Nothing, missing }
-        });
-        let rows: Box<[RowState]> = rows.collect();
-        let left = u32::try_from(rows.len()).unwrap_or(u32::MAX) + u32::from(state.own > 0);
-        let ready = Arc::clone(&push.ready);
-        let landed = vec![false; state.plan.parts.len()].into();
-        state.run = Some(Run { push, since, left, is_ready: false, rows, landed });
+            *state_of_row = RowState { ordered: Ordered::Nothing, missing };
+        }
+        state.landed.fill(false);
+        let rows = u32::try_from(state.rows.len()).unwrap_or(u32::MAX);
+        let left = rows + u32::from(state.own > 0);
+        state.run = Some(Run { push, since, left, is_ready: false });
+        self.trace.begun(asked_ns, tensor, &self.tensors);
         if left == 0 {
             return self.finish(tensor);
         }
-        if through_servers {
+        if !is_local {
             self.ready.wait(&ready)?;
             let mark = self.ready.mark()?;
             self.incomplete.push_back((mark, tensor));
             return Ok(());
         }
         // The collective itself will wait for the gradient, on the GPU.
+        self.trace.completes(tensor, &self.tensors, &ready, &mut self.ready)?;
         self.say_ready(tensor);
         Ok(())
     }
 
     /// A gradient is in the GPU's memory, and is to pass the servers.
     fn gradient_complete(&mut self, tensor: u32) {
+        self.trace.complete(tensor, &self.tensors);
         let Some(Tensor { run: Some(run), own, rows, .. }) = self.tensor(tensor) else { return };
         let (priority, own, parts) = (run.push.priority, *own, rows.len());
         if own > 0 {
@@ -507,11 +543,13 @@ impl Pipeline {
         }
     }
 
-    /// The host's sum of a part that this rank owns is on its GPU, or will be once the stream down
-    /// comes to it.
+    /// The host's sum of a part is on its owner's GPU, or will be once the stream down comes to it.
     fn is_reduced(&mut self, of: Of) {
         let rank = self.rank;
         let Some(Tensor { run: Some(run), plan, .. }) = self.tensor(of.tensor) else { return };
+        if plan.parts[of.index as usize].owner.is_some() {
+            return;
+        }
         if matches!(plan.operation, Operation::Broadcast(root) if root != rank) {
             // It has nothing to say; the result is all that it wants.
             let (tensor, part) = (of.tensor, of.index);
@@ -530,9 +568,13 @@ impl Pipeline {
 
     /// All of a result is enqueued.
     fn finish(&mut self, tensor: u32) -> Result<(), GpuError> {
-        let last = self.host.as_ref().map_or(self.up.stream(), |host| &host.stream);
+        let (place, last) = match &mut self.host {
+            Some(host) => (Place::Host, &mut host.track),
+            None => (Place::Up, &mut self.up),
+        };
         let mark = self.events.take()?;
-        mark.record(last)?;
+        mark.record(last.stream())?;
+        self.trace.finishes(tensor, &self.tensors, (place, last))?;
         let Some(state) = self.tensor(tensor) else { return Ok(()) };
         let (run, next) = (state.run.take(), state.waiting.pop_front());
         if next.is_some() {

@@ -54,13 +54,24 @@ impl Track {
         Ok(self.issued)
     }
 
+    /// How far the stream is. If it has waited for another, that one, read after this, is beyond
+    /// what was waited for.
+    pub(super) fn passed(&self) -> Passed {
+        // SAFETY: the memory outlives the track, by the promise of `new`.
+        Passed(unsafe { &*self.word }.load(Ordering::Acquire))
+    }
+}
+
+/// How far a stream was.
+#[derive(Clone, Copy)]
+pub(super) struct Passed(u32);
+
+impl Passed {
     /// Whether the stream has passed a mark: then all before it is done, and what it has written to
     /// the host can be read.
-    pub(super) fn has_passed(&self, mark: u32) -> bool {
-        // SAFETY: the memory outlives the track, by the promise of `new`.
-        let passed = unsafe { &*self.word }.load(Ordering::Acquire);
+    pub(super) fn has(self, mark: u32) -> bool {
         // Marks wrap around; fewer than half of all numbers are ever ahead.
-        passed.wrapping_sub(mark) < u32::MAX / 2
+        self.0.wrapping_sub(mark) < u32::MAX / 2
     }
 }
 

@@ -124,8 +124,13 @@ pub enum Command {
         /// Why.
         message: String,
     },
-    /// Record a timeline with this from now on; a recorder that is off ends it.
-    Trace(Recorder),
+    /// Record a timeline with these from now on; recorders that are off end it.
+    Trace {
+        /// The loop's own.
+        nic: Recorder,
+        /// The pipeline's.
+        gpu: Recorder,
+    },
     /// This tensor is of no use any more: what is pending of it fails, and so does what comes.
     Poison {
         /// Its name.

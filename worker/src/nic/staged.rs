@@ -13,7 +13,7 @@ use crate::nic::Plan;
 use bps_engine::base::{DType, Key, Rank, Round};
 use bps_engine::proto::messages::StalledKey;
 use bps_engine::ring::Mpsc;
-use bps_engine::trace::timeline::Mark;
+use bps_engine::trace::timeline::Recorder;
 use bps_engine::transport::{Frame, Full, Landing, Waker};
 use bps_engine::wire::{Header, Kind};
 use std::collections::VecDeque;
@@ -95,6 +95,8 @@ pub enum Staged {
     },
     /// A rank of the group has left in good order: it says nothing any more.
     Gone(Rank),
+    /// Record a timeline with this from now on; a recorder that is off ends it.
+    Trace(Recorder),
 }
 
 /// The pipeline of a GPU, to the NIC loop. It looks by itself whether the loop has ended.
@@ -121,11 +123,22 @@ pub(super) struct Pipeline {
     told: bool,
     /// What it said last of rounds that wait for ranks of the host.
     pub(super) stalled: Vec<StalledKey>,
+    /// Of the timeline that is on, for a pipeline that is not there yet.
+    recorder: Recorder,
 }
 
 impl Pipeline {
     pub(super) fn is_open(&self) -> bool {
         self.to.is_some()
+    }
+
+    /// Who begins a timeline, or ends it, does so with this.
+    pub(super) fn record_with(&mut self, recorder: Recorder) {
+        if self.is_open() {
+            self.tell(Staged::Trace(recorder));
+        } else {
+            self.recorder = recorder;
+        }
     }
 
     pub(super) fn tell(&mut self, message: Staged) {
@@ -171,10 +184,6 @@ impl Nic {
         let index = self.open_run(tensor, priority, u32::try_from(own).unwrap_or(u32::MAX));
         let Some(Some(state)) = self.tensors.get_mut(tensor as usize) else { return };
         state.run = Some(index);
-        let (round, rank) = (state.round, self.config.rank);
-        for part in state.plan.parts.iter().filter(|part| part.owner.is_none()) {
-            self.trace.record(Mark::Queued, part.key, round, rank, part.bytes);
-        }
     }
 
     /// A part of it may be sent.
@@ -289,6 +298,10 @@ impl Nic {
     /// The pipeline of this process's GPU is there.
     pub(super) fn open_pipeline(&mut self, to: ToPipeline) {
         self.pipeline.to = Some(to);
+        let recorder = std::mem::take(&mut self.pipeline.recorder);
+        if recorder.is_on() {
+            self.pipeline.tell(Staged::Trace(recorder));
+        }
         for (tensor, state) in (0..).zip(&self.tensors) {
             if let Some(state) = state.as_ref().filter(|state| state.plan.device) {
                 self.pipeline.tell(Staged::Plan { tensor, plan: Arc::clone(&state.plan) });

@@ -209,6 +209,94 @@ fn a_group_reduces_before_and_broadcasts_after_the_server() {
 }
 
 #[test]
+fn two_threads_of_a_rank_make_one_way_of_a_part_and_rounds_overlap() {
+    let folder = folder("gpu");
+    let (timeline, mut recorders) =
+        Timeline::start(&folder, subject(Who::Rank(Rank(3)), 2, 1..=u64::MAX)).unwrap();
+    let (mut gpu, mut nic) = (recorders.pop().unwrap(), recorders.pop().unwrap());
+    // The NIC loop's first, so that the order in which the rings are filled is not that of times.
+    for (begin, round) in [(100, 1), (200, 2)] {
+        let events =
+            [(25, Mark::Posted), (30, Mark::Sent), (40, Mark::Landing), (45, Mark::Landed)];
+        for (ms, mark) in events {
+            nic.record_at((begin + ms) * MS, mark, Key(4), round, Rank(3), 64);
+        }
+    }
+    let mut at = |ms: u64, mark, key, round| {
+        gpu.record_at(ms * MS, mark, Key(key), round, Rank(3), 64);
+    };
+    for (begin, round) in [(100, 1), (200, 2)] {
+        // The other part is another rank's.
+        at(begin, Mark::Queued, 4, round);
+        at(begin, Mark::Queued, 9, round);
+        if round == 2 {
+            // What the GPU did last of the round before is seen when this one has begun.
+            at(205, Mark::Copied, 4, 1);
+            at(205, Mark::Copied, 9, 1);
+            at(206, Mark::Done, 4, 1);
+        }
+        for key in [4, 9] {
+            at(begin + 8, Mark::Ready, key, round);
+            at(begin + 10, Mark::Granted, key, round);
+        }
+        // The copy is enqueued before the sum is seen to be there.
+        at(begin + 11, Mark::Falling, 4, round);
+        at(begin + 15, Mark::Reduced, 4, round);
+        at(begin + 15, Mark::Reduced, 9, round);
+        at(begin + 20, Mark::Fallen, 4, round);
+        at(begin + 46, Mark::Rising, 4, round);
+        at(begin + 48, Mark::Copying, 4, round);
+        at(begin + 48, Mark::Copying, 9, round);
+        at(begin + 50, Mark::Risen, 4, round);
+    }
+    at(270, Mark::Copied, 4, 2);
+    at(270, Mark::Copied, 9, 2);
+    at(271, Mark::Done, 4, 2);
+    drop((gpu, nic));
+    let path = timeline.path().to_owned();
+    timeline.finish();
+    let found = slices(&read(&path));
+    assert_no_overlap(&found);
+    let of_track = |tid: u64| -> Vec<(&str, f64, f64)> {
+        let found = found.iter().filter(|one| one.1 == tid);
+        let stage = |name: &'_ str| name.rfind('.').map_or(0, |at| at + 1);
+        found
+            .map(|one| (&one.0[stage(&one.0)..], milliseconds(one.2), milliseconds(one.3)))
+            .collect()
+    };
+    let own = [
+        ("READY", 100.0, 108.0),
+        ("COORDINATE_REDUCE", 108.0, 110.0),
+        ("REDUCE", 110.0, 115.0),
+        ("COPYD2H", 115.0, 120.0),
+        ("QUEUE", 120.0, 125.0),
+        ("PUSH", 125.0, 130.0),
+        ("SUM", 130.0, 140.0),
+        ("PULL", 140.0, 145.0),
+        ("QUEUE", 145.0, 146.0),
+        ("COPYH2D", 146.0, 150.0),
+        ("BROADCAST", 150.0, 205.0),
+        ("DONE", 205.0, 206.0),
+        ("READY", 206.0, 208.0),
+        ("COORDINATE_REDUCE", 208.0, 210.0),
+        ("REDUCE", 210.0, 215.0),
+    ];
+    assert_eq!(of_track(2)[..own.len()], own);
+    let other = [
+        ("READY", 100.0, 108.0),
+        ("COORDINATE_REDUCE", 108.0, 110.0),
+        ("REDUCE", 110.0, 115.0),
+        ("SUM", 115.0, 148.0),
+        ("BROADCAST", 148.0, 205.0),
+        ("DONE", 205.0, 206.0),
+    ];
+    assert_eq!(of_track(3)[..other.len()], other);
+    assert_eq!(of_track(3).len(), 2 * other.len());
+    assert_eq!(of_track(1).iter().map(|one| one.2).collect::<Vec<_>>(), [206.0, 271.0]);
+    std::fs::remove_dir_all(folder).unwrap();
+}
+
+#[test]
 fn a_server_shows_lanes_keys_and_additions() {
     let folder = folder("server");
     let (timeline, mut recorders) =

@@ -1,10 +1,11 @@
 //! Copies between the GPU and the slots: down of what is to be sent, up of what has landed.
 
-use super::{Of, Pipeline, Tensor};
+use super::{Copying, Of, Pipeline, Tensor};
 use crate::gpu::GpuError;
 use crate::nic::Command;
 use crate::nic::staged::Slot;
 use bps_engine::base::Operation;
+use bps_engine::trace::timeline::Mark;
 
 impl Pipeline {
     /// Copies parts into the slots that are free.
@@ -14,9 +15,10 @@ impl Pipeline {
             && let Some(of) = self.to_copy.pop()
         {
             let is_alone = self.host.is_none();
-            let Some(Tensor { run: Some(run), plan, .. }) = self.tensor(of.tensor) else {
+            let Some(Tensor { run: Some(run), plan, round, .. }) = self.tensor(of.tensor) else {
                 continue;
             };
+            let round = *round;
             let part = plan.parts[of.index as usize];
             let is_broadcast = matches!(plan.operation, Operation::Broadcast(_));
             let from = if is_alone && !is_broadcast { run.push.source } else { run.push.target };
@@ -28,14 +30,23 @@ impl Pipeline {
             };
             copied?;
             let mark = self.down.mark()?;
-            self.falling.push_back((mark, of, slot));
+            let copy = Copying { mark, of, round, slot };
+            if self.falling.is_empty() {
+                self.trace.copy(Mark::Falling, &copy, &self.tensors);
+            }
+            self.falling.push_back(copy);
             progress = true;
         }
         Ok(progress)
     }
 
     /// A part is in its slot.
-    pub(super) fn has_fallen(&mut self, of: Of, slot: Slot) {
+    pub(super) fn has_fallen(&mut self, copy: &Copying) {
+        self.trace.copy(Mark::Fallen, copy, &self.tensors);
+        if let Some(next) = self.falling.front() {
+            self.trace.copy(Mark::Falling, next, &self.tensors);
+        }
+        let Copying { of, slot, .. } = *copy;
         let is_wanted = self.tensor(of.tensor).is_some_and(|tensor| tensor.run.is_some());
         if is_wanted {
             let slot = Some(slot);
@@ -45,17 +56,29 @@ impl Pipeline {
         }
     }
 
+    /// A result has left its slot.
+    pub(super) fn has_risen(&mut self, copy: &Copying) {
+        self.trace.copy(Mark::Risen, copy, &self.tensors);
+        if let Some(next) = self.rising.front() {
+            self.trace.copy(Mark::Rising, next, &self.tensors);
+        }
+        self.tell(Command::Land(copy.slot));
+    }
+
     /// The servers' result of a part has come, in a slot if it has bytes.
     pub(super) fn on_landed(&mut self, of: Of, slot: Option<Slot>) -> Result<(), GpuError> {
-        let Some(Tensor { run: Some(run), plan, row_of, .. }) = self.tensor(of.tensor) else {
+        let Some(Tensor { run: Some(run), plan, row_of, states, round, .. }) =
+            self.tensor(of.tensor)
+        else {
             if let Some(slot) = slot {
                 self.tell(Command::Land(slot));
             }
             return Ok(());
         };
         let (part, row) = (plan.parts[of.index as usize], row_of[of.index as usize]);
+        let round = *round;
         let target = run.push.target + part.offset as u64;
-        let state = &mut run.rows[row as usize];
+        let state = &mut states[row as usize];
         state.missing = state.missing.saturating_sub(1);
         let is_whole = state.missing == 0;
         if let Some(slot) = slot {
@@ -63,7 +86,11 @@ impl Pipeline {
             // finished; the slot goes back only when the stream has passed the copy.
             unsafe { self.up.stream().copy_to_device(target, slot.at, part.bytes) }?;
             let mark = self.up.mark()?;
-            self.rising.push_back((mark, slot));
+            let copy = Copying { mark, of, round, slot };
+            if self.rising.is_empty() {
+                self.trace.copy(Mark::Rising, &copy, &self.tensors);
+            }
+            self.rising.push_back(copy);
         }
         if !is_whole {
             return Ok(());

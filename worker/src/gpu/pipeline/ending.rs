@@ -3,7 +3,8 @@
 
 use super::{Pipeline, Tensor};
 use crate::error::Error;
-use crate::gpu::{GpuError, Stream};
+use crate::gpu::GpuError;
+use crate::gpu::track::Track;
 use crate::nic::Command;
 use crate::nic::staged::Staged;
 use bps_engine::trace::log;
@@ -59,7 +60,7 @@ impl Pipeline {
         let pushes: Vec<_> = state.waiting.drain(..).collect();
         let run = state.run.take();
         if run.is_some() {
-            self.drain(self.host.as_ref().map(|host| &host.stream));
+            self.drain(self.host.as_ref().map(|host| &host.track));
         }
         for push in run.map(|run| run.push).into_iter().chain(pushes) {
             self.end_push(&push, error.clone());
@@ -68,11 +69,11 @@ impl Pipeline {
     }
 
     /// Waits until all streams are idle, for [`DRAIN`] at most; says whether they are.
-    fn drain(&self, host: Option<&Stream>) -> bool {
+    fn drain(&self, host: Option<&Track>) -> bool {
         let begun = Instant::now();
-        let streams = [self.ready.stream(), self.down.stream(), self.up.stream()];
+        let tracks = [&self.ready, &self.down, &self.up];
         let mut idle = true;
-        for stream in streams.into_iter().chain(host) {
+        for stream in tracks.into_iter().chain(host).map(Track::stream) {
             while matches!(stream.is_idle(), Ok(false)) && begun.elapsed() < DRAIN {
                 std::thread::sleep(LOOK);
             }
@@ -86,9 +87,9 @@ impl Pipeline {
     pub(super) fn end(mut self) {
         let failed = self.failed.take().map(|failed| Error::Refused(failed.to_string()));
         let error = self.job_over.get().cloned().or(failed);
-        let mut stream = None;
+        let mut track = None;
         if let Some(host) = self.host.take() {
-            stream = Some(host.stream);
+            track = Some(host.track);
             // Who waits on the GPU for a rank that is gone returns. In good order a rank that is
             // late need not keep this one: nothing is under way.
             let closed = match error {
@@ -99,7 +100,14 @@ impl Pipeline {
                 log::info!("{closing}");
             }
         }
-        let is_idle = self.drain(stream.as_ref());
+        let is_idle = self.drain(track.as_ref());
+        // What the GPU did last is in the timeline too.
+        while let Some(copy) = self.rising.pop_front().filter(|_| is_idle) {
+            self.has_risen(&copy);
+        }
+        let host = track.as_ref().map(Track::passed);
+        let [up, ready] = [&self.up, &self.ready].map(Track::passed);
+        self.trace.look([Some(ready), Some(up), host], &self.tensors, self.now);
         let error = error.unwrap_or_else(|| Error::Closed("this worker has shut down".into()));
         while let Some(message) = self.inbox.pop() {
             if let Staged::Push { push, .. } = message {

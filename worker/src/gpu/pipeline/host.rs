@@ -43,10 +43,11 @@ impl Pipeline {
                     self.submitted = Some((batch, since));
                     return Ok(progress);
                 }
-                self.enqueued(&batch)?;
+                self.enqueued(batch)?;
             } else if let Some(batch) = self.orders.pop_front().or_else(|| self.give_order()) {
+                self.trace.submitted(&batch, &self.tensors);
                 match self.submit(&batch)? {
-                    true => self.enqueued(&batch)?,
+                    true => self.enqueued(batch)?,
                     false => self.submitted = Some((batch, self.now)),
                 }
             } else {
@@ -66,9 +67,9 @@ impl Pipeline {
             // What has risen of the results is gathered.
             Ordered::Gather => {
                 self.risen.record(self.up.stream())?;
-                host.stream.wait(&self.risen)?;
+                host.track.wait(&self.risen)?;
             }
-            _ => rows().try_for_each(|(_, run, _)| host.stream.wait(&run.push.ready))?,
+            _ => rows().try_for_each(|(_, run, _)| host.track.wait(&run.push.ready))?,
         }
         host.comm.submit(|| {
             rows().try_for_each(|(tensor, run, row)| match batch.order {
@@ -79,12 +80,15 @@ impl Pipeline {
     }
 
     /// NCCL has enqueued a batch.
-    fn enqueued(&mut self, batch: &Batch) -> Result<(), GpuError> {
+    fn enqueued(&mut self, mut batch: Batch) -> Result<(), GpuError> {
+        if let Some(host) = &mut self.host {
+            self.trace.enqueued(&batch, &self.tensors, &mut host.track)?;
+        }
         if batch.order == Ordered::Reduce
             && let Some(host) = &self.host
         {
             // The stream down comes to what it copies next only behind these.
-            self.reduced.record(&host.stream)?;
+            self.reduced.record(host.track.stream())?;
             self.down.wait(&self.reduced)?;
         }
         for of in &batch.rows {
@@ -93,13 +97,12 @@ impl Pipeline {
                 self.one_less(of.tensor)?;
                 continue;
             }
-            let own: Vec<u32> = (row.first..row.first + row.count)
-                .filter(|part| tensor.plan.parts[*part as usize].owner.is_none())
-                .collect();
-            for index in own {
+            for index in row.first..row.first + row.count {
                 self.is_reduced(Of { tensor: of.tensor, index });
             }
         }
+        batch.rows.clear();
+        self.spare.push(batch.rows);
         Ok(())
     }
 }
@@ -111,7 +114,7 @@ fn row_of(tensors: &[Option<Tensor>], of: Of) -> Option<(&Tensor, &Run, &Row)> {
 }
 
 fn reduce_row(host: &Host, tensor: &Tensor, run: &Run, row: &Row) -> Result<(), GpuError> {
-    let (comm, stream, dtype) = (&host.comm, &host.stream, tensor.plan.dtype);
+    let (comm, stream, dtype) = (&host.comm, host.track.stream(), tensor.plan.dtype);
     let parts = tensor.parts_of(row);
     let offset = parts[0].offset as u64;
     let (send, recv) = (run.push.source + offset, run.push.target + offset);
@@ -150,7 +153,7 @@ fn reduce_row(host: &Host, tensor: &Tensor, run: &Run, row: &Row) -> Result<(), 
 }
 
 fn gather_row(host: &Host, tensor: &Tensor, run: &Run, row: &Row) -> Result<(), GpuError> {
-    let (comm, stream, dtype) = (&host.comm, &host.stream, tensor.plan.dtype);
+    let (comm, stream, dtype) = (&host.comm, host.track.stream(), tensor.plan.dtype);
     let parts = tensor.parts_of(row);
     if row.whole {
         let recv = run.push.target + parts[0].offset as u64;

@@ -58,11 +58,13 @@ impl Pipeline {
 
     /// The parts of a row that this rank owns have landed. Returns whether that can be.
     fn has_landed(&mut self, of: Of, owner: Rank) -> bool {
-        let Some(Tensor { run: Some(run), plan, rows, .. }) = self.tensor(of.tensor) else {
+        let Some(Tensor { run: Some(run), plan, rows, states, landed, .. }) =
+            self.tensor(of.tensor)
+        else {
             return false;
         };
         let parts = rows[of.index as usize].parts();
-        let (state, landed) = (run.rows[of.index as usize], &mut run.landed[parts.clone()]);
+        let (state, landed) = (states[of.index as usize], &mut landed[parts.clone()]);
         let mut fits = false;
         for (part, landed) in plan.parts[parts].iter().zip(landed.iter_mut()) {
             if part.owner_rank == owner && !*landed {
@@ -108,7 +110,8 @@ impl Pipeline {
         }
         self.coming.push(of);
         if word.left <= 1 {
-            let rows = std::mem::take(&mut self.coming);
+            let next = self.spare.pop().unwrap_or_default();
+            let rows = std::mem::replace(&mut self.coming, next);
             self.orders.push_back(Batch { order, rows });
         }
         Ok(())
@@ -118,8 +121,8 @@ impl Pipeline {
     fn take_order(&mut self, of: Of, order: Ordered) -> bool {
         let Some(state) = self.tensor(of.tensor) else { return false };
         let is_local = state.is_local();
-        let Some(run) = &mut state.run else { return false };
-        let row = &mut run.rows[of.index as usize];
+        let Some(run) = &state.run else { return false };
+        let row = &mut state.states[of.index as usize];
         let is_due = match order {
             Ordered::Gather => row.ordered == Ordered::Reduce && row.missing == 0 && !is_local,
             _ => row.ordered == Ordered::Nothing && run.is_ready,
@@ -166,10 +169,11 @@ impl Pipeline {
             (true, true) => (Ordered::Reduce, &mut self.to_reduce),
             (true, false) => return None,
         };
-        let rows: Vec<Of> = (0..most).map_while(|_| turns.pop()).collect();
-        if rows.is_empty() {
+        if turns.is_empty() {
             return None;
         }
+        let mut rows = self.spare.pop().unwrap_or_default();
+        rows.extend((0..most).map_while(|_| turns.pop()));
         let kind = if order == Ordered::Reduce { Kind::GpuReduce } else { Kind::GpuGather };
         for (at, of) in rows.iter().enumerate() {
             let is_due = self.take_order(*of, order);
@@ -198,7 +202,7 @@ impl Pipeline {
             for state in self.tensors.iter().flatten() {
                 let Some(run) = &state.run else { continue };
                 let last = if state.is_local() { Ordered::Reduce } else { Ordered::Gather };
-                if run.rows.iter().any(|row| row.ordered < last) {
+                if state.states.iter().any(|row| row.ordered < last) {
                     let (key, round) = (state.rows[0].key, state.round);
                     keys.extend(self.stalled(key, round, run.since, vec![leader]));
                 }
