@@ -64,6 +64,14 @@ impl Endpoint {
         })
     }
 
+    /// See [`Transport::grants`].
+    #[must_use]
+    pub fn grants(&self, lane: LaneId, at: *mut u8, length: usize) -> bool {
+        let owner = self.owners.get(lane.0 as usize).copied().flatten();
+        let transport = owner.and_then(|owner| self.transports.get(usize::from(owner)));
+        transport.is_some_and(|transport| transport.grants(lane, at, length))
+    }
+
     /// See [`Driver::post`].
     ///
     /// # Errors

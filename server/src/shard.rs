@@ -18,7 +18,7 @@ use bps_engine::ring::Mpsc;
 use bps_engine::trace::counters::Counters;
 use bps_engine::trace::log;
 use bps_engine::trace::timeline::{Mark, Recorder};
-use bps_engine::transport::{Cause, Event, Frame, Landing, LaneId, Link, Waker};
+use bps_engine::transport::{Answer, Cause, Event, Frame, Grant, Landing, LaneId, Link, Waker};
 use bps_engine::wire::header::FLAG_PAYLOAD_CHECKSUM;
 use bps_engine::wire::{Header, Kind, RawHeader};
 use std::collections::VecDeque;
@@ -46,6 +46,8 @@ struct Session {
     outbox: VecDeque<usize>,
     /// Entries whose publication is posted and not sent yet, in order.
     sending: VecDeque<usize>,
+    /// By entry: where the rank lets the publication of the open round be written to.
+    grants: Vec<Option<Grant>>,
     goodbye: bool,
 }
 
@@ -148,10 +150,11 @@ impl Shard {
         let mut progress = !events.is_empty();
         for event in events.drain(..) {
             match event {
-                Event::Header { lane, header } => self.on_header(lane, &header, now),
+                Event::Header { lane, header, grant } => self.on_header(lane, &header, grant, now),
                 Event::Landed { lane } => self.on_landed(lane),
                 Event::Piece { lane, data, length } => self.on_piece(lane, data, length),
                 Event::Sent { lane, token } => self.on_sent(lane, token),
+                Event::Answered { .. } => unreachable!("a server grants no memory"),
                 Event::Closed { lane, cause } => self.on_closed(lane, cause),
             }
         }
@@ -211,6 +214,7 @@ impl Shard {
             receiving: Receiving::Header,
             outbox: VecDeque::with_capacity(room),
             sending: VecDeque::with_capacity(room),
+            grants: vec![None; room],
             goodbye: false,
         };
         if self.sessions.len() <= lane.0 as usize {
@@ -244,6 +248,7 @@ impl Shard {
         for session in self.sessions.iter_mut().flatten() {
             session.outbox.reserve(room - session.outbox.len().min(room));
             session.sending.reserve(room - session.sending.len().min(room));
+            session.grants.resize(room, None);
         }
         Ok(())
     }
@@ -286,13 +291,13 @@ impl Shard {
         }
     }
 
-    fn on_header(&mut self, lane: LaneId, raw: &RawHeader, now: Duration) {
+    fn on_header(&mut self, lane: LaneId, raw: &RawHeader, grant: Option<Grant>, now: Duration) {
         let Some(session) = &mut self.sessions[lane.0 as usize] else { return };
         if matches!(session.receiving, Receiving::Closing) {
             return;
         }
         self.counters.frames_in.add(1);
-        match self.check(lane, raw) {
+        match self.check(lane, raw, grant) {
             Ok((header, _)) if header.kind == Kind::Goodbye => {
                 if let Some(session) = &mut self.sessions[lane.0 as usize] {
                     session.goodbye = true;
@@ -305,6 +310,9 @@ impl Shard {
             }
             Ok((header, index)) => {
                 self.trace.frame(Mark::Arrived, &header);
+                if let Some(session) = &mut self.sessions[lane.0 as usize] {
+                    session.grants[index] = grant;
+                }
                 let entry = &mut self.entries[index];
                 entry.arrive(header.rank);
                 entry.opened_at.get_or_insert(now);
@@ -328,7 +336,12 @@ impl Shard {
     }
 
     /// Every field of a header against the registry, before a byte of payload is accepted.
-    fn check(&self, lane: LaneId, raw: &RawHeader) -> Result<(Header, usize), Refusal> {
+    fn check(
+        &self,
+        lane: LaneId,
+        raw: &RawHeader,
+        grant: Option<Grant>,
+    ) -> Result<(Header, usize), Refusal> {
         let header = Header::decode(raw)?;
         let Some(session) = &self.sessions[lane.0 as usize] else {
             return Err(Refusal::Kind(header.kind));
@@ -352,7 +365,8 @@ impl Shard {
         let shaped = header.dtype == entry.dtype
             && header.offset == 0
             && Some(header.length as usize) == entry.contribution_bytes(header.rank)
-            && header.contributors == self.groups.size_with(header.rank);
+            && header.contributors == self.groups.size_with(header.rank)
+            && grant.is_none_or(|grant| grant.length() == entry.publication_bytes(header.rank));
         if !shaped {
             return Err(Refusal::Shape { key });
         }
@@ -495,7 +509,9 @@ impl Shard {
                 header.payload_checksum = checksum;
             }
             let payload = entry.accumulator().cast_const();
-            let frame = Frame { header: header.encode(), payload, length, token: index as u64 };
+            let answer = session.grants[index].map_or(Answer::No, Answer::To);
+            let token = index as u64;
+            let frame = Frame { header: header.encode(), payload, length, token, answer };
             let at = self.trace.now();
             if self.endpoint.post(lane, &frame).is_err() {
                 self.counters.full.add(1);
@@ -505,6 +521,7 @@ impl Shard {
             self.counters.frames_out.add(1);
             self.counters.bytes_out.add(length as u64);
             session.outbox.pop_front();
+            session.grants[index] = None;
             session.sending.push_back(index);
         }
     }
@@ -535,8 +552,7 @@ impl Shard {
         let rank = session.rank;
         let header =
             Header::new(Kind::Refused, bps_engine::base::DType::U8, session.rank, session.epoch);
-        let frame =
-            Frame { header: header.encode(), payload: std::ptr::null(), length: 0, token: REFUSED };
+        let frame = Frame::new(header.encode(), std::ptr::null(), 0, REFUSED);
         if self.endpoint.post(lane, &frame).is_err() {
             self.endpoint.close(lane);
         }
@@ -558,21 +574,6 @@ impl Shard {
         }
         let expected = session.goodbye || session.epoch != self.epoch;
         self.report(Report::Closed { rank: session.rank, cause, expected });
-    }
-
-    fn report(&mut self, report: Report) {
-        self.backlog.push_back(report);
-    }
-
-    /// The ring to the control thread may be full: nothing is lost, and nothing waits for it.
-    fn send_backlog(&mut self) {
-        while let Some(report) = self.backlog.pop_front() {
-            if let Err((_, report)) = self.reports.push((self.core, report)) {
-                self.backlog.push_front(report);
-                break;
-            }
-            self.report_waker.wake();
-        }
     }
 }
 

@@ -362,6 +362,7 @@ fn run_nic(
     if let Some(error) = nic.over() {
         let _ = over.set(error.clone());
     }
+    nic.forget_memory();
     ended.store(true, Ordering::SeqCst);
     let closed = Error::Closed("this worker has shut down".into());
     let error = over.get().unwrap_or(&closed);

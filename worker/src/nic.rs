@@ -5,6 +5,7 @@
 
 mod arriving;
 mod ending;
+mod granted;
 mod group;
 mod messages;
 mod sending;
@@ -46,6 +47,8 @@ enum Stage {
     Pushed,
     /// Its contribution was sent: a publication may come.
     Asked,
+    /// As `Asked`, and the publication will be written to the slot that was granted for it.
+    Granted,
 }
 
 enum Receiving {
@@ -310,9 +313,10 @@ impl Nic {
         progress |= !events.is_empty();
         for event in events.drain(..) {
             match event {
-                Event::Header { lane, header } => self.on_header(lane, &header),
+                Event::Header { lane, header, .. } => self.on_header(lane, &header),
                 Event::Landed { lane } => self.on_landed(lane),
                 Event::Piece { lane, data, length } => self.on_piece(lane, data, length),
+                Event::Answered { lane, token } => self.on_answered(lane, token),
                 Event::Sent { lane, token } => self.on_sent(lane, token),
                 Event::Closed { lane, cause } => self.on_closed(lane, cause),
             }

@@ -21,6 +21,13 @@
 //! posted frame is answered by exactly one `Sent`, in order, unless the lane closes first. Frames
 //! of a lane arrive whole and in the order of their posting.
 //!
+//! # Answers that go straight to where they belong
+//! A frame may say where its answer may land ([`Answer::Wanted`]), if [`Transport::grants`] says
+//! yes to that memory: a transport whose peer can write there by itself then tells the peer, which
+//! finds a [`Grant`] in the header's event, and posts its answer with it ([`Answer::To`]). Of such
+//! an answer the asker sees [`Event::Answered`] and nothing else: no header, no `land`. Until then,
+//! or `Closed`, the memory is the transport's.
+//!
 //! # How a lane ends
 //! [`Event::Closed`] is the last event of a lane, once, after which the transport and the kernel
 //! hold none of the caller's memory, and the id may be attached again. Frames that had not been
@@ -51,6 +58,44 @@ pub struct LaneId(pub u32);
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Full;
 
+/// Memory of the peer that it lets the answer to one frame be written to.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Grant {
+    /// Its place among those of the lane that are open.
+    number: u8,
+    /// By which the peer's device knows the memory.
+    key: u32,
+    address: u64,
+    length: u32,
+}
+
+impl Grant {
+    /// Bytes that the answer must have.
+    #[must_use]
+    pub fn length(&self) -> usize {
+        self.length as usize
+    }
+}
+
+/// What a frame has to do with memory that one end grants to the other.
+#[derive(Clone, Copy, Debug)]
+pub enum Answer {
+    /// Nothing.
+    No,
+    /// The answer to this frame, of so many bytes, may be written straight to this memory, for
+    /// which [`Transport::grants`] has just said yes. [`Event::Answered`] brings the token.
+    Wanted {
+        /// First byte.
+        at: *mut u8,
+        /// Bytes.
+        length: usize,
+        /// Returned by [`Event::Answered`].
+        token: u64,
+    },
+    /// The frame is the answer to that which came with this grant, and of its length.
+    To(Grant),
+}
+
 /// A frame to send.
 #[derive(Clone, Copy, Debug)]
 pub struct Frame {
@@ -62,6 +107,16 @@ pub struct Frame {
     pub length: usize,
     /// Returned by [`Event::Sent`].
     pub token: u64,
+    /// Whether its answer may be written straight to memory, or it is such an answer.
+    pub answer: Answer,
+}
+
+impl Frame {
+    /// A frame whose answer, if there is one, comes as any other.
+    #[must_use]
+    pub fn new(header: RawHeader, payload: *const u8, length: usize, token: u64) -> Frame {
+        Frame { header, payload, length, token, answer: Answer::No }
+    }
 }
 
 /// Where a payload goes.
@@ -85,6 +140,15 @@ pub enum Event {
         lane: LaneId,
         /// Its bytes, not yet looked at.
         header: RawHeader,
+        /// Where the answer may be written to, if the peer grants that.
+        grant: Option<Grant>,
+    },
+    /// The answer to a posted frame is whole, where the frame said.
+    Answered {
+        /// The lane.
+        lane: LaneId,
+        /// That of [`Answer::Wanted`].
+        token: u64,
     },
     /// The payload of a [`Landing::Into`] is whole.
     Landed {
@@ -237,6 +301,18 @@ macro_rules! dispatch {
             Transport::Sim($driver) => $call,
         }
     };
+}
+
+impl Transport {
+    /// Whether a frame that is posted on this lane next may ask for its answer straight into this
+    /// memory. Where a peer can't write by itself, no.
+    #[must_use]
+    pub fn grants(&self, lane: LaneId, at: *mut u8, length: usize) -> bool {
+        match self {
+            Transport::Rdma(driver) => driver.grants(lane, at, length),
+            Transport::Tcp(_) | Transport::Shm(_) | Transport::Sim(_) => false,
+        }
+    }
 }
 
 impl Driver for Transport {

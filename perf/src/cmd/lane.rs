@@ -278,7 +278,7 @@ impl End {
 
     fn post(&mut self) -> bool {
         let (payload, length) = (self.buffer.as_ptr(), self.buffer.len());
-        let frame = Frame { header: [7; HEADER_BYTES], payload, length, token: 0 };
+        let frame = Frame::new([7; HEADER_BYTES], payload, length, 0);
         let taken = self.transport.post(LANE, &frame).is_ok();
         self.posted += usize::from(taken);
         taken
@@ -314,6 +314,7 @@ impl End {
                     self.transport.consume(LANE);
                 }
                 Event::Sent { .. } => self.sent += 1,
+                Event::Answered { .. } => unreachable!("nothing was granted"),
                 Event::Closed { cause, .. } => self.closed = Some(cause),
             }
         }

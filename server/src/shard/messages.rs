@@ -1,5 +1,6 @@
 //! What a shard and its control thread tell each other, and why a shard refuses a frame.
 
+use super::Shard;
 use crate::entry::Groups;
 use bps_engine::base::{Epoch, Key, Rank, Round};
 use bps_engine::proto::messages::{KeySpec, StalledKey};
@@ -130,4 +131,21 @@ pub enum Refusal {
         /// The part.
         key: Key,
     },
+}
+
+impl Shard {
+    pub(super) fn report(&mut self, report: Report) {
+        self.backlog.push_back(report);
+    }
+
+    /// The ring to the control thread may be full: nothing is lost, and nothing waits for it.
+    pub(super) fn send_backlog(&mut self) {
+        while let Some(report) = self.backlog.pop_front() {
+            if let Err((_, report)) = self.reports.push((self.core, report)) {
+                self.backlog.push_front(report);
+                break;
+            }
+            self.report_waker.wake();
+        }
+    }
 }

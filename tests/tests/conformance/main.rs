@@ -3,6 +3,7 @@
 //! Each test is one part of the contract and runs over all kinds in turn; a kind that cannot run
 //! here says why.
 
+mod answers;
 mod closing;
 mod makers;
 mod processes;

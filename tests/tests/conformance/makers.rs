@@ -194,6 +194,10 @@ impl World {
     pub fn pair(&self, lanes: u32) -> (Node, Node) {
         let mut left = Node::new(self, self.seat());
         let mut right = Node::new(self, self.seat());
+        for lane in 0..lanes {
+            self.connect(&mut left, &mut right, LaneId(lane));
+        }
+        // A driver without lanes registers nothing.
         match (&self.arena, &mut right.driver) {
             (Some((arena, _)), Transport::Shm(driver)) => {
                 driver.share(arena.base(), arena.reserved_bytes());
@@ -204,9 +208,6 @@ impl World {
                 unsafe { driver.register(base, ARENA_BYTES) }.unwrap();
             }
             _ => {}
-        }
-        for lane in 0..lanes {
-            self.connect(&mut left, &mut right, LaneId(lane));
         }
         (left, right)
     }

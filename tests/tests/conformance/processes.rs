@@ -52,7 +52,7 @@ fn a_killed_process_ends_its_lanes() {
     let mut memory = vec![0u8; LENGTH];
     let post = |node: &mut Node| {
         let header = header(0, LENGTH);
-        let frame = Frame { header, payload: payload.as_ptr(), length: LENGTH, token: 0 };
+        let frame = Frame::new(header, payload.as_ptr(), LENGTH, 0);
         node.driver.post(LANE, &frame).unwrap();
     };
     for _ in 0..20 {

@@ -86,7 +86,7 @@ pub fn echo(node: &mut Node, length: usize) {
                 }
                 Event::Landed { lane } => {
                     let header = header(0, length);
-                    let frame = Frame { header, payload: memory.as_ptr(), length, token: 0 };
+                    let frame = Frame::new(header, memory.as_ptr(), length, 0);
                     node.driver.post(lane, &frame).unwrap();
                 }
                 Event::Closed { .. } => return,
@@ -115,7 +115,7 @@ fn traffic_wakes_both_ends() {
                 for round in 0..rounds {
                     memory.fill(0);
                     let header = header(u64::from(round), length);
-                    let frame = Frame { header, payload: payload.as_ptr(), length, token: 0 };
+                    let frame = Frame::new(header, payload.as_ptr(), length, 0);
                     left.driver.post(LANE, &frame).unwrap();
                     round_trip(&mut left, &mut memory);
                     assert!(memory == payload, "round {round}");

@@ -248,8 +248,7 @@ impl Party {
             }
             let buffer = self.buffer(sequence, length);
             let token = sequence * 3 + 7;
-            let frame =
-                Frame { header: header(sequence, length), payload: buffer.at, length, token };
+            let frame = Frame::new(header(sequence, length), buffer.at, length, token);
             match self.node.driver.post(lane, &frame) {
                 Ok(()) => {
                     let port = &mut self.ports[index];
@@ -284,6 +283,7 @@ impl Party {
         | Event::Landed { lane }
         | Event::Piece { lane, .. }
         | Event::Sent { lane, .. }
+        | Event::Answered { lane, .. }
         | Event::Closed { lane, .. }) = event;
         let index = lane.0 as usize;
         let port = &mut self.ports[index];
@@ -329,6 +329,7 @@ impl Party {
                 // SAFETY: the buffer is this party's own again and still allocated.
                 unsafe { std::ptr::write_bytes(buffer.at, OVERWRITTEN, buffer.length) };
             }
+            Event::Answered { .. } => panic!("nothing was granted"),
             Event::Closed { cause, .. } => {
                 port.closed = Some(cause);
                 port.patience = 0;

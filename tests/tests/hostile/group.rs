@@ -10,12 +10,13 @@ use bps_engine::transport::{Event, Frame, Landing, LaneId, Link, Transport, Wake
 use bps_engine::wire::header::FLAG_PAYLOAD_CHECKSUM;
 use bps_engine::wire::{Header, Kind, RawHeader};
 use bps_worker::agent::{Agent, Effect, Lanes};
-use bps_worker::nic::staged::{Staged, ToPipeline};
+use bps_worker::nic::staged::{SlotMemory, Staged, ToPipeline};
 use bps_worker::nic::{
     Command, Memory, Nic, NicConfig, NicStatistics, Peer, Plan, PlanPart, Report,
 };
 use bps_worker::task::Task;
 use bps_worker::{Error, Handle};
+use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -146,7 +147,7 @@ impl Pair {
     /// The bad rank posts a frame; whether there was room for it.
     fn send_raw(&mut self, header: RawHeader, length: usize) -> bool {
         let payload = vec![1u8; length];
-        let frame = Frame { header, payload: payload.as_ptr(), length, token: 0 };
+        let frame = Frame::new(header, payload.as_ptr(), length, 0);
         self.memory.push(payload);
         self.bad.as_mut().is_some_and(|bad| bad.post(LANE, &frame).is_ok())
     }
@@ -172,7 +173,7 @@ impl Pair {
                 }
                 Event::Piece { .. } => bad.consume(LANE),
                 Event::Closed { .. } => self.bad = None,
-                Event::Landed { .. } | Event::Sent { .. } => {}
+                Event::Landed { .. } | Event::Answered { .. } | Event::Sent { .. } => {}
             }
         }
         let mut effects = Vec::new();
@@ -344,6 +345,13 @@ fn gpu_word(kind: Kind, key: Key, round: u64) -> Header {
     Header { key, round: Round(round), contributors: 1, ..header }
 }
 
+/// A pipeline without slots.
+fn pipeline(staged: Mpsc<Staged>, waker: Waker) -> ToPipeline {
+    let nowhere = (NonNull::dangling(), 0);
+    let slots = SlotMemory { to_send: nowhere, to_land: nowhere };
+    ToPipeline { staged, waker, under_way: Arc::default(), slots }
+}
+
 #[test]
 fn words_about_gpus_are_for_a_rank_that_uses_one() {
     for kind in GPU_WORDS {
@@ -353,7 +361,7 @@ fn words_about_gpus_are_for_a_rank_that_uses_one() {
     // A rank that uses one hands them to its pipeline, in order, however slow that is.
     let mut pair = Pair::new(1);
     let (staged, waker) = (Mpsc::new(4), Waker::new().expect("an eventfd"));
-    let to = ToPipeline { staged: staged.clone(), waker, under_way: Arc::default() };
+    let to = pipeline(staged.clone(), waker);
     assert!(pair.commands.push(Command::OpenPipeline(to)).is_ok(), "a short queue");
     pair.settle();
     for round in 0..12 {
@@ -378,7 +386,7 @@ fn words_about_gpus_are_for_a_rank_that_uses_one() {
     // But what has a payload is none.
     let mut pair = Pair::new(2);
     let (staged, waker) = (Mpsc::new(4), Waker::new().expect("an eventfd"));
-    let to = ToPipeline { staged, waker, under_way: Arc::default() };
+    let to = pipeline(staged, waker);
     assert!(pair.commands.push(Command::OpenPipeline(to)).is_ok(), "a short queue");
     pair.send(Header { length: 8, ..gpu_word(Kind::GpuReduce, ON_GPUS[0], 1) });
     pair.settle();

@@ -12,7 +12,7 @@ use crate::context::Worker;
 use crate::error::Error;
 use crate::job::Job;
 use crate::nic::Command;
-use crate::nic::staged::{Slot, ToPipeline};
+use crate::nic::staged::{Slot, SlotMemory, ToPipeline};
 use crate::places::{Poller, spot};
 use crate::types::PushPull;
 use bps_engine::base::{DType, Operation, Rank};
@@ -23,6 +23,7 @@ use bps_engine::proto::messages::Declaration;
 use bps_engine::ring::Mpsc;
 use bps_engine::trace::log;
 use bps_engine::transport::Waker;
+use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -193,6 +194,11 @@ fn begin(
     let waker = Waker::new().map_err(|error| system("eventfd", error))?;
     let under_way = Arc::new(AtomicUsize::new(0));
     let to_land: Vec<Slot> = (slots..2 * slots).map(slot).collect();
+    let pool = |first: usize| {
+        let at = NonNull::new(slot(first).at).expect("claimed memory is not at address 0");
+        (at, slots * slot_bytes)
+    };
+    let slot_memory = SlotMemory { to_send: pool(0), to_land: pool(slots) };
     let parts = Parts {
         tracks,
         host,
@@ -222,7 +228,8 @@ fn begin(
     };
     let thread = harness::spawn("bps-gpu", cpu, body);
     job.keep(thread.map_err(|error| system("thread", error))?);
-    job.command(Command::OpenPipeline(ToPipeline { staged: inbox, waker, under_way }));
+    let slots = slot_memory;
+    job.command(Command::OpenPipeline(ToPipeline { staged: inbox, waker, under_way, slots }));
     for slot in to_land {
         job.command(Command::Land(slot));
     }

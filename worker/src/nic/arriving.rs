@@ -208,7 +208,7 @@ impl Nic {
     }
 
     /// What begins and ends with a publication on this lane.
-    fn marks(&self, lane: LaneId) -> (Mark, Mark) {
+    pub(super) fn marks(&self, lane: LaneId) -> (Mark, Mark) {
         match self.lanes[lane.0 as usize].peer {
             Peer::Server(_) => (Mark::Landing, Mark::Landed),
             Peer::Rank(_) => (Mark::Copying, Mark::Copied),

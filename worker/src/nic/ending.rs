@@ -40,6 +40,7 @@ impl Nic {
         }
         self.forget_in_group(run);
         self.drop_held(run);
+        self.forget_grants(run);
         let is_landing = |lane: &&Lane| match &lane.receiving {
             Receiving::Landing { part, .. } => part.run == run,
             _ => false,

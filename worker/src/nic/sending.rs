@@ -77,7 +77,9 @@ impl Nic {
                 header.flags |= FLAG_PAYLOAD_CHECKSUM;
                 header.payload_checksum = crc32c::crc32c(bytes);
             }
-            let frame = Frame { header: header.encode(), payload, length, token: token(of) };
+            let slot = self.slot_to_grant(lane, of);
+            let (header_bytes, answer) = (header.encode(), self.answer_into(of, slot));
+            let frame = Frame { answer, ..Frame::new(header_bytes, payload, length, token(of)) };
             let at = self.trace.now();
             if !self.lanes[lane.0 as usize].open || self.endpoint.post(lane, &frame).is_err() {
                 return;
@@ -87,6 +89,9 @@ impl Nic {
             self.queue.take();
             self.lanes[lane.0 as usize].posted += 1;
             self.set_stage(of, Stage::Asked);
+            if let Some(slot) = slot {
+                self.grant_slot(of, slot);
+            }
             let run = &mut self.runs[of.run as usize];
             run.open += 1;
             run.posted += 1;
@@ -170,7 +175,7 @@ impl Nic {
                 header.payload_checksum = checksum;
             }
             let token = if length > 0 { token(word.of) } else { QUIET };
-            let frame = Frame { header: header.encode(), payload, length, token };
+            let frame = Frame::new(header.encode(), payload, length, token);
             if self.endpoint.post(lane, &frame).is_err() {
                 return;
             }
@@ -191,8 +196,7 @@ impl Nic {
     pub(super) fn say_goodbye(&mut self, lane: LaneId) -> Result<(), Full> {
         let mut header = self.header(Kind::Goodbye, DType::U8);
         header.key = Key(0);
-        let (payload, length) = (std::ptr::null(), 0);
-        let frame = Frame { header: header.encode(), payload, length, token: QUIET };
+        let frame = Frame::new(header.encode(), std::ptr::null(), 0, QUIET);
         self.endpoint.post(lane, &frame)
     }
 

@@ -6,6 +6,7 @@
 //! send from is free once the transport is done with it, one to land in once the GPU has copied it.
 //! So ranks may push in any order, however few slots there are.
 
+use super::granted::Granted;
 use super::{LaneId, Nic, Receiving, RunPart, Stage};
 use crate::error::Error;
 use crate::gpu::Push;
@@ -17,6 +18,7 @@ use bps_engine::trace::timeline::Recorder;
 use bps_engine::transport::{Frame, Full, Landing, Waker};
 use bps_engine::wire::{Header, Kind};
 use std::collections::VecDeque;
+use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -32,6 +34,17 @@ pub struct Slot {
 // SAFETY: who holds the value may use the memory, and it is handed from one thread to the other
 // through queues; the pipeline keeps it mapped until the loop has ended.
 unsafe impl Send for Slot {}
+
+/// Where the slots are: the first byte and the bytes of each pool.
+pub struct SlotMemory {
+    /// To send from.
+    pub to_send: (NonNull<u8>, usize),
+    /// To land in.
+    pub to_land: (NonNull<u8>, usize),
+}
+
+// SAFETY: an address alone; what holds for slots holds for all of them.
+unsafe impl Send for SlotMemory {}
 
 /// What ranks of a host say to each other about tensors on GPUs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -107,6 +120,8 @@ pub struct ToPipeline {
     pub waker: Waker,
     /// Pushes that it has been told of and that are not over.
     pub under_way: Arc<AtomicUsize>,
+    /// Where its slots are, for devices that reach them by themselves.
+    pub slots: SlotMemory,
 }
 
 /// The loop's side of the pipeline.
@@ -116,7 +131,9 @@ pub(super) struct Pipeline {
     /// What did not fit into the queue.
     behind: VecDeque<Staged>,
     /// To land in.
-    free: Vec<Slot>,
+    pub(super) free: Vec<Slot>,
+    /// Those that a server's device may write to.
+    pub(super) granted: Granted,
     /// Lanes whose next result waits for a slot, in the order in which they came.
     held: VecDeque<LaneId>,
     /// Somebody may have to be woken.
@@ -277,7 +294,7 @@ impl Nic {
         header.round = Round(word.round);
         header.contributors = word.left;
         let token = super::sending::QUIET;
-        let frame = Frame { header: header.encode(), payload: std::ptr::null(), length: 0, token };
+        let frame = Frame::new(header.encode(), std::ptr::null(), 0, token);
         self.endpoint.post(lane, &frame)?;
         self.statistics.posted(0);
         Ok(())
@@ -297,6 +314,7 @@ impl Nic {
 
     /// The pipeline of this process's GPU is there.
     pub(super) fn open_pipeline(&mut self, to: ToPipeline) {
+        self.register_slots(&to.slots);
         self.pipeline.to = Some(to);
         let recorder = std::mem::take(&mut self.pipeline.recorder);
         if recorder.is_on() {

@@ -45,8 +45,28 @@ pub struct Counters {
     pub receive_completions: AtomicU64,
     /// Calls of `ibv_poll_cq`.
     pub polls: AtomicU64,
+    /// Of the sends, answers that were written straight to where the peer granted.
+    pub answers: AtomicU64,
     /// Bytes of payload that were copied into registered memory to be sent.
     pub staged_bytes: AtomicU64,
+    /// Bytes of payload that were copied out of the area that the peer writes to; those that
+    /// passed in pieces are not among them.
+    pub copied_bytes: AtomicU64,
+}
+
+impl std::fmt::Display for Counters {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        write!(
+            f,
+            "rdma: {} operations of this end, of which {} wrote answers straight to where they \
+             belong; {} bytes copied to be sent, {} bytes copied out of what peers wrote",
+            of(&self.sends),
+            of(&self.answers),
+            of(&self.staged_bytes),
+            of(&self.copied_bytes)
+        )
+    }
 }
 
 impl Counters {
@@ -66,6 +86,8 @@ pub(super) struct Rail {
     cq: NonNull<ffi::Cq>,
     pub(super) mtu: u8,
     pub(super) lid: u16,
+    /// Most bytes of one operation.
+    pub(super) message_bytes: usize,
 }
 
 // SAFETY: every call of libibverbs may be made from any thread; the handles are not changed.
@@ -105,8 +127,10 @@ impl Rail {
                 (verbs.destroy_comp_channel)(channel.as_ptr());
                 unmake(error)
             })?;
+            let port_of = port.clone();
+            let (mtu, lid, message_bytes) = (0, 0, 0);
             let mut rail =
-                Rail { verbs, port: port.clone(), context, pd, channel, cq, mtu: 0, lid: 0 };
+                Rail { verbs, port: port_of, context, pd, channel, cq, mtu, lid, message_bytes };
             for fd in [rail.channel(), rail.news()] {
                 rustix::io::ioctl_fionbio(fd, true)
                     .map_err(|errno| rail.error("ioctl", errno.into()))?;
@@ -116,6 +140,7 @@ impl Rail {
             rail.check("ibv_query_port", status)?;
             rail.mtu = u8::try_from(attributes.active_mtu).unwrap_or(1).clamp(1, 5);
             rail.lid = attributes.lid;
+            rail.message_bytes = attributes.max_msg_sz as usize;
             Ok(rail)
         }
     }

@@ -8,13 +8,14 @@
 //! Why it never stalls: of [`EXTENTS`] extents at most a quarter are released and not yet told, and
 //! at most a quarter are unsignalled; of the area's bytes at most a quarter and an eighth. Why no
 //! message finds the peer without a place to receive: besides [`EXTENTS`] extents there are at most
-//! as many credits, since each tells of an extent that its reader still counts; one farewell; and
-//! [`BATCH`] places that wait to be posted together.
+//! as many credits, since each tells of an extent that its reader still counts; an answer for each
+//! of [`GRANTS`] places; one farewell; and [`BATCH`] places that wait to be posted together.
 
+use super::grants::GRANTS;
 use super::setup::Layout;
 use crate::limits::{ALIGNMENT, HEADER_BYTES, PART_BYTES_MAX};
-use crate::transport::Cause;
 use crate::transport::area::Area;
+use crate::transport::{Cause, Grant};
 use crate::wire::RawHeader;
 use std::collections::VecDeque;
 
@@ -26,7 +27,7 @@ pub(super) const BATCH: usize = 16;
 /// Sends that may be posted and not known to be complete: extents, credits, a farewell.
 pub(super) const SENDS: usize = 2 * EXTENTS + 1;
 /// Places to receive.
-pub(super) const RECEIVES: usize = 2 * EXTENTS + 1 + BATCH;
+pub(super) const RECEIVES: usize = 2 * EXTENTS + GRANTS + 1 + BATCH;
 /// Bytes in front of every extent's payload.
 pub(super) const PREFIX_BYTES: usize = 128;
 /// What a peer that breaks the rules of a lane is closed with.
@@ -35,10 +36,30 @@ pub(super) const BROKEN: Cause = Cause::Os(libc::EPROTO);
 const SIGNAL_EVERY: u64 = BATCH as u64;
 const COUNT_BITS: u32 = 30;
 const COUNT_MASK: u32 = (1 << COUNT_BITS) - 1;
+/// Of the bits that go with an answer, those that count what was released.
+const ANSWER_BITS: u32 = 22;
+const ANSWER_MASK: u32 = (1 << ANSWER_BITS) - 1;
 const FLAG_FIRST: u32 = 1;
+const FLAG_GRANTS: u32 = 2;
+const FLAG_ANSWERS: u32 = 4;
+/// Numbers of four bytes behind the header.
+const WORDS: usize = 9;
 
-const _: () = assert!(PREFIX_BYTES.is_multiple_of(ALIGNMENT) && HEADER_BYTES + 16 <= PREFIX_BYTES);
+const _: () = assert!(PREFIX_BYTES.is_multiple_of(ALIGNMENT));
+const _: () = assert!(HEADER_BYTES + 4 * WORDS <= PREFIX_BYTES);
+const _: () = assert!(GRANTS <= 1 << (COUNT_BITS - ANSWER_BITS) && EXTENTS < 1 << ANSWER_BITS);
 const _: () = assert!(BATCH <= EXTENTS / 4);
+
+/// What the first extent of a frame says of memory that one end grants to the other.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Said {
+    Nothing,
+    /// The answer to this frame may be written there.
+    Grants(Grant),
+    /// This frame is the answer for which the peer granted this place; it could not be written
+    /// there.
+    Answers(u8),
+}
 
 /// What stands in front of an extent's payload.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -49,6 +70,8 @@ pub(super) struct Prefix {
     pub(super) length: usize,
     /// Extents of the other direction released so far, modulo 2^30.
     pub(super) released: u32,
+    /// Nothing, unless a frame begins here.
+    pub(super) said: Said,
 }
 
 impl Prefix {
@@ -59,7 +82,21 @@ impl Prefix {
             bytes[..HEADER_BYTES].copy_from_slice(header);
             (flags, total) = (FLAG_FIRST, *all);
         }
-        let words = [flags, low(self.length), low(total), self.released];
+        let mut words = [0; WORDS];
+        (words[1], words[2], words[3]) = (low(self.length), low(total), self.released);
+        match self.said {
+            Said::Nothing => {}
+            Said::Grants(Grant { number, key, address, length }) => {
+                flags |= FLAG_GRANTS;
+                (words[4], words[5], words[6]) = (number.into(), key, length);
+                (words[7], words[8]) = (low_word(address), low_word(address >> 32));
+            }
+            Said::Answers(number) => {
+                flags |= FLAG_ANSWERS;
+                words[4] = number.into();
+            }
+        }
+        words[0] = flags;
         for (index, word) in words.iter().enumerate() {
             let at = HEADER_BYTES + 4 * index;
             bytes[at..at + 4].copy_from_slice(&word.to_le_bytes());
@@ -67,7 +104,7 @@ impl Prefix {
         bytes
     }
 
-    pub(super) fn decode(bytes: &[u8; PREFIX_BYTES]) -> Prefix {
+    pub(super) fn decode(bytes: &[u8; PREFIX_BYTES]) -> Result<Prefix, Cause> {
         let word = |index: usize| {
             let at = HEADER_BYTES + 4 * index;
             u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
@@ -77,7 +114,31 @@ impl Prefix {
             header.copy_from_slice(&bytes[..HEADER_BYTES]);
             (header, word(2) as usize)
         });
-        Prefix { first, length: word(1) as usize, released: word(3) & COUNT_MASK }
+        let number = u8::try_from(word(4)).unwrap_or(u8::MAX);
+        let said = match word(0) & !FLAG_FIRST {
+            0 => Said::Nothing,
+            FLAG_GRANTS => Said::Grants(Grant {
+                number,
+                key: word(5),
+                address: u64::from(word(7)) | u64::from(word(8)) << 32,
+                length: word(6),
+            }),
+            FLAG_ANSWERS => Said::Answers(number),
+            _ => return Err(BROKEN),
+        };
+        // Whether the memory is what the peer says only its own device can tell.
+        let is_sound = match said {
+            Said::Nothing => true,
+            Said::Answers(_) => first.is_some(),
+            Said::Grants(Grant { number, length, .. }) => {
+                let fits = (1..=PART_BYTES_MAX).contains(&(length as usize));
+                first.is_some() && usize::from(number) < GRANTS && fits
+            }
+        };
+        if !is_sound {
+            return Err(BROKEN);
+        }
+        Ok(Prefix { first, length: word(1) as usize, released: word(3) & COUNT_MASK, said })
     }
 
     /// Whether it may be the next of a payload of which `left` bytes are missing.
@@ -96,6 +157,9 @@ pub(super) enum Notice {
     Extent { offset: usize },
     /// So many extents were released, modulo 2^30.
     Credit { released: u32 },
+    /// The answer was written to the place of this number; and so many extents were released,
+    /// modulo 2^22.
+    Answer { number: u8, released: u32 },
     /// Nothing follows.
     Farewell,
 }
@@ -106,6 +170,9 @@ impl Notice {
             Notice::Extent { offset } => low(offset / ALIGNMENT) & COUNT_MASK,
             Notice::Credit { released } => 1 << COUNT_BITS | released & COUNT_MASK,
             Notice::Farewell => 2 << COUNT_BITS,
+            Notice::Answer { number, released } => {
+                3 << COUNT_BITS | u32::from(number) << ANSWER_BITS | released & ANSWER_MASK
+            }
         }
     }
 
@@ -115,6 +182,10 @@ impl Notice {
             0 => Some(Notice::Extent { offset: value as usize * ALIGNMENT }),
             1 => Some(Notice::Credit { released: value }),
             2 if value == 0 => Some(Notice::Farewell),
+            3 => {
+                let number = u8::try_from(value >> ANSWER_BITS).ok()?;
+                Some(Notice::Answer { number, released: value & ANSWER_MASK })
+            }
             _ => None,
         }
     }
@@ -161,14 +232,14 @@ impl Sending {
         self.layout.slot_bytes
     }
 
-    /// Extents published so far.
-    pub(super) fn published(&self) -> u64 {
-        self.published
+    /// Sends posted so far.
+    pub(super) fn posted(&self) -> u64 {
+        self.posted
     }
 
-    /// Extents whose memory the device needs no more.
-    pub(super) fn completed(&self) -> u64 {
-        self.completed
+    /// Of these, from the first on, those whose memory the device needs no more.
+    pub(super) fn done(&self) -> u64 {
+        self.done
     }
 
     /// Whether all sends that were posted are known to be complete.
@@ -221,7 +292,16 @@ impl Sending {
 
     /// The peer says how many extents it has released.
     pub(super) fn handle_released(&mut self, count: u32) -> Result<(), Cause> {
-        let news = u64::from(count.wrapping_sub(low_count(self.released)) & COUNT_MASK);
+        self.release(count, COUNT_MASK)
+    }
+
+    /// It says so with an answer.
+    pub(super) fn handle_released_low(&mut self, count: u32) -> Result<(), Cause> {
+        self.release(count, ANSWER_MASK)
+    }
+
+    fn release(&mut self, count: u32, mask: u32) -> Result<(), Cause> {
+        let news = u64::from(count.wrapping_sub(low_count(self.released)) & mask);
         if news > self.published - self.released {
             return Err(BROKEN);
         }
@@ -238,13 +318,17 @@ impl Sending {
     }
 }
 
-/// An extent that has arrived.
+/// What has arrived.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Arrived {
-    /// What stands in front of it, copied when it arrived.
-    pub(super) prefix: Prefix,
-    /// Where its payload lies in our area.
-    pub(super) payload_at: usize,
+pub(super) enum Arrived {
+    Extent {
+        /// What stands in front of it, copied when it arrived.
+        prefix: Prefix,
+        /// Where its payload lies in our area.
+        payload_at: usize,
+    },
+    /// An answer, in the place of this number.
+    Answer(u8),
 }
 
 /// What this end receives: its area, and the credit that it owes.
@@ -261,7 +345,7 @@ impl Receiving {
     pub(super) fn new(layout: Layout) -> Receiving {
         Receiving {
             area_bytes: layout.area_bytes(),
-            waiting: VecDeque::with_capacity(EXTENTS),
+            waiting: VecDeque::with_capacity(EXTENTS + GRANTS),
             arrived: 0,
             released: 0,
             told: 0,
@@ -289,16 +373,21 @@ impl Receiving {
             return Err(BROKEN);
         }
         self.arrived += 1;
-        self.waiting.push_back(Arrived { prefix, payload_at: offset + PREFIX_BYTES });
+        self.waiting.push_back(Arrived::Extent { prefix, payload_at: offset + PREFIX_BYTES });
         Ok(())
     }
 
-    /// Whether an extent waits to be read.
+    /// An answer has arrived, whose place was checked.
+    pub(super) fn answer(&mut self, number: u8) {
+        self.waiting.push_back(Arrived::Answer(number));
+    }
+
+    /// Whether nothing waits to be read.
     pub(super) fn is_empty(&self) -> bool {
         self.waiting.is_empty()
     }
 
-    /// The next extent to be read.
+    /// What is to be read next.
     pub(super) fn next(&mut self) -> Option<Arrived> {
         self.waiting.pop_front()
     }
@@ -329,6 +418,11 @@ fn slot(sequence: u64) -> usize {
 #[allow(clippy::cast_possible_truncation, reason = "the caller wants the low bits")]
 fn low_count(count: u64) -> u32 {
     count as u32 & COUNT_MASK
+}
+
+#[allow(clippy::cast_possible_truncation, reason = "the caller wants the low half")]
+fn low_word(value: u64) -> u32 {
+    value as u32
 }
 
 #[allow(clippy::cast_possible_truncation, reason = "lengths are below PART_BYTES_MAX")]

@@ -83,7 +83,7 @@ impl End {
                 Message::Extent { offset, length, released } => {
                     let bytes = PREFIX_BYTES + length;
                     self.receiving.check(offset, bytes).unwrap();
-                    let prefix = Prefix { first: None, length, released };
+                    let prefix = Prefix { first: None, length, released, said: Said::Nothing };
                     self.receiving.arrive(offset, bytes, prefix).unwrap();
                     released
                 }
@@ -95,7 +95,8 @@ impl End {
     fn release(&mut self, count: usize) {
         for _ in 0..count {
             let Some(arrived) = self.receiving.next() else { return };
-            self.receiving.release(PREFIX_BYTES + arrived.prefix.length);
+            let Arrived::Extent { prefix, .. } = arrived else { panic!("no answer was sent") };
+            self.receiving.release(PREFIX_BYTES + prefix.length);
             self.live.pop_front();
             self.received += 1;
         }
@@ -171,7 +172,7 @@ fn every_part_of_what_a_peer_says_is_checked() {
     ] {
         assert_eq!(receiving.check(offset, bytes), Err(BROKEN), "{offset} {bytes}");
     }
-    let prefix = Prefix { first: None, length: 64, released: 0 };
+    let prefix = Prefix { first: None, length: 64, released: 0, said: Said::Nothing };
     let mut receiving = Receiving::new(layout);
     assert_eq!(receiving.arrive(0, PREFIX_BYTES + 63, prefix), Err(BROKEN));
     for _ in 0..EXTENTS {
@@ -183,7 +184,7 @@ fn every_part_of_what_a_peer_says_is_checked() {
     assert_eq!(sending.handle_released(1), Err(BROKEN), "nothing was sent");
     assert_eq!(sending.handle_released(COUNT_MASK), Err(BROKEN));
     for (length, left) in [(64, 63), (63, 64), (0, 64), (1, 0), (64, PART_BYTES_MAX + 1)] {
-        let prefix = Prefix { first: None, length, released: 0 };
+        let prefix = Prefix { first: None, length, released: 0, said: Said::Nothing };
         assert_eq!(prefix.check(left), Err(BROKEN), "{length} of {left}");
     }
 }
@@ -196,15 +197,62 @@ fn prefixes_and_notices_survive_the_wire() {
         let first = random.once_in(2).then_some((header, random.index(PART_BYTES_MAX)));
         let length = random.index(1 << 20);
         let released = low_count(random.bits());
-        let prefix = Prefix { first, length, released };
-        assert_eq!(Prefix::decode(&prefix.encode()), prefix);
+        let grant = Grant {
+            number: u8::try_from(random.index(GRANTS)).unwrap(),
+            key: low_word(random.bits()),
+            address: random.bits(),
+            length: 1 + low(random.index(PART_BYTES_MAX)),
+        };
+        let said = match random.index(3) {
+            1 if first.is_some() => Said::Grants(grant),
+            2 if first.is_some() => Said::Answers(grant.number),
+            _ => Said::Nothing,
+        };
+        let prefix = Prefix { first, length, released, said };
+        assert_eq!(Prefix::decode(&prefix.encode()), Ok(prefix));
         let offset = random.index(1 << 20) * ALIGNMENT;
-        for notice in [Notice::Extent { offset }, Notice::Credit { released }, Notice::Farewell] {
+        let answer = Notice::Answer { number: grant.number, released: released & ANSWER_MASK };
+        let credit = Notice::Credit { released };
+        for notice in [Notice::Extent { offset }, credit, answer, Notice::Farewell] {
             assert_eq!(Notice::decode(notice.encode()), Some(notice));
         }
     }
-    assert_eq!(Notice::decode(u32::MAX), None);
     assert_eq!(Notice::decode((2 << COUNT_BITS) + 1), None);
+}
+
+#[test]
+fn grants_of_a_peer_are_bounded() {
+    let good = Grant { number: 63, key: 1, address: u64::MAX, length: 64 << 20 };
+    let prefix = |first: bool, said| {
+        let first = first.then_some(([0; HEADER_BYTES], 0));
+        Prefix { first, length: 0, released: 0, said }
+    };
+    assert!(Prefix::decode(&prefix(true, Said::Grants(good)).encode()).is_ok());
+    for (first, said) in [
+        (false, Said::Grants(good)),
+        (false, Said::Answers(0)),
+        (true, Said::Grants(Grant { number: 64, ..good })),
+        (true, Said::Grants(Grant { length: 0, ..good })),
+        (true, Said::Grants(Grant { length: (64 << 20) + 1, ..good })),
+    ] {
+        assert_eq!(Prefix::decode(&prefix(first, said).encode()), Err(BROKEN), "{said:?}");
+    }
+    let mut both = prefix(true, Said::Grants(good)).encode();
+    for flags in [6, 7, 8, 255] {
+        both[HEADER_BYTES] = flags;
+        assert_eq!(Prefix::decode(&both), Err(BROKEN), "flags {flags}");
+    }
+}
+
+#[test]
+fn answers_count_releases_in_fewer_bits() {
+    let mut sending = Sending::new(layout(4096, 4));
+    (sending.published, sending.released) = (ANSWER_MASK.into(), u64::from(ANSWER_MASK) - 5);
+    (sending.freed, sending.completed) = (sending.released, sending.published);
+    sending.published += 3;
+    assert_eq!(sending.handle_released_low(2), Ok(()), "it goes round");
+    assert_eq!(sending.released, u64::from(ANSWER_MASK) + 3);
+    assert_eq!(sending.handle_released_low(3), Err(BROKEN), "more than was sent");
 }
 
 #[test]

@@ -5,20 +5,28 @@
 //! pieces where they lie. Space comes back as credit, in the prefixes of the other direction or, if
 //! nothing goes there, in a write of its own without bytes.
 //!
+//! An answer for which the peer granted memory is one write straight there, if it lies in shared
+//! memory itself; else it travels as extents that say so.
+//!
 //! An end that leaves says farewell behind its last extent and waits until the device has seen it
 //! acknowledged. An end that dies cannot: then its stream ends, and this end stops the connection,
 //! which brings back whatever had arrived before. Invariant: the device is told only addresses of
 //! live regions and of payloads whose poster waits for `Sent`.
 
-use super::chain::{Chain, Send};
+mod outgoing;
+
+use self::outgoing::Outgoing;
+use super::chain::Chain;
 use super::device::{Counters, QueuePair, Rails};
 use super::ffi;
-use super::flow::{BATCH, BROKEN, Notice, PREFIX_BYTES, Prefix, RECEIVES, Receiving, Sending};
+use super::flow::{
+    Arrived, BATCH, BROKEN, Notice, PREFIX_BYTES, Prefix, RECEIVES, Receiving, Said, Sending,
+};
+use super::grants::Grants;
 use super::memory::Region;
 use super::setup::{RdmaLink, Stream};
-use crate::limits::{LANE_FRAMES_MAX, PART_BYTES_MAX};
-use crate::transport::{Cause, Event, Frame, Full, Landing, LaneId, Room};
-use crate::wire::RawHeader;
+use crate::limits::LANE_FRAMES_MAX;
+use crate::transport::{Cause, Event, Landing, LaneId, Room};
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -32,27 +40,26 @@ const END_WITHIN: Duration = Duration::from_secs(2);
 /// In the id of a work request: it is a place to receive.
 pub(super) const RECEIVE: u64 = 1 << 63;
 
-/// A frame that was posted and not yet returned. Addresses are numbers so that a lane can change
-/// threads.
-struct Outgoing {
-    header: RawHeader,
-    payload: usize,
-    length: usize,
-    token: u64,
-    /// The key of the shared memory that the payload is sent from.
-    shared: Option<u32>,
-    /// How many extents must be complete before the frame is sent.
-    sent_at: u64,
-}
-
 /// What the next bytes of the lane are.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Expect {
     Header,
-    Answer { total: usize },
-    Into { target: usize, left: usize },
-    Pieces { left: usize },
-    Consume { length: usize, left: usize },
+    Answer {
+        total: usize,
+    },
+    /// The token is that of a granted answer.
+    Into {
+        target: usize,
+        left: usize,
+        answered: Option<u64>,
+    },
+    Pieces {
+        left: usize,
+    },
+    Consume {
+        length: usize,
+        left: usize,
+    },
 }
 
 /// The extent that is being read, and how far.
@@ -91,6 +98,7 @@ pub(super) struct RdmaLane {
     chain: Box<Chain>,
     sending: Sending,
     receiving: Receiving,
+    grants: Grants,
     frames: VecDeque<Outgoing>,
     /// Frames at the front of `frames` that are under way as a whole.
     pumped: usize,
@@ -121,6 +129,7 @@ impl RdmaLane {
             chain: Chain::new(),
             sending: Sending::new(link.theirs),
             receiving: Receiving::new(link.ours),
+            grants: Grants::new(),
             frames: VecDeque::with_capacity(LANE_FRAMES_MAX),
             pumped: 0,
             started: 0,
@@ -154,22 +163,6 @@ impl RdmaLane {
         &self.rails.counters
     }
 
-    pub(super) fn post(&mut self, frame: &Frame, shared: Option<u32>) -> Result<(), Full> {
-        assert!(frame.length <= PART_BYTES_MAX, "a frame is never larger than a part");
-        if self.frames.len() >= LANE_FRAMES_MAX {
-            return Err(Full);
-        }
-        self.frames.push_back(Outgoing {
-            header: frame.header,
-            payload: frame.payload.expose_provenance(),
-            length: frame.length,
-            token: frame.token,
-            shared,
-            sent_at: 0,
-        });
-        Ok(())
-    }
-
     pub(super) fn land(&mut self, landing: Landing, length: usize) {
         let Expect::Answer { total } = self.expect else { return };
         self.expect = match landing {
@@ -179,7 +172,8 @@ impl RdmaLane {
             }
             _ if length == 0 => Expect::Header,
             Landing::Into(target) => {
-                Expect::Into { target: target.expose_provenance(), left: length }
+                let target = target.expose_provenance();
+                Expect::Into { target, left: length, answered: None }
             }
             Landing::Pieces => Expect::Pieces { left: length },
         };
@@ -244,11 +238,17 @@ impl RdmaLane {
                 // SAFETY: `at` has `bytes` bytes, at least a prefix. The peer may write to them
                 // at any moment, if it breaks the rules: they are copied once, then checked.
                 unsafe { at.copy_to_nonoverlapping(prefix.as_mut_ptr(), PREFIX_BYTES) };
-                let prefix = Prefix::decode(&prefix);
+                let prefix = Prefix::decode(&prefix)?;
                 self.sending.handle_released(prefix.released)?;
                 self.receiving.arrive(offset, bytes, prefix)
             }
             Notice::Credit { released } => self.sending.handle_released(released),
+            Notice::Answer { number, released } => {
+                self.sending.handle_released_low(released)?;
+                self.grants.fill(number, completion.byte_len as usize)?;
+                self.receiving.answer(number);
+                Ok(())
+            }
             Notice::Farewell => {
                 self.end = End::PeerLeft;
                 Ok(())
@@ -327,104 +327,6 @@ impl RdmaLane {
         }
     }
 
-    fn is_front_sent(&self) -> bool {
-        let completed = self.sending.completed();
-        self.pumped > 0 && self.frames.front().is_some_and(|frame| frame.sent_at <= completed)
-    }
-
-    /// The next extent to send: how long it is, where it goes, and what that takes.
-    fn next_extent(&self) -> Option<(usize, usize, usize)> {
-        let frame = self.frames.get(self.pumped)?;
-        let length = (frame.length - self.started).min(self.sending.extent_bytes());
-        let (at, taken) = self.sending.find(length)?;
-        Some((length, at, taken))
-    }
-
-    /// Posts extents of the posted frames, as many as there is room and time for.
-    fn pump(&mut self) -> Result<(), Cause> {
-        let mut budget = COPY_BYTES;
-        while budget > 0
-            && let Some((length, at, taken)) = self.next_extent()
-        {
-            let released = self.receiving.tell();
-            let frame = &self.frames[self.pumped];
-            let first = (self.started == 0).then_some((frame.header, frame.length));
-            let payload = frame.payload + self.started;
-            let shared = frame.shared;
-            let is_last = self.started + length == frame.length;
-            let prefix = Prefix { first, length, released }.encode();
-            let to = self.outgoing.at(at, PREFIX_BYTES + length);
-            // SAFETY: the mirror has so many bytes there, which no live extent overlaps (`Area`).
-            unsafe { to.copy_from_nonoverlapping(prefix.as_ptr(), PREFIX_BYTES) };
-            if shared.is_none() {
-                let source = std::ptr::with_exposed_provenance::<u8>(payload);
-                // SAFETY: the poster keeps the payload readable until `Sent`, `length` bytes of it
-                // are left, and the mirror has room for them behind the prefix.
-                unsafe {
-                    to.add(PREFIX_BYTES).copy_from_nonoverlapping(source, length);
-                }
-                Counters::add(&self.counters().staged_bytes, length);
-                budget = budget.saturating_sub(length);
-            }
-            let key = self.outgoing.lkey();
-            let parts = match shared {
-                Some(shared) => [(to.addr(), PREFIX_BYTES, key), (payload, length, shared)],
-                None => [(to.addr(), PREFIX_BYTES + length, key), (0, 0, 0)],
-            };
-            let signal = is_last && shared.is_some();
-            let is_signalled = self.sending.publish(at, length, taken, signal);
-            self.add(Notice::Extent { offset: at }, parts, is_signalled);
-            Counters::add(&self.counters().extents, 1);
-            self.started += length;
-            if is_last {
-                // A copied payload is the caller's again at once.
-                let sent_at = if shared.is_some() { self.sending.published() } else { 0 };
-                self.frames[self.pumped].sent_at = sent_at;
-                self.pumped += 1;
-                self.started = 0;
-            }
-            // Large extents leave at once, so that the device works while the next is copied.
-            if self.chain.is_full() || (length >= COPY_BYTES / 16 && shared.is_none()) {
-                self.flush()?;
-            }
-        }
-        self.flush()
-    }
-
-    /// Adds a send without bytes to the chain.
-    fn push(&mut self, notice: Notice, signal: bool) {
-        let is_signalled = self.sending.post(signal);
-        self.add(notice, [(0, 0, 0); 2], is_signalled);
-    }
-
-    /// Adds a send to the chain, which has room: it is flushed when full.
-    fn add(&mut self, notice: Notice, parts: [(usize, usize, u32); 2], is_signalled: bool) {
-        let offset = if let Notice::Extent { offset } = notice { offset as u64 } else { 0 };
-        let [(_, bytes, _), (_, more, _)] = parts;
-        self.chain.add(&Send {
-            id: self.id,
-            notice,
-            is_signalled,
-            is_inline: (1..=self.pair.inline_bytes()).contains(&bytes) && more == 0,
-            remote: (self.remote_address.wrapping_add(offset), self.remote_key),
-            parts,
-        });
-        Counters::add(&self.counters().sends, 1);
-        Counters::add(&self.counters().signals, usize::from(is_signalled));
-    }
-
-    /// Posts the chain.
-    fn flush(&mut self) -> Result<(), Cause> {
-        let Some(first) = self.chain.link() else { return Ok(()) };
-        Counters::add(&self.rails.counters.send_calls, 1);
-        // SAFETY: just linked; what it gathers are the mirror's live extents, and payloads that
-        // their posters keep until `Sent`.
-        match unsafe { self.pair.post_send(first) } {
-            0 => Ok(()),
-            errno => Err(Cause::Os(errno)),
-        }
-    }
-
     /// Gives the device places to receive.
     fn post_receives(&mut self, count: usize) -> std::io::Result<()> {
         let id = self.id | RECEIVE;
@@ -458,16 +360,11 @@ impl RdmaLane {
             match self.expect {
                 Expect::Header => {
                     let Some(arrived) = self.receiving.next() else { return Ok(true) };
-                    let (header, total) = arrived.prefix.first.ok_or(BROKEN)?;
-                    arrived.prefix.check(total)?;
-                    self.begin(arrived.payload_at, arrived.prefix.length);
-                    self.expect = Expect::Answer { total };
-                    if total == 0 {
-                        self.advance(0);
+                    if let Some(event) = self.begin_frame(lane, arrived)? {
+                        events.push(event);
                     }
-                    events.push(Event::Header { lane, header });
                 }
-                Expect::Into { target, left } => {
+                Expect::Into { target, left, answered } => {
                     let Some((at, length)) = self.part(left, budget)? else { return Ok(true) };
                     if length == 0 {
                         return Ok(false);
@@ -476,13 +373,16 @@ impl RdmaLane {
                     // SAFETY: the caller of `land` keeps `left` bytes writable until `Landed`,
                     // `length` is at most that, and `part` answers with bytes of the area.
                     unsafe { std::ptr::copy_nonoverlapping(at, into, length) };
+                    Counters::add(&self.counters().copied_bytes, length);
                     self.advance(length);
                     budget -= length;
                     if left == length {
                         self.expect = Expect::Header;
-                        events.push(Event::Landed { lane });
+                        let answered = answered.map(|token| Event::Answered { lane, token });
+                        events.push(answered.unwrap_or(Event::Landed { lane }));
                     } else {
-                        self.expect = Expect::Into { target: target + length, left: left - length };
+                        let (target, left) = (target + length, left - length);
+                        self.expect = Expect::Into { target, left, answered };
                     }
                 }
                 Expect::Pieces { left } => {
@@ -498,6 +398,35 @@ impl RdmaLane {
         Ok(false)
     }
 
+    /// Begins to read the next frame; returns what is to be told of that.
+    fn begin_frame(&mut self, lane: LaneId, arrived: Arrived) -> Result<Option<Event>, Cause> {
+        let (prefix, payload_at) = match arrived {
+            Arrived::Extent { prefix, payload_at } => (prefix, payload_at),
+            Arrived::Answer(number) => {
+                let token = self.grants.close_filled(number)?.token;
+                return Ok(Some(Event::Answered { lane, token }));
+            }
+        };
+        let (header, total) = prefix.first.ok_or(BROKEN)?;
+        prefix.check(total)?;
+        self.begin(payload_at, prefix.length);
+        let grant = match prefix.said {
+            Said::Nothing => None,
+            Said::Grants(grant) => Some(grant),
+            Said::Answers(number) => {
+                let open = self.grants.close_unfilled(number, total)?;
+                let (target, answered) = (open.at, Some(open.token));
+                self.expect = Expect::Into { target, left: total, answered };
+                return Ok(None);
+            }
+        };
+        self.expect = Expect::Answer { total };
+        if total == 0 {
+            self.advance(0);
+        }
+        Ok(Some(Event::Header { lane, header, grant }))
+    }
+
     fn begin(&mut self, payload_at: usize, length: usize) {
         self.reading = Some(Reading { payload_at, length, done: 0 });
     }
@@ -506,11 +435,12 @@ impl RdmaLane {
     fn part(&mut self, left: usize, limit: usize) -> Result<Option<(*const u8, usize)>, Cause> {
         if self.reading.is_none() {
             let Some(arrived) = self.receiving.next() else { return Ok(None) };
-            if arrived.prefix.first.is_some() || arrived.prefix.length == 0 {
+            let Arrived::Extent { prefix, payload_at } = arrived else { return Err(BROKEN) };
+            if prefix.first.is_some() || prefix.length == 0 {
                 return Err(BROKEN);
             }
-            arrived.prefix.check(left)?;
-            self.begin(arrived.payload_at, arrived.prefix.length);
+            prefix.check(left)?;
+            self.begin(payload_at, prefix.length);
         }
         let Some(reading) = self.reading else { return Ok(None) };
         let length = (reading.length - reading.done).min(limit);
@@ -550,7 +480,7 @@ impl RdmaLane {
         };
         let is_open = self.end == End::Open;
         let credits = self.receiving.is_due() && self.sending.has_room();
-        let sends = credits || self.next_extent().is_some() || self.places + BATCH <= RECEIVES;
+        let sends = credits || self.next().is_some() || self.places + BATCH <= RECEIVES;
         reads || (is_open && sends)
     }
 }

@@ -71,13 +71,18 @@ impl Region {
         Region { rail: Arc::clone(rail), mr, owned: None, base, bytes, is_device: false }
     }
 
-    /// Somebody else's memory, for the device to read.
+    /// Somebody else's memory, for the device to read or, with that access, peers to write to.
     ///
     /// # Safety
     /// The range is mapped, and stays so until the region ends.
-    unsafe fn over(rail: &Arc<Rail>, base: *mut u8, bytes: usize) -> Result<Region, RdmaError> {
+    unsafe fn over(
+        rail: &Arc<Rail>,
+        base: *mut u8,
+        bytes: usize,
+        access: c_int,
+    ) -> Result<Region, RdmaError> {
         // SAFETY: the caller's promise.
-        let mr = unsafe { register(rail, base, bytes, 0) }?;
+        let mr = unsafe { register(rail, base, bytes, access) }?;
         Ok(Region::of(rail, mr, base, bytes))
     }
 
@@ -207,9 +212,11 @@ pub(super) fn can_page(rail: &Rail) -> Result<(), String> {
     }
 }
 
-/// What payloads are sent from in place, for each rail of a thread.
+/// What payloads are sent from and answers written to in place, for each rail of a thread.
 pub(super) struct InPlace {
     rails: Vec<Vec<Region>>,
+    /// What peers may write to where it is granted.
+    landing: Vec<Vec<Region>>,
     /// Where each range that was registered in steps begins, and how far it has come.
     ranges: Vec<(usize, usize)>,
 }
@@ -218,8 +225,9 @@ impl InPlace {
     /// Nothing or, where paging on demand is wanted, all memory over those rails that can.
     pub(super) fn new(rails: &Rails) -> InPlace {
         let known = |rail| if rails.on_demand { Region::everything(rail).ok() } else { None };
+        let landing = rails.all().iter().map(|_| Vec::new()).collect();
         let rails = rails.all().iter().map(|rail| known(rail).into_iter().collect()).collect();
-        InPlace { rails, ranges: Vec::new() }
+        InPlace { rails, landing, ranges: Vec::new() }
     }
 
     /// Registers what of the first `bytes` bytes from `base` on no earlier call has.
@@ -247,9 +255,43 @@ impl InPlace {
         let from = base.as_ptr().wrapping_add(done);
         for (rail, regions) in rails.all().iter().zip(&mut self.rails) {
             // SAFETY: within the caller's range.
-            regions.push(unsafe { Region::over(rail, from, bytes - done) }?);
+            regions.push(unsafe { Region::over(rail, from, bytes - done, 0) }?);
         }
         Ok(())
+    }
+
+    /// Registers memory that peers may write to where it is granted, with all rails or none.
+    ///
+    /// # Safety
+    /// The range is mapped, and stays so as long as this. Nobody reads or writes what is granted.
+    pub(super) unsafe fn add_landing(
+        &mut self,
+        rails: &Rails,
+        base: NonNull<u8>,
+        bytes: usize,
+    ) -> Result<(), RdmaError> {
+        let access = ffi::ACCESS_LOCAL_WRITE | ffi::ACCESS_REMOTE_WRITE;
+        // SAFETY: the caller's promise.
+        let over = |rail| unsafe { Region::over(rail, base.as_ptr(), bytes, access) };
+        let regions = rails.all().iter().map(over).collect::<Result<Vec<_>, _>>()?;
+        for (known, region) in self.landing.iter_mut().zip(regions) {
+            known.push(region);
+        }
+        Ok(())
+    }
+
+    /// Forgets all registrations. No queue pair may be left that uses them.
+    pub(super) fn clear(&mut self) {
+        self.rails.iter_mut().chain(&mut self.landing).for_each(Vec::clear);
+        self.ranges.clear();
+    }
+
+    /// The key by which a peer writes an answer to this memory over this rail, if it may and the
+    /// answer is long enough to go by itself.
+    pub(super) fn landing_key(&self, rail: usize, address: usize, length: usize) -> Option<u32> {
+        let covers = |region: &&Region| region.covers(address, length);
+        let region = self.landing.get(rail)?.iter().find(covers)?;
+        (length > COPIED_BYTES_MAX).then(|| region.rkey())
     }
 
     /// Registers memory of a GPU with all rails or, if one can't, with none.

@@ -8,6 +8,7 @@
 //! | `device.rs` | opened devices, queue pairs |
 //! | `memory.rs` | registered memory |
 //! | `setup.rs` | what two ends tell each other over a stream, and whether they reach each other |
+//! | `grants.rs` | memory that a peer may write answers to, without a device |
 //! | `flow.rs` | space, credit and completions of a lane, without a device |
 //! | `chain.rs` | sends that are posted together |
 //! | `lane.rs` | a lane |
@@ -19,13 +20,15 @@
 //!
 //! Invariant: whatever a peer writes to an area, the worst that happens is wrong bytes in its own
 //! payloads or the end of its own lane. Areas of one thread share a protection domain, so a peer
-//! that proved to be of the job and guesses the key of another lane's area could reach that too.
+//! that proved to be of the job and guesses the key of another lane's area could reach that too;
+//! and who was granted memory for an answer knows the key of all that answers may land in.
 
 mod chain;
 mod device;
 mod error;
 mod ffi;
 mod flow;
+mod grants;
 mod lane;
 mod memory;
 mod ports;
@@ -40,7 +43,7 @@ pub use ffi::{constants, layouts};
 pub use ports::Port;
 pub use setup::{RdmaLink, RdmaOptions, accept, connect};
 
-use super::{Cause, Driver, Event, Frame, Full, Landing, LaneId, Link, Room, Waker};
+use super::{Answer, Cause, Driver, Event, Frame, Full, Landing, LaneId, Link, Room, Waker};
 
 use crate::config::{Config, TransportChoice};
 use flow::{RECEIVES, SENDS};
@@ -197,16 +200,63 @@ impl Rdma {
         self.in_place.add_gpu(&self.rails, buffer, offset, base, bytes)
     }
 
+    /// Registers memory that answers may land in: peers may write there, where it is granted. Does
+    /// nothing while there is no lane.
+    ///
+    /// # Errors
+    /// The memory can't be registered; answers come as other frames then.
+    ///
+    /// # Safety
+    /// The range is mapped, and stays so until [`unregister`](Self::unregister) or the end of this
+    /// driver. What a posted frame grants is left alone until [`Event::Answered`] or `Closed`.
+    pub unsafe fn register_landing(
+        &mut self,
+        base: NonNull<u8>,
+        bytes: usize,
+    ) -> Result<(), RdmaError> {
+        if self.lanes.iter().all(Option::is_none) {
+            return Ok(());
+        }
+        // SAFETY: the caller's promise.
+        unsafe { self.in_place.add_landing(&self.rails, base, bytes) }
+    }
+
+    /// What the lanes of this thread have done.
+    #[must_use]
+    pub fn counters(&self) -> &Counters {
+        self.rails.counters()
+    }
+
+    /// Forgets all memory that was registered, which may be unmapped then. No lane may be left.
+    pub fn unregister(&mut self) {
+        assert!(self.lanes.iter().all(Option::is_none), "a lane may still use the memory");
+        self.in_place.clear();
+    }
+
+    /// See [`Transport::grants`](super::Transport::grants).
+    pub(super) fn grants(&self, lane: LaneId, at: *mut u8, length: usize) -> bool {
+        let key = self.landing_key(lane, at, length);
+        let lane = self.lanes.get(lane.0 as usize).and_then(Option::as_ref);
+        key.is_some() && lane.is_some_and(|lane| lane.has_grants())
+    }
+
+    fn landing_key(&self, lane: LaneId, at: *mut u8, length: usize) -> Option<u32> {
+        self.in_place.landing_key(self.rail_of(lane)?, at.addr(), length)
+    }
+
     fn lane(&mut self, lane: LaneId) -> Option<&mut Box<RdmaLane>> {
         self.lanes.get_mut(lane.0 as usize)?.as_mut()
     }
 
     /// The key of the memory that a frame's payload lies in, if it is to be sent from there.
     fn key(&self, lane: LaneId, frame: &Frame) -> Option<u32> {
+        self.in_place.key(self.rail_of(lane)?, frame.payload.addr(), frame.length)
+    }
+
+    /// The place of a lane's rail among all.
+    fn rail_of(&self, lane: LaneId) -> Option<usize> {
         let lane = self.lanes.get(lane.0 as usize)?.as_ref()?;
-        let mut rails = self.rails.all().iter();
-        let rail = rails.position(|rail| Arc::ptr_eq(rail, lane.pair().rail()))?;
-        self.in_place.key(rail, frame.payload.addr(), frame.length)
+        self.rails.all().iter().position(|rail| Arc::ptr_eq(rail, lane.pair().rail()))
     }
 
     /// Takes completions into the state of their lanes.
@@ -332,7 +382,11 @@ impl Driver for Rdma {
 
     fn post(&mut self, lane: LaneId, frame: &Frame) -> Result<(), Full> {
         let key = self.key(lane, frame);
-        self.lane(lane).ok_or(Full)?.post(frame, key)
+        let landing_key = match frame.answer {
+            Answer::Wanted { at, length, .. } => self.landing_key(lane, at, length),
+            Answer::No | Answer::To(_) => None,
+        };
+        self.lane(lane).ok_or(Full)?.post(frame, key, landing_key)
     }
 
     fn land(&mut self, lane: LaneId, landing: Landing, length: usize) {

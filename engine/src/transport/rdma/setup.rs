@@ -20,7 +20,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-const MAGIC: [u8; 8] = *b"BPSRDMA\x02";
+const MAGIC: [u8; 8] = *b"BPSRDMA\x03";
 const MESSAGE_BYTES: usize = 640;
 const REASON_AT: usize = 192;
 const GIDS_AT: usize = 64;

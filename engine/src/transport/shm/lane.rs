@@ -318,7 +318,7 @@ impl ShmLane {
                     if total == 0 {
                         self.advance(0);
                     }
-                    events.push(Event::Header { lane, header });
+                    events.push(Event::Header { lane, header, grant: None });
                 }
                 Expect::Into { target, left } => {
                     let Some((at, length)) = self.part(left, budget)? else { return Ok(true) };

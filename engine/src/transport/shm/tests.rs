@@ -40,7 +40,7 @@ fn events(driver: &mut Shm) -> Vec<Event> {
 fn frame(payload: *const u8, length: usize) -> Frame {
     let mut header = [3; 64];
     header[..4].copy_from_slice(&u32::try_from(length).unwrap().to_le_bytes());
-    Frame { header, payload, length, token: 9 }
+    Frame::new(header, payload, length, 9)
 }
 
 /// A victim that does what its peer says, as far as the contract goes.
@@ -92,7 +92,7 @@ impl Victim {
                     assert!(guards.into_iter().all(|byte| *byte == Self::GUARD), "out of bounds");
                     return Some(cause);
                 }
-                Event::Landed { .. } | Event::Sent { .. } => {}
+                Event::Landed { .. } | Event::Answered { .. } | Event::Sent { .. } => {}
             }
         }
         None

@@ -215,7 +215,7 @@ impl End {
                 let mut header = [0; HEADER_BYTES];
                 self.inbox.read_exact(&mut header).ok()?;
                 self.expect = Expect::Answer;
-                Some(Event::Header { lane, header })
+                Some(Event::Header { lane, header, grant: None })
             }
             Expect::Into { address, left } => {
                 let written = self.write(address, left);

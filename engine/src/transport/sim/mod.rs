@@ -127,10 +127,11 @@ mod tests {
     /// What a run looks like from outside, addresses left out.
     fn describe(log: &mut String, network: &SimNetwork, event: &Event) {
         let what = match event {
-            Event::Header { lane, header } => format!("{lane:?} header {}", header[0]),
+            Event::Header { lane, header, .. } => format!("{lane:?} header {}", header[0]),
             Event::Landed { lane } => format!("{lane:?} landed"),
             Event::Piece { lane, length, .. } => format!("{lane:?} piece {length}"),
             Event::Sent { lane, token } => format!("{lane:?} sent {token}"),
+            Event::Answered { .. } => panic!("nothing was granted"),
             Event::Closed { lane, cause } => format!("{lane:?} closed {cause:?}"),
         };
         let _ = writeln!(log, "{:?} {what}", network.now());
@@ -155,12 +156,8 @@ mod tests {
         loop {
             for lane in 0..2u8 {
                 let count = posted[usize::from(lane)];
-                let frame = Frame {
-                    header: [lane; 64],
-                    payload: payload.as_ptr(),
-                    length: count * 2_500,
-                    token: count as u64,
-                };
+                let (at, length) = (payload.as_ptr(), count * 2_500);
+                let frame = Frame::new([lane; 64], at, length, count as u64);
                 if count < FRAMES && left.post(LaneId(lane.into()), &frame).is_ok() {
                     posted[usize::from(lane)] += 1;
                 }
@@ -171,7 +168,7 @@ mod tests {
             for event in events.drain(..) {
                 describe(&mut log, &network, &event);
                 match event {
-                    Event::Header { lane, header } => {
+                    Event::Header { lane, header, .. } => {
                         let index = usize::from(header[0]);
                         let target = Landing::Into(landings[index].as_mut_ptr());
                         right.land(lane, target, landed[index] * 2_500);
@@ -187,7 +184,7 @@ mod tests {
                         assert!(loss.is_some() && cause != Cause::Local);
                         closed += 1;
                     }
-                    Event::Sent { .. } | Event::Piece { .. } => {}
+                    Event::Sent { .. } | Event::Piece { .. } | Event::Answered { .. } => {}
                 }
             }
             if !network.advance() && idle {

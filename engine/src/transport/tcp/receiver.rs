@@ -149,7 +149,7 @@ impl Receiver {
         // SAFETY: the array is as long as the count.
         unsafe { self.unstage(header.as_mut_ptr(), HEADER_BYTES) };
         self.state = State::Standing;
-        Some(Event::Header { lane, header })
+        Some(Event::Header { lane, header, grant: None })
     }
 
     fn next_piece(

@@ -28,8 +28,7 @@ unsafe impl Send for Sender {}
 
 impl Sender {
     pub fn new() -> Sender {
-        let free =
-            Frame { header: [0; HEADER_BYTES], payload: std::ptr::null(), length: 0, token: 0 };
+        let free = Frame::new([0; HEADER_BYTES], std::ptr::null(), 0, 0);
         let frames = vec![free; LANE_FRAMES_MAX].into_boxed_slice();
         Sender { frames, posted: 0, taken: 0, reported: 0, offset: 0 }
     }
@@ -116,7 +115,7 @@ mod tests {
     fn frame(token: u64, payload: &[u8]) -> Frame {
         let mut header = [0; HEADER_BYTES];
         header[..8].copy_from_slice(&token.to_le_bytes());
-        Frame { header, payload: payload.as_ptr(), length: payload.len(), token }
+        Frame::new(header, payload.as_ptr(), payload.len(), token)
     }
 
     /// Plays the kernel: takes `count` bytes of what the sender names.

@@ -82,7 +82,7 @@ impl Random {
 /// Posts a frame whose payload the caller keeps.
 fn post(tcp: &mut Tcp, lane: u32, payload: &[u8], token: u64) -> Result<(), Full> {
     let header = header(payload.len(), token);
-    let frame = Frame { header, payload: payload.as_ptr(), length: payload.len(), token };
+    let frame = Frame::new(header, payload.as_ptr(), payload.len(), token);
     tcp.post(LaneId(lane), &frame)
 }
 

@@ -24,6 +24,8 @@ pub(super) struct Fake {
     pub(super) paging_rc: AtomicU32,
     /// Registrations that live.
     pub(super) regions: AtomicI32,
+    /// Most bytes of one operation.
+    pub(super) message_bytes: AtomicU32,
     events: Mutex<VecDeque<(c_int, u64)>>,
     news: OwnedFd,
 }
@@ -41,9 +43,14 @@ struct Pair {
     places: Mutex<VecDeque<u64>>,
 }
 
+/// Address, length and access of a registration.
+type Place = (u64, usize, c_int);
+
 static FAKES: Mutex<Vec<&'static Fake>> = Mutex::new(Vec::new());
 /// Addresses of the pairs that live, by their numbers.
 static PAIRS: Mutex<Option<HashMap<u32, usize>>> = Mutex::new(None);
+/// What is registered with any device, by its keys.
+static REGIONS: Mutex<Option<HashMap<u32, Place>>> = Mutex::new(None);
 static NUMBERS: AtomicU32 = AtomicU32::new(1);
 
 impl Fake {
@@ -56,6 +63,7 @@ impl Fake {
             paging: AtomicU64::new(0),
             paging_rc: AtomicU32::new(0),
             regions: AtomicI32::new(0),
+            message_bytes: AtomicU32::new(1 << 30),
             events: Mutex::default(),
             news: eventfd(0, EventfdFlags::NONBLOCK).unwrap(),
         }));
@@ -172,9 +180,11 @@ extern "C" fn query_device_ex(
     0
 }
 
-extern "C" fn query_port(_: *mut ffi::Context, _: u8, port: *mut ffi::PortAttr) -> c_int {
+extern "C" fn query_port(context: *mut ffi::Context, _: u8, port: *mut ffi::PortAttr) -> c_int {
     // SAFETY: what the library was given or gave out lives during its call.
-    unsafe { (*port).active_mtu = 5 };
+    let (context, port) = unsafe { (&*context, &mut *port) };
+    port.active_mtu = 5;
+    port.max_msg_sz = fake(context.device).message_bytes.load(SeqCst);
     0
 }
 
@@ -188,12 +198,20 @@ extern "C" fn dealloc_pd(_: *mut ffi::Pd) -> c_int {
     0
 }
 
-extern "C" fn reg_mr(pd: *mut ffi::Pd, addr: *mut c_void, length: usize, _: c_int) -> *mut ffi::Mr {
+extern "C" fn reg_mr(
+    pd: *mut ffi::Pd,
+    addr: *mut c_void,
+    length: usize,
+    access: c_int,
+) -> *mut ffi::Mr {
     let errno = fake(pd).registering.load(SeqCst);
     if errno != 0 {
         return fail(errno);
     }
-    let key = 1 + u32::try_from(fake(pd).regions.fetch_add(1, SeqCst)).unwrap();
+    fake(pd).regions.fetch_add(1, SeqCst);
+    let key = NUMBERS.fetch_add(1, SeqCst);
+    let place = (addr.addr() as u64, length, access);
+    REGIONS.lock().unwrap().get_or_insert_default().insert(key, place);
     let context = std::ptr::null_mut();
     let mr = ffi::Mr { context, pd, addr, length, handle: 0, lkey: key, rkey: key };
     Box::into_raw(Box::new(mr))
@@ -219,6 +237,7 @@ extern "C" fn dereg_mr(mr: *mut ffi::Mr) -> c_int {
     // SAFETY: made by `reg_mr`.
     let mr = unsafe { Box::from_raw(mr) };
     fake(mr.pd).regions.fetch_sub(1, SeqCst);
+    REGIONS.lock().unwrap().get_or_insert_default().remove(&mr.rkey);
     0
 }
 
@@ -375,6 +394,12 @@ unsafe fn carry_out(pair: &Pair, send: &ffi::SendWr) {
     let Some(peer) = peer else {
         return complete(pair.qp.send_cq, send.wr_id, 12, 0, 0);
     };
+    // SAFETY: as for the pieces below.
+    let peer = unsafe { &*std::ptr::with_exposed_provenance::<Pair>(*peer) };
+    if !is_allowed(send) {
+        fake(peer.qp.pd).tell(ffi::EVENT_QP_ACCESS_ERR, (&raw const *peer).addr() as u64);
+        return complete(pair.qp.send_cq, send.wr_id, 10, 0, 0);
+    }
     let mut at = usize::try_from(send.remote_addr).unwrap();
     let mut bytes = 0;
     for index in 0..usize::try_from(send.num_sge).unwrap() {
@@ -388,12 +413,26 @@ unsafe fn carry_out(pair: &Pair, send: &ffi::SendWr) {
         }
     }
     if send.opcode == ffi::WRITE_WITH_IMM {
-        // SAFETY: as above.
-        let peer = unsafe { &*std::ptr::with_exposed_provenance::<Pair>(*peer) };
         let place = peer.places.lock().unwrap().pop_front().expect("a place to receive");
         complete(peer.qp.recv_cq, place, 0, bytes, send.imm_data);
     }
     if send.send_flags & ffi::SEND_SIGNALED != 0 {
         complete(pair.qp.send_cq, send.wr_id, 0, 0, 0);
     }
+}
+
+/// Whether the peer's memory may be written to as this send says.
+fn is_allowed(send: &ffi::SendWr) -> bool {
+    let pieces = (0..usize::try_from(send.num_sge).unwrap())
+        // SAFETY: the caller's promise of `carry_out`.
+        .map(|index| unsafe { (*send.sg_list.add(index)).length as u64 });
+    let bytes: u64 = pieces.sum();
+    let regions = REGIONS.lock().unwrap();
+    let region = regions.as_ref().and_then(|regions| regions.get(&send.rkey));
+    bytes == 0
+        || region.is_some_and(|&(start, length, access)| {
+            let offset = send.remote_addr.wrapping_sub(start);
+            let end = offset.checked_add(bytes);
+            access & ffi::ACCESS_REMOTE_WRITE != 0 && end.is_some_and(|end| end <= length as u64)
+        })
 }

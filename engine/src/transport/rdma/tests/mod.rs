@@ -1,11 +1,12 @@
 //! What becomes of a lane when its device tells of faults, and of memory that it takes or refuses.
 
 use super::*;
-use crate::transport::Link;
+use crate::transport::{Grant, Link};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering::SeqCst;
 
+mod answers;
 mod fake;
 
 use fake::Fake;
@@ -43,7 +44,7 @@ fn pair(left: &Arc<Rails>, right: &Arc<Rails>) -> [Rdma; 2] {
 /// Sends a frame and returns what landed.
 fn transfer(from: &mut Rdma, to: &mut Rdma, payload: *const u8, length: usize) -> Vec<u8> {
     let mut memory = vec![0; length];
-    from.post(LANE, &Frame { header: [7; 64], payload, length, token: 0 }).unwrap();
+    from.post(LANE, &Frame::new([7; 64], payload, length, 0)).unwrap();
     let mut events = Vec::new();
     for _ in 0..1000 {
         events.clear();
@@ -210,7 +211,7 @@ fn a_driver_that_is_dropped_delivers_what_it_took() {
     let (here, there) = (Fake::new("dropped"), Fake::new("dropped one's peer"));
     let [mut left, mut right] = pair(&here.rails(false), &there.rails(false));
     let payload = [1u8; 1000];
-    let frame = Frame { header: [7; 64], payload: payload.as_ptr(), length: 1000, token: 0 };
+    let frame = Frame::new([7; 64], payload.as_ptr(), 1000, 0);
     let (mut events, mut sent, mut landed, mut closed) = (Vec::new(), 0, 0, None);
     for _ in 0..10 {
         left.post(LANE, &frame).unwrap();

@@ -78,6 +78,7 @@ impl Side {
         | Event::Landed { lane }
         | Event::Piece { lane, .. }
         | Event::Sent { lane, .. }
+        | Event::Answered { lane, .. }
         | Event::Closed { lane, .. }) = event;
         let half = &mut self.halves[lane.0 as usize];
         assert!(half.open, "{event:?} of a lane that is closed");
@@ -99,6 +100,7 @@ impl Side {
                 assert_eq!(token, half.era, "a frame of another lane's life");
                 self.dead.bury(half.posted.pop_front().expect("one Sent for each frame"));
             }
+            Event::Answered { .. } => panic!("nothing was granted"),
             Event::Closed { .. } => {
                 (half.open, half.held) = (false, false);
                 let landing = std::mem::take(&mut half.landing);

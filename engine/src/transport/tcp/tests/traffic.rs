@@ -87,7 +87,7 @@ impl Node {
 
     fn handle(&mut self, event: Event) {
         match event {
-            Event::Header { lane, header } => {
+            Event::Header { lane, header, .. } => {
                 let side = &mut self.lanes[lane.0 as usize];
                 assert!(side.late.is_none() && side.landing.is_empty(), "the lane stands still");
                 match self.random.below(4) {
@@ -114,6 +114,7 @@ impl Node {
                 let (expected, _) = side.posted.pop_front().expect("one Sent for each frame");
                 assert_eq!(token, expected);
             }
+            Event::Answered { lane, .. } => panic!("{lane:?} granted nothing"),
             Event::Closed { lane, cause } => panic!("{lane:?} closed: {cause}"),
         }
     }

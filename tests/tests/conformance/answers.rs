@@ -1,0 +1,91 @@
+//! Answers into memory that was granted: where a transport has none, it says so; where it has, they
+//! come whole, in order with all else, and nothing else of them is told.
+
+use super::each;
+use super::traffic::PATIENCE;
+use bps_engine::transport::{Answer, Driver, Event, Frame, Grant, Landing, LaneId, Transport};
+use std::ptr::NonNull;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+const LANE: LaneId = LaneId(0);
+const BYTES: usize = 50_000;
+
+/// What an end was told, in order.
+#[derive(PartialEq, Eq, Debug)]
+enum Told {
+    Header(u8),
+    Answered(u64),
+}
+
+#[test]
+fn answers_come_where_they_were_granted_and_in_order() {
+    each(|world| {
+        let mut landing = vec![0u8; BYTES];
+        let at = landing.as_mut_ptr();
+        let (mut left, mut right) = world.pair(1);
+        let Transport::Rdma(driver) = &mut left.driver else {
+            assert!(!left.driver.grants(LANE, at, BYTES), "nobody else writes there by himself");
+            return;
+        };
+        // SAFETY: the memory outlives the driver, which is dropped at the end.
+        unsafe { driver.register_landing(NonNull::from(&mut landing[0]), BYTES) }.unwrap();
+        // From the arena if there is one: then it needs no copy.
+        let own = vec![0u8; BYTES];
+        let result = world.arena().map_or(own.as_ptr().cast_mut(), |(at, _)| at);
+        for round in 1..=5u8 {
+            assert!(left.driver.grants(LANE, at, BYTES));
+            let answer = Answer::Wanted { at, length: BYTES, token: round.into() };
+            let ask = Frame::new([round; 64], std::ptr::null(), 0, 0);
+            left.driver.post(LANE, &Frame { answer, ..ask }).unwrap();
+            // SAFETY: nothing is under way that reads it.
+            unsafe { result.write_bytes(round, BYTES) };
+            let (mut told, mut sent, start) = (Vec::new(), 0, Instant::now());
+            while told.len() < 3 || sent < 4 {
+                assert!(start.elapsed() < PATIENCE, "{told:?}, {sent} sent");
+                let events = [left.poll(), right.poll()];
+                world.step();
+                for event in &events[0] {
+                    match *event {
+                        Event::Header { header, .. } => {
+                            told.push(Told::Header(header[0]));
+                            left.driver.land(LANE, Landing::Pieces, 0);
+                        }
+                        Event::Answered { token, .. } => told.push(Told::Answered(token)),
+                        Event::Sent { .. } => sent += 1,
+                        ref other => panic!("{other:?}"),
+                    }
+                }
+                for event in &events[1] {
+                    match *event {
+                        Event::Header { grant, .. } => {
+                            right.driver.land(LANE, Landing::Pieces, 0);
+                            respond(&mut right.driver, result, grant.expect("it was granted"));
+                        }
+                        Event::Sent { .. } => sent += 1,
+                        ref other => panic!("{other:?}"),
+                    }
+                }
+            }
+            let token = round.into();
+            assert_eq!(told, [Told::Header(100), Told::Answered(token), Told::Header(200)]);
+            assert!(landing.iter().all(|byte| *byte == round), "round {round}");
+        }
+        // Straight, if what is posted lies in memory that the device knows.
+        let Transport::Rdma(driver) = &right.driver else { unreachable!("as the left one") };
+        let straight = driver.counters().answers.load(Ordering::Relaxed);
+        assert_eq!(straight, if world.arena().is_some() { 5 } else { 0 });
+        drop((left, right));
+    });
+}
+
+/// Posts the answer, between two other frames.
+fn respond(driver: &mut Transport, result: *const u8, grant: Grant) {
+    assert_eq!(grant.length(), BYTES);
+    let answer = Frame::new([150; 64], result, BYTES, 0);
+    let other = |mark| Frame::new([mark; 64], std::ptr::null(), 0, 0);
+    let answer = Frame { answer: Answer::To(grant), ..answer };
+    for frame in [other(100), answer, other(200)] {
+        driver.post(LANE, &frame).unwrap();
+    }
+}

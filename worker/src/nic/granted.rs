@@ -1,0 +1,119 @@
+//! Slots that RDMA devices reach: contributions are sent from where they lie, and a server's device
+//! writes results straight into the slots that were granted to it.
+//!
+//! Invariant: a granted slot is nobody else's until its result has come or its lane has ended,
+//! whatever becomes of the round meanwhile. At most half of the slots are granted, so that a result
+//! that comes another way always finds one: what a granted slot waits for may be another rank.
+
+use super::staged::{Slot, SlotMemory};
+use super::{LaneId, Nic, Operation, RunPart, Stage};
+use bps_engine::trace::log;
+use bps_engine::transport::Answer;
+
+/// Slots by their numbers, and the parts whose results are to come there.
+#[derive(Default)]
+pub(super) struct Granted {
+    /// A slot without a part is one whose round is of no use any more.
+    slots: Vec<Option<(Slot, Option<RunPart>)>>,
+    count: usize,
+}
+
+impl Granted {
+    fn insert(&mut self, slot: Slot, of: RunPart) {
+        let index = slot.number as usize;
+        if self.slots.len() <= index {
+            self.slots.resize(index + 1, None);
+        }
+        self.slots[index] = Some((slot, Some(of)));
+        self.count += 1;
+    }
+
+    fn take(&mut self, token: u64) -> Option<(Slot, Option<RunPart>)> {
+        let index = usize::try_from(token).ok()?;
+        let taken = self.slots.get_mut(index)?.take()?;
+        self.count -= 1;
+        Some(taken)
+    }
+}
+
+impl Nic {
+    /// The slots are there: devices may read those to send from, and write to those to land in.
+    pub(super) fn register_slots(&mut self, memory: &SlotMemory) {
+        let Some(rdma) = self.endpoint.rdma() else { return };
+        let [to_send, to_land] = [&memory.to_send, &memory.to_land];
+        // SAFETY: the pipeline keeps the slots mapped until the loop has ended, and the loop
+        // forgets them before (`forget_memory`). A slot that a posted frame granted is left alone
+        // (`Granted`).
+        let registered = unsafe {
+            rdma.register(to_send.0, to_send.1)
+                .and_then(|()| rdma.register_landing(to_land.0, to_land.1))
+        };
+        if let Err(error) = registered {
+            log::warning!("what passes between slots of the GPU and RDMA lanes is copied: {error}");
+        }
+    }
+
+    /// No lane is left: devices are to know no memory of others any more.
+    pub fn forget_memory(&mut self) {
+        if let Some(rdma) = self.endpoint.rdma() {
+            rdma.unregister();
+            log::info!("{}", rdma.counters());
+        }
+    }
+
+    /// The slot that the result of a part may be written to by the server's device, if it may: the
+    /// next one that is free.
+    pub(super) fn slot_to_grant(&self, lane: LaneId, of: RunPart) -> Option<Slot> {
+        let slot = *self.pipeline.free.last()?;
+        let (tensor, part) = self.planned(of)?;
+        let is_root =
+            matches!(tensor.plan.operation, Operation::Broadcast(root) if root == self.config.rank);
+        // A checksum comes in a header, which such a result has not.
+        let may = tensor.plan.device
+            && !is_root
+            && !self.config.payload_checksum
+            && self.pipeline.free.len() > self.pipeline.granted.count
+            && self.endpoint.grants(lane, slot.at, part.bytes);
+        may.then_some(slot)
+    }
+
+    /// How a frame asks for its answer into this slot.
+    pub(super) fn answer_into(&self, of: RunPart, slot: Option<Slot>) -> Answer {
+        match (slot, self.planned(of)) {
+            (Some(slot), Some((_, part))) => {
+                Answer::Wanted { at: slot.at, length: part.bytes, token: slot.number.into() }
+            }
+            _ => Answer::No,
+        }
+    }
+
+    /// The slot, which `slot_to_grant` named, is granted.
+    pub(super) fn grant_slot(&mut self, of: RunPart, slot: Slot) {
+        let taken = self.pipeline.free.pop();
+        debug_assert_eq!(taken, Some(slot), "a slot was taken meanwhile");
+        self.pipeline.granted.insert(slot, of);
+        self.set_stage(of, Stage::Granted);
+    }
+
+    /// A result has come into the slot that was granted for it.
+    pub(super) fn on_answered(&mut self, lane: LaneId, token: u64) {
+        let Some((slot, of)) = self.pipeline.granted.take(token) else { return };
+        let Some(of) = of else { return self.land_in(slot) };
+        let Some((tensor, part)) = self.planned(of) else { return self.land_in(slot) };
+        let (round, rank) = (tensor.round, self.config.rank);
+        self.statistics.counters.frames_in.add(1);
+        self.statistics.counters.bytes_in.add(part.bytes as u64);
+        let (begins, ends) = self.marks(lane);
+        for mark in [begins, ends] {
+            self.trace.record(mark, part.key, round, rank, part.bytes);
+        }
+        self.staged_result(of, Some(slot));
+    }
+
+    /// Results of this run are not wanted any more. Their slots stay granted until they come.
+    pub(super) fn forget_grants(&mut self, run: u32) {
+        for (_, of) in self.pipeline.granted.slots.iter_mut().flatten() {
+            *of = of.filter(|of| of.run != run);
+        }
+    }
+}
