@@ -24,10 +24,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 pub use view::{JobView, NodeRole, NodeView};
-use waits::{Barriers, Reporter, Stalls};
-
-/// How often nodes are told for whom they wait.
-const WAITING_EVERY: Duration = Duration::from_secs(2);
+use waits::{Barriers, Reminder, Reporter, Stalls};
 
 /// A connection, numbered by whoever feeds the machine; never used twice.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -150,7 +147,8 @@ pub struct Scheduler {
     phase: Phase,
     peers: BTreeMap<NodeId, Peer>,
     outputs: VecDeque<Queued>,
-    waiting_said: Duration,
+    /// When nodes are told for whom they wait.
+    reminder: Reminder,
     ticked: Duration,
     /// Install requests are numbered through all epochs.
     next_install: u64,
@@ -168,7 +166,7 @@ impl Scheduler {
             phase: Phase::Forming(rendezvous),
             peers: BTreeMap::new(),
             outputs: VecDeque::new(),
-            waiting_said: now,
+            reminder: Reminder::new(now),
             ticked: now,
             next_install: 0,
         }
@@ -296,6 +294,9 @@ impl Scheduler {
             Phase::Over => {}
             Phase::Running(running) if running.suspended => {
                 peer.standing = Standing::Early(Box::new(register));
+                if self.early().len() == 1 {
+                    self.reminder = Reminder::new(now);
+                }
             }
             Phase::Running(running) => {
                 let message = format!(

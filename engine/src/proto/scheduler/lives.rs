@@ -1,8 +1,9 @@
 //! How nodes and jobs end: death, failure, silence, good-byes, deadlines.
 
+use super::waits::Reminder;
 use super::{
     Duration, Epoch, Exit, NodeId, Output, OverReason, Phase, Rank, Rendezvous, Scheduler,
-    SchedulerMessage, Standing, WAITING_EVERY,
+    SchedulerMessage, Standing,
 };
 use crate::proto::messages::Timeline;
 use crate::proto::text::list;
@@ -139,7 +140,7 @@ impl Scheduler {
             "all workers have suspended: waiting for those of epoch {}",
             self.epoch.0
         )));
-        self.waiting_said = now;
+        self.reminder = Reminder::new(now);
         let rendezvous = Rendezvous::again(running.job, &self.config.release, now);
         self.phase = Phase::Forming(rendezvous);
         let early: Vec<NodeId> = self.early();
@@ -152,7 +153,7 @@ impl Scheduler {
         }
     }
 
-    fn early(&self) -> Vec<NodeId> {
+    pub(super) fn early(&self) -> Vec<NodeId> {
         let early = |standing: &Standing| matches!(standing, Standing::Early(_));
         self.peers.iter().filter(|(_, peer)| early(&peer.standing)).map(|(node, _)| *node).collect()
     }
@@ -209,8 +210,7 @@ impl Scheduler {
                 waited.as_secs()
             );
             self.end(OverReason::NotFormed { message }, None);
-        } else if now.saturating_sub(self.waiting_said) >= WAITING_EVERY {
-            self.waiting_said = now;
+        } else if self.reminder.is_due(now) {
             let text = format!("waiting for {missing} ({} s)", waited.as_secs());
             self.put(Output::Log(text.clone()));
             let registered =
@@ -238,7 +238,7 @@ impl Scheduler {
             return;
         }
         let ranks = list(staying);
-        let say = now.saturating_sub(self.waiting_said) >= WAITING_EVERY;
+        let say = self.reminder.is_due(now);
         for node in early {
             let Some(peer) = self.peers.get(&node) else { continue };
             let seconds = now.saturating_sub(peer.connected).as_secs();
@@ -249,7 +249,6 @@ impl Scheduler {
                 );
                 self.send_away(node, message);
             } else if say {
-                self.waiting_said = now;
                 let text = format!("waiting for these ranks to suspend: {ranks} ({seconds} s)");
                 self.send(node, SchedulerMessage::Waiting { text });
             }

@@ -13,6 +13,34 @@ use std::time::Duration;
 /// How often a stall is said again while it lasts.
 const REPEAT: Duration = Duration::from_secs(10);
 
+/// Seconds from the beginning of a wait for nodes until it is told, and from then on; later ones
+/// are as the last. Programs may take half a minute to start, and nobody need read of each second.
+const REMINDERS: [u64; 5] = [2, 3, 5, 10, 30];
+
+/// When a wait for nodes is told.
+#[derive(Debug)]
+pub(super) struct Reminder {
+    next: Duration,
+    told: usize,
+}
+
+impl Reminder {
+    /// Of a wait that begins now.
+    pub(super) fn new(now: Duration) -> Reminder {
+        Reminder { next: now + Duration::from_secs(REMINDERS[0]), told: 0 }
+    }
+
+    /// Whether it is to be told now.
+    pub(super) fn is_due(&mut self, now: Duration) -> bool {
+        if now < self.next {
+            return false;
+        }
+        self.told = (self.told + 1).min(REMINDERS.len() - 1);
+        self.next = now + Duration::from_secs(REMINDERS[self.told]);
+        true
+    }
+}
+
 /// Barriers of one epoch: the n-th of a rank meets the n-th of every other.
 #[derive(Debug, Default)]
 pub(super) struct Barriers {

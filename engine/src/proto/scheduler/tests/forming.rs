@@ -127,21 +127,26 @@ fn waiting_is_said_and_has_an_end() {
     let mut bench = Bench::new(4, 2);
     bench.join(100, server_register(0, 4, 2));
     bench.pass(12_000, &[100]);
-    let text = |bench: &mut Bench, node| match bench.heard(node).pop() {
-        Some(SchedulerMessage::Waiting { text }) => text,
-        other => panic!("{other:?}"),
+    let texts = |bench: &mut Bench, node| -> Vec<String> {
+        let text = |message| match message {
+            SchedulerMessage::Waiting { text } => text,
+            other => panic!("{other:?}"),
+        };
+        bench.heard(node).into_iter().map(text).collect()
     };
-    let said = text(&mut bench, 100);
-    assert_eq!(said, "waiting for server 1 of 2, all workers of 4 hosts (12 s)");
+    let said =
+        |seconds: u64| format!("waiting for server 1 of 2, all workers of 4 hosts ({seconds} s)");
+    assert_eq!(texts(&mut bench, 100), [2, 5, 10].map(said), "more and more rarely");
     for worker in [0, 2] {
         bench.join(worker.into(), worker_register(worker, 4, 2));
     }
-    bench.pass(2_000, &[0, 2, 100]);
-    let said = text(&mut bench, 2);
-    assert_eq!(said, "waiting for server 1 of 2, worker ranks 1, 3 of 4 (14 s)");
-    assert!(bench.log.contains(&said));
-    assert!(bench.log.len() <= 7, "{:?}", bench.log);
-    bench.pass(106_000, &[0, 2, 100]);
+    bench.pass(100_000, &[0, 2, 100]);
+    let said =
+        |seconds: u64| format!("waiting for server 1 of 2, worker ranks 1, 3 of 4 ({seconds} s)");
+    assert_eq!(texts(&mut bench, 2), [20, 50, 80, 110].map(said));
+    assert!(bench.log.contains(&said(20)));
+    assert_eq!(bench.log.len(), 7, "{:?}", bench.log);
+    bench.pass(8_000, &[0, 2, 100]);
     let OverReason::NotFormed { message } = bench.over(0) else { panic!() };
     assert!(message.contains("server 1 of 2, worker ranks 1, 3 of 4"), "{message}");
     assert!(message.contains("BPS_START_TIMEOUT"), "{message}");
