@@ -187,6 +187,8 @@ fn without_gpus_all_is_as_before() {
     let machine = dgx().machine(&launch);
     assert_eq!(machine.processes(&launch), 1);
     assert_eq!(lines(&bound(&machine, &launch, wanted(2)).0)[0], "CPUs 0-7,16-23, NUMA node 0");
+    // A whole job on it is left to the kernel too, however many processes have a GPU to be near to.
+    assert_eq!(bound(&machine, &launch, whole), (vec![Binding::default(); 2], Vec::new()));
 }
 
 #[test]
