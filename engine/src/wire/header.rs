@@ -62,6 +62,9 @@ pub enum Kind {
     GpuLanded = 9,
     /// The order, to all ranks of the host: gather the row. `contributors` as in `GpuReduce`.
     GpuGather = 10,
+    /// The ranks of the job disagree about the tensor that begins with this key. To who gives the
+    /// order: order nothing more of it; from there to all ranks of the host: nothing more is.
+    GpuEnd = 11,
 }
 
 /// A header, parsed. [`Header::encode`] and [`Header::decode`] are each other's inverse.
@@ -196,6 +199,7 @@ impl Header {
             8 => Kind::GpuReduce,
             9 => Kind::GpuLanded,
             10 => Kind::GpuGather,
+            11 => Kind::GpuEnd,
             other => return Err(Invalid::Kind(other)),
         };
         let flags = raw[6];

@@ -35,6 +35,7 @@ fn main() {
         "large" => large(&config),
         "loop" => train(&config, number(0).unwrap_or(1), number(1), number(2) == Some(1)),
         "mismatch" => mismatch(&config, number(0) == Some(1)),
+        "mismatches" => mismatches(&config, number(0) == Some(1)),
         "second" => second(&config),
         "resume" => resume(&config),
         scenario => panic!("there is no scenario {scenario}"),
@@ -500,6 +501,58 @@ fn mismatch(config: &Config, is_odd: bool) -> Result<(), Error> {
         other => panic!("a mismatch must be told: {other:?}"),
     }
     push(good)?;
+    worker.shutdown(false)
+}
+
+/// Again and again one rank declares a tensor as one of the host, while the others reduce it,
+/// together with another that must come out right.
+fn mismatches(config: &Config, is_odd: bool) -> Result<(), Error> {
+    const COUNT: usize = 5000;
+    let worker = Worker::start(config)?;
+    worker.open_gpu(0)?;
+    let framework = Framework::new().map_err(gpu)?;
+    let said = |name: String, device| {
+        let (dtype, operation, count) = (DType::F32, Operation::Sum, COUNT as u64);
+        Declaration { name, dtype, count, operation, device }
+    };
+    let buffers = [framework.buffer(4 * COUNT)?, framework.buffer(4 * COUNT)?];
+    let good = worker.declare(&[said("good".into(), true)])?[0];
+    let told = |number: u64, result: Result<bool, Error>| match result {
+        Err(Error::Mismatch(text)) => assert!(text.contains(&format!("`spoilt.{number}`"))),
+        other => panic!("mismatch {number} must be told: {other:?}"),
+    };
+    for number in 0..60 {
+        worker.barrier(Some(LIMIT))?;
+        let name = format!("spoilt.{number}");
+        if is_odd {
+            std::thread::sleep(Duration::from_micros(number * 733 % 4000));
+        }
+        let declared = worker.declare(&[said(name, !is_odd)]);
+        let item = |tensor, buffer: &Buffer| {
+            let (source, target) = (buffer.address, buffer.address);
+            GpuPushPull { tensor, source, target, priority: 0 }
+        };
+        let own = reference::contribution(DType::F32, 0, worker.rank(), number, COUNT);
+        buffers[1].fill(&framework.stream, &own).map_err(gpu)?;
+        let ours = declared.as_ref().ok().filter(|_| !is_odd);
+        let spoilt = ours.map(|ids| item(ids[0], &buffers[0]));
+        let items: Vec<_> = spoilt.into_iter().chain([item(good, &buffers[1])]).collect();
+        // SAFETY: the buffers are never freed, and the stream is of the GPU that was opened.
+        let handles = unsafe { worker.push_pull_gpu(&items, framework.stream.raw()) }?;
+        handles[items.len() - 1].wait(None)?;
+        // SAFETY: as above.
+        unsafe { handles[items.len() - 1].make_wait(framework.stream.raw()) }?;
+        match declared {
+            // It was the first to declare it.
+            Ok(_) if is_odd => {}
+            Ok(_) => told(number, handles[0].wait(None)),
+            Err(error) => told(number, Err(error)),
+        }
+        buffers[1].fetch(&framework.stream).map_err(gpu)?;
+        framework.synchronize().map_err(gpu)?;
+        let wanted = reference::result(DType::F32, Operation::Sum, 0, worker.size(), number, COUNT);
+        assert!(buffers[1].fetched() == wanted, "a wrong sum beside mismatch {number}");
+    }
     worker.shutdown(false)
 }
 

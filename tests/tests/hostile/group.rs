@@ -338,7 +338,8 @@ fn a_frame_that_does_not_fit_ends_the_job_and_names_its_sender() {
 }
 
 /// What ranks say of tensors on GPUs.
-const GPU_WORDS: [Kind; 4] = [Kind::GpuReady, Kind::GpuReduce, Kind::GpuLanded, Kind::GpuGather];
+const GPU_WORDS: [Kind; 5] =
+    [Kind::GpuReady, Kind::GpuReduce, Kind::GpuLanded, Kind::GpuGather, Kind::GpuEnd];
 
 fn gpu_word(kind: Kind, key: Key, round: u64) -> Header {
     let header = Header::new(kind, DType::U8, BAD, EPOCH);
@@ -365,7 +366,7 @@ fn words_about_gpus_are_for_a_rank_that_uses_one() {
     assert!(pair.commands.push(Command::OpenPipeline(to)).is_ok(), "a short queue");
     pair.settle();
     for round in 0..12 {
-        pair.send(gpu_word(GPU_WORDS[usize::try_from(round % 4).expect("small")], UNKNOWN, round));
+        pair.send(gpu_word(GPU_WORDS[usize::try_from(round % 5).expect("small")], UNKNOWN, round));
         pair.settle();
     }
     pair.send(Header { key: Key(0), ..Header::new(Kind::Goodbye, DType::U8, BAD, EPOCH) });

@@ -40,12 +40,12 @@ use crate::local::Gathers;
 use crate::nic::staged::{Slot, Staged};
 use crate::nic::{Command, Plan};
 use crate::task::Task;
-use bps_engine::base::{KeyMap, Operation, Rank};
+use bps_engine::base::{Key, KeyMap, Operation, Rank};
 use bps_engine::harness::{Idler, Step};
 use bps_engine::ring::Mpsc;
 use bps_engine::transport::Waker;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -212,6 +212,8 @@ pub(super) struct Pipeline {
     submitted: Option<(Batch, Duration)>,
     /// Ranks of the host that have left the job.
     gone: Vec<Rank>,
+    /// First keys of tensors of which nothing more is ordered.
+    ended: HashSet<Key>,
     stalls_told: bool,
     inbox: Mpsc<Staged>,
     waker: Waker,
@@ -263,6 +265,7 @@ impl Pipeline {
             orders: VecDeque::new(),
             submitted: None,
             gone: Vec::new(),
+            ended: HashSet::new(),
             stalls_told: false,
             inbox: parts.inbox,
             waker: parts.waker,
@@ -407,11 +410,7 @@ impl Pipeline {
             Staged::Closed { tensor } => return self.one_less(tensor),
             Staged::Heard { from, word } => return self.on_word(from, word),
             Staged::Poisoned { tensor, error } => return self.on_poison(tensor, &error),
-            Staged::Gone(rank) => {
-                self.gone.push(rank);
-                // Whoever waits for this rank learns of it in this turn.
-                self.next_tick = self.now;
-            }
+            Staged::Gone(rank) => return self.on_gone(rank),
             Staged::Trace(recorder) => self.trace.switch(recorder, self.now),
         }
         Ok(())

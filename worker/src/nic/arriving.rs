@@ -131,7 +131,7 @@ impl Nic {
             return Err(format!("{:?} has a payload", header.kind));
         }
         match header.kind {
-            Kind::GpuReady | Kind::GpuReduce | Kind::GpuLanded | Kind::GpuGather => {
+            Kind::GpuReady | Kind::GpuReduce | Kind::GpuLanded | Kind::GpuGather | Kind::GpuEnd => {
                 self.on_gpu_word(lane, rank, &header)?;
             }
             Kind::Ready | Kind::Grant

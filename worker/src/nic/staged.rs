@@ -49,7 +49,7 @@ unsafe impl Send for SlotMemory {}
 /// What ranks of a host say to each other about tensors on GPUs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Word {
-    /// One of the four kinds for GPUs.
+    /// One of the kinds for GPUs.
     pub kind: Kind,
     /// The first key of the tensor or row.
     pub key: Key,

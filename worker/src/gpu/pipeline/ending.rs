@@ -7,6 +7,7 @@ use crate::gpu::GpuError;
 use crate::gpu::track::Track;
 use crate::nic::Command;
 use crate::nic::staged::Staged;
+use bps_engine::base::Rank;
 use bps_engine::trace::log;
 use std::time::{Duration, Instant};
 
@@ -39,11 +40,21 @@ impl Pipeline {
         }
     }
 
-    /// Ranks disagree about a tensor. What was ordered of it is still done, as all of the host do
-    /// it, and its memory is its caller's again only when the GPU is done with it.
+    /// Ranks disagree about a tensor. What was ordered of it in the host is still done, as all of
+    /// the host do it: so its end comes with the word of who gives the order.
     pub(super) fn on_poison(&mut self, tensor: u32, error: &Error) -> Result<(), GpuError> {
-        self.to_reduce.forget(tensor);
-        self.to_gather.forget(tensor);
+        let Some(state) = self.tensor(tensor) else { return Ok(()) };
+        state.poisoned = Some(error.clone());
+        let pushes: Vec<_> = state.waiting.drain(..).collect();
+        for push in pushes {
+            self.end_push(&push, error.clone());
+        }
+        if self.end_orders_of(tensor) { Ok(()) } else { self.end_poisoned(tensor) }
+    }
+
+    /// Ends what is under way of a tensor on which ranks disagree, and of which nothing more is
+    /// ordered. Its memory is its caller's again only when the GPU is done with it.
+    pub(super) fn end_poisoned(&mut self, tensor: u32) -> Result<(), GpuError> {
         let begun = Instant::now();
         while self.submitted.is_some() || !self.orders.is_empty() {
             self.carry_out()?;
@@ -56,16 +67,27 @@ impl Pipeline {
         self.to_copy.forget(tensor);
         self.incomplete.retain(|(_, one)| *one != tensor);
         let Some(state) = self.tensor(tensor) else { return Ok(()) };
-        state.poisoned = Some(error.clone());
-        let pushes: Vec<_> = state.waiting.drain(..).collect();
-        let run = state.run.take();
-        if run.is_some() {
+        let (run, error) = (state.run.take(), state.poisoned.clone());
+        if let (Some(run), Some(error)) = (run, error) {
             self.drain(self.host.as_ref().map(|host| &host.track));
-        }
-        for push in run.map(|run| run.push).into_iter().chain(pushes) {
-            self.end_push(&push, error.clone());
+            self.end_push(&run.push, error);
         }
         Ok(())
+    }
+
+    /// A rank of the host has left in good order. If it gave the order, it gives none any more.
+    pub(super) fn on_gone(&mut self, rank: Rank) -> Result<(), GpuError> {
+        self.gone.push(rank);
+        // Whoever waits for this rank learns of it in this turn.
+        self.next_tick = self.now;
+        let all = 0..u32::try_from(self.tensors.len()).unwrap_or(u32::MAX);
+        let is_poisoned = |tensor: &u32| {
+            let state = self.tensors[*tensor as usize].as_ref();
+            state.is_some_and(|state| state.poisoned.is_some() && state.run.is_some())
+        };
+        let ends: Vec<u32> =
+            all.filter(|_| self.leader() == Some(rank)).filter(is_poisoned).collect();
+        ends.into_iter().try_for_each(|tensor| self.end_poisoned(tensor))
     }
 
     /// Waits until all streams are idle, for [`DRAIN`] at most; says whether they are.

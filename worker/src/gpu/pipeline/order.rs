@@ -11,7 +11,7 @@ use bps_engine::wire::Kind;
 use std::time::Duration;
 
 impl Pipeline {
-    fn leader(&self) -> Option<Rank> {
+    pub(super) fn leader(&self) -> Option<Rank> {
         self.host.as_ref()?.ranks.first().copied()
     }
 
@@ -37,7 +37,10 @@ impl Pipeline {
     /// All ranks of the host have pushed the tensor.
     fn release(&mut self, tensor: u32) {
         let Some(Tensor { run: Some(run), rows, .. }) = self.tensor(tensor) else { return };
-        let (priority, rows) = (run.push.priority, rows.len());
+        let (priority, key, rows) = (run.push.priority, rows[0].key, rows.len());
+        if self.ended.contains(&key) {
+            return;
+        }
         for index in 0..u32::try_from(rows).unwrap_or(u32::MAX) {
             self.to_reduce.push(priority, Of { tensor, index });
         }
@@ -71,8 +74,8 @@ impl Pipeline {
                 (*landed, fits) = (true, state.ordered == Ordered::Reduce);
             }
         }
-        if fits && landed.iter().all(|landed| *landed) {
-            let priority = run.push.priority;
+        let (priority, key) = (run.push.priority, rows[0].key);
+        if fits && landed.iter().all(|landed| *landed) && !self.ended.contains(&key) {
             self.to_gather.push(priority, of);
         }
         fits
@@ -81,6 +84,9 @@ impl Pipeline {
     /// A rank of the host says something.
     pub(super) fn on_word(&mut self, from: Rank, word: Word) -> Result<(), GpuError> {
         let untrue = |what: &str| GpuError::Order { from, what: what.to_owned() };
+        if word.kind == Kind::GpuEnd {
+            return self.on_end(from, word.key);
+        }
         let is_order = matches!(word.kind, Kind::GpuReduce | Kind::GpuGather);
         if is_order && Some(from) != self.leader() || !is_order && !self.leads() {
             return Err(untrue("says what is not its to say"));
@@ -90,15 +96,11 @@ impl Pipeline {
         }
         let of = self.keys.get(&word.key).copied();
         let of = of.ok_or_else(|| untrue("names a row that this rank does not know"))?;
-        let state = self.tensor(of.tensor).filter(|state| state.poisoned.is_none());
-        match &state {
-            Some(Tensor { run: Some(_), round, .. }) if *round == word.round => {}
+        match self.tensor(of.tensor) {
             // It may not have heard yet that the ranks disagree.
-            None if !is_order => return Ok(()),
-            None => {
-                return Err(untrue("has begun a tensor on which ranks disagree"));
-            }
-            Some(_) => return Err(untrue("names a round that is not open")),
+            Some(state) if !is_order && state.poisoned.is_some() => return Ok(()),
+            Some(Tensor { run: Some(_), round, .. }) if *round == word.round => {}
+            _ => return Err(untrue("names a round that is not open")),
         }
         if word.kind == Kind::GpuLanded {
             let fits = self.has_landed(of, from);
@@ -131,6 +133,57 @@ impl Pipeline {
             row.ordered = order;
         }
         is_due
+    }
+
+    /// The first rank is asked to order nothing more of the tensor that begins with this key, or
+    /// says that it does not. Whom it concerns may not know yet that ranks disagree about it.
+    fn on_end(&mut self, from: Rank, key: Key) -> Result<(), GpuError> {
+        let untrue = |what: String| GpuError::Order { from, what };
+        if self.ended.len() >= PARTS_MAX {
+            return Err(untrue(format!("has ended over {PARTS_MAX} tensors")));
+        }
+        if self.leads() {
+            self.end_orders(key);
+            return Ok(());
+        }
+        if Some(from) != self.leader() {
+            return Err(untrue("says what is not its to say".into()));
+        }
+        self.ended.insert(key);
+        let Some(tensor) = self.keys.get(&key).map(|of| of.tensor) else { return Ok(()) };
+        let is_known = self.tensor(tensor).is_some_and(|state| state.poisoned.is_some());
+        if is_known { self.end_poisoned(tensor) } else { Ok(()) }
+    }
+
+    /// As the first rank, orders nothing more of the tensor that begins with this key.
+    fn end_orders(&mut self, key: Key) {
+        if let Some(tensor) = self.keys.get(&key).map(|of| of.tensor) {
+            self.to_reduce.forget(tensor);
+            self.to_gather.forget(tensor);
+        }
+        if self.ended.insert(key) {
+            let word = Word { kind: Kind::GpuEnd, key, round: 0, left: 1 };
+            self.tell(Command::Say { to: None, word });
+        }
+    }
+
+    /// Ranks disagree about a tensor. Says whether the first rank may have ordered something of it
+    /// that this rank has not heard; then its answer will come.
+    pub(super) fn end_orders_of(&mut self, tensor: u32) -> bool {
+        let is_open = self.tensor(tensor).is_some_and(|state| state.run.is_some());
+        let key = self.tensor(tensor).and_then(|state| Some(state.rows.first()?.key));
+        let (Some(key), Some(leader)) = (key, self.leader()) else { return false };
+        if self.leads() {
+            self.end_orders(key);
+            return false;
+        }
+        let is_heard = self.ended.contains(&key) || self.gone.contains(&leader);
+        if is_heard || !is_open {
+            return false;
+        }
+        let word = Word { kind: Kind::GpuEnd, key, round: 0, left: 1 };
+        self.tell(Command::Say { to: Some(leader), word });
+        true
     }
 
     fn on_ready(&mut self, from: Rank, word: Word) -> Result<(), GpuError> {
