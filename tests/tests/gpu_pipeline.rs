@@ -266,22 +266,24 @@ const LOCAL: &str = "READY COORDINATE_REDUCE REDUCE DONE";
 
 #[test]
 fn a_timeline_has_the_stages_of_every_part_on_the_gpu() {
-    timelines(&[1, 1], 1, &[ALONE]);
-    timelines(&[2, 2], 1, &[SHARED, OF_ANOTHER]);
-    timelines(&[2], 0, &[LOCAL]);
+    for scenario in ["loop 6", "record"] {
+        timelines(scenario, &[1, 1], 1, &[ALONE]);
+        timelines(scenario, &[2, 2], 1, &[SHARED, OF_ANOTHER]);
+        timelines(scenario, &[2], 0, &[LOCAL]);
+    }
 }
 
-fn timelines(hosts: &[u32], servers: u32, expected: &[&str]) {
+fn timelines(scenario: &str, hosts: &[u32], servers: u32, expected: &[&str]) {
     let folder = std::env::temp_dir().join(format!("bps-gpu-timeline-{}", std::process::id()));
     let path = folder.display().to_string();
     let settings = [
-        ("BYTEPS_TRACE_ON", "1"),
+        ("BYTEPS_TRACE_ON", if scenario == "record" { "0" } else { "1" }),
         ("BYTEPS_TRACE_DIR", &*path),
         ("BYTEPS_TRACE_START_STEP", "2"),
         ("BYTEPS_TRACE_END_STEP", "4"),
         ("BYTEPS_PARTITION_BYTES", "65536"),
     ];
-    let mut job = start_all(&Shape { hosts, servers, settings: &settings }, "loop 6");
+    let mut job = start_all(&Shape { hosts, servers, settings: &settings }, scenario);
     for rank in &mut job.ranks {
         assert!(rank.wait(LIMIT).success(), "{}", rank.lines().join("\n"));
     }

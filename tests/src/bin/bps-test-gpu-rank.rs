@@ -36,6 +36,7 @@ fn main() {
         "loop" => train(&config, number(0).unwrap_or(1), number(1), number(2) == Some(1)),
         "mismatch" => mismatch(&config, number(0) == Some(1)),
         "mismatches" => mismatches(&config, number(0) == Some(1)),
+        "record" => record(&config),
         "second" => second(&config),
         "resume" => resume(&config),
         scenario => panic!("there is no scenario {scenario}"),
@@ -423,13 +424,8 @@ fn train(config: &Config, rounds: u64, stall: Option<u64>, leaves: bool) -> Resu
     let worker = Worker::start(config)?;
     worker.open_gpu(0)?;
     let framework = Framework::new().map_err(gpu)?;
-    let said = Declaration {
-        name: "layer4.weight".into(),
-        dtype: DType::F32,
-        count: COUNT as u64,
-        operation: Operation::Sum,
-        device: true,
-    };
+    let (name, dtype, operation) = ("layer4.weight".into(), DType::F32, Operation::Sum);
+    let said = Declaration { name, dtype, count: COUNT as u64, operation, device: true };
     let id = worker.declare(std::slice::from_ref(&said))?[0];
     let buffer = framework.buffer(COUNT * 4)?;
     for round in 1..=rounds {
@@ -483,10 +479,9 @@ fn mismatch(config: &Config, is_odd: bool) -> Result<(), Error> {
         operation: Operation::Sum,
         device,
     };
-    let buffer = framework.buffer(4000)?;
-    let push = |id| {
-        let (source, target) = (buffer.address, buffer.address);
-        let item = GpuPushPull { tensor: id, source, target, priority: 0 };
+    let source = framework.buffer(4000)?.address;
+    let push = |tensor| {
+        let item = GpuPushPull { tensor, source, target: source, priority: 0 };
         // SAFETY: the buffer is never freed, and the stream is of the GPU that was opened.
         unsafe { worker.push_pull_gpu(&[item], framework.stream.raw()) }?[0].wait(None)
     };
@@ -552,6 +547,31 @@ fn mismatches(config: &Config, is_odd: bool) -> Result<(), Error> {
         framework.synchronize().map_err(gpu)?;
         let wanted = reference::result(DType::F32, Operation::Sum, 0, worker.size(), number, COUNT);
         assert!(buffers[1].fetched() == wanted, "a wrong sum beside mismatch {number}");
+    }
+    worker.shutdown(false)
+}
+
+/// Records a timeline of rounds 2 to 4, and ends it while the GPU is at work.
+fn record(config: &Config) -> Result<(), Error> {
+    let worker = Worker::start(config)?;
+    worker.open_gpu(0)?;
+    let framework = Framework::new().map_err(gpu)?;
+    let (name, dtype, count) = ("layer4.weight".into(), DType::F32, 100_000);
+    let said = Declaration { name, dtype, count, operation: Operation::Sum, device: true };
+    let (tensor, source) = (worker.declare(&[said])?[0], framework.buffer(400_000)?.address);
+    let item = GpuPushPull { tensor, source, target: source, priority: 0 };
+    for round in 1..=6 {
+        if round == 2 {
+            worker.start_timeline(&config.trace_folder(), 1..=u64::MAX)?;
+        }
+        // SAFETY: the buffer is never freed, and the stream is of the GPU that was opened.
+        let handles = unsafe { worker.push_pull_gpu(&[item], framework.stream.raw()) }?;
+        handles[0].wait(None)?;
+        if round == 4 {
+            worker.stop_timeline();
+        }
+        // SAFETY: as above.
+        unsafe { handles[0].make_wait(framework.stream.raw()) }?;
     }
     worker.shutdown(false)
 }

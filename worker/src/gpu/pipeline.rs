@@ -335,13 +335,6 @@ impl Pipeline {
     fn advance(&mut self) -> Result<bool, GpuError> {
         let mut progress = false;
         let (host, [up, down, ready]) = self.passed();
-        while let Some(&(mark, tensor)) = self.incomplete.front()
-            && ready.has(mark)
-        {
-            self.incomplete.pop_front();
-            self.gradient_complete(tensor);
-            progress = true;
-        }
         while let Some(&copy) = self.falling.front()
             && down.has(copy.mark)
         {
@@ -356,7 +349,15 @@ impl Pipeline {
             self.has_risen(&copy);
             progress = true;
         }
-        progress |= self.trace.look([Some(ready), Some(up), host], &self.tensors, self.now);
+        // The end of a round before the next one's beginning.
+        progress |= self.trace.look([Some(up), host, Some(ready)], &self.tensors, self.now);
+        while let Some(&(mark, tensor)) = self.incomplete.front()
+            && ready.has(mark)
+        {
+            self.incomplete.pop_front();
+            self.gradient_complete(tensor);
+            progress = true;
+        }
         progress |= self.carry_out()?;
         progress |= self.copy_down()?;
         Ok(progress)
@@ -572,8 +573,9 @@ impl Pipeline {
             None => (Place::Up, &mut self.up),
         };
         let mark = self.events.take()?;
-        mark.record(last.stream())?;
+        // Before the event, so that who waits for that finds this round over.
         self.trace.finishes(tensor, &self.tensors, (place, last))?;
+        mark.record(last.stream())?;
         let Some(state) = self.tensor(tensor) else { return Ok(()) };
         let (run, next) = (state.run.take(), state.waiting.pop_front());
         if next.is_some() {

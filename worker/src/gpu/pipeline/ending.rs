@@ -129,7 +129,7 @@ impl Pipeline {
         }
         let host = track.as_ref().map(Track::passed);
         let [up, ready] = [&self.up, &self.ready].map(Track::passed);
-        self.trace.look([Some(ready), Some(up), host], &self.tensors, self.now);
+        self.trace.look([Some(up), host, Some(ready)], &self.tensors, self.now);
         let error = error.unwrap_or_else(|| Error::Closed("this worker has shut down".into()));
         while let Some(message) = self.inbox.pop() {
             if let Staged::Push { push, .. } = message {

@@ -18,9 +18,9 @@ const LAST: Duration = Duration::from_secs(1);
 /// The tracks that carry marks which only a timeline needs.
 #[derive(Clone, Copy)]
 pub(super) enum Place {
-    Ready,
     Up,
     Host,
+    Ready,
 }
 
 /// What is recorded once a mark is passed.
@@ -203,16 +203,30 @@ impl Trace {
             {
                 self.awaited[place].pop_front();
                 progress = true;
-                let Some(state) = find(tensors, awaited.tensor) else { continue };
-                let parts = awaited.parts.0 as usize..awaited.parts.1 as usize;
-                let parts = state.plan.parts.get(parts).unwrap_or_default();
-                self.record_all(awaited.mark, parts, awaited.round);
+                if awaited.mark == Mark::Reduced {
+                    // What is reduced was complete, whatever the other stream has written by now.
+                    let ready = &mut self.awaited[Place::Ready as usize];
+                    let same =
+                        |one: &Awaited| (one.tensor, one.round) == (awaited.tensor, awaited.round);
+                    let at = ready.iter().position(same);
+                    if let Some(one) = at.and_then(|at| ready.remove(at)) {
+                        self.has_passed(one, tensors);
+                    }
+                }
+                self.has_passed(awaited, tensors);
             }
         }
         if self.ends_at.is_some_and(|at| now >= at || !self.is_awaiting()) {
             self.switch_off();
         }
         progress
+    }
+
+    fn has_passed(&mut self, awaited: Awaited, tensors: &Tensors) {
+        let Some(state) = find(tensors, awaited.tensor) else { return };
+        let parts = awaited.parts.0 as usize..awaited.parts.1 as usize;
+        let parts = state.plan.parts.get(parts).unwrap_or_default();
+        self.record_all(awaited.mark, parts, awaited.round);
     }
 
     fn switch_off(&mut self) {
