@@ -55,6 +55,7 @@ fn worker(worker_id: u32) -> Node {
             local_reduce: false,
             force_distributed: false,
             reduce_roots: Vec::new(),
+            switch_size: 0,
         },
     }
 }

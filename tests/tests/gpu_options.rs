@@ -69,7 +69,7 @@ fn who_is_no_root_sends_nothing() {
     }
     for rank in 0..8 {
         let is_root = rank % 2 == 0;
-        for stage in ["PUSH", "PULL"] {
+        for stage in ["COPYD2H", "PUSH", "PULL", "COPYH2D"] {
             assert_eq!(has_stage(&folder, rank, stage), is_root, "rank {rank}, {stage}");
         }
     }
@@ -122,5 +122,82 @@ fn ranks_with_other_roots_are_told_to_all() {
     let mut job = start_but(&shape, 3, "mismatch 1", "mismatch 0");
     for rank in &mut job.ranks {
         assert!(rank.wait(LIMIT).success(), "{}", rank.lines().join("\n"));
+    }
+}
+
+/// With switches of this size.
+fn switched(
+    hosts: &[u32],
+    servers: u32,
+    scenario: &str,
+    size: &str,
+    more: &[(&'static str, &str)],
+) {
+    let settings = [&[("BYTEPS_PCIE_SWITCH_SIZE", size)], more].concat();
+    right(hosts, servers, scenario, &settings);
+}
+
+#[test]
+fn switches_of_one_host_are_summed_in_its_memory() {
+    // One all-reduce would be wrong, and is never called.
+    let never = ("FAKE_GPU_FAIL", "ncclAllReduce");
+    switched(&[4], 0, "work 2 21", "2", &[never]);
+    switched(&[2], 0, "work 2 22", "1", &[never, ("FAKE_GPU_SEED", "22")]);
+    switched(&[6], 0, "work 2 23", "2", &[never, ("BPS_PAYLOAD_CHECKSUM", "1")]);
+    // BytePS's default is eight.
+    switched(&[4], 0, "work 2 24", "8", &[]);
+}
+
+#[test]
+fn switches_of_several_hosts_are_summed_before_servers() {
+    switched(&[2, 2], 1, "work 2 25", "1", &[]);
+    switched(&[4, 4], 2, "work 2 26", "2", &[("FAKE_GPU_SEED", "26")]);
+    switched(&[4, 4], 1, "work 2 27", "1", &[("BYTEPS_NCCL_GROUP_SIZE", "3")]);
+    let forced = [("BYTEPS_FORCE_DISTRIBUTED", "1"), ("BPS_PAYLOAD_CHECKSUM", "1")];
+    switched(&[6], 1, "work 2 28", "3", &forced);
+    switched(&[2, 2], 1, "work 2 29", "2", &[]);
+}
+
+#[test]
+fn switches_share_few_slots_without_waiting_for_each_other() {
+    // Eight slots for hundreds of parts, whose priorities differ from rank to rank: without one
+    // order in the host, each switch would hold all of its slots for what the other has not copied.
+    let few = [("BYTEPS_PARTITION_BYTES", "2097152"), ("BYTEPS_NCCL_GROUP_SIZE", "1024")];
+    switched(&[2], 0, "work 4 30", "1", &few);
+    switched(&[4, 4], 1, "work 2 31", "2", &few);
+    let large = [("BYTEPS_PARTITION_BYTES", "1048576"), ("FAKE_GPU_PINNED", "1")];
+    switched(&[4], 0, "large", "2", &large);
+    switched(&[2, 2], 1, "large", "1", &large);
+}
+
+#[test]
+fn ranks_below_switches_that_are_lost_are_named() {
+    let switches = [("BYTEPS_PCIE_SWITCH_SIZE", "1")];
+    the_lost_are_named(&switches, 1, &[2, 2]);
+    the_lost_are_named(&[("BYTEPS_PCIE_SWITCH_SIZE", "2")], 0, &[4]);
+}
+
+#[test]
+fn ranks_with_other_switches_are_told_to_all() {
+    let settings = [("BYTEPS_PCIE_SWITCH_SIZE", "1")];
+    let shape = Shape { hosts: &[2, 2], servers: 1, settings: &settings };
+    let told = ["BYTEPS_PCIE_SWITCH_SIZE=1", "BYTEPS_PCIE_SWITCH_SIZE=0"];
+    all_hear_who_differs(&shape, "BYTEPS_PCIE_SWITCH_SIZE", "2", &told);
+}
+
+#[test]
+fn switches_survive_tensors_on_which_ranks_disagree() {
+    let small = [("BYTEPS_PARTITION_BYTES", "4096"), ("BYTEPS_NCCL_GROUP_SIZE", "3")];
+    let settings = [&small[..], &[("BYTEPS_PCIE_SWITCH_SIZE", "1")]].concat();
+    // Who disagrees is of another host; is the one that gives the order; is led by it.
+    for (hosts, servers, odd) in [(&[2, 2][..], 1, 3), (&[2, 2], 1, 0), (&[3], 0, 2)] {
+        let shape = Shape { hosts, servers, settings: &settings };
+        for scenario in ["mismatch", "mismatches"] {
+            let words = |is_odd: u32| format!("{scenario} {is_odd}");
+            let mut job = start_but(&shape, odd, &words(1), &words(0));
+            for rank in &mut job.ranks {
+                assert!(rank.wait(LIMIT).success(), "{}", rank.lines().join("\n"));
+            }
+        }
     }
 }

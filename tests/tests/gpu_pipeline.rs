@@ -261,19 +261,35 @@ const WAITS: &[&str] = &["QUEUE", "COORDINATE_REDUCE", "COORDINATE_BROADCAST"];
 const ALONE: &str = "READY QUEUE COPYD2H QUEUE PUSH SUM PULL QUEUE COPYH2D DONE";
 const SHARED: &str = "READY COORDINATE_REDUCE REDUCE QUEUE COPYD2H QUEUE PUSH SUM PULL QUEUE \
                       COPYH2D COORDINATE_BROADCAST BROADCAST DONE";
+/// Below several PCIe switches: where they are summed, with servers and without, and elsewhere.
+const ACROSS: &str = "READY COORDINATE_REDUCE REDUCE QUEUE COPYD2H PCIE_REDUCE QUEUE PUSH SUM \
+                      PULL QUEUE COPYH2D COORDINATE_BROADCAST BROADCAST DONE";
+const SUMMED_HERE: &str = "READY COORDINATE_REDUCE REDUCE QUEUE COPYD2H PCIE_REDUCE QUEUE COPYH2D \
+                           COORDINATE_BROADCAST BROADCAST DONE";
+const CROSSED: &str = "READY COORDINATE_REDUCE REDUCE QUEUE COPYD2H PCIE_REDUCE SUM PULL QUEUE \
+                       COPYH2D COORDINATE_BROADCAST BROADCAST DONE";
 const OF_ANOTHER: &str = "READY COORDINATE_REDUCE REDUCE SUM BROADCAST DONE";
 const LOCAL: &str = "READY COORDINATE_REDUCE REDUCE DONE";
 
 #[test]
 fn a_timeline_has_the_stages_of_every_part_on_the_gpu() {
+    let switches = [("BYTEPS_PCIE_SWITCH_SIZE", "2")];
     for scenario in ["loop 6", "record"] {
-        timelines(scenario, &[1, 1], 1, &[ALONE]);
-        timelines(scenario, &[2, 2], 1, &[SHARED, OF_ANOTHER]);
-        timelines(scenario, &[2], 0, &[LOCAL]);
+        timelines(scenario, &[1, 1], 1, &[ALONE], &[]);
+        timelines(scenario, &[2, 2], 1, &[SHARED, OF_ANOTHER], &[]);
+        timelines(scenario, &[2], 0, &[LOCAL], &[]);
+        timelines(scenario, &[4, 4], 1, &[ACROSS, CROSSED, OF_ANOTHER], &switches);
+        timelines(scenario, &[4], 0, &[SUMMED_HERE, CROSSED, OF_ANOTHER], &switches);
     }
 }
 
-fn timelines(scenario: &str, hosts: &[u32], servers: u32, expected: &[&str]) {
+fn timelines(
+    scenario: &str,
+    hosts: &[u32],
+    servers: u32,
+    expected: &[&str],
+    more: &[(&'static str, &str)],
+) {
     let folder = std::env::temp_dir().join(format!("bps-gpu-timeline-{}", std::process::id()));
     let path = folder.display().to_string();
     let settings = [
@@ -283,6 +299,7 @@ fn timelines(scenario: &str, hosts: &[u32], servers: u32, expected: &[&str]) {
         ("BYTEPS_TRACE_END_STEP", "4"),
         ("BYTEPS_PARTITION_BYTES", "65536"),
     ];
+    let settings = [&settings, more].concat();
     let mut job = start_all(&Shape { hosts, servers, settings: &settings }, scenario);
     for rank in &mut job.ranks {
         assert!(rank.wait(LIMIT).success(), "{}", rank.lines().join("\n"));

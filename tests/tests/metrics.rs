@@ -165,6 +165,7 @@ impl Played {
                     local_reduce: false,
                     force_distributed: true,
                     reduce_roots: Vec::new(),
+                    switch_size: 0,
                 },
             },
             host: bps_engine::host::name(),

@@ -4,6 +4,7 @@
 
 use crate::error::Error;
 use crate::nic::{Command, Peer, Plan, PlanPart, Report};
+use crate::switches::Switches;
 use bps_engine::base::{CoreId, Rank};
 use bps_engine::proto::messages::{
     Assignment, Declaration, Mismatch, NodeMessage, OverReason, Roster, SchedulerMessage,
@@ -49,6 +50,7 @@ pub struct Lanes {
 pub struct Agent {
     roster: Roster,
     lanes: Lanes,
+    switches: Switches,
     next_request: u64,
     declares: HashMap<u64, Vec<Declaration>>,
     planned: HashSet<u32>,
@@ -60,12 +62,13 @@ pub struct Agent {
 }
 
 impl Agent {
-    /// The agent of a worker that has this roster and these lanes.
+    /// The agent of a worker that has this roster and these lanes, on a host of these switches.
     #[must_use]
-    pub fn new(roster: Roster, lanes: Lanes) -> Agent {
+    pub fn new(roster: Roster, lanes: Lanes, switches: Switches) -> Agent {
         Agent {
             roster,
             lanes,
+            switches,
             next_request: 1,
             declares: HashMap::new(),
             planned: HashSet::new(),
@@ -182,6 +185,7 @@ impl Agent {
                 core: core.flatten(),
                 owner: owner.filter(|_| !is_own),
                 owner_rank: part.owner,
+                holder: self.switches.holder(part.owner, Rank(self.roster.index)),
             });
         }
         if end != bytes {

@@ -7,6 +7,7 @@ use crate::gpu::{PooledEvent, Push};
 use crate::nic::{Command, Memory, Nic, NicConfig, NicStatistics, Report};
 use crate::places::{self, Poller, Spot};
 use crate::start;
+use crate::switches::Switches;
 use crate::task::{Handle, Task};
 use crate::timeline::Tracing;
 use crate::types::{GpuPushPull, PushPull, Speed};
@@ -40,7 +41,7 @@ pub(crate) struct Job {
     /// The NIC loop takes no more commands: set before its last look at the queue.
     pub(crate) nic_ended: Arc<AtomicBool>,
     /// The ranks that this one reduces with, and itself.
-    group: Vec<Rank>,
+    switches: Switches,
     /// Lanes to servers and to ranks of the group.
     lanes: usize,
     pub(crate) over: Arc<OnceLock<Error>>,
@@ -65,17 +66,17 @@ impl Job {
         let statistics = Arc::new(NicStatistics::default());
         let (nic_ended, over) = (Arc::new(AtomicBool::new(false)), Arc::new(OnceLock::new()));
         let rank = Rank(joined.roster.index);
+        let (lanes, switches) = (joined.lanes(), joined.switches(config));
         let nic_config = NicConfig {
             rank,
             size: joined.roster.size,
             epoch: joined.roster.epoch,
             credit_bytes: start::credit_bytes(config, joined.lanes().cores.len()),
+            column: switches.others_of_column(rank).collect(),
             payload_checksum: config.payload_checksum,
             stall_report: config.stall_report,
             say,
         };
-        let lanes = joined.lanes();
-        let group: Vec<Rank> = lanes.ranks.keys().copied().chain([rank]).collect();
         let lane_count = joined.links.len();
         let (started, has_started) = std::sync::mpsc::channel();
         let Spot { cpu, claims, .. } = places::spot(config, Poller::Nic);
@@ -116,7 +117,7 @@ impl Job {
         log::info!("{line}");
         let tracing =
             Arc::new(Tracing::new(rank, &joined.sender, &commands, &nic_waker, &nic_ended));
-        let agent = Arc::new(Mutex::new(Agent::new(joined.roster, lanes)));
+        let agent = Arc::new(Mutex::new(Agent::new(joined.roster, lanes, switches.clone())));
         let answers: Arc<(Mutex<Answers>, Condvar)> = Arc::default();
         let leaving = Arc::new(AtomicBool::new(false));
         let speeds: Arc<Mutex<VecDeque<Speed>>> = Arc::default();
@@ -143,7 +144,7 @@ impl Job {
             commands,
             nic_waker,
             nic_ended,
-            group,
+            switches,
             lanes: lane_count,
             over,
             agent,
@@ -161,9 +162,9 @@ impl Job {
         lock(&self.speeds).pop_front()
     }
 
-    /// The ranks that reduce with this one, in no order; this one is among them.
-    pub(crate) fn group(&self) -> &[Rank] {
-        &self.group
+    /// The ranks that reduce with this one; this one is among them.
+    pub(crate) fn switches(&self) -> &Switches {
+        &self.switches
     }
 
     /// Lanes to servers and to ranks of the group.

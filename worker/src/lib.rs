@@ -18,6 +18,7 @@ mod neighbours;
 pub mod nic;
 mod places;
 mod start;
+pub mod switches;
 pub mod task;
 mod timeline;
 mod types;

@@ -14,9 +14,9 @@ mod watch;
 
 pub use messages::{Command, Memory, NicConfig, NicStatistics, Peer, Plan, PlanPart, Report};
 
+use self::group::Circle;
 use self::staged::{Pipeline, Slot, Staged};
 use crate::error::Error;
-use crate::local::{Collector, Gathers};
 use crate::task::Task;
 use bps_engine::base::{KeyMap, Operation};
 use bps_engine::lane::Endpoint;
@@ -66,9 +66,11 @@ enum Receiving {
         part: RunPart,
         header: Header,
     },
-    /// A contribution of this peer, by its place in the group; held, or in pieces.
+    /// A contribution of this peer, by its place in its circle; held, or in pieces.
     Contribution {
         peer: usize,
+        /// Whether it is of a tensor on GPUs.
+        device: bool,
         header: Header,
         /// Bytes of it that have come, and their CRC-32C if the header has one.
         done: usize,
@@ -147,6 +149,8 @@ struct Tensor {
     stages: Box<[Stage]>,
     /// By part, of a tensor on the GPU: where the bytes are that are to be sent.
     slots: Box<[Option<Slot>]>,
+    /// By part, likewise: where the result is while it goes to the column.
+    results: Box<[Option<Slot>]>,
     /// Later pushes of the same tensor: a key never has two rounds in flight, so that no lane can
     /// wait for another.
     waiting: VecDeque<Waiting>,
@@ -163,11 +167,11 @@ pub struct Nic {
     /// or is slower, comes to hold most of the credit and so gets most of the line, and the lanes
     /// end together.
     queue: CreditQueue<RunPart>,
-    /// The lanes to the other ranks of the group.
-    group: Vec<LaneId>,
-    gathers: Gathers,
-    collector: Collector<RunPart>,
-    /// Parts that all of the group have pushed, of those that this rank owns.
+    /// The other ranks of the group, which sum tensors of the host.
+    group: Circle,
+    /// Those of them that hold the same shares of tensors on GPUs, and sum these.
+    column: Circle,
+    /// Parts that all of their circle have pushed, of those that this rank owns.
     gathered: CreditQueue<RunPart>,
     kernels: &'static Kernels,
     tensors: Vec<Option<Tensor>>,
@@ -221,9 +225,8 @@ impl Nic {
             endpoint,
             queue: CreditQueue::new(config.credit_bytes),
             lanes: Vec::new(),
-            group: Vec::new(),
-            gathers: Gathers::new(0),
-            collector: Collector::new(0),
+            group: Circle::new(Vec::new()),
+            column: Circle::new(Vec::new()),
             gathered: CreditQueue::new(config.credit_bytes),
             kernels: kernels(),
             tensors: Vec::new(),
@@ -266,10 +269,11 @@ impl Nic {
             receiving: Receiving::Header,
             outbox: VecDeque::new(),
         });
-        if matches!(peer, Peer::Rank(_)) {
-            self.group.push(lane);
-            self.gathers = Gathers::new(self.group.len());
-            self.collector = Collector::new(self.group.len());
+        if let Peer::Rank(rank) = peer {
+            self.group = self.group.with(lane);
+            if self.config.column.contains(&rank) {
+                self.column = self.column.with(lane);
+            }
         }
         Ok(lane)
     }
@@ -362,7 +366,7 @@ impl Nic {
             Command::PushGpu { tensor, push } => self.on_push_gpu(tensor, push),
             Command::Open { tensor, priority } => self.open_staged(tensor, priority),
             Command::Part { tensor, part, slot } => self.push_staged(tensor, part, slot),
-            Command::Land(slot) => self.land_in(slot),
+            Command::Land(slot) => self.release(slot),
             Command::Say { to, word } => self.say_word(to, word),
             Command::Stalled { keys } => {
                 self.pipeline.stalled = keys;
@@ -390,18 +394,20 @@ impl Nic {
         for (position, part) in plan.parts.iter().enumerate() {
             let position = u32::try_from(position).unwrap_or(u32::MAX);
             self.keys.insert(part.key, (tensor, position));
-            if part.owner.is_none() && !self.group.is_empty() && !plan.device {
-                self.gathers.plan(part.key);
+            let circle = if plan.device { &mut self.column } else { &mut self.group };
+            if part.owner.is_none() && !circle.lanes.is_empty() {
+                circle.gathers.plan(part.key);
             }
         }
         let stages = vec![Stage::Idle; plan.parts.len()].into();
-        let slots = vec![None; if plan.device { plan.parts.len() } else { 0 }].into();
+        let staged = if plan.device { plan.parts.len() } else { 0 };
+        let (slots, results) = (vec![None; staged].into(), vec![None; staged].into());
         if plan.device {
             self.pipeline.tell(Staged::Plan { tensor, plan: Arc::clone(&plan) });
         }
         let (waiting, poisoned) = (VecDeque::new(), None);
         self.tensors[index] =
-            Some(Tensor { plan, round: 0, run: None, stages, slots, waiting, poisoned });
+            Some(Tensor { plan, round: 0, run: None, stages, slots, results, waiting, poisoned });
     }
 
     fn on_push(&mut self, tensor: u32, waiting: Waiting) {
@@ -477,13 +483,15 @@ impl Nic {
         u32::try_from(self.runs.len() - 1).unwrap_or(u32::MAX)
     }
 
-    /// A part is pushed: the group sums it first, if there is one.
+    /// A part is pushed: its circle sums it first, if there are others in it.
     fn push_part(&mut self, of: RunPart) {
         let Some((tensor, part)) = self.planned(of) else { return };
+        let device = tensor.plan.device;
         match part.owner {
-            None if self.group.is_empty() => self.send_to_server(of),
+            None if self.circle(device).lanes.is_empty() => self.send_to_server(of),
             None => {
-                if self.gathers.own(part.key, self.now) {
+                let now = self.now;
+                if self.circle_mut(device).gathers.own(part.key, now) {
                     self.gathered(of);
                 }
             }

@@ -6,6 +6,7 @@ use crate::error::Error;
 use crate::neighbours::Door;
 use crate::nic::{Command, Nic, NicConfig, NicStatistics, Peer, Report};
 use crate::places;
+use crate::switches::Switches;
 use bps_engine::base::{CoreId, Rank};
 use bps_engine::config::{Config, TransportChoice};
 use bps_engine::control::{JobKey, Link, LinkReceiver, LinkSender, dial, dial_unix};
@@ -58,6 +59,16 @@ impl Joined {
             };
         }
         lanes
+    }
+
+    /// The ranks that reduce with this one, and itself, below the PCIe switches of their host.
+    pub(crate) fn switches(&self, config: &Config) -> Switches {
+        let others = self.links.iter().filter_map(|(end, _)| match end {
+            End::Rank(rank) => Some(*rank),
+            End::Core(_) => None,
+        });
+        let ranks = others.chain([Rank(self.roster.index)]).collect();
+        Switches::new(ranks, config.ranks_of_switch().unwrap_or(0))
     }
 }
 
@@ -150,6 +161,7 @@ fn register(config: &Config, local: Option<String>) -> Register {
                 local_reduce: config.local_reduce,
                 force_distributed: config.force_distributed,
                 reduce_roots: config.reduce_roots.clone(),
+                switch_size: config.ranks_of_switch().unwrap_or(0),
             },
         },
         host: host::name(),

@@ -187,6 +187,23 @@ fn gpus(config: &Config) -> Result<(), ConfigError> {
             "unset one of them".to_owned(),
         ));
     }
+    let Some(size) = config.ranks_of_switch() else { return Ok(()) };
+    let conflict = |with: &str, remedy: &str| {
+        let problem = format!("BYTEPS_PCIE_SWITCH_SIZE={size}, but {with}");
+        Err(ConfigError::conflict(problem, remedy.to_owned()))
+    };
+    if !config.local_size.is_multiple_of(size) {
+        return conflict(
+            &format!("BYTEPS_LOCAL_SIZE={} is no multiple of it", config.local_size),
+            "all switches of a host must have as many GPUs that are used",
+        );
+    }
+    if !config.reduce_roots.is_empty() {
+        return conflict(&format!("{} reduces across the switches", roots()), "unset one of them");
+    }
+    if !config.local_reduce {
+        return conflict("BPS_LOCAL_REDUCE=0 keeps the ranks of a host apart", "unset one of them");
+    }
     Ok(())
 }
 

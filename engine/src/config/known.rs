@@ -43,11 +43,6 @@ pub(super) static KNOWN: &[Known] = &[
         "servers do not compress yet; Compression.fp16 and .bf16 work in the framework",
     ),
     known(
-        &["BYTEPS_PCIE_SWITCH_SIZE"],
-        &[],
-        "the GPUs of a host reduce among themselves by NCCL, each for its own share of the bytes",
-    ),
-    known(
         &["BYTEPS_OMP_THREAD_PER_GPU", "BYTEPS_SERVER_ENGINE_THREAD"],
         &[],
         "a server sums on its polling threads; BPS_SERVER_CORES says how many",

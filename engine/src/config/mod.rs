@@ -151,6 +151,8 @@ pub struct Config {
     pub nccl_rings: u32,
     /// `BYTEPS_REDUCE_ROOTS`: local ranks, rising, to which GPUs of a host reduce; all if empty.
     pub reduce_roots: Vec<u32>,
+    /// `BYTEPS_PCIE_SWITCH_SIZE`: ranks among which NCCL reduces; 0 is all of a host.
+    pub switch_size: u32,
     /// `BPS_PAYLOAD_CHECKSUM`: CRC-32C over every payload.
     pub payload_checksum: bool,
     /// `BPS_IDLE`: `busy`, `adaptive`.
@@ -298,6 +300,7 @@ impl Default for Config {
             nccl_group_size: 16,
             nccl_rings: 0,
             reduce_roots: Vec::new(),
+            switch_size: 0,
             payload_checksum: false,
             idle: Idle::Adaptive,
             pin: true,
@@ -365,6 +368,12 @@ impl Config {
     #[must_use]
     pub fn distributed(&self) -> bool {
         self.force_distributed || self.size() > 1
+    }
+
+    /// Ranks below each PCIe switch of a host, where there are several switches.
+    #[must_use]
+    pub fn ranks_of_switch(&self) -> Option<u32> {
+        Some(self.switch_size).filter(|size| (1..self.local_size).contains(size))
     }
 
     /// Whether sums pass through servers: not where the ranks of the only machine reduce among

@@ -272,6 +272,16 @@ pub struct Planning {
     /// `BYTEPS_REDUCE_ROOTS`: places in each group, in the order of ranks, that own the parts of
     /// tensors on GPUs; all where it is empty.
     pub reduce_roots: Vec<u32>,
+    /// `BYTEPS_PCIE_SWITCH_SIZE`: ranks below each PCIe switch of a host; 0 where there is one.
+    pub switch_size: u32,
+}
+
+/// How many ranks of a group of so many are below each PCIe switch, if the hosts' switches have
+/// `switch_size` each. A group that they do not divide is below one.
+#[must_use]
+pub fn switch_width(switch_size: u32, group: usize) -> usize {
+    let size = switch_size as usize;
+    if size > 0 && group.is_multiple_of(size) { size } else { group }
 }
 
 /// The job as one node sees it.

@@ -75,6 +75,13 @@ impl PciPath {
         self.0.last().map(String::as_str).filter(|last| is_address(last))
     }
 
+    /// The address of the bridge nearest to the root complex, which a PCIe switch has for itself:
+    /// devices below one switch have the same. `None` where no bridge is shown.
+    #[must_use]
+    pub fn bridge(&self) -> Option<&str> {
+        self.0.get(1).filter(|_| self.0.len() > 2).map(String::as_str)
+    }
+
     /// How this device is joined with another.
     #[must_use]
     pub fn nearness(&self, other: &PciPath, same_node: bool) -> Nearness {

@@ -48,6 +48,9 @@ pub enum Mark {
     Falling,
     /// GPU: it is in its slot.
     Fallen,
+    /// GPU: it has joined the other PCIe switches' sums of the part: at its owner all are added,
+    /// elsewhere it is out of its slot.
+    Crossed,
     /// GPU: the copy of the result out of its slot is the next one of its stream.
     Rising,
     /// GPU: it is in the tensor.

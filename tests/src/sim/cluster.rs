@@ -18,6 +18,7 @@ use bps_worker::agent::{self as worker_agent, Lanes};
 use bps_worker::nic::{
     Command as NicCommand, Nic, NicConfig, NicStatistics, Peer, Report as NicReport,
 };
+use bps_worker::switches::Switches;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
@@ -394,6 +395,7 @@ impl Cluster {
             size: roster.size,
             epoch: roster.epoch,
             credit_bytes: self.shape.credit_bytes,
+            column: Vec::new(),
             payload_checksum: self.shape.payload_checksum,
             stall_report: Duration::from_secs(3),
             say: |_| {},
@@ -433,8 +435,9 @@ impl Cluster {
             let lane = nic.attach(Peer::Rank(other), Link::Sim(mine)).expect("a simulated lane");
             lanes.ranks.insert(other, lane);
         }
+        let switches = Switches::new(lanes.ranks.keys().copied().chain([rank]).collect(), 0);
         worker.nic = Some(nic);
-        worker.agent = Some(worker_agent::Agent::new(roster.clone(), lanes));
+        worker.agent = Some(worker_agent::Agent::new(roster.clone(), lanes, switches));
         worker.roster = Some(roster);
     }
 

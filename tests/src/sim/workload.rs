@@ -97,6 +97,7 @@ fn shape(random: &mut Random, groups: Groups) -> Shape {
         local_reduce: groups != Groups::Apart,
         force_distributed: groups == Groups::Hosts && random.once_in(4),
         reduce_roots: Vec::new(),
+        switch_size: 0,
     };
     let hosts: Vec<u32> = match groups {
         Groups::Apart => vec![1; number(random, 4) as usize],
@@ -171,6 +172,7 @@ pub fn run_hosts(hosts: &[u32]) -> Outcome {
         local_reduce: true,
         force_distributed: true,
         reduce_roots: Vec::new(),
+        switch_size: 0,
     };
     let shape = Shape {
         workers: hosts.iter().sum(),

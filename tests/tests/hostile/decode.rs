@@ -83,6 +83,7 @@ fn node_messages() -> Vec<String> {
         local_reduce: false,
         force_distributed: false,
         reduce_roots: Vec::new(),
+        switch_size: 0,
     };
     let register = Register {
         node: Node::Worker {

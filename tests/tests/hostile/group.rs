@@ -1,6 +1,8 @@
 //! A NIC loop whose neighbour on the host has gone bad: it passed the handshake, so it has a lane,
 //! and says on it what it can't say. The job must end with an error that names it.
 
+mod column;
+
 use bps_engine::base::{DType, Epoch, Key, Operation, Rank, Round};
 use bps_engine::lane::Endpoint;
 use bps_engine::proto::messages::{Neighbour, Roster};
@@ -14,6 +16,7 @@ use bps_worker::nic::staged::{SlotMemory, Staged, ToPipeline};
 use bps_worker::nic::{
     Command, Memory, Nic, NicConfig, NicStatistics, Peer, Plan, PlanPart, Report,
 };
+use bps_worker::switches::Switches;
 use bps_worker::task::Task;
 use bps_worker::{Error, Handle};
 use std::ptr::NonNull;
@@ -47,15 +50,24 @@ struct Pair {
     bad: Option<Endpoint>,
     /// What has come to the bad one.
     heard: Vec<Header>,
+    /// The last payload of that.
+    payload: Vec<u8>,
     /// Why the good one's job is over.
     over: Option<Error>,
     handles: Vec<Handle>,
     /// What the lanes have of payloads and tensors.
     memory: Vec<Vec<u8>>,
+    switches: Switches,
 }
 
 impl Pair {
     fn new(seed: u64) -> Pair {
+        Pair::with_column(seed, Vec::new())
+    }
+
+    /// As below several PCIe switches, where these others hold what the good one holds.
+    fn with_column(seed: u64, column: Vec<Rank>) -> Pair {
+        let switches = Switches::new(vec![GOOD, BAD], u32::from(!column.is_empty()));
         let network = SimNetwork::new(seed);
         let (mine, theirs) = network.link();
         let endpoint = |waker: &Waker| {
@@ -68,6 +80,7 @@ impl Pair {
             size: 2,
             epoch: EPOCH,
             credit_bytes: 1 << 20,
+            column,
             payload_checksum: true,
             stall_report: Duration::from_secs(3600),
             say: |_| {},
@@ -99,11 +112,13 @@ impl Pair {
         let mut pair = Pair {
             network,
             nic,
-            agent: Agent::new(roster, lanes),
+            agent: Agent::new(roster, lanes, switches.clone()),
             commands,
             reports,
             bad: Some(bad),
             heard: Vec::new(),
+            payload: Vec::new(),
+            switches,
             over: None,
             handles: Vec::new(),
             memory: Vec::new(),
@@ -119,7 +134,8 @@ impl Pair {
     /// The good rank declares a tensor of one part.
     fn plan(&mut self, tensor: u32, key: Key, owner: Option<LaneId>, device: bool) {
         let owner_rank = if owner.is_none() { GOOD } else { BAD };
-        let part = PlanPart { key, offset: 0, bytes: BYTES, core: None, owner, owner_rank };
+        let holder = self.switches.holder(owner_rank, GOOD);
+        let part = PlanPart { key, offset: 0, bytes: BYTES, core: None, owner, owner_rank, holder };
         let plan = Plan {
             name: format!("tensor {tensor}"),
             dtype: DType::F32,
@@ -170,8 +186,14 @@ impl Pair {
                     let header = Header::decode(&header).expect("the good rank is good");
                     bad.land(LANE, Landing::Pieces, header.length as usize);
                     self.heard.push(header);
+                    self.payload.clear();
                 }
-                Event::Piece { .. } => bad.consume(LANE),
+                Event::Piece { data, length, .. } => {
+                    // SAFETY: the transport keeps a piece valid until it is consumed.
+                    let piece = unsafe { std::slice::from_raw_parts(data, length) };
+                    self.payload.extend_from_slice(piece);
+                    bad.consume(LANE);
+                }
                 Event::Closed { .. } => self.bad = None,
                 Event::Landed { .. } | Event::Answered { .. } | Event::Sent { .. } => {}
             }

@@ -70,6 +70,7 @@ fn planning() -> Planning {
         local_reduce: false,
         force_distributed: false,
         reduce_roots: Vec::new(),
+        switch_size: 0,
     }
 }
 

@@ -46,6 +46,7 @@ fn worker(worker_id: u64, local_size: u32, partition_bytes: u32) -> Node {
             local_reduce: false,
             force_distributed: false,
             reduce_roots: Vec::new(),
+            switch_size: 0,
         },
     }
 }

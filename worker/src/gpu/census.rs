@@ -12,6 +12,9 @@ pub(super) const ROW: usize = 512;
 const OK: u8 = 1;
 const FAILED: u8 = 2;
 
+/// Where the text of a row that is well begins.
+const TEXT: usize = 161;
+
 /// What a rank tells of its GPU.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct Row {
@@ -25,11 +28,15 @@ pub(super) struct Gpu {
     pub(super) uuid: [u8; 16],
     /// 0 where NCCL is not needed.
     pub(super) nccl: u32,
-    /// The first rank that reduces with this one: ranks that have the same are a host.
+    /// The first rank of its host.
+    pub(super) host: Rank,
+    /// The first rank of its PCIe switch: ranks that have the same are a communicator.
     pub(super) first: Rank,
+    /// The address of the PCIe bridge nearest to the root complex, if one is known.
+    pub(super) bridge: String,
     /// Channels of the communicator; 0 where NCCL chooses.
     pub(super) rings: u32,
-    /// The communicator's identity, of the first rank of a host.
+    /// The communicator's identity, of its first rank.
     pub(super) id: [u8; 128],
 }
 
@@ -39,20 +46,16 @@ impl Row {
             Ok(gpu) => {
                 row[0] = OK;
                 row[1..17].copy_from_slice(&gpu.uuid);
-                row[17..21].copy_from_slice(&gpu.nccl.to_le_bytes());
-                row[21..25].copy_from_slice(&gpu.first.0.to_le_bytes());
-                row[25..29].copy_from_slice(&gpu.rings.to_le_bytes());
-                row[29..157].copy_from_slice(&gpu.id);
+                row[17..145].copy_from_slice(&gpu.id);
+                let words = [gpu.nccl, gpu.host.0, gpu.first.0, gpu.rings];
+                for (at, word) in (145..).step_by(4).zip(words) {
+                    row[at..at + 4].copy_from_slice(&word.to_le_bytes());
+                }
+                write_text(&mut row[TEXT..], &gpu.bridge);
             }
             Err(text) => {
                 row[0] = FAILED;
-                let mut end = text.len().min(ROW - 3);
-                while !text.is_char_boundary(end) {
-                    end -= 1;
-                }
-                let length = u16::try_from(end).unwrap_or(0);
-                row[1..3].copy_from_slice(&length.to_le_bytes());
-                row[3..3 + end].copy_from_slice(&text.as_bytes()[..end]);
+                write_text(&mut row[1..], text);
             }
         }
     }
@@ -61,20 +64,36 @@ impl Row {
         let gpu = match row[0] {
             OK => {
                 let word = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| row[at + i]));
-                let (nccl, first, rings) = (word(17), Rank(word(21)), word(25));
-                let mut gpu = Gpu { uuid: [0; 16], nccl, first, rings, id: [0; 128] };
-                gpu.uuid.copy_from_slice(&row[1..17]);
-                gpu.id.copy_from_slice(&row[29..157]);
-                Ok(gpu)
+                Ok(Gpu {
+                    uuid: std::array::from_fn(|i| row[1 + i]),
+                    id: std::array::from_fn(|i| row[17 + i]),
+                    nccl: word(145),
+                    host: Rank(word(149)),
+                    first: Rank(word(153)),
+                    rings: word(157),
+                    bridge: read_text(&row[TEXT..]),
+                })
             }
-            _ => {
-                let end = 3 + usize::from(u16::from_le_bytes([row[1], row[2]]));
-                let text = row.get(3..end).unwrap_or_default();
-                Err(String::from_utf8_lossy(text).into_owned())
-            }
+            _ => Err(read_text(&row[1..])),
         };
         Row { gpu }
     }
+}
+
+/// Writes a length and as much of the text as there is room for.
+fn write_text(room: &mut [u8], text: &str) {
+    let mut end = text.len().min(room.len() - 2);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    let length = u16::try_from(end).unwrap_or(0);
+    room[..2].copy_from_slice(&length.to_le_bytes());
+    room[2..2 + end].copy_from_slice(&text.as_bytes()[..end]);
+}
+
+fn read_text(room: &[u8]) -> String {
+    let end = 2 + usize::from(u16::from_le_bytes([room[0], room[1]]));
+    String::from_utf8_lossy(room.get(2..end).unwrap_or_default()).into_owned()
 }
 
 /// Whether all can go on together, which all find alike; the identity of this rank's communicator.
@@ -84,8 +103,7 @@ pub(super) fn agree(all: &[Row], rank: u32) -> Result<[u8; 128], Error> {
         let gpu = row.gpu.as_ref();
         let gpu =
             gpu.map_err(|text| Error::Start(format!("rank {rank} can't use its GPU: {text}")))?;
-        for (other, known) in gpus.iter().enumerate().filter(|(_, known)| known.first == gpu.first)
-        {
+        for (other, known) in gpus.iter().enumerate().filter(|(_, known)| known.host == gpu.host) {
             if known.uuid == gpu.uuid {
                 return Err(Error::Start(format!(
                     "rank {other} and rank {rank} are on one host and use the same GPU: give each \
@@ -113,13 +131,44 @@ pub(super) fn agree(all: &[Row], rank: u32) -> Result<[u8; 128], Error> {
     Ok(gpus[gpus[rank as usize].first.0 as usize].id)
 }
 
+/// Two ranks whose GPUs are to be below one PCIe switch and are not, if this rank is the first of a
+/// host that has such, and of several switches: it says so for all. Where the kernel shows no
+/// bridges, as in most virtual machines, nothing is known.
+pub(super) fn misplaced(all: &[Row], rank: u32, switch_size: u32) -> Option<String> {
+    let gpus: Vec<(usize, &Gpu)> =
+        (0..).zip(all).filter_map(|(rank, row)| Some((rank, row.gpu.as_ref().ok()?))).collect();
+    let own = all.get(rank as usize)?.gpu.as_ref().ok().filter(|own| own.host.0 == rank)?;
+    let here = || gpus.iter().filter(|(_, gpu)| gpu.host == own.host && !gpu.bridge.is_empty());
+    for (one, gpu) in here() {
+        let differs =
+            |(_, other): &&&(usize, &Gpu)| other.first == gpu.first && other.bridge != gpu.bridge;
+        if let Some((other, elsewhere)) = here().find(|found| differs(&found)) {
+            return Some(format!(
+                "rank {one} and rank {other} are to be below one PCIe switch \
+                 (BYTEPS_PCIE_SWITCH_SIZE={switch_size}), but their GPUs are below {} and {}: give \
+                 the GPUs of a switch to neighbouring local ranks, as by CUDA_VISIBLE_DEVICES",
+                gpu.bridge, elsewhere.bridge
+            ));
+        }
+    }
+    None
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn gpu(uuid: u8, nccl: u32, first: u32) -> Row {
-        let (uuid, id) = ([uuid; 16], [uuid; 128]);
-        Row { gpu: Ok(Gpu { uuid, nccl, first: Rank(first), rings: 0, id }) }
+        let (uuid, id, first) = ([uuid; 16], [uuid; 128], Rank(first));
+        let bridge = String::new();
+        Row { gpu: Ok(Gpu { uuid, nccl, host: first, first, bridge, rings: 0, id }) }
+    }
+
+    /// One of a host that begins with rank 0, of switches of two.
+    fn below(rank: u32, bridge: &str) -> Row {
+        let (host, first) = (Rank(0), Rank(rank - rank % 2));
+        let row = gpu(u8::try_from(rank).unwrap(), 5, 0);
+        Row { gpu: row.gpu.map(|gpu| Gpu { host, first, bridge: bridge.into(), ..gpu }) }
     }
 
     fn with_rings(row: Row, rings: u32) -> Row {
@@ -129,7 +178,11 @@ mod tests {
     #[test]
     fn what_ranks_say_survives_the_row() {
         let long = "é".repeat(400);
-        for row in [with_rings(gpu(7, 22_809, 5), 12), Row { gpu: Err("no driver".into()) }] {
+        for row in [
+            with_rings(gpu(7, 22_809, 5), 12),
+            below(3, "0000:15:01.0"),
+            Row { gpu: Err("no driver".into()) },
+        ] {
             let mut bytes = [0u8; ROW];
             row.encode(&mut bytes);
             assert_eq!(Row::decode(&bytes), row);
@@ -137,6 +190,24 @@ mod tests {
         let mut bytes = [0u8; ROW];
         Row { gpu: Err(long.clone()) }.encode(&mut bytes);
         assert_eq!(Row::decode(&bytes).gpu, Err("é".repeat((ROW - 3) / 2)));
+    }
+
+    #[test]
+    fn switches_have_communicators_of_their_own_and_no_gpu_in_common() {
+        let mut all = [below(0, "a"), below(1, "a"), below(2, "b"), below(3, "b")];
+        assert_eq!(agree(&all, 1), Ok([0; 128]));
+        assert_eq!(agree(&all, 3), Ok([2; 128]));
+        assert_eq!(misplaced(&all, 0, 2), None);
+        all[3] = below(3, "");
+        assert_eq!(misplaced(&all, 0, 2), None, "nothing is known");
+        all[3] = below(3, "a");
+        let text = misplaced(&all, 0, 2).unwrap();
+        let words = ["rank 2 and rank 3", "SWITCH_SIZE=2", "below b and a"];
+        assert!(words.iter().all(|word| text.contains(word)), "{text}");
+        assert_eq!(misplaced(&all, 1, 2), None, "one rank of a host says it");
+        all[3] = Row { gpu: all[1].gpu.clone().map(|gpu| Gpu { first: Rank(2), ..gpu }) };
+        let text = agree(&all, 0).unwrap_err().to_string();
+        assert!(text.contains("rank 1 and rank 3 are on one host and use the same GPU"), "{text}");
     }
 
     #[test]

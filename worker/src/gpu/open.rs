@@ -4,7 +4,7 @@
 //! The ranks tell each other by a push_pull of bytes: each writes into a row of its own, and the
 //! sum of all rows is what everybody has said.
 
-use super::census::{Gpu, ROW, Row, agree};
+use super::census::{Gpu, ROW, Row, agree, misplaced};
 use super::pipeline::{Host, Parts, Pipeline};
 use super::track::{Track, WORD_BYTES};
 use super::{Comm, Device, Event, EventPool, GpuError, Nccl, Pinned};
@@ -12,8 +12,9 @@ use crate::context::Worker;
 use crate::error::Error;
 use crate::job::Job;
 use crate::nic::Command;
-use crate::nic::staged::{Slot, SlotMemory, ToPipeline};
+use crate::nic::staged::{Pool, Slot, SlotMemory, ToPipeline};
 use crate::places::{Poller, spot};
+use crate::switches::Switches;
 use crate::types::PushPull;
 use bps_engine::base::{DType, Operation, Rank};
 use bps_engine::config::Config;
@@ -21,8 +22,10 @@ use bps_engine::harness::{self, Idler};
 use bps_engine::mem::Budget;
 use bps_engine::proto::messages::Declaration;
 use bps_engine::ring::Mpsc;
+use bps_engine::topo::Topology;
 use bps_engine::trace::log;
 use bps_engine::transport::Waker;
+use std::path::Path;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -49,18 +52,18 @@ pub(crate) fn open(
     gpu: &Result<(Device, EventPool), GpuError>,
     config: &Config,
 ) -> Result<(), Error> {
-    let mut ranks = job.group().to_vec();
-    let has_peers = ranks.len() > 1;
-    ranks.sort_unstable();
-    let rank = worker.rank();
-    let first = ranks.first().copied().unwrap_or(Rank(rank));
+    let switches = job.switches();
+    let has_peers = switches.ranks().len() > 1;
+    let rank = Rank(worker.rank());
+    let first_of = |ranks: &[Rank]| ranks.first().copied().unwrap_or(rank);
+    let (host, first) = (first_of(switches.ranks()), first_of(switches.line(rank)));
     let begun = gpu.clone().and_then(|(device, events)| {
         let nccl = match has_peers {
             true => Some(Nccl::load(config.nccl_library.as_deref())?),
             false => None,
         };
         let id = match &nccl {
-            Some(nccl) if first == Rank(rank) => nccl.unique_id()?,
+            Some(nccl) if first == rank => nccl.unique_id()?,
             _ => [0; 128],
         };
         Ok((device, events, nccl, id))
@@ -68,21 +71,28 @@ pub(crate) fn open(
     let told = begun.as_ref().map_err(ToString::to_string).map(|(device, _, nccl, id)| Gpu {
         uuid: device.uuid(),
         nccl: nccl.as_ref().map_or(0, Nccl::version),
+        host,
         first,
+        bridge: bridge(device.pci_bus_id()),
         rings: rings(config).unwrap_or(0),
         id: *id,
     });
-    let own = Row { gpu: told };
-    let agreed = agree(&tell_all(worker, &own)?, rank);
+    let own = Row { gpu: undivided(switches, config).map_or(told, Err) };
+    let all = tell_all(worker, &own)?;
+    let agreed = agree(&all, rank.0);
     if agreed.is_err() {
         // Who ended now would end others before they have heard why.
         let _ = worker.barrier(Some(HEARD));
     }
     let id = agreed?;
     let (device, events, nccl, _) = begun.map_err(start)?;
-    let rank = Rank(rank);
-    let opened = meet(job, &device, nccl.as_ref(), &id, (rank, &ranks), config)
-        .and_then(|comm| begin(job, (&device, &events), comm, (rank, ranks), config));
+    if switches.count() > 1
+        && let Some(line) = misplaced(&all, rank.0, config.switch_size)
+    {
+        log::warning!("{line}");
+    }
+    let opened = meet(job, &device, nccl.as_ref(), &id, rank, config)
+        .and_then(|comm| begin(job, (&device, &events), comm, rank, config));
     if let Err(error) = opened {
         // If the job is over, that is why NCCL was given up.
         if let Some(over) = job.over.get() {
@@ -102,24 +112,53 @@ pub(crate) fn open(
     tell_all(worker, &own).map(drop)
 }
 
-/// The communicator of a host of several ranks, of which one is this.
+/// The communicator of a host of several ranks, or of this rank's PCIe switch.
 fn meet(
     job: &Job,
     device: &Device,
     nccl: Option<&Nccl>,
     id: &[u8; 128],
-    (own, ranks): (Rank, &[Rank]),
+    own: Rank,
     config: &Config,
 ) -> Result<Option<Comm>, GpuError> {
     let Some(nccl) = nccl else { return Ok(None) };
+    let switches = job.switches();
     let number = |value: usize| u32::try_from(value).unwrap_or(u32::MAX);
-    let place = ranks.iter().position(|rank| *rank == own).unwrap_or(0);
-    let (size, patience) = (number(ranks.len()), config.start_timeout);
+    let line = switches.line(own);
+    let place = line.iter().position(|rank| *rank == own).unwrap_or(0);
+    let (size, patience) = (number(line.len()), config.start_timeout);
     let is_wanted = || !job.nic_ended.load(Ordering::Acquire);
     let comm = nccl.comm(device, id, size, number(place), rings(config), patience, is_wanted)?;
+    let below = match switches.count() {
+        1 => String::new(),
+        count => format!(", below {count} PCIe switches, {size} each"),
+    };
     let laid = rings(config).map_or_else(String::new, |rings| format!(", {rings} rings"));
-    log::info!("{}: {} GPUs on this host{laid}", nccl.describe(), ranks.len());
+    let ranks = switches.ranks().len();
+    log::info!("{}: {ranks} GPUs on this host{below}{laid}", nccl.describe());
     Ok(Some(comm))
+}
+
+/// Why the switches of this host can't be, although the variables fit each other: its ranks do not
+/// all share its memory.
+fn undivided(switches: &Switches, config: &Config) -> Option<String> {
+    let (size, ranks) = (config.ranks_of_switch()?, switches.ranks().len());
+    (switches.count() == 1 && ranks > size as usize).then(|| {
+        format!(
+            "BYTEPS_PCIE_SWITCH_SIZE={size} does not divide the {ranks} ranks that share memory \
+             with it, of the {} of its host (BYTEPS_LOCAL_SIZE): let all share one network \
+             namespace",
+            config.local_size
+        )
+    })
+}
+
+/// The PCIe bridge by which the GPU at this address hangs, as far as the kernel shows it.
+fn bridge(address: &str) -> String {
+    let topology = Topology::read(Path::new("/")).ok();
+    let gpus = topology.as_ref().map_or(&[][..], |topology| &topology.gpus);
+    let gpu = gpus.iter().find(|gpu| gpu.address == address);
+    gpu.and_then(|gpu| gpu.path.bridge()).unwrap_or_default().to_owned()
 }
 
 /// Channels of a communicator, unless NCCL is to choose them. With more than one of what BytePS
@@ -159,7 +198,7 @@ fn begin(
     job: &Job,
     (device, events): (&Device, &EventPool),
     comm: Option<Comm>,
-    (rank, ranks): (Rank, Vec<Rank>),
+    rank: Rank,
     config: &Config,
 ) -> Result<(), GpuError> {
     let system = |what: &str, error: std::io::Error| GpuError::Memory {
@@ -169,42 +208,54 @@ fn begin(
     let slot_bytes = config.partition_bytes as usize;
     let slots = (SLOTS_BYTES / slot_bytes).max(SLOTS_MIN).max(job.lanes() + 2);
     let words = (TRACKS * WORD_BYTES).next_multiple_of(4096);
-    let bytes = words + 2 * slots * slot_bytes;
+    // What no server sends, and no rank publishes, needs no slots.
+    let has_servers = job.lanes() >= job.switches().ranks().len();
+    let mut pools = vec![Pool::Sends; slots];
+    if has_servers {
+        pools.extend(vec![Pool::Results; slots]);
+    }
+    if job.switches().count() > 1 {
+        pools.extend(vec![Pool::Publications; slots]);
+    }
+    let bytes = words + pools.len() * slot_bytes;
     let spot = spot(config, Poller::Gpu(device.pci_bus_id()));
     let memory = Pinned::new(device, bytes, spot.memory_node)?;
     let mut budget = Budget::new();
     let name = format!("pinned slots of GPU {}", device.ordinal());
-    budget.add(&name, 2 * slots as u64, slot_bytes as u64);
+    budget.add(&name, pools.len() as u64, slot_bytes as u64);
     budget.print();
-    let slot = |index: usize| Slot {
+    let slot = |(index, pool): (usize, Pool)| Slot {
         number: u32::try_from(index).unwrap_or(u32::MAX),
+        pool,
         at: memory.as_ptr().wrapping_add(words + index * slot_bytes),
     };
+    let all = pools.into_iter().enumerate().map(slot);
+    let (to_send, to_land): (Vec<Slot>, Vec<Slot>) = all.partition(|slot| slot.pool == Pool::Sends);
     // SAFETY: the pipeline holds the memory and drops it last; each track has a word of its own.
     let track = |index| unsafe { Track::new(device, &memory, index) };
     let tracks = [track(0)?, track(1)?, track(2)?];
     let (group_size, patience) = (config.nccl_group_size as usize, config.start_timeout);
-    let roots = !config.reduce_roots.is_empty();
+    let (roots, switches) = (!config.reduce_roots.is_empty(), job.switches().clone());
     let host = match comm {
-        Some(comm) => Some(Host { comm, track: track(3)?, ranks, roots, group_size, patience }),
+        Some(comm) => Some(Host { comm, track: track(3)?, switches, roots, group_size, patience }),
         None => None,
     };
     let marks = [Event::new(device)?, Event::new(device)?];
     let inbox = Mpsc::new(INBOX);
     let waker = Waker::new().map_err(|error| system("eventfd", error))?;
     let under_way = Arc::new(AtomicUsize::new(0));
-    let to_land: Vec<Slot> = (slots..2 * slots).map(slot).collect();
-    let pool = |first: usize| {
-        let at = NonNull::new(slot(first).at).expect("claimed memory is not at address 0");
-        (at, slots * slot_bytes)
+    let pool = |first: Option<&Slot>| {
+        let at = first.and_then(|slot| NonNull::new(slot.at));
+        at.map_or((NonNull::dangling(), 0), |at| (at, slots * slot_bytes))
     };
-    let slot_memory = SlotMemory { to_send: pool(0), to_land: pool(slots) };
+    let from_servers = to_land.iter().find(|slot| slot.pool == Pool::Results);
+    let slot_memory = SlotMemory { to_send: pool(to_send.first()), to_land: pool(from_servers) };
     let parts = Parts {
         tracks,
         host,
         marks,
         events: events.clone(),
-        slots: (0..slots).map(slot).collect(),
+        slots: to_send,
         memory,
         slot_bytes,
         rank,

@@ -10,7 +10,8 @@
 //! overlap. The host never waits for the GPU: streams wait for each other by events, and this
 //! thread reads from memory how far they are ([`Track`]). A stage with nothing to do is not there:
 //! alone on its host a rank has no reduce and no gather, and where all ranks are on one host there
-//! is one all-reduce and nothing else.
+//! is one all-reduce and nothing else, unless that host has several PCIe switches: then NCCL joins
+//! the ranks of each, and the NIC loops sum across them.
 //!
 //! Within a host all ranks must call NCCL in the same order. The first rank of the host gives it:
 //! each rank tells it which gradients are complete and which results have come, and it tells all
@@ -26,19 +27,21 @@ mod copies;
 mod ending;
 mod host;
 mod order;
+mod plan;
 mod timeline;
 mod turns;
 
 use self::timeline::{Place, Trace};
 use self::turns::{Of, Turns};
 use super::nccl::Comm;
-use super::rows::{Row, rows};
+use super::rows::Row;
 use super::track::{Passed, Track};
 use super::{Event, EventPool, GpuError, Pinned, PooledEvent};
 use crate::error::Error;
 use crate::local::Gathers;
 use crate::nic::staged::{Slot, Staged};
 use crate::nic::{Command, Plan};
+use crate::switches::Switches;
 use crate::task::Task;
 use bps_engine::base::{Key, KeyMap, Operation, Rank};
 use bps_engine::harness::{Idler, Step};
@@ -121,9 +124,12 @@ struct Tensor {
     row_of: Box<[u32]>,
     /// By row, of the run.
     states: Box<[RowState]>,
-    /// By part, at the first rank of the host: whether its owner has its result of the run.
+    /// By part and switch, at the first rank of the host: whether its holder has its result of the
+    /// run.
     landed: Box<[bool]>,
-    /// Parts that this rank owns.
+    /// One all-reduce is all there is to do: no server takes part, and no other switch.
+    is_local: bool,
+    /// Parts that this rank holds once its switch has reduced them.
     own: u32,
     round: u64,
     run: Option<Run>,
@@ -165,8 +171,8 @@ pub(super) struct Parts {
 pub(super) struct Host {
     pub(super) comm: Comm,
     pub(super) track: Track,
-    /// In the order in which NCCL numbers them; the first gives the order.
-    pub(super) ranks: Vec<Rank>,
+    /// The first of their ranks gives the order, and NCCL joins those of this rank's switch.
+    pub(super) switches: Switches,
     /// Some of them own all tensors on GPUs.
     pub(super) roots: bool,
     /// Rows in one group of calls, at most.
@@ -238,7 +244,7 @@ impl Pipeline {
     pub(super) fn new(parts: Parts) -> Pipeline {
         let [ready, down, up] = parts.tracks;
         let [reduced, risen] = parts.marks;
-        let peers = parts.host.as_ref().map_or(0, |host| host.ranks.len() - 1);
+        let peers = parts.host.as_ref().map_or(0, |host| host.switches.ranks().len() - 1);
         Pipeline {
             ready,
             down,
@@ -417,59 +423,6 @@ impl Pipeline {
         Ok(())
     }
 
-    fn on_plan(&mut self, tensor: u32, plan: Arc<Plan>) {
-        let index = tensor as usize;
-        if self.tensors.len() <= index {
-            self.tensors.resize_with(index + 1, || None);
-        }
-        if self.tensors[index].is_some() {
-            return;
-        }
-        let alone = [self.rank];
-        let ranks = self.host.as_ref().map_or(&alone[..], |host| &host.ranks);
-        let roots = self.host.as_ref().is_some_and(|host| host.roots);
-        let rows = rows(&plan, ranks, roots);
-        let mut row_of = vec![0; plan.parts.len()];
-        for (at, row) in (0..).zip(&rows) {
-            self.keys.insert(row.key, Of { tensor, index: at });
-            row_of[row.parts()].fill(at);
-        }
-        let poisoned = self.unfit(&plan).map(Error::Refused);
-        let is_own = |part: &&crate::nic::PlanPart| part.owner.is_none() && part.core.is_some();
-        let own = u32::try_from(plan.parts.iter().filter(is_own).count()).unwrap_or(u32::MAX);
-        let state = RowState { ordered: Ordered::Nothing, missing: 0 };
-        self.tensors[index] = Some(Tensor {
-            states: vec![state; rows.len()].into(),
-            landed: vec![false; plan.parts.len()].into(),
-            plan,
-            rows,
-            row_of: row_of.into(),
-            own,
-            round: 0,
-            run: None,
-            waiting: VecDeque::new(),
-            poisoned,
-        });
-    }
-
-    /// Why this tensor can't be served, if it can't.
-    fn unfit(&self, plan: &Plan) -> Option<String> {
-        let (name, first) = (&plan.name, plan.parts.first()?);
-        if first.core.is_none() {
-            // NCCL rounds it towards zero, and everybody else down.
-            let is_wrong = plan.operation == Operation::Average && !plan.dtype.is_float();
-            return is_wrong.then(|| {
-                format!("`{name}`: an average of whole numbers goes through memory of the host")
-            });
-        }
-        let large = plan.parts.iter().find(|part| part.bytes > self.slot_bytes)?;
-        Some(format!(
-            "`{name}` is cut into parts of {} bytes, and this rank's slots hold {}: give all \
-             ranks the same BYTEPS_PARTITION_BYTES",
-            large.bytes, self.slot_bytes
-        ))
-    }
-
     /// A push is over: its memory is its caller's again.
     fn end_push(&self, push: &Push, error: Error) {
         self.under_way.fetch_sub(1, Ordering::Release);
@@ -496,14 +449,14 @@ impl Pipeline {
 
     /// Opens the next round of a tensor.
     fn begin(&mut self, tensor: u32, push: Box<Push>) -> Result<(), GpuError> {
-        let since = self.now;
+        let (since, rank) = (self.now, self.rank);
         let (asked_ns, ready) = (push.task.asked_ns(), Arc::clone(&push.ready));
         let Some(state) = self.tensor(tensor) else { return Ok(()) };
         state.round += 1;
-        let is_local = state.is_local();
+        let is_local = state.is_local;
         for (row, state_of_row) in state.rows.iter().zip(&mut state.states) {
             let parts = &state.plan.parts[row.parts()];
-            let own = parts.iter().filter(|part| part.owner.is_none()).count();
+            let own = parts.iter().filter(|part| part.holder == rank).count();
             let missing = u32::try_from(own).unwrap_or(u32::MAX);
             *state_of_row = RowState { ordered: Ordered::Nothing, missing };
         }
@@ -527,7 +480,7 @@ impl Pipeline {
         Ok(())
     }
 
-    /// A gradient is in the GPU's memory, and is to pass the servers.
+    /// A gradient is in the GPU's memory, and is to leave the communicator.
     fn gradient_complete(&mut self, tensor: u32) {
         self.trace.complete(tensor, &self.tensors);
         let Some(Tensor { run: Some(run), own, rows, .. }) = self.tensor(tensor) else { return };
@@ -543,11 +496,15 @@ impl Pipeline {
         }
     }
 
-    /// The host's sum of a part is on its owner's GPU, or will be once the stream down comes to it.
+    /// The switch's sum of a part is on its holder's GPU, or will be once the stream down comes to
+    /// it.
     fn is_reduced(&mut self, of: Of) {
         let rank = self.rank;
+        // Parts wait for those of other switches, with a slot, so all ranks of a host must take
+        // them in one order: in that in which they were ordered.
+        let in_order = self.host.as_ref().is_some_and(|host| host.switches.count() > 1);
         let Some(Tensor { run: Some(run), plan, .. }) = self.tensor(of.tensor) else { return };
-        if plan.parts[of.index as usize].owner.is_some() {
+        if plan.parts[of.index as usize].holder != rank {
             return;
         }
         if matches!(plan.operation, Operation::Broadcast(root) if root != rank) {
@@ -555,7 +512,7 @@ impl Pipeline {
             let (tensor, part) = (of.tensor, of.index);
             return self.tell(Command::Part { tensor, part, slot: None });
         }
-        let priority = run.push.priority;
+        let priority = if in_order { 0 } else { run.push.priority };
         self.to_copy.push(priority, of);
     }
 

@@ -26,24 +26,32 @@ impl Row {
     }
 }
 
-/// The rows of a tensor in a host with these ranks.
-///
-/// Alone on its host, a rank has a row for each part. If no server takes part, the whole tensor is
-/// one row. Else what the scheduler dealt out in turn makes whole rows, and each part that is left
-/// over one of its own; so does every part where the job has `roots`, which own what others do not.
-pub(super) fn rows(plan: &Plan, ranks: &[Rank], roots: bool) -> Vec<Row> {
+/// How NCCL is to take the parts of a tensor.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Cut {
+    /// The whole tensor is one row: no server takes part, and nobody beyond the communicator.
+    Whole,
+    /// What the scheduler dealt out in turn makes whole rows, and each part that is left over one
+    /// of its own.
+    Rows,
+    /// Each part is a row: a rank is alone on its host, or some own what others do not.
+    Parts,
+}
+
+/// The rows of a tensor among the ranks of a communicator.
+pub(super) fn rows(plan: &Plan, ranks: &[Rank], cut: Cut) -> Vec<Row> {
     let parts = &plan.parts;
     let number = |value: usize| u32::try_from(value).unwrap_or(u32::MAX);
-    if parts.first().is_some_and(|part| part.core.is_none()) {
+    if cut == Cut::Whole && !parts.is_empty() {
         let count = number(parts.len());
         return vec![Row { first: 0, count, key: parts[0].key, whole: false }];
     }
     let mut rows = Vec::new();
     let mut at = 0;
     while at < parts.len() {
-        let row = parts.get(at..at + ranks.len()).filter(|_| ranks.len() > 1 && !roots);
+        let row = parts.get(at..at + ranks.len()).filter(|_| ranks.len() > 1 && cut == Cut::Rows);
         let whole = row.is_some_and(|row| {
-            let in_turn = row.iter().zip(ranks).all(|(part, rank)| part.owner_rank == *rank);
+            let in_turn = row.iter().zip(ranks).all(|(part, rank)| part.holder == *rank);
             in_turn && row.iter().all(|part| part.bytes == row[0].bytes)
         });
         let count = if whole { ranks.len() } else { 1 };
@@ -65,8 +73,8 @@ mod tests {
         let mut offset = 0;
         let part = |(index, &(bytes, owner)): (u64, &(usize, u32))| {
             let owner_rank = Rank(owner);
-            let part =
-                PlanPart { key: Key(10 + index), offset, bytes, core, owner: None, owner_rank };
+            let (key, holder) = (Key(10 + index), owner_rank);
+            let part = PlanPart { key, offset, bytes, core, owner: None, owner_rank, holder };
             offset += bytes;
             part
         };
@@ -88,22 +96,27 @@ mod tests {
         let core = Some(LaneId(0));
         let ranks = [Rank(4), Rank(5)];
         let parts = [(8, 4), (8, 5), (8, 4), (8, 5), (8, 5), (4, 4)];
-        let found = rows(&plan(&parts, core), &ranks, false);
+        let found = rows(&plan(&parts, core), &ranks, Cut::Rows);
         assert_eq!(shape(&found), [(0, 2, true), (2, 2, true), (4, 1, false), (5, 1, false)]);
         assert_eq!(found[2].key, Key(14));
-        assert_eq!(shape(&rows(&plan(&[(8, 4), (4, 5)], core), &ranks, false)).len(), 2);
-        let rooted = rows(&plan(&parts, core), &ranks, true);
+        assert_eq!(shape(&rows(&plan(&[(8, 4), (4, 5)], core), &ranks, Cut::Rows)).len(), 2);
+        let rooted = rows(&plan(&parts, core), &ranks, Cut::Parts);
         assert!(rooted.len() == 6 && rooted.iter().all(|row| !row.whole));
         // The root of a broadcast owns all.
-        assert!(rows(&plan(&[(8, 5), (8, 5)], core), &ranks, false).iter().all(|row| !row.whole));
+        assert!(
+            rows(&plan(&[(8, 5), (8, 5)], core), &ranks, Cut::Rows).iter().all(|row| !row.whole)
+        );
     }
 
     #[test]
     fn alone_each_part_is_a_row_and_without_servers_the_tensor_is_one() {
         let parts = [(8, 4), (8, 4), (4, 4)];
-        let alone = rows(&plan(&parts, Some(LaneId(0))), &[Rank(4)], false);
+        let alone = rows(&plan(&parts, Some(LaneId(0))), &[Rank(4)], Cut::Rows);
         assert_eq!(shape(&alone), [(0, 1, false), (1, 1, false), (2, 1, false)]);
-        assert_eq!(shape(&rows(&plan(&parts, None), &[Rank(4), Rank(5)], false)), [(0, 3, false)]);
-        assert!(rows(&plan(&[], None), &[Rank(4)], false).is_empty());
+        assert_eq!(
+            shape(&rows(&plan(&parts, None), &[Rank(4), Rank(5)], Cut::Whole)),
+            [(0, 3, false)]
+        );
+        assert!(rows(&plan(&[], None), &[Rank(4)], Cut::Whole).is_empty());
     }
 }

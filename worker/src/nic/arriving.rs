@@ -49,7 +49,7 @@ impl Nic {
         };
         // A second one of this round will not fit.
         self.set_stage(part, Stage::Pushed);
-        let (begins, ends) = self.marks(lane);
+        let (begins, ends) = self.marks(lane, part);
         self.trace.frame(begins, &header);
         if length == 0 {
             self.trace.frame(ends, &header);
@@ -135,22 +135,27 @@ impl Nic {
                 self.on_gpu_word(lane, rank, &header)?;
             }
             Kind::Ready | Kind::Grant
-                if self.known(&header).is_ok_and(|(tensor, _)| tensor.plan.device) =>
+                if self.column.place(lane).is_err()
+                    && self.known(&header).is_ok_and(|(tensor, _)| tensor.plan.device) =>
             {
                 return Err(format!("{:?} of {key}, whose tensor is on GPUs", header.kind));
             }
             Kind::Ready => {
-                if !self.keys.contains_key(&key) && self.gathers.len() >= PARTS_MAX {
+                if !self.keys.contains_key(&key) && self.group.gathers.len() >= PARTS_MAX {
                     return Err(format!("it has pushed over {PARTS_MAX} keys"));
                 }
-                if self
-                    .known(&header)
-                    .is_ok_and(|(tensor, at)| tensor.plan.parts[at as usize].owner.is_some())
-                {
-                    return Err(format!("{key} is not this rank's to sum"));
+                // A tensor on GPUs is not ready before all of the host know it.
+                let mut device = false;
+                if let Ok((tensor, at)) = self.known(&header) {
+                    device = tensor.plan.device;
+                    if tensor.plan.parts[at as usize].owner.is_some() {
+                        return Err(format!("{key} is not this rank's to sum"));
+                    }
                 }
-                let peer = self.place_in_group(lane)?;
-                let all = self.gathers.peer(key, peer, round, self.now);
+                let now = self.now;
+                let circle = self.circle_mut(device);
+                let peer = circle.place(lane)?;
+                let all = circle.gathers.peer(key, peer, round, now);
                 self.endpoint.land(lane, Landing::Pieces, 0);
                 if all.map_err(|untimely| untimely.to_string())? {
                     self.gathered_key(key);
@@ -160,7 +165,10 @@ impl Nic {
                 let (tensor, position) = self.known(&header)?;
                 let part = tensor.plan.parts[position as usize];
                 let wanted = tensor.poisoned.is_none();
+                // Of a tensor on GPUs, it is pushed once it is in a slot.
+                let is_pushed = tensor.slots.get(position as usize).is_none_or(Option::is_some);
                 let fits = part.owner == Some(lane)
+                    && is_pushed
                     && round == tensor.round
                     && tensor.stages[position as usize] == Stage::Pushed;
                 let run = tensor.run.filter(|_| fits);
@@ -203,22 +211,23 @@ impl Nic {
                 return self.refuse(lane, message);
             }
         }
-        self.trace.frame(self.marks(lane).1, &header);
+        self.trace.frame(self.marks(lane, part).1, &header);
         self.on_result(part, slot);
     }
 
-    /// What begins and ends with a publication on this lane.
-    pub(super) fn marks(&self, lane: LaneId) -> (Mark, Mark) {
+    /// What begins and ends with a publication of a part on this lane.
+    pub(super) fn marks(&self, lane: LaneId, of: RunPart) -> (Mark, Mark) {
+        let device = self.planned(of).is_some_and(|(tensor, _)| tensor.plan.device);
         match self.lanes[lane.0 as usize].peer {
-            Peer::Server(_) => (Mark::Landing, Mark::Landed),
-            Peer::Rank(_) => (Mark::Copying, Mark::Copied),
+            Peer::Rank(_) if !device => (Mark::Copying, Mark::Copied),
+            Peer::Rank(_) | Peer::Server(_) => (Mark::Landing, Mark::Landed),
         }
     }
 
     pub(super) fn on_piece(&mut self, lane: LaneId, data: *const u8, length: usize) {
         match &mut self.lanes[lane.0 as usize].receiving {
-            Receiving::Contribution { peer, header, done, checksum } => {
-                let (peer, key) = (*peer, header.key);
+            Receiving::Contribution { peer, device, header, done, checksum } => {
+                let (peer, device, key) = (*peer, *device, header.key);
                 self.statistics.counters.bytes_in.add(length as u64);
                 if header.flags & FLAG_PAYLOAD_CHECKSUM != 0 {
                     // SAFETY: the transport keeps a piece valid for its length until `consume`.
@@ -230,8 +239,8 @@ impl Nic {
                         return self.refuse(lane, format!("payload checksum of {key} differs"));
                     }
                 }
-                self.collector.piece(peer, data, length);
-                self.add_up();
+                self.circle_mut(device).collector.piece(peer, data, length);
+                self.add_up(device);
             }
             Receiving::Unwanted { left } => {
                 *left = left.saturating_sub(length);

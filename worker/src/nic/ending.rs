@@ -24,21 +24,19 @@ impl Nic {
             self.pipeline.tell(Staged::Poisoned { tensor, error: error.clone() });
         }
         let Some(run) = state.run else { return };
-        let mut removed = Vec::new();
-        self.queue.remove(|of| {
-            let is_removed = of.run == run;
-            removed.extend(is_removed.then_some(*of));
-            is_removed
-        });
-        for of in removed {
-            if let Some(slot) = self.take_slot(of) {
-                self.pipeline.tell(Staged::Sent(slot));
-            }
-        }
+        self.queue.remove(|of| of.run == run);
+        let mut unsaid = Vec::new();
         for lane in &mut self.lanes {
-            lane.outbox.retain(|one| !matches!(one, Outgoing::Part(word) if word.of.run == run));
+            lane.outbox.retain(|one| match one {
+                Outgoing::Part(word) if word.of.run == run => {
+                    unsaid.push(*word);
+                    false
+                }
+                _ => true,
+            });
         }
         self.forget_in_group(run);
+        self.give_slots_back(run, &unsaid);
         self.drop_held(run);
         self.forget_grants(run);
         let is_landing = |lane: &&Lane| match &lane.receiving {
@@ -113,8 +111,10 @@ impl Nic {
         state.open = false;
         state.receiving = Receiving::Closing;
         let (peer, goodbye) = (state.peer, state.goodbye);
-        if let Ok(peer) = self.place_in_group(lane) {
-            self.collector.gone(peer);
+        for circle in [&mut self.group, &mut self.column] {
+            if let Ok(peer) = circle.place(lane) {
+                circle.collector.gone(peer);
+            }
         }
         if self.over.is_some() {
             self.fail_pending();

@@ -63,8 +63,9 @@ impl Nic {
 
     /// The slot that the result of a part may be written to by the server's device, if it may: the
     /// next one that is free.
-    pub(super) fn slot_to_grant(&self, lane: LaneId, of: RunPart) -> Option<Slot> {
-        let slot = *self.pipeline.free.last()?;
+    pub(super) fn slot_to_grant(&mut self, lane: LaneId, of: RunPart) -> Option<Slot> {
+        let free = self.pipeline.for_servers();
+        let (slot, free) = (*free.last()?, free.len());
         let (tensor, part) = self.planned(of)?;
         let is_root =
             matches!(tensor.plan.operation, Operation::Broadcast(root) if root == self.config.rank);
@@ -72,7 +73,7 @@ impl Nic {
         let may = tensor.plan.device
             && !is_root
             && !self.config.payload_checksum
-            && self.pipeline.free.len() > self.pipeline.granted.count
+            && free > self.pipeline.granted.count
             && self.endpoint.grants(lane, slot.at, part.bytes);
         may.then_some(slot)
     }
@@ -89,7 +90,7 @@ impl Nic {
 
     /// The slot, which `slot_to_grant` named, is granted.
     pub(super) fn grant_slot(&mut self, of: RunPart, slot: Slot) {
-        let taken = self.pipeline.free.pop();
+        let taken = self.pipeline.for_servers().pop();
         debug_assert_eq!(taken, Some(slot), "a slot was taken meanwhile");
         self.pipeline.granted.insert(slot, of);
         self.set_stage(of, Stage::Granted);
@@ -103,7 +104,7 @@ impl Nic {
         let (round, rank) = (tensor.round, self.config.rank);
         self.statistics.counters.frames_in.add(1);
         self.statistics.counters.bytes_in.add(part.bytes as u64);
-        let (begins, ends) = self.marks(lane);
+        let (begins, ends) = self.marks(lane, of);
         for mark in [begins, ends] {
             self.trace.record(mark, part.key, round, rank, part.bytes);
         }

@@ -1,16 +1,57 @@
 //! What the ranks of a group do for each other: the parts that this rank owns are granted, added up
 //! and published, and those that others own are contributed to.
+//!
+//! Tensors of the host go round all ranks of the group, and tensors on GPUs down a column of its
+//! switches, since NCCL has summed along the lines. Each circle takes the contributions that it
+//! asks for in the order of its grants, so the argument at the head of [`crate::local`] holds for
+//! both together: the earliest of all grants whose contribution is not in is the first of its
+//! circle.
 
 use super::{LaneId, Nic, Operation, Peer, Receiving, Report, RunPart, Stage, Word};
-use crate::local::{Answer, Dropped, Granted, Waiting};
+use crate::local::{Answer, Collector, Dropped, Gathers, Granted, Waiting};
 use bps_engine::base::{Key, Rank};
 use bps_engine::proto::messages::{STALLS_MAX, StalledKey};
 use bps_engine::trace::timeline::Mark;
 use bps_engine::transport::Landing;
 use bps_engine::wire::{Header, Kind};
 
+/// Ranks that sum parts among themselves.
+pub(super) struct Circle {
+    /// To the others.
+    pub(super) lanes: Vec<LaneId>,
+    pub(super) gathers: Gathers,
+    pub(super) collector: Collector<RunPart>,
+}
+
+impl Circle {
+    pub(super) fn new(lanes: Vec<LaneId>) -> Circle {
+        let others = lanes.len();
+        Circle { lanes, gathers: Gathers::new(others), collector: Collector::new(others) }
+    }
+
+    /// One more, before anything has passed.
+    pub(super) fn with(&self, lane: LaneId) -> Circle {
+        Circle::new(self.lanes.iter().copied().chain([lane]).collect())
+    }
+
+    /// The place of a lane.
+    pub(super) fn place(&self, lane: LaneId) -> Result<usize, String> {
+        let place = self.lanes.iter().position(|other| *other == lane);
+        place.ok_or_else(|| "it has no share of this rank's parts".into())
+    }
+}
+
 impl Nic {
-    /// All of the group have pushed this key, which this rank owns.
+    /// Who sums tensors on GPUs with this rank, or those of the host.
+    pub(super) fn circle(&self, device: bool) -> &Circle {
+        if device { &self.column } else { &self.group }
+    }
+
+    pub(super) fn circle_mut(&mut self, device: bool) -> &mut Circle {
+        if device { &mut self.column } else { &mut self.group }
+    }
+
+    /// All of a circle have pushed this key, which this rank owns.
     pub(super) fn gathered_key(&mut self, key: Key) {
         let Some(&(tensor, part)) = self.keys.get(&key) else { return };
         let Some(Some(tensor)) = self.tensors.get(tensor as usize) else { return };
@@ -24,31 +65,43 @@ impl Nic {
         let Some((tensor, part)) = self.planned(of) else { return };
         if matches!(tensor.plan.operation, Operation::Broadcast(_)) {
             // There is nothing to add: the root's bytes are the result.
+            self.publish_own(of);
             self.reduced(of);
         } else {
             self.gathered.push(priority, part.bytes, of);
         }
     }
 
-    /// Asks the group for the next parts, by priority, as far as the credit allows.
+    /// Asks for the next parts, by priority, as far as the credit allows.
     pub(super) fn grant_next(&mut self) {
-        while self.collector.has_room()
+        while self.group.collector.has_room()
+            && self.column.collector.has_room()
             && let Some(of) = self.gathered.take()
         {
             let Some((tensor, part)) = self.planned(of) else { return };
-            let round = tensor.round;
-            self.trace.record(Mark::Granted, part.key, round, self.config.rank, part.bytes);
-            self.collector.grant(Granted { key: part.key, bytes: part.bytes, item: of });
-            for at in 0..self.group.len() {
-                self.say_to(self.group[at], Word::short(Kind::Grant, of, round));
+            let (round, device) = (tensor.round, tensor.plan.device);
+            if !device {
+                self.trace.record(Mark::Granted, part.key, round, self.config.rank, part.bytes);
             }
+            let granted = Granted { key: part.key, bytes: part.bytes, item: of };
+            self.circle_mut(device).collector.grant(granted);
+            self.say_to_circle(device, Word::short(Kind::Grant, of, round));
+        }
+    }
+
+    /// Says something about a part to all others of its circle.
+    fn say_to_circle(&mut self, device: bool, word: Word) {
+        for at in 0..self.circle(device).lanes.len() {
+            self.say_to(self.circle(device).lanes[at], word);
         }
     }
 
     /// The owner asks for this rank's contribution.
     pub(super) fn send_contribution(&mut self, owner: LaneId, of: RunPart, round: u64) {
-        let Some((_, part)) = self.planned(of) else { return };
-        self.trace.record(Mark::Granted, part.key, round, self.config.rank, part.bytes);
+        let Some((tensor, part)) = self.planned(of) else { return };
+        if !tensor.plan.device {
+            self.trace.record(Mark::Granted, part.key, round, self.config.rank, part.bytes);
+        }
         self.set_stage(of, Stage::Asked);
         let kind = Kind::Contribution;
         let checksum = self.checksum(of, kind);
@@ -58,7 +111,6 @@ impl Nic {
     /// The header of a contribution has come.
     pub(super) fn on_contribution(&mut self, lane: LaneId, header: &Header) -> Result<(), String> {
         let (key, bytes) = (header.key, header.length as usize);
-        let peer = self.place_in_group(lane)?;
         let tensor = self.keys.get(&key).and_then(|&(tensor, _)| self.tensors.get(tensor as usize));
         let Some(Some(tensor)) = tensor else {
             return Err(format!("a contribution to unknown {key}"));
@@ -67,11 +119,14 @@ impl Nic {
             self.unwanted(lane, bytes);
             return Ok(());
         }
+        let device = tensor.plan.device;
         let fits = header.dtype == tensor.plan.dtype
             && header.round.0 == tensor.round
             && header.offset == 0
             && header.contributors == 1;
-        let answer = if fits { self.collector.header(peer, key, bytes) } else { Answer::Unknown };
+        let circle = self.circle_mut(device);
+        let peer = circle.place(lane)?;
+        let answer = if fits { circle.collector.header(peer, key, bytes) } else { Answer::Unknown };
         match answer {
             Answer::Take => self.endpoint.land(lane, Landing::Pieces, bytes),
             Answer::Hold => {}
@@ -80,47 +135,50 @@ impl Nic {
             }
         }
         self.lanes[lane.0 as usize].receiving =
-            Receiving::Contribution { peer, header: *header, done: 0, checksum: 0 };
+            Receiving::Contribution { peer, device, header: *header, done: 0, checksum: 0 };
         Ok(())
     }
 
     /// Adds what is there of every contribution to the part whose turn it is.
-    pub(super) fn add_up(&mut self) {
-        while let Some(ready) = self.collector.ready() {
+    pub(super) fn add_up(&mut self, device: bool) {
+        while let Some(ready) = self.circle_mut(device).collector.ready() {
             let of = ready.part.item;
             let Some((tensor, part)) = self.planned(of) else { return };
             let is_average = tensor.plan.operation == Operation::Average && part.core.is_none();
             let divisor = if is_average { self.config.size } else { 1 };
             let (dtype, round) = (tensor.plan.dtype, tensor.round);
-            let memory = self.runs[of.run as usize].memory;
-            let at = part.offset + ready.offset;
+            let memory = self.memory_of(of);
             // SAFETY: the part lies inside source and target, which the caller keeps valid until
-            // the task is finished and which are the same or apart; each peer's piece has at least
-            // `length` bytes, which its transport keeps until it is consumed.
+            // the task is finished and which are the same or apart, or in a slot that is its own
+            // until it is given back; each peer's piece has at least `length` bytes, which its
+            // transport keeps until it is consumed.
             unsafe {
-                let (out, own) = (memory.target.add(at), memory.source.add(at));
+                let (out, own) = (memory.target.add(ready.offset), memory.source.add(ready.offset));
                 let count = ready.length / dtype.size();
-                let sources = self.collector.sources();
+                let sources = self.circle(device).collector.sources();
                 self.kernels.sum_all(dtype, out, own, sources, count, divisor);
             }
-            let (endpoint, group) = (&mut self.endpoint, &self.group);
-            let whole = self.collector.added(ready.length, |peer| endpoint.consume(group[peer]));
+            let circle = if device { &mut self.column } else { &mut self.group };
+            let (endpoint, lanes) = (&mut self.endpoint, &circle.lanes);
+            let whole = circle.collector.added(ready.length, |peer| endpoint.consume(lanes[peer]));
             if whole.is_some() {
                 self.gathered.returned(part.bytes);
-                self.trace.record(Mark::Reduced, part.key, round, self.config.rank, part.bytes);
-                for lane in &self.group {
+                let mark = if device { Mark::Crossed } else { Mark::Reduced };
+                self.trace.record(mark, part.key, round, self.config.rank, part.bytes);
+                for lane in lanes {
                     self.lanes[lane.0 as usize].receiving = Receiving::Header;
                 }
                 self.reduced(of);
-                self.let_held_go_on();
+                self.let_held_go_on(device);
             }
         }
     }
 
     /// The contributions that stood and whose turn it is.
-    fn let_held_go_on(&mut self) {
-        while let Some((peer, bytes)) = self.collector.take_next() {
-            self.endpoint.land(self.group[peer], Landing::Pieces, bytes);
+    fn let_held_go_on(&mut self, device: bool) {
+        let circle = if device { &mut self.column } else { &mut self.group };
+        while let Some((peer, bytes)) = circle.collector.take_next() {
+            self.endpoint.land(circle.lanes[peer], Landing::Pieces, bytes);
         }
     }
 
@@ -128,34 +186,42 @@ impl Nic {
     fn reduced(&mut self, of: RunPart) {
         match self.planned(of) {
             Some((_, part)) if part.core.is_some() => self.send_to_server(of),
+            Some((tensor, _)) if tensor.plan.device => {
+                let slot = self.take_slot(of);
+                self.staged_result(of, slot);
+            }
             _ => self.on_result(of, None),
         }
     }
 
-    /// The result of a part goes to the group, if this rank owns it.
+    /// The result of a part goes to its circle, if this rank owns it.
     pub(super) fn publish(&mut self, of: RunPart) {
         let Some((tensor, part)) = self.planned(of) else { return };
         if part.owner.is_some() {
             return;
         }
-        let round = tensor.round;
-        if !self.group.is_empty() {
+        let (round, device) = (tensor.round, tensor.plan.device);
+        if self.circle(device).lanes.is_empty() {
+            return;
+        }
+        if !device {
             self.trace.record(Mark::Copying, part.key, round, self.config.rank, part.bytes);
         }
         let kind = Kind::Publication;
-        // One for all of the group: they are sent the same bytes.
-        let checksum = if self.group.is_empty() { None } else { self.checksum(of, kind) };
-        for at in 0..self.group.len() {
-            self.say_to(self.group[at], Word { kind, of, round, checksum });
-        }
+        // One for all of them: they are sent the same bytes.
+        let checksum = self.checksum(of, kind);
+        self.say_to_circle(device, Word { kind, of, round, checksum });
     }
 
     /// A task is over before its time: nobody sums its parts any more.
     pub(super) fn forget_in_group(&mut self, run: u32) {
         self.gathered.remove(|of| of.run == run);
+        let tensor = self.tensors.get(self.runs[run as usize].tensor as usize);
+        let device = tensor.and_then(Option::as_ref).is_some_and(|tensor| tensor.plan.device);
         let (queue, lanes) = (&mut self.gathered, &mut self.lanes);
-        let (endpoint, group) = (&mut self.endpoint, &self.group);
-        self.collector.remove(
+        let circle = if device { &mut self.column } else { &mut self.group };
+        let (endpoint, group) = (&mut self.endpoint, &circle.lanes);
+        circle.collector.remove(
             |of| of.run == run,
             |part| queue.returned(part.bytes),
             |peer, dropped| {
@@ -178,26 +244,25 @@ impl Nic {
                 };
             },
         );
-        self.let_held_go_on();
-        self.add_up();
-    }
-
-    pub(super) fn place_in_group(&self, lane: LaneId) -> Result<usize, String> {
-        let place = self.group.iter().position(|other| *other == lane);
-        place.ok_or_else(|| "it is not of this rank's group".into())
+        self.let_held_go_on(device);
+        self.add_up(device);
     }
 
     /// Tells of rounds that have waited too long for ranks of the group.
     pub(super) fn look_for_stalls(&mut self) {
-        if self.group.is_empty() || self.over.is_some() || self.leaving {
+        if self.group.lanes.is_empty() || self.over.is_some() || self.leaving {
             return;
         }
-        let anybody_left = self.group.iter().any(|lane| self.lanes[lane.0 as usize].goodbye);
+        let anybody_left = self.group.lanes.iter().any(|lane| self.lanes[lane.0 as usize].goodbye);
         let overdue = |key: &StalledKey| {
             key.waited_ms >= self.stall_report_ms() || anybody_left && !key.left.is_empty()
         };
-        let waiting = self.gathers.waiting().map(|one| self.describe(&one)).filter(overdue);
-        let mut keys: Vec<StalledKey> = waiting.collect();
+        let of_circle = |circle: &'_ Circle| -> Vec<StalledKey> {
+            let waiting = circle.gathers.waiting();
+            waiting.map(|one| self.describe(circle, &one)).filter(overdue).collect()
+        };
+        let mut keys = of_circle(&self.group);
+        keys.extend(of_circle(&self.column));
         if anybody_left {
             keys.extend(self.left_alone());
         }
@@ -211,9 +276,9 @@ impl Nic {
         self.report(Report::Stalled { keys });
     }
 
-    fn describe(&self, waiting: &Waiting) -> StalledKey {
+    fn describe(&self, circle: &Circle, waiting: &Waiting) -> StalledKey {
         let own = waiting.own_missing.then_some(self.config.rank);
-        let lanes = || waiting.peers_missing.iter().map(|peer| self.group[*peer]);
+        let lanes = || waiting.peers_missing.iter().map(|peer| circle.lanes[*peer]);
         let mut missing: Vec<Rank> =
             own.into_iter().chain(lanes().filter_map(|lane| self.rank_of(lane))).collect();
         missing.sort_unstable();

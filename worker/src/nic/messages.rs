@@ -28,6 +28,9 @@ pub struct PlanPart {
     pub owner: Option<LaneId>,
     /// That rank.
     pub owner_rank: Rank,
+    /// Of a tensor on GPUs: the rank to which NCCL reduces it, below this rank's PCIe switch. That
+    /// is the owner, where it is below this switch.
+    pub holder: Rank,
 }
 
 /// All that the loop must know of a tensor before it is pushed.
@@ -104,7 +107,7 @@ pub enum Command {
         /// Where its bytes are; none where the part carries none.
         slot: Option<Slot>,
     },
-    /// From the pipeline: a result may land here.
+    /// From the pipeline: it is done with this slot, and a result may land here.
     Land(Slot),
     /// From the pipeline: this is to be said to a rank of the group, or to all.
     Say {
@@ -198,6 +201,9 @@ pub struct NicConfig {
     pub epoch: Epoch,
     /// Bytes that may be posted to all lanes together and not yet be taken by the kernel.
     pub credit_bytes: usize,
+    /// The other ranks of the group that hold the same share of tensors on GPUs, each of the sum of
+    /// its PCIe switch; none where the host has one switch.
+    pub column: Vec<Rank>,
     /// Whether payloads carry a CRC-32C.
     pub payload_checksum: bool,
     /// A round that others of the group have pushed, or not, for longer than this is reported.

@@ -1,8 +1,8 @@
 //! What leaves a NIC loop: contributions to servers by priority and credit, and the frames between
 //! the ranks of a group in the order in which they were said.
 
-use super::staged::{Slot, Staged};
-use super::{LaneId, Nic, Operation, Outgoing, Peer, PlanPart, Run, RunPart, Stage, Word};
+use super::staged::Slot;
+use super::{LaneId, Memory, Nic, Operation, Outgoing, Peer, Run, RunPart, Stage, Tensor, Word};
 use bps_engine::base::{DType, Key, Round};
 use bps_engine::trace::timeline::Mark;
 use bps_engine::transport::{Frame, Full};
@@ -21,17 +21,6 @@ fn part_of(token: u64) -> RunPart {
     RunPart { run: low(token >> 32), part: low(token) }
 }
 
-impl Run {
-    /// What a rank of the group is sent of a part with a frame of this kind; null if nothing.
-    fn payload(&self, part: &PlanPart, kind: Kind) -> *const u8 {
-        match kind {
-            Kind::Contribution => self.memory.source.wrapping_add(part.offset),
-            Kind::Publication => self.memory.target.cast_const().wrapping_add(part.offset),
-            _ => std::ptr::null(),
-        }
-    }
-}
-
 impl Nic {
     /// A part goes to its server once credit and priority let it.
     pub(super) fn send_to_server(&mut self, of: RunPart) {
@@ -46,8 +35,8 @@ impl Nic {
         }
         self.grant_next();
         self.pump();
-        for position in 0..self.group.len() {
-            self.flush(self.group[position]);
+        for position in 0..self.group.lanes.len() {
+            self.flush(self.group.lanes[position]);
         }
     }
 
@@ -65,7 +54,7 @@ impl Nic {
             header.key = part.key;
             header.round = Round(tensor.round);
             header.length = u32::try_from(length).unwrap_or(u32::MAX);
-            header.contributors = u32::try_from(1 + self.group.len()).unwrap_or(u32::MAX);
+            header.contributors = u32::try_from(1 + self.group.lanes.len()).unwrap_or(u32::MAX);
             let payload = match tensor.slots.get(of.part as usize) {
                 Some(slot) => slot.map_or(std::ptr::null(), |slot| slot.at.cast_const()),
                 None => self.contribution(run, part.offset, tensor.plan.operation),
@@ -107,23 +96,53 @@ impl Nic {
     /// What a server gets: this rank's bytes, or the sum of its group, which is in the target.
     fn contribution(&self, run: &Run, offset: usize, operation: Operation) -> *const u8 {
         let is_sum = !matches!(operation, Operation::Broadcast(_));
-        if is_sum && !self.group.is_empty() {
+        if is_sum && !self.group.lanes.is_empty() {
             run.memory.target.cast_const().wrapping_add(offset)
         } else {
             run.memory.source.wrapping_add(offset)
         }
     }
 
+    /// Where a part is that the ranks of a circle add up, and where their sum goes: in the tensor,
+    /// or in the slot that it was copied to.
+    pub(super) fn memory_of(&self, of: RunPart) -> Memory {
+        let Some((tensor, part)) = self.planned(of) else {
+            return Memory { source: std::ptr::null(), target: std::ptr::null_mut() };
+        };
+        if let Some(slot) = tensor.slots.get(of.part as usize) {
+            let at = slot.map_or(std::ptr::null_mut(), |slot| slot.at);
+            return Memory { source: at.cast_const(), target: at };
+        }
+        let Memory { source, target } = self.runs[of.run as usize].memory;
+        let (source, target) = (source.wrapping_add(part.offset), target.wrapping_add(part.offset));
+        Memory { source, target }
+    }
+
+    /// What a rank of the group is sent of a part with a frame of this kind; null if nothing.
+    fn payload(&self, of: RunPart, kind: Kind) -> *const u8 {
+        match kind {
+            Kind::Contribution => self.memory_of(of).source,
+            Kind::Publication => match self.planned(of) {
+                Some((Tensor { results, plan, .. }, _)) if plan.device => {
+                    let slot = results.get(of.part as usize).copied().flatten();
+                    slot.map_or(std::ptr::null(), |slot| slot.at.cast_const())
+                }
+                _ => self.memory_of(of).target.cast_const(),
+            },
+            _ => std::ptr::null(),
+        }
+    }
+
     /// CRC-32C of what a rank of the group is sent of a part, if payloads carry one.
     pub(super) fn checksum(&self, of: RunPart, kind: Kind) -> Option<u32> {
         let (_, part) = self.planned(of).filter(|_| self.config.payload_checksum)?;
-        let payload = self.runs[of.run as usize].payload(&part, kind);
+        let payload = self.payload(of, kind);
         if payload.is_null() {
             return None;
         }
         // SAFETY: the part lies inside the tensor, which the caller keeps valid until the task is
-        // finished; the loop writes to it only when contributions are added or a result lands,
-        // and neither is under way for a part that is about to be sent.
+        // finished, or in a slot of its own; the loop writes to it only when contributions are
+        // added or a result lands, and neither is under way for a part that is about to be sent.
         let bytes = unsafe { std::slice::from_raw_parts(payload, part.bytes) };
         Some(crc32c::crc32c(bytes))
     }
@@ -154,8 +173,7 @@ impl Nic {
                 }
             };
             let Some((tensor, part)) = self.planned(word.of) else { return };
-            let run = &self.runs[word.of.run as usize];
-            let payload = run.payload(&part, word.kind);
+            let payload = self.payload(word.of, word.kind);
             let mut header = self.header(word.kind, tensor.plan.dtype);
             if matches!(word.kind, Kind::Grant | Kind::Publication)
                 && let Peer::Rank(rank) = self.lanes[position].peer
@@ -207,18 +225,25 @@ impl Nic {
         let of = part_of(token);
         let Some((tensor, part)) = self.planned(of) else { return };
         let (round, rank) = (tensor.round, self.config.rank);
+        let device = tensor.plan.device;
         let mark = match self.lanes[lane.0 as usize].peer {
             Peer::Server(_) => {
                 self.queue.returned(part.bytes);
-                if let Some(slot) = self.take_slot(of) {
-                    self.pipeline.tell(Staged::Sent(slot));
-                }
-                Mark::Sent
+                self.slot_sent(of);
+                Some(Mark::Sent)
             }
-            Peer::Rank(_) if part.owner.is_some() => Mark::Contributed,
-            Peer::Rank(_) => Mark::Copied,
+            Peer::Rank(_) if part.owner.is_some() => {
+                self.slot_sent(of);
+                Some(if device { Mark::Crossed } else { Mark::Contributed })
+            }
+            Peer::Rank(_) => {
+                self.result_sent(of);
+                (!device).then_some(Mark::Copied)
+            }
         };
-        self.trace.record(mark, part.key, round, rank, part.bytes);
+        if let Some(mark) = mark {
+            self.trace.record(mark, part.key, round, rank, part.bytes);
+        }
         let state = &mut self.lanes[lane.0 as usize];
         state.posted -= 1;
         if state.goodbye && state.posted == 0 {

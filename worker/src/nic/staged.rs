@@ -5,13 +5,21 @@
 //! Slots to send from and slots to land in are apart, and neither waits for the other: a slot to
 //! send from is free once the transport is done with it, one to land in once the GPU has copied it.
 //! So ranks may push in any order, however few slots there are.
+//!
+//! Where a host has several PCIe switches, the ranks of a column add their switches' sums in the
+//! slot of the part's owner, and the result goes from the slot in which it landed there, or was
+//! added, to slots of the others. So a slot may have several users, of which the last gives it
+//! back. What a rank sends then waits for others, so all ranks of a host copy down in one order,
+//! and the earliest part that is not summed has a slot at each of them. What the others publish
+//! lands in slots of its own, which wait for the GPU alone: results of servers wait for those
+//! slots, and never the other way round.
 
 use super::granted::Granted;
-use super::{LaneId, Nic, Receiving, RunPart, Stage};
+use super::{LaneId, Nic, Peer, Receiving, RunPart, Stage};
 use crate::error::Error;
 use crate::gpu::Push;
 use crate::nic::Plan;
-use bps_engine::base::{DType, Key, Rank, Round};
+use bps_engine::base::{DType, Key, Operation, Rank, Round};
 use bps_engine::proto::messages::StalledKey;
 use bps_engine::ring::Mpsc;
 use bps_engine::trace::timeline::Recorder;
@@ -22,11 +30,24 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+/// What a slot is for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Pool {
+    /// To be sent from.
+    Sends,
+    /// For results of servers.
+    Results,
+    /// For results that other ranks of the host publish.
+    Publications,
+}
+
 /// A piece of the host's memory that a GPU copies from and to; as large as a part may be.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Slot {
-    /// Its number in its pool.
+    /// Its number among all slots of the process.
     pub number: u32,
+    /// To which it goes back.
+    pub pool: Pool,
     /// Its first byte.
     pub at: *mut u8,
 }
@@ -39,7 +60,7 @@ unsafe impl Send for Slot {}
 pub struct SlotMemory {
     /// To send from.
     pub to_send: (NonNull<u8>, usize),
-    /// To land in.
+    /// To land in what servers send.
     pub to_land: (NonNull<u8>, usize),
 }
 
@@ -130,12 +151,12 @@ pub(super) struct Pipeline {
     to: Option<ToPipeline>,
     /// What did not fit into the queue.
     behind: VecDeque<Staged>,
-    /// To land in.
-    pub(super) free: Vec<Slot>,
+    /// To land in: what servers send, and what ranks publish.
+    landings: [Landings; 2],
     /// Those that a server's device may write to.
     pub(super) granted: Granted,
-    /// Lanes whose next result waits for a slot, in the order in which they came.
-    held: VecDeque<LaneId>,
+    /// By the number of a slot: who uses it, if several do.
+    users: Vec<u32>,
     /// Somebody may have to be woken.
     told: bool,
     /// What it said last of rounds that wait for ranks of the host.
@@ -144,7 +165,24 @@ pub(super) struct Pipeline {
     recorder: Recorder,
 }
 
+/// Slots to land in.
+#[derive(Default)]
+struct Landings {
+    free: Vec<Slot>,
+    /// Lanes whose next result waits for a slot, in the order in which they came.
+    held: VecDeque<LaneId>,
+}
+
 impl Pipeline {
+    fn landings(&mut self, pool: Pool) -> &mut Landings {
+        &mut self.landings[usize::from(pool == Pool::Publications)]
+    }
+
+    /// Free slots for what servers send.
+    pub(super) fn for_servers(&mut self) -> &mut Vec<Slot> {
+        &mut self.landings(Pool::Results).free
+    }
+
     pub(super) fn is_open(&self) -> bool {
         self.to.is_some()
     }
@@ -197,17 +235,18 @@ impl Nic {
         if self.over.is_some() || state.poisoned.is_some() {
             return;
         }
-        let own = state.plan.parts.iter().filter(|part| part.owner.is_none()).count();
+        let rank = self.config.rank;
+        let own = state.plan.parts.iter().filter(|part| part.holder == rank).count();
         let index = self.open_run(tensor, priority, u32::try_from(own).unwrap_or(u32::MAX));
         let Some(Some(state)) = self.tensors.get_mut(tensor as usize) else { return };
         state.run = Some(index);
     }
 
-    /// A part of it may be sent.
+    /// A part of it may be sent, or summed down the column first.
     pub(super) fn push_staged(&mut self, tensor: u32, part: u32, slot: Option<Slot>) {
         let give_back = |nic: &mut Nic| {
             if let Some(slot) = slot {
-                nic.pipeline.tell(Staged::Sent(slot));
+                nic.release(slot);
             }
         };
         let Some(Some(state)) = self.tensors.get_mut(tensor as usize) else { return };
@@ -218,13 +257,94 @@ impl Nic {
         if let Some(place) = state.slots.get_mut(part as usize) {
             *place = slot;
         }
-        self.send_to_server(RunPart { run, part });
+        self.push_part(RunPart { run, part });
+    }
+
+    /// One of a slot's users needs it no more: the last one gives it back.
+    pub(super) fn release(&mut self, slot: Slot) {
+        if let Some(users) = self.pipeline.users.get_mut(slot.number as usize) {
+            *users = users.saturating_sub(1);
+            if *users > 0 {
+                return;
+            }
+        }
+        match slot.pool {
+            Pool::Sends => self.pipeline.tell(Staged::Sent(slot)),
+            Pool::Results | Pool::Publications => self.land_in(slot),
+        }
+    }
+
+    /// A part's result is in this slot, and goes from there to the rest of the column; `others` use
+    /// the slot beside.
+    fn share(&mut self, of: RunPart, slot: Slot, others: u32) {
+        let column = u32::try_from(self.column.lanes.len()).unwrap_or(u32::MAX);
+        let (users, number) = (&mut self.pipeline.users, slot.number as usize);
+        if users.len() <= number {
+            users.resize(number + 1, 0);
+        }
+        users[number] = others + column;
+        let tensor = self.runs[of.run as usize].tensor as usize;
+        if let Some(Some(tensor)) = self.tensors.get_mut(tensor)
+            && let Some(place) = tensor.results.get_mut(of.part as usize)
+        {
+            *place = Some(slot);
+        }
+        self.publish(of);
+    }
+
+    /// A part has left the slot that it was to be sent from, if it had one.
+    pub(super) fn slot_sent(&mut self, of: RunPart) {
+        if let Some(slot) = self.take_slot(of) {
+            self.release(slot);
+        }
+    }
+
+    /// A rank of the column has taken a part's result, or is not to have it.
+    pub(super) fn result_sent(&mut self, of: RunPart) {
+        let Some((tensor, _)) = self.planned(of) else { return };
+        if let Some(slot) = tensor.results.get(of.part as usize).copied().flatten() {
+            self.release(slot);
+        }
+    }
+
+    /// If this rank broadcasts the part, the column need not wait for what servers say of it.
+    pub(super) fn publish_own(&mut self, of: RunPart) {
+        let Some((tensor, part)) = self.planned(of) else { return };
+        let is_root = tensor.plan.operation == Operation::Broadcast(self.config.rank);
+        let slot = tensor.slots.get(of.part as usize).copied().flatten();
+        if is_root
+            && part.core.is_some()
+            && let Some(slot) = slot
+        {
+            // The other user is the frame to the server.
+            self.share(of, slot, 1);
+        }
+    }
+
+    /// A round is given up: what was not said of it, and is not with a transport, needs no slot.
+    pub(super) fn give_slots_back(&mut self, run: u32, unsaid: &[super::Word]) {
+        for word in unsaid {
+            match word.kind {
+                Kind::Contribution => self.slot_sent(word.of),
+                Kind::Publication => self.result_sent(word.of),
+                _ => {}
+            }
+        }
+        let tensor = self.tensors.get(self.runs[run as usize].tensor as usize);
+        let parts = tensor.and_then(Option::as_ref).map_or(0, |tensor| tensor.slots.len());
+        for part in 0..u32::try_from(parts).unwrap_or(0) {
+            let of = RunPart { run, part };
+            let Some((tensor, _)) = self.planned(of) else { return };
+            if tensor.stages[part as usize] == Stage::Pushed {
+                self.slot_sent(of);
+            }
+        }
     }
 
     /// A slot to land in is free: the lane that has waited longest takes it.
     pub(super) fn land_in(&mut self, slot: Slot) {
-        self.pipeline.free.push(slot);
-        while let Some(lane) = self.pipeline.held.pop_front() {
+        self.pipeline.landings(slot.pool).free.push(slot);
+        while let Some(lane) = self.pipeline.landings(slot.pool).held.pop_front() {
             let state = &mut self.lanes[lane.0 as usize];
             if let Receiving::Held { part, header } = state.receiving {
                 return self.land_staged(lane, part, header);
@@ -235,26 +355,36 @@ impl Nic {
     /// A result that is to land in a slot: in the next one that is free, at once or later.
     pub(super) fn land_staged(&mut self, lane: LaneId, part: RunPart, header: Header) {
         let state = &mut self.lanes[lane.0 as usize];
-        let Some(slot) = self.pipeline.free.pop() else {
+        let pool = match state.peer {
+            Peer::Server(_) => Pool::Results,
+            Peer::Rank(_) => Pool::Publications,
+        };
+        let landings = self.pipeline.landings(pool);
+        let Some(slot) = landings.free.pop() else {
             state.receiving = Receiving::Held { part, header };
-            return self.pipeline.held.push_back(lane);
+            return landings.held.push_back(lane);
         };
         state.receiving = Receiving::Landing { part, header, target: slot.at, slot: Some(slot) };
         self.endpoint.land(lane, Landing::Into(slot.at), header.length as usize);
     }
 
-    /// The result of a part is there.
+    /// The result of a part is there, in this slot if it has bytes.
     pub(super) fn staged_result(&mut self, of: RunPart, slot: Option<Slot>) {
         self.statistics.counters.rounds.add(1);
         self.set_stage(of, Stage::Idle);
+        let is_own = self.planned(of).is_some_and(|(_, part)| part.owner.is_none());
         let run = &self.runs[of.run as usize];
         match (run.failed.is_some(), slot) {
             // Nobody wants it any more.
-            (true, Some(slot)) => self.land_in(slot),
+            (true, Some(slot)) => self.release(slot),
             (true, None) => {}
             (false, slot) => {
                 let (tensor, part) = (run.tensor, of.part);
                 self.pipeline.tell(Staged::Landed { tensor, part, slot });
+                if let Some(slot) = slot.filter(|_| is_own && !self.column.lanes.is_empty()) {
+                    // The other user is the GPU.
+                    self.share(of, slot, 1);
+                }
             }
         }
         self.close_one(of.run);
@@ -279,8 +409,8 @@ impl Nic {
 
     /// Says something about tensors on GPUs to one rank of the group, or to all.
     pub(super) fn say_word(&mut self, to: Option<Rank>, word: Word) {
-        for at in 0..self.group.len() {
-            let lane = self.group[at];
+        for at in 0..self.group.lanes.len() {
+            let lane = self.group.lanes[at];
             if to.is_none() || self.rank_of(lane) == to {
                 self.lanes[lane.0 as usize].outbox.push_back(super::Outgoing::Gpu(word));
             }

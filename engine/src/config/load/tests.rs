@@ -126,6 +126,26 @@ fn errors_say_what_which_and_how() {
             &[("BYTEPS_REDUCE_ROOTS", "0"), ("BPS_LOCAL_REDUCE", "0")],
             &["BYTEPS_REDUCE_ROOTS=0", "BPS_LOCAL_REDUCE=0", "unset one"],
         ),
+        (
+            &[("BYTEPS_PCIE_SWITCH_SIZE", "3"), ("BYTEPS_LOCAL_SIZE", "4")],
+            &["BYTEPS_PCIE_SWITCH_SIZE=3", "BYTEPS_LOCAL_SIZE=4", "as many GPUs"],
+        ),
+        (
+            &[
+                ("BYTEPS_PCIE_SWITCH_SIZE", "2"),
+                ("BYTEPS_LOCAL_SIZE", "4"),
+                ("BYTEPS_REDUCE_ROOTS", "0,2"),
+            ],
+            &["BYTEPS_PCIE_SWITCH_SIZE=2", "BYTEPS_REDUCE_ROOTS=0,2", "unset one"],
+        ),
+        (
+            &[
+                ("BYTEPS_PCIE_SWITCH_SIZE", "2"),
+                ("BYTEPS_LOCAL_SIZE", "4"),
+                ("BPS_LOCAL_REDUCE", "0"),
+            ],
+            &["BYTEPS_PCIE_SWITCH_SIZE=2", "BPS_LOCAL_REDUCE=0", "unset one"],
+        ),
         (&[("BYTEPS_GLOBAL_RANK", "2")], &["BYTEPS_GLOBAL_RANK=2", "2 ranks"]),
         (&[("BPS_TRANSPORT", "ucx")], &["BPS_TRANSPORT", "'ucx'", "auto, tcp, shm, rdma"]),
         (&[("BPS_PIN", "2")], &["BPS_PIN", "true"]),
@@ -240,4 +260,16 @@ fn roles_have_programs() {
     assert_eq!(run(Program::Scheduler, &[], &[base]).config.role, Role::Scheduler);
     let error = fail(Program::Server, &[], &[base]);
     assert!(error.contains("DMLC_PS_ROOT_PORT is not set"), "{error}");
+}
+
+#[test]
+fn a_host_with_one_switch_has_no_switches() {
+    let of = |size: &str, local: &str| {
+        let set: &[(&str, &str)] =
+            &[("BYTEPS_PCIE_SWITCH_SIZE", size), ("BYTEPS_LOCAL_SIZE", local)];
+        run(Program::Worker, &[], &[WORKER, set]).config.ranks_of_switch()
+    };
+    // BytePS's default is 8.
+    let cases = [of("0", "8"), of("8", "8"), of("8", "4"), of("4", "8"), of("1", "2")];
+    assert_eq!(cases, [None, None, None, Some(4), Some(1)]);
 }

@@ -47,4 +47,14 @@ pub(super) const ROWS: &[Row] = &[
          tensor on GPUs is reduced to one of them and broadcast from it. Without it every rank of \
          a host does so for its share. The same on every worker.",
     ),
+    Row::new(
+        "BYTEPS_PCIE_SWITCH_SIZE",
+        RANKING,
+        Group::Gpus,
+        Count { at: |config| &mut config.switch_size, min: 0, max: count(RANKS_MAX) },
+        "4",
+        "GPUs below each PCIe switch of a host: NCCL reduces among the ranks of a switch, and the \
+         sums of the switches are added in the host's memory. 0, or all that a host has, is one \
+         reduction by NCCL. It divides the local size. The same on every worker.",
+    ),
 ];

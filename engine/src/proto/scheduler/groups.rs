@@ -4,6 +4,7 @@
 //! one part, except for what broadcasts, whose root is always the owner in its group, move about.
 
 use crate::base::{Operation, Rank};
+use crate::proto::messages::{Planning, switch_width};
 use std::collections::{BTreeMap, HashMap};
 
 /// The groups of a job.
@@ -68,33 +69,43 @@ pub(super) struct Owners {
     loads: BTreeMap<usize, Vec<u64>>,
     /// Places that own the parts of tensors on GPUs; all if empty.
     roots: Box<[u32]>,
+    /// Ranks below each PCIe switch; 0 where there is one.
+    switch_size: u32,
 }
 
 /// The place of a part's owner in its group, by the group's size. One for each size in the job.
 pub(super) type Places = Box<[(u32, u32)]>;
 
 impl Owners {
-    /// For these groups; tensors on GPUs go to these places of a group, or to all if there are
-    /// none. A group that has none of them goes without.
-    pub(super) fn new(groups: &Groups, roots: &[u32]) -> Owners {
+    /// For these groups. `planning` may name roots, places of a group to which tensors on GPUs go;
+    /// a group that has none of them goes without.
+    pub(super) fn new(groups: &Groups, planning: &Planning) -> Owners {
         let sizes = groups.members.iter().map(Vec::len);
-        Owners { loads: sizes.map(|size| (size, vec![0; size])).collect(), roots: roots.into() }
+        Owners {
+            loads: sizes.map(|size| (size, vec![0; size])).collect(),
+            roots: planning.reduce_roots.clone().into(),
+            switch_size: planning.switch_size,
+        }
     }
 
     /// Owners for a part of so many bytes: the places with the fewest. `in_turn`, for a tensor on
     /// GPUs, is the part's number and how many parts of its size the tensor has: those that fill
     /// whole rows, of a part for each place, go to the places in their order, so that a row is what
-    /// one reduce-scatter leaves behind. Where there are roots, the one with the fewest owns it.
+    /// one reduce-scatter leaves behind. Where a host has several switches, a row is what it leaves
+    /// behind in each of them, and the owner is one of the places that hold the part there. Where
+    /// there are roots, the one with the fewest bytes owns it.
     pub(super) fn choose(&mut self, bytes: u32, in_turn: Option<(usize, usize)>) -> Places {
-        let roots = &self.roots;
+        let (roots, switch_size) = (&self.roots, self.switch_size);
         let one = |(&size, loads): (&usize, &mut Vec<u64>)| {
+            let width = switch_width(switch_size, size);
             let roots = roots.iter().map(|root| *root as usize).filter(|root| *root < size);
             let root = in_turn.and_then(|_| roots.min_by_key(|&place| loads[place]));
-            let place = match (root, in_turn) {
-                (Some(root), _) => root,
-                (None, Some((part, equal))) if part < equal - equal % size => part % size,
-                _ => (0..loads.len()).min_by_key(|&place| loads[place]).unwrap_or(0),
+            let (first, step) = match in_turn {
+                Some((part, equal)) if part < equal - equal % width => (part % width, width),
+                _ => (0, 1),
             };
+            let least = (first..size).step_by(step).min_by_key(|&place| loads[place]);
+            let place = root.or(least).unwrap_or(0);
             loads[place] += u64::from(bytes);
             (narrow(size), narrow(place))
         };
@@ -121,6 +132,11 @@ fn narrow(number: usize) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::proto::scheduler::tests::PLANNING;
+
+    fn planning(roots: &[u32], switch_size: u32) -> Planning {
+        Planning { reduce_roots: roots.to_vec(), switch_size, ..PLANNING }
+    }
 
     #[test]
     fn ranks_of_one_host_are_a_group_whatever_their_order() {
@@ -135,7 +151,7 @@ mod tests {
     #[test]
     fn owners_balance_bytes_within_each_group_and_a_root_owns_its_broadcasts() {
         let groups = Groups::of(["a", "a", "a", "b", "b", "c"].into_iter());
-        let mut owners = Owners::new(&groups, &[]);
+        let mut owners = Owners::new(&groups, &planning(&[], 0));
         let mut bytes = [0u64; 6];
         for part in 0..3000u32 {
             let size = 1 + part * 7919 % 1000;
@@ -156,7 +172,7 @@ mod tests {
     #[test]
     fn whole_rows_of_a_tensor_on_gpus_go_round_and_the_rest_to_who_has_least() {
         let groups = Groups::of(["a", "a", "a", "b", "b"].into_iter());
-        let mut owners = Owners::new(&groups, &[]);
+        let mut owners = Owners::new(&groups, &planning(&[], 0));
         let places: Vec<Places> = (0..8).map(|part| owners.choose(10, Some((part, 7)))).collect();
         let of = |rank: u32| -> Vec<u32> {
             let owner = |places| owner(&groups, Rank(rank), places, Operation::Sum).0;
@@ -169,7 +185,7 @@ mod tests {
     #[test]
     fn roots_alone_own_tensors_on_gpus_and_share_them_evenly() {
         let groups = Groups::of(["a", "a", "a", "a", "b"].into_iter());
-        let mut owners = Owners::new(&groups, &[1, 3]);
+        let mut owners = Owners::new(&groups, &planning(&[1, 3], 0));
         let mut bytes = [0u64; 5];
         for part in 0..3000u32 {
             let size = 1 + part * 7919 % 1000;
@@ -185,5 +201,20 @@ mod tests {
         assert!(bytes[1].abs_diff(bytes[3]) <= 1000, "{bytes:?}");
         assert!(bytes[0].abs_diff(bytes[2]) <= 1000 && bytes[0] < bytes[1], "{bytes:?}");
         assert_eq!(bytes[4], bytes[..4].iter().sum::<u64>());
+    }
+
+    #[test]
+    fn rows_go_round_within_a_switch_and_its_likes_in_others_share_them() {
+        let groups = Groups::of(["a"; 4].into_iter().chain(["b"; 3]));
+        let mut owners = Owners::new(&groups, &planning(&[], 2));
+        let places: Vec<Places> = (0..8).map(|part| owners.choose(10, Some((part, 7)))).collect();
+        let of = |rank: u32| -> Vec<u32> {
+            let owner = |places| owner(&groups, Rank(rank), places, Operation::Sum).0;
+            places.iter().map(owner).collect()
+        };
+        // Places 0 and 2 hold the same share, and so do 1 and 3.
+        assert_eq!(of(0), [0, 1, 2, 3, 0, 1, 2, 3]);
+        // Three ranks have no two switches of two.
+        assert_eq!(of(4), [4, 5, 6, 4, 5, 6, 4, 5]);
     }
 }

@@ -99,7 +99,7 @@ impl Registry {
         Registry {
             ranks: groups.ranks(),
             through_servers,
-            owners: Owners::new(&groups, &planning.reduce_roots),
+            owners: Owners::new(&groups, planning),
             groups,
             partition_bytes: planning.partition_bytes,
             placer: Placer::new(planning.placement, coefficient, shapes),

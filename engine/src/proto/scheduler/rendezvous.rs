@@ -178,6 +178,13 @@ impl Rendezvous {
                 local_size.saturating_sub(1)
             ));
         }
+        let switch = planning.switch_size;
+        if switch != 0 && !local_size.is_multiple_of(switch) {
+            return Err(format!(
+                "{who} has BYTEPS_PCIE_SWITCH_SIZE={switch} and BYTEPS_LOCAL_SIZE={local_size}: \
+                 the first must divide the second"
+            ));
+        }
         let Some(first) = &self.first else {
             let planning = planning.clone();
             self.first = Some(FirstWorker { who: who.to_owned(), local_size, planning });
@@ -430,14 +437,15 @@ fn describe_planning(planning: &Planning) -> String {
     format!(
         "BYTEPS_PARTITION_BYTES={} BYTEPS_KEY_HASH_FN={:?} BYTEPS_MIXED_MODE_BOUND={} \
          BYTEPS_BUILT_IN_HASH_COEF={} BPS_LOCAL_REDUCE={} BYTEPS_FORCE_DISTRIBUTED={} \
-         BYTEPS_REDUCE_ROOTS={}",
+         BYTEPS_REDUCE_ROOTS={} BYTEPS_PCIE_SWITCH_SIZE={}",
         planning.partition_bytes,
         planning.placement,
         planning.mixed_bound,
         planning.built_in_coefficient,
         u8::from(planning.local_reduce),
         u8::from(planning.force_distributed),
-        commas(&planning.reduce_roots)
+        commas(&planning.reduce_roots),
+        planning.switch_size
     )
 }
 

@@ -37,6 +37,8 @@ fn each_gpu_finds_its_own_card_behind_the_switch() {
         assert_eq!(dgx.nearness(nic, &dgx.gpus[index]), Nearness::Switch(4));
     }
     assert_eq!(dgx.nearness(dgx.nic("eno3").unwrap(), &dgx.gpus[0]), Nearness::Node);
+    let bridge = |index: usize| dgx.gpus[index].path.bridge();
+    assert!(bridge(0).is_some() && bridge(0) != bridge(7));
     assert_eq!(dgx.nearness(dgx.nic("eno3").unwrap(), &dgx.gpus[7]), Nearness::System);
     assert_eq!(dgx.nic_of_gpu(8), None);
 }
@@ -101,6 +103,7 @@ fn a_gpu_passed_through_is_near_everything() {
     let vm = topology(fixture::GPU_VM);
     assert_eq!(vm.gpus[0].address, "0000:00:06.0");
     assert_eq!(vm.nearness(&vm.nics[0], &vm.gpus[0]), Nearness::HostBridge);
+    assert_eq!(vm.gpus[0].path.bridge(), None);
     assert_eq!(vm.nic_of_gpu(0).unwrap().name, "eth0");
     assert_eq!(vm.limits.cpus.as_ref().map(Vec::len), Some(16));
 }

@@ -20,6 +20,7 @@ struct Times {
     ready: u64,
     falling: u64,
     fallen: u64,
+    crossed: u64,
     rising: u64,
     risen: u64,
     granted: u64,
@@ -125,6 +126,7 @@ impl RankFormatter {
             Mark::Ready => times.ready = event.at_ns,
             Mark::Falling => times.falling = event.at_ns,
             Mark::Fallen => times.fallen = event.at_ns,
+            Mark::Crossed => times.crossed = event.at_ns,
             Mark::Rising => times.rising = event.at_ns,
             Mark::Risen => times.risen = event.at_ns,
             Mark::Granted => times.granted = event.at_ns,
@@ -187,6 +189,11 @@ impl Times {
         self.contributed = until(self.contributed, self.copying);
         self.reduced = until(self.reduced, self.fallen);
         self.ready = until(self.ready, self.reduced);
+        self.crossed = until(self.crossed, first(&[self.posted, self.landing, self.rising]));
+        if self.crossed > 0 && self.landing == 0 && self.rising > 0 {
+            // Where no server takes part, the sum of the switches is the result.
+            self.landed = self.crossed;
+        }
         self.risen = until(self.risen, self.copied);
     }
 
@@ -211,8 +218,8 @@ impl Times {
 
     /// As [`stages`](Times::stages), of a tensor on a GPU, whose streams are told early what to do
     /// and wait for each other: each stage begins when those before it are over.
-    fn stages_on_gpu(&self, free: u64, done: u64) -> [Stage; 15] {
-        let Times { queued, ready, granted, reduced, falling, fallen, .. } = *self;
+    fn stages_on_gpu(&self, free: u64, done: u64) -> [Stage; 17] {
+        let Times { queued, ready, granted, reduced, falling, fallen, crossed, .. } = *self;
         let Times { posted, sent, landing, landed, rising, risen, copying, copied, .. } = *self;
         let summed = ready.max(reduced);
         // Who sends a part sees more of its way than the other ranks of the host.
@@ -223,7 +230,10 @@ impl Times {
             ("REDUCE", ready.max(granted), reduced),
             ("QUEUE", summed, falling),
             ("COPYD2H", falling.max(reduced), fallen),
-            ("QUEUE", ready.max(fallen), posted),
+            ("PCIE_REDUCE", ready.max(fallen), crossed),
+            ("QUEUE", ready.max(fallen).max(crossed), posted),
+            // Who contributes to another switch's part speaks to no server.
+            ("SUM", if posted == 0 { crossed } else { 0 }, landing),
             ("PUSH", posted, sent),
             ("SUM", sent, landing),
             ("PULL", landing, landed),

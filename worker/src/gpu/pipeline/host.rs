@@ -9,20 +9,15 @@ use crate::nic::PlanPart;
 use bps_engine::base::{Operation, Rank};
 
 impl Host {
-    fn place(&self, rank: Rank) -> u32 {
-        let place = self.ranks.iter().position(|one| *one == rank).unwrap_or(0);
-        u32::try_from(place).unwrap_or(0)
+    /// NCCL's number of a rank of this rank's switch.
+    fn number(&self, rank: Rank) -> u32 {
+        u32::try_from(self.switches.column(rank)).unwrap_or(0)
     }
 }
 
 impl Tensor {
     fn parts_of(&self, row: &Row) -> &[PlanPart] {
         &self.plan.parts[row.parts()]
-    }
-
-    /// Whether no server takes part: the host is the whole job.
-    pub(super) fn is_local(&self) -> bool {
-        self.plan.parts.first().is_some_and(|part| part.core.is_none())
     }
 }
 
@@ -93,7 +88,7 @@ impl Pipeline {
         }
         for of in &batch.rows {
             let Some((tensor, _, row)) = row_of(&self.tensors, *of) else { continue };
-            if batch.order == Ordered::Gather || tensor.is_local() {
+            if batch.order == Ordered::Gather || tensor.is_local {
                 self.one_less(of.tensor)?;
                 continue;
             }
@@ -120,18 +115,18 @@ fn reduce_row(host: &Host, tensor: &Tensor, run: &Run, row: &Row) -> Result<(), 
     let (send, recv) = (run.push.source + offset, run.push.target + offset);
     let size = dtype.size();
     let op = match tensor.plan.operation {
-        Operation::Broadcast(root) if tensor.is_local() => {
+        Operation::Broadcast(root) if tensor.is_local => {
             let count = parts.iter().map(|part| part.bytes).sum::<usize>() / size;
             // SAFETY: the tensor is its caller's promise until the task is finished, and all ranks
             // declared it alike.
-            return unsafe { comm.broadcast(recv, recv, count, dtype, host.place(root), stream) };
+            return unsafe { comm.broadcast(recv, recv, count, dtype, host.number(root), stream) };
         }
         Operation::Broadcast(_) => return Ok(()),
-        Operation::Average if tensor.is_local() => ReduceOp::Average,
+        Operation::Average if tensor.is_local => ReduceOp::Average,
         // The servers divide.
         Operation::Average | Operation::Sum => ReduceOp::Sum,
     };
-    if tensor.is_local() {
+    if tensor.is_local {
         let count = parts.iter().map(|part| part.bytes).sum::<usize>() / size;
         // SAFETY: as above.
         return unsafe { comm.all_reduce(send, recv, count, dtype, op, stream) };
@@ -143,7 +138,7 @@ fn reduce_row(host: &Host, tensor: &Tensor, run: &Run, row: &Row) -> Result<(), 
     }
     for part in parts {
         let at = part.offset as u64 - offset;
-        let root = host.place(part.owner_rank);
+        let root = host.number(part.holder);
         // SAFETY: as above.
         unsafe {
             comm.reduce(send + at, recv + at, part.bytes / size, dtype, op, root, stream)?;
@@ -164,7 +159,7 @@ fn gather_row(host: &Host, tensor: &Tensor, run: &Run, row: &Row) -> Result<(), 
     }
     for part in parts {
         let at = run.push.target + part.offset as u64;
-        let (count, root) = (part.bytes / dtype.size(), host.place(part.owner_rank));
+        let (count, root) = (part.bytes / dtype.size(), host.number(part.holder));
         // SAFETY: as above.
         unsafe { comm.broadcast(at, at, count, dtype, root, stream) }?;
     }

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 impl Pipeline {
     pub(super) fn leader(&self) -> Option<Rank> {
-        self.host.as_ref()?.ranks.first().copied()
+        self.host.as_ref()?.switches.ranks().first().copied()
     }
 
     fn leads(&self) -> bool {
@@ -59,19 +59,22 @@ impl Pipeline {
         self.tell(Command::Say { to: leader, word });
     }
 
-    /// The parts of a row that this rank owns have landed. Returns whether that can be.
-    fn has_landed(&mut self, of: Of, owner: Rank) -> bool {
-        let Some(Tensor { run: Some(run), plan, rows, states, landed, .. }) =
-            self.tensor(of.tensor)
-        else {
+    /// The parts of a row that a rank holds have landed there. Returns whether that can be.
+    fn has_landed(&mut self, of: Of, holder: Rank) -> bool {
+        let Some(host) = &self.host else { return false };
+        let (switches, switch) = (host.switches.count(), host.switches.switch(holder));
+        let state = self.tensors.get_mut(of.tensor as usize).and_then(Option::as_mut);
+        let Some(Tensor { run: Some(run), plan, rows, states, landed, .. }) = state else {
             return false;
         };
         let parts = rows[of.index as usize].parts();
-        let (state, landed) = (states[of.index as usize], &mut landed[parts.clone()]);
+        let landed = &mut landed[parts.start * switches..parts.end * switches];
+        let is_reduced = states[of.index as usize].ordered == Ordered::Reduce;
         let mut fits = false;
-        for (part, landed) in plan.parts[parts].iter().zip(landed.iter_mut()) {
-            if part.owner_rank == owner && !*landed {
-                (*landed, fits) = (true, state.ordered == Ordered::Reduce);
+        for (part, landed) in plan.parts[parts].iter().zip(landed.chunks_mut(switches)) {
+            let is_held = host.switches.are_of_one_column(part.owner_rank, holder);
+            if is_held && !landed[switch] {
+                (landed[switch], fits) = (true, is_reduced);
             }
         }
         let (priority, key) = (run.push.priority, rows[0].key);
@@ -122,7 +125,7 @@ impl Pipeline {
     /// Notes an order. Returns whether this rank can follow it.
     fn take_order(&mut self, of: Of, order: Ordered) -> bool {
         let Some(state) = self.tensor(of.tensor) else { return false };
-        let is_local = state.is_local();
+        let is_local = state.is_local;
         let Some(run) = &state.run else { return false };
         let row = &mut state.states[of.index as usize];
         let is_due = match order {
@@ -189,7 +192,8 @@ impl Pipeline {
     fn on_ready(&mut self, from: Rank, word: Word) -> Result<(), GpuError> {
         let untrue = |what: String| GpuError::Order { from, what };
         let host = self.host.as_ref();
-        let place = host.and_then(|host| host.ranks.iter().position(|rank| *rank == from));
+        let place =
+            host.and_then(|host| host.switches.ranks().iter().position(|rank| *rank == from));
         // This rank is the first, and is not among its peers.
         let Some(peer) = place.and_then(|place| place.checked_sub(1)) else {
             return Err(untrue("is not of this host".into()));
@@ -246,7 +250,8 @@ impl Pipeline {
         let mut keys = Vec::new();
         for one in self.gathers.waiting() {
             let own = one.own_missing.then_some(self.rank);
-            let peers = one.peers_missing.iter().filter_map(|peer| host.ranks.get(peer + 1));
+            let peers =
+                one.peers_missing.iter().filter_map(|peer| host.switches.ranks().get(peer + 1));
             let missing = own.into_iter().chain(peers.copied()).collect();
             keys.extend(self.stalled(one.key, one.round, one.since, missing));
         }
@@ -254,7 +259,7 @@ impl Pipeline {
         if let Some(leader) = self.leader().filter(|leader| self.gone.contains(leader)) {
             for state in self.tensors.iter().flatten() {
                 let Some(run) = &state.run else { continue };
-                let last = if state.is_local() { Ordered::Reduce } else { Ordered::Gather };
+                let last = if state.is_local { Ordered::Reduce } else { Ordered::Gather };
                 if state.states.iter().any(|row| row.ordered < last) {
                     let (key, round) = (state.rows[0].key, state.round);
                     keys.extend(self.stalled(key, round, run.since, vec![leader]));

@@ -241,7 +241,7 @@ fn collective(order: Ordered, of: Of, tensors: &Tensors) -> Option<(&Tensor, [Ma
     let state = find(tensors, of.tensor).filter(|state| state.run.is_some())?;
     match (order, state.plan.operation) {
         (Ordered::Gather, _) => Some((state, [Mark::Copying, Mark::Copied])),
-        (_, Operation::Broadcast(_)) if !state.is_local() => None,
+        (_, Operation::Broadcast(_)) if !state.is_local => None,
         _ => Some((state, [Mark::Granted, Mark::Reduced])),
     }
 }

@@ -12,7 +12,7 @@ use crate::proto::messages::{
     Assignment, Declaration, KeySpec, Mismatch, Node, Part, Planning, Stall, StalledKey,
 };
 
-const PLANNING: Planning = Planning {
+pub(super) const PLANNING: Planning = Planning {
     partition_bytes: 4096,
     placement: Placement::Balanced,
     mixed_bound: 101,
@@ -20,6 +20,7 @@ const PLANNING: Planning = Planning {
     local_reduce: false,
     force_distributed: false,
     reduce_roots: Vec::new(),
+    switch_size: 0,
 };
 
 fn ms(milliseconds: u64) -> Duration {

@@ -1,0 +1,75 @@
+//! A tensor that was declared: how NCCL takes its parts, and whether it can be served at all.
+
+use super::turns::Of;
+use super::{Ordered, Pipeline, RowState, Tensor};
+use crate::error::Error;
+use crate::gpu::rows::{Cut, rows};
+use crate::nic::{Plan, PlanPart};
+use bps_engine::base::Operation;
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+impl Pipeline {
+    pub(super) fn on_plan(&mut self, tensor: u32, plan: Arc<Plan>) {
+        let index = tensor as usize;
+        if self.tensors.len() <= index {
+            self.tensors.resize_with(index + 1, || None);
+        }
+        if self.tensors[index].is_some() {
+            return;
+        }
+        let alone = [self.rank];
+        let host = self.host.as_ref();
+        let line = host.map_or(&alone[..], |host| host.switches.line(self.rank));
+        let switches = host.map_or(1, |host| host.switches.count());
+        let is_local = host.is_some()
+            && switches == 1
+            && plan.parts.first().is_some_and(|part| part.core.is_none());
+        let cut = match host {
+            _ if is_local => Cut::Whole,
+            Some(host) if !host.roots => Cut::Rows,
+            _ => Cut::Parts,
+        };
+        let rows = rows(&plan, line, cut);
+        let mut row_of = vec![0; plan.parts.len()];
+        for (at, row) in (0..).zip(&rows) {
+            self.keys.insert(row.key, Of { tensor, index: at });
+            row_of[row.parts()].fill(at);
+        }
+        let poisoned = self.unfit(&plan, is_local).map(Error::Refused);
+        let is_own = |part: &&PlanPart| part.holder == self.rank && !is_local;
+        let own = u32::try_from(plan.parts.iter().filter(is_own).count()).unwrap_or(u32::MAX);
+        let state = RowState { ordered: Ordered::Nothing, missing: 0 };
+        self.tensors[index] = Some(Tensor {
+            states: vec![state; rows.len()].into(),
+            landed: vec![false; plan.parts.len() * switches].into(),
+            plan,
+            rows,
+            row_of: row_of.into(),
+            is_local,
+            own,
+            round: 0,
+            run: None,
+            waiting: VecDeque::new(),
+            poisoned,
+        });
+    }
+
+    /// Why this tensor can't be served, if it can't.
+    fn unfit(&self, plan: &Plan, is_local: bool) -> Option<String> {
+        let name = &plan.name;
+        if is_local {
+            // NCCL rounds it towards zero, and everybody else down.
+            let is_wrong = plan.operation == Operation::Average && !plan.dtype.is_float();
+            return is_wrong.then(|| {
+                format!("`{name}`: an average of whole numbers goes through memory of the host")
+            });
+        }
+        let large = plan.parts.iter().find(|part| part.bytes > self.slot_bytes)?;
+        Some(format!(
+            "`{name}` is cut into parts of {} bytes, and this rank's slots hold {}: give all \
+             ranks the same BYTEPS_PARTITION_BYTES",
+            large.bytes, self.slot_bytes
+        ))
+    }
+}
