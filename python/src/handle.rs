@@ -54,6 +54,9 @@ pub fn poll(handle: u64) -> PyResult<bool> {
 pub fn wait(py: Python<'_>, handle: u64, timeout: Option<f64>) -> PyResult<bool> {
     let deadline = seconds(timeout)?.and_then(|timeout| Instant::now().checked_add(timeout));
     let handle = find(handle)?;
+    if handle.is_told() {
+        return handle.wait(None).map_err(|cause| error::from_engine(&cause));
+    }
     loop {
         let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
         let slice = left.map_or(SIGNAL_CHECK_INTERVAL, |left| left.min(SIGNAL_CHECK_INTERVAL));

@@ -9,7 +9,7 @@
 use crate::context::{engine, interruptible};
 use crate::{error, handle};
 use bps_engine::base::{DType, Operation, Rank};
-use bps_worker::{Declaration, GpuPushPull, PushPull, TensorId};
+use bps_worker::{Declaration, GpuPushPull, Handle, PushPull, TensorId};
 use pyo3::prelude::*;
 
 /// Opens the GPU of this number for the process, which has one; all ranks call it before the first
@@ -91,7 +91,7 @@ pub fn stream_wait(py: Python<'_>, handles: Vec<u64>, stream: usize) -> PyResult
     let handles: Vec<_> = handles.into_iter().map(handle::find).collect::<PyResult<_>>()?;
     py.detach(|| {
         // SAFETY: as in `push_pull_gpu`.
-        handles.iter().try_for_each(|handle| unsafe { handle.make_wait(stream) })
+        unsafe { Handle::make_wait(&handles, stream) }
     })
     .map_err(|cause| error::from_engine(&cause))
 }

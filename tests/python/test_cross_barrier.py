@@ -129,6 +129,21 @@ def test_step_does_not_wait(pair):
     pair.run(does_not_wait)
 
 
+def front_layers_first():
+    model = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(16)])
+    optimizer = CrossBarrier(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    priorities = [optimizer._byteps.priority_of(param) for param in model.parameters()]
+    # Sixteen equal layers in eight classes.
+    assert priorities == [-(number // 4) for number in range(32)]
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(4))]})
+    late = optimizer.param_groups[-1]["params"][0]
+    assert optimizer._byteps.priority_of(late) == -7
+
+
+def test_front_layers_first(single):
+    single.run(front_layers_first)
+
+
 def looked_at_between_steps():
     one, other = pair_of("adam")
     inputs, _ = batch(50)

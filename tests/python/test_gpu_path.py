@@ -35,7 +35,7 @@ def handed_over_and_awaited():
         # The stream that is current now waits, not the one on which it was handed over; torch's
         # allocator hears of it.
         assert gpu.waits == [(9, 1)]
-        assert gpu.kept == [(9, [tensor.data_ptr()] * 3)]
+        assert gpu.kept == [(9, [tensor.data_ptr()])]
         assert bps.synchronize(handle) is None and gpu.waits == [(9, 1)]
         source = torch.ones(5)
         output = bps.push_pull(source, False, "path.new")

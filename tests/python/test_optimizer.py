@@ -514,16 +514,20 @@ def test_sums(job):
     job.run(sums)
 
 
-def front_layers_first():
+def in_the_order_of_the_backward_pass():
     model = start()
     optimizer = bps.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
     )
-    priorities = [optimizer._byteps.priorities[p] for p in model.parameters()]
-    assert priorities == sorted(priorities, reverse=True) and len(set(priorities)) == len(
-        priorities
-    )
+    inputs, targets = batch(0)
+    torch.nn.functional.mse_loss(model(inputs), targets).backward()
+    gradients = optimizer._byteps
+    assert {gradients.priority_of(param) for param in model.parameters()} == {0}
+    # The last layer's are complete first.
+    sent = [gradients.names[param] for param in gradients.under_way]
+    assert "last" in sent[0] and "conv" in sent[-1], sent
+    optimizer.step()
 
 
-def test_front_layers_first(single):
-    single.run(front_layers_first)
+def test_in_the_order_of_the_backward_pass(single):
+    single.run(in_the_order_of_the_backward_pass)

@@ -14,6 +14,15 @@ const PENDING: u32 = 0;
 const AWAITED: u32 = 1;
 const DONE: u32 = 2;
 
+/// What a result on the GPU is behind.
+#[derive(Debug)]
+pub struct Mark {
+    /// Recorded behind the last work of the result.
+    pub event: Arc<PooledEvent>,
+    /// Marks of the pipeline count up, and lie in its last stream in this order; 0 for any other.
+    pub number: u64,
+}
+
 /// The state that a caller's [`Handle`] and the NIC thread share.
 #[derive(Debug, Default)]
 pub struct Task {
@@ -22,7 +31,7 @@ pub struct Task {
     spin: Duration,
     error: OnceLock<Error>,
     /// Of a tensor on the GPU: its result is there once this mark is passed.
-    mark: OnceLock<Arc<PooledEvent>>,
+    mark: OnceLock<Mark>,
     /// When it was asked for, by the monotonic clock; 0 where nobody records a timeline.
     asked_ns: u64,
 }
@@ -41,7 +50,7 @@ impl Task {
 
     /// As [`finish_now`](Self::finish_now) with success, but the result is only on its way: it will
     /// be in the GPU's memory once this mark is passed.
-    pub(crate) fn finish_behind(&self, mark: Arc<PooledEvent>) {
+    pub(crate) fn finish_behind(&self, mark: Mark) {
         let _ = self.mark.set(mark);
         self.finish_now(Ok(()));
     }
@@ -94,9 +103,9 @@ impl Handle {
     }
 
     /// A handle of something whose result is there once this mark is passed.
-    pub(crate) fn finished_behind(mark: &Arc<PooledEvent>) -> Handle {
+    pub(crate) fn finished_behind(event: &Arc<PooledEvent>) -> Handle {
         let task = Task::default();
-        task.finish_behind(Arc::clone(mark));
+        task.finish_behind(Mark { event: Arc::clone(event), number: 0 });
         Handle(Arc::new(task))
     }
 
@@ -104,7 +113,7 @@ impl Handle {
     #[must_use]
     pub fn poll(&self) -> bool {
         // What the driver can't tell any more, it does not write any more.
-        self.is_told() && self.0.mark.get().is_none_or(|mark| mark.is_done().unwrap_or(true))
+        self.is_told() && self.0.mark.get().is_none_or(|mark| mark.event.is_done().unwrap_or(true))
     }
 
     /// Whether a wait would return at once. On a GPU the result may still be on its way then: see
@@ -114,18 +123,24 @@ impl Handle {
         self.0.state.load(Ordering::Acquire) == DONE
     }
 
-    /// Lets what is enqueued in a framework's stream from now on come behind the result. Called
-    /// after a wait has returned; without a GPU it does nothing.
+    /// Lets what is enqueued in a framework's stream from now on come behind the results of all of
+    /// these. Called after each was waited for; without a GPU it does nothing.
     ///
     /// # Errors
     /// [`Error::Refused`] with what CUDA says.
     ///
     /// # Safety
     /// `stream` is 0, or a stream of the GPU that this process has opened.
-    pub unsafe fn make_wait(&self, stream: usize) -> Result<(), Error> {
-        let Some(mark) = self.0.mark.get() else { return Ok(()) };
-        // SAFETY: the caller vouches for the stream.
-        unsafe { mark.make_wait(stream) }.map_err(|error| Error::Refused(error.to_string()))
+    pub unsafe fn make_wait(handles: &[Handle], stream: usize) -> Result<(), Error> {
+        let marks = || handles.iter().filter_map(|handle| handle.0.mark.get());
+        // The pipeline's marks are in one stream: behind the last of them is behind all.
+        let last = marks().filter(|mark| mark.number > 0).max_by_key(|mark| mark.number);
+        for mark in last.into_iter().chain(marks().filter(|mark| mark.number == 0)) {
+            // SAFETY: the caller vouches for the stream.
+            unsafe { mark.event.make_wait(stream) }
+                .map_err(|error| Error::Refused(error.to_string()))?;
+        }
+        Ok(())
     }
 
     fn result(&self) -> Result<bool, Error> {

@@ -244,6 +244,38 @@ def start(
         return handle
 
 
+def start_each(
+    sends: Sequence[Send],
+    memories: Sequence[Any],
+    finishes: Sequence[Callable[[], Any]],
+    stream: Callable[[], int] | None,
+    place: int | None,
+) -> list[int]:
+    """As :func:`start` for each of them, with a handle each, in one call of the engine.
+
+    All are in host memory, or all on the GPU, and read after what is enqueued in stream ``place``.
+    """
+    global _next_handle
+    with _lock:
+        numbers = declare([send.tensor for send in sends])
+        items = [
+            (number, send.source, send.target, send.priority)
+            for number, send in zip(numbers, sends, strict=True)
+        ]
+        on_gpu = place is not None and sends[0].tensor.device
+        natives = _native.push_pull_gpu(items, place) if on_gpu else _native.push_pull(items)
+        first = _next_handle
+        _next_handle += len(sends)
+        handles = list(range(first, _next_handle))
+        for handle, native, send, memory, finish in zip(
+            handles, natives, sends, memories, finishes, strict=True
+        ):
+            own = [native]
+            label = send.tensor.name
+            _pending[handle] = _Pending(own, own if on_gpu else [], label, memory, finish, stream)
+        return handles
+
+
 def _find(handle: int) -> _Pending | None:
     pending = _pending.get(handle)
     if pending is None:
@@ -300,8 +332,21 @@ def synchronize(handle: int, timeout: float | None = None) -> Any:
 
 
 def synchronize_all(handles: Iterable[int]) -> list[Any]:
-    """:func:`synchronize` for each of them."""
-    return [synchronize(handle) for handle in handles]
+    """:func:`synchronize` for each of them, of which the framework's stream waits once."""
+    handles = list(handles)
+    for handle in handles:
+        wait(handle)
+    with _lock:
+        all_pending = [_pending[handle] for handle in handles if handle in _pending]
+        on_gpu = [native for pending in all_pending for native in pending.on_gpu]
+        stream = next((pending.stream for pending in all_pending if pending.on_gpu), None)
+        if stream is not None:
+            _native.stream_wait(on_gpu, stream())
+        for handle in handles:
+            _pending.pop(handle, None)
+        for pending in all_pending:
+            _release(pending)
+    return [pending.finish() for pending in all_pending]
 
 
 def _release(pending: _Pending) -> None:

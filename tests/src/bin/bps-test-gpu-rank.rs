@@ -262,7 +262,7 @@ fn check(
             Err(error) => return Err(error),
         }
         // SAFETY: the stream is of the GPU that was opened.
-        unsafe { handle.make_wait(framework.stream.raw()) }?;
+        unsafe { Handle::make_wait(std::slice::from_ref(handle), framework.stream.raw()) }?;
         let source = &tensor.sources[*queued];
         source.fetch(&framework.stream).map_err(gpu)?;
         if let Some(target) = &tensor.targets[*queued] {
@@ -323,7 +323,7 @@ fn chained(worker: &Worker, framework: &Framework) -> Result<(), Error> {
     for handle in &handles {
         assert_eq!(handle.wait(Some(LIMIT)), Ok(true));
         // SAFETY: the stream is of the GPU that was opened.
-        unsafe { handle.make_wait(framework.stream.raw()) }?;
+        unsafe { Handle::make_wait(std::slice::from_ref(handle), framework.stream.raw()) }?;
     }
     buffer.fetch(&framework.stream).map_err(gpu)?;
     framework.synchronize().map_err(gpu)?;
@@ -445,7 +445,7 @@ fn train(config: &Config, rounds: u64, stall: Option<u64>, leaves: bool) -> Resu
         }
         handles[0].wait(None)?;
         // SAFETY: the stream is of the GPU that was opened.
-        unsafe { handles[0].make_wait(framework.stream.raw()) }?;
+        unsafe { Handle::make_wait(&handles[..1], framework.stream.raw()) }?;
         buffer.fetch(&framework.stream).map_err(gpu)?;
         framework.synchronize().map_err(gpu)?;
         let wanted = reference::result(said.dtype, said.operation, 0, worker.size(), round, COUNT);
@@ -536,7 +536,7 @@ fn mismatches(config: &Config, is_odd: bool) -> Result<(), Error> {
         let handles = unsafe { worker.push_pull_gpu(&items, framework.stream.raw()) }?;
         handles[items.len() - 1].wait(None)?;
         // SAFETY: as above.
-        unsafe { handles[items.len() - 1].make_wait(framework.stream.raw()) }?;
+        unsafe { Handle::make_wait(&handles, framework.stream.raw()) }?;
         match declared {
             // It was the first to declare it.
             Ok(_) if is_odd => {}
@@ -571,7 +571,7 @@ fn record(config: &Config) -> Result<(), Error> {
             worker.stop_timeline();
         }
         // SAFETY: as above.
-        unsafe { handles[0].make_wait(framework.stream.raw()) }?;
+        unsafe { Handle::make_wait(&handles[..1], framework.stream.raw()) }?;
     }
     worker.shutdown(false)
 }

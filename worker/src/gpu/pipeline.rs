@@ -42,7 +42,7 @@ use crate::local::Gathers;
 use crate::nic::staged::{Slot, Staged};
 use crate::nic::{Command, Plan};
 use crate::switches::Switches;
-use crate::task::Task;
+use crate::task::{Mark, Task};
 use bps_engine::base::{Key, KeyMap, Operation, Rank};
 use bps_engine::harness::{Idler, Step};
 use bps_engine::ring::Mpsc;
@@ -190,6 +190,8 @@ pub(super) struct Pipeline {
     reduced: Event,
     risen: Event,
     events: EventPool,
+    /// Results whose last work is enqueued.
+    marks: u64,
     free: Vec<Slot>,
     slots: usize,
     slot_bytes: usize,
@@ -253,6 +255,7 @@ impl Pipeline {
             reduced,
             risen,
             events: parts.events,
+            marks: 0,
             slots: parts.slots.len(),
             free: parts.slots,
             slot_bytes: parts.slot_bytes,
@@ -541,7 +544,8 @@ impl Pipeline {
         }
         if let Some(run) = run {
             self.under_way.fetch_sub(1, Ordering::Release);
-            run.push.task.finish_behind(Arc::new(mark));
+            self.marks += 1;
+            run.push.task.finish_behind(Mark { event: Arc::new(mark), number: self.marks });
         }
         next.map_or(Ok(()), |next| self.begin(tensor, next))
     }

@@ -36,6 +36,11 @@ def current_stream(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream
 
 
+def place_of(tensor: torch.Tensor) -> int | None:
+    """The stream that is current for a tensor on a GPU; None for one in host memory."""
+    return current_stream(tensor.device) if holds(tensor) else None
+
+
 def keep_for_current_stream(tensors: Iterable[torch.Tensor]) -> None:
     """Lets torch hand out the memory of these tensors again only after the current stream's work.
 
@@ -45,6 +50,9 @@ def keep_for_current_stream(tensors: Iterable[torch.Tensor]) -> None:
     the order of the stream that it was allocated on, which may be another one: it has to be told
     of this one. Where it is the same, nothing is recorded.
     """
+    stream = None
     for tensor in tensors:
         if holds(tensor):
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            # A process has one GPU.
+            stream = stream or torch.cuda.current_stream(tensor.device)
+            tensor.record_stream(stream)

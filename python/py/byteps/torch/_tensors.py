@@ -33,6 +33,13 @@ class Memory(NamedTuple):
     output: torch.Tensor
     copied: bool
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Each of them once."""
+        if self.source is self.output and self.target is self.output:
+            return (self.output,)
+        return self.source, self.target, self.output
+
     def finish(self) -> torch.Tensor:
         """The result, in the tensor that the caller knows."""
         if self.copied:

@@ -28,6 +28,12 @@ from byteps.torch.optimizer import Distributed, become, checked
 
 __all__ = [*_names, "CrossBarrier"]
 
+# Parameters are sorted into so many classes of about equal bytes, from the front layers on. The
+# gradients of an earlier class go before those of later ones; those of one class go as they come.
+# With a class for each parameter a rank that is a little ahead would send what the others do not
+# send yet, and come back later to what they have sent: nothing would be summed for as long.
+_CLASSES = 8
+
 
 def CrossBarrier(
     model: torch.nn.Module,
@@ -41,8 +47,8 @@ def CrossBarrier(
 
     ``step()`` leaves the gradients on their way and returns. In the next forward pass each module
     waits, before it runs, for the gradients of its own parameters, and the optimizer steps these;
-    the front layers, which are needed first, are sent first. So the network and the forward pass
-    work at the same time. The parameters come out as with ``DistributedOptimizer``, bit for bit.
+    the front layers, which are needed first, are sent before others. So the network and the forward
+    pass work at the same time. The parameters come out as with ``DistributedOptimizer``, bit for bit.
 
     The options that count for a step (the learning rate) are those at ``step()``. Gradients belong
     to the step that took them: ``param.grad`` is None after it, with or without ``zero_grad()``.
@@ -175,15 +181,15 @@ class _Updates:
         if optimizer is None:
             return
         params = dict.fromkeys(due)
-        for param in params:
-            self.pending[param].sent.finish(optimizer._byteps.compression)
+        for param in due:
+            ops.wait(self.pending[param].sent.handle)
         for param, update in self.pending.items():
             if param in params:
                 continue
             if not ops.wait(update.sent.handle, timeout=0):
                 break
-            update.sent.finish(optimizer._byteps.compression)
             params[param] = None
+        optimizer._byteps.under_way.finish([self.pending[param].sent for param in params])
         optimizer._step_only({param: self.pending[param] for param in params})
         for param in params:
             del self.pending[param]
@@ -201,13 +207,11 @@ class _Updates:
                 if key != "params"
             }
             options.update(dict.fromkeys(group["params"], then))
-        order = sorted(gradients.under_way, key=gradients.priorities.__getitem__, reverse=True)
-        for param in order:
+        for param in gradients.from_the_front(gradients.under_way):
             # A parameter that was taken out of the optimizer is averaged and left as it is.
             if param in options:
-                self.pending[param] = _Update(gradients.under_way[param], options[param])
+                self.pending[param] = _Update(gradients.under_way.pop(param), options[param])
                 param.grad = None
-        gradients.under_way = {p: s for p, s in gradients.under_way.items() if p not in options}
         gradients.drain()
         self.called.clear()
         homeless = [param for param in self.pending if not self.needed_by.get(param)]
@@ -256,7 +260,26 @@ class _WatchedGradients(Gradients):
 
     def __init__(self, *arguments: Any) -> None:
         *arguments, self.updates = arguments
+        self.classes: dict[torch.Tensor, int] = {}
         super().__init__(*arguments)
+
+    def adopt(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().adopt(named)
+        total = sum(param.nbytes for param in self.names)
+        before = 0
+        for param in self.names:
+            # Where its middle lies.
+            middle = before + param.nbytes / 2
+            self.classes[param] = int(_CLASSES * middle / total) if total else 0
+            before += param.nbytes
+
+    def priority_of(self, param: torch.Tensor) -> int:
+        return -self.classes[param]
+
+    def from_the_front(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """These parameters, those of the front layers first."""
+        places = {param: place for place, param in enumerate(self.names)}
+        return sorted(params, key=places.__getitem__)
 
     def ready(self, param: torch.Tensor) -> None:
         self.updates.used(param, self.names[param])

@@ -11,6 +11,7 @@ into the tensor that was passed; ``_group`` (Horovod's ``grouped_``) takes a lis
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any
@@ -92,6 +93,27 @@ def synchronize(handle: int, timeout: float | None = None) -> Any:
 # The one way in
 
 
+def _send(
+    what: str,
+    memory: Memory,
+    operation: str,
+    name: str | None,
+    priority: int,
+    root: int = 0,
+    settle: bool = False,
+) -> Send:
+    source, device = memory.source, _gpu.holds(memory.source)
+    if operation == "broadcast" and source.dtype not in _tensors.DTYPES:
+        dtype, count = "u8", source.numel() * source.element_size()
+    else:
+        dtype, count = _tensors.summed_dtype(source, what, name), source.numel()
+    name = name or _registry.unnamed(dtype, count, operation, root, device)
+    known = _registry.Tensor(name, dtype, count, operation, root, device)
+    if settle:
+        known = _registry.settled(known)
+    return Send(known, source.data_ptr(), memory.target.data_ptr(), priority)
+
+
 def _start(
     what: str,
     memories: Sequence[Memory],
@@ -105,26 +127,18 @@ def _start(
     postscale: float = 1.0,
     settle: bool = False,
 ) -> int:
-    sends = []
     stream = _gpu.open_for(memory.source for memory in memories)
-    for memory, name in zip(memories, names, strict=True):
-        source, device = memory.source, _gpu.holds(memory.source)
-        if operation == "broadcast" and source.dtype not in _tensors.DTYPES:
-            dtype, count = "u8", source.numel() * source.element_size()
-        else:
-            dtype, count = _tensors.summed_dtype(source, what, name), source.numel()
-        name = name or _registry.unnamed(dtype, count, operation, root, device)
-        known = _registry.Tensor(name, dtype, count, operation, root, device)
-        if settle:
-            known = _registry.settled(known)
-        sends.append(Send(known, source.data_ptr(), memory.target.data_ptr(), priority))
+    sends = [
+        _send(what, memory, operation, name, priority, root, settle)
+        for memory, name in zip(memories, names, strict=True)
+    ]
     if in_place:
         # Autograd cannot see the change; when told, it notices uses of the old values.
         torch.autograd.graph.increment_version([memory.output for memory in memories])
 
     def finish() -> Any:
         for memory in memories:
-            _gpu.keep_for_current_stream((memory.source, memory.target, memory.output))
+            _gpu.keep_for_current_stream(memory.tensors)
         outputs = [memory.finish() for memory in memories]
         if postscale != 1.0:
             with torch.no_grad():
@@ -173,6 +187,44 @@ def push_pull_start(
         single=single,
         postscale=postscale,
     )
+
+
+def push_pull_each_inplace(
+    tensors: Sequence[torch.Tensor],
+    average: bool,
+    names: Sequence[str],
+    priorities: Sequence[int],
+    place: int | None,
+) -> list[int]:
+    """:func:`push_pull_async_inplace` of each, in one call of the engine: a handle for each.
+
+    ``place`` is None if all are in host memory, else the stream of the GPU in which all of them
+    are complete.
+    """
+    what, operation = "push_pull of", "average" if average else "sum"
+    memories = []
+    for tensor, name in zip(tensors, names, strict=True):
+        _tensors.check(tensor, what, name)
+        memories.append(_tensors.in_place(tensor, _tensors.through_host(tensor, average)))
+    stream = _gpu.open_for(memory.source for memory in memories[:1])
+    sends = [
+        _send(what, memory, operation, name, priority)
+        for memory, name, priority in zip(memories, names, priorities, strict=True)
+    ]
+    torch.autograd.graph.increment_version(tensors)
+
+    def finish(memory: Memory) -> torch.Tensor:
+        if memory.copied:
+            _gpu.keep_for_current_stream((memory.source, memory.target))
+        return memory.finish()
+
+    finishes = [functools.partial(finish, memory) for memory in memories]
+    return _registry.start_each(sends, memories, finishes, stream, place)
+
+
+def synchronize_each(handles: Sequence[int]) -> None:
+    """:func:`synchronize` for each of :func:`push_pull_each_inplace`'s, told to torch together."""
+    _gpu.keep_for_current_stream(_registry.synchronize_all(handles))
 
 
 def names_of(names: Any, count: int) -> list[str | None]:

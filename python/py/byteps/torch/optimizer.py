@@ -35,10 +35,10 @@ def DistributedOptimizer(
     of the class that it had, so whatever refers to it (a learning-rate scheduler, a gradient
     scaler) goes on to work.
 
-    During ``backward()`` each gradient is sent as soon as it is complete, those of the front layers
-    before others that wait; ``step()`` waits for what is missing. A parameter without gradient on
-    this rank is sent as zeros (or as the gradient that it has), so no rank waits for another in
-    vain. All ranks must create their optimizers in the same order.
+    During ``backward()`` each gradient is sent as soon as it is complete, in the order in which they
+    come; ``step()`` waits for what is missing. A parameter without gradient on this rank is sent as
+    zeros (or as the gradient that it has), so no rank waits for another in vain. All ranks must
+    create their optimizers in the same order.
 
     Args:
         optimizer: Any torch optimizer.

@@ -7,6 +7,7 @@ use super::{Batch, Host, Of, Ordered, Pipeline, Run, Tensor};
 use crate::gpu::GpuError;
 use crate::nic::PlanPart;
 use bps_engine::base::{Operation, Rank};
+use std::sync::Arc;
 
 impl Host {
     /// NCCL's number of a rank of this rank's switch.
@@ -64,7 +65,17 @@ impl Pipeline {
                 self.risen.record(self.up.stream())?;
                 host.track.wait(&self.risen)?;
             }
-            _ => rows().try_for_each(|(_, run, _)| host.track.wait(&run.push.ready))?,
+            _ => {
+                // Tensors that were pushed together have one event.
+                let mut last = None;
+                for (_, run, _) in rows() {
+                    let event = Arc::as_ptr(&run.push.ready);
+                    if last != Some(event) {
+                        host.track.wait(&run.push.ready)?;
+                    }
+                    last = Some(event);
+                }
+            }
         }
         host.comm.submit(|| {
             rows().try_for_each(|(tensor, run, row)| match batch.order {

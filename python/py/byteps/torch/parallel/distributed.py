@@ -13,7 +13,7 @@ import torch
 from byteps import _registry, common
 from byteps.errors import ConfigError, UsageError
 from byteps.torch import _tensors, functions, ops
-from byteps.torch._gradients import Sent
+from byteps.torch._gradients import UnderWay
 from byteps.torch.compression import Compression
 
 __all__ = ["DistributedDataParallel"]
@@ -54,22 +54,21 @@ class DistributedDataParallel(torch.nn.Module):
         self.broadcast_buffers = broadcast_buffers
         self.find_unused_parameters = find_unused_parameters
         self.require_backward_grad_sync = True
-        self._compression = compression
         number = _registry.count_up("DistributedDataParallel")
         self._prefix = f"DistributedDataParallel.{number}."
         functions.broadcast_parameters(module.state_dict(), 0, prefix=self._prefix)
         self._parameters_watched = {
-            param: (index, f"{self._prefix}Gradient.{name}")
-            for index, (name, param) in enumerate(module.named_parameters())
+            param: f"{self._prefix}Gradient.{name}"
+            for name, param in module.named_parameters()
             if param.requires_grad
         }
         self._used: set[torch.Tensor] = set()
-        self._under_way: dict[torch.Tensor, Sent] = {}
+        self._under_way = UnderWay(average=True, compression=compression)
         self._callback_queued = False
         _registry.declare(
             [
                 _tensors.gradient(name, param, compression, average=True)
-                for param, (_, name) in self._parameters_watched.items()
+                for param, name in self._parameters_watched.items()
             ]
         )
         self._watch()
@@ -96,8 +95,7 @@ class DistributedDataParallel(torch.nn.Module):
     def _after_a_failure(self) -> None:
         """Forgets a backward pass that did not come to its end."""
         self._callback_queued = False
-        for param in list(self._under_way):
-            self._finish(param)
+        self._under_way.drain()
         self._used.clear()
 
     def _broadcast_buffers(self) -> None:
@@ -146,21 +144,14 @@ class DistributedDataParallel(torch.nn.Module):
         self._send(param)
 
     def _send(self, param: torch.Tensor) -> None:
-        index, name = self._parameters_watched[param]
+        name = self._parameters_watched[param]
         if param in self._under_way:
             raise UsageError(
                 f"one backward() has added twice to the gradient of '{name}', which was already "
                 "being averaged: a layer that is used twice under activation checkpointing wants "
                 "use_reentrant=False"
             )
-        sent, context = self._compression.compress(param.grad)
-        handle = ops.push_pull_async_inplace(sent, True, name, priority=-index)
-        self._under_way[param] = Sent(handle, param.grad, sent, context)
-
-    def _finish(self, param: torch.Tensor) -> None:
-        # Removed only when done: an interrupted wait can be taken up again.
-        self._under_way[param].finish(self._compression)
-        del self._under_way[param]
+        self._under_way.send(param, name)
 
     def _end_of_backward(self) -> None:
         self._callback_queued = False
@@ -184,9 +175,7 @@ class DistributedDataParallel(torch.nn.Module):
                     continue
                 param.grad = torch.zeros_like(param)
             self._send(param)
-        # The front layers, sent last, come back first.
-        for param in reversed(list(self._under_way)):
-            self._finish(param)
+        self._under_way.drain()
         self._used.clear()
 
     def _used_elsewhere(self, missing: list[torch.Tensor]) -> list[torch.Tensor]:
