@@ -24,6 +24,7 @@ use std::io;
 use std::net::TcpStream;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
+use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -47,6 +48,10 @@ pub fn command() -> Command {
         .arg(number("rounds", "7", "Rounds of each kind, in turn, of which the median is taken"))
         .arg(number("round-trips", "3000", "Ping-pongs that a round times"))
         .arg(flag("pieces", "Land in pieces of scratch instead of whole"))
+        .arg(flag(
+            "registered",
+            "Over RDMA, send from memory that the device knows, as ranks on GPUs and servers do",
+        ))
         .arg(arguments::json())
 }
 
@@ -66,6 +71,7 @@ struct Plan {
     frames: usize,
     round_trips: usize,
     pieces: bool,
+    registered: bool,
     idle: Idle,
 }
 
@@ -74,6 +80,9 @@ pub fn run(matches: &ArgMatches) -> Outcome {
     let (transport, driver) = (text(matches, "transport"), text(matches, "driver"));
     let slot = integer(matches, "slot") as usize;
     let driver = if transport == "tcp" { driver } else { "none" };
+    if matches.get_flag("registered") && transport != "rdma" {
+        return Err(format!("--registered: only RDMA knows memory, not {transport}").into());
+    }
     let idle = text(matches, "idle");
     let title = format!("one lane over {transport}, TCP driver {driver}, {idle} ends");
     let columns = [
@@ -108,6 +117,7 @@ pub fn run(matches: &ArgMatches) -> Outcome {
             frames: (megabytes * 1_000_000 / (size + HEADER_BYTES)).max(10),
             round_trips: integer(matches, "round-trips") as usize,
             pieces: matches.get_flag("pieces"),
+            registered: matches.get_flag("registered"),
             idle: arguments::idle_of(matches),
         };
         let mut fields = measure(plan, integer(matches, "rounds"))?;
@@ -261,12 +271,19 @@ impl End {
             }
         };
         transport.attach(LANE, link)?;
+        let mut buffer = vec![1; plan.size];
+        if let (true, Transport::Rdma(driver)) = (plan.registered, &mut transport)
+            && let Some(first) = NonNull::new(buffer.as_mut_ptr())
+        {
+            // SAFETY: the buffer is never resized, and is dropped after the driver.
+            unsafe { driver.register(first, plan.size) }.map_err(io::Error::other)?;
+        }
         Ok(End {
             transport,
             waker,
             idler: bare::idler(plan.idle),
             plan,
-            buffer: vec![1; plan.size],
+            buffer,
             events: Vec::with_capacity(EVENTS_MAX),
             posted: 0,
             sent: 0,

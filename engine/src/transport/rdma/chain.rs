@@ -61,6 +61,13 @@ impl Chain {
         self.count += 1;
     }
 
+    /// Lets what was added last wake the peer, if that sleeps.
+    pub(super) fn solicit(&mut self) {
+        if let Some(last) = self.count.checked_sub(1) {
+            self.sends[last].send_flags |= ffi::SEND_SOLICITED;
+        }
+    }
+
     /// Links what was added and empties the chain: the first of a list that ends, valid until the
     /// chain is added to or moves. `None` if nothing was added.
     pub(super) fn link(&mut self) -> Option<*mut ffi::SendWr> {
@@ -87,6 +94,7 @@ mod tests {
         let mut chain = Chain::new();
         assert!(chain.link().is_none());
         for round in [BATCH, 1, 5] {
+            chain.solicit();
             for id in 0..round as u64 {
                 assert!(!chain.is_full());
                 chain.add(&Send {
@@ -98,12 +106,15 @@ mod tests {
                     parts: [(5, 128, 1), (9, usize::from(id % 3 == 0) * 10, 2)],
                 });
             }
+            chain.solicit();
             let mut at = chain.link().unwrap();
             for id in 0..round as u64 {
                 // SAFETY: the chain was just linked and has not moved.
                 let (send, second) = unsafe { (&*at, &*(*at).sg_list.add(1)) };
                 assert_eq!((send.wr_id, send.remote_addr, send.rkey), (id, 1000 + id, 7));
-                assert_eq!(send.send_flags == ffi::SEND_SIGNALED, id % 2 == 0);
+                assert_eq!(send.send_flags & ffi::SEND_SIGNALED != 0, id % 2 == 0);
+                let is_last = id + 1 == round as u64;
+                assert_eq!(send.send_flags & ffi::SEND_SOLICITED != 0, is_last);
                 assert_eq!(u32::from_be(send.imm_data), 1);
                 assert_eq!(send.num_sge, if id % 3 == 0 { 2 } else { 1 });
                 assert!(send.num_sge == 1 || (second.length, second.lkey) == (10, 2));

@@ -5,6 +5,7 @@
 //! of.
 
 use super::RdmaError;
+use super::completions::{Queue, Wake};
 use super::ffi::{self, Verbs};
 use super::memory::can_page;
 use super::ports::{Address, AddressKind, Port, keep_near};
@@ -15,8 +16,6 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Entries of a completion queue at first; it grows with the lanes.
-const COMPLETIONS: u32 = 1024;
 /// Bytes that a send may carry within its work request, so that the device need not fetch them.
 const INLINE_BYTES: u32 = 256;
 /// Pieces of memory that one send gathers: the prefix and the payload.
@@ -83,7 +82,9 @@ pub(super) struct Rail {
     pub(super) context: NonNull<ffi::Context>,
     pub(super) pd: NonNull<ffi::Pd>,
     channel: NonNull<ffi::Channel>,
-    cq: NonNull<ffi::Cq>,
+    /// What became of sends, and what came.
+    pub(super) sent: Queue,
+    pub(super) received: Queue,
     pub(super) mtu: u8,
     pub(super) lid: u16,
     /// Most bytes of one operation.
@@ -114,23 +115,30 @@ impl Rail {
             };
             let channel = NonNull::new((verbs.create_comp_channel)(context.as_ptr()))
                 .ok_or_else(|| unmake(fail("ibv_create_comp_channel")))?;
-            let null = std::ptr::null_mut();
-            let cq = (verbs.create_cq)(
-                context.as_ptr(),
-                COMPLETIONS.cast_signed(),
-                null,
-                channel.as_ptr(),
-                0,
-            );
-            let cq = NonNull::new(cq).ok_or_else(|| {
+            let no_queue = || {
                 let error = fail("ibv_create_cq");
                 (verbs.destroy_comp_channel)(channel.as_ptr());
                 unmake(error)
+            };
+            let sent = Queue::new(verbs, context, channel).ok_or_else(no_queue)?;
+            let received = Queue::new(verbs, context, channel).ok_or_else(|| {
+                let error = fail("ibv_create_cq");
+                (verbs.destroy_cq)(sent.as_ptr());
+                (verbs.destroy_comp_channel)(channel.as_ptr());
+                unmake(error)
             })?;
-            let port_of = port.clone();
-            let (mtu, lid, message_bytes) = (0, 0, 0);
-            let mut rail =
-                Rail { verbs, port: port_of, context, pd, channel, cq, mtu, lid, message_bytes };
+            let mut rail = Rail {
+                verbs,
+                port: port.clone(),
+                context,
+                pd,
+                channel,
+                sent,
+                received,
+                mtu: 0,
+                lid: 0,
+                message_bytes: 0,
+            };
             for fd in [rail.channel(), rail.news()] {
                 rustix::io::ioctl_fionbio(fd, true)
                     .map_err(|errno| rail.error("ioctl", errno.into()))?;
@@ -153,7 +161,7 @@ impl Rail {
         RdmaError::Call { call, port: self.port.to_string(), source }
     }
 
-    fn check(&self, call: &'static str, status: c_int) -> Result<(), RdmaError> {
+    pub(super) fn check(&self, call: &'static str, status: c_int) -> Result<(), RdmaError> {
         match status {
             0 => Ok(()),
             // Some calls return the error, some set errno.
@@ -195,45 +203,21 @@ impl Rail {
         None
     }
 
-    /// Asks for a wake-up by the next completion, after taking back earlier wake-ups.
-    pub(super) fn arm(&self) {
+    /// Asks for wake-ups, after taking back earlier ones: by what comes, and by what becomes of
+    /// sends if that is awaited.
+    pub(super) fn arm(&self, received: Wake, awaits_sends: bool) {
         let (mut cq, mut tag) = (std::ptr::null_mut(), std::ptr::null_mut());
         // SAFETY: the channel is this rail's and does not block; each event that was taken is
-        // acknowledged, on the only queue that uses the channel.
+        // acknowledged, on the queue that it is of.
         unsafe {
             while (self.verbs.get_cq_event)(self.channel.as_ptr(), &raw mut cq, &raw mut tag) == 0 {
-                (self.verbs.ack_cq_events)(self.cq.as_ptr(), 1);
-            }
-            if let Some(notify) = self.context.as_ref().ops.req_notify_cq {
-                notify(self.cq.as_ptr(), 0);
+                (self.verbs.ack_cq_events)(cq, 1);
             }
         }
-    }
-
-    /// Takes completions, as many as there are and have room. An error is one of the queue itself.
-    pub(super) fn completions(&self, into: &mut [ffi::Wc]) -> Result<usize, RdmaError> {
-        let room = c_int::try_from(into.len()).unwrap_or(c_int::MAX);
-        // SAFETY: the queue is this rail's, and `into` has so much room.
-        let count = unsafe {
-            match self.context.as_ref().ops.poll_cq {
-                Some(poll) => poll(self.cq.as_ptr(), room, into.as_mut_ptr()),
-                None => -1,
-            }
-        };
-        usize::try_from(count).map_err(|_| self.error("ibv_poll_cq", io::Error::other("overrun")))
-    }
-
-    /// Makes the queue hold at least this many completions, so that it never overruns.
-    pub(super) fn hold_completions(&self, count: usize) -> Result<(), RdmaError> {
-        // SAFETY: the queue is this rail's; the library keeps its size there.
-        if usize::try_from(unsafe { self.cq.as_ref() }.cqe).is_ok_and(|size| size >= count) {
-            return Ok(());
+        self.received.arm(self, received);
+        if awaits_sends {
+            self.sent.arm(self, Wake::Each);
         }
-        let wanted = count.next_multiple_of(COMPLETIONS as usize);
-        let wanted = c_int::try_from(wanted).unwrap_or(c_int::MAX);
-        // SAFETY: the queue is this rail's, and only the thread that polls it calls this.
-        let status = unsafe { (self.verbs.resize_cq)(self.cq.as_ptr(), wanted) };
-        self.check("ibv_resize_cq", status)
     }
 }
 
@@ -242,7 +226,8 @@ impl Drop for Rail {
         // SAFETY: whatever was made of these holds the rail, so it is gone; each is destroyed once.
         // A failure could not be helped: the kernel takes all back when the process ends.
         unsafe {
-            (self.verbs.destroy_cq)(self.cq.as_ptr());
+            (self.verbs.destroy_cq)(self.received.as_ptr());
+            (self.verbs.destroy_cq)(self.sent.as_ptr());
             (self.verbs.destroy_comp_channel)(self.channel.as_ptr());
             (self.verbs.dealloc_pd)(self.pd.as_ptr());
             (self.verbs.close_device)(self.context.as_ptr());
@@ -380,8 +365,8 @@ impl QueuePair {
         for inline_bytes in [INLINE_BYTES, 0] {
             let mut wanted = ffi::QpInitAttr {
                 qp_context: std::ptr::null_mut(),
-                send_cq: rail.cq.as_ptr(),
-                recv_cq: rail.cq.as_ptr(),
+                send_cq: rail.sent.as_ptr(),
+                recv_cq: rail.received.as_ptr(),
                 srq: std::ptr::null_mut(),
                 cap: ffi::QpCap {
                     max_send_wr: u32::try_from(sends).unwrap_or(u32::MAX),

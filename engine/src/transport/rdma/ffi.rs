@@ -291,8 +291,10 @@ pub(super) const ATTR_DEST_QPN: c_int = 1 << 20;
 pub(super) const WRITE: c_int = 0;
 pub(super) const WRITE_WITH_IMM: c_int = 1;
 pub(super) const SEND_SIGNALED: c_uint = 1 << 1;
+pub(super) const SEND_SOLICITED: c_uint = 1 << 2;
 pub(super) const SEND_INLINE: c_uint = 1 << 3;
 pub(super) const WC_SUCCESS: c_int = 0;
+pub(super) const WC_FLUSHED: c_int = 5;
 
 /// Lines `name number`: the constants above, by the names of the C header.
 pub fn constants() -> Vec<String> {
@@ -332,8 +334,10 @@ pub fn constants() -> Vec<String> {
         ("IBV_WR_RDMA_WRITE", i64::from(WRITE)),
         ("IBV_WR_RDMA_WRITE_WITH_IMM", i64::from(WRITE_WITH_IMM)),
         ("IBV_SEND_SIGNALED", i64::from(SEND_SIGNALED)),
+        ("IBV_SEND_SOLICITED", i64::from(SEND_SOLICITED)),
         ("IBV_SEND_INLINE", i64::from(SEND_INLINE)),
         ("IBV_WC_SUCCESS", i64::from(WC_SUCCESS)),
+        ("IBV_WC_WR_FLUSH_ERR", i64::from(WC_FLUSHED)),
     ];
     constants.iter().map(|(name, value)| format!("{name} {value}")).collect()
 }

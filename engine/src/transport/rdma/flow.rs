@@ -232,6 +232,11 @@ impl Sending {
         self.layout.slot_bytes
     }
 
+    /// Bytes that are sent at most before a peer that sleeps is woken to read them.
+    pub(super) fn quiet_bytes_max(&self) -> usize {
+        self.layout.area_bytes() / 8
+    }
+
     /// Sends posted so far.
     pub(super) fn posted(&self) -> u64 {
         self.posted
@@ -245,6 +250,11 @@ impl Sending {
     /// Whether all sends that were posted are known to be complete.
     pub(super) fn is_idle(&self) -> bool {
         self.done == self.posted
+    }
+
+    /// Whether nothing more can be sent before some send completes, whatever the peer releases.
+    pub(super) fn awaits_completion(&self) -> bool {
+        self.completed < self.released || !self.has_room()
     }
 
     /// Whether one more send fits, besides the farewell.

@@ -104,6 +104,8 @@ pub(super) struct RdmaLane {
     pumped: usize,
     /// Payload bytes of the frame after those that are under way.
     started: usize,
+    /// Bytes sent since something that wakes the peer.
+    quiet_bytes: usize,
     expect: Expect,
     reading: Option<Reading>,
     /// Places to receive that the device has.
@@ -133,6 +135,7 @@ impl RdmaLane {
             frames: VecDeque::with_capacity(LANE_FRAMES_MAX),
             pumped: 0,
             started: 0,
+            quiet_bytes: 0,
             expect: Expect::Header,
             reading: None,
             places: 0,
@@ -199,9 +202,12 @@ impl RdmaLane {
         }
     }
 
-    /// The device of this lane is of no more use.
+    /// The lane is of no more use. The first cause counts, but what is merely given back says less
+    /// than the operation for which it is: they come in two queues.
     pub(super) fn fail(&mut self, cause: Cause) {
-        self.failure.get_or_insert(cause);
+        if matches!(self.failure, None | Some(Cause::Rdma { status: ffi::WC_FLUSHED })) {
+            self.failure = Some(cause);
+        }
     }
 
     /// What became of one of this lane's operations.
@@ -224,7 +230,7 @@ impl RdmaLane {
         }
         // What is flushed because this end stopped the connection is no failure.
         if !is_good && matches!(self.end, End::Open | End::Farewell(_)) {
-            self.failure.get_or_insert(Cause::Rdma { status: completion.status });
+            self.fail(Cause::Rdma { status: completion.status });
         }
     }
 
@@ -458,6 +464,22 @@ impl RdmaLane {
                 self.receiving.release(bytes);
             }
         }
+    }
+
+    /// Whether it waits for what becomes of its sends. Not while all that it lacks is credit, which
+    /// the peer sends: then a path that dies is seen when the sleeper's time is over.
+    pub(super) fn awaits_sends(&self) -> bool {
+        let is_front_under_way = self.pumped > 0 && !self.is_front_sent();
+        let has_sent_all = self.frames.is_empty() && !self.sending.is_idle();
+        is_front_under_way
+            || has_sent_all
+            || self.sending.awaits_completion()
+            || matches!(self.end, End::Farewell(_))
+    }
+
+    /// Whether it waits for all that the device gives back, which nobody marks.
+    pub(super) fn is_draining(&self) -> bool {
+        matches!(self.end, End::Draining(_))
     }
 
     /// Whether a poll would have something to do.

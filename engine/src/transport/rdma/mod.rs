@@ -6,6 +6,7 @@
 //! | `ffi.rs` | libibverbs, opened at run time, and its memory layouts |
 //! | `ports.rs` | which ports and addresses the machine has |
 //! | `device.rs` | opened devices, queue pairs |
+//! | `completions.rs` | queues of completions |
 //! | `memory.rs` | registered memory |
 //! | `setup.rs` | what two ends tell each other over a stream, and whether they reach each other |
 //! | `grants.rs` | memory that a peer may write answers to, without a device |
@@ -14,9 +15,9 @@
 //! | `lane.rs` | a lane |
 //!
 //! A lane is one reliable connection with an area at each end that the other writes to; see
-//! [`connect`] and [`accept`]. All lanes of a thread share one completion queue for each port,
-//! which is polled in batches. Each end is told of the other's death by the stream that the lane
-//! was set up over.
+//! [`connect`] and [`accept`]. All lanes of a thread share two completion queues for each port, one
+//! of sends and one of what comes, which are polled in batches. Each end is told of the other's
+//! death by the stream that the lane was set up over.
 //!
 //! Invariant: whatever a peer writes to an area, the worst that happens is wrong bytes in its own
 //! payloads or the end of its own lane. Areas of one thread share a protection domain, so a peer
@@ -24,6 +25,7 @@
 //! and who was granted memory for an answer knows the key of all that answers may land in.
 
 mod chain;
+mod completions;
 mod device;
 mod error;
 mod ffi;
@@ -46,6 +48,7 @@ pub use setup::{RdmaLink, RdmaOptions, accept, connect};
 use super::{Answer, Cause, Driver, Event, Frame, Full, Landing, LaneId, Link, Room, Waker};
 
 use crate::config::{Config, TransportChoice};
+use completions::Wake;
 use flow::{RECEIVES, SENDS};
 use lane::{RECEIVE, RdmaLane};
 use memory::InPlace;
@@ -261,10 +264,11 @@ impl Rdma {
 
     /// Takes completions into the state of their lanes.
     fn reap(&mut self) {
-        for rail in self.rails.all() {
+        let rails = self.rails.all().iter();
+        for (rail, queue) in rails.flat_map(|rail| [(rail, &rail.received), (rail, &rail.sent)]) {
             for _ in 0..CALLS_MAX {
                 Counters::add(&self.rails.counters.polls, 1);
-                let Ok(count) = rail.completions(&mut self.completions[..]) else {
+                let Ok(count) = queue.take(rail, &mut self.completions[..]) else {
                     let lanes = self.lanes.iter_mut().flatten();
                     lanes
                         .filter(|lane| Arc::ptr_eq(lane.pair().rail(), rail))
@@ -365,7 +369,8 @@ impl Driver for Rdma {
         let rail = Arc::clone(link.pair.rail());
         let lanes = self.lanes.iter().flatten();
         let mates = lanes.filter(|other| Arc::ptr_eq(other.pair().rail(), &rail)).count();
-        rail.hold_completions((mates + 1) * (SENDS + 1 + RECEIVES)).map_err(io::Error::other)?;
+        rail.sent.hold(&rail, (mates + 1) * (SENDS + 1)).map_err(io::Error::other)?;
+        rail.received.hold(&rail, (mates + 1) * RECEIVES).map_err(io::Error::other)?;
         self.generation = (self.generation + 1) & GENERATIONS;
         let id = u64::from(self.generation) << 32 | u64::from(lane.0);
         let new = Box::new(RdmaLane::new(*link, id)?);
@@ -431,7 +436,16 @@ impl Driver for Rdma {
     fn arm(&mut self) -> bool {
         let ended = self.look();
         for rail in self.rails.all() {
-            rail.arm();
+            let (mut wake, mut awaits_sends) = (Wake::Solicited, false);
+            for lane in self.lanes.iter().flatten() {
+                if Arc::ptr_eq(lane.pair().rail(), rail) {
+                    awaits_sends |= lane.awaits_sends();
+                    if lane.is_draining() {
+                        wake = Wake::Each;
+                    }
+                }
+            }
+            rail.arm(wake, awaits_sends);
         }
         // What came before the device was asked would wake nobody: it is taken now.
         self.reap();

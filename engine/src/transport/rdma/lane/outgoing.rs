@@ -96,14 +96,21 @@ impl RdmaLane {
     /// Posts what there is room and time for of the posted frames.
     pub(super) fn pump(&mut self) -> Result<(), Cause> {
         let mut budget = COPY_BYTES;
-        while budget > 0
-            && let Some(next) = self.next()
-        {
-            let copied = match next {
-                Next::Answer(grant) => self.add_answer(grant),
-                Next::Extent { length, at, taken } => self.add_extent(length, at, taken),
+        let mut next = self.next();
+        while let Some(what) = next {
+            let (length, copied) = match what {
+                Next::Answer(grant) => (grant.length(), self.add_answer(grant)),
+                Next::Extent { length, at, taken } => (length, self.add_extent(length, at, taken)),
             };
             budget = budget.saturating_sub(copied);
+            next = if budget > 0 { self.next() } else { None };
+            // A peer that sleeps is woken once for a run of short frames, by the last at the
+            // latest.
+            self.quiet_bytes += PREFIX_BYTES + length;
+            if next.is_none() || self.quiet_bytes >= self.sending.quiet_bytes_max() {
+                self.chain.solicit();
+                self.quiet_bytes = 0;
+            }
             // Large extents leave at once, so that the device works while the next is copied.
             if self.chain.is_full() || copied >= COPY_BYTES / 16 {
                 self.flush()?;
@@ -181,6 +188,7 @@ impl RdmaLane {
         let is_signalled = self.sending.post(signal);
         let remote = (self.remote_address, self.remote_key);
         self.add(notice, remote, [(0, 0, 0); 2], is_signalled);
+        self.chain.solicit();
     }
 
     /// Adds a send to the chain, which has room: it is flushed when full.

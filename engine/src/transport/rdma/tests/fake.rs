@@ -340,11 +340,16 @@ extern "C" fn modify_qp(qp: *mut ffi::Qp, wanted: *mut ffi::QpAttr, mask: c_int)
         pair.peer.store(wanted.dest_qp_num, SeqCst);
     }
     if wanted.qp_state == ffi::STATE_ERROR {
-        for id in pair.places.lock().unwrap().drain(..) {
-            complete(pair.qp.recv_cq, id, 5, 0, 0);
-        }
+        flush(pair);
     }
     0
+}
+
+/// The connection has ended: all places to receive come back.
+fn flush(pair: &Pair) {
+    for id in pair.places.lock().unwrap().drain(..) {
+        complete(pair.qp.recv_cq, id, ffi::WC_FLUSHED, 0, 0);
+    }
 }
 
 extern "C" fn destroy_qp(qp: *mut ffi::Qp) -> c_int {
@@ -398,7 +403,8 @@ unsafe fn carry_out(pair: &Pair, send: &ffi::SendWr) {
     let peer = unsafe { &*std::ptr::with_exposed_provenance::<Pair>(*peer) };
     if !is_allowed(send) {
         fake(peer.qp.pd).tell(ffi::EVENT_QP_ACCESS_ERR, (&raw const *peer).addr() as u64);
-        return complete(pair.qp.send_cq, send.wr_id, 10, 0, 0);
+        complete(pair.qp.send_cq, send.wr_id, 10, 0, 0);
+        return flush(pair);
     }
     let mut at = usize::try_from(send.remote_addr).unwrap();
     let mut bytes = 0;
