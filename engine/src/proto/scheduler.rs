@@ -152,6 +152,8 @@ pub struct Scheduler {
     ticked: Duration,
     /// Install requests are numbered through all epochs.
     next_install: u64,
+    /// Why the job was not formed, for nodes that come after its end.
+    refusal: Option<String>,
 }
 
 impl Scheduler {
@@ -169,6 +171,7 @@ impl Scheduler {
             reminder: Reminder::new(now),
             ticked: now,
             next_install: 0,
+            refusal: None,
         }
     }
 
@@ -191,7 +194,7 @@ impl Scheduler {
 
     /// An authenticated connection is there.
     pub fn handle_connected(&mut self, node: NodeId, now: Duration) {
-        if self.is_over() {
+        if self.is_over() && self.refusal.is_none() {
             return;
         }
         let peer = Peer {
@@ -291,7 +294,11 @@ impl Scheduler {
         peer.pid = register.pid;
         peer.who = describe(&register);
         match &mut self.phase {
-            Phase::Over => {}
+            Phase::Over => {
+                if let Some(message) = self.refusal.clone() {
+                    self.send_away(node, message);
+                }
+            }
             Phase::Running(running) if running.suspended => {
                 peer.standing = Standing::Early(Box::new(register));
                 if self.early().len() == 1 {

@@ -18,6 +18,9 @@ use std::time::{Duration, Instant};
 const TICK: Duration = Duration::from_millis(100);
 /// How long a closing connection may take to read what it was sent.
 const LINGER: Duration = Duration::from_secs(2);
+/// How long nodes that are still to come are told why their job was not formed: those of one job are
+/// started together, and the first of them may end it.
+const LATECOMERS: Duration = Duration::from_secs(3);
 /// Bytes read of one connection before the others get their turn.
 const READ_TURN_BYTES: usize = 1 << 20;
 /// Bytes that may wait for one node to read them.
@@ -110,7 +113,11 @@ impl Hub {
             self.flush();
             if let Some(exit) = self.exit {
                 let since = *told.get_or_insert_with(Instant::now);
-                if self.connections.is_empty() || since.elapsed() >= LINGER {
+                let is_heard = match exit {
+                    Exit::NotFormed if stop.cause().is_none() => since.elapsed() >= LATECOMERS,
+                    _ => self.connections.is_empty() || since.elapsed() >= LINGER,
+                };
+                if is_heard {
                     return exit;
                 }
             }

@@ -85,6 +85,9 @@ impl Scheduler {
         }
         self.phase = Phase::Over;
         self.put(Output::Done(exit));
+        if let OverReason::NotFormed { message } = reason {
+            self.refusal = Some(message);
+        }
     }
 
     pub(super) fn worker_left(&mut self, node: NodeId, rank: Rank, suspend: bool, now: Duration) {

@@ -91,6 +91,10 @@ fn what_nodes_were_told_differently_is_named() {
             }
         }
         assert_eq!(bench.done, Some(Exit::NotFormed));
+        // Who comes later hears it, too.
+        bench.join(100, server_register(0, 2, 1));
+        let OverReason::NotFormed { message } = bench.over(100) else { panic!() };
+        assert!(message.contains(parts[0]), "{message}");
     }
 }
 
