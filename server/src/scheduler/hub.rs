@@ -18,8 +18,8 @@ use std::time::{Duration, Instant};
 const TICK: Duration = Duration::from_millis(100);
 /// How long a closing connection may take to read what it was sent.
 const LINGER: Duration = Duration::from_secs(2);
-/// How long nodes that are still to come are told why their job was not formed: those of one job are
-/// started together, and the first of them may end it.
+/// How long nodes that are still to come are told why their job was not formed: those of one job
+/// are started together, and the first of them may end it.
 const LATECOMERS: Duration = Duration::from_secs(3);
 /// Bytes read of one connection before the others get their turn.
 const READ_TURN_BYTES: usize = 1 << 20;
