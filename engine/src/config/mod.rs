@@ -145,7 +145,7 @@ pub struct Config {
     pub tcp_offload: bool,
     /// `BPS_NCCL_LIBRARY`: the file of NCCL; found without it.
     pub nccl_library: Option<PathBuf>,
-    /// `BYTEPS_NCCL_GROUP_SIZE`: collectives in one launch.
+    /// `BYTEPS_NCCL_GROUP_SIZE`: collectives in one launch, at most; 0 is the worker's choice.
     pub nccl_group_size: u32,
     /// `BYTEPS_NCCL_NUM_RINGS`: channels of a communicator; 0 and 1 leave them to NCCL.
     pub nccl_rings: u32,
@@ -297,7 +297,7 @@ impl Default for Config {
             tcp_offload: false,
             tcp_send_buffer: 0,
             nccl_library: None,
-            nccl_group_size: 16,
+            nccl_group_size: 0,
             nccl_rings: 0,
             reduce_roots: Vec::new(),
             switch_size: 0,

@@ -33,6 +33,10 @@ use std::time::{Duration, Instant};
 
 /// The tensor by which the ranks tell each other.
 const NAME: &str = "byteps: the GPUs of the job";
+/// Collectives that are launched together, at most, where the job has servers.
+const GROUP_SIZE: usize = 16;
+/// The same of a host that is the whole job.
+const GROUP_SIZE_ALONE: usize = 128;
 /// Slots in each direction: so many bytes, but not fewer than so many slots.
 const SLOTS_BYTES: usize = 16 << 20;
 const SLOTS_MIN: usize = 8;
@@ -234,7 +238,14 @@ fn begin(
     // SAFETY: the pipeline holds the memory and drops it last; each track has a word of its own.
     let track = |index| unsafe { Track::new(device, &memory, index) };
     let tracks = [track(0)?, track(1)?, track(2)?];
-    let (group_size, patience) = (config.nccl_group_size as usize, config.start_timeout);
+    let group_size = match config.nccl_group_size as usize {
+        // Between hosts results are not to wait for long; a host alone has nothing that could
+        // overtake, and each launch takes time.
+        0 if has_servers => GROUP_SIZE,
+        0 => GROUP_SIZE_ALONE,
+        size => size,
+    };
+    let patience = config.start_timeout;
     let (roots, switches) = (!config.reduce_roots.is_empty(), job.switches().clone());
     let host = match comm {
         Some(comm) => Some(Host { comm, track: track(3)?, switches, roots, group_size, patience }),

@@ -22,10 +22,10 @@ pub(super) const ROWS: &[Row] = &[
         "BYTEPS_NCCL_GROUP_SIZE",
         RANKING,
         Group::Gpus,
-        Count { at: |config| &mut config.nccl_group_size, min: 1, max: 1024 },
-        "16",
-        "Collectives among the GPUs of a host that are launched together, at most. The same on \
-         every worker of a host.",
+        Count { at: |config| &mut config.nccl_group_size, min: 0, max: 1024 },
+        "32",
+        "Collectives among the GPUs of a host that are launched together, at most. 0 is 16, and \
+         128 where one host is the whole job. The same on every worker of a host.",
     ),
     Row::new(
         "BYTEPS_NCCL_NUM_RINGS",
