@@ -36,6 +36,8 @@ class Results:
 
     def __init__(self, paths: list[Path]) -> None:
         self.rows: list[Row] = []
+        # Machines whose results have been asked for.
+        self.machines: dict[str, None] = {}
         for path in paths:
             for number, line in enumerate(path.read_text().splitlines(), 1):
                 if not line.strip():
@@ -52,6 +54,8 @@ class Results:
         if not rows:
             what = " ".join(f"{key}={value}" for key, value in wanted.items())
             raise Missing(f"no result of `bps-perf {command}` {what}".rstrip())
+        for place in (row["place"] for row in rows if row.get("place")):
+            self.machines[f"{place['processor']}, {place['cores']} CPUs, Linux {place['kernel']}"] = None
         return rows
 
     def one(self, command: str, **wanted: object) -> Row:
@@ -346,16 +350,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/img"), help="where the PNG files go")
     arguments = parser.parse_args()
     results = Results(arguments.results)
-    places = {}
-    for row in results.rows:
-        place = row.get("place") or {}
-        if place:
-            places[f"{place['processor']}, {place['cores']} cores, Linux {place['kernel']}, commit {place['commit']}"] = None
     arguments.out.mkdir(parents=True, exist_ok=True)
     for name, figure in figures(results):
         # Where it was measured belongs into the picture, because pictures travel alone.
-        figure.text(0.99, 0.005, "\n".join(places), ha="right", fontsize=5, color=LIMIT)
-        figure.tight_layout(rect=(0, 0.02, 1, 1))
+        machines, results.machines = results.machines, {}
+        figure.text(0.99, 0.005, "\n".join(machines), ha="right", fontsize=5, color=LIMIT)
+        height = figure.get_figheight() * 72
+        figure.tight_layout(rect=(0, (4 + 6 * len(machines)) / height, 1, 1))
         path = arguments.out / f"{name}.png"
         figure.savefig(path, dpi=100, pil_kwargs={"optimize": True})
         plt.close(figure)
