@@ -47,6 +47,15 @@ fn milliseconds(microseconds: f64) -> f64 {
     (microseconds / 1e3).round()
 }
 
+/// The stages on a track, as (name, start, end) in milliseconds.
+fn stages(slices: &[(String, u64, f64, f64)], tid: u64) -> Vec<(&str, f64, f64)> {
+    let of_track = slices.iter().filter(|one| one.1 == tid);
+    let stage = |name: &str| name.rfind('.').map_or(0, |at| at + 1);
+    of_track
+        .map(|one| (&one.0[stage(&one.0)..], milliseconds(one.2), milliseconds(one.3)))
+        .collect()
+}
+
 fn assert_no_overlap(slices: &[(String, u64, f64, f64)]) {
     for (index, one) in slices.iter().enumerate() {
         for other in &slices[index + 1..] {
@@ -179,13 +188,7 @@ fn a_group_reduces_before_and_broadcasts_after_the_server() {
     timeline.finish();
     let found = slices(&read(&path));
     assert_no_overlap(&found);
-    let of_track = |tid: u64| -> Vec<(&str, f64, f64)> {
-        let found = found.iter().filter(|one| one.1 == tid);
-        let stage = |name: &'_ str| name.rfind('.').map_or(0, |at| at + 1);
-        found
-            .map(|one| (&one.0[stage(&one.0)..], milliseconds(one.2), milliseconds(one.3)))
-            .collect()
-    };
+    let of_track = |tid| stages(&found, tid);
     let own = [
         ("QUEUE", 100.0, 110.0),
         ("REDUCE", 110.0, 120.0),
@@ -257,13 +260,7 @@ fn two_threads_of_a_rank_make_one_way_of_a_part_and_rounds_overlap() {
     timeline.finish();
     let found = slices(&read(&path));
     assert_no_overlap(&found);
-    let of_track = |tid: u64| -> Vec<(&str, f64, f64)> {
-        let found = found.iter().filter(|one| one.1 == tid);
-        let stage = |name: &'_ str| name.rfind('.').map_or(0, |at| at + 1);
-        found
-            .map(|one| (&one.0[stage(&one.0)..], milliseconds(one.2), milliseconds(one.3)))
-            .collect()
-    };
+    let of_track = |tid| stages(&found, tid);
     let own = [
         ("READY", 100.0, 108.0),
         ("COORDINATE_REDUCE", 108.0, 110.0),
