@@ -150,7 +150,9 @@ impl Shard {
         let mut progress = !events.is_empty();
         for event in events.drain(..) {
             match event {
-                Event::Header { lane, header, grant } => self.on_header(lane, &header, grant, now),
+                Event::Header { lane, header, carried } => {
+                    self.on_header(lane, &header, carried.grant(), now);
+                }
                 Event::Landed { lane } => self.on_landed(lane),
                 Event::Piece { lane, data, length } => self.on_piece(lane, data, length),
                 Event::Sent { lane, token } => self.on_sent(lane, token),

@@ -35,3 +35,12 @@ pub fn library_path() -> PathBuf {
     }
     folder
 }
+
+/// Has RDMA devices take what fake GPUs export as dma-buf (`FAKE_GPU_DMA_BUF`), which no emulated
+/// device does.
+pub fn emulate_dma_buf() {
+    if std::env::var_os("FAKE_GPU_DMA_BUF").is_some() {
+        // SAFETY: the memory of fake GPUs is the host's, and stays as long as what it is of.
+        unsafe { bps_engine::transport::rdma::emulate_gpu_memory() };
+    }
+}

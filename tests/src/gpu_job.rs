@@ -3,7 +3,7 @@
 
 use crate::fake_gpu;
 use crate::job::free_port;
-use crate::program::Program;
+use crate::program::{self, Program};
 use std::time::{Duration, Instant};
 
 /// How long a job that ends well may take.
@@ -72,8 +72,14 @@ fn variables(shape: &Shape<'_>, port: u16, role: &str) -> Variables {
 pub fn start(shape: &Shape<'_>, rank: impl Fn(u32) -> (Vec<String>, Variables)) -> Job {
     let port = free_port();
     let scheduler = Program::start("bps-scheduler", &[], &variables(shape, port, "scheduler"));
-    let server =
-        |_| Program::start("bps-server", &["--cores", "1"], &variables(shape, port, "server"));
+    let memlock = shape.settings.iter().find(|(name, _)| *name == SERVER_MEMLOCK);
+    let server = |_| {
+        let variables = variables(shape, port, "server");
+        match memlock {
+            None => Program::start("bps-server", &["--cores", "1"], &variables),
+            Some((_, bytes)) => server_of_little_memory(bytes, &variables),
+        }
+    };
     let servers = (0..shape.servers).map(server).collect();
     let hosts = (0..).zip(shape.hosts).flat_map(|(host, &size)| (0..size).map(move |_| host));
     let one = |(index, host): (u32, u32)| {
@@ -91,6 +97,17 @@ pub fn start(shape: &Shape<'_>, rank: impl Fn(u32) -> (Vec<String>, Variables)) 
     };
     let ranks = (0..).zip(hosts).map(one).collect();
     Job { scheduler, servers, ranks }
+}
+
+/// Among the settings of a [`Shape`]: the bytes of memory that servers may lock, although the root
+/// that runs them may lock all.
+pub const SERVER_MEMLOCK: &str = "TEST_SERVER_MEMLOCK";
+
+fn server_of_little_memory(bytes: &str, variables: &[(&'static str, String)]) -> Program {
+    let limit = format!("--memlock={bytes}");
+    let server = program::path("bps-server").display().to_string();
+    let words = ["--bounding-set=-ipc_lock", "prlimit", &limit, &server, "--cores", "1"];
+    Program::start("/usr/bin/setpriv", &words, variables)
 }
 
 /// As [`start`], with the same words for all ranks.

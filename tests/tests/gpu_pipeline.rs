@@ -15,62 +15,6 @@ fn hosts_of_one_gpu_through_servers() {
     right(&[1, 1, 1, 1], 2, "work 2 2", &[("FAKE_GPU_SEED", "5")]);
 }
 
-/// `tests/rdma/run` runs this in a virtual machine that has devices: gradients leave from the slots
-/// where they lie, and results are written into slots by the server's device.
-#[test]
-fn slots_are_reached_by_rdma_devices() {
-    if let Err(error) = bps_engine::transport::rdma::find(None) {
-        assert!(std::env::var_os("BPS_TEST_RDMA_ONLY").is_none(), "{error}");
-        eprintln!("skipped: {error}");
-        return;
-    }
-    let settings = [("BPS_TRANSPORT", "rdma"), ("BPS_LOG_LEVEL", "info")];
-    // The second has parts of all kinds of sizes; the third ranks that disagree, so that slots are
-    // granted for results that never come.
-    for (hosts, scenario, odd, lives) in [
-        (&[1, 1][..], "loop 20", "loop 20", 1),
-        (&[2, 1], "work 1 11", "work 1 11", 1),
-        (&[1, 1], "mismatch 0", "mismatch 1", 1),
-        (&[1, 1], "resume", "resume", 2),
-    ] {
-        let begun = Instant::now();
-        let partition = [("BYTEPS_PARTITION_BYTES", "16384")];
-        let partition = if scenario == "work 1 11" { &partition[..] } else { &[] };
-        let settings = [&settings, partition].concat();
-        let mut job =
-            start_but(&Shape { hosts, servers: 1, settings: &settings }, 1, odd, scenario);
-        for rank in &mut job.ranks {
-            let status = rank.wait(LIMIT);
-            let said = rank.lines().join("\n");
-            assert!(status.success(), "{said}");
-            let told: Vec<[u64; 4]> = said.lines().filter_map(rdma_counts).collect();
-            assert_eq!(told.len(), lives, "{said}");
-            for [_, answers, staged, copied] in told {
-                println!("{answers} answers, {staged} bytes copied to be sent, {copied} landed");
-                assert!(answers == 0, "a worker answers nobody");
-                if scenario == "loop 20" {
-                    // That is how ranks introduce their GPUs, twice a row of 512 bytes for each,
-                    // in memory of the caller. Of the tensor not a byte is copied.
-                    assert_eq!((staged, copied), (2048, 2048), "{said}");
-                }
-            }
-        }
-        for other in job.servers.iter_mut().chain([&mut job.scheduler]) {
-            assert!(other.wait(LIMIT).success(), "{}", other.lines().join("\n"));
-        }
-        println!("{hosts:?}, {scenario}: {:?}", begun.elapsed());
-    }
-}
-
-/// What a process has said of its RDMA lanes, if that is the line: operations, answers among them,
-/// bytes copied to be sent and bytes copied when they came.
-fn rdma_counts(line: &str) -> Option<[u64; 4]> {
-    let (_, rest) = line.split_once("rdma: ").filter(|_| line.contains("straight to where"))?;
-    let digits = rest.split(|c: char| !c.is_ascii_digit()).filter(|digits| !digits.is_empty());
-    let numbers: Vec<u64> = digits.map(|digits| digits.parse().expect("digits")).collect();
-    numbers.try_into().ok()
-}
-
 #[test]
 fn hosts_of_several_gpus_through_servers() {
     right(&[2, 2], 1, "work 4 3", &[]);

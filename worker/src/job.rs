@@ -21,6 +21,7 @@ use bps_engine::ring::Mpsc;
 use bps_engine::trace::counters::Counters;
 use bps_engine::trace::log;
 use bps_engine::transport::Waker;
+use bps_engine::transport::rdma::Rails;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
@@ -44,6 +45,8 @@ pub(crate) struct Job {
     switches: Switches,
     /// Lanes to servers and to ranks of the group.
     lanes: usize,
+    /// See [`start::Joined::rails`].
+    rails: Option<Result<Arc<Rails>, String>>,
     pub(crate) over: Arc<OnceLock<Error>>,
     agent: Arc<Mutex<Agent>>,
     sender: LinkSender,
@@ -77,7 +80,7 @@ impl Job {
             stall_report: config.stall_report,
             say,
         };
-        let lane_count = joined.links.len();
+        let (lane_count, rails) = (joined.links.len(), joined.rails());
         let (started, has_started) = std::sync::mpsc::channel();
         let Spot { cpu, claims, .. } = places::spot(config, Poller::Nic);
         let nic_thread = {
@@ -119,8 +122,7 @@ impl Job {
             Arc::new(Tracing::new(rank, &joined.sender, &commands, &nic_waker, &nic_ended));
         let agent = Arc::new(Mutex::new(Agent::new(joined.roster, lanes, switches.clone())));
         let answers: Arc<(Mutex<Answers>, Condvar)> = Arc::default();
-        let leaving = Arc::new(AtomicBool::new(false));
-        let speeds: Arc<Mutex<VecDeque<Speed>>> = Arc::default();
+        let (leaving, speeds): (Arc<AtomicBool>, Arc<Mutex<VecDeque<Speed>>>) = Default::default();
         let control = Control {
             agent: Arc::clone(&agent),
             sender: joined.sender.clone(),
@@ -146,6 +148,7 @@ impl Job {
             nic_ended,
             switches,
             lanes: lane_count,
+            rails,
             over,
             agent,
             sender: joined.sender,
@@ -170,6 +173,12 @@ impl Job {
     /// Lanes to servers and to ranks of the group.
     pub(crate) fn lanes(&self) -> usize {
         self.lanes
+    }
+
+    /// The RDMA ports over which this rank reaches every server, or what server it reaches
+    /// otherwise; none if it reaches none so.
+    pub(crate) fn rails(&self) -> Option<&Result<Arc<Rails>, String>> {
+        self.rails.as_ref()
     }
 
     /// A further thread that ends with the NIC loop.

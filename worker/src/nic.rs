@@ -317,7 +317,7 @@ impl Nic {
         progress |= !events.is_empty();
         for event in events.drain(..) {
             match event {
-                Event::Header { lane, header, .. } => self.on_header(lane, &header),
+                Event::Header { lane, header, carried } => self.on_header(lane, &header, carried),
                 Event::Landed { lane } => self.on_landed(lane),
                 Event::Piece { lane, data, length } => self.on_piece(lane, data, length),
                 Event::Answered { lane, token } => self.on_answered(lane, token),

@@ -61,6 +61,22 @@ impl Joined {
         lanes
     }
 
+    /// The RDMA ports over which this rank reaches every server, or what server it reaches
+    /// otherwise; none if it reaches none so.
+    pub(crate) fn rails(&self) -> Option<Result<Arc<Rails>, String>> {
+        let rails = self.links.iter().find_map(|(_, link)| match link {
+            transport::Link::Rdma(link) => Some(Arc::clone(link.rails())),
+            _ => None,
+        })?;
+        let other = self.links.iter().find_map(|(end, link)| match (end, link) {
+            (End::Core(core), transport::Link::Tcp(_)) => Some((core, "TCP")),
+            (End::Core(core), transport::Link::Shm(_)) => Some((core, "shared memory")),
+            _ => None,
+        });
+        let no = |(core, by): (&CoreId, &str)| format!("{core} is reached over {by}");
+        Some(other.map_or(Ok(rails), |other| Err(no(other))))
+    }
+
     /// The ranks that reduce with this one, and itself, below the PCIe switches of their host.
     pub(crate) fn switches(&self, config: &Config) -> Switches {
         let others = self.links.iter().filter_map(|(end, _)| match end {

@@ -135,6 +135,8 @@ pub struct Config {
     pub transport: TransportChoice,
     /// Whether RDMA devices that page on demand send tensors from where they lie.
     pub rdma_on_demand: bool,
+    /// `BPS_GPUDIRECT`: `auto`, `demand`, `none`.
+    pub gpudirect: GpuDirect,
     /// `BPS_TCP_DRIVER`: `auto`, `uring`, `poll`.
     pub tcp_driver: TcpDriver,
     /// `BPS_TCP_CONGESTION`: name of a congestion control; `None` keeps the system's but for bbr.
@@ -241,6 +243,17 @@ pub struct LaunchConfig {
     pub visible_cpu_cores: Option<String>,
 }
 
+/// Whether RDMA devices reach the memory of GPUs by themselves.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum GpuDirect {
+    /// Where a trial at the start shows that they do, and as fast as that of the host.
+    Auto,
+    /// An error where they can't; a slow way is taken.
+    Demand,
+    /// Never.
+    None,
+}
+
 /// What the launcher does about GPUs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Gpus {
@@ -292,6 +305,7 @@ impl Default for Config {
             host_id: None,
             transport: TransportChoice::Auto,
             rdma_on_demand: false,
+            gpudirect: GpuDirect::Auto,
             tcp_driver: TcpDriver::Auto,
             tcp_congestion: None,
             tcp_offload: false,

@@ -25,8 +25,9 @@
 //! A frame may say where its answer may land ([`Answer::Wanted`]), if [`Transport::grants`] says
 //! yes to that memory: a transport whose peer can write there by itself then tells the peer, which
 //! finds a [`Grant`] in the header's event, and posts its answer with it ([`Answer::To`]). Of such
-//! an answer the asker sees [`Event::Answered`] and nothing else: no header, no `land`. Until then,
-//! or `Closed`, the memory is the transport's.
+//! an answer the asker sees [`Event::Answered`] and nothing else: no header, no `land`. One that
+//! can't go there comes as any frame does, and its header says so ([`Carried::Declined`]). Until
+//! then, or `Closed`, the memory is the transport's.
 //!
 //! # How a lane ends
 //! [`Event::Closed`] is the last event of a lane, once, after which the transport and the kernel
@@ -96,6 +97,26 @@ pub enum Answer {
     To(Grant),
 }
 
+/// What a frame that comes has to do with memory that one end grants to the other.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Carried {
+    /// Nothing.
+    Nothing,
+    /// Its answer may be written there.
+    Grant(Grant),
+    /// It is itself the answer for which memory was granted with this token, and did not go there.
+    /// The memory is the caller's again.
+    Declined(u64),
+}
+
+impl Carried {
+    /// Where the answer may be written to.
+    #[must_use]
+    pub fn grant(self) -> Option<Grant> {
+        if let Carried::Grant(grant) = self { Some(grant) } else { None }
+    }
+}
+
 /// A frame to send.
 #[derive(Clone, Copy, Debug)]
 pub struct Frame {
@@ -140,8 +161,8 @@ pub enum Event {
         lane: LaneId,
         /// Its bytes, not yet looked at.
         header: RawHeader,
-        /// Where the answer may be written to, if the peer grants that.
-        grant: Option<Grant>,
+        /// What it says of granted memory.
+        carried: Carried,
     },
     /// The answer to a posted frame is whole, where the frame said.
     Answered {

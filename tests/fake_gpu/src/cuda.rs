@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 const SUCCESS: u32 = 0;
 const NOT_INITIALIZED: u32 = 3;
 const NOT_READY: u32 = 600;
+const NOT_SUPPORTED: u32 = 801;
 
 static INITIALIZED: AtomicBool = AtomicBool::new(false);
 
@@ -186,6 +187,47 @@ cuda! {
         stream.push(Box::new(move || memory::write_word(address as usize, value)));
         Ok(())
     }
+    fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_uint, device: c_int) {
+        device::physical(device)?;
+        let kind = settings().dma_buf;
+        put(value, match attribute {
+            // CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS, by the host.
+            117 => c_int::from(kind == 2),
+            // CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING, for the GPU itself or not.
+            118 => if kind == 1 { 100 } else { 0 },
+            // CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED.
+            124 => c_int::from(kind > 0),
+            _ => return Err(INVALID_VALUE),
+        })
+    }
+    fn cuPointerSetAttribute(value: *const u32, attribute: c_uint, address: u64) {
+        device::current()?;
+        // CU_POINTER_ATTRIBUTE_SYNC_MEMOPS.
+        let known = attribute == 6 && !value.is_null() && memory::holds(address, 1);
+        known.then_some(()).ok_or(INVALID_VALUE)
+    }
+    fn cuMemGetHandleForAddressRange(
+        handle: *mut c_int, address: u64, bytes: usize, kind: c_uint, flags: u64
+    ) {
+        device::current()?;
+        let whole = address.is_multiple_of(4096) && bytes.is_multiple_of(4096);
+        // CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD.
+        if (kind, flags) != (1, 0) || !whole || !memory::holds(address, bytes) {
+            return Err(INVALID_VALUE);
+        }
+        if settings().dma_buf == 0 {
+            return Err(NOT_SUPPORTED);
+        }
+        put(handle, memory::export().ok_or(INVALID_VALUE)?)
+    }
+    fn cuFlushGPUDirectRDMAWrites(target: c_uint, scope: c_uint) {
+        device::current()?;
+        match (target, scope, settings().dma_buf) {
+            (0, 100 | 200, 2) => Ok(()),
+            (0, 100 | 200, _) => Err(NOT_SUPPORTED),
+            _ => Err(INVALID_VALUE),
+        }
+    }
     fn cuGetErrorName(code: c_uint, name: *mut *const c_char) {
         put(name, known(code).ok_or(INVALID_VALUE)?.0.as_ptr())
     }
@@ -228,6 +270,7 @@ fn known(code: u32) -> Option<(&'static CStr, &'static CStr)> {
         INVALID_HANDLE => (c"CUDA_ERROR_INVALID_HANDLE", c"invalid resource handle"),
         NOT_READY => (c"CUDA_ERROR_NOT_READY", c"device not ready"),
         CONTEXT_IS_DESTROYED => (c"CUDA_ERROR_CONTEXT_IS_DESTROYED", c"context is destroyed"),
+        NOT_SUPPORTED => (c"CUDA_ERROR_NOT_SUPPORTED", c"operation not supported"),
         999 => (c"CUDA_ERROR_UNKNOWN", c"unknown error"),
         _ => return None,
     })

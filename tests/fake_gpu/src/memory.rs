@@ -64,6 +64,22 @@ pub fn free(address: u64) -> Result<(), u32> {
     unsafe { munmap(outer, length) }.map_err(|_| INVALID_VALUE)
 }
 
+/// Whether this range lies in one allocation.
+pub fn holds(address: u64, bytes: usize) -> bool {
+    let (address, allocated) = (address as usize, locked(&ALLOCATED));
+    let before = allocated.range(..=address).next_back();
+    before.is_some_and(|(start, (_, _, length))| {
+        address.checked_add(bytes).is_some_and(|end| end <= start + length)
+    })
+}
+
+/// A descriptor that stands for memory, and is good for nothing else.
+pub fn export() -> Option<i32> {
+    let name = "memory of a fake GPU";
+    let made = rustix::fs::memfd_create(name, rustix::fs::MemfdFlags::CLOEXEC).ok()?;
+    Some(std::os::fd::IntoRawFd::into_raw_fd(made))
+}
+
 /// Bytes that are not allocated.
 pub fn free_bytes() -> usize {
     TOTAL - locked(&ALLOCATED).values().map(|(_, _, bytes)| bytes).sum::<usize>()

@@ -13,6 +13,9 @@ pub struct Settings {
     pub nccl_version: i32,
     /// Channels that each communicator is to be made with; none where NCCL is to choose.
     pub nccl_channels: Option<i32>,
+    /// Whether memory is exported as dma-buf: 0, no; 1, and what devices write there is in order;
+    /// 2, and it must be flushed; 3, and it is neither in order nor can it be flushed.
+    pub dma_buf: u32,
     failures: Vec<Failure>,
 }
 
@@ -55,6 +58,7 @@ pub fn settings() -> &'static Settings {
             pinned_only: number("FAKE_GPU_PINNED", 0) != 0,
             cuda_version: number("FAKE_CUDA_VERSION", 12_080),
             nccl_version: number("FAKE_NCCL_VERSION", 22_707),
+            dma_buf: number("FAKE_GPU_DMA_BUF", 0),
             nccl_channels: Some(number("FAKE_NCCL_CHANNELS", 0)).filter(|&channels| channels > 0),
             failures: failures.split(',').filter(|text| !text.is_empty()).map(failure).collect(),
         }

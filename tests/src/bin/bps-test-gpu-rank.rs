@@ -27,6 +27,7 @@ fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let numbers: Vec<u64> =
         arguments.iter().skip(2).map(|text| text.parse().expect("a number")).collect();
+    bps_tests::fake_gpu::emulate_dma_buf();
     let loaded = bps_engine::config::from_environment().expect("the test's own settings");
     let config = Config { host_id: Some(format!("test host {}", arguments[0])), ..loaded.config };
     let number = |index: usize| numbers.get(index).copied();

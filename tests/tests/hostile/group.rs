@@ -19,7 +19,6 @@ use bps_worker::nic::{
 use bps_worker::switches::Switches;
 use bps_worker::task::Task;
 use bps_worker::{Error, Handle};
-use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -370,8 +369,7 @@ fn gpu_word(kind: Kind, key: Key, round: u64) -> Header {
 
 /// A pipeline without slots.
 fn pipeline(staged: Mpsc<Staged>, waker: Waker) -> ToPipeline {
-    let nowhere = (NonNull::dangling(), 0);
-    let slots = SlotMemory { to_send: nowhere, to_land: nowhere };
+    let slots = SlotMemory::default();
     ToPipeline { staged, waker, under_way: Arc::default(), slots }
 }
 

@@ -5,7 +5,7 @@
 mod answers;
 
 use bps_engine::config::{Config, TransportChoice};
-use bps_engine::transport::rdma::{self, Counters, Rails, Rdma, RdmaError, RdmaOptions};
+use bps_engine::transport::rdma::{self, Counters, GpuMemory, Rails, Rdma, RdmaError, RdmaOptions};
 use bps_engine::transport::{
     Answer, Cause, Driver, Event, Frame, Grant, Landing, LaneId, Link, Waker,
 };
@@ -157,8 +157,8 @@ impl End {
         }
         for event in events {
             match event {
-                Event::Header { grant, .. } => {
-                    self.grant = grant;
+                Event::Header { carried, .. } => {
+                    self.grant = carried.grant();
                     let target = self.memory.as_mut_ptr();
                     self.driver.land(LANE, Landing::Into(target), self.memory.len());
                 }
@@ -395,12 +395,10 @@ fn what_soft_roce_lacks_is_refused_with_a_reason() {
     let rails = rdma::rails_for(&config, None).unwrap().unwrap();
     eprintln!("{}", rails.description());
     assert!(rails.description().contains("copied: no paging on demand"), "{}", rails.description());
-    let mut driver = Rdma::new(Waker::new().unwrap(), rails).unwrap();
     let buffer = std::fs::File::open("/dev/zero").unwrap();
     let base = std::ptr::without_provenance_mut(1 << 40);
-    // SAFETY: nothing is posted from there.
-    let refused = unsafe { driver.register_gpu(buffer.as_fd(), 0, base, 1 << 16) };
-    let refused = refused.unwrap_err();
+    let refused = GpuMemory::register(&rails, buffer.as_fd(), 0, (base, 1 << 16), false);
+    let refused = refused.err().unwrap();
     eprintln!("{refused}");
     assert!(matches!(refused, RdmaError::DmaBuf { .. }), "{refused}");
 }

@@ -162,6 +162,15 @@ impl Device {
         gpus.into_iter().find(|gpu| gpu.address == self.0.pci_bus_id)?.node
     }
 
+    /// What the driver says of it under this `CUdevice_attribute`.
+    pub(super) fn attribute(&self, which: u32) -> Result<c_int, GpuError> {
+        let (cuda, mut value) = (self.0.cuda, 0);
+        let get = cuda.call.cuDeviceGetAttribute;
+        // SAFETY: it writes one number.
+        cuda.check("cuDeviceGetAttribute", unsafe { get(&raw mut value, which, self.0.handle) })?;
+        Ok(value)
+    }
+
     /// Bytes of its memory: free, and in all.
     ///
     /// # Errors
@@ -176,8 +185,8 @@ impl Device {
         Ok((free, total))
     }
 
-    /// Takes memory of the GPU: its address. The engine's data path needs none; tests and
-    /// measurements do.
+    /// Takes memory of the GPU: its address. The engine needs some only for slots that RDMA devices
+    /// reach.
     ///
     /// # Errors
     /// [`GpuError::Cuda`].

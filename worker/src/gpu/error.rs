@@ -67,6 +67,17 @@ pub enum GpuError {
         /// What failed, and what to do.
         why: String,
     },
+    /// RDMA devices are to reach a GPU's memory, and can't.
+    #[error(
+        "GPUDirect RDMA with GPU {ordinal} is demanded (BPS_GPUDIRECT=demand) and can't be: {why}; \
+         with auto the engine uses slots of the host's memory"
+    )]
+    Direct {
+        /// The GPU.
+        ordinal: u32,
+        /// What is in the way.
+        why: String,
+    },
     /// NCCL was not found.
     #[error(
         "NCCL is needed where a host has several GPUs, and was not found (tried {tried}); install \

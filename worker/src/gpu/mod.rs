@@ -10,6 +10,7 @@
 
 mod census;
 mod cuda;
+mod direct;
 pub mod driver;
 mod error;
 pub mod nccl;
@@ -18,6 +19,7 @@ pub(crate) mod open;
 mod pinned;
 mod pipeline;
 mod rows;
+mod slots;
 mod table;
 mod track;
 

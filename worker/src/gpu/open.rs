@@ -6,27 +6,26 @@
 
 use super::census::{Gpu, ROW, Row, agree, misplaced};
 use super::pipeline::{Host, Parts, Pipeline};
+use super::slots::{Slots, has_servers};
 use super::track::{Track, WORD_BYTES};
-use super::{Comm, Device, Event, EventPool, GpuError, Nccl, Pinned};
+use super::{Comm, Device, Event, EventPool, GpuError, Nccl};
 use crate::context::Worker;
 use crate::error::Error;
 use crate::job::Job;
 use crate::nic::Command;
-use crate::nic::staged::{Pool, Slot, SlotMemory, ToPipeline};
+use crate::nic::staged::ToPipeline;
 use crate::places::{Poller, spot};
 use crate::switches::Switches;
 use crate::types::PushPull;
 use bps_engine::base::{DType, Operation, Rank};
 use bps_engine::config::Config;
 use bps_engine::harness::{self, Idler};
-use bps_engine::mem::Budget;
 use bps_engine::proto::messages::Declaration;
 use bps_engine::ring::Mpsc;
 use bps_engine::topo::Topology;
 use bps_engine::trace::log;
 use bps_engine::transport::Waker;
 use std::path::Path;
-use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -37,9 +36,6 @@ const NAME: &str = "byteps: the GPUs of the job";
 const GROUP_SIZE: usize = 16;
 /// The same of a host that is the whole job.
 const GROUP_SIZE_ALONE: usize = 128;
-/// Slots in each direction: so many bytes, but not fewer than so many slots.
-const SLOTS_BYTES: usize = 16 << 20;
-const SLOTS_MIN: usize = 8;
 /// Messages that may wait for the pipeline before the NIC loop keeps them.
 const INBOX: usize = 4096;
 /// Tracks: where gradients are waited for, down, up, and the host's collectives.
@@ -209,39 +205,17 @@ fn begin(
         ordinal: device.ordinal(),
         why: format!("no {what}: {error}"),
     };
-    let slot_bytes = config.partition_bytes as usize;
-    let slots = (SLOTS_BYTES / slot_bytes).max(SLOTS_MIN).max(job.lanes() + 2);
     let words = (TRACKS * WORD_BYTES).next_multiple_of(4096);
-    // What no server sends, and no rank publishes, needs no slots.
-    let has_servers = job.lanes() >= job.switches().ranks().len();
-    let mut pools = vec![Pool::Sends; slots];
-    if has_servers {
-        pools.extend(vec![Pool::Results; slots]);
-    }
-    if job.switches().count() > 1 {
-        pools.extend(vec![Pool::Publications; slots]);
-    }
-    let bytes = words + pools.len() * slot_bytes;
     let spot = spot(config, Poller::Gpu(device.pci_bus_id()));
-    let memory = Pinned::new(device, bytes, spot.memory_node)?;
-    let mut budget = Budget::new();
-    let name = format!("pinned slots of GPU {}", device.ordinal());
-    budget.add(&name, pools.len() as u64, slot_bytes as u64);
-    budget.print();
-    let slot = |(index, pool): (usize, Pool)| Slot {
-        number: u32::try_from(index).unwrap_or(u32::MAX),
-        pool,
-        at: memory.as_ptr().wrapping_add(words + index * slot_bytes),
-    };
-    let all = pools.into_iter().enumerate().map(slot);
-    let (to_send, to_land): (Vec<Slot>, Vec<Slot>) = all.partition(|slot| slot.pool == Pool::Sends);
+    let Slots { to_send, to_land, reach, memory, direct } =
+        Slots::lay(job, device, config, spot.memory_node, words)?;
     // SAFETY: the pipeline holds the memory and drops it last; each track has a word of its own.
     let track = |index| unsafe { Track::new(device, &memory, index) };
     let tracks = [track(0)?, track(1)?, track(2)?];
     let group_size = match config.nccl_group_size as usize {
         // Between hosts results are not to wait for long; a host alone has nothing that could
         // overtake, and each launch takes time.
-        0 if has_servers => GROUP_SIZE,
+        0 if has_servers(job) => GROUP_SIZE,
         0 => GROUP_SIZE_ALONE,
         size => size,
     };
@@ -255,12 +229,6 @@ fn begin(
     let inbox = Mpsc::new(INBOX);
     let waker = Waker::new().map_err(|error| system("eventfd", error))?;
     let under_way = Arc::new(AtomicUsize::new(0));
-    let pool = |first: Option<&Slot>| {
-        let at = first.and_then(|slot| NonNull::new(slot.at));
-        at.map_or((NonNull::dangling(), 0), |at| (at, slots * slot_bytes))
-    };
-    let from_servers = to_land.iter().find(|slot| slot.pool == Pool::Results);
-    let slot_memory = SlotMemory { to_send: pool(to_send.first()), to_land: pool(from_servers) };
     let parts = Parts {
         tracks,
         host,
@@ -268,7 +236,8 @@ fn begin(
         events: events.clone(),
         slots: to_send,
         memory,
-        slot_bytes,
+        direct,
+        slot_bytes: config.partition_bytes as usize,
         rank,
         inbox: inbox.clone(),
         waker: waker.clone(),
@@ -290,8 +259,8 @@ fn begin(
     };
     let thread = harness::spawn("bps-gpu", cpu, body);
     job.keep(thread.map_err(|error| system("thread", error))?);
-    let slots = slot_memory;
-    job.command(Command::OpenPipeline(ToPipeline { staged: inbox, waker, under_way, slots }));
+    let to = ToPipeline { staged: inbox, waker, under_way, slots: reach };
+    job.command(Command::OpenPipeline(to));
     for slot in to_land {
         job.command(Command::Land(slot));
     }

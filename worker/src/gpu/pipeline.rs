@@ -33,6 +33,7 @@ mod turns;
 
 use self::timeline::{Place, Trace};
 use self::turns::{Of, Turns};
+use super::direct::Direct;
 use super::nccl::Comm;
 use super::rows::Row;
 use super::track::{Passed, Track};
@@ -149,8 +150,10 @@ pub(super) struct Parts {
     pub(super) events: EventPool,
     /// To send from.
     pub(super) slots: Vec<Slot>,
-    /// What the slots and the words of the tracks are in.
+    /// What the words of the tracks are in, and the slots in the host's memory.
     pub(super) memory: Pinned,
+    /// The slots in the GPU's memory.
+    pub(super) direct: Direct,
     /// Largest part that a slot takes.
     pub(super) slot_bytes: usize,
     pub(super) rank: Rank,
@@ -240,6 +243,7 @@ pub(super) struct Pipeline {
     next_watch: Duration,
     trace: Trace,
     memory: Pinned,
+    direct: Direct,
 }
 
 impl Pipeline {
@@ -292,6 +296,7 @@ impl Pipeline {
             next_watch: WATCH,
             trace: Trace::new(parts.rank),
             memory: parts.memory,
+            direct: parts.direct,
         }
     }
 

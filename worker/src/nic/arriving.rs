@@ -7,12 +7,15 @@ use super::{LaneId, Nic, Operation, Peer, Receiving, Report, RunPart, Stage, Ten
 use bps_engine::base::Rank;
 use bps_engine::limits::PARTS_MAX;
 use bps_engine::trace::timeline::Mark;
-use bps_engine::transport::Landing;
+use bps_engine::transport::{Carried, Landing};
 use bps_engine::wire::header::FLAG_PAYLOAD_CHECKSUM;
 use bps_engine::wire::{Header, Kind, RawHeader};
 
 impl Nic {
-    pub(super) fn on_header(&mut self, lane: LaneId, raw: &RawHeader) {
+    pub(super) fn on_header(&mut self, lane: LaneId, raw: &RawHeader, carried: Carried) {
+        if let Carried::Declined(token) = carried {
+            self.on_declined(token);
+        }
         if matches!(self.lanes[lane.0 as usize].receiving, Receiving::Closing) {
             return;
         }

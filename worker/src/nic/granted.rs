@@ -4,8 +4,9 @@
 //! Invariant: a granted slot is nobody else's until its result has come or its lane has ended,
 //! whatever becomes of the round meanwhile. At most half of the slots are granted, so that a result
 //! that comes another way always finds one: what a granted slot waits for may be another rank.
+//! Slots in the GPU's memory serve nothing else, and all of them are granted.
 
-use super::staged::{Slot, SlotMemory};
+use super::staged::{Pool, Slot, SlotMemory};
 use super::{LaneId, Nic, Operation, RunPart, Stage};
 use bps_engine::trace::log;
 use bps_engine::transport::Answer;
@@ -16,6 +17,8 @@ pub(super) struct Granted {
     /// A slot without a part is one whose round is of no use any more.
     slots: Vec<Option<(Slot, Option<RunPart>)>>,
     count: usize,
+    /// They are in the GPU's memory.
+    on_gpu: bool,
 }
 
 impl Granted {
@@ -38,15 +41,19 @@ impl Granted {
 
 impl Nic {
     /// The slots are there: devices may read those to send from, and write to those to land in.
-    pub(super) fn register_slots(&mut self, memory: &SlotMemory) {
+    pub(super) fn register_slots(&mut self, memory: SlotMemory) {
         let Some(rdma) = self.endpoint.rdma() else { return };
-        let [to_send, to_land] = [&memory.to_send, &memory.to_land];
-        // SAFETY: the pipeline keeps the slots mapped until the loop has ended, and the loop
-        // forgets them before (`forget_memory`). A slot that a posted frame granted is left alone
-        // (`Granted`).
+        let SlotMemory { to_send, to_land, gpu_to_send, gpu_to_land } = memory;
+        self.pipeline.granted.on_gpu = gpu_to_land.is_some();
+        // SAFETY: the pipeline keeps the slots until the loop has ended, and the loop forgets them
+        // before (`forget_memory`). A slot that a posted frame granted is left alone (`Granted`).
+        // Where slots are in the GPU's memory all lanes to servers are RDMA, and no others have
+        // payloads of tensors on the GPU (`Direct`).
         let registered = unsafe {
-            rdma.register(to_send.0, to_send.1)
-                .and_then(|()| rdma.register_landing(to_land.0, to_land.1))
+            gpu_to_send.into_iter().chain(gpu_to_land).for_each(|memory| rdma.take_gpu(memory));
+            to_send.map_or(Ok(()), |(base, bytes)| rdma.register(base, bytes)).and_then(|()| {
+                to_land.map_or(Ok(()), |(base, bytes)| rdma.register_landing(base, bytes))
+            })
         };
         if let Err(error) = registered {
             log::warning!("what passes between slots of the GPU and RDMA lanes is copied: {error}");
@@ -64,7 +71,8 @@ impl Nic {
     /// The slot that the result of a part may be written to by the server's device, if it may: the
     /// next one that is free.
     pub(super) fn slot_to_grant(&mut self, lane: LaneId, of: RunPart) -> Option<Slot> {
-        let free = self.pipeline.for_servers();
+        let on_gpu = self.pipeline.granted.on_gpu;
+        let free = self.pipeline.free(if on_gpu { Pool::Answers } else { Pool::Results });
         let (slot, free) = (*free.last()?, free.len());
         let (tensor, part) = self.planned(of)?;
         let is_root =
@@ -73,7 +81,7 @@ impl Nic {
         let may = tensor.plan.device
             && !is_root
             && !self.config.payload_checksum
-            && free > self.pipeline.granted.count
+            && (on_gpu || free > self.pipeline.granted.count)
             && self.endpoint.grants(lane, slot.at, part.bytes);
         may.then_some(slot)
     }
@@ -90,7 +98,7 @@ impl Nic {
 
     /// The slot, which `slot_to_grant` named, is granted.
     pub(super) fn grant_slot(&mut self, of: RunPart, slot: Slot) {
-        let taken = self.pipeline.for_servers().pop();
+        let taken = self.pipeline.free(slot.pool).pop();
         debug_assert_eq!(taken, Some(slot), "a slot was taken meanwhile");
         self.pipeline.granted.insert(slot, of);
         self.set_stage(of, Stage::Granted);
@@ -109,6 +117,15 @@ impl Nic {
             self.trace.record(mark, part.key, round, rank, part.bytes);
         }
         self.staged_result(of, Some(slot));
+    }
+
+    /// The result for which a slot was granted comes another way, with a header.
+    pub(super) fn on_declined(&mut self, token: u64) {
+        let Some((slot, of)) = self.pipeline.granted.take(token) else { return };
+        if let Some(of) = of {
+            self.set_stage(of, Stage::Asked);
+        }
+        self.land_in(slot);
     }
 
     /// Results of this run are not wanted any more. Their slots stay granted until they come.

@@ -1,6 +1,9 @@
-//! Tensors on a GPU, as the NIC loop sees them: their parts come one by one, each in a slot of the
-//! host's memory, and each result goes to the next slot that is free. What happens on the GPU is
-//! the pipeline's business; the two threads meet in two queues.
+//! Tensors on a GPU, as the NIC loop sees them: their parts come one by one, each in a slot, and
+//! each result goes to the next slot that is free. What happens on the GPU is the pipeline's
+//! business; the two threads meet in two queues.
+//!
+//! Slots are in the host's memory, or in the GPU's where RDMA devices reach that: then every server
+//! is reached so, and no processor needs to see what is in them.
 //!
 //! Slots to send from and slots to land in are apart, and neither waits for the other: a slot to
 //! send from is free once the transport is done with it, one to land in once the GPU has copied it.
@@ -23,6 +26,7 @@ use bps_engine::base::{DType, Key, Operation, Rank, Round};
 use bps_engine::proto::messages::StalledKey;
 use bps_engine::ring::Mpsc;
 use bps_engine::trace::timeline::Recorder;
+use bps_engine::transport::rdma::GpuMemory;
 use bps_engine::transport::{Frame, Full, Landing, Waker};
 use bps_engine::wire::{Header, Kind};
 use std::collections::VecDeque;
@@ -39,9 +43,11 @@ pub enum Pool {
     Results,
     /// For results that other ranks of the host publish.
     Publications,
+    /// In the GPU's memory, for results that devices of servers write there.
+    Answers,
 }
 
-/// A piece of the host's memory that a GPU copies from and to; as large as a part may be.
+/// A piece of memory that a GPU copies from and to; as large as a part may be.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Slot {
     /// Its number among all slots of the process.
@@ -50,18 +56,25 @@ pub struct Slot {
     pub pool: Pool,
     /// Its first byte.
     pub at: *mut u8,
+    /// Whether it is in the GPU's memory, where no processor can follow the address.
+    pub on_gpu: bool,
 }
 
 // SAFETY: who holds the value may use the memory, and it is handed from one thread to the other
 // through queues; the pipeline keeps it mapped until the loop has ended.
 unsafe impl Send for Slot {}
 
-/// Where the slots are: the first byte and the bytes of each pool.
+/// Where the slots are that RDMA devices are to reach.
+#[derive(Default)]
 pub struct SlotMemory {
-    /// To send from.
-    pub to_send: (NonNull<u8>, usize),
-    /// To land in what servers send.
-    pub to_land: (NonNull<u8>, usize),
+    /// First byte and bytes of those to send from, in the host's memory.
+    pub to_send: Option<(NonNull<u8>, usize)>,
+    /// The same of those to land in what servers send.
+    pub to_land: Option<(NonNull<u8>, usize)>,
+    /// To send from, in the GPU's memory.
+    pub gpu_to_send: Option<GpuMemory>,
+    /// To land in, in the GPU's memory.
+    pub gpu_to_land: Option<GpuMemory>,
 }
 
 // SAFETY: an address alone; what holds for slots holds for all of them.
@@ -151,8 +164,9 @@ pub(super) struct Pipeline {
     to: Option<ToPipeline>,
     /// What did not fit into the queue.
     behind: VecDeque<Staged>,
-    /// To land in: what servers send, and what ranks publish.
-    landings: [Landings; 2],
+    /// To land in: what servers send, what ranks publish, and what servers' devices write to the
+    /// GPU.
+    landings: [Landings; 3],
     /// Those that a server's device may write to.
     pub(super) granted: Granted,
     /// By the number of a slot: who uses it, if several do.
@@ -175,12 +189,17 @@ struct Landings {
 
 impl Pipeline {
     fn landings(&mut self, pool: Pool) -> &mut Landings {
-        &mut self.landings[usize::from(pool == Pool::Publications)]
+        let index = match pool {
+            Pool::Sends | Pool::Results => 0,
+            Pool::Publications => 1,
+            Pool::Answers => 2,
+        };
+        &mut self.landings[index]
     }
 
-    /// Free slots for what servers send.
-    pub(super) fn for_servers(&mut self) -> &mut Vec<Slot> {
-        &mut self.landings(Pool::Results).free
+    /// Free slots of this pool.
+    pub(super) fn free(&mut self, pool: Pool) -> &mut Vec<Slot> {
+        &mut self.landings(pool).free
     }
 
     pub(super) fn is_open(&self) -> bool {
@@ -270,7 +289,7 @@ impl Nic {
         }
         match slot.pool {
             Pool::Sends => self.pipeline.tell(Staged::Sent(slot)),
-            Pool::Results | Pool::Publications => self.land_in(slot),
+            Pool::Results | Pool::Publications | Pool::Answers => self.land_in(slot),
         }
     }
 
@@ -443,8 +462,8 @@ impl Nic {
     }
 
     /// The pipeline of this process's GPU is there.
-    pub(super) fn open_pipeline(&mut self, to: ToPipeline) {
-        self.register_slots(&to.slots);
+    pub(super) fn open_pipeline(&mut self, mut to: ToPipeline) {
+        self.register_slots(std::mem::take(&mut to.slots));
         self.pipeline.to = Some(to);
         let recorder = std::mem::take(&mut self.pipeline.recorder);
         if recorder.is_on() {

@@ -2,7 +2,7 @@
 
 use super::Field;
 use crate::base::Placement;
-use crate::config::{Gpus, Idle, LogLevel, Role, TcpDriver, TransportChoice};
+use crate::config::{GpuDirect, Gpus, Idle, LogLevel, Role, TcpDriver, TransportChoice};
 
 pub(super) const ROLE: Field = Field::Choice {
     names: "worker, server, scheduler",
@@ -70,6 +70,24 @@ pub(super) const TCP_DRIVER: Field = Field::Choice {
         TcpDriver::Auto => "auto",
         TcpDriver::Uring => "uring",
         TcpDriver::Poll => "poll",
+    },
+};
+
+pub(super) const GPUDIRECT: Field = Field::Choice {
+    names: "auto, demand, none",
+    set: |config, text| {
+        config.gpudirect = match text {
+            "auto" => GpuDirect::Auto,
+            "demand" => GpuDirect::Demand,
+            "none" => GpuDirect::None,
+            _ => return false,
+        };
+        true
+    },
+    get: |config| match config.gpudirect {
+        GpuDirect::Auto => "auto",
+        GpuDirect::Demand => "demand",
+        GpuDirect::None => "none",
     },
 };
 

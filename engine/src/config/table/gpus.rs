@@ -1,8 +1,8 @@
-//! The rows about GPUs: how those of a host reduce among themselves.
+//! The rows about GPUs: who reaches their memory, and how those of a host reduce among themselves.
 
 use super::Field::{Count, Counts, Path};
 use super::rows::{RANKING, count};
-use super::{Group, Row};
+use super::{Group, Row, choices};
 use crate::limits::RANKS_MAX;
 
 /// No NCCL has more channels; some have fewer, and take their own limit for more.
@@ -17,6 +17,16 @@ pub(super) const ROWS: &[Row] = &[
         Path { at: |config| &mut config.nccl_library },
         "/opt/nccl/lib/libnccl.so.2",
         "NCCL for the GPUs of a host; otherwise the framework's own, or one that the system has.",
+    ),
+    Row::new(
+        "BPS_GPUDIRECT",
+        RANKING,
+        Group::Gpus,
+        choices::GPUDIRECT,
+        "none",
+        "Whether RDMA devices read and write the GPU's memory by themselves (GPUDirect RDMA): \
+         where a trial shows that they do, and about as fast as the host's (auto); or an error \
+         where they can't (demand); or never. Never run on hardware so far: see docs/rdma.md.",
     ),
     Row::new(
         "BYTEPS_NCCL_GROUP_SIZE",

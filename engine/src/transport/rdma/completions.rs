@@ -20,22 +20,23 @@ pub(super) enum Wake {
     Solicited,
 }
 
-/// See the [module](self). It belongs to a rail, which destroys it before its channel.
+/// See the [module](self). It belongs to a rail, which destroys it before its channel, or to a
+/// trial.
 pub(super) struct Queue(NonNull<ffi::Cq>);
 
 impl Queue {
-    /// A queue that tells on this channel.
+    /// A queue that tells on this channel or, if that is null, nobody.
     ///
     /// # Safety
     /// Context and channel live, and the second is of the first.
     pub(super) unsafe fn new(
         verbs: &Verbs,
         context: NonNull<ffi::Context>,
-        channel: NonNull<ffi::Channel>,
+        channel: *mut ffi::Channel,
     ) -> Option<Queue> {
         let (entries, null) = (ENTRIES.cast_signed(), std::ptr::null_mut());
         // SAFETY: the caller's promise.
-        let cq = unsafe { (verbs.create_cq)(context.as_ptr(), entries, null, channel.as_ptr(), 0) };
+        let cq = unsafe { (verbs.create_cq)(context.as_ptr(), entries, null, channel, 0) };
         NonNull::new(cq).map(Queue)
     }
 

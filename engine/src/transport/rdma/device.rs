@@ -120,8 +120,8 @@ impl Rail {
                 (verbs.destroy_comp_channel)(channel.as_ptr());
                 unmake(error)
             };
-            let sent = Queue::new(verbs, context, channel).ok_or_else(no_queue)?;
-            let received = Queue::new(verbs, context, channel).ok_or_else(|| {
+            let sent = Queue::new(verbs, context, channel.as_ptr()).ok_or_else(no_queue)?;
+            let received = Queue::new(verbs, context, channel.as_ptr()).ok_or_else(|| {
                 let error = fail("ibv_create_cq");
                 (verbs.destroy_cq)(sent.as_ptr());
                 (verbs.destroy_comp_channel)(channel.as_ptr());
@@ -314,6 +314,13 @@ impl Rails {
         &self.counters
     }
 
+    /// How many ports these are.
+    #[must_use]
+    #[allow(clippy::len_without_is_empty, reason = "there is always one")]
+    pub fn len(&self) -> usize {
+        self.rails.len()
+    }
+
     pub(super) fn all(&self) -> &[Arc<Rail>] {
         &self.rails
     }
@@ -360,13 +367,23 @@ impl QueuePair {
         sends: usize,
         receives: usize,
     ) -> Result<QueuePair, RdmaError> {
+        QueuePair::with_queues(rail, [&rail.sent, &rail.received], sends, receives)
+    }
+
+    /// The same with queues of the caller's, for what it sends and receives, which outlive it.
+    pub(super) fn with_queues(
+        rail: &Arc<Rail>,
+        [sent, received]: [&Queue; 2],
+        sends: usize,
+        receives: usize,
+    ) -> Result<QueuePair, RdmaError> {
         let mut result = Err(rail.error("ibv_create_qp", io::ErrorKind::Unsupported.into()));
         // Some devices refuse what others grant: then without inline data.
         for inline_bytes in [INLINE_BYTES, 0] {
             let mut wanted = ffi::QpInitAttr {
                 qp_context: std::ptr::null_mut(),
-                send_cq: rail.sent.as_ptr(),
-                recv_cq: rail.received.as_ptr(),
+                send_cq: sent.as_ptr(),
+                recv_cq: received.as_ptr(),
                 srq: std::ptr::null_mut(),
                 cap: ffi::QpCap {
                     max_send_wr: u32::try_from(sends).unwrap_or(u32::MAX),
@@ -378,7 +395,7 @@ impl QueuePair {
                 qp_type: ffi::QP_TYPE_RC,
                 sq_sig_all: 0,
             };
-            // SAFETY: domain and queue are the rail's, which the pair holds.
+            // SAFETY: the domain is the rail's, which the pair holds, and the queues outlive it.
             let qp = unsafe { (rail.verbs.create_qp)(rail.pd.as_ptr(), &raw mut wanted) };
             match NonNull::new(qp) {
                 Some(qp) => {

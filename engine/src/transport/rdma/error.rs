@@ -64,7 +64,7 @@ pub enum RdmaError {
     },
     /// Memory of a GPU can't be sent from in place.
     #[error(
-        "{port} can't read memory of a GPU: {source}: its driver must take dma-buf (kernel 5.12, \
+        "{port} can't reach memory of a GPU: {source}: its driver must take dma-buf (kernel 5.12, \
          libibverbs 34), and so must the GPU's; what the GPU has goes through host memory"
     )]
     DmaBuf {
@@ -72,6 +72,14 @@ pub enum RdmaError {
         port: String,
         /// What the library or the kernel said.
         source: io::Error,
+    },
+    /// Memory of a GPU is registered, and other bytes come than are there.
+    #[error("{port} does not reach memory of a GPU as it should: {what}")]
+    Direct {
+        /// The port.
+        port: String,
+        /// What was seen.
+        what: String,
     },
     /// Tensors can't be sent from in place.
     #[error("{0}: tensors are copied before they are sent")]

@@ -11,11 +11,9 @@ use crate::transport::{Cause, Grant};
 /// Places of a lane that may be open.
 pub(super) const GRANTS: usize = 64;
 
-/// Memory of the caller that an answer may be written to. Its address is a number so that a lane
-/// can change threads.
+/// Memory of the caller that an answer may be written to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Open {
-    pub(super) at: usize,
     pub(super) length: usize,
     /// By which the caller knows it.
     pub(super) token: u64,
@@ -44,7 +42,7 @@ impl Grants {
     pub(super) fn open(&mut self, at: usize, length: usize, key: u32, token: u64) -> Grant {
         let free = self.places.iter().position(Option::is_none);
         let number = free.expect("whoever asks for an answer has seen that there is room");
-        self.places[number] = Some(Open { at, length, token, is_filled: false });
+        self.places[number] = Some(Open { length, token, is_filled: false });
         self.count += 1;
         Grant {
             number: u8::try_from(number).expect("there are few places"),
@@ -103,7 +101,7 @@ mod tests {
             assert_eq!(grants.fill(*number, 10), Err(BROKEN), "twice");
             assert_eq!(grants.close_unfilled(*number, 10), Err(BROKEN), "it was filled");
             let open = grants.close_filled(*number).unwrap();
-            assert_eq!((open.at, open.token), (1000 + at, at as u64));
+            assert_eq!(open.token, at as u64);
             assert_eq!(grants.close_filled(*number), Err(BROKEN), "twice");
         }
         let grant = grants.open(5, 64, 9, 3);

@@ -6,7 +6,7 @@
 //! nothing goes there, in a write of its own without bytes.
 //!
 //! An answer for which the peer granted memory is one write straight there, if it lies in shared
-//! memory itself; else it travels as extents that say so.
+//! memory itself; else it travels as extents that say so, and is received as any frame.
 //!
 //! An end that leaves says farewell behind its last extent and waits until the device has seen it
 //! acknowledged. An end that dies cannot: then its stream ends, and this end stops the connection,
@@ -26,7 +26,7 @@ use super::grants::Grants;
 use super::memory::Region;
 use super::setup::{RdmaLink, Stream};
 use crate::limits::LANE_FRAMES_MAX;
-use crate::transport::{Cause, Event, Landing, LaneId, Room};
+use crate::transport::{Carried, Cause, Event, Landing, LaneId, Room};
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -44,22 +44,10 @@ pub(super) const RECEIVE: u64 = 1 << 63;
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Expect {
     Header,
-    Answer {
-        total: usize,
-    },
-    /// The token is that of a granted answer.
-    Into {
-        target: usize,
-        left: usize,
-        answered: Option<u64>,
-    },
-    Pieces {
-        left: usize,
-    },
-    Consume {
-        length: usize,
-        left: usize,
-    },
+    Answer { total: usize },
+    Into { target: usize, left: usize },
+    Pieces { left: usize },
+    Consume { length: usize, left: usize },
 }
 
 /// The extent that is being read, and how far.
@@ -176,7 +164,7 @@ impl RdmaLane {
             _ if length == 0 => Expect::Header,
             Landing::Into(target) => {
                 let target = target.expose_provenance();
-                Expect::Into { target, left: length, answered: None }
+                Expect::Into { target, left: length }
             }
             Landing::Pieces => Expect::Pieces { left: length },
         };
@@ -366,11 +354,9 @@ impl RdmaLane {
             match self.expect {
                 Expect::Header => {
                     let Some(arrived) = self.receiving.next() else { return Ok(true) };
-                    if let Some(event) = self.begin_frame(lane, arrived)? {
-                        events.push(event);
-                    }
+                    events.push(self.begin_frame(lane, arrived)?);
                 }
-                Expect::Into { target, left, answered } => {
+                Expect::Into { target, left } => {
                     let Some((at, length)) = self.part(left, budget)? else { return Ok(true) };
                     if length == 0 {
                         return Ok(false);
@@ -384,11 +370,10 @@ impl RdmaLane {
                     budget -= length;
                     if left == length {
                         self.expect = Expect::Header;
-                        let answered = answered.map(|token| Event::Answered { lane, token });
-                        events.push(answered.unwrap_or(Event::Landed { lane }));
+                        events.push(Event::Landed { lane });
                     } else {
                         let (target, left) = (target + length, left - length);
-                        self.expect = Expect::Into { target, left, answered };
+                        self.expect = Expect::Into { target, left };
                     }
                 }
                 Expect::Pieces { left } => {
@@ -405,32 +390,30 @@ impl RdmaLane {
     }
 
     /// Begins to read the next frame; returns what is to be told of that.
-    fn begin_frame(&mut self, lane: LaneId, arrived: Arrived) -> Result<Option<Event>, Cause> {
+    fn begin_frame(&mut self, lane: LaneId, arrived: Arrived) -> Result<Event, Cause> {
         let (prefix, payload_at) = match arrived {
             Arrived::Extent { prefix, payload_at } => (prefix, payload_at),
             Arrived::Answer(number) => {
                 let token = self.grants.close_filled(number)?.token;
-                return Ok(Some(Event::Answered { lane, token }));
+                return Ok(Event::Answered { lane, token });
             }
         };
         let (header, total) = prefix.first.ok_or(BROKEN)?;
         prefix.check(total)?;
         self.begin(payload_at, prefix.length);
-        let grant = match prefix.said {
-            Said::Nothing => None,
-            Said::Grants(grant) => Some(grant),
+        let carried = match prefix.said {
+            Said::Nothing => Carried::Nothing,
+            Said::Grants(grant) => Carried::Grant(grant),
+            // The memory may be one that no processor can write to.
             Said::Answers(number) => {
-                let open = self.grants.close_unfilled(number, total)?;
-                let (target, answered) = (open.at, Some(open.token));
-                self.expect = Expect::Into { target, left: total, answered };
-                return Ok(None);
+                Carried::Declined(self.grants.close_unfilled(number, total)?.token)
             }
         };
         self.expect = Expect::Answer { total };
         if total == 0 {
             self.advance(0);
         }
-        Ok(Some(Event::Header { lane, header, grant }))
+        Ok(Event::Header { lane, header, carried })
     }
 
     fn begin(&mut self, payload_at: usize, length: usize) {

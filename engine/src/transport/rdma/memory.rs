@@ -10,6 +10,7 @@
 
 use super::RdmaError;
 use super::device::{Rail, Rails};
+use super::direct::GpuMemory;
 use super::ffi::{self, DeviceAttrEx};
 use crate::limits::ALIGNMENT;
 use std::alloc::Layout;
@@ -18,12 +19,26 @@ use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// A payload of this many bytes or fewer is copied though its memory is registered: one operation
 /// without a second piece is less work for the device, and the memory is free at once.
 const COPIED_BYTES_MAX: usize = 1024;
 /// Length and rights of a registration of all memory.
 const EVERYTHING: usize = usize::MAX;
+
+/// Whether what is called memory of a GPU is the host's.
+static IS_EMULATED: AtomicBool = AtomicBool::new(false);
+
+/// From now on this process registers memory of GPUs as memory of the host, which it is in tests:
+/// emulated devices know no dma-buf.
+///
+/// # Safety
+/// What is registered as memory of a GPU is mapped, and stays so as long as the registration.
+#[doc(hidden)]
+pub unsafe fn emulate_gpu_memory() {
+    IS_EMULATED.store(true, Ordering::Relaxed);
+}
 
 /// Memory that a device reaches, registered with one rail.
 pub(super) struct Region {
@@ -95,15 +110,22 @@ impl Region {
         Ok(Region::of(rail, mr, nowhere, EVERYTHING))
     }
 
-    /// Memory of a GPU, for the device to read: `bytes` bytes from `offset` of the dma-buf on,
-    /// which frames name by the GPU's addresses from `base` on.
-    fn of_gpu(
+    /// Memory of a GPU, for the device to read or, with that access, peers to write to: `bytes`
+    /// bytes from `offset` of the dma-buf on, which frames name by the GPU's addresses from `base`
+    /// on.
+    pub(super) fn of_gpu(
         rail: &Arc<Rail>,
         buffer: BorrowedFd<'_>,
         offset: u64,
-        base: *mut u8,
-        bytes: usize,
+        (base, bytes): (*mut u8, usize),
+        access: c_int,
     ) -> Result<Region, RdmaError> {
+        if IS_EMULATED.load(Ordering::Relaxed) {
+            // SAFETY: whoever asked for this vouches that the memory is the host's.
+            let mut region = unsafe { Region::over(rail, base, bytes, access) }?;
+            region.is_device = true;
+            return Ok(region);
+        }
         let fail = |source| RdmaError::DmaBuf { port: rail.port().to_string(), source };
         let Some(call) = rail.verbs.reg_dmabuf_mr else {
             return Err(fail(io::Error::other("this release of libibverbs has no such call")));
@@ -111,7 +133,7 @@ impl Region {
         let (address, fd) = (base.addr() as u64, buffer.as_raw_fd());
         // SAFETY: the kernel holds the buffer by its descriptor as long as it is registered; the
         // address is a name in requests, which no processor follows.
-        let mr = unsafe { call(rail.pd.as_ptr(), offset, bytes, address, fd, 0) };
+        let mr = unsafe { call(rail.pd.as_ptr(), offset, bytes, address, fd, access) };
         let mr = NonNull::new(mr).ok_or_else(|| fail(io::Error::last_os_error()))?;
         let mut region = Region::of(rail, mr, base, bytes);
         region.is_device = true;
@@ -294,21 +316,12 @@ impl InPlace {
         (length > COPIED_BYTES_MAX).then(|| region.rkey())
     }
 
-    /// Registers memory of a GPU with all rails or, if one can't, with none.
-    pub(super) fn add_gpu(
-        &mut self,
-        rails: &Rails,
-        buffer: BorrowedFd<'_>,
-        offset: u64,
-        base: *mut u8,
-        bytes: usize,
-    ) -> Result<(), RdmaError> {
-        let over = |rail| Region::of_gpu(rail, buffer, offset, base, bytes);
-        let regions = rails.all().iter().map(over).collect::<Result<Vec<_>, _>>()?;
-        for (known, region) in self.rails.iter_mut().zip(regions) {
+    /// Takes memory of a GPU, which is registered with all rails.
+    pub(super) fn add_gpu(&mut self, memory: GpuMemory) {
+        let known = if memory.is_for_landing { &mut self.landing } else { &mut self.rails };
+        for (known, region) in known.iter_mut().zip(memory.regions) {
             known.push(region);
         }
-        Ok(())
     }
 
     /// The key by which a payload is sent from where it lies over this rail, if it is to be.

@@ -8,6 +8,7 @@
 //! | `device.rs` | opened devices, queue pairs |
 //! | `completions.rs` | queues of completions |
 //! | `memory.rs` | registered memory |
+//! | `direct.rs` | memory of GPUs, and whether devices reach it |
 //! | `setup.rs` | what two ends tell each other over a stream, and whether they reach each other |
 //! | `grants.rs` | memory that a peer may write answers to, without a device |
 //! | `flow.rs` | space, credit and completions of a lane, without a device |
@@ -27,6 +28,7 @@
 mod chain;
 mod completions;
 mod device;
+mod direct;
 mod error;
 mod ffi;
 mod flow;
@@ -39,9 +41,12 @@ mod setup;
 mod tests;
 
 pub use device::{Counters, Rails};
+pub use direct::{GpuMemory, Speeds, try_gpu};
 pub use error::RdmaError;
 pub(super) use error::{event_text, status_text};
 pub use ffi::{constants, layouts};
+#[doc(hidden)]
+pub use memory::emulate_gpu_memory;
 pub use ports::Port;
 pub use setup::{RdmaLink, RdmaOptions, accept, connect};
 
@@ -184,23 +189,16 @@ impl Rdma {
         unsafe { self.in_place.add(&self.rails, base, bytes) }
     }
 
-    /// Registers memory of a GPU: `bytes` bytes from `offset` of this dma-buf on, whose payloads
-    /// are named by the GPU's own addresses, from `base` on.
-    ///
-    /// # Errors
-    /// A device or its driver can't; the caller stages what the GPU has in host memory then.
+    /// Takes memory of a GPU that was registered with the rails of this driver: payloads in it are
+    /// sent from where they lie, however short, or answers land in it.
     ///
     /// # Safety
-    /// The GPU's memory stays allocated as long as this driver, and no payload is posted that lies
-    /// in a GPU's memory and not in a range registered by this call.
-    pub unsafe fn register_gpu(
-        &mut self,
-        buffer: BorrowedFd<'_>,
-        offset: u64,
-        base: *mut u8,
-        bytes: usize,
-    ) -> Result<(), RdmaError> {
-        self.in_place.add_gpu(&self.rails, buffer, offset, base, bytes)
+    /// The GPU's memory stays allocated until [`unregister`](Self::unregister) or the end of this
+    /// driver. No payload is posted that lies in a GPU's memory and not in a range that was given
+    /// to this. What a posted frame grants is left alone until [`Event::Answered`], a header that
+    /// says [`Carried::Declined`](super::Carried::Declined), or `Closed`.
+    pub unsafe fn take_gpu(&mut self, memory: GpuMemory) {
+        self.in_place.add_gpu(memory);
     }
 
     /// Registers memory that answers may land in: peers may write there, where it is granted. Does
@@ -211,7 +209,8 @@ impl Rdma {
     ///
     /// # Safety
     /// The range is mapped, and stays so until [`unregister`](Self::unregister) or the end of this
-    /// driver. What a posted frame grants is left alone until [`Event::Answered`] or `Closed`.
+    /// driver. What a posted frame grants is left alone until [`Event::Answered`], a header that
+    /// says [`Carried::Declined`](super::Carried::Declined), or `Closed`.
     pub unsafe fn register_landing(
         &mut self,
         base: NonNull<u8>,

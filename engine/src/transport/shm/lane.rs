@@ -15,7 +15,7 @@ use crate::mem::cache;
 use crate::ring::cursor::{ConsumerCursor, Corrupt, ProducerCursor};
 use crate::ring::sync::Ordering;
 use crate::transport::area::Area;
-use crate::transport::{Cause, Event, Frame, Full, Landing, LaneId, Room};
+use crate::transport::{Carried, Cause, Event, Frame, Full, Landing, LaneId, Room};
 use crate::wire::RawHeader;
 use rustix::fd::AsFd;
 use std::collections::VecDeque;
@@ -318,7 +318,7 @@ impl ShmLane {
                     if total == 0 {
                         self.advance(0);
                     }
-                    events.push(Event::Header { lane, header, grant: None });
+                    events.push(Event::Header { lane, header, carried: Carried::Nothing });
                 }
                 Expect::Into { target, left } => {
                     let Some((at, length)) = self.part(left, budget)? else { return Ok(true) };

@@ -5,7 +5,7 @@
 
 use super::network::Random;
 use crate::limits::{ALIGNMENT, HEADER_BYTES};
-use crate::transport::{Cause, Event, Landing, LaneId, Room};
+use crate::transport::{Carried, Cause, Event, Landing, LaneId, Room};
 
 use crate::wire::RawHeader;
 use std::collections::VecDeque;
@@ -215,7 +215,7 @@ impl End {
                 let mut header = [0; HEADER_BYTES];
                 self.inbox.read_exact(&mut header).ok()?;
                 self.expect = Expect::Answer;
-                Some(Event::Header { lane, header, grant: None })
+                Some(Event::Header { lane, header, carried: Carried::Nothing })
             }
             Expect::Into { address, left } => {
                 let written = self.write(address, left);

@@ -16,7 +16,7 @@ use super::memory::{Block, Pool};
 use crate::limits::{
     ALIGNMENT, HEADER_BYTES, OPERATION_BYTES_MAX, SCRATCH_BYTES, SMALL_BYTES, STAGING_BYTES,
 };
-use crate::transport::{Cause, Event, Landing, LaneId};
+use crate::transport::{Carried, Cause, Event, Landing, LaneId};
 use libc::iovec;
 
 const NOWHERE: iovec = iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
@@ -149,7 +149,7 @@ impl Receiver {
         // SAFETY: the array is as long as the count.
         unsafe { self.unstage(header.as_mut_ptr(), HEADER_BYTES) };
         self.state = State::Standing;
-        Some(Event::Header { lane, header, grant: None })
+        Some(Event::Header { lane, header, carried: Carried::Nothing })
     }
 
     fn next_piece(

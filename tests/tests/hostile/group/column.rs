@@ -47,7 +47,7 @@ impl Column {
         let mut memory = vec![OWN_BYTE; BYTES];
         let at = memory.as_mut_ptr();
         self.pair.memory.push(memory);
-        Slot { number, pool, at }
+        Slot { number, pool, at, on_gpu: false }
     }
 
     fn command(&mut self, command: Command) {

@@ -1,7 +1,7 @@
 //! Copies between the GPU and the slots: down of what is to be sent, up of what has landed.
 
 use super::{Copying, Of, Pipeline, Tensor};
-use crate::gpu::GpuError;
+use crate::gpu::{GpuError, Stream};
 use crate::nic::Command;
 use crate::nic::staged::Slot;
 use bps_engine::base::Operation;
@@ -25,10 +25,7 @@ impl Pipeline {
             let Some(slot) = self.free.pop() else { break };
             // SAFETY: the part lies inside the tensor, which its caller keeps until the task is
             // finished; the slot is of this part alone until it is given back.
-            let copied = unsafe {
-                self.down.stream().copy_to_host(slot.at, from + part.offset as u64, part.bytes)
-            };
-            copied?;
+            unsafe { fill(self.down.stream(), slot, from + part.offset as u64, part.bytes) }?;
             let mark = self.down.mark()?;
             let copy = Copying { mark, of, round, slot };
             if self.falling.is_empty() {
@@ -82,9 +79,13 @@ impl Pipeline {
         state.missing = state.missing.saturating_sub(1);
         let is_whole = state.missing == 0;
         if let Some(slot) = slot {
+            let stream = self.up.stream();
+            if slot.on_gpu {
+                self.direct.flush(stream.device())?;
+            }
             // SAFETY: the part lies inside the tensor, which its caller keeps until the task is
             // finished; the slot goes back only when the stream has passed the copy.
-            unsafe { self.up.stream().copy_to_device(target, slot.at, part.bytes) }?;
+            unsafe { empty(stream, slot, target, part.bytes) }?;
             let mark = self.up.mark()?;
             let copy = Copying { mark, of, round, slot };
             if self.rising.is_empty() {
@@ -100,5 +101,33 @@ impl Pipeline {
         }
         self.say_landed(Of { tensor: of.tensor, index: row });
         Ok(())
+    }
+}
+
+/// Enqueues a copy from the tensor into a slot.
+///
+/// # Safety
+/// As [`Stream::copy_to_host`].
+unsafe fn fill(stream: &Stream, slot: Slot, from: u64, bytes: usize) -> Result<(), GpuError> {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match slot.on_gpu {
+            true => stream.copy_on_device(slot.at.addr() as u64, from, bytes),
+            false => stream.copy_to_host(slot.at, from, bytes),
+        }
+    }
+}
+
+/// Enqueues a copy from a slot into the tensor.
+///
+/// # Safety
+/// As [`Stream::copy_to_host`].
+unsafe fn empty(stream: &Stream, slot: Slot, to: u64, bytes: usize) -> Result<(), GpuError> {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match slot.on_gpu {
+            true => stream.copy_on_device(to, slot.at.addr() as u64, bytes),
+            false => stream.copy_to_device(to, slot.at, bytes),
+        }
     }
 }

@@ -144,7 +144,7 @@ impl Pipeline {
         }
         if !is_idle {
             // Something on the GPU may write here yet.
-            std::mem::forget(self.memory);
+            std::mem::forget((self.memory, self.direct));
         }
     }
 }

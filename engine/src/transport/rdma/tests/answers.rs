@@ -17,6 +17,9 @@ struct Ends {
     /// The grant that came with the last header.
     grant: Option<Grant>,
     answered: Vec<u64>,
+    /// Those that came as other frames, and how many of them have landed.
+    declined: Vec<u64>,
+    received: usize,
     landed: usize,
     closed: Vec<(&'static str, LaneId, Cause)>,
 }
@@ -38,6 +41,8 @@ impl Ends {
             result,
             grant: None,
             answered: Vec::new(),
+            declined: Vec::new(),
+            received: 0,
             landed: 0,
             closed: Vec::new(),
         };
@@ -80,14 +85,20 @@ impl Ends {
                 match *event {
                     Event::Answered { token, .. } => self.answered.push(token),
                     Event::Closed { lane, cause } => self.closed.push(("worker", lane, cause)),
+                    Event::Header { lane, carried: Carried::Declined(token), .. } => {
+                        self.declined.push(token);
+                        let at = self.landing.as_mut_ptr();
+                        self.worker.land(lane, Landing::Into(at), BYTES);
+                    }
                     Event::Header { lane, .. } => self.worker.land(lane, Landing::Pieces, 0),
+                    Event::Landed { .. } => self.received += 1,
                     _ => {}
                 }
             }
             for event in from_server {
                 match *event {
-                    Event::Header { lane, grant, .. } => {
-                        (self.grant, self.landed) = (grant, self.landed + 1);
+                    Event::Header { lane, carried, .. } => {
+                        (self.grant, self.landed) = (carried.grant(), self.landed + 1);
                         self.server.land(lane, Landing::Pieces, 0);
                     }
                     Event::Closed { lane, cause } => self.closed.push(("server", lane, cause)),
@@ -103,7 +114,10 @@ impl Ends {
     fn has_result(&self, rounds: u64, is_straight: bool) {
         assert!(self.landing[..BYTES] == self.result, "the result is wrong");
         assert!(self.landing[BYTES..].iter().all(|byte| *byte == GUARD), "more was written");
-        assert_eq!(self.answered, (1..=rounds).collect::<Vec<u64>>());
+        let (tokens, none) = ((1..=rounds).collect::<Vec<u64>>(), Vec::new());
+        let expected = if is_straight { (tokens, none, 0) } else { (none, tokens, rounds) };
+        let found = (&self.answered, &self.declined, self.received as u64);
+        assert_eq!(found, (&expected.0, &expected.1, expected.2));
         let copied = if is_straight { 0 } else { rounds * BYTES as u64 };
         let (worker, server) = (self.worker.rails.counters(), self.server.rails.counters());
         assert_eq!(worker.copied_bytes.load(SeqCst), copied);
@@ -131,7 +145,7 @@ fn an_answer_is_one_write_straight_to_where_it_was_granted() {
 }
 
 #[test]
-fn an_answer_that_cannot_go_straight_lands_where_it_was_granted_all_the_same() {
+fn an_answer_that_cannot_go_straight_comes_as_a_frame_and_gives_the_memory_back() {
     for (name, is_registered, message_bytes) in
         [("unregistered result", false, 1 << 30), ("short messages", true, 10_000)]
     {

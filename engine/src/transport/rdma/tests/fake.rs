@@ -18,6 +18,8 @@ pub(super) struct Fake {
     pub(super) registering: AtomicI32,
     /// What `ibv_reg_dmabuf_mr` fails with.
     pub(super) dma_buf: AtomicI32,
+    /// What sends complete with.
+    pub(super) sending: AtomicI32,
     /// General capabilities of paging on demand.
     pub(super) paging: AtomicU64,
     /// Those of reliable connections.
@@ -60,6 +62,7 @@ impl Fake {
             name: CString::new(name).unwrap(),
             registering: AtomicI32::new(0),
             dma_buf: AtomicI32::new(0),
+            sending: AtomicI32::new(0),
             paging: AtomicU64::new(0),
             paging_rc: AtomicU32::new(0),
             regions: AtomicI32::new(0),
@@ -394,6 +397,10 @@ extern "C" fn post_send(
 /// # Safety
 /// What is sent is readable, and where it goes to is writable while the peer's pair lives.
 unsafe fn carry_out(pair: &Pair, send: &ffi::SendWr) {
+    let status = fake(pair.qp.pd).sending.load(SeqCst);
+    if status != 0 {
+        return complete(pair.qp.send_cq, send.wr_id, status, 0, 0);
+    }
     let pairs = PAIRS.lock().unwrap();
     let peer = pairs.as_ref().and_then(|pairs| pairs.get(&pair.peer.load(SeqCst)));
     let Some(peer) = peer else {

@@ -1,12 +1,12 @@
 //! What becomes of a lane when its device tells of faults, and of memory that it takes or refuses.
 
 use super::*;
-use crate::transport::{Grant, Link};
+use crate::transport::{Carried, Grant, Link};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
-use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering::SeqCst;
 
 mod answers;
+mod direct;
 mod fake;
 
 use fake::Fake;
@@ -156,29 +156,6 @@ fn registered_payloads_are_sent_from_where_they_lie_and_others_copied() {
     assert!(matches!(refused, Err(RdmaError::Locked { need: 10_000, .. })));
     drop((left, right, rails));
     assert_eq!(here.regions.load(SeqCst), 0, "all registrations end with the driver");
-}
-
-#[test]
-fn memory_of_a_gpu_is_sent_from_in_place_or_refused_with_a_reason() {
-    let (here, there) = (Fake::new("gpu"), Fake::new("gpu's peer"));
-    let [mut left, mut right] = pair(&here.rails(false), &there.rails(false));
-    let buffer: OwnedFd = std::fs::File::open("/dev/null").unwrap().into();
-    let memory = vec![5u8; 20_000];
-    let base = memory.as_ptr().cast_mut();
-    here.dma_buf.store(libc::EOPNOTSUPP, SeqCst);
-    // SAFETY: the memory outlives the driver.
-    let refused = unsafe { left.register_gpu(buffer.as_fd(), 0, base, 20_000) };
-    let refused = refused.unwrap_err();
-    assert!(matches!(refused, RdmaError::DmaBuf { .. }), "{refused}");
-    assert!(refused.to_string().contains("goes through host memory"), "{refused}");
-    here.dma_buf.store(0, SeqCst);
-    // SAFETY: as above.
-    unsafe { left.register_gpu(buffer.as_fd(), 0, base, 20_000) }.unwrap();
-    // However short: a processor could not copy it.
-    for length in [64, 20_000] {
-        assert_eq!(transfer(&mut left, &mut right, base, length), &memory[..length]);
-    }
-    assert_eq!(left.rails.counters().staged_bytes.load(SeqCst), 0);
 }
 
 #[test]

@@ -1,0 +1,152 @@
+//! Memory of GPUs: what a device that takes dma-buf does with it, and what becomes of one that does
+//! not, or does it wrongly.
+
+use super::*;
+use std::os::fd::OwnedFd;
+
+const BYTES: usize = 20_000;
+
+/// "Memory of a GPU" with a pattern at its front, and a blank one to land in.
+struct Gpu {
+    buffer: OwnedFd,
+    from: Vec<u8>,
+    to: Vec<u8>,
+}
+
+impl Gpu {
+    fn new() -> Gpu {
+        let buffer = std::fs::File::open("/dev/null").unwrap().into();
+        let from = (0..BYTES).map(|at| (at % 241).to_le_bytes()[0]).collect();
+        Gpu { buffer, from, to: vec![0; BYTES] }
+    }
+
+    /// To send from, and to land in.
+    fn register(&self, rails: &Rails) -> Result<[GpuMemory; 2], RdmaError> {
+        let over = |memory: &Vec<u8>, is_for_landing| {
+            let at = (memory.as_ptr().cast_mut(), BYTES);
+            GpuMemory::register(rails, self.buffer.as_fd(), 0, at, is_for_landing)
+        };
+        Ok([over(&self.from, false)?, over(&self.to, true)?])
+    }
+}
+
+#[test]
+fn memory_of_a_gpu_is_sent_from_in_place_or_refused_with_a_reason() {
+    let (here, there) = (Fake::new("gpu"), Fake::new("gpu's peer"));
+    let [mut left, mut right] = pair(&here.rails(false), &there.rails(false));
+    let gpu = Gpu::new();
+    let lanes = here.regions.load(SeqCst);
+    here.dma_buf.store(libc::EOPNOTSUPP, SeqCst);
+    let refused = gpu.register(&left.rails).err().unwrap();
+    assert!(matches!(refused, RdmaError::DmaBuf { .. }), "{refused}");
+    assert!(refused.to_string().contains("goes through host memory"), "{refused}");
+    here.dma_buf.store(0, SeqCst);
+    let [from, to] = gpu.register(&left.rails).unwrap();
+    drop(to);
+    // SAFETY: the memory outlives the driver.
+    unsafe { left.take_gpu(from) };
+    // However short: a processor could not copy it.
+    for length in [64, BYTES] {
+        let at = gpu.from.as_ptr();
+        assert_eq!(transfer(&mut left, &mut right, at, length), &gpu.from[..length]);
+    }
+    assert_eq!(left.rails.counters().staged_bytes.load(SeqCst), 0);
+    assert_eq!(here.regions.load(SeqCst), lanes + 1, "what was let go is no more registered");
+}
+
+#[test]
+fn a_trial_finds_out_whether_and_how_fast_a_device_reaches_a_gpu() {
+    let here = Fake::new("trial");
+    let rails = here.rails(false);
+    let mut gpu = Gpu::new();
+    let [from, to] = gpu.register(&rails).unwrap();
+    let regions = here.regions.load(SeqCst);
+    let speeds = try_gpu(&rails, 0, (&from, &to), &gpu.from).unwrap();
+    assert!(speeds.host > 0.0 && speeds.reads > 0.0 && speeds.writes > 0.0, "{speeds:?}");
+    assert!(speeds.port.starts_with("trial port 1"), "{speeds:?}");
+    assert!(gpu.to == gpu.from, "the caller can see what the device has written");
+    assert_eq!(here.regions.load(SeqCst), regions, "what the trial took is given back");
+    // Of what is longer than an operation only the front is tried.
+    here.message_bytes.store(5000, SeqCst);
+    let short = here.rails(false);
+    let [from, to] = gpu.register(&short).unwrap();
+    gpu.to.fill(0);
+    try_gpu(&short, 0, (&from, &to), &gpu.from).unwrap();
+    assert!(gpu.to[..5000] == gpu.from[..5000] && gpu.to[5000..].iter().all(|byte| *byte == 0));
+}
+
+#[test]
+fn a_trial_that_fails_says_why() {
+    let here = Fake::new("failed trial");
+    let rails = here.rails(false);
+    let mut gpu = Gpu::new();
+    let [from, to] = gpu.register(&rails).unwrap();
+    let pattern = gpu.from.clone();
+    gpu.from[BYTES - 1] ^= 1;
+    let wrong = try_gpu(&rails, 0, (&from, &to), &pattern).unwrap_err();
+    assert!(matches!(wrong, RdmaError::Direct { .. }), "{wrong}");
+    assert!(wrong.to_string().contains("is not what is there"), "{wrong}");
+    here.sending.store(12, SeqCst);
+    let dead = try_gpu(&rails, 0, (&from, &to), &pattern).unwrap_err();
+    assert!(dead.to_string().contains("no answer after all retries"), "{dead}");
+    here.sending.store(0, SeqCst);
+    here.registering.store(libc::ENOMEM, SeqCst);
+    let full = try_gpu(&rails, 0, (&from, &to), &pattern).unwrap_err();
+    assert!(matches!(full, RdmaError::Locked { need: BYTES, .. }), "{full}");
+    drop((from, to));
+    assert_eq!(here.regions.load(SeqCst), 0);
+}
+
+#[test]
+fn answers_land_in_memory_of_a_gpu_or_give_it_back() {
+    for (name, message_bytes) in [("gpu lands", 1 << 30), ("gpu declines", 10_000)] {
+        let (here, there) = (Fake::new(name), Fake::new(&format!("server of {name}")));
+        there.message_bytes.store(message_bytes, SeqCst);
+        let [mut worker, mut server] = pair(&here.rails(false), &there.rails(false));
+        let gpu = Gpu::new();
+        let [from, to] = gpu.register(&worker.rails).unwrap();
+        let at = gpu.to.as_ptr().cast_mut();
+        // SAFETY: the memory outlives the drivers.
+        unsafe {
+            server.register(NonNull::from(&gpu.from[0]), BYTES).unwrap();
+            worker.take_gpu(from);
+            worker.take_gpu(to);
+        }
+        assert!(worker.grants(LANE, at, BYTES));
+        assert!(!worker.grants(LANE, gpu.from.as_ptr().cast_mut(), BYTES), "to send from only");
+        let answer = Answer::Wanted { at, length: BYTES, token: 9 };
+        let frame = Frame { answer, ..Frame::new([5; 64], gpu.from.as_ptr(), BYTES, 0) };
+        worker.post(LANE, &frame).unwrap();
+        let (mut events, mut landed, mut ends) = (Vec::new(), vec![0; BYTES], Vec::new());
+        for _ in 0..40 {
+            events.clear();
+            worker.poll(&mut events);
+            for event in &events {
+                match event {
+                    Event::Answered { token: 9, .. } => ends.push("straight"),
+                    Event::Header { carried: Carried::Declined(9), .. } => {
+                        assert!(gpu.to.iter().all(|byte| *byte == 0), "it was left alone");
+                        worker.land(LANE, Landing::Into(landed.as_mut_ptr()), BYTES);
+                    }
+                    Event::Landed { .. } => ends.push("landed"),
+                    Event::Sent { .. } => {}
+                    other => panic!("{other:?}"),
+                }
+            }
+            events.clear();
+            server.poll(&mut events);
+            for event in &events {
+                if let Event::Header { carried, .. } = event {
+                    server.land(LANE, Landing::Into(landed.as_mut_ptr()), BYTES);
+                    let answer = Answer::To(carried.grant().unwrap());
+                    let frame = Frame::new([6; 64], gpu.from.as_ptr(), BYTES, 0);
+                    server.post(LANE, &Frame { answer, ..frame }).unwrap();
+                }
+            }
+        }
+        let is_straight = message_bytes > 10_000;
+        assert_eq!(ends, [if is_straight { "straight" } else { "landed" }], "{name}");
+        assert!(landed == gpu.from, "{name}");
+        assert!(gpu.to == if is_straight { gpu.from.clone() } else { vec![0; BYTES] }, "{name}");
+    }
+}

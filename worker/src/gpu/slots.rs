@@ -1,0 +1,106 @@
+//! The slots of a rank: how many, in which memory, and what of them RDMA devices are to reach.
+
+use super::direct::{Direct, GpuSlots};
+use super::{Device, GpuError, Pinned};
+use crate::job::Job;
+use crate::nic::staged::{Pool, Slot, SlotMemory};
+use bps_engine::config::Config;
+use bps_engine::mem::Budget;
+use std::ptr::NonNull;
+
+/// Slots of each pool: so many bytes, but not fewer than so many slots.
+const POOL_BYTES: usize = 16 << 20;
+const POOL_SLOTS_MIN: usize = 8;
+
+/// See the [module](self).
+pub(super) struct Slots {
+    /// To be copied into, and sent from.
+    pub(super) to_send: Vec<Slot>,
+    /// For what comes.
+    pub(super) to_land: Vec<Slot>,
+    /// For the NIC loop.
+    pub(super) reach: SlotMemory,
+    /// What holds those in the host's memory, behind bytes of the caller's.
+    pub(super) memory: Pinned,
+    /// What holds those in the GPU's.
+    pub(super) direct: Direct,
+}
+
+impl Slots {
+    /// Takes the memory, the host's on this NUMA node and with `before` bytes in front for the
+    /// caller, and tries whether RDMA devices reach the GPU's.
+    ///
+    /// # Errors
+    /// There is no memory; or RDMA devices are demanded to reach the GPU, and don't.
+    pub(super) fn lay(
+        job: &Job,
+        device: &Device,
+        config: &Config,
+        numa_node: Option<u32>,
+        before: usize,
+    ) -> Result<Slots, GpuError> {
+        let slot_bytes = config.partition_bytes as usize;
+        let slots = (POOL_BYTES / slot_bytes).max(POOL_SLOTS_MIN).max(job.lanes() + 2);
+        let pool_bytes = slots * slot_bytes;
+        let mut direct = Direct::default();
+        let mut pools = vec![Pool::Sends];
+        // What no server sends, and no rank publishes, needs no slots.
+        if has_servers(job) {
+            direct = Direct::find(job, device, config, pool_bytes)?;
+            pools.push(Pool::Results);
+        }
+        if job.switches().count() > 1 {
+            pools.push(Pool::Publications);
+        }
+        if direct.answers.is_some() {
+            pools.push(Pool::Answers);
+        }
+        let pinned = slots * pools.iter().filter(|pool| on_gpu(&direct, **pool).is_none()).count();
+        let memory = Pinned::new(device, before + pinned * slot_bytes, numa_node)?;
+        let mut budget = Budget::new();
+        let name = format!("pinned slots of GPU {}", device.ordinal());
+        budget.add(&name, pinned as u64, slot_bytes as u64);
+        budget.print();
+        let (mut to_send, mut to_land, mut reach) = (Vec::new(), Vec::new(), SlotMemory::default());
+        let (mut numbers, mut free) = (0u32.., memory.as_ptr().wrapping_add(before));
+        for pool in pools {
+            let gpu = on_gpu(&direct, pool);
+            let base = gpu.map_or(free, GpuSlots::base);
+            if gpu.is_none() {
+                free = free.wrapping_add(pool_bytes);
+                let range = NonNull::new(base).map(|base| (base, pool_bytes));
+                match pool {
+                    Pool::Sends => reach.to_send = range,
+                    // Where some are in the GPU's memory, no others are granted.
+                    Pool::Results if direct.answers.is_none() => reach.to_land = range,
+                    _ => {}
+                }
+            }
+            let to = if pool == Pool::Sends { &mut to_send } else { &mut to_land };
+            to.extend((0..slots).zip(&mut numbers).map(|(index, number)| Slot {
+                number,
+                pool,
+                at: base.wrapping_add(index * slot_bytes),
+                on_gpu: gpu.is_some(),
+            }));
+        }
+        let registered = |slots: &mut Option<GpuSlots>| slots.as_mut()?.registered.take();
+        reach.gpu_to_send = registered(&mut direct.sends);
+        reach.gpu_to_land = registered(&mut direct.answers);
+        Ok(Slots { to_send, to_land, reach, memory, direct })
+    }
+}
+
+/// Whether this rank has lanes beside those to ranks of its host.
+pub(super) fn has_servers(job: &Job) -> bool {
+    job.lanes() >= job.switches().ranks().len()
+}
+
+/// The memory of this pool, if it is in the GPU's.
+fn on_gpu(direct: &Direct, pool: Pool) -> Option<&GpuSlots> {
+    match pool {
+        Pool::Sends => direct.sends.as_ref(),
+        Pool::Answers => direct.answers.as_ref(),
+        Pool::Results | Pool::Publications => None,
+    }
+}
