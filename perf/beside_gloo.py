@@ -20,11 +20,21 @@ import byteps.torch as bps
 WARM_UP = 3
 
 
-def slowest(seconds: float) -> float:
-    """The largest of all ranks' values."""
-    values = torch.tensor([seconds], dtype=torch.float64)
+def join() -> None:
+    """Makes gloo's group of the ranks of a job that this package has begun."""
+    # The port of the rendezvous comes from rank 0, through the engine itself.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True) if bps.rank() == 0 else None
+    port = bps.broadcast_object(store.port if store else None, root_rank=0, name="port")
+    if store is None:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=bps.rank(), world_size=bps.size())
+
+
+def slowest(seconds: list[float]) -> list[float]:
+    """The largest of all ranks' values, each by itself."""
+    values = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(values, dist.ReduceOp.MAX)
-    return values.item()
+    return values.tolist()
 
 
 def timed(work, tensor: torch.Tensor) -> float:
@@ -33,7 +43,7 @@ def timed(work, tensor: torch.Tensor) -> float:
     dist.barrier()
     begin = time.perf_counter()
     work(tensor)
-    took = slowest(time.perf_counter() - begin)
+    (took,) = slowest([time.perf_counter() - begin])
     assert torch.all(tensor == bps.size()), "a wrong sum"
     return took
 
@@ -69,12 +79,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     bps.init()
-    # The port of the rendezvous comes from rank 0, through the engine itself.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True) if bps.rank() == 0 else None
-    port = bps.broadcast_object(store.port if store else None, root_rank=0, name="port")
-    if store is None:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=bps.rank(), world_size=bps.size())
+    join()
     for size in arguments.bytes or [1 << 20, 16 << 20, 64 << 20]:
         tensor = torch.empty(max(size // 4, 1))
         name = f"beside.{size}"

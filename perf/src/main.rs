@@ -9,6 +9,7 @@ use std::process::ExitCode;
 mod arguments;
 mod bare;
 mod cmd;
+mod launched;
 mod pair;
 mod place;
 mod probe;
@@ -29,6 +30,7 @@ const COMMANDS: &[Entry] = &[
     (cmd::cluster::command, cmd::cluster::run),
     (cmd::gloo::command, cmd::gloo::run),
     (cmd::gpu::command, cmd::gpu::run),
+    (cmd::hooks::command, cmd::hooks::run),
     (cmd::idle::command, cmd::idle::run),
     (cmd::lane::command, cmd::lane::run),
     (cmd::latency::command, cmd::latency::run),

@@ -57,6 +57,7 @@ scenarios! {
     hosts_with_gpus_and_half_the_bytes "gpu-bert",
     hosts_with_gpus_and_servers_beside "gpu-colocated",
     hosts_with_several_gpus "gpu-two-by-two",
+    passes_over_tiny_parameters "hooks",
     one_host_with_gpus "gpu-one-host",
     many_hosts_with_gpus "gpu-eight",
 }

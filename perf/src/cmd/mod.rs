@@ -4,6 +4,7 @@ pub mod ab;
 pub mod cluster;
 pub mod gloo;
 pub mod gpu;
+pub mod hooks;
 pub mod idle;
 pub mod lane;
 pub mod latency;
