@@ -21,7 +21,7 @@ use bps_engine::ring::Mpsc;
 use bps_engine::trace::counters::Counters;
 use bps_engine::trace::log;
 use bps_engine::transport::Waker;
-use bps_engine::transport::rdma::Rails;
+use bps_engine::transport::rdma::Ports;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
@@ -45,8 +45,8 @@ pub(crate) struct Job {
     switches: Switches,
     /// Lanes to servers and to ranks of the group.
     lanes: usize,
-    /// See [`start::Joined::rails`].
-    rails: Option<Result<Arc<Rails>, String>>,
+    /// See [`start::Joined::ports`]; for the first who asks.
+    ports: Mutex<Option<Result<Ports, String>>>,
     pub(crate) over: Arc<OnceLock<Error>>,
     agent: Arc<Mutex<Agent>>,
     sender: LinkSender,
@@ -80,7 +80,7 @@ impl Job {
             stall_report: config.stall_report,
             say,
         };
-        let (lane_count, rails) = (joined.links.len(), joined.rails());
+        let (lane_count, ports) = (joined.links.len(), Mutex::new(joined.ports()));
         let (started, has_started) = std::sync::mpsc::channel();
         let Spot { cpu, claims, .. } = places::spot(config, Poller::Nic);
         let nic_thread = {
@@ -148,7 +148,7 @@ impl Job {
             nic_ended,
             switches,
             lanes: lane_count,
-            rails,
+            ports,
             over,
             agent,
             sender: joined.sender,
@@ -176,9 +176,10 @@ impl Job {
     }
 
     /// The RDMA ports over which this rank reaches every server, or what server it reaches
-    /// otherwise; none if it reaches none so.
-    pub(crate) fn rails(&self) -> Option<&Result<Arc<Rails>, String>> {
-        self.rails.as_ref()
+    /// otherwise; none if it reaches none so. To be asked once: a port is open as long as somebody
+    /// has it.
+    pub(crate) fn take_ports(&self) -> Option<Result<Ports, String>> {
+        lock(&self.ports).take()
     }
 
     /// A further thread that ends with the NIC loop.

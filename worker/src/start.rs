@@ -18,7 +18,7 @@ use bps_engine::proto::messages::{
 };
 use bps_engine::ring::Mpsc;
 use bps_engine::trace::log;
-use bps_engine::transport::rdma::{self, Rails, Rdma, RdmaOptions};
+use bps_engine::transport::rdma::{self, Ports, Rails, Rdma, RdmaOptions};
 use bps_engine::transport::shm::{self, Shm, ShmOptions};
 use bps_engine::transport::tcp::Tcp;
 use bps_engine::transport::{self, LaneId, Transport, Waker};
@@ -63,18 +63,18 @@ impl Joined {
 
     /// The RDMA ports over which this rank reaches every server, or what server it reaches
     /// otherwise; none if it reaches none so.
-    pub(crate) fn rails(&self) -> Option<Result<Arc<Rails>, String>> {
-        let rails = self.links.iter().find_map(|(_, link)| match link {
-            transport::Link::Rdma(link) => Some(Arc::clone(link.rails())),
+    pub(crate) fn ports(&self) -> Option<Result<Ports, String>> {
+        let ports = Ports::of(self.links.iter().filter_map(|(_, link)| match link {
+            transport::Link::Rdma(link) => Some(&**link),
             _ => None,
-        })?;
+        }))?;
         let other = self.links.iter().find_map(|(end, link)| match (end, link) {
             (End::Core(core), transport::Link::Tcp(_)) => Some((core, "TCP")),
             (End::Core(core), transport::Link::Shm(_)) => Some((core, "shared memory")),
             _ => None,
         });
         let no = |(core, by): (&CoreId, &str)| format!("{core} is reached over {by}");
-        Some(other.map_or(Ok(rails), |other| Err(no(other))))
+        Some(other.map_or(Ok(ports), |other| Err(no(other))))
     }
 
     /// The ranks that reduce with this one, and itself, below the PCIe switches of their host.

@@ -13,6 +13,8 @@ const NOT_READY: u32 = 600;
 const NOT_SUPPORTED: u32 = 801;
 
 static INITIALIZED: AtomicBool = AtomicBool::new(false);
+/// What devices have written may be read once.
+static FLUSHED: AtomicBool = AtomicBool::new(false);
 
 /// Writes what a function returns through a pointer.
 pub fn put<T>(at: *mut T, value: T) -> Result<(), u32> {
@@ -200,12 +202,6 @@ cuda! {
             _ => return Err(INVALID_VALUE),
         })
     }
-    fn cuPointerSetAttribute(value: *const u32, attribute: c_uint, address: u64) {
-        device::current()?;
-        // CU_POINTER_ATTRIBUTE_SYNC_MEMOPS.
-        let known = attribute == 6 && !value.is_null() && memory::holds(address, 1);
-        known.then_some(()).ok_or(INVALID_VALUE)
-    }
     fn cuMemGetHandleForAddressRange(
         handle: *mut c_int, address: u64, bytes: usize, kind: c_uint, flags: u64
     ) {
@@ -218,12 +214,15 @@ cuda! {
         if settings().dma_buf == 0 {
             return Err(NOT_SUPPORTED);
         }
-        put(handle, memory::export().ok_or(INVALID_VALUE)?)
+        put(handle, memory::export(address)?)
     }
     fn cuFlushGPUDirectRDMAWrites(target: c_uint, scope: c_uint) {
         device::current()?;
         match (target, scope, settings().dma_buf) {
-            (0, 100 | 200, 2) => Ok(()),
+            (0, 100 | 200, 2) => {
+                FLUSHED.store(true, Ordering::Release);
+                Ok(())
+            }
             (0, 100 | 200, _) => Err(NOT_SUPPORTED),
             _ => Err(INVALID_VALUE),
         }
@@ -248,7 +247,14 @@ fn enqueue_copy(
     let device = device::current()?;
     let stream = stream::stream(handle)?;
     let pageable = host.is_some_and(|host| !memory::is_registered(host, bytes));
-    if stream.device != device || to == 0 || from == 0 || pageable && settings().pinned_only {
+    let is_host = host.is_none_or(|host| !memory::holds(host as u64, 1));
+    let is_known = stream.device == device && to != 0 && from != 0 && is_host;
+    if !is_known || pageable && settings().pinned_only {
+        return Err(INVALID_VALUE);
+    }
+    // What a device has written can only be read behind a flush, if that is how this GPU is.
+    let is_out_of_order = settings().dma_buf == 2 && memory::is_exported(from as u64);
+    if is_out_of_order && !FLUSHED.swap(false, Ordering::AcqRel) {
         return Err(INVALID_VALUE);
     }
     stream.push(Box::new(move || memory::copy(to, from, bytes)));

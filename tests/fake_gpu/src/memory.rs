@@ -2,8 +2,10 @@
 //! host's memory are registered.
 
 use crate::device::INVALID_VALUE;
-use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap, mmap_anonymous, mprotect, munmap};
 use std::collections::BTreeMap;
+use std::os::fd::IntoRawFd;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};
 
@@ -16,8 +18,30 @@ const PAGE: usize = 4096;
 /// Memory of each fake GPU.
 pub const TOTAL: usize = 16 << 30;
 
-/// What an allocation was mapped as: address and length, guards included, and its own length.
-static ALLOCATED: Mutex<BTreeMap<usize, (usize, usize, usize)>> = Mutex::new(BTreeMap::new());
+/// What is exported has whole ones of these, and has a second mapping from the start.
+const GRANULE: usize = 2 << 20;
+
+/// An allocation. Its address is that of the user's bytes.
+struct Allocation {
+    /// The mapping with its guards.
+    outer: usize,
+    length: usize,
+    bytes: usize,
+    /// The same bytes once more, where the GPU works on what it has exported: the user's mapping is
+    /// closed then, so that a processor that reads or writes there ends the process. Devices know
+    /// the pages by then.
+    again: Option<usize>,
+    state: State,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum State {
+    Open,
+    Exported,
+    Closed,
+}
+
+static ALLOCATED: Mutex<BTreeMap<usize, Allocation>> = Mutex::new(BTreeMap::new());
 /// Length of each registered range, by address.
 static REGISTERED: Mutex<BTreeMap<usize, usize>> = Mutex::new(BTreeMap::new());
 
@@ -31,7 +55,7 @@ pub fn allocate(bytes: usize) -> Result<u64, u32> {
         return Err(INVALID_VALUE);
     }
     let mut allocated = locked(&ALLOCATED);
-    let taken: usize = allocated.values().map(|(_, _, bytes)| bytes).sum();
+    let taken: usize = allocated.values().map(|one| one.bytes).sum();
     let rounded = bytes.checked_next_multiple_of(ALIGNMENT).ok_or(OUT_OF_MEMORY)?;
     if rounded > TOTAL - taken {
         return Err(OUT_OF_MEMORY);
@@ -48,41 +72,98 @@ pub fn allocate(bytes: usize) -> Result<u64, u32> {
         // SAFETY: as above; nobody knows the page yet.
         unsafe { mprotect(page, PAGE, MprotectFlags::empty()) }.map_err(|_| OUT_OF_MEMORY)?;
     }
+    let again = match inner % GRANULE {
+        0 => Some(map_twice(outer.wrapping_add(PAGE), inner)?),
+        _ => None,
+    };
     // What memory of a GPU holds at first is nobody's promise, so it is not zero here.
     // SAFETY: this is the mapping without its guards.
     unsafe { outer.add(PAGE).write_bytes(0xa5, inner) };
     let address = outer.expose_provenance() + PAGE + inner - rounded;
-    allocated.insert(address, (outer.expose_provenance(), length, rounded));
+    let (outer, state) = (outer.expose_provenance(), State::Open);
+    allocated.insert(address, Allocation { outer, length, bytes: rounded, again, state });
     Ok(address as u64)
 }
 
+/// Puts pages there that are mapped at another address as well, and says at which.
+fn map_twice(at: *mut u8, bytes: usize) -> Result<usize, u32> {
+    let pages = memfd_create("memory of a fake GPU", MemfdFlags::CLOEXEC);
+    let pages = pages.map_err(|_| OUT_OF_MEMORY)?;
+    ftruncate(&pages, bytes as u64).map_err(|_| OUT_OF_MEMORY)?;
+    let map = |at: *mut u8, flags| {
+        let read_write = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: the first lies within the mapping that `allocate` has just made, the second is
+        // where the kernel chooses.
+        unsafe { mmap(at.cast(), bytes, read_write, MapFlags::SHARED | flags, &pages, 0) }
+    };
+    map(at, MapFlags::FIXED).map_err(|_| OUT_OF_MEMORY)?;
+    let again = map(std::ptr::null_mut(), MapFlags::empty()).map_err(|_| OUT_OF_MEMORY)?;
+    Ok(again.expose_provenance())
+}
+
 pub fn free(address: u64) -> Result<(), u32> {
-    let taken = locked(&ALLOCATED).remove(&(address as usize));
-    let (outer, length, _) = taken.ok_or(INVALID_VALUE)?;
-    let outer = std::ptr::with_exposed_provenance_mut(outer);
-    // SAFETY: `allocate` mapped this range, and it was just taken from the list.
-    unsafe { munmap(outer, length) }.map_err(|_| INVALID_VALUE)
+    let taken = locked(&ALLOCATED).remove(&(address as usize)).ok_or(INVALID_VALUE)?;
+    let second = taken.again.map(|again| (again, taken.bytes));
+    for (start, length) in [(taken.outer, taken.length)].into_iter().chain(second) {
+        let start = std::ptr::with_exposed_provenance_mut(start);
+        // SAFETY: `allocate` mapped this range, and it was just taken from the list.
+        unsafe { munmap(start, length) }.map_err(|_| INVALID_VALUE)?;
+    }
+    Ok(())
+}
+
+/// The allocation that has this address, with its own.
+fn of(
+    allocated: &mut BTreeMap<usize, Allocation>,
+    address: usize,
+) -> Option<(usize, &mut Allocation)> {
+    let (start, one) = allocated.range_mut(..=address).next_back()?;
+    (address < start + one.bytes).then_some((*start, one))
 }
 
 /// Whether this range lies in one allocation.
 pub fn holds(address: u64, bytes: usize) -> bool {
-    let (address, allocated) = (address as usize, locked(&ALLOCATED));
-    let before = allocated.range(..=address).next_back();
-    before.is_some_and(|(start, (_, _, length))| {
-        address.checked_add(bytes).is_some_and(|end| end <= start + length)
+    let (address, mut allocated) = (address as usize, locked(&ALLOCATED));
+    of(&mut allocated, address).is_some_and(|(start, one)| {
+        address.checked_add(bytes).is_some_and(|end| end <= start + one.bytes)
     })
 }
 
-/// A descriptor that stands for memory, and is good for nothing else.
-pub fn export() -> Option<i32> {
-    let name = "memory of a fake GPU";
-    let made = rustix::fs::memfd_create(name, rustix::fs::MemfdFlags::CLOEXEC).ok()?;
-    Some(std::os::fd::IntoRawFd::into_raw_fd(made))
+/// Whether this address is of exported memory.
+pub fn is_exported(address: u64) -> bool {
+    let found = of(&mut locked(&ALLOCATED), address as usize).map(|(_, one)| one.state);
+    found.is_some_and(|state| state != State::Open)
+}
+
+/// A descriptor that stands for an allocation, and is good for nothing else.
+pub fn export(address: u64) -> Result<i32, u32> {
+    let mut allocated = locked(&ALLOCATED);
+    let (_, one) = of(&mut allocated, address as usize).ok_or(INVALID_VALUE)?;
+    one.again.ok_or(INVALID_VALUE)?;
+    let made = memfd_create("export of a fake GPU", MemfdFlags::CLOEXEC);
+    one.state = State::Exported;
+    Ok(made.map_err(|_| OUT_OF_MEMORY)?.into_raw_fd())
+}
+
+/// Where the GPU works on this address. The first time that it does so on exported memory, the
+/// user's mapping is closed.
+fn inside(address: usize) -> usize {
+    let mut allocated = locked(&ALLOCATED);
+    let Some((start, one)) = of(&mut allocated, address) else { return address };
+    let Some(again) = one.again.filter(|_| one.state != State::Open) else { return address };
+    if one.state == State::Exported {
+        let at = std::ptr::with_exposed_provenance_mut(start);
+        // SAFETY: the range is this allocation's own, and who uses it from now on is to fail.
+        let closed = unsafe { mprotect(at, one.bytes, MprotectFlags::empty()) };
+        closed.expect("exported memory begins at a page");
+        one.state = State::Closed;
+    }
+    again + (address - start)
 }
 
 /// Bytes that are not allocated.
 pub fn free_bytes() -> usize {
-    TOTAL - locked(&ALLOCATED).values().map(|(_, _, bytes)| bytes).sum::<usize>()
+    TOTAL - locked(&ALLOCATED).values().map(|one| one.bytes).sum::<usize>()
 }
 
 pub fn register(address: usize, bytes: usize) -> Result<(), u32> {
@@ -118,7 +199,8 @@ pub fn write_word(address: usize, value: u32) {
 
 /// Copies `bytes` bytes, wherever they are.
 pub fn copy(to: usize, from: usize, bytes: usize) {
-    let to: *mut u8 = std::ptr::with_exposed_provenance_mut(to);
+    let to: *mut u8 = std::ptr::with_exposed_provenance_mut(inside(to));
+    let from: *const u8 = std::ptr::with_exposed_provenance(inside(from));
     // SAFETY: who enqueued the copy promised that both ranges are there until it is done.
-    unsafe { std::ptr::copy(std::ptr::with_exposed_provenance(from), to, bytes) };
+    unsafe { std::ptr::copy(from, to, bytes) };
 }

@@ -397,7 +397,8 @@ fn what_soft_roce_lacks_is_refused_with_a_reason() {
     assert!(rails.description().contains("copied: no paging on demand"), "{}", rails.description());
     let buffer = std::fs::File::open("/dev/zero").unwrap();
     let base = std::ptr::without_provenance_mut(1 << 40);
-    let refused = GpuMemory::register(&rails, buffer.as_fd(), 0, (base, 1 << 16), false);
+    let ports = rdma::Ports::all(&rails);
+    let refused = GpuMemory::register(&ports, buffer.as_fd(), (base, 1 << 16), false, ());
     let refused = refused.err().unwrap();
     eprintln!("{refused}");
     assert!(matches!(refused, RdmaError::DmaBuf { .. }), "{refused}");

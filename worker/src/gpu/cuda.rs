@@ -58,7 +58,6 @@ table! {
         cuGetErrorName: fn(c_uint, *mut *const c_char) -> c_uint;
         cuGetErrorString: fn(c_uint, *mut *const c_char) -> c_uint;
         cuDeviceGetAttribute: fn(*mut c_int, c_uint, CUdevice) -> c_uint;
-        cuPointerSetAttribute: fn(*const c_void, c_uint, CUdeviceptr) -> c_uint;
         cuMemGetHandleForAddressRange: fn(*mut c_void, CUdeviceptr, usize, c_uint, u64) -> c_uint;
         cuFlushGPUDirectRDMAWrites: fn(c_uint, c_uint) -> c_uint;
     }

@@ -6,36 +6,41 @@
 //! 100 Gbit/s takes; but a registration outlives what a framework's allocator does with the memory.
 //!
 //! Invariant: nothing relies on a device before a trial has shown that bytes come where they
-//! belong, and no slower than by the memory of the host.
+//! belong and, unless it is demanded, not much slower than by the memory of the host.
 
 use super::{Device, Event, GpuError, Stream};
 use crate::job::Job;
 use bps_engine::config::{Config, GpuDirect};
 use bps_engine::trace::log;
-use bps_engine::transport::rdma::{self, Rails, Speeds};
+use bps_engine::transport::rdma::{self, Ports, Speeds};
+use cudarc::driver::sys::{
+    CUGPUDirectRDMAWritesOrdering as Ordering, CUdevice_attribute as Attribute,
+    CUflushGPUDirectRDMAWritesOptions as FlushOption,
+    CUflushGPUDirectRDMAWritesScope as FlushScope, CUflushGPUDirectRDMAWritesTarget as FlushTarget,
+    CUmemRangeHandleType as RangeHandle,
+};
 use std::ffi::{c_int, c_void};
 use std::os::fd::{AsFd, FromRawFd, OwnedFd};
+use std::sync::Arc;
 use std::time::Duration;
 
-/// `CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS` and what it may have:
-/// `CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST`.
-const FLUSH_OPTIONS: u32 = 117;
-const FLUSH_BY_HOST: c_int = 1;
-/// `CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING`, and from where on work that is enqueued
-/// after a write was seen to be over sees it: `CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER`.
-const WRITES_ORDERING: u32 = 118;
-const ORDERED: c_int = 100;
-/// `CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED`.
-const DMA_BUF_SUPPORTED: u32 = 124;
-/// `CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD`.
-const DMA_BUF: u32 = 1;
-/// `CU_POINTER_ATTRIBUTE_SYNC_MEMOPS`.
-const SYNC_MEMOPS: u32 = 6;
-/// `CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX` and
-/// `CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER`.
-const FLUSH_TARGET: u32 = 0;
-const FLUSH_TO_OWNER: u32 = 100;
-/// What the driver maps at once; what is exported begins and ends there.
+/// Whether what devices write can be flushed, and in which ways.
+const FLUSH_OPTIONS: u32 =
+    Attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS as u32;
+const FLUSH_BY_HOST: c_int =
+    FlushOption::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST as u32 as c_int;
+/// For whom what devices write is in order with what is enqueued after it was seen to be over; the
+/// larger, the more: nobody, the GPU itself, all GPUs.
+const WRITES_ORDERING: u32 = Attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING as u32;
+const ORDERED: c_int = Ordering::CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER as u32 as c_int;
+/// Whether memory is exported as dma-buf.
+const DMA_BUF_SUPPORTED: u32 = Attribute::CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED as u32;
+const DMA_BUF: u32 = RangeHandle::CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD as u32;
+/// What is flushed, and for whom.
+const FLUSH_TARGET: u32 = FlushTarget::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX as u32;
+const FLUSH_TO_OWNER: u32 = FlushScope::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER as u32;
+/// What is exported must begin at a page and be whole pages. Drivers map memory in such pieces, and
+/// an allocation of whole ones begins with one.
 const GRANULE: usize = 2 << 20;
 /// Bytes that a trial moves at once, at most.
 const TRIAL_BYTES: usize = 512 << 10;
@@ -62,16 +67,7 @@ impl DeviceMemory {
     fn export(&self, bytes: usize) -> Result<OwnedFd, GpuError> {
         let mut fd: c_int = -1;
         self.device.with_context(|cuda| {
-            let (yes, bytes) = (1u32, bytes.next_multiple_of(GRANULE));
-            // SAFETY: it reads a number of the size that this attribute has; the memory is ours.
-            let code = unsafe {
-                (cuda.call.cuPointerSetAttribute)(
-                    (&raw const yes).cast(),
-                    SYNC_MEMOPS,
-                    self.address,
-                )
-            };
-            cuda.check("cuPointerSetAttribute", code)?;
+            let bytes = bytes.next_multiple_of(GRANULE);
             let export = cuda.call.cuMemGetHandleForAddressRange;
             // SAFETY: it writes one descriptor; the range is what was allocated.
             let code =
@@ -106,38 +102,42 @@ impl DeviceMemory {
 
     fn copy(&self, copy: impl FnOnce(&Stream) -> Result<(), GpuError>) -> Result<(), GpuError> {
         let (stream, done) = (Stream::new(&self.device)?, Event::new(&self.device)?);
-        self.device.with_context(|_| copy(&stream).and_then(|()| done.record(&stream)))?;
-        done.wait(PATIENCE)
+        self.device.with_context(|_| {
+            copy(&stream)?;
+            done.record(&stream)?;
+            done.wait(PATIENCE)
+        })
     }
 }
 
 impl Drop for DeviceMemory {
     fn drop(&mut self) {
-        // SAFETY: allocated by `new`. No device has it registered any more, and the GPU is done
-        // with it, or this is leaked (`Pipeline::end`).
+        // SAFETY: allocated by `new`. No device has it registered any more, since registrations
+        // hold it, and the GPU is done with it, or this is leaked (`Pipeline::end`).
         let _ = unsafe { self.device.free(self.address) };
     }
 }
 
 /// A pool of slots in the memory of the GPU.
 pub(super) struct GpuSlots {
-    /// For the NIC loop, which has it unregistered before the pipeline lets the memory go.
+    /// For the NIC loop; it holds the memory as well.
     pub(super) registered: Option<rdma::GpuMemory>,
-    memory: DeviceMemory,
+    memory: Arc<DeviceMemory>,
 }
 
 impl GpuSlots {
     fn new(
         device: &Device,
-        rails: &Rails,
+        ports: &Ports,
         bytes: usize,
         is_for_landing: bool,
     ) -> Result<GpuSlots, String> {
         let memory = DeviceMemory::new(device, bytes).map_err(|error| error.to_string())?;
+        let memory = Arc::new(memory);
         let buffer = memory.export(bytes).map_err(|error| error.to_string())?;
-        let at = (memory.pointer(), bytes);
-        let registered = rdma::GpuMemory::register(rails, buffer.as_fd(), 0, at, is_for_landing);
-        Ok(GpuSlots { memory, registered: Some(registered.map_err(|error| error.to_string())?) })
+        let (at, kept) = ((memory.pointer(), bytes), Arc::clone(&memory));
+        let registered = rdma::GpuMemory::register(ports, buffer.as_fd(), at, is_for_landing, kept);
+        Ok(GpuSlots { registered: Some(registered.map_err(|error| error.to_string())?), memory })
     }
 
     /// The first byte, which no processor can follow.
@@ -168,17 +168,17 @@ impl Direct {
         config: &Config,
         bytes: usize,
     ) -> Result<Direct, GpuError> {
-        let (is_demanded, rails) = match (config.gpudirect, job.rails()) {
+        let (is_demanded, ports) = match (config.gpudirect, job.take_ports()) {
             (GpuDirect::None, _) | (GpuDirect::Auto, None) => return Ok(Direct::default()),
-            (GpuDirect::Auto, Some(rails)) => (false, rails),
-            (GpuDirect::Demand, Some(rails)) => (true, rails),
+            (GpuDirect::Auto, Some(ports)) => (false, ports),
+            (GpuDirect::Demand, Some(ports)) => (true, ports),
             (GpuDirect::Demand, None) => {
                 let why = "this rank has no RDMA lane to a server".into();
                 return Err(GpuError::Direct { ordinal: device.ordinal(), why });
             }
         };
-        let found = possible(job, config).and_then(|()| rails.clone()).and_then(|rails| {
-            let (mut direct, speeds) = Direct::try_all(device, &rails, bytes)?;
+        let found = possible(job, config).and(ports).and_then(|ports| {
+            let (mut direct, speeds) = Direct::try_all(device, &ports, bytes)?;
             if !is_demanded {
                 direct.keep_fast(&speeds)?;
             }
@@ -204,7 +204,7 @@ impl Direct {
     /// Slots for both ways, and what every port made of them.
     fn try_all(
         device: &Device,
-        rails: &Rails,
+        ports: &Ports,
         bytes: usize,
     ) -> Result<(Direct, Vec<Speeds>), String> {
         let text = |error: GpuError| error.to_string();
@@ -220,23 +220,26 @@ impl Direct {
                 "the GPU neither orders what devices write to it nor lets it be flushed".into()
             );
         }
-        let slots = |is_for_landing| GpuSlots::new(device, rails, bytes, is_for_landing);
+        let slots = |is_for_landing| GpuSlots::new(device, ports, bytes, is_for_landing);
         let (sends, answers) = (slots(false)?, slots(true)?);
         let pattern = pattern(TRIAL_BYTES.min(bytes));
         sends.memory.put(&pattern).map_err(text)?;
         let mut speeds = Vec::new();
-        for port in 0..rails.len() {
+        for port in ports.used() {
             answers.memory.put(&vec![0; pattern.len()]).map_err(text)?;
             let (Some(from), Some(to)) = (&sends.registered, &answers.registered) else {
                 unreachable!("they have just been registered");
             };
-            let tried = rdma::try_gpu(rails, port, (from, to), &pattern);
+            let tried = rdma::try_gpu(ports, *port, (from, to), &pattern);
             let tried = tried.map_err(|error| error.to_string())?;
             if must_flush {
                 device.with_context(|_| flush(device)).map_err(text)?;
             }
             if answers.memory.get(tried.bytes).map_err(text)? != pattern[..tried.bytes] {
-                return Err(format!("what {} writes to the GPU does not come there", tried.port));
+                return Err(format!(
+                    "other bytes come from the host to the GPU than {} was told to write",
+                    tried.port
+                ));
             }
             speeds.push(tried);
         }
@@ -245,10 +248,13 @@ impl Direct {
 
     /// Gives back what is slower than by the host's memory.
     fn keep_fast(&mut self, speeds: &[Speeds]) -> Result<(), String> {
-        let (reads, writes) = fast(speeds);
-        self.sends = self.sends.take().filter(|_| reads);
-        self.answers = self.answers.take().filter(|_| writes);
-        if reads || writes { Ok(()) } else { Err(format!("it is slower ({})", words(speeds))) }
+        let fast = Fast::of(speeds);
+        self.sends = self.sends.take().filter(|_| fast.to_send);
+        self.answers = self.answers.take().filter(|_| fast.to_land);
+        match fast.to_send || fast.to_land {
+            true => Ok(()),
+            false => Err(format!("it is slower ({})", words(speeds))),
+        }
     }
 
     /// What is printed of it.
@@ -285,12 +291,22 @@ fn possible(job: &Job, config: &Config) -> Result<(), String> {
     Ok(())
 }
 
-/// Whether every port reads the GPU's memory about as fast as the host's, and writes it so.
-fn fast(speeds: &[Speeds]) -> (bool, bool) {
-    let all = |speed: fn(&Speeds) -> f64| {
-        speeds.iter().all(|tried| speed(tried) >= SHARE_MIN * tried.host)
-    };
-    (all(|tried| tried.reads), all(|tried| tried.writes))
+/// What every port does about as fast as with the host's memory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Fast {
+    /// To read the GPU's.
+    to_send: bool,
+    /// To write it.
+    to_land: bool,
+}
+
+impl Fast {
+    fn of(speeds: &[Speeds]) -> Fast {
+        let all = |speed: fn(&Speeds) -> f64| {
+            speeds.iter().all(|tried| speed(tried) >= SHARE_MIN * tried.host)
+        };
+        Fast { to_send: all(|tried| tried.reads), to_land: all(|tried| tried.writes) }
+    }
 }
 
 fn flush(device: &Device) -> Result<(), GpuError> {
@@ -336,9 +352,11 @@ mod tests {
     fn a_way_is_used_if_it_is_fast_at_every_port_and_the_line_has_all_speeds() {
         let (good, one_way) = (speeds(10e9, 9.1e9, 10.2e9), speeds(10e9, 1e9, 9.9e9));
         let slow = speeds(10e9, 11e9, 7.4e9);
-        assert_eq!(fast(std::slice::from_ref(&good)), (true, true));
-        assert_eq!(fast(&[good.clone(), one_way.clone()]), (false, true));
-        assert_eq!(fast(&[one_way.clone(), slow]), (false, false));
+        let fast = |to_send, to_land| Fast { to_send, to_land };
+        assert_eq!(Fast::of(std::slice::from_ref(&good)), fast(true, true));
+        assert_eq!(Fast::of(&[good.clone(), one_way.clone()]), fast(false, true));
+        assert_eq!(Fast::of(&[good.clone(), slow.clone()]), fast(true, false));
+        assert_eq!(Fast::of(&[one_way.clone(), slow]), fast(false, false));
         assert_eq!(
             words(&[good, one_way]),
             "mlx5_0 port 1: reads it at 9.10 GB/s, writes it at 10.20, and the host's memory at \

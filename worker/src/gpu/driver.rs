@@ -6,7 +6,7 @@
 //! others put the context in place for themselves and leave the thread as it was.
 //!
 //! Invariants: a handle is destroyed once, by the value that owns it, and while its context is
-//! held; nothing here waits for a GPU but [`Event::wait`], which has a limit.
+//! held; nothing here waits for a GPU but [`Event::wait`], which has a limit, and [`Device::free`].
 
 use super::cuda::Cuda;
 use super::{GpuError, error};

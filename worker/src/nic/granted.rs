@@ -1,10 +1,10 @@
 //! Slots that RDMA devices reach: contributions are sent from where they lie, and a server's device
 //! writes results straight into the slots that were granted to it.
 //!
-//! Invariant: a granted slot is nobody else's until its result has come or its lane has ended,
-//! whatever becomes of the round meanwhile. At most half of the slots are granted, so that a result
-//! that comes another way always finds one: what a granted slot waits for may be another rank.
-//! Slots in the GPU's memory serve nothing else, and all of them are granted.
+//! Invariant: a granted slot is nobody else's until its result has come, here or another way, or
+//! its lane has ended, whatever becomes of the round meanwhile. At most half of the slots are
+//! granted, so that a result that comes another way always finds one: what a granted slot waits for
+//! may be another rank. Slots in the GPU's memory serve nothing else, and all of them may be.
 
 use super::staged::{Pool, Slot, SlotMemory};
 use super::{LaneId, Nic, Operation, RunPart, Stage};
@@ -56,7 +56,7 @@ impl Nic {
             })
         };
         if let Err(error) = registered {
-            log::warning!("what passes between slots of the GPU and RDMA lanes is copied: {error}");
+            log::warning!("what passes between pinned slots and RDMA lanes is copied: {error}");
         }
     }
 

@@ -77,7 +77,8 @@ pub struct SlotMemory {
     pub gpu_to_land: Option<GpuMemory>,
 }
 
-// SAFETY: an address alone; what holds for slots holds for all of them.
+// SAFETY: addresses, of which what holds for slots holds, and registrations, which any thread may
+// have.
 unsafe impl Send for SlotMemory {}
 
 /// What ranks of a host say to each other about tensors on GPUs.

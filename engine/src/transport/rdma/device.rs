@@ -191,7 +191,13 @@ impl Rail {
             // SAFETY: as above.
             unsafe { (self.verbs.ack_async_event)(&raw mut event) };
             let of = match event.event_type {
-                ffi::EVENT_CQ_ERR | ffi::EVENT_DEVICE_FATAL => None,
+                ffi::EVENT_DEVICE_FATAL => None,
+                // That of a trial has no lanes.
+                ffi::EVENT_CQ_ERR
+                    if [&self.sent, &self.received].map(Queue::as_ptr).contains(&event.cq()) =>
+                {
+                    None
+                }
                 ffi::EVENT_PORT_ERR if event.port() == self.port.number => None,
                 ffi::EVENT_QP_FATAL | ffi::EVENT_QP_REQ_ERR | ffi::EVENT_QP_ACCESS_ERR => {
                     Some(event.qp().addr())
@@ -312,13 +318,6 @@ impl Rails {
     #[must_use]
     pub fn counters(&self) -> &Counters {
         &self.counters
-    }
-
-    /// How many ports these are.
-    #[must_use]
-    #[allow(clippy::len_without_is_empty, reason = "there is always one")]
-    pub fn len(&self) -> usize {
-        self.rails.len()
     }
 
     pub(super) fn all(&self) -> &[Arc<Rail>] {

@@ -62,10 +62,10 @@ pub enum RdmaError {
         /// What the kernel said.
         source: io::Error,
     },
-    /// Memory of a GPU can't be sent from in place.
+    /// Memory of a GPU can't be registered.
     #[error(
         "{port} can't reach memory of a GPU: {source}: its driver must take dma-buf (kernel 5.12, \
-         libibverbs 34), and so must the GPU's; what the GPU has goes through host memory"
+         libibverbs 34)"
     )]
     DmaBuf {
         /// The port.
@@ -73,7 +73,7 @@ pub enum RdmaError {
         /// What the library or the kernel said.
         source: io::Error,
     },
-    /// Memory of a GPU is registered, and other bytes come than are there.
+    /// Memory of a GPU is registered, and a trial fails.
     #[error("{port} does not reach memory of a GPU as it should: {what}")]
     Direct {
         /// The port.

@@ -245,6 +245,11 @@ impl AsyncEvent {
         std::ptr::with_exposed_provenance_mut(usize::try_from(self.element).unwrap_or(0))
     }
 
+    /// The completion queue that the event is of, where it is of one.
+    pub(super) fn cq(&self) -> *mut Cq {
+        std::ptr::with_exposed_provenance_mut(usize::try_from(self.element).unwrap_or(0))
+    }
+
     /// The number of the port that the event is of, where it is of one.
     pub(super) fn port(&self) -> u8 {
         self.element.to_ne_bytes()[0]

@@ -10,8 +10,8 @@
 
 use super::RdmaError;
 use super::device::{Rail, Rails};
-use super::direct::GpuMemory;
 use super::ffi::{self, DeviceAttrEx};
+use super::setup::Ports;
 use crate::limits::ALIGNMENT;
 use std::alloc::Layout;
 use std::ffi::c_int;
@@ -21,8 +21,9 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// A payload of this many bytes or fewer is copied though its memory is registered: one operation
-/// without a second piece is less work for the device, and the memory is free at once.
+/// A payload of this many bytes or fewer is copied though its memory is registered, unless that is
+/// a GPU's: one operation without a second piece is less work for the device, and the memory is
+/// free at once.
 const COPIED_BYTES_MAX: usize = 1024;
 /// Length and rights of a registration of all memory.
 const EVERYTHING: usize = usize::MAX;
@@ -110,13 +111,11 @@ impl Region {
         Ok(Region::of(rail, mr, nowhere, EVERYTHING))
     }
 
-    /// Memory of a GPU, for the device to read or, with that access, peers to write to: `bytes`
-    /// bytes from `offset` of the dma-buf on, which frames name by the GPU's addresses from `base`
-    /// on.
+    /// Memory of a GPU, for the device to read or, with that access, peers to write to: the first
+    /// `bytes` bytes of the dma-buf, which frames name by the GPU's addresses from `base` on.
     pub(super) fn of_gpu(
         rail: &Arc<Rail>,
         buffer: BorrowedFd<'_>,
-        offset: u64,
         (base, bytes): (*mut u8, usize),
         access: c_int,
     ) -> Result<Region, RdmaError> {
@@ -133,7 +132,7 @@ impl Region {
         let (address, fd) = (base.addr() as u64, buffer.as_raw_fd());
         // SAFETY: the kernel holds the buffer by its descriptor as long as it is registered; the
         // address is a name in requests, which no processor follows.
-        let mr = unsafe { call(rail.pd.as_ptr(), offset, bytes, address, fd, access) };
+        let mr = unsafe { call(rail.pd.as_ptr(), 0, bytes, address, fd, access) };
         let mr = NonNull::new(mr).ok_or_else(|| fail(io::Error::last_os_error()))?;
         let mut region = Region::of(rail, mr, base, bytes);
         region.is_device = true;
@@ -234,6 +233,43 @@ pub(super) fn can_page(rail: &Rail) -> Result<(), String> {
     }
 }
 
+/// Memory of a GPU, registered with the ports that lanes use.
+pub struct GpuMemory {
+    // They go before the memory.
+    /// By rail.
+    pub(super) regions: Vec<Option<Region>>,
+    /// Whether peers may write to it where it is granted.
+    pub(super) is_for_landing: bool,
+    rails: Arc<Rails>,
+    memory: Box<dyn Send>,
+}
+
+impl GpuMemory {
+    /// Registers the first `bytes` bytes of this dma-buf, which frames name by the GPU's addresses
+    /// from `base` on: to be sent from, or `is_for_landing`, for peers to write answers to.
+    /// `memory` is what must not end before the registration.
+    ///
+    /// # Errors
+    /// A device or its driver can't; what the GPU has passes host memory then.
+    pub fn register(
+        ports: &Ports,
+        buffer: BorrowedFd<'_>,
+        (base, bytes): (*mut u8, usize),
+        is_for_landing: bool,
+        memory: impl Send + 'static,
+    ) -> Result<GpuMemory, RdmaError> {
+        let access = ffi::ACCESS_LOCAL_WRITE | ffi::ACCESS_REMOTE_WRITE;
+        let access = if is_for_landing { access } else { 0 };
+        let rails = Arc::clone(ports.rails());
+        let over = |(index, rail)| {
+            let is_used = ports.used().contains(&index);
+            is_used.then(|| Region::of_gpu(rail, buffer, (base, bytes), access)).transpose()
+        };
+        let regions = rails.all().iter().enumerate().map(over).collect::<Result<_, _>>()?;
+        Ok(GpuMemory { regions, is_for_landing, rails, memory: Box::new(memory) })
+    }
+}
+
 /// What payloads are sent from and answers written to in place, for each rail of a thread.
 pub(super) struct InPlace {
     rails: Vec<Vec<Region>>,
@@ -241,6 +277,8 @@ pub(super) struct InPlace {
     landing: Vec<Vec<Region>>,
     /// Where each range that was registered in steps begins, and how far it has come.
     ranges: Vec<(usize, usize)>,
+    /// What regions are of that must not end before them.
+    memory: Vec<Box<dyn Send>>,
 }
 
 impl InPlace {
@@ -249,7 +287,7 @@ impl InPlace {
         let known = |rail| if rails.on_demand { Region::everything(rail).ok() } else { None };
         let landing = rails.all().iter().map(|_| Vec::new()).collect();
         let rails = rails.all().iter().map(|rail| known(rail).into_iter().collect()).collect();
-        InPlace { rails, landing, ranges: Vec::new() }
+        InPlace { rails, landing, ranges: Vec::new(), memory: Vec::new() }
     }
 
     /// Registers what of the first `bytes` bytes from `base` on no earlier call has.
@@ -306,6 +344,7 @@ impl InPlace {
     pub(super) fn clear(&mut self) {
         self.rails.iter_mut().chain(&mut self.landing).for_each(Vec::clear);
         self.ranges.clear();
+        self.memory.clear();
     }
 
     /// The key by which a peer writes an answer to this memory over this rail, if it may and the
@@ -316,12 +355,14 @@ impl InPlace {
         (length > COPIED_BYTES_MAX).then(|| region.rkey())
     }
 
-    /// Takes memory of a GPU, which is registered with all rails.
-    pub(super) fn add_gpu(&mut self, memory: GpuMemory) {
+    /// Takes memory of a GPU that is registered with these rails.
+    pub(super) fn add_gpu(&mut self, rails: &Arc<Rails>, memory: GpuMemory) {
+        assert!(Arc::ptr_eq(rails, &memory.rails), "it is registered with other rails");
         let known = if memory.is_for_landing { &mut self.landing } else { &mut self.rails };
         for (known, region) in known.iter_mut().zip(memory.regions) {
-            known.push(region);
+            known.extend(region);
         }
+        self.memory.push(memory.memory);
     }
 
     /// The key by which a payload is sent from where it lies over this rail, if it is to be.

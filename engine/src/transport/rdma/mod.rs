@@ -8,7 +8,7 @@
 //! | `device.rs` | opened devices, queue pairs |
 //! | `completions.rs` | queues of completions |
 //! | `memory.rs` | registered memory |
-//! | `direct.rs` | memory of GPUs, and whether devices reach it |
+//! | `trial.rs` | whether devices reach memory of GPUs |
 //! | `setup.rs` | what two ends tell each other over a stream, and whether they reach each other |
 //! | `grants.rs` | memory that a peer may write answers to, without a device |
 //! | `flow.rs` | space, credit and completions of a lane, without a device |
@@ -28,7 +28,6 @@
 mod chain;
 mod completions;
 mod device;
-mod direct;
 mod error;
 mod ffi;
 mod flow;
@@ -39,16 +38,18 @@ mod ports;
 mod setup;
 #[cfg(test)]
 mod tests;
+mod trial;
 
 pub use device::{Counters, Rails};
-pub use direct::{GpuMemory, Speeds, try_gpu};
 pub use error::RdmaError;
 pub(super) use error::{event_text, status_text};
 pub use ffi::{constants, layouts};
+pub use memory::GpuMemory;
 #[doc(hidden)]
 pub use memory::emulate_gpu_memory;
 pub use ports::Port;
-pub use setup::{RdmaLink, RdmaOptions, accept, connect};
+pub use setup::{Ports, RdmaLink, RdmaOptions, accept, connect};
+pub use trial::{Speeds, try_gpu};
 
 use super::{Answer, Cause, Driver, Event, Frame, Full, Landing, LaneId, Link, Room, Waker};
 
@@ -192,13 +193,15 @@ impl Rdma {
     /// Takes memory of a GPU that was registered with the rails of this driver: payloads in it are
     /// sent from where they lie, however short, or answers land in it.
     ///
+    /// # Panics
+    /// It was registered with other rails.
+    ///
     /// # Safety
-    /// The GPU's memory stays allocated until [`unregister`](Self::unregister) or the end of this
-    /// driver. No payload is posted that lies in a GPU's memory and not in a range that was given
-    /// to this. What a posted frame grants is left alone until [`Event::Answered`], a header that
-    /// says [`Carried::Declined`](super::Carried::Declined), or `Closed`.
+    /// No payload is posted that lies in a GPU's memory and not in a range that was given to this.
+    /// What a posted frame grants is left alone until [`Event::Answered`], a header that says
+    /// [`Carried::Declined`](super::Carried::Declined), or `Closed`.
     pub unsafe fn take_gpu(&mut self, memory: GpuMemory) {
-        self.in_place.add_gpu(memory);
+        self.in_place.add_gpu(&self.rails, memory);
     }
 
     /// Registers memory that answers may land in: peers may write there, where it is granted. Does

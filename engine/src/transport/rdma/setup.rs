@@ -109,6 +109,12 @@ impl RdmaLink {
         &self.rails
     }
 
+    /// The place of its port among the rails.
+    fn port(&self) -> usize {
+        let is_ours = |rail: &Arc<Rail>| Arc::ptr_eq(rail, self.pair.rail());
+        self.rails.all().iter().position(is_ours).expect("a link is of one of its rails")
+    }
+
     /// Writes to the peer's area, which nothing else does yet. Nobody waits for the completion,
     /// which the thread that polls would take: it is not asked for.
     fn knock(&self) -> Result<(), RdmaError> {
@@ -150,6 +156,46 @@ impl RdmaLink {
             }
             std::thread::sleep(PATH_LOOK);
         }
+    }
+}
+
+/// The ports that the lanes of a thread use, among all that it has opened.
+#[derive(Clone)]
+pub struct Ports {
+    rails: Arc<Rails>,
+    used: Vec<usize>,
+}
+
+impl Ports {
+    /// Those of these links, which are all of one thread; none if there are no links.
+    pub fn of<'a>(links: impl IntoIterator<Item = &'a RdmaLink>) -> Option<Ports> {
+        let mut links = links.into_iter();
+        let first = links.next()?;
+        let (rails, mut used) = (Arc::clone(&first.rails), vec![first.port()]);
+        used.extend(links.map(RdmaLink::port));
+        Some(Ports::new(rails, used))
+    }
+
+    /// All that the thread has opened.
+    #[must_use]
+    pub fn all(rails: &Arc<Rails>) -> Ports {
+        Ports::new(Arc::clone(rails), (0..rails.all().len()).collect())
+    }
+
+    fn new(rails: Arc<Rails>, mut used: Vec<usize>) -> Ports {
+        used.sort_unstable();
+        used.dedup();
+        Ports { rails, used }
+    }
+
+    /// By their places among the rails.
+    #[must_use]
+    pub fn used(&self) -> &[usize] {
+        &self.used
+    }
+
+    pub(super) fn rails(&self) -> &Arc<Rails> {
+        &self.rails
     }
 }
 

@@ -130,6 +130,11 @@ impl Pipeline {
         let host = track.as_ref().map(Track::passed);
         let [up, ready] = [&self.up, &self.ready].map(Track::passed);
         self.trace.look([Some(up), host, Some(ready)], &self.tensors, self.now);
+        // To free memory of the GPU waits for all of its work, also for that of a framework which
+        // waits for a rank that is gone.
+        if error.is_some() || !is_idle {
+            std::mem::forget(std::mem::take(&mut self.direct));
+        }
         let error = error.unwrap_or_else(|| Error::Closed("this worker has shut down".into()));
         while let Some(message) = self.inbox.pop() {
             if let Staged::Push { push, .. } = message {
@@ -144,7 +149,7 @@ impl Pipeline {
         }
         if !is_idle {
             // Something on the GPU may write here yet.
-            std::mem::forget((self.memory, self.direct));
+            std::mem::forget(self.memory);
         }
     }
 }

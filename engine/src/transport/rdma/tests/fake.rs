@@ -45,6 +45,9 @@ struct Pair {
     places: Mutex<VecDeque<u64>>,
 }
 
+/// Offset and address of a dma-buf must be alike within a page.
+const PAGE: u64 = 4096;
+
 /// Address, length and access of a registration.
 type Place = (u64, usize, c_int);
 
@@ -222,13 +225,19 @@ extern "C" fn reg_mr(
 
 extern "C" fn reg_dmabuf_mr(
     pd: *mut ffi::Pd,
-    _: u64,
+    offset: u64,
     length: usize,
     address: u64,
-    _: c_int,
+    fd: c_int,
     access: c_int,
 ) -> *mut ffi::Mr {
-    let errno = fake(pd).dma_buf.load(SeqCst);
+    // SAFETY: it looks whether the number is that of an open descriptor.
+    let is_open = unsafe { libc::fcntl(fd, libc::F_GETFD) } >= 0;
+    let errno = match fake(pd).dma_buf.load(SeqCst) {
+        0 if !is_open => libc::EBADF,
+        0 if offset % PAGE != address % PAGE => libc::EINVAL,
+        errno => errno,
+    };
     if errno != 0 {
         return fail(errno);
     }
@@ -413,6 +422,10 @@ unsafe fn carry_out(pair: &Pair, send: &ffi::SendWr) {
         complete(pair.qp.send_cq, send.wr_id, 10, 0, 0);
         return flush(pair);
     }
+    // SAFETY: the caller's promise.
+    if !unsafe { is_readable(send) } {
+        return complete(pair.qp.send_cq, send.wr_id, 4, 0, 0);
+    }
     let mut at = usize::try_from(send.remote_addr).unwrap();
     let mut bytes = 0;
     for index in 0..usize::try_from(send.num_sge).unwrap() {
@@ -448,4 +461,23 @@ fn is_allowed(send: &ffi::SendWr) -> bool {
             let end = offset.checked_add(bytes);
             access & ffi::ACCESS_REMOTE_WRITE != 0 && end.is_some_and(|end| end <= length as u64)
         })
+}
+
+/// Whether the sender's device may read what is sent by the keys that it names.
+///
+/// # Safety
+/// The list of pieces is as long as it says.
+unsafe fn is_readable(send: &ffi::SendWr) -> bool {
+    let regions = REGIONS.lock().unwrap();
+    (0..usize::try_from(send.num_sge).unwrap()).all(|index| {
+        // SAFETY: the caller's promise.
+        let piece = unsafe { &*send.sg_list.add(index) };
+        let region = regions.as_ref().and_then(|regions| regions.get(&piece.lkey));
+        let is_inline = send.send_flags & ffi::SEND_INLINE != 0;
+        is_inline
+            || region.is_some_and(|&(start, length, _)| {
+                let offset = piece.addr.checked_sub(start);
+                offset.is_some_and(|offset| offset + u64::from(piece.length) <= length as u64)
+            })
+    })
 }

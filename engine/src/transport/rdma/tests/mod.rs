@@ -6,8 +6,8 @@ use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::sync::atomic::Ordering::SeqCst;
 
 mod answers;
-mod direct;
 mod fake;
+mod gpu;
 
 use fake::Fake;
 
@@ -90,13 +90,15 @@ fn faults_of_the_device_end_the_lanes_that_they_are_of() {
         let [mut left, mut right] = pair(&here.rails(false), &there.rails(false));
         let sent = vec![3; 9000];
         assert_eq!(transfer(&mut left, &mut right, sent.as_ptr(), sent.len()), sent);
-        // Another port of the device, another queue pair, and good news end nothing.
+        // Another port of the device, another queue or pair, and good news end nothing.
         here.tell(ffi::EVENT_PORT_ERR, 2);
         here.tell(ffi::EVENT_QP_FATAL, 12345);
+        here.tell(ffi::EVENT_CQ_ERR, 12345);
         here.tell(9, 1);
         assert_eq!(end(&mut left), None, "event {event}");
         let element = match event {
             ffi::EVENT_PORT_ERR => 1,
+            ffi::EVENT_CQ_ERR => left.rails.all()[0].received.as_ptr().addr() as u64,
             _ => left.lane(LANE).unwrap().pair().address() as u64,
         };
         here.tell(event, element);

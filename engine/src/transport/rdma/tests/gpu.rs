@@ -3,30 +3,44 @@
 
 use super::*;
 use std::os::fd::OwnedFd;
+use std::sync::atomic::AtomicI32;
 
 const BYTES: usize = 20_000;
+
+/// As memory of a GPU is exported: from a page on.
+#[repr(align(4096))]
+struct Memory([u8; BYTES]);
 
 /// "Memory of a GPU" with a pattern at its front, and a blank one to land in.
 struct Gpu {
     buffer: OwnedFd,
-    from: Vec<u8>,
-    to: Vec<u8>,
+    from: Box<Memory>,
+    to: Box<Memory>,
 }
 
 impl Gpu {
     fn new() -> Gpu {
         let buffer = std::fs::File::open("/dev/null").unwrap().into();
-        let from = (0..BYTES).map(|at| (at % 241).to_le_bytes()[0]).collect();
-        Gpu { buffer, from, to: vec![0; BYTES] }
+        let pattern = std::array::from_fn(|at| (at % 241).to_le_bytes()[0]);
+        Gpu { buffer, from: Box::new(Memory(pattern)), to: Box::new(Memory([0; BYTES])) }
     }
 
     /// To send from, and to land in.
-    fn register(&self, rails: &Rails) -> Result<[GpuMemory; 2], RdmaError> {
-        let over = |memory: &Vec<u8>, is_for_landing| {
-            let at = (memory.as_ptr().cast_mut(), BYTES);
-            GpuMemory::register(rails, self.buffer.as_fd(), 0, at, is_for_landing)
+    fn register(&self, rails: &Arc<Rails>) -> Result<[GpuMemory; 2], RdmaError> {
+        let over = |memory: &Memory, is_for_landing| {
+            let at = (memory.0.as_ptr().cast_mut(), BYTES);
+            GpuMemory::register(&Ports::all(rails), self.buffer.as_fd(), at, is_for_landing, ())
         };
         Ok([over(&self.from, false)?, over(&self.to, true)?])
+    }
+}
+
+/// Notes how many registrations live when this ends.
+struct Kept(&'static Fake, Arc<AtomicI32>);
+
+impl Drop for Kept {
+    fn drop(&mut self) {
+        self.1.store(self.0.regions.load(SeqCst), SeqCst);
     }
 }
 
@@ -39,7 +53,7 @@ fn memory_of_a_gpu_is_sent_from_in_place_or_refused_with_a_reason() {
     here.dma_buf.store(libc::EOPNOTSUPP, SeqCst);
     let refused = gpu.register(&left.rails).err().unwrap();
     assert!(matches!(refused, RdmaError::DmaBuf { .. }), "{refused}");
-    assert!(refused.to_string().contains("goes through host memory"), "{refused}");
+    assert!(refused.to_string().contains("must take dma-buf"), "{refused}");
     here.dma_buf.store(0, SeqCst);
     let [from, to] = gpu.register(&left.rails).unwrap();
     drop(to);
@@ -47,8 +61,8 @@ fn memory_of_a_gpu_is_sent_from_in_place_or_refused_with_a_reason() {
     unsafe { left.take_gpu(from) };
     // However short: a processor could not copy it.
     for length in [64, BYTES] {
-        let at = gpu.from.as_ptr();
-        assert_eq!(transfer(&mut left, &mut right, at, length), &gpu.from[..length]);
+        let at = gpu.from.0.as_ptr();
+        assert_eq!(transfer(&mut left, &mut right, at, length), &gpu.from.0[..length]);
     }
     assert_eq!(left.rails.counters().staged_bytes.load(SeqCst), 0);
     assert_eq!(here.regions.load(SeqCst), lanes + 1, "what was let go is no more registered");
@@ -61,18 +75,20 @@ fn a_trial_finds_out_whether_and_how_fast_a_device_reaches_a_gpu() {
     let mut gpu = Gpu::new();
     let [from, to] = gpu.register(&rails).unwrap();
     let regions = here.regions.load(SeqCst);
-    let speeds = try_gpu(&rails, 0, (&from, &to), &gpu.from).unwrap();
+    let speeds = try_gpu(&Ports::all(&rails), 0, (&from, &to), &gpu.from.0).unwrap();
     assert!(speeds.host > 0.0 && speeds.reads > 0.0 && speeds.writes > 0.0, "{speeds:?}");
     assert!(speeds.port.starts_with("trial port 1"), "{speeds:?}");
-    assert!(gpu.to == gpu.from, "the caller can see what the device has written");
+    assert!(gpu.to.0 == gpu.from.0, "the caller can see what the device has written");
     assert_eq!(here.regions.load(SeqCst), regions, "what the trial took is given back");
     // Of what is longer than an operation only the front is tried.
     here.message_bytes.store(5000, SeqCst);
     let short = here.rails(false);
     let [from, to] = gpu.register(&short).unwrap();
-    gpu.to.fill(0);
-    try_gpu(&short, 0, (&from, &to), &gpu.from).unwrap();
-    assert!(gpu.to[..5000] == gpu.from[..5000] && gpu.to[5000..].iter().all(|byte| *byte == 0));
+    gpu.to.0.fill(0);
+    try_gpu(&Ports::all(&short), 0, (&from, &to), &gpu.from.0).unwrap();
+    assert!(
+        gpu.to.0[..5000] == gpu.from.0[..5000] && gpu.to.0[5000..].iter().all(|byte| *byte == 0)
+    );
 }
 
 #[test]
@@ -81,17 +97,21 @@ fn a_trial_that_fails_says_why() {
     let rails = here.rails(false);
     let mut gpu = Gpu::new();
     let [from, to] = gpu.register(&rails).unwrap();
-    let pattern = gpu.from.clone();
-    gpu.from[BYTES - 1] ^= 1;
-    let wrong = try_gpu(&rails, 0, (&from, &to), &pattern).unwrap_err();
+    let pattern = gpu.from.0;
+    gpu.from.0[BYTES - 1] ^= 1;
+    let wrong = try_gpu(&Ports::all(&rails), 0, (&from, &to), &pattern).unwrap_err();
     assert!(matches!(wrong, RdmaError::Direct { .. }), "{wrong}");
-    assert!(wrong.to_string().contains("is not what is there"), "{wrong}");
+    assert!(wrong.to_string().contains("other bytes come from the GPU to the host"), "{wrong}");
     here.sending.store(12, SeqCst);
-    let dead = try_gpu(&rails, 0, (&from, &to), &pattern).unwrap_err();
-    assert!(dead.to_string().contains("no answer after all retries"), "{dead}");
+    let dead = try_gpu(&Ports::all(&rails), 0, (&from, &to), &pattern).unwrap_err();
+    let dead = dead.to_string();
+    assert!(
+        dead.contains("from the host to the host, failed: RDMA status 12: no answer"),
+        "{dead}"
+    );
     here.sending.store(0, SeqCst);
     here.registering.store(libc::ENOMEM, SeqCst);
-    let full = try_gpu(&rails, 0, (&from, &to), &pattern).unwrap_err();
+    let full = try_gpu(&Ports::all(&rails), 0, (&from, &to), &pattern).unwrap_err();
     assert!(matches!(full, RdmaError::Locked { need: BYTES, .. }), "{full}");
     drop((from, to));
     assert_eq!(here.regions.load(SeqCst), 0);
@@ -105,17 +125,17 @@ fn answers_land_in_memory_of_a_gpu_or_give_it_back() {
         let [mut worker, mut server] = pair(&here.rails(false), &there.rails(false));
         let gpu = Gpu::new();
         let [from, to] = gpu.register(&worker.rails).unwrap();
-        let at = gpu.to.as_ptr().cast_mut();
+        let at = gpu.to.0.as_ptr().cast_mut();
         // SAFETY: the memory outlives the drivers.
         unsafe {
-            server.register(NonNull::from(&gpu.from[0]), BYTES).unwrap();
+            server.register(NonNull::from(&gpu.from.0[0]), BYTES).unwrap();
             worker.take_gpu(from);
             worker.take_gpu(to);
         }
         assert!(worker.grants(LANE, at, BYTES));
-        assert!(!worker.grants(LANE, gpu.from.as_ptr().cast_mut(), BYTES), "to send from only");
+        assert!(!worker.grants(LANE, gpu.from.0.as_ptr().cast_mut(), BYTES), "to send from only");
         let answer = Answer::Wanted { at, length: BYTES, token: 9 };
-        let frame = Frame { answer, ..Frame::new([5; 64], gpu.from.as_ptr(), BYTES, 0) };
+        let frame = Frame { answer, ..Frame::new([5; 64], gpu.from.0.as_ptr(), BYTES, 0) };
         worker.post(LANE, &frame).unwrap();
         let (mut events, mut landed, mut ends) = (Vec::new(), vec![0; BYTES], Vec::new());
         for _ in 0..40 {
@@ -125,7 +145,7 @@ fn answers_land_in_memory_of_a_gpu_or_give_it_back() {
                 match event {
                     Event::Answered { token: 9, .. } => ends.push("straight"),
                     Event::Header { carried: Carried::Declined(9), .. } => {
-                        assert!(gpu.to.iter().all(|byte| *byte == 0), "it was left alone");
+                        assert!(gpu.to.0.iter().all(|byte| *byte == 0), "it was left alone");
                         worker.land(LANE, Landing::Into(landed.as_mut_ptr()), BYTES);
                     }
                     Event::Landed { .. } => ends.push("landed"),
@@ -139,14 +159,36 @@ fn answers_land_in_memory_of_a_gpu_or_give_it_back() {
                 if let Event::Header { carried, .. } = event {
                     server.land(LANE, Landing::Into(landed.as_mut_ptr()), BYTES);
                     let answer = Answer::To(carried.grant().unwrap());
-                    let frame = Frame::new([6; 64], gpu.from.as_ptr(), BYTES, 0);
+                    let frame = Frame::new([6; 64], gpu.from.0.as_ptr(), BYTES, 0);
                     server.post(LANE, &Frame { answer, ..frame }).unwrap();
                 }
             }
         }
         let is_straight = message_bytes > 10_000;
         assert_eq!(ends, [if is_straight { "straight" } else { "landed" }], "{name}");
-        assert!(landed == gpu.from, "{name}");
-        assert!(gpu.to == if is_straight { gpu.from.clone() } else { vec![0; BYTES] }, "{name}");
+        assert!(landed == gpu.from.0, "{name}");
+        assert!(gpu.to.0 == if is_straight { gpu.from.0 } else { [0; BYTES] }, "{name}");
     }
+}
+
+#[test]
+fn memory_of_a_gpu_outlives_its_registration() {
+    let (here, there) = (Fake::new("kept"), Fake::new("kept one's peer"));
+    let [mut left, right] = pair(&here.rails(false), &there.rails(false));
+    let gpu = Gpu::new();
+    let at = (gpu.from.0.as_ptr().cast_mut(), BYTES);
+    let lanes = here.regions.load(SeqCst);
+    let ended = Arc::new(AtomicI32::new(-1));
+    let register = |rails: &Arc<Rails>| {
+        let kept = Kept(here, Arc::clone(&ended));
+        GpuMemory::register(&Ports::all(rails), gpu.buffer.as_fd(), at, false, kept).unwrap()
+    };
+    drop(register(&left.rails));
+    assert_eq!(ended.swap(-1, SeqCst), lanes, "by itself");
+    let memory = register(&left.rails);
+    // SAFETY: nothing is posted from there.
+    unsafe { left.take_gpu(memory) };
+    assert_eq!(ended.load(SeqCst), -1);
+    drop((left, right));
+    assert_eq!(ended.load(SeqCst), 0, "with the driver");
 }

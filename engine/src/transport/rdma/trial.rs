@@ -1,5 +1,5 @@
-//! Memory of a GPU that devices reach by themselves (GPUDirect RDMA): registered by its dma-buf
-//! with every port of a thread, and tried before anything relies on it.
+//! Whether, and how fast, the devices of a thread reach memory of a GPU by themselves (GPUDirect
+//! RDMA): tried before anything relies on it.
 //!
 //! Whether a device may reach a GPU is decided by drivers and kernel, and how fast by where both
 //! hang on PCIe: across sockets it can be a tenth of what host memory allows. Neither can be asked
@@ -7,13 +7,13 @@
 //! came is compared.
 
 use super::completions::Queue;
-use super::device::{QueuePair, Rail, Rails, Remote};
+use super::device::{QueuePair, Rail, Remote};
 use super::error::status_text;
 use super::ffi;
-use super::memory::Region;
+use super::memory::{GpuMemory, Region};
+use super::setup::Ports;
 use super::{LOST, RdmaError};
 use std::io;
-use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -22,44 +22,11 @@ const WRITES: usize = 4;
 /// How often each way is timed, in turn with the others; the fastest counts, since all that
 /// disturbs a write makes it slower.
 const ROUNDS: usize = 3;
-/// Most bytes of one write.
-const BYTES_MAX: usize = 1 << 20;
 /// How long the writes of one way may take; a path that answers nothing is given up by the device
 /// before.
 const WITHIN: Duration = Duration::from_secs(2);
 /// What the host's memory holds before the device writes to it.
 const BLANK: u8 = 0;
-
-/// Memory of a GPU, registered with all ports of a thread. What is registered stays with the device
-/// until this ends, also if the GPU's driver has given the memory to somebody else by then.
-pub struct GpuMemory {
-    /// By rail.
-    pub(super) regions: Vec<Region>,
-    /// Whether peers may write to it where it is granted.
-    pub(super) is_for_landing: bool,
-}
-
-impl GpuMemory {
-    /// Registers `bytes` bytes from `offset` of this dma-buf on, which frames name by the GPU's
-    /// addresses from `base` on: to be sent from, or `is_for_landing`, for peers to write answers
-    /// to.
-    ///
-    /// # Errors
-    /// A device or its driver can't; what the GPU has passes host memory then.
-    pub fn register(
-        rails: &Rails,
-        buffer: BorrowedFd<'_>,
-        offset: u64,
-        (base, bytes): (*mut u8, usize),
-        is_for_landing: bool,
-    ) -> Result<GpuMemory, RdmaError> {
-        let access = ffi::ACCESS_LOCAL_WRITE | ffi::ACCESS_REMOTE_WRITE;
-        let access = if is_for_landing { access } else { 0 };
-        let over = |rail| Region::of_gpu(rail, buffer, offset, (base, bytes), access);
-        let regions = rails.all().iter().map(over).collect::<Result<_, _>>()?;
-        Ok(GpuMemory { regions, is_for_landing })
-    }
-}
 
 /// What a port moved by itself; all rates in bytes a second.
 #[derive(Clone, PartialEq, Debug)]
@@ -76,42 +43,49 @@ pub struct Speeds {
     pub writes: f64,
 }
 
-/// Has this port, by its place among `rails`, write `pattern` from the host's memory to it, from
-/// the front of `from`, where it stands already, to the host, and from the host to the front of
-/// `to`. What came to the host is compared here; the caller looks at the GPU.
+/// Has this one of the ports write `pattern` from the host's memory to it, from the front of
+/// `from`, where it stands already, to the host, and from the host to the front of `to`. What came
+/// to the host is compared here; the caller looks at the GPU.
 ///
 /// # Errors
 /// A write fails or is not over in time, or other bytes came than the GPU has.
 pub fn try_gpu(
-    rails: &Rails,
+    ports: &Ports,
     port: usize,
     (from, to): (&GpuMemory, &GpuMemory),
     pattern: &[u8],
 ) -> Result<Speeds, RdmaError> {
+    let rail = &ports.rails().all()[port];
+    let (Some(gpu_from), Some(gpu_to)) = (&from.regions[port], &to.regions[port]) else {
+        panic!("registered with this port");
+    };
     assert!(to.is_for_landing, "nobody may write there");
-    let rail = &rails.all()[port];
-    let bytes = pattern.len().min(BYTES_MAX).min(rail.message_bytes);
+    let bytes = pattern.len().min(rail.message_bytes);
     let (source, target) = (Region::new(rail, bytes, false)?, Region::new(rail, bytes, true)?);
     let around = Loop::new(rail)?;
     let (at_source, at_target) = (source.at(0, bytes), target.at(0, bytes));
     // SAFETY: both regions have so many bytes and are not in use yet.
     unsafe { at_source.copy_from_nonoverlapping(pattern.as_ptr(), bytes) };
+    let fail = |what| RdmaError::Direct { port: rail.port().to_string(), what };
     let mut best = [0f64; 3];
     for _ in 0..ROUNDS {
-        let ways =
-            [(&source, &target), (&from.regions[port], &target), (&source, &to.regions[port])];
-        for (best, (from, to)) in best.iter_mut().zip(ways) {
-            // SAFETY: the device is done with what the last way wrote.
+        let ways = [
+            ("the host to the host", &source, &target),
+            ("the GPU to the host", gpu_from, &target),
+            ("the host to the GPU", &source, gpu_to),
+        ];
+        for (best, (way, from, to)) in best.iter_mut().zip(ways) {
+            // SAFETY: the device is done with what it wrote before.
             unsafe { at_target.write_bytes(BLANK, bytes) };
-            let seconds = around.write(from, to, bytes)?.as_secs_f64();
+            let taken = around.write(from, to, bytes);
+            let seconds = taken
+                .map_err(|why| fail(format!("its write to itself, from {way}, failed: {why}")))?
+                .as_secs_f64();
             *best = best.max((WRITES * bytes) as f64 / seconds.max(1e-9));
             // SAFETY: as above, and the region lives.
             let came = unsafe { std::slice::from_raw_parts(at_target.cast_const(), bytes) };
             if std::ptr::eq(to, &raw const target) && came != &pattern[..bytes] {
-                return Err(RdmaError::Direct {
-                    port: rail.port().to_string(),
-                    what: "what it reads of the GPU's memory is not what is there".into(),
-                });
+                return Err(fail(format!("other bytes come from {way} than are there")));
             }
         }
     }
@@ -162,9 +136,9 @@ impl Loop {
         Ok(Loop { near, _far: far, done })
     }
 
-    /// Writes the front of a region to that of another, several times; how long that took.
-    fn write(&self, from: &Region, to: &Region, bytes: usize) -> Result<Duration, RdmaError> {
-        let rail = &self.done.rail;
+    /// Writes the front of a region to that of another, several times. How long that took, or what
+    /// went wrong.
+    fn write(&self, from: &Region, to: &Region, bytes: usize) -> Result<Duration, String> {
         let length = u32::try_from(bytes).expect("a trial is short");
         let mut piece = ffi::Sge { addr: from.address(), length, lkey: from.lkey() };
         // SAFETY: a request is numbers and raw pointers, for which zeros are valid.
@@ -181,26 +155,22 @@ impl Loop {
             // or, after an error, by the end of the pair, which comes before theirs.
             match unsafe { self.near.post_send(&raw mut request) } {
                 0 => {}
-                errno => {
-                    return Err(rail.error("ibv_post_send", io::Error::from_raw_os_error(errno)));
-                }
+                errno => return Err(io::Error::from_raw_os_error(errno).to_string()),
             }
         }
         // SAFETY: completions are numbers, for which zeros are valid.
         let mut completions: [ffi::Wc; 1] = unsafe { std::mem::zeroed() };
         loop {
-            let status = match self.done.queue.take(rail, &mut completions) {
+            let status = match self.done.queue.take(&self.done.rail, &mut completions) {
                 Ok(0) if begun.elapsed() > WITHIN => {
-                    let why = format!("not over within {} s", WITHIN.as_secs());
-                    return Err(rail.error("a write to itself", io::Error::other(why)));
+                    return Err(format!("it is not over within {} s", WITHIN.as_secs()));
                 }
                 Ok(0) => continue,
                 Ok(_) => completions[0].status,
                 Err(_) => LOST,
             };
             if status != ffi::WC_SUCCESS {
-                let why = io::Error::other(format!("status {status}: {}", status_text(status)));
-                return Err(rail.error("a write to itself", why));
+                return Err(format!("RDMA status {status}: {}", status_text(status)));
             }
             return Ok(begun.elapsed());
         }
