@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 
 import pytest
@@ -531,3 +532,26 @@ def in_the_order_of_the_backward_pass():
 
 def test_in_the_order_of_the_backward_pass(single):
     single.run(in_the_order_of_the_backward_pass)
+
+
+def few_objects_for_the_garbage_collector():
+    layers = 50
+    model = torch.nn.Sequential(*(torch.nn.LayerNorm(4) for _ in range(layers)))
+    optimizer = bps.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+    )
+    watched = []
+    for _ in range(3):
+        gc.collect()
+        before = len(gc.get_objects())
+        model(torch.ones(1, 4)).sum().backward()
+        gc.collect()
+        watched.append((len(gc.get_objects()) - before) / (2 * layers))
+        optimizer.step()
+        optimizer.zero_grad()
+    # Torch's own object for the gradient, the gradient under way, and its push_pull.
+    assert watched[-1] < 3.5, watched
+
+
+def test_few_objects_for_the_garbage_collector(single):
+    single.run(few_objects_for_the_garbage_collector)

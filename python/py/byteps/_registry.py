@@ -49,21 +49,27 @@ class Send(NamedTuple):
 
 
 class _Pending:
-    """Push_pulls that share a handle, and all that must stay alive until they are done.
+    """Push_pulls that share a handle, and the ``memory`` that must stay alive until they are done;
+    then ``finish(memory)`` is their result.
 
     ``on_gpu`` are those of ``natives`` whose results the framework's stream has to wait for, and
     ``stream()`` is that stream.
+
+    A training step makes one for each gradient, and they live as long as it takes: each object
+    that Python's garbage collector watches brings its next full collection nearer, which takes
+    100 ms and more in a process with a framework, while all other ranks wait. So there are few:
+    tuples of numbers are not watched, and functions are shared.
     """
 
     __slots__ = ("finish", "label", "memory", "natives", "on_gpu", "stream")
 
     def __init__(
         self,
-        natives: list[int],
-        on_gpu: list[int],
+        natives: tuple[int, ...],
+        on_gpu: tuple[int, ...],
         label: str,
         memory: Any,
-        finish: Callable[[], Any],
+        finish: Callable[[Any], Any],
         stream: Callable[[], int] | None,
     ) -> None:
         self.natives = natives
@@ -204,12 +210,13 @@ def declare(tensors: Sequence[Tensor]) -> list[int]:
 def start(
     sends: Sequence[Send],
     memory: Any,
-    finish: Callable[[], Any],
+    finish: Callable[[Any], Any],
     stream: Callable[[], int] | None = None,
 ) -> int:
     """Starts to send; returns one handle for all.
 
-    ``memory`` is kept alive until it is done, and ``finish()`` is what :func:`synchronize` returns.
+    ``memory`` is kept alive until it is done, and ``finish(memory)`` is what :func:`synchronize`
+    returns.
     Tensors of a GPU are read after what ``stream()`` says that the framework has enqueued there by
     now, and :func:`synchronize` makes ``stream()`` of then wait for the results, not the host.
     """
@@ -228,13 +235,12 @@ def start(
         label = sends[0].tensor.name if sends else "nothing"
         if len(sends) > 1:
             label += f" and {len(sends) - 1} more"
-        pending = _Pending([], [], label, memory, finish, stream)
+        pending = _Pending((), (), label, memory, finish, stream)
         try:
             if on_gpu and stream:
-                pending.on_gpu += _native.push_pull_gpu(on_gpu, stream())
-                pending.natives += pending.on_gpu
+                pending.natives = pending.on_gpu = tuple(_native.push_pull_gpu(on_gpu, stream()))
             if in_host:
-                pending.natives += _native.push_pull(in_host)
+                pending.natives += tuple(_native.push_pull(in_host))
         except BaseException:
             _abandoned.append(pending)  # What has been started still needs its memory.
             raise
@@ -247,7 +253,7 @@ def start(
 def start_each(
     sends: Sequence[Send],
     memories: Sequence[Any],
-    finishes: Sequence[Callable[[], Any]],
+    finishes: Sequence[Callable[[Any], Any]],
     stream: Callable[[], int] | None,
     place: int | None,
 ) -> list[int]:
@@ -270,9 +276,9 @@ def start_each(
         for handle, native, send, memory, finish in zip(
             handles, natives, sends, memories, finishes, strict=True
         ):
-            own = [native]
+            own = (native,)
             label = send.tensor.name
-            _pending[handle] = _Pending(own, own if on_gpu else [], label, memory, finish, stream)
+            _pending[handle] = _Pending(own, own if on_gpu else (), label, memory, finish, stream)
         return handles
 
 
@@ -328,7 +334,7 @@ def synchronize(handle: int, timeout: float | None = None) -> Any:
             _native.stream_wait(pending.on_gpu, pending.stream())
         del _pending[handle]
         _release(pending)
-    return pending.finish()
+    return pending.finish(pending.memory)
 
 
 def synchronize_all(handles: Iterable[int]) -> list[Any]:
@@ -346,7 +352,7 @@ def synchronize_all(handles: Iterable[int]) -> list[Any]:
             _pending.pop(handle, None)
         for pending in all_pending:
             _release(pending)
-    return [pending.finish() for pending in all_pending]
+    return [pending.finish(pending.memory) for pending in all_pending]
 
 
 def _release(pending: _Pending) -> None:

@@ -11,7 +11,6 @@ into the tensor that was passed; ``_group`` (Horovod's ``grouped_``) takes a lis
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any
@@ -136,7 +135,7 @@ def _start(
         # Autograd cannot see the change; when told, it notices uses of the old values.
         torch.autograd.graph.increment_version([memory.output for memory in memories])
 
-    def finish() -> Any:
+    def finish(memories: Sequence[Memory]) -> Any:
         for memory in memories:
             _gpu.keep_for_current_stream(memory.tensors)
         outputs = [memory.finish() for memory in memories]
@@ -202,24 +201,26 @@ def push_pull_each_inplace(
     are complete.
     """
     what, operation = "push_pull of", "average" if average else "sum"
-    memories = []
-    for tensor, name in zip(tensors, names, strict=True):
+    stream, sends, memories, finishes = None, [], [], []
+    for tensor, name, priority in zip(tensors, names, priorities, strict=True):
         _tensors.check(tensor, what, name)
-        memories.append(_tensors.in_place(tensor, _tensors.through_host(tensor, average)))
-    stream = _gpu.open_for(memory.source for memory in memories[:1])
-    sends = [
-        _send(what, memory, operation, name, priority)
-        for memory, name, priority in zip(memories, names, priorities, strict=True)
-    ]
+        memory = _tensors.in_place(tensor, _tensors.through_host(tensor, average))
+        if not sends:
+            stream = _gpu.open_for((memory.source,))
+        sends.append(_send(what, memory, operation, name, priority))
+        memories.append(memory if memory.copied else tensor)
+        finishes.append(_copied_back if memory.copied else _as_it_is)
     torch.autograd.graph.increment_version(tensors)
-
-    def finish(memory: Memory) -> torch.Tensor:
-        if memory.copied:
-            _gpu.keep_for_current_stream((memory.source, memory.target))
-        return memory.finish()
-
-    finishes = [functools.partial(finish, memory) for memory in memories]
     return _registry.start_each(sends, memories, finishes, stream, place)
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _copied_back(memory: Memory) -> torch.Tensor:
+    _gpu.keep_for_current_stream((memory.source, memory.target))
+    return memory.finish()
 
 
 def synchronize_each(handles: Sequence[int]) -> None:
