@@ -13,15 +13,19 @@ parameters and next to nothing to compute. Ways to train it take turns, round by
 
 A figure is the median over the rounds of the slowest rank's mean of the steps of a round. A step is from the end of a
 forward pass to the end of the next, so that it counts whole wherever a way waits for what it sent.
-`us_per_parameter` is what a way takes longer than `alone`, by the number of parameters.
+`us_per_parameter` is what a way takes longer than `alone`, by the number of parameters. `gc_ms` is the time of a step,
+or of that part of it, in which Python's garbage collector ran: the mean over all rounds of the slowest rank's. It hides
+from medians, since a full collection is rare and long.
 """
 
 import argparse
+import gc
 import json
 import statistics
 import time
 import warnings
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,14 +48,39 @@ def chain(layers: int, size: int) -> Work:
     return Work(model, (torch.randn(1, width),), torch.randint(width, (1,)), sgd)
 
 
+class Collector:
+    """The seconds in which Python's garbage collector ran, so far."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._began = 0.0
+        gc.callbacks.append(self._called)
+
+    def _called(self, phase: str, _: dict[str, int]) -> None:
+        if phase == "start":
+            self._began = time.perf_counter()
+        else:
+            self.seconds += time.perf_counter() - self._began
+
+
+class Moment(NamedTuple):
+    """When, and how long the garbage collector had run by then; in seconds."""
+
+    at: float
+    collected: float
+
+
 class Trained:
     """A copy of the model that is trained in one way, and how long that took."""
 
-    def __init__(self, way: str, work: Work) -> None:
+    def __init__(self, way: str, work: Work, collector: Collector) -> None:
+        self.collector = collector
         device = torch.device("cpu")
         self.training = Training("alone" if way == "each" else way, work, "fp32", device)
         self.clock = Clock(device)
+        # Of each round, by part of a step: milliseconds, and how many of them were the collector's.
         self.rounds: list[list[float]] = []
+        self.collected: list[list[float]] = []
         self.handles: list[int] = []
         if way == "each":
             for name, param in self.training.raw.named_parameters():
@@ -60,15 +89,18 @@ class Trained:
     def _sender(self, name: str) -> Callable[[torch.Tensor], None]:
         return lambda param: self.handles.append(bps.push_pull_async_inplace(param.grad, name=name))
 
-    def _step(self) -> tuple[float, float, float]:
+    def _now(self) -> Moment:
+        return Moment(time.perf_counter(), self.collector.seconds)
+
+    def _step(self) -> tuple[Moment, Moment, Moment]:
         """The moments when its forward pass began and ended, and when its backward pass ended."""
         training = self.training
         training.optimizer.zero_grad()
-        begin = time.perf_counter()
+        begin = self._now()
         loss = training.loss(training.work.inputs, training.work.aim)
-        middle = time.perf_counter()
+        middle = self._now()
         loss.backward()
-        end = time.perf_counter()
+        end = self._now()
         while self.handles:
             bps.synchronize(self.handles.pop())
         training.optimizer.step()
@@ -79,10 +111,15 @@ class Trained:
         dist.barrier()
         moments = [self._step() for _ in range(steps + 1)]
         self.training.finish(self.clock)
-        forward = sum(middle - begin for begin, middle, _ in moments[1:])
-        backward = sum(end - middle for _, middle, end in moments[:-1])
-        whole = moments[-1][1] - moments[0][1]
-        self.rounds.append(slowest([seconds * 1e3 / steps for seconds in (forward, backward, whole)]))
+        parts = []
+        for of in range(len(Moment._fields)):
+            forward = sum(middle[of] - begin[of] for begin, middle, _ in moments[1:])
+            backward = sum(end[of] - middle[of] for _, middle, end in moments[:-1])
+            whole = moments[-1][1][of] - moments[0][1][of]
+            parts += [seconds * 1e3 / steps for seconds in (forward, backward, whole)]
+        slow = slowest(parts)
+        self.rounds.append(slow[: len(WORKS)])
+        self.collected.append(slow[len(WORKS) :])
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -105,6 +142,9 @@ def results(arguments: argparse.Namespace, trained: dict[str, Trained]) -> list[
     for index, work in enumerate(WORKS):
         times = {way: sorted(one[index] for one in that.rounds[WARM_UP:]) for way, that in trained.items()}
         middles = {way: statistics.median(one) for way, one in times.items()}
+        collected = {
+            way: statistics.mean(one[index] for one in that.collected[WARM_UP:]) for way, that in trained.items()
+        }
         for way, middle in middles.items():
             rows.append({
                 "work": work,
@@ -117,6 +157,7 @@ def results(arguments: argparse.Namespace, trained: dict[str, Trained]) -> list[
                 "ms_p50": middle,
                 "ms_p99": times[way][min(arguments.rounds - 1, int(0.99 * arguments.rounds))],
                 "us_per_parameter": (middle - middles["alone"]) * 1e3 / count,
+                "gc_ms": collected[way],
                 "peer_ms_p50": middles["ddp"],
                 "ratio": middles["ddp"] / middle,
             })  # fmt: skip
@@ -137,7 +178,8 @@ def main() -> None:
     bps.init()
     join()
     work = chain(arguments.layers, arguments.size)
-    trained = {way: Trained(way, work) for way in WAYS}
+    collector = Collector()
+    trained = {way: Trained(way, work, collector) for way in WAYS}
     for number in range(arguments.rounds + WARM_UP):
         for one in trained.values():
             one.train(arguments.steps)
@@ -145,7 +187,7 @@ def main() -> None:
         if number == 0 or bps.size() <= 2:
             check(trained)
     if bps.rank() == 0:
-        columns = ("work", "way", "ms_p50", "us_per_parameter", "ratio")
+        columns = ("work", "way", "ms_p50", "us_per_parameter", "gc_ms", "ratio")
         for row in results(arguments, trained):
             cells = (f"{row[name]:.3f}" if isinstance(row[name], float) else row[name] for name in columns)
             print(json.dumps(row) if arguments.json else "  ".join(map("{} {}".format, columns, cells)), flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -40,6 +41,7 @@ def test_figures_agree_with_each_other(workers):
         assert row["ms_p50"] <= rows["step", way]["ms_p50"], "a part is longer than the step"
         added = row["ms_p50"] - rows[work, "alone"]["ms_p50"]
         assert row["us_per_parameter"] == pytest.approx(added * 1e3 / 6), row
+        assert 0 <= row["gc_ms"] <= rows["step", way]["gc_ms"], row
         assert row["peer_ms_p50"] == rows[work, "ddp"]["ms_p50"], row
         assert row["ratio"] == pytest.approx(row["peer_ms_p50"] / row["ms_p50"]), row
 
@@ -49,7 +51,10 @@ def trains_alike():
     join()
     try:
         work = hooks.chain(3, 256)
-        trained = {way: hooks.Trained(way, work) for way in hooks.WAYS}
+        collector = hooks.Collector()
+        trained = {way: hooks.Trained(way, work, collector) for way in hooks.WAYS}
+        gc.collect()
+        assert collector.seconds > 0
         before = [param.detach().clone() for param in work.model.parameters()]
         for one in trained.values():
             one.train(3)

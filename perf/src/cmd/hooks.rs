@@ -40,6 +40,7 @@ pub fn run(matches: &ArgMatches) -> Outcome {
         "ms_p50",
         "ms_p99",
         "us_per_parameter",
+        "gc_ms",
         "peer_ms_p50",
         "ratio",
     ];

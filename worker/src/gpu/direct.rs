@@ -86,7 +86,8 @@ impl DeviceMemory {
 
     fn put(&self, bytes: &[u8]) -> Result<(), GpuError> {
         self.copy(|stream| {
-            // SAFETY: the trial's memory is larger, and `copy` waits for the copy.
+            // SAFETY: the GPU's memory is larger. The host's is not pinned, so the call returns
+            // when it needs that no more.
             unsafe { stream.copy_to_device(self.address, bytes.as_ptr(), bytes.len()) }
         })
     }
@@ -94,7 +95,7 @@ impl DeviceMemory {
     fn get(&self, length: usize) -> Result<Vec<u8>, GpuError> {
         let mut bytes = vec![0; length];
         self.copy(|stream| {
-            // SAFETY: as above.
+            // SAFETY: as above: the call returns when the bytes are there.
             unsafe { stream.copy_to_host(bytes.as_mut_ptr(), self.address, length) }
         })?;
         Ok(bytes)

@@ -49,6 +49,9 @@ pub struct Speeds {
 ///
 /// # Errors
 /// A write fails or is not over in time, or other bytes came than the GPU has.
+///
+/// # Panics
+/// The memory is not registered with this port, or `to` is not for landing.
 pub fn try_gpu(
     ports: &Ports,
     port: usize,
