@@ -56,9 +56,8 @@ class _Pending:
     ``stream()`` is that stream.
 
     A training step makes one for each gradient, and they live as long as it takes: each object
-    that Python's garbage collector watches brings its next full collection nearer, which takes
-    100 ms and more in a process with a framework, while all other ranks wait. So there are few:
-    tuples of numbers are not watched, and functions are shared.
+    that Python's garbage collector watches brings its next collection nearer, while all other
+    ranks wait. So there are few: tuples of numbers are not watched, and functions are shared.
     """
 
     __slots__ = ("finish", "label", "memory", "natives", "on_gpu", "stream")
