@@ -3,6 +3,10 @@
 use crate::config::Config;
 use std::ffi::CStr;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket};
+use std::time::{Duration, Instant};
+
+/// Pause between two attempts to find the address to listen on.
+const RETRY: Duration = Duration::from_millis(250);
 
 /// Why no address to listen on was found.
 #[derive(Debug, thiserror::Error)]
@@ -114,6 +118,31 @@ pub fn listen_address(config: &Config) -> Result<IpAddr, HostError> {
     let probe = UdpSocket::bind((any, 0)).map_err(fail)?;
     probe.connect(scheduler).map_err(fail)?;
     probe.local_addr().map(|local| local.ip()).map_err(fail)
+}
+
+/// As [`listen_address`], but goes on trying for up to `timeout` while a name does not resolve or
+/// there is no route: the name of a scheduler that is just starting may not exist yet. `waiting` is
+/// called before each further attempt with what failed; `false` ends the wait.
+///
+/// # Errors
+/// As [`listen_address`], at once where time does not mend it.
+pub fn wait_for_listen_address(
+    config: &Config,
+    timeout: Duration,
+    mut waiting: impl FnMut(&HostError) -> bool,
+) -> Result<IpAddr, HostError> {
+    let start = Instant::now();
+    loop {
+        let error = match listen_address(config) {
+            Ok(address) => return Ok(address),
+            Err(error) => error,
+        };
+        let may_mend = matches!(error, HostError::Resolve { .. } | HostError::Route { .. });
+        if !may_mend || start.elapsed() + RETRY > timeout || !waiting(&error) {
+            return Err(error);
+        }
+        std::thread::sleep(RETRY);
+    }
 }
 
 fn list(all: &[(String, IpAddr)]) -> String {

@@ -1,9 +1,13 @@
-//! Where the cores of a server listen: a TCP port and an abstract Unix socket each. It knows
-//! nothing of who connects.
+//! Where the cores of a server listen, a TCP port and an abstract Unix socket each, and how a
+//! connection becomes a lane of its core.
 
-use crate::run::ServerError;
+use crate::run::{ServerError, ShardHandle, resource};
+use crate::shard::Command;
 use bps_engine::config::{Config, TransportChoice};
-use bps_engine::control::Listener;
+use bps_engine::control::{Acceptor, JobKey, Listener, Socket};
+use bps_engine::proto::handshake::{Hello, Purpose};
+use bps_engine::trace::log;
+use bps_engine::transport;
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr as UnixAddress, UnixListener};
@@ -68,4 +72,43 @@ pub(crate) fn listen_unix(config: &Config) -> Result<(Vec<Listener>, Option<Stri
         listeners.push(Listener::Unix(listener));
     }
     Ok((listeners, Some(name)))
+}
+
+/// Accepts for all cores: listener `i` is core `i mod cores`, first over TCP, then over Unix
+/// sockets.
+pub(crate) fn start_acceptor(
+    listeners: Vec<Listener>,
+    key: JobKey,
+    shards: Vec<ShardHandle>,
+) -> Result<Acceptor, ServerError> {
+    let admit = move |index: usize, hello: Hello, socket: Socket| {
+        let shard = &shards[index % shards.len()];
+        let link = match (hello.purpose, socket) {
+            (Purpose::Lane, socket @ Socket::Tcp(_)) => transport::Link::Tcp(socket.into()),
+            (Purpose::ShmLane, Socket::Unix(stream)) => match shard.accept(&stream) {
+                Ok(link) => link,
+                Err(error) => {
+                    return log::warning!(
+                        "shared memory of {} could not be set up: {error}",
+                        hello.rank
+                    );
+                }
+            },
+            (Purpose::RdmaLane, Socket::Tcp(stream)) => match shard.accept_rdma(stream) {
+                Ok(link) => link,
+                Err(error) => {
+                    return log::warning!("RDMA of {} could not be set up: {error}", hello.rank);
+                }
+            },
+            (purpose, _) => {
+                return log::warning!(
+                    "a {purpose:?} connection of {} does not belong here",
+                    hello.rank
+                );
+            }
+        };
+        shard.send(Command::Attach { link, rank: hello.rank, epoch: hello.epoch });
+    };
+    Acceptor::start(listeners, key, admit, |line| log::warning!("{line}"))
+        .map_err(|error| resource("the accepting thread", &error))
 }

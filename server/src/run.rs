@@ -1,21 +1,18 @@
 //! A server process from start to end: its listeners, its threads, and what they tell each other.
 
 use crate::agent::{Agent, Effect};
-use crate::listen::{listen_tcp, listen_unix};
+use crate::listen::{listen_tcp, listen_unix, start_acceptor};
 use crate::shard::{Command, Report, Shard};
 use crate::shown::Shown;
 use crate::timeline::Tracing;
 use bps_engine::config::{Config, Program, TransportChoice};
-use bps_engine::control::{
-    Acceptor, JobKey, Link, LinkReceiver, LinkSender, Listener, Socket, ask_time, take_time,
-};
+use bps_engine::control::{JobKey, Link, LinkReceiver, LinkSender, Listener, ask_time, take_time};
 use bps_engine::harness::{self, Idler, Step};
-use bps_engine::host;
+use bps_engine::host::{self, HostError};
 use bps_engine::lane::Endpoint;
 use bps_engine::limits::RANKS_MAX;
 use bps_engine::mem::{Arena, Options};
 use bps_engine::metrics::{Collector, MetricsError};
-use bps_engine::proto::handshake::{Hello, Purpose};
 use bps_engine::proto::messages::{Node, NodeMessage, Register, SchedulerMessage};
 use bps_engine::ring::Mpsc;
 use bps_engine::topo::claim::Claims;
@@ -29,7 +26,7 @@ use bps_engine::transport::tcp::Tcp;
 use bps_engine::transport::{self, Transport, Waker};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::ffi::OsString;
-use std::net::{SocketAddr, TcpStream};
+use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -40,6 +37,9 @@ use std::time::{Duration, Instant};
 
 /// Commands that may wait for a shard, and reports that may wait for the control thread.
 const QUEUE: usize = 4096;
+/// How much longer than the scheduler a server waits for the job to form: the scheduler knows what
+/// is missing, and gets the time to say so.
+const FORMING_GRACE: Duration = Duration::from_secs(2);
 /// How often the control thread looks around when nothing comes.
 const CONTROL_TICK: Duration = Duration::from_millis(50);
 /// Why a server could not start, or how its job ended.
@@ -77,7 +77,7 @@ pub enum ServerError {
 
 /// What the other threads hold of a shard.
 #[derive(Clone)]
-struct ShardHandle {
+pub(crate) struct ShardHandle {
     commands: Mpsc<Command>,
     waker: Waker,
     counters: Arc<Counters>,
@@ -90,20 +90,20 @@ type SharedMemory = Arc<(OwnedFd, usize)>;
 
 impl ShardHandle {
     /// Sets up shared memory with a worker of this host.
-    fn accept(&self, stream: &UnixStream) -> std::io::Result<transport::Link> {
+    pub(crate) fn accept(&self, stream: &UnixStream) -> std::io::Result<transport::Link> {
         let arena = self.memory.as_deref().map(|(memfd, length)| (memfd.as_fd(), *length));
         shm::accept(stream, &self.waker, arena).map(transport::Link::Shm)
     }
 
     /// Sets RDMA up with a worker; what goes wrong is told to both.
-    fn accept_rdma(&self, stream: TcpStream) -> Result<transport::Link, String> {
+    pub(crate) fn accept_rdma(&self, stream: TcpStream) -> Result<transport::Link, String> {
         let rails = self.rails.as_ref().ok_or("this server has no RDMA")?;
         rdma::accept(stream, rails, RdmaOptions::default())
             .map(|link| transport::Link::Rdma(Box::new(link)))
             .map_err(|error| error.to_string())
     }
 
-    fn send(&self, mut command: Command) {
+    pub(crate) fn send(&self, mut command: Command) {
         while let Err(back) = self.commands.push(command) {
             command = back;
             self.waker.wake();
@@ -141,9 +141,8 @@ pub fn cli(arguments: impl IntoIterator<Item = OsString>) -> i32 {
 pub fn run(config: &Config) -> Result<(), ServerError> {
     log::init(config.log_level, "server");
     let key = JobKey::load(config).map_err(|error| ServerError::Config(error.to_string()))?;
-    let address =
-        host::listen_address(config).map_err(|error| ServerError::Config(error.to_string()))?;
     let stop = Signals::install()?;
+    let address = listen_address(config, &stop)?;
     let (listeners, cores) = listen_tcp(config, address)?;
     let (unix_listeners, shm_name) = listen_unix(config)?;
     let reports: Mpsc<(u32, Report)> = Mpsc::new(QUEUE);
@@ -197,6 +196,28 @@ pub fn run(config: &Config) -> Result<(), ServerError> {
     }
     tracing.finish();
     result
+}
+
+/// The address to listen on. Nodes start in any order, so the scheduler's name may not resolve yet:
+/// it is looked up until the job should have formed.
+fn listen_address(config: &Config, stop: &Signals) -> Result<IpAddr, ServerError> {
+    let mut told = false;
+    let waiting = |error: &HostError| {
+        if !std::mem::replace(&mut told, true) {
+            log::warning!(
+                "{error}: trying again for {} s (BPS_START_TIMEOUT)",
+                config.start_timeout.as_secs()
+            );
+        }
+        stop.came().is_none()
+    };
+    match host::wait_for_listen_address(config, config.start_timeout, waiting) {
+        Ok(address) => Ok(address),
+        Err(error) => Err(match stop.came() {
+            Some(signal) => ServerError::Signal(signal),
+            None => ServerError::Config(error.to_string()),
+        }),
+    }
 }
 
 /// Where each core's thread and memory go, a line about it, and what keeps others from those CPUs.
@@ -374,45 +395,6 @@ fn run_shard(mut shard: Shard, mut idler: Idler) {
     }
 }
 
-/// Accepts for all cores: listener `i` is core `i mod cores`, first over TCP, then over Unix
-/// sockets.
-fn start_acceptor(
-    listeners: Vec<Listener>,
-    key: JobKey,
-    shards: Vec<ShardHandle>,
-) -> Result<Acceptor, ServerError> {
-    let admit = move |index: usize, hello: Hello, socket: Socket| {
-        let shard = &shards[index % shards.len()];
-        let link = match (hello.purpose, socket) {
-            (Purpose::Lane, socket @ Socket::Tcp(_)) => transport::Link::Tcp(socket.into()),
-            (Purpose::ShmLane, Socket::Unix(stream)) => match shard.accept(&stream) {
-                Ok(link) => link,
-                Err(error) => {
-                    return log::warning!(
-                        "shared memory of {} could not be set up: {error}",
-                        hello.rank
-                    );
-                }
-            },
-            (Purpose::RdmaLane, Socket::Tcp(stream)) => match shard.accept_rdma(stream) {
-                Ok(link) => link,
-                Err(error) => {
-                    return log::warning!("RDMA of {} could not be set up: {error}", hello.rank);
-                }
-            },
-            (purpose, _) => {
-                return log::warning!(
-                    "a {purpose:?} connection of {} does not belong here",
-                    hello.rank
-                );
-            }
-        };
-        shard.send(Command::Attach { link, rank: hello.rank, epoch: hello.epoch });
-    };
-    Acceptor::start(listeners, key, admit, |line| log::warning!("{line}"))
-        .map_err(|error| resource("the accepting thread", &error))
-}
-
 /// The signals that end a server in good order.
 struct Signals {
     terminated: Arc<AtomicBool>,
@@ -467,6 +449,7 @@ impl Control {
                 .map_err(|error| resource("a thread", &error))?
         };
         let mut effects = Vec::new();
+        let form_by = Instant::now() + config.start_timeout + FORMING_GRACE;
         let outcome = loop {
             if let Some(signal) = stop.came() {
                 let message = format!("it was stopped by {signal}");
@@ -489,11 +472,25 @@ impl Control {
             if let Some(well) = self.carry_out(&mut effects) {
                 break if well { Ok(()) } else { Err(ServerError::Job) };
             }
+            if !self.is_formed() && Instant::now() >= form_by {
+                break Err(ServerError::Scheduler(format!(
+                    "the job did not form within {} s (BPS_START_TIMEOUT), and the scheduler at \
+                     {}:{} says nothing: see that it runs",
+                    config.start_timeout.as_secs_f64(),
+                    config.root_uri,
+                    config.root_port
+                )));
+            }
         };
         self.done.store(true, Ordering::Release);
         report_waker.ring();
         let _ = reporter.join();
         outcome
+    }
+
+    /// Whether the roster has come.
+    fn is_formed(&self) -> bool {
+        self.agent.lock().unwrap_or_else(PoisonError::into_inner).index().is_some()
     }
 
     /// Passes on what the shards report and count, and the heartbeat.

@@ -49,7 +49,23 @@ impl Program {
     /// If it cannot be started.
     #[must_use]
     pub fn start(name: &str, arguments: &[&str], variables: &[(&str, String)]) -> Program {
-        let mut command = Command::new(path(name));
+        Program::start_in("exec \"$@\"", name, arguments, variables)
+    }
+
+    /// As [`start`](Self::start), from a shell script that sets the stage and ends with
+    /// `exec "$@"`.
+    ///
+    /// # Panics
+    /// As there.
+    #[must_use]
+    pub fn start_in(
+        script: &str,
+        name: &str,
+        arguments: &[&str],
+        variables: &[(&str, String)],
+    ) -> Program {
+        let mut command = Command::new("/bin/sh");
+        command.args(["-c", script, "sh"]).arg(path(name));
         for (variable, _) in std::env::vars_os() {
             let variable = variable.to_string_lossy().into_owned();
             if ["BPS_", "BYTEPS_", "DMLC_", "PS_"].iter().any(|ours| variable.starts_with(ours)) {
