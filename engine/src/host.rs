@@ -1,6 +1,8 @@
-//! Who this host is and by which address others reach it. Used once, at start.
+//! Who this host is, by which address others reach it, and how many descriptors a process may open.
+//! Used once, at start.
 
 use crate::config::Config;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::ffi::CStr;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket};
 use std::time::{Duration, Instant};
@@ -142,6 +144,24 @@ pub fn wait_for_listen_address(
             return Err(error);
         }
         std::thread::sleep(RETRY);
+    }
+}
+
+/// Raises the soft limit of open descriptors to `wanted`, as far as the hard limit allows; never
+/// lowers it. Returns the limit that holds now.
+///
+/// A job needs a few descriptors for each lane, and the usual soft limit is made for one client.
+pub fn raise_descriptor_limit(wanted: u64) -> u64 {
+    let limit = getrlimit(Resource::Nofile);
+    let Some(current) = limit.current else { return u64::MAX };
+    let raised = wanted.min(limit.maximum.unwrap_or(u64::MAX));
+    if raised <= current {
+        return current;
+    }
+    // It cannot fail below the hard limit; if it does, whoever runs out of descriptors says so.
+    match setrlimit(Resource::Nofile, Rlimit { current: Some(raised), ..limit }) {
+        Ok(()) => raised,
+        Err(_) => current,
     }
 }
 

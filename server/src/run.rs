@@ -37,6 +37,8 @@ use std::time::{Duration, Instant};
 
 /// Commands that may wait for a shard, and reports that may wait for the control thread.
 const QUEUE: usize = 4096;
+/// Descriptors that a server may open, if the hard limit lets it: several for each lane.
+const DESCRIPTORS: u64 = 1 << 20;
 /// How much longer than the scheduler a server waits for the job to form: the scheduler knows what
 /// is missing, and gets the time to say so.
 const FORMING_GRACE: Duration = Duration::from_secs(2);
@@ -143,6 +145,7 @@ pub fn run(config: &Config) -> Result<(), ServerError> {
     let key = JobKey::load(config).map_err(|error| ServerError::Config(error.to_string()))?;
     let stop = Signals::install()?;
     let address = listen_address(config, &stop)?;
+    host::raise_descriptor_limit(DESCRIPTORS);
     let (listeners, cores) = listen_tcp(config, address)?;
     let (unix_listeners, shm_name) = listen_unix(config)?;
     let reports: Mpsc<(u32, Report)> = Mpsc::new(QUEUE);

@@ -16,7 +16,6 @@ use bps_engine::proto::scheduler::{Exit, Scheduler, SchedulerConfig};
 use bps_engine::trace::log;
 use bps_engine::transport::Waker;
 use hub::{Hub, Viewer};
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use std::ffi::OsString;
 use std::io::ErrorKind;
@@ -200,7 +199,8 @@ impl Bound {
     pub fn run(self, stop: &Stop) -> Result<(), SchedulerError> {
         let config = &self.config;
         self.announce();
-        raise_descriptor_limit();
+        // A large job has more nodes than the usual soft limit of descriptors.
+        host::raise_descriptor_limit(2 * (RANKS_MAX + SERVERS_MAX) as u64);
         let fail = |what| move |error| SchedulerError::Resource { what, error };
         let waker = Waker::new().map_err(fail("an eventfd"))?;
         let (acceptor, arrivals) = self.accept(&waker).map_err(fail("the accepting thread"))?;
@@ -311,18 +311,5 @@ fn remedy(error: &std::io::Error) -> &'static str {
             "ports below 1024 are for root: choose a higher DMLC_PS_ROOT_PORT"
         }
         _ => "check DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT and DMLC_INTERFACE",
-    }
-}
-
-/// A large job has more nodes than the usual soft limit of descriptors.
-fn raise_descriptor_limit() {
-    let wanted = u64::try_from(2 * (RANKS_MAX + SERVERS_MAX)).unwrap_or(u64::MAX);
-    let limit = getrlimit(Resource::Nofile);
-    let maximum = limit.maximum.unwrap_or(wanted);
-    if limit.current.is_some_and(|current| current < wanted.min(maximum)) {
-        let raised = Rlimit { current: Some(wanted.min(maximum)), ..limit };
-        // It cannot fail below the maximum; if it does, the acceptor says what is missing when it
-        // is.
-        let _ = setrlimit(Resource::Nofile, raised);
     }
 }

@@ -30,6 +30,27 @@ fn variables(port: u16, extra: &[(&'static str, &str)]) -> Vec<(&'static str, St
 }
 
 #[test]
+fn a_low_soft_limit_of_descriptors_is_raised() {
+    const RANKS: usize = 4;
+    let port = free_port();
+    // Lanes over TCP, as between machines: 4 ranks × 16 cores at the server.
+    let extra = [("DMLC_NUM_WORKER", "4"), ("BPS_SERVER_CORES", "16"), ("BPS_TRANSPORT", "tcp")];
+    let limited = "ulimit -Sn 48; exec \"$@\"";
+    let scheduler = Program::start_in(limited, "bps-scheduler", &[], &variables(port, &extra));
+    let server = Program::start_in(limited, "bps-server", &[], &variables(port, &extra));
+    let rank = |index: usize| {
+        let mut variables = variables(port, &extra);
+        variables.push(("DMLC_WORKER_ID", index.to_string()));
+        Program::start_in(limited, "bps-test-rank", &["3"], &variables)
+    };
+    let mut all: Vec<Program> = (0..RANKS).map(rank).chain([server, scheduler]).collect();
+    for program in &mut all {
+        let status = program.wait(JOIN);
+        assert!(status.success(), "{status}: {}", program.lines().join("\n"));
+    }
+}
+
+#[test]
 fn a_server_waits_for_a_name_that_does_not_resolve_yet() {
     // In a mount namespace of its own, the server sees a file of this test as /etc/hosts, and no
     // name server.

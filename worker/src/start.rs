@@ -31,6 +31,10 @@ const CREDIT_PARTS_MIN: usize = 4;
 /// How long a server core that is in the roster may take to answer.
 const DIAL: Duration = Duration::from_secs(10);
 
+/// Descriptors that a worker process may open beside its lanes' own, and those of a lane.
+const DESCRIPTORS: u64 = 1024;
+const DESCRIPTORS_OF_LANE: u64 = 8;
+
 /// All that joining gives.
 pub(crate) struct Joined {
     pub(crate) roster: Roster,
@@ -150,6 +154,9 @@ pub(crate) fn join(config: &Config) -> Result<Joined, Error> {
             }
         }
     };
+    let cores: usize = roster.servers.iter().map(|server| server.cores.len()).sum();
+    let lanes = cores + roster.neighbours.len();
+    host::raise_descriptor_limit(DESCRIPTORS + DESCRIPTORS_OF_LANE * lanes as u64);
     let mut links = Vec::new();
     if roster.through_servers {
         links = connect(config, &key, &roster, &waker, rails.as_ref())?;
