@@ -12,10 +12,9 @@ import json
 import statistics
 import time
 
+import byteps.torch as bps
 import torch
 import torch.distributed as dist
-
-import byteps.torch as bps
 
 WARM_UP = 3
 
@@ -68,7 +67,12 @@ def show(arguments: argparse.Namespace, size: int, ours: list[float], theirs: li
         print(json.dumps(fields), flush=True)
     else:
         columns = ("size_bytes", "ms_p50", "peer_ms_p50", "algbw_gbs", "peer_algbw_gbs", "ratio")
-        print("  ".join(f"{name} {fields[name]:.{0 if name == 'size_bytes' else 3}f}" for name in columns), flush=True)
+        print(
+            "  ".join(
+                f"{name} {fields[name]:.{0 if name == 'size_bytes' else 3}f}" for name in columns
+            ),
+            flush=True,
+        )
 
 
 def main() -> None:

@@ -21,9 +21,16 @@ def say(text: str) -> None:
 
 
 def main() -> None:
-    rank, size, master, count = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]) // 4
+    rank, size, master, count = (
+        int(sys.argv[1]),
+        int(sys.argv[2]),
+        sys.argv[3],
+        int(sys.argv[4]) // 4,
+    )
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://{master}:{PORT}", rank=rank, world_size=size)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://{master}:{PORT}", rank=rank, world_size=size
+    )
     tensor = torch.ones(count)
     dist.barrier()
     say("ready")

@@ -216,11 +216,15 @@ class Training:
             named = list(self.raw.named_parameters())
             compression = bps.Compression.bf16 if wire else bps.Compression.none
             if self.kind == "ours":
-                self.optimizer = bps.DistributedOptimizer(self.optimizer, named, compression=compression)
+                self.optimizer = bps.DistributedOptimizer(
+                    self.optimizer, named, compression=compression
+                )
             else:
                 from byteps.torch.cross_barrier import CrossBarrier
 
-                self.optimizer = CrossBarrier(self.raw, self.optimizer, named, compression=compression)
+                self.optimizer = CrossBarrier(
+                    self.raw, self.optimizer, named, compression=compression
+                )
 
     def loss(self, inputs: tuple[torch.Tensor, ...], aim: torch.Tensor) -> torch.Tensor:
         amp = torch.autocast(self.device.type, torch.bfloat16)
@@ -285,10 +289,14 @@ class Rank:
         self.inside = self.across = None
         if plan.hosts > 1 and plan.local_size > 1:
             for host in range(plan.hosts):
-                group = dist.new_group([host * plan.local_size + local for local in range(plan.local_size)])
+                group = dist.new_group(
+                    [host * plan.local_size + local for local in range(plan.local_size)]
+                )
                 self.inside = group if host == plan.rank // plan.local_size else self.inside
             for local in range(plan.local_size):
-                group = dist.new_group([host * plan.local_size + local for host in range(plan.hosts)])
+                group = dist.new_group(
+                    [host * plan.local_size + local for host in range(plan.hosts)]
+                )
                 self.across = group if local == plan.local_rank else self.across
 
     def barrier(self) -> None:
@@ -360,13 +368,20 @@ class Rank:
         training = Training(way, WORKS[name](self.plan, self.device), precision, self.device)
         digits = load_digits()
         pictures = torch.tensor(digits.images, dtype=torch.float32).div_(16).sub_(0.3)
-        pictures = functional.interpolate(pictures.unsqueeze(1), size=32, mode="bilinear").expand(-1, 3, -1, -1)
-        pictures, labels = pictures.contiguous().to(self.device), torch.tensor(digits.target, device=self.device)
+        pictures = functional.interpolate(pictures.unsqueeze(1), size=32, mode="bilinear").expand(
+            -1, 3, -1, -1
+        )
+        pictures, labels = (
+            pictures.contiguous().to(self.device),
+            torch.tensor(digits.target, device=self.device),
+        )
         order = torch.Generator().manual_seed(7)
         batch, losses = 32, []
         for _ in range(int(count)):
             # The same draw on all ranks, of which each takes its part.
-            drawn = torch.randint(len(labels), (self.plan.size, batch), generator=order)[self.plan.rank]
+            drawn = torch.randint(len(labels), (self.plan.size, batch), generator=order)[
+                self.plan.rank
+            ]
             training.optimizer.zero_grad()
             loss = training.loss((pictures[drawn],), labels[drawn])
             loss.backward()
@@ -396,7 +411,9 @@ class Rank:
         dist.all_gather(all_sums, sums, group=self.control)
         for rank, others in enumerate(all_sums):
             if not torch.equal(others, sums):
-                raise AssertionError(f"the parameters of rank {rank} differ from those of rank {self.plan.rank} by {way}")
+                raise AssertionError(
+                    f"the parameters of rank {rank} differ from those of rank {self.plan.rank} by {way}"
+                )
 
     def end(self) -> None:
         self.forget()

@@ -27,13 +27,12 @@ import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
+import byteps.torch as bps
 import torch
 import torch.distributed as dist
-from torch import nn
-
-import byteps.torch as bps
 from beside_gloo import join, slowest
 from gpu_rank import Clock, Training, Work, sgd
+from torch import nn
 
 WARM_UP = 3
 WAYS = ("alone", "ddp", "ours", "each", "cross")
@@ -133,17 +132,23 @@ def check(trained: dict[str, Trained]) -> None:
     peer = models["ddp"]
     for way, model in models.items():
         if (way != "alone" or bps.size() == 1) and not all(map(same, model, peer)):
-            raise AssertionError(f"the parameters differ from those of DistributedDataParallel: {way}")
+            raise AssertionError(
+                f"the parameters differ from those of DistributedDataParallel: {way}"
+            )
 
 
 def results(arguments: argparse.Namespace, trained: dict[str, Trained]) -> list[dict[str, object]]:
     """A row for each part of a step and way."""
     rows, count = [], 2 * arguments.layers
     for index, work in enumerate(WORKS):
-        times = {way: sorted(one[index] for one in that.rounds[WARM_UP:]) for way, that in trained.items()}
+        times = {
+            way: sorted(one[index] for one in that.rounds[WARM_UP:])
+            for way, that in trained.items()
+        }
         middles = {way: statistics.median(one) for way, one in times.items()}
         collected = {
-            way: statistics.mean(one[index] for one in that.collected[WARM_UP:]) for way, that in trained.items()
+            way: statistics.mean(one[index] for one in that.collected[WARM_UP:])
+            for way, that in trained.items()
         }
         for way, middle in middles.items():
             rows.append({
@@ -189,8 +194,16 @@ def main() -> None:
     if bps.rank() == 0:
         columns = ("work", "way", "ms_p50", "us_per_parameter", "gc_ms", "ratio")
         for row in results(arguments, trained):
-            cells = (f"{row[name]:.3f}" if isinstance(row[name], float) else row[name] for name in columns)
-            print(json.dumps(row) if arguments.json else "  ".join(map("{} {}".format, columns, cells)), flush=True)
+            cells = (
+                f"{row[name]:.3f}" if isinstance(row[name], float) else row[name]
+                for name in columns
+            )
+            print(
+                json.dumps(row)
+                if arguments.json
+                else "  ".join(map("{} {}".format, columns, cells)),
+                flush=True,
+            )
     bps.barrier()
     dist.destroy_process_group()
     bps.shutdown()

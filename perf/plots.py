@@ -13,13 +13,14 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import matplotlib
 
-matplotlib.use("Agg")
+matplotlib.use("Agg")  # Before pyplot is imported.
 
-import matplotlib.pyplot as plt  # noqa: E402: the backend is chosen before
+import matplotlib.pyplot as plt
 
 OURS, PEER, LIMIT = "#1f6f8b", "#c8553d", "#9aa5b1"
 SIZES = {1 << 10: "Ki", 1 << 20: "Mi", 1 << 30: "Gi"}
@@ -55,19 +56,23 @@ class Results:
             what = " ".join(f"{key}={value}" for key, value in wanted.items())
             raise Missing(f"no result of `bps-perf {command}` {what}".rstrip())
         for place in (row["place"] for row in rows if row.get("place")):
-            self.machines[f"{place['processor']}, {place['cores']} CPUs, Linux {place['kernel']}"] = None
+            self.machines[
+                f"{place['processor']}, {place['cores']} CPUs, Linux {place['kernel']}"
+            ] = None
         return rows
 
     def one(self, command: str, **wanted: object) -> Row:
         """The last of them."""
         return self.all(command, **wanted)[-1]
 
-    def curve(self, command: str, x: str, y: str, **wanted: object) -> tuple[list[float], list[float]]:
+    def curve(
+        self, command: str, x: str, y: str, **wanted: object
+    ) -> tuple[list[float], list[float]]:
         """`y` by `x`, sorted; of several results with the same `x` the last one."""
         points = {row[x]: row[y] for row in self.all(command, **wanted) if x in row and y in row}
         if not points:
             raise Missing(f"no result of `bps-perf {command}` has both {x} and {y}")
-        return tuple(list(side) for side in zip(*sorted(points.items())))
+        return tuple(list(side) for side in zip(*sorted(points.items()), strict=True))
 
 
 def size(count: float) -> str:
@@ -91,10 +96,8 @@ def layers(results: Results, axes: plt.Axes) -> None:
     found: list[tuple[str, float]] = []
 
     def add(name: str, share: Callable[[], float]) -> None:
-        try:
+        with suppress(Missing):
             found.append((name, share()))
-        except Missing:
-            pass
 
     for dtype in ("f32", "bf16"):
         add(
@@ -115,7 +118,7 @@ def layers(results: Results, axes: plt.Axes) -> None:
     add("cluster\nof the line", lambda: results.one("cluster")["fraction_of_line"])
     if not found:
         raise Missing("no result of any layer")
-    names, shares = zip(*reversed(found))
+    names, shares = zip(*reversed(found), strict=True)
     axes.barh(names, shares, color=OURS)
     axes.axvline(1, color=LIMIT, linestyle="--")
     axes.set_xlabel("share of the bare machine's speed, measured beside it")
@@ -124,7 +127,11 @@ def layers(results: Results, axes: plt.Axes) -> None:
 def gloo(results: Results, axes: plt.Axes) -> None:
     """push_pull beside gloo's all-reduce, by size."""
     drawn = []
-    ways = (("one host", "-", "shm", False), ("shm, by a server", "-.", "shm", True), ("tcp", "--", "tcp", True))
+    ways = (
+        ("one host", "-", "shm", False),
+        ("shm, by a server", "-.", "shm", True),
+        ("tcp", "--", "tcp", True),
+    )
     for name, style, transport, through in ways:
         which = {"transport": transport, "through_server": through}
         try:
@@ -168,21 +175,49 @@ def steps(results: Results, axes: plt.Axes) -> None:
     add = 1 / results.one("sum", dtype="f32", size_bytes=1 << 20)["gbps"]
     for transport in ("tcp", "shm"):
         try:
-            lane = results.one("lane", transport=transport, idle="adaptive", size_bytes=1 << 20)["cpu_s_per_gb"]
-            whole = results.one("pushpull", transport=transport, size_bytes=16 << 20, tensors=1)["cpu_s_per_gb"]
+            lane = results.one("lane", transport=transport, idle="adaptive", size_bytes=1 << 20)[
+                "cpu_s_per_gb"
+            ]
+            whole = results.one("pushpull", transport=transport, size_bytes=16 << 20, tensors=1)[
+                "cpu_s_per_gb"
+            ]
         except Missing:
             continue
         rest = max(whole - 2 * lane - add, 0)
-        bottom_row.append((transport, [("lane to the server", lane), ("addition", add), ("lane back", lane), ("rest", rest)]))
+        bottom_row.append(
+            (
+                transport,
+                [
+                    ("lane to the server", lane),
+                    ("addition", add),
+                    ("lane back", lane),
+                    ("rest", rest),
+                ],
+            )
+        )
     if not bottom_row:
         raise Missing("no transport has results of both `lane` and `pushpull`")
-    colours = dict(zip(("lane to the server", "addition", "lane back", "rest"), (OURS, PEER, "#5ba3b8", LIMIT)))
+    colours = dict(
+        zip(
+            ("lane to the server", "addition", "lane back", "rest"),
+            (OURS, PEER, "#5ba3b8", LIMIT),
+            strict=True,
+        )
+    )
     for transport, parts in bottom_row:
         left = 0.0
         for name, cost in parts:
-            axes.barh(transport, cost, left=left, color=colours[name], label=name if transport == bottom_row[0][0] else None)
+            axes.barh(
+                transport,
+                cost,
+                left=left,
+                color=colours[name],
+                label=name if transport == bottom_row[0][0] else None,
+            )
             left += cost
-    axes.set_xlabel("processor seconds for a GB of a rank's tensor (lanes and addition measured alone)")
+    axes.set_xlabel(
+        "processor seconds for a GB of a rank's tensor (lanes and addition measured alone)"
+    )
     axes.legend(loc="lower right", fontsize="small")
 
 
@@ -240,14 +275,20 @@ def gpu_sums(results: Results, axes: plt.Axes) -> None:
     if not rows:
         raise Missing("no sum of `bps-perf gpu` between hosts")
     for at, row in enumerate(rows.values()):
-        best = max(row[f"{way}algbw_gbs"] for way in ("peer_", "hierarchical_", "tuned_") if f"{way}algbw_gbs" in row)
+        best = max(
+            row[f"{way}algbw_gbs"]
+            for way in ("peer_", "hierarchical_", "tuned_")
+            if f"{way}algbw_gbs" in row
+        )
         for shift, speed, colour in ((-0.2, row["algbw_gbs"], OURS), (0.2, best, PEER)):
             axes.bar(at + shift, speed / row["line_gbs"], 0.4, color=colour)
     axes.bar(0, 0, color=OURS, label="push_pull")
     axes.bar(0, 0, color=PEER, label="NCCL, its best way")
     axes.axhline(1, color=LIMIT, linestyle="--")
     names = [f"{name}\n{size(row['size_bytes'])}" for name, row in rows.items()]
-    axes.set_xticks(range(len(rows)), [name.replace(", ", "\n") for name in names], fontsize="x-small")
+    axes.set_xticks(
+        range(len(rows)), [name.replace(", ", "\n") for name in names], fontsize="x-small"
+    )
     axes.set_ylabel("share of the line")
     axes.legend(fontsize="small", loc="lower left")
 
@@ -265,9 +306,20 @@ def gpu_steps(results: Results, axes: plt.Axes) -> None:
     ways = (("ours", -0.2, OURS, "DistributedOptimizer"), ("cross", 0.2, "#5ba3b8", "CrossBarrier"))
     for way, shift, colour, label in ways:
         found = [(at, rows[name, way]) for at, name in enumerate(names) if (name, way) in rows]
-        axes.bar([at + shift for at, _ in found], [row["ratio"] for _, row in found], 0.4, color=colour, label=label)
+        axes.bar(
+            [at + shift for at, _ in found],
+            [row["ratio"] for _, row in found],
+            0.4,
+            color=colour,
+            label=label,
+        )
         bounds = [row["peer_ms_p50"] / row["bound_ms"] for _, row in found]
-        axes.hlines(bounds, [at + shift - 0.2 for at, _ in found], [at + shift + 0.2 for at, _ in found], color="black")
+        axes.hlines(
+            bounds,
+            [at + shift - 0.2 for at, _ in found],
+            [at + shift + 0.2 for at, _ in found],
+            color="black",
+        )
     axes.axhline(1, color=PEER, linestyle="--")
     axes.set_xticks(range(len(names)), names, fontsize="x-small")
     axes.set_ylabel("times as fast as with DDP; black: the bound")
@@ -295,7 +347,12 @@ def probe(results: Results, axes: plt.Axes, name: str) -> None:
     rows = results.all("probe", probe=name)
     for variant in dict.fromkeys(row.get(variants) for row in rows):
         points = {row[x]: row[y] for row in rows if row.get(variants) == variant}
-        axes.plot([str(key) if isinstance(key, str) else key for key in points], list(points.values()), marker=".", label=variant)
+        axes.plot(
+            [str(key) if isinstance(key, str) else key for key in points],
+            list(points.values()),
+            marker=".",
+            label=variant,
+        )
     if x.endswith("_bytes") and all(isinstance(row[x], int) for row in rows):
         by_size(axes, sorted({row[x] for row in rows}), "")
     elif x.endswith("_us") or x == "flows":
@@ -333,7 +390,7 @@ def figures(results: Results) -> Iterator[tuple[str, plt.Figure]]:
         yield name, figure
     figure, grid = plt.subplots(5, 2, figsize=(8, 12))
     drawn = 0
-    for name, axes in zip(PROBES, grid.flat):
+    for name, axes in zip(PROBES, grid.flat, strict=False):
         try:
             probe(results, axes, name)
             drawn += 1

@@ -13,11 +13,10 @@ from __future__ import annotations
 import argparse
 import sys
 
+import byteps.torch as bps
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
-
-import byteps.torch as bps
 
 ACCURACY_MIN = 0.9
 HELD_OUT = 360

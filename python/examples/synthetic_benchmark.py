@@ -14,13 +14,12 @@ import statistics
 import time
 from collections.abc import Callable
 
+import byteps.torch as bps
 import models
 import torch
-from torch import nn
-
-import byteps.torch as bps
 from byteps.torch.cross_barrier import CrossBarrier
 from byteps.torch.parallel import DistributedDataParallel
+from torch import nn
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -60,9 +59,7 @@ def make_step(arguments: argparse.Namespace, device: torch.device) -> tuple[Call
                 network, optimizer, network.named_parameters(), compression, num_steps=steps
             )
         else:
-            optimizer = bps.DistributedOptimizer(
-                optimizer, network.named_parameters(), compression
-            )
+            optimizer = bps.DistributedOptimizer(optimizer, network.named_parameters(), compression)
         bps.broadcast_optimizer_state(optimizer, root_rank=0)
     images = torch.randn(arguments.batch_size, 3, pixels, pixels, device=device)
     labels = torch.randint(0, 1000, (arguments.batch_size,), device=device)

@@ -14,11 +14,10 @@ import argparse
 import sys
 import time
 
+import byteps.torch as bps
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
-
-import byteps.torch as bps
 
 ACCURACY_MIN = 0.96
 DIFFERENCE_MAX = 1e-5
