@@ -38,6 +38,8 @@ pub const SERVERS_MAX: usize = 1024;
 pub const CORES_MAX: usize = 256;
 /// Bytes of a tensor's name.
 pub const NAME_BYTES_MAX: usize = 1024;
+/// Dimensions of a tensor; no framework that we know has more.
+pub const DIMENSIONS_MAX: usize = 64;
 /// Tensors of one job.
 pub const TENSORS_MAX: usize = 1 << 20;
 /// Parts of one job.

@@ -9,7 +9,7 @@
 use crate::context::{engine, interruptible};
 use crate::{error, handle};
 use bps_engine::base::{DType, Operation, Rank};
-use bps_worker::{Declaration, GpuPushPull, Handle, PushPull, TensorId};
+use bps_worker::{Declaration, GpuPushPull, Handle, PushPull, TensorId, TensorShape};
 use pyo3::prelude::*;
 
 /// Opens the GPU of this number for the process, which has one; all ranks call it before the first
@@ -21,25 +21,27 @@ pub fn open_gpu(py: Python<'_>, ordinal: u32) -> PyResult<()> {
         .map_err(|cause| error::from_engine(&cause))
 }
 
-/// Numbers for tensors given as (name, data type, elements, operation, root, on the GPU);
+/// Numbers for tensors given as (name, data type, shape, operation, root, on the GPU);
 /// `operation` is `sum`, `average` or `broadcast`, and `root` counts for the last alone. One round
 /// trip for all of them.
 #[pyfunction]
 pub fn declare(
     py: Python<'_>,
-    tensors: Vec<(String, String, u64, String, u32, bool)>,
+    tensors: Vec<(String, String, Vec<u64>, String, u32, bool)>,
 ) -> PyResult<Vec<u32>> {
     let worker = engine()?;
     let declarations = tensors
         .into_iter()
-        .map(|(name, dtype, count, operation, root, device)| {
+        .map(|(name, dtype, dimensions, operation, root, device)| {
             Ok(Declaration {
                 dtype: DType::from_name(&dtype).ok_or_else(|| {
                     error::raise("TensorError", format!("tensor `{name}`: no data type `{dtype}`"))
                 })?,
+                shape: TensorShape::new(dimensions).map_err(|cause| {
+                    error::raise("TensorError", format!("tensor `{name}`: {cause}"))
+                })?,
                 operation: operation_from_name(&operation, root)?,
                 name,
-                count,
                 device,
             })
         })

@@ -125,7 +125,7 @@ fn declarations(count: u32, elements: u64) -> Vec<Declaration> {
         .map(|at| Declaration {
             name: format!("layer{at}.weight"),
             dtype: DType::F32,
-            count: elements,
+            shape: elements.into(),
             operation: Operation::Broadcast(Rank(0)),
             device: false,
         })

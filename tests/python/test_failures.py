@@ -34,6 +34,7 @@ def mismatch(kind):
     rank = bps.rank()
     mine = {
         "size": (torch.ones(10 + rank), True),
+        "shape": (torch.ones((3, 2) if rank else (2, 3)), True),
         "type": (torch.ones(10, dtype=torch.float64 if rank else torch.float32), True),
         "operation": (torch.ones(10), rank == 0),
     }
@@ -48,12 +49,14 @@ def mismatch(kind):
     assert time.monotonic() - begun < NOTICED_SECONDS
     message = str(caught.value)
     assert f"mismatch.{kind}" in message and "rank 0" in message and "rank 1" in message, message
+    if kind == "shape":
+        assert "[2, 3]" in message and "[3, 2]" in message, message
     bps.barrier()
     # The job goes on without that tensor.
     assert bps.push_pull(torch.ones(10), False, f"after.{kind}")[0] == bps.size()
 
 
-@pytest.mark.parametrize("kind", ["size", "type", "operation", "root"])
+@pytest.mark.parametrize("kind", ["size", "shape", "type", "operation", "root"])
 def test_mismatch(pair, kind):
     pair.run(mismatch, kind)
 

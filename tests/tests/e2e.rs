@@ -6,7 +6,7 @@ use bps_engine::config::{TcpDriver, TransportChoice};
 use bps_engine::transport::sim::Random;
 use bps_tests::job::{self, JobShape};
 use bps_tests::reference;
-use bps_worker::{Declaration, Error, PushPull, Worker};
+use bps_worker::{Declaration, Error, PushPull, TensorShape, Worker};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -27,7 +27,7 @@ fn work(worker: &Worker, tensors: &[Declaration], rounds: u64, seed: u64) {
         let mut memory: Vec<(Vec<u8>, Vec<u8>)> = order
             .iter()
             .map(|&at| {
-                let count = usize::try_from(tensors[at].count).unwrap();
+                let count = usize::try_from(tensors[at].shape.count()).unwrap();
                 let source =
                     reference::contribution(tensors[at].dtype, at as u64, rank, round, count);
                 let target = if random.once_in(2) { Vec::new() } else { vec![0x5a; source.len()] };
@@ -49,8 +49,8 @@ fn work(worker: &Worker, tensors: &[Declaration], rounds: u64, seed: u64) {
             assert_eq!(handle.wait(LONG), Ok(true), "tensor {}", tensors[order[place]].name);
         }
         for (place, (source, target)) in memory.iter().enumerate() {
-            let Declaration { dtype, operation, count, name, .. } = &tensors[order[place]];
-            let count = usize::try_from(*count).unwrap();
+            let Declaration { dtype, operation, shape, name, .. } = &tensors[order[place]];
+            let count = usize::try_from(shape.count()).unwrap();
             let tensor = order[place] as u64;
             let wanted = reference::result(*dtype, *operation, tensor, worker.size(), round, count);
             let got = if target.is_empty() { source } else { target };
@@ -66,7 +66,13 @@ fn tensors(sizes: &[u64], workers: u32) -> Vec<Declaration> {
             let root = Rank(u32::try_from(at).unwrap() % workers);
             for operation in [Operation::Sum, Operation::Average, Operation::Broadcast(root)] {
                 let name = format!("{dtype}.{count}.{operation}");
-                all.push(Declaration { name, dtype, count, operation, device: false });
+                all.push(Declaration {
+                    name,
+                    dtype,
+                    shape: count.into(),
+                    operation,
+                    device: false,
+                });
             }
         }
     }
@@ -171,7 +177,7 @@ fn jobs_over_rdma() {
         let large = Declaration {
             name: "large".into(),
             dtype: DType::F32,
-            count: 3 << 20,
+            shape: (3 << 20).into(),
             operation: Operation::Average,
             device: false,
         };
@@ -244,7 +250,7 @@ fn large_tensors() {
             let one = |name: &str, dtype, operation| Declaration {
                 name: name.into(),
                 dtype,
-                count: (64 << 20) / dtype.size() as u64,
+                shape: ((64 << 20) / dtype.size() as u64).into(),
                 operation,
                 device: false,
             };
@@ -264,7 +270,7 @@ fn a_thousand_small_tensors_declare_within_a_second() {
             .map(|index| Declaration {
                 name: format!("layer{index}.weight"),
                 dtype: DType::F32,
-                count: 1024,
+                shape: 1024.into(),
                 operation: Operation::Sum,
                 device: false,
             })
@@ -284,11 +290,11 @@ fn a_thousand_small_tensors_declare_within_a_second() {
 fn a_disagreement_is_an_error_on_every_rank_within_a_second() {
     let shape = JobShape { workers: 3, ..JobShape::default() };
     let seen = job::run_nodes(shape, |worker| {
-        let count = if worker.rank() == 2 { 99 } else { 100 };
+        let dimensions = if worker.rank() == 2 { [20, 5] } else { [5, 20] };
         let tensor = Declaration {
             name: "x".into(),
             dtype: DType::F32,
-            count,
+            shape: TensorShape::new(dimensions.into()).unwrap(),
             operation: Operation::Sum,
             device: false,
         };
@@ -311,7 +317,7 @@ fn a_disagreement_is_an_error_on_every_rank_within_a_second() {
     });
     for (rank, (error, took)) in seen.into_iter().enumerate() {
         let Err(Error::Mismatch(text)) = error else { panic!("rank {rank}: {error:?}") };
-        assert!(text.contains("100 elements") && text.contains("99 elements"), "{text}");
+        assert!(text.contains("shape [5, 20]") && text.contains("shape [20, 5]"), "{text}");
         assert!(text.contains("rank 2"), "{text}");
         assert!(took < Duration::from_millis(1200), "rank {rank}: {took:?}");
     }
@@ -355,7 +361,7 @@ fn items(worker: &Worker, name: &str, memory: &mut [f32], tensors: usize) -> Vec
         .map(|index| Declaration {
             name: format!("{name}.{index}"),
             dtype: DType::F32,
-            count: count as u64,
+            shape: (count as u64).into(),
             operation: Operation::Sum,
             device: false,
         })

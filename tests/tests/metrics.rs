@@ -34,7 +34,7 @@ fn declaration() -> Declaration {
     Declaration {
         name: "w".into(),
         dtype: DType::F32,
-        count: BYTES / 4,
+        shape: (BYTES / 4).into(),
         operation: Operation::Average,
         device: false,
     }

@@ -35,8 +35,13 @@ impl Drop for Cleanup {
 
 fn push(worker: &Worker, name: &str, count: u64, rounds: u32) {
     let operation = Operation::Average;
-    let tensor =
-        Declaration { name: name.into(), dtype: DType::F32, count, operation, device: false };
+    let tensor = Declaration {
+        name: name.into(),
+        dtype: DType::F32,
+        shape: count.into(),
+        operation,
+        device: false,
+    };
     let ids = worker.declare(&[tensor]).expect("declared");
     let mut values = vec![1.0f32; usize::try_from(count).expect("small")];
     for _ in 0..rounds {

@@ -155,7 +155,7 @@ impl Agent {
     /// An assignment, checked: the parts must cover the tensor without gaps, or memory would be
     /// touched that isn't its.
     fn plan(&self, declaration: Declaration, assignment: &Assignment) -> Result<Plan, Error> {
-        let bytes = declaration.count.saturating_mul(declaration.dtype.size() as u64);
+        let bytes = declaration.shape.count().saturating_mul(declaration.dtype.size() as u64);
         let broken = |what: &str| {
             Error::Refused(format!("the scheduler's plan for `{}` {what}", declaration.name))
         };

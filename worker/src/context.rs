@@ -119,7 +119,8 @@ impl Worker {
             let mut known = lock(&self.0.declared);
             let mut sizes = lock(&self.0.sizes);
             for (declaration, id) in unknown.into_iter().zip(ids) {
-                let bytes = declaration.count.saturating_mul(declaration.dtype.size() as u64);
+                let bytes =
+                    declaration.shape.count().saturating_mul(declaration.dtype.size() as u64);
                 let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
                 if sizes.len() <= id as usize {
                     sizes.resize(id as usize + 1, (0, Operation::Sum));
@@ -328,14 +329,8 @@ impl Shared {
         for one in tensors {
             if let Some((old, _)) = known.get(&one.name) {
                 return Err(Error::Mismatch(format!(
-                    "`{}` was declared as {} × {} ({}), now as {} × {} ({}); use another name",
-                    one.name,
-                    old.dtype,
-                    old.count,
-                    old.operation,
-                    one.dtype,
-                    one.count,
-                    one.operation
+                    "tensor `{}` was declared {old}, now {one}; use another name",
+                    one.name
                 )));
             }
         }

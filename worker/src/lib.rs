@@ -24,6 +24,7 @@ mod timeline;
 mod types;
 
 pub use bps_engine::proto::messages::Declaration;
+pub use bps_engine::proto::shape::{ShapeError, TensorShape};
 pub use context::Worker;
 pub use error::Error;
 pub use start::credit_bytes;

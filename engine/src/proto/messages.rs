@@ -4,6 +4,7 @@
 //! of them, they are read by people when something goes wrong, and no message is parsed before its
 //! sender is authenticated.
 
+use super::shape::TensorShape;
 use crate::base::{CoreId, DType, Epoch, Key, Operation, Placement, Rank};
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
@@ -353,8 +354,8 @@ pub struct Declaration {
     pub name: String,
     /// Element type.
     pub dtype: DType,
-    /// Elements; 0 is allowed and has no parts.
-    pub count: u64,
+    /// Its shape; a tensor without elements is allowed and has no parts.
+    pub shape: TensorShape,
     /// What a round computes.
     pub operation: Operation,
     /// It lives on GPUs: the ranks of a host reduce it there.

@@ -4,4 +4,5 @@
 pub mod handshake;
 pub mod messages;
 pub mod scheduler;
+pub mod shape;
 pub mod text;

@@ -11,7 +11,7 @@ const SHOWN_MAX: usize = 3;
 impl fmt::Display for Declaration {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let place = if self.device { " on GPUs" } else { "" };
-        write!(f, "{} elements of {}{place} ({})", self.count, self.dtype, self.operation)
+        write!(f, "{} of shape {}{place} ({})", self.dtype, self.shape, self.operation)
     }
 }
 
@@ -125,6 +125,7 @@ pub fn shorten(name: &str) -> String {
 mod tests {
     use super::*;
     use crate::base::{DType, Operation};
+    use crate::proto::shape::TensorShape;
 
     #[test]
     fn lines_read_as_people_would_say_it() {
@@ -159,23 +160,23 @@ mod tests {
              rank 2 (left); rank 1 arrived 5.0 s ago: let every rank make the same steps before it \
              shuts down"
         );
-        let said = |count, operation| Declaration {
+        let said = |dimensions: &[u64], operation| Declaration {
             name: "w".into(),
             dtype: DType::F32,
-            count,
+            shape: TensorShape::new(dimensions.to_vec()).unwrap(),
             operation,
             device: false,
         };
         let mismatch = Mismatch {
             first: Rank(0),
-            first_said: Declaration { device: true, ..said(4, Operation::Sum) },
+            first_said: Declaration { device: true, ..said(&[2, 3], Operation::Sum) },
             second: Rank(1),
-            second_said: said(5, Operation::Broadcast(Rank(2))),
+            second_said: said(&[3, 2], Operation::Broadcast(Rank(2))),
         };
         assert_eq!(
             mismatch.to_string(),
-            "tensor `w`: rank 0 declared 4 elements of f32 on GPUs (sum), rank 1 declared 5 \
-             elements of f32 (broadcast from rank 2): declare it alike on all ranks"
+            "tensor `w`: rank 0 declared f32 of shape [2, 3] on GPUs (sum), rank 1 declared f32 of \
+             shape [3, 2] (broadcast from rank 2): declare it alike on all ranks"
         );
         assert_eq!(list([0, 1, 2, 5, 7, 8]), "0-2, 5, 7, 8");
         assert_eq!(shorten(&"é".repeat(200)).chars().count(), 121);

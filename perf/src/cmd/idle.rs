@@ -103,7 +103,7 @@ fn rank(worker: &Worker, rest: Duration, rounds: u32, size: usize) -> Seen {
     let declaration = Declaration {
         name: "idle".into(),
         dtype: DType::F32,
-        count: values.len() as u64,
+        shape: (values.len() as u64).into(),
         operation: Operation::Sum,
         device: false,
     };

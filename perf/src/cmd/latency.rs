@@ -90,7 +90,7 @@ fn push_pulls(worker: &Worker, size: usize, samples: u32) -> Vec<f64> {
     let declaration = Declaration {
         name: "latency".into(),
         dtype: DType::U8,
-        count: size as u64,
+        shape: (size as u64).into(),
         operation: Operation::Sum,
         device: false,
     };

@@ -269,7 +269,7 @@ impl Tensors {
             .map(|index| Declaration {
                 name: format!("load.{number}.{index}"),
                 dtype: DType::F32,
-                count: count as u64,
+                shape: (count as u64).into(),
                 operation: Operation::Sum,
                 device: false,
             })

@@ -26,7 +26,7 @@ impl Tensor {
         let declaration = Declaration {
             name: name.to_string(),
             dtype: DType::F32,
-            count: count as u64,
+            shape: (count as u64).into(),
             operation: Operation::Sum,
             device: false,
         };

@@ -33,7 +33,7 @@ class Tensor(NamedTuple):
 
     name: str
     dtype: str
-    elements: int
+    shape: tuple[int, ...]
     operation: str = "average"
     root: int = 0
     device: bool = False
@@ -152,12 +152,13 @@ def count_up(what: Any) -> int:
         return number
 
 
-def unnamed(dtype: str, count: int, operation: str, root: int = 0, device: bool = False) -> str:
+def unnamed(dtype: str, shape: tuple[int, ...], operation: str, root: int = 0, device: bool = False) -> str:
     """A name for an operation that the caller gave none: it follows from the order of calls."""
-    number = count_up((dtype, count, operation, root, device)) % _UNNAMED
+    number = count_up((dtype, shape, operation, root, device)) % _UNNAMED
     verb = f"broadcast.{root}" if operation == "broadcast" else operation
     place = "gpu." if device else ""
-    return f"{verb}.noname.{place}{dtype}x{count}.{number}"
+    size = "x".join(map(str, shape))
+    return f"{verb}.noname.{place}{dtype}[{size}].{number}"
 
 
 def _wire_name(tensor: Tensor) -> str:
@@ -175,7 +176,7 @@ def _wire_name(tensor: Tensor) -> str:
 
 
 def settled(tensor: Tensor) -> Tensor:
-    """The tensor under a name that stands for no other type, size or place in this process.
+    """The tensor under a name that stands for no other type, shape or place in this process.
 
     For names that the caller did not choose for the job as a whole: a second model may have layers
     of the same names. It follows from the order of calls, so all ranks find the same.
@@ -191,7 +192,7 @@ def settled(tensor: Tensor) -> Tensor:
 def declare(tensors: Sequence[Tensor]) -> list[int]:
     """The numbers of these tensors; one round trip for all that are new.
 
-    Raises :class:`MismatchError` on every rank if one has the name of another type or size, or
+    Raises :class:`MismatchError` on every rank if one has the name of another type or shape, or
     has it in host memory where another has it on a GPU.
     """
     with _lock:

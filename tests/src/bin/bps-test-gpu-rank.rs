@@ -140,7 +140,7 @@ fn declarations(ranks: u32) -> Vec<Declaration> {
             let root = Rank(u32::try_from(at).unwrap_or(0) % ranks);
             for operation in [Operation::Sum, Operation::Average, Operation::Broadcast(root)] {
                 let name = format!("{dtype}.{count}.{operation}");
-                all.push(Declaration { name, dtype, count, operation, device: true });
+                all.push(Declaration { name, dtype, shape: count.into(), operation, device: true });
             }
         }
     }
@@ -188,7 +188,7 @@ fn declare(
     let ids = worker.declare(&said)?;
     let mut tensors = Vec::new();
     for ((number, said), id) in numbered.into_iter().zip(ids) {
-        let bytes = usize::try_from(said.count).unwrap_or(0) * said.dtype.size();
+        let bytes = usize::try_from(said.shape.count()).unwrap_or(0) * said.dtype.size();
         let new = || framework.buffer(bytes);
         let mut tensor = Tensor { said, number, id, sources: Vec::new(), targets: Vec::new() };
         for _ in 0..QUEUED {
@@ -217,7 +217,7 @@ fn push(
         let mut items = Vec::new();
         for Tensor { said, number, id, sources, targets } in some {
             let (source, round) = (&sources[queued], first + queued as u64);
-            let count = usize::try_from(said.count).unwrap_or(0);
+            let count = usize::try_from(said.shape.count()).unwrap_or(0);
             let own = reference::contribution(said.dtype, *number, worker.rank(), round, count);
             source.fill(&framework.stream, &own).map_err(gpu)?;
             let target = targets[queued].as_ref().unwrap_or(source).address;
@@ -277,7 +277,8 @@ fn check(
             continue;
         }
         assert!(handle.poll(), "{}: the stream has passed the result", said.name);
-        let (round, count) = (first + *queued as u64, usize::try_from(said.count).unwrap_or(0));
+        let (round, count) =
+            (first + *queued as u64, usize::try_from(said.shape.count()).unwrap_or(0));
         let wanted =
             reference::result(said.dtype, said.operation, *number, worker.size(), round, count);
         let source = sources[*queued].fetched();
@@ -307,9 +308,8 @@ fn same(said: &Declaration, round: u64, rank: u32, what: &str, got: &[u8], wante
 /// Two rounds in place on the same memory, without a wait: the second pushes what the first gives.
 fn chained(worker: &Worker, framework: &Framework) -> Result<(), Error> {
     const COUNT: usize = 50_000;
-    let (dtype, operation) = (DType::I32, Operation::Sum);
-    let said =
-        Declaration { name: "chained".into(), dtype, count: COUNT as u64, operation, device: true };
+    let (dtype, operation, shape) = (DType::I32, Operation::Sum, (COUNT as u64).into());
+    let said = Declaration { name: "chained".into(), dtype, shape, operation, device: true };
     let ids = worker.declare(std::slice::from_ref(&said))?;
     let buffer = framework.buffer(COUNT * 4)?;
     let own = reference::contribution(dtype, 9999, worker.rank(), 1, COUNT);
@@ -348,7 +348,7 @@ impl Beside {
         let one = |dtype: DType, operation| Declaration {
             name: format!("host.{dtype}.{operation}"),
             dtype,
-            count: 30_011,
+            shape: 30_011.into(),
             operation,
             device: false,
         };
@@ -364,7 +364,7 @@ impl Beside {
 
     fn push(&mut self, worker: &Worker, round: u64) -> Result<(), Error> {
         for (at, said) in self.said.iter().enumerate() {
-            let count = usize::try_from(said.count).unwrap_or(0);
+            let count = usize::try_from(said.shape.count()).unwrap_or(0);
             let number = 5000 + at as u64;
             let mut values =
                 reference::contribution(said.dtype, number, worker.rank(), round, count);
@@ -382,7 +382,7 @@ impl Beside {
         for (at, round, values, handle) in self.under_way.drain(..) {
             assert!(handle.wait(Some(LIMIT))?, "a tensor of the host does not end");
             let said = &self.said[at];
-            let count = usize::try_from(said.count).unwrap_or(0);
+            let count = usize::try_from(said.shape.count()).unwrap_or(0);
             let (number, size) = (5000 + at as u64, worker.size());
             let wanted = reference::result(said.dtype, said.operation, number, size, round, count);
             same(said, round, worker.rank(), "the result", &values, &wanted);
@@ -400,7 +400,7 @@ fn large(config: &Config) -> Result<(), Error> {
     for (number, dtype) in [(0, DType::F32), (1, DType::I32)] {
         let count = (12 << 20) / dtype.size() as u64 + 77;
         let (name, operation) = (format!("large {number}"), Operation::Sum);
-        let said = Declaration { name, dtype, count, operation, device: true };
+        let said = Declaration { name, dtype, shape: count.into(), operation, device: true };
         let id = worker.declare(std::slice::from_ref(&said))?[0];
         let bytes = usize::try_from(count).unwrap_or(0) * dtype.size();
         let source = framework.buffer(bytes)?;
@@ -426,7 +426,7 @@ fn train(config: &Config, rounds: u64, stall: Option<u64>, leaves: bool) -> Resu
     worker.open_gpu(0)?;
     let framework = Framework::new().map_err(gpu)?;
     let (name, dtype, operation) = ("layer4.weight".into(), DType::F32, Operation::Sum);
-    let said = Declaration { name, dtype, count: COUNT as u64, operation, device: true };
+    let said = Declaration { name, dtype, shape: (COUNT as u64).into(), operation, device: true };
     let id = worker.declare(std::slice::from_ref(&said))?[0];
     let buffer = framework.buffer(COUNT * 4)?;
     for round in 1..=rounds {
@@ -472,11 +472,10 @@ fn mismatch(config: &Config, is_odd: bool) -> Result<(), Error> {
     let worker = Worker::start(config)?;
     worker.open_gpu(0)?;
     let framework = Framework::new().map_err(gpu)?;
-    let count = 1000;
     let said = |name: &str, device| Declaration {
         name: name.into(),
         dtype: DType::F32,
-        count,
+        shape: 1000.into(),
         operation: Operation::Sum,
         device,
     };
@@ -509,7 +508,7 @@ fn mismatches(config: &Config, is_odd: bool) -> Result<(), Error> {
     let framework = Framework::new().map_err(gpu)?;
     let said = |name: String, device| {
         let (dtype, operation, count) = (DType::F32, Operation::Sum, COUNT as u64);
-        Declaration { name, dtype, count, operation, device }
+        Declaration { name, dtype, shape: count.into(), operation, device }
     };
     let buffers = [framework.buffer(4 * COUNT)?, framework.buffer(4 * COUNT)?];
     let good = worker.declare(&[said("good".into(), true)])?[0];
@@ -557,8 +556,8 @@ fn record(config: &Config) -> Result<(), Error> {
     let worker = Worker::start(config)?;
     worker.open_gpu(0)?;
     let framework = Framework::new().map_err(gpu)?;
-    let (name, dtype, count) = ("layer4.weight".into(), DType::F32, 100_000);
-    let said = Declaration { name, dtype, count, operation: Operation::Sum, device: true };
+    let (name, dtype, shape) = ("layer4.weight".into(), DType::F32, 100_000.into());
+    let said = Declaration { name, dtype, shape, operation: Operation::Sum, device: true };
     let (tensor, source) = (worker.declare(&[said])?[0], framework.buffer(400_000)?.address);
     let item = GpuPushPull { tensor, source, target: source, priority: 0 };
     for round in 1..=6 {

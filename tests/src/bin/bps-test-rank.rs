@@ -28,7 +28,7 @@ fn work(rounds: u64, stall: Option<u64>) -> Result<(), Error> {
     let ids = worker.declare(&[Declaration {
         name: "layer4.weight".into(),
         dtype: DType::F32,
-        count: 100_000,
+        shape: 100_000.into(),
         operation: Operation::Sum,
         device: false,
     }])?;

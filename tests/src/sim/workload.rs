@@ -135,7 +135,10 @@ fn tensors(random: &mut Random, workers: u32) -> Vec<Tensor> {
         };
         let name = format!("tensor.{index}");
         let rounds = 1 + random.below(3);
-        Tensor { declaration: Declaration { name, dtype, count, operation, device: false }, rounds }
+        Tensor {
+            declaration: Declaration { name, dtype, shape: count.into(), operation, device: false },
+            rounds,
+        }
     };
     (0..number).map(one).collect()
 }
@@ -188,7 +191,7 @@ pub fn run_hosts(hosts: &[u32]) -> Outcome {
         declaration: Declaration {
             name: format!("tensor.{index}"),
             dtype: DType::F32,
-            count: 100_003,
+            shape: 100_003.into(),
             operation,
             device: false,
         },
@@ -296,7 +299,7 @@ fn drive(
         let declare = |&at: &usize| {
             let mut declaration = tensors[at].declaration.clone();
             if fault == Fault::Mismatch && at == 0 && number == 1 {
-                declaration.count += 1;
+                declaration.shape = (declaration.shape.count() + 1).into();
             }
             declaration
         };
@@ -341,7 +344,7 @@ fn push(
     id: u32,
     random: &mut Random,
 ) -> Flight {
-    let count = usize::try_from(declaration.count).expect("small tensors");
+    let count = usize::try_from(declaration.shape.count()).expect("small tensors");
     let bytes = reference::contribution(declaration.dtype, tensor as u64, rank, round, count);
     let is_root = declaration.operation == Operation::Broadcast(Rank(rank));
     let in_place = is_root || random.once_in(2);
@@ -376,9 +379,9 @@ fn check(
         }
         match flight.handle.wait(Some(Duration::ZERO)) {
             Ok(_) => {
-                let Declaration { dtype, count, operation, name, .. } =
+                let Declaration { dtype, shape, operation, name, .. } =
                     &tensors[flight.tensor].declaration;
-                let count = usize::try_from(*count).expect("small tensors");
+                let count = usize::try_from(shape.count()).expect("small tensors");
                 let tensor = flight.tensor as u64;
                 let expected =
                     reference::result(*dtype, *operation, tensor, roster.size, flight.round, count);

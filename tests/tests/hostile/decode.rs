@@ -104,7 +104,7 @@ fn node_messages() -> Vec<String> {
     let declaration = Declaration {
         name: "layer4.weight".into(),
         dtype: DType::BF16,
-        count: 1 << 20,
+        shape: (1 << 20).into(),
         operation: Operation::Broadcast(Rank(3)),
         device: false,
     };

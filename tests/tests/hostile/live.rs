@@ -46,10 +46,10 @@ const PATIENCE: Duration = Duration::from_secs(20);
 
 /// What every rank declares.
 fn declarations() -> Vec<Declaration> {
-    let tensor = |index: u32, dtype, count| Declaration {
+    let tensor = |index: u32, dtype, count: u64| Declaration {
         name: format!("tensor {index}"),
         dtype,
-        count,
+        shape: count.into(),
         operation: if index.is_multiple_of(2) { Operation::Sum } else { Operation::Average },
         device: false,
     };
@@ -112,7 +112,7 @@ fn honest(config: &Config, rounds_done: &AtomicU64) {
 }
 
 fn elements(declaration: &Declaration) -> usize {
-    usize::try_from(declaration.count).expect("a small tensor")
+    usize::try_from(declaration.shape.count()).expect("a small tensor")
 }
 
 /// The bad rank's place in the job, by its own hands: no worker of ours would do what it does.

@@ -87,7 +87,7 @@ fn message(random: &mut Random) -> NodeMessage {
             let declaration = Declaration {
                 name: ["a", "b", "", "a long name"][name].to_owned(),
                 dtype: DType::ALL[if odd { random.index(8) } else { name }],
-                count: if odd { random.bits() } else { [5000, 3, 0, 1][name] },
+                shape: if odd { random.bits() } else { [5000, 3, 0, 1][name] }.into(),
                 operation: [Operation::Sum, Operation::Broadcast(Rank(9))][usize::from(odd)],
                 device: false,
             };

@@ -179,7 +179,7 @@ fn tell_all(worker: &Worker, own: &Row) -> Result<Vec<Row>, Error> {
     let declaration = Declaration {
         name: NAME.into(),
         dtype: DType::U8,
-        count: rows.len() as u64,
+        shape: (rows.len() as u64).into(),
         operation: Operation::Sum,
         device: false,
     };

@@ -298,12 +298,12 @@ impl Registry {
                 self.ranks.saturating_sub(1)
             ));
         }
-        tensor_bytes(said.count, said.dtype).ok_or_else(|| {
+        tensor_bytes(said.shape.count(), said.dtype).ok_or_else(|| {
             format!(
                 "tensor `{}` of {} elements of {} has more bytes than can be counted: check its \
                  size",
                 shorten(&said.name),
-                said.count,
+                said.shape.count(),
                 said.dtype
             )
         })
@@ -329,9 +329,10 @@ impl Registry {
     fn add(&mut self, rank: Rank, said: Declaration) -> u32 {
         let tensor = u32::try_from(self.tensors.len()).expect("at most TENSORS_MAX");
         let (mut cut, mut places) = (Vec::new(), Vec::new());
-        let all = tensor_bytes(said.count, said.dtype).unwrap_or(u64::MAX);
+        let count = said.shape.count();
+        let all = tensor_bytes(count, said.dtype).unwrap_or(u64::MAX);
         let part_bytes = self.part_bytes(all);
-        let pieces: Vec<(u64, u32)> = parts(said.count, said.dtype, part_bytes).collect();
+        let pieces: Vec<(u64, u32)> = parts(count, said.dtype, part_bytes).collect();
         let equal = pieces.iter().take_while(|(_, bytes)| *bytes == pieces[0].1).count();
         for (part, (offset, bytes)) in (0u32..).zip(pieces) {
             let core = self.through_servers.then(|| self.placer.place(tensor, part, bytes));

@@ -97,7 +97,7 @@ def gradient(name: str, param: torch.Tensor, compression: Any, average: bool) ->
     _gpu.open_for([param])
     device = _gpu.holds(param) and not through_host(param, average)
     operation = "average" if average else "sum"
-    return _registry.Tensor(name, dtype, param.numel(), operation, device=device)
+    return _registry.Tensor(name, dtype, param.shape, operation, device=device)
 
 
 def in_place(tensor: torch.Tensor, in_host: bool = False) -> Memory:

@@ -103,11 +103,12 @@ def _send(
 ) -> Send:
     source, device = memory.source, _gpu.holds(memory.source)
     if operation == "broadcast" and source.dtype not in _tensors.DTYPES:
-        dtype, count = "u8", source.numel() * source.element_size()
+        # As bytes, of which each element has some: a dimension of its own.
+        dtype, shape = "u8", (*source.shape, source.element_size())
     else:
-        dtype, count = _tensors.summed_dtype(source, what, name), source.numel()
-    name = name or _registry.unnamed(dtype, count, operation, root, device)
-    known = _registry.Tensor(name, dtype, count, operation, root, device)
+        dtype, shape = _tensors.summed_dtype(source, what, name), source.shape
+    name = name or _registry.unnamed(dtype, shape, operation, root, device)
+    known = _registry.Tensor(name, dtype, shape, operation, root, device)
     if settle:
         known = _registry.settled(known)
     return Send(known, source.data_ptr(), memory.target.data_ptr(), priority)

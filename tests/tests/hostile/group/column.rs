@@ -183,8 +183,8 @@ fn poisoned(steps: usize, seed: u64) {
 
 fn declaration() -> Declaration {
     let operation = super::Operation::Sum;
-    let (name, count) = ("t".into(), 1);
-    Declaration { name, dtype: DType::F32, count, operation, device: true }
+    let (name, shape) = ("t".into(), 1.into());
+    Declaration { name, dtype: DType::F32, shape, operation, device: true }
 }
 
 #[test]

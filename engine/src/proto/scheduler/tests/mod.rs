@@ -11,6 +11,7 @@ use crate::limits::NAME_BYTES_MAX;
 use crate::proto::messages::{
     Assignment, Declaration, KeySpec, Mismatch, Node, Part, Planning, Stall, StalledKey,
 };
+use crate::proto::shape::TensorShape;
 
 pub(super) const PLANNING: Planning = Planning {
     partition_bytes: 4096,
@@ -213,7 +214,7 @@ fn tensor(name: &str, count: u64) -> Declaration {
     Declaration {
         name: name.to_owned(),
         dtype: DType::F32,
-        count,
+        shape: count.into(),
         operation: Operation::Average,
         device: false,
     }

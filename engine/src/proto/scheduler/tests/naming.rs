@@ -72,7 +72,7 @@ fn a_disagreement_is_told_to_every_rank_and_spoils_the_name() {
     }
     let answer = bench.heard(2);
     assert_eq!(answer[0], SchedulerMessage::Mismatch(expected.clone()));
-    assert!(refused(&answer[1..]).contains("rank 0 declared 10 elements"));
+    assert!(refused(&answer[1..]).contains("rank 0 declared f32 of shape [10]"));
     assert!(bench.heard(100).is_empty(), "a refused request must leave nothing behind");
     // Even the first rank cannot use it any more; only who asks is told again.
     bench.declare(0, 5, &[tensor("w", 10)]);
@@ -81,6 +81,7 @@ fn a_disagreement_is_told_to_every_rank_and_spoils_the_name() {
     refused(&answer[1..]);
     assert!(bench.heard(1).is_empty());
     for changed in [
+        Declaration { shape: TensorShape::new(vec![1, 1]).unwrap(), ..tensor("v", 1) },
         Declaration { dtype: DType::I32, ..tensor("v", 1) },
         Declaration { operation: Operation::Sum, ..tensor("v", 1) },
     ] {
