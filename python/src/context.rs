@@ -5,8 +5,10 @@
 
 use crate::{error, fork, handle};
 use bps_engine::config::{self, Config};
+use bps_engine::host;
 use bps_worker::Worker;
 use pyo3::prelude::*;
+use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
@@ -74,15 +76,15 @@ fn receive<T>(receiver: &mut Receiver<T>) -> Result<T, RecvTimeoutError> {
     receiver.recv_timeout(SIGNAL_CHECK_INTERVAL)
 }
 
-/// Starts the engine as the environment says and returns when all nodes of the job are there. A
-/// second call does nothing.
+/// Starts the engine as `settings` say, or the environment where they are silent, and returns when
+/// all nodes of the job are there. A second call does nothing.
 #[pyfunction]
-pub fn init(py: Python<'_>) -> PyResult<()> {
+pub fn init(py: Python<'_>, settings: HashMap<String, String>) -> PyResult<()> {
     fork::check()?;
     if lock().is_some() {
         return Ok(());
     }
-    let config = configuration()?;
+    let config = configuration(&settings)?;
     fork::engine_starts();
     let started = interruptible(
         py,
@@ -103,8 +105,8 @@ pub fn init(py: Python<'_>) -> PyResult<()> {
     Ok(())
 }
 
-fn configuration() -> PyResult<Config> {
-    let loaded = config::from_environment()
+fn configuration(settings: &HashMap<String, String>) -> PyResult<Config> {
+    let loaded = config::from_environment_with(settings)
         .map_err(|cause| error::raise("ConfigError", cause.to_string()))?;
     if loaded.config.rank() == 0 {
         for warning in &loaded.warnings {
@@ -127,6 +129,12 @@ pub fn shutdown(py: Python<'_>, suspend: bool) -> PyResult<()> {
     handle::forget_all();
     fork::engine_ended();
     ended?.map_err(|cause| error::from_engine(&cause))
+}
+
+/// Equal for two processes of one host.
+#[pyfunction]
+pub fn host_id() -> String {
+    host::id()
 }
 
 /// Whether `init` has succeeded in this process and `shutdown` has not been called since.

@@ -24,8 +24,8 @@ mod _native {
     use super::cli::{launch_main, scheduler_main, server_main, top_main};
     #[pymodule_export]
     use super::context::{
-        barrier, init, is_forked, is_initialized, local_rank, local_size, rank, shutdown, size,
-        speed, start_timeline, stop_timeline,
+        barrier, host_id, init, is_forked, is_initialized, local_rank, local_size, rank, shutdown,
+        size, speed, start_timeline, stop_timeline,
     };
     #[pymodule_export]
     use super::handle::{poll, release, wait};

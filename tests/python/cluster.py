@@ -165,8 +165,13 @@ class Cluster:
 
 
 def clean_environment() -> dict[str, str]:
-    """The environment without any job's variables."""
-    ours = ("DMLC_", "BYTEPS_", "BPS_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    """The environment without any job's variables, ours or a launcher's."""
+    jobs = ("DMLC_", "BYTEPS_", "BPS_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_")
+    plain = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(jobs) and name not in plain
+    }
     path = os.pathsep.join(filter(None, [str(HERE), kept.get("PYTHONPATH")]))
     return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}

@@ -20,6 +20,7 @@ pub fn document() -> String {
             line(&mut text, row);
         }
     }
+    text.push_str(OTHER_LAUNCHERS);
     text.push_str(NO_EFFECT);
     for known in known::KNOWN {
         let names: Vec<String> = known.names.iter().map(|name| format!("`{name}`")).collect();
@@ -47,6 +48,29 @@ Switches take `0`, `1`, `false` or `true`, and as a flag they may stand alone. B
 `M` and `G`, which are powers of 1024; times are seconds and may have a fraction. `--print-config`
 shows what holds, and whence. `bpslaunch` passes the flags that it is given on to its processes, as
 variables. A value that is not allowed ends the program with code 2.
+";
+
+/// What the Python package reads (`byteps/_launchers.py`) and hands to the engine as settings.
+const OTHER_LAUNCHERS: &str = "
+## Variables of other launchers
+
+`init()` in Python reads these in processes for which no `DMLC_WORKER_ID`, `BYTEPS_LOCAL_RANK` or
+`BYTEPS_GLOBAL_RANK` is set; docs/running.md says what it makes of them. The first launcher in this
+table that announces processes counts.
+
+| Launcher | Rank, size | Within the host | Others |
+|---|---|---|---|
+| torchrun, or by hand | `RANK`, `WORLD_SIZE` | `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `GROUP_RANK` | \
+`MASTER_ADDR`, `MASTER_PORT`, `TORCHELASTIC_RUN_ID`, `TORCHELASTIC_RESTART_COUNT` |
+| Open MPI's mpirun | `OMPI_COMM_WORLD_RANK`, `OMPI_COMM_WORLD_SIZE` | \
+`OMPI_COMM_WORLD_LOCAL_RANK`, `OMPI_COMM_WORLD_LOCAL_SIZE` | `PMIX_NAMESPACE`, `MASTER_ADDR`, \
+`MASTER_PORT` |
+| MPICH's or Intel MPI's mpiexec | `PMI_RANK`, `PMI_SIZE` | `MPI_LOCALRANKID`, `MPI_LOCALNRANKS` \
+| `MASTER_ADDR`, `MASTER_PORT` |
+| srun | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS` or `SLURM_NTASKS` | `SLURM_LOCALID`, \
+`SLURM_STEP_TASKS_PER_NODE` or `SLURM_TASKS_PER_NODE`, `SLURM_NODEID` | `SLURM_JOB_ID`, \
+`SLURM_STEP_ID`, `SLURM_STEP_NODELIST` or `SLURM_JOB_NODELIST`, `SLURM_RESTART_COUNT`, \
+`MASTER_ADDR`, `MASTER_PORT` |
 ";
 
 const NO_EFFECT: &str = "

@@ -4,6 +4,7 @@ use super::known::{ELSEWHERE, find};
 use super::table::{Row, TABLE};
 use super::{Config, Program, check, document};
 use clap::{Arg, ArgAction, ArgMatches, Command, error::ErrorKind};
+use std::collections::HashMap;
 use std::ffi::OsString;
 use std::io::Write;
 
@@ -221,7 +222,14 @@ fn say(program: &str, text: &str) {
 /// Reads a worker's configuration from this process's environment. The caller shows the warnings,
 /// on rank 0 only.
 pub fn from_environment() -> Result<Loaded, ConfigError> {
-    match load(Program::Worker, [], &variable)? {
+    from_environment_with(&HashMap::new())
+}
+
+/// As [`from_environment`], with settings that beat the environment: what the variables of another
+/// launcher mean here.
+pub fn from_environment_with(settings: &HashMap<String, String>) -> Result<Loaded, ConfigError> {
+    let look_up = |name: &str| settings.get(name).cloned().or_else(|| variable(name));
+    match load(Program::Worker, [], &look_up)? {
         Outcome::Run(mut loaded) => {
             loaded.warnings.extend(unknown_here());
             Ok(*loaded)

@@ -21,7 +21,8 @@ mod table;
 pub use document::document;
 pub use key::decode_key;
 pub use load::{
-    ConfigError, Loaded, Origin, Outcome, Source, from_environment, load, open, unknown_variables,
+    ConfigError, Loaded, Origin, Outcome, Source, from_environment, from_environment_with, load,
+    open, unknown_variables,
 };
 pub use table::{Program, Row, TABLE};
 

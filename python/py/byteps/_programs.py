@@ -3,8 +3,14 @@
 import os
 import signal
 import sys
+import threading
+import time
 
 from byteps import _native
+
+#: How often a helper looks for the rank that started it, how long the job then has to end by
+#: itself, having lost that rank, and how long the helper has to end when it is told to.
+_LOOK_SECONDS, _OVER_SECONDS, _END_SECONDS = 0.25, 3.0, 5.0
 
 
 def launch() -> None:
@@ -39,5 +45,23 @@ def run_role() -> None:
         sys.exit(status)
 
 
+def _follow(rank: int) -> None:
+    """Ends this process once the rank's process, which started it, is gone.
+
+    A rank that leaves in good order waits for it. The kernel's signal at a parent's death would not
+    do: it comes when the starting *thread* ends.
+    """
+    while os.getppid() == rank:
+        time.sleep(_LOOK_SECONDS)
+    time.sleep(_OVER_SECONDS)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_END_SECONDS)
+    os._exit(1)
+
+
 if __name__ == "__main__":
-    {"launch": launch, "server": server, "scheduler": scheduler}[sys.argv.pop(1)]()
+    program = {"launch": launch, "server": server, "scheduler": scheduler}[sys.argv.pop(1)]
+    if sys.argv[1:2] == ["--of-rank"]:
+        threading.Thread(target=_follow, args=(int(sys.argv[2]),), daemon=True).start()
+        del sys.argv[1:3]
+    program()

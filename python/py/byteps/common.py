@@ -9,7 +9,7 @@ import sys
 import threading
 from typing import Any
 
-from byteps import _native, _registry
+from byteps import _forming, _native, _registry
 from byteps.errors import BytePSError
 
 __all__ = [
@@ -33,6 +33,9 @@ __all__ = [
 
 _lock = threading.Lock()
 _at_exit_registered = False
+#: What the launcher's variables mean to the engine, in place of variables of ours; kept while the
+#: job is suspended.
+_settings: dict[str, str] = {}
 
 
 def _new_lock() -> None:
@@ -48,18 +51,26 @@ def init(lazy: bool = True) -> None:
     """Starts the engine of this process and returns when all nodes of the job are there.
 
     Who the process is and where the scheduler is come from the environment, which ``bpslaunch``
-    sets; without any of it the process is a job of one, and needs neither scheduler nor server.
-    A second call does nothing.
+    sets. Under ``torchrun``, ``srun``, ``mpirun`` and ``mpiexec`` rank and size are theirs, and
+    rank 0 starts the scheduler. Without any of it the process is a job of one, and needs neither
+    scheduler nor server. A second call does nothing.
 
     ``lazy`` is there for BytePS's callers: both of its values connect now, so that what is wrong
     with the job shows here and not at the first tensor.
     """
     del lazy
-    global _at_exit_registered
+    global _at_exit_registered, _settings
     with _lock:
         if _native.is_initialized():
             return
-        _native.init()
+        try:
+            if not (_settings or _native.is_forked()):
+                _settings = _forming.settings(os.environ)
+            _native.init(_settings)
+        except BaseException:
+            _settings = {}
+            _forming.end()
+            raise
         _registry.started()
         if not _at_exit_registered:
             atexit.register(_end_of_process)
@@ -87,16 +98,19 @@ def resume(num_workers: int, num_servers: int, global_rank: int = -1, context: A
     again; parameters are not sent again, so broadcast them. ``context`` is not used.
     """
     del context
-    os.environ["DMLC_NUM_WORKER"] = str(num_workers)
-    os.environ["DMLC_NUM_SERVER"] = str(num_servers)
+    # A job that a launcher formed is described here, any other in the environment.
+    where = _settings or os.environ
+    where["DMLC_NUM_WORKER"] = str(num_workers)
+    where["DMLC_NUM_SERVER"] = str(num_servers)
     if global_rank >= 0:
-        os.environ["BYTEPS_GLOBAL_RANK"] = str(global_rank)
+        where["BYTEPS_GLOBAL_RANK"] = str(global_rank)
     else:
-        os.environ.pop("BYTEPS_GLOBAL_RANK", None)
+        where.pop("BYTEPS_GLOBAL_RANK", None)
     init(lazy=False)
 
 
 def _end(suspend: bool) -> None:
+    global _settings
     if _native.is_forked():
         return
     with _lock:
@@ -110,6 +124,9 @@ def _end(suspend: bool) -> None:
         except BaseException:
             _registry.never_free()  # Interrupted: it may still be at work.
             raise
+        finally:
+            if not suspend:
+                _settings = {}
         _registry.ended(keep_names=suspend)
 
 
@@ -125,6 +142,7 @@ def _end_of_process() -> None:
     # What ended the job has been said before: by an exception, and by the engine's own line.
     with contextlib.suppress(BytePSError):
         shutdown()
+    _forming.wait_for_helpers(os.environ)
 
 
 def is_initialized() -> bool:

@@ -1,0 +1,295 @@
+"""Jobs that torchrun, srun, mpirun and mpiexec start: one job, with the launcher's ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cluster import clean_environment
+from test_failures import descendants
+from test_launchers import elastic, mpich, open_mpi, slurm, torch
+
+PATIENCE_SECONDS = 120
+
+#: Sums through the engine and through torch's own process group, which has the same port.
+TRAIN = """
+import os, sys, torch, torch.distributed as dist
+import byteps.torch as bps
+if "first" in sys.argv: dist.init_process_group("gloo")
+for generation in range(2):
+    bps.init()
+    assert bps.rank() == int(os.environ["RANK"]) and bps.size() == int(os.environ["WORLD_SIZE"])
+    if "LOCAL_RANK" in os.environ: assert bps.local_rank() == int(os.environ["LOCAL_RANK"])
+    total = bps.push_pull(torch.full((1000,), bps.rank() + 1.0), False, "x")[0].item()
+    print("result", generation, bps.rank(), bps.size(), bps.local_rank(), bps.local_size(), total)
+    if generation == 0: bps.shutdown()
+if "first" not in sys.argv: dist.init_process_group("gloo")
+ones = torch.ones(1)
+dist.all_reduce(ones)
+assert ones.item() == bps.size()
+dist.destroy_process_group()
+"""
+
+#: The same without torch: what the launchers of other frameworks' programs meet.
+MEET = """
+import byteps.common as bps
+bps.init()
+bps.barrier()
+print("result", bps.rank(), bps.size(), bps.local_rank(), bps.local_size(), flush=True)
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Starts processes with their outputs in files; ends what is left of them."""
+    processes = []
+
+    def start(name, command, environment=None):
+        with (tmp_path / name).open("wb") as log:
+            process = subprocess.Popen(
+                command,
+                env=clean_environment() | (environment or {}),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        processes.append(process)
+        process.log = tmp_path / name
+        return process
+
+    yield start
+    for process in processes:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def finish(*processes, code=0):
+    """The processes' outputs, once they have ended with this code."""
+    outputs = []
+    for process in processes:
+        try:
+            status = process.wait(PATIENCE_SECONDS)
+        except subprocess.TimeoutExpired:
+            status = "no end"
+        outputs.append(process.log.read_text(errors="replace"))
+        assert status == code, (status, outputs)
+    return outputs
+
+
+def python(text, *arguments):
+    return [sys.executable, "-c", text, *arguments]
+
+
+def torchrun(script, *options, arguments=()):
+    launcher = [sys.executable, "-m", "torch.distributed.run", *options]
+    return [*launcher, str(script), *arguments]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def results(text):
+    """The lines of results, without their first word, sorted."""
+    return sorted(re.findall(r"^result (.*)$", text, re.MULTILINE))
+
+
+def test_torchrun(run, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    job = run("job", torchrun(script, "--standalone", "--nproc-per-node", "2"))
+    [text] = finish(job)
+    assert results(text) == [f"{g} {rank} 2 {rank} 2 3.0" for g in (0, 1) for rank in (0, 1)], text
+    assert "with a job key" in text and "sums do not pass servers" in text, text
+
+
+@pytest.mark.parametrize("order", ["first", "last"])
+def test_torchrun_on_two_nodes(run, tmp_path, order):
+    """Both are on this machine, so their ranks are kept from reducing among themselves."""
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    meet = f"--rdzv-backend=c10d --rdzv-id=7 --rdzv-endpoint=localhost:{free_port()}".split()
+    options = ["--nnodes=2", "--nproc-per-node=1", *meet]
+    command = torchrun(script, *options, arguments=[order])
+    nodes = [run(f"node{node}", command, {"BPS_LOCAL_REDUCE": "0"}) for node in (0, 1)]
+    texts = finish(*nodes)
+    expected = [f"{g} {rank} 2 0 1 3.0" for g in (0, 1) for rank in (0, 1)]
+    assert results("".join(texts)) == expected, texts
+    assert all("bps server" in text for text in texts), texts
+
+
+def test_torchrun_starts_again_after_a_failure(run, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        MEET + "import os, sys\n"
+        "attempt = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "print('attempt', attempt, bps.rank(), flush=True)\n"
+        "if attempt == '0' and bps.rank() == 1: os._exit(1)\n"
+        "bps.barrier()\n"
+    )
+    options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    [text] = finish(run("job", torchrun(script, *options)))
+    for attempt, rank in [("0", 1), ("1", 0), ("1", 1)]:
+        assert f"attempt {attempt} {rank}" in text, text
+
+
+@pytest.mark.parametrize("order", ["first", "last"])
+def test_torchs_variables_by_hand(run, order):
+    """Rank 0 hosts torch's store itself; no variable tells which ranks share a host."""
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [run(f"rank{r}", python(TRAIN, order), torch(r, 2) | store) for r in (0, 1)]
+    text = "".join(finish(*ranks))
+    assert results(text) == [f"{g} {rank} 2 {rank} 2 3.0" for g in (0, 1) for rank in (0, 1)], text
+
+
+LAUNCHERS = {
+    "srun": lambda rank: slurm(rank, 2, "2", SLURM_STEP_NODELIST="localhost"),
+    "srun on two nodes": lambda rank: slurm(
+        rank, 2, "1(x2)", SLURM_STEP_NODELIST="localhost,b", SLURM_NODEID=str(rank), SLURM_LOCALID="0"
+    ),
+    "mpirun": lambda rank: open_mpi(rank, 2),
+    "mpiexec": lambda rank: mpich(rank, 2),
+    "torchrun": lambda rank: elastic(rank, 2),
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_variables_of(run, tmp_path, launcher):
+    """The variables as the launcher sets them, in processes without torch."""
+    names = {"SLURM_JOB_ID": str(os.getpid()), "PMIX_NAMESPACE": str(tmp_path)}
+    names["TORCHELASTIC_RUN_ID"] = str(tmp_path)
+    nodes = 2 if launcher.endswith("two nodes") else 1
+
+    def variables(rank):
+        own = LAUNCHERS[launcher](rank)
+        return own | {name: value for name, value in names.items() if name in own}
+
+    ranks = [run(f"rank{rank}", python(MEET), variables(rank)) for rank in (1, 0)]
+    texts = finish(*ranks)
+    local = [0, 0] if nodes == 2 else [0, 1]
+    expected = [f"{rank} 2 {local[rank]} {2 // nodes}" for rank in (0, 1)]
+    assert results("".join(texts)) == expected, texts
+
+
+def test_mpirun(run):
+    if shutil.which("mpirun") is None:
+        pytest.skip("there is no mpirun")
+    options = ["--allow-run-as-root", "--oversubscribe", "-np", "2"]
+    [text] = finish(run("job", ["mpirun", *options, *python(MEET)]))
+    assert results(text) == ["0 2 0 2", "1 2 1 2"], text
+
+
+def test_servers_and_scheduler_of_the_users_own(run):
+    """DMLC_* variables that say where leave the launcher to say who."""
+    where = {
+        "DMLC_PS_ROOT_URI": "127.0.0.1",
+        "DMLC_PS_ROOT_PORT": str(free_port()),
+        "DMLC_NUM_SERVER": "1",
+        "BPS_LOCAL_REDUCE": "0",
+    }
+    roles = ("import byteps.server", "import byteps.server", MEET, MEET)
+    own = ({"DMLC_ROLE": "scheduler"}, {"DMLC_ROLE": "server"}, torch(0, 2, 2), torch(1, 2, 2))
+    job = [
+        run(f"{n}", python(role), where | mine)
+        for n, (role, mine) in enumerate(zip(roles, own, strict=True))
+    ]
+    texts = finish(*job)
+    assert results("".join(texts)) == ["0 2 0 2", "1 2 1 2"], texts
+
+
+# Where no job can be formed
+
+
+def refused(run, environment, *words):
+    begun = time.monotonic()
+    process = run("refused", python(MEET), environment)
+    [text] = finish(process, code=1)
+    for word in words:
+        assert word in text, text
+    assert "result" not in text
+    return time.monotonic() - begun
+
+
+def test_a_size_without_a_rank_is_no_job_of_one(run):
+    refused(run, {"WORLD_SIZE": "2"}, "ConfigError", "WORLD_SIZE=2", "RANK is not set", "torchrun")
+
+
+def test_rank_0_that_does_not_come_is_named(run):
+    environment = torch(1, 2, 2, MASTER_PORT="1") | {"BPS_START_TIMEOUT": "2"}
+    refused(run, environment, "StartError", "rank 1 has not heard from rank 0 within 2 s")
+
+
+def test_hosts_that_nobody_can_find_are_asked_for(run):
+    refused(run, open_mpi(1, 4, 2), "ConfigError", "MASTER_ADDR", "-x MASTER_ADDR")
+
+
+def test_variables_of_ours_that_make_jobs_of_one_are_refused(run):
+    environment = torch(1, 2, 2) | {"DMLC_WORKER_ID": "0"}
+    refused(run, environment, "RANK=1 WORLD_SIZE=2", "DMLC_WORKER_ID=0")
+    environment = torch(1, 2, 2) | {"DMLC_NUM_WORKER": "2"}
+    refused(run, environment, "DMLC_NUM_WORKER=2", "RANK=1 WORLD_SIZE=2")
+
+
+def test_a_shell_in_an_allocation_is_a_job_of_one_and_says_so(run):
+    [text] = finish(run("job", python(MEET), {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"}))
+    assert results(text) == ["0 1 0 1"]
+    assert "SLURM_NTASKS=4" in text and "srun python" in text, text
+
+
+# The end
+
+
+def test_rank_0_waits_for_the_others(run, tmp_path):
+    """It serves the scheduler, which the others need after it has left."""
+    script = MEET + (
+        "import time\n"
+        "if bps.rank() == 1: time.sleep(5)\n"
+        "if bps.rank() == 0: bps.shutdown()\n"
+        "else: bps.start_timeline(%r); bps.stop_timeline(); print('served')\n" % str(tmp_path)
+    )
+    port = {"MASTER_PORT": str(free_port())}
+    ranks = [run(f"rank{r}", python(script), torch(r, 2, 2) | port) for r in (0, 1)]
+    first, second = finish(*ranks)
+    assert "waits for ranks that have not" in first and "served" in second, (first, second)
+    assert "ERROR" not in first and "error" not in first + second, (first, second)
+
+
+def test_nothing_outlives_a_killed_rank_0(run):
+    port = {"MASTER_PORT": str(free_port())}
+    script = MEET + "import time\ntime.sleep(600)\n"
+    settings = port | {"BPS_LOCAL_REDUCE": "0"}
+    ranks = [run(f"rank{r}", python(script), torch(r, 2, 2) | settings) for r in (0, 1)]
+    until(lambda: all("result" in rank.log.read_text() for rank in ranks))
+    helpers = [pid for pid, line in descendants(ranks[0].pid) if "--of-rank" in line]
+    assert len(helpers) == 2, "a scheduler and a server"
+    os.kill(ranks[0].pid, signal.SIGKILL)
+    until(lambda: "rank 0" in ranks[1].log.read_text().split("result")[1])
+    assert "died" in ranks[1].log.read_text()
+    until(lambda: not any(is_running(pid) for pid in helpers))
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def until(condition):
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
