@@ -10,7 +10,7 @@ use bps_worker::Worker;
 use pyo3::prelude::*;
 use std::collections::HashMap;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -23,6 +23,9 @@ static ENGINE: Mutex<Option<Worker>> = Mutex::new(None);
 /// Rank, size, local rank and local size: readable without the lock, also in a forked child.
 static PLACE: [AtomicU32; 4] =
     [AtomicU32::new(0), AtomicU32::new(1), AtomicU32::new(0), AtomicU32::new(1)];
+
+/// `shutdown` was called to suspend: the place is the one that this process had.
+static SUSPENDED: AtomicBool = AtomicBool::new(false);
 
 fn lock() -> MutexGuard<'static, Option<Worker>> {
     ENGINE.lock().unwrap_or_else(PoisonError::into_inner)
@@ -128,6 +131,7 @@ pub fn shutdown(py: Python<'_>, suspend: bool) -> PyResult<()> {
     let ended = interruptible(py, move || worker.shutdown(suspend), |_| ());
     handle::forget_all();
     fork::engine_ended();
+    SUSPENDED.store(suspend, Relaxed);
     ended?.map_err(|cause| error::from_engine(&cause))
 }
 
@@ -150,7 +154,8 @@ pub fn is_forked() -> bool {
 }
 
 fn place(index: usize) -> PyResult<u32> {
-    if !fork::is_child() && lock().is_none() {
+    let is_known = fork::is_child() || SUSPENDED.load(Relaxed) || lock().is_some();
+    if !is_known {
         return Err(not_initialized());
     }
     Ok(PLACE[index].load(Relaxed))

@@ -367,12 +367,12 @@ def test_before_and_after():
     code = (
         "import torch, byteps.torch as bps\n"
         "from byteps.errors import NotInitializedError\n"
-        "calls = [bps.rank, bps.size, bps.local_rank, bps.local_size, bps.barrier,\n"
-        "         bps.cross_rank,\n"
-        "         lambda: bps.push_pull(torch.ones(1)), lambda: bps.broadcast(torch.ones(1), 0),\n"
-        "         bps.get_pushpull_speed]\n"
-        "def refused():\n"
-        "    for call in calls:\n"
+        "places = [bps.rank, bps.size, bps.local_rank, bps.local_size, bps.cross_rank]\n"
+        "calls = [bps.barrier, bps.get_pushpull_speed,\n"
+        "         lambda: bps.push_pull(torch.ones(1)), lambda: bps.broadcast(torch.ones(1), 0)]\n"
+        "def refused(has_place=False):\n"
+        "    if has_place: assert [place() for place in places] == [0, 1, 0, 1, 0]\n"
+        "    for call in calls if has_place else calls + places:\n"
         "        try: call()\n"
         "        except NotInitializedError as error: assert 'init()' in str(error)\n"
         "        else: raise AssertionError(call)\n"
@@ -381,7 +381,8 @@ def test_before_and_after():
         "bps.init(); assert bps.is_initialized() and bps.rank() == 0\n"
         "bps.shutdown(); refused()\n"
         "bps.init(); assert bps.push_pull(torch.ones(1)).item() == 1\n"
-        "assert bps.push_pull(torch.ones(1), name='x').item() == 1; bps.suspend(); refused()\n"
+        "assert bps.push_pull(torch.ones(1), name='x').item() == 1\n"
+        "bps.suspend(); refused(has_place=True)\n"
         "bps.resume(1, 0); assert bps.push_pull(torch.ones(1), name='x').item() == 1\n"
         "print('all')\n"
     )
@@ -397,9 +398,11 @@ def suspend_and_resume():
         model(torch.full((1, 2), float(bps.rank()))).sum().backward()
         optimizer.step()
         assert bps.push_pull(torch.ones(3), False, "kept")[0] == 2
+        place = bps.rank(), bps.size(), bps.local_rank(), bps.local_size()
         bps.suspend()
+        assert place == (bps.rank(), bps.size(), bps.local_rank(), bps.local_size())
         with pytest.raises(NotInitializedError):
-            bps.rank()
+            bps.barrier()
         workers = int(os.environ["DMLC_NUM_WORKER"])
         bps.resume(workers, int(os.environ["DMLC_NUM_SERVER"]))
         assert bps.size() == 2
