@@ -139,6 +139,34 @@ def test_parameters(job):
     job.run(parameters)
 
 
+def nested_parameters():
+    rank, root = bps.rank(), bps.size() - 1
+    mine = lambda: torch.full((3,), float(rank))  # noqa: E731
+    nested = {"model": {"weight": mine()}, "ema": [mine(), (mine(), 0.5)], "step": rank, 7: mine()}
+    bps.broadcast_parameters(nested, root, prefix="Nested.")
+    tensors = nested["model"]["weight"], nested["ema"][0], nested["ema"][1][0], nested[7]
+    for tensor in tensors:
+        assert torch.equal(tensor, torch.full((3,), float(root)))
+    assert nested["step"] == rank
+    model = seeded()
+    optimizer = torch.optim.Adam(model.parameters())
+    # A fresh optimizer has options and no tensor, a trained one has both, a checkpoint has it
+    # beside the model.
+    for _ in range(2):
+        state = optimizer.state_dict()
+        for wrong in (state, {"model": model.state_dict(), "optimizer": state}, optimizer):
+            with pytest.raises(ConfigError, match="broadcast_optimizer_state"):
+                bps.broadcast_parameters(wrong, 0)
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    with pytest.raises(ConfigError, match="no tensor in a dict of 2 other values, such as 'a.b'"):
+        bps.broadcast_parameters({"a": {"b": 1}, "c": "text"}, 0)
+
+
+def test_nested_parameters(job):
+    job.run(nested_parameters)
+
+
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),

@@ -29,11 +29,57 @@ def broadcast_parameters(
 ) -> None:
     """Overwrites these tensors with those of ``root_rank``, all at once.
 
-    ``params`` is a ``state_dict()``, ``named_parameters()`` or another iterable of (name, tensor)
-    pairs, or an iterable of tensors, which are then told apart by their order. What a state dict
-    holds beside tensors is left alone.
+    ``params`` is a model's ``state_dict()``, ``named_parameters()`` or another iterable of (name,
+    tensor) pairs, or an iterable of tensors, which are then told apart by their order. Dicts, lists
+    and tuples in a dict are searched for tensors. Other values cannot be overwritten and are left
+    alone, but a dict that holds nothing else is an error, and so is an optimizer's state, which
+    :func:`broadcast_optimizer_state` sends.
     """
-    items = list(params.items()) if isinstance(params, Mapping) else list(params)
+    if isinstance(params, Mapping):
+        named = _tensors_of(params, prefix)
+    elif isinstance(params, torch.optim.Optimizer):
+        raise ConfigError(_OPTIMIZER_STATE)
+    else:
+        named = _pairs(params, prefix)
+    ops.broadcast_all_(named, root_rank)
+
+
+_OPTIMIZER_STATE = (
+    "broadcast_parameters cannot set the options and counters in an optimizer's state: call "
+    "broadcast_optimizer_state(optimizer, root_rank)"
+)
+
+
+def _tensors_of(params: Mapping[str, Any], prefix: str) -> list[tuple[str, torch.Tensor]]:
+    """The tensors in a dict, at any depth, each by its path."""
+    named: list[tuple[str, torch.Tensor]] = []
+    others = []
+
+    def search(name: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            named.append((prefix + name, value))
+        elif isinstance(value, Mapping):
+            if "state" in value and "param_groups" in value:
+                raise ConfigError(_OPTIMIZER_STATE)
+            for key, item in value.items():
+                search(f"{name}.{key}" if name else str(key), item)
+        elif isinstance(value, (list, tuple)):
+            for index, item in enumerate(value):
+                search(f"{name}.{index}", item)
+        elif value is not None:
+            others.append(name)
+
+    search("", params)
+    if others and not named:
+        raise ConfigError(
+            f"broadcast_parameters found no tensor in a dict of {len(others)} other values, such "
+            f"as '{others[0]}': pass model.state_dict(), or send objects by broadcast_object"
+        )
+    return named
+
+
+def _pairs(params: Iterable[Any], prefix: str) -> list[tuple[str, torch.Tensor]]:
+    items = list(params)
     named = []
     for index, item in enumerate(items):
         if isinstance(item, torch.Tensor):
@@ -45,9 +91,9 @@ def broadcast_parameters(
             )
         if isinstance(item[1], torch.Tensor):
             named.append((prefix + item[0], item[1]))
-        elif item[1] is not None and not isinstance(params, Mapping):
+        elif item[1] is not None:
             raise ConfigError(f"'{item[0]}' is no tensor but {type(item[1]).__name__}")
-    ops.broadcast_all_(named, root_rank)
+    return named
 
 
 class _TensorSpec(NamedTuple):
