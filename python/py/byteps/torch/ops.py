@@ -446,7 +446,8 @@ def _broadcast_start(
 
 
 class _Broadcast(torch.autograd.Function):
-    """broadcast as autograd sees it: all that the ranks' losses say flows back to the root."""
+    """broadcast as autograd sees it: the root gets the average of the ranks' gradients, as in
+    Horovod, so that a loss averaged over the ranks has the right gradient; others get zeros."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None) -> torch.Tensor:
@@ -456,12 +457,13 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         name = ctx.name and f"{ctx.name}.backward"
-        total = synchronize(push_pull_async(gradient, average=False, name=name))
-        return total if common.rank() == ctx.root_rank else torch.zeros_like(total), None, None
+        mean = synchronize(push_pull_async(gradient, average=True, name=name))
+        return mean if common.rank() == ctx.root_rank else torch.zeros_like(mean), None, None
 
 
 def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
-    """The tensor of ``root_rank``, bit for bit, as a new tensor; autograd passes through.
+    """The tensor of ``root_rank``, bit for bit, as a new tensor; autograd passes through: the root
+    gets the average of the ranks' gradients.
 
     All ranks pass a tensor of its shape and type, which may be any type that torch has.
     """
