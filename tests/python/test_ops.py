@@ -349,6 +349,12 @@ def what_cannot_be_sent():
                 call(tensor, name=f"wrong.{name}")
     with pytest.raises(TensorError, match="float32"):
         bps.push_pull(wrong["bool"], name="x")
+    surrogate = "weights-\udce9"  # As os.fsdecode gives for a file name that is not UTF-8.
+    for call in (bps.push_pull, bps.push_pull_async, bps.push_pull_inplace, bps.declare):
+        with pytest.raises(TensorError, match=r"weights-.udce9.*character 8 is a lone surrogate"):
+            call(name=surrogate, tensor=torch.ones(3))
+    with pytest.raises(TensorError, match="lone surrogate"):
+        bps.broadcast_object(1, 0, name=surrogate)
 
 
 def test_what_cannot_be_sent(job):

@@ -17,6 +17,7 @@ from byteps import _native
 from byteps.errors import (
     BytePSError,
     ForkedError,
+    TensorError,
     UsageError,
     WaitTimeoutError,
 )
@@ -189,6 +190,17 @@ def settled(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _check_name(name: str) -> None:
+    """Raises for a name that has no UTF-8: one from a file name that is none, say."""
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise TensorError(
+            f"{name!a} cannot be the name of a tensor: character {error.start} is a lone "
+            "surrogate, which UTF-8 has no bytes for; give it another name"
+        ) from None
+
+
 def declare(tensors: Sequence[Tensor]) -> list[int]:
     """The numbers of these tensors; one round trip for all that are new.
 
@@ -200,6 +212,7 @@ def declare(tensors: Sequence[Tensor]) -> list[int]:
         if new:
             wire_names = []
             for tensor in new:
+                _check_name(tensor.name)
                 wire_names.append(_wire_name(tensor))
                 _on_wire.setdefault(wire_names[-1], tensor)
             specs = [(wire, *tensor[1:]) for wire, tensor in zip(wire_names, new, strict=True)]
