@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 
 import pytest
 import torch
@@ -301,3 +302,17 @@ def objects():
 
 def test_objects(job):
     job.run(objects)
+
+
+def object_that_cannot_be_pickled(root):
+    begun = time.monotonic()
+    with pytest.raises(TensorError, match=rf"rank {root} .*cannot be pickled.*cannot pickle 'gen"):
+        bps.broadcast_object((number for number in range(3)), root, name="generator")
+    assert time.monotonic() - begun < 30
+    # The name works again, with an object.
+    assert bps.broadcast_object([bps.rank()], root, name="generator") == [root]
+
+
+@pytest.mark.parametrize("root", [0, 1])
+def test_object_that_cannot_be_pickled(pair, root):
+    pair.run(object_that_cannot_be_pickled, root)

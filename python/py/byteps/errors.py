@@ -52,7 +52,7 @@ class ForkedError(BytePSError):
 
 
 class TensorError(BytePSError, ValueError, TypeError):
-    """A tensor that cannot be sent: its type, its device or its layout."""
+    """A tensor or an object that cannot be sent: its type, its device, its layout or its name."""
 
 
 class UsageError(BytePSError, AssertionError):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from byteps import common
-from byteps.errors import ConfigError, MismatchError
+from byteps.errors import ConfigError, MismatchError, TensorError
 from byteps.torch import ops
 
 try:
@@ -199,24 +199,34 @@ def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = Non
 
     It is pickled on the root and unpickled on the others, as in BytePS and Horovod, so its sender
     is trusted as far as running code: a rank of the same job, which proved the job's key if one is
-    set. The engine and the servers only see bytes.
+    set. The engine and the servers only see bytes. An object that cannot be pickled is a
+    :class:`TensorError` on every rank.
     """
     name = name or "broadcast_object"
-    data = b""
+    data, cause = b"", None
     if common.rank() == root_rank:
         buffer = io.BytesIO()
-        (cloudpickle or pickle).dump(obj, buffer)
-        data = buffer.getvalue()
+        try:
+            (cloudpickle or pickle).dump(obj, buffer)
+            data = buffer.getvalue()
+        except Exception as error:  # Whatever the object's own methods raise.
+            # The other ranks wait for bytes: they get the reason in place of the object.
+            data, cause = f"{type(error).__name__}: {error}".encode(errors="replace"), error
     # In host memory, whatever the user's default device is: the bytes are not for a GPU.
-    length = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
-    ops.broadcast_(length, root_rank, f"{name}.length")
-    count = int(length)
+    header = torch.tensor([len(data), cause is None], dtype=torch.int64, device="cpu")
+    ops.broadcast_(header, root_rank, f"{name}.length")
+    count, pickled = header.tolist()
     # A name stands for one size, so the bytes travel in one of a few sizes.
     room = max(_OBJECT_BYTES_MIN, 1 << (count - 1).bit_length()) if count > 1 else _OBJECT_BYTES_MIN
     payload = torch.zeros(room, dtype=torch.uint8, device="cpu")
     if data:
         payload[:count] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     ops.broadcast_(payload, root_rank, f"{name}.bytes.{room}")
-    if common.rank() == root_rank:
-        return obj
-    return pickle.loads(payload[:count].numpy().tobytes())
+    received = payload[:count].numpy().tobytes()
+    if not pickled:
+        reason = received.decode(errors="replace")
+        raise TensorError(
+            f"the object that rank {root_rank} broadcasts cannot be pickled ({reason}): send "
+            "plain data, or a class that defines __reduce__"
+        ) from cause
+    return obj if common.rank() == root_rank else pickle.loads(received)
