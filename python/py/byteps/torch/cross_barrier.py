@@ -22,9 +22,10 @@ from byteps.errors import ConfigError, UsageError
 from byteps.torch import *  # noqa: F403
 from byteps.torch import __all__ as _names
 from byteps.torch import ops
+from byteps.torch._compiled import untraced
 from byteps.torch._gradients import Gradients, Sent
 from byteps.torch.compression import Compression
-from byteps.torch.optimizer import Distributed, become, checked
+from byteps.torch.optimizer import Distributed, become, checked, next_prefix
 
 __all__ = [*_names, "CrossBarrier"]
 
@@ -85,7 +86,7 @@ def CrossBarrier(
     become(_Overlapping, optimizer)
     optimizer._updates = updates = _Updates(model, optimizer, num_steps)
     optimizer._byteps = _WatchedGradients(
-        named, compression, backward_passes_per_step, ops.Average, False, updates
+        named, compression, backward_passes_per_step, ops.Average, False, next_prefix(), updates
     )
     return optimizer
 
@@ -95,6 +96,22 @@ class _Update(NamedTuple):
 
     sent: Sent
     options: dict[str, Any]
+
+
+class _Hook:
+    """A hook of a module that keeps nothing alive. A copy of the module has hooks that do nothing."""
+
+    def __init__(self, method: Callable[..., Any] | None = None) -> None:
+        self.method = None if method is None else weakref.WeakMethod(method)
+
+    @untraced
+    def __call__(self, *arguments: Any) -> None:
+        method = self.method and self.method()
+        if method is not None:
+            method(*arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, ()
 
 
 class _Updates:
@@ -120,18 +137,7 @@ class _Updates:
 
     def watch(self) -> None:
         """Watches the modules of the model; those that it watches already are left alone."""
-        myself = weakref.ref(self)
-
-        def before_forward(module: torch.nn.Module, _: Any) -> None:
-            updates = myself()
-            if updates is not None:
-                updates.before(module)
-
-        def before_access(*_: Any) -> None:
-            updates = myself()
-            if updates is not None:
-                updates.flush()
-
+        before_forward, before_access = _Hook(self.before), _Hook(self.flush_before)
         for module in self.model.modules():
             if module in self.needs:
                 continue
@@ -155,7 +161,7 @@ class _Updates:
             hook.remove()
         self.hooks.clear()
 
-    def before(self, module: torch.nn.Module) -> None:
+    def before(self, module: torch.nn.Module, _: Any = None) -> None:
         """A module is about to run."""
         self.called.add(module)
         if not self.pending:
@@ -165,6 +171,10 @@ class _Updates:
         due += [param for param in self.never_used if param in self.pending]
         if due:
             self.apply(due)
+
+    def flush_before(self, *_: Any) -> None:
+        """Somebody is about to read or load the parameters."""
+        self.flush()
 
     def flush(self) -> None:
         """Waits for all updates that are still to come."""
@@ -198,6 +208,8 @@ class _Updates:
         """Makes updates of the gradients that are under way."""
         optimizer = self.optimizer()
         gradients = optimizer._byteps
+        if gradients.changed() is not None:
+            gradients.finish_round()  # Raises it when nothing is under way any more.
         options = {}
         for group in optimizer.param_groups:
             # A scheduler changes the numbers of the group, or the values of its tensors.
@@ -212,7 +224,7 @@ class _Updates:
             if param in options:
                 self.pending[param] = _Update(gradients.under_way.pop(param), options[param])
                 param.grad = None
-        gradients.drain()
+        gradients.finish_round()
         self.called.clear()
         homeless = [param for param in self.pending if not self.needed_by.get(param)]
         if homeless:
@@ -258,6 +270,9 @@ class _Updates:
 class _WatchedGradients(Gradients):
     """Gradients that tell which parameters a forward pass has used."""
 
+    # A second round before the step is an error already.
+    counts_rounds = False
+
     def __init__(self, *arguments: Any) -> None:
         *arguments, self.updates = arguments
         self.classes: dict[torch.Tensor, int] = {}
@@ -281,6 +296,18 @@ class _WatchedGradients(Gradients):
         places = {param: place for place, param in enumerate(self.names)}
         return sorted(params, key=places.__getitem__)
 
+    def send_at_end(self) -> None:
+        # Other ranks may need the last ones while this one does something else before its step.
+        self.pause()
+
+    def wait_at_end(self) -> None:
+        """The next forward pass does."""
+
+    def pause(self) -> bool:
+        self._leave_pass()
+        self.under_way.flush()
+        return False
+
     def ready(self, param: torch.Tensor) -> None:
         self.updates.used(param, self.names[param])
         super().ready(param)
@@ -290,15 +317,22 @@ class _Overlapping(Distributed):
     """What an optimizer does differently whose steps overlap the next forward pass."""
 
     _byteps: _WatchedGradients
-    _updates: _Updates
+    # A copy has none.
+    _updates: _Updates | None = None
 
     def release(self) -> None:
-        self._updates.release()
+        if self._updates is not None:
+            self._updates.release()
         super().release()
 
     def flush(self) -> None:
         """Waits until every parameter is as the steps taken so far make it."""
-        self._updates.flush()
+        if self._updates is not None:
+            self._updates.flush()
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        self.flush()
+        return super().__reduce_ex__(protocol)
 
     def synchronize(self) -> None:
         """Waits until all gradients are averaged; the next step then goes without overlap."""
@@ -313,8 +347,9 @@ class _Overlapping(Distributed):
         whole = closure is not None or args or kwargs or gradients.synchronized
         if whole or not gradients.should_synchronize or self._has_hooks():
             return super().step(closure, *args, **kwargs)
-        gradients.send_all()
+        gradients.send_rest()
         self._updates.take()
+        gradients.stepped()
         return None
 
     # As in DistributedOptimizer.
@@ -371,6 +406,7 @@ class _Overlapping(Distributed):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters, whose gradients are averaged too; all ranks must do it."""
         self.flush()
-        self._updates.watch()
+        if self._updates is not None:
+            self._updates.watch()
         super().add_param_group(param_group)
 

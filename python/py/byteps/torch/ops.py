@@ -208,7 +208,8 @@ def push_pull_each_inplace(
         memory = _tensors.in_place(tensor, _tensors.through_host(tensor, average))
         if not sends:
             stream = _gpu.open_for((memory.source,))
-        sends.append(_send(what, memory, operation, name, priority))
+        # Under another name where the model was cast after its gradients were declared.
+        sends.append(_send(what, memory, operation, name, priority, settle=True))
         memories.append(memory if memory.copied else tensor)
         finishes.append(_copied_back if memory.copied else _as_it_is)
     torch.autograd.graph.increment_version(tensors)

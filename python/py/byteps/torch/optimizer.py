@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from byteps import _registry
 from byteps.errors import ConfigError, UsageError
 from byteps.torch import ops
 from byteps.torch._gradients import Gradients
@@ -35,17 +36,19 @@ def DistributedOptimizer(
     of the class that it had, so whatever refers to it (a learning-rate scheduler, a gradient
     scaler) goes on to work.
 
-    During ``backward()`` each gradient is sent as soon as it is complete, in the order in which they
-    come; ``step()`` waits for what is missing. A parameter without gradient on this rank is sent as
-    zeros (or as the gradient that it has), so no rank waits for another in vain. All ranks must
-    create their optimizers in the same order.
+    During ``backward()`` each gradient is sent as soon as it is complete, and ``backward()`` returns
+    when all are averaged: clip them, log them, or unscale them before ``step()`` as in training on
+    one device. A parameter without gradient on this rank is sent as zeros (or as the gradient that
+    it has). A rank that skips ``backward()`` does the same in ``step()``. All ranks must create their
+    optimizers in the same order, and run the same backward passes before each step.
 
     Args:
         optimizer: Any torch optimizer.
         named_parameters: ``model.named_parameters()``; the names appear in messages. Without it the
             parameters are numbered.
         compression: :class:`~byteps.torch.Compression` for what is sent.
-        backward_passes_per_step: How often ``backward()`` adds to a gradient before it goes.
+        backward_passes_per_step: How often ``backward()`` adds to a gradient before it is sent.
+            Averages are right without it, too, but each pass then sends all gradients.
         op: :data:`~byteps.torch.Average` or :data:`~byteps.torch.Sum`.
         sparse_as_dense: Send sparse gradients (of embeddings) as dense ones. Without it they are
             an error.
@@ -53,9 +56,15 @@ def DistributedOptimizer(
     named = checked(optimizer, named_parameters, backward_passes_per_step)
     become(Distributed, optimizer)
     optimizer._byteps = Gradients(
-        named, compression, backward_passes_per_step, op, sparse_as_dense
+        named, compression, backward_passes_per_step, op, sparse_as_dense, next_prefix()
     )
     return optimizer
+
+
+def next_prefix() -> str:
+    """What the names of the next optimizer's gradients begin with."""
+    number = _registry.count_up("DistributedOptimizer")
+    return f"Gradient.{number}." if number else "Gradient."
 
 
 def checked(
@@ -76,10 +85,40 @@ def become(distributed: type, optimizer: torch.optim.Optimizer) -> None:
     base = type(optimizer)
     if isinstance(optimizer, Distributed):
         optimizer.release()
-        base = base.__mro__[base.__mro__.index(Distributed) + 1]
-    optimizer.__class__ = type(base.__name__, (distributed, base), {"__doc__": base.__doc__})
+        base = _base_of(optimizer)
+    optimizer.__class__ = _class_over(distributed, base)
     # A learning-rate scheduler made before has put a `step` of its own over that of the class.
     optimizer.__dict__.pop("step", None)
+
+
+def _class_over(distributed: type, base: type) -> type:
+    return type(base.__name__, (distributed, base), {"__doc__": base.__doc__})
+
+
+def _base_of(optimizer: Distributed) -> type:
+    """The class that the user gave it."""
+    order = type(optimizer).__mro__
+    return order[order.index(Distributed) + 1]
+
+
+def _new_copy(distributed: type, base: type) -> Distributed:
+    """What a copy, or a pickled optimizer, begins with."""
+    kind = _class_over(distributed, base)
+    return kind.__new__(kind)
+
+
+class _Gradients:
+    """The attribute that only the optimizer has that was made distributed, and no copy of it.
+
+    A copy has parameters of its own, and only the user knows whether the other ranks have a copy,
+    too. So it does not average by itself, and does not train without averaging either.
+    """
+
+    def __get__(self, optimizer: Distributed | None, _: type) -> Gradients:
+        raise UsageError(
+            "this optimizer is a copy of a distributed one, or was loaded from a file, and averages "
+            "nothing yet: pass it to DistributedOptimizer or CrossBarrier again, on all ranks"
+        )
 
 
 def _checked_names(
@@ -124,10 +163,14 @@ def _asked_by_a_scaler() -> bool:
 class Distributed(torch.optim.Optimizer):
     """What a distributed optimizer does differently; the user's own class follows in its order."""
 
-    _byteps: Gradients
+    _byteps: Any = _Gradients()
 
     def __init__(self) -> None:
         raise ConfigError("make it with DistributedOptimizer(optimizer)")
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        kind = type(self).__mro__[1]
+        return _new_copy, (kind, _base_of(self)), self.__getstate__()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -149,16 +192,15 @@ class Distributed(torch.optim.Optimizer):
         self.__dict__["param_groups"] = groups
 
     def release(self) -> None:
-        """Stops averaging: the optimizer is made distributed anew."""
-        self._byteps.close()
+        """Stops averaging: the optimizer is made distributed again."""
+        if "_byteps" in self.__dict__:
+            self._byteps.close()
 
     def synchronize(self) -> None:
-        """Waits until all gradients are averaged, to look at them or clip them before the step::
+        """Averages all gradients now; does nothing where ``backward()`` has done so.
 
-        optimizer.synchronize()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        with optimizer.skip_synchronize():
-            optimizer.step()
+        It is needed before gradients are changed where ``backward()`` leaves them to ``step()``:
+        after fewer passes than ``backward_passes_per_step``, and with ``CrossBarrier``.
         """
         self._byteps.synchronize()
 
@@ -193,21 +235,21 @@ class Distributed(torch.optim.Optimizer):
         gradients = self._byteps
         self._opt_called = True  # For learning-rate schedulers, which look at it.
         if closure is not None:
-            gradients.drain()
+            if gradients.under_way:
+                gradients.synchronize()
             loss = super().step(self._synchronizing(closure), *args, **kwargs)
-            gradients.synchronized = False
+            gradients.stepped()
             return loss
         if gradients.should_synchronize:
-            if not gradients.synchronized:
-                gradients.synchronize()
+            gradients.synchronize()
         elif gradients.under_way:
             warnings.warn(
                 "step() within skip_synchronize() while gradients are under way: call "
                 "synchronize() before",
                 stacklevel=2,
             )
-            gradients.drain()
-        gradients.synchronized = False
+            gradients.synchronize()
+        gradients.stepped()
         return super().step(*args, **kwargs)
 
     # Optimizer.__setstate__ and schedulers would wrap it otherwise: hooks of the step would run
@@ -217,11 +259,13 @@ class Distributed(torch.optim.Optimizer):
 
     def _synchronizing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def synchronizing() -> Any:
+            gradients = self._byteps
+            gradients.synchronized = False
             with torch.enable_grad():
                 loss = closure()
-            self._byteps.synchronize()
+            gradients.synchronize()
             if isinstance(self, torch.optim.LBFGS):
-                name = f"{self._byteps.prefix}loss"
+                name = f"{gradients.prefix}loss"
                 value = torch.as_tensor(loss, dtype=torch.float64).detach().clone()
                 loss = ops.push_pull_inplace(value, average=True, name=name)
             return loss
@@ -229,20 +273,16 @@ class Distributed(torch.optim.Optimizer):
         return synchronizing
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clears the gradients; an error while they are under way."""
-        if self._byteps.under_way:
-            raise UsageError(
-                "zero_grad() after backward() and before step() or synchronize(): the gradients "
-                "are being averaged; call step() first"
-            )
-        # A scaler that has skipped the step leaves averaged gradients that are now gone.
-        self._byteps.synchronized = False
+        """Clears the gradients."""
+        gradients = self.__dict__.get("_byteps")
+        if gradients is not None:
+            gradients.clear()
         super().zero_grad(*args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters, whose gradients are averaged too; all ranks must do it."""
         super().add_param_group(param_group)
-        gradients = getattr(self, "_byteps", None)
+        gradients = self.__dict__.get("_byteps")
         if gradients is not None:
             start = len(gradients.names)
             gradients.adopt(

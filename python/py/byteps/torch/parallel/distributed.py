@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -11,9 +10,10 @@ from typing import Any
 import torch
 
 from byteps import _registry, common
-from byteps.errors import ConfigError, UsageError
+from byteps.errors import ConfigError
 from byteps.torch import _tensors, functions, ops
-from byteps.torch._gradients import UnderWay
+from byteps.torch._compiled import untraced
+from byteps.torch._gradients import Gradients
 from byteps.torch.compression import Compression
 
 __all__ = ["DistributedDataParallel"]
@@ -26,15 +26,22 @@ class DistributedDataParallel(torch.nn.Module):
     is sent as soon as it is there, and the pass ends when all have come back. Several modules may
     be wrapped, in the same order on all ranks.
 
+    A copy (``copy.deepcopy``, ``torch.load``) averages its gradients too, from its first forward
+    pass with gradients in training mode, which all ranks must run; a copy that never runs one, as
+    an average of weights does, sends nothing.
+
     Args:
         module: What is trained; ``wrapped.module`` leads back to it.
-        device_ids: For BytePS's callers: None, or the one device of the module.
+        device_ids: For callers of BytePS and torch: None, or the one device of the module.
         broadcast_buffers: Give all ranks the buffers of rank 0 before each forward pass.
         compression: :class:`~byteps.torch.Compression` for the gradients.
         find_unused_parameters: Ask all ranks which parameters took part, at the price of a round
             trip. What took part nowhere keeps its gradient, or None; without it (the default)
             such a parameter gets a gradient of zeros.
-        bucket_cap_mb: For callers of torch's class; not used.
+        bucket_cap_mb, static_graph, gradient_as_bucket_view: For callers of torch's class; not
+            used: nothing here is planned ahead, and gradients are averaged in their own memory.
+        output_device: For callers of torch's class: None, or the device of the module.
+        process_group: For callers of torch's class: None, which is all ranks of the job.
     """
 
     def __init__(
@@ -44,59 +51,58 @@ class DistributedDataParallel(torch.nn.Module):
         broadcast_buffers: bool = True,
         compression: Any = Compression.none,
         find_unused_parameters: bool = False,
-        bucket_cap_mb: float = 25,
+        bucket_cap_mb: float | None = None,
+        *,
+        output_device: Any = None,
+        process_group: Any = None,
+        static_graph: bool = False,
+        gradient_as_bucket_view: bool = False,
     ) -> None:
         super().__init__()
         if device_ids is not None and len(device_ids) != 1:
             raise ConfigError(f"device_ids={device_ids}: one device for each process, or None")
-        del bucket_cap_mb
+        if process_group is not None:
+            raise ConfigError(
+                "process_group: gradients are averaged over all ranks of the job, so pass None"
+            )
+        _check_output_device(output_device, module)
+        del bucket_cap_mb, static_graph, gradient_as_bucket_view
         self.module = module
         self.broadcast_buffers = broadcast_buffers
+        self.compression = compression
         self.find_unused_parameters = find_unused_parameters
         self.require_backward_grad_sync = True
+        self._gradients: _ModuleGradients | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        """Takes part in the job."""
         number = _registry.count_up("DistributedDataParallel")
         self._prefix = f"DistributedDataParallel.{number}."
-        functions.broadcast_parameters(module.state_dict(), 0, prefix=self._prefix)
-        self._parameters_watched = {
-            param: f"{self._prefix}Gradient.{name}"
-            for name, param in module.named_parameters()
-            if param.requires_grad
-        }
-        self._used: set[torch.Tensor] = set()
-        self._under_way = UnderWay(average=True, compression=compression)
-        self._callback_queued = False
-        _registry.declare(
-            [
-                _tensors.gradient(name, param, compression, average=True)
-                for param, name in self._parameters_watched.items()
-            ]
+        functions.broadcast_parameters(self.module.state_dict(), 0, prefix=self._prefix)
+        self._gradients = _ModuleGradients(
+            self.module, self.compression, f"{self._prefix}Gradient.", self.find_unused_parameters
         )
-        self._watch()
+        self._gradients.is_paused = not self.require_backward_grad_sync
 
-    def _watch(self) -> None:
-        myself = weakref.ref(self)
-
-        def hook(param: torch.Tensor) -> None:
-            wrapped = myself()
-            if wrapped is not None and wrapped.require_backward_grad_sync:
-                wrapped._ready(param)
-
-        for param in self._parameters_watched:
-            param.register_post_accumulate_grad_hook(hook)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_gradients": None}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass."""
-        if self._callback_queued:
-            self._after_a_failure()
-        if self.broadcast_buffers and self.require_backward_grad_sync and common.size() > 1:
-            self._broadcast_buffers()
+        self._before_forward()
         return self.module(*args, **kwargs)
 
-    def _after_a_failure(self) -> None:
-        """Forgets a backward pass that did not come to its end."""
-        self._callback_queued = False
-        self._under_way.drain()
-        self._used.clear()
+    @untraced
+    def _before_forward(self) -> None:
+        if self._gradients is None:
+            if not (self.training and torch.is_grad_enabled()):
+                return
+            self._begin()
+        # Left by a backward pass that failed.
+        self._gradients.clear()
+        if self.broadcast_buffers and self.require_backward_grad_sync and common.size() > 1:
+            self._broadcast_buffers()
 
     def _broadcast_buffers(self) -> None:
         """Gives all ranks those of rank 0, in one tensor for each type and place.
@@ -130,62 +136,99 @@ class DistributedDataParallel(torch.nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Within it, backward passes only add to this rank's gradients; the next one sends them."""
         before = self.require_backward_grad_sync
-        self.require_backward_grad_sync = False
+        self._set_sync(False)
         try:
             yield
         finally:
-            self.require_backward_grad_sync = before
+            self._set_sync(before)
 
-    def _ready(self, param: torch.Tensor) -> None:
-        if not self._callback_queued:
-            self._callback_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
-        self._used.add(param)
-        self._send(param)
-
-    def _send(self, param: torch.Tensor) -> None:
-        name = self._parameters_watched[param]
-        if param in self._under_way:
-            raise UsageError(
-                f"one backward() has added twice to the gradient of '{name}', which was already "
-                "being averaged: a layer that is used twice under activation checkpointing wants "
-                "use_reentrant=False"
-            )
-        self._under_way.send(param, name)
-
-    def _end_of_backward(self) -> None:
-        self._callback_queued = False
-        self.synchronize()
+    def _set_sync(self, on: bool) -> None:
+        self.require_backward_grad_sync = on
+        if self._gradients is not None:
+            self._gradients.is_paused = not on
 
     def synchronize(self) -> None:
         """Sends what no hook has sent and waits for all; ``backward()`` ends with it by itself.
 
         A rank whose loss used none of the parameters calls it in place of ``backward()``.
         """
-        missing = [
-            param
-            for param in self._parameters_watched
-            if param not in self._used and param.requires_grad
-        ]
-        if self.find_unused_parameters:
-            missing = self._used_elsewhere(missing)
-        for param in missing:
-            if param.grad is None:
-                if common.size() == 1:
-                    continue
-                param.grad = torch.zeros_like(param)
-            self._send(param)
-        self._under_way.drain()
-        self._used.clear()
+        if self._gradients is None:
+            self._begin()
+        self._gradients.synchronized = False
+        self._gradients.synchronize()
 
-    def _used_elsewhere(self, missing: list[torch.Tensor]) -> list[torch.Tensor]:
-        used = torch.zeros(len(self._parameters_watched), dtype=torch.int32, device="cpu")
-        for position, param in enumerate(self._parameters_watched):
-            used[position] = int(param in self._used)
-        ops.push_pull_inplace(used, average=False, name=f"{self._prefix}used", priority=1 << 30)
-        unused = set(missing)
-        return [
-            param
-            for position, param in enumerate(self._parameters_watched)
-            if param in unused and used[position] > 0
-        ]
+
+def _check_output_device(output_device: Any, module: torch.nn.Module) -> None:
+    if output_device is None:
+        return
+    if isinstance(output_device, int):
+        output_device = torch.device("cuda", output_device)
+    first = next(module.parameters(), None)
+    if first is not None and torch.device(output_device) != first.device:
+        raise ConfigError(
+            f"output_device={output_device}, and the module is on {first.device}: outputs stay where "
+            "the module is, so pass None"
+        )
+
+
+class _ModuleGradients(Gradients):
+    """The gradients of a wrapped module: every pass that is not in ``no_sync()`` averages them."""
+
+    # Nobody tells it of steps.
+    counts_rounds = False
+
+    def __init__(
+        self, module: torch.nn.Module, compression: Any, prefix: str, find_unused: bool
+    ) -> None:
+        self.find_unused = find_unused
+        self.is_paused = False
+        self.used: set[torch.Tensor] = set()
+        self._mask: torch.Tensor | None = None
+        self._mask_handle: int | None = None
+        named = [item for item in module.named_parameters() if item[1].requires_grad]
+        super().__init__(named, compression, 1, ops.Average, False, prefix)
+
+    def ready(self, param: torch.Tensor) -> None:
+        if self.find_unused:
+            self.used.add(param)
+        if not self.is_paused:
+            super().ready(param)
+
+    def send_rest(self) -> None:
+        if not self.find_unused:
+            super().send_rest()
+        elif self._mask_handle is None:
+            self.check_open()
+            self._leave_pass()
+            self.under_way.flush()
+            used = [int(param in self.used) for param in self.names]
+            self._mask = torch.tensor(used, dtype=torch.int32, device="cpu")
+            self._mask_handle = ops.push_pull_async_inplace(
+                self._mask, average=False, name=f"{self.prefix}used", priority=1 << 30
+            )
+
+    def finish_round(self) -> None:
+        if self.find_unused:
+            for param in self._used_elsewhere():
+                if param.grad is None:
+                    param.grad = torch.zeros_like(param)
+                self.send(param)
+        super().finish_round()
+
+    def discard(self) -> None:
+        if not self.find_unused:
+            super().discard()
+            return
+        self.send_rest()
+        for param in self._used_elsewhere():
+            self.under_way.send(param, torch.zeros_like(param), self.names[param])
+        self.under_way.drain()
+        self.expect_all()
+
+    def _used_elsewhere(self) -> list[torch.Tensor]:
+        """What this rank has not sent, and others have."""
+        ops.synchronize(self._mask_handle)
+        self._mask_handle = None
+        self.used.clear()
+        used = dict(zip(self.names, self._mask.tolist(), strict=True))
+        return [param for param in self.watched() if used[param] and param not in self.under_way]
