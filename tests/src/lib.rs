@@ -4,6 +4,7 @@
 pub mod fake_gpu;
 pub mod gpu_job;
 pub mod job;
+pub mod network;
 pub mod program;
 pub mod reference;
 pub mod sim;

@@ -1,7 +1,7 @@
 //! A rank for tests of what happens when something ends or hangs: joins the job of its environment
-//! and pushes one tensor again and again. `bps-test-rank ROUNDS [STALL_ROUND]`: leaves after so
-//! many rounds; stops pushing, but goes on living, at the other. Says on standard error when it has
-//! begun and how it ended.
+//! and pushes one tensor again and again. `bps-test-rank ROUNDS [STALL_ROUND [COUNT]]`: leaves
+//! after so many rounds; stops pushing, but goes on living, at the other, unless that is 0; the
+//! tensor has so many elements. Says on standard error when it has begun and how it ended.
 
 use bps_engine::base::{DType, Operation};
 use bps_worker::{Declaration, Error, PushPull, Worker};
@@ -11,8 +11,9 @@ fn main() {
     let numbers: Vec<u64> =
         std::env::args().skip(1).map(|text| text.parse().expect("a number of rounds")).collect();
     let rounds = numbers.first().copied().unwrap_or(1);
-    let stall = numbers.get(1).copied();
-    match work(rounds, stall) {
+    let stall = numbers.get(1).copied().filter(|&round| round > 0);
+    let count = numbers.get(2).copied().unwrap_or(100_000);
+    match work(rounds, stall, count) {
         Ok(()) => eprintln!("rank ended: ok"),
         Err(error) => {
             eprintln!("rank ended: {error}");
@@ -21,18 +22,18 @@ fn main() {
     }
 }
 
-fn work(rounds: u64, stall: Option<u64>) -> Result<(), Error> {
+fn work(rounds: u64, stall: Option<u64>, count: u64) -> Result<(), Error> {
     let loaded =
         bps_engine::config::from_environment().map_err(|error| Error::Config(error.to_string()))?;
     let worker = Worker::start(&loaded.config)?;
     let ids = worker.declare(&[Declaration {
         name: "layer4.weight".into(),
         dtype: DType::F32,
-        shape: 100_000.into(),
+        shape: count.into(),
         operation: Operation::Sum,
         device: false,
     }])?;
-    let mut values = vec![1.0f32; 100_000];
+    let mut values = vec![1.0f32; usize::try_from(count).expect("it fits the memory")];
     for round in 1..=rounds {
         if stall == Some(round) {
             eprintln!("rank stalls in round {round}");
