@@ -116,6 +116,13 @@ impl Endpoint {
         }
     }
 
+    /// See [`Driver::look`].
+    pub fn look(&mut self, now: Duration) {
+        for transport in &mut self.transports {
+            transport.look(now);
+        }
+    }
+
     /// Sleeps until traffic, the waker, or the time is over. `ready` looks at the queues that other
     /// threads fill: it is asked after the waker is armed, so that nothing put there is slept over.
     pub fn sleep(&mut self, timeout: Duration, ready: impl FnOnce() -> bool) {

@@ -351,6 +351,7 @@ fn make_shard(
         .map(|tcp| tcp.with_congestion(config.tcp_congestion.clone()))
         .map(|tcp| tcp.with_offload(config.tcp_offload))
         .map(|tcp| tcp.with_send_buffer(config.tcp_send_buffer as usize))
+        .map(|tcp| tcp.with_silence(config.lane_silence()))
         .map_err(|error| ServerError::Resource(error.to_string()))?;
     let mut line = tcp.description();
     let mut transports = vec![Transport::Tcp(tcp)];

@@ -320,6 +320,7 @@ pub(crate) fn nic(
             .map(|tcp| tcp.with_congestion(config.tcp_congestion.clone()))
             .map(|tcp| tcp.with_offload(config.tcp_offload))
             .map(|tcp| tcp.with_send_buffer(config.tcp_send_buffer as usize))
+            .map(|tcp| tcp.with_silence(config.lane_silence()))
             .map_err(|error| Error::Start(error.to_string()))?;
         line = format!("{line}; {}", tcp.description());
         transports.push(Transport::Tcp(tcp));

@@ -385,6 +385,14 @@ impl Config {
         self.force_distributed || self.size() > 1
     }
 
+    /// How long a lane's peer may acknowledge nothing of what was sent before the path to it counts
+    /// as lost. After an outage, TCP sends again when it has waited for twice its length at most:
+    /// one that the heartbeats survive must not cost the lanes.
+    #[must_use]
+    pub fn lane_silence(&self) -> Duration {
+        2 * self.heartbeat_timeout + self.heartbeat_interval
+    }
+
     /// Ranks below each PCIe switch of a host, where there are several switches.
     #[must_use]
     pub fn ranks_of_switch(&self) -> Option<u32> {

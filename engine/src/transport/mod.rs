@@ -216,6 +216,12 @@ pub enum Cause {
     /// The kernel reported an error.
     #[error("{}", std::io::Error::from_raw_os_error(*.0))]
     Os(i32),
+    /// The peer's machine has room for what was sent, and acknowledged none of it for so long.
+    #[error("nothing that was sent was acknowledged for {:.1} s", seconds(*milliseconds))]
+    Unacknowledged {
+        /// For how long.
+        milliseconds: u32,
+    },
     /// Something happened to an RDMA device, a port of it or the lane's queues.
     #[error("RDMA event {event}: {}", rdma::event_text(*event))]
     RdmaEvent {
@@ -228,6 +234,10 @@ pub enum Cause {
         /// The status.
         status: i32,
     },
+}
+
+fn seconds(milliseconds: u32) -> f64 {
+    f64::from(milliseconds) / 1000.0
 }
 
 /// A connected, authenticated link that a transport turns into a lane.
@@ -290,6 +300,11 @@ pub trait Driver {
 
     /// Submits what is due and appends at most [`EVENTS_MAX`] events.
     fn poll(&mut self, events: &mut Vec<Event>);
+
+    /// Looks for lanes whose bytes no longer reach their peer, and closes them. To be called about
+    /// twice a second with the time since any fixed moment. Does nothing where a peer shares this
+    /// machine, or where the device itself gives up.
+    fn look(&mut self, _now: Duration) {}
 
     /// Asks peers for a wake-up (where they share memory instead of a kernel object). Returns
     /// whether something is ready already, in which case the caller must not sleep.
@@ -354,6 +369,9 @@ impl Driver for Transport {
     }
     fn poll(&mut self, events: &mut Vec<Event>) {
         dispatch!(self, driver => driver.poll(events))
+    }
+    fn look(&mut self, now: Duration) {
+        dispatch!(self, driver => driver.look(now))
     }
     fn arm(&mut self) -> bool {
         dispatch!(self, driver => driver.arm())

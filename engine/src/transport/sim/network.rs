@@ -83,6 +83,10 @@ struct Connection {
     window: usize,
     /// Nothing travels any more.
     broken: bool,
+    /// What these ends send is lost, and nobody is told.
+    muted: [bool; 2],
+    /// How long an end that is muted waits for an acknowledgement, if it has a deadline.
+    patience: Option<u64>,
 }
 
 pub(super) struct State {
@@ -148,6 +152,8 @@ impl SimNetwork {
             ends: [End::new(), End::new()],
             window,
             broken: false,
+            muted: [false; 2],
+            patience: None,
         });
         let connection = state.connections.len() - 1;
         let link = |end| SimLink {
@@ -191,6 +197,16 @@ impl SimNetwork {
     /// Breaks a connection as a pulled cable does: what is under way is lost, and both ends close.
     pub fn cut(&self, connection: usize) {
         self.state().cut(connection);
+    }
+
+    /// From now on nothing that the first or the second end of a connection sends arrives. It sees
+    /// its frames sent all the same, and closes once nothing was acknowledged for so long, if it
+    /// has such a deadline. The other end is told nothing.
+    pub fn mute(&self, connection: usize, end: usize, patience: Option<Duration>) {
+        let mut state = self.state();
+        let connection = &mut state.connections[connection];
+        connection.muted[end] = true;
+        connection.patience = patience.map(nanoseconds);
     }
 
     /// From now on one frame in `one_in` breaks its connection somewhere on its way; `None` ends
@@ -240,6 +256,9 @@ impl State {
                 let end = self.end(place);
                 let Some(bytes) = end.wire.pop_front() else { return };
                 end.wire_bytes -= bytes.len();
+                if self.connections[place.connection].muted[place.end] {
+                    return self.lose(place);
+                }
                 let peer = self.end(place.peer());
                 peer.finished |= bytes.is_empty();
                 if peer.open {
@@ -258,6 +277,17 @@ impl State {
                 self.end(place).finish(cause);
             }
         }
+    }
+
+    /// Bytes of a muted end are lost: it closes when it has waited for long enough.
+    fn lose(&mut self, place: Place) {
+        let patience = &mut self.connections[place.connection].patience;
+        if let Some(patience) = patience.take() {
+            let milliseconds = u32::try_from(patience / 1_000_000).unwrap_or(u32::MAX);
+            let cause = Cause::Unacknowledged { milliseconds };
+            self.plan(self.now + patience, Action::End(place, Some(cause)));
+        }
+        self.start(place);
     }
 
     /// Bytes that may be sent from this end before its peer reads some.

@@ -7,6 +7,7 @@
 //! | `memory.rs` | staging and scratch |
 //! | `receiver.rs`, `sender.rs` | the two halves of a lane, without a system call |
 //! | `stream.rs` | a lane of the two, how it ends, the queue of ready lanes |
+//! | `watch.rs` | whether what was sent still reaches the peer |
 //! | `uring.rs`, `poll.rs` | the drivers: which calls move the bytes |
 //!
 //! A transport is used from the thread that first attaches, polls or blocks; it may be made on
@@ -27,6 +28,7 @@ mod receiver;
 mod sender;
 mod stream;
 mod uring;
+mod watch;
 
 /// Why there is no TCP transport.
 #[derive(Debug, thiserror::Error)]
@@ -77,6 +79,8 @@ pub struct Tcp {
     description: String,
     congestion: Option<String>,
     send_buffer: usize,
+    /// Silence of a peer's machine after which a lane is closed.
+    silence: Option<Duration>,
 }
 
 impl Tcp {
@@ -91,7 +95,7 @@ impl Tcp {
                 Ok(driver) => {
                     let description = format!("tcp: io_uring ({})", uring::ZERO_COPY);
                     let driver = Either::Uring(Box::new(driver));
-                    return Ok(Tcp { driver, description, congestion: None, send_buffer: 0 });
+                    return Ok(Tcp::over(driver, description));
                 }
                 Err(denied) if choice == TcpDriver::Uring => return Err(TcpError::Uring(denied)),
                 Err(denied) => denied.to_string(),
@@ -100,7 +104,18 @@ impl Tcp {
         let driver = Poll::new(waker, lanes_max).map_err(TcpError::Epoll)?;
         let description = format!("tcp: plain sockets, because {reason}");
         let driver = Either::Poll(Box::new(driver));
-        Ok(Tcp { driver, description, congestion: None, send_buffer: 0 })
+        Ok(Tcp::over(driver, description))
+    }
+
+    fn over(driver: Either, description: String) -> Tcp {
+        Tcp { driver, description, congestion: None, send_buffer: 0, silence: None }
+    }
+
+    /// Closes a lane once the peer's machine has acknowledged nothing of what was sent, or of the
+    /// probes of a lane at rest, for so long; see [`Driver::look`].
+    #[must_use]
+    pub fn with_silence(self, silence: Duration) -> Tcp {
+        Tcp { silence: Some(silence), ..self }
     }
 
     /// The congestion control of lanes to come; `None` keeps the system's, but takes cubic instead
@@ -153,6 +168,9 @@ impl Driver for Tcp {
             // The kernel doubles what it is told, for its own book-keeping.
             rustix::net::sockopt::set_socket_send_buffer_size(&socket, self.send_buffer / 2)?;
         }
+        if let Some(silence) = self.silence {
+            watch::keep_alive(&socket, silence)?;
+        }
         dispatch!(self, driver => driver.attach(lane, socket))
     }
     fn post(&mut self, lane: LaneId, frame: &Frame) -> Result<(), Full> {
@@ -169,6 +187,11 @@ impl Driver for Tcp {
     }
     fn poll(&mut self, events: &mut Vec<Event>) {
         dispatch!(self, driver => driver.poll(events));
+    }
+    fn look(&mut self, now: Duration) {
+        if let Some(silence) = self.silence {
+            dispatch!(self, driver => driver.look(now, silence));
+        }
     }
     fn block(&mut self, timeout: Duration) {
         dispatch!(self, driver => driver.block(timeout.min(BLOCK_MAX)));

@@ -7,8 +7,11 @@
 use super::memory::Pool;
 use super::receiver::{Receiver, Wanted};
 use super::sender::Sender;
+use super::watch::Progress;
 use crate::transport::{Cause, Event, Frame, Full, Landing, LaneId};
 use std::collections::VecDeque;
+use std::os::fd::OwnedFd;
+use std::time::Duration;
 
 /// Where a poll puts its events, and how many it may put there.
 pub(super) struct Out<'a> {
@@ -50,6 +53,7 @@ pub(super) struct Stream {
     refused: Option<(i32, u64)>,
     /// Counted in a driver's [`Cork`].
     has_more: bool,
+    progress: Progress,
 }
 
 /// Holds sends back while small frames that came together are answered one after the other: the
@@ -94,7 +98,16 @@ impl Cork {
 impl Stream {
     pub fn new(lane: LaneId) -> Stream {
         let (receiver, sender) = (Receiver::new(), Sender::new());
-        Stream { lane, receiver, sender, closing: None, over: None, refused: None, has_more: false }
+        Stream {
+            lane,
+            receiver,
+            sender,
+            closing: None,
+            over: None,
+            refused: None,
+            has_more: false,
+            progress: Progress::default(),
+        }
     }
 
     pub fn closing(&self) -> Option<Cause> {
@@ -104,6 +117,15 @@ impl Stream {
     /// The lane ends, for this reason unless it had one already.
     pub fn close(&mut self, cause: Cause) {
         self.closing.get_or_insert(cause);
+    }
+
+    /// Closes the lane if its peer has acknowledged nothing for so long; says whether it did.
+    pub fn look(&mut self, socket: &OwnedFd, now: Duration, silence: Duration) -> bool {
+        let silent = self.progress.look(socket, now).filter(|&silent| silent >= silence);
+        let Some(silent) = silent.filter(|_| self.closing.is_none()) else { return false };
+        let milliseconds = u32::try_from(silent.as_millis()).unwrap_or(u32::MAX);
+        self.close(Cause::Unacknowledged { milliseconds });
+        true
     }
 
     pub fn post(&mut self, frame: &Frame) -> Result<(), Full> {

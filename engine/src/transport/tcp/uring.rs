@@ -252,6 +252,15 @@ impl Uring {
         self.progress = events.len() > before;
     }
 
+    /// Closes the lanes whose peers have acknowledged nothing for so long.
+    pub fn look(&mut self, now: Duration, silence: Duration) {
+        for lane in self.lanes.iter_mut().flatten() {
+            if lane.stream.look(&lane.socket, now, silence) {
+                self.ready.push(lane.stream.lane.0);
+            }
+        }
+    }
+
     pub fn block(&mut self, timeout: Duration) {
         self.enable();
         self.reap();

@@ -41,6 +41,31 @@ fn this_end_closes_an_idle_lane_once_and_the_id_is_free() {
 }
 
 #[test]
+fn a_peer_that_does_not_read_for_long_keeps_its_lane() {
+    for driver in DRIVERS {
+        let (here, peer) = connection();
+        let silence = Duration::from_millis(200);
+        let mut tcp = transport(driver, 1).with_silence(silence);
+        tcp.attach(LaneId(0), Link::Tcp(here.into())).expect("a fresh socket");
+        let payload = vec![7; 8 << 20];
+        for token in 0..4 {
+            post(&mut tcp, 0, &payload, token).expect("room for four frames");
+        }
+        let start = Instant::now();
+        let mut events = Vec::new();
+        while start.elapsed() < 5 * silence {
+            tcp.poll(&mut events);
+            tcp.look(start.elapsed());
+            tcp.block(Duration::from_millis(10));
+        }
+        let is_closed = |event: &Event| matches!(event, Event::Closed { .. });
+        assert!(!events.iter().any(is_closed), "{driver:?}: {events:?}");
+        assert!(events.len() < 4, "{driver:?}: the socket took all: this test shows nothing");
+        drop(peer);
+    }
+}
+
+#[test]
 fn memory_is_untouched_after_a_close_within_a_payload() {
     for driver in DRIVERS {
         for length in [1_000usize, 3 << 20] {
