@@ -4,12 +4,15 @@
 
 use crate::entry::Groups;
 use crate::shard::{Command, Report};
-use bps_engine::base::{Epoch, Rank};
+use bps_engine::base::{Epoch, Key, Rank};
+use bps_engine::control::lane_fault;
 use bps_engine::limits::{SCRATCH_BYTES, STAGING_BYTES};
 use bps_engine::mem::Budget;
 use bps_engine::proto::messages::{
     KeySpec, NodeMessage, OverReason, Roster, SchedulerMessage, StalledKey, Timeline,
 };
+use bps_engine::proto::paths::End;
+use bps_engine::transport::Cause;
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -87,6 +90,13 @@ impl Agent {
                 effects
                     .push(Effect::Info("all workers have suspended; waiting for the next".into()));
             }
+            SchedulerMessage::Inquire { keys } => {
+                let keys: Arc<[Key]> = keys.into();
+                for core in 0..self.cores {
+                    let keys = Arc::clone(&keys);
+                    effects.push(Effect::Shard(core, Command::Inquire { keys }));
+                }
+            }
             SchedulerMessage::Timeline { timeline } => {
                 let index = self.roster.as_ref().map_or(0, |roster| roster.index);
                 effects.push(Effect::Timeline(index, timeline));
@@ -95,6 +105,7 @@ impl Agent {
             // The clock is for the control thread and the scheduler's stall reports for the
             // workers' users; the rest is not for servers.
             SchedulerMessage::Stall { .. }
+            | SchedulerMessage::PathStall { .. }
             | SchedulerMessage::Clock(_)
             | SchedulerMessage::Mismatch(_)
             | SchedulerMessage::Declared { .. }
@@ -149,17 +160,24 @@ impl Agent {
             }
             Report::TurnedAway { message } => effects.push(Effect::Warn(message)),
             Report::Closed { rank, cause, expected } => {
-                // The scheduler finds out by itself what became of a worker; this line is for
-                // whoever reads our log.
+                // The scheduler finds out by itself what became of a worker; if nothing did, the
+                // path to it is broken. What this end closed, it closed for a reason that it tells.
                 if !expected && !self.over {
                     effects
                         .push(Effect::Warn(format!("core {core}: {}: {cause}", self.lane(rank))));
+                    if cause != Cause::Local {
+                        let (to, fault) = (End::Rank(rank), lane_fault(cause));
+                        effects.push(Effect::Send(NodeMessage::LaneLost { to, fault }));
+                    }
                 }
             }
             Report::Refused { rank, why } => {
                 // Only its own lane is closed. If it is truly that rank, it is told so and ends the
                 // job itself.
                 effects.push(Effect::Warn(format!("core {core} refused a frame of {rank}: {why}")));
+            }
+            Report::KeyStates { keys } => {
+                effects.push(Effect::Send(NodeMessage::KeyStates { keys }));
             }
             Report::Stalled { keys } => {
                 self.stalled[core as usize] = keys;

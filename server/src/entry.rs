@@ -139,6 +139,8 @@ pub struct Entry {
     speakers: Box<[Rank]>,
     /// When the open round got its first contribution, by the shard's clock.
     pub opened_at: Option<Duration>,
+    /// When the last round was published.
+    pub published_at: Duration,
     /// Publications of the last round whose memory is still being sent.
     pub publishing: u32,
     /// Lanes that wait for their turn.
@@ -179,6 +181,7 @@ impl Entry {
             arrived: NumberSet::new(groups.count()),
             speakers: vec![Rank(0); groups.count() as usize].into(),
             opened_at: None,
+            published_at: Duration::ZERO,
             publishing: 0,
             waiting: VecDeque::with_capacity(groups.ranks() as usize),
             checksum: None,

@@ -75,6 +75,8 @@ pub struct Shard {
     backlog: VecDeque<Report>,
     counters: Arc<Counters>,
     stall_report: Duration,
+    /// The time of this turn.
+    now: Duration,
     next_tick: Duration,
     stalls_told: bool,
     /// Some contribution of this membership had a checksum: publications get one as well.
@@ -121,6 +123,7 @@ impl Shard {
             backlog: VecDeque::new(),
             counters,
             stall_report,
+            now: Duration::ZERO,
             next_tick: Duration::ZERO,
             stalls_told: false,
             checksums: false,
@@ -145,6 +148,7 @@ impl Shard {
     /// One turn of the loop: takes what has arrived, does it, and says whether there was anything.
     /// `now` is the time since any fixed moment.
     pub fn step(&mut self, now: Duration) -> bool {
+        self.now = now;
         let mut events = std::mem::take(&mut self.events);
         self.endpoint.poll(&mut events);
         let mut progress = !events.is_empty();
@@ -167,6 +171,7 @@ impl Shard {
         }
         if now >= self.next_tick {
             self.next_tick = now + TICK;
+            self.endpoint.look(now);
             self.look_for_stalls(now);
         }
         self.send_backlog();
@@ -181,6 +186,7 @@ impl Shard {
                 Err(message) => self.report(Report::Failed { message }),
             },
             Command::Begin { epoch, groups } => self.begin(epoch, groups),
+            Command::Inquire { keys } => self.tell_states(&keys),
             Command::Trace(recorder) => self.trace = recorder,
             Command::Stop => self.stopped = true,
         }
@@ -469,6 +475,7 @@ impl Shard {
         }
         let entry = &mut self.entries[index];
         entry.publish();
+        entry.published_at = self.now;
         entry.checksum = self.checksums.then(|| {
             // SAFETY: the accumulator holds at least a publication, and nothing lands in it while
             // it is published.

@@ -26,13 +26,15 @@ fn seeds(groups: Groups, fault: Fault, default: u64) -> Outcome {
         };
         total.checked += outcome.checked;
         total.failed += outcome.failed;
+        total.paths += outcome.paths;
         total.nanoseconds += outcome.nanoseconds;
     }
     println!(
         "{groups:?}, {fault:?}: {seeds} seeds, {} results equal to the reference, {} failed \
-         push_pulls, {:.1} s of virtual time",
+         push_pulls, {} ranks told of a path, {:.1} s of virtual time",
         total.checked,
         total.failed,
+        total.paths,
         total.nanoseconds as f64 / 1e9
     );
     total
@@ -58,6 +60,15 @@ fn a_dead_rank_ends_the_job_everywhere() {
 fn a_broken_lane_ends_the_job_everywhere() {
     for groups in BOTH {
         let _ = seeds(groups, Fault::Cut, 200);
+    }
+}
+
+#[test]
+fn a_lane_that_loses_all_in_one_direction_ends_the_job_and_no_process_is_blamed() {
+    for groups in BOTH {
+        for fault in [Fault::Mute, Fault::MuteForEver] {
+            assert!(seeds(groups, fault, 100).paths > 0, "{groups:?}, {fault:?}");
+        }
     }
 }
 

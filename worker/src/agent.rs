@@ -6,9 +6,11 @@ use crate::error::Error;
 use crate::nic::{Command, Peer, Plan, PlanPart, Report};
 use crate::switches::Switches;
 use bps_engine::base::{CoreId, Rank};
+use bps_engine::control::lane_fault;
 use bps_engine::proto::messages::{
     Assignment, Declaration, Mismatch, NodeMessage, OverReason, Roster, SchedulerMessage,
 };
+use bps_engine::proto::paths::End;
 use bps_engine::transport::LaneId;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -122,11 +124,18 @@ impl Agent {
                     effects.push(Effect::Warn(stall.to_string()));
                 }
             }
+            SchedulerMessage::PathStall { stalls } => {
+                if stalls.is_empty() {
+                    effects.push(Effect::Warn("what was late has arrived".into()));
+                }
+                effects.extend(stalls.iter().map(|stall| Effect::Warn(stall.to_string())));
+            }
             SchedulerMessage::Over { reason } => self.end(over_error(&reason), effects),
             // For servers, for the control thread, or before the roster: of no meaning here.
             SchedulerMessage::Waiting { .. }
             | SchedulerMessage::Roster(_)
             | SchedulerMessage::Install { .. }
+            | SchedulerMessage::Inquire { .. }
             | SchedulerMessage::Clock(_)
             | SchedulerMessage::Timeline { .. }
             | SchedulerMessage::Reset { .. } => {}
@@ -224,10 +233,17 @@ impl Agent {
     /// is only noted here: see [`give_up`](Self::give_up).
     pub fn handle_report(&mut self, report: Report, effects: &mut Vec<Effect>) {
         match report {
+            Report::Lost { .. } if self.over => {}
             Report::Lost { peer, cause, round } => {
                 let round = round.map_or(String::new(), |round| format!(" ({round})"));
                 let text = format!("the lane to {} was lost{round}: {cause}", self.who(peer));
                 self.lost.get_or_insert(text);
+                let to = match peer {
+                    Peer::Server(index) => End::Server(index),
+                    Peer::Rank(rank) => End::Rank(rank),
+                };
+                let fault = lane_fault(cause);
+                effects.push(Effect::Send(NodeMessage::LaneLost { to, fault }));
             }
             Report::Corrupt { peer, message } => {
                 let text = format!("{} sent what can't be right: {message}", self.who(peer));
@@ -237,6 +253,9 @@ impl Agent {
             Report::Failed { message } => {
                 effects.push(Effect::Send(NodeMessage::Failed { message: message.clone() }));
                 self.end(Error::Refused(message), effects);
+            }
+            Report::Awaiting { keys } => {
+                effects.push(Effect::Send(NodeMessage::Awaiting { keys }));
             }
             Report::Stalled { keys } => {
                 effects.push(Effect::Send(NodeMessage::Stalled { keys }));
@@ -298,7 +317,10 @@ fn over_error(reason: &OverReason) -> Error {
     match reason {
         OverReason::Finished => Error::Closed(text),
         OverReason::Died { .. } | OverReason::Failed { .. } => Error::PeerDied(text),
-        OverReason::Stalled { .. } | OverReason::Abandoned { .. } => Error::Stalled(text),
+        OverReason::PathLost(_) => Error::PeerDied(text),
+        OverReason::Stalled { .. }
+        | OverReason::Abandoned { .. }
+        | OverReason::PathStalled { .. } => Error::Stalled(text),
         OverReason::NotFormed { .. } => Error::Start(text),
     }
 }

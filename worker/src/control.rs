@@ -17,8 +17,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant, SystemTime};
 
-/// How long the scheduler has to say why a lane was lost.
-const VERDICT: Duration = Duration::from_secs(2);
 /// How often this thread looks around when nothing comes.
 const TICK: Duration = Duration::from_millis(50);
 /// Over how long throughput is measured.
@@ -56,6 +54,8 @@ pub(crate) struct Control {
     pub(crate) collector: Collector,
     pub(crate) heartbeat_interval: Duration,
     pub(crate) lost_at: Option<Instant>,
+    /// How long the scheduler has to say why a lane was lost.
+    pub(crate) verdict: Duration,
     pub(crate) speeds: Arc<Mutex<VecDeque<Speed>>>,
     pub(crate) tracing: Arc<Tracing>,
 }
@@ -121,7 +121,7 @@ impl Control {
         let mut agent = lock(&self.agent);
         if agent.has_lost() {
             let since = *self.lost_at.get_or_insert_with(Instant::now);
-            if since.elapsed() > VERDICT {
+            if since.elapsed() > self.verdict {
                 agent.give_up(effects);
             }
         }

@@ -70,16 +70,7 @@ impl Job {
         let (nic_ended, over) = (Arc::new(AtomicBool::new(false)), Arc::new(OnceLock::new()));
         let rank = Rank(joined.roster.index);
         let (lanes, switches) = (joined.lanes(), joined.switches(config));
-        let nic_config = NicConfig {
-            rank,
-            size: joined.roster.size,
-            epoch: joined.roster.epoch,
-            credit_bytes: start::credit_bytes(config, joined.lanes().cores.len()),
-            column: switches.others_of_column(rank).collect(),
-            payload_checksum: config.payload_checksum,
-            stall_report: config.stall_report,
-            say,
-        };
+        let nic_config = nic_config(config, &joined, &switches);
         let (lane_count, ports) = (joined.links.len(), Mutex::new(joined.ports()));
         let (started, has_started) = std::sync::mpsc::channel();
         let Spot { cpu, claims, .. } = places::spot(config, Poller::Nic);
@@ -137,6 +128,8 @@ impl Job {
             statistics,
             heartbeat_interval: config.heartbeat_interval,
             lost_at: None,
+            // It may have to wait for another node's heartbeats before it knows.
+            verdict: config.heartbeat_timeout + 2 * config.heartbeat_interval,
             speeds: Arc::clone(&speeds),
             tracing: Arc::clone(&tracing),
         };
@@ -328,6 +321,20 @@ impl Job {
         }
         self.tracing.stop();
         was_over.map_or(Ok(()), Err)
+    }
+}
+
+fn nic_config(config: &Config, joined: &start::Joined, switches: &Switches) -> NicConfig {
+    let rank = Rank(joined.roster.index);
+    NicConfig {
+        rank,
+        size: joined.roster.size,
+        epoch: joined.roster.epoch,
+        credit_bytes: start::credit_bytes(config, joined.lanes().cores.len()),
+        column: switches.others_of_column(rank).collect(),
+        payload_checksum: config.payload_checksum,
+        stall_report: config.stall_report,
+        say,
     }
 }
 

@@ -147,6 +147,8 @@ struct Tensor {
     run: Option<u32>,
     /// By part.
     stages: Box<[Stage]>,
+    /// By part: when its contribution was sent to a server.
+    asked: Box<[Duration]>,
     /// By part, of a tensor on the GPU: where the bytes are that are to be sent.
     slots: Box<[Option<Slot>]>,
     /// By part, likewise: where the result is while it goes to the column.
@@ -195,6 +197,7 @@ pub struct Nic {
     now: Duration,
     next_tick: Duration,
     stalls_told: bool,
+    awaits_told: bool,
     over: Option<Error>,
     /// It leaves once all is said.
     wants_to_leave: bool,
@@ -246,6 +249,7 @@ impl Nic {
             now: Duration::ZERO,
             next_tick: Duration::ZERO,
             stalls_told: false,
+            awaits_told: false,
             over: None,
             wants_to_leave: false,
             leaving: false,
@@ -335,7 +339,9 @@ impl Nic {
         self.wake_callers(progress);
         if now >= self.next_tick {
             self.next_tick = now + TICK;
+            self.endpoint.look(now);
             self.look_for_stalls();
+            self.look_for_results();
         }
         progress
     }
@@ -400,14 +406,16 @@ impl Nic {
             }
         }
         let stages = vec![Stage::Idle; plan.parts.len()].into();
+        let asked = vec![Duration::ZERO; plan.parts.len()].into();
         let staged = if plan.device { plan.parts.len() } else { 0 };
         let (slots, results) = (vec![None; staged].into(), vec![None; staged].into());
         if plan.device {
             self.pipeline.tell(Staged::Plan { tensor, plan: Arc::clone(&plan) });
         }
         let (waiting, poisoned) = (VecDeque::new(), None);
+        let (round, run) = (0, None);
         self.tensors[index] =
-            Some(Tensor { plan, round: 0, run: None, stages, slots, results, waiting, poisoned });
+            Some(Tensor { plan, round, run, stages, asked, slots, results, waiting, poisoned });
     }
 
     fn on_push(&mut self, tensor: u32, waiting: Waiting) {

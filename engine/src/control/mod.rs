@@ -10,6 +10,7 @@
 
 mod acceptor;
 mod dial;
+mod fault;
 mod frame;
 mod job_key;
 mod link;
@@ -20,6 +21,7 @@ mod time;
 pub use crate::proto::handshake::{HandshakeError, Hello, JobKey, Purpose};
 pub use acceptor::{Acceptor, Listener, Socket};
 pub use dial::{DialError, dial, dial_unix};
+pub use fault::lane_fault;
 pub use frame::{FrameError, Inbox, encode};
 pub use job_key::JobKeyError;
 pub use link::{Link, LinkError, LinkReceiver, LinkSender};

@@ -4,6 +4,7 @@
 //! of them, they are read by people when something goes wrong, and no message is parsed before its
 //! sender is authenticated.
 
+use super::paths::{AwaitedKey, End, KeyState, LaneFault, PathLoss, PathStall};
 use super::shape::TensorShape;
 use crate::base::{CoreId, DType, Epoch, Key, Operation, Placement, Rank};
 use serde::{Deserialize, Serialize};
@@ -45,6 +46,24 @@ pub enum NodeMessage {
     Stalled {
         /// At most [`STALLS_MAX`], the oldest first.
         keys: Vec<StalledKey>,
+    },
+    /// A lane closed that should not have.
+    LaneLost {
+        /// Who is at its other end.
+        to: End,
+        /// What was seen.
+        fault: LaneFault,
+    },
+    /// Results that a worker waits for though its parts were sent; sent again each second while
+    /// they are awaited, and once empty when none is any more.
+    Awaiting {
+        /// At most [`PATH_KEYS_MAX`](super::paths::PATH_KEYS_MAX), the oldest first.
+        keys: Vec<AwaitedKey>,
+    },
+    /// A server's answer to `Inquire`.
+    KeyStates {
+        /// Of the keys that it has.
+        keys: Vec<KeyState>,
     },
     /// Asks for the scheduler's clock; answered at once by `Clock`.
     Clock {
@@ -157,6 +176,16 @@ pub enum SchedulerMessage {
     Stall {
         /// Empty when the stall is over.
         stalls: Vec<Stall>,
+    },
+    /// Bytes that one node has sent and another does not get, to every node.
+    PathStall {
+        /// The oldest first; empty when the stall is over.
+        stalls: Vec<PathStall>,
+    },
+    /// To a server: how far is it with these keys? Answered by `KeyStates`.
+    Inquire {
+        /// At most [`PATH_KEYS_MAX`](super::paths::PATH_KEYS_MAX).
+        keys: Vec<Key>,
     },
     /// Answer to `Clock`.
     Clock(ClockAnswer),
@@ -474,6 +503,13 @@ pub enum OverReason {
         who: String,
         /// Its line.
         message: String,
+    },
+    /// A lane broke and both of its ends are well.
+    PathLost(PathLoss),
+    /// Bytes that one node has sent did not reach another for longer than `BPS_STALL_TIMEOUT`.
+    PathStalled {
+        /// The oldest first.
+        stalls: Vec<PathStall>,
     },
     /// A stall lasted longer than `BPS_STALL_TIMEOUT`.
     Stalled {

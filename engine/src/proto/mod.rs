@@ -3,6 +3,7 @@
 
 pub mod handshake;
 pub mod messages;
+pub mod paths;
 pub mod scheduler;
 pub mod shape;
 pub mod text;

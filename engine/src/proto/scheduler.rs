@@ -6,6 +6,7 @@
 
 mod groups;
 mod lives;
+mod paths;
 mod registry;
 mod rendezvous;
 mod view;
@@ -18,6 +19,7 @@ use super::messages::{
     Neighbour, NodeMessage, OverReason, Register, Roster, SchedulerMessage, Statistics,
 };
 use crate::base::{Epoch, Placement, Rank};
+use paths::Paths;
 use registry::{Registry, Reply};
 use rendezvous::{Job, Rendezvous, describe};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -134,6 +136,7 @@ struct Running {
     registry: Registry,
     barriers: Barriers,
     stalls: Stalls,
+    paths: Paths,
     left: BTreeSet<Rank>,
     /// Ranks that record a timeline: the servers do while any of them does.
     tracing: BTreeSet<Rank>,
@@ -264,6 +267,7 @@ impl Scheduler {
         self.check_forming(now);
         self.check_early(now);
         self.check_installs(now);
+        self.check_paths(now);
         self.check_stalls(now);
     }
 
@@ -377,6 +381,7 @@ impl Scheduler {
             registry,
             job,
             stalls: Stalls::default(),
+            paths: Paths::default(),
             left: BTreeSet::new(),
             tracing: BTreeSet::new(),
             suspended: false,
@@ -404,6 +409,8 @@ impl Scheduler {
                 running.stalls.report(Reporter::Owner(rank), keys, now);
                 self.check_stalls(now);
             }
+            (_, NodeMessage::LaneLost { to, fault }) => self.lane_lost(node, to, fault, now),
+            (_, NodeMessage::Awaiting { keys }) => self.awaits(rank, keys, now),
             (Phase::Running(running), NodeMessage::Barrier { request }) => {
                 match running.barriers.arrive(rank, request, now) {
                     Some(done) => {
@@ -442,6 +449,8 @@ impl Scheduler {
                     self.check_stalls(now);
                 }
             }
+            (_, NodeMessage::LaneLost { to, fault }) => self.lane_lost(node, to, fault, now),
+            (_, NodeMessage::KeyStates { keys }) => self.key_states(keys, now),
             // Answers and reports of the epoch before, that were on their way.
             (Phase::Forming(_), NodeMessage::Installed { .. } | NodeMessage::Stalled { .. }) => {}
             (_, other) => self.broke_protocol(node, kind(&other)),
@@ -505,6 +514,9 @@ fn kind(message: &NodeMessage) -> &'static str {
         NodeMessage::Installed { .. } => "an answer to what it was not asked",
         NodeMessage::Barrier { .. } => "a barrier out of turn",
         NodeMessage::Stalled { .. } => "a stall report that is not its to make",
+        NodeMessage::LaneLost { .. } => "a lost lane",
+        NodeMessage::Awaiting { .. } => "a wait for results that is not its to make",
+        NodeMessage::KeyStates { .. } => "an answer that is not its to give",
         NodeMessage::Clock { .. } => "a question for the clock, which its program answers",
         NodeMessage::Timeline { .. } => "a timeline that is not its to start",
         NodeMessage::Failed { .. } => "a failure",

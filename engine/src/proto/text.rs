@@ -59,6 +59,15 @@ impl fmt::Display for OverReason {
                  says why"
             ),
             OverReason::Failed { who, message } => write!(f, "{who} failed: {message}"),
+            OverReason::PathLost(loss) => loss.fmt(f),
+            OverReason::PathStalled { stalls } => {
+                f.write_str("no progress for too long (BPS_STALL_TIMEOUT): ")?;
+                for (index, stall) in stalls.iter().take(SHOWN_MAX).enumerate() {
+                    let comma = if index == 0 { "" } else { "; " };
+                    write!(f, "{comma}{stall}")?;
+                }
+                Ok(())
+            }
             OverReason::Stalled { stalls } => {
                 f.write_str("no progress for too long (BPS_STALL_TIMEOUT): ")?;
                 write_stalls(f, stalls)

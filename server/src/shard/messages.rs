@@ -4,6 +4,7 @@ use super::Shard;
 use crate::entry::Groups;
 use bps_engine::base::{Epoch, Key, Rank, Round};
 use bps_engine::proto::messages::{KeySpec, StalledKey};
+use bps_engine::proto::paths::KeyState;
 use bps_engine::trace::timeline::Recorder;
 use bps_engine::transport::{Cause, Link};
 use bps_engine::wire::{Invalid, Kind};
@@ -33,6 +34,11 @@ pub enum Command {
         epoch: Epoch,
         /// Its ranks.
         groups: Arc<Groups>,
+    },
+    /// How far are these keys? Answered by [`Report::KeyStates`] for those of this shard, if any.
+    Inquire {
+        /// Some of the server.
+        keys: Arc<[Key]>,
     },
     /// Record a timeline with this from now on; a recorder that is off ends it.
     Trace(Recorder),
@@ -73,6 +79,11 @@ pub enum Report {
         rank: Rank,
         /// Why.
         why: Refusal,
+    },
+    /// How far the keys are that were asked for.
+    KeyStates {
+        /// Those of this shard.
+        keys: Vec<KeyState>,
     },
     /// Rounds that have waited too long; empty once when none does any more.
     Stalled {

@@ -2,8 +2,9 @@
 
 use super::{Receiving, Report, Session, Shard};
 use crate::entry::Entry;
-use bps_engine::base::Rank;
+use bps_engine::base::{Key, Rank};
 use bps_engine::proto::messages::{STALLS_MAX, StalledKey};
+use bps_engine::proto::paths::KeyState;
 use std::time::Duration;
 
 impl Shard {
@@ -18,6 +19,25 @@ impl Shard {
         counters.keys.set(self.entries.len() as u64);
         counters.arena_claimed.set(self.arena.claimed_bytes() as u64);
         counters.arena_resident.set(self.arena.resident_bytes() as u64);
+    }
+
+    /// Tells how far these keys are.
+    pub(super) fn tell_states(&mut self, keys: &[Key]) {
+        let now = self.now;
+        let state = |key: &Key| {
+            let entry = &self.entries[*self.index.get(key)?];
+            let since = now.saturating_sub(entry.published_at);
+            Some(KeyState {
+                key: *key,
+                published: entry.round,
+                published_ms: u64::try_from(since.as_millis()).unwrap_or(u64::MAX),
+                missing: entry.missing().collect(),
+            })
+        };
+        let keys: Vec<KeyState> = keys.iter().filter_map(state).collect();
+        if !keys.is_empty() {
+            self.report(Report::KeyStates { keys });
+        }
     }
 
     pub(super) fn look_for_stalls(&mut self, now: Duration) {

@@ -1,5 +1,7 @@
 //! The nodes of a simulated job and the messages between them.
 
+mod faults;
+
 use bps_engine::base::{CoreId, Rank};
 use bps_engine::lane::Endpoint;
 use bps_engine::mem::{Arena, Options};
@@ -78,7 +80,11 @@ pub struct SimWorker {
     pub over: Option<Error>,
     lost_at: Option<Duration>,
     alive: bool,
+    /// When it began to leave.
+    leaving: Option<Duration>,
+    /// Those to servers, then those to ranks of its host.
     connections: Vec<usize>,
+    server_connections: usize,
 }
 
 struct SimServer {
@@ -114,7 +120,9 @@ pub struct Cluster {
 }
 
 /// A node whose lane was lost waits this long for the scheduler to say why.
-const VERDICT: Duration = Duration::from_secs(2);
+const VERDICT: Duration = Duration::from_secs(6);
+/// How long leaving may take before it is given up.
+const LEAVE: Duration = Duration::from_secs(5);
 /// How often nodes look around and send heartbeats.
 const TICK: Duration = Duration::from_millis(500);
 
@@ -232,7 +240,9 @@ impl Cluster {
             over: None,
             lost_at: None,
             alive: true,
+            leaving: None,
             connections: Vec::new(),
+            server_connections: 0,
         });
         self.scheduler.handle_connected(node, self.network.now());
         let role = Node::Worker {
@@ -347,6 +357,13 @@ impl Cluster {
             }
             self.look_for_lost(index, now);
         }
+        for worker in &mut self.workers {
+            // Nobody waits for ever for the other ends of its lanes.
+            if worker.leaving.is_some_and(|since| now - since > LEAVE) {
+                worker.leaving = None;
+                worker.push(NicCommand::Fail { error: Error::Closed("it has left".into()) });
+            }
+        }
         for index in 0..self.servers.len() {
             if !self.servers[index].over {
                 let node = self.servers[index].node;
@@ -425,6 +442,7 @@ impl Cluster {
                 assert!(commands.push(attach).is_ok(), "a shard's queue is full");
             }
         }
+        worker.server_connections = worker.connections.len();
         for other in roster.neighbours.iter().map(|peer| peer.rank) {
             let mine = self.waiting_ends.remove(&(rank.0, other.0)).unwrap_or_else(|| {
                 let (mine, theirs) = self.network.link();
@@ -525,32 +543,6 @@ impl Cluster {
         let node = worker.node;
         self.mail(Letter::Up(node, message));
         Some(request)
-    }
-
-    /// A process dies: its lanes and its connection close without a word.
-    pub fn kill_worker(&mut self, index: usize) {
-        let worker = &mut self.workers[index];
-        worker.alive = false;
-        worker.nic = None;
-        let node = worker.node;
-        self.mail(Letter::Gone(node));
-    }
-
-    /// One lane of a rank breaks.
-    pub fn cut_lane(&mut self, index: usize) {
-        let connections = &self.workers[index].connections;
-        if !connections.is_empty() {
-            let which = self.random.index(connections.len());
-            self.network.cut(self.workers[index].connections[which]);
-        }
-    }
-
-    /// A rank leaves in good order.
-    pub fn leave(&mut self, index: usize) {
-        let worker = &mut self.workers[index];
-        worker.push(NicCommand::Leave);
-        let node = worker.node;
-        self.mail(Letter::Up(node, NodeMessage::Leave { suspend: false }));
     }
 }
 

@@ -21,6 +21,11 @@ pub enum Fault {
     Kill,
     /// A lane breaks at some moment.
     Cut,
+    /// What is sent on a lane between a rank and a server is lost in one direction, and the end
+    /// that sends it notices after a while.
+    Mute,
+    /// As `Mute`, but no end of the lane notices anything.
+    MuteForEver,
     /// One rank declares one tensor differently.
     Mismatch,
 }
@@ -41,6 +46,8 @@ pub struct Outcome {
     pub checked: u64,
     /// Push_pulls that ended with an error.
     pub failed: u64,
+    /// Ranks that were told of a path that lost something.
+    pub paths: u64,
     /// Virtual time, nanoseconds.
     pub nanoseconds: u128,
     /// Payload bytes that servers received and sent.
@@ -48,7 +55,7 @@ pub struct Outcome {
 }
 
 /// Virtual time after which a run counts as hung.
-const DEADLINE: Duration = Duration::from_secs(120);
+const DEADLINE: Duration = Duration::from_secs(150);
 /// Turns after which a run counts as hung.
 const TURNS_MAX: u64 = 5_000_000;
 
@@ -229,13 +236,12 @@ fn run_job(
             describe(&cluster, &ranks)
         );
         cluster.turn();
-        if !struck && cluster.now() >= fault_at && matches!(fault, Fault::Kill | Fault::Cut) {
+        let strikes = !matches!(fault, Fault::None | Fault::Mismatch);
+        if !struck && cluster.now() >= fault_at && strikes {
             let victim = random.index(workers as usize);
             let in_time = cluster.workers[victim].roster.is_some() && !ranks[victim].left;
-            if in_time && fault == Fault::Kill {
-                cluster.kill_worker(victim);
-            } else if in_time {
-                cluster.cut_lane(victim);
+            if in_time {
+                strike(&mut cluster, victim, fault);
             }
             struck = in_time;
             fault_at += Duration::from_millis(1);
@@ -255,9 +261,28 @@ fn run_job(
         assert_eq!(outcome.failed, 0, "seed {seed}: a push_pull failed without a fault");
         assert_eq!(outcome.checked, expected * u64::from(workers), "seed {seed}");
     }
+    if matches!(fault, Fault::Cut | Fault::Mute | Fault::MuteForEver) {
+        for worker in &cluster.workers {
+            let said = worker.over.as_ref().map(ToString::to_string).unwrap_or_default();
+            // Every process is well.
+            assert!(!said.contains("died"), "seed {seed}: {said}");
+            outcome.paths += u64::from(said.contains("path"));
+        }
+    }
     outcome.nanoseconds = cluster.now().as_nanos();
     outcome.wire_bytes = cluster.wire_bytes();
     outcome
+}
+
+fn strike(cluster: &mut Cluster, victim: usize, fault: Fault) {
+    match fault {
+        Fault::Kill => cluster.kill_worker(victim),
+        Fault::Cut => cluster.cut_lane(victim),
+        Fault::Mute | Fault::MuteForEver => {
+            cluster.mute_lane(victim, fault == Fault::Mute);
+        }
+        Fault::None | Fault::Mismatch => {}
+    }
 }
 
 fn describe(cluster: &Cluster, ranks: &[Script]) -> String {

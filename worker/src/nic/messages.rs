@@ -6,6 +6,7 @@ use crate::gpu::Push;
 use crate::task::Task;
 use bps_engine::base::{DType, Epoch, Key, Operation, Rank};
 use bps_engine::proto::messages::StalledKey;
+use bps_engine::proto::paths::AwaitedKey;
 use bps_engine::trace::counters::{Counter, Counters};
 use bps_engine::trace::timeline::Recorder;
 use bps_engine::transport::{Cause, LaneId};
@@ -173,6 +174,12 @@ pub enum Report {
     Failed {
         /// Why.
         message: String,
+    },
+    /// Parts that were sent to a server and whose results do not come; empty once when none is
+    /// awaited for long any more.
+    Awaiting {
+        /// The oldest first, at most [`PATH_KEYS_MAX`](bps_engine::proto::paths::PATH_KEYS_MAX).
+        keys: Vec<AwaitedKey>,
     },
     /// Rounds of parts that this rank owns in its group, that have waited too long for others of
     /// it; empty once when none does any more.

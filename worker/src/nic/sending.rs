@@ -78,6 +78,7 @@ impl Nic {
             self.queue.take();
             self.lanes[lane.0 as usize].posted += 1;
             self.set_stage(of, Stage::Asked);
+            self.note_asked(of);
             if let Some(slot) = slot {
                 self.grant_slot(of, slot);
             }

@@ -97,6 +97,7 @@ impl Scheduler {
         }
         running.registry.forget(rank);
         running.barriers.forget(rank);
+        running.paths.forget(rank);
         running.left.insert(rank);
         running.suspended |= suspend;
         self.timeline(rank, None);
@@ -276,13 +277,14 @@ impl Scheduler {
 
     pub(super) fn check_stalls(&mut self, now: Duration) {
         let Phase::Running(running) = &mut self.phase else { return };
-        let stalls = running.stalls.merged(
+        let mut stalls = running.stalls.merged(
             &running.registry,
             &running.barriers,
             &running.left,
             self.config.stall_report,
             now,
         );
+        running.paths.excuse(&mut stalls);
         let abandoned: Vec<_> =
             stalls.iter().filter(|stall| !stall.left.is_empty()).cloned().collect();
         if !abandoned.is_empty() {
@@ -294,15 +296,14 @@ impl Scheduler {
             self.end(OverReason::Stalled { stalls }, None);
             return;
         }
+        if stalls.is_empty() && running.paths.is_stalled() {
+            // It is not over: it has another cause.
+            return;
+        }
         if !running.stalls.is_news(&stalls, now) {
             return;
         }
-        let members: Vec<NodeId> = self
-            .peers
-            .iter()
-            .filter(|(_, peer)| matches!(peer.standing, Standing::Worker(_) | Standing::Server))
-            .map(|(node, _)| *node)
-            .collect();
+        let members = self.members();
         match stalls.as_slice() {
             [] => self.put(Output::Log("the stall is over".to_owned())),
             stalls => {

@@ -3,6 +3,7 @@
 mod forming;
 mod living;
 mod naming;
+mod paths;
 mod random;
 
 use super::*;

@@ -1,0 +1,277 @@
+//! Paths between members: lanes that broke, and bytes that were sent and do not arrive.
+//!
+//! A worker knows what it has sent and not got back, a server what it has received and published;
+//! only both together tell a slow rank from a path that loses packets. Invariant: a member is
+//! blamed for a lost lane only if the scheduler does not hear it either.
+
+use super::registry::Registry;
+use super::{
+    Duration, NodeId, Output, OverReason, Phase, Rank, Scheduler, SchedulerMessage, Standing,
+};
+use crate::base::Key;
+use crate::proto::messages::Stall;
+use crate::proto::paths::{
+    AwaitedKey, End, KeyState, LaneFault, Leg, Member, PATH_KEYS_MAX, PATHS_MAX, PathLoss,
+    PathStall,
+};
+use crate::proto::text::shorten;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// How long after a lane the end of one of its processes may come: that explains it.
+const GRACE: Duration = Duration::from_millis(500);
+/// How often servers are asked about keys that somebody waits for.
+const ASK: Duration = Duration::from_millis(500);
+/// How often a stall is told again while it lasts.
+const REPEAT: Duration = Duration::from_secs(10);
+/// Lost lanes that wait for a verdict at most: the first is what everybody is told.
+const LOSSES_MAX: usize = 64;
+
+struct Loss {
+    from: NodeId,
+    to: NodeId,
+    fault: LaneFault,
+    at: Duration,
+}
+
+/// What members say of their lanes, and what everybody was told of it.
+#[derive(Default)]
+pub(super) struct Paths {
+    losses: Vec<Loss>,
+    /// What each rank waits for, and when it said so.
+    awaited: BTreeMap<Rank, (Vec<AwaitedKey>, Duration)>,
+    /// What servers answered, and when.
+    states: BTreeMap<Key, (KeyState, Duration)>,
+    asked: Duration,
+    stalls: Vec<PathStall>,
+    told: BTreeSet<(Rank, u32, Leg)>,
+    told_at: Duration,
+}
+
+impl Paths {
+    /// A rank has left: it waits for nothing.
+    pub(super) fn forget(&mut self, rank: Rank) {
+        self.awaited.remove(&rank);
+    }
+
+    /// Whether bytes are known to be late.
+    pub(super) fn is_stalled(&self) -> bool {
+        !self.stalls.is_empty()
+    }
+
+    /// Takes a rank out of those that a round waits for, where it waits itself for bytes of an
+    /// earlier round, or the round's own, that are lost on their way.
+    pub(super) fn excuse(&self, stalls: &mut Vec<Stall>) {
+        stalls.retain_mut(|stall| {
+            let is_held_up = |rank: &Rank| {
+                self.stalls.iter().any(|one| {
+                    one.rank == *rank && one.name == stall.name && one.round <= stall.round
+                })
+            };
+            let before = stall.missing.len();
+            stall.missing.retain(|rank| !is_held_up(rank));
+            before == 0 || !stall.missing.is_empty()
+        });
+    }
+
+    /// The keys to ask each server about now.
+    fn questions(&mut self, now: Duration) -> BTreeMap<u32, Vec<Key>> {
+        let mut questions: BTreeMap<u32, Vec<Key>> = BTreeMap::new();
+        if self.awaited.is_empty() || now.saturating_sub(self.asked) < ASK {
+            return questions;
+        }
+        self.asked = now;
+        for key in self.awaited.values().flat_map(|(keys, _)| keys) {
+            let keys = questions.entry(key.server).or_default();
+            if keys.len() < PATH_KEYS_MAX && !keys.contains(&key.key) {
+                keys.push(key.key);
+            }
+        }
+        let awaited: BTreeSet<Key> = questions.values().flatten().copied().collect();
+        self.states.retain(|key, _| awaited.contains(key));
+        questions
+    }
+
+    /// One stall for each path and direction, the oldest first.
+    fn find_stalls(&mut self, registry: &Registry, report_ms: u64, now: Duration) {
+        let age =
+            |at: Duration| u64::try_from(now.saturating_sub(at).as_millis()).unwrap_or(u64::MAX);
+        let mut found: BTreeMap<(Rank, u32, Leg), PathStall> = BTreeMap::new();
+        for (&rank, (keys, at)) in &self.awaited {
+            for key in keys {
+                // A key that no registry gave is the rank's mistake, and nothing to tell people.
+                let Some(name) = registry.name_of(key.key) else { continue };
+                let waited_ms = key.waited_ms.saturating_add(age(*at));
+                let state = self.states.get(&key.key);
+                let told = state.map(|(state, at)| (state, age(*at)));
+                let judged = judge(key, rank, waited_ms, told, report_ms);
+                // Clocks are read at different times: what was told stays, until it has arrived.
+                let is_late = |&(leg, late_ms): &(Leg, u64)| {
+                    let was_told = self.told.contains(&(rank, key.server, leg));
+                    late_ms >= if was_told { report_ms / 2 } else { report_ms }
+                };
+                let Some((leg, waited_ms)) = judged.filter(is_late) else { continue };
+                let (name, round) = (name.to_owned(), key.round);
+                let stall = PathStall { rank, server: key.server, leg, name, round, waited_ms };
+                let known = found.entry((rank, key.server, leg)).or_insert_with(|| stall.clone());
+                if known.waited_ms < stall.waited_ms {
+                    *known = stall;
+                }
+            }
+        }
+        self.stalls = found.into_values().collect();
+        self.stalls.sort_by_key(|stall| std::cmp::Reverse(stall.waited_ms));
+        self.stalls.truncate(PATHS_MAX);
+    }
+
+    /// Whether to tell people: the paths have changed, or it has lasted a while.
+    fn is_news(&mut self, now: Duration) -> bool {
+        let set: BTreeSet<_> =
+            self.stalls.iter().map(|stall| (stall.rank, stall.server, stall.leg)).collect();
+        let lasts = !set.is_empty() && now.saturating_sub(self.told_at) >= REPEAT;
+        if set == self.told && !lasts {
+            return false;
+        }
+        (self.told, self.told_at) = (set, now);
+        true
+    }
+}
+
+/// On which leg the bytes of a key are late, and for how long.
+fn judge(
+    key: &AwaitedKey,
+    rank: Rank,
+    waited_ms: u64,
+    told: Option<(&KeyState, u64)>,
+    report_ms: u64,
+) -> Option<(Leg, u64)> {
+    match told {
+        Some((state, age)) if age < report_ms => {
+            if state.published >= key.round {
+                Some((Leg::Result, waited_ms.min(state.published_ms.saturating_add(age))))
+            } else {
+                // If it has arrived, the round waits for others: its server tells for whom.
+                state.missing.contains(&rank).then_some((Leg::Contribution, waited_ms))
+            }
+        }
+        // A server that was asked has had a report's time to answer.
+        _ => (waited_ms >= report_ms.saturating_mul(2)).then_some((Leg::Unknown, waited_ms)),
+    }
+}
+
+impl Scheduler {
+    /// A member says that a lane of its closed.
+    pub(super) fn lane_lost(&mut self, from: NodeId, to: End, fault: LaneFault, now: Duration) {
+        let Phase::Running(running) = &mut self.phase else { return };
+        let peer = match to {
+            End::Rank(rank) => running.job.workers.get(rank.0 as usize),
+            End::Server(index) => running.job.servers.get(index as usize),
+        };
+        let Some(&(to, _)) = peer.filter(|(to, _)| *to != from) else {
+            return self.broke_protocol(from, "a lane to a node that is not there");
+        };
+        let fault = match fault {
+            LaneFault::Error(text) => LaneFault::Error(shorten(&text)),
+            fault => fault,
+        };
+        if running.paths.losses.len() < LOSSES_MAX {
+            running.paths.losses.push(Loss { from, to, fault, at: now });
+        }
+    }
+
+    /// What a rank waits for, though it has sent its parts.
+    pub(super) fn awaits(&mut self, rank: Rank, mut keys: Vec<AwaitedKey>, now: Duration) {
+        let Phase::Running(running) = &mut self.phase else { return };
+        keys.truncate(PATH_KEYS_MAX);
+        if keys.is_empty() {
+            running.paths.awaited.remove(&rank);
+        } else {
+            running.paths.awaited.insert(rank, (keys, now));
+        }
+        self.check_paths(now);
+    }
+
+    /// How far a server is.
+    pub(super) fn key_states(&mut self, mut keys: Vec<KeyState>, now: Duration) {
+        let Phase::Running(running) = &mut self.phase else { return };
+        keys.truncate(PATH_KEYS_MAX);
+        running.paths.states.extend(keys.into_iter().map(|state| (state.key, (state, now))));
+        self.check_paths(now);
+    }
+
+    /// Judges lost lanes, and tells of bytes that do not arrive.
+    pub(super) fn check_paths(&mut self, now: Duration) {
+        if let Some(loss) = self.path_loss(now) {
+            return self.end(OverReason::PathLost(loss), None);
+        }
+        let report_ms = u64::try_from(self.config.stall_report.as_millis()).unwrap_or(u64::MAX);
+        let limit_ms = u64::try_from(self.config.stall_timeout.as_millis()).unwrap_or(u64::MAX);
+        let Phase::Running(running) = &mut self.phase else { return };
+        let questions = running.paths.questions(now);
+        running.paths.find_stalls(&running.registry, report_ms, now);
+        let stalls = running.paths.stalls.clone();
+        let is_news = running.paths.is_news(now);
+        let server = |index: u32| running.job.servers.get(index as usize).map(|(node, _)| *node);
+        let questions: Vec<(NodeId, Vec<Key>)> = questions
+            .into_iter()
+            .filter_map(|(index, keys)| Some((server(index)?, keys)))
+            .collect();
+        for (node, keys) in questions {
+            self.send(node, SchedulerMessage::Inquire { keys });
+        }
+        if stalls.iter().any(|stall| stall.waited_ms >= limit_ms) {
+            return self.end(OverReason::PathStalled { stalls }, None);
+        }
+        if !is_news {
+            return;
+        }
+        for stall in &stalls {
+            self.put(Output::Log(stall.to_string()));
+        }
+        for node in self.members() {
+            self.send(node, SchedulerMessage::PathStall { stalls: stalls.clone() });
+        }
+    }
+
+    /// The first lost lane whose ends are both well: neither has ended in the time that the news of
+    /// it may take, and both were heard since.
+    fn path_loss(&mut self, now: Duration) -> Option<PathLoss> {
+        let Phase::Running(running) = &mut self.phase else { return None };
+        let member = |node: &NodeId| {
+            let stays = |peer: &&super::Peer| {
+                matches!(peer.standing, Standing::Worker(_) | Standing::Server)
+            };
+            self.peers.get(node).filter(stays)
+        };
+        // Whoever has left in good order needs no lane.
+        running.paths.losses.retain(|one| member(&one.from).is_some() && member(&one.to).is_some());
+        let is_ripe = |one: &&Loss| {
+            now.saturating_sub(one.at) >= GRACE
+                && member(&one.to).is_some_and(|peer| peer.heard > one.at)
+        };
+        let loss = running.paths.losses.iter().find(is_ripe)?;
+        let waited_ms = u64::try_from(now.saturating_sub(loss.at).as_millis()).unwrap_or(u64::MAX);
+        let (from, to, fault) = (loss.from, loss.to, loss.fault.clone());
+        let (from, to) = (self.named(from)?, self.named(to)?);
+        Some(PathLoss { from, to, fault, waited_ms })
+    }
+
+    /// A member of a running job.
+    fn named(&self, node: NodeId) -> Option<Member> {
+        let Phase::Running(running) = &self.phase else { return None };
+        let peer = self.peers.get(&node)?;
+        let end = match peer.standing {
+            Standing::Worker(rank) => End::Rank(rank),
+            Standing::Server => End::Server(running.server(node)?),
+            _ => return None,
+        };
+        Some(Member { end, host: peer.host.clone(), pid: peer.pid })
+    }
+
+    /// Those of the job that have not left.
+    pub(super) fn members(&self) -> Vec<NodeId> {
+        let is_member =
+            |standing: &Standing| matches!(standing, Standing::Worker(_) | Standing::Server);
+        let members = self.peers.iter().filter(|(_, peer)| is_member(&peer.standing));
+        members.map(|(node, _)| *node).collect()
+    }
+}

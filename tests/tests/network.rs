@@ -1,0 +1,122 @@
+//! Real processes on hosts of their own, between which packets are lost: everybody is told what
+//! happened to whom, nobody who is well is blamed, and nobody waits for ever.
+
+use bps_tests::network::{Network, Rule};
+use bps_tests::program::Program;
+use std::time::{Duration, Instant};
+
+const JOIN: Duration = Duration::from_secs(60);
+
+/// Hosts of every job: the scheduler, a server, and ranks.
+const SCHEDULER: usize = 0;
+const SERVER: usize = 1;
+const RANKS: [usize; 2] = [2, 3];
+
+struct Job {
+    network: Network,
+    scheduler: Program,
+    server: Program,
+    ranks: Vec<Program>,
+}
+
+/// A job of two ranks and a server, each on a host of its own, that has made its first round.
+fn running(count: &str, extra: &[(&'static str, &str)]) -> Option<Job> {
+    let network = Network::new(4)?;
+    let variables = |role: &str, host: usize| {
+        let root = network.address(SCHEDULER);
+        let mut all = vec![
+            ("DMLC_ROLE", role.to_owned()),
+            ("DMLC_NUM_WORKER", RANKS.len().to_string()),
+            ("DMLC_NUM_SERVER", "1".to_owned()),
+            ("DMLC_PS_ROOT_URI", root),
+            ("DMLC_PS_ROOT_PORT", "9000".to_owned()),
+            ("DMLC_NODE_HOST", network.address(host)),
+            ("BPS_PIN", "0".to_owned()),
+            ("BPS_LOCAL_REDUCE", "0".to_owned()),
+        ];
+        all.extend(extra.iter().map(|&(name, value)| (name, value.to_owned())));
+        all
+    };
+    let start = |host, name: &str, arguments: &[&str], role| {
+        network.start(host, name, arguments, &variables(role, host))
+    };
+    let scheduler = start(SCHEDULER, "bps-scheduler", &[], "scheduler");
+    let server = start(SERVER, "bps-server", &["--cores", "1"], "server");
+    let rank = |(index, host): (usize, usize)| {
+        let mut variables = variables("worker", host);
+        variables.push(("DMLC_WORKER_ID", index.to_string()));
+        network.start(host, "bps-test-rank", &["100000000", "0", count], &variables)
+    };
+    let ranks: Vec<Program> = RANKS.into_iter().enumerate().map(rank).collect();
+    for rank in &ranks {
+        let _ = rank.wait_for_line("rank has begun", JOIN);
+    }
+    Some(Job { network, scheduler, server, ranks })
+}
+
+/// Each of these ends by itself in time, badly, and says all of these words in one line.
+fn end_with(programs: &mut [&mut Program], words: &[&str], limit: Duration) {
+    let since = Instant::now();
+    for program in programs {
+        let status = program.wait(limit.saturating_sub(since.elapsed()));
+        assert!(!status.success(), "it ended as if all were well");
+        let said = program.lines().join("\n");
+        let line = said.lines().find(|line| words.iter().all(|word| line.contains(word)));
+        assert!(line.is_some(), "no line has {words:?} in:\n{said}");
+    }
+}
+
+/// What the documents promise for a path that loses bytes, with the default settings, and a little
+/// for a machine that is busy with other tests.
+const VERDICT: Duration = Duration::from_secs(10 + 15);
+
+/// Loses packets between the server and rank 1, and sees that a line tells of it, that the job ends
+/// for that reason, and that nobody is said to be waited for.
+fn loses(count: &str, driver: &str, ways: &[(usize, usize)], rule: Rule, leg: &str) {
+    let Some(mut job) = running(count, &[("BPS_TCP_DRIVER", driver)]) else { return };
+    for &(from, to) in ways {
+        job.network.set(from, to, rule);
+    }
+    for rank in &job.ranks {
+        let _ = rank.wait_for_line(leg, VERDICT);
+    }
+    let Job { scheduler, server, ranks, .. } = &mut job;
+    let mut all: Vec<&mut Program> = ranks.iter_mut().chain([server, scheduler]).collect();
+    let words = ["the path between", "server 0", "rank 1", "acknowledged"];
+    end_with(&mut all, &words, VERDICT);
+    for program in all {
+        let said = program.lines().join("\n");
+        assert!(!said.contains("waits for rank"), "a rank is blamed for a path:\n{said}");
+    }
+}
+
+const TO_RANK: &str = "the path from server 0 to rank 1";
+const TO_SERVER: &str = "the path from rank 1 to server 0";
+const LARGE: &str = "100000";
+const SMALL: &str = "10";
+
+#[test]
+fn a_black_hole_before_a_rank_is_found_and_named() {
+    loses(LARGE, "uring", &[(SERVER, RANKS[1])], Rule::mtu(600), TO_RANK);
+}
+
+#[test]
+fn a_black_hole_before_a_rank_is_found_with_plain_sockets() {
+    loses(LARGE, "poll", &[(SERVER, RANKS[1])], Rule::mtu(600), TO_RANK);
+}
+
+#[test]
+fn a_black_hole_before_a_server_is_found_and_named() {
+    loses(LARGE, "uring", &[(RANKS[1], SERVER)], Rule::mtu(600), TO_SERVER);
+}
+
+#[test]
+fn small_results_that_are_lost_are_missed() {
+    loses(SMALL, "poll", &[(SERVER, RANKS[1])], Rule::BLOCK, TO_RANK);
+}
+
+#[test]
+fn a_rank_that_is_cut_off_from_a_server_is_not_called_dead() {
+    let ways = [(SERVER, RANKS[1]), (RANKS[1], SERVER)];
+    loses(SMALL, "uring", &ways, Rule::BLOCK, "the path");
+}
