@@ -2,6 +2,7 @@
 //! cores and the worker's NIC loop each own one. It hands out lane ids and knows how to sleep over
 //! several transports at once; it does not know what a frame means.
 
+use crate::config::PayloadChecksum;
 use crate::limits::EVENTS_MAX;
 use crate::transport::rdma::Rdma;
 use crate::transport::{Driver, Event, Frame, Full, Landing, LaneId, Link, Transport, Waker};
@@ -14,14 +15,24 @@ pub struct Endpoint {
     transports: Vec<Transport>,
     /// Which transport a lane belongs to, by lane id; `None` for ids that are free.
     owners: Vec<Option<u8>>,
+    /// By lane id: whether bytes may change on its way unnoticed.
+    corruptible: Vec<bool>,
     waker: Waker,
+    checksums: PayloadChecksum,
 }
 
 impl Endpoint {
     /// An endpoint over these transports, at most one of each kind, all made with this waker.
     #[must_use]
     pub fn new(transports: Vec<Transport>, waker: Waker) -> Endpoint {
-        Endpoint { transports, owners: Vec::new(), waker }
+        let checksums = PayloadChecksum::Auto;
+        Endpoint { transports, owners: Vec::new(), corruptible: Vec::new(), waker, checksums }
+    }
+
+    /// The same with this rule for [`checks`](Endpoint::checks).
+    #[must_use]
+    pub fn with_checksums(self, checksums: PayloadChecksum) -> Endpoint {
+        Endpoint { checksums, ..self }
     }
 
     /// Makes a lane of a link.
@@ -43,10 +54,13 @@ impl Endpoint {
         let free = self.owners.iter().position(Option::is_none);
         let index = free.unwrap_or(self.owners.len());
         let lane = LaneId(u32::try_from(index).map_err(|_| io::ErrorKind::QuotaExceeded)?);
+        let may_corrupt = link.may_corrupt();
         self.transports[owner].attach(lane, link)?;
         if index == self.owners.len() {
             self.owners.push(None);
+            self.corruptible.push(false);
         }
+        self.corruptible[index] = may_corrupt;
         self.owners[index] = Some(u8::try_from(owner).map_err(|_| io::ErrorKind::QuotaExceeded)?);
         Ok(lane)
     }
@@ -70,6 +84,16 @@ impl Endpoint {
         let owner = self.owners.get(lane.0 as usize).copied().flatten();
         let transport = owner.and_then(|owner| self.transports.get(usize::from(owner)));
         transport.is_some_and(|transport| transport.grants(lane, at, length))
+    }
+
+    /// Whether payloads sent on this lane are to carry a checksum. A lane keeps its answer.
+    #[must_use]
+    pub fn checks(&self, lane: LaneId) -> bool {
+        match self.checksums {
+            PayloadChecksum::Always => true,
+            PayloadChecksum::Never => false,
+            PayloadChecksum::Auto => self.corruptible.get(lane.0 as usize) == Some(&true),
+        }
     }
 
     /// See [`Driver::post`].

@@ -12,6 +12,7 @@ pub fn from_engine(error: &Error) -> PyErr {
         Error::Start(_) => "StartError",
         Error::Mismatch(_) => "MismatchError",
         Error::PeerDied(_) => "PeerDiedError",
+        Error::Corrupt(_) => "CorruptionError",
         Error::Stalled(_) => "StallError",
         Error::Timeout(_) => "WaitTimeoutError",
         Error::Closed(_) => "NotInitializedError",

@@ -174,7 +174,8 @@ impl Agent {
             Report::Refused { rank, why } => {
                 // Only its own lane is closed. If it is truly that rank, it is told so and ends the
                 // job itself.
-                effects.push(Effect::Warn(format!("core {core} refused a frame of {rank}: {why}")));
+                let lane = self.lane(rank);
+                effects.push(Effect::Warn(format!("core {core} refused a frame on {lane}: {why}")));
             }
             Report::KeyStates { keys } => {
                 effects.push(Effect::Send(NodeMessage::KeyStates { keys }));

@@ -11,6 +11,7 @@ use bps_engine::mem::{Claim, cache};
 use bps_engine::proto::messages::KeySpec;
 use bps_engine::reduce::Kernels;
 use bps_engine::transport::LaneId;
+use bps_engine::wire::crc32c_append;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
@@ -145,7 +146,7 @@ pub struct Entry {
     pub publishing: u32,
     /// Lanes that wait for their turn.
     pub waiting: VecDeque<LaneId>,
-    /// CRC-32C of the published result, if the contributions had one.
+    /// CRC-32C of the result, or of as much of it as is there, if a lane of the round wants it.
     pub checksum: Option<u32>,
     /// Whether the open round has been counted as stalled.
     pub stall_counted: bool,
@@ -263,9 +264,11 @@ impl Entry {
     }
 
     /// A payload begins to arrive on this lane. The entry must be [`free`](Self::free).
-    pub fn begin(&mut self, lane: LaneId) -> Take {
+    /// If publications carry a checksum, that of the result is taken along with the last payload.
+    pub fn begin(&mut self, lane: LaneId, checks: bool) -> Take {
         assert!(self.free(), "{}: a payload was begun while another one was arriving", self.key);
         self.active = Some(lane);
+        self.checksum = (checks && self.landed + 1 == self.payloads()).then_some(0);
         let first = self.landed == 0;
         let alone = self.payloads() == 1;
         let is_result = alone && self.divisor() == 1;
@@ -306,6 +309,12 @@ impl Entry {
             } else {
                 kernels.add(self.dtype, accumulator, data, count);
             }
+        }
+        if let Some(checksum) = &mut self.checksum {
+            let out = self.accumulator.as_ptr().cast_const();
+            // SAFETY: as above; this was the last payload, so the result stands there.
+            let result = unsafe { std::slice::from_raw_parts(out.add(done), length) };
+            *checksum = crc32c_append(*checksum, result);
         }
     }
 

@@ -372,7 +372,7 @@ fn make_shard(
         waker.watch(rdma.fd()).map_err(|error| resource("an epoll", &error))?;
         transports.push(Transport::Rdma(Box::new(rdma)));
     }
-    let endpoint = Endpoint::new(transports, waker.clone());
+    let endpoint = Endpoint::new(transports, waker.clone()).with_checksums(config.payload_checksum);
     let shard = Shard::new(
         core,
         endpoint,

@@ -8,7 +8,7 @@ mod watch;
 pub use messages::{Command, Refusal, Report};
 
 use crate::entry::{Entry, Groups, NumberSet, Take, accumulator_bytes};
-use bps_engine::base::{Epoch, KeyMap, Rank, Round};
+use bps_engine::base::{DType, Epoch, KeyMap, Rank, Round};
 use bps_engine::lane::Endpoint;
 use bps_engine::limits::{EVENTS_MAX, RANKS_MAX};
 use bps_engine::mem::Arena;
@@ -20,7 +20,7 @@ use bps_engine::trace::log;
 use bps_engine::trace::timeline::{Mark, Recorder};
 use bps_engine::transport::{Answer, Cause, Event, Frame, Grant, Landing, LaneId, Link, Waker};
 use bps_engine::wire::header::FLAG_PAYLOAD_CHECKSUM;
-use bps_engine::wire::{Header, Kind, RawHeader};
+use bps_engine::wire::{Header, Kind, RawHeader, crc32c, crc32c_append};
 use std::collections::VecDeque;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -49,6 +49,9 @@ struct Session {
     /// By entry: where the rank lets the publication of the open round be written to.
     grants: Vec<Option<Grant>>,
     goodbye: bool,
+    /// Publications to this rank carry a checksum: its lane wants them, or its contributions have
+    /// one.
+    checks: bool,
 }
 
 /// See the [module](self).
@@ -79,7 +82,7 @@ pub struct Shard {
     now: Duration,
     next_tick: Duration,
     stalls_told: bool,
-    /// Some contribution of this membership had a checksum: publications get one as well.
+    /// Some lane of this membership carries checksums.
     checksums: bool,
     stopped: bool,
     /// Lanes of a membership that this shard has not been told of yet.
@@ -215,6 +218,8 @@ impl Shard {
                 return self.report(Report::TurnedAway { message });
             }
         };
+        let checks = self.endpoint.checks(lane);
+        self.checksums |= checks;
         let room = self.entries.len();
         let session = Session {
             rank,
@@ -224,6 +229,7 @@ impl Shard {
             sending: VecDeque::with_capacity(room),
             grants: vec![None; room],
             goodbye: false,
+            checks,
         };
         if self.sessions.len() <= lane.0 as usize {
             self.sessions.resize_with(lane.0 as usize + 1, || None);
@@ -387,13 +393,16 @@ impl Shard {
 
     /// Lets the payload of this lane come: its key is free.
     fn take(&mut self, lane: LaneId, index: usize, header: Header) {
+        let checked = header.flags & FLAG_PAYLOAD_CHECKSUM != 0;
+        self.checksums |= checked;
         let entry = &mut self.entries[index];
-        let (mark, landing) = match entry.begin(lane) {
+        let (mark, landing) = match entry.begin(lane, self.checksums) {
             Take::Land => (Mark::Taken, Landing::Into(entry.accumulator())),
             Take::Pieces => (Mark::Adding, Landing::Pieces),
         };
         self.trace.frame(mark, &header);
         if let Some(session) = &mut self.sessions[lane.0 as usize] {
+            session.checks |= checked;
             session.receiving = Receiving::Payload { entry: index, header, done: 0, checksum: 0 };
         }
         self.endpoint.land(lane, landing, header.length as usize);
@@ -408,7 +417,7 @@ impl Shard {
         if header.flags & FLAG_PAYLOAD_CHECKSUM != 0 {
             // SAFETY: the transport keeps a piece valid for its length until `consume`.
             let piece = unsafe { std::slice::from_raw_parts(data, length) };
-            *checksum = crc32c::crc32c_append(*checksum, piece);
+            *checksum = crc32c_append(*checksum, piece);
         }
         self.trace.piece(Mark::PieceBegins, header, length);
         // SAFETY: as above.
@@ -427,13 +436,14 @@ impl Shard {
         let Receiving::Payload { entry, header, checksum, .. } = &mut session.receiving else {
             return;
         };
-        if header.flags & FLAG_PAYLOAD_CHECKSUM != 0 {
-            let accumulator = self.entries[*entry].accumulator();
+        let entry = &mut self.entries[*entry];
+        if header.flags & FLAG_PAYLOAD_CHECKSUM != 0 || entry.checksum.is_some() {
+            let accumulator = entry.accumulator().cast_const();
             // SAFETY: the accumulator is as long as the payload that has just landed in it.
-            let landed = unsafe {
-                std::slice::from_raw_parts(accumulator.cast_const(), header.length as usize)
-            };
-            *checksum = crc32c::crc32c(landed);
+            let landed = unsafe { std::slice::from_raw_parts(accumulator, header.length as usize) };
+            *checksum = crc32c(landed);
+            // Where it is the only contribution, it is the result.
+            entry.checksum = entry.checksum.map(|_| *checksum);
         }
         self.end_payload(lane);
     }
@@ -444,11 +454,10 @@ impl Shard {
         let Receiving::Payload { entry, header, checksum, .. } = receiving else { return };
         self.counters.bytes_in.add(u64::from(header.length));
         let checked = header.flags & FLAG_PAYLOAD_CHECKSUM != 0;
-        self.checksums |= checked;
         if checked && header.payload_checksum != checksum {
             // The sum is spoilt, so the round can never be published: the job ends by the report of
             // this refusal.
-            return self.refuse(lane, Refusal::Payload { key: header.key });
+            return self.refuse(lane, Refusal::Payload { key: header.key, round: header.round });
         }
         self.trace.frame(Mark::Ended, &header);
         self.entries[entry].end(header.rank);
@@ -476,14 +485,6 @@ impl Shard {
         let entry = &mut self.entries[index];
         entry.publish();
         entry.published_at = self.now;
-        entry.checksum = self.checksums.then(|| {
-            // SAFETY: the accumulator holds at least a publication, and nothing lands in it while
-            // it is published.
-            let result = unsafe {
-                std::slice::from_raw_parts(entry.accumulator().cast_const(), entry.bytes)
-            };
-            crc32c::crc32c(result)
-        });
         entry.publishing = self.groups.count();
         self.trace.record(Mark::Summed, entry.key, entry.round, Rank(0), entry.bytes);
         self.counters.rounds.add(1);
@@ -513,7 +514,7 @@ impl Shard {
             header.round = Round(entry.round);
             header.length = u32::try_from(length).unwrap_or(u32::MAX);
             header.contributors = entry.contributors();
-            if let Some(checksum) = entry.checksum.filter(|_| length > 0) {
+            if let Some(checksum) = entry.checksum.filter(|_| session.checks && length > 0) {
                 header.flags |= FLAG_PAYLOAD_CHECKSUM;
                 header.payload_checksum = checksum;
             }
@@ -559,8 +560,11 @@ impl Shard {
         session.receiving = Receiving::Closing;
         self.counters.refused.add(1);
         let rank = session.rank;
-        let header =
-            Header::new(Kind::Refused, bps_engine::base::DType::U8, session.rank, session.epoch);
+        let mut header = Header::new(Kind::Refused, DType::U8, session.rank, session.epoch);
+        if let Refusal::Payload { key, round } = why {
+            (header.key, header.round) = (key, round);
+            header.flags = FLAG_PAYLOAD_CHECKSUM;
+        }
         let frame = Frame::new(header.encode(), std::ptr::null(), 0, REFUSED);
         if self.endpoint.post(lane, &frame).is_err() {
             self.endpoint.close(lane);

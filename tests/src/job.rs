@@ -1,7 +1,7 @@
 //! A real job inside one process: scheduler, servers and workers as threads, over loopback or
 //! shared memory.
 
-use bps_engine::config::{Config, Idle, Role, TcpDriver, TransportChoice};
+use bps_engine::config::{Config, Idle, PayloadChecksum, Role, TcpDriver, TransportChoice};
 use bps_worker::{Error, Worker};
 use std::net::TcpListener;
 use std::sync::{Mutex, PoisonError};
@@ -27,8 +27,8 @@ pub struct JobShape {
     pub driver: TcpDriver,
     /// Largest part, bytes.
     pub partition_bytes: u32,
-    /// CRC-32C over payloads.
-    pub payload_checksum: bool,
+    /// Which payloads carry a CRC-32C.
+    pub payload_checksum: PayloadChecksum,
     /// What polling threads do when there is nothing to do.
     pub idle: Idle,
     /// First and last round of a timeline from the start of the job, if there is to be one.
@@ -49,7 +49,7 @@ impl Default for JobShape {
             transport: TransportChoice::Tcp,
             driver: TcpDriver::Auto,
             partition_bytes: 1 << 20,
-            payload_checksum: false,
+            payload_checksum: PayloadChecksum::Auto,
             idle: Idle::Adaptive,
             trace: None,
             trace_folder: "trace",
@@ -133,8 +133,26 @@ pub fn run_nodes<T: Send + 'static>(
     shape: JobShape,
     body: impl Fn(Worker) -> T + Clone + Send + 'static,
 ) -> Vec<T> {
+    run_relayed(shape, None, |port, _| port, move |worker| body(worker.expect("the job starts")))
+}
+
+/// As [`run_nodes`], but each rank asks `port_of` at which port it finds the scheduler, which
+/// listens at the port given, and the job may have a key. A rank may fail to join.
+///
+/// # Panics
+/// When a rank panics.
+pub fn run_relayed<T: Send + 'static>(
+    shape: JobShape,
+    key: Option<&str>,
+    port_of: impl Fn(u16, u32) -> u16,
+    body: impl Fn(Result<Worker, Error>) -> T + Clone + Send + 'static,
+) -> Vec<T> {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let port = free_port();
+    let config = |shape: &JobShape, port, role, worker| Config {
+        job_key: key.map(str::to_owned),
+        ..config(shape, port, role, worker)
+    };
     let scheduler = {
         let config = config(&shape, port, Role::Scheduler, 0);
         named("scheduler", move || drop(bps_server::scheduler::run(&config)))
@@ -147,12 +165,9 @@ pub fn run_nodes<T: Send + 'static>(
         .collect();
     let ranks: Vec<JoinHandle<T>> = (0..shape.workers)
         .map(|index| {
-            let config = config(&shape, port, Role::Worker, index);
+            let config = config(&shape, port_of(port, index), Role::Worker, index);
             let body = body.clone();
-            named("rank", move || {
-                let worker: Result<Worker, Error> = Worker::start(&config);
-                body(worker.expect("the job starts"))
-            })
+            named("rank", move || body(Worker::start(&config)))
         })
         .collect();
     let results = ranks.into_iter().map(|rank| rank.join().expect("a rank panicked")).collect();

@@ -7,5 +7,6 @@ pub mod job;
 pub mod network;
 pub mod program;
 pub mod reference;
+pub mod relay;
 pub mod sim;
 pub mod timeline;

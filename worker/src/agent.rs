@@ -250,6 +250,17 @@ impl Agent {
                 effects.push(Effect::Send(NodeMessage::Failed { message: text.clone() }));
                 self.end(Error::PeerDied(text), effects);
             }
+            Report::Altered { peer, sent, what } => {
+                let ends = (self.who(peer), format!("rank {}", self.roster.index));
+                let (to, from) = if sent { ends } else { (ends.1, ends.0) };
+                let text = format!(
+                    "{what} changed on its way from {from} to {to}: its CRC-32C differs: nothing \
+                     was made of it; look for errors of the network devices and memories on that \
+                     path"
+                );
+                effects.push(Effect::Send(NodeMessage::Failed { message: text.clone() }));
+                self.end(Error::Corrupt(text), effects);
+            }
             Report::Failed { message } => {
                 effects.push(Effect::Send(NodeMessage::Failed { message: message.clone() }));
                 self.end(Error::Refused(message), effects);

@@ -16,6 +16,9 @@ pub enum Error {
     /// A node of the job died, so the job is over.
     #[error("{0}")]
     PeerDied(String),
+    /// Bytes changed on their way between two nodes, or somebody between them changed them.
+    #[error("{0}")]
+    Corrupt(String),
     /// A round waited for somebody until the deadline, so the job is over.
     #[error("{0}")]
     Stalled(String),

@@ -332,7 +332,6 @@ fn nic_config(config: &Config, joined: &start::Joined, switches: &Switches) -> N
         epoch: joined.roster.epoch,
         credit_bytes: start::credit_bytes(config, joined.lanes().cores.len()),
         column: switches.others_of_column(rank).collect(),
-        payload_checksum: config.payload_checksum,
         stall_report: config.stall_report,
         say,
     }

@@ -88,6 +88,8 @@ struct Lane {
     open: bool,
     /// The peer has left in good order: the lane closes once it needs no more of our memory.
     goodbye: bool,
+    /// What is sent here carries a checksum.
+    checks: bool,
     /// Frames with a task's memory that were posted and are not sent.
     posted: u32,
     receiving: Receiving,
@@ -269,6 +271,7 @@ impl Nic {
             peer,
             open: true,
             goodbye: false,
+            checks: self.endpoint.checks(lane),
             posted: 0,
             receiving: Receiving::Header,
             outbox: VecDeque::new(),

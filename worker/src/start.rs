@@ -340,7 +340,7 @@ pub(crate) fn nic(
     if shm_lanes > 0 {
         memory(shm_lanes.saturating_sub(group), group).print();
     }
-    let endpoint = Endpoint::new(transports, waker.clone());
+    let endpoint = Endpoint::new(transports, waker.clone()).with_checksums(config.payload_checksum);
     let mut nic = Nic::new(
         endpoint,
         nic_config,

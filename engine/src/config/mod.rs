@@ -156,8 +156,8 @@ pub struct Config {
     pub reduce_roots: Vec<u32>,
     /// `BYTEPS_PCIE_SWITCH_SIZE`: ranks among which NCCL reduces; 0 is all of a host.
     pub switch_size: u32,
-    /// `BPS_PAYLOAD_CHECKSUM`: CRC-32C over every payload.
-    pub payload_checksum: bool,
+    /// `BPS_PAYLOAD_CHECKSUM`: `auto`, `1`, `0`.
+    pub payload_checksum: PayloadChecksum,
     /// `BPS_IDLE`: `busy`, `adaptive`.
     pub idle: Idle,
     /// `BPS_PIN`: pin polling threads to cores.
@@ -244,6 +244,17 @@ pub struct LaunchConfig {
     pub visible_cpu_cores: Option<String>,
 }
 
+/// Which payloads carry a CRC-32C.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum PayloadChecksum {
+    /// Those on lanes where bytes may change unnoticed: over TCP to other hosts.
+    Auto,
+    /// All.
+    Always,
+    /// None.
+    Never,
+}
+
 /// Whether RDMA devices reach the memory of GPUs by themselves.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum GpuDirect {
@@ -316,7 +327,7 @@ impl Default for Config {
             nccl_rings: 0,
             reduce_roots: Vec::new(),
             switch_size: 0,
-            payload_checksum: false,
+            payload_checksum: PayloadChecksum::Auto,
             idle: Idle::Adaptive,
             pin: true,
             job_key: None,

@@ -21,6 +21,7 @@
 //! The checksum is the last field so that a header cut short or overwritten never passes by
 //! accident.
 
+use super::crc32c;
 use crate::base::{DType, Epoch, Key, Rank, Round};
 use crate::limits::{HEADER_BYTES, PART_BYTES_MAX};
 
@@ -164,7 +165,7 @@ impl Header {
         raw[40..44].copy_from_slice(&self.length.to_le_bytes());
         raw[44..48].copy_from_slice(&self.contributors.to_le_bytes());
         raw[48..52].copy_from_slice(&self.payload_checksum.to_le_bytes());
-        let checksum = crc32c::crc32c(&raw[..60]);
+        let checksum = crc32c(&raw[..60]);
         raw[60..64].copy_from_slice(&checksum.to_le_bytes());
         raw
     }
@@ -184,7 +185,7 @@ impl Header {
         if raw[4] != VERSION {
             return Err(Invalid::Version(raw[4]));
         }
-        let (found, computed) = (u32_at(60), crc32c::crc32c(&raw[..60]));
+        let (found, computed) = (u32_at(60), crc32c(&raw[..60]));
         if found != computed {
             return Err(Invalid::Checksum { found, computed });
         }

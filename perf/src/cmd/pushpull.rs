@@ -11,6 +11,7 @@ use crate::report::{self, Fields, Table};
 use crate::sample::{self, Series};
 use crate::watch::{self, Stages, Usage};
 use bps_engine::base::{DType, Operation};
+use bps_engine::config::PayloadChecksum;
 use bps_engine::limits::{PART_BYTES_MAX, PART_BYTES_MIN};
 use bps_tests::job::{self, JobShape};
 use bps_worker::{Declaration, PushPull, Worker};
@@ -46,6 +47,15 @@ pub fn command() -> Command {
             arguments::choice("trace", &["off", "on"], "Whether a timeline is recorded, or both")
                 .value_name("WORD[,WORD]")
                 .value_delimiter(','),
+        )
+        .arg(
+            arguments::choice(
+                "checksum",
+                &["auto", "off", "on"],
+                "Whether payloads carry a CRC-32C (BPS_PAYLOAD_CHECKSUM), or several, in turn",
+            )
+            .value_name("WORD[,WORD]")
+            .value_delimiter(','),
         )
         .arg(arguments::sizes("size", "64M", "Bytes that each worker pushes in a round"))
         .arg(arguments::json())
@@ -95,7 +105,9 @@ pub fn run(matches: &ArgMatches) -> Outcome {
         "tensors",
         "partition_bytes",
         "trace",
+        "checksum",
         "algbw_gbs",
+        "speed_to_first",
         "ms_p50",
         "ms_p99",
         "ms_spread",
@@ -116,17 +128,27 @@ pub fn run(matches: &ArgMatches) -> Outcome {
         })
         .collect();
     let traces: Vec<&String> = matches.get_many("trace").expect("has a default").collect();
-    let with_traces = |partition| traces.iter().map(move |&trace| (partition, trace));
-    let variants: Vec<(u32, &String)> =
-        partitions(matches)?.into_iter().flat_map(with_traces).collect();
+    let mut variants = Vec::new();
+    for partition in partitions(matches)? {
+        for &trace in &traces {
+            let checksums = matches.get_many::<String>("checksum").expect("has a default");
+            variants.extend(checksums.map(|checksum| (partition, trace, checksum)));
+        }
+    }
     let folder = trace_folder();
     let passes = if variants.len() == 1 { 1 } else { PASSES.min(rounds) };
     let mut found = vec![vec![Found::default(); loads.len()]; variants.len()];
     for pass in 0..passes {
-        for (&(partition_bytes, trace), found) in variants.iter().zip(&mut found) {
+        for (&(partition_bytes, trace, checksum), found) in variants.iter().zip(&mut found) {
             let rounds = (rounds + pass) / passes;
             let trace = (trace == "on").then_some((1, u32::MAX));
-            let shape = JobShape { partition_bytes, trace, trace_folder: folder, ..base };
+            let payload_checksum = match checksum.as_str() {
+                "off" => PayloadChecksum::Never,
+                "on" => PayloadChecksum::Always,
+                _ => PayloadChecksum::Auto,
+            };
+            let shape =
+                JobShape { partition_bytes, trace, payload_checksum, trace_folder: folder, ..base };
             for (all, new) in found.iter_mut().zip(measure(shape, &loads, rounds)) {
                 all.add(new);
             }
@@ -134,16 +156,19 @@ pub fn run(matches: &ArgMatches) -> Outcome {
     }
     // It is there only where a timeline was recorded.
     let _ = std::fs::remove_dir_all(folder);
-    for ((partition, trace), found) in variants.iter().zip(&found) {
-        let first = found[0].seconds.median();
-        for (load, found) in loads.iter().zip(found) {
+    for ((partition, trace, checksum), of_loads) in variants.iter().zip(&found) {
+        let first = of_loads[0].seconds.median();
+        for ((load, found), rival) in loads.iter().zip(of_loads).zip(&found[0]) {
             let mut fields = found.report(*load, &base);
             fields.insert("partition_bytes".into(), (*partition).into());
             fields.insert("trace".into(), trace.as_str().into());
+            fields.insert("checksum".into(), checksum.as_str().into());
             fields.insert("transport".into(), transport.into());
             fields.insert("driver".into(), text(matches, "driver").into());
             fields.insert("idle".into(), idle.into());
             fields.insert("ratio_to_first".into(), (found.seconds.median() / first).into());
+            let speed = rival.seconds.median() / found.seconds.median();
+            fields.insert("speed_to_first".into(), speed.into());
             table.row(fields);
         }
     }

@@ -10,6 +10,7 @@ use crate::sample::Series;
 use std::io::{self, Write};
 use std::net::TcpStream;
 
+mod checksum;
 mod flows;
 mod hugepages;
 mod memory;
@@ -45,6 +46,7 @@ pub struct Probe {
 
 /// All of them.
 pub const PROBES: &[&Probe] = &[
+    &checksum::PROBE,
     &flows::PROBE,
     &hugepages::PROBE,
     &multishot::PROBE,

@@ -3,6 +3,7 @@
 __all__ = [
     "BytePSError",
     "ConfigError",
+    "CorruptionError",
     "ForkedError",
     "MismatchError",
     "NotInitializedError",
@@ -33,6 +34,10 @@ class MismatchError(BytePSError):
 
 class PeerDiedError(BytePSError):
     """A worker, server or scheduler of the job is gone."""
+
+
+class CorruptionError(BytePSError):
+    """Bytes changed on their way between two nodes; nothing was made of them."""
 
 
 class StallError(BytePSError):

@@ -137,10 +137,16 @@ pub enum Refusal {
         open: u64,
     },
     /// The payload's bytes are not those that were sent.
-    #[error("{key}: payload checksum differs: the network or a memory corrupted it")]
+    #[error(
+        "{key}, round {}: its payload checksum differs, so bytes changed on the way here: the \
+         round is not published; look for errors of the network devices and memories on that path",
+        .round.0
+    )]
     Payload {
         /// The part.
         key: Key,
+        /// The round.
+        round: Round,
     },
 }
 

@@ -3,6 +3,7 @@
 mod faults;
 
 use bps_engine::base::{CoreId, Rank};
+use bps_engine::config::PayloadChecksum;
 use bps_engine::lane::Endpoint;
 use bps_engine::mem::{Arena, Options};
 use bps_engine::proto::messages::{
@@ -40,8 +41,8 @@ pub struct Shape {
     pub planning: Planning,
     /// Bytes in flight on a lane.
     pub credit_bytes: usize,
-    /// CRC-32C over payloads.
-    pub payload_checksum: bool,
+    /// Which payloads carry a CRC-32C.
+    pub payload_checksum: PayloadChecksum,
 }
 
 impl Shape {
@@ -413,7 +414,6 @@ impl Cluster {
             epoch: roster.epoch,
             credit_bytes: self.shape.credit_bytes,
             column: Vec::new(),
-            payload_checksum: self.shape.payload_checksum,
             stall_report: Duration::from_secs(3),
             say: |_| {},
         };
@@ -421,7 +421,7 @@ impl Cluster {
         let sim = Transport::Sim(Sim::new(self.network.clone()));
         let worker = &mut self.workers[index];
         let mut nic = Nic::new(
-            Endpoint::new(vec![sim], waker.clone()),
+            Endpoint::new(vec![sim], waker.clone()).with_checksums(self.shape.payload_checksum),
             config,
             worker.commands.clone(),
             worker.reports.clone(),

@@ -4,6 +4,7 @@
 use super::cluster::{Cluster, Shape};
 use crate::reference;
 use bps_engine::base::{DType, Operation, Placement, Rank};
+use bps_engine::config::PayloadChecksum;
 use bps_engine::proto::messages::{Declaration, Planning};
 use bps_engine::transport::sim::Random;
 use bps_worker::nic::{Command, Memory};
@@ -116,7 +117,11 @@ fn shape(random: &mut Random, groups: Groups) -> Shape {
         servers: number(random, 3),
         cores: number(random, 2),
         credit_bytes: planning.partition_bytes as usize * (1 + random.index(4)),
-        payload_checksum: random.once_in(3),
+        payload_checksum: if random.once_in(3) {
+            PayloadChecksum::Always
+        } else {
+            PayloadChecksum::Auto
+        },
         planning,
     }
 }
@@ -190,7 +195,7 @@ pub fn run_hosts(hosts: &[u32]) -> Outcome {
         servers: 1,
         cores: 1,
         credit_bytes: 4 << 20,
-        payload_checksum: false,
+        payload_checksum: PayloadChecksum::Auto,
         planning,
     };
     let operations = [Operation::Sum, Operation::Average];

@@ -4,6 +4,7 @@
 mod column;
 
 use bps_engine::base::{DType, Epoch, Key, Operation, Rank, Round};
+use bps_engine::config::PayloadChecksum;
 use bps_engine::lane::Endpoint;
 use bps_engine::proto::messages::{Neighbour, Roster};
 use bps_engine::ring::Mpsc;
@@ -71,7 +72,7 @@ impl Pair {
         let (mine, theirs) = network.link();
         let endpoint = |waker: &Waker| {
             let sim = Transport::Sim(Sim::new(network.clone()));
-            Endpoint::new(vec![sim], waker.clone())
+            Endpoint::new(vec![sim], waker.clone()).with_checksums(PayloadChecksum::Always)
         };
         let waker = Waker::new().expect("an eventfd");
         let config = NicConfig {
@@ -80,7 +81,6 @@ impl Pair {
             epoch: EPOCH,
             credit_bytes: 1 << 20,
             column,
-            payload_checksum: true,
             stall_report: Duration::from_secs(3600),
             say: |_| {},
         };
@@ -329,11 +329,16 @@ fn assert_refused(what: &str, good: &[Kind], bad: Header) {
         pair.send(bad);
         pair.settle();
         let error = pair.over.clone();
-        let Some(Error::PeerDied(text)) = &error else {
-            panic!("{what}, {bad:?} after {good:?}: {error:?}");
+        let named = match &error {
+            Some(Error::Corrupt(text)) if what == "checksum" => {
+                text.contains("changed on its way from rank 1 (host here, pid 4711) to rank 0: ")
+            }
+            Some(Error::PeerDied(text)) => {
+                text.starts_with("rank 1 (host here, pid 4711) sent what can't be right: ")
+            }
+            _ => panic!("{what}, {bad:?} after {good:?}: {error:?}"),
         };
-        let named = text.starts_with("rank 1 (host here, pid 4711) sent what can't be right: ");
-        assert!(named, "{what}: {text}");
+        assert!(named, "{what}: {error:?}");
         assert!(pair.bad.is_none(), "{what}: the lane is open");
         pair.end();
     }
@@ -428,7 +433,7 @@ fn a_spoilt_payload_is_told_by_its_checksum() {
         pair.settle();
         let text = pair.end().to_string();
         let key = bad.key;
-        assert!(text.contains("rank 1") && text.contains("payload checksum of"), "{text}");
+        assert!(text.contains("rank 1") && text.contains("CRC-32C differs"), "{text}");
         assert!(text.contains(&key.to_string()), "{text}");
         let done = pair.handles.iter().filter(|handle| handle.wait(None).is_ok()).count();
         assert_eq!(done, usize::from(at == 3), "only the part that was summed before");

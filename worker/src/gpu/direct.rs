@@ -10,7 +10,7 @@
 
 use super::{Device, Event, GpuError, Stream};
 use crate::job::Job;
-use bps_engine::config::{Config, GpuDirect};
+use bps_engine::config::{Config, GpuDirect, PayloadChecksum};
 use bps_engine::trace::log;
 use bps_engine::transport::rdma::{self, Ports, Speeds};
 use cudarc::driver::sys::{
@@ -281,7 +281,7 @@ impl Direct {
 
 /// Why the memory of the host is needed, if it is.
 fn possible(job: &Job, config: &Config) -> Result<(), String> {
-    if config.payload_checksum {
+    if config.payload_checksum == PayloadChecksum::Always {
         return Err("checksums (BPS_PAYLOAD_CHECKSUM) are of what a processor has read".into());
     }
     if job.switches().count() > 1 {

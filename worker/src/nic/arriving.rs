@@ -9,7 +9,7 @@ use bps_engine::limits::PARTS_MAX;
 use bps_engine::trace::timeline::Mark;
 use bps_engine::transport::{Carried, Landing};
 use bps_engine::wire::header::FLAG_PAYLOAD_CHECKSUM;
-use bps_engine::wire::{Header, Kind, RawHeader};
+use bps_engine::wire::{Header, Kind, RawHeader, crc32c, crc32c_append};
 
 impl Nic {
     pub(super) fn on_header(&mut self, lane: LaneId, raw: &RawHeader, carried: Carried) {
@@ -22,6 +22,10 @@ impl Nic {
         self.statistics.counters.frames_in.add(1);
         let taken = Header::decode(raw).map_err(|invalid| invalid.to_string()).and_then(|header| {
             match (self.lanes[lane.0 as usize].peer, header.kind) {
+                (Peer::Server(_), Kind::Refused) if header.flags & FLAG_PAYLOAD_CHECKSUM != 0 => {
+                    self.altered(lane, &header, true);
+                    Ok(())
+                }
                 (Peer::Server(_), Kind::Refused) => {
                     Err("it refused a frame of this rank; its log says why".into())
                 }
@@ -42,6 +46,17 @@ impl Nic {
         let peer = state.peer;
         self.endpoint.close(lane);
         self.report(Report::Corrupt { peer, message });
+    }
+
+    /// Closes a lane because a payload is not what its sender's checksum says.
+    fn altered(&mut self, lane: LaneId, header: &Header, sent: bool) {
+        let state = &mut self.lanes[lane.0 as usize];
+        state.receiving = Receiving::Closing;
+        let (peer, key) = (state.peer, header.key);
+        let name = self.known(header).map_or("a tensor", |(tensor, _)| &tensor.plan.name);
+        let what = format!("the payload of `{name}` ({key}, round {})", header.round.0);
+        self.endpoint.close(lane);
+        self.report(Report::Altered { peer, sent, what });
     }
 
     fn on_publication(&mut self, lane: LaneId, header: Header) -> Result<(), String> {
@@ -209,9 +224,8 @@ impl Nic {
             // task is finished.
             let landed =
                 unsafe { std::slice::from_raw_parts(target.cast_const(), header.length as usize) };
-            if crc32c::crc32c(landed) != header.payload_checksum {
-                let message = format!("payload checksum of {} differs", header.key);
-                return self.refuse(lane, message);
+            if crc32c(landed) != header.payload_checksum {
+                return self.altered(lane, &header, false);
             }
         }
         self.trace.frame(self.marks(lane, part).1, &header);
@@ -230,16 +244,17 @@ impl Nic {
     pub(super) fn on_piece(&mut self, lane: LaneId, data: *const u8, length: usize) {
         match &mut self.lanes[lane.0 as usize].receiving {
             Receiving::Contribution { peer, device, header, done, checksum } => {
-                let (peer, device, key) = (*peer, *device, header.key);
+                let (peer, device) = (*peer, *device);
                 self.statistics.counters.bytes_in.add(length as u64);
                 if header.flags & FLAG_PAYLOAD_CHECKSUM != 0 {
                     // SAFETY: the transport keeps a piece valid for its length until `consume`.
                     let piece = unsafe { std::slice::from_raw_parts(data, length) };
-                    *checksum = crc32c::crc32c_append(*checksum, piece);
+                    *checksum = crc32c_append(*checksum, piece);
                     *done += length;
                     // The last piece is not added, so the sum never goes to anybody.
                     if *done == header.length as usize && *checksum != header.payload_checksum {
-                        return self.refuse(lane, format!("payload checksum of {key} differs"));
+                        let header = *header;
+                        return self.altered(lane, &header, false);
                     }
                 }
                 self.circle_mut(device).collector.piece(peer, data, length);

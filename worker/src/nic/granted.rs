@@ -80,7 +80,7 @@ impl Nic {
         // A checksum comes in a header, which such a result has not.
         let may = tensor.plan.device
             && !is_root
-            && !self.config.payload_checksum
+            && !self.lanes[lane.0 as usize].checks
             && (on_gpu || free > self.pipeline.granted.count)
             && self.endpoint.grants(lane, slot.at, part.bytes);
         may.then_some(slot)

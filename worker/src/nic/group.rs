@@ -104,7 +104,7 @@ impl Nic {
         }
         self.set_stage(of, Stage::Asked);
         let kind = Kind::Contribution;
-        let checksum = self.checksum(of, kind);
+        let checksum = self.checksum(owner, of, kind);
         self.say_to(owner, Word { kind, of, round, checksum });
     }
 
@@ -208,8 +208,9 @@ impl Nic {
             self.trace.record(Mark::Copying, part.key, round, self.config.rank, part.bytes);
         }
         let kind = Kind::Publication;
-        // One for all of them: they are sent the same bytes.
-        let checksum = self.checksum(of, kind);
+        // One for all of them: they are sent the same bytes over the same transport.
+        let lane = self.circle(device).lanes.first();
+        let checksum = lane.and_then(|&lane| self.checksum(lane, of, kind));
         self.say_to_circle(device, Word { kind, of, round, checksum });
     }
 

@@ -170,6 +170,15 @@ pub enum Report {
         /// What does not fit.
         message: String,
     },
+    /// Bytes that a checksum covers changed on their way between this rank and another node.
+    Altered {
+        /// Who is at the other end.
+        peer: Peer,
+        /// Whether it was this rank that sent them.
+        sent: bool,
+        /// What they were.
+        what: String,
+    },
     /// This rank itself can't go on.
     Failed {
         /// Why.
@@ -211,8 +220,6 @@ pub struct NicConfig {
     /// The other ranks of the group that hold the same share of tensors on GPUs, each of the sum of
     /// its PCIe switch; none where the host has one switch.
     pub column: Vec<Rank>,
-    /// Whether payloads carry a CRC-32C.
-    pub payload_checksum: bool,
     /// A round that others of the group have pushed, or not, for longer than this is reported.
     pub stall_report: Duration,
     /// Called with what ended the job, before any caller sees it.

@@ -7,7 +7,7 @@ use bps_engine::base::{DType, Key, Round};
 use bps_engine::trace::timeline::Mark;
 use bps_engine::transport::{Frame, Full};
 use bps_engine::wire::header::FLAG_PAYLOAD_CHECKSUM;
-use bps_engine::wire::{Header, Kind};
+use bps_engine::wire::{Header, Kind, crc32c};
 
 /// Token of a frame that has none of a task's memory.
 pub(super) const QUIET: u64 = u64::MAX;
@@ -59,12 +59,12 @@ impl Nic {
                 Some(slot) => slot.map_or(std::ptr::null(), |slot| slot.at.cast_const()),
                 None => self.contribution(run, part.offset, tensor.plan.operation),
             };
-            if self.config.payload_checksum && length > 0 {
+            if self.lanes[lane.0 as usize].checks && length > 0 {
                 // SAFETY: the part lies inside the tensor (the plan's offsets were checked against
                 // the declared size), which the caller keeps valid until the task is finished.
                 let bytes = unsafe { std::slice::from_raw_parts(payload, length) };
                 header.flags |= FLAG_PAYLOAD_CHECKSUM;
-                header.payload_checksum = crc32c::crc32c(bytes);
+                header.payload_checksum = crc32c(bytes);
             }
             let slot = self.slot_to_grant(lane, of);
             let (header_bytes, answer) = (header.encode(), self.answer_into(of, slot));
@@ -134,9 +134,9 @@ impl Nic {
         }
     }
 
-    /// CRC-32C of what a rank of the group is sent of a part, if payloads carry one.
-    pub(super) fn checksum(&self, of: RunPart, kind: Kind) -> Option<u32> {
-        let (_, part) = self.planned(of).filter(|_| self.config.payload_checksum)?;
+    /// CRC-32C of what a rank of the group is sent of a part, if payloads on its lane carry one.
+    pub(super) fn checksum(&self, lane: LaneId, of: RunPart, kind: Kind) -> Option<u32> {
+        let (_, part) = self.planned(of).filter(|_| self.lanes[lane.0 as usize].checks)?;
         let payload = self.payload(of, kind);
         if payload.is_null() {
             return None;
@@ -145,7 +145,7 @@ impl Nic {
         // finished, or in a slot of its own; the loop writes to it only when contributions are
         // added or a result lands, and neither is under way for a part that is about to be sent.
         let bytes = unsafe { std::slice::from_raw_parts(payload, part.bytes) };
-        Some(crc32c::crc32c(bytes))
+        Some(crc32c(bytes))
     }
 
     /// Says something to a rank of the group, after what was said before.

@@ -2,7 +2,9 @@
 
 use super::Field;
 use crate::base::Placement;
-use crate::config::{GpuDirect, Gpus, Idle, LogLevel, Role, TcpDriver, TransportChoice};
+use crate::config::{
+    GpuDirect, Gpus, Idle, LogLevel, PayloadChecksum, Role, TcpDriver, TransportChoice,
+};
 
 pub(super) const ROLE: Field = Field::Choice {
     names: "worker, server, scheduler",
@@ -70,6 +72,24 @@ pub(super) const TCP_DRIVER: Field = Field::Choice {
         TcpDriver::Auto => "auto",
         TcpDriver::Uring => "uring",
         TcpDriver::Poll => "poll",
+    },
+};
+
+pub(super) const PAYLOAD_CHECKSUM: Field = Field::Choice {
+    names: "auto, 0, 1, false, true",
+    set: |config, text| {
+        config.payload_checksum = match text {
+            "auto" => PayloadChecksum::Auto,
+            "1" | "true" => PayloadChecksum::Always,
+            "0" | "false" => PayloadChecksum::Never,
+            _ => return false,
+        };
+        true
+    },
+    get: |config| match config.payload_checksum {
+        PayloadChecksum::Auto => "auto",
+        PayloadChecksum::Always => "1",
+        PayloadChecksum::Never => "0",
     },
 };
 

@@ -257,9 +257,11 @@ pub(super) const ROWS: &[Row] = &[
         "BPS_PAYLOAD_CHECKSUM",
         NODES,
         Group::Network,
-        Switch { at: |config| &mut config.payload_checksum },
+        choices::PAYLOAD_CHECKSUM,
         "1",
-        "CRC-32C over every payload, beside the one that TCP has.",
+        "Which payloads carry a CRC-32C: those over TCP to other hosts (auto), all (1) or none \
+         (0). TCP's own checksum has 16 bits and is computed anew on the way; RDMA's has 32, from \
+         end to end, and shared memory and loopback pass no device.",
     )
     .flag("payload-checksum"),
     Row::new(

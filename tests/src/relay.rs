@@ -1,0 +1,178 @@
+//! A box in the middle: a relay between a dialer and a listener of a job, which may change what
+//! passes. TCP's checksums are right on both of its sides, as they are behind a device that spoils
+//! bytes in its own memory, or that somebody else owns.
+
+use serde_json::Value;
+use std::io::{ErrorKind, Read, Write};
+use std::net::{IpAddr, Shutdown, SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Which way bytes go.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Way {
+    /// From who dialed.
+    ToListener,
+    /// To who dialed.
+    ToDialer,
+}
+
+/// What a relay does to the bytes of one direction of a connection: it gets what was read, and
+/// leaves what is to be written.
+pub type Meddler = Box<dyn FnMut(&mut Vec<u8>) + Send>;
+
+/// A running relay; it takes no more connections once it is dropped.
+pub struct Relay {
+    address: SocketAddr,
+    stopped: Arc<AtomicBool>,
+}
+
+impl Relay {
+    /// Relays what is dialed at a port of `ip` to `to`. `meddler` is asked for each direction of
+    /// each connection.
+    ///
+    /// # Panics
+    /// When the address has no free port.
+    #[must_use]
+    pub fn start(
+        ip: IpAddr,
+        to: SocketAddr,
+        meddler: impl Fn(Way) -> Meddler + Send + 'static,
+    ) -> Relay {
+        let listener = TcpListener::bind((ip, 0)).expect("a free port");
+        let address = listener.local_addr().expect("an address");
+        let stopped = Arc::new(AtomicBool::new(false));
+        let stops = Arc::clone(&stopped);
+        std::thread::spawn(move || {
+            for dialer in listener.incoming() {
+                if stops.load(Ordering::Acquire) {
+                    return;
+                }
+                let (Ok(dialer), Ok(other)) = (dialer, TcpStream::connect(to)) else { continue };
+                let (back, forth) = (other.try_clone(), dialer.try_clone());
+                let (back, forth) = (back.expect("a descriptor"), forth.expect("a descriptor"));
+                let (there, here) = (meddler(Way::ToListener), meddler(Way::ToDialer));
+                std::thread::spawn(move || pass(dialer, other, there));
+                std::thread::spawn(move || pass(back, forth, here));
+            }
+        });
+        Relay { address, stopped }
+    }
+
+    /// Where to dial.
+    #[must_use]
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+}
+
+impl Drop for Relay {
+    fn drop(&mut self) {
+        self.stopped.store(true, Ordering::Release);
+        // Its thread sleeps until somebody dials.
+        let _ = TcpStream::connect(self.address);
+    }
+}
+
+fn pass(mut from: TcpStream, mut to: TcpStream, mut meddle: Meddler) {
+    let mut buffer = vec![0; 64 << 10];
+    loop {
+        match from.read(&mut buffer) {
+            Ok(0) => break,
+            Ok(count) => {
+                let mut bytes = buffer[..count].to_vec();
+                meddle(&mut bytes);
+                if to.write_all(&bytes).is_err() {
+                    break;
+                }
+            }
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(_) => break,
+        }
+    }
+    // The end of one direction is passed on; the other goes on by itself.
+    let _ = to.shutdown(Shutdown::Write);
+    let _ = from.shutdown(Shutdown::Read);
+}
+
+/// Changes nothing.
+#[must_use]
+pub fn honest() -> Meddler {
+    Box::new(|_| {})
+}
+
+/// Flips a bit in the middle of the payload of the `frame`th frame that has one, counted from 0, in
+/// a direction of a lane whose handshake has so many bytes.
+#[must_use]
+pub fn flip_payload(handshake_bytes: usize, frame: usize) -> Meddler {
+    const HEADER_BYTES: usize = bps_engine::limits::HEADER_BYTES;
+    let (mut handshake_left, mut header, mut payload_left, mut frames) =
+        (handshake_bytes, Vec::new(), 0_usize, 0);
+    let mut flip_at = None;
+    Box::new(move |bytes| {
+        for byte in bytes {
+            if handshake_left > 0 {
+                handshake_left -= 1;
+            } else if payload_left > 0 {
+                if flip_at == Some(payload_left) {
+                    *byte ^= 0x10;
+                    flip_at = None;
+                }
+                payload_left -= 1;
+            } else {
+                header.push(*byte);
+                if header.len() == HEADER_BYTES {
+                    let length = [header[40], header[41], header[42], header[43]];
+                    payload_left = u32::from_le_bytes(length) as usize;
+                    header.clear();
+                    if payload_left > 0 {
+                        flip_at = (frames == frame).then_some(payload_left.div_ceil(2));
+                        frames += 1;
+                    }
+                }
+            }
+        }
+    })
+}
+
+/// Rewrites the messages in a direction of a control connection that is not encrypted, behind a
+/// handshake of so many bytes.
+#[must_use]
+pub fn rewrite(
+    handshake_bytes: usize,
+    mut change: impl FnMut(&mut Value) + Send + 'static,
+) -> Meddler {
+    let (mut handshake_left, mut unread) = (handshake_bytes, Vec::new());
+    Box::new(move |bytes| {
+        let passing = handshake_left.min(bytes.len());
+        handshake_left -= passing;
+        unread.extend(bytes.drain(passing..));
+        while let Some(prefix) = unread.first_chunk::<4>() {
+            let end = 4 + u32::from_le_bytes(*prefix) as usize;
+            if unread.len() < end {
+                return;
+            }
+            let Ok(mut message) = serde_json::from_slice::<Value>(&unread[4..end]) else {
+                // It is not for us to read.
+                bytes.append(&mut unread);
+                return;
+            };
+            change(&mut message);
+            let text = serde_json::to_vec(&message).expect("it was read");
+            let length = u32::try_from(text.len()).expect("a short message");
+            bytes.extend(length.to_le_bytes());
+            bytes.extend(text);
+            unread.drain(..end);
+        }
+    })
+}
+
+/// An address of this machine that is not loopback, if it has one.
+#[must_use]
+pub fn own_address() -> Option<IpAddr> {
+    let socket = UdpSocket::bind("0.0.0.0:0").ok()?;
+    // Only asks the routing table: nothing is sent. The address is for documentation.
+    socket.connect("192.0.2.1:9").ok()?;
+    let ip = socket.local_addr().ok()?.ip();
+    (!ip.is_loopback() && !ip.is_unspecified() && TcpListener::bind((ip, 0)).is_ok()).then_some(ip)
+}
