@@ -116,3 +116,25 @@ fn a_server_does_not_wait_for_ever_for_a_silent_scheduler() {
     assert!(text.contains("BPS_START_TIMEOUT") && text.contains("127.0.0.1"), "{text}");
     assert!(start.elapsed() >= Duration::from_secs(1), "{:?}", start.elapsed());
 }
+
+#[test]
+fn a_rank_that_dies_early_is_replaced() {
+    let port = free_port();
+    let extra = [("DMLC_NUM_WORKER", "2")];
+    let mut scheduler = Program::start("bps-scheduler", &[], &variables(port, &extra));
+    let rank = |index: &str| {
+        let mut variables = variables(port, &extra);
+        variables.push(("DMLC_WORKER_ID", index.to_owned()));
+        Program::start("bps-test-rank", &["3"], &variables)
+    };
+    let first = rank("0");
+    let _ = first.wait_for_line("waiting for server 0 of 1, worker rank 1 of 2", JOIN);
+    drop(first);
+    let line = scheduler.wait_for_line("is gone before the job has formed", JOIN);
+    assert!(line.contains("rank 0 (host"), "{line}");
+    let mut server = Program::start("bps-server", &[], &variables(port, &extra));
+    for program in [&mut rank("0"), &mut rank("1"), &mut server, &mut scheduler] {
+        let status = program.wait(JOIN);
+        assert!(status.success(), "{status}: {}", program.lines().join("\n"));
+    }
+}

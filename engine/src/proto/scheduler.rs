@@ -21,7 +21,7 @@ use super::messages::{
 use crate::base::{Epoch, Placement, Rank};
 use paths::Paths;
 use registry::{Registry, Reply};
-use rendezvous::{Job, Rendezvous, describe};
+use rendezvous::{Job, Rendezvous, describe, name};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
@@ -114,7 +114,7 @@ enum Standing {
 
 struct Peer {
     standing: Standing,
-    /// Host, pid and description; known from `Register`.
+    /// Host, pid and name; known from `Register`.
     host: String,
     pid: u32,
     who: String,
@@ -156,7 +156,16 @@ pub struct Scheduler {
     /// Install requests are numbered through all epochs.
     next_install: u64,
     /// Why the job was not formed, for nodes that come after its end.
-    refusal: Option<String>,
+    refusal: Option<Refusal>,
+}
+
+/// What nodes that come too late are told.
+struct Refusal {
+    message: String,
+    /// Nodes that have been told.
+    told: usize,
+    /// Nodes of the job, if that is known.
+    nodes: Option<usize>,
 }
 
 impl Scheduler {
@@ -193,6 +202,13 @@ impl Scheduler {
     #[must_use]
     pub fn is_over(&self) -> bool {
         matches!(self.phase, Phase::Over)
+    }
+
+    /// Whether as many nodes as the job has know why it was not formed.
+    #[must_use]
+    pub fn has_told_everybody(&self) -> bool {
+        let told_all = |refusal: &Refusal| refusal.nodes.is_some_and(|all| refusal.told >= all);
+        self.refusal.as_ref().is_some_and(told_all)
     }
 
     /// An authenticated connection is there.
@@ -244,7 +260,10 @@ impl Scheduler {
     pub fn handle_closed(&mut self, node: NodeId, how: &str, _now: Duration) {
         match self.peers.get(&node).map(|peer| &peer.standing) {
             None => {}
-            Some(Standing::Worker(_) | Standing::Server) => self.lost(node, how),
+            Some(Standing::Worker(_) | Standing::Server) => match self.phase {
+                Phase::Forming(_) => self.vacate(node, how, false),
+                _ => self.lost(node, how),
+            },
             Some(Standing::New | Standing::Early(_) | Standing::Left(_)) => {
                 self.peers.remove(&node);
             }
@@ -296,10 +315,12 @@ impl Scheduler {
         let Some(peer) = self.peers.get_mut(&node) else { return };
         peer.host.clone_from(&register.host);
         peer.pid = register.pid;
-        peer.who = describe(&register);
+        peer.who = name(&register);
         match &mut self.phase {
             Phase::Over => {
-                if let Some(message) = self.refusal.clone() {
+                if let Some(refusal) = &mut self.refusal {
+                    refusal.told += 1;
+                    let message = refusal.message.clone();
                     self.send_away(node, message);
                 }
             }
@@ -313,7 +334,7 @@ impl Scheduler {
                 let message = format!(
                     "{} came to a job that runs already, with all of its {} and {}: give each job \
                      a DMLC_PS_ROOT_PORT of its own, and start each node once",
-                    peer.who,
+                    describe(&register),
                     counted(running.job.workers.len(), "rank"),
                     counted(running.job.servers.len(), "server")
                 );
@@ -391,8 +412,7 @@ impl Scheduler {
     fn handle_worker(&mut self, node: NodeId, rank: Rank, message: NodeMessage, now: Duration) {
         match (&mut self.phase, message) {
             (Phase::Forming(_), NodeMessage::Leave { .. }) => {
-                let message = format!("{} left before all nodes were there", self.described(node));
-                self.end(OverReason::NotFormed { message }, Some(node));
+                self.vacate(node, "it left", true);
             }
             (Phase::Running(_), NodeMessage::Leave { suspend }) => {
                 self.worker_left(node, rank, suspend, now);
@@ -434,6 +454,7 @@ impl Scheduler {
 
     fn handle_server(&mut self, node: NodeId, message: NodeMessage, now: Duration) {
         match (&mut self.phase, message) {
+            (Phase::Forming(_), NodeMessage::Leave { .. }) => self.vacate(node, "it left", true),
             (_, NodeMessage::Leave { .. }) => {
                 let (who, message) = (self.who(node), "it left while the job went on".to_owned());
                 self.end(OverReason::Failed { who, message }, Some(node));

@@ -18,9 +18,11 @@ use std::time::{Duration, Instant};
 const TICK: Duration = Duration::from_millis(100);
 /// How long a closing connection may take to read what it was sent.
 const LINGER: Duration = Duration::from_secs(2);
-/// How long nodes that are still to come are told why their job was not formed: those of one job
-/// are started together, and the first of them may end it.
-const LATECOMERS: Duration = Duration::from_secs(3);
+/// How long nodes that come later are told why their job was not formed: the nodes of a job are
+/// started together, but some take longer to load their program. Once as many have been told as the
+/// job has nodes, the shorter time is enough.
+const LATECOMERS: Duration = Duration::from_secs(10);
+const STRAGGLERS: Duration = Duration::from_secs(3);
 /// Bytes read of one connection before the others get their turn.
 const READ_TURN_BYTES: usize = 1 << 20;
 /// Bytes that may wait for one node to read them.
@@ -114,7 +116,10 @@ impl Hub {
             if let Some(exit) = self.exit {
                 let since = *told.get_or_insert_with(Instant::now);
                 let is_heard = match exit {
-                    Exit::NotFormed if stop.cause().is_none() => since.elapsed() >= LATECOMERS,
+                    Exit::NotFormed if stop.cause().is_none() => {
+                        let all = self.machine.has_told_everybody();
+                        since.elapsed() >= if all { STRAGGLERS } else { LATECOMERS }
+                    }
                     _ => self.connections.is_empty() || since.elapsed() >= LINGER,
                 };
                 if is_heard {

@@ -2,15 +2,18 @@
 
 use super::waits::Reminder;
 use super::{
-    Duration, Epoch, Exit, NodeId, Output, OverReason, Phase, Rank, Rendezvous, Scheduler,
+    Duration, Epoch, Exit, NodeId, Output, OverReason, Phase, Rank, Refusal, Rendezvous, Scheduler,
     SchedulerMessage, Standing,
 };
 use crate::proto::messages::Timeline;
 use crate::proto::text::list;
 
 impl Scheduler {
-    /// A member of the job is gone without a good-bye: the job cannot go on.
+    /// A member of the job is gone without a good-bye: a running job cannot go on.
     pub(super) fn lost(&mut self, node: NodeId, how: &str) {
+        if matches!(self.phase, Phase::Forming(_)) {
+            return self.vacate(node, how, true);
+        }
         let Some(peer) = self.peers.get(&node) else { return };
         let reason = OverReason::Died {
             who: self.who(node),
@@ -27,11 +30,33 @@ impl Scheduler {
             .peers
             .get(&node)
             .is_some_and(|peer| matches!(peer.standing, Standing::Worker(_) | Standing::Server));
-        if is_member {
+        if is_member && matches!(self.phase, Phase::Forming(_)) {
+            self.vacate(node, &message, true);
+        } else if is_member {
             let who = self.described(node);
             self.end(OverReason::Failed { who, message }, Some(node));
         } else {
             self.drop_stranger(node, &message);
+        }
+    }
+
+    /// A node is gone before the job has formed: its place is free, and another may take it,
+    /// perhaps the same program started again.
+    pub(super) fn vacate(&mut self, node: NodeId, how: &str, is_connected: bool) {
+        let who = self.described(node);
+        let Phase::Forming(rendezvous) = &mut self.phase else { return };
+        rendezvous.remove(node);
+        let missing = rendezvous.missing();
+        let text = format!("{who} is gone before the job has formed: {how}; waiting for {missing}");
+        self.put(Output::Log(text.clone()));
+        if is_connected {
+            let message = format!("the job forms without {who}: {how}: start it again");
+            self.send_away(node, message);
+        } else {
+            self.peers.remove(&node);
+        }
+        for node in self.members() {
+            self.send(node, SchedulerMessage::Waiting { text: text.clone() });
         }
     }
 
@@ -42,7 +67,7 @@ impl Scheduler {
 
     /// Closes a connection that is not of the job yet; the job goes on without it.
     pub(super) fn drop_stranger(&mut self, node: NodeId, why: &str) {
-        let who = self.who(node);
+        let who = self.described(node);
         self.peers.remove(&node);
         self.put(Output::Log(format!("closed the connection of {who}: {why}")));
         self.put(Output::Close(node));
@@ -77,6 +102,15 @@ impl Scheduler {
             _ => Exit::Failed,
         };
         self.put(Output::Log(reason.to_string()));
+        if let OverReason::NotFormed { message } = &reason {
+            let nodes = match &self.phase {
+                Phase::Forming(rendezvous) => rendezvous.nodes(),
+                _ => None,
+            };
+            // Whoever has said who it is hears of the end below.
+            let told = self.peers.values().filter(|peer| !peer.host.is_empty()).count();
+            self.refusal = Some(Refusal { message: message.clone(), told, nodes });
+        }
         for (node, peer) in std::mem::take(&mut self.peers) {
             if Some(node) != culprit && !matches!(peer.standing, Standing::Left(_)) {
                 self.send(node, SchedulerMessage::Over { reason: reason.clone() });
@@ -85,9 +119,6 @@ impl Scheduler {
         }
         self.phase = Phase::Over;
         self.put(Output::Done(exit));
-        if let OverReason::NotFormed { message } = reason {
-            self.refusal = Some(message);
-        }
     }
 
     pub(super) fn worker_left(&mut self, node: NodeId, rank: Rank, suspend: bool, now: Duration) {
@@ -188,7 +219,9 @@ impl Scheduler {
             match peer.standing {
                 Standing::Worker(_) | Standing::Server => {
                     self.lost(node, &format!("no heartbeat for {seconds:.1} s"));
-                    return;
+                    if self.is_over() {
+                        return;
+                    }
                 }
                 Standing::Left(_) => {
                     self.peers.remove(&node);
@@ -217,15 +250,7 @@ impl Scheduler {
         } else if self.reminder.is_due(now) {
             let text = format!("waiting for {missing} ({} s)", waited.as_secs());
             self.put(Output::Log(text.clone()));
-            let registered =
-                |standing: &Standing| matches!(standing, Standing::Worker(_) | Standing::Server);
-            let nodes: Vec<NodeId> = self
-                .peers
-                .iter()
-                .filter(|(_, peer)| registered(&peer.standing))
-                .map(|(node, _)| *node)
-                .collect();
-            for node in nodes {
+            for node in self.members() {
                 self.send(node, SchedulerMessage::Waiting { text: text.clone() });
             }
         }
@@ -303,7 +328,6 @@ impl Scheduler {
         if !running.stalls.is_news(&stalls, now) {
             return;
         }
-        let members = self.members();
         match stalls.as_slice() {
             [] => self.put(Output::Log("the stall is over".to_owned())),
             stalls => {
@@ -312,7 +336,7 @@ impl Scheduler {
                 }
             }
         }
-        for node in members {
+        for node in self.members() {
             self.send(node, SchedulerMessage::Stall { stalls: stalls.clone() });
         }
     }

@@ -22,6 +22,8 @@ pub(super) struct Rendezvous {
     num_servers: u32,
     /// Who said these numbers; `None` while they are to be taken from the first node that comes.
     said_by: Option<String>,
+    /// It follows a suspended job: the numbers are those of whoever resumes.
+    is_again: bool,
     first: Option<FirstWorker>,
     workers: BTreeMap<u32, (NodeId, Register)>,
     servers: Vec<(NodeId, Register)>,
@@ -65,6 +67,7 @@ impl Rendezvous {
             num_workers,
             num_servers,
             said_by: Some("the scheduler".to_owned()),
+            is_again: false,
             first: None,
             workers: BTreeMap::new(),
             servers: Vec::new(),
@@ -79,8 +82,22 @@ impl Rendezvous {
         let num_servers = u32::try_from(job.servers.len()).unwrap_or(u32::MAX);
         Rendezvous {
             said_by: None,
+            is_again: true,
             servers: job.servers,
             ..Rendezvous::new(ranks / local_size.max(1), num_servers, release, now)
+        }
+    }
+
+    /// Frees the place of a node that is gone. What the first worker said holds as long as there
+    /// are workers, who all say the same; the first of the next ones may say something else.
+    pub(super) fn remove(&mut self, node: NodeId) {
+        self.servers.retain(|(server, _)| *server != node);
+        self.workers.retain(|_, (worker, _)| *worker != node);
+        if self.workers.is_empty() {
+            self.first = None;
+            if self.is_again {
+                self.said_by = None;
+            }
         }
     }
 
@@ -299,6 +316,11 @@ impl Rendezvous {
         self.first.as_ref().map(|first| self.num_workers * first.local_size)
     }
 
+    /// Ranks and servers of the job, once the first worker has said how many a host has.
+    pub(super) fn nodes(&self) -> Option<usize> {
+        self.size().map(|size| size as usize + self.num_servers as usize)
+    }
+
     /// Whether everybody is there.
     pub(super) fn is_complete(&self) -> bool {
         self.said_by.is_some()
@@ -417,20 +439,22 @@ impl Job {
 }
 
 /// A node as people know it before it has a number.
-pub(super) fn describe(register: &Register) -> String {
-    let (host, pid) = (&register.host, register.pid);
+pub(super) fn name(register: &Register) -> String {
     match &register.node {
         Node::Worker { worker_id, local_rank, global_rank: None, .. } => {
-            format!("worker {worker_id} process {local_rank} (host {host}, pid {pid})")
+            format!("worker {worker_id} process {local_rank}")
         }
-        Node::Worker { global_rank: Some(rank), .. } => {
-            format!("the worker of rank {rank} (host {host}, pid {pid})")
-        }
+        Node::Worker { global_rank: Some(rank), .. } => format!("the worker of rank {rank}"),
         Node::Server { cores, .. } => match cores.first() {
-            Some(core) => format!("the server at {core} (host {host}, pid {pid})"),
-            None => format!("a server (host {host}, pid {pid})"),
+            Some(core) => format!("the server at {core}"),
+            None => "a server".to_owned(),
         },
     }
+}
+
+/// The same with its place: `the server at 10.0.0.1:5000 (host a, pid 5)`.
+pub(super) fn describe(register: &Register) -> String {
+    format!("{} (host {}, pid {})", name(register), register.host, register.pid)
 }
 
 fn describe_planning(planning: &Planning) -> String {

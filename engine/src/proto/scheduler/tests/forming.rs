@@ -92,7 +92,9 @@ fn what_nodes_were_told_differently_is_named() {
         }
         assert_eq!(bench.done, Some(Exit::NotFormed));
         // Who comes later hears it, too.
+        assert!(!bench.scheduler.has_told_everybody());
         bench.join(100, server_register(0, 2, 1));
+        assert!(bench.scheduler.has_told_everybody());
         let OverReason::NotFormed { message } = bench.over(100) else { panic!() };
         assert!(message.contains(parts[0]), "{message}");
     }
@@ -159,20 +161,84 @@ fn waiting_is_said_and_has_an_end() {
 }
 
 #[test]
-fn a_node_that_dies_early_or_leaves_early_ends_the_wait() {
-    let mut bench = Bench::new(2, 1);
-    bench.join(0, worker_register(0, 2, 1));
-    bench.join(100, server_register(0, 2, 1));
-    bench.pass(5_000, &[100]);
-    let OverReason::Died { who, host, how, .. } = bench.over(100) else { panic!() };
-    assert_eq!((who.as_str(), host.as_str()), ("rank 0", "w0"));
-    assert!(how.starts_with("no heartbeat for 4."), "{how}");
+fn a_node_that_is_gone_before_the_job_has_formed_frees_its_place() {
+    type Gone = fn(&mut Bench);
+    let ways: [(Gone, &str); 4] = [
+        (|bench| bench.close(0), "connection closed"),
+        (|bench| bench.say(0, NodeMessage::Leave { suspend: false }), "it left"),
+        (|bench| bench.say(0, NodeMessage::Failed { message: "no memory".into() }), "no memory"),
+        (|bench| bench.pass(5_000, &[100]), "no heartbeat for 4."),
+    ];
+    for (gone, how) in ways {
+        let mut bench = Bench::new(2, 1);
+        bench.join(0, worker_register(0, 2, 1));
+        bench.join(100, server_register(0, 2, 1));
+        bench.heard(100);
+        gone(&mut bench);
+        let line = bench.log.iter().find(|line| line.contains("is gone")).cloned().unwrap();
+        assert!(line.starts_with("rank 0 (host w0, pid 1000) is gone before the job"), "{line}");
+        assert!(
+            line.contains(how) && line.ends_with("waiting for all workers of 2 hosts"),
+            "{line}"
+        );
+        let told = bench.heard(100).into_iter();
+        let told = told.filter(|one| *one == SchedulerMessage::Waiting { text: line.clone() });
+        assert_eq!(told.count(), 1, "those that wait are told");
+        let told = bench.heard(0).iter().any(|one| matches!(one, SchedulerMessage::Over { .. }));
+        assert_eq!(told, how != "connection closed", "whoever still listens hears why");
+        assert_eq!(bench.done, None);
+        // Another takes its place: even the settings of the first worker are open again.
+        let size_two = |worker: u32, local_rank: u32| {
+            let mut register = worker_register(worker, 2, 1);
+            let Node::Worker { local_size, local_rank: place, .. } = &mut register.node else {
+                unreachable!("a worker")
+            };
+            (*local_size, *place) = (2, local_rank);
+            register
+        };
+        for (node, worker, local) in [(10, 0, 0), (11, 0, 1), (12, 1, 0), (13, 1, 1)] {
+            bench.join(node, size_two(worker, local));
+        }
+        for (index, node) in (0..).zip([10, 11, 12, 13]) {
+            let roster = bench.roster(node);
+            assert_eq!((roster.index, roster.size), (index, 4));
+        }
+    }
+}
 
-    let mut bench = Bench::new(2, 1);
-    bench.join(0, worker_register(0, 2, 1));
-    bench.join(1, server_register(0, 2, 1));
-    bench.say(0, NodeMessage::Leave { suspend: false });
-    assert!(bench.over(1).to_string().contains("rank 0 (host w0, pid 1000) left before"));
+#[test]
+fn a_server_that_is_gone_early_is_named_once_and_replaced() {
+    let mut bench = Bench::new(1, 2);
+    bench.join(100, server_register(0, 1, 2));
+    bench.join(101, server_register(1, 1, 2));
+    bench.close(100);
+    let said = "the server at 10.0.0.1:5000 (host s0, pid 2000) is gone before the job has formed: \
+                connection closed; waiting for server 1 of 2, all workers of 1 host";
+    assert_eq!(bench.log, [said]);
+    bench.join(102, server_register(0, 1, 2));
+    bench.join(0, worker_register(0, 1, 2));
+    assert_eq!(bench.roster(0).servers.len(), 2);
+    // The wait has its end all the same.
+    let mut bench = Bench::new(1, 1);
+    for node in 0..130 {
+        bench.join(node, worker_register(0, 1, 1));
+        bench.pass(1_000, &[node]);
+        bench.close(node);
+    }
+    assert_eq!(bench.done, Some(Exit::NotFormed));
+}
+
+#[test]
+fn after_a_suspend_whoever_resumes_first_and_stays_gives_the_numbers() {
+    let mut bench = Bench::formed(2, 1);
+    for node in [0, 1] {
+        bench.say(node, NodeMessage::Leave { suspend: true });
+    }
+    bench.join(10, worker_register(0, 3, 1));
+    bench.close(10);
+    bench.join(11, worker_register(0, 1, 1));
+    let roster = bench.roster(11);
+    assert_eq!((roster.size, roster.servers.len()), (1, 1));
 }
 
 #[test]
