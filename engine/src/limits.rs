@@ -54,8 +54,8 @@ pub const CONTROL_BYTES_MAX: usize = 64 << 20;
 pub const TIMELINE_EVENTS_MAX: usize = 1 << 16;
 /// Seconds that a connection has to authenticate itself.
 pub const HANDSHAKE_SECONDS: u64 = 5;
-/// Connections that may be unauthenticated at once on one listener.
-pub const HANDSHAKES_MAX: usize = 256;
+/// Connections of one process that may be unauthenticated at once.
+pub const HANDSHAKES_MAX: usize = 1024;
 
 const _: () = assert!(HEADER_BYTES == ALIGNMENT);
 const _: () = assert!(SCRATCH_BYTES.is_multiple_of(ALIGNMENT));

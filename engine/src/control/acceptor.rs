@@ -2,8 +2,12 @@
 //! hands on the sockets of those that did.
 //!
 //! A bad peer costs its own connection and at most one log line a second. Whatever peers do, the
-//! thread holds at most [`HANDSHAKES_MAX`] unproven connections on each listener, none for longer
-//! than [`HANDSHAKE_SECONDS`], and reads no more of each than a handshake has bytes.
+//! thread holds at most [`HANDSHAKES_MAX`] unproven connections, none for longer than
+//! [`HANDSHAKE_SECONDS`], and reads no more of each than a handshake has bytes.
+//!
+//! A crowd of strangers does not keep honest peers out: connections are accepted as they come, and
+//! where there are too many, one of whoever has most of them makes room. An honest peer needs one
+//! round trip, and tries again if it was unlucky.
 
 use super::dial::timespec;
 use super::job_key::nonce;
@@ -11,8 +15,9 @@ use crate::limits::{HANDSHAKE_SECONDS, HANDSHAKES_MAX};
 use crate::proto::handshake::{ANSWER_BYTES, Accepting, HandshakeError, Hello, JobKey, Step};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::io::Errno;
+use std::collections::HashMap;
 use std::io::{self, ErrorKind, Read, Write};
-use std::net::{TcpListener, TcpStream};
+use std::net::{IpAddr, Ipv6Addr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
@@ -23,8 +28,9 @@ use std::time::{Duration, Instant};
 const REST: Duration = Duration::from_millis(100);
 /// Connections that one listener accepts before the others get their turn.
 const ACCEPT_BATCH: usize = 32;
-/// When a listener is full, an unproven connection older than this makes room.
-const EVICT_AFTER: Duration = Duration::from_secs(1);
+/// Connections that the kernel keeps for a listener until they are accepted: as many as its default
+/// limit (`net.core.somaxconn`) allows. Beyond it, it drops what honest peers send, too.
+const BACKLOG: i32 = 4096;
 
 /// Where connections come from.
 #[derive(Debug)]
@@ -80,6 +86,8 @@ impl Acceptor {
                 Listener::Tcp(listener) => listener.set_nonblocking(true)?,
                 Listener::Unix(listener) => listener.set_nonblocking(true)?,
             }
+            // Called again, listen(2) only changes the backlog.
+            rustix::net::listen(listener_fd(listener), BACKLOG)?;
         }
         let stop = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
         let mut door = Door {
@@ -87,6 +95,7 @@ impl Acceptor {
             key,
             stop: stop.clone(),
             pending: Vec::new(),
+            origins: HashMap::new(),
             rest_until: None,
             admit,
             complaints: Complaints { log, quiet_until: None, unsaid: 0 },
@@ -119,11 +128,21 @@ impl Drop for Acceptor {
 
 /// A connection that has not proven itself yet.
 struct Pending {
-    listener: usize,
+    origin: Origin,
     socket: Socket,
     peer: String,
     accepting: Accepting,
     since: Instant,
+    /// It has sent a whole hello.
+    spoke: bool,
+}
+
+/// Who shares the room for unproven connections fairly: the listeners, and the peers' addresses.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+struct Origin {
+    listener: usize,
+    /// Of IPv6 the network alone: one machine has all addresses of a /64.
+    address: Option<IpAddr>,
 }
 
 /// What became of a pending connection.
@@ -138,6 +157,8 @@ struct Door<A, L> {
     key: JobKey,
     stop: Arc<OwnedFd>,
     pending: Vec<Pending>,
+    /// How many of them each origin has.
+    origins: HashMap<Origin, usize>,
     rest_until: Option<Instant>,
     admit: A,
     complaints: Complaints<L>,
@@ -167,7 +188,7 @@ impl<A: FnMut(usize, Hello, Socket), L: FnMut(&str)> Door<A, L> {
         }
         let open: Vec<usize> = match self.rest_until {
             Some(_) => Vec::new(),
-            None => (0..self.listeners.len()).filter(|index| !self.is_full(*index, now)).collect(),
+            None => (0..self.listeners.len()).collect(),
         };
         let mut fds = Vec::with_capacity(1 + open.len() + self.pending.len());
         fds.push(PollFd::new(&self.stop, PollFlags::IN));
@@ -193,109 +214,122 @@ impl<A: FnMut(usize, Hello, Socket), L: FnMut(&str)> Door<A, L> {
         (ready[0], accept.map(|(index, _)| index).collect(), pending.to_vec())
     }
 
-    /// Whether a listener has all the unproven connections that it may have, none of them old
-    /// enough to go.
-    fn is_full(&self, listener: usize, now: Instant) -> bool {
-        let mine = || self.pending.iter().filter(|pending| pending.listener == listener);
-        mine().count() >= HANDSHAKES_MAX
-            && !mine().any(|pending| now >= pending.since + EVICT_AFTER)
-    }
-
-    /// When the next connection has had its time, or is old enough to make room where it is needed.
+    /// When the next connection has had its time.
     fn next_deadline(&self) -> Option<Instant> {
-        let now = Instant::now();
-        let crowded = self.pending.len() >= HANDSHAKES_MAX;
-        let deadlines = self.pending.iter().map(|pending| {
-            let evictable = pending.since + EVICT_AFTER;
-            if crowded && evictable > now {
-                evictable
-            } else {
-                pending.since + Duration::from_secs(HANDSHAKE_SECONDS)
-            }
-        });
+        let limit = Duration::from_secs(HANDSHAKE_SECONDS);
+        let deadlines = self.pending.iter().map(|pending| pending.since + limit);
         deadlines.chain(self.rest_until).min()
     }
 
-    fn accept(&mut self, index: usize) {
+    fn accept(&mut self, listener: usize) {
         for _ in 0..ACCEPT_BATCH {
-            let now = Instant::now();
-            if self.is_full(index, now) {
-                return;
-            }
-            match accept_one(&self.listeners[index]) {
-                Ok((socket, peer)) => self.admit_pending(index, socket, peer, now),
+            match accept_one(&self.listeners[listener]) {
+                Ok((socket, peer)) => self.admit_pending(listener, socket, peer),
                 Err(error) => match error.kind() {
                     ErrorKind::WouldBlock => return,
                     ErrorKind::Interrupted | ErrorKind::ConnectionAborted => {}
                     _ => {
-                        // Most likely out of descriptors: the connection stays in the backlog, so
-                        // to try at once would spin.
-                        self.rest_until = Some(now + REST);
                         self.complaints.say(&format!(
                             "cannot accept connections: {error}: raise the limit of open files \
                              (ulimit -n)"
                         ));
-                        return;
+                        // Most likely out of descriptors: strangers must not hold the last ones.
+                        // Without any, the connection stays in the backlog, so to try at once
+                        // would spin.
+                        if !self.evict() {
+                            self.rest_until = Some(Instant::now() + REST);
+                            return;
+                        }
                     }
                 },
             }
         }
     }
 
-    fn admit_pending(&mut self, listener: usize, socket: Socket, peer: String, now: Instant) {
-        let mine = self.pending.iter().filter(|pending| pending.listener == listener).count();
-        if mine >= HANDSHAKES_MAX
-            && let Some(oldest) = self
-                .pending
-                .iter()
-                .enumerate()
-                .filter(|(_, pending)| pending.listener == listener)
-                .min_by_key(|(_, pending)| pending.since)
-                .map(|(at, _)| at)
-        {
-            let gone = self.pending.swap_remove(oldest);
-            self.complaints.send_away(&gone.peer, &HandshakeError::TooSlow);
+    fn admit_pending(&mut self, listener: usize, socket: Socket, peer: Peer) {
+        if self.pending.len() >= HANDSHAKES_MAX {
+            self.evict();
         }
-        match nonce() {
-            Ok(nonce) => {
-                let accepting = Accepting::new(&self.key, nonce);
-                self.pending.push(Pending { listener, socket, peer, accepting, since: now });
+        let accepting = match nonce() {
+            Ok(nonce) => Accepting::new(&self.key, nonce),
+            Err(error) => {
+                return self.complaints.say(&format!("no random bytes for a handshake: {error}"));
             }
-            Err(error) => self.complaints.say(&format!("no random bytes for a handshake: {error}")),
+        };
+        let origin = Origin { listener, address: peer.address };
+        *self.origins.entry(origin).or_default() += 1;
+        let (peer, since) = (peer.name, Instant::now());
+        self.pending.push(Pending { origin, socket, peer, accepting, since, spoke: false });
+        // An honest peer's hello is there already.
+        self.step(self.pending.len() - 1);
+    }
+
+    /// Closes an unproven connection to make room: one of whoever has most of them, and of those
+    /// one that has said nothing, if there is such a one. Says whether there was any.
+    fn evict(&mut self) -> bool {
+        let most = self.origins.iter().max_by_key(|(_, count)| **count);
+        let Some(origin) = most.map(|(origin, _)| *origin) else { return false };
+        // By chance, so that no peer can arrange to be spared. Without random bytes nobody is
+        // admitted anyway.
+        let first = getrandom::u32().unwrap_or(0) as usize % self.pending.len();
+        let order = (first..self.pending.len()).chain(0..first);
+        let mut theirs = order.filter(|at| self.pending[*at].origin == origin);
+        let any = theirs.next();
+        let silent = any.into_iter().chain(theirs).find(|at| !self.pending[*at].spoke);
+        let Some(at) = silent.or(any) else { return false };
+        let gone = self.remove(at);
+        self.complaints.say(&format!(
+            "closed a connection from {} that had proven nothing, to make room for others",
+            gone.peer
+        ));
+        true
+    }
+
+    fn remove(&mut self, at: usize) -> Pending {
+        let gone = self.pending.swap_remove(at);
+        if let Some(count) = self.origins.get_mut(&gone.origin) {
+            *count -= 1;
+            if *count == 0 {
+                self.origins.remove(&gone.origin);
+            }
         }
+        gone
     }
 
     /// Takes what pending connections have sent; `ready` tells which have.
     fn advance(&mut self, ready: &[bool]) {
         // From the end, so that removal does not move what is still to come.
         for at in (0..self.pending.len().min(ready.len())).rev().filter(|at| ready[*at]) {
-            match self.pending[at].progress() {
-                Progress::Waits => {}
-                Progress::Gone(error) => {
-                    let gone = self.pending.swap_remove(at);
-                    self.complaints.send_away(&gone.peer, &error);
-                }
-                Progress::Proven(hello) => {
-                    let proven = self.pending.swap_remove(at);
-                    match set_nonblocking(&proven.socket, false) {
-                        Ok(()) => (self.admit)(proven.listener, hello, proven.socket),
-                        Err(error) => self.complaints.say(&format!("{}: {error}", proven.peer)),
-                    }
+            self.step(at);
+        }
+    }
+
+    /// Takes what one pending connection has sent.
+    fn step(&mut self, at: usize) {
+        match self.pending[at].progress() {
+            Progress::Waits => {}
+            Progress::Gone(error) => {
+                let gone = self.remove(at);
+                self.complaints.send_away(&gone.peer, &error);
+            }
+            Progress::Proven(hello) => {
+                let proven = self.remove(at);
+                match set_nonblocking(&proven.socket, false) {
+                    Ok(()) => (self.admit)(proven.origin.listener, hello, proven.socket),
+                    Err(error) => self.complaints.say(&format!("{}: {error}", proven.peer)),
                 }
             }
         }
     }
 
     fn expire(&mut self) {
-        let now = Instant::now();
-        let complaints = &mut self.complaints;
-        self.pending.retain(|pending| {
-            let keep = now < pending.since + Duration::from_secs(HANDSHAKE_SECONDS);
-            if !keep {
-                complaints.send_away(&pending.peer, &HandshakeError::TooSlow);
+        let (now, limit) = (Instant::now(), Duration::from_secs(HANDSHAKE_SECONDS));
+        for at in (0..self.pending.len()).rev() {
+            if now >= self.pending[at].since + limit {
+                let gone = self.remove(at);
+                self.complaints.send_away(&gone.peer, &HandshakeError::TooSlow);
             }
-            keep
-        });
+        }
     }
 }
 
@@ -324,6 +358,7 @@ impl Pending {
                     if !matches!(write(&mut self.socket, &answer), Ok(ANSWER_BYTES)) {
                         return Progress::Gone(HandshakeError::Closed);
                     }
+                    self.spoke = true;
                 }
                 Ok(Step::Reject(answer, error)) => {
                     let _ = write(&mut self.socket, &answer);
@@ -362,19 +397,34 @@ impl<L: FnMut(&str)> Complaints<L> {
     }
 }
 
-fn accept_one(listener: &Listener) -> io::Result<(Socket, String)> {
+/// Where a connection comes from, for messages and for fairness.
+struct Peer {
+    name: String,
+    address: Option<IpAddr>,
+}
+
+fn accept_one(listener: &Listener) -> io::Result<(Socket, Peer)> {
     match listener {
         Listener::Tcp(listener) => {
             let (stream, peer) = listener.accept()?;
             stream.set_nonblocking(true)?;
             stream.set_nodelay(true)?;
-            Ok((Socket::Tcp(stream), peer.to_string()))
+            let address = Some(network_of(peer.ip()));
+            Ok((Socket::Tcp(stream), Peer { name: peer.to_string(), address }))
         }
         Listener::Unix(listener) => {
             let (stream, _) = listener.accept()?;
             stream.set_nonblocking(true)?;
-            Ok((Socket::Unix(stream), "this host".to_owned()))
+            Ok((Socket::Unix(stream), Peer { name: "this host".to_owned(), address: None }))
         }
+    }
+}
+
+/// An IPv4 address as it is, the first 64 bits of another.
+fn network_of(address: IpAddr) -> IpAddr {
+    match address.to_canonical() {
+        IpAddr::V6(v6) => IpAddr::V6(Ipv6Addr::from_bits(v6.to_bits() >> 64 << 64)),
+        v4 @ IpAddr::V4(_) => v4,
     }
 }
 

@@ -3,12 +3,14 @@
 use super::*;
 use crate::base::{Epoch, Rank};
 use crate::limits::HANDSHAKES_MAX;
-use crate::proto::handshake::PROOF_BYTES;
+use crate::proto::handshake::{Dialing, PROOF_BYTES};
 use crate::proto::messages::{NodeMessage, SchedulerMessage};
-use std::io::{Read, Write};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
+use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::UnixListener;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
@@ -84,6 +86,7 @@ fn a_wrong_key_is_named_at_both_ends() {
 
 #[test]
 fn bad_peers_cost_their_own_connections_and_few_lines() {
+    crate::host::raise_descriptor_limit(8192);
     let setup = setup("bad");
     // Half-open ones, more than may be pending at once.
     let mut idle = Vec::new();
@@ -107,6 +110,68 @@ fn bad_peers_cost_their_own_connections_and_few_lines() {
     setup.acceptor.stop();
     assert!(setup.logged.iter().count() <= seconds);
     assert!(TcpStream::connect(setup.address).is_err(), "the listener must be closed after a stop");
+}
+
+/// 1,000 sockets that connect, perhaps send a hello, and connect again when they are sent away or
+/// are not let in at once.
+fn strangers(address: SocketAddr, stop: &AtomicBool) {
+    const PATIENCE: Duration = Duration::from_millis(5);
+    let hello = *Dialing::new(&JobKey::open(), Hello::control(), &[3; 16]).hello();
+    let connect = || {
+        let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+        let socket = socket_with(AddressFamily::INET, SocketType::STREAM, flags, None);
+        let socket = TcpStream::from(socket.unwrap());
+        // In progress, as a rule.
+        let _ = rustix::net::connect(&socket, &address);
+        (socket, Instant::now())
+    };
+    let mut sockets: Vec<(TcpStream, Instant)> = (0..1000).map(|_| connect()).collect();
+    while !stop.load(Ordering::Relaxed) {
+        for (at, one) in sockets.iter_mut().enumerate() {
+            let is_in = match one.0.read(&mut [0; 64]) {
+                Ok(0) => false,
+                Ok(_) => true,
+                Err(error) => error.kind() == ErrorKind::WouldBlock,
+            };
+            if !is_in || one.1.elapsed() > PATIENCE && one.0.peer_addr().is_err() {
+                *one = connect();
+                if at % 2 == 0 {
+                    let _ = one.0.write_all(&hello);
+                }
+            }
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn a_crowd_that_reconnects_does_not_keep_honest_peers_out() {
+    crate::host::raise_descriptor_limit(8192);
+    let setup = setup("crowd");
+    let (address, stop) = (setup.address, AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| strangers(address, &stop));
+        }
+        // Until the crowd has settled in.
+        std::thread::sleep(Duration::from_millis(1500));
+        let start = Instant::now();
+        let honest: Vec<_> = (0..20)
+            .map(|rank| {
+                let hello = Hello::lane(Rank(rank), Epoch(1));
+                scope.spawn(move || dial(address, &key(), hello, SOON))
+            })
+            .collect();
+        let results: Vec<_> = honest.into_iter().map(|one| one.join().unwrap()).collect();
+        stop.store(true, Ordering::Relaxed);
+        for result in &results {
+            assert!(result.is_ok(), "after {:?}: {result:?}", start.elapsed());
+        }
+    });
+    let mut ranks: Vec<u32> =
+        (0..20).map(|_| setup.admitted.recv_timeout(SOON).unwrap().1.rank.0).collect();
+    ranks.sort_unstable();
+    assert!(ranks.into_iter().eq(0..20));
 }
 
 #[test]
