@@ -4,7 +4,7 @@
 use crate::run::{ServerError, ShardHandle, resource};
 use crate::shard::Command;
 use bps_engine::config::{Config, TransportChoice};
-use bps_engine::control::{Acceptor, JobKey, Listener, Socket};
+use bps_engine::control::{Acceptor, JobKey, Listener, Setups, Socket};
 use bps_engine::proto::handshake::{Hello, Purpose};
 use bps_engine::trace::log;
 use bps_engine::transport;
@@ -75,40 +75,59 @@ pub(crate) fn listen_unix(config: &Config) -> Result<(Vec<Listener>, Option<Stri
 }
 
 /// Accepts for all cores: listener `i` is core `i mod cores`, first over TCP, then over Unix
-/// sockets.
+/// sockets. Lanes that have more to agree on than the handshake are set up on threads of their own.
 pub(crate) fn start_acceptor(
     listeners: Vec<Listener>,
     key: JobKey,
     shards: Vec<ShardHandle>,
 ) -> Result<Acceptor, ServerError> {
+    let setups = Setups::default();
     let admit = move |index: usize, hello: Hello, socket: Socket| {
         let shard = &shards[index % shards.len()];
-        let link = match (hello.purpose, socket) {
-            (Purpose::Lane, socket @ Socket::Tcp(_)) => transport::Link::Tcp(socket.into()),
-            (Purpose::ShmLane, Socket::Unix(stream)) => match shard.accept(&stream) {
-                Ok(link) => link,
-                Err(error) => {
-                    return log::warning!(
-                        "shared memory of {} could not be set up: {error}",
-                        hello.rank
-                    );
-                }
-            },
-            (Purpose::RdmaLane, Socket::Tcp(stream)) => match shard.accept_rdma(stream) {
-                Ok(link) => link,
-                Err(error) => {
-                    return log::warning!("RDMA of {} could not be set up: {error}", hello.rank);
-                }
-            },
-            (purpose, _) => {
-                return log::warning!(
-                    "a {purpose:?} connection of {} does not belong here",
-                    hello.rank
-                );
+        match (hello.purpose, socket) {
+            (Purpose::Lane, socket @ Socket::Tcp(_)) => {
+                attach(shard, hello, transport::Link::Tcp(socket.into()));
             }
-        };
-        shard.send(Command::Attach { link, rank: hello.rank, epoch: hello.epoch });
+            (Purpose::ShmLane, Socket::Unix(stream)) => {
+                let make = move |shard: &ShardHandle| {
+                    let link = shard.accept(&stream);
+                    link.map_err(|error| format!("shared memory could not be set up: {error}"))
+                };
+                set_up(&setups, shard, hello, make);
+            }
+            (Purpose::RdmaLane, Socket::Tcp(stream)) => {
+                let make = move |shard: &ShardHandle| {
+                    let link = shard.accept_rdma(stream);
+                    link.map_err(|error| format!("RDMA could not be set up: {error}"))
+                };
+                set_up(&setups, shard, hello, make);
+            }
+            (purpose, _) => {
+                log::warning!("a {purpose:?} connection of {} does not belong here", hello.rank);
+            }
+        }
     };
     Acceptor::start(listeners, key, admit, |line| log::warning!("{line}"))
         .map_err(|error| resource("the accepting thread", &error))
+}
+
+/// Makes a lane on a thread of its own, and attaches it.
+fn set_up(
+    setups: &Setups,
+    shard: &ShardHandle,
+    hello: Hello,
+    make: impl FnOnce(&ShardHandle) -> Result<transport::Link, String> + Send + 'static,
+) {
+    let shard = shard.clone();
+    let task = move || match make(&shard) {
+        Ok(link) => attach(&shard, hello, link),
+        Err(error) => log::warning!("the lane of {}: {error}", hello.rank),
+    };
+    if !setups.run(task) {
+        log::warning!("the lane of {} was turned away: too many are set up at once", hello.rank);
+    }
+}
+
+fn attach(shard: &ShardHandle, hello: Hello, link: transport::Link) {
+    shard.send(Command::Attach { link, rank: hello.rank, epoch: hello.epoch });
 }

@@ -3,7 +3,7 @@
 
 use crate::error::Error;
 use bps_engine::base::Rank;
-use bps_engine::control::{Acceptor, JobKey, Listener, Socket, dial_unix};
+use bps_engine::control::{Acceptor, JobKey, Listener, Setups, Socket, dial_unix};
 use bps_engine::proto::handshake::{Hello, Purpose};
 use bps_engine::proto::messages::{Neighbour, Roster};
 use bps_engine::trace::log;
@@ -44,16 +44,22 @@ impl Door {
             .map_err(fail)?;
         let (sender, arrivals) = channel();
         let waker = waker.clone();
+        let setups = Setups::default();
         let admit = move |_, hello: Hello, socket: Socket| {
             let (Purpose::ShmLane, Socket::Unix(stream)) = (hello.purpose, socket) else {
                 return log::warning!("{} knocked for something else than a lane", hello.rank);
             };
-            match shm::accept(&stream, &waker, None) {
+            let (sender, waker) = (sender.clone(), waker.clone());
+            let task = move || match shm::accept(&stream, &waker, None) {
                 // Whoever joins has gone if nobody takes it.
                 Ok(link) => drop(sender.send((hello, Link::Shm(link)))),
                 Err(error) => {
                     log::warning!("shared memory of {} could not be set up: {error}", hello.rank);
                 }
+            };
+            // A rank that is slow to do its part must not hold up the others.
+            if !setups.run(task) {
+                log::warning!("too many lanes are set up at once: {} was refused", hello.rank);
             }
         };
         let listeners = vec![Listener::Unix(listener)];

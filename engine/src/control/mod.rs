@@ -14,6 +14,7 @@ mod fault;
 mod frame;
 mod job_key;
 mod link;
+mod setups;
 #[cfg(test)]
 mod tests;
 mod time;
@@ -25,4 +26,5 @@ pub use fault::lane_fault;
 pub use frame::{FrameError, Inbox, encode};
 pub use job_key::JobKeyError;
 pub use link::{Link, LinkError, LinkReceiver, LinkSender};
+pub use setups::Setups;
 pub use time::{ask_time, take_time};
