@@ -4,14 +4,13 @@
 use crate::run::{ServerError, ShardHandle, resource};
 use crate::shard::Command;
 use bps_engine::config::{Config, TransportChoice};
-use bps_engine::control::{Acceptor, JobKey, Listener, Setups, Socket};
+use bps_engine::control::{Acceptor, JobKey, Listener, Setups, Socket, abstract_name};
 use bps_engine::proto::handshake::{Hello, Purpose};
 use bps_engine::trace::log;
 use bps_engine::transport;
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr as UnixAddress, UnixListener};
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// The listeners of all cores in order, and their addresses.
 pub(crate) fn listen_tcp(
@@ -52,12 +51,12 @@ pub(crate) fn listen_tcp(
 }
 
 /// One abstract socket for each core, `NAME.CORE`: it leaves nothing behind in any file system.
+/// Workers learn the name from the roster.
 pub(crate) fn listen_unix(config: &Config) -> Result<(Vec<Listener>, Option<String>), ServerError> {
     if matches!(config.transport, TransportChoice::Tcp | TransportChoice::Rdma) {
         return Ok((Vec::new(), None));
     }
-    static NEXT: AtomicUsize = AtomicUsize::new(0);
-    let name = format!("bps-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+    let name = abstract_name("bps").map_err(|error| resource("a random name", &error))?;
     let mut listeners = Vec::new();
     for core in 0..config.server_cores {
         let name = format!("{name}.{core}");
@@ -66,8 +65,7 @@ pub(crate) fn listen_unix(config: &Config) -> Result<(Vec<Listener>, Option<Stri
         let listener = bound.map_err(|error| ServerError::Listen {
             address: format!("unix socket @{name}"),
             error,
-            remedy: "another process has this name: start the server again, or set \
-                     BPS_TRANSPORT=tcp",
+            remedy: "set BPS_TRANSPORT=tcp to do without shared memory",
         })?;
         listeners.push(Listener::Unix(listener));
     }

@@ -3,7 +3,7 @@
 
 use crate::error::Error;
 use bps_engine::base::Rank;
-use bps_engine::control::{Acceptor, JobKey, Listener, Setups, Socket, dial_unix};
+use bps_engine::control::{Acceptor, JobKey, Listener, Setups, Socket, abstract_name, dial_unix};
 use bps_engine::proto::handshake::{Hello, Purpose};
 use bps_engine::proto::messages::{Neighbour, Roster};
 use bps_engine::trace::log;
@@ -12,7 +12,6 @@ use bps_engine::transport::{Link, Waker};
 use std::collections::BTreeMap;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener};
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
@@ -28,17 +27,15 @@ pub(crate) struct Door {
 }
 
 impl Door {
-    /// Listens under a name of this process's own, which leaves nothing behind in any file system.
+    /// Listens under a random name, which leaves nothing behind in any file system.
     pub(crate) fn open(key: &JobKey, waker: &Waker) -> Result<Door, Error> {
-        static NEXT: AtomicUsize = AtomicUsize::new(0);
-        let next = NEXT.fetch_add(1, Ordering::Relaxed);
-        let name = format!("bps-rank-{}-{next}", std::process::id());
         let fail = |error: std::io::Error| {
             Error::Start(format!(
-                "can't listen for the other ranks of this host on unix socket @{name}: {error}; \
+                "can't listen for the other ranks of this host on a unix socket: {error}; \
                  BPS_LOCAL_REDUCE=0 on every worker does without"
             ))
         };
+        let name = abstract_name("bps-rank").map_err(fail)?;
         let listener = SocketAddr::from_abstract_name(&name)
             .and_then(|address| UnixListener::bind_addr(&address))
             .map_err(fail)?;

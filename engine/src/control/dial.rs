@@ -94,6 +94,16 @@ pub fn dial_unix(
     })
 }
 
+/// A name for an abstract Unix socket that nobody has or can guess. Process ids repeat where
+/// containers share the host's network, and what can be guessed can be taken first.
+///
+/// # Errors
+/// The kernel gives no random bytes.
+pub fn abstract_name(prefix: &str) -> io::Result<String> {
+    let hex: String = nonce()?.iter().map(|byte| format!("{byte:02x}")).collect();
+    Ok(format!("{prefix}-{hex}"))
+}
+
 /// One attempt at what [`dial`] does.
 pub(super) fn dial_once(
     address: SocketAddr,
