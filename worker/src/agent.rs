@@ -323,7 +323,7 @@ impl Agent {
 }
 
 /// What a worker's caller is told when the job is over.
-fn over_error(reason: &OverReason) -> Error {
+pub(crate) fn over_error(reason: &OverReason) -> Error {
     let text = reason.to_string();
     match reason {
         OverReason::Finished => Error::Closed(text),

@@ -9,6 +9,7 @@
 pub mod agent;
 mod context;
 mod control;
+mod dialing;
 mod error;
 pub mod gpu;
 mod job;

@@ -1,7 +1,8 @@
 //! Joining a job: the scheduler's roster, then a lane to every server core and to every rank of the
 //! group.
 
-use crate::agent::Lanes;
+use crate::agent::{Lanes, over_error};
+use crate::dialing::Dialing;
 use crate::error::Error;
 use crate::neighbours::Door;
 use crate::nic::{Command, Nic, NicConfig, NicStatistics, Peer, Report};
@@ -9,17 +10,16 @@ use crate::places;
 use crate::switches::Switches;
 use bps_engine::base::{CoreId, Rank};
 use bps_engine::config::{Config, TransportChoice};
-use bps_engine::control::{JobKey, Link, LinkReceiver, LinkSender, dial, dial_unix};
+use bps_engine::control::{JobKey, Link, LinkReceiver, LinkSender};
 use bps_engine::lane::Endpoint;
 use bps_engine::mem::Budget;
-use bps_engine::proto::handshake::Hello;
 use bps_engine::proto::messages::{
-    Node, NodeMessage, Planning, Register, Roster, SchedulerMessage, ServerPeer,
+    Node, NodeMessage, Planning, Register, Roster, SchedulerMessage,
 };
 use bps_engine::ring::Mpsc;
 use bps_engine::trace::log;
-use bps_engine::transport::rdma::{self, Ports, Rails, Rdma, RdmaOptions};
-use bps_engine::transport::shm::{self, Shm, ShmOptions};
+use bps_engine::transport::rdma::{self, Ports, Rdma};
+use bps_engine::transport::shm::{Shm, ShmOptions};
 use bps_engine::transport::tcp::Tcp;
 use bps_engine::transport::{self, LaneId, Transport, Waker};
 use bps_engine::{harness, host};
@@ -28,8 +28,10 @@ use std::time::{Duration, Instant};
 
 /// Fewest partitions in flight if `BYTEPS_SCHEDULING_CREDIT` does not say.
 const CREDIT_PARTS_MIN: usize = 4;
-/// How long a server core that is in the roster may take to answer.
-const DIAL: Duration = Duration::from_secs(10);
+/// Between two looks at the lanes that are being dialed.
+const LOOK: Duration = Duration::from_millis(2);
+/// How long the scheduler has to say why a peer can't be reached.
+const VERDICT: Duration = Duration::from_secs(2);
 
 /// Descriptors that a worker process may open beside its lanes' own, and those of a lane.
 const DESCRIPTORS: u64 = 1024;
@@ -127,45 +129,103 @@ pub(crate) fn join(config: &Config) -> Result<Joined, Error> {
     let waker = waker.map_err(|error| Error::Start(format!("no eventfd: {error}")))?;
     // The others of this host may have the roster, and dial, before this rank has it.
     let door = if config.local_reduce { Some(Door::open(&key, &waker)?) } else { None };
-    let (sender, mut receiver) = link.split();
+    let (sender, receiver) = link.split();
     let local = door.as_ref().map(|door| door.name().to_owned());
     sender.send(&NodeMessage::Register(register(config, local))).map_err(|error| fail(&error))?;
-    let roster = loop {
-        let left = (config.start_timeout + Duration::from_secs(2)).saturating_sub(start.elapsed());
-        if left.is_zero() {
-            return Err(Error::Start(format!(
-                "the job did not form within {} s (BPS_START_TIMEOUT): the scheduler at {}:{} says \
-                 nothing",
-                config.start_timeout.as_secs(),
-                config.root_uri,
-                config.root_port
-            )));
-        }
-        let wait = left.min(config.heartbeat_interval);
-        match receiver.receive(wait).map_err(|error| fail(&error))? {
-            Some(SchedulerMessage::Waiting { text }) => log::info!("{text}"),
-            Some(SchedulerMessage::Roster(roster)) => break roster,
-            Some(SchedulerMessage::Over { reason }) => {
-                return Err(Error::Start(reason.to_string()));
-            }
-            Some(_) => {}
-            None => {
-                sender.send(&NodeMessage::Heartbeat { rounds: 0 }).map_err(|error| fail(&error))?
-            }
-        }
-    };
+    let mut attendant =
+        Attendant { interval: config.heartbeat_interval, beat: Instant::now(), sender, receiver };
+    let roster = attendant.wait_for_roster(config, start)?;
     let cores: usize = roster.servers.iter().map(|server| server.cores.len()).sum();
     let lanes = cores + roster.neighbours.len();
     host::raise_descriptor_limit(DESCRIPTORS + DESCRIPTORS_OF_LANE * lanes as u64);
-    let mut links = Vec::new();
-    if roster.through_servers {
-        links = connect(config, &key, &roster, &waker, rails.as_ref())?;
-    }
-    if let Some(door) = door {
-        let group = door.connect(&key, &roster, &waker)?;
-        links.extend(group.into_iter().map(|(rank, link)| (End::Rank(rank), link)));
-    }
+    let dialing = Dialing::start(config, &key, &roster, &waker, rails, door)?;
+    let links = attendant.wait_for_lanes(dialing)?;
+    let Attendant { sender, receiver, .. } = attendant;
     Ok(Joined { roster, sender, receiver, links, waker })
+}
+
+/// Looks after the connection to the scheduler until the control thread does.
+struct Attendant {
+    interval: Duration,
+    /// When the last heartbeat was sent.
+    beat: Instant,
+    sender: LinkSender,
+    receiver: LinkReceiver,
+}
+
+impl Attendant {
+    /// The next message of the scheduler, if one comes within `wait`. Heartbeats go out as they are
+    /// due.
+    fn attend(&mut self, wait: Duration) -> Result<Option<SchedulerMessage>, Error> {
+        let fail = |error: &dyn std::fmt::Display| {
+            Error::Start(format!("the scheduler was lost while the job formed: {error}"))
+        };
+        if self.beat.elapsed() >= self.interval {
+            self.beat = Instant::now();
+            self.sender
+                .send(&NodeMessage::Heartbeat { rounds: 0 })
+                .map_err(|error| fail(&error))?;
+        }
+        let due = self.interval.saturating_sub(self.beat.elapsed());
+        self.receiver.receive(wait.min(due)).map_err(|error| fail(&error))
+    }
+
+    fn wait_for_roster(&mut self, config: &Config, start: Instant) -> Result<Roster, Error> {
+        loop {
+            let left =
+                (config.start_timeout + Duration::from_secs(2)).saturating_sub(start.elapsed());
+            if left.is_zero() {
+                return Err(Error::Start(format!(
+                    "the job did not form within {} s (BPS_START_TIMEOUT): the scheduler at {}:{} \
+                     says nothing",
+                    config.start_timeout.as_secs(),
+                    config.root_uri,
+                    config.root_port
+                )));
+            }
+            match self.attend(left)? {
+                Some(SchedulerMessage::Waiting { text }) => log::info!("{text}"),
+                Some(SchedulerMessage::Roster(roster)) => return Ok(roster),
+                Some(SchedulerMessage::Over { reason }) => {
+                    return Err(Error::Start(reason.to_string()));
+                }
+                Some(_) | None => {}
+            }
+        }
+    }
+
+    /// Waits for the lanes. What the scheduler says meanwhile is kept for the control thread, but
+    /// for the end of the job.
+    fn wait_for_lanes(
+        &mut self,
+        mut dialing: Dialing,
+    ) -> Result<Vec<(End, transport::Link)>, Error> {
+        let mut early = Vec::new();
+        let mut failed: Option<(Instant, Error)> = None;
+        loop {
+            if failed.is_none() {
+                match dialing.poll() {
+                    Ok(None) => {}
+                    Ok(Some(links)) => {
+                        self.receiver.put_back(early);
+                        return Ok(links);
+                    }
+                    Err(error) => failed = Some((Instant::now(), error)),
+                }
+            }
+            match self.attend(LOOK)? {
+                Some(SchedulerMessage::Over { reason }) => return Err(over_error(&reason)),
+                Some(message) => early.push(message),
+                None => {}
+            }
+            // A peer that can't be reached may have died: the scheduler knows better.
+            if let Some((_, error)) = failed.take_if(|(since, _)| since.elapsed() >= VERDICT) {
+                let message = error.to_string();
+                let _ = self.sender.send(&NodeMessage::Failed { message });
+                return Err(error);
+            }
+        }
+    }
 }
 
 fn register(config: &Config, local: Option<String>) -> Register {
@@ -196,91 +256,8 @@ fn register(config: &Config, local: Option<String>) -> Register {
     }
 }
 
-fn host_id(config: &Config) -> String {
+pub(crate) fn host_id(config: &Config) -> String {
     config.host_id.clone().unwrap_or_else(host::id)
-}
-
-fn connect(
-    config: &Config,
-    key: &JobKey,
-    roster: &Roster,
-    waker: &Waker,
-    rails: Option<&Arc<Rails>>,
-) -> Result<Vec<(End, transport::Link)>, Error> {
-    let here = host_id(config);
-    let rank = Rank(roster.index);
-    let mut links = Vec::new();
-    for (index, server) in (0u32..).zip(&roster.servers) {
-        for (core, address) in (0u32..).zip(&server.cores) {
-            let id = CoreId { server: index, core };
-            let shared = server.shm.as_ref().filter(|_| server.host_id == here);
-            let rails = rails.filter(|_| server.rdma);
-            let rdma = |rails| {
-                let stream = dial(*address, key, Hello::rdma_lane(rank, roster.epoch), DIAL);
-                let stream = stream.map_err(|error| error.to_string())?;
-                // The ranks of a host begin with different ports.
-                let port = links.len() + config.local_rank as usize;
-                rdma::connect(stream, rails, port, RdmaOptions::default())
-                    .map(|link| transport::Link::Rdma(Box::new(link)))
-                    .map_err(|error| error.to_string())
-            };
-            let tcp = || {
-                dial(*address, key, Hello::lane(rank, roster.epoch), DIAL)
-                    .map(|stream| transport::Link::Tcp(stream.into()))
-                    .map_err(|error| error.to_string())
-            };
-            let link = match (config.transport, shared, rails) {
-                (TransportChoice::Auto | TransportChoice::Shm, Some(name), _) => {
-                    connect_shm(key, roster, waker, &format!("{name}.{core}"))
-                }
-                (TransportChoice::Shm, None, _) => return Err(not_here(id, server)),
-                (TransportChoice::Rdma, _, None) => return Err(no_rdma(id, server)),
-                (TransportChoice::Rdma, _, Some(rails)) => rdma(rails),
-                (TransportChoice::Auto, None, Some(rails)) => rdma(rails).or_else(|error| {
-                    log::warning!("the lane to {id} goes over TCP: {error}");
-                    tcp()
-                }),
-                (TransportChoice::Auto | TransportChoice::Tcp, _, _) => tcp(),
-            };
-            let link = link.map_err(|error| {
-                Error::Start(format!(
-                    "{id} (host {}, pid {}) is in the job but can't be reached: {error}",
-                    server.host, server.pid
-                ))
-            })?;
-            links.push((End::Core(id), link));
-        }
-    }
-    Ok(links)
-}
-
-fn no_rdma(id: CoreId, server: &ServerPeer) -> Error {
-    Error::Config(format!(
-        "RDMA is demanded (BPS_TRANSPORT=rdma or DMLC_ENABLE_RDMA=1), but {id} on host {} has \
-         none: its own log says why; set it there as well, or use auto here",
-        server.host
-    ))
-}
-
-fn connect_shm(
-    key: &JobKey,
-    roster: &Roster,
-    waker: &Waker,
-    name: &str,
-) -> Result<transport::Link, String> {
-    let hello = Hello::shm_lane(Rank(roster.index), roster.epoch);
-    let stream = dial_unix(name, key, hello, DIAL).map_err(|error| error.to_string())?;
-    shm::offer(&stream, waker, ShmOptions::default())
-        .map(transport::Link::Shm)
-        .map_err(|error| format!("shared memory could not be set up: {error}"))
-}
-
-fn not_here(id: CoreId, server: &ServerPeer) -> Error {
-    Error::Config(format!(
-        "BPS_TRANSPORT=shm, but {id} is on host {}, not on this one, or offers no shared memory; \
-         use auto or tcp",
-        server.host
-    ))
 }
 
 /// Makes the NIC loop on the thread that will run it, and the line that is printed about it.

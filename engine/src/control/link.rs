@@ -8,6 +8,7 @@ use super::dial::{Attempt, dial_once, readable, retry};
 use super::frame::{FrameError, Inbox, encode};
 use super::{DialError, Hello, JobKey};
 use crate::proto::messages::{NodeMessage, SchedulerMessage};
+use std::collections::VecDeque;
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -57,6 +58,8 @@ pub struct LinkSender {
 #[derive(Debug)]
 pub struct LinkReceiver {
     stream: TcpStream,
+    /// Messages that were received before, and not for whoever took them.
+    unread: VecDeque<SchedulerMessage>,
     inbox: Inbox,
 }
 
@@ -110,7 +113,10 @@ impl Link {
         stream.set_write_timeout(Some(WRITE_TIMEOUT))?;
         let closer = Arc::new(stream.try_clone()?);
         let sender = LinkSender { stream: Arc::new(Mutex::new(stream.try_clone()?)), closer };
-        Ok(Link { sender, receiver: LinkReceiver { stream, inbox: Inbox::new() } })
+        Ok(Link {
+            sender,
+            receiver: LinkReceiver { stream, unread: VecDeque::new(), inbox: Inbox::new() },
+        })
     }
 
     /// Lets the connection count as lost once the scheduler's machine has acknowledged nothing for
@@ -183,11 +189,21 @@ impl LinkSender {
 }
 
 impl LinkReceiver {
+    /// Lets [`receive`](Self::receive) return these messages, in order, before any other.
+    pub fn put_back(&mut self, messages: Vec<SchedulerMessage>) {
+        for message in messages.into_iter().rev() {
+            self.unread.push_front(message);
+        }
+    }
+
     /// The next message, or `None` if none came in time.
     ///
     /// # Errors
     /// The connection is lost. Messages that came before were returned before.
     pub fn receive(&mut self, timeout: Duration) -> Result<Option<SchedulerMessage>, LinkError> {
+        if let Some(message) = self.unread.pop_front() {
+            return Ok(Some(message));
+        }
         // A timeout beyond a day is no different from a day.
         let until = Instant::now() + timeout.min(Duration::from_secs(86_400));
         loop {
