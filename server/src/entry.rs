@@ -167,6 +167,49 @@ pub fn accumulator_bytes(spec: &KeySpec) -> usize {
     spec.bytes as usize / spec.dtype.size() * spec.dtype.accumulator().size()
 }
 
+/// Elements of f16 that are widened and scaled at once: 4 KiB of f32, on the stack.
+const SCALED: usize = 1024;
+
+/// Adds `scale` times each of `count` f16 to `sums`, or starts the sums with them.
+///
+/// # Safety
+/// `data` is valid for `count` f16, `sums` for as many f32 that nobody else touches, and they are
+/// apart.
+unsafe fn add_scaled(
+    kernels: &Kernels,
+    sums: *mut u8,
+    data: *const u8,
+    count: usize,
+    scale: u32,
+    first: bool,
+) {
+    #[allow(clippy::cast_precision_loss, reason = "a power of two")]
+    let scale = scale as f32;
+    let mut wide = [0f32; SCALED];
+    let (half, size) = (DType::F16.size(), DType::F32.size());
+    let mut done = 0;
+    while done < count {
+        let length = SCALED.min(count - done);
+        let block = wide.as_mut_ptr().cast::<u8>();
+        // SAFETY: `done + length <= count`, for which the caller vouches for both; the block is
+        // ours, and holds at least `length` elements.
+        unsafe { kernels.store(DType::F16, block, data.add(done * half), length) };
+        for value in &mut wide[..length] {
+            *value *= scale;
+        }
+        // SAFETY: as above.
+        unsafe {
+            let sums = sums.add(done * size);
+            if first {
+                kernels.store(DType::F32, sums, block, length);
+            } else {
+                kernels.add(DType::F32, sums, block, length);
+            }
+        }
+        done += length;
+    }
+}
+
 impl Entry {
     /// A key with nothing contributed yet. `accumulator` has at least [`accumulator_bytes`] of the
     /// spec.
@@ -276,7 +319,15 @@ impl Entry {
         if first && (is_result || is_sum) { Take::Land } else { Take::Pieces }
     }
 
-    /// A piece of the active payload, `done` bytes of which came before it.
+    /// Whether a group may divide its sum before it sends it: see
+    /// [`FLAG_SCALED`](bps_engine::wire::header::FLAG_SCALED).
+    #[must_use]
+    pub fn may_be_scaled(&self) -> bool {
+        self.dtype == DType::F16 && self.operation == Operation::Average
+    }
+
+    /// A piece of the active payload, `done` bytes of which came before it. The payload was divided
+    /// by `scale`, which is 1 unless it [may be scaled](Self::may_be_scaled).
     ///
     /// # Safety
     /// `data` is valid for `length` bytes.
@@ -286,6 +337,7 @@ impl Entry {
         done: usize,
         data: *const u8,
         length: usize,
+        scale: u32,
     ) {
         assert!(done + length <= self.bytes, "{}: a piece is beyond the payload", self.key);
         let size = self.dtype.size();
@@ -299,7 +351,12 @@ impl Entry {
         unsafe {
             let accumulator = self.accumulator().add(wide);
             let out = self.accumulator().add(done);
-            if last && self.landed > 0 {
+            if scale > 1 {
+                add_scaled(kernels, accumulator, data, count, scale, self.landed == 0);
+                if last {
+                    kernels.finish(self.dtype, out, accumulator, count, divisor);
+                }
+            } else if last && self.landed > 0 {
                 kernels.add_finish(self.dtype, out, accumulator, data, count, divisor);
             } else if self.landed == 0 {
                 kernels.store(self.dtype, accumulator, data, count);

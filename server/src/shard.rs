@@ -19,7 +19,7 @@ use bps_engine::trace::counters::Counters;
 use bps_engine::trace::log;
 use bps_engine::trace::timeline::{Mark, Recorder};
 use bps_engine::transport::{Answer, Cause, Event, Frame, Grant, Landing, LaneId, Link, Waker};
-use bps_engine::wire::header::FLAG_PAYLOAD_CHECKSUM;
+use bps_engine::wire::header::{FLAG_PAYLOAD_CHECKSUM, FLAG_SCALED, scale};
 use bps_engine::wire::{Header, Kind, RawHeader, crc32c, crc32c_append};
 use std::collections::VecDeque;
 use std::ptr::NonNull;
@@ -380,6 +380,7 @@ impl Shard {
             && header.offset == 0
             && Some(header.length as usize) == entry.contribution_bytes(header.rank)
             && header.contributors == self.groups.size_with(header.rank)
+            && (header.flags & FLAG_SCALED == 0 || entry.may_be_scaled())
             && grant.is_none_or(|grant| grant.length() == entry.publication_bytes(header.rank));
         if !shaped {
             return Err(Refusal::Shape { key });
@@ -420,8 +421,9 @@ impl Shard {
             *checksum = crc32c_append(*checksum, piece);
         }
         self.trace.piece(Mark::PieceBegins, header, length);
+        let scale = if header.flags & FLAG_SCALED == 0 { 1 } else { scale(header.contributors) };
         // SAFETY: as above.
-        unsafe { self.entries[index].add_piece(self.kernels, *done, data, length) };
+        unsafe { self.entries[index].add_piece(self.kernels, *done, data, length, scale) };
         self.trace.piece(Mark::PieceEnds, header, length);
         *done += length;
         let whole = *done == header.length as usize;

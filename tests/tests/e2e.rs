@@ -7,6 +7,7 @@ use bps_engine::transport::sim::Random;
 use bps_tests::job::{self, JobShape};
 use bps_tests::reference;
 use bps_worker::{Declaration, Error, PushPull, TensorShape, Worker};
+use half::f16;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -414,4 +415,52 @@ fn a_thousand_small_tensors_take_at_most_three_times_one_of_their_size() {
 /// Jobs of three ranks carry them everywhere, all others where it is the default.
 fn checksums(workers: u32) -> PayloadChecksum {
     if workers == 3 { PayloadChecksum::Always } else { PayloadChecksum::Auto }
+}
+
+/// Values whose sums are beyond f16 and whose average is not, on hosts of several ranks: the sums
+/// of groups are scaled, by another power of two for each size, and the result is rounded as ever.
+#[test]
+fn averages_of_large_f16_do_not_overflow_in_a_group() {
+    // Groups of 1, 2, 3 and 4; by 3 no power of two divides.
+    for hosts in [&[2, 2][..], &[3, 1, 2], &[3, 3], &[4, 1]] {
+        let hosts: &'static [u32] = Box::leak(hosts.into());
+        let workers: u32 = hosts.iter().sum();
+        let shape = JobShape { workers, hosts, ..JobShape::default() };
+        let value = move |rank: u32, index: usize| match index % 4 {
+            // The largest f16, from all.
+            0 => 65504.0,
+            1 => 60000.0 - 32.0 * f64::from(rank),
+            2 => -65504.0 + 64.0 * f64::from(rank),
+            // The smallest f16: it must not vanish.
+            _ => f64::from(f16::MIN_POSITIVE_SUBNORMAL.to_f32()) * f64::from(4 * workers),
+        };
+        let count = 5000;
+        job::run(shape, move |worker| {
+            let ids = worker.declare(&[Declaration {
+                name: "large".into(),
+                dtype: DType::F16,
+                shape: (count as u64).into(),
+                operation: Operation::Average,
+                device: false,
+            }]);
+            let ids = ids.expect("declared");
+            let rank = worker.rank();
+            let mut values: Vec<f16> =
+                (0..count).map(|index| f16::from_f64(value(rank, index))).collect();
+            let target = values.as_mut_ptr().cast::<u8>();
+            let source = target.cast_const();
+            let item = PushPull { tensor: ids[0], source, target, priority: 0 };
+            // SAFETY: `values` lives until the handle is done, and nobody touches it meanwhile.
+            let handles = unsafe { worker.push_pull(&[item]) }.expect("pushed");
+            assert_eq!(handles[0].wait(LONG), Ok(true));
+            for (index, got) in values.iter().enumerate() {
+                let sent = (0..workers).map(|rank| f16::from_f64(value(rank, index)).to_f64());
+                let exact = sent.sum::<f64>() / f64::from(workers);
+                // Each group's sum is rounded once, and the result once more.
+                let error = (got.to_f64() - exact).abs();
+                let close = exact.abs() / 1024.0;
+                assert!(error <= close, "{hosts:?}, {index}: {got} and not {exact}");
+            }
+        });
+    }
 }

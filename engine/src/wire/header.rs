@@ -5,7 +5,7 @@
 //! | 0..4 | magic | `b"BPS1"` |
 //! | 4 | version | [`VERSION`] |
 //! | 5 | kind | [`Kind`] |
-//! | 6 | flags | [`FLAG_PAYLOAD_CHECKSUM`]; other bits are zero |
+//! | 6 | flags | [`FLAG_PAYLOAD_CHECKSUM`], [`FLAG_SCALED`]; other bits are zero |
 //! | 7 | dtype | element type of the payload, [`DType`]'s number |
 //! | 8..12 | rank | who sent it; a publication and a grant name the rank that they are for |
 //! | 12..16 | epoch | membership generation |
@@ -34,6 +34,17 @@ pub const MAGIC: [u8; 4] = *b"BPS1";
 pub const VERSION: u8 = 1;
 /// The payload checksum field holds the CRC-32C of the payload.
 pub const FLAG_PAYLOAD_CHECKSUM: u8 = 1;
+
+/// The payload is a sum of several contributions to an f16 average, divided by [`scale`] of their
+/// number, so that it does not overflow where the average does not.
+pub const FLAG_SCALED: u8 = 2;
+
+/// By what a sum of so many contributions is divided if [`FLAG_SCALED`] is set: a power of two, so
+/// that nothing is rounded but what comes below the smallest normal f16.
+#[must_use]
+pub const fn scale(contributors: u32) -> u32 {
+    contributors.next_power_of_two()
+}
 
 /// What a frame is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -73,7 +84,7 @@ pub enum Kind {
 pub struct Header {
     /// What the frame is.
     pub kind: Kind,
-    /// See [`FLAG_PAYLOAD_CHECKSUM`].
+    /// See [`FLAG_PAYLOAD_CHECKSUM`] and [`FLAG_SCALED`].
     pub flags: u8,
     /// Element type of the payload.
     pub dtype: DType,
@@ -204,7 +215,11 @@ impl Header {
             other => return Err(Invalid::Kind(other)),
         };
         let flags = raw[6];
-        if flags & !FLAG_PAYLOAD_CHECKSUM != 0 {
+        let mut known = FLAG_PAYLOAD_CHECKSUM;
+        if kind == Kind::Contribution {
+            known |= FLAG_SCALED;
+        }
+        if flags & !known != 0 {
             return Err(Invalid::Flags(flags));
         }
         let dtype = DType::from_wire(raw[7]).ok_or(Invalid::DType(raw[7]))?;

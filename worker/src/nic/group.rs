@@ -7,12 +7,15 @@
 //! both together: the earliest of all grants whose contribution is not in is the first of its
 //! circle.
 
-use super::{LaneId, Nic, Operation, Peer, Receiving, Report, RunPart, Stage, Word};
+use super::{
+    LaneId, Nic, Operation, Peer, Plan, PlanPart, Receiving, Report, RunPart, Stage, Word,
+};
 use crate::local::{Answer, Collector, Dropped, Gathers, Granted, Waiting};
-use bps_engine::base::{Key, Rank};
+use bps_engine::base::{DType, Key, Rank};
 use bps_engine::proto::messages::{STALLS_MAX, StalledKey};
 use bps_engine::trace::timeline::Mark;
 use bps_engine::transport::Landing;
+use bps_engine::wire::header::{FLAG_SCALED, scale};
 use bps_engine::wire::{Header, Kind};
 
 /// Ranks that sum parts among themselves.
@@ -39,6 +42,12 @@ impl Circle {
         let place = self.lanes.iter().position(|other| *other == lane);
         place.ok_or_else(|| "it has no share of this rank's parts".into())
     }
+}
+
+/// Whether a group's sums of this tensor are scaled on their way to servers. Those of GPUs are
+/// NCCL's, which adds in f16.
+pub(super) fn is_scaled(plan: &Plan) -> bool {
+    plan.dtype == DType::F16 && plan.operation == Operation::Average && !plan.device
 }
 
 impl Nic {
@@ -123,6 +132,7 @@ impl Nic {
         let fits = header.dtype == tensor.plan.dtype
             && header.round.0 == tensor.round
             && header.offset == 0
+            && header.flags & FLAG_SCALED == 0
             && header.contributors == 1;
         let circle = self.circle_mut(device);
         let peer = circle.place(lane)?;
@@ -144,8 +154,7 @@ impl Nic {
         while let Some(ready) = self.circle_mut(device).collector.ready() {
             let of = ready.part.item;
             let Some((tensor, part)) = self.planned(of) else { return };
-            let is_average = tensor.plan.operation == Operation::Average && part.core.is_none();
-            let divisor = if is_average { self.config.size } else { 1 };
+            let divisor = self.divisor(&tensor.plan, &part);
             let (dtype, round) = (tensor.plan.dtype, tensor.round);
             let memory = self.memory_of(of);
             // SAFETY: the part lies inside source and target, which the caller keeps valid until
@@ -172,6 +181,21 @@ impl Nic {
                 self.let_held_go_on(device);
             }
         }
+    }
+
+    /// By what the owner of a part divides the sum of its group. The sum of f16 that goes on to a
+    /// server is made small enough for f16, which the frame says; servers sum in f32.
+    fn divisor(&self, plan: &Plan, part: &PlanPart) -> u32 {
+        match (plan.operation, part.core) {
+            (Operation::Average, None) => self.config.size,
+            (Operation::Average, Some(_)) if is_scaled(plan) => scale(self.group_size()),
+            _ => 1,
+        }
+    }
+
+    /// Ranks of this rank's group.
+    pub(super) fn group_size(&self) -> u32 {
+        u32::try_from(self.group.lanes.len() + 1).unwrap_or(u32::MAX)
     }
 
     /// The contributions that stood and whose turn it is.

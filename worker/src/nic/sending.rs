@@ -1,12 +1,13 @@
 //! What leaves a NIC loop: contributions to servers by priority and credit, and the frames between
 //! the ranks of a group in the order in which they were said.
 
+use super::group::is_scaled;
 use super::staged::Slot;
 use super::{LaneId, Memory, Nic, Operation, Outgoing, Peer, Run, RunPart, Stage, Tensor, Word};
 use bps_engine::base::{DType, Key, Round};
 use bps_engine::trace::timeline::Mark;
 use bps_engine::transport::{Frame, Full};
-use bps_engine::wire::header::FLAG_PAYLOAD_CHECKSUM;
+use bps_engine::wire::header::{FLAG_PAYLOAD_CHECKSUM, FLAG_SCALED};
 use bps_engine::wire::{Header, Kind, crc32c};
 
 /// Token of a frame that has none of a task's memory.
@@ -54,7 +55,10 @@ impl Nic {
             header.key = part.key;
             header.round = Round(tensor.round);
             header.length = u32::try_from(length).unwrap_or(u32::MAX);
-            header.contributors = u32::try_from(1 + self.group.lanes.len()).unwrap_or(u32::MAX);
+            header.contributors = self.group_size();
+            if header.contributors > 1 && is_scaled(&tensor.plan) {
+                header.flags |= FLAG_SCALED;
+            }
             let payload = match tensor.slots.get(of.part as usize) {
                 Some(slot) => slot.map_or(std::ptr::null(), |slot| slot.at.cast_const()),
                 None => self.contribution(run, part.offset, tensor.plan.operation),
