@@ -223,7 +223,7 @@ impl Header {
             return Err(Invalid::Flags(flags));
         }
         let dtype = DType::from_wire(raw[7]).ok_or(Invalid::DType(raw[7]))?;
-        if u64_at(52) != 0 {
+        if u64_at(52) != 0 || flags & FLAG_PAYLOAD_CHECKSUM == 0 && u32_at(48) != 0 {
             return Err(Invalid::Reserved);
         }
         let length = u32_at(40);

@@ -8,7 +8,8 @@ use bps_engine::proto::messages::{
     Declaration, Node, NodeMessage, Part, Planning, Register, SchedulerMessage,
 };
 use bps_engine::transport::sim::Random;
-use bps_engine::wire::{Header, Kind, RawHeader, header::FLAG_PAYLOAD_CHECKSUM};
+use bps_engine::wire::header::{FLAG_PAYLOAD_CHECKSUM, FLAG_SCALED};
+use bps_engine::wire::{Header, Invalid, Kind, RawHeader};
 
 /// Byte strings that each decoder is given.
 const ROUNDS: u32 = 100_000;
@@ -16,9 +17,12 @@ const ROUNDS: u32 = 100_000;
 fn header(random: &mut Random) -> Header {
     let kinds = [Kind::Contribution, Kind::Publication, Kind::Goodbye, Kind::Refused];
     let small = |random: &mut Random| u32::try_from(random.index(1 << 20)).expect("20 bits");
+    let kind = kinds[random.index(kinds.len())];
+    let checked = random.index(2) == 1;
+    let scaled = kind == Kind::Contribution && random.index(2) == 1;
     Header {
-        kind: kinds[random.index(kinds.len())],
-        flags: if random.index(2) == 0 { 0 } else { FLAG_PAYLOAD_CHECKSUM },
+        kind,
+        flags: (u8::from(checked) * FLAG_PAYLOAD_CHECKSUM) | (u8::from(scaled) * FLAG_SCALED),
         dtype: DType::ALL[random.index(DType::ALL.len())],
         rank: Rank(small(random)),
         epoch: Epoch(small(random)),
@@ -27,7 +31,38 @@ fn header(random: &mut Random) -> Header {
         offset: random.bits(),
         length: small(random),
         contributors: small(random),
-        payload_checksum: small(random),
+        payload_checksum: if checked { small(random) } else { 0 },
+    }
+}
+
+/// The header with one byte changed, and a checksum that fits.
+fn with_byte(header: &Header, at: usize, byte: u8) -> RawHeader {
+    let mut raw = header.encode();
+    raw[at] = byte;
+    let checksum = crc32c(&raw[..60]);
+    raw[60..].copy_from_slice(&checksum.to_le_bytes());
+    raw
+}
+
+#[test]
+fn what_a_header_does_not_use_is_zero_or_it_is_refused() {
+    let plain = Header::new(Kind::Contribution, DType::F32, Rank(1), Epoch(1));
+    assert_eq!(Header::decode(&plain.encode()), Ok(plain));
+    for at in 48..60 {
+        for byte in [1, 0x80, 0xff] {
+            let result = Header::decode(&with_byte(&plain, at, byte));
+            assert_eq!(result, Err(Invalid::Reserved), "byte {at}");
+        }
+    }
+    for bit in 2..8 {
+        let result = Header::decode(&with_byte(&plain, 6, 1 << bit));
+        assert_eq!(result, Err(Invalid::Flags(1 << bit)));
+    }
+    // Only contributions are scaled.
+    for kind in [Kind::Publication, Kind::Goodbye, Kind::Refused, Kind::Ready, Kind::Grant] {
+        let other = Header::new(kind, DType::F16, Rank(1), Epoch(1));
+        let result = Header::decode(&with_byte(&other, 6, FLAG_SCALED));
+        assert_eq!(result, Err(Invalid::Flags(FLAG_SCALED)), "{kind:?}");
     }
 }
 

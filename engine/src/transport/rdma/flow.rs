@@ -138,7 +138,13 @@ impl Prefix {
         if !is_sound {
             return Err(BROKEN);
         }
-        Ok(Prefix { first, length: word(1) as usize, released: word(3) & COUNT_MASK, said })
+        let prefix = Prefix { first, length: word(1) as usize, released: word(3), said };
+        // What a prefix does not use is zero.
+        if prefix.released <= COUNT_MASK && prefix.encode() == *bytes {
+            Ok(prefix)
+        } else {
+            Err(BROKEN)
+        }
     }
 
     /// Whether it may be the next of a payload of which `left` bytes are missing.

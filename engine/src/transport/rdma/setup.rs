@@ -437,7 +437,7 @@ impl Message {
             index: 0,
             gid: take(bytes, GIDS_AT + 16 * *kind as usize),
         });
-        Ok(Message {
+        let message = Message {
             mtu: bytes[9].clamp(1, 5),
             rail: u16::from_le_bytes(take(bytes, 10)),
             lid: u16::from_le_bytes(take(bytes, 12)),
@@ -448,7 +448,12 @@ impl Message {
             slot_bytes: u64::from_le_bytes(take(bytes, 40)),
             slots: u64::from_le_bytes(take(bytes, 48)),
             addresses: addresses.collect(),
-        })
+        };
+        // A number that does not fit its field, or a byte that is used for nothing.
+        if message.encode() != *bytes {
+            return Err(RdmaError::Peer("the peer's offer has bytes that must be zero".to_owned()));
+        }
+        Ok(message)
     }
 }
 

@@ -57,8 +57,11 @@ pub fn offer(stream: &UnixStream, waker: &Waker, options: ShmOptions) -> io::Res
     let numbers = [options.slot_bytes as u64, options.slots as u64];
     send(stream, numbers, &[file.as_fd(), waker.event()], deadline)?;
 
-    let ([arena_bytes, _], mut files) = receive(stream, deadline)?;
+    let ([arena_bytes, zero], mut files) = receive(stream, deadline)?;
     let arena = if files.len() == 2 { files.pop() } else { None };
+    if zero != 0 || arena.is_none() && arena_bytes != 0 {
+        return Err(invalid("the server's answer has bytes that must be zero".to_owned()));
+    }
     let (Some(peer_event), true) = (files.pop(), files.is_empty()) else {
         return Err(invalid("the server sent no eventfd, or too many descriptors".to_owned()));
     };
