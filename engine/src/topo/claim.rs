@@ -3,22 +3,30 @@
 //!
 //! Every process plans its threads for itself, so two jobs on one machine, or servers started by
 //! hand, would choose the same CPUs; two polling threads on one CPU are slower by far than one that
-//! is not pinned. Where the file can't be had (another container, no shared memory) nothing is
-//! known of others and every CPU counts as free.
+//! is not pinned. Whoever lets go of the file last removes it; only processes that are all killed
+//! leave it behind, empty. Where the file can't be had (another container, no shared memory)
+//! nothing is known of others and every CPU counts as free.
 
 use super::Topology;
 use super::plan::{Place, Plan, Request, plan};
-use rustix::fs::{Mode, OFlags, fchmod, open};
+use rustix::fs::{Mode, OFlags, fchmod, fstat, lstat, open};
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// The CPUs that one part of a process has taken. Dropping it, or the end of the process, frees
 /// them.
 pub struct Claims {
     file: Option<OwnedFd>,
+    path: PathBuf,
     taken: Vec<usize>,
 }
+
+/// Locked for reading by everybody who has the file open, and for writing by who removes it: beyond
+/// any CPU.
+const IN_USE: usize = 1 << 24;
+/// How often the file is opened again that was removed meanwhile.
+const OPENS: usize = 16;
 
 impl Claims {
     /// No CPU taken yet.
@@ -30,7 +38,7 @@ impl Claims {
     /// No CPU taken yet, and none that others know of: for plans of machines that are not this one.
     #[must_use]
     pub fn none() -> Claims {
-        Claims { file: None, taken: Vec::new() }
+        Claims { file: None, path: PathBuf::new(), taken: Vec::new() }
     }
 
     /// Those of these CPUs that polling threads of other processes, or other claims, have now.
@@ -41,17 +49,8 @@ impl Claims {
     }
 
     fn at(path: &Path) -> Claims {
-        let all = Mode::from_raw_mode(0o666);
-        let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-        // Kernels may forbid to open another user's file for creation in a folder that all share,
-        // so that is tried only if there is none.
-        let file = open(path, flags, all).or_else(|_| {
-            let file = open(path, flags | OFlags::CREATE, all)?;
-            // Past this process's mask: other users shall be able to lock as well.
-            let _ = fchmod(&file, all);
-            Ok::<OwnedFd, rustix::io::Errno>(file)
-        });
-        Claims { file: file.ok(), taken: Vec::new() }
+        let file = (0..OPENS).find_map(|_| open_shared(path).transpose());
+        Claims { file: file.and_then(Result::ok), path: path.to_owned(), taken: Vec::new() }
     }
 
     /// Takes a CPU, unless somebody else has it.
@@ -100,26 +99,67 @@ impl Claims {
     }
 }
 
+impl Drop for Claims {
+    fn drop(&mut self) {
+        let Some(file) = &self.file else { return };
+        // The last one out: with this lock nobody else has the file, and nobody gets it.
+        let is_last = control(file, IN_USE, libc::F_OFD_SETLK, libc::F_WRLCK).is_ok();
+        if is_last && is_at(file, &self.path) {
+            // It fails where another user made the file; then it stays, and is of use again.
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// Opens the file, or makes it, and marks it as in use; `None` if it was removed meanwhile.
+fn open_shared(path: &Path) -> io::Result<Option<OwnedFd>> {
+    let all = Mode::from_raw_mode(0o666);
+    let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+    // Kernels may forbid to open another user's file for creation in a folder that all share, so
+    // that is tried only if there is none.
+    let file = open(path, flags, all).or_else(|_| {
+        let file = open(path, flags | OFlags::CREATE, all)?;
+        // Past this process's mask: other users shall be able to lock as well.
+        let _ = fchmod(&file, all);
+        Ok::<OwnedFd, rustix::io::Errno>(file)
+    })?;
+    let is_shared = control(&file, IN_USE, libc::F_OFD_SETLK, libc::F_RDLCK).is_ok();
+    Ok((is_shared && is_at(&file, path)).then_some(file))
+}
+
+/// Whether this path still leads to this file.
+fn is_at(file: &OwnedFd, path: &Path) -> bool {
+    match (fstat(file), lstat(path)) {
+        (Ok(ours), Ok(there)) => (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino),
+        _ => false,
+    }
+}
+
 const NOWHERE: Place = Place { cpu: None, memory_node: None };
 
 /// Locks one byte, for this open file and not for the process, so that jobs within one process see
 /// each other too.
 fn lock(file: &OwnedFd, byte: usize) -> io::Result<()> {
-    control(file, byte, libc::F_OFD_SETLK).map(|_| ())
+    control(file, byte, libc::F_OFD_SETLK, libc::F_WRLCK).map(|_| ())
 }
 
 /// Whether another open file has this byte. Where that can't be known nobody has.
 fn is_locked(file: &OwnedFd, byte: usize) -> bool {
     const FREE: libc::c_int = libc::F_UNLCK;
-    control(file, byte, libc::F_OFD_GETLK)
+    control(file, byte, libc::F_OFD_GETLK, libc::F_WRLCK)
         .is_ok_and(|range| libc::c_int::from(range.l_type) != FREE)
 }
 
-fn control(file: &OwnedFd, byte: usize, command: libc::c_int) -> io::Result<libc::flock> {
+fn control(
+    file: &OwnedFd,
+    byte: usize,
+    command: libc::c_int,
+    kind: libc::c_int,
+) -> io::Result<libc::flock> {
     let start = libc::off_t::try_from(byte).map_err(io::Error::other)?;
     #[allow(clippy::cast_possible_truncation, reason = "the kernel's constants, all below ten")]
     let mut range = libc::flock {
-        l_type: libc::F_WRLCK as libc::c_short,
+        l_type: kind as libc::c_short,
         l_whence: libc::SEEK_SET as libc::c_short,
         l_start: start,
         l_len: 1,
@@ -167,7 +207,15 @@ mod tests {
         drop(first);
         assert_eq!(third.of_others(&affinity), [0, 3]);
         assert_eq!(cpu_of(&mut third, 0).cpu, Some(1));
+        drop(second);
+        assert!(path.exists(), "one is left");
+        // A file that was removed under somebody's feet is not the one that others lock.
         std::fs::remove_file(&path).unwrap();
+        let fourth = Claims::at(&path);
+        drop(third);
+        assert!(path.exists(), "it is the fourth's");
+        drop(fourth);
+        assert!(!path.exists(), "the last one removes it");
         let mut nowhere = Claims::at(Path::new("/nonexistent/claims"));
         assert_eq!(cpu_of(&mut nowhere, 1).cpu, Some(2), "nothing is known of others");
         assert_eq!(cpu_of(&mut nowhere, 2), NOWHERE, "there is no such thread");
