@@ -9,16 +9,20 @@ use super::plan::{Environment, Process};
 use bps_engine::topo::pin::prefer_memory_node;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SendFlags, SocketFlags, SocketType, send, socketpair};
-use rustix::process::{Pid, Signal, WaitOptions, getpid, getppid, waitpid};
+use rustix::process::{Pid, Signal, WaitOptions, getpid, getppid, kill_process, waitpid};
 use rustix::thread::{CpuSet, sched_setaffinity};
 use std::io::{self, IsTerminal};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 /// Groups that a guardian can remember: all that a configuration can ask for.
 const GROUPS_MAX: usize = 8192;
+/// How long the guardian may take to end all groups, and how often is looked.
+const FINISH: Duration = Duration::from_secs(1);
+const LOOK: Duration = Duration::from_millis(1);
 const _: () = assert!(
     bps_engine::limits::RANKS_MAX + bps_engine::limits::SERVERS_MAX < GROUPS_MAX,
     "each process of a job has a group"
@@ -49,10 +53,20 @@ impl Guardian {
         }
     }
 
-    /// Lets the guardian end all groups, and waits until it has.
+    /// Lets the guardian end all groups, and waits until it has. One that somebody has stopped is
+    /// killed.
     pub(super) fn finish(self) {
         drop(self.line);
-        while let Err(Errno::INTR) = waitpid(Some(self.process), WaitOptions::empty()) {}
+        let start = Instant::now();
+        while let Ok(None) | Err(Errno::INTR) = waitpid(Some(self.process), WaitOptions::NOHANG) {
+            if start.elapsed() >= 2 * FINISH {
+                return;
+            }
+            if start.elapsed() >= FINISH {
+                let _ = kill_process(self.process, Signal::KILL);
+            }
+            std::thread::sleep(LOOK);
+        }
     }
 }
 

@@ -77,6 +77,29 @@ fn what_workers_leave_behind_is_ended() {
 }
 
 #[test]
+fn a_guardian_that_somebody_has_stopped_holds_nobody_up() {
+    let stage = Stage::new(ENDS, ENDS);
+    fifo(&stage, "go");
+    let launcher = stage.start(&["--local", "1", "sh", "-c", "echo ready; read go <go"], &[]);
+    launcher.wait_for("ready", 1);
+    let parent = format!(" {} ", launcher.child.id());
+    let guardian = std::fs::read_dir("/proc").unwrap().find_map(|entry| {
+        let path = entry.unwrap().path();
+        let stat = std::fs::read_to_string(path.join("stat")).ok()?;
+        let (name, rest) = stat.split_once(") ")?;
+        let is_ours = name.ends_with("(bps-guardian") && rest[1..].starts_with(&parent);
+        is_ours.then(|| path.file_name().unwrap().to_str().unwrap().to_owned())
+    });
+    let guardian = guardian.expect("it runs");
+    let stop = std::process::Command::new("kill").args(["-STOP", &guardian]).status();
+    assert!(stop.unwrap().success());
+    std::fs::write(stage.path().join("go"), "\n").unwrap();
+    let (code, lines) = launcher.finish();
+    assert_eq!(code, Some(0), "{lines:#?}");
+    all_gone(&[guardian.parse().unwrap()]);
+}
+
+#[test]
 fn a_request_to_end_reaches_every_process() {
     for (signal, name, expected) in
         [("-INT", "SIGINT", 130), ("-TERM", "SIGTERM", 143), ("-HUP", "SIGHUP", 129)]
