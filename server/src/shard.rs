@@ -2,27 +2,25 @@
 //! but the two rings to and from the control thread. The data path allocates nothing: room is made
 //! when keys are installed and lanes attached.
 
+mod membership;
 mod messages;
 mod watch;
 
 pub use messages::{Command, Refusal, Report};
 
-use crate::entry::{Entry, Groups, NumberSet, Take, accumulator_bytes};
+use crate::entry::{Entry, Groups, NumberSet, Take};
 use bps_engine::base::{DType, Epoch, KeyMap, Rank, Round};
 use bps_engine::lane::Endpoint;
 use bps_engine::limits::{EVENTS_MAX, RANKS_MAX};
 use bps_engine::mem::Arena;
-use bps_engine::proto::messages::KeySpec;
 use bps_engine::reduce::{Kernels, kernels};
 use bps_engine::ring::Mpsc;
 use bps_engine::trace::counters::Counters;
-use bps_engine::trace::log;
 use bps_engine::trace::timeline::{Mark, Recorder};
 use bps_engine::transport::{Answer, Cause, Event, Frame, Grant, Landing, LaneId, Link, Waker};
 use bps_engine::wire::header::{FLAG_PAYLOAD_CHECKSUM, FLAG_SCALED, scale};
 use bps_engine::wire::{Header, Kind, RawHeader, crc32c, crc32c_append};
 use std::collections::VecDeque;
-use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -236,73 +234,6 @@ impl Shard {
         }
         self.sessions[lane.0 as usize] = Some(session);
         self.lanes[rank.0 as usize] = Some(lane);
-    }
-
-    fn install(&mut self, keys: &[KeySpec]) -> Result<(), String> {
-        for spec in keys {
-            if self.index.contains_key(&spec.key) {
-                return Err(format!("{} was installed twice", spec.key));
-            }
-            let accumulator = self
-                .arena
-                .claim(accumulator_bytes(spec))
-                .map_err(|error| format!("no memory for {}: {error}", spec.key))?;
-            self.index.insert(spec.key, self.entries.len());
-            self.entries.push(Entry::new(spec, &self.groups, accumulator));
-        }
-        let (base, bytes) = (NonNull::new(self.arena.base()), self.arena.resident_bytes());
-        if let (Some(rdma), Some(base)) = (self.endpoint.rdma(), base) {
-            // SAFETY: below its resident bytes the arena is mapped, and the endpoint is dropped
-            // before it.
-            if let Err(error) = unsafe { rdma.register(base, bytes) } {
-                log::warning!("publications are copied before a device sends them: {error}");
-            }
-        }
-        let room = self.entries.len();
-        for session in self.sessions.iter_mut().flatten() {
-            session.outbox.reserve(room - session.outbox.len().min(room));
-            session.sending.reserve(room - session.sending.len().min(room));
-            session.grants.resize(room, None);
-        }
-        Ok(())
-    }
-
-    fn begin(&mut self, epoch: Epoch, groups: Arc<Groups>) {
-        for index in 0..self.sessions.len() {
-            if let Some(session) = &mut self.sessions[index] {
-                session.receiving = Receiving::Closing;
-                session.goodbye = true;
-                self.endpoint.close(LaneId(u32::try_from(index).unwrap_or(u32::MAX)));
-            }
-        }
-        self.wait_for_lanes();
-        self.epoch = epoch;
-        self.groups = groups;
-        self.index.clear();
-        self.entries.clear();
-        if let Err(error) = self.arena.release_all() {
-            self.report(Report::Failed { message: error.to_string() });
-        }
-        self.checksums = false;
-        self.lanes.clear();
-        self.lanes.resize(self.groups.ranks() as usize, None);
-        self.left = NumberSet::new(self.groups.ranks());
-        for (link, rank, epoch) in std::mem::take(&mut self.early) {
-            self.attach(link, rank, epoch);
-        }
-    }
-
-    /// The kernel may still read accumulators until every lane of the old membership has closed.
-    fn wait_for_lanes(&mut self) {
-        let mut events = Vec::with_capacity(EVENTS_MAX);
-        while self.sessions.iter().any(Option::is_some) {
-            self.endpoint.poll(&mut events);
-            for event in events.drain(..) {
-                if let Event::Closed { lane, .. } = event {
-                    self.sessions[lane.0 as usize] = None;
-                }
-            }
-        }
     }
 
     fn on_header(&mut self, lane: LaneId, raw: &RawHeader, grant: Option<Grant>, now: Duration) {

@@ -160,6 +160,20 @@ impl Arena {
         Ok(Claim { at, length: bytes, _map: Arc::clone(&self.map) })
     }
 
+    /// Takes the pages of the next `bytes` bytes that will be claimed, all at once: the headroom is
+    /// then checked for all of them, before the first is taken.
+    ///
+    /// # Errors
+    /// [`MemoryError`]; nothing has changed then.
+    pub fn prepare(&mut self, bytes: usize) -> Result<(), MemoryError> {
+        let left = self.map.length - self.used;
+        if bytes > left {
+            let (arena, reserved) = (self.map.name.clone(), self.map.length);
+            return Err(MemoryError::ArenaFull { arena, need: bytes, left, reserved });
+        }
+        self.grow(self.used + bytes)
+    }
+
     /// Makes all memory claimable again; pages stay. For a new epoch.
     ///
     /// # Errors

@@ -156,3 +156,22 @@ fn impossible_sizes_are_errors_with_a_remedy() {
     assert_eq!(arena.claimed_bytes(), 0);
     assert!(arena.claim(4096).is_ok());
 }
+
+#[test]
+fn what_is_prepared_is_claimed_without_further_pages() {
+    let mut arena = arena(64 << 20, true);
+    arena.prepare(40 << 20).unwrap();
+    let resident = arena.resident_bytes();
+    assert!(resident >= 40 << 20 && arena.claimed_bytes() == 0);
+    let before = faults();
+    let claims: Vec<Claim> = (0..40).map(|_| arena.claim(1 << 20).unwrap()).collect();
+    for claim in &claims {
+        // SAFETY: the claim is ours alone.
+        unsafe { claim.as_ptr().write_bytes(1, claim.len()) };
+    }
+    assert_eq!(arena.resident_bytes(), resident);
+    assert!(faults() - before < 100, "{} faults", faults() - before);
+    let error = arena.prepare(30 << 20).unwrap_err();
+    assert!(matches!(error, MemoryError::ArenaFull { .. }), "{error}");
+    arena.prepare(24 << 20).unwrap();
+}
