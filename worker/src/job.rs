@@ -4,7 +4,7 @@ use crate::agent::Agent;
 use crate::control::{Answers, Control, lock};
 use crate::error::Error;
 use crate::gpu::{PooledEvent, Push};
-use crate::nic::{Command, Memory, Nic, NicConfig, NicStatistics, Report};
+use crate::nic::{self, Command, Memory, Nic, NicConfig, NicStatistics, Report};
 use crate::places::{self, Poller, Spot};
 use crate::start;
 use crate::switches::Switches;
@@ -95,7 +95,7 @@ impl Job {
                     Ok((nic, line)) => {
                         let _ = started.send(Ok(line));
                         let counters = Arc::clone(&statistics.counters);
-                        run_nic(nic, counters, &config, &commands, &ended, &over);
+                        run_nic(nic, counters, &config, &ended, &over);
                     }
                     Err(error) => {
                         let _ = started.send(Err(error));
@@ -293,7 +293,7 @@ impl Job {
         // The loop may have ended between the look and the push: then nobody else empties the
         // queue.
         if self.nic_ended.load(Ordering::SeqCst) {
-            drain(&self.commands, &self.ended());
+            nic::drain(&self.commands, &self.ended());
         }
         true
     }
@@ -344,22 +344,10 @@ fn say(error: &Error) {
     }
 }
 
-/// Finishes what is in the queue of a loop that has ended.
-fn drain(commands: &Mpsc<Command>, error: &Error) {
-    while let Some(command) = commands.pop() {
-        match command {
-            Command::Push { task, .. } => task.finish_now(Err(error.clone())),
-            Command::PushGpu { push, .. } => push.task.finish_now(Err(error.clone())),
-            _ => {}
-        }
-    }
-}
-
 fn run_nic(
     mut nic: Nic,
     counters: Arc<Counters>,
     config: &Config,
-    commands: &Mpsc<Command>,
     ended: &AtomicBool,
     over: &OnceLock<Error>,
 ) {
@@ -376,13 +364,5 @@ fn run_nic(
             nic.sleep(Duration::from_millis(500));
         }
     }
-    if let Some(error) = nic.over() {
-        let _ = over.set(error.clone());
-    }
-    nic.forget_memory();
-    ended.store(true, Ordering::SeqCst);
-    let closed = Error::Closed("this worker has shut down".into());
-    let error = over.get().unwrap_or(&closed);
-    nic.close_pipeline(error);
-    drain(commands, error);
+    nic.end(ended, over);
 }

@@ -12,6 +12,7 @@ mod sending;
 pub mod staged;
 mod watch;
 
+pub(crate) use ending::drain;
 pub use messages::{Command, Memory, NicConfig, NicStatistics, Peer, Plan, PlanPart, Report};
 
 use self::group::Circle;

@@ -2,7 +2,7 @@
 //! older, and what its codes mean.
 
 use super::GpuError;
-use super::table::{symbol, table, text, why};
+use super::table::{Symbols, symbol, table, text, why};
 use cudarc::driver::sys;
 use cudarc::driver::sys::{CUcontext, CUdevice, CUdeviceptr, CUevent, CUstream, CUuuid};
 use libloading::Library;
@@ -84,11 +84,20 @@ impl Cuda {
         // SAFETY: the library's constructors are NVIDIA's own, and run as in any CUDA program.
         let library = unsafe { Library::new(LIBRARY) };
         let library = library.map_err(|error| GpuError::NoDriver { why: why(&error) })?;
+        let cuda = Cuda::of(&library)?;
+        // The driver keeps threads of its own: its code must stay mapped.
+        std::mem::forget(library);
+        Ok(cuda)
+    }
+
+    /// The driver whose functions these are; they stay for the life of the process, unless this
+    /// fails.
+    pub(super) fn of(library: &dyn Symbols) -> Result<Cuda, GpuError> {
         // The version comes first: an old driver lacks some functions of the table, and must not be
         // told to be damaged.
-        // SAFETY: the type is that of the header; the library is never closed, see below.
+        // SAFETY: the type is that of the header; the caller keeps the library.
         let get_version: unsafe extern "C" fn(*mut c_int) -> c_uint =
-            unsafe { symbol(&library, LIBRARY, "cuDriverGetVersion") }?;
+            unsafe { symbol(library, LIBRARY, "cuDriverGetVersion") }?;
         let mut version = 0;
         // SAFETY: it writes one number, and needs no initialised driver.
         let code = unsafe { get_version(&raw mut version) };
@@ -96,9 +105,7 @@ impl Cuda {
         if version < VERSION_MIN {
             return Err(GpuError::DriverTooOld { found: version, needed: VERSION_MIN });
         }
-        let call = Functions::fill(&library, LIBRARY)?;
-        // The driver keeps threads of its own: its code must stay mapped.
-        std::mem::forget(library);
+        let call = Functions::fill(library, LIBRARY)?;
         // SAFETY: 0 is the only value of the flags.
         let code = unsafe { (call.cuInit)(0) };
         let cuda = Cuda { call, version, has_devices: code != NO_DEVICE };

@@ -79,7 +79,11 @@ impl Device {
     /// Those of [`available`]; [`GpuError::NoDevice`]; [`GpuError::Cuda`] if the GPU's context
     /// can't be had.
     pub fn open(ordinal: u32) -> Result<Device, GpuError> {
-        let cuda = Cuda::load()?;
+        Device::open_in(Cuda::load()?, ordinal)
+    }
+
+    /// As [`open`](Self::open), with this driver.
+    pub(super) fn open_in(cuda: &'static Cuda, ordinal: u32) -> Result<Device, GpuError> {
         let count = count_of(cuda)?;
         let index = c_int::try_from(ordinal).ok().filter(|_| ordinal < count);
         let Some(index) = index else { return Err(GpuError::NoDevice { ordinal, count }) };

@@ -8,6 +8,7 @@
 //! The tables of functions (`cuda`, `nccl_library`) hold C functions by their C types; all else is
 //! built on them.
 
+mod assemble;
 mod census;
 mod cuda;
 mod direct;
@@ -19,12 +20,15 @@ pub(crate) mod open;
 mod pinned;
 mod pipeline;
 mod rows;
+mod simulated;
 mod slots;
 mod table;
 mod track;
 
+pub use assemble::{Assembled, Assembly};
 pub use driver::{Device, Event, EventPool, PooledEvent, Stream};
 pub use error::GpuError;
 pub use nccl::{Comm, Nccl, ReduceOp};
 pub use pinned::Pinned;
-pub use pipeline::Push;
+pub use pipeline::{Pipeline, Push};
+pub use simulated::Libraries;

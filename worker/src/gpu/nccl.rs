@@ -7,6 +7,11 @@
 //!
 //! Every rank must make the same calls in the same order on a communicator; who calls sees to that.
 
+mod closing;
+
+pub(super) use self::closing::Closing;
+
+use self::closing::{ABORT, FINALIZE};
 use super::error::nccl_version;
 use super::nccl_library::{Config, Found, open};
 use super::table::text;
@@ -17,7 +22,6 @@ use std::cell::Cell;
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 /// `ncclSuccess`.
@@ -29,8 +33,6 @@ const IN_PROGRESS: c_uint = 7;
 const QUICK: Duration = Duration::from_millis(1);
 /// How long it sleeps between two looks then.
 const LOOK: Duration = Duration::from_micros(50);
-/// How long NCCL may take to free a communicator before it is left to itself.
-const END_LIMIT: Duration = Duration::from_secs(10);
 
 /// How contributions are reduced.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -52,7 +54,11 @@ impl Nccl {
     /// # Errors
     /// [`GpuError::NcclMissing`], [`GpuError::NcclTooOld`], [`GpuError::NoFunction`].
     pub fn load(path: Option<&Path>) -> Result<Nccl, GpuError> {
-        open(path).map(|found| Nccl(Arc::new(found)))
+        open(path).map(Nccl::of)
+    }
+
+    pub(super) fn of(found: Found) -> Nccl {
+        Nccl(Arc::new(found))
     }
 
     /// Its version, 10000 × major + 100 × minor + patch.
@@ -328,9 +334,10 @@ impl Comm {
     }
 
     /// As [`group`](Self::group), but does not wait: whether all is enqueued already. If not, no
-    /// other call may be made on this communicator, and nothing be recorded in its streams, before
-    /// [`is_enqueued`](Self::is_enqueued) has said so. NCCL enqueues on a thread of its own, so
-    /// meanwhile the caller's can do something else.
+    /// other call may be made on this communicator before [`is_enqueued`](Self::is_enqueued) has
+    /// said so, and what is put into its streams meanwhile may stand before the group, within it or
+    /// behind it: a mark behind earlier work is all that may. NCCL enqueues on a thread of its own,
+    /// so meanwhile the caller's can do something else.
     ///
     /// # Errors
     /// As [`group`](Self::group).
@@ -390,8 +397,13 @@ impl Comm {
     ///
     /// # Errors
     /// [`GpuError::Timeout`] if NCCL does not let go; it is left to itself then.
-    pub fn abort(mut self) -> Result<(), GpuError> {
-        self.end("ncclCommAbort")
+    pub fn abort(self) -> Result<(), GpuError> {
+        self.begin_abort().wait()
+    }
+
+    /// As [`abort`](Self::abort), without waiting.
+    pub(super) fn begin_abort(self) -> Closing {
+        Closing::free(self, ABORT, Duration::ZERO, None)
     }
 
     /// Ends the communicator after all that was enqueued is done, which waits for every rank to
@@ -399,12 +411,21 @@ impl Comm {
     ///
     /// # Errors
     /// [`GpuError::Timeout`], [`GpuError::Nccl`].
-    pub fn close(mut self, limit: Duration) -> Result<(), GpuError> {
-        self.deadline = limit;
+    pub fn close(self, limit: Duration) -> Result<(), GpuError> {
+        self.begin_close(limit, Duration::ZERO).wait()
+    }
+
+    /// As [`close`](Self::close), without waiting; it is `now` by the clock of
+    /// [`Closing::step`].
+    pub(super) fn begin_close(self, limit: Duration, now: Duration) -> Closing {
         // SAFETY: the handle is held by this value.
-        let code = unsafe { (self.nccl.0.call.ncclCommFinalize)(self.handle) };
-        self.enqueued("ncclCommFinalize", code)?;
-        self.end("ncclCommDestroy")
+        match unsafe { (self.nccl.0.call.ncclCommFinalize)(self.handle) } {
+            SUCCESS | IN_PROGRESS => Closing::finalizing(self, limit, now),
+            code => {
+                let error = self.nccl.error(FINALIZE, code, self.handle);
+                Closing::free(self, ABORT, now, Some(error))
+            }
+        }
     }
 
     /// What a call's code means: done, noted in a group, or to be watched until it is enqueued.
@@ -413,15 +434,17 @@ impl Comm {
         match code {
             SUCCESS => Ok(()),
             IN_PROGRESS if self.grouped.get() => Ok(()),
-            IN_PROGRESS => self.settle(call, || true, || {
-                format!(
-                    "{call} on rank {} of {}: another rank of this host does not take part; look \
-                     at what they print",
-                    self.rank, self.ranks
-                )
-            }),
+            IN_PROGRESS => self.settle(call, || true, || self.waits_for_others(call)),
             code => Err(self.nccl.error(call, code, self.handle)),
         }
+    }
+
+    fn waits_for_others(&self, call: &str) -> String {
+        format!(
+            "{call} on rank {} of {}: another rank of this host does not take part; look at what \
+             they print",
+            self.rank, self.ranks
+        )
     }
 
     /// Waits until the last call is no longer in progress. The first looks yield and do not sleep:
@@ -459,49 +482,11 @@ impl Comm {
         self.nccl.check("ncclCommGetAsyncError", code, self.handle)?;
         Ok(state)
     }
-
-    /// Frees the communicator by one of the two calls that do, on a thread of its own, because they
-    /// wait for the GPU.
-    fn end(&mut self, call: &'static str) -> Result<(), GpuError> {
-        let handle = std::mem::replace(&mut self.handle, std::ptr::null_mut()).expose_provenance();
-        if handle == 0 {
-            return Ok(());
-        }
-        let (nccl, device) = (self.nccl.clone(), self.device.clone());
-        let (done, wait) = channel();
-        let end = move || {
-            let handle: ncclComm_t = std::ptr::with_exposed_provenance_mut(handle);
-            let functions = &nccl.0.call;
-            let result = device.make_current().and_then(|()| {
-                // SAFETY: the handle was taken from its owner, so nobody else uses it.
-                let code = unsafe {
-                    match call {
-                        "ncclCommDestroy" => (functions.ncclCommDestroy)(handle),
-                        _ => (functions.ncclCommAbort)(handle),
-                    }
-                };
-                // The communicator is gone: nothing may be asked of it.
-                nccl.check(call, if code == IN_PROGRESS { 0 } else { code }, std::ptr::null_mut())
-            });
-            let _ = done.send(result);
-        };
-        let thread = std::thread::Builder::new().name("bps-nccl-end".into()).spawn(end);
-        let what = || format!("{call} on rank {} of {}", self.rank, self.ranks);
-        if thread.is_err() {
-            return Err(GpuError::Timeout { what: what(), after: Duration::ZERO });
-        }
-        match wait.recv_timeout(END_LIMIT) {
-            Ok(result) => result,
-            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
-                Err(GpuError::Timeout { what: what(), after: END_LIMIT })
-            }
-        }
-    }
 }
 
 impl Drop for Comm {
     fn drop(&mut self) {
-        let _ = self.end("ncclCommAbort");
+        let _ = Closing::take(self, ABORT, Duration::ZERO, None).wait();
     }
 }
 

@@ -5,7 +5,7 @@
 //! like an `unsigned int`, and a newer library may know more codes than any list.
 
 use super::GpuError;
-use super::table::{symbol, table, why};
+use super::table::{Symbols, symbol, table, why};
 use cudarc::nccl::sys;
 use cudarc::nccl::sys::{cudaStream_t, ncclComm_t, ncclConfig_t, ncclUniqueId};
 use cudarc::nccl::sys::{ncclDataType_t, ncclRedOp_t};
@@ -118,6 +118,29 @@ pub(super) struct Found {
     pub(super) call: Functions,
     pub(super) version: u32,
     pub(super) path: String,
+    /// Its calls that free a communicator wait for the GPU. A simulated one's do not, and are good
+    /// on the calling thread alone.
+    pub(super) frees_at_once: bool,
+}
+
+impl Found {
+    /// The NCCL whose functions these are; they stay for the life of the process.
+    pub(super) fn of(library: &dyn Symbols, name: &str) -> Result<Found, GpuError> {
+        // The version comes first: an old NCCL lacks some functions of the table.
+        // SAFETY: the type is that of the header; the caller keeps the library.
+        let get_version: unsafe extern "C" fn(*mut c_int) -> c_uint =
+            unsafe { symbol(library, name, "ncclGetVersion") }?;
+        let path = path_of(get_version as *const c_void).unwrap_or_else(|| name.to_owned());
+        let mut version = 0;
+        // SAFETY: it writes one number.
+        let code = unsafe { get_version(&raw mut version) };
+        let version = if code == 0 { u32::try_from(version).unwrap_or(0) } else { 0 };
+        if version < VERSION_MIN {
+            return Err(GpuError::NcclTooOld { path, found: version, needed: VERSION_MIN });
+        }
+        let call = Functions::fill(library, &path)?;
+        Ok(Found { call, version, path, frees_at_once: false })
+    }
 }
 
 /// Opens NCCL: the one at `path`, or else the first that is found: one that the process has
@@ -142,22 +165,9 @@ pub(super) fn open(path: Option<&Path>) -> Result<Found, GpuError> {
 }
 
 fn fill(library: Library, candidate: &Path) -> Result<Found, GpuError> {
-    let name = candidate.display().to_string();
-    // The version comes first: an old NCCL lacks some functions of the table.
-    // SAFETY: the type is that of the header; the library is never closed, see below.
-    let get_version: unsafe extern "C" fn(*mut c_int) -> c_uint =
-        unsafe { symbol(&library, &name, "ncclGetVersion") }?;
-    let path = path_of(get_version as *const c_void).unwrap_or(name);
-    let mut version = 0;
-    // SAFETY: it writes one number.
-    let code = unsafe { get_version(&raw mut version) };
-    let version = if code == 0 { u32::try_from(version).unwrap_or(0) } else { 0 };
-    if version < VERSION_MIN {
-        return Err(GpuError::NcclTooOld { path, found: version, needed: VERSION_MIN });
-    }
-    let call = Functions::fill(&library, &path)?;
+    let found = Found::of(&library, &candidate.display().to_string())?;
     std::mem::forget(library);
-    Ok(Found { call, version, path })
+    Ok(found)
 }
 
 /// What is tried, in order. The dynamic linker takes a library that the process has already by its

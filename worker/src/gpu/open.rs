@@ -5,29 +5,25 @@
 //! sum of all rows is what everybody has said.
 
 use super::census::{Gpu, ROW, Row, agree, misplaced};
-use super::pipeline::{Host, Parts, Pipeline};
-use super::slots::{Slots, has_servers};
-use super::track::{Track, WORD_BYTES};
-use super::{Comm, Device, Event, EventPool, GpuError, Nccl};
+use super::direct::Direct;
+use super::{Assembled, Assembly, Comm, Device, EventPool, GpuError, Nccl, slots};
 use crate::context::Worker;
 use crate::error::Error;
 use crate::job::Job;
 use crate::nic::Command;
-use crate::nic::staged::ToPipeline;
 use crate::places::{Poller, spot};
 use crate::switches::Switches;
 use crate::types::PushPull;
 use bps_engine::base::{DType, Operation, Rank};
 use bps_engine::config::Config;
 use bps_engine::harness::{self, Idler};
+use bps_engine::mem::Budget;
 use bps_engine::proto::messages::Declaration;
-use bps_engine::ring::Mpsc;
 use bps_engine::topo::Topology;
 use bps_engine::trace::log;
-use bps_engine::transport::Waker;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 /// The tensor by which the ranks tell each other.
@@ -38,8 +34,6 @@ const GROUP_SIZE: usize = 16;
 const GROUP_SIZE_ALONE: usize = 128;
 /// Messages that may wait for the pipeline before the NIC loop keeps them.
 const INBOX: usize = 4096;
-/// Tracks: where gradients are waited for, down, up, and the host's collectives.
-const TRACKS: usize = 4;
 /// How long all ranks may take to hear why a GPU can't be used, before this one ends.
 const HEARD: Duration = Duration::from_secs(5);
 /// How often it looks meanwhile.
@@ -201,65 +195,59 @@ fn begin(
     rank: Rank,
     config: &Config,
 ) -> Result<(), GpuError> {
-    let system = |what: &str, error: std::io::Error| GpuError::Memory {
-        ordinal: device.ordinal(),
-        why: format!("no {what}: {error}"),
-    };
-    let words = (TRACKS * WORD_BYTES).next_multiple_of(4096);
     let spot = spot(config, Poller::Gpu(device.pci_bus_id()));
-    let Slots { to_send, to_land, reach, memory, direct } =
-        Slots::lay(job, device, config, spot.memory_node, words)?;
-    // SAFETY: the pipeline holds the memory and drops it last; each track has a word of its own.
-    let track = |index| unsafe { Track::new(device, &memory, index) };
-    let tracks = [track(0)?, track(1)?, track(2)?];
-    let group_size = match config.nccl_group_size as usize {
-        // Between hosts results are not to wait for long; a host alone has nothing that could
-        // overtake, and each launch takes time.
-        0 if has_servers(job) => GROUP_SIZE,
-        0 => GROUP_SIZE_ALONE,
-        size => size,
+    let slot_bytes = config.partition_bytes as usize;
+    let slots = slots::count(slot_bytes, job.lanes());
+    let has_servers = job.lanes() >= job.switches().ranks().len();
+    let direct = match has_servers {
+        true => Direct::find(job, device, config, slots * slot_bytes)?,
+        false => Direct::default(),
     };
-    let patience = config.start_timeout;
-    let (roots, switches) = (!config.reduce_roots.is_empty(), job.switches().clone());
-    let host = match comm {
-        Some(comm) => Some(Host { comm, track: track(3)?, switches, roots, group_size, patience }),
-        None => None,
-    };
-    let marks = [Event::new(device)?, Event::new(device)?];
-    let inbox = Mpsc::new(INBOX);
-    let waker = Waker::new().map_err(|error| system("eventfd", error))?;
-    let under_way = Arc::new(AtomicUsize::new(0));
-    let parts = Parts {
-        tracks,
-        host,
-        marks,
+    let assembly = Assembly {
+        device: device.clone(),
         events: events.clone(),
-        slots: to_send,
-        memory,
-        direct,
-        slot_bytes: config.partition_bytes as usize,
+        comm,
         rank,
-        inbox: inbox.clone(),
-        waker: waker.clone(),
+        switches: job.switches().clone(),
+        has_servers,
+        slots,
+        slot_bytes,
+        roots: !config.reduce_roots.is_empty(),
+        group_size: match config.nccl_group_size as usize {
+            // Between hosts results are not to wait for long; a host alone has nothing that could
+            // overtake, and each launch takes time.
+            0 if has_servers => GROUP_SIZE,
+            0 => GROUP_SIZE_ALONE,
+            size => size,
+        },
+        patience: config.start_timeout,
+        stall_report: config.stall_report,
+        inbox: INBOX,
+        numa_node: spot.memory_node,
         commands: job.commands.clone(),
         nic_waker: job.nic_waker.clone(),
         nic_ended: Arc::clone(&job.nic_ended),
         job_over: Arc::clone(&job.over),
-        under_way: Arc::clone(&under_way),
-        stall_report: config.stall_report,
     };
+    let Assembled { pipeline, to, to_land, pinned } = assembly.assemble_with(direct)?;
+    let mut budget = Budget::new();
+    let name = format!("pinned slots of GPU {}", device.ordinal());
+    budget.add(&name, pinned as u64, slot_bytes as u64);
+    budget.print();
     let (device, idle) = (device.clone(), config.idle);
+    let ordinal = device.ordinal();
     let (cpu, claims) = (spot.cpu, spot.claims);
     let body = move || {
         let _claims = claims;
         if let Err(error) = device.make_current() {
             log::error!("{error}");
         }
-        Pipeline::new(parts).run(Idler::new(idle, crate::start::spin()));
+        pipeline.run(Idler::new(idle, crate::start::spin()));
     };
     let thread = harness::spawn("bps-gpu", cpu, body);
-    job.keep(thread.map_err(|error| system("thread", error))?);
-    let to = ToPipeline { staged: inbox, waker, under_way, slots: reach };
+    job.keep(
+        thread.map_err(|error| GpuError::Memory { ordinal, why: format!("no thread: {error}") })?,
+    );
     job.command(Command::OpenPipeline(to));
     for slot in to_land {
         job.command(Command::Land(slot));

@@ -28,10 +28,12 @@ mod ending;
 mod host;
 mod order;
 mod plan;
+mod rounds;
 mod timeline;
 mod turns;
 
-use self::timeline::{Place, Trace};
+use self::ending::{Drained, End};
+use self::timeline::Trace;
 use self::turns::{Of, Turns};
 use super::direct::Direct;
 use super::nccl::Comm;
@@ -43,8 +45,8 @@ use crate::local::Gathers;
 use crate::nic::staged::{Slot, Staged};
 use crate::nic::{Command, Plan};
 use crate::switches::Switches;
-use crate::task::{Mark, Task};
-use bps_engine::base::{Key, KeyMap, Operation, Rank};
+use crate::task::Task;
+use bps_engine::base::{Key, KeyMap, Rank};
 use bps_engine::harness::{Idler, Step};
 use bps_engine::ring::Mpsc;
 use bps_engine::transport::Waker;
@@ -60,6 +62,8 @@ const TICK: Duration = Duration::from_millis(500);
 const WATCH: Duration = Duration::from_millis(100);
 /// How long it sleeps between two looks while the GPU is at work for long.
 const NAP: Duration = Duration::from_micros(30);
+/// The same once the NIC loop has ended.
+const LOOK: Duration = Duration::from_millis(1);
 
 /// A tensor on the GPU that is pushed.
 #[derive(Debug)]
@@ -185,7 +189,7 @@ pub(super) struct Host {
 }
 
 /// See the [module](self).
-pub(super) struct Pipeline {
+pub struct Pipeline {
     ready: Track,
     down: Track,
     up: Track,
@@ -225,10 +229,17 @@ pub(super) struct Pipeline {
     gone: Vec<Rank>,
     /// First keys of tensors of which nothing more is ordered.
     ended: HashSet<Key>,
+    /// Tensors on which ranks disagree and of which nothing more is ordered, while something of
+    /// them may be under way.
+    disputed: Vec<u32>,
+    /// Their rounds, until the GPU is done with them.
+    drained: Vec<Drained>,
     stalls_told: bool,
     inbox: Mpsc<Staged>,
     waker: Waker,
     commands: Mpsc<Command>,
+    /// What did not fit into that queue.
+    behind: VecDeque<Command>,
     nic_waker: Waker,
     nic_ended: Arc<AtomicBool>,
     job_over: Arc<OnceLock<Error>>,
@@ -242,7 +253,9 @@ pub(super) struct Pipeline {
     next_tick: Duration,
     next_watch: Duration,
     trace: Trace,
-    memory: Pinned,
+    /// The NIC loop has ended, and this is how far the pipeline's own end is.
+    end: Option<End>,
+    memory: Option<Pinned>,
     direct: Direct,
 }
 
@@ -279,10 +292,13 @@ impl Pipeline {
             submitted: None,
             gone: Vec::new(),
             ended: HashSet::new(),
+            disputed: Vec::new(),
+            drained: Vec::new(),
             stalls_told: false,
             inbox: parts.inbox,
             waker: parts.waker,
             commands: parts.commands,
+            behind: VecDeque::new(),
             nic_waker: parts.nic_waker,
             nic_ended: parts.nic_ended,
             job_over: parts.job_over,
@@ -295,12 +311,13 @@ impl Pipeline {
             next_tick: TICK,
             next_watch: WATCH,
             trace: Trace::new(parts.rank),
-            memory: parts.memory,
+            end: None,
+            memory: Some(parts.memory),
             direct: parts.direct,
         }
     }
 
-    /// Runs until the NIC loop has ended. The thread has the GPU's context.
+    /// Runs until the NIC loop has ended, and ends. The thread has the GPU's context.
     pub(super) fn run(mut self, mut idler: Idler) {
         while !self.nic_ended.load(Ordering::Acquire) {
             let progress = self.step(idler.now());
@@ -309,11 +326,15 @@ impl Pipeline {
                 self.sleep();
             }
         }
-        self.end();
+        while !self.end(idler.now()) {
+            std::thread::sleep(LOOK);
+            idler.step(false);
+        }
     }
 
-    /// One turn: every queue as far as it goes.
-    fn step(&mut self, now: Duration) -> bool {
+    /// One turn: every queue as far as it goes; says whether there was anything to do. `now` is the
+    /// time since any fixed moment.
+    pub fn step(&mut self, now: Duration) -> bool {
         self.now = now;
         let mut progress = false;
         while let Some(message) = self.inbox.pop() {
@@ -339,6 +360,7 @@ impl Pipeline {
             self.next_tick = now + TICK;
             self.look_for_stalls();
         }
+        progress |= self.hand_over();
         if std::mem::take(&mut self.told) {
             self.nic_waker.wake();
         }
@@ -374,6 +396,7 @@ impl Pipeline {
         }
         progress |= self.carry_out()?;
         progress |= self.copy_down()?;
+        progress |= self.end_drained()?;
         Ok(progress)
     }
 
@@ -391,6 +414,7 @@ impl Pipeline {
             && self.falling.is_empty()
             && self.rising.is_empty()
             && self.submitted.is_none()
+            && self.drained.is_empty()
             && !self.trace.is_awaiting());
         let limit = if is_watching { NAP } else { TICK };
         self.waker.prepare();
@@ -401,17 +425,26 @@ impl Pipeline {
         self.waker.awake();
     }
 
-    /// To the NIC loop.
-    fn tell(&mut self, mut command: Command) {
-        self.told = true;
-        while !self.nic_ended.load(Ordering::Acquire) {
-            match self.commands.push(command) {
-                Ok(()) => return,
-                Err(back) => command = back,
-            }
-            self.nic_waker.wake();
-            std::thread::yield_now();
+    /// To the NIC loop, unless it has ended.
+    fn tell(&mut self, command: Command) {
+        if self.nic_ended.load(Ordering::Acquire) {
+            return;
         }
+        self.told = true;
+        self.behind.push_back(command);
+        self.hand_over();
+    }
+
+    /// Hands over what the NIC loop has room for; says whether something is left.
+    fn hand_over(&mut self) -> bool {
+        while let Some(command) = self.behind.pop_front() {
+            if let Err(back) = self.commands.push(command) {
+                self.behind.push_front(back);
+                self.told = true;
+                return true;
+            }
+        }
+        false
     }
 
     fn take(&mut self, message: Staged) -> Result<(), GpuError> {
@@ -424,134 +457,10 @@ impl Pipeline {
             }
             Staged::Closed { tensor } => return self.one_less(tensor),
             Staged::Heard { from, word } => return self.on_word(from, word),
-            Staged::Poisoned { tensor, error } => return self.on_poison(tensor, &error),
-            Staged::Gone(rank) => return self.on_gone(rank),
+            Staged::Poisoned { tensor, error } => self.on_poison(tensor, &error),
+            Staged::Gone(rank) => self.on_gone(rank),
             Staged::Trace(recorder) => self.trace.switch(recorder, self.now),
         }
         Ok(())
-    }
-
-    /// A push is over: its memory is its caller's again.
-    fn end_push(&self, push: &Push, error: Error) {
-        self.under_way.fetch_sub(1, Ordering::Release);
-        push.task.finish_now(Err(error));
-    }
-
-    fn tensor(&mut self, tensor: u32) -> Option<&mut Tensor> {
-        self.tensors.get_mut(tensor as usize)?.as_mut()
-    }
-
-    fn on_push(&mut self, tensor: u32, push: Box<Push>) -> Result<(), GpuError> {
-        let failed = self.failed.as_ref().map(|error| Error::Refused(error.to_string()));
-        let Some(state) = self.tensor(tensor) else { return Ok(()) };
-        if let Some(error) = failed.or_else(|| state.poisoned.clone()) {
-            self.end_push(&push, error);
-            return Ok(());
-        }
-        if state.run.is_some() {
-            state.waiting.push_back(push);
-            return Ok(());
-        }
-        self.begin(tensor, push)
-    }
-
-    /// Opens the next round of a tensor.
-    fn begin(&mut self, tensor: u32, push: Box<Push>) -> Result<(), GpuError> {
-        let (since, rank) = (self.now, self.rank);
-        let (asked_ns, ready) = (push.task.asked_ns(), Arc::clone(&push.ready));
-        let Some(state) = self.tensor(tensor) else { return Ok(()) };
-        state.round += 1;
-        let is_local = state.is_local;
-        for (row, state_of_row) in state.rows.iter().zip(&mut state.states) {
-            let parts = &state.plan.parts[row.parts()];
-            let own = parts.iter().filter(|part| part.holder == rank).count();
-            let missing = u32::try_from(own).unwrap_or(u32::MAX);
-            *state_of_row = RowState { ordered: Ordered::Nothing, missing };
-        }
-        state.landed.fill(false);
-        let rows = u32::try_from(state.rows.len()).unwrap_or(u32::MAX);
-        let left = rows + u32::from(state.own > 0);
-        state.run = Some(Run { push, since, left, is_ready: false });
-        self.trace.begun(asked_ns, tensor, &self.tensors);
-        if left == 0 {
-            return self.finish(tensor);
-        }
-        if !is_local {
-            self.ready.wait(&ready)?;
-            let mark = self.ready.mark()?;
-            self.incomplete.push_back((mark, tensor));
-            return Ok(());
-        }
-        // The collective itself will wait for the gradient, on the GPU.
-        self.trace.completes(tensor, &self.tensors, &ready, &mut self.ready)?;
-        self.say_ready(tensor);
-        Ok(())
-    }
-
-    /// A gradient is in the GPU's memory, and is to leave the communicator.
-    fn gradient_complete(&mut self, tensor: u32) {
-        self.trace.complete(tensor, &self.tensors);
-        let Some(Tensor { run: Some(run), own, rows, .. }) = self.tensor(tensor) else { return };
-        let (priority, own, parts) = (run.push.priority, *own, rows.len());
-        if own > 0 {
-            self.tell(Command::Open { tensor, priority });
-        }
-        if self.host.is_some() {
-            return self.say_ready(tensor);
-        }
-        for index in 0..u32::try_from(parts).unwrap_or(u32::MAX) {
-            self.is_reduced(Of { tensor, index });
-        }
-    }
-
-    /// The switch's sum of a part is on its holder's GPU, or will be once the stream down comes to
-    /// it.
-    fn is_reduced(&mut self, of: Of) {
-        let rank = self.rank;
-        // Parts wait for those of other switches, with a slot, so all ranks of a host must take
-        // them in one order: in that in which they were ordered.
-        let in_order = self.host.as_ref().is_some_and(|host| host.switches.count() > 1);
-        let Some(Tensor { run: Some(run), plan, .. }) = self.tensor(of.tensor) else { return };
-        if plan.parts[of.index as usize].holder != rank {
-            return;
-        }
-        if matches!(plan.operation, Operation::Broadcast(root) if root != rank) {
-            // It has nothing to say; the result is all that it wants.
-            let (tensor, part) = (of.tensor, of.index);
-            return self.tell(Command::Part { tensor, part, slot: None });
-        }
-        let priority = if in_order { 0 } else { run.push.priority };
-        self.to_copy.push(priority, of);
-    }
-
-    /// One of a run's open ends is closed; the last one finishes it.
-    fn one_less(&mut self, tensor: u32) -> Result<(), GpuError> {
-        let Some(Tensor { run: Some(run), .. }) = self.tensor(tensor) else { return Ok(()) };
-        run.left -= 1;
-        if run.left == 0 { self.finish(tensor) } else { Ok(()) }
-    }
-
-    /// All of a result is enqueued.
-    fn finish(&mut self, tensor: u32) -> Result<(), GpuError> {
-        let (place, last) = match &mut self.host {
-            Some(host) => (Place::Host, &mut host.track),
-            None => (Place::Up, &mut self.up),
-        };
-        let mark = self.events.take()?;
-        // Before the event, so that who waits for that finds this round over.
-        self.trace.finishes(tensor, &self.tensors, (place, last))?;
-        mark.record(last.stream())?;
-        let Some(state) = self.tensor(tensor) else { return Ok(()) };
-        let (run, next) = (state.run.take(), state.waiting.pop_front());
-        if next.is_some() {
-            // It may push what is just being written.
-            self.ready.wait(&mark)?;
-        }
-        if let Some(run) = run {
-            self.under_way.fetch_sub(1, Ordering::Release);
-            self.marks += 1;
-            run.push.task.finish_behind(Mark { event: Arc::new(mark), number: self.marks });
-        }
-        next.map_or(Ok(()), |next| self.begin(tensor, next))
     }
 }

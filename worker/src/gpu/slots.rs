@@ -2,15 +2,14 @@
 
 use super::direct::{Direct, GpuSlots};
 use super::{Device, GpuError, Pinned};
-use crate::job::Job;
 use crate::nic::staged::{Pool, Slot, SlotMemory};
-use bps_engine::config::Config;
-use bps_engine::mem::Budget;
 use std::ptr::NonNull;
 
 /// Slots of each pool: so many bytes, but not fewer than so many slots.
 const POOL_BYTES: usize = 16 << 20;
 const POOL_SLOTS_MIN: usize = 8;
+/// And never fewer than lanes and so many, since each lane may have one that waits.
+pub(super) const SLOTS_BEYOND_LANES: usize = 2;
 
 /// See the [module](self).
 pub(super) struct Slots {
@@ -22,34 +21,38 @@ pub(super) struct Slots {
     pub(super) reach: SlotMemory,
     /// What holds those in the host's memory, behind bytes of the caller's.
     pub(super) memory: Pinned,
+    /// How many those are.
+    pub(super) pinned: usize,
     /// What holds those in the GPU's.
     pub(super) direct: Direct,
 }
 
+/// Slots in each pool, of so many bytes, for a rank with so many lanes.
+pub(super) fn count(slot_bytes: usize, lanes: usize) -> usize {
+    (POOL_BYTES / slot_bytes).max(POOL_SLOTS_MIN).max(lanes + SLOTS_BEYOND_LANES)
+}
+
 impl Slots {
-    /// Takes the memory, the host's on this NUMA node and with `before` bytes in front for the
-    /// caller, and tries whether RDMA devices reach the GPU's.
+    /// Takes the memory of so many slots in each pool, the host's on this NUMA node and with
+    /// `before` bytes in front for the caller.
     ///
     /// # Errors
-    /// There is no memory; or RDMA devices are demanded to reach the GPU, and don't.
+    /// There is no memory.
     pub(super) fn lay(
-        job: &Job,
         device: &Device,
-        config: &Config,
+        (slots, slot_bytes): (usize, usize),
+        (has_servers, has_column): (bool, bool),
+        mut direct: Direct,
         numa_node: Option<u32>,
         before: usize,
     ) -> Result<Slots, GpuError> {
-        let slot_bytes = config.partition_bytes as usize;
-        let slots = (POOL_BYTES / slot_bytes).max(POOL_SLOTS_MIN).max(job.lanes() + 2);
         let pool_bytes = slots * slot_bytes;
-        let mut direct = Direct::default();
         let mut pools = vec![Pool::Sends];
         // What no server sends, and no rank publishes, needs no slots.
-        if has_servers(job) {
-            direct = Direct::find(job, device, config, pool_bytes)?;
+        if has_servers {
             pools.push(Pool::Results);
         }
-        if job.switches().count() > 1 {
+        if has_column {
             pools.push(Pool::Publications);
         }
         if direct.answers.is_some() {
@@ -57,10 +60,6 @@ impl Slots {
         }
         let pinned = slots * pools.iter().filter(|pool| on_gpu(&direct, **pool).is_none()).count();
         let memory = Pinned::new(device, before + pinned * slot_bytes, numa_node)?;
-        let mut budget = Budget::new();
-        let name = format!("pinned slots of GPU {}", device.ordinal());
-        budget.add(&name, pinned as u64, slot_bytes as u64);
-        budget.print();
         let (mut to_send, mut to_land, mut reach) = (Vec::new(), Vec::new(), SlotMemory::default());
         let (mut numbers, mut free) = (0u32.., memory.as_ptr().wrapping_add(before));
         for pool in pools {
@@ -87,13 +86,8 @@ impl Slots {
         let registered = |slots: &mut Option<GpuSlots>| slots.as_mut()?.registered.take();
         reach.gpu_to_send = registered(&mut direct.sends);
         reach.gpu_to_land = registered(&mut direct.answers);
-        Ok(Slots { to_send, to_land, reach, memory, direct })
+        Ok(Slots { to_send, to_land, reach, memory, pinned, direct })
     }
-}
-
-/// Whether this rank has lanes beside those to ranks of its host.
-pub(super) fn has_servers(job: &Job) -> bool {
-    job.lanes() >= job.switches().ranks().len()
 }
 
 /// The memory of this pool, if it is in the GPU's.

@@ -8,7 +8,8 @@
 use super::GpuError;
 use libloading::Library;
 use std::error::Error;
-use std::ffi::{CStr, c_char};
+use std::ffi::{CStr, c_char, c_void};
+use std::ptr::NonNull;
 
 /// A table of functions, each of which returns a code. Functions under `checked` have exactly the
 /// arguments that cudarc's function of that name has; those under `unchecked` differ in codes that
@@ -32,7 +33,7 @@ macro_rules! table {
         impl $table {
             /// Finds every function of the table in the library, which is called `path` in errors.
             pub(super) fn fill(
-                library: &libloading::Library,
+                library: &dyn crate::gpu::table::Symbols,
                 path: &str,
             ) -> Result<$table, crate::gpu::GpuError> {
                 Ok($table {
@@ -53,20 +54,35 @@ macro_rules! table {
 }
 pub(super) use table;
 
+/// Where functions are found by name: a library, or a test's stand-in for one.
+pub(super) trait Symbols {
+    /// The function's address, if there is one of this name.
+    fn find(&self, name: &'static str) -> Option<NonNull<c_void>>;
+}
+
+impl Symbols for Library {
+    fn find(&self, name: &'static str) -> Option<NonNull<c_void>> {
+        // SAFETY: an address is taken, of whatever type; who calls it vouches for the type.
+        let found = unsafe { self.get::<*mut c_void>(name) };
+        found.ok().and_then(|symbol| NonNull::new(*symbol))
+    }
+}
+
 /// A function of a library.
 ///
 /// # Safety
 /// `F` is the function's type. The library is never closed while the result is in use.
 pub(super) unsafe fn symbol<F: Copy>(
-    library: &Library,
+    library: &dyn Symbols,
     path: &str,
     name: &'static str,
 ) -> Result<F, GpuError> {
-    // SAFETY: the caller vouches for the type.
-    let found = unsafe { library.get::<F>(name) };
-    match found {
-        Ok(symbol) => Ok(*symbol),
-        Err(_) => Err(GpuError::NoFunction { library: path.to_owned(), symbol: name }),
+    const { assert!(size_of::<F>() == size_of::<NonNull<c_void>>(), "functions are addresses") };
+    match library.find(name) {
+        // SAFETY: the caller vouches for the type, a function pointer, which is an address that is
+        // not null, as this is.
+        Some(found) => Ok(unsafe { std::mem::transmute_copy(&found) }),
+        None => Err(GpuError::NoFunction { library: path.to_owned(), symbol: name }),
     }
 }
 

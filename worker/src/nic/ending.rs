@@ -2,9 +2,23 @@
 //! lane that closes, a job that is over, a rank that leaves.
 
 use super::staged::Staged;
-use super::{Lane, LaneId, Nic, Outgoing, Receiving, Report};
+use super::{Command, Lane, LaneId, Nic, Outgoing, Receiving, Report};
 use crate::error::Error;
+use bps_engine::ring::Mpsc;
 use bps_engine::transport::Cause;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Finishes what is in the queue of a loop that has ended.
+pub(crate) fn drain(commands: &Mpsc<Command>, error: &Error) {
+    while let Some(command) = commands.pop() {
+        match command {
+            Command::Push { task, .. } => task.finish_now(Err(error.clone())),
+            Command::PushGpu { push, .. } => push.task.finish_now(Err(error.clone())),
+            _ => {}
+        }
+    }
+}
 
 impl Nic {
     /// A tensor on which the ranks disagree: what is pending of it fails, and so does what comes.
@@ -103,6 +117,20 @@ impl Nic {
                 self.endpoint.close(id);
             }
         }
+    }
+
+    /// The loop has [ended](Self::ended), and is not stepped again: forgets all memory of others,
+    /// says so by these two, and finishes what is in its queue.
+    pub fn end(&mut self, ended: &AtomicBool, over: &OnceLock<Error>) {
+        if let Some(error) = &self.over {
+            let _ = over.set(error.clone());
+        }
+        self.forget_memory();
+        ended.store(true, Ordering::SeqCst);
+        let closed = Error::Closed("this worker has shut down".into());
+        let error = over.get().unwrap_or(&closed);
+        self.close_pipeline(error);
+        drain(&self.commands, error);
     }
 
     pub(super) fn on_closed(&mut self, lane: LaneId, cause: Cause) {

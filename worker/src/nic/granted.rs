@@ -61,7 +61,7 @@ impl Nic {
     }
 
     /// No lane is left: devices are to know no memory of others any more.
-    pub fn forget_memory(&mut self) {
+    pub(super) fn forget_memory(&mut self) {
         if let Some(rdma) = self.endpoint.rdma() {
             rdma.unregister();
             log::info!("{}", rdma.counters());

@@ -478,7 +478,7 @@ impl Nic {
     }
 
     /// The loop has ended, for this reason, and the pipeline can see that it has: it ends as well.
-    pub fn close_pipeline(&mut self, error: &Error) {
+    pub(super) fn close_pipeline(&mut self, error: &Error) {
         let Some(to) = &self.pipeline.to else { return };
         for message in self.pipeline.behind.drain(..) {
             if let Staged::Push { push, .. } = message {

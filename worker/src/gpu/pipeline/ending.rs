@@ -1,23 +1,47 @@
 //! How a pipeline ends: a tensor that is of no use any more, a GPU that can't go on, the end of the
 //! job.
 
-use super::{Pipeline, Tensor};
+use super::{Pipeline, Push, Tensor};
 use crate::error::Error;
 use crate::gpu::GpuError;
+use crate::gpu::nccl::Closing;
 use crate::gpu::track::Track;
 use crate::nic::Command;
 use crate::nic::staged::Staged;
 use bps_engine::base::Rank;
 use bps_engine::trace::log;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// How long copies and collectives may take to end once the job is over.
 const DRAIN: Duration = Duration::from_secs(5);
+/// How long they may take for what was ordered of a tensor on which ranks disagree, and for what
+/// stands before it in their streams.
+const DISPUTE: Duration = Duration::from_secs(60);
 /// How long the job has to say who died, which it knows better, before NCCL's word is told: longer
 /// than the control thread waits for the scheduler.
 const VERDICT: Duration = Duration::from_secs(3);
-/// How long it sleeps between two looks then.
-const LOOK: Duration = Duration::from_millis(1);
+
+/// A round that was given up: its memory is its caller's again once the GPU has passed these marks.
+pub(super) struct Drained {
+    push: Box<Push>,
+    error: Error,
+    /// Of the host's stream, and of those up and down.
+    host: Option<u32>,
+    marks: [u32; 2],
+    since: Duration,
+}
+
+/// How far the end of a pipeline is.
+pub(super) struct End {
+    /// The communicator, while NCCL has it.
+    closing: Option<Closing>,
+    /// Its stream.
+    track: Option<Track>,
+    /// Why, if not in good order.
+    error: Option<Error>,
+    /// When this began, or the communicator's end was over.
+    since: Duration,
+}
 
 impl Pipeline {
     /// The first error ends the job: nothing more is enqueued, and the rest comes from above.
@@ -42,41 +66,78 @@ impl Pipeline {
 
     /// Ranks disagree about a tensor. What was ordered of it in the host is still done, as all of
     /// the host do it: so its end comes with the word of who gives the order.
-    pub(super) fn on_poison(&mut self, tensor: u32, error: &Error) -> Result<(), GpuError> {
-        let Some(state) = self.tensor(tensor) else { return Ok(()) };
+    pub(super) fn on_poison(&mut self, tensor: u32, error: &Error) {
+        let Some(state) = self.tensor(tensor) else { return };
         state.poisoned = Some(error.clone());
         let pushes: Vec<_> = state.waiting.drain(..).collect();
         for push in pushes {
             self.end_push(&push, error.clone());
         }
-        if self.end_orders_of(tensor) { Ok(()) } else { self.end_poisoned(tensor) }
+        if !self.end_orders_of(tensor) {
+            self.end_disputed(tensor);
+        }
     }
 
     /// Ends what is under way of a tensor on which ranks disagree, and of which nothing more is
-    /// ordered. Its memory is its caller's again only when the GPU is done with it.
-    pub(super) fn end_poisoned(&mut self, tensor: u32) -> Result<(), GpuError> {
-        let begun = Instant::now();
-        while self.submitted.is_some() || !self.orders.is_empty() {
-            self.carry_out()?;
-            if begun.elapsed() > DRAIN {
-                let what = "what was ordered of a tensor on which ranks disagree".into();
-                return Err(GpuError::Timeout { what, after: DRAIN });
-            }
-            std::thread::yield_now();
+    /// ordered: once that is enqueued which was.
+    pub(super) fn end_disputed(&mut self, tensor: u32) {
+        let is_open = self.tensor(tensor).is_some_and(|state| state.run.is_some());
+        if is_open && !self.disputed.contains(&tensor) {
+            self.disputed.push(tensor);
         }
-        self.to_copy.forget(tensor);
-        self.incomplete.retain(|(_, one)| *one != tensor);
-        let Some(state) = self.tensor(tensor) else { return Ok(()) };
-        let (run, error) = (state.run.take(), state.poisoned.clone());
-        if let (Some(run), Some(error)) = (run, error) {
-            self.drain(self.host.as_ref().map(|host| &host.track));
-            self.end_push(&run.push, error);
+    }
+
+    /// Lets go of the rounds of disputed tensors of which all is enqueued that was ordered. Only
+    /// while NCCL is enqueueing nothing, since this marks its stream. A round's memory is its
+    /// caller's again only when the GPU is done with it.
+    pub(super) fn let_go(&mut self) -> Result<(), GpuError> {
+        let is_ordered = |tensor: &u32| {
+            let mut rows = self.orders.iter().flat_map(|batch| &batch.rows);
+            rows.any(|of| of.tensor == *tensor)
+        };
+        let (wait, ended): (Vec<u32>, Vec<u32>) =
+            std::mem::take(&mut self.disputed).into_iter().partition(is_ordered);
+        self.disputed = wait;
+        for tensor in ended {
+            self.to_copy.forget(tensor);
+            self.incomplete.retain(|(_, one)| *one != tensor);
+            let Some(state) = self.tensor(tensor) else { continue };
+            let (run, error) = (state.run.take(), state.poisoned.clone());
+            if let (Some(run), Some(error)) = (run, error) {
+                let host = self.host.as_mut().map(|host| host.track.mark()).transpose()?;
+                let marks = [self.up.mark()?, self.down.mark()?];
+                let since = self.now;
+                self.drained.push(Drained { push: run.push, error, host, marks, since });
+            }
         }
         Ok(())
     }
 
+    /// Ends the rounds with which the GPU is done.
+    pub(super) fn end_drained(&mut self) -> Result<bool, GpuError> {
+        if self.drained.is_empty() {
+            return Ok(false);
+        }
+        let (host, [up, down, _]) = self.passed();
+        let has_passed = |one: &mut Drained| {
+            let [above, below] = one.marks;
+            let is_host_done = one.host.is_none_or(|mark| host.is_some_and(|host| host.has(mark)));
+            is_host_done && up.has(above) && down.has(below)
+        };
+        let over: Vec<Drained> = self.drained.extract_if(.., has_passed).collect();
+        let progress = !over.is_empty();
+        for one in over {
+            self.end_push(&one.push, one.error);
+        }
+        if self.drained.iter().any(|one| self.now.saturating_sub(one.since) > DISPUTE) {
+            let what = "what was ordered of a tensor on which ranks disagree".into();
+            return Err(GpuError::Timeout { what, after: DISPUTE });
+        }
+        Ok(progress)
+    }
+
     /// A rank of the host has left in good order. If it gave the order, it gives none any more.
-    pub(super) fn on_gone(&mut self, rank: Rank) -> Result<(), GpuError> {
+    pub(super) fn on_gone(&mut self, rank: Rank) {
         self.gone.push(rank);
         // Whoever waits for this rank learns of it in this turn.
         self.next_tick = self.now;
@@ -87,42 +148,54 @@ impl Pipeline {
         };
         let ends: Vec<u32> =
             all.filter(|_| self.leader() == Some(rank)).filter(is_poisoned).collect();
-        ends.into_iter().try_for_each(|tensor| self.end_poisoned(tensor))
+        ends.into_iter().for_each(|tensor| self.end_disputed(tensor));
     }
 
-    /// Waits until all streams are idle, for [`DRAIN`] at most; says whether they are.
-    fn drain(&self, host: Option<&Track>) -> bool {
-        let begun = Instant::now();
-        let tracks = [&self.ready, &self.down, &self.up];
-        let mut idle = true;
-        for stream in tracks.into_iter().chain(host).map(Track::stream) {
-            while matches!(stream.is_idle(), Ok(false)) && begun.elapsed() < DRAIN {
-                std::thread::sleep(LOOK);
+    /// One step of the end, after the NIC loop's; says whether it is over.
+    pub fn end(&mut self, now: Duration) -> bool {
+        self.now = now;
+        let mut end = self.end.take().unwrap_or_else(|| self.begin_end());
+        if let Some(closing) = &mut end.closing {
+            let Some(closed) = closing.step(now) else { return self.is_ending(end) };
+            if let Err(error) = closed {
+                log::info!("{error}");
             }
-            // What the driver can't tell any more, it does not write any more.
-            idle &= stream.is_idle().unwrap_or(true);
+            (end.closing, end.since) = (None, now);
         }
-        idle
+        let tracks = [&self.ready, &self.down, &self.up].into_iter().chain(&end.track);
+        // What the driver can't tell any more, it does not write any more.
+        let is_idle = tracks.map(Track::stream).all(|stream| stream.is_idle().unwrap_or(true));
+        if !is_idle && now.saturating_sub(end.since) < DRAIN {
+            return self.is_ending(end);
+        }
+        self.finish_all(end, is_idle);
+        true
+    }
+
+    fn is_ending(&mut self, end: End) -> bool {
+        self.end = Some(end);
+        false
     }
 
     /// The NIC loop has ended.
-    pub(super) fn end(mut self) {
+    fn begin_end(&mut self) -> End {
         let failed = self.failed.take().map(|failed| Error::Refused(failed.to_string()));
         let error = self.job_over.get().cloned().or(failed);
-        let mut track = None;
-        if let Some(host) = self.host.take() {
-            track = Some(host.track);
+        let (closing, track) = self.host.take().map_or((None, None), |host| {
             // Who waits on the GPU for a rank that is gone returns. In good order a rank that is
             // late need not keep this one: nothing is under way.
-            let closed = match error {
-                Some(_) => host.comm.abort(),
-                None => host.comm.close(DRAIN),
+            let closing = match error {
+                Some(_) => host.comm.begin_abort(),
+                None => host.comm.begin_close(DRAIN, self.now),
             };
-            if let Err(closing) = closed {
-                log::info!("{closing}");
-            }
-        }
-        let is_idle = self.drain(track.as_ref());
+            (Some(closing), Some(host.track))
+        });
+        End { closing, track, error, since: self.now }
+    }
+
+    /// The GPU is idle, or has had its time.
+    fn finish_all(&mut self, end: End, is_idle: bool) {
+        let End { track, error, .. } = end;
         // What the GPU did last is in the timeline too.
         while let Some(copy) = self.rising.pop_front().filter(|_| is_idle) {
             self.has_risen(&copy);
@@ -141,6 +214,9 @@ impl Pipeline {
                 self.end_push(&push, error.clone());
             }
         }
+        for one in std::mem::take(&mut self.drained) {
+            self.end_push(&one.push, one.error);
+        }
         for state in std::mem::take(&mut self.tensors).into_iter().flatten() {
             let Tensor { run, waiting, .. } = state;
             for push in run.map(|run| run.push).into_iter().chain(waiting) {
@@ -149,7 +225,7 @@ impl Pipeline {
         }
         if !is_idle {
             // Something on the GPU may write here yet.
-            std::mem::forget(self.memory);
+            std::mem::forget(self.memory.take());
         }
     }
 }

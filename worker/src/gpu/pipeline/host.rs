@@ -28,7 +28,7 @@ impl Pipeline {
     pub(super) fn carry_out(&mut self) -> Result<bool, GpuError> {
         let mut progress = false;
         loop {
-            let Some(host) = &self.host else { return Ok(false) };
+            let Some(host) = &self.host else { return self.let_go().map(|()| progress) };
             if let Some((batch, since)) = self.submitted.take() {
                 if !host.comm.is_enqueued()? {
                     if self.now.saturating_sub(since) > host.patience {
@@ -40,6 +40,7 @@ impl Pipeline {
                     return Ok(progress);
                 }
                 self.enqueued(batch)?;
+                self.let_go()?;
             } else if let Some(batch) = self.orders.pop_front().or_else(|| self.give_order()) {
                 self.trace.submitted(&batch, &self.tensors);
                 match self.submit(&batch)? {
@@ -47,7 +48,7 @@ impl Pipeline {
                     false => self.submitted = Some((batch, self.now)),
                 }
             } else {
-                return Ok(progress);
+                return self.let_go().map(|()| progress);
             }
             progress = true;
         }

@@ -155,7 +155,10 @@ impl Pipeline {
         self.ended.insert(key);
         let Some(tensor) = self.keys.get(&key).map(|of| of.tensor) else { return Ok(()) };
         let is_known = self.tensor(tensor).is_some_and(|state| state.poisoned.is_some());
-        if is_known { self.end_poisoned(tensor) } else { Ok(()) }
+        if is_known {
+            self.end_disputed(tensor);
+        }
+        Ok(())
     }
 
     /// As the first rank, orders nothing more of the tensor that begins with this key.

@@ -1,0 +1,142 @@
+//! A pipeline with all that belongs to it: streams, slots, and the queues between it and the NIC
+//! loop. A thread is none of it: who assembles one steps it.
+
+use super::direct::Direct;
+use super::pipeline::{Host, Parts, Pipeline};
+use super::slots::Slots;
+use super::track::{Track, WORD_BYTES};
+use super::{Comm, Device, Event, EventPool, GpuError};
+use crate::error::Error;
+use crate::nic::Command;
+use crate::nic::staged::{Slot, ToPipeline};
+use crate::switches::Switches;
+use bps_engine::base::Rank;
+use bps_engine::ring::Mpsc;
+use bps_engine::transport::Waker;
+use std::sync::atomic::{AtomicBool, AtomicUsize};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+/// Tracks: where gradients are waited for, down, up, and the host's collectives.
+const TRACKS: usize = 4;
+
+/// What a pipeline is made of.
+pub struct Assembly {
+    /// The rank's GPU.
+    pub device: Device,
+    /// Events of that GPU.
+    pub events: EventPool,
+    /// Joins the ranks of this rank's PCIe switch, if the host has several ranks.
+    pub comm: Option<Comm>,
+    /// Whose pipeline it is.
+    pub rank: Rank,
+    /// The ranks that reduce with this one, and itself.
+    pub switches: Switches,
+    /// Whether sums go through servers.
+    pub has_servers: bool,
+    /// Slots in each pool.
+    pub slots: usize,
+    /// Bytes of each: parts of tensors are as large, at most.
+    pub slot_bytes: usize,
+    /// Some ranks of the host own all tensors on GPUs.
+    pub roots: bool,
+    /// Rows in one group of NCCL's calls, at most.
+    pub group_size: usize,
+    /// How long NCCL may take to enqueue a batch, which other ranks can delay.
+    pub patience: Duration,
+    /// A round that waits longer for a rank of the host is reported.
+    pub stall_report: Duration,
+    /// Messages that may wait for the pipeline before the NIC loop keeps them.
+    pub inbox: usize,
+    /// Where the slots are to be.
+    pub numa_node: Option<u32>,
+    /// To the NIC loop.
+    pub commands: Mpsc<Command>,
+    /// Wakes it.
+    pub nic_waker: Waker,
+    /// It has ended.
+    pub nic_ended: Arc<AtomicBool>,
+    /// Why, if not in good order.
+    pub job_over: Arc<OnceLock<Error>>,
+}
+
+/// A pipeline, and what its NIC loop is to be given.
+pub struct Assembled {
+    /// It has its first step before it.
+    pub pipeline: Pipeline,
+    /// The first that the NIC loop is told of it.
+    pub to: ToPipeline,
+    /// Slots for what comes, which the NIC loop is told of behind that.
+    pub to_land: Vec<Slot>,
+    /// Slots in pinned memory of the host, in all pools.
+    pub pinned: usize,
+}
+
+impl Assembly {
+    /// Takes the memory and makes the streams.
+    ///
+    /// # Errors
+    /// What the driver or the kernel refuses.
+    pub fn assemble(self) -> Result<Assembled, GpuError> {
+        self.assemble_with(Direct::default())
+    }
+
+    /// As [`assemble`](Self::assemble), with slots in the GPU's memory.
+    pub(super) fn assemble_with(self, direct: Direct) -> Result<Assembled, GpuError> {
+        let device = &self.device;
+        let system = |error: std::io::Error| GpuError::Memory {
+            ordinal: device.ordinal(),
+            why: format!("no eventfd: {error}"),
+        };
+        let words = (TRACKS * WORD_BYTES).next_multiple_of(4096);
+        let pools = (self.has_servers, self.switches.count() > 1);
+        let size = (self.slots, self.slot_bytes);
+        let Slots { to_send, to_land, reach, memory, pinned, direct } =
+            Slots::lay(device, size, pools, direct, self.numa_node, words)?;
+        // SAFETY: the pipeline holds the memory and drops it behind the tracks; each track has a
+        // word of its own.
+        let track = |index| unsafe { Track::new(device, &memory, index) };
+        let tracks = [track(0)?, track(1)?, track(2)?];
+        let host = match self.comm {
+            Some(comm) => Some(Host {
+                comm,
+                track: track(3)?,
+                switches: self.switches,
+                roots: self.roots,
+                group_size: self.group_size,
+                patience: self.patience,
+            }),
+            None => None,
+        };
+        let marks = [Event::new(device)?, Event::new(device)?];
+        let inbox = Mpsc::new(self.inbox);
+        let waker = Waker::new().map_err(system)?;
+        let under_way = Arc::new(AtomicUsize::new(0));
+        let to = ToPipeline {
+            staged: inbox.clone(),
+            waker: waker.clone(),
+            under_way: Arc::clone(&under_way),
+            slots: reach,
+        };
+        let pipeline = Pipeline::new(Parts {
+            tracks,
+            host,
+            marks,
+            events: self.events,
+            slots: to_send,
+            memory,
+            direct,
+            slot_bytes: self.slot_bytes,
+            rank: self.rank,
+            inbox,
+            waker,
+            commands: self.commands,
+            nic_waker: self.nic_waker,
+            nic_ended: self.nic_ended,
+            job_over: self.job_over,
+            under_way,
+            stall_report: self.stall_report,
+        });
+        Ok(Assembled { pipeline, to, to_land, pinned })
+    }
+}
