@@ -91,6 +91,8 @@ struct Lane {
     goodbye: bool,
     /// What is sent here carries a checksum.
     checks: bool,
+    /// This rank has left in good order, and said so here.
+    said_goodbye: bool,
     /// Frames with a task's memory that were posted and are not sent.
     posted: u32,
     receiving: Receiving,
@@ -273,6 +275,7 @@ impl Nic {
             open: true,
             goodbye: false,
             checks: self.endpoint.checks(lane),
+            said_goodbye: false,
             posted: 0,
             receiving: Receiving::Header,
             outbox: VecDeque::new(),
@@ -335,9 +338,13 @@ impl Nic {
         }
         self.events = events;
         self.pump_all();
-        if self.wants_to_leave && self.lanes.iter().all(|lane| lane.outbox.is_empty()) {
+        // Who has left before hears nothing more.
+        let is_said = |lane: &Lane| lane.outbox.is_empty() || !lane.open;
+        if self.wants_to_leave && self.lanes.iter().all(is_said) {
             self.wants_to_leave = false;
             self.leave();
+        } else if self.leaving && self.over.is_none() {
+            self.say_goodbyes();
         }
         self.pipeline.flush();
         self.wake_callers(progress);

@@ -111,10 +111,17 @@ impl Nic {
             return self.fail(Error::Closed(text.into()));
         }
         self.leaving = true;
+        self.say_goodbyes();
+    }
+
+    /// Says goodbye on each lane that has room for it. A lane that ends without has died, as its
+    /// other end sees it, and takes the job with it.
+    pub(super) fn say_goodbyes(&mut self) {
         for position in 0..self.lanes.len() {
             let id = LaneId(u32::try_from(position).unwrap_or(u32::MAX));
-            if self.lanes[position].open && self.say_goodbye(id).is_err() {
-                self.endpoint.close(id);
+            let lane = &self.lanes[position];
+            if lane.open && !lane.said_goodbye && self.say_goodbye(id).is_ok() {
+                self.lanes[position].said_goodbye = true;
             }
         }
     }
