@@ -260,6 +260,12 @@ impl Nic {
         let index = self.open_run(tensor, priority, u32::try_from(own).unwrap_or(u32::MAX));
         let Some(Some(state)) = self.tensors.get_mut(tensor as usize) else { return };
         state.run = Some(index);
+        // What others hold is theirs to wait for, and theirs to leave behind.
+        for (stage, part) in state.stages.iter_mut().zip(&state.plan.parts) {
+            if part.holder != rank {
+                *stage = Stage::Idle;
+            }
+        }
     }
 
     /// A part of it may be sent, or summed down the column first.
