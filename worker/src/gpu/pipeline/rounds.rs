@@ -22,13 +22,14 @@ impl Pipeline {
     }
 
     pub(super) fn on_push(&mut self, tensor: u32, push: Box<Push>) -> Result<(), GpuError> {
-        let failed = self.failed.as_ref().map(|error| Error::Refused(error.to_string()));
+        // The job ends then, and its end says why: who died, rather than what NCCL saw of it.
+        let has_failed = self.failed.is_some();
         let Some(state) = self.tensor(tensor) else { return Ok(()) };
-        if let Some(error) = failed.or_else(|| state.poisoned.clone()) {
+        if let Some(error) = state.poisoned.clone() {
             self.end_push(&push, error);
             return Ok(());
         }
-        if state.run.is_some() {
+        if state.run.is_some() || has_failed {
             state.waiting.push_back(push);
             return Ok(());
         }
