@@ -58,7 +58,7 @@ use std::time::Duration;
 
 /// How often this thread looks for stalls.
 const TICK: Duration = Duration::from_millis(500);
-/// How often NCCL is asked whether something went wrong behind the calls.
+/// How often the driver and NCCL are asked whether something went wrong behind the calls.
 const WATCH: Duration = Duration::from_millis(100);
 /// How long it sleeps between two looks while the GPU is at work for long.
 const NAP: Duration = Duration::from_micros(30);
@@ -354,6 +354,9 @@ impl Pipeline {
                 let watched = host.comm.async_error();
                 self.check(watched);
             }
+            // A GPU that has failed moves no word, and says so only to who asks.
+            let asked = self.up.stream().is_idle();
+            self.check(asked.map(drop));
             self.tell_failure();
         }
         if now >= self.next_tick {
