@@ -1,6 +1,6 @@
-//! Seeded whole-system simulation: real scheduler, shards and NIC loops over a network that delays,
-//! reorders and breaks, in virtual time. `BPS_SIM_SEEDS` sets how many seeds are tried,
-//! `BPS_SIM_SEED` runs one.
+//! Seeded whole-system simulation: real scheduler, shards, NIC loops and pipelines of GPUs, over a
+//! network that delays, reorders and breaks and devices that do, in virtual time. `BPS_SIM_SEEDS`
+//! sets how many seeds are tried, `BPS_SIM_SEED` runs one.
 
 use bps_tests::sim::{Fault, Groups, Outcome, run, run_hosts};
 
@@ -80,8 +80,25 @@ fn a_disagreement_is_an_error_on_every_rank() {
 }
 
 #[test]
+fn tensors_on_gpus_are_summed_whatever_streams_and_network_do() {
+    assert!(seeds(Groups::Gpus, Fault::None, 1000).checked > 0);
+}
+
+#[test]
+fn a_fault_beside_gpus_ends_the_job_everywhere() {
+    for fault in [Fault::Kill, Fault::Cut, Fault::MuteForEver, Fault::Gpu] {
+        let _ = seeds(Groups::Gpus, fault, 200);
+    }
+}
+
+#[test]
+fn a_disagreement_about_gpus_is_an_error_on_every_rank() {
+    let _ = seeds(Groups::Gpus, Fault::Mismatch, 200);
+}
+
+#[test]
 fn the_same_seed_gives_the_same_run() {
-    for groups in BOTH {
+    for groups in [Groups::Apart, Groups::Hosts, Groups::Gpus] {
         for seed in [3, 14, 159] {
             let once = run(seed, groups, Fault::None);
             assert_eq!(once, run(seed, groups, Fault::None), "seed {seed}");

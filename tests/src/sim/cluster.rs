@@ -2,12 +2,13 @@
 
 mod faults;
 
+use super::gpu::{self, Machine, SimGpu, Spot};
+use super::shape::Shape;
 use bps_engine::base::{CoreId, Rank};
-use bps_engine::config::PayloadChecksum;
 use bps_engine::lane::Endpoint;
 use bps_engine::mem::{Arena, Options};
 use bps_engine::proto::messages::{
-    Declaration, Node, NodeMessage, Planning, Register, Roster, SchedulerMessage,
+    Declaration, Node, NodeMessage, Register, Roster, SchedulerMessage,
 };
 use bps_engine::proto::scheduler::{NodeId, Output, Scheduler, SchedulerConfig};
 use bps_engine::ring::Mpsc;
@@ -22,40 +23,9 @@ use bps_worker::nic::{
     Command as NicCommand, Nic, NicConfig, NicStatistics, Peer, Report as NicReport,
 };
 use bps_worker::switches::Switches;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
-
-/// How large a job is, and how its tensors are cut.
-#[derive(Clone, Debug)]
-pub struct Shape {
-    /// Ranks.
-    pub workers: u32,
-    /// Servers.
-    pub servers: u32,
-    /// Cores of each server.
-    pub cores: u32,
-    /// Ranks of each host.
-    pub hosts: Vec<u32>,
-    /// Largest part, and whether the ranks of a host reduce among themselves.
-    pub planning: Planning,
-    /// Bytes in flight on a lane.
-    pub credit_bytes: usize,
-    /// Which payloads carry a CRC-32C.
-    pub payload_checksum: PayloadChecksum,
-}
-
-impl Shape {
-    /// The host of a rank.
-    fn host_of(&self, rank: u32) -> usize {
-        let mut end = 0;
-        let host = self.hosts.iter().position(|size| {
-            end += size;
-            rank < end
-        });
-        host.expect("every rank has a host")
-    }
-}
 
 /// A message on its way between a node and the scheduler.
 enum Letter {
@@ -71,7 +41,11 @@ pub struct SimWorker {
     pub roster: Option<Roster>,
     agent: Option<worker_agent::Agent>,
     nic: Option<Nic>,
+    /// Its GPU, if ranks have one.
+    pub(super) gpu: Option<SimGpu>,
     commands: Mpsc<NicCommand>,
+    /// What callers have to say when that queue is full.
+    backlog: VecDeque<NicCommand>,
     reports: Mpsc<NicReport>,
     /// Answered declares.
     pub declared: HashMap<u64, Result<Vec<u32>, Error>>,
@@ -126,6 +100,10 @@ const VERDICT: Duration = Duration::from_secs(6);
 const LEAVE: Duration = Duration::from_secs(5);
 /// How often nodes look around and send heartbeats.
 const TICK: Duration = Duration::from_millis(500);
+/// A round that waits longer is reported.
+const STALL_REPORT: Duration = Duration::from_secs(3);
+/// Commands that a NIC loop's queue takes.
+const COMMANDS: usize = 64;
 
 impl Cluster {
     /// A job whose nodes have just connected.
@@ -133,16 +111,17 @@ impl Cluster {
     pub fn new(seed: u64, shape: Shape) -> Cluster {
         let network = SimNetwork::new(seed);
         let config = SchedulerConfig {
-            num_workers: shape.workers,
+            num_workers: shape.num_workers(),
             num_servers: shape.servers,
             release: "sim".into(),
             start_timeout: Duration::from_secs(30),
             heartbeat_timeout: Duration::from_secs(4),
-            stall_report: Duration::from_secs(3),
+            stall_report: STALL_REPORT,
             stall_timeout: Duration::from_secs(60),
             placement: shape.planning.placement,
             built_in_coefficient: shape.planning.built_in_coefficient,
         };
+        gpu::install(shape.devices.then(|| Machine::new(seed, shape.workers as usize)));
         let mut cluster = Cluster {
             network,
             random: Random::new(seed ^ 0x5bd1_e995),
@@ -174,7 +153,7 @@ impl Cluster {
             host_id: host,
             pid: 1,
             release: "sim".into(),
-            num_workers: self.shape.workers,
+            num_workers: self.shape.num_workers(),
             num_servers: self.shape.servers,
         })
     }
@@ -234,7 +213,9 @@ impl Cluster {
             roster: None,
             agent: None,
             nic: None,
-            commands: Mpsc::new(4096),
+            gpu: None,
+            commands: Mpsc::new(COMMANDS),
+            backlog: VecDeque::new(),
             reports: Mpsc::new(256),
             declared: HashMap::new(),
             barriers: Vec::new(),
@@ -246,10 +227,11 @@ impl Cluster {
             server_connections: 0,
         });
         self.scheduler.handle_connected(node, self.network.now());
+        let (worker_id, local_rank, local_size) = self.shape.place_of(index);
         let role = Node::Worker {
-            worker_id: index,
-            local_rank: 0,
-            local_size: 1,
+            worker_id,
+            local_rank,
+            local_size,
             global_rank: None,
             local: None,
             planning: self.shape.planning.clone(),
@@ -287,8 +269,8 @@ impl Cluster {
 
     /// Lets everything happen that happens at this moment, then moves the time on.
     pub fn turn(&mut self) {
-        let mut progress = false;
         let now = self.now();
+        let mut progress = gpu::with(|machine| machine.advance(now)).unwrap_or(false);
         while let Some(entry) = self.letters.first_entry().filter(|entry| entry.key().0 <= now) {
             let letter = entry.remove();
             self.deliver(letter);
@@ -317,7 +299,8 @@ impl Cluster {
     fn pass_time(&mut self) {
         let now = self.now();
         let letter = self.letters.keys().next().map(|&(at, _)| at);
-        let next = letter.unwrap_or(self.next_tick).min(self.next_tick);
+        let device = gpu::with(|machine| machine.next()).flatten();
+        let next = letter.into_iter().chain(device).fold(self.next_tick, Duration::min);
         self.network.advance_within(next.saturating_sub(now).max(Duration::from_nanos(1)));
     }
 
@@ -408,13 +391,15 @@ impl Cluster {
     /// A worker has its roster: its NIC loop and lanes are made.
     fn form(&mut self, index: usize, roster: Roster) {
         let rank = Rank(roster.index);
+        let host = roster.neighbours.iter().map(|peer| peer.rank).chain([rank]).collect();
+        let switches = Switches::new(host, self.shape.planning.switch_size);
         let config = NicConfig {
             rank,
             size: roster.size,
             epoch: roster.epoch,
             credit_bytes: self.shape.credit_bytes,
-            column: Vec::new(),
-            stall_report: Duration::from_secs(3),
+            column: switches.others_of_column(rank).collect(),
+            stall_report: STALL_REPORT,
             say: |_| {},
         };
         let waker = Waker::new().expect("an eventfd");
@@ -425,7 +410,7 @@ impl Cluster {
             config,
             worker.commands.clone(),
             worker.reports.clone(),
-            waker,
+            waker.clone(),
             Arc::new(NicStatistics::default()),
         );
         let mut lanes = Lanes::default();
@@ -453,7 +438,20 @@ impl Cluster {
             let lane = nic.attach(Peer::Rank(other), Link::Sim(mine)).expect("a simulated lane");
             lanes.ranks.insert(other, lane);
         }
-        let switches = Switches::new(lanes.ranks.keys().copied().chain([rank]).collect(), 0);
+        if self.shape.devices {
+            let spot = Spot {
+                rank,
+                switches: switches.clone(),
+                has_servers: roster.through_servers,
+                lanes: worker.connections.len(),
+                slot_bytes: self.shape.planning.partition_bytes as usize,
+                roots: !self.shape.planning.reduce_roots.is_empty(),
+                commands: worker.commands.clone(),
+                nic_waker: waker,
+                stall_report: STALL_REPORT,
+            };
+            worker.gpu = Some(SimGpu::open(spot, index, &mut self.random));
+        }
         worker.nic = Some(nic);
         worker.agent = Some(worker_agent::Agent::new(roster.clone(), lanes, switches));
         worker.roster = Some(roster);
@@ -466,7 +464,16 @@ impl Cluster {
         }
         let now = self.network.now();
         let Some(nic) = &mut worker.nic else { return false };
+        while let Some(command) = worker.backlog.pop_front() {
+            if let Err(back) = worker.commands.push(command) {
+                worker.backlog.push_front(back);
+                break;
+            }
+        }
         let mut progress = nic.step(now);
+        if let Some(gpu) = &mut worker.gpu {
+            progress |= gpu.step(nic, now, &mut self.random);
+        }
         let mut effects = Vec::new();
         while let Some(report) = worker.reports.pop() {
             progress = true;
@@ -546,10 +553,17 @@ impl Cluster {
     }
 }
 
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        self.workers.clear();
+        gpu::install(None);
+    }
+}
+
 impl SimWorker {
     /// A command to its NIC loop.
-    pub fn push(&self, command: NicCommand) {
-        assert!(self.commands.push(command).is_ok(), "the NIC's queue is full");
+    pub fn push(&mut self, command: NicCommand) {
+        self.backlog.push_back(command);
     }
 
     /// Whether it has not been killed.
@@ -561,6 +575,7 @@ impl SimWorker {
     /// Whether its NIC loop has ended.
     #[must_use]
     pub fn ended(&self) -> bool {
-        self.nic.as_ref().is_none_or(Nic::ended)
+        let has_gpu_ended = self.gpu.as_ref().is_none_or(SimGpu::has_ended);
+        self.nic.as_ref().is_none_or(Nic::ended) && has_gpu_ended
     }
 }

@@ -1,8 +1,12 @@
 //! A whole job in one thread: the real scheduler machine, the real shards and the real NIC loops
-//! over the seeded network, in virtual time. The same seed gives the same run.
+//! over the seeded network, in virtual time, and beside them the real pipelines over simulated GPUs
+//! where ranks have some. The same seed gives the same run.
 
 mod cluster;
+mod gpu;
+mod shape;
 mod workload;
 
-pub use cluster::{Cluster, Shape};
-pub use workload::{Fault, Groups, Outcome, run, run_hosts};
+pub use cluster::Cluster;
+pub use shape::{Groups, Shape};
+pub use workload::{Fault, Outcome, run, run_hosts};

@@ -1,7 +1,9 @@
 //! What a simulated job does: random tensors, pushed in random order with random priorities,
 //! checked bit for bit.
 
-use super::cluster::{Cluster, Shape};
+use super::cluster::{Cluster, SimWorker};
+use super::gpu::{self, GpuFlight, GpuTensor, Landed};
+use super::shape::{Groups, Shape};
 use crate::reference;
 use bps_engine::base::{DType, Operation, Placement, Rank};
 use bps_engine::config::PayloadChecksum;
@@ -29,15 +31,8 @@ pub enum Fault {
     MuteForEver,
     /// One rank declares one tensor differently.
     Mismatch,
-}
-
-/// How ranks share hosts.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Groups {
-    /// Each is alone, and every contribution goes to a server.
-    Apart,
-    /// Several on a host reduce among themselves first.
-    Hosts,
+    /// A GPU fails at some moment.
+    Gpu,
 }
 
 /// What was seen.
@@ -70,63 +65,36 @@ struct Flight {
     handle: Handle,
     tensor: usize,
     round: u64,
-    /// The source, kept until the end; empty if it is the target.
-    _source: Vec<u8>,
-    target: Vec<u8>,
+    data: Data,
+}
+
+/// Where its bytes are.
+enum Data {
+    Host {
+        /// Kept until the end; empty if it is the target.
+        _source: Vec<u8>,
+        target: Vec<u8>,
+    },
+    Gpu(GpuFlight),
 }
 
 /// What one rank still has to do.
 #[derive(Default)]
 struct Script {
+    /// What it declares, by tensor.
+    tensors: Vec<Declaration>,
     request: Option<u64>,
-    ids: Vec<u32>,
+    /// Tensors in the order of the last declare.
+    ids: Vec<usize>,
     /// Pushes to come: tensor indices, in this rank's own order.
     todo: Vec<usize>,
     pushed: Vec<u64>,
     flights: Vec<Flight>,
     left: bool,
+    has_crashed: bool,
 }
 
-fn shape(random: &mut Random, groups: Groups) -> Shape {
-    let placements = [
-        Placement::Balanced,
-        Placement::Balanced,
-        Placement::Naive,
-        Placement::BuiltIn,
-        Placement::Djb2,
-        Placement::Sdbm,
-    ];
-    let number = |random: &mut Random, most| 1 + u32::try_from(random.below(most)).unwrap_or(0);
-    let planning = Planning {
-        partition_bytes: 4096 << random.below(4),
-        placement: placements[random.index(placements.len())],
-        mixed_bound: 101,
-        built_in_coefficient: 1,
-        local_reduce: groups != Groups::Apart,
-        force_distributed: groups == Groups::Hosts && random.once_in(4),
-        reduce_roots: Vec::new(),
-        switch_size: 0,
-    };
-    let hosts: Vec<u32> = match groups {
-        Groups::Apart => vec![1; number(random, 4) as usize],
-        Groups::Hosts => (0..number(random, 3)).map(|_| number(random, 3)).collect(),
-    };
-    Shape {
-        workers: hosts.iter().sum(),
-        hosts,
-        servers: number(random, 3),
-        cores: number(random, 2),
-        credit_bytes: planning.partition_bytes as usize * (1 + random.index(4)),
-        payload_checksum: if random.once_in(3) {
-            PayloadChecksum::Always
-        } else {
-            PayloadChecksum::Auto
-        },
-        planning,
-    }
-}
-
-fn tensors(random: &mut Random, workers: u32) -> Vec<Tensor> {
+fn tensors(random: &mut Random, workers: u32, devices: bool) -> Vec<Tensor> {
     let number = 1 + random.index(8);
     let one = |index: usize| {
         let dtype = DType::ALL[random.index(DType::ALL.len())];
@@ -147,10 +115,14 @@ fn tensors(random: &mut Random, workers: u32) -> Vec<Tensor> {
         };
         let name = format!("tensor.{index}");
         let rounds = 1 + random.below(3);
-        Tensor {
-            declaration: Declaration { name, dtype, shape: count.into(), operation, device: false },
-            rounds,
-        }
+        let device = devices && !random.once_in(4);
+        // An average of whole numbers goes through memory of the host.
+        let operation = match operation {
+            Operation::Average if device && !dtype.is_float() => Operation::Sum,
+            operation => operation,
+        };
+        let shape = count.into();
+        Tensor { declaration: Declaration { name, dtype, shape, operation, device }, rounds }
     };
     (0..number).map(one).collect()
 }
@@ -168,8 +140,8 @@ fn shuffle<T>(random: &mut Random, items: &mut [T]) {
 #[must_use]
 pub fn run(seed: u64, groups: Groups, fault: Fault) -> Outcome {
     let mut random = Random::new(seed);
-    let shape = shape(&mut random, groups);
-    let tensors = tensors(&mut random, shape.workers);
+    let shape = Shape::random(&mut random, groups);
+    let tensors = tensors(&mut random, shape.workers, shape.devices);
     run_job(seed, random, shape, &tensors, fault)
 }
 
@@ -195,6 +167,7 @@ pub fn run_hosts(hosts: &[u32]) -> Outcome {
         servers: 1,
         cores: 1,
         credit_bytes: 4 << 20,
+        devices: false,
         payload_checksum: PayloadChecksum::Auto,
         planning,
     };
@@ -241,6 +214,7 @@ fn run_job(
             describe(&cluster, &ranks)
         );
         cluster.turn();
+        gpu::check(seed);
         let strikes = !matches!(fault, Fault::None | Fault::Mismatch);
         if !struck && cluster.now() >= fault_at && strikes {
             let victim = random.index(workers as usize);
@@ -254,7 +228,10 @@ fn run_job(
         let mut all = true;
         for (index, rank) in ranks.iter_mut().enumerate() {
             drive(&mut cluster, rank, index, tensors, &mut random, fault);
-            check(&cluster, rank, index, tensors, seed, &mut outcome);
+            check(&cluster, rank, index, tensors, (seed, &mut random, fault), &mut outcome);
+            if std::mem::take(&mut rank.has_crashed) {
+                cluster.kill_worker(index);
+            }
             all &= is_finished(&cluster, rank, index);
         }
         if all {
@@ -274,6 +251,10 @@ fn run_job(
             outcome.paths += u64::from(said.contains("path"));
         }
     }
+    if fault == Fault::Mismatch {
+        let others: u64 = tensors.iter().skip(1).map(|tensor| tensor.rounds).sum();
+        assert!(outcome.checked >= others * u64::from(workers), "seed {seed}: others must go on");
+    }
     outcome.nanoseconds = cluster.now().as_nanos();
     outcome.wire_bytes = cluster.wire_bytes();
     outcome
@@ -283,6 +264,7 @@ fn strike(cluster: &mut Cluster, victim: usize, fault: Fault) {
     match fault {
         Fault::Kill => cluster.kill_worker(victim),
         Fault::Cut => cluster.cut_lane(victim),
+        Fault::Gpu => cluster.fail_gpu(victim),
         Fault::Mute | Fault::MuteForEver => {
             cluster.mute_lane(victim, fault == Fault::Mute);
         }
@@ -323,29 +305,19 @@ fn drive(
     }
     let number = worker.roster.as_ref().map_or(0, |roster| roster.index);
     let Some(request) = rank.request else {
+        rank.tensors = tensors.iter().map(|tensor| tensor.declaration.clone()).collect();
+        if fault == Fault::Mismatch && number == 1 {
+            rank.tensors[0] = contradict(&rank.tensors[0], worker.gpu.is_some());
+        }
         // All ranks declare all tensors, each in an order of its own.
-        let mut order: Vec<usize> = (0..tensors.len()).collect();
-        shuffle(random, &mut order);
-        let declare = |&at: &usize| {
-            let mut declaration = tensors[at].declaration.clone();
-            if fault == Fault::Mismatch && at == 0 && number == 1 {
-                declaration.shape = (declaration.shape.count() + 1).into();
-            }
-            declaration
-        };
-        rank.ids = order.iter().map(|&at| u32::try_from(at).unwrap_or(0)).collect();
-        rank.request = cluster.declare(index, order.iter().map(declare).collect());
-        return;
+        return declare(cluster, rank, index, (0..tensors.len()).collect(), random);
     };
     let Some(answer) = worker.declared.get(&request) else { return };
     let Ok(ids) = answer else {
-        // A mismatch: this rank's user gives up.
-        rank.todo.clear();
-        if rank.flights.is_empty() {
-            rank.left = true;
-            cluster.leave(index);
-        }
-        return;
+        // This rank's user goes on without the tensor on which ranks disagree.
+        assert!(rank.ids.contains(&0), "rank {number}: a declare fails without a cause");
+        rank.todo.retain(|tensor| *tensor > 0);
+        return declare(cluster, rank, index, (1..tensors.len()).collect(), random);
     };
     if random.once_in(3) {
         return;
@@ -357,25 +329,103 @@ fn drive(
         }
         return;
     };
-    let place = rank.ids.iter().position(|&at| at as usize == tensor);
-    let id = ids[place.expect("every tensor was declared")];
-    rank.pushed[tensor] += 1;
-    let round = rank.pushed[tensor];
-    let flight = push(worker, number, tensor, &tensors[tensor].declaration, round, id, random);
-    rank.flights.push(flight);
+    // What is on GPUs may be pushed together.
+    let mut batch = vec![tensor];
+    let is_on_gpu = |tensor: usize| rank.tensors[tensor].device;
+    while is_on_gpu(tensor)
+        && batch.len() < 3
+        && let Some(next) = rank.todo.pop_if(|next| is_on_gpu(*next) && random.once_in(2))
+    {
+        batch.push(next);
+    }
+    let mut items = Vec::new();
+    for tensor in batch {
+        let place = rank.ids.iter().position(|&at| at == tensor);
+        let id = ids[place.expect("every tensor was declared")];
+        rank.pushed[tensor] += 1;
+        items.push(Item { tensor, id, round: rank.pushed[tensor] });
+    }
+    let worker = &mut cluster.workers[index];
+    if is_on_gpu(tensor) {
+        rank.flights.extend(push_gpu(worker, number, &items, &rank.tensors, random));
+    } else {
+        rank.flights.push(push(worker, number, &items[0], &rank.tensors[tensor], random));
+    }
+}
+
+/// Another shape or another place.
+fn contradict(said: &Declaration, has_gpu: bool) -> Declaration {
+    let count = said.shape.count();
+    let may_move = said.dtype.is_float() || said.operation != Operation::Average;
+    match has_gpu && may_move && count.is_multiple_of(2) {
+        true => Declaration { device: !said.device, ..said.clone() },
+        false => Declaration { shape: (count + 1).into(), ..said.clone() },
+    }
+}
+
+/// A rank declares these tensors, in an order of its own.
+fn declare(
+    cluster: &mut Cluster,
+    rank: &mut Script,
+    index: usize,
+    mut order: Vec<usize>,
+    random: &mut Random,
+) {
+    shuffle(random, &mut order);
+    let declarations = order.iter().map(|&at| rank.tensors[at].clone()).collect();
+    rank.ids = order;
+    rank.request = cluster.declare(index, declarations);
+}
+
+/// A push that a rank makes.
+struct Item {
+    tensor: usize,
+    id: u32,
+    round: u64,
+}
+
+fn bytes_of(declaration: &Declaration, rank: u32, item: &Item) -> Vec<u8> {
+    let count = usize::try_from(declaration.shape.count()).expect("small tensors");
+    reference::contribution(declaration.dtype, item.tensor as u64, rank, item.round, count)
+}
+
+fn push_gpu(
+    worker: &mut SimWorker,
+    rank: u32,
+    items: &[Item],
+    tensors: &[Declaration],
+    random: &mut Random,
+) -> Vec<Flight> {
+    let tensor = |item: &Item| {
+        let declaration = &tensors[item.tensor];
+        GpuTensor {
+            id: item.id,
+            priority: i64::try_from(random.below(5)).unwrap_or(0) - 2,
+            bytes: bytes_of(declaration, rank, item),
+            in_place: random.once_in(2),
+            is_root: declaration.operation == Operation::Broadcast(Rank(rank)),
+        }
+    };
+    let pushed: Vec<GpuTensor> = items.iter().map(tensor).collect();
+    let gpu = worker.gpu.as_ref().expect("every rank has a GPU");
+    let mut commands = Vec::new();
+    let pushed = gpu.push(pushed, |command| commands.push(command));
+    commands.into_iter().for_each(|command| worker.push(command));
+    let flight = |(item, (handle, flight)): (&Item, _)| {
+        let (tensor, round) = (item.tensor, item.round);
+        Flight { handle, tensor, round, data: Data::Gpu(flight) }
+    };
+    items.iter().zip(pushed).map(flight).collect()
 }
 
 fn push(
-    worker: &super::cluster::SimWorker,
+    worker: &mut SimWorker,
     rank: u32,
-    tensor: usize,
+    item: &Item,
     declaration: &Declaration,
-    round: u64,
-    id: u32,
     random: &mut Random,
 ) -> Flight {
-    let count = usize::try_from(declaration.shape.count()).expect("small tensors");
-    let bytes = reference::contribution(declaration.dtype, tensor as u64, rank, round, count);
+    let bytes = bytes_of(declaration, rank, item);
     let is_root = declaration.operation == Operation::Broadcast(Rank(rank));
     let in_place = is_root || random.once_in(2);
     let (source, mut target) =
@@ -384,12 +434,13 @@ fn push(
     let task = Arc::new(Task::default());
     let handle = Handle::of(&task);
     worker.push(Command::Push {
-        tensor: id,
+        tensor: item.id,
         memory: Memory { source: from, target: target.as_mut_ptr() },
         priority: i64::try_from(random.below(5)).unwrap_or(0) - 2,
         task,
     });
-    Flight { handle, tensor, round, _source: source, target }
+    let data = Data::Host { _source: source, target };
+    Flight { handle, tensor: item.tensor, round: item.round, data }
 }
 
 /// Compares what has come back with the reference.
@@ -398,36 +449,56 @@ fn check(
     rank: &mut Script,
     index: usize,
     tensors: &[Tensor],
-    seed: u64,
+    (seed, random, fault): (u64, &mut Random, Fault),
     outcome: &mut Outcome,
 ) {
     let worker = &cluster.workers[index];
     let Some(roster) = &worker.roster else { return };
-    rank.flights.retain(|flight| {
-        if !flight.handle.poll() {
-            return worker.alive();
-        }
-        match flight.handle.wait(Some(Duration::ZERO)) {
-            Ok(_) => {
-                let Declaration { dtype, shape, operation, name, .. } =
+    rank.flights.retain_mut(|flight| {
+        let landed = match (&mut flight.data, &worker.gpu) {
+            (Data::Gpu(_), None) => return false,
+            _ if !flight.handle.is_told() => return worker.alive(),
+            (Data::Gpu(data), Some(gpu)) => gpu.land(&flight.handle, data, random),
+            (Data::Host { target, .. }, _) => match flight.handle.wait(Some(Duration::ZERO)) {
+                Ok(_) => Landed::Bytes(std::mem::take(target)),
+                Err(error) => Landed::Failed(error),
+            },
+        };
+        match landed {
+            Landed::NotYet => return true,
+            Landed::Lost => {
+                // Whatever a framework does next on a GPU that has failed ends its process.
+                rank.has_crashed |= worker.over.is_none();
+                let is_over = worker.over.is_some() || fault == Fault::Gpu;
+                assert!(is_over, "seed {seed}: a result is lost, and the job goes on");
+                outcome.failed += 1;
+            }
+            Landed::Bytes(bytes) => {
+                let Declaration { dtype, shape, operation, name, device } =
                     &tensors[flight.tensor].declaration;
                 let count = usize::try_from(shape.count()).expect("small tensors");
                 let tensor = flight.tensor as u64;
                 let expected =
                     reference::result(*dtype, *operation, tensor, roster.size, flight.round, count);
                 assert!(
-                    flight.target == expected,
-                    "seed {seed}: {name} ({dtype} × {count}, {operation}), round {}: rank {} got \
-                     other bytes",
+                    bytes == expected,
+                    "seed {seed}: {name} ({dtype} × {count}, {operation}, on a GPU: {device}), \
+                     round {}: rank {} got other bytes",
                     flight.round,
                     roster.index
                 );
                 outcome.checked += 1;
             }
-            Err(error) => {
+            Landed::Failed(error) => {
                 assert!(
-                    !matches!(error, Error::Refused(_) | Error::Config(_)),
+                    !matches!(error, Error::Config(_))
+                        && (fault == Fault::Gpu || !matches!(error, Error::Refused(_))),
                     "seed {seed}: unexpected error: {error}"
+                );
+                let is_disputed = fault == Fault::Mismatch && flight.tensor == 0;
+                assert!(
+                    is_disputed || !matches!(fault, Fault::None | Fault::Mismatch),
+                    "seed {seed}: without a fault: {error}"
                 );
                 outcome.failed += 1;
             }

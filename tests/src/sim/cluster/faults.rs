@@ -1,6 +1,6 @@
 //! How ranks and lanes of a simulated job end.
 
-use super::{Cluster, Duration, Letter, NicCommand, NodeMessage};
+use super::{Cluster, Duration, Letter, NicCommand, NodeMessage, SimGpu};
 
 /// What a lane that has a deadline waits for an acknowledgement.
 const SILENCE: Duration = Duration::from_secs(9);
@@ -11,8 +11,14 @@ impl Cluster {
         let worker = &mut self.workers[index];
         worker.alive = false;
         worker.nic = None;
+        worker.gpu.take().into_iter().for_each(SimGpu::kill);
         let node = worker.node;
         self.mail(Letter::Gone(node));
+    }
+
+    /// The GPU of a rank fails, some time from now.
+    pub fn fail_gpu(&mut self, index: usize) {
+        self.workers[index].gpu.iter().for_each(SimGpu::fail);
     }
 
     /// One lane of a rank breaks.

@@ -1,0 +1,312 @@
+//! A rank with a GPU: its pipeline, which is stepped, and its framework, which pushes tensors that
+//! its kernels have yet to write.
+
+use super::machine::Actor;
+use super::{libraries, machine};
+use bps_engine::base::Rank;
+use bps_engine::ring::Mpsc;
+use bps_engine::transport::Waker;
+use bps_engine::transport::sim::Random;
+use bps_worker::gpu::{
+    Assembled, Assembly, Device, EventPool, Pipeline, PooledEvent, Push, Stream,
+};
+use bps_worker::nic::{Command, Nic};
+use bps_worker::switches::Switches;
+use bps_worker::task::Task;
+use bps_worker::{Error, Handle};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+/// Events that wait for their use; more are made when they are needed.
+const EVENTS: usize = 4;
+/// How long NCCL may take.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// How long a pipeline's thread may have something else to do, at most.
+const LATE_NS: u64 = 500_000;
+
+/// Where a rank's pipeline is.
+pub(in crate::sim) struct Spot {
+    pub(in crate::sim) rank: Rank,
+    pub(in crate::sim) switches: Switches,
+    pub(in crate::sim) has_servers: bool,
+    pub(in crate::sim) lanes: usize,
+    pub(in crate::sim) slot_bytes: usize,
+    pub(in crate::sim) roots: bool,
+    pub(in crate::sim) commands: Mpsc<Command>,
+    pub(in crate::sim) nic_waker: Waker,
+    pub(in crate::sim) stall_report: Duration,
+}
+
+/// See the [module](self).
+pub(in crate::sim) struct SimGpu {
+    number: usize,
+    device: Device,
+    events: EventPool,
+    /// The framework's.
+    stream: Stream,
+    pipeline: Option<Pipeline>,
+    nic_ended: Arc<AtomicBool>,
+    over: Arc<OnceLock<Error>>,
+    late_until: Duration,
+    was_busy: bool,
+}
+
+impl SimGpu {
+    /// Opens the GPU of this number, and hands the pipeline to the NIC loop.
+    pub(in crate::sim) fn open(spot: Spot, number: usize, random: &mut Random) -> SimGpu {
+        let ordinal = u32::try_from(number).expect("few devices");
+        let device = libraries().device(ordinal).expect("the device exists");
+        device.make_current().expect("it has a context");
+        machine(|machine| machine.act(number, Actor::Engine));
+        let events = EventPool::new(&device, EVENTS).expect("events can be made");
+        let stream = Stream::new(&device).expect("streams can be made");
+        let Spot { rank, switches, .. } = spot;
+        let line = switches.line(rank).to_vec();
+        // The ranks of a communicator know its name by themselves.
+        let mut id = [0; 128];
+        id[..4].copy_from_slice(&line[0].0.to_le_bytes());
+        let place = line.iter().position(|one| *one == rank).expect("it is of its own line");
+        let number_of = |value: usize| u32::try_from(value).expect("few ranks");
+        let (size, place) = (number_of(line.len()), number_of(place));
+        let comm = (switches.ranks().len() > 1).then(|| {
+            let nccl = libraries().nccl();
+            nccl.comm(&device, &id, size, place, None, PATIENCE, || true).expect("NCCL starts")
+        });
+        let (nic_ended, over) = (Arc::new(AtomicBool::new(false)), Arc::new(OnceLock::new()));
+        let assembly = Assembly {
+            device: device.clone(),
+            events: events.clone(),
+            comm,
+            rank,
+            switches,
+            has_servers: spot.has_servers,
+            // As few as the engine ever has, or some more.
+            slots: spot.lanes + 2 + random.index(4),
+            slot_bytes: spot.slot_bytes,
+            roots: spot.roots,
+            group_size: 1 + random.index(6),
+            patience: PATIENCE,
+            stall_report: spot.stall_report,
+            inbox: 1 << random.below(7),
+            numa_node: None,
+            commands: spot.commands.clone(),
+            nic_waker: spot.nic_waker,
+            nic_ended: Arc::clone(&nic_ended),
+            job_over: Arc::clone(&over),
+        };
+        let Assembled { pipeline, to, to_land, .. } = assembly.assemble().expect("it has all");
+        assert!(spot.commands.push(Command::OpenPipeline(to)).is_ok(), "the queue is empty");
+        for slot in to_land {
+            assert!(spot.commands.push(Command::Land(slot)).is_ok(), "the queue has room");
+        }
+        let (pipeline, late_until) = (Some(pipeline), Duration::ZERO);
+        let was_busy = false;
+        SimGpu { number, device, events, stream, pipeline, nic_ended, over, late_until, was_busy }
+    }
+
+    /// A turn of the pipeline's thread, or none: it may be late.
+    pub(in crate::sim) fn step(
+        &mut self,
+        nic: &mut Nic,
+        now: Duration,
+        random: &mut Random,
+    ) -> bool {
+        if nic.ended() && !self.nic_ended.load(Ordering::Acquire) {
+            nic.end(&self.nic_ended, &self.over);
+        }
+        if self.pipeline.is_none() || self.is_late(now, random) {
+            return false;
+        }
+        let Some(pipeline) = &mut self.pipeline else { return false };
+        machine(|machine| machine.act(self.number, Actor::Engine));
+        self.device.make_current().expect("a thread can take a context");
+        if !self.nic_ended.load(Ordering::Acquire) {
+            self.was_busy = pipeline.step(now);
+            return self.was_busy;
+        }
+        let is_over = pipeline.end(now);
+        if is_over {
+            self.pipeline = None;
+        }
+        is_over
+    }
+
+    /// Whether the pipeline's thread has something else to do, or begins to have.
+    fn is_late(&mut self, now: Duration, random: &mut Random) -> bool {
+        if self.was_busy && now >= self.late_until && random.once_in(4) {
+            let limit = if random.once_in(10) { LATE_NS } else { LATE_NS / 50 };
+            self.late_until = now + Duration::from_nanos(1 + random.below(limit));
+            machine(|machine| machine.nudge(self.late_until));
+        }
+        now < self.late_until
+    }
+
+    /// Whether the pipeline has ended.
+    pub(in crate::sim) fn has_ended(&self) -> bool {
+        self.pipeline.is_none()
+    }
+
+    /// The framework pushes tensors of these bytes, which it has computed when its stream comes to
+    /// that.
+    pub(in crate::sim) fn push(
+        &self,
+        tensors: Vec<GpuTensor>,
+        mut give: impl FnMut(Command),
+    ) -> Vec<(Handle, GpuFlight)> {
+        machine(|machine| machine.act(self.number, Actor::Framework));
+        let stream = self.stream.raw();
+        let mut pushed = Vec::new();
+        for tensor in tensors {
+            let bytes = tensor.bytes.len();
+            let (source, target) = machine(|machine| {
+                let target = machine.allocate(bytes);
+                let source = if tensor.in_place { target } else { machine.allocate(bytes) };
+                machine.fill(self.stream_number(), source, tensor.bytes);
+                (source, target)
+            });
+            if tensor.is_root && source != target && bytes > 0 {
+                // SAFETY: the machine has given this memory, and looks after it.
+                let copied = unsafe { self.device.copy_in(stream, target, source, bytes) };
+                self.must(copied);
+            }
+            let flight = GpuFlight { source, target, bytes, reads: None };
+            pushed.push((tensor.id, tensor.priority, flight));
+        }
+        let ready = self.ready();
+        let push = |(tensor, priority, flight): (u32, i64, GpuFlight)| {
+            let task = Arc::new(Task::default());
+            let (source, target) = (flight.source, flight.target);
+            let (handle, ready) = (Handle::of(&task), Arc::clone(&ready));
+            let push = Box::new(Push { source, target, priority, task, ready });
+            give(Command::PushGpu { tensor, push });
+            (handle, flight)
+        };
+        pushed.into_iter().map(push).collect()
+    }
+
+    fn ready(&self) -> Arc<PooledEvent> {
+        let ready = self.events.take().expect("events can be made");
+        // SAFETY: the stream is this device's, and lives as long.
+        let recorded = unsafe { ready.record_raw(self.stream.raw()) };
+        self.must(recorded);
+        Arc::new(ready)
+    }
+
+    /// A call fails only where the device has.
+    fn must<E: std::fmt::Display>(&self, result: Result<(), E>) {
+        if let Err(error) = result {
+            assert!(
+                machine(|machine| machine.stands(self.number)),
+                "device {}: {error}",
+                self.number
+            );
+        }
+    }
+
+    fn stream_number(&self) -> usize {
+        (self.stream.raw() - super::cuda::STREAM) / 16
+    }
+
+    /// The handle of a push is told: what came of it, once that can be seen.
+    pub(in crate::sim) fn land(
+        &self,
+        handle: &Handle,
+        flight: &mut GpuFlight,
+        random: &mut Random,
+    ) -> Landed {
+        machine(|machine| machine.act(self.number, Actor::Framework));
+        let stands = machine(|machine| machine.stands(self.number));
+        if let Err(error) = handle.wait(Some(Duration::ZERO)) {
+            // The engine is done with the memory from now on; the framework's stream may not be.
+            flight.take_back();
+            let is_idle = machine(|machine| machine.query_stream(self.stream_number()));
+            if is_idle {
+                flight.give_back();
+            }
+            return if is_idle || stands { Landed::Failed(error) } else { Landed::NotYet };
+        }
+        if stands {
+            return Landed::Lost;
+        }
+        match flight.reads {
+            // Its stream reads what comes behind the result, or it waits itself.
+            None if random.once_in(2) || handle.poll() => {
+                // SAFETY: the stream is this device's, and lives as long.
+                let waits =
+                    unsafe { Handle::make_wait(std::slice::from_ref(handle), self.stream.raw()) };
+                self.must(waits);
+                let (stream, GpuFlight { target, bytes, .. }) = (self.stream_number(), *flight);
+                flight.reads = Some(machine(|machine| machine.read(stream, target, bytes)));
+                Landed::NotYet
+            }
+            None => Landed::NotYet,
+            Some(number) => match machine(|machine| machine.take(number)) {
+                Some((bytes, is_spoilt)) => {
+                    flight.give_back();
+                    if is_spoilt { Landed::Lost } else { Landed::Bytes(bytes) }
+                }
+                None => Landed::NotYet,
+            },
+        }
+    }
+
+    /// The process dies.
+    pub(in crate::sim) fn kill(self) {
+        machine(|machine| machine.kill(self.number));
+    }
+
+    /// The device fails.
+    pub(in crate::sim) fn fail(&self) {
+        machine(|machine| machine.fail_soon(self.number));
+    }
+}
+
+/// A tensor that is pushed.
+pub(in crate::sim) struct GpuTensor {
+    pub(in crate::sim) id: u32,
+    pub(in crate::sim) priority: i64,
+    pub(in crate::sim) bytes: Vec<u8>,
+    pub(in crate::sim) in_place: bool,
+    pub(in crate::sim) is_root: bool,
+}
+
+/// A push under way.
+#[derive(Clone, Copy)]
+pub(in crate::sim) struct GpuFlight {
+    source: u64,
+    target: u64,
+    bytes: usize,
+    /// The framework's kernel that reads the result.
+    reads: Option<usize>,
+}
+
+/// What came of a push.
+pub(in crate::sim) enum Landed {
+    NotYet,
+    /// The result.
+    Bytes(Vec<u8>),
+    /// It was there, and the end of the job has taken it away.
+    Lost,
+    Failed(Error),
+}
+
+impl GpuFlight {
+    /// The engine may not use the memory any more.
+    fn take_back(&self) {
+        machine(|machine| {
+            machine.close(self.target);
+            machine.close(self.source);
+        });
+    }
+
+    /// The memory is somebody else's from now on.
+    fn give_back(&self) {
+        machine(|machine| {
+            machine.free(self.target);
+            if self.source != self.target {
+                machine.free(self.source);
+            }
+        });
+    }
+}

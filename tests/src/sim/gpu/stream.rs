@@ -1,0 +1,100 @@
+//! Streams of a simulated GPU, and what is in them.
+
+use super::memory::{Clock, STREAMS_MAX};
+use std::collections::VecDeque;
+
+/// A piece of work.
+pub(super) enum Work {
+    /// A kernel of a framework writes these bytes.
+    Fill {
+        at: u64,
+        bytes: Vec<u8>,
+    },
+    /// A kernel of a framework reads.
+    Take {
+        at: u64,
+        bytes: usize,
+        number: usize,
+    },
+    /// Copies; what is read is kept from the start, and `seen` is what a source in the host's
+    /// memory was when the copy was enqueued.
+    ToHost {
+        host: usize,
+        from: u64,
+        bytes: Vec<u8>,
+    },
+    ToDevice {
+        to: u64,
+        host: usize,
+        seen: Vec<u8>,
+    },
+    OnDevice {
+        to: u64,
+        from: u64,
+        bytes: Vec<u8>,
+    },
+    /// Writes a word of the host's memory.
+    Write {
+        at: usize,
+        value: u32,
+    },
+    Record {
+        mark: usize,
+    },
+    Wait {
+        mark: usize,
+    },
+    /// The call of this number on a communicator.
+    Collective {
+        comm: usize,
+        call: usize,
+    },
+}
+
+/// Work in its stream.
+pub(super) struct Enqueued {
+    pub(super) number: u64,
+    /// For messages.
+    pub(super) what: &'static str,
+    /// What it comes behind.
+    pub(super) clock: Clock,
+    pub(super) work: Work,
+}
+
+pub(super) struct Stream {
+    pub(super) device: usize,
+    /// Its number among those of the device.
+    pub(super) number: usize,
+    pub(super) queue: VecDeque<Enqueued>,
+    /// The first of the queue is at work.
+    pub(super) is_running: bool,
+    /// What is at work waits for a rank that is gone.
+    pub(super) is_stuck: bool,
+    /// Behind what the next work will come.
+    pub(super) knows: Clock,
+    pub(super) issued: u64,
+    /// How many times longer its work takes than others'.
+    pub(super) pace: u64,
+}
+
+impl Stream {
+    pub(super) fn new(device: usize, number: usize, pace: u64) -> Stream {
+        assert!(number < STREAMS_MAX, "a device has few streams");
+        Stream {
+            device,
+            number,
+            queue: VecDeque::new(),
+            is_running: false,
+            is_stuck: false,
+            knows: [0; STREAMS_MAX],
+            issued: 0,
+            pace,
+        }
+    }
+}
+
+/// What was recorded of an event.
+pub(super) struct Mark {
+    pub(super) is_done: bool,
+    pub(super) clock: Clock,
+}
