@@ -5,14 +5,13 @@
 use crate::entry::Groups;
 use crate::shard::{Command, Report};
 use bps_engine::base::{Epoch, Key, Rank};
-use bps_engine::control::lane_fault;
+use bps_engine::control::{is_one_sided, lane_fault};
 use bps_engine::limits::{SCRATCH_BYTES, STAGING_BYTES};
 use bps_engine::mem::Budget;
 use bps_engine::proto::messages::{
     KeySpec, NodeMessage, OverReason, Roster, SchedulerMessage, StalledKey, Timeline,
 };
 use bps_engine::proto::paths::End;
-use bps_engine::transport::Cause;
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -161,11 +160,11 @@ impl Agent {
             Report::TurnedAway { message } => effects.push(Effect::Warn(message)),
             Report::Closed { rank, cause, expected } => {
                 // The scheduler finds out by itself what became of a worker; if nothing did, the
-                // path to it is broken. What this end closed, it closed for a reason that it tells.
+                // path to it is broken. What a rank closes itself ends nobody else's job.
                 if !expected && !self.over {
                     effects
                         .push(Effect::Warn(format!("core {core}: {}: {cause}", self.lane(rank))));
-                    if cause != Cause::Local {
+                    if is_one_sided(cause) {
                         let (to, fault) = (End::Rank(rank), lane_fault(cause));
                         effects.push(Effect::Send(NodeMessage::LaneLost { to, fault }));
                     }

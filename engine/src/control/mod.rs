@@ -22,7 +22,7 @@ mod time;
 pub use crate::proto::handshake::{HandshakeError, Hello, JobKey, Purpose};
 pub use acceptor::{Acceptor, Listener, Socket};
 pub use dial::{DialError, abstract_name, dial, dial_unix};
-pub use fault::lane_fault;
+pub use fault::{is_one_sided, lane_fault};
 pub use frame::{FrameError, Inbox, encode};
 pub use job_key::JobKeyError;
 pub use link::{Link, LinkError, LinkReceiver, LinkSender};
