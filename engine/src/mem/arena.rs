@@ -1,5 +1,7 @@
 //! A reserved range of addresses from which memory is claimed piece by piece.
 //!
+//! A claim can be given back, and its range is claimed again before more is taken.
+//!
 //! The invariants: claims never overlap, are aligned to [`ALIGNMENT`] and zero when handed out,
 //! have their pages already (so that using them never faults), and stay mapped as long as any of
 //! them lives. Pages once taken stay where they are until the arena is gone, also over
@@ -15,6 +17,7 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create
 use rustix::mm::{
     Advice, MapFlags, MprotectFlags, ProtFlags, madvise, mmap, mmap_anonymous, mprotect, munmap,
 };
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::c_void;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
@@ -49,6 +52,13 @@ pub struct Arena {
     ready: usize,
     /// End of what may hold something else than zeros.
     dirty: usize,
+    /// Ranges below `used` that were given back: length by offset. No two touch, and none ends at
+    /// `used`.
+    free: BTreeMap<usize, usize>,
+    /// The same by length and offset.
+    free_by_length: BTreeSet<(usize, usize)>,
+    /// Bytes in them.
+    free_bytes: usize,
 }
 
 /// A piece of an arena: aligned, zeroed, its pages present. It stays mapped as long as this value
@@ -129,7 +139,16 @@ impl Arena {
         }
         map.advise(options.numa_node);
         let map = Arc::new(map);
-        Ok(Arena { map, numa_node: options.numa_node, used: 0, ready: 0, dirty: 0 })
+        Ok(Arena {
+            map,
+            numa_node: options.numa_node,
+            used: 0,
+            ready: 0,
+            dirty: 0,
+            free: BTreeMap::new(),
+            free_by_length: BTreeSet::new(),
+            free_bytes: 0,
+        })
     }
 
     /// Claims `bytes` bytes, rounded up to the alignment, zeroed and with all pages present.
@@ -137,6 +156,14 @@ impl Arena {
     /// # Errors
     /// [`MemoryError`]; nothing has changed then.
     pub fn claim(&mut self, bytes: usize) -> Result<Claim, MemoryError> {
+        if let Some(start) = self.take_free(bytes) {
+            // SAFETY: the range is below `used` and was given back, so it is mapped, writable, and
+            // no claim has it.
+            let at = unsafe { self.map.base.add(start) };
+            // SAFETY: as above, for all of its bytes.
+            unsafe { at.write_bytes(0, bytes) };
+            return Ok(Claim { at, length: bytes, _map: Arc::clone(&self.map) });
+        }
         let start = self.used;
         let end = bytes
             .checked_next_multiple_of(ALIGNMENT)
@@ -161,17 +188,72 @@ impl Arena {
     }
 
     /// Takes the pages of the next `bytes` bytes that will be claimed, all at once: the headroom is
-    /// then checked for all of them, before the first is taken.
+    /// then checked for all of them, before the first is taken. Ranges that were given back have
+    /// their pages already and count as room.
     ///
     /// # Errors
     /// [`MemoryError`]; nothing has changed then.
     pub fn prepare(&mut self, bytes: usize) -> Result<(), MemoryError> {
+        let fresh = bytes.saturating_sub(self.free_bytes);
         let left = self.map.length - self.used;
-        if bytes > left {
+        if fresh > left {
             let (arena, reserved) = (self.map.name.clone(), self.map.length);
-            return Err(MemoryError::ArenaFull { arena, need: bytes, left, reserved });
+            return Err(MemoryError::ArenaFull { arena, need: fresh, left, reserved });
         }
-        self.grow(self.used + bytes)
+        self.grow(self.used + fresh)
+    }
+
+    /// The start of the smallest range that was given back and has room for so many bytes; what is
+    /// left of it stays free.
+    fn take_free(&mut self, bytes: usize) -> Option<usize> {
+        let length = bytes.checked_next_multiple_of(ALIGNMENT).filter(|&length| length > 0)?;
+        let &(found, start) = self.free_by_length.range((length, 0)..).next()?;
+        self.remove_free(start, found);
+        if found > length {
+            self.insert_free(start + length, found - length);
+        }
+        Some(start)
+    }
+
+    fn remove_free(&mut self, start: usize, length: usize) {
+        self.free.remove(&start);
+        self.free_by_length.remove(&(length, start));
+        self.free_bytes -= length;
+    }
+
+    fn insert_free(&mut self, start: usize, length: usize) {
+        self.free.insert(start, length);
+        self.free_by_length.insert((length, start));
+        self.free_bytes += length;
+    }
+
+    /// Takes a claim back: its range can be claimed again. Its pages stay.
+    ///
+    /// # Panics
+    /// If it is of another arena.
+    pub fn release(&mut self, claim: Claim) {
+        assert!(Arc::ptr_eq(&claim._map, &self.map), "a claim went back to another arena");
+        let mut start = claim.at.addr().get() - self.map.base.addr().get();
+        let mut length = claim.length.next_multiple_of(ALIGNMENT);
+        if length == 0 {
+            return;
+        }
+        if let Some((&before, &its_length)) = self.free.range(..start).next_back()
+            && before + its_length == start
+        {
+            self.remove_free(before, its_length);
+            (start, length) = (before, its_length + length);
+        }
+        if let Some(&behind) = self.free.get(&(start + length)) {
+            self.remove_free(start + length, behind);
+            length += behind;
+        }
+        if start + length == self.used {
+            self.dirty = self.dirty.max(self.used);
+            self.used = start;
+        } else {
+            self.insert_free(start, length);
+        }
     }
 
     /// Makes all memory claimable again; pages stay. For a new epoch.
@@ -189,6 +271,9 @@ impl Arena {
         }
         self.dirty = self.dirty.max(self.used);
         self.used = 0;
+        self.free.clear();
+        self.free_by_length.clear();
+        self.free_bytes = 0;
         Ok(())
     }
 
@@ -214,7 +299,7 @@ impl Arena {
     /// Bytes that are claimed.
     #[must_use]
     pub fn claimed_bytes(&self) -> usize {
-        self.used
+        self.used - self.free_bytes
     }
 
     /// Bytes that have pages: never fewer than are claimed.

@@ -56,6 +56,45 @@ proptest! {
     }
 }
 
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+    #[test]
+    fn what_is_given_back_is_claimed_again(
+        steps in proptest::collection::vec((any::<bool>(), 0usize..9000, any::<u8>()), 1..200),
+    ) {
+        let mut arena = arena(6 << 20, false);
+        let mut claims: Vec<Claim> = Vec::new();
+        let mut highest = 0;
+        for (gives_back, size, number) in steps {
+            if gives_back && !claims.is_empty() {
+                arena.release(claims.swap_remove(usize::from(number) % claims.len()));
+            } else {
+                let mut claim = arena.claim(size).unwrap();
+                prop_assert_eq!(claim.as_ptr().addr() % ALIGNMENT, 0);
+                prop_assert!(bytes(&mut claim).iter().all(|&byte| byte == 0));
+                prop_assert!(arena.contains(claim.as_ptr(), size));
+                bytes(&mut claim).fill(number | 1);
+                claims.push(claim);
+            }
+            // Those that live do not overlap, and count in full.
+            claims.sort_by_key(|claim| (claim.as_ptr().addr(), claim.len()));
+            for pair in claims.windows(2) {
+                prop_assert!(pair[0].as_ptr().addr() + pair[0].len() <= pair[1].as_ptr().addr());
+            }
+            let live: usize = claims.iter().map(|claim| claim.len().next_multiple_of(ALIGNMENT)).sum();
+            prop_assert_eq!(arena.claimed_bytes(), live);
+            highest = highest.max(arena.used);
+        }
+        for claim in claims {
+            arena.release(claim);
+        }
+        prop_assert_eq!((arena.claimed_bytes(), arena.used), (0, 0));
+        prop_assert!(arena.free.is_empty() && arena.free_by_length.is_empty());
+        prop_assert!(highest <= arena.resident_bytes());
+        arena.release_all().unwrap();
+    }
+}
+
 #[test]
 fn using_a_claim_never_faults() {
     for shared in [false, true] {
