@@ -42,6 +42,8 @@ pub const NAME_BYTES_MAX: usize = 1024;
 pub const DIMENSIONS_MAX: usize = 64;
 /// Tensors of one job.
 pub const TENSORS_MAX: usize = 1 << 20;
+/// Declarations of one name that one rank may be ahead of another.
+pub const ERAS_MAX: usize = 1024;
 /// Parts of one job.
 pub const PARTS_MAX: usize = 1 << 22;
 /// Parts of the tensors that one request declares: their keys fit into one control message.

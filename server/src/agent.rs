@@ -9,7 +9,7 @@ use bps_engine::control::{is_one_sided, lane_fault};
 use bps_engine::limits::{SCRATCH_BYTES, STAGING_BYTES};
 use bps_engine::mem::Budget;
 use bps_engine::proto::messages::{
-    KeySpec, NodeMessage, OverReason, Roster, SchedulerMessage, StalledKey, Timeline,
+    KeySpec, NodeMessage, OverReason, RetiredKey, Roster, SchedulerMessage, StalledKey, Timeline,
 };
 use bps_engine::proto::paths::End;
 use std::collections::HashMap;
@@ -84,6 +84,7 @@ impl Agent {
                 self.roster = Some(roster);
             }
             SchedulerMessage::Install { request, keys } => self.install(request, keys, effects),
+            SchedulerMessage::Retire { keys } => self.retire(keys, effects),
             SchedulerMessage::Reset { epoch } => {
                 self.begin(epoch, Groups::default(), effects);
                 effects
@@ -107,6 +108,7 @@ impl Agent {
             | SchedulerMessage::PathStall { .. }
             | SchedulerMessage::Clock(_)
             | SchedulerMessage::Mismatch(_)
+            | SchedulerMessage::Superseded { .. }
             | SchedulerMessage::Declared { .. }
             | SchedulerMessage::Refused { .. }
             | SchedulerMessage::BarrierDone { .. } => {}
@@ -140,6 +142,16 @@ impl Agent {
         for (core, keys) in by_core {
             effects.push(Effect::Shard(core, Command::Install { request, keys }));
         }
+    }
+
+    fn retire(&mut self, keys: Vec<RetiredKey>, effects: &mut Vec<Effect>) {
+        let mut by_core: HashMap<u32, Vec<RetiredKey>> = HashMap::new();
+        for key in keys {
+            by_core.entry(key.core).or_default().push(key);
+        }
+        // Only cores that have installed a key can be told to forget it.
+        let known = by_core.into_iter().filter(|(core, _)| *core < self.cores);
+        effects.extend(known.map(|(core, keys)| Effect::Shard(core, Command::Retire { keys })));
     }
 
     /// A report of a shard.

@@ -150,6 +150,8 @@ pub struct Entry {
     pub checksum: Option<u32>,
     /// Whether the open round has been counted as stalled.
     pub stall_counted: bool,
+    /// Of a retired key: the round after which nobody pushes it.
+    pub last_round: Option<u64>,
     /// Whose payload is arriving now.
     active: Option<LaneId>,
     /// Payloads of the open round that are in the accumulator.
@@ -221,7 +223,7 @@ impl Entry {
             dtype: spec.dtype,
             bytes: spec.bytes as usize,
             operation: spec.operation,
-            round: 0,
+            round: spec.rounds,
             arrived: NumberSet::new(groups.count()),
             speakers: vec![Rank(0); groups.count() as usize].into(),
             opened_at: None,
@@ -230,6 +232,7 @@ impl Entry {
             waiting: VecDeque::with_capacity(groups.ranks() as usize),
             checksum: None,
             stall_counted: false,
+            last_round: None,
             active: None,
             landed: 0,
             complete: NumberSet::new(groups.count()),
@@ -282,6 +285,18 @@ impl Entry {
             Operation::Broadcast(root) if root == rank => 0,
             _ => self.bytes,
         }
+    }
+
+    /// Whether it was retired, has had its last round, and nobody reads its result any more.
+    #[must_use]
+    pub fn is_over(&self) -> bool {
+        self.last_round == Some(self.round) && self.publishing == 0 && self.arrived.is_empty()
+    }
+
+    /// Its memory, in exchange for another claim: it is never used again.
+    #[must_use]
+    pub fn take_accumulator(&mut self, other: Claim) -> Claim {
+        std::mem::replace(&mut self.accumulator, other)
     }
 
     /// Whether a payload may be taken now; else the lane has to wait in `waiting`.

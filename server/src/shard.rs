@@ -2,6 +2,7 @@
 //! but the two rings to and from the control thread. The data path allocates nothing: room is made
 //! when keys are installed and lanes attached.
 
+mod keys;
 mod membership;
 mod messages;
 mod watch;
@@ -63,6 +64,8 @@ pub struct Shard {
     groups: Arc<Groups>,
     index: KeyMap<usize>,
     entries: Vec<Entry>,
+    /// Places in `entries` whose keys were forgotten.
+    vacant: Vec<usize>,
     sessions: Vec<Option<Session>>,
     /// Lane of each rank.
     lanes: Vec<Option<LaneId>>,
@@ -114,6 +117,7 @@ impl Shard {
             groups: Arc::default(),
             index: KeyMap::default(),
             entries: Vec::new(),
+            vacant: Vec::new(),
             sessions: Vec::new(),
             lanes: Vec::new(),
             left: NumberSet::default(),
@@ -186,6 +190,7 @@ impl Shard {
                 Ok(()) => self.report(Report::Installed { request }),
                 Err(message) => self.report(Report::Failed { message }),
             },
+            Command::Retire { keys } => self.retire(&keys),
             Command::Begin { epoch, groups } => self.begin(epoch, groups),
             Command::Inquire { keys } => self.tell_states(&keys),
             Command::Trace(recorder) => self.trace = recorder,
@@ -486,6 +491,7 @@ impl Shard {
     fn sent(&mut self, index: usize) {
         self.entries[index].sent();
         self.next_in_line(index);
+        self.forget_if_over(index);
     }
 
     fn refuse(&mut self, lane: LaneId, why: Refusal) {

@@ -1,9 +1,11 @@
 //! A core of a server between two memberships.
 
-use bps_engine::base::{Epoch, Rank};
+use bps_engine::base::{DType, Epoch, Key, Operation, Rank};
 use bps_engine::lane::Endpoint;
 use bps_engine::mem::{Arena, Options};
+use bps_engine::proto::messages::{KeySpec, RetiredKey};
 use bps_engine::ring::Mpsc;
+use bps_engine::trace::counters::Counters;
 use bps_engine::transport::sim::{Sim, SimNetwork};
 use bps_engine::transport::{Link, Transport, Waker};
 use bps_server::entry::Groups;
@@ -17,12 +19,14 @@ struct Core {
     network: SimNetwork,
     commands: Mpsc<Command>,
     reports: Mpsc<(u32, Report)>,
+    counters: Arc<Counters>,
 }
 
 impl Core {
     fn new() -> Core {
         let (network, waker) = (SimNetwork::new(1), Waker::new().expect("an eventfd"));
         let (commands, reports) = (Mpsc::new(64), Mpsc::new(64));
+        let counters: Arc<Counters> = Arc::default();
         let options = Options { name: "test".into(), numa_node: None, shared: false };
         let shard = Shard::new(
             0,
@@ -31,10 +35,10 @@ impl Core {
             commands.clone(),
             reports.clone(),
             waker,
-            Arc::default(),
+            Arc::clone(&counters),
             Duration::from_secs(3),
         );
-        Core { shard, network, commands, reports }
+        Core { shard, network, commands, reports, counters }
     }
 
     fn order(&mut self, command: Command) {
@@ -76,4 +80,50 @@ fn workers_may_dial_before_the_server_knows_the_ranks_of_a_resumed_job() {
     lanes.push(core.dial(0, 1));
     lanes.push(core.dial(2, 2));
     assert_eq!(core.turned_away(), 3);
+}
+
+impl Core {
+    /// Installs a key of this many bytes, which has had so many rounds.
+    fn install(&mut self, key: u64, bytes: u32, rounds: u64) {
+        let operation = Operation::Sum;
+        let spec = KeySpec { key: Key(key), core: 0, dtype: DType::F32, bytes, operation, rounds };
+        self.order(Command::Install { request: 1, keys: vec![spec] });
+        let (_, report) = self.reports.pop().expect("an answer");
+        assert!(matches!(report, Report::Installed { request: 1 }), "{report:?}");
+    }
+
+    fn retire(&mut self, key: u64, rounds: u64) {
+        let keys = vec![RetiredKey { key: Key(key), core: 0, rounds }];
+        self.order(Command::Retire { keys });
+    }
+
+    /// Keys that it has, and bytes of memory that it has claimed for them.
+    fn held(&self) -> (u64, u64) {
+        self.shard.sample();
+        (self.counters.keys.read(), self.counters.arena_claimed.read())
+    }
+}
+
+#[test]
+fn a_retired_key_gives_its_memory_back_once_it_had_its_last_round() {
+    let mut core = Core::new();
+    core.order(begin(1, 2));
+    core.install(0, 256 << 10, 0);
+    core.install(1, 128 << 10, 0);
+    assert_eq!(core.held(), (2, 384 << 10));
+    // Nobody has pushed it, and nobody will.
+    core.retire(0, 0);
+    assert_eq!(core.held(), (1, 128 << 10));
+    // Its last round is still to come; or it is used again before that.
+    core.retire(1, 5);
+    core.retire(77, 5);
+    assert_eq!(core.held(), (1, 128 << 10));
+    core.install(1, 128 << 10, 5);
+    // One that was forgotten comes back where it stood. The arena has 1 MiB for all of them.
+    for turn in 0..100 {
+        core.install(0, 512 << 10, turn);
+        assert_eq!(core.held(), (2, 640 << 10));
+        core.retire(0, turn);
+    }
+    assert_eq!(core.held(), (1, 128 << 10));
 }

@@ -62,14 +62,40 @@ def test_mismatch(pair, kind):
 
 
 def same_name_other_size():
-    bps.push_pull(torch.ones(4), name="resized")
-    bps.barrier()  # A rank that has not got its result yet would be told in its place.
-    with pytest.raises(MismatchError, match="resized"):
-        bps.push_pull(torch.ones(5), name="resized")
+    for turn in range(3):
+        for shape in ((4,), (5,), (2, 2), (300, 1000), (0,), ()):
+            for dtype in (torch.float32, torch.bfloat16, torch.int64):
+                for _ in range(turn):
+                    mine = torch.full(shape, bps.rank() + 1, dtype=dtype)
+                    result = bps.push_pull(mine, average=False, name="resized")
+                    wanted = torch.full(shape, sum(range(1, bps.size() + 1)), dtype=dtype)
+                    assert torch.equal(result, wanted), (shape, dtype)
 
 
 def test_same_name_other_size(job):
     job.run(same_name_other_size)
+
+
+def cast_after_wrapping():
+    torch.manual_seed(3)
+    model = torch.nn.Linear(20, 5)
+    optimizer = bps.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters()
+    )
+    for step, dtype in enumerate((torch.float32, torch.bfloat16, torch.float64, torch.float32)):
+        model.to(dtype)
+        optimizer.zero_grad()
+        data = torch.full((2, 20), float(bps.rank() + step), dtype=dtype)
+        model(data).sum().backward()
+        optimizer.synchronize()
+        mean = sum(2 * (rank + step) for rank in range(bps.size())) / bps.size()
+        assert torch.allclose(model.weight.grad, torch.full((5, 20), mean, dtype=dtype))
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+
+def test_model_cast_after_wrapping(job):
+    job.run(cast_after_wrapping)
 
 
 # Ranks that are gone

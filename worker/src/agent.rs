@@ -8,7 +8,8 @@ use crate::switches::Switches;
 use bps_engine::base::{CoreId, Rank};
 use bps_engine::control::lane_fault;
 use bps_engine::proto::messages::{
-    Assignment, Declaration, Mismatch, NodeMessage, OverReason, Roster, SchedulerMessage,
+    Assignment, Declaration, Mismatch, NodeMessage, OverReason, Replacement, Roster,
+    SchedulerMessage, Superseded,
 };
 use bps_engine::proto::paths::End;
 use bps_engine::transport::LaneId;
@@ -21,6 +22,13 @@ pub enum Effect {
     Nic(Command),
     /// To the scheduler.
     Send(NodeMessage),
+    /// A tensor may be pushed so often: other ranks have replaced it then. `None`: they have not.
+    Limit {
+        /// Its id.
+        tensor: u32,
+        /// How often, in all.
+        until: Option<u64>,
+    },
     /// A declare is answered: tensor ids in the order of the declarations.
     Declared {
         /// Its number.
@@ -56,8 +64,8 @@ pub struct Agent {
     next_request: u64,
     declares: HashMap<u64, Vec<Declaration>>,
     planned: HashSet<u32>,
-    /// Tensors on which ranks disagree.
-    poisoned: HashMap<String, Error>,
+    /// Names on which ranks disagree, and the rounds of their tensors on which they had agreed.
+    poisoned: HashMap<String, (Error, Vec<(u32, u64)>)>,
     /// What servers have told of lost lanes, until the scheduler says what happened.
     lost: Option<String>,
     over: bool,
@@ -88,6 +96,13 @@ impl Agent {
         (request, NodeMessage::Declare { request, tensors })
     }
 
+    /// As [`declare`](Self::declare), for names that were declared otherwise before.
+    pub fn redeclare(&mut self, tensors: Vec<Replacement>) -> (u64, NodeMessage) {
+        let said = tensors.iter().map(|replacement| replacement.said.clone()).collect();
+        let (request, _) = self.declare(said);
+        (request, NodeMessage::Redeclare { request, tensors })
+    }
+
     /// Starts a barrier: its number and the message to send.
     pub fn barrier(&mut self) -> (u64, NodeMessage) {
         let request = self.next_request;
@@ -105,14 +120,18 @@ impl Agent {
                 self.declared(request, &tensors, effects);
             }
             SchedulerMessage::Refused { request, message } => {
-                // After a mismatch the declare has been answered already, by something better.
                 if let Some(declarations) = self.declares.remove(&request) {
                     let known = declarations.iter().find_map(|one| self.poisoned.get(&one.name));
-                    let error = known.cloned().unwrap_or(Error::Refused(message));
+                    let error = known.map_or(Error::Refused(message), |(error, _)| error.clone());
                     effects.push(Effect::Declared { request, result: Err(error) });
                 }
             }
             SchedulerMessage::Mismatch(mismatch) => self.mismatch(&mismatch, effects),
+            SchedulerMessage::Superseded { tensors } => {
+                let limit =
+                    |Superseded { tensor, rounds }| Effect::Limit { tensor, until: Some(rounds) };
+                effects.extend(tensors.into_iter().map(limit));
+            }
             SchedulerMessage::BarrierDone { request } => {
                 effects.push(Effect::BarrierDone { request });
             }
@@ -136,6 +155,7 @@ impl Agent {
             | SchedulerMessage::Roster(_)
             | SchedulerMessage::Install { .. }
             | SchedulerMessage::Inquire { .. }
+            | SchedulerMessage::Retire { .. }
             | SchedulerMessage::Clock(_)
             | SchedulerMessage::Timeline { .. }
             | SchedulerMessage::Reset { .. } => {}
@@ -151,9 +171,17 @@ impl Agent {
             .collect();
         let result = plans.map(|plans| {
             for (plan, assignment) in plans.into_iter().zip(tensors) {
-                if self.planned.insert(assignment.tensor) {
+                let &Assignment { tensor, until, .. } = assignment;
+                effects.push(Effect::Limit { tensor, until });
+                let name = plan.name.clone();
+                if self.planned.insert(tensor) {
                     let plan = Arc::new(plan);
-                    effects.push(Effect::Nic(Command::Plan { tensor: assignment.tensor, plan }));
+                    effects.push(Effect::Nic(Command::Plan { tensor, plan }));
+                }
+                // Only rounds on which the ranks had agreed before are still to come.
+                if let Some((error, agreed)) = self.poisoned.get(&name) {
+                    let (error, agreed) = (error.clone(), agreed.clone());
+                    effects.push(Effect::Nic(Command::Poison { name, agreed, error }));
                 }
             }
             tensors.iter().map(|assignment| assignment.tensor).collect()
@@ -212,21 +240,10 @@ impl Agent {
     fn mismatch(&mut self, mismatch: &Mismatch, effects: &mut Vec<Effect>) {
         let name = mismatch.first_said.name.clone();
         let error = Error::Mismatch(mismatch.to_string());
-        let concerned = |declarations: &Vec<Declaration>| {
-            declarations.iter().any(|declaration| declaration.name == name)
-        };
-        let waiting: Vec<u64> = self
-            .declares
-            .iter()
-            .filter(|(_, declarations)| concerned(declarations))
-            .map(|(&request, _)| request)
-            .collect();
-        for request in waiting {
-            self.declares.remove(&request);
-            effects.push(Effect::Declared { request, result: Err(error.clone()) });
-        }
-        self.poisoned.insert(name.clone(), error.clone());
-        effects.push(Effect::Nic(Command::Poison { name, error }));
+        let agreed: Vec<(u32, u64)> =
+            mismatch.agreed.iter().map(|one| (one.tensor, one.rounds)).collect();
+        self.poisoned.insert(name.clone(), (error.clone(), agreed.clone()));
+        effects.push(Effect::Nic(Command::Poison { name, agreed, error }));
     }
 
     /// A report of the NIC loop. The scheduler knows best what became of a server, so a lost lane

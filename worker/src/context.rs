@@ -1,6 +1,7 @@
 //! Joining a job, what can be asked of it, and leaving it.
 
 use crate::control::lock;
+use crate::declared::Declared;
 use crate::error::Error;
 use crate::gpu::{self, Device, EventPool, GpuError};
 use crate::job::Job;
@@ -11,7 +12,6 @@ use bps_engine::base::{Operation, Rank};
 use bps_engine::config::Config;
 use bps_engine::proto::messages::Declaration;
 use bps_engine::trace::log;
-use std::collections::HashMap;
 use std::ops::RangeInclusive;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
@@ -30,10 +30,7 @@ struct Shared {
     size: u32,
     local_rank: u32,
     local_size: u32,
-    /// What each tensor was declared as: name to id.
-    declared: Mutex<HashMap<String, (Declaration, TensorId)>>,
-    /// Bytes and operation of each tensor, by id.
-    sizes: Mutex<Vec<(usize, Operation)>>,
+    declared: Arc<Mutex<Declared>>,
     job: Option<Job>,
     config: Config,
     /// The GPU of this process, once one is open, and events of it.
@@ -62,7 +59,8 @@ impl Worker {
         let joined = start::join(config)?;
         log::init(config.log_level, &format!("rank {}", joined.roster.index));
         let (rank, size) = (joined.roster.index, joined.roster.size);
-        let job = Job::start(config, joined)?;
+        let alone = Shared::alone(config);
+        let job = Job::start(config, joined, &alone.declared)?;
         if config.trace_on {
             let rounds = config.trace_start_step.into()..=config.trace_end_step.into();
             // Training does not depend on it.
@@ -70,7 +68,7 @@ impl Worker {
                 log::warning!("{error}");
             }
         }
-        let shared = Shared { rank, size, job: Some(job), ..Shared::alone(config) };
+        let shared = Shared { rank, size, job: Some(job), ..alone };
         Ok(Worker(Arc::new(shared)))
     }
 
@@ -99,44 +97,25 @@ impl Worker {
     }
 
     /// Names tensors, in one round trip for all that are new. The same declaration again costs
-    /// nothing.
+    /// nothing. Another one of the same name makes it a new tensor, with an id of its own, which
+    /// every rank must declare after as many pushes of the old one; the ids of both stay valid.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] where another rank, or this one earlier, said something else of the same
-    /// name; [`Error::Refused`] for what the scheduler or a server can't serve.
+    /// [`Error::Mismatch`] where another rank says something else of the same name; [`Error::Refused`] for what the scheduler or a server can't serve.
     pub fn declare(&self, tensors: &[Declaration]) -> Result<Vec<TensorId>, Error> {
-        let unknown: Vec<Declaration> = {
-            let known = lock(&self.0.declared);
-            let equal =
-                |one: &&Declaration| known.get(&one.name).is_none_or(|(old, _)| old != *one);
-            tensors.iter().filter(equal).cloned().collect()
-        };
-        if !unknown.is_empty() {
-            let ids = match &self.0.job {
-                Some(job) => job.declare(&unknown)?,
-                None => self.0.declare_alone(&unknown)?,
-            };
-            let mut known = lock(&self.0.declared);
-            let mut sizes = lock(&self.0.sizes);
-            for (declaration, id) in unknown.into_iter().zip(ids) {
-                let bytes =
-                    declaration.shape.count().saturating_mul(declaration.dtype.size() as u64);
-                let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
-                if sizes.len() <= id as usize {
-                    sizes.resize(id as usize + 1, (0, Operation::Sum));
-                }
-                sizes[id as usize] = (bytes, declaration.operation);
-                known.insert(declaration.name.clone(), (declaration, TensorId(id)));
+        let news = lock(&self.0.declared).news(tensors);
+        if !news.new.is_empty() || !news.replaced.is_empty() {
+            let ids = self.0.job.as_ref().map(|job| job.declare(&news)).transpose()?;
+            let mut declared = lock(&self.0.declared);
+            let replaced = news.replaced.into_iter().map(|replacement| replacement.said);
+            for (index, said) in news.new.into_iter().chain(replaced).enumerate() {
+                let id =
+                    ids.as_ref().map_or_else(|| declared.id_alone(&said.name), |ids| ids[index]);
+                declared.insert(said, id);
             }
         }
-        let known = lock(&self.0.declared);
-        let id = |one: &Declaration| known.get(&one.name).map(|&(_, id)| id);
-        tensors
-            .iter()
-            .map(|one| {
-                id(one).ok_or_else(|| Error::Refused(format!("`{}` was not declared", one.name)))
-            })
-            .collect()
+        let declared = lock(&self.0.declared);
+        tensors.iter().map(|said| declared.id(said)).collect()
     }
 
     /// Starts pushing tensors and pulling their results. One tensor may be under way several times:
@@ -152,15 +131,13 @@ impl Worker {
     /// push_pull under way is for its handle to say.
     pub unsafe fn push_pull(&self, items: &[PushPull]) -> Result<Vec<Handle>, Error> {
         // All are looked up before the first is started: an error leaves nothing under way.
-        let sizes = lock(&self.0.sizes);
-        let known = |item: &PushPull| match sizes.get(item.tensor.0 as usize) {
-            Some(&(bytes, operation)) => Ok((*item, bytes, operation)),
-            None => Err(Error::Refused(format!("tensor id {} was not declared", item.tensor.0))),
-        };
+        let declared = lock(&self.0.declared);
+        let known = |item: &PushPull| Ok((*item, declared.what(item.tensor)?));
         let items: Vec<_> = items.iter().map(known).collect::<Result<_, _>>()?;
-        drop(sizes);
+        drop(declared);
+        self.0.count(items.iter().map(|(item, _)| item.tensor));
         let mut handles = Vec::with_capacity(items.len());
-        for (item, bytes, operation) in &items {
+        for (item, (bytes, operation)) in &items {
             let is_root = *operation == Operation::Broadcast(Rank(self.0.rank));
             let copies = self.0.job.is_none() || is_root;
             if copies && *bytes > 0 && !std::ptr::eq(item.source, item.target) {
@@ -231,14 +208,11 @@ impl Worker {
         let Some((device, events)) = lock(&self.0.gpu).clone() else {
             return Err(Error::Refused("no GPU is open: call open_gpu first".into()));
         };
-        let sizes = lock(&self.0.sizes);
-        let known = |item: &GpuPushPull| match sizes.get(item.tensor.0 as usize) {
-            Some(&(bytes, operation)) => Ok((*item, bytes, operation)),
-            None => Err(Error::Refused(format!("tensor id {} was not declared", item.tensor.0))),
-        };
-        let items: Vec<_> = items.iter().map(known).collect::<Result<_, _>>()?;
-        drop(sizes);
-        for (item, bytes, operation) in &items {
+        let declared = lock(&self.0.declared);
+        let known = |item: &GpuPushPull| Ok((*item, declared.what(item.tensor)?));
+        let items: Vec<_> = items.iter().map(known).collect::<Result<_, Error>>()?;
+        drop(declared);
+        for (item, (bytes, operation)) in &items {
             let is_root = *operation == Operation::Broadcast(Rank(self.0.rank));
             let copies = self.0.job.is_none() || is_root;
             if copies && *bytes > 0 && item.source != item.target {
@@ -255,7 +229,8 @@ impl Worker {
         let Some(job) = &self.0.job else {
             return Ok(items.iter().map(|_| Handle::finished_behind(&ready)).collect());
         };
-        let handles = items.iter().map(|(item, _, _)| job.push_gpu(item, &ready)).collect();
+        self.0.count(items.iter().map(|(item, _)| item.tensor));
+        let handles = items.iter().map(|(item, _)| job.push_gpu(item, &ready)).collect();
         job.wake();
         Ok(handles)
     }
@@ -316,25 +291,22 @@ impl Shared {
             size: config.num_workers * config.local_size,
             local_rank: config.local_rank,
             local_size: config.local_size,
-            declared: Mutex::default(),
-            sizes: Mutex::default(),
+            declared: Arc::default(),
             job: None,
             config: config.clone(),
             gpu: Mutex::default(),
         }
     }
 
-    fn declare_alone(&self, tensors: &[Declaration]) -> Result<Vec<u32>, Error> {
-        let known = lock(&self.declared);
-        for one in tensors {
-            if let Some((old, _)) = known.get(&one.name) {
-                return Err(Error::Mismatch(format!(
-                    "tensor `{}` was declared {old}, now {one}; use another name",
-                    one.name
-                )));
-            }
+    /// Counts pushes that are about to start, and tells the scheduler if other ranks have replaced
+    /// a tensor after fewer: then they have no such round, and all ranks have to know.
+    fn count(&self, tensors: impl Iterator<Item = TensorId>) {
+        let Some(job) = &self.job else { return };
+        let mut declared = lock(&self.declared);
+        let beyond: Vec<TensorId> = tensors.filter(|tensor| declared.count(*tensor)).collect();
+        drop(declared);
+        for TensorId(tensor) in beyond {
+            job.overrun(tensor);
         }
-        let next = u32::try_from(known.len()).unwrap_or(u32::MAX);
-        Ok((next..).take(tensors.len()).collect())
     }
 }

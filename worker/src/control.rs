@@ -2,6 +2,7 @@
 //! what the [`Agent`] makes of it. Nothing of the data path passes here.
 
 use crate::agent::{Agent, Effect};
+use crate::declared::Declared;
 use crate::error::Error;
 use crate::nic::{Command, NicStatistics, Report};
 use crate::timeline::Tracing;
@@ -42,6 +43,7 @@ pub(crate) struct Answers {
 /// The control thread of a worker.
 pub(crate) struct Control {
     pub(crate) agent: Arc<Mutex<Agent>>,
+    pub(crate) declared: Arc<Mutex<Declared>>,
     pub(crate) sender: LinkSender,
     pub(crate) receiver: LinkReceiver,
     pub(crate) commands: Mpsc<Command>,
@@ -140,6 +142,11 @@ impl Control {
                 }
                 Effect::Send(message) => {
                     let _ = self.sender.send(&message);
+                }
+                Effect::Limit { tensor, until } => {
+                    if lock(&self.declared).limit(tensor, until) {
+                        let _ = self.sender.send(&NodeMessage::Overrun { tensor });
+                    }
                 }
                 Effect::Declared { request, result } => {
                     self.answer(|answers| drop(answers.declares.insert(request, result)));

@@ -2,6 +2,7 @@
 
 use crate::agent::Agent;
 use crate::control::{Answers, Control, lock};
+use crate::declared::{Declared, News};
 use crate::error::Error;
 use crate::gpu::{PooledEvent, Push};
 use crate::nic::{self, Command, Memory, Nic, NicConfig, NicStatistics, Report};
@@ -16,7 +17,7 @@ use bps_engine::config::Config;
 use bps_engine::control::LinkSender;
 use bps_engine::harness::{self, Idler, Step};
 use bps_engine::metrics::Collector;
-use bps_engine::proto::messages::{Declaration, NodeMessage};
+use bps_engine::proto::messages::NodeMessage;
 use bps_engine::ring::Mpsc;
 use bps_engine::trace::counters::Counters;
 use bps_engine::trace::log;
@@ -60,7 +61,11 @@ pub(crate) struct Job {
 }
 
 impl Job {
-    pub(crate) fn start(config: &Config, joined: start::Joined) -> Result<Job, Error> {
+    pub(crate) fn start(
+        config: &Config,
+        joined: start::Joined,
+        declared: &Arc<Mutex<Declared>>,
+    ) -> Result<Job, Error> {
         let commands: Mpsc<Command> = Mpsc::new(COMMANDS);
         let reports: Mpsc<Report> = Mpsc::new(joined.links.len() * 2 + 16);
         let nic_waker = joined.waker.clone();
@@ -116,6 +121,7 @@ impl Job {
         let (leaving, speeds): (Arc<AtomicBool>, Arc<Mutex<VecDeque<Speed>>>) = Default::default();
         let control = Control {
             agent: Arc::clone(&agent),
+            declared: Arc::clone(declared),
             sender: joined.sender.clone(),
             receiver: joined.receiver,
             commands: commands.clone(),
@@ -190,11 +196,31 @@ impl Job {
         self.over.get().cloned().unwrap_or_else(closed)
     }
 
-    pub(crate) fn declare(&self, tensors: &[Declaration]) -> Result<Vec<u32>, Error> {
-        let (request, message) = lock(&self.agent).declare(tensors.to_vec());
-        self.send(&message)?;
-        let found = |answers: &mut Answers| answers.declares.remove(&request);
-        self.answer(None, found)?.ok_or_else(|| self.ended())?
+    /// The ids of what is new, and then of what is replaced.
+    pub(crate) fn declare(&self, news: &News) -> Result<Vec<u32>, Error> {
+        let mut requests = Vec::new();
+        if !news.new.is_empty() {
+            requests.push(lock(&self.agent).declare(news.new.clone()));
+        }
+        if !news.replaced.is_empty() {
+            requests.push(lock(&self.agent).redeclare(news.replaced.clone()));
+        }
+        for (_, message) in &requests {
+            self.send(message)?;
+        }
+        let answer = |(request, _): (u64, NodeMessage)| {
+            let found = |answers: &mut Answers| answers.declares.remove(&request);
+            self.answer(None, found)?.ok_or_else(|| self.ended())?
+        };
+        // Each is waited for, also behind one that failed: none is left unanswered.
+        let answers: Vec<Result<Vec<u32>, Error>> = requests.into_iter().map(answer).collect();
+        answers.into_iter().collect::<Result<Vec<_>, _>>().map(|ids| ids.concat())
+    }
+
+    /// This rank has pushed a tensor more often than those did that have replaced it.
+    pub(crate) fn overrun(&self, tensor: u32) {
+        // If the scheduler can't be told, the job is over.
+        let _ = self.send(&NodeMessage::Overrun { tensor });
     }
 
     pub(crate) fn barrier(&self, timeout: Option<Duration>) -> Result<(), Error> {

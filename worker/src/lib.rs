@@ -9,6 +9,7 @@
 pub mod agent;
 mod context;
 mod control;
+mod declared;
 mod dialing;
 mod error;
 pub mod gpu;

@@ -161,6 +161,8 @@ struct Tensor {
     /// Later pushes of the same tensor: a key never has two rounds in flight, so that no lane can
     /// wait for another.
     waiting: VecDeque<Waiting>,
+    /// Why it will be of no use, once it has had the rounds on which the ranks had agreed.
+    doomed: Option<(u64, Error)>,
     poisoned: Option<Error>,
 }
 
@@ -394,7 +396,7 @@ impl Nic {
                 self.trace = nic;
                 self.pipeline.record_with(gpu);
             }
-            Command::Poison { name, error } => self.poison(&name, &error),
+            Command::Poison { name, agreed, error } => self.poison(&name, &agreed, &error),
             Command::Fail { error } => self.fail(error),
             Command::Leave => self.wants_to_leave = true,
         }
@@ -423,10 +425,18 @@ impl Nic {
         if plan.device {
             self.pipeline.tell(Staged::Plan { tensor, plan: Arc::clone(&plan) });
         }
-        let (waiting, poisoned) = (VecDeque::new(), None);
-        let (round, run) = (0, None);
-        self.tensors[index] =
-            Some(Tensor { plan, round, run, stages, asked, slots, results, waiting, poisoned });
+        self.tensors[index] = Some(Tensor {
+            plan,
+            round: 0,
+            run: None,
+            stages,
+            asked,
+            slots,
+            results,
+            waiting: VecDeque::new(),
+            doomed: None,
+            poisoned: None,
+        });
     }
 
     fn on_push(&mut self, tensor: u32, waiting: Waiting) {
@@ -570,7 +580,11 @@ impl Nic {
         }
         state.run = None;
         self.free_runs.push(index);
-        if let Some(next) = state.waiting.pop_front() {
+        if state.doomed.is_some() {
+            self.poison_if_doomed(tensor);
+        }
+        let state = self.tensors[tensor as usize].as_mut();
+        if let Some(next) = state.and_then(|state| state.waiting.pop_front()) {
             self.on_push(tensor, next);
         }
     }

@@ -30,6 +30,18 @@ pub enum NodeMessage {
         /// What it will push.
         tensors: Vec<Declaration>,
     },
+    /// A worker gives names that it has declared before another meaning; answered as `Declare`.
+    Redeclare {
+        /// Chosen by the sender.
+        request: u64,
+        /// What it will push from now on.
+        tensors: Vec<Replacement>,
+    },
+    /// A worker has pushed a tensor more often than the rank that was first to replace it.
+    Overrun {
+        /// From `Superseded`.
+        tensor: u32,
+    },
     /// A server has made room for the keys of `Install` with this request number.
     Installed {
         /// From `Install`.
@@ -156,16 +168,27 @@ pub enum SchedulerMessage {
         /// One line.
         message: String,
     },
-    /// Two ranks disagree about a tensor: to every worker, at once. The tensor is of no use from
-    /// then on. The `Declare` that disagreed is answered by `Refused` behind it, as is every later
-    /// one of that tensor.
+    /// Two ranks disagree about a tensor: to every worker, at once. The name is of no use from
+    /// then on, but for rounds on which the ranks had agreed. The `Declare` that disagreed is
+    /// answered by `Refused` behind it, as is every later one of that name.
     Mismatch(Mismatch),
+    /// To a worker: other ranks have replaced these tensors, by declaring their names anew. It must
+    /// not push them more often than they did.
+    Superseded {
+        /// Tensors that this worker has not replaced yet.
+        tensors: Vec<Superseded>,
+    },
     /// To a server: keys that will come.
     Install {
         /// To be returned in `Installed`.
         request: u64,
         /// All of this server.
         keys: Vec<KeySpec>,
+    },
+    /// To a server: keys whose memory it may take back once they have had their last round.
+    Retire {
+        /// All of this server.
+        keys: Vec<RetiredKey>,
     },
     /// Answer to `Barrier`: all ranks are there.
     BarrierDone {
@@ -392,6 +415,35 @@ pub struct Declaration {
     pub device: bool,
 }
 
+/// A declaration that takes the place of another of the same name.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Replacement {
+    /// What the name stands for from now on.
+    pub said: Declaration,
+    /// How often this rank has pushed the tensor that the name stood for.
+    pub rounds: u64,
+}
+
+/// A tensor that another rank has replaced.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Superseded {
+    /// From `Assignment`.
+    pub tensor: u32,
+    /// How often that rank had pushed it.
+    pub rounds: u64,
+}
+
+/// A key that no rank will push any more, unless it is installed again.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct RetiredKey {
+    /// Its id.
+    pub key: Key,
+    /// Index of the core in the server.
+    pub core: u32,
+    /// Its last round.
+    pub rounds: u64,
+}
+
 /// Where the parts of a tensor live. The parts cover it in order, without gaps.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Assignment {
@@ -399,6 +451,8 @@ pub struct Assignment {
     pub tensor: u32,
     /// In order of offset.
     pub parts: Vec<Part>,
+    /// How often it may be pushed, where another rank has replaced it already.
+    pub until: Option<u64>,
 }
 
 /// A piece of a tensor, at most a partition in size.
@@ -429,6 +483,8 @@ pub struct KeySpec {
     pub bytes: u32,
     /// What a round computes.
     pub operation: Operation,
+    /// Rounds that it has had, if it was retired before.
+    pub rounds: u64,
 }
 
 /// Two ranks declared one name differently.
@@ -442,6 +498,9 @@ pub struct Mismatch {
     pub second: Rank,
     /// What it said.
     pub second_said: Declaration,
+    /// Rounds on which the ranks had agreed, of each tensor that the name stood for to any of them;
+    /// these go on. A tensor of the name that is not here was replaced by all ranks.
+    pub agreed: Vec<Superseded>,
 }
 
 /// An open round that waits, as its server sees it, or the rank that sums it for a group.

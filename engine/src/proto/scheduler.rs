@@ -4,6 +4,7 @@
 //! Invariant: every `Declare` and `Barrier` of a node that stays is answered once; every node that
 //! is connected when the job ends is told why, once; nothing is waited for without a deadline.
 
+mod eras;
 mod groups;
 mod lives;
 mod paths;
@@ -418,10 +419,23 @@ impl Scheduler {
                 self.worker_left(node, rank, suspend, now);
             }
             (Phase::Running(running), NodeMessage::Declare { request, tensors }) => {
-                let replies = running.registry.declare(rank, request, tensors, now);
+                let said = tensors.into_iter().map(|said| (said, None)).collect();
+                let replies = running.registry.declare(rank, request, said, now);
                 self.reply(replies);
             }
-            (Phase::Forming(_), NodeMessage::Declare { request, .. }) => {
+            (Phase::Running(running), NodeMessage::Redeclare { request, tensors }) => {
+                let said = tensors.into_iter().map(|one| (one.said, Some(one.rounds))).collect();
+                let replies = running.registry.declare(rank, request, said, now);
+                self.reply(replies);
+            }
+            (Phase::Running(running), NodeMessage::Overrun { tensor }) => {
+                let reply = running.registry.overrun(rank, tensor);
+                self.reply(reply.into_iter().collect());
+            }
+            (
+                Phase::Forming(_),
+                NodeMessage::Declare { request, .. } | NodeMessage::Redeclare { request, .. },
+            ) => {
                 let message = "tensors are declared after the roster has come".to_owned();
                 self.send(node, SchedulerMessage::Refused { request, message });
             }
@@ -494,6 +508,15 @@ impl Scheduler {
                     let node = running.job.servers[server as usize].0;
                     self.send(node, SchedulerMessage::Install { request, keys });
                 }
+                Reply::Retire { server, keys } => {
+                    let node = running.job.servers[server as usize].0;
+                    self.send(node, SchedulerMessage::Retire { keys });
+                }
+                Reply::Superseded { rank, tensors } if !running.left.contains(&rank) => {
+                    let node = running.job.workers[rank.0 as usize].0;
+                    self.send(node, SchedulerMessage::Superseded { tensors });
+                }
+                Reply::Superseded { .. } => {}
                 Reply::Mismatch { to, mismatch } => {
                     let ranks = (0..).map(Rank).zip(&running.job.workers);
                     let nodes: Vec<NodeId> = ranks
@@ -531,7 +554,10 @@ fn kind(message: &NodeMessage) -> &'static str {
         NodeMessage::Register(_) => "a second registration",
         NodeMessage::Heartbeat { .. } => "a heartbeat",
         NodeMessage::Statistics(_) => "statistics",
-        NodeMessage::Declare { .. } => "a declaration that is not its to make",
+        NodeMessage::Declare { .. } | NodeMessage::Redeclare { .. } => {
+            "a declaration that is not its to make"
+        }
+        NodeMessage::Overrun { .. } => "an overrun that is not its to report",
         NodeMessage::Installed { .. } => "an answer to what it was not asked",
         NodeMessage::Barrier { .. } => "a barrier out of turn",
         NodeMessage::Stalled { .. } => "a stall report that is not its to make",

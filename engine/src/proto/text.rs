@@ -181,6 +181,7 @@ mod tests {
             first_said: Declaration { device: true, ..said(&[2, 3], Operation::Sum) },
             second: Rank(1),
             second_said: said(&[3, 2], Operation::Broadcast(Rank(2))),
+            agreed: Vec::new(),
         };
         assert_eq!(
             mismatch.to_string(),

@@ -204,8 +204,9 @@ def _check_name(name: str) -> None:
 def declare(tensors: Sequence[Tensor]) -> list[int]:
     """The numbers of these tensors; one round trip for all that are new.
 
-    Raises :class:`MismatchError` on every rank if one has the name of another type or shape, or
-    has it in host memory where another has it on a GPU.
+    A name may get another type or shape, if every rank gives it that after as many operations.
+    Raises :class:`MismatchError` on every rank where they differ, or one has it in host memory and
+    another on a GPU.
     """
     with _lock:
         new = [tensor for tensor in dict.fromkeys(tensors) if tensor not in _declared]
@@ -214,9 +215,13 @@ def declare(tensors: Sequence[Tensor]) -> list[int]:
             for tensor in new:
                 _check_name(tensor.name)
                 wire_names.append(_wire_name(tensor))
-                _on_wire.setdefault(wire_names[-1], tensor)
             specs = [(wire, *tensor[1:]) for wire, tensor in zip(wire_names, new, strict=True)]
-            _declared.update(zip(new, _native.declare(specs), strict=True))
+            numbers = _native.declare(specs)
+            for wire, tensor, number in zip(wire_names, new, numbers, strict=True):
+                # What the name stood for before has to be declared again before it is sent again.
+                _declared.pop(_on_wire.get(wire, tensor), None)
+                _on_wire[wire] = tensor
+                _declared[tensor] = number
         return [_declared[tensor] for tensor in tensors]
 
 

@@ -3,7 +3,7 @@
 use super::Shard;
 use crate::entry::Groups;
 use bps_engine::base::{Epoch, Key, Rank, Round};
-use bps_engine::proto::messages::{KeySpec, StalledKey};
+use bps_engine::proto::messages::{KeySpec, RetiredKey, StalledKey};
 use bps_engine::proto::paths::KeyState;
 use bps_engine::trace::timeline::Recorder;
 use bps_engine::transport::{Cause, Link};
@@ -27,6 +27,11 @@ pub enum Command {
         request: u64,
         /// All of this shard.
         keys: Vec<KeySpec>,
+    },
+    /// Keys that no rank pushes any more after their last rounds: forget them then.
+    Retire {
+        /// All of this shard.
+        keys: Vec<RetiredKey>,
     },
     /// A membership begins: forget all keys, expect these ranks.
     Begin {

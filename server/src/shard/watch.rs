@@ -16,7 +16,7 @@ impl Shard {
         counters.parked_now.set(sessions().filter(parked).count() as u64);
         counters.queued.set(sessions().map(|one| one.outbox.len() as u64).sum());
         counters.lanes.set(sessions().count() as u64);
-        counters.keys.set(self.entries.len() as u64);
+        counters.keys.set(self.key_count() as u64);
         counters.arena_claimed.set(self.arena.claimed_bytes() as u64);
         counters.arena_resident.set(self.arena.resident_bytes() as u64);
     }

@@ -498,7 +498,8 @@ impl Cluster {
                     worker.declared.insert(request, result);
                 }
                 worker_agent::Effect::BarrierDone { request } => worker.barriers.push(request),
-                worker_agent::Effect::Warn(_) => {}
+                // No rank of a simulated job declares a name anew.
+                worker_agent::Effect::Limit { .. } | worker_agent::Effect::Warn(_) => {}
                 worker_agent::Effect::Over(error) => {
                     worker.push(NicCommand::Fail { error: error.clone() });
                     worker.over = Some(error);

@@ -5,7 +5,7 @@ use bps_engine::base::{CoreId, DType, Epoch, Key, Operation, Placement, Rank, Ro
 use bps_engine::control::{Inbox, encode};
 use bps_engine::proto::handshake::{Accepting, Dialing, Hello, JobKey, Step};
 use bps_engine::proto::messages::{
-    Declaration, Node, NodeMessage, Part, Planning, Register, SchedulerMessage,
+    Declaration, Node, NodeMessage, Part, Planning, Register, Replacement, SchedulerMessage,
 };
 use bps_engine::transport::sim::Random;
 use bps_engine::wire::header::{FLAG_PAYLOAD_CHECKSUM, FLAG_SCALED};
@@ -146,7 +146,12 @@ fn node_messages() -> Vec<String> {
     [
         NodeMessage::Register(register),
         NodeMessage::Heartbeat { rounds: 812 },
-        NodeMessage::Declare { request: 7, tensors: vec![declaration] },
+        NodeMessage::Declare { request: 7, tensors: vec![declaration.clone()] },
+        NodeMessage::Redeclare {
+            request: 7,
+            tensors: vec![Replacement { said: declaration, rounds: 812 }],
+        },
+        NodeMessage::Overrun { tensor: 9 },
         NodeMessage::Barrier { request: 8 },
         NodeMessage::Stalled { keys: Vec::new() },
         NodeMessage::Failed { message: "a message".into() },

@@ -3,7 +3,7 @@
 use crate::spoil;
 use bps_engine::base::{CoreId, DType, Key, Operation, Placement, Rank};
 use bps_engine::proto::messages::{
-    Declaration, Node, NodeMessage, Planning, Register, SchedulerMessage, StalledKey,
+    Declaration, Node, NodeMessage, Planning, Register, Replacement, SchedulerMessage, StalledKey,
 };
 use bps_engine::proto::scheduler::{NodeId, Output, Scheduler, SchedulerConfig};
 use bps_engine::transport::sim::Random;
@@ -91,6 +91,10 @@ fn message(random: &mut Random) -> NodeMessage {
                 operation: [Operation::Sum, Operation::Broadcast(Rank(9))][usize::from(odd)],
                 device: false,
             };
+            if random.once_in(3) {
+                let one = Replacement { said: declaration, rounds: random.below(3) };
+                return NodeMessage::Redeclare { request: number, tensors: vec![one] };
+            }
             NodeMessage::Declare { request: number, tensors: vec![declaration; random.index(3)] }
         }
         7 => NodeMessage::Installed { request: number },
@@ -104,6 +108,9 @@ fn message(random: &mut Random) -> NodeMessage {
                 left: vec![Rank(u32::MAX); random.index(2)],
             };
             NodeMessage::Stalled { keys: vec![key; random.index(40)] }
+        }
+        10 if random.once_in(2) => {
+            NodeMessage::Overrun { tensor: u32::try_from(number).unwrap_or(0) }
         }
         10 => NodeMessage::Failed { message: "x".repeat(random.index(300)) },
         _ => NodeMessage::Leave { suspend: random.once_in(2) },
@@ -218,6 +225,8 @@ fn play(seed: u64) -> (bool, bool) {
                     said,
                     NodeMessage::Heartbeat { .. }
                         | NodeMessage::Declare { .. }
+                        | NodeMessage::Redeclare { .. }
+                        | NodeMessage::Overrun { .. }
                         | NodeMessage::Barrier { .. }
                 );
                 if !fits && node.0 < 3 && !random.once_in(20) {

@@ -21,20 +21,34 @@ pub(crate) fn drain(commands: &Mpsc<Command>, error: &Error) {
 }
 
 impl Nic {
-    /// A tensor on which the ranks disagree: what is pending of it fails, and so does what comes.
-    pub(super) fn poison(&mut self, name: &str, error: &Error) {
-        let found = self
-            .tensors
-            .iter()
-            .position(|tensor| tensor.as_ref().is_some_and(|tensor| tensor.plan.name == name));
-        let Some(index) = found else { return };
-        let Some(state) = &mut self.tensors[index] else { return };
+    /// A name on which the ranks disagree: what is pending of its tensors fails, and so does what
+    /// comes, but for `agreed` rounds of them. A tensor that is not there was replaced by all.
+    pub(super) fn poison(&mut self, name: &str, agreed: &[(u32, u64)], error: &Error) {
+        for &(tensor, rounds) in agreed {
+            let Some(Some(state)) = self.tensors.get_mut(tensor as usize) else { continue };
+            if state.plan.name != name || state.poisoned.is_some() {
+                continue;
+            }
+            // The pipeline of a GPU knows no rounds: there, all that is pending fails.
+            let rounds = if state.plan.device { 0 } else { rounds };
+            state.doomed = Some((rounds, error.clone()));
+            self.poison_if_doomed(tensor);
+        }
+    }
+
+    /// Fails what is pending of a doomed tensor, once it has had the rounds that the ranks agree on.
+    pub(super) fn poison_if_doomed(&mut self, tensor: u32) {
+        let Some(Some(state)) = self.tensors.get_mut(tensor as usize) else { return };
+        let agreed = state.doomed.as_ref().map_or(u64::MAX, |(rounds, _)| *rounds);
+        if state.round < agreed || state.round == agreed && state.run.is_some() {
+            return;
+        }
+        let Some((_, error)) = state.doomed.take() else { return };
         state.poisoned = Some(error.clone());
         for waiting in state.waiting.drain(..) {
             waiting.task.finish_now(Err(error.clone()));
         }
         if state.plan.device {
-            let tensor = u32::try_from(index).unwrap_or(u32::MAX);
             self.pipeline.tell(Staged::Poisoned { tensor, error: error.clone() });
         }
         let Some(run) = state.run else { return };

@@ -135,10 +135,13 @@ pub enum Command {
         /// The pipeline's.
         gpu: Recorder,
     },
-    /// This tensor is of no use any more: what is pending of it fails, and so does what comes.
+    /// This name is of no use any more: what is pending of its tensors fails, and so does what
+    /// comes, but for rounds on which the ranks had agreed.
     Poison {
-        /// Its name.
+        /// The name.
         name: String,
+        /// How many rounds of which of its tensors. All rounds of one that is not here.
+        agreed: Vec<(u32, u64)>,
         /// Why.
         error: Error,
     },

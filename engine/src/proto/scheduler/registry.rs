@@ -1,17 +1,26 @@
 //! What tensors there are, what each rank said of them, and where their parts live.
 //!
-//! Invariant: a name means one thing on all ranks. The first declaration fixes it; an equal one
-//! gets the same keys; a different one spoils the name, and everybody is told. No rank is told of a
-//! key that its server does not know yet.
+//! Invariant: a name means one thing on all ranks at each of its rounds. The first declaration
+//! fixes it; an equal one gets the same keys; a different one spoils the name, and everybody is
+//! told. A rank may declare a name anew, as another tensor with keys of its own: the others must do
+//! so after as many rounds (see [`eras`](super::eras)). No rank is told of a key that its server
+//! does not know yet, and a server may forget the keys of a tensor that no rank pushes any more.
 
+mod steps;
+
+use self::steps::Step;
+use super::eras::Eras;
 use super::groups::{Groups, Owners, Places, owner};
 use crate::base::{Key, Operation, Rank};
 use crate::keys::partition::{part_count, parts, tensor_bytes};
 use crate::keys::placement::{Placer, Shape};
 use crate::limits::{
-    ALIGNMENT, DECLARE_PARTS_MAX, GROUP_PART_BYTES_MIN, NAME_BYTES_MAX, PARTS_MAX, TENSORS_MAX,
+    ALIGNMENT, DECLARE_PARTS_MAX, ERAS_MAX, GROUP_PART_BYTES_MIN, NAME_BYTES_MAX, PARTS_MAX,
+    TENSORS_MAX,
 };
-use crate::proto::messages::{Assignment, Declaration, KeySpec, Mismatch, Part, Planning};
+use crate::proto::messages::{
+    Assignment, Declaration, KeySpec, Mismatch, Part, Planning, RetiredKey, Superseded,
+};
 use crate::proto::text::shorten;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::Duration;
@@ -26,7 +35,7 @@ pub(super) struct Registry {
     through_servers: bool,
     groups: Groups,
     owners: Owners,
-    names: HashMap<String, u32>,
+    names: HashMap<String, Name>,
     tensors: Vec<Tensor>,
     /// The tensor of each key.
     keys: Vec<u32>,
@@ -35,6 +44,14 @@ pub(super) struct Registry {
     /// Declares that wait for installs, by a number of their own.
     waiting: BTreeMap<u64, Waiting>,
     next: u64,
+}
+
+#[derive(Debug)]
+struct Name {
+    eras: Eras,
+    /// All tensors that it has stood for.
+    tensors: Vec<u32>,
+    spoiled: Option<Mismatch>,
 }
 
 #[derive(Debug)]
@@ -47,7 +64,10 @@ struct Tensor {
     places: Vec<Places>,
     /// The install that its servers have not all answered yet.
     batch: Option<u64>,
-    spoiled: Option<Mismatch>,
+    /// Rounds that it had in the eras of its name that have ended.
+    rounds: u64,
+    /// Its servers were told to forget its keys.
+    retired: bool,
 }
 
 #[derive(Debug)]
@@ -77,13 +97,30 @@ pub(super) enum Reply {
     Mismatch { to: Option<Rank>, mismatch: Mismatch },
     /// To one server.
     Install { server: u32, request: u64, keys: Vec<KeySpec> },
+    /// To one server.
+    Retire { server: u32, keys: Vec<RetiredKey> },
+    /// To one rank.
+    Superseded { rank: Rank, tensors: Vec<Superseded> },
 }
+
+/// What a rank says of a name; with the rounds of what it had said before, if it had.
+type Said = (Declaration, Option<u64>);
 
 /// Why a declare cannot be served.
 enum Refusal {
     Line(String),
-    /// It disagrees about these tensors, as it says them.
-    Disagrees(Vec<(u32, Declaration)>),
+    Disagrees(Vec<Mismatch>),
+}
+
+/// What a declare has changed.
+#[derive(Default)]
+struct Changes {
+    /// Tensors whose keys the servers have to know.
+    installed: Vec<u32>,
+    /// What to tell other ranks.
+    superseded: BTreeMap<Rank, Vec<Superseded>>,
+    /// Tensors that are pushed no more, and their rounds.
+    over: Vec<(u32, u64)>,
 }
 
 impl Registry {
@@ -136,8 +173,8 @@ impl Registry {
     /// for such a one.
     pub(super) fn name_of(&self, key: Key) -> Option<&str> {
         let tensor = *self.keys.get(usize::try_from(key.0).ok()?)?;
-        let tensor = self.tensors.get(tensor as usize)?;
-        tensor.spoiled.is_none().then_some(tensor.said.name.as_str())
+        let name = &self.tensors.get(tensor as usize)?.said.name;
+        self.names.get(name)?.spoiled.is_none().then_some(name.as_str())
     }
 
     /// The server that has not answered an install for the longest time, and since when.
@@ -156,45 +193,33 @@ impl Registry {
         &mut self,
         rank: Rank,
         request: u64,
-        said: Vec<Declaration>,
+        all: Vec<Said>,
         now: Duration,
     ) -> Vec<Reply> {
         let mut replies = Vec::new();
-        match self.check(&said) {
+        match self.check(rank, &all) {
             Ok(()) => {}
             Err(Refusal::Line(message)) => {
                 replies.push(Reply::Refused { rank, request, message });
                 return replies;
             }
-            Err(Refusal::Disagrees(tensors)) => {
-                let mut lines = Vec::new();
-                for (tensor, said) in tensors {
-                    let reply = self.spoil(tensor, rank, said);
-                    if let Reply::Mismatch { mismatch, .. } = &reply {
-                        lines.push(mismatch.to_string());
-                    }
-                    replies.push(reply);
-                }
+            Err(Refusal::Disagrees(mismatches)) => {
+                let lines: Vec<String> = mismatches.iter().map(Mismatch::to_string).collect();
+                replies.extend(mismatches.into_iter().map(|mismatch| self.spoil(rank, mismatch)));
                 let message = lines.join("; ");
                 replies.push(Reply::Refused { rank, request, message });
                 return replies;
             }
         }
-        let mut tensors = Vec::with_capacity(said.len());
-        let mut new = Vec::new();
-        for said in said {
-            let tensor = match self.names.get(&said.name) {
-                Some(tensor) => *tensor,
-                None => {
-                    let tensor = self.add(rank, said);
-                    new.push(tensor);
-                    tensor
-                }
-            };
-            tensors.push(tensor);
-        }
-        self.install(new, now, &mut replies);
+        let mut changes = Changes::default();
+        let tensors: Vec<u32> =
+            all.into_iter().map(|said| self.take_step(rank, said, &mut changes)).collect();
+        self.install(changes.installed, now, &mut replies);
         self.answer(rank, request, tensors, &mut replies);
+        for (rank, tensors) in changes.superseded {
+            replies.push(Reply::Superseded { rank, tensors });
+        }
+        self.retire(&changes.over, &mut replies);
         replies
     }
 
@@ -207,7 +232,9 @@ impl Registry {
         }
         let Some(batch) = self.batches.remove(&request) else { return Vec::new() };
         for tensor in batch.tensors {
-            self.tensors[tensor as usize].batch = None;
+            // It may have been retired, and installed again, meanwhile.
+            let tensor = &mut self.tensors[tensor as usize];
+            tensor.batch = tensor.batch.filter(|&last| last != request);
         }
         let mut replies = Vec::new();
         for number in batch.waiting {
@@ -223,37 +250,51 @@ impl Registry {
     }
 
     /// Whether all of a declare can be served. Nothing is changed before that is known.
-    fn check(&self, all: &[Declaration]) -> Result<(), Refusal> {
+    fn check(&self, rank: Rank, all: &[Said]) -> Result<(), Refusal> {
         let line = |text: String| Err(Refusal::Line(text));
         let mut fresh: HashMap<&str, &Declaration> = HashMap::new();
         let mut disagree = Vec::new();
-        let mut new_parts = 0u64;
-        let mut all_parts = 0u64;
-        for said in all {
+        let (mut new_tensors, mut new_parts, mut all_parts) = (0, 0u64, 0u64);
+        for one in all {
+            let (said, rounds) = one;
             let bytes = self.check_one(said).map_err(Refusal::Line)?;
             let count = part_count(bytes, self.part_bytes(bytes));
             all_parts = all_parts.saturating_add(count);
-            if let Some(tensor) = self.names.get(&said.name) {
-                let known = &self.tensors[*tensor as usize];
-                if known.spoiled.is_some() || known.said != *said {
-                    disagree.push((*tensor, said.clone()));
+            let step = self.step(rank, one);
+            if (matches!(step, Step::New) || rounds.is_some())
+                && let Some(other) = fresh.insert(&said.name, said)
+            {
+                if other == said && rounds.is_none() {
+                    continue;
                 }
-            } else if let Some(other) = fresh.insert(&said.name, said) {
-                if other != said {
-                    return line(format!(
-                        "tensor `{}` is declared twice at once, as {other} and as {said}: give \
-                         each tensor its own name",
-                        shorten(&said.name)
-                    ));
+                return line(format!(
+                    "tensor `{}` is declared twice at once, as {other} and as {said}: give each \
+                     tensor its own name",
+                    shorten(&said.name)
+                ));
+            }
+            let begins = matches!(step, Step::Begin(_));
+            match step {
+                Step::New | Step::Begin(None) => {
+                    new_tensors += 1;
+                    new_parts = new_parts.saturating_add(count);
                 }
-            } else {
-                new_parts = new_parts.saturating_add(count);
+                Step::Disagrees(mismatch) => disagree.push(mismatch),
+                Step::Same(_) | Step::Next(_) | Step::Begin(Some(_)) => {}
+            }
+            let eras = self.names.get(&said.name).map_or(0, |name| name.eras.count());
+            if begins && eras >= ERAS_MAX {
+                return line(format!(
+                    "{rank} has declared tensor `{}` anew {ERAS_MAX} times and another rank has \
+                     not followed: wait for its push_pulls now and then",
+                    shorten(&said.name)
+                ));
             }
         }
         if !disagree.is_empty() {
             return Err(Refusal::Disagrees(disagree));
         }
-        if self.tensors.len() + fresh.len() > TENSORS_MAX {
+        if self.tensors.len() + new_tensors > TENSORS_MAX {
             return line(format!(
                 "over {TENSORS_MAX} tensors are declared: are their names new in every step?"
             ));
@@ -275,6 +316,49 @@ impl Registry {
             return line("this job has no server: set DMLC_NUM_SERVER to 1 or more".to_owned());
         }
         Ok(())
+    }
+
+    /// Does what [`check`](Self::check) has found possible: the number of the tensor.
+    fn take_step(&mut self, rank: Rank, said: Said, changes: &mut Changes) -> u32 {
+        let step = self.step(rank, &said);
+        let (said, rounds) = said;
+        let name = said.name.clone();
+        let tensor = match step {
+            Step::New => {
+                let tensor = self.add(rank, said);
+                let eras = Eras::new(tensor);
+                self.names.insert(name, Name { eras, tensors: vec![tensor], spoiled: None });
+                changes.installed.push(tensor);
+                return tensor;
+            }
+            Step::Same(era) => return era.tensor,
+            Step::Next(era) => era.tensor,
+            Step::Begin(Some(tensor)) => tensor,
+            Step::Begin(None) => {
+                let tensor = self.add(rank, said);
+                changes.installed.push(tensor);
+                tensor
+            }
+            Step::Disagrees(_) => unreachable!("it was checked"),
+        };
+        let state = self.names.get_mut(&name).expect("only a known name has eras");
+        if let (Step::Begin(known), Some(rounds)) = (step, rounds) {
+            let old = state.eras.current(rank).tensor;
+            self.tensors[old as usize].rounds = rounds;
+            if known.is_none() {
+                state.tensors.push(tensor);
+            }
+            let start = self.tensors[tensor as usize].rounds;
+            for other in state.eras.begin(rank, self.ranks, rounds, (tensor, start)) {
+                let superseded = Superseded { tensor: old, rounds };
+                changes.superseded.entry(other).or_default().push(superseded);
+            }
+        }
+        changes.over.extend(state.eras.advance(rank));
+        if std::mem::take(&mut self.tensors[tensor as usize].retired) {
+            changes.installed.push(tensor);
+        }
+        tensor
     }
 
     /// Bytes of a tensor that is sound by itself.
@@ -309,23 +393,6 @@ impl Registry {
         })
     }
 
-    /// Marks a tensor as of no use, and says so: to all when it happens, to a latecomer alone after
-    /// that.
-    fn spoil(&mut self, tensor: u32, rank: Rank, said: Declaration) -> Reply {
-        let tensor = &mut self.tensors[tensor as usize];
-        if let Some(mismatch) = &tensor.spoiled {
-            return Reply::Mismatch { to: Some(rank), mismatch: mismatch.clone() };
-        }
-        let mismatch = Mismatch {
-            first: tensor.first,
-            first_said: tensor.said.clone(),
-            second: rank,
-            second_said: said,
-        };
-        tensor.spoiled = Some(mismatch.clone());
-        Reply::Mismatch { to: None, mismatch }
-    }
-
     fn add(&mut self, rank: Rank, said: Declaration) -> u32 {
         let tensor = u32::try_from(self.tensors.len()).expect("at most TENSORS_MAX");
         let (mut cut, mut places) = (Vec::new(), Vec::new());
@@ -342,13 +409,28 @@ impl Registry {
             let in_turn = said.device.then_some((part as usize, equal));
             places.push(self.owners.choose(bytes, in_turn));
         }
-        self.names.insert(said.name.clone(), tensor);
-        let (batch, spoiled) = (None, None);
-        self.tensors.push(Tensor { first: rank, said, parts: cut, places, batch, spoiled });
+        let (first, batch, rounds, retired) = (rank, None, 0, false);
+        self.tensors.push(Tensor { first, said, parts: cut, places, batch, rounds, retired });
         tensor
     }
 
-    /// Sends the keys of new tensors to their servers.
+    /// Lets servers forget the keys of tensors that are not pushed any more, after so many rounds.
+    fn retire(&mut self, over: &[(u32, u64)], replies: &mut Vec<Reply>) {
+        let mut by_server: BTreeMap<u32, Vec<RetiredKey>> = BTreeMap::new();
+        for (tensor, rounds) in over {
+            let tensor = &mut self.tensors[*tensor as usize];
+            tensor.retired = true;
+            for part in &tensor.parts {
+                let Some(core) = part.core else { continue };
+                let retired = RetiredKey { key: part.key, core: core.core, rounds: *rounds };
+                by_server.entry(core.server).or_default().push(retired);
+            }
+        }
+        let retired = by_server.into_iter().map(|(server, keys)| Reply::Retire { server, keys });
+        replies.extend(retired);
+    }
+
+    /// Sends the keys of new tensors, and of retired ones that are used again, to their servers.
     fn install(&mut self, new: Vec<u32>, now: Duration, replies: &mut Vec<Reply>) {
         let mut by_server: BTreeMap<u32, Vec<KeySpec>> = BTreeMap::new();
         for tensor in &new {
@@ -361,6 +443,7 @@ impl Registry {
                     dtype: tensor.said.dtype,
                     bytes: part.bytes,
                     operation: tensor.said.operation,
+                    rounds: tensor.rounds,
                 });
             }
         }
@@ -404,7 +487,13 @@ impl Registry {
                 owner: owner(&self.groups, rank, places, said.operation),
                 ..*part
             };
-            Assignment { tensor, parts: parts.iter().zip(places).map(part).collect() }
+            let era = self.names.get(&said.name).map(|name| name.eras.current(rank));
+            let end = era.filter(|era| era.tensor == tensor).and_then(|era| era.end);
+            Assignment {
+                tensor,
+                parts: parts.iter().zip(places).map(part).collect(),
+                until: end.map(|end| end.rounds),
+            }
         };
         let tensors = tensors.iter().map(assignment).collect();
         Reply::Declared { rank, request, tensors }

@@ -156,10 +156,11 @@ fn poisoned(steps: usize, seed: u64) {
             first_said: said(true),
             second: BAD,
             second_said: said(false),
+            agreed: Vec::new(),
         };
         let name = format!("tensor {tensor}");
         let error = Error::Mismatch(mismatch.to_string());
-        column.command(Command::Poison { name, error });
+        column.command(Command::Poison { name, agreed: vec![(tensor, 0)], error });
     }
     column.settle();
     // What comes later of them goes back at once, and what was on its way harms nobody.

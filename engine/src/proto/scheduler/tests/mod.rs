@@ -5,12 +5,14 @@ mod living;
 mod naming;
 mod paths;
 mod random;
+mod replacing;
 
 use super::*;
 use crate::base::{CoreId, DType, Key, Operation};
-use crate::limits::NAME_BYTES_MAX;
+use crate::limits::{ERAS_MAX, NAME_BYTES_MAX};
 use crate::proto::messages::{
-    Assignment, Declaration, KeySpec, Mismatch, Node, Part, Planning, Stall, StalledKey,
+    Assignment, Declaration, KeySpec, Mismatch, Node, Part, Planning, Replacement, RetiredKey,
+    Stall, StalledKey, Superseded,
 };
 use crate::proto::shape::TensorShape;
 

@@ -66,6 +66,7 @@ fn a_disagreement_is_told_to_every_rank_and_spoils_the_name() {
         first_said: tensor("w", 10),
         second: Rank(2),
         second_said: tensor("w", 11),
+        agreed: vec![Superseded { tensor: 0, rounds: 0 }],
     };
     for node in [0, 1] {
         assert_eq!(bench.heard(node), [SchedulerMessage::Mismatch(expected.clone())]);
