@@ -61,6 +61,59 @@ def test_mismatch(pair, kind):
     pair.run(mismatch, kind)
 
 
+def without_a_name(kind):
+    rank = bps.rank()
+    send = {
+        "size": lambda: bps.push_pull(torch.ones(10 + rank)),
+        "shape": lambda: bps.push_pull(torch.ones((3, 2) if rank else (2, 3))),
+        "type": lambda: bps.push_pull(torch.ones(5, dtype=torch.float64 if rank else None)),
+        "operation": lambda: bps.push_pull(torch.ones(5), average=rank == 0),
+        "root": lambda: bps.broadcast(torch.ones(5), root_rank=min(rank, 1)),
+        "group": lambda: bps.push_pull_group([torch.ones(n) for n in (3, 4 + rank, 5)]),
+    }[kind]
+
+    def agree():
+        assert bps.push_pull(torch.ones(rank + 1).sum(), average=False) == sum(
+            range(1, bps.size() + 1)
+        )
+
+    # Often enough for every name of an operation without one to come again.
+    for _ in range(3):
+        for count in (1, 30, 61):
+            for _ in range(count):
+                agree()
+            begun = time.monotonic()
+            with pytest.raises(MismatchError, match=r"rank \d declared .*rank \d declared "):
+                send()
+            assert time.monotonic() - begun < NOTICED_SECONDS
+    # Ranks may notice it late: operations under way at the same time are not touched.
+    before = [bps.push_pull_async(torch.full((7,), float(n)), average=False) for n in range(20)]
+    wrong = None
+    try:
+        wrong = bps.push_pull_async(torch.ones(8 + rank))
+    except MismatchError:  # Another rank was faster.
+        pass
+    after = [bps.push_pull_async(torch.full((7,), float(n)), average=False) for n in range(100)]
+    for handles in (before, after):
+        for number, handle in enumerate(handles):
+            assert torch.equal(bps.synchronize(handle), torch.full((7,), number * float(bps.size())))
+    if wrong is not None:
+        with pytest.raises(MismatchError):
+            bps.synchronize(wrong)
+    many = bps.push_pull_group([torch.full((2,), float(n)) for n in range(200)], average=False)
+    assert all(torch.equal(one, torch.full((2,), n * float(bps.size()))) for n, one in enumerate(many))
+    agree()
+
+
+@pytest.mark.parametrize("kind", ["size", "shape", "type", "operation", "root", "group"])
+def test_mismatch_without_a_name(pair, kind):
+    pair.run(without_a_name, kind)
+
+
+def test_mismatch_without_a_name_of_one_in_three(trio):
+    trio.run(without_a_name, "size")
+
+
 def same_name_other_size():
     for turn in range(3):
         for shape in ((4,), (5,), (2, 2), (300, 1000), (0,), ()):

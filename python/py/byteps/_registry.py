@@ -17,15 +17,18 @@ from byteps import _native
 from byteps.errors import (
     BytePSError,
     ForkedError,
+    MismatchError,
     TensorError,
     UsageError,
     WaitTimeoutError,
 )
 
-# How many operations of one type, size and kind may be under way without a name. The next one waits
-# for the first. So names do not grow without bound, and do not depend on the order in which the
-# ranks pick up their results.
-_UNNAMED = 64
+# Operations without a name that may be under way. They take turns at as many names, in the order of
+# the calls, so that ranks which pass different tensors in the same call are found out; the next one
+# waits for the first. The number has many divisors: where calls of several types and shapes follow
+# each other again and again, each name mostly keeps its meaning, and is not declared anew.
+_UNNAMED = 60
+_UNNAMED_PREFIX = "<unnamed "
 
 
 class Tensor(NamedTuple):
@@ -80,6 +83,17 @@ class _Pending:
         self.stream = stream
 
 
+class _Turn:
+    """One of the names that operations without a name take turns at."""
+
+    __slots__ = ("failures", "native", "refused")
+
+    def __init__(self) -> None:
+        self.failures = 0
+        self.refused = False  # The ranks disagreed about the last operation under it.
+        self.native: int | None = None  # That operation, if it is not known to be over.
+
+
 _lock = threading.RLock()
 _declared: dict[Tensor, int] = {}
 _on_wire: dict[str, Tensor] = {}
@@ -88,6 +102,9 @@ _abandoned: list[_Pending] = []
 _next_handle = 1
 _counters: dict[Any, int] = {}
 _gpu: int | None = None
+_turns: dict[tuple[int, int], _Turn] = {}
+_turn_of: dict[str, _Turn] = {}
+_turn_of_native: dict[int, _Turn] = {}
 
 
 def _new_lock() -> None:
@@ -106,9 +123,14 @@ def started() -> None:
     before, and those that are new to the job are not there yet.
     """
     with _lock:
+        unnamed = [tensor for tensor in _declared if tensor.name.startswith(_UNNAMED_PREFIX)]
+        for tensor in unnamed:  # Their turns begin again, also with ranks that are new to the job.
+            del _declared[tensor], _on_wire[_wire_name(tensor)]
         known = [tensor for tensor in _declared if not tensor.device]
         _declared.clear()
         _counters.clear()
+        _turn_of.clear()
+        _turns.clear()
         _abandoned.extend(_pending.values())
         _pending.clear()
         declare(known)
@@ -153,24 +175,46 @@ def count_up(what: Any) -> int:
         return number
 
 
-def unnamed(dtype: str, shape: tuple[int, ...], operation: str, root: int = 0, device: bool = False) -> str:
-    """A name for an operation that the caller gave none: it follows from the order of calls."""
-    number = count_up((dtype, shape, operation, root, device)) % _UNNAMED
-    verb = f"broadcast.{root}" if operation == "broadcast" else operation
-    place = "gpu." if device else ""
-    size = "x".join(map(str, shape))
-    return f"{verb}.noname.{place}{dtype}[{size}].{number}"
+def unnamed(count: int) -> list[str]:
+    """Names for operations that the caller gave none: they follow from the order of calls.
+
+    A name about which the ranks disagreed is of no use, on any rank. So the last operation under a
+    name must be over, to see whether there has to be another one.
+    """
+    names = []
+    for index in range(count):
+        number = count_up(_UNNAMED_PREFIX) % _UNNAMED
+        # Those of one call are under way together, however many they are.
+        turn = _turns.setdefault((number, index // _UNNAMED), _Turn())
+        native = turn.native
+        if native is not None:
+            try:
+                _native.wait(native)
+            except MismatchError:
+                turn.refused = True
+            turn.native = None
+        if turn.refused:
+            turn.failures += 1
+            turn.refused = False
+        lap = f" of lap {index // _UNNAMED}" if index >= _UNNAMED else ""
+        again = f", again {turn.failures}" if turn.failures else ""
+        names.append(f"{_UNNAMED_PREFIX}{number}{lap}{again}>")
+        _turn_of[names[-1]] = turn
+    return names
 
 
 def _wire_name(tensor: Tensor) -> str:
     """The name that the job sees.
 
     One name may be averaged, summed and broadcast: what comes second has its operation in the wire
-    name. What comes first has not, so that ranks which disagree about it are found out.
+    name. What comes first has not, so that ranks which disagree about it are found out. Names that
+    nobody chose stand for one operation at a time.
     """
     plain = f"byteps.{tensor.name}"
     known = _on_wire.get(plain, tensor)
     if (known.operation, known.root) == (tensor.operation, tensor.root):
+        return plain
+    if tensor.name.startswith(_UNNAMED_PREFIX):
         return plain
     root = f".{tensor.root}" if tensor.operation == "broadcast" else ""
     return f"{plain}:{tensor.operation}{root}"
@@ -225,6 +269,23 @@ def declare(tensors: Sequence[Tensor]) -> list[int]:
         return [_declared[tensor] for tensor in tensors]
 
 
+def _declare_each(tensors: Sequence[Tensor]) -> tuple[list[int | None], MismatchError | None]:
+    """Their numbers; none for those about which the ranks disagree, and that error."""
+    try:
+        return list(declare(tensors)), None
+    except MismatchError as error:
+        mismatch = error
+    numbers: list[int | None] = []
+    for tensor in tensors:
+        try:
+            numbers += declare([tensor])
+        except MismatchError:
+            numbers.append(None)
+            if tensor.name in _turn_of:
+                _turn_of[tensor.name].refused = True
+    return numbers, mismatch
+
+
 def start(
     sends: Sequence[Send],
     memory: Any,
@@ -245,11 +306,15 @@ def start(
         twice = next(name for name in names if names.count(name) > 1)
         raise UsageError(f"the name '{twice}' stands twice in one group: give each its own")
     with _lock:
-        numbers = declare(tensors)
+        numbers, mismatch = _declare_each(tensors)
+        sends = [send for send, number in zip(sends, numbers, strict=True) if number is not None]
+        numbers = [number for number in numbers if number is not None]
         in_host, on_gpu = [], []
+        host_turns, gpu_turns = [], []
         for number, send in zip(numbers, sends, strict=True):
             item = number, send.source, send.target, send.priority
             (on_gpu if send.tensor.device else in_host).append(item)
+            (gpu_turns if send.tensor.device else host_turns).append(_turn_of.get(send.tensor.name))
         label = sends[0].tensor.name if sends else "nothing"
         if len(sends) > 1:
             label += f" and {len(sends) - 1} more"
@@ -259,9 +324,17 @@ def start(
                 pending.natives = pending.on_gpu = tuple(_native.push_pull_gpu(on_gpu, stream()))
             if in_host:
                 pending.natives += tuple(_native.push_pull(in_host))
+            for turn, native in zip(gpu_turns + host_turns, pending.natives, strict=True):
+                if turn is not None:
+                    turn.native = native
+                    _turn_of_native[native] = turn
         except BaseException:
             _abandoned.append(pending)  # What has been started still needs its memory.
             raise
+        if mismatch is not None:
+            # The others send the rest of the group: without this rank they would wait for ever.
+            _abandoned.append(pending)
+            raise mismatch
         handle = _next_handle
         _next_handle += 1
         _pending[handle] = pending
@@ -375,6 +448,13 @@ def synchronize_all(handles: Iterable[int]) -> list[Any]:
 
 def _release(pending: _Pending) -> None:
     for native in pending.natives:
+        turn = _turn_of_native.pop(native, None)
+        if turn is not None and turn.native == native:
+            try:
+                _native.wait(native)  # It is over.
+            except BytePSError as error:
+                turn.refused = isinstance(error, MismatchError)
+            turn.native = None
         _native.release(native)
 
 

@@ -96,7 +96,7 @@ def _send(
     what: str,
     memory: Memory,
     operation: str,
-    name: str | None,
+    name: str,
     priority: int,
     root: int = 0,
     settle: bool = False,
@@ -107,7 +107,6 @@ def _send(
         dtype, shape = "u8", (*source.shape, source.element_size())
     else:
         dtype, shape = _tensors.summed_dtype(source, what, name), source.shape
-    name = name or _registry.unnamed(dtype, shape, operation, root, device)
     known = _registry.Tensor(name, dtype, shape, operation, root, device)
     if settle:
         known = _registry.settled(known)
@@ -128,8 +127,9 @@ def _start(
     settle: bool = False,
 ) -> int:
     stream = _gpu.open_for(memory.source for memory in memories)
+    chosen = iter(_registry.unnamed(sum(not name for name in names)))
     sends = [
-        _send(what, memory, operation, name, priority, root, settle)
+        _send(what, memory, operation, name or next(chosen), priority, root, settle)
         for memory, name in zip(memories, names, strict=True)
     ]
     if in_place:
