@@ -19,9 +19,9 @@ static FORKED: AtomicBool = AtomicBool::new(false);
 /// Registers the handler, once for the life of the process.
 pub fn install() -> PyResult<()> {
     // SAFETY: `mark` is an `extern "C"` function without arguments that lives as long as the
-    // process, since the interpreter never unloads an extension module; it touches nothing but two
-    // atomics, so it is async-signal-safe, which POSIX asks of a child's handler in a process with
-    // several threads.
+    // process, since the interpreter never unloads an extension module; it touches nothing but
+    // atomics and may raise a signal, so it is async-signal-safe, which POSIX asks of a child's
+    // handler in a process with several threads.
     let code = unsafe { libc::pthread_atfork(None, None, Some(mark)) };
     if code != 0 {
         return Err(error::raise(
@@ -36,6 +36,7 @@ extern "C" fn mark() {
     if STARTED.load(Relaxed) {
         FORKED.store(true, Relaxed);
     }
+    bps_worker::terminated::ignore();
 }
 
 /// Says that from now on a child is no place for calls.

@@ -5,6 +5,7 @@ use crate::agent::{Agent, Effect};
 use crate::declared::Declared;
 use crate::error::Error;
 use crate::nic::{Command, NicStatistics, Report};
+use crate::terminated;
 use crate::timeline::Tracing;
 use crate::types::Speed;
 use bps_engine::control::{LinkReceiver, LinkSender, ask_time, take_time};
@@ -20,6 +21,8 @@ use std::time::{Duration, Instant, SystemTime};
 
 /// How often this thread looks around when nothing comes.
 const TICK: Duration = Duration::from_millis(50);
+/// How long a rank that was told to end waits for the scheduler to hear of it.
+const GOODBYE: Duration = Duration::from_secs(1);
 /// Over how long throughput is measured.
 const SPEED_INTERVAL: Duration = Duration::from_secs(1);
 /// Throughput samples that are kept.
@@ -64,10 +67,31 @@ pub(crate) struct Control {
 
 impl Control {
     pub(crate) fn run(mut self) {
+        terminated::watch();
+        self.run_until_over();
+        terminated::ignore();
+    }
+
+    /// Tells the others that this rank was told to end, and ends it.
+    fn end_process(&mut self) {
+        if !self.leaving.load(Ordering::Acquire) {
+            let message = "it was stopped by SIGTERM".to_owned();
+            let _ = self.sender.send(&NodeMessage::Failed { message });
+            let begun = Instant::now();
+            // The scheduler closes the connection when it has read that.
+            while begun.elapsed() < GOODBYE && self.receiver.receive(TICK).is_ok() {}
+        }
+        terminated::die();
+    }
+
+    fn run_until_over(&mut self) {
         let mut heartbeat = Instant::now();
         let mut measured = (Instant::now(), 0);
         let mut effects = Vec::new();
         loop {
+            if terminated::came() {
+                self.end_process();
+            }
             ask_time(&self.tracing.clock, &self.sender);
             match self.receiver.receive(TICK) {
                 Ok(Some(SchedulerMessage::Clock(answer))) => {

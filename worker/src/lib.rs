@@ -22,6 +22,7 @@ mod places;
 mod start;
 pub mod switches;
 pub mod task;
+pub mod terminated;
 mod timeline;
 mod types;
 
