@@ -153,11 +153,18 @@ pub fn load(
     environment: &dyn Fn(&str) -> Option<String>,
 ) -> Result<Outcome, ConfigError> {
     let name = OsString::from(program.name());
-    let matches =
-        match command(program).try_get_matches_from(std::iter::once(name).chain(arguments)) {
-            Ok(matches) => matches,
-            Err(error) => return from_clap(&error),
-        };
+    let words: Vec<OsString> = std::iter::once(name).chain(arguments).collect();
+    let matches = match command(program).try_get_matches_from(&words) {
+        Ok(matches) => matches,
+        Err(error) => return from_clap(&error),
+    };
+    let command: Vec<OsString> = match program {
+        Program::Launcher => {
+            matches.get_many::<OsString>(COMMAND).unwrap_or_default().cloned().collect()
+        }
+        _ => Vec::new(),
+    };
+    refuse_option(&words[..words.len() - command.len()], &command)?;
     let mut config = Config::default();
     let mut sources = Vec::with_capacity(TABLE.len());
     for row in TABLE.iter().filter(|row| row.used_by(program)) {
@@ -178,12 +185,6 @@ pub fn load(
     if environment(CHECKED).is_none() {
         warnings.extend(without_effect(environment));
     }
-    let command = match program {
-        Program::Launcher => {
-            matches.get_many::<OsString>(COMMAND).unwrap_or_default().cloned().collect()
-        }
-        _ => Vec::new(),
-    };
     Ok(Outcome::Run(Box::new(Loaded { config, sources, warnings, command })))
 }
 
@@ -307,6 +308,36 @@ fn without_effect(environment: &dyn Fn(&str) -> Option<String>) -> Vec<String> {
         }
     }
     lines
+}
+
+/// Refuses a command that looks like an option: it is one that we do not have, unless `--` stands
+/// before it.
+fn refuse_option(before: &[OsString], command: &[OsString]) -> Result<(), ConfigError> {
+    let Some(word) = command.first().map(|word| word.to_string_lossy()) else { return Ok(()) };
+    if !word.starts_with('-') || before.last().is_some_and(|last| last == "--") {
+        return Ok(());
+    }
+    let name = word.split('=').next().unwrap_or_default();
+    let bare = name.trim_start_matches('-');
+    let own = TABLE.iter().filter(|row| row.used_by(Program::Launcher));
+    let flags = own.flat_map(|row| row.flag.into_iter().chain(row.flag_alias));
+    let nearest = match bare {
+        // As other launchers call it.
+        "n" | "np" | "nproc-per-node" | "nproc_per_node" | "num-proc" => Some("local"),
+        _ => flags
+            .chain([PRINT, "help", "version"])
+            .map(|flag| (distance(bare, flag), flag))
+            .min()
+            .filter(|&(distance, flag)| distance <= 2.max(flag.len() / 4))
+            .map(|(_, flag)| flag),
+    };
+    let meant = nearest.map_or_else(
+        || "see bpslaunch --help".to_owned(),
+        |flag| format!("did you mean --{flag}?"),
+    );
+    Err(ConfigError::CommandLine(format!(
+        "there is no option {name}; {meant} (a command that begins with a dash has -- before it)"
+    )))
 }
 
 /// Sets the row's field from the flag, else from the first of its variables that is set and not

@@ -186,6 +186,26 @@ fn switches_stand_alone_and_do_not_swallow_the_command() {
 }
 
 #[test]
+fn an_option_of_nobody_is_no_command() {
+    for (words, meant) in [
+        (["--locl", "2", "python"], "there is no option --locl; did you mean --local?"),
+        (
+            ["--server-core=2", "python", "t"],
+            "no option --server-core; did you mean --server-cores?",
+        ),
+        (["-np", "2", "python"], "there is no option -np; did you mean --local?"),
+        (["--verbose", "python", "t"], "there is no option --verbose; see bpslaunch --help"),
+        (["--grace=1", "--xyz", "python"], "there is no option --xyz;"),
+    ] {
+        let error = fail(Program::Launcher, &words, &[]);
+        assert!(error.contains(meant), "{error}");
+    }
+    let command = |words: &[&str]| run(Program::Launcher, words, &[]).command;
+    assert_eq!(command(&["--", "-x", "--local"]), ["-x", "--local"]);
+    assert_eq!(command(&["--local", "2", "python", "--locl"]), ["python", "--locl"]);
+}
+
+#[test]
 fn help_version_and_print_config_print() {
     for program in [Program::Server, Program::Scheduler, Program::Launcher, Program::Top] {
         let text = |argument: &str| match read(program, &[argument], &[]) {
