@@ -16,12 +16,12 @@ use bps_engine::proto::scheduler::{Exit, Scheduler, SchedulerConfig};
 use bps_engine::trace::log;
 use bps_engine::transport::Waker;
 use hub::{Hub, Viewer};
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
 use std::ffi::OsString;
 use std::io::ErrorKind;
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, channel, sync_channel};
 use std::time::Duration;
 
@@ -95,7 +95,9 @@ pub fn cli(arguments: impl IntoIterator<Item = OsString>) -> i32 {
     }
 }
 
-/// Runs a scheduler until its job is over, or SIGTERM or Ctrl-C ends it.
+/// Runs a scheduler until its job is over, or SIGTERM or Ctrl-C ends it. With [`Config::stays`] a
+/// job whose ranks have all left is not over: they may come back, until SIGUSR1 says that none
+/// will.
 ///
 /// # Errors
 /// See [`SchedulerError`].
@@ -111,17 +113,27 @@ pub fn run(config: &Config) -> Result<(), SchedulerError> {
 /// A request to stop, from a signal or from the code that runs the scheduler. Clones are the same
 /// request.
 #[derive(Clone, Debug, Default)]
-pub struct Stop(Arc<AtomicUsize>);
+pub struct Stop {
+    /// The signal, or `usize::MAX`; 0 is none.
+    cause: Arc<AtomicUsize>,
+    /// No further generation of ranks comes: see [`Config::stays`].
+    last: Arc<AtomicBool>,
+}
 
 impl Stop {
     /// Ends the job: all nodes are told that the scheduler was stopped.
     pub fn stop(&self) {
-        self.0.store(usize::MAX, Ordering::Relaxed);
+        self.cause.store(usize::MAX, Ordering::Relaxed);
+    }
+
+    /// Whether somebody has said that no rank will come any more.
+    fn is_last(&self) -> bool {
+        self.last.load(Ordering::Relaxed)
     }
 
     /// Who asked to stop, if anybody.
     fn cause(&self) -> Option<&'static str> {
-        match i32::try_from(self.0.load(Ordering::Relaxed)) {
+        match i32::try_from(self.cause.load(Ordering::Relaxed)) {
             Ok(0) => None,
             Ok(SIGTERM) => Some("SIGTERM"),
             Ok(SIGINT) => Some("Ctrl-C"),
@@ -138,10 +150,13 @@ impl Signals {
         let mut signals = Signals(Vec::new());
         for (signal, value) in [(SIGTERM, SIGTERM), (SIGINT, SIGINT)] {
             let value = usize::try_from(value).unwrap_or(usize::MAX);
-            let id = signal_hook::flag::register_usize(signal, Arc::clone(&stop.0), value)
+            let id = signal_hook::flag::register_usize(signal, Arc::clone(&stop.cause), value)
                 .map_err(|error| SchedulerError::Resource { what: "a signal handler", error })?;
             signals.0.push(id);
         }
+        let id = signal_hook::flag::register(SIGUSR1, Arc::clone(&stop.last))
+            .map_err(|error| SchedulerError::Resource { what: "a signal handler", error })?;
+        signals.0.push(id);
         Ok(signals)
     }
 }
@@ -214,6 +229,7 @@ impl Bound {
             heartbeat_timeout: config.heartbeat_timeout,
             stall_report: config.stall_report,
             stall_timeout: config.stall_timeout,
+            stays: config.stays,
         };
         let (exporter, viewers) = self.show(&waker)?;
         let machine = |now| Scheduler::new(machine_config, now);

@@ -101,6 +101,8 @@ pub struct Config {
     pub global_rank: Option<u32>,
     /// `BYTEPS_FORCE_DISTRIBUTED`: use servers even with one worker host.
     pub force_distributed: bool,
+    /// `BPS_STAY`: a scheduler waits for ranks that have all shut down to come back.
+    pub stays: bool,
     /// `DMLC_PS_ROOT_URI`: where the scheduler is.
     pub root_uri: String,
     /// `DMLC_PS_ROOT_PORT`.
@@ -301,6 +303,7 @@ impl Default for Config {
             local_size: 1,
             global_rank: None,
             force_distributed: false,
+            stays: false,
             root_uri: String::new(),
             root_port: 0,
             interface: None,

@@ -10,6 +10,7 @@ mod lives;
 mod paths;
 mod registry;
 mod rendezvous;
+mod stay;
 mod view;
 mod waits;
 
@@ -54,6 +55,8 @@ pub struct SchedulerConfig {
     pub stall_report: Duration,
     /// A round or barrier open for longer than this ends the job.
     pub stall_timeout: Duration,
+    /// Whether ranks that have all shut down may come back.
+    pub stays: bool,
 }
 
 /// How the job ended.
@@ -273,6 +276,9 @@ impl Scheduler {
 
     /// The scheduler itself is told to stop.
     pub fn handle_stop(&mut self, message: &str) {
+        if self.is_between_generations() {
+            return self.end(OverReason::Finished, None);
+        }
         let (who, message) = ("the scheduler".to_owned(), message.to_owned());
         self.end(OverReason::Failed { who, message }, None);
     }
@@ -325,7 +331,9 @@ impl Scheduler {
                     self.send_away(node, message);
                 }
             }
-            Phase::Running(running) if running.suspended => {
+            Phase::Running(running)
+                if running.suspended || self.config.stays && !running.left.is_empty() =>
+            {
                 peer.standing = Standing::Early(Box::new(register));
                 if self.early().len() == 1 {
                     self.reminder = Reminder::new(now);

@@ -106,6 +106,9 @@ impl Hub {
                 self.ticked = Instant::now();
                 self.machine.handle_tick(self.now());
             }
+            if stop.is_last() {
+                self.machine.handle_last_generation();
+            }
             if let Some(cause) = stop.cause()
                 && self.exit.is_none()
             {

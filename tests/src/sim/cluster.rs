@@ -118,6 +118,7 @@ impl Cluster {
             heartbeat_timeout: Duration::from_secs(4),
             stall_report: STALL_REPORT,
             stall_timeout: Duration::from_secs(60),
+            stays: false,
             placement: shape.planning.placement,
             built_in_coefficient: shape.planning.built_in_coefficient,
         };

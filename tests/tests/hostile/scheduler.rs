@@ -26,6 +26,7 @@ fn config() -> SchedulerConfig {
         heartbeat_timeout: Duration::from_secs(4),
         stall_report: Duration::from_secs(1),
         stall_timeout: Duration::from_secs(20),
+        stays: false,
         placement: Placement::Balanced,
         built_in_coefficient: 1,
     }

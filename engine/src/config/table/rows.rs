@@ -117,6 +117,17 @@ pub(super) const ROWS: &[Row] = &[
     )
     .flag("job-key-file"),
     Row::new(
+        "BPS_STAY",
+        SCHEDULER,
+        Group::Job,
+        Switch { at: |config| &mut config.stays },
+        "1",
+        "Whether the scheduler, and with it the servers, stay when all ranks have shut down, \
+         because they may call init again, until SIGUSR1 says that none will or SIGTERM ends it. \
+         bpslaunch does so for the jobs of one machine.",
+    )
+    .flag("stay"),
+    Row::new(
         "DMLC_PS_ROOT_URI",
         ALL | TOP,
         Group::Network,

@@ -136,7 +136,7 @@ impl Scheduler {
         if running.left.len() < running.job.workers.len() {
             return self.check_stalls(now);
         }
-        if running.suspended {
+        if running.suspended || self.config.stays {
             self.suspend(now);
         } else {
             self.end(OverReason::Finished, None);
@@ -171,8 +171,9 @@ impl Scheduler {
         for (server, _) in &running.job.servers {
             self.send(*server, SchedulerMessage::Reset { epoch: self.epoch });
         }
+        let how = if running.suspended { "suspended" } else { "left, and may start again" };
         self.put(Output::Log(format!(
-            "all workers have suspended: waiting for those of epoch {}",
+            "all workers have {how}: waiting for those of epoch {}",
             self.epoch.0
         )));
         self.reminder = Reminder::new(now);
@@ -236,6 +237,9 @@ impl Scheduler {
 
     pub(super) fn check_forming(&mut self, now: Duration) {
         let Phase::Forming(rendezvous) = &self.phase else { return };
+        if self.is_between_generations() {
+            return;
+        }
         let waited = now.saturating_sub(rendezvous.since);
         let missing = rendezvous.missing();
         if waited >= self.config.start_timeout {

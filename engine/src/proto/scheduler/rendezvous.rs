@@ -321,6 +321,11 @@ impl Rendezvous {
         self.size().map(|size| size as usize + self.num_servers as usize)
     }
 
+    /// Whether nobody of a later generation has come yet.
+    pub(super) fn is_unclaimed(&self) -> bool {
+        self.said_by.is_none()
+    }
+
     /// Whether everybody is there.
     pub(super) fn is_complete(&self) -> bool {
         self.said_by.is_some()

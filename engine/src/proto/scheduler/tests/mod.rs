@@ -6,6 +6,7 @@ mod naming;
 mod paths;
 mod random;
 mod replacing;
+mod stay;
 
 use super::*;
 use crate::base::{CoreId, DType, Key, Operation};
@@ -53,6 +54,7 @@ impl Bench {
             heartbeat_timeout: ms(4_000),
             stall_report: ms(3_000),
             stall_timeout: ms(300_000),
+            stays: false,
         };
         Bench {
             scheduler: Scheduler::new(config, ms(0)),
