@@ -210,6 +210,17 @@ def test_servers_and_scheduler_of_the_users_own(run):
     assert results("".join(texts)) == ["0 2 0 2", "1 2 1 2"], texts
 
 
+@pytest.mark.parametrize("order", ["first", "last"])
+def test_bpslaunch(run, order):
+    """The scheduler and the server outlive a generation, and torch finds its variables."""
+    launcher = [sys.executable, "-m", "byteps.launch", "--local", "2", "--servers", "1"]
+    settings = {"BPS_LOCAL_REDUCE": "0"}
+    [text] = finish(run("job", [*launcher, *python(TRAIN, order)], settings))
+    expected = [f"{g} {rank} 2 {rank} 2 3.0" for g in (0, 1) for rank in (0, 1)]
+    assert results(re.sub(r"^\[rank .\] ", "", text, flags=re.MULTILINE)) == expected, text
+    assert "did not end in time" not in text and "error" not in text, text
+
+
 # Where no job can be formed
 
 
@@ -279,6 +290,66 @@ def test_nothing_outlives_a_killed_rank_0(run):
     until(lambda: "rank 0" in ranks[1].log.read_text().split("result")[1])
     assert "died" in ranks[1].log.read_text()
     until(lambda: not any(is_running(pid) for pid in helpers))
+
+
+def test_a_rank_that_is_told_to_end_is_named(run):
+    port = {"MASTER_PORT": str(free_port())}
+    script = MEET + (
+        "import os, signal, sys, time\n"
+        "child = os.fork()\n"
+        "if child == 0: time.sleep(600)\n"
+        "os.kill(child, signal.SIGTERM)\n"
+        "assert os.waitpid(child, 0)[1] == signal.SIGTERM, 'a child ends as ever'\n"
+        "print('ready', flush=True)\n"
+        "if bps.rank() == 0: bps.barrier()\n"
+        "time.sleep(600)\n"
+    )
+    ranks = [run(f"rank{r}", python(script), torch(r, 2, 2) | port) for r in (0, 1)]
+    until(lambda: all("ready" in rank.log.read_text() for rank in ranks))
+    ranks[1].terminate()
+    [text] = finish(ranks[1], code=-signal.SIGTERM)
+    [text] = finish(ranks[0], code=1)
+    assert re.search(r"PeerDiedError: rank 1 .*it was stopped by SIGTERM", text), text
+
+
+def test_ctrl_c_reaches_the_program(run):
+    script = MEET + (
+        "import time\n"
+        "try: time.sleep(600)\n"
+        "except KeyboardInterrupt: print('interrupted', bps.rank(), flush=True)\n"
+        "finally: time.sleep(0.5); print('saved', bps.rank(), flush=True)\n"
+    )
+    launcher = [sys.executable, "-m", "byteps.launch", "--local", "2"]
+    job = run("job", [*launcher, *python(script)])
+    until(lambda: job.log.read_text().count("result") == 2)
+    job.send_signal(signal.SIGINT)
+    [text] = finish(job, code=130)
+    for rank in (0, 1):
+        assert f"interrupted {rank}" in text and f"saved {rank}" in text, text
+    assert "KeyboardInterrupt" not in text, text
+
+
+def test_an_exit_code_is_the_jobs(run):
+    script = MEET + "import sys\nif bps.rank() == 1: sys.exit(3)\nbps.barrier()\n"
+    launcher = [sys.executable, "-m", "byteps.launch", "--local", "2", "--servers", "1"]
+    settings = {"BPS_LOCAL_REDUCE": "0"}
+    [text] = finish(run("job", [*launcher, *python(script)], settings), code=3)
+    ends = [line for line in text.splitlines() if re.match("bpslaunch: .* exited", line)]
+    assert ends[0] == "bpslaunch: rank 1 exited with code 3; ending the other processes", text
+
+
+@pytest.mark.parametrize("program", ["launch", "server", "scheduler"])
+def test_programs_end_by_ctrl_c_without_a_traceback(run, program):
+    words = ["--local", "1", "--servers", "0", "sleep", "600"] if program == "launch" else []
+    where = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "1", "DMLC_NUM_SERVER": "1"}
+    where |= {"DMLC_PS_ROOT_PORT": "0"} if program == "scheduler" else {}
+    process = run(program, [sys.executable, "-m", "byteps._programs", program, *words], where)
+    until(lambda: process.log.read_text() or program == "launch")
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    status = process.wait(PATIENCE_SECONDS)
+    text = process.log.read_text()
+    assert "Traceback" not in text and status in (130, -signal.SIGINT, 1), (status, text)
 
 
 def is_running(pid):

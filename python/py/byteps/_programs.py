@@ -1,10 +1,12 @@
 """The programs of the wheel: each is a function of the engine, called with the command line."""
 
+import contextlib
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 from byteps import _native
 
@@ -13,34 +15,52 @@ from byteps import _native
 _LOOK_SECONDS, _OVER_SECONDS, _END_SECONDS = 0.25, 3.0, 5.0
 
 
+@contextlib.contextmanager
+def _without_keyboard_interrupt() -> Iterator[None]:
+    """Leaves Ctrl-C to the engine: Python would raise KeyboardInterrupt once that has ended."""
+    before = signal.getsignal(signal.SIGINT)
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or before is not signal.default_int_handler
+    ):
+        yield  # Somebody has decided already, such as nohup.
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    yield  # A program that ends here leaves it so.
+    signal.signal(signal.SIGINT, before)
+
+
 def launch() -> None:
     """``bpslaunch``: starts the processes of a job."""
     roles = ([sys.executable, "-m", "byteps._programs", role] for role in ("scheduler", "server"))
-    sys.exit(_native.launch_main(sys.argv[1:], *roles))
+    with _without_keyboard_interrupt():
+        sys.exit(_native.launch_main(sys.argv[1:], *roles))
 
 
 def server() -> None:
     """``bps-server``: sums what workers push."""
-    sys.exit(_native.server_main(sys.argv[1:]))
+    with _without_keyboard_interrupt():
+        sys.exit(_native.server_main(sys.argv[1:]))
 
 
 def scheduler() -> None:
     """``bps-scheduler``: brings the nodes of a job together."""
-    sys.exit(_native.scheduler_main(sys.argv[1:]))
+    with _without_keyboard_interrupt():
+        sys.exit(_native.scheduler_main(sys.argv[1:]))
 
 
 def top() -> None:
     """``bps-top``: shows a running job as a live table."""
-    # The engine's loop does not come back to the interpreter, which would have to see Ctrl-C.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    sys.exit(_native.top_main(sys.argv[1:]))
+    with _without_keyboard_interrupt():
+        sys.exit(_native.top_main(sys.argv[1:]))
 
 
 def run_role() -> None:
     """Runs the server or the scheduler, as ``DMLC_ROLE`` says; a server where it is not set."""
     role = os.environ.setdefault("DMLC_ROLE", "server")
     main = _native.scheduler_main if role.lower() == "scheduler" else _native.server_main
-    status = main([])
+    with _without_keyboard_interrupt():
+        status = main([])
     if status != 0:
         sys.exit(status)
 

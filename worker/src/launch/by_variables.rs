@@ -4,11 +4,12 @@ use super::binding::{Binding, Machine, Wanted};
 use super::plan::{Environment, Kind, LaunchError, Plan, Process, helper_command, worker_command};
 use super::{Programs, local};
 use bps_engine::config::{Config, Loaded, Origin, Role};
+use std::os::fd::OwnedFd;
 
 /// Plans the processes of `DMLC_ROLE`. Their output is not touched: BytePS's is not either.
 pub(super) fn plan(loaded: &Loaded, programs: &Programs) -> Result<Plan, LaunchError> {
     let mut config = loaded.config.clone();
-    let mut notes = Vec::new();
+    let (mut notes, mut held) = (Vec::new(), Vec::new());
     let processes = match config.role {
         Role::Worker => {
             let machine = Machine::read(&config.launch)?;
@@ -19,7 +20,7 @@ pub(super) fn plan(loaded: &Loaded, programs: &Programs) -> Result<Plan, LaunchE
                 return local::plan_alone(loaded, programs, config.local_size);
             }
             require(loaded, &config)?;
-            workers(loaded, &config, &machine, &mut notes)?
+            workers(loaded, &config, &machine, &mut notes, &mut held)?
         }
         Role::Server | Role::Scheduler => {
             require(loaded, &config)?;
@@ -30,7 +31,7 @@ pub(super) fn plan(loaded: &Loaded, programs: &Programs) -> Result<Plan, LaunchE
         }
     };
     let grace = config.launch.grace;
-    Ok(Plan { processes, notes, prefix: false, grace, held: Vec::new() })
+    Ok(Plan { processes, notes, prefix: false, grace, held })
 }
 
 /// Whether this machine's processes are all that the job has, and nobody says where a scheduler is:
@@ -51,6 +52,7 @@ fn helper(role: &str, command: &[String], loaded: &Loaded) -> Process {
         environment,
         binding: Binding::default(),
         reads_input: false,
+        stays: false,
     }
 }
 
@@ -59,15 +61,22 @@ fn workers(
     config: &Config,
     machine: &Machine,
     notes: &mut Vec<String>,
+    held: &mut Vec<OwnedFd>,
 ) -> Result<Vec<Process>, LaunchError> {
     let command = worker_command(loaded)?;
     let wanted = Wanted { processes: config.local_size, server_threads: 0, without_gpus: true };
     let bindings = machine.bind(&config.launch, wanted, notes)?;
+    let mut shared = Environment::of_flags(loaded);
+    shared.set("BYTEPS_LOCAL_SIZE", config.local_size.to_string());
+    // Of a job on several machines, nobody here knows where rank 0 runs.
+    if config.num_workers == 1 {
+        held.extend(shared.set_torch_store()?);
+    }
     let process = |(local_rank, binding)| {
-        let mut environment = Environment::of_flags(loaded);
-        environment.set("BYTEPS_LOCAL_SIZE", config.local_size.to_string());
-        let rank = Config { local_rank, global_rank: None, ..config.clone() }.rank();
-        Process::worker(rank, local_rank, &command, environment, binding, notes)
+        let mut environment = shared.clone();
+        let place = Config { local_rank, global_rank: None, ..config.clone() };
+        environment.set_torch(&place);
+        Process::worker(place.rank(), local_rank, &command, environment, binding, notes)
     };
     Ok((0..).zip(bindings).map(process).collect())
 }

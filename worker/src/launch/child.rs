@@ -137,6 +137,7 @@ pub(super) fn spawn(process: &Process, output: Output, guardian: &Guardian) -> i
     let line = Arc::clone(&guardian.line);
     let cpus = process.binding.cpus.as_deref().map(cpu_set);
     let memory_node = process.binding.memory_node;
+    let stays = process.stays;
     let prepare = move || -> io::Result<()> {
         rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
         // The launcher may have died before the line above: then nobody will send that signal.
@@ -145,6 +146,10 @@ pub(super) fn spawn(process: &Process, output: Output, guardian: &Guardian) -> i
         }
         let group = getpid().as_raw_nonzero().get();
         send(&*line, &group.to_ne_bytes(), SendFlags::NOSIGNAL)?;
+        if stays {
+            // SAFETY: to ignore a signal runs no code of this process.
+            unsafe { libc::signal(libc::SIGUSR1, libc::SIG_IGN) };
+        }
         if let Some(cpus) = &cpus {
             sched_setaffinity(None, cpus)?;
         }

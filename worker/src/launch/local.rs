@@ -9,7 +9,7 @@ use super::binding::{Binding, Machine, Wanted};
 use super::plan::{
     Environment, Kind, LaunchError, Plan, Process, counted, helper_command, worker_command,
 };
-use bps_engine::config::{Loaded, Origin};
+use bps_engine::config::{Config, Loaded, Origin};
 use bps_engine::proto::handshake::JobKey;
 use rustix::fs::{MemfdFlags, Mode, fchmod, memfd_create};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, ipproto, sockopt};
@@ -120,19 +120,11 @@ fn plan_job(
     }
     let mut processes = Vec::new();
     if meets {
-        processes.push(helper("scheduler", None, &programs.scheduler, &shared));
-        for index in 0..servers {
-            let mut process = helper("server", Some(index), &programs.server, &shared);
-            process.environment.set("DMLC_RANK", index.to_string());
-            if loaded.config.port != 0 {
-                let port = u32::from(loaded.config.port) + index * loaded.config.server_cores;
-                process.environment.set("DMLC_PORT", port.to_string());
-            }
-            if let Some(first @ 1..) = loaded.config.server_metrics_port {
-                process.environment.set("BPS_SERVER_METRICS_PORT", (first + index).to_string());
-            }
-            processes.push(process);
-        }
+        let mut scheduler = helper("scheduler", None, &programs.scheduler, &shared);
+        scheduler.environment.set("BPS_STAY", "1");
+        scheduler.stays = true;
+        processes.push(scheduler);
+        processes.extend((0..servers).map(|index| server(index, loaded, programs, &shared)));
     }
     let wanted = Wanted {
         processes: workers,
@@ -142,9 +134,15 @@ fn plan_job(
     };
     let bindings = Machine::read(launch)?.bind(launch, wanted, &mut notes)?;
     share_threads(&mut shared, &bindings, &mut notes);
+    held.extend(shared.set_torch_store()?);
     for (rank, binding) in (0..).zip(bindings) {
         let mut environment = shared.clone();
         environment.set("DMLC_WORKER_ID", "0");
+        environment.set_torch(&Config {
+            local_rank: rank,
+            local_size: workers,
+            ..Config::default()
+        });
         processes.push(Process::worker(rank, rank, &command, environment, binding, &mut notes));
     }
     Ok(Plan { processes, notes, prefix: !launch.no_prefix, grace: launch.grace, held })
@@ -191,7 +189,21 @@ fn helper(role: &str, index: Option<u32>, command: &[String], shared: &Environme
         environment,
         binding: Binding::default(),
         reads_input: false,
+        stays: false,
     }
+}
+
+fn server(index: u32, loaded: &Loaded, programs: &Programs, shared: &Environment) -> Process {
+    let mut process = helper("server", Some(index), &programs.server, shared);
+    process.environment.set("DMLC_RANK", index.to_string());
+    if loaded.config.port != 0 {
+        let port = u32::from(loaded.config.port) + index * loaded.config.server_cores;
+        process.environment.set("DMLC_PORT", port.to_string());
+    }
+    if let Some(first @ 1..) = loaded.config.server_metrics_port {
+        process.environment.set("BPS_SERVER_METRICS_PORT", (first + index).to_string());
+    }
+    process
 }
 
 /// Without this every worker would start a thread for each CPU, and they would stand in each
@@ -216,7 +228,7 @@ fn share_threads(environment: &mut Environment, bindings: &[Binding], notes: &mu
 /// Two sockets may share a port if both ask for it (`SO_REUSEADDR`, which listeners set) and at
 /// most one listens. The kernel gives a port that is bound in this way to nobody who asks for any
 /// port.
-fn reserve_port() -> Result<(u16, OwnedFd), LaunchError> {
+pub(super) fn reserve_port() -> Result<(u16, OwnedFd), LaunchError> {
     let failed = |source: rustix::io::Errno| LaunchError::System {
         what: "no port of the loopback interface is free",
         source: source.into(),

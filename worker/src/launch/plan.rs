@@ -1,8 +1,9 @@
 //! What is to be started: every process with its command, environment, CPUs and label.
 
 use super::binding::{Binding, gpus};
+use super::local::reserve_port;
 use super::{Programs, by_variables, local};
-use bps_engine::config::Loaded;
+use bps_engine::config::{Config, Loaded};
 use bps_engine::topo::visible::{CUDA_VISIBLE, VisibleError};
 use std::ffi::{OsStr, OsString};
 use std::fmt;
@@ -41,6 +42,8 @@ pub(super) struct Process {
     pub(super) binding: Binding,
     /// Whether it may read the launcher's standard input.
     pub(super) reads_input: bool,
+    /// Whether it waits for ranks that have left, until SIGUSR1 tells it that all have ended.
+    pub(super) stays: bool,
 }
 
 /// What a process is to the launcher.
@@ -71,6 +74,31 @@ impl Environment {
 
     pub(super) fn remove(&mut self, name: &str) {
         self.0.push((name.to_owned(), None));
+    }
+
+    /// Gives a worker process the variables that torch's programs read, and takes away those of a
+    /// torchrun around this launcher.
+    pub(super) fn set_torch(&mut self, place: &Config) {
+        for name in ["TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"] {
+            self.remove(name);
+        }
+        self.set("RANK", place.rank().to_string());
+        self.set("WORLD_SIZE", place.size().to_string());
+        self.set("LOCAL_RANK", place.local_rank.to_string());
+        self.set("LOCAL_WORLD_SIZE", place.local_size.to_string());
+    }
+
+    /// Where the ranks of this machine, which are all of the job, open torch's store; returns what
+    /// keeps the port free. What the user has set stays.
+    pub(super) fn set_torch_store(&mut self) -> Result<Option<OwnedFd>, LaunchError> {
+        let is_set = |name| std::env::var_os(name).is_some_and(|value| !value.is_empty());
+        if is_set("MASTER_ADDR") && is_set("MASTER_PORT") {
+            return Ok(None);
+        }
+        let (port, socket) = reserve_port()?;
+        self.set("MASTER_ADDR", "127.0.0.1");
+        self.set("MASTER_PORT", port.to_string());
+        Ok(Some(socket))
     }
 }
 
@@ -182,6 +210,7 @@ impl Process {
             environment,
             binding,
             reads_input: local_rank == 0,
+            stays: false,
         }
     }
 }

@@ -10,12 +10,22 @@ use super::signals::{self, Signals};
 use super::streams::Streams;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
+use rustix::process::{
+    Pid, Signal, WaitId, WaitIdOptions, kill_process, kill_process_group, waitid,
+};
 use std::process::Child;
 use std::time::{Duration, Instant};
 
 /// Longest sleep: a notice that was lost is made up for after this.
 const SLEEP_MAX: Duration = Duration::from_millis(500);
+/// How long ends are collected after a first failure, to tell its cause from what follows from it.
+const SETTLE_MAX: Duration = Duration::from_secs(1);
+/// How many times longer than a request to end an interrupted rank may take: it may write a
+/// checkpoint, and the user can interrupt again.
+const INTERRUPTED_GRACES: u32 = 12;
+/// The code of a Python program that an exception ends, and of a server whose job failed: most
+/// often because of another process.
+const FOLLOWS: i32 = 1;
 /// For output that is still on its way when all processes have ended.
 const LAST_OUTPUT: Duration = Duration::from_secs(1);
 
@@ -24,6 +34,8 @@ const LAST_OUTPUT: Duration = Duration::from_secs(1);
 enum Stage {
     /// All is well.
     Running,
+    /// Something failed, and what else ends may tell why.
+    Settling(Instant),
     /// A server or the scheduler failed: the workers notice by themselves and say so.
     Reporting(Instant),
     /// The workers were asked to end.
@@ -42,11 +54,24 @@ struct Running {
     child: Child,
     /// The group that it leads. The number stays taken because nothing is reaped before the end.
     group: Pid,
+    /// See [`Process::stays`](super::plan::Process::stays).
+    stays: bool,
     ended: bool,
+}
+
+/// A process that ended badly.
+struct Failure {
+    kind: Kind,
+    label: String,
+    code: i32,
+    /// Completes "rank 1 …".
+    how: String,
 }
 
 struct Supervisor {
     running: Vec<Running>,
+    /// While the cause of the end is looked for, in the order in which they were noticed.
+    failures: Vec<Failure>,
     stage: Stage,
     grace: Duration,
     /// What the launcher will return, set once.
@@ -66,6 +91,7 @@ pub(super) fn run(plan: Plan) -> Result<i32, LaunchError> {
     let mut streams = Streams::new();
     let mut supervisor = Supervisor {
         running: Vec::with_capacity(plan.processes.len()),
+        failures: Vec::new(),
         stage: Stage::Running,
         grace: plan.grace,
         code: None,
@@ -98,8 +124,8 @@ impl Supervisor {
             let mut child = spawn(process, output, guardian).map_err(failed)?;
             let group = Pid::from_child(&child);
             streams.add(&process.label, &mut child).map_err(failed)?;
-            let (kind, label) = (process.kind, process.label.clone());
-            self.running.push(Running { kind, label, child, group, ended: false });
+            let (kind, label, stays) = (process.kind, process.label.clone(), process.stays);
+            self.running.push(Running { kind, label, child, group, stays, ended: false });
         }
         Ok(())
     }
@@ -123,7 +149,8 @@ impl Supervisor {
     fn sleep(&self, signals: &Signals, streams: &Streams) {
         let until = match self.stage {
             Stage::Running | Stage::Done => SLEEP_MAX,
-            Stage::Reporting(deadline)
+            Stage::Settling(deadline)
+            | Stage::Reporting(deadline)
             | Stage::EndingWorkers(deadline)
             | Stage::Lingering(deadline)
             | Stage::EndingHelpers(deadline) => {
@@ -143,12 +170,19 @@ impl Supervisor {
             return;
         }
         self.asked = true;
+        if matches!(self.stage, Stage::Settling(_)) {
+            self.blame();
+        }
         self.code.get_or_insert(128 + signal);
         if signal != signal_hook::consts::SIGPIPE {
             say(&format!("{}: ending all processes", signals::name(signal)));
         }
         if matches!(self.stage, Stage::Running | Stage::Reporting(_)) {
-            self.end_workers();
+            if signal == signal_hook::consts::SIGINT {
+                self.interrupt_workers();
+            } else {
+                self.end_workers();
+            }
         } else if matches!(self.stage, Stage::Lingering(_)) {
             self.end_helpers();
         }
@@ -184,22 +218,41 @@ impl Supervisor {
     }
 
     fn on_failure(&mut self, index: usize, code: i32, how: &str) {
-        let (kind, label) = (self.running[index].kind, &self.running[index].label);
-        match (self.stage, kind) {
-            (Stage::Running, Kind::Worker) => {
-                say(&format!("{label} {how}; ending the other processes"));
-                self.code.get_or_insert(code);
-                self.end_workers();
-            }
-            (Stage::Running, Kind::Helper) => {
-                say(&format!("{label} {how}; the job cannot go on"));
-                self.code.get_or_insert(code);
-                self.stage = Stage::Reporting(Instant::now() + self.grace);
+        let (kind, label) = (self.running[index].kind, self.running[index].label.clone());
+        match self.stage {
+            Stage::Running | Stage::Settling(_) => {
+                if self.failures.is_empty() {
+                    self.stage = Stage::Settling(Instant::now() + self.grace.min(SETTLE_MAX));
+                }
+                self.failures.push(Failure { kind, label, code, how: how.to_owned() });
             }
             // Each worker says by itself why it ends; the launcher says which ones did.
-            (Stage::Reporting(_) | Stage::Lingering(_), _) => say(&format!("{label} {how}")),
+            Stage::Reporting(_) | Stage::Lingering(_) => say(&format!("{label} {how}")),
             // These were asked to end, and the manner does not matter.
             _ => {}
+        }
+    }
+
+    /// Names the process that the job ends by, and lets the others end.
+    fn blame(&mut self) {
+        let mut failures = std::mem::take(&mut self.failures);
+        if failures.is_empty() {
+            return;
+        }
+        let Failure { kind, label, code, how } = failures.remove(cause(&failures));
+        self.code.get_or_insert(code);
+        match kind {
+            Kind::Worker => {
+                say(&format!("{label} {how}; ending the other processes"));
+                self.end_workers();
+            }
+            Kind::Helper => {
+                say(&format!("{label} {how}; the job cannot go on"));
+                self.stage = Stage::Reporting(Instant::now() + self.grace);
+            }
+        }
+        for Failure { label, how, .. } in failures {
+            say(&format!("{label} {how}"));
         }
     }
 
@@ -207,10 +260,12 @@ impl Supervisor {
         let workers = self.count(Kind::Worker);
         let helpers = self.count(Kind::Helper);
         if workers + helpers == 0 {
+            self.blame();
             self.stage = Stage::Done;
             return;
         }
         match self.stage {
+            Stage::Settling(deadline) if workers == 0 || now >= deadline => self.blame(),
             Stage::Running if workers == 0 && self.has_workers() => {
                 self.stage = Stage::Lingering(now + 2 * self.grace);
             }
@@ -222,14 +277,29 @@ impl Supervisor {
                 self.end_helpers();
             }
             Stage::Lingering(deadline) if now >= deadline => self.kill_late(Kind::Helper),
+            Stage::Lingering(_) => self.tell_the_end(),
             Stage::EndingHelpers(deadline) if now >= deadline => self.kill_late(Kind::Helper),
             _ => {}
+        }
+    }
+
+    /// Tells who waits for ranks to come back that all have ended; again and again, because it
+    /// ignores that until it has come so far as to listen.
+    fn tell_the_end(&self) {
+        for process in self.running.iter().filter(|process| process.stays && !process.ended) {
+            let _ = kill_process(process.group, Signal::USR1);
         }
     }
 
     fn end_workers(&mut self) {
         self.signal(Kind::Worker, Signal::TERM);
         self.stage = Stage::EndingWorkers(Instant::now() + self.grace);
+    }
+
+    /// As the terminal would: a Python program sees it as KeyboardInterrupt.
+    fn interrupt_workers(&mut self) {
+        self.signal(Kind::Worker, Signal::INT);
+        self.stage = Stage::EndingWorkers(Instant::now() + self.grace * INTERRUPTED_GRACES);
     }
 
     fn end_helpers(&mut self) {
@@ -287,6 +357,15 @@ impl Supervisor {
         streams.pass_on();
         streams.finish();
     }
+}
+
+/// The failure that explains the others: the first one that is not what follows from another's,
+/// else the first worker's, else the first.
+fn cause(failures: &[Failure]) -> usize {
+    let first = |is: &dyn Fn(&Failure) -> bool| failures.iter().position(is);
+    first(&|failure| failure.code != FOLLOWS)
+        .or_else(|| first(&|failure| failure.kind == Kind::Worker))
+        .unwrap_or(0)
 }
 
 /// Sleeps until one of the descriptors can be read, or `timeout` has passed.

@@ -7,8 +7,8 @@ use std::time::Instant;
 const STUBBORN: &str =
     "trap '' TERM INT HUP; sleep 1000 & echo \"process $$\"; echo \"process $!\"; wait; sleep 1000";
 /// Ends when it is asked to, and says so.
-const POLITE: &str =
-    "trap 'echo asked; exit 0' TERM; echo \"process $$\"; while :; do sleep 0.02; done";
+const POLITE: &str = "trap 'echo asked; exit 0' TERM; trap 'echo interrupted; exit 0' INT;
+    echo \"process $$\"; while :; do sleep 0.02; done";
 
 #[test]
 fn when_a_worker_fails_all_end_and_its_code_is_returned() {
@@ -111,11 +111,42 @@ fn a_request_to_end_reaches_every_process() {
         let (code, lines) = launcher.finish();
         assert_eq!(code, Some(expected), "{lines:#?}");
         has(&lines, &format!("bpslaunch: {name}: ending all processes"));
-        for label in ["rank 0", "rank 1", "server 0", "scheduler"] {
+        // Ranks are interrupted as by the terminal; servers and the scheduler outlive them.
+        let heard = if signal == "-INT" { "interrupted" } else { "asked" };
+        for label in ["rank 0", "rank 1"] {
+            has(&lines, &format!("[{label}] {heard}"));
+        }
+        for label in ["server 0", "scheduler"] {
             has(&lines, &format!("[{label}] asked"));
         }
         all_gone(&processes);
     }
+}
+
+#[test]
+fn an_interrupted_rank_has_time_for_its_last_words() {
+    let stage = Stage::new(POLITE, POLITE);
+    let worker = "trap 'sleep 1; echo saved; exit 0' INT; echo ready; while :; do sleep 0.02; done";
+    let launcher = stage.start(&["--local", "2", "--grace", "0.5", "sh", "-c", worker], &[]);
+    launcher.wait_for("ready", 2);
+    launcher.signal("-INT");
+    let (code, lines) = launcher.finish();
+    assert_eq!(code, Some(130), "{lines:#?}");
+    has(&lines, "[rank 0] saved");
+    has(&lines, "[rank 1] saved");
+}
+
+#[test]
+fn the_first_line_names_the_cause_and_not_what_follows_from_it() {
+    // The server notices the end of rank 1 and ends before that has, and rank 0 after both.
+    let stage = Stage::new(POLITE, "while [ ! -e left ]; do sleep 0.02; done; exit 1");
+    let worker = "if [ $BYTEPS_LOCAL_RANK = 1 ]; then touch left; sleep 0.3; exit 3; fi
+        while [ ! -e left ]; do sleep 0.02; done; sleep 0.1; exit 1";
+    let (code, lines) = stage.start(&["--local", "2", "sh", "-c", worker], &[]).finish();
+    assert_eq!(code, Some(3), "{lines:#?}");
+    let ends: Vec<&String> = lines.iter().filter(|line| line.contains("exited with")).collect();
+    assert_eq!(ends[0], "bpslaunch: rank 1 exited with code 3; ending the other processes");
+    assert_eq!(ends.len(), 3, "{lines:#?}");
 }
 
 #[test]

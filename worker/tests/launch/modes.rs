@@ -158,6 +158,28 @@ fn everything_that_is_missing_is_named_at_once() {
 }
 
 #[test]
+fn torchs_variables_say_the_same_as_ours() {
+    let stage = Stage::new(ENDS, ENDS);
+    let tell = "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $MASTER_ADDR \
+        ${MASTER_PORT:+port}$TORCHELASTIC_RUN_ID";
+    let outer = [("RANK", "7"), ("TORCHELASTIC_RUN_ID", "outer")];
+    let (code, lines) = stage.start(&["--local", "2", "sh", "-c", tell], &outer).finish();
+    assert_eq!(code, Some(0), "{lines:#?}");
+    has(&lines, "[rank 0] 0/2 0/2 127.0.0.1 port");
+    has(&lines, "[rank 1] 1/2 1/2 127.0.0.1 port");
+    // What the user says stays. On several machines nobody here knows where rank 0 runs.
+    let own = [("MASTER_ADDR", "10.0.0.7"), ("MASTER_PORT", "1234")];
+    let tell = "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE at $MASTER_ADDR:$MASTER_PORT";
+    let (_, lines) = stage.start(&["--local", "1", "sh", "-c", tell], &own).finish();
+    has(&lines, "[rank 0] 0/1 0/1 at 10.0.0.7:1234");
+    let variables = [WORKER, &[("BYTEPS_LOCAL_SIZE", "2"), ("BYTEPS_NUMA_ON", "0")]].concat();
+    let (code, lines) = stage.start(&["sh", "-c", tell], &variables).finish();
+    assert_eq!(code, Some(0), "{lines:#?}");
+    has(&lines, "2/4 0/2 at :");
+    has(&lines, "3/4 1/2 at :");
+}
+
+#[test]
 fn what_cannot_be_started_is_said_with_the_shells_codes() {
     let stage = Stage::new("sleep 1000", "sleep 1000");
     let (code, lines) = stage.start(&["--local", "2", "no-such-program"], &[]).finish();
