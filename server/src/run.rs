@@ -25,6 +25,7 @@ use bps_engine::transport::shm::{self, Shm};
 use bps_engine::transport::tcp::Tcp;
 use bps_engine::transport::{self, Transport, Waker};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use signal_hook::consts::{SIGINT, SIGTERM};
 use std::ffi::OsString;
 use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
@@ -170,8 +171,9 @@ pub fn run(config: &Config) -> Result<(), ServerError> {
     let _exporter = shown.serve(config)?;
     let all: Vec<Listener> = listeners.into_iter().chain(unix_listeners).collect();
     let acceptor = start_acceptor(all, key.clone(), shards.clone())?;
-    let link = Link::connect(&config.root_uri, config.root_port, &key, config.start_timeout)
-        .map_err(|error| ServerError::Scheduler(error.to_string()))?;
+    let dial = || Link::connect(&config.root_uri, config.root_port, &key, config.start_timeout);
+    let link =
+        stop.while_alone(dial)?.map_err(|error| ServerError::Scheduler(error.to_string()))?;
     link.notice_loss_after(config.heartbeat_timeout)
         .map_err(|error| ServerError::Scheduler(error.to_string()))?;
     let (sender, receiver) = link.split();
@@ -403,16 +405,38 @@ fn run_shard(mut shard: Shard, mut idler: Idler) {
 struct Signals {
     terminated: Arc<AtomicBool>,
     interrupted: Arc<AtomicBool>,
+    /// Nobody knows of this server yet, so a signal ends it at once.
+    alone: Arc<AtomicBool>,
 }
 
 impl Signals {
     fn install() -> Result<Signals, ServerError> {
-        let signals = Signals { terminated: Arc::default(), interrupted: Arc::default() };
+        let signals = Signals {
+            terminated: Arc::default(),
+            interrupted: Arc::default(),
+            alone: Arc::default(),
+        };
         let fail = |error: std::io::Error| resource("a signal handler", &error);
+        for (signal, code) in [(SIGTERM, 143), (SIGINT, 130)] {
+            let alone = Arc::clone(&signals.alone);
+            signal_hook::flag::register_conditional_shutdown(signal, code, alone).map_err(fail)?;
+        }
         let register = signal_hook::flag::register;
-        register(signal_hook::consts::SIGTERM, Arc::clone(&signals.terminated)).map_err(fail)?;
-        register(signal_hook::consts::SIGINT, Arc::clone(&signals.interrupted)).map_err(fail)?;
+        register(SIGTERM, Arc::clone(&signals.terminated)).map_err(fail)?;
+        register(SIGINT, Arc::clone(&signals.interrupted)).map_err(fail)?;
         Ok(signals)
+    }
+
+    /// Does what may take long before anybody knows of this server.
+    fn while_alone<T>(&self, work: impl FnOnce() -> T) -> Result<T, ServerError> {
+        self.alone.store(true, Ordering::Relaxed);
+        // One that came before found nobody who ends the process.
+        if let Some(signal) = self.came() {
+            return Err(ServerError::Signal(signal));
+        }
+        let done = work();
+        self.alone.store(false, Ordering::Relaxed);
+        Ok(done)
     }
 
     fn came(&self) -> Option<&'static str> {

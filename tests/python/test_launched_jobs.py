@@ -340,16 +340,22 @@ def test_an_exit_code_is_the_jobs(run):
 
 @pytest.mark.parametrize("program", ["launch", "server", "scheduler"])
 def test_programs_end_by_ctrl_c_without_a_traceback(run, program):
-    words = ["--local", "1", "--servers", "0", "sleep", "600"] if program == "launch" else []
-    where = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "1", "DMLC_NUM_SERVER": "1"}
-    where |= {"DMLC_PS_ROOT_PORT": "0"} if program == "scheduler" else {}
-    process = run(program, [sys.executable, "-m", "byteps._programs", program, *words], where)
-    until(lambda: process.log.read_text() or program == "launch")
-    time.sleep(0.5)
+    """A server that has not found the scheduler, and whoever waits for others."""
+    words = {
+        "launch": ["--local", "1", "--servers", "0", "sh", "-c", "echo up; sleep 600"],
+        "server": ["--root-port", str(free_port())],
+        "scheduler": ["--root-port", "0"],
+    }
+    where = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_NUM_SERVER": "1"}
+    command = [sys.executable, "-m", "byteps._programs", program, *words[program]]
+    process = run(program, command, where)
+    said = {"launch": "up", "server": "core", "scheduler": "listening"}[program]
+    until(lambda: said in process.log.read_text())
+    time.sleep(0.2)  # The server dials next.
     process.send_signal(signal.SIGINT)
     status = process.wait(PATIENCE_SECONDS)
     text = process.log.read_text()
-    assert "Traceback" not in text and status in (130, -signal.SIGINT, 1), (status, text)
+    assert "Traceback" not in text and status == (1 if program == "scheduler" else 130), text
 
 
 def is_running(pid):
