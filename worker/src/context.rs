@@ -101,7 +101,8 @@ impl Worker {
     /// every rank must declare after as many pushes of the old one; the ids of both stay valid.
     ///
     /// # Errors
-    /// [`Error::Mismatch`] where another rank says something else of the same name; [`Error::Refused`] for what the scheduler or a server can't serve.
+    /// [`Error::Mismatch`] where another rank says something else of the same name;
+    /// [`Error::Refused`] for what the scheduler or a server can't serve.
     pub fn declare(&self, tensors: &[Declaration]) -> Result<Vec<TensorId>, Error> {
         let news = lock(&self.0.declared).news(tensors);
         if !news.new.is_empty() || !news.replaced.is_empty() {

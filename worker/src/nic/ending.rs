@@ -36,7 +36,7 @@ impl Nic {
         }
     }
 
-    /// Fails what is pending of a doomed tensor, once it has had the rounds that the ranks agree on.
+    /// Fails what is pending of a doomed tensor, once it has had the rounds agreed on.
     pub(super) fn poison_if_doomed(&mut self, tensor: u32) {
         let Some(Some(state)) = self.tensors.get_mut(tensor as usize) else { return };
         let agreed = state.doomed.as_ref().map_or(u64::MAX, |(rounds, _)| *rounds);

@@ -81,7 +81,8 @@ proptest! {
             for pair in claims.windows(2) {
                 prop_assert!(pair[0].as_ptr().addr() + pair[0].len() <= pair[1].as_ptr().addr());
             }
-            let live: usize = claims.iter().map(|claim| claim.len().next_multiple_of(ALIGNMENT)).sum();
+            let lengths = claims.iter().map(|claim| claim.len().next_multiple_of(ALIGNMENT));
+            let live: usize = lengths.sum();
             prop_assert_eq!(arena.claimed_bytes(), live);
             highest = highest.max(arena.used);
         }

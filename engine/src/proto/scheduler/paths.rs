@@ -42,6 +42,8 @@ pub(super) struct Paths {
     /// What servers answered, and when.
     states: BTreeMap<Key, (KeyState, Duration)>,
     asked: Duration,
+    /// Bytes that are late, though perhaps not for long enough to tell people.
+    suspects: Vec<PathStall>,
     stalls: Vec<PathStall>,
     told: BTreeSet<(Rank, u32, Leg)>,
     told_at: Duration,
@@ -55,7 +57,7 @@ impl Paths {
 
     /// Whether bytes are known to be late.
     pub(super) fn is_stalled(&self) -> bool {
-        !self.stalls.is_empty()
+        !self.suspects.is_empty()
     }
 
     /// Takes a rank out of those that a round waits for, where it waits itself for bytes of an
@@ -63,7 +65,7 @@ impl Paths {
     pub(super) fn excuse(&self, stalls: &mut Vec<Stall>) {
         stalls.retain_mut(|stall| {
             let is_held_up = |rank: &Rank| {
-                self.stalls.iter().any(|one| {
+                self.suspects.iter().any(|one| {
                     one.rank == *rank && one.name == stall.name && one.round <= stall.round
                 })
             };
@@ -104,11 +106,7 @@ impl Paths {
                 let state = self.states.get(&key.key);
                 let told = state.map(|(state, at)| (state, age(*at)));
                 let judged = judge(key, rank, waited_ms, told, report_ms);
-                // Clocks are read at different times: what was told stays, until it has arrived.
-                let is_late = |&(leg, late_ms): &(Leg, u64)| {
-                    let was_told = self.told.contains(&(rank, key.server, leg));
-                    late_ms >= if was_told { report_ms / 2 } else { report_ms }
-                };
+                let is_late = |(_, late_ms): &(Leg, u64)| *late_ms >= report_ms / 2;
                 let Some((leg, waited_ms)) = judged.filter(is_late) else { continue };
                 let (name, round) = (name.to_owned(), key.round);
                 let stall = PathStall { rank, server: key.server, leg, name, round, waited_ms };
@@ -118,7 +116,13 @@ impl Paths {
                 }
             }
         }
-        self.stalls = found.into_values().collect();
+        // Clocks are read at different times: what was told stays, until it has arrived.
+        let is_told = |stall: &PathStall| {
+            stall.waited_ms >= report_ms
+                || self.told.contains(&(stall.rank, stall.server, stall.leg))
+        };
+        self.suspects = found.into_values().collect();
+        self.stalls = self.suspects.iter().filter(|stall| is_told(stall)).cloned().collect();
         self.stalls.sort_by_key(|stall| std::cmp::Reverse(stall.waited_ms));
         self.stalls.truncate(PATHS_MAX);
     }
@@ -200,6 +204,9 @@ impl Scheduler {
 
     /// Judges lost lanes, and tells of bytes that do not arrive.
     pub(super) fn check_paths(&mut self, now: Duration) {
+        if let Some(reason) = self.deserted(now) {
+            return self.end(reason, None);
+        }
         if let Some(loss) = self.path_loss(now) {
             return self.end(OverReason::PathLost(loss), None);
         }
@@ -232,6 +239,22 @@ impl Scheduler {
         }
     }
 
+    /// A rank that told the scheduler good-bye, but not its neighbours: it closed its lanes with a
+    /// round under way, which nobody can finish now.
+    fn deserted(&self, now: Duration) -> Option<OverReason> {
+        let Phase::Running(running) = &self.phase else { return None };
+        let rank_of = |node| running.job.workers.iter().position(|(worker, _)| *worker == node);
+        let is_ripe =
+            |one: &&Loss| now.saturating_sub(one.at) >= GRACE && rank_of(one.from).is_some();
+        let left = running.paths.losses.iter().filter(is_ripe).find_map(|one| {
+            let rank = Rank(u32::try_from(rank_of(one.to)?).ok()?);
+            running.left.contains(&rank).then_some(rank)
+        })?;
+        let message = "it shut down while a push_pull of others was under way: let every rank \
+                       make the same steps, and synchronize them, before it shuts down";
+        Some(OverReason::Failed { who: left.to_string(), message: message.into() })
+    }
+
     /// The first lost lane whose ends are both well: neither has ended in the time that the news of
     /// it may take, and both were heard since.
     fn path_loss(&mut self, now: Duration) -> Option<PathLoss> {
@@ -242,8 +265,8 @@ impl Scheduler {
             };
             self.peers.get(node).filter(stays)
         };
-        // Whoever has left in good order needs no lane.
-        running.paths.losses.retain(|one| member(&one.from).is_some() && member(&one.to).is_some());
+        // Whoever has left in good order needs no lane; who lost one to it may (`deserted`).
+        running.paths.losses.retain(|one| member(&one.from).is_some());
         let is_ripe = |one: &&Loss| {
             now.saturating_sub(one.at) >= GRACE
                 && member(&one.to).is_some_and(|peer| peer.heard > one.at)
