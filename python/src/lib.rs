@@ -10,6 +10,7 @@ mod cli;
 mod context;
 mod error;
 mod fork;
+mod gradients;
 mod handle;
 mod tensor;
 
@@ -28,9 +29,13 @@ mod _native {
         size, speed, start_timeline, stop_timeline,
     };
     #[pymodule_export]
+    use super::gradients::{Batch, GradientHooks, Hook};
+    #[pymodule_export]
     use super::handle::{poll, release, wait};
     #[pymodule_export]
-    use super::tensor::{declare, open_gpu, push_pull, push_pull_gpu, stream_wait};
+    use super::tensor::{
+        declare, open_gpu, push_batch, push_pull, push_pull_gpu, stream_wait, stream_wait_batch,
+    };
 
     #[pymodule_init]
     fn initialise(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -7,6 +7,7 @@
 #![allow(unsafe_code)]
 
 use crate::context::{engine, interruptible};
+use crate::gradients::{Batch, GradientHooks};
 use crate::{error, handle};
 use bps_engine::base::{DType, Operation, Rank};
 use bps_worker::{Declaration, GpuPushPull, Handle, PushPull, TensorId, TensorShape};
@@ -121,4 +122,70 @@ pub fn push_pull(py: Python<'_>, tensors: Vec<(u32, usize, usize, i64)>) -> PyRe
     });
     let handles = started.map_err(|cause| error::from_engine(&cause))?;
     Ok(handles.into_iter().map(handle::keep).collect())
+}
+
+/// Starts push_pulls of these gradients in place, at these addresses; on the GPU after what is
+/// enqueued in `stream` now, in host memory if that is `None`. The contract is [`push_pull`]'s.
+#[pyfunction]
+pub fn push_batch(
+    py: Python<'_>,
+    gradients: &Bound<'_, GradientHooks>,
+    indices: Vec<u32>,
+    addresses: Vec<usize>,
+    stream: Option<usize>,
+) -> PyResult<Batch> {
+    let worker = engine()?;
+    let tensors = gradients.get().tensors(&indices)?;
+    let bytes = tensors.iter().map(|&(_, _, bytes)| bytes).sum();
+    let both = || tensors.iter().zip(&addresses);
+    let started = py.detach(|| match stream {
+        Some(stream) => {
+            let item = |(&(tensor, priority, _), &address): (&(u32, i64, usize), &usize)| {
+                let (tensor, address) = (TensorId(tensor), address as u64);
+                GpuPushPull { tensor, source: address, target: address, priority }
+            };
+            let items: Vec<GpuPushPull> = both().map(item).collect();
+            // SAFETY: as in `push_pull_gpu`.
+            unsafe { worker.push_pull_gpu(&items, stream) }
+        }
+        None => {
+            let item = |(&(tensor, priority, _), &address): (&(u32, i64, usize), &usize)| {
+                let target = std::ptr::with_exposed_provenance_mut(address);
+                PushPull { tensor: TensorId(tensor), source: target, target, priority }
+            };
+            let items: Vec<PushPull> = both().map(item).collect();
+            // SAFETY: as in `push_pull`.
+            unsafe { worker.push_pull(&items) }
+        }
+    });
+    let handles = started.map_err(|cause| error::from_engine(&cause))?;
+    if let Some(last) = handles.last() {
+        gradients.get().handed_over(last, bytes);
+    }
+    Ok(Batch { handles })
+}
+
+/// [`stream_wait`] for a batch, or for those at these positions in it.
+#[pyfunction]
+#[pyo3(signature = (batch, stream, positions = None))]
+pub fn stream_wait_batch(
+    py: Python<'_>,
+    batch: &Bound<'_, Batch>,
+    stream: usize,
+    positions: Option<Vec<usize>>,
+) -> PyResult<()> {
+    let all = &batch.get().handles;
+    let some: Vec<Handle>;
+    let handles = match positions {
+        None => all.as_slice(),
+        Some(positions) => {
+            some = positions.iter().filter_map(|&position| all.get(position).cloned()).collect();
+            some.as_slice()
+        }
+    };
+    py.detach(|| {
+        // SAFETY: as in `push_pull_gpu`.
+        unsafe { Handle::make_wait(handles, stream) }
+    })
+    .map_err(|cause| error::from_engine(&cause))
 }

@@ -66,6 +66,7 @@ class Gpu(_Pretence):
     @contextlib.contextmanager
     def plugged_in(self):
         declare, push_pull, release = _native.declare, _native.push_pull, _native.release
+        push_batch = _native.push_batch
         use_gpu = _registry.use_gpu
 
         def declare_here(tensors):
@@ -80,6 +81,19 @@ class Gpu(_Pretence):
             self.handed_over.append((stream, len(tensors)))
             self._natives.update(handles)
             return handles
+
+        def push_batch_here(hooks, indices, addresses, stream):
+            assert stream in (None, self.stream), "handed over on another stream"
+            if stream is not None:
+                self.handed_over.append((stream, len(indices)))
+            return push_batch(hooks, indices, addresses, None)
+
+        def stream_wait_batch(batch, stream, positions=None):
+            if positions is None:
+                batch.wait()
+            for position in positions or ():
+                assert batch.poll(position), "not waited for before"
+            self.waits.append((stream, positions and len(positions)))
 
         def stream_wait(handles, stream):
             assert handles and self._natives.issuperset(handles)
@@ -98,6 +112,8 @@ class Gpu(_Pretence):
                 push_pull_gpu=push_pull_gpu,
                 stream_wait=stream_wait,
                 release=release_here,
+                push_batch=push_batch_here,
+                stream_wait_batch=stream_wait_batch,
             ),
             self.packed(_tensors._packed),
             mock.patch.object(_registry, "_gpu", None),
@@ -107,6 +123,7 @@ class Gpu(_Pretence):
                 _gpu,
                 holds=self.holds,
                 current_stream=lambda device: self.stream,
+                stream_getter=lambda device: lambda: self.stream,
                 keep_for_current_stream=lambda tensors: self.kept.append(
                     (self.stream, [tensor.data_ptr() for tensor in tensors])
                 ),
@@ -141,7 +158,16 @@ class Pipeline(_Pretence):
     @contextlib.contextmanager
     def plugged_in(self):
         cuda, stream_wait, use_gpu = _cuda(), _native.stream_wait, _registry.use_gpu
-        push_pull_gpu = _native.push_pull_gpu
+        push_pull_gpu, push_batch = _native.push_pull_gpu, _native.push_batch
+        stream_wait_batch = _native.stream_wait_batch
+
+        def push_batch_here(hooks, indices, addresses, stream):
+            self.handed_over += 0 if stream is None else len(indices)
+            return push_batch(hooks, indices, addresses, stream)
+
+        def stream_wait_batch_here(batch, stream, positions=None):
+            stream_wait_batch(batch, stream, positions)
+            assert cuda.cuStreamSynchronize(ctypes.c_void_p(stream)) == 0
 
         def push_pull_here(tensors, stream):
             self.handed_over += len(tensors)
@@ -154,7 +180,12 @@ class Pipeline(_Pretence):
 
         with (
             mock.patch.object(_native, "push_pull_gpu", push_pull_here),
-            mock.patch.object(_native, "stream_wait", stream_wait_here),
+            mock.patch.multiple(
+                _native,
+                stream_wait=stream_wait_here,
+                push_batch=push_batch_here,
+                stream_wait_batch=stream_wait_batch_here,
+            ),
             self.packed(_tensors._packed),
             mock.patch.object(
                 _registry, "use_gpu", lambda number: use_gpu(number or bps.local_rank())
@@ -163,6 +194,7 @@ class Pipeline(_Pretence):
                 _gpu,
                 holds=self.holds,
                 current_stream=lambda device: 0,
+                stream_getter=lambda device: lambda: 0,
                 keep_for_current_stream=lambda tensors: None,
             ),
         ):

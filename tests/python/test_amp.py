@@ -166,7 +166,7 @@ def reading_options_waits_for_nothing():
     inputs, targets = batch(0)
     loss_of(model, share(inputs), share(targets)).backward()
     assert optimizer.param_groups[0]["lr"] == 0.1
-    assert not optimizer._byteps.under_way and not optimizer._byteps.synchronized
+    assert not optimizer._byteps.is_under_way and not optimizer._byteps.synchronized
 
     class Wrapper:
         """As some libraries put around an optimizer."""
@@ -184,7 +184,7 @@ def reading_options_waits_for_nothing():
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.zeros(()))
     scaler.unscale_(Wrapper(optimizer))
-    assert not optimizer._byteps.under_way and optimizer._byteps.synchronized
+    assert not optimizer._byteps.is_under_way and optimizer._byteps.synchronized
     optimizer.step()
 
 

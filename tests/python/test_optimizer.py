@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import byteps.torch as bps
+from byteps import _native
 from byteps.errors import ConfigError, TensorError, UsageError
 
 BATCH = 12
@@ -502,7 +503,13 @@ def in_the_order_of_the_backward_pass():
     )
     inputs, targets = batch(0)
     gradients, sent = optimizer._byteps, []
-    with mock.patch.object(gradients, "send", lambda param: sent.append(gradients.names[param])):
+    push_batch = _native.push_batch
+
+    def record(hooks, indices, *rest):
+        sent.extend(gradients.names[gradients.params[index]] for index in indices)
+        return push_batch(hooks, indices, *rest)
+
+    with mock.patch.object(_native, "push_batch", record):
         torch.nn.functional.mse_loss(model(inputs), targets).backward()
     assert {gradients.priority_of(param) for param in model.parameters()} == {0}
     # The last layer's are complete first.

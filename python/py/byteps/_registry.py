@@ -101,6 +101,9 @@ _pending: dict[int, _Pending] = {}
 _abandoned: list[_Pending] = []
 _next_handle = 1
 _counters: dict[Any, int] = {}
+# What modules of frameworks keep alive until the engine is done with it.
+held: set[Any] = set()
+_jobs = 0
 _gpu: int | None = None
 _turns: dict[tuple[int, int], _Turn] = {}
 _turn_of: dict[str, _Turn] = {}
@@ -122,7 +125,9 @@ def started() -> None:
     Tensors of GPUs are declared again when they are next sent: all ranks have to open their GPUs
     before, and those that are new to the job are not there yet.
     """
+    global _jobs
     with _lock:
+        _jobs += 1
         unnamed = [tensor for tensor in _declared if tensor.name.startswith(_UNNAMED_PREFIX)]
         for tensor in unnamed:  # Their turns begin again, also with ranks that are new to the job.
             del _declared[tensor], _on_wire[_wire_name(tensor)]
@@ -136,6 +141,11 @@ def started() -> None:
         declare(known)
 
 
+def job_number() -> int:
+    """Counts the jobs of this process: numbers of tensors hold in one of them."""
+    return _jobs
+
+
 def ended(keep_names: bool) -> None:
     """To be called when the engine has ended: nothing is under way any more."""
     global _gpu
@@ -143,6 +153,7 @@ def ended(keep_names: bool) -> None:
         _gpu = None
         _pending.clear()
         _abandoned.clear()
+        held.clear()
         if not keep_names:
             _declared.clear()
             _on_wire.clear()
@@ -150,7 +161,7 @@ def ended(keep_names: bool) -> None:
 
 def never_free() -> None:
     """Keeps the memory of what is under way until the process is gone, whatever is torn down."""
-    for kept in (_pending, _abandoned):
+    for kept in (_pending, _abandoned, held):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
@@ -341,38 +352,6 @@ def start(
         return handle
 
 
-def start_each(
-    sends: Sequence[Send],
-    memories: Sequence[Any],
-    finishes: Sequence[Callable[[Any], Any]],
-    stream: Callable[[], int] | None,
-    place: int | None,
-) -> list[int]:
-    """As :func:`start` for each of them, with a handle each, in one call of the engine.
-
-    All are in host memory, or all on the GPU, and read after what is enqueued in stream ``place``.
-    """
-    global _next_handle
-    with _lock:
-        numbers = declare([send.tensor for send in sends])
-        items = [
-            (number, send.source, send.target, send.priority)
-            for number, send in zip(numbers, sends, strict=True)
-        ]
-        on_gpu = place is not None and sends[0].tensor.device
-        natives = _native.push_pull_gpu(items, place) if on_gpu else _native.push_pull(items)
-        first = _next_handle
-        _next_handle += len(sends)
-        handles = list(range(first, _next_handle))
-        for handle, native, send, memory, finish in zip(
-            handles, natives, sends, memories, finishes, strict=True
-        ):
-            own = (native,)
-            label = send.tensor.name
-            _pending[handle] = _Pending(own, own if on_gpu else (), label, memory, finish, stream)
-        return handles
-
-
 def _find(handle: int) -> _Pending | None:
     pending = _pending.get(handle)
     if pending is None:
@@ -426,24 +405,6 @@ def synchronize(handle: int, timeout: float | None = None) -> Any:
         del _pending[handle]
         _release(pending)
     return pending.finish(pending.memory)
-
-
-def synchronize_all(handles: Iterable[int]) -> list[Any]:
-    """:func:`synchronize` for each of them, of which the framework's stream waits once."""
-    handles = list(handles)
-    for handle in handles:
-        wait(handle)
-    with _lock:
-        all_pending = [_pending[handle] for handle in handles if handle in _pending]
-        on_gpu = [native for pending in all_pending for native in pending.on_gpu]
-        stream = next((pending.stream for pending in all_pending if pending.on_gpu), None)
-        if stream is not None:
-            _native.stream_wait(on_gpu, stream())
-        for handle in handles:
-            _pending.pop(handle, None)
-        for pending in all_pending:
-            _release(pending)
-    return [pending.finish(pending.memory) for pending in all_pending]
 
 
 def _release(pending: _Pending) -> None:

@@ -5,7 +5,10 @@ No function here makes the host wait for a GPU.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -33,7 +36,29 @@ def open_for(tensors: Iterable[torch.Tensor]) -> Callable[[], int] | None:
 
 def current_stream(device: torch.device) -> int:
     """The stream on which this thread puts work for the device: that of autograd within a hook."""
-    return torch.cuda.current_stream(device).cuda_stream
+    return _raw_stream(device.index)
+
+
+def stream_getter(device: torch.device) -> Callable[[], int]:
+    """:func:`current_stream` of this device, for hooks: without an object for each call."""
+    return functools.partial(_raw_stream, device.index)
+
+
+def _current_stream(index: int) -> int:
+    return torch.cuda.current_stream(index).cuda_stream
+
+
+# A number costs a fraction of torch's object; compiled code uses the same function.
+_raw_stream: Callable[[int], int] = getattr(
+    torch._C, "_cuda_getCurrentRawStream", _current_stream
+)
+
+
+def on_stream(stream: int | None, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Lets torch put work on this stream, where it does not already."""
+    if stream is None or current_stream(device) == stream:
+        return contextlib.nullcontext()
+    return torch.cuda.stream(torch.cuda.ExternalStream(stream, device))
 
 
 def place_of(tensor: torch.Tensor) -> int | None:

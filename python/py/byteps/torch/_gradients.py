@@ -1,134 +1,62 @@
-"""The gradients of one optimizer on their way: sent when they are complete, awaited in a step."""
+"""The gradients of one optimizer or module on their way: sent in batches, averaged in rounds."""
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from byteps import _registry, common
+from byteps import _native, _registry, common
 from byteps.errors import TensorError, UsageError
 from byteps.torch import _backward, _gpu, _tensors, ops
 from byteps.torch.allreduce import averages
+from byteps.torch.compression import Compression
 
-# Gradients of fewer bytes in all wait for the next one, and go with it: so many take 5 µs on a line
-# of 100 Gbit/s, and a call of the engine from Python takes longer.
-_TOGETHER_BYTES = 1 << 16
-# The same on a host that is the whole job, whose GPUs have no line to keep busy: each collective is
-# a kernel of NCCL's, and keeps processors of the GPU from the backward pass.
-_TOGETHER_BYTES_ON_ONE_HOST = 1 << 23
+# Where one host is the whole job, its GPUs have no line to keep busy: each collective is a kernel
+# of NCCL's, and keeps processors of the GPU from the backward pass.
+_BATCH_BYTES_MIN_ON_ONE_HOST = 1 << 23
 
 # Counts up in the order of creation, which all ranks share.
 _numbers = itertools.count()
 _live: weakref.WeakSet[Gradients] = weakref.WeakSet()
 
 
-class Sent:
-    """A gradient under way: the tensor that the result is for, and what was sent in its place.
+class Batch:
+    """Gradients that were handed over together, kept until the engine is done with them.
 
-    ``handle`` is None while it waits for others to go with. ``version`` is the gradient's as long as
-    nobody but us changes it.
+    ``versions`` are the gradients' as long as nobody but us changes them, ``sent`` what travels in
+    their place, and ``contexts`` what the compression needs to undo it.
     """
 
-    __slots__ = ("context", "gradient", "handle", "name", "priority", "sent", "version")
+    __slots__ = ("contexts", "gradients", "indices", "left", "native", "sent", "versions")
 
     def __init__(
-        self, name: str, priority: int, gradient: torch.Tensor, sent: torch.Tensor, context: Any
+        self,
+        indices: list[int],
+        gradients: list[torch.Tensor],
+        sent: list[torch.Tensor],
+        contexts: list[Any] | None,
     ) -> None:
-        self.handle: int | None = None
-        self.name = name
-        self.priority = priority
-        self.gradient = gradient
-        self.version = gradient._version
+        self.indices = indices
+        self.gradients = gradients
         self.sent = sent
-        self.context = context
-
-
-class UnderWay(dict[torch.Tensor, Sent]):
-    """Gradients by their parameters, from the moment when they are complete until the result is
-    in them."""
-
-    def __init__(self, average: bool, compression: Any) -> None:
-        super().__init__()
-        self.average = average
-        self.compression = compression
-        self._waiting: dict[torch.Tensor, Sent] = {}
-        self._waiting_bytes = 0
-        self._place: int | None = None
-
-    def send(
-        self, param: torch.Tensor, gradient: torch.Tensor, name: str, priority: int = 0
-    ) -> None:
-        """Starts the push_pull of its gradient, in its own memory where nothing compresses it, at
-        once or with those that follow."""
-        sent, context = self.compression.compress(gradient)
-        _tensors.check(sent, "the gradient", name)
-        in_host = _tensors.through_host(sent, self.average)
-        place = None if in_host else _gpu.place_of(sent)
-        if place != self._place:
-            # What goes together is complete in one stream.
-            self.flush()
-            self._place = place
-        self[param] = self._waiting[param] = Sent(name, priority, gradient, sent, context)
-        self._waiting_bytes += sent.nbytes
-        if self._waiting_bytes >= _TOGETHER_BYTES:
-            is_local = place is not None and common.size() == common.local_size()
-            if not is_local or self._waiting_bytes >= _TOGETHER_BYTES_ON_ONE_HOST:
-                self.flush()
-
-    def flush(self) -> None:
-        """Sends what waits for others."""
-        waiting, self._waiting, self._waiting_bytes = self._waiting, {}, 0
-        if not waiting:
-            return
-        try:
-            handles = ops.push_pull_each_inplace(
-                [sent.sent for sent in waiting.values()],
-                self.average,
-                [sent.name for sent in waiting.values()],
-                [sent.priority for sent in waiting.values()],
-                self._place,
-            )
-        except BaseException:
-            for param in waiting:
-                del self[param]
-            raise
-        for sent, handle in zip(waiting.values(), handles, strict=True):
-            sent.handle = handle
-            # Autograd was told that the engine changes what is sent.
-            sent.version += sent.sent is sent.gradient
-
-    def drain(self) -> None:
-        """Waits for all of them, and takes them in as they come."""
-        self.flush()
-        while self:
-            # Removed only when done: an interrupted wait can be taken up again.
-            done = []
-            for param, sent in self.items():
-                if not ops.wait(sent.handle, timeout=0 if done else None):
-                    break
-                done.append(param)
-            self.finish([self[param] for param in done])
-            for param in done:
-                del self[param]
-
-    def finish(self, done: list[Sent]) -> None:
-        """Waits for these, and puts the results into the gradients."""
-        ops.synchronize_each([sent.handle for sent in done])
-        with torch.no_grad():
-            for sent in done:
-                if sent.sent is not sent.gradient:
-                    sent.gradient.copy_(self.compression.decompress(sent.sent, sent.context))
+        self.contexts = contexts
+        self.left = len(indices)
+        self.native: _native.Batch | None = None
+        self.versions: list[int] = []
 
 
 class Gradients:
-    """The gradients of one optimizer or module: which are under way, and which are still to come.
+    """The gradients of one optimizer or module, by their index in the order of their adoption.
 
     A *round* averages every gradient once. It begins with the first gradient that a backward pass
-    completes and is over when the pass is; :meth:`synchronize` makes up for a missing pass.
+    completes and is over when the pass is; :meth:`synchronize` makes up for a missing pass. While a
+    pass runs, `_native.GradientHooks` counts; only a batch of complete gradients comes to Python.
     """
 
     # Whether ranks compare how many rounds there were since the last step.
@@ -146,26 +74,32 @@ class Gradients:
         self.number = next(_numbers)
         self.prefix = prefix
         self.compression = compression
-        self.passes = passes
         self.average = averages(None, op)
-        self.under_way = UnderWay(self.average, compression)
         self.sparse_as_dense = sparse_as_dense
         self.should_synchronize = True
-        # Every gradient is averaged, and no backward pass has added to one since.
-        self.synchronized = False
+        # Every gradient is averaged, unless a backward pass has added to one since.
+        self.is_averaged = False
         self.closed = False
-        # With op=Sum, a second round would add the ranks' sums up.
-        self.holds_sums = False
         # Rounds since the last step: see `_send_count`.
         self.rounds = 0
         self._count: torch.Tensor | None = None
         self._count_handle: int | None = None
-        # The backward pass that is running calls this object when it ends.
-        self._joined = False
         self._all_sent = False
+        self.batches: list[Batch] = []
+        # All parameters by name; those that are watched, and what their gradients are declared as.
         self.names: dict[torch.Tensor, str] = {}
-        self.passes_left: dict[torch.Tensor, int] = {}
-        self.hooks: list[Any] = []
+        self.index: dict[torch.Tensor, int] = {}
+        self.params: list[torch.Tensor] = []
+        self.declared: list[_registry.Tensor] = []
+        self._dtypes: list[torch.dtype] = []
+        self._bytes: list[int] = []
+        self._on_gpu: list[bool] = []
+        self._job = _registry.job_number()
+        self._stream = lambda: 0
+        self._hook_handles: list[Any] = []
+        self.passes = passes
+        stream = functools.partial(_stream_of, weakref.ref(self))
+        self.hooks = _native.GradientHooks(weakref.ref(self), stream, passes)
         self.adopt(named)
 
     def adopt(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -177,29 +111,40 @@ class Gradients:
             self.names[param] = self.prefix + name
             if param.requires_grad:
                 new.append(param)
+        self.arrange()
         self._watch(new)
 
+    def arrange(self) -> None:
+        """All names are known, and priorities are about to be asked for."""
+
     def _watch(self, params: list[torch.Tensor]) -> None:
-        _registry.declare(
-            [
-                _tensors.gradient(self.names[param], param, self.compression, self.average)
-                for param in params
-            ]
-        )
+        tensors = [
+            _tensors.gradient(self.names[param], param, self.compression, self.average)
+            for param in params
+        ]
+        numbers = _registry.declare(tensors)
         for other in list(_live):
-            if any(param in other.passes_left for param in params) and other is not self:
+            if other is not self and any(param in other.index for param in params):
                 other.close()
         _live.add(self)
-        myself = weakref.ref(self)
+        for param, tensor, number in zip(params, tensors, numbers, strict=True):
+            self.index[param] = len(self.params)
+            self.params.append(param)
+            self.declared.append(tensor)
+            self._dtypes.append(param.dtype)
+            self._bytes.append(param.nbytes)
+            self._on_gpu.append(_gpu.holds(param))
+            if tensor.device:
+                self._use_gpu(param.device)
+            hook = self.hooks.add(
+                number, self.priority_of(param), _bytes_of(tensor), tensor.device
+            )
+            self._hook_handles.append(param.register_post_accumulate_grad_hook(hook))
 
-        def hook(param: torch.Tensor) -> None:
-            gradients = myself()
-            if gradients is not None:
-                gradients.ready(param)
-
-        for param in params:
-            self.passes_left[param] = self.passes
-            self.hooks.append(param.register_post_accumulate_grad_hook(hook))
+    def _use_gpu(self, device: torch.device) -> None:
+        self._stream = _gpu.stream_getter(device)
+        if common.size() == common.local_size():
+            self.hooks.batch_bytes_min = _BATCH_BYTES_MIN_ON_ONE_HOST
 
     def check_open(self) -> None:
         """Raises if the gradients are another's."""
@@ -211,37 +156,197 @@ class Gradients:
 
     def close(self) -> None:
         """Stops watching: another optimizer or module has taken over the parameters."""
-        for hook in self.hooks:
-            hook.remove()
-        self.hooks.clear()
+        for handle in self._hook_handles:
+            handle.remove()
+        self._hook_handles.clear()
         self.closed = True
 
-    def ready(self, param: torch.Tensor) -> None:
-        """A backward pass has added to this gradient."""
-        self.synchronized = False
-        sent = self.under_way.get(param)
-        if sent is not None:
-            if sent.gradient is param.grad:
-                raise UsageError(
-                    f"backward() has added to the gradient of '{self.names[param]}' while it was "
-                    "being averaged: call step() or synchronize() before the next backward(), or "
-                    f"raise backward_passes_per_step={self.passes}; a layer that activation "
-                    "checkpointing runs twice needs use_reentrant=False"
-                )
+    @property
+    def synchronized(self) -> bool:
+        """Every gradient is averaged, and no backward pass has added to one since."""
+        return self.is_averaged and not self.hooks.has_new
+
+    @synchronized.setter
+    def synchronized(self, averaged: bool) -> None:
+        self.is_averaged = averaged
+        self.hooks.has_new = False
+
+    def set_passes(self, passes: int) -> None:
+        """How often a pass adds to each gradient before it is sent, from the next round on."""
+        self.passes = self.hooks.passes = passes
+        self.hooks.expect_all()
+
+    # What the hooks ask for
+
+    def join(self) -> None:
+        """A backward pass has completed its first gradient."""
+        _backward.join(self)
+
+    def added_again(self, index: int) -> None:
+        """A backward pass has added to a gradient that is on its way, or to a sum."""
+        param = self.params[index]
+        under_way = self._under_way(index)
+        if under_way is not None and under_way is param.grad:
+            raise UsageError(
+                f"backward() has added to the gradient of '{self.names[param]}' while it was being "
+                "averaged: call step() or synchronize() before the next backward(), or raise "
+                f"backward_passes_per_step={self.passes}; a layer that activation checkpointing "
+                "runs twice needs use_reentrant=False"
+            )
+        if under_way is not None:
             # The gradient was dropped, as by model.zero_grad(), and this is a new one.
             self.discard()
-        elif self.holds_sums:
+            self.hooks.has_new = True
+        elif not self.average:
             raise UsageError(
                 f"backward() has added to the gradient of '{self.names[param]}', which is a sum "
                 "over all ranks already (op=Sum): call step() or optimizer.zero_grad() before, or "
                 f"raise backward_passes_per_step={self.passes}"
             )
-        self.passes_left[param] -= 1
-        if self.passes_left[param] <= 0:
-            self.send(param)
-            if not self._joined:
-                self._joined = True
-                _backward.join(self)
+
+    def _under_way(self, index: int) -> torch.Tensor | None:
+        self.flush()
+        for batch in self.batches:
+            if index in batch.indices:
+                return batch.gradients[batch.indices.index(index)]
+        return None
+
+    def flush(self) -> None:
+        """Hands over what backward passes have completed."""
+        self._hand_over_queued()
+
+    def _hand_over_queued(self) -> None:
+        indices, stream = self.hooks.take()
+        if indices:
+            params = self.params
+            gradients = [params[index].grad for index in indices]
+            if any(gradient is None for gradient in gradients):
+                # Dropped after a backward pass that failed.
+                gradients = [
+                    torch.zeros_like(params[index]) if gradient is None else gradient
+                    for index, gradient in zip(indices, gradients, strict=True)
+                ]
+            try:
+                self._hand_over(indices, gradients, stream)
+            except BaseException:
+                self.hooks.expect(indices)
+                raise
+
+    def _hand_over(
+        self, indices: list[int], gradients: list[torch.Tensor], stream: int | None
+    ) -> None:
+        if self._job != _registry.job_number():
+            self._declare_in_new_job()
+        sent, contexts = gradients, None
+        if self.compression is not Compression.none or not self._are_plain(indices, gradients):
+            gradients = [
+                self._dense(index, gradient)
+                for index, gradient in zip(indices, gradients, strict=True)
+            ]
+            with _gpu.on_stream(stream, gradients[0].device):
+                sent, contexts = self._prepared(indices, gradients)
+            if self._redeclare(indices, sent):
+                self._hand_over_by_place(indices, gradients, sent, contexts)
+                return
+        self._push(Batch(indices, gradients, sent, contexts), stream)
+
+    def _push(self, batch: Batch, stream: int | None) -> None:
+        addresses = [tensor.data_ptr() for tensor in batch.sent]
+        batch.native = _native.push_batch(self.hooks, batch.indices, addresses, stream)
+        _registry.held.add(batch)
+        self.batches.append(batch)
+        # Autograd can't see the change; when told, it notices uses of the old values.
+        torch.autograd.graph.increment_version(batch.sent)
+        batch.versions = [gradient._version for gradient in batch.gradients]
+
+    def _are_plain(self, indices: list[int], gradients: list[torch.Tensor]) -> bool:
+        """Whether all can be sent from their own memory, as they were declared."""
+        dtypes, sizes, on_gpu, holds = self._dtypes, self._bytes, self._on_gpu, _gpu.holds
+        for index, gradient in zip(indices, gradients, strict=True):
+            if (
+                gradient.dtype is not dtypes[index]
+                or gradient.layout is not torch.strided
+                or gradient.nbytes != sizes[index]
+                or not gradient.is_contiguous()
+                or gradient.is_neg()
+                or holds(gradient) != on_gpu[index]
+            ):
+                return False
+        return True
+
+    def _dense(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        if gradient.layout is torch.strided:
+            return gradient
+        param = self.params[index]
+        if not self.sparse_as_dense:
+            raise TensorError(
+                f"the gradient of '{self.names[param]}' is sparse: pass sparse_as_dense=True, or "
+                "make the embedding with sparse=False"
+            )
+        param.grad = gradient.to_dense()
+        return param.grad
+
+    def _prepared(
+        self, indices: list[int], gradients: list[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[Any]]:
+        sent, contexts = [], []
+        for index, gradient in zip(indices, gradients, strict=True):
+            smaller, context = self.compression.compress(gradient)
+            _tensors.check(smaller, "the gradient", self.names[self.params[index]])
+            in_host = _tensors.through_host(smaller, self.average)
+            sent.append(_tensors.in_place(smaller, in_host).source)
+            contexts.append(context)
+        return sent, contexts
+
+    def _redeclare(self, indices: list[int], sent: list[torch.Tensor]) -> bool:
+        """Declares anew what a cast or a move of the model has changed; whether there was such."""
+        changed = []
+        for index, tensor in zip(indices, sent, strict=True):
+            old = self.declared[index]
+            dtype = _tensors.summed_dtype(tensor, "the gradient", old.name)
+            if (dtype, tensor.shape, _gpu.holds(tensor)) != (old.dtype, old.shape, old.device):
+                changed.append((index, tensor, dtype))
+        for index, tensor, dtype in changed:
+            param = self.params[index]
+            on_gpu = _gpu.open_for([tensor]) is not None
+            new = _registry.settled(
+                self.declared[index]._replace(
+                    name=self.names[param], dtype=dtype, shape=tensor.shape, device=on_gpu
+                )
+            )
+            [number] = _registry.declare([new])
+            self.declared[index] = new
+            self._dtypes[index], self._bytes[index] = param.dtype, param.nbytes
+            self._on_gpu[index] = _gpu.holds(param)
+            if on_gpu:
+                self._use_gpu(tensor.device)
+            self.hooks.declare(index, number, _bytes_of(new), on_gpu)
+        return bool(changed)
+
+    def _hand_over_by_place(
+        self,
+        indices: list[int],
+        gradients: list[torch.Tensor],
+        sent: list[torch.Tensor],
+        contexts: list[Any],
+    ) -> None:
+        """What was queued together may be in different memories after a move of the model."""
+        rows = list(zip(indices, gradients, sent, contexts, strict=True))
+        for on_gpu in (False, True):
+            some = [row for row in rows if _gpu.holds(row[2]) == on_gpu]
+            if some:
+                columns = [list(column) for column in zip(*some, strict=True)]
+                self._push(Batch(*columns), self._stream() if on_gpu else None)
+
+    def _declare_in_new_job(self) -> None:
+        """After `resume`, tensors have other numbers."""
+        _gpu.open_for(self.params)
+        for index, number in enumerate(_registry.declare(self.declared)):
+            tensor = self.declared[index]
+            self.hooks.declare(index, number, _bytes_of(tensor), tensor.device)
+        self._job = _registry.job_number()
+
+    # Rounds
 
     def send_at_end(self) -> None:
         """Sends what this backward pass has not completed, too."""
@@ -253,9 +358,9 @@ class Gradients:
 
     def pause(self) -> bool:
         """An inner backward pass is over; the outer one may complete other gradients."""
-        self._joined = False
-        self.under_way.flush()
-        if len(self.under_way) < len(self.watched()):
+        self.hooks.has_joined = False
+        self.flush()
+        if self.missing():
             return False
         self.send_rest()
         return True
@@ -270,21 +375,9 @@ class Gradients:
         """
         return 0
 
-    def send(self, param: torch.Tensor) -> None:
-        """Starts the push_pull of a gradient."""
-        name = self.names[param]
-        if param.grad.layout != torch.strided:
-            if not self.sparse_as_dense:
-                raise TensorError(
-                    f"the gradient of '{name}' is sparse: pass sparse_as_dense=True, or make the "
-                    "embedding with sparse=False"
-                )
-            param.grad = param.grad.to_dense()
-        self.under_way.send(param, param.grad, name, self.priority_of(param))
-
-    def watched(self) -> list[torch.Tensor]:
-        """The parameters whose gradients a round averages."""
-        return [param for param in self.passes_left if param.requires_grad]
+    def missing(self) -> list[int]:
+        """The gradients of this round that are not on their way."""
+        return [index for index in self.hooks.rest() if self.params[index].requires_grad]
 
     def send_rest(self) -> None:
         """Sends the gradients that no backward pass has completed, too."""
@@ -293,29 +386,73 @@ class Gradients:
         if self._all_sent:
             return
         self._watch_thawed()
+        self.send(self.missing())
+        self._send_count()
+        self._all_sent = True
+
+    def send(self, indices: list[int]) -> None:
+        """Sends these gradients, or zeros where there are none, and what is complete."""
+        self.flush()
         alone = common.size() == 1
-        for param in self.watched():
-            if param in self.under_way:
-                continue
+        for index in indices:
+            param = self.params[index]
             if param.grad is None:
                 if alone:
                     continue
                 param.grad = torch.zeros_like(param)
-            self.send(param)
-        self.under_way.flush()
-        self._send_count()
-        self._all_sent = True
+            stream = self._stream() if self.declared[index].device else None
+            if not self.hooks.queue(index, stream):
+                self._hand_over_queued()
+                self.hooks.queue(index, stream)
+        self._hand_over_queued()
+
+    def _send_nothing(self, indices: list[int]) -> None:
+        """Sends zeros for these gradients, which are not touched."""
+        self.flush()
+        for on_gpu in (False, True):
+            some = [index for index in indices if self.declared[index].device == on_gpu]
+            stream = self._stream() if on_gpu else None
+            for index in some:
+                self.hooks.queue(index, stream)
+            self.hooks.take()
+            if some:
+                zeros = [torch.zeros_like(self.params[index]) for index in some]
+                self._hand_over(some, zeros, stream)
 
     def finish_round(self) -> None:
         """Waits until every gradient is averaged, and is ready for the next round."""
         changed = self.changed()
-        self.under_way.drain()
-        self._check_count()
-        self._end_round()
+        self._take_in()
         self.synchronized = True
-        self.holds_sums = not self.average
+        self.hooks.is_guarded = not self.average
         if changed is not None:
             raise changed
+
+    def _take_in(self) -> None:
+        for batch in self.batches:
+            batch.native.wait()
+        for batch in self.batches:
+            self.finish(batch)
+        self._check_count()
+        self.end_round()
+
+    def finish(self, batch: Batch, positions: list[int] | None = None) -> None:
+        """Puts results that were waited for into the gradients: all, or those at `positions`."""
+        places = range(len(batch.indices)) if positions is None else positions
+        if _gpu.holds(batch.sent[0]):
+            _native.stream_wait_batch(batch.native, self._stream(), positions)
+            tensors = {id(t): t for p in places for t in (batch.gradients[p], batch.sent[p])}
+            _gpu.keep_for_current_stream(tensors.values())
+        if batch.contexts is not None:
+            with torch.no_grad():
+                for place in places:
+                    gradient, sent = batch.gradients[place], batch.sent[place]
+                    if sent is not gradient:
+                        result = self.compression.decompress(sent, batch.contexts[place])
+                        gradient.copy_(result)
+        batch.left -= len(places)
+        if not batch.left:
+            _registry.held.discard(batch)
 
     def synchronize(self) -> None:
         """Averages all gradients, unless they are and no backward pass has added to one since."""
@@ -325,37 +462,39 @@ class Gradients:
 
     def stepped(self) -> None:
         """A step takes the gradients."""
-        self.synchronized = self.holds_sums = False
+        self.synchronized = self.hooks.is_guarded = False
         self.rounds = 0
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a round has begun and is not over."""
+        return bool(self.batches) or self._all_sent or self.hooks.has_joined
 
     def clear(self) -> None:
         """Somebody is about to clear the gradients."""
-        if self.under_way or self._all_sent:
+        if self.is_under_way:
             self.discard()
-        self.synchronized = self.holds_sums = False
+        self.synchronized = self.hooks.is_guarded = False
 
     def discard(self) -> None:
         """Ends a round whose averages nobody wants: other ranks may wait for this one's part."""
         self._leave_pass()
+        self.flush()
         if not self._all_sent and common.size() > 1:
-            for param in self.watched():
-                if param not in self.under_way:
-                    nothing = torch.zeros_like(param)
-                    name, priority = self.names[param], self.priority_of(param)
-                    self.under_way.send(param, nothing, name, priority)
-            self.under_way.flush()
+            self._send_nothing(self.missing())
             self._send_count()
-        self.under_way.drain()
-        self._check_count()
-        self._end_round()
+        self._take_in()
         self.synchronized = False
 
     def changed(self) -> UsageError | None:
         """The error to raise if a gradient was changed while it was being averaged."""
         changed = [
-            self.names[param]
-            for param, sent in self.under_way.items()
-            if sent.gradient._version != sent.version or sent.gradient is not param.grad
+            self.names[self.params[index]]
+            for batch in self.batches
+            for index, gradient, version in zip(
+                batch.indices, batch.gradients, batch.versions, strict=True
+            )
+            if gradient._version != version or gradient is not self.params[index].grad
         ]
         if not changed:
             return None
@@ -367,14 +506,11 @@ class Gradients:
             "distributed"
         )
 
-    def _end_round(self) -> None:
-        self._all_sent = False
-        self.expect_all()
-
-    def expect_all(self) -> None:
+    def end_round(self) -> None:
         """Is ready for the next backward passes."""
-        for param in self.passes_left:
-            self.passes_left[param] = self.passes
+        self.batches.clear()
+        self._all_sent = False
+        self.hooks.expect_all()
 
     def _send_count(self) -> None:
         """Sends the number of this round along.
@@ -401,11 +537,20 @@ class Gradients:
             )
 
     def _leave_pass(self) -> None:
-        if self._joined:
-            self._joined = False
+        if self.hooks.has_joined:
+            self.hooks.has_joined = False
             _backward.leave(self)
 
     def _watch_thawed(self) -> None:
-        thawed = [p for p in self.names if p.requires_grad and p not in self.passes_left]
-        if thawed:
-            self._watch(thawed)
+        if len(self.names) > len(self.params):
+            self._watch([p for p in self.names if p.requires_grad and p not in self.index])
+
+
+def _stream_of(gradients: weakref.ref[Gradients]) -> int:
+    """The GPU's stream that is current in a hook."""
+    found = gradients()
+    return 0 if found is None else found._stream()
+
+
+def _bytes_of(tensor: _registry.Tensor) -> int:
+    return math.prod(tensor.shape) * _tensors.SIZES[tensor.dtype]

@@ -21,6 +21,8 @@ DTYPES = {
     torch.int64: "i64",
 }
 
+SIZES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
+
 
 class Memory(NamedTuple):
     """Where a tensor is read, where its result is written, and what the caller gets.

@@ -11,6 +11,7 @@ It has all names of :mod:`byteps.torch` too.
 
 from __future__ import annotations
 
+import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterable
@@ -23,7 +24,7 @@ from byteps.torch import *  # noqa: F403
 from byteps.torch import __all__ as _names
 from byteps.torch import ops
 from byteps.torch._compiled import untraced
-from byteps.torch._gradients import Gradients, Sent
+from byteps.torch._gradients import Batch, Gradients
 from byteps.torch.compression import Compression
 from byteps.torch.optimizer import Distributed, become, checked, next_prefix
 
@@ -94,12 +95,17 @@ def CrossBarrier(
 class _Update(NamedTuple):
     """What a parameter still waits for: its averaged gradient, and its group's options then."""
 
-    sent: Sent
+    batch: Batch
+    position: int
     options: dict[str, Any]
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        return self.batch.gradients[self.position]
 
 
 class _Hook:
-    """A hook of a module that keeps nothing alive. A copy of the module has hooks that do nothing."""
+    """A hook of a module that keeps nothing alive. Those of a copy of the module do nothing."""
 
     def __init__(self, method: Callable[..., Any] | None = None) -> None:
         self.method = None if method is None else weakref.WeakMethod(method)
@@ -190,19 +196,24 @@ class _Updates:
         optimizer = self.optimizer()
         if optimizer is None:
             return
-        params = dict.fromkeys(due)
-        for param in due:
-            ops.wait(self.pending[param].sent.handle)
+        taken = {param: self.pending[param] for param in due}
+        for update in taken.values():
+            update.batch.native.wait(update.position)
         for param, update in self.pending.items():
-            if param in params:
+            if param in taken:
                 continue
-            if not ops.wait(update.sent.handle, timeout=0):
+            if not update.batch.native.poll(update.position):
                 break
-            params[param] = None
-        optimizer._byteps.under_way.finish([self.pending[param].sent for param in params])
-        optimizer._step_only({param: self.pending[param] for param in params})
-        for param in params:
+            taken[param] = update
+        positions: dict[Batch, list[int]] = {}
+        for update in taken.values():
+            positions.setdefault(update.batch, []).append(update.position)
+        for batch, some in positions.items():
+            optimizer._byteps.finish(batch, some)
+        optimizer._step_only(taken)
+        for param in taken:
             del self.pending[param]
+        optimizer._byteps.hooks.is_guarded = bool(self.pending)
 
     def take(self) -> None:
         """Makes updates of the gradients that are under way."""
@@ -219,12 +230,25 @@ class _Updates:
                 if key != "params"
             }
             options.update(dict.fromkeys(group["params"], then))
-        for param in gradients.from_the_front(gradients.under_way):
-            # A parameter that was taken out of the optimizer is averaged and left as it is.
+        places = [
+            (index, batch, position)
+            for batch in gradients.batches
+            for position, index in enumerate(batch.indices)
+        ]
+        # Those of the front layers first.
+        for index, batch, position in sorted(places, key=operator.itemgetter(0)):
+            param = gradients.params[index]
             if param in options:
-                self.pending[param] = _Update(gradients.under_way.pop(param), options[param])
+                self.pending[param] = _Update(batch, position, options[param])
                 param.grad = None
-        gradients.finish_round()
+            else:
+                # A parameter that was taken out of the optimizer is averaged and left as it is.
+                batch.native.wait(position)
+                gradients.finish(batch, [position])
+        gradients.end_round()
+        gradients.stepped()
+        # A backward pass that comes to one of these is an error.
+        gradients.hooks.is_guarded = bool(self.pending)
         self.called.clear()
         homeless = [param for param in self.pending if not self.needed_by.get(param)]
         if homeless:
@@ -233,14 +257,17 @@ class _Updates:
         if self.steps_left <= 0:
             self.flush()
 
-    def used(self, param: torch.Tensor, name: str) -> None:
+    def check_up_to_date(self, param: torch.Tensor, names: dict[torch.Tensor, str]) -> None:
         """A backward pass has come to this parameter: was its last update there before?"""
         if param in self.pending:
             raise UsageError(
-                f"'{name}' was used while its update was still to come: the module that owns it "
-                "did not run, and nothing has shown before who would use it; call "
+                f"'{names[param]}' was used while its update was still to come: the module that "
+                "owns it did not run, and nothing has shown before who would use it; call "
                 "optimizer.flush() before the forward pass"
             )
+
+    def used(self, param: torch.Tensor) -> None:
+        """A backward pass has come to this parameter."""
         self.never_used.discard(param)
         users = self.needed_by.get(param, [])
         if not users or any(module in self.called for module in users):
@@ -278,8 +305,7 @@ class _WatchedGradients(Gradients):
         self.classes: dict[torch.Tensor, int] = {}
         super().__init__(*arguments)
 
-    def adopt(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        super().adopt(named)
+    def arrange(self) -> None:
         total = sum(param.nbytes for param in self.names)
         before = 0
         for param in self.names:
@@ -291,11 +317,6 @@ class _WatchedGradients(Gradients):
     def priority_of(self, param: torch.Tensor) -> int:
         return -self.classes[param]
 
-    def from_the_front(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """These parameters, those of the front layers first."""
-        places = {param: place for place, param in enumerate(self.names)}
-        return sorted(params, key=places.__getitem__)
-
     def send_at_end(self) -> None:
         # Other ranks may need the last ones while this one does something else before its step.
         self.pause()
@@ -305,12 +326,17 @@ class _WatchedGradients(Gradients):
 
     def pause(self) -> bool:
         self._leave_pass()
-        self.under_way.flush()
+        self.flush()
         return False
 
-    def ready(self, param: torch.Tensor) -> None:
-        self.updates.used(param, self.names[param])
-        super().ready(param)
+    def added_again(self, index: int) -> None:
+        self.updates.check_up_to_date(self.params[index], self.names)
+        super().added_again(index)
+
+    def flush(self) -> None:
+        for index in self.hooks.queued():
+            self.updates.used(self.params[index])
+        super().flush()
 
 
 class _Overlapping(Distributed):
@@ -349,7 +375,6 @@ class _Overlapping(Distributed):
             return super().step(closure, *args, **kwargs)
         gradients.send_rest()
         self._updates.take()
-        gradients.stepped()
         return None
 
     # As in DistributedOptimizer.
@@ -365,7 +390,7 @@ class _Overlapping(Distributed):
     def _step_only(self, updates: dict[torch.Tensor, _Update]) -> None:
         """The step of the user's optimizer, with these parameters and the options of then."""
         groups: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
-        for param, (_, options) in updates.items():
+        for param, (_, _, options) in updates.items():
             _, group = groups.setdefault(id(options), (options, {**options, "params": []}))
             group["params"].append(param)
         step = super(Distributed, self).step.__func__
@@ -376,7 +401,7 @@ class _Overlapping(Distributed):
         try:
             self.param_groups = [group for _, group in groups.values()]
             for param, update in updates.items():
-                param.grad = update.sent.gradient
+                param.grad = update.gradient
             # A forward pass may run with any of these on; a step does not.
             with torch.inference_mode(False), torch.autocast(kind, enabled=False), torch.no_grad():
                 step(self)

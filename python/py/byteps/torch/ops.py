@@ -189,47 +189,6 @@ def push_pull_start(
     )
 
 
-def push_pull_each_inplace(
-    tensors: Sequence[torch.Tensor],
-    average: bool,
-    names: Sequence[str],
-    priorities: Sequence[int],
-    place: int | None,
-) -> list[int]:
-    """:func:`push_pull_async_inplace` of each, in one call of the engine: a handle for each.
-
-    ``place`` is None if all are in host memory, else the stream of the GPU in which all of them
-    are complete.
-    """
-    what, operation = "push_pull of", "average" if average else "sum"
-    stream, sends, memories, finishes = None, [], [], []
-    for tensor, name, priority in zip(tensors, names, priorities, strict=True):
-        _tensors.check(tensor, what, name)
-        memory = _tensors.in_place(tensor, _tensors.through_host(tensor, average))
-        if not sends:
-            stream = _gpu.open_for((memory.source,))
-        # Under another name where the model was cast after its gradients were declared.
-        sends.append(_send(what, memory, operation, name, priority, settle=True))
-        memories.append(memory if memory.copied else tensor)
-        finishes.append(_copied_back if memory.copied else _as_it_is)
-    torch.autograd.graph.increment_version(tensors)
-    return _registry.start_each(sends, memories, finishes, stream, place)
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def _copied_back(memory: Memory) -> torch.Tensor:
-    _gpu.keep_for_current_stream((memory.source, memory.target))
-    return memory.finish()
-
-
-def synchronize_each(handles: Sequence[int]) -> None:
-    """:func:`synchronize` for each of :func:`push_pull_each_inplace`'s, told to torch together."""
-    _gpu.keep_for_current_stream(_registry.synchronize_all(handles))
-
-
 def names_of(names: Any, count: int) -> list[str | None]:
     if names is None:
         return [None] * count

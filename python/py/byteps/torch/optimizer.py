@@ -36,10 +36,10 @@ def DistributedOptimizer(
     of the class that it had, so whatever refers to it (a learning-rate scheduler, a gradient
     scaler) goes on to work.
 
-    During ``backward()`` each gradient is sent as soon as it is complete, and ``backward()`` returns
-    when all are averaged: clip them, log them, or unscale them before ``step()`` as in training on
-    one device. A parameter without gradient on this rank is sent as zeros (or as the gradient that
-    it has). A rank that skips ``backward()`` does the same in ``step()``. All ranks must create their
+    During ``backward()`` gradients are sent when they are complete, and ``backward()`` returns when
+    all are averaged: clip them, log them, or unscale them before ``step()`` as in training on one
+    device. A parameter without gradient on this rank is sent as zeros (or as the gradient that it
+    has). A rank that skips ``backward()`` does the same in ``step()``. All ranks must create their
     optimizers in the same order, and run the same backward passes before each step.
 
     Args:
@@ -116,8 +116,8 @@ class _Gradients:
 
     def __get__(self, optimizer: Distributed | None, _: type) -> Gradients:
         raise UsageError(
-            "this optimizer is a copy of a distributed one, or was loaded from a file, and averages "
-            "nothing yet: pass it to DistributedOptimizer or CrossBarrier again, on all ranks"
+            "this optimizer is a copy of a distributed one, or was loaded from a file, and "
+            "averages nothing yet: pass it to DistributedOptimizer or CrossBarrier again, on all ranks"
         )
 
 
@@ -218,13 +218,11 @@ class Distributed(torch.optim.Optimizer):
         if passes < 1:
             raise ConfigError(f"backward_passes_per_step={passes}: 1 or more")
         gradients = self._byteps
-        if gradients.under_way:
+        if gradients.is_under_way:
             raise UsageError(
                 "set_backward_passes_per_step() between backward() and step(): call it after step()"
             )
-        gradients.passes = passes
-        for param in gradients.passes_left:
-            gradients.passes_left[param] = passes
+        gradients.set_passes(passes)
 
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Waits for the averaged gradients, then steps.
@@ -235,14 +233,14 @@ class Distributed(torch.optim.Optimizer):
         gradients = self._byteps
         self._opt_called = True  # For learning-rate schedulers, which look at it.
         if closure is not None:
-            if gradients.under_way:
+            if gradients.is_under_way:
                 gradients.synchronize()
             loss = super().step(self._synchronizing(closure), *args, **kwargs)
             gradients.stepped()
             return loss
         if gradients.should_synchronize:
             gradients.synchronize()
-        elif gradients.under_way:
+        elif gradients.is_under_way:
             warnings.warn(
                 "step() within skip_synchronize() while gradients are under way: call "
                 "synchronize() before",

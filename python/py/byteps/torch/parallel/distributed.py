@@ -83,7 +83,7 @@ class DistributedDataParallel(torch.nn.Module):
         self._gradients = _ModuleGradients(
             self.module, self.compression, f"{self._prefix}Gradient.", self.find_unused_parameters
         )
-        self._gradients.is_paused = not self.require_backward_grad_sync
+        self._gradients.hooks.is_paused = not self.require_backward_grad_sync
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_gradients": None}
@@ -145,7 +145,7 @@ class DistributedDataParallel(torch.nn.Module):
     def _set_sync(self, on: bool) -> None:
         self.require_backward_grad_sync = on
         if self._gradients is not None:
-            self._gradients.is_paused = not on
+            self._gradients.hooks.is_paused = not on
 
     def synchronize(self) -> None:
         """Sends what no hook has sent and waits for all; ``backward()`` ends with it by itself.
@@ -166,8 +166,8 @@ def _check_output_device(output_device: Any, module: torch.nn.Module) -> None:
     first = next(module.parameters(), None)
     if first is not None and torch.device(output_device) != first.device:
         raise ConfigError(
-            f"output_device={output_device}, and the module is on {first.device}: outputs stay where "
-            "the module is, so pass None"
+            f"output_device={output_device}, and the module is on {first.device}: outputs stay "
+            "where the module is, so pass None"
         )
 
 
@@ -181,18 +181,10 @@ class _ModuleGradients(Gradients):
         self, module: torch.nn.Module, compression: Any, prefix: str, find_unused: bool
     ) -> None:
         self.find_unused = find_unused
-        self.is_paused = False
-        self.used: set[torch.Tensor] = set()
         self._mask: torch.Tensor | None = None
         self._mask_handle: int | None = None
         named = [item for item in module.named_parameters() if item[1].requires_grad]
         super().__init__(named, compression, 1, ops.Average, False, prefix)
-
-    def ready(self, param: torch.Tensor) -> None:
-        if self.find_unused:
-            self.used.add(param)
-        if not self.is_paused:
-            super().ready(param)
 
     def send_rest(self) -> None:
         if not self.find_unused:
@@ -200,19 +192,15 @@ class _ModuleGradients(Gradients):
         elif self._mask_handle is None:
             self.check_open()
             self._leave_pass()
-            self.under_way.flush()
-            used = [int(param in self.used) for param in self.names]
-            self._mask = torch.tensor(used, dtype=torch.int32, device="cpu")
+            self.flush()
+            self._mask = torch.tensor(self.hooks.take_used(), dtype=torch.int32, device="cpu")
             self._mask_handle = ops.push_pull_async_inplace(
                 self._mask, average=False, name=f"{self.prefix}used", priority=1 << 30
             )
 
     def finish_round(self) -> None:
         if self.find_unused:
-            for param in self._used_elsewhere():
-                if param.grad is None:
-                    param.grad = torch.zeros_like(param)
-                self.send(param)
+            self.send(self._used_elsewhere())
         super().finish_round()
 
     def discard(self) -> None:
@@ -220,15 +208,13 @@ class _ModuleGradients(Gradients):
             super().discard()
             return
         self.send_rest()
-        for param in self._used_elsewhere():
-            self.under_way.send(param, torch.zeros_like(param), self.names[param])
-        self.under_way.drain()
-        self.expect_all()
+        self._send_nothing(self._used_elsewhere())
+        self._take_in()
+        self.synchronized = False
 
-    def _used_elsewhere(self) -> list[torch.Tensor]:
+    def _used_elsewhere(self) -> list[int]:
         """What this rank has not sent, and others have."""
         ops.synchronize(self._mask_handle)
         self._mask_handle = None
-        self.used.clear()
-        used = dict(zip(self.names, self._mask.tolist(), strict=True))
-        return [param for param in self.watched() if used[param] and param not in self.under_way]
+        used = self._mask.tolist()
+        return [index for index in self.missing() if used[index]]
