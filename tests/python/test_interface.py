@@ -104,8 +104,9 @@ def test_stubs():
     assert (PACKAGE / "py.typed").exists()
     stub = ast.parse((PACKAGE / "_native.pyi").read_text())
     functions = {node.name: node for node in stub.body if isinstance(node, ast.FunctionDef)}
+    classes = {node.name for node in stub.body if isinstance(node, ast.ClassDef)}
     public = {name for name in dir(_native) if not name.startswith("_")}
-    assert public == set(functions)
+    assert public == set(functions) | classes
     for name, node in functions.items():
         assert [a.arg for a in node.args.args] == parameters(getattr(_native, name)), name
 

@@ -20,6 +20,7 @@ from test_launchers import elastic, mpich, open_mpi, slurm, torch
 
 PATIENCE_SECONDS = 120
 
+#: A line of a result is one write: ranks share a pipe, and Python may write pieces of a print.
 #: Sums through the engine and through torch's own process group, which has the same port.
 TRAIN = """
 import os, sys, torch, torch.distributed as dist
@@ -30,7 +31,8 @@ for generation in range(2):
     assert bps.rank() == int(os.environ["RANK"]) and bps.size() == int(os.environ["WORLD_SIZE"])
     if "LOCAL_RANK" in os.environ: assert bps.local_rank() == int(os.environ["LOCAL_RANK"])
     total = bps.push_pull(torch.full((1000,), bps.rank() + 1.0), False, "x")[0].item()
-    print("result", generation, bps.rank(), bps.size(), bps.local_rank(), bps.local_size(), total)
+    place = f"{bps.rank()} {bps.size()} {bps.local_rank()} {bps.local_size()}"
+    sys.stdout.write(f"result {generation} {place} {total}\\n")
     if generation == 0: bps.shutdown()
 if "first" not in sys.argv: dist.init_process_group("gloo")
 ones = torch.ones(1)
@@ -41,10 +43,12 @@ dist.destroy_process_group()
 
 #: The same without torch: what the launchers of other frameworks' programs meet.
 MEET = """
+import sys
 import byteps.common as bps
 bps.init()
 bps.barrier()
-print("result", bps.rank(), bps.size(), bps.local_rank(), bps.local_size(), flush=True)
+place = f"{bps.rank()} {bps.size()} {bps.local_rank()} {bps.local_size()}"
+sys.stdout.write(f"result {place}\\n")
 """
 
 

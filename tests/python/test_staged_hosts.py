@@ -46,7 +46,7 @@ def test_ranks_of_torch_take_turns_on_staged_hosts(tmp_path):
 
 def _check_timelines(folder: Path, said: str) -> None:
     """One for each thing that was timed at that rate and goes through the engine, with all processes in it."""
-    parts = {"sum-65536-500mbit": ["collective.65536"], "small-fp32-ours-500mbit": ["weight", "bias"]}
+    parts = {"sum-65536-500mbit": ["collective.65536"], "small-fp32-ours-500mbit": ["weight", "bias", "round"]}
     assert {path.name for path in folder.iterdir()} == set(parts)
     for name, tensors in parts.items():
         path = folder / name / "timeline.json"
@@ -54,8 +54,9 @@ def _check_timelines(folder: Path, said: str) -> None:
         trace = json.loads(path.read_text())
         assert set(trace["metadata"]) == {"0", "1", "server-0"}, name
         names = [event["name"] for event in trace["traceEvents"] if event["ph"] == "X"]
-        # A sum is one round; two steps are three, of which two are timed, of each of six parameters.
-        rounds = 1 if name.startswith("sum") else 3 * 6
+        # A sum is one round. Two steps are three, of which two are timed: of each of six parameters,
+        # and of the number of the round.
+        rounds = 1 if name.startswith("sum") else 3 * (6 + 1)
         # Before them goes one round of the tensor whose keys the server takes when it records already.
         first = f"timeline.{name}."
         assert names.count("sum") == rounds + 1, "the server's"
