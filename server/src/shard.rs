@@ -358,7 +358,7 @@ impl Shard {
         }
         self.trace.piece(Mark::PieceBegins, header, length);
         let scale = if header.flags & FLAG_SCALED == 0 { 1 } else { scale(header.contributors) };
-        // SAFETY: as above.
+        // SAFETY: the piece is valid for `length` bytes until `consume`, as the transport promises.
         unsafe { self.entries[index].add_piece(self.kernels, *done, data, length, scale) };
         self.trace.piece(Mark::PieceEnds, header, length);
         *done += length;

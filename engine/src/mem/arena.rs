@@ -160,7 +160,8 @@ impl Arena {
             // SAFETY: the range is below `used` and was given back, so it is mapped, writable, and
             // no claim has it.
             let at = unsafe { self.map.base.add(start) };
-            // SAFETY: as above, for all of its bytes.
+            // SAFETY: the range was given back whole and is at least `bytes` long, so all of it is
+            // mapped, writable, and of no claim.
             unsafe { at.write_bytes(0, bytes) };
             return Ok(Claim { at, length: bytes, _map: Arc::clone(&self.map) });
         }

@@ -403,7 +403,8 @@ impl Machine {
                 target.copy_from_slice(&bytes);
             }
             Work::ToDevice { to, host, seen } => {
-                // SAFETY: as above.
+                // SAFETY: the range is registered from when the copy was enqueued until it is done,
+                // and one thread is all there is.
                 if *unsafe { host_bytes(host, seen.len()) } != seen[..] {
                     let text = "the host changes what a copy reads that is not done";
                     result = Err(format!("device {device}: {text}"));
@@ -412,7 +413,8 @@ impl Machine {
             }
             Work::Write { at, value } => {
                 let word = std::ptr::with_exposed_provenance::<AtomicU32>(at);
-                // SAFETY: as above; the engine has an atomic word there.
+                // SAFETY: the engine has an aligned atomic word there, in registered memory that it
+                // keeps until its streams are drained.
                 unsafe { &*word }.store(value, Ordering::Release);
                 join(&mut self.devices[device].words, &clock);
             }
