@@ -384,8 +384,8 @@ impl Entry {
         }
         if let Some(checksum) = &mut self.checksum {
             let out = self.accumulator.as_ptr().cast_const();
-            // SAFETY: the accumulator is this entry's own claim, and this was the last payload, so the
-            // result stands there, initialised.
+            // SAFETY: the accumulator is this entry's own claim, and this was the last payload, so
+            // the result stands there, initialised.
             let result = unsafe { std::slice::from_raw_parts(out.add(done), length) };
             *checksum = crc32c_append(*checksum, result);
         }
