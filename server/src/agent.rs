@@ -8,8 +8,10 @@ use bps_engine::base::{Epoch, Key, Rank};
 use bps_engine::control::{is_one_sided, lane_fault};
 use bps_engine::limits::{SCRATCH_BYTES, STAGING_BYTES};
 use bps_engine::mem::Budget;
+use bps_engine::proto::late::{LateCollector, LateKeys};
 use bps_engine::proto::messages::{
-    KeySpec, NodeMessage, OverReason, RetiredKey, Roster, SchedulerMessage, StalledKey, Timeline,
+    KeySpec, NodeMessage, OverReason, RetiredKey, Roster, STALLS_SHOWN_MAX, SchedulerMessage,
+    StalledKey, Timeline,
 };
 use bps_engine::proto::paths::End;
 use std::collections::HashMap;
@@ -38,7 +40,7 @@ pub struct Agent {
     /// Shards that have not answered, by install request.
     installs: HashMap<u64, u32>,
     /// What each shard last reported as stalled.
-    stalled: Vec<Vec<StalledKey>>,
+    stalled: Vec<(Vec<StalledKey>, Vec<LateKeys>)>,
     over: bool,
 }
 
@@ -50,7 +52,7 @@ impl Agent {
             cores,
             roster: None,
             installs: HashMap::new(),
-            stalled: vec![Vec::new(); cores as usize],
+            stalled: vec![Default::default(); cores as usize],
             over: false,
         }
     }
@@ -118,7 +120,7 @@ impl Agent {
     fn begin(&mut self, epoch: Epoch, groups: Groups, effects: &mut Vec<Effect>) {
         let groups = Arc::new(groups);
         self.installs.clear();
-        self.stalled = vec![Vec::new(); self.cores as usize];
+        self.stalled = vec![Default::default(); self.cores as usize];
         for core in 0..self.cores {
             let groups = Arc::clone(&groups);
             effects.push(Effect::Shard(core, Command::Begin { epoch, groups }));
@@ -191,12 +193,17 @@ impl Agent {
             Report::KeyStates { keys } => {
                 effects.push(Effect::Send(NodeMessage::KeyStates { keys }));
             }
-            Report::Stalled { keys } => {
-                self.stalled[core as usize] = keys;
-                let mut keys: Vec<StalledKey> = self.stalled.iter().flatten().cloned().collect();
+            Report::Stalled { keys, late } => {
+                self.stalled[core as usize] = (keys, late);
+                let (mut keys, mut late) = (Vec::new(), LateCollector::default());
+                for (described, all) in &self.stalled {
+                    keys.extend(described.iter().cloned());
+                    late.add_all(all);
+                }
                 keys.sort_by_key(|key| std::cmp::Reverse(key.waited_ms));
-                keys.truncate(bps_engine::proto::messages::STALLS_MAX);
-                effects.push(Effect::Send(NodeMessage::Stalled { keys }));
+                keys.truncate(STALLS_SHOWN_MAX);
+                let late = late.finish(false);
+                effects.push(Effect::Send(NodeMessage::Stalled { keys, late }));
             }
         }
     }

@@ -406,8 +406,13 @@ impl Entry {
     /// For whom the open round waits: the ranks of groups that have not contributed, or not all of
     /// their bytes.
     pub fn missing(&self) -> impl Iterator<Item = Rank> + '_ {
-        let is_missing = |&rank: &Rank| !self.complete.contains(self.groups.of(rank));
-        (0..self.groups.ranks()).map(Rank).filter(is_missing)
+        (0..self.groups.ranks()).map(Rank).filter(|&rank| self.is_missing(rank))
+    }
+
+    /// Whether the open round waits for this rank.
+    #[must_use]
+    pub fn is_missing(&self, rank: Rank) -> bool {
+        !self.complete.contains(self.groups.of(rank))
     }
 
     /// Whether every group's contribution is complete.

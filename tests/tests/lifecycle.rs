@@ -135,8 +135,8 @@ fn a_stall_names_tensor_round_and_rank_then_ends_the_job() {
     let _ = job.ranks[1].wait_for_line("rank stalls", JOIN);
     let since = Instant::now();
     for rank in &job.ranks {
-        let line = rank.wait_for_line("waits for rank 1", PROMISE + SLACK);
-        assert!(line.contains("round 5 of `layer4.weight`"), "{line}");
+        let line = rank.wait_for_line("rank 1 is late by", PROMISE + SLACK);
+        assert!(line.contains("round 5 of `layer4.weight` waits for it"), "{line}");
     }
     assert!(since.elapsed() < PROMISE + SLACK, "{:?}", since.elapsed());
     let Job { ranks, .. } = &mut job;
@@ -209,8 +209,9 @@ fn a_rank_of_a_group_that_never_pushes_is_named_alone() {
         let _ = job.ranks[silent].wait_for_line("rank stalls", JOIN);
         let since = Instant::now();
         for rank in &job.ranks {
-            let line = rank.wait_for_line(&format!("waits for rank {silent}"), PROMISE + SLACK);
-            assert!(line.contains("round 5 of `layer4.weight`"), "{line}");
+            let late = format!("rank {silent} is late by");
+            let line = rank.wait_for_line(&late, PROMISE + SLACK);
+            assert!(line.contains("round 5 of `layer4.weight` waits for it"), "{line}");
         }
         let Job { ranks, .. } = &mut job;
         let mut all: Vec<&mut Program> = ranks.iter_mut().collect();

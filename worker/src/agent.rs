@@ -7,9 +7,10 @@ use crate::nic::{Command, Peer, Plan, PlanPart, Report};
 use crate::switches::Switches;
 use bps_engine::base::{CoreId, Rank};
 use bps_engine::control::lane_fault;
+use bps_engine::proto::late::LateCollector;
 use bps_engine::proto::messages::{
-    Assignment, Declaration, Mismatch, NodeMessage, OverReason, Replacement, Roster,
-    SchedulerMessage, Superseded,
+    Assignment, Declaration, Mismatch, NodeMessage, OverReason, Replacement, Roster, STALLS_MAX,
+    STALLS_SHOWN_MAX, SchedulerMessage, Superseded,
 };
 use bps_engine::proto::paths::End;
 use bps_engine::transport::LaneId;
@@ -135,13 +136,9 @@ impl Agent {
             SchedulerMessage::BarrierDone { request } => {
                 effects.push(Effect::BarrierDone { request });
             }
-            SchedulerMessage::Stall { stalls } => {
-                if stalls.is_empty() {
-                    effects.push(Effect::Warn("the stall is over".into()));
-                }
-                for stall in &stalls {
-                    effects.push(Effect::Warn(stall.to_string()));
-                }
+            SchedulerMessage::Stall { late, over } => {
+                effects.extend(late.iter().map(|late| Effect::Warn(late.to_string())));
+                effects.extend(over.map(|over| Effect::Warn(over.to_string())));
             }
             SchedulerMessage::PathStall { stalls } => {
                 if stalls.is_empty() {
@@ -285,8 +282,14 @@ impl Agent {
             Report::Awaiting { keys } => {
                 effects.push(Effect::Send(NodeMessage::Awaiting { keys }));
             }
-            Report::Stalled { keys } => {
-                effects.push(Effect::Send(NodeMessage::Stalled { keys }));
+            Report::Stalled { mut keys } => {
+                let mut late = LateCollector::default();
+                for key in &keys {
+                    key.missing.iter().for_each(|rank| late.add(*rank, key.key));
+                }
+                let late = late.finish(keys.len() >= STALLS_MAX);
+                keys.truncate(STALLS_SHOWN_MAX);
+                effects.push(Effect::Send(NodeMessage::Stalled { keys, late }));
             }
         }
     }

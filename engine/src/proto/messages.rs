@@ -4,6 +4,7 @@
 //! of them, they are read by people when something goes wrong, and no message is parsed before its
 //! sender is authenticated.
 
+use super::late::{CaughtUp, Late, LateKeys};
 use super::paths::{AwaitedKey, End, KeyState, LaneFault, PathLoss, PathStall};
 use super::shape::TensorShape;
 use crate::base::{CoreId, DType, Epoch, Key, Operation, Placement, Rank};
@@ -56,8 +57,12 @@ pub enum NodeMessage {
     /// worker those that it sums for its group; sent again each second while they wait, and once
     /// empty when none does any more.
     Stalled {
-        /// At most [`STALLS_MAX`], the oldest first.
+        /// At most [`STALLS_SHOWN_MAX`], the oldest first.
         keys: Vec<StalledKey>,
+        /// All keys that wait for the same ranks, within the bounds of
+        /// [`LateCollector`](super::late::LateCollector).
+        #[serde(default)]
+        late: Vec<LateKeys>,
     },
     /// A lane closed that should not have.
     LaneLost {
@@ -139,8 +144,10 @@ pub struct LoopStatistics {
     pub busy: f64,
 }
 
-/// Stalled keys that one report names at most.
-pub const STALLS_MAX: usize = 16;
+/// Stalled keys that a node counts at most in one look.
+pub const STALLS_MAX: usize = 4096;
+/// Stalled keys that one report describes, and stalled tensors that one message names, at most.
+pub const STALLS_SHOWN_MAX: usize = 16;
 
 /// From the scheduler to a node.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
@@ -195,10 +202,12 @@ pub enum SchedulerMessage {
         /// From `Barrier`.
         request: u64,
     },
-    /// Rounds that wait for somebody, to every node: which, since when, for whom.
+    /// Ranks that rounds wait for, to every node.
     Stall {
-        /// Empty when the stall is over.
-        stalls: Vec<Stall>,
+        /// Those that are late and that it is time to tell of.
+        late: Vec<Late>,
+        /// Those that were told of and have caught up.
+        over: Option<CaughtUp>,
     },
     /// Bytes that one node has sent and another does not get, to every node.
     PathStall {

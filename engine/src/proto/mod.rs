@@ -2,6 +2,7 @@
 //! a transport, memory, a socket or a clock.
 
 pub mod handshake;
+pub mod late;
 pub mod messages;
 pub mod paths;
 pub mod scheduler;

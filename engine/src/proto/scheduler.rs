@@ -6,6 +6,7 @@
 
 mod eras;
 mod groups;
+mod late;
 mod lives;
 mod paths;
 mod registry;
@@ -21,6 +22,7 @@ use super::messages::{
     Neighbour, NodeMessage, OverReason, Register, Roster, SchedulerMessage, Statistics,
 };
 use crate::base::{Epoch, Placement, Rank};
+use late::LateRanks;
 use paths::Paths;
 use registry::{Registry, Reply};
 use rendezvous::{Job, Rendezvous, describe, name};
@@ -140,6 +142,7 @@ struct Running {
     registry: Registry,
     barriers: Barriers,
     stalls: Stalls,
+    late: LateRanks,
     paths: Paths,
     left: BTreeSet<Rank>,
     /// Ranks that record a timeline: the servers do while any of them does.
@@ -411,6 +414,7 @@ impl Scheduler {
             registry,
             job,
             stalls: Stalls::default(),
+            late: LateRanks::default(),
             paths: Paths::default(),
             left: BTreeSet::new(),
             tracing: BTreeSet::new(),
@@ -447,8 +451,8 @@ impl Scheduler {
                 let message = "tensors are declared after the roster has come".to_owned();
                 self.send(node, SchedulerMessage::Refused { request, message });
             }
-            (Phase::Running(running), NodeMessage::Stalled { keys }) => {
-                running.stalls.report(Reporter::Owner(rank), keys, now);
+            (Phase::Running(running), NodeMessage::Stalled { keys, late }) => {
+                running.stalls.report(Reporter::Owner(rank), keys, late, now);
                 self.check_stalls(now);
             }
             (_, NodeMessage::LaneLost { to, fault }) => self.lane_lost(node, to, fault, now),
@@ -486,9 +490,9 @@ impl Scheduler {
                 let replies = running.registry.installed(server, request);
                 self.reply(replies);
             }
-            (Phase::Running(running), NodeMessage::Stalled { keys }) => {
+            (Phase::Running(running), NodeMessage::Stalled { keys, late }) => {
                 if let Some(server) = running.server(node) {
-                    running.stalls.report(Reporter::Server(server), keys, now);
+                    running.stalls.report(Reporter::Server(server), keys, late, now);
                     self.check_stalls(now);
                 }
             }

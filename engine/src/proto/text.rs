@@ -1,6 +1,6 @@
 //! Control messages as people read them: one line each, the same on every node.
 
-use super::messages::{Declaration, Mismatch, OverReason, Stall};
+use super::messages::{Declaration, Mismatch, OverReason, STALLS_SHOWN_MAX, Stall};
 use crate::base::Rank;
 use std::collections::BTreeSet;
 use std::fmt;
@@ -37,7 +37,7 @@ impl fmt::Display for Stall {
             let left = if self.left.contains(rank) { " (left)" } else { "" };
             write!(f, "{comma}{rank}{left}")?;
         }
-        let seconds = f64::from(u32::try_from(self.waited_ms).unwrap_or(u32::MAX)) / 1000.0;
+        let seconds = seconds(self.waited_ms);
         match self.arrived.as_slice() {
             [] => write!(f, " since {seconds:.1} s"),
             [rank] => write!(f, "; {rank} arrived {seconds:.1} s ago"),
@@ -95,6 +95,8 @@ fn write_stalls(f: &mut fmt::Formatter<'_>, stalls: &[Stall]) -> fmt::Result {
     }
     match stalls.len().saturating_sub(SHOWN_MAX) {
         0 => Ok(()),
+        // A message that names as many as it may has left others out.
+        more if stalls.len() >= STALLS_SHOWN_MAX => write!(f, "; and at least {more} more"),
         more => write!(f, "; and {more} more"),
     }
 }
@@ -118,6 +120,11 @@ pub fn list(numbers: impl IntoIterator<Item = u32>) -> String {
         })
         .collect();
     texts.join(", ")
+}
+
+/// Seconds, for people.
+pub(super) fn seconds(milliseconds: u64) -> f64 {
+    f64::from(u32::try_from(milliseconds).unwrap_or(u32::MAX)) / 1000.0
 }
 
 /// A tensor's name, cut if it is very long: lines are for people.
@@ -162,6 +169,8 @@ mod tests {
         );
         let over = OverReason::Stalled { stalls: vec![stall; 5] };
         assert!(over.to_string().ends_with("s ago; and 2 more"), "{over}");
+        let over = OverReason::Stalled { stalls: vec![left.clone(); STALLS_SHOWN_MAX] };
+        assert!(over.to_string().ends_with("s ago; and at least 13 more"), "{over}");
         let abandoned = OverReason::Abandoned { stalls: vec![left] };
         assert_eq!(
             abandoned.to_string(),

@@ -3,6 +3,7 @@
 use super::Shard;
 use crate::entry::Groups;
 use bps_engine::base::{Epoch, Key, Rank, Round};
+use bps_engine::proto::late::LateKeys;
 use bps_engine::proto::messages::{KeySpec, RetiredKey, StalledKey};
 use bps_engine::proto::paths::KeyState;
 use bps_engine::trace::timeline::Recorder;
@@ -92,8 +93,11 @@ pub enum Report {
     },
     /// Rounds that have waited too long; empty once when none does any more.
     Stalled {
-        /// The oldest first, at most [`STALLS_MAX`](bps_engine::proto::messages::STALLS_MAX).
+        /// The oldest first, at most
+        /// [`STALLS_SHOWN_MAX`](bps_engine::proto::messages::STALLS_SHOWN_MAX).
         keys: Vec<StalledKey>,
+        /// All open rounds that wait for the ranks that these keys wait for, within bounds.
+        late: Vec<LateKeys>,
     },
 }
 

@@ -3,8 +3,10 @@
 use super::{Receiving, Report, Session, Shard};
 use crate::entry::Entry;
 use bps_engine::base::{Key, Rank};
-use bps_engine::proto::messages::{STALLS_MAX, StalledKey};
+use bps_engine::proto::late::{LATE_RANKS_MAX, LateCollector, LateKeys};
+use bps_engine::proto::messages::{STALLS_SHOWN_MAX, StalledKey};
 use bps_engine::proto::paths::KeyState;
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 impl Shard {
@@ -55,7 +57,7 @@ impl Shard {
             return;
         }
         stalled.sort_by_key(|entry| entry.opened_at);
-        stalled.truncate(STALLS_MAX);
+        stalled.truncate(STALLS_SHOWN_MAX);
         let describe = |entry: &&Entry| StalledKey {
             key: entry.key,
             round: entry.round + 1,
@@ -72,6 +74,22 @@ impl Shard {
             }
         }
         self.stalls_told = !keys.is_empty();
-        self.report(Report::Stalled { keys });
+        let late = self.late_keys(&keys);
+        self.report(Report::Stalled { keys, late });
+    }
+
+    /// All that waits for the ranks that these keys wait for: a late rank holds up many, of which
+    /// only the oldest are described.
+    fn late_keys(&self, keys: &[StalledKey]) -> Vec<LateKeys> {
+        let ranks: BTreeSet<Rank> = keys.iter().flat_map(|key| &key.missing).copied().collect();
+        let mut late = LateCollector::default();
+        for entry in self.entries.iter().filter(|entry| entry.opened_at.is_some()) {
+            for &rank in ranks.iter().take(LATE_RANKS_MAX) {
+                if entry.is_missing(rank) {
+                    late.add(rank, entry.key);
+                }
+            }
+        }
+        late.finish(false)
     }
 }

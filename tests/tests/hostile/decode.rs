@@ -4,6 +4,7 @@ use crate::spoil;
 use bps_engine::base::{CoreId, DType, Epoch, Key, Operation, Placement, Rank, Round};
 use bps_engine::control::{Inbox, encode};
 use bps_engine::proto::handshake::{Accepting, Dialing, Hello, JobKey, Step};
+use bps_engine::proto::late::LateKeys;
 use bps_engine::proto::messages::{
     Declaration, Node, NodeMessage, Part, Planning, Register, Replacement, SchedulerMessage,
 };
@@ -153,7 +154,10 @@ fn node_messages() -> Vec<String> {
         },
         NodeMessage::Overrun { tensor: 9 },
         NodeMessage::Barrier { request: 8 },
-        NodeMessage::Stalled { keys: Vec::new() },
+        NodeMessage::Stalled {
+            keys: Vec::new(),
+            late: vec![LateKeys { rank: Rank(1), keys: vec![Key(3)], more: false }],
+        },
         NodeMessage::Failed { message: "a message".into() },
         NodeMessage::Leave { suspend: true },
     ]

@@ -2,6 +2,7 @@
 
 use crate::spoil;
 use bps_engine::base::{CoreId, DType, Key, Operation, Placement, Rank};
+use bps_engine::proto::late::LateKeys;
 use bps_engine::proto::messages::{
     Declaration, Node, NodeMessage, Planning, Register, Replacement, SchedulerMessage, StalledKey,
 };
@@ -108,7 +109,13 @@ fn message(random: &mut Random) -> NodeMessage {
                 missing: vec![Rank(0), Rank(u32::MAX)],
                 left: vec![Rank(u32::MAX); random.index(2)],
             };
-            NodeMessage::Stalled { keys: vec![key; random.index(40)] }
+            let late = LateKeys {
+                rank: Rank(u32::try_from(random.below(4)).unwrap_or(0)),
+                keys: (0..random.below(6)).map(Key).collect(),
+                more: random.once_in(2),
+            };
+            let late = vec![late; random.index(40)];
+            NodeMessage::Stalled { keys: vec![key; random.index(40)], late }
         }
         10 if random.once_in(2) => {
             NodeMessage::Overrun { tensor: u32::try_from(number).unwrap_or(0) }

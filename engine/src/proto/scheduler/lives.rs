@@ -1,6 +1,6 @@
 //! How nodes and jobs end: death, failure, silence, good-byes, deadlines.
 
-use super::waits::Reminder;
+use super::waits::{Reminder, caught_up};
 use super::{
     Duration, Epoch, Exit, NodeId, Output, OverReason, Phase, Rank, Refusal, Rendezvous, Scheduler,
     SchedulerMessage, Standing,
@@ -306,20 +306,20 @@ impl Scheduler {
 
     pub(super) fn check_stalls(&mut self, now: Duration) {
         let Phase::Running(running) = &mut self.phase else { return };
-        let mut stalls = running.stalls.merged(
+        let mut waits = running.stalls.waits(
             &running.registry,
             &running.barriers,
             &running.left,
             self.config.stall_report,
             now,
         );
-        running.paths.excuse(&mut stalls);
-        let abandoned: Vec<_> =
-            stalls.iter().filter(|stall| !stall.left.is_empty()).cloned().collect();
+        running.paths.excuse(&mut waits.rounds);
+        let abandoned = waits.abandoned();
         if !abandoned.is_empty() {
             self.end(OverReason::Abandoned { stalls: abandoned }, None);
             return;
         }
+        let stalls = waits.oldest();
         let limit = u64::try_from(self.config.stall_timeout.as_millis()).unwrap_or(u64::MAX);
         if stalls.iter().any(|stall| stall.waited_ms >= limit) {
             self.end(OverReason::Stalled { stalls }, None);
@@ -329,19 +329,18 @@ impl Scheduler {
             // It is not over: it has another cause.
             return;
         }
-        if !running.stalls.is_news(&stalls, now) {
+        let news = running.late.observe(&waits.late(), now);
+        let late = running.stalls.lines(&news.late, &waits, &running.registry);
+        let over = caught_up(&news.over);
+        if late.is_empty() && over.is_none() {
             return;
         }
-        match stalls.as_slice() {
-            [] => self.put(Output::Log("the stall is over".to_owned())),
-            stalls => {
-                for stall in stalls {
-                    self.put(Output::Log(stall.to_string()));
-                }
-            }
+        let lines = late.iter().map(ToString::to_string);
+        for line in lines.chain(over.iter().map(ToString::to_string)) {
+            self.put(Output::Log(line));
         }
         for node in self.members() {
-            self.send(node, SchedulerMessage::Stall { stalls: stalls.clone() });
+            self.send(node, SchedulerMessage::Stall { late: late.clone(), over: over.clone() });
         }
     }
 }

@@ -76,13 +76,14 @@ impl Scheduler {
             view.formed = true;
             view.ranks = running.job.size();
             view.servers = u32::try_from(running.job.servers.len()).unwrap_or(u32::MAX);
-            view.stalls = running.stalls.merged(
+            let waits = running.stalls.waits(
                 &running.registry,
                 &running.barriers,
                 &running.left,
                 self.config.stall_report,
                 now,
             );
+            view.stalls = waits.oldest();
         }
         view
     }

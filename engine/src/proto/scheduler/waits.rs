@@ -6,12 +6,12 @@
 use super::registry::Registry;
 use crate::base::Rank;
 use crate::limits::BARRIERS_MAX;
-use crate::proto::messages::{STALLS_MAX, Stall, StalledKey};
+use crate::proto::late::{
+    CaughtUp, LATE_LINES_MAX, LATE_NAMES_MAX, LATE_RANKS_MAX, Late, LateKeys,
+};
+use crate::proto::messages::{STALLS_SHOWN_MAX, Stall, StalledKey};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
-
-/// How often a stall is said again while it lasts.
-const REPEAT: Duration = Duration::from_secs(10);
 
 /// Seconds from the beginning of a wait for nodes until it is told, and from then on; later ones
 /// are as the last. Programs may take half a minute to start, and nobody need read of each second.
@@ -115,22 +115,81 @@ pub(super) enum Reporter {
     Server(u32),
 }
 
-/// What the nodes were last told about stalls, and what servers and owners say.
+/// What a reporter last said.
+#[derive(Debug)]
+struct Report {
+    /// The oldest of its rounds.
+    keys: Vec<StalledKey>,
+    /// All that wait, by the ranks that they wait for.
+    late: Vec<LateKeys>,
+    at: Duration,
+}
+
+/// What servers and owners say about stalls.
 #[derive(Debug, Default)]
 pub(super) struct Stalls {
-    reports: BTreeMap<Reporter, (Vec<StalledKey>, Duration)>,
-    told: Vec<(String, u64, Vec<Rank>)>,
-    told_at: Duration,
+    reports: BTreeMap<Reporter, Report>,
+}
+
+/// All that waits.
+#[derive(Debug, Default)]
+pub(super) struct Waits {
+    /// A tensor each, the oldest first.
+    pub(super) rounds: Vec<Stall>,
+    barrier: Option<Stall>,
+}
+
+impl Waits {
+    /// All of it, the oldest first.
+    fn iter(&self) -> impl Iterator<Item = &Stall> {
+        self.rounds.iter().chain(&self.barrier)
+    }
+
+    /// What waits for ranks that have left.
+    pub(super) fn abandoned(&self) -> Vec<Stall> {
+        let mut stalls: Vec<Stall> =
+            self.iter().filter(|stall| !stall.left.is_empty()).cloned().collect();
+        stalls.truncate(STALLS_SHOWN_MAX);
+        stalls
+    }
+
+    /// What has waited longest, for people.
+    pub(super) fn oldest(&self) -> Vec<Stall> {
+        let mut stalls: Vec<Stall> = self.iter().cloned().collect();
+        stalls.sort_by_key(|stall| std::cmp::Reverse(stall.waited_ms));
+        stalls.truncate(STALLS_SHOWN_MAX);
+        stalls
+    }
+
+    /// Those that something waits for, and how long.
+    pub(super) fn late(&self) -> BTreeMap<Rank, Duration> {
+        let mut late: BTreeMap<Rank, Duration> = BTreeMap::new();
+        for stall in self.iter() {
+            let waited = Duration::from_millis(stall.waited_ms);
+            for rank in &stall.missing {
+                let known = late.entry(*rank).or_default();
+                *known = waited.max(*known);
+            }
+        }
+        late
+    }
 }
 
 impl Stalls {
     /// The latest report of somebody. It replaces the one before.
-    pub(super) fn report(&mut self, by: Reporter, mut keys: Vec<StalledKey>, now: Duration) {
-        keys.truncate(STALLS_MAX);
+    pub(super) fn report(
+        &mut self,
+        by: Reporter,
+        mut keys: Vec<StalledKey>,
+        mut late: Vec<LateKeys>,
+        now: Duration,
+    ) {
+        keys.truncate(STALLS_SHOWN_MAX);
+        late.truncate(LATE_RANKS_MAX);
         if keys.is_empty() {
             self.reports.remove(&by);
         } else {
-            self.reports.insert(by, (keys, now));
+            self.reports.insert(by, Report { keys, late, at: now });
         }
     }
 
@@ -138,73 +197,135 @@ impl Stalls {
     /// and the group.
     fn explained<'a>(&self, registry: &'a Registry) -> BTreeSet<(&'a str, u64, u32)> {
         let mut explained = BTreeSet::new();
-        for (reporter, (keys, _)) in &self.reports {
+        for (reporter, report) in &self.reports {
             let Reporter::Owner(owner) = reporter else { continue };
             let group = registry.groups().of_rank(*owner);
             let named = |key: &StalledKey| Some((registry.name_of(key.key)?, key.round, group));
-            explained.extend(keys.iter().filter_map(named));
+            explained.extend(report.keys.iter().filter_map(named));
         }
         explained
     }
 
-    /// All stalls, the oldest first.
-    pub(super) fn merged(
+    /// Of groups with more stalled rounds than an owner can describe, the ranks that it names.
+    fn blamed(&self, registry: &Registry) -> BTreeMap<u32, BTreeSet<Rank>> {
+        let mut blamed: BTreeMap<u32, BTreeSet<Rank>> = BTreeMap::new();
+        for (reporter, report) in &self.reports {
+            let Reporter::Owner(owner) = reporter else { continue };
+            if report.keys.len() >= STALLS_SHOWN_MAX {
+                let ranks = report.keys.iter().flat_map(|key| &key.missing);
+                blamed.entry(registry.groups().of_rank(*owner)).or_default().extend(ranks);
+            }
+        }
+        blamed
+    }
+
+    /// All stalls.
+    pub(super) fn waits(
         &self,
         registry: &Registry,
         barriers: &Barriers,
         left: &BTreeSet<Rank>,
         report_after: Duration,
         now: Duration,
-    ) -> Vec<Stall> {
+    ) -> Waits {
         let ranks = u32::try_from(barriers.open.len()).unwrap_or(u32::MAX);
-        let explained = self.explained(registry);
+        let (explained, blamed) = (self.explained(registry), self.blamed(registry));
         let mut by_name: BTreeMap<&str, Stall> = BTreeMap::new();
-        for (reporter, (keys, at)) in &self.reports {
-            for key in keys {
+        for (reporter, report) in &self.reports {
+            for key in &report.keys {
                 // A key that no registry gave is a server's mistake, and nothing to tell people.
                 let Some(name) = registry.name_of(key.key) else { continue };
-                let age = milliseconds(now.saturating_sub(*at));
+                let age = milliseconds(now.saturating_sub(report.at));
                 let mut stall = as_stall(name, key, key.waited_ms.saturating_add(age), ranks);
                 if matches!(reporter, Reporter::Server(_)) {
                     // Of a group whose owner has spoken, only those that it names are missing.
-                    let group = |rank: &Rank| registry.groups().of_rank(*rank);
-                    stall
-                        .missing
-                        .retain(|rank| !explained.contains(&(name, key.round, group(rank))));
+                    stall.missing.retain(|rank| {
+                        let group = registry.groups().of_rank(*rank);
+                        !explained.contains(&(name, key.round, group))
+                            && blamed.get(&group).is_none_or(|blamed| blamed.contains(rank))
+                    });
                 }
                 by_name.entry(name).and_modify(|known| merge(known, &stall)).or_insert(stall);
             }
         }
-        let mut stalls: Vec<Stall> = by_name.into_values().collect();
-        stalls.extend(barriers.stall(left, report_after, now));
-        for stall in &mut stalls {
+        let mut waits = Waits {
+            rounds: by_name.into_values().collect(),
+            barrier: barriers.stall(left, report_after, now),
+        };
+        for stall in waits.rounds.iter_mut().chain(&mut waits.barrier) {
             // A server may have seen the goodbye of one who is no true member of the job: the rank
             // itself must have said the same here.
             stall.left.retain(|rank| left.contains(rank));
             stall.arrived =
                 (0..ranks).map(Rank).filter(|rank| !stall.missing.contains(rank)).collect();
         }
-        stalls.sort_by(|a, b| b.waited_ms.cmp(&a.waited_ms).then_with(|| a.name.cmp(&b.name)));
-        stalls.truncate(STALLS_MAX);
-        stalls
+        // The sort is stable: what has waited equally long stays in the order of names.
+        waits.rounds.sort_by_key(|stall| std::cmp::Reverse(stall.waited_ms));
+        waits
     }
 
-    /// Whether to tell the nodes: the set has changed, or has lasted a while. It then counts as
-    /// told.
-    pub(super) fn is_news(&mut self, stalls: &[Stall], now: Duration) -> bool {
-        let mut set: Vec<_> = stalls
-            .iter()
-            .map(|stall| (stall.name.clone(), stall.round, stall.missing.clone()))
-            .collect();
-        set.sort();
-        let lasts = !set.is_empty() && now.saturating_sub(self.told_at) >= REPEAT;
-        if set == self.told && !lasts {
-            return false;
+    /// Lines for these late ranks: one for all that the same rounds wait for.
+    pub(super) fn lines(&self, ranks: &[Rank], waits: &Waits, registry: &Registry) -> Vec<Late> {
+        let mut lines: Vec<Late> = Vec::new();
+        for &rank in ranks {
+            let one = self.line(rank, waits, registry);
+            let alike = |line: &&mut Late| {
+                (line.tensors, line.or_more, line.barrier)
+                    == (one.tensors, one.or_more, one.barrier)
+                    && line.first == one.first
+            };
+            let full = lines.len() >= LATE_LINES_MAX;
+            match lines.iter_mut().find(alike) {
+                Some(line) => join(line, &one),
+                None if full => {
+                    let last = lines.last_mut().expect("it is full");
+                    join(last, &one);
+                    (last.tensors, last.or_more) = (last.tensors.min(one.tensors), true);
+                }
+                None => lines.push(one),
+            }
         }
-        self.told = set;
-        self.told_at = now;
-        true
+        lines
     }
+
+    fn line(&self, rank: Rank, waits: &Waits, registry: &Registry) -> Late {
+        let waits_for = |stall: &&Stall| stall.missing.binary_search(&rank).is_ok();
+        let waiting = || waits.rounds.iter().filter(waits_for);
+        let mut names: BTreeSet<&str> = waiting().map(|stall| stall.name.as_str()).collect();
+        let (mut or_more, mut counted) = (false, false);
+        for late in self.reports.values().flat_map(|report| &report.late) {
+            if late.rank == rank {
+                names.extend(late.keys.iter().filter_map(|key| registry.name_of(*key)));
+                or_more |= late.more;
+                counted = true;
+            }
+        }
+        // A report lists the keys of so many ranks, and describes so many keys.
+        or_more |= !counted && names.len() >= STALLS_SHOWN_MAX;
+        let barrier = waits.barrier.as_ref().filter(waits_for);
+        let oldest = waiting().chain(barrier).map(|stall| stall.waited_ms).max();
+        let named = waiting().take(LATE_NAMES_MAX);
+        Late {
+            ranks: vec![rank],
+            waited_ms: oldest.unwrap_or(0),
+            tensors: names.len() as u64,
+            or_more,
+            barrier: barrier.is_some(),
+            first: named.map(|stall| (stall.name.clone(), stall.round)).collect(),
+        }
+    }
+}
+
+fn join(line: &mut Late, other: &Late) {
+    line.ranks.extend(&other.ranks);
+    line.waited_ms = line.waited_ms.max(other.waited_ms);
+}
+
+/// One line for all ranks that have caught up.
+pub(super) fn caught_up(over: &[(Rank, Duration)]) -> Option<CaughtUp> {
+    let lasted = over.iter().map(|(_, lasted)| *lasted).max()?;
+    let ranks = over.iter().map(|(rank, _)| *rank).collect();
+    Some(CaughtUp { ranks, lasted_ms: milliseconds(lasted) })
 }
 
 fn as_stall(name: &str, key: &StalledKey, waited_ms: u64, ranks: u32) -> Stall {

@@ -15,18 +15,19 @@ fn barriers_match_by_order() {
     }
     // The second barrier of rank 0 is still open, and says so.
     bench.say(1, NodeMessage::Barrier { request: 2 });
-    bench.pass(3_250, &[0, 1, 2, 100]);
-    let [SchedulerMessage::Stall { stalls }] = &bench.heard(2)[..] else { panic!() };
-    let line = stalls[0].to_string();
-    assert!(
-        line.starts_with("round 2 of `barrier` waits for rank 2; ranks 0, 1 arrived 3."),
-        "{line}"
-    );
+    bench.pass(3_750, &[0, 1, 2, 100]);
+    let [SchedulerMessage::Stall { late, over: None }] = &bench.heard(2)[..] else { panic!() };
+    let line = late[0].to_string();
+    assert_eq!(line, "rank 2 is late by 3.8 s: a barrier waits for it");
     bench.say(2, NodeMessage::Barrier { request: 10 });
     bench.pass(250, &[0, 1, 2, 100]);
+    let over = CaughtUp { ranks: vec![Rank(2)], lasted_ms: 4_000 };
     assert_eq!(
         bench.heard(2),
-        [SchedulerMessage::BarrierDone { request: 10 }, SchedulerMessage::Stall { stalls: vec![] }]
+        [
+            SchedulerMessage::BarrierDone { request: 10 },
+            SchedulerMessage::Stall { late: vec![], over: Some(over) }
+        ]
     );
 }
 
@@ -156,13 +157,40 @@ fn whoever_waits_for_a_rank_that_left_is_told_at_once() {
             };
             match what {
                 "leave" => bench.say(0, NodeMessage::Leave { suspend: true }),
-                _ => bench.say(100, NodeMessage::Stalled { keys: vec![key] }),
+                _ => bench.say(100, stalled(vec![key])),
             }
         }
         let OverReason::Abandoned { stalls } = bench.over(1) else { panic!() };
         assert_eq!((stalls[0].name.as_str(), stalls[0].left.as_slice()), ("w", &[Rank(0)][..]));
         assert_eq!(bench.done, Some(Exit::Failed));
     }
+}
+
+/// A report of a node that has nothing more to say than these keys.
+fn stalled(keys: Vec<StalledKey>) -> NodeMessage {
+    let mut late = LateCollector::default();
+    for key in &keys {
+        key.missing.iter().for_each(|rank| late.add(*rank, key.key));
+    }
+    NodeMessage::Stalled { keys, late: late.finish(false) }
+}
+
+fn waiting(key: Key, round: u64, waited_ms: u64, missing: &[u32]) -> StalledKey {
+    let missing = missing.iter().copied().map(Rank).collect();
+    StalledKey { key, round, waited_ms, missing, left: vec![] }
+}
+
+/// The lines that a node was told since it was last asked.
+fn lines(bench: &mut Bench, node: u64) -> Vec<String> {
+    let heard = bench.heard(node);
+    let of_message = |message: &SchedulerMessage| match message {
+        SchedulerMessage::Stall { late, over } => {
+            let lines = late.iter().map(ToString::to_string);
+            lines.chain(over.iter().map(ToString::to_string)).collect()
+        }
+        _ => Vec::new(),
+    };
+    heard.iter().flat_map(of_message).collect()
 }
 
 #[test]
@@ -175,49 +203,137 @@ fn stalls_are_merged_named_repeated_and_end_the_job() {
     }
     let keys: Vec<Key> = declared(&bench.heard(0)).1[0].parts.iter().map(|p| p.key).collect();
     assert_eq!(keys.len(), 2);
-    let stalled = |key, waited_ms, missing: &[u32]| NodeMessage::Stalled {
-        keys: vec![StalledKey {
-            key,
-            round: 812,
-            waited_ms,
-            missing: missing.iter().copied().map(Rank).collect(),
-            left: vec![],
-        }],
-    };
     let everybody = [0, 1, 2, 100, 101];
-    bench.say(100, stalled(keys[0], 3_000, &[2]));
-    bench.say(101, stalled(keys[1], 3_500, &[2]));
-    let expected = Stall {
-        name: "w".into(),
-        round: 812,
-        waited_ms: 3_000,
-        arrived: vec![Rank(0), Rank(1)],
-        missing: vec![Rank(2)],
-        left: vec![],
+    bench.say(100, stalled(vec![waiting(keys[0], 812, 3_000, &[2])]));
+    bench.say(101, stalled(vec![waiting(keys[1], 812, 3_500, &[2])]));
+    assert_eq!(lines(&mut bench, 0), [""; 0], "others may have more to say");
+    bench.pass(750, &everybody);
+    let expected = Late {
+        ranks: vec![Rank(2)],
+        waited_ms: 4_250,
+        tensors: 1,
+        or_more: false,
+        barrier: false,
+        first: vec![("w".into(), 812)],
     };
     for node in everybody {
-        let told = SchedulerMessage::Stall { stalls: vec![expected.clone()] };
-        assert_eq!(bench.heard(node), [told], "the second report brought no news");
+        let told = SchedulerMessage::Stall { late: vec![expected.clone()], over: None };
+        assert_eq!(bench.heard(node), [told]);
     }
-    // It changes, it is said again every 10 s, and then it is over.
-    bench.say(100, stalled(keys[0], 4_000, &[1, 2, 9]));
-    let [SchedulerMessage::Stall { stalls }] = &bench.heard(1)[..] else { panic!() };
-    assert_eq!(stalls[0].missing, [Rank(1), Rank(2)]);
-    bench.pass(20_250, &everybody);
-    assert_eq!(bench.heard(1).len(), 2);
-    bench.say(100, NodeMessage::Stalled { keys: vec![] });
-    bench.say(101, NodeMessage::Stalled { keys: vec![] });
-    assert_eq!(bench.heard(0).last(), Some(&SchedulerMessage::Stall { stalls: vec![] }));
+    // Another rank is late too. The first is told of again after 10 s and after 20 s more.
+    bench.say(100, stalled(vec![waiting(keys[0], 812, 4_000, &[1, 2, 9])]));
+    bench.pass(5_000, &everybody);
+    let one = lines(&mut bench, 1);
+    assert!(one.len() == 1 && one[0].starts_with("rank 1 is late by 5.0 s: "), "{one:?}");
+    bench.pass(20_000, &everybody);
+    let again = lines(&mut bench, 1);
+    assert_eq!(again.len(), 2, "{again:?}");
+    bench.say(101, stalled(vec![]));
+    bench.say(100, stalled(vec![]));
+    let over = lines(&mut bench, 0);
+    assert!(over.last().unwrap().starts_with("ranks 1, 2 are no longer late"), "{over:?}");
     // An unknown key is nobody's business.
-    bench.say(100, stalled(Key(77), 4_000, &[2]));
-    assert!(bench.heard(1).iter().all(|message| matches!(
-        message, SchedulerMessage::Stall { stalls } if stalls.len() <= 1
-    )));
-    bench.say(100, stalled(keys[0], 299_000, &[2]));
+    bench.say(100, stalled(vec![waiting(Key(77), 812, 4_000, &[2])]));
+    bench.pass(60_000, &everybody);
+    let told = lines(&mut bench, 1);
+    assert!(told.iter().all(|line| line.contains("no longer")), "{told:?}");
+    bench.say(100, stalled(vec![waiting(keys[0], 812, 299_000, &[2])]));
     bench.pass(1_000, &everybody);
     let OverReason::Stalled { stalls } = bench.over(2) else { panic!() };
     assert_eq!((stalls[0].name.as_str(), stalls[0].waited_ms), ("w", 300_000));
     assert_eq!(bench.done, Some(Exit::Failed));
+}
+
+/// A job of three ranks and two servers with so many tensors of one part. Returns each server's
+/// keys.
+fn with_small_tensors(count: usize) -> (Bench, [Vec<Key>; 2]) {
+    let mut bench = Bench::formed(3, 2);
+    let tensors: Vec<Declaration> =
+        (0..count).map(|index| tensor(&format!("small.{index}"), 4)).collect();
+    bench.declare(0, 1, &tensors);
+    let keys = [100, 101].map(|server| {
+        let installs = bench.installs(server);
+        for (request, _) in &installs {
+            bench.say(server, NodeMessage::Installed { request: *request });
+        }
+        installs.iter().flat_map(|(_, keys)| keys).map(|spec| spec.key).collect::<Vec<Key>>()
+    });
+    assert_eq!(keys.iter().map(Vec::len).sum::<usize>(), count);
+    for node in [0, 1, 2, 100, 101] {
+        let _ = bench.heard(node);
+    }
+    (bench, keys)
+}
+
+/// What a server reports that has these keys open: the oldest in full, all in short.
+fn full_report(keys: &[Key], round: u64, waited_ms: u64, missing: &[u32]) -> NodeMessage {
+    let one = |key: &Key| waiting(*key, round, waited_ms, missing);
+    let NodeMessage::Stalled { late, .. } = stalled(keys.iter().map(one).collect()) else {
+        unreachable!("it is one")
+    };
+    NodeMessage::Stalled { keys: keys.iter().take(STALLS_SHOWN_MAX).map(one).collect(), late }
+}
+
+#[test]
+fn a_late_rank_with_thousands_of_tensors_costs_one_line_and_then_few() {
+    let (mut bench, keys) = with_small_tensors(1920);
+    let everybody = [0, 1, 2, 100, 101];
+    // It is late by five seconds at first, and then pushes ten tensors a second: each report names
+    // others.
+    for second in 0..40 {
+        for (server, keys) in [100, 101].into_iter().zip(&keys) {
+            let waited_ms = 3_000 + 100 * second as u64;
+            bench.say(server, full_report(&keys[5 * second..], 7, waited_ms, &[1]));
+        }
+        bench.pass(1_000, &everybody);
+    }
+    let told = lines(&mut bench, 0);
+    assert_eq!(told.len(), 3, "at once, after 10 s and after 20 s more: {told:?}");
+    assert!(told[0].starts_with("rank 1 is late by 3.8 s: 1920 tensors wait for it ("), "{told:?}");
+    assert_eq!(told[0].matches("round 7 of `small.").count(), 3, "{told:?}");
+    assert!(told[1].contains(": 1820 tensors wait"), "{told:?}");
+    assert_eq!(bench.log.iter().filter(|line| line.contains(" late")).count(), 3);
+    for server in [100, 101] {
+        bench.say(server, stalled(vec![]));
+    }
+    let over = lines(&mut bench, 2);
+    assert!(over.last().unwrap().starts_with("rank 1 is no longer late: others waited 4"));
+    let _ = bench.heard(0);
+
+    // Two ranks that miss the same share a line; a count that was cut off says so.
+    let (mut bench, keys) = with_small_tensors(6000);
+    for (server, keys) in [100, 101].into_iter().zip(&keys) {
+        bench.say(server, full_report(keys, 7, 3_000, &[0, 2]));
+    }
+    bench.pass(2_000, &everybody);
+    let told = lines(&mut bench, 1);
+    assert_eq!(told.len(), 1, "{told:?}");
+    let cut = "ranks 0, 2 are late by 3.8 s: at least 4096 tensors wait for them (";
+    assert!(told[0].starts_with(cut), "{told:?}");
+}
+
+#[test]
+fn many_late_ranks_cost_few_lines() {
+    let mut bench = Bench::formed(40, 1);
+    bench.declare(0, 1, &(0..40).map(|at| tensor(&format!("w{at}"), 4)).collect::<Vec<_>>());
+    let (request, specs) = bench.installs(100).remove(0);
+    bench.say(100, NodeMessage::Installed { request });
+    let everybody: Vec<u64> = (0..40).chain([100]).collect();
+    let _ = bench.heard(0);
+    // One rank came first, with a tensor that all others lack.
+    let missing: Vec<u32> = (1..40).collect();
+    bench.say(100, stalled(vec![waiting(specs[0].key, 1, 3_000, &missing)]));
+    bench.pass(1_000, &everybody);
+    let told = lines(&mut bench, 0);
+    assert_eq!(told, ["ranks 1-39 are late by 3.8 s: round 1 of `w0` waits for them"]);
+    // Each lacks another one.
+    let mut bench_keys: Vec<StalledKey> =
+        (0..16).map(|at| waiting(specs[at as usize].key, 1, 4_000, &[at + 1, at + 20])).collect();
+    bench_keys[0].missing = vec![Rank(1)];
+    bench.say(100, stalled(bench_keys));
+    bench.pass(20_000, &everybody);
+    let told = lines(&mut bench, 0);
+    assert!(told.len() <= 2 * LATE_LINES_MAX, "{told:?}");
 }
 
 #[test]

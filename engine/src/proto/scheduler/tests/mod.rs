@@ -11,9 +11,10 @@ mod stay;
 use super::*;
 use crate::base::{CoreId, DType, Key, Operation};
 use crate::limits::{ERAS_MAX, NAME_BYTES_MAX};
+use crate::proto::late::{CaughtUp, LATE_LINES_MAX, Late, LateCollector, LateKeys};
 use crate::proto::messages::{
     Assignment, Declaration, KeySpec, Mismatch, Node, Part, Planning, Replacement, RetiredKey,
-    Stall, StalledKey, Superseded,
+    STALLS_SHOWN_MAX, StalledKey, Superseded,
 };
 use crate::proto::shape::TensorShape;
 

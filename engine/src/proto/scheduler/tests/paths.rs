@@ -92,7 +92,7 @@ fn a_published_result_that_does_not_arrive_names_the_path_and_excuses_the_rank()
     bench.say(1, awaits(key, 2, 2_950));
     bench.say(100, state(key, 2, 3_000, &[1]));
     bench.pass(250, &ALL);
-    bench.say(100, NodeMessage::Stalled { keys: vec![missing] });
+    bench.say(100, NodeMessage::Stalled { keys: vec![missing], late: vec![] });
     let told = bench.heard(0);
     let [stalls] = &path_stalls(&told)[..] else { panic!("{told:?}") };
     let expected = (Rank(1), 0, Leg::Result, "w", 2);
@@ -102,7 +102,7 @@ fn a_published_result_that_does_not_arrive_names_the_path_and_excuses_the_rank()
     assert!(bench.log.last().unwrap().contains("published 3."), "{:?}", bench.log);
     // It arrives after all.
     bench.say(1, NodeMessage::Awaiting { keys: vec![] });
-    bench.say(100, NodeMessage::Stalled { keys: vec![] });
+    bench.say(100, NodeMessage::Stalled { keys: vec![], late: vec![] });
     assert_eq!(path_stalls(&bench.heard(0)), [vec![]]);
     assert_eq!(bench.done, None);
 }

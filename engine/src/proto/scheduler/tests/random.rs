@@ -80,6 +80,13 @@ fn any_message(random: &mut Random, standing: Option<&Standing>) -> NodeMessage 
                     left: (0..random.below(9) / 8).map(|_| Rank(random.small(6))).collect(),
                 })
                 .collect(),
+            late: (0..random.below(40))
+                .map(|_| LateKeys {
+                    rank: Rank(random.small(6)),
+                    keys: (0..random.below(9)).map(Key).collect(),
+                    more: random.one_in(2),
+                })
+                .collect(),
         },
         5 => NodeMessage::Leave { suspend: random.one_in(2) },
         6 => NodeMessage::Failed { message: "wild".to_owned() },
