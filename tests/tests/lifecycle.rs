@@ -146,6 +146,30 @@ fn a_stall_names_tensor_round_and_rank_then_ends_the_job() {
 }
 
 #[test]
+fn a_rank_that_is_late_with_thousands_of_tensors_costs_one_line() {
+    // Summed by the server and by the ranks themselves.
+    for reduce in ["0", "1"] {
+        let begun: &[&str] = &["8", "0", "100", "2000"];
+        let late: &[&str] = &["8", "5", "100", "2000", "7"];
+        let mut job = start([begun, late, begun], &[("BPS_LOCAL_REDUCE", reduce)]);
+        for rank in &mut job.ranks {
+            let status = rank.wait(JOIN + JOIN);
+            assert!(status.success(), "{status}: {}", rank.lines().join("\n"));
+        }
+        assert!(job.scheduler.wait(JOIN).success());
+        for program in job.ranks.iter().chain([&job.scheduler]) {
+            let said = program.lines();
+            let lines: Vec<&String> = said.iter().filter(|line| line.contains(" late")).collect();
+            let [late, over] = &lines[..] else { panic!("{lines:#?}") };
+            assert!(late.contains("rank 1 is late by "), "{late}");
+            assert!(late.contains(": 2000 tensors wait for it (round 5 of `"), "{late}");
+            assert!(over.contains("rank 1 is no longer late"), "{over}");
+            assert_eq!(said.iter().filter(|line| line.contains("layer4")).count(), 1, "{said:#?}");
+        }
+    }
+}
+
+#[test]
 fn a_rank_that_left_too_early_is_named_at_once() {
     let mut job = start([ENDLESS, &["50"], ENDLESS], &[]);
     let left = job.ranks[1].wait(JOIN);

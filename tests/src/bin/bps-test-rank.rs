@@ -1,7 +1,9 @@
 //! A rank for tests of what happens when something ends or hangs: joins the job of its environment
-//! and pushes one tensor again and again. `bps-test-rank ROUNDS [STALL_ROUND [COUNT]]`: leaves
-//! after so many rounds; stops pushing, but goes on living, at the other, unless that is 0; the
-//! tensor has so many elements. Says on standard error when it has begun and how it ended.
+//! and pushes the same tensors again and again.
+//! `bps-test-rank ROUNDS [STALL_ROUND [COUNT [TENSORS [SECONDS]]]]`: leaves after so many rounds;
+//! stops pushing, but goes on living, at the other, unless that is 0: for so long, or for good; the
+//! tensors, one unless said otherwise, have so many elements each. Says on standard error when it
+//! has begun and how it ended.
 
 use bps_engine::base::{DType, Operation};
 use bps_worker::{Declaration, Error, PushPull, Worker};
@@ -9,11 +11,16 @@ use std::time::Duration;
 
 fn main() {
     let numbers: Vec<u64> =
-        std::env::args().skip(1).map(|text| text.parse().expect("a number of rounds")).collect();
-    let rounds = numbers.first().copied().unwrap_or(1);
-    let stall = numbers.get(1).copied().filter(|&round| round > 0);
-    let count = numbers.get(2).copied().unwrap_or(100_000);
-    match work(rounds, stall, count) {
+        std::env::args().skip(1).map(|text| text.parse().expect("a number")).collect();
+    let number = |at: usize, default| numbers.get(at).copied().unwrap_or(default);
+    let plan = Plan {
+        rounds: number(0, 1),
+        stall: numbers.get(1).copied().filter(|&round| round > 0),
+        count: number(2, 100_000),
+        tensors: number(3, 1),
+        seconds: numbers.get(4).copied(),
+    };
+    match work(&plan) {
         Ok(()) => eprintln!("rank ended: ok"),
         Err(error) => {
             eprintln!("rank ended: {error}");
@@ -22,29 +29,48 @@ fn main() {
     }
 }
 
-fn work(rounds: u64, stall: Option<u64>, count: u64) -> Result<(), Error> {
+struct Plan {
+    rounds: u64,
+    stall: Option<u64>,
+    count: u64,
+    tensors: u64,
+    seconds: Option<u64>,
+}
+
+fn work(plan: &Plan) -> Result<(), Error> {
     let loaded =
         bps_engine::config::from_environment().map_err(|error| Error::Config(error.to_string()))?;
     let worker = Worker::start(&loaded.config)?;
-    let ids = worker.declare(&[Declaration {
-        name: "layer4.weight".into(),
+    let declaration = |index: u64| Declaration {
+        name: if index == 0 { "layer4.weight".into() } else { format!("layer4.{index}") },
         dtype: DType::F32,
-        shape: count.into(),
+        shape: plan.count.into(),
         operation: Operation::Sum,
         device: false,
-    }])?;
-    let mut values = vec![1.0f32; usize::try_from(count).expect("it fits the memory")];
-    for round in 1..=rounds {
-        if stall == Some(round) {
+    };
+    let ids = worker.declare(&(0..plan.tensors).map(declaration).collect::<Vec<_>>())?;
+    let count = usize::try_from(plan.count).expect("it fits the memory");
+    let mut values = vec![1.0f32; count * ids.len()];
+    for round in 1..=plan.rounds {
+        if plan.stall == Some(round) {
             eprintln!("rank stalls in round {round}");
-            // It waits for a barrier that the others do not come to.
-            return worker.barrier(None);
+            match plan.seconds {
+                Some(seconds) => std::thread::sleep(Duration::from_secs(seconds)),
+                // It waits for a barrier that the others do not come to.
+                None => return worker.barrier(None),
+            }
         }
-        let target = values.as_mut_ptr().cast::<u8>();
-        let item = PushPull { tensor: ids[0], source: target.cast_const(), target, priority: 0 };
-        // SAFETY: `values` lives until the handle is done, and nobody touches it meanwhile.
-        let handles = unsafe { worker.push_pull(&[item]) }?;
-        handles[0].wait(None)?;
+        let item = |(tensor, values): (_, &mut [f32])| {
+            let target = values.as_mut_ptr().cast::<u8>();
+            PushPull { tensor, source: target.cast_const(), target, priority: 0 }
+        };
+        let items: Vec<PushPull> =
+            ids.iter().copied().zip(values.chunks_mut(count)).map(item).collect();
+        // SAFETY: `values` lives until the handles are done, and nobody touches it meanwhile.
+        let handles = unsafe { worker.push_pull(&items) }?;
+        for handle in &handles {
+            handle.wait(None)?;
+        }
         if round == 1 {
             eprintln!("rank has begun");
         }
