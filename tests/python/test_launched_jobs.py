@@ -214,6 +214,42 @@ def test_servers_and_scheduler_of_the_users_own(run):
     assert results("".join(texts)) == ["0 2 0 2", "1 2 1 2"], texts
 
 
+def own_address():
+    """Where other machines find this one; its loopback address where it has no other."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # Sends nothing: it asks for the route.
+        except OSError:
+            return "127.0.0.1"
+        return probe.getsockname()[0]
+
+
+@pytest.mark.parametrize("key", ["", "5e" * 32], ids=["no key", "key"])
+def test_torchrun_with_servers_of_the_users_own(run, tmp_path, key):
+    """They come to rank 0 from other machines: by an address that is not the loopback's."""
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN.replace("range(2)", "range(1)").replace("bps.shutdown()", "pass"))
+    job = {
+        "DMLC_PS_ROOT_PORT": str(free_port()),
+        "DMLC_NUM_SERVER": "2",
+        "BPS_LOCAL_REDUCE": "0",
+        "BPS_JOB_KEY": key,
+    }
+    here = {"DMLC_ROLE": "server", "DMLC_PS_ROOT_URI": own_address(), "DMLC_NUM_WORKER": "1"}
+    servers = [run(f"server{n}", python("import byteps.server"), job | here) for n in (0, 1)]
+    ranks = run("job", torchrun(script, "--standalone", "--nproc-per-node", "2"), job)
+    [text, *said] = finish(ranks, *servers)
+    assert results(text) == [f"0 {rank} 2 {rank} 2 3.0" for rank in (0, 1)], text
+    assert "2 servers" in text and ("no job key" in text) == (not key), text
+    assert all("the job is over: all workers have finished" in one for one in said), said
+
+
+def test_servers_of_the_users_own_must_know_the_port(run):
+    for rank in (0, 1):
+        environment = torch(rank, 2, 2) | {"DMLC_NUM_SERVER": "1"}
+        refused(run, environment, "ConfigError", "DMLC_NUM_SERVER=1", "set DMLC_PS_ROOT_PORT")
+
+
 @pytest.mark.parametrize("order", ["first", "last"])
 def test_bpslaunch(run, order):
     """The scheduler and the server outlive a generation, and torch finds its variables."""

@@ -114,6 +114,12 @@ def _form(place: Place, environment: Mapping[str, str]) -> dict[str, str]:
     }
     if environment.get("DMLC_PS_ROOT_URI"):
         return shared | own  # The scheduler is the user's, and so are the servers.
+    if given not in (None, "0") and not (environment.get("DMLC_PS_ROOT_PORT") or meeting.port):
+        raise ConfigError(
+            f"DMLC_NUM_SERVER={given} stands for servers of your own, which must know the "
+            f"scheduler's port: set DMLC_PS_ROOT_PORT to one that is free on the host of rank 0, "
+            f"for the ranks and the servers; without DMLC_NUM_SERVER the ranks start what they need"
+        )
     if place.rank == 0:
         shared |= _start_scheduler(meeting, nodes, shared, environment)
     else:
@@ -145,12 +151,14 @@ def _start_scheduler(
 ) -> dict[str, str]:
     """Starts the scheduler, and tells the other ranks what this returns."""
     _end_schedulers(meeting.deadline)
-    address = "127.0.0.1" if nodes == 1 else "0.0.0.0"
     text = environment.get("DMLC_PS_ROOT_PORT", "")
+    awaits_servers = environment.get("DMLC_NUM_SERVER") not in (None, "", "0")
+    address = "127.0.0.1" if nodes == 1 and not awaits_servers else "0.0.0.0"
     port = _reserve(address, int(text) if text.isdecimal() else meeting.port)
     news = {"DMLC_PS_ROOT_URI": meeting.host, "DMLC_PS_ROOT_PORT": str(port)}
     has_key = any(environment.get(name) for name in ("BPS_JOB_KEY", "BPS_JOB_KEY_FILE"))
-    if meeting.keeps_secrets and not has_key:
+    # Nobody would tell a new key to servers that the user starts.
+    if meeting.keeps_secrets and not has_key and not awaits_servers:
         news["BPS_JOB_KEY"] = secrets.token_hex(32)
     # On all interfaces: which of them the others reach is for their routes to say.
     listen = {"DMLC_PS_ROOT_URI": address, "DMLC_NODE_HOST": "", "DMLC_INTERFACE": ""}
