@@ -1,8 +1,41 @@
 """The engine: pointers, numbers and names in, numbers out. Not for direct use."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, final
 
+__all__ = [
+    "Batch",
+    "GradientHooks",
+    "Hook",
+    "__version__",
+    "barrier",
+    "declare",
+    "host_id",
+    "init",
+    "is_forked",
+    "is_initialized",
+    "launch_main",
+    "local_rank",
+    "local_size",
+    "open_gpu",
+    "poll",
+    "push_batch",
+    "push_pull",
+    "push_pull_gpu",
+    "rank",
+    "release",
+    "scheduler_main",
+    "server_main",
+    "shutdown",
+    "size",
+    "speed",
+    "start_timeline",
+    "stop_timeline",
+    "stream_wait",
+    "stream_wait_batch",
+    "top_main",
+    "wait",
+]
 __version__: str
 
 def init(settings: Mapping[str, str]) -> None: ...
@@ -37,9 +70,11 @@ def server_main(arguments: list[str]) -> int: ...
 def scheduler_main(arguments: list[str]) -> int: ...
 def top_main(arguments: list[str]) -> int: ...
 
+@final
 class Hook:
     def __call__(self, param: Any) -> None: ...
 
+@final
 class GradientHooks:
     passes: int
     batch_bytes_min: int
@@ -47,9 +82,9 @@ class GradientHooks:
     is_paused: bool
     is_guarded: bool
     has_new: bool
-    def __init__(
-        self, owner: Callable[[], Any], current_stream: Callable[[], int], passes: int
-    ) -> None: ...
+    def __new__(
+        cls, owner: Callable[[], Any], current_stream: Callable[[], int], passes: int
+    ) -> GradientHooks: ...
     def add(self, tensor: int, priority: int, bytes: int, is_on_gpu: bool) -> Hook: ...
     def declare(self, index: int, tensor: int, bytes: int, is_on_gpu: bool) -> None: ...
     def queue(self, index: int, stream: int | None) -> bool: ...
@@ -60,6 +95,7 @@ class GradientHooks:
     def expect(self, indices: Sequence[int]) -> None: ...
     def expect_all(self) -> None: ...
 
+@final
 class Batch:
     def wait(self, position: int | None = None) -> None: ...
     def poll(self, position: int) -> bool: ...

@@ -10,7 +10,7 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from byteps import _native
@@ -318,11 +318,17 @@ def start(
         raise UsageError(f"the name '{twice}' stands twice in one group: give each its own")
     with _lock:
         numbers, mismatch = _declare_each(tensors)
-        sends = [send for send, number in zip(sends, numbers, strict=True) if number is not None]
-        numbers = [number for number in numbers if number is not None]
-        in_host, on_gpu = [], []
-        host_turns, gpu_turns = [], []
-        for number, send in zip(numbers, sends, strict=True):
+        declared = [
+            (number, send)
+            for number, send in zip(numbers, sends, strict=True)
+            if number is not None
+        ]
+        sends = [send for _, send in declared]
+        in_host: list[tuple[int, int, int, int]] = []
+        on_gpu: list[tuple[int, int, int, int]] = []
+        host_turns: list[_Turn | None] = []
+        gpu_turns: list[_Turn | None] = []
+        for number, send in declared:
             item = number, send.source, send.target, send.priority
             (on_gpu if send.tensor.device else in_host).append(item)
             (gpu_turns if send.tensor.device else host_turns).append(_turn_of.get(send.tensor.name))

@@ -82,9 +82,9 @@ def _named(event: dict[str, Any], names: dict[int, str]) -> dict[str, Any]:
     """A server's track of a key, with the name of the part."""
     for args in _tracks([event]):
         name = names.get(args["key"], args["name"])
-        if name != args["name"]:
-            args = args | {"name": f"{args['name']}: {name}"}
-        return event | {"args": args}
+        if name == args["name"]:
+            return event | {"args": args}
+        return event | {"args": args | {"name": f"{args['name']}: {name}"}}
     return event
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import FrameType
 from typing import Protocol
 
 import torch
@@ -64,7 +65,7 @@ def _end(task: int) -> None:
 
 def _is_inner() -> bool:
     """Whether the pass that ends runs inside another one, as reentrant checkpoints do."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _NODE:
             return True

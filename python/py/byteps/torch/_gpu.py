@@ -49,9 +49,7 @@ def _current_stream(index: int) -> int:
 
 
 # A number costs a fraction of torch's object; compiled code uses the same function.
-_raw_stream: Callable[[int], int] = getattr(
-    torch._C, "_cuda_getCurrentRawStream", _current_stream
-)
+_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _current_stream)
 
 
 def on_stream(stream: int | None, device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -47,7 +47,8 @@ class Batch:
         self.sent = sent
         self.contexts = contexts
         self.left = len(indices)
-        self.native: _native.Batch | None = None
+        # From the moment that it is handed over.
+        self.native: _native.Batch
         self.versions: list[int] = []
 
 
@@ -95,7 +96,7 @@ class Gradients:
         self._bytes: list[int] = []
         self._on_gpu: list[bool] = []
         self._job = _registry.job_number()
-        self._stream = lambda: 0
+        self._stream: Callable[[], int] = lambda: 0
         self._hook_handles: list[Any] = []
         self.passes = passes
         stream = functools.partial(_stream_of, weakref.ref(self))
@@ -136,9 +137,7 @@ class Gradients:
             self._on_gpu.append(_gpu.holds(param))
             if tensor.device:
                 self._use_gpu(param.device)
-            hook = self.hooks.add(
-                number, self.priority_of(param), _bytes_of(tensor), tensor.device
-            )
+            hook = self.hooks.add(number, self.priority_of(param), _bytes_of(tensor), tensor.device)
             self._hook_handles.append(param.register_post_accumulate_grad_hook(hook))
 
     def _use_gpu(self, device: torch.device) -> None:
@@ -219,13 +218,13 @@ class Gradients:
         indices, stream = self.hooks.take()
         if indices:
             params = self.params
-            gradients = [params[index].grad for index in indices]
-            if any(gradient is None for gradient in gradients):
-                # Dropped after a backward pass that failed.
-                gradients = [
-                    torch.zeros_like(params[index]) if gradient is None else gradient
-                    for index, gradient in zip(indices, gradients, strict=True)
-                ]
+            # Some may have been dropped after a backward pass that failed.
+            gradients = [
+                torch.zeros_like(params[index])
+                if (gradient := params[index].grad) is None
+                else gradient
+                for index in indices
+            ]
             try:
                 self._hand_over(indices, gradients, stream)
             except BaseException:
@@ -525,7 +524,7 @@ class Gradients:
         self._count_handle = ops.push_pull_async_inplace(self._count, False, f"{self.prefix}round")
 
     def _check_count(self) -> None:
-        if self._count_handle is None:
+        if self._count_handle is None or self._count is None:
             return
         ops.synchronize(self._count_handle)
         self._count_handle = None

@@ -26,9 +26,9 @@ from byteps.torch import ops
 from byteps.torch._compiled import untraced
 from byteps.torch._gradients import Batch, Gradients
 from byteps.torch.compression import Compression
-from byteps.torch.optimizer import Distributed, become, checked, next_prefix
+from byteps.torch.optimizer import Distributed, become, checked, complete, next_prefix
 
-__all__ = [*_names, "CrossBarrier"]
+__all__ = [*_names, "CrossBarrier"]  # noqa: PLE0604 - all of `_names` are strings.
 
 # Parameters are sorted into so many classes of about equal bytes, from the front layers on. The
 # gradients of an earlier class go before those of later ones; those of one class go as they come.
@@ -50,7 +50,8 @@ def CrossBarrier(
     ``step()`` leaves the gradients on their way and returns. In the next forward pass each module
     waits, before it runs, for the gradients of its own parameters, and the optimizer steps these;
     the front layers, which are needed first, are sent before others. So the network and the forward
-    pass work at the same time. The parameters come out as with ``DistributedOptimizer``, bit for bit.
+    pass work at the same time. The parameters come out as with ``DistributedOptimizer``, bit for
+    bit.
 
     The options that count for a step (the learning rate) are those at ``step()``. Gradients belong
     to the step that took them: ``param.grad`` is None after it, with or without ``zero_grad()``.
@@ -84,12 +85,12 @@ def CrossBarrier(
         if all(param in known for group in optimizer.param_groups for param in group["params"]):
             named_parameters = model.named_parameters()
     named = checked(optimizer, named_parameters, backward_passes_per_step)
-    become(_Overlapping, optimizer)
-    optimizer._updates = updates = _Updates(model, optimizer, num_steps)
-    optimizer._byteps = _WatchedGradients(
-        named, compression, backward_passes_per_step, ops.Average, False, next_prefix(), updates
+    overlapping = become(_Overlapping, optimizer)
+    overlapping._updates = updates = _Updates(model, overlapping, num_steps)
+    overlapping._byteps = _WatchedGradients(
+        updates, named, compression, backward_passes_per_step, ops.Average, False, next_prefix()
     )
-    return optimizer
+    return overlapping
 
 
 class _Update(NamedTuple):
@@ -123,9 +124,7 @@ class _Hook:
 class _Updates:
     """The updates of one optimizer that are still to come, and which module waits for which."""
 
-    def __init__(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, num_steps: int
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, optimizer: _Overlapping, num_steps: int) -> None:
         self.model = model
         self.optimizer = weakref.ref(optimizer)
         self.steps_left = num_steps
@@ -147,7 +146,8 @@ class _Updates:
         for module in self.model.modules():
             if module in self.needs:
                 continue
-            self.needs[module] = own = list(module.parameters(recurse=False))
+            own: list[torch.Tensor] = list(module.parameters(recurse=False))
+            self.needs[module] = own
             for param in own:
                 self.needed_by.setdefault(param, []).append(module)
             self.never_used.update(own)
@@ -215,9 +215,8 @@ class _Updates:
             del self.pending[param]
         optimizer._byteps.hooks.is_guarded = bool(self.pending)
 
-    def take(self) -> None:
+    def take(self, optimizer: _Overlapping) -> None:
         """Makes updates of the gradients that are under way."""
-        optimizer = self.optimizer()
         gradients = optimizer._byteps
         if gradients.changed() is not None:
             gradients.finish_round()  # Raises it when nothing is under way any more.
@@ -300,8 +299,8 @@ class _WatchedGradients(Gradients):
     # A second round before the step is an error already.
     counts_rounds = False
 
-    def __init__(self, *arguments: Any) -> None:
-        *arguments, self.updates = arguments
+    def __init__(self, updates: _Updates, *arguments: Any) -> None:
+        self.updates = updates
         self.classes: dict[torch.Tensor, int] = {}
         super().__init__(*arguments)
 
@@ -365,6 +364,7 @@ class _Overlapping(Distributed):
         self.flush()
         super().synchronize()
 
+    @complete
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Leaves the gradients on their way: the next forward pass takes the step."""
         self._opt_called = True  # For learning-rate schedulers, which look at it.
@@ -374,12 +374,9 @@ class _Overlapping(Distributed):
         if whole or not gradients.should_synchronize or self._has_hooks():
             return super().step(closure, *args, **kwargs)
         gradients.send_rest()
-        self._updates.take()
+        assert self._updates is not None, "a copy has no gradients, and raises above"
+        self._updates.take(self)
         return None
-
-    # As in DistributedOptimizer.
-    step.hooked = True
-    step._wrapped_by_lr_sched = True
 
     def _has_hooks(self) -> bool:
         """Whether someone looks at the optimizer before or after each step."""
@@ -393,7 +390,8 @@ class _Overlapping(Distributed):
         for param, (_, _, options) in updates.items():
             _, group = groups.setdefault(id(options), (options, {**options, "params": []}))
             group["params"].append(param)
-        step = super(Distributed, self).step.__func__
+        method: Any = super(Distributed, self).step
+        step = method.__func__
         # Without what torch wraps around it: it has no hooks to call, and one record is enough.
         step = step.__wrapped__ if getattr(step, "hooked", False) else step
         own_groups, own_gradients = self.param_groups, [param.grad for param in updates]
@@ -434,4 +432,3 @@ class _Overlapping(Distributed):
         if self._updates is not None:
             self._updates.watch()
         super().add_param_group(param_group)
-

@@ -81,9 +81,8 @@ def _tensors_of(params: Mapping[str, Any], prefix: str) -> list[tuple[str, torch
 def _pairs(params: Iterable[Any], prefix: str) -> list[tuple[str, torch.Tensor]]:
     items = list(params)
     named = []
-    for index, item in enumerate(items):
-        if isinstance(item, torch.Tensor):
-            item = (f"{index}", item)
+    for index, one in enumerate(items):
+        item = (f"{index}", one) if isinstance(one, torch.Tensor) else one
         if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[0], str):
             raise ConfigError(
                 "broadcast_parameters takes a dict, (name, tensor) pairs or tensors, and found "
@@ -148,9 +147,7 @@ def _devices(optimizer: torch.optim.Optimizer) -> dict[str, torch.device]:
     return {"cpu": torch.device("cpu")} | {param.device.type: param.device for param in params}
 
 
-def _with_tensors(
-    value: Any, tensors: list[torch.Tensor], devices: dict[str, torch.device]
-) -> Any:
+def _with_tensors(value: Any, tensors: list[torch.Tensor], devices: dict[str, torch.device]) -> Any:
     if isinstance(value, _TensorSpec):
         if value.device not in devices:
             raise MismatchError(

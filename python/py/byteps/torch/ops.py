@@ -203,7 +203,12 @@ class _PushPull(torch.autograd.Function):
     """push_pull as autograd sees it: the gradient of an average is the average of the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, how: tuple, names: list[str | None], *tensors: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any,
+        how: tuple[bool, int, float, float],
+        names: list[str | None],
+        *tensors: torch.Tensor,
+    ) -> Any:
         average, priority, prescale, postscale = how
         ctx.how, ctx.names = how, names
         handle = push_pull_start(
@@ -412,7 +417,8 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None) -> torch.Tensor:
         ctx.root_rank, ctx.name = root_rank, name
-        return synchronize(broadcast_async(tensor, root_rank, name))
+        result: torch.Tensor = synchronize(broadcast_async(tensor, root_rank, name))
+        return result
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -428,9 +434,12 @@ def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> 
     All ranks pass a tensor of its shape and type, which may be any type that torch has.
     """
     _tensors.check(tensor, "broadcast of", name)
+    result: torch.Tensor
     if torch.is_grad_enabled() and tensor.requires_grad:
-        return _Broadcast.apply(tensor, root_rank, name)
-    return synchronize(broadcast_async(tensor, root_rank, name))
+        result = _Broadcast.apply(tensor, root_rank, name)
+    else:
+        result = synchronize(broadcast_async(tensor, root_rank, name))
+    return result
 
 
 def broadcast_async(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> int:

@@ -6,7 +6,8 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from types import FrameType
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -17,6 +18,9 @@ from byteps.torch._gradients import Gradients
 from byteps.torch.compression import Compression
 
 __all__ = ["DistributedOptimizer"]
+
+_Kind = TypeVar("_Kind", bound="Distributed")
+_Step = TypeVar("_Step", bound=Callable[..., Any])
 
 # How far up the stack a gradient scaler is looked for.
 _WRAPPERS_MAX = 8
@@ -54,11 +58,11 @@ def DistributedOptimizer(
             an error.
     """
     named = checked(optimizer, named_parameters, backward_passes_per_step)
-    become(Distributed, optimizer)
-    optimizer._byteps = Gradients(
+    distributed = become(Distributed, optimizer)
+    distributed._byteps = Gradients(
         named, compression, backward_passes_per_step, op, sparse_as_dense, next_prefix()
     )
-    return optimizer
+    return distributed
 
 
 def next_prefix() -> str:
@@ -80,7 +84,7 @@ def checked(
     return _checked_names(optimizer, named_parameters)
 
 
-def become(distributed: type, optimizer: torch.optim.Optimizer) -> None:
+def become(distributed: type[_Kind], optimizer: torch.optim.Optimizer) -> _Kind:
     """Makes the optimizer one of this kind, over the class that the user gave it."""
     base = type(optimizer)
     if isinstance(optimizer, Distributed):
@@ -89,9 +93,10 @@ def become(distributed: type, optimizer: torch.optim.Optimizer) -> None:
     optimizer.__class__ = _class_over(distributed, base)
     # A learning-rate scheduler made before has put a `step` of its own over that of the class.
     optimizer.__dict__.pop("step", None)
+    return cast("_Kind", optimizer)
 
 
-def _class_over(distributed: type, base: type) -> type:
+def _class_over(distributed: type[_Kind], base: type) -> type[_Kind]:
     return type(base.__name__, (distributed, base), {"__doc__": base.__doc__})
 
 
@@ -101,7 +106,7 @@ def _base_of(optimizer: Distributed) -> type:
     return order[order.index(Distributed) + 1]
 
 
-def _new_copy(distributed: type, base: type) -> Distributed:
+def _new_copy(distributed: type[_Kind], base: type) -> _Kind:
     """What a copy, or a pickled optimizer, begins with."""
     kind = _class_over(distributed, base)
     return kind.__new__(kind)
@@ -117,7 +122,8 @@ class _Gradients:
     def __get__(self, optimizer: Distributed | None, _: type) -> Gradients:
         raise UsageError(
             "this optimizer is a copy of a distributed one, or was loaded from a file, and "
-            "averages nothing yet: pass it to DistributedOptimizer or CrossBarrier again, on all ranks"
+            "averages nothing yet: pass it to DistributedOptimizer or CrossBarrier again, on all "
+            "ranks"
         )
 
 
@@ -150,7 +156,7 @@ def _checked_names(
 
 def _asked_by_a_scaler() -> bool:
     """Whether the caller's caller, perhaps through wrappers of an optimizer, unscales gradients."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     for _ in range(_WRAPPERS_MAX):
         if frame is None:
             break
@@ -158,6 +164,16 @@ def _asked_by_a_scaler() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def complete(step: _Step) -> _Step:
+    """Decorates a step that torch wraps in nothing more.
+
+    Optimizer.__setstate__ and schedulers would wrap it otherwise: hooks of the step would run
+    twice, and a scheduler made before DistributedOptimizer would warn.
+    """
+    vars(step).update(hooked=True, _wrapped_by_lr_sched=True)
+    return step
 
 
 class Distributed(torch.optim.Optimizer):
@@ -224,6 +240,7 @@ class Distributed(torch.optim.Optimizer):
             )
         gradients.set_passes(passes)
 
+    @complete
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Waits for the averaged gradients, then steps.
 
@@ -249,11 +266,6 @@ class Distributed(torch.optim.Optimizer):
             gradients.synchronize()
         gradients.stepped()
         return super().step(*args, **kwargs)
-
-    # Optimizer.__setstate__ and schedulers would wrap it otherwise: hooks of the step would run
-    # twice, and a scheduler made before DistributedOptimizer would warn.
-    step.hooked = True
-    step._wrapped_by_lr_sched = True
 
     def _synchronizing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def synchronizing() -> Any:

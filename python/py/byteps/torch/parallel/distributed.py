@@ -75,15 +75,16 @@ class DistributedDataParallel(torch.nn.Module):
         self._gradients: _ModuleGradients | None = None
         self._begin()
 
-    def _begin(self) -> None:
+    def _begin(self) -> _ModuleGradients:
         """Takes part in the job."""
         number = _registry.count_up("DistributedDataParallel")
         self._prefix = f"DistributedDataParallel.{number}."
         functions.broadcast_parameters(self.module.state_dict(), 0, prefix=self._prefix)
-        self._gradients = _ModuleGradients(
+        self._gradients = gradients = _ModuleGradients(
             self.module, self.compression, f"{self._prefix}Gradient.", self.find_unused_parameters
         )
-        self._gradients.hooks.is_paused = not self.require_backward_grad_sync
+        gradients.hooks.is_paused = not self.require_backward_grad_sync
+        return gradients
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_gradients": None}
@@ -95,12 +96,13 @@ class DistributedDataParallel(torch.nn.Module):
 
     @untraced
     def _before_forward(self) -> None:
-        if self._gradients is None:
+        gradients = self._gradients
+        if gradients is None:
             if not (self.training and torch.is_grad_enabled()):
                 return
-            self._begin()
+            gradients = self._begin()
         # Left by a backward pass that failed.
-        self._gradients.clear()
+        gradients.clear()
         if self.broadcast_buffers and self.require_backward_grad_sync and common.size() > 1:
             self._broadcast_buffers()
 
@@ -152,10 +154,9 @@ class DistributedDataParallel(torch.nn.Module):
 
         A rank whose loss used none of the parameters calls it in place of ``backward()``.
         """
-        if self._gradients is None:
-            self._begin()
-        self._gradients.synchronized = False
-        self._gradients.synchronize()
+        gradients = self._begin() if self._gradients is None else self._gradients
+        gradients.synchronized = False
+        gradients.synchronize()
 
 
 def _check_output_device(output_device: Any, module: torch.nn.Module) -> None:
@@ -214,6 +215,7 @@ class _ModuleGradients(Gradients):
 
     def _used_elsewhere(self) -> list[int]:
         """What this rank has not sent, and others have."""
+        assert self._mask is not None and self._mask_handle is not None, "send_rest() comes before"
         ops.synchronize(self._mask_handle)
         self._mask_handle = None
         used = self._mask.tolist()
