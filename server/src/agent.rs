@@ -14,8 +14,10 @@ use bps_engine::proto::messages::{
     StalledKey, Timeline,
 };
 use bps_engine::proto::paths::End;
+use bps_engine::proto::pulse::Pulse;
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// What has to be done now.
 pub enum Effect {
@@ -25,6 +27,10 @@ pub enum Effect {
     Send(NodeMessage),
     /// Record a timeline as this server of the job, or end it (`None`).
     Timeline(u32, Option<Timeline>),
+    /// A heartbeat, to the scheduler.
+    Beat,
+    /// Knock at the scheduler on fresh connections, which is so far away, until told to stop.
+    Knock(Option<Duration>),
     /// A line for people.
     Info(String),
     /// A line for people that they should act on.
@@ -41,18 +47,22 @@ pub struct Agent {
     installs: HashMap<u64, u32>,
     /// What each shard last reported as stalled.
     stalled: Vec<(Vec<StalledKey>, Vec<LateKeys>)>,
+    pulse: Pulse,
+    knocking: bool,
     over: bool,
 }
 
 impl Agent {
     /// The agent of a server with this many cores.
     #[must_use]
-    pub fn new(cores: u32) -> Agent {
+    pub fn new(cores: u32, pulse: Pulse) -> Agent {
         Agent {
             cores,
             roster: None,
             installs: HashMap::new(),
             stalled: vec![Default::default(); cores as usize],
+            pulse,
+            knocking: false,
             over: false,
         }
     }
@@ -63,9 +73,49 @@ impl Agent {
         self.roster.as_ref().map(|roster| roster.index)
     }
 
-    /// A message of the scheduler.
-    pub fn handle(&mut self, message: SchedulerMessage, effects: &mut Vec<Effect>) {
+    /// Time passes: to be told several times in each interval of heartbeats.
+    pub fn handle_tick(&mut self, now: Duration, effects: &mut Vec<Effect>) {
+        if self.over {
+            return;
+        }
+        let beat = self.pulse.look(now);
+        if beat.send {
+            effects.push(Effect::Beat);
+        }
+        if std::mem::replace(&mut self.knocking, beat.knock) != beat.knock {
+            effects.push(Effect::Knock(beat.knock.then_some(self.pulse.round_trip())));
+        }
+        if let Some(silent) = beat.silent {
+            let line = self.pulse.complaint(silent);
+            effects.push(Effect::Send(NodeMessage::Failed { message: line.clone() }));
+            self.scheduler_lost(line, effects);
+        }
+    }
+
+    /// The scheduler as people know it.
+    #[must_use]
+    pub fn scheduler(&self) -> &str {
+        self.pulse.scheduler()
+    }
+
+    /// A message of the scheduler on a fresh connection.
+    pub fn handle_aside(
+        &mut self,
+        message: SchedulerMessage,
+        now: Duration,
+        effects: &mut Vec<Effect>,
+    ) {
         match message {
+            SchedulerMessage::Heartbeat => self.pulse.answered_aside(now),
+            SchedulerMessage::Over { reason } if !self.over => self.end(&reason, effects),
+            _ => {}
+        }
+    }
+
+    /// A message of the scheduler.
+    pub fn handle(&mut self, message: SchedulerMessage, now: Duration, effects: &mut Vec<Effect>) {
+        match message {
+            SchedulerMessage::Heartbeat => self.pulse.answered(now),
             SchedulerMessage::Waiting { text } => effects.push(Effect::Info(text)),
             SchedulerMessage::Roster(roster) => {
                 let (epoch, ranks) = (roster.epoch, roster.size);
@@ -208,11 +258,11 @@ impl Agent {
         }
     }
 
-    /// The connection to the scheduler is lost.
-    pub fn scheduler_lost(&mut self, how: &str, effects: &mut Vec<Effect>) {
+    /// The scheduler does not answer, or the connection to it is lost: a line about it.
+    pub fn scheduler_lost(&mut self, line: String, effects: &mut Vec<Effect>) {
         if !self.over {
             self.over = true;
-            effects.push(Effect::Warn(format!("the scheduler died: {how}")));
+            effects.push(Effect::Warn(line));
             effects.push(Effect::Over(false));
         }
     }

@@ -11,5 +11,6 @@ pub mod run;
 pub mod scheduler;
 pub mod shard;
 mod shown;
+mod signals;
 mod timeline;
 pub mod top;

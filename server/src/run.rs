@@ -4,9 +4,12 @@ use crate::agent::{Agent, Effect};
 use crate::listen::{listen_tcp, listen_unix, start_acceptor};
 use crate::shard::{Command, Report, Shard};
 use crate::shown::Shown;
+use crate::signals::Signals;
 use crate::timeline::Tracing;
 use bps_engine::config::{Config, Program, TransportChoice};
-use bps_engine::control::{JobKey, Link, LinkReceiver, LinkSender, Listener, ask_time, take_time};
+use bps_engine::control::{
+    Door, JobKey, Knocker, Link, LinkReceiver, LinkSender, Listener, ask_time, take_time,
+};
 use bps_engine::harness::{self, Idler, Step};
 use bps_engine::host::{self, HostError};
 use bps_engine::lane::Endpoint;
@@ -14,6 +17,7 @@ use bps_engine::limits::RANKS_MAX;
 use bps_engine::mem::{Arena, Options};
 use bps_engine::metrics::{Collector, MetricsError};
 use bps_engine::proto::messages::{Node, NodeMessage, Register, SchedulerMessage};
+use bps_engine::proto::pulse::Pulse;
 use bps_engine::ring::Mpsc;
 use bps_engine::topo::claim::Claims;
 use bps_engine::topo::plan::{Near, Place, Request, Side, plan};
@@ -25,14 +29,13 @@ use bps_engine::transport::shm::{self, Shm};
 use bps_engine::transport::tcp::Tcp;
 use bps_engine::transport::{self, Transport, Waker};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use signal_hook::consts::{SIGINT, SIGTERM};
 use std::ffi::OsString;
 use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -176,13 +179,20 @@ pub fn run(config: &Config) -> Result<(), ServerError> {
         stop.while_alone(dial)?.map_err(|error| ServerError::Scheduler(error.to_string()))?;
     link.notice_loss_after(config.heartbeat_timeout)
         .map_err(|error| ServerError::Scheduler(error.to_string()))?;
+    let fail = |error: std::io::Error| ServerError::Scheduler(error.to_string());
+    let (session, door) = (link.session(), link.door(&key).map_err(fail)?);
+    let address = door.address.to_string();
+    let (interval, timeout) = (config.heartbeat_interval, config.heartbeat_timeout);
+    let pulse = Pulse::new(&address, interval, timeout, Duration::ZERO);
     let (sender, receiver) = link.split();
     let takes_rdma = shards.iter().all(|shard| shard.rails.is_some());
     sender
-        .send(&NodeMessage::Register(register(config, cores, shm_name, takes_rdma)))
+        .send(&NodeMessage::Register(register(config, cores, shm_name, takes_rdma, session)))
         .map_err(|error| ServerError::Scheduler(error.to_string()))?;
     let control = Control {
-        agent: Arc::new(Mutex::new(Agent::new(config.server_cores))),
+        agent: Arc::new(Mutex::new(Agent::new(config.server_cores, pulse))),
+        door,
+        knocker: Arc::default(),
         shards: shards.clone(),
         sender,
         done: Arc::new(AtomicBool::new(false)),
@@ -258,13 +268,20 @@ pub(crate) fn resource(what: &str, error: &dyn std::fmt::Display) -> ServerError
     ServerError::Resource(format!("{what} is not to be had: {error}"))
 }
 
-fn register(config: &Config, cores: Vec<SocketAddr>, shm: Option<String>, rdma: bool) -> Register {
+fn register(
+    config: &Config,
+    cores: Vec<SocketAddr>,
+    shm: Option<String>,
+    rdma: bool,
+    session: u64,
+) -> Register {
     let preferred = config.preferred_rank;
     Register {
         node: Node::Server { cores, shm, rdma, colocated: false, preferred },
         host: host::name(),
         host_id: config.host_id.clone().unwrap_or_else(host::id),
         pid: std::process::id(),
+        session,
         release: env!("CARGO_PKG_VERSION").into(),
         num_workers: config.num_workers,
         num_servers: config.num_servers,
@@ -401,52 +418,6 @@ fn run_shard(mut shard: Shard, mut idler: Idler) {
     }
 }
 
-/// The signals that end a server in good order.
-struct Signals {
-    terminated: Arc<AtomicBool>,
-    interrupted: Arc<AtomicBool>,
-    /// Nobody knows of this server yet, so a signal ends it at once.
-    alone: Arc<AtomicBool>,
-}
-
-impl Signals {
-    fn install() -> Result<Signals, ServerError> {
-        let signals = Signals {
-            terminated: Arc::default(),
-            interrupted: Arc::default(),
-            alone: Arc::default(),
-        };
-        let fail = |error: std::io::Error| resource("a signal handler", &error);
-        for (signal, code) in [(SIGTERM, 143), (SIGINT, 130)] {
-            let alone = Arc::clone(&signals.alone);
-            signal_hook::flag::register_conditional_shutdown(signal, code, alone).map_err(fail)?;
-        }
-        let register = signal_hook::flag::register;
-        register(SIGTERM, Arc::clone(&signals.terminated)).map_err(fail)?;
-        register(SIGINT, Arc::clone(&signals.interrupted)).map_err(fail)?;
-        Ok(signals)
-    }
-
-    /// Does what may take long before anybody knows of this server.
-    fn while_alone<T>(&self, work: impl FnOnce() -> T) -> Result<T, ServerError> {
-        self.alone.store(true, Ordering::Relaxed);
-        // One that came before found nobody who ends the process.
-        if let Some(signal) = self.came() {
-            return Err(ServerError::Signal(signal));
-        }
-        let done = work();
-        self.alone.store(false, Ordering::Relaxed);
-        Ok(done)
-    }
-
-    fn came(&self) -> Option<&'static str> {
-        let came = |flag: &AtomicBool| flag.load(Ordering::Relaxed);
-        came(&self.terminated)
-            .then_some("SIGTERM")
-            .or_else(|| came(&self.interrupted).then_some("Ctrl-C"))
-    }
-}
-
 /// What the two control threads share: one reads the scheduler, the other the shards.
 #[derive(Clone)]
 struct Control {
@@ -454,6 +425,8 @@ struct Control {
     shards: Vec<ShardHandle>,
     sender: LinkSender,
     done: Arc<AtomicBool>,
+    door: Door,
+    knocker: Arc<Mutex<Option<Knocker>>>,
     tracing: Arc<Tracing>,
     shown: Arc<Shown>,
 }
@@ -477,6 +450,7 @@ impl Control {
                 .map_err(|error| resource("a thread", &error))?
         };
         let mut effects = Vec::new();
+        let began = Instant::now();
         let form_by = Instant::now() + config.start_timeout + FORMING_GRACE;
         let outcome = loop {
             if let Some(signal) = stop.came() {
@@ -490,12 +464,20 @@ impl Control {
                 take_time(&self.tracing.clock, answer, &self.sender);
             }
             {
-                let mut agent = self.agent.lock().unwrap_or_else(PoisonError::into_inner);
+                let (mut agent, now) = (self.agent(), began.elapsed());
                 match received {
-                    Ok(Some(message)) => agent.handle(message, &mut effects),
+                    Ok(Some(message)) => agent.handle(message, now, &mut effects),
                     Ok(None) => {}
-                    Err(error) => agent.scheduler_lost(&error.to_string(), &mut effects),
+                    Err(error) => {
+                        let line = error.line(agent.scheduler());
+                        agent.scheduler_lost(line, &mut effects);
+                    }
                 }
+                let knocker = self.knocker.lock().unwrap_or_else(PoisonError::into_inner);
+                while let Some(answer) = knocker.as_ref().and_then(Knocker::answer) {
+                    agent.handle_aside(answer, now, &mut effects);
+                }
+                agent.handle_tick(now, &mut effects);
             }
             if let Some(well) = self.carry_out(&mut effects) {
                 break if well { Ok(()) } else { Err(ServerError::Job) };
@@ -518,10 +500,22 @@ impl Control {
 
     /// Whether the roster has come.
     fn is_formed(&self) -> bool {
-        self.agent.lock().unwrap_or_else(PoisonError::into_inner).index().is_some()
+        self.agent().index().is_some()
     }
 
-    /// Passes on what the shards report and count, and the heartbeat.
+    fn agent(&self) -> MutexGuard<'_, Agent> {
+        self.agent.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn knock(&self, round_trip: Option<Duration>) {
+        let knocker = round_trip.and_then(|round_trip| {
+            let started = Knocker::start(Door { round_trip, ..self.door.clone() });
+            started.inspect_err(|error| log::warning!("no thread: {error}")).ok()
+        });
+        *self.knocker.lock().unwrap_or_else(PoisonError::into_inner) = knocker;
+    }
+
+    /// Passes on what the shards report and count.
     fn report(
         &self,
         reports: &Mpsc<(u32, Report)>,
@@ -529,7 +523,7 @@ impl Control {
         interval: Duration,
         collector: &mut Collector,
     ) {
-        let mut heartbeat = Instant::now();
+        let mut told = Instant::now();
         let mut effects = Vec::new();
         while !self.done.load(Ordering::Acquire) {
             waker.prepare();
@@ -541,18 +535,13 @@ impl Control {
             }
             waker.awake();
             while let Some((core, report)) = reports.pop() {
-                let mut agent = self.agent.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut agent = self.agent();
                 agent.handle_report(core, report, &mut effects);
             }
             self.carry_out(&mut effects);
-            if heartbeat.elapsed() >= interval {
-                heartbeat = Instant::now();
-                // A scheduler that can't be written to is noticed by the thread that reads it.
-                let rounds = self.shards.iter().map(|shard| shard.counters.rounds.read()).sum();
-                let _ = self.sender.send(&NodeMessage::Heartbeat { rounds });
-                let agent = self.agent.lock().unwrap_or_else(PoisonError::into_inner);
-                let index = agent.index();
-                drop(agent);
+            if told.elapsed() >= interval {
+                told = Instant::now();
+                let index = self.agent().index();
                 if let Some(statistics) = self.shown.take(index, collector) {
                     let _ = self.sender.send(&NodeMessage::Statistics(statistics));
                 }
@@ -569,6 +558,12 @@ impl Control {
                 Effect::Send(message) => {
                     let _ = self.sender.send(&message);
                 }
+                Effect::Beat => {
+                    // A scheduler that can't be written to is noticed by the thread that reads it.
+                    let rounds = self.shards.iter().map(|shard| shard.counters.rounds.read()).sum();
+                    let _ = self.sender.send(&NodeMessage::Heartbeat { rounds });
+                }
+                Effect::Knock(round_trip) => self.knock(round_trip),
                 Effect::Timeline(server, timeline) => {
                     let recorders = self.tracing.apply(server, timeline.as_ref());
                     for (shard, recorder) in self.shards.iter().zip(recorders) {

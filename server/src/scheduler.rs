@@ -226,7 +226,8 @@ impl Bound {
             placement: config.placement,
             built_in_coefficient: config.built_in_coefficient,
             start_timeout: config.start_timeout,
-            heartbeat_timeout: config.heartbeat_timeout,
+            // A heartbeat is missed from when it was due.
+            heartbeat_timeout: config.heartbeat_timeout + config.heartbeat_interval,
             stall_report: config.stall_report,
             stall_timeout: config.stall_timeout,
             stays: config.stays,

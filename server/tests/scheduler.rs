@@ -72,6 +72,7 @@ fn join(address: SocketAddr, key: &JobKey, node: Node, numbers: (u32, u32)) -> L
         host: "here".to_owned(),
         host_id: "this host".to_owned(),
         pid: std::process::id(),
+        session: 0,
         release: env!("CARGO_PKG_VERSION").to_owned(),
         num_workers: numbers.0,
         num_servers: numbers.1,
@@ -200,9 +201,10 @@ fn a_silent_node_is_dead_too() {
         sender.send(&NodeMessage::Heartbeat { rounds: 1 }).unwrap();
         match receiver.receive(Duration::from_millis(250)).unwrap() {
             None => assert!(start.elapsed() < SOON),
+            Some(SchedulerMessage::Heartbeat) => std::thread::sleep(Duration::from_millis(100)),
             Some(SchedulerMessage::Over { reason: OverReason::Died { who, how, .. } }) => {
                 assert_eq!(who, "rank 1");
-                assert!(how.starts_with("no heartbeat for 3."), "{how}");
+                assert!(how.starts_with("no heartbeat for 4."), "{how}");
                 break;
             }
             Some(other) => panic!("{other:?}"),

@@ -186,6 +186,7 @@ impl FakeServer {
             host: "fake".into(),
             host_id: "fake".into(),
             pid: 1,
+            session: 0,
             release: env!("CARGO_PKG_VERSION").into(),
             num_workers,
             num_servers: 1,
@@ -205,9 +206,16 @@ impl Heart {
         let (sender, mut receiver) = link.split();
         std::thread::spawn(move || {
             while !is_over.load(Ordering::Relaxed)
-                && receiver.receive(Duration::from_millis(250)).is_ok()
                 && sender.send(&NodeMessage::Heartbeat { rounds: 0 }).is_ok()
-            {}
+            {
+                let until = Instant::now() + Duration::from_millis(250);
+                while Instant::now() < until {
+                    let left = until.saturating_duration_since(Instant::now());
+                    if receiver.receive(left).is_err() {
+                        return;
+                    }
+                }
+            }
         });
         Heart(ended)
     }
@@ -353,6 +361,7 @@ fn a_silent_neighbour_does_not_hold_up_the_lanes_of_others() {
             host: "fake".into(),
             host_id: "fake".into(),
             pid: 1,
+            session: 0,
             release: env!("CARGO_PKG_VERSION").into(),
             num_workers: 2,
             num_servers: 1,

@@ -285,3 +285,80 @@ fn ranks_of_one_machine_train_without_a_server() {
     let said = refused.lines().join("\n");
     assert!(said.contains("DMLC_NUM_SERVER=0") && said.contains("need a server"), "{said}");
 }
+
+const FROZEN: &[&str] = &["the scheduler at 127.0.0.1:", "has not answered for 4."];
+
+#[test]
+fn a_frozen_scheduler_is_named_by_all() {
+    // One rank waits in a barrier, the others in a round.
+    let mut job = start([ENDLESS, &["1000000", "5"], ENDLESS], &[]);
+    let _ = job.ranks[1].wait_for_line("rank stalls", JOIN);
+    let since = Instant::now();
+    job.scheduler.signal(Signal::STOP);
+    let Job { server, ranks, .. } = &mut job;
+    let mut all: Vec<&mut Program> = ranks.iter_mut().chain([server]).collect();
+    end_with(&mut all, FROZEN, since, PROMISE + SLACK);
+}
+
+#[test]
+fn a_scheduler_that_is_frozen_for_a_short_while_is_forgiven() {
+    let mut job = running(&[]);
+    job.scheduler.signal(Signal::STOP);
+    std::thread::sleep(Duration::from_millis(2_500));
+    job.scheduler.signal(Signal::CONT);
+    std::thread::sleep(PROMISE + Duration::from_secs(1));
+    let Job { scheduler, server, ranks } = &mut job;
+    for program in ranks.iter_mut().chain([server, scheduler]) {
+        assert!(program.runs(), "{}", program.lines().join("\n"));
+    }
+}
+
+#[test]
+fn a_server_does_not_stay_when_its_ranks_have_left_a_frozen_scheduler() {
+    let mut job = start([&["200"]; 3], &[]);
+    for rank in &job.ranks {
+        let _ = rank.wait_for_line("rank has begun", JOIN);
+    }
+    let since = Instant::now();
+    job.scheduler.signal(Signal::STOP);
+    end_with(&mut [&mut job.server], FROZEN, since, PROMISE + SLACK);
+}
+
+#[test]
+fn a_rank_killed_under_a_frozen_scheduler_leaves_nobody_behind() {
+    let mut job = running(&[]);
+    let since = Instant::now();
+    job.scheduler.signal(Signal::STOP);
+    job.ranks[1].signal(Signal::KILL);
+    let Job { server, ranks, .. } = &mut job;
+    let [first, _, third] = &mut ranks[..] else { unreachable!("three ranks") };
+    end_with(&mut [first, third, server], FROZEN, since, PROMISE + SLACK);
+}
+
+#[test]
+fn a_forming_job_notices_a_frozen_scheduler() {
+    let port = free_port();
+    let scheduler = Program::start("bps-scheduler", &[], &variables(port, "scheduler", &[]));
+    let mut server = Program::start("bps-server", &[], &variables(port, "server", &[]));
+    let mut rank = Program::start("bps-test-rank", &["1"], &variables(port, "worker", &[]));
+    for program in [&server, &rank] {
+        let _ = program.wait_for_line("waiting for", JOIN);
+    }
+    let since = Instant::now();
+    scheduler.signal(Signal::STOP);
+    end_with(&mut [&mut server, &mut rank], FROZEN, since, PROMISE + SLACK);
+}
+
+#[test]
+fn a_rank_that_was_declared_dead_says_so_when_it_wakes() {
+    let mut job = running(&[]);
+    job.ranks[2].signal(Signal::STOP);
+    let since = Instant::now();
+    let Job { scheduler, server, ranks } = &mut job;
+    let (alive, frozen) = ranks.split_at_mut(2);
+    let mut all: Vec<&mut Program> = alive.iter_mut().chain([server, scheduler]).collect();
+    end_with(&mut all, &["rank 2", "no heartbeat"], since, PROMISE + SLACK);
+    frozen[0].signal(Signal::CONT);
+    let words = ["the scheduler declared this process dead: no heartbeat for"];
+    end_with(&mut [&mut frozen[0]], &words, Instant::now(), PROMISE + SLACK);
+}

@@ -171,6 +171,7 @@ impl Played {
             host: bps_engine::host::name(),
             host_id: bps_engine::host::id(),
             pid: std::process::id(),
+            session: 0,
             release: env!("CARGO_PKG_VERSION").into(),
             num_workers: RANKS,
             num_servers: 1,

@@ -120,3 +120,68 @@ fn a_rank_that_is_cut_off_from_a_server_is_not_called_dead() {
     let ways = [(SERVER, RANKS[1]), (RANKS[1], SERVER)];
     loses(SMALL, "uring", &ways, Rule::BLOCK, "the path");
 }
+
+/// Interrupts these ways for so long. Nobody minds, then or later.
+fn survives(ways: &[(usize, usize)], outage: Duration) {
+    let Some(mut job) = running(SMALL, &[]) else { return };
+    for &(from, to) in ways {
+        job.network.set(from, to, Rule::BLOCK);
+    }
+    std::thread::sleep(outage);
+    for &(from, to) in ways {
+        job.network.set(from, to, Rule::default());
+    }
+    // Whoever gave somebody up has done so and said so by then.
+    std::thread::sleep(Duration::from_secs(8));
+    let Job { scheduler, server, ranks, .. } = &mut job;
+    for program in ranks.iter_mut().chain([server, scheduler]) {
+        let said = program.lines().join("\n");
+        assert!(program.runs(), "after an outage of {outage:?} on {ways:?}:\n{said}");
+    }
+}
+
+/// Below `BPS_HEARTBEAT_TIMEOUT`, so that the documents promise that it harms nobody.
+const OUTAGE: Duration = Duration::from_millis(3_500);
+
+#[test]
+fn an_outage_below_the_timeout_harms_nobody() {
+    let (up, down) = ((RANKS[1], SCHEDULER), (SCHEDULER, RANKS[1]));
+    let of_server = [(SERVER, SCHEDULER), (SCHEDULER, SERVER)];
+    std::thread::scope(|scope| {
+        scope.spawn(|| survives(&[up, down], OUTAGE));
+        scope.spawn(|| survives(&[up], OUTAGE));
+        scope.spawn(|| survives(&[down], OUTAGE));
+        scope.spawn(|| survives(&of_server, Duration::from_secs(2)));
+    });
+}
+
+#[test]
+fn lanes_outlive_an_outage_below_the_timeout() {
+    survives(&[(SERVER, RANKS[1]), (RANKS[1], SERVER)], OUTAGE);
+}
+
+#[test]
+fn a_rank_that_the_scheduler_no_longer_hears_is_told_so() {
+    let Some(mut job) = running(SMALL, &[]) else { return };
+    // A scheduler whose last words were not acknowledged sends these again before any others.
+    std::thread::sleep(Duration::from_millis(500));
+    job.network.set(RANKS[1], SCHEDULER, Rule::BLOCK);
+    let Job { scheduler, server, ranks, .. } = &mut job;
+    let [first, second] = &mut ranks[..] else { unreachable!("two ranks") };
+    let limit = Duration::from_secs(5 + 10);
+    end_with(&mut [first, server, scheduler], &["rank 1", "died", "no heartbeat"], limit);
+    // It hears the scheduler, which has its last heartbeat from before.
+    end_with(&mut [second], &["the scheduler declared this process dead: no heartbeat"], limit);
+}
+
+#[test]
+fn a_rank_that_is_cut_off_from_the_scheduler_does_not_call_it_dead() {
+    let Some(mut job) = running(SMALL, &[]) else { return };
+    job.network.set_both(RANKS[1], SCHEDULER, Rule::BLOCK);
+    let Job { scheduler, server, ranks, .. } = &mut job;
+    let [first, second] = &mut ranks[..] else { unreachable!("two ranks") };
+    let limit = Duration::from_secs(5 + 10);
+    end_with(&mut [second], &["the scheduler at 10.77.0.1:9000 has not answered for 4."], limit);
+    end_with(&mut [first, server, scheduler], &["rank 1", "no heartbeat"], limit);
+    assert!(!second.lines().join("\n").contains("scheduler died"));
+}

@@ -73,6 +73,15 @@ fn a_lane_that_loses_all_in_one_direction_ends_the_job_and_no_process_is_blamed(
 }
 
 #[test]
+fn a_frozen_scheduler_ends_the_job_everywhere() {
+    for groups in BOTH {
+        for fault in [Fault::Freeze, Fault::FreezeAndKill] {
+            let _ = seeds(groups, fault, 100);
+        }
+    }
+}
+
+#[test]
 fn a_disagreement_is_an_error_on_every_rank() {
     for groups in BOTH {
         let _ = seeds(groups, Fault::Mismatch, 100);

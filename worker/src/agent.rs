@@ -13,9 +13,11 @@ use bps_engine::proto::messages::{
     STALLS_SHOWN_MAX, SchedulerMessage, Superseded,
 };
 use bps_engine::proto::paths::End;
+use bps_engine::proto::pulse::Pulse;
 use bps_engine::transport::LaneId;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// What has to be done now.
 pub enum Effect {
@@ -42,6 +44,10 @@ pub enum Effect {
         /// Its number.
         request: u64,
     },
+    /// A heartbeat, to the scheduler.
+    Beat,
+    /// Knock at the scheduler on fresh connections, which is so far away, until told to stop.
+    Knock(Option<Duration>),
     /// A line for people.
     Warn(String),
     /// The job is over for this worker.
@@ -69,13 +75,15 @@ pub struct Agent {
     poisoned: HashMap<String, (Error, Vec<(u32, u64)>)>,
     /// What servers have told of lost lanes, until the scheduler says what happened.
     lost: Option<String>,
+    pulse: Pulse,
+    knocking: bool,
     over: bool,
 }
 
 impl Agent {
     /// The agent of a worker that has this roster and these lanes, on a host of these switches.
     #[must_use]
-    pub fn new(roster: Roster, lanes: Lanes, switches: Switches) -> Agent {
+    pub fn new(roster: Roster, lanes: Lanes, switches: Switches, pulse: Pulse) -> Agent {
         Agent {
             roster,
             lanes,
@@ -85,6 +93,8 @@ impl Agent {
             planned: HashSet::new(),
             poisoned: HashMap::new(),
             lost: None,
+            pulse,
+            knocking: false,
             over: false,
         }
     }
@@ -111,12 +121,52 @@ impl Agent {
         (request, NodeMessage::Barrier { request })
     }
 
+    /// Time passes: to be told several times in each interval of heartbeats.
+    pub fn handle_tick(&mut self, now: Duration, effects: &mut Vec<Effect>) {
+        if self.over {
+            return;
+        }
+        let beat = self.pulse.look(now);
+        if beat.send {
+            effects.push(Effect::Beat);
+        }
+        if std::mem::replace(&mut self.knocking, beat.knock) != beat.knock {
+            effects.push(Effect::Knock(beat.knock.then_some(self.pulse.round_trip())));
+        }
+        if let Some(silent) = beat.silent {
+            let message = self.pulse.complaint(silent);
+            effects.push(Effect::Send(NodeMessage::Failed { message: message.clone() }));
+            self.end(Error::PeerDied(message), effects);
+        }
+    }
+
+    /// A message of the scheduler on a fresh connection.
+    pub fn handle_aside(
+        &mut self,
+        message: SchedulerMessage,
+        now: Duration,
+        effects: &mut Vec<Effect>,
+    ) {
+        match message {
+            SchedulerMessage::Heartbeat => self.pulse.answered_aside(now),
+            SchedulerMessage::Over { .. } => self.handle(message, now, effects),
+            _ => {}
+        }
+    }
+
+    /// The scheduler as people know it.
+    #[must_use]
+    pub fn scheduler(&self) -> &str {
+        self.pulse.scheduler()
+    }
+
     /// A message of the scheduler. `open_round` describes what this worker waits for, if anything.
-    pub fn handle(&mut self, message: SchedulerMessage, effects: &mut Vec<Effect>) {
+    pub fn handle(&mut self, message: SchedulerMessage, now: Duration, effects: &mut Vec<Effect>) {
         if self.over {
             return;
         }
         match message {
+            SchedulerMessage::Heartbeat => self.pulse.answered(now),
             SchedulerMessage::Declared { request, tensors } => {
                 self.declared(request, &tensors, effects);
             }
@@ -308,9 +358,9 @@ impl Agent {
         }
     }
 
-    /// The connection to the scheduler is lost.
-    pub fn scheduler_lost(&mut self, how: &str, effects: &mut Vec<Effect>) {
-        self.end(Error::PeerDied(format!("the scheduler died: {how}")), effects);
+    /// The connection to the scheduler is lost: a line about it.
+    pub fn scheduler_lost(&mut self, line: String, effects: &mut Vec<Effect>) {
+        self.end(Error::PeerDied(line), effects);
     }
 
     fn end(&mut self, error: Error, effects: &mut Vec<Effect>) {
@@ -348,7 +398,7 @@ pub(crate) fn over_error(reason: &OverReason) -> Error {
     match reason {
         OverReason::Finished => Error::Closed(text),
         OverReason::Died { .. } | OverReason::Failed { .. } => Error::PeerDied(text),
-        OverReason::PathLost(_) => Error::PeerDied(text),
+        OverReason::PathLost(_) | OverReason::Removed { .. } => Error::PeerDied(text),
         OverReason::Stalled { .. }
         | OverReason::Abandoned { .. }
         | OverReason::PathStalled { .. } => Error::Stalled(text),

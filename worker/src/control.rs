@@ -8,7 +8,7 @@ use crate::nic::{Command, NicStatistics, Report};
 use crate::terminated;
 use crate::timeline::Tracing;
 use crate::types::Speed;
-use bps_engine::control::{LinkReceiver, LinkSender, ask_time, take_time};
+use bps_engine::control::{Door, Knocker, LinkReceiver, LinkSender, ask_time, take_time};
 use bps_engine::metrics::Collector;
 use bps_engine::proto::messages::{NodeMessage, SchedulerMessage};
 use bps_engine::ring::Mpsc;
@@ -43,6 +43,15 @@ pub(crate) struct Answers {
     pub(crate) over: Option<Error>,
 }
 
+/// What heartbeats need beside the connection to the scheduler.
+pub(crate) struct Heart {
+    /// Since when the time counts that the agent is told.
+    pub(crate) began: Instant,
+    /// Where to knock if the scheduler does not answer.
+    pub(crate) door: Door,
+    pub(crate) knocker: Option<Knocker>,
+}
+
 /// The control thread of a worker.
 pub(crate) struct Control {
     pub(crate) agent: Arc<Mutex<Agent>>,
@@ -58,8 +67,10 @@ pub(crate) struct Control {
     pub(crate) statistics: Arc<NicStatistics>,
     pub(crate) collector: Collector,
     pub(crate) heartbeat_interval: Duration,
+    pub(crate) heart: Heart,
     pub(crate) lost_at: Option<Instant>,
-    /// How long the scheduler has to say why a lane was lost.
+    /// How long the scheduler has to say why a lane was lost. It may have to wait for another
+    /// node's heartbeats before it knows.
     pub(crate) verdict: Duration,
     pub(crate) speeds: Arc<Mutex<VecDeque<Speed>>>,
     pub(crate) tracing: Arc<Tracing>,
@@ -85,7 +96,7 @@ impl Control {
     }
 
     fn run_until_over(&mut self) {
-        let mut heartbeat = Instant::now();
+        let (began, mut told) = (self.heart.began, Instant::now());
         let mut measured = (Instant::now(), 0);
         let mut effects = Vec::new();
         loop {
@@ -97,13 +108,18 @@ impl Control {
                 Ok(Some(SchedulerMessage::Clock(answer))) => {
                     take_time(&self.tracing.clock, &answer, &self.sender);
                 }
-                Ok(Some(message)) => lock(&self.agent).handle(message, &mut effects),
+                Ok(Some(message)) => {
+                    lock(&self.agent).handle(message, began.elapsed(), &mut effects);
+                }
                 Ok(None) => {}
                 Err(_) if self.leaving.load(Ordering::Acquire) => return,
                 Err(error) => {
-                    lock(&self.agent).scheduler_lost(&error.to_string(), &mut effects);
+                    let mut agent = lock(&self.agent);
+                    let line = error.line(agent.scheduler());
+                    agent.scheduler_lost(line, &mut effects);
                 }
             }
+            self.tick(began.elapsed(), &mut effects);
             while let Some(report) = self.reports.pop() {
                 lock(&self.agent).handle_report(report, &mut effects);
             }
@@ -117,15 +133,28 @@ impl Control {
             if measured.0.elapsed() >= SPEED_INTERVAL {
                 measured = self.measure(measured);
             }
-            if heartbeat.elapsed() >= self.heartbeat_interval {
-                heartbeat = Instant::now();
-                let rounds = self.statistics.counters.rounds.read();
-                // A scheduler that can't be written to is noticed by `receive`.
-                let _ = self.sender.send(&NodeMessage::Heartbeat { rounds });
+            if told.elapsed() >= self.heartbeat_interval {
+                told = Instant::now();
                 let statistics = self.collector.take();
                 let _ = self.sender.send(&NodeMessage::Statistics(statistics));
             }
         }
+    }
+
+    /// Heartbeats, their answers, and what is to be done without.
+    fn tick(&self, now: Duration, effects: &mut Vec<Effect>) {
+        let mut agent = lock(&self.agent);
+        while let Some(answer) = self.heart.knocker.as_ref().and_then(Knocker::answer) {
+            agent.handle_aside(answer, now, effects);
+        }
+        agent.handle_tick(now, effects);
+    }
+
+    fn knock(&mut self, round_trip: Option<Duration>) {
+        self.heart.knocker = round_trip.and_then(|round_trip| {
+            let started = Knocker::start(Door { round_trip, ..self.heart.door.clone() });
+            started.inspect_err(|error| log::warning!("no thread: {error}")).ok()
+        });
     }
 
     /// Takes a throughput sample, if any tensor was finished since the last one.
@@ -154,7 +183,7 @@ impl Control {
     }
 
     /// Returns whether the job is over for this worker.
-    fn carry_out(&self, effects: &mut Vec<Effect>) -> bool {
+    fn carry_out(&mut self, effects: &mut Vec<Effect>) -> bool {
         let mut over = false;
         for effect in effects.drain(..) {
             match effect {
@@ -172,6 +201,12 @@ impl Control {
                         let _ = self.sender.send(&NodeMessage::Overrun { tensor });
                     }
                 }
+                Effect::Beat => {
+                    let rounds = self.statistics.counters.rounds.read();
+                    // A scheduler that can't be written to is noticed by `receive`.
+                    let _ = self.sender.send(&NodeMessage::Heartbeat { rounds });
+                }
+                Effect::Knock(round_trip) => self.knock(round_trip),
                 Effect::Declared { request, result } => {
                     self.answer(|answers| drop(answers.declares.insert(request, result)));
                 }

@@ -57,6 +57,9 @@ pub(crate) struct Job {
     threads: Mutex<Vec<JoinHandle<()>>>,
     /// How long callers spin before they sleep.
     spin: Duration,
+    /// How long a caller waits for the scheduler or for other ranks where it does not say itself.
+    /// The scheduler ends a job that stands still for less.
+    patience: Duration,
     pub(crate) tracing: Arc<Tracing>,
 }
 
@@ -116,7 +119,8 @@ impl Job {
         log::info!("{line}");
         let tracing =
             Arc::new(Tracing::new(rank, &joined.sender, &commands, &nic_waker, &nic_ended));
-        let agent = Arc::new(Mutex::new(Agent::new(joined.roster, lanes, switches.clone())));
+        let agent = Agent::new(joined.roster, lanes, switches.clone(), joined.pulse);
+        let agent = Arc::new(Mutex::new(agent));
         let answers: Arc<(Mutex<Answers>, Condvar)> = Arc::default();
         let (leaving, speeds): (Arc<AtomicBool>, Arc<Mutex<VecDeque<Speed>>>) = Default::default();
         let control = Control {
@@ -133,8 +137,8 @@ impl Job {
             collector: Collector::new(config, vec![Arc::clone(&statistics.counters)]),
             statistics,
             heartbeat_interval: config.heartbeat_interval,
+            heart: joined.heart,
             lost_at: None,
-            // It may have to wait for another node's heartbeats before it knows.
             verdict: config.heartbeat_timeout + 2 * config.heartbeat_interval,
             speeds: Arc::clone(&speeds),
             tracing: Arc::clone(&tracing),
@@ -156,6 +160,7 @@ impl Job {
             speeds,
             threads: Mutex::new(vec![nic_thread, control_thread]),
             spin: start::caller_spin(),
+            patience: config.stall_timeout + 2 * config.heartbeat_timeout,
             tracing,
         })
     }
@@ -210,7 +215,13 @@ impl Job {
         }
         let answer = |(request, _): (u64, NodeMessage)| {
             let found = |answers: &mut Answers| answers.declares.remove(&request);
-            self.answer(None, found)?.ok_or_else(|| self.ended())?
+            self.answer(self.patience, found)?.unwrap_or_else(|| {
+                Err(Error::Timeout(format!(
+                    "declare: the scheduler answers heartbeats, but not this, for {:.0} s: read \
+                     its log",
+                    self.patience.as_secs_f64()
+                )))
+            })
         };
         // Each is waited for, also behind one that failed: none is left unanswered.
         let answers: Vec<Result<Vec<u32>, Error>> = requests.into_iter().map(answer).collect();
@@ -230,11 +241,12 @@ impl Job {
             let position = answers.barriers.iter().position(|&done| done == request)?;
             Some(answers.barriers.swap_remove(position))
         };
+        let timeout = timeout.unwrap_or(self.patience);
         match self.answer(timeout, found)? {
             Some(_) => Ok(()),
             None => Err(Error::Timeout(format!(
                 "barrier: not all ranks came within {:.1} s",
-                timeout.unwrap_or_default().as_secs_f64()
+                timeout.as_secs_f64()
             ))),
         }
     }
@@ -251,7 +263,7 @@ impl Job {
     /// Waits for an answer; `None` if the time is over first.
     fn answer<T>(
         &self,
-        timeout: Option<Duration>,
+        timeout: Duration,
         mut found: impl FnMut(&mut Answers) -> Option<T>,
     ) -> Result<Option<T>, Error> {
         let start = Instant::now();
@@ -264,11 +276,10 @@ impl Job {
             if let Some(error) = &answers.over {
                 return Err(error.clone());
             }
-            if timeout.is_some_and(|timeout| start.elapsed() >= timeout) {
+            if start.elapsed() >= timeout {
                 return Ok(None);
             }
-            let slice =
-                timeout.map_or(LOOK, |timeout| timeout.saturating_sub(start.elapsed()).min(LOOK));
+            let slice = timeout.saturating_sub(start.elapsed()).min(LOOK);
             answers = match changed.wait_timeout(answers, slice) {
                 Ok((guard, _)) => guard,
                 Err(poisoned) => poisoned.into_inner().0,

@@ -2,6 +2,7 @@
 //! group.
 
 use crate::agent::{Lanes, over_error};
+use crate::control::Heart;
 use crate::dialing::Dialing;
 use crate::error::Error;
 use crate::neighbours::Door;
@@ -16,6 +17,7 @@ use bps_engine::mem::Budget;
 use bps_engine::proto::messages::{
     Node, NodeMessage, Planning, Register, Roster, SchedulerMessage,
 };
+use bps_engine::proto::pulse::Pulse;
 use bps_engine::ring::Mpsc;
 use bps_engine::trace::log;
 use bps_engine::transport::rdma::{self, Ports, Rdma};
@@ -30,6 +32,8 @@ use std::time::{Duration, Instant};
 const CREDIT_PARTS_MIN: usize = 4;
 /// Between two looks at the lanes that are being dialed.
 const LOOK: Duration = Duration::from_millis(2);
+/// How often a rank that waits for the others looks after its heartbeats.
+const TICK: Duration = Duration::from_millis(50);
 /// How long the scheduler has to say why a peer can't be reached.
 const VERDICT: Duration = Duration::from_secs(2);
 
@@ -42,6 +46,9 @@ pub(crate) struct Joined {
     pub(crate) roster: Roster,
     pub(crate) sender: LinkSender,
     pub(crate) receiver: LinkReceiver,
+    /// Heartbeats, which go on as they began.
+    pub(crate) heart: Heart,
+    pub(crate) pulse: Pulse,
     /// In the order of lane ids.
     pub(crate) links: Vec<(End, transport::Link)>,
     pub(crate) waker: Waker,
@@ -129,51 +136,63 @@ pub(crate) fn join(config: &Config) -> Result<Joined, Error> {
     let waker = waker.map_err(|error| Error::Start(format!("no eventfd: {error}")))?;
     // The others of this host may have the roster, and dial, before this rank has it.
     let door = if config.local_reduce { Some(Door::open(&key, &waker)?) } else { None };
+    let knock_at = link.door(&key).map_err(|error| fail(&error))?;
     let (sender, receiver) = link.split();
     let local = door.as_ref().map(|door| door.name().to_owned());
-    sender.send(&NodeMessage::Register(register(config, local))).map_err(|error| fail(&error))?;
-    let mut attendant =
-        Attendant { interval: config.heartbeat_interval, beat: Instant::now(), sender, receiver };
-    let roster = attendant.wait_for_roster(config, start)?;
+    sender
+        .send(&NodeMessage::Register(register(config, local, knock_at.session)))
+        .map_err(|error| fail(&error))?;
+    let address = knock_at.address.to_string();
+    let (interval, timeout) = (config.heartbeat_interval, config.heartbeat_timeout);
+    let pulse = Pulse::new(&address, interval, timeout, start.elapsed());
+    let mut attendant = Attendant { start, pulse, sender, receiver };
+    let roster = attendant.wait_for_roster(config)?;
     let cores: usize = roster.servers.iter().map(|server| server.cores.len()).sum();
     let lanes = cores + roster.neighbours.len();
     host::raise_descriptor_limit(DESCRIPTORS + DESCRIPTORS_OF_LANE * lanes as u64);
     let dialing = Dialing::start(config, &key, &roster, &waker, rails, door)?;
     let links = attendant.wait_for_lanes(dialing)?;
-    let Attendant { sender, receiver, .. } = attendant;
-    Ok(Joined { roster, sender, receiver, links, waker })
+    let Attendant { start: began, pulse, sender, receiver } = attendant;
+    let heart = Heart { began, door: knock_at, knocker: None };
+    Ok(Joined { roster, sender, receiver, heart, pulse, links, waker })
 }
 
 /// Looks after the connection to the scheduler until the control thread does.
 struct Attendant {
-    interval: Duration,
-    /// When the last heartbeat was sent.
-    beat: Instant,
+    start: Instant,
+    pulse: Pulse,
     sender: LinkSender,
     receiver: LinkReceiver,
 }
 
 impl Attendant {
-    /// The next message of the scheduler, if one comes within `wait`. Heartbeats go out as they are
-    /// due.
+    /// The next message of the scheduler, if one comes within `wait`, or a tick. Heartbeats go out
+    /// as they are due.
     fn attend(&mut self, wait: Duration) -> Result<Option<SchedulerMessage>, Error> {
         let fail = |error: &dyn std::fmt::Display| {
             Error::Start(format!("the scheduler was lost while the job formed: {error}"))
         };
-        if self.beat.elapsed() >= self.interval {
-            self.beat = Instant::now();
+        let beat = self.pulse.look(self.start.elapsed());
+        if let Some(silent) = beat.silent {
+            return Err(Error::Start(self.pulse.complaint(silent)));
+        }
+        if beat.send {
             self.sender
                 .send(&NodeMessage::Heartbeat { rounds: 0 })
                 .map_err(|error| fail(&error))?;
         }
-        let due = self.interval.saturating_sub(self.beat.elapsed());
-        self.receiver.receive(wait.min(due)).map_err(|error| fail(&error))
+        let message = self.receiver.receive(wait.min(TICK)).map_err(|error| fail(&error))?;
+        if let Some(SchedulerMessage::Heartbeat) = message {
+            self.pulse.answered(self.start.elapsed());
+            return Ok(None);
+        }
+        Ok(message)
     }
 
-    fn wait_for_roster(&mut self, config: &Config, start: Instant) -> Result<Roster, Error> {
+    fn wait_for_roster(&mut self, config: &Config) -> Result<Roster, Error> {
         loop {
-            let left =
-                (config.start_timeout + Duration::from_secs(2)).saturating_sub(start.elapsed());
+            let limit = config.start_timeout + Duration::from_secs(2);
+            let left = limit.saturating_sub(self.start.elapsed());
             if left.is_zero() {
                 return Err(Error::Start(format!(
                     "the job did not form within {} s (BPS_START_TIMEOUT): the scheduler at {}:{} \
@@ -228,7 +247,7 @@ impl Attendant {
     }
 }
 
-fn register(config: &Config, local: Option<String>) -> Register {
+fn register(config: &Config, local: Option<String>, session: u64) -> Register {
     Register {
         node: Node::Worker {
             worker_id: config.worker_id,
@@ -250,6 +269,7 @@ fn register(config: &Config, local: Option<String>) -> Register {
         host: host::name(),
         host_id: host_id(config),
         pid: std::process::id(),
+        session,
         release: env!("CARGO_PKG_VERSION").into(),
         num_workers: config.num_workers,
         num_servers: config.num_servers,

@@ -6,6 +6,8 @@
 
 use super::dial::{Attempt, dial_once, readable, retry};
 use super::frame::{FrameError, Inbox, encode};
+use super::job_key::nonce;
+use super::knock::Door;
 use super::{DialError, Hello, JobKey};
 use crate::proto::messages::{NodeMessage, SchedulerMessage};
 use std::collections::VecDeque;
@@ -44,6 +46,7 @@ pub enum LinkError {
 pub struct Link {
     sender: LinkSender,
     receiver: LinkReceiver,
+    session: u64,
 }
 
 /// The sending half. Clones send over the same connection, each message whole.
@@ -113,20 +116,53 @@ impl Link {
         stream.set_write_timeout(Some(WRITE_TIMEOUT))?;
         let closer = Arc::new(stream.try_clone()?);
         let sender = LinkSender { stream: Arc::new(Mutex::new(stream.try_clone()?)), closer };
-        Ok(Link {
-            sender,
-            receiver: LinkReceiver { stream, unread: VecDeque::new(), inbox: Inbox::new() },
-        })
+        let receiver = LinkReceiver { stream, unread: VecDeque::new(), inbox: Inbox::new() };
+        let random = nonce()?;
+        let session = random.first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes));
+        Ok(Link { sender, receiver, session })
     }
 
-    /// Lets the connection count as lost once the scheduler's machine has acknowledged nothing for
-    /// so long. Without it, a machine that lost its power or its network is only noticed by the
-    /// kernel's own patience, a quarter of an hour.
+    /// One attempt to connect to the scheduler at this address.
+    ///
+    /// # Errors
+    /// Nobody answered in time, or who did is not of this job.
+    pub fn dial(address: SocketAddr, key: &JobKey, patience: Duration) -> Result<Link, DialError> {
+        let failed = |failure| match failure {
+            Attempt::Later(error) => {
+                DialError::Unreachable { address: address.to_string(), waited: patience, error }
+            }
+            Attempt::Handshake(error) => {
+                DialError::Handshake { address: address.to_string(), error }
+            }
+        };
+        let stream = dial_once(address, key, Hello::control(), patience).map_err(failed)?;
+        Link::new(stream).map_err(|error| failed(Attempt::Later(error)))
+    }
+
+    /// What this node is to register as its session.
+    #[must_use]
+    pub fn session(&self) -> u64 {
+        self.session
+    }
+
+    /// Where to knock if the scheduler does not answer on this connection.
+    ///
+    /// # Errors
+    /// The socket is gone.
+    pub fn door(&self, key: &JobKey) -> io::Result<Door> {
+        let address = self.receiver.stream.peer_addr()?;
+        let (key, round_trip) = (key.clone(), Duration::ZERO);
+        Ok(Door { address, key, session: self.session, round_trip })
+    }
+
+    /// Lets the connection count as lost when an outage was far longer than this: the scheduler's
+    /// machine has acknowledged nothing for three times as long, in which what was sent was sent
+    /// again at least once. Whether the scheduler lives is for its answers to say.
     ///
     /// # Errors
     /// The socket is gone.
     pub fn notice_loss_after(&self, silence: Duration) -> io::Result<()> {
-        let milliseconds = u32::try_from(silence.as_millis()).unwrap_or(u32::MAX);
+        let milliseconds = u32::try_from(3 * silence.as_millis()).unwrap_or(u32::MAX);
         Ok(rustix::net::sockopt::set_tcp_user_timeout(&self.receiver.stream, milliseconds)?)
     }
 
@@ -158,6 +194,21 @@ impl Link {
     #[must_use]
     pub fn split(self) -> (LinkSender, LinkReceiver) {
         (self.sender, self.receiver)
+    }
+}
+
+impl LinkError {
+    /// What to say of this scheduler: that it died, if its machine says that its process has
+    /// ended; else only what is known.
+    #[must_use]
+    pub fn line(&self, scheduler: &str) -> String {
+        match self {
+            LinkError::Lost(error) if error.kind() != ErrorKind::ConnectionReset => {
+                format!("the connection to {scheduler} was lost: {error}: look at the network")
+            }
+            LinkError::Closed | LinkError::Lost(_) => format!("the scheduler died: {self}"),
+            LinkError::TooSlow | LinkError::Frame(_) => self.to_string(),
+        }
     }
 }
 

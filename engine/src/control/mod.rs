@@ -13,6 +13,7 @@ mod dial;
 mod fault;
 mod frame;
 mod job_key;
+mod knock;
 mod link;
 mod setups;
 #[cfg(test)]
@@ -25,6 +26,7 @@ pub use dial::{DialError, abstract_name, dial, dial_unix};
 pub use fault::{is_one_sided, lane_fault};
 pub use frame::{FrameError, Inbox, encode};
 pub use job_key::JobKeyError;
+pub use knock::{Door, Knocker};
 pub use link::{Link, LinkError, LinkReceiver, LinkSender};
 pub use setups::Setups;
 pub use time::{ask_time, take_time};

@@ -246,3 +246,43 @@ fn a_receiver_is_woken_by_shutdown() {
     assert!(matches!(waiting.join().unwrap(), Err(LinkError::Closed)));
     assert!(matches!(sender.send(&NodeMessage::Barrier { request: 1 }), Err(LinkError::Closed)));
 }
+
+#[test]
+fn a_knock_is_repeated_on_fresh_connections_until_it_is_answered_no_more() {
+    let setup = setup("knock");
+    let (address, round_trip) = (setup.address, Duration::ZERO);
+    let door = Door { address, key: key(), session: 77, round_trip };
+    let knocker = Knocker::start(door).unwrap();
+    let knock = || {
+        let (_, hello, socket) = setup.admitted.recv_timeout(SOON).unwrap();
+        assert_eq!(hello, Hello::control());
+        let Socket::Tcp(mut socket) = socket else { panic!("not TCP") };
+        let mut inbox = Inbox::new();
+        let mut bytes = [0; 512];
+        let count = socket.read(&mut bytes).unwrap();
+        inbox.push(&bytes[..count]);
+        let message = inbox.next_message().unwrap();
+        assert_eq!(message, Some(NodeMessage::Alive { session: 77 }));
+        socket
+    };
+    // The first one is not answered: another one comes.
+    let silent = knock();
+    let mut socket = knock();
+    drop(silent);
+    socket.write_all(&encode(&SchedulerMessage::Heartbeat).unwrap()).unwrap();
+    let until = Instant::now() + SOON;
+    let answer = loop {
+        if let Some(answer) = knocker.answer() {
+            break answer;
+        }
+        assert!(Instant::now() < until, "the answer was not handed on");
+        std::thread::sleep(Duration::from_millis(5));
+    };
+    assert_eq!(answer, SchedulerMessage::Heartbeat);
+    // On the way that works, it says again that the node lives, until nobody wants it to.
+    let mut bytes = [0; 512];
+    assert_ne!(socket.read(&mut bytes).unwrap(), 0);
+    drop(knocker);
+    socket.write_all(&encode(&SchedulerMessage::Heartbeat).unwrap()).unwrap();
+    while socket.read(&mut bytes).unwrap() > 0 {}
+}

@@ -7,6 +7,7 @@
 use super::late::{CaughtUp, Late, LateKeys};
 use super::paths::{AwaitedKey, End, KeyState, LaneFault, PathLoss, PathStall};
 use super::shape::TensorShape;
+pub use super::statistics::{LinkStatistics, LoopStatistics, Statistics};
 use crate::base::{CoreId, DType, Epoch, Key, Operation, Placement, Rank};
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
@@ -17,7 +18,13 @@ use std::net::SocketAddr;
 pub enum NodeMessage {
     /// The first message: who this is.
     Register(Register),
-    /// Every `BPS_HEARTBEAT_INTERVAL`: still here, and how far.
+    /// The first message of a further connection: the node of this session lives, though nothing
+    /// is heard on its own connection. Answered by `Heartbeat`.
+    Alive {
+        /// From `Register`.
+        session: u64,
+    },
+    /// Every `BPS_HEARTBEAT_INTERVAL`: still here, and how far. Answered by `Heartbeat`.
     Heartbeat {
         /// Rounds completed (worker) or published (server) so far, over all keys.
         rounds: u64,
@@ -105,45 +112,6 @@ pub enum NodeMessage {
     },
 }
 
-/// What a node has counted since it started, for those who watch the job. Nothing depends on it.
-#[derive(Clone, PartialEq, Default, Debug, Serialize, Deserialize)]
-pub struct Statistics {
-    /// Seconds from the node's joining to this look, by its own clock: what rates are taken over.
-    pub uptime: f64,
-    /// Bytes of memory that the process has in RAM.
-    pub resident_bytes: u64,
-    /// The network interface that it uses, if one was found.
-    pub link: Option<LinkStatistics>,
-    /// Of each polling thread: a server's cores by index, or the one of a worker.
-    pub loops: Vec<LoopStatistics>,
-}
-
-/// A network interface: all of its traffic, whoever caused it.
-#[derive(Clone, PartialEq, Default, Debug, Serialize, Deserialize)]
-pub struct LinkStatistics {
-    /// Its name.
-    pub interface: String,
-    /// Bytes a second that it can move in each direction, where that is known.
-    pub speed: Option<u64>,
-    /// Bytes received.
-    pub received: u64,
-    /// Bytes sent.
-    pub sent: u64,
-    /// Bytes a second received since the last heartbeat.
-    pub receive_rate: f64,
-    /// Bytes a second sent since the last heartbeat.
-    pub send_rate: f64,
-}
-
-/// A polling thread.
-#[derive(Clone, PartialEq, Default, Debug, Serialize, Deserialize)]
-pub struct LoopStatistics {
-    /// Its counters, in the order of their declaration, which is that of the release.
-    pub counts: Vec<u64>,
-    /// Fraction of the time since the last heartbeat in which it had something to do.
-    pub busy: f64,
-}
-
 /// Stalled keys that a node counts at most in one look.
 pub const STALLS_MAX: usize = 4096;
 /// Stalled keys that one report describes, and stalled tensors that one message names, at most.
@@ -153,6 +121,8 @@ pub const STALLS_SHOWN_MAX: usize = 16;
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum SchedulerMessage {
+    /// Answer to `Heartbeat` and `Alive`, at once: the scheduler lives too.
+    Heartbeat,
     /// Not all nodes are there yet. One line for people: `waiting for server 1 of 2, worker rank 3
     /// of 4 (12 s)`.
     Waiting {
@@ -274,6 +244,9 @@ pub struct Register {
     pub host_id: String,
     /// Process id, for messages.
     pub pid: u32,
+    /// Chosen at random: who says it on another connection is this node.
+    #[serde(default)]
+    pub session: u64,
     /// Release of this package; all nodes must have the same.
     pub release: String,
     /// `DMLC_NUM_WORKER` as this node has it; must equal the scheduler's.
@@ -564,6 +537,11 @@ pub enum OverReason {
         how: String,
         /// Rounds it had completed by its last heartbeat.
         rounds: u64,
+    },
+    /// To the node that `Died` names, if it can still be reached.
+    Removed {
+        /// As there.
+        how: String,
     },
     /// A node ended with an error of its own.
     Failed {

@@ -5,6 +5,8 @@ pub mod handshake;
 pub mod late;
 pub mod messages;
 pub mod paths;
+pub mod pulse;
 pub mod scheduler;
 pub mod shape;
+pub mod statistics;
 pub mod text;

@@ -116,6 +116,8 @@ enum Standing {
     Server,
     /// A worker that left in good order.
     Left(Rank),
+    /// A further connection of this member: it lives as long as something comes on either.
+    Aside(NodeId),
 }
 
 struct Peer {
@@ -124,6 +126,7 @@ struct Peer {
     host: String,
     pid: u32,
     who: String,
+    session: Option<u64>,
     connected: Duration,
     heard: Duration,
     rounds: u64,
@@ -228,6 +231,7 @@ impl Scheduler {
             host: String::new(),
             pid: 0,
             who: "a node".to_owned(),
+            session: None,
             connected: now,
             heard: now,
             rounds: 0,
@@ -239,7 +243,9 @@ impl Scheduler {
     /// A message came in.
     pub fn handle_message(&mut self, node: NodeId, message: NodeMessage, now: Duration) {
         let Some(peer) = self.peers.get_mut(&node) else { return };
-        peer.heard = now;
+        if lives::is_sign_of_life(&message) {
+            peer.heard = now;
+        }
         match (&peer.standing, message) {
             // What comes behind a good-bye is late, and no longer of interest.
             (Standing::Left(_), _) => {}
@@ -248,9 +254,16 @@ impl Scheduler {
                 self.peers.remove(&node);
                 self.put(Output::Close(node));
             }
+            (Standing::New | Standing::Aside(_), NodeMessage::Alive { session }) => {
+                self.alive(node, session, now);
+            }
             (_, NodeMessage::Failed { message }) => self.failed(node, message),
             (Standing::New, _) => self.drop_stranger(node, "it did not say who it is first"),
-            (_, NodeMessage::Heartbeat { rounds }) => peer.rounds = rounds,
+            (Standing::Aside(_), _) => self.drop_stranger(node, "it only says that it lives"),
+            (_, NodeMessage::Heartbeat { rounds }) => {
+                peer.rounds = rounds;
+                self.send(node, SchedulerMessage::Heartbeat);
+            }
             (_, NodeMessage::Statistics(statistics)) => {
                 peer.statistics = Some(Box::new(view::bounded(statistics)));
             }
@@ -267,11 +280,8 @@ impl Scheduler {
     pub fn handle_closed(&mut self, node: NodeId, how: &str, _now: Duration) {
         match self.peers.get(&node).map(|peer| &peer.standing) {
             None => {}
-            Some(Standing::Worker(_) | Standing::Server) => match self.phase {
-                Phase::Forming(_) => self.vacate(node, how, false),
-                _ => self.lost(node, how),
-            },
-            Some(Standing::New | Standing::Early(_) | Standing::Left(_)) => {
+            Some(Standing::Worker(_) | Standing::Server) => self.gone(node, how),
+            Some(Standing::New | Standing::Early(_) | Standing::Left(_) | Standing::Aside(_)) => {
                 self.peers.remove(&node);
             }
         }
@@ -325,6 +335,7 @@ impl Scheduler {
         let Some(peer) = self.peers.get_mut(&node) else { return };
         peer.host.clone_from(&register.host);
         peer.pid = register.pid;
+        peer.session = Some(register.session);
         peer.who = name(&register);
         match &mut self.phase {
             Phase::Over => {
@@ -564,6 +575,7 @@ fn counted(count: usize, what: &str) -> String {
 fn kind(message: &NodeMessage) -> &'static str {
     match message {
         NodeMessage::Register(_) => "a second registration",
+        NodeMessage::Alive { .. } => "a session on the wrong connection",
         NodeMessage::Heartbeat { .. } => "a heartbeat",
         NodeMessage::Statistics(_) => "statistics",
         NodeMessage::Declare { .. } | NodeMessage::Redeclare { .. } => {

@@ -58,6 +58,11 @@ impl fmt::Display for OverReason {
                 "{who} (host {host}, pid {pid}) died after {rounds} rounds: {how}: its own log \
                  says why"
             ),
+            OverReason::Removed { how } => write!(
+                f,
+                "the scheduler declared this process dead: {how}: its machine was stopped or \
+                 overloaded, or the network between them was"
+            ),
             OverReason::Failed { who, message } => write!(f, "{who} failed: {message}"),
             OverReason::PathLost(loss) => loss.fmt(f),
             OverReason::PathStalled { stalls } => {

@@ -27,8 +27,9 @@ const STRAGGLERS: Duration = Duration::from_secs(3);
 const READ_TURN_BYTES: usize = 1 << 20;
 /// Bytes that may wait for one node to read them.
 const BACKLOG_BYTES_MAX: usize = 2 * CONTROL_BYTES_MAX;
-/// Connections at once: every node of the largest job, and some that are on their way out.
-const CONNECTIONS_MAX: usize = RANKS_MAX + SERVERS_MAX + 256;
+/// Connections at once: two of every node of the largest job, since those that were not heard for a
+/// while come by a second one, and some that are on their way out.
+const CONNECTIONS_MAX: usize = 2 * (RANKS_MAX + SERVERS_MAX) + 256;
 
 /// Somebody who wants to see the job.
 pub(super) type Viewer = SyncSender<JobView>;

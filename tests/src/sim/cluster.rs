@@ -10,6 +10,7 @@ use bps_engine::mem::{Arena, Options};
 use bps_engine::proto::messages::{
     Declaration, Node, NodeMessage, Register, Roster, SchedulerMessage,
 };
+use bps_engine::proto::pulse::Pulse;
 use bps_engine::proto::scheduler::{NodeId, Output, Scheduler, SchedulerConfig};
 use bps_engine::ring::Mpsc;
 use bps_engine::trace::counters::Counters;
@@ -55,8 +56,9 @@ pub struct SimWorker {
     pub over: Option<Error>,
     lost_at: Option<Duration>,
     alive: bool,
-    /// When it began to leave.
+    /// When it began to leave, until it has said so.
     leaving: Option<Duration>,
+    left: bool,
     /// Those to servers, then those to ranks of its host.
     connections: Vec<usize>,
     server_connections: usize,
@@ -90,14 +92,12 @@ pub struct Cluster {
     /// When the last letter on each connection and direction arrives: letters keep their order.
     last_arrival: HashMap<(u64, bool), Duration>,
     next_tick: Duration,
+    /// The scheduler's process is stopped.
+    frozen: bool,
     /// The scheduler's verdict.
     pub done: bool,
 }
 
-/// A node whose lane was lost waits this long for the scheduler to say why.
-const VERDICT: Duration = Duration::from_secs(6);
-/// How long leaving may take before it is given up.
-const LEAVE: Duration = Duration::from_secs(5);
 /// How often nodes look around and send heartbeats.
 const TICK: Duration = Duration::from_millis(500);
 /// A round that waits longer is reported.
@@ -135,6 +135,7 @@ impl Cluster {
             waiting_ends: HashMap::new(),
             last_arrival: HashMap::new(),
             next_tick: Duration::ZERO,
+            frozen: false,
             done: false,
             shape,
         };
@@ -153,10 +154,15 @@ impl Cluster {
             host: host.clone(),
             host_id: host,
             pid: 1,
+            session: 0,
             release: "sim".into(),
             num_workers: self.shape.num_workers(),
             num_servers: self.shape.servers,
         })
+    }
+
+    fn pulse(&self) -> Pulse {
+        Pulse::new("sim", TICK, Duration::from_secs(4), self.now())
     }
 
     fn add_server(&mut self, index: u32) {
@@ -166,7 +172,7 @@ impl Cluster {
         let shards = (0..).zip(&cores).map(|(core, counters)| self.shard(core, &reports, counters));
         let shards = shards.collect();
         self.counters.extend(cores);
-        let agent = server_agent::Agent::new(self.shape.cores);
+        let agent = server_agent::Agent::new(self.shape.cores, self.pulse());
         self.servers.push(SimServer { node, agent, shards, reports, over: false });
         self.scheduler.handle_connected(node, self.network.now());
         let port = u16::try_from(index * 100 + 1).expect("few servers");
@@ -224,6 +230,7 @@ impl Cluster {
             lost_at: None,
             alive: true,
             leaving: None,
+            left: false,
             connections: Vec::new(),
             server_connections: 0,
         });
@@ -248,7 +255,14 @@ impl Cluster {
             Letter::Up(node, _) | Letter::Gone(node) => (node.0, true),
             Letter::Down(node, _) => (node.0, false),
         };
-        let delay = Duration::from_micros(10 + self.random.below(2000));
+        // What else a seed does is not to depend on how often nodes say that they live.
+        let is_beat = matches!(
+            letter,
+            Letter::Up(_, NodeMessage::Heartbeat { .. })
+                | Letter::Down(_, SchedulerMessage::Heartbeat)
+        );
+        let more = if is_beat { 0 } else { self.random.below(2000) };
+        let delay = Duration::from_micros(10 + more);
         let last = self.last_arrival.entry(key).or_default();
         *last = (*last).max(self.network.now() + delay);
         self.sequence += 1;
@@ -308,6 +322,7 @@ impl Cluster {
     fn deliver(&mut self, letter: Letter) {
         let now = self.now();
         match letter {
+            Letter::Up(..) | Letter::Gone(_) if self.frozen => {}
             Letter::Up(node, message) => self.scheduler.handle_message(node, message, now),
             Letter::Gone(node) => self.scheduler.handle_closed(node, "connection closed", now),
             Letter::Down(node, message) => {
@@ -315,7 +330,7 @@ impl Cluster {
                     self.worker_message(index, message);
                 } else if let Some(index) = self.servers.iter().position(|one| one.node == node) {
                     let mut effects = Vec::new();
-                    self.servers[index].agent.handle(message, &mut effects);
+                    self.servers[index].agent.handle(message, now, &mut effects);
                     self.server_effects(index, effects);
                 }
             }
@@ -334,39 +349,25 @@ impl Cluster {
 
     fn tick(&mut self) {
         let now = self.now();
-        self.scheduler.handle_tick(now);
+        if !self.frozen {
+            self.scheduler.handle_tick(now);
+        }
         for index in 0..self.workers.len() {
-            if self.workers[index].alive {
-                let node = self.workers[index].node;
-                self.mail(Letter::Up(node, NodeMessage::Heartbeat { rounds: 0 }));
+            let mut effects = Vec::new();
+            let worker = &mut self.workers[index];
+            match &mut worker.agent {
+                _ if !worker.alive || worker.left => {}
+                Some(agent) => agent.handle_tick(now, &mut effects),
+                None => effects.push(worker_agent::Effect::Beat),
             }
+            self.worker_effects(index, effects);
             self.look_for_lost(index, now);
         }
-        for worker in &mut self.workers {
-            // Nobody waits for ever for the other ends of its lanes.
-            if worker.leaving.is_some_and(|since| now - since > LEAVE) {
-                worker.leaving = None;
-                worker.push(NicCommand::Fail { error: Error::Closed("it has left".into()) });
-            }
-        }
+        self.part(now);
         for index in 0..self.servers.len() {
-            if !self.servers[index].over {
-                let node = self.servers[index].node;
-                self.mail(Letter::Up(node, NodeMessage::Heartbeat { rounds: 0 }));
-            }
-        }
-    }
-
-    fn look_for_lost(&mut self, index: usize, now: Duration) {
-        let worker = &mut self.workers[index];
-        let Some(agent) = &mut worker.agent else { return };
-        if worker.alive && agent.has_lost() {
-            let since = *worker.lost_at.get_or_insert(now);
-            if now - since > VERDICT {
-                let mut effects = Vec::new();
-                agent.give_up(&mut effects);
-                self.worker_effects(index, effects);
-            }
+            let mut effects = Vec::new();
+            self.servers[index].agent.handle_tick(now, &mut effects);
+            self.server_effects(index, effects);
         }
     }
 
@@ -377,9 +378,9 @@ impl Cluster {
         if let SchedulerMessage::Roster(roster) = message {
             return self.form(index, roster);
         }
-        let mut effects = Vec::new();
+        let (now, mut effects) = (self.now(), Vec::new());
         match &mut self.workers[index].agent {
-            Some(agent) => agent.handle(message, &mut effects),
+            Some(agent) => agent.handle(message, now, &mut effects),
             None => {
                 if let SchedulerMessage::Over { reason } = message {
                     self.workers[index].over = Some(Error::Start(format!("{reason:?}")));
@@ -391,7 +392,7 @@ impl Cluster {
 
     /// A worker has its roster: its NIC loop and lanes are made.
     fn form(&mut self, index: usize, roster: Roster) {
-        let rank = Rank(roster.index);
+        let (rank, pulse) = (Rank(roster.index), self.pulse());
         let host = roster.neighbours.iter().map(|peer| peer.rank).chain([rank]).collect();
         let switches = Switches::new(host, self.shape.planning.switch_size);
         let config = NicConfig {
@@ -454,7 +455,7 @@ impl Cluster {
             worker.gpu = Some(SimGpu::open(spot, index, &mut self.random));
         }
         worker.nic = Some(nic);
-        worker.agent = Some(worker_agent::Agent::new(roster.clone(), lanes, switches));
+        worker.agent = Some(worker_agent::Agent::new(roster.clone(), lanes, switches, pulse));
         worker.roster = Some(roster);
     }
 
@@ -499,8 +500,15 @@ impl Cluster {
                     worker.declared.insert(request, result);
                 }
                 worker_agent::Effect::BarrierDone { request } => worker.barriers.push(request),
-                // No rank of a simulated job declares a name anew.
-                worker_agent::Effect::Limit { .. } | worker_agent::Effect::Warn(_) => {}
+                worker_agent::Effect::Beat => {
+                    let node = worker.node;
+                    self.mail(Letter::Up(node, NodeMessage::Heartbeat { rounds: 0 }));
+                }
+                // No rank of a simulated job declares a name anew, and letters are never lost, so
+                // nobody gains by a second connection.
+                worker_agent::Effect::Limit { .. }
+                | worker_agent::Effect::Knock(_)
+                | worker_agent::Effect::Warn(_) => {}
                 worker_agent::Effect::Over(error) => {
                     worker.push(NicCommand::Fail { error: error.clone() });
                     worker.over = Some(error);
@@ -537,7 +545,12 @@ impl Cluster {
                     let node = server.node;
                     self.mail(Letter::Up(node, message));
                 }
-                server_agent::Effect::Info(_)
+                server_agent::Effect::Beat => {
+                    let node = server.node;
+                    self.mail(Letter::Up(node, NodeMessage::Heartbeat { rounds: 0 }));
+                }
+                server_agent::Effect::Knock(_)
+                | server_agent::Effect::Info(_)
                 | server_agent::Effect::Warn(_)
                 | server_agent::Effect::Timeline(..) => {}
                 server_agent::Effect::Over(_) => server.over = true,

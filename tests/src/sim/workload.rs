@@ -29,6 +29,10 @@ pub enum Fault {
     Mute,
     /// As `Mute`, but no end of the lane notices anything.
     MuteForEver,
+    /// The scheduler's process stops.
+    Freeze,
+    /// As `Freeze`, and a rank dies as well.
+    FreezeAndKill,
     /// One rank declares one tensor differently.
     Mismatch,
     /// A GPU fails at some moment.
@@ -267,6 +271,11 @@ fn strike(cluster: &mut Cluster, victim: usize, fault: Fault) {
         Fault::Gpu => cluster.fail_gpu(victim),
         Fault::Mute | Fault::MuteForEver => {
             cluster.mute_lane(victim, fault == Fault::Mute);
+        }
+        Fault::Freeze => cluster.freeze_scheduler(),
+        Fault::FreezeAndKill => {
+            cluster.freeze_scheduler();
+            cluster.kill_worker(victim);
         }
         Fault::None | Fault::Mismatch => {}
     }

@@ -7,6 +7,7 @@ use bps_engine::base::{DType, Epoch, Key, Operation, Rank, Round};
 use bps_engine::config::PayloadChecksum;
 use bps_engine::lane::Endpoint;
 use bps_engine::proto::messages::{Neighbour, Roster};
+use bps_engine::proto::pulse::Pulse;
 use bps_engine::ring::Mpsc;
 use bps_engine::transport::sim::{Random, Sim, SimNetwork};
 use bps_engine::transport::{Event, Frame, Landing, LaneId, Link, Transport, Waker};
@@ -35,6 +36,8 @@ const UNKNOWN: Key = Key(3);
 /// Parts of tensors on GPUs: the good rank's and the bad one's.
 const ON_GPUS: [Key; 2] = [Key(4), Key(5)];
 const BYTES: usize = 4096;
+/// Longer than any run.
+const HOUR: Duration = Duration::from_secs(3600);
 /// Turns after which a run counts as hung.
 const TURNS_MAX: u32 = 100_000;
 /// Runs of random frames.
@@ -111,7 +114,12 @@ impl Pair {
         let mut pair = Pair {
             network,
             nic,
-            agent: Agent::new(roster, lanes, switches.clone()),
+            agent: Agent::new(
+                roster,
+                lanes,
+                switches.clone(),
+                Pulse::new("test", HOUR, HOUR, Duration::ZERO),
+            ),
             commands,
             reports,
             bad: Some(bad),

@@ -59,6 +59,7 @@ fn registered(node: Node, release: &str, num_servers: u32) -> NodeMessage {
         host: "host".into(),
         host_id: "boot".into(),
         pid: 1,
+        session: 0,
         release: release.into(),
         num_workers: 2,
         num_servers,

@@ -414,7 +414,8 @@ pub(super) const ROWS: &[Row] = &[
         Group::Limits,
         Seconds { at: |config| &mut config.heartbeat_timeout, min: 0.1, max: DAY_SECONDS },
         "4",
-        "Silence after which a node counts as dead; at least twice the interval.",
+        "A node whose heartbeat is overdue for this long counts as dead, and so does a scheduler \
+         that does not answer; at least twice the interval.",
     )
     .aliases(&["PS_HEARTBEAT_TIMEOUT"])
     .flag("heartbeat-timeout"),

@@ -5,24 +5,62 @@ use super::{
     Duration, Epoch, Exit, NodeId, Output, OverReason, Phase, Rank, Refusal, Rendezvous, Scheduler,
     SchedulerMessage, Standing,
 };
-use crate::proto::messages::Timeline;
+use crate::proto::messages::{NodeMessage, Timeline};
 use crate::proto::text::list;
 
+/// Whether silence counts from this message on. What comes behind a heartbeat that is lost does not
+/// come either, and whoever sends it counts from the same one.
+pub(super) fn is_sign_of_life(message: &NodeMessage) -> bool {
+    matches!(
+        message,
+        NodeMessage::Register(_) | NodeMessage::Heartbeat { .. } | NodeMessage::Alive { .. }
+    )
+}
+
 impl Scheduler {
-    /// A member of the job is gone without a good-bye: a running job cannot go on.
+    /// A member of the job counts as dead: a running job cannot go on. It is told, too.
     pub(super) fn lost(&mut self, node: NodeId, how: &str) {
         if matches!(self.phase, Phase::Forming(_)) {
             return self.vacate(node, how, true);
         }
-        let Some(peer) = self.peers.get(&node) else { return };
-        let reason = OverReason::Died {
+        let Some(reason) = self.death(node, how) else { return };
+        self.end(reason, Some(node));
+    }
+
+    /// The connection of a member ended without a good-bye.
+    pub(super) fn gone(&mut self, node: NodeId, how: &str) {
+        if matches!(self.phase, Phase::Forming(_)) {
+            return self.vacate(node, how, false);
+        }
+        let Some(reason) = self.death(node, how) else { return };
+        self.peers.remove(&node);
+        self.end(reason, None);
+    }
+
+    fn death(&self, node: NodeId, how: &str) -> Option<OverReason> {
+        let peer = self.peers.get(&node)?;
+        Some(OverReason::Died {
             who: self.who(node),
             host: peer.host.clone(),
             pid: peer.pid,
             how: how.to_owned(),
             rounds: peer.rounds,
+        })
+    }
+
+    /// A member says on a further connection that it lives.
+    pub(super) fn alive(&mut self, node: NodeId, session: u64, now: Duration) {
+        let has_session = |peer: &&mut super::Peer| peer.session == Some(session);
+        let member = self.peers.iter_mut().find_map(|(member, peer)| {
+            let found = Some(peer).filter(has_session)?;
+            found.heard = now;
+            Some(*member)
+        });
+        let (Some(member), Some(peer)) = (member, self.peers.get_mut(&node)) else {
+            return self.drop_stranger(node, "no node of the job has its session");
         };
-        self.end(reason, Some(node));
+        peer.standing = Standing::Aside(member);
+        self.send(node, SchedulerMessage::Heartbeat);
     }
 
     pub(super) fn failed(&mut self, node: NodeId, message: String) {
@@ -91,7 +129,8 @@ impl Scheduler {
         }
     }
 
-    /// Ends the job: tells everybody but the node that caused it, and those that have left.
+    /// Ends the job: tells everybody but those that have left. The node that caused it is told
+    /// what the others think of it, unless it said so itself.
     pub(super) fn end(&mut self, reason: OverReason, culprit: Option<NodeId>) {
         if self.is_over() {
             return;
@@ -112,8 +151,20 @@ impl Scheduler {
             self.refusal = Some(Refusal { message: message.clone(), told, nodes });
         }
         for (node, peer) in std::mem::take(&mut self.peers) {
-            if Some(node) != culprit && !matches!(peer.standing, Standing::Left(_)) {
-                self.send(node, SchedulerMessage::Over { reason: reason.clone() });
+            let member = match peer.standing {
+                Standing::Aside(member) => member,
+                _ => node,
+            };
+            let reason = match &reason {
+                _ if matches!(peer.standing, Standing::Left(_)) => None,
+                OverReason::Died { how, .. } if Some(member) == culprit => {
+                    Some(OverReason::Removed { how: how.clone() })
+                }
+                _ if Some(member) == culprit => None,
+                reason => Some(reason.clone()),
+            };
+            if let Some(reason) = reason {
+                self.send(node, SchedulerMessage::Over { reason });
             }
             self.put(Output::Close(node));
         }
@@ -224,7 +275,7 @@ impl Scheduler {
                         return;
                     }
                 }
-                Standing::Left(_) => {
+                Standing::Left(_) | Standing::Aside(_) => {
                     self.peers.remove(&node);
                     self.put(Output::Close(node));
                 }

@@ -1,7 +1,11 @@
 //! How ranks and lanes of a simulated job end.
 
-use super::{Cluster, Duration, Letter, NicCommand, NodeMessage, SimGpu};
+use super::{Cluster, Duration, Error, Letter, NicCommand, NodeMessage, SimGpu};
 
+/// How long leaving may take before it is given up.
+const LEAVE: Duration = Duration::from_secs(5);
+/// A node whose lane was lost waits this long for the scheduler to say why.
+const VERDICT: Duration = Duration::from_secs(6);
 /// What a lane that has a deadline waits for an acknowledgement.
 const SILENCE: Duration = Duration::from_secs(9);
 
@@ -19,6 +23,11 @@ impl Cluster {
     /// The GPU of a rank fails, some time from now.
     pub fn fail_gpu(&mut self, index: usize) {
         self.workers[index].gpu.iter().for_each(SimGpu::fail);
+    }
+
+    /// The scheduler's process stops and never goes on.
+    pub fn freeze_scheduler(&mut self) {
+        self.frozen = true;
     }
 
     /// One lane of a rank breaks.
@@ -47,9 +56,35 @@ impl Cluster {
     /// A rank leaves in good order.
     pub fn leave(&mut self, index: usize) {
         self.workers[index].leaving = Some(self.now());
+        self.workers[index].push(NicCommand::Leave);
+    }
+
+    /// Ranks whose lanes have ended say good-bye to the scheduler, and so do those that can't wait
+    /// for the other ends any longer.
+    pub(super) fn part(&mut self, now: Duration) {
+        for index in 0..self.workers.len() {
+            let worker = &mut self.workers[index];
+            let Some(since) = worker.leaving else { continue };
+            if worker.alive && (worker.ended() || now - since > LEAVE) {
+                (worker.leaving, worker.left) = (None, true);
+                worker.push(NicCommand::Fail { error: Error::Closed("it has left".into()) });
+                let node = worker.node;
+                self.mail(Letter::Up(node, NodeMessage::Leave { suspend: false }));
+            }
+        }
+    }
+
+    /// Whoever has lost a lane and is not told why gives up after a while.
+    pub(super) fn look_for_lost(&mut self, index: usize, now: Duration) {
         let worker = &mut self.workers[index];
-        worker.push(NicCommand::Leave);
-        let node = worker.node;
-        self.mail(Letter::Up(node, NodeMessage::Leave { suspend: false }));
+        let Some(agent) = &mut worker.agent else { return };
+        if worker.alive && agent.has_lost() {
+            let since = *worker.lost_at.get_or_insert(now);
+            if now - since > VERDICT {
+                let mut effects = Vec::new();
+                agent.give_up(&mut effects);
+                self.worker_effects(index, effects);
+            }
+        }
     }
 }

@@ -69,6 +69,60 @@ fn a_death_is_told_to_all_the_others_at_once() {
 }
 
 #[test]
+fn whoever_counts_as_dead_is_told_so() {
+    let mut bench = Bench::formed(3, 1);
+    bench.pass(4_250, &[0, 1, 100]);
+    assert!(matches!(bench.over(0), OverReason::Died { who, .. } if who == "rank 2"));
+    let reason = bench.over(2);
+    assert_eq!(reason, OverReason::Removed { how: "no heartbeat for 4.2 s".into() });
+    let line = reason.to_string();
+    assert!(
+        line.starts_with("the scheduler declared this process dead: no heartbeat for"),
+        "{line}"
+    );
+    // Whoever says itself that it fails knows.
+    let mut bench = Bench::formed(2, 1);
+    bench.say(1, NodeMessage::Failed { message: "out of memory".into() });
+    assert!(bench.heard(1).is_empty());
+}
+
+#[test]
+fn every_heartbeat_is_answered_and_another_connection_says_as_well_who_lives() {
+    let mut bench = Bench::new(2, 1);
+    for worker in 0..2 {
+        let session = 70 + u64::from(worker);
+        bench.join(worker.into(), Register { session, ..worker_register(worker, 2, 1) });
+    }
+    bench.join(100, server_register(0, 2, 1));
+    bench.say(0, NodeMessage::Heartbeat { rounds: 1 });
+    assert_eq!(bench.answered, [NodeId(0)]);
+    // Rank 1 is only heard on fresh connections, one after the other.
+    for knock in 0..10 {
+        bench.connect(50 + knock);
+        bench.say(50 + knock, NodeMessage::Alive { session: 71 });
+        assert_eq!(bench.answered.last(), Some(&NodeId(50 + knock)));
+        bench.pass(1_000, &[0, 100]);
+        bench.close(50 + knock);
+    }
+    assert_eq!(bench.done, None);
+    // Nobody's session says nothing of anybody, and whoever knocks is no member.
+    bench.connect(80);
+    bench.say(80, NodeMessage::Alive { session: 7 });
+    bench.connect(81);
+    bench.say(81, NodeMessage::Alive { session: 71 });
+    bench.say(81, NodeMessage::Barrier { request: 1 });
+    assert_eq!(bench.closed, [NodeId(80), NodeId(81)]);
+    // What becomes of the member is told on all of its connections.
+    bench.connect(82);
+    bench.say(82, NodeMessage::Alive { session: 71 });
+    bench.pass(4_250, &[0, 100]);
+    for node in [1, 82] {
+        assert!(matches!(bench.over(node), OverReason::Removed { .. }));
+    }
+    assert!(matches!(bench.over(0), OverReason::Died { who, .. } if who == "rank 1"));
+}
+
+#[test]
 fn the_schedulers_own_sleep_kills_nobody() {
     let mut bench = Bench::formed(2, 1);
     bench.pass(1_000, &[0, 1, 100]);

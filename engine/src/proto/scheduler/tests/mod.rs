@@ -38,6 +38,8 @@ struct Bench {
     scheduler: Scheduler,
     now: Duration,
     inboxes: BTreeMap<NodeId, Vec<SchedulerMessage>>,
+    /// Whose heartbeats were answered.
+    answered: Vec<NodeId>,
     closed: Vec<NodeId>,
     log: Vec<String>,
     done: Option<Exit>,
@@ -61,6 +63,7 @@ impl Bench {
             scheduler: Scheduler::new(config, ms(0)),
             now: ms(0),
             inboxes: BTreeMap::new(),
+            answered: Vec::new(),
             closed: Vec::new(),
             log: Vec::new(),
             done: None,
@@ -97,6 +100,7 @@ impl Bench {
                 };
             assert!(self.done.is_none() || is_late, "{output:?} after the end");
             match output {
+                Output::Send(node, SchedulerMessage::Heartbeat) => self.answered.push(node),
                 Output::Send(node, message) => {
                     assert!(!self.closed.contains(&node), "{message:?} to closed {node:?}");
                     self.inboxes.entry(node).or_default().push(message);
@@ -191,6 +195,7 @@ fn worker_register(worker: u32, num_workers: u32, num_servers: u32) -> Register 
         host: format!("w{worker}"),
         host_id: format!("worker-host-{worker}"),
         pid: 1000 + worker,
+        session: 0,
         release: "1.0".to_owned(),
         num_workers,
         num_servers,
@@ -210,6 +215,7 @@ fn server_register(server: u32, num_workers: u32, num_servers: u32) -> Register 
         host: format!("s{server}"),
         host_id: format!("server-host-{server}"),
         pid: 2000 + server,
+        session: 0,
         release: "1.0".to_owned(),
         num_workers,
         num_servers,
