@@ -140,7 +140,8 @@ def test_torchrun_starts_again_after_a_failure(run, tmp_path):
     script.write_text(
         MEET + "import os, sys\n"
         "attempt = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
-        "print('attempt', attempt, bps.rank(), flush=True)\n"
+        "sys.stdout.write(f'attempt {attempt} {bps.rank()}\\n')\n"
+        "sys.stdout.flush()\n"
         "if attempt == '0' and bps.rank() == 1: os._exit(1)\n"
         "bps.barrier()\n"
     )
