@@ -9,21 +9,34 @@ import sys
 import threading
 from typing import Any
 
-from byteps import _forming, _native, _registry
-from byteps.errors import BytePSError
+from byteps import _forming, _native, _process_sets, _registry
+from byteps._process_sets import GlobalProcessSet, global_process_set
+from byteps.errors import BytePSError, ConfigError
 
 __all__ = [
     "BytePSBasics",
     "barrier",
+    "ccl_built",
     "cross_rank",
     "cross_size",
+    "cuda_built",
+    "ddl_built",
     "get_pushpull_speed",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
     "init",
+    "is_homogeneous",
     "is_initialized",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
     "rank",
     "resume",
+    "rocm_built",
     "shutdown",
     "size",
     "start_timeline",
@@ -47,7 +60,7 @@ def _new_lock() -> None:
 os.register_at_fork(after_in_child=_new_lock)
 
 
-def init(lazy: bool = True) -> None:
+def init(lazy: Any = True, comm: Any = None, process_sets: Any = None) -> None:
     """Starts the engine of this process and returns when all nodes of the job are there.
 
     Who the process is and where the scheduler is come from the environment, which ``bpslaunch``
@@ -56,13 +69,29 @@ def init(lazy: bool = True) -> None:
     scheduler nor server. A second call does nothing.
 
     ``lazy`` is there for BytePS's callers: both of its values connect now, so that what is wrong
-    with the job shows here and not at the first tensor.
+    with the job shows here and not at the first tensor. ``comm`` and ``process_sets`` are there for
+    Horovod's: a list of all ranks, or an MPI communicator of as many processes, and no further
+    sets. The first argument may be ``comm``, as in Horovod.
     """
-    del lazy
+    if comm is None and not isinstance(lazy, (bool, int)):
+        comm = lazy
+    if process_sets:
+        raise ConfigError(f"process_sets={process_sets!r}: the one set is that of all ranks")
+    begins = _begin()
+    try:
+        _check_members(comm)
+    except ConfigError:
+        if begins:
+            shutdown()
+        raise
+
+
+def _begin() -> bool:
+    """Starts the engine; does nothing and returns False where it runs."""
     global _at_exit_registered, _settings
     with _lock:
         if _native.is_initialized():
-            return
+            return False
         try:
             if not (_settings or _native.is_forked()):
                 _settings = _forming.settings(os.environ)
@@ -75,6 +104,23 @@ def init(lazy: bool = True) -> None:
         if not _at_exit_registered:
             atexit.register(_end_of_process)
             _at_exit_registered = True
+    return True
+
+
+def _check_members(comm: Any) -> None:
+    """Raises if these are not all ranks of the job."""
+    if comm is None:
+        return
+    count = size()
+    if hasattr(comm, "Get_size"):
+        others = comm.Get_size() != count
+    else:
+        others = len(comm) > 0 and sorted(comm) != list(range(count))
+    if others:
+        raise ConfigError(
+            f"comm={comm!r} is not all {count} ranks of the job: leave it out, and start a job of "
+            "the processes that are to take part"
+        )
 
 
 def shutdown() -> None:
@@ -180,9 +226,75 @@ def cross_size() -> int:
     return -(-size() // local_size())
 
 
-def barrier(timeout: float | None = None) -> None:
-    """Waits until all ranks have called it; at most ``timeout`` seconds, if given."""
+def barrier(
+    timeout: float | GlobalProcessSet | None = None, process_set: GlobalProcessSet | None = None
+) -> None:
+    """Waits until all ranks have called it; at most ``timeout`` seconds, if given.
+
+    ``process_set``, which Horovod has in the place of ``timeout``, is :data:`global_process_set`.
+    """
+    if isinstance(timeout, GlobalProcessSet):
+        timeout = None
+    _process_sets.check(process_set)
     _native.barrier(timeout)
+
+
+# What Horovod's callers ask of a build
+
+
+def is_homogeneous() -> bool:
+    """Whether every host has as many ranks: a job is not formed otherwise."""
+    return size() % local_size() == 0
+
+
+def mpi_threads_supported() -> bool:
+    """Whether MPI may be used beside the engine from any thread: it makes no call of MPI."""
+    return True
+
+
+def mpi_enabled() -> bool:
+    """Whether MPI moves bytes here: it does not."""
+    return False
+
+
+def mpi_built() -> bool:
+    """Whether the engine was built with MPI: there is no such build."""
+    return False
+
+
+def gloo_enabled() -> bool:
+    """Whether gloo moves bytes here: it does not."""
+    return False
+
+
+def gloo_built() -> bool:
+    """Whether the engine was built with gloo: there is no such build."""
+    return False
+
+
+def nccl_built() -> bool:
+    """Whether GPUs of a host may use NCCL: each build opens it where it finds it."""
+    return True
+
+
+def ddl_built() -> bool:
+    """Whether the engine was built with DDL: there is no such build."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Whether the engine was built with oneCCL: there is no such build."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Whether tensors may be on CUDA devices: each build opens the driver where it finds it."""
+    return True
+
+
+def rocm_built() -> bool:
+    """Whether tensors may be on ROCm devices: there is no such build."""
+    return False
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:

@@ -5,6 +5,8 @@ __all__ = [
     "ConfigError",
     "CorruptionError",
     "ForkedError",
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
     "MismatchError",
     "NotInitializedError",
     "PeerDiedError",
@@ -28,19 +30,31 @@ class StartError(BytePSError):
     """The job did not come together: a node is missing, unreachable or of another release."""
 
 
-class MismatchError(BytePSError):
+class HorovodInternalError(BytePSError):
+    """What can stop a collective that is under way, under the name that Horovod gave it."""
+
+
+class HostsUpdatedInterrupt(BytePSError):
+    """What Horovod raises where hosts come or go. Nothing here does: a job keeps its hosts."""
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__()
+        self.skip_sync = skip_sync
+
+
+class MismatchError(HorovodInternalError):
     """Two ranks, or two calls, disagree about what a name stands for. Raised on every rank."""
 
 
-class PeerDiedError(BytePSError):
+class PeerDiedError(HorovodInternalError):
     """A worker, server or scheduler of the job is gone."""
 
 
-class CorruptionError(BytePSError):
+class CorruptionError(HorovodInternalError):
     """Bytes changed on their way between two nodes; nothing was made of them."""
 
 
-class StallError(BytePSError):
+class StallError(HorovodInternalError):
     """Some ranks have waited for others for longer than ``BPS_STALL_TIMEOUT``."""
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from byteps import _process_sets
 from byteps.errors import ConfigError
 from byteps.torch import ops
 from byteps.torch.compression import Compression
@@ -42,12 +43,15 @@ def allreduce(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: Any = None,
 ) -> torch.Tensor:
     """:func:`push_pull` as Horovod calls it.
 
     ``op`` is :data:`Average` (the default) or :data:`Sum`. The tensor is multiplied by
-    ``prescale_factor`` before, and by ``postscale_factor`` after it.
+    ``prescale_factor`` before, and by ``postscale_factor`` after it. ``process_set`` is
+    :data:`~byteps.torch.global_process_set`, here and below.
     """
+    _process_sets.check(process_set)
     scales = prescale_factor, postscale_factor
     return ops.differentiable([tensor], averages(average, op), [name], 0, compression, *scales)[0]
 
@@ -59,8 +63,10 @@ def allreduce_async(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: Any = None,
 ) -> int:
     """:func:`allreduce` that does not wait."""
+    _process_sets.check(process_set)
     scales = prescale_factor, postscale_factor
     return ops.push_pull_start([tensor], averages(average, op), [name], 0, False, True, *scales)
 
@@ -72,9 +78,11 @@ def allreduce_(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: Any = None,
 ) -> torch.Tensor:
     """:func:`allreduce` into the tensor itself."""
-    ops.synchronize(allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor))
+    scales = prescale_factor, postscale_factor
+    ops.synchronize(allreduce_async_(tensor, average, name, op, *scales, process_set))
     return tensor
 
 
@@ -85,8 +93,10 @@ def allreduce_async_(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: Any = None,
 ) -> int:
     """:func:`allreduce` into the tensor itself, without waiting."""
+    _process_sets.check(process_set)
     scales = prescale_factor, postscale_factor
     return ops.push_pull_start([tensor], averages(average, op), [name], 0, True, True, *scales)
 
@@ -99,8 +109,10 @@ def grouped_allreduce(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: Any = None,
 ) -> list[torch.Tensor]:
     """:func:`allreduce` of several tensors at once."""
+    _process_sets.check(process_set)
     names, scales = ops.names_of(name, len(tensors)), (prescale_factor, postscale_factor)
     return ops.differentiable(tensors, averages(average, op), names, 0, compression, *scales)
 
@@ -112,8 +124,10 @@ def grouped_allreduce_async(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: Any = None,
 ) -> int:
     """:func:`grouped_allreduce` that does not wait: one handle for all."""
+    _process_sets.check(process_set)
     names, scales = ops.names_of(name, len(tensors)), (prescale_factor, postscale_factor)
     return ops.push_pull_start(tensors, averages(average, op), names, 0, False, False, *scales)
 
@@ -125,8 +139,10 @@ def grouped_allreduce_(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: Any = None,
 ) -> list[torch.Tensor]:
     """:func:`grouped_allreduce` into the tensors themselves."""
+    _process_sets.check(process_set)
     scales = prescale_factor, postscale_factor
     ops.synchronize(grouped_allreduce_async_(tensors, average, name, op, *scales))
     return list(tensors)
@@ -139,7 +155,9 @@ def grouped_allreduce_async_(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: Any = None,
 ) -> int:
     """:func:`grouped_allreduce` into the tensors themselves, without waiting."""
+    _process_sets.check(process_set)
     names, scales = ops.names_of(name, len(tensors)), (prescale_factor, postscale_factor)
     return ops.push_pull_start(tensors, averages(average, op), names, 0, True, False, *scales)

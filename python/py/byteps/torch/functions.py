@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from byteps import common
+from byteps import _process_sets, common
 from byteps.errors import ConfigError, MismatchError, TensorError
 from byteps.torch import ops
 
@@ -104,14 +104,19 @@ class _TensorSpec(NamedTuple):
 
 
 def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer, root_rank: int, prefix: str = "Parameter."
+    optimizer: torch.optim.Optimizer,
+    root_rank: int,
+    prefix: str = "Parameter.",
+    model: Any = None,
 ) -> None:
     """Gives every rank the optimizer state of ``root_rank``: options, counters and tensors.
 
     Nothing is stepped for it and no parameter changes. An optimizer of ``root_rank`` that has no
     state yet leaves the others without state too. Tensors arrive bit for bit; all else is sent by
-    :func:`broadcast_object`.
+    :func:`broadcast_object`. ``model``, by which Horovod makes a state that is not there, is not
+    used.
     """
+    del model
     is_root = common.rank() == root_rank
     tensors: list[torch.Tensor] = []
     structure = _without_tensors(optimizer.state_dict(), tensors) if is_root else None
@@ -191,14 +196,18 @@ def _load(optimizer: torch.optim.Optimizer, state_dict: Any) -> None:
     optimizer.__setstate__({"state": state, "param_groups": optimizer.param_groups})
 
 
-def broadcast_object(obj: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
+def broadcast_object(
+    obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: Any = None
+) -> Any:
     """The object of ``root_rank``; what the other ranks pass is not looked at.
 
     It is pickled on the root and unpickled on the others, as in BytePS and Horovod, so its sender
     is trusted as far as running code: a rank of the same job, which proved the job's key if one is
     set. The engine and the servers only see bytes. An object that cannot be pickled is a
-    :class:`TensorError` on every rank.
+    :class:`TensorError` on every rank. ``process_set`` is
+    :data:`~byteps.torch.global_process_set`.
     """
+    _process_sets.check(process_set)
     name = name or "broadcast_object"
     data, cause = b"", None
     if common.rank() == root_rank:

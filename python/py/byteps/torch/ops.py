@@ -11,13 +11,14 @@ into the tensor that was passed; ``_group`` (Horovod's ``grouped_``) takes a lis
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any
 
 import torch
 
-from byteps import _registry, common
+from byteps import _process_sets, _registry, common
 from byteps._registry import Send
 from byteps.errors import ConfigError
 from byteps.torch import _gpu, _tensors
@@ -33,6 +34,8 @@ __all__ = [
     "broadcast_async",
     "broadcast_async_",
     "byteps_push_pull",
+    "byteps_push_pull_group",
+    "byteps_torch_set_num_grads",
     "declare",
     "poll",
     "push_pull",
@@ -42,6 +45,7 @@ __all__ = [
     "push_pull_group_async",
     "push_pull_group_async_inplace",
     "push_pull_group_inplace",
+    "push_pull_group_sync_inplace",
     "push_pull_inplace",
     "synchronize",
     "wait",
@@ -367,6 +371,42 @@ def push_pull_group_async_inplace(
     return push_pull_start(tensors, average, names_of(name, len(tensors)), priority, True, False)
 
 
+_group_lock = threading.Lock()
+_group_size = _group_count = 0
+
+
+def byteps_torch_set_num_grads(num_grads: int) -> None:
+    """After how many calls :func:`push_pull_group_sync_inplace` begins to count anew."""
+    global _group_size, _group_count
+    with _group_lock:
+        _group_size, _group_count = num_grads, 0
+
+
+def push_pull_group_sync_inplace(
+    tensor: torch.Tensor,
+    average: bool = True,
+    name: str | None = None,
+    version: int = 0,
+    priority: int = 0,
+) -> tuple[int, int]:
+    """:func:`push_pull_async_inplace` that counts its calls: the handle, and which call it was.
+
+    Callers of BytePS wait for all handles of a step when the count is that of
+    :func:`byteps_torch_set_num_grads`.
+    """
+    global _group_count
+    handle = push_pull_async_inplace(tensor, average, name, version, priority)
+    with _group_lock:
+        _group_count += 1
+        count = _group_count
+        if count == _group_size:
+            _group_count = 0
+    return handle, count
+
+
+byteps_push_pull_group = push_pull_group_sync_inplace
+
+
 # Broadcast
 
 
@@ -427,12 +467,16 @@ class _Broadcast(torch.autograd.Function):
         return mean if common.rank() == ctx.root_rank else torch.zeros_like(mean), None, None
 
 
-def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
+def broadcast(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = None
+) -> torch.Tensor:
     """The tensor of ``root_rank``, bit for bit, as a new tensor; autograd passes through: the root
     gets the average of the ranks' gradients.
 
     All ranks pass a tensor of its shape and type, which may be any type that torch has.
+    ``process_set`` is :data:`~byteps.torch.global_process_set`, here and below.
     """
+    _process_sets.check(process_set)
     _tensors.check(tensor, "broadcast of", name)
     result: torch.Tensor
     if torch.is_grad_enabled() and tensor.requires_grad:
@@ -442,19 +486,27 @@ def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> 
     return result
 
 
-def broadcast_async(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> int:
+def broadcast_async(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = None
+) -> int:
     """:func:`broadcast` that does not wait."""
+    _process_sets.check(process_set)
     _tensors.check(tensor, "broadcast of", name)
     return _broadcast_start([_tensors.to_new(tensor)], root_rank, [name], in_place=False)
 
 
-def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
+def broadcast_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = None
+) -> torch.Tensor:
     """:func:`broadcast` into the tensor itself."""
-    synchronize(broadcast_async_(tensor, root_rank, name))
+    synchronize(broadcast_async_(tensor, root_rank, name, process_set))
     return tensor
 
 
-def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> int:
+def broadcast_async_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = None
+) -> int:
     """:func:`broadcast` into the tensor itself, without waiting."""
+    _process_sets.check(process_set)
     _tensors.check(tensor, "broadcast of", name)
     return _broadcast_start([_tensors.in_place(tensor)], root_rank, [name], in_place=True)
