@@ -11,11 +11,11 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from byteps import _registry
+from byteps import _process_sets, _registry
 from byteps.errors import ConfigError, UsageError
 from byteps.torch import ops
 from byteps.torch._gradients import Gradients
-from byteps.torch.compression import Compression
+from byteps.torch.compression import Compression, Predivided
 
 __all__ = ["DistributedOptimizer"]
 
@@ -32,7 +32,11 @@ def DistributedOptimizer(
     compression: Any = Compression.none,
     backward_passes_per_step: int = 1,
     op: ops.ReduceOp = ops.Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
     sparse_as_dense: bool = False,
+    process_set: Any = None,
 ) -> torch.optim.Optimizer:
     """Makes ``step()`` use gradients averaged over all ranks.
 
@@ -54,15 +58,42 @@ def DistributedOptimizer(
         backward_passes_per_step: How often ``backward()`` adds to a gradient before it is sent.
             Averages are right without it, too, but each pass then sends all gradients.
         op: :data:`~byteps.torch.Average` or :data:`~byteps.torch.Sum`.
+        gradient_predivide_factor: Gradients are divided by it before they are sent, and averages
+            multiplied by it: for sums that would leave the range of what ``compression`` sends.
+        num_groups, groups: For Horovod's callers, which choose what is sent together; not used:
+            gradients are sent in batches as they come.
+        process_set: For Horovod's callers: :data:`~byteps.torch.global_process_set` or None.
         sparse_as_dense: Send sparse gradients (of embeddings) as dense ones. Without it they are
             an error.
     """
+    _process_sets.check(process_set)
+    _check_groups(num_groups, groups)
+    if gradient_predivide_factor != 1.0:
+        if op != ops.Average or not gradient_predivide_factor > 0:
+            raise ConfigError(
+                f"gradient_predivide_factor={gradient_predivide_factor} with op={op!r}: it is a "
+                "positive number, and for averages"
+            )
+        compression = Predivided(compression, gradient_predivide_factor)
     named = checked(optimizer, named_parameters, backward_passes_per_step)
     distributed = become(Distributed, optimizer)
     distributed._byteps = Gradients(
         named, compression, backward_passes_per_step, op, sparse_as_dense, next_prefix()
     )
     return distributed
+
+
+def _check_groups(num_groups: int, groups: Any) -> None:
+    """Raises where Horovod would: no parameter may be in two groups."""
+    if num_groups < 0:
+        raise ConfigError(f"num_groups={num_groups}: 0 or more")
+    if groups is None or isinstance(groups, int):
+        return
+    if not (isinstance(groups, list) and all(isinstance(group, list) for group in groups)):
+        raise ConfigError(f"groups={groups!r}: a number, or lists of parameters")
+    params = [id(param) for group in groups for param in group]
+    if len(set(params)) < len(params):
+        raise ConfigError("groups: a parameter stands in two of them, or twice in one")
 
 
 def next_prefix() -> str:
