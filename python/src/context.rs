@@ -4,10 +4,12 @@
 //! is never taken in a forked child.
 
 use crate::{error, fork, handle};
+use bps_engine::base::Rank;
 use bps_engine::config::{self, Config};
 use bps_engine::host;
 use bps_worker::Worker;
 use pyo3::prelude::*;
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
@@ -183,6 +185,14 @@ pub fn local_rank() -> PyResult<u32> {
 #[pyfunction]
 pub fn local_size() -> PyResult<u32> {
     place(3)
+}
+
+/// A key that authenticates the next object that `root` sends to all ranks under this name; none in
+/// a job without a key. Every rank asks once for each object.
+#[pyfunction]
+pub fn object_key(name: &str, root: u32) -> PyResult<Option<Cow<'static, [u8]>>> {
+    let key = engine()?.object_key(name, Rank(root));
+    Ok(key.map(|key| Cow::Owned(key.to_vec())))
 }
 
 /// Waits until all ranks have called it, at most `timeout` seconds.

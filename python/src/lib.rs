@@ -25,8 +25,8 @@ mod _native {
     use super::cli::{launch_main, scheduler_main, server_main, top_main};
     #[pymodule_export]
     use super::context::{
-        barrier, host_id, init, is_forked, is_initialized, local_rank, local_size, rank, shutdown,
-        size, speed, start_timeline, stop_timeline,
+        barrier, host_id, init, is_forked, is_initialized, local_rank, local_size, object_key,
+        rank, shutdown, size, speed, start_timeline, stop_timeline,
     };
     #[pymodule_export]
     use super::gradients::{Batch, GradientHooks, Hook};

@@ -220,6 +220,7 @@ impl Bound {
         let waker = Waker::new().map_err(fail("an eventfd"))?;
         let (acceptor, arrivals) = self.accept(&waker).map_err(fail("the accepting thread"))?;
         let machine_config = SchedulerConfig {
+            job: JobKey::mint()?.expose_hex(),
             num_workers: config.num_workers,
             num_servers: config.num_servers,
             release: env!("CARGO_PKG_VERSION").to_owned(),
@@ -234,7 +235,7 @@ impl Bound {
         };
         let (exporter, viewers) = self.show(&waker)?;
         let machine = |now| Scheduler::new(machine_config, now);
-        let hub = Hub::new(machine, waker, arrivals, viewers);
+        let hub = Hub::new(machine, self.key.clone(), waker, arrivals, viewers);
         let exit = hub.run(stop);
         drop(exporter);
         acceptor.stop();
@@ -255,12 +256,15 @@ impl Bound {
             plural(config.num_workers),
             config.num_servers,
             plural(config.num_servers),
-            if self.key.is_open() {
-                "with no job key (BPS_JOB_KEY_FILE would keep strangers out)"
-            } else {
-                "with a job key"
-            }
+            if self.key.is_open() { "with no job key" } else { "with a job key" }
         );
+        if self.key.is_open() && !self.address.ip().is_loopback() {
+            log::warning!(
+                "this job has no key: whoever reaches {} can join it, and whoever is on the way \
+                 can change what passes: set BPS_JOB_KEY_FILE on every node",
+                self.address
+            );
+        }
         let told_so = config.root_uri == "localhost" || config.root_uri.parse::<IpAddr>().is_ok();
         if self.address.ip().is_loopback() && config.num_workers > 1 && !told_so {
             log::warning!(

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import time
 
 import pytest
 import torch
 
 import byteps.torch as bps
-from byteps.errors import ConfigError, MismatchError, TensorError
+from byteps.errors import ConfigError, CorruptionError, MismatchError, TensorError
+from byteps.torch import functions
+from cluster import Cluster
+from conftest import initialise
 
 EVERY_DTYPE = [
     torch.float32,
@@ -316,3 +320,56 @@ def object_that_cannot_be_pickled(root):
 @pytest.mark.parametrize("root", [0, 1])
 def test_object_that_cannot_be_pickled(pair, root):
     pair.run(object_that_cannot_be_pickled, root)
+
+
+class Trap:
+    """Whoever unpickles it runs code."""
+
+    def __reduce__(self):
+        return print, ("code ran",)
+
+
+def objects_changed_on_the_way():
+    """What a box between this rank and a server can do to the bytes of an object."""
+    honest, seen = functions.ops.broadcast_, []
+
+    def spoilt(trick):
+        def broadcast_(tensor, root_rank, name):
+            honest(tensor, root_rank, name)
+            if ".bytes." in name:
+                seen.append(tensor.clone())
+                trick(tensor)
+
+        return broadcast_
+
+    def forged(payload):
+        code = pickle.dumps(Trap())
+        payload[: len(code)] = torch.frombuffer(bytearray(code), dtype=torch.uint8)
+
+    def flipped(payload):
+        payload[3] ^= 1
+
+    def repeated(payload):
+        payload.copy_(seen[0])
+
+    for trick in (lambda payload: None, forged, flipped, repeated):
+        if bps.rank() == 1:
+            functions.ops.broadcast_ = spoilt(trick)
+        try:
+            # All of one size, so that what is repeated fits.
+            if bps.rank() == 0 or not seen:
+                assert bps.broadcast_object([7], 0, name="spoilt") == [7]
+            else:
+                with pytest.raises(CorruptionError, match="'spoilt' of rank 0 .*not unpickled"):
+                    bps.broadcast_object(None, 0, name="spoilt")
+        finally:
+            functions.ops.broadcast_ = honest
+    # The name goes on working.
+    assert bps.broadcast_object([bps.rank()], 0, name="spoilt") == [0]
+
+
+def test_objects_changed_on_the_way_are_not_unpickled():
+    with Cluster(2, environment={"BPS_JOB_KEY": "ab" * 32}) as keyed:
+        keyed.run(initialise)
+        keyed.run(objects_changed_on_the_way)
+        assert "code ran" not in keyed.log()

@@ -176,3 +176,41 @@ pub fn own_address() -> Option<IpAddr> {
     let ip = socket.local_addr().ok()?.ip();
     (!ip.is_loopback() && !ip.is_unspecified() && TcpListener::bind((ip, 0)).is_ok()).then_some(ip)
 }
+
+/// Changes the `record`th record, counted from 0, in a direction of a control connection that is
+/// encrypted, behind so many bytes of handshake and greeting. `change` gets it with its length.
+#[must_use]
+pub fn meddle_with_record(
+    first_bytes: usize,
+    record: usize,
+    change: impl Fn(&mut Vec<u8>) + Send + 'static,
+) -> Meddler {
+    let (mut first_left, mut unread, mut records) = (first_bytes, Vec::new(), 0);
+    Box::new(move |bytes| {
+        let passing = first_left.min(bytes.len());
+        first_left -= passing;
+        unread.extend(bytes.drain(passing..));
+        while let Some(prefix) = unread.first_chunk::<2>() {
+            let end = 2 + usize::from(u16::from_le_bytes(*prefix));
+            if unread.len() < end {
+                return;
+            }
+            let mut whole: Vec<u8> = unread.drain(..end).collect();
+            if records == record {
+                change(&mut whole);
+            }
+            records += 1;
+            bytes.append(&mut whole);
+        }
+    })
+}
+
+/// Changes nothing, and tells whether these words have passed.
+#[must_use]
+pub fn listen(words: &'static [u8], heard: Arc<AtomicBool>) -> Meddler {
+    Box::new(move |bytes| {
+        if bytes.windows(words.len()).any(|window| window == words) {
+            heard.store(true, Ordering::Relaxed);
+        }
+    })
+}

@@ -1,13 +1,16 @@
-//! What a box between two nodes can do: change bytes of a lane, by accident or not. Whatever it
-//! does, no wrong sum comes out.
+//! What a box between two nodes can do: change bytes of a lane, by accident or not, and meddle with
+//! the control plane. Whatever it does, no wrong sum comes out, and in a job with a key nothing is
+//! made of what it wrote.
 
 use bps_engine::base::{DType, Operation};
 use bps_engine::config::{PayloadChecksum, TransportChoice};
+use bps_engine::control::channel::GREETING_BYTES;
 use bps_engine::proto::handshake::{ANSWER_BYTES, HELLO_BYTES, PROOF_BYTES};
 use bps_tests::job::{self, JobShape};
 use bps_tests::relay::{self, Meddler, Relay, Way};
 use bps_worker::{Declaration, Error, PushPull, Worker};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -147,4 +150,90 @@ fn without_checksums_a_flipped_bit_is_a_wrong_sum() {
     };
     let seen = with_flipped_bit(ip, Way::ToDialer, PayloadChecksum::Never);
     assert!(seen[0].wrong, "{seen:?}");
+}
+
+/// Runs two ranks and a server in a job with or without a key. Rank 0 reaches the scheduler by way
+/// of a relay.
+fn by_way_of(
+    key: Option<&str>,
+    meddler: impl Fn(Way) -> Meddler + Clone + Send + 'static,
+) -> Vec<Seen> {
+    let relays = Mutex::new(Vec::new());
+    let port_of = |scheduler: u16, worker: u32| {
+        if worker != 0 {
+            return scheduler;
+        }
+        let relay = Relay::start(LOOPBACK, (LOOPBACK, scheduler).into(), meddler.clone());
+        let port = relay.address().port();
+        relays.lock().unwrap().push(relay);
+        port
+    };
+    job::run_relayed(JobShape::default(), key, port_of, |worker| match worker {
+        Ok(worker) => sums(&worker),
+        Err(error) => Seen { right: 0, wrong: false, error: Some(error) },
+    })
+}
+
+const KEY: &str = "abababababababababababababababababababababababababababababababab";
+
+#[test]
+fn who_is_between_a_rank_and_the_scheduler_reads_messages_only_without_a_key() {
+    for (key, is_heard) in [(None, true), (Some(KEY), false)] {
+        let heard = Arc::new(AtomicBool::new(false));
+        let hears = Arc::clone(&heard);
+        let seen = by_way_of(key, move |_| relay::listen(b"\"type\":", Arc::clone(&hears)));
+        assert_eq!(heard.load(Ordering::Relaxed), is_heard, "with {key:?}");
+        for seen in seen {
+            assert!(seen.right == ROUNDS && seen.error.is_none(), "{seen:?}");
+        }
+    }
+}
+
+/// What somebody between two nodes may try with a record.
+type Trick = (&'static str, fn(&mut Vec<u8>));
+
+const TRICKS: [Trick; 4] = [
+    ("changed", |record| record[7] ^= 1),
+    ("repeated", |record| record.extend_from_within(..)),
+    ("left out", Vec::clear),
+    ("forged", |record| {
+        let text = br#"{"type":"over","reason":{"kind":"finished"}}"#;
+        let length = u16::try_from(4 + text.len()).unwrap();
+        *record = length.to_le_bytes().to_vec();
+        record.extend(u32::try_from(text.len()).unwrap().to_le_bytes());
+        record.extend(text);
+    }),
+];
+
+#[test]
+fn a_message_to_the_scheduler_that_was_meddled_with_ends_the_job_by_name() {
+    for (what, trick) in TRICKS {
+        // The first record registers the rank.
+        let seen = by_way_of(Some(KEY), move |way| match way {
+            Way::ToListener => {
+                relay::meddle_with_record(HELLO_BYTES + PROOF_BYTES + GREETING_BYTES, 1, trick)
+            }
+            Way::ToDialer => relay::honest(),
+        });
+        assert!(seen[0].error.is_some() && !seen[0].wrong && !seen[1].wrong, "{what}: {seen:?}");
+        let text = seen[1].error.as_ref().expect("the job is over").to_string();
+        for part in ["rank 0", "the connection from 127.0.0.1:", "does not authenticate"] {
+            assert!(text.contains(part), "{what}: {text}");
+        }
+    }
+}
+
+#[test]
+fn a_message_from_the_scheduler_that_was_meddled_with_ends_the_job_by_name() {
+    for (what, trick) in TRICKS.into_iter().filter(|(what, _)| *what != "left out") {
+        let seen = by_way_of(Some(KEY), move |way| match way {
+            Way::ToListener => relay::honest(),
+            Way::ToDialer => relay::meddle_with_record(ANSWER_BYTES + GREETING_BYTES, 0, trick),
+        });
+        let Some(Error::Corrupt(text)) = &seen[0].error else { panic!("{what}: {seen:?}") };
+        for part in ["from the scheduler at 127.0.0.1:", " to 127.0.0.1:", "not authenticate"] {
+            assert!(text.contains(part), "{what}: {text}");
+        }
+        assert!(seen[1].error.is_some() && !seen[1].wrong, "{what}: {seen:?}");
+    }
 }

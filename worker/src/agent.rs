@@ -358,6 +358,11 @@ impl Agent {
         }
     }
 
+    /// What came over the connection to the scheduler is not what it sent.
+    pub fn control_altered(&mut self, how: String, effects: &mut Vec<Effect>) {
+        self.end(Error::Corrupt(how), effects);
+    }
+
     /// The connection to the scheduler is lost: a line about it.
     pub fn scheduler_lost(&mut self, line: String, effects: &mut Vec<Effect>) {
         self.end(Error::PeerDied(line), effects);

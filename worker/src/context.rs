@@ -11,6 +11,7 @@ use crate::types::{GpuPushPull, PushPull, Speed, TensorId};
 use bps_engine::base::{Operation, Rank};
 use bps_engine::config::Config;
 use bps_engine::proto::messages::Declaration;
+use bps_engine::proto::objects::ObjectKeys;
 use bps_engine::trace::log;
 use std::ops::RangeInclusive;
 use std::path::Path;
@@ -31,6 +32,8 @@ struct Shared {
     local_rank: u32,
     local_size: u32,
     declared: Arc<Mutex<Declared>>,
+    /// Keys of objects, in a job with a key.
+    object_keys: Mutex<Option<ObjectKeys>>,
     job: Option<Job>,
     config: Config,
     /// The GPU of this process, once one is open, and events of it.
@@ -56,7 +59,8 @@ impl Worker {
             }
             return Ok(Worker(Arc::new(Shared::alone(config))));
         }
-        let joined = start::join(config)?;
+        let mut joined = start::join(config)?;
+        let object_keys = Mutex::new(joined.object_keys.take());
         log::init(config.log_level, &format!("rank {}", joined.roster.index));
         let (rank, size) = (joined.roster.index, joined.roster.size);
         let alone = Shared::alone(config);
@@ -68,8 +72,15 @@ impl Worker {
                 log::warning!("{error}");
             }
         }
-        let shared = Shared { rank, size, job: Some(job), ..alone };
+        let shared = Shared { rank, size, job: Some(job), object_keys, ..alone };
         Ok(Worker(Arc::new(shared)))
+    }
+
+    /// The key that authenticates the next object that `root` sends to all ranks under this name;
+    /// none in a job without a key. Every rank has to ask once for each object.
+    #[must_use]
+    pub fn object_key(&self, name: &str, root: Rank) -> Option<[u8; 32]> {
+        lock(&self.0.object_keys).as_mut().map(|keys| keys.next(name, root))
     }
 
     /// This process's number, from 0.
@@ -293,6 +304,7 @@ impl Shared {
             local_rank: config.local_rank,
             local_size: config.local_size,
             declared: Arc::default(),
+            object_keys: Mutex::default(),
             job: None,
             config: config.clone(),
             gpu: Mutex::default(),

@@ -8,7 +8,9 @@ use crate::nic::{Command, NicStatistics, Report};
 use crate::terminated;
 use crate::timeline::Tracing;
 use crate::types::Speed;
-use bps_engine::control::{Door, Knocker, LinkReceiver, LinkSender, ask_time, take_time};
+use bps_engine::control::{
+    Door, Knocker, LinkError, LinkReceiver, LinkSender, ask_time, take_time,
+};
 use bps_engine::metrics::Collector;
 use bps_engine::proto::messages::{NodeMessage, SchedulerMessage};
 use bps_engine::ring::Mpsc;
@@ -113,6 +115,9 @@ impl Control {
                 }
                 Ok(None) => {}
                 Err(_) if self.leaving.load(Ordering::Acquire) => return,
+                Err(error @ LinkError::Altered { .. }) => {
+                    lock(&self.agent).control_altered(error.to_string(), &mut effects);
+                }
                 Err(error) => {
                     let mut agent = lock(&self.agent);
                     let line = error.line(agent.scheduler());

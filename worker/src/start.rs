@@ -11,12 +11,13 @@ use crate::places;
 use crate::switches::Switches;
 use bps_engine::base::{CoreId, Rank};
 use bps_engine::config::{Config, TransportChoice};
-use bps_engine::control::{JobKey, Link, LinkReceiver, LinkSender};
+use bps_engine::control::{JobKey, Link, LinkError, LinkReceiver, LinkSender};
 use bps_engine::lane::Endpoint;
 use bps_engine::mem::Budget;
 use bps_engine::proto::messages::{
     Node, NodeMessage, Planning, Register, Roster, SchedulerMessage,
 };
+use bps_engine::proto::objects::ObjectKeys;
 use bps_engine::proto::pulse::Pulse;
 use bps_engine::ring::Mpsc;
 use bps_engine::trace::log;
@@ -49,6 +50,8 @@ pub(crate) struct Joined {
     /// Heartbeats, which go on as they began.
     pub(crate) heart: Heart,
     pub(crate) pulse: Pulse,
+    /// Of a job with a key.
+    pub(crate) object_keys: Option<ObjectKeys>,
     /// In the order of lane ids.
     pub(crate) links: Vec<(End, transport::Link)>,
     pub(crate) waker: Waker,
@@ -154,7 +157,8 @@ pub(crate) fn join(config: &Config) -> Result<Joined, Error> {
     let links = attendant.wait_for_lanes(dialing)?;
     let Attendant { start: began, pulse, sender, receiver } = attendant;
     let heart = Heart { began, door: knock_at, knocker: None };
-    Ok(Joined { roster, sender, receiver, heart, pulse, links, waker })
+    let object_keys = ObjectKeys::new(&key, &roster.job, roster.epoch);
+    Ok(Joined { roster, sender, receiver, heart, pulse, object_keys, links, waker })
 }
 
 /// Looks after the connection to the scheduler until the control thread does.
@@ -181,7 +185,10 @@ impl Attendant {
                 .send(&NodeMessage::Heartbeat { rounds: 0 })
                 .map_err(|error| fail(&error))?;
         }
-        let message = self.receiver.receive(wait.min(TICK)).map_err(|error| fail(&error))?;
+        let message = self.receiver.receive(wait.min(TICK)).map_err(|error| match &error {
+            LinkError::Altered { .. } => Error::Corrupt(error.to_string()),
+            _ => fail(&error),
+        })?;
         if let Some(SchedulerMessage::Heartbeat) = message {
             self.pulse.answered(self.start.elapsed());
             return Ok(None);

@@ -210,7 +210,7 @@ fn closed(answer: &[u8]) -> HandshakeError {
     }
 }
 
-fn broken(error: &io::Error) -> Attempt {
+pub(super) fn broken(error: &io::Error) -> Attempt {
     Attempt::Handshake(match (error.kind(), error.raw_os_error()) {
         (ErrorKind::ConnectionReset | ErrorKind::BrokenPipe, _) | (_, None) => {
             HandshakeError::Closed

@@ -50,8 +50,8 @@ impl Knocker {
         let stopped = Arc::clone(&stop);
         let body = move || {
             let is_over = || stopped.load(Ordering::Acquire);
-            // Connecting takes one round trip and the proofs another.
-            let patience = (3 * door.round_trip).clamp(ATTEMPT_MIN, ATTEMPT_MAX);
+            // Connecting takes one round trip, the proofs another, and the greeting one more.
+            let patience = (4 * door.round_trip).clamp(ATTEMPT_MIN, ATTEMPT_MAX);
             while !is_over() {
                 let start = Instant::now();
                 if let Ok(link) = Link::dial(door.address, &door.key, patience) {

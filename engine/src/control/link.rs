@@ -4,20 +4,24 @@
 //! the last: the connection is shut down, so that the scheduler never reads half a message as the
 //! start of another.
 
-use super::dial::{Attempt, dial_once, readable, retry};
+use super::channel::{Altered, Channel, GREETING_BYTES, Greeting, Opener, Sealer};
+use super::dial::{Attempt, broken, dial_once, readable, retry};
 use super::frame::{FrameError, Inbox, encode};
 use super::job_key::nonce;
 use super::knock::Door;
-use super::{DialError, Hello, JobKey};
+use super::{DialError, HandshakeError, Hello, JobKey};
 use crate::proto::messages::{NodeMessage, SchedulerMessage};
+use crate::trace::log;
 use std::collections::VecDeque;
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream, ToSocketAddrs};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, Once, PoisonError};
 use std::time::{Duration, Instant};
 
 /// How long the scheduler may take to make room for a message.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long the scheduler has to answer a greeting, at least: it proved itself a moment ago.
+const GREETING: Duration = Duration::from_secs(1);
 /// Bytes read at once.
 const READ_BYTES: usize = 64 << 10;
 
@@ -27,6 +31,30 @@ pub enum LinkError {
     /// The scheduler closed the connection, or it was shut down at this end.
     #[error("the connection to the scheduler was closed: its own log says why")]
     Closed,
+    /// It ended within a message.
+    #[error(
+        "the connection from the scheduler at {from} to {to} ended in the middle of a message: the \
+         scheduler died, or something between the two cut it"
+    )]
+    Truncated {
+        /// The scheduler's end.
+        from: String,
+        /// This one.
+        to: String,
+    },
+    /// What came is not what the scheduler sent.
+    #[error(
+        "a control message from the scheduler at {from} to {to} does not authenticate: {error}: \
+         something between the two meddles with the connection"
+    )]
+    Altered {
+        /// The scheduler's end.
+        from: String,
+        /// This one.
+        to: String,
+        /// What can have happened to it.
+        error: Altered,
+    },
     /// The kernel reported an error.
     #[error("the connection to the scheduler was lost: {0}")]
     Lost(io::Error),
@@ -52,9 +80,16 @@ pub struct Link {
 /// The sending half. Clones send over the same connection, each message whole.
 #[derive(Clone, Debug)]
 pub struct LinkSender {
-    stream: Arc<Mutex<TcpStream>>,
+    writer: Arc<Mutex<Writer>>,
     /// The same socket outside of the lock, so that a send that waits can be cut short.
     closer: Arc<TcpStream>,
+}
+
+/// What one message at a time goes through.
+#[derive(Debug)]
+struct Writer {
+    stream: TcpStream,
+    sealer: Sealer,
 }
 
 /// The receiving half.
@@ -78,7 +113,7 @@ impl Link {
         deadline: Duration,
     ) -> Result<Link, DialError> {
         let address = format!("the scheduler at {root_uri}:{root_port}");
-        let stream = retry(&address, deadline, |left| {
+        let (stream, channel) = retry(&address, deadline, |left| {
             // Asked anew each time: the name of a scheduler that is just starting may not be known
             // yet.
             let bare = root_uri.trim_start_matches('[').trim_end_matches(']');
@@ -92,31 +127,30 @@ impl Link {
                 // A way that is blocked must leave time for the next.
                 let tries = u32::try_from(addresses.len() - index).unwrap_or(u32::MAX);
                 let share = left.saturating_sub(start.elapsed()) / tries;
-                match dial_once(*address, key, Hello::control(), share) {
-                    Ok(stream) => return Ok(stream),
+                match dial_and_greet(*address, key, share, GREETING) {
+                    Ok(greeted) => return Ok(greeted),
                     Err(error) => failure = error,
                 }
             }
             Err(failure)
         })?;
-        Link::new(stream).map_err(|error| DialError::Unreachable {
+        warn_without_key(key, &stream, &address);
+        Link::new(stream, channel).map_err(|error| DialError::Unreachable {
             address,
             waited: Duration::ZERO,
             error,
         })
     }
 
-    /// The link over a connection that is authenticated already.
-    ///
-    /// # Errors
-    /// No descriptor is left.
-    pub fn new(stream: TcpStream) -> io::Result<Link> {
+    fn new(stream: TcpStream, (sealer, opener): Channel) -> io::Result<Link> {
         stream.set_nonblocking(false)?;
         stream.set_nodelay(true)?;
         stream.set_write_timeout(Some(WRITE_TIMEOUT))?;
         let closer = Arc::new(stream.try_clone()?);
-        let sender = LinkSender { stream: Arc::new(Mutex::new(stream.try_clone()?)), closer };
-        let receiver = LinkReceiver { stream, unread: VecDeque::new(), inbox: Inbox::new() };
+        let writer = Writer { stream: stream.try_clone()?, sealer };
+        let sender = LinkSender { writer: Arc::new(Mutex::new(writer)), closer };
+        let inbox = Inbox::behind(opener);
+        let receiver = LinkReceiver { stream, unread: VecDeque::new(), inbox };
         let random = nonce()?;
         let session = random.first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes));
         Ok(Link { sender, receiver, session })
@@ -135,8 +169,9 @@ impl Link {
                 DialError::Handshake { address: address.to_string(), error }
             }
         };
-        let stream = dial_once(address, key, Hello::control(), patience).map_err(failed)?;
-        Link::new(stream).map_err(|error| failed(Attempt::Later(error)))
+        let (stream, channel) =
+            dial_and_greet(address, key, patience, Duration::ZERO).map_err(failed)?;
+        Link::new(stream, channel).map_err(|error| failed(Attempt::Later(error)))
     }
 
     /// What this node is to register as its session.
@@ -207,7 +242,10 @@ impl LinkError {
                 format!("the connection to {scheduler} was lost: {error}: look at the network")
             }
             LinkError::Closed | LinkError::Lost(_) => format!("the scheduler died: {self}"),
-            LinkError::TooSlow | LinkError::Frame(_) => self.to_string(),
+            LinkError::Truncated { .. }
+            | LinkError::Altered { .. }
+            | LinkError::TooSlow
+            | LinkError::Frame(_) => self.to_string(),
         }
     }
 }
@@ -221,8 +259,9 @@ impl LinkSender {
         let bytes = encode(message)?;
         // A thread that panicked while it held the lock had sent a whole message or shut the link
         // down.
-        let mut stream = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
-        stream.write_all(&bytes).map_err(|error| {
+        let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        let bytes = writer.sealer.seal(bytes);
+        writer.stream.write_all(&bytes).map_err(|error| {
             self.shutdown();
             match error.kind() {
                 ErrorKind::WouldBlock | ErrorKind::TimedOut => LinkError::TooSlow,
@@ -258,14 +297,24 @@ impl LinkReceiver {
         // A timeout beyond a day is no different from a day.
         let until = Instant::now() + timeout.min(Duration::from_secs(86_400));
         loop {
-            if let Some(message) = self.inbox.next_message()? {
-                return Ok(Some(message));
+            match self.inbox.next_message() {
+                Ok(None) => {}
+                Ok(message) => return Ok(message),
+                Err(FrameError::Altered(error)) => {
+                    let (from, to) = self.ends();
+                    return Err(LinkError::Altered { from, to, error });
+                }
+                Err(error) => return Err(error.into()),
             }
             if !readable(&self.stream, until).map_err(LinkError::Lost)? {
                 return Ok(None);
             }
             let mut bytes = [0; READ_BYTES];
             match self.stream.read(&mut bytes) {
+                Ok(0) if self.inbox.is_partial() => {
+                    let (from, to) = self.ends();
+                    return Err(LinkError::Truncated { from, to });
+                }
                 Ok(0) => return Err(LinkError::Closed),
                 Ok(count) => self.inbox.push(&bytes[..count]),
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
@@ -273,6 +322,71 @@ impl LinkReceiver {
             }
         }
     }
+}
+
+impl LinkReceiver {
+    /// The scheduler's address and this end's, for messages.
+    fn ends(&self) -> (String, String) {
+        let name = |address: io::Result<SocketAddr>| {
+            address.map_or("an address unknown".to_owned(), |address| address.to_string())
+        };
+        (name(self.stream.peer_addr()), name(self.stream.local_addr()))
+    }
+}
+
+/// Says once that nothing protects a connection that leaves this host.
+fn warn_without_key(key: &JobKey, stream: &TcpStream, address: &str) {
+    static SAID: Once = Once::new();
+    let is_local = stream.peer_addr().is_ok_and(|peer| peer.ip().to_canonical().is_loopback());
+    if key.is_open() && !is_local {
+        SAID.call_once(|| {
+            log::warning!(
+                "this job has no key: whoever is on the way to {address} can read and change what \
+                 passes, and run code in the workers: set BPS_JOB_KEY_FILE on every node"
+            );
+        });
+    }
+}
+
+/// One attempt to connect. The scheduler has at least `greeting` to answer the greeting.
+fn dial_and_greet(
+    address: SocketAddr,
+    key: &JobKey,
+    patience: Duration,
+    greeting: Duration,
+) -> Result<(TcpStream, Channel), Attempt> {
+    let start = Instant::now();
+    let stream = dial_once(address, key, Hello::control(), patience)?;
+    greet(stream, key, patience.saturating_sub(start.elapsed()).max(greeting))
+}
+
+/// Opens the channel of a job with a key, over a connection behind its handshake.
+fn greet(
+    mut stream: TcpStream,
+    key: &JobKey,
+    left: Duration,
+) -> Result<(TcpStream, Channel), Attempt> {
+    let Some((greeting, bytes)) = Greeting::new(key) else {
+        return Ok((stream, (Sealer::default(), Opener::default())));
+    };
+    let until = Instant::now() + left;
+    stream.write_all(&bytes).map_err(|error| broken(&error))?;
+    let mut answer = [0; GREETING_BYTES];
+    let mut filled = 0;
+    while filled < GREETING_BYTES {
+        if !readable(&stream, until).map_err(|error| broken(&error))? {
+            return Err(Attempt::Handshake(HandshakeError::TooSlow));
+        }
+        match stream.read(&mut answer[filled..]) {
+            Ok(0) => return Err(Attempt::Handshake(HandshakeError::Closed)),
+            Ok(count) => filled += count,
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(error) => return Err(broken(&error)),
+        }
+    }
+    let channel = greeting.finish(&answer);
+    let channel = channel.map_err(|Altered| Attempt::Handshake(HandshakeError::Altered))?;
+    Ok((stream, channel))
 }
 
 fn lost(error: io::Error) -> LinkError {

@@ -6,9 +6,11 @@
 //! second, and no data.
 //!
 //! Invariant: no call blocks beyond the time it was given, and no byte of a peer is parsed before
-//! the [handshake](crate::proto::handshake) is over.
+//! the [handshake](crate::proto::handshake) is over; in a job with a key, none that the
+//! [channel](self::channel) did not open.
 
 mod acceptor;
+pub mod channel;
 mod dial;
 mod fault;
 mod frame;
@@ -24,7 +26,7 @@ pub use crate::proto::handshake::{HandshakeError, Hello, JobKey, Purpose};
 pub use acceptor::{Acceptor, Listener, Socket};
 pub use dial::{DialError, abstract_name, dial, dial_unix};
 pub use fault::{is_one_sided, lane_fault};
-pub use frame::{FrameError, Inbox, encode};
+pub use frame::{Connection, FrameError, Inbox, encode};
 pub use job_key::JobKeyError;
 pub use knock::{Door, Knocker};
 pub use link::{Link, LinkError, LinkReceiver, LinkSender};

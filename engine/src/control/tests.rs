@@ -29,6 +29,10 @@ struct Setup {
 }
 
 fn setup(name: &str) -> Setup {
+    setup_with(name, key())
+}
+
+fn setup_with(name: &str, key: JobKey) -> Setup {
     let tcp = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = tcp.local_addr().unwrap();
     let unix = format!("bps-test-{}-{name}", std::process::id());
@@ -39,7 +43,7 @@ fn setup(name: &str) -> Setup {
     let (log, logged) = channel();
     let acceptor = Acceptor::start(
         listeners,
-        key(),
+        key,
         move |listener, hello, socket| admit.send((listener, hello, socket)).unwrap(),
         move |line| log.send(line.to_owned()).unwrap(),
     )
@@ -93,7 +97,7 @@ fn bad_peers_cost_their_own_connections_and_few_lines() {
     for at in 0..HANDSHAKES_MAX + 8 {
         let mut stream = TcpStream::connect(setup.address).unwrap();
         if at % 2 == 0 {
-            stream.write_all(b"BPSH\x01").unwrap();
+            stream.write_all(b"BPSH\x02").unwrap();
         }
         idle.push(stream);
     }
@@ -183,15 +187,15 @@ fn another_version_learns_ours() {
     stream.write_all(&hello).unwrap();
     let mut answer = Vec::new();
     stream.read_to_end(&mut answer).unwrap();
-    assert_eq!(&answer[..6], b"BPSH\x01\x01");
-    assert!(setup.logged.recv_timeout(SOON).unwrap().contains("version 9 and this end 1"));
+    assert_eq!(&answer[..6], b"BPSH\x02\x01");
+    assert!(setup.logged.recv_timeout(SOON).unwrap().contains("version 9 and this end 2"));
 }
 
 #[test]
 fn links_carry_messages_both_ways_and_never_wait_forever() {
-    let setup = setup("link");
+    let (setup, key) = (setup_with("link", JobKey::open()), JobKey::open());
     let link =
-        Link::connect("localhost", setup.address.port(), &key(), SOON).expect("localhost resolves");
+        Link::connect("localhost", setup.address.port(), &key, SOON).expect("localhost resolves");
     link.notice_loss_after(Duration::from_secs(4)).unwrap();
     let (sender, mut receiver) = link.split();
     let (_, _, socket) = setup.admitted.recv_timeout(SOON).unwrap();
@@ -238,9 +242,9 @@ fn links_carry_messages_both_ways_and_never_wait_forever() {
 
 #[test]
 fn a_receiver_is_woken_by_shutdown() {
-    let setup = setup("wake");
+    let (setup, key) = (setup_with("wake", JobKey::open()), JobKey::open());
     let (sender, mut receiver) =
-        Link::connect("127.0.0.1", setup.address.port(), &key(), SOON).unwrap().split();
+        Link::connect("127.0.0.1", setup.address.port(), &key, SOON).unwrap().split();
     let waiting = std::thread::spawn(move || receiver.receive(Duration::from_secs(60)));
     sender.shutdown();
     assert!(matches!(waiting.join().unwrap(), Err(LinkError::Closed)));
@@ -257,19 +261,23 @@ fn a_knock_is_repeated_on_fresh_connections_until_it_is_answered_no_more() {
         let (_, hello, socket) = setup.admitted.recv_timeout(SOON).unwrap();
         assert_eq!(hello, Hello::control());
         let Socket::Tcp(mut socket) = socket else { panic!("not TCP") };
-        let mut inbox = Inbox::new();
+        let mut connection = Connection::accept(&key());
+        let mut greeting = [0; channel::GREETING_BYTES];
+        socket.read_exact(&mut greeting).unwrap();
+        socket.write_all(&connection.push(&greeting).unwrap()).unwrap();
         let mut bytes = [0; 512];
         let count = socket.read(&mut bytes).unwrap();
-        inbox.push(&bytes[..count]);
-        let message = inbox.next_message().unwrap();
+        assert!(connection.push(&bytes[..count]).unwrap().is_empty());
+        let message = connection.next_message().unwrap();
         assert_eq!(message, Some(NodeMessage::Alive { session: 77 }));
-        socket
+        (socket, connection)
     };
     // The first one is not answered: another one comes.
     let silent = knock();
-    let mut socket = knock();
+    let (mut socket, mut connection) = knock();
     drop(silent);
-    socket.write_all(&encode(&SchedulerMessage::Heartbeat).unwrap()).unwrap();
+    let beat = connection.encode(&SchedulerMessage::Heartbeat).unwrap();
+    socket.write_all(&beat).unwrap();
     let until = Instant::now() + SOON;
     let answer = loop {
         if let Some(answer) = knocker.answer() {
@@ -283,6 +291,84 @@ fn a_knock_is_repeated_on_fresh_connections_until_it_is_answered_no_more() {
     let mut bytes = [0; 512];
     assert_ne!(socket.read(&mut bytes).unwrap(), 0);
     drop(knocker);
-    socket.write_all(&encode(&SchedulerMessage::Heartbeat).unwrap()).unwrap();
+    let beat = connection.encode(&SchedulerMessage::Heartbeat).unwrap();
+    socket.write_all(&beat).unwrap();
     while socket.read(&mut bytes).unwrap() > 0 {}
+}
+
+/// A link of a job with a key, and the scheduler's end of it.
+fn sealed(setup: &Setup) -> (Link, TcpStream, Connection) {
+    let port = setup.address.port();
+    let dialer = std::thread::spawn(move || Link::connect("127.0.0.1", port, &key(), SOON));
+    let (_, _, socket) = setup.admitted.recv_timeout(SOON).unwrap();
+    let Socket::Tcp(mut socket) = socket else { panic!("not TCP") };
+    let mut connection = Connection::accept(&key());
+    // What is said before the dialer has greeted waits for it.
+    let early = SchedulerMessage::BarrierDone { request: 1 };
+    assert!(connection.encode(&early).unwrap().is_empty() && !connection.is_settled());
+    let mut greeting = [0; channel::GREETING_BYTES];
+    socket.read_exact(&mut greeting).unwrap();
+    let answer = connection.push(&greeting).unwrap();
+    assert!(connection.is_settled());
+    socket.write_all(&answer).unwrap();
+    let mut link = dialer.join().unwrap().unwrap();
+    assert_eq!(link.receive(SOON).unwrap(), Some(early));
+    (link, socket, connection)
+}
+
+#[test]
+fn with_a_key_messages_are_encrypted_and_arrive() {
+    let setup = setup("sealed");
+    let (link, mut socket, mut connection) = sealed(&setup);
+    link.send(&NodeMessage::Barrier { request: 4711 }).unwrap();
+    let mut bytes = [0; 512];
+    let count = socket.read(&mut bytes).unwrap();
+    let text = String::from_utf8_lossy(&bytes[..count]);
+    assert!(!text.contains("barrier") && !text.contains("4711"), "{text}");
+    assert!(connection.push(&bytes[..count]).unwrap().is_empty());
+    let message = connection.next_message().unwrap();
+    assert_eq!(message, Some(NodeMessage::Barrier { request: 4711 }));
+}
+
+#[test]
+fn a_link_says_by_name_that_its_messages_were_changed_or_cut() {
+    let setup = setup("spoilt");
+    let over = SchedulerMessage::BarrierDone { request: 7 };
+    for what in ["changed", "repeated", "cut"] {
+        let (mut link, mut socket, mut connection) = sealed(&setup);
+        let good = connection.encode(&over).unwrap();
+        let mut bad = connection.encode(&over).unwrap();
+        match what {
+            "changed" => bad[9] ^= 1,
+            "repeated" => bad = good.clone(),
+            _ => bad.truncate(9),
+        }
+        socket.write_all(&[good, bad].concat()).unwrap();
+        let (here, there) = (link.local_address().unwrap(), setup.address);
+        drop(socket);
+        // What came whole before is whole.
+        assert_eq!(link.receive(SOON).unwrap(), Some(over.clone()), "{what}");
+        let error = link.receive(SOON).unwrap_err();
+        match what {
+            "cut" => assert!(matches!(error, LinkError::Truncated { .. }), "{error:?}"),
+            _ => assert!(matches!(error, LinkError::Altered { .. }), "{error:?}"),
+        }
+        let text = error.to_string();
+        assert!(text.contains(&format!("from the scheduler at {there} to {here}")), "{text}");
+    }
+}
+
+#[test]
+fn who_only_relayed_the_handshake_gets_no_further() {
+    let setup = setup("relayed");
+    let port = setup.address.port();
+    let dialer = std::thread::spawn(move || Link::connect("127.0.0.1", port, &key(), SOON));
+    let (_, _, socket) = setup.admitted.recv_timeout(SOON).unwrap();
+    let Socket::Tcp(mut socket) = socket else { panic!("not TCP") };
+    // Without the key there is no answer but a guess.
+    socket.write_all(&[9; channel::GREETING_BYTES]).unwrap();
+    let error = dialer.join().unwrap().unwrap_err().to_string();
+    assert!(error.contains("not from who proved the job key"), "{error}");
+    let mut connection = Connection::accept(&key());
+    assert!(connection.push(&[9; channel::GREETING_BYTES]).is_err());
 }

@@ -23,7 +23,7 @@ use std::fmt;
 /// First bytes of both ends' first message.
 pub const MAGIC: [u8; 4] = *b"BPSH";
 /// Version of the handshake and of all that follows it on a connection.
-pub const VERSION: u8 = 1;
+pub const VERSION: u8 = 2;
 /// Bytes of the dialer's first message.
 pub const HELLO_BYTES: usize = 32;
 /// Bytes of the acceptor's message.
@@ -73,6 +73,12 @@ impl JobKey {
     #[must_use]
     pub fn expose_hex(&self) -> String {
         self.0.iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+
+    /// A key of its own for another use than the handshake's proofs.
+    #[must_use]
+    pub fn derive(&self, label: &[u8], context: &[u8]) -> [u8; PROOF_BYTES] {
+        self.prove(label, context, &[])
     }
 
     fn mac(&self, label: &[u8], hello: &[u8], challenge: &[u8]) -> Hmac<Sha256> {
@@ -200,6 +206,12 @@ pub enum HandshakeError {
     /// The proof does not hold.
     #[error("the job key differs: set the same BPS_JOB_KEY_FILE on every node")]
     Key,
+    /// Its answer to the greeting of an encrypted channel is not that of who proved the key.
+    #[error(
+        "what came behind its handshake is not from who proved the job key: something between the \
+         two ends changes what passes"
+    )]
+    Altered,
     /// A field has a value that this version never sends.
     #[error("its handshake is malformed ({0}): run the same release on every node")]
     Malformed(&'static str),
@@ -453,7 +465,7 @@ mod tests {
     #[test]
     fn versions_and_other_protocols_are_told_apart() {
         let (dialed, accepted) = converse(&key(7), &key(7), 32, Some(4 * 8));
-        assert_eq!(accepted, Err(HandshakeError::Version { theirs: 0 }));
+        assert_eq!(accepted, Err(HandshakeError::Version { theirs: VERSION ^ 1 }));
         assert!(dialed.is_err());
         let mut accepting = Accepting::new(&key(7), [0; NONCE_BYTES]);
         assert_eq!(accepting.handle_bytes(b"GET / HTT"), Err(HandshakeError::NotOurs(*b"GET ")));
@@ -495,7 +507,7 @@ mod tests {
     }
 
     const KNOWN_ANSWER: &str = concat!(
-        "425053480100000002020202020202020202020202020202",
-        "a73c663f87451c6d61594b962594bfcbd3c083c6bbede4ce5e2582c7e7161d87"
+        "425053480200000002020202020202020202020202020202",
+        "07f44c892b42e5166bf2997d935e0d8ed5a094584c281c51b1caa17e5fed2dba"
     );
 }

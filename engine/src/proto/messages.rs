@@ -322,6 +322,9 @@ pub fn switch_width(switch_size: u32, group: usize) -> usize {
 /// The job as one node sees it.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Roster {
+    /// What tells this job from all others, at random, so that nothing of another one with the same
+    /// key is taken for this one's.
+    pub job: String,
     /// Membership generation, from 1.
     pub epoch: Epoch,
     /// Ranks in the job.

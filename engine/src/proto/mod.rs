@@ -4,6 +4,7 @@
 pub mod handshake;
 pub mod late;
 pub mod messages;
+pub mod objects;
 pub mod paths;
 pub mod pulse;
 pub mod scheduler;

@@ -39,6 +39,8 @@ pub struct NodeId(pub u64);
 /// What the scheduler was told about the job.
 #[derive(Clone, Debug)]
 pub struct SchedulerConfig {
+    /// What tells this job from all others.
+    pub job: String,
     /// Worker hosts.
     pub num_workers: u32,
     /// Server processes.
@@ -406,7 +408,7 @@ impl Scheduler {
             self.epoch.0
         )));
         for (nodes, names_ranks) in [(&job.workers, false), (&job.servers, true)] {
-            let roster = Arc::new(job.roster(self.epoch, names_ranks));
+            let roster = Arc::new(job.roster(&self.config.job, self.epoch, names_ranks));
             for (index, (node, _)) in (0..).zip(nodes) {
                 let neighbours = if names_ranks { Vec::new() } else { job.neighbours(Rank(index)) };
                 let roster = Arc::clone(&roster);

@@ -1,7 +1,7 @@
 //! All connections of a scheduler, in one poll loop around its machine.
 
 use super::Stop;
-use bps_engine::control::{Inbox, encode};
+use bps_engine::control::{Connection as Channel, JobKey};
 use bps_engine::limits::{CONTROL_BYTES_MAX, RANKS_MAX, SERVERS_MAX};
 use bps_engine::proto::messages::{ClockAnswer, NodeMessage, SchedulerMessage};
 use bps_engine::proto::scheduler::{Exit, JobView, NodeId, Output, Scheduler};
@@ -37,6 +37,7 @@ pub(super) type Viewer = SyncSender<JobView>;
 /// The loop's state.
 pub(super) struct Hub {
     machine: Scheduler,
+    key: JobKey,
     start: Instant,
     ticked: Instant,
     waker: Waker,
@@ -52,7 +53,7 @@ pub(super) struct Hub {
 
 struct Connection {
     stream: TcpStream,
-    inbox: Inbox,
+    channel: Channel,
     backlog: VecDeque<Vec<u8>>,
     /// Bytes of the first message in the backlog that have been sent.
     sent: usize,
@@ -73,6 +74,7 @@ enum Fate {
 impl Hub {
     pub(super) fn new(
         machine: impl FnOnce(Duration) -> Scheduler,
+        key: JobKey,
         waker: Waker,
         arrivals: Receiver<TcpStream>,
         viewers: Receiver<Viewer>,
@@ -80,6 +82,7 @@ impl Hub {
         let start = Instant::now();
         Hub {
             machine: machine(Duration::ZERO),
+            key,
             start,
             ticked: start,
             waker,
@@ -180,7 +183,7 @@ impl Hub {
             }
             let node = NodeId(self.next);
             self.next += 1;
-            self.connections.insert(node, Connection::new(stream));
+            self.connections.insert(node, Connection::new(stream, &self.key));
             self.machine.handle_connected(node, self.start.elapsed());
         }
     }
@@ -242,14 +245,13 @@ impl Hub {
 
     fn send(&mut self, node: NodeId, message: &SchedulerMessage) {
         let Some(connection) = self.connections.get_mut(&node) else { return };
-        let bytes = match encode(message) {
+        let bytes = match connection.channel.encode(message) {
             Ok(bytes) => bytes,
             Err(error) => {
                 return self.give_up(node, &format!("it could not be answered: {error}"));
             }
         };
-        connection.backlog_bytes += bytes.len();
-        connection.backlog.push_back(bytes);
+        connection.queue(bytes);
         if connection.backlog_bytes > BACKLOG_BYTES_MAX {
             self.give_up(node, "it does not read what it is sent");
         }
@@ -276,10 +278,10 @@ impl Hub {
 }
 
 impl Connection {
-    fn new(stream: TcpStream) -> Connection {
+    fn new(stream: TcpStream, key: &JobKey) -> Connection {
         Connection {
             stream,
-            inbox: Inbox::new(),
+            channel: Channel::accept(key),
             backlog: VecDeque::new(),
             sent: 0,
             backlog_bytes: 0,
@@ -295,10 +297,14 @@ impl Connection {
         let mut turn = 0;
         let fate = loop {
             match self.stream.read(&mut bytes) {
+                Ok(0) if self.channel.is_partial() => {
+                    break Fate::Gone(format!("{} ended within a message", self.name()));
+                }
                 Ok(0) => break Fate::Gone("its connection was closed".to_owned()),
                 Ok(count) => {
-                    if self.closing.is_none() {
-                        self.inbox.push(&bytes[..count]);
+                    match self.channel.push(&bytes[..count]) {
+                        Ok(answer) => self.queue(answer),
+                        Err(error) => break Fate::Gone(format!("on {}, {error}", self.name())),
                     }
                     turn += count;
                     if turn >= READ_TURN_BYTES {
@@ -311,12 +317,28 @@ impl Connection {
             }
         };
         loop {
-            match self.inbox.next_message() {
+            match self.channel.next_message() {
                 Ok(Some(message)) => messages.push(message),
                 Ok(None) => return fate,
-                Err(error) => return Fate::Gone(error.to_string()),
+                Err(error) => return Fate::Gone(format!("on {}, {error}", self.name())),
             }
         }
+    }
+
+    fn queue(&mut self, bytes: Vec<u8>) {
+        if !bytes.is_empty() {
+            self.backlog_bytes += bytes.len();
+            self.backlog.push_back(bytes);
+        }
+    }
+
+    /// Its two ends, for messages.
+    fn name(&self) -> String {
+        let name = |address: std::io::Result<std::net::SocketAddr>| {
+            address.map_or("an address unknown".to_owned(), |address| address.to_string())
+        };
+        let (from, to) = (name(self.stream.peer_addr()), name(self.stream.local_addr()));
+        format!("the connection from {from} to {to}")
     }
 
     fn write(&mut self) -> Fate {
@@ -336,7 +358,7 @@ impl Connection {
             }
         }
         let Some(since) = self.closing else { return Fate::Stays };
-        if self.backlog.is_empty() && !self.finished {
+        if self.backlog.is_empty() && self.channel.is_settled() && !self.finished {
             // Not closed at once: unread bytes of the peer would turn that into a reset, which may
             // overtake the last message.
             self.finished = true;

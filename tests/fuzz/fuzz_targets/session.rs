@@ -6,7 +6,8 @@
 #![no_main]
 
 use bps_engine::base::{Epoch, Rank};
-use bps_engine::control::{Inbox, encode};
+use bps_engine::control::channel::Greeting;
+use bps_engine::control::{Connection, Inbox, encode};
 use bps_engine::proto::handshake::{Accepting, Dialing, Hello, JobKey, Step};
 use bps_engine::proto::messages::{NodeMessage, SchedulerMessage};
 use libfuzzer_sys::fuzz_target;
@@ -54,6 +55,24 @@ fn messages(piece: usize, bytes: &[u8]) {
     drop(serde_json::from_slice::<SchedulerMessage>(bytes));
 }
 
+/// Bytes at the scheduler's end of an encrypted connection: none of them is a message.
+fn sealed(key: &JobKey, piece: usize, greets: bool, bytes: &[u8]) {
+    let mut connection = Connection::accept(key);
+    if greets {
+        let (_, greeting) = Greeting::new(key).expect("a job with a key");
+        assert!(connection.push(&greeting).is_ok(), "an honest greeting was refused");
+    }
+    for part in bytes.chunks(piece) {
+        if connection.push(part).is_err() {
+            return;
+        }
+        match connection.next_message::<NodeMessage>() {
+            Ok(message) => assert!(message.is_none(), "a stranger's bytes were read"),
+            Err(error) => return drop(error.to_string()),
+        }
+    }
+}
+
 fuzz_target!(|input: (u8, bool, [u8; 64], &[u8])| {
     let (piece, knows, spoil, rest) = input;
     let piece = usize::from(piece) + 1;
@@ -62,4 +81,5 @@ fuzz_target!(|input: (u8, bool, [u8; 64], &[u8])| {
     let accepted = handshake(&key, &dialer, piece, &spoil);
     assert_eq!(accepted, knows && spoil == [0; 64], "who has no key or spoils it stays outside");
     messages(piece, rest);
+    sealed(&key, piece, knows, rest);
 });

@@ -111,6 +111,7 @@ impl Cluster {
     pub fn new(seed: u64, shape: Shape) -> Cluster {
         let network = SimNetwork::new(seed);
         let config = SchedulerConfig {
+            job: "job".into(),
             num_workers: shape.num_workers(),
             num_servers: shape.servers,
             release: "sim".into(),

@@ -2,7 +2,8 @@
 
 use crate::spoil;
 use bps_engine::base::{CoreId, DType, Epoch, Key, Operation, Placement, Rank, Round};
-use bps_engine::control::{Inbox, encode};
+use bps_engine::control::channel::Greeting;
+use bps_engine::control::{Connection, Inbox, encode};
 use bps_engine::proto::handshake::{Accepting, Dialing, Hello, JobKey, Step};
 use bps_engine::proto::late::LateKeys;
 use bps_engine::proto::messages::{
@@ -285,4 +286,54 @@ fn a_stream_of_broken_messages_ends_in_an_error_and_holds_little() {
         }
     }
     assert!(broken > 1000 && received > 1000, "{broken} broken, {received} received: one-sided");
+}
+
+#[test]
+fn nothing_comes_out_of_an_encrypted_connection_but_what_was_sealed() {
+    let mut random = Random::new(0x5eed_0006);
+    let key = JobKey::from_bytes([7; 32]);
+    let words: Vec<Vec<u8>> = (0..3)
+        .map(|request| encode(&NodeMessage::Barrier { request }).expect("it is short"))
+        .collect();
+    let (mut whole, mut refused) = (0, 0);
+    for round in 0..ROUNDS / 50 {
+        let (greeting, bytes) = Greeting::new(&key).expect("a job with a key");
+        let mut connection = Connection::accept(&key);
+        let mut answer = connection.push(&bytes).expect("an honest greeting");
+        if round % 4 == 0 {
+            let before = answer.clone();
+            spoil::mutate(&mut random, &mut answer);
+            // What is spoilt may be what it was.
+            let is_whole = answer == before;
+            let reply = answer.try_into().ok();
+            let opened = reply.is_some_and(|reply| greeting.finish(&reply).is_ok());
+            assert_eq!(opened, is_whole, "round {round}");
+            continue;
+        }
+        let answer = answer.try_into().expect("nothing was said before");
+        let (mut sealer, _) = greeting.finish(&answer).expect("an honest answer");
+        let mut bytes: Vec<u8> = words.iter().flat_map(|it| sealer.seal(it.clone())).collect();
+        spoil::mutate(&mut random, &mut bytes);
+        let mut requests = Vec::new();
+        let mut ended = false;
+        for piece in bytes.chunks(1 + random.index(64)) {
+            ended |= connection.push(piece).is_err();
+            loop {
+                match connection.next_message::<NodeMessage>() {
+                    Ok(Some(NodeMessage::Barrier { request })) => requests.push(request),
+                    Ok(Some(other)) => panic!("round {round}: {other:?} was never said"),
+                    Ok(None) => break,
+                    Err(error) => {
+                        assert!(!error.to_string().is_empty());
+                        ended = true;
+                        break;
+                    }
+                }
+            }
+        }
+        whole += u32::from(requests.len() == words.len());
+        refused += u32::from(ended);
+        assert!([0, 1, 2].starts_with(&requests), "round {round}: {requests:?}");
+    }
+    assert!(refused > 100 && whole > 0, "{refused} refused, {whole} whole");
 }

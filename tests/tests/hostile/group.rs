@@ -102,6 +102,7 @@ impl Pair {
         let neighbour =
             Neighbour { rank: BAD, host: "here".into(), pid: 4711, local: String::new() };
         let roster = Roster {
+            job: "job".into(),
             epoch: EPOCH,
             size: 2,
             through_servers: false,

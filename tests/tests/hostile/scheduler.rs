@@ -20,6 +20,7 @@ const OUTPUTS_MAX: usize = 2000;
 
 fn config() -> SchedulerConfig {
     SchedulerConfig {
+        job: "job".into(),
         num_workers: 2,
         num_servers: 1,
         release: "0.1.0".into(),

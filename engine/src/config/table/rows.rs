@@ -101,9 +101,8 @@ pub(super) const ROWS: &[Row] = &[
         MaybeText { at: |config| &mut config.job_key },
         "6b86b273ff34fce19d6b804eff5a3f5747ada4eaa22f1d49c01e52ddb7875b4b",
         "Secret of the job in hexadecimal, 16 to 64 bytes. With it, both ends of every connection \
-         prove \
-         that \
-         they know it before anything else is read. It has no flag: command lines are public.",
+         prove that they know it before anything else is read, and all that passes between nodes \
+         and scheduler is encrypted. It has no flag: command lines are public.",
     )
     .secret(),
     Row::new(

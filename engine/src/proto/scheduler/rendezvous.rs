@@ -410,7 +410,7 @@ impl Job {
 
     /// The roster, with no index and neighbours filled in, and with the names of the ranks if its
     /// reader needs them.
-    pub(super) fn roster(&self, epoch: Epoch, names_ranks: bool) -> Roster {
+    pub(super) fn roster(&self, job: &str, epoch: Epoch, names_ranks: bool) -> Roster {
         let workers = (0..).map(Rank).zip(&self.workers).filter(|_| names_ranks);
         let workers = workers.map(|(rank, (_, register))| Peer {
             host: register.host.clone(),
@@ -432,6 +432,7 @@ impl Job {
             }
         });
         Roster {
+            job: job.to_owned(),
             epoch,
             size: self.size(),
             through_servers: self.through_servers(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import io
 import pickle
 from collections import defaultdict
@@ -10,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from byteps import _process_sets, common
-from byteps.errors import ConfigError, MismatchError, TensorError
+from byteps import _native, _process_sets, common
+from byteps.errors import ConfigError, CorruptionError, MismatchError, TensorError
 from byteps.torch import ops
 
 try:
@@ -196,6 +197,13 @@ def _load(optimizer: torch.optim.Optimizer, state_dict: Any) -> None:
     optimizer.__setstate__({"state": state, "param_groups": optimizer.param_groups})
 
 
+_TAG_BYTES = 32
+
+
+def _tag(key: bytes, data: bytes, pickled: bool) -> bytes:
+    return hmac.digest(key, bytes([pickled]) + data, "sha256")
+
+
 def broadcast_object(
     obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: Any = None
 ) -> Any:
@@ -203,13 +211,19 @@ def broadcast_object(
 
     It is pickled on the root and unpickled on the others, as in BytePS and Horovod, so its sender
     is trusted as far as running code: a rank of the same job, which proved the job's key if one is
-    set. The engine and the servers only see bytes. An object that cannot be pickled is a
-    :class:`TensorError` on every rank. ``process_set`` is
-    :data:`~byteps.torch.global_process_set`.
+    set. With a key the bytes are authenticated, so that nothing is unpickled that somebody between
+    the nodes has written: that is a :class:`CorruptionError`. The engine and the servers only see
+    bytes. An object that cannot be pickled is a :class:`TensorError` on every rank.
+    ``process_set`` is :data:`~byteps.torch.global_process_set`.
     """
     _process_sets.check(process_set)
     name = name or "broadcast_object"
     data, cause = b"", None
+    try:
+        # Asked before anything can fail, so that all ranks count alike.
+        key = _native.object_key(name, root_rank)
+    except (OverflowError, UnicodeEncodeError):
+        key = None  # No rank and no name: broadcast_ says so below.
     if common.rank() == root_rank:
         buffer = io.BytesIO()
         try:
@@ -218,6 +232,8 @@ def broadcast_object(
         except Exception as error:  # Whatever the object's own methods raise.
             # The other ranks wait for bytes: they get the reason in place of the object.
             data, cause = f"{type(error).__name__}: {error}".encode(errors="replace"), error
+        if key is not None:
+            data += _tag(key, data, cause is None)
     # In host memory, whatever the user's default device is: the bytes are not for a GPU.
     header = torch.tensor([len(data), cause is None], dtype=torch.int64, device="cpu")
     ops.broadcast_(header, root_rank, f"{name}.length")
@@ -228,7 +244,16 @@ def broadcast_object(
     if data:
         payload[:count] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     ops.broadcast_(payload, root_rank, f"{name}.bytes.{room}")
-    received = payload[:count].numpy().tobytes()
+    received = payload[: max(count, 0)].numpy().tobytes()
+    if key is not None:
+        received, tag = received[:-_TAG_BYTES], received[-_TAG_BYTES:]
+        own = _tag(key, received, bool(pickled))
+        if not hmac.compare_digest(tag, own):
+            raise CorruptionError(
+                f"the object '{name}' of rank {root_rank} does not authenticate on rank "
+                f"{common.rank()}, so it was not unpickled: something between the two, or a "
+                "server, changes what passes, or the ranks did not broadcast the same objects"
+            )
     if not pickled:
         reason = received.decode(errors="replace")
         raise TensorError(

@@ -48,6 +48,7 @@ struct Bench {
 impl Bench {
     fn new(num_workers: u32, num_servers: u32) -> Bench {
         let config = SchedulerConfig {
+            job: "job".into(),
             num_workers,
             num_servers,
             release: "1.0".to_owned(),
