@@ -149,8 +149,9 @@ fn a_stall_names_tensor_round_and_rank_then_ends_the_job() {
 fn a_rank_that_is_late_with_thousands_of_tensors_costs_one_line() {
     // Summed by the server and by the ranks themselves.
     for reduce in ["0", "1"] {
-        let begun: &[&str] = &["8", "0", "100", "2000"];
-        let late: &[&str] = &["8", "5", "100", "2000", "7"];
+        // With enough rounds behind it to hear that it is over before the job is.
+        let begun: &[&str] = &["80", "0", "100", "2000"];
+        let late: &[&str] = &["80", "5", "100", "2000", "7"];
         let mut job = start([begun, late, begun], &[("BPS_LOCAL_REDUCE", reduce)]);
         for rank in &mut job.ranks {
             let status = rank.wait(JOIN + JOIN);

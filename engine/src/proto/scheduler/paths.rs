@@ -41,6 +41,8 @@ pub(super) struct Paths {
     awaited: BTreeMap<Rank, (Vec<AwaitedKey>, Duration)>,
     /// What servers answered, and when.
     states: BTreeMap<Key, (KeyState, Duration)>,
+    /// Since when servers are asked about each key.
+    inquired: BTreeMap<Key, Duration>,
     asked: Duration,
     /// Bytes that are late, though perhaps not for long enough to tell people.
     suspects: Vec<PathStall>,
@@ -90,6 +92,10 @@ impl Paths {
         }
         let awaited: BTreeSet<Key> = questions.values().flatten().copied().collect();
         self.states.retain(|key, _| awaited.contains(key));
+        self.inquired.retain(|key, _| awaited.contains(key));
+        for key in awaited {
+            self.inquired.entry(key).or_insert(now);
+        }
         questions
     }
 
@@ -105,7 +111,8 @@ impl Paths {
                 let waited_ms = key.waited_ms.saturating_add(age(*at));
                 let state = self.states.get(&key.key);
                 let told = state.map(|(state, at)| (state, age(*at)));
-                let judged = judge(key, rank, waited_ms, told, report_ms);
+                let asked_ms = self.inquired.get(&key.key).map_or(0, |at| age(*at));
+                let judged = judge(key, rank, (waited_ms, asked_ms), told, report_ms);
                 let is_late = |(_, late_ms): &(Leg, u64)| *late_ms >= report_ms / 2;
                 let Some((leg, waited_ms)) = judged.filter(is_late) else { continue };
                 let (name, round) = (name.to_owned(), key.round);
@@ -144,7 +151,7 @@ impl Paths {
 fn judge(
     key: &AwaitedKey,
     rank: Rank,
-    waited_ms: u64,
+    (waited_ms, asked_ms): (u64, u64),
     told: Option<(&KeyState, u64)>,
     report_ms: u64,
 ) -> Option<(Leg, u64)> {
@@ -157,8 +164,9 @@ fn judge(
                 state.missing.contains(&rank).then_some((Leg::Contribution, waited_ms))
             }
         }
-        // A server that was asked has had a report's time to answer.
-        _ => (waited_ms >= report_ms.saturating_mul(2)).then_some((Leg::Unknown, waited_ms)),
+        // A server has a report's time to answer.
+        _ => (waited_ms >= report_ms.saturating_mul(2) && asked_ms >= report_ms)
+            .then_some((Leg::Unknown, waited_ms)),
     }
 }
 

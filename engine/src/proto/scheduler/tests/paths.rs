@@ -133,3 +133,17 @@ fn what_a_rank_sent_and_its_server_misses_is_lost_on_the_way_there() {
     assert_eq!((stalls[0].rank, stalls[0].server), (Rank(1), 0));
     assert_eq!(bench.done, Some(Exit::Failed));
 }
+
+#[test]
+fn a_server_has_time_to_answer_before_it_is_named() {
+    let mut bench = Bench::formed(3, 1);
+    let key = one_key(&mut bench);
+    // Of thousands of keys that wait for a late rank, this is the first time to hear of this one.
+    bench.say(1, awaits(key, 2, 7_000));
+    bench.pass(2_750, &ALL);
+    assert_eq!(path_stalls(&bench.heard(2)), [] as [Vec<PathStall>; 0]);
+    bench.pass(2_000, &ALL);
+    let told = bench.heard(2);
+    let [stalls] = &path_stalls(&told)[..] else { panic!("{told:?}") };
+    assert_eq!(stalls[0].leg, Leg::Unknown);
+}
