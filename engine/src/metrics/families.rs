@@ -115,16 +115,23 @@ pub static FAMILIES: &[Family] = &[
     ),
     gauge(
         "bps_job_stalls",
-        Source::Job(|job| float(job.stalls.len() as u64)),
-        "Tensors and barriers whose open round has waited longer than BPS_STALL_REPORT; at most \
-         16 are counted.",
+        Source::Job(|job| float((job.stalls.len() + job.paths.len()) as u64)),
+        "Tensors and barriers whose open round has waited longer than BPS_STALL_REPORT, and paths \
+         on which bytes have; at most 16 of each are counted.",
+    ),
+    gauge(
+        "bps_job_path_stalls",
+        Source::Job(|job| float(job.paths.len() as u64)),
+        "Those of them that wait for bytes which one node has sent and another does not get.",
     ),
     gauge(
         "bps_job_stall_seconds",
         Source::Job(|job| {
-            seconds(job.stalls.first().map_or(0, |stall| stall.waited_ms.saturating_mul(1_000_000)))
+            let rounds = job.stalls.iter().map(|stall| stall.waited_ms);
+            let oldest = rounds.chain(job.paths.iter().map(|path| path.waited_ms)).max();
+            seconds(oldest.unwrap_or(0).saturating_mul(1_000_000))
         }),
-        "How long the oldest of these has waited; 0 if there is none.",
+        "How long the oldest stall has waited; 0 if there is none.",
     ),
     gauge("bps_node_info", Source::Info, "Where a node runs; always 1."),
     gauge(

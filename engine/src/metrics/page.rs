@@ -132,6 +132,7 @@ mod tests {
     use super::*;
     use crate::base::Rank;
     use crate::proto::messages::{LinkStatistics, Stall, Statistics};
+    use crate::proto::paths::{Leg, PathStall};
     use std::collections::HashSet;
     use std::time::Duration;
 
@@ -169,6 +170,14 @@ mod tests {
             missing: vec![Rank(1)],
             left: vec![],
         };
+        let path = PathStall {
+            rank: Rank(0),
+            server: 0,
+            leg: Leg::Result,
+            name: "v".into(),
+            round: 1,
+            waited_ms: 2500,
+        };
         let nodes = vec![
             node(NodeRole::Worker, 0, Some(statistics(1))),
             node(NodeRole::Worker, 1, None),
@@ -181,11 +190,14 @@ mod tests {
             servers: 1,
             uptime: Duration::from_secs(9),
             stalls: vec![stall],
+            paths: vec![path],
             nodes,
         };
         let text = page(Some(&job), &job.nodes);
         for wanted in [
-            "bps_job_stall_seconds 1.5\n",
+            "bps_job_stalls 2\n",
+            "bps_job_path_stalls 1\n",
+            "bps_job_stall_seconds 2.5\n",
             "bps_core_receive_bytes_total{server=\"0\",core=\"1\"} 101\n",
             "bps_core_cpu_seconds_total{server=\"0\",core=\"0\"} 1.5\n",
             "bps_rank_waited_for{rank=\"0\"} 0\n",

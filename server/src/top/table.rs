@@ -204,7 +204,9 @@ fn stall(page: &Page) -> String {
     let waited = page.of("bps_rank_waited_for").filter(|rank| rank.value() > 0.0);
     let ranks: Vec<&str> = waited.map(|rank| rank.label("rank")).collect();
     let seconds = page.value("bps_job_stall_seconds", &[]).unwrap_or(0.0);
+    let paths = page.value("bps_job_path_stalls", &[]).unwrap_or(0.0);
     let whom = match ranks.len() {
+        0 if paths > 0.0 => "bytes that are on their way".to_owned(),
         0 => "a rank that has left".to_owned(),
         1 => format!("rank {}", ranks[0]),
         _ => format!("ranks {}", ranks.join(", ")),

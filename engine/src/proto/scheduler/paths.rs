@@ -62,6 +62,11 @@ impl Paths {
         !self.suspects.is_empty()
     }
 
+    /// What people were told of bytes that are late, the oldest first.
+    pub(super) fn stalls(&self) -> &[PathStall] {
+        &self.stalls
+    }
+
     /// Takes a rank out of those that a round waits for, where it waits itself for bytes of an
     /// earlier round, or the round's own, that are lost on their way.
     pub(super) fn excuse(&self, stalls: &mut Vec<Stall>) {

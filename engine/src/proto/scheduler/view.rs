@@ -4,6 +4,7 @@ use super::{Duration, Peer, Phase, Scheduler, Standing};
 use crate::base::Rank;
 use crate::limits::CORES_MAX;
 use crate::proto::messages::{Stall, Statistics};
+use crate::proto::paths::PathStall;
 
 /// Characters of a network interface's name, as the kernel has it.
 const INTERFACE_CHARS: usize = 15;
@@ -25,6 +26,8 @@ pub struct JobView {
     pub uptime: Duration,
     /// Who waits for whom longer than `BPS_STALL_REPORT`, the oldest first.
     pub stalls: Vec<Stall>,
+    /// Bytes that are on their way for longer than that, the oldest first.
+    pub paths: Vec<PathStall>,
     /// Members that are there, workers by rank and then servers by index.
     pub nodes: Vec<NodeView>,
 }
@@ -70,20 +73,23 @@ impl Scheduler {
             servers: u32::try_from(come(NodeRole::Server)).unwrap_or(u32::MAX),
             uptime: now,
             stalls: Vec::new(),
+            paths: Vec::new(),
             nodes,
         };
         if let Phase::Running(running) = &self.phase {
             view.formed = true;
             view.ranks = running.job.size();
             view.servers = u32::try_from(running.job.servers.len()).unwrap_or(u32::MAX);
-            let waits = running.stalls.waits(
+            let mut waits = running.stalls.waits(
                 &running.registry,
                 &running.barriers,
                 &running.left,
                 self.config.stall_report,
                 now,
             );
+            running.paths.excuse(&mut waits.rounds);
             view.stalls = waits.oldest();
+            view.paths = running.paths.stalls().to_vec();
         }
         view
     }

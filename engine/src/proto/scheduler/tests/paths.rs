@@ -99,6 +99,8 @@ fn a_published_result_that_does_not_arrive_names_the_path_and_excuses_the_rank()
     let one = &stalls[0];
     assert_eq!((one.rank, one.server, one.leg, one.name.as_str(), one.round), expected);
     assert_eq!(told.len(), 1, "nobody is told that rank 1 is missing: {told:?}");
+    let view = bench.scheduler.view(bench.now);
+    assert_eq!((view.stalls.as_slice(), view.paths), (&[][..], stalls.clone()));
     assert!(bench.log.last().unwrap().contains("published 3."), "{:?}", bench.log);
     // It arrives after all.
     bench.say(1, NodeMessage::Awaiting { keys: vec![] });
