@@ -1,7 +1,7 @@
 //! Gradients on their way: hooks that count backward passes down without running Python, and
 //! batches that are handed to the engine, and awaited, as a whole.
 
-use crate::context::SIGNAL_CHECK_INTERVAL;
+use crate::waiting::SIGNAL_CHECK_INTERVAL;
 use crate::{error, fork};
 use bps_worker::Handle;
 use pyo3::exceptions::PyIndexError;

@@ -1,6 +1,6 @@
 //! The handles that Python holds as numbers, and the one place where it waits for them.
 
-use crate::context::{SIGNAL_CHECK_INTERVAL, seconds};
+use crate::waiting::{SIGNAL_CHECK_INTERVAL, seconds};
 use crate::{error, fork};
 use bps_worker::Handle;
 use pyo3::prelude::*;

@@ -13,6 +13,7 @@ mod fork;
 mod gradients;
 mod handle;
 mod tensor;
+mod waiting;
 
 use pyo3::prelude::*;
 

@@ -6,8 +6,9 @@
 
 #![allow(unsafe_code)]
 
-use crate::context::{engine, interruptible};
+use crate::context::engine;
 use crate::gradients::{Batch, GradientHooks};
+use crate::waiting::interruptible;
 use crate::{error, handle};
 use bps_engine::base::{DType, Operation, Rank};
 use bps_worker::{Declaration, GpuPushPull, Handle, PushPull, TensorId, TensorShape};

@@ -1,4 +1,4 @@
-//! `bps_worker::gpu` against the stand-in for libcuda and libnccl, in child processes: what is
+//! `bps_worker::cuda` against the stand-in for libcuda and libnccl, in child processes: what is
 //! missing is said, copies and collectives are right and in order, and what fails is an error in
 //! time.
 

@@ -118,6 +118,8 @@ pub enum Purpose {
     ShmLane = 3,
     /// Setting up RDMA between a worker and a server core.
     RdmaLane = 4,
+    /// Setting up shared memory between the threads of two ranks' GPUs.
+    OrderLane = 5,
 }
 
 /// What the dialer says of itself and its connection.
@@ -156,6 +158,12 @@ impl Hello {
         Hello { purpose: Purpose::RdmaLane, rank, epoch }
     }
 
+    /// A lane to the thread of a GPU, from that of this rank.
+    #[must_use]
+    pub const fn order_lane(rank: Rank, epoch: Epoch) -> Hello {
+        Hello { purpose: Purpose::OrderLane, rank, epoch }
+    }
+
     fn encode(&self, nonce: &Nonce) -> [u8; HELLO_BYTES] {
         let mut bytes = [0; HELLO_BYTES];
         bytes[0..4].copy_from_slice(&MAGIC);
@@ -174,6 +182,7 @@ impl Hello {
             2 => Purpose::Lane,
             3 => Purpose::ShmLane,
             4 => Purpose::RdmaLane,
+            5 => Purpose::OrderLane,
             _ => return Err(HandshakeError::Malformed("its purpose is unknown")),
         };
         if bytes[6..8] != [0, 0] {

@@ -7,7 +7,7 @@ use bps_engine::base::{DType, Operation, Rank};
 use bps_engine::config::Config;
 use bps_engine::transport::sim::Random;
 use bps_tests::reference;
-use bps_worker::gpu::{Device, Event, GpuError, Pinned, Stream};
+use bps_worker::cuda::{Device, Event, GpuError, Pinned, Stream};
 use bps_worker::{Declaration, Error, GpuPushPull, Handle, PushPull, TensorId, Worker};
 use std::cell::Cell;
 use std::time::Duration;

@@ -1,10 +1,10 @@
-//! A program that uses `bps_worker::gpu` in one way or another, for the tests in `gpu_driver.rs`:
+//! A program that uses `bps_worker::cuda` in one way or another, for the tests in `gpu_driver.rs`:
 //! `bps-test-gpu SCENARIO [ARGUMENT]` or `bps-test-gpu SCENARIO RANK RANKS FILE`, where rank 0
 //! writes the communicator's identity into the file. Says on standard error how it ended.
 
 use bps_engine::base::{DType, Operation};
 use bps_tests::reference;
-use bps_worker::gpu::{
+use bps_worker::cuda::{
     Comm, Device, Event, EventPool, GpuError, Nccl, Pinned, ReduceOp, Stream, driver,
 };
 use std::path::{Path, PathBuf};

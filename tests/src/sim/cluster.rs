@@ -1,7 +1,10 @@
 //! The nodes of a simulated job and the messages between them.
 
+mod ends;
 mod faults;
+mod worker;
 
+use self::ends::Ends;
 use super::gpu::{self, Machine, SimGpu, Spot};
 use super::shape::Shape;
 use bps_engine::base::{CoreId, Rank};
@@ -14,16 +17,15 @@ use bps_engine::proto::pulse::Pulse;
 use bps_engine::proto::scheduler::{NodeId, Output, Scheduler, SchedulerConfig};
 use bps_engine::ring::Mpsc;
 use bps_engine::trace::counters::Counters;
-use bps_engine::transport::sim::{Random, Sim, SimLink, SimNetwork};
+use bps_engine::transport::sim::{Random, Sim, SimNetwork};
 use bps_engine::transport::{Link, Transport, Waker};
 use bps_server::agent as server_agent;
 use bps_server::shard::{Command as ShardCommand, Report as ShardReport, Shard};
 use bps_worker::Error;
-use bps_worker::agent::{self as worker_agent, Lanes};
-use bps_worker::nic::{
-    Command as NicCommand, Nic, NicConfig, NicStatistics, Peer, Report as NicReport,
-};
-use bps_worker::switches::Switches;
+use bps_worker::host::switches::Switches;
+use bps_worker::job::agent::{self as worker_agent, Lanes};
+use bps_worker::job::nic_loop::{Command as NicCommand, NicLoop};
+use bps_worker::nic::{NicConfig, NicStatistics, Peer, Report as NicReport};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
@@ -41,7 +43,7 @@ pub struct SimWorker {
     /// Its place in the job, once it has formed.
     pub roster: Option<Roster>,
     agent: Option<worker_agent::Agent>,
-    nic: Option<Nic>,
+    nic: Option<NicLoop>,
     /// Its GPU, if ranks have one.
     pub(super) gpu: Option<SimGpu>,
     commands: Mpsc<NicCommand>,
@@ -86,9 +88,10 @@ pub struct Cluster {
     /// By time of arrival, then by order of sending.
     letters: BTreeMap<(Duration, u64), Letter>,
     sequence: u64,
-    /// Ends of links between ranks, for whichever of two is formed later: by its rank and the
-    /// other.
-    waiting_ends: HashMap<(u32, u32), SimLink>,
+    /// Ends of links between the NIC loops of two ranks.
+    waiting_ends: Ends,
+    /// Likewise of links between the pipelines of their GPUs.
+    waiting_orders: Ends,
     /// When the last letter on each connection and direction arrives: letters keep their order.
     last_arrival: HashMap<(u64, bool), Duration>,
     next_tick: Duration,
@@ -133,7 +136,8 @@ impl Cluster {
             counters: Vec::new(),
             letters: BTreeMap::new(),
             sequence: 0,
-            waiting_ends: HashMap::new(),
+            waiting_ends: Ends::default(),
+            waiting_orders: Ends::default(),
             last_arrival: HashMap::new(),
             next_tick: Duration::ZERO,
             frozen: false,
@@ -403,18 +407,17 @@ impl Cluster {
             credit_bytes: self.shape.credit_bytes,
             column: switches.others_of_column(rank).collect(),
             stall_report: STALL_REPORT,
-            say: |_| {},
         };
         let waker = Waker::new().expect("an eventfd");
         let sim = Transport::Sim(Sim::new(self.network.clone()));
         let worker = &mut self.workers[index];
-        let mut nic = Nic::new(
+        let mut nic = NicLoop::new(
             Endpoint::new(vec![sim], waker.clone()).with_checksums(self.shape.payload_checksum),
             config,
             worker.commands.clone(),
-            worker.reports.clone(),
-            waker.clone(),
+            (worker.reports.clone(), waker.clone()),
             Arc::new(NicStatistics::default()),
+            |_| {},
         );
         let mut lanes = Lanes::default();
         let servers = if roster.through_servers { &self.servers[..] } else { &[] };
@@ -432,28 +435,40 @@ impl Cluster {
         }
         worker.server_connections = worker.connections.len();
         for other in roster.neighbours.iter().map(|peer| peer.rank) {
-            let mine = self.waiting_ends.remove(&(rank.0, other.0)).unwrap_or_else(|| {
-                let (mine, theirs) = self.network.link();
-                self.waiting_ends.insert((other.0, rank.0), theirs);
-                mine
-            });
+            let mine = self.waiting_ends.meet(&self.network, rank, other);
             worker.connections.push(mine.connection());
             let lane = nic.attach(Peer::Rank(other), Link::Sim(mine)).expect("a simulated lane");
             lanes.ranks.insert(other, lane);
         }
         if self.shape.devices {
+            let first = switches.ranks()[0];
+            let mut order = Vec::new();
+            for other in roster.neighbours.iter().map(|peer| peer.rank) {
+                if rank != first && other != first {
+                    continue;
+                }
+                let mine = self.waiting_orders.meet(&self.network, rank, other);
+                order.push((other, Link::Sim(mine)));
+            }
+            let gpu_waker = Waker::new().expect("an eventfd");
+            let sim = Transport::Sim(Sim::new(self.network.clone()));
             let spot = Spot {
+                endpoint: Endpoint::new(vec![sim], gpu_waker.clone()),
+                waker: gpu_waker,
+                epoch: roster.epoch,
+                order,
                 rank,
                 switches: switches.clone(),
                 has_servers: roster.through_servers,
                 lanes: worker.connections.len(),
                 slot_bytes: self.shape.planning.partition_bytes as usize,
                 roots: !self.shape.planning.reduce_roots.is_empty(),
-                commands: worker.commands.clone(),
                 nic_waker: waker,
                 stall_report: STALL_REPORT,
             };
-            worker.gpu = Some(SimGpu::open(spot, index, &mut self.random));
+            let (gpu, to) = SimGpu::open(spot, index, &mut self.random);
+            worker.push(NicCommand::OpenGpu(to));
+            worker.gpu = Some(gpu);
         }
         worker.nic = Some(nic);
         worker.agent = Some(worker_agent::Agent::new(roster.clone(), lanes, switches, pulse));
@@ -573,25 +588,5 @@ impl Drop for Cluster {
     fn drop(&mut self) {
         self.workers.clear();
         gpu::install(None);
-    }
-}
-
-impl SimWorker {
-    /// A command to its NIC loop.
-    pub fn push(&mut self, command: NicCommand) {
-        self.backlog.push_back(command);
-    }
-
-    /// Whether it has not been killed.
-    #[must_use]
-    pub fn alive(&self) -> bool {
-        self.alive
-    }
-
-    /// Whether its NIC loop has ended.
-    #[must_use]
-    pub fn ended(&self) -> bool {
-        let has_gpu_ended = self.gpu.as_ref().is_none_or(SimGpu::has_ended);
-        self.nic.as_ref().is_none_or(Nic::ended) && has_gpu_ended
     }
 }

@@ -9,7 +9,8 @@ use bps_engine::base::{DType, Operation, Placement, Rank};
 use bps_engine::config::PayloadChecksum;
 use bps_engine::proto::messages::{Declaration, Planning};
 use bps_engine::transport::sim::Random;
-use bps_worker::nic::{Command, Memory};
+use bps_worker::job::nic_loop::Command;
+use bps_worker::rounds::Memory;
 use bps_worker::task::Task;
 use bps_worker::{Error, Handle};
 use std::sync::Arc;
@@ -416,10 +417,7 @@ fn push_gpu(
         }
     };
     let pushed: Vec<GpuTensor> = items.iter().map(tensor).collect();
-    let gpu = worker.gpu.as_ref().expect("every rank has a GPU");
-    let mut commands = Vec::new();
-    let pushed = gpu.push(pushed, |command| commands.push(command));
-    commands.into_iter().for_each(|command| worker.push(command));
+    let pushed = worker.gpu.as_mut().expect("every rank has a GPU").push(pushed);
     let flight = |(item, (handle, flight)): (&Item, _)| {
         let (tensor, round) = (item.tensor, item.round);
         Flight { handle, tensor, round, data: Data::Gpu(flight) }
@@ -444,7 +442,8 @@ fn push(
     let handle = Handle::of(&task);
     worker.push(Command::Push {
         tensor: item.id,
-        memory: Memory { source: from, target: target.as_mut_ptr() },
+        // SAFETY: the flight keeps both until the handle is over, or its job is.
+        memory: unsafe { Memory::new(from, target.as_mut_ptr()) },
         priority: i64::try_from(random.below(5)).unwrap_or(0) - 2,
         task,
     });

@@ -13,12 +13,13 @@ use bps_engine::transport::sim::{Random, Sim, SimNetwork};
 use bps_engine::transport::{Event, Frame, Landing, LaneId, Link, Transport, Waker};
 use bps_engine::wire::header::FLAG_PAYLOAD_CHECKSUM;
 use bps_engine::wire::{Header, Kind, RawHeader};
-use bps_worker::agent::{Agent, Effect, Lanes};
-use bps_worker::nic::staged::{SlotMemory, Staged, ToPipeline};
-use bps_worker::nic::{
-    Command, Memory, Nic, NicConfig, NicStatistics, Peer, Plan, PlanPart, Report,
-};
-use bps_worker::switches::Switches;
+use bps_worker::host::switches::Switches;
+use bps_worker::job::agent::{Agent, Effect, Lanes};
+use bps_worker::job::nic_loop::{Command, NicLoop};
+use bps_worker::nic::{NicConfig, NicStatistics, Peer, Report};
+use bps_worker::rounds::SlotMemory;
+use bps_worker::rounds::handover::{FromGpu, GpuInbox, GpuThread, ToGpu};
+use bps_worker::rounds::{Memory, Plan, PlanPart};
 use bps_worker::task::Task;
 use bps_worker::{Error, Handle};
 use std::sync::Arc;
@@ -46,7 +47,7 @@ const SEEDS: u64 = 2000;
 /// A good rank with one round of each part open, and the bad one at the other end of its lane.
 struct Pair {
     network: SimNetwork,
-    nic: Nic,
+    nic: NicLoop,
     agent: Agent,
     commands: Mpsc<Command>,
     reports: Mpsc<Report>,
@@ -85,16 +86,15 @@ impl Pair {
             credit_bytes: 1 << 20,
             column,
             stall_report: Duration::from_secs(3600),
-            say: |_| {},
         };
         let (commands, reports) = (Mpsc::new(64), Mpsc::new(64));
-        let mut nic = Nic::new(
+        let mut nic = NicLoop::new(
             endpoint(&waker),
             config,
             commands.clone(),
-            reports.clone(),
-            waker.clone(),
+            (reports.clone(), waker.clone()),
             Arc::new(NicStatistics::default()),
+            |_| {},
         );
         assert_eq!(nic.attach(Peer::Rank(BAD), Link::Sim(mine)).expect("a lane"), LANE);
         let mut bad = endpoint(&waker);
@@ -145,7 +145,7 @@ impl Pair {
         let holder = self.switches.holder(owner_rank, GOOD);
         let part = PlanPart { key, offset: 0, bytes: BYTES, core: None, owner, owner_rank, holder };
         let plan = Plan {
-            name: format!("tensor {tensor}"),
+            name: format!("tensor {tensor}").into(),
             dtype: DType::F32,
             operation: Operation::Sum,
             device,
@@ -163,7 +163,8 @@ impl Pair {
         self.memory.push(values);
         let task = Arc::new(Task::default());
         self.handles.push(Handle::of(&task));
-        let memory = Memory { source: target.cast_const(), target };
+        // SAFETY: the pair keeps the values, and nobody uses them before the task is finished.
+        let memory = unsafe { Memory::new(target.cast_const(), target) };
         let push = Command::Push { tensor, memory, priority: 0, task };
         assert!(self.commands.push(push).is_ok(), "a short queue");
     }
@@ -382,50 +383,27 @@ fn gpu_word(kind: Kind, key: Key, round: u64) -> Header {
 }
 
 /// A pipeline without slots.
-fn pipeline(staged: Mpsc<Staged>, waker: Waker) -> ToPipeline {
-    let slots = SlotMemory::default();
-    ToPipeline { staged, waker, under_way: Arc::default(), slots }
+fn pipeline(room: usize) -> GpuThread {
+    GpuThread {
+        inbox: GpuInbox::new(room, Waker::new().expect("an eventfd")),
+        outbox: Mpsc::new(room),
+        to_land: Vec::new(),
+        slots: SlotMemory::default(),
+    }
 }
 
 #[test]
-fn words_about_gpus_are_for_a_rank_that_uses_one() {
+fn words_about_the_order_of_collectives_have_lanes_of_their_own() {
     for kind in GPU_WORDS {
         assert_refused("there is no GPU", &[], gpu_word(kind, ON_GPUS[0], 1));
         assert_refused("a payload", &[], Header { length: 8, ..gpu_word(kind, ON_GPUS[0], 1) });
     }
-    // A rank that uses one hands them to its pipeline, in order, however slow that is.
     let mut pair = Pair::new(1);
-    let (staged, waker) = (Mpsc::new(4), Waker::new().expect("an eventfd"));
-    let to = pipeline(staged.clone(), waker);
-    assert!(pair.commands.push(Command::OpenPipeline(to)).is_ok(), "a short queue");
+    assert!(pair.commands.push(Command::OpenGpu(pipeline(4))).is_ok(), "a short queue");
+    pair.send(gpu_word(Kind::GpuReduce, ON_GPUS[0], 1));
     pair.settle();
-    for round in 0..12 {
-        pair.send(gpu_word(GPU_WORDS[usize::try_from(round % 5).expect("small")], UNKNOWN, round));
-        pair.settle();
-    }
-    pair.send(Header { key: Key(0), ..Header::new(Kind::Goodbye, DType::U8, BAD, EPOCH) });
-    let (mut rounds, mut is_gone) = (Vec::new(), false);
-    for _ in 0..12 {
-        pair.settle();
-        while let Some(message) = staged.pop() {
-            match message {
-                Staged::Heard { from: BAD, word } => rounds.push(word.round),
-                Staged::Gone(BAD) => is_gone = true,
-                Staged::Plan { .. } => {}
-                other => panic!("{other:?}"),
-            }
-        }
-    }
-    assert_eq!(rounds, Vec::from_iter(0..12));
-    assert!(is_gone && pair.over.is_none(), "{:?}", pair.over);
-    // But what has a payload is none.
-    let mut pair = Pair::new(2);
-    let (staged, waker) = (Mpsc::new(4), Waker::new().expect("an eventfd"));
-    let to = pipeline(staged, waker);
-    assert!(pair.commands.push(Command::OpenPipeline(to)).is_ok(), "a short queue");
-    pair.send(Header { length: 8, ..gpu_word(Kind::GpuReduce, ON_GPUS[0], 1) });
-    pair.settle();
-    assert!(pair.end().to_string().contains("has a payload"));
+    let text = pair.end().to_string();
+    assert!(text.contains("a rank does not send GpuReduce to another"), "{text}");
 }
 
 #[test]

@@ -4,5 +4,6 @@
 mod decode;
 mod group;
 mod live;
+mod order_lanes;
 mod scheduler;
 mod spoil;

@@ -17,10 +17,12 @@ const ALLOWED: &[&str] = &[
     "python/src",
     "server/src/entry",
     "server/src/shard",
-    "worker/src/context",
+    "worker/src/api",
+    "worker/src/base/task",
+    "worker/src/cuda",
     "worker/src/gpu",
     "worker/src/nic",
-    "worker/src/task",
+    "worker/src/rounds/memory",
 ];
 
 /// Words that a safety note may not rest on: they name no invariant.

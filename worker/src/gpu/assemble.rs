@@ -2,18 +2,17 @@
 //! loop. A thread is none of it: who assembles one steps it.
 
 use super::direct::Direct;
+use super::order_lanes::OrderLanes;
 use super::pipeline::{Host, Parts, Pipeline};
 use super::slots::Slots;
-use super::track::{Track, WORD_BYTES};
-use super::{Comm, Device, Event, EventPool, GpuError};
-use crate::error::Error;
-use crate::nic::Command;
-use crate::nic::staged::{Slot, ToPipeline};
-use crate::switches::Switches;
+use crate::base::error::Error;
+use crate::cuda::{Comm, Device, Event, EventPool, GpuError, Track, WORD_BYTES};
+use crate::host::switches::Switches;
+use crate::rounds::handover::{GpuInbox, GpuThread};
 use bps_engine::base::Rank;
 use bps_engine::ring::Mpsc;
 use bps_engine::transport::Waker;
-use std::sync::atomic::{AtomicBool, AtomicUsize};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -26,8 +25,11 @@ pub struct Assembly {
     pub device: Device,
     /// Events of that GPU.
     pub events: EventPool,
-    /// Joins the ranks of this rank's PCIe switch, if the host has several ranks.
-    pub comm: Option<Comm>,
+    /// Joins the ranks of this rank's PCIe switch, if the host has several ranks, with the lanes
+    /// over which they agree on the order.
+    pub host: Option<(Comm, OrderLanes)>,
+    /// Wakes the pipeline; that of those lanes, if there are some.
+    pub waker: Waker,
     /// Whose pipeline it is.
     pub rank: Rank,
     /// The ranks that reduce with this one, and itself.
@@ -46,13 +48,12 @@ pub struct Assembly {
     pub patience: Duration,
     /// A round that waits longer for a rank of the host is reported.
     pub stall_report: Duration,
-    /// Messages that may wait for the pipeline before the NIC loop keeps them.
+    /// Messages that may wait for the pipeline before the NIC loop keeps them, and the other way
+    /// round.
     pub inbox: usize,
     /// Where the slots are to be.
     pub numa_node: Option<u32>,
-    /// To the NIC loop.
-    pub commands: Mpsc<Command>,
-    /// Wakes it.
+    /// Wakes the NIC loop.
     pub nic_waker: Waker,
     /// It has ended.
     pub nic_ended: Arc<AtomicBool>,
@@ -64,10 +65,10 @@ pub struct Assembly {
 pub struct Assembled {
     /// It has its first step before it.
     pub pipeline: Pipeline,
+    /// For callers.
+    pub inbox: GpuInbox,
     /// The first that the NIC loop is told of it.
-    pub to: ToPipeline,
-    /// Slots for what comes, which the NIC loop is told of behind that.
-    pub to_land: Vec<Slot>,
+    pub to: GpuThread,
     /// Slots in pinned memory of the host, in all pools.
     pub pinned: usize,
 }
@@ -82,12 +83,8 @@ impl Assembly {
     }
 
     /// As [`assemble`](Self::assemble), with slots in the GPU's memory.
-    pub(super) fn assemble_with(self, direct: Direct) -> Result<Assembled, GpuError> {
+    pub(crate) fn assemble_with(self, direct: Direct) -> Result<Assembled, GpuError> {
         let device = &self.device;
-        let system = |error: std::io::Error| GpuError::Memory {
-            ordinal: device.ordinal(),
-            why: format!("no eventfd: {error}"),
-        };
         let words = (TRACKS * WORD_BYTES).next_multiple_of(4096);
         let pools = (self.has_servers, self.switches.count() > 1);
         let size = (self.slots, self.slot_bytes);
@@ -97,9 +94,10 @@ impl Assembly {
         // word of its own.
         let track = |index| unsafe { Track::new(device, &memory, index) };
         let tracks = [track(0)?, track(1)?, track(2)?];
-        let host = match self.comm {
-            Some(comm) => Some(Host {
+        let host = match self.host {
+            Some((comm, lanes)) => Some(Host {
                 comm,
+                lanes,
                 track: track(3)?,
                 switches: self.switches,
                 roots: self.roots,
@@ -109,15 +107,9 @@ impl Assembly {
             None => None,
         };
         let marks = [Event::new(device)?, Event::new(device)?];
-        let inbox = Mpsc::new(self.inbox);
-        let waker = Waker::new().map_err(system)?;
-        let under_way = Arc::new(AtomicUsize::new(0));
-        let to = ToPipeline {
-            staged: inbox.clone(),
-            waker: waker.clone(),
-            under_way: Arc::clone(&under_way),
-            slots: reach,
-        };
+        let inbox = GpuInbox::new(self.inbox, self.waker.clone());
+        let outbox = Mpsc::new(self.inbox);
+        let to = GpuThread { inbox: inbox.clone(), outbox: outbox.clone(), to_land, slots: reach };
         let pipeline = Pipeline::new(Parts {
             tracks,
             host,
@@ -128,15 +120,14 @@ impl Assembly {
             direct,
             slot_bytes: self.slot_bytes,
             rank: self.rank,
-            inbox,
-            waker,
-            commands: self.commands,
+            inbox: inbox.clone(),
+            waker: self.waker,
+            outbox,
             nic_waker: self.nic_waker,
             nic_ended: self.nic_ended,
             job_over: self.job_over,
-            under_way,
             stall_report: self.stall_report,
         });
-        Ok(Assembled { pipeline, to, to_land, pinned })
+        Ok(Assembled { pipeline, inbox, to, pinned })
     }
 }

@@ -2,12 +2,12 @@
 //!
 //! Each rank writes a row of bytes; whoever has all rows comes to the same verdict.
 
-use super::error::nccl_version;
-use crate::error::Error;
+use crate::base::error::Error;
+use crate::cuda::nccl_version;
 use bps_engine::base::Rank;
 
 /// Bytes of a rank's row.
-pub(super) const ROW: usize = 512;
+pub(crate) const ROW: usize = 512;
 /// The first byte of a row.
 const OK: u8 = 1;
 const FAILED: u8 = 2;
@@ -17,31 +17,31 @@ const TEXT: usize = 161;
 
 /// What a rank tells of its GPU.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(super) struct Row {
+pub(crate) struct Row {
     /// Or why it has none.
-    pub(super) gpu: Result<Gpu, String>,
+    pub(crate) gpu: Result<Gpu, String>,
 }
 
 /// A rank's GPU, and how the rank would reduce with others.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(super) struct Gpu {
-    pub(super) uuid: [u8; 16],
+pub(crate) struct Gpu {
+    pub(crate) uuid: [u8; 16],
     /// 0 where NCCL is not needed.
-    pub(super) nccl: u32,
+    pub(crate) nccl: u32,
     /// The first rank of its host.
-    pub(super) host: Rank,
+    pub(crate) host: Rank,
     /// The first rank of its PCIe switch: ranks that have the same are a communicator.
-    pub(super) first: Rank,
+    pub(crate) first: Rank,
     /// The address of the PCIe bridge nearest to the root complex, if one is known.
-    pub(super) bridge: String,
+    pub(crate) bridge: String,
     /// Channels of the communicator; 0 where NCCL chooses.
-    pub(super) rings: u32,
+    pub(crate) rings: u32,
     /// The communicator's identity, of its first rank.
-    pub(super) id: [u8; 128],
+    pub(crate) id: [u8; 128],
 }
 
 impl Row {
-    pub(super) fn encode(&self, row: &mut [u8]) {
+    pub(crate) fn encode(&self, row: &mut [u8]) {
         match &self.gpu {
             Ok(gpu) => {
                 row[0] = OK;
@@ -60,7 +60,7 @@ impl Row {
         }
     }
 
-    pub(super) fn decode(row: &[u8]) -> Row {
+    pub(crate) fn decode(row: &[u8]) -> Row {
         let gpu = match row[0] {
             OK => {
                 let word = |at: usize| u32::from_le_bytes(std::array::from_fn(|i| row[at + i]));
@@ -97,7 +97,7 @@ fn read_text(room: &[u8]) -> String {
 }
 
 /// Whether all can go on together, which all find alike; the identity of this rank's communicator.
-pub(super) fn agree(all: &[Row], rank: u32) -> Result<[u8; 128], Error> {
+pub(crate) fn agree(all: &[Row], rank: u32) -> Result<[u8; 128], Error> {
     let mut gpus: Vec<&Gpu> = Vec::new();
     for (rank, row) in all.iter().enumerate() {
         let gpu = row.gpu.as_ref();
@@ -134,7 +134,7 @@ pub(super) fn agree(all: &[Row], rank: u32) -> Result<[u8; 128], Error> {
 /// Two ranks whose GPUs are to be below one PCIe switch and are not, if this rank is the first of a
 /// host that has such, and of several switches: it says so for all. Where the kernel shows no
 /// bridges, as in most virtual machines, nothing is known.
-pub(super) fn misplaced(all: &[Row], rank: u32, switch_size: u32) -> Option<String> {
+pub(crate) fn misplaced(all: &[Row], rank: u32, switch_size: u32) -> Option<String> {
     let gpus: Vec<(usize, &Gpu)> =
         (0..).zip(all).filter_map(|(rank, row)| Some((rank, row.gpu.as_ref().ok()?))).collect();
     let own = all.get(rank as usize)?.gpu.as_ref().ok().filter(|own| own.host.0 == rank)?;

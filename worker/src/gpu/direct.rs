@@ -8,8 +8,8 @@
 //! Invariant: nothing relies on a device before a trial has shown that bytes come where they
 //! belong and, unless it is demanded, not much slower than by the memory of the host.
 
-use super::{Device, Event, GpuError, Stream};
-use crate::job::Job;
+use crate::cuda::{Device, Event, GpuError, Stream};
+use crate::host::switches::Switches;
 use bps_engine::config::{Config, GpuDirect, PayloadChecksum};
 use bps_engine::trace::log;
 use bps_engine::transport::rdma::{self, Ports, Speeds};
@@ -120,9 +120,9 @@ impl Drop for DeviceMemory {
 }
 
 /// A pool of slots in the memory of the GPU.
-pub(super) struct GpuSlots {
+pub(crate) struct GpuSlots {
     /// For the NIC loop; it holds the memory as well.
-    pub(super) registered: Option<rdma::GpuMemory>,
+    pub(crate) registered: Option<rdma::GpuMemory>,
     memory: Arc<DeviceMemory>,
 }
 
@@ -142,34 +142,37 @@ impl GpuSlots {
     }
 
     /// The first byte, which no processor can follow.
-    pub(super) fn base(&self) -> *mut u8 {
+    pub(crate) fn base(&self) -> *mut u8 {
         self.memory.pointer()
     }
 }
 
 /// What of a rank's slots is in the memory of its GPU.
 #[derive(Default)]
-pub(super) struct Direct {
+pub(crate) struct Direct {
     /// To send from.
-    pub(super) sends: Option<GpuSlots>,
+    pub(crate) sends: Option<GpuSlots>,
     /// For what servers send.
-    pub(super) answers: Option<GpuSlots>,
+    pub(crate) answers: Option<GpuSlots>,
     /// What devices have written must be flushed before the GPU reads it.
     must_flush: bool,
 }
 
 impl Direct {
-    /// Slots in the GPU's memory, `bytes` each way, as far as devices reach it well.
+    /// Slots in the GPU's memory, `bytes` each way, as far as devices reach it well. `ports` are
+    /// those over which this rank reaches its servers, or why there are none; `switches` those of
+    /// its host.
     ///
     /// # Errors
     /// [`GpuError::Direct`] if it is demanded and can't be.
-    pub(super) fn find(
-        job: &Job,
+    pub(crate) fn find(
+        ports: Option<Result<Ports, String>>,
+        switches: &Switches,
         device: &Device,
         config: &Config,
         bytes: usize,
     ) -> Result<Direct, GpuError> {
-        let (is_demanded, ports) = match (config.gpudirect, job.take_ports()) {
+        let (is_demanded, ports) = match (config.gpudirect, ports) {
             (GpuDirect::None, _) | (GpuDirect::Auto, None) => return Ok(Direct::default()),
             (GpuDirect::Auto, Some(ports)) => (false, ports),
             (GpuDirect::Demand, Some(ports)) => (true, ports),
@@ -178,7 +181,7 @@ impl Direct {
                 return Err(GpuError::Direct { ordinal: device.ordinal(), why });
             }
         };
-        let found = possible(job, config).and(ports).and_then(|ports| {
+        let found = possible(switches, config).and(ports).and_then(|ports| {
             let (mut direct, speeds) = Direct::try_all(device, &ports, bytes)?;
             if !is_demanded {
                 direct.keep_fast(&speeds)?;
@@ -274,17 +277,17 @@ impl Direct {
     }
 
     /// Lets the GPU see what devices have written. The thread has the context.
-    pub(super) fn flush(&self, device: &Device) -> Result<(), GpuError> {
+    pub(crate) fn flush(&self, device: &Device) -> Result<(), GpuError> {
         if self.must_flush { flush(device) } else { Ok(()) }
     }
 }
 
 /// Why the memory of the host is needed, if it is.
-fn possible(job: &Job, config: &Config) -> Result<(), String> {
+fn possible(switches: &Switches, config: &Config) -> Result<(), String> {
     if config.payload_checksum == PayloadChecksum::Always {
         return Err("checksums (BPS_PAYLOAD_CHECKSUM) are of what a processor has read".into());
     }
-    if job.switches().count() > 1 {
+    if switches.count() > 1 {
         return Err(
             "sums of PCIe switches (BYTEPS_PCIE_SWITCH_SIZE) are added by processors".into()
         );

@@ -1,7 +1,7 @@
 //! How the parts of a tensor go through NCCL: in rows, each of which is one step of the ranks of a
 //! host together.
 
-use crate::nic::Plan;
+use crate::rounds::Plan;
 use bps_engine::base::{Key, Rank};
 use std::ops::Range;
 
@@ -65,7 +65,7 @@ pub(super) fn rows(plan: &Plan, ranks: &[Rank], cut: Cut) -> Vec<Row> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::nic::PlanPart;
+    use crate::rounds::PlanPart;
     use bps_engine::base::{DType, Operation};
     use bps_engine::transport::LaneId;
 

@@ -1,34 +1,34 @@
 //! The slots of a rank: how many, in which memory, and what of them RDMA devices are to reach.
 
 use super::direct::{Direct, GpuSlots};
-use super::{Device, GpuError, Pinned};
-use crate::nic::staged::{Pool, Slot, SlotMemory};
+use crate::cuda::{Device, GpuError, Pinned};
+use crate::rounds::{Pool, Slot, SlotMemory};
 use std::ptr::NonNull;
 
 /// Slots of each pool: so many bytes, but not fewer than so many slots.
 const POOL_BYTES: usize = 16 << 20;
 const POOL_SLOTS_MIN: usize = 8;
 /// And never fewer than lanes and so many, since each lane may have one that waits.
-pub(super) const SLOTS_BEYOND_LANES: usize = 2;
+pub(crate) const SLOTS_BEYOND_LANES: usize = 2;
 
 /// See the [module](self).
-pub(super) struct Slots {
+pub(crate) struct Slots {
     /// To be copied into, and sent from.
-    pub(super) to_send: Vec<Slot>,
+    pub(crate) to_send: Vec<Slot>,
     /// For what comes.
-    pub(super) to_land: Vec<Slot>,
+    pub(crate) to_land: Vec<Slot>,
     /// For the NIC loop.
-    pub(super) reach: SlotMemory,
+    pub(crate) reach: SlotMemory,
     /// What holds those in the host's memory, behind bytes of the caller's.
-    pub(super) memory: Pinned,
+    pub(crate) memory: Pinned,
     /// How many those are.
-    pub(super) pinned: usize,
+    pub(crate) pinned: usize,
     /// What holds those in the GPU's.
-    pub(super) direct: Direct,
+    pub(crate) direct: Direct,
 }
 
 /// Slots in each pool, of so many bytes, for a rank with so many lanes.
-pub(super) fn count(slot_bytes: usize, lanes: usize) -> usize {
+pub(crate) fn count(slot_bytes: usize, lanes: usize) -> usize {
     (POOL_BYTES / slot_bytes).max(POOL_SLOTS_MIN).max(lanes + SLOTS_BEYOND_LANES)
 }
 
@@ -38,7 +38,7 @@ impl Slots {
     ///
     /// # Errors
     /// There is no memory.
-    pub(super) fn lay(
+    pub(crate) fn lay(
         device: &Device,
         (slots, slot_bytes): (usize, usize),
         (has_servers, has_column): (bool, bool),
@@ -76,11 +76,11 @@ impl Slots {
                 }
             }
             let to = if pool == Pool::Sends { &mut to_send } else { &mut to_land };
-            to.extend((0..slots).zip(&mut numbers).map(|(index, number)| Slot {
-                number,
-                pool,
-                at: base.wrapping_add(index * slot_bytes),
-                on_gpu: gpu.is_some(),
+            to.extend((0..slots).zip(&mut numbers).map(|(index, number)| {
+                let at = base.wrapping_add(index * slot_bytes);
+                // SAFETY: the bytes are this slot's alone, of memory that the pipeline holds until
+                // the loop has ended, and numbers count up.
+                unsafe { Slot::new(number, pool, at, gpu.is_some()) }
             }));
         }
         let registered = |slots: &mut Option<GpuSlots>| slots.as_mut()?.registered.take();

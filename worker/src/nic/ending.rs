@@ -1,186 +1,108 @@
-//! How rounds, lanes and the NIC loop end before their time: a tensor that is of no use any more, a
-//! lane that closes, a job that is over, a rank that leaves.
+//! How rounds and lanes end before their time: a part that is of no use any more, a lane that
+//! closes, a job that is over, a rank that leaves.
 
-use super::staged::Staged;
-use super::{Command, Lane, LaneId, Nic, Outgoing, Receiving, Report};
-use crate::error::Error;
-use bps_engine::ring::Mpsc;
+use super::{LaneId, Nic, PartId, Phase, Receiving, Report, Stage};
 use bps_engine::transport::Cause;
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, Ordering};
-
-/// Finishes what is in the queue of a loop that has ended.
-pub(crate) fn drain(commands: &Mpsc<Command>, error: &Error) {
-    while let Some(command) = commands.pop() {
-        match command {
-            Command::Push { task, .. } => task.finish_now(Err(error.clone())),
-            Command::PushGpu { push, .. } => push.task.finish_now(Err(error.clone())),
-            _ => {}
-        }
-    }
-}
+use std::collections::VecDeque;
 
 impl Nic {
-    /// A name on which the ranks disagree: what is pending of its tensors fails, and so does what
-    /// comes, but for `agreed` rounds of them. A tensor that is not there was replaced by all.
-    pub(super) fn poison(&mut self, name: &str, agreed: &[(u32, u64)], error: &Error) {
-        for &(tensor, rounds) in agreed {
-            let Some(Some(state)) = self.tensors.get_mut(tensor as usize) else { continue };
-            if state.plan.name != name || state.poisoned.is_some() {
-                continue;
-            }
-            // The pipeline of a GPU knows no rounds: there, all that is pending fails.
-            let rounds = if state.plan.device { 0 } else { rounds };
-            state.doomed = Some((rounds, error.clone()));
-            self.poison_if_doomed(tensor);
-        }
-    }
-
-    /// Fails what is pending of a doomed tensor, once it has had the rounds agreed on.
-    pub(super) fn poison_if_doomed(&mut self, tensor: u32) {
-        let Some(Some(state)) = self.tensors.get_mut(tensor as usize) else { return };
-        let agreed = state.doomed.as_ref().map_or(u64::MAX, |(rounds, _)| *rounds);
-        if state.round < agreed || state.round == agreed && state.run.is_some() {
+    /// Nobody wants rounds of this part any more: one that is open is over once no transport has
+    /// its memory.
+    pub(super) fn abandon_part(&mut self, part: PartId) {
+        let state = self.part_mut(part);
+        assert!(!state.abandoned, "a part is abandoned once");
+        state.abandoned = true;
+        if !state.is_open() {
             return;
         }
-        let Some((_, error)) = state.doomed.take() else { return };
-        state.poisoned = Some(error.clone());
-        for waiting in state.waiting.drain(..) {
-            waiting.task.finish_now(Err(error.clone()));
-        }
-        if state.plan.device {
-            self.pipeline.tell(Staged::Poisoned { tensor, error: error.clone() });
-        }
-        let Some(run) = state.run else { return };
-        self.queue.remove(|of| of.run == run);
+        self.queue.remove(|one| *one == part);
         let mut unsaid = Vec::new();
         for lane in &mut self.lanes {
-            lane.outbox.retain(|one| match one {
-                Outgoing::Part(word) if word.of.run == run => {
-                    unsaid.push(*word);
-                    false
-                }
-                _ => true,
-            });
+            unsaid.extend(lane.outbox.iter().filter(|word| word.part == part));
+            lane.outbox.retain(|word| word.part != part);
         }
-        self.forget_in_group(run);
-        self.give_slots_back(run, &unsaid);
-        self.drop_held(run);
-        self.forget_grants(run);
-        let is_landing = |lane: &&Lane| match &lane.receiving {
-            Receiving::Landing { part, .. } => part.run == run,
-            _ => false,
-        };
-        let landing = u32::try_from(self.lanes.iter().filter(is_landing).count()).unwrap_or(0);
-        let state = &mut self.runs[run as usize];
-        state.failed = Some(error.clone());
+        self.forget_in_circle(part);
+        self.give_slots_back(part, &unsaid);
+        self.drop_held(part);
+        self.forget_grant(part);
+        let is_landing = self.lanes.iter().any(
+            |lane| matches!(&lane.receiving, Receiving::Landing { part: one, .. } if *one == part),
+        );
+        let state = self.part_mut(part);
         // No other result will come for it: only memory that a transport still has is open.
-        state.open = state.posted + landing + 1;
-        self.close_one(run);
+        state.open = state.posted + u32::from(is_landing);
+        if !is_landing {
+            state.stage = Stage::Idle;
+        }
+        if state.open == 0 {
+            self.end_round(part);
+        }
     }
 
     /// The job is over: the kernel must let go of all memory before any task is finished.
-    pub(super) fn fail(&mut self, error: Error) {
-        if self.over.is_some() {
-            return;
-        }
-        let error = match (error, self.where_it_stands()) {
-            (Error::PeerDied(text), Some(round)) => Error::PeerDied(format!("{text}; {round}")),
-            (error, _) => error,
-        };
-        (self.config.say)(&error);
-        self.over = Some(error);
-        for position in 0..self.lanes.len() {
-            self.endpoint.close(LaneId(u32::try_from(position).unwrap_or(u32::MAX)));
-        }
-        self.fail_pending();
-    }
-
-    /// Once every lane is closed, nobody but us holds the callers' memory.
-    pub(super) fn fail_pending(&mut self) {
-        let Some(error) = self.over.clone() else { return };
-        if self.lanes.iter().any(|lane| lane.open) {
-            return;
-        }
-        for run in &mut self.runs {
-            if let Some(task) = run.task.take() {
-                task.finish_now(Err(error.clone()));
-            }
-        }
-        for tensor in self.tensors.iter_mut().flatten() {
-            tensor.run = None;
-            for waiting in tensor.waiting.drain(..) {
-                waiting.task.finish_now(Err(error.clone()));
-            }
+    pub(crate) fn close(&mut self) {
+        self.phase = Phase::Over;
+        for lane in (0..).map(LaneId).take(self.lanes.len()) {
+            self.endpoint.close(lane);
         }
     }
 
-    pub(super) fn leave(&mut self) {
-        if self.over.is_some() {
-            return;
-        }
-        let is_open = self.tensors.iter().flatten().any(|tensor| tensor.run.is_some());
-        if is_open || self.pipeline.is_busy() {
-            let text = "shutdown was called while a push_pull was under way: synchronize it first";
-            return self.fail(Error::Closed(text.into()));
-        }
-        self.leaving = true;
+    /// This rank leaves in good order: says so on each lane, as there is room.
+    pub(crate) fn leave(&mut self) {
+        assert!(self.phase == Phase::Running && !self.is_open(), "nothing is under way");
+        self.phase = Phase::Leaving;
         self.say_goodbyes();
+    }
+
+    /// Whether all is said that was to be said to the ranks of the group that are there.
+    #[must_use]
+    pub(crate) fn is_all_said(&self) -> bool {
+        // Who has left before hears nothing more.
+        self.lanes.iter().all(|lane| lane.outbox.is_empty() || !lane.open)
     }
 
     /// Says goodbye on each lane that has room for it. A lane that ends without has died, as its
     /// other end sees it, and takes the job with it.
-    pub(super) fn say_goodbyes(&mut self) {
-        for position in 0..self.lanes.len() {
-            let id = LaneId(u32::try_from(position).unwrap_or(u32::MAX));
-            let lane = &self.lanes[position];
+    pub(crate) fn say_goodbyes(&mut self) {
+        if self.phase != Phase::Leaving {
+            return;
+        }
+        for id in (0..).map(LaneId).take(self.lanes.len()) {
+            let lane = self.lane(id);
             if lane.open && !lane.said_goodbye && self.say_goodbye(id).is_ok() {
-                self.lanes[position].said_goodbye = true;
+                self.lane_mut(id).said_goodbye = true;
             }
         }
     }
 
-    /// The loop has [ended](Self::ended), and is not stepped again: forgets all memory of others,
-    /// says so by these two, and finishes what is in its queue.
-    pub fn end(&mut self, ended: &AtomicBool, over: &OnceLock<Error>) {
-        if let Some(error) = &self.over {
-            let _ = over.set(error.clone());
-        }
-        self.forget_memory();
-        ended.store(true, Ordering::SeqCst);
-        let closed = Error::Closed("this worker has shut down".into());
-        let error = over.get().unwrap_or(&closed);
-        self.close_pipeline(error);
-        drain(&self.commands, error);
-    }
-
     pub(super) fn on_closed(&mut self, lane: LaneId, cause: Cause) {
         let round = self.where_it_stands();
-        let state = &mut self.lanes[lane.0 as usize];
+        let state = self.lane_mut(lane);
         state.open = false;
         state.receiving = Receiving::Closing;
         let (peer, goodbye) = (state.peer, state.goodbye);
+        // Who has left in good order has all that it needs, and no transport has our memory now.
+        let has_left = goodbye && self.phase != Phase::Over;
+        let unsent = if has_left { self.lane(lane).posted.clone() } else { VecDeque::new() };
         for circle in [&mut self.group, &mut self.column] {
             if let Ok(peer) = circle.place(lane) {
                 circle.collector.gone(peer);
             }
         }
-        if self.over.is_some() {
-            self.fail_pending();
-        } else if !self.leaving && !goodbye {
+        unsent.into_iter().for_each(|part| self.frame_sent(lane, part));
+        if self.phase == Phase::Running && !goodbye {
             self.report(Report::Lost { peer, cause, round });
         }
     }
 
     /// "round 812 of `layer4.weight` was open", or which was the last one.
-    pub(super) fn where_it_stands(&self) -> Option<String> {
-        let open = self.tensors.iter().flatten().find(|tensor| tensor.run.is_some());
-        let last = self.tensors.get(self.latest as usize).and_then(Option::as_ref);
-        let (tensor, how) = match (open, last) {
-            (Some(tensor), _) => (tensor, "was open"),
-            (None, Some(tensor)) if tensor.round > 0 => (tensor, "was the last one"),
+    pub(crate) fn where_it_stands(&self) -> Option<String> {
+        let open = self.parts.iter().find(|part| part.is_open());
+        let (part, how) = match (open, self.latest) {
+            (Some(part), _) => (part, "was open"),
+            (None, Some(latest)) => (self.part(latest), "was the last one"),
             _ => return None,
         };
-        Some(format!("round {} of `{}` {how}", tensor.round, tensor.plan.name))
+        Some(format!("round {} of `{}` {how}", part.round, part.plan.name))
     }
 }

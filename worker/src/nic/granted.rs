@@ -6,8 +6,8 @@
 //! granted, so that a result that comes another way always finds one: what a granted slot waits for
 //! may be another rank. Slots in the GPU's memory serve nothing else, and all of them may be.
 
-use super::staged::{Pool, Slot, SlotMemory};
-use super::{LaneId, Nic, Operation, RunPart, Stage};
+use super::{LaneId, Nic, PartId, Stage};
+use crate::rounds::{Pool, Slot, SlotMemory};
 use bps_engine::trace::log;
 use bps_engine::transport::Answer;
 
@@ -15,23 +15,24 @@ use bps_engine::transport::Answer;
 #[derive(Default)]
 pub(super) struct Granted {
     /// A slot without a part is one whose round is of no use any more.
-    slots: Vec<Option<(Slot, Option<RunPart>)>>,
+    slots: Vec<Option<(Slot, Option<PartId>)>>,
     count: usize,
     /// They are in the GPU's memory.
     on_gpu: bool,
 }
 
 impl Granted {
-    fn insert(&mut self, slot: Slot, of: RunPart) {
-        let index = slot.number as usize;
+    fn insert(&mut self, slot: Slot, part: PartId) {
+        let index = slot.number() as usize;
         if self.slots.len() <= index {
             self.slots.resize(index + 1, None);
         }
-        self.slots[index] = Some((slot, Some(of)));
+        assert!(self.slots[index].is_none(), "a slot is granted once");
+        self.slots[index] = Some((slot, Some(part)));
         self.count += 1;
     }
 
-    fn take(&mut self, token: u64) -> Option<(Slot, Option<RunPart>)> {
+    fn take(&mut self, token: u64) -> Option<(Slot, Option<PartId>)> {
         let index = usize::try_from(token).ok()?;
         let taken = self.slots.get_mut(index)?.take()?;
         self.count -= 1;
@@ -44,7 +45,7 @@ impl Nic {
     pub(super) fn register_slots(&mut self, memory: SlotMemory) {
         let Some(rdma) = self.endpoint.rdma() else { return };
         let SlotMemory { to_send, to_land, gpu_to_send, gpu_to_land } = memory;
-        self.pipeline.granted.on_gpu = gpu_to_land.is_some();
+        self.granted.on_gpu = gpu_to_land.is_some();
         // SAFETY: the pipeline keeps the slots until the loop has ended, and the loop forgets them
         // before (`forget_memory`). A slot that a posted frame granted is left alone (`Granted`).
         // Where slots are in the GPU's memory all lanes to servers are RDMA, and no others have
@@ -61,7 +62,7 @@ impl Nic {
     }
 
     /// No lane is left: devices are to know no memory of others any more.
-    pub(super) fn forget_memory(&mut self) {
+    pub(crate) fn forget_memory(&mut self) {
         if let Some(rdma) = self.endpoint.rdma() {
             rdma.unregister();
             log::info!("{}", rdma.counters());
@@ -70,68 +71,70 @@ impl Nic {
 
     /// The slot that the result of a part may be written to by the server's device, if it may: the
     /// next one that is free.
-    pub(super) fn slot_to_grant(&mut self, lane: LaneId, of: RunPart) -> Option<Slot> {
-        let on_gpu = self.pipeline.granted.on_gpu;
-        let free = self.pipeline.free(if on_gpu { Pool::Answers } else { Pool::Results });
+    pub(super) fn slot_to_grant(&mut self, lane: LaneId, part: PartId) -> Option<Slot> {
+        let on_gpu = self.granted.on_gpu;
+        let free = self.free(if on_gpu { Pool::Answers } else { Pool::Results });
         let (slot, free) = (*free.last()?, free.len());
-        let (tensor, part) = self.planned(of)?;
-        let is_root =
-            matches!(tensor.plan.operation, Operation::Broadcast(root) if root == self.config.rank);
+        let state = self.part(part);
         // A checksum comes in a header, which such a result has not.
-        let may = tensor.plan.device
-            && !is_root
-            && !self.lanes[lane.0 as usize].checks
-            && (on_gpu || free > self.pipeline.granted.count)
-            && self.endpoint.grants(lane, slot.at, part.bytes);
+        let may = state.plan.device
+            && !state.is_root(&self.config)
+            && !self.lane(lane).checks
+            && (on_gpu || free > self.granted.count)
+            && self.endpoint.grants(lane, slot.at(), state.plan.bytes);
         may.then_some(slot)
     }
 
     /// How a frame asks for its answer into this slot.
-    pub(super) fn answer_into(&self, of: RunPart, slot: Option<Slot>) -> Answer {
-        match (slot, self.planned(of)) {
-            (Some(slot), Some((_, part))) => {
-                Answer::Wanted { at: slot.at, length: part.bytes, token: slot.number.into() }
-            }
-            _ => Answer::No,
-        }
+    pub(super) fn answer_into(&self, part: PartId, slot: Option<Slot>) -> Answer {
+        slot.map_or(Answer::No, |slot| Answer::Wanted {
+            at: slot.at(),
+            length: self.part(part).plan.bytes,
+            token: slot.number().into(),
+        })
     }
 
     /// The slot, which `slot_to_grant` named, is granted.
-    pub(super) fn grant_slot(&mut self, of: RunPart, slot: Slot) {
-        let taken = self.pipeline.free(slot.pool).pop();
-        debug_assert_eq!(taken, Some(slot), "a slot was taken meanwhile");
-        self.pipeline.granted.insert(slot, of);
-        self.set_stage(of, Stage::Granted);
+    pub(super) fn grant_slot(&mut self, part: PartId, slot: Slot) {
+        let taken = self.free(slot.pool()).pop();
+        assert_eq!(taken, Some(slot), "nobody has taken the slot meanwhile");
+        self.granted.insert(slot, part);
+        self.part_mut(part).stage = Stage::Granted;
     }
 
     /// A result has come into the slot that was granted for it.
     pub(super) fn on_answered(&mut self, lane: LaneId, token: u64) {
-        let Some((slot, of)) = self.pipeline.granted.take(token) else { return };
-        let Some(of) = of else { return self.land_in(slot) };
-        let Some((tensor, part)) = self.planned(of) else { return self.land_in(slot) };
-        let (round, rank) = (tensor.round, self.config.rank);
+        let (slot, part) = self.granted.take(token).expect("a slot that is written was granted");
+        let Some(part) = part else { return self.land_in(slot) };
+        let state = self.part(part);
+        assert!(state.stage == Stage::Granted, "its slot was granted for this round");
+        let (key, round, bytes) = (state.plan.key, state.round, state.plan.bytes);
         self.statistics.counters.frames_in.add(1);
-        self.statistics.counters.bytes_in.add(part.bytes as u64);
-        let (begins, ends) = self.marks(lane, of);
+        self.statistics.counters.bytes_in.add(bytes as u64);
+        let (begins, ends) = self.marks(lane, part);
         for mark in [begins, ends] {
-            self.trace.record(mark, part.key, round, rank, part.bytes);
+            self.trace.record(mark, key, round, self.config.rank, bytes);
         }
-        self.staged_result(of, Some(slot));
+        self.on_result(part, Some(slot));
     }
 
     /// The result for which a slot was granted comes another way, with a header.
     pub(super) fn on_declined(&mut self, token: u64) {
-        let Some((slot, of)) = self.pipeline.granted.take(token) else { return };
-        if let Some(of) = of {
-            self.set_stage(of, Stage::Asked);
+        // Which the device of the other end says: it may say it of any slot.
+        let Some((slot, part)) = self.granted.take(token) else { return };
+        if let Some(part) = part {
+            self.part_mut(part).stage = Stage::Asked;
         }
         self.land_in(slot);
     }
 
-    /// Results of this run are not wanted any more. Their slots stay granted until they come.
-    pub(super) fn forget_grants(&mut self, run: u32) {
-        for (_, of) in self.pipeline.granted.slots.iter_mut().flatten() {
-            *of = of.filter(|of| of.run != run);
+    /// The result of this part is not wanted any more. Its slot stays granted until it comes.
+    pub(super) fn forget_grant(&mut self, part: PartId) {
+        if self.part(part).stage != Stage::Granted {
+            return;
+        }
+        for (_, one) in self.granted.slots.iter_mut().flatten() {
+            *one = one.filter(|one| *one != part);
         }
     }
 }

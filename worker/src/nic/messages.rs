@@ -1,158 +1,13 @@
-//! What the NIC loop is told and tells: plans, commands, reports, and what others read of it.
+//! What the lanes of a worker are told at start, and what they tell: reports, and what others read
+//! of them.
 
-use super::staged::{Slot, ToPipeline, Word};
-use crate::error::Error;
-use crate::gpu::Push;
-use crate::task::Task;
-use bps_engine::base::{DType, Epoch, Key, Operation, Rank};
+use bps_engine::base::{Epoch, Rank};
 use bps_engine::proto::messages::StalledKey;
 use bps_engine::proto::paths::AwaitedKey;
 use bps_engine::trace::counters::{Counter, Counters};
-use bps_engine::trace::timeline::Recorder;
-use bps_engine::transport::{Cause, LaneId};
+use bps_engine::transport::Cause;
 use std::sync::Arc;
 use std::time::Duration;
-
-/// A part of a tensor, with the lanes that it takes.
-#[derive(Clone, Copy, Debug)]
-pub struct PlanPart {
-    /// Its id.
-    pub key: Key,
-    /// First byte within the tensor.
-    pub offset: usize,
-    /// Its size.
-    pub bytes: usize,
-    /// The lane to the core that sums it over the groups; `None` if this rank's group is the only
-    /// one.
-    pub core: Option<LaneId>,
-    /// The lane to the rank that sums it in the group; `None` if that is this one.
-    pub owner: Option<LaneId>,
-    /// That rank.
-    pub owner_rank: Rank,
-    /// Of a tensor on GPUs: the rank to which NCCL reduces it, below this rank's PCIe switch. That
-    /// is the owner, where it is below this switch.
-    pub holder: Rank,
-}
-
-/// All that the loop must know of a tensor before it is pushed.
-#[derive(Debug)]
-pub struct Plan {
-    /// Its name, for messages.
-    pub name: String,
-    /// Its element type.
-    pub dtype: DType,
-    /// What a round computes.
-    pub operation: Operation,
-    /// It lives on GPUs: its parts pass through the slots of a pipeline.
-    pub device: bool,
-    /// In order of offset, without gaps.
-    pub parts: Box<[PlanPart]>,
-}
-
-/// Memory of a caller, valid until its task is finished: see [`crate::PushPull`].
-#[derive(Clone, Copy, Debug)]
-pub struct Memory {
-    /// What is pushed.
-    pub source: *const u8,
-    /// Where the result lands; may be the source.
-    pub target: *mut u8,
-}
-
-// SAFETY: the pointers are only followed by the NIC thread, and the caller of `push_pull` promises
-// that the memory stays valid and unshared until the task is finished.
-unsafe impl Send for Memory {}
-
-/// From the other threads to the loop.
-pub enum Command {
-    /// A tensor was declared.
-    Plan {
-        /// Its id: dense, from 0.
-        tensor: u32,
-        /// Where its parts live.
-        plan: Arc<Plan>,
-    },
-    /// Push this tensor and pull its result.
-    Push {
-        /// Its id.
-        tensor: u32,
-        /// Its bytes.
-        memory: Memory,
-        /// Larger goes sooner.
-        priority: i64,
-        /// Told when it is over.
-        task: Arc<Task>,
-    },
-    /// A GPU's pipeline is there: what concerns it is to go here from now on.
-    OpenPipeline(ToPipeline),
-    /// To the pipeline: push this tensor of the GPU and pull its result. It passes here so that it
-    /// comes behind the tensor's plan.
-    PushGpu {
-        /// Its id.
-        tensor: u32,
-        /// All else.
-        push: Box<Push>,
-    },
-    /// From the pipeline: the next round of a tensor is open, its parts will come one by one.
-    Open {
-        /// Its id.
-        tensor: u32,
-        /// Larger goes sooner.
-        priority: i64,
-    },
-    /// From the pipeline: a part of an open round may be sent.
-    Part {
-        /// The tensor.
-        tensor: u32,
-        /// The part's place in its plan.
-        part: u32,
-        /// Where its bytes are; none where the part carries none.
-        slot: Option<Slot>,
-    },
-    /// From the pipeline: it is done with this slot, and a result may land here.
-    Land(Slot),
-    /// From the pipeline: this is to be said to a rank of the group, or to all.
-    Say {
-        /// To whom.
-        to: Option<Rank>,
-        /// What.
-        word: Word,
-    },
-    /// From the pipeline: rounds that wait for ranks of this host; goes into the next
-    /// [`Report::Stalled`].
-    Stalled {
-        /// The oldest first.
-        keys: Vec<StalledKey>,
-    },
-    /// From the pipeline: the GPU can't go on.
-    GpuFailed {
-        /// Why.
-        message: String,
-    },
-    /// Record a timeline with these from now on; recorders that are off end it.
-    Trace {
-        /// The loop's own.
-        nic: Recorder,
-        /// The pipeline's.
-        gpu: Recorder,
-    },
-    /// This name is of no use any more: what is pending of its tensors fails, and so does what
-    /// comes, but for rounds on which the ranks had agreed.
-    Poison {
-        /// The name.
-        name: String,
-        /// How many rounds of which of its tensors. All rounds of one that is not here.
-        agreed: Vec<(u32, u64)>,
-        /// Why.
-        error: Error,
-    },
-    /// The job is over for this worker: close all lanes, then fail what is pending.
-    Fail {
-        /// Why.
-        error: Error,
-    },
-    /// Nothing is pending: say goodbye on all lanes and end.
-    Leave,
-}
 
 /// From the loop to the control thread.
 #[derive(Debug)]
@@ -210,7 +65,7 @@ pub enum Peer {
     Rank(Rank),
 }
 
-/// What a NIC loop is and whom it talks to.
+/// Whom the lanes serve, and to whom they lead.
 pub struct NicConfig {
     /// Which rank it serves.
     pub rank: Rank,
@@ -225,8 +80,6 @@ pub struct NicConfig {
     pub column: Vec<Rank>,
     /// A round that others of the group have pushed, or not, for longer than this is reported.
     pub stall_report: Duration,
-    /// Called with what ended the job, before any caller sees it.
-    pub say: fn(&Error),
 }
 
 /// What the other threads read of a loop.

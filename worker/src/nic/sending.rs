@@ -1,37 +1,30 @@
-//! What leaves a NIC loop: contributions to servers by priority and credit, and the frames between
+//! What leaves the lanes: contributions to servers by priority and credit, and the frames between
 //! the ranks of a group in the order in which they were said.
 
-use super::group::is_scaled;
-use super::staged::Slot;
-use super::{LaneId, Memory, Nic, Operation, Outgoing, Peer, Run, RunPart, Stage, Tensor, Word};
+use super::circle::is_scaled;
+use super::{LaneId, Nic, Operation, Part, PartId, PartWord, Peer, Phase, Stage};
+use crate::rounds::Slot;
+use crate::rounds::handover::ToGpu;
 use bps_engine::base::{DType, Key, Round};
 use bps_engine::trace::timeline::Mark;
 use bps_engine::transport::{Frame, Full};
 use bps_engine::wire::header::{FLAG_PAYLOAD_CHECKSUM, FLAG_SCALED};
 use bps_engine::wire::{Header, Kind, crc32c};
 
-/// Token of a frame that has none of a task's memory.
+/// Token of a frame that has none of a part's memory.
 pub(super) const QUIET: u64 = u64::MAX;
-
-fn token(of: RunPart) -> u64 {
-    u64::from(of.run) << 32 | u64::from(of.part)
-}
-
-fn part_of(token: u64) -> RunPart {
-    let low = |number: u64| u32::try_from(number & u64::from(u32::MAX)).unwrap_or(u32::MAX);
-    RunPart { run: low(token >> 32), part: low(token) }
-}
 
 impl Nic {
     /// A part goes to its server once credit and priority let it.
-    pub(super) fn send_to_server(&mut self, of: RunPart) {
-        let priority = self.runs[of.run as usize].priority;
-        let Some((_, part)) = self.planned(of) else { return };
-        self.queue.push(priority, part.bytes, of);
+    pub(super) fn send_to_server(&mut self, part: PartId) {
+        let state = self.part(part);
+        assert!(state.plan.core.is_some(), "a part that is summed elsewhere has a core");
+        let (priority, bytes) = (state.priority, state.plan.bytes);
+        self.queue.push(priority, bytes, part);
     }
 
-    pub(super) fn pump_all(&mut self) {
-        if self.leaving || self.over.is_some() {
+    pub(crate) fn pump_all(&mut self) {
+        if self.phase != Phase::Running {
             return;
         }
         self.grant_next();
@@ -43,172 +36,151 @@ impl Nic {
 
     /// Posts what waits for servers, as far as credit and transport allow.
     fn pump(&mut self) {
-        while let Some(&of) = self.queue.peek() {
-            let Some((tensor, part)) = self.planned(of) else { return };
-            let Some(lane) = part.core else { return };
-            let run = &self.runs[of.run as usize];
-            let rank = self.config.rank;
-            let silent =
-                matches!(tensor.plan.operation, Operation::Broadcast(root) if root != rank);
-            let length = if silent { 0 } else { part.bytes };
-            let mut header = self.header(Kind::Contribution, tensor.plan.dtype);
-            header.key = part.key;
-            header.round = Round(tensor.round);
-            header.length = u32::try_from(length).unwrap_or(u32::MAX);
+        while let Some(&part) = self.queue.peek() {
+            let state = self.part(part);
+            let lane = state.plan.core.expect("what is queued has a core");
+            let length = if self.is_silent(state) { 0 } else { state.plan.bytes };
+            let mut header = self.header(Kind::Contribution, state.plan.dtype);
+            header.key = state.plan.key;
+            header.round = Round(state.round);
+            header.length = length_of(length);
             header.contributors = self.group_size();
-            if header.contributors > 1 && is_scaled(&tensor.plan) {
+            if header.contributors > 1 && is_scaled(&state.plan) {
                 header.flags |= FLAG_SCALED;
             }
-            let payload = match tensor.slots.get(of.part as usize) {
-                Some(slot) => slot.map_or(std::ptr::null(), |slot| slot.at.cast_const()),
-                None => self.contribution(run, part.offset, tensor.plan.operation),
-            };
-            if self.lanes[lane.0 as usize].checks && length > 0 {
+            let payload = if length == 0 { std::ptr::null() } else { self.contribution(state) };
+            if self.lane(lane).checks && length > 0 {
                 // SAFETY: the part lies inside the tensor (the plan's offsets were checked against
-                // the declared size), which the caller keeps valid until the task is finished.
+                // the declared size), which the caller keeps valid until the task is finished, or
+                // in a slot that is its own until it is sent.
                 let bytes = unsafe { std::slice::from_raw_parts(payload, length) };
                 header.flags |= FLAG_PAYLOAD_CHECKSUM;
                 header.payload_checksum = crc32c(bytes);
             }
-            let slot = self.slot_to_grant(lane, of);
-            let (header_bytes, answer) = (header.encode(), self.answer_into(of, slot));
-            let frame = Frame { answer, ..Frame::new(header_bytes, payload, length, token(of)) };
+            let slot = self.slot_to_grant(lane, part);
+            let (raw, answer) = (header.encode(), self.answer_into(part, slot));
+            let frame = Frame { answer, ..Frame::new(raw, payload, length, part.0.into()) };
             let at = self.trace.now();
-            if !self.lanes[lane.0 as usize].open || self.endpoint.post(lane, &frame).is_err() {
+            if !self.lane(lane).open || self.endpoint.post(lane, &frame).is_err() {
                 return;
             }
             self.trace.frame_at(at, Mark::Posted, &header);
             self.statistics.posted(length);
             self.queue.take();
-            self.lanes[lane.0 as usize].posted += 1;
-            self.set_stage(of, Stage::Asked);
-            self.note_asked(of);
+            self.lane_mut(lane).posted.push_back(part);
+            let now = self.now;
+            let state = self.part_mut(part);
+            (state.stage, state.asked) = (Stage::Asked, now);
+            state.open += 1;
+            state.posted += 1;
             if let Some(slot) = slot {
-                self.grant_slot(of, slot);
+                self.grant_slot(part, slot);
             }
-            let run = &mut self.runs[of.run as usize];
-            run.open += 1;
-            run.posted += 1;
         }
     }
 
-    /// The slot that a part was to be sent from, if it is of a tensor on the GPU and has bytes.
-    pub(super) fn take_slot(&mut self, of: RunPart) -> Option<Slot> {
-        let tensor = self.runs[of.run as usize].tensor as usize;
-        self.tensors.get_mut(tensor)?.as_mut()?.slots.get_mut(of.part as usize)?.take()
-    }
-
     /// What a server gets: this rank's bytes, or the sum of its group, which is in the target.
-    fn contribution(&self, run: &Run, offset: usize, operation: Operation) -> *const u8 {
-        let is_sum = !matches!(operation, Operation::Broadcast(_));
+    fn contribution(&self, part: &Part) -> *const u8 {
+        if part.plan.device {
+            return part.slot.expect("a part with bytes is pushed in a slot").at().cast_const();
+        }
+        let memory = part.memory.expect("a part of the host is pushed with its memory");
+        let is_sum = !matches!(part.plan.operation, Operation::Broadcast(_));
         if is_sum && !self.group.lanes.is_empty() {
-            run.memory.target.cast_const().wrapping_add(offset)
+            memory.target().cast_const()
         } else {
-            run.memory.source.wrapping_add(offset)
+            memory.source()
         }
     }
 
     /// Where a part is that the ranks of a circle add up, and where their sum goes: in the tensor,
     /// or in the slot that it was copied to.
-    pub(super) fn memory_of(&self, of: RunPart) -> Memory {
-        let Some((tensor, part)) = self.planned(of) else {
-            return Memory { source: std::ptr::null(), target: std::ptr::null_mut() };
-        };
-        if let Some(slot) = tensor.slots.get(of.part as usize) {
-            let at = slot.map_or(std::ptr::null_mut(), |slot| slot.at);
-            return Memory { source: at.cast_const(), target: at };
+    pub(super) fn ends_of(&self, part: PartId) -> (*const u8, *mut u8) {
+        let state = self.part(part);
+        match (state.slot, state.memory) {
+            (Some(slot), None) => (slot.at().cast_const(), slot.at()),
+            (None, Some(memory)) => (memory.source(), memory.target()),
+            ends => unreachable!("a part is in a slot or in a tensor: {ends:?}"),
         }
-        let Memory { source, target } = self.runs[of.run as usize].memory;
-        let (source, target) = (source.wrapping_add(part.offset), target.wrapping_add(part.offset));
-        Memory { source, target }
     }
 
-    /// What a rank of the group is sent of a part with a frame of this kind; null if nothing.
-    fn payload(&self, of: RunPart, kind: Kind) -> *const u8 {
+    /// What a rank of the group is sent of a part with a frame of this kind, if anything.
+    fn payload(&self, part: PartId, kind: Kind) -> Option<*const u8> {
         match kind {
-            Kind::Contribution => self.memory_of(of).source,
-            Kind::Publication => match self.planned(of) {
-                Some((Tensor { results, plan, .. }, _)) if plan.device => {
-                    let slot = results.get(of.part as usize).copied().flatten();
-                    slot.map_or(std::ptr::null(), |slot| slot.at.cast_const())
-                }
-                _ => self.memory_of(of).target.cast_const(),
-            },
-            _ => std::ptr::null(),
+            Kind::Contribution => Some(self.ends_of(part).0),
+            Kind::Publication if self.part(part).plan.device => {
+                self.part(part).result.map(|slot| slot.at().cast_const())
+            }
+            Kind::Publication => Some(self.ends_of(part).1.cast_const()),
+            _ => None,
         }
     }
 
     /// CRC-32C of what a rank of the group is sent of a part, if payloads on its lane carry one.
-    pub(super) fn checksum(&self, lane: LaneId, of: RunPart, kind: Kind) -> Option<u32> {
-        let (_, part) = self.planned(of).filter(|_| self.lanes[lane.0 as usize].checks)?;
-        let payload = self.payload(of, kind);
-        if payload.is_null() {
+    pub(super) fn checksum(&self, lane: LaneId, part: PartId, kind: Kind) -> Option<u32> {
+        if !self.lane(lane).checks {
             return None;
         }
+        let payload = self.payload(part, kind)?;
         // SAFETY: the part lies inside the tensor, which the caller keeps valid until the task is
         // finished, or in a slot of its own; the loop writes to it only when contributions are
         // added or a result lands, and neither is under way for a part that is about to be sent.
-        let bytes = unsafe { std::slice::from_raw_parts(payload, part.bytes) };
+        let bytes = unsafe { std::slice::from_raw_parts(payload, self.part(part).plan.bytes) };
         Some(crc32c(bytes))
     }
 
     /// Says something to a rank of the group, after what was said before.
-    pub(super) fn say_to(&mut self, lane: LaneId, word: Word) {
-        self.lanes[lane.0 as usize].outbox.push_back(Outgoing::Part(word));
+    pub(super) fn say_to(&mut self, lane: LaneId, word: PartWord) {
+        self.lane_mut(lane).outbox.push_back(word);
         if matches!(word.kind, Kind::Contribution | Kind::Publication) {
-            self.runs[word.of.run as usize].open += 1;
+            self.part_mut(word.part).open += 1;
         }
     }
 
     /// Posts what is to be said on the lane to a rank, as far as the transport takes it.
     fn flush(&mut self, lane: LaneId) {
-        let position = lane.0 as usize;
-        if !self.lanes[position].open {
+        if !self.lane(lane).open {
             return;
         }
-        while let Some(&outgoing) = self.lanes[position].outbox.front() {
-            let word = match outgoing {
-                Outgoing::Part(word) => word,
-                Outgoing::Gpu(word) => {
-                    if self.post_word(lane, word).is_err() {
-                        return;
-                    }
-                    self.lanes[position].outbox.pop_front();
-                    continue;
-                }
-            };
-            let Some((tensor, part)) = self.planned(word.of) else { return };
-            let payload = self.payload(word.of, word.kind);
-            let mut header = self.header(word.kind, tensor.plan.dtype);
-            if matches!(word.kind, Kind::Grant | Kind::Publication)
-                && let Peer::Rank(rank) = self.lanes[position].peer
-            {
-                header.rank = rank;
-            }
-            header.key = part.key;
-            header.round = Round(word.round);
-            let length = if payload.is_null() { 0 } else { part.bytes };
-            header.length = u32::try_from(length).unwrap_or(u32::MAX);
-            header.contributors = match (word.kind, tensor.plan.operation) {
-                (Kind::Publication, Operation::Sum | Operation::Average) => self.config.size,
-                _ => 1,
-            };
-            if let Some(checksum) = word.checksum {
-                header.flags |= FLAG_PAYLOAD_CHECKSUM;
-                header.payload_checksum = checksum;
-            }
-            let token = if length > 0 { token(word.of) } else { QUIET };
-            let frame = Frame::new(header.encode(), payload, length, token);
-            if self.endpoint.post(lane, &frame).is_err() {
+        while let Some(&word) = self.lane(lane).outbox.front() {
+            if self.post_word(lane, word).is_err() {
                 return;
             }
-            self.statistics.posted(length);
-            self.lanes[position].outbox.pop_front();
-            if length > 0 {
-                self.lanes[position].posted += 1;
-                self.runs[word.of.run as usize].posted += 1;
-            }
+            self.lane_mut(lane).outbox.pop_front();
         }
+    }
+
+    fn post_word(&mut self, lane: LaneId, word: PartWord) -> Result<(), Full> {
+        let PartWord { kind, part, round, checksum } = word;
+        let state = self.part(part);
+        let payload = self.payload(part, kind);
+        let mut header = self.header(kind, state.plan.dtype);
+        if matches!(kind, Kind::Grant | Kind::Publication)
+            && let Peer::Rank(rank) = self.lane(lane).peer
+        {
+            header.rank = rank;
+        }
+        header.key = state.plan.key;
+        header.round = Round(round);
+        let length = payload.map_or(0, |_| state.plan.bytes);
+        header.length = length_of(length);
+        header.contributors = match (kind, state.plan.operation) {
+            (Kind::Publication, Operation::Sum | Operation::Average) => self.config.size,
+            _ => 1,
+        };
+        if let Some(checksum) = checksum {
+            header.flags |= FLAG_PAYLOAD_CHECKSUM;
+            header.payload_checksum = checksum;
+        }
+        let token = if length > 0 { part.0.into() } else { QUIET };
+        let frame = Frame::new(header.encode(), payload.unwrap_or(std::ptr::null()), length, token);
+        self.endpoint.post(lane, &frame)?;
+        self.statistics.posted(length);
+        if length > 0 {
+            self.lane_mut(lane).posted.push_back(part);
+            self.part_mut(part).posted += 1;
+        }
+        Ok(())
     }
 
     pub(super) fn header(&self, kind: Kind, dtype: DType) -> Header {
@@ -224,37 +196,62 @@ impl Nic {
     }
 
     pub(super) fn on_sent(&mut self, lane: LaneId, token: u64) {
-        if token == QUIET {
-            return;
+        if token != QUIET {
+            let part = PartId(u32::try_from(token).expect("tokens are numbers of parts"));
+            self.frame_sent(lane, part);
         }
-        let of = part_of(token);
-        let Some((tensor, part)) = self.planned(of) else { return };
-        let (round, rank) = (tensor.round, self.config.rank);
-        let device = tensor.plan.device;
-        let mark = match self.lanes[lane.0 as usize].peer {
+    }
+
+    /// A frame with memory of this part is off this lane.
+    pub(super) fn frame_sent(&mut self, lane: LaneId, part: PartId) {
+        let state = self.part_mut(part);
+        state.posted = state.posted.checked_sub(1).expect("what is sent was posted");
+        let (of, round, device) = (state.plan.of, state.round, state.plan.device);
+        let (key, bytes, owner) = (state.plan.key, state.plan.bytes, state.plan.owner);
+        let mark = match self.lane(lane).peer {
             Peer::Server(_) => {
-                self.queue.returned(part.bytes);
-                self.slot_sent(of);
+                self.queue.returned(bytes);
+                self.slot_sent(part);
                 Some(Mark::Sent)
             }
-            Peer::Rank(_) if part.owner.is_some() => {
-                self.slot_sent(of);
+            Peer::Rank(_) if owner.is_some() => {
+                self.slot_sent(part);
                 Some(if device { Mark::Crossed } else { Mark::Contributed })
             }
             Peer::Rank(_) => {
-                self.result_sent(of);
+                self.result_sent(part);
                 (!device).then_some(Mark::Copied)
             }
         };
         if let Some(mark) = mark {
-            self.trace.record(mark, part.key, round, rank, part.bytes);
+            self.trace.record(mark, key, round, self.config.rank, bytes);
         }
-        let state = &mut self.lanes[lane.0 as usize];
-        state.posted -= 1;
-        if state.goodbye && state.posted == 0 {
+        let state = self.lane_mut(lane);
+        // The first one, but for transports that may tell of frames in another order.
+        let at = state.posted.iter().position(|posted| *posted == part);
+        state.posted.remove(at.expect("what is sent was posted"));
+        if state.open && state.goodbye && state.posted.is_empty() {
             self.endpoint.close(lane);
         }
-        self.runs[of.run as usize].posted -= 1;
-        self.close_one(of.run);
+        if self.close_one(part) && device && !self.part(part).abandoned {
+            self.gpu.tell(ToGpu::Over(of));
+        }
     }
+
+    /// A part has left the slot that it was to be sent from, if it had one.
+    pub(super) fn slot_sent(&mut self, part: PartId) {
+        if let Some(slot) = self.part_mut(part).slot.take() {
+            self.release(slot);
+        }
+    }
+
+    /// The slot that a part was to be sent from, which is another's from now on.
+    pub(super) fn take_slot(&mut self, part: PartId) -> Option<Slot> {
+        self.part_mut(part).slot.take()
+    }
+}
+
+/// A length for the wire.
+fn length_of(bytes: usize) -> u32 {
+    u32::try_from(bytes).expect("parts are far smaller than 4 GiB")
 }

@@ -1,7 +1,7 @@
 //! What the NIC loop notices about itself a few times a second: gauges, and results that do not
 //! come.
 
-use super::{Nic, NicStatistics, Peer, Receiving, Report, RunPart, Stage};
+use super::{Nic, NicStatistics, Peer, Phase, Report, Stage};
 use bps_engine::proto::paths::{AwaitedKey, PATH_KEYS_MAX};
 
 impl NicStatistics {
@@ -15,47 +15,29 @@ impl NicStatistics {
 
 impl Nic {
     /// Brings the gauges among its counters up to date: a few times a second, not in each turn.
-    pub fn sample(&self) {
+    pub(crate) fn sample(&self, tensors: usize) {
         let counters = &self.statistics.counters;
         counters.queued.set((self.queue.len() + self.gathered.len()) as u64);
         counters.lanes.set(self.lanes.iter().filter(|lane| lane.open).count() as u64);
-        counters.keys.set(self.tensors.iter().flatten().count() as u64);
-    }
-
-    /// A part's contribution is on its way to its server.
-    #[inline]
-    pub(super) fn note_asked(&mut self, of: RunPart) {
-        let tensor = self.runs[of.run as usize].tensor as usize;
-        if let Some(Some(tensor)) = self.tensors.get_mut(tensor) {
-            tensor.asked[of.part as usize] = self.now;
-        }
+        counters.keys.set(tensors as u64);
     }
 
     /// Reports what servers owe this rank. Half of the report time is enough: the scheduler asks
     /// the servers how far they are, and knows for whom to wait when it is time to say so.
     pub(super) fn look_for_results(&mut self) {
-        if self.over.is_some() || self.leaving {
+        if self.phase != Phase::Running {
             return;
         }
         let mut keys: Vec<AwaitedKey> = Vec::new();
-        for tensor in self.tensors.iter().flatten().filter(|tensor| tensor.run.is_some()) {
-            for (at, part) in tensor.plan.parts.iter().enumerate() {
-                let Some(lane) = part.core.filter(|_| part.owner.is_none()) else { continue };
-                let lane = &self.lanes[lane.0 as usize];
-                let run = tensor.run;
-                let is_landing = matches!(
-                    lane.receiving,
-                    Receiving::Landing { part, .. }
-                        if Some(part.run) == run && part.part as usize == at
-                );
-                let is_asked = matches!(tensor.stages[at], Stage::Asked | Stage::Granted);
-                let waited = self.now.saturating_sub(tensor.asked[at]);
-                let Peer::Server(server) = lane.peer else { continue };
-                if (is_asked || is_landing) && waited >= self.config.stall_report / 2 {
-                    let waited_ms = u64::try_from(waited.as_millis()).unwrap_or(u64::MAX);
-                    let (key, round) = (part.key, tensor.round);
-                    keys.push(AwaitedKey { key, round, server, waited_ms });
-                }
+        for part in self.parts.iter().filter(|part| part.is_open() && part.plan.owner.is_none()) {
+            let Some(lane) = part.plan.core else { continue };
+            let Peer::Server(server) = self.lane(lane).peer else { continue };
+            let is_asked = matches!(part.stage, Stage::Asked | Stage::Granted | Stage::Landing);
+            let waited = self.now.saturating_sub(part.asked);
+            if is_asked && waited >= self.config.stall_report / 2 {
+                let waited_ms = u64::try_from(waited.as_millis()).unwrap_or(u64::MAX);
+                let (key, round) = (part.plan.key, part.round);
+                keys.push(AwaitedKey { key, round, server, waited_ms });
             }
         }
         if keys.is_empty() && !self.awaits_told {

@@ -25,7 +25,7 @@ mod stream;
 pub(super) use machine::Machine;
 pub(super) use rank::{GpuFlight, GpuTensor, Landed, SimGpu, Spot};
 
-use bps_worker::gpu::Libraries;
+use bps_worker::cuda::Libraries;
 use std::cell::RefCell;
 use std::sync::OnceLock;
 

@@ -3,17 +3,19 @@
 
 use super::machine::Actor;
 use super::{libraries, machine};
-use bps_engine::base::Rank;
-use bps_engine::ring::Mpsc;
-use bps_engine::transport::Waker;
+use bps_engine::base::{Epoch, Rank};
+use bps_engine::lane::Endpoint;
 use bps_engine::transport::sim::Random;
-use bps_worker::gpu::{
-    Assembled, Assembly, Device, EventPool, Pipeline, PooledEvent, Push, Stream,
-};
-use bps_worker::nic::{Command, Nic};
-use bps_worker::switches::Switches;
+use bps_engine::transport::{Link, Waker};
+use bps_worker::cuda::{Device, EventPool, PooledEvent, Stream};
+use bps_worker::gpu::order_lanes::OrderLanes;
+use bps_worker::gpu::{Assembled, Assembly, Pipeline};
+use bps_worker::host::switches::Switches;
+use bps_worker::job::nic_loop::NicLoop;
+use bps_worker::rounds::handover::{GpuInbox, GpuPush, GpuThread};
 use bps_worker::task::Task;
 use bps_worker::{Error, Handle};
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -33,8 +35,12 @@ pub(in crate::sim) struct Spot {
     pub(in crate::sim) lanes: usize,
     pub(in crate::sim) slot_bytes: usize,
     pub(in crate::sim) roots: bool,
-    pub(in crate::sim) commands: Mpsc<Command>,
     pub(in crate::sim) nic_waker: Waker,
+    /// Of the pipeline and its lanes.
+    pub(in crate::sim) waker: Waker,
+    pub(in crate::sim) epoch: Epoch,
+    pub(in crate::sim) endpoint: Endpoint,
+    pub(in crate::sim) order: Vec<(Rank, Link)>,
     pub(in crate::sim) stall_report: Duration,
 }
 
@@ -50,11 +56,18 @@ pub(in crate::sim) struct SimGpu {
     over: Arc<OnceLock<Error>>,
     late_until: Duration,
     was_busy: bool,
+    inbox: GpuInbox,
+    /// What callers push when that queue is full.
+    backlog: VecDeque<(u32, Box<GpuPush>)>,
 }
 
 impl SimGpu {
-    /// Opens the GPU of this number, and hands the pipeline to the NIC loop.
-    pub(in crate::sim) fn open(spot: Spot, number: usize, random: &mut Random) -> SimGpu {
+    /// Opens the GPU of this number; the second is for the NIC loop.
+    pub(in crate::sim) fn open(
+        spot: Spot,
+        number: usize,
+        random: &mut Random,
+    ) -> (SimGpu, GpuThread) {
         let ordinal = u32::try_from(number).expect("few devices");
         let device = libraries().device(ordinal).expect("the device exists");
         device.make_current().expect("it has a context");
@@ -69,15 +82,19 @@ impl SimGpu {
         let place = line.iter().position(|one| *one == rank).expect("it is of its own line");
         let number_of = |value: usize| u32::try_from(value).expect("few ranks");
         let (size, place) = (number_of(line.len()), number_of(place));
-        let comm = (switches.ranks().len() > 1).then(|| {
+        let (waker, links) = (spot.waker, spot.order);
+        let host = (switches.ranks().len() > 1).then(|| {
             let nccl = libraries().nccl();
-            nccl.comm(&device, &id, size, place, None, PATIENCE, || true).expect("NCCL starts")
+            let comm = nccl.comm(&device, &id, size, place, None, PATIENCE, || true);
+            let lanes = OrderLanes::new(spot.endpoint, rank, spot.epoch, links);
+            (comm.expect("NCCL starts"), lanes.expect("simulated lanes"))
         });
         let (nic_ended, over) = (Arc::new(AtomicBool::new(false)), Arc::new(OnceLock::new()));
         let assembly = Assembly {
             device: device.clone(),
             events: events.clone(),
-            comm,
+            host,
+            waker,
             rank,
             switches,
             has_servers: spot.has_servers,
@@ -90,31 +107,40 @@ impl SimGpu {
             stall_report: spot.stall_report,
             inbox: 1 << random.below(7),
             numa_node: None,
-            commands: spot.commands.clone(),
             nic_waker: spot.nic_waker,
             nic_ended: Arc::clone(&nic_ended),
             job_over: Arc::clone(&over),
         };
-        let Assembled { pipeline, to, to_land, .. } = assembly.assemble().expect("it has all");
-        assert!(spot.commands.push(Command::OpenPipeline(to)).is_ok(), "the queue is empty");
-        for slot in to_land {
-            assert!(spot.commands.push(Command::Land(slot)).is_ok(), "the queue has room");
-        }
+        let Assembled { pipeline, inbox, to, .. } = assembly.assemble().expect("it has all");
         let (pipeline, late_until) = (Some(pipeline), Duration::ZERO);
         let was_busy = false;
-        SimGpu { number, device, events, stream, pipeline, nic_ended, over, late_until, was_busy }
+        let gpu = SimGpu {
+            number,
+            device,
+            events,
+            stream,
+            pipeline,
+            nic_ended,
+            over,
+            late_until,
+            was_busy,
+            inbox,
+            backlog: VecDeque::new(),
+        };
+        (gpu, to)
     }
 
     /// A turn of the pipeline's thread, or none: it may be late.
     pub(in crate::sim) fn step(
         &mut self,
-        nic: &mut Nic,
+        nic: &mut NicLoop,
         now: Duration,
         random: &mut Random,
     ) -> bool {
         if nic.ended() && !self.nic_ended.load(Ordering::Acquire) {
             nic.end(&self.nic_ended, &self.over);
         }
+        self.hand_over();
         if self.pipeline.is_none() || self.is_late(now, random) {
             return false;
         }
@@ -130,6 +156,20 @@ impl SimGpu {
             self.pipeline = None;
         }
         is_over
+    }
+
+    /// As callers do: hands over what they push, or fails it once the pipeline has ended.
+    fn hand_over(&mut self) {
+        while let Some((tensor, push)) = self.backlog.pop_front() {
+            if let Err(back) = self.inbox.push(tensor, push) {
+                self.backlog.push_front((tensor, back));
+                break;
+            }
+        }
+        if self.inbox.has_ended() {
+            let closed = Error::Closed("this worker has shut down".into());
+            self.inbox.refuse(self.over.get().unwrap_or(&closed));
+        }
     }
 
     /// Whether the pipeline's thread has something else to do, or begins to have.
@@ -149,11 +189,7 @@ impl SimGpu {
 
     /// The framework pushes tensors of these bytes, which it has computed when its stream comes to
     /// that.
-    pub(in crate::sim) fn push(
-        &self,
-        tensors: Vec<GpuTensor>,
-        mut give: impl FnMut(Command),
-    ) -> Vec<(Handle, GpuFlight)> {
+    pub(in crate::sim) fn push(&mut self, tensors: Vec<GpuTensor>) -> Vec<(Handle, GpuFlight)> {
         machine(|machine| machine.act(self.number, Actor::Framework));
         let stream = self.stream.raw();
         let mut pushed = Vec::new();
@@ -178,11 +214,17 @@ impl SimGpu {
             let task = Arc::new(Task::default());
             let (source, target) = (flight.source, flight.target);
             let (handle, ready) = (Handle::of(&task), Arc::clone(&ready));
-            let push = Box::new(Push { source, target, priority, task, ready });
-            give(Command::PushGpu { tensor, push });
-            (handle, flight)
+            let push = Box::new(GpuPush { source, target, priority, task, ready });
+            (handle, flight, tensor, push)
         };
-        pushed.into_iter().map(push).collect()
+        let pushed: Vec<_> = pushed.into_iter().map(push).collect();
+        let mut handles = Vec::new();
+        for (handle, flight, tensor, push) in pushed {
+            self.backlog.push_back((tensor, push));
+            handles.push((handle, flight));
+        }
+        self.hand_over();
+        handles
     }
 
     fn ready(&self) -> Arc<PooledEvent> {

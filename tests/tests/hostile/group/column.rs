@@ -1,22 +1,26 @@
 //! A NIC loop that sums a part of a tensor on GPUs with the rank that holds the same share below
 //! another PCIe switch: what both say, which slots come back when, and what a bad one can't do.
 
-use super::{BAD, BYTES, Command, Header, Kind, Mpsc, ON_GPUS, Pair, Round, Staged, Waker};
+use super::{
+    BAD, BYTES, Command, FromGpu, GpuInbox, Header, Kind, Mpsc, ON_GPUS, Pair, Round, ToGpu,
+};
 use super::{DType, EPOCH, honest, pipeline};
 use bps_engine::proto::messages::{Declaration, Mismatch};
 use bps_worker::Error;
-use bps_worker::nic::staged::{Pool, Slot};
+use bps_worker::rounds::PartOf;
+use bps_worker::rounds::{Pool, Slot};
 
 /// The good rank with the first round of its own part and of the bad one's open, each in a slot.
 struct Column {
     pair: Pair,
-    staged: Mpsc<Staged>,
+    inbox: GpuInbox,
+    outbox: Mpsc<FromGpu>,
     /// Numbers of slots that were given back to send from.
     back: Vec<u32>,
     /// Slots in which results have landed, with their bytes.
     landed: Vec<(Slot, Vec<u8>)>,
-    /// Tensors of which no more is to come.
-    closed: Vec<u32>,
+    /// Tensors whose part is over.
+    over: Vec<u32>,
 }
 
 /// What the good rank contributes: halves, as the bad one's ones are.
@@ -29,16 +33,13 @@ const LANDS: u32 = 2;
 impl Column {
     fn new(seed: u64) -> Column {
         let pair = Pair::with_column(seed, vec![BAD]);
-        let (staged, waker) = (Mpsc::new(64), Waker::new().expect("an eventfd"));
-        let to = pipeline(staged.clone(), waker);
-        assert!(pair.commands.push(Command::OpenPipeline(to)).is_ok());
-        let (back, landed, closed) = (Vec::new(), Vec::new(), Vec::new());
-        let mut column = Column { pair, staged, back, landed, closed };
+        let to = pipeline(64);
+        let (inbox, outbox) = (to.inbox.clone(), to.outbox.clone());
+        assert!(pair.commands.push(Command::OpenGpu(to)).is_ok());
+        let (back, landed, over) = (Vec::new(), Vec::new(), Vec::new());
+        let mut column = Column { pair, inbox, outbox, back, landed, over };
         let slot = column.slot(LANDS, Pool::Publications);
-        column.command(Command::Land(slot));
-        for tensor in TENSORS {
-            column.command(Command::Open { tensor, priority: 0 });
-        }
+        column.say(FromGpu::Land(slot));
         column.settle();
         column
     }
@@ -47,17 +48,23 @@ impl Column {
         let mut memory = vec![OWN_BYTE; BYTES];
         let at = memory.as_mut_ptr();
         self.pair.memory.push(memory);
-        Slot { number, pool, at, on_gpu: false }
+        // SAFETY: the pair keeps the memory, which is this slot's alone.
+        unsafe { Slot::new(number, pool, at, false) }
     }
 
     fn command(&mut self, command: Command) {
         assert!(self.pair.commands.push(command).is_ok(), "a short queue");
     }
 
+    fn say(&mut self, message: FromGpu) {
+        assert!(self.outbox.push(message).is_ok(), "a short queue");
+    }
+
     /// The part of this tensor is in its slot.
     fn push(&mut self, index: usize) {
         let slot = Some(self.slot(SENDS[index], Pool::Sends));
-        self.command(Command::Part { tensor: TENSORS[index], part: 0, slot });
+        let of = PartOf { tensor: TENSORS[index], index: 0 };
+        self.say(FromGpu::Part { of, round: 1, priority: 0, slot });
         self.settle();
     }
 
@@ -69,17 +76,18 @@ impl Column {
 
     fn settle(&mut self) {
         self.pair.settle();
-        while let Some(message) = self.staged.pop() {
+        while let Some(message) = self.inbox.pop() {
             match message {
-                Staged::Sent(slot) => self.back.push(slot.number),
-                Staged::Landed { slot: Some(slot), .. } => {
+                ToGpu::Sent(slot) => self.back.push(slot.number()),
+                ToGpu::Landed { of, slot: Some(slot), over } => {
                     // SAFETY: the slot is of that size, and nobody writes to it before it is given
                     // back.
-                    let bytes = unsafe { std::slice::from_raw_parts(slot.at, BYTES) };
+                    let bytes = unsafe { std::slice::from_raw_parts(slot.at(), BYTES) };
                     self.landed.push((slot, bytes.to_vec()));
+                    self.over.extend(over.then_some(of.tensor));
                 }
-                Staged::Closed { tensor } => self.closed.push(tensor),
-                Staged::Plan { .. } | Staged::Poisoned { .. } => {}
+                ToGpu::Over(of) => self.over.push(of.tensor),
+                ToGpu::Plan { .. } | ToGpu::Poisoned { .. } => {}
                 other => panic!("{other:?}"),
             }
         }
@@ -88,7 +96,7 @@ impl Column {
     /// The GPU has copied all results.
     fn has_copied(&mut self) {
         for (slot, _) in std::mem::take(&mut self.landed) {
-            self.command(Command::Land(slot));
+            self.say(FromGpu::Land(slot));
         }
         self.settle();
     }
@@ -131,14 +139,14 @@ fn shares_are_summed_in_the_slot_and_slots_come_back_once() {
                 assert!(column.pair.payload.chunks(4).all(|bytes| bytes == sum));
             }
             if at == 5 {
-                assert_eq!(column.landed[1].0.number, LANDS);
+                assert_eq!(column.landed[1].0.number(), LANDS);
                 assert_eq!(column.landed[1].1, vec![1; BYTES]);
             }
         }
         let said = [Kind::Grant, Kind::Publication, Kind::Ready, Kind::Contribution];
         assert_eq!(column.heard(), said);
         column.back.sort_unstable();
-        assert_eq!((&column.back[..], &column.closed[..]), (&SENDS[..], &TENSORS[..]));
+        assert_eq!((&column.back[..], &column.over[..]), (&SENDS[..], &TENSORS[..]));
         assert_eq!(column.pair.over, None);
     }
 }

@@ -1,9 +1,10 @@
 //! Copies between the GPU and the slots: down of what is to be sent, up of what has landed.
 
 use super::{Copying, Of, Pipeline, Tensor};
-use crate::gpu::{GpuError, Stream};
-use crate::nic::Command;
-use crate::nic::staged::Slot;
+use crate::cuda::{GpuError, Stream};
+use crate::rounds::PartOf;
+use crate::rounds::Slot;
+use crate::rounds::handover::FromGpu;
 use bps_engine::base::Operation;
 use bps_engine::trace::timeline::Mark;
 
@@ -43,14 +44,13 @@ impl Pipeline {
         if let Some(next) = self.falling.front() {
             self.trace.copy(Mark::Falling, next, &self.tensors);
         }
-        let Copying { of, slot, .. } = *copy;
-        let is_wanted = self.tensor(of.tensor).is_some_and(|tensor| tensor.run.is_some());
-        if is_wanted {
-            let slot = Some(slot);
-            self.tell(Command::Part { tensor: of.tensor, part: of.index, slot });
-        } else {
-            self.free.push(slot);
-        }
+        let Copying { of, round, slot, .. } = *copy;
+        let run = self.tensor(of.tensor).and_then(|tensor| tensor.run.as_ref());
+        let Some(priority) = run.map(|run| run.push.priority) else {
+            return self.free.push(slot);
+        };
+        let of = PartOf { tensor: of.tensor, index: of.index };
+        self.tell(FromGpu::Part { of, round, priority, slot: Some(slot) });
     }
 
     /// A result has left its slot.
@@ -59,16 +59,16 @@ impl Pipeline {
         if let Some(next) = self.rising.front() {
             self.trace.copy(Mark::Rising, next, &self.tensors);
         }
-        self.tell(Command::Land(copy.slot));
+        self.tell(FromGpu::Land(copy.slot));
     }
 
     /// The servers' result of a part has come, in a slot if it has bytes.
-    pub(super) fn on_landed(&mut self, of: Of, slot: Option<Slot>) -> Result<(), GpuError> {
+    pub(super) fn on_landed(&mut self, of: PartOf, slot: Option<Slot>) -> Result<(), GpuError> {
         let Some(Tensor { run: Some(run), plan, row_of, states, round, .. }) =
             self.tensor(of.tensor)
         else {
             if let Some(slot) = slot {
-                self.tell(Command::Land(slot));
+                self.tell(FromGpu::Land(slot));
             }
             return Ok(());
         };
@@ -76,17 +76,18 @@ impl Pipeline {
         let round = *round;
         let target = run.push.target + part.offset as u64;
         let state = &mut states[row as usize];
-        state.missing = state.missing.saturating_sub(1);
+        state.missing = state.missing.checked_sub(1).expect("a part lands once in a round");
         let is_whole = state.missing == 0;
         if let Some(slot) = slot {
             let stream = self.up.stream();
-            if slot.on_gpu {
+            if slot.is_on_gpu() {
                 self.direct.flush(stream.device())?;
             }
             // SAFETY: the part lies inside the tensor, which its caller keeps until the task is
             // finished; the slot goes back only when the stream has passed the copy.
             unsafe { empty(stream, slot, target, part.bytes) }?;
             let mark = self.up.mark()?;
+            let of = Of { tensor: of.tensor, index: of.index };
             let copy = Copying { mark, of, round, slot };
             if self.rising.is_empty() {
                 self.trace.copy(Mark::Rising, &copy, &self.tensors);
@@ -111,9 +112,9 @@ impl Pipeline {
 unsafe fn fill(stream: &Stream, slot: Slot, from: u64, bytes: usize) -> Result<(), GpuError> {
     // SAFETY: the caller's promise.
     unsafe {
-        match slot.on_gpu {
-            true => stream.copy_on_device(slot.at.addr() as u64, from, bytes),
-            false => stream.copy_to_host(slot.at, from, bytes),
+        match slot.is_on_gpu() {
+            true => stream.copy_on_device(slot.at().addr() as u64, from, bytes),
+            false => stream.copy_to_host(slot.at(), from, bytes),
         }
     }
 }
@@ -125,9 +126,9 @@ unsafe fn fill(stream: &Stream, slot: Slot, from: u64, bytes: usize) -> Result<(
 unsafe fn empty(stream: &Stream, slot: Slot, to: u64, bytes: usize) -> Result<(), GpuError> {
     // SAFETY: the caller's promise.
     unsafe {
-        match slot.on_gpu {
-            true => stream.copy_on_device(to, slot.at.addr() as u64, bytes),
-            false => stream.copy_to_device(to, slot.at, bytes),
+        match slot.is_on_gpu() {
+            true => stream.copy_on_device(to, slot.at().addr() as u64, bytes),
+            false => stream.copy_to_device(to, slot.at(), bytes),
         }
     }
 }

@@ -1,13 +1,11 @@
 //! How a pipeline ends: a tensor that is of no use any more, a GPU that can't go on, the end of the
 //! job.
 
-use super::{Pipeline, Push, Tensor};
-use crate::error::Error;
-use crate::gpu::GpuError;
-use crate::gpu::nccl::Closing;
-use crate::gpu::track::Track;
-use crate::nic::Command;
-use crate::nic::staged::Staged;
+use super::{Pipeline, Tensor};
+use crate::base::error::Error;
+use crate::cuda::{Closing, GpuError, Track};
+use crate::gpu::order_lanes::OrderLanes;
+use crate::rounds::handover::{FromGpu, GpuPush};
 use bps_engine::base::Rank;
 use bps_engine::trace::log;
 use std::time::Duration;
@@ -23,7 +21,7 @@ const VERDICT: Duration = Duration::from_secs(3);
 
 /// A round that was given up: its memory is its caller's again once the GPU has passed these marks.
 pub(super) struct Drained {
-    push: Box<Push>,
+    push: Box<GpuPush>,
     error: Error,
     /// Of the host's stream, and of those up and down.
     host: Option<u32>,
@@ -35,12 +33,16 @@ pub(super) struct Drained {
 pub(super) struct End {
     /// The communicator, while NCCL has it.
     closing: Option<Closing>,
+    /// The lanes to the other pipelines of the host, until the last has closed.
+    lanes: Option<OrderLanes>,
     /// Its stream.
     track: Option<Track>,
     /// Why, if not in good order.
     error: Option<Error>,
-    /// When this began, or the communicator's end was over.
+    /// When the communicator's end was over, or this began.
     since: Duration,
+    /// When this began.
+    began: Duration,
 }
 
 impl Pipeline {
@@ -60,7 +62,7 @@ impl Pipeline {
             && let Some(error) = &self.failed
         {
             self.fails_at = None;
-            self.tell(Command::GpuFailed { message: error.to_string() });
+            self.tell(FromGpu::Failed { message: error.to_string() });
         }
     }
 
@@ -155,6 +157,13 @@ impl Pipeline {
     pub fn end(&mut self, now: Duration) -> bool {
         self.now = now;
         let mut end = self.end.take().unwrap_or_else(|| self.begin_end());
+        let mut is_said = true;
+        if let Some(lanes) = &mut end.lanes {
+            lanes.flush();
+            lanes.poll(&mut self.heard);
+            self.heard.clear();
+            is_said = lanes.is_closed() || now.saturating_sub(end.began) >= DRAIN;
+        }
         if let Some(closing) = &mut end.closing {
             let Some(closed) = closing.step(now) else { return self.is_ending(end) };
             if let Err(error) = closed {
@@ -165,7 +174,7 @@ impl Pipeline {
         let tracks = [&self.ready, &self.down, &self.up].into_iter().chain(&end.track);
         // What the driver can't tell any more, it does not write any more.
         let is_idle = tracks.map(Track::stream).all(|stream| stream.is_idle().unwrap_or(true));
-        if !is_idle && now.saturating_sub(end.since) < DRAIN {
+        if !is_said || !is_idle && now.saturating_sub(end.since) < DRAIN {
             return self.is_ending(end);
         }
         self.finish_all(end, is_idle);
@@ -181,16 +190,24 @@ impl Pipeline {
     fn begin_end(&mut self) -> End {
         let failed = self.failed.take().map(|failed| Error::Refused(failed.to_string()));
         let error = self.job_over.get().cloned().or(failed);
-        let (closing, track) = self.host.take().map_or((None, None), |host| {
-            // Who waits on the GPU for a rank that is gone returns. In good order a rank that is
-            // late need not keep this one: nothing is under way.
-            let closing = match error {
-                Some(_) => host.comm.begin_abort(),
-                None => host.comm.begin_close(DRAIN, self.now),
-            };
-            (Some(closing), Some(host.track))
-        });
-        End { closing, track, error, since: self.now }
+        let began = self.now;
+        let Some(mut host) = self.host.take() else {
+            let (closing, lanes, track, since) = (None, None, None, began);
+            return End { closing, lanes, track, error, since, began };
+        };
+        // Who dies says nothing.
+        match error {
+            Some(_) => host.lanes.close(),
+            None => host.lanes.say_goodbye(),
+        }
+        // Who waits on the GPU for a rank that is gone returns. In good order a rank that is late
+        // need not keep this one: nothing is under way.
+        let closing = match error {
+            Some(_) => host.comm.begin_abort(),
+            None => host.comm.begin_close(DRAIN, began),
+        };
+        let (closing, lanes, track) = (Some(closing), Some(host.lanes), Some(host.track));
+        End { closing, lanes, track, error, since: began, began }
     }
 
     /// The GPU is idle, or has had its time.
@@ -209,10 +226,9 @@ impl Pipeline {
             std::mem::forget(std::mem::take(&mut self.direct));
         }
         let error = error.unwrap_or_else(|| Error::Closed("this worker has shut down".into()));
-        while let Some(message) = self.inbox.pop() {
-            if let Staged::Push { push, .. } = message {
-                self.end_push(&push, error.clone());
-            }
+        self.inbox.end(&error);
+        for (_, push) in std::mem::take(&mut self.early) {
+            self.end_push(&push, error.clone());
         }
         for one in std::mem::take(&mut self.drained) {
             self.end_push(&one.push, one.error);

@@ -1,18 +1,18 @@
 //! The collectives among the ranks of a host: rows are reduced before they go to servers, and
 //! gathered when their results have come.
 
-use super::super::nccl::ReduceOp;
 use super::super::rows::Row;
 use super::{Batch, Host, Of, Ordered, Pipeline, Run, Tensor};
-use crate::gpu::GpuError;
-use crate::nic::PlanPart;
+use crate::cuda::GpuError;
+use crate::cuda::ReduceOp;
+use crate::rounds::PlanPart;
 use bps_engine::base::{Operation, Rank};
 use std::sync::Arc;
 
 impl Host {
     /// NCCL's number of a rank of this rank's switch.
     fn number(&self, rank: Rank) -> u32 {
-        u32::try_from(self.switches.column(rank)).unwrap_or(0)
+        u32::try_from(self.switches.column(rank)).expect("ranks are counted in u32")
     }
 }
 

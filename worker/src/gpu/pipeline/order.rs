@@ -1,13 +1,12 @@
 //! The order of NCCL's calls in a host: who is asked, who answers, and what is said.
 
 use super::{Batch, Of, Ordered, Pipeline, Tensor};
-use crate::gpu::GpuError;
-use crate::nic::Command;
-use crate::nic::staged::Word;
+use crate::cuda::GpuError;
+use crate::gpu::order_lanes::{Heard, OrderKind, OrderWord};
+use crate::rounds::handover::FromGpu;
 use bps_engine::base::{Key, Rank};
 use bps_engine::limits::PARTS_MAX;
 use bps_engine::proto::messages::StalledKey;
-use bps_engine::wire::Kind;
 use std::time::Duration;
 
 impl Pipeline {
@@ -21,14 +20,14 @@ impl Pipeline {
 
     /// This rank's part of a tensor's reduction can begin.
     pub(super) fn say_ready(&mut self, tensor: u32) {
-        let (leads, leader, now) = (self.leads(), self.leader(), self.now);
+        let (leads, now) = (self.leads(), self.now);
         let Some(state) = self.tensor(tensor) else { return };
         let Some(run) = &mut state.run else { return };
         run.is_ready = true;
         let (key, round) = (state.rows[0].key, state.round);
         if !leads {
-            let word = Word { kind: Kind::GpuReady, key, round, left: 1 };
-            self.tell(Command::Say { to: leader, word });
+            let word = OrderWord { kind: OrderKind::Ready, key, round, left: 1 };
+            self.say(word);
         } else if self.gathers.own(key, now) {
             self.release(tensor);
         }
@@ -52,11 +51,10 @@ impl Pipeline {
             self.has_landed(of, self.rank);
             return;
         }
-        let leader = self.leader();
         let Some(state) = self.tensor(of.tensor) else { return };
         let (key, round) = (state.rows[of.index as usize].key, state.round);
-        let word = Word { kind: Kind::GpuLanded, key, round, left: 1 };
-        self.tell(Command::Say { to: leader, word });
+        let word = OrderWord { kind: OrderKind::Landed, key, round, left: 1 };
+        self.say(word);
     }
 
     /// The parts of a row that a rank holds have landed there. Returns whether that can be.
@@ -84,17 +82,46 @@ impl Pipeline {
         fits
     }
 
+    /// Says something to the first rank or, as the first, to all others.
+    fn say(&mut self, word: OrderWord) {
+        if let Some(host) = &mut self.host {
+            host.lanes.say(word);
+        }
+    }
+
+    /// Takes what the ranks of the host have said; says whether there was anything.
+    pub(super) fn hear(&mut self) -> bool {
+        let Some(host) = &mut self.host else { return false };
+        let mut heard = std::mem::take(&mut self.heard);
+        let progress = host.lanes.poll(&mut heard);
+        for one in heard.drain(..) {
+            match one {
+                Heard::Word { from, word } => {
+                    let result = self.on_word(from, word);
+                    self.check(result);
+                }
+                Heard::Left(rank) => self.on_gone(rank),
+                Heard::Lost { rank, cause } => self.tell(FromGpu::Lost { rank, cause }),
+                Heard::Corrupt { from, message } => {
+                    self.tell(FromGpu::Corrupt { rank: from, message });
+                }
+            }
+        }
+        self.heard = heard;
+        progress
+    }
+
     /// A rank of the host says something.
-    pub(super) fn on_word(&mut self, from: Rank, word: Word) -> Result<(), GpuError> {
+    fn on_word(&mut self, from: Rank, word: OrderWord) -> Result<(), GpuError> {
         let untrue = |what: &str| GpuError::Order { from, what: what.to_owned() };
-        if word.kind == Kind::GpuEnd {
+        if word.kind == OrderKind::End {
             return self.on_end(from, word.key);
         }
-        let is_order = matches!(word.kind, Kind::GpuReduce | Kind::GpuGather);
+        let is_order = matches!(word.kind, OrderKind::Reduce | OrderKind::Gather);
         if is_order && Some(from) != self.leader() || !is_order && !self.leads() {
             return Err(untrue("says what is not its to say"));
         }
-        if word.kind == Kind::GpuReady {
+        if word.kind == OrderKind::Ready {
             return self.on_ready(from, word);
         }
         let of = self.keys.get(&word.key).copied();
@@ -105,11 +132,11 @@ impl Pipeline {
             Some(Tensor { run: Some(_), round, .. }) if *round == word.round => {}
             _ => return Err(untrue("names a round that is not open")),
         }
-        if word.kind == Kind::GpuLanded {
+        if word.kind == OrderKind::Landed {
             let fits = self.has_landed(of, from);
             return if fits { Ok(()) } else { Err(untrue("has a result that was not due")) };
         }
-        let order = if word.kind == Kind::GpuReduce { Ordered::Reduce } else { Ordered::Gather };
+        let order = if word.kind == OrderKind::Reduce { Ordered::Reduce } else { Ordered::Gather };
         if !self.take_order(of, order) {
             return Err(untrue("orders what is not due"));
         }
@@ -168,8 +195,8 @@ impl Pipeline {
             self.to_gather.forget(tensor);
         }
         if self.ended.insert(key) {
-            let word = Word { kind: Kind::GpuEnd, key, round: 0, left: 1 };
-            self.tell(Command::Say { to: None, word });
+            let word = OrderWord { kind: OrderKind::End, key, round: 0, left: 1 };
+            self.say(word);
         }
     }
 
@@ -187,12 +214,12 @@ impl Pipeline {
         if is_heard || !is_open {
             return false;
         }
-        let word = Word { kind: Kind::GpuEnd, key, round: 0, left: 1 };
-        self.tell(Command::Say { to: Some(leader), word });
+        let word = OrderWord { kind: OrderKind::End, key, round: 0, left: 1 };
+        self.say(word);
         true
     }
 
-    fn on_ready(&mut self, from: Rank, word: Word) -> Result<(), GpuError> {
+    fn on_ready(&mut self, from: Rank, word: OrderWord) -> Result<(), GpuError> {
         let untrue = |what: String| GpuError::Order { from, what };
         let host = self.host.as_ref();
         let place =
@@ -234,14 +261,14 @@ impl Pipeline {
         }
         let mut rows = self.spare.pop().unwrap_or_default();
         rows.extend((0..most).map_while(|_| turns.pop()));
-        let kind = if order == Ordered::Reduce { Kind::GpuReduce } else { Kind::GpuGather };
+        let kind = if order == Ordered::Reduce { OrderKind::Reduce } else { OrderKind::Gather };
         for (at, of) in rows.iter().enumerate() {
             let is_due = self.take_order(*of, order);
             debug_assert!(is_due, "the first rank orders what is due");
             let Some(state) = self.tensor(of.tensor) else { continue };
             let (key, round) = (state.rows[of.index as usize].key, state.round);
             let left = u32::try_from(rows.len() - at).unwrap_or(u32::MAX);
-            self.tell(Command::Say { to: None, word: Word { kind, key, round, left } });
+            self.say(OrderWord { kind, key, round, left });
         }
         Some(Batch { order, rows })
     }
@@ -251,7 +278,7 @@ impl Pipeline {
     pub(super) fn look_for_stalls(&mut self) {
         let Some(host) = &self.host else { return };
         let mut keys = Vec::new();
-        for one in self.gathers.waiting() {
+        for one in self.gathers.unpushed() {
             let own = one.own_missing.then_some(self.rank);
             let peers =
                 one.peers_missing.iter().filter_map(|peer| host.switches.ranks().get(peer + 1));
@@ -273,7 +300,7 @@ impl Pipeline {
             return;
         }
         self.stalls_told = !keys.is_empty();
-        self.tell(Command::Stalled { keys });
+        self.tell(FromGpu::Stalled { keys });
     }
 
     /// A round that waits for these ranks, if that is worth telling.

@@ -2,22 +2,21 @@
 
 use super::turns::Of;
 use super::{Ordered, Pipeline, RowState, Tensor};
-use crate::error::Error;
+use crate::base::error::Error;
+use crate::cuda::GpuError;
 use crate::gpu::rows::{Cut, rows};
-use crate::nic::{Plan, PlanPart};
+use crate::rounds::{Plan, PlanPart};
 use bps_engine::base::Operation;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
 impl Pipeline {
-    pub(super) fn on_plan(&mut self, tensor: u32, plan: Arc<Plan>) {
+    pub(super) fn on_plan(&mut self, tensor: u32, plan: Arc<Plan>) -> Result<(), GpuError> {
         let index = tensor as usize;
         if self.tensors.len() <= index {
             self.tensors.resize_with(index + 1, || None);
         }
-        if self.tensors[index].is_some() {
-            return;
-        }
+        assert!(self.tensors[index].is_none(), "tensor {tensor} was planned before");
         let alone = [self.rank];
         let host = self.host.as_ref();
         let line = host.map_or(&alone[..], |host| host.switches.line(self.rank));
@@ -53,6 +52,8 @@ impl Pipeline {
             waiting: VecDeque::new(),
             poisoned,
         });
+        let early = self.early.extract_if(.., |(id, _)| *id == tensor).collect::<Vec<_>>();
+        early.into_iter().try_for_each(|(_, push)| self.on_push(tensor, push))
     }
 
     /// Why this tensor can't be served, if it can't.

@@ -1,19 +1,19 @@
 //! The rounds of a tensor, from its push to the mark behind its result.
 
 use super::timeline::Place;
-use super::{Of, Ordered, Pipeline, Push, RowState, Run, Tensor};
-use crate::error::Error;
-use crate::gpu::GpuError;
-use crate::nic::Command;
-use crate::task::Mark;
+use super::{Of, Ordered, Pipeline, RowState, Run, Tensor};
+use crate::base::error::Error;
+use crate::base::task::Mark;
+use crate::cuda::GpuError;
+use crate::rounds::PartOf;
+use crate::rounds::handover::{FromGpu, GpuPush};
 use bps_engine::base::Operation;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 impl Pipeline {
     /// A push is over: its memory is its caller's again.
-    pub(super) fn end_push(&self, push: &Push, error: Error) {
-        self.under_way.fetch_sub(1, Ordering::Release);
+    pub(super) fn end_push(&self, push: &GpuPush, error: Error) {
+        self.inbox.is_over();
         push.task.finish_now(Err(error));
     }
 
@@ -21,10 +21,13 @@ impl Pipeline {
         self.tensors.get_mut(tensor as usize)?.as_mut()
     }
 
-    pub(super) fn on_push(&mut self, tensor: u32, push: Box<Push>) -> Result<(), GpuError> {
+    pub(super) fn on_push(&mut self, tensor: u32, push: Box<GpuPush>) -> Result<(), GpuError> {
         // The job ends then, and its end says why: who died, rather than what NCCL saw of it.
         let has_failed = self.failed.is_some();
-        let Some(state) = self.tensor(tensor) else { return Ok(()) };
+        let Some(state) = self.tensor(tensor) else {
+            self.early.push((tensor, push));
+            return Ok(());
+        };
         if let Some(error) = state.poisoned.clone() {
             self.end_push(&push, error);
             return Ok(());
@@ -37,7 +40,7 @@ impl Pipeline {
     }
 
     /// Opens the next round of a tensor.
-    fn begin(&mut self, tensor: u32, push: Box<Push>) -> Result<(), GpuError> {
+    fn begin(&mut self, tensor: u32, push: Box<GpuPush>) -> Result<(), GpuError> {
         let (since, rank) = (self.now, self.rank);
         let (asked_ns, ready) = (push.task.asked_ns(), Arc::clone(&push.ready));
         let Some(state) = self.tensor(tensor) else { return Ok(()) };
@@ -51,7 +54,7 @@ impl Pipeline {
         }
         state.landed.fill(false);
         let rows = u32::try_from(state.rows.len()).unwrap_or(u32::MAX);
-        let left = rows + u32::from(state.own > 0);
+        let left = rows + state.own;
         state.run = Some(Run { push, since, left, is_ready: false });
         self.trace.begun(asked_ns, tensor, &self.tensors);
         if left == 0 {
@@ -72,11 +75,8 @@ impl Pipeline {
     /// A gradient is in the GPU's memory, and is to leave the communicator.
     pub(super) fn gradient_complete(&mut self, tensor: u32) {
         self.trace.complete(tensor, &self.tensors);
-        let Some(Tensor { run: Some(run), own, rows, .. }) = self.tensor(tensor) else { return };
-        let (priority, own, parts) = (run.push.priority, *own, rows.len());
-        if own > 0 {
-            self.tell(Command::Open { tensor, priority });
-        }
+        let Some(Tensor { run: Some(_), rows, .. }) = self.tensor(tensor) else { return };
+        let parts = rows.len();
         if self.host.is_some() {
             return self.say_ready(tensor);
         }
@@ -92,14 +92,17 @@ impl Pipeline {
         // Parts wait for those of other switches, with a slot, so all ranks of a host must take
         // them in one order: in that in which they were ordered.
         let in_order = self.host.as_ref().is_some_and(|host| host.switches.count() > 1);
-        let Some(Tensor { run: Some(run), plan, .. }) = self.tensor(of.tensor) else { return };
+        let Some(Tensor { run: Some(run), plan, round, .. }) = self.tensor(of.tensor) else {
+            return;
+        };
         if plan.parts[of.index as usize].holder != rank {
             return;
         }
         if matches!(plan.operation, Operation::Broadcast(root) if root != rank) {
             // It has nothing to say; the result is all that it wants.
-            let (tensor, part) = (of.tensor, of.index);
-            return self.tell(Command::Part { tensor, part, slot: None });
+            let (priority, round) = (run.push.priority, *round);
+            let of = PartOf { tensor: of.tensor, index: of.index };
+            return self.tell(FromGpu::Part { of, round, priority, slot: None });
         }
         let priority = if in_order { 0 } else { run.push.priority };
         self.to_copy.push(priority, of);
@@ -129,7 +132,7 @@ impl Pipeline {
             self.ready.wait(&mark)?;
         }
         if let Some(run) = run {
-            self.under_way.fetch_sub(1, Ordering::Release);
+            self.inbox.is_over();
             self.marks += 1;
             run.push.task.finish_behind(Mark { event: Arc::new(mark), number: self.marks });
         }

@@ -4,9 +4,8 @@
 
 use super::turns::Of;
 use super::{Batch, Copying, Ordered, Tensor};
-use crate::gpu::track::{Passed, Track};
-use crate::gpu::{Event, GpuError};
-use crate::nic::PlanPart;
+use crate::cuda::{Event, GpuError, Passed, Track};
+use crate::rounds::PlanPart;
 use bps_engine::base::{Operation, Rank};
 use bps_engine::trace::timeline::{Mark, Recorder};
 use std::collections::VecDeque;

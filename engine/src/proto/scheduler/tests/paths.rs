@@ -110,6 +110,22 @@ fn a_published_result_that_does_not_arrive_names_the_path_and_excuses_the_rank()
 }
 
 #[test]
+fn a_server_that_was_just_asked_about_a_key_is_not_said_to_be_silent() {
+    let mut bench = Bench::formed(3, 1);
+    bench.declare(0, 1, &[tensor("v", 8), tensor("w", 8)]);
+    let (request, keys) = bench.installs(100).remove(0);
+    bench.say(100, NodeMessage::Installed { request });
+    let _ = bench.heard(0);
+    // Of many that wait alike, it names others each time.
+    for half_second in 0..20 {
+        let key = keys[half_second / 4 % 2].key;
+        bench.say(1, awaits(key, 2, 4_000 + 500 * half_second as u64));
+        bench.pass(500, &ALL);
+    }
+    assert_eq!(path_stalls(&bench.heard(2)), [] as [Vec<PathStall>; 0]);
+}
+
+#[test]
 fn what_a_rank_sent_and_its_server_misses_is_lost_on_the_way_there() {
     let mut bench = Bench::formed(3, 1);
     let key = one_key(&mut bench);

@@ -1,0 +1,23 @@
+//! What a workload asks of a rank of the cluster.
+
+use super::{NicCommand, NicLoop, SimGpu, SimWorker};
+
+impl SimWorker {
+    /// A command to its NIC loop.
+    pub fn push(&mut self, command: NicCommand) {
+        self.backlog.push_back(command);
+    }
+
+    /// Whether it has not been killed.
+    #[must_use]
+    pub fn alive(&self) -> bool {
+        self.alive
+    }
+
+    /// Whether its NIC loop has ended.
+    #[must_use]
+    pub fn ended(&self) -> bool {
+        let has_gpu_ended = self.gpu.as_ref().is_none_or(SimGpu::has_ended);
+        self.nic.as_ref().is_none_or(NicLoop::ended) && has_gpu_ended
+    }
+}

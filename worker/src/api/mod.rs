@@ -1,0 +1,6 @@
+//! What callers see: a rank of a job, and the GPU that it opens.
+
+mod open_gpu;
+mod worker;
+
+pub use worker::Worker;

@@ -1,0 +1,335 @@
+//! Joining a job, what can be asked of it, and leaving it.
+
+use super::open_gpu;
+use crate::base::error::Error;
+use crate::base::lock;
+use crate::base::task::Handle;
+use crate::base::types::{GpuPushPull, PushPull, Speed, TensorId};
+use crate::cuda::{Device, EventPool, GpuError};
+use crate::job::Job;
+use crate::job::declared::Declared;
+use crate::job::start;
+use crate::rounds::Memory;
+use bps_engine::base::{Operation, Rank};
+use bps_engine::config::Config;
+use bps_engine::proto::messages::Declaration;
+use bps_engine::proto::objects::ObjectKeys;
+use bps_engine::trace::log;
+use std::ops::RangeInclusive;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+/// Tensors that are handed to the NIC loop before it is woken, in a long list.
+const WAKE_EVERY: usize = 64;
+/// Events of the GPU that are made when it is opened: two for each tensor of a model of some
+/// hundreds that is under way as a whole. More are made when they are needed.
+const EVENTS: usize = 1024;
+/// Why a job of one process has no timeline.
+const ALONE: &str = "a job of one process sends nothing: there is no timeline";
+
+struct Shared {
+    rank: u32,
+    size: u32,
+    local_rank: u32,
+    local_size: u32,
+    declared: Arc<Mutex<Declared>>,
+    /// Keys of objects, in a job with a key.
+    object_keys: Mutex<Option<ObjectKeys>>,
+    job: Option<Job>,
+    config: Config,
+    /// The GPU of this process, once one is open, and events of it.
+    gpu: Mutex<Option<(Device, EventPool)>>,
+}
+
+/// A rank of a job. Clones are the same one.
+#[derive(Clone)]
+pub struct Worker(Arc<Shared>);
+
+impl Worker {
+    /// Joins the job that the configuration names: waits for all its nodes, at most
+    /// [`Config::start_timeout`](bps_engine::config::Config), and connects to every server core. A
+    /// job of one rank needs nobody else.
+    ///
+    /// # Errors
+    /// [`Error::Config`] and [`Error::Start`], which say what to do.
+    pub fn start(config: &Config) -> Result<Worker, Error> {
+        log::init(config.log_level, "worker");
+        if !config.distributed() {
+            if config.trace_on {
+                log::warning!("{ALONE}");
+            }
+            return Ok(Worker(Arc::new(Shared::alone(config))));
+        }
+        let mut joined = start::join(config)?;
+        let object_keys = Mutex::new(joined.object_keys.take());
+        log::init(config.log_level, &format!("rank {}", joined.roster.index));
+        let (rank, size) = (joined.roster.index, joined.roster.size);
+        let alone = Shared::alone(config);
+        let job = Job::start(config, joined, &alone.declared)?;
+        if config.trace_on {
+            let rounds = config.trace_start_step.into()..=config.trace_end_step.into();
+            // Training does not depend on it.
+            if let Err(error) = job.tracing.start(&config.trace_folder(), rounds) {
+                log::warning!("{error}");
+            }
+        }
+        let shared = Shared { rank, size, job: Some(job), object_keys, ..alone };
+        Ok(Worker(Arc::new(shared)))
+    }
+
+    /// The key that authenticates the next object that `root` sends to all ranks under this name;
+    /// none in a job without a key. Every rank has to ask once for each object.
+    #[must_use]
+    pub fn object_key(&self, name: &str, root: Rank) -> Option<[u8; 32]> {
+        lock(&self.0.object_keys).as_mut().map(|keys| keys.next(name, root))
+    }
+
+    /// This process's number, from 0.
+    #[must_use]
+    pub fn rank(&self) -> u32 {
+        self.0.rank
+    }
+
+    /// Ranks in the job.
+    #[must_use]
+    pub fn size(&self) -> u32 {
+        self.0.size
+    }
+
+    /// This process's number on its host, from 0.
+    #[must_use]
+    pub fn local_rank(&self) -> u32 {
+        self.0.local_rank
+    }
+
+    /// Worker processes on this host.
+    #[must_use]
+    pub fn local_size(&self) -> u32 {
+        self.0.local_size
+    }
+
+    /// Names tensors, in one round trip for all that are new. The same declaration again costs
+    /// nothing. Another one of the same name makes it a new tensor, with an id of its own, which
+    /// every rank must declare after as many pushes of the old one; the ids of both stay valid.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] where another rank says something else of the same name;
+    /// [`Error::Refused`] for what the scheduler or a server can't serve.
+    pub fn declare(&self, tensors: &[Declaration]) -> Result<Vec<TensorId>, Error> {
+        let news = lock(&self.0.declared).news(tensors);
+        if !news.new.is_empty() || !news.replaced.is_empty() {
+            let ids = self.0.job.as_ref().map(|job| job.declare(&news)).transpose()?;
+            let mut declared = lock(&self.0.declared);
+            let replaced = news.replaced.into_iter().map(|replacement| replacement.said);
+            for (index, said) in news.new.into_iter().chain(replaced).enumerate() {
+                let id =
+                    ids.as_ref().map_or_else(|| declared.id_alone(&said.name), |ids| ids[index]);
+                declared.insert(said, id);
+            }
+        }
+        let declared = lock(&self.0.declared);
+        tensors.iter().map(|said| declared.id(said)).collect()
+    }
+
+    /// Starts pushing tensors and pulling their results. One tensor may be under way several times:
+    /// its rounds follow one another.
+    ///
+    /// # Safety
+    /// Each `source` is valid for reading and each `target` for writing the declared bytes, and
+    /// nobody changes or reads them (but for this engine) until the handle [polls](Handle::poll)
+    /// true or the process ends. `source` may equal `target`; else they do not overlap.
+    ///
+    /// # Errors
+    /// [`Error::Refused`] for a tensor that was not declared, or as one of the GPU; then none is
+    /// started. What ends a push_pull under way is for its handle to say.
+    pub unsafe fn push_pull(&self, items: &[PushPull]) -> Result<Vec<Handle>, Error> {
+        // All are looked up before the first is started: an error leaves nothing under way.
+        let declared = lock(&self.0.declared);
+        let known = |item: &PushPull| {
+            let what = declared.what(item.tensor, false)?;
+            Ok((*item, (what.bytes, what.operation)))
+        };
+        let items: Vec<_> = items.iter().map(known).collect::<Result<_, _>>()?;
+        drop(declared);
+        self.0.count(items.iter().map(|(item, _)| item.tensor));
+        let mut handles = Vec::with_capacity(items.len());
+        for (item, (bytes, operation)) in &items {
+            let is_root = *operation == Operation::Broadcast(Rank(self.0.rank));
+            let copies = self.0.job.is_none() || is_root;
+            if copies && *bytes > 0 && !std::ptr::eq(item.source, item.target) {
+                // SAFETY: both are valid for the declared bytes and do not overlap, as the caller
+                // promises.
+                unsafe { std::ptr::copy_nonoverlapping(item.source, item.target, *bytes) };
+            }
+            handles.push(match &self.0.job {
+                Some(job) => {
+                    // SAFETY: the caller promises as much until the handle is over.
+                    let memory = unsafe { Memory::new(item.source, item.target) };
+                    job.push(item.tensor, memory, item.priority)
+                }
+                None => Handle::finished(Ok(())),
+            });
+            // The loop begins with the first ones while the rest are handed over.
+            if let Some(job) = &self.0.job
+                && (handles.len() % WAKE_EVERY == 0 || handles.len() == items.len())
+            {
+                job.wake();
+            }
+        }
+        Ok(handles)
+    }
+
+    /// Opens the GPU of this number, as the process sees them: from now on tensors of it can be
+    /// declared and pushed. All ranks of the job call it, each with its own, before the first of
+    /// them declares one. The same GPU again costs nothing.
+    ///
+    /// # Errors
+    /// [`Error::Start`] with what is missing, here or on another rank; [`Error::Config`] for a
+    /// second GPU.
+    pub fn open_gpu(&self, ordinal: u32) -> Result<(), Error> {
+        let mut gpu = lock(&self.0.gpu);
+        if let Some((open, _)) = &*gpu {
+            if open.ordinal() == ordinal {
+                return Ok(());
+            }
+            return Err(Error::Config(format!(
+                "this process uses GPU {}, and a tensor is on GPU {ordinal}: a process has one \
+                 GPU; start one process for each",
+                open.ordinal()
+            )));
+        }
+        let opened = Device::open(ordinal)
+            .and_then(|device| Ok((device.clone(), EventPool::new(&device, EVENTS)?)));
+        if let Some(job) = &self.0.job {
+            // The other ranks wait for this one, and are told what is wrong.
+            open_gpu::open(self, job, &opened, &self.0.config)?;
+        }
+        *gpu = Some(opened.map_err(|error| Error::Start(error.to_string()))?);
+        Ok(())
+    }
+
+    /// As [`push_pull`](Self::push_pull), for tensors on the GPU that is open: starts once a
+    /// framework's stream has passed what is enqueued in it now, and waits for nothing. After a
+    /// wait, [`Handle::make_wait`] puts the framework's stream behind the result.
+    ///
+    /// # Safety
+    /// As [`push_pull`](Self::push_pull), with memory of the GPU. `stream` is 0 (the legacy default
+    /// stream) or a stream of that GPU.
+    ///
+    /// # Errors
+    /// [`Error::Refused`] for a tensor that was not declared, or as one of the host, or where no
+    /// GPU is open; then none is started.
+    pub unsafe fn push_pull_gpu(
+        &self,
+        items: &[GpuPushPull],
+        stream: usize,
+    ) -> Result<Vec<Handle>, Error> {
+        let refused = |error: GpuError| Error::Refused(error.to_string());
+        let Some((device, events)) = lock(&self.0.gpu).clone() else {
+            return Err(Error::Refused("no GPU is open: call open_gpu first".into()));
+        };
+        let declared = lock(&self.0.declared);
+        let known = |item: &GpuPushPull| {
+            let what = declared.what(item.tensor, true)?;
+            Ok((*item, (what.bytes, what.operation)))
+        };
+        let items: Vec<_> = items.iter().map(known).collect::<Result<_, Error>>()?;
+        drop(declared);
+        for (item, (bytes, operation)) in &items {
+            let is_root = *operation == Operation::Broadcast(Rank(self.0.rank));
+            let copies = self.0.job.is_none() || is_root;
+            if copies && *bytes > 0 && item.source != item.target {
+                // SAFETY: both are valid for the declared bytes and do not overlap, and the stream
+                // is one of this GPU, as the caller promises.
+                unsafe { device.copy_in(stream, item.target, item.source, *bytes) }
+                    .map_err(refused)?;
+            }
+        }
+        let ready = events.take().map_err(refused)?;
+        // SAFETY: the caller vouches for the stream.
+        unsafe { ready.record_raw(stream) }.map_err(refused)?;
+        let ready = Arc::new(ready);
+        let Some(job) = &self.0.job else {
+            return Ok(items.iter().map(|_| Handle::finished_behind(&ready)).collect());
+        };
+        self.0.count(items.iter().map(|(item, _)| item.tensor));
+        Ok(job.push_gpu(items.into_iter().map(|(item, _)| item), &ready))
+    }
+
+    /// Waits until every rank of the job has called it.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`], or what ended the job.
+    pub fn barrier(&self, timeout: Option<Duration>) -> Result<(), Error> {
+        self.0.job.as_ref().map_or(Ok(()), |job| job.barrier(timeout))
+    }
+
+    /// The oldest throughput sample not yet asked for; one is taken each second in which tensors
+    /// finished.
+    #[must_use]
+    pub fn speed(&self) -> Option<Speed> {
+        self.0.job.as_ref()?.speed()
+    }
+
+    /// Begins a timeline of these rounds of each tensor: of this rank, in `folder`, and of the
+    /// servers. Rounds that are under way when it begins may be in it in part.
+    ///
+    /// # Errors
+    /// [`Error::Refused`] if the file can't be written, or one is being written already. A job of
+    /// one process sends nothing, so there it only says so on standard error.
+    pub fn start_timeline(&self, folder: &Path, rounds: RangeInclusive<u64>) -> Result<(), Error> {
+        let Some(job) = &self.0.job else {
+            log::warning!("{ALONE}");
+            return Ok(());
+        };
+        job.tracing.start(folder, rounds)
+    }
+
+    /// Ends this rank's timeline and returns when its file is written; without one it does nothing.
+    /// The servers' end with that of the last rank.
+    pub fn stop_timeline(&self) {
+        if let Some(job) = &self.0.job {
+            job.tracing.stop();
+        }
+    }
+
+    /// Leaves the job in good order. With `suspend` the servers and the scheduler stay, for workers
+    /// to come.
+    ///
+    /// # Errors
+    /// What ended the job before. The worker is gone all the same.
+    pub fn shutdown(&self, suspend: bool) -> Result<(), Error> {
+        self.0.job.as_ref().map_or(Ok(()), |job| job.leave(suspend))
+    }
+}
+
+impl Shared {
+    fn alone(config: &Config) -> Shared {
+        Shared {
+            rank: config
+                .global_rank
+                .unwrap_or(config.worker_id * config.local_size + config.local_rank),
+            size: config.num_workers * config.local_size,
+            local_rank: config.local_rank,
+            local_size: config.local_size,
+            declared: Arc::default(),
+            object_keys: Mutex::default(),
+            job: None,
+            config: config.clone(),
+            gpu: Mutex::default(),
+        }
+    }
+
+    /// Counts pushes that are about to start, and tells the scheduler if other ranks have replaced
+    /// a tensor after fewer: then they have no such round, and all ranks have to know.
+    fn count(&self, tensors: impl Iterator<Item = TensorId>) {
+        let Some(job) = &self.job else { return };
+        let mut declared = lock(&self.declared);
+        let beyond: Vec<TensorId> = tensors.filter(|tensor| declared.count(*tensor)).collect();
+        drop(declared);
+        for TensorId(tensor) in beyond {
+            job.overrun(tensor);
+        }
+    }
+}

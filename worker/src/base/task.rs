@@ -1,0 +1,206 @@
+//! One push_pull as its caller and the NIC thread see it: a word that both watch, and what went
+//! wrong if it did.
+
+use crate::base::error::Error;
+use crate::cuda::PooledEvent;
+use rustix::thread::futex;
+use rustix::time::Timespec;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+const PENDING: u32 = 0;
+/// Pending, and somebody sleeps on it.
+const AWAITED: u32 = 1;
+const DONE: u32 = 2;
+
+/// What a result on the GPU is behind.
+#[derive(Debug)]
+pub struct Mark {
+    /// Recorded behind the last work of the result.
+    pub event: Arc<PooledEvent>,
+    /// Marks of the pipeline count up, and lie in its last stream in this order; 0 for any other.
+    pub number: u64,
+}
+
+/// The state that a caller's [`Handle`] and the NIC thread share.
+#[derive(Debug, Default)]
+pub struct Task {
+    state: AtomicU32,
+    /// How long a waiter looks before it sleeps.
+    spin: Duration,
+    error: OnceLock<Error>,
+    /// Of a tensor on the GPU: its result is there once this mark is passed.
+    mark: OnceLock<Mark>,
+    /// When it was asked for, by the monotonic clock; 0 where nobody records a timeline.
+    asked_ns: u64,
+}
+
+impl Task {
+    /// A task whose waiters spin so long before they sleep, and [`LOOKS`] looks at least. It was
+    /// asked for at `asked_ns`; 0 where nobody records a timeline.
+    #[must_use]
+    pub(crate) fn new(spin: Duration, asked_ns: u64) -> Task {
+        Task { spin, asked_ns, ..Task::default() }
+    }
+
+    pub(crate) fn asked_ns(&self) -> u64 {
+        self.asked_ns
+    }
+
+    /// As [`finish_now`](Self::finish_now) with success, but the result is only on its way: it will
+    /// be in the GPU's memory once this mark is passed.
+    pub(crate) fn finish_behind(&self, mark: Mark) {
+        let _ = self.mark.set(mark);
+        self.finish_now(Ok(()));
+    }
+
+    /// The task is over: its memory is the caller's again. Returns whether somebody sleeps on it
+    /// and must be [woken](Task::wake).
+    #[must_use]
+    pub(crate) fn finish(&self, result: Result<(), Error>) -> bool {
+        if let Err(error) = result {
+            let _ = self.error.set(error);
+        }
+        // Release: whoever sees DONE sees the error and the tensor's new bytes. `Handle` acquires.
+        self.state.swap(DONE, Ordering::AcqRel) == AWAITED
+    }
+
+    /// Wakes whoever sleeps on it.
+    pub(crate) fn wake(&self) {
+        let _ = futex::wake(&self.state, futex::Flags::PRIVATE, u32::MAX);
+    }
+
+    /// As [`finish`](Task::finish), and wakes at once.
+    pub(crate) fn finish_now(&self, result: Result<(), Error>) {
+        if self.finish(result) {
+            self.wake();
+        }
+    }
+}
+
+/// A push_pull under way. Clones watch the same one.
+#[derive(Clone, Debug)]
+pub struct Handle(pub(crate) Arc<Task>);
+
+/// How often a waiter looks before it reads the clock or sleeps: a microsecond or two, less than a
+/// sleep and a wake-up cost. Where CPUs are scarce it stops there, since it may hold the one that
+/// the NIC loop needs.
+const LOOKS: u32 = 64;
+
+impl Handle {
+    /// A handle of a task that was given to a NIC loop.
+    #[must_use]
+    pub fn of(task: &Arc<Task>) -> Handle {
+        Handle(Arc::clone(task))
+    }
+
+    /// A handle of something that is already over.
+    pub(crate) fn finished(result: Result<(), Error>) -> Handle {
+        let task = Task::default();
+        task.finish_now(result);
+        Handle(Arc::new(task))
+    }
+
+    /// A handle of something whose result is there once this mark is passed.
+    pub(crate) fn finished_behind(event: &Arc<PooledEvent>) -> Handle {
+        let task = Task::default();
+        task.finish_behind(Mark { event: Arc::clone(event), number: 0 });
+        Handle(Arc::new(task))
+    }
+
+    /// Whether it is over, well or not: its memory is the caller's again.
+    #[must_use]
+    pub fn poll(&self) -> bool {
+        // What the driver can't tell any more, it does not write any more.
+        self.is_told() && self.0.mark.get().is_none_or(|mark| mark.event.is_done().unwrap_or(true))
+    }
+
+    /// Whether a wait would return at once. On a GPU the result may still be on its way then: see
+    /// [`make_wait`](Self::make_wait).
+    #[must_use]
+    pub fn is_told(&self) -> bool {
+        self.0.state.load(Ordering::Acquire) == DONE
+    }
+
+    /// Lets what is enqueued in a framework's stream from now on come behind the results of all of
+    /// these. Called after each was waited for; without a GPU it does nothing.
+    ///
+    /// # Errors
+    /// [`Error::Refused`] with what CUDA says.
+    ///
+    /// # Safety
+    /// `stream` is 0, or a stream of the GPU that this process has opened.
+    pub unsafe fn make_wait(handles: &[Handle], stream: usize) -> Result<(), Error> {
+        let marks = || handles.iter().filter_map(|handle| handle.0.mark.get());
+        // The pipeline's marks are in one stream: behind the last of them is behind all.
+        let last = marks().filter(|mark| mark.number > 0).max_by_key(|mark| mark.number);
+        for mark in last.into_iter().chain(marks().filter(|mark| mark.number == 0)) {
+            // SAFETY: the caller vouches for the stream.
+            unsafe { mark.event.make_wait(stream) }
+                .map_err(|error| Error::Refused(error.to_string()))?;
+        }
+        Ok(())
+    }
+
+    fn result(&self) -> Result<bool, Error> {
+        self.0.error.get().map_or(Ok(true), |error| Err(error.clone()))
+    }
+
+    /// Waits until it is over; `None` waits as long as the job's own deadlines do. Returns false if
+    /// the time was over first.
+    ///
+    /// # Errors
+    /// What became of the push_pull, if it failed.
+    pub fn wait(&self, timeout: Option<Duration>) -> Result<bool, Error> {
+        let start = Instant::now();
+        let spin = timeout.map_or(self.0.spin, |timeout| timeout.min(self.0.spin));
+        loop {
+            for _ in 0..LOOKS {
+                if self.is_told() {
+                    return self.result();
+                }
+                std::hint::spin_loop();
+            }
+            if spin.is_zero() || start.elapsed() >= spin {
+                break;
+            }
+        }
+        loop {
+            let state = &self.0.state;
+            let seen =
+                state.compare_exchange(PENDING, AWAITED, Ordering::AcqRel, Ordering::Acquire);
+            if seen == Err(DONE) {
+                return self.result();
+            }
+            let left = match timeout {
+                None => Duration::from_secs(1),
+                Some(timeout) => match timeout.checked_sub(start.elapsed()) {
+                    Some(left) if !left.is_zero() => left,
+                    _ => return Ok(false),
+                },
+            };
+            let left = Timespec::try_from(left.min(Duration::from_secs(3600))).ok();
+            // Woken, timed out, interrupted or changed meanwhile: the loop looks again in each
+            // case.
+            let _ = futex::wait(state, futex::Flags::PRIVATE, AWAITED, left.as_ref());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_waiter_is_woken_and_sees_the_error() {
+        let handle = Handle(Arc::new(Task::default()));
+        assert!(!handle.poll());
+        assert_eq!(handle.wait(Some(Duration::from_millis(1))), Ok(false));
+        let other = handle.clone();
+        let waiter = std::thread::spawn(move || other.wait(Some(Duration::from_secs(10))));
+        handle.0.finish_now(Err(Error::Closed("gone".into())));
+        assert_eq!(waiter.join().unwrap(), Err(Error::Closed("gone".into())));
+        assert!(handle.poll());
+    }
+}

@@ -1,0 +1,186 @@
+//! Who of a group has pushed the open round of a key. It knows no lane, no memory and no clock.
+
+use bps_engine::base::{Key, KeyMap};
+use std::time::Duration;
+
+/// Who of the group has pushed the open round of one key.
+struct Gather {
+    /// Rounds that all had pushed.
+    done: u64,
+    own: bool,
+    /// By peer.
+    peers: Box<[bool]>,
+    count: usize,
+    /// When the first of the group pushed the open round.
+    since: Option<Duration>,
+}
+
+/// What this rank's group has pushed of the keys that this rank owns.
+pub struct Gathers {
+    peers: usize,
+    keys: KeyMap<Gather>,
+}
+
+/// A peer said what it can't say.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("{key}: round {round} was pushed already, or is not the open one ({open})")]
+pub struct Untimely {
+    key: Key,
+    round: u64,
+    open: u64,
+}
+
+/// A round that some have pushed and others have not.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Unpushed {
+    /// The part.
+    pub key: Key,
+    /// The open round.
+    pub round: u64,
+    /// Since when.
+    pub since: Duration,
+    /// Whether this rank has not pushed it.
+    pub own_missing: bool,
+    /// Peers that have not.
+    pub peers_missing: Vec<usize>,
+}
+
+impl Gathers {
+    /// For a group of this rank and so many others.
+    #[must_use]
+    pub fn new(peers: usize) -> Gathers {
+        Gathers { peers, keys: KeyMap::default() }
+    }
+
+    /// Makes room for a key. Others of the group may have pushed it before this rank knows it.
+    fn gather(&mut self, key: Key) -> &mut Gather {
+        let peers = self.peers;
+        self.keys.entry(key).or_insert_with(|| Gather {
+            done: 0,
+            own: false,
+            peers: vec![false; peers].into(),
+            count: 0,
+            since: None,
+        })
+    }
+
+    /// This rank owns the key.
+    pub fn plan(&mut self, key: Key) {
+        self.gather(key);
+    }
+
+    /// This rank pushes its next round of the key. Returns whether all have.
+    pub fn own(&mut self, key: Key, now: Duration) -> bool {
+        let gather = self.gather(key);
+        gather.own = true;
+        gather.pushed(now)
+    }
+
+    /// A peer has pushed a round. Returns whether all have.
+    ///
+    /// # Errors
+    /// It is not the open round, or that peer has pushed it before.
+    pub fn peer(
+        &mut self,
+        key: Key,
+        peer: usize,
+        round: u64,
+        now: Duration,
+    ) -> Result<bool, Untimely> {
+        let gather = self.gather(key);
+        let open = gather.done + 1;
+        if round != open || gather.peers[peer] {
+            return Err(Untimely { key, round, open });
+        }
+        gather.peers[peer] = true;
+        gather.count += 1;
+        Ok(gather.pushed(now))
+    }
+
+    /// Keys that are known, declared by this rank or pushed by a peer.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.keys.len()
+    }
+
+    /// Whether none is.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.keys.is_empty()
+    }
+
+    /// The rounds that some have pushed and others have not, in no order.
+    pub fn unpushed(&self) -> impl Iterator<Item = Unpushed> + '_ {
+        self.keys.iter().filter_map(|(&key, gather)| {
+            let since = gather.since?;
+            let peers = gather.peers.iter().enumerate();
+            Some(Unpushed {
+                key,
+                round: gather.done + 1,
+                since,
+                own_missing: !gather.own,
+                peers_missing: peers.filter(|(_, is_in)| !**is_in).map(|(at, _)| at).collect(),
+            })
+        })
+    }
+}
+
+impl Gather {
+    fn pushed(&mut self, now: Duration) -> bool {
+        let all = self.own && self.count == self.peers.len();
+        if all {
+            self.done += 1;
+            self.own = false;
+            self.peers.fill(false);
+            self.count = 0;
+            self.since = None;
+        } else {
+            self.since.get_or_insert(now);
+        }
+        all
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    #[test]
+    fn a_round_is_gathered_once_all_have_pushed_it_in_any_order() {
+        let mut gathers = Gathers::new(2);
+        // A peer is first: this rank has not even declared the key.
+        assert_eq!(gathers.peer(Key(7), 1, 1, SECOND), Ok(false));
+        gathers.plan(Key(7));
+        assert!(!gathers.own(Key(7), 2 * SECOND));
+        assert_eq!(gathers.peer(Key(7), 0, 1, 3 * SECOND), Ok(true));
+        // The next one begins from nothing.
+        assert!(!gathers.own(Key(7), 4 * SECOND));
+        assert_eq!(gathers.peer(Key(7), 0, 2, 4 * SECOND), Ok(false));
+        assert_eq!(gathers.peer(Key(7), 1, 2, 4 * SECOND), Ok(true));
+        assert_eq!(gathers.unpushed().count(), 0);
+    }
+
+    #[test]
+    fn a_round_that_is_not_open_or_pushed_twice_is_refused() {
+        let mut gathers = Gathers::new(2);
+        assert_eq!(gathers.peer(Key(7), 0, 1, SECOND), Ok(false));
+        for (peer, round) in [(0, 1), (1, 2), (1, 0)] {
+            let error = gathers.peer(Key(7), peer, round, SECOND).unwrap_err();
+            assert_eq!(error, Untimely { key: Key(7), round, open: 1 });
+        }
+    }
+
+    #[test]
+    fn who_has_not_pushed_is_known_whoever_it_is() {
+        let mut gathers = Gathers::new(2);
+        gathers.own(Key(1), SECOND);
+        gathers.peer(Key(2), 1, 1, 2 * SECOND).unwrap();
+        let mut waiting: Vec<Unpushed> = gathers.unpushed().collect();
+        waiting.sort_by_key(|one| one.since);
+        let seen: Vec<_> =
+            waiting.iter().map(|one| (one.key, one.own_missing, &one.peers_missing[..])).collect();
+        assert_eq!(seen, [(Key(1), false, &[0, 1][..]), (Key(2), true, &[0][..])]);
+    }
+}

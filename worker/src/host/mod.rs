@@ -1,0 +1,6 @@
+//! How the ranks of a host reduce among themselves, sans-io: how their GPUs hang below switches,
+//! who has pushed what, and which contributions are there.
+
+pub mod collect;
+pub mod gather;
+pub mod switches;

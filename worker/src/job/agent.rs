@@ -1,0 +1,418 @@
+//! A worker's side of the control plane, as a state machine: messages of the scheduler and wishes
+//! of the process go in, effects come out. The control thread carries them out over sockets, the
+//! simulation in memory.
+
+use super::nic_loop::Command;
+use crate::base::error::Error;
+use crate::host::switches::Switches;
+use crate::nic::{Peer, Report};
+use crate::rounds::{Plan, PlanPart};
+use bps_engine::base::{CoreId, Rank};
+use bps_engine::control::lane_fault;
+use bps_engine::proto::late::LateCollector;
+use bps_engine::proto::messages::{
+    Assignment, Declaration, Mismatch, NodeMessage, OverReason, Replacement, Roster, STALLS_MAX,
+    STALLS_SHOWN_MAX, SchedulerMessage, Superseded,
+};
+use bps_engine::proto::paths::End;
+use bps_engine::proto::pulse::Pulse;
+use bps_engine::transport::LaneId;
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// What has to be done now.
+pub enum Effect {
+    /// To the NIC loop.
+    Nic(Command),
+    /// To the scheduler.
+    Send(NodeMessage),
+    /// A tensor may be pushed so often: other ranks have replaced it then. `None`: they have not.
+    Limit {
+        /// Its id.
+        tensor: u32,
+        /// How often, in all.
+        until: Option<u64>,
+    },
+    /// A declare is answered: tensor ids in the order of the declarations.
+    Declared {
+        /// Its number.
+        request: u64,
+        /// Ids, or why not.
+        result: Result<Vec<u32>, Error>,
+    },
+    /// A barrier is passed.
+    BarrierDone {
+        /// Its number.
+        request: u64,
+    },
+    /// A heartbeat, to the scheduler.
+    Beat,
+    /// Knock at the scheduler on fresh connections, which is so far away, until told to stop.
+    Knock(Option<Duration>),
+    /// A line for people.
+    Warn(String),
+    /// The job is over for this worker.
+    Over(Error),
+}
+
+/// The lanes of a worker, by who is at their other end.
+#[derive(Clone, Default)]
+pub struct Lanes {
+    /// Server cores.
+    pub cores: HashMap<CoreId, LaneId>,
+    /// The other ranks of its group.
+    pub ranks: HashMap<Rank, LaneId>,
+}
+
+/// See the [module](self).
+pub struct Agent {
+    roster: Roster,
+    lanes: Lanes,
+    switches: Switches,
+    next_request: u64,
+    declares: HashMap<u64, Vec<Declaration>>,
+    planned: HashSet<u32>,
+    /// Names on which ranks disagree, and the rounds of their tensors on which they had agreed.
+    poisoned: HashMap<String, (Error, Vec<(u32, u64)>)>,
+    /// What servers have told of lost lanes, until the scheduler says what happened.
+    lost: Option<String>,
+    pulse: Pulse,
+    knocking: bool,
+    over: bool,
+}
+
+impl Agent {
+    /// The agent of a worker that has this roster and these lanes, on a host of these switches.
+    #[must_use]
+    pub fn new(roster: Roster, lanes: Lanes, switches: Switches, pulse: Pulse) -> Agent {
+        Agent {
+            roster,
+            lanes,
+            switches,
+            next_request: 1,
+            declares: HashMap::new(),
+            planned: HashSet::new(),
+            poisoned: HashMap::new(),
+            lost: None,
+            pulse,
+            knocking: false,
+            over: false,
+        }
+    }
+
+    /// Starts a declare: its number and the message to send.
+    pub fn declare(&mut self, tensors: Vec<Declaration>) -> (u64, NodeMessage) {
+        let request = self.next_request;
+        self.next_request += 1;
+        self.declares.insert(request, tensors.clone());
+        (request, NodeMessage::Declare { request, tensors })
+    }
+
+    /// As [`declare`](Self::declare), for names that were declared otherwise before.
+    pub fn redeclare(&mut self, tensors: Vec<Replacement>) -> (u64, NodeMessage) {
+        let said = tensors.iter().map(|replacement| replacement.said.clone()).collect();
+        let (request, _) = self.declare(said);
+        (request, NodeMessage::Redeclare { request, tensors })
+    }
+
+    /// Starts a barrier: its number and the message to send.
+    pub fn barrier(&mut self) -> (u64, NodeMessage) {
+        let request = self.next_request;
+        self.next_request += 1;
+        (request, NodeMessage::Barrier { request })
+    }
+
+    /// Time passes: to be told several times in each interval of heartbeats.
+    pub fn handle_tick(&mut self, now: Duration, effects: &mut Vec<Effect>) {
+        if self.over {
+            return;
+        }
+        let beat = self.pulse.look(now);
+        if beat.send {
+            effects.push(Effect::Beat);
+        }
+        if std::mem::replace(&mut self.knocking, beat.knock) != beat.knock {
+            effects.push(Effect::Knock(beat.knock.then_some(self.pulse.round_trip())));
+        }
+        if let Some(silent) = beat.silent {
+            let message = self.pulse.complaint(silent);
+            effects.push(Effect::Send(NodeMessage::Failed { message: message.clone() }));
+            self.end(Error::PeerDied(message), effects);
+        }
+    }
+
+    /// A message of the scheduler on a fresh connection.
+    pub fn handle_aside(
+        &mut self,
+        message: SchedulerMessage,
+        now: Duration,
+        effects: &mut Vec<Effect>,
+    ) {
+        match message {
+            SchedulerMessage::Heartbeat => self.pulse.answered_aside(now),
+            SchedulerMessage::Over { .. } => self.handle(message, now, effects),
+            _ => {}
+        }
+    }
+
+    /// The scheduler as people know it.
+    #[must_use]
+    pub fn scheduler(&self) -> &str {
+        self.pulse.scheduler()
+    }
+
+    /// A message of the scheduler. `open_round` describes what this worker waits for, if anything.
+    pub fn handle(&mut self, message: SchedulerMessage, now: Duration, effects: &mut Vec<Effect>) {
+        if self.over {
+            return;
+        }
+        match message {
+            SchedulerMessage::Heartbeat => self.pulse.answered(now),
+            SchedulerMessage::Declared { request, tensors } => {
+                self.declared(request, &tensors, effects);
+            }
+            SchedulerMessage::Refused { request, message } => {
+                if let Some(declarations) = self.declares.remove(&request) {
+                    let known = declarations.iter().find_map(|one| self.poisoned.get(&one.name));
+                    let error = known.map_or(Error::Refused(message), |(error, _)| error.clone());
+                    effects.push(Effect::Declared { request, result: Err(error) });
+                }
+            }
+            SchedulerMessage::Mismatch(mismatch) => self.mismatch(&mismatch, effects),
+            SchedulerMessage::Superseded { tensors } => {
+                let limit =
+                    |Superseded { tensor, rounds }| Effect::Limit { tensor, until: Some(rounds) };
+                effects.extend(tensors.into_iter().map(limit));
+            }
+            SchedulerMessage::BarrierDone { request } => {
+                effects.push(Effect::BarrierDone { request });
+            }
+            SchedulerMessage::Stall { late, over } => {
+                effects.extend(late.iter().map(|late| Effect::Warn(late.to_string())));
+                effects.extend(over.map(|over| Effect::Warn(over.to_string())));
+            }
+            SchedulerMessage::PathStall { stalls } => {
+                if stalls.is_empty() {
+                    effects.push(Effect::Warn("what was late has arrived".into()));
+                }
+                effects.extend(stalls.iter().map(|stall| Effect::Warn(stall.to_string())));
+            }
+            SchedulerMessage::Over { reason } => self.end(over_error(&reason), effects),
+            // For servers, for the control thread, or before the roster: of no meaning here.
+            SchedulerMessage::Waiting { .. }
+            | SchedulerMessage::Roster(_)
+            | SchedulerMessage::Install { .. }
+            | SchedulerMessage::Inquire { .. }
+            | SchedulerMessage::Retire { .. }
+            | SchedulerMessage::Clock(_)
+            | SchedulerMessage::Timeline { .. }
+            | SchedulerMessage::Reset { .. } => {}
+        }
+    }
+
+    fn declared(&mut self, request: u64, tensors: &[Assignment], effects: &mut Vec<Effect>) {
+        let Some(declarations) = self.declares.remove(&request) else { return };
+        let plans: Result<Vec<Plan>, Error> = declarations
+            .into_iter()
+            .zip(tensors)
+            .map(|(declaration, assignment)| self.plan(declaration, assignment))
+            .collect();
+        let result = plans.map(|plans| {
+            for (plan, assignment) in plans.into_iter().zip(tensors) {
+                let &Assignment { tensor, until, .. } = assignment;
+                effects.push(Effect::Limit { tensor, until });
+                let name = plan.name.clone();
+                if self.planned.insert(tensor) {
+                    let plan = Arc::new(plan);
+                    effects.push(Effect::Nic(Command::Plan { tensor, plan }));
+                }
+                // Only rounds on which the ranks had agreed before are still to come.
+                if let Some((error, agreed)) = self.poisoned.get(&*name) {
+                    let (error, agreed) = (error.clone(), agreed.clone());
+                    effects.push(Effect::Nic(Command::Poison {
+                        name: name.to_string(),
+                        agreed,
+                        error,
+                    }));
+                }
+            }
+            tensors.iter().map(|assignment| assignment.tensor).collect()
+        });
+        effects.push(Effect::Declared { request, result });
+    }
+
+    /// An assignment, checked: the parts must cover the tensor without gaps, or memory would be
+    /// touched that isn't its.
+    fn plan(&self, declaration: Declaration, assignment: &Assignment) -> Result<Plan, Error> {
+        let bytes = declaration.shape.count().saturating_mul(declaration.dtype.size() as u64);
+        let broken = |what: &str| {
+            Error::Refused(format!("the scheduler's plan for `{}` {what}", declaration.name))
+        };
+        let mut parts = Vec::with_capacity(assignment.parts.len());
+        let mut end = 0;
+        for part in &assignment.parts {
+            if part.offset != end {
+                return Err(broken("has a gap"));
+            }
+            end += u64::from(part.bytes);
+            let core = part.core.map(|core| self.lanes.cores.get(&core).copied());
+            if core == Some(None) {
+                return Err(broken("names a core without a lane"));
+            }
+            let is_own = part.owner.0 == self.roster.index;
+            let owner = self.lanes.ranks.get(&part.owner).copied();
+            if !is_own && owner.is_none() {
+                return Err(broken("names an owner that is not of this rank's group"));
+            }
+            if core.is_none() && self.lanes.ranks.is_empty() {
+                return Err(broken("names nobody who sums it"));
+            }
+            parts.push(PlanPart {
+                key: part.key,
+                offset: usize::try_from(part.offset).map_err(|_| broken("is too large"))?,
+                bytes: part.bytes as usize,
+                core: core.flatten(),
+                owner: owner.filter(|_| !is_own),
+                owner_rank: part.owner,
+                holder: self.switches.holder(part.owner, Rank(self.roster.index)),
+            });
+        }
+        if end != bytes {
+            return Err(broken("does not have the tensor's size"));
+        }
+        Ok(Plan {
+            name: declaration.name.into(),
+            dtype: declaration.dtype,
+            operation: declaration.operation,
+            device: declaration.device,
+            parts: parts.into_boxed_slice(),
+        })
+    }
+
+    fn mismatch(&mut self, mismatch: &Mismatch, effects: &mut Vec<Effect>) {
+        let name = mismatch.first_said.name.clone();
+        let error = Error::Mismatch(mismatch.to_string());
+        let agreed: Vec<(u32, u64)> =
+            mismatch.agreed.iter().map(|one| (one.tensor, one.rounds)).collect();
+        self.poisoned.insert(name.clone(), (error.clone(), agreed.clone()));
+        effects.push(Effect::Nic(Command::Poison { name: name.to_string(), agreed, error }));
+    }
+
+    /// A report of the NIC loop. The scheduler knows best what became of a server, so a lost lane
+    /// is only noted here: see [`give_up`](Self::give_up).
+    pub fn handle_report(&mut self, report: Report, effects: &mut Vec<Effect>) {
+        match report {
+            Report::Lost { .. } if self.over => {}
+            Report::Lost { peer, cause, round } => {
+                let round = round.map_or(String::new(), |round| format!(" ({round})"));
+                let text = format!("the lane to {} was lost{round}: {cause}", self.who(peer));
+                self.lost.get_or_insert(text);
+                let to = match peer {
+                    Peer::Server(index) => End::Server(index),
+                    Peer::Rank(rank) => End::Rank(rank),
+                };
+                let fault = lane_fault(cause);
+                effects.push(Effect::Send(NodeMessage::LaneLost { to, fault }));
+            }
+            Report::Corrupt { peer, message } => {
+                let text = format!("{} sent what can't be right: {message}", self.who(peer));
+                effects.push(Effect::Send(NodeMessage::Failed { message: text.clone() }));
+                self.end(Error::PeerDied(text), effects);
+            }
+            Report::Altered { peer, sent, what } => {
+                let ends = (self.who(peer), format!("rank {}", self.roster.index));
+                let (to, from) = if sent { ends } else { (ends.1, ends.0) };
+                let text = format!(
+                    "{what} changed on its way from {from} to {to}: its CRC-32C differs: nothing \
+                     was made of it; look for errors of the network devices and memories on that \
+                     path"
+                );
+                effects.push(Effect::Send(NodeMessage::Failed { message: text.clone() }));
+                self.end(Error::Corrupt(text), effects);
+            }
+            Report::Failed { message } => {
+                effects.push(Effect::Send(NodeMessage::Failed { message: message.clone() }));
+                self.end(Error::Refused(message), effects);
+            }
+            Report::Awaiting { keys } => {
+                effects.push(Effect::Send(NodeMessage::Awaiting { keys }));
+            }
+            Report::Stalled { mut keys } => {
+                let mut late = LateCollector::default();
+                for key in &keys {
+                    key.missing.iter().for_each(|rank| late.add(*rank, key.key));
+                }
+                let late = late.finish(keys.len() >= STALLS_MAX);
+                keys.truncate(STALLS_SHOWN_MAX);
+                effects.push(Effect::Send(NodeMessage::Stalled { keys, late }));
+            }
+        }
+    }
+
+    /// Whether a lane was lost and nobody has said why yet.
+    #[must_use]
+    pub fn has_lost(&self) -> bool {
+        self.lost.is_some() && !self.over
+    }
+
+    /// The scheduler has not said in time why a lane was lost: the job is over all the same.
+    pub fn give_up(&mut self, effects: &mut Vec<Effect>) {
+        if let Some(text) = self.lost.take() {
+            effects.push(Effect::Send(NodeMessage::Failed { message: text.clone() }));
+            self.end(Error::PeerDied(text), effects);
+        }
+    }
+
+    /// What came over the connection to the scheduler is not what it sent.
+    pub fn control_altered(&mut self, how: String, effects: &mut Vec<Effect>) {
+        self.end(Error::Corrupt(how), effects);
+    }
+
+    /// The connection to the scheduler is lost: a line about it.
+    pub fn scheduler_lost(&mut self, line: String, effects: &mut Vec<Effect>) {
+        self.end(Error::PeerDied(line), effects);
+    }
+
+    fn end(&mut self, error: Error, effects: &mut Vec<Effect>) {
+        if self.over {
+            return;
+        }
+        self.over = true;
+        for request in self.declares.drain().map(|(request, _)| request) {
+            effects.push(Effect::Declared { request, result: Err(error.clone()) });
+        }
+        effects.push(Effect::Over(error));
+    }
+
+    fn who(&self, peer: Peer) -> String {
+        let (who, place) = match peer {
+            Peer::Server(index) => {
+                let peer = self.roster.servers.get(index as usize);
+                (format!("server {index}"), peer.map(|peer| (&peer.host, peer.pid)))
+            }
+            Peer::Rank(rank) => {
+                let peer = self.roster.neighbours.iter().find(|peer| peer.rank == rank);
+                (rank.to_string(), peer.map(|peer| (&peer.host, peer.pid)))
+            }
+        };
+        match place {
+            Some((host, pid)) => format!("{who} (host {host}, pid {pid})"),
+            None => who,
+        }
+    }
+}
+
+/// What a worker's caller is told when the job is over.
+pub(crate) fn over_error(reason: &OverReason) -> Error {
+    let text = reason.to_string();
+    match reason {
+        OverReason::Finished => Error::Closed(text),
+        OverReason::Died { .. } | OverReason::Failed { .. } => Error::PeerDied(text),
+        OverReason::PathLost(_) | OverReason::Removed { .. } => Error::PeerDied(text),
+        OverReason::Stalled { .. }
+        | OverReason::Abandoned { .. }
+        | OverReason::PathStalled { .. } => Error::Stalled(text),
+        OverReason::NotFormed { .. } => Error::Start(text),
+    }
+}

@@ -1,0 +1,248 @@
+//! The control thread of a worker: reads the scheduler, listens to the NIC loop, and carries out
+//! what the [`Agent`] makes of it. Nothing of the data path passes here.
+
+use super::nic_loop::Command;
+use crate::base::error::Error;
+use crate::base::lock;
+use crate::base::types::Speed;
+use crate::job::agent::{Agent, Effect};
+use crate::job::declared::Declared;
+use crate::job::timeline::Tracing;
+use crate::nic::{NicStatistics, Report};
+use crate::terminated;
+use bps_engine::control::{
+    Door, Knocker, LinkError, LinkReceiver, LinkSender, ask_time, take_time,
+};
+use bps_engine::metrics::Collector;
+use bps_engine::proto::messages::{NodeMessage, SchedulerMessage};
+use bps_engine::ring::Mpsc;
+use bps_engine::trace::log;
+use bps_engine::transport::Waker;
+use std::collections::{HashMap, VecDeque};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant, SystemTime};
+
+/// How often this thread looks around when nothing comes.
+const TICK: Duration = Duration::from_millis(50);
+/// How long a rank that was told to end waits for the scheduler to hear of it.
+const GOODBYE: Duration = Duration::from_secs(1);
+/// Over how long throughput is measured.
+const SPEED_INTERVAL: Duration = Duration::from_secs(1);
+/// Throughput samples that are kept.
+const SPEEDS_MAX: usize = 1024;
+
+/// Answers that callers wait for.
+#[derive(Default)]
+pub(crate) struct Answers {
+    pub(crate) declares: HashMap<u64, Result<Vec<u32>, Error>>,
+    pub(crate) barriers: Vec<u64>,
+    pub(crate) over: Option<Error>,
+}
+
+/// What heartbeats need beside the connection to the scheduler.
+pub(crate) struct Heart {
+    /// Since when the time counts that the agent is told.
+    pub(crate) began: Instant,
+    /// Where to knock if the scheduler does not answer.
+    pub(crate) door: Door,
+    pub(crate) knocker: Option<Knocker>,
+}
+
+/// The control thread of a worker.
+pub(crate) struct Control {
+    pub(crate) agent: Arc<Mutex<Agent>>,
+    pub(crate) declared: Arc<Mutex<Declared>>,
+    pub(crate) sender: LinkSender,
+    pub(crate) receiver: LinkReceiver,
+    pub(crate) commands: Mpsc<Command>,
+    pub(crate) nic_waker: Waker,
+    pub(crate) nic_ended: Arc<AtomicBool>,
+    pub(crate) reports: Mpsc<Report>,
+    pub(crate) answers: Arc<(Mutex<Answers>, Condvar)>,
+    pub(crate) leaving: Arc<AtomicBool>,
+    pub(crate) statistics: Arc<NicStatistics>,
+    pub(crate) collector: Collector,
+    pub(crate) heartbeat_interval: Duration,
+    pub(crate) heart: Heart,
+    pub(crate) lost_at: Option<Instant>,
+    /// How long the scheduler has to say why a lane was lost. It may have to wait for another
+    /// node's heartbeats before it knows.
+    pub(crate) verdict: Duration,
+    pub(crate) speeds: Arc<Mutex<VecDeque<Speed>>>,
+    pub(crate) tracing: Arc<Tracing>,
+}
+
+impl Control {
+    pub(crate) fn run(mut self) {
+        terminated::watch();
+        self.run_until_over();
+        terminated::ignore();
+    }
+
+    /// Tells the others that this rank was told to end, and ends it.
+    fn end_process(&mut self) {
+        if !self.leaving.load(Ordering::Acquire) {
+            let message = "it was stopped by SIGTERM".to_owned();
+            let _ = self.sender.send(&NodeMessage::Failed { message });
+            let begun = Instant::now();
+            // The scheduler closes the connection when it has read that.
+            while begun.elapsed() < GOODBYE && self.receiver.receive(TICK).is_ok() {}
+        }
+        terminated::die();
+    }
+
+    fn run_until_over(&mut self) {
+        let (began, mut told) = (self.heart.began, Instant::now());
+        let mut measured = (Instant::now(), 0);
+        let mut effects = Vec::new();
+        loop {
+            if terminated::came() {
+                self.end_process();
+            }
+            ask_time(&self.tracing.clock, &self.sender);
+            match self.receiver.receive(TICK) {
+                Ok(Some(SchedulerMessage::Clock(answer))) => {
+                    take_time(&self.tracing.clock, &answer, &self.sender);
+                }
+                Ok(Some(message)) => {
+                    lock(&self.agent).handle(message, began.elapsed(), &mut effects);
+                }
+                Ok(None) => {}
+                Err(_) if self.leaving.load(Ordering::Acquire) => return,
+                Err(error @ LinkError::Altered { .. }) => {
+                    lock(&self.agent).control_altered(error.to_string(), &mut effects);
+                }
+                Err(error) => {
+                    let mut agent = lock(&self.agent);
+                    let line = error.line(agent.scheduler());
+                    agent.scheduler_lost(line, &mut effects);
+                }
+            }
+            self.tick(began.elapsed(), &mut effects);
+            while let Some(report) = self.reports.pop() {
+                lock(&self.agent).handle_report(report, &mut effects);
+            }
+            self.wait_for_verdict(&mut effects);
+            let over = self.carry_out(&mut effects);
+            let left =
+                self.leaving.load(Ordering::Acquire) && self.nic_ended.load(Ordering::Acquire);
+            if over || left {
+                return;
+            }
+            if measured.0.elapsed() >= SPEED_INTERVAL {
+                measured = self.measure(measured);
+            }
+            if told.elapsed() >= self.heartbeat_interval {
+                told = Instant::now();
+                let statistics = self.collector.take();
+                let _ = self.sender.send(&NodeMessage::Statistics(statistics));
+            }
+        }
+    }
+
+    /// Heartbeats, their answers, and what is to be done without.
+    fn tick(&self, now: Duration, effects: &mut Vec<Effect>) {
+        let mut agent = lock(&self.agent);
+        while let Some(answer) = self.heart.knocker.as_ref().and_then(Knocker::answer) {
+            agent.handle_aside(answer, now, effects);
+        }
+        agent.handle_tick(now, effects);
+    }
+
+    fn knock(&mut self, round_trip: Option<Duration>) {
+        self.heart.knocker = round_trip.and_then(|round_trip| {
+            let started = Knocker::start(Door { round_trip, ..self.heart.door.clone() });
+            started.inspect_err(|error| log::warning!("no thread: {error}")).ok()
+        });
+    }
+
+    /// Takes a throughput sample, if any tensor was finished since the last one.
+    fn measure(&self, (since, bytes_then): (Instant, u64)) -> (Instant, u64) {
+        let (now, bytes) = (Instant::now(), self.statistics.bytes.read());
+        if bytes > bytes_then {
+            let megabytes = (bytes - bytes_then) as f64 / 1e6;
+            let megabytes_per_second = megabytes / (now - since).as_secs_f64();
+            let mut speeds = lock(&self.speeds);
+            if speeds.len() == SPEEDS_MAX {
+                speeds.pop_front();
+            }
+            speeds.push_back(Speed { unix_ms: unix_ms(), megabytes_per_second });
+        }
+        (now, bytes)
+    }
+
+    fn wait_for_verdict(&mut self, effects: &mut Vec<Effect>) {
+        let mut agent = lock(&self.agent);
+        if agent.has_lost() {
+            let since = *self.lost_at.get_or_insert_with(Instant::now);
+            if since.elapsed() > self.verdict {
+                agent.give_up(effects);
+            }
+        }
+    }
+
+    /// Returns whether the job is over for this worker.
+    fn carry_out(&mut self, effects: &mut Vec<Effect>) -> bool {
+        let mut over = false;
+        for effect in effects.drain(..) {
+            match effect {
+                Effect::Nic(command) => {
+                    if let Command::Plan { plan, .. } = &command {
+                        self.tracing.name(plan);
+                    }
+                    self.command(command);
+                }
+                Effect::Send(message) => {
+                    let _ = self.sender.send(&message);
+                }
+                Effect::Limit { tensor, until } => {
+                    if lock(&self.declared).limit(tensor, until) {
+                        let _ = self.sender.send(&NodeMessage::Overrun { tensor });
+                    }
+                }
+                Effect::Beat => {
+                    let rounds = self.statistics.counters.rounds.read();
+                    // A scheduler that can't be written to is noticed by `receive`.
+                    let _ = self.sender.send(&NodeMessage::Heartbeat { rounds });
+                }
+                Effect::Knock(round_trip) => self.knock(round_trip),
+                Effect::Declared { request, result } => {
+                    self.answer(|answers| drop(answers.declares.insert(request, result)));
+                }
+                Effect::BarrierDone { request } => {
+                    self.answer(|answers| answers.barriers.push(request));
+                }
+                Effect::Warn(line) => log::warning!("{line}"),
+                Effect::Over(error) => {
+                    over = true;
+                    self.command(Command::Fail { error: error.clone() });
+                    self.answer(|answers| answers.over = Some(error));
+                }
+            }
+        }
+        over
+    }
+
+    fn answer(&self, change: impl FnOnce(&mut Answers)) {
+        change(&mut lock(&self.answers.0));
+        self.answers.1.notify_all();
+    }
+
+    fn command(&self, mut command: Command) {
+        while !self.nic_ended.load(Ordering::Acquire) {
+            match self.commands.push(command) {
+                Ok(()) => return self.nic_waker.wake(),
+                Err(back) => command = back,
+            }
+            self.nic_waker.wake();
+            std::thread::yield_now();
+        }
+    }
+}
+
+/// Milliseconds since 1970.
+fn unix_ms() -> u64 {
+    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+}

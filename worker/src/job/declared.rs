@@ -1,0 +1,179 @@
+//! What this process has declared, and how often it has pushed each tensor. Callers and the control
+//! thread share it.
+//!
+//! Invariant: pushes of a tensor are counted before they are handed to the NIC loop, so a
+//! declaration that replaces it says a number that no later push of it can exceed unnoticed.
+
+use crate::base::error::Error;
+use crate::base::types::TensorId;
+use bps_engine::base::Operation;
+use bps_engine::proto::messages::{Declaration, Replacement};
+use std::collections::HashMap;
+
+/// See the [module](self).
+#[derive(Default)]
+pub(crate) struct Declared {
+    /// What each name stands for now.
+    names: HashMap<String, (Declaration, u32)>,
+    /// By id.
+    tensors: Vec<Tensor>,
+}
+
+/// What must be known of a tensor that is pushed.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct What {
+    pub(crate) bytes: usize,
+    pub(crate) operation: Operation,
+    name: String,
+    device: bool,
+}
+
+#[derive(Clone)]
+struct Tensor {
+    /// What it is, once it was declared here.
+    what: Option<What>,
+    pushes: u64,
+    /// How often it may be pushed: as often as other ranks did that have replaced it.
+    until: u64,
+}
+
+const UNKNOWN: Tensor = Tensor { what: None, pushes: 0, until: u64::MAX };
+
+/// What a caller has to tell the scheduler.
+#[derive(Default)]
+pub(crate) struct News {
+    /// Names that this process has not declared before.
+    pub(crate) new: Vec<Declaration>,
+    /// Names that it has declared otherwise before.
+    pub(crate) replaced: Vec<Replacement>,
+}
+
+impl Declared {
+    /// What of this is not declared yet.
+    pub(crate) fn news(&self, tensors: &[Declaration]) -> News {
+        let mut news = News::default();
+        for said in tensors {
+            match self.names.get(&said.name) {
+                None => news.new.push(said.clone()),
+                Some((old, _)) if old == said => {}
+                Some((_, id)) => {
+                    let rounds = self.tensors[*id as usize].pushes;
+                    news.replaced.push(Replacement { said: said.clone(), rounds });
+                }
+            }
+        }
+        news
+    }
+
+    fn tensor(&mut self, id: u32) -> &mut Tensor {
+        let index = id as usize;
+        if self.tensors.len() <= index {
+            self.tensors.resize(index + 1, UNKNOWN);
+        }
+        &mut self.tensors[index]
+    }
+
+    /// A declaration was answered with this id.
+    pub(crate) fn insert(&mut self, said: Declaration, id: u32) {
+        let bytes = said.shape.count().saturating_mul(said.dtype.size() as u64);
+        let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+        let (name, operation, device) = (said.name.clone(), said.operation, said.device);
+        self.tensor(id).what = Some(What { bytes, operation, name, device });
+        self.names.insert(said.name.clone(), (said, id));
+    }
+
+    /// An id that no tensor has, for a job of one process; a name keeps its own.
+    pub(crate) fn id_alone(&self, name: &str) -> u32 {
+        let next = || u32::try_from(self.tensors.len()).unwrap_or(u32::MAX);
+        self.names.get(name).map_or_else(next, |(_, id)| *id)
+    }
+
+    /// The id of a declaration.
+    pub(crate) fn id(&self, said: &Declaration) -> Result<TensorId, Error> {
+        let known = self.names.get(&said.name).filter(|(known, _)| known == said);
+        known.map(|&(_, id)| TensorId(id)).ok_or_else(|| {
+            Error::Refused(format!("`{}` was not declared, or otherwise meanwhile", said.name))
+        })
+    }
+
+    /// What a tensor is that is to be pushed, on the GPU or in memory of the host.
+    pub(crate) fn what(&self, tensor: TensorId, device: bool) -> Result<&What, Error> {
+        let known = self.tensors.get(tensor.0 as usize).and_then(|tensor| tensor.what.as_ref());
+        let what = known
+            .ok_or_else(|| Error::Refused(format!("tensor id {} was not declared", tensor.0)))?;
+        match (what.device, device) {
+            (true, false) => Err(Error::Refused(format!(
+                "`{}` was declared as a tensor of the GPU: push it as one",
+                what.name
+            ))),
+            (false, true) => Err(Error::Refused(format!(
+                "`{}` was declared as a tensor of the host, and is pushed as one of the GPU",
+                what.name
+            ))),
+            _ => Ok(what),
+        }
+    }
+
+    /// Counts a push; says whether it goes beyond what other ranks did.
+    pub(crate) fn count(&mut self, tensor: TensorId) -> bool {
+        let tensor = self.tensor(tensor.0);
+        tensor.pushes += 1;
+        tensor.pushes > tensor.until
+    }
+
+    /// Other ranks have pushed it so often, and replaced it; or are pushing it (`None`). Says
+    /// whether this process has pushed it more often.
+    pub(crate) fn limit(&mut self, id: u32, until: Option<u64>) -> bool {
+        let tensor = self.tensor(id);
+        tensor.until = until.unwrap_or(u64::MAX);
+        tensor.pushes > tensor.until
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use bps_engine::base::DType;
+
+    fn said(count: u64) -> Declaration {
+        Declaration {
+            name: "x".into(),
+            dtype: DType::F32,
+            shape: count.into(),
+            operation: Operation::Sum,
+            device: false,
+        }
+    }
+
+    #[test]
+    fn a_name_declared_anew_tells_how_often_it_was_pushed() {
+        let mut declared = Declared::default();
+        assert_eq!(declared.news(&[said(4)]).new, [said(4)]);
+        declared.insert(said(4), 7);
+        let news = declared.news(&[said(4)]);
+        assert!(news.new.is_empty() && news.replaced.is_empty());
+        assert!(!declared.count(TensorId(7)) && !declared.count(TensorId(7)));
+        let replaced = Replacement { said: said(5), rounds: 2 };
+        assert_eq!(declared.news(&[said(5)]).replaced, [replaced]);
+        declared.insert(said(5), 9);
+        assert_eq!(declared.id(&said(5)).unwrap(), TensorId(9));
+        assert!(declared.id(&said(4)).is_err());
+        let what = declared.what(TensorId(9), false).unwrap();
+        assert_eq!((what.bytes, what.operation), (20, Operation::Sum));
+        assert!(declared.what(TensorId(8), false).is_err());
+        let error = declared.what(TensorId(9), true).unwrap_err().to_string();
+        assert!(error.contains("`x` was declared as a tensor of the host"), "{error}");
+    }
+
+    #[test]
+    fn a_push_beyond_the_others_is_noticed_before_and_after_it() {
+        let mut declared = Declared::default();
+        declared.insert(said(4), 0);
+        assert!(!declared.limit(0, Some(1)));
+        assert!(!declared.count(TensorId(0)) && declared.count(TensorId(0)));
+        // Used again by all, and pushed twice before another rank is known to have stopped.
+        assert!(!declared.limit(0, None));
+        assert!(!declared.count(TensorId(0)) && !declared.count(TensorId(0)));
+        assert!(declared.limit(0, Some(3)));
+    }
+}

@@ -1,0 +1,235 @@
+//! Connecting the lanes of a worker that has its roster: several at once, on threads of their own,
+//! so that a round trip is not paid once for each lane, and whoever joins can look after the
+//! scheduler meanwhile.
+
+use crate::base::error::Error;
+use crate::job::neighbours::{Door, GroupLinks, Wakers};
+use crate::job::start::End;
+use bps_engine::base::{CoreId, Rank};
+use bps_engine::config::{Config, TransportChoice};
+use bps_engine::control::{JobKey, dial, dial_unix};
+use bps_engine::proto::handshake::Hello;
+use bps_engine::proto::messages::{Roster, ServerPeer};
+use bps_engine::trace::log;
+use bps_engine::transport::Link;
+use bps_engine::transport::rdma::{self, Rails, RdmaOptions};
+use bps_engine::transport::shm::{self, ShmOptions};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
+use std::time::Duration;
+
+/// Cores that are dialed at once.
+const DIALS: usize = 16;
+/// How long a server core that is in the roster may take to answer.
+const DIAL: Duration = Duration::from_secs(10);
+
+/// Lanes on their way. Dropping it ends the dialing; a thread that waits for an answer then ends by
+/// its own deadline.
+pub(crate) struct Dialing {
+    plan: Arc<Plan>,
+    dialed: Receiver<Dialed>,
+    /// By place in the plan.
+    cores: Vec<Option<Link>>,
+    /// Cores that are not connected yet.
+    missing: usize,
+    /// `None` until the ranks of the group are connected.
+    group: Option<GroupLinks>,
+}
+
+/// The lanes of a worker.
+pub(crate) struct Links {
+    /// Of the NIC loop, in the order of lane ids.
+    pub(crate) nic: Vec<(End, Link)>,
+    /// Of the thread of its GPU.
+    pub(crate) order: Vec<(Rank, Link)>,
+}
+
+/// What every dialing thread reads.
+struct Plan {
+    config: Config,
+    key: JobKey,
+    roster: Roster,
+    wakers: Wakers,
+    rails: Option<Arc<Rails>>,
+    cores: Vec<CoreId>,
+    /// The next core to be dialed.
+    next: AtomicUsize,
+    cancelled: AtomicBool,
+}
+
+enum Dialed {
+    Core(usize, Result<Link, Error>),
+    Group(Result<GroupLinks, Error>),
+}
+
+impl Dialing {
+    /// Begins to connect to every core of the roster, if sums pass through servers, and to the
+    /// other ranks of the group, if this rank has opened its door to them.
+    pub(crate) fn start(
+        config: &Config,
+        key: &JobKey,
+        roster: &Roster,
+        wakers: &Wakers,
+        rails: Option<Arc<Rails>>,
+        door: Option<Door>,
+    ) -> Result<Dialing, Error> {
+        let servers = (0u32..).zip(&roster.servers).filter(|_| roster.through_servers);
+        let cores: Vec<CoreId> = servers
+            .flat_map(|(server, peer)| {
+                (0u32..).zip(&peer.cores).map(move |(core, _)| CoreId { server, core })
+            })
+            .collect();
+        let missing = cores.len();
+        let plan = Arc::new(Plan {
+            config: config.clone(),
+            key: key.clone(),
+            roster: roster.clone(),
+            wakers: wakers.clone(),
+            rails,
+            cores,
+            next: AtomicUsize::new(0),
+            cancelled: AtomicBool::new(false),
+        });
+        let (sender, dialed) = channel();
+        for _ in 0..missing.min(DIALS) {
+            let (plan, sender) = (Arc::clone(&plan), sender.clone());
+            spawn("bps-dial", move || plan.dial(&sender))?;
+        }
+        let group = if let Some(door) = door {
+            let plan = Arc::clone(&plan);
+            spawn("bps-door", move || {
+                let group = door.connect(&plan.key, &plan.roster, &plan.wakers);
+                // Nobody waits for it if the job has ended meanwhile.
+                let _ = sender.send(Dialed::Group(group));
+            })?;
+            None
+        } else {
+            Some(GroupLinks::default())
+        };
+        let cores = (0..missing).map(|_| None).collect();
+        Ok(Dialing { plan, dialed, cores, missing, group })
+    }
+
+    /// All links, once they are there; `None` until then.
+    ///
+    /// # Errors
+    /// A core or rank can't be reached.
+    pub(crate) fn poll(&mut self) -> Result<Option<Links>, Error> {
+        loop {
+            if self.missing == 0
+                && let Some(group) = self.group.take()
+            {
+                let ends = self.plan.cores.iter().map(|core| End::Core(*core));
+                let cores = ends.zip(self.cores.drain(..).flatten());
+                let GroupLinks { nic, order } = group;
+                let ranks = nic.into_iter().map(|(rank, link)| (End::Rank(rank), link));
+                let (nic, order) = (cores.chain(ranks).collect(), order.into_iter().collect());
+                return Ok(Some(Links { nic, order }));
+            }
+            match self.dialed.try_recv() {
+                Ok(Dialed::Core(at, link)) => {
+                    self.cores[at] = Some(link?);
+                    self.missing -= 1;
+                }
+                Ok(Dialed::Group(group)) => self.group = Some(group?),
+                Err(TryRecvError::Empty) => return Ok(None),
+                Err(TryRecvError::Disconnected) => {
+                    return Err(Error::Start("a thread that dials has ended early".into()));
+                }
+            }
+        }
+    }
+}
+
+impl Drop for Dialing {
+    fn drop(&mut self) {
+        self.plan.cancelled.store(true, Ordering::Relaxed);
+    }
+}
+
+fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> Result<(), Error> {
+    let thread = std::thread::Builder::new().name(name.into()).spawn(body);
+    thread.map(drop).map_err(|error| Error::Start(format!("no thread: {error}")))
+}
+
+impl Plan {
+    /// Dials one core after the other until none is left.
+    fn dial(&self, dialed: &Sender<Dialed>) {
+        while !self.cancelled.load(Ordering::Relaxed) {
+            let at = self.next.fetch_add(1, Ordering::Relaxed);
+            let Some(core) = self.cores.get(at) else { return };
+            if dialed.send(Dialed::Core(at, self.connect(at, *core))).is_err() {
+                return;
+            }
+        }
+    }
+
+    /// The lane at this place, over the transport that is configured or suits best.
+    fn connect(&self, at: usize, id: CoreId) -> Result<Link, Error> {
+        let (config, roster) = (&self.config, &self.roster);
+        let server = &roster.servers[id.server as usize];
+        let address = server.cores[id.core as usize];
+        let rank = Rank(roster.index);
+        let here = crate::job::start::host_id(config);
+        let shared = server.shm.as_ref().filter(|_| server.host_id == here);
+        let rails = self.rails.as_ref().filter(|_| server.rdma);
+        let rdma = |rails| {
+            let stream = dial(address, &self.key, Hello::rdma_lane(rank, roster.epoch), DIAL);
+            let stream = stream.map_err(|error| error.to_string())?;
+            // The ranks of a host begin with different ports.
+            let port = at + config.local_rank as usize;
+            rdma::connect(stream, rails, port, RdmaOptions::default())
+                .map(|link| Link::Rdma(Box::new(link)))
+                .map_err(|error| error.to_string())
+        };
+        let tcp = || {
+            dial(address, &self.key, Hello::lane(rank, roster.epoch), DIAL)
+                .map(|stream| Link::Tcp(stream.into()))
+                .map_err(|error| error.to_string())
+        };
+        let link = match (config.transport, shared, rails) {
+            (TransportChoice::Auto | TransportChoice::Shm, Some(name), _) => {
+                self.connect_shm(&format!("{name}.{}", id.core))
+            }
+            (TransportChoice::Shm, None, _) => return Err(not_here(id, server)),
+            (TransportChoice::Rdma, _, None) => return Err(no_rdma(id, server)),
+            (TransportChoice::Rdma, _, Some(rails)) => rdma(rails),
+            (TransportChoice::Auto, None, Some(rails)) => rdma(rails).or_else(|error| {
+                log::warning!("the lane to {id} goes over TCP: {error}");
+                tcp()
+            }),
+            (TransportChoice::Auto | TransportChoice::Tcp, _, _) => tcp(),
+        };
+        link.map_err(|error| {
+            Error::Start(format!(
+                "{id} (host {}, pid {}) is in the job but can't be reached: {error}",
+                server.host, server.pid
+            ))
+        })
+    }
+
+    fn connect_shm(&self, name: &str) -> Result<Link, String> {
+        let hello = Hello::shm_lane(Rank(self.roster.index), self.roster.epoch);
+        let stream = dial_unix(name, &self.key, hello, DIAL).map_err(|error| error.to_string())?;
+        shm::offer(&stream, &self.wakers.nic, ShmOptions::default())
+            .map(Link::Shm)
+            .map_err(|error| format!("shared memory could not be set up: {error}"))
+    }
+}
+
+fn no_rdma(id: CoreId, server: &ServerPeer) -> Error {
+    Error::Config(format!(
+        "RDMA is demanded (BPS_TRANSPORT=rdma or DMLC_ENABLE_RDMA=1), but {id} on host {} has \
+         none: its own log says why; set it there as well, or use auto here",
+        server.host
+    ))
+}
+
+fn not_here(id: CoreId, server: &ServerPeer) -> Error {
+    Error::Config(format!(
+        "BPS_TRANSPORT=shm, but {id} is on host {}, not on this one, or offers no shared memory; \
+         use auto or tcp",
+        server.host
+    ))
+}

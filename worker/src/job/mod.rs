@@ -1,0 +1,475 @@
+//! A worker's place in a job of several ranks: joining it, its two threads, and how callers reach
+//! them.
+
+pub mod agent;
+mod control;
+pub(crate) mod declared;
+mod dialing;
+pub(crate) mod neighbours;
+pub mod nic_loop;
+pub(crate) mod places;
+pub(crate) mod start;
+mod timeline;
+
+use self::agent::Agent;
+use self::control::{Answers, Control};
+use self::declared::{Declared, News};
+use self::nic_loop::Command;
+use self::places::{Poller, Spot};
+use self::timeline::Tracing;
+use crate::base::error::Error;
+use crate::base::lock;
+use crate::base::task::{Handle, Task};
+use crate::base::types::{GpuPushPull, Speed, TensorId};
+use crate::cuda::PooledEvent;
+use crate::host::switches::Switches;
+use crate::nic::{NicConfig, NicStatistics, Report};
+use crate::rounds::Memory;
+use crate::rounds::handover::{GpuInbox, GpuPush};
+use bps_engine::base::{Epoch, Rank};
+use bps_engine::config::Config;
+use bps_engine::control::LinkSender;
+use bps_engine::harness::{self, Idler, Step};
+use bps_engine::metrics::Collector;
+use bps_engine::proto::messages::NodeMessage;
+use bps_engine::ring::Mpsc;
+use bps_engine::trace::log;
+use bps_engine::transport::rdma::Ports;
+use bps_engine::transport::{Link, Waker};
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::Sender;
+use std::sync::{Arc, Condvar, Mutex, OnceLock};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// Commands that may wait for the NIC loop.
+const COMMANDS: usize = 4096;
+/// How often a caller that waits for the scheduler looks around.
+const LOOK: Duration = Duration::from_millis(50);
+/// How long leaving may take before it is given up.
+const LEAVE: Duration = Duration::from_secs(5);
+
+/// What the thread of this rank's GPU will need, and what it is reached by once it is there.
+pub(crate) struct GpuSide {
+    /// What its lanes to those of the host are made of; for the first who asks.
+    pub(crate) order: Mutex<Vec<(Rank, Link)>>,
+    /// Wakes it.
+    pub(crate) waker: Waker,
+    /// The membership that they are of.
+    pub(crate) epoch: Epoch,
+    /// Its queue.
+    pub(crate) inbox: Arc<OnceLock<GpuInbox>>,
+}
+
+impl GpuSide {
+    fn new(order: Vec<(Rank, Link)>, waker: Waker, epoch: Epoch) -> GpuSide {
+        GpuSide { order: Mutex::new(order), waker, epoch, inbox: Arc::default() }
+    }
+}
+
+/// The part of a worker that exists only if there are others.
+pub(crate) struct Job {
+    pub(crate) commands: Mpsc<Command>,
+    pub(crate) nic_waker: Waker,
+    /// The NIC loop takes no more commands: set before its last look at the queue.
+    pub(crate) nic_ended: Arc<AtomicBool>,
+    /// The ranks that this one reduces with, and itself.
+    switches: Switches,
+    /// Lanes to servers and to ranks of the group.
+    lanes: usize,
+    pub(crate) gpu: GpuSide,
+    /// See [`start::Joined::ports`]; for the first who asks.
+    ports: Mutex<Option<Result<Ports, String>>>,
+    pub(crate) over: Arc<OnceLock<Error>>,
+    agent: Arc<Mutex<Agent>>,
+    sender: LinkSender,
+    answers: Arc<(Mutex<Answers>, Condvar)>,
+    leaving: Arc<AtomicBool>,
+    speeds: Arc<Mutex<VecDeque<Speed>>>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+    /// How long callers spin before they sleep.
+    spin: Duration,
+    /// How long a caller waits for the scheduler or for other ranks where it does not say itself.
+    /// The scheduler ends a job that stands still for less.
+    patience: Duration,
+    pub(crate) tracing: Arc<Tracing>,
+}
+
+impl Job {
+    pub(crate) fn start(
+        config: &Config,
+        joined: start::Joined,
+        declared: &Arc<Mutex<Declared>>,
+    ) -> Result<Job, Error> {
+        let commands: Mpsc<Command> = Mpsc::new(COMMANDS);
+        let reports: Mpsc<Report> = Mpsc::new(joined.links.len() * 2 + 16);
+        let nic_waker = joined.wakers.nic.clone();
+        let report_waker =
+            Waker::new().map_err(|error| Error::Start(format!("no eventfd: {error}")))?;
+        let statistics = Arc::new(NicStatistics::default());
+        let (nic_ended, over) = (Arc::new(AtomicBool::new(false)), Arc::new(OnceLock::new()));
+        let rank = Rank(joined.roster.index);
+        let (lanes, switches) = (joined.lanes(), joined.switches(config));
+        let nic_config = nic_config(config, &joined, &switches);
+        let (lane_count, ports) = (joined.links.len(), Mutex::new(joined.ports()));
+        let gpu = GpuSide::new(joined.order, joined.wakers.gpu, joined.roster.epoch);
+        let (started, has_started) = std::sync::mpsc::channel();
+        let Spot { cpu, claims, .. } = places::spot(config, Poller::Nic);
+        let thread = NicThread {
+            commands: commands.clone(),
+            reports: reports.clone(),
+            report_waker,
+            statistics: Arc::clone(&statistics),
+            ended: Arc::clone(&nic_ended),
+            over: Arc::clone(&over),
+            config: config.clone(),
+        };
+        let (links, waker) = (joined.links, joined.wakers.nic);
+        let body = move || {
+            let _claims = claims;
+            thread.run(nic_config, links, &waker, &started);
+        };
+        let nic_thread = harness::spawn("bps-nic", cpu, body).map_err(|error| no_thread(&error))?;
+        let ended = |_| Error::Start("the NIC thread ended at once".into());
+        let line = has_started.recv().map_err(ended)??;
+        log::info!("{line}");
+        let tracing = Arc::new(Tracing::new(
+            rank,
+            &joined.sender,
+            &commands,
+            &nic_waker,
+            &nic_ended,
+            &gpu.inbox,
+        ));
+        let agent =
+            Arc::new(Mutex::new(Agent::new(joined.roster, lanes, switches.clone(), joined.pulse)));
+        let answers: Arc<(Mutex<Answers>, Condvar)> = Arc::default();
+        let (leaving, speeds): (Arc<AtomicBool>, Arc<Mutex<VecDeque<Speed>>>) = Default::default();
+        let control = Control {
+            agent: Arc::clone(&agent),
+            declared: Arc::clone(declared),
+            sender: joined.sender.clone(),
+            receiver: joined.receiver,
+            commands: commands.clone(),
+            nic_waker: nic_waker.clone(),
+            nic_ended: Arc::clone(&nic_ended),
+            reports,
+            answers: Arc::clone(&answers),
+            leaving: Arc::clone(&leaving),
+            collector: Collector::new(config, vec![Arc::clone(&statistics.counters)]),
+            statistics,
+            heartbeat_interval: config.heartbeat_interval,
+            heart: joined.heart,
+            lost_at: None,
+            verdict: config.heartbeat_timeout + 2 * config.heartbeat_interval,
+            speeds: Arc::clone(&speeds),
+            tracing: Arc::clone(&tracing),
+        };
+        let control_thread = harness::spawn("bps-control", None, move || control.run())
+            .map_err(|error| no_thread(&error))?;
+        Ok(Job {
+            commands,
+            nic_waker,
+            nic_ended,
+            switches,
+            lanes: lane_count,
+            gpu,
+            ports,
+            over,
+            agent,
+            sender: joined.sender,
+            answers,
+            leaving,
+            speeds,
+            threads: Mutex::new(vec![nic_thread, control_thread]),
+            spin: start::caller_spin(),
+            patience: config.stall_timeout + 2 * config.heartbeat_timeout,
+            tracing,
+        })
+    }
+
+    pub(crate) fn speed(&self) -> Option<Speed> {
+        lock(&self.speeds).pop_front()
+    }
+
+    /// The ranks that reduce with this one; this one is among them.
+    pub(crate) fn switches(&self) -> &Switches {
+        &self.switches
+    }
+
+    /// Lanes to servers and to ranks of the group.
+    pub(crate) fn lanes(&self) -> usize {
+        self.lanes
+    }
+
+    /// The RDMA ports over which this rank reaches every server, or what server it reaches
+    /// otherwise; none if it reaches none so. To be asked once: a port is open as long as somebody
+    /// has it.
+    pub(crate) fn take_ports(&self) -> Option<Result<Ports, String>> {
+        lock(&self.ports).take()
+    }
+
+    /// A further thread that ends with the NIC loop.
+    pub(crate) fn keep(&self, thread: JoinHandle<()>) {
+        lock(&self.threads).push(thread);
+    }
+
+    /// Pushed commands are there: the loop may be asleep.
+    pub(crate) fn wake(&self) {
+        self.nic_waker.wake();
+    }
+
+    fn ended(&self) -> Error {
+        let closed = || Error::Closed("this worker has shut down: call init() first".into());
+        self.over.get().cloned().unwrap_or_else(closed)
+    }
+
+    /// The ids of what is new, and then of what is replaced.
+    pub(crate) fn declare(&self, news: &News) -> Result<Vec<u32>, Error> {
+        let mut requests = Vec::new();
+        if !news.new.is_empty() {
+            requests.push(lock(&self.agent).declare(news.new.clone()));
+        }
+        if !news.replaced.is_empty() {
+            requests.push(lock(&self.agent).redeclare(news.replaced.clone()));
+        }
+        for (_, message) in &requests {
+            self.send(message)?;
+        }
+        let answer = |(request, _): (u64, NodeMessage)| {
+            let found = |answers: &mut Answers| answers.declares.remove(&request);
+            self.answer(self.patience, found)?.unwrap_or_else(|| {
+                Err(Error::Timeout(format!(
+                    "declare: the scheduler answers heartbeats, but not this, for {:.0} s: read \
+                     its log",
+                    self.patience.as_secs_f64()
+                )))
+            })
+        };
+        // Each is waited for, also behind one that failed: none is left unanswered.
+        let answers: Vec<Result<Vec<u32>, Error>> = requests.into_iter().map(answer).collect();
+        answers.into_iter().collect::<Result<Vec<_>, _>>().map(|ids| ids.concat())
+    }
+
+    /// This rank has pushed a tensor more often than those did that have replaced it.
+    pub(crate) fn overrun(&self, tensor: u32) {
+        // If the scheduler can't be told, the job is over.
+        let _ = self.send(&NodeMessage::Overrun { tensor });
+    }
+
+    pub(crate) fn barrier(&self, timeout: Option<Duration>) -> Result<(), Error> {
+        let (request, message) = lock(&self.agent).barrier();
+        self.send(&message)?;
+        let found = |answers: &mut Answers| {
+            let position = answers.barriers.iter().position(|&done| done == request)?;
+            Some(answers.barriers.swap_remove(position))
+        };
+        let timeout = timeout.unwrap_or(self.patience);
+        match self.answer(timeout, found)? {
+            Some(_) => Ok(()),
+            None => Err(Error::Timeout(format!(
+                "barrier: not all ranks came within {:.1} s",
+                timeout.as_secs_f64()
+            ))),
+        }
+    }
+
+    fn send(&self, message: &NodeMessage) -> Result<(), Error> {
+        if self.leaving.load(Ordering::Acquire) || self.nic_ended.load(Ordering::Acquire) {
+            return Err(self.ended());
+        }
+        self.sender
+            .send(message)
+            .map_err(|error| Error::PeerDied(format!("the scheduler can't be reached: {error}")))
+    }
+
+    /// Waits for an answer; `None` if the time is over first.
+    fn answer<T>(
+        &self,
+        timeout: Duration,
+        mut found: impl FnMut(&mut Answers) -> Option<T>,
+    ) -> Result<Option<T>, Error> {
+        let start = Instant::now();
+        let (answers, changed) = &*self.answers;
+        let mut answers = lock(answers);
+        loop {
+            if let Some(answer) = found(&mut answers) {
+                return Ok(Some(answer));
+            }
+            if let Some(error) = &answers.over {
+                return Err(error.clone());
+            }
+            if start.elapsed() >= timeout {
+                return Ok(None);
+            }
+            let slice = timeout.saturating_sub(start.elapsed()).min(LOOK);
+            answers = match changed.wait_timeout(answers, slice) {
+                Ok((guard, _)) => guard,
+                Err(poisoned) => poisoned.into_inner().0,
+            };
+        }
+    }
+
+    /// Hands a push_pull to the NIC loop. If that has ended, the handle says why.
+    pub(crate) fn push(&self, tensor: TensorId, memory: Memory, priority: i64) -> Handle {
+        let task = Arc::new(Task::new(self.spin, self.tracing.asked_ns()));
+        let command = Command::Push { tensor: tensor.0, memory, priority, task: Arc::clone(&task) };
+        if self.command(command) { Handle(task) } else { Handle::finished(Err(self.ended())) }
+    }
+
+    /// Hands push_pulls of tensors on the GPU to its thread. If that has ended, the handles say
+    /// why.
+    pub(crate) fn push_gpu(
+        &self,
+        items: impl Iterator<Item = GpuPushPull>,
+        ready: &Arc<PooledEvent>,
+    ) -> Vec<Handle> {
+        let Some(gpu) = self.gpu.inbox.get() else {
+            return items.map(|_| Handle::finished(Err(self.ended()))).collect();
+        };
+        let hand_over = |item: GpuPushPull| {
+            let task = Arc::new(Task::new(self.spin, self.tracing.asked_ns()));
+            let GpuPushPull { tensor, source, target, priority } = item;
+            let handle = Handle::of(&task);
+            let ready = Arc::clone(ready);
+            let mut push = Box::new(GpuPush { source, target, priority, task, ready });
+            while let Err(back) = gpu.push(tensor.0, push) {
+                if gpu.has_ended() {
+                    gpu.refuse(&self.ended());
+                }
+                push = back;
+                std::thread::yield_now();
+            }
+            handle
+        };
+        let handles = items.map(hand_over).collect();
+        gpu.wake();
+        // The thread may have ended meanwhile: then nobody else empties the queue.
+        if gpu.has_ended() {
+            gpu.refuse(&self.ended());
+        }
+        handles
+    }
+
+    /// Hands a command to the NIC loop; says whether the loop is still there.
+    pub(crate) fn command(&self, mut command: Command) -> bool {
+        loop {
+            if self.nic_ended.load(Ordering::Acquire) {
+                return false;
+            }
+            match self.commands.push(command) {
+                Ok(()) => break,
+                Err(back) => command = back,
+            }
+            self.nic_waker.wake();
+            std::thread::yield_now();
+        }
+        // The loop may have ended between the look and the push: then nobody else empties the
+        // queue.
+        if self.nic_ended.load(Ordering::SeqCst) {
+            nic_loop::drain(&self.commands, &self.ended());
+        }
+        true
+    }
+
+    pub(crate) fn leave(&self, suspend: bool) -> Result<(), Error> {
+        if self.leaving.swap(true, Ordering::AcqRel) {
+            return Ok(());
+        }
+        let deadline = Instant::now() + LEAVE;
+        let was_over = self.over.get().cloned();
+        if was_over.is_none() {
+            let _ = self.commands.push(Command::Leave);
+            self.nic_waker.wake();
+            while !self.nic_ended.load(Ordering::Acquire) && Instant::now() < deadline {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            // Whoever is not there any more needs no goodbye.
+            let _ = self.sender.send(&NodeMessage::Leave { suspend });
+        }
+        let _ = self.commands.push(Command::Fail { error: self.ended() });
+        self.nic_waker.wake();
+        for thread in lock(&self.threads).drain(..) {
+            // The harness aborts the process when a thread panics, so joining can't fail otherwise.
+            let _ = thread.join();
+        }
+        self.tracing.stop();
+        was_over.map_or(Ok(()), Err)
+    }
+}
+
+fn no_thread(error: &std::io::Error) -> Error {
+    Error::Start(format!("no thread: {error}"))
+}
+
+fn nic_config(config: &Config, joined: &start::Joined, switches: &Switches) -> NicConfig {
+    let rank = Rank(joined.roster.index);
+    NicConfig {
+        rank,
+        size: joined.roster.size,
+        epoch: joined.roster.epoch,
+        credit_bytes: start::credit_bytes(config, joined.lanes().cores.len()),
+        column: switches.others_of_column(rank).collect(),
+        stall_report: config.stall_report,
+    }
+}
+
+/// What the thread `bps-nic` begins with.
+struct NicThread {
+    commands: Mpsc<Command>,
+    reports: Mpsc<Report>,
+    report_waker: Waker,
+    statistics: Arc<NicStatistics>,
+    ended: Arc<AtomicBool>,
+    over: Arc<OnceLock<Error>>,
+    config: Config,
+}
+
+impl NicThread {
+    /// Makes the loop, says by `started` how that went, and runs until the loop has ended.
+    fn run(
+        self,
+        nic_config: NicConfig,
+        links: Vec<(start::End, Link)>,
+        waker: &Waker,
+        started: &Sender<Result<String, Error>>,
+    ) {
+        let NicThread { commands, reports, report_waker, statistics, ended, over, config } = self;
+        let made = start::nic(
+            &config,
+            nic_config,
+            links,
+            waker,
+            &commands,
+            &reports,
+            report_waker,
+            &statistics,
+        );
+        let mut nic = match made {
+            Ok((nic, line)) => {
+                let _ = started.send(Ok(line));
+                nic
+            }
+            Err(error) => {
+                let _ = started.send(Err(error));
+                return;
+            }
+        };
+        let began = Instant::now();
+        let counters = Arc::clone(&statistics.counters);
+        let mut idler = Idler::counting(config.idle, start::spin(), counters);
+        while !nic.ended() {
+            let progress = nic.step(began.elapsed());
+            idler.expect(nic.is_awaiting());
+            let step = idler.step(progress);
+            if idler.is_sample_due() {
+                nic.sample();
+            }
+            if step == Step::Sleep {
+                nic.sleep(Duration::from_millis(500));
+            }
+        }
+        nic.end(&ended, &over);
+    }
+}

@@ -1,0 +1,354 @@
+//! The loop of the thread `bps-nic`: takes commands, keeps the [rounds](Rounds) of tensors in
+//! memory of the host, and drives the [lanes](Nic) that carry their parts.
+
+use crate::base::error::Error;
+use crate::base::task::Task;
+use crate::nic::{Nic, NicConfig, NicStatistics, Peer, Report};
+use crate::rounds::handover::{FromGpu, GpuThread, ToGpu};
+use crate::rounds::{Done, Memory, Plan, Push, Rounds};
+use bps_engine::lane::Endpoint;
+use bps_engine::limits::EVENTS_MAX;
+use bps_engine::ring::Mpsc;
+use bps_engine::trace::timeline::Recorder;
+use bps_engine::transport::{LaneId, Link, Waker};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+/// Commands that are taken before the lanes get their turn: the first tensors of a long list are on
+/// their way while the last ones are still being handed over.
+const COMMANDS_PER_TURN: usize = 64;
+/// How long a finished task may wait for its caller to be woken while the loop has more to do: a
+/// caller of many tensors then finds many of them done, instead of sleeping on each.
+const WAKE_DELAY: Duration = Duration::from_micros(50);
+
+/// From the other threads to the loop.
+pub enum Command {
+    /// A tensor was declared.
+    Plan {
+        /// Its id: dense, from 0.
+        tensor: u32,
+        /// Where its parts live.
+        plan: Arc<Plan>,
+    },
+    /// Push this tensor and pull its result.
+    Push {
+        /// Its id.
+        tensor: u32,
+        /// Its bytes.
+        memory: Memory,
+        /// Larger goes sooner.
+        priority: i64,
+        /// Told when it is over.
+        task: Arc<Task>,
+    },
+    /// A GPU's pipeline is there: what concerns it is to go here from now on.
+    OpenGpu(GpuThread),
+    /// The GPU can't be used, which ends the job.
+    GpuFailed {
+        /// Why.
+        message: String,
+    },
+    /// Record a timeline with these from now on; recorders that are off end it.
+    Trace {
+        /// The loop's own.
+        nic: Recorder,
+        /// The pipeline's, if it is not there yet.
+        gpu: Option<Recorder>,
+    },
+    /// This name is of no use any more: what is pending of its tensors fails, and so does what
+    /// comes, but for rounds on which the ranks had agreed.
+    Poison {
+        /// The name.
+        name: String,
+        /// How many rounds of which of its tensors. All rounds of one that is not here.
+        agreed: Vec<(u32, u64)>,
+        /// Why.
+        error: Error,
+    },
+    /// The job is over for this worker: close all lanes, then fail what is pending.
+    Fail {
+        /// Why.
+        error: Error,
+    },
+    /// Nothing is pending: say goodbye on all lanes and end.
+    Leave,
+}
+
+impl Command {
+    /// Nobody carries the command out: whoever waits for it hears why.
+    fn refuse(self, error: &Error) {
+        if let Command::Push { task, .. } = self {
+            task.finish_now(Err(error.clone()));
+        }
+    }
+}
+
+/// Finishes what is in the queue of a loop that has ended.
+pub(crate) fn drain(commands: &Mpsc<Command>, error: &Error) {
+    while let Some(command) = commands.pop() {
+        command.refuse(error);
+    }
+}
+
+/// See the [module](self).
+pub struct NicLoop {
+    nic: Nic,
+    rounds: Rounds,
+    commands: Mpsc<Command>,
+    statistics: Arc<NicStatistics>,
+    /// Called with what ended the job, before any caller sees it.
+    say: fn(&Error),
+    /// Finished tasks that somebody sleeps on.
+    wakes: Vec<Arc<Task>>,
+    /// When the first of them was seen to wait.
+    first_wake: Option<Instant>,
+    over: Option<Error>,
+    /// It leaves once all is said.
+    wants_to_leave: bool,
+    leaving: bool,
+}
+
+impl NicLoop {
+    /// A loop without lanes.
+    #[must_use]
+    pub fn new(
+        endpoint: Endpoint,
+        config: NicConfig,
+        commands: Mpsc<Command>,
+        (reports, report_waker): (Mpsc<Report>, Waker),
+        statistics: Arc<NicStatistics>,
+        say: fn(&Error),
+    ) -> NicLoop {
+        NicLoop {
+            nic: Nic::new(endpoint, config, reports, report_waker, Arc::clone(&statistics)),
+            rounds: Rounds::default(),
+            commands,
+            statistics,
+            say,
+            wakes: Vec::with_capacity(EVENTS_MAX),
+            first_wake: None,
+            over: None,
+            wants_to_leave: false,
+            leaving: false,
+        }
+    }
+
+    /// Adds a lane: see [`Nic::attach`].
+    ///
+    /// # Errors
+    /// The transport refuses the link.
+    pub fn attach(&mut self, peer: Peer, link: Link) -> std::io::Result<LaneId> {
+        self.nic.attach(peer, link)
+    }
+
+    /// Why the job is over for this worker, if it is.
+    #[must_use]
+    pub fn over(&self) -> Option<&Error> {
+        self.over.as_ref()
+    }
+
+    /// Whether all lanes are closed and nothing will happen any more.
+    #[must_use]
+    pub fn ended(&self) -> bool {
+        (self.leaving || self.over.is_some()) && self.nic.is_closed()
+    }
+
+    /// Whether a round is open.
+    #[must_use]
+    pub fn is_awaiting(&self) -> bool {
+        self.nic.is_open()
+    }
+
+    /// Sleeps until there is something to do, or the time is over.
+    pub fn sleep(&mut self, timeout: Duration) {
+        let commands = &self.commands;
+        self.nic.sleep(timeout, || !commands.is_empty());
+    }
+
+    /// Brings gauges up to date: a few times a second, not in each turn.
+    pub fn sample(&self) {
+        self.nic.sample(self.rounds.len());
+    }
+
+    /// One turn of the loop; says whether there was anything to do. `now` is the time since any
+    /// fixed moment.
+    pub fn step(&mut self, now: Duration) -> bool {
+        self.nic.begin_turn(now);
+        let mut progress = false;
+        for _ in 0..COMMANDS_PER_TURN {
+            let Some(command) = self.commands.pop() else { break };
+            self.on_command(command);
+            progress = true;
+        }
+        while let Some(message) = self.nic.hear_gpu() {
+            self.on_gpu(message);
+            progress = true;
+        }
+        progress |= self.nic.turn();
+        self.settle();
+        self.nic.pump_all();
+        if self.wants_to_leave && self.nic.is_all_said() {
+            self.wants_to_leave = false;
+            self.leave();
+        }
+        self.nic.say_goodbyes();
+        self.wake_callers(progress);
+        self.nic.end_turn();
+        progress
+    }
+
+    /// Ends the rounds whose parts are over, and begins what waits behind them.
+    fn settle(&mut self) {
+        while let Some(part) = self.nic.take_over() {
+            if let Some(done) = self.rounds.part_over(part.tensor) {
+                self.finish(done);
+                self.rounds.next(part.tensor, &mut self.nic);
+            }
+        }
+        // Once every lane is closed, nobody but this process holds the callers' memory.
+        if let Some(error) = &self.over
+            && self.nic.is_closed()
+        {
+            self.rounds.fail_all(error);
+        }
+    }
+
+    fn finish(&mut self, done: Done) {
+        let Done { key, round, bytes, task, result, .. } = done;
+        if result.is_ok() {
+            self.nic.record_done(key, round);
+            self.statistics.bytes.add(bytes as u64);
+        }
+        if task.finish(result) {
+            self.wakes.push(task);
+        }
+    }
+
+    /// Wakes whoever sleeps on what is finished, once there is nothing else to do or the first has
+    /// waited for [`WAKE_DELAY`].
+    fn wake_callers(&mut self, progress: bool) {
+        if self.wakes.is_empty() {
+            return self.first_wake = None;
+        }
+        let busy = progress && self.nic.is_open();
+        if busy && self.first_wake.get_or_insert_with(Instant::now).elapsed() < WAKE_DELAY {
+            return;
+        }
+        self.first_wake = None;
+        for task in self.wakes.drain(..) {
+            task.wake();
+        }
+    }
+
+    /// Why nothing more can be pushed, if so.
+    fn refusal(&self) -> Option<Error> {
+        let left = || Error::Closed("this worker has shut down".into());
+        self.over.clone().or_else(|| self.leaving.then(left))
+    }
+
+    fn on_command(&mut self, command: Command) {
+        match command {
+            Command::Plan { tensor, plan } => self.on_plan(tensor, plan),
+            Command::Push { tensor, memory, priority, task } => match self.refusal() {
+                Some(error) => task.finish_now(Err(error)),
+                None => self.rounds.push(tensor, Push { memory, priority, task }, &mut self.nic),
+            },
+            Command::OpenGpu(to) => {
+                self.nic.open_gpu(to);
+                for (tensor, plan) in self.rounds.on_gpu() {
+                    self.nic.tell_gpu(ToGpu::Plan { tensor, plan: Arc::clone(plan) });
+                }
+            }
+            Command::GpuFailed { message } => self.nic.report(Report::Failed { message }),
+            Command::Trace { nic, gpu } => {
+                self.nic.record_with(nic);
+                if let Some(gpu) = gpu {
+                    self.nic.record_gpu_with(gpu);
+                }
+            }
+            Command::Poison { name, agreed, error } => self.poison(&name, &agreed, &error),
+            Command::Fail { error } => self.fail(error),
+            Command::Leave => self.wants_to_leave = true,
+        }
+    }
+
+    fn on_gpu(&mut self, message: FromGpu) {
+        match message {
+            FromGpu::Part { of, round, priority, slot } => match self.rounds.part(of) {
+                Some(part) => self.nic.push_slot(part, round, priority, slot),
+                None => slot.into_iter().for_each(|slot| self.nic.release(slot)),
+            },
+            FromGpu::Land(slot) => self.nic.release(slot),
+            FromGpu::Stalled { keys } => self.nic.note_stalls(keys),
+            FromGpu::Lost { rank, cause } => {
+                let (peer, round) = (Peer::Rank(rank), self.nic.where_it_stands());
+                self.nic.report(Report::Lost { peer, cause, round });
+            }
+            FromGpu::Corrupt { rank, message } => {
+                self.nic.report(Report::Corrupt { peer: Peer::Rank(rank), message });
+            }
+            FromGpu::Failed { message } => self.nic.report(Report::Failed { message }),
+        }
+    }
+
+    fn on_plan(&mut self, tensor: u32, plan: Arc<Plan>) {
+        if self.rounds.knows(tensor) {
+            return;
+        }
+        let first = self.nic.plan(plan.part_plans(tensor));
+        if plan.device {
+            self.nic.tell_gpu(ToGpu::Plan { tensor, plan: Arc::clone(&plan) });
+        }
+        self.rounds.plan(tensor, plan, first);
+    }
+
+    fn poison(&mut self, name: &str, agreed: &[(u32, u64)], error: &Error) {
+        let mut on_gpu = Vec::new();
+        let add = |tensor| on_gpu.push(tensor);
+        self.rounds.poison(name, agreed, error, &mut self.nic, add);
+        for tensor in on_gpu {
+            self.nic.tell_gpu(ToGpu::Poisoned { tensor, error: error.clone() });
+        }
+    }
+
+    /// The job is over: the kernel must let go of all memory before any task is finished.
+    fn fail(&mut self, error: Error) {
+        if self.over.is_some() {
+            return;
+        }
+        let error = match (error, self.nic.where_it_stands()) {
+            (Error::PeerDied(text), Some(round)) => Error::PeerDied(format!("{text}; {round}")),
+            (error, _) => error,
+        };
+        (self.say)(&error);
+        self.over = Some(error);
+        self.nic.close();
+    }
+
+    fn leave(&mut self) {
+        if self.over.is_some() {
+            return;
+        }
+        if self.rounds.is_open() || self.nic.is_open() || self.nic.is_gpu_busy() {
+            let text = "shutdown was called while a push_pull was under way: synchronize it first";
+            return self.fail(Error::Closed(text.into()));
+        }
+        self.leaving = true;
+        self.nic.leave();
+    }
+
+    /// The loop has [ended](Self::ended), and is not stepped again: forgets all memory of others,
+    /// says so by these two, and finishes what is in its queue.
+    pub fn end(&mut self, ended: &AtomicBool, over: &OnceLock<Error>) {
+        if let Some(error) = &self.over {
+            let _ = over.set(error.clone());
+        }
+        self.nic.forget_memory();
+        ended.store(true, Ordering::SeqCst);
+        let closed = Error::Closed("this worker has shut down".into());
+        let error = over.get().unwrap_or(&closed);
+        self.nic.end();
+        drain(&self.commands, error);
+    }
+}

@@ -1,0 +1,420 @@
+//! Joining a job: the scheduler's roster, then a lane to every server core and to every rank of the
+//! group.
+
+use super::nic_loop::{Command, NicLoop};
+use crate::base::error::Error;
+use crate::host::switches::Switches;
+use crate::job::agent::{Lanes, over_error};
+use crate::job::control::Heart;
+use crate::job::dialing::{Dialing, Links};
+use crate::job::neighbours::{Door, Wakers};
+use crate::job::places;
+use crate::nic::{NicConfig, NicStatistics, Peer, Report};
+use bps_engine::base::{CoreId, Rank};
+use bps_engine::config::{Config, TransportChoice};
+use bps_engine::control::{JobKey, Link, LinkError, LinkReceiver, LinkSender};
+use bps_engine::lane::Endpoint;
+use bps_engine::mem::Budget;
+use bps_engine::proto::messages::{
+    Node, NodeMessage, Planning, Register, Roster, SchedulerMessage,
+};
+use bps_engine::proto::objects::ObjectKeys;
+use bps_engine::proto::pulse::Pulse;
+use bps_engine::ring::Mpsc;
+use bps_engine::trace::log;
+use bps_engine::transport::rdma::{self, Ports, Rdma};
+use bps_engine::transport::shm::{Shm, ShmOptions};
+use bps_engine::transport::tcp::Tcp;
+use bps_engine::transport::{self, LaneId, Transport, Waker};
+use bps_engine::{harness, host};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Fewest partitions in flight if `BYTEPS_SCHEDULING_CREDIT` does not say.
+const CREDIT_PARTS_MIN: usize = 4;
+/// Between two looks at the lanes that are being dialed.
+const LOOK: Duration = Duration::from_millis(2);
+/// How often a rank that waits for the others looks after its heartbeats.
+const TICK: Duration = Duration::from_millis(50);
+/// How long the scheduler has to say why a peer can't be reached.
+const VERDICT: Duration = Duration::from_secs(2);
+
+/// Descriptors that a worker process may open beside its lanes' own, and those of a lane.
+const DESCRIPTORS: u64 = 1024;
+const DESCRIPTORS_OF_LANE: u64 = 8;
+
+/// All that joining gives.
+pub(crate) struct Joined {
+    pub(crate) roster: Roster,
+    pub(crate) sender: LinkSender,
+    pub(crate) receiver: LinkReceiver,
+    /// Heartbeats, which go on as they began.
+    pub(crate) heart: Heart,
+    pub(crate) pulse: Pulse,
+    /// Of a job with a key.
+    pub(crate) object_keys: Option<ObjectKeys>,
+    /// Of the NIC loop, in the order of lane ids.
+    pub(crate) links: Vec<(End, transport::Link)>,
+    /// Between the threads of the host's GPUs.
+    pub(crate) order: Vec<(Rank, transport::Link)>,
+    pub(crate) wakers: Wakers,
+}
+
+/// What is at the other end of a lane.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum End {
+    Core(CoreId),
+    Rank(Rank),
+}
+
+impl Joined {
+    /// The lane of each core and rank.
+    pub(crate) fn lanes(&self) -> Lanes {
+        let mut lanes = Lanes::default();
+        for (lane, (end, _)) in (0..).map(LaneId).zip(&self.links) {
+            match *end {
+                End::Core(core) => lanes.cores.insert(core, lane),
+                End::Rank(rank) => lanes.ranks.insert(rank, lane),
+            };
+        }
+        lanes
+    }
+
+    /// The RDMA ports over which this rank reaches every server, or what server it reaches
+    /// otherwise; none if it reaches none so.
+    pub(crate) fn ports(&self) -> Option<Result<Ports, String>> {
+        let ports = Ports::of(self.links.iter().filter_map(|(_, link)| match link {
+            transport::Link::Rdma(link) => Some(&**link),
+            _ => None,
+        }))?;
+        let other = self.links.iter().find_map(|(end, link)| match (end, link) {
+            (End::Core(core), transport::Link::Tcp(_)) => Some((core, "TCP")),
+            (End::Core(core), transport::Link::Shm(_)) => Some((core, "shared memory")),
+            _ => None,
+        });
+        let no = |(core, by): (&CoreId, &str)| format!("{core} is reached over {by}");
+        Some(other.map_or(Ok(ports), |other| Err(no(other))))
+    }
+
+    /// The ranks that reduce with this one, and itself, below the PCIe switches of their host.
+    pub(crate) fn switches(&self, config: &Config) -> Switches {
+        let others = self.links.iter().filter_map(|(end, _)| match end {
+            End::Rank(rank) => Some(*rank),
+            End::Core(_) => None,
+        });
+        let ranks = others.chain([Rank(self.roster.index)]).collect();
+        Switches::new(ranks, config.ranks_of_switch().unwrap_or(0))
+    }
+}
+
+/// Bytes that a worker may have in flight on all its lanes together. Without a setting that is a
+/// partition for each lane, so that every server has something to do.
+#[must_use]
+pub fn credit_bytes(config: &Config, lanes: usize) -> usize {
+    let parts = match config.scheduling_credit {
+        0 => lanes.max(CREDIT_PARTS_MIN),
+        parts => parts as usize,
+    };
+    parts * config.partition_bytes as usize
+}
+
+/// Joins the job: returns when all nodes are there and every lane is connected.
+pub(crate) fn join(config: &Config) -> Result<Joined, Error> {
+    let start = Instant::now();
+    let key = JobKey::load(config).map_err(|error| Error::Config(error.to_string()))?;
+    let link = Link::connect(&config.root_uri, config.root_port, &key, config.start_timeout)
+        .map_err(|error| Error::Start(error.to_string()))?;
+    let fail = |error: &dyn std::fmt::Display| {
+        Error::Start(format!("the scheduler was lost while the job formed: {error}"))
+    };
+    link.notice_loss_after(config.heartbeat_timeout).map_err(|error| fail(&error))?;
+    let rails = match rdma::rails_for(config, places::node()) {
+        Ok(rails) => rails,
+        Err(error) if config.transport == TransportChoice::Rdma => {
+            return Err(Error::Start(format!("RDMA is demanded: {error}")));
+        }
+        Err(error) => {
+            log::warning!("no RDMA lanes: {error}");
+            None
+        }
+    };
+    let waker = if rails.is_some() { Waker::watching() } else { Waker::new() };
+    let no_event = |error: std::io::Error| Error::Start(format!("no eventfd: {error}"));
+    let wakers = Wakers { nic: waker.map_err(no_event)?, gpu: Waker::new().map_err(no_event)? };
+    // The others of this host may have the roster, and dial, before this rank has it.
+    let door = if config.local_reduce { Some(Door::open(&key, &wakers)?) } else { None };
+    let knock_at = link.door(&key).map_err(|error| fail(&error))?;
+    let (sender, receiver) = link.split();
+    let local = door.as_ref().map(|door| door.name().to_owned());
+    sender
+        .send(&NodeMessage::Register(register(config, local, knock_at.session)))
+        .map_err(|error| fail(&error))?;
+    let address = knock_at.address.to_string();
+    let (interval, timeout) = (config.heartbeat_interval, config.heartbeat_timeout);
+    let pulse = Pulse::new(&address, interval, timeout, start.elapsed());
+    let mut attendant = Attendant { start, pulse, sender, receiver };
+    let roster = attendant.wait_for_roster(config)?;
+    let cores: usize = roster.servers.iter().map(|server| server.cores.len()).sum();
+    let lanes = cores + roster.neighbours.len();
+    host::raise_descriptor_limit(DESCRIPTORS + DESCRIPTORS_OF_LANE * lanes as u64);
+    let dialing = Dialing::start(config, &key, &roster, &wakers, rails, door)?;
+    let Links { nic: links, order } = attendant.wait_for_lanes(dialing)?;
+    let Attendant { start: began, pulse, sender, receiver } = attendant;
+    let heart = Heart { began, door: knock_at, knocker: None };
+    let object_keys = ObjectKeys::new(&key, &roster.job, roster.epoch);
+    Ok(Joined { roster, sender, receiver, heart, pulse, object_keys, links, order, wakers })
+}
+
+/// Looks after the connection to the scheduler until the control thread does.
+struct Attendant {
+    start: Instant,
+    pulse: Pulse,
+    sender: LinkSender,
+    receiver: LinkReceiver,
+}
+
+impl Attendant {
+    /// The next message of the scheduler, if one comes within `wait`, or a tick. Heartbeats go out
+    /// as they are due.
+    fn attend(&mut self, wait: Duration) -> Result<Option<SchedulerMessage>, Error> {
+        let fail = |error: &dyn std::fmt::Display| {
+            Error::Start(format!("the scheduler was lost while the job formed: {error}"))
+        };
+        let beat = self.pulse.look(self.start.elapsed());
+        if let Some(silent) = beat.silent {
+            return Err(Error::Start(self.pulse.complaint(silent)));
+        }
+        if beat.send {
+            self.sender
+                .send(&NodeMessage::Heartbeat { rounds: 0 })
+                .map_err(|error| fail(&error))?;
+        }
+        let message = self.receiver.receive(wait.min(TICK)).map_err(|error| match &error {
+            LinkError::Altered { .. } => Error::Corrupt(error.to_string()),
+            _ => fail(&error),
+        })?;
+        if let Some(SchedulerMessage::Heartbeat) = message {
+            self.pulse.answered(self.start.elapsed());
+            return Ok(None);
+        }
+        Ok(message)
+    }
+
+    fn wait_for_roster(&mut self, config: &Config) -> Result<Roster, Error> {
+        loop {
+            let limit = config.start_timeout + Duration::from_secs(2);
+            let left = limit.saturating_sub(self.start.elapsed());
+            if left.is_zero() {
+                return Err(Error::Start(format!(
+                    "the job did not form within {} s (BPS_START_TIMEOUT): the scheduler at {}:{} \
+                     says nothing",
+                    config.start_timeout.as_secs(),
+                    config.root_uri,
+                    config.root_port
+                )));
+            }
+            match self.attend(left)? {
+                Some(SchedulerMessage::Waiting { text }) => log::info!("{text}"),
+                Some(SchedulerMessage::Roster(roster)) => return Ok(roster),
+                Some(SchedulerMessage::Over { reason }) => {
+                    return Err(Error::Start(reason.to_string()));
+                }
+                Some(_) | None => {}
+            }
+        }
+    }
+
+    /// Waits for the lanes. What the scheduler says meanwhile is kept for the control thread, but
+    /// for the end of the job.
+    fn wait_for_lanes(&mut self, mut dialing: Dialing) -> Result<Links, Error> {
+        let mut early = Vec::new();
+        let mut failed: Option<(Instant, Error)> = None;
+        loop {
+            if failed.is_none() {
+                match dialing.poll() {
+                    Ok(None) => {}
+                    Ok(Some(links)) => {
+                        self.receiver.put_back(early);
+                        return Ok(links);
+                    }
+                    Err(error) => failed = Some((Instant::now(), error)),
+                }
+            }
+            match self.attend(LOOK)? {
+                Some(SchedulerMessage::Over { reason }) => return Err(over_error(&reason)),
+                Some(message) => early.push(message),
+                None => {}
+            }
+            // A peer that can't be reached may have died: the scheduler knows better.
+            if let Some((_, error)) = failed.take_if(|(since, _)| since.elapsed() >= VERDICT) {
+                let message = error.to_string();
+                let _ = self.sender.send(&NodeMessage::Failed { message });
+                return Err(error);
+            }
+        }
+    }
+}
+
+fn register(config: &Config, local: Option<String>, session: u64) -> Register {
+    Register {
+        node: Node::Worker {
+            worker_id: config.worker_id,
+            local_rank: config.local_rank,
+            local_size: config.local_size,
+            global_rank: config.global_rank,
+            local,
+            planning: Planning {
+                partition_bytes: config.partition_bytes,
+                placement: config.placement,
+                mixed_bound: config.mixed_bound,
+                built_in_coefficient: config.built_in_coefficient,
+                local_reduce: config.local_reduce,
+                force_distributed: config.force_distributed,
+                reduce_roots: config.reduce_roots.clone(),
+                switch_size: config.ranks_of_switch().unwrap_or(0),
+            },
+        },
+        host: host::name(),
+        host_id: host_id(config),
+        pid: std::process::id(),
+        session,
+        release: env!("CARGO_PKG_VERSION").into(),
+        num_workers: config.num_workers,
+        num_servers: config.num_servers,
+    }
+}
+
+pub(crate) fn host_id(config: &Config) -> String {
+    config.host_id.clone().unwrap_or_else(host::id)
+}
+
+/// Makes the NIC loop on the thread that will run it, and the line that is printed about it.
+#[allow(clippy::too_many_arguments, reason = "each is owned by the loop from here on")]
+pub(crate) fn nic(
+    config: &Config,
+    nic_config: NicConfig,
+    links: Vec<(End, transport::Link)>,
+    waker: &Waker,
+    commands: &Mpsc<Command>,
+    reports: &Mpsc<Report>,
+    report_waker: Waker,
+    statistics: &Arc<NicStatistics>,
+) -> Result<(NicLoop, String), Error> {
+    let is_shm = |link: &transport::Link| matches!(link, transport::Link::Shm(_));
+    let shm_lanes = links.iter().filter(|(_, link)| is_shm(link)).count();
+    let rails = links.iter().find_map(|(_, link)| match link {
+        transport::Link::Rdma(link) => Some(Arc::clone(link.rails())),
+        _ => None,
+    });
+    let is_rdma = |link: &transport::Link| matches!(link, transport::Link::Rdma(_));
+    let rdma_lanes = links.iter().filter(|(_, link)| is_rdma(link)).count();
+    let tcp_lanes = links.len() - shm_lanes - rdma_lanes;
+    let group = links.iter().filter(|(end, _)| matches!(end, End::Rank(_))).count();
+    let mut transports = Vec::new();
+    let mut line = format!(
+        "{} of {}: {tcp_lanes} TCP lanes, {shm_lanes} shared-memory lanes",
+        nic_config.rank, nic_config.size
+    );
+    if group > 0 {
+        let servers = if group == links.len() { ", without servers" } else { "" };
+        line = format!("{line}; reduces with other ranks of this host: {group}{servers}");
+    }
+    if tcp_lanes > 0 {
+        let lanes = u32::try_from(links.len()).unwrap_or(u32::MAX);
+        let tcp = Tcp::new(waker.clone(), config.tcp_driver, lanes)
+            .map(|tcp| tcp.with_congestion(config.tcp_congestion.clone()))
+            .map(|tcp| tcp.with_offload(config.tcp_offload))
+            .map(|tcp| tcp.with_send_buffer(config.tcp_send_buffer as usize))
+            .map(|tcp| tcp.with_silence(config.lane_silence()))
+            .map_err(|error| Error::Start(error.to_string()))?;
+        line = format!("{line}; {}", tcp.description());
+        transports.push(Transport::Tcp(tcp));
+    }
+    if shm_lanes > 0 {
+        let shm = Shm::new(waker.clone())
+            .map_err(|error| Error::Start(format!("shared memory could not be set up: {error}")))?;
+        transports.push(Transport::Shm(shm));
+    }
+    if let Some(rails) = rails {
+        line = format!("{line}, {rdma_lanes} RDMA lanes; {}", rails.description());
+        let fail = |error| Error::Start(format!("RDMA could not be set up: {error}"));
+        let rdma = Rdma::new(waker.clone(), rails).map_err(fail)?;
+        waker.watch(rdma.fd()).map_err(fail)?;
+        transports.push(Transport::Rdma(Box::new(rdma)));
+    }
+    if shm_lanes > 0 {
+        memory(shm_lanes.saturating_sub(group), group).print();
+    }
+    let endpoint = Endpoint::new(transports, waker.clone()).with_checksums(config.payload_checksum);
+    let mut nic = NicLoop::new(
+        endpoint,
+        nic_config,
+        commands.clone(),
+        (reports.clone(), report_waker),
+        Arc::clone(statistics),
+        say,
+    );
+    for (end, link) in links {
+        let (peer, name) = match end {
+            End::Core(core) => (Peer::Server(core.server), core.to_string()),
+            End::Rank(rank) => (Peer::Rank(rank), rank.to_string()),
+        };
+        nic.attach(peer, link).map_err(|error| {
+            Error::Start(format!("the lane to {name} can't be set up: {error}"))
+        })?;
+    }
+    Ok((nic, line))
+}
+
+/// What the lanes of shared memory take, those to servers and those to ranks of the group. It was
+/// allocated when they were set up; the other end of each counts it as well.
+fn memory(servers: usize, group: usize) -> Budget {
+    let lane_bytes = ShmOptions::default().lane_bytes();
+    let mut budget = Budget::new();
+    for (count, name) in [
+        (servers, "shared memory of lanes to servers of this host"),
+        (group, "shared memory of lanes to ranks of this host"),
+    ] {
+        if count > 0 {
+            budget.add(name, count as u64, lane_bytes);
+        }
+    }
+    budget
+}
+
+/// The one line that every survivor prints.
+fn say(error: &Error) {
+    if !matches!(error, Error::Closed(_)) {
+        log::error!("{error}");
+    }
+}
+
+/// How long the NIC loop spins before it sleeps.
+pub(crate) fn spin() -> Duration {
+    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+    // The framework's own threads want the other CPUs.
+    harness::spin_default(2, cpus)
+}
+
+/// How long a caller spins before it sleeps: not at all where CPUs are scarce.
+pub(crate) fn caller_spin() -> Duration {
+    if spin() < harness::SPIN_ROOMY { Duration::ZERO } else { harness::SPIN_ROOMY }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_memory_sum_has_the_lanes_that_share_memory() {
+        let lines = |servers, group| memory(servers, group).lines().collect::<Vec<String>>();
+        assert_eq!(
+            lines(2, 7),
+            [
+                "memory: shared memory of lanes to servers of this host: 2 x 4.0 MiB = 8.1 MiB",
+                "memory: shared memory of lanes to ranks of this host: 7 x 4.0 MiB = 28.4 MiB",
+                "memory: 36.5 MiB in all",
+            ]
+        );
+    }
+}

@@ -1,0 +1,343 @@
+//! What the ranks of a group do for each other: the parts that this rank owns are granted, added up
+//! and published, and those that others own are contributed to.
+//!
+//! Tensors of the host go round all ranks of the group, and tensors on GPUs down a column of its
+//! switches, since NCCL has summed along the lines. Each circle takes the contributions that it
+//! asks for in the order of its grants, so the argument at the head of [`crate::host::collect`]
+//! holds for both together: the earliest of all grants whose contribution is not in is the first of
+//! its circle.
+
+use super::{
+    LaneId, Nic, Operation, PartId, PartPlan, PartWord, Peer, Phase, Receiving, Report, Stage,
+};
+use crate::host::collect::{Answer, Collector, Dropped, Granted};
+use crate::host::gather::{Gathers, Unpushed};
+use bps_engine::base::{DType, Rank};
+use bps_engine::proto::messages::{STALLS_MAX, StalledKey};
+use bps_engine::trace::timeline::Mark;
+use bps_engine::transport::Landing;
+use bps_engine::wire::header::{FLAG_SCALED, scale};
+use bps_engine::wire::{Header, Kind};
+
+/// Ranks that sum parts among themselves.
+pub(super) struct Circle {
+    /// To the others.
+    pub(super) lanes: Vec<LaneId>,
+    pub(super) gathers: Gathers,
+    pub(super) collector: Collector<PartId>,
+}
+
+impl Circle {
+    pub(super) fn new(lanes: Vec<LaneId>) -> Circle {
+        let others = lanes.len();
+        Circle { lanes, gathers: Gathers::new(others), collector: Collector::new(others) }
+    }
+
+    /// One more, before anything has passed.
+    pub(super) fn with(&self, lane: LaneId) -> Circle {
+        Circle::new(self.lanes.iter().copied().chain([lane]).collect())
+    }
+
+    /// The place of a lane.
+    pub(super) fn place(&self, lane: LaneId) -> Result<usize, String> {
+        let place = self.lanes.iter().position(|other| *other == lane);
+        place.ok_or_else(|| "it has no share of this rank's parts".into())
+    }
+}
+
+/// Whether a group's sums of this tensor are scaled on their way to servers. Those of GPUs are
+/// NCCL's, which adds in f16.
+pub(super) fn is_scaled(plan: &PartPlan) -> bool {
+    plan.dtype == DType::F16 && plan.operation == Operation::Average && !plan.device
+}
+
+impl Nic {
+    /// Who sums tensors on GPUs with this rank, or those of the host.
+    pub(super) fn circle(&self, device: bool) -> &Circle {
+        if device { &self.column } else { &self.group }
+    }
+
+    pub(super) fn circle_mut(&mut self, device: bool) -> &mut Circle {
+        if device { &mut self.column } else { &mut self.group }
+    }
+
+    /// All of a circle have pushed this part, which this rank owns.
+    pub(super) fn gathered(&mut self, part: PartId) {
+        let state = self.part(part);
+        assert!(state.stage == Stage::Pushed, "this rank has pushed it too");
+        if matches!(state.plan.operation, Operation::Broadcast(_)) {
+            // There is nothing to add: the root's bytes are the result.
+            self.publish_own(part);
+            self.reduced(part);
+        } else {
+            let (priority, bytes) = (state.priority, state.plan.bytes);
+            self.gathered.push(priority, bytes, part);
+        }
+    }
+
+    /// Asks for the next parts, by priority, as far as the credit allows.
+    pub(super) fn grant_next(&mut self) {
+        while self.group.collector.has_room()
+            && self.column.collector.has_room()
+            && let Some(part) = self.gathered.take()
+        {
+            let state = self.part(part);
+            let (key, bytes, round) = (state.plan.key, state.plan.bytes, state.round);
+            let device = state.plan.device;
+            if !device {
+                self.trace.record(Mark::Granted, key, round, self.config.rank, bytes);
+            }
+            self.circle_mut(device).collector.grant(Granted { key, bytes, item: part });
+            let word = PartWord { kind: Kind::Grant, part, round, checksum: None };
+            self.say_to_circle(device, word);
+        }
+    }
+
+    /// Says something about a part to all others of its circle.
+    fn say_to_circle(&mut self, device: bool, word: PartWord) {
+        for at in 0..self.circle(device).lanes.len() {
+            self.say_to(self.circle(device).lanes[at], word);
+        }
+    }
+
+    /// The owner asks for this rank's contribution.
+    pub(super) fn send_contribution(&mut self, owner: LaneId, part: PartId) {
+        let state = self.part_mut(part);
+        state.stage = Stage::Asked;
+        let (key, bytes, round) = (state.plan.key, state.plan.bytes, state.round);
+        if !state.plan.device {
+            self.trace.record(Mark::Granted, key, round, self.config.rank, bytes);
+        }
+        let kind = Kind::Contribution;
+        let checksum = self.checksum(owner, part, kind);
+        self.say_to(owner, PartWord { kind, part, round, checksum });
+    }
+
+    /// The header of a contribution has come.
+    pub(super) fn on_contribution(&mut self, lane: LaneId, header: &Header) -> Result<(), String> {
+        let (key, bytes) = (header.key, header.length as usize);
+        let part = self.keys.get(&key).copied();
+        let part = part.ok_or_else(|| format!("a contribution to unknown {key}"))?;
+        let state = self.part(part);
+        if state.abandoned {
+            self.unwanted(lane, bytes);
+            return Ok(());
+        }
+        let device = state.plan.device;
+        let fits = header.dtype == state.plan.dtype
+            && header.round.0 == state.round
+            && header.offset == 0
+            && header.flags & FLAG_SCALED == 0
+            && header.contributors == 1;
+        let circle = self.circle_mut(device);
+        let peer = circle.place(lane)?;
+        let answer = if fits { circle.collector.header(peer, key, bytes) } else { Answer::Unknown };
+        match answer {
+            Answer::Take => self.endpoint.land(lane, Landing::Pieces, bytes),
+            Answer::Hold => {}
+            Answer::Unknown => {
+                return Err(format!("a contribution to {key} does not fit what it was asked for"));
+            }
+        }
+        self.lane_mut(lane).receiving =
+            Receiving::Contribution { peer, device, header: *header, done: 0, checksum: 0 };
+        Ok(())
+    }
+
+    /// Adds what is there of every contribution to the part whose turn it is.
+    pub(super) fn add_up(&mut self, device: bool) {
+        while let Some(ready) = self.circle_mut(device).collector.ready() {
+            let part = ready.part.item;
+            let state = self.part(part);
+            let divisor = self.divisor(&state.plan);
+            let (dtype, key, bytes) = (state.plan.dtype, state.plan.key, state.plan.bytes);
+            let round = state.round;
+            let (source, target) = self.ends_of(part);
+            assert!(
+                ready.offset + ready.length <= bytes,
+                "no peer brings more than it was asked for"
+            );
+            // SAFETY: the part lies inside source and target, which the caller keeps valid until
+            // the task is finished and which are the same or apart, or in a slot that is its own
+            // until it is given back; each peer's piece has at least `length` bytes, which its
+            // transport keeps until it is consumed.
+            unsafe {
+                let (out, own) = (target.add(ready.offset), source.add(ready.offset));
+                let count = ready.length / dtype.size();
+                let sources = self.circle(device).collector.sources();
+                self.kernels.sum_all(dtype, out, own, sources, count, divisor);
+            }
+            let circle = if device { &mut self.column } else { &mut self.group };
+            let (endpoint, lanes) = (&mut self.endpoint, &circle.lanes);
+            let whole = circle.collector.added(ready.length, |peer| endpoint.consume(lanes[peer]));
+            if whole.is_some() {
+                self.gathered.returned(bytes);
+                let mark = if device { Mark::Crossed } else { Mark::Reduced };
+                self.trace.record(mark, key, round, self.config.rank, bytes);
+                for lane in lanes {
+                    self.lanes[lane.0 as usize].receiving = Receiving::Header;
+                }
+                self.reduced(part);
+                self.let_held_go_on(device);
+            }
+        }
+    }
+
+    /// By what the owner of a part divides the sum of its group. The sum of f16 that goes on to a
+    /// server is made small enough for f16, which the frame says; servers sum in f32.
+    fn divisor(&self, plan: &PartPlan) -> u32 {
+        match (plan.operation, plan.core) {
+            (Operation::Average, None) => self.config.size,
+            (Operation::Average, Some(_)) if is_scaled(plan) => scale(self.group_size()),
+            _ => 1,
+        }
+    }
+
+    /// Ranks of this rank's group.
+    pub(super) fn group_size(&self) -> u32 {
+        u32::try_from(self.group.lanes.len() + 1).expect("ranks are counted in u32")
+    }
+
+    /// The contributions that stood and whose turn it is.
+    fn let_held_go_on(&mut self, device: bool) {
+        let circle = if device { &mut self.column } else { &mut self.group };
+        while let Some((peer, bytes)) = circle.collector.take_next() {
+            self.endpoint.land(circle.lanes[peer], Landing::Pieces, bytes);
+        }
+    }
+
+    /// The group's sum of a part is in the target: other groups come next, or it is the result.
+    fn reduced(&mut self, part: PartId) {
+        let plan = &self.part(part).plan;
+        match (plan.core, plan.device) {
+            (Some(_), _) => self.send_to_server(part),
+            (None, true) => {
+                let slot = self.take_slot(part);
+                self.on_result(part, slot);
+            }
+            (None, false) => self.on_result(part, None),
+        }
+    }
+
+    /// The result of a part goes to its circle, if this rank owns it.
+    pub(super) fn publish(&mut self, part: PartId) {
+        let state = self.part(part);
+        let (key, bytes, round) = (state.plan.key, state.plan.bytes, state.round);
+        let device = state.plan.device;
+        if state.plan.owner.is_some() {
+            return;
+        }
+        let Some(&lane) = self.circle(device).lanes.first() else { return };
+        if !device {
+            self.trace.record(Mark::Copying, key, round, self.config.rank, bytes);
+        }
+        let kind = Kind::Publication;
+        // One for all of them: they are sent the same bytes over the same transport.
+        let checksum = self.checksum(lane, part, kind);
+        self.say_to_circle(device, PartWord { kind, part, round, checksum });
+    }
+
+    /// A part's round is over before its time: nobody sums it any more.
+    pub(super) fn forget_in_circle(&mut self, part: PartId) {
+        self.gathered.remove(|one| *one == part);
+        let device = self.part(part).plan.device;
+        let (queue, lanes) = (&mut self.gathered, &mut self.lanes);
+        let circle = if device { &mut self.column } else { &mut self.group };
+        let (endpoint, group) = (&mut self.endpoint, &circle.lanes);
+        circle.collector.remove(
+            |one| *one == part,
+            |part| queue.returned(part.bytes),
+            |peer, dropped| {
+                let lane = group[peer];
+                let left = match dropped {
+                    Dropped::Header { bytes } => {
+                        endpoint.land(lane, Landing::Pieces, bytes);
+                        bytes
+                    }
+                    Dropped::Payload { left, held } => {
+                        if held > 0 {
+                            endpoint.consume(lane);
+                        }
+                        left - held
+                    }
+                };
+                lanes[lane.0 as usize].receiving = match left {
+                    0 => Receiving::Header,
+                    left => Receiving::Unwanted { left },
+                };
+            },
+        );
+        self.let_held_go_on(device);
+        self.add_up(device);
+    }
+
+    /// Tells of rounds that have waited too long for ranks of the group.
+    pub(super) fn look_for_stalls(&mut self) {
+        if self.group.lanes.is_empty() || self.phase != Phase::Running {
+            return;
+        }
+        let anybody_left = self.group.lanes.iter().any(|lane| self.lanes[lane.0 as usize].goodbye);
+        let overdue = |key: &StalledKey| {
+            key.waited_ms >= self.stall_report_ms() || anybody_left && !key.left.is_empty()
+        };
+        let of_circle = |circle: &'_ Circle| -> Vec<StalledKey> {
+            let waiting = circle.gathers.unpushed();
+            waiting.map(|one| self.describe(circle, &one)).filter(overdue).collect()
+        };
+        let mut keys = of_circle(&self.group);
+        keys.extend(of_circle(&self.column));
+        if anybody_left {
+            keys.extend(self.left_alone());
+        }
+        keys.extend(self.gpu.stalled.iter().cloned());
+        keys.sort_by_key(|key| std::cmp::Reverse(key.waited_ms));
+        keys.truncate(STALLS_MAX);
+        if keys.is_empty() && !self.stalls_told {
+            return;
+        }
+        self.stalls_told = !keys.is_empty();
+        self.report(Report::Stalled { keys });
+    }
+
+    fn describe(&self, circle: &Circle, waiting: &Unpushed) -> StalledKey {
+        let own = waiting.own_missing.then_some(self.config.rank);
+        let lanes = || waiting.peers_missing.iter().map(|peer| circle.lanes[*peer]);
+        let mut missing: Vec<Rank> =
+            own.into_iter().chain(lanes().filter_map(|lane| self.rank_of(lane))).collect();
+        missing.sort_unstable();
+        let gone = lanes().filter(|lane| self.lanes[lane.0 as usize].goodbye);
+        let left = gone.filter_map(|lane| self.rank_of(lane)).collect();
+        let waited_ms = self.waited_ms(waiting.since);
+        StalledKey { key: waiting.key, round: waiting.round, waited_ms, missing, left }
+    }
+
+    fn stall_report_ms(&self) -> u64 {
+        u64::try_from(self.config.stall_report.as_millis()).unwrap_or(u64::MAX)
+    }
+
+    /// Parts whose owner has left: it can't say that it is missing.
+    fn left_alone(&self) -> Vec<StalledKey> {
+        let mut keys = Vec::new();
+        for part in self.parts.iter().filter(|part| part.is_open() && part.stage != Stage::Idle) {
+            let Some(owner) = part.plan.owner.filter(|owner| self.lane(*owner).goodbye) else {
+                continue;
+            };
+            let (key, round) = (part.plan.key, part.round);
+            let missing: Vec<Rank> = self.rank_of(owner).into_iter().collect();
+            let (waited_ms, left) = (self.waited_ms(part.since), missing.clone());
+            keys.push(StalledKey { key, round, waited_ms, missing, left });
+        }
+        keys
+    }
+
+    pub(super) fn rank_of(&self, lane: LaneId) -> Option<Rank> {
+        match self.lanes[lane.0 as usize].peer {
+            Peer::Rank(rank) => Some(rank),
+            Peer::Server(_) => None,
+        }
+    }
+
+    fn waited_ms(&self, since: std::time::Duration) -> u64 {
+        u64::try_from(self.now.saturating_sub(since).as_millis()).unwrap_or(u64::MAX)
+    }
+}

@@ -1,0 +1,460 @@
+//! The lanes of a worker process: they send parts by priority, land their results, and sum parts
+//! with the other ranks of the group first. They know no tensors: a part is pushed, round by round,
+//! and once it is over that is said ([`Nic::take_over`]). The data path allocates nothing beyond
+//! what its queues have grown to.
+
+mod arriving;
+mod circle;
+mod ending;
+mod granted;
+mod messages;
+mod sending;
+mod slots;
+mod watch;
+
+pub use messages::{NicConfig, NicStatistics, Peer, Report};
+
+use self::circle::Circle;
+use self::granted::Granted;
+use self::slots::{Gpu, Landings};
+use crate::rounds::Slot;
+use crate::rounds::{Memory, PartId, PartOf, PartPlan, PartPush, Parts};
+use bps_engine::base::{Key, KeyMap, Operation};
+use bps_engine::lane::Endpoint;
+use bps_engine::limits::EVENTS_MAX;
+use bps_engine::reduce::{Kernels, kernels};
+use bps_engine::ring::Mpsc;
+use bps_engine::sched::CreditQueue;
+use bps_engine::trace::timeline::{Mark, Recorder};
+use bps_engine::transport::{Event, LaneId, Link, Waker};
+use bps_engine::wire::{Header, Kind};
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// How far the round of a part is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Stage {
+    /// No round of it is open, or its result is there.
+    Idle,
+    /// It waits for the group, or in a queue, or its contributions are being added.
+    Pushed,
+    /// Its contribution was sent: a publication may come.
+    Asked,
+    /// As `Asked`, and the publication will be written to the slot that was granted for it.
+    Granted,
+    /// A publication is coming, or waits for a slot.
+    Landing,
+}
+
+/// A part, and its round that is open or was the last one.
+struct Part {
+    plan: PartPlan,
+    round: u64,
+    stage: Stage,
+    priority: i64,
+    /// Of a tensor of the host: its bytes.
+    memory: Option<Memory>,
+    /// Of a tensor on the GPU: where the bytes are that are to be sent.
+    slot: Option<Slot>,
+    /// Likewise: where the result is while it goes to the column.
+    result: Option<Slot>,
+    /// When it was pushed.
+    since: Duration,
+    /// When its contribution was sent to a server.
+    asked: Duration,
+    /// One for a result that is not there, and one for each frame with its memory that was said and
+    /// is not sent.
+    open: u32,
+    /// Of these frames, those that were posted.
+    posted: u32,
+    /// Nobody wants rounds of it any more.
+    abandoned: bool,
+}
+
+impl Part {
+    fn is_open(&self) -> bool {
+        self.open > 0
+    }
+
+    /// Whether this rank's bytes are what a broadcast gives to all.
+    fn is_root(&self, config: &NicConfig) -> bool {
+        self.plan.operation == Operation::Broadcast(config.rank)
+    }
+}
+
+enum Receiving {
+    Header,
+    /// A publication.
+    Landing {
+        part: PartId,
+        header: Header,
+        target: *mut u8,
+        /// That is this slot, and not a tensor.
+        slot: Option<Slot>,
+    },
+    /// A publication that waits for a slot.
+    Held {
+        part: PartId,
+        header: Header,
+    },
+    /// A contribution of this peer, by its place in its circle; held, or in pieces.
+    Contribution {
+        peer: usize,
+        /// Whether it is of a tensor on GPUs.
+        device: bool,
+        header: Header,
+        /// Bytes of it that have come, and their CRC-32C if the header has one.
+        done: usize,
+        checksum: u32,
+    },
+    /// So many bytes that nobody wants any more.
+    Unwanted {
+        left: usize,
+    },
+    Closing,
+}
+
+struct Lane {
+    peer: Peer,
+    open: bool,
+    /// The peer has left in good order: the lane closes once it needs no more of our memory.
+    goodbye: bool,
+    /// What is sent here carries a checksum.
+    checks: bool,
+    /// This rank has left in good order, and said so here.
+    said_goodbye: bool,
+    /// Parts of whose memory a frame was posted that is not sent, in the order of the frames.
+    posted: VecDeque<PartId>,
+    receiving: Receiving,
+    /// To a rank: what is to be sent, in order.
+    outbox: VecDeque<PartWord>,
+}
+
+/// A frame about a part to a rank of the group.
+#[derive(Clone, Copy)]
+struct PartWord {
+    kind: Kind,
+    part: PartId,
+    round: u64,
+    /// Of the payload, if it carries one.
+    checksum: Option<u32>,
+}
+
+/// Whether the lanes carry parts.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Phase {
+    Running,
+    /// This rank leaves, and says so.
+    Leaving,
+    /// The job is over: all lanes close.
+    Over,
+}
+
+/// See the [module](self).
+pub struct Nic {
+    endpoint: Endpoint,
+    config: NicConfig,
+    lanes: Vec<Lane>,
+    /// By number.
+    parts: Vec<Part>,
+    keys: KeyMap<PartId>,
+    /// Parts whose round is not over.
+    open: usize,
+    /// The part that was pushed last.
+    latest: Option<PartId>,
+    /// Parts whose round is over, to be [taken](Nic::take_over).
+    over: VecDeque<PartId>,
+    /// Parts that are ready for a server. One queue and one credit: the lanes share the host's
+    /// line, so what is posted on any of them is in the way of all. A lane that has more to carry,
+    /// or is slower, comes to hold most of the credit and so gets most of the line, and the lanes
+    /// end together.
+    queue: CreditQueue<PartId>,
+    /// The other ranks of the group, which sum tensors of the host.
+    group: Circle,
+    /// Those of them that hold the same shares of tensors on GPUs, and sum these.
+    column: Circle,
+    /// Parts that all of their circle have pushed, of those that this rank owns.
+    gathered: CreditQueue<PartId>,
+    kernels: &'static Kernels,
+    gpu: Gpu,
+    /// To land in: what servers send, what ranks publish, and what servers' devices write to the
+    /// GPU.
+    landings: [Landings; 3],
+    /// Slots that a server's device may write to.
+    granted: Granted,
+    reports: Mpsc<Report>,
+    report_waker: Waker,
+    statistics: Arc<NicStatistics>,
+    events: Vec<Event>,
+    phase: Phase,
+    /// The time of this turn.
+    now: Duration,
+    next_tick: Duration,
+    stalls_told: bool,
+    awaits_told: bool,
+    trace: Recorder,
+}
+
+/// How often the loop looks for stalls.
+const TICK: Duration = Duration::from_millis(500);
+
+impl Parts for Nic {
+    fn push(&mut self, part: PartId, round: u64, push: &PartPush) {
+        let PartPush { memory, priority, asked_ns } = *push;
+        let state = self.open_round(part, round, priority);
+        assert!(!state.plan.device, "a part on the GPU is pushed in a slot");
+        state.memory = Some(memory);
+        let (key, bytes) = (state.plan.key, state.plan.bytes);
+        self.trace.record_at(asked_ns, Mark::Queued, key, round, self.config.rank, bytes);
+        self.pushed(part);
+    }
+
+    fn abandon(&mut self, part: PartId) {
+        self.abandon_part(part);
+    }
+}
+
+impl Nic {
+    /// Lanes are [attached](Self::attach) to it.
+    #[must_use]
+    pub fn new(
+        endpoint: Endpoint,
+        config: NicConfig,
+        reports: Mpsc<Report>,
+        report_waker: Waker,
+        statistics: Arc<NicStatistics>,
+    ) -> Nic {
+        Nic {
+            endpoint,
+            queue: CreditQueue::new(config.credit_bytes),
+            lanes: Vec::new(),
+            parts: Vec::new(),
+            keys: KeyMap::default(),
+            open: 0,
+            latest: None,
+            over: VecDeque::new(),
+            group: Circle::new(Vec::new()),
+            column: Circle::new(Vec::new()),
+            gathered: CreditQueue::new(config.credit_bytes),
+            kernels: kernels(),
+            gpu: Gpu::default(),
+            landings: Default::default(),
+            granted: Granted::default(),
+            config,
+            reports,
+            report_waker,
+            statistics,
+            events: Vec::with_capacity(4 * EVENTS_MAX),
+            phase: Phase::Running,
+            now: Duration::ZERO,
+            next_tick: Duration::ZERO,
+            stalls_told: false,
+            awaits_told: false,
+            trace: Recorder::default(),
+        }
+    }
+
+    /// Adds the lane to a server's core, or to a rank of the group. The first lane has id 0, and so
+    /// on. All are attached before the first step.
+    ///
+    /// # Errors
+    /// The transport refuses the link.
+    pub fn attach(&mut self, peer: Peer, link: Link) -> std::io::Result<LaneId> {
+        let lane = self.endpoint.attach(link)?;
+        assert_eq!(lane.0 as usize, self.lanes.len(), "lanes are attached once, at start");
+        self.lanes.push(Lane {
+            peer,
+            open: true,
+            goodbye: false,
+            checks: self.endpoint.checks(lane),
+            said_goodbye: false,
+            posted: VecDeque::new(),
+            receiving: Receiving::Header,
+            outbox: VecDeque::new(),
+        });
+        if let Peer::Rank(rank) = peer {
+            self.group = self.group.with(lane);
+            if self.config.column.contains(&rank) {
+                self.column = self.column.with(lane);
+            }
+        }
+        Ok(lane)
+    }
+
+    /// Whether all lanes are closed.
+    #[must_use]
+    pub(crate) fn is_closed(&self) -> bool {
+        self.lanes.iter().all(|lane| !lane.open)
+    }
+
+    /// Whether a round of a part is open.
+    #[must_use]
+    pub(crate) fn is_open(&self) -> bool {
+        self.open > 0
+    }
+
+    /// Sleeps until there is something to do, `is_ready` says so, or the time is over.
+    pub(crate) fn sleep(&mut self, timeout: Duration, is_ready: impl FnOnce() -> bool) {
+        let gpu = &self.gpu;
+        self.endpoint.sleep(timeout, || is_ready() || gpu.is_heard());
+    }
+
+    /// Begins a turn at this time since any fixed moment.
+    pub(crate) fn begin_turn(&mut self, now: Duration) {
+        self.now = now;
+    }
+
+    /// Posts what can be posted, and takes what has come; says whether anything has.
+    pub(crate) fn turn(&mut self) -> bool {
+        self.pump_all();
+        let mut events = std::mem::take(&mut self.events);
+        self.endpoint.poll(&mut events);
+        let progress = !events.is_empty();
+        for event in events.drain(..) {
+            match event {
+                Event::Header { lane, header, carried } => self.on_header(lane, &header, carried),
+                Event::Landed { lane } => self.on_landed(lane),
+                Event::Piece { lane, data, length } => self.on_piece(lane, data, length),
+                Event::Answered { lane, token } => self.on_answered(lane, token),
+                Event::Sent { lane, token } => self.on_sent(lane, token),
+                Event::Closed { lane, cause } => self.on_closed(lane, cause),
+            }
+        }
+        self.events = events;
+        progress
+    }
+
+    /// Ends a turn: looks for stalls when it is time.
+    pub(crate) fn end_turn(&mut self) {
+        self.gpu.flush();
+        if self.now >= self.next_tick {
+            self.next_tick = self.now + TICK;
+            self.endpoint.look(self.now);
+            self.look_for_stalls();
+            self.look_for_results();
+        }
+    }
+
+    /// A part whose round is over, if there is one.
+    pub(crate) fn take_over(&mut self) -> Option<PartOf> {
+        let part = self.over.pop_front()?;
+        Some(self.part(part).plan.of)
+    }
+
+    /// Adds parts, and returns the number of the first; the others follow.
+    pub(crate) fn plan(&mut self, plans: impl Iterator<Item = PartPlan>) -> PartId {
+        let first = PartId(u32::try_from(self.parts.len()).expect("parts are counted in u32"));
+        for (number, plan) in (first.0..).zip(plans) {
+            self.keys.insert(plan.key, PartId(number));
+            let circle = self.circle_mut(plan.device);
+            if plan.owner.is_none() && !circle.lanes.is_empty() {
+                circle.gathers.plan(plan.key);
+            }
+            self.parts.push(Part {
+                plan,
+                round: 0,
+                stage: Stage::Idle,
+                priority: 0,
+                memory: None,
+                slot: None,
+                result: None,
+                since: Duration::ZERO,
+                asked: Duration::ZERO,
+                open: 0,
+                posted: 0,
+                abandoned: false,
+            });
+        }
+        first
+    }
+
+    /// Records a timeline with this from now on.
+    pub(crate) fn record_with(&mut self, recorder: Recorder) {
+        self.trace = recorder;
+    }
+
+    /// A tensor's round is over, which had this key first.
+    pub(crate) fn record_done(&mut self, key: Key, round: u64) {
+        self.trace.record(Mark::Done, key, round, self.config.rank, 0);
+    }
+
+    fn part(&self, part: PartId) -> &Part {
+        &self.parts[part.0 as usize]
+    }
+
+    fn part_mut(&mut self, part: PartId) -> &mut Part {
+        &mut self.parts[part.0 as usize]
+    }
+
+    fn lane(&self, lane: LaneId) -> &Lane {
+        &self.lanes[lane.0 as usize]
+    }
+
+    fn lane_mut(&mut self, lane: LaneId) -> &mut Lane {
+        &mut self.lanes[lane.0 as usize]
+    }
+
+    /// Opens this round of a part.
+    fn open_round(&mut self, part: PartId, round: u64, priority: i64) -> &mut Part {
+        self.latest = Some(part);
+        self.open += 1;
+        let now = self.now;
+        let state = self.part_mut(part);
+        assert!(!state.is_open() && !state.abandoned, "rounds of a part follow one another");
+        assert!(round > state.round, "rounds count up");
+        (state.round, state.stage, state.priority) = (round, Stage::Pushed, priority);
+        (state.since, state.open, state.posted) = (now, 1, 0);
+        state
+    }
+
+    /// A part is pushed: its circle sums it first, if there are others in it.
+    fn pushed(&mut self, part: PartId) {
+        let now = self.now;
+        let state = self.part_mut(part);
+        let (device, round, key) = (state.plan.device, state.round, state.plan.key);
+        let owner = state.plan.owner;
+        match owner {
+            Some(owner) => {
+                // A broadcast asks for no contribution: the publication is the answer.
+                if matches!(state.plan.operation, Operation::Broadcast(_)) {
+                    state.stage = Stage::Asked;
+                }
+                self.say_to(owner, PartWord { kind: Kind::Ready, part, round, checksum: None });
+            }
+            None if self.circle(device).lanes.is_empty() => self.send_to_server(part),
+            None => {
+                if self.circle_mut(device).gathers.own(key, now) {
+                    self.gathered(part);
+                }
+            }
+        }
+    }
+
+    /// One of a part's open ends is closed. Says whether it was the last one: then the round is
+    /// over, which is told of a tensor of the host, and left to the caller to tell of one on the
+    /// GPU.
+    fn close_one(&mut self, part: PartId) -> bool {
+        let state = self.part_mut(part);
+        state.open = state.open.checked_sub(1).expect("what is open is closed once");
+        state.open == 0 && self.end_round(part)
+    }
+
+    fn end_round(&mut self, part: PartId) -> bool {
+        let state = self.part_mut(part);
+        assert!(state.open == 0 && state.posted == 0, "what is posted is open");
+        state.memory = None;
+        if !state.plan.device {
+            self.over.push_back(part);
+        }
+        self.open -= 1;
+        true
+    }
+
+    pub(crate) fn report(&self, report: Report) {
+        // The ring holds more reports than there are lanes; each lane reports once, and a stall
+        // that finds no room is told again.
+        let _ = self.reports.push(report);
+        self.report_waker.wake();
+    }
+}

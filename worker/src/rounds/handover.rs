@@ -1,0 +1,225 @@
+//! What passes between a NIC loop and the pipeline of its rank's GPU, in two queues; into one of
+//! them callers push as well.
+
+use super::memory::{Slot, SlotMemory};
+use super::{PartOf, Plan};
+use crate::base::error::Error;
+use crate::base::task::Task;
+use crate::cuda::PooledEvent;
+use bps_engine::base::Rank;
+use bps_engine::proto::messages::StalledKey;
+use bps_engine::ring::Mpsc;
+use bps_engine::trace::timeline::Recorder;
+use bps_engine::transport::{Cause, Waker};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+/// A tensor on the GPU that is pushed.
+#[derive(Debug)]
+pub struct GpuPush {
+    /// Its address on the GPU.
+    pub source: u64,
+    /// Where the result goes; may be the source.
+    pub target: u64,
+    /// Larger goes sooner.
+    pub priority: i64,
+    /// Told when it is over.
+    pub task: Arc<Task>,
+    /// The source is complete once this is passed.
+    pub ready: Arc<PooledEvent>,
+}
+
+/// To the pipeline, from the NIC loop and from callers.
+#[derive(Debug)]
+pub enum ToGpu {
+    /// A tensor was declared.
+    Plan {
+        /// Its id.
+        tensor: u32,
+        /// Where its parts live.
+        plan: Arc<Plan>,
+    },
+    /// A caller pushes a tensor. This may come before the tensor's plan.
+    Push {
+        /// Its id.
+        tensor: u32,
+        /// All else.
+        push: Box<GpuPush>,
+    },
+    /// The transport is done with a slot that was sent from.
+    Sent(Slot),
+    /// A result has landed, in a slot if it has bytes.
+    Landed {
+        /// Whose it is.
+        of: PartOf,
+        /// Where.
+        slot: Option<Slot>,
+        /// Whether the lanes are done with this round of the part.
+        over: bool,
+    },
+    /// The lanes are done with a round of a part whose result had landed before.
+    Over(PartOf),
+    /// Ranks disagree about a tensor: what is pending of it fails, and so does what comes.
+    Poisoned {
+        /// The tensor.
+        tensor: u32,
+        /// Why.
+        error: Error,
+    },
+    /// Record a timeline with this from now on; a recorder that is off ends it.
+    Trace(Recorder),
+}
+
+/// From the pipeline to the NIC loop.
+#[derive(Debug)]
+pub enum FromGpu {
+    /// The next round of a part begins: it may be sent.
+    Part {
+        /// Whose it is.
+        of: PartOf,
+        /// The tensor's round.
+        round: u64,
+        /// Larger goes sooner.
+        priority: i64,
+        /// Where its bytes are; none where the part carries none.
+        slot: Option<Slot>,
+    },
+    /// It is done with this slot, and a result may land here.
+    Land(Slot),
+    /// Rounds that wait for ranks of this host; goes into the next report of stalls.
+    Stalled {
+        /// The oldest first.
+        keys: Vec<StalledKey>,
+    },
+    /// The lane to the pipeline of a rank of this host has closed.
+    Lost {
+        /// Whose.
+        rank: Rank,
+        /// What was seen.
+        cause: Cause,
+    },
+    /// What the pipeline of a rank of this host has said is not of the protocol.
+    Corrupt {
+        /// Who.
+        rank: Rank,
+        /// What does not fit.
+        message: String,
+    },
+    /// The GPU can't go on.
+    Failed {
+        /// Why.
+        message: String,
+    },
+}
+
+/// Where callers push tensors on the GPU.
+#[derive(Clone)]
+pub struct GpuInbox {
+    inbox: Mpsc<ToGpu>,
+    waker: Waker,
+    /// Pushes that are not over.
+    under_way: Arc<AtomicUsize>,
+    /// The pipeline looks into its queue no more.
+    ended: Arc<AtomicBool>,
+}
+
+impl GpuInbox {
+    /// A queue for so many messages, to a pipeline that this wakes.
+    #[must_use]
+    pub fn new(room: usize, waker: Waker) -> GpuInbox {
+        GpuInbox { inbox: Mpsc::new(room), waker, under_way: Arc::default(), ended: Arc::default() }
+    }
+
+    /// Hands a push over. To be woken for it, once for several.
+    ///
+    /// # Errors
+    /// There is no room, and here it is again. The pipeline is awake then.
+    pub fn push(&self, tensor: u32, push: Box<GpuPush>) -> Result<(), Box<GpuPush>> {
+        self.under_way.fetch_add(1, Ordering::Relaxed);
+        let Err(ToGpu::Push { push, .. }) = self.inbox.push(ToGpu::Push { tensor, push }) else {
+            return Ok(());
+        };
+        self.under_way.fetch_sub(1, Ordering::Relaxed);
+        self.waker.wake();
+        Err(push)
+    }
+
+    /// Records a timeline with this from now on; a recorder that is off ends it.
+    pub(crate) fn record_with(&self, recorder: Recorder) {
+        let mut message = ToGpu::Trace(recorder);
+        while let Err(back) = self.inbox.push(message) {
+            if self.has_ended() {
+                return;
+            }
+            message = back;
+            self.waker.wake();
+            std::thread::yield_now();
+        }
+        self.waker.wake();
+    }
+
+    /// Wakes the pipeline.
+    pub fn wake(&self) {
+        self.waker.wake();
+    }
+
+    /// Whether the pipeline has ended. Who finds that after a push must [`refuse`](Self::refuse).
+    #[must_use]
+    pub fn has_ended(&self) -> bool {
+        self.ended.load(Ordering::SeqCst)
+    }
+
+    /// Fails what is in the queue of a pipeline that has ended.
+    pub fn refuse(&self, error: &Error) {
+        while let Some(message) = self.inbox.pop() {
+            if let ToGpu::Push { push, .. } = message {
+                self.is_over();
+                push.task.finish_now(Err(error.clone()));
+            }
+        }
+    }
+
+    /// The next message, for the pipeline.
+    #[must_use]
+    pub fn pop(&self) -> Option<ToGpu> {
+        self.inbox.pop()
+    }
+
+    /// Whether there is no message.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.inbox.is_empty()
+    }
+
+    /// Whether a push is not over.
+    pub(crate) fn is_busy(&self) -> bool {
+        self.under_way.load(Ordering::Acquire) > 0
+    }
+
+    /// A push is over.
+    pub(crate) fn is_over(&self) {
+        self.under_way.fetch_sub(1, Ordering::Release);
+    }
+
+    /// The pipeline looks into the queue no more, but for what is there now.
+    pub(crate) fn end(&self, error: &Error) {
+        self.ended.store(true, Ordering::SeqCst);
+        self.refuse(error);
+    }
+
+    /// A message of the NIC loop. If there is no room it comes back.
+    pub(crate) fn tell(&self, message: ToGpu) -> Result<(), ToGpu> {
+        self.inbox.push(message)
+    }
+}
+
+/// The pipeline of a GPU, to the NIC loop. It looks by itself whether the loop has ended.
+pub struct GpuThread {
+    /// What it reads.
+    pub inbox: GpuInbox,
+    /// What it says.
+    pub outbox: Mpsc<FromGpu>,
+    /// Slots for what comes.
+    pub to_land: Vec<Slot>,
+    /// Where its slots are, for devices that reach them by themselves.
+    pub slots: SlotMemory,
+}

@@ -1,0 +1,106 @@
+//! What a tensor is made of, and where its parts are summed.
+
+use bps_engine::base::{DType, Key, Operation, Rank};
+use bps_engine::transport::LaneId;
+use std::sync::Arc;
+
+/// A part of a tensor, with the lanes that it takes.
+#[derive(Clone, Copy, Debug)]
+pub struct PlanPart {
+    /// Its id.
+    pub key: Key,
+    /// First byte within the tensor.
+    pub offset: usize,
+    /// Its size.
+    pub bytes: usize,
+    /// The lane to the core that sums it over the groups; `None` if this rank's group is the only
+    /// one.
+    pub core: Option<LaneId>,
+    /// The lane to the rank that sums it in the group; `None` if that is this one.
+    pub owner: Option<LaneId>,
+    /// That rank.
+    pub owner_rank: Rank,
+    /// Of a tensor on GPUs: the rank to which NCCL reduces it, below this rank's PCIe switch. That
+    /// is the owner, where it is below this switch.
+    pub holder: Rank,
+}
+
+/// All that must be known of a tensor before it is pushed.
+#[derive(Debug)]
+pub struct Plan {
+    /// Its name, for messages.
+    pub name: Arc<str>,
+    /// Its element type.
+    pub dtype: DType,
+    /// What a round computes.
+    pub operation: Operation,
+    /// It lives on GPUs: its parts pass through the slots of a pipeline.
+    pub device: bool,
+    /// In order of offset, without gaps.
+    pub parts: Box<[PlanPart]>,
+}
+
+impl Plan {
+    /// Bytes of the tensor.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.parts.iter().map(|part| part.bytes).sum()
+    }
+
+    /// Its parts, as the lanes know them.
+    pub fn part_plans(&self, tensor: u32) -> impl ExactSizeIterator<Item = PartPlan> + '_ {
+        (0..self.parts.len()).map(move |index| {
+            let part = &self.parts[index];
+            PartPlan {
+                of: PartOf {
+                    tensor,
+                    index: u32::try_from(index).expect("parts are counted in u32"),
+                },
+                name: Arc::clone(&self.name),
+                key: part.key,
+                dtype: self.dtype,
+                operation: self.operation,
+                bytes: part.bytes,
+                device: self.device,
+                core: part.core,
+                owner: part.owner,
+            }
+        })
+    }
+}
+
+/// Whose part it is: the tensor's id, and the part's place in its plan.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub struct PartOf {
+    /// The tensor.
+    pub tensor: u32,
+    /// The part's place.
+    pub index: u32,
+}
+
+/// A part's number among all parts of a NIC loop, dense from 0. Those of a tensor are in a row.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub struct PartId(pub u32);
+
+/// What the lanes must know of a part.
+#[derive(Clone, Debug)]
+pub struct PartPlan {
+    /// Whose it is.
+    pub of: PartOf,
+    /// The tensor's name, for messages.
+    pub name: Arc<str>,
+    /// Its id on the wire.
+    pub key: Key,
+    /// Its element type.
+    pub dtype: DType,
+    /// What a round computes.
+    pub operation: Operation,
+    /// Its size.
+    pub bytes: usize,
+    /// It is in a slot when it is pushed, and its result lands in another.
+    pub device: bool,
+    /// As [`PlanPart::core`].
+    pub core: Option<LaneId>,
+    /// As [`PlanPart::owner`].
+    pub owner: Option<LaneId>,
+}

@@ -1,0 +1,295 @@
+//! The rounds of tensors in memory of the host: one is open at a time, later pushes wait behind it,
+//! and a tensor on which ranks disagree has no more of them. No lane, no memory and no clock is
+//! known here: what a round asks of the lanes goes through [`Parts`].
+//!
+//! Tensors on the GPU are in the table as well, so that their ids, names and ends are known in one
+//! place; their rounds are the pipeline's.
+
+use super::{Memory, PartId, PartOf, Plan};
+use crate::base::error::Error;
+use crate::base::task::Task;
+use bps_engine::base::Key;
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+/// A push of a tensor.
+#[derive(Debug)]
+pub struct Push {
+    /// Its bytes.
+    pub memory: Memory,
+    /// Larger goes sooner.
+    pub priority: i64,
+    /// Told when it is over.
+    pub task: Arc<Task>,
+}
+
+/// What carries parts to where they are summed, and back.
+pub trait Parts {
+    /// The next round of a part begins, with these bytes.
+    fn push(&mut self, part: PartId, round: u64, push: &PartPush);
+
+    /// Nobody wants rounds of this part any more. If one is open, it is over once no transport has
+    /// its memory.
+    fn abandon(&mut self, part: PartId);
+}
+
+/// A part of a push.
+#[derive(Clone, Copy, Debug)]
+pub struct PartPush {
+    /// Its bytes within the tensor's.
+    pub memory: Memory,
+    /// Larger goes sooner.
+    pub priority: i64,
+    /// When it was asked for, by the monotonic clock; 0 where nobody records a timeline.
+    pub asked_ns: u64,
+}
+
+/// A round that is over.
+#[derive(Debug)]
+pub struct Done {
+    /// The tensor.
+    pub tensor: u32,
+    /// Its first key.
+    pub key: Key,
+    /// The round.
+    pub round: u64,
+    /// Bytes of the tensor.
+    pub bytes: usize,
+    /// To be finished with the result.
+    pub task: Arc<Task>,
+    /// What became of it.
+    pub result: Result<(), Error>,
+}
+
+/// A round under way.
+struct Run {
+    task: Arc<Task>,
+    /// Parts that are not over.
+    left: u32,
+}
+
+struct Tensor {
+    plan: Arc<Plan>,
+    first: PartId,
+    round: u64,
+    run: Option<Run>,
+    /// Later pushes: a key never has two rounds in flight, so that no lane can wait for another.
+    waiting: VecDeque<Push>,
+    /// Why it will be of no use, once it has had the rounds on which the ranks had agreed.
+    doomed: Option<(u64, Error)>,
+    poisoned: Option<Error>,
+}
+
+/// See the [module](self).
+#[derive(Default)]
+pub struct Rounds {
+    /// By id.
+    tensors: Vec<Option<Tensor>>,
+    /// Rounds under way.
+    open: usize,
+}
+
+impl Rounds {
+    /// Whether a round is under way.
+    #[must_use]
+    pub fn is_open(&self) -> bool {
+        self.open > 0
+    }
+
+    /// Tensors that were declared.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.tensors.iter().flatten().count()
+    }
+
+    /// Whether none was.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Whether this one was.
+    #[must_use]
+    pub fn knows(&self, tensor: u32) -> bool {
+        self.tensor(tensor).is_some()
+    }
+
+    /// A tensor was declared, and its parts have the numbers from `first` on.
+    ///
+    /// # Panics
+    /// It [is known](Self::knows).
+    pub fn plan(&mut self, tensor: u32, plan: Arc<Plan>, first: PartId) {
+        let index = tensor as usize;
+        if self.tensors.len() <= index {
+            self.tensors.resize_with(index + 1, || None);
+        }
+        let place = &mut self.tensors[index];
+        assert!(place.is_none(), "tensor {tensor} was planned before");
+        let (waiting, doomed, poisoned) = (VecDeque::new(), None, None);
+        *place = Some(Tensor { plan, first, round: 0, run: None, waiting, doomed, poisoned });
+    }
+
+    /// The plans of the tensors on the GPU, by id.
+    pub fn on_gpu(&self) -> impl Iterator<Item = (u32, &Arc<Plan>)> {
+        let all = (0..).zip(&self.tensors);
+        all.filter_map(|(tensor, state)| Some((tensor, &state.as_ref()?.plan)))
+            .filter(|(_, plan)| plan.device)
+    }
+
+    fn tensor(&self, tensor: u32) -> Option<&Tensor> {
+        self.tensors.get(tensor as usize)?.as_ref()
+    }
+
+    /// The number of a part of a tensor that is of use; none where ranks disagree about it.
+    ///
+    /// # Panics
+    /// There is no such part.
+    #[must_use]
+    pub fn part(&self, of: PartOf) -> Option<PartId> {
+        let tensor = self.tensor(of.tensor).expect("who names a part has its plan");
+        assert!((of.index as usize) < tensor.plan.parts.len(), "the plan has this part");
+        tensor.poisoned.is_none().then_some(PartId(tensor.first.0 + of.index))
+    }
+
+    /// Why a tensor can't be pushed, if so.
+    fn refusal(&self, tensor: u32) -> Option<Error> {
+        let Some(state) = self.tensor(tensor) else {
+            return Some(Error::Refused(format!("tensor id {tensor} was not declared")));
+        };
+        let name = &state.plan.name;
+        let is_gpus = state.plan.device.then(|| {
+            Error::Refused(format!("`{name}` was declared as a tensor of the GPU: push it as one"))
+        });
+        state.poisoned.clone().or(is_gpus)
+    }
+
+    /// A tensor in memory of the host is pushed: at once, or behind what was pushed before. What
+    /// can't be is told to its task.
+    pub fn push(&mut self, tensor: u32, push: Push, parts: &mut impl Parts) {
+        if let Some(error) = self.refusal(tensor) {
+            return push.task.finish_now(Err(error));
+        }
+        let state = self.tensors[tensor as usize].as_mut().expect("it was checked");
+        if state.plan.parts.is_empty() {
+            return push.task.finish_now(Ok(()));
+        }
+        if state.run.is_some() {
+            return state.waiting.push_back(push);
+        }
+        assert!(state.waiting.is_empty(), "what waits begins when a round ends");
+        self.open += 1;
+        state.begin(push, parts);
+    }
+
+    /// The lanes are done with a part's round, whether or not its result has come. Returns the
+    /// tensor's round if that was its last part; [`next`](Self::next) is to be called then.
+    ///
+    /// # Panics
+    /// No round of the tensor is open.
+    pub fn part_over(&mut self, tensor: u32) -> Option<Done> {
+        let state = self.tensors[tensor as usize].as_mut().expect("a part has a tensor");
+        let run = state.run.as_mut().expect("a part that is over was pushed");
+        run.left = run.left.checked_sub(1).expect("each part is over once");
+        if run.left > 0 {
+            return None;
+        }
+        self.open -= 1;
+        let Run { task, .. } = state.run.take()?;
+        let (key, round, bytes) = (state.plan.parts[0].key, state.round, state.plan.bytes());
+        let result = state.poisoned.clone().map_or(Ok(()), Err);
+        Some(Done { tensor, key, round, bytes, task, result })
+    }
+
+    /// Begins what waits behind a round that is over, or ends the tensor if ranks disagree about
+    /// what comes.
+    pub fn next(&mut self, tensor: u32, parts: &mut impl Parts) {
+        self.end_if_doomed(tensor, parts);
+        let state = self.tensors[tensor as usize].as_mut().expect("a part has a tensor");
+        assert!(state.run.is_none(), "the round is over");
+        if let Some(push) = state.waiting.pop_front() {
+            self.open += 1;
+            state.begin(push, parts);
+        }
+    }
+
+    /// A name on which the ranks disagree: what is pending of its tensors fails, and so does what
+    /// comes, but for `agreed` rounds of them, by tensor. A tensor that is not there was replaced
+    /// by all. Calls `on_gpu` for each that is the pipeline's to end.
+    pub fn poison(
+        &mut self,
+        name: &str,
+        agreed: &[(u32, u64)],
+        error: &Error,
+        parts: &mut impl Parts,
+        mut on_gpu: impl FnMut(u32),
+    ) {
+        for &(tensor, rounds) in agreed {
+            let Some(Some(state)) = self.tensors.get_mut(tensor as usize) else { continue };
+            if *state.plan.name != *name || state.poisoned.is_some() {
+                continue;
+            }
+            // The pipeline of a GPU knows no rounds that were agreed on: there, all that is pending
+            // fails.
+            let device = state.plan.device;
+            state.doomed = Some((if device { 0 } else { rounds }, error.clone()));
+            self.end_if_doomed(tensor, parts);
+            if device {
+                on_gpu(tensor);
+            }
+        }
+    }
+
+    /// Fails what is pending of a doomed tensor, once it has had the rounds agreed on.
+    fn end_if_doomed(&mut self, tensor: u32, parts: &mut impl Parts) {
+        let state = self.tensors[tensor as usize].as_mut().expect("it is known");
+        let is_due = |(agreed, _): &mut (u64, Error)| {
+            state.round > *agreed || state.round == *agreed && state.run.is_none()
+        };
+        let Some((_, error)) = state.doomed.take_if(is_due) else { return };
+        for push in state.waiting.drain(..) {
+            push.task.finish_now(Err(error.clone()));
+        }
+        state.poisoned = Some(error);
+        for part in state.parts() {
+            parts.abandon(part);
+        }
+    }
+
+    /// The job is over, and nobody has memory of callers any more: fails all that is pending.
+    pub fn fail_all(&mut self, error: &Error) {
+        for state in self.tensors.iter_mut().flatten() {
+            if let Some(run) = state.run.take() {
+                self.open -= 1;
+                run.task.finish_now(Err(error.clone()));
+            }
+            for push in state.waiting.drain(..) {
+                push.task.finish_now(Err(error.clone()));
+            }
+        }
+        assert!(self.open == 0, "all rounds under way are of tensors");
+    }
+}
+
+impl Tensor {
+    fn parts(&self) -> impl Iterator<Item = PartId> + use<> {
+        let count = u32::try_from(self.plan.parts.len()).expect("parts are counted in u32");
+        (self.first.0..self.first.0 + count).map(PartId)
+    }
+
+    /// Opens the next round.
+    fn begin(&mut self, push: Push, parts: &mut impl Parts) {
+        assert!(self.run.is_none() && self.poisoned.is_none(), "one round is open at a time");
+        let Push { memory, priority, task } = push;
+        let asked_ns = task.asked_ns();
+        self.round += 1;
+        let left = u32::try_from(self.plan.parts.len()).expect("parts are counted in u32");
+        self.run = Some(Run { task, left });
+        for (id, part) in self.parts().zip(&self.plan.parts) {
+            let memory = memory.from(part.offset);
+            parts.push(id, self.round, &PartPush { memory, priority, asked_ns });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;
