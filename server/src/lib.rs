@@ -5,7 +5,9 @@
 //! scheduler. They meet only in rings.
 
 pub mod agent;
+mod cores;
 pub mod entry;
+mod error;
 mod listen;
 pub mod run;
 pub mod scheduler;
@@ -14,3 +16,5 @@ mod shown;
 mod signals;
 mod timeline;
 pub mod top;
+
+pub use error::ServerError;

@@ -1,7 +1,8 @@
 //! Where the cores of a server listen, a TCP port and an abstract Unix socket each, and how a
 //! connection becomes a lane of its core.
 
-use crate::run::{ServerError, ShardHandle, resource};
+use crate::cores::ShardHandle;
+use crate::error::{ServerError, resource};
 use crate::shard::Command;
 use bps_engine::config::{Config, TransportChoice};
 use bps_engine::control::{Acceptor, JobKey, Listener, Setups, Socket, abstract_name};

@@ -1,46 +1,36 @@
 //! A server process from start to end: its listeners, its threads, and what they tell each other.
 
 use crate::agent::{Agent, Effect};
+use crate::cores::{QUEUE, ShardHandle, start_shard};
+use crate::error::{ServerError, resource};
 use crate::listen::{listen_tcp, listen_unix, start_acceptor};
-use crate::shard::{Command, Report, Shard};
+use crate::shard::{Command, Report};
 use crate::shown::Shown;
 use crate::signals::Signals;
 use crate::timeline::Tracing;
-use bps_engine::config::{Config, Program, TransportChoice};
+use bps_engine::config::{Config, Program};
 use bps_engine::control::{
     Door, JobKey, Knocker, Link, LinkReceiver, LinkSender, Listener, ask_time, take_time,
 };
-use bps_engine::harness::{self, Idler, Step};
+use bps_engine::harness::{self};
 use bps_engine::host::{self, HostError};
-use bps_engine::lane::Endpoint;
-use bps_engine::limits::RANKS_MAX;
-use bps_engine::mem::{Arena, Options};
-use bps_engine::metrics::{Collector, MetricsError};
+use bps_engine::metrics::Collector;
 use bps_engine::proto::messages::{Node, NodeMessage, Register, SchedulerMessage};
 use bps_engine::proto::pulse::Pulse;
 use bps_engine::ring::Mpsc;
 use bps_engine::topo::claim::Claims;
 use bps_engine::topo::plan::{Near, Place, Request, Side, plan};
 use bps_engine::topo::{Topology, pin};
-use bps_engine::trace::counters::Counters;
 use bps_engine::trace::log;
-use bps_engine::transport::rdma::{self, Rails, Rdma, RdmaOptions};
-use bps_engine::transport::shm::{self, Shm};
-use bps_engine::transport::tcp::Tcp;
-use bps_engine::transport::{self, Transport, Waker};
+use bps_engine::transport::Waker;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::ffi::OsString;
-use std::net::{IpAddr, SocketAddr, TcpStream};
-use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::net::UnixStream;
+use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Commands that may wait for a shard, and reports that may wait for the control thread.
-const QUEUE: usize = 4096;
 /// Descriptors that a server may open, if the hard limit lets it: several for each lane.
 const DESCRIPTORS: u64 = 1 << 20;
 /// How much longer than the scheduler a server waits for the job to form: the scheduler knows what
@@ -48,77 +38,6 @@ const DESCRIPTORS: u64 = 1 << 20;
 const FORMING_GRACE: Duration = Duration::from_secs(2);
 /// How often the control thread looks around when nothing comes.
 const CONTROL_TICK: Duration = Duration::from_millis(50);
-/// Why a server could not start, or how its job ended.
-#[derive(Debug, thiserror::Error)]
-pub enum ServerError {
-    /// A setting that only shows to be wrong when used.
-    #[error("{0}")]
-    Config(String),
-    /// An address can't be listened on.
-    #[error("can't listen on {address}: {error}; {remedy}")]
-    Listen {
-        /// Which.
-        address: String,
-        /// What the kernel said.
-        error: std::io::Error,
-        /// What to do.
-        remedy: &'static str,
-    },
-    /// A thread, descriptor or memory is missing.
-    #[error("{0}")]
-    Resource(String),
-    /// Metrics can't be shown where they should be.
-    #[error(transparent)]
-    Metrics(#[from] MetricsError),
-    /// The scheduler can't be reached.
-    #[error("{0}")]
-    Scheduler(String),
-    /// The job ended badly; what happened was said before.
-    #[error("the job ended with an error")]
-    Job,
-    /// A signal ended this server.
-    #[error("stopped by {0}")]
-    Signal(&'static str),
-}
-
-/// What the other threads hold of a shard.
-#[derive(Clone)]
-pub(crate) struct ShardHandle {
-    commands: Mpsc<Command>,
-    waker: Waker,
-    counters: Arc<Counters>,
-    memory: Option<SharedMemory>,
-    rails: Option<Arc<Rails>>,
-}
-
-/// An arena that workers of this host may map, and its length.
-type SharedMemory = Arc<(OwnedFd, usize)>;
-
-impl ShardHandle {
-    /// Sets up shared memory with a worker of this host.
-    pub(crate) fn accept(&self, stream: &UnixStream) -> std::io::Result<transport::Link> {
-        let arena = self.memory.as_deref().map(|(memfd, length)| (memfd.as_fd(), *length));
-        shm::accept(stream, &self.waker, arena).map(transport::Link::Shm)
-    }
-
-    /// Sets RDMA up with a worker; what goes wrong is told to both.
-    pub(crate) fn accept_rdma(&self, stream: TcpStream) -> Result<transport::Link, String> {
-        let rails = self.rails.as_ref().ok_or("this server has no RDMA")?;
-        rdma::accept(stream, rails, RdmaOptions::default())
-            .map(|link| transport::Link::Rdma(Box::new(link)))
-            .map_err(|error| error.to_string())
-    }
-
-    pub(crate) fn send(&self, mut command: Command) {
-        while let Err(back) = self.commands.push(command) {
-            command = back;
-            self.waker.wake();
-            std::thread::yield_now();
-        }
-        self.waker.wake();
-    }
-}
-
 /// `bps-server`: reads flags and variables, runs, and returns the exit code: 0 the job finished, 1
 /// it failed or could not start, 2 a flag or variable is wrong, 130 or 143 a signal ended it.
 pub fn cli(arguments: impl IntoIterator<Item = OsString>) -> i32 {
@@ -264,10 +183,6 @@ fn places(config: &Config) -> (Vec<Place>, String, Option<Claims>) {
     (plan.places, line, Some(claims))
 }
 
-pub(crate) fn resource(what: &str, error: &dyn std::fmt::Display) -> ServerError {
-    ServerError::Resource(format!("{what} is not to be had: {error}"))
-}
-
 fn register(
     config: &Config,
     cores: Vec<SocketAddr>,
@@ -285,136 +200,6 @@ fn register(
         release: env!("CARGO_PKG_VERSION").into(),
         num_workers: config.num_workers,
         num_servers: config.num_servers,
-    }
-}
-
-/// Address space of one core's accumulators: all of the machine's memory, of which only what
-/// tensors claim is taken.
-fn arena_bytes() -> usize {
-    let system = rustix::system::sysinfo();
-    usize::try_from(system.totalram * u64::from(system.mem_unit)).unwrap_or(usize::MAX / 2)
-}
-
-type Started = (ShardHandle, JoinHandle<()>, String);
-
-fn start_shard(
-    config: &Config,
-    core: u32,
-    place: Place,
-    reports: &Mpsc<(u32, Report)>,
-    report_waker: &Waker,
-) -> Result<Started, ServerError> {
-    let rails = match rdma::rails_for(config, place.memory_node) {
-        Ok(rails) => rails,
-        Err(error) if config.transport == TransportChoice::Rdma => {
-            return Err(ServerError::Resource(format!("RDMA is demanded: {error}")));
-        }
-        Err(error) => {
-            log::warning!("core {core} takes no RDMA lanes: {error}");
-            None
-        }
-    };
-    let waker = if rails.is_some() { Waker::watching() } else { Waker::new() };
-    let waker = waker.map_err(|error| resource("an eventfd", &error))?;
-    let counters = Arc::new(Counters::default());
-    let mut handle = ShardHandle {
-        commands: Mpsc::new(QUEUE),
-        waker: waker.clone(),
-        counters: Arc::clone(&counters),
-        memory: None,
-        rails: rails.clone(),
-    };
-    let (started, has_started) = std::sync::mpsc::channel();
-    let queues = (handle.commands.clone(), reports.clone());
-    let (config, report_waker) = (config.clone(), report_waker.clone());
-    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
-    let spin = harness::spin_default(config.server_cores as usize, cpus);
-    let body = move || {
-        // io_uring wants its ring made by the thread that uses it.
-        let node = place.memory_node;
-        let made = make_shard(&config, core, node, &waker, rails, queues, report_waker, &counters);
-        match made {
-            Ok((shard, memory, line)) => {
-                let _ = started.send(Ok((memory, line)));
-                run_shard(shard, Idler::counting(config.idle, spin, counters));
-            }
-            Err(error) => {
-                let _ = started.send(Err(error));
-            }
-        }
-    };
-    let thread = harness::spawn(&format!("bps-core-{core}"), place.cpu, body)
-        .map_err(|error| resource("a thread", &error))?;
-    let (memory, line) = has_started.recv().map_err(|error| resource("a thread", &error))??;
-    handle.memory = memory;
-    Ok((handle, thread, line))
-}
-
-#[allow(clippy::too_many_arguments, reason = "each goes into the shard")]
-fn make_shard(
-    config: &Config,
-    core: u32,
-    numa_node: Option<u32>,
-    waker: &Waker,
-    rails: Option<Arc<Rails>>,
-    (commands, reports): (Mpsc<Command>, Mpsc<(u32, Report)>),
-    report_waker: Waker,
-    counters: &Arc<Counters>,
-) -> Result<(Shard, Option<SharedMemory>, String), ServerError> {
-    let is_shared = matches!(config.transport, TransportChoice::Auto | TransportChoice::Shm);
-    let options = Options { name: format!("core {core}"), numa_node, shared: is_shared };
-    let arena = Arena::reserve(arena_bytes(), &options)
-        .map_err(|error| ServerError::Resource(error.to_string()))?;
-    let lanes_max = u32::try_from(RANKS_MAX).unwrap_or(u32::MAX);
-    let tcp = Tcp::new(waker.clone(), config.tcp_driver, lanes_max)
-        .map(|tcp| tcp.with_congestion(config.tcp_congestion.clone()))
-        .map(|tcp| tcp.with_offload(config.tcp_offload))
-        .map(|tcp| tcp.with_send_buffer(config.tcp_send_buffer as usize))
-        .map(|tcp| tcp.with_silence(config.lane_silence()))
-        .map_err(|error| ServerError::Resource(error.to_string()))?;
-    let mut line = tcp.description();
-    let mut transports = vec![Transport::Tcp(tcp)];
-    let mut memory = None;
-    if is_shared {
-        let mut shm = Shm::new(waker.clone()).map_err(|error| resource("an epoll", &error))?;
-        // Workers of this host read what is published where it was summed.
-        shm.share(arena.base(), arena.reserved_bytes());
-        let memfd = arena.memfd().map(|memfd| memfd.try_clone_to_owned()).transpose();
-        memory = memfd
-            .map_err(|error| resource("a descriptor", &error))?
-            .map(|memfd| Arc::new((memfd, arena.reserved_bytes())));
-        transports.push(Transport::Shm(shm));
-    }
-    if let Some(rails) = rails {
-        line = format!("{line}; {}", rails.description());
-        let rdma = Rdma::new(waker.clone(), rails).map_err(|error| resource("an epoll", &error))?;
-        waker.watch(rdma.fd()).map_err(|error| resource("an epoll", &error))?;
-        transports.push(Transport::Rdma(Box::new(rdma)));
-    }
-    let endpoint = Endpoint::new(transports, waker.clone()).with_checksums(config.payload_checksum);
-    let shard = Shard::new(
-        core,
-        endpoint,
-        arena,
-        commands,
-        reports,
-        report_waker,
-        Arc::clone(counters),
-        config.stall_report,
-    );
-    Ok((shard, memory, line))
-}
-
-fn run_shard(mut shard: Shard, mut idler: Idler) {
-    while !shard.stopped() {
-        let progress = shard.step(idler.now());
-        let step = idler.step(progress);
-        if idler.is_sample_due() {
-            shard.sample();
-        }
-        if step == Step::Sleep {
-            shard.sleep();
-        }
     }
 }
 

@@ -1,6 +1,6 @@
 //! SIGTERM and Ctrl-C as a server sees them: flags that its loops look at.
 
-use crate::run::{ServerError, resource};
+use crate::error::{ServerError, resource};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -177,15 +177,17 @@ pub fn own_address() -> Option<IpAddr> {
     (!ip.is_loopback() && !ip.is_unspecified() && TcpListener::bind((ip, 0)).is_ok()).then_some(ip)
 }
 
-/// Changes the `record`th record, counted from 0, in a direction of a control connection that is
-/// encrypted, behind so many bytes of handshake and greeting. `change` gets it with its length.
+/// Changes the first record of which, by its number from 0, `is_it` says so, in a direction of a
+/// control connection that is encrypted, behind so many bytes of handshake and greeting. `change`
+/// gets it with its length.
 #[must_use]
 pub fn meddle_with_record(
     first_bytes: usize,
-    record: usize,
+    is_it: impl Fn(usize) -> bool + Send + 'static,
     change: impl Fn(&mut Vec<u8>) + Send + 'static,
 ) -> Meddler {
     let (mut first_left, mut unread, mut records) = (first_bytes, Vec::new(), 0);
+    let mut is_done = false;
     Box::new(move |bytes| {
         let passing = first_left.min(bytes.len());
         first_left -= passing;
@@ -196,7 +198,8 @@ pub fn meddle_with_record(
                 return;
             }
             let mut whole: Vec<u8> = unread.drain(..end).collect();
-            if records == record {
+            if !is_done && is_it(records) {
+                is_done = true;
                 change(&mut whole);
             }
             records += 1;

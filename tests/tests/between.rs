@@ -153,11 +153,16 @@ fn without_checksums_a_flipped_bit_is_a_wrong_sum() {
 }
 
 /// Runs two ranks and a server in a job with or without a key. Rank 0 reaches the scheduler by way
-/// of a relay.
+/// of a relay, whose meddlers may ask whether the job has formed.
 fn by_way_of(
     key: Option<&str>,
-    meddler: impl Fn(Way) -> Meddler + Clone + Send + 'static,
+    meddler: impl Fn(Way, &Arc<AtomicBool>) -> Meddler + Clone + Send + 'static,
 ) -> Vec<Seen> {
+    let formed = Arc::new(AtomicBool::new(false));
+    let meddler = {
+        let formed = Arc::clone(&formed);
+        move |way| meddler(way, &formed)
+    };
     let relays = Mutex::new(Vec::new());
     let port_of = |scheduler: u16, worker: u32| {
         if worker != 0 {
@@ -168,8 +173,11 @@ fn by_way_of(
         relays.lock().unwrap().push(relay);
         port
     };
-    job::run_relayed(JobShape::default(), key, port_of, |worker| match worker {
-        Ok(worker) => sums(&worker),
+    job::run_relayed(JobShape::default(), key, port_of, move |worker| match worker {
+        Ok(worker) => {
+            formed.store(true, Ordering::Release);
+            sums(&worker)
+        }
         Err(error) => Seen { right: 0, wrong: false, error: Some(error) },
     })
 }
@@ -181,7 +189,7 @@ fn who_is_between_a_rank_and_the_scheduler_reads_messages_only_without_a_key() {
     for (key, is_heard) in [(None, true), (Some(KEY), false)] {
         let heard = Arc::new(AtomicBool::new(false));
         let hears = Arc::clone(&heard);
-        let seen = by_way_of(key, move |_| relay::listen(b"\"type\":", Arc::clone(&hears)));
+        let seen = by_way_of(key, move |_, _| relay::listen(b"\"type\":", Arc::clone(&hears)));
         assert_eq!(heard.load(Ordering::Relaxed), is_heard, "with {key:?}");
         for seen in seen {
             assert!(seen.right == ROUNDS && seen.error.is_none(), "{seen:?}");
@@ -208,10 +216,12 @@ const TRICKS: [Trick; 4] = [
 #[test]
 fn a_message_to_the_scheduler_that_was_meddled_with_ends_the_job_by_name() {
     for (what, trick) in TRICKS {
-        // The first record registers the rank.
-        let seen = by_way_of(Some(KEY), move |way| match way {
+        // Of a job that has not formed, the scheduler forgets who is cut off.
+        let seen = by_way_of(Some(KEY), move |way, formed| match way {
             Way::ToListener => {
-                relay::meddle_with_record(HELLO_BYTES + PROOF_BYTES + GREETING_BYTES, 1, trick)
+                let formed = Arc::clone(formed);
+                let bytes = HELLO_BYTES + PROOF_BYTES + GREETING_BYTES;
+                relay::meddle_with_record(bytes, move |_| formed.load(Ordering::Acquire), trick)
             }
             Way::ToDialer => relay::honest(),
         });
@@ -226,9 +236,12 @@ fn a_message_to_the_scheduler_that_was_meddled_with_ends_the_job_by_name() {
 #[test]
 fn a_message_from_the_scheduler_that_was_meddled_with_ends_the_job_by_name() {
     for (what, trick) in TRICKS.into_iter().filter(|(what, _)| *what != "left out") {
-        let seen = by_way_of(Some(KEY), move |way| match way {
+        let seen = by_way_of(Some(KEY), move |way, _| match way {
             Way::ToListener => relay::honest(),
-            Way::ToDialer => relay::meddle_with_record(ANSWER_BYTES + GREETING_BYTES, 0, trick),
+            Way::ToDialer => {
+                let bytes = ANSWER_BYTES + GREETING_BYTES;
+                relay::meddle_with_record(bytes, |record| record == 0, trick)
+            }
         });
         let Some(Error::Corrupt(text)) = &seen[0].error else { panic!("{what}: {seen:?}") };
         for part in ["from the scheduler at 127.0.0.1:", " to 127.0.0.1:", "not authenticate"] {

@@ -9,7 +9,7 @@ use bps_engine::proto::handshake::Hello;
 use bps_engine::proto::messages::{Node, NodeMessage, Planning, Register, SchedulerMessage};
 use bps_engine::transport::Waker;
 use bps_engine::transport::shm::{self, ShmOptions};
-use bps_server::run::ServerError;
+use bps_server::ServerError;
 use bps_tests::job::{self, JobShape, free_port};
 use bps_tests::program::Program;
 use bps_worker::Worker;

@@ -42,6 +42,22 @@ const WORKER: Layers = &[
     ("api", &["base", "cuda", "gpu", "host", "job", "rounds"]),
 ];
 
+/// Modules of the server and the scheduler, likewise.
+const SERVER: Layers = &[
+    ("entry", &[]),
+    ("error", &[]),
+    ("scheduler", &[]),
+    ("shown", &[]),
+    ("timeline", &[]),
+    ("top", &[]),
+    ("shard", &["entry"]),
+    ("signals", &["error"]),
+    ("agent", &["entry", "shard"]),
+    ("cores", &["error", "shard"]),
+    ("listen", &["cores", "error", "shard"]),
+    ("run", &["agent", "cores", "error", "listen", "shard", "shown", "signals", "timeline"]),
+];
+
 /// Modules of the Python extension, likewise.
 const PYTHON: Layers = &[
     ("cli", &[]),
@@ -55,7 +71,8 @@ const PYTHON: Layers = &[
 ];
 
 /// The crates whose modules are in layers.
-const LAYERED: &[(&str, Layers)] = &[("engine", ENGINE), ("worker", WORKER), ("python", PYTHON)];
+const LAYERED: &[(&str, Layers)] =
+    &[("engine", ENGINE), ("server", SERVER), ("worker", WORKER), ("python", PYTHON)];
 
 /// Crates, and which others of ours each may use.
 const CRATES: &[(&str, &[&str])] = &[
