@@ -330,7 +330,7 @@ impl Default for Config {
             nccl_rings: 0,
             reduce_roots: Vec::new(),
             switch_size: 0,
-            payload_checksum: PayloadChecksum::Auto,
+            payload_checksum: PayloadChecksum::Never,
             idle: Idle::Adaptive,
             pin: true,
             job_key: None,

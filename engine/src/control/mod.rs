@@ -7,7 +7,7 @@
 //!
 //! Invariant: no call blocks beyond the time it was given, and no byte of a peer is parsed before
 //! the [handshake](crate::proto::handshake) is over; in a job with a key, none that the
-//! [channel](self::channel) did not open.
+//! [channel] did not open.
 
 mod acceptor;
 pub mod channel;
