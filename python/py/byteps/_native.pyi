@@ -17,6 +17,7 @@ __all__ = [
     "launch_main",
     "local_rank",
     "local_size",
+    "object_key",
     "open_gpu",
     "poll",
     "push_batch",

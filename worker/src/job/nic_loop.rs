@@ -154,10 +154,10 @@ impl NicLoop {
         (self.leaving || self.over.is_some()) && self.nic.is_closed()
     }
 
-    /// Whether a round is open.
+    /// Whether a round is open, or the GPU is about to open one.
     #[must_use]
     pub fn is_awaiting(&self) -> bool {
-        self.nic.is_open()
+        self.nic.is_open() || self.nic.is_gpu_busy()
     }
 
     /// Sleeps until there is something to do, or the time is over.

@@ -21,6 +21,9 @@ from byteps.torch.compression import Compression
 # of NCCL's, and keeps processors of the GPU from the backward pass.
 _BATCH_BYTES_MIN_ON_ONE_HOST = 1 << 23
 
+# Larger than the priority of any gradient.
+_URGENT = 1 << 30
+
 # Counts up in the order of creation, which all ranks share.
 _numbers = itertools.count()
 _live: weakref.WeakSet[Gradients] = weakref.WeakSet()
@@ -521,7 +524,10 @@ class Gradients:
         if not self.counts_rounds or common.size() == 1:
             return
         self._count = torch.tensor([self.rounds], dtype=torch.int64, device="cpu")
-        self._count_handle = ops.push_pull_async_inplace(self._count, False, f"{self.prefix}round")
+        # Ahead of the gradients that wait for the line: backward() waits for this as well.
+        self._count_handle = ops.push_pull_async_inplace(
+            self._count, False, f"{self.prefix}round", priority=_URGENT
+        )
 
     def _check_count(self) -> None:
         if self._count_handle is None or self._count is None:
