@@ -173,7 +173,7 @@ impl GpuInbox {
     pub fn refuse(&self, error: &Error) {
         while let Some(message) = self.inbox.pop() {
             if let ToGpu::Push { push, .. } = message {
-                self.is_over();
+                self.push_over();
                 push.task.finish_now(Err(error.clone()));
             }
         }
@@ -196,7 +196,7 @@ impl GpuInbox {
     }
 
     /// A push is over.
-    pub(crate) fn is_over(&self) {
+    pub(crate) fn push_over(&self) {
         self.under_way.fetch_sub(1, Ordering::Release);
     }
 

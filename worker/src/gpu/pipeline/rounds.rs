@@ -13,7 +13,7 @@ use std::sync::Arc;
 impl Pipeline {
     /// A push is over: its memory is its caller's again.
     pub(super) fn end_push(&self, push: &GpuPush, error: Error) {
-        self.inbox.is_over();
+        self.inbox.push_over();
         push.task.finish_now(Err(error));
     }
 
@@ -132,7 +132,7 @@ impl Pipeline {
             self.ready.wait(&mark)?;
         }
         if let Some(run) = run {
-            self.inbox.is_over();
+            self.inbox.push_over();
             self.marks += 1;
             run.push.task.finish_behind(Mark { event: Arc::new(mark), number: self.marks });
         }
