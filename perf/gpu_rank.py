@@ -180,6 +180,10 @@ BERT_SMALL = {"layers": 2, "hidden": 32, "heads": 2, "words": 200, "length": 16}
 WORKS: dict[str, Callable[[Plan, torch.device], Work]] = {
     "vgg16": lambda *where: images("vgg16", 224, *where),
     "resnet50": lambda *where: images("resnet50", 224, *where),
+    "resnet152": lambda *where: images("resnet152", 224, *where),
+    "densenet121": lambda *where: images("densenet121", 224, *where),
+    "efficientnet_b0": lambda *where: images("efficientnet_b0", 224, *where),
+    "vit_b_16": lambda *where: images("vit_b_16", 224, *where),
     "resnet18": lambda *where: images("resnet18", 32, *where),
     "small": lambda *where: images("small", 32, *where),
     "bert-large": lambda *where: sentences(BERT_LARGE, *where),

@@ -29,7 +29,18 @@ use std::time::Duration;
 use timelines::Timelines;
 
 /// What may be trained. The small ones are for machines without a GPU.
-const MODELS: &[&str] = &["vgg16", "resnet50", "resnet18", "bert-large", "small", "bert-small"];
+const MODELS: &[&str] = &[
+    "vgg16",
+    "resnet50",
+    "resnet152",
+    "densenet121",
+    "efficientnet_b0",
+    "vit_b_16",
+    "resnet18",
+    "bert-large",
+    "small",
+    "bert-small",
+];
 /// Ways to train that send something.
 const WAYS: &[&str] = &["ddp", "ours", "cross", "ddp-bf16", "ours-bf16", "cross-bf16"];
 
