@@ -1,7 +1,7 @@
 //! The programs, for those who installed them with `pip`: the same functions as the executables
 //! call, with the arguments after the program's name in, and the exit status out.
 
-use bps_worker::launch::{self, Programs};
+use bps_launch::Programs;
 use pyo3::prelude::*;
 use std::ffi::OsString;
 
@@ -13,7 +13,7 @@ pub fn launch_main(
     scheduler: Vec<String>,
     server: Vec<String>,
 ) -> i32 {
-    py.detach(|| launch::cli(arguments, Programs { scheduler, server }))
+    py.detach(|| bps_launch::cli(arguments, Programs { scheduler, server }))
 }
 
 /// `bps-server`.

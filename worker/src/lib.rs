@@ -1,4 +1,4 @@
-//! The engine inside each training process, and the launcher of a job.
+//! The engine inside each training process.
 //!
 //! [`Worker`] is the whole interface: join a job, declare tensors, push_pull them, leave. Behind it
 //! are two threads, three where there is a GPU. The NIC loop ([`job::nic_loop`]) keeps the rounds
@@ -13,7 +13,6 @@ pub mod cuda;
 pub mod gpu;
 pub mod host;
 pub mod job;
-pub mod launch;
 pub mod nic;
 pub mod rounds;
 pub mod terminated;

@@ -5,7 +5,7 @@ use super::source::{files, root, sources};
 
 /// Members of the workspace.
 const MEMBERS: &[&str] =
-    &["engine", "server", "worker", "python", "perf", "tests", "tests/fake_gpu"];
+    &["engine", "server", "worker", "worker/launch", "python", "perf", "tests", "tests/fake_gpu"];
 
 fn read(path: &str) -> String {
     std::fs::read_to_string(root().join(path)).unwrap_or_else(|error| panic!("{path}: {error}"))

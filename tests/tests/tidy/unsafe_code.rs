@@ -12,7 +12,7 @@ const ALLOWED: &[&str] = &[
     "engine/src/transport",
     "engine/src/topo/claim",
     "engine/src/topo/pin",
-    "worker/src/launch/child",
+    "worker/launch/src/child",
     "perf/src",
     "python/src",
     "server/src/entry",

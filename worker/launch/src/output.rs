@@ -1,9 +1,10 @@
-//! Puts the label of a process in front of each line that it writes.
+//! Puts the label of a process in front of each line that it writes, and writes the launcher's own.
 //!
 //! Lines come out whole. Progress bars rewrite their line with carriage returns, which several
 //! processes on one screen cannot do: of each line's states at most one a second comes out, and the
 //! last one always.
 
+use std::io::Write;
 use std::time::{Duration, Instant};
 
 /// Longest line that is kept back; a longer one comes out in pieces.
@@ -103,6 +104,11 @@ impl Prefixer {
             self.end_line(out);
         }
     }
+}
+
+/// One line from the launcher itself. That nobody may read it is no reason to stop.
+pub(super) fn say(text: &str) {
+    let _ = writeln!(std::io::stderr(), "bpslaunch: {text}");
 }
 
 #[cfg(test)]

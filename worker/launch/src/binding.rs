@@ -6,7 +6,7 @@
 //! without, it gets cores of one node where they fit, and the last one what is left. Only CPUs that
 //! the launcher itself may use are given away.
 
-use super::plan::{LaunchError, counted};
+use super::error::{LaunchError, gpus};
 use bps_engine::config::{Gpus, LaunchConfig};
 use bps_engine::topo::claim::Claims;
 use bps_engine::topo::plan::{Near, Request, Side, plan};
@@ -261,11 +261,6 @@ impl Machine {
     }
 }
 
-/// `1 GPU`, `2 GPUs`.
-pub(super) fn gpus(count: usize) -> String {
-    counted(u32::try_from(count).unwrap_or(u32::MAX), "GPU")
-}
-
 fn scarcity(count: usize, scarce: Scarce) -> String {
     let Scarce { cores, processes, node } = scarce;
     match node {
@@ -348,5 +343,4 @@ fn malformed(name: &str, value: &str, example: &str) -> LaunchError {
 }
 
 #[cfg(test)]
-#[path = "tests/binding.rs"]
 mod tests;

@@ -1,10 +1,10 @@
 //! What is to be started: every process with its command, environment, CPUs and label.
 
-use super::binding::{Binding, gpus};
-use super::local::reserve_port;
-use super::{Programs, by_variables, local};
+use super::binding::Binding;
+use super::error::LaunchError;
+use super::port::reserve_port;
 use bps_engine::config::{Config, Loaded};
-use bps_engine::topo::visible::{CUDA_VISIBLE, VisibleError};
+use bps_engine::topo::visible::CUDA_VISIBLE;
 use std::ffi::{OsStr, OsString};
 use std::fmt;
 use std::os::fd::OwnedFd;
@@ -12,6 +12,29 @@ use std::time::Duration;
 
 /// Tells a process that its environment has been checked, so that warnings come once.
 const CHECKED: &str = "BPS_ENVIRONMENT_CHECKED";
+
+/// The commands that start the roles which are not the user's.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Programs {
+    /// Starts the scheduler.
+    pub scheduler: Vec<String>,
+    /// Starts a server.
+    pub server: Vec<String>,
+}
+
+impl Programs {
+    /// `bps-scheduler` and `bps-server` in the folder of the running program; where that cannot be
+    /// known, those on the path.
+    #[must_use]
+    pub fn beside_this_one() -> Programs {
+        let folder = std::env::current_exe()
+            .ok()
+            .and_then(|path| path.parent().map(std::path::Path::to_path_buf))
+            .unwrap_or_default();
+        let beside = |name: &str| vec![folder.join(name).to_string_lossy().into_owned()];
+        Programs { scheduler: beside("bps-scheduler"), server: beside("bps-server") }
+    }
+}
 
 /// All processes, and how to treat them.
 pub(super) struct Plan {
@@ -102,71 +125,6 @@ impl Environment {
     }
 }
 
-/// Why nothing was started, or why it ended at once.
-#[derive(Debug, thiserror::Error)]
-pub(super) enum LaunchError {
-    #[error("{}", .0.join("\nbpslaunch: error: "))]
-    Missing(Vec<String>),
-    #[error("{problem}; {remedy}")]
-    Conflict { problem: String, remedy: String },
-    #[error(transparent)]
-    Gpus(#[from] VisibleError),
-    #[error(
-        "--gpus demand: {processes} worker processes want a GPU each, but {} visible{}; start \
-         fewer, or look whether nvidia-smi shows them all", are(.visible),
-        .hidden.as_ref().map(|by| format!(" ({by})")).unwrap_or_default()
-    )]
-    TooFewGpus { processes: usize, visible: usize, hidden: Option<String> },
-    #[error("no command was given; for example: bpslaunch --local 2 python train.py")]
-    NoCommand,
-    #[error("cannot start {label}: '{}': {source}; {}", .program.display(), start_remedy(.source))]
-    Start { label: String, program: OsString, source: std::io::Error },
-    #[error("{what}: {source}")]
-    System { what: &'static str, source: std::io::Error },
-}
-
-fn are(visible: &usize) -> String {
-    format!("{} {}", gpus(*visible), if *visible == 1 { "is" } else { "are" })
-}
-
-fn start_remedy(source: &std::io::Error) -> &'static str {
-    match source.kind() {
-        std::io::ErrorKind::NotFound => "check the name, and that it is installed",
-        std::io::ErrorKind::PermissionDenied => "it must be executable (chmod +x)",
-        _ => "the launcher has ended what it had started",
-    }
-}
-
-impl LaunchError {
-    /// What shells return for the same: 127 not found, 126 not executable, 2 wrong usage.
-    pub(super) fn code(&self) -> i32 {
-        match self {
-            LaunchError::Missing(_)
-            | LaunchError::Conflict { .. }
-            | LaunchError::Gpus(_)
-            | LaunchError::TooFewGpus { .. }
-            | LaunchError::NoCommand => 2,
-            LaunchError::Start { source, .. } => match source.kind() {
-                std::io::ErrorKind::NotFound => 127,
-                std::io::ErrorKind::PermissionDenied => 126,
-                _ => 1,
-            },
-            LaunchError::System { .. } => 1,
-        }
-    }
-}
-
-impl Plan {
-    /// Stand-alone with `--local`, otherwise by variables.
-    pub(super) fn new(loaded: &Loaded, programs: &Programs) -> Result<Plan, LaunchError> {
-        if loaded.config.launch.local > 0 {
-            local::plan(loaded, programs)
-        } else {
-            by_variables::plan(loaded, programs)
-        }
-    }
-}
-
 impl fmt::Display for Plan {
     /// What `--dry-run` prints: the notes, then each process's command.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -234,9 +192,4 @@ pub(super) fn worker_command(loaded: &Loaded) -> Result<Vec<OsString>, LaunchErr
 
 pub(super) fn helper_command(command: &[String]) -> Vec<OsString> {
     command.iter().map(OsString::from).collect()
-}
-
-/// `1 server`, `2 servers`.
-pub(super) fn counted(count: u32, noun: &str) -> String {
-    if count == 1 { format!("1 {noun}") } else { format!("{count} {noun}s") }
 }

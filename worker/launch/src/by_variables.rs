@@ -1,8 +1,9 @@
 //! One machine's share of a job that `DMLC_*` variables describe, as BytePS's launcher starts it.
 
 use super::binding::{Binding, Machine, Wanted};
-use super::plan::{Environment, Kind, LaunchError, Plan, Process, helper_command, worker_command};
-use super::{Programs, local};
+use super::error::LaunchError;
+use super::local;
+use super::plan::{Environment, Kind, Plan, Process, Programs, helper_command, worker_command};
 use bps_engine::config::{Config, Loaded, Origin, Role};
 use std::os::fd::OwnedFd;
 

@@ -4,8 +4,9 @@
 //! ended at the last one is killed: the launcher always ends.
 
 use super::child::{Guardian, Output, spawn};
-use super::plan::{Kind, LaunchError, Plan};
-use super::say;
+use super::error::LaunchError;
+use super::output::say;
+use super::plan::{Kind, Plan};
 use super::signals::{self, Signals};
 use super::streams::Streams;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
