@@ -12,9 +12,10 @@ import json
 import statistics
 import time
 
-import byteps.torch as bps
 import torch
 import torch.distributed as dist
+
+import byteps.torch as bps
 
 WARM_UP = 3
 

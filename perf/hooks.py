@@ -27,12 +27,13 @@ import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
-import byteps.torch as bps
 import torch
 import torch.distributed as dist
+from torch import nn
+
+import byteps.torch as bps
 from beside_gloo import join, slowest
 from gpu_rank import Clock, Training, Work, sgd
-from torch import nn
 
 WARM_UP = 3
 WAYS = ("alone", "ddp", "ours", "each", "cross")

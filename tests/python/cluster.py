@@ -6,6 +6,7 @@ tests share the time that it takes to start. Tests that end or break a job start
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
@@ -110,10 +111,8 @@ class Cluster:
 
     def _dump_stacks(self) -> None:
         for pid in self.pids:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
-            except ProcessLookupError:
-                pass
         time.sleep(1)  # Each rank writes its stacks to the log, which nobody acknowledges.
 
     def log(self) -> str:

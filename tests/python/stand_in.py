@@ -4,8 +4,8 @@ With :class:`Gpu`, what the package asks of the engine is carried out by the eng
 and written down: which tensors were declared to be on a GPU, on which stream work was handed over,
 which streams were told to wait for which results.
 
-With :class:`Pipeline`, the engine takes them for tensors of a GPU too, and works on the stand-in for
-libcuda and libnccl of ``tests/fake_gpu``, to which any address is one of a GPU.
+With :class:`Pipeline`, the engine takes them for tensors of a GPU too, and works on the stand-in
+for libcuda and libnccl of ``tests/fake_gpu``, to which any address is one of a GPU.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Pipeline(_Pretence):
 
     @staticmethod
     def libraries(folder):
-        """Variables that let a process see GPUs which are none, or None where they are not built."""
+        """Variables that show a process fake GPUs, or None where those are not built."""
         built = [ROOT / "target" / kind / "libbps_fake_gpu.so" for kind in ("debug", "debug/deps")]
         library = next((path for path in built if path.exists()), None)
         if library is None:

@@ -164,7 +164,7 @@ def nested_parameters():
                 bps.broadcast_parameters(wrong, 0)
         model(torch.ones(2, 3)).sum().backward()
         optimizer.step()
-    with pytest.raises(ConfigError, match="no tensor in a dict of 2 other values, such as 'a.b'"):
+    with pytest.raises(ConfigError, match=r"no tensor in a dict of 2 other values, such as 'a.b'"):
         bps.broadcast_parameters({"a": {"b": 1}, "c": "text"}, 0)
 
 
@@ -360,7 +360,7 @@ def objects_changed_on_the_way():
             if bps.rank() == 0 or not seen:
                 assert bps.broadcast_object([7], 0, name="spoilt") == [7]
             else:
-                with pytest.raises(CorruptionError, match="'spoilt' of rank 0 .*not unpickled"):
+                with pytest.raises(CorruptionError, match=r"'spoilt' of rank 0 .*not unpickled"):
                     bps.broadcast_object(None, 0, name="spoilt")
         finally:
             functions.ops.broadcast_ = honest

@@ -151,9 +151,7 @@ def looked_at_between_steps():
         "model": lambda made: list(made[0].state_dict().values()),
         "part": lambda made: list(made[0].hidden.state_dict().values()),
         "optimizer": lambda made: [
-            entry
-            for value in made[1].state_dict()["state"].values()
-            for entry in value.values()
+            entry for value in made[1].state_dict()["state"].values() for entry in value.values()
         ],
         "eval": lambda made: [made[0].eval()(inputs)],
         "inference": lambda made: [infer(made[0], inputs)],

@@ -147,7 +147,7 @@ def unequal_passes():
     inputs, targets = batch(0)
     if bps.rank() == 0:
         loss_of(model, inputs, targets).backward()
-    with pytest.raises(UsageError, match="unequally often.*together 3 times"):
+    with pytest.raises(UsageError, match=r"unequally often.*together 3 times"):
         for _ in range(2):
             loss_of(model, inputs, targets).backward()
             if bps.rank() == 1:
@@ -428,7 +428,7 @@ def optimizer_is_copied(way, kind):
     copied.zero_grad()
     before = copy.deepcopy(other)
     for refused in (copied.step, copied.synchronize):
-        with pytest.raises(UsageError, match="copy of a distributed one.*DistributedOptimizer"):
+        with pytest.raises(UsageError, match=r"copy of a distributed one.*DistributedOptimizer"):
             refused()
     assert difference(other, before) == 0
     # The first one goes on, and so does the copy once it is distributed.

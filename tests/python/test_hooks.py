@@ -1,4 +1,4 @@
-"""perf/hooks.py, which measures what hooks cost: its figures agree with each other, and what it times is right."""
+"""perf/hooks.py, which measures what hooks cost: its figures agree, and what it times is right."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_figures_agree_with_each_other(workers):
 
 
 def trains_alike():
-    """Every way but `alone` comes to the same parameters; if one does not, the script says which."""
+    """Every way but `alone` yields the same parameters; the script names one that does not."""
     join()
     try:
         work = hooks.chain(3, 256)

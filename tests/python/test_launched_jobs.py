@@ -163,7 +163,12 @@ def test_torchs_variables_by_hand(run, order):
 LAUNCHERS = {
     "srun": lambda rank: slurm(rank, 2, "2", SLURM_STEP_NODELIST="localhost"),
     "srun on two nodes": lambda rank: slurm(
-        rank, 2, "1(x2)", SLURM_STEP_NODELIST="localhost,b", SLURM_NODEID=str(rank), SLURM_LOCALID="0"
+        rank,
+        2,
+        "1(x2)",
+        SLURM_STEP_NODELIST="localhost,b",
+        SLURM_NODEID=str(rank),
+        SLURM_LOCALID="0",
     ),
     "mpirun": lambda rank: open_mpi(rank, 2),
     "mpiexec": lambda rank: mpich(rank, 2),
@@ -310,7 +315,7 @@ def test_rank_0_waits_for_the_others(run, tmp_path):
         "import time\n"
         "if bps.rank() == 1: time.sleep(5)\n"
         "if bps.rank() == 0: bps.shutdown()\n"
-        "else: bps.start_timeline(%r); bps.stop_timeline(); print('served')\n" % str(tmp_path)
+        f"else: bps.start_timeline({str(tmp_path)!r}); bps.stop_timeline(); print('served')\n"
     )
     port = {"MASTER_PORT": str(free_port())}
     ranks = [run(f"rank{r}", python(script), torch(r, 2, 2) | port) for r in (0, 1)]

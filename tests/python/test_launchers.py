@@ -158,7 +158,8 @@ def test_refused(case):
 
 
 @pytest.mark.parametrize(
-    ("text", "counts"), [("2(x2),1", [2, 2, 1, None]), ("4", [4, None]), ("", [None]), ("x", [None])]
+    ("text", "counts"),
+    [("2(x2),1", [2, 2, 1, None]), ("4", [4, None]), ("", [None]), ("x", [None])],
 )
 def test_slurms_tasks_of_nodes(text, counts):
     assert [_launchers._tasks_of_node(text, node) for node in range(len(counts))] == counts

@@ -410,9 +410,7 @@ def autograd():
     result = bps.broadcast(tensor, root, "autograd.broadcast")
     assert torch.equal(result, torch.full((3,), float(root)))
     (result * (rank + 1)).sum().backward()
-    assert torch.equal(
-        tensor.grad, torch.full((3,), (size + 1) / 2 if rank == root else 0.0)
-    )
+    assert torch.equal(tensor.grad, torch.full((3,), (size + 1) / 2 if rank == root else 0.0))
     with torch.no_grad():
         assert not bps.push_pull(tensor, True, "autograd.off").requires_grad
 

@@ -299,8 +299,8 @@ def wrong_names():
         return bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), named)
 
     named = list(model.named_parameters())
-    with pytest.raises(ValueError, match="more than once: conv.weight"):
-        make(named + [("conv.weight", torch.nn.Parameter(torch.ones(1)))])
+    with pytest.raises(ValueError, match=r"more than once: conv\.weight"):
+        make([*named, ("conv.weight", torch.nn.Parameter(torch.ones(1)))])
     with pytest.raises(ValueError, match="pairs"):
         make([param for _, param in named])
     with pytest.raises(ValueError, match="named_parameters"):

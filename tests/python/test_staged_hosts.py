@@ -15,8 +15,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "target/debug/bps-perf"
 TINY = (
-    "gpu --device cpu --hosts 2 --servers 1 --cores 1 --rate 500mbit --rounds 2 --steps 2 --batch 2 "
-    "--size 64K --model small --losses small --loss-steps 4 --loss-runs 1 --json"
+    "gpu --device cpu --hosts 2 --servers 1 --cores 1 --rate 500mbit --rounds 2 --steps 2 "
+    "--batch 2 --size 64K --model small --losses small --loss-steps 4 --loss-runs 1 --json"
 )
 
 
@@ -45,8 +45,11 @@ def test_ranks_of_torch_take_turns_on_staged_hosts(tmp_path):
 
 
 def _check_timelines(folder: Path, said: str) -> None:
-    """One for each thing that was timed at that rate and goes through the engine, with all processes in it."""
-    parts = {"sum-65536-500mbit": ["collective.65536"], "small-fp32-ours-500mbit": ["weight", "bias", "round"]}
+    """One for each thing timed at that rate that uses the engine, with all processes in it."""
+    parts = {
+        "sum-65536-500mbit": ["collective.65536"],
+        "small-fp32-ours-500mbit": ["weight", "bias", "round"],
+    }
     assert {path.name for path in folder.iterdir()} == set(parts)
     for name, tensors in parts.items():
         path = folder / name / "timeline.json"
@@ -54,10 +57,10 @@ def _check_timelines(folder: Path, said: str) -> None:
         trace = json.loads(path.read_text())
         assert set(trace["metadata"]) == {"0", "1", "server-0"}, name
         names = [event["name"] for event in trace["traceEvents"] if event["ph"] == "X"]
-        # A sum is one round. Two steps are three, of which two are timed: of each of six parameters,
-        # and of the number of the round.
+        # A sum is one round. Two steps are three, of which two are timed: of each of six
+        # parameters, and of the number of the round.
         rounds = 1 if name.startswith("sum") else 3 * (6 + 1)
-        # Before them goes one round of the tensor whose keys the server takes when it records already.
+        # Before them goes one round of the tensor whose keys the server takes once it records.
         first = f"timeline.{name}."
         assert names.count("sum") == rounds + 1, "the server's"
         for stage in ("QUEUE", "PUSH", "SUM", "PULL"):
