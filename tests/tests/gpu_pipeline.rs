@@ -36,6 +36,16 @@ fn one_host_through_servers() {
 }
 
 #[test]
+fn tensors_that_are_pushed_together_share_calls_of_the_driver() {
+    // 1,000 rounds of tensors: one wait for each push of all, and one mark for each landing and for
+    // some copies down together. A call too many fails.
+    let few = "cuStreamWaitEvent=700@100,cuStreamWriteValue32=700@1500";
+    right(&[1, 1], 1, "many 5", &[("FAKE_GPU_FAIL", few)]);
+    right(&[2], 0, "many 2", &[]);
+    right(&[2, 2], 1, "many 2", &[]);
+}
+
+#[test]
 fn more_parts_than_slots() {
     let large = [("BYTEPS_PARTITION_BYTES", "1048576"), ("FAKE_GPU_PINNED", "1")];
     right(&[1, 1], 1, "large", &large);

@@ -54,6 +54,11 @@ impl Track {
         Ok(self.issued)
     }
 
+    /// What the next mark will be: for work that is enqueued now and marked together with more.
+    pub(crate) fn next_mark(&self) -> u32 {
+        self.issued.wrapping_add(1)
+    }
+
     /// How far the stream is. If it has waited for another, that one, read after this, is beyond
     /// what was waited for.
     pub(crate) fn passed(&self) -> Passed {

@@ -33,10 +33,11 @@ class Batch:
     """Gradients that were handed over together, kept until the engine is done with them.
 
     ``versions`` are the gradients' as long as nobody but us changes them, ``sent`` what travels in
-    their place, and ``contexts`` what the compression needs to undo it.
+    their place, ``contexts`` what the compression needs to undo it, and ``stream`` where on a GPU
+    they were complete.
     """
 
-    __slots__ = ("contexts", "gradients", "indices", "left", "native", "sent", "versions")
+    __slots__ = ("contexts", "gradients", "indices", "left", "native", "sent", "stream", "versions")
 
     def __init__(
         self,
@@ -52,6 +53,7 @@ class Batch:
         self.left = len(indices)
         # From the moment that it is handed over.
         self.native: _native.Batch
+        self.stream: int | None = None
         self.versions: list[int] = []
 
 
@@ -255,6 +257,7 @@ class Gradients:
     def _push(self, batch: Batch, stream: int | None) -> None:
         addresses = [tensor.data_ptr() for tensor in batch.sent]
         batch.native = _native.push_batch(self.hooks, batch.indices, addresses, stream)
+        batch.stream = stream
         _registry.held.add(batch)
         self.batches.append(batch)
         # Autograd can't see the change; when told, it notices uses of the old values.
@@ -442,9 +445,12 @@ class Gradients:
         """Puts results that were waited for into the gradients: all, or those at `positions`."""
         places = range(len(batch.indices)) if positions is None else positions
         if _gpu.holds(batch.sent[0]):
-            _native.stream_wait_batch(batch.native, self._stream(), positions)
-            tensors = {id(t): t for p in places for t in (batch.gradients[p], batch.sent[p])}
-            _gpu.keep_for_current_stream(tensors.values())
+            stream = self._stream()
+            _native.stream_wait_batch(batch.native, stream, positions)
+            # Whoever reads or frees them on the stream that they come from is behind the results.
+            if stream != batch.stream:
+                tensors = {id(t): t for p in places for t in (batch.gradients[p], batch.sent[p])}
+                _gpu.keep_for_current_stream(tensors.values())
         if batch.contexts is not None:
             with torch.no_grad():
                 for place in places:

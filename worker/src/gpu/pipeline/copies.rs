@@ -1,6 +1,6 @@
 //! Copies between the GPU and the slots: down of what is to be sent, up of what has landed.
 
-use super::{Copying, Of, Pipeline, Tensor};
+use super::{BYTES_OF_MARK, COPIES_OF_MARK, Copying, Of, Pipeline, Tensor};
 use crate::cuda::{GpuError, Stream};
 use crate::rounds::PartOf;
 use crate::rounds::Slot;
@@ -11,6 +11,7 @@ use bps_engine::trace::timeline::Mark;
 impl Pipeline {
     /// Copies parts into the slots that are free.
     pub(super) fn copy_down(&mut self) -> Result<bool, GpuError> {
+        let (mut copies, mut bytes) = (0, 0);
         let mut progress = false;
         while !self.free.is_empty()
             && let Some(of) = self.to_copy.pop()
@@ -27,15 +28,31 @@ impl Pipeline {
             // SAFETY: the part lies inside the tensor, which its caller keeps until the task is
             // finished; the slot is of this part alone until it is given back.
             unsafe { fill(self.down.stream(), slot, from + part.offset as u64, part.bytes) }?;
-            let mark = self.down.mark()?;
-            let copy = Copying { mark, of, round, slot };
+            let copy = Copying { mark: self.down.next_mark(), of, round, slot };
+            (copies, bytes) = (copies + 1, bytes + part.bytes);
+            if copies >= COPIES_OF_MARK || bytes >= BYTES_OF_MARK {
+                self.down.mark()?;
+                (copies, bytes) = (0, 0);
+            }
             if self.falling.is_empty() {
                 self.trace.copy(Mark::Falling, &copy, &self.tensors);
             }
             self.falling.push_back(copy);
             progress = true;
         }
+        if copies > 0 {
+            self.down.mark()?;
+        }
         Ok(progress)
+    }
+
+    /// Marks the copies up that have no mark yet.
+    pub(super) fn mark_up(&mut self) -> Result<(), GpuError> {
+        if self.unmarked.0 > 0 {
+            self.unmarked = (0, 0);
+            self.up.mark()?;
+        }
+        Ok(())
     }
 
     /// A part is in its slot.
@@ -86,9 +103,13 @@ impl Pipeline {
             // SAFETY: the part lies inside the tensor, which its caller keeps until the task is
             // finished; the slot goes back only when the stream has passed the copy.
             unsafe { empty(stream, slot, target, part.bytes) }?;
-            let mark = self.up.mark()?;
             let of = Of { tensor: of.tensor, index: of.index };
-            let copy = Copying { mark, of, round, slot };
+            let copy = Copying { mark: self.up.next_mark(), of, round, slot };
+            let (copies, bytes) = self.unmarked;
+            self.unmarked = (copies + 1, bytes + part.bytes);
+            if copies + 1 >= COPIES_OF_MARK || bytes + part.bytes >= BYTES_OF_MARK {
+                self.mark_up()?;
+            }
             if self.rising.is_empty() {
                 self.trace.copy(Mark::Rising, &copy, &self.tensors);
             }

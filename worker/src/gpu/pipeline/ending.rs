@@ -227,6 +227,10 @@ impl Pipeline {
         }
         let error = error.unwrap_or_else(|| Error::Closed("this worker has shut down".into()));
         self.inbox.end(&error);
+        for (_, task) in std::mem::take(&mut self.finished) {
+            self.inbox.push_over();
+            task.finish_now(Err(error.clone()));
+        }
         for (_, push) in std::mem::take(&mut self.early) {
             self.end_push(&push, error.clone());
         }

@@ -39,7 +39,8 @@ use super::direct::Direct;
 use super::order_lanes::{Heard, OrderLanes};
 use super::rows::Row;
 use crate::base::error::Error;
-use crate::cuda::{Comm, Event, EventPool, GpuError, Passed, Pinned, Track};
+use crate::base::task::Task;
+use crate::cuda::{Comm, Event, EventPool, GpuError, Passed, Pinned, PooledEvent, Track};
 use crate::host::gather::Gathers;
 use crate::host::switches::Switches;
 use crate::rounds::Plan;
@@ -61,6 +62,10 @@ const TICK: Duration = Duration::from_millis(500);
 const WATCH: Duration = Duration::from_millis(100);
 /// How long it sleeps between two looks while the GPU is at work for long.
 const NAP: Duration = Duration::from_micros(30);
+/// Copies, and bytes of them, that get one mark together at most. Each call of the driver takes
+/// locks that the framework's kernel launches need, so small tensors share what they can.
+const COPIES_OF_MARK: usize = 16;
+const BYTES_OF_MARK: usize = 256 << 10;
 /// The same once the NIC loop has ended.
 const LOOK: Duration = Duration::from_millis(1);
 
@@ -123,7 +128,21 @@ struct Tensor {
     round: u64,
     run: Option<Run>,
     waiting: VecDeque<Box<GpuPush>>,
+    /// Where its last result ends, until a round has begun behind it.
+    written: Written,
     poisoned: Option<Error>,
+}
+
+/// The end of a tensor's last result, behind which its next round begins.
+#[derive(Default)]
+enum Written {
+    /// Nothing is being written.
+    #[default]
+    Before,
+    /// All of it is enqueued, and its mark comes with those of others in this turn.
+    Unmarked,
+    /// Once its track has passed this, as the event tells other streams.
+    Behind(u32, Arc<PooledEvent>),
 }
 
 /// What the pipeline is given when it begins.
@@ -181,8 +200,14 @@ pub struct Pipeline {
     reduced: Event,
     risen: Event,
     events: EventPool,
-    /// Results whose last work is enqueued.
+    /// Marks behind results.
     marks: u64,
+    /// Rounds whose last work is enqueued, and is not marked.
+    finished: Vec<(u32, Arc<Task>)>,
+    /// Copies up, and bytes of them, that are not marked.
+    unmarked: (usize, usize),
+    /// For what was waited last where gradients are waited for, and the mark behind it.
+    last_ready: Option<(Arc<PooledEvent>, u32)>,
     free: Vec<Slot>,
     slots: usize,
     slot_bytes: usize,
@@ -260,6 +285,9 @@ impl Pipeline {
             risen,
             events: parts.events,
             marks: 0,
+            finished: Vec::new(),
+            unmarked: (0, 0),
+            last_ready: None,
             slots: parts.slots.len(),
             free: parts.slots,
             slot_bytes: parts.slot_bytes,
@@ -331,10 +359,12 @@ impl Pipeline {
             self.check(result);
         }
         progress |= self.hear();
+        self.mark_ends();
         if self.failed.is_none() {
             let result = self.advance();
             progress |= matches!(result, Ok(true));
             self.check(result.map(drop));
+            self.mark_ends();
         }
         if now >= self.next_watch {
             self.next_watch = now + WATCH;

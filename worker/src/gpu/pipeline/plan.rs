@@ -1,7 +1,7 @@
 //! A tensor that was declared: how NCCL takes its parts, and whether it can be served at all.
 
 use super::turns::Of;
-use super::{Ordered, Pipeline, RowState, Tensor};
+use super::{Ordered, Pipeline, RowState, Tensor, Written};
 use crate::base::error::Error;
 use crate::cuda::GpuError;
 use crate::gpu::rows::{Cut, rows};
@@ -50,6 +50,7 @@ impl Pipeline {
             round: 0,
             run: None,
             waiting: VecDeque::new(),
+            written: Written::default(),
             poisoned,
         });
         let early = self.early.extract_if(.., |(id, _)| *id == tensor).collect::<Vec<_>>();

@@ -1,10 +1,10 @@
 //! The rounds of a tensor, from its push to the mark behind its result.
 
 use super::timeline::Place;
-use super::{Of, Ordered, Pipeline, RowState, Run, Tensor};
+use super::{Of, Ordered, Pipeline, RowState, Run, Tensor, Written};
 use crate::base::error::Error;
 use crate::base::task::Mark;
-use crate::cuda::GpuError;
+use crate::cuda::{GpuError, PooledEvent};
 use crate::rounds::PartOf;
 use crate::rounds::handover::{FromGpu, GpuPush};
 use bps_engine::base::Operation;
@@ -41,6 +41,15 @@ impl Pipeline {
 
     /// Opens the next round of a tensor.
     fn begin(&mut self, tensor: u32, push: Box<GpuPush>) -> Result<(), GpuError> {
+        let is_unmarked = |state: &mut Tensor| matches!(state.written, Written::Unmarked);
+        if self.tensor(tensor).is_some_and(is_unmarked) {
+            let marked = self.mark_results();
+            if let (Err(_), Some(state)) = (&marked, self.tensor(tensor)) {
+                // It ends with the job.
+                state.waiting.push_front(push);
+                return marked;
+            }
+        }
         let (since, rank) = (self.now, self.rank);
         let (asked_ns, ready) = (push.task.asked_ns(), Arc::clone(&push.ready));
         let Some(state) = self.tensor(tensor) else { return Ok(()) };
@@ -61,8 +70,7 @@ impl Pipeline {
             return self.finish(tensor);
         }
         if !is_local {
-            self.ready.wait(&ready)?;
-            let mark = self.ready.mark()?;
+            let mark = self.await_gradient(tensor, &ready)?;
             self.incomplete.push_back((mark, tensor));
             return Ok(());
         }
@@ -70,6 +78,28 @@ impl Pipeline {
         self.trace.completes(tensor, &self.tensors, &ready, &mut self.ready)?;
         self.say_ready(tensor);
         Ok(())
+    }
+
+    /// The mark behind which the gradient is complete, and what was last written in its place is
+    /// there. Tensors that were pushed together have one event, and one mark.
+    fn await_gradient(&mut self, tensor: u32, ready: &Arc<PooledEvent>) -> Result<u32, GpuError> {
+        let (host, [up, ..]) = self.passed();
+        let last = host.unwrap_or(up);
+        let Some(state) = self.tensor(tensor) else { unreachable!("it begins a round") };
+        if let Written::Behind(mark, event) = std::mem::take(&mut state.written)
+            && !last.has(mark)
+        {
+            // Its caller pushes what is just being written.
+            self.ready.wait(&event)?;
+        } else if let Some((last, mark)) = &self.last_ready
+            && Arc::ptr_eq(last, ready)
+        {
+            return Ok(*mark);
+        }
+        self.ready.wait(ready)?;
+        let mark = self.ready.mark()?;
+        self.last_ready = Some((Arc::clone(ready), mark));
+        Ok(mark)
     }
 
     /// A gradient is in the GPU's memory, and is to leave the communicator.
@@ -115,27 +145,55 @@ impl Pipeline {
         if run.left == 0 { self.finish(tensor) } else { Ok(()) }
     }
 
-    /// All of a result is enqueued.
+    /// All of a result is enqueued. Its mark comes at the end of this turn, with those of others.
     fn finish(&mut self, tensor: u32) -> Result<(), GpuError> {
-        let (place, last) = match &mut self.host {
+        let last = match &mut self.host {
             Some(host) => (Place::Host, &mut host.track),
             None => (Place::Up, &mut self.up),
         };
-        let mark = self.events.take()?;
-        // Before the event, so that who waits for that finds this round over.
-        self.trace.finishes(tensor, &self.tensors, (place, last))?;
-        mark.record(last.stream())?;
+        // Before the mark, so that who waits for that finds this round over.
+        self.trace.finishes(tensor, &self.tensors, last)?;
         let Some(state) = self.tensor(tensor) else { return Ok(()) };
         let (run, next) = (state.run.take(), state.waiting.pop_front());
-        if next.is_some() {
-            // It may push what is just being written.
-            self.ready.wait(&mark)?;
-        }
-        if let Some(run) = run {
-            self.inbox.push_over();
-            self.marks += 1;
-            run.push.task.finish_behind(Mark { event: Arc::new(mark), number: self.marks });
-        }
+        state.written = Written::Unmarked;
+        self.finished.extend(run.map(|run| (tensor, run.push.task)));
         next.map_or(Ok(()), |next| self.begin(tensor, next))
+    }
+
+    /// Marks what has been enqueued since this was last called.
+    pub(super) fn mark_ends(&mut self) {
+        if self.failed.is_none() {
+            let marked = self.mark_results().and_then(|()| self.mark_up());
+            self.check(marked);
+        }
+    }
+
+    /// Marks the results of which all is enqueued, and tells who waits for them.
+    fn mark_results(&mut self) -> Result<(), GpuError> {
+        if self.finished.is_empty() {
+            return Ok(());
+        }
+        let event = self.events.take()?;
+        let last = match &mut self.host {
+            Some(host) => &mut host.track,
+            None => {
+                self.unmarked = (0, 0);
+                &mut self.up
+            }
+        };
+        event.record(last.stream())?;
+        let (mark, event) = (last.mark()?, Arc::new(event));
+        self.marks += 1;
+        let mut finished = std::mem::take(&mut self.finished);
+        for (tensor, task) in finished.drain(..) {
+            if let Some(state) = self.tensor(tensor) {
+                state.written = Written::Behind(mark, Arc::clone(&event));
+            }
+            self.inbox.push_over();
+            task.finish_behind(Mark { event: Arc::clone(&event), number: self.marks });
+        }
+        // Its memory serves the next turn.
+        self.finished = finished;
+        Ok(())
     }
 }

@@ -3,13 +3,16 @@
 //! this host (the test's hosts are all one machine), with the first GPU that it sees. Says on
 //! standard error how it ended.
 
+mod framework;
+mod many;
+
+use self::framework::{Buffer, Framework};
 use bps_engine::base::{DType, Operation, Rank};
 use bps_engine::config::Config;
 use bps_engine::transport::sim::Random;
 use bps_tests::reference;
-use bps_worker::cuda::{Device, Event, GpuError, Pinned, Stream};
+use bps_worker::cuda::GpuError;
 use bps_worker::{Declaration, Error, GpuPushPull, Handle, PushPull, TensorId, Worker};
-use std::cell::Cell;
 use std::time::Duration;
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -20,8 +23,6 @@ const LATE: Duration = Duration::from_secs(6);
 /// Sizes of the tensors, for parts of 16 KiB: none, one, odd, a part of each element size and one
 /// element less and more, and many parts.
 const SIZES: [u64; 11] = [0, 1, 255, 2047, 2048, 2049, 4096, 4097, 8191, 16_385, 30_011];
-/// Pinned memory of the host for all buffers of a rank.
-const PINNED_BYTES: usize = 40 << 20;
 
 fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -34,6 +35,7 @@ fn main() {
     let outcome = match arguments[1].as_str() {
         "work" => work(&config, number(0).unwrap_or(1), number(1).unwrap_or(1)),
         "large" => large(&config),
+        "many" => many::many(&config, number(0).unwrap_or(1)),
         "loop" => train(&config, number(0).unwrap_or(1), number(1), number(2) == Some(1)),
         "mismatch" => mismatch(&config, number(0) == Some(1)),
         "mismatches" => mismatches(&config, number(0) == Some(1)),
@@ -53,74 +55,6 @@ fn main() {
 
 fn gpu(error: GpuError) -> Error {
     Error::Refused(format!("the test's own use of the GPU: {error}"))
-}
-
-/// The framework's side of a GPU.
-struct Framework {
-    device: Device,
-    stream: Stream,
-    /// Never freed: a rank that ends early may have copies under way.
-    pinned: &'static Pinned,
-    /// Bytes of it that buffers have.
-    taken: Cell<usize>,
-}
-
-impl Framework {
-    fn new() -> Result<Framework, GpuError> {
-        let device = Device::open(0)?;
-        device.make_current()?;
-        let (stream, pinned) = (Stream::new(&device)?, Pinned::new(&device, PINNED_BYTES, None)?);
-        let pinned = Box::leak(Box::new(pinned));
-        Ok(Framework { device, stream, pinned, taken: Cell::new(0) })
-    }
-
-    /// A new buffer.
-    fn buffer(&self, bytes: usize) -> Result<Buffer, Error> {
-        let at = self.taken.get();
-        self.taken.set(at + bytes.next_multiple_of(64));
-        assert!(self.taken.get() <= self.pinned.len(), "PINNED_BYTES are too few");
-        let address = self.device.alloc(bytes.max(1)).map_err(gpu)?;
-        Ok(Buffer { address, pinned: self.pinned.as_ptr().wrapping_add(at), bytes })
-    }
-
-    /// Waits until the framework's stream has done all that is enqueued.
-    fn synchronize(&self) -> Result<(), GpuError> {
-        let event = Event::new(&self.device)?;
-        event.record(&self.stream)?;
-        event.wait(LIMIT)
-    }
-}
-
-/// Memory of the GPU, and as much of the host to fill and to read it. It is never freed either.
-struct Buffer {
-    address: u64,
-    pinned: *mut u8,
-    bytes: usize,
-}
-
-impl Buffer {
-    /// Enqueues that the GPU's memory becomes this.
-    fn fill(&self, stream: &Stream, content: &[u8]) -> Result<(), GpuError> {
-        assert_eq!(content.len(), self.bytes);
-        let at = self.pinned;
-        // SAFETY: the pinned memory is of that size, and the stream is done with what it was used
-        // for before.
-        unsafe { std::ptr::copy_nonoverlapping(content.as_ptr(), at, self.bytes) };
-        // SAFETY: both live to the end of the process, and nobody changes them before the stream
-        // has passed.
-        unsafe { stream.copy_to_device(self.address, at, self.bytes) }
-    }
-
-    /// Enqueues that the host gets the GPU's memory.
-    fn fetch(&self, stream: &Stream) -> Result<(), GpuError> {
-        // SAFETY: as above.
-        unsafe { stream.copy_to_host(self.pinned, self.address, self.bytes) }
-    }
-
-    fn fetched(&self) -> &[u8] {
-        // SAFETY: the stream has passed the copy, so nobody writes here.
-        unsafe { std::slice::from_raw_parts(self.pinned, self.bytes) }
-    }
 }
 
 /// A tensor on the GPU, with memory for each of the rounds that are queued.
