@@ -86,8 +86,8 @@ impl Agent {
             effects.push(Effect::Knock(beat.knock.then_some(self.pulse.round_trip())));
         }
         if let Some(silent) = beat.silent {
-            let line = self.pulse.complaint(silent);
-            effects.push(Effect::Send(NodeMessage::Failed { message: line.clone() }));
+            let line = self.pulse.complaint(silent).to_string();
+            effects.push(Effect::Send(NodeMessage::failed(line.clone())));
             self.scheduler_lost(line, effects);
         }
     }
@@ -185,7 +185,7 @@ impl Agent {
         if let Some(core) = by_core.keys().find(|&&core| core >= self.cores) {
             let message =
                 format!("the scheduler placed keys on core {core}, there are {}", self.cores);
-            return effects.push(Effect::Send(NodeMessage::Failed { message }));
+            return effects.push(Effect::Send(NodeMessage::failed(message)));
         }
         if by_core.is_empty() {
             return effects.push(Effect::Send(NodeMessage::Installed { request }));
@@ -218,7 +218,7 @@ impl Agent {
                 }
             }
             Report::Failed { message } => {
-                effects.push(Effect::Send(NodeMessage::Failed { message: message.clone() }));
+                effects.push(Effect::Send(NodeMessage::failed(message.clone())));
                 effects.push(Effect::Warn(message));
             }
             Report::TurnedAway { message } => effects.push(Effect::Warn(message)),

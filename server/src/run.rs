@@ -240,7 +240,7 @@ impl Control {
         let outcome = loop {
             if let Some(signal) = stop.came() {
                 let message = format!("it was stopped by {signal}");
-                let _ = self.sender.send(&NodeMessage::Failed { message });
+                let _ = self.sender.send(&NodeMessage::failed(message));
                 break Err(ServerError::Signal(signal));
             }
             ask_time(&self.tracing.clock, &self.sender);

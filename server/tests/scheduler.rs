@@ -4,7 +4,8 @@ use bps_engine::base::{DType, Operation, Placement, Rank};
 use bps_engine::config::Config;
 use bps_engine::control::{DialError, JobKey, Link, LinkError};
 use bps_engine::proto::messages::{
-    Declaration, Node, NodeMessage, OverReason, Planning, Register, Roster, SchedulerMessage,
+    Declaration, Node, NodeMessage, Origin, OverReason, Party, Planning, Register, Roster,
+    SchedulerMessage, Sign,
 };
 use bps_server::scheduler::{Bound, SchedulerError, Stop};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -179,7 +180,8 @@ fn a_dead_worker_ends_the_job_for_all() {
     let start = Instant::now();
     for link in [&mut workers[0], &mut server] {
         let OverReason::Died { who, how, .. } = over(link) else { panic!() };
-        assert_eq!((who.as_str(), how.as_str()), ("rank 1", "its connection was closed"));
+        assert_eq!(who.party, Party::Rank(Rank(1)));
+        assert_eq!(how, Sign::Seen("its connection was closed".into()));
         assert!(matches!(link.receive(SOON), Err(LinkError::Closed)), "nothing follows the end");
     }
     assert!(start.elapsed() < Duration::from_secs(2));
@@ -203,8 +205,8 @@ fn a_silent_node_is_dead_too() {
             None => assert!(start.elapsed() < SOON),
             Some(SchedulerMessage::Heartbeat) => std::thread::sleep(Duration::from_millis(100)),
             Some(SchedulerMessage::Over { reason: OverReason::Died { who, how, .. } }) => {
-                assert_eq!(who, "rank 1");
-                assert!(how.starts_with("no heartbeat for 4."), "{how}");
+                assert_eq!(who.party, Party::Rank(Rank(1)));
+                assert!(matches!(how, Sign::Silent { milliseconds: 4_000..5_000 }), "{how}");
                 break;
             }
             Some(other) => panic!("{other:?}"),
@@ -289,8 +291,8 @@ fn a_stop_is_told_to_all_nodes() {
     let (mut workers, mut server) = formed(&running);
     running.stop.stop();
     for link in workers.iter_mut().chain([&mut server]) {
-        let OverReason::Failed { who, message } = over(link) else { panic!() };
-        assert_eq!(who, "the scheduler");
+        let OverReason::Failed { who, message, .. } = over(link) else { panic!() };
+        assert_eq!(who, Origin::scheduler());
         assert_eq!(message, "it was stopped by its launcher");
     }
     drop((workers, server));

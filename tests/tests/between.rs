@@ -126,6 +126,12 @@ fn told_by_name(way: Way) {
             Way::ToListener => ("from rank 0", "to server 0"),
             Way::ToDialer => ("from server 0", "to rank 0"),
         };
+        let details = error.details();
+        assert_eq!(
+            (details.tensor.as_deref(), details.ranks),
+            (Some("gradient"), vec![bps_engine::base::Rank(0)])
+        );
+        assert!(details.round.is_some(), "{error}");
         for part in [from, to, "`gradient`", "CRC-32C differs"] {
             assert!(error.to_string().contains(part), "rank {rank} says: {error}");
         }
@@ -243,7 +249,8 @@ fn a_message_from_the_scheduler_that_was_meddled_with_ends_the_job_by_name() {
                 relay::meddle_with_record(bytes, |record| record == 0, trick)
             }
         });
-        let Some(Error::Corrupt(text)) = &seen[0].error else { panic!("{what}: {seen:?}") };
+        let Some(error @ Error::Corrupt(_)) = &seen[0].error else { panic!("{what}: {seen:?}") };
+        let text = error.to_string();
         for part in ["from the scheduler at 127.0.0.1:", " to 127.0.0.1:", "not authenticate"] {
             assert!(text.contains(part), "{what}: {text}");
         }

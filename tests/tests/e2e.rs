@@ -317,7 +317,8 @@ fn a_disagreement_is_an_error_on_every_rank_within_a_second() {
         (error, took)
     });
     for (rank, (error, took)) in seen.into_iter().enumerate() {
-        let Err(Error::Mismatch(text)) = error else { panic!("rank {rank}: {error:?}") };
+        let Err(Error::Mismatch(told)) = error else { panic!("rank {rank}: {error:?}") };
+        let text = told.to_string();
         assert!(text.contains("shape [5, 20]") && text.contains("shape [20, 5]"), "{text}");
         assert!(text.contains("rank 2"), "{text}");
         assert!(took < Duration::from_millis(1200), "rank {rank}: {took:?}");

@@ -18,7 +18,7 @@ pub mod rounds;
 pub mod terminated;
 
 pub use api::Worker;
-pub use base::error::Error;
+pub use base::error::{self, Error};
 pub use base::task::{self, Handle};
 pub use base::types::{GpuPushPull, PushPull, Speed, TensorId};
 pub use bps_engine::proto::messages::Declaration;

@@ -5,9 +5,10 @@
 //! sender is authenticated.
 
 use super::late::{CaughtUp, Late, LateKeys};
-use super::paths::{AwaitedKey, End, KeyState, LaneFault, PathLoss, PathStall};
+use super::paths::{AwaitedKey, End, KeyState, LaneFault, PathStall};
 use super::shape::TensorShape;
 pub use super::statistics::{LinkStatistics, LoopStatistics, Statistics};
+pub use super::verdict::{Origin, OverReason, Party, Place, RoundOf, Sign};
 use crate::base::{CoreId, DType, Epoch, Key, Operation, Placement, Rank};
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
@@ -103,6 +104,9 @@ pub enum NodeMessage {
     Failed {
         /// One line: what, where, what to do.
         message: String,
+        /// The round in which it happened, if it was in one.
+        #[serde(default)]
+        round: Option<RoundOf>,
     },
     /// The node ends in good order. The connection closes after it.
     Leave {
@@ -110,6 +114,14 @@ pub enum NodeMessage {
         /// stay.
         suspend: bool,
     },
+}
+
+impl NodeMessage {
+    /// The node ends for this reason, which concerns no round.
+    #[must_use]
+    pub fn failed(message: impl Into<String>) -> NodeMessage {
+        NodeMessage::Failed { message: message.into(), round: None }
+    }
 }
 
 /// Stalled keys that a node counts at most in one look.
@@ -520,59 +532,4 @@ pub struct Stall {
     /// Those of them that left the job in good order: they will not come.
     #[serde(default)]
     pub left: Vec<Rank>,
-}
-
-/// Why a job is over.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-#[serde(tag = "why", rename_all = "snake_case")]
-pub enum OverReason {
-    /// All workers left in good order.
-    Finished,
-    /// A node's connection was lost or its heartbeats stopped.
-    Died {
-        /// `rank 3`, `server 1`, ….
-        who: String,
-        /// Host.
-        host: String,
-        /// Process id.
-        pid: u32,
-        /// What was seen: `connection closed`, `no heartbeat for 4.0 s`.
-        how: String,
-        /// Rounds it had completed by its last heartbeat.
-        rounds: u64,
-    },
-    /// To the node that `Died` names, if it can still be reached.
-    Removed {
-        /// As there.
-        how: String,
-    },
-    /// A node ended with an error of its own.
-    Failed {
-        /// `rank 3`, `server 1`, ….
-        who: String,
-        /// Its line.
-        message: String,
-    },
-    /// A lane broke and both of its ends are well.
-    PathLost(PathLoss),
-    /// Bytes that one node has sent did not reach another for longer than `BPS_STALL_TIMEOUT`.
-    PathStalled {
-        /// The oldest first.
-        stalls: Vec<PathStall>,
-    },
-    /// A stall lasted longer than `BPS_STALL_TIMEOUT`.
-    Stalled {
-        /// The oldest first.
-        stalls: Vec<Stall>,
-    },
-    /// Ranks wait for others that have left the job in good order and will not come.
-    Abandoned {
-        /// The oldest first.
-        stalls: Vec<Stall>,
-    },
-    /// Nodes did not come in time, or what they were told about the job disagrees.
-    NotFormed {
-        /// One line: what and what to do.
-        message: String,
-    },
 }

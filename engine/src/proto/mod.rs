@@ -11,3 +11,4 @@ pub mod scheduler;
 pub mod shape;
 pub mod statistics;
 pub mod text;
+pub mod verdict;

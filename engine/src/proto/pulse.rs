@@ -25,6 +25,20 @@ pub struct Beat {
     pub silent: Option<Duration>,
 }
 
+/// The scheduler has answered no heartbeat for too long.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[error(
+    "{scheduler} has not answered for {:.1} s: it is stopped or overloaded, or the network between \
+     it and this machine is broken; BPS_HEARTBEAT_TIMEOUT gives it longer",
+    silent.as_secs_f64()
+)]
+pub struct SchedulerSilent {
+    /// The scheduler as people know it, with its address.
+    pub scheduler: String,
+    /// For how long.
+    pub silent: Duration,
+}
+
 /// See the [module](self).
 #[derive(Clone, Debug)]
 pub struct Pulse {
@@ -77,13 +91,8 @@ impl Pulse {
 
     /// What to say of a scheduler that was silent for so long.
     #[must_use]
-    pub fn complaint(&self, silent: Duration) -> String {
-        format!(
-            "{} has not answered for {:.1} s: it is stopped or overloaded, or the network between \
-             it and this machine is broken; BPS_HEARTBEAT_TIMEOUT gives it longer",
-            self.scheduler,
-            silent.as_secs_f64()
-        )
+    pub fn complaint(&self, silent: Duration) -> SchedulerSilent {
+        SchedulerSilent { scheduler: self.scheduler.clone(), silent }
     }
 
     /// What is to be done now; to be asked several times in each interval and timeout.
@@ -155,7 +164,7 @@ mod tests {
         assert_eq!(run(&mut pulse, 61_550, 65_450, |_, _| {}).silent, None);
         let silent = run(&mut pulse, 65_500, 65_500, |_, _| {}).silent;
         assert_eq!(silent, Some(ms(4_500)));
-        let line = pulse.complaint(ms(4_500));
+        let line = pulse.complaint(ms(4_500)).to_string();
         assert!(line.starts_with("the scheduler at 10.0.0.1:9000 has not answered for 4.5 s"));
     }
 

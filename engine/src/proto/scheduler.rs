@@ -19,7 +19,7 @@ mod waits;
 mod tests;
 
 use super::messages::{
-    Neighbour, NodeMessage, OverReason, Register, Roster, SchedulerMessage, Statistics,
+    Neighbour, NodeMessage, Origin, OverReason, Register, Roster, SchedulerMessage, Statistics,
 };
 use crate::base::{Epoch, Placement, Rank};
 use late::LateRanks;
@@ -259,7 +259,7 @@ impl Scheduler {
             (Standing::New | Standing::Aside(_), NodeMessage::Alive { session }) => {
                 self.alive(node, session, now);
             }
-            (_, NodeMessage::Failed { message }) => self.failed(node, message),
+            (_, NodeMessage::Failed { message, round }) => self.failed(node, message, round),
             (Standing::New, _) => self.drop_stranger(node, "it did not say who it is first"),
             (Standing::Aside(_), _) => self.drop_stranger(node, "it only says that it lives"),
             (_, NodeMessage::Heartbeat { rounds }) => {
@@ -294,8 +294,8 @@ impl Scheduler {
         if self.is_between_generations() {
             return self.end(OverReason::Finished, None);
         }
-        let (who, message) = ("the scheduler".to_owned(), message.to_owned());
-        self.end(OverReason::Failed { who, message }, None);
+        let (who, message) = (Origin::scheduler(), message.to_owned());
+        self.end(OverReason::Failed { who, message, round: None }, None);
     }
 
     /// Time passes. To be called a few times a second, after what had come in by `now` was handled.
@@ -318,19 +318,6 @@ impl Scheduler {
 
     fn send(&mut self, node: NodeId, message: SchedulerMessage) {
         self.put(Output::Send(node, message));
-    }
-
-    /// The node as people know it: `rank 3`, `server 1`.
-    fn who(&self, node: NodeId) -> String {
-        let Some(peer) = self.peers.get(&node) else { return "a node".to_owned() };
-        match (&peer.standing, &self.phase) {
-            (Standing::Worker(rank) | Standing::Left(rank), _) => rank.to_string(),
-            (Standing::Server, Phase::Running(running)) => match running.server(node) {
-                Some(server) => format!("server {server}"),
-                None => peer.who.clone(),
-            },
-            _ => peer.who.clone(),
-        }
     }
 
     fn register(&mut self, node: NodeId, register: Register, now: Duration) {
@@ -495,8 +482,8 @@ impl Scheduler {
         match (&mut self.phase, message) {
             (Phase::Forming(_), NodeMessage::Leave { .. }) => self.vacate(node, "it left", true),
             (_, NodeMessage::Leave { .. }) => {
-                let (who, message) = (self.who(node), "it left while the job went on".to_owned());
-                self.end(OverReason::Failed { who, message }, Some(node));
+                let message = "it left while the job went on".to_owned();
+                self.failed(node, message, None);
             }
             (Phase::Running(running), NodeMessage::Installed { request }) => {
                 let Some(server) = running.server(node) else { return };

@@ -53,17 +53,15 @@ impl fmt::Display for OverReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             OverReason::Finished => f.write_str("all workers have finished"),
-            OverReason::Died { who, host, pid, how, rounds } => write!(
-                f,
-                "{who} (host {host}, pid {pid}) died after {rounds} rounds: {how}: its own log \
-                 says why"
-            ),
+            OverReason::Died { who, how, rounds } => {
+                write!(f, "{who} died after {rounds} rounds: {how}: its own log says why")
+            }
             OverReason::Removed { how } => write!(
                 f,
                 "the scheduler declared this process dead: {how}: its machine was stopped or \
                  overloaded, or the network between them was"
             ),
-            OverReason::Failed { who, message } => write!(f, "{who} failed: {message}"),
+            OverReason::Failed { who, message, .. } => write!(f, "{who} failed: {message}"),
             OverReason::PathLost(loss) => loss.fmt(f),
             OverReason::PathStalled { stalls } => {
                 f.write_str("no progress for too long (BPS_STALL_TIMEOUT): ")?;

@@ -6,6 +6,7 @@
 //! has begun and how it ended.
 
 use bps_engine::base::{DType, Operation};
+use bps_worker::error::{SettingError, Source};
 use bps_worker::{Declaration, Error, PushPull, Worker};
 use std::time::Duration;
 
@@ -38,8 +39,8 @@ struct Plan {
 }
 
 fn work(plan: &Plan) -> Result<(), Error> {
-    let loaded =
-        bps_engine::config::from_environment().map_err(|error| Error::Config(error.to_string()))?;
+    let loaded = bps_engine::config::from_environment()
+        .map_err(|error| SettingError::Invalid(Source::new(error)))?;
     let worker = Worker::start(&loaded.config)?;
     let declaration = |index: u64| Declaration {
         name: if index == 0 { "layer4.weight".into() } else { format!("layer4.{index}") },

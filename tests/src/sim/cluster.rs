@@ -22,6 +22,7 @@ use bps_engine::transport::{Link, Transport, Waker};
 use bps_server::agent as server_agent;
 use bps_server::shard::{Command as ShardCommand, Report as ShardReport, Shard};
 use bps_worker::Error;
+use bps_worker::error::StartError;
 use bps_worker::host::switches::Switches;
 use bps_worker::job::agent::{self as worker_agent, Lanes};
 use bps_worker::job::nic_loop::{Command as NicCommand, NicLoop};
@@ -388,7 +389,8 @@ impl Cluster {
             Some(agent) => agent.handle(message, now, &mut effects),
             None => {
                 if let SchedulerMessage::Over { reason } = message {
-                    self.workers[index].over = Some(Error::Start(format!("{reason:?}")));
+                    let reason = Arc::new(reason);
+                    self.workers[index].over = Some(StartError::NotFormed(reason).into());
                 }
             }
         }

@@ -160,7 +160,7 @@ fn node_messages() -> Vec<String> {
             keys: Vec::new(),
             late: vec![LateKeys { rank: Rank(1), keys: vec![Key(3)], more: false }],
         },
-        NodeMessage::Failed { message: "a message".into() },
+        NodeMessage::failed("a message"),
         NodeMessage::Leave { suspend: true },
     ]
     .iter()

@@ -340,12 +340,12 @@ fn assert_refused(what: &str, good: &[Kind], bad: Header) {
         pair.settle();
         let error = pair.over.clone();
         let named = match &error {
-            Some(Error::Corrupt(text)) if what == "checksum" => {
-                text.contains("changed on its way from rank 1 (host here, pid 4711) to rank 0: ")
-            }
-            Some(Error::PeerDied(text)) => {
-                text.starts_with("rank 1 (host here, pid 4711) sent what can't be right: ")
-            }
+            Some(Error::Corrupt(error)) if what == "checksum" => error
+                .to_string()
+                .contains("changed on its way from rank 1 (host here, pid 4711) to rank 0: "),
+            Some(Error::PeerDied(error)) => error
+                .to_string()
+                .starts_with("rank 1 (host here, pid 4711) sent what can't be right: "),
             _ => panic!("{what}, {bad:?} after {good:?}: {error:?}"),
         };
         assert!(named, "{what}: {error:?}");

@@ -122,7 +122,7 @@ fn message(random: &mut Random) -> NodeMessage {
         10 if random.once_in(2) => {
             NodeMessage::Overrun { tensor: u32::try_from(number).unwrap_or(0) }
         }
-        10 => NodeMessage::Failed { message: "x".repeat(random.index(300)) },
+        10 => NodeMessage::failed("x".repeat(random.index(300))),
         _ => NodeMessage::Leave { suspend: random.once_in(2) },
     }
 }

@@ -5,7 +5,7 @@
 //! sum of all rows is what everybody has said.
 
 use super::Worker;
-use crate::base::error::Error;
+use crate::base::error::{Error, Source, StartError};
 use crate::base::lock;
 use crate::base::types::PushPull;
 use crate::cuda::{Comm, Device, EventPool, GpuError, Nccl};
@@ -101,7 +101,7 @@ pub(crate) fn open(
             return Err(over.clone());
         }
         // All others wait for this rank, in NCCL or below.
-        job.command(Command::GpuFailed { message: error.to_string() });
+        job.command(Command::GpuFailed { source: Source::new(error.clone()) });
         job.wake();
         let told = Instant::now();
         while !job.nic_ended.load(Ordering::Acquire) && told.elapsed() < HEARD {
@@ -170,7 +170,7 @@ fn rings(config: &Config) -> Option<u32> {
 }
 
 fn not_started(error: GpuError) -> Error {
-    Error::Start(error.to_string())
+    StartError::Gpu(error).into()
 }
 
 /// What every rank says of its GPU, in the order of ranks.

@@ -1,11 +1,11 @@
 //! Joining a job, what can be asked of it, and leaving it.
 
 use super::open_gpu;
-use crate::base::error::Error;
+use crate::base::error::{Error, Refusal, SettingError, StartError};
 use crate::base::lock;
 use crate::base::task::Handle;
 use crate::base::types::{GpuPushPull, PushPull, Speed, TensorId};
-use crate::cuda::{Device, EventPool, GpuError};
+use crate::cuda::{Device, EventPool};
 use crate::job::Job;
 use crate::job::declared::Declared;
 use crate::job::start;
@@ -150,7 +150,7 @@ impl Worker {
             let what = declared.what(item.tensor, false)?;
             Ok((*item, (what.bytes, what.operation)))
         };
-        let items: Vec<_> = items.iter().map(known).collect::<Result<_, _>>()?;
+        let items: Vec<_> = items.iter().map(known).collect::<Result<_, Error>>()?;
         drop(declared);
         self.0.count(items.iter().map(|(item, _)| item.tensor));
         let mut handles = Vec::with_capacity(items.len());
@@ -193,11 +193,7 @@ impl Worker {
             if open.ordinal() == ordinal {
                 return Ok(());
             }
-            return Err(Error::Config(format!(
-                "this process uses GPU {}, and a tensor is on GPU {ordinal}: a process has one \
-                 GPU; start one process for each",
-                open.ordinal()
-            )));
+            return Err(SettingError::SecondGpu { open: open.ordinal(), asked: ordinal }.into());
         }
         let opened = Device::open(ordinal)
             .and_then(|device| Ok((device.clone(), EventPool::new(&device, EVENTS)?)));
@@ -205,7 +201,7 @@ impl Worker {
             // The other ranks wait for this one, and are told what is wrong.
             open_gpu::open(self, job, &opened, &self.0.config)?;
         }
-        *gpu = Some(opened.map_err(|error| Error::Start(error.to_string()))?);
+        *gpu = Some(opened.map_err(StartError::Gpu)?);
         Ok(())
     }
 
@@ -225,9 +221,9 @@ impl Worker {
         items: &[GpuPushPull],
         stream: usize,
     ) -> Result<Vec<Handle>, Error> {
-        let refused = |error: GpuError| Error::Refused(error.to_string());
+        let refused = Refusal::Gpu;
         let Some((device, events)) = lock(&self.0.gpu).clone() else {
-            return Err(Error::Refused("no GPU is open: call open_gpu first".into()));
+            return Err(Refusal::NoGpu.into());
         };
         let declared = lock(&self.0.declared);
         let known = |item: &GpuPushPull| {

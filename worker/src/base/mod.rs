@@ -1,7 +1,7 @@
 //! The words that callers and the rooms below share: errors, tasks and their handles, and what is
 //! pushed.
 
-pub(crate) mod error;
+pub mod error;
 pub mod task;
 pub(crate) mod types;
 

@@ -1,7 +1,7 @@
 //! One push_pull as its caller and the NIC thread see it: a word that both watch, and what went
 //! wrong if it did.
 
-use crate::base::error::Error;
+use crate::base::error::{Error, Refusal};
 use crate::cuda::PooledEvent;
 use rustix::thread::futex;
 use rustix::time::Timespec;
@@ -137,8 +137,7 @@ impl Handle {
         let last = marks().filter(|mark| mark.number > 0).max_by_key(|mark| mark.number);
         for mark in last.into_iter().chain(marks().filter(|mark| mark.number == 0)) {
             // SAFETY: the caller vouches for the stream.
-            unsafe { mark.event.make_wait(stream) }
-                .map_err(|error| Error::Refused(error.to_string()))?;
+            unsafe { mark.event.make_wait(stream) }.map_err(Refusal::Gpu)?;
         }
         Ok(())
     }
@@ -191,6 +190,7 @@ impl Handle {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::base::error::Closed;
 
     #[test]
     fn a_waiter_is_woken_and_sees_the_error() {
@@ -199,8 +199,8 @@ mod tests {
         assert_eq!(handle.wait(Some(Duration::from_millis(1))), Ok(false));
         let other = handle.clone();
         let waiter = std::thread::spawn(move || other.wait(Some(Duration::from_secs(10))));
-        handle.0.finish_now(Err(Error::Closed("gone".into())));
-        assert_eq!(waiter.join().unwrap(), Err(Error::Closed("gone".into())));
+        handle.0.finish_now(Err(Error::Closed(Closed::Left)));
+        assert_eq!(waiter.join().unwrap(), Err(Error::Closed(Closed::Left)));
         assert!(handle.poll());
     }
 }

@@ -2,8 +2,7 @@
 //!
 //! Each rank writes a row of bytes; whoever has all rows comes to the same verdict.
 
-use crate::base::error::Error;
-use crate::cuda::nccl_version;
+use crate::base::error::{Error, SettingError, StartError};
 use bps_engine::base::Rank;
 
 /// Bytes of a rank's row.
@@ -100,30 +99,23 @@ fn read_text(room: &[u8]) -> String {
 pub(crate) fn agree(all: &[Row], rank: u32) -> Result<[u8; 128], Error> {
     let mut gpus: Vec<&Gpu> = Vec::new();
     for (rank, row) in all.iter().enumerate() {
-        let gpu = row.gpu.as_ref();
-        let gpu =
-            gpu.map_err(|text| Error::Start(format!("rank {rank} can't use its GPU: {text}")))?;
+        let number = |rank: usize| Rank(u32::try_from(rank).unwrap_or(u32::MAX));
+        let gpu = row
+            .gpu
+            .as_ref()
+            .map_err(|text| StartError::GpuElsewhere { rank: number(rank), text: text.clone() })?;
         for (other, known) in gpus.iter().enumerate().filter(|(_, known)| known.host == gpu.host) {
+            let ranks = [number(other), number(rank)];
             if known.uuid == gpu.uuid {
-                return Err(Error::Start(format!(
-                    "rank {other} and rank {rank} are on one host and use the same GPU: give each \
-                     rank its own, as by torch.cuda.set_device(bps.local_rank())"
-                )));
+                return Err(StartError::SameGpu { ranks }.into());
             }
             if known.nccl != gpu.nccl {
-                return Err(Error::Start(format!(
-                    "rank {other} and rank {rank} are on one host and have NCCL {} and {}: give \
-                     all ranks of a host the same",
-                    nccl_version(known.nccl),
-                    nccl_version(gpu.nccl)
-                )));
+                let versions = [known.nccl, gpu.nccl];
+                return Err(StartError::NcclDiffers { ranks, versions }.into());
             }
             if known.rings != gpu.rings {
-                return Err(Error::Config(format!(
-                    "rank {other} and rank {rank} are on one host and have \
-                     BYTEPS_NCCL_NUM_RINGS={} and {}: set the same on all ranks of a host",
-                    known.rings, gpu.rings
-                )));
+                let rings = [known.rings, gpu.rings];
+                return Err(SettingError::RingsDiffer { ranks, rings }.into());
             }
         }
         gpus.push(gpu);

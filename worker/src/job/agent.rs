@@ -3,7 +3,7 @@
 //! simulation in memory.
 
 use super::nic_loop::Command;
-use crate::base::error::Error;
+use crate::base::error::{Closed, Corruption, Death, Error, PeerDied, Refusal, Source, StartError};
 use crate::host::switches::Switches;
 use crate::nic::{Peer, Report};
 use crate::rounds::{Plan, PlanPart};
@@ -11,8 +11,8 @@ use bps_engine::base::{CoreId, Rank};
 use bps_engine::control::lane_fault;
 use bps_engine::proto::late::LateCollector;
 use bps_engine::proto::messages::{
-    Assignment, Declaration, Mismatch, NodeMessage, OverReason, Replacement, Roster, STALLS_MAX,
-    STALLS_SHOWN_MAX, SchedulerMessage, Superseded,
+    Assignment, Declaration, Mismatch, NodeMessage, Origin, OverReason, Party, Place, Replacement,
+    Roster, RoundOf, STALLS_MAX, STALLS_SHOWN_MAX, SchedulerMessage, Superseded,
 };
 use bps_engine::proto::paths::End;
 use bps_engine::proto::pulse::Pulse;
@@ -76,7 +76,7 @@ pub struct Agent {
     /// Names on which ranks disagree, and the rounds of their tensors on which they had agreed.
     poisoned: HashMap<String, (Error, Vec<(u32, u64)>)>,
     /// What servers have told of lost lanes, until the scheduler says what happened.
-    lost: Option<String>,
+    lost: Option<Death>,
     pulse: Pulse,
     knocking: bool,
     over: bool,
@@ -136,9 +136,9 @@ impl Agent {
             effects.push(Effect::Knock(beat.knock.then_some(self.pulse.round_trip())));
         }
         if let Some(silent) = beat.silent {
-            let message = self.pulse.complaint(silent);
-            effects.push(Effect::Send(NodeMessage::Failed { message: message.clone() }));
-            self.end(Error::PeerDied(message), effects);
+            let silence = self.pulse.complaint(silent);
+            effects.push(Effect::Send(NodeMessage::failed(silence.to_string())));
+            self.end(peer_died(Death::SchedulerSilent(silence)), effects);
         }
     }
 
@@ -175,11 +175,12 @@ impl Agent {
             SchedulerMessage::Refused { request, message } => {
                 if let Some(declarations) = self.declares.remove(&request) {
                     let known = declarations.iter().find_map(|one| self.poisoned.get(&one.name));
-                    let error = known.map_or(Error::Refused(message), |(error, _)| error.clone());
+                    let refused = || Refusal::Scheduler { message }.into();
+                    let error = known.map_or_else(refused, |(error, _)| error.clone());
                     effects.push(Effect::Declared { request, result: Err(error) });
                 }
             }
-            SchedulerMessage::Mismatch(mismatch) => self.mismatch(&mismatch, effects),
+            SchedulerMessage::Mismatch(mismatch) => self.mismatch(mismatch, effects),
             SchedulerMessage::Superseded { tensors } => {
                 let limit =
                     |Superseded { tensor, rounds }| Effect::Limit { tensor, until: Some(rounds) };
@@ -198,7 +199,7 @@ impl Agent {
                 }
                 effects.extend(stalls.iter().map(|stall| Effect::Warn(stall.to_string())));
             }
-            SchedulerMessage::Over { reason } => self.end(over_error(&reason), effects),
+            SchedulerMessage::Over { reason } => self.end(over_error(reason), effects),
             // For servers, for the control thread, or before the roster: of no meaning here.
             SchedulerMessage::Waiting { .. }
             | SchedulerMessage::Roster(_)
@@ -246,8 +247,8 @@ impl Agent {
     /// touched that isn't its.
     fn plan(&self, declaration: Declaration, assignment: &Assignment) -> Result<Plan, Error> {
         let bytes = declaration.shape.count().saturating_mul(declaration.dtype.size() as u64);
-        let broken = |what: &str| {
-            Error::Refused(format!("the scheduler's plan for `{}` {what}", declaration.name))
+        let broken = |what: &'static str| {
+            Error::from(Refusal::Plan { tensor: declaration.name.clone(), what })
         };
         let mut parts = Vec::with_capacity(assignment.parts.len());
         let mut end = 0;
@@ -290,11 +291,11 @@ impl Agent {
         })
     }
 
-    fn mismatch(&mut self, mismatch: &Mismatch, effects: &mut Vec<Effect>) {
+    fn mismatch(&mut self, mismatch: Mismatch, effects: &mut Vec<Effect>) {
         let name = mismatch.first_said.name.clone();
-        let error = Error::Mismatch(mismatch.to_string());
         let agreed: Vec<(u32, u64)> =
             mismatch.agreed.iter().map(|one| (one.tensor, one.rounds)).collect();
+        let error = Error::Mismatch(Arc::new(mismatch));
         self.poisoned.insert(name.clone(), (error.clone(), agreed.clone()));
         effects.push(Effect::Nic(Command::Poison { name: name.to_string(), agreed, error }));
     }
@@ -305,9 +306,8 @@ impl Agent {
         match report {
             Report::Lost { .. } if self.over => {}
             Report::Lost { peer, cause, round } => {
-                let round = round.map_or(String::new(), |round| format!(" ({round})"));
-                let text = format!("the lane to {} was lost{round}: {cause}", self.who(peer));
-                self.lost.get_or_insert(text);
+                let death = Death::LaneLost { peer: self.origin(peer), cause, at: round };
+                self.lost.get_or_insert(death);
                 let to = match peer {
                     Peer::Server(index) => End::Server(index),
                     Peer::Rank(rank) => End::Rank(rank),
@@ -316,24 +316,23 @@ impl Agent {
                 effects.push(Effect::Send(NodeMessage::LaneLost { to, fault }));
             }
             Report::Corrupt { peer, message } => {
-                let text = format!("{} sent what can't be right: {message}", self.who(peer));
-                effects.push(Effect::Send(NodeMessage::Failed { message: text.clone() }));
-                self.end(Error::PeerDied(text), effects);
+                let death = Death::Nonsense { peer: self.origin(peer), what: message };
+                effects.push(Effect::Send(NodeMessage::failed(death.to_string())));
+                self.end(peer_died(death), effects);
             }
-            Report::Altered { peer, sent, what } => {
-                let ends = (self.who(peer), format!("rank {}", self.roster.index));
-                let (to, from) = if sent { ends } else { (ends.1, ends.0) };
-                let text = format!(
-                    "{what} changed on its way from {from} to {to}: its CRC-32C differs: nothing \
-                     was made of it; look for errors of the network devices and memories on that \
-                     path"
-                );
-                effects.push(Effect::Send(NodeMessage::Failed { message: text.clone() }));
-                self.end(Error::Corrupt(text), effects);
+            Report::Altered { peer, sent, tensor, key, round } => {
+                let own = Origin { party: Party::Rank(Rank(self.roster.index)), place: None };
+                let (own, other) = (own, self.origin(peer));
+                let (from, to) = if sent { (own, other) } else { (other, own) };
+                let in_round = tensor.clone().map(|tensor| RoundOf { tensor, round });
+                let corruption = Corruption::Payload { from, to, tensor, key, round };
+                let message = corruption.to_string();
+                effects.push(Effect::Send(NodeMessage::Failed { message, round: in_round }));
+                self.end(corruption.into(), effects);
             }
-            Report::Failed { message } => {
-                effects.push(Effect::Send(NodeMessage::Failed { message: message.clone() }));
-                self.end(Error::Refused(message), effects);
+            Report::Failed { source } => {
+                effects.push(Effect::Send(NodeMessage::failed(source.to_string())));
+                self.end(Refusal::Own(source).into(), effects);
             }
             Report::Awaiting { keys } => {
                 effects.push(Effect::Send(NodeMessage::Awaiting { keys }));
@@ -358,20 +357,20 @@ impl Agent {
 
     /// The scheduler has not said in time why a lane was lost: the job is over all the same.
     pub fn give_up(&mut self, effects: &mut Vec<Effect>) {
-        if let Some(text) = self.lost.take() {
-            effects.push(Effect::Send(NodeMessage::Failed { message: text.clone() }));
-            self.end(Error::PeerDied(text), effects);
+        if let Some(death) = self.lost.take() {
+            effects.push(Effect::Send(NodeMessage::failed(death.to_string())));
+            self.end(peer_died(death), effects);
         }
     }
 
     /// What came over the connection to the scheduler is not what it sent.
-    pub fn control_altered(&mut self, how: String, effects: &mut Vec<Effect>) {
-        self.end(Error::Corrupt(how), effects);
+    pub fn control_altered(&mut self, how: Source, effects: &mut Vec<Effect>) {
+        self.end(Corruption::Control(how).into(), effects);
     }
 
-    /// The connection to the scheduler is lost: a line about it.
-    pub fn scheduler_lost(&mut self, line: String, effects: &mut Vec<Effect>) {
-        self.end(Error::PeerDied(line), effects);
+    /// The connection to the scheduler is lost: a line about it, and what was seen.
+    pub fn scheduler_lost(&mut self, line: String, source: Source, effects: &mut Vec<Effect>) {
+        self.end(peer_died(Death::SchedulerLost { line, source }), effects);
     }
 
     fn end(&mut self, error: Error, effects: &mut Vec<Effect>) {
@@ -385,34 +384,37 @@ impl Agent {
         effects.push(Effect::Over(error));
     }
 
-    fn who(&self, peer: Peer) -> String {
-        let (who, place) = match peer {
+    fn origin(&self, peer: Peer) -> Origin {
+        match peer {
             Peer::Server(index) => {
                 let peer = self.roster.servers.get(index as usize);
-                (format!("server {index}"), peer.map(|peer| (&peer.host, peer.pid)))
+                let place = peer.map(|peer| Place { host: peer.host.clone(), pid: peer.pid });
+                Origin { party: Party::Server(index), place }
             }
             Peer::Rank(rank) => {
                 let peer = self.roster.neighbours.iter().find(|peer| peer.rank == rank);
-                (rank.to_string(), peer.map(|peer| (&peer.host, peer.pid)))
+                let place = peer.map(|peer| Place { host: peer.host.clone(), pid: peer.pid });
+                Origin { party: Party::Rank(rank), place }
             }
-        };
-        match place {
-            Some((host, pid)) => format!("{who} (host {host}, pid {pid})"),
-            None => who,
         }
     }
 }
 
+fn peer_died(death: Death) -> Error {
+    PeerDied::from(death).into()
+}
+
 /// What a worker's caller is told when the job is over.
-pub(crate) fn over_error(reason: &OverReason) -> Error {
-    let text = reason.to_string();
+pub(crate) fn over_error(reason: OverReason) -> Error {
     match reason {
-        OverReason::Finished => Error::Closed(text),
-        OverReason::Died { .. } | OverReason::Failed { .. } => Error::PeerDied(text),
-        OverReason::PathLost(_) | OverReason::Removed { .. } => Error::PeerDied(text),
+        OverReason::Finished => Closed::Finished.into(),
+        OverReason::Died { .. }
+        | OverReason::Failed { .. }
+        | OverReason::PathLost(_)
+        | OverReason::Removed { .. } => peer_died(Death::Verdict(Arc::new(reason))),
         OverReason::Stalled { .. }
         | OverReason::Abandoned { .. }
-        | OverReason::PathStalled { .. } => Error::Stalled(text),
-        OverReason::NotFormed { .. } => Error::Start(text),
+        | OverReason::PathStalled { .. } => Error::Stalled(Arc::new(reason)),
+        OverReason::NotFormed { .. } => StartError::NotFormed(Arc::new(reason)).into(),
     }
 }

@@ -2,7 +2,7 @@
 //! what the [`Agent`] makes of it. Nothing of the data path passes here.
 
 use super::nic_loop::Command;
-use crate::base::error::Error;
+use crate::base::error::{Error, Source};
 use crate::base::lock;
 use crate::base::types::Speed;
 use crate::job::agent::{Agent, Effect};
@@ -84,7 +84,7 @@ impl Control {
     fn end_process(&mut self) {
         if !self.leaving.load(Ordering::Acquire) {
             let message = "it was stopped by SIGTERM".to_owned();
-            let _ = self.sender.send(&NodeMessage::Failed { message });
+            let _ = self.sender.send(&NodeMessage::failed(message));
             let begun = Instant::now();
             // The scheduler closes the connection when it has read that.
             while begun.elapsed() < GOODBYE && self.receiver.receive(TICK).is_ok() {}
@@ -111,12 +111,12 @@ impl Control {
                 Ok(None) => {}
                 Err(_) if self.leaving.load(Ordering::Acquire) => return,
                 Err(error @ LinkError::Altered { .. }) => {
-                    lock(&self.agent).control_altered(error.to_string(), &mut effects);
+                    lock(&self.agent).control_altered(Source::new(error), &mut effects);
                 }
                 Err(error) => {
                     let mut agent = lock(&self.agent);
                     let line = error.line(agent.scheduler());
-                    agent.scheduler_lost(line, &mut effects);
+                    agent.scheduler_lost(line, Source::new(error), &mut effects);
                 }
             }
             self.tick(began.elapsed(), &mut effects);

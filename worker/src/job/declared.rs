@@ -4,7 +4,7 @@
 //! Invariant: pushes of a tensor are counted before they are handed to the NIC loop, so a
 //! declaration that replaces it says a number that no later push of it can exceed unnoticed.
 
-use crate::base::error::Error;
+use crate::base::error::{Error, Refusal};
 use crate::base::types::TensorId;
 use bps_engine::base::Operation;
 use bps_engine::proto::messages::{Declaration, Replacement};
@@ -91,25 +91,18 @@ impl Declared {
     /// The id of a declaration.
     pub(crate) fn id(&self, said: &Declaration) -> Result<TensorId, Error> {
         let known = self.names.get(&said.name).filter(|(known, _)| known == said);
-        known.map(|&(_, id)| TensorId(id)).ok_or_else(|| {
-            Error::Refused(format!("`{}` was not declared, or otherwise meanwhile", said.name))
-        })
+        known
+            .map(|&(_, id)| TensorId(id))
+            .ok_or_else(|| Refusal::Undeclared { tensor: said.name.clone() }.into())
     }
 
     /// What a tensor is that is to be pushed, on the GPU or in memory of the host.
     pub(crate) fn what(&self, tensor: TensorId, device: bool) -> Result<&What, Error> {
         let known = self.tensors.get(tensor.0 as usize).and_then(|tensor| tensor.what.as_ref());
-        let what = known
-            .ok_or_else(|| Error::Refused(format!("tensor id {} was not declared", tensor.0)))?;
+        let what = known.ok_or(Refusal::UnknownId { id: tensor.0 })?;
         match (what.device, device) {
-            (true, false) => Err(Error::Refused(format!(
-                "`{}` was declared as a tensor of the GPU: push it as one",
-                what.name
-            ))),
-            (false, true) => Err(Error::Refused(format!(
-                "`{}` was declared as a tensor of the host, and is pushed as one of the GPU",
-                what.name
-            ))),
+            (true, false) => Err(Refusal::OfGpu { tensor: what.name.clone() }.into()),
+            (false, true) => Err(Refusal::OfHost { tensor: what.name.clone() }.into()),
             _ => Ok(what),
         }
     }

@@ -2,8 +2,8 @@
 //! so that a round trip is not paid once for each lane, and whoever joins can look after the
 //! scheduler meanwhile.
 
-use crate::base::error::Error;
-use crate::job::neighbours::{Door, GroupLinks, Wakers};
+use crate::base::error::{Error, SettingError, Source, StartError};
+use crate::job::neighbours::{Door, GroupLinks, NoSharedMemory, Wakers};
 use crate::job::start::End;
 use bps_engine::base::{CoreId, Rank};
 use bps_engine::config::{Config, TransportChoice};
@@ -135,7 +135,7 @@ impl Dialing {
                 Ok(Dialed::Group(group)) => self.group = Some(group?),
                 Err(TryRecvError::Empty) => return Ok(None),
                 Err(TryRecvError::Disconnected) => {
-                    return Err(Error::Start("a thread that dials has ended early".into()));
+                    return Err(StartError::ThreadEnded { task: "dials" }.into());
                 }
             }
         }
@@ -150,7 +150,7 @@ impl Drop for Dialing {
 
 fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> Result<(), Error> {
     let thread = std::thread::Builder::new().name(name.into()).spawn(body);
-    thread.map(drop).map_err(|error| Error::Start(format!("no thread: {error}")))
+    thread.map(drop).map_err(|error| StartError::resource("no thread", error).into())
 }
 
 impl Plan {
@@ -176,17 +176,17 @@ impl Plan {
         let rails = self.rails.as_ref().filter(|_| server.rdma);
         let rdma = |rails| {
             let stream = dial(address, &self.key, Hello::rdma_lane(rank, roster.epoch), DIAL);
-            let stream = stream.map_err(|error| error.to_string())?;
+            let stream = stream.map_err(Source::new)?;
             // The ranks of a host begin with different ports.
             let port = at + config.local_rank as usize;
             rdma::connect(stream, rails, port, RdmaOptions::default())
                 .map(|link| Link::Rdma(Box::new(link)))
-                .map_err(|error| error.to_string())
+                .map_err(Source::new)
         };
         let tcp = || {
             dial(address, &self.key, Hello::lane(rank, roster.epoch), DIAL)
                 .map(|stream| Link::Tcp(stream.into()))
-                .map_err(|error| error.to_string())
+                .map_err(Source::new)
         };
         let link = match (config.transport, shared, rails) {
             (TransportChoice::Auto | TransportChoice::Shm, Some(name), _) => {
@@ -201,35 +201,25 @@ impl Plan {
             }),
             (TransportChoice::Auto | TransportChoice::Tcp, _, _) => tcp(),
         };
-        link.map_err(|error| {
-            Error::Start(format!(
-                "{id} (host {}, pid {}) is in the job but can't be reached: {error}",
-                server.host, server.pid
-            ))
+        link.map_err(|source| {
+            let (host, pid) = (server.host.clone(), server.pid);
+            StartError::Core { core: id, host, pid, source }.into()
         })
     }
 
-    fn connect_shm(&self, name: &str) -> Result<Link, String> {
+    fn connect_shm(&self, name: &str) -> Result<Link, Source> {
         let hello = Hello::shm_lane(Rank(self.roster.index), self.roster.epoch);
-        let stream = dial_unix(name, &self.key, hello, DIAL).map_err(|error| error.to_string())?;
+        let stream = dial_unix(name, &self.key, hello, DIAL).map_err(Source::new)?;
         shm::offer(&stream, &self.wakers.nic, ShmOptions::default())
             .map(Link::Shm)
-            .map_err(|error| format!("shared memory could not be set up: {error}"))
+            .map_err(|error| Source::new(NoSharedMemory(error)))
     }
 }
 
-fn no_rdma(id: CoreId, server: &ServerPeer) -> Error {
-    Error::Config(format!(
-        "RDMA is demanded (BPS_TRANSPORT=rdma or DMLC_ENABLE_RDMA=1), but {id} on host {} has \
-         none: its own log says why; set it there as well, or use auto here",
-        server.host
-    ))
+fn no_rdma(core: CoreId, server: &ServerPeer) -> Error {
+    SettingError::NoRdma { core, host: server.host.clone() }.into()
 }
 
-fn not_here(id: CoreId, server: &ServerPeer) -> Error {
-    Error::Config(format!(
-        "BPS_TRANSPORT=shm, but {id} is on host {}, not on this one, or offers no shared memory; \
-         use auto or tcp",
-        server.host
-    ))
+fn not_here(core: CoreId, server: &ServerPeer) -> Error {
+    SettingError::NoSharedMemory { core, host: server.host.clone() }.into()
 }

@@ -17,7 +17,7 @@ use self::declared::{Declared, News};
 use self::nic_loop::Command;
 use self::places::{Poller, Spot};
 use self::timeline::Tracing;
-use crate::base::error::Error;
+use crate::base::error::{Closed, Death, Error, Overdue, PeerDied, Source, StartError};
 use crate::base::lock;
 use crate::base::task::{Handle, Task};
 use crate::base::types::{GpuPushPull, Speed, TensorId};
@@ -106,7 +106,7 @@ impl Job {
         let reports: Mpsc<Report> = Mpsc::new(joined.links.len() * 2 + 16);
         let nic_waker = joined.wakers.nic.clone();
         let report_waker =
-            Waker::new().map_err(|error| Error::Start(format!("no eventfd: {error}")))?;
+            Waker::new().map_err(|error| StartError::resource("no eventfd", error))?;
         let statistics = Arc::new(NicStatistics::default());
         let (nic_ended, over) = (Arc::new(AtomicBool::new(false)), Arc::new(OnceLock::new()));
         let rank = Rank(joined.roster.index);
@@ -130,8 +130,8 @@ impl Job {
             let _claims = claims;
             thread.run(nic_config, links, &waker, &started);
         };
-        let nic_thread = harness::spawn("bps-nic", cpu, body).map_err(|error| no_thread(&error))?;
-        let ended = |_| Error::Start("the NIC thread ended at once".into());
+        let nic_thread = harness::spawn("bps-nic", cpu, body).map_err(no_thread)?;
+        let ended = |_| StartError::ThreadEnded { task: "drives the lanes" };
         let line = has_started.recv().map_err(ended)??;
         log::info!("{line}");
         let tracing = Arc::new(Tracing::new(
@@ -166,8 +166,8 @@ impl Job {
             speeds: Arc::clone(&speeds),
             tracing: Arc::clone(&tracing),
         };
-        let control_thread = harness::spawn("bps-control", None, move || control.run())
-            .map_err(|error| no_thread(&error))?;
+        let control_thread =
+            harness::spawn("bps-control", None, move || control.run()).map_err(no_thread)?;
         Ok(Job {
             commands,
             nic_waker,
@@ -221,7 +221,7 @@ impl Job {
     }
 
     fn ended(&self) -> Error {
-        let closed = || Error::Closed("this worker has shut down: call init() first".into());
+        let closed = || Closed::Reused.into();
         self.over.get().cloned().unwrap_or_else(closed)
     }
 
@@ -239,13 +239,8 @@ impl Job {
         }
         let answer = |(request, _): (u64, NodeMessage)| {
             let found = |answers: &mut Answers| answers.declares.remove(&request);
-            self.answer(self.patience, found)?.unwrap_or_else(|| {
-                Err(Error::Timeout(format!(
-                    "declare: the scheduler answers heartbeats, but not this, for {:.0} s: read \
-                     its log",
-                    self.patience.as_secs_f64()
-                )))
-            })
+            self.answer(self.patience, found)?
+                .unwrap_or_else(|| Err(Overdue::Declare { waited: self.patience }.into()))
         };
         // Each is waited for, also behind one that failed: none is left unanswered.
         let answers: Vec<Result<Vec<u32>, Error>> = requests.into_iter().map(answer).collect();
@@ -268,10 +263,7 @@ impl Job {
         let timeout = timeout.unwrap_or(self.patience);
         match self.answer(timeout, found)? {
             Some(_) => Ok(()),
-            None => Err(Error::Timeout(format!(
-                "barrier: not all ranks came within {:.1} s",
-                timeout.as_secs_f64()
-            ))),
+            None => Err(Overdue::Barrier { waited: timeout }.into()),
         }
     }
 
@@ -279,9 +271,10 @@ impl Job {
         if self.leaving.load(Ordering::Acquire) || self.nic_ended.load(Ordering::Acquire) {
             return Err(self.ended());
         }
-        self.sender
-            .send(message)
-            .map_err(|error| Error::PeerDied(format!("the scheduler can't be reached: {error}")))
+        self.sender.send(message).map_err(|error| {
+            let source = Source::new(error);
+            PeerDied::from(Death::SchedulerUnreachable { source }).into()
+        })
     }
 
     /// Waits for an answer; `None` if the time is over first.
@@ -399,8 +392,8 @@ impl Job {
     }
 }
 
-fn no_thread(error: &std::io::Error) -> Error {
-    Error::Start(format!("no thread: {error}"))
+fn no_thread(error: std::io::Error) -> Error {
+    StartError::resource("no thread", error).into()
 }
 
 fn nic_config(config: &Config, joined: &start::Joined, switches: &Switches) -> NicConfig {

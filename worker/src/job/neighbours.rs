@@ -3,11 +3,11 @@
 //! first rank of a group has one more with each other: between the threads of their GPUs, should
 //! they use some.
 
-use crate::base::error::Error;
+use crate::base::error::{Error, Source, StartError};
 use bps_engine::base::Rank;
 use bps_engine::control::{Acceptor, JobKey, Listener, Setups, Socket, abstract_name, dial_unix};
 use bps_engine::proto::handshake::{Hello, Purpose};
-use bps_engine::proto::messages::{Neighbour, Roster};
+use bps_engine::proto::messages::{Neighbour, Origin, Party, Place, Roster};
 use bps_engine::trace::log;
 use bps_engine::transport::shm::{self, ShmOptions};
 use bps_engine::transport::{Link, Waker};
@@ -56,12 +56,7 @@ pub(crate) struct Door {
 impl Door {
     /// Listens under a random name, which leaves nothing behind in any file system.
     pub(crate) fn open(key: &JobKey, wakers: &Wakers) -> Result<Door, Error> {
-        let fail = |error: std::io::Error| {
-            Error::Start(format!(
-                "can't listen for the other ranks of this host on a unix socket: {error}; \
-                 BPS_LOCAL_REDUCE=0 on every worker does without"
-            ))
-        };
+        let fail = |error: std::io::Error| StartError::Listen { source: Source::new(error) };
         let name = abstract_name("bps-rank").map_err(fail)?;
         let listener = SocketAddr::from_abstract_name(&name)
             .and_then(|address| UnixListener::bind_addr(&address))
@@ -115,13 +110,13 @@ impl Door {
         for (&rank, peer) in others.range(..me) {
             let offer = |hello: Hello, options| {
                 dial_unix(&peer.local, key, hello, CONNECT)
-                    .map_err(|error| error.to_string())
+                    .map_err(Source::new)
                     .and_then(|stream| {
                         shm::offer(&stream, wakers.of(hello.purpose), options)
-                            .map_err(|error| format!("shared memory could not be set up: {error}"))
+                            .map_err(|error| Source::new(NoSharedMemory(error)))
                     })
                     .map(Link::Shm)
-                    .map_err(|error| unreachable(rank, peer, &error))
+                    .map_err(|source| unreachable(rank, peer, source))
             };
             let epoch = roster.epoch;
             links.nic.insert(rank, offer(Hello::shm_lane(me, epoch), ShmOptions::default())?);
@@ -136,8 +131,7 @@ impl Door {
         }) {
             let left = until.saturating_duration_since(Instant::now());
             let Ok((hello, link)) = self.arrivals.recv_timeout(left) else {
-                let waited = format!("it did not connect within {} s", CONNECT.as_secs());
-                return Err(unreachable(rank, peer, &waited));
+                return Err(unreachable(rank, peer, Source::new(NotConnected)));
             };
             let is_order = hello.purpose == Purpose::OrderLane;
             let among = if is_order { &mut links.order } else { &mut links.nic };
@@ -156,10 +150,18 @@ impl Door {
     }
 }
 
-fn unreachable(rank: Rank, peer: &Neighbour, error: &str) -> Error {
-    Error::Start(format!(
-        "{rank} (host {}, pid {}) is on this host but can't be reached for local reduction: \
-         {error}; BPS_LOCAL_REDUCE=0 on every worker does without",
-        peer.host, peer.pid
-    ))
+/// Shared memory with a node of this host could not be set up.
+#[derive(Debug, thiserror::Error)]
+#[error("shared memory could not be set up: {0}")]
+pub(crate) struct NoSharedMemory(#[source] pub(crate) std::io::Error);
+
+/// A rank that should have dialed this one did not.
+#[derive(Debug, thiserror::Error)]
+#[error("it did not connect within {} s", CONNECT.as_secs())]
+struct NotConnected;
+
+fn unreachable(rank: Rank, peer: &Neighbour, source: Source) -> Error {
+    let place = Some(Place { host: peer.host.clone(), pid: peer.pid });
+    let peer = Origin { party: Party::Rank(rank), place };
+    StartError::Neighbour { peer, source }.into()
 }

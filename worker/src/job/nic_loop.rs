@@ -1,7 +1,7 @@
 //! The loop of the thread `bps-nic`: takes commands, keeps the [rounds](Rounds) of tensors in
 //! memory of the host, and drives the [lanes](Nic) that carry their parts.
 
-use crate::base::error::Error;
+use crate::base::error::{Closed, Error, Source};
 use crate::base::task::Task;
 use crate::nic::{Nic, NicConfig, NicStatistics, Peer, Report};
 use crate::rounds::handover::{FromGpu, GpuThread, ToGpu};
@@ -47,7 +47,7 @@ pub enum Command {
     /// The GPU can't be used, which ends the job.
     GpuFailed {
         /// Why.
-        message: String,
+        source: Source,
     },
     /// Record a timeline with these from now on; recorders that are off end it.
     Trace {
@@ -243,8 +243,7 @@ impl NicLoop {
 
     /// Why nothing more can be pushed, if so.
     fn refusal(&self) -> Option<Error> {
-        let left = || Error::Closed("this worker has shut down".into());
-        self.over.clone().or_else(|| self.leaving.then(left))
+        self.over.clone().or_else(|| self.leaving.then(|| Closed::Left.into()))
     }
 
     fn on_command(&mut self, command: Command) {
@@ -260,7 +259,7 @@ impl NicLoop {
                     self.nic.tell_gpu(ToGpu::Plan { tensor, plan: Arc::clone(plan) });
                 }
             }
-            Command::GpuFailed { message } => self.nic.report(Report::Failed { message }),
+            Command::GpuFailed { source } => self.nic.report(Report::Failed { source }),
             Command::Trace { nic, gpu } => {
                 self.nic.record_with(nic);
                 if let Some(gpu) = gpu {
@@ -288,7 +287,7 @@ impl NicLoop {
             FromGpu::Corrupt { rank, message } => {
                 self.nic.report(Report::Corrupt { peer: Peer::Rank(rank), message });
             }
-            FromGpu::Failed { message } => self.nic.report(Report::Failed { message }),
+            FromGpu::Failed { source } => self.nic.report(Report::Failed { source }),
         }
     }
 
@@ -317,9 +316,12 @@ impl NicLoop {
         if self.over.is_some() {
             return;
         }
-        let error = match (error, self.nic.where_it_stands()) {
-            (Error::PeerDied(text), Some(round)) => Error::PeerDied(format!("{text}; {round}")),
-            (error, _) => error,
+        let error = match error {
+            Error::PeerDied(mut died) if died.at.is_none() => {
+                died.at = self.nic.where_it_stands();
+                Error::PeerDied(died)
+            }
+            error => error,
         };
         (self.say)(&error);
         self.over = Some(error);
@@ -331,8 +333,7 @@ impl NicLoop {
             return;
         }
         if self.rounds.is_open() || self.nic.is_open() || self.nic.is_gpu_busy() {
-            let text = "shutdown was called while a push_pull was under way: synchronize it first";
-            return self.fail(Error::Closed(text.into()));
+            return self.fail(Closed::UnderWay.into());
         }
         self.leaving = true;
         self.nic.leave();
@@ -346,7 +347,7 @@ impl NicLoop {
         }
         self.nic.forget_memory();
         ended.store(true, Ordering::SeqCst);
-        let closed = Error::Closed("this worker has shut down".into());
+        let closed = Error::Closed(Closed::Left);
         let error = over.get().unwrap_or(&closed);
         self.nic.end();
         drain(&self.commands, error);

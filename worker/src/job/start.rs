@@ -2,7 +2,7 @@
 //! group.
 
 use super::nic_loop::{Command, NicLoop};
-use crate::base::error::Error;
+use crate::base::error::{Corruption, Error, SettingError, Source, StartError};
 use crate::host::switches::Switches;
 use crate::job::agent::{Lanes, over_error};
 use crate::job::control::Heart;
@@ -16,7 +16,7 @@ use bps_engine::control::{JobKey, Link, LinkError, LinkReceiver, LinkSender};
 use bps_engine::lane::Endpoint;
 use bps_engine::mem::Budget;
 use bps_engine::proto::messages::{
-    Node, NodeMessage, Planning, Register, Roster, SchedulerMessage,
+    Node, NodeMessage, Origin, Party, Planning, Register, Roster, SchedulerMessage,
 };
 use bps_engine::proto::objects::ObjectKeys;
 use bps_engine::proto::pulse::Pulse;
@@ -121,17 +121,14 @@ pub fn credit_bytes(config: &Config, lanes: usize) -> usize {
 /// Joins the job: returns when all nodes are there and every lane is connected.
 pub(crate) fn join(config: &Config) -> Result<Joined, Error> {
     let start = Instant::now();
-    let key = JobKey::load(config).map_err(|error| Error::Config(error.to_string()))?;
+    let key = JobKey::load(config).map_err(|error| SettingError::Invalid(Source::new(error)))?;
     let link = Link::connect(&config.root_uri, config.root_port, &key, config.start_timeout)
-        .map_err(|error| Error::Start(error.to_string()))?;
-    let fail = |error: &dyn std::fmt::Display| {
-        Error::Start(format!("the scheduler was lost while the job formed: {error}"))
-    };
-    link.notice_loss_after(config.heartbeat_timeout).map_err(|error| fail(&error))?;
+        .map_err(|error| StartError::NoScheduler(Source::new(error)))?;
+    link.notice_loss_after(config.heartbeat_timeout).map_err(lost)?;
     let rails = match rdma::rails_for(config, places::node()) {
         Ok(rails) => rails,
         Err(error) if config.transport == TransportChoice::Rdma => {
-            return Err(Error::Start(format!("RDMA is demanded: {error}")));
+            return Err(StartError::resource("RDMA is demanded", error).into());
         }
         Err(error) => {
             log::warning!("no RDMA lanes: {error}");
@@ -139,16 +136,14 @@ pub(crate) fn join(config: &Config) -> Result<Joined, Error> {
         }
     };
     let waker = if rails.is_some() { Waker::watching() } else { Waker::new() };
-    let no_event = |error: std::io::Error| Error::Start(format!("no eventfd: {error}"));
+    let no_event = |error: std::io::Error| StartError::resource("no eventfd", error);
     let wakers = Wakers { nic: waker.map_err(no_event)?, gpu: Waker::new().map_err(no_event)? };
     // The others of this host may have the roster, and dial, before this rank has it.
     let door = if config.local_reduce { Some(Door::open(&key, &wakers)?) } else { None };
-    let knock_at = link.door(&key).map_err(|error| fail(&error))?;
+    let knock_at = link.door(&key).map_err(lost)?;
     let (sender, receiver) = link.split();
     let local = door.as_ref().map(|door| door.name().to_owned());
-    sender
-        .send(&NodeMessage::Register(register(config, local, knock_at.session)))
-        .map_err(|error| fail(&error))?;
+    sender.send(&NodeMessage::Register(register(config, local, knock_at.session))).map_err(lost)?;
     let address = knock_at.address.to_string();
     let (interval, timeout) = (config.heartbeat_interval, config.heartbeat_timeout);
     let pulse = Pulse::new(&address, interval, timeout, start.elapsed());
@@ -165,6 +160,11 @@ pub(crate) fn join(config: &Config) -> Result<Joined, Error> {
     Ok(Joined { roster, sender, receiver, heart, pulse, object_keys, links, order, wakers })
 }
 
+/// The connection to the scheduler failed before the job had formed.
+fn lost(error: impl std::error::Error + Send + Sync + 'static) -> StartError {
+    StartError::SchedulerLost { source: Source::new(error) }
+}
+
 /// Looks after the connection to the scheduler until the control thread does.
 struct Attendant {
     start: Instant,
@@ -177,21 +177,16 @@ impl Attendant {
     /// The next message of the scheduler, if one comes within `wait`, or a tick. Heartbeats go out
     /// as they are due.
     fn attend(&mut self, wait: Duration) -> Result<Option<SchedulerMessage>, Error> {
-        let fail = |error: &dyn std::fmt::Display| {
-            Error::Start(format!("the scheduler was lost while the job formed: {error}"))
-        };
         let beat = self.pulse.look(self.start.elapsed());
         if let Some(silent) = beat.silent {
-            return Err(Error::Start(self.pulse.complaint(silent)));
+            return Err(StartError::SchedulerSilent(self.pulse.complaint(silent)).into());
         }
         if beat.send {
-            self.sender
-                .send(&NodeMessage::Heartbeat { rounds: 0 })
-                .map_err(|error| fail(&error))?;
+            self.sender.send(&NodeMessage::Heartbeat { rounds: 0 }).map_err(lost)?;
         }
-        let message = self.receiver.receive(wait.min(TICK)).map_err(|error| match &error {
-            LinkError::Altered { .. } => Error::Corrupt(error.to_string()),
-            _ => fail(&error),
+        let message = self.receiver.receive(wait.min(TICK)).map_err(|error| match error {
+            LinkError::Altered { .. } => Corruption::Control(Source::new(error)).into(),
+            _ => Error::from(lost(error)),
         })?;
         if let Some(SchedulerMessage::Heartbeat) = message {
             self.pulse.answered(self.start.elapsed());
@@ -205,19 +200,15 @@ impl Attendant {
             let limit = config.start_timeout + Duration::from_secs(2);
             let left = limit.saturating_sub(self.start.elapsed());
             if left.is_zero() {
-                return Err(Error::Start(format!(
-                    "the job did not form within {} s (BPS_START_TIMEOUT): the scheduler at {}:{} \
-                     says nothing",
-                    config.start_timeout.as_secs(),
-                    config.root_uri,
-                    config.root_port
-                )));
+                let (waited, scheduler) =
+                    (config.start_timeout, format!("{}:{}", config.root_uri, config.root_port));
+                return Err(StartError::NoRoster { waited, scheduler }.into());
             }
             match self.attend(left)? {
                 Some(SchedulerMessage::Waiting { text }) => log::info!("{text}"),
                 Some(SchedulerMessage::Roster(roster)) => return Ok(roster),
                 Some(SchedulerMessage::Over { reason }) => {
-                    return Err(Error::Start(reason.to_string()));
+                    return Err(StartError::NotFormed(Arc::new(reason)).into());
                 }
                 Some(_) | None => {}
             }
@@ -241,14 +232,14 @@ impl Attendant {
                 }
             }
             match self.attend(LOOK)? {
-                Some(SchedulerMessage::Over { reason }) => return Err(over_error(&reason)),
+                Some(SchedulerMessage::Over { reason }) => return Err(over_error(reason)),
                 Some(message) => early.push(message),
                 None => {}
             }
             // A peer that can't be reached may have died: the scheduler knows better.
             if let Some((_, error)) = failed.take_if(|(since, _)| since.elapsed() >= VERDICT) {
                 let message = error.to_string();
-                let _ = self.sender.send(&NodeMessage::Failed { message });
+                let _ = self.sender.send(&NodeMessage::failed(message));
                 return Err(error);
             }
         }
@@ -326,18 +317,18 @@ pub(crate) fn nic(
             .map(|tcp| tcp.with_offload(config.tcp_offload))
             .map(|tcp| tcp.with_send_buffer(config.tcp_send_buffer as usize))
             .map(|tcp| tcp.with_silence(config.lane_silence()))
-            .map_err(|error| Error::Start(error.to_string()))?;
+            .map_err(|error| StartError::resource("TCP could not be set up", error))?;
         line = format!("{line}; {}", tcp.description());
         transports.push(Transport::Tcp(tcp));
     }
     if shm_lanes > 0 {
         let shm = Shm::new(waker.clone())
-            .map_err(|error| Error::Start(format!("shared memory could not be set up: {error}")))?;
+            .map_err(|error| StartError::resource("shared memory could not be set up", error))?;
         transports.push(Transport::Shm(shm));
     }
     if let Some(rails) = rails {
         line = format!("{line}, {rdma_lanes} RDMA lanes; {}", rails.description());
-        let fail = |error| Error::Start(format!("RDMA could not be set up: {error}"));
+        let fail = |error| StartError::resource("RDMA could not be set up", error);
         let rdma = Rdma::new(waker.clone(), rails).map_err(fail)?;
         waker.watch(rdma.fd()).map_err(fail)?;
         transports.push(Transport::Rdma(Box::new(rdma)));
@@ -355,12 +346,13 @@ pub(crate) fn nic(
         say,
     );
     for (end, link) in links {
-        let (peer, name) = match end {
-            End::Core(core) => (Peer::Server(core.server), core.to_string()),
-            End::Rank(rank) => (Peer::Rank(rank), rank.to_string()),
+        let (peer, party) = match end {
+            End::Core(core) => (Peer::Server(core.server), Party::Server(core.server)),
+            End::Rank(rank) => (Peer::Rank(rank), Party::Rank(rank)),
         };
         nic.attach(peer, link).map_err(|error| {
-            Error::Start(format!("the lane to {name} can't be set up: {error}"))
+            let peer = Origin { party, place: None };
+            StartError::Lane { peer, source: Source::new(error) }
         })?;
     }
     Ok((nic, line))

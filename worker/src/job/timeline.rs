@@ -2,7 +2,7 @@
 //! which tells the servers.
 
 use super::nic_loop::Command;
-use crate::base::error::Error;
+use crate::base::error::{Error, Refusal, Source};
 use crate::base::lock;
 use crate::rounds::Plan;
 use crate::rounds::handover::GpuInbox;
@@ -71,10 +71,7 @@ impl Tracing {
     pub(crate) fn start(&self, folder: &Path, rounds: RangeInclusive<u64>) -> Result<(), Error> {
         let mut current = lock(&self.current);
         if let Some(timeline) = current.as_ref().filter(|timeline| !timeline.has_ended()) {
-            return Err(Error::Refused(format!(
-                "a timeline is being written to {} already: stop it first",
-                timeline.path().display()
-            )));
+            return Err(Refusal::TimelineOpen { path: timeline.path().to_owned() }.into());
         }
         // The servers may run elsewhere in the file system.
         let folder = std::path::absolute(folder).unwrap_or_else(|_| folder.to_owned());
@@ -85,8 +82,8 @@ impl Tracing {
             names: Arc::clone(&self.names),
             clock: Arc::clone(&self.clock),
         };
-        let (timeline, mut recorders) =
-            Timeline::start(&folder, subject).map_err(|error| Error::Refused(error.to_string()))?;
+        let (timeline, mut recorders) = Timeline::start(&folder, subject)
+            .map_err(|error| Refusal::Timeline(Source::new(error)))?;
         self.clock.want(true);
         bps_engine::control::ask_time(&self.clock, &self.sender);
         self.tell(Some(messages::Timeline {

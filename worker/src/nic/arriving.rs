@@ -52,10 +52,9 @@ impl Nic {
         let state = self.lane_mut(lane);
         state.receiving = Receiving::Closing;
         let (peer, key) = (state.peer, header.key);
-        let name = self.known(header).map_or("a tensor", |part| &self.part(part).plan.name);
-        let what = format!("the payload of `{name}` ({key}, round {})", header.round.0);
+        let tensor = self.known(header).ok().map(|part| self.part(part).plan.name.to_string());
         self.endpoint.close(lane);
-        self.report(Report::Altered { peer, sent, what });
+        self.report(Report::Altered { peer, sent, tensor, key, round: header.round.0 });
     }
 
     fn on_publication(&mut self, lane: LaneId, header: Header) -> Result<(), String> {

@@ -2,6 +2,8 @@
 //! closes, a job that is over, a rank that leaves.
 
 use super::{LaneId, Nic, PartId, Phase, Receiving, Report, Stage};
+use crate::base::error::RoundSeen;
+use bps_engine::proto::messages::RoundOf;
 use bps_engine::transport::Cause;
 use std::collections::VecDeque;
 
@@ -95,14 +97,15 @@ impl Nic {
         }
     }
 
-    /// "round 812 of `layer4.weight` was open", or which was the last one.
-    pub(crate) fn where_it_stands(&self) -> Option<String> {
+    /// The round that is open, or the last one.
+    pub(crate) fn where_it_stands(&self) -> Option<RoundSeen> {
         let open = self.parts.iter().find(|part| part.is_open());
-        let (part, how) = match (open, self.latest) {
-            (Some(part), _) => (part, "was open"),
-            (None, Some(latest)) => (self.part(latest), "was the last one"),
+        let (part, is_open) = match (open, self.latest) {
+            (Some(part), _) => (part, true),
+            (None, Some(latest)) => (self.part(latest), false),
             _ => return None,
         };
-        Some(format!("round {} of `{}` {how}", part.round, part.plan.name))
+        let of = RoundOf { tensor: part.plan.name.to_string(), round: part.round };
+        Some(RoundSeen { of, is_open })
     }
 }

@@ -1,7 +1,8 @@
 //! What the lanes of a worker are told at start, and what they tell: reports, and what others read
 //! of them.
 
-use bps_engine::base::{Epoch, Rank};
+use crate::base::error::{RoundSeen, Source};
+use bps_engine::base::{Epoch, Key, Rank};
 use bps_engine::proto::messages::StalledKey;
 use bps_engine::proto::paths::AwaitedKey;
 use bps_engine::trace::counters::{Counter, Counters};
@@ -18,8 +19,8 @@ pub enum Report {
         peer: Peer,
         /// What was seen.
         cause: Cause,
-        /// What was open then, for people.
-        round: Option<String>,
+        /// What this rank was at then.
+        round: Option<RoundSeen>,
     },
     /// A frame that does not fit what was pushed.
     Corrupt {
@@ -34,13 +35,17 @@ pub enum Report {
         peer: Peer,
         /// Whether it was this rank that sent them.
         sent: bool,
-        /// What they were.
-        what: String,
+        /// The tensor's name, where the key is known.
+        tensor: Option<String>,
+        /// The part.
+        key: Key,
+        /// Its round.
+        round: u64,
     },
     /// This rank itself can't go on.
     Failed {
         /// Why.
-        message: String,
+        source: Source,
     },
     /// Parts that were sent to a server and whose results do not come; empty once when none is
     /// awaited for long any more.

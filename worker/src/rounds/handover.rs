@@ -3,7 +3,7 @@
 
 use super::memory::{Slot, SlotMemory};
 use super::{PartOf, Plan};
-use crate::base::error::Error;
+use crate::base::error::{Error, Source};
 use crate::base::task::Task;
 use crate::cuda::PooledEvent;
 use bps_engine::base::Rank;
@@ -108,7 +108,7 @@ pub enum FromGpu {
     /// The GPU can't go on.
     Failed {
         /// Why.
-        message: String,
+        source: Source,
     },
 }
 

@@ -6,7 +6,7 @@
 //! place; their rounds are the pipeline's.
 
 use super::{Memory, PartId, PartOf, Plan};
-use crate::base::error::Error;
+use crate::base::error::{Error, Refusal};
 use crate::base::task::Task;
 use bps_engine::base::Key;
 use std::collections::VecDeque;
@@ -154,12 +154,10 @@ impl Rounds {
     /// Why a tensor can't be pushed, if so.
     fn refusal(&self, tensor: u32) -> Option<Error> {
         let Some(state) = self.tensor(tensor) else {
-            return Some(Error::Refused(format!("tensor id {tensor} was not declared")));
+            return Some(Refusal::UnknownId { id: tensor }.into());
         };
         let name = &state.plan.name;
-        let is_gpus = state.plan.device.then(|| {
-            Error::Refused(format!("`{name}` was declared as a tensor of the GPU: push it as one"))
-        });
+        let is_gpus = state.plan.device.then(|| Refusal::OfGpu { tensor: name.to_string() }.into());
         state.poisoned.clone().or(is_gpus)
     }
 

@@ -5,7 +5,7 @@ use super::{
     Duration, Epoch, Exit, NodeId, Output, OverReason, Phase, Rank, Refusal, Rendezvous, Scheduler,
     SchedulerMessage, Standing,
 };
-use crate::proto::messages::{NodeMessage, Timeline};
+use crate::proto::messages::{NodeMessage, Origin, Party, Place, RoundOf, Sign, Timeline};
 use crate::proto::text::list;
 
 /// Whether silence counts from this message on. What comes behind a heartbeat that is lost does not
@@ -20,8 +20,12 @@ pub(super) fn is_sign_of_life(message: &NodeMessage) -> bool {
 impl Scheduler {
     /// A member of the job counts as dead: a running job cannot go on. It is told, too.
     pub(super) fn lost(&mut self, node: NodeId, how: &str) {
+        self.dead(node, Sign::Seen(how.to_owned()));
+    }
+
+    fn dead(&mut self, node: NodeId, how: Sign) {
         if matches!(self.phase, Phase::Forming(_)) {
-            return self.vacate(node, how, true);
+            return self.vacate(node, &how.to_string(), true);
         }
         let Some(reason) = self.death(node, how) else { return };
         self.end(reason, Some(node));
@@ -32,20 +36,14 @@ impl Scheduler {
         if matches!(self.phase, Phase::Forming(_)) {
             return self.vacate(node, how, false);
         }
-        let Some(reason) = self.death(node, how) else { return };
+        let Some(reason) = self.death(node, Sign::Seen(how.to_owned())) else { return };
         self.peers.remove(&node);
         self.end(reason, None);
     }
 
-    fn death(&self, node: NodeId, how: &str) -> Option<OverReason> {
+    fn death(&self, node: NodeId, how: Sign) -> Option<OverReason> {
         let peer = self.peers.get(&node)?;
-        Some(OverReason::Died {
-            who: self.who(node),
-            host: peer.host.clone(),
-            pid: peer.pid,
-            how: how.to_owned(),
-            rounds: peer.rounds,
-        })
+        Some(OverReason::Died { who: self.origin(node), how, rounds: peer.rounds })
     }
 
     /// A member says on a further connection that it lives.
@@ -63,7 +61,7 @@ impl Scheduler {
         self.send(node, SchedulerMessage::Heartbeat);
     }
 
-    pub(super) fn failed(&mut self, node: NodeId, message: String) {
+    pub(super) fn failed(&mut self, node: NodeId, message: String, round: Option<RoundOf>) {
         let is_member = self
             .peers
             .get(&node)
@@ -71,8 +69,8 @@ impl Scheduler {
         if is_member && matches!(self.phase, Phase::Forming(_)) {
             self.vacate(node, &message, true);
         } else if is_member {
-            let who = self.described(node);
-            self.end(OverReason::Failed { who, message }, Some(node));
+            let who = self.origin(node);
+            self.end(OverReason::Failed { who, message, round }, Some(node));
         } else {
             self.drop_stranger(node, &message);
         }
@@ -121,11 +119,26 @@ impl Scheduler {
 
     /// `rank 3 (host a, pid 5)`.
     pub(super) fn described(&self, node: NodeId) -> String {
-        match self.peers.get(&node) {
-            Some(peer) if !peer.host.is_empty() => {
-                format!("{} (host {}, pid {})", self.who(node), peer.host, peer.pid)
-            }
-            _ => self.who(node),
+        self.origin(node).to_string()
+    }
+
+    /// The node as verdicts name it.
+    pub(super) fn origin(&self, node: NodeId) -> Origin {
+        let peer = self.peers.get(&node).filter(|peer| !peer.host.is_empty());
+        let place = peer.map(|peer| Place { host: peer.host.clone(), pid: peer.pid });
+        Origin { party: self.party(node), place }
+    }
+
+    /// The node's place in the job.
+    fn party(&self, node: NodeId) -> Party {
+        let Some(peer) = self.peers.get(&node) else { return Party::Unplaced("a node".to_owned()) };
+        match (&peer.standing, &self.phase) {
+            (Standing::Worker(rank) | Standing::Left(rank), _) => Party::Rank(*rank),
+            (Standing::Server, Phase::Running(running)) => match running.server(node) {
+                Some(server) => Party::Server(server),
+                None => Party::Unplaced(peer.who.clone()),
+            },
+            _ => Party::Unplaced(peer.who.clone()),
         }
     }
 
@@ -267,10 +280,12 @@ impl Scheduler {
             .collect();
         for node in silent {
             let Some(peer) = self.peers.get(&node) else { continue };
-            let seconds = now.saturating_sub(peer.heard).as_secs_f64();
+            let silent = now.saturating_sub(peer.heard);
+            let milliseconds = u64::try_from(silent.as_millis()).unwrap_or(u64::MAX);
+            let how = Sign::Silent { milliseconds };
             match peer.standing {
                 Standing::Worker(_) | Standing::Server => {
-                    self.lost(node, &format!("no heartbeat for {seconds:.1} s"));
+                    self.dead(node, how);
                     if self.is_over() {
                         return;
                     }
@@ -280,6 +295,7 @@ impl Scheduler {
                     self.put(Output::Close(node));
                 }
                 Standing::New | Standing::Early(_) => {
+                    let seconds = silent.as_secs_f64();
                     self.drop_stranger(node, &format!("it said nothing for {seconds:.1} s"));
                 }
             }
@@ -345,13 +361,13 @@ impl Scheduler {
         let waited = now.saturating_sub(since);
         if waited >= self.config.stall_timeout {
             let node = running.job.servers[server as usize].0;
-            let who = self.described(node);
+            let who = self.origin(node);
             let message = format!(
                 "it has not made room for declared tensors in {} s (BPS_STALL_TIMEOUT): read its \
                  log",
                 waited.as_secs()
             );
-            self.end(OverReason::Failed { who, message }, None);
+            self.end(OverReason::Failed { who, message, round: None }, None);
         }
     }
 

@@ -9,7 +9,7 @@ use super::{
     Duration, NodeId, Output, OverReason, Phase, Rank, Scheduler, SchedulerMessage, Standing,
 };
 use crate::base::Key;
-use crate::proto::messages::Stall;
+use crate::proto::messages::{Origin, Party, Place, Stall};
 use crate::proto::paths::{
     AwaitedKey, End, KeyState, LaneFault, Leg, Member, PATH_KEYS_MAX, PATHS_MAX, PathLoss,
     PathStall,
@@ -265,7 +265,10 @@ impl Scheduler {
         })?;
         let message = "it shut down while a push_pull of others was under way: let every rank \
                        make the same steps, and synchronize them, before it shuts down";
-        Some(OverReason::Failed { who: left.to_string(), message: message.into() })
+        let (_, peer) = running.job.workers.get(left.0 as usize)?;
+        let place = Some(Place { host: peer.host.clone(), pid: peer.pid });
+        let who = Origin { party: Party::Rank(left), place };
+        Some(OverReason::Failed { who, message: message.into(), round: None })
     }
 
     /// The first lost lane whose ends are both well: neither has ended in the time that the news of

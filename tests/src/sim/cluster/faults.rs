@@ -1,6 +1,7 @@
 //! How ranks and lanes of a simulated job end.
 
 use super::{Cluster, Duration, Error, Letter, NicCommand, NodeMessage, SimGpu};
+use bps_worker::error::Closed;
 
 /// How long leaving may take before it is given up.
 const LEAVE: Duration = Duration::from_secs(5);
@@ -67,7 +68,7 @@ impl Cluster {
             let Some(since) = worker.leaving else { continue };
             if worker.alive && (worker.ended() || now - since > LEAVE) {
                 (worker.leaving, worker.left) = (None, true);
-                worker.push(NicCommand::Fail { error: Error::Closed("it has left".into()) });
+                worker.push(NicCommand::Fail { error: Error::Closed(Closed::Left) });
                 let node = worker.node;
                 self.mail(Letter::Up(node, NodeMessage::Leave { suspend: false }));
             }

@@ -8,6 +8,7 @@ use bps_engine::lane::Endpoint;
 use bps_engine::transport::sim::Random;
 use bps_engine::transport::{Link, Waker};
 use bps_worker::cuda::{Device, EventPool, PooledEvent, Stream};
+use bps_worker::error::Closed;
 use bps_worker::gpu::order_lanes::OrderLanes;
 use bps_worker::gpu::{Assembled, Assembly, Pipeline};
 use bps_worker::host::switches::Switches;
@@ -167,7 +168,7 @@ impl SimGpu {
             }
         }
         if self.inbox.has_ended() {
-            let closed = Error::Closed("this worker has shut down".into());
+            let closed = Error::Closed(Closed::Left);
             self.inbox.refuse(self.over.get().unwrap_or(&closed));
         }
     }

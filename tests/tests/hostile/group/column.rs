@@ -167,7 +167,7 @@ fn poisoned(steps: usize, seed: u64) {
             agreed: Vec::new(),
         };
         let name = format!("tensor {tensor}");
-        let error = Error::Mismatch(mismatch.to_string());
+        let error = Error::Mismatch(std::sync::Arc::new(mismatch));
         column.command(Command::Poison { name, agreed: vec![(tensor, 0)], error });
     }
     column.settle();

@@ -2,7 +2,7 @@
 //! job.
 
 use super::{Pipeline, Tensor};
-use crate::base::error::Error;
+use crate::base::error::{Closed, Error, Refusal, Source};
 use crate::cuda::{Closing, GpuError, Track};
 use crate::gpu::order_lanes::OrderLanes;
 use crate::rounds::handover::{FromGpu, GpuPush};
@@ -62,7 +62,7 @@ impl Pipeline {
             && let Some(error) = &self.failed
         {
             self.fails_at = None;
-            self.tell(FromGpu::Failed { message: error.to_string() });
+            self.tell(FromGpu::Failed { source: Source::new(error.clone()) });
         }
     }
 
@@ -188,7 +188,7 @@ impl Pipeline {
 
     /// The NIC loop has ended.
     fn begin_end(&mut self) -> End {
-        let failed = self.failed.take().map(|failed| Error::Refused(failed.to_string()));
+        let failed = self.failed.take().map(|failed| Refusal::Own(Source::new(failed)).into());
         let error = self.job_over.get().cloned().or(failed);
         let began = self.now;
         let Some(mut host) = self.host.take() else {
@@ -225,7 +225,7 @@ impl Pipeline {
         if error.is_some() || !is_idle {
             std::mem::forget(std::mem::take(&mut self.direct));
         }
-        let error = error.unwrap_or_else(|| Error::Closed("this worker has shut down".into()));
+        let error = error.unwrap_or_else(|| Closed::Left.into());
         self.inbox.end(&error);
         for (_, task) in std::mem::take(&mut self.finished) {
             self.inbox.push_over();

@@ -2,7 +2,7 @@
 
 use super::turns::Of;
 use super::{Ordered, Pipeline, RowState, Tensor, Written};
-use crate::base::error::Error;
+use crate::base::error::{Error, Refusal};
 use crate::cuda::GpuError;
 use crate::gpu::rows::{Cut, rows};
 use crate::rounds::{Plan, PlanPart};
@@ -58,20 +58,15 @@ impl Pipeline {
     }
 
     /// Why this tensor can't be served, if it can't.
-    fn unfit(&self, plan: &Plan, is_local: bool) -> Option<String> {
-        let name = &plan.name;
+    fn unfit(&self, plan: &Plan, is_local: bool) -> Option<Refusal> {
+        let tensor = || plan.name.to_string();
         if is_local {
             // NCCL rounds it towards zero, and everybody else down.
             let is_wrong = plan.operation == Operation::Average && !plan.dtype.is_float();
-            return is_wrong.then(|| {
-                format!("`{name}`: an average of whole numbers goes through memory of the host")
-            });
+            return is_wrong.then(|| Refusal::WholeAverage { tensor: tensor() });
         }
         let large = plan.parts.iter().find(|part| part.bytes > self.slot_bytes)?;
-        Some(format!(
-            "`{name}` is cut into parts of {} bytes, and this rank's slots hold {}: give all \
-             ranks the same BYTEPS_PARTITION_BYTES",
-            large.bytes, self.slot_bytes
-        ))
+        let (bytes, slot_bytes) = (large.bytes, self.slot_bytes);
+        Some(Refusal::PartsTooLarge { tensor: tensor(), bytes, slot_bytes })
     }
 }

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::Handle;
+use crate::base::error::Refusal;
 use crate::rounds::PlanPart;
 use bps_engine::base::{DType, Operation, Rank};
 use bps_engine::transport::LaneId;
@@ -61,7 +62,7 @@ fn outcome(handle: &Handle) -> Option<Result<(), Error>> {
 }
 
 fn poisoned() -> Error {
-    Error::Mismatch("two shapes".into())
+    Refusal::Undeclared { tensor: "two shapes".into() }.into()
 }
 
 /// All open parts of a tensor of so many parts from this number on are over.

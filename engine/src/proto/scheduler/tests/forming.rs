@@ -166,7 +166,7 @@ fn a_node_that_is_gone_before_the_job_has_formed_frees_its_place() {
     let ways: [(Gone, &str); 4] = [
         (|bench| bench.close(0), "connection closed"),
         (|bench| bench.say(0, NodeMessage::Leave { suspend: false }), "it left"),
-        (|bench| bench.say(0, NodeMessage::Failed { message: "no memory".into() }), "no memory"),
+        (|bench| bench.say(0, NodeMessage::failed("no memory")), "no memory"),
         (|bench| bench.pass(5_000, &[100]), "no heartbeat for 4."),
     ];
     for (gone, how) in ways {

@@ -57,24 +57,27 @@ fn a_death_is_told_to_all_the_others_at_once() {
     assert_eq!(bench.done, None);
     bench.pass(250, &[0, 1, 100]);
     let OverReason::Died { who, how, .. } = bench.over(0) else { panic!() };
-    assert_eq!((who.as_str(), how.as_str()), ("server 1", "no heartbeat for 4.2 s"));
+    assert_eq!((who.party, &how), (Party::Server(1), &Sign::Silent { milliseconds: 4_250 }));
+    assert_eq!(how.to_string(), "no heartbeat for 4.2 s");
 
     let mut bench = Bench::formed(2, 1);
-    bench.say(1, NodeMessage::Failed { message: "out of memory".into() });
+    bench.say(1, NodeMessage::failed("out of memory"));
     let reason = bench.over(0).to_string();
     assert_eq!(reason, "rank 1 (host w1, pid 1001) failed: out of memory");
     let mut bench = Bench::formed(2, 1);
     bench.say(100, NodeMessage::Leave { suspend: false });
-    assert!(bench.over(0).to_string().contains("server 0 failed: it left"));
+    assert!(bench.over(0).to_string().contains(") failed: it left while the job went on"));
 }
 
 #[test]
 fn whoever_counts_as_dead_is_told_so() {
     let mut bench = Bench::formed(3, 1);
     bench.pass(4_250, &[0, 1, 100]);
-    assert!(matches!(bench.over(0), OverReason::Died { who, .. } if who == "rank 2"));
+    assert!(
+        matches!(bench.over(0), OverReason::Died { who, .. } if who.party == Party::Rank(Rank(2)))
+    );
     let reason = bench.over(2);
-    assert_eq!(reason, OverReason::Removed { how: "no heartbeat for 4.2 s".into() });
+    assert_eq!(reason, OverReason::Removed { how: Sign::Silent { milliseconds: 4_250 } });
     let line = reason.to_string();
     assert!(
         line.starts_with("the scheduler declared this process dead: no heartbeat for"),
@@ -82,7 +85,7 @@ fn whoever_counts_as_dead_is_told_so() {
     );
     // Whoever says itself that it fails knows.
     let mut bench = Bench::formed(2, 1);
-    bench.say(1, NodeMessage::Failed { message: "out of memory".into() });
+    bench.say(1, NodeMessage::failed("out of memory"));
     assert!(bench.heard(1).is_empty());
 }
 
@@ -119,7 +122,9 @@ fn every_heartbeat_is_answered_and_another_connection_says_as_well_who_lives() {
     for node in [1, 82] {
         assert!(matches!(bench.over(node), OverReason::Removed { .. }));
     }
-    assert!(matches!(bench.over(0), OverReason::Died { who, .. } if who == "rank 1"));
+    assert!(
+        matches!(bench.over(0), OverReason::Died { who, .. } if who.party == Party::Rank(Rank(1)))
+    );
 }
 
 #[test]
@@ -152,7 +157,8 @@ fn members_that_break_the_protocol_and_strangers_are_told_apart() {
     // A member ends the job.
     bench.say(1, NodeMessage::Installed { request: 1 });
     let OverReason::Died { who, how, .. } = bench.over(0) else { panic!() };
-    assert!(who == "rank 1" && how.contains("broke the protocol"), "{how}");
+    let how = how.to_string();
+    assert!(who.party == Party::Rank(Rank(1)) && how.contains("broke the protocol"), "{how}");
 }
 
 #[test]

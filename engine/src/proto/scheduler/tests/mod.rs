@@ -13,8 +13,8 @@ use crate::base::{CoreId, DType, Key, Operation};
 use crate::limits::{ERAS_MAX, NAME_BYTES_MAX};
 use crate::proto::late::{CaughtUp, LATE_LINES_MAX, Late, LateCollector, LateKeys};
 use crate::proto::messages::{
-    Assignment, Declaration, KeySpec, Mismatch, Node, Part, Planning, Replacement, RetiredKey,
-    STALLS_SHOWN_MAX, StalledKey, Superseded,
+    Assignment, Declaration, KeySpec, Mismatch, Node, Part, Party, Planning, Replacement,
+    RetiredKey, STALLS_SHOWN_MAX, Sign, StalledKey, Superseded,
 };
 use crate::proto::shape::TensorShape;
 

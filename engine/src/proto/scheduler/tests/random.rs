@@ -89,7 +89,7 @@ fn any_message(random: &mut Random, standing: Option<&Standing>) -> NodeMessage 
                 .collect(),
         },
         5 => NodeMessage::Leave { suspend: random.one_in(2) },
-        6 => NodeMessage::Failed { message: "wild".to_owned() },
+        6 => NodeMessage::failed("wild"),
         _ => {
             let (at, workers, servers) = (random.small(4), random.small(4), random.small(3));
             NodeMessage::Register(if random.one_in(2) {

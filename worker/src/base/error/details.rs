@@ -1,0 +1,321 @@
+//! The data of every error in one form, for callers that act on it.
+
+use super::{Corruption, Death, Error, Overdue, Refusal, SettingError, StartError};
+use bps_engine::base::Rank;
+use bps_engine::proto::messages::{Mismatch, Origin, OverReason, Party, RoundOf, Sign, Stall};
+use bps_engine::proto::paths::{LaneFault, PathStall};
+use bps_engine::transport::Cause;
+use std::time::Duration;
+
+/// Whom and what an error is about. What does not apply, or is not known, is `None` or empty.
+#[derive(Clone, PartialEq, Eq, Default, Debug)]
+pub struct Details {
+    /// The ranks that died, failed, disagree or are waited for, in rising order; of a path, the
+    /// ranks at its ends.
+    pub ranks: Vec<Rank>,
+    /// Index of the server that died, failed or is at an end of the path.
+    pub server: Option<u32>,
+    /// Host of the process that died or failed.
+    pub host: Option<String>,
+    /// Its process id there.
+    pub pid: Option<u32>,
+    /// Name of the tensor that was waited for, or that was open or the last one at this rank.
+    pub tensor: Option<String>,
+    /// Its round, counted from 1.
+    pub round: Option<u64>,
+    /// For how long the node was silent or was waited for when that was noticed.
+    pub waited: Option<Duration>,
+}
+
+impl Error {
+    /// Whom and what it is about.
+    #[must_use]
+    pub fn details(&self) -> Details {
+        match self {
+            Error::Config(error) => Details::of_setting(error),
+            Error::Start(error) => Details::of_start(error),
+            Error::Mismatch(mismatch) => Details::of_mismatch(mismatch),
+            Error::PeerDied(died) => {
+                let details = Details::of_death(&died.death);
+                details.or_round(died.at.as_ref().map(|at| &at.of))
+            }
+            Error::Corrupt(corruption) => Details::of_corruption(corruption),
+            Error::Stalled(reason) => Details::of_verdict(reason),
+            Error::Timeout(Overdue::Declare { waited } | Overdue::Barrier { waited }) => {
+                Details { waited: Some(*waited), ..Details::default() }
+            }
+            Error::Refused(refusal) => {
+                Details { tensor: refusal.tensor().map(str::to_owned), ..Details::default() }
+            }
+            Error::Closed(_) => Details::default(),
+        }
+    }
+}
+
+impl Refusal {
+    /// The name of the tensor that it is about.
+    #[must_use]
+    pub fn tensor(&self) -> Option<&str> {
+        match self {
+            Refusal::Plan { tensor, .. }
+            | Refusal::Undeclared { tensor }
+            | Refusal::OfGpu { tensor }
+            | Refusal::OfHost { tensor }
+            | Refusal::WholeAverage { tensor }
+            | Refusal::PartsTooLarge { tensor, .. } => Some(tensor),
+            Refusal::Scheduler { .. }
+            | Refusal::UnknownId { .. }
+            | Refusal::NoGpu
+            | Refusal::Gpu(_)
+            | Refusal::Own(_)
+            | Refusal::TimelineOpen { .. }
+            | Refusal::Timeline(_) => None,
+        }
+    }
+}
+
+impl Details {
+    fn of_setting(error: &SettingError) -> Details {
+        match error {
+            SettingError::NoRdma { core, host } | SettingError::NoSharedMemory { core, host } => {
+                let (server, host) = (Some(core.server), Some(host.clone()));
+                Details { server, host, ..Details::default() }
+            }
+            SettingError::RingsDiffer { ranks, .. } => Details::of_ranks(*ranks),
+            SettingError::Invalid(_) | SettingError::SecondGpu { .. } => Details::default(),
+        }
+    }
+
+    fn of_start(error: &StartError) -> Details {
+        match error {
+            StartError::SchedulerSilent(silence) => {
+                Details { waited: Some(silence.silent), ..Details::default() }
+            }
+            StartError::NoRoster { waited, .. } => {
+                Details { waited: Some(*waited), ..Details::default() }
+            }
+            StartError::NotFormed(reason) => Details::of_verdict(reason),
+            StartError::Neighbour { peer, .. } | StartError::Lane { peer, .. } => {
+                Details::of_origin(peer)
+            }
+            StartError::Core { core, host, pid, .. } => {
+                let (server, host) = (Some(core.server), Some(host.clone()));
+                Details { server, host, pid: Some(*pid), ..Details::default() }
+            }
+            StartError::GpuElsewhere { rank, .. } => Details::of_ranks([*rank]),
+            StartError::SameGpu { ranks } | StartError::NcclDiffers { ranks, .. } => {
+                Details::of_ranks(*ranks)
+            }
+            StartError::Resource { .. }
+            | StartError::ThreadEnded { .. }
+            | StartError::Listen { .. }
+            | StartError::NoScheduler(_)
+            | StartError::SchedulerLost { .. }
+            | StartError::Gpu(_) => Details::default(),
+        }
+    }
+
+    fn of_corruption(corruption: &Corruption) -> Details {
+        match corruption {
+            Corruption::Payload { from, to, tensor, round, .. } => {
+                let (tensor, round) = (tensor.clone(), Some(*round));
+                Details { tensor, round, ..Details::default() }.with(&from.party).with(&to.party)
+            }
+            Corruption::Control(_) => Details::default(),
+        }
+    }
+
+    fn of_mismatch(mismatch: &Mismatch) -> Details {
+        let tensor = Some(mismatch.first_said.name.clone());
+        Details { tensor, ..Details::of_ranks([mismatch.first, mismatch.second]) }
+    }
+
+    fn of_death(death: &Death) -> Details {
+        match death {
+            Death::Verdict(reason) => Details::of_verdict(reason),
+            Death::SchedulerSilent(silence) => {
+                Details { waited: Some(silence.silent), ..Details::default() }
+            }
+            Death::SchedulerLost { .. } | Death::SchedulerUnreachable { .. } => Details::default(),
+            Death::LaneLost { peer, cause, at } => {
+                let waited = match cause {
+                    Cause::Unacknowledged { milliseconds } => Some(u64::from(*milliseconds)),
+                    _ => None,
+                };
+                let waited = waited.map(Duration::from_millis);
+                let details = Details { waited, ..Details::of_origin(peer) };
+                details.or_round(at.as_ref().map(|at| &at.of))
+            }
+            Death::Nonsense { peer, .. } => Details::of_origin(peer),
+        }
+    }
+
+    fn of_verdict(reason: &OverReason) -> Details {
+        let silence = |how: &Sign| match how {
+            Sign::Silent { milliseconds } => Some(Duration::from_millis(*milliseconds)),
+            Sign::Seen(_) => None,
+        };
+        match reason {
+            OverReason::Finished | OverReason::NotFormed { .. } => Details::default(),
+            OverReason::Died { who, how, .. } => {
+                Details { waited: silence(how), ..Details::of_origin(who) }
+            }
+            OverReason::Removed { how } => Details { waited: silence(how), ..Details::default() },
+            OverReason::Failed { who, round, .. } => {
+                Details::of_origin(who).or_round(round.as_ref())
+            }
+            OverReason::PathLost(loss) => {
+                let waited = match loss.fault {
+                    LaneFault::Unacknowledged { milliseconds } => Some(milliseconds.into()),
+                    LaneFault::Closed | LaneFault::Error(_) => None,
+                };
+                let waited = waited.map(Duration::from_millis);
+                Details { waited, ..Details::default() }
+                    .with(&loss.from.end.into())
+                    .with(&loss.to.end.into())
+            }
+            OverReason::PathStalled { stalls } => {
+                stalls.first().map_or_else(Details::default, Details::of_path_stall)
+            }
+            OverReason::Stalled { stalls } => Details::of_stalls(stalls, |stall| &stall.missing),
+            OverReason::Abandoned { stalls } => Details::of_stalls(stalls, |stall| &stall.left),
+        }
+    }
+
+    /// The oldest stall, and the ranks for which any of them waits.
+    fn of_stalls(stalls: &[Stall], ranks: impl Fn(&Stall) -> &[Rank]) -> Details {
+        let details = Details::of_ranks(stalls.iter().flat_map(|stall| ranks(stall).to_vec()));
+        let Some(oldest) = stalls.first() else { return details };
+        Details {
+            tensor: Some(oldest.name.clone()),
+            round: Some(oldest.round),
+            waited: Some(Duration::from_millis(oldest.waited_ms)),
+            ..details
+        }
+    }
+
+    fn of_path_stall(stall: &PathStall) -> Details {
+        Details {
+            server: Some(stall.server),
+            tensor: Some(stall.name.clone()),
+            round: Some(stall.round),
+            waited: Some(Duration::from_millis(stall.waited_ms)),
+            ..Details::of_ranks([stall.rank])
+        }
+    }
+
+    fn of_ranks(ranks: impl IntoIterator<Item = Rank>) -> Details {
+        let mut ranks: Vec<Rank> = ranks.into_iter().collect();
+        ranks.sort_unstable();
+        ranks.dedup();
+        Details { ranks, ..Details::default() }
+    }
+
+    fn of_origin(origin: &Origin) -> Details {
+        let host = origin.place.as_ref().map(|place| place.host.clone());
+        let pid = origin.place.as_ref().map(|place| place.pid);
+        Details { host, pid, ..Details::default() }.with(&origin.party)
+    }
+
+    /// It is about this party as well.
+    fn with(mut self, party: &Party) -> Details {
+        match party {
+            Party::Rank(rank) => {
+                self.ranks.push(*rank);
+                self.ranks.sort_unstable();
+            }
+            Party::Server(index) => self.server = Some(*index),
+            Party::Scheduler | Party::Unplaced(_) => {}
+        }
+        self
+    }
+
+    /// It is about this round, unless it is about another.
+    fn or_round(mut self, of: Option<&RoundOf>) -> Details {
+        if let (None, Some(of)) = (&self.tensor, of) {
+            (self.tensor, self.round) = (Some(of.tensor.clone()), Some(of.round));
+        }
+        self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{PeerDied, RoundSeen};
+    use super::*;
+    use bps_engine::proto::messages::Place;
+    use std::sync::Arc;
+
+    fn origin(party: Party) -> Origin {
+        Origin { party, place: Some(Place { host: "a".into(), pid: 7 }) }
+    }
+
+    fn seen() -> Option<RoundSeen> {
+        Some(RoundSeen { of: RoundOf { tensor: "w".into(), round: 3 }, is_open: true })
+    }
+
+    #[test]
+    fn a_death_has_who_where_since_when_and_what_this_rank_was_at() {
+        let how = Sign::Silent { milliseconds: 4_250 };
+        let reason = OverReason::Died { who: origin(Party::Server(1)), how, rounds: 9 };
+        let death = Death::Verdict(Arc::new(reason));
+        let error = Error::from(PeerDied { death, at: seen() });
+        assert_eq!(
+            error.to_string(),
+            "server 1 (host a, pid 7) died after 9 rounds: no heartbeat for 4.2 s: its own log \
+             says why; round 3 of `w` was open"
+        );
+        let expected = Details {
+            ranks: vec![],
+            server: Some(1),
+            host: Some("a".into()),
+            pid: Some(7),
+            tensor: Some("w".into()),
+            round: Some(3),
+            waited: Some(Duration::from_millis(4_250)),
+        };
+        assert_eq!(error.details(), expected);
+    }
+
+    #[test]
+    fn a_failure_keeps_its_own_round_and_a_lost_lane_both_its_end_and_its_cause() {
+        let round = Some(RoundOf { tensor: "x".into(), round: 8 });
+        let who = origin(Party::Rank(Rank(2)));
+        let reason = OverReason::Failed { who: who.clone(), message: "no memory".into(), round };
+        let death = Death::Verdict(Arc::new(reason));
+        let details = Error::from(PeerDied { death, at: seen() }).details();
+        assert_eq!((details.tensor.as_deref(), details.round), (Some("x"), Some(8)));
+        assert_eq!(details.ranks, [Rank(2)]);
+        let cause = Cause::Unacknowledged { milliseconds: 9_000 };
+        let lost = Death::LaneLost { peer: who, cause, at: seen() };
+        let error = Error::from(PeerDied::from(lost));
+        assert_eq!(
+            error.to_string(),
+            "the lane to rank 2 (host a, pid 7) was lost (round 3 of `w` was open): nothing that \
+             was sent was acknowledged for 9.0 s"
+        );
+        let details = error.details();
+        assert_eq!((details.ranks, details.round), (vec![Rank(2)], Some(3)));
+        assert_eq!(details.waited, Some(Duration::from_secs(9)));
+    }
+
+    #[test]
+    fn a_stall_has_the_oldest_round_and_every_rank_that_is_missing() {
+        let stall = |name: &str, missing: &[u32]| Stall {
+            name: name.into(),
+            round: 5,
+            waited_ms: 60_000,
+            arrived: vec![Rank(0)],
+            missing: missing.iter().copied().map(Rank).collect(),
+            left: vec![Rank(1)],
+        };
+        let stalls = vec![stall("v", &[3, 1]), stall("w", &[1, 2])];
+        let stalled = Error::Stalled(Arc::new(OverReason::Stalled { stalls: stalls.clone() }));
+        let details = stalled.details();
+        assert_eq!(details.ranks, [Rank(1), Rank(2), Rank(3)]);
+        assert_eq!((details.tensor.as_deref(), details.round), (Some("v"), Some(5)));
+        assert_eq!(details.waited, Some(Duration::from_secs(60)));
+        let left = Error::Stalled(Arc::new(OverReason::Abandoned { stalls }));
+        assert_eq!(left.details().ranks, [Rank(1)]);
+    }
+}

@@ -1,0 +1,123 @@
+//! Calls that were refused, took too long, or came too late.
+
+use super::Source;
+use crate::cuda::GpuError;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// The call's own deadline passed.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum Overdue {
+    /// The scheduler did not answer a declaration.
+    #[error(
+        "declare: the scheduler answers heartbeats, but not this, for {:.0} s: read its log",
+        waited.as_secs_f64()
+    )]
+    Declare {
+        /// For how long this rank waited.
+        waited: Duration,
+    },
+    /// Ranks are missing at a barrier.
+    #[error("barrier: not all ranks came within {:.1} s", waited.as_secs_f64())]
+    Barrier {
+        /// For how long this rank waited.
+        waited: Duration,
+    },
+}
+
+/// A request that is not served.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum Refusal {
+    /// The scheduler says why.
+    #[error("{message}")]
+    Scheduler {
+        /// Its line.
+        message: String,
+    },
+    /// The scheduler's plan of a tensor does not fit the tensor or this rank's lanes.
+    #[error("the scheduler's plan for `{tensor}` {what}")]
+    Plan {
+        /// The tensor's name.
+        tensor: String,
+        /// What does not fit.
+        what: &'static str,
+    },
+    /// No tensor has this id.
+    #[error("tensor id {id} was not declared")]
+    UnknownId {
+        /// The id.
+        id: u32,
+    },
+    /// The name stands for nothing, or for something else by now.
+    #[error("`{tensor}` was not declared, or otherwise meanwhile")]
+    Undeclared {
+        /// The tensor's name.
+        tensor: String,
+    },
+    /// A tensor of the GPU was pushed as one of the host.
+    #[error("`{tensor}` was declared as a tensor of the GPU: push it as one")]
+    OfGpu {
+        /// The tensor's name.
+        tensor: String,
+    },
+    /// A tensor of the host was pushed as one of the GPU.
+    #[error("`{tensor}` was declared as a tensor of the host, and is pushed as one of the GPU")]
+    OfHost {
+        /// The tensor's name.
+        tensor: String,
+    },
+    /// NCCL rounds such averages towards zero, and everybody else down.
+    #[error("`{tensor}`: an average of whole numbers goes through memory of the host")]
+    WholeAverage {
+        /// The tensor's name.
+        tensor: String,
+    },
+    /// The tensor's parts do not fit into the slots of this rank.
+    #[error(
+        "`{tensor}` is cut into parts of {bytes} bytes, and this rank's slots hold {slot_bytes}: \
+         give all ranks the same BYTEPS_PARTITION_BYTES"
+    )]
+    PartsTooLarge {
+        /// The tensor's name.
+        tensor: String,
+        /// Bytes of a part.
+        bytes: usize,
+        /// Bytes of a slot.
+        slot_bytes: usize,
+    },
+    /// A tensor of a GPU is pushed, and none is open.
+    #[error("no GPU is open: call open_gpu first")]
+    NoGpu,
+    /// CUDA or NCCL says why.
+    #[error(transparent)]
+    Gpu(GpuError),
+    /// This rank itself can't go on.
+    #[error(transparent)]
+    Own(Source),
+    /// A timeline is being written.
+    #[error("a timeline is being written to {} already: stop it first", path.display())]
+    TimelineOpen {
+        /// Its file.
+        path: PathBuf,
+    },
+    /// A timeline can't be written.
+    #[error(transparent)]
+    Timeline(Source),
+}
+
+/// This worker has left the job.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum Closed {
+    /// It was shut down.
+    #[error("this worker has shut down")]
+    Left,
+    /// It was shut down, and is asked for something new.
+    #[error("this worker has shut down: call init() first")]
+    Reused,
+    /// It was shut down before its work was over.
+    #[error("shutdown was called while a push_pull was under way: synchronize it first")]
+    UnderWay,
+    /// All workers have.
+    #[error("all workers have finished")]
+    Finished,
+}
