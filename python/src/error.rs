@@ -1,11 +1,12 @@
 //! The one mapping from the engine's errors to the classes of `byteps.errors`.
 
 use bps_worker::Error;
+use bps_worker::error::Details;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
-use pyo3::types::PyType;
+use pyo3::types::{PyTuple, PyType};
 
-/// The Python exception for an error of the engine.
+/// The Python exception for an error of the engine, with its data as attributes.
 pub fn from_engine(error: &Error) -> PyErr {
     let class = match error {
         Error::Config(_) => "ConfigError",
@@ -16,9 +17,26 @@ pub fn from_engine(error: &Error) -> PyErr {
         Error::Stalled(_) => "StallError",
         Error::Timeout(_) => "WaitTimeoutError",
         Error::Closed(_) => "NotInitializedError",
-        _ => "BytePSError",
+        Error::Refused(_) => "BytePSError",
     };
-    raise(class, error.to_string())
+    let raised = raise(class, error.to_string());
+    // An exception without its attributes is still the right one: its class has them as None.
+    let _ = Python::attach(|py| describe(raised.value(py).as_any(), error.details()));
+    raised
+}
+
+/// Sets the attributes that `byteps.errors.BytePSError` documents.
+fn describe(exception: &Bound<'_, PyAny>, details: Details) -> PyResult<()> {
+    let Details { ranks, server, host, pid, tensor, round, waited } = details;
+    let ranks: Vec<u32> = ranks.into_iter().map(|rank| rank.0).collect();
+    exception.setattr("rank", ranks.first().copied())?;
+    exception.setattr("ranks", PyTuple::new(exception.py(), ranks)?)?;
+    exception.setattr("server", server)?;
+    exception.setattr("host", host)?;
+    exception.setattr("pid", pid)?;
+    exception.setattr("tensor", tensor)?;
+    exception.setattr("round", round)?;
+    exception.setattr("waited_s", waited.map(|waited| waited.as_secs_f64()))
 }
 
 /// An exception of class `byteps.errors.<class>`; a plain `RuntimeError` where that module cannot

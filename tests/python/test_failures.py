@@ -50,6 +50,7 @@ def mismatch(kind):
     assert time.monotonic() - begun < NOTICED_SECONDS
     message = str(caught.value)
     assert f"mismatch.{kind}" in message and "rank 0" in message and "rank 1" in message, message
+    assert (caught.value.ranks, caught.value.tensor) == ((0, 1), f"mismatch.{kind}")
     if kind == "shape":
         assert "[2, 3]" in message and "[3, 2]" in message, message
     bps.barrier()
@@ -157,12 +158,15 @@ def test_model_cast_after_wrapping(job):
 # Ranks that are gone
 
 
+DATA = ("rank", "ranks", "server", "host", "pid", "tensor", "round", "waited_s")
+
+
 def wait_for_the_dead():
-    begun = time.monotonic()
     try:
         bps.push_pull(torch.ones(1000), name="from.the.dead")
     except BytePSError as error:
-        return type(error).__name__, str(error), time.monotonic() - begun
+        data = {name: getattr(error, name) for name in DATA}
+        return type(error).__name__, str(error), data
     return None
 
 
@@ -181,8 +185,10 @@ def test_dead_worker(how):
         begun = time.monotonic()
         cluster.start(one_dies, how)
         try:
-            [(name, message, _)] = cluster.results(15, ranks=[0])
+            [(name, message, data)] = cluster.results(15, ranks=[0])
             assert name == "PeerDiedError" and "rank 1" in message, message
+            assert (data["rank"], data["ranks"], data["server"]) == (1, (1,), None), data
+            assert f"(host {data['host']}, pid {data['pid']})" in message, (message, data)
         except AssertionError as error:
             # The launcher ends the survivor too; then it has said so before.
             assert "rank 1" in str(error), error
@@ -217,8 +223,10 @@ def test_dead_server():
         time.sleep(0.5)  # Rank 0 waits by then; if not, it hears of it when it begins to.
         os.kill(servers[-1], signal.SIGKILL)
         try:
-            for name, message, _ in cluster.results(15):
+            for name, message, data in cluster.results(15):
                 assert name == "PeerDiedError" and "server 0" in message, message
+                assert (data["rank"], data["ranks"], data["server"]) == (None, (), 0), data
+                assert data["pid"] == servers[-1], data
         except AssertionError as error:
             assert "server" in str(error), error
         assert cluster.wait(15) != 0
@@ -252,8 +260,12 @@ def stalls():
     if bps.rank() == 0:
         with pytest.raises(StallError) as caught:
             bps.push_pull(torch.ones(10), name="stalled.tensor")
-        assert "stalled.tensor" in str(caught.value) and "1" in str(caught.value)
-        return str(caught.value)
+        error = caught.value
+        assert "stalled.tensor" in str(error) and "1" in str(error)
+        assert (error.rank, error.ranks, error.server) == (1, (1,), None)
+        assert (error.tensor, error.round) == ("stalled.tensor", 1)
+        assert error.waited_s is not None and 3 <= error.waited_s < 10, error.waited_s
+        return str(error)
     time.sleep(6)
     return None
 

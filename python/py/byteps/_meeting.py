@@ -67,11 +67,13 @@ class Meeting(ABC):
         """What rank 0 announces; waits for it until the deadline."""
 
     def _late(self, where: str) -> StartError:
-        return StartError(
+        error = StartError(
             f"rank {self.place.rank} has not heard from rank 0 within {self.seconds:.0f} s (by "
             f"{where}): does rank 0 run, and does every rank call init()? its own output says "
             f"more; BPS_START_TIMEOUT gives it longer"
         )
+        error.rank, error.ranks, error.waited_s = 0, (0,), self.seconds
+        return error
 
 
 def open_meeting(place: Place, generation: int, seconds: float) -> Meeting:

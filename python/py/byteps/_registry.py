@@ -398,10 +398,12 @@ def synchronize(handle: int, timeout: float | None = None) -> Any:
     """
     if not wait(handle, timeout):
         label = _pending[handle].label
-        raise WaitTimeoutError(
+        error = WaitTimeoutError(
             f"push_pull of '{label}' is not done after {timeout} s; it goes on, and its handle may "
             "be waited for again"
         )
+        error.tensor, error.waited_s = label, timeout
+        raise error
     with _lock:
         pending = _pending.get(handle)
         if pending is None:

@@ -19,7 +19,30 @@ __all__ = [
 
 
 class BytePSError(RuntimeError):
-    """The base of all errors of this package."""
+    """The base of all errors of this package.
+
+    The attributes hold what the message says, for programs that act on it. One that does not apply,
+    or is not known, is None, and ``ranks`` is empty.
+
+    ====================  ==========================================================================
+    ``rank``, ``ranks``   the rank that died, failed or is waited for; all of them, in rising order.
+                          Of a mismatch the two that disagree; of a broken path those at its ends
+    ``server``            index of the server that died, failed or is at an end of the path
+    ``host``, ``pid``     where the process that died or failed ran
+    ``tensor``,           name of the tensor that was waited for and its round, from 1; where a
+    ``round``             process died, what was open on this rank then, or the last that was over
+    ``waited_s``          seconds for which it was waited for, or silent, when that was noticed
+    ====================  ==========================================================================
+    """
+
+    rank: int | None = None
+    ranks: tuple[int, ...] = ()
+    server: int | None = None
+    host: str | None = None
+    pid: int | None = None
+    tensor: str | None = None
+    round: int | None = None
+    waited_s: float | None = None
 
 
 class ConfigError(BytePSError, ValueError):

@@ -175,10 +175,13 @@ def _check_groups(optimizer: torch.optim.Optimizer, state_dict: Any, root_rank: 
     own = [len(group["params"]) for group in optimizer.param_groups]
     other = [len(group["params"]) for group in state_dict["param_groups"]]
     if own != other:
-        raise MismatchError(
+        error = MismatchError(
             f"the optimizer of rank {root_rank} has groups of {other} parameters and that of rank "
             f"{common.rank()} of {own}: build the same optimizer on all ranks"
         )
+        error.ranks = tuple(sorted((root_rank, common.rank())))
+        error.rank = error.ranks[0]
+        raise error
 
 
 def _load(optimizer: torch.optim.Optimizer, state_dict: Any) -> None:
@@ -249,11 +252,13 @@ def broadcast_object(
         received, tag = received[:-_TAG_BYTES], received[-_TAG_BYTES:]
         own = _tag(key, received, bool(pickled))
         if not hmac.compare_digest(tag, own):
-            raise CorruptionError(
+            error = CorruptionError(
                 f"the object '{name}' of rank {root_rank} does not authenticate on rank "
                 f"{common.rank()}, so it was not unpickled: something between the two, or a "
                 "server, changes what passes, or the ranks did not broadcast the same objects"
             )
+            error.rank, error.ranks, error.tensor = root_rank, (root_rank,), name
+            raise error
     if not pickled:
         reason = received.decode(errors="replace")
         raise TensorError(
