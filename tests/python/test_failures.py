@@ -50,7 +50,7 @@ def mismatch(kind):
     assert time.monotonic() - begun < NOTICED_SECONDS
     message = str(caught.value)
     assert f"mismatch.{kind}" in message and "rank 0" in message and "rank 1" in message, message
-    assert (caught.value.ranks, caught.value.tensor) == ((0, 1), f"mismatch.{kind}")
+    assert (caught.value.ranks, caught.value.tensor) == ((0, 1), f"byteps.mismatch.{kind}")
     if kind == "shape":
         assert "[2, 3]" in message and "[3, 2]" in message, message
     bps.barrier()
@@ -263,7 +263,7 @@ def stalls():
         error = caught.value
         assert "stalled.tensor" in str(error) and "1" in str(error)
         assert (error.rank, error.ranks, error.server) == (1, (1,), None)
-        assert (error.tensor, error.round) == ("stalled.tensor", 1)
+        assert (error.tensor, error.round) == ("byteps.stalled.tensor", 1)
         assert error.waited_s is not None and 3 <= error.waited_s < 10, error.waited_s
         return str(error)
     time.sleep(6)

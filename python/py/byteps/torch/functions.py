@@ -252,13 +252,13 @@ def broadcast_object(
         received, tag = received[:-_TAG_BYTES], received[-_TAG_BYTES:]
         own = _tag(key, received, bool(pickled))
         if not hmac.compare_digest(tag, own):
-            error = CorruptionError(
+            altered = CorruptionError(
                 f"the object '{name}' of rank {root_rank} does not authenticate on rank "
                 f"{common.rank()}, so it was not unpickled: something between the two, or a "
                 "server, changes what passes, or the ranks did not broadcast the same objects"
             )
-            error.rank, error.ranks, error.tensor = root_rank, (root_rank,), name
-            raise error
+            altered.rank, altered.ranks, altered.tensor = root_rank, (root_rank,), name
+            raise altered
     if not pickled:
         reason = received.decode(errors="replace")
         raise TensorError(
