@@ -28,6 +28,8 @@ pub const OPERATION_BYTES_MAX: usize = 1 << 20;
 pub const UNSENT_BYTES_MAX: i32 = 128 << 10;
 /// Pieces of memory that one send of a stream socket gathers at most.
 pub const GATHER_MAX: usize = 64;
+/// Places for answers that a rank may have open at once on one lane.
+pub const GRANTS_MAX: usize = 64;
 /// Events that one poll returns at most.
 pub const EVENTS_MAX: usize = 256;
 /// Ranks of one job.

@@ -6,112 +6,21 @@
 //! itself, and the average fold into the last addition. It cannot deadlock: an active lane waits
 //! for the network only.
 
+mod groups;
+
+pub use groups::{Groups, NumberSet, Turnout, Turnouts};
+
 use bps_engine::base::{DType, Key, Operation, Rank};
 use bps_engine::mem::{Claim, cache};
 use bps_engine::proto::messages::KeySpec;
 use bps_engine::reduce::Kernels;
 use bps_engine::transport::LaneId;
 use bps_engine::wire::crc32c_append;
-use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
 /// Bytes of an accumulator that are fetched for writing before they are needed.
 const FETCH_BYTES: usize = 4096;
-
-/// The groups of a job: ranks of a host that reduce among themselves, and of which one speaks for
-/// all, or single ranks.
-#[derive(Clone, PartialEq, Eq, Debug, Default)]
-pub struct Groups {
-    of_rank: Box<[u32]>,
-    sizes: Box<[u32]>,
-}
-
-impl Groups {
-    /// By the group of each rank.
-    #[must_use]
-    pub fn new(of_rank: &[u32]) -> Groups {
-        let groups = of_rank.iter().max().map_or(0, |last| *last as usize + 1);
-        let mut sizes = vec![0; groups];
-        for group in of_rank {
-            sizes[*group as usize] += 1;
-        }
-        Groups { of_rank: of_rank.into(), sizes: sizes.into() }
-    }
-
-    /// Ranks in the job.
-    #[must_use]
-    pub fn ranks(&self) -> u32 {
-        u32::try_from(self.of_rank.len()).unwrap_or(u32::MAX)
-    }
-
-    /// How many there are.
-    #[must_use]
-    pub fn count(&self) -> u32 {
-        u32::try_from(self.sizes.len()).unwrap_or(u32::MAX)
-    }
-
-    /// The group of a rank of the job.
-    #[must_use]
-    pub fn of(&self, rank: Rank) -> u32 {
-        self.of_rank[rank.0 as usize]
-    }
-
-    /// Ranks in the group of this one.
-    #[must_use]
-    pub fn size_with(&self, rank: Rank) -> u32 {
-        self.sizes[self.of(rank) as usize]
-    }
-}
-
-/// A set of small numbers, such as groups or ranks, as bits.
-#[derive(Clone, Debug, Default)]
-pub struct NumberSet {
-    words: Vec<u64>,
-    count: u32,
-}
-
-impl NumberSet {
-    /// An empty set of numbers below this.
-    #[must_use]
-    pub fn new(limit: u32) -> NumberSet {
-        NumberSet { words: vec![0; (limit as usize).div_ceil(64)], count: 0 }
-    }
-
-    /// Adds a number; false if it was in.
-    pub fn insert(&mut self, number: u32) -> bool {
-        let Some(word) = self.words.get_mut(number as usize / 64) else { return false };
-        let bit = 1 << (number % 64);
-        let new = *word & bit == 0;
-        *word |= bit;
-        self.count += u32::from(new);
-        new
-    }
-
-    /// Whether a number is in.
-    #[must_use]
-    pub fn contains(&self, number: u32) -> bool {
-        self.words.get(number as usize / 64).is_some_and(|word| word >> (number % 64) & 1 == 1)
-    }
-
-    /// Members.
-    #[must_use]
-    pub fn len(&self) -> u32 {
-        self.count
-    }
-
-    /// Whether it has none.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.count == 0
-    }
-
-    /// Empties it.
-    pub fn clear(&mut self) {
-        self.words.fill(0);
-        self.count = 0;
-    }
-}
 
 /// What the shard has to do with the payload that it was told of.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -134,18 +43,18 @@ pub struct Entry {
     pub operation: Operation,
     /// Rounds published so far; the open one is the next.
     pub round: u64,
-    /// Groups that have contributed to the open round, or have begun to.
-    arrived: NumberSet,
-    /// By group: the rank that contributed last, which gets the publication.
-    speakers: Box<[Rank]>,
+    /// Who has contributed to the open round; none before the first.
+    open: Option<Turnout>,
+    /// Who contributed to the last round, while its publication is being sent to them.
+    told: Option<Turnout>,
     /// When the open round got its first contribution, by the shard's clock.
     pub opened_at: Option<Duration>,
     /// When the last round was published.
     pub published_at: Duration,
     /// Publications of the last round whose memory is still being sent.
     pub publishing: u32,
-    /// Lanes that wait for their turn.
-    pub waiting: VecDeque<LaneId>,
+    /// The first and the last lane that wait for their turn; each knows the one behind it.
+    pub waiting: Option<(LaneId, LaneId)>,
     /// CRC-32C of the result, or of as much of it as is there, if a lane of the round wants it.
     pub checksum: Option<u32>,
     /// Whether the open round has been counted as stalled.
@@ -156,8 +65,6 @@ pub struct Entry {
     active: Option<LaneId>,
     /// Payloads of the open round that are in the accumulator.
     landed: u32,
-    /// Groups whose contribution to the open round is complete, those without a payload included.
-    complete: NumberSet,
     groups: Arc<Groups>,
     /// Where the sum is. Nobody else has this memory.
     accumulator: Claim,
@@ -224,18 +131,17 @@ impl Entry {
             bytes: spec.bytes as usize,
             operation: spec.operation,
             round: spec.rounds,
-            arrived: NumberSet::new(groups.count()),
-            speakers: vec![Rank(0); groups.count() as usize].into(),
+            open: None,
+            told: None,
             opened_at: None,
             published_at: Duration::ZERO,
             publishing: 0,
-            waiting: VecDeque::with_capacity(groups.ranks() as usize),
+            waiting: None,
             checksum: None,
             stall_counted: false,
             last_round: None,
             active: None,
             landed: 0,
-            complete: NumberSet::new(groups.count()),
             groups: Arc::clone(groups),
             accumulator,
         }
@@ -262,20 +168,26 @@ impl Entry {
     /// Whether the group of this rank has contributed to the open round, or has begun to.
     #[must_use]
     pub fn has_arrived(&self, rank: Rank) -> bool {
-        self.arrived.contains(self.groups.of(rank))
+        self.open.as_ref().is_some_and(|turnout| turnout.has_arrived(self.groups.of(rank)))
     }
 
     /// A contribution of this rank, for its group, begins.
-    pub fn arrive(&mut self, rank: Rank) {
+    pub fn arrive(&mut self, rank: Rank, turnouts: &mut Turnouts) {
         let group = self.groups.of(rank);
-        self.arrived.insert(group);
-        self.speakers[group as usize] = rank;
+        self.open.get_or_insert_with(|| turnouts.take()).arrive(group, rank);
     }
 
-    /// Who spoke for each group in the last round: the publication goes to them.
+    /// The first rank from this one on to which the publication goes that is being sent: those that
+    /// spoke for their groups in the last round.
     #[must_use]
-    pub fn speaker(&self, group: u32) -> Rank {
-        self.speakers[group as usize]
+    pub fn next_receiver(&self, from: Rank) -> Option<Rank> {
+        self.told.as_ref()?.next_speaker(from)
+    }
+
+    /// Whether the publication that is being sent goes to this rank.
+    #[must_use]
+    pub fn goes_to(&self, rank: Rank) -> bool {
+        self.told.as_ref().is_some_and(|turnout| turnout.has_spoken(rank))
     }
 
     /// Bytes that the publication to this rank has: the root of a broadcast has them already.
@@ -290,7 +202,7 @@ impl Entry {
     /// Whether it was retired, has had its last round, and nobody reads its result any more.
     #[must_use]
     pub fn is_over(&self) -> bool {
-        self.last_round == Some(self.round) && self.publishing == 0 && self.arrived.is_empty()
+        self.last_round == Some(self.round) && self.publishing == 0 && self.open.is_none()
     }
 
     /// Its memory, in exchange for another claim: it is never used again.
@@ -395,12 +307,18 @@ impl Entry {
     pub fn end(&mut self, rank: Rank) {
         self.active = None;
         self.landed += 1;
-        self.complete.insert(self.groups.of(rank));
+        self.complete(rank);
     }
 
     /// A contribution without a payload.
     pub fn count_empty(&mut self, rank: Rank) {
-        self.complete.insert(self.groups.of(rank));
+        self.complete(rank);
+    }
+
+    fn complete(&mut self, rank: Rank) {
+        if let Some(turnout) = &mut self.open {
+            turnout.complete(self.groups.of(rank));
+        }
     }
 
     /// For whom the open round waits: the ranks of groups that have not contributed, or not all of
@@ -412,35 +330,44 @@ impl Entry {
     /// Whether the open round waits for this rank.
     #[must_use]
     pub fn is_missing(&self, rank: Rank) -> bool {
-        !self.complete.contains(self.groups.of(rank))
+        !self.open.as_ref().is_some_and(|turnout| turnout.is_complete(self.groups.of(rank)))
     }
 
     /// Whether every group's contribution is complete.
     #[must_use]
     pub fn is_whole(&self) -> bool {
-        self.complete.len() == self.groups.count()
+        self.open.as_ref().is_some_and(|turnout| turnout.count() == self.groups.count())
     }
 
-    /// Closes the round: the accumulator holds its result. Returns the round's number.
-    pub fn publish(&mut self) -> u64 {
+    /// Closes the round, which [is whole](Self::is_whole): the accumulator holds its result, which
+    /// is to be sent to one rank of each group.
+    ///
+    /// # Panics
+    /// The result before it is still being sent.
+    pub fn publish(&mut self) {
+        assert!(self.publishing == 0 && self.told.is_none(), "{}: published twice", self.key);
         self.stall_counted = false;
         self.round += 1;
         self.landed = 0;
-        self.complete.clear();
-        self.arrived.clear();
+        self.told = self.open.take();
+        self.publishing = self.groups.count();
         self.opened_at = None;
-        self.round
     }
 
-    /// One publication's memory is no longer read.
-    pub fn sent(&mut self) {
+    /// One publication's memory is no longer read. Returns whether it was the last.
+    pub fn sent(&mut self, turnouts: &mut Turnouts) -> bool {
         self.publishing -= 1;
-        if self.publishing == 0 {
-            // Workers on this host have read it in place: their copies of its first lines would
-            // hold up the next round's first contribution.
-            let length = self.accumulator.len().min(FETCH_BYTES);
-            cache::fetch_to_write(self.accumulator(), length);
+        if self.publishing > 0 {
+            return false;
         }
+        if let Some(turnout) = self.told.take() {
+            turnouts.give_back(turnout);
+        }
+        // Workers on this host have read it in place: their copies of its first lines would hold up
+        // the next round's first contribution.
+        let length = self.accumulator.len().min(FETCH_BYTES);
+        cache::fetch_to_write(self.accumulator(), length);
+        true
     }
 
     /// Contributions in a published result: what an average was divided by.

@@ -1,16 +1,21 @@
 //! One core of a server: its lanes, its keys, its loop. Nothing here is shared with another thread
 //! but the two rings to and from the control thread. The data path allocates nothing: room is made
-//! when keys are installed and lanes attached.
+//! when keys are installed and lanes attached, and a turnout for each round that is open at once
+//! when it is the first time. What a core takes grows with its keys and with its lanes, and with
+//! their product only by three bits for each rank in a round that is under way.
 
 mod keys;
 mod membership;
 mod messages;
+mod sending;
 mod watch;
 
 pub use messages::{Command, Refusal, Report};
 
-use crate::entry::{Entry, Groups, NumberSet, Take};
-use bps_engine::base::{DType, Epoch, KeyMap, Rank, Round};
+use sending::{Outgoing, Results};
+
+use crate::entry::{Entry, Groups, NumberSet, Take, Turnouts};
+use bps_engine::base::{DType, Epoch, KeyMap, Rank};
 use bps_engine::lane::Endpoint;
 use bps_engine::limits::{EVENTS_MAX, RANKS_MAX};
 use bps_engine::mem::Arena;
@@ -18,7 +23,7 @@ use bps_engine::reduce::{Kernels, kernels};
 use bps_engine::ring::Mpsc;
 use bps_engine::trace::counters::Counters;
 use bps_engine::trace::timeline::{Mark, Recorder};
-use bps_engine::transport::{Answer, Cause, Event, Frame, Grant, Landing, LaneId, Link, Waker};
+use bps_engine::transport::{Cause, Event, Frame, Grant, Landing, LaneId, Link, Waker};
 use bps_engine::wire::header::{FLAG_PAYLOAD_CHECKSUM, FLAG_SCALED, scale};
 use bps_engine::wire::{Header, Kind, RawHeader, crc32c, crc32c_append};
 use std::collections::VecDeque;
@@ -41,12 +46,9 @@ struct Session {
     rank: Rank,
     epoch: Epoch,
     receiving: Receiving,
-    /// Entries whose publication could not be posted yet, in order.
-    outbox: VecDeque<usize>,
-    /// Entries whose publication is posted and not sent yet, in order.
-    sending: VecDeque<usize>,
-    /// By entry: where the rank lets the publication of the open round be written to.
-    grants: Vec<Option<Grant>>,
+    /// While it is parked: the lane that waits behind it for the same key.
+    behind: Option<LaneId>,
+    outgoing: Outgoing,
     goodbye: bool,
     /// Publications to this rank carry a checksum: its lane wants them, or its contributions have
     /// one.
@@ -66,6 +68,10 @@ pub struct Shard {
     entries: Vec<Entry>,
     /// Places in `entries` whose keys were forgotten.
     vacant: Vec<usize>,
+    /// Those of `entries` whose result is being sent.
+    results: Results,
+    /// For rounds that open.
+    turnouts: Turnouts,
     sessions: Vec<Option<Session>>,
     /// Lane of each rank.
     lanes: Vec<Option<LaneId>>,
@@ -118,6 +124,8 @@ impl Shard {
             index: KeyMap::default(),
             entries: Vec::new(),
             vacant: Vec::new(),
+            results: Results::default(),
+            turnouts: Turnouts::default(),
             sessions: Vec::new(),
             lanes: Vec::new(),
             left: NumberSet::default(),
@@ -223,14 +231,12 @@ impl Shard {
         };
         let checks = self.endpoint.checks(lane);
         self.checksums |= checks;
-        let room = self.entries.len();
         let session = Session {
             rank,
             epoch,
             receiving: Receiving::Header,
-            outbox: VecDeque::with_capacity(room),
-            sending: VecDeque::with_capacity(room),
-            grants: vec![None; room],
+            behind: None,
+            outgoing: Outgoing::new(),
             goodbye: false,
             checks,
         };
@@ -260,11 +266,11 @@ impl Shard {
             }
             Ok((header, index)) => {
                 self.trace.frame(Mark::Arrived, &header);
-                if let Some(session) = &mut self.sessions[lane.0 as usize] {
-                    session.grants[index] = grant;
+                if let (Some(session), Some(grant)) = (&mut self.sessions[lane.0 as usize], grant) {
+                    session.outgoing.note(index, grant);
                 }
                 let entry = &mut self.entries[index];
-                entry.arrive(header.rank);
+                entry.arrive(header.rank, &mut self.turnouts);
                 entry.opened_at.get_or_insert(now);
                 if header.length == 0 {
                     entry.count_empty(header.rank);
@@ -275,10 +281,7 @@ impl Shard {
                 } else {
                     self.counters.parked.add(1);
                     self.trace.frame(Mark::Parked, &header);
-                    entry.waiting.push_back(lane);
-                    if let Some(session) = &mut self.sessions[lane.0 as usize] {
-                        session.receiving = Receiving::Parked { entry: index, header };
-                    }
+                    self.park(lane, index, header);
                 }
             }
             Err(why) => self.refuse(lane, why),
@@ -320,6 +323,9 @@ impl Shard {
             && grant.is_none_or(|grant| grant.length() == entry.publication_bytes(header.rank));
         if !shaped {
             return Err(Refusal::Shape { key });
+        }
+        if grant.is_some() && !session.outgoing.takes_grants() {
+            return Err(Refusal::Grants);
         }
         let open = entry.round + 1;
         if header.round.0 != open || entry.has_arrived(header.rank) {
@@ -403,95 +409,62 @@ impl Shard {
         self.next_in_line(entry);
     }
 
+    /// Puts a lane at the end of those that wait for this key.
+    fn park(&mut self, lane: LaneId, index: usize, header: Header) {
+        let entry = &mut self.entries[index];
+        let before = entry.waiting.map(|(_, last)| last);
+        entry.waiting = Some((entry.waiting.map_or(lane, |(first, _)| first), lane));
+        if let Some(before) = before.and_then(|before| self.sessions[before.0 as usize].as_mut()) {
+            before.behind = Some(lane);
+        }
+        if let Some(session) = &mut self.sessions[lane.0 as usize] {
+            session.receiving = Receiving::Parked { entry: index, header };
+        }
+    }
+
     /// Lets the next waiting lane of a key go on, if the key is free.
     fn next_in_line(&mut self, index: usize) {
         let entry = &mut self.entries[index];
         if !entry.free() {
             return;
         }
-        let Some(lane) = entry.waiting.pop_front() else { return };
-        let Some(session) = &self.sessions[lane.0 as usize] else { return };
+        let Some((lane, last)) = entry.waiting else { return };
+        let Some(session) = &mut self.sessions[lane.0 as usize] else { return };
+        entry.waiting = session.behind.take().map(|behind| (behind, last));
         if let Receiving::Parked { header, .. } = session.receiving {
             self.take(lane, index, header);
         }
     }
 
-    fn publish_if_whole(&mut self, index: usize) {
-        if !self.entries[index].is_whole() {
+    /// Takes a lane that closes out of those that wait for this key; `behind` is the one behind it.
+    fn unpark(&mut self, lane: LaneId, index: usize, behind: Option<LaneId>) {
+        let entry = &mut self.entries[index];
+        let Some((first, last)) = entry.waiting else { return };
+        if first == lane {
+            entry.waiting = behind.map(|behind| (behind, last));
             return;
         }
-        let entry = &mut self.entries[index];
-        entry.publish();
-        entry.published_at = self.now;
-        entry.publishing = self.groups.count();
-        self.trace.record(Mark::Summed, entry.key, entry.round, Rank(0), entry.bytes);
-        self.counters.rounds.add(1);
-        for group in 0..self.groups.count() {
-            let lane = self.lanes[self.entries[index].speaker(group).0 as usize];
-            // A rank whose lane is gone is dead: its share of the publication counts as sent.
-            let session = lane.and_then(|lane| self.sessions[lane.0 as usize].as_mut());
-            match session {
-                Some(session) => session.outbox.push_back(index),
-                None => self.entries[index].sent(),
+        let mut at = first;
+        while let Some(session) = &mut self.sessions[at.0 as usize] {
+            match session.behind {
+                Some(next) if next == lane => {
+                    session.behind = behind;
+                    if last == lane {
+                        entry.waiting = Some((first, at));
+                    }
+                    return;
+                }
+                Some(next) => at = next,
+                None => return,
             }
-            if let Some(lane) = lane {
-                self.flush(lane);
-            }
-        }
-    }
-
-    /// Posts what the outbox of a lane holds, as far as the transport takes it.
-    fn flush(&mut self, lane: LaneId) {
-        let Some(session) = &mut self.sessions[lane.0 as usize] else { return };
-        while let Some(&index) = session.outbox.front() {
-            let entry = &self.entries[index];
-            let length = entry.publication_bytes(session.rank);
-            let mut header =
-                Header::new(Kind::Publication, entry.dtype, session.rank, session.epoch);
-            header.key = entry.key;
-            header.round = Round(entry.round);
-            header.length = u32::try_from(length).unwrap_or(u32::MAX);
-            header.contributors = entry.contributors();
-            if let Some(checksum) = entry.checksum.filter(|_| session.checks && length > 0) {
-                header.flags |= FLAG_PAYLOAD_CHECKSUM;
-                header.payload_checksum = checksum;
-            }
-            let payload = entry.accumulator().cast_const();
-            let answer = session.grants[index].map_or(Answer::No, Answer::To);
-            let token = index as u64;
-            let frame = Frame { header: header.encode(), payload, length, token, answer };
-            let at = self.trace.now();
-            if self.endpoint.post(lane, &frame).is_err() {
-                self.counters.full.add(1);
-                return;
-            }
-            self.trace.frame_at(at, Mark::Posted, &header);
-            self.counters.frames_out.add(1);
-            self.counters.bytes_out.add(length as u64);
-            session.outbox.pop_front();
-            session.grants[index] = None;
-            session.sending.push_back(index);
         }
     }
 
     fn on_sent(&mut self, lane: LaneId, token: u64) {
-        let Some(session) = &mut self.sessions[lane.0 as usize] else { return };
         if token == REFUSED {
             return self.endpoint.close(lane);
         }
-        if let Some(index) = session.sending.pop_front() {
-            debug_assert_eq!(index as u64, token, "a transport returned tokens out of order");
-            let entry = &self.entries[index];
-            self.trace.record(Mark::Sent, entry.key, entry.round, session.rank, entry.bytes);
-            self.sent(index);
-        }
-        self.flush(lane);
-    }
-
-    fn sent(&mut self, index: usize) {
-        self.entries[index].sent();
-        self.next_in_line(index);
-        self.forget_if_over(index);
+        self.on_result_sent(lane, token);
     }
 
     fn refuse(&mut self, lane: LaneId, why: Refusal) {
@@ -512,18 +485,16 @@ impl Shard {
     }
 
     fn on_closed(&mut self, lane: LaneId, cause: Cause) {
-        let Some(mut session) = self.sessions[lane.0 as usize].take() else { return };
+        let Some(session) = self.sessions[lane.0 as usize].take() else { return };
         if self.lanes.get(session.rank.0 as usize) == Some(&Some(lane)) {
             self.lanes[session.rank.0 as usize] = None;
         }
         if let Receiving::Parked { entry, .. } = session.receiving {
-            self.entries[entry].waiting.retain(|&other| other != lane);
+            self.unpark(lane, entry, session.behind);
         }
         // A half-landed payload leaves its key active for ever: its round can't be whole any more,
         // and the report ends the job.
-        for index in session.outbox.drain(..).chain(session.sending.drain(..)) {
-            self.sent(index);
-        }
+        self.abandon(&session);
         let expected = session.goodbye || session.epoch != self.epoch;
         self.report(Report::Closed { rank: session.rank, cause, expected });
     }

@@ -19,6 +19,9 @@ impl Shard {
         let bytes = keys.iter().filter(is_new).map(accumulator_bytes);
         self.prepare(bytes.map(|bytes| bytes.next_multiple_of(ALIGNMENT)).sum())?;
         for spec in keys {
+            if spec.bytes == 0 {
+                return Err(format!("{} has no bytes: it can't be summed", spec.key));
+            }
             if let Some(&index) = self.index.get(&spec.key) {
                 // A retired key that is still busy, and used again before it could be forgotten.
                 if self.entries[index].last_round.take().is_none() {
@@ -47,12 +50,7 @@ impl Shard {
                 log::warning!("publications are copied before a device sends them: {error}");
             }
         }
-        let room = self.entries.len();
-        for session in self.sessions.iter_mut().flatten() {
-            session.outbox.reserve(room - session.outbox.len().min(room));
-            session.sending.reserve(room - session.sending.len().min(room));
-            session.grants.resize(room, None);
-        }
+        self.results.make_room(self.entries.len());
         Ok(())
     }
 

@@ -1,7 +1,8 @@
 //! A membership of a core that ends when the next begins.
 
+use super::sending::Results;
 use super::{Receiving, Report, Shard};
-use crate::entry::{Groups, NumberSet};
+use crate::entry::{Groups, NumberSet, Turnouts};
 use bps_engine::base::{Epoch, Rank};
 use bps_engine::limits::EVENTS_MAX;
 use bps_engine::transport::{Event, LaneId};
@@ -47,6 +48,8 @@ impl Shard {
         self.index.clear();
         self.entries.clear();
         self.vacant.clear();
+        self.results = Results::default();
+        self.turnouts = Turnouts::new(&self.groups);
         if let Err(error) = self.arena.release_all() {
             self.report(Report::Failed { message: error.to_string() });
         }

@@ -3,6 +3,7 @@
 use super::Shard;
 use crate::entry::Groups;
 use bps_engine::base::{Epoch, Key, Rank, Round};
+use bps_engine::limits::GRANTS_MAX;
 use bps_engine::proto::late::LateKeys;
 use bps_engine::proto::messages::{KeySpec, RetiredKey, StalledKey};
 use bps_engine::proto::paths::KeyState;
@@ -145,6 +146,9 @@ pub enum Refusal {
         /// The open round.
         open: u64,
     },
+    /// More places for answers are open than a lane may have.
+    #[error("more than {GRANTS_MAX} places for answers are open on one lane")]
+    Grants,
     /// The payload's bytes are not those that were sent.
     #[error(
         "{key}, round {}: its payload checksum differs, so bytes changed on the way here: the \

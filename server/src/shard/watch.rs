@@ -16,7 +16,7 @@ impl Shard {
         let parked = |one: &&Session| matches!(one.receiving, Receiving::Parked { .. });
         let counters = &self.counters;
         counters.parked_now.set(sessions().filter(parked).count() as u64);
-        counters.queued.set(sessions().map(|one| one.outbox.len() as u64).sum());
+        counters.queued.set(sessions().map(|one| one.outgoing.queued()).sum());
         counters.lanes.set(sessions().count() as u64);
         counters.keys.set(self.key_count() as u64);
         counters.arena_claimed.set(self.arena.claimed_bytes() as u64);

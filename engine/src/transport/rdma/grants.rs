@@ -6,10 +6,11 @@
 //! caller is wrong bytes in an answer.
 
 use super::flow::BROKEN;
+use crate::limits::GRANTS_MAX;
 use crate::transport::{Cause, Grant};
 
 /// Places of a lane that may be open.
-pub(super) const GRANTS: usize = 64;
+pub(super) const GRANTS: usize = GRANTS_MAX;
 
 /// Memory of the caller that an answer may be written to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -1,0 +1,243 @@
+//! The groups of a job, and which of them have taken part in a round of a key.
+
+use bps_engine::base::Rank;
+use std::sync::Arc;
+
+/// The groups of a job: ranks of a host that reduce among themselves, and of which one speaks for
+/// all, or single ranks.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Groups {
+    of_rank: Box<[u32]>,
+    sizes: Box<[u32]>,
+}
+
+impl Groups {
+    /// By the group of each rank.
+    #[must_use]
+    pub fn new(of_rank: &[u32]) -> Groups {
+        let groups = of_rank.iter().max().map_or(0, |last| *last as usize + 1);
+        let mut sizes = vec![0; groups];
+        for group in of_rank {
+            sizes[*group as usize] += 1;
+        }
+        Groups { of_rank: of_rank.into(), sizes: sizes.into() }
+    }
+
+    /// Ranks in the job.
+    #[must_use]
+    pub fn ranks(&self) -> u32 {
+        u32::try_from(self.of_rank.len()).unwrap_or(u32::MAX)
+    }
+
+    /// How many there are.
+    #[must_use]
+    pub fn count(&self) -> u32 {
+        u32::try_from(self.sizes.len()).unwrap_or(u32::MAX)
+    }
+
+    /// The group of a rank of the job.
+    #[must_use]
+    pub fn of(&self, rank: Rank) -> u32 {
+        self.of_rank[rank.0 as usize]
+    }
+
+    /// Ranks in the group of this one.
+    #[must_use]
+    pub fn size_with(&self, rank: Rank) -> u32 {
+        self.sizes[self.of(rank) as usize]
+    }
+}
+
+/// A set of small numbers, such as groups or ranks, as bits.
+#[derive(Clone, Debug, Default)]
+pub struct NumberSet {
+    words: Vec<u64>,
+    count: u32,
+}
+
+impl NumberSet {
+    /// An empty set of numbers below this.
+    #[must_use]
+    pub fn new(limit: u32) -> NumberSet {
+        NumberSet { words: vec![0; (limit as usize).div_ceil(64)], count: 0 }
+    }
+
+    /// Adds a number; false if it was in.
+    pub fn insert(&mut self, number: u32) -> bool {
+        let Some(word) = self.words.get_mut(number as usize / 64) else { return false };
+        let bit = 1 << (number % 64);
+        let new = *word & bit == 0;
+        *word |= bit;
+        self.count += u32::from(new);
+        new
+    }
+
+    /// Whether a number is in.
+    #[must_use]
+    pub fn contains(&self, number: u32) -> bool {
+        self.words.get(number as usize / 64).is_some_and(|word| word >> (number % 64) & 1 == 1)
+    }
+
+    /// Members.
+    #[must_use]
+    pub fn len(&self) -> u32 {
+        self.count
+    }
+
+    /// Whether it has none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.count == 0
+    }
+
+    /// Empties it.
+    pub fn clear(&mut self) {
+        self.words.fill(0);
+        self.count = 0;
+    }
+}
+
+/// Who has taken part in one round of one key: for each group a bit whether its contribution has
+/// begun to arrive and one whether it is complete, for each rank one whether it spoke for its group.
+///
+/// A key has one only while a round of it is open, or while that round's result is being sent.
+#[derive(Debug)]
+pub struct Turnout {
+    /// Bits of groups that have arrived, of groups that are complete, and of speakers.
+    words: Box<[u64]>,
+    /// Words of the bits of all groups.
+    group_words: usize,
+    complete: u32,
+}
+
+/// Turnouts that no round uses: as many as rounds were open at once beside those in use.
+#[derive(Debug, Default)]
+pub struct Turnouts {
+    unused: Vec<Turnout>,
+    groups: Arc<Groups>,
+}
+
+fn words_of(bits: u32) -> usize {
+    (bits as usize).div_ceil(64)
+}
+
+fn contains(words: &[u64], bit: u32) -> bool {
+    words.get(bit as usize / 64).is_some_and(|word| word >> (bit % 64) & 1 == 1)
+}
+
+/// Sets a bit; says whether it was clear.
+fn insert(words: &mut [u64], bit: u32) -> bool {
+    let word = &mut words[bit as usize / 64];
+    let is_new = *word >> (bit % 64) & 1 == 0;
+    *word |= 1 << (bit % 64);
+    is_new
+}
+
+impl Turnout {
+    fn new(groups: &Groups) -> Turnout {
+        let group_words = words_of(groups.count());
+        let words = vec![0; 2 * group_words + words_of(groups.ranks())].into();
+        Turnout { words, group_words, complete: 0 }
+    }
+
+    /// This rank begins to contribute for its group.
+    pub fn arrive(&mut self, group: u32, speaker: Rank) {
+        insert(&mut self.words[..self.group_words], group);
+        insert(&mut self.words[2 * self.group_words..], speaker.0);
+    }
+
+    /// Whether a contribution of this group has begun to arrive.
+    #[must_use]
+    pub fn has_arrived(&self, group: u32) -> bool {
+        contains(&self.words[..self.group_words], group)
+    }
+
+    /// The contribution of this group is complete.
+    pub fn complete(&mut self, group: u32) {
+        let complete = &mut self.words[self.group_words..2 * self.group_words];
+        self.complete += u32::from(insert(complete, group));
+    }
+
+    /// Whether the contribution of this group is complete.
+    #[must_use]
+    pub fn is_complete(&self, group: u32) -> bool {
+        contains(&self.words[self.group_words..2 * self.group_words], group)
+    }
+
+    /// Groups whose contribution is complete.
+    #[must_use]
+    pub fn count(&self) -> u32 {
+        self.complete
+    }
+
+    /// Whether this rank spoke for its group.
+    #[must_use]
+    pub fn has_spoken(&self, rank: Rank) -> bool {
+        contains(&self.words[2 * self.group_words..], rank.0)
+    }
+
+    /// The first rank from this one on that spoke for its group.
+    #[must_use]
+    pub fn next_speaker(&self, from: Rank) -> Option<Rank> {
+        let speakers = &self.words[2 * self.group_words..];
+        let (mut at, offset) = (from.0 as usize / 64, from.0 % 64);
+        let mut word = speakers.get(at)? >> offset << offset;
+        while word == 0 {
+            at += 1;
+            word = *speakers.get(at)?;
+        }
+        u32::try_from(at * 64).ok().map(|base| Rank(base + word.trailing_zeros()))
+    }
+}
+
+impl Turnouts {
+    /// None yet, for rounds among these groups.
+    #[must_use]
+    pub fn new(groups: &Arc<Groups>) -> Turnouts {
+        Turnouts { unused: Vec::new(), groups: Arc::clone(groups) }
+    }
+
+    /// One in which nobody has taken part.
+    pub fn take(&mut self) -> Turnout {
+        self.unused.pop().unwrap_or_else(|| Turnout::new(&self.groups))
+    }
+
+    /// Takes back one that was [taken](Self::take).
+    pub fn give_back(&mut self, mut turnout: Turnout) {
+        turnout.words.fill(0);
+        turnout.complete = 0;
+        self.unused.push(turnout);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn speakers_are_found_in_rising_order_across_words() {
+        let of_rank: Vec<u32> = (0..200).map(|rank| rank / 2).collect();
+        let groups = Arc::new(Groups::new(&of_rank));
+        let mut turnouts = Turnouts::new(&groups);
+        for _ in 0..2 {
+            let mut turnout = turnouts.take();
+            assert_eq!(turnout.next_speaker(Rank(0)), None);
+            for rank in [0, 63, 64, 131, 199].map(Rank) {
+                turnout.arrive(groups.of(rank), rank);
+                turnout.complete(groups.of(rank));
+                turnout.complete(groups.of(rank));
+            }
+            assert_eq!(turnout.count(), 5);
+            let mut found = Vec::new();
+            let mut from = Rank(0);
+            while let Some(rank) = turnout.next_speaker(from) {
+                found.push(rank.0);
+                from = Rank(rank.0 + 1);
+            }
+            assert_eq!(found, [0, 63, 64, 131, 199]);
+            assert!(turnout.has_arrived(groups.of(Rank(1))) && !turnout.has_spoken(Rank(1)));
+            assert!(turnout.is_complete(31) && !turnout.is_complete(30));
+            turnouts.give_back(turnout);
+        }
+    }
+}

@@ -1,0 +1,241 @@
+//! Results on their way to the ranks: which keys have one, in the order in which they were
+//! published, and how far each lane has come.
+//!
+//! A key has at most one result under way, since its memory takes the next contribution only when
+//! nobody reads the last result. So one list through all keys serves every lane: a lane remembers
+//! the first result that it has not posted, which stays in the list until it has been sent there.
+//! What is kept for lanes and keys together is only what a transport has, at most
+//! [`LANE_FRAMES_MAX`](bps_engine::limits::LANE_FRAMES_MAX) frames a lane.
+
+use super::{Session, Shard};
+use crate::entry::Entry;
+use bps_engine::base::{Rank, Round};
+use bps_engine::limits::{GRANTS_MAX, LANE_FRAMES_MAX};
+use bps_engine::trace::timeline::Mark;
+use bps_engine::transport::{Answer, Frame, Grant, LaneId};
+use bps_engine::wire::header::FLAG_PAYLOAD_CHECKSUM;
+use bps_engine::wire::{Header, Kind};
+use std::collections::VecDeque;
+
+const NONE: u32 = u32::MAX;
+
+#[derive(Clone, Copy)]
+struct Link {
+    before: u32,
+    after: u32,
+}
+
+/// Keys whose result is being sent, by their places among the entries; the oldest result first.
+pub(super) struct Results {
+    /// Of every entry.
+    links: Vec<Link>,
+    first: u32,
+    last: u32,
+}
+
+impl Default for Results {
+    fn default() -> Results {
+        Results { links: Vec::new(), first: NONE, last: NONE }
+    }
+}
+
+impl Results {
+    /// There are so many entries.
+    pub(super) fn make_room(&mut self, entries: usize) {
+        if self.links.len() < entries {
+            self.links.resize(entries, Link { before: NONE, after: NONE });
+        }
+    }
+
+    /// Adds a result; none of this entry is in.
+    fn push(&mut self, index: usize) {
+        let at = number(index);
+        self.links[index] = Link { before: self.last, after: NONE };
+        match self.last {
+            NONE => self.first = at,
+            last => self.links[last as usize].after = at,
+        }
+        self.last = at;
+    }
+
+    /// Takes out the result of this entry, which is in.
+    fn remove(&mut self, index: usize) {
+        let Link { before, after } = self.links[index];
+        match before {
+            NONE => self.first = after,
+            before => self.links[before as usize].after = after,
+        }
+        match after {
+            NONE => self.last = before,
+            after => self.links[after as usize].before = before,
+        }
+    }
+
+    /// The first result behind this one that goes to this rank.
+    fn next_of(&self, rank: Rank, index: usize, entries: &[Entry]) -> Option<usize> {
+        let mut after = self.links[index].after;
+        while after != NONE {
+            if entries[after as usize].goes_to(rank) {
+                return Some(after as usize);
+            }
+            after = self.links[after as usize].after;
+        }
+        None
+    }
+}
+
+fn number(index: usize) -> u32 {
+    u32::try_from(index).expect("a job has fewer parts than that")
+}
+
+/// What a lane is still to be sent, and where it may be written.
+pub(super) struct Outgoing {
+    /// The first result that is not posted, if any.
+    next: Option<usize>,
+    /// Results that are not posted.
+    queued: u64,
+    /// Entries whose result is posted and not sent yet, in order.
+    posted: VecDeque<u32>,
+    /// Where the rank lets results be written to, by entry. A rank has few such places.
+    grants: Vec<(u32, Grant)>,
+}
+
+impl Outgoing {
+    pub(super) fn new() -> Outgoing {
+        let posted = VecDeque::with_capacity(LANE_FRAMES_MAX);
+        Outgoing { next: None, queued: 0, posted, grants: Vec::new() }
+    }
+
+    /// Results that wait for room in the transport.
+    pub(super) fn queued(&self) -> u64 {
+        self.queued
+    }
+
+    /// Whether another grant may be [noted](Self::note).
+    pub(super) fn takes_grants(&self) -> bool {
+        self.grants.len() < GRANTS_MAX
+    }
+
+    /// The result of this entry's open round may be written there.
+    pub(super) fn note(&mut self, index: usize, grant: Grant) {
+        self.grants.push((number(index), grant));
+    }
+
+    fn answer(&self, index: usize) -> Answer {
+        let found = self.grants.iter().find(|(of, _)| *of as usize == index);
+        found.map_or(Answer::No, |(_, grant)| Answer::To(*grant))
+    }
+
+    fn forget_grant(&mut self, index: usize) {
+        if let Some(at) = self.grants.iter().position(|(of, _)| *of as usize == index) {
+            self.grants.swap_remove(at);
+        }
+    }
+}
+
+impl Shard {
+    /// Sends the result of a round that is whole, if it is.
+    pub(super) fn publish_if_whole(&mut self, index: usize) {
+        let entry = &mut self.entries[index];
+        if !entry.is_whole() {
+            return;
+        }
+        entry.publish();
+        entry.published_at = self.now;
+        self.trace.record(Mark::Summed, entry.key, entry.round, Rank(0), entry.bytes);
+        self.counters.rounds.add(1);
+        self.results.push(index);
+        let mut from = Rank(0);
+        while let Some(rank) = self.entries[index].next_receiver(from) {
+            from = Rank(rank.0 + 1);
+            let lane = self.lanes[rank.0 as usize];
+            let session = lane.and_then(|lane| self.sessions[lane.0 as usize].as_mut());
+            match (lane, session) {
+                (Some(lane), Some(session)) => {
+                    session.outgoing.queued += 1;
+                    // A lane that has more to post comes to this one by itself.
+                    if session.outgoing.next.is_none() {
+                        session.outgoing.next = Some(index);
+                        self.flush(lane);
+                    }
+                }
+                // A rank whose lane is gone is dead: its share of the publication counts as sent.
+                _ => self.forget_share(index),
+            }
+        }
+    }
+
+    /// Posts what is to be sent on a lane, as far as the transport takes it.
+    pub(super) fn flush(&mut self, lane: LaneId) {
+        let Some(session) = &mut self.sessions[lane.0 as usize] else { return };
+        while let Some(index) = session.outgoing.next {
+            let entry = &self.entries[index];
+            let length = entry.publication_bytes(session.rank);
+            let mut header =
+                Header::new(Kind::Publication, entry.dtype, session.rank, session.epoch);
+            header.key = entry.key;
+            header.round = Round(entry.round);
+            header.length = u32::try_from(length).unwrap_or(u32::MAX);
+            header.contributors = entry.contributors();
+            if let Some(checksum) = entry.checksum.filter(|_| session.checks && length > 0) {
+                header.flags |= FLAG_PAYLOAD_CHECKSUM;
+                header.payload_checksum = checksum;
+            }
+            let payload = entry.accumulator().cast_const();
+            let (token, answer) = (index as u64, session.outgoing.answer(index));
+            let frame = Frame { header: header.encode(), payload, length, token, answer };
+            let at = self.trace.now();
+            if self.endpoint.post(lane, &frame).is_err() {
+                self.counters.full.add(1);
+                return;
+            }
+            self.trace.frame_at(at, Mark::Posted, &header);
+            self.counters.frames_out.add(1);
+            self.counters.bytes_out.add(length as u64);
+            let outgoing = &mut session.outgoing;
+            outgoing.queued -= 1;
+            outgoing.next = self.results.next_of(session.rank, index, &self.entries);
+            outgoing.forget_grant(index);
+            outgoing.posted.push_back(number(index));
+        }
+    }
+
+    /// The transport has sent the oldest result that it has of this lane.
+    pub(super) fn on_result_sent(&mut self, lane: LaneId, token: u64) {
+        let Some(session) = &mut self.sessions[lane.0 as usize] else { return };
+        if let Some(index) = session.outgoing.posted.pop_front() {
+            debug_assert_eq!(u64::from(index), token, "a transport returned tokens out of order");
+            let entry = &self.entries[index as usize];
+            self.trace.record(Mark::Sent, entry.key, entry.round, session.rank, entry.bytes);
+            self.sent(index as usize);
+        }
+        self.flush(lane);
+    }
+
+    /// A lane is gone, and with it all that it was still to be sent.
+    pub(super) fn abandon(&mut self, session: &Session) {
+        let Outgoing { next, posted, .. } = &session.outgoing;
+        let mut unsent: Vec<usize> = posted.iter().map(|index| *index as usize).collect();
+        let mut next = *next;
+        while let Some(index) = next {
+            unsent.push(index);
+            next = self.results.next_of(session.rank, index, &self.entries);
+        }
+        for index in unsent {
+            self.sent(index);
+        }
+    }
+
+    /// Nobody reads one share of this key's result any more.
+    fn forget_share(&mut self, index: usize) {
+        if self.entries[index].sent(&mut self.turnouts) {
+            self.results.remove(index);
+        }
+    }
+
+    fn sent(&mut self, index: usize) {
+        self.forget_share(index);
+        self.next_in_line(index);
+        self.forget_if_over(index);
+    }
+}
