@@ -98,7 +98,8 @@ impl NumberSet {
 }
 
 /// Who has taken part in one round of one key: for each group a bit whether its contribution has
-/// begun to arrive and one whether it is complete, for each rank one whether it spoke for its group.
+/// begun to arrive and one whether it is complete, for each rank one whether it spoke for its
+/// group.
 ///
 /// A key has one only while a round of it is open, or while that round's result is being sent.
 #[derive(Debug)]

@@ -17,6 +17,8 @@ const ALLOWED: &[&str] = &[
     "python/src",
     "server/src/entry",
     "server/src/shard",
+    // An allocator that counts.
+    "server/tests/memory",
     "worker/src/api",
     "worker/src/base/task",
     "worker/src/cuda",
