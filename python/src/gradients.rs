@@ -1,7 +1,7 @@
 //! Gradients on their way: hooks that count backward passes down without running Python, and
 //! batches that are handed to the engine, and awaited, as a whole.
 
-use crate::waiting::SIGNAL_CHECK_INTERVAL;
+use crate::waiting::{SIGNAL_CHECK_INTERVAL, seconds};
 use crate::{error, fork};
 use bps_worker::Handle;
 use pyo3::exceptions::PyIndexError;
@@ -334,26 +334,42 @@ impl Batch {
 
 #[pymethods]
 impl Batch {
-    /// Waits until all of them, or the one at `position`, are done. Raises what went wrong. Other
-    /// Python threads run meanwhile, and Ctrl-C interrupts.
-    #[pyo3(signature = (position = None))]
-    fn wait(&self, py: Python<'_>, position: Option<usize>) -> PyResult<()> {
+    /// Waits until all of them, or the one at `position`, are done; False when `timeout` seconds
+    /// have passed before. Raises what went wrong. Other Python threads run meanwhile, and Ctrl-C
+    /// interrupts.
+    #[pyo3(signature = (position = None, timeout = None))]
+    fn wait(
+        &self,
+        py: Python<'_>,
+        position: Option<usize>,
+        timeout: Option<f64>,
+    ) -> PyResult<bool> {
         fork::check()?;
+        let deadline = seconds(timeout)?.and_then(|timeout| Instant::now().checked_add(timeout));
         let handles = self.some(position)?;
         let mut next = 0;
         while next < handles.len() {
             let result = if handles[next].is_told() {
                 handles[next].wait(None)
             } else {
-                py.detach(|| wait_for(handles, &mut next))
+                py.detach(|| wait_for(handles, &mut next, deadline))
             };
             if result.map_err(|cause| error::from_engine(&cause))? {
                 next += 1;
-            } else {
-                py.check_signals()?;
+                continue;
+            }
+            py.check_signals()?;
+            if deadline.is_some_and(|deadline| deadline <= Instant::now()) {
+                return Ok(false);
             }
         }
-        Ok(())
+        Ok(true)
+    }
+
+    /// Whether all of them are over, well or not: their memory is the caller's again.
+    fn is_over(&self) -> PyResult<bool> {
+        fork::check()?;
+        Ok(self.handles.iter().all(Handle::poll))
     }
 
     /// Whether the one at `position` is done; raises what went wrong with it.
@@ -368,9 +384,14 @@ impl Batch {
 }
 
 /// Waits for these from `next` on; true where the one at `next` is done, false where it is time to
-/// look for signals.
-fn wait_for(handles: &[Handle], next: &mut usize) -> Result<bool, bps_worker::Error> {
-    let deadline = Instant::now() + SIGNAL_CHECK_INTERVAL;
+/// look for signals, or too late.
+fn wait_for(
+    handles: &[Handle],
+    next: &mut usize,
+    deadline: Option<Instant>,
+) -> Result<bool, bps_worker::Error> {
+    let look = Instant::now() + SIGNAL_CHECK_INTERVAL;
+    let deadline = deadline.map_or(look, |deadline| deadline.min(look));
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         if !handles[*next].wait(Some(left.max(Duration::from_micros(1))))? {

@@ -7,6 +7,7 @@
 #![deny(unsafe_code)]
 
 mod cli;
+mod completions;
 mod context;
 mod error;
 mod fork;
@@ -25,6 +26,8 @@ mod _native {
     #[pymodule_export]
     use super::cli::{launch_main, scheduler_main, server_main, top_main};
     #[pymodule_export]
+    use super::completions::Completions;
+    #[pymodule_export]
     use super::context::{
         barrier, host_id, init, is_forked, is_initialized, local_rank, local_size, object_key,
         rank, shutdown, size, speed, start_timeline, stop_timeline,
@@ -35,7 +38,8 @@ mod _native {
     use super::handle::{poll, release, wait};
     #[pymodule_export]
     use super::tensor::{
-        declare, open_gpu, push_batch, push_pull, push_pull_gpu, stream_wait, stream_wait_batch,
+        declare, open_gpu, push_batch, push_pull, push_pull_gpu, start_batch, stream_wait,
+        stream_wait_batch,
     };
 
     #[pymodule_init]

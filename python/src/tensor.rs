@@ -108,14 +108,8 @@ pub fn stream_wait(py: Python<'_>, handles: Vec<u64>, stream: usize) -> PyResult
 #[pyfunction]
 pub fn push_pull(py: Python<'_>, tensors: Vec<(u32, usize, usize, i64)>) -> PyResult<Vec<u64>> {
     let worker = engine()?;
-    let item = |(tensor, source, target, priority)| PushPull {
-        tensor: TensorId(tensor),
-        source: std::ptr::with_exposed_provenance(source),
-        target: std::ptr::with_exposed_provenance_mut(target),
-        priority,
-    };
     let started = py.detach(|| {
-        let items: Vec<PushPull> = tensors.into_iter().map(item).collect();
+        let items: Vec<PushPull> = tensors.into_iter().map(in_host).collect();
         // SAFETY: the module `byteps` passes addresses of contiguous tensors of the declared size,
         // and holds references to them until their handles are done or the engine is shut down;
         // that users leave them alone meanwhile is what its functions ask for.
@@ -189,4 +183,44 @@ pub fn stream_wait_batch(
         unsafe { Handle::make_wait(handles, stream) }
     })
     .map_err(|cause| error::from_engine(&cause))
+}
+
+/// Starts push_pulls given as [`push_pull`] wants them, as one batch; on the GPU after what is
+/// enqueued in `stream` now, in host memory if that is `None`. The contract is [`push_pull`]'s.
+#[pyfunction]
+#[pyo3(signature = (tensors, stream = None))]
+pub fn start_batch(
+    py: Python<'_>,
+    tensors: Vec<(u32, usize, usize, i64)>,
+    stream: Option<usize>,
+) -> PyResult<Batch> {
+    let worker = engine()?;
+    let started = py.detach(|| match stream {
+        Some(stream) => {
+            let item = |(tensor, source, target, priority)| GpuPushPull {
+                tensor: TensorId(tensor),
+                source: source as u64,
+                target: target as u64,
+                priority,
+            };
+            let items: Vec<GpuPushPull> = tensors.into_iter().map(item).collect();
+            // SAFETY: as in `push_pull_gpu`.
+            unsafe { worker.push_pull_gpu(&items, stream) }
+        }
+        None => {
+            let items: Vec<PushPull> = tensors.into_iter().map(in_host).collect();
+            // SAFETY: as in `push_pull`.
+            unsafe { worker.push_pull(&items) }
+        }
+    });
+    started.map(|handles| Batch { handles }).map_err(|cause| error::from_engine(&cause))
+}
+
+fn in_host((tensor, source, target, priority): (u32, usize, usize, i64)) -> PushPull {
+    PushPull {
+        tensor: TensorId(tensor),
+        source: std::ptr::with_exposed_provenance(source),
+        target: std::ptr::with_exposed_provenance_mut(target),
+        priority,
+    }
 }

@@ -81,6 +81,7 @@ const PYTHON: Layers = &[
     ("handle", &["error", "fork", "waiting"]),
     ("context", &["error", "fork", "handle", "waiting"]),
     ("gradients", &["error", "fork", "waiting"]),
+    ("completions", &["gradients", "waiting"]),
     ("tensor", &["context", "error", "gradients", "handle", "waiting"]),
 ];
 

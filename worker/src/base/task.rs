@@ -1,5 +1,5 @@
 //! One push_pull as its caller and the NIC thread see it: a word that both watch, and what went
-//! wrong if it did.
+//! wrong if it did. A [`Bell`] tells one thread of the ends of many push_pulls.
 
 use crate::base::error::{Error, Refusal};
 use crate::cuda::PooledEvent;
@@ -10,9 +10,12 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 const PENDING: u32 = 0;
-/// Pending, and somebody sleeps on it.
+/// A bit of a pending task: somebody sleeps on it.
 const AWAITED: u32 = 1;
-const DONE: u32 = 2;
+/// A bit: a [`Bell`] is rung at its end.
+const WATCHED: u32 = 2;
+/// A bit: it is over.
+const DONE: u32 = 4;
 
 /// What a result on the GPU is behind.
 #[derive(Debug)]
@@ -30,6 +33,8 @@ pub struct Task {
     /// How long a waiter looks before it sleeps.
     spin: Duration,
     error: OnceLock<Error>,
+    /// Rung when it is over.
+    bell: OnceLock<Arc<Bell>>,
     /// Of a tensor on the GPU: its result is there once this mark is passed.
     mark: OnceLock<Mark>,
     /// When it was asked for, by the monotonic clock; 0 where nobody records a timeline.
@@ -55,26 +60,65 @@ impl Task {
         self.finish_now(Ok(()));
     }
 
-    /// The task is over: its memory is the caller's again. Returns whether somebody sleeps on it
-    /// and must be [woken](Task::wake).
+    /// The task is over: its memory is the caller's again. Returns whether somebody sleeps on it or
+    /// on its bell, and must be [woken](Task::wake).
     #[must_use]
     pub(crate) fn finish(&self, result: Result<(), Error>) -> bool {
         if let Err(error) = result {
             let _ = self.error.set(error);
         }
         // Release: whoever sees DONE sees the error and the tensor's new bytes. `Handle` acquires.
-        self.state.swap(DONE, Ordering::AcqRel) == AWAITED
+        // Acquire: whoever sees WATCHED sees the bell.
+        self.state.swap(DONE, Ordering::AcqRel) != PENDING
     }
 
-    /// Wakes whoever sleeps on it.
+    /// Wakes whoever sleeps on it, or on its bell.
     pub(crate) fn wake(&self) {
         let _ = futex::wake(&self.state, futex::Flags::PRIVATE, u32::MAX);
+        if let Some(bell) = self.bell.get() {
+            bell.ring();
+        }
     }
 
     /// As [`finish`](Task::finish), and wakes at once.
     pub(crate) fn finish_now(&self, result: Result<(), Error>) {
         if self.finish(result) {
             self.wake();
+        }
+    }
+}
+
+/// Rung when any of the push_pulls that it [watches](Handle::watch) is over, so that one thread can
+/// wait for the next of many to end.
+#[derive(Debug, Default)]
+pub struct Bell {
+    rings: AtomicU32,
+    sleepers: AtomicU32,
+}
+
+impl Bell {
+    /// How often it was rung, for [`wait`](Self::wait). To be read before looking at handles.
+    #[must_use]
+    pub fn rings(&self) -> u32 {
+        self.rings.load(Ordering::SeqCst)
+    }
+
+    /// Waits until it was rung more than `rings` times; at most so long.
+    pub fn wait(&self, rings: u32, timeout: Duration) {
+        self.sleepers.fetch_add(1, Ordering::SeqCst);
+        let timeout = Timespec::try_from(timeout.min(Duration::from_secs(3600))).ok();
+        // Woken, timed out, interrupted or rung meanwhile: the caller looks in each case.
+        let _ = futex::wait(&self.rings, futex::Flags::PRIVATE, rings, timeout.as_ref());
+        self.sleepers.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    /// Wakes whoever waits.
+    pub fn ring(&self) {
+        self.rings.fetch_add(1, Ordering::SeqCst);
+        // Sequentially consistent, as in `wait`: either the sleeper is seen here, or it comes later
+        // and sees that the count has changed.
+        if self.sleepers.load(Ordering::SeqCst) > 0 {
+            let _ = futex::wake(&self.rings, futex::Flags::PRIVATE, u32::MAX);
         }
     }
 }
@@ -120,7 +164,16 @@ impl Handle {
     /// [`make_wait`](Self::make_wait).
     #[must_use]
     pub fn is_told(&self) -> bool {
-        self.0.state.load(Ordering::Acquire) == DONE
+        self.0.state.load(Ordering::Acquire) & DONE != 0
+    }
+
+    /// Lets this bell be rung when it is over. Returns whether it is already: then nobody rings. A
+    /// push_pull has one bell; the first one stays.
+    #[must_use]
+    pub fn watch(&self, bell: &Arc<Bell>) -> bool {
+        let _ = self.0.bell.set(Arc::clone(bell));
+        // Release: whoever ends it sees the bell. One of both sees what the other has done.
+        self.0.state.fetch_or(WATCHED, Ordering::AcqRel) & DONE != 0
     }
 
     /// Lets what is enqueued in a framework's stream from now on come behind the results of all of
@@ -167,9 +220,8 @@ impl Handle {
         }
         loop {
             let state = &self.0.state;
-            let seen =
-                state.compare_exchange(PENDING, AWAITED, Ordering::AcqRel, Ordering::Acquire);
-            if seen == Err(DONE) {
+            let seen = state.fetch_or(AWAITED, Ordering::AcqRel);
+            if seen & DONE != 0 {
                 return self.result();
             }
             let left = match timeout {
@@ -182,7 +234,7 @@ impl Handle {
             let left = Timespec::try_from(left.min(Duration::from_secs(3600))).ok();
             // Woken, timed out, interrupted or changed meanwhile: the loop looks again in each
             // case.
-            let _ = futex::wait(state, futex::Flags::PRIVATE, AWAITED, left.as_ref());
+            let _ = futex::wait(state, futex::Flags::PRIVATE, seen | AWAITED, left.as_ref());
         }
     }
 }
@@ -202,5 +254,46 @@ mod tests {
         handle.0.finish_now(Err(Error::Closed(Closed::Left)));
         assert_eq!(waiter.join().unwrap(), Err(Error::Closed(Closed::Left)));
         assert!(handle.poll());
+    }
+
+    #[test]
+    fn a_bell_tells_of_each_end() {
+        let bell = Arc::new(Bell::default());
+        let handles: Vec<Handle> = (0..64).map(|_| Handle(Arc::default())).collect();
+        assert!(Handle::finished(Ok(())).watch(&bell), "it was over before");
+        let ended = handles.clone();
+        let ends = std::thread::spawn(move || {
+            for handle in ended.iter().rev() {
+                handle.0.finish_now(Ok(()));
+                std::thread::yield_now();
+            }
+        });
+        let mut left: Vec<&Handle> = handles.iter().filter(|handle| !handle.watch(&bell)).collect();
+        while !left.is_empty() {
+            let rings = bell.rings();
+            let before = left.len();
+            left.retain(|handle| !handle.is_told());
+            if left.len() == before {
+                let start = Instant::now();
+                bell.wait(rings, Duration::from_secs(10));
+                assert!(start.elapsed() < Duration::from_secs(10), "nobody has rung");
+            }
+        }
+        ends.join().unwrap();
+    }
+
+    #[test]
+    fn a_handle_is_waited_for_and_watched_at_once() {
+        let (bell, handle) = (Arc::new(Bell::default()), Handle(Arc::default()));
+        let other = handle.clone();
+        let waiter = std::thread::spawn(move || other.wait(Some(Duration::from_secs(10))));
+        assert!(!handle.watch(&bell));
+        let rings = bell.rings();
+        handle.0.finish_now(Ok(()));
+        bell.wait(rings, Duration::from_secs(10));
+        assert_eq!(bell.rings(), rings + 1);
+        assert_eq!(waiter.join().unwrap(), Ok(true));
+        assert!(handle.watch(&bell) && handle.is_told(), "a late watcher is told at once");
+        assert_eq!(handle.wait(None), Ok(true));
     }
 }
