@@ -15,14 +15,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from byteps import _launchers, _native
 from byteps._launchers import Place
 from byteps._meeting import Meeting, open_meeting
 from byteps.errors import ConfigError, StartError
 
-__all__ = ["end", "settings", "wait_for_helpers"]
+__all__ = ["end", "settings", "settings_of", "start_seconds", "wait_for_helpers"]
 
 #: Variables that say which process of a job this is.
 _WHO = ("DMLC_WORKER_ID", "BYTEPS_GLOBAL_RANK")
@@ -70,7 +70,17 @@ def settings(environment: Mapping[str, str]) -> dict[str, str]:
         if line and not environment.get("DMLC_NUM_WORKER"):
             _say(line)
         return {}
-    return _form(place, environment)
+    return _form(place, environment, _open_meeting)
+
+
+def settings_of(place: Place, meeting: Meeting, environment: Mapping[str, str]) -> dict[str, str]:
+    """Forms the job of processes that have met already, with their own place in it; returns what
+    the engine is to be told, as :func:`settings` does."""
+    if environment.get("BYTEPS_LOCAL_RANK") or any(environment.get(name) for name in _WHO):
+        return settings(environment)
+    if place.size == 1:
+        return {}
+    return _form(place, environment, lambda *_: meeting)
 
 
 def _refuse_job_of_one(environment: Mapping[str, str]) -> None:
@@ -88,11 +98,19 @@ def _refuse_job_of_one(environment: Mapping[str, str]) -> None:
         )
 
 
-def _form(place: Place, environment: Mapping[str, str]) -> dict[str, str]:
+def _open_meeting(place: Place, environment: Mapping[str, str]) -> Meeting:
     global _generation
     _generation += 1
+    return open_meeting(place, _generation, start_seconds(environment))
+
+
+def _form(
+    place: Place,
+    environment: Mapping[str, str],
+    meet: Callable[[Place, Mapping[str, str]], Meeting],
+) -> dict[str, str]:
     _helpers[:] = [helper for helper in _helpers if helper.process.poll() is None]
-    meeting = open_meeting(place, _generation, _start_seconds(environment))
+    meeting = meet(place, environment)
     place = meeting.located(_native.host_id())
     local_rank, local_size = place.local_rank, place.local_size
     assert local_rank is not None and local_size is not None, "the meeting has filled them in"
@@ -220,7 +238,8 @@ def _is_loopback(text: str) -> bool:
     return text.startswith("127.") or text == "::1"
 
 
-def _start_seconds(environment: Mapping[str, str]) -> float:
+def start_seconds(environment: Mapping[str, str]) -> float:
+    """How long the ranks of a job wait for one another when it starts."""
     return _seconds(environment, "BPS_START_TIMEOUT", 120.0)
 
 

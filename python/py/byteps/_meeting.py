@@ -29,7 +29,7 @@ from typing import Any
 from byteps._launchers import Place
 from byteps.errors import ConfigError, StartError
 
-__all__ = ["Meeting", "open_meeting"]
+__all__ = ["ByGroup", "Meeting", "open_meeting"]
 
 #: Derived ports lie here: below those that kernels hand out by themselves.
 _FIRST_PORT, _PORTS = 10_000, 20_000
@@ -229,6 +229,38 @@ class _ByStore(Meeting):
             reminder.look()
             time.sleep(_LOOK_SECONDS)
         raise self._late(self.where)
+
+
+class ByGroup(_ByStore):
+    """Through the store of a process group of torch: its ranks have met there before. ``prefix``
+    tells what this meeting leaves there from what others have left."""
+
+    def __init__(self, place: Place, seconds: float, store: Any, prefix: str) -> None:
+        Meeting.__init__(self, place, seconds)
+        self.host = ""
+        self.prefix = prefix
+        self.where = "the store of torch's process group"
+        self.store = store
+
+    def located(self, host_id: str) -> Place:
+        place = super().located(host_id)
+        # Only rank 0 says where it is: `announce` follows.
+        is_alone = place.local_size == place.size
+        self.host = "127.0.0.1" if is_alone else (place.host or own_address())
+        return place
+
+
+def own_address() -> str:
+    """An address of this host that other hosts reach, as far as this one can tell."""
+    with contextlib.suppress(OSError):
+        address = socket.gethostbyname(socket.gethostname())
+        if not address.startswith("127."):
+            return address
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # Sends nothing: it asks for the default route, by an address kept for documents.
+        probe.connect(("192.0.2.1", 9))
+        return str(probe.getsockname()[0])
+    return "127.0.0.1"
 
 
 class _ByPort(Meeting):

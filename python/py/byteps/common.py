@@ -7,6 +7,7 @@ import contextlib
 import os
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from byteps import _forming, _native, _process_sets, _registry
@@ -77,7 +78,7 @@ def init(lazy: Any = True, comm: Any = None, process_sets: Any = None) -> None:
         comm = lazy
     if process_sets:
         raise ConfigError(f"process_sets={process_sets!r}: the one set is that of all ranks")
-    begins = _begin()
+    begins = begin()
     try:
         _check_members(comm)
     except ConfigError:
@@ -86,15 +87,18 @@ def init(lazy: Any = True, comm: Any = None, process_sets: Any = None) -> None:
         raise
 
 
-def _begin() -> bool:
-    """Starts the engine; does nothing and returns False where it runs."""
+def begin(form: Callable[[], dict[str, str]] = lambda: _forming.settings(os.environ)) -> bool:
+    """Starts the engine; does nothing and returns False where it runs.
+
+    ``form`` forms the job, if it has to be formed, and returns what the engine is to be told.
+    """
     global _at_exit_registered, _settings
     with _lock:
         if _native.is_initialized():
             return False
         try:
             if not (_settings or _native.is_forked()):
-                _settings = _forming.settings(os.environ)
+                _settings = form()
             _native.init(_settings)
         except BaseException:
             _settings = {}

@@ -12,6 +12,7 @@ BytePS's names and Horovod's both work; :mod:`byteps.torch.parallel` has
 ``DistributedDataParallel``.
 """
 
+from byteps import _autoload
 from byteps.common import (
     barrier,
     ccl_built,
@@ -53,6 +54,7 @@ from byteps.torch.allreduce import (
     grouped_allreduce_async_,
 )
 from byteps.torch.compression import Compression
+from byteps.torch.distributed import comm_hook
 from byteps.torch.functions import (
     broadcast_object,
     broadcast_optimizer_state,
@@ -109,6 +111,7 @@ __all__ = [
     "byteps_push_pull_group",
     "byteps_torch_set_num_grads",
     "ccl_built",
+    "comm_hook",
     "cross_rank",
     "cross_size",
     "cuda_built",
@@ -152,3 +155,6 @@ __all__ = [
     "synchronize",
     "wait",
 ]
+
+# Where torch was told not to look for backends, this is what makes ours known.
+_autoload.register()

@@ -105,9 +105,9 @@ def gradient(name: str, param: torch.Tensor, compression: Any, average: bool) ->
 def in_place(tensor: torch.Tensor, in_host: bool = False) -> Memory:
     """Sent from, and received into, the tensor's own memory; through a copy where that has gaps,
     and through one in host memory if told so."""
-    if _plain(tensor) and not in_host:
+    if is_plain(tensor) and not in_host:
         return Memory(tensor, tensor, tensor, False)
-    copy = _packed(tensor, in_host)
+    copy = packed(tensor, in_host)
     return Memory(copy, copy, tensor, True)
 
 
@@ -115,25 +115,26 @@ def to_new(tensor: torch.Tensor, in_host: bool = False) -> Memory:
     """Sent from the tensor's own memory where that has no gaps, received into a new tensor."""
     output = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     if in_host:
-        copy = _packed(tensor, in_host)
+        copy = packed(tensor, in_host)
         return Memory(copy, copy, output, True)
-    return Memory(tensor if _plain(tensor) else _packed(tensor), output, output, False)
+    return Memory(tensor if is_plain(tensor) else packed(tensor), output, output, False)
 
 
 def to_other(tensor: torch.Tensor, output: torch.Tensor, in_host: bool = False) -> Memory:
     """Sent from one tensor and received into another of the same shape and type."""
     if in_host:
-        copy = _packed(tensor, in_host)
+        copy = packed(tensor, in_host)
         return Memory(copy, copy, output, True)
     source, target = to_new(tensor), in_place(output)
     return Memory(source.source, target.target, output, target.copied)
 
 
-def _plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
     """Whether its bytes lie in memory in the order, and with the values, that it shows."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
-def _packed(tensor: torch.Tensor, in_host: bool = False) -> torch.Tensor:
-    packed = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return packed.to("cpu", copy=True) if in_host else packed
+def packed(tensor: torch.Tensor, in_host: bool = False) -> torch.Tensor:
+    """A tensor of the same values of which that holds; in host memory if told so."""
+    copy = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return copy.to("cpu", copy=True) if in_host else copy

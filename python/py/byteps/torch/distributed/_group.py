@@ -1,0 +1,493 @@
+"""One group of ``torch.distributed``: each of its operations goes to the engine or to the fallback.
+
+The engine sums, averages and broadcasts among all ranks of its job. All-gathers, reductions to one
+rank and reduce-scatters are made of these. What is left goes to gloo (tensors in host memory) or
+NCCL (on a GPU), which the group owns.
+
+torch 2.15 has backends in Python; before, a backend in Python has to be the process group itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from byteps import _native
+from byteps.errors import ConfigError, UsageError
+from byteps.torch import _gpu, _tensors
+from byteps.torch._compiled import untraced
+from byteps.torch.distributed import _joining
+from byteps.torch.distributed._keys import Keys, Kind
+from byteps.torch.distributed._works import Flight, Operation, done, give
+
+__all__ = ["create"]
+
+Tensors = list[torch.Tensor]
+
+
+def _is_python_backend_possible() -> bool:
+    try:
+        type("_Probe", (c10d.Backend,), {})(0, 1)
+    except TypeError:
+        return False
+    return True
+
+
+_HAS_BACKENDS = _is_python_backend_possible()
+_BASE: Any = c10d.Backend if _HAS_BACKENDS else dist.ProcessGroup
+
+_SUM, _AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+
+
+class _Exchange:
+    """One call, put together: what is sent from where and received where."""
+
+    __slots__ = ("copies", "device", "items", "keys", "memory", "stream")
+
+    def __init__(self, keys: Keys, one: torch.Tensor) -> None:
+        self.keys = keys
+        self.device = self.stream = None
+        if one.is_cuda:  # All of a call's tensors are in one place.
+            self.device, self.stream = one.device, _gpu.open_for([one])
+        self.items: list[tuple[int, int, int, int]] = []
+        self.memory: Tensors = []
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def sum(self, operation: str, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Sums or averages ``source`` over the ranks, into ``target`` of its type and size."""
+        self._add(
+            _kind_of_sum(operation, source.dtype, source.is_cuda), source.numel(), source, target
+        )
+
+    def broadcast(self, root: int, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Sends ``source`` of rank ``root`` into every rank's ``target``, of any type."""
+        count = target.numel() * target.element_size()
+        self._add(Kind("broadcast", "u8", target.is_cuda, root), count, source, target)
+
+    def _add(self, kind: Kind, count: int, source: torch.Tensor, target: torch.Tensor) -> None:
+        if count == 0:
+            return
+        if source is target:
+            if not _tensors.is_plain(target):
+                source = _tensors.packed(target)
+                self.copies.append((target, source))
+            begin = end = source.data_ptr()
+            self.memory.append(source)
+        else:
+            if not _tensors.is_plain(source):
+                source = _tensors.packed(source)
+            if not _tensors.is_plain(target):
+                received = _scratch(target)
+                self.copies.append((target, received))
+                target = received
+            begin, end = source.data_ptr(), target.data_ptr()
+            self.memory += (source, target)
+        for tensor, offset in self.keys.of(kind, count):
+            self.items.append((tensor, begin + offset, end + offset, 0))
+
+
+@functools.cache
+def _kind_of_sum(operation: str, dtype: torch.dtype, device: bool) -> Kind:
+    return Kind(operation, _tensors.DTYPES[dtype], device)
+
+
+class _Group(_BASE):  # type: ignore[misc]
+    """This process's end of a group. ``keys`` is None where the engine does not serve it."""
+
+    def __init__(
+        self, store: Any, rank: int, size: int, timeout: timedelta, name: str, keys: Keys | None
+    ) -> None:
+        super().__init__(rank, size)
+        self._rank, self._size, self._name = rank, size, name
+        self._store, self._timeout = store, timeout
+        self._seconds = timeout.total_seconds()
+        self._keys = keys
+        self._flight = Flight()
+        self._sequence = 0
+        self._device_fallback: Any = None
+        # All ranks are here. Later they may not be: gloo's ranks connect when the first of them
+        # makes a group, and sending is not a call that all ranks make.
+        self._host_fallback: Any = c10d.ProcessGroupGloo(
+            c10d.PrefixStore("gloo", store), rank, size, timeout=timeout
+        )
+        if _HAS_BACKENDS:
+            self._options = c10d.Backend.Options("byteps", timeout=timeout)
+
+    # What c10d asks about
+
+    def name(self) -> str:
+        return "byteps"
+
+    def getBackendName(self) -> str:
+        return "byteps"
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def options(self) -> Any:
+        return self._options
+
+    @property
+    def supports_splitting(self) -> bool:
+        return False
+
+    @property
+    def supports_coalescing(self) -> bool:
+        return False
+
+    def _set_sequence_number_for_group(self) -> None:
+        self._sequence = 0
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._sequence
+
+    setSequenceNumberForGroup = _set_sequence_number_for_group
+    getSequenceNumberForGroup = _get_sequence_number_for_group
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout, self._seconds = timeout, timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    def shutdown(self) -> None:
+        keys, self._keys = self._keys, None
+        nccl, self._device_fallback = self._device_fallback, None
+        self._host_fallback = None
+        if nccl is not None:
+            nccl.shutdown()
+        if keys is not None and keys.is_of_this_job():
+            _joining.leave()
+
+    abort = shutdown
+
+    # The engine
+
+    def _exchange(self, one: torch.Tensor) -> _Exchange:
+        self._sequence += 1
+        keys = self._keys
+        if keys is None or not keys.is_of_this_job():
+            raise UsageError(
+                f"group {self._name} of torch.distributed was made in another job of byteps than "
+                "the one that runs: destroy the groups before shutdown, and make new ones after"
+            )
+        return _Exchange(keys, one)
+
+    def _start(
+        self,
+        what: str,
+        exchange: _Exchange,
+        outputs: Any,
+        options: Any,
+        after: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+    ) -> Any:
+        if not exchange.items:
+            return done(outputs)
+        stream = exchange.stream
+        batch = _native.start_batch(exchange.items, stream and stream())
+        timeout = options.timeout.total_seconds()
+        copies = exchange.copies
+        copies += after
+        limit = timeout if timeout > 0 else self._seconds
+        operation = Operation(what, batch, outputs, exchange.memory, copies, exchange.device, limit)
+        self._flight.add(operation)
+        return give(operation)
+
+    def _summed(self, tensors: Sequence[torch.Tensor], reduce_op: Any) -> str | None:
+        """What the engine calls this operation; None if it has it not for all of these tensors."""
+        # Comparing is cheaper than a look-up: these objects of C++ are slow to hash.
+        operation = "sum" if reduce_op == _SUM else "average" if reduce_op == _AVG else None
+        if self._keys is None or operation is None:
+            return None
+        for tensor in tensors:
+            if tensor.dtype not in _tensors.DTYPES or tensor.layout is not torch.strided:
+                return None
+            if tensor.is_cuda and _tensors.through_host(tensor, operation == "average"):
+                return None
+        return operation
+
+    def _moves(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the engine can send the bytes of these."""
+        return self._keys is not None and all(tensor.layout is torch.strided for tensor in tensors)
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> Any:
+        opts = opts or c10d.AllreduceOptions()
+        operation = self._summed(tensors, opts.reduceOp)
+        if operation is None:
+            return self._else("allreduce", tensors[0], tensors, opts)
+        exchange = self._exchange(tensors[0])
+        for tensor in tensors:
+            exchange.sum(operation, tensor, tensor)
+        return self._start("all_reduce", exchange, tensors, opts)
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
+        opts = opts or c10d.AllreduceCoalescedOptions()
+        if self._summed(tensors, opts.reduceOp) is None:
+            return self._else("allreduce_coalesced", tensors[0], tensors, opts)
+        return self.allreduce(tensors, opts)
+
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> Any:
+        opts = opts or c10d.BroadcastOptions()
+        if not self._moves(tensors):
+            return self._else("broadcast", tensors[0], tensors, opts)
+        exchange = self._exchange(tensors[0])
+        for tensor in tensors:
+            exchange.broadcast(opts.rootRank, tensor, tensor)
+        return self._start("broadcast", exchange, tensors, opts)
+
+    def reduce(self, tensors: Tensors, opts: Any = None) -> Any:
+        opts = opts or c10d.ReduceOptions()
+        operation = self._summed(tensors, opts.reduceOp)
+        if operation is None:
+            return self._else("reduce", tensors[0], tensors, opts)
+        exchange = self._exchange(tensors[0])
+        for tensor in tensors:
+            # The other ranks receive the sum too, and must keep what they had.
+            kept = tensor if opts.rootRank == self._rank else _scratch(tensor)
+            exchange.sum(operation, tensor, kept)
+        return self._start("reduce", exchange, tensors, opts)
+
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
+        opts = opts or c10d.AllgatherOptions()
+        if not self._moves([*inputs, *(slot for slots in outputs for slot in slots)]):
+            return self._else("allgather", inputs[0], outputs, inputs, opts)
+        exchange = self._exchange(inputs[0])
+        for slots, source in zip(outputs, inputs, strict=True):
+            self._gather(exchange, slots, source)
+        return self._start("all_gather", exchange, outputs, opts)
+
+    def _gather(
+        self, exchange: _Exchange, slots: Sequence[torch.Tensor], source: torch.Tensor
+    ) -> None:
+        """Each rank broadcasts its own: it sends what it has once, and receives the others'."""
+        for root, slot in enumerate(slots):
+            is_own = root == self._rank
+            if is_own and (slot.numel(), slot.dtype) != (source.numel(), source.dtype):
+                raise ConfigError(
+                    f"all_gather: rank {root} has {source.numel()} elements of {source.dtype}, and "
+                    f"its place in the output has {slot.numel()} of {slot.dtype}"
+                )
+            exchange.broadcast(root, source if is_own else slot, slot)
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
+        opts = opts or c10d.AllgatherOptions()
+        if not (self._moves([output, input]) and _tensors.is_plain(output)):
+            return self._else_single("all_gather_single", "_allgather_base", output, input, opts)
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> Any:
+        opts = opts or c10d.AllgatherOptions()
+        if not (self._moves([*outputs, *inputs]) and all(map(_tensors.is_plain, outputs))):
+            works = [
+                self.all_gather_single(output, input, opts)
+                for output, input in zip(outputs, inputs, strict=True)
+            ]
+            return _all(works, outputs)
+        exchange = self._exchange(inputs[0])
+        for output, source in zip(outputs, inputs, strict=True):
+            if output.numel() != source.numel() * self._size:
+                raise ConfigError(
+                    f"all_gather_into_tensor: an output of {output.numel()} elements for "
+                    f"{self._size} times {source.numel()}"
+                )
+            self._gather(exchange, output.view(-1).chunk(self._size), source)
+        return self._start("all_gather_into_tensor", exchange, outputs, opts)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
+        # For each rank the tensors of that rank.
+        return self.allgather([list(slots) for slots in zip(*outputs, strict=True)], inputs, opts)
+
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Any:
+        opts = opts or c10d.ReduceScatterOptions()
+        parts = [part for slots in inputs for part in slots]
+        operation = self._summed([*outputs, *parts], opts.reduceOp)
+        if operation is None:
+            return self._else("reduce_scatter", outputs[0], outputs, inputs, opts)
+        exchange = self._exchange(outputs[0])
+        for output, slots in zip(outputs, inputs, strict=True):
+            for root, part in enumerate(slots):
+                exchange.sum(operation, part, output if root == self._rank else _scratch(part))
+        return self._start("reduce_scatter", exchange, outputs, opts)
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
+    ) -> Any:
+        opts = opts or c10d.ReduceScatterOptions()
+        if self._summed([output, input], opts.reduceOp) is None:
+            return self._else_single(
+                "reduce_scatter_single", "_reduce_scatter_base", output, input, opts
+            )
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> Any:
+        opts = opts or c10d.ReduceScatterOptions()
+        operation = self._summed([*outputs, *inputs], opts.reduceOp)
+        if operation is None:
+            works = [
+                self.reduce_scatter_single(output, input, opts)
+                for output, input in zip(outputs, inputs, strict=True)
+            ]
+            return _all(works, outputs)
+        exchange, after = self._exchange(inputs[0]), []
+        for output, source in zip(outputs, inputs, strict=True):
+            if source.numel() != output.numel() * self._size:
+                raise ConfigError(
+                    f"reduce_scatter_tensor: an input of {source.numel()} elements for "
+                    f"{self._size} times {output.numel()}"
+                )
+            whole = _scratch(source)
+            exchange.sum(operation, source, whole)
+            after.append((output, whole.view(-1).chunk(self._size)[self._rank].view(output.shape)))
+        return self._start("reduce_scatter_tensor", exchange, outputs, opts, after)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def barrier(self, opts: Any = None) -> Any:
+        opts = opts or c10d.BarrierOptions()
+        device = getattr(opts, "device", None)
+        if device is not None and device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        if self._keys is None:
+            return self._host_fallback.barrier(opts)
+        token = torch.zeros(1, dtype=torch.int32)
+        exchange = self._exchange(token)
+        exchange.sum("sum", token, token)
+        return self._start("barrier", exchange, [token], opts)
+
+    # The fallback
+
+    def _fallback(self, tensor: torch.Tensor) -> Any:
+        if self._host_fallback is None:
+            raise UsageError(f"group {self._name} of torch.distributed was destroyed")
+        if not tensor.is_cuda:
+            return self._host_fallback
+        if self._device_fallback is None:
+            # Its ranks connect at the first operation that all of them make.
+            store = c10d.PrefixStore("nccl", self._store)
+            options = c10d.ProcessGroupNCCL.Options()
+            options._timeout = self._timeout
+            self._device_fallback = c10d.ProcessGroupNCCL(store, self._rank, self._size, options)
+        return self._device_fallback
+
+    def _else(self, what: str, tensor: torch.Tensor, *arguments: Any) -> Any:
+        self._sequence += 1
+        return getattr(self._fallback(tensor), what)(*arguments)
+
+    def _else_single(self, what: str, former: str, tensor: torch.Tensor, *arguments: Any) -> Any:
+        """torch 2.15 has other names for what takes and gives one tensor."""
+        fallback = self._fallback(tensor)
+        name = what if hasattr(fallback, what) else former
+        return self._else(name, tensor, tensor, *arguments)
+
+    def send(self, tensors: Tensors, rank: int, tag: int = 0) -> Any:
+        return self._else("send", tensors[0], tensors, rank, tag)
+
+    def recv(self, tensors: Tensors, rank: int, tag: int = 0) -> Any:
+        return self._else("recv", tensors[0], tensors, rank, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
+        return self._else("recv_anysource", tensors[0], tensors, tag)
+
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
+        return self._else("gather", inputs[0], outputs, inputs, opts or c10d.GatherOptions())
+
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Any:
+        return self._else("scatter", outputs[0], outputs, inputs, opts or c10d.ScatterOptions())
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
+        opts = opts or c10d.AllToAllOptions()
+        return self._else("alltoall", outputs[0], outputs, inputs, opts)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_sizes: list[int],
+        input_sizes: list[int],
+        opts: Any = None,
+    ) -> Any:
+        opts = opts or c10d.AllToAllOptions()
+        sizes = output_sizes, input_sizes
+        return self._else_single("all_to_all_single", "alltoall_base", output, input, *sizes, opts)
+
+    alltoall_base = all_to_all_single
+
+    def allreduce_sparse(self, tensors: Tensors, opts: Any = None) -> Any:
+        return self._else("allreduce", tensors[0], tensors, opts or c10d.AllreduceOptions())
+
+    def monitored_barrier(self, limit: Any = None, wait_all_ranks: bool = False) -> None:
+        # C++ passes its options, programs a timedelta.
+        timeout = getattr(limit, "timeout", limit)
+        if timeout is None or timeout.total_seconds() <= 0:
+            timeout = self._timeout
+        self._host_fallback.monitored_barrier(timeout, wait_all_ranks)
+
+
+# torch.compile runs them as they are, wherever a compiled module comes by.
+for _name in (
+    "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "all_gather_single",
+    "_allgather_base", "all_gather_single_coalesced", "allgather_into_tensor_coalesced",
+    "allgather_coalesced", "reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "barrier",
+):  # fmt: skip
+    setattr(_Group, _name, untraced(getattr(_Group, _name)))
+
+
+def _scratch(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+class _Works(c10d.Work):
+    """Several works that are waited for as one."""
+
+    def __init__(self, works: list[Any], outputs: Any) -> None:
+        super().__init__()
+        self._works, self._outputs = works, outputs
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        for work in self._works:
+            work.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        outputs = self._outputs
+        futures = [work.get_future() for work in self._works]
+        return torch.futures.collect_all(futures).then(lambda _: outputs)
+
+
+def _all(works: list[Any], outputs: Any) -> Any:
+    return works[0] if len(works) == 1 else _Works(works, outputs)
+
+
+def create(options: Any, backend_options: Any = None) -> Any:
+    """The end of a new group in this process. All ranks of the group call it."""
+    del backend_options
+    timeout = options.timeout
+    if not isinstance(timeout, timedelta):
+        timeout = timedelta(seconds=timeout)
+    store = _joining.own_store(options)
+    served = _joining.joins(options, store, timeout)
+    keys = Keys(options.group_id) if served else None
+    return _Group(store, options.group_rank, options.group_size, timeout, options.group_id, keys)
