@@ -110,7 +110,8 @@ impl Pipeline {
         }
         batch.rows.clear();
         self.spare.push(batch.rows);
-        Ok(())
+        // Before NCCL enqueues the next batch in the same stream.
+        self.mark_results()
     }
 }
 

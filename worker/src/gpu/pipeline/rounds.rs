@@ -145,7 +145,7 @@ impl Pipeline {
         if run.left == 0 { self.finish(tensor) } else { Ok(()) }
     }
 
-    /// All of a result is enqueued. Its mark comes at the end of this turn, with those of others.
+    /// All of a result is enqueued. Its mark comes with those of its batch, or of this turn.
     fn finish(&mut self, tensor: u32) -> Result<(), GpuError> {
         let last = match &mut self.host {
             Some(host) => (Place::Host, &mut host.track),
@@ -169,7 +169,7 @@ impl Pipeline {
     }
 
     /// Marks the results of which all is enqueued, and tells who waits for them.
-    fn mark_results(&mut self) -> Result<(), GpuError> {
+    pub(super) fn mark_results(&mut self) -> Result<(), GpuError> {
         if self.finished.is_empty() {
             return Ok(());
         }
