@@ -442,6 +442,30 @@ class _Group(_BASE):  # type: ignore[misc]
         self._host_fallback.monitored_barrier(timeout, wait_all_ranks)
 
 
+class _NamedGroup(_Group):
+    """A group that is the process group itself: C++ keeps its name with backends, of which it has
+    none."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._description = ""
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:
+        self._description = description
+
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
+
+
 # torch.compile runs them as they are, wherever a compiled module comes by.
 for _name in (
     "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "all_gather_single",
@@ -490,4 +514,6 @@ def create(options: Any, backend_options: Any = None) -> Any:
     store = _joining.own_store(options)
     served = _joining.joins(options, store, timeout)
     keys = Keys(options.group_id) if served else None
-    return _Group(store, options.group_rank, options.group_size, timeout, options.group_id, keys)
+    return (_Group if _HAS_BACKENDS else _NamedGroup)(
+        store, options.group_rank, options.group_size, timeout, options.group_id, keys
+    )
