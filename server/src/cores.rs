@@ -27,6 +27,8 @@ pub(crate) const QUEUE: usize = 4096;
 /// What the other threads hold of a shard.
 #[derive(Clone)]
 pub(crate) struct ShardHandle {
+    /// Its index in the server.
+    core: u32,
     commands: Mpsc<Command>,
     waker: Waker,
     pub(crate) counters: Arc<Counters>,
@@ -52,13 +54,18 @@ impl ShardHandle {
             .map_err(|error| error.to_string())
     }
 
-    pub(crate) fn send(&self, mut command: Command) {
-        while let Err(back) = self.commands.push(command) {
-            command = back;
+    /// Hands a command to the core.
+    ///
+    /// # Errors
+    /// Its queue has been full for too long: the core hangs. The command is dropped.
+    pub(crate) fn send(&self, command: Command) -> Result<(), ServerError> {
+        let push = |command| {
+            let pushed = self.commands.push(command);
             self.waker.wake();
-            std::thread::yield_now();
-        }
-        self.waker.wake();
+            pushed
+        };
+        let (core, waited) = (self.core, harness::PATIENCE);
+        harness::offer(command, || false, push).map_err(|_| ServerError::CoreHangs { core, waited })
     }
 }
 
@@ -94,6 +101,7 @@ pub(crate) fn start_shard(
     let waker = waker.map_err(|error| resource("an eventfd", &error))?;
     let counters = Arc::new(Counters::default());
     let mut handle = ShardHandle {
+        core,
         commands: Mpsc::new(QUEUE),
         waker: waker.clone(),
         counters: Arc::clone(&counters),
@@ -121,7 +129,8 @@ pub(crate) fn start_shard(
     };
     let thread = harness::spawn(&format!("bps-core-{core}"), place.cpu, body)
         .map_err(|error| resource("a thread", &error))?;
-    let (memory, line) = has_started.recv().map_err(|error| resource("a thread", &error))??;
+    let made = has_started.recv_timeout(harness::PATIENCE);
+    let (memory, line) = made.map_err(|error| resource("a core's thread", &error))??;
     handle.memory = memory;
     Ok((handle, thread, line))
 }

@@ -30,6 +30,21 @@ pub enum ServerError {
     /// The job ended badly; what happened was said before.
     #[error("the job ended with an error")]
     Job,
+    /// A core takes no commands.
+    #[error(
+        "core {core} has taken no command for {} s: a device or the kernel holds its thread; read \
+         the kernel's log, and start this server again",
+        waited.as_secs()
+    )]
+    CoreHangs {
+        /// Its index in the server.
+        core: u32,
+        /// For how long a command was offered to it.
+        waited: std::time::Duration,
+    },
+    /// A thread does not end.
+    #[error(transparent)]
+    StillRunning(#[from] bps_engine::harness::StillRunning),
     /// A signal ended this server.
     #[error("stopped by {0}")]
     Signal(&'static str),

@@ -128,5 +128,8 @@ fn set_up(
 }
 
 fn attach(shard: &ShardHandle, hello: Hello, link: transport::Link) {
-    shard.send(Command::Attach { link, rank: hello.rank, epoch: hello.epoch });
+    let command = Command::Attach { link, rank: hello.rank, epoch: hello.epoch };
+    if let Err(error) = shard.send(command) {
+        log::warning!("the lane of {} was turned away: {error}", hello.rank);
+    }
 }

@@ -121,15 +121,11 @@ pub fn run(config: &Config) -> Result<(), ServerError> {
     let tracing = Arc::clone(&control.tracing);
     let result = control.run(config, receiver, &reports, &report_waker, &stop);
     acceptor.stop();
-    for shard in &shards {
-        shard.send(Command::Stop);
-    }
-    for thread in threads {
-        // The harness aborts the process when a thread panics, so joining can't fail otherwise.
-        let _ = thread.join();
-    }
+    // A core that hangs ends with this process.
+    let told: Result<Vec<()>, _> = shards.iter().map(|shard| shard.send(Command::Stop)).collect();
+    let ended = told.and_then(|_| Ok(threads.into_iter().try_for_each(harness::join)?));
     tracing.finish();
-    result
+    result.and(ended)
 }
 
 /// The address to listen on. Nodes start in any order, so the scheduler's name may not resolve yet:
@@ -279,8 +275,7 @@ impl Control {
         };
         self.done.store(true, Ordering::Release);
         report_waker.ring();
-        let _ = reporter.join();
-        outcome
+        outcome.and_then(|()| Ok(harness::join(reporter)?))
     }
 
     /// Whether the roster has come.
@@ -334,12 +329,23 @@ impl Control {
         }
     }
 
+    /// A core that takes no commands ends the job, badly.
+    fn hangs(&self, sent: Result<(), ServerError>) -> Option<bool> {
+        let error = sent.err()?;
+        log::error!("{error}");
+        let _ = self.sender.send(&NodeMessage::failed(error.to_string()));
+        Some(false)
+    }
+
     /// Returns how the job ended, if it did.
     fn carry_out(&self, effects: &mut Vec<Effect>) -> Option<bool> {
         let mut over = None;
         for effect in effects.drain(..) {
             match effect {
-                Effect::Shard(core, command) => self.shards[core as usize].send(command),
+                Effect::Shard(core, command) => {
+                    let sent = self.shards[core as usize].send(command);
+                    over = self.hangs(sent).or(over);
+                }
                 Effect::Send(message) => {
                     let _ = self.sender.send(&message);
                 }
@@ -352,7 +358,7 @@ impl Control {
                 Effect::Timeline(server, timeline) => {
                     let recorders = self.tracing.apply(server, timeline.as_ref());
                     for (shard, recorder) in self.shards.iter().zip(recorders) {
-                        shard.send(Command::Trace(recorder));
+                        over = self.hangs(shard.send(Command::Trace(recorder))).or(over);
                     }
                     if timeline.is_none() {
                         self.tracing.finish();

@@ -114,7 +114,8 @@ impl Acceptor {
         // It fails only where the counter is full: it is readable then as well.
         let _ = rustix::io::write(&self.stop, &1u64.to_ne_bytes());
         if let Some(thread) = self.thread.take() {
-            // A panic of that thread was one of `admit` or `log`, and has been printed.
+            // It never blocks but in `admit`, which sets lanes up on other threads and hands them
+            // over within a deadline. A panic of it was one of `admit` or `log`, and was printed.
             let _ = thread.join();
         }
     }

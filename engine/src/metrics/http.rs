@@ -62,7 +62,8 @@ impl Drop for Exporter {
         self.stop.store(true, Ordering::Release);
         self.waker.ring();
         if let Some(thread) = self.thread.take() {
-            // Its panic, if it had one, has been printed.
+            // Its sockets do not block, so it sees `stop` at once. Its panic, if it had one, has
+            // been printed.
             let _ = thread.join();
         }
     }

@@ -101,7 +101,8 @@ pub(crate) fn open(
             return Err(over.clone());
         }
         // All others wait for this rank, in NCCL or below.
-        job.command(Command::GpuFailed { source: Source::new(error.clone()) });
+        // A loop that has ended has told the others why.
+        let _ = job.command(Command::GpuFailed { source: Source::new(error.clone()) });
         job.wake();
         let told = Instant::now();
         while !job.nic_ended.load(Ordering::Acquire) && told.elapsed() < HEARD {
@@ -191,6 +192,7 @@ fn tell_all(worker: &Worker, own: &Row) -> Result<Vec<Row>, Error> {
     // SAFETY: `rows` is of the declared size and lives until the handle is done; a rank that does
     // not come ends the job by a deadline of its own, which ends the handle.
     let handles = unsafe { worker.push_pull(&[item]) }?;
+    // Bounded by the job's deadline for rounds: a rank that opens no GPU is a stall.
     handles[0].wait(None)?;
     Ok(rows.chunks(ROW).map(Row::decode).collect())
 }
@@ -284,6 +286,7 @@ fn begin(
     );
     let is_first = job.gpu.inbox.set(inbox).is_ok();
     assert!(is_first, "a process opens one GPU");
-    job.command(Command::OpenGpu(to));
+    // Of a loop that has ended, or hangs, whoever pushes is told.
+    let _ = job.command(Command::OpenGpu(to));
     Ok(())
 }

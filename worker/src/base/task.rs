@@ -199,8 +199,9 @@ impl Handle {
         self.0.error.get().map_or(Ok(true), |error| Err(error.clone()))
     }
 
-    /// Waits until it is over; `None` waits as long as the job's own deadlines do. Returns false if
-    /// the time was over first.
+    /// Waits until it is over; `None` waits as long as the job's own deadlines do: a rank, path or
+    /// scheduler that is silent ends the job, and its end ends every handle. Returns false if the
+    /// time was over first.
     ///
     /// # Errors
     /// What became of the push_pull, if it failed.

@@ -1,8 +1,8 @@
 //! The control thread of a worker: reads the scheduler, listens to the NIC loop, and carries out
 //! what the [`Agent`] makes of it. Nothing of the data path passes here.
 
-use super::nic_loop::Command;
-use crate::base::error::{Error, Source};
+use super::nic_loop::{self, Command};
+use crate::base::error::{Error, Overdue, Source};
 use crate::base::lock;
 use crate::base::types::Speed;
 use crate::job::agent::{Agent, Effect};
@@ -184,14 +184,14 @@ impl Control {
 
     /// Returns whether the job is over for this worker.
     fn carry_out(&mut self, effects: &mut Vec<Effect>) -> bool {
-        let mut over = false;
+        let (mut over, mut hangs) = (false, false);
         for effect in effects.drain(..) {
             match effect {
                 Effect::Nic(command) => {
                     if let Command::Plan { plan, .. } = &command {
                         self.tracing.name(plan);
                     }
-                    self.command(command);
+                    hangs |= self.command(command);
                 }
                 Effect::Send(message) => {
                     let _ = self.sender.send(&message);
@@ -216,9 +216,13 @@ impl Control {
                 Effect::Warn(line) => log::warning!("{line}"),
                 Effect::Over(error) => {
                     over = true;
-                    self.command(Command::Fail { error: error.clone() });
+                    hangs |= self.command(Command::Fail { error: error.clone() });
                     self.answer(|answers| answers.over = Some(error));
                 }
+            }
+            if hangs {
+                self.lanes_hang();
+                return true;
             }
         }
         over
@@ -229,15 +233,19 @@ impl Control {
         self.answers.1.notify_all();
     }
 
-    fn command(&self, mut command: Command) {
-        while !self.nic_ended.load(Ordering::Acquire) {
-            match self.commands.push(command) {
-                Ok(()) => return self.nic_waker.wake(),
-                Err(back) => command = back,
-            }
-            self.nic_waker.wake();
-            std::thread::yield_now();
-        }
+    /// Hands a command to the NIC loop; says whether that hangs.
+    fn command(&self, command: Command) -> bool {
+        let given = nic_loop::hand_over(&self.commands, &self.nic_waker, &self.nic_ended, command);
+        self.nic_waker.wake();
+        given.is_err()
+    }
+
+    /// The NIC loop takes no commands: the job is over, and what was pushed is never finished.
+    fn lanes_hang(&self) {
+        let error = Error::from(Overdue::LANES);
+        log::error!("{error}");
+        let _ = self.sender.send(&NodeMessage::failed(error.to_string()));
+        self.answer(|answers| answers.over = Some(error));
     }
 }
 

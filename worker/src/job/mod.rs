@@ -29,7 +29,7 @@ use crate::rounds::handover::{GpuInbox, GpuPush};
 use bps_engine::base::{Epoch, Rank};
 use bps_engine::config::Config;
 use bps_engine::control::LinkSender;
-use bps_engine::harness::{self, Idler, Step};
+use bps_engine::harness::{self, Idler, PATIENCE, Step};
 use bps_engine::metrics::Collector;
 use bps_engine::proto::messages::NodeMessage;
 use bps_engine::ring::Mpsc;
@@ -38,7 +38,7 @@ use bps_engine::transport::rdma::Ports;
 use bps_engine::transport::{Link, Waker};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::Sender;
+use std::sync::mpsc::{RecvTimeoutError, Sender};
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -131,8 +131,12 @@ impl Job {
             thread.run(nic_config, links, &waker, &started);
         };
         let nic_thread = harness::spawn("bps-nic", cpu, body).map_err(no_thread)?;
-        let ended = |_| StartError::ThreadEnded { task: "drives the lanes" };
-        let line = has_started.recv().map_err(ended)??;
+        let task = "drives the lanes";
+        let silent = |error| match error {
+            RecvTimeoutError::Disconnected => StartError::ThreadEnded { task },
+            RecvTimeoutError::Timeout => StartError::ThreadSilent { task, waited: PATIENCE },
+        };
+        let line = has_started.recv_timeout(PATIENCE).map_err(silent)??;
         log::info!("{line}");
         let tracing = Arc::new(Tracing::new(
             rank,
@@ -308,7 +312,10 @@ impl Job {
     pub(crate) fn push(&self, tensor: TensorId, memory: Memory, priority: i64) -> Handle {
         let task = Arc::new(Task::new(self.spin, self.tracing.asked_ns()));
         let command = Command::Push { tensor: tensor.0, memory, priority, task: Arc::clone(&task) };
-        if self.command(command) { Handle(task) } else { Handle::finished(Err(self.ended())) }
+        match self.command(command) {
+            Ok(()) => Handle(task),
+            Err(error) => Handle::finished(Err(error)),
+        }
     }
 
     /// Hands push_pulls of tensors on the GPU to its thread. If that has ended, the handles say
@@ -326,13 +333,12 @@ impl Job {
             let GpuPushPull { tensor, source, target, priority } = item;
             let handle = Handle::of(&task);
             let ready = Arc::clone(ready);
-            let mut push = Box::new(GpuPush { source, target, priority, task, ready });
-            while let Err(back) = gpu.push(tensor.0, push) {
-                if gpu.has_ended() {
-                    gpu.refuse(&self.ended());
-                }
-                push = back;
-                std::thread::yield_now();
+            let push = Box::new(GpuPush { source, target, priority, task, ready });
+            let given = harness::offer(push, || gpu.has_ended(), |push| gpu.push(tensor.0, push));
+            if let Err(push) = given {
+                let has_ended = gpu.has_ended();
+                let error = if has_ended { self.ended() } else { Overdue::GPU.into() };
+                push.task.finish_now(Err(error));
             }
             handle
         };
@@ -345,25 +351,20 @@ impl Job {
         handles
     }
 
-    /// Hands a command to the NIC loop; says whether the loop is still there.
-    pub(crate) fn command(&self, mut command: Command) -> bool {
-        loop {
-            if self.nic_ended.load(Ordering::Acquire) {
-                return false;
-            }
-            match self.commands.push(command) {
-                Ok(()) => break,
-                Err(back) => command = back,
-            }
-            self.nic_waker.wake();
-            std::thread::yield_now();
+    /// Hands a command to the NIC loop.
+    ///
+    /// # Errors
+    /// The loop has ended, or hangs.
+    pub(crate) fn command(&self, command: Command) -> Result<(), Error> {
+        if !nic_loop::hand_over(&self.commands, &self.nic_waker, &self.nic_ended, command)? {
+            return Err(self.ended());
         }
         // The loop may have ended between the look and the push: then nobody else empties the
         // queue.
         if self.nic_ended.load(Ordering::SeqCst) {
             nic_loop::drain(&self.commands, &self.ended());
         }
-        true
+        Ok(())
     }
 
     pub(crate) fn leave(&self, suspend: bool) -> Result<(), Error> {
@@ -373,7 +374,8 @@ impl Job {
         let deadline = Instant::now() + LEAVE;
         let was_over = self.over.get().cloned();
         if was_over.is_none() {
-            let _ = self.commands.push(Command::Leave);
+            // A loop that has ended, or hangs, is noticed below.
+            let _ = self.command(Command::Leave);
             self.nic_waker.wake();
             while !self.nic_ended.load(Ordering::Acquire) && Instant::now() < deadline {
                 std::thread::sleep(Duration::from_millis(1));
@@ -381,14 +383,12 @@ impl Job {
             // Whoever is not there any more needs no goodbye.
             let _ = self.sender.send(&NodeMessage::Leave { suspend });
         }
-        let _ = self.commands.push(Command::Fail { error: self.ended() });
+        let _ = self.command(Command::Fail { error: self.ended() });
         self.nic_waker.wake();
-        for thread in lock(&self.threads).drain(..) {
-            // The harness aborts the process when a thread panics, so joining can't fail otherwise.
-            let _ = thread.join();
-        }
+        let threads = std::mem::take(&mut *lock(&self.threads));
+        let ended = threads.into_iter().try_for_each(harness::join).map_err(Overdue::Ending);
         self.tracing.stop();
-        was_over.map_or(Ok(()), Err)
+        was_over.map_or_else(|| Ok(ended?), Err)
     }
 }
 

@@ -1,11 +1,12 @@
 //! The loop of the thread `bps-nic`: takes commands, keeps the [rounds](Rounds) of tensors in
 //! memory of the host, and drives the [lanes](Nic) that carry their parts.
 
-use crate::base::error::{Closed, Error, Source};
+use crate::base::error::{Closed, Error, Overdue, Source};
 use crate::base::task::Task;
 use crate::nic::{Nic, NicConfig, NicStatistics, Peer, Report};
 use crate::rounds::handover::{FromGpu, GpuThread, ToGpu};
 use crate::rounds::{Done, Memory, Plan, Push, Rounds};
+use bps_engine::harness;
 use bps_engine::lane::Endpoint;
 use bps_engine::limits::EVENTS_MAX;
 use bps_engine::ring::Mpsc;
@@ -81,6 +82,27 @@ impl Command {
         if let Command::Push { task, .. } = self {
             task.finish_now(Err(error.clone()));
         }
+    }
+}
+
+/// Hands a command to the loop, which is woken if its queue is full. Says whether it was taken: not
+/// if the loop has ended.
+///
+/// # Errors
+/// The loop hangs.
+pub(crate) fn hand_over(
+    commands: &Mpsc<Command>,
+    waker: &Waker,
+    ended: &AtomicBool,
+    command: Command,
+) -> Result<bool, Overdue> {
+    let has_ended = || ended.load(Ordering::Acquire);
+    #[allow(clippy::result_large_err, reason = "what is not taken comes back")]
+    let push = |command| commands.push(command).inspect_err(|_| waker.wake());
+    match harness::offer(command, has_ended, push) {
+        Ok(()) => Ok(true),
+        Err(_) if has_ended() => Ok(false),
+        Err(_) => Err(Overdue::LANES),
     }
 }
 

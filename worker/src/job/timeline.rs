@@ -1,7 +1,7 @@
 //! A worker's timeline: begun and ended by callers, told to the NIC loop and to the scheduler,
 //! which tells the servers.
 
-use super::nic_loop::Command;
+use super::nic_loop::{self, Command};
 use crate::base::error::{Error, Refusal, Source};
 use crate::base::lock;
 use crate::rounds::Plan;
@@ -123,15 +123,9 @@ impl Tracing {
             }
             None => Some(gpu),
         };
-        let mut command = Command::Trace { nic, gpu };
-        // A loop that has ended has dropped its recorder.
-        while !self.nic_ended.load(Ordering::Acquire) {
-            match self.commands.push(command) {
-                Ok(()) => return self.nic_waker.wake(),
-                Err(back) => command = back,
-            }
-            self.nic_waker.wake();
-            std::thread::yield_now();
-        }
+        // A loop that has ended has dropped its recorder; one that hangs records nothing.
+        let command = Command::Trace { nic, gpu };
+        let _ = nic_loop::hand_over(&self.commands, &self.nic_waker, &self.nic_ended, command);
+        self.nic_waker.wake();
     }
 }

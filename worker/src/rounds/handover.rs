@@ -7,6 +7,7 @@ use crate::base::error::{Error, Source};
 use crate::base::task::Task;
 use crate::cuda::PooledEvent;
 use bps_engine::base::Rank;
+use bps_engine::harness;
 use bps_engine::proto::messages::StalledKey;
 use bps_engine::ring::Mpsc;
 use bps_engine::trace::timeline::Recorder;
@@ -146,16 +147,13 @@ impl GpuInbox {
 
     /// Records a timeline with this from now on; a recorder that is off ends it.
     pub(crate) fn record_with(&self, recorder: Recorder) {
-        let mut message = ToGpu::Trace(recorder);
-        while let Err(back) = self.inbox.push(message) {
-            if self.has_ended() {
-                return;
-            }
-            message = back;
+        let push = |message| {
+            let pushed = self.inbox.push(message);
             self.waker.wake();
-            std::thread::yield_now();
-        }
-        self.waker.wake();
+            pushed
+        };
+        // A pipeline that has ended has dropped its recorder; one that hangs records nothing.
+        let _ = harness::offer(ToGpu::Trace(recorder), || self.has_ended(), push);
     }
 
     /// Wakes the pipeline.

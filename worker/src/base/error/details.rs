@@ -2,6 +2,7 @@
 
 use super::{Corruption, Death, Error, Overdue, Refusal, SettingError, StartError};
 use bps_engine::base::Rank;
+use bps_engine::harness::StillRunning;
 use bps_engine::proto::messages::{Mismatch, Origin, OverReason, Party, RoundOf, Sign, Stall};
 use bps_engine::proto::paths::{LaneFault, PathStall};
 use bps_engine::transport::Cause;
@@ -41,9 +42,12 @@ impl Error {
             }
             Error::Corrupt(corruption) => Details::of_corruption(corruption),
             Error::Stalled(reason) => Details::of_verdict(reason),
-            Error::Timeout(Overdue::Declare { waited } | Overdue::Barrier { waited }) => {
-                Details { waited: Some(*waited), ..Details::default() }
-            }
+            Error::Timeout(
+                Overdue::Declare { waited }
+                | Overdue::Barrier { waited }
+                | Overdue::HandOver { waited, .. }
+                | Overdue::Ending(StillRunning { waited, .. }),
+            ) => Details { waited: Some(*waited), ..Details::default() },
             Error::Refused(refusal) => {
                 Details { tensor: refusal.tensor().map(str::to_owned), ..Details::default() }
             }
@@ -91,7 +95,7 @@ impl Details {
             StartError::SchedulerSilent(silence) => {
                 Details { waited: Some(silence.silent), ..Details::default() }
             }
-            StartError::NoRoster { waited, .. } => {
+            StartError::NoRoster { waited, .. } | StartError::ThreadSilent { waited, .. } => {
                 Details { waited: Some(*waited), ..Details::default() }
             }
             StartError::NotFormed(reason) => Details::of_verdict(reason),

@@ -2,6 +2,7 @@
 
 use super::Source;
 use crate::cuda::GpuError;
+use bps_engine::harness::{PATIENCE, StillRunning};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -17,12 +18,35 @@ pub enum Overdue {
         /// For how long this rank waited.
         waited: Duration,
     },
+    /// A thread of this process takes nothing any more.
+    #[error(
+        "the thread that {task} has taken nothing for {} s: a device or the kernel holds it; read \
+         the kernel's log, and end this process",
+        waited.as_secs()
+    )]
+    HandOver {
+        /// What the thread does.
+        task: &'static str,
+        /// For how long it was offered something.
+        waited: Duration,
+    },
+    /// A thread of this process does not end. It may still use the memory of what was pushed.
+    #[error(transparent)]
+    Ending(StillRunning),
     /// Ranks are missing at a barrier.
     #[error("barrier: not all ranks came within {:.1} s", waited.as_secs_f64())]
     Barrier {
         /// For how long this rank waited.
         waited: Duration,
     },
+}
+
+impl Overdue {
+    /// The loop of the lanes takes no commands.
+    pub(crate) const LANES: Overdue =
+        Overdue::HandOver { task: "drives the lanes", waited: PATIENCE };
+    /// The thread of the GPU takes nothing.
+    pub(crate) const GPU: Overdue = Overdue::HandOver { task: "drives the GPU", waited: PATIENCE };
 }
 
 /// A request that is not served.

@@ -78,6 +78,18 @@ pub enum StartError {
         /// What it was to do.
         task: &'static str,
     },
+    /// A thread of this process does not say whether it could start.
+    #[error(
+        "the thread that {task} has not started within {} s: a device or the kernel holds it; read \
+         the kernel's log",
+        waited.as_secs()
+    )]
+    ThreadSilent {
+        /// What it is to do.
+        task: &'static str,
+        /// For how long this was waited for.
+        waited: Duration,
+    },
     /// The other ranks of this host have no socket to connect to.
     #[error(
         "can't listen for the other ranks of this host on a unix socket: {source}; \
