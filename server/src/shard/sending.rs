@@ -5,7 +5,7 @@
 //! nobody reads the last result. So one list through all keys serves every lane: a lane remembers
 //! the first result that it has not posted, which stays in the list until it has been sent there.
 //! What is kept for lanes and keys together is only what a transport has, at most
-//! [`LANE_FRAMES_MAX`](bps_engine::limits::LANE_FRAMES_MAX) frames a lane.
+//! [`LANE_FRAMES_MAX`] frames a lane.
 
 use super::{Session, Shard};
 use crate::entry::Entry;
