@@ -4,11 +4,17 @@
 
 use crate::config::PayloadChecksum;
 use crate::limits::EVENTS_MAX;
-use crate::transport::rdma::Rdma;
-use crate::transport::{Driver, Event, Frame, Full, Landing, LaneId, Link, Transport, Waker};
+use crate::transport::{
+    DirectMemory, Driver, Event, Frame, Full, Landing, LaneId, Link, RegisterError, Transport,
+    Waker,
+};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::io;
 use std::time::Duration;
+
+mod builder;
+
+pub use builder::{BuildError, EndpointBuilder, Needs};
 
 /// All lanes of one thread.
 pub struct Endpoint {
@@ -40,16 +46,7 @@ impl Endpoint {
     /// # Errors
     /// No transport of the link's kind is here, or it refuses.
     pub fn attach(&mut self, link: Link) -> io::Result<LaneId> {
-        let wanted = |transport: &Transport| {
-            matches!(
-                (transport, &link),
-                (Transport::Tcp(_), Link::Tcp(_))
-                    | (Transport::Shm(_), Link::Shm(_))
-                    | (Transport::Rdma(_), Link::Rdma(_))
-                    | (Transport::Sim(_), Link::Sim(_))
-            )
-        };
-        let position = self.transports.iter().position(wanted);
+        let position = self.transports.iter().position(|transport| transport.takes(&link));
         let owner = position.ok_or(io::ErrorKind::Unsupported)?;
         let free = self.owners.iter().position(Option::is_none);
         let index = free.unwrap_or(self.owners.len());
@@ -70,15 +67,38 @@ impl Endpoint {
         self.transports.get_mut(owner as usize)
     }
 
-    /// The RDMA transport, if there is one: to name memory that it may send from in place.
-    pub fn rdma(&mut self) -> Option<&mut Rdma> {
-        self.transports.iter_mut().find_map(|transport| match transport {
-            Transport::Rdma(driver) => Some(&mut **driver),
-            _ => None,
-        })
+    /// Whether any transport here [reaches memory](Driver::reaches_memory).
+    #[must_use]
+    pub fn reaches_memory(&self) -> bool {
+        self.transports.iter().any(Driver::reaches_memory)
     }
 
-    /// See [`Transport::grants`].
+    /// Names memory to the transport that reaches it, if there is one; see
+    /// [`Driver::register_memory`].
+    ///
+    /// # Errors
+    /// The transport can't use the memory directly; it copies instead.
+    ///
+    /// # Safety
+    /// As [`Driver::register_memory`] demands.
+    pub unsafe fn register_memory(&mut self, memory: DirectMemory) -> Result<(), RegisterError> {
+        match self.transports.iter_mut().find(|transport| transport.reaches_memory()) {
+            // SAFETY: the caller keeps the contract of the method that this passes on to.
+            Some(transport) => unsafe { transport.register_memory(memory) },
+            None => Ok(()),
+        }
+    }
+
+    /// Makes all transports forget what [`register_memory`](Self::register_memory) named, which may
+    /// be unmapped then. Returns what they say of their use of it, a line each.
+    ///
+    /// # Panics
+    /// A lane of a transport that reaches memory is left.
+    pub fn forget_memory(&mut self) -> Vec<String> {
+        self.transports.iter_mut().filter_map(Driver::forget_memory).collect()
+    }
+
+    /// See [`Driver::grants`].
     #[must_use]
     pub fn grants(&self, lane: LaneId, at: *mut u8, length: usize) -> bool {
         let owner = self.owners.get(lane.0 as usize).copied().flatten();
@@ -156,8 +176,7 @@ impl Endpoint {
             stay |= transport.arm();
         }
         if !stay && !ready() {
-            let tcp = self.transports.iter_mut().find(|one| matches!(one, Transport::Tcp(_)));
-            match tcp {
+            match self.transports.iter_mut().find(|transport| transport.wakes_for_all()) {
                 Some(transport) => transport.block(timeout),
                 None => self.block_on_others(timeout),
             }

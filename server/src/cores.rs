@@ -4,17 +4,16 @@ use crate::error::{ServerError, resource};
 use crate::shard::{Command, Report, Shard};
 use bps_engine::config::{Config, TransportChoice};
 use bps_engine::harness::{self, Idler, Step};
-use bps_engine::lane::Endpoint;
+use bps_engine::lane::{BuildError, EndpointBuilder};
 use bps_engine::limits::RANKS_MAX;
 use bps_engine::mem::{Arena, Options};
 use bps_engine::ring::Mpsc;
 use bps_engine::topo::plan::Place;
 use bps_engine::trace::counters::Counters;
 use bps_engine::trace::log;
-use bps_engine::transport::rdma::{self, Rails, Rdma, RdmaOptions};
-use bps_engine::transport::shm::{self, Shm};
-use bps_engine::transport::tcp::Tcp;
-use bps_engine::transport::{self, Transport, Waker};
+use bps_engine::transport::rdma::{self, Rails, RdmaOptions};
+use bps_engine::transport::shm;
+use bps_engine::transport::{self, Waker};
 use std::net::TcpStream;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -151,32 +150,22 @@ fn make_shard(
     let arena = Arena::reserve(arena_bytes(), &options)
         .map_err(|error| ServerError::Resource(error.to_string()))?;
     let lanes_max = u32::try_from(RANKS_MAX).unwrap_or(u32::MAX);
-    let tcp = Tcp::new(waker.clone(), config.tcp_driver, lanes_max)
-        .map(|tcp| tcp.with_congestion(config.tcp_congestion.clone()))
-        .map(|tcp| tcp.with_offload(config.tcp_offload))
-        .map(|tcp| tcp.with_send_buffer(config.tcp_send_buffer as usize))
-        .map(|tcp| tcp.with_silence(config.lane_silence()))
-        .map_err(|error| ServerError::Resource(error.to_string()))?;
-    let mut line = tcp.description();
-    let mut transports = vec![Transport::Tcp(tcp)];
+    let failed = |error: BuildError| ServerError::Resource(error.to_string());
+    let mut builder = EndpointBuilder::new(config, waker.clone()).tcp(lanes_max).map_err(failed)?;
     let mut memory = None;
     if is_shared {
-        let mut shm = Shm::new(waker.clone()).map_err(|error| resource("an epoll", &error))?;
         // Workers of this host read what is published where it was summed.
-        shm.share(arena.base(), arena.reserved_bytes());
+        let shared = (arena.base().cast_const(), arena.reserved_bytes());
+        builder = builder.shm(Some(shared)).map_err(failed)?;
         let memfd = arena.memfd().map(|memfd| memfd.try_clone_to_owned()).transpose();
         memory = memfd
             .map_err(|error| resource("a descriptor", &error))?
             .map(|memfd| Arc::new((memfd, arena.reserved_bytes())));
-        transports.push(Transport::Shm(shm));
     }
     if let Some(rails) = rails {
-        line = format!("{line}; {}", rails.description());
-        let rdma = Rdma::new(waker.clone(), rails).map_err(|error| resource("an epoll", &error))?;
-        waker.watch(rdma.fd()).map_err(|error| resource("an epoll", &error))?;
-        transports.push(Transport::Rdma(Box::new(rdma)));
+        builder = builder.rdma(rails).map_err(failed)?;
     }
-    let endpoint = Endpoint::new(transports, waker.clone()).with_checksums(config.payload_checksum);
+    let (endpoint, descriptions) = builder.build();
     let shard = Shard::new(
         core,
         endpoint,
@@ -187,7 +176,7 @@ fn make_shard(
         Arc::clone(counters),
         config.stall_report,
     );
-    Ok((shard, memory, line))
+    Ok((shard, memory, descriptions.join("; ")))
 }
 
 fn run_shard(mut shard: Shard, mut idler: Idler) {

@@ -22,7 +22,7 @@
 //! of a lane arrive whole and in the order of their posting.
 //!
 //! # Answers that go straight to where they belong
-//! A frame may say where its answer may land ([`Answer::Wanted`]), if [`Transport::grants`] says
+//! A frame may say where its answer may land ([`Answer::Wanted`]), if [`Driver::grants`] says
 //! yes to that memory: a transport whose peer can write there by itself then tells the peer, which
 //! finds a [`Grant`] in the header's event, and posts its answer with it ([`Answer::To`]). Of such
 //! an answer the asker sees [`Event::Answered`] and nothing else: no header, no `land`. One that
@@ -39,6 +39,7 @@
 
 use crate::limits::EVENTS_MAX;
 use crate::wire::RawHeader;
+use std::ptr::NonNull;
 use std::time::Duration;
 
 mod area;
@@ -84,7 +85,7 @@ pub enum Answer {
     /// Nothing.
     No,
     /// The answer to this frame, of so many bytes, may be written straight to this memory, for
-    /// which [`Transport::grants`] has just said yes. [`Event::Answered`] brings the token.
+    /// which [`Driver::grants`] has just said yes. [`Event::Answered`] brings the token.
     Wanted {
         /// First byte.
         at: *mut u8,
@@ -286,8 +287,37 @@ impl Room<'_> {
     }
 }
 
+/// Memory that a transport's device may read or write by itself.
+pub enum DirectMemory {
+    /// Payloads that lie here may be sent without a copy: the first `bytes` bytes from `base` on.
+    /// The same `base` may be named again with more bytes.
+    ToSend {
+        /// First byte.
+        base: NonNull<u8>,
+        /// Bytes.
+        bytes: usize,
+    },
+    /// Answers may land here, where a frame grants it.
+    ToLand {
+        /// First byte.
+        base: NonNull<u8>,
+        /// Bytes.
+        bytes: usize,
+    },
+    /// Memory of a GPU, to send from or to land in.
+    Gpu(rdma::GpuMemory),
+}
+
+/// A transport can't use memory directly.
+#[derive(Debug, thiserror::Error)]
+#[error(transparent)]
+pub struct RegisterError(#[from] rdma::RdmaError);
+
 /// The contract that every transport keeps; see the [module](self).
 pub trait Driver {
+    /// Whether [`attach`](Self::attach) makes lanes of links of this kind.
+    fn takes(&self, link: &Link) -> bool;
+
     /// Makes a lane of a link.
     ///
     /// # Errors
@@ -327,6 +357,51 @@ pub trait Driver {
 
     /// Sleeps until this transport has something to do, its waker is woken, or the time is over.
     fn block(&mut self, timeout: Duration);
+
+    /// Whether [`block`](Self::block) must be the one that sleeps for all transports of a thread,
+    /// because this one's events wake nothing else.
+    fn wakes_for_all(&self) -> bool {
+        false
+    }
+
+    /// Whether a device reads and writes memory of the caller by itself, once it is
+    /// [registered](Self::register_memory).
+    fn reaches_memory(&self) -> bool {
+        false
+    }
+
+    /// Names memory that may be read and written without a copy. Does nothing where no device
+    /// [reaches it](Self::reaches_memory).
+    ///
+    /// # Errors
+    /// The memory can't be registered: payloads in it are copied, and answers come as frames do.
+    ///
+    /// # Panics
+    /// A GPU's memory was registered with other devices than those of this transport.
+    ///
+    /// # Safety
+    /// The range is mapped, and stays so until [`forget_memory`](Self::forget_memory) or the end of
+    /// this transport. What a posted frame grants is left alone until [`Event::Answered`], a header
+    /// that says [`Carried::Declined`], or [`Event::Closed`]. No payload is posted that lies in a
+    /// GPU's memory and not in a range that was named here.
+    unsafe fn register_memory(&mut self, _memory: DirectMemory) -> Result<(), RegisterError> {
+        Ok(())
+    }
+
+    /// Forgets all registered memory, which may be unmapped then. Returns a line of figures about
+    /// its use, where there was any device.
+    ///
+    /// # Panics
+    /// A lane is left that might use the memory.
+    fn forget_memory(&mut self) -> Option<String> {
+        None
+    }
+
+    /// Whether a frame that is posted on this lane next may ask for its answer straight into this
+    /// memory. Where a peer can't write by itself, no.
+    fn grants(&self, _lane: LaneId, _at: *mut u8, _length: usize) -> bool {
+        false
+    }
 }
 
 /// The closed set of transports.
@@ -352,19 +427,10 @@ macro_rules! dispatch {
     };
 }
 
-impl Transport {
-    /// Whether a frame that is posted on this lane next may ask for its answer straight into this
-    /// memory. Where a peer can't write by itself, no.
-    #[must_use]
-    pub fn grants(&self, lane: LaneId, at: *mut u8, length: usize) -> bool {
-        match self {
-            Transport::Rdma(driver) => driver.grants(lane, at, length),
-            Transport::Tcp(_) | Transport::Shm(_) | Transport::Sim(_) => false,
-        }
-    }
-}
-
 impl Driver for Transport {
+    fn takes(&self, link: &Link) -> bool {
+        dispatch!(self, driver => driver.takes(link))
+    }
     fn attach(&mut self, lane: LaneId, link: Link) -> std::io::Result<()> {
         dispatch!(self, driver => driver.attach(lane, link))
     }
@@ -391,5 +457,21 @@ impl Driver for Transport {
     }
     fn block(&mut self, timeout: Duration) {
         dispatch!(self, driver => driver.block(timeout))
+    }
+    fn wakes_for_all(&self) -> bool {
+        dispatch!(self, driver => driver.wakes_for_all())
+    }
+    fn reaches_memory(&self) -> bool {
+        dispatch!(self, driver => driver.reaches_memory())
+    }
+    unsafe fn register_memory(&mut self, memory: DirectMemory) -> Result<(), RegisterError> {
+        // SAFETY: the caller keeps the contract, which is the same for each driver.
+        dispatch!(self, driver => unsafe { driver.register_memory(memory) })
+    }
+    fn forget_memory(&mut self) -> Option<String> {
+        dispatch!(self, driver => driver.forget_memory())
+    }
+    fn grants(&self, lane: LaneId, at: *mut u8, length: usize) -> bool {
+        dispatch!(self, driver => driver.grants(lane, at, length))
     }
 }

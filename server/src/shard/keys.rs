@@ -7,6 +7,7 @@ use bps_engine::base::Key;
 use bps_engine::limits::ALIGNMENT;
 use bps_engine::proto::messages::{KeySpec, RetiredKey};
 use bps_engine::trace::log;
+use bps_engine::transport::DirectMemory;
 use std::ptr::NonNull;
 use std::time::Instant;
 
@@ -42,11 +43,13 @@ impl Shard {
             }
             self.index.insert(spec.key, index);
         }
-        let (base, bytes) = (NonNull::new(self.arena.base()), self.arena.resident_bytes());
-        if let (Some(rdma), Some(base)) = (self.endpoint.rdma(), base) {
+        if let Some(base) = NonNull::new(self.arena.base()) {
+            let bytes = self.arena.resident_bytes();
             // SAFETY: below its resident bytes the arena is mapped, and the endpoint is dropped
-            // before it.
-            if let Err(error) = unsafe { rdma.register(base, bytes) } {
+            // before it. Nothing is granted of it, and no payload of a core is a GPU's.
+            let registered =
+                unsafe { self.endpoint.register_memory(DirectMemory::ToSend { base, bytes }) };
+            if let Err(error) = registered {
                 log::warning!("publications are copied before a device sends them: {error}");
             }
         }

@@ -22,13 +22,12 @@ use crate::job::start;
 use bps_engine::base::{DType, Operation, Rank};
 use bps_engine::config::Config;
 use bps_engine::harness::{self, Idler};
-use bps_engine::lane::Endpoint;
+use bps_engine::lane::EndpointBuilder;
 use bps_engine::mem::Budget;
 use bps_engine::proto::messages::Declaration;
 use bps_engine::topo::Topology;
 use bps_engine::trace::log;
-use bps_engine::transport::shm::Shm;
-use bps_engine::transport::{Link, Transport};
+use bps_engine::transport::Link;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -198,10 +197,16 @@ fn tell_all(worker: &Worker, own: &Row) -> Result<Vec<Row>, Error> {
 }
 
 /// The lanes between the thread of this rank's GPU and those of the other ranks of the host.
-fn order_lanes(job: &Job, rank: Rank, links: Vec<(Rank, Link)>) -> std::io::Result<OrderLanes> {
+fn order_lanes(
+    job: &Job,
+    rank: Rank,
+    links: Vec<(Rank, Link)>,
+    config: &Config,
+) -> std::io::Result<OrderLanes> {
     let waker = job.gpu.waker.clone();
-    let shm = Transport::Shm(Shm::new(waker.clone())?);
-    OrderLanes::new(Endpoint::new(vec![shm], waker), rank, job.gpu.epoch, links)
+    let builder = EndpointBuilder::new(config, waker);
+    let builder = builder.shm(None).map_err(std::io::Error::other)?;
+    OrderLanes::new(builder.build().0, rank, job.gpu.epoch, links)
 }
 
 /// Makes the slots and starts the thread.
@@ -217,10 +222,11 @@ fn begin(
     let order_lane_count = links.len();
     let host = match comm {
         Some(comm) => {
-            let lanes = order_lanes(job, rank, links).map_err(|error| GpuError::Memory {
-                ordinal,
-                why: format!("no lanes between the GPUs of this host: {error}"),
-            })?;
+            let lanes =
+                order_lanes(job, rank, links, config).map_err(|error| GpuError::Memory {
+                    ordinal,
+                    why: format!("no lanes between the GPUs of this host: {error}"),
+                })?;
             Some((comm, lanes))
         }
         None => None,

@@ -13,7 +13,7 @@ use crate::nic::{NicConfig, NicStatistics, Peer, Report};
 use bps_engine::base::{CoreId, Rank};
 use bps_engine::config::{Config, TransportChoice};
 use bps_engine::control::{JobKey, Link, LinkError, LinkReceiver, LinkSender};
-use bps_engine::lane::Endpoint;
+use bps_engine::lane::{EndpointBuilder, Needs};
 use bps_engine::mem::Budget;
 use bps_engine::proto::messages::{
     Node, NodeMessage, Origin, Party, Planning, Register, Roster, SchedulerMessage,
@@ -22,10 +22,9 @@ use bps_engine::proto::objects::ObjectKeys;
 use bps_engine::proto::pulse::Pulse;
 use bps_engine::ring::Mpsc;
 use bps_engine::trace::log;
-use bps_engine::transport::rdma::{self, Ports, Rdma};
-use bps_engine::transport::shm::{Shm, ShmOptions};
-use bps_engine::transport::tcp::Tcp;
-use bps_engine::transport::{self, LaneId, Transport, Waker};
+use bps_engine::transport::rdma::{self, Ports};
+use bps_engine::transport::shm::ShmOptions;
+use bps_engine::transport::{self, LaneId, Waker};
 use bps_engine::{harness, host};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -291,52 +290,30 @@ pub(crate) fn nic(
     report_waker: Waker,
     statistics: &Arc<NicStatistics>,
 ) -> Result<(NicLoop, String), Error> {
-    let is_shm = |link: &transport::Link| matches!(link, transport::Link::Shm(_));
-    let shm_lanes = links.iter().filter(|(_, link)| is_shm(link)).count();
-    let rails = links.iter().find_map(|(_, link)| match link {
-        transport::Link::Rdma(link) => Some(Arc::clone(link.rails())),
-        _ => None,
-    });
-    let is_rdma = |link: &transport::Link| matches!(link, transport::Link::Rdma(_));
-    let rdma_lanes = links.iter().filter(|(_, link)| is_rdma(link)).count();
-    let tcp_lanes = links.len() - shm_lanes - rdma_lanes;
+    let needs = Needs::of(links.iter().map(|(_, link)| link));
     let group = links.iter().filter(|(end, _)| matches!(end, End::Rank(_))).count();
-    let mut transports = Vec::new();
     let mut line = format!(
-        "{} of {}: {tcp_lanes} TCP lanes, {shm_lanes} shared-memory lanes",
-        nic_config.rank, nic_config.size
+        "{} of {}: {} TCP lanes, {} shared-memory lanes",
+        nic_config.rank, nic_config.size, needs.tcp, needs.shm
     );
+    if needs.rdma > 0 {
+        line = format!("{line}, {} RDMA lanes", needs.rdma);
+    }
     if group > 0 {
         let servers = if group == links.len() { ", without servers" } else { "" };
         line = format!("{line}; reduces with other ranks of this host: {group}{servers}");
     }
-    if tcp_lanes > 0 {
-        let lanes = u32::try_from(links.len()).unwrap_or(u32::MAX);
-        let tcp = Tcp::new(waker.clone(), config.tcp_driver, lanes)
-            .map(|tcp| tcp.with_congestion(config.tcp_congestion.clone()))
-            .map(|tcp| tcp.with_offload(config.tcp_offload))
-            .map(|tcp| tcp.with_send_buffer(config.tcp_send_buffer as usize))
-            .map(|tcp| tcp.with_silence(config.lane_silence()))
-            .map_err(|error| StartError::resource("TCP could not be set up", error))?;
-        line = format!("{line}; {}", tcp.description());
-        transports.push(Transport::Tcp(tcp));
+    let builder = EndpointBuilder::new(config, waker.clone()).with_needs(&needs);
+    let builder =
+        builder.map_err(|error| StartError::resource("the lanes could not be set up", error))?;
+    let (endpoint, descriptions) = builder.build();
+    for description in descriptions {
+        line = format!("{line}; {description}");
     }
-    if shm_lanes > 0 {
-        let shm = Shm::new(waker.clone())
-            .map_err(|error| StartError::resource("shared memory could not be set up", error))?;
-        transports.push(Transport::Shm(shm));
-    }
-    if let Some(rails) = rails {
-        line = format!("{line}, {rdma_lanes} RDMA lanes; {}", rails.description());
-        let fail = |error| StartError::resource("RDMA could not be set up", error);
-        let rdma = Rdma::new(waker.clone(), rails).map_err(fail)?;
-        waker.watch(rdma.fd()).map_err(fail)?;
-        transports.push(Transport::Rdma(Box::new(rdma)));
-    }
+    let shm_lanes = needs.shm as usize;
     if shm_lanes > 0 {
         memory(shm_lanes.saturating_sub(group), group).print();
     }
-    let endpoint = Endpoint::new(transports, waker.clone()).with_checksums(config.payload_checksum);
     let mut nic = NicLoop::new(
         endpoint,
         nic_config,

@@ -9,7 +9,7 @@
 use super::{LaneId, Nic, PartId, Stage};
 use crate::rounds::{Pool, Slot, SlotMemory};
 use bps_engine::trace::log;
-use bps_engine::transport::Answer;
+use bps_engine::transport::{Answer, DirectMemory};
 
 /// Slots by their numbers, and the parts whose results are to come there.
 #[derive(Default)]
@@ -43,19 +43,21 @@ impl Granted {
 impl Nic {
     /// The slots are there: devices may read those to send from, and write to those to land in.
     pub(super) fn register_slots(&mut self, memory: SlotMemory) {
-        let Some(rdma) = self.endpoint.rdma() else { return };
         let SlotMemory { to_send, to_land, gpu_to_send, gpu_to_land } = memory;
-        self.granted.on_gpu = gpu_to_land.is_some();
+        self.granted.on_gpu = gpu_to_land.is_some() && self.endpoint.reaches_memory();
+        // In this order: without the first, the second is of no use.
+        let hosts = [
+            to_send.map(|(base, bytes)| DirectMemory::ToSend { base, bytes }),
+            to_land.map(|(base, bytes)| DirectMemory::ToLand { base, bytes }),
+        ];
+        let gpus = gpu_to_send.into_iter().chain(gpu_to_land).map(DirectMemory::Gpu);
+        let mut memories = gpus.chain(hosts.into_iter().flatten());
         // SAFETY: the pipeline keeps the slots until the loop has ended, and the loop forgets them
         // before (`forget_memory`). A slot that a posted frame granted is left alone (`Granted`).
         // Where slots are in the GPU's memory all lanes to servers are RDMA, and no others have
         // payloads of tensors on the GPU (`Direct`).
-        let registered = unsafe {
-            gpu_to_send.into_iter().chain(gpu_to_land).for_each(|memory| rdma.take_gpu(memory));
-            to_send.map_or(Ok(()), |(base, bytes)| rdma.register(base, bytes)).and_then(|()| {
-                to_land.map_or(Ok(()), |(base, bytes)| rdma.register_landing(base, bytes))
-            })
-        };
+        let registered =
+            memories.try_for_each(|memory| unsafe { self.endpoint.register_memory(memory) });
         if let Err(error) = registered {
             log::warning!("what passes between pinned slots and RDMA lanes is copied: {error}");
         }
@@ -63,9 +65,8 @@ impl Nic {
 
     /// No lane is left: devices are to know no memory of others any more.
     pub(crate) fn forget_memory(&mut self) {
-        if let Some(rdma) = self.endpoint.rdma() {
-            rdma.unregister();
-            log::info!("{}", rdma.counters());
+        for figures in self.endpoint.forget_memory() {
+            log::info!("{figures}");
         }
     }
 

@@ -51,7 +51,10 @@ pub use ports::Port;
 pub use setup::{Ports, RdmaLink, RdmaOptions, accept, connect};
 pub use trial::{Speeds, try_gpu};
 
-use super::{Answer, Cause, Driver, Event, Frame, Full, Landing, LaneId, Link, Room, Waker};
+use super::{
+    Answer, Cause, DirectMemory, Driver, Event, Frame, Full, Landing, LaneId, Link, RegisterError,
+    Room, Waker,
+};
 
 use crate::config::{Config, TransportChoice};
 use completions::Wake;
@@ -238,13 +241,6 @@ impl Rdma {
         self.in_place.clear();
     }
 
-    /// See [`Transport::grants`](super::Transport::grants).
-    pub(super) fn grants(&self, lane: LaneId, at: *mut u8, length: usize) -> bool {
-        let key = self.landing_key(lane, at, length);
-        let lane = self.lanes.get(lane.0 as usize).and_then(Option::as_ref);
-        key.is_some() && lane.is_some_and(|lane| lane.has_grants())
-    }
-
     fn landing_key(&self, lane: LaneId, at: *mut u8, length: usize) -> Option<u32> {
         self.in_place.landing_key(self.rail_of(lane)?, at.addr(), length)
     }
@@ -355,6 +351,10 @@ impl Drop for Rdma {
 }
 
 impl Driver for Rdma {
+    fn takes(&self, link: &Link) -> bool {
+        matches!(link, Link::Rdma(_))
+    }
+
     fn attach(&mut self, lane: LaneId, link: Link) -> io::Result<()> {
         let Link::Rdma(link) = link else {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "not an RDMA link"));
@@ -462,5 +462,33 @@ impl Driver for Rdma {
         ];
         // An interrupted or failed wait is a short wait: the caller polls again.
         let _ = poll(&mut fds, Some(&timeout));
+    }
+
+    fn reaches_memory(&self) -> bool {
+        true
+    }
+
+    unsafe fn register_memory(&mut self, memory: DirectMemory) -> Result<(), RegisterError> {
+        match memory {
+            // SAFETY: the caller keeps the range mapped until it is forgotten.
+            DirectMemory::ToSend { base, bytes } => unsafe { self.register(base, bytes) }?,
+            // SAFETY: the same, and what is granted of it is left alone until it is answered.
+            DirectMemory::ToLand { base, bytes } => unsafe { self.register_landing(base, bytes) }?,
+            // SAFETY: the caller posts from no other memory of GPUs, and leaves alone what it
+            // granted.
+            DirectMemory::Gpu(memory) => unsafe { self.take_gpu(memory) },
+        }
+        Ok(())
+    }
+
+    fn forget_memory(&mut self) -> Option<String> {
+        self.unregister();
+        Some(self.counters().to_string())
+    }
+
+    fn grants(&self, lane: LaneId, at: *mut u8, length: usize) -> bool {
+        let key = self.landing_key(lane, at, length);
+        let lane = self.lanes.get(lane.0 as usize).and_then(Option::as_ref);
+        key.is_some() && lane.is_some_and(|lane| lane.has_grants())
     }
 }

@@ -122,6 +122,10 @@ impl Shm {
 }
 
 impl Driver for Shm {
+    fn takes(&self, link: &Link) -> bool {
+        matches!(link, Link::Shm(_))
+    }
+
     fn attach(&mut self, lane: LaneId, link: Link) -> io::Result<()> {
         let Link::Shm(link) = link else {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a shared-memory link"));

@@ -49,6 +49,10 @@ impl Drop for Sim {
 }
 
 impl Driver for Sim {
+    fn takes(&self, link: &Link) -> bool {
+        matches!(link, Link::Sim(_))
+    }
+
     fn attach(&mut self, lane: LaneId, link: Link) -> io::Result<()> {
         let Link::Sim(mut link) = link else {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a simulated link"));

@@ -159,6 +159,14 @@ macro_rules! dispatch {
 }
 
 impl Driver for Tcp {
+    fn takes(&self, link: &Link) -> bool {
+        matches!(link, Link::Tcp(_))
+    }
+
+    fn wakes_for_all(&self) -> bool {
+        true
+    }
+
     fn attach(&mut self, lane: LaneId, link: Link) -> io::Result<()> {
         let Link::Tcp(socket) = link else {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a stream socket"));
