@@ -27,6 +27,7 @@ fn seeds(groups: Groups, fault: Fault, default: u64) -> Outcome {
         total.checked += outcome.checked;
         total.failed += outcome.failed;
         total.paths += outcome.paths;
+        total.orders_cut += outcome.orders_cut;
         total.nanoseconds += outcome.nanoseconds;
     }
     println!(
@@ -98,6 +99,13 @@ fn a_fault_beside_gpus_ends_the_job_everywhere() {
     for fault in [Fault::Kill, Fault::Cut, Fault::MuteForEver, Fault::Gpu] {
         let _ = seeds(Groups::Gpus, fault, 200);
     }
+}
+
+#[test]
+fn a_cut_between_the_threads_of_two_gpus_ends_the_job_everywhere() {
+    let outcome = seeds(Groups::Gpus, Fault::CutOrder, 200);
+    assert!(outcome.orders_cut > 50, "only {} seeds had such a lane", outcome.orders_cut);
+    assert!(outcome.failed > 0, "no cut was noticed");
 }
 
 #[test]

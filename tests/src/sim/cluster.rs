@@ -65,6 +65,8 @@ pub struct SimWorker {
     /// Those to servers, then those to ranks of its host.
     connections: Vec<usize>,
     server_connections: usize,
+    /// Those between its GPU's thread and others of its host.
+    order_connections: Vec<usize>,
 }
 
 struct SimServer {
@@ -239,6 +241,7 @@ impl Cluster {
             left: false,
             connections: Vec::new(),
             server_connections: 0,
+            order_connections: Vec::new(),
         });
         self.scheduler.handle_connected(node, self.network.now());
         let (worker_id, local_rank, local_size) = self.shape.place_of(index);
@@ -450,6 +453,7 @@ impl Cluster {
                     continue;
                 }
                 let mine = self.waiting_orders.meet(&self.network, rank, other);
+                worker.order_connections.push(mine.connection());
                 order.push((other, Link::Sim(mine)));
             }
             let gpu_waker = Waker::new().expect("an eventfd");

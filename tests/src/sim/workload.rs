@@ -25,6 +25,9 @@ pub enum Fault {
     Kill,
     /// A lane breaks at some moment.
     Cut,
+    /// A lane between the threads of two GPUs of a host breaks, and no other: both processes live,
+    /// and all lanes that carry gradients hold.
+    CutOrder,
     /// What is sent on a lane between a rank and a server is lost in one direction, and the end
     /// that sends it notices after a while.
     Mute,
@@ -49,6 +52,8 @@ pub struct Outcome {
     pub failed: u64,
     /// Ranks that were told of a path that lost something.
     pub paths: u64,
+    /// Lanes that order collectives and were cut.
+    pub orders_cut: u64,
     /// Virtual time, nanoseconds.
     pub nanoseconds: u128,
     /// Payload bytes that servers received and sent.
@@ -225,7 +230,7 @@ fn run_job(
             let victim = random.index(workers as usize);
             let in_time = cluster.workers[victim].roster.is_some() && !ranks[victim].left;
             if in_time {
-                strike(&mut cluster, victim, fault);
+                outcome.orders_cut += strike(&mut cluster, victim, fault);
             }
             struck = in_time;
             fault_at += Duration::from_millis(1);
@@ -248,7 +253,7 @@ fn run_job(
         assert_eq!(outcome.failed, 0, "seed {seed}: a push_pull failed without a fault");
         assert_eq!(outcome.checked, expected * u64::from(workers), "seed {seed}");
     }
-    if matches!(fault, Fault::Cut | Fault::Mute | Fault::MuteForEver) {
+    if matches!(fault, Fault::Cut | Fault::CutOrder | Fault::Mute | Fault::MuteForEver) {
         for worker in &cluster.workers {
             let said = worker.over.as_ref().map(ToString::to_string).unwrap_or_default();
             // Every process is well.
@@ -265,10 +270,12 @@ fn run_job(
     outcome
 }
 
-fn strike(cluster: &mut Cluster, victim: usize, fault: Fault) {
+/// Lets a fault happen; returns how many lanes that order collectives it cut.
+fn strike(cluster: &mut Cluster, victim: usize, fault: Fault) -> u64 {
     match fault {
         Fault::Kill => cluster.kill_worker(victim),
         Fault::Cut => cluster.cut_lane(victim),
+        Fault::CutOrder => return cluster.cut_order_lane(victim).into(),
         Fault::Gpu => cluster.fail_gpu(victim),
         Fault::Mute | Fault::MuteForEver => {
             cluster.mute_lane(victim, fault == Fault::Mute);
@@ -280,6 +287,7 @@ fn strike(cluster: &mut Cluster, victim: usize, fault: Fault) {
         }
         Fault::None | Fault::Mismatch => {}
     }
+    0
 }
 
 fn describe(cluster: &Cluster, ranks: &[Script]) -> String {

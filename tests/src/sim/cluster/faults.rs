@@ -40,6 +40,17 @@ impl Cluster {
         }
     }
 
+    /// One lane breaks between the thread of a rank's GPU and that of another of its host, and no
+    /// other lane. Says whether the rank has such a lane.
+    pub fn cut_order_lane(&mut self, index: usize) -> bool {
+        let count = self.workers[index].order_connections.len();
+        if count > 0 {
+            let which = self.random.index(count);
+            self.network.cut(self.workers[index].order_connections[which]);
+        }
+        count > 0
+    }
+
     /// From now on what a server and a rank say to each other is lost in one direction, on one of
     /// their lanes. With a deadline, as TCP has one, the lane closes at the end that sends in vain.
     /// Says whether there is such a lane.
