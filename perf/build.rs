@@ -1,5 +1,7 @@
 //! Notes the commit that this is built from: results carry it wherever the program is taken.
 
+#![forbid(unsafe_code)]
+
 use std::process::Command;
 
 /// What the program is made of, seen from this package's folder.

@@ -1,9 +1,36 @@
 //! Words that every module shares: keys, ranks, data types, operations.
 
+#![forbid(unsafe_code)]
+
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::fmt;
 use std::hash::{BuildHasherDefault, Hasher};
+use std::time::Duration;
+
+/// A count or an index in 32 bits.
+///
+/// # Panics
+/// It needs more. Everything that is counted here is bounded by [`limits`](crate::limits), so a
+/// bound does not hold; another number in its place would name another thing.
+#[must_use]
+pub fn word(number: usize) -> u32 {
+    u32::try_from(number).expect("counts and indices are bounded far below 2^32")
+}
+
+/// A duration in whole milliseconds. What is longer than 584 million years counts as that: only
+/// `Duration::MAX`, for "never", is.
+#[must_use]
+pub fn milliseconds(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// A duration in whole nanoseconds. What is longer than 584 years counts as that: only
+/// `Duration::MAX`, for "never", is.
+#[must_use]
+pub fn nanoseconds(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}
 
 /// A part's id: unique in a job, assigned by the registry at declare.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]

@@ -4,6 +4,9 @@
 //! [`Idler`] belongs to one thread. The loop tells it after each pass whether there was progress;
 //! only when it answers [`Step::Sleep`] may the loop arm its transport and block.
 
+#![forbid(unsafe_code)]
+
+use crate::base::nanoseconds;
 use crate::config::Idle;
 use crate::topo::pin;
 use crate::trace::counters::{Counter, Counters};
@@ -225,10 +228,6 @@ impl Idler {
         }
         self.now.saturating_sub(before)
     }
-}
-
-fn nanoseconds(duration: Duration) -> u64 {
-    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// Starts a thread with this name (the kernel shows 15 bytes of it) on this CPU. Failure to pin is

@@ -154,6 +154,7 @@ pub fn wait_for_listen_address(
 pub fn raise_descriptor_limit(wanted: u64) -> u64 {
     let limit = getrlimit(Resource::Nofile);
     let Some(current) = limit.current else { return u64::MAX };
+    // No maximum is no limit.
     let raised = wanted.min(limit.maximum.unwrap_or(u64::MAX));
     if raised <= current {
         return current;

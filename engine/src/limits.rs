@@ -1,5 +1,7 @@
 //! Every bound in one place, with the relations between them checked at compile time.
 
+#![forbid(unsafe_code)]
+
 /// Bytes of a frame's header.
 pub const HEADER_BYTES: usize = 64;
 /// Alignment of slots, accumulators and scratch: a cache line and an AVX-512 register.

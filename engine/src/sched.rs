@@ -4,6 +4,8 @@
 //! bounds the bytes that have been handed to the transport and are not yet on their way, so that an
 //! urgent part never waits behind more than that. A part larger than the credit goes alone.
 
+#![forbid(unsafe_code)]
+
 use std::cmp::Ordering;
 use std::collections::BinaryHeap;
 

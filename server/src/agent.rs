@@ -2,9 +2,11 @@
 //! of the shards go in, effects come out. The control threads carry them out over sockets, the
 //! simulation in memory.
 
+#![forbid(unsafe_code)]
+
 use crate::entry::Groups;
 use crate::shard::{Command, Report};
-use bps_engine::base::{Epoch, Key, Rank};
+use bps_engine::base::{Epoch, Key, Rank, word};
 use bps_engine::control::{is_one_sided, lane_fault};
 use bps_engine::limits::{SCRATCH_BYTES, STAGING_BYTES};
 use bps_engine::mem::Budget;
@@ -190,7 +192,7 @@ impl Agent {
         if by_core.is_empty() {
             return effects.push(Effect::Send(NodeMessage::Installed { request }));
         }
-        self.installs.insert(request, u32::try_from(by_core.len()).unwrap_or(u32::MAX));
+        self.installs.insert(request, word(by_core.len()));
         for (core, keys) in by_core {
             effects.push(Effect::Shard(core, Command::Install { request, keys }));
         }

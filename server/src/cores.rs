@@ -1,7 +1,10 @@
 //! The threads of a server's cores: how each is made, what others hold of it, and its loop.
 
+#![forbid(unsafe_code)]
+
 use crate::error::{ServerError, resource};
 use crate::shard::{Command, Report, Shard};
+use bps_engine::base::word;
 use bps_engine::config::{Config, TransportChoice};
 use bps_engine::harness::{self, Idler, Step};
 use bps_engine::lane::{BuildError, EndpointBuilder};
@@ -149,7 +152,7 @@ fn make_shard(
     let options = Options { name: format!("core {core}"), numa_node, shared: is_shared };
     let arena = Arena::reserve(arena_bytes(), &options)
         .map_err(|error| ServerError::Resource(error.to_string()))?;
-    let lanes_max = u32::try_from(RANKS_MAX).unwrap_or(u32::MAX);
+    let lanes_max = word(RANKS_MAX);
     let failed = |error: BuildError| ServerError::Resource(error.to_string());
     let mut builder = EndpointBuilder::new(config, waker.clone()).tcp(lanes_max).map_err(failed)?;
     let mut memory = None;

@@ -106,7 +106,8 @@ unsafe fn add_scaled(
         for value in &mut wide[..length] {
             *value *= scale;
         }
-        // SAFETY: as above.
+        // SAFETY: `done + length <= count` sums are the caller's to change, and the block, which is
+        // ours, holds `length` elements.
         unsafe {
             let sums = sums.add(done * size);
             if first {

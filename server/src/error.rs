@@ -1,5 +1,7 @@
 //! Why a server could not start, or how its job ended, each with what to do next.
 
+#![forbid(unsafe_code)]
+
 use bps_engine::metrics::MetricsError;
 
 /// Why a server could not start, or how its job ended.

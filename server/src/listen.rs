@@ -1,6 +1,8 @@
 //! Where the cores of a server listen, a TCP port and an abstract Unix socket each, and how a
 //! connection becomes a lane of its core.
 
+#![forbid(unsafe_code)]
+
 use crate::cores::ShardHandle;
 use crate::error::{ServerError, resource};
 use crate::shard::Command;

@@ -1,5 +1,7 @@
 //! A server process from start to end: its listeners, its threads, and what they tell each other.
 
+#![forbid(unsafe_code)]
+
 use crate::agent::{Agent, Effect};
 use crate::cores::{QUEUE, ShardHandle, start_shard};
 use crate::error::{ServerError, resource};

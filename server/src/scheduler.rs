@@ -5,6 +5,8 @@
 //! queued up to a bound and then costs that node its connection, and unproven connections stay with
 //! the acceptor.
 
+#![forbid(unsafe_code)]
+
 mod hub;
 
 use bps_engine::config::{Config, Program};
@@ -149,6 +151,7 @@ impl Signals {
     fn install(stop: &Stop) -> Result<Signals, SchedulerError> {
         let mut signals = Signals(Vec::new());
         for (signal, value) in [(SIGTERM, SIGTERM), (SIGINT, SIGINT)] {
+            // A signal's number is small and positive.
             let value = usize::try_from(value).unwrap_or(usize::MAX);
             let id = signal_hook::flag::register_usize(signal, Arc::clone(&stop.cause), value)
                 .map_err(|error| SchedulerError::Resource { what: "a signal handler", error })?;

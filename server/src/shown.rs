@@ -1,6 +1,8 @@
 //! What a server shows of itself: statistics for the scheduler with each heartbeat, and a page of
 //! its own if its settings ask for one. Used by the control threads alone.
 
+#![forbid(unsafe_code)]
+
 use bps_engine::config::{Config, Program};
 use bps_engine::host;
 use bps_engine::metrics::{self, Collector, Exporter, MetricsError};

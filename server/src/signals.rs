@@ -1,5 +1,7 @@
 //! SIGTERM and Ctrl-C as a server sees them: flags that its loops look at.
 
+#![forbid(unsafe_code)]
+
 use crate::error::{ServerError, resource};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use std::sync::Arc;

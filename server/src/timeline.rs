@@ -1,5 +1,7 @@
 //! A server's timeline: it begins when the first worker starts one and ends with the last.
 
+#![forbid(unsafe_code)]
+
 use bps_engine::config::Config;
 use bps_engine::proto::messages;
 use bps_engine::trace::clock::Clock;

@@ -2,6 +2,8 @@
 //!
 //! It only reads: whoever may see the page may run it, from anywhere, as often as they like.
 
+#![forbid(unsafe_code)]
+
 mod page;
 mod table;
 

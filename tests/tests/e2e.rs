@@ -343,7 +343,7 @@ fn all_agree(worker: &Worker, flag: &[PushPull], yes: bool) -> bool {
     // SAFETY: the flag's memory is one f32 of the caller's, and no push_pull of it is under way.
     unsafe { word.write(f32::from(u8::from(yes))) };
     timed(worker, flag);
-    // SAFETY: as above.
+    // SAFETY: `timed` has waited for the push_pull, so the f32 is the caller's again.
     f64::from(unsafe { word.read() }) == f64::from(worker.size())
 }
 

@@ -3,6 +3,8 @@
 //! Only where nobody else handles SIGTERM, and only while a job runs. The handler sets flags; the
 //! control thread does the rest. A second SIGTERM ends the process at once.
 
+#![forbid(unsafe_code)]
+
 use signal_hook::consts::SIGTERM;
 use signal_hook::{flag, low_level};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -50,6 +52,7 @@ pub(crate) fn came() -> bool {
 /// Nobody asks [`came`] any more: SIGTERM does what it does by itself. In a forked child, where no
 /// thread of ours runs, the fork's handler calls this, so it only does what a child may do.
 pub fn ignore() {
+    // Nothing was registered: SIGTERM does by itself what others made it do.
     let Some(flags) = flags() else { return };
     flags.is_deadly.store(true, Ordering::SeqCst);
     // One may have come before that: to the child just now, or to a job that was about to end.

@@ -6,6 +6,8 @@
 //! Python worker calls [`from_environment`]. A flag beats a variable, and a variable beats the
 //! default.
 
+#![forbid(unsafe_code)]
+
 use crate::base::Placement;
 use std::fmt;
 use std::path::PathBuf;

@@ -10,6 +10,7 @@ use super::frame::{FrameError, Inbox, encode};
 use super::job_key::nonce;
 use super::knock::Door;
 use super::{DialError, HandshakeError, Hello, JobKey};
+use crate::base::word;
 use crate::proto::messages::{NodeMessage, SchedulerMessage};
 use crate::trace::log;
 use std::collections::VecDeque;
@@ -125,7 +126,7 @@ impl Link {
             let mut failure = Attempt::Later(ErrorKind::AddrNotAvailable.into());
             for (index, address) in addresses.iter().enumerate() {
                 // A way that is blocked must leave time for the next.
-                let tries = u32::try_from(addresses.len() - index).unwrap_or(u32::MAX);
+                let tries = word(addresses.len() - index);
                 let share = left.saturating_sub(start.elapsed()) / tries;
                 match dial_and_greet(*address, key, share, GREETING) {
                     Ok(greeted) => return Ok(greeted),
@@ -197,6 +198,7 @@ impl Link {
     /// # Errors
     /// The socket is gone.
     pub fn notice_loss_after(&self, silence: Duration) -> io::Result<()> {
+        // The kernel takes 49 days at most.
         let milliseconds = u32::try_from(3 * silence.as_millis()).unwrap_or(u32::MAX);
         Ok(rustix::net::sockopt::set_tcp_user_timeout(&self.receiver.stream, milliseconds)?)
     }

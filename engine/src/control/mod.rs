@@ -9,6 +9,8 @@
 //! the [handshake](crate::proto::handshake) is over; in a job with a key, none that the
 //! [channel] did not open.
 
+#![forbid(unsafe_code)]
+
 mod acceptor;
 pub mod channel;
 mod dial;

@@ -3,5 +3,7 @@
 //! Used by the registry at declare, in control-plane time. Knows no names, ranks, sockets or
 //! rounds.
 
+#![forbid(unsafe_code)]
+
 pub mod partition;
 pub mod placement;

@@ -3,6 +3,8 @@
 //! Server cores, NIC loops and GPU threads say what they need, by lanes or by name; which settings
 //! a transport takes and how its sleep is joined to the thread's waker is decided here.
 
+#![forbid(unsafe_code)]
+
 use super::Endpoint;
 use crate::config::Config;
 use crate::transport::rdma::{Rails, Rdma};

@@ -86,7 +86,7 @@ struct Mapping {
 // SAFETY: a mapping is an address range and a file descriptor, neither of which belongs to a
 // thread; nothing in it changes after it was made.
 unsafe impl Send for Mapping {}
-// SAFETY: as above.
+// SAFETY: a shared reference reads fields that nothing changes after the mapping was made.
 unsafe impl Sync for Mapping {}
 // SAFETY: a claim is the only owner of its range (`Arena::claim` never gives a range twice while
 // claims live).

@@ -1,5 +1,7 @@
 //! The sum of what a process will take, addend by addend, before it takes it.
 
+#![forbid(unsafe_code)]
+
 use super::{Headroom, MemoryError};
 use crate::trace::log;
 

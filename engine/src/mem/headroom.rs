@@ -1,6 +1,8 @@
 //! How much memory can still be had, asked before it is touched: where a control group is full the
 //! kernel does not say no, it kills.
 
+#![forbid(unsafe_code)]
+
 use super::MemoryError;
 use crate::topo::cgroup;
 use rustix::process::{Resource, getrlimit};

@@ -5,6 +5,8 @@
 //! polling thread, and the labels of a metric are nodes and cores, never keys or tensors, so that a
 //! page is bounded by the size of the job.
 
+#![forbid(unsafe_code)]
+
 mod collect;
 mod families;
 mod http;

@@ -1,6 +1,8 @@
 //! Protocols as state machines: messages and the time go in, messages come out. Nothing here names
 //! a transport, memory, a socket or a clock.
 
+#![forbid(unsafe_code)]
+
 pub mod handshake;
 pub mod late;
 pub mod messages;

@@ -154,7 +154,7 @@ impl fmt::Display for PathStall {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let PathStall { rank, server, round, .. } = self;
         let name = super::text::shorten(&self.name);
-        let seconds = f64::from(u32::try_from(self.waited_ms).unwrap_or(u32::MAX)) / 1000.0;
+        let seconds = super::text::seconds(self.waited_ms);
         match self.leg {
             Leg::Result => write!(
                 f,

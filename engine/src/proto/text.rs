@@ -4,6 +4,7 @@ use super::messages::{Declaration, Mismatch, OverReason, STALLS_SHOWN_MAX, Stall
 use crate::base::Rank;
 use std::collections::BTreeSet;
 use std::fmt;
+use std::time::Duration;
 
 /// Names of stalled tensors that one line shows.
 const SHOWN_MAX: usize = 3;
@@ -127,7 +128,7 @@ pub fn list(numbers: impl IntoIterator<Item = u32>) -> String {
 
 /// Seconds, for people.
 pub(super) fn seconds(milliseconds: u64) -> f64 {
-    f64::from(u32::try_from(milliseconds).unwrap_or(u32::MAX)) / 1000.0
+    Duration::from_millis(milliseconds).as_secs_f64()
 }
 
 /// A tensor's name, cut if it is very long: lines are for people.

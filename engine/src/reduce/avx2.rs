@@ -218,6 +218,6 @@ fn over_i64(sums: __m256i, divisor: Floor64) -> __m256i {
     // SAFETY: The array is as long as a register.
     unsafe { _mm256_storeu_si256(whole.as_mut_ptr().cast(), sums) };
     let whole = whole.map(|value| divisor.divide(value));
-    // SAFETY: As above.
+    // SAFETY: The mapped array has 4 words of 64 bits too, as many as the register.
     unsafe { _mm256_loadu_si256(whole.as_ptr().cast()) }
 }

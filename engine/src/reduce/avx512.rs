@@ -219,6 +219,6 @@ fn over_i64(sums: __m512i, divisor: Floor64) -> __m512i {
     // SAFETY: The array is as long as a register.
     unsafe { _mm512_storeu_si512(whole.as_mut_ptr().cast(), sums) };
     let whole = whole.map(|value| divisor.divide(value));
-    // SAFETY: As above.
+    // SAFETY: The mapped array has 8 words of 64 bits too, as many as the register.
     unsafe { _mm512_loadu_si512(whole.as_ptr().cast()) }
 }

@@ -13,6 +13,8 @@
 //!   `|a + 0.5| / d * 2^-22` and `|a + 0.5| / d * 2^-51`: less than `2^-13 / d` and `2^-19 / d`, so
 //!   the floor is right for every `a` and `d`.
 
+#![forbid(unsafe_code)]
+
 /// Divides i64 by a fixed positive number, towards minus infinity.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Floor64 {

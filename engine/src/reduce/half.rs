@@ -5,6 +5,8 @@
 //! overflows to infinity, and makes a quiet NaN of any NaN. Nothing here depends on the CPU having
 //! half-precision instructions.
 
+#![forbid(unsafe_code)]
+
 /// IEEE 754 binary16, as its bits.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(transparent)]

@@ -2,6 +2,8 @@
 //!
 //! Loom's types exist in tests under `--cfg loom` only; see `ring/cursor.rs` for the command.
 
+#![forbid(unsafe_code)]
+
 #[cfg(all(test, loom))]
 pub use loom::sync::atomic::{AtomicU32, Ordering};
 

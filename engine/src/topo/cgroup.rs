@@ -4,6 +4,8 @@
 //! A limit holds for everything below it, so each answer is the tightest on the way from the
 //! process's own group up to the root of what is mounted.
 
+#![forbid(unsafe_code)]
+
 use super::sysfs;
 use std::path::{Path, PathBuf};
 

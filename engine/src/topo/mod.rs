@@ -142,6 +142,7 @@ impl Topology {
         self.nodes
             .iter()
             .filter(|node| node.has_memory)
+            // A node of unknown distance is the farthest.
             .min_by_key(|node| (self.distance(own, node.id).unwrap_or(u32::MAX), node.id))
             .map(|node| node.id)
     }

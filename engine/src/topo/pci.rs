@@ -1,6 +1,9 @@
 //! Network cards and GPUs: where on the PCI tree they hang, and how near to each other that is.
 
+#![forbid(unsafe_code)]
+
 use super::sysfs;
+use crate::base::word;
 use std::path::{Path, PathBuf};
 
 /// The way from a root complex to a device: `pci0000:15`, then the address of each bridge, then the
@@ -93,7 +96,7 @@ impl PciPath {
             1 => Nearness::HostBridge,
             _ => {
                 let bridges = self.0.len() + other.0.len() - 2 * shared;
-                Nearness::Switch(u32::try_from(bridges).unwrap_or(u32::MAX))
+                Nearness::Switch(word(bridges))
             }
         }
     }

@@ -5,6 +5,8 @@
 //! entry. Servers choose from the last CPU down and workers from the first up, so that both can
 //! share a host.
 
+#![forbid(unsafe_code)]
+
 use super::{Cpu, Topology, format_list};
 use std::cmp::Reverse;
 
@@ -196,6 +198,7 @@ fn remoteness(topology: &Topology, near: &Near, cpu: &Cpu) -> u32 {
     }
     match (cpu.node, node) {
         (Some(own), Some(wanted)) if own == wanted => 0,
+        // An unknown distance is the longest.
         (Some(own), Some(wanted)) => topology.distance(own, wanted).unwrap_or(u32::MAX),
         _ => u32::MAX,
     }

@@ -4,6 +4,8 @@
 //! away. [`near`] keeps every process on the NUMA node of its device; [`evenly`] is for processes
 //! without one.
 
+#![forbid(unsafe_code)]
+
 use super::Topology;
 
 /// The CPUs of one physical core.
@@ -159,6 +161,7 @@ fn nearest(topology: &Topology, nodes: &[NodeCores], home: Option<u32>) -> Optio
     let cost = |index: &usize| {
         let node = &nodes[*index];
         let distance = node.node.and_then(|node| topology.distance(home, node));
+        // A node of unknown distance is the farthest.
         (node.cores.is_empty(), node.node != Some(home), distance.unwrap_or(u32::MAX), node.node)
     };
     (0..nodes.len()).min_by_key(cost)

@@ -2,6 +2,8 @@
 //! `None`: kernels, containers and virtual machines all leave some out, and none of them is worth
 //! failing for.
 
+#![forbid(unsafe_code)]
+
 use std::path::Path;
 
 /// CPU and node numbers beyond this are taken for nonsense, so that a bad list cannot exhaust

@@ -5,6 +5,8 @@
 //! container runtimes, which show a container the GPUs that it names and no others; BytePS users
 //! set it on bare machines too, where CUDA does not know it.
 
+#![forbid(unsafe_code)]
+
 use super::{Gpu, Topology, sysfs};
 use std::fmt;
 use std::path::Path;

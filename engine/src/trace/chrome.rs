@@ -9,7 +9,7 @@ mod rank;
 mod server;
 
 use super::timeline::{Event, Mark};
-use crate::base::{Key, KeyMap, Rank};
+use crate::base::{Key, KeyMap, Rank, word};
 use rank::RankFormatter;
 use serde_json::Value;
 use server::CoreFormatter;
@@ -80,7 +80,7 @@ impl Names {
     /// Adds a tensor's parts, in their order.
     pub fn add(&self, tensor: &str, keys: impl ExactSizeIterator<Item = Key>) {
         let tensor: Arc<str> = tensor.into();
-        let parts = u32::try_from(keys.len()).unwrap_or(u32::MAX);
+        let parts = word(keys.len());
         let mut names = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         for (part, key) in (0..).zip(keys) {
             names.insert(key, PartName { tensor: Arc::clone(&tensor), part, parts });

@@ -169,7 +169,7 @@ impl Clock {
     }
 }
 
-/// Nanoseconds fit in 63 bits for 292 years.
+/// Nanoseconds since a start of the machine: they fit in 63 bits for 292 years.
 fn signed(ns: u64) -> i64 {
     i64::try_from(ns).unwrap_or(i64::MAX)
 }

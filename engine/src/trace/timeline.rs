@@ -211,6 +211,7 @@ impl Active {
             return;
         }
         let at_ns = if at_ns == 0 { now_ns() } else { at_ns };
+        // A figure for readers: parts are smaller, and nothing is found by it.
         let bytes = u32::try_from(bytes).unwrap_or(u32::MAX);
         if self.ring.push(Event { at_ns, key, round, bytes, rank, mark }).is_err() {
             self.lost.add(1);

@@ -3,6 +3,8 @@
 //!
 //! Invariant: runs that are reserved and not yet freed never overlap.
 
+#![forbid(unsafe_code)]
+
 use crate::limits::ALIGNMENT;
 
 /// The slots as a ring of bytes: reserved and freed in order.

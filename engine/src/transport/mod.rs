@@ -464,6 +464,7 @@ impl Driver for Transport {
     fn reaches_memory(&self) -> bool {
         dispatch!(self, driver => driver.reaches_memory())
     }
+    // SAFETY: as the trait demands: mapped until it is forgotten, and left alone while granted.
     unsafe fn register_memory(&mut self, memory: DirectMemory) -> Result<(), RegisterError> {
         // SAFETY: the caller keeps the contract, which is the same for each driver.
         dispatch!(self, driver => unsafe { driver.register_memory(memory) })

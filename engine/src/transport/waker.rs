@@ -1,6 +1,8 @@
 //! How a thread that sleeps in a transport is woken by another thread: an eventfd, rung only if
 //! needed.
 
+#![forbid(unsafe_code)]
+
 use rustix::event::{EventfdFlags, epoll, eventfd};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;

@@ -1,5 +1,7 @@
 //! What goes over a lane, byte for byte. Knows no socket, clock, thread or registry.
 
+#![forbid(unsafe_code)]
+
 mod checksum;
 pub mod header;
 

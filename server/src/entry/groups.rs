@@ -1,6 +1,8 @@
 //! The groups of a job, and which of them have taken part in a round of a key.
 
-use bps_engine::base::Rank;
+#![forbid(unsafe_code)]
+
+use bps_engine::base::{Rank, word};
 use std::sync::Arc;
 
 /// The groups of a job: ranks of a host that reduce among themselves, and of which one speaks for
@@ -26,13 +28,13 @@ impl Groups {
     /// Ranks in the job.
     #[must_use]
     pub fn ranks(&self) -> u32 {
-        u32::try_from(self.of_rank.len()).unwrap_or(u32::MAX)
+        word(self.of_rank.len())
     }
 
     /// How many there are.
     #[must_use]
     pub fn count(&self) -> u32 {
-        u32::try_from(self.sizes.len()).unwrap_or(u32::MAX)
+        word(self.sizes.len())
     }
 
     /// The group of a rank of the job.

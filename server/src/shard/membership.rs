@@ -1,9 +1,11 @@
 //! A membership of a core that ends when the next begins.
 
+#![forbid(unsafe_code)]
+
 use super::sending::Results;
 use super::{Receiving, Report, Shard};
 use crate::entry::{Groups, NumberSet, Turnouts};
-use bps_engine::base::{Epoch, Rank};
+use bps_engine::base::{Epoch, Rank, word};
 use bps_engine::limits::EVENTS_MAX;
 use bps_engine::transport::{Event, LaneId};
 use std::sync::Arc;
@@ -36,7 +38,7 @@ impl Shard {
             if let Some(session) = &mut self.sessions[index] {
                 session.receiving = Receiving::Closing;
                 session.goodbye = true;
-                self.endpoint.close(LaneId(u32::try_from(index).unwrap_or(u32::MAX)));
+                self.endpoint.close(LaneId(word(index)));
             }
         }
         if let Err(error) = self.wait_for_lanes() {

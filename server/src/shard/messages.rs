@@ -1,5 +1,7 @@
 //! What a shard and its control thread tell each other, and why a shard refuses a frame.
 
+#![forbid(unsafe_code)]
+
 use super::Shard;
 use crate::entry::Groups;
 use bps_engine::base::{Epoch, Key, Rank, Round};

@@ -7,9 +7,11 @@
 //! What is kept for lanes and keys together is only what a transport has, at most
 //! [`LANE_FRAMES_MAX`] frames a lane.
 
+#![forbid(unsafe_code)]
+
 use super::{Session, Shard};
 use crate::entry::Entry;
-use bps_engine::base::{Rank, Round};
+use bps_engine::base::{Rank, Round, word};
 use bps_engine::limits::{GRANTS_MAX, LANE_FRAMES_MAX};
 use bps_engine::trace::timeline::Mark;
 use bps_engine::transport::{Answer, Frame, Grant, LaneId};
@@ -175,7 +177,7 @@ impl Shard {
                 Header::new(Kind::Publication, entry.dtype, session.rank, session.epoch);
             header.key = entry.key;
             header.round = Round(entry.round);
-            header.length = u32::try_from(length).unwrap_or(u32::MAX);
+            header.length = word(length);
             header.contributors = entry.contributors();
             if let Some(checksum) = entry.checksum.filter(|_| session.checks && length > 0) {
                 header.flags |= FLAG_PAYLOAD_CHECKSUM;

@@ -1,8 +1,10 @@
 //! What a shard finds out about itself a few times a second: gauges, and rounds that wait too long.
 
+#![forbid(unsafe_code)]
+
 use super::{Receiving, Report, Session, Shard};
 use crate::entry::Entry;
-use bps_engine::base::{Key, Rank};
+use bps_engine::base::{Key, Rank, milliseconds};
 use bps_engine::proto::late::{LATE_RANKS_MAX, LateCollector, LateKeys};
 use bps_engine::proto::messages::{STALLS_SHOWN_MAX, StalledKey};
 use bps_engine::proto::paths::KeyState;
@@ -32,7 +34,7 @@ impl Shard {
             Some(KeyState {
                 key: *key,
                 published: entry.round,
-                published_ms: u64::try_from(since.as_millis()).unwrap_or(u64::MAX),
+                published_ms: milliseconds(since),
                 missing: entry.missing().collect(),
             })
         };
@@ -61,8 +63,7 @@ impl Shard {
         let describe = |entry: &&Entry| StalledKey {
             key: entry.key,
             round: entry.round + 1,
-            waited_ms: waited(entry)
-                .map_or(0, |time| u64::try_from(time.as_millis()).unwrap_or(u64::MAX)),
+            waited_ms: waited(entry).map_or(0, milliseconds),
             missing: entry.missing().collect(),
             left: gone(entry),
         };

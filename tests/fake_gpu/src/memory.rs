@@ -69,7 +69,7 @@ pub fn allocate(bytes: usize) -> Result<u64, u32> {
     for guard in [0, PAGE + inner] {
         // SAFETY: the page is the first or last of the mapping just made.
         let page = unsafe { outer.add(guard) }.cast();
-        // SAFETY: as above; nobody knows the page yet.
+        // SAFETY: the page is within the new mapping, and nobody knows it yet.
         unsafe { mprotect(page, PAGE, MprotectFlags::empty()) }.map_err(|_| OUT_OF_MEMORY)?;
     }
     let again = match inner % GRANULE {

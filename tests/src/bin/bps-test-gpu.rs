@@ -71,10 +71,10 @@ fn copies(waits: bool) -> Outcome {
         // SAFETY: the memory lives until the end of this function, which waits for each copy.
         unsafe { streams[0].copy_to_device(first, up.as_ptr(), BYTES) }?;
         link(&streams[0], &streams[1])?;
-        // SAFETY: as above.
+        // SAFETY: both ranges of the GPU have `BYTES` bytes and are freed after the last copy.
         unsafe { streams[1].copy_on_device(second, first, BYTES) }?;
         link(&streams[1], &streams[2])?;
-        // SAFETY: as above.
+        // SAFETY: `down` has `BYTES` bytes and lives until the copy's stream has been waited for.
         unsafe { streams[2].copy_to_host(down.as_ptr(), second, BYTES) }?;
         for stream in &streams {
             let done = Event::new(&device)?;
@@ -102,7 +102,7 @@ fn context() -> Outcome {
     let event = Event::new(&device)?;
     // SAFETY: 0 is the default stream; that of the fake does nothing.
     unsafe { event.record_raw(0) }?;
-    // SAFETY: as above.
+    // SAFETY: 0 is the default stream, which always exists.
     unsafe { event.make_wait(0) }?;
     event.wait(LIMIT)?;
     // SAFETY: the memory outlives the call, and the call fails.
@@ -259,15 +259,15 @@ impl Member {
         let mine = at + own as u64;
         // SAFETY: all buffers live until `wait` has seen the end, and nobody else uses them.
         unsafe { self.comm.reduce_scatter(at, mine, count, dtype, op, &self.stream) }?;
-        // SAFETY: as above.
+        // SAFETY: `scattered` lives until `wait` has seen the end; the stream keeps the order.
         unsafe { self.comm.all_gather(mine, at, count, dtype, &self.stream) }?;
         let (at, to, source) = (reduced.address, rooted.address, told.address);
         let calls = || {
-            // SAFETY: as above.
+            // SAFETY: `reduced` has `all` elements and lives until `wait` has seen the end.
             unsafe { self.comm.all_reduce(at, at, all, dtype, op, &self.stream) }?;
-            // SAFETY: as above.
+            // SAFETY: `rooted` has `all` elements and lives until `wait` has seen the end.
             unsafe { self.comm.reduce(to, to, all, dtype, op, root, &self.stream) }?;
-            // SAFETY: as above.
+            // SAFETY: `told` has `all` elements and lives until `wait` has seen the end.
             unsafe { self.comm.broadcast(source, source, all, dtype, root, &self.stream) }
         };
         if round.is_multiple_of(2) {

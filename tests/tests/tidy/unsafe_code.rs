@@ -6,35 +6,83 @@ use super::source::{Source, report, sources};
 /// call the kernel where no crate does.
 const ALLOWED: &[&str] = &[
     "engine/src/host",
-    "engine/src/mem",
-    "engine/src/reduce",
-    "engine/src/ring",
-    "engine/src/transport",
+    "engine/src/lane",
+    "engine/src/mem/arena",
+    "engine/src/mem/cache",
+    "engine/src/reduce/mod",
+    "engine/src/reduce/avx2",
+    "engine/src/reduce/avx512",
+    "engine/src/reduce/blocks",
+    "engine/src/reduce/scalar",
+    "engine/src/reduce/slices",
+    "engine/src/ring/cursor",
     "engine/src/topo/claim",
     "engine/src/topo/pin",
-    "worker/launch/src/child",
+    "engine/src/transport/mod",
+    "engine/src/transport/rdma",
+    "engine/src/transport/shm",
+    "engine/src/transport/sim/end",
+    "engine/src/transport/tcp",
     "perf/src",
     "python/src",
     "server/src/entry",
     "server/src/shard",
     // An allocator that counts.
     "server/tests/memory",
-    "worker/src/api",
+    "worker/launch/src/child",
+    "worker/src/api/open_gpu",
+    "worker/src/api/worker",
     "worker/src/base/task",
     "worker/src/cuda",
-    "worker/src/gpu",
-    "worker/src/nic",
+    "worker/src/gpu/assemble",
+    "worker/src/gpu/direct",
+    "worker/src/gpu/order_lanes",
+    "worker/src/gpu/pipeline/copies",
+    "worker/src/gpu/pipeline/host",
+    "worker/src/gpu/slots",
+    "worker/src/nic/arriving",
+    "worker/src/nic/circle",
+    "worker/src/nic/granted",
+    "worker/src/nic/sending",
     "worker/src/rounds/memory",
 ];
 
+/// What a module says that holds no unsafe code: then the compiler refuses any in it and below it.
+const FORBIDDEN: &str = "#![forbid(unsafe_code)]";
+
 /// Words that a safety note may not rest on: they name no invariant.
-const EMPTY: &[&str] = &["values are valid", "trust me", "obviously"];
+const EMPTY: &[&str] = &["values are valid", "trust me", "obviously", "as above"];
 
 fn is_allowed(path: &str) -> bool {
+    // Tests make what they hand to unsafe functions themselves.
     path.starts_with("tests/")
+        || path.contains("/tests/")
         || ALLOWED.iter().any(|allowed| {
             path.strip_prefix(allowed).is_some_and(|rest| rest.starts_with('/') || rest == ".rs")
         })
+}
+
+/// Whether a module that may hold unsafe code lies below this one, which then cannot forbid it.
+fn holds_allowed(path: &str) -> bool {
+    let folder = path.strip_suffix(".rs").unwrap_or(path);
+    let folder = ["/mod", "/lib", "/main"]
+        .iter()
+        .find_map(|name| folder.strip_suffix(name))
+        .unwrap_or(folder);
+    let below = |allowed: &&str| allowed.strip_prefix(folder).is_some_and(|it| it.starts_with('/'));
+    ALLOWED.iter().any(below)
+}
+
+/// The files whose attributes hold for a module too: its own, and those of the modules around it.
+fn around(path: &str) -> Vec<String> {
+    let mut files = vec![path.to_owned()];
+    let mut folder = path;
+    while let Some((parent, _)) = folder.rsplit_once('/') {
+        files.extend(["mod.rs", "lib.rs", "main.rs"].map(|name| format!("{parent}/{name}")));
+        files.push(format!("{parent}.rs"));
+        folder = parent;
+    }
+    files
 }
 
 /// The comments that belong to a line: on it, or above it within the same statement.
@@ -65,6 +113,33 @@ fn unsafe_stands_only_where_it_must() {
         }
     }
     report(&violations);
+}
+
+#[test]
+fn modules_without_unsafe_code_forbid_it() {
+    let sources = sources();
+    let forbids: Vec<&str> = sources
+        .iter()
+        .filter(|source| source.code.iter().any(|line| line.trim() == FORBIDDEN))
+        .map(|source| source.path.as_str())
+        .collect();
+    let mut violations = Vec::new();
+    for source in &sources {
+        let is_whole_test = source.test.iter().all(|test| *test);
+        let covered = around(&source.path).iter().any(|file| forbids.contains(&file.as_str()));
+        if !covered && !is_allowed(&source.path) && !is_whole_test && !holds_allowed(&source.path) {
+            let message =
+                format!("unsafe: write `{FORBIDDEN}` here or in the module around it: it has none");
+            violations.push(source.violation(0, message));
+        }
+    }
+    report(&violations);
+    for allowed in ALLOWED {
+        let used = sources
+            .iter()
+            .any(|source| source.path.starts_with(allowed) && !source.places("unsafe").is_empty());
+        assert!(used, "ALLOWED: {allowed} has no unsafe code any more: remove it, and forbid it");
+    }
 }
 
 #[test]

@@ -6,7 +6,10 @@
 //! without, it gets cores of one node where they fit, and the last one what is left. Only CPUs that
 //! the launcher itself may use are given away.
 
+#![forbid(unsafe_code)]
+
 use super::error::{LaunchError, gpus};
+use bps_engine::base::word;
 use bps_engine::config::{Gpus, LaunchConfig};
 use bps_engine::topo::claim::Claims;
 use bps_engine::topo::plan::{Near, Request, Side, plan};
@@ -100,7 +103,7 @@ impl Machine {
             0 => entries_of(launch.visible_devices.as_deref()).unwrap_or(1),
             devices => devices,
         };
-        u32::try_from(count).unwrap_or(u32::MAX)
+        word(count)
     }
 
     /// Binds each process, and says in `notes` what cannot be had.

@@ -1,5 +1,7 @@
 //! One machine's share of a job that `DMLC_*` variables describe, as BytePS's launcher starts it.
 
+#![forbid(unsafe_code)]
+
 use super::binding::{Binding, Machine, Wanted};
 use super::error::LaunchError;
 use super::local;

@@ -1,5 +1,8 @@
 //! Why the launcher starts nothing, or ends at once: texts with their remedies, and exit codes.
 
+#![forbid(unsafe_code)]
+
+use bps_engine::base::word;
 use bps_engine::topo::visible::VisibleError;
 use std::ffi::OsString;
 
@@ -64,5 +67,5 @@ pub(super) fn counted(count: u32, noun: &str) -> String {
 
 /// `1 GPU`, `2 GPUs`.
 pub(super) fn gpus(count: usize) -> String {
-    counted(u32::try_from(count).unwrap_or(u32::MAX), "GPU")
+    counted(word(count), "GPU")
 }

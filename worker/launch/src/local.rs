@@ -4,10 +4,13 @@
 //! that nobody else is given it. The job key lies in memory that only a descriptor of this process
 //! leads to: nothing is left on disk, and nothing stands on a command line.
 
+#![forbid(unsafe_code)]
+
 use super::binding::{Binding, Machine, Wanted};
 use super::error::{LaunchError, counted};
 use super::plan::{Environment, Kind, Plan, Process, Programs, helper_command, worker_command};
 use super::port::reserve_port;
+use bps_engine::base::word;
 use bps_engine::config::{Config, Loaded, Origin};
 use bps_engine::proto::handshake::JobKey;
 use rustix::fs::{MemfdFlags, Mode, fchmod, memfd_create};
@@ -209,7 +212,7 @@ fn share_threads(environment: &mut Environment, bindings: &[Binding], notes: &mu
     if std::env::var_os("OMP_NUM_THREADS").is_some_and(|value| !value.is_empty()) {
         return;
     }
-    let workers = counted(u32::try_from(bindings.len()).unwrap_or(u32::MAX), "worker");
+    let workers = counted(word(bindings.len()), "worker");
     let own = bindings.iter().filter_map(|binding| binding.cpus.as_ref().map(Vec::len)).min();
     let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let threads = own.unwrap_or_else(|| (cpus / bindings.len().max(1)).max(1));

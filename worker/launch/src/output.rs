@@ -4,6 +4,8 @@
 //! processes on one screen cannot do: of each line's states at most one a second comes out, and the
 //! last one always.
 
+#![forbid(unsafe_code)]
+
 use std::io::Write;
 use std::time::{Duration, Instant};
 

@@ -1,5 +1,7 @@
 //! What is to be started: every process with its command, environment, CPUs and label.
 
+#![forbid(unsafe_code)]
+
 use super::binding::Binding;
 use super::error::LaunchError;
 use super::port::reserve_port;

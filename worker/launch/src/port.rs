@@ -1,5 +1,7 @@
 //! Reserves a port of the loopback interface for a process that is started later.
 
+#![forbid(unsafe_code)]
+
 use super::error::LaunchError;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, ipproto, sockopt};
 use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4};

@@ -1,6 +1,8 @@
 //! Turns signals into bytes on a socket, so that the launcher can wait for them and for output at
 //! once.
 
+#![forbid(unsafe_code)]
+
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use signal_hook::SigId;
 use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM};

@@ -1,5 +1,7 @@
 //! The output of all processes, on its way to the launcher's own.
 
+#![forbid(unsafe_code)]
+
 use super::output::Prefixer;
 use super::signals::set_nonblocking;
 use std::fs::File;

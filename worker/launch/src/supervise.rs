@@ -3,6 +3,8 @@
 //! Stages follow one another and never go back, each but the first has a deadline, and what has not
 //! ended at the last one is killed: the launcher always ends.
 
+#![forbid(unsafe_code)]
+
 use super::child::{Guardian, Output, spawn};
 use super::error::LaunchError;
 use super::output::say;

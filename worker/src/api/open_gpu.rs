@@ -19,7 +19,7 @@ use crate::job::neighbours::ORDER;
 use crate::job::nic_loop::Command;
 use crate::job::places::{Poller, spot};
 use crate::job::start;
-use bps_engine::base::{DType, Operation, Rank};
+use bps_engine::base::{DType, Operation, Rank, word};
 use bps_engine::config::Config;
 use bps_engine::harness::{self, Idler};
 use bps_engine::lane::EndpointBuilder;
@@ -125,12 +125,11 @@ fn meet(
 ) -> Result<Option<Comm>, GpuError> {
     let Some(nccl) = nccl else { return Ok(None) };
     let switches = job.switches();
-    let number = |value: usize| u32::try_from(value).unwrap_or(u32::MAX);
     let line = switches.line(own);
     let place = line.iter().position(|rank| *rank == own).unwrap_or(0);
-    let (size, patience) = (number(line.len()), config.start_timeout);
+    let (size, patience) = (word(line.len()), config.start_timeout);
     let is_wanted = || !job.nic_ended.load(Ordering::Acquire);
-    let comm = nccl.comm(device, id, size, number(place), rings(config), patience, is_wanted)?;
+    let comm = nccl.comm(device, id, size, word(place), rings(config), patience, is_wanted)?;
     let below = match switches.count() {
         1 => String::new(),
         count => format!(", below {count} PCIe switches, {size} each"),

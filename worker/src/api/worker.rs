@@ -320,6 +320,7 @@ impl Shared {
     /// Counts pushes that are about to start, and tells the scheduler if other ranks have replaced
     /// a tensor after fewer: then they have no such round, and all ranks have to know.
     fn count(&self, tensors: impl Iterator<Item = TensorId>) {
+        // A process alone has no scheduler, and no ranks that could replace a tensor.
         let Some(job) = &self.job else { return };
         let mut declared = lock(&self.declared);
         let beyond: Vec<TensorId> = tensors.filter(|tensor| declared.count(*tensor)).collect();

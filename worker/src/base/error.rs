@@ -1,6 +1,8 @@
 //! What can go wrong for a caller of the worker: which rank, server, tensor and round, since when
 //! and why, as data. The line for people, with what to do next, is made from that data.
 
+#![forbid(unsafe_code)]
+
 mod details;
 mod over;
 mod refusal;

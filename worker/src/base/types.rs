@@ -1,5 +1,7 @@
 //! What callers hand to a worker and get from it.
 
+#![forbid(unsafe_code)]
+
 /// A declared tensor, dense from 0 in the order of first declaration in the job.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct TensorId(pub u32);

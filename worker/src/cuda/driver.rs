@@ -69,7 +69,8 @@ struct Held {
 
 // SAFETY: contexts of CUDA may be used by any thread, also by several at once.
 unsafe impl Send for Held {}
-// SAFETY: as above; all other fields never change.
+// SAFETY: a shared reference reads fields that never change, and passes the context to calls of
+// CUDA, which several threads may make at once.
 unsafe impl Sync for Held {}
 
 impl Device {
@@ -95,7 +96,7 @@ impl Device {
             cuda.check("cuDeviceGetName", unsafe { (cuda.call.cuDeviceGetName)(at, bytes, handle) })
         })?;
         let pci_bus_id = words(|at, bytes| {
-            // SAFETY: as above.
+            // SAFETY: it writes at most `bytes` bytes at `at`, which `words` has for it.
             let code = unsafe { (cuda.call.cuDeviceGetPCIBusId)(at, bytes, handle) };
             cuda.check("cuDeviceGetPCIBusId", code)
         })?;
@@ -290,7 +291,7 @@ pub struct Stream {
 // SAFETY: streams of CUDA may be used by any thread, also by several at once; what they enqueue
 // then stands in some order.
 unsafe impl Send for Stream {}
-// SAFETY: as above.
+// SAFETY: a shared reference enqueues at most, which CUDA orders by itself.
 unsafe impl Sync for Stream {}
 
 impl Stream {
@@ -429,7 +430,8 @@ pub struct Event {
 
 // SAFETY: events of CUDA may be used by any thread, also by several at once.
 unsafe impl Send for Event {}
-// SAFETY: as above.
+// SAFETY: a shared reference records, waits for or asks after the event, and CUDA takes each of
+// these calls from several threads at once.
 unsafe impl Sync for Event {}
 
 impl std::fmt::Debug for Event {

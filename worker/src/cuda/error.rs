@@ -1,5 +1,7 @@
 //! What can go wrong with a GPU, each with what, where and what to do next.
 
+#![forbid(unsafe_code)]
+
 use std::time::Duration;
 
 /// An error of CUDA or NCCL. Its text is one line for people.

@@ -2,8 +2,10 @@
 //!
 //! Each rank writes a row of bytes; whoever has all rows comes to the same verdict.
 
+#![forbid(unsafe_code)]
+
 use crate::base::error::{Error, SettingError, StartError};
-use bps_engine::base::Rank;
+use bps_engine::base::{Rank, word};
 
 /// Bytes of a rank's row.
 pub(crate) const ROW: usize = 512;
@@ -99,7 +101,7 @@ fn read_text(room: &[u8]) -> String {
 pub(crate) fn agree(all: &[Row], rank: u32) -> Result<[u8; 128], Error> {
     let mut gpus: Vec<&Gpu> = Vec::new();
     for (rank, row) in all.iter().enumerate() {
-        let number = |rank: usize| Rank(u32::try_from(rank).unwrap_or(u32::MAX));
+        let number = |rank: usize| Rank(word(rank));
         let gpu = row
             .gpu
             .as_ref()

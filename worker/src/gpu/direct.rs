@@ -95,7 +95,8 @@ impl DeviceMemory {
     fn get(&self, length: usize) -> Result<Vec<u8>, GpuError> {
         let mut bytes = vec![0; length];
         self.copy(|stream| {
-            // SAFETY: as above: the call returns when the bytes are there.
+            // SAFETY: the GPU's memory is larger than `length`, and so is the vector, which is not
+            // pinned: the call returns when the bytes are there.
             unsafe { stream.copy_to_host(bytes.as_mut_ptr(), self.address, length) }
         })?;
         Ok(bytes)

@@ -1,8 +1,10 @@
 //! How the parts of a tensor go through NCCL: in rows, each of which is one step of the ranks of a
 //! host together.
 
+#![forbid(unsafe_code)]
+
 use crate::rounds::Plan;
-use bps_engine::base::{Key, Rank};
+use bps_engine::base::{Key, Rank, word};
 use std::ops::Range;
 
 /// Parts that are reduced, and gathered, together.
@@ -41,9 +43,8 @@ pub(super) enum Cut {
 /// The rows of a tensor among the ranks of a communicator.
 pub(super) fn rows(plan: &Plan, ranks: &[Rank], cut: Cut) -> Vec<Row> {
     let parts = &plan.parts;
-    let number = |value: usize| u32::try_from(value).unwrap_or(u32::MAX);
     if cut == Cut::Whole && !parts.is_empty() {
-        let count = number(parts.len());
+        let count = word(parts.len());
         return vec![Row { first: 0, count, key: parts[0].key, whole: false }];
     }
     let mut rows = Vec::new();
@@ -55,8 +56,8 @@ pub(super) fn rows(plan: &Plan, ranks: &[Rank], cut: Cut) -> Vec<Row> {
             in_turn && row.iter().all(|part| part.bytes == row[0].bytes)
         });
         let count = if whole { ranks.len() } else { 1 };
-        let (first, key) = (number(at), parts[at].key);
-        rows.push(Row { first, count: number(count), key, whole });
+        let (first, key) = (word(at), parts[at].key);
+        rows.push(Row { first, count: word(count), key, whole });
         at += count;
     }
     rows

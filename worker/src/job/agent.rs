@@ -213,6 +213,7 @@ impl Agent {
     }
 
     fn declared(&mut self, request: u64, tensors: &[Assignment], effects: &mut Vec<Effect>) {
+        // Nobody waits for an answer that was given already.
         let Some(declarations) = self.declares.remove(&request) else { return };
         let plans: Result<Vec<Plan>, Error> = declarations
             .into_iter()

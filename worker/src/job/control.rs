@@ -10,6 +10,7 @@ use crate::job::declared::Declared;
 use crate::job::timeline::Tracing;
 use crate::nic::{NicStatistics, Report};
 use crate::terminated;
+use bps_engine::base::milliseconds;
 use bps_engine::control::{
     Door, Knocker, LinkError, LinkReceiver, LinkSender, ask_time, take_time,
 };
@@ -252,5 +253,5 @@ impl Control {
 /// Milliseconds since 1970.
 fn unix_ms() -> u64 {
     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+    milliseconds(since)
 }

@@ -6,7 +6,7 @@
 
 use crate::base::error::{Error, Refusal};
 use crate::base::types::TensorId;
-use bps_engine::base::Operation;
+use bps_engine::base::{Operation, word};
 use bps_engine::proto::messages::{Declaration, Replacement};
 use std::collections::HashMap;
 
@@ -76,6 +76,7 @@ impl Declared {
     /// A declaration was answered with this id.
     pub(crate) fn insert(&mut self, said: Declaration, id: u32) {
         let bytes = said.shape.count().saturating_mul(said.dtype.size() as u64);
+        // A product that overflows is of no tensor that could be pushed: all lengths differ.
         let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
         let (name, operation, device) = (said.name.clone(), said.operation, said.device);
         self.tensor(id).what = Some(What { bytes, operation, name, device });
@@ -84,7 +85,7 @@ impl Declared {
 
     /// An id that no tensor has, for a job of one process; a name keeps its own.
     pub(crate) fn id_alone(&self, name: &str) -> u32 {
-        let next = || u32::try_from(self.tensors.len()).unwrap_or(u32::MAX);
+        let next = || word(self.tensors.len());
         self.names.get(name).map_or_else(next, |(_, id)| *id)
     }
 
@@ -118,6 +119,7 @@ impl Declared {
     /// whether this process has pushed it more often.
     pub(crate) fn limit(&mut self, id: u32, until: Option<u64>) -> bool {
         let tensor = self.tensor(id);
+        // Not replaced: pushed without end.
         tensor.until = until.unwrap_or(u64::MAX);
         tensor.pushes > tensor.until
     }

@@ -158,6 +158,7 @@ impl Plan {
     fn dial(&self, dialed: &Sender<Dialed>) {
         while !self.cancelled.load(Ordering::Relaxed) {
             let at = self.next.fetch_add(1, Ordering::Relaxed);
+            // Every core has been dialed by one of the threads.
             let Some(core) = self.cores.get(at) else { return };
             if dialed.send(Dialed::Core(at, self.connect(at, *core))).is_err() {
                 return;

@@ -1,6 +1,8 @@
 //! A worker's place in a job of several ranks: joining it, its two threads, and how callers reach
 //! them.
 
+#![forbid(unsafe_code)]
+
 pub mod agent;
 mod control;
 pub(crate) mod declared;

@@ -100,6 +100,7 @@ impl Tracing {
 
     /// Ends the timeline, if there is one, and returns when its file is written.
     pub(crate) fn stop(&self) {
+        // Stopping what is not on is allowed to callers.
         let Some(timeline) = lock(&self.current).take() else { return };
         self.is_on.store(false, Ordering::Relaxed);
         self.record_with(Recorder::default(), Recorder::default());

@@ -12,7 +12,7 @@ use super::{
 };
 use crate::host::collect::{Answer, Collector, Dropped, Granted};
 use crate::host::gather::{Gathers, Unpushed};
-use bps_engine::base::{DType, Rank};
+use bps_engine::base::{DType, Rank, milliseconds};
 use bps_engine::proto::messages::{STALLS_MAX, StalledKey};
 use bps_engine::trace::timeline::Mark;
 use bps_engine::transport::Landing;
@@ -227,6 +227,7 @@ impl Nic {
         if state.plan.owner.is_some() {
             return;
         }
+        // Alone in its circle: there is nobody to publish to.
         let Some(&lane) = self.circle(device).lanes.first() else { return };
         if !device {
             self.trace.record(Mark::Copying, key, round, self.config.rank, bytes);
@@ -312,7 +313,7 @@ impl Nic {
     }
 
     fn stall_report_ms(&self) -> u64 {
-        u64::try_from(self.config.stall_report.as_millis()).unwrap_or(u64::MAX)
+        milliseconds(self.config.stall_report)
     }
 
     /// Parts whose owner has left: it can't say that it is missing.
@@ -338,6 +339,6 @@ impl Nic {
     }
 
     fn waited_ms(&self, since: std::time::Duration) -> u64 {
-        u64::try_from(self.now.saturating_sub(since).as_millis()).unwrap_or(u64::MAX)
+        milliseconds(self.now.saturating_sub(since))
     }
 }

@@ -1,6 +1,8 @@
 //! How rounds and lanes end before their time: a part that is of no use any more, a lane that
 //! closes, a job that is over, a rank that leaves.
 
+#![forbid(unsafe_code)]
+
 use super::{LaneId, Nic, PartId, Phase, Receiving, Report, Stage};
 use crate::base::error::RoundSeen;
 use bps_engine::proto::messages::RoundOf;

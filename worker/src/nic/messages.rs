@@ -1,6 +1,8 @@
 //! What the lanes of a worker are told at start, and what they tell: reports, and what others read
 //! of them.
 
+#![forbid(unsafe_code)]
+
 use crate::base::error::{RoundSeen, Source};
 use bps_engine::base::{Epoch, Key, Rank};
 use bps_engine::proto::messages::StalledKey;

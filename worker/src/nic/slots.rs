@@ -16,6 +16,8 @@
 //! lands in slots of its own, which wait for the GPU alone: results of servers wait for those
 //! slots, and never the other way round.
 
+#![forbid(unsafe_code)]
+
 use super::{LaneId, Nic, PartId, PartWord, Peer, Phase, Receiving, Stage};
 use crate::rounds::handover::{FromGpu, GpuThread, ToGpu};
 use crate::rounds::{Pool, Slot};
@@ -51,6 +53,7 @@ pub(super) struct Landings {
 
 impl Gpu {
     pub(super) fn tell(&mut self, message: ToGpu) {
+        // Without a pipeline no part here has memory of a GPU: there is nobody to tell.
         let Some(to) = &self.to else { return };
         self.told = true;
         if self.behind.is_empty() {
@@ -69,6 +72,7 @@ impl Gpu {
 
     /// Hands over what waits and wakes the pipeline, once in a turn of the loop.
     pub(super) fn flush(&mut self) {
+        // Without a pipeline nothing was put behind.
         let Some(to) = &self.to else { return };
         while let Some(message) = self.behind.pop_front() {
             if let Err(back) = to.inbox.tell(message) {

@@ -1,7 +1,10 @@
 //! What the NIC loop notices about itself a few times a second: gauges, and results that do not
 //! come.
 
+#![forbid(unsafe_code)]
+
 use super::{Nic, NicStatistics, Peer, Phase, Report, Stage};
+use bps_engine::base::milliseconds;
 use bps_engine::proto::paths::{AwaitedKey, PATH_KEYS_MAX};
 
 impl NicStatistics {
@@ -35,7 +38,7 @@ impl Nic {
             let is_asked = matches!(part.stage, Stage::Asked | Stage::Granted | Stage::Landing);
             let waited = self.now.saturating_sub(part.asked);
             if is_asked && waited >= self.config.stall_report / 2 {
-                let waited_ms = u64::try_from(waited.as_millis()).unwrap_or(u64::MAX);
+                let waited_ms = milliseconds(waited);
                 let (key, round) = (part.plan.key, part.round);
                 keys.push(AwaitedKey { key, round, server, waited_ms });
             }

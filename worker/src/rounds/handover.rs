@@ -1,6 +1,8 @@
 //! What passes between a NIC loop and the pipeline of its rank's GPU, in two queues; into one of
 //! them callers push as well.
 
+#![forbid(unsafe_code)]
+
 use super::memory::{Slot, SlotMemory};
 use super::{PartOf, Plan};
 use crate::base::error::{Error, Source};

@@ -1,5 +1,7 @@
 //! What a tensor is made of, and where its parts are summed.
 
+#![forbid(unsafe_code)]
+
 use bps_engine::base::{DType, Key, Operation, Rank};
 use bps_engine::transport::LaneId;
 use std::sync::Arc;

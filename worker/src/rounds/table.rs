@@ -5,6 +5,8 @@
 //! Tensors on the GPU are in the table as well, so that their ids, names and ends are known in one
 //! place; their rounds are the pipeline's.
 
+#![forbid(unsafe_code)]
+
 use super::{Memory, PartId, PartOf, Plan};
 use crate::base::error::{Error, Refusal};
 use crate::base::task::Task;
@@ -243,6 +245,7 @@ impl Rounds {
         let is_due = |(agreed, _): &mut (u64, Error)| {
             state.round > *agreed || state.round == *agreed && state.run.is_none()
         };
+        // Not doomed, or rounds that were agreed on are still to come.
         let Some((_, error)) = state.doomed.take_if(is_due) else { return };
         for push in state.waiting.drain(..) {
             push.task.finish_now(Err(error.clone()));

@@ -3,7 +3,7 @@
 //! Invariant: every rank is in one group; the owners of a group's parts differ in bytes by at most
 //! one part, except for what broadcasts, whose root is always the owner in its group, move about.
 
-use crate::base::{Operation, Rank};
+use crate::base::{Operation, Rank, word};
 use crate::proto::messages::{Planning, switch_width};
 use std::collections::{BTreeMap, HashMap};
 
@@ -24,7 +24,7 @@ impl Groups {
         for (rank, host) in (0..).map(Rank).zip(hosts) {
             let group = *known.entry(host).or_insert_with(|| {
                 groups.members.push(Vec::new());
-                u32::try_from(groups.members.len() - 1).unwrap_or(u32::MAX)
+                word(groups.members.len() - 1)
             });
             groups.of_rank.push(group);
             groups.members[group as usize].push(rank);
@@ -40,7 +40,7 @@ impl Groups {
     }
 
     pub(super) fn ranks(&self) -> u32 {
-        narrow(self.of_rank.len())
+        word(self.of_rank.len())
     }
 
     pub(super) fn count(&self) -> usize {
@@ -53,6 +53,7 @@ impl Groups {
     }
 
     pub(super) fn of_rank(&self, rank: Rank) -> u32 {
+        // A rank that is none is in no group: no group has this number.
         self.of_rank.get(rank.0 as usize).copied().unwrap_or(u32::MAX)
     }
 
@@ -107,7 +108,7 @@ impl Owners {
             let least = (first..size).step_by(step).min_by_key(|&place| loads[place]);
             let place = root.or(least).unwrap_or(0);
             loads[place] += u64::from(bytes);
-            (narrow(size), narrow(place))
+            (word(size), word(place))
         };
         self.loads.iter_mut().map(one).collect()
     }
@@ -123,10 +124,6 @@ pub(super) fn owner(groups: &Groups, rank: Rank, places: &Places, operation: Ope
     let members = groups.members_with(rank);
     let place = places.iter().find(|(size, _)| *size as usize == members.len());
     place.and_then(|(_, place)| members.get(*place as usize)).copied().unwrap_or(rank)
-}
-
-fn narrow(number: usize) -> u32 {
-    u32::try_from(number).unwrap_or(u32::MAX)
 }
 
 #[cfg(test)]

@@ -5,6 +5,7 @@ use super::{
     Duration, Epoch, Exit, NodeId, Output, OverReason, Phase, Rank, Refusal, Rendezvous, Scheduler,
     SchedulerMessage, Standing,
 };
+use crate::base::milliseconds;
 use crate::proto::messages::{NodeMessage, Origin, Party, Place, RoundOf, Sign, Timeline};
 use crate::proto::text::list;
 
@@ -281,7 +282,7 @@ impl Scheduler {
         for node in silent {
             let Some(peer) = self.peers.get(&node) else { continue };
             let silent = now.saturating_sub(peer.heard);
-            let milliseconds = u64::try_from(silent.as_millis()).unwrap_or(u64::MAX);
+            let milliseconds = milliseconds(silent);
             let how = Sign::Silent { milliseconds };
             match peer.standing {
                 Standing::Worker(_) | Standing::Server => {
@@ -387,7 +388,7 @@ impl Scheduler {
             return;
         }
         let stalls = waits.oldest();
-        let limit = u64::try_from(self.config.stall_timeout.as_millis()).unwrap_or(u64::MAX);
+        let limit = milliseconds(self.config.stall_timeout);
         if stalls.iter().any(|stall| stall.waited_ms >= limit) {
             self.end(OverReason::Stalled { stalls }, None);
             return;

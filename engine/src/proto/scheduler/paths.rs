@@ -8,7 +8,7 @@ use super::registry::Registry;
 use super::{
     Duration, NodeId, Output, OverReason, Phase, Rank, Scheduler, SchedulerMessage, Standing,
 };
-use crate::base::Key;
+use crate::base::{Key, milliseconds};
 use crate::proto::messages::{Origin, Party, Place, Stall};
 use crate::proto::paths::{
     AwaitedKey, End, KeyState, LaneFault, Leg, Member, PATH_KEYS_MAX, PATHS_MAX, PathLoss,
@@ -106,8 +106,7 @@ impl Paths {
 
     /// One stall for each path and direction, the oldest first.
     fn find_stalls(&mut self, registry: &Registry, report_ms: u64, now: Duration) {
-        let age =
-            |at: Duration| u64::try_from(now.saturating_sub(at).as_millis()).unwrap_or(u64::MAX);
+        let age = |at: Duration| milliseconds(now.saturating_sub(at));
         let mut found: BTreeMap<(Rank, u32, Leg), PathStall> = BTreeMap::new();
         for (&rank, (keys, at)) in &self.awaited {
             for key in keys {
@@ -223,8 +222,8 @@ impl Scheduler {
         if let Some(loss) = self.path_loss(now) {
             return self.end(OverReason::PathLost(loss), None);
         }
-        let report_ms = u64::try_from(self.config.stall_report.as_millis()).unwrap_or(u64::MAX);
-        let limit_ms = u64::try_from(self.config.stall_timeout.as_millis()).unwrap_or(u64::MAX);
+        let report_ms = milliseconds(self.config.stall_report);
+        let limit_ms = milliseconds(self.config.stall_timeout);
         let Phase::Running(running) = &mut self.phase else { return };
         let questions = running.paths.questions(now);
         running.paths.find_stalls(&running.registry, report_ms, now);
@@ -288,7 +287,7 @@ impl Scheduler {
                 && member(&one.to).is_some_and(|peer| peer.heard > one.at)
         };
         let loss = running.paths.losses.iter().find(is_ripe)?;
-        let waited_ms = u64::try_from(now.saturating_sub(loss.at).as_millis()).unwrap_or(u64::MAX);
+        let waited_ms = milliseconds(now.saturating_sub(loss.at));
         let (from, to, fault) = (loss.from, loss.to, loss.fault.clone());
         let (from, to) = (self.named(from)?, self.named(to)?);
         Some(PathLoss { from, to, fault, waited_ms })

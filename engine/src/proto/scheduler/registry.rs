@@ -166,6 +166,7 @@ impl Registry {
         let share = tensor_bytes.div_ceil(self.groups.largest() as u64);
         let least = (GROUP_PART_BYTES_MIN as u64).min(u64::from(self.partition_bytes));
         let share = share.next_multiple_of(ALIGNMENT as u64).max(least);
+        // A share of 4 GiB and more is above any partition.
         u32::try_from(share).unwrap_or(u32::MAX).min(self.partition_bytes)
     }
 

@@ -5,7 +5,7 @@
 
 use super::NodeId;
 use super::groups::Groups;
-use crate::base::{Epoch, Rank};
+use crate::base::{Epoch, Rank, word};
 use crate::keys::placement::Shape;
 use crate::limits::{CORES_MAX, PART_BYTES_MAX, PART_BYTES_MIN, RANKS_MAX};
 use crate::proto::messages::{Neighbour, Node, Peer, Planning, Register, Roster, ServerPeer};
@@ -78,8 +78,8 @@ impl Rendezvous {
     /// come from whoever comes first.
     pub(super) fn again(job: Job, release: &str, now: Duration) -> Self {
         let local_size = job.workers.first().map_or(1, |(_, register)| local_size(register));
-        let ranks = u32::try_from(job.workers.len()).unwrap_or(u32::MAX);
-        let num_servers = u32::try_from(job.servers.len()).unwrap_or(u32::MAX);
+        let ranks = word(job.workers.len());
+        let num_servers = word(job.servers.len());
         Rendezvous {
             said_by: None,
             is_again: true,
@@ -336,7 +336,7 @@ impl Rendezvous {
     /// For whom it waits: `server 1 of 2, worker rank 3 of 4`.
     pub(super) fn missing(&self) -> String {
         let mut missing = Vec::new();
-        let servers = u32::try_from(self.servers.len()).unwrap_or(u32::MAX);
+        let servers = word(self.servers.len());
         if servers < self.num_servers {
             let plural = if self.num_servers - servers == 1 { "" } else { "s" };
             let which = list(servers..self.num_servers);
@@ -376,6 +376,7 @@ impl Rendezvous {
                 Node::Server { cores, .. } => cores.first().copied(),
                 Node::Worker { .. } => None,
             };
+            // Servers that prefer no place come last.
             (preferred.unwrap_or(u32::MAX), shape.colocated, server.host.clone(), first)
         });
         let shapes = servers.iter().map(|(_, server)| shape(server, &hosts)).collect();
@@ -388,7 +389,7 @@ impl Rendezvous {
 impl Job {
     /// Ranks in the job.
     pub(super) fn size(&self) -> u32 {
-        u32::try_from(self.workers.len()).unwrap_or(u32::MAX)
+        word(self.workers.len())
     }
 
     /// Whether sums pass through servers: not where one group has all ranks, and there are several.
@@ -503,7 +504,7 @@ fn preferred(register: &Register) -> Option<u32> {
 fn shape(register: &Register, worker_hosts: &BTreeSet<&str>) -> Shape {
     match &register.node {
         Node::Server { cores, colocated, .. } => Shape {
-            cores: u32::try_from(cores.len()).unwrap_or(u32::MAX),
+            cores: word(cores.len()),
             colocated: *colocated || worker_hosts.contains(register.host_id.as_str()),
         },
         Node::Worker { .. } => Shape { cores: 0, colocated: true },

@@ -1,7 +1,7 @@
 //! The job as those see it who watch it: a copy, for metrics.
 
 use super::{Duration, Peer, Phase, Scheduler, Standing};
-use crate::base::Rank;
+use crate::base::{Rank, word};
 use crate::limits::CORES_MAX;
 use crate::proto::messages::{Stall, Statistics};
 use crate::proto::paths::PathStall;
@@ -69,8 +69,8 @@ impl Scheduler {
         let mut view = JobView {
             epoch: self.epoch.0,
             formed: false,
-            ranks: u32::try_from(come(NodeRole::Worker)).unwrap_or(u32::MAX),
-            servers: u32::try_from(come(NodeRole::Server)).unwrap_or(u32::MAX),
+            ranks: word(come(NodeRole::Worker)),
+            servers: word(come(NodeRole::Server)),
             uptime: now,
             stalls: Vec::new(),
             paths: Vec::new(),
@@ -79,7 +79,7 @@ impl Scheduler {
         if let Phase::Running(running) = &self.phase {
             view.formed = true;
             view.ranks = running.job.size();
-            view.servers = u32::try_from(running.job.servers.len()).unwrap_or(u32::MAX);
+            view.servers = word(running.job.servers.len());
             let mut waits = running.stalls.waits(
                 &running.registry,
                 &running.barriers,

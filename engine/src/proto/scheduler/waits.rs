@@ -4,7 +4,7 @@
 //! for.
 
 use super::registry::Registry;
-use crate::base::Rank;
+use crate::base::{Rank, milliseconds, word};
 use crate::limits::BARRIERS_MAX;
 use crate::proto::late::{
     CaughtUp, LATE_LINES_MAX, LATE_NAMES_MAX, LATE_RANKS_MAX, Late, LateKeys,
@@ -228,7 +228,7 @@ impl Stalls {
         report_after: Duration,
         now: Duration,
     ) -> Waits {
-        let ranks = u32::try_from(barriers.open.len()).unwrap_or(u32::MAX);
+        let ranks = word(barriers.open.len());
         let (explained, blamed) = (self.explained(registry), self.blamed(registry));
         let mut by_name: BTreeMap<&str, Stall> = BTreeMap::new();
         for (reporter, report) in &self.reports {
@@ -357,8 +357,4 @@ fn merge(known: &mut Stall, other: &Stall) {
         known.missing = union(&known.missing, &other.missing);
         known.left = union(&known.left, &other.left);
     }
-}
-
-fn milliseconds(duration: Duration) -> u64 {
-    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }

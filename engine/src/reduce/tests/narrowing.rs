@@ -1,5 +1,7 @@
 //! The conversions of the half types, as exhaustively as time allows.
 
+#![forbid(unsafe_code)]
+
 use super::{Call, Case, every_kernels};
 use crate::base::DType;
 

@@ -10,7 +10,7 @@ fn ring(capacity: u32) -> (Box<CursorBlock>, ProducerCursor, ConsumerCursor) {
     // SAFETY: the block is fresh and outlives the cursors, which every test drops with or before
     // the box.
     let producer = unsafe { producer(at, capacity) };
-    // SAFETY: as above.
+    // SAFETY: the only consumer of this block, which outlives it as it does the producer.
     let consumer = unsafe { consumer(at, capacity) };
     (block, producer, consumer)
 }
@@ -197,7 +197,7 @@ mod model {
     // SAFETY: the block is atomics, and loom's cells report every unordered access, which is what
     // is tested.
     unsafe impl Sync for Shared {}
-    // SAFETY: as above.
+    // SAFETY: nothing in it belongs to a thread: atomics, and cells that loom watches.
     unsafe impl Send for Shared {}
 
     #[test]
@@ -209,7 +209,7 @@ mod model {
             });
             // SAFETY: the block is fresh, and both threads hold the Arc while they use it.
             let mut producer = unsafe { producer(shared.block.get(), 2) };
-            // SAFETY: as above.
+            // SAFETY: the only consumer of this block, which the Arc keeps alive.
             let mut consumer = unsafe { consumer(shared.block.get(), 2) };
             let theirs = Arc::clone(&shared);
             let writer = loom::thread::spawn(move || {

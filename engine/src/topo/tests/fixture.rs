@@ -10,6 +10,8 @@
 //! - `net eth0 at=0000:00:03.0 below=virtio2 speed=-1`, or without `at` for a virtual card
 //! - `file PATH TEXT`: any file, with `\n` for a line's end.
 
+#![forbid(unsafe_code)]
+
 use super::{Topology, sysfs};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};

@@ -1,5 +1,7 @@
 //! Tests of reading topologies: the machines of `tests/machines/`, broken ones, and this one.
 
+#![forbid(unsafe_code)]
+
 use super::fixture::{self, Folder, topology};
 use super::*;
 

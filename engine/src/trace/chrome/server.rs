@@ -2,7 +2,7 @@
 //! it and what goes to it), and one for each key.
 
 use super::{About, Arrow, Event, Mark, Pen, Track};
-use crate::base::{KeyMap, Rank};
+use crate::base::{KeyMap, Rank, word};
 use std::collections::{HashMap, VecDeque};
 
 /// Tracks of one core are numbered from a multiple of this.
@@ -94,7 +94,7 @@ impl CoreFormatter {
 
     fn of_key(&mut self, event: &Event, pen: &mut Pen<'_>) {
         if !self.keys.contains_key(&event.key) {
-            let at = u32::try_from(self.keys.len()).unwrap_or(u32::MAX);
+            let at = word(self.keys.len());
             let track = self.track(KEY_TRACKS + at % (CORE_TRACKS - KEY_TRACKS));
             let name = format!("core {} {}", self.core, event.key);
             pen.track(track, &name, &format!(",\"key\":{}", event.key.0));

@@ -46,6 +46,7 @@ impl Queue {
 
     /// Takes completions, as many as there are and have room. An error is one of the queue itself.
     pub(super) fn take(&self, rail: &Rail, into: &mut [ffi::Wc]) -> Result<usize, RdmaError> {
+        // More than an int counts are taken by the next call.
         let room = c_int::try_from(into.len()).unwrap_or(c_int::MAX);
         // SAFETY: the queue is the rail's, and `into` has so much room.
         let count = unsafe {
@@ -74,6 +75,7 @@ impl Queue {
             return Ok(());
         }
         let wanted = count.next_multiple_of(ENTRIES as usize);
+        // A device refuses a queue of 2^31 entries, and that is reported.
         let wanted = c_int::try_from(wanted).unwrap_or(c_int::MAX);
         // SAFETY: the queue is the rail's, and only the thread that polls it calls this.
         let status = unsafe { (rail.verbs.resize_cq)(self.as_ptr(), wanted) };

@@ -9,6 +9,7 @@ use super::completions::{Queue, Wake};
 use super::ffi::{self, Verbs};
 use super::memory::can_page;
 use super::ports::{Address, AddressKind, Port, keep_near};
+use crate::base::word;
 use std::ffi::{CStr, c_int};
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -93,7 +94,8 @@ pub(super) struct Rail {
 
 // SAFETY: every call of libibverbs may be made from any thread; the handles are not changed.
 unsafe impl Send for Rail {}
-// SAFETY: as above.
+// SAFETY: shared references only read the handles and pass them to libibverbs, whose calls may be
+// made from several threads at once.
 unsafe impl Sync for Rail {}
 
 impl Rail {
@@ -188,7 +190,7 @@ impl Rail {
         let mut event: ffi::AsyncEvent = unsafe { std::mem::zeroed() };
         // SAFETY: the descriptor does not block; each event that was taken is acknowledged once.
         while unsafe { (self.verbs.get_async_event)(self.context.as_ptr(), &raw mut event) } == 0 {
-            // SAFETY: as above.
+            // SAFETY: the call above has filled the event, and this acknowledges it once.
             unsafe { (self.verbs.ack_async_event)(&raw mut event) };
             let of = match event.event_type {
                 ffi::EVENT_DEVICE_FATAL => None,
@@ -385,8 +387,8 @@ impl QueuePair {
                 recv_cq: received.as_ptr(),
                 srq: std::ptr::null_mut(),
                 cap: ffi::QpCap {
-                    max_send_wr: u32::try_from(sends).unwrap_or(u32::MAX),
-                    max_recv_wr: u32::try_from(receives).unwrap_or(u32::MAX),
+                    max_send_wr: word(sends),
+                    max_recv_wr: word(receives),
                     max_send_sge: GATHER,
                     max_recv_sge: 1,
                     max_inline_data: inline_bytes,

@@ -1,5 +1,7 @@
 //! Why there is no RDMA, and why a lane over it ended.
 
+#![forbid(unsafe_code)]
+
 use super::ffi;
 use super::ports::Port;
 use rustix::process::{Resource, getrlimit};

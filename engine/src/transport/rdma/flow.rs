@@ -11,8 +11,11 @@
 //! as many credits, since each tells of an extent that its reader still counts; an answer for each
 //! of [`GRANTS`] places; one farewell; and [`BATCH`] places that wait to be posted together.
 
+#![forbid(unsafe_code)]
+
 use super::grants::GRANTS;
 use super::setup::Layout;
+use crate::base::word;
 use crate::limits::{ALIGNMENT, HEADER_BYTES, PART_BYTES_MAX};
 use crate::transport::area::Area;
 use crate::transport::{Cause, Grant};
@@ -114,6 +117,7 @@ impl Prefix {
             header.copy_from_slice(&bytes[..HEADER_BYTES]);
             (header, word(2) as usize)
         });
+        // A peer's number: one beyond the table of grants is refused where it is used.
         let number = u8::try_from(word(4)).unwrap_or(u8::MAX);
         let said = match word(0) & !FLAG_FIRST {
             0 => Said::Nothing,
@@ -279,7 +283,7 @@ impl Sending {
     pub(super) fn publish(&mut self, at: usize, length: usize, taken: usize, signal: bool) -> bool {
         let length = PREFIX_BYTES + length;
         self.area.reserve(at, length, taken);
-        self.taken[slot(self.published)] = u32::try_from(taken).unwrap_or(u32::MAX);
+        self.taken[slot(self.published)] = word(taken);
         self.published += 1;
         self.unsignalled_bytes += taken;
         self.post(signal)

@@ -5,6 +5,8 @@
 //! place that is open, not filled yet, and of this length; so the worst that a peer does to the
 //! caller is wrong bytes in an answer.
 
+#![forbid(unsafe_code)]
+
 use super::flow::BROKEN;
 use crate::limits::GRANTS_MAX;
 use crate::transport::{Cause, Grant};

@@ -157,7 +157,7 @@ impl Region {
     }
 
     pub(super) fn rkey(&self) -> u32 {
-        // SAFETY: as above.
+        // SAFETY: `drop` alone ends the registration, and a region's keys never change.
         unsafe { self.mr.as_ref() }.rkey
     }
 

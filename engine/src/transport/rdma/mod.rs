@@ -55,6 +55,7 @@ use super::{
     Answer, Cause, DirectMemory, Driver, Event, Frame, Full, Landing, LaneId, Link, RegisterError,
     Room, Waker,
 };
+use crate::base::word;
 
 use crate::config::{Config, TransportChoice};
 use completions::Wake;
@@ -323,6 +324,7 @@ impl Rdma {
         let (mut ended, mut news) = (false, false);
         for event in seen {
             news |= event.data.u64() == NEWS;
+            // The waker's mark, and others than lanes, are beyond the table.
             let index = usize::try_from(event.data.u64()).unwrap_or(usize::MAX);
             if let Some(Some(lane)) = self.lanes.get_mut(index) {
                 // Nothing is sent over the stream after the set-up, so whatever it has to say is
@@ -426,7 +428,7 @@ impl Driver for Rdma {
         self.first = if self.first + 1 < count { self.first + 1 } else { 0 };
         for index in (self.first..count).chain(0..self.first) {
             let Some(lane) = &mut self.lanes[index] else { continue };
-            let id = LaneId(u32::try_from(index).unwrap_or(u32::MAX));
+            let id = LaneId(word(index));
             if !lane.poll(id, &mut room) {
                 // It is there unless its end was noticed.
                 let _ = epoll::delete(&self.epoll, lane.stream());
@@ -468,6 +470,7 @@ impl Driver for Rdma {
         true
     }
 
+    // SAFETY: as the trait demands: mapped until it is forgotten, and left alone while granted.
     unsafe fn register_memory(&mut self, memory: DirectMemory) -> Result<(), RegisterError> {
         match memory {
             // SAFETY: the caller keeps the range mapped until it is forgotten.

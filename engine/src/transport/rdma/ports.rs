@@ -5,6 +5,8 @@
 //! need addresses of the same kind, so a port keeps one of each kind, and the ends choose the best
 //! that both have.
 
+#![forbid(unsafe_code)]
+
 use std::fs;
 use std::net::Ipv6Addr;
 use std::path::Path;

@@ -344,6 +344,7 @@ impl Half {
         peer: &Message,
         stream: TcpStream,
     ) -> Result<Done, RdmaError> {
+        // A peer's number: the layout refuses what is too large.
         let size = |number: u64| usize::try_from(number).unwrap_or(usize::MAX);
         let options = RdmaOptions { slot_bytes: size(peer.slot_bytes), slots: size(peer.slots) };
         let theirs = Layout::new(options)?;

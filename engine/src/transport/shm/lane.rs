@@ -10,6 +10,7 @@ use super::segment::{
     BROKEN, DESCRIPTORS, Extent, Mapping, Segment, WAKE_PUBLISHED, WAKE_RELEASED,
 };
 use super::setup::{ShmLink, Stream};
+use crate::base::word;
 use crate::limits::{ALIGNMENT, LANE_FRAMES_MAX, PART_BYTES_MAX, STAGING_BYTES};
 use crate::mem::cache;
 use crate::ring::cursor::{ConsumerCursor, Corrupt, ProducerCursor};
@@ -286,7 +287,7 @@ impl ShmLane {
                 }
                 budget = budget.saturating_sub(length);
             }
-            self.taken[slot(self.published)] = u32::try_from(taken).unwrap_or(u32::MAX);
+            self.taken[slot(self.published)] = word(taken);
             self.segment.write(self.producer.index(), &extent);
             self.producer.publish(1);
             self.published += 1;

@@ -17,6 +17,7 @@ pub use segment::ShmOptions;
 pub use setup::{ShmLink, accept, offer};
 
 use super::{Driver, Event, Frame, Full, Landing, LaneId, Link, Room, Waker};
+use crate::base::word;
 
 use lane::ShmLane;
 use rustix::event::{Timespec, epoll};
@@ -91,6 +92,7 @@ impl Shm {
     fn look(&mut self, timeout: Duration) -> bool {
         // Whole milliseconds, upwards: all that older kernels take.
         let millis = timeout.as_nanos().div_ceil(1_000_000).min(u128::from(u32::MAX >> 1));
+        // Bounded on the line above.
         let millis = Duration::from_millis(u64::try_from(millis).unwrap_or(u64::MAX));
         let Ok(timeout) = Timespec::try_from(millis) else { return false };
         let mut space = [MaybeUninit::uninit(); STREAMS_MAX];
@@ -100,6 +102,7 @@ impl Shm {
         };
         let mut ended = false;
         for event in seen {
+            // The waker's mark, and others than lanes, are beyond the table.
             let index = usize::try_from(event.data.u64()).unwrap_or(usize::MAX);
             if let Some(Some(lane)) = self.lanes.get_mut(index) {
                 // Nothing is ever sent over the stream, so whatever it has to say is that it is
@@ -184,7 +187,7 @@ impl Driver for Shm {
         self.first = if self.first + 1 < count { self.first + 1 } else { 0 };
         for index in (self.first..count).chain(0..self.first) {
             let Some(lane) = &mut self.lanes[index] else { continue };
-            let id = LaneId(u32::try_from(index).unwrap_or(u32::MAX));
+            let id = LaneId(word(index));
             if !lane.poll(id, &mut room) {
                 // It is there unless its end was noticed; a copy that somebody holds would keep it
                 // there.

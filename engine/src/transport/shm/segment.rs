@@ -224,7 +224,8 @@ impl Segment {
         // as long as the mapping, which the lane keeps until after the cursor. Each end makes one
         // cursor of each kind.
         let producer = unsafe { cursor::producer(block(self.end), DESCRIPTORS) };
-        // SAFETY: as above.
+        // SAFETY: the block of the other direction is aligned, zeroed and mapped as long as the
+        // first, and this end makes its only consumer.
         let consumer = unsafe { cursor::consumer(block(1 - self.end), DESCRIPTORS) };
         (producer, consumer)
     }

@@ -6,6 +6,8 @@
 //! killed. Invariant: memory is mapped only if its file cannot shrink and has exactly the size that
 //! was announced.
 
+#![forbid(unsafe_code)]
+
 use super::segment::{Layout, Mapping, Segment, ShmOptions};
 use crate::limits::HANDSHAKE_SECONDS;
 use crate::transport::Waker;
@@ -88,6 +90,7 @@ pub fn accept(
 ) -> io::Result<ShmLink> {
     let deadline = Instant::now() + Duration::from_secs(HANDSHAKE_SECONDS);
     let ([slot_bytes, slots], files) = receive(stream, deadline)?;
+    // A peer's number: the layout refuses what is too large.
     let count = |number: u64| usize::try_from(number).unwrap_or(usize::MAX);
     let layout = Layout::new(ShmOptions { slot_bytes: count(slot_bytes), slots: count(slots) })?;
     let Ok([file, peer_event]) = <[OwnedFd; 2]>::try_from(files) else {

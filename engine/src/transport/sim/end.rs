@@ -252,7 +252,8 @@ impl End {
         // own.
         unsafe { std::ptr::copy_nonoverlapping(front.as_ptr(), target, first) };
         let target = target.wrapping_add(first);
-        // SAFETY: as above, with `first + (count - first) <= left`.
+        // SAFETY: `first + (count - first) <= left`, so this ends within the caller's `left` bytes,
+        // and the inbox is memory of our own.
         unsafe { std::ptr::copy_nonoverlapping(back.as_ptr(), target, count - first) };
         self.inbox.drain(..count);
         count

@@ -17,6 +17,7 @@ mod network;
 pub use network::{Random, SimLink, SimNetwork};
 
 use super::{Driver, Event, Frame, Full, Landing, LaneId, Link, Room};
+use crate::base::word;
 use network::Place;
 use std::io;
 use std::time::Duration;
@@ -102,7 +103,7 @@ impl Driver for Sim {
         let first = state.random.index(count);
         for index in (first..count).chain(0..first) {
             let Some(place) = self.lanes[index] else { continue };
-            let lane = LaneId(u32::try_from(index).unwrap_or(u32::MAX));
+            let lane = LaneId(word(index));
             let mut random = state.random.fork();
             if !state.end(place).poll(lane, &mut events, &mut random) {
                 self.lanes[index] = None;

@@ -1,6 +1,9 @@
 //! The simulated network itself: connections, and the agenda of what happens when.
 
+#![forbid(unsafe_code)]
+
 use super::end::{End, Post};
+use crate::base::nanoseconds;
 use crate::limits::LANE_FRAMES_MAX;
 use crate::transport::{Cause, Frame, Full};
 use std::collections::BTreeMap;
@@ -216,10 +219,6 @@ impl SimNetwork {
     }
 }
 
-fn nanoseconds(duration: Duration) -> u64 {
-    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
-}
-
 impl State {
     pub(super) fn end(&mut self, place: Place) -> &mut End {
         &mut self.connections[place.connection].ends[place.end]
@@ -283,6 +282,7 @@ impl State {
     fn lose(&mut self, place: Place) {
         let patience = &mut self.connections[place.connection].patience;
         if let Some(patience) = patience.take() {
+            // For readers: 49 days and more are told as that.
             let milliseconds = u32::try_from(patience / 1_000_000).unwrap_or(u32::MAX);
             let cause = Cause::Unacknowledged { milliseconds };
             self.plan(self.now + patience, Action::End(place, Some(cause)));

@@ -123,6 +123,7 @@ impl Stream {
     pub fn look(&mut self, socket: &OwnedFd, now: Duration, silence: Duration) -> bool {
         let silent = self.progress.look(socket, now).filter(|&silent| silent >= silence);
         let Some(silent) = silent.filter(|_| self.closing.is_none()) else { return false };
+        // For readers: 49 days and more are told as that.
         let milliseconds = u32::try_from(silent.as_millis()).unwrap_or(u32::MAX);
         self.close(Cause::Unacknowledged { milliseconds });
         true

@@ -9,6 +9,7 @@ use super::memory::Pool;
 use super::sender::Sender;
 use super::stream::{Cork, Out, Ready, Stream};
 use super::{Denied, finish};
+use crate::base::word;
 use crate::limits::{EVENTS_MAX, GATHER_MAX};
 use crate::transport::{Cause, Event, Frame, Full, Landing, LaneId, Waker};
 use io_uring::squeue::Entry;
@@ -479,7 +480,8 @@ fn push(ring: &mut IoUring, entry: &Entry) -> bool {
         return true;
     }
     enter(ring);
-    // SAFETY: as above.
+    // SAFETY: the full queue did not take the entry, so it is pushed once; what it names stays
+    // valid until it completes, for the reasons that hold for the first try.
     unsafe { ring.submission().push(entry) }.is_ok()
 }
 
@@ -487,7 +489,7 @@ fn push(ring: &mut IoUring, entry: &Entry) -> bool {
 fn enter(ring: &mut IoUring) {
     // The count must be exact: for a larger one the kernel leaves the work that it put off where it
     // is.
-    let count = u32::try_from(ring.submission().len()).unwrap_or(SUBMISSIONS_MAX);
+    let count = word(ring.submission().len());
     let flags = io_uring::EnterFlags::GETEVENTS.bits();
     // SAFETY: the kernel takes what is in the queue, whose entries `push` answers for; no memory is
     // passed.

@@ -66,7 +66,8 @@ impl Buffer {
 
     /// Enqueues that the host gets the GPU's memory.
     pub fn fetch(&self, stream: &Stream) -> Result<(), GpuError> {
-        // SAFETY: as above.
+        // SAFETY: both live to the end of the process, and the host reads the pinned memory only
+        // once the stream has passed.
         unsafe { stream.copy_to_host(self.pinned, self.address, self.bytes) }
     }
 

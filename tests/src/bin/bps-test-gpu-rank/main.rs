@@ -467,7 +467,7 @@ fn mismatches(config: &Config, is_odd: bool) -> Result<(), Error> {
         // SAFETY: the buffers are never freed, and the stream is of the GPU that was opened.
         let handles = unsafe { worker.push_pull_gpu(&items, framework.stream.raw()) }?;
         handles[items.len() - 1].wait(None)?;
-        // SAFETY: as above.
+        // SAFETY: the stream is of the GPU that was opened, and is never destroyed.
         unsafe { Handle::make_wait(&handles, framework.stream.raw()) }?;
         match declared {
             // It was the first to declare it.
@@ -502,7 +502,7 @@ fn record(config: &Config) -> Result<(), Error> {
         if round == 4 {
             worker.stop_timeline();
         }
-        // SAFETY: as above.
+        // SAFETY: the stream is of the GPU that was opened, and is never destroyed.
         unsafe { Handle::make_wait(&handles[..1], framework.stream.raw()) }?;
     }
     worker.shutdown(false)

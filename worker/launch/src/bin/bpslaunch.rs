@@ -1,5 +1,7 @@
 //! `bpslaunch`: starts the processes of this machine. The programs of other roles lie beside it.
 
+#![forbid(unsafe_code)]
+
 use bps_launch::{Programs, cli};
 
 fn main() {

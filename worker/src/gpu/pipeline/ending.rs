@@ -1,12 +1,14 @@
 //! How a pipeline ends: a tensor that is of no use any more, a GPU that can't go on, the end of the
 //! job.
 
+#![forbid(unsafe_code)]
+
 use super::{Pipeline, Tensor};
 use crate::base::error::{Closed, Error, Refusal, Source};
 use crate::cuda::{Closing, GpuError, Track};
 use crate::gpu::order_lanes::OrderLanes;
 use crate::rounds::handover::{FromGpu, GpuPush};
-use bps_engine::base::Rank;
+use bps_engine::base::{Rank, word};
 use bps_engine::trace::log;
 use std::time::Duration;
 
@@ -69,6 +71,7 @@ impl Pipeline {
     /// Ranks disagree about a tensor. What was ordered of it in the host is still done, as all of
     /// the host do it: so its end comes with the word of who gives the order.
     pub(super) fn on_poison(&mut self, tensor: u32, error: &Error) {
+        // No tensor of the GPU has this id: the NIC loop's table ends it.
         let Some(state) = self.tensor(tensor) else { return };
         state.poisoned = Some(error.clone());
         let pushes: Vec<_> = state.waiting.drain(..).collect();
@@ -143,7 +146,7 @@ impl Pipeline {
         self.gone.push(rank);
         // Whoever waits for this rank learns of it in this turn.
         self.next_tick = self.now;
-        let all = 0..u32::try_from(self.tensors.len()).unwrap_or(u32::MAX);
+        let all = 0..word(self.tensors.len());
         let is_poisoned = |tensor: &u32| {
             let state = self.tensors[*tensor as usize].as_ref();
             state.is_some_and(|state| state.poisoned.is_some() && state.run.is_some())

@@ -141,18 +141,21 @@ fn reduce_row(host: &Host, tensor: &Tensor, run: &Run, row: &Row) -> Result<(), 
     };
     if tensor.is_local {
         let count = parts.iter().map(|part| part.bytes).sum::<usize>() / size;
-        // SAFETY: as above.
+        // SAFETY: both ranges are the caller's until the task is finished, `count` elements from
+        // the row's offset on lie within the tensor, and all ranks declared it alike.
         return unsafe { comm.all_reduce(send, recv, count, dtype, op, stream) };
     }
     if row.whole {
         let own = recv + u64::from(comm.rank()) * parts[0].bytes as u64;
-        // SAFETY: as above; the row's parts are one behind the other, one for each rank.
+        // SAFETY: both ranges are the caller's until the task is finished. The row's parts are of
+        // equal size, one behind the other, one for each rank, so `own` lies within the tensor.
         return unsafe { comm.reduce_scatter(send, own, parts[0].bytes / size, dtype, op, stream) };
     }
     for part in parts {
         let at = part.offset as u64 - offset;
         let root = host.number(part.holder);
-        // SAFETY: as above.
+        // SAFETY: both ranges are the caller's until the task is finished, and the part lies within
+        // the tensor, at the same place on all ranks.
         unsafe {
             comm.reduce(send + at, recv + at, part.bytes / size, dtype, op, root, stream)?;
         }
@@ -173,7 +176,8 @@ fn gather_row(host: &Host, tensor: &Tensor, run: &Run, row: &Row) -> Result<(), 
     for part in parts {
         let at = run.push.target + part.offset as u64;
         let (count, root) = (part.bytes / dtype.size(), host.number(part.holder));
-        // SAFETY: as above.
+        // SAFETY: the target is its caller's promise until the task is finished, and the part lies
+        // within it, at the same place on all ranks.
         unsafe { comm.broadcast(at, at, count, dtype, root, stream) }?;
     }
     Ok(())

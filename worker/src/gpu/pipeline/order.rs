@@ -1,10 +1,12 @@
 //! The order of NCCL's calls in a host: who is asked, who answers, and what is said.
 
+#![forbid(unsafe_code)]
+
 use super::{Batch, Of, Ordered, Pipeline, Tensor};
 use crate::cuda::GpuError;
 use crate::gpu::order_lanes::{Heard, OrderKind, OrderWord};
 use crate::rounds::handover::FromGpu;
-use bps_engine::base::{Key, Rank};
+use bps_engine::base::{Key, Rank, milliseconds, word};
 use bps_engine::limits::PARTS_MAX;
 use bps_engine::proto::messages::StalledKey;
 use std::time::Duration;
@@ -21,6 +23,7 @@ impl Pipeline {
     /// This rank's part of a tensor's reduction can begin.
     pub(super) fn say_ready(&mut self, tensor: u32) {
         let (leads, now) = (self.leads(), self.now);
+        // The round ended early, by an error, and its push has been told.
         let Some(state) = self.tensor(tensor) else { return };
         let Some(run) = &mut state.run else { return };
         run.is_ready = true;
@@ -35,12 +38,13 @@ impl Pipeline {
 
     /// All ranks of the host have pushed the tensor.
     fn release(&mut self, tensor: u32) {
+        // The round ended early, by an error, and its push has been told.
         let Some(Tensor { run: Some(run), rows, .. }) = self.tensor(tensor) else { return };
         let (priority, key, rows) = (run.push.priority, rows[0].key, rows.len());
         if self.ended.contains(&key) {
             return;
         }
-        for index in 0..u32::try_from(rows).unwrap_or(u32::MAX) {
+        for index in 0..word(rows) {
             self.to_reduce.push(priority, Of { tensor, index });
         }
     }
@@ -51,6 +55,7 @@ impl Pipeline {
             self.has_landed(of, self.rank);
             return;
         }
+        // The tensor ended while the copy was under way: nobody waits for its rows.
         let Some(state) = self.tensor(of.tensor) else { return };
         let (key, round) = (state.rows[of.index as usize].key, state.round);
         let word = OrderWord { kind: OrderKind::Landed, key, round, left: 1 };
@@ -267,7 +272,7 @@ impl Pipeline {
             debug_assert!(is_due, "the first rank orders what is due");
             let Some(state) = self.tensor(of.tensor) else { continue };
             let (key, round) = (state.rows[of.index as usize].key, state.round);
-            let left = u32::try_from(rows.len() - at).unwrap_or(u32::MAX);
+            let left = word(rows.len() - at);
             self.say(OrderWord { kind, key, round, left });
         }
         Some(Batch { order, rows })
@@ -276,6 +281,7 @@ impl Pipeline {
     /// Tells of rounds that have waited too long for ranks of the host, or wait for one that has
     /// left.
     pub(super) fn look_for_stalls(&mut self) {
+        // Alone on its host: there is no rank here to wait for.
         let Some(host) = &self.host else { return };
         let mut keys = Vec::new();
         for one in self.gathers.unpushed() {
@@ -314,7 +320,7 @@ impl Pipeline {
         let waited = self.now.saturating_sub(since);
         let gone = missing.iter().filter(|rank| self.gone.contains(rank));
         let left: Vec<Rank> = gone.copied().collect();
-        let waited_ms = u64::try_from(waited.as_millis()).unwrap_or(u64::MAX);
+        let waited_ms = milliseconds(waited);
         let is_told = waited >= self.stall_report || !left.is_empty();
         is_told.then_some(StalledKey { key, round, waited_ms, missing, left })
     }

@@ -1,12 +1,14 @@
 //! A tensor that was declared: how NCCL takes its parts, and whether it can be served at all.
 
+#![forbid(unsafe_code)]
+
 use super::turns::Of;
 use super::{Ordered, Pipeline, RowState, Tensor, Written};
 use crate::base::error::{Error, Refusal};
 use crate::cuda::GpuError;
 use crate::gpu::rows::{Cut, rows};
 use crate::rounds::{Plan, PlanPart};
-use bps_engine::base::Operation;
+use bps_engine::base::{Operation, word};
 use std::collections::VecDeque;
 use std::sync::Arc;
 
@@ -37,7 +39,7 @@ impl Pipeline {
         }
         let poisoned = self.unfit(&plan, is_local).map(Error::Refused);
         let is_own = |part: &&PlanPart| part.holder == self.rank && !is_local;
-        let own = u32::try_from(plan.parts.iter().filter(is_own).count()).unwrap_or(u32::MAX);
+        let own = word(plan.parts.iter().filter(is_own).count());
         let state = RowState { ordered: Ordered::Nothing, missing: 0 };
         self.tensors[index] = Some(Tensor {
             states: vec![state; rows.len()].into(),

@@ -1,5 +1,7 @@
 //! The rounds of a tensor, from its push to the mark behind its result.
 
+#![forbid(unsafe_code)]
+
 use super::timeline::Place;
 use super::{Of, Ordered, Pipeline, RowState, Run, Tensor, Written};
 use crate::base::error::Error;
@@ -7,7 +9,7 @@ use crate::base::task::Mark;
 use crate::cuda::{GpuError, PooledEvent};
 use crate::rounds::PartOf;
 use crate::rounds::handover::{FromGpu, GpuPush};
-use bps_engine::base::Operation;
+use bps_engine::base::{Operation, word};
 use std::sync::Arc;
 
 impl Pipeline {
@@ -58,11 +60,11 @@ impl Pipeline {
         for (row, state_of_row) in state.rows.iter().zip(&mut state.states) {
             let parts = &state.plan.parts[row.parts()];
             let own = parts.iter().filter(|part| part.holder == rank).count();
-            let missing = u32::try_from(own).unwrap_or(u32::MAX);
+            let missing = word(own);
             *state_of_row = RowState { ordered: Ordered::Nothing, missing };
         }
         state.landed.fill(false);
-        let rows = u32::try_from(state.rows.len()).unwrap_or(u32::MAX);
+        let rows = word(state.rows.len());
         let left = rows + state.own;
         state.run = Some(Run { push, since, left, is_ready: false });
         self.trace.begun(asked_ns, tensor, &self.tensors);
@@ -105,12 +107,13 @@ impl Pipeline {
     /// A gradient is in the GPU's memory, and is to leave the communicator.
     pub(super) fn gradient_complete(&mut self, tensor: u32) {
         self.trace.complete(tensor, &self.tensors);
+        // The round ended early, by an error, and its push has been told.
         let Some(Tensor { run: Some(_), rows, .. }) = self.tensor(tensor) else { return };
         let parts = rows.len();
         if self.host.is_some() {
             return self.say_ready(tensor);
         }
-        for index in 0..u32::try_from(parts).unwrap_or(u32::MAX) {
+        for index in 0..word(parts) {
             self.is_reduced(Of { tensor, index });
         }
     }

@@ -2,11 +2,13 @@
 //!
 //! Invariant: while nobody records, nothing is enqueued for this and no clock is read.
 
+#![forbid(unsafe_code)]
+
 use super::turns::Of;
 use super::{Batch, Copying, Ordered, Tensor};
 use crate::cuda::{Event, GpuError, Passed, Track};
 use crate::rounds::PlanPart;
-use bps_engine::base::{Operation, Rank};
+use bps_engine::base::{Operation, Rank, word};
 use bps_engine::trace::timeline::{Mark, Recorder};
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -131,7 +133,7 @@ impl Trace {
     }
 
     fn awaits(&mut self, place: Place, behind: u32, mark: Mark, tensor: u32, state: &Tensor) {
-        let all = u32::try_from(state.plan.parts.len()).unwrap_or(u32::MAX);
+        let all = word(state.plan.parts.len());
         // One part stands for the end of all.
         let parts = (0, if mark == Mark::Done { 1 } else { all });
         let awaited = Awaited { behind, mark, parts, tensor, round: state.round };
@@ -222,6 +224,7 @@ impl Trace {
     }
 
     fn has_passed(&mut self, awaited: Awaited, tensors: &Tensors) {
+        // The tensor ended meanwhile, and its names with it.
         let Some(state) = find(tensors, awaited.tensor) else { return };
         let parts = awaited.parts.0 as usize..awaited.parts.1 as usize;
         let parts = state.plan.parts.get(parts).unwrap_or_default();

@@ -1,5 +1,7 @@
 //! Parts and rows that wait for their turn.
 
+#![forbid(unsafe_code)]
+
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 

@@ -153,7 +153,7 @@ fn registered_payloads_are_sent_from_where_they_lie_and_others_copied() {
         assert_eq!(rails.counters().staged_bytes.load(SeqCst), copied, "{length} bytes at {at}");
     }
     here.registering.store(libc::ENOMEM, SeqCst);
-    // SAFETY: as above.
+    // SAFETY: the memory has 40,000 bytes and outlives the driver.
     let refused = unsafe { left.register(base, 40_000) };
     assert!(matches!(refused, Err(RdmaError::Locked { need: 10_000, .. })));
     drop((left, right, rails));

@@ -1,6 +1,8 @@
 //! Lanes that end at random moments, on either side, in the midst of traffic: no event of a dead
 //! lane reaches its successor, and memory given back is never touched again.
 
+#![forbid(unsafe_code)]
+
 use super::*;
 
 const LANES: usize = 4;

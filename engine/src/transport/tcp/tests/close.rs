@@ -1,5 +1,7 @@
 //! How lanes end, in each state, and that the caller's memory is its own from then on.
 
+#![forbid(unsafe_code)]
+
 use super::*;
 use std::io::{Read, Write};
 

@@ -1,5 +1,7 @@
 //! Choosing a driver, sleeping and waking, and bounds.
 
+#![forbid(unsafe_code)]
+
 use super::*;
 use std::io::Write;
 
