@@ -3,7 +3,7 @@
 use super::*;
 use crate::base::{Epoch, Rank};
 use crate::limits::HANDSHAKES_MAX;
-use crate::proto::handshake::{Dialing, PROOF_BYTES};
+use crate::proto::handshake::{Dialing, PROOF_BYTES, VERSION};
 use crate::proto::messages::{NodeMessage, SchedulerMessage};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socket_with};
 use std::io::{ErrorKind, Read, Write};
@@ -187,8 +187,9 @@ fn another_version_learns_ours() {
     stream.write_all(&hello).unwrap();
     let mut answer = Vec::new();
     stream.read_to_end(&mut answer).unwrap();
-    assert_eq!(&answer[..6], b"BPSH\x02\x01");
-    assert!(setup.logged.recv_timeout(SOON).unwrap().contains("version 9 and this end 2"));
+    assert_eq!(&answer[..6], [b'B', b'P', b'S', b'H', VERSION, 1]);
+    let said = format!("version 9 and this end {VERSION}");
+    assert!(setup.logged.recv_timeout(SOON).unwrap().contains(&said));
 }
 
 #[test]
