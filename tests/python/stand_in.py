@@ -42,7 +42,7 @@ class _Pretence:
             copy = packed(tensor, in_host)
             return self.host(copy) if in_host or not self.holds(tensor) else copy
 
-        return mock.patch.object(_tensors, "_packed", packed_here)
+        return mock.patch.object(_tensors, "packed", packed_here)
 
 
 class Gpu(_Pretence):
@@ -115,7 +115,7 @@ class Gpu(_Pretence):
                 push_batch=push_batch_here,
                 stream_wait_batch=stream_wait_batch,
             ),
-            self.packed(_tensors._packed),
+            self.packed(_tensors.packed),
             mock.patch.object(_registry, "_gpu", None),
             # A tensor of the CPU says no number of its device.
             mock.patch.object(_registry, "use_gpu", lambda number: use_gpu(number or 0)),
@@ -186,7 +186,7 @@ class Pipeline(_Pretence):
                 push_batch=push_batch_here,
                 stream_wait_batch=stream_wait_batch_here,
             ),
-            self.packed(_tensors._packed),
+            self.packed(_tensors.packed),
             mock.patch.object(
                 _registry, "use_gpu", lambda number: use_gpu(number or bps.local_rank())
             ),
