@@ -62,12 +62,12 @@ const TICK: Duration = Duration::from_millis(500);
 const WATCH: Duration = Duration::from_millis(100);
 /// How long it sleeps between two looks while the GPU is at work for long.
 const NAP: Duration = Duration::from_micros(30);
+/// The same once the NIC loop has ended.
+const LOOK: Duration = Duration::from_millis(1);
 /// Copies, and bytes of them, that get one mark together at most. Each call of the driver takes
 /// locks that the framework's kernel launches need, so small tensors share what they can.
 const COPIES_OF_MARK: usize = 16;
 const BYTES_OF_MARK: usize = 256 << 10;
-/// The same once the NIC loop has ended.
-const LOOK: Duration = Duration::from_millis(1);
 
 /// A round of a tensor under way.
 struct Run {
