@@ -45,6 +45,8 @@ pub enum Effect {
 pub struct Agent {
     cores: u32,
     roster: Option<Roster>,
+    /// The membership that the scheduler has asked for, and shards that have not begun it.
+    reset: Option<(Epoch, u32)>,
     /// Shards that have not answered, by install request.
     installs: HashMap<u64, u32>,
     /// What each shard last reported as stalled.
@@ -61,6 +63,7 @@ impl Agent {
         Agent {
             cores,
             roster: None,
+            reset: None,
             installs: HashMap::new(),
             stalled: vec![Default::default(); cores as usize],
             pulse,
@@ -129,6 +132,7 @@ impl Agent {
                     roster.servers.len(),
                     epoch.0
                 )));
+                effects.extend(roster.change.clone().map(Effect::Info));
                 // Accumulators come on top, as tensors are declared: one for each element of this
                 // server's share.
                 let mut budget = Budget::new();
@@ -140,9 +144,10 @@ impl Agent {
             SchedulerMessage::Install { request, keys } => self.install(request, keys, effects),
             SchedulerMessage::Retire { keys } => self.retire(keys, effects),
             SchedulerMessage::Reset { epoch } => {
+                self.reset = Some((epoch, self.cores));
                 self.begin(epoch, Groups::default(), effects);
-                effects
-                    .push(Effect::Info("all workers have suspended; waiting for the next".into()));
+                let line = format!("waiting for the ranks of epoch {}", epoch.0);
+                effects.push(Effect::Info(line));
             }
             SchedulerMessage::Inquire { keys } => {
                 let keys: Arc<[Key]> = keys.into();
@@ -163,6 +168,7 @@ impl Agent {
             | SchedulerMessage::Clock(_)
             | SchedulerMessage::Mismatch(_)
             | SchedulerMessage::Superseded { .. }
+            | SchedulerMessage::Newcomers { .. }
             | SchedulerMessage::Declared { .. }
             | SchedulerMessage::Refused { .. }
             | SchedulerMessage::BarrierDone { .. } => {}
@@ -217,6 +223,18 @@ impl Agent {
                 if *left == 0 {
                     self.installs.remove(&request);
                     effects.push(Effect::Send(NodeMessage::Installed { request }));
+                }
+            }
+            Report::Begun { epoch } => {
+                self.stalled[core as usize] = Default::default();
+                let Some((awaited, left)) = &mut self.reset else { return };
+                if *awaited != epoch {
+                    return;
+                }
+                *left -= 1;
+                if *left == 0 {
+                    self.reset = None;
+                    effects.push(Effect::Send(NodeMessage::ResetDone { epoch }));
                 }
             }
             Report::Failed { message } => {

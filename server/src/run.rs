@@ -195,6 +195,7 @@ fn register(
         host_id: config.host_id.clone().unwrap_or_else(host::id),
         pid: std::process::id(),
         session,
+        former: None,
         release: env!("CARGO_PKG_VERSION").into(),
         num_workers: config.num_workers,
         num_servers: config.num_servers,

@@ -9,12 +9,12 @@
 
 mod hub;
 
-use bps_engine::config::{Config, Program};
+use bps_engine::config::{Config, ElasticMode, Program};
 use bps_engine::control::{Acceptor, Hello, JobKey, JobKeyError, Listener, Purpose, Socket};
 use bps_engine::host::{self, HostError};
 use bps_engine::limits::{RANKS_MAX, SERVERS_MAX};
 use bps_engine::metrics::{self, Exporter, MetricsError};
-use bps_engine::proto::scheduler::{Exit, Scheduler, SchedulerConfig};
+use bps_engine::proto::scheduler::{Elastic, Exit, Scheduler, SchedulerConfig};
 use bps_engine::trace::log;
 use bps_engine::transport::Waker;
 use hub::{Hub, Viewer};
@@ -235,6 +235,12 @@ impl Bound {
             stall_report: config.stall_report,
             stall_timeout: config.stall_timeout,
             stays: config.stays,
+            elastic: (config.elastic == ElasticMode::Redo).then(|| Elastic {
+                min_workers: config.min_workers.unwrap_or(1),
+                patience: config.elastic_wait,
+                // A rank may be away from a round for so long.
+                notice: config.stall_timeout.max(config.start_timeout),
+            }),
         };
         let (exporter, viewers) = self.show(&waker)?;
         let machine = |now| Scheduler::new(machine_config, now);

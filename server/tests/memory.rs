@@ -73,6 +73,8 @@ impl Core {
         let mut core = Core { shard, network, commands, reports };
         let groups: Vec<u32> = (0..ranks).map(|rank| u32::try_from(rank).unwrap()).collect();
         core.order(Command::Begin { epoch: EPOCH, groups: Arc::new(Groups::new(&groups)) });
+        let begun = core.reports.pop().map(|(_, report)| report);
+        assert!(matches!(begun, Some(Report::Begun { epoch: EPOCH })), "{begun:?}");
         core
     }
 

@@ -74,6 +74,7 @@ fn join(address: SocketAddr, key: &JobKey, node: Node, numbers: (u32, u32)) -> L
         host_id: "this host".to_owned(),
         pid: std::process::id(),
         session: 0,
+        former: None,
         release: env!("CARGO_PKG_VERSION").to_owned(),
         num_workers: numbers.0,
         num_servers: numbers.1,

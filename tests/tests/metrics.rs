@@ -172,6 +172,7 @@ impl Played {
             host_id: bps_engine::host::id(),
             pid: std::process::id(),
             session: 0,
+            former: None,
             release: env!("CARGO_PKG_VERSION").into(),
             num_workers: RANKS,
             num_servers: 1,

@@ -3,7 +3,7 @@
 use super::key::decode_key;
 use super::load::{Origin, Source};
 use super::table::counts_text;
-use super::{Config, ConfigError, Program};
+use super::{Config, ConfigError, ElasticMode, Program};
 use crate::base::Placement;
 use crate::limits::{ALIGNMENT, RANKS_MAX};
 
@@ -25,6 +25,14 @@ pub(super) fn check(
                 config.mixed_bound, config.num_servers
             ),
             format!("set BYTEPS_MIXED_MODE_BOUND to at least {}", config.num_servers),
+        ));
+    }
+    if config.elastic == ElasticMode::None
+        && let Some(workers) = config.min_workers
+    {
+        return Err(ConfigError::conflict(
+            format!("BPS_MIN_WORKERS={workers}, but BPS_ELASTIC=none: the job ends with any rank"),
+            "set BPS_ELASTIC=redo (--elastic redo), or leave BPS_MIN_WORKERS out".to_owned(),
         ));
     }
     if config.trace_end_step < config.trace_start_step {

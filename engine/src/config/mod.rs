@@ -105,6 +105,12 @@ pub struct Config {
     pub force_distributed: bool,
     /// `BPS_STAY`: a scheduler waits for ranks that have all shut down to come back.
     pub stays: bool,
+    /// `BPS_ELASTIC`: what a job does when a member dies.
+    pub elastic: ElasticMode,
+    /// `BPS_MIN_WORKERS`: fewest ranks with which an elastic job goes on.
+    pub min_workers: Option<u32>,
+    /// `BPS_ELASTIC_WAIT`: how long an elastic job with too few members waits for new ones.
+    pub elastic_wait: Duration,
     /// `DMLC_PS_ROOT_URI`: where the scheduler is.
     pub root_uri: String,
     /// `DMLC_PS_ROOT_PORT`.
@@ -248,6 +254,15 @@ pub struct LaunchConfig {
     pub visible_cpu_cores: Option<String>,
 }
 
+/// What a job does when one of its members dies.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ElasticMode {
+    /// It ends.
+    None,
+    /// The others form it again, and redo the step.
+    Redo,
+}
+
 /// Which payloads carry a CRC-32C.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum PayloadChecksum {
@@ -306,6 +321,9 @@ impl Default for Config {
             global_rank: None,
             force_distributed: false,
             stays: false,
+            elastic: ElasticMode::None,
+            min_workers: None,
+            elastic_wait: Duration::ZERO,
             root_uri: String::new(),
             root_port: 0,
             interface: None,

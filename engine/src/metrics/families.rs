@@ -106,7 +106,8 @@ pub static FAMILIES: &[Family] = &[
     gauge(
         "bps_job_epoch",
         Source::Job(|job| f64::from(job.epoch)),
-        "Generation of membership: 1, and one more each time that all ranks have suspended.",
+        "Generation of membership: 1, and one more each time that all ranks have suspended, or \
+         that an elastic job has lost a member.",
     ),
     gauge(
         "bps_job_uptime_seconds",

@@ -188,6 +188,8 @@ mod tests {
             formed: true,
             ranks: 2,
             servers: 1,
+            deaths: 3,
+            reformed: Some(Duration::from_millis(250)),
             uptime: Duration::from_secs(9),
             stalls: vec![stall],
             paths: vec![path],

@@ -56,6 +56,12 @@ pub enum NodeMessage {
         /// From `Install`.
         request: u64,
     },
+    /// A server has forgotten all keys and closed all lanes, as `Reset` asked: what it says from
+    /// now on is of that epoch.
+    ResetDone {
+        /// From `Reset`.
+        epoch: Epoch,
+    },
     /// A worker waits until all ranks of the job do.
     Barrier {
         /// Chosen by the sender.
@@ -209,7 +215,14 @@ pub enum SchedulerMessage {
         /// What the first one records.
         timeline: Option<Timeline>,
     },
-    /// To a server: all workers suspended; forget all keys, expect the workers of the next epoch.
+    /// To a worker of an elastic job: so many nodes wait to be let in. They are once every rank
+    /// has left with `suspend` and come back.
+    Newcomers {
+        /// Workers and servers.
+        count: u32,
+    },
+    /// To a server: an epoch is over; forget all keys, expect the workers of the next one. Answered
+    /// by `ResetDone`.
     Reset {
         /// The next epoch.
         epoch: Epoch,
@@ -259,6 +272,9 @@ pub struct Register {
     /// Chosen at random: who says it on another connection is this node.
     #[serde(default)]
     pub session: u64,
+    /// The session that this worker had in the epoch before, if it comes back to an elastic job.
+    #[serde(default)]
+    pub former: Option<u64>,
     /// Release of this package; all nodes must have the same.
     pub release: String,
     /// `DMLC_NUM_WORKER` as this node has it; must equal the scheduler's.
@@ -352,6 +368,12 @@ pub struct Roster {
     pub neighbours: Vec<Neighbour>,
     /// The servers, by index.
     pub servers: Vec<ServerPeer>,
+    /// Whether the job goes on when members die (`BPS_ELASTIC`).
+    #[serde(default)]
+    pub elastic: bool,
+    /// What has changed since the epoch before, in one line for people; none in the first.
+    #[serde(default)]
+    pub change: Option<String>,
 }
 
 /// A worker as servers know it.

@@ -4,6 +4,7 @@
 //! Invariant: every `Declare` and `Barrier` of a node that stays is answered once; every node that
 //! is connected when the job ends is told why, once; nothing is waited for without a deadline.
 
+mod elastic;
 mod eras;
 mod groups;
 mod late;
@@ -11,6 +12,7 @@ mod lives;
 mod paths;
 mod registry;
 mod rendezvous;
+mod replies;
 mod stay;
 mod view;
 mod waits;
@@ -22,10 +24,13 @@ use super::messages::{
     Neighbour, NodeMessage, Origin, OverReason, Register, Roster, SchedulerMessage, Statistics,
 };
 use crate::base::{Epoch, Placement, Rank};
+pub use elastic::Elastic;
+use elastic::History;
 use late::LateRanks;
 use paths::Paths;
-use registry::{Registry, Reply};
+use registry::Registry;
 use rendezvous::{Job, Rendezvous, describe, name};
+use replies::kind;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
@@ -61,6 +66,8 @@ pub struct SchedulerConfig {
     pub stall_timeout: Duration,
     /// Whether ranks that have all shut down may come back.
     pub stays: bool,
+    /// How the job goes on when members die; none if it ends with them.
+    pub elastic: Option<Elastic>,
 }
 
 /// How the job ended.
@@ -118,6 +125,8 @@ enum Standing {
     Server,
     /// A worker that left in good order.
     Left(Rank),
+    /// A rank of an epoch that is over: it was told, and may come back by another connection.
+    Former(Rank),
     /// A further connection of this member: it lives as long as something comes on either.
     Aside(NodeId),
 }
@@ -137,7 +146,7 @@ struct Peer {
 
 /// Where the job stands.
 enum Phase {
-    Forming(Rendezvous),
+    Forming(Box<Rendezvous>),
     Running(Box<Running>),
     Over,
 }
@@ -153,6 +162,8 @@ struct Running {
     /// Ranks that record a timeline: the servers do while any of them does.
     tracing: BTreeSet<Rank>,
     suspended: bool,
+    /// Ranks of an elastic job that have suspended, and when: they come back.
+    away: BTreeMap<Rank, Duration>,
 }
 
 /// The machine. See the [module](self).
@@ -165,6 +176,9 @@ pub struct Scheduler {
     /// When nodes are told for whom they wait.
     reminder: Reminder,
     ticked: Duration,
+    /// The time of the last event.
+    clock: Duration,
+    history: History,
     /// Install requests are numbered through all epochs.
     next_install: u64,
     /// Why the job was not formed, for nodes that come after its end.
@@ -189,11 +203,13 @@ impl Scheduler {
         Scheduler {
             config,
             epoch: Epoch(1),
-            phase: Phase::Forming(rendezvous),
+            phase: Phase::Forming(Box::new(rendezvous)),
             peers: BTreeMap::new(),
             outputs: VecDeque::new(),
             reminder: Reminder::new(now),
             ticked: now,
+            clock: now,
+            history: History::default(),
             next_install: 0,
             refusal: None,
         }
@@ -214,6 +230,12 @@ impl Scheduler {
     #[must_use]
     pub fn is_over(&self) -> bool {
         matches!(self.phase, Phase::Over)
+    }
+
+    /// Whether nodes that come after the end are told of it.
+    #[must_use]
+    pub fn refuses(&self) -> bool {
+        self.refusal.is_some()
     }
 
     /// Whether as many nodes as the job has know why it was not formed.
@@ -244,6 +266,7 @@ impl Scheduler {
 
     /// A message came in.
     pub fn handle_message(&mut self, node: NodeId, message: NodeMessage, now: Duration) {
+        self.clock = now;
         let Some(peer) = self.peers.get_mut(&node) else { return };
         if lives::is_sign_of_life(&message) {
             peer.heard = now;
@@ -251,6 +274,10 @@ impl Scheduler {
         match (&peer.standing, message) {
             // What comes behind a good-bye is late, and no longer of interest.
             (Standing::Left(_), _) => {}
+            (Standing::Former(rank), message) => {
+                let rank = *rank;
+                self.former_says(node, rank, &message);
+            }
             (Standing::New, NodeMessage::Register(register)) => self.register(node, register, now),
             (Standing::New | Standing::Early(_), NodeMessage::Leave { .. }) => {
                 self.peers.remove(&node);
@@ -279,11 +306,20 @@ impl Scheduler {
     }
 
     /// A connection is gone; `how` completes the line "rank 3 died: …".
-    pub fn handle_closed(&mut self, node: NodeId, how: &str, _now: Duration) {
+    pub fn handle_closed(&mut self, node: NodeId, how: &str, now: Duration) {
+        self.clock = now;
         match self.peers.get(&node).map(|peer| &peer.standing) {
             None => {}
             Some(Standing::Worker(_) | Standing::Server) => self.gone(node, how),
-            Some(Standing::New | Standing::Early(_) | Standing::Left(_) | Standing::Aside(_)) => {
+            Some(&Standing::Former(rank)) => {
+                self.peers.remove(&node);
+                self.former_closed(rank);
+            }
+            Some(Standing::Early(_)) => {
+                self.peers.remove(&node);
+                self.tell_newcomers();
+            }
+            Some(Standing::New | Standing::Left(_) | Standing::Aside(_)) => {
                 self.peers.remove(&node);
             }
         }
@@ -295,7 +331,7 @@ impl Scheduler {
             return self.end(OverReason::Finished, None);
         }
         let (who, message) = (Origin::scheduler(), message.to_owned());
-        self.end(OverReason::Failed { who, message, round: None }, None);
+        self.end_job(OverReason::Failed { who, message, round: None }, None);
     }
 
     /// Time passes. To be called a few times a second, after what had come in by `now` was handled.
@@ -303,9 +339,11 @@ impl Scheduler {
         if self.is_over() {
             return;
         }
+        self.clock = now;
         self.forgive(now);
         self.check_silence(now);
         self.check_forming(now);
+        self.check_regroup(now);
         self.check_early(now);
         self.check_installs(now);
         self.check_paths(now);
@@ -334,6 +372,7 @@ impl Scheduler {
                     self.send_away(node, message);
                 }
             }
+            Phase::Running(_) if self.config.elastic.is_some() => self.knocked(node, register, now),
             Phase::Running(running)
                 if running.suspended || self.config.stays && !running.left.is_empty() =>
             {
@@ -352,6 +391,9 @@ impl Scheduler {
                 );
                 self.put(Output::Log(message.clone()));
                 self.send_away(node, message);
+            }
+            Phase::Forming(rendezvous) if rendezvous.regroup.is_some() => {
+                self.rejoin(node, register, now);
             }
             Phase::Forming(rendezvous) => match rendezvous.admit(node, &register, now) {
                 Ok(admitted) => {
@@ -376,10 +418,11 @@ impl Scheduler {
         if !rendezvous.is_complete() {
             return;
         }
-        let Phase::Forming(rendezvous) = std::mem::replace(&mut self.phase, Phase::Over) else {
+        let Phase::Forming(mut rendezvous) = std::mem::replace(&mut self.phase, Phase::Over) else {
             return;
         };
         let waited = now.saturating_sub(rendezvous.since);
+        let regroup = rendezvous.regroup.take();
         let mut job = rendezvous.form();
         if self.config.placement != Placement::Balanced {
             job.planning.placement = self.config.placement;
@@ -394,8 +437,11 @@ impl Scheduler {
             counted(cores as usize, "core"),
             self.epoch.0
         )));
+        let change = self.renumber(&job, regroup, waited);
         for (nodes, names_ranks) in [(&job.workers, false), (&job.servers, true)] {
-            let roster = Arc::new(job.roster(&self.config.job, self.epoch, names_ranks));
+            let roster = job.roster(&self.config.job, self.epoch, names_ranks);
+            let elastic = self.config.elastic.is_some();
+            let roster = Arc::new(Roster { elastic, change: change.clone(), ..roster });
             for (index, (node, _)) in (0..).zip(nodes) {
                 let neighbours = if names_ranks { Vec::new() } else { job.neighbours(Rank(index)) };
                 let roster = Arc::clone(&roster);
@@ -419,6 +465,7 @@ impl Scheduler {
             left: BTreeSet::new(),
             tracing: BTreeSet::new(),
             suspended: false,
+            away: BTreeMap::new(),
         }));
     }
 
@@ -498,52 +545,10 @@ impl Scheduler {
             }
             (_, NodeMessage::LaneLost { to, fault }) => self.lane_lost(node, to, fault, now),
             (_, NodeMessage::KeyStates { keys }) => self.key_states(keys, now),
+            (_, NodeMessage::ResetDone { epoch }) => self.reset_done(node, epoch, now),
             // Answers and reports of the epoch before, that were on their way.
             (Phase::Forming(_), NodeMessage::Installed { .. } | NodeMessage::Stalled { .. }) => {}
             (_, other) => self.broke_protocol(node, kind(&other)),
-        }
-    }
-
-    fn reply(&mut self, replies: Vec<Reply>) {
-        for reply in replies {
-            let Phase::Running(running) = &self.phase else { return };
-            match reply {
-                Reply::Declared { rank, request, tensors } => {
-                    let node = running.job.workers[rank.0 as usize].0;
-                    self.send(node, SchedulerMessage::Declared { request, tensors });
-                }
-                Reply::Refused { rank, request, message } => {
-                    let node = running.job.workers[rank.0 as usize].0;
-                    self.send(node, SchedulerMessage::Refused { request, message });
-                }
-                Reply::Install { server, request, keys } => {
-                    let node = running.job.servers[server as usize].0;
-                    self.send(node, SchedulerMessage::Install { request, keys });
-                }
-                Reply::Retire { server, keys } => {
-                    let node = running.job.servers[server as usize].0;
-                    self.send(node, SchedulerMessage::Retire { keys });
-                }
-                Reply::Superseded { rank, tensors } if !running.left.contains(&rank) => {
-                    let node = running.job.workers[rank.0 as usize].0;
-                    self.send(node, SchedulerMessage::Superseded { tensors });
-                }
-                Reply::Superseded { .. } => {}
-                Reply::Mismatch { to, mismatch } => {
-                    let ranks = (0..).map(Rank).zip(&running.job.workers);
-                    let nodes: Vec<NodeId> = ranks
-                        .filter(|(rank, _)| !running.left.contains(rank))
-                        .filter(|(rank, _)| to.is_none_or(|to| to == *rank))
-                        .map(|(_, (node, _))| *node)
-                        .collect();
-                    if to.is_none() {
-                        self.put(Output::Log(mismatch.to_string()));
-                    }
-                    for node in nodes {
-                        self.send(node, SchedulerMessage::Mismatch(mismatch.clone()));
-                    }
-                }
-            }
         }
     }
 }
@@ -559,27 +564,4 @@ impl Running {
 /// `1 rank`, `2 ranks`.
 fn counted(count: usize, what: &str) -> String {
     format!("{count} {what}{}", if count == 1 { "" } else { "s" })
-}
-
-fn kind(message: &NodeMessage) -> &'static str {
-    match message {
-        NodeMessage::Register(_) => "a second registration",
-        NodeMessage::Alive { .. } => "a session on the wrong connection",
-        NodeMessage::Heartbeat { .. } => "a heartbeat",
-        NodeMessage::Statistics(_) => "statistics",
-        NodeMessage::Declare { .. } | NodeMessage::Redeclare { .. } => {
-            "a declaration that is not its to make"
-        }
-        NodeMessage::Overrun { .. } => "an overrun that is not its to report",
-        NodeMessage::Installed { .. } => "an answer to what it was not asked",
-        NodeMessage::Barrier { .. } => "a barrier out of turn",
-        NodeMessage::Stalled { .. } => "a stall report that is not its to make",
-        NodeMessage::LaneLost { .. } => "a lost lane",
-        NodeMessage::Awaiting { .. } => "a wait for results that is not its to make",
-        NodeMessage::KeyStates { .. } => "an answer that is not its to give",
-        NodeMessage::Clock { .. } => "a question for the clock, which its program answers",
-        NodeMessage::Timeline { .. } => "a timeline that is not its to start",
-        NodeMessage::Failed { .. } => "a failure",
-        NodeMessage::Leave { .. } => "a good-bye",
-    }
 }

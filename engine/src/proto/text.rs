@@ -63,6 +63,12 @@ impl fmt::Display for OverReason {
                  overloaded, or the network between them was"
             ),
             OverReason::Failed { who, message, .. } => write!(f, "{who} failed: {message}"),
+            OverReason::Reforming { reason, epoch } => {
+                write!(f, "{reason}; epoch {} forms from whoever is left", epoch.0)
+            }
+            OverReason::TooFew { reason, left } => {
+                write!(f, "{reason}; the job cannot go on: {left}")
+            }
             OverReason::PathLost(loss) => loss.fmt(f),
             OverReason::PathStalled { stalls } => {
                 f.write_str("no progress for too long (BPS_STALL_TIMEOUT): ")?;

@@ -3,7 +3,7 @@
 
 use super::messages::Stall;
 use super::paths::{End, PathLoss, PathStall};
-use crate::base::Rank;
+use crate::base::{Epoch, Rank};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -37,6 +37,21 @@ pub enum OverReason {
         #[serde(default)]
         round: Option<RoundOf>,
     },
+    /// To whoever is left of an elastic job: the epoch is over, and whoever comes back is in the
+    /// next one.
+    Reforming {
+        /// What ended the epoch.
+        reason: Box<OverReason>,
+        /// The next one.
+        epoch: Epoch,
+    },
+    /// An elastic job has too few members left to go on.
+    TooFew {
+        /// What ended the epoch.
+        reason: Box<OverReason>,
+        /// Who is left, and how many there must be.
+        left: String,
+    },
     /// A lane broke and both of its ends are well.
     PathLost(PathLoss),
     /// Bytes that one node has sent did not reach another for longer than `BPS_STALL_TIMEOUT`.
@@ -59,6 +74,19 @@ pub enum OverReason {
         /// One line: what and what to do.
         message: String,
     },
+}
+
+impl OverReason {
+    /// What ended the epoch, without what follows from it.
+    #[must_use]
+    pub fn cause(&self) -> &OverReason {
+        match self {
+            OverReason::Reforming { reason, .. } | OverReason::TooFew { reason, .. } => {
+                reason.cause()
+            }
+            reason => reason,
+        }
+    }
 }
 
 /// A party of a job.

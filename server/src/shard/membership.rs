@@ -59,6 +59,8 @@ impl Shard {
         self.lanes.clear();
         self.lanes.resize(self.groups.ranks() as usize, None);
         self.left = NumberSet::new(self.groups.ranks());
+        self.stalls_told = false;
+        self.report(Report::Begun { epoch });
         for (link, rank, epoch) in std::mem::take(&mut self.early) {
             self.attach(link, rank, epoch);
         }

@@ -37,7 +37,7 @@ pub enum Command {
         /// All of this shard.
         keys: Vec<RetiredKey>,
     },
-    /// A membership begins: forget all keys, expect these ranks.
+    /// A membership begins: forget all keys, expect these ranks. Answered by [`Report::Begun`].
     Begin {
         /// The membership.
         epoch: Epoch,
@@ -62,6 +62,11 @@ pub enum Report {
     Installed {
         /// From [`Command::Install`].
         request: u64,
+    },
+    /// All that comes from now on is of this membership.
+    Begun {
+        /// From [`Command::Begin`].
+        epoch: Epoch,
     },
     /// A command could not be carried out.
     Failed {

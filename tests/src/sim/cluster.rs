@@ -126,6 +126,7 @@ impl Cluster {
             stall_report: STALL_REPORT,
             stall_timeout: Duration::from_secs(60),
             stays: false,
+            elastic: None,
             placement: shape.planning.placement,
             built_in_coefficient: shape.planning.built_in_coefficient,
         };
@@ -163,6 +164,7 @@ impl Cluster {
             host_id: host,
             pid: 1,
             session: 0,
+            former: None,
             release: "sim".into(),
             num_workers: self.shape.num_workers(),
             num_servers: self.shape.servers,
@@ -530,6 +532,7 @@ impl Cluster {
                 // nobody gains by a second connection.
                 worker_agent::Effect::Limit { .. }
                 | worker_agent::Effect::Knock(_)
+                | worker_agent::Effect::Newcomers(_)
                 | worker_agent::Effect::Warn(_) => {}
                 worker_agent::Effect::Over(error) => {
                     worker.push(NicCommand::Fail { error: error.clone() });

@@ -135,6 +135,7 @@ fn node_messages() -> Vec<String> {
         host_id: "boot".into(),
         pid: 4711,
         session: 0,
+        former: None,
         release: "0.1.0".into(),
         num_workers: 1,
         num_servers: 1,

@@ -110,6 +110,8 @@ impl Pair {
             workers: Vec::new(),
             neighbours: vec![neighbour],
             servers: Vec::new(),
+            elastic: false,
+            change: None,
         };
         let lanes = Lanes { ranks: [(BAD, LANE)].into(), ..Lanes::default() };
         let mut pair = Pair {

@@ -145,6 +145,7 @@ impl BadRank {
             host_id: bps_engine::host::id(),
             pid: std::process::id(),
             session: 0,
+            former: None,
             release: env!("CARGO_PKG_VERSION").into(),
             num_workers: RANKS,
             num_servers: 1,

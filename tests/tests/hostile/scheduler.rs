@@ -29,6 +29,7 @@ fn config() -> SchedulerConfig {
         stall_report: Duration::from_secs(1),
         stall_timeout: Duration::from_secs(20),
         stays: false,
+        elastic: None,
         placement: Placement::Balanced,
         built_in_coefficient: 1,
     }
@@ -61,6 +62,7 @@ fn registered(node: Node, release: &str, num_servers: u32) -> NodeMessage {
         host_id: "boot".into(),
         pid: 1,
         session: 0,
+        former: None,
         release: release.into(),
         num_workers: 2,
         num_servers,

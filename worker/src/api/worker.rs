@@ -54,6 +54,16 @@ impl Worker {
     /// # Errors
     /// [`Error::Config`] and [`Error::Start`], which say what to do.
     pub fn start(config: &Config) -> Result<Worker, Error> {
+        Worker::start_again(config, None)
+    }
+
+    /// As [`start`](Self::start), in an elastic job of which this process was a rank before:
+    /// `former` is the [`return_ticket`](Self::return_ticket) of that worker. The rank may be
+    /// another one now, and the ranks may be others.
+    ///
+    /// # Errors
+    /// As there; [`Error::Start`] with its former name for a rank that the job has given up.
+    pub fn start_again(config: &Config, former: Option<u64>) -> Result<Worker, Error> {
         log::init(config.log_level, "worker");
         if !config.distributed() {
             if config.trace_on {
@@ -61,7 +71,7 @@ impl Worker {
             }
             return Ok(Worker(Arc::new(Shared::alone(config))));
         }
-        let mut joined = start::join(config)?;
+        let mut joined = start::join(config, former)?;
         let object_keys = Mutex::new(joined.object_keys.take());
         log::init(config.log_level, &format!("rank {}", joined.roster.index));
         let (rank, size) = (joined.roster.index, joined.roster.size);
@@ -288,6 +298,27 @@ impl Worker {
         if let Some(job) = &self.0.job {
             job.tracing.stop();
         }
+    }
+
+    /// The membership generation, from 1. In an elastic job it grows when members die or come.
+    #[must_use]
+    pub fn epoch(&self) -> u32 {
+        self.0.job.as_ref().map_or(1, |job| job.gpu.epoch.0)
+    }
+
+    /// Nodes that wait to be let into an elastic job; `None` in any other. They are let in once all
+    /// ranks have left with `suspend` and come back.
+    #[must_use]
+    pub fn newcomers(&self) -> Option<u32> {
+        self.0.job.as_ref()?.newcomers()
+    }
+
+    /// What this rank shows when it comes back to its elastic job by
+    /// [`start_again`](Self::start_again): a member's death has ended its epoch, or it is going to
+    /// `suspend`. `None` where it cannot come back.
+    #[must_use]
+    pub fn return_ticket(&self, suspend: bool) -> Option<u64> {
+        self.0.job.as_ref()?.return_ticket(suspend)
     }
 
     /// Leaves the job in good order. With `suspend` the servers and the scheduler stay, for workers

@@ -50,6 +50,8 @@ pub enum Effect {
     Beat,
     /// Knock at the scheduler on fresh connections, which is so far away, until told to stop.
     Knock(Option<Duration>),
+    /// So many nodes wait to be let in.
+    Newcomers(u32),
     /// A line for people.
     Warn(String),
     /// The job is over for this worker.
@@ -80,6 +82,8 @@ pub struct Agent {
     pulse: Pulse,
     knocking: bool,
     over: bool,
+    /// The job goes on without this epoch, and this rank may come back to it.
+    may_return: bool,
 }
 
 impl Agent {
@@ -98,7 +102,14 @@ impl Agent {
             pulse,
             knocking: false,
             over: false,
+            may_return: false,
         }
+    }
+
+    /// Whether the epoch is over and the job is not.
+    #[must_use]
+    pub fn may_return(&self) -> bool {
+        self.may_return
     }
 
     /// Starts a declare: its number and the message to send.
@@ -199,7 +210,11 @@ impl Agent {
                 }
                 effects.extend(stalls.iter().map(|stall| Effect::Warn(stall.to_string())));
             }
-            SchedulerMessage::Over { reason } => self.end(over_error(reason), effects),
+            SchedulerMessage::Newcomers { count } => effects.push(Effect::Newcomers(count)),
+            SchedulerMessage::Over { reason } => {
+                self.may_return = matches!(reason, OverReason::Reforming { .. });
+                self.end(over_error(reason), effects);
+            }
             // For servers, for the control thread, or before the roster: of no meaning here.
             SchedulerMessage::Waiting { .. }
             | SchedulerMessage::Roster(_)
@@ -407,7 +422,7 @@ fn peer_died(death: Death) -> Error {
 
 /// What a worker's caller is told when the job is over.
 pub(crate) fn over_error(reason: OverReason) -> Error {
-    match reason {
+    match reason.cause() {
         OverReason::Finished => Closed::Finished.into(),
         OverReason::Died { .. }
         | OverReason::Failed { .. }
@@ -417,5 +432,8 @@ pub(crate) fn over_error(reason: OverReason) -> Error {
         | OverReason::Abandoned { .. }
         | OverReason::PathStalled { .. } => Error::Stalled(Arc::new(reason)),
         OverReason::NotFormed { .. } => StartError::NotFormed(Arc::new(reason)).into(),
+        OverReason::Reforming { .. } | OverReason::TooFew { .. } => {
+            unreachable!("they have a cause, which is neither")
+        }
     }
 }

@@ -20,7 +20,7 @@ use bps_engine::ring::Mpsc;
 use bps_engine::trace::log;
 use bps_engine::transport::Waker;
 use std::collections::{HashMap, VecDeque};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -62,6 +62,7 @@ pub(crate) struct Control {
     pub(crate) reports: Mpsc<Report>,
     pub(crate) answers: Arc<(Mutex<Answers>, Condvar)>,
     pub(crate) leaving: Arc<AtomicBool>,
+    pub(crate) newcomers: Arc<AtomicU32>,
     pub(crate) statistics: Arc<NicStatistics>,
     pub(crate) collector: Collector,
     pub(crate) heartbeat_interval: Duration,
@@ -214,6 +215,7 @@ impl Control {
                 Effect::BarrierDone { request } => {
                     self.answer(|answers| answers.barriers.push(request));
                 }
+                Effect::Newcomers(count) => self.newcomers.store(count, Ordering::Relaxed),
                 Effect::Warn(line) => log::warning!("{line}"),
                 Effect::Over(error) => {
                     over = true;

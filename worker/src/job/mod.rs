@@ -39,7 +39,7 @@ use bps_engine::trace::log;
 use bps_engine::transport::rdma::Ports;
 use bps_engine::transport::{Link, Waker};
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, Sender};
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::thread::JoinHandle;
@@ -88,6 +88,11 @@ pub(crate) struct Job {
     sender: LinkSender,
     answers: Arc<(Mutex<Answers>, Condvar)>,
     leaving: Arc<AtomicBool>,
+    /// Nodes that wait to be let in.
+    newcomers: Arc<AtomicU32>,
+    /// What this rank is known by when it comes back.
+    session: u64,
+    elastic: bool,
     speeds: Arc<Mutex<VecDeque<Speed>>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
     /// How long callers spin before they sleep.
@@ -112,6 +117,7 @@ impl Job {
         let statistics = Arc::new(NicStatistics::default());
         let (nic_ended, over) = (Arc::new(AtomicBool::new(false)), Arc::new(OnceLock::new()));
         let rank = Rank(joined.roster.index);
+        let (session, elastic) = (joined.heart.door.session, joined.roster.elastic);
         let (lanes, switches) = (joined.lanes(), joined.switches(config));
         let nic_config = nic_config(config, &joined, &switches);
         let (lane_count, ports) = (joined.links.len(), Mutex::new(joined.ports()));
@@ -152,6 +158,7 @@ impl Job {
             Arc::new(Mutex::new(Agent::new(joined.roster, lanes, switches.clone(), joined.pulse)));
         let answers: Arc<(Mutex<Answers>, Condvar)> = Arc::default();
         let (leaving, speeds): (Arc<AtomicBool>, Arc<Mutex<VecDeque<Speed>>>) = Default::default();
+        let newcomers: Arc<AtomicU32> = Arc::default();
         let control = Control {
             agent: Arc::clone(&agent),
             declared: Arc::clone(declared),
@@ -163,6 +170,7 @@ impl Job {
             reports,
             answers: Arc::clone(&answers),
             leaving: Arc::clone(&leaving),
+            newcomers: Arc::clone(&newcomers),
             collector: Collector::new(config, vec![Arc::clone(&statistics.counters)]),
             statistics,
             heartbeat_interval: config.heartbeat_interval,
@@ -187,6 +195,9 @@ impl Job {
             sender: joined.sender,
             answers,
             leaving,
+            newcomers,
+            session,
+            elastic,
             speeds,
             threads: Mutex::new(vec![nic_thread, control_thread]),
             spin: start::caller_spin(),
@@ -369,6 +380,18 @@ impl Job {
         Ok(())
     }
 
+    /// Nodes that wait to be let in, of a job that is elastic; `None` in any other.
+    pub(crate) fn newcomers(&self) -> Option<u32> {
+        self.elastic.then(|| self.newcomers.load(Ordering::Relaxed))
+    }
+
+    /// What this rank is known by when it comes back after [`leave`](Self::leave), if it may: its
+    /// epoch is over and the job is not, or it `suspend`s.
+    pub(crate) fn return_ticket(&self, suspend: bool) -> Option<u64> {
+        let suspends = suspend && self.elastic && self.over.get().is_none();
+        (suspends || lock(&self.agent).may_return()).then_some(self.session)
+    }
+
     pub(crate) fn leave(&self, suspend: bool) -> Result<(), Error> {
         if self.leaving.swap(true, Ordering::AcqRel) {
             return Ok(());
@@ -387,9 +410,18 @@ impl Job {
         }
         let _ = self.command(Command::Fail { error: self.ended() });
         self.nic_waker.wake();
+        if was_over.is_none() {
+            // The control thread would notice at its next look around.
+            self.sender.shutdown();
+        }
         let threads = std::mem::take(&mut *lock(&self.threads));
         let ended = threads.into_iter().try_for_each(harness::join).map_err(Overdue::Ending);
         self.tracing.stop();
+        if was_over.is_some() && lock(&self.agent).may_return() {
+            // The scheduler waits for this rank: it comes back, or it does not.
+            let _ = self.sender.send(&NodeMessage::Leave { suspend });
+        }
+        self.sender.shutdown();
         was_over.map_or_else(|| Ok(ended?), Err)
     }
 }

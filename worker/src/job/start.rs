@@ -16,7 +16,7 @@ use bps_engine::control::{JobKey, Link, LinkError, LinkReceiver, LinkSender};
 use bps_engine::lane::{EndpointBuilder, Needs};
 use bps_engine::mem::Budget;
 use bps_engine::proto::messages::{
-    Node, NodeMessage, Origin, Party, Planning, Register, Roster, SchedulerMessage,
+    Node, NodeMessage, Origin, OverReason, Party, Planning, Register, Roster, SchedulerMessage,
 };
 use bps_engine::proto::objects::ObjectKeys;
 use bps_engine::proto::pulse::Pulse;
@@ -117,11 +117,54 @@ pub fn credit_bytes(config: &Config, lanes: usize) -> usize {
     parts * config.partition_bytes as usize
 }
 
-/// Joins the job: returns when all nodes are there and every lane is connected.
-pub(crate) fn join(config: &Config) -> Result<Joined, Error> {
+/// Joins the job: returns when all nodes are there and every lane is connected. A rank that comes
+/// back to an elastic job says what it was `former`ly known by.
+///
+/// An epoch may be over before this rank has all its lanes: then it goes on to the next one.
+pub(crate) fn join(config: &Config, mut former: Option<u64>) -> Result<Joined, Error> {
+    loop {
+        match join_epoch(config, former) {
+            Ok(joined) => return Ok(joined),
+            Err(Missed::Epoch(session)) => former = Some(session),
+            Err(Missed::Job(error)) => return Err(error),
+        }
+    }
+}
+
+/// Why an epoch was not joined.
+enum Missed {
+    /// It is over, and who had this session may be in the next one.
+    Epoch(u64),
+    Job(Error),
+}
+
+impl From<Error> for Missed {
+    fn from(error: Error) -> Missed {
+        Missed::Job(error)
+    }
+}
+
+impl From<StartError> for Missed {
+    fn from(error: StartError) -> Missed {
+        Missed::Job(error.into())
+    }
+}
+
+impl From<SettingError> for Missed {
+    fn from(error: SettingError) -> Missed {
+        Missed::Job(error.into())
+    }
+}
+
+fn join_epoch(config: &Config, former: Option<u64>) -> Result<Joined, Missed> {
     let start = Instant::now();
     let key = JobKey::load(config).map_err(|error| SettingError::Invalid(Source::new(error)))?;
-    let link = Link::connect(&config.root_uri, config.root_port, &key, config.start_timeout)
+    // The scheduler of a job that runs is there.
+    let patience = match former {
+        Some(_) => config.heartbeat_timeout.min(config.start_timeout),
+        None => config.start_timeout,
+    };
+    let link = Link::connect(&config.root_uri, config.root_port, &key, patience)
         .map_err(|error| StartError::NoScheduler(Source::new(error)))?;
     link.notice_loss_after(config.heartbeat_timeout).map_err(lost)?;
     let rails = match rdma::rails_for(config, places::node()) {
@@ -142,18 +185,31 @@ pub(crate) fn join(config: &Config) -> Result<Joined, Error> {
     let knock_at = link.door(&key).map_err(lost)?;
     let (sender, receiver) = link.split();
     let local = door.as_ref().map(|door| door.name().to_owned());
-    sender.send(&NodeMessage::Register(register(config, local, knock_at.session))).map_err(lost)?;
+    let register = register(config, local, knock_at.session, former);
+    sender.send(&NodeMessage::Register(register)).map_err(lost)?;
     let address = knock_at.address.to_string();
     let (interval, timeout) = (config.heartbeat_interval, config.heartbeat_timeout);
     let pulse = Pulse::new(&address, interval, timeout, start.elapsed());
-    let mut attendant = Attendant { start, pulse, sender, receiver };
-    let roster = attendant.wait_for_roster(config)?;
+    let session = knock_at.session;
+    let mut attendant = Attendant { start, pulse, session, sender, receiver };
+    let roster = attendant.wait_for_roster(config, former.is_some())?;
+    if let Some(change) = &roster.change {
+        log::info!("rank {} of {}: {change}", roster.index, roster.size);
+    }
     let cores: usize = roster.servers.iter().map(|server| server.cores.len()).sum();
     let lanes = cores + roster.neighbours.len();
     host::raise_descriptor_limit(DESCRIPTORS + DESCRIPTORS_OF_LANE * lanes as u64);
     let dialing = Dialing::start(config, &key, &roster, &wakers, rails, door)?;
-    let Links { nic: links, order } = attendant.wait_for_lanes(dialing)?;
-    let Attendant { start: began, pulse, sender, receiver } = attendant;
+    let Links { nic: links, order } = match attendant.wait_for_lanes(dialing) {
+        Err(Missed::Epoch(session)) => {
+            // The scheduler waits for this rank.
+            let _ = attendant.sender.send(&NodeMessage::Leave { suspend: true });
+            attendant.sender.shutdown();
+            return Err(Missed::Epoch(session));
+        }
+        links => links?,
+    };
+    let Attendant { start: began, pulse, sender, receiver, .. } = attendant;
     let heart = Heart { began, door: knock_at, knocker: None };
     let object_keys = ObjectKeys::new(&key, &roster.job, roster.epoch);
     Ok(Joined { roster, sender, receiver, heart, pulse, object_keys, links, order, wakers })
@@ -168,6 +224,7 @@ fn lost(error: impl std::error::Error + Send + Sync + 'static) -> StartError {
 struct Attendant {
     start: Instant,
     pulse: Pulse,
+    session: u64,
     sender: LinkSender,
     receiver: LinkReceiver,
 }
@@ -194,9 +251,12 @@ impl Attendant {
         Ok(message)
     }
 
-    fn wait_for_roster(&mut self, config: &Config) -> Result<Roster, Error> {
+    /// The roster. A rank that comes back may have to wait for others to notice that their epoch is
+    /// over.
+    fn wait_for_roster(&mut self, config: &Config, comes_back: bool) -> Result<Roster, Error> {
+        let others = if comes_back { config.stall_timeout } else { Duration::ZERO };
+        let limit = config.start_timeout.max(others) + Duration::from_secs(2);
         loop {
-            let limit = config.start_timeout + Duration::from_secs(2);
             let left = limit.saturating_sub(self.start.elapsed());
             if left.is_zero() {
                 let (waited, scheduler) =
@@ -216,7 +276,7 @@ impl Attendant {
 
     /// Waits for the lanes. What the scheduler says meanwhile is kept for the control thread, but
     /// for the end of the job.
-    fn wait_for_lanes(&mut self, mut dialing: Dialing) -> Result<Links, Error> {
+    fn wait_for_lanes(&mut self, mut dialing: Dialing) -> Result<Links, Missed> {
         let mut early = Vec::new();
         let mut failed: Option<(Instant, Error)> = None;
         loop {
@@ -231,7 +291,10 @@ impl Attendant {
                 }
             }
             match self.attend(LOOK)? {
-                Some(SchedulerMessage::Over { reason }) => return Err(over_error(reason)),
+                Some(SchedulerMessage::Over { reason: OverReason::Reforming { .. } }) => {
+                    return Err(Missed::Epoch(self.session));
+                }
+                Some(SchedulerMessage::Over { reason }) => return Err(over_error(reason).into()),
                 Some(message) => early.push(message),
                 None => {}
             }
@@ -239,13 +302,13 @@ impl Attendant {
             if let Some((_, error)) = failed.take_if(|(since, _)| since.elapsed() >= VERDICT) {
                 let message = error.to_string();
                 let _ = self.sender.send(&NodeMessage::failed(message));
-                return Err(error);
+                return Err(error.into());
             }
         }
     }
 }
 
-fn register(config: &Config, local: Option<String>, session: u64) -> Register {
+fn register(config: &Config, local: Option<String>, session: u64, former: Option<u64>) -> Register {
     Register {
         node: Node::Worker {
             worker_id: config.worker_id,
@@ -268,6 +331,7 @@ fn register(config: &Config, local: Option<String>, session: u64) -> Register {
         host_id: host_id(config),
         pid: std::process::id(),
         session,
+        former,
         release: env!("CARGO_PKG_VERSION").into(),
         num_workers: config.num_workers,
         num_servers: config.num_servers,

@@ -3,7 +3,7 @@
 use super::Field;
 use crate::base::Placement;
 use crate::config::{
-    GpuDirect, Gpus, Idle, LogLevel, PayloadChecksum, Role, TcpDriver, TransportChoice,
+    ElasticMode, GpuDirect, Gpus, Idle, LogLevel, PayloadChecksum, Role, TcpDriver, TransportChoice,
 };
 
 pub(super) const ROLE: Field = Field::Choice {
@@ -55,6 +55,22 @@ pub(super) const ENABLE_RDMA: Field = Field::Choice {
         _ => false,
     },
     get: |config| if config.transport == TransportChoice::Rdma { "1" } else { "0" },
+};
+
+pub(super) const ELASTIC: Field = Field::Choice {
+    names: "none, redo",
+    set: |config, text| {
+        config.elastic = match text {
+            "none" => ElasticMode::None,
+            "redo" => ElasticMode::Redo,
+            _ => return false,
+        };
+        true
+    },
+    get: |config| match config.elastic {
+        ElasticMode::None => "none",
+        ElasticMode::Redo => "redo",
+    },
 };
 
 pub(super) const TCP_DRIVER: Field = Field::Choice {

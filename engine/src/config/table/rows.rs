@@ -127,6 +127,35 @@ pub(super) const ROWS: &[Row] = &[
     )
     .flag("stay"),
     Row::new(
+        "BPS_ELASTIC",
+        SCHEDULER | LAUNCHER,
+        Group::Job,
+        choices::ELASTIC,
+        "redo",
+        "What happens when a rank or a server dies. none: the job ends. redo: the scheduler forms \
+         it again from whoever is left and comes back.",
+    )
+    .flag("elastic"),
+    Row::new(
+        "BPS_MIN_WORKERS",
+        SCHEDULER | LAUNCHER,
+        Group::Job,
+        MaybeCount { at: |config| &mut config.min_workers, max: count(RANKS_MAX) },
+        "2",
+        "Fewest ranks (processes) with which an elastic job goes on; 1 if unset.",
+    )
+    .flag("min-workers"),
+    Row::new(
+        "BPS_ELASTIC_WAIT",
+        SCHEDULER | LAUNCHER,
+        Group::Job,
+        Seconds { at: |config| &mut config.elastic_wait, min: 0.0, max: DAY_SECONDS },
+        "600",
+        "How long an elastic job that has too few ranks left, or no server, waits for new ones \
+         before it ends.",
+    )
+    .flag("elastic-wait"),
+    Row::new(
         "DMLC_PS_ROOT_URI",
         ALL | TOP,
         Group::Network,

@@ -1,11 +1,13 @@
 //! How nodes and jobs end: death, failure, silence, good-byes, deadlines.
 
+use super::elastic::removed;
 use super::waits::{Reminder, caught_up};
 use super::{
     Duration, Epoch, Exit, NodeId, Output, OverReason, Phase, Rank, Refusal, Rendezvous, Scheduler,
     SchedulerMessage, Standing,
 };
 use crate::base::milliseconds;
+use crate::limits::RANKS_MAX;
 use crate::proto::messages::{NodeMessage, Origin, Party, Place, RoundOf, Sign, Timeline};
 use crate::proto::text::list;
 
@@ -81,10 +83,14 @@ impl Scheduler {
     /// perhaps the same program started again.
     pub(super) fn vacate(&mut self, node: NodeId, how: &str, is_connected: bool) {
         let who = self.described(node);
+        self.bury_vacated(node);
         let Phase::Forming(rendezvous) = &mut self.phase else { return };
         rendezvous.remove(node);
-        let missing = rendezvous.missing();
-        let text = format!("{who} is gone before the job has formed: {how}; waiting for {missing}");
+        let waiting = match rendezvous.missing() {
+            nobody if nobody.is_empty() => String::new(),
+            missing => format!("; waiting for {missing}"),
+        };
+        let text = format!("{who} is gone before the job has formed: {how}{waiting}");
         self.put(Output::Log(text.clone()));
         if is_connected {
             let message = format!("the job forms without {who}: {how}: start it again");
@@ -95,6 +101,7 @@ impl Scheduler {
         for node in self.members() {
             self.send(node, SchedulerMessage::Waiting { text: text.clone() });
         }
+        self.check_regroup(self.clock);
     }
 
     /// A member sent what it must not send at this point.
@@ -134,7 +141,12 @@ impl Scheduler {
     fn party(&self, node: NodeId) -> Party {
         let Some(peer) = self.peers.get(&node) else { return Party::Unplaced("a node".to_owned()) };
         match (&peer.standing, &self.phase) {
-            (Standing::Worker(rank) | Standing::Left(rank), _) => Party::Rank(*rank),
+            (Standing::Worker(rank), Phase::Forming(_)) if rank.0 as usize >= RANKS_MAX => {
+                Party::Unplaced(peer.who.clone())
+            }
+            (Standing::Worker(rank) | Standing::Left(rank) | Standing::Former(rank), _) => {
+                Party::Rank(*rank)
+            }
             (Standing::Server, Phase::Running(running)) => match running.server(node) {
                 Some(server) => Party::Server(server),
                 None => Party::Unplaced(peer.who.clone()),
@@ -143,9 +155,16 @@ impl Scheduler {
         }
     }
 
+    /// Ends the job, or the epoch where the job survives that.
+    pub(super) fn end(&mut self, reason: OverReason, culprit: Option<NodeId>) {
+        if let Some(reason) = self.regroup(reason, culprit) {
+            self.end_job(reason, culprit);
+        }
+    }
+
     /// Ends the job: tells everybody but those that have left. The node that caused it is told
     /// what the others think of it, unless it said so itself.
-    pub(super) fn end(&mut self, reason: OverReason, culprit: Option<NodeId>) {
+    pub(super) fn end_job(&mut self, reason: OverReason, culprit: Option<NodeId>) {
         if self.is_over() {
             return;
         }
@@ -164,17 +183,16 @@ impl Scheduler {
             let told = self.peers.values().filter(|peer| !peer.host.is_empty()).count();
             self.refusal = Some(Refusal { message: message.clone(), told, nodes });
         }
+        self.refuse_former(&reason);
         for (node, peer) in std::mem::take(&mut self.peers) {
             let member = match peer.standing {
                 Standing::Aside(member) => member,
                 _ => node,
             };
             let reason = match &reason {
-                _ if matches!(peer.standing, Standing::Left(_)) => None,
-                OverReason::Died { how, .. } if Some(member) == culprit => {
-                    Some(OverReason::Removed { how: how.clone() })
-                }
-                _ if Some(member) == culprit => None,
+                // A former one was told when its epoch ended.
+                _ if matches!(peer.standing, Standing::Left(_) | Standing::Former(_)) => None,
+                _ if Some(member) == culprit => removed(reason.cause()),
                 reason => Some(reason.clone()),
             };
             if let Some(reason) = reason {
@@ -196,12 +214,17 @@ impl Scheduler {
         running.paths.forget(rank);
         running.left.insert(rank);
         running.suspended |= suspend;
+        if suspend && self.config.elastic.is_some() {
+            running.away.insert(rank, now);
+        }
         self.timeline(rank, None);
         let Phase::Running(running) = &mut self.phase else { return };
         if running.left.len() < running.job.workers.len() {
             return self.check_stalls(now);
         }
-        if running.suspended || self.config.stays {
+        if !running.away.is_empty() {
+            self.regroup_suspended(now);
+        } else if running.suspended || self.config.stays {
             self.suspend(now);
         } else {
             self.end(OverReason::Finished, None);
@@ -243,7 +266,7 @@ impl Scheduler {
         )));
         self.reminder = Reminder::new(now);
         let rendezvous = Rendezvous::again(running.job, &self.config.release, now);
-        self.phase = Phase::Forming(rendezvous);
+        self.phase = Phase::Forming(Box::new(rendezvous));
         let early: Vec<NodeId> = self.early();
         for node in early {
             let Some(peer) = self.peers.get_mut(&node) else { continue };
@@ -295,6 +318,8 @@ impl Scheduler {
                     self.peers.remove(&node);
                     self.put(Output::Close(node));
                 }
+                // They are given a time of their own.
+                Standing::Former(_) => {}
                 Standing::New | Standing::Early(_) => {
                     let seconds = silent.as_secs_f64();
                     self.drop_stranger(node, &format!("it said nothing for {seconds:.1} s"));
@@ -305,7 +330,7 @@ impl Scheduler {
 
     pub(super) fn check_forming(&mut self, now: Duration) {
         let Phase::Forming(rendezvous) = &self.phase else { return };
-        if self.is_between_generations() {
+        if self.is_between_generations() || rendezvous.regroup.is_some() {
             return;
         }
         let waited = now.saturating_sub(rendezvous.since);
@@ -338,15 +363,20 @@ impl Scheduler {
         if early.is_empty() {
             return;
         }
-        let ranks = list(staying);
+        let (ranks, elastic) = (list(staying), self.config.elastic.is_some());
         let say = self.reminder.is_due(now);
         for node in early {
             let Some(peer) = self.peers.get(&node) else { continue };
             let seconds = now.saturating_sub(peer.connected).as_secs();
             if now.saturating_sub(peer.connected) >= self.config.start_timeout {
+                let what = if elastic {
+                    "let every rank suspend and come back to let nodes in"
+                } else {
+                    "call suspend on every rank before any resumes"
+                };
                 let message = format!(
-                    "after {seconds} s these ranks have not suspended: {ranks}; call suspend on \
-                     every rank before any resumes; BPS_START_TIMEOUT gives them longer"
+                    "after {seconds} s these ranks have not suspended: {ranks}; {what}; \
+                     BPS_START_TIMEOUT gives them longer"
                 );
                 self.send_away(node, message);
             } else if say {
@@ -368,7 +398,9 @@ impl Scheduler {
                  log",
                 waited.as_secs()
             );
-            self.end(OverReason::Failed { who, message, round: None }, None);
+            // An elastic job goes on without it.
+            let culprit = self.config.elastic.is_some().then_some(node);
+            self.end(OverReason::Failed { who, message, round: None }, culprit);
         }
     }
 

@@ -4,10 +4,11 @@
 //! every rank from 0 and every server of the job is there once.
 
 use super::NodeId;
+use super::elastic::Regroup;
 use super::groups::Groups;
 use crate::base::{Epoch, Rank, word};
 use crate::keys::placement::Shape;
-use crate::limits::{CORES_MAX, PART_BYTES_MAX, PART_BYTES_MIN, RANKS_MAX};
+use crate::limits::{CORES_MAX, PART_BYTES_MAX, PART_BYTES_MIN, RANKS_MAX, SERVERS_MAX};
 use crate::proto::messages::{Neighbour, Node, Peer, Planning, Register, Roster, ServerPeer};
 use crate::proto::text::list;
 use std::collections::{BTreeMap, BTreeSet};
@@ -25,8 +26,10 @@ pub(super) struct Rendezvous {
     /// It follows a suspended job: the numbers are those of whoever resumes.
     is_again: bool,
     first: Option<FirstWorker>,
-    workers: BTreeMap<u32, (NodeId, Register)>,
-    servers: Vec<(NodeId, Register)>,
+    pub(super) workers: BTreeMap<u32, (NodeId, Register)>,
+    pub(super) servers: Vec<(NodeId, Register)>,
+    /// It follows an epoch that members of an elastic job have survived.
+    pub(super) regroup: Option<Box<Regroup>>,
 }
 
 /// What the first worker said, and all others must say.
@@ -71,6 +74,7 @@ impl Rendezvous {
             first: None,
             workers: BTreeMap::new(),
             servers: Vec::new(),
+            regroup: None,
         }
     }
 
@@ -88,10 +92,24 @@ impl Rendezvous {
         }
     }
 
+    /// The next one of an elastic job, whose servers are kept.
+    pub(super) fn regroup(
+        servers: Vec<(NodeId, Register)>,
+        regroup: Regroup,
+        release: &str,
+        now: Duration,
+    ) -> Self {
+        let regroup = Some(Box::new(regroup));
+        Rendezvous { servers, regroup, ..Rendezvous::new(1, 0, release, now) }
+    }
+
     /// Frees the place of a node that is gone. What the first worker said holds as long as there
     /// are workers, who all say the same; the first of the next ones may say something else.
     pub(super) fn remove(&mut self, node: NodeId) {
         self.servers.retain(|(server, _)| *server != node);
+        if let Some(regroup) = &mut self.regroup {
+            regroup.resetting.remove(&node);
+        }
         self.workers.retain(|_, (worker, _)| *worker != node);
         if self.workers.is_empty() {
             self.first = None;
@@ -111,12 +129,7 @@ impl Rendezvous {
         now: Duration,
     ) -> Result<Admitted, String> {
         let who = describe(register);
-        if register.release != self.release {
-            return Err(format!(
-                "{who} runs release {}, the scheduler {}: install the same release on every node",
-                register.release, self.release
-            ));
-        }
+        self.check_release(register, &who)?;
         let surplus = self.agree_on_numbers(register, &who, now)?;
         let rank = match &register.node {
             Node::Worker { worker_id, local_rank, local_size, global_rank, planning, .. } => {
@@ -134,6 +147,49 @@ impl Rendezvous {
             }
         };
         Ok(Admitted { rank, surplus })
+    }
+
+    fn check_release(&self, register: &Register, who: &str) -> Result<(), String> {
+        if register.release == self.release {
+            return Ok(());
+        }
+        Err(format!(
+            "{who} runs release {}, the scheduler {}: install the same release on every node",
+            register.release, self.release
+        ))
+    }
+
+    /// Takes a node into the next epoch of an elastic job, a worker at this place among the others.
+    /// The numbers that a job was started with do not count any more.
+    ///
+    /// The error is the line for this node: the others go on.
+    pub(super) fn admit_again(
+        &mut self,
+        node: NodeId,
+        register: &Register,
+        place: u32,
+    ) -> Result<(), String> {
+        let who = describe(register);
+        self.check_release(register, &who)?;
+        match &register.node {
+            Node::Worker { local_size, planning, .. } => {
+                if self.workers.len() >= RANKS_MAX {
+                    return Err(format!("{who} is one too many: the job has {RANKS_MAX} ranks"));
+                }
+                self.agree_on_planning(&who, *local_size, planning)?;
+                self.workers.insert(place, (node, register.clone()));
+            }
+            Node::Server { .. } => {
+                if self.servers.len() >= SERVERS_MAX {
+                    return Err(format!(
+                        "{who} is one too many: the job has {SERVERS_MAX} servers"
+                    ));
+                }
+                self.num_servers = u32::try_from(self.servers.len() + 1).unwrap_or(u32::MAX);
+                self.admit_server(node, register, &who)?;
+            }
+        }
+        Ok(())
     }
 
     fn agree_on_numbers(
@@ -328,6 +384,9 @@ impl Rendezvous {
 
     /// Whether everybody is there.
     pub(super) fn is_complete(&self) -> bool {
+        if let Some(regroup) = &self.regroup {
+            return regroup.is_complete(self);
+        }
         self.said_by.is_some()
             && self.servers.len() == self.num_servers as usize
             && self.size().is_some_and(|size| self.workers.len() == size as usize)
@@ -335,6 +394,9 @@ impl Rendezvous {
 
     /// For whom it waits: `server 1 of 2, worker rank 3 of 4`.
     pub(super) fn missing(&self) -> String {
+        if let Some(regroup) = &self.regroup {
+            return regroup.missing(self);
+        }
         let mut missing = Vec::new();
         let servers = word(self.servers.len());
         if servers < self.num_servers {
@@ -381,7 +443,7 @@ impl Rendezvous {
         });
         let shapes = servers.iter().map(|(_, server)| shape(server, &hosts)).collect();
         let hosts = workers.iter().map(|(_, worker)| worker.host_id.as_str());
-        let groups = if planning.local_reduce { Groups::of(hosts) } else { Groups::apart(hosts) };
+        let groups = planning_groups(&planning, hosts);
         Job { workers, servers, planning, shapes, groups }
     }
 }
@@ -394,7 +456,7 @@ impl Job {
 
     /// Whether sums pass through servers: not where one group has all ranks, and there are several.
     pub(super) fn through_servers(&self) -> bool {
-        self.groups.count() > 1 || self.groups.largest() == 1 || self.planning.force_distributed
+        needs_servers(&self.groups, &self.planning)
     }
 
     /// The other ranks of this rank's group.
@@ -441,8 +503,23 @@ impl Job {
             neighbours: Vec::new(),
             workers: workers.collect(),
             servers: servers.collect(),
+            elastic: false,
+            change: None,
         }
     }
+}
+
+/// The groups of workers on these hosts, in the order of ranks.
+pub(super) fn planning_groups<'a>(
+    planning: &Planning,
+    hosts: impl Iterator<Item = &'a str>,
+) -> Groups {
+    if planning.local_reduce { Groups::of(hosts) } else { Groups::apart(hosts) }
+}
+
+/// See [`Job::through_servers`].
+pub(super) fn needs_servers(groups: &Groups, planning: &Planning) -> bool {
+    groups.count() > 1 || groups.largest() == 1 || planning.force_distributed
 }
 
 /// A node as people know it before it has a number.

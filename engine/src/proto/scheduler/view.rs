@@ -22,6 +22,10 @@ pub struct JobView {
     pub ranks: u32,
     /// Servers, likewise.
     pub servers: u32,
+    /// Members of earlier epochs that were given up.
+    pub deaths: u64,
+    /// How long the last re-formation took; none if there was none.
+    pub reformed: Option<Duration>,
     /// Since the scheduler started.
     pub uptime: Duration,
     /// Who waits for whom longer than `BPS_STALL_REPORT`, the oldest first.
@@ -71,6 +75,8 @@ impl Scheduler {
             formed: false,
             ranks: word(come(NodeRole::Worker)),
             servers: word(come(NodeRole::Server)),
+            deaths: self.history.deaths,
+            reformed: self.history.reformed,
             uptime: now,
             stalls: Vec::new(),
             paths: Vec::new(),

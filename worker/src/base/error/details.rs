@@ -161,6 +161,9 @@ impl Details {
         };
         match reason {
             OverReason::Finished | OverReason::NotFormed { .. } => Details::default(),
+            OverReason::Reforming { reason, .. } | OverReason::TooFew { reason, .. } => {
+                Details::of_verdict(reason)
+            }
             OverReason::Died { who, how, .. } => {
                 Details { waited: silence(how), ..Details::of_origin(who) }
             }

@@ -1,5 +1,6 @@
 //! The scheduler in virtual time, without a socket: each test is a conversation.
 
+mod elastic;
 mod forming;
 mod living;
 mod naming;
@@ -59,6 +60,7 @@ impl Bench {
             stall_report: ms(3_000),
             stall_timeout: ms(300_000),
             stays: false,
+            elastic: None,
         };
         Bench {
             scheduler: Scheduler::new(config, ms(0)),
@@ -94,7 +96,7 @@ impl Bench {
     fn drain(&mut self) {
         while let Some(output) = self.scheduler.poll_output() {
             // Whoever comes too late is told why the job was not formed, and sent away.
-            let is_late = self.done == Some(Exit::NotFormed)
+            let is_late = self.scheduler.refuses()
                 && match &output {
                     Output::Send(_, message) => matches!(message, SchedulerMessage::Over { .. }),
                     other => !matches!(other, Output::Done(_)),
@@ -197,6 +199,7 @@ fn worker_register(worker: u32, num_workers: u32, num_servers: u32) -> Register 
         host_id: format!("worker-host-{worker}"),
         pid: 1000 + worker,
         session: 0,
+        former: None,
         release: "1.0".to_owned(),
         num_workers,
         num_servers,
@@ -217,6 +220,7 @@ fn server_register(server: u32, num_workers: u32, num_servers: u32) -> Register 
         host_id: format!("server-host-{server}"),
         pid: 2000 + server,
         session: 0,
+        former: None,
         release: "1.0".to_owned(),
         num_workers,
         num_servers,

@@ -4,9 +4,13 @@ use super::*;
 use std::collections::BTreeMap;
 
 /// A small deterministic generator: a failing seed can be repeated.
-struct Random(u64);
+pub(super) struct Random(u64);
 
 impl Random {
+    pub(super) fn new(seed: u64) -> Random {
+        Random(seed)
+    }
+
     fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -14,15 +18,15 @@ impl Random {
         mixed ^ (mixed >> 31)
     }
 
-    fn below(&mut self, limit: u64) -> u64 {
+    pub(super) fn below(&mut self, limit: u64) -> u64 {
         self.next() % limit
     }
 
-    fn small(&mut self, limit: u32) -> u32 {
+    pub(super) fn small(&mut self, limit: u32) -> u32 {
         u32::try_from(self.below(limit.into())).unwrap()
     }
 
-    fn one_in(&mut self, chances: u64) -> bool {
+    pub(super) fn one_in(&mut self, chances: u64) -> bool {
         self.below(chances) == 0
     }
 
@@ -53,12 +57,13 @@ fn tensors(random: &mut Random, wild: bool) -> Vec<Declaration> {
 fn any_message(random: &mut Random, standing: Option<&Standing>) -> NodeMessage {
     let fitting: &[u64] = match standing {
         Some(Standing::Worker(_)) => &[0, 1, 1, 1, 3, 3],
-        Some(Standing::Server) => &[0, 2, 2, 2, 4],
+        Some(Standing::Server) => &[0, 2, 2, 2, 4, 8],
+        Some(Standing::Former(_)) => &[0, 5],
         Some(Standing::New) => &[7],
         _ => &[0],
     };
     let kind = match random.below(150) {
-        0 => random.below(8),
+        0 => random.below(9),
         1..=3 => 5,
         _ => random.of(fitting),
     };
@@ -90,10 +95,12 @@ fn any_message(random: &mut Random, standing: Option<&Standing>) -> NodeMessage 
         },
         5 => NodeMessage::Leave { suspend: random.one_in(2) },
         6 => NodeMessage::failed("wild"),
+        8 => NodeMessage::ResetDone { epoch: Epoch(1 + random.small(4)) },
         _ => {
             let (at, workers, servers) = (random.small(4), random.small(4), random.small(3));
             NodeMessage::Register(if random.one_in(2) {
-                worker_register(at, workers, servers)
+                let former = random.one_in(2).then_some(0);
+                Register { former, ..worker_register(at, workers, servers) }
             } else {
                 server_register(at, workers, servers)
             })
@@ -113,6 +120,8 @@ fn wild_conversations_never_panic_and_always_end_well_told() {
         } else {
             Bench::new(workers, servers)
         };
+        let elastic = Elastic { min_workers: 1, patience: ms(500), notice: ms(5_000) };
+        bench.scheduler.config.elastic = random.one_in(2).then_some(elastic);
         let mut nodes: Vec<u64> = bench.scheduler.peers.keys().map(|node| node.0).collect();
         let mut connected: Vec<u64> = nodes.clone();
         for step in 0..200 {

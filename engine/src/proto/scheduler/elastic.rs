@@ -1,0 +1,517 @@
+//! A job that outlives its members: when one dies, its epoch ends, and the next one forms from
+//! whoever is left and whoever has knocked meanwhile.
+//!
+//! Invariant: a rank of the epoch that ended is awaited until it has come back, has said that it
+//! will not, is gone, or has used up its time; one that was given up is never taken back under its
+//! old name; and no epoch forms before every server has forgotten the one before.
+
+use super::rendezvous::{Job, Rendezvous, describe, needs_servers, planning_groups};
+use super::waits::Reminder;
+use super::{
+    Duration, Epoch, NodeId, Output, OverReason, Phase, Rank, Refusal, Register, Scheduler,
+    SchedulerMessage, Standing, counted,
+};
+use crate::limits::RANKS_MAX;
+use crate::proto::messages::{Node, NodeMessage, Planning};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+/// How long a rank that has said that it comes back may take from one connection to the next.
+const RETURN: Duration = Duration::from_secs(10);
+/// How long a server may take to forget an epoch: longer than it waits for its own lanes to close.
+const RESET: Duration = Duration::from_secs(15);
+/// Epochs in a row that may end because of a broken path between members that all live.
+const PATHS_MAX: u32 = 3;
+/// Members that were given up and are remembered by name.
+const DEAD_MAX: usize = 1024;
+
+/// How a job goes on when members die.
+#[derive(Clone, Debug)]
+pub struct Elastic {
+    /// Fewest ranks.
+    pub min_workers: u32,
+    /// How long a job with too few members waits for new ones.
+    pub patience: Duration,
+    /// How long a rank may take to notice that its epoch is over, and to say so.
+    pub notice: Duration,
+}
+
+/// What a job has survived.
+#[derive(Debug, Default)]
+pub(super) struct History {
+    /// Members that were given up: their sessions, and who they were.
+    dead: VecDeque<(u64, String)>,
+    pub(super) deaths: u64,
+    /// How long the last re-formation took.
+    pub(super) reformed: Option<Duration>,
+    /// Epochs that ended because of a path, since one ended for another reason.
+    paths: u32,
+}
+
+impl History {
+    fn bury(&mut self, session: Option<u64>, who: String) {
+        self.deaths += 1;
+        if self.dead.len() >= DEAD_MAX {
+            self.dead.pop_front();
+        }
+        self.dead.push_back((session.unwrap_or(0), who));
+    }
+}
+
+/// A rank of the epoch that ended.
+#[derive(Debug)]
+pub(super) struct Awaited {
+    /// Its connection then.
+    node: NodeId,
+    session: u64,
+    who: String,
+    host_id: String,
+    /// Since when it is between two connections.
+    away: Option<Duration>,
+}
+
+/// An epoch that ended, as the forming of the next one needs it.
+#[derive(Debug)]
+pub(super) struct Regroup {
+    awaited: BTreeMap<u32, Awaited>,
+    /// Servers that have not forgotten it.
+    pub(super) resetting: BTreeSet<NodeId>,
+    newcomers: u32,
+    planning: Planning,
+    min_workers: u32,
+    /// What ended it; nothing did if its ranks left to let others in.
+    reason: Option<OverReason>,
+}
+
+impl Regroup {
+    pub(super) fn is_complete(&self, rendezvous: &Rendezvous) -> bool {
+        self.awaited.is_empty() && self.resetting.is_empty() && self.lacks(rendezvous).is_none()
+    }
+
+    /// What there is too little of, even if all who are awaited come back.
+    fn lacks(&self, rendezvous: &Rendezvous) -> Option<String> {
+        let hosts = self.awaited.values().map(|one| one.host_id.as_str());
+        let back = rendezvous.workers.values().map(|(_, worker)| worker.host_id.as_str());
+        let has_server = !rendezvous.servers.is_empty();
+        lacks(hosts.chain(back), has_server, &self.planning, self.min_workers)
+    }
+
+    /// For whom it waits, for people.
+    pub(super) fn missing(&self, rendezvous: &Rendezvous) -> String {
+        let mut missing: Vec<String> = self.awaited.values().map(|one| one.who.clone()).collect();
+        if !self.resetting.is_empty() {
+            missing.push(format!("{} to reset", counted(self.resetting.len(), "server")));
+        }
+        missing.extend(self.lacks(rendezvous).map(|lacks| format!("new nodes, because {lacks}")));
+        missing.join(", ")
+    }
+}
+
+/// What workers on these hosts lack to be a job.
+fn lacks<'a>(
+    hosts: impl Iterator<Item = &'a str>,
+    has_server: bool,
+    planning: &Planning,
+    min_workers: u32,
+) -> Option<String> {
+    let groups = planning_groups(planning, hosts);
+    let workers = groups.ranks() as usize;
+    if workers < min_workers.max(1) as usize {
+        let left = counted(workers, "worker");
+        return Some(format!("{left} of at least {min_workers} (BPS_MIN_WORKERS) left"));
+    }
+    if !has_server && needs_servers(&groups, planning) {
+        return Some(format!("no server left for {}", counted(workers, "worker")));
+    }
+    None
+}
+
+/// What the node that ended an epoch or a job is told.
+pub(super) fn removed(reason: &OverReason) -> Option<OverReason> {
+    match reason {
+        OverReason::Died { how, .. } => Some(OverReason::Removed { how: how.clone() }),
+        // It has said so itself.
+        _ => None,
+    }
+}
+
+impl Scheduler {
+    /// Ends the epoch instead of the job, if members may die in this one. Returns why the job is
+    /// over otherwise.
+    pub(super) fn regroup(
+        &mut self,
+        reason: OverReason,
+        culprit: Option<NodeId>,
+    ) -> Option<OverReason> {
+        let Some(elastic) = self.config.elastic.clone() else { return Some(reason) };
+        let Phase::Running(running) = &self.phase else { return Some(reason) };
+        match &reason {
+            OverReason::Died { .. } | OverReason::Failed { .. } => self.history.paths = 0,
+            OverReason::PathLost(_) if self.history.paths < PATHS_MAX => self.history.paths += 1,
+            _ => return Some(reason),
+        }
+        let awaited = self.survivors(culprit);
+        let is_left = |node: &NodeId| Some(*node) != culprit && self.peers.contains_key(node);
+        let mut has_server = running.job.servers.iter().any(|(node, _)| is_left(node));
+        let mut hosts: Vec<&str> = awaited.values().map(|one| one.host_id.as_str()).collect();
+        for peer in self.peers.values() {
+            match &peer.standing {
+                Standing::Early(early) if matches!(early.node, Node::Server { .. }) => {
+                    has_server = true;
+                }
+                Standing::Early(early) if early.former.is_none() => hosts.push(&early.host_id),
+                _ => {}
+            }
+        }
+        let lacks =
+            lacks(hosts.into_iter(), has_server, &running.job.planning, elastic.min_workers);
+        if let Some(left) = lacks.filter(|_| elastic.patience.is_zero()) {
+            return Some(OverReason::TooFew { reason: Box::new(reason), left });
+        }
+        self.begin_regroup(awaited, Some(reason), culprit);
+        None
+    }
+
+    /// All ranks have left, and some of them to come back.
+    pub(super) fn regroup_suspended(&mut self, now: Duration) {
+        self.clock = now;
+        let awaited = self.survivors(None);
+        self.begin_regroup(awaited, None, None);
+    }
+
+    /// The ranks of the running epoch that can be in the next one.
+    fn survivors(&self, culprit: Option<NodeId>) -> BTreeMap<u32, Awaited> {
+        let Phase::Running(running) = &self.phase else { return BTreeMap::new() };
+        let mut awaited = BTreeMap::new();
+        for (rank, (node, register)) in (0..).zip(&running.job.workers) {
+            let away = running.away.get(&Rank(rank)).copied();
+            let stays = self
+                .peers
+                .get(node)
+                .is_some_and(|peer| matches!(peer.standing, Standing::Worker(_)));
+            if Some(*node) == culprit || !stays && away.is_none() {
+                continue;
+            }
+            let who = format!("{} (host {}, pid {})", Rank(rank), register.host, register.pid);
+            let (session, host_id) = (register.session, register.host_id.clone());
+            awaited.insert(rank, Awaited { node: *node, session, who, host_id, away });
+        }
+        awaited
+    }
+
+    fn begin_regroup(
+        &mut self,
+        awaited: BTreeMap<u32, Awaited>,
+        reason: Option<OverReason>,
+        culprit: Option<NodeId>,
+    ) {
+        let Phase::Running(running) = std::mem::replace(&mut self.phase, Phase::Over) else {
+            return;
+        };
+        let now = self.clock;
+        let min_workers = self.config.elastic.as_ref().map_or(1, |elastic| elastic.min_workers);
+        self.next_install = running.registry.next();
+        self.epoch = Epoch(self.epoch.0 + 1);
+        let epoch = self.epoch;
+        if let Some(reason) = &reason {
+            self.put(Output::Log(format!("{reason}; epoch {} forms from who is left", epoch.0)));
+        }
+        for (rank, (_, register)) in (0..).zip(&running.job.workers) {
+            if !awaited.contains_key(&rank) && !running.left.contains(&Rank(rank)) {
+                let who = format!("{} (host {}, pid {})", Rank(rank), register.host, register.pid);
+                self.history.bury(Some(register.session), who);
+            }
+        }
+        if let Some(node) = culprit {
+            self.peers.remove(&node);
+            if let Some(reason) = reason.as_ref().and_then(removed) {
+                self.send(node, SchedulerMessage::Over { reason });
+            }
+            self.put(Output::Close(node));
+        }
+        let job = *running;
+        let mut servers = job.job.servers;
+        let before = servers.len();
+        servers.retain(|(node, _)| self.peers.contains_key(node));
+        self.history.deaths += (before - servers.len()) as u64;
+        for (server, _) in &servers {
+            if !job.tracing.is_empty() {
+                self.send(*server, SchedulerMessage::Timeline { timeline: None });
+            }
+            self.send(*server, SchedulerMessage::Reset { epoch });
+        }
+        for (rank, one) in &awaited {
+            let Some(peer) = self.peers.get_mut(&one.node) else { continue };
+            if let (Standing::Worker(_), Some(reason)) = (&peer.standing, &reason) {
+                peer.standing = Standing::Former(Rank(*rank));
+                let reason = OverReason::Reforming { reason: Box::new(reason.clone()), epoch };
+                self.send(one.node, SchedulerMessage::Over { reason });
+            }
+        }
+        self.reminder = Reminder::new(now);
+        let resetting = servers.iter().map(|(node, _)| *node).collect();
+        let (planning, newcomers) = (job.job.planning, 0);
+        let regroup = Regroup { awaited, resetting, newcomers, planning, min_workers, reason };
+        let rendezvous = Rendezvous::regroup(servers, regroup, &self.config.release, now);
+        self.phase = Phase::Forming(Box::new(rendezvous));
+        // Who is new comes first: with the last of those who come back the epoch may form.
+        let mut early = self.early();
+        early.sort_by_key(|node| self.is_former(*node));
+        for node in early {
+            let Some(peer) = self.peers.get_mut(&node) else { continue };
+            let standing = std::mem::replace(&mut peer.standing, Standing::New);
+            if let Standing::Early(register) = standing {
+                self.register(node, *register, now);
+            }
+        }
+        self.check_regroup(now);
+    }
+
+    /// A node has come while the job runs: it waits for the next epoch.
+    pub(super) fn knocked(&mut self, node: NodeId, register: Register, now: Duration) {
+        let Phase::Running(running) = &self.phase else { return };
+        if let Some(session) = register.former {
+            let mut away = running.away.keys().filter_map(|rank| {
+                running.job.workers.get(rank.0 as usize).map(|(_, worker)| worker.session)
+            });
+            if !away.any(|known| known == session) {
+                return self.refuse_dead(node, &register, session);
+            }
+        }
+        if let Some(peer) = self.peers.get_mut(&node) {
+            peer.standing = Standing::Early(Box::new(register));
+        }
+        if self.early().len() == 1 {
+            self.reminder = Reminder::new(now);
+        }
+        self.tell_newcomers();
+    }
+
+    /// Whether a node that came early was of the job before.
+    fn is_former(&self, node: NodeId) -> bool {
+        let standing = self.peers.get(&node).map(|peer| &peer.standing);
+        matches!(standing, Some(Standing::Early(register)) if register.former.is_some())
+    }
+
+    /// Tells the ranks how many nodes wait to be let in.
+    pub(super) fn tell_newcomers(&mut self) {
+        let Phase::Running(running) = &self.phase else { return };
+        if self.config.elastic.is_none() {
+            return;
+        }
+        let count = self.early().iter().filter(|node| !self.is_former(**node)).count();
+        let count = u32::try_from(count).unwrap_or(u32::MAX);
+        let stay = (0..).map(Rank).zip(&running.job.workers);
+        let stay = stay.filter(|(rank, _)| !running.left.contains(rank));
+        let nodes: Vec<NodeId> = stay.map(|(_, (node, _))| *node).collect();
+        for node in nodes {
+            self.send(node, SchedulerMessage::Newcomers { count });
+        }
+    }
+
+    /// A node registers while an epoch forms from what another left.
+    pub(super) fn rejoin(&mut self, node: NodeId, register: Register, now: Duration) {
+        let Phase::Forming(rendezvous) = &mut self.phase else { return };
+        let Some(regroup) = &mut rendezvous.regroup else { return };
+        let is_worker = matches!(register.node, Node::Worker { .. });
+        let place = match register.former {
+            Some(session) => {
+                let found = regroup.awaited.iter().find(|(_, one)| one.session == session);
+                let Some(rank) = found.map(|(rank, _)| *rank) else {
+                    return self.refuse_dead(node, &register, session);
+                };
+                rank
+            }
+            None => u32::try_from(RANKS_MAX).unwrap_or(u32::MAX / 2) + regroup.newcomers,
+        };
+        let before = regroup.awaited.remove(&place);
+        regroup.newcomers += u32::from(before.is_none());
+        if let Some(before) = &before
+            && self.peers.remove(&before.node).is_some()
+        {
+            self.put(Output::Close(before.node));
+        }
+        let Phase::Forming(rendezvous) = &mut self.phase else { return };
+        if let Err(message) = rendezvous.admit_again(node, &register, place) {
+            if let Some(before) = before {
+                self.history.bury(Some(before.session), before.who);
+            }
+            self.put(Output::Log(message.clone()));
+            self.send_away(node, message);
+            return self.check_regroup(now);
+        }
+        if let Some(peer) = self.peers.get_mut(&node) {
+            peer.standing =
+                if is_worker { Standing::Worker(Rank(place)) } else { Standing::Server };
+        }
+        self.check_regroup(now);
+    }
+
+    /// A rank that was given up, and lives.
+    fn refuse_dead(&mut self, node: NodeId, register: &Register, session: u64) {
+        let dead = self.history.dead.iter().rev().find(|(known, _)| *known == session);
+        let who = dead.map_or_else(|| describe(register), |(_, who)| who.clone());
+        let message = format!(
+            "{who} was given up, and the job has gone on to epoch {} without it: start its program \
+             again, to come as a new worker",
+            self.epoch.0
+        );
+        self.put(Output::Log(message.clone()));
+        self.send_away(node, message);
+    }
+
+    /// What a rank says on its connection of the epoch that is over.
+    pub(super) fn former_says(&mut self, node: NodeId, rank: Rank, message: &NodeMessage) {
+        match message {
+            NodeMessage::Leave { suspend: true } => {
+                let now = self.clock;
+                let Phase::Forming(rendezvous) = &mut self.phase else { return };
+                let awaited = rendezvous.regroup.as_mut().map(|regroup| &mut regroup.awaited);
+                if let Some(one) = awaited.and_then(|awaited| awaited.get_mut(&rank.0)) {
+                    one.away.get_or_insert(now);
+                }
+            }
+            NodeMessage::Leave { suspend: false } => {
+                self.drop_former(node);
+                self.give_up(rank, "it left");
+            }
+            NodeMessage::Failed { message, .. } => {
+                self.drop_former(node);
+                self.give_up(rank, message);
+            }
+            // What was under way when its epoch ended.
+            _ => {}
+        }
+    }
+
+    fn drop_former(&mut self, node: NodeId) {
+        self.peers.remove(&node);
+        self.put(Output::Close(node));
+    }
+
+    /// The connection of a rank of the epoch that is over has ended.
+    pub(super) fn former_closed(&mut self, rank: Rank) {
+        let Phase::Forming(rendezvous) = &self.phase else { return };
+        let awaited = rendezvous.regroup.as_ref().and_then(|one| one.awaited.get(&rank.0));
+        if awaited.is_some_and(|one| one.away.is_none()) {
+            self.give_up(rank, "its connection was closed");
+        }
+    }
+
+    /// A rank does not come back.
+    fn give_up(&mut self, rank: Rank, how: &str) {
+        self.forget(rank, how);
+        self.check_regroup(self.clock);
+    }
+
+    fn forget(&mut self, rank: Rank, how: &str) {
+        let Phase::Forming(rendezvous) = &mut self.phase else { return };
+        let Some(regroup) = &mut rendezvous.regroup else { return };
+        let Some(one) = regroup.awaited.remove(&rank.0) else { return };
+        self.put(Output::Log(format!("{} does not come back: {how}", one.who)));
+        self.history.bury(Some(one.session), one.who);
+        let standing = self.peers.get(&one.node).map(|peer| &peer.standing);
+        if matches!(standing, Some(Standing::Former(_))) {
+            self.drop_former(one.node);
+        }
+    }
+
+    /// A node that had come is gone before the epoch has formed.
+    pub(super) fn bury_vacated(&mut self, node: NodeId) {
+        let is_regroup =
+            matches!(&self.phase, Phase::Forming(rendezvous) if rendezvous.regroup.is_some());
+        if let Some(peer) = self.peers.get(&node).filter(|_| is_regroup) {
+            let (session, who) = (peer.session, self.described(node));
+            self.history.bury(session, who);
+        }
+    }
+
+    /// A server has forgotten an epoch.
+    pub(super) fn reset_done(&mut self, node: NodeId, epoch: Epoch, now: Duration) {
+        let current = self.epoch;
+        let Phase::Forming(rendezvous) = &mut self.phase else { return };
+        let Some(regroup) = rendezvous.regroup.as_mut().filter(|_| epoch == current) else {
+            return;
+        };
+        regroup.resetting.remove(&node);
+        self.check_regroup(now);
+    }
+
+    /// Whether the next epoch can form, or never can.
+    pub(super) fn check_regroup(&mut self, now: Duration) {
+        let Some(elastic) = self.config.elastic.clone() else { return };
+        let Phase::Forming(rendezvous) = &mut self.phase else { return };
+        let waited = now.saturating_sub(rendezvous.since);
+        let Some(regroup) = &rendezvous.regroup else { return };
+        let is_late = |one: &Awaited| match one.away {
+            Some(since) => now.saturating_sub(since) >= RETURN,
+            None => waited >= elastic.notice,
+        };
+        let late = regroup.awaited.iter().filter(|(_, one)| is_late(one));
+        let late: Vec<Rank> = late.map(|(rank, _)| Rank(*rank)).collect();
+        for rank in late {
+            self.forget(rank, "it took too long");
+        }
+        let Phase::Forming(rendezvous) = &mut self.phase else { return };
+        let Some(regroup) = &rendezvous.regroup else { return };
+        if let Some(&server) = regroup.resetting.iter().next().filter(|_| waited >= RESET) {
+            let how = format!("it has not reset within {} s", RESET.as_secs());
+            return self.lost(server, &how);
+        }
+        let lacks = regroup.lacks(rendezvous);
+        if let Some(left) = lacks.filter(|_| waited >= elastic.patience) {
+            let reason = regroup.reason.clone().unwrap_or(OverReason::Finished);
+            return self.end_job(OverReason::TooFew { reason: Box::new(reason), left }, None);
+        }
+        if rendezvous.is_complete() {
+            return self.form_if_complete(now);
+        }
+        if self.reminder.is_due(now) {
+            let missing = rendezvous.missing();
+            let text = format!("waiting for {missing} ({} s)", waited.as_secs());
+            self.put(Output::Log(text.clone()));
+            for node in self.members() {
+                self.send(node, SchedulerMessage::Waiting { text: text.clone() });
+            }
+        }
+    }
+
+    /// Gives the workers of a new epoch their ranks, and says what has changed.
+    pub(super) fn renumber(
+        &mut self,
+        job: &Job,
+        regroup: Option<Box<Regroup>>,
+        waited: Duration,
+    ) -> Option<String> {
+        let regroup = *regroup?;
+        for (rank, (node, _)) in (0..).map(Rank).zip(&job.workers) {
+            if let Some(peer) = self.peers.get_mut(node) {
+                peer.standing = Standing::Worker(rank);
+            }
+        }
+        self.history.reformed = Some(waited);
+        let reason = regroup.reason.map(|reason| reason.to_string());
+        let change = format!(
+            "epoch {}: {} and {} go on after {:.3} s: {}",
+            self.epoch.0,
+            counted(job.workers.len(), "rank"),
+            counted(job.servers.len(), "server"),
+            waited.as_secs_f64(),
+            reason.unwrap_or_else(|| format!("{} new", counted_new(regroup.newcomers)))
+        );
+        self.put(Output::Log(change.clone()));
+        Some(change)
+    }
+
+    /// The job ends while ranks of its last epoch are between two connections: they are told when
+    /// they come.
+    pub(super) fn refuse_former(&mut self, reason: &OverReason) {
+        let Phase::Forming(rendezvous) = &self.phase else { return };
+        let Some(regroup) = &rendezvous.regroup else { return };
+        let nodes = Some(regroup.awaited.len());
+        self.refusal = Some(Refusal { message: reason.to_string(), told: 0, nodes });
+    }
+}
+
+fn counted_new(newcomers: u32) -> String {
+    counted(newcomers as usize, "node")
+}

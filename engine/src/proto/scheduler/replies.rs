@@ -1,0 +1,73 @@
+//! What the registry answers, as messages to nodes; and messages out of turn, as people know them.
+
+use super::registry::Reply;
+use super::{NodeId, NodeMessage, Output, Phase, Rank, Scheduler, SchedulerMessage};
+
+impl Scheduler {
+    pub(super) fn reply(&mut self, replies: Vec<Reply>) {
+        for reply in replies {
+            let Phase::Running(running) = &self.phase else { return };
+            match reply {
+                Reply::Declared { rank, request, tensors } => {
+                    let node = running.job.workers[rank.0 as usize].0;
+                    self.send(node, SchedulerMessage::Declared { request, tensors });
+                }
+                Reply::Refused { rank, request, message } => {
+                    let node = running.job.workers[rank.0 as usize].0;
+                    self.send(node, SchedulerMessage::Refused { request, message });
+                }
+                Reply::Install { server, request, keys } => {
+                    let node = running.job.servers[server as usize].0;
+                    self.send(node, SchedulerMessage::Install { request, keys });
+                }
+                Reply::Retire { server, keys } => {
+                    let node = running.job.servers[server as usize].0;
+                    self.send(node, SchedulerMessage::Retire { keys });
+                }
+                Reply::Superseded { rank, tensors } if !running.left.contains(&rank) => {
+                    let node = running.job.workers[rank.0 as usize].0;
+                    self.send(node, SchedulerMessage::Superseded { tensors });
+                }
+                Reply::Superseded { .. } => {}
+                Reply::Mismatch { to, mismatch } => {
+                    let ranks = (0..).map(Rank).zip(&running.job.workers);
+                    let nodes: Vec<NodeId> = ranks
+                        .filter(|(rank, _)| !running.left.contains(rank))
+                        .filter(|(rank, _)| to.is_none_or(|to| to == *rank))
+                        .map(|(_, (node, _))| *node)
+                        .collect();
+                    if to.is_none() {
+                        self.put(Output::Log(mismatch.to_string()));
+                    }
+                    for node in nodes {
+                        self.send(node, SchedulerMessage::Mismatch(mismatch.clone()));
+                    }
+                }
+            }
+        }
+    }
+}
+
+pub(super) fn kind(message: &NodeMessage) -> &'static str {
+    match message {
+        NodeMessage::Register(_) => "a second registration",
+        NodeMessage::Alive { .. } => "a session on the wrong connection",
+        NodeMessage::Heartbeat { .. } => "a heartbeat",
+        NodeMessage::Statistics(_) => "statistics",
+        NodeMessage::Declare { .. } | NodeMessage::Redeclare { .. } => {
+            "a declaration that is not its to make"
+        }
+        NodeMessage::Overrun { .. } => "an overrun that is not its to report",
+        NodeMessage::Installed { .. } => "an answer to what it was not asked",
+        NodeMessage::ResetDone { .. } => "an answer to a reset that it was not sent",
+        NodeMessage::Barrier { .. } => "a barrier out of turn",
+        NodeMessage::Stalled { .. } => "a stall report that is not its to make",
+        NodeMessage::LaneLost { .. } => "a lost lane",
+        NodeMessage::Awaiting { .. } => "a wait for results that is not its to make",
+        NodeMessage::KeyStates { .. } => "an answer that is not its to give",
+        NodeMessage::Clock { .. } => "a question for the clock, which its program answers",
+        NodeMessage::Timeline { .. } => "a timeline that is not its to start",
+        NodeMessage::Failed { .. } => "a failure",
+        NodeMessage::Leave { .. } => "a good-bye",
+    }
+}
