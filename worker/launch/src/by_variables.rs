@@ -6,7 +6,7 @@ use super::binding::{Binding, Machine, Wanted};
 use super::error::LaunchError;
 use super::local;
 use super::plan::{Environment, Kind, Plan, Process, Programs, helper_command, worker_command};
-use bps_engine::config::{Config, Loaded, Origin, Role};
+use bps_engine::config::{Config, ElasticMode, Loaded, Origin, Role};
 use std::os::fd::OwnedFd;
 
 /// Plans the processes of `DMLC_ROLE`. Their output is not touched: BytePS's is not either.
@@ -34,7 +34,8 @@ pub(super) fn plan(loaded: &Loaded, programs: &Programs) -> Result<Plan, LaunchE
         }
     };
     let grace = config.launch.grace;
-    Ok(Plan { processes, notes, prefix: false, grace, held })
+    // How many ranks the whole job needs is for its scheduler to say.
+    Ok(Plan { processes, notes, prefix: false, grace, workers_min: 1, held })
 }
 
 /// Whether this machine's processes are all that the job has, and nobody says where a scheduler is:
@@ -56,6 +57,7 @@ fn helper(role: &str, command: &[String], loaded: &Loaded) -> Process {
         binding: Binding::default(),
         reads_input: false,
         stays: false,
+        is_spared: false,
     }
 }
 
@@ -79,7 +81,10 @@ fn workers(
         let mut environment = shared.clone();
         let place = Config { local_rank, global_rank: None, ..config.clone() };
         environment.set_torch(&place);
-        Process::worker(place.rank(), local_rank, &command, environment, binding, notes)
+        let mut process =
+            Process::worker(place.rank(), local_rank, &command, environment, binding, notes);
+        process.is_spared = config.elastic == ElasticMode::Redo;
+        process
     };
     Ok((0..).zip(bindings).map(process).collect())
 }

@@ -11,7 +11,7 @@ use super::error::{LaunchError, counted};
 use super::plan::{Environment, Kind, Plan, Process, Programs, helper_command, worker_command};
 use super::port::reserve_port;
 use bps_engine::base::word;
-use bps_engine::config::{Config, Loaded, Origin};
+use bps_engine::config::{Config, ElasticMode, Loaded, Origin};
 use bps_engine::proto::handshake::JobKey;
 use rustix::fs::{MemfdFlags, Mode, fchmod, memfd_create};
 use std::fs::File;
@@ -73,6 +73,7 @@ fn plan_job(
             remedy: "use --servers 1, or leave BPS_LOCAL_REDUCE on".to_owned(),
         });
     }
+    refuse_too_few(loaded, workers)?;
     let mut held = Vec::new();
     let mut notes = Vec::new();
     // A worker that is alone needs nobody to meet.
@@ -145,7 +146,28 @@ fn plan_job(
         });
         processes.push(Process::worker(rank, rank, &command, environment, binding, &mut notes));
     }
-    Ok(Plan { processes, notes, prefix: !launch.no_prefix, grace: launch.grace, held })
+    let workers_min = spare(&mut processes, &loaded.config);
+    let (prefix, grace) = (!launch.no_prefix, launch.grace);
+    Ok(Plan { processes, notes, prefix, grace, workers_min, held })
+}
+
+fn refuse_too_few(loaded: &Loaded, workers: u32) -> Result<(), LaunchError> {
+    if let Some(least) = loaded.config.min_workers.filter(|least| *least > workers) {
+        return Err(LaunchError::Conflict {
+            problem: format!("--min-workers {least}, but the job begins with {workers}"),
+            remedy: "lower it, or start more with --local".to_owned(),
+        });
+    }
+    Ok(())
+}
+
+/// Marks what an elastic job may go on without; returns how many workers it needs.
+fn spare(processes: &mut [Process], config: &Config) -> usize {
+    for process in processes {
+        // The scheduler, which has to stay, is the one that waits for ranks.
+        process.is_spared = config.elastic == ElasticMode::Redo && !process.stays;
+    }
+    config.min_workers.unwrap_or(1) as usize
 }
 
 fn refuse_decided(loaded: &Loaded) -> Result<(), LaunchError> {
@@ -190,6 +212,7 @@ fn helper(role: &str, index: Option<u32>, command: &[String], shared: &Environme
         binding: Binding::default(),
         reads_input: false,
         stays: false,
+        is_spared: false,
     }
 }
 

@@ -48,6 +48,8 @@ pub(super) struct Plan {
     pub(super) prefix: bool,
     /// From the request to end to the kill.
     pub(super) grace: Duration,
+    /// Fewest workers of this machine with which the job goes on, where it may spare any.
+    pub(super) workers_min: usize,
     /// What must stay open as long as the job: the job key's memory, the scheduler's port.
     #[allow(dead_code, reason = "owning it is its use")]
     pub(super) held: Vec<OwnedFd>,
@@ -69,6 +71,8 @@ pub(super) struct Process {
     pub(super) reads_input: bool,
     /// Whether it waits for ranks that have left, until SIGUSR1 tells it that all have ended.
     pub(super) stays: bool,
+    /// Whether the job may go on without it.
+    pub(super) is_spared: bool,
 }
 
 /// What a process is to the launcher.
@@ -171,6 +175,7 @@ impl Process {
             binding,
             reads_input: local_rank == 0,
             stays: false,
+            is_spared: false,
         }
     }
 }

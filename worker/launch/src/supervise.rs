@@ -59,6 +59,8 @@ struct Running {
     group: Pid,
     /// See [`Process::stays`](super::plan::Process::stays).
     stays: bool,
+    /// See [`Process::is_spared`](super::plan::Process::is_spared).
+    is_spared: bool,
     ended: bool,
 }
 
@@ -77,6 +79,8 @@ struct Supervisor {
     failures: Vec<Failure>,
     stage: Stage,
     grace: Duration,
+    /// Fewest workers with which the job goes on without others.
+    workers_min: usize,
     /// What the launcher will return, set once.
     code: Option<i32>,
     asked: bool,
@@ -97,6 +101,7 @@ pub(super) fn run(plan: Plan) -> Result<i32, LaunchError> {
         failures: Vec::new(),
         stage: Stage::Running,
         grace: plan.grace,
+        workers_min: plan.workers_min,
         code: None,
         asked: false,
     };
@@ -128,7 +133,8 @@ impl Supervisor {
             let group = Pid::from_child(&child);
             streams.add(&process.label, &mut child).map_err(failed)?;
             let (kind, label, stays) = (process.kind, process.label.clone(), process.stays);
-            self.running.push(Running { kind, label, child, group, stays, ended: false });
+            let (is_spared, ended) = (process.is_spared, false);
+            self.running.push(Running { kind, label, child, group, stays, is_spared, ended });
         }
         Ok(())
     }
@@ -222,7 +228,13 @@ impl Supervisor {
 
     fn on_failure(&mut self, index: usize, code: i32, how: &str) {
         let (kind, label) = (self.running[index].kind, self.running[index].label.clone());
+        let left = self.count(Kind::Worker);
         match self.stage {
+            // Whether the others can go on is for the scheduler to say, which ends if not.
+            Stage::Running if self.running[index].is_spared && left >= self.workers_min => {
+                let plural = if left == 1 { "" } else { "s" };
+                say(&format!("{label} {how}; the job goes on with {left} worker{plural} here"));
+            }
             Stage::Running | Stage::Settling(_) => {
                 if self.failures.is_empty() {
                     self.stage = Stage::Settling(Instant::now() + self.grace.min(SETTLE_MAX));

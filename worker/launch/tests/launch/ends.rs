@@ -226,3 +226,35 @@ fn fifo(stage: &Stage, name: &str) {
     let made = std::process::Command::new("mkfifo").arg(stage.path().join(name)).status();
     assert!(made.unwrap().success());
 }
+
+#[test]
+fn an_elastic_job_goes_on_until_too_few_workers_are_left() {
+    let stage = Stage::new(POLITE, POLITE);
+    fifo(&stage, "first");
+    fifo(&stage, "second");
+    let worker = "case $BYTEPS_LOCAL_RANK in 0) read go <first; kill -KILL $$;; \
+                  1) read go <second; exit 3;; esac; echo ready; while :; do sleep 0.02; done";
+    let flags = ["--local", "3", "--elastic", "redo", "--min-workers", "2", "--grace", "0.3"];
+    let arguments: Vec<&str> = flags.into_iter().chain(["sh", "-c", worker]).collect();
+    let launcher = stage.start(&arguments, &[]);
+    launcher.wait_for("ready", 1);
+    std::fs::write(stage.path().join("first"), "\n").unwrap();
+    launcher.wait_for("the job goes on", 1);
+    std::fs::write(stage.path().join("second"), "\n").unwrap();
+    let (code, lines) = launcher.finish();
+    assert_eq!(code, Some(3), "{lines:#?}");
+    let first = "bpslaunch: rank 0 was killed by SIGKILL (9); the job goes on with 2 workers here";
+    has(&lines, first);
+    has(&lines, "bpslaunch: rank 1 exited with code 3; ending the other processes");
+}
+
+#[test]
+fn an_elastic_job_whose_last_workers_end_well_has_ended_well() {
+    let stage = Stage::new("trap 'exit 0' USR1; while :; do sleep 0.02; done", "exit 9");
+    let worker = "[ $BYTEPS_LOCAL_RANK = 0 ] && exit 1; sleep 0.5";
+    let arguments = ["--local", "3", "--elastic", "redo", "sh", "-c", worker];
+    let (code, lines) = stage.start(&arguments, &[]).finish();
+    assert_eq!(code, Some(0), "{lines:#?}");
+    mentions(&lines, "rank 0 exited with code 1; the job goes on");
+    mentions(&lines, "server 0 exited with code 9; the job goes on");
+}
