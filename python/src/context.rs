@@ -25,6 +25,13 @@ static PLACE: [AtomicU32; 4] =
 /// `shutdown` was called to suspend: the place is the one that this process had.
 static SUSPENDED: AtomicBool = AtomicBool::new(false);
 
+/// What this process shows when it comes back to an elastic job: from `shutdown` to `init`.
+static TICKET: Mutex<Option<u64>> = Mutex::new(None);
+
+fn ticket() -> MutexGuard<'static, Option<u64>> {
+    TICKET.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 fn lock() -> MutexGuard<'static, Option<Worker>> {
     ENGINE.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -52,9 +59,10 @@ pub fn init(py: Python<'_>, settings: HashMap<String, String>) -> PyResult<()> {
     }
     let config = configuration(&settings)?;
     fork::engine_starts();
+    let former = ticket().take();
     let started = interruptible(
         py,
-        move || Worker::start(&config),
+        move || Worker::start_again(&config, former),
         |late| {
             if let Ok(worker) = late {
                 let _ = worker.shutdown(false);
@@ -91,11 +99,31 @@ pub fn shutdown(py: Python<'_>, suspend: bool) -> PyResult<()> {
         return Ok(());
     }
     let Some(worker) = lock().take() else { return Ok(()) };
+    *ticket() = if suspend { worker.return_ticket(true) } else { None };
     let ended = interruptible(py, move || worker.shutdown(suspend), |_| ());
     handle::forget_all();
     fork::engine_ended();
     SUSPENDED.store(suspend, Relaxed);
     ended?.map_err(|cause| error::from_engine(&cause))
+}
+
+/// Whether a member's death has ended the epoch of this process, and not its elastic job: then
+/// `shutdown(suspend=True)` and `init` lead into the next epoch.
+#[pyfunction]
+pub fn may_return() -> bool {
+    !fork::is_child() && lock().as_ref().is_some_and(|worker| worker.return_ticket(false).is_some())
+}
+
+/// The membership generation, from 1.
+#[pyfunction]
+pub fn epoch() -> PyResult<u32> {
+    Ok(engine()?.epoch())
+}
+
+/// Nodes that wait to be let into an elastic job; `None` in any other.
+#[pyfunction]
+pub fn newcomers() -> PyResult<Option<u32>> {
+    Ok(engine()?.newcomers())
 }
 
 /// Equal for two processes of one host.

@@ -55,7 +55,12 @@ impl fmt::Display for OverReason {
         match self {
             OverReason::Finished => f.write_str("all workers have finished"),
             OverReason::Died { who, how, rounds } => {
-                write!(f, "{who} died after {rounds} rounds: {how}: its own log says why")
+                write!(f, "{who} died")?;
+                // As its last heartbeat had it, of which there may have been none.
+                if *rounds > 0 {
+                    write!(f, " after at least {rounds} rounds")?;
+                }
+                write!(f, ": {how}: its own log says why")
             }
             OverReason::Removed { how } => write!(
                 f,

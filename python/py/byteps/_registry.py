@@ -131,6 +131,10 @@ def started() -> None:
         unnamed = [tensor for tensor in _declared if tensor.name.startswith(_UNNAMED_PREFIX)]
         for tensor in unnamed:  # Their turns begin again, also with ranks that are new to the job.
             del _declared[tensor], _on_wire[_wire_name(tensor)]
+        size = _native.size()
+        for tensor in [one for one in _declared if one.operation == "broadcast"]:
+            if tensor.root >= size:  # The job has shrunk, and nobody can send it any more.
+                del _declared[tensor], _on_wire[_wire_name(tensor)]
         known = [tensor for tensor in _declared if not tensor.device]
         _declared.clear()
         _counters.clear()

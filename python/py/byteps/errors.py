@@ -58,7 +58,7 @@ class HorovodInternalError(BytePSError):
 
 
 class HostsUpdatedInterrupt(BytePSError):
-    """What Horovod raises where hosts come or go. Nothing here does: a job keeps its hosts."""
+    """New nodes wait to be let into an elastic job: raised by ``state.commit()`` on every rank."""
 
     def __init__(self, skip_sync: bool = False) -> None:
         super().__init__()

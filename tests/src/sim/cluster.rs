@@ -528,8 +528,7 @@ impl Cluster {
                     let node = worker.node;
                     self.mail(Letter::Up(node, NodeMessage::Heartbeat { rounds: 0 }));
                 }
-                // No rank of a simulated job declares a name anew, and letters are never lost, so
-                // nobody gains by a second connection.
+                // No name is declared anew, and no letter lost: a second connection gains nothing.
                 worker_agent::Effect::Limit { .. }
                 | worker_agent::Effect::Knock(_)
                 | worker_agent::Effect::Newcomers(_)

@@ -139,12 +139,7 @@ impl Job {
             thread.run(nic_config, links, &waker, &started);
         };
         let nic_thread = harness::spawn("bps-nic", cpu, body).map_err(no_thread)?;
-        let task = "drives the lanes";
-        let silent = |error| match error {
-            RecvTimeoutError::Disconnected => StartError::ThreadEnded { task },
-            RecvTimeoutError::Timeout => StartError::ThreadSilent { task, waited: PATIENCE },
-        };
-        let line = has_started.recv_timeout(PATIENCE).map_err(silent)??;
+        let line = has_started.recv_timeout(PATIENCE).map_err(not_started)??;
         log::info!("{line}");
         let tracing = Arc::new(Tracing::new(
             rank,
@@ -423,6 +418,14 @@ impl Job {
         }
         self.sender.shutdown();
         was_over.map_or_else(|| Ok(ended?), Err)
+    }
+}
+
+fn not_started(error: RecvTimeoutError) -> StartError {
+    let task = "drives the lanes";
+    match error {
+        RecvTimeoutError::Disconnected => StartError::ThreadEnded { task },
+        RecvTimeoutError::Timeout => StartError::ThreadSilent { task, waited: PATIENCE },
     }
 }
 

@@ -87,6 +87,8 @@ from byteps.torch.ops import (
 )
 from byteps.torch.optimizer import DistributedOptimizer
 
+from byteps.torch import elastic  # isort: skip
+
 __all__ = [
     "Average",
     "Compression",
@@ -117,6 +119,7 @@ __all__ = [
     "cuda_built",
     "ddl_built",
     "declare",
+    "elastic",
     "get_pushpull_speed",
     "global_process_set",
     "gloo_built",

@@ -473,6 +473,14 @@ class Gradients:
         self.synchronized = self.hooks.is_guarded = False
         self.rounds = 0
 
+    def forget_round(self) -> None:
+        """The job of a round is over, and nothing of it is under way any more."""
+        self._leave_pass()
+        self.hooks.take()
+        self._count_handle = None
+        self.end_round()
+        self.stepped()
+
     @property
     def is_under_way(self) -> bool:
         """Whether a round has begun and is not over."""
@@ -555,6 +563,12 @@ class Gradients:
     def _watch_thawed(self) -> None:
         if len(self.names) > len(self.params):
             self._watch([p for p in self.names if p.requires_grad and p not in self.index])
+
+
+def forget_rounds() -> None:
+    """To be called when the engine has ended: whoever averages gradients starts anew."""
+    for gradients in list(_live):
+        gradients.forget_round()
 
 
 def _stream_of(gradients: weakref.ref[Gradients]) -> int:

@@ -256,6 +256,11 @@ class _Updates:
         if self.steps_left <= 0:
             self.flush()
 
+    def forget(self) -> None:
+        """The gradients of these updates will not come: their job is over."""
+        self.pending.clear()
+        self.called.clear()
+
     def check_up_to_date(self, param: torch.Tensor, names: dict[torch.Tensor, str]) -> None:
         """A backward pass has come to this parameter: was its last update there before?"""
         if param in self.pending:
@@ -315,6 +320,10 @@ class _WatchedGradients(Gradients):
 
     def priority_of(self, param: torch.Tensor) -> int:
         return -self.classes[param]
+
+    def forget_round(self) -> None:
+        self.updates.forget()
+        super().forget_round()
 
     def send_at_end(self) -> None:
         # Other ranks may need the last ones while this one does something else before its step.

@@ -269,8 +269,8 @@ mod tests {
         let error = Error::from(PeerDied { death, at: seen() });
         assert_eq!(
             error.to_string(),
-            "server 1 (host a, pid 7) died after 9 rounds: no heartbeat for 4.2 s: its own log \
-             says why; round 3 of `w` was open"
+            "server 1 (host a, pid 7) died after at least 9 rounds: no heartbeat for 4.2 s: its \
+             own log says why; round 3 of `w` was open"
         );
         let expected = Details {
             ranks: vec![],

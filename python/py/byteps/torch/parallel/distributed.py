@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from byteps import _registry, common
+from byteps import _registry, common, elastic
 from byteps.errors import ConfigError
 from byteps.torch import _tensors, functions, ops
 from byteps.torch._compiled import untraced
@@ -79,7 +79,9 @@ class DistributedDataParallel(torch.nn.Module):
         """Takes part in the job."""
         number = _registry.count_up("DistributedDataParallel")
         self._prefix = f"DistributedDataParallel.{number}."
-        functions.broadcast_parameters(self.module.state_dict(), 0, prefix=self._prefix)
+        # The others of an elastic job train already, and send their state to who comes later.
+        if not elastic.awaits_state():
+            functions.broadcast_parameters(self.module.state_dict(), 0, prefix=self._prefix)
         self._gradients = gradients = _ModuleGradients(
             self.module, self.compression, f"{self._prefix}Gradient.", self.find_unused_parameters
         )
@@ -212,6 +214,10 @@ class _ModuleGradients(Gradients):
         self._send_nothing(self._used_elsewhere())
         self._take_in()
         self.synchronized = False
+
+    def forget_round(self) -> None:
+        self._mask_handle = None
+        super().forget_round()
 
     def _used_elsewhere(self) -> list[int]:
         """What this rank has not sent, and others have."""

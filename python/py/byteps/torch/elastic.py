@@ -1,0 +1,299 @@
+"""Training with torch that goes on when ranks or servers die, and when new ones come::
+
+    import byteps.torch as bps
+
+    model, optimizer = ...
+    bps.init()
+    optimizer = bps.DistributedOptimizer(optimizer, model.named_parameters())
+
+    @bps.elastic.run
+    def train(state):
+        while state.step < 1000:
+            ...                      # forward, backward, optimizer.step()
+            state.step += 1
+            if state.step % 10 == 0:
+                state.commit()
+
+    train(bps.elastic.TorchState(model, optimizer, step=0))
+
+The names are Horovod's. The job is elastic under ``bpslaunch --elastic redo``.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import torch
+
+from byteps import common
+from byteps.elastic import (
+    HorovodInternalError,
+    HostsUpdatedInterrupt,
+    ObjectState,
+    State,
+    on_epoch_end,
+    run,
+    run_fn,
+)
+from byteps.errors import ConfigError
+from byteps.torch import _gradients, functions
+
+__all__ = [
+    "ElasticSampler",
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
+    "ObjectState",
+    "RandomState",
+    "State",
+    "TorchState",
+    "run",
+    "run_fn",
+]
+
+on_epoch_end(_gradients.forget_rounds)
+
+
+class TorchState(ObjectState):
+    """The state of a training with torch.
+
+    ``model`` and ``optimizer`` may be None. Of the ``values``, those that are modules, optimizers
+    or samplers, or have ``state_dict()`` and ``load_state_dict()`` (schedulers of the learning
+    rate, gradient scalers, :class:`RandomState`), are saved and sent by these; all others are plain
+    values, which are pickled.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        **values: Any,
+    ) -> None:
+        holders = {"model": model, "optimizer": optimizer, **values}
+        self._holders = {
+            name: _handler(name, value) for name, value in holders.items() if _has_state(value)
+        }
+        vars(self).update(model=model, optimizer=optimizer)
+        plain = {name: value for name, value in values.items() if name not in self._holders}
+        super().__init__(functions.broadcast_object, common.rank, **plain)
+        vars(self).update({name: values[name] for name in self._holders if name in values})
+        self.save()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("_holders", ()):
+            self._holders[name] = _handler(name, value)
+            self._holders[name].save()
+        super().__setattr__(name, value)
+
+    def save(self) -> None:
+        """See :class:`State`. Tensors are copied to where they are, into the copies of before."""
+        for holder in self._holders.values():
+            holder.save()
+        super().save()
+
+    def restore(self) -> None:
+        """See :class:`State`."""
+        for holder in self._holders.values():
+            holder.restore()
+        super().restore()
+
+    def send(self, root_rank: int) -> None:
+        """See :class:`State`."""
+        for holder in self._holders.values():
+            holder.send(root_rank)
+        super().send(root_rank)
+
+    def reset(self) -> None:
+        """See :class:`State`."""
+        for holder in self._holders.values():
+            holder.reset()
+
+
+class _Handler:
+    """Saves, restores and sends the state of one object."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        self.name = f"elastic.{name}"
+        self.value = value
+        self.saved: Any = None
+
+    def save(self) -> None:
+        self.saved = _copy(self.value.state_dict(), self.saved)
+
+    def restore(self) -> None:
+        self.value.load_state_dict(copy.deepcopy(self.saved))
+
+    def send(self, root_rank: int) -> None:
+        state = functions.broadcast_object(self.value.state_dict(), root_rank, name=self.name)
+        if common.rank() != root_rank:
+            self.value.load_state_dict(state)
+
+    def reset(self) -> None:
+        pass
+
+
+class _ModuleHandler(_Handler):
+    def restore(self) -> None:
+        self.value.load_state_dict(self.saved)  # It copies.
+
+    def send(self, root_rank: int) -> None:
+        functions.broadcast_parameters(
+            self.value.state_dict(), root_rank, prefix=f"{self.name}.Parameter."
+        )
+
+
+class _OptimizerHandler(_Handler):
+    def restore(self) -> None:
+        # Gradients of the step that failed are not to be added to.
+        self.value.zero_grad()
+        super().restore()
+
+    def send(self, root_rank: int) -> None:
+        functions.broadcast_optimizer_state(self.value, root_rank, prefix=f"{self.name}.")
+
+
+class _SamplerHandler(_Handler):
+    """Every rank has processed other samples: all of them count."""
+
+    def send(self, root_rank: int) -> None:
+        processed: set[int] = set()
+        for rank in range(common.size()):
+            own = self.value.state_dict()["processed_indices"]
+            processed |= set(functions.broadcast_object(own, rank, name=f"{self.name}.{rank}"))
+        epoch = functions.broadcast_object(self.value.epoch, root_rank, name=f"{self.name}.epoch")
+        self.value.load_state_dict({"epoch": epoch, "processed_indices": sorted(processed)})
+
+    def reset(self) -> None:
+        self.value.reset()
+
+
+def _has_state(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(
+        getattr(value, "load_state_dict", None)
+    )
+
+
+def _handler(name: str, value: Any) -> _Handler:
+    if not _has_state(value):
+        raise ConfigError(
+            f"state.{name} = {type(value).__name__}: what replaces an object with a state must "
+            "have state_dict() and load_state_dict(), too"
+        )
+    if isinstance(value, torch.nn.Module):
+        return _ModuleHandler(name, value)
+    if isinstance(value, torch.optim.Optimizer):
+        return _OptimizerHandler(name, value)
+    if isinstance(value, ElasticSampler):
+        return _SamplerHandler(name, value)
+    return _Handler(name, value)
+
+
+def _copy(value: Any, into: Any) -> Any:
+    """A copy of a state, in the memory of an earlier copy where that fits."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        fits = (
+            isinstance(into, torch.Tensor)
+            and (into.shape, into.dtype) == (value.shape, value.dtype)
+            and into.device == value.device
+            and into.layout is value.layout is torch.strided
+        )
+        return into.copy_(value) if fits else value.clone()
+    if isinstance(value, dict):
+        known = into if isinstance(into, dict) else {}
+        copies = {key: _copy(item, known.get(key)) for key, item in value.items()}
+        made = copy.copy(value)  # An OrderedDict stays one, with its metadata.
+        made.update(copies)
+        return made
+    if type(value) in (list, tuple):
+        fits = type(into) is type(value) and len(into) == len(value)
+        olds = into if fits else [None] * len(value)
+        return type(value)(_copy(item, old) for item, old in zip(value, olds, strict=True))
+    return copy.deepcopy(value)
+
+
+class RandomState:
+    """The generators of torch (on the CPU) and of Python, as part of a :class:`TorchState`.
+
+    All ranks then go on with the numbers of the one whose state they get.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the generators are."""
+        return {"torch": torch.get_rng_state(), "python": random.getstate()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Sets them there."""
+        torch.set_rng_state(state["torch"])
+        random.setstate(state["python"])
+
+
+class ElasticSampler(torch.utils.data.Sampler[int]):
+    """Divides what is left of a dataset's epoch among the ranks, and again when they change.
+
+    Call :meth:`record_batch` after each batch, and :meth:`set_epoch` at the end of each epoch. As
+    part of a :class:`TorchState` it forgets what was processed since the last commit if that is
+    taken back.
+
+    Args:
+        dataset: Anything with a length.
+        shuffle: Whether the order is random; the same on all ranks, and another in each epoch.
+        seed: Of that order.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+        self.processed_indices: set[int] = set()
+        self.remaining_indices: list[int] = []
+        self.rank, self.num_replicas = 0, 1
+        self._own: list[int] = []
+        self.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begins an epoch: nothing of it is processed yet."""
+        self.epoch = epoch
+        self.processed_indices = set()
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """The batch of this number, of so many samples on this rank, is processed."""
+        self.record_indices(self._own[batch_idx * batch_size : (batch_idx + 1) * batch_size])
+
+    def record_indices(self, indices: list[int]) -> None:
+        """These samples are processed."""
+        self.processed_indices.update(indices)
+
+    def reset(self) -> None:
+        """Divides what is left among the ranks that there are now."""
+        if common.is_initialized():
+            self.rank, self.num_replicas = common.rank(), common.size()
+        order = list(range(len(self.dataset)))
+        if self.shuffle:
+            random.Random(self.seed + self.epoch).shuffle(order)
+        self.remaining_indices = [index for index in order if index not in self.processed_indices]
+        left = list(self.remaining_indices)
+        while left and len(left) % self.num_replicas:
+            # All ranks make as many steps: the first samples come twice.
+            left += self.remaining_indices[: -len(left) % self.num_replicas]
+        self._own = left[self.rank :: self.num_replicas]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is processed, of which epoch."""
+        return {"epoch": self.epoch, "processed_indices": sorted(self.processed_indices)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes that over."""
+        self.epoch = state_dict["epoch"]
+        self.processed_indices = set(state_dict["processed_indices"])
+        self.reset()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(list(self._own))
+
+    def __len__(self) -> int:
+        return len(self._own)

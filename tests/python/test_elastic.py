@@ -1,0 +1,229 @@
+"""Jobs that go on when ranks and servers are killed; and what does not need a death."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import byteps.torch as bps
+from byteps.errors import ConfigError
+from byteps.torch.elastic import ElasticSampler, RandomState, TorchState
+from cluster import clean_environment
+
+PERF = Path(__file__).parents[2] / "perf"
+# Of the whole campaign, most of which is the start of Python and torch.
+SECONDS = 240
+
+
+def campaign(*options):
+    command = [sys.executable, str(PERF / "elastic.py"), "--limit", "60", *options]
+    done = subprocess.run(
+        command,
+        env=clean_environment(),
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_ranks_and_servers_are_killed_and_replaced():
+    figures = campaign("--ranks", "3", "--servers", "2", "--megabytes", "1", "--runs", "1")
+    assert set(figures) == {"rank", "rank0", "server"}
+    for kind, figure in figures.items():
+        # On a busy machine; the campaign itself says how fast it is on an idle one.
+        assert figure["step"]["median"] < 10, (kind, figure)
+
+
+@pytest.mark.parametrize("mode", ["cross", "ddp"])
+def test_other_ways_to_average_go_on_too(mode):
+    options = ["--ranks", "2", "--servers", "1", "--megabytes", "1", "--runs", "1"]
+    campaign(*options, "--kinds", "rank", "--mode", mode)
+
+
+# State
+
+
+def trained():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    return model, optimizer
+
+
+def step(model, optimizer):
+    optimizer.zero_grad()
+    model(torch.randn(3, 4)).square().sum().backward()
+    optimizer.step()
+
+
+def flat(model):
+    return torch.cat([tensor.float().reshape(-1) for tensor in model.state_dict().values()]).clone()
+
+
+def test_a_state_goes_back_to_what_was_committed():
+    model, optimizer = trained()
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))  # It has no scale before it is used.
+    state = TorchState(
+        model, optimizer, schedule=schedule, scaler=scaler, random=RandomState(), step=0, notes=[]
+    )
+    step(model, optimizer)
+    state.step, state.notes = 1, ["a"]
+    state.save()
+    committed = flat(model), optimizer.state_dict()["state"][0]["momentum_buffer"].clone()
+    drawn = torch.rand(3)
+    for _ in range(3):
+        step(model, optimizer)
+        schedule.step()
+        state.notes.append("b")
+    scaler.update(1.0)
+    state.step = 4
+    for _ in range(2):  # Again and again: what was saved is not what is trained on.
+        state.restore()
+        assert torch.equal(flat(model), committed[0])
+        assert torch.equal(optimizer.state_dict()["state"][0]["momentum_buffer"], committed[1])
+        assert (state.step, state.notes, optimizer.param_groups[0]["lr"]) == (1, ["a"], 0.5)
+        assert (scaler.get_scale(), schedule.last_epoch) == (8.0, 0)
+        assert torch.equal(torch.rand(3), drawn)
+        step(model, optimizer)
+        state.notes.append("c")
+
+
+def test_a_state_needs_values_that_can_be_kept():
+    state = TorchState(trained()[0], step=0)
+    with pytest.raises(ConfigError, match=r"state\.model = int"):
+        state.model = 3
+    state.model = other = trained()[0]
+    before = flat(other)
+    with torch.no_grad():
+        other[0].weight.zero_()
+    state.restore()
+    assert torch.equal(flat(other), before)
+
+
+def samplers():
+    sampler = ElasticSampler(range(22), seed=3)
+    own = list(sampler)
+    assert len(own) == -(-22 // bps.size())
+    sampler.record_batch(0, 2)
+    state = TorchState(trained()[0], sampler=sampler, step=bps.rank())
+    state.sync()
+    size = bps.size()
+    assert state.step == 0, "all are new, so rank 0 counts"
+    assert len(sampler.processed_indices) == 2 * size, sampler.processed_indices
+    assert sampler.processed_indices >= set(own[:2])
+    # Nothing that was processed comes again in this epoch.
+    left = set(sampler)
+    assert not left & sampler.processed_indices
+    sampler.set_epoch(1)
+    assert len(sampler) == -(-22 // size) and list(sampler) != own
+    state.restore()
+    assert sampler.epoch == 0 and len(sampler.processed_indices) == 2 * size
+    return sorted(left)
+
+
+def test_a_sampler_divides_what_is_left_among_the_ranks(pair):
+    first, second = pair.run(samplers)
+    assert len({*first, *second}) == 22 - 4
+
+
+def calls_in_a_job_that_is_not_elastic():
+    calls = []
+
+    @bps.elastic.run
+    def train(state):
+        calls.append(state.step)
+        for _ in range(3):
+            state.step += 1
+            state.commit()
+        return state.step
+
+    state = bps.elastic.TorchState(step=0)
+    state.register_reset_callbacks([lambda: calls.append("reset")])
+    assert train(state) == 3
+
+    # Without a launcher that lets hosts come and go, nothing catches what says that they did.
+    @bps.elastic.run
+    def interrupted(state):
+        calls.append("interrupted")
+        raise bps.HostsUpdatedInterrupt
+
+    with pytest.raises(bps.HostsUpdatedInterrupt):
+        interrupted(state)
+    assert calls == [0, "interrupted"]
+
+
+def test_run_calls_once_where_nothing_changes(pair):
+    pair.run(calls_in_a_job_that_is_not_elastic)
+
+
+# The launcher
+
+TRAINS = """
+import os, signal, sys, time
+import torch, byteps.torch as bps
+torch.set_num_threads(1)
+bps.init()
+launched = int(os.environ["RANK"])
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = bps.DistributedOptimizer(optimizer, model.named_parameters())
+
+@bps.elastic.run
+def train(state):
+    while state.step < 30:
+        optimizer.zero_grad()
+        model(torch.ones(2, 64)).square().mean().backward()
+        if launched == 0 and state.step == 10:
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.step()
+        state.step += 1
+        state.commit()
+
+train(bps.elastic.TorchState(model, optimizer, step=0))
+print(f"rank {bps.rank()} of {bps.size()} is done: {model.weight.sum().item():.6f}", flush=True)
+bps.shutdown()
+"""
+
+
+def launched(tmp_path, *flags):
+    script = tmp_path / "train.py"
+    script.write_text(TRAINS)
+    command = [sys.executable, "-m", "byteps.launch", "--local", "3", "--elastic", "redo", *flags]
+    command += [sys.executable, str(script)]
+    begun = time.monotonic()
+    done = subprocess.run(
+        command,
+        env=clean_environment() | {"BPS_LOCAL_REDUCE": "0"},
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=SECONDS,
+    )
+    return done.returncode, done.stdout + done.stderr, time.monotonic() - begun
+
+
+def test_a_launched_job_goes_on_without_rank_0(tmp_path):
+    code, output, _ = launched(tmp_path, "--min-workers", "2")
+    assert code == 0, output
+    ends = sorted(line for line in output.splitlines() if "is done" in line)
+    assert len(ends) == 2 and ends[0].split(":")[-1] == ends[1].split(":")[-1], output
+    assert "rank 0 of 2 is done" in output and "rank 1 of 2 is done" in output
+    assert "rank 0 was killed by SIGKILL (9); the job goes on with 2 workers here" in output
+    assert output.count("epoch 2: 2 ranks and 1 server go on after") >= 4, output
+
+
+def test_a_launched_job_with_too_few_left_ends_and_says_why(tmp_path):
+    code, output, _ = launched(tmp_path, "--min-workers", "3")
+    assert code == 137, output
+    assert "2 workers of at least 3 (BPS_MIN_WORKERS) left" in output, output
+    assert "is done" not in output
