@@ -146,8 +146,6 @@ impl Agent {
             SchedulerMessage::Reset { epoch } => {
                 self.reset = Some((epoch, self.cores));
                 self.begin(epoch, Groups::default(), effects);
-                let line = format!("waiting for the ranks of epoch {}", epoch.0);
-                effects.push(Effect::Info(line));
             }
             SchedulerMessage::Inquire { keys } => {
                 let keys: Arc<[Key]> = keys.into();

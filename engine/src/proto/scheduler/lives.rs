@@ -259,11 +259,13 @@ impl Scheduler {
         for (server, _) in &running.job.servers {
             self.send(*server, SchedulerMessage::Reset { epoch: self.epoch });
         }
-        let how = if running.suspended { "suspended" } else { "left, and may start again" };
-        self.put(Output::Log(format!(
-            "all workers have {how}: waiting for those of epoch {}",
-            self.epoch.0
-        )));
+        // Ranks that have shut down rarely start again: then the reminder says who is awaited.
+        if running.suspended {
+            self.put(Output::Log(format!(
+                "all workers have suspended: waiting for those of epoch {}",
+                self.epoch.0
+            )));
+        }
         self.reminder = Reminder::new(now);
         let rendezvous = Rendezvous::again(running.job, &self.config.release, now);
         self.phase = Phase::Forming(Box::new(rendezvous));
