@@ -312,6 +312,85 @@ def test_ddp_is_that_over_gloo(pair):
     assert len({bytes for ranks in found for bytes in ranks}) == 1
 
 
+def calls_in_callbacks():
+    import torch
+    import torch.distributed as dist
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    order = []
+
+    def again(factor):
+        def callback(done):
+            inner = dist.all_reduce(done.value()[0] * factor, async_op=True)
+            order.append(factor)
+            return inner.get_future().wait()[0]
+
+        return callback
+
+    futures = []
+    for factor in range(1, 13):
+        # The first is done long after the others.
+        count = 4 << 20 if factor == 1 else 100
+        future = dist.all_reduce(torch.ones(count), async_op=True).get_future()
+        if (factor + rank) % 3 == 0:
+            future.wait()  # Its callbacks run at once, on this thread.
+        futures.append(future.then(again(factor)))
+        plain = torch.full((100,), 1000.0)  # Of the size of those that the callbacks reduce.
+        dist.all_reduce(plain)
+        assert (plain == 1000 * size).all()
+    found = [future.wait()[0].item() for future in futures]
+    assert found == [factor * size**2 for factor in range(1, 13)]
+    assert order == sorted(order)
+
+
+def test_calls_in_callbacks_have_an_order(pair):
+    in_group(pair, calls_in_callbacks)
+
+
+def power_sgd(group_backend, bias):
+    """Parameters after some steps with PowerSGD, whose callbacks make further calls."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+    from torch.nn.parallel import DistributedDataParallel
+
+    group = dist.new_group(backend=group_backend)
+    torch.manual_seed(0)
+    # All buckets have equal sizes, and so have biases and the factors of PowerSGD: nothing but the
+    # order of the calls tells them apart.
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=bias) for _ in range(8)))
+    parallel = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.01)
+    state = power.PowerSGDState(group, matrix_approximation_rank=1, start_powerSGD_iter=2)
+
+    def one_after_the_other(state, bucket):
+        # With two buckets under way, both threads of gloo wait in callbacks for each other.
+        future = power.powerSGD_hook(state, bucket)
+        future.wait()
+        return future
+
+    hook = one_after_the_other if group_backend == "gloo" else power.powerSGD_hook
+    parallel.register_comm_hook(state, hook)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(40):
+        inputs = torch.randn(4, 64, generator=generator)
+        optimizer.zero_grad()
+        (parallel(inputs) - inputs).square().mean().backward()
+        optimizer.step()
+    return torch.cat([param.detach().flatten() for param in model.parameters()])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_power_sgd_is_that_over_gloo(pair, bias):
+    import torch
+
+    ours, others = in_group(pair, power_sgd, "byteps", bias)
+    assert torch.equal(ours, others)
+    one, other = in_group(pair, power_sgd, "gloo", bias)
+    assert torch.equal(one, other) and torch.allclose(ours, one, atol=1e-5)
+
+
 def sharded(folder):
     import torch
     import torch.distributed as dist

@@ -23,6 +23,7 @@ from byteps.errors import ConfigError, UsageError
 from byteps.torch import _gpu, _tensors
 from byteps.torch._compiled import untraced
 from byteps.torch.distributed import _joining
+from byteps.torch.distributed._futures import Line, is_in_callback
 from byteps.torch.distributed._keys import Keys, Kind
 from byteps.torch.distributed._works import Flight, Operation, done, give
 
@@ -48,10 +49,11 @@ _SUM, _AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 class _Exchange:
     """One call, put together: what is sent from where and received where."""
 
-    __slots__ = ("copies", "device", "items", "keys", "memory", "stream")
+    __slots__ = ("copies", "device", "is_in_callback", "items", "keys", "memory", "stream")
 
-    def __init__(self, keys: Keys, one: torch.Tensor) -> None:
+    def __init__(self, keys: Keys, one: torch.Tensor, is_in_callback: bool) -> None:
         self.keys = keys
+        self.is_in_callback = is_in_callback
         self.device = self.stream = None
         if one.is_cuda:  # All of a call's tensors are in one place.
             self.device, self.stream = one.device, _gpu.open_for([one])
@@ -61,14 +63,14 @@ class _Exchange:
 
     def sum(self, operation: str, source: torch.Tensor, target: torch.Tensor) -> None:
         """Sums or averages ``source`` over the ranks, into ``target`` of its type and size."""
-        self._add(
-            _kind_of_sum(operation, source.dtype, source.is_cuda), source.numel(), source, target
-        )
+        kind = _kind_of_sum(operation, source.dtype, source.is_cuda, self.is_in_callback)
+        self._add(kind, source.numel(), source, target)
 
     def broadcast(self, root: int, source: torch.Tensor, target: torch.Tensor) -> None:
         """Sends ``source`` of rank ``root`` into every rank's ``target``, of any type."""
         count = target.numel() * target.element_size()
-        self._add(Kind("broadcast", "u8", target.is_cuda, root), count, source, target)
+        kind = Kind("broadcast", "u8", target.is_cuda, root, self.is_in_callback)
+        self._add(kind, count, source, target)
 
     def _add(self, kind: Kind, count: int, source: torch.Tensor, target: torch.Tensor) -> None:
         if count == 0:
@@ -93,8 +95,8 @@ class _Exchange:
 
 
 @functools.cache
-def _kind_of_sum(operation: str, dtype: torch.dtype, device: bool) -> Kind:
-    return Kind(operation, _tensors.DTYPES[dtype], device)
+def _kind_of_sum(operation: str, dtype: torch.dtype, device: bool, is_in_callback: bool) -> Kind:
+    return Kind(operation, _tensors.DTYPES[dtype], device, is_in_callback=is_in_callback)
 
 
 class _Group(_BASE):  # type: ignore[misc]
@@ -109,6 +111,7 @@ class _Group(_BASE):  # type: ignore[misc]
         self._seconds = timeout.total_seconds()
         self._keys = keys
         self._flight = Flight()
+        self._line = Line()
         self._sequence = 0
         self._device_fallback: Any = None
         # All ranks are here. Later they may not be: gloo's ranks connect when the first of them
@@ -180,7 +183,7 @@ class _Group(_BASE):  # type: ignore[misc]
                 f"group {self._name} of torch.distributed was made in another job of byteps than "
                 "the one that runs: destroy the groups before shutdown, and make new ones after"
             )
-        return _Exchange(keys, one)
+        return _Exchange(keys, one, self._line.has_futures and is_in_callback())
 
     def _start(
         self,
@@ -191,14 +194,16 @@ class _Group(_BASE):  # type: ignore[misc]
         after: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
     ) -> Any:
         if not exchange.items:
-            return done(outputs)
+            return done(outputs, self._line)
         stream = exchange.stream
         batch = _native.start_batch(exchange.items, stream and stream())
         timeout = options.timeout.total_seconds()
         copies = exchange.copies
         copies += after
         limit = timeout if timeout > 0 else self._seconds
-        operation = Operation(what, batch, outputs, exchange.memory, copies, exchange.device, limit)
+        operation = Operation(
+            what, batch, outputs, exchange.memory, copies, exchange.device, limit, self._line
+        )
         self._flight.add(operation)
         return give(operation)
 

@@ -11,14 +11,16 @@ from torch._C._distributed_c10d import GradBucket
 from byteps import _native, common
 from byteps.errors import ConfigError
 from byteps.torch import _gpu, _tensors
+from byteps.torch.distributed._futures import Line, future_of
 from byteps.torch.distributed._keys import Keys, Kind
-from byteps.torch.distributed._works import Flight, Operation, future_of
+from byteps.torch.distributed._works import Flight, Operation
 
 __all__ = ["comm_hook"]
 
 _lock = threading.Lock()
 _keys: Keys | None = None
 _flight = Flight()
+_line = Line()
 
 
 def comm_hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -53,7 +55,7 @@ def comm_hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tens
     ]
     batch = _native.start_batch(items, stream and stream())
     device = buffer.device if stream else None
-    operation = Operation("DDP's comm_hook", batch, buffer, (buffer,), (), device, None)
+    operation = Operation("DDP's comm_hook", batch, buffer, (buffer,), (), device, None, _line)
     _flight.add(operation)
     return future_of(operation)
 

@@ -30,12 +30,15 @@ _PIECE_BYTES_MIN, _PIECE_BYTES_MAX = 256, 64 << 20
 
 
 class Kind(NamedTuple):
-    """What the ranks must agree on besides the size: ``root`` counts for broadcasts."""
+    """What the ranks must agree on besides the size: ``root`` counts for broadcasts. Calls that
+    callbacks of futures make are of another kind than the program's own: only each for itself has
+    an order that is the same on all ranks."""
 
     operation: str
     dtype: str
     device: bool = False
     root: int = 0
+    is_in_callback: bool = False
 
 
 #: Number of a tensor, and where its bytes begin within the operation's.
@@ -117,7 +120,8 @@ class Keys:
 
     def _name(self, kind: Kind, count: int, number: int) -> str:
         root = f" from {kind.root}" if kind.operation == "broadcast" else ""
-        return f"{self._prefix}: {kind.operation}{root} of {count} {kind.dtype}, {number}"
+        caller = " in callbacks" if kind.is_in_callback else ""
+        return f"{self._prefix}: {kind.operation}{root} of {count} {kind.dtype}{caller}, {number}"
 
 
 def split(count: int, itemsize: int) -> list[int]:

@@ -1,13 +1,11 @@
 """Operations under way, as ``torch.distributed`` sees them: work objects and their futures.
 
 A work object waits in the engine, on the thread of its caller. A future is made where one is asked
-for, as DDP's reducer does, and completed by a thread of this module.
+for, as DDP's reducer does, and completed as ``_futures`` says.
 """
 
 from __future__ import annotations
 
-import atexit
-import os
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -18,9 +16,10 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from byteps import _native
-from byteps.errors import BytePSError, WaitTimeoutError
+from byteps.errors import WaitTimeoutError
 from byteps.torch import _gpu
 from byteps.torch._compiled import untraced
+from byteps.torch.distributed._futures import Line, future_of, outputs_in_order
 
 __all__ = ["Flight", "Operation", "done", "give"]
 
@@ -29,11 +28,12 @@ class Operation:
     """What the engine has been handed for one call: its memory, and what follows once it is done.
 
     ``outputs`` are the tensors that the caller gets; ``copies`` says which results have still to be
-    copied, as (to, from); ``device`` is that of a GPU, or None.
+    copied, as (to, from); ``device`` is that of a GPU, or None; ``line`` is that of the group's
+    futures.
     """
 
-    __slots__ = ("_error", "_lock", "_over", "batch", "copies", "device", "memory", "outputs",
-                 "timeout", "what")  # fmt: skip
+    __slots__ = ("_error", "_lock", "_over", "batch", "copies", "device", "line", "memory",
+                 "outputs", "timeout", "what")  # fmt: skip
 
     def __init__(
         self,
@@ -44,6 +44,7 @@ class Operation:
         copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
         device: torch.device | None,
         timeout: float | None,
+        line: Line,
     ) -> None:
         self.what = what
         self.batch = batch
@@ -52,6 +53,7 @@ class Operation:
         self.copies = copies
         self.device = device
         self.timeout = timeout
+        self.line = line
         self._over = False
         self._error: BaseException | None = None
         self._lock = threading.Lock()
@@ -144,9 +146,10 @@ class _Work(c10d.Work):
 class _Done(c10d.Work):
     """What needed no exchange."""
 
-    def __init__(self, outputs: Any) -> None:
+    def __init__(self, outputs: Any, line: Line) -> None:
         super().__init__()
         self._outputs = outputs
+        self._line = line
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         return True
@@ -164,9 +167,7 @@ class _Done(c10d.Work):
         return self._outputs
 
     def get_future(self) -> torch.futures.Future[Any]:
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result([])
-        return future
+        return outputs_in_order(self._outputs, self._line)
 
 
 def _keeps_python_works() -> bool:
@@ -185,118 +186,8 @@ def give(operation: Operation) -> Any:
     return c10d._create_work_from_future(future_of(operation))
 
 
-def done(outputs: Any) -> Any:
+def done(outputs: Any, line: Line) -> Any:
     """The work object of what needs no exchange."""
     if _KEEPS_PYTHON_WORKS:
-        return _Done(outputs)
-    return c10d._create_work_from_future(_Done(outputs).get_future())
-
-
-def future_of(operation: Operation) -> torch.futures.Future[Any]:
-    """A future of the operation's outputs. It is complete when the engine is done; on a GPU, what
-    follows it runs on streams that wait for the result."""
-    device = operation.device
-    told: torch.futures.Future[Any] = torch.futures.Future(
-        devices=None if device is None else [device]
-    )
-
-    def outputs(_: torch.futures.Future[Any]) -> Any:
-        # C++ takes what `Future.set_exception` sets for a value, and crashes; what a callback
-        # raises is an error to C++ and to Python.
-        operation.finish()
-        return operation.outputs
-
-    future = told.then(outputs)
-    _completer().add(operation, told)
-    return future
-
-
-class _Completer:
-    """Completes futures in the order in which the engine is done with their operations.
-
-    Callbacks of a future run on the thread that completes it, and they may wait for other futures,
-    as those of PowerSGD do. So a thread that has taken a future lets another one take the next
-    before it completes its own: there is one more thread than callbacks that block.
-    """
-
-    def __init__(self) -> None:
-        self._ends = _native.Completions()
-        self._turn = threading.Lock()
-        self._lock = threading.Lock()
-        self._spare = 0
-        self._threads: list[threading.Thread] = []
-        self._is_closed = False
-
-    def add(self, operation: Operation, told: torch.futures.Future[Any]) -> None:
-        if not self._threads:
-            self._start_thread()
-        self._ends.add(operation.batch, (operation, told), operation.timeout)
-
-    def _start_thread(self) -> None:
-        with self._lock:
-            if self._spare or self._is_closed:
-                return
-            self._spare += 1
-            thread = threading.Thread(target=self._serve, name="bps-futures", daemon=True)
-            self._threads = [thread, *(one for one in self._threads if one.is_alive())]
-            thread.start()
-
-    def _serve(self) -> None:
-        while True:
-            with self._turn:
-                end = self._ends.next()
-                with self._lock:
-                    self._spare -= 1
-            if end is None:
-                return
-            if self._spare == 0:
-                self._start_thread()
-            (operation, told), is_over = end
-            self._complete(operation, told, is_over)
-            del operation, told, end  # They may be the last to know the tensors.
-            with self._lock:
-                self._spare += 1
-
-    def _complete(
-        self, operation: Operation, told: torch.futures.Future[Any], is_over: bool
-    ) -> None:
-        try:
-            if is_over:
-                operation.batch.wait()
-            else:
-                operation.fail(operation.late(operation.timeout))
-        except BytePSError as error:
-            operation.fail(error)
-        told.set_result(None)
-
-    def close(self) -> None:
-        """Ends the threads: they must not wake when the interpreter is gone."""
-        with self._lock:
-            self._is_closed = True
-            threads = self._threads
-        self._ends.close()
-        for thread in threads:
-            thread.join(1.0)
-
-
-_shared: _Completer | None = None
-_shared_lock = threading.Lock()
-
-
-def _completer() -> _Completer:
-    global _shared
-    if _shared is None:
-        with _shared_lock:
-            if _shared is None:
-                _shared = _Completer()
-                atexit.register(_shared.close)
-    return _shared
-
-
-def _forget() -> None:
-    global _shared, _shared_lock
-    _shared, _shared_lock = None, threading.Lock()
-
-
-# The threads are the parent's.
-os.register_at_fork(after_in_child=_forget)
+        return _Done(outputs, line)
+    return c10d._create_work_from_future(outputs_in_order(outputs, line))
