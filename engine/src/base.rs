@@ -214,8 +214,51 @@ pub enum Operation {
     Sum,
     /// The sum divided by the number of contributors: true division for floats, floor for integers.
     Average,
+    /// The least of all contributions, element by element; NaN where one of them is.
+    Min,
+    /// The greatest of all contributions, element by element; NaN where one of them is.
+    Max,
+    /// The product of all contributions. That of integers wraps.
+    Product,
     /// The bytes of this rank's contribution; the other ranks contribute nothing.
     Broadcast(Rank),
+}
+
+impl Operation {
+    /// How contributions are put together. A broadcast has but one.
+    #[must_use]
+    pub const fn reduction(self) -> Reduction {
+        match self {
+            Operation::Sum | Operation::Average | Operation::Broadcast(_) => Reduction::Sum,
+            Operation::Min => Reduction::Min,
+            Operation::Max => Reduction::Max,
+            Operation::Product => Reduction::Product,
+        }
+    }
+}
+
+/// How two contributions become one.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Reduction {
+    /// By addition.
+    Sum,
+    /// The least.
+    Min,
+    /// The greatest.
+    Max,
+    /// By multiplication.
+    Product,
+}
+
+impl fmt::Display for Reduction {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Reduction::Sum => "sum",
+            Reduction::Min => "min",
+            Reduction::Max => "max",
+            Reduction::Product => "product",
+        })
+    }
 }
 
 impl fmt::Display for Operation {
@@ -223,6 +266,7 @@ impl fmt::Display for Operation {
         match self {
             Operation::Sum => f.write_str("sum"),
             Operation::Average => f.write_str("average"),
+            Operation::Min | Operation::Max | Operation::Product => self.reduction().fmt(f),
             Operation::Broadcast(root) => write!(f, "broadcast from {root}"),
         }
     }

@@ -162,7 +162,7 @@ impl Entry {
             Operation::Broadcast(root) if root == rank => Some(self.bytes),
             Operation::Broadcast(root) if self.groups.of(root) == self.groups.of(rank) => None,
             Operation::Broadcast(_) => Some(0),
-            Operation::Sum | Operation::Average => Some(self.bytes),
+            _ => Some(self.bytes),
         }
     }
 
@@ -222,7 +222,7 @@ impl Entry {
     fn payloads(&self) -> u32 {
         match self.operation {
             Operation::Broadcast(_) => 1,
-            Operation::Sum | Operation::Average => self.groups.count(),
+            _ => self.groups.count(),
         }
     }
 
@@ -230,7 +230,7 @@ impl Entry {
     fn divisor(&self) -> u32 {
         match self.operation {
             Operation::Average => self.groups.ranks(),
-            Operation::Sum | Operation::Broadcast(_) => 1,
+            _ => 1,
         }
     }
 
@@ -272,7 +272,7 @@ impl Entry {
         let count = length / size;
         let wide = done / size * self.dtype.accumulator().size();
         let last = self.landed + 1 == self.payloads();
-        let divisor = self.divisor();
+        let (reduction, dtype, divisor) = (self.operation.reduction(), self.dtype, self.divisor());
         // SAFETY: `done + length <= bytes`, so both offsets stay inside the accumulator (kept by
         // `new`); `data` is the caller's promise. The narrow result at `done` never passes the wide
         // input at `wide >= done`.
@@ -282,17 +282,17 @@ impl Entry {
             if scale > 1 {
                 add_scaled(kernels, accumulator, data, count, scale, self.landed == 0);
                 if last {
-                    kernels.finish(self.dtype, out, accumulator, count, divisor);
+                    kernels.finish(dtype, out, accumulator, count, divisor);
                 }
             } else if last && self.landed > 0 {
-                kernels.add_finish(self.dtype, out, accumulator, data, count, divisor);
+                kernels.reduce_finish(reduction, dtype, out, accumulator, data, count, divisor);
             } else if self.landed == 0 {
-                kernels.store(self.dtype, accumulator, data, count);
+                kernels.store(dtype, accumulator, data, count);
                 if last {
-                    kernels.finish(self.dtype, out, accumulator, count, divisor);
+                    kernels.finish(dtype, out, accumulator, count, divisor);
                 }
             } else {
-                kernels.add(self.dtype, accumulator, data, count);
+                kernels.reduce(reduction, dtype, accumulator, data, count);
             }
         }
         if let Some(checksum) = &mut self.checksum {
@@ -376,7 +376,7 @@ impl Entry {
     pub fn contributors(&self) -> u32 {
         match self.operation {
             Operation::Broadcast(_) => 1,
-            Operation::Sum | Operation::Average => self.groups.ranks(),
+            _ => self.groups.ranks(),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! What a push_pull must give, computed the slow and obvious way: in f64 and i128, element by
 //! element.
 
-use bps_engine::base::{DType, Operation, Rank};
+use bps_engine::base::{DType, Operation, Rank, Reduction};
 use half::{bf16, f16};
 
 /// Writes `value`, a small whole number, as an element of this type.
@@ -50,14 +50,25 @@ fn wrap(dtype: DType, sum: i128) -> i128 {
     if negative { wrapped - (1i128 << bits) } else { wrapped }
 }
 
-/// The element that all ranks must get.
+/// What is made of whole numbers before a division, in numbers so wide that nothing is lost.
+fn reduced(operation: Operation, values: impl Iterator<Item = i128>) -> i128 {
+    let result = values.reduce(|left, right| match operation.reduction() {
+        Reduction::Sum => left + right,
+        Reduction::Min => left.min(right),
+        Reduction::Max => left.max(right),
+        Reduction::Product => left.wrapping_mul(right),
+    });
+    result.expect("a job has ranks")
+}
+
+/// The element that all ranks must get. A product of floats is exact only for a few ranks.
 fn element(dtype: DType, operation: Operation, values: &[i64], bytes: &mut [u8]) {
     let count = values.len() as i128;
-    let sum: i128 = values.iter().map(|&value| i128::from(value)).sum();
+    let sum = reduced(operation, values.iter().map(|&value| i128::from(value)));
     let average = operation == Operation::Average;
     if !dtype.is_float() {
-        let stored: i128 = values.iter().map(|&value| wrap(dtype, i128::from(value))).sum();
-        let sum = wrap(dtype, stored);
+        let stored = values.iter().map(|&value| wrap(dtype, i128::from(value)));
+        let sum = wrap(dtype, reduced(operation, stored));
         let result = if average { sum.div_euclid(count) } else { sum };
         return put(dtype, bytes, i64::try_from(result).expect("within 64 bits after wrapping"));
     }

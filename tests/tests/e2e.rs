@@ -65,7 +65,18 @@ fn tensors(sizes: &[u64], workers: u32) -> Vec<Declaration> {
     for dtype in DType::ALL {
         for (at, &count) in sizes.iter().enumerate() {
             let root = Rank(u32::try_from(at).unwrap() % workers);
-            for operation in [Operation::Sum, Operation::Average, Operation::Broadcast(root)] {
+            let mut operations = vec![
+                Operation::Sum,
+                Operation::Average,
+                Operation::Min,
+                Operation::Max,
+                Operation::Broadcast(root),
+            ];
+            // Half types round a product of two hosts twice.
+            if dtype.accumulator() == dtype {
+                operations.push(Operation::Product);
+            }
+            for operation in operations {
                 let name = format!("{dtype}.{count}.{operation}");
                 all.push(Declaration {
                     name,

@@ -120,7 +120,7 @@ fn memory_that_cannot_be_pinned_is_an_error() {
 fn collectives_are_right_between_two_and_four_processes() {
     for (count, seed) in [(2, "1"), (4, "2"), (1, "3")] {
         for line in ranks("collectives", count, &[("FAKE_GPU_SEED", seed)]) {
-            assert_says(&line, &["ended: 12 rounds were right"]);
+            assert_says(&line, &["ended: 36 rounds were right"]);
         }
     }
 }
@@ -153,7 +153,7 @@ fn real_gpus_copy_and_reduce() {
         };
         let programs: Vec<Program> = (0..ranks).map(member).collect();
         for line in programs.into_iter().map(end) {
-            assert_says(&line, &["ended: 12 rounds were right"]);
+            assert_says(&line, &["ended: 36 rounds were right"]);
         }
     }
     if count > 1 {

@@ -23,7 +23,7 @@ use std::fmt;
 /// First bytes of both ends' first message.
 pub const MAGIC: [u8; 4] = *b"BPSH";
 /// Version of the handshake and of all that follows it on a connection.
-pub const VERSION: u8 = 3;
+pub const VERSION: u8 = 4;
 /// Bytes of the dialer's first message.
 pub const HELLO_BYTES: usize = 32;
 /// Bytes of the acceptor's message.
@@ -516,7 +516,7 @@ mod tests {
     }
 
     const KNOWN_ANSWER: &str = concat!(
-        "425053480300000002020202020202020202020202020202",
-        "7386c709be9931bd9fbe77d9a58908ceb8fe40c3a5d807ef469936fc9a8e858f"
+        "425053480400000002020202020202020202020202020202",
+        "2ecae8b463a3ae70e006d4dcef459cb5d81de0bd884cade1b4ab636edf2d0f44"
     );
 }

@@ -1,4 +1,5 @@
-//! The reducer: sums, and averages, over plain memory, for every data type.
+//! The reducer: sums, averages, minima, maxima and products over plain memory, for every data
+//! type.
 //!
 //! Owns the arithmetic of the engine and nothing else: it knows no key, no round and no slot. A
 //! server core calls it with the bytes of a contribution and the accumulator that they belong in.
@@ -10,6 +11,7 @@
 mod blocks;
 mod divisor;
 mod half;
+mod merge;
 mod scalar;
 mod slices;
 
@@ -25,7 +27,6 @@ pub use slices::plain_add;
 
 use crate::base::DType;
 use std::fmt;
-use std::mem::MaybeUninit;
 use std::sync::OnceLock;
 
 /// An instruction set that kernels exist for, narrowest first.
@@ -65,10 +66,6 @@ impl fmt::Display for Isa {
         f.write_str(self.name())
     }
 }
-
-/// Elements of a sum of several contributions that are finished before the next ones are begun: 16
-/// KiB of f32.
-const BLOCK: usize = 4096;
 
 type Accumulate = unsafe fn(acc: *mut u8, src: *const u8, count: usize);
 type AddFinish =
@@ -200,61 +197,6 @@ impl Kernels {
         assert!(divisor > 0, "a {dtype} average over no contributors");
         // SAFETY: As in `add_finish`.
         unsafe { (self.operations(dtype).finish)(out, acc, count, divisor) }
-    }
-
-    /// Adds all contributions in one pass over memory: `out` becomes `(first + others) / divisor`,
-    /// in `dtype`. Half types are summed in f32, a block at a time that stays in the nearest cache,
-    /// and rounded once. The order of additions is the order of `others`.
-    ///
-    /// # Safety
-    /// `first` and each of `others` are readable and `out` is writable for `count` elements of
-    /// `dtype`. `out` may be `first`; else no two of them overlap. Nobody else touches them.
-    ///
-    /// # Panics
-    /// Where `divisor` is 0 or `others` is empty.
-    pub unsafe fn sum_all(
-        &self,
-        dtype: DType,
-        out: *mut u8,
-        first: *const u8,
-        others: &[*const u8],
-        count: usize,
-        divisor: u32,
-    ) {
-        assert!(divisor > 0 && !others.is_empty(), "a {dtype} sum of one, or over nobody");
-        let [inner @ .., last] = others else { return };
-        let size = dtype.size();
-        let mut sums = MaybeUninit::<[f32; BLOCK]>::uninit();
-        let sums: *mut u8 = sums.as_mut_ptr().cast();
-        let is_wide = dtype.accumulator() == dtype;
-        // With two contributions no element is touched twice, so there is nothing to keep in cache.
-        let block = if is_wide && inner.is_empty() { count } else { BLOCK };
-        let mut done = 0;
-        while done < count {
-            let length = block.min(count - done);
-            let at = done * size;
-            // SAFETY: `done + length <= count`, so every address stays in what the caller vouches
-            // for. `acc` is the block's own memory, `first`, or `out` once that has been written;
-            // each kernel's operands overlap only where both are the same address.
-            unsafe {
-                let out = out.add(at);
-                let mut acc = first.add(at);
-                if !is_wide {
-                    self.store(dtype, sums, acc, length);
-                    acc = sums.cast_const();
-                }
-                for source in inner {
-                    if is_wide {
-                        self.add_finish(dtype, out, acc, source.add(at), length, 1);
-                        acc = out.cast_const();
-                    } else {
-                        self.add(dtype, sums, source.add(at), length);
-                    }
-                }
-                self.add_finish(dtype, out, acc, last.add(at), length, divisor);
-            }
-            done += length;
-        }
     }
 
     fn operations(&self, dtype: DType) -> &Operations {

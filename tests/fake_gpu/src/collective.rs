@@ -10,10 +10,6 @@ pub const REDUCE: u32 = 4;
 pub const BROADCAST: u32 = 5;
 pub const FINALIZE: u32 = 6;
 
-/// The operations of NCCL that are used: `ncclSum`, `ncclAvg`.
-pub const SUM: u32 = 0;
-pub const AVERAGE: u32 = 4;
-
 /// A collective as a rank calls it. All ranks must say the same in their n-th call.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Collective {
@@ -72,7 +68,7 @@ impl Collective {
         let ranks = contributions.len();
         let reduced = || {
             let slices: Vec<&[u8]> = contributions.iter().map(Vec::as_slice).collect();
-            reduce(self.dtype, self.operation == AVERAGE, &slices)
+            reduce(self.dtype, self.operation, &slices)
         };
         match self.kind {
             ALL_REDUCE => vec![reduced(); ranks],

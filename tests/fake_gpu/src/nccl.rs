@@ -1,11 +1,9 @@
 //! The functions of libnccl.so.2.
 
-use crate::collective::{
-    ALL_GATHER, ALL_REDUCE, AVERAGE, BROADCAST, Collective, REDUCE, REDUCE_SCATTER, SUM,
-};
+use crate::collective::{ALL_GATHER, ALL_REDUCE, BROADCAST, Collective, REDUCE, REDUCE_SCATTER};
 use crate::comm::{Comm, IN_PROGRESS, Job};
 use crate::meeting::{INVALID_ARGUMENT, INVALID_USAGE};
-use crate::reduce::SIZES;
+use crate::reduce::{AVERAGE, SIZES, SUM};
 use crate::settings::{injected, settings};
 use crate::{cuda, device, stream};
 use std::cell::RefCell;
@@ -80,7 +78,7 @@ impl Call {
         let comm = comm(self.comm)?;
         comm.check()?;
         let root = u32::try_from(self.root).ok().filter(|&root| root < comm.ranks);
-        let known = (self.dtype as usize) < SIZES.len() && [SUM, AVERAGE].contains(&self.operation);
+        let known = (self.dtype as usize) < SIZES.len() && self.operation <= AVERAGE;
         let stream = stream::stream(self.stream).map_err(|_| INVALID_ARGUMENT)?;
         if !known || stream.device != comm.device {
             return Err(INVALID_ARGUMENT);

@@ -222,9 +222,13 @@ impl Member {
         const COUNT: usize = 1000;
         let mut checked = 0;
         for (number, dtype) in DType::ALL.into_iter().enumerate() {
-            for (operation, op) in
-                [(Operation::Sum, ReduceOp::Sum), (Operation::Average, ReduceOp::Average)]
-            {
+            for (operation, op) in [
+                (Operation::Sum, ReduceOp::Sum),
+                (Operation::Average, ReduceOp::Average),
+                (Operation::Min, ReduceOp::Min),
+                (Operation::Max, ReduceOp::Max),
+                (Operation::Product, ReduceOp::Product),
+            ] {
                 // Integers are averaged by rounding in different directions; they are not asked.
                 if op == ReduceOp::Average && !dtype.is_float() {
                     continue;

@@ -108,9 +108,14 @@ fn tensors(random: &mut Random, workers: u32, devices: bool) -> Vec<Tensor> {
     let number = 1 + random.index(8);
     let one = |index: usize| {
         let dtype = DType::ALL[random.index(DType::ALL.len())];
-        let operation = match random.below(3) {
+        let operation = match random.below(6) {
             0 => Operation::Sum,
             1 => Operation::Average,
+            2 => Operation::Min,
+            3 => Operation::Max,
+            // Rounding makes a product of floats depend on the order.
+            4 if !dtype.is_float() => Operation::Product,
+            4 => Operation::Max,
             _ => Operation::Broadcast(Rank(
                 u32::try_from(random.below(u64::from(workers))).unwrap_or(0),
             )),

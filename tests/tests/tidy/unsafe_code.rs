@@ -13,6 +13,7 @@ const ALLOWED: &[&str] = &[
     "engine/src/reduce/avx2",
     "engine/src/reduce/avx512",
     "engine/src/reduce/blocks",
+    "engine/src/reduce/merge",
     "engine/src/reduce/scalar",
     "engine/src/reduce/slices",
     "engine/src/ring/cursor",

@@ -41,6 +41,12 @@ pub enum ReduceOp {
     Sum,
     /// Their sum divided by the number of ranks of the communicator.
     Average,
+    /// The least of them.
+    Min,
+    /// The greatest of them.
+    Max,
+    /// Their product.
+    Product,
 }
 
 /// NCCL, opened. Clones are the same.
@@ -507,6 +513,9 @@ fn op_of(op: ReduceOp) -> ncclRedOp_t {
     match op {
         ReduceOp::Sum => ncclRedOp_t::ncclSum,
         ReduceOp::Average => ncclRedOp_t::ncclAvg,
+        ReduceOp::Min => ncclRedOp_t::ncclMin,
+        ReduceOp::Max => ncclRedOp_t::ncclMax,
+        ReduceOp::Product => ncclRedOp_t::ncclProd,
     }
 }
 

@@ -151,7 +151,7 @@ impl Nic {
             let state = self.part(part);
             let divisor = self.divisor(&state.plan);
             let (dtype, key, bytes) = (state.plan.dtype, state.plan.key, state.plan.bytes);
-            let round = state.round;
+            let (reduction, round) = (state.plan.operation.reduction(), state.round);
             let (source, target) = self.ends_of(part);
             assert!(
                 ready.offset + ready.length <= bytes,
@@ -165,7 +165,7 @@ impl Nic {
                 let (out, own) = (target.add(ready.offset), source.add(ready.offset));
                 let count = ready.length / dtype.size();
                 let sources = self.circle(device).collector.sources();
-                self.kernels.sum_all(dtype, out, own, sources, count, divisor);
+                self.kernels.reduce_all(reduction, dtype, out, own, sources, count, divisor);
             }
             let circle = if device { &mut self.column } else { &mut self.group };
             let (endpoint, lanes) = (&mut self.endpoint, &circle.lanes);

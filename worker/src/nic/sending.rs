@@ -165,7 +165,8 @@ impl Nic {
         let length = payload.map_or(0, |_| state.plan.bytes);
         header.length = length_of(length);
         header.contributors = match (kind, state.plan.operation) {
-            (Kind::Publication, Operation::Sum | Operation::Average) => self.config.size,
+            (Kind::Publication, Operation::Broadcast(_)) => 1,
+            (Kind::Publication, _) => self.config.size,
             _ => 1,
         };
         if let Some(checksum) = checksum {

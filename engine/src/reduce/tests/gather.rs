@@ -1,10 +1,16 @@
 //! Several contributions added in one pass, against the single operations one after the other.
 
 use super::{Buffer, every_kernels};
-use crate::base::DType;
+use crate::base::{DType, Reduction};
 
-/// What `sum_all` must give: the first widened, the others added, one rounding.
-fn expected(dtype: DType, all: &[Vec<u8>], count: usize, divisor: u32) -> Vec<u8> {
+/// What `reduce_all` must give: the first widened, the others added, one rounding.
+fn expected(
+    reduction: Reduction,
+    dtype: DType,
+    all: &[Vec<u8>],
+    count: usize,
+    divisor: u32,
+) -> Vec<u8> {
     let kernels = super::Kernels::with_isa(super::Isa::Scalar).unwrap();
     let mut acc = vec![0u8; count * dtype.accumulator().size()];
     let mut out = vec![0u8; count * dtype.size()];
@@ -12,12 +18,20 @@ fn expected(dtype: DType, all: &[Vec<u8>], count: usize, divisor: u32) -> Vec<u8
     unsafe {
         kernels.store(dtype, acc.as_mut_ptr(), all[0].as_ptr(), count);
         for source in &all[1..] {
-            kernels.add(dtype, acc.as_mut_ptr(), source.as_ptr(), count);
+            kernels.reduce(reduction, dtype, acc.as_mut_ptr(), source.as_ptr(), count);
         }
         kernels.finish(dtype, out.as_mut_ptr(), acc.as_ptr(), count, divisor);
     }
     out
 }
+
+const CASES: [(Reduction, u32); 5] = [
+    (Reduction::Sum, 1),
+    (Reduction::Sum, 6),
+    (Reduction::Min, 1),
+    (Reduction::Max, 1),
+    (Reduction::Product, 1),
+];
 
 #[test]
 fn all_at_once_equals_one_after_the_other() {
@@ -50,8 +64,8 @@ fn all_at_once_equals_one_after_the_other() {
                     (0..count).flat_map(element).collect::<Vec<u8>>()
                 };
                 let all: Vec<Vec<u8>> = (0..contributions).map(small).collect();
-                for divisor in [1, 6] {
-                    let wanted = expected(dtype, &all, count, divisor);
+                for (reduction, divisor) in CASES {
+                    let wanted = expected(reduction, dtype, &all, count, divisor);
                     for in_place in [false, true] {
                         let mut first = Buffer::new(&all[0], 8);
                         let mut out = Buffer::new(&vec![0; bytes], 0);
@@ -61,11 +75,12 @@ fn all_at_once_equals_one_after_the_other() {
                         // SAFETY: all buffers hold `count` elements, and are the same or apart.
                         unsafe {
                             let own = first.pointer().cast_const();
-                            kernels.sum_all(dtype, target, own, &others, count, divisor);
+                            kernels
+                                .reduce_all(reduction, dtype, target, own, &others, count, divisor);
                         }
                         let got = if in_place { first.content() } else { out.content() };
                         let isa = kernels.isa();
-                        let case = (dtype, contributions, count, divisor, in_place);
+                        let case = (reduction, dtype, contributions, count, divisor, in_place);
                         assert!(*got == wanted, "{isa}: {case:?}");
                     }
                 }

@@ -2,11 +2,13 @@
 //! vector kernel against the specification.
 
 use super::{Isa, Kernels};
-use crate::base::DType;
+use crate::base::{DType, Reduction};
+use std::cmp::Ordering;
 use std::fmt;
 
 mod gather;
 mod kernels;
+mod merges;
 mod narrowing;
 
 /// Bytes around every buffer that nobody may write.
@@ -60,6 +62,7 @@ const CALLS: [Call; 4] = [Call::Store, Call::Add, Call::AddFinish, Call::Finish]
 /// `acc`.
 #[derive(Clone, Copy)]
 struct Case<'a> {
+    reduction: Reduction,
     dtype: DType,
     call: Call,
     acc: &'a [u8],
@@ -75,7 +78,8 @@ impl<'a> Case<'a> {
     /// Aligned, in one piece, to memory of its own.
     fn new(dtype: DType, call: Call, acc: &'a [u8], src: &'a [u8], divisor: u32) -> Case<'a> {
         let (acc_offset, src_offset, pieces, in_place) = (0, 0, 1, false);
-        Case { dtype, call, acc, src, divisor, acc_offset, src_offset, pieces, in_place }
+        let reduction = Reduction::Sum;
+        Case { reduction, dtype, call, acc, src, divisor, acc_offset, src_offset, pieces, in_place }
     }
 
     /// Asks the specification and every vector kernel for what the oracle says.
@@ -86,7 +90,7 @@ impl<'a> Case<'a> {
 
     /// Runs it and returns the bytes of the result.
     fn run(&self, kernels: &Kernels) -> Vec<u8> {
-        let Case { dtype, divisor, .. } = *self;
+        let Case { reduction, dtype, divisor, .. } = *self;
         let (element, sum) = (dtype.size(), dtype.accumulator().size());
         let count = self.src.len() / element;
         let mut acc = Buffer::new(self.acc, self.acc_offset);
@@ -105,8 +109,10 @@ impl<'a> Case<'a> {
                 let out = out.add(done * element);
                 match self.call {
                     Call::Store => kernels.store(dtype, acc, src, piece),
-                    Call::Add => kernels.add(dtype, acc, src, piece),
-                    Call::AddFinish => kernels.add_finish(dtype, out, acc, src, piece, divisor),
+                    Call::Add => kernels.reduce(reduction, dtype, acc, src, piece),
+                    Call::AddFinish => {
+                        kernels.reduce_finish(reduction, dtype, out, acc, src, piece, divisor)
+                    }
                     Call::Finish => kernels.finish(dtype, out, acc, piece, divisor),
                 }
             }
@@ -139,10 +145,11 @@ impl<'a> Case<'a> {
 /// Without the bytes.
 impl fmt::Debug for Case<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Case { dtype, call, divisor, acc_offset, src_offset, pieces, in_place, .. } = self;
+        let Case { reduction, dtype, call, divisor, acc_offset, src_offset, .. } = self;
+        let Case { pieces, in_place, .. } = self;
         write!(
             f,
-            "{call:?} of {dtype}, {} bytes, divisor {divisor}, {pieces} pieces, ",
+            "{call:?} of {dtype} ({reduction}), {} bytes, divisor {divisor}, {pieces} pieces, ",
             self.src.len()
         )?;
         write!(f, "acc at {acc_offset}, src at {src_offset}, in place: {in_place}")
@@ -252,7 +259,12 @@ fn oracle(case: &Case<'_>) -> Vec<u8> {
                 case,
                 |bytes| <$type>::from_le_bytes(bytes.try_into().unwrap()),
                 |bytes| <$type>::from_le_bytes(bytes.try_into().unwrap()),
-                <$type>::wrapping_add,
+                |left, right| match case.reduction {
+                    Reduction::Sum => left.wrapping_add(right),
+                    Reduction::Min => *[left, right].iter().min().unwrap(),
+                    Reduction::Max => *[left, right].iter().max().unwrap(),
+                    Reduction::Product => left.wrapping_mul(right),
+                },
                 $divide,
                 |sum| sum.to_le_bytes().to_vec(),
                 |sum| sum.to_le_bytes().to_vec(),
@@ -265,7 +277,14 @@ fn oracle(case: &Case<'_>) -> Vec<u8> {
                 case,
                 |bytes| <$sum>::from_le_bytes(bytes.try_into().unwrap()),
                 |bytes| <$sum>::from(<$type>::from_le_bytes(bytes.try_into().unwrap())),
-                |left, right| left + right,
+                |left: $sum, right: $sum| match (case.reduction, left.partial_cmp(&right)) {
+                    (Reduction::Sum, _) => left + right,
+                    (Reduction::Product, _) => left * right,
+                    (_, None) => <$sum>::NAN,
+                    (Reduction::Min, Some(Ordering::Less)) => left,
+                    (Reduction::Max, Some(Ordering::Greater)) => left,
+                    _ => right,
+                },
                 #[allow(clippy::cast_precision_loss, clippy::cast_lossless, reason = "f32 too")]
                 |sum| sum / case.divisor as $sum,
                 |sum| sum.to_le_bytes().to_vec(),

@@ -74,7 +74,10 @@ fn declarations(ranks: u32) -> Vec<Declaration> {
     for dtype in DType::ALL {
         for (at, &count) in SIZES.iter().enumerate() {
             let root = Rank(u32::try_from(at).unwrap_or(0) % ranks);
-            for operation in [Operation::Sum, Operation::Average, Operation::Broadcast(root)] {
+            let broadcast = Operation::Broadcast(root);
+            for operation in
+                [Operation::Sum, Operation::Average, Operation::Min, Operation::Max, broadcast]
+            {
                 let name = format!("{dtype}.{count}.{operation}");
                 all.push(Declaration { name, dtype, shape: count.into(), operation, device: true });
             }

@@ -4,7 +4,7 @@
 use super::machine::{Machine, Planned};
 use super::memory::{Access, POISON};
 use super::stream::Work;
-use bps_engine::base::DType;
+use bps_engine::base::{DType, Reduction};
 use bps_engine::reduce::kernels;
 
 /// `ncclRemoteError`.
@@ -19,6 +19,7 @@ pub(super) struct Call {
     /// Elements, as the function counts them.
     pub(super) count: usize,
     pub(super) dtype: DType,
+    pub(super) reduction: Reduction,
     pub(super) is_average: bool,
     pub(super) root: usize,
 }
@@ -130,7 +131,15 @@ impl Call {
             // SAFETY: all are of one length, which is `count` elements, and apart.
             unsafe {
                 let (out, own) = (sum.as_mut_ptr(), first.as_ptr());
-                kernels().sum_all(self.dtype, out, own, &sources, count, divisor);
+                kernels().reduce_all(
+                    self.reduction,
+                    self.dtype,
+                    out,
+                    own,
+                    &sources,
+                    count,
+                    divisor,
+                );
             }
         }
         sum

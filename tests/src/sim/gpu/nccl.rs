@@ -4,7 +4,7 @@ use super::collective::{Call, Kind, Share};
 use super::cuda::{handle, index};
 use super::machine::Machine;
 use super::with;
-use bps_engine::base::DType;
+use bps_engine::base::{DType, Reduction};
 use std::cell::RefCell;
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::ptr::NonNull;
@@ -15,6 +15,9 @@ const UNHANDLED_CUDA_ERROR: u32 = 1;
 const INVALID_ARGUMENT: u32 = 4;
 const INVALID_USAGE: u32 = 5;
 const IN_PROGRESS: u32 = 7;
+/// `ncclSum`, `ncclProd`, `ncclMax`, `ncclMin`.
+const REDUCTIONS: [Reduction; 4] =
+    [Reduction::Sum, Reduction::Product, Reduction::Max, Reduction::Min];
 /// `ncclSum`, `ncclAvg`.
 const SUM: c_uint = 0;
 const AVERAGE: c_uint = 4;
@@ -81,9 +84,10 @@ impl Machine {
         let ranks = self.comms[comm].ranks;
         let root = usize::try_from(root).ok().filter(|root| *root < ranks);
         let root = root.ok_or(INVALID_ARGUMENT)?;
-        if ![SUM, AVERAGE].contains(&operation) {
-            return Err(INVALID_ARGUMENT);
-        }
+        let is_average = operation == AVERAGE;
+        let reduction =
+            if is_average { Some(&Reduction::Sum) } else { REDUCTIONS.get(operation as usize) };
+        let reduction = *reduction.ok_or(INVALID_ARGUMENT)?;
         if self.comms[comm].pending.is_some() {
             self.blame(Err("NCCL is called while it enqueues".into()));
         }
@@ -92,8 +96,9 @@ impl Machine {
         if of_both != (self.streams[stream].device, self.current()) {
             return Err(INVALID_USAGE);
         }
-        let (dtype, is_average) = (dtype(element)?, operation == AVERAGE);
-        let call = (Call { kind, count, dtype, is_average, root }, Share { send, receive, stream });
+        let dtype = dtype(element)?;
+        let call = Call { kind, count, dtype, reduction, is_average, root };
+        let call = (call, Share { send, receive, stream });
         let is_grouped = GROUP.with_borrow_mut(|group| {
             if group.is_open {
                 group.calls.push(call);

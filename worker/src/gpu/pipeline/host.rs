@@ -138,6 +138,9 @@ fn reduce_row(host: &Host, tensor: &Tensor, run: &Run, row: &Row) -> Result<(), 
         Operation::Average if tensor.is_local => ReduceOp::Average,
         // The servers divide.
         Operation::Average | Operation::Sum => ReduceOp::Sum,
+        Operation::Min => ReduceOp::Min,
+        Operation::Max => ReduceOp::Max,
+        Operation::Product => ReduceOp::Product,
     };
     if tensor.is_local {
         let count = parts.iter().map(|part| part.bytes).sum::<usize>() / size;
