@@ -57,6 +57,9 @@ fn operation_from_name(name: &str, root: u32) -> PyResult<Operation> {
     Ok(match name {
         "sum" => Operation::Sum,
         "average" => Operation::Average,
+        "min" => Operation::Min,
+        "max" => Operation::Max,
+        "product" => Operation::Product,
         "broadcast" => Operation::Broadcast(Rank(root)),
         _ => return Err(error::raise("ConfigError", format!("no operation `{name}`"))),
     })

@@ -15,6 +15,7 @@ import test_cross_barrier
 import test_ops
 import test_optimizer
 import test_parallel
+import test_reductions
 from byteps.errors import ConfigError, TensorError, UsageError
 from cluster import Cluster
 from conftest import initialise
@@ -190,6 +191,7 @@ def through_the_pipeline(function, *arguments):
     [
         (test_ops.check_every_type_and_shape, "async"),
         (test_ops.check_every_type_and_shape, "inplace"),
+        (test_reductions.every_type_and_operation,),
         (test_ops.many_at_once,),
         (test_ops.other_order_on_each_rank,),
         (test_ops.large,),

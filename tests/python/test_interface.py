@@ -56,8 +56,8 @@ def test_arguments():
     bps = byteps.torch
     push_pull = ["tensor", "average", "name", "version", "priority"]
     for function in (bps.push_pull_async, bps.push_pull_inplace, bps.push_pull_async_inplace):
-        assert parameters(function) == push_pull
-    assert parameters(bps.push_pull) == [*push_pull, "compression"]
+        assert parameters(function) == [*push_pull, "op"]
+    assert parameters(bps.push_pull) == [*push_pull, "compression", "op"]
     assert parameters(bps.resume) == ["num_workers", "num_servers", "global_rank", "context"]
     assert parameters(bps.broadcast_parameters) == ["params", "root_rank", "prefix"]
     assert parameters(bps.broadcast_optimizer_state)[:3] == ["optimizer", "root_rank", "prefix"]

@@ -9,6 +9,7 @@ import byteps.torch as bps
 from cluster import Cluster
 from conftest import initialise
 from test_ops import check_every_type_and_shape, large, many_at_once
+from test_reductions import every_type_and_operation
 
 WAYS = {
     "shared memory": {"BPS_TRANSPORT": "shm"},
@@ -35,6 +36,7 @@ def test_every_way(way):
     with Cluster(2, servers=2, environment=WAYS[way]) as cluster:
         cluster.run(initialise)
         cluster.run(check_every_type_and_shape, "async_inplace")
+        cluster.run(every_type_and_operation)
         cluster.run(many_at_once)
         cluster.run(large)
         cluster.run(same_memory)

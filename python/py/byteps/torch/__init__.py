@@ -62,6 +62,9 @@ from byteps.torch.functions import (
 )
 from byteps.torch.ops import (
     Average,
+    Max,
+    Min,
+    Product,
     ReduceOp,
     Sum,
     broadcast,
@@ -95,6 +98,9 @@ __all__ = [
     "DistributedOptimizer",
     "HorovodInternalError",
     "HostsUpdatedInterrupt",
+    "Max",
+    "Min",
+    "Product",
     "ReduceOp",
     "Sum",
     "allreduce",

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from byteps import _native, _registry, common
-from byteps.errors import TensorError, UsageError
+from byteps.errors import ConfigError, TensorError, UsageError
 from byteps.torch import _backward, _gpu, _tensors, ops
-from byteps.torch.allreduce import averages
 from byteps.torch.compression import Compression
 
 # Where one host is the whole job, its GPUs have no line to keep busy: each collective is a kernel
@@ -80,7 +79,9 @@ class Gradients:
         self.number = next(_numbers)
         self.prefix = prefix
         self.compression = compression
-        self.average = averages(None, op)
+        if op not in (ops.Average, ops.Sum):
+            raise ConfigError(f"op={op!r}: gradients are averaged or summed")
+        self.average = op == ops.Average
         self.sparse_as_dense = sparse_as_dense
         self.should_synchronize = True
         # Every gradient is averaged, unless a backward pass has added to one since.

@@ -11,7 +11,7 @@ from byteps import _process_sets
 from byteps.errors import ConfigError
 from byteps.torch import ops
 from byteps.torch.compression import Compression
-from byteps.torch.ops import Average, ReduceOp, Sum
+from byteps.torch.ops import ReduceOp
 
 __all__ = [
     "allreduce",
@@ -25,14 +25,10 @@ __all__ = [
 ]
 
 
-def averages(average: bool | None, op: ReduceOp | None) -> bool:
+def operation_of(average: bool | None, op: ReduceOp | None) -> str:
     if average is not None and op is not None:
         raise ConfigError("give op or average, not both")
-    if op is None:
-        return average is not False
-    if op not in (Average, Sum):
-        raise ConfigError(f"op={op!r}: the servers compute Average and Sum")
-    return op == Average
+    return ops.operation_of(average is not False, op)
 
 
 def allreduce(
@@ -47,13 +43,16 @@ def allreduce(
 ) -> torch.Tensor:
     """:func:`push_pull` as Horovod calls it.
 
-    ``op`` is :data:`Average` (the default) or :data:`Sum`. The tensor is multiplied by
+    ``op`` is :data:`Average` (the default), :data:`Sum`, :data:`Min`, :data:`Max` or
+    :data:`Product`; the last three take no ``compression``. The tensor is multiplied by
     ``prescale_factor`` before, and by ``postscale_factor`` after it. ``process_set`` is
     :data:`~byteps.torch.global_process_set`, here and below.
     """
     _process_sets.check(process_set)
     scales = prescale_factor, postscale_factor
-    return ops.differentiable([tensor], averages(average, op), [name], 0, compression, *scales)[0]
+    return ops.differentiable([tensor], operation_of(average, op), [name], 0, compression, *scales)[
+        0
+    ]
 
 
 def allreduce_async(
@@ -68,7 +67,7 @@ def allreduce_async(
     """:func:`allreduce` that does not wait."""
     _process_sets.check(process_set)
     scales = prescale_factor, postscale_factor
-    return ops.push_pull_start([tensor], averages(average, op), [name], 0, False, True, *scales)
+    return ops.push_pull_start([tensor], operation_of(average, op), [name], 0, False, True, *scales)
 
 
 def allreduce_(
@@ -98,7 +97,7 @@ def allreduce_async_(
     """:func:`allreduce` into the tensor itself, without waiting."""
     _process_sets.check(process_set)
     scales = prescale_factor, postscale_factor
-    return ops.push_pull_start([tensor], averages(average, op), [name], 0, True, True, *scales)
+    return ops.push_pull_start([tensor], operation_of(average, op), [name], 0, True, True, *scales)
 
 
 def grouped_allreduce(
@@ -114,7 +113,7 @@ def grouped_allreduce(
     """:func:`allreduce` of several tensors at once."""
     _process_sets.check(process_set)
     names, scales = ops.names_of(name, len(tensors)), (prescale_factor, postscale_factor)
-    return ops.differentiable(tensors, averages(average, op), names, 0, compression, *scales)
+    return ops.differentiable(tensors, operation_of(average, op), names, 0, compression, *scales)
 
 
 def grouped_allreduce_async(
@@ -129,7 +128,7 @@ def grouped_allreduce_async(
     """:func:`grouped_allreduce` that does not wait: one handle for all."""
     _process_sets.check(process_set)
     names, scales = ops.names_of(name, len(tensors)), (prescale_factor, postscale_factor)
-    return ops.push_pull_start(tensors, averages(average, op), names, 0, False, False, *scales)
+    return ops.push_pull_start(tensors, operation_of(average, op), names, 0, False, False, *scales)
 
 
 def grouped_allreduce_(
@@ -160,4 +159,4 @@ def grouped_allreduce_async_(
     """:func:`grouped_allreduce` into the tensors themselves, without waiting."""
     _process_sets.check(process_set)
     names, scales = ops.names_of(name, len(tensors)), (prescale_factor, postscale_factor)
-    return ops.push_pull_start(tensors, averages(average, op), names, 0, True, False, *scales)
+    return ops.push_pull_start(tensors, operation_of(average, op), names, 0, True, False, *scales)

@@ -1,8 +1,8 @@
 """push_pull and broadcast of torch tensors, in all their forms.
 
-A *push_pull* gives every rank the sum, or the average, of what all ranks passed under one name. The
-ranks may call in any order as long as each name has the same shape, type and operation everywhere.
-Without a name the order of the calls is what matters.
+A *push_pull* gives every rank the sum, the average, or another reduction (:class:`ReduceOp`), of
+what all ranks passed under one name. The ranks may call in any order as long as each name has the
+same shape, type and operation everywhere. Without a name the order of the calls is what matters.
 
 The forms without suffix wait and return a new tensor; ``_async`` returns a handle for
 :func:`poll`, :func:`wait` and :func:`synchronize`; ``_inplace`` (Horovod's ``_``) writes the result
@@ -27,6 +27,9 @@ from byteps.torch.compression import Compression
 
 __all__ = [
     "Average",
+    "Max",
+    "Min",
+    "Product",
     "ReduceOp",
     "Sum",
     "broadcast",
@@ -53,14 +56,27 @@ __all__ = [
 
 
 class ReduceOp(IntEnum):
-    """What a push_pull computes. (Horovod's other operations have no server to run them.)"""
+    """What a push_pull computes. (Horovod's Adasum has no server to run it.)
+
+    ``Min`` and ``Max`` are NaN where any rank's element is. A ``Product`` of integers wraps; one of
+    half types is kept in float32 by servers, and rounded once.
+    """
 
     Average = 0
     Sum = 1
+    Min = 3
+    Max = 4
+    Product = 5
 
 
 Average = ReduceOp.Average
 Sum = ReduceOp.Sum
+Min = ReduceOp.Min
+Max = ReduceOp.Max
+Product = ReduceOp.Product
+
+#: What the engine calls them.
+_OPERATIONS = {Average: "average", Sum: "sum", Min: "min", Max: "max", Product: "product"}
 
 
 # Everyone waits for what is broadcast, so it goes before gradients.
@@ -159,9 +175,20 @@ def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     return (tensor.to(torch.float64) * factor).to(tensor.dtype)
 
 
+def operation_of(average: bool, op: Any) -> str:
+    """What the engine calls ``op`` or, where that is None, an average or a sum."""
+    if op is None:
+        return "average" if average else "sum"
+    operation = _OPERATIONS.get(op)
+    if operation is None:
+        known = ", ".join(op.name for op in _OPERATIONS)
+        raise ConfigError(f"op={op!r}: the servers compute {known}")
+    return operation
+
+
 def push_pull_start(
     tensors: Sequence[torch.Tensor],
-    average: bool,
+    operation: str,
     names: Sequence[str | None],
     priority: int,
     inplace: bool,
@@ -173,7 +200,7 @@ def push_pull_start(
     for tensor, name in zip(tensors, names, strict=True):
         _tensors.check(tensor, "push_pull of", name)
         _tensors.summed_dtype(tensor, "push_pull of", name)
-        in_host = _tensors.through_host(tensor, average)
+        in_host = _tensors.through_host(tensor, operation == "average")
         sent = tensor if prescale == 1.0 else _scaled(tensor.detach(), prescale)
         if not inplace:
             memories.append(_tensors.to_new(sent, in_host))
@@ -184,7 +211,7 @@ def push_pull_start(
     return _start(
         "push_pull of",
         memories,
-        "average" if average else "sum",
+        operation,
         names,
         priority,
         in_place=inplace,
@@ -209,30 +236,32 @@ class _PushPull(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        how: tuple[bool, int, float, float],
+        how: tuple[str, int, float, float],
         names: list[str | None],
         *tensors: torch.Tensor,
     ) -> Any:
-        average, priority, prescale, postscale = how
+        operation, priority, prescale, postscale = how
         ctx.how, ctx.names = how, names
         handle = push_pull_start(
-            tensors, average, names, priority, False, False, prescale, postscale
+            tensors, operation, names, priority, False, False, prescale, postscale
         )
         return tuple(synchronize(handle))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        average, priority, prescale, postscale = ctx.how
+        operation, priority, prescale, postscale = ctx.how
+        if operation not in ("average", "sum"):
+            raise ConfigError(f"a push_pull with the operation {operation} has no gradient here")
         names = [name and f"{name}.backward" for name in ctx.names]
         handle = push_pull_start(
-            gradients, average, names, priority, False, False, postscale, prescale
+            gradients, operation, names, priority, False, False, postscale, prescale
         )
         return None, None, *synchronize(handle)
 
 
 def differentiable(
     tensors: Sequence[torch.Tensor],
-    average: bool,
+    operation: str,
     names: list[str | None],
     priority: int,
     compression: Any,
@@ -241,13 +270,15 @@ def differentiable(
 ) -> list[torch.Tensor]:
     for tensor, name in zip(tensors, names, strict=True):
         _tensors.check(tensor, "push_pull of", name)
+    if operation not in ("average", "sum") and compression is not Compression.none:
+        raise ConfigError(f"compression={compression!r} is for averages and sums, not {operation}")
     smaller = [compression.compress(tensor) for tensor in tensors]
     sent = [tensor for tensor, _ in smaller]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sent):
-        outputs = _PushPull.apply((average, priority, prescale, postscale), names, *sent)
+        outputs = _PushPull.apply((operation, priority, prescale, postscale), names, *sent)
     else:
         outputs = synchronize(
-            push_pull_start(sent, average, names, priority, False, False, prescale, postscale)
+            push_pull_start(sent, operation, names, priority, False, False, prescale, postscale)
         )
     return [
         compression.decompress(output, ctx)
@@ -276,13 +307,16 @@ def push_pull(
     version: int = 0,
     priority: int = 0,
     compression: Any = Compression.none,
+    op: ReduceOp | None = None,
 ) -> torch.Tensor:
     """The average (or sum) of the tensor over all ranks, as a new tensor; autograd passes through.
 
     Integers are averaged by floor division. Among tensors that wait, one with a larger ``priority``
-    is sent sooner. ``version`` is not used.
+    is sent sooner. ``op``, where given, is what is computed, whatever ``average`` says; minima,
+    maxima and products have no gradient and take no ``compression``. ``version`` is not used.
     """
-    return differentiable([tensor], average, [name], priority, compression)[0]
+    operation = operation_of(average, op)
+    return differentiable([tensor], operation, [name], priority, compression)[0]
 
 
 def push_pull_async(
@@ -291,9 +325,11 @@ def push_pull_async(
     name: str | None = None,
     version: int = 0,
     priority: int = 0,
+    op: ReduceOp | None = None,
 ) -> int:
     """:func:`push_pull` that does not wait. Leave the tensor unchanged until it is done."""
-    return push_pull_start([tensor], average, [name], priority, False, True)
+    operation = operation_of(average, op)
+    return push_pull_start([tensor], operation, [name], priority, False, True)
 
 
 def push_pull_inplace(
@@ -302,9 +338,10 @@ def push_pull_inplace(
     name: str | None = None,
     version: int = 0,
     priority: int = 0,
+    op: ReduceOp | None = None,
 ) -> torch.Tensor:
     """:func:`push_pull` into the tensor itself."""
-    synchronize(push_pull_async_inplace(tensor, average, name, version, priority))
+    synchronize(push_pull_async_inplace(tensor, average, name, version, priority, op))
     return tensor
 
 
@@ -314,9 +351,11 @@ def push_pull_async_inplace(
     name: str | None = None,
     version: int = 0,
     priority: int = 0,
+    op: ReduceOp | None = None,
 ) -> int:
     """:func:`push_pull` into the tensor itself, without waiting."""
-    return push_pull_start([tensor], average, [name], priority, True, True)
+    operation = operation_of(average, op)
+    return push_pull_start([tensor], operation, [name], priority, True, True)
 
 
 byteps_push_pull = push_pull_async_inplace
@@ -329,12 +368,14 @@ def push_pull_group(
     version: int = 0,
     priority: int = 0,
     compression: Any = Compression.none,
+    op: ReduceOp | None = None,
 ) -> list[torch.Tensor]:
     """:func:`push_pull` of several tensors at once.
 
     ``name`` is a list of names, or one that the tensors' indices are added to.
     """
-    return differentiable(tensors, average, names_of(name, len(tensors)), priority, compression)
+    names = names_of(name, len(tensors))
+    return differentiable(tensors, operation_of(average, op), names, priority, compression)
 
 
 def push_pull_group_async(
@@ -343,9 +384,11 @@ def push_pull_group_async(
     name: Any = None,
     version: int = 0,
     priority: int = 0,
+    op: ReduceOp | None = None,
 ) -> int:
     """:func:`push_pull_group` that does not wait: one handle for all."""
-    return push_pull_start(tensors, average, names_of(name, len(tensors)), priority, False, False)
+    names, operation = names_of(name, len(tensors)), operation_of(average, op)
+    return push_pull_start(tensors, operation, names, priority, False, False)
 
 
 def push_pull_group_inplace(
@@ -354,9 +397,10 @@ def push_pull_group_inplace(
     name: Any = None,
     version: int = 0,
     priority: int = 0,
+    op: ReduceOp | None = None,
 ) -> list[torch.Tensor]:
     """:func:`push_pull_group` into the tensors themselves."""
-    synchronize(push_pull_group_async_inplace(tensors, average, name, version, priority))
+    synchronize(push_pull_group_async_inplace(tensors, average, name, version, priority, op))
     return list(tensors)
 
 
@@ -366,9 +410,11 @@ def push_pull_group_async_inplace(
     name: Any = None,
     version: int = 0,
     priority: int = 0,
+    op: ReduceOp | None = None,
 ) -> int:
     """:func:`push_pull_group` into the tensors themselves, without waiting."""
-    return push_pull_start(tensors, average, names_of(name, len(tensors)), priority, True, False)
+    names, operation = names_of(name, len(tensors)), operation_of(average, op)
+    return push_pull_start(tensors, operation, names, priority, True, False)
 
 
 _group_lock = threading.Lock()
@@ -388,6 +434,7 @@ def push_pull_group_sync_inplace(
     name: str | None = None,
     version: int = 0,
     priority: int = 0,
+    op: ReduceOp | None = None,
 ) -> tuple[int, int]:
     """:func:`push_pull_async_inplace` that counts its calls: the handle, and which call it was.
 
@@ -395,7 +442,7 @@ def push_pull_group_sync_inplace(
     :func:`byteps_torch_set_num_grads`.
     """
     global _group_count
-    handle = push_pull_async_inplace(tensor, average, name, version, priority)
+    handle = push_pull_async_inplace(tensor, average, name, version, priority, op)
     with _group_lock:
         _group_count += 1
         count = _group_count

@@ -1,6 +1,6 @@
 """One group of ``torch.distributed``: each of its operations goes to the engine or to the fallback.
 
-The engine sums, averages and broadcasts among all ranks of its job. All-gathers, reductions to one
+The engine reduces and broadcasts among all ranks of its job. All-gathers, reductions to one
 rank and reduce-scatters are made of these. What is left goes to gloo (tensors in host memory) or
 NCCL (on a GPU), which the group owns.
 
@@ -44,6 +44,7 @@ _HAS_BACKENDS = _is_python_backend_possible()
 _BASE: Any = c10d.Backend if _HAS_BACKENDS else dist.ProcessGroup
 
 _SUM, _AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+_MIN, _MAX, _PRODUCT = dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT
 
 
 class _Exchange:
@@ -61,9 +62,9 @@ class _Exchange:
         self.memory: Tensors = []
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def sum(self, operation: str, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Sums or averages ``source`` over the ranks, into ``target`` of its type and size."""
-        kind = _kind_of_sum(operation, source.dtype, source.is_cuda, self.is_in_callback)
+    def reduce(self, operation: str, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Reduces ``source`` over the ranks, into ``target`` of its type and size."""
+        kind = _kind_of_reduction(operation, source.dtype, source.is_cuda, self.is_in_callback)
         self._add(kind, source.numel(), source, target)
 
     def broadcast(self, root: int, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -94,8 +95,23 @@ class _Exchange:
             self.items.append((tensor, begin + offset, end + offset, 0))
 
 
+def _operation_of(reduce_op: Any) -> str | None:
+    # Comparing is cheaper than a look-up: these objects of C++ are slow to hash.
+    if reduce_op == _SUM:
+        return "sum"
+    if reduce_op == _AVG:
+        return "average"
+    if reduce_op == _MAX:
+        return "max"
+    if reduce_op == _MIN:
+        return "min"
+    return "product" if reduce_op == _PRODUCT else None
+
+
 @functools.cache
-def _kind_of_sum(operation: str, dtype: torch.dtype, device: bool, is_in_callback: bool) -> Kind:
+def _kind_of_reduction(
+    operation: str, dtype: torch.dtype, device: bool, is_in_callback: bool
+) -> Kind:
     return Kind(operation, _tensors.DTYPES[dtype], device, is_in_callback=is_in_callback)
 
 
@@ -207,10 +223,9 @@ class _Group(_BASE):  # type: ignore[misc]
         self._flight.add(operation)
         return give(operation)
 
-    def _summed(self, tensors: Sequence[torch.Tensor], reduce_op: Any) -> str | None:
+    def _reduced(self, tensors: Sequence[torch.Tensor], reduce_op: Any) -> str | None:
         """What the engine calls this operation; None if it has it not for all of these tensors."""
-        # Comparing is cheaper than a look-up: these objects of C++ are slow to hash.
-        operation = "sum" if reduce_op == _SUM else "average" if reduce_op == _AVG else None
+        operation = _operation_of(reduce_op)
         if self._keys is None or operation is None:
             return None
         for tensor in tensors:
@@ -226,17 +241,17 @@ class _Group(_BASE):  # type: ignore[misc]
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Any:
         opts = opts or c10d.AllreduceOptions()
-        operation = self._summed(tensors, opts.reduceOp)
+        operation = self._reduced(tensors, opts.reduceOp)
         if operation is None:
             return self._else("allreduce", tensors[0], tensors, opts)
         exchange = self._exchange(tensors[0])
         for tensor in tensors:
-            exchange.sum(operation, tensor, tensor)
+            exchange.reduce(operation, tensor, tensor)
         return self._start("all_reduce", exchange, tensors, opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
         opts = opts or c10d.AllreduceCoalescedOptions()
-        if self._summed(tensors, opts.reduceOp) is None:
+        if self._reduced(tensors, opts.reduceOp) is None:
             return self._else("allreduce_coalesced", tensors[0], tensors, opts)
         return self.allreduce(tensors, opts)
 
@@ -251,14 +266,14 @@ class _Group(_BASE):  # type: ignore[misc]
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> Any:
         opts = opts or c10d.ReduceOptions()
-        operation = self._summed(tensors, opts.reduceOp)
+        operation = self._reduced(tensors, opts.reduceOp)
         if operation is None:
             return self._else("reduce", tensors[0], tensors, opts)
         exchange = self._exchange(tensors[0])
         for tensor in tensors:
             # The other ranks receive the sum too, and must keep what they had.
             kept = tensor if opts.rootRank == self._rank else _scratch(tensor)
-            exchange.sum(operation, tensor, kept)
+            exchange.reduce(operation, tensor, kept)
         return self._start("reduce", exchange, tensors, opts)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
@@ -320,20 +335,20 @@ class _Group(_BASE):  # type: ignore[misc]
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Any:
         opts = opts or c10d.ReduceScatterOptions()
         parts = [part for slots in inputs for part in slots]
-        operation = self._summed([*outputs, *parts], opts.reduceOp)
+        operation = self._reduced([*outputs, *parts], opts.reduceOp)
         if operation is None:
             return self._else("reduce_scatter", outputs[0], outputs, inputs, opts)
         exchange = self._exchange(outputs[0])
         for output, slots in zip(outputs, inputs, strict=True):
             for root, part in enumerate(slots):
-                exchange.sum(operation, part, output if root == self._rank else _scratch(part))
+                exchange.reduce(operation, part, output if root == self._rank else _scratch(part))
         return self._start("reduce_scatter", exchange, outputs, opts)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
     ) -> Any:
         opts = opts or c10d.ReduceScatterOptions()
-        if self._summed([output, input], opts.reduceOp) is None:
+        if self._reduced([output, input], opts.reduceOp) is None:
             return self._else_single(
                 "reduce_scatter_single", "_reduce_scatter_base", output, input, opts
             )
@@ -345,7 +360,7 @@ class _Group(_BASE):  # type: ignore[misc]
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Any:
         opts = opts or c10d.ReduceScatterOptions()
-        operation = self._summed([*outputs, *inputs], opts.reduceOp)
+        operation = self._reduced([*outputs, *inputs], opts.reduceOp)
         if operation is None:
             works = [
                 self.reduce_scatter_single(output, input, opts)
@@ -360,7 +375,7 @@ class _Group(_BASE):  # type: ignore[misc]
                     f"{self._size} times {output.numel()}"
                 )
             whole = _scratch(source)
-            exchange.sum(operation, source, whole)
+            exchange.reduce(operation, source, whole)
             after.append((output, whole.view(-1).chunk(self._size)[self._rank].view(output.shape)))
         return self._start("reduce_scatter_tensor", exchange, outputs, opts, after)
 
@@ -375,7 +390,7 @@ class _Group(_BASE):  # type: ignore[misc]
             return self._host_fallback.barrier(opts)
         token = torch.zeros(1, dtype=torch.int32)
         exchange = self._exchange(token)
-        exchange.sum("sum", token, token)
+        exchange.reduce("sum", token, token)
         return self._start("barrier", exchange, [token], opts)
 
     # The fallback
