@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import textwrap
@@ -121,3 +122,13 @@ def test_torch_without_the_backend(tmp_path):
     )
     assert run.returncode == 0, run.stderr
     assert not run.stderr.strip()
+
+
+def test_the_comparison_with_gloo_runs():
+    script = ROOT / "perf" / "beside_ddp.py"
+    sizes = ["--rounds", "1", "--layers", "2", "--width", "32", "--json", "16", "100000"]
+    lines = [line for line in torchrun(2, script, *sizes).splitlines() if line.startswith("{")]
+    small, large, training = map(json.loads, lines)
+    assert (small["size_bytes"], large["size_bytes"]) == (16, 100_000)
+    assert training["ddp_gradient_bytes"] == 4 * 2 * (32 * 32 + 32)
+    assert all(found["ratio"] > 0 for found in (small, large, training))
