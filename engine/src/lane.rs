@@ -4,6 +4,7 @@
 
 use crate::config::PayloadChecksum;
 use crate::limits::EVENTS_MAX;
+use crate::mem::Writable;
 use crate::transport::{
     DirectMemory, Driver, Event, Frame, Full, Landing, LaneId, Link, RegisterError, Transport,
     Waker,
@@ -100,10 +101,10 @@ impl Endpoint {
 
     /// See [`Driver::grants`].
     #[must_use]
-    pub fn grants(&self, lane: LaneId, at: *mut u8, length: usize) -> bool {
+    pub fn grants(&self, lane: LaneId, into: Writable) -> bool {
         let owner = self.owners.get(lane.0 as usize).copied().flatten();
         let transport = owner.and_then(|owner| self.transports.get(usize::from(owner)));
-        transport.is_some_and(|transport| transport.grants(lane, at, length))
+        transport.is_some_and(|transport| transport.grants(lane, into))
     }
 
     /// Whether payloads sent on this lane are to carry a checksum. A lane keeps its answer.
@@ -125,9 +126,9 @@ impl Endpoint {
     }
 
     /// See [`Driver::land`].
-    pub fn land(&mut self, lane: LaneId, landing: Landing, length: usize) {
+    pub fn land(&mut self, lane: LaneId, landing: Landing) {
         if let Some(transport) = self.owner(lane) {
-            transport.land(lane, landing, length);
+            transport.land(lane, landing);
         }
     }
 

@@ -158,8 +158,7 @@ fn make_shard(
     let mut memory = None;
     if is_shared {
         // Workers of this host read what is published where it was summed.
-        let shared = (arena.base().cast_const(), arena.reserved_bytes());
-        builder = builder.shm(Some(shared)).map_err(failed)?;
+        builder = builder.shm(Some(&arena)).map_err(failed)?;
         let memfd = arena.memfd().map(|memfd| memfd.try_clone_to_owned()).transpose();
         memory = memfd
             .map_err(|error| resource("a descriptor", &error))?

@@ -11,11 +11,11 @@ mod groups;
 pub use groups::{Groups, NumberSet, Turnout, Turnouts};
 
 use bps_engine::base::{DType, Key, Operation, Rank};
-use bps_engine::mem::{Claim, cache};
+use bps_engine::mem::{Claim, Readable, Writable, cache};
 use bps_engine::proto::messages::KeySpec;
 use bps_engine::reduce::Kernels;
 use bps_engine::transport::LaneId;
-use bps_engine::wire::crc32c_append;
+use bps_engine::wire::{crc32c, crc32c_append};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -66,7 +66,7 @@ pub struct Entry {
     /// Payloads of the open round that are in the accumulator.
     landed: u32,
     groups: Arc<Groups>,
-    /// Where the sum is. Nobody else has this memory.
+    /// Where the sum is. Its memory is the entry's alone, but for what it lends.
     accumulator: Claim,
 }
 
@@ -148,10 +148,49 @@ impl Entry {
         }
     }
 
-    /// Where the sum is: published from, and landed into.
+    /// The result of a published round, as many bytes as it has for this rank.
+    ///
+    /// # Safety
+    /// The claim stays mapped, and the entry begins no payload, until whoever reads the result is
+    /// done with it.
     #[must_use]
-    pub fn accumulator(&self) -> *mut u8 {
-        self.accumulator.as_ptr()
+    pub unsafe fn result(&self, rank: Rank) -> Readable {
+        let length = self.publication_bytes(rank);
+        assert!(
+            length <= self.accumulator.len(),
+            "{}: a result is no longer than its sum",
+            self.key
+        );
+        // SAFETY: the claim has so many bytes, which were zeros at first; the caller keeps them
+        // mapped and unchanged.
+        unsafe { Readable::new(self.accumulator.as_ptr().cast_const(), length) }
+    }
+
+    /// Where the first payload of a round lands.
+    ///
+    /// # Safety
+    /// [`begin`](Self::begin) has just said [`Take::Land`]. The claim stays mapped, and the entry
+    /// is given no payload and asked for no result, until the payload has landed.
+    #[must_use]
+    pub unsafe fn landing(&self) -> Writable {
+        assert!(self.bytes <= self.accumulator.len(), "{}: a payload fits its sum", self.key);
+        // SAFETY: the claim has so many bytes, which nobody else has, and the caller keeps it
+        // mapped and this entry from using it.
+        unsafe { Writable::new(self.accumulator.as_ptr(), self.bytes) }
+    }
+
+    /// The payload that was begun with [`Take::Land`] has landed. Returns its CRC-32C if it
+    /// `is_checked`, or the result's is wanted: where there is no other payload, that is the same.
+    pub fn landed(&mut self, is_checked: bool) -> Option<u32> {
+        if !is_checked && self.checksum.is_none() {
+            return None;
+        }
+        let at = self.accumulator.as_ptr().cast_const();
+        // SAFETY: the entry's own claim, of at least so many bytes (`landing`); who wrote them is
+        // done.
+        let checksum = crc32c(unsafe { std::slice::from_raw_parts(at, self.bytes) });
+        self.checksum = self.checksum.map(|_| checksum);
+        Some(checksum)
     }
 
     /// Bytes that this rank's contribution must have; `None` if it may not speak for its group: in
@@ -257,28 +296,23 @@ impl Entry {
     /// A piece of the active payload, `done` bytes of which came before it. The payload was divided
     /// by `scale`, which is 1 unless it [may be scaled](Self::may_be_scaled).
     ///
-    /// # Safety
-    /// `data` is valid for `length` bytes.
-    pub unsafe fn add_piece(
-        &mut self,
-        kernels: &Kernels,
-        done: usize,
-        data: *const u8,
-        length: usize,
-        scale: u32,
-    ) {
-        assert!(done + length <= self.bytes, "{}: a piece is beyond the payload", self.key);
+    /// # Panics
+    /// The payload has not so many bytes.
+    pub fn add_piece(&mut self, kernels: &Kernels, done: usize, piece: Readable, scale: u32) {
+        let (data, length) = (piece.as_ptr(), piece.len());
+        let fits = done.checked_add(length).is_some_and(|end| end <= self.bytes);
+        assert!(fits, "{}: a piece is beyond the payload", self.key);
         let size = self.dtype.size();
         let count = length / size;
         let wide = done / size * self.dtype.accumulator().size();
         let last = self.landed + 1 == self.payloads();
         let (reduction, dtype, divisor) = (self.operation.reduction(), self.dtype, self.divisor());
         // SAFETY: `done + length <= bytes`, so both offsets stay inside the accumulator (kept by
-        // `new`); `data` is the caller's promise. The narrow result at `done` never passes the wide
-        // input at `wide >= done`.
+        // `new`), which is lent to nobody while a payload comes in pieces; the piece was lent to
+        // us. The narrow result at `done` never passes the wide input at `wide >= done`.
         unsafe {
-            let accumulator = self.accumulator().add(wide);
-            let out = self.accumulator().add(done);
+            let accumulator = self.accumulator.as_ptr().add(wide);
+            let out = self.accumulator.as_ptr().add(done);
             if scale > 1 {
                 add_scaled(kernels, accumulator, data, count, scale, self.landed == 0);
                 if last {
@@ -367,7 +401,7 @@ impl Entry {
         // Workers on this host have read it in place: their copies of its first lines would hold up
         // the next round's first contribution.
         let length = self.accumulator.len().min(FETCH_BYTES);
-        cache::fetch_to_write(self.accumulator(), length);
+        cache::fetch_to_write(self.accumulator.as_ptr(), length);
         true
     }
 

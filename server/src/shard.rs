@@ -23,9 +23,9 @@ use bps_engine::reduce::{Kernels, kernels};
 use bps_engine::ring::Mpsc;
 use bps_engine::trace::counters::Counters;
 use bps_engine::trace::timeline::{Mark, Recorder};
-use bps_engine::transport::{Cause, Event, Frame, Grant, Landing, LaneId, Link, Waker};
+use bps_engine::transport::{Cause, Event, Frame, Grant, Landing, LaneId, Link, Piece, Waker};
 use bps_engine::wire::header::{FLAG_PAYLOAD_CHECKSUM, FLAG_SCALED, scale};
-use bps_engine::wire::{Header, Kind, RawHeader, crc32c, crc32c_append};
+use bps_engine::wire::{Header, Kind, RawHeader, crc32c_append};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
@@ -171,7 +171,7 @@ impl Shard {
                     self.on_header(lane, &header, carried.grant(), now);
                 }
                 Event::Landed { lane } => self.on_landed(lane),
-                Event::Piece { lane, data, length } => self.on_piece(lane, data, length),
+                Event::Piece { lane, piece } => self.on_piece(lane, piece),
                 Event::Sent { lane, token } => self.on_sent(lane, token),
                 Event::Answered { .. } => unreachable!("a server grants no memory"),
                 Event::Closed { lane, cause } => self.on_closed(lane, cause),
@@ -274,7 +274,7 @@ impl Shard {
                 entry.opened_at.get_or_insert(now);
                 if header.length == 0 {
                     entry.count_empty(header.rank);
-                    self.endpoint.land(lane, Landing::Pieces, 0);
+                    self.endpoint.land(lane, Landing::NOTHING);
                     self.publish_if_whole(index);
                 } else if entry.free() {
                     self.take(lane, index, header);
@@ -340,32 +340,40 @@ impl Shard {
         self.checksums |= checked;
         let entry = &mut self.entries[index];
         let (mark, landing) = match entry.begin(lane, self.checksums) {
-            Take::Land => (Mark::Taken, Landing::Into(entry.accumulator())),
-            Take::Pieces => (Mark::Adding, Landing::Pieces),
+            Take::Land => {
+                // SAFETY: just begun, and nothing else of the key is taken or published before the
+                // payload is whole (`Entry::free`, `Entry::is_whole`). The claim is given back only
+                // once the round is over, or all lanes of the membership have closed; and the
+                // endpoint is dropped before the entries and their arena.
+                (Mark::Taken, Landing::Into(unsafe { entry.landing() }))
+            }
+            Take::Pieces => (Mark::Adding, Landing::Pieces(header.length as usize)),
         };
         self.trace.frame(mark, &header);
         if let Some(session) = &mut self.sessions[lane.0 as usize] {
             session.checks |= checked;
             session.receiving = Receiving::Payload { entry: index, header, done: 0, checksum: 0 };
         }
-        self.endpoint.land(lane, landing, header.length as usize);
+        self.endpoint.land(lane, landing);
     }
 
-    fn on_piece(&mut self, lane: LaneId, data: *const u8, length: usize) {
+    fn on_piece(&mut self, lane: LaneId, piece: Piece) {
         let Some(session) = &mut self.sessions[lane.0 as usize] else { return };
         let Receiving::Payload { entry, header, done, checksum } = &mut session.receiving else {
             return;
         };
         let index = *entry;
+        let length = piece.len();
+        // SAFETY: it came with the last poll, its lane was not closed since (which ends what is
+        // received), and it is consumed below, after the last use of the value.
+        let piece = unsafe { piece.lend() };
         if header.flags & FLAG_PAYLOAD_CHECKSUM != 0 {
-            // SAFETY: the transport keeps a piece valid for its length until `consume`.
-            let piece = unsafe { std::slice::from_raw_parts(data, length) };
-            *checksum = crc32c_append(*checksum, piece);
+            // SAFETY: as long as the piece is not consumed, nobody in this process writes it.
+            *checksum = crc32c_append(*checksum, unsafe { piece.bytes() });
         }
         self.trace.piece(Mark::PieceBegins, header, length);
         let scale = if header.flags & FLAG_SCALED == 0 { 1 } else { scale(header.contributors) };
-        // SAFETY: the piece is valid for `length` bytes until `consume`, as the transport promises.
-        unsafe { self.entries[index].add_piece(self.kernels, *done, data, length, scale) };
+        self.entries[index].add_piece(self.kernels, *done, piece, scale);
         self.trace.piece(Mark::PieceEnds, header, length);
         *done += length;
         let whole = *done == header.length as usize;
@@ -380,14 +388,9 @@ impl Shard {
         let Receiving::Payload { entry, header, checksum, .. } = &mut session.receiving else {
             return;
         };
-        let entry = &mut self.entries[*entry];
-        if header.flags & FLAG_PAYLOAD_CHECKSUM != 0 || entry.checksum.is_some() {
-            let accumulator = entry.accumulator().cast_const();
-            // SAFETY: the accumulator is as long as the payload that has just landed in it.
-            let landed = unsafe { std::slice::from_raw_parts(accumulator, header.length as usize) };
-            *checksum = crc32c(landed);
-            // Where it is the only contribution, it is the result.
-            entry.checksum = entry.checksum.map(|_| *checksum);
+        let is_checked = header.flags & FLAG_PAYLOAD_CHECKSUM != 0;
+        if let Some(landed) = self.entries[*entry].landed(is_checked) {
+            *checksum = landed;
         }
         self.end_payload(lane);
     }
@@ -477,7 +480,7 @@ impl Shard {
             (header.key, header.round) = (key, round);
             header.flags = FLAG_PAYLOAD_CHECKSUM;
         }
-        let frame = Frame::new(header.encode(), std::ptr::null(), 0, REFUSED);
+        let frame = Frame::bare(header.encode(), REFUSED);
         if self.endpoint.post(lane, &frame).is_err() {
             self.endpoint.close(lane);
         }

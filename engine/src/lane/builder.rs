@@ -7,6 +7,7 @@
 
 use super::Endpoint;
 use crate::config::Config;
+use crate::mem::Arena;
 use crate::transport::rdma::{Rails, Rdma};
 use crate::transport::shm::Shm;
 use crate::transport::tcp::{Tcp, TcpError};
@@ -110,18 +111,15 @@ impl<'config> EndpointBuilder<'config> {
         Ok(self)
     }
 
-    /// Adds shared memory. `shared` is the arena whose memfd peers map, as base and bytes: payloads
-    /// in it are sent by reference.
+    /// Adds shared memory. `shared` is the arena whose memfd peers map: payloads in it are sent by
+    /// reference.
     ///
     /// # Errors
     /// No file descriptor is left.
-    pub fn shm(
-        mut self,
-        shared: Option<(*const u8, usize)>,
-    ) -> Result<EndpointBuilder<'config>, BuildError> {
+    pub fn shm(mut self, shared: Option<&Arena>) -> Result<EndpointBuilder<'config>, BuildError> {
         let mut shm = Shm::new(self.waker.clone()).map_err(BuildError::Shm)?;
-        if let Some((base, bytes)) = shared {
-            shm.share(base, bytes);
+        if let Some(arena) = shared {
+            shm.share(arena);
         }
         self.transports.push(Transport::Shm(shm));
         Ok(self)

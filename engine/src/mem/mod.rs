@@ -1,14 +1,17 @@
 //! Memory that the data path uses: reserved, claimed and touched before the first round, so that
-//! nothing on it allocates or faults; and the sum of it, known and checked at start.
+//! nothing on it allocates or faults; the sum of it, known and checked at start; and the types by
+//! which it is lent.
 
 mod arena;
 mod budget;
 pub mod cache;
 mod headroom;
+mod lent;
 
 pub use arena::{Arena, Claim, Options};
 pub use budget::Budget;
 pub use headroom::{Headroom, check_locked};
+pub use lent::{Readable, Writable};
 
 use std::path::PathBuf;
 

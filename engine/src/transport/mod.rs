@@ -11,8 +11,7 @@
 //!    costs the transport nothing.
 //! 2. With [`Landing::Into`] the payload lands in the caller's memory and [`Event::Landed`] says
 //!    that it is whole. With [`Landing::Pieces`] it passes in order through memory of the
-//!    transport: each [`Event::Piece`] is valid until [`Driver::consume`], which lets the next one
-//!    come.
+//!    transport: each [`Piece`] is valid until [`Driver::consume`], which lets the next one come.
 //! 3. The next header follows. A payload of length 0 brings no event of its own.
 //!
 //! # How bytes go out
@@ -20,6 +19,12 @@
 //! payload's memory must stay unchanged until [`Event::Sent`] returns the frame's token: every
 //! posted frame is answered by exactly one `Sent`, in order, unless the lane closes first. Frames
 //! of a lane arrive whole and in the order of their posting.
+//!
+//! # Whose memory it is
+//! What a caller hands over is [`Readable`] or [`Writable`], whose makers have promised that it may
+//! be used. The transport is done with a payload when it says `Sent`, with a landing when it says
+//! `Landed`, with the place of an answer when it says `Answered` or declines it, and with all of
+//! them when it says `Closed`.
 //!
 //! # Answers that go straight to where they belong
 //! A frame may say where its answer may land ([`Answer::Wanted`]), if [`Driver::grants`] says
@@ -32,12 +37,14 @@
 //! # How a lane ends
 //! [`Event::Closed`] is the last event of a lane, once, after which the transport and the kernel
 //! hold none of the caller's memory, and the id may be attached again. Frames that had not been
-//! sent are dropped.
+//! sent are dropped. Once this end has called [`Driver::close`], no header, landing or piece comes
+//! any more.
 //!
 //! `post`, `land` and `consume` only take note; the work is done in `poll`, which submits
 //! everything in one batch.
 
 use crate::limits::EVENTS_MAX;
+use crate::mem::{Readable, Writable};
 use crate::wire::RawHeader;
 use std::ptr::NonNull;
 use std::time::Duration;
@@ -84,13 +91,11 @@ impl Grant {
 pub enum Answer {
     /// Nothing.
     No,
-    /// The answer to this frame, of so many bytes, may be written straight to this memory, for
-    /// which [`Driver::grants`] has just said yes. [`Event::Answered`] brings the token.
+    /// The answer to this frame may be written straight to this memory, as many bytes as it has.
+    /// [`Driver::grants`] has just said yes to it. [`Event::Answered`] brings the token.
     Wanted {
-        /// First byte.
-        at: *mut u8,
-        /// Bytes.
-        length: usize,
+        /// Where, and of how many bytes.
+        into: Writable,
         /// Returned by [`Event::Answered`].
         token: u64,
     },
@@ -121,12 +126,10 @@ impl Carried {
 /// A frame to send.
 #[derive(Clone, Copy, Debug)]
 pub struct Frame {
-    /// Sent first, copied by `post`.
+    /// Sent first, copied by `post`. It must say how long the payload is.
     pub header: RawHeader,
-    /// First byte of the payload; may dangle if `length` is 0.
-    pub payload: *const u8,
-    /// Bytes of payload; the header must say the same.
-    pub length: usize,
+    /// Sent behind it. The transport reads it until [`Event::Sent`].
+    pub payload: Readable,
     /// Returned by [`Event::Sent`].
     pub token: u64,
     /// Whether its answer may be written straight to memory, or it is such an answer.
@@ -136,21 +139,85 @@ pub struct Frame {
 impl Frame {
     /// A frame whose answer, if there is one, comes as any other.
     #[must_use]
-    pub fn new(header: RawHeader, payload: *const u8, length: usize, token: u64) -> Frame {
-        Frame { header, payload, length, token, answer: Answer::No }
+    pub fn new(header: RawHeader, payload: Readable, token: u64) -> Frame {
+        Frame { header, payload, token, answer: Answer::No }
+    }
+
+    /// A frame without a payload.
+    #[must_use]
+    pub fn bare(header: RawHeader, token: u64) -> Frame {
+        Frame::new(header, Readable::EMPTY, token)
     }
 }
 
-/// Where a payload goes.
+/// Where a payload goes, and how long it is.
 #[derive(Clone, Copy, Debug)]
 pub enum Landing {
-    /// To this address, which the caller keeps valid for the whole length until `Landed` or
-    /// `Closed`.
-    Into(*mut u8),
-    /// Past the caller in pieces, in memory of the transport that is aligned to
+    /// To this memory, which it fills. The transport writes it until [`Event::Landed`].
+    Into(Writable),
+    /// So many bytes, past the caller in pieces, in memory of the transport that is aligned to
     /// [`ALIGNMENT`](crate::limits::ALIGNMENT). Every piece but the last is a multiple of that
     /// long.
-    Pieces,
+    Pieces(usize),
+}
+
+impl Landing {
+    /// That of a header without a payload.
+    pub const NOTHING: Landing = Landing::Pieces(0);
+
+    /// Bytes of the payload.
+    #[must_use]
+    pub fn length(&self) -> usize {
+        match self {
+            Landing::Into(memory) => memory.len(),
+            Landing::Pieces(length) => *length,
+        }
+    }
+}
+
+/// A run of bytes of a payload, in memory of the transport.
+#[derive(Clone, Copy, Debug)]
+pub struct Piece {
+    data: *const u8,
+    length: usize,
+}
+
+// SAFETY: what `Piece::new` asks of its caller does not depend on the thread that reads.
+unsafe impl Send for Piece {}
+// SAFETY: a shared reference gives what a copy gives, and a copy may go to any thread.
+unsafe impl Sync for Piece {}
+
+impl Piece {
+    /// # Safety
+    /// Until the lane's [`Driver::consume`], or the first poll after its [`Driver::close`], the
+    /// bytes are initialised and valid for reads, and this process does not write them.
+    unsafe fn new(data: *const u8, length: usize) -> Piece {
+        Piece { data, length }
+    }
+
+    /// The first byte.
+    #[must_use]
+    pub fn as_ptr(&self) -> *const u8 {
+        self.data
+    }
+
+    /// How many bytes, of which there are always some.
+    #[must_use]
+    #[allow(clippy::len_without_is_empty, reason = "a piece is never empty")]
+    pub fn len(&self) -> usize {
+        self.length
+    }
+
+    /// The bytes, to be read.
+    ///
+    /// # Safety
+    /// Every holder of the value is done with it when the caller passes the lane to
+    /// [`Driver::consume`], or polls after it has passed the lane to [`Driver::close`].
+    #[must_use]
+    pub unsafe fn lend(&self) -> Readable {
+        // SAFETY: valid until then, as `new` was promised.
+        unsafe { Readable::new(self.data, self.length) }
+    }
 }
 
 /// What happened on a lane.
@@ -181,10 +248,8 @@ pub enum Event {
     Piece {
         /// The lane.
         lane: LaneId,
-        /// First byte, valid until `consume`.
-        data: *const u8,
-        /// Bytes here.
-        length: usize,
+        /// Its bytes.
+        piece: Piece,
     },
     /// The memory of this posted frame is the caller's again.
     Sent {
@@ -331,8 +396,8 @@ pub trait Driver {
     /// frames, or the transport has no room for its payload.
     fn post(&mut self, lane: LaneId, frame: &Frame) -> Result<(), Full>;
 
-    /// Answers [`Event::Header`]: `length` bytes of payload follow and go to `landing`.
-    fn land(&mut self, lane: LaneId, landing: Landing, length: usize);
+    /// Answers [`Event::Header`]: a payload follows, and goes there.
+    fn land(&mut self, lane: LaneId, landing: Landing);
 
     /// Answers [`Event::Piece`]: its memory is the transport's again.
     fn consume(&mut self, lane: LaneId);
@@ -399,7 +464,7 @@ pub trait Driver {
 
     /// Whether a frame that is posted on this lane next may ask for its answer straight into this
     /// memory. Where a peer can't write by itself, no.
-    fn grants(&self, _lane: LaneId, _at: *mut u8, _length: usize) -> bool {
+    fn grants(&self, _lane: LaneId, _into: Writable) -> bool {
         false
     }
 }
@@ -437,8 +502,8 @@ impl Driver for Transport {
     fn post(&mut self, lane: LaneId, frame: &Frame) -> Result<(), Full> {
         dispatch!(self, driver => driver.post(lane, frame))
     }
-    fn land(&mut self, lane: LaneId, landing: Landing, length: usize) {
-        dispatch!(self, driver => driver.land(lane, landing, length))
+    fn land(&mut self, lane: LaneId, landing: Landing) {
+        dispatch!(self, driver => driver.land(lane, landing))
     }
     fn consume(&mut self, lane: LaneId) {
         dispatch!(self, driver => driver.consume(lane))
@@ -472,7 +537,7 @@ impl Driver for Transport {
     fn forget_memory(&mut self) -> Option<String> {
         dispatch!(self, driver => driver.forget_memory())
     }
-    fn grants(&self, lane: LaneId, at: *mut u8, length: usize) -> bool {
-        dispatch!(self, driver => driver.grants(lane, at, length))
+    fn grants(&self, lane: LaneId, into: Writable) -> bool {
+        dispatch!(self, driver => driver.grants(lane, into))
     }
 }

@@ -14,6 +14,7 @@ use crate::{Outcome, bare};
 use bps_engine::config::{Idle, TcpDriver};
 use bps_engine::harness::{Idler, Step};
 use bps_engine::limits::{EVENTS_MAX, HEADER_BYTES, PART_BYTES_MAX};
+use bps_engine::mem::{Readable, Writable};
 use bps_engine::transport::rdma::{self, Rails, Rdma, RdmaOptions};
 use bps_engine::transport::shm::{self, Shm, ShmOptions};
 use bps_engine::transport::tcp::Tcp;
@@ -294,8 +295,9 @@ impl End {
     }
 
     fn post(&mut self) -> bool {
-        let (payload, length) = (self.buffer.as_ptr(), self.buffer.len());
-        let frame = Frame::new([7; HEADER_BYTES], payload, length, 0);
+        // SAFETY: the buffer lives longer than the transport. It may be landed in meanwhile, where
+        // nobody looks at what is in it.
+        let frame = Frame::new([7; HEADER_BYTES], unsafe { Readable::of(&self.buffer) }, 0);
         let taken = self.transport.post(LANE, &frame).is_ok();
         self.posted += usize::from(taken);
         taken
@@ -318,15 +320,16 @@ impl End {
             match *event {
                 Event::Header { .. } if self.plan.pieces => {
                     self.rest = self.plan.size;
-                    self.transport.land(LANE, Landing::Pieces, self.plan.size);
+                    self.transport.land(LANE, Landing::Pieces(self.plan.size));
                 }
                 Event::Header { .. } => {
-                    let to = self.buffer.as_mut_ptr();
-                    self.transport.land(LANE, Landing::Into(to), self.plan.size);
+                    // SAFETY: the buffer lives longer than the transport, and is not read here.
+                    let to = unsafe { Writable::of(&mut self.buffer) };
+                    self.transport.land(LANE, Landing::Into(to));
                 }
                 Event::Landed { .. } => self.received += 1,
-                Event::Piece { length, .. } => {
-                    self.rest -= length;
+                Event::Piece { piece, .. } => {
+                    self.rest -= piece.len();
                     self.received += usize::from(self.rest == 0);
                     self.transport.consume(LANE);
                 }

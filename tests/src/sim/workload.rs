@@ -456,7 +456,7 @@ fn push(
     worker.push(Command::Push {
         tensor: item.id,
         // SAFETY: the flight keeps both until the handle is over, or its job is.
-        memory: unsafe { Memory::new(from, target.as_mut_ptr()) },
+        memory: unsafe { Memory::new(from, target.as_mut_ptr(), target.len()) },
         priority: i64::try_from(random.below(5)).unwrap_or(0) - 2,
         task,
     });

@@ -4,6 +4,7 @@
 
 use super::each;
 use super::traffic::PATIENCE;
+use bps_engine::mem::{Readable, Writable};
 use bps_engine::transport::{
     Answer, Carried, Driver, Event, Frame, Grant, Landing, LaneId, Transport,
 };
@@ -27,10 +28,11 @@ enum Told {
 fn answers_come_where_they_were_granted_and_in_order() {
     each(|world| {
         let mut landing = vec![0u8; BYTES];
-        let at = landing.as_mut_ptr();
+        // SAFETY: it is looked at once the answer is whole.
+        let into = unsafe { Writable::of(&mut landing) };
         let (mut left, mut right) = world.pair(1);
         let Transport::Rdma(driver) = &mut left.driver else {
-            assert!(!left.driver.grants(LANE, at, BYTES), "nobody else writes there by himself");
+            assert!(!left.driver.grants(LANE, into), "nobody else writes there by himself");
             return;
         };
         // SAFETY: the memory outlives the driver, which is dropped at the end.
@@ -40,9 +42,9 @@ fn answers_come_where_they_were_granted_and_in_order() {
         let result = world.arena().map_or(own.as_ptr().cast_mut(), |(at, _)| at);
         let is_straight = world.arena().is_some();
         for round in 1..=5u8 {
-            assert!(left.driver.grants(LANE, at, BYTES));
-            let answer = Answer::Wanted { at, length: BYTES, token: round.into() };
-            let ask = Frame::new([round; 64], std::ptr::null(), 0, 0);
+            assert!(left.driver.grants(LANE, into));
+            let answer = Answer::Wanted { into, token: round.into() };
+            let ask = Frame::bare([round; 64], 0);
             left.driver.post(LANE, &Frame { answer, ..ask }).unwrap();
             // SAFETY: nothing is under way that reads it.
             unsafe { result.write_bytes(round, BYTES) };
@@ -62,11 +64,11 @@ fn answers_come_where_they_were_granted_and_in_order() {
                     match *event {
                         Event::Header { carried: Carried::Declined(token), .. } => {
                             told.push(Told::Declined(token));
-                            left.driver.land(LANE, Landing::Into(at), BYTES);
+                            left.driver.land(LANE, Landing::Into(into));
                         }
                         Event::Header { header, .. } => {
                             told.push(Told::Header(header[0]));
-                            left.driver.land(LANE, Landing::Pieces, 0);
+                            left.driver.land(LANE, Landing::NOTHING);
                         }
                         Event::Landed { .. } => told.push(Told::Landed),
                         Event::Answered { token, .. } => told.push(Told::Answered(token)),
@@ -78,7 +80,9 @@ fn answers_come_where_they_were_granted_and_in_order() {
                     match *event {
                         Event::Header { carried, .. } => {
                             let grant = carried.grant().expect("it was granted");
-                            right.driver.land(LANE, Landing::Pieces, 0);
+                            right.driver.land(LANE, Landing::NOTHING);
+                            // SAFETY: nobody writes it before it is sent.
+                            let result = unsafe { Readable::new(result, BYTES) };
                             respond(&mut right.driver, result, grant);
                         }
                         Event::Sent { .. } => sent += 1,
@@ -98,10 +102,10 @@ fn answers_come_where_they_were_granted_and_in_order() {
 }
 
 /// Posts the answer, between two other frames.
-fn respond(driver: &mut Transport, result: *const u8, grant: Grant) {
+fn respond(driver: &mut Transport, result: Readable, grant: Grant) {
     assert_eq!(grant.length(), BYTES);
-    let answer = Frame::new([150; 64], result, BYTES, 0);
-    let other = |mark| Frame::new([mark; 64], std::ptr::null(), 0, 0);
+    let answer = Frame::new([150; 64], result, 0);
+    let other = |mark| Frame::bare([mark; 64], 0);
     let answer = Frame { answer: Answer::To(grant), ..answer };
     for frame in [other(100), answer, other(200)] {
         driver.post(LANE, &frame).unwrap();

@@ -200,7 +200,7 @@ impl World {
         // A driver without lanes registers nothing.
         match (&self.arena, &mut right.driver) {
             (Some((arena, _)), Transport::Shm(driver)) => {
-                driver.share(arena.base(), arena.reserved_bytes());
+                driver.share(arena);
             }
             (Some((arena, _)), Transport::Rdma(driver)) => {
                 let base = NonNull::new(arena.base()).unwrap();

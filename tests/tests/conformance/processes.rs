@@ -3,6 +3,7 @@
 use super::makers::{Kind, Node, World};
 use super::sleeping::{LONG, echo, round_trip};
 use super::traffic::header;
+use bps_engine::mem::Readable;
 use bps_engine::transport::shm::{self, ShmOptions};
 use bps_engine::transport::{Cause, Driver, Event, Frame, LaneId, Link};
 use std::os::fd::{AsFd, OwnedFd};
@@ -52,7 +53,8 @@ fn a_killed_process_ends_its_lanes() {
     let mut memory = vec![0u8; LENGTH];
     let post = |node: &mut Node| {
         let header = header(0, LENGTH);
-        let frame = Frame::new(header, payload.as_ptr(), LENGTH, 0);
+        // SAFETY: nobody writes it.
+        let frame = Frame::new(header, unsafe { Readable::of(&payload) }, 0);
         node.driver.post(LANE, &frame).unwrap();
     };
     for _ in 0..20 {

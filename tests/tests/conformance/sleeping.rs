@@ -3,6 +3,7 @@
 use super::each;
 use super::makers::{Kind, Node, World};
 use super::traffic::header;
+use bps_engine::mem::{Readable, Writable};
 use bps_engine::transport::{Driver, Event, Frame, Landing, LaneId, Link};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
@@ -82,11 +83,14 @@ pub fn echo(node: &mut Node, length: usize) {
         for event in events {
             match event {
                 Event::Header { lane, .. } => {
-                    node.driver.land(lane, Landing::Into(memory.as_mut_ptr()), length);
+                    // SAFETY: it is left alone until the payload has landed.
+                    let into = unsafe { Writable::of(&mut memory) };
+                    node.driver.land(lane, Landing::Into(into));
                 }
                 Event::Landed { lane } => {
                     let header = header(0, length);
-                    let frame = Frame::new(header, memory.as_ptr(), length, 0);
+                    // SAFETY: the next payload comes once this one has been sent.
+                    let frame = Frame::new(header, unsafe { Readable::of(&memory) }, 0);
                     node.driver.post(lane, &frame).unwrap();
                 }
                 Event::Closed { .. } => return,
@@ -115,7 +119,8 @@ fn traffic_wakes_both_ends() {
                 for round in 0..rounds {
                     memory.fill(0);
                     let header = header(u64::from(round), length);
-                    let frame = Frame::new(header, payload.as_ptr(), length, 0);
+                    // SAFETY: nobody writes it.
+                    let frame = Frame::new(header, unsafe { Readable::of(&payload) }, 0);
                     left.driver.post(LANE, &frame).unwrap();
                     round_trip(&mut left, &mut memory);
                     assert!(memory == payload, "round {round}");
@@ -140,7 +145,9 @@ pub fn round_trip(node: &mut Node, memory: &mut [u8]) {
         for event in events {
             match event {
                 Event::Header { lane, .. } => {
-                    node.driver.land(lane, Landing::Into(memory.as_mut_ptr()), memory.len());
+                    // SAFETY: it is left alone until the payload has landed.
+                    let into = unsafe { Writable::of(memory) };
+                    node.driver.land(lane, Landing::Into(into));
                 }
                 Event::Landed { .. } => is_landed = true,
                 Event::Sent { .. } => is_sent = true,

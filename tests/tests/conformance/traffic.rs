@@ -4,8 +4,9 @@
 use super::makers::{Node, World};
 use bps_engine::base::{DType, Epoch, Key, Rank, Round};
 use bps_engine::limits::ALIGNMENT;
+use bps_engine::mem::{Readable, Writable};
 use bps_engine::transport::sim::Random;
-use bps_engine::transport::{Cause, Driver, Event, Frame, Full, Landing, LaneId};
+use bps_engine::transport::{Cause, Driver, Event, Frame, Full, Landing, LaneId, Piece};
 use bps_engine::wire::{Header, Kind as FrameKind, RawHeader};
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -76,8 +77,7 @@ enum Reading {
     Held {
         length: usize,
         done: usize,
-        at: *const u8,
-        count: usize,
+        piece: Piece,
     },
 }
 
@@ -248,7 +248,9 @@ impl Party {
             }
             let buffer = self.buffer(sequence, length);
             let token = sequence * 3 + 7;
-            let frame = Frame::new(header(sequence, length), buffer.at, length, token);
+            // SAFETY: the buffer is kept, and unchanged, until it is sent or its lane is gone.
+            let payload = unsafe { Readable::new(buffer.at, length) };
+            let frame = Frame::new(header(sequence, length), payload, token);
             match self.node.driver.post(lane, &frame) {
                 Ok(()) => {
                     let port = &mut self.ports[index];
@@ -310,7 +312,8 @@ impl Party {
                 let guards = before.iter().chain(after).all(|byte| *byte == GUARD);
                 assert!(guards, "frame {sequence} of {length} bytes wrote outside its landing");
             }
-            Event::Piece { data, length: count, .. } => {
+            Event::Piece { piece, .. } => {
+                let (data, count) = (piece.as_ptr(), piece.len());
                 let Reading::Pieces { length, done } = port.reading else {
                     panic!("a piece that nobody asked for")
                 };
@@ -318,7 +321,7 @@ impl Party {
                 assert!(data.addr().is_multiple_of(ALIGNMENT), "a piece is not aligned");
                 let last = done + count == length;
                 assert!(last || count.is_multiple_of(ALIGNMENT), "an odd piece of {count} bytes");
-                port.reading = Reading::Held { length, done, at: data, count };
+                port.reading = Reading::Held { length, done, piece };
                 port.patience = late;
                 self.respond(index);
             }
@@ -357,8 +360,9 @@ impl Party {
             Reading::Asked { length } => {
                 let mut memory = vec![GUARD; length + 2 * GUARD_BYTES];
                 let shift = 1 + self.random.index(GUARD_BYTES);
-                let target = memory.as_mut_ptr().wrapping_add(shift);
-                let landing = if pieces { Landing::Pieces } else { Landing::Into(target) };
+                // SAFETY: looked at once the payload has landed, or the lane is gone.
+                let into = unsafe { Writable::of(&mut memory[shift..][..length]) };
+                let landing = if pieces { Landing::Pieces(length) } else { Landing::Into(into) };
                 let lane = port.lane;
                 port.reading = match length {
                     0 => Reading::Idle,
@@ -366,12 +370,12 @@ impl Party {
                     _ => Reading::Landing { memory, shift, length },
                 };
                 port.received += u64::from(length == 0);
-                self.node.driver.land(lane, landing, length);
+                self.node.driver.land(lane, landing);
             }
-            Reading::Held { length, done, at, count } => {
+            Reading::Held { length, done, piece } => {
                 let (sequence, lane) = (port.received, port.lane);
-                // SAFETY: the transport keeps a piece valid until `consume`, which comes below.
-                let piece = unsafe { std::slice::from_raw_parts(at, count) };
+                // SAFETY: it is consumed below, once its bytes have been compared.
+                let (piece, count) = (unsafe { piece.lend().bytes() }, piece.len());
                 let right = piece == &self.payload(sequence, length)[done..done + count];
                 assert!(right, "frame {sequence} is wrong between {done} and {}", done + count);
                 let port = &mut self.ports[index];

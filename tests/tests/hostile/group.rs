@@ -6,6 +6,7 @@ mod column;
 use bps_engine::base::{DType, Epoch, Key, Operation, Rank, Round};
 use bps_engine::config::PayloadChecksum;
 use bps_engine::lane::Endpoint;
+use bps_engine::mem::Readable;
 use bps_engine::proto::messages::{Neighbour, Roster};
 use bps_engine::proto::pulse::Pulse;
 use bps_engine::ring::Mpsc;
@@ -166,7 +167,7 @@ impl Pair {
         let task = Arc::new(Task::default());
         self.handles.push(Handle::of(&task));
         // SAFETY: the pair keeps the values, and nobody uses them before the task is finished.
-        let memory = unsafe { Memory::new(target.cast_const(), target) };
+        let memory = unsafe { Memory::new(target.cast_const(), target, BYTES) };
         let push = Command::Push { tensor, memory, priority: 0, task };
         assert!(self.commands.push(push).is_ok(), "a short queue");
     }
@@ -174,7 +175,8 @@ impl Pair {
     /// The bad rank posts a frame; whether there was room for it.
     fn send_raw(&mut self, header: RawHeader, length: usize) -> bool {
         let payload = vec![1u8; length];
-        let frame = Frame::new(header, payload.as_ptr(), length, 0);
+        // SAFETY: the pair keeps it, and nobody writes it.
+        let frame = Frame::new(header, unsafe { Readable::of(&payload) }, 0);
         self.memory.push(payload);
         self.bad.as_mut().is_some_and(|bad| bad.post(LANE, &frame).is_ok())
     }
@@ -195,14 +197,13 @@ impl Pair {
             match event {
                 Event::Header { header, .. } => {
                     let header = Header::decode(&header).expect("the good rank is good");
-                    bad.land(LANE, Landing::Pieces, header.length as usize);
+                    bad.land(LANE, Landing::Pieces(header.length as usize));
                     self.heard.push(header);
                     self.payload.clear();
                 }
-                Event::Piece { data, length, .. } => {
-                    // SAFETY: the transport keeps a piece valid until it is consumed.
-                    let piece = unsafe { std::slice::from_raw_parts(data, length) };
-                    self.payload.extend_from_slice(piece);
+                Event::Piece { piece, .. } => {
+                    // SAFETY: it is consumed below, once its bytes have been copied.
+                    self.payload.extend_from_slice(unsafe { piece.lend().bytes() });
                     bad.consume(LANE);
                 }
                 Event::Closed { .. } => self.bad = None,

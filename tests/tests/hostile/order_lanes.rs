@@ -41,8 +41,8 @@ impl Pair {
         Pair { network, lanes, bad, heard: Vec::new(), said: Vec::new(), is_closed: false }
     }
 
-    fn send(&mut self, header: &Header, payload: &[u8]) {
-        let frame = Frame::new(header.encode(), payload.as_ptr(), payload.len(), 0);
+    fn send(&mut self, header: &Header, payload: &'static [u8]) {
+        let frame = Frame::new(header.encode(), payload.into(), 0);
         assert!(self.bad.post(LANE, &frame).is_ok(), "there is room");
         self.settle();
     }
@@ -57,7 +57,7 @@ impl Pair {
                 match event {
                     Event::Header { lane, header, .. } => {
                         self.said.push(Header::decode(&header).expect("a good header"));
-                        self.bad.land(lane, Landing::Pieces, 0);
+                        self.bad.land(lane, Landing::NOTHING);
                     }
                     Event::Closed { .. } => self.is_closed = true,
                     _ => {}
@@ -102,7 +102,7 @@ fn what_is_said_comes_in_order_and_a_goodbye_is_the_last_of_it() {
 
 #[test]
 fn a_rank_that_dies_or_says_what_is_no_word_is_named() {
-    let payload = [1u8; 8];
+    static PAYLOAD: [u8; 8] = [1; 8];
     let bad = [
         ("a payload", Header { length: 8, ..word(Kind::GpuReady, 1) }),
         ("epoch", Header { epoch: Epoch(8), ..word(Kind::GpuReady, 1) }),
@@ -111,7 +111,7 @@ fn a_rank_that_dies_or_says_what_is_no_word_is_named() {
     ];
     for (text, header) in bad {
         let mut pair = Pair::new(2);
-        pair.send(&header, &payload[..header.length as usize]);
+        pair.send(&header, &PAYLOAD[..header.length as usize]);
         pair.settle();
         let [Heard::Corrupt { from: BAD, message }] = &pair.heard[..] else {
             panic!("{text}: {:?}", pair.heard)
@@ -129,7 +129,7 @@ fn a_rank_that_dies_or_says_what_is_no_word_is_named() {
         for _ in 0..3 {
             let mut header = word(KINDS[random.index(5)], random.below(9)).encode();
             header[random.index(header.len())] ^= 1 << random.index(8);
-            let _ = pair.bad.post(LANE, &Frame::new(header, payload.as_ptr(), 0, 0));
+            let _ = pair.bad.post(LANE, &Frame::bare(header, 0));
         }
         for _ in 0..20 {
             pair.lanes.poll(&mut pair.heard);

@@ -5,6 +5,7 @@
 mod answers;
 
 use bps_engine::config::{Config, TransportChoice};
+use bps_engine::mem::{Readable, Writable};
 use bps_engine::transport::rdma::{self, Counters, GpuMemory, Rails, Rdma, RdmaError, RdmaOptions};
 use bps_engine::transport::{
     Answer, Cause, Driver, Event, Frame, Grant, Landing, LaneId, Link, Waker,
@@ -105,6 +106,12 @@ struct End {
     closed: Option<Cause>,
 }
 
+/// A frame whose payload the test keeps unchanged until it is sent.
+fn frame(header: [u8; 64], payload: &[u8]) -> Frame {
+    // SAFETY: as the tests promise.
+    Frame::new(header, unsafe { Readable::of(payload) }, 0)
+}
+
 impl End {
     fn new(rails: Arc<Rails>, link: Link, bytes: usize) -> End {
         let waker = Waker::new().unwrap();
@@ -126,19 +133,20 @@ impl End {
 
     /// Posts a frame whose answer of this length is to land in this end's memory.
     fn ask(&mut self, payload: &[u8], length: usize) {
-        let at = self.memory.as_mut_ptr();
-        let answer = Answer::Wanted { at, length, token: 0 };
-        let frame = Frame::new([7; 64], payload.as_ptr(), payload.len(), 0);
+        // SAFETY: the tests look at it once the answer has come.
+        let into = unsafe { Writable::of(&mut self.memory[..length]) };
+        let answer = Answer::Wanted { into, token: 0 };
+        let frame = frame([7; 64], payload);
         self.driver.post(LANE, &Frame { answer, ..frame }).expect("room");
     }
 
     fn answer(&mut self, payload: &[u8], grant: Grant) {
-        let frame = Frame::new([8; 64], payload.as_ptr(), payload.len(), 0);
+        let frame = frame([8; 64], payload);
         self.driver.post(LANE, &Frame { answer: Answer::To(grant), ..frame }).expect("room");
     }
 
     fn post(&mut self, payload: &[u8]) -> bool {
-        let frame = Frame::new([7; 64], payload.as_ptr(), payload.len(), 0);
+        let frame = frame([7; 64], payload);
         let is_taken = self.driver.post(LANE, &frame).is_ok();
         self.posted += usize::from(is_taken);
         is_taken
@@ -159,8 +167,9 @@ impl End {
             match event {
                 Event::Header { carried, .. } => {
                     self.grant = carried.grant();
-                    let target = self.memory.as_mut_ptr();
-                    self.driver.land(LANE, Landing::Into(target), self.memory.len());
+                    // SAFETY: the tests look at it once the payload has landed.
+                    let into = unsafe { Writable::of(&mut self.memory) };
+                    self.driver.land(LANE, Landing::Into(into));
                 }
                 Event::Landed { .. } => self.landed += 1,
                 Event::Answered { .. } => self.answered += 1,

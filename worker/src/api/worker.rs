@@ -175,7 +175,7 @@ impl Worker {
             handles.push(match &self.0.job {
                 Some(job) => {
                     // SAFETY: the caller promises as much until the handle is over.
-                    let memory = unsafe { Memory::new(item.source, item.target) };
+                    let memory = unsafe { Memory::new(item.source, item.target, *bytes) };
                     job.push(item.tensor, memory, item.priority)
                 }
                 None => Handle::finished(Ok(())),

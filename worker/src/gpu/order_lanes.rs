@@ -2,6 +2,8 @@
 //! on the order of collectives, without the threads that carry gradients. The first rank of the
 //! host has one to each other rank. A peer is not trusted: what does not fit closes its lane.
 
+#![forbid(unsafe_code)]
+
 use bps_engine::base::{DType, Epoch, Key, Rank, Round};
 use bps_engine::lane::Endpoint;
 use bps_engine::transport::{Cause, Event, Frame, Landing, LaneId, Link};
@@ -111,10 +113,6 @@ pub struct OrderLanes {
     events: Vec<Event>,
 }
 
-// SAFETY: what is not `Send` by itself are the pointers in events, of which there are none when the
-// value is handed to another thread: that takes it whole, and so not while it is polled.
-unsafe impl Send for OrderLanes {}
-
 impl OrderLanes {
     /// Of this rank, with a lane for each link; none where the rank is alone on its host.
     ///
@@ -172,7 +170,7 @@ impl OrderLanes {
     pub fn flush(&mut self) {
         for (id, lane) in (0..).map(LaneId).zip(&mut self.lanes) {
             while let Some(header) = lane.outbox.front().filter(|_| lane.open) {
-                let frame = Frame::new(header.encode(), std::ptr::null(), 0, 0);
+                let frame = Frame::bare(header.encode(), 0);
                 if self.endpoint.post(id, &frame).is_err() {
                     break;
                 }
@@ -217,7 +215,7 @@ impl OrderLanes {
         match understood(raw, from, self.epoch) {
             Ok(Some(word)) => {
                 heard.push(Heard::Word { from, word });
-                self.endpoint.land(lane, Landing::Pieces, 0);
+                self.endpoint.land(lane, Landing::NOTHING);
                 return;
             }
             Ok(None) => heard.push(Heard::Left(from)),

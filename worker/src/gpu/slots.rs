@@ -60,7 +60,8 @@ impl Slots {
         }
         let pinned = slots * pools.iter().filter(|pool| on_gpu(&direct, **pool).is_none()).count();
         let memory = Pinned::new(device, before + pinned * slot_bytes, numa_node)?;
-        let (mut to_send, mut to_land, mut reach) = (Vec::new(), Vec::new(), SlotMemory::default());
+        let (mut to_send, mut to_land) = (Vec::new(), Vec::new());
+        let (mut host_to_send, mut host_to_land) = (None, None);
         let (mut numbers, mut free) = (0u32.., memory.as_ptr().wrapping_add(before));
         for pool in pools {
             let gpu = on_gpu(&direct, pool);
@@ -69,9 +70,9 @@ impl Slots {
                 free = free.wrapping_add(pool_bytes);
                 let range = NonNull::new(base).map(|base| (base, pool_bytes));
                 match pool {
-                    Pool::Sends => reach.to_send = range,
+                    Pool::Sends => host_to_send = range,
                     // Where some are in the GPU's memory, no others are granted.
-                    Pool::Results if direct.answers.is_none() => reach.to_land = range,
+                    Pool::Results if direct.answers.is_none() => host_to_land = range,
                     _ => {}
                 }
             }
@@ -80,9 +81,11 @@ impl Slots {
                 let at = base.wrapping_add(index * slot_bytes);
                 // SAFETY: the bytes are this slot's alone, of memory that the pipeline holds until
                 // the loop has ended, and numbers count up.
-                unsafe { Slot::new(number, pool, at, gpu.is_some()) }
+                unsafe { Slot::new(number, pool, (at, slot_bytes), gpu.is_some()) }
             }));
         }
+        // SAFETY: pools of `memory`, which the pipeline holds until the loop has ended.
+        let mut reach = unsafe { SlotMemory::in_host(host_to_send, host_to_land) };
         let registered = |slots: &mut Option<GpuSlots>| slots.as_mut()?.registered.take();
         reach.gpu_to_send = registered(&mut direct.sends);
         reach.gpu_to_land = registered(&mut direct.answers);

@@ -15,17 +15,11 @@
 //! in.
 
 use bps_engine::base::Key;
+use bps_engine::mem::Readable;
 use std::collections::VecDeque;
 
 /// Contributions that an owner asks for before the first of them is in.
 pub const GRANTS_MAX: usize = 64;
-
-/// A run of bytes of a contribution that is there.
-#[derive(Clone, Copy)]
-struct Piece {
-    data: *const u8,
-    length: usize,
-}
 
 /// What comes on a peer's lane.
 #[derive(Clone, Copy)]
@@ -35,7 +29,7 @@ enum Coming {
     /// The header of one whose turn has not come.
     Held(Key),
     /// The payload of the one whose turn it is; what is there of it, if anything.
-    Payload(Option<Piece>),
+    Payload(Option<Readable>),
 }
 
 /// A part whose contributions were asked for.
@@ -124,11 +118,16 @@ impl<T: Copy> Collector<T> {
         }
     }
 
-    /// More of a peer's contribution is there, valid until [`added`](Collector::added) names it.
-    pub fn piece(&mut self, peer: usize, data: *const u8, length: usize) {
-        if let Coming::Payload(piece @ None) = &mut self.coming[peer] {
-            *piece = Some(Piece { data, length });
-        }
+    /// More of a peer's contribution is there. It is lent until [`added`](Collector::added) or
+    /// [`remove`](Collector::remove) names the peer, or the peer is [`gone`](Collector::gone).
+    ///
+    /// # Panics
+    /// None was to come.
+    pub fn piece(&mut self, peer: usize, bytes: Readable) {
+        let Coming::Payload(piece @ None) = &mut self.coming[peer] else {
+            panic!("a peer's piece comes when its contribution is taken, one at a time")
+        };
+        *piece = Some(bytes);
     }
 
     /// What can be added, if anything; the addresses are in [`sources`](Collector::sources).
@@ -138,8 +137,8 @@ impl<T: Copy> Collector<T> {
         self.sources.clear();
         for coming in &self.coming {
             let Coming::Payload(Some(piece)) = coming else { return None };
-            length = length.min(piece.length);
-            self.sources.push(piece.data);
+            length = length.min(piece.len());
+            self.sources.push(piece.as_ptr());
         }
         Some(Ready { part, offset: self.done, length })
     }
@@ -156,12 +155,11 @@ impl<T: Copy> Collector<T> {
         self.done += length;
         for (peer, coming) in self.coming.iter_mut().enumerate() {
             let Coming::Payload(Some(piece)) = coming else { continue };
-            if piece.length == length {
+            if piece.len() == length {
                 *coming = Coming::Payload(None);
                 consumed(peer);
             } else {
-                piece.data = piece.data.wrapping_add(length);
-                piece.length -= length;
+                *piece = piece.behind(length);
             }
         }
         if self.order.front().is_none_or(|part| self.done < part.bytes) {
@@ -199,7 +197,7 @@ impl<T: Copy> Collector<T> {
         for (peer, coming) in self.coming.iter_mut().enumerate() {
             let drop = match coming {
                 Coming::Payload(piece) if front => {
-                    let held = piece.map_or(0, |piece| piece.length);
+                    let held = piece.map_or(0, Readable::len);
                     Dropped::Payload { left: self.order[0].bytes - self.done, held }
                 }
                 Coming::Held(key) => {
@@ -248,7 +246,8 @@ mod tests {
 
     /// What each peer sends of each part, cut into pieces of its own, and what comes of adding it.
     fn collect(pieces: [&[usize]; 2]) -> Vec<(u32, usize, usize)> {
-        let memory = [0u8; 256];
+        static MEMORY: [u8; 192] = [0; 192];
+        let memory = Readable::from(&MEMORY[..]);
         let mut collector: Collector<u32> = Collector::new(2);
         for item in 0..2 {
             collector.grant(Granted { key: Key(u64::from(item)), bytes: 192, item });
@@ -265,7 +264,7 @@ mod tests {
                 at[peer].2 = true;
                 if may {
                     let length = left[peer].next().unwrap().min(192 - done);
-                    collector.piece(peer, memory.as_ptr().wrapping_add(done), length);
+                    collector.piece(peer, memory.part(done, length));
                     at[peer].1 += length;
                 }
             }
@@ -295,7 +294,7 @@ mod tests {
 
     #[test]
     fn a_later_part_stands_until_its_turn_and_a_stranger_is_refused() {
-        let memory = [0u8; 64];
+        let memory = Readable::from(&[0u8; 64][..]);
         let mut collector: Collector<u32> = Collector::new(2);
         collector.grant(Granted { key: Key(1), bytes: 64, item: 1 });
         collector.grant(Granted { key: Key(2), bytes: 64, item: 2 });
@@ -305,7 +304,7 @@ mod tests {
         assert_eq!(collector.header(0, Key(2), 64), Answer::Unknown, "the first is still coming");
         assert_eq!(collector.header(1, Key(2), 64), Answer::Hold, "out of turn, yet possible");
         assert_eq!(collector.take_next(), None);
-        collector.piece(0, memory.as_ptr(), 64);
+        collector.piece(0, memory);
         assert_eq!(collector.ready(), None);
         // The first part is given up: its piece is the transport's again, and the other goes on.
         let mut dropped = Vec::new();
@@ -313,8 +312,8 @@ mod tests {
         assert_eq!(dropped, [(0, Dropped::Payload { left: 64, held: 64 })]);
         assert_eq!(collector.take_next(), Some((1, 64)));
         assert_eq!(collector.header(0, Key(2), 64), Answer::Take);
-        collector.piece(0, memory.as_ptr(), 64);
-        collector.piece(1, memory.as_ptr(), 64);
+        collector.piece(0, memory);
+        collector.piece(1, memory);
         let ready = collector.ready().unwrap();
         assert_eq!((ready.part.item, ready.offset, ready.length), (2, 0, 64));
         assert_eq!(collector.added(64, |_| {}).unwrap().item, 2);

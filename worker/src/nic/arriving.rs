@@ -6,7 +6,7 @@ use crate::rounds::Slot;
 use bps_engine::base::Rank;
 use bps_engine::limits::PARTS_MAX;
 use bps_engine::trace::timeline::Mark;
-use bps_engine::transport::{Carried, Landing};
+use bps_engine::transport::{Carried, Landing, Piece};
 use bps_engine::wire::header::FLAG_PAYLOAD_CHECKSUM;
 use bps_engine::wire::{Header, Kind, RawHeader, crc32c, crc32c_append};
 
@@ -43,7 +43,7 @@ impl Nic {
         let state = self.lane_mut(lane);
         state.receiving = Receiving::Closing;
         let peer = state.peer;
-        self.endpoint.close(lane);
+        self.close_lane(lane);
         self.report(Report::Corrupt { peer, message });
     }
 
@@ -53,7 +53,7 @@ impl Nic {
         state.receiving = Receiving::Closing;
         let (peer, key) = (state.peer, header.key);
         let tensor = self.known(header).ok().map(|part| self.part(part).plan.name.to_string());
-        self.endpoint.close(lane);
+        self.close_lane(lane);
         self.report(Report::Altered { peer, sent, tensor, key, round: header.round.0 });
     }
 
@@ -73,12 +73,12 @@ impl Nic {
         self.trace.frame(begins, &header);
         if length == 0 {
             self.trace.frame(ends, &header);
-            self.endpoint.land(lane, Landing::Pieces, 0);
+            self.endpoint.land(lane, Landing::NOTHING);
             self.on_result(part, None);
         } else if let Some(memory) = self.part(part).memory {
             let target = memory.target();
             self.lane_mut(lane).receiving = Receiving::Landing { part, header, target, slot: None };
-            self.endpoint.land(lane, Landing::Into(target), length);
+            self.endpoint.land(lane, Landing::Into(target));
         } else {
             self.land_in_slot(lane, part, header);
         }
@@ -91,7 +91,7 @@ impl Nic {
             0 => Receiving::Header,
             left => Receiving::Unwanted { left },
         };
-        self.endpoint.land(lane, Landing::Pieces, length);
+        self.endpoint.land(lane, Landing::Pieces(length));
     }
 
     /// Whether a publication is the one that the part waits for.
@@ -163,7 +163,7 @@ impl Nic {
         let circle = self.circle_mut(device);
         let peer = circle.place(lane)?;
         let all = circle.gathers.peer(key, peer, round, now);
-        self.endpoint.land(lane, Landing::Pieces, 0);
+        self.endpoint.land(lane, Landing::NOTHING);
         if all.map_err(|untimely| untimely.to_string())? {
             let part = part.expect("this rank has pushed it too");
             if !self.part(part).abandoned {
@@ -193,7 +193,7 @@ impl Nic {
             }
             self.send_contribution(lane, part);
         }
-        self.endpoint.land(lane, Landing::Pieces, 0);
+        self.endpoint.land(lane, Landing::NOTHING);
         Ok(())
     }
 
@@ -205,7 +205,7 @@ impl Nic {
         // Whoever waits for this rank learns of it in this turn.
         self.next_tick = self.now;
         if !has_our_memory {
-            self.endpoint.close(lane);
+            self.close_lane(lane);
         }
     }
 
@@ -219,11 +219,10 @@ impl Nic {
         state.receiving = Receiving::Header;
         self.statistics.counters.bytes_in.add(u64::from(header.length));
         if header.flags & FLAG_PAYLOAD_CHECKSUM != 0 {
-            // SAFETY: these bytes have just landed here, in the caller's memory, which is valid
-            // until the task is finished, or in a slot that is this part's.
-            let landed =
-                unsafe { std::slice::from_raw_parts(target.cast_const(), header.length as usize) };
-            if crc32c(landed) != header.payload_checksum {
+            // SAFETY: these bytes have just landed here, which they do only in the host's memory,
+            // and the loop does nothing else with a part whose result comes.
+            let landed = crc32c(unsafe { target.readable().bytes() });
+            if landed != header.payload_checksum {
                 return self.altered(lane, &header, false);
             }
         }
@@ -239,15 +238,20 @@ impl Nic {
         }
     }
 
-    pub(super) fn on_piece(&mut self, lane: LaneId, data: *const u8, length: usize) {
+    pub(super) fn on_piece(&mut self, lane: LaneId, piece: Piece) {
+        let length = piece.len();
         match &mut self.lanes[lane.0 as usize].receiving {
             Receiving::Contribution { peer, device, header, done, checksum } => {
                 let (peer, device) = (*peer, *device);
                 self.statistics.counters.bytes_in.add(length as u64);
+                // SAFETY: it came with the last poll, and nobody has closed its lane since, which
+                // would receive nothing then. Only the circle keeps it: it is consumed when the
+                // collector says that it is done with it (`add_up`, `forget_in_circle`), which is
+                // made to forget it when this end closes the lane (`close_lane`).
+                let piece = unsafe { piece.lend() };
                 if header.flags & FLAG_PAYLOAD_CHECKSUM != 0 {
-                    // SAFETY: the transport keeps a piece valid for its length until `consume`.
-                    let piece = unsafe { std::slice::from_raw_parts(data, length) };
-                    *checksum = crc32c_append(*checksum, piece);
+                    // SAFETY: a piece that was not consumed is written by nobody in this process.
+                    *checksum = crc32c_append(*checksum, unsafe { piece.bytes() });
                     *done += length;
                     // The last piece is not added, so the sum never goes to anybody.
                     if *done == header.length as usize && *checksum != header.payload_checksum {
@@ -255,7 +259,7 @@ impl Nic {
                         return self.altered(lane, &header, false);
                     }
                 }
-                self.circle_mut(device).collector.piece(peer, data, length);
+                self.circle_mut(device).collector.piece(peer, piece);
                 self.add_up(device);
             }
             Receiving::Unwanted { left } => {

@@ -133,7 +133,7 @@ impl Nic {
         let peer = circle.place(lane)?;
         let answer = if fits { circle.collector.header(peer, key, bytes) } else { Answer::Unknown };
         match answer {
-            Answer::Take => self.endpoint.land(lane, Landing::Pieces, bytes),
+            Answer::Take => self.endpoint.land(lane, Landing::Pieces(bytes)),
             Answer::Hold => {}
             Answer::Unknown => {
                 return Err(format!("a contribution to {key} does not fit what it was asked for"));
@@ -153,18 +153,15 @@ impl Nic {
             let (dtype, key, bytes) = (state.plan.dtype, state.plan.key, state.plan.bytes);
             let (reduction, round) = (state.plan.operation.reduction(), state.round);
             let (source, target) = self.ends_of(part);
-            assert!(
-                ready.offset + ready.length <= bytes,
-                "no peer brings more than it was asked for"
-            );
-            // SAFETY: the part lies inside source and target, which the caller keeps valid until
-            // the task is finished and which are the same or apart, or in a slot that is its own
-            // until it is given back; each peer's piece has at least `length` bytes, which its
-            // transport keeps until it is consumed.
+            let own = source.part(ready.offset, ready.length).as_ptr();
+            let out = target.part(ready.offset, ready.length).as_ptr();
+            let count = ready.length / dtype.size();
+            let sources = self.circle(device).collector.sources();
+            // SAFETY: source and target are the same or apart (`Memory::new`), or one slot, and
+            // nothing of this part is sent or lands while its contributions come. Each of the
+            // peers' pieces has at least `length` bytes and is lent until `added` names it; it is
+            // in a transport's memory, apart from all others.
             unsafe {
-                let (out, own) = (target.add(ready.offset), source.add(ready.offset));
-                let count = ready.length / dtype.size();
-                let sources = self.circle(device).collector.sources();
                 self.kernels.reduce_all(reduction, dtype, out, own, sources, count, divisor);
             }
             let circle = if device { &mut self.column } else { &mut self.group };
@@ -202,7 +199,7 @@ impl Nic {
     fn let_held_go_on(&mut self, device: bool) {
         let circle = if device { &mut self.column } else { &mut self.group };
         while let Some((peer, bytes)) = circle.collector.take_next() {
-            self.endpoint.land(circle.lanes[peer], Landing::Pieces, bytes);
+            self.endpoint.land(circle.lanes[peer], Landing::Pieces(bytes));
         }
     }
 
@@ -252,7 +249,7 @@ impl Nic {
                 let lane = group[peer];
                 let left = match dropped {
                     Dropped::Header { bytes } => {
-                        endpoint.land(lane, Landing::Pieces, bytes);
+                        endpoint.land(lane, Landing::Pieces(bytes));
                         bytes
                     }
                     Dropped::Payload { left, held } => {

@@ -47,7 +47,27 @@ impl Nic {
     pub(crate) fn close(&mut self) {
         self.phase = Phase::Over;
         for lane in (0..).map(LaneId).take(self.lanes.len()) {
-            self.endpoint.close(lane);
+            self.close_lane(lane);
+        }
+    }
+
+    /// Closes a lane from this end. Pieces that have come on it are the transport's again; what was
+    /// landing has its memory until the lane is gone.
+    pub(super) fn close_lane(&mut self, lane: LaneId) {
+        let state = self.lane_mut(lane);
+        if matches!(state.receiving, Receiving::Contribution { .. }) {
+            state.receiving = Receiving::Closing;
+        }
+        self.forget_pieces(lane);
+        self.endpoint.close(lane);
+    }
+
+    /// The bytes of contributions that have come on a lane are not to be added.
+    fn forget_pieces(&mut self, lane: LaneId) {
+        for circle in [&mut self.group, &mut self.column] {
+            if let Ok(peer) = circle.place(lane) {
+                circle.collector.gone(peer);
+            }
         }
     }
 
@@ -88,11 +108,7 @@ impl Nic {
         // Who has left in good order has all that it needs, and no transport has our memory now.
         let has_left = goodbye && self.phase != Phase::Over;
         let unsent = if has_left { self.lane(lane).posted.clone() } else { VecDeque::new() };
-        for circle in [&mut self.group, &mut self.column] {
-            if let Ok(peer) = circle.place(lane) {
-                circle.collector.gone(peer);
-            }
-        }
+        self.forget_pieces(lane);
         unsent.into_iter().for_each(|part| self.frame_sent(lane, part));
         if self.phase == Phase::Running && !goodbye {
             self.report(Report::Lost { peer, cause, round });

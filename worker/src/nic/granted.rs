@@ -43,7 +43,8 @@ impl Granted {
 impl Nic {
     /// The slots are there: devices may read those to send from, and write to those to land in.
     pub(super) fn register_slots(&mut self, memory: SlotMemory) {
-        let SlotMemory { to_send, to_land, gpu_to_send, gpu_to_land } = memory;
+        let (to_send, to_land) = (memory.to_send(), memory.to_land());
+        let SlotMemory { gpu_to_send, gpu_to_land, .. } = memory;
         self.granted.on_gpu = gpu_to_land.is_some() && self.endpoint.reaches_memory();
         // In this order: without the first, the second is of no use.
         let hosts = [
@@ -52,10 +53,10 @@ impl Nic {
         ];
         let gpus = gpu_to_send.into_iter().chain(gpu_to_land).map(DirectMemory::Gpu);
         let mut memories = gpus.chain(hosts.into_iter().flatten());
-        // SAFETY: the pipeline keeps the slots until the loop has ended, and the loop forgets them
-        // before (`forget_memory`). A slot that a posted frame granted is left alone (`Granted`).
-        // Where slots are in the GPU's memory all lanes to servers are RDMA, and no others have
-        // payloads of tensors on the GPU (`Direct`).
+        // SAFETY: mapped until the loop has ended (`SlotMemory`), and the loop forgets them before
+        // (`forget_memory`). A slot that a posted frame granted is left alone (`Granted`). Where
+        // slots are in the GPU's memory all lanes to servers are RDMA, and no others have payloads
+        // of tensors on the GPU (`Direct`).
         let registered =
             memories.try_for_each(|memory| unsafe { self.endpoint.register_memory(memory) });
         if let Err(error) = registered {
@@ -82,15 +83,14 @@ impl Nic {
             && !state.is_root(&self.config)
             && !self.lane(lane).checks
             && (on_gpu || free > self.granted.count)
-            && self.endpoint.grants(lane, slot.at(), state.plan.bytes);
+            && self.endpoint.grants(lane, slot.memory(state.plan.bytes));
         may.then_some(slot)
     }
 
     /// How a frame asks for its answer into this slot.
     pub(super) fn answer_into(&self, part: PartId, slot: Option<Slot>) -> Answer {
         slot.map_or(Answer::No, |slot| Answer::Wanted {
-            at: slot.at(),
-            length: self.part(part).plan.bytes,
+            into: slot.memory(self.part(part).plan.bytes),
             token: slot.number().into(),
         })
     }

@@ -22,6 +22,7 @@ use crate::rounds::{Memory, PartId, PartOf, PartPlan, PartPush, Parts};
 use bps_engine::base::{Key, KeyMap, Operation};
 use bps_engine::lane::Endpoint;
 use bps_engine::limits::EVENTS_MAX;
+use bps_engine::mem::Writable;
 use bps_engine::reduce::{Kernels, kernels};
 use bps_engine::ring::Mpsc;
 use bps_engine::sched::CreditQueue;
@@ -89,7 +90,7 @@ enum Receiving {
     Landing {
         part: PartId,
         header: Header,
-        target: *mut u8,
+        target: Writable,
         /// That is this slot, and not a tensor.
         slot: Option<Slot>,
     },
@@ -204,6 +205,7 @@ impl Parts for Nic {
         let PartPush { memory, priority, asked_ns } = *push;
         let state = self.open_round(part, round, priority);
         assert!(!state.plan.device, "a part on the GPU is pushed in a slot");
+        assert!(memory.target().len() == state.plan.bytes, "a part is pushed as it was planned");
         state.memory = Some(memory);
         let (key, bytes) = (state.plan.key, state.plan.bytes);
         self.trace.record_at(asked_ns, Mark::Queued, key, round, self.config.rank, bytes);
@@ -315,7 +317,7 @@ impl Nic {
             match event {
                 Event::Header { lane, header, carried } => self.on_header(lane, &header, carried),
                 Event::Landed { lane } => self.on_landed(lane),
-                Event::Piece { lane, data, length } => self.on_piece(lane, data, length),
+                Event::Piece { lane, piece } => self.on_piece(lane, piece),
                 Event::Answered { lane, token } => self.on_answered(lane, token),
                 Event::Sent { lane, token } => self.on_sent(lane, token),
                 Event::Closed { lane, cause } => self.on_closed(lane, cause),

@@ -6,6 +6,7 @@ use super::{LaneId, Nic, Operation, Part, PartId, PartWord, Peer, Phase, Stage};
 use crate::rounds::Slot;
 use crate::rounds::handover::ToGpu;
 use bps_engine::base::{DType, Key, Round};
+use bps_engine::mem::{Readable, Writable};
 use bps_engine::trace::timeline::Mark;
 use bps_engine::transport::{Frame, Full};
 use bps_engine::wire::header::{FLAG_PAYLOAD_CHECKSUM, FLAG_SCALED};
@@ -48,18 +49,18 @@ impl Nic {
             if header.contributors > 1 && is_scaled(&state.plan) {
                 header.flags |= FLAG_SCALED;
             }
-            let payload = if length == 0 { std::ptr::null() } else { self.contribution(state) };
+            let payload = if length == 0 { Readable::EMPTY } else { self.contribution(state) };
             if self.lane(lane).checks && length > 0 {
-                // SAFETY: the part lies inside the tensor (the plan's offsets were checked against
-                // the declared size), which the caller keeps valid until the task is finished, or
-                // in a slot that is its own until it is sent.
-                let bytes = unsafe { std::slice::from_raw_parts(payload, length) };
                 header.flags |= FLAG_PAYLOAD_CHECKSUM;
-                header.payload_checksum = crc32c(bytes);
+                // SAFETY: in the host's memory, since `Direct` leaves that of the GPU alone where
+                // lanes of devices carry checksums. The loop writes to a part only when
+                // contributions are added or a result lands, and neither is under way for one that
+                // is about to be sent.
+                header.payload_checksum = crc32c(unsafe { payload.bytes() });
             }
             let slot = self.slot_to_grant(lane, part);
             let (raw, answer) = (header.encode(), self.answer_into(part, slot));
-            let frame = Frame { answer, ..Frame::new(raw, payload, length, part.0.into()) };
+            let frame = Frame { answer, ..Frame::new(raw, payload, part.0.into()) };
             let at = self.trace.now();
             if !self.lane(lane).open || self.endpoint.post(lane, &frame).is_err() {
                 return;
@@ -80,14 +81,15 @@ impl Nic {
     }
 
     /// What a server gets: this rank's bytes, or the sum of its group, which is in the target.
-    fn contribution(&self, part: &Part) -> *const u8 {
+    fn contribution(&self, part: &Part) -> Readable {
         if part.plan.device {
-            return part.slot.expect("a part with bytes is pushed in a slot").at().cast_const();
+            let slot = part.slot.expect("a part with bytes is pushed in a slot");
+            return slot.memory(part.plan.bytes).readable();
         }
         let memory = part.memory.expect("a part of the host is pushed with its memory");
         let is_sum = !matches!(part.plan.operation, Operation::Broadcast(_));
         if is_sum && !self.group.lanes.is_empty() {
-            memory.target().cast_const()
+            memory.target().readable()
         } else {
             memory.source()
         }
@@ -95,23 +97,27 @@ impl Nic {
 
     /// Where a part is that the ranks of a circle add up, and where their sum goes: in the tensor,
     /// or in the slot that it was copied to.
-    pub(super) fn ends_of(&self, part: PartId) -> (*const u8, *mut u8) {
+    pub(super) fn ends_of(&self, part: PartId) -> (Readable, Writable) {
         let state = self.part(part);
         match (state.slot, state.memory) {
-            (Some(slot), None) => (slot.at().cast_const(), slot.at()),
+            (Some(slot), None) => {
+                let memory = slot.memory(state.plan.bytes);
+                (memory.readable(), memory)
+            }
             (None, Some(memory)) => (memory.source(), memory.target()),
             ends => unreachable!("a part is in a slot or in a tensor: {ends:?}"),
         }
     }
 
     /// What a rank of the group is sent of a part with a frame of this kind, if anything.
-    fn payload(&self, part: PartId, kind: Kind) -> Option<*const u8> {
+    fn payload(&self, part: PartId, kind: Kind) -> Option<Readable> {
+        let state = self.part(part);
         match kind {
             Kind::Contribution => Some(self.ends_of(part).0),
-            Kind::Publication if self.part(part).plan.device => {
-                self.part(part).result.map(|slot| slot.at().cast_const())
+            Kind::Publication if state.plan.device => {
+                state.result.map(|slot| slot.memory(state.plan.bytes).readable())
             }
-            Kind::Publication => Some(self.ends_of(part).1.cast_const()),
+            Kind::Publication => Some(self.ends_of(part).1.readable()),
             _ => None,
         }
     }
@@ -122,11 +128,10 @@ impl Nic {
             return None;
         }
         let payload = self.payload(part, kind)?;
-        // SAFETY: the part lies inside the tensor, which the caller keeps valid until the task is
-        // finished, or in a slot of its own; the loop writes to it only when contributions are
-        // added or a result lands, and neither is under way for a part that is about to be sent.
-        let bytes = unsafe { std::slice::from_raw_parts(payload, self.part(part).plan.bytes) };
-        Some(crc32c(bytes))
+        // SAFETY: in the host's memory, where ranks of a host exchange what they add; the loop
+        // writes to a part only when contributions are added or a result lands, and neither is
+        // under way for one that is about to be sent.
+        Some(crc32c(unsafe { payload.bytes() }))
     }
 
     /// Says something to a rank of the group, after what was said before.
@@ -162,7 +167,8 @@ impl Nic {
         }
         header.key = state.plan.key;
         header.round = Round(round);
-        let length = payload.map_or(0, |_| state.plan.bytes);
+        let payload = payload.unwrap_or(Readable::EMPTY);
+        let length = payload.len();
         header.length = length_of(length);
         header.contributors = match (kind, state.plan.operation) {
             (Kind::Publication, Operation::Broadcast(_)) => 1,
@@ -174,7 +180,7 @@ impl Nic {
             header.payload_checksum = checksum;
         }
         let token = if length > 0 { part.0.into() } else { QUIET };
-        let frame = Frame::new(header.encode(), payload.unwrap_or(std::ptr::null()), length, token);
+        let frame = Frame::new(header.encode(), payload, token);
         self.endpoint.post(lane, &frame)?;
         self.statistics.posted(length);
         if length > 0 {
@@ -192,7 +198,7 @@ impl Nic {
     pub(super) fn say_goodbye(&mut self, lane: LaneId) -> Result<(), Full> {
         let mut header = self.header(Kind::Goodbye, DType::U8);
         header.key = Key(0);
-        let frame = Frame::new(header.encode(), std::ptr::null(), 0, QUIET);
+        let frame = Frame::bare(header.encode(), QUIET);
         self.endpoint.post(lane, &frame)
     }
 
@@ -232,7 +238,7 @@ impl Nic {
         let at = state.posted.iter().position(|posted| *posted == part);
         state.posted.remove(at.expect("what is sent was posted"));
         if state.open && state.goodbye && state.posted.is_empty() {
-            self.endpoint.close(lane);
+            self.close_lane(lane);
         }
         if self.close_one(part) && device && !self.part(part).abandoned {
             self.gpu.tell(ToGpu::Over(of));

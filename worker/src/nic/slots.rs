@@ -271,10 +271,10 @@ impl Nic {
             self.lane_mut(lane).receiving = Receiving::Held { part, header };
             return;
         };
-        let target = slot.at();
+        let target = slot.memory(header.length as usize);
         self.lane_mut(lane).receiving =
             Receiving::Landing { part, header, target, slot: Some(slot) };
-        self.endpoint.land(lane, Landing::Into(target), header.length as usize);
+        self.endpoint.land(lane, Landing::Into(target));
     }
 
     /// The result of a part is there, in this slot if it has bytes.

@@ -1,54 +1,59 @@
 //! Memory that the engine reads and writes and does not own: that of callers, and the slots of a
 //! GPU's pipeline. Whoever makes one of these values promises what the engine relies on.
 
+use bps_engine::mem::{Readable, Writable};
 use bps_engine::transport::rdma::GpuMemory;
 use std::ptr::NonNull;
 
 /// Memory of a caller that is pushed: see [`crate::PushPull`].
 #[derive(Clone, Copy, Debug)]
 pub struct Memory {
-    source: *const u8,
-    target: *mut u8,
+    source: Readable,
+    target: Writable,
 }
 
-// SAFETY: the pointers are only followed by the thread of the NIC loop, and what `Memory::new`
-// asks of its caller does not depend on the thread.
-unsafe impl Send for Memory {}
-
 impl Memory {
-    /// What is pushed, and where the result lands, which may be the same.
+    /// What is pushed, and where the result lands, which may be the same: so many bytes each.
     ///
     /// # Safety
-    /// `source` is valid for reads and `target` for reads and writes of as many bytes as the tensor
-    /// was declared with, they are the same or apart, and nobody else changes or reads them until
-    /// the task with which this is pushed is finished.
+    /// `source` is valid for reads and `target` for reads and writes of `bytes` initialised bytes,
+    /// they are the same or apart, and nobody else changes or reads them until the task with which
+    /// this is pushed is finished.
     #[must_use]
-    pub unsafe fn new(source: *const u8, target: *mut u8) -> Memory {
+    pub unsafe fn new(source: *const u8, target: *mut u8, bytes: usize) -> Memory {
+        // SAFETY: the caller's promise. The loop that has the value finishes the task once no
+        // transport has anything of it.
+        let (source, target) =
+            unsafe { (Readable::new(source, bytes), Writable::new(target, bytes)) };
         Memory { source, target }
     }
 
-    /// Of nothing, for tests that follow no pointer.
+    /// Of so many bytes that are nowhere, for tests that follow no pointer.
     #[cfg(test)]
-    pub(crate) fn none() -> Memory {
-        Memory { source: std::ptr::null(), target: std::ptr::null_mut() }
+    pub(crate) fn nowhere(bytes: usize) -> Memory {
+        // SAFETY: the tests' parts are not read or written.
+        unsafe { Memory::new(std::ptr::null(), std::ptr::null_mut(), bytes) }
     }
 
     /// What is pushed.
     #[must_use]
-    pub fn source(&self) -> *const u8 {
+    pub(crate) fn source(&self) -> Readable {
         self.source
     }
 
     /// Where the result lands.
     #[must_use]
-    pub fn target(&self) -> *mut u8 {
+    pub(crate) fn target(&self) -> Writable {
         self.target
     }
 
-    /// The same, from this byte of the tensor on.
+    /// A part of the tensor, which begins at this byte of it.
+    ///
+    /// # Panics
+    /// The tensor has not so many bytes.
     #[must_use]
-    pub(crate) fn from(&self, offset: usize) -> Memory {
-        let (source, target) = (self.source.wrapping_add(offset), self.target.wrapping_add(offset));
+    pub(crate) fn part(&self, offset: usize, bytes: usize) -> Memory {
+        let (source, target) = (self.source.part(offset, bytes), self.target.part(offset, bytes));
         Memory { source, target }
     }
 }
@@ -71,25 +76,28 @@ pub enum Pool {
 pub struct Slot {
     number: u32,
     pool: Pool,
-    at: *mut u8,
+    memory: Writable,
     on_gpu: bool,
 }
 
-// SAFETY: who holds the value may use the memory, by the promise of `Slot::new`, and it is handed
-// from one thread to the other through queues.
-unsafe impl Send for Slot {}
-
 impl Slot {
-    /// The slot of this number, which begins at `at`: in the host's memory or, `on_gpu`, in the
+    /// The slot of this number, `bytes` from `at` on: in the host's memory or, `on_gpu`, in the
     /// GPU's, where no processor can follow the address.
     ///
     /// # Safety
-    /// As many bytes as the largest part has are valid there for reads and writes until the NIC
-    /// loop has ended, and nobody uses them but through this value. No other slot of the process
-    /// has this number.
+    /// The bytes are initialised and valid for reads and writes until the NIC loop has ended, and
+    /// nobody uses them but through this value, which threads hand to each other. No other slot of
+    /// the process has this number. Those on the GPU are named to the loop by a [`SlotMemory`].
     #[must_use]
-    pub unsafe fn new(number: u32, pool: Pool, at: *mut u8, on_gpu: bool) -> Slot {
-        Slot { number, pool, at, on_gpu }
+    pub unsafe fn new(
+        number: u32,
+        pool: Pool,
+        (at, bytes): (*mut u8, usize),
+        on_gpu: bool,
+    ) -> Slot {
+        // SAFETY: the caller's promise, and all uses of a slot end with the loop.
+        let memory = unsafe { Writable::new(at, bytes) };
+        Slot { number, pool, memory, on_gpu }
     }
 
     /// Its number among all slots of the process.
@@ -107,7 +115,16 @@ impl Slot {
     /// Its first byte.
     #[must_use]
     pub fn at(&self) -> *mut u8 {
-        self.at
+        self.memory.as_ptr()
+    }
+
+    /// Its first bytes, for a part of so many.
+    ///
+    /// # Panics
+    /// It has not so many.
+    #[must_use]
+    pub(crate) fn memory(&self, bytes: usize) -> Writable {
+        self.memory.part(0, bytes)
     }
 
     /// Whether it is in the GPU's memory.
@@ -120,16 +137,41 @@ impl Slot {
 /// Where the slots are that RDMA devices are to reach.
 #[derive(Default)]
 pub struct SlotMemory {
-    /// First byte and bytes of those to send from, in the host's memory.
-    pub to_send: Option<(NonNull<u8>, usize)>,
-    /// The same of those to land in what servers send.
-    pub to_land: Option<(NonNull<u8>, usize)>,
     /// To send from, in the GPU's memory.
     pub gpu_to_send: Option<GpuMemory>,
     /// To land in, in the GPU's memory.
     pub gpu_to_land: Option<GpuMemory>,
+    to_send: Option<(NonNull<u8>, usize)>,
+    to_land: Option<(NonNull<u8>, usize)>,
 }
 
-// SAFETY: addresses, of which what holds for slots holds, and registrations, which any thread may
-// have.
+// SAFETY: addresses, to which the promise of `in_host` applies on every thread, and registrations,
+// which any thread may have.
 unsafe impl Send for SlotMemory {}
+
+impl SlotMemory {
+    /// First byte and bytes of the slots in the host's memory: those to send from, and those where
+    /// land what servers send.
+    ///
+    /// # Safety
+    /// The ranges are mapped until the NIC loop has ended.
+    #[must_use]
+    pub unsafe fn in_host(
+        to_send: Option<(NonNull<u8>, usize)>,
+        to_land: Option<(NonNull<u8>, usize)>,
+    ) -> SlotMemory {
+        SlotMemory { to_send, to_land, ..SlotMemory::default() }
+    }
+
+    /// Those to send from, in the host's memory, which are mapped until the loop has ended.
+    #[must_use]
+    pub(crate) fn to_send(&self) -> Option<(NonNull<u8>, usize)> {
+        self.to_send
+    }
+
+    /// The same of those to land in.
+    #[must_use]
+    pub(crate) fn to_land(&self) -> Option<(NonNull<u8>, usize)> {
+        self.to_land
+    }
+}

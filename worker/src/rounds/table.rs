@@ -286,7 +286,7 @@ impl Tensor {
         let left = u32::try_from(self.plan.parts.len()).expect("parts are counted in u32");
         self.run = Some(Run { task, left });
         for (id, part) in self.parts().zip(&self.plan.parts) {
-            let memory = memory.from(part.offset);
+            let memory = memory.part(part.offset, part.bytes);
             parts.push(id, self.round, &PartPush { memory, priority, asked_ns });
         }
     }

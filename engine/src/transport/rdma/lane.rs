@@ -26,7 +26,8 @@ use super::grants::Grants;
 use super::memory::Region;
 use super::setup::{RdmaLink, Stream};
 use crate::limits::LANE_FRAMES_MAX;
-use crate::transport::{Carried, Cause, Event, Landing, LaneId, Room};
+use crate::mem::Writable;
+use crate::transport::{Carried, Cause, Event, Landing, LaneId, Piece, Room};
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -45,7 +46,7 @@ pub(super) const RECEIVE: u64 = 1 << 63;
 enum Expect {
     Header,
     Answer { total: usize },
-    Into { target: usize, left: usize },
+    Into { rest: Writable },
     Pieces { left: usize },
     Consume { length: usize, left: usize },
 }
@@ -154,19 +155,16 @@ impl RdmaLane {
         &self.rails.counters
     }
 
-    pub(super) fn land(&mut self, landing: Landing, length: usize) {
+    pub(super) fn land(&mut self, landing: Landing) {
         let Expect::Answer { total } = self.expect else { return };
         self.expect = match landing {
-            _ if length != total => {
+            _ if landing.length() != total => {
                 self.failure.get_or_insert(BROKEN);
                 return;
             }
-            _ if length == 0 => Expect::Header,
-            Landing::Into(target) => {
-                let target = target.expose_provenance();
-                Expect::Into { target, left: length }
-            }
-            Landing::Pieces => Expect::Pieces { left: length },
+            _ if total == 0 => Expect::Header,
+            Landing::Into(rest) => Expect::Into { rest },
+            Landing::Pieces(left) => Expect::Pieces { left },
         };
     }
 
@@ -356,24 +354,23 @@ impl RdmaLane {
                     let Some(arrived) = self.receiving.next() else { return Ok(true) };
                     events.push(self.begin_frame(lane, arrived)?);
                 }
-                Expect::Into { target, left } => {
-                    let Some((at, length)) = self.part(left, budget)? else { return Ok(true) };
+                Expect::Into { rest } => {
+                    let part = self.part(rest.len(), budget)?;
+                    let Some((at, length)) = part else { return Ok(true) };
                     if length == 0 {
                         return Ok(false);
                     }
-                    let into = std::ptr::with_exposed_provenance_mut::<u8>(target);
-                    // SAFETY: the caller of `land` keeps `left` bytes writable until `Landed`,
-                    // `length` is at most that, and `part` answers with bytes of the area.
+                    let into = rest.part(0, length).as_ptr();
+                    // SAFETY: lent until `Landed`, and `part` answers with bytes of the area.
                     unsafe { std::ptr::copy_nonoverlapping(at, into, length) };
                     Counters::add(&self.counters().copied_bytes, length);
                     self.advance(length);
                     budget -= length;
-                    if left == length {
+                    if rest.len() == length {
                         self.expect = Expect::Header;
                         events.push(Event::Landed { lane });
                     } else {
-                        let (target, left) = (target + length, left - length);
-                        self.expect = Expect::Into { target, left };
+                        self.expect = Expect::Into { rest: rest.behind(length) };
                     }
                 }
                 Expect::Pieces { left } => {
@@ -381,7 +378,11 @@ impl RdmaLane {
                         return Ok(true);
                     };
                     self.expect = Expect::Consume { length, left: left - length };
-                    events.push(Event::Piece { lane, data, length });
+                    // SAFETY: the device has written them to our area, where it may write again
+                    // once `consume` gives them back. The area is there until a poll drops the
+                    // lane, which it does not while a piece is held that was not let go of.
+                    let piece = unsafe { Piece::new(data, length) };
+                    events.push(Event::Piece { lane, piece });
                 }
                 Expect::Answer { .. } | Expect::Consume { .. } => return Ok(false),
             }

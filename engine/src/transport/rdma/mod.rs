@@ -56,8 +56,8 @@ use super::{
     Room, Waker,
 };
 use crate::base::word;
-
 use crate::config::{Config, TransportChoice};
+use crate::mem::Writable;
 use completions::Wake;
 use flow::{RECEIVES, SENDS};
 use lane::{RECEIVE, RdmaLane};
@@ -242,8 +242,8 @@ impl Rdma {
         self.in_place.clear();
     }
 
-    fn landing_key(&self, lane: LaneId, at: *mut u8, length: usize) -> Option<u32> {
-        self.in_place.landing_key(self.rail_of(lane)?, at.addr(), length)
+    fn landing_key(&self, lane: LaneId, into: Writable) -> Option<u32> {
+        self.in_place.landing_key(self.rail_of(lane)?, into.as_ptr().addr(), into.len())
     }
 
     fn lane(&mut self, lane: LaneId) -> Option<&mut Box<RdmaLane>> {
@@ -252,7 +252,8 @@ impl Rdma {
 
     /// The key of the memory that a frame's payload lies in, if it is to be sent from there.
     fn key(&self, lane: LaneId, frame: &Frame) -> Option<u32> {
-        self.in_place.key(self.rail_of(lane)?, frame.payload.addr(), frame.length)
+        let Frame { payload, .. } = frame;
+        self.in_place.key(self.rail_of(lane)?, payload.as_ptr().addr(), payload.len())
     }
 
     /// The place of a lane's rail among all.
@@ -392,15 +393,15 @@ impl Driver for Rdma {
     fn post(&mut self, lane: LaneId, frame: &Frame) -> Result<(), Full> {
         let key = self.key(lane, frame);
         let landing_key = match frame.answer {
-            Answer::Wanted { at, length, .. } => self.landing_key(lane, at, length),
+            Answer::Wanted { into, .. } => self.landing_key(lane, into),
             Answer::No | Answer::To(_) => None,
         };
         self.lane(lane).ok_or(Full)?.post(frame, key, landing_key)
     }
 
-    fn land(&mut self, lane: LaneId, landing: Landing, length: usize) {
+    fn land(&mut self, lane: LaneId, landing: Landing) {
         if let Some(lane) = self.lane(lane) {
-            lane.land(landing, length);
+            lane.land(landing);
         }
     }
 
@@ -489,8 +490,8 @@ impl Driver for Rdma {
         Some(self.counters().to_string())
     }
 
-    fn grants(&self, lane: LaneId, at: *mut u8, length: usize) -> bool {
-        let key = self.landing_key(lane, at, length);
+    fn grants(&self, lane: LaneId, into: Writable) -> bool {
+        let key = self.landing_key(lane, into);
         let lane = self.lanes.get(lane.0 as usize).and_then(Option::as_ref);
         key.is_some() && lane.is_some_and(|lane| lane.has_grants())
     }

@@ -12,11 +12,11 @@ use super::segment::{
 use super::setup::{ShmLink, Stream};
 use crate::base::word;
 use crate::limits::{ALIGNMENT, LANE_FRAMES_MAX, PART_BYTES_MAX, STAGING_BYTES};
-use crate::mem::cache;
+use crate::mem::{Readable, Writable, cache};
 use crate::ring::cursor::{ConsumerCursor, Corrupt, ProducerCursor};
 use crate::ring::sync::Ordering;
 use crate::transport::area::Area;
-use crate::transport::{Carried, Cause, Event, Frame, Full, Landing, LaneId, Room};
+use crate::transport::{Carried, Cause, Event, Frame, Full, Landing, LaneId, Piece, Room};
 use crate::wire::RawHeader;
 use rustix::fd::AsFd;
 use std::collections::VecDeque;
@@ -35,12 +35,10 @@ impl From<Corrupt> for Cause {
     }
 }
 
-/// A frame that was posted and not yet returned. Addresses are numbers so that a lane can change
-/// threads.
+/// A frame that was posted and not yet returned.
 struct Outgoing {
     header: RawHeader,
-    payload: usize,
-    length: usize,
+    payload: Readable,
     token: u64,
     /// Where the payload lies in the arena that the peer has mapped.
     reference: Option<usize>,
@@ -53,7 +51,7 @@ struct Outgoing {
 enum Expect {
     Header,
     Answer { total: usize },
-    Into { target: usize, left: usize },
+    Into { rest: Writable },
     Pieces { left: usize },
     Consume { length: usize, left: usize },
 }
@@ -137,14 +135,13 @@ impl ShmLane {
     }
 
     pub(super) fn post(&mut self, frame: &Frame, reference: Option<usize>) -> Result<(), Full> {
-        assert!(frame.length <= PART_BYTES_MAX, "a frame is never larger than a part");
+        assert!(frame.payload.len() <= PART_BYTES_MAX, "a frame is never larger than a part");
         if self.frames.len() >= LANE_FRAMES_MAX {
             return Err(Full);
         }
         self.frames.push_back(Outgoing {
             header: frame.header,
-            payload: frame.payload.expose_provenance(),
-            length: frame.length,
+            payload: frame.payload,
             token: frame.token,
             reference,
             returned_at: 0,
@@ -152,18 +149,16 @@ impl ShmLane {
         Ok(())
     }
 
-    pub(super) fn land(&mut self, landing: Landing, length: usize) {
+    pub(super) fn land(&mut self, landing: Landing) {
         let Expect::Answer { total } = self.expect else { return };
         self.expect = match landing {
-            _ if length != total => {
+            _ if landing.length() != total => {
                 self.cause.get_or_insert(BROKEN);
                 return;
             }
-            _ if length == 0 => Expect::Header,
-            Landing::Into(target) => {
-                Expect::Into { target: target.expose_provenance(), left: length }
-            }
-            Landing::Pieces => Expect::Pieces { left: length },
+            _ if total == 0 => Expect::Header,
+            Landing::Into(rest) => Expect::Into { rest },
+            Landing::Pieces(left) => Expect::Pieces { left },
         };
     }
 
@@ -254,10 +249,10 @@ impl ShmLane {
         if self.published - self.returned >= u64::from(DESCRIPTORS) {
             return None;
         }
-        if frame.length == 0 || frame.reference.is_some() {
-            return Some((frame.length, None));
+        if frame.payload.is_empty() || frame.reference.is_some() {
+            return Some((frame.payload.len(), None));
         }
-        let length = (frame.length - self.copied).min(self.segment.layout().slot_bytes);
+        let length = (frame.payload.len() - self.copied).min(self.segment.layout().slot_bytes);
         Some((length, Some(self.area.find(length)?)))
     }
 
@@ -270,21 +265,18 @@ impl ShmLane {
             let frame = &mut self.frames[self.pumped];
             let (offset, taken) = place.unwrap_or((frame.reference.unwrap_or(0), 0));
             let extent = Extent {
-                first: (self.copied == 0).then_some((frame.header, frame.length)),
+                first: (self.copied == 0).then_some((frame.header, frame.payload.len())),
                 in_arena: frame.reference.is_some(),
                 offset,
                 length,
             };
             if place.is_some() {
                 self.area.reserve(offset, length, taken);
-                let source = std::ptr::with_exposed_provenance::<u8>(frame.payload);
+                let source = frame.payload.part(self.copied, length).as_ptr();
                 let target = self.segment.outgoing(offset, length);
-                // SAFETY: the poster keeps `frame.length` bytes readable until `Sent`, `copied +
-                // length` is at most that, and `outgoing` checked the target, which no live extent
-                // overlaps (`Area`).
-                unsafe {
-                    std::ptr::copy_nonoverlapping(source.add(self.copied), target, length);
-                }
+                // SAFETY: the payload is lent until `Sent`, and `outgoing` checked the target,
+                // which no live extent overlaps (`Area`).
+                unsafe { std::ptr::copy_nonoverlapping(source, target, length) };
                 budget = budget.saturating_sub(length);
             }
             self.taken[slot(self.published)] = word(taken);
@@ -293,7 +285,7 @@ impl ShmLane {
             self.published += 1;
             self.news |= WAKE_PUBLISHED;
             self.copied += length;
-            if self.copied == frame.length {
+            if self.copied == frame.payload.len() {
                 // A copied payload is the caller's again at once, one by reference when its extent
                 // comes back.
                 frame.returned_at = if extent.in_arena { self.published } else { 0 };
@@ -321,23 +313,23 @@ impl ShmLane {
                     }
                     events.push(Event::Header { lane, header, carried: Carried::Nothing });
                 }
-                Expect::Into { target, left } => {
-                    let Some((at, length)) = self.part(left, budget)? else { return Ok(true) };
+                Expect::Into { rest } => {
+                    let part = self.part(rest.len(), budget)?;
+                    let Some((at, length)) = part else { return Ok(true) };
                     if length == 0 {
                         return Ok(false);
                     }
-                    let into = std::ptr::with_exposed_provenance_mut::<u8>(target);
-                    // SAFETY: the caller of `land` keeps `left` bytes writable until `Landed`,
-                    // `length` is at most that, and `part` answers with memory of a mapping.
+                    let into = rest.part(0, length).as_ptr();
+                    // SAFETY: lent until `Landed`, and `part` answers with memory of a mapping.
                     unsafe { std::ptr::copy_nonoverlapping(at, into, length) };
                     self.believe()?;
                     self.advance(length);
                     budget -= length;
-                    if left == length {
+                    if rest.len() == length {
                         self.expect = Expect::Header;
                         events.push(Event::Landed { lane });
                     } else {
-                        self.expect = Expect::Into { target: target + length, left: left - length };
+                        self.expect = Expect::Into { rest: rest.behind(length) };
                     }
                 }
                 Expect::Pieces { left } => {
@@ -346,7 +338,11 @@ impl ShmLane {
                     };
                     let (data, length) = self.stage(at, length)?;
                     self.expect = Expect::Consume { length, left: left - length };
-                    events.push(Event::Piece { lane, data, length });
+                    // SAFETY: bytes of a slot, which the peer gets back by `consume`, or of our
+                    // staging, which is written again after it. Both are there until a poll drops
+                    // the lane, which it does not while a piece is held that was not let go of.
+                    let piece = unsafe { Piece::new(data, length) };
+                    events.push(Event::Piece { lane, piece });
                 }
                 Expect::Answer { .. } | Expect::Consume { .. } => return Ok(false),
             }

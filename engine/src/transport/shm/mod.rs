@@ -18,6 +18,7 @@ pub use setup::{ShmLink, accept, offer};
 
 use super::{Driver, Event, Frame, Full, Landing, LaneId, Link, Room, Waker};
 use crate::base::word;
+use crate::mem::Arena;
 
 use lane::ShmLane;
 use rustix::event::{Timespec, epoll};
@@ -39,7 +40,7 @@ const COPIED_BYTES_MAX: usize = 1024;
 /// What the epoll says of the waker; lanes are told apart by their number.
 const WAKER: u64 = u64::MAX;
 
-/// Memory whose payloads are posted by reference.
+/// Where memory lies whose payloads are posted by reference.
 #[derive(Clone, Copy)]
 struct Shared {
     base: usize,
@@ -70,10 +71,12 @@ impl Shm {
         Ok(Shm { lanes, epoll, _waker: waker, shared: None, is_armed: false, polls: 0, first: 0 })
     }
 
-    /// Names the arena whose memfd is given to [`accept`], as mapped here: payloads in it are
-    /// posted by reference, except small ones, which are copied to be free at once.
-    pub fn share(&mut self, base: *const u8, bytes: usize) {
-        self.shared = Some(Shared { base: base.addr(), bytes });
+    /// Names the arena whose memfd is given to [`accept`]: payloads in it are posted by reference,
+    /// except small ones, which are copied to be free at once. Peers read them by the memfd, so
+    /// this end keeps no more of the arena than where it is.
+    pub fn share(&mut self, arena: &Arena) {
+        let (base, bytes) = (arena.base().addr(), arena.reserved_bytes());
+        self.shared = Some(Shared { base, bytes });
     }
 
     fn lane(&mut self, lane: LaneId) -> Option<&mut Box<ShmLane>> {
@@ -83,9 +86,10 @@ impl Shm {
     /// Where in the arena a frame's payload lies, if it is to go by reference.
     fn reference(&self, frame: &Frame, arena_bytes: usize) -> Option<usize> {
         let shared = self.shared.filter(|shared| shared.bytes == arena_bytes)?;
-        let offset = frame.payload.addr().checked_sub(shared.base)?;
-        let inside = offset < shared.bytes && frame.length <= shared.bytes - offset;
-        (inside && frame.length > COPIED_BYTES_MAX).then_some(offset)
+        let Frame { payload, .. } = frame;
+        let offset = payload.as_ptr().addr().checked_sub(shared.base)?;
+        let inside = offset < shared.bytes && payload.len() <= shared.bytes - offset;
+        (inside && payload.len() > COPIED_BYTES_MAX).then_some(offset)
     }
 
     /// Waits for the waker or the end of a stream. Returns whether a stream ended.
@@ -157,9 +161,9 @@ impl Driver for Shm {
         self.lane(lane).ok_or(Full)?.post(frame, reference)
     }
 
-    fn land(&mut self, lane: LaneId, landing: Landing, length: usize) {
+    fn land(&mut self, lane: LaneId, landing: Landing) {
         if let Some(lane) = self.lane(lane) {
-            lane.land(landing, length);
+            lane.land(landing);
         }
     }
 

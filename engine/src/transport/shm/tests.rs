@@ -4,7 +4,7 @@
 use super::segment::{BROKEN, Extent, WAKE_PUBLISHED};
 use super::*;
 use crate::limits::{ALIGNMENT, HANDSHAKE_SECONDS, STAGING_BYTES};
-use crate::mem::{Arena, Options};
+use crate::mem::{Arena, Options, Readable, Writable};
 use crate::transport::Cause;
 use crate::transport::sim::Random;
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
@@ -37,10 +37,17 @@ fn events(driver: &mut Shm) -> Vec<Event> {
     events
 }
 
-fn frame(payload: *const u8, length: usize) -> Frame {
+fn frame(payload: &[u8]) -> Frame {
     let mut header = [3; 64];
-    header[..4].copy_from_slice(&u32::try_from(length).unwrap().to_le_bytes());
-    Frame::new(header, payload, length, 9)
+    header[..4].copy_from_slice(&u32::try_from(payload.len()).unwrap().to_le_bytes());
+    // SAFETY: the tests keep payloads until they are sent, or their lane is gone.
+    Frame::new(header, unsafe { Readable::of(payload) }, 9)
+}
+
+/// Lets a payload land in memory that the caller keeps.
+fn into(landing: &mut [u8]) -> Landing {
+    // SAFETY: the tests keep landings until they are whole, or their lane is gone.
+    Landing::Into(unsafe { Writable::of(landing) })
 }
 
 /// A victim that does what its peer says, as far as the contract goes.
@@ -61,7 +68,7 @@ impl Victim {
             self.driver.consume(LANE);
         }
         if random.once_in(4) {
-            let _ = self.driver.post(LANE, &frame(self.memory.as_ptr(), random.index(20_000)));
+            let _ = self.driver.post(LANE, &frame(&self.memory[..random.index(20_000)]));
         }
         if random.once_in(8) {
             self.driver.arm();
@@ -74,15 +81,16 @@ impl Victim {
                         self.driver.close(LANE);
                         continue;
                     }
-                    let target = self.memory.as_mut_ptr().wrapping_add(ALIGNMENT);
-                    let pieces = random.once_in(2);
-                    let landing = if pieces { Landing::Pieces } else { Landing::Into(target) };
-                    self.driver.land(LANE, landing, length);
+                    let landing = match random.once_in(2) {
+                        true => Landing::Pieces(length),
+                        false => into(&mut self.memory[ALIGNMENT..][..length]),
+                    };
+                    self.driver.land(LANE, landing);
                 }
-                Event::Piece { data, length, .. } => {
-                    assert!(data.addr().is_multiple_of(ALIGNMENT) && length > 0);
-                    // SAFETY: the transport says that these bytes can be read until `consume`.
-                    let bytes = unsafe { std::slice::from_raw_parts(data, length) };
+                Event::Piece { piece, .. } => {
+                    assert!(piece.as_ptr().addr().is_multiple_of(ALIGNMENT) && piece.len() > 0);
+                    // SAFETY: it is consumed in a later turn.
+                    let bytes = unsafe { piece.lend().bytes() };
                     std::hint::black_box(bytes.iter().fold(0, |sum, byte| sum ^ byte));
                     self.is_held = true;
                 }
@@ -181,10 +189,10 @@ fn another_length_than_the_header_says_closes_the_lane() {
     let (one, other) = link(&waker, None);
     let (mut one, mut other) = (driver(&waker, one), driver(&waker, other));
     let payload = [5; 100];
-    one.post(LANE, &frame(payload.as_ptr(), 100)).unwrap();
+    one.post(LANE, &frame(&payload)).unwrap();
     assert!(matches!(events(&mut one)[..], [Event::Sent { .. }]));
     assert!(matches!(events(&mut other)[..], [Event::Header { .. }]));
-    other.land(LANE, Landing::Pieces, 101);
+    other.land(LANE, Landing::Pieces(101));
     assert!(matches!(events(&mut other)[..], [Event::Closed { cause: BROKEN, .. }]));
     assert!(matches!(events(&mut one)[..], [Event::Closed { cause: Cause::Peer, .. }]));
 }
@@ -197,7 +205,7 @@ fn by_reference(bytes: usize) -> (Shm, Shm, crate::mem::Claim, Arena) {
     let claim = arena.claim(bytes).unwrap();
     let (worker, server) = link(&waker, Some(&arena));
     let (worker, mut server) = (driver(&waker, worker), driver(&waker, server));
-    server.share(arena.base(), arena.reserved_bytes());
+    server.share(&arena);
     (worker, server, claim, arena)
 }
 
@@ -210,21 +218,21 @@ fn a_payload_in_the_arena_is_read_in_place_and_sent_when_read() {
     let mut random = Random::new(1);
     memory.fill_with(|| random.bits().to_le_bytes()[0]);
     for pieces in [false, true] {
-        server.post(LANE, &frame(arena.base(), BYTES)).unwrap();
+        server.post(LANE, &frame(memory)).unwrap();
         assert!(events(&mut server).is_empty(), "the payload is still in use");
         assert!(matches!(events(&mut worker)[..], [Event::Header { .. }]));
         let mut landed = vec![0u8; BYTES];
-        let target = if pieces { Landing::Pieces } else { Landing::Into(landed.as_mut_ptr()) };
-        worker.land(LANE, target, BYTES);
+        let in_pieces = Landing::Pieces(BYTES);
+        worker.land(LANE, if pieces { in_pieces } else { into(&mut landed) });
         let mut done = 0;
         while done < BYTES {
             match events(&mut worker)[..] {
                 [Event::Landed { .. }] => done = BYTES,
-                [Event::Piece { data, length, .. }] => {
-                    // SAFETY: a piece can be read until it is consumed.
-                    let piece = unsafe { std::slice::from_raw_parts(data, length) };
-                    landed[done..done + length].copy_from_slice(piece);
-                    done += length;
+                [Event::Piece { piece, .. }] => {
+                    // SAFETY: it is consumed below, once its bytes have been copied.
+                    let bytes = unsafe { piece.lend().bytes() };
+                    landed[done..done + bytes.len()].copy_from_slice(bytes);
+                    done += bytes.len();
                     assert!(events(&mut server).is_empty(), "the payload is still in use");
                     worker.consume(LANE);
                 }
@@ -241,15 +249,17 @@ fn a_payload_in_the_arena_is_read_in_place_and_sent_when_read() {
 fn what_a_closed_lane_referred_to_is_never_taken_for_the_payload() {
     for pieces in [false, true] {
         let (mut worker, mut server, _claim, arena) = by_reference(1 << 20);
-        server.post(LANE, &frame(arena.base(), 1 << 20)).unwrap();
+        // SAFETY: claimed, and nobody writes it.
+        let memory = unsafe { std::slice::from_raw_parts(arena.base(), 1 << 20) };
+        server.post(LANE, &frame(memory)).unwrap();
         events(&mut server);
         assert!(matches!(events(&mut worker)[..], [Event::Header { .. }]));
         server.close(LANE);
         assert!(matches!(events(&mut server)[..], [Event::Closed { cause: Cause::Local, .. }]));
         // From here on the memory is the server's own again.
         let mut landed = vec![0u8; 1 << 20];
-        let target = if pieces { Landing::Pieces } else { Landing::Into(landed.as_mut_ptr()) };
-        worker.land(LANE, target, 1 << 20);
+        let in_pieces = Landing::Pieces(1 << 20);
+        worker.land(LANE, if pieces { in_pieces } else { into(&mut landed) });
         let truncated = Cause::Truncated;
         assert!(
             matches!(events(&mut worker)[..], [Event::Closed { cause, .. }] if cause == truncated)
@@ -264,29 +274,29 @@ fn a_poster_rings_only_for_what_the_sleeper_waits_for() {
     let (mut one, mut other) = (driver(&waker, one), driver(&waker, other));
     let payload = [5; 100];
     let is_rung = || rustix::io::read(waker.fd(), &mut [0u8; 8]).is_ok();
-    one.post(LANE, &frame(payload.as_ptr(), 100)).unwrap();
+    one.post(LANE, &frame(&payload)).unwrap();
     events(&mut one);
     assert!(!is_rung(), "nobody sleeps");
     assert!(other.arm(), "there is a header to read");
     assert!(matches!(events(&mut other)[..], [Event::Header { .. }]));
     assert!(!other.arm(), "only its owner can move the lane on");
-    one.post(LANE, &frame(payload.as_ptr(), 100)).unwrap();
+    one.post(LANE, &frame(&payload)).unwrap();
     events(&mut one);
     assert!(!is_rung(), "the sleeper could do nothing about it");
-    other.land(LANE, Landing::Pieces, 100);
+    other.land(LANE, Landing::Pieces(100));
     assert!(matches!(events(&mut other)[..], [Event::Piece { .. }]));
     other.consume(LANE);
     assert!(matches!(events(&mut other)[..], [Event::Header { .. }]));
-    other.land(LANE, Landing::Pieces, 100);
+    other.land(LANE, Landing::Pieces(100));
     assert!(matches!(events(&mut other)[..], [Event::Piece { .. }]));
     other.consume(LANE);
     assert!(events(&mut other).is_empty() && !other.arm());
     let lane = one.lane(LANE).unwrap();
     assert_eq!(lane.peer_interest(), WAKE_PUBLISHED);
-    one.post(LANE, &frame(payload.as_ptr(), 100)).unwrap();
+    one.post(LANE, &frame(&payload)).unwrap();
     events(&mut one);
     assert!(is_rung());
-    one.post(LANE, &frame(payload.as_ptr(), 100)).unwrap();
+    one.post(LANE, &frame(&payload)).unwrap();
     events(&mut one);
     assert!(!is_rung(), "one ring wakes it");
 }

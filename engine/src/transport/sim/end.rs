@@ -5,7 +5,8 @@
 
 use super::network::Random;
 use crate::limits::{ALIGNMENT, HEADER_BYTES};
-use crate::transport::{Carried, Cause, Event, Landing, LaneId, Room};
+use crate::mem::{Readable, Writable};
+use crate::transport::{Carried, Cause, Event, Landing, LaneId, Piece, Room};
 
 use crate::wire::RawHeader;
 use std::collections::VecDeque;
@@ -16,12 +17,10 @@ const PIECE_BYTES_MAX: usize = 64 << 10;
 /// What memory is overwritten with when it is no longer the reader's.
 const POISON: u8 = 0xdd;
 
-/// A posted frame. The payload's address is kept as a number so that a network can be sent to
-/// another thread.
+/// A posted frame.
 pub(super) struct Post {
     pub(super) header: RawHeader,
-    pub(super) payload: usize,
-    pub(super) length: usize,
+    pub(super) payload: Readable,
     pub(super) taken: usize,
     pub(super) token: u64,
     pub(super) delay: u64,
@@ -32,7 +31,7 @@ pub(super) struct Post {
 pub(super) enum Expect {
     Header,
     Answer,
-    Into { address: usize, left: usize },
+    Into { rest: Writable },
     Pieces { left: usize },
     Consume { left: usize },
 }
@@ -120,17 +119,14 @@ impl End {
                 post.taken += count;
             }
             let offset = post.taken.saturating_sub(HEADER_BYTES);
-            let count = (wanted - bytes.len()).min(post.length - offset);
+            let count = (wanted - bytes.len()).min(post.payload.len() - offset);
             if post.taken >= HEADER_BYTES && count > 0 {
-                let payload = std::ptr::with_exposed_provenance::<u8>(post.payload);
-                // SAFETY: the poster keeps `length` bytes at `payload` readable and unchanged until
-                // `Sent`, which comes after the last of them was taken here, and `offset + count <=
-                // length`.
-                let part = unsafe { std::slice::from_raw_parts(payload.add(offset), count) };
-                bytes.extend_from_slice(part);
+                // SAFETY: lent until `Sent`, which comes after the last byte was taken here, and
+                // copied at once.
+                bytes.extend_from_slice(unsafe { post.payload.part(offset, count).bytes() });
                 post.taken += count;
             }
-            if post.taken < HEADER_BYTES + post.length {
+            if post.taken < HEADER_BYTES + post.payload.len() {
                 break;
             }
             self.taken.push_back(post.token);
@@ -141,16 +137,14 @@ impl End {
     }
 
     /// Answers a header.
-    pub(super) fn land(&mut self, landing: Landing, length: usize) {
+    pub(super) fn land(&mut self, landing: Landing) {
         if self.expect != Expect::Answer {
             return;
         }
         self.expect = match landing {
-            _ if length == 0 => Expect::Header,
-            Landing::Into(target) => {
-                Expect::Into { address: target.expose_provenance(), left: length }
-            }
-            Landing::Pieces => Expect::Pieces { left: length },
+            _ if landing.length() == 0 => Expect::Header,
+            Landing::Into(rest) => Expect::Into { rest },
+            Landing::Pieces(left) => Expect::Pieces { left },
         };
     }
 
@@ -217,10 +211,10 @@ impl End {
                 self.expect = Expect::Answer;
                 Some(Event::Header { lane, header, carried: Carried::Nothing })
             }
-            Expect::Into { address, left } => {
-                let written = self.write(address, left);
-                self.expect = Expect::Into { address: address + written, left: left - written };
-                (written == left).then(|| {
+            Expect::Into { rest } => {
+                let written = self.write(rest);
+                self.expect = Expect::Into { rest: rest.behind(written) };
+                (written == rest.len()).then(|| {
                     self.expect = Expect::Header;
                     Event::Landed { lane }
                 })
@@ -234,7 +228,10 @@ impl End {
                 (length > 0).then(|| {
                     self.stage(length);
                     self.expect = Expect::Consume { left: left - length };
-                    Event::Piece { lane, data: self.staging.as_ptr().cast(), length }
+                    // SAFETY: staging holds so many bytes, and is written again by `consume`, or
+                    // freed when a poll tells that this end has closed the lane.
+                    let piece = unsafe { Piece::new(self.staging.as_ptr().cast(), length) };
+                    Event::Piece { lane, piece }
                 })
             }
             _ => None,
@@ -242,19 +239,16 @@ impl End {
     }
 
     /// Writes what has arrived to the landing; returns how many bytes that were.
-    fn write(&mut self, address: usize, left: usize) -> usize {
-        let count = self.inbox.len().min(left);
+    fn write(&mut self, rest: Writable) -> usize {
+        let count = self.inbox.len().min(rest.len());
         let (front, back) = self.inbox.as_slices();
         let first = front.len().min(count);
-        let target = std::ptr::with_exposed_provenance_mut::<u8>(address);
-        // SAFETY: the caller of `land` keeps `left` bytes at `address` writable until `Landed` or
-        // `Closed`, neither of which has been told, and `first <= left`. The inbox is memory of our
-        // own.
-        unsafe { std::ptr::copy_nonoverlapping(front.as_ptr(), target, first) };
-        let target = target.wrapping_add(first);
-        // SAFETY: `first + (count - first) <= left`, so this ends within the caller's `left` bytes,
-        // and the inbox is memory of our own.
-        unsafe { std::ptr::copy_nonoverlapping(back.as_ptr(), target, count - first) };
+        let (target, behind) = (rest.part(0, first), rest.part(first, count - first));
+        // SAFETY: lent until `Landed` or `Closed`, neither of which has been told. The inbox is
+        // memory of our own.
+        unsafe { std::ptr::copy_nonoverlapping(front.as_ptr(), target.as_ptr(), target.len()) };
+        // SAFETY: the same loan, behind what was just written, and the same inbox.
+        unsafe { std::ptr::copy_nonoverlapping(back.as_ptr(), behind.as_ptr(), behind.len()) };
         self.inbox.drain(..count);
         count
     }
@@ -274,11 +268,9 @@ impl End {
 
     /// Until `Closed` the landing is ours: whoever reuses it earlier finds it overwritten.
     fn poison_landing(&mut self) {
-        if let Expect::Into { address, left } = self.expect {
-            let target = std::ptr::with_exposed_provenance_mut::<u8>(address);
-            // SAFETY: the caller of `land` keeps the rest of the landing writable until `Closed`,
-            // which follows.
-            unsafe { std::ptr::write_bytes(target, POISON, left) };
+        if let Expect::Into { rest } = self.expect {
+            // SAFETY: the rest of the landing is lent until `Closed`, which follows.
+            unsafe { std::ptr::write_bytes(rest.as_ptr(), POISON, rest.len()) };
         }
     }
 }

@@ -367,8 +367,7 @@ impl State {
         let delay = self.delay();
         self.end(place).posts.push_back(Post {
             header: frame.header,
-            payload: frame.payload.expose_provenance(),
-            length: frame.length,
+            payload: frame.payload,
             taken: 0,
             token: frame.token,
             delay,

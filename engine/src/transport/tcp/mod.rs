@@ -184,8 +184,8 @@ impl Driver for Tcp {
     fn post(&mut self, lane: LaneId, frame: &Frame) -> Result<(), Full> {
         dispatch!(self, driver => driver.post(lane, frame))
     }
-    fn land(&mut self, lane: LaneId, landing: Landing, length: usize) {
-        dispatch!(self, driver => driver.land(lane, landing, length));
+    fn land(&mut self, lane: LaneId, landing: Landing) {
+        dispatch!(self, driver => driver.land(lane, landing));
     }
     fn consume(&mut self, lane: LaneId) {
         dispatch!(self, driver => driver.consume(lane));

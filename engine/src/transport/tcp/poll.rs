@@ -96,9 +96,9 @@ impl Poll {
         Ok(())
     }
 
-    pub fn land(&mut self, lane: LaneId, landing: Landing, length: usize) {
+    pub fn land(&mut self, lane: LaneId, landing: Landing) {
         if let Some(at) = self.lane(lane) {
-            at.stream.land(landing, length);
+            at.stream.land(landing);
             self.ready.push(lane.0);
         }
     }

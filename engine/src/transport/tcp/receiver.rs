@@ -16,7 +16,8 @@ use super::memory::{Block, Pool};
 use crate::limits::{
     ALIGNMENT, HEADER_BYTES, OPERATION_BYTES_MAX, SCRATCH_BYTES, SMALL_BYTES, STAGING_BYTES,
 };
-use crate::transport::{Carried, Cause, Event, Landing, LaneId};
+use crate::mem::Writable;
+use crate::transport::{Carried, Cause, Event, Landing, LaneId, Piece};
 use libc::iovec;
 
 const NOWHERE: iovec = iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
@@ -30,8 +31,8 @@ enum State {
     Header,
     /// A header is out; the caller has not said where its payload goes.
     Standing,
-    /// `left` bytes of payload go to the caller's memory at `to`.
-    Into { to: *mut u8, left: usize },
+    /// The rest of the payload goes to this memory of the caller.
+    Into { rest: Writable },
     /// A piece is being filled: `filled` bytes of it are in scratch; `left` counts from its first
     /// byte.
     Filling { filled: usize, left: usize },
@@ -50,11 +51,6 @@ pub(super) struct Receiver {
     /// Whether the frame at hand is small, so that staging may be filled as far as it goes.
     roomy: bool,
 }
-
-// SAFETY: the pointer in `State::Into` is an address for the kernel or for copies made by the one
-// thread that drives the lane; the caller of `land` keeps it valid until the payload has landed or
-// the lane is closed.
-unsafe impl Send for Receiver {}
 
 impl Receiver {
     pub fn new() -> Receiver {
@@ -92,13 +88,13 @@ impl Receiver {
     }
 
     /// The caller's answer to a header.
-    pub fn land(&mut self, landing: Landing, length: usize) {
+    pub fn land(&mut self, landing: Landing) {
         assert!(matches!(self.state, State::Standing), "land answers a header, once");
-        self.roomy = length <= SMALL_BYTES;
+        self.roomy = landing.length() <= SMALL_BYTES;
         self.state = match landing {
-            _ if length == 0 => State::Header,
-            Landing::Into(to) => State::Into { to, left: length },
-            Landing::Pieces => State::Filling { filled: 0, left: length },
+            _ if landing.length() == 0 => State::Header,
+            Landing::Into(rest) => State::Into { rest },
+            Landing::Pieces(left) => State::Filling { filled: 0, left },
         };
     }
 
@@ -127,11 +123,11 @@ impl Receiver {
         match self.state {
             State::Header => self.next_header(lane),
             State::Standing | State::Held { .. } => None,
-            State::Into { to, left } => {
-                // SAFETY: the caller of `land` keeps `left` bytes at `to` valid until `Landed`.
-                let count = unsafe { self.unstage(to, left) };
-                if count < left {
-                    self.state = State::Into { to: to.wrapping_add(count), left: left - count };
+            State::Into { rest } => {
+                // SAFETY: lent to the lane until `Landed`, and memory of a caller is none of ours.
+                let count = unsafe { self.unstage(rest.as_ptr(), rest.len()) };
+                if count < rest.len() {
+                    self.state = State::Into { rest: rest.behind(count) };
                     return None;
                 }
                 self.state = State::Header;
@@ -164,7 +160,10 @@ impl Receiver {
             // Staging is aligned, so the piece is too: it is served where it lies.
             let data = self.staging.at(self.start);
             self.state = State::Held { left: left - length, staged: length };
-            return Some(Event::Piece { lane, data, length });
+            // SAFETY: `length` bytes have been received there, and nothing is while the lane holds
+            // them, or after it was closed.
+            let piece = unsafe { Piece::new(data, length) };
+            return Some(Event::Piece { lane, piece });
         }
         let data = self.scratch.get_or_insert_with(|| pool.take()).at(0);
         // SAFETY: `length` is at most the size of a scratch buffer, and `filled` is below `length`.
@@ -174,7 +173,10 @@ impl Receiver {
             return None;
         }
         self.state = State::Held { left: left - length, staged: 0 };
-        Some(Event::Piece { lane, data, length })
+        // SAFETY: the scratch buffer has been filled so far, and is the lane's until `consume` or
+        // `release`, before which nothing more is received into it.
+        let piece = unsafe { Piece::new(data, length) };
+        Some(Event::Piece { lane, piece })
     }
 
     fn staged(&self) -> usize {
@@ -205,7 +207,7 @@ impl Receiver {
                 let rest = iovec_of(self.staging.at(self.end), room - self.end);
                 Some([rest, NOWHERE])
             }
-            State::Into { to, left } => Some(self.payload(to, left, true, room)),
+            State::Into { rest } => Some(self.payload(rest.as_ptr(), rest.len(), true, room)),
             State::Filling { filled, left } => {
                 let to = self.scratch.get_or_insert_with(|| pool.take()).at(filled);
                 let length = left.min(SCRATCH_BYTES);
@@ -243,10 +245,9 @@ impl Receiver {
         let mut rest = count;
         match &mut self.state {
             State::Header => {}
-            State::Into { to, left } => {
-                let here = rest.min(*left);
-                *to = to.wrapping_add(here);
-                *left -= here;
+            State::Into { rest: of_payload } => {
+                let here = rest.min(of_payload.len());
+                *of_payload = of_payload.behind(here);
                 rest -= here;
             }
             State::Filling { filled, left } => {

@@ -22,13 +22,9 @@ pub(super) struct Sender {
     offset: usize,
 }
 
-// SAFETY: the payload pointers are addresses for the kernel alone; who posted them keeps them valid
-// and unchanged until the frame is reported or the lane is closed, on whichever thread that is.
-unsafe impl Send for Sender {}
-
 impl Sender {
     pub fn new() -> Sender {
-        let free = Frame::new([0; HEADER_BYTES], std::ptr::null(), 0, 0);
+        let free = Frame::bare([0; HEADER_BYTES], 0);
         let frames = vec![free; LANE_FRAMES_MAX].into_boxed_slice();
         Sender { frames, posted: 0, taken: 0, reported: 0, offset: 0 }
     }
@@ -60,7 +56,7 @@ impl Sender {
         for index in self.taken..self.posted {
             let frame = &self.frames[index % LANE_FRAMES_MAX];
             let header = (frame.header.as_ptr(), HEADER_BYTES);
-            for (first, length) in [header, (frame.payload, frame.length)] {
+            for (first, length) in [header, (frame.payload.as_ptr(), frame.payload.len())] {
                 let skip = offset.min(length);
                 offset -= skip;
                 let here = (length - skip).min(room);
@@ -83,7 +79,7 @@ impl Sender {
     pub fn sent(&mut self, count: usize) {
         self.offset += count;
         while self.taken != self.posted {
-            let whole = HEADER_BYTES + self.frames[self.taken % LANE_FRAMES_MAX].length;
+            let whole = HEADER_BYTES + self.frames[self.taken % LANE_FRAMES_MAX].payload.len();
             if self.offset < whole {
                 return;
             }
@@ -108,6 +104,7 @@ impl Sender {
 #[allow(clippy::cast_possible_truncation, reason = "patterns")]
 mod tests {
     use super::*;
+    use crate::mem::Readable;
     use proptest::prelude::*;
 
     const LANE: LaneId = LaneId(7);
@@ -115,7 +112,8 @@ mod tests {
     fn frame(token: u64, payload: &[u8]) -> Frame {
         let mut header = [0; HEADER_BYTES];
         header[..8].copy_from_slice(&token.to_le_bytes());
-        Frame::new(header, payload.as_ptr(), payload.len(), token)
+        // SAFETY: the tests keep payloads alive and unchanged until they are sent.
+        Frame::new(header, unsafe { Readable::of(payload) }, token)
     }
 
     /// Plays the kernel: takes `count` bytes of what the sender names.

@@ -137,9 +137,9 @@ impl Stream {
     }
 
     /// The answer to a header; too late if the lane is about to close.
-    pub fn land(&mut self, landing: Landing, length: usize) {
+    pub fn land(&mut self, landing: Landing) {
         if self.closing.is_none() {
-            self.receiver.land(landing, length);
+            self.receiver.land(landing);
         }
     }
 
@@ -285,6 +285,7 @@ impl Ready {
 mod tests {
     use super::*;
     use crate::limits::HEADER_BYTES;
+    use crate::mem::Writable;
 
     const LANE: LaneId = LaneId(0);
 
@@ -316,7 +317,8 @@ mod tests {
             fill(&mut stream, &mut pool, HEADER_BYTES);
             assert!(matches!(drain(&mut stream, &mut pool, 9)[..], [Event::Header { .. }]));
             let mut landing = vec![0u8; 100_000];
-            stream.land(Landing::Into(landing.as_mut_ptr()), landing.len());
+            // SAFETY: the vector is not touched until the payload has landed.
+            stream.land(Landing::Into(unsafe { Writable::of(&mut landing) }));
             assert!(drain(&mut stream, &mut pool, 9).is_empty());
             // The payload, the next header, and the end, all before anybody looks.
             fill(&mut stream, &mut pool, usize::MAX);
@@ -329,7 +331,7 @@ mod tests {
             assert_eq!(stream.closing(), None);
             assert!(matches!(drain(&mut stream, &mut pool, 9)[..], [Event::Header { .. }]));
             assert_eq!(stream.closing(), None, "the caller may still say that no payload follows");
-            stream.land(Landing::Pieces, 0);
+            stream.land(Landing::NOTHING);
             assert!(drain(&mut stream, &mut pool, 9).is_empty());
             let expected = if failed { Cause::Os(104) } else { Cause::Peer };
             assert_eq!(stream.closing(), Some(expected));

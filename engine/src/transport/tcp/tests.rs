@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::limits::{EVENTS_MAX, HEADER_BYTES, LANE_FRAMES_MAX};
+use crate::mem::{Readable, Writable};
 use crate::transport::{Cause, RawHeader};
 use std::collections::VecDeque;
 use std::net::{TcpListener, TcpStream};
@@ -82,8 +83,15 @@ impl Random {
 /// Posts a frame whose payload the caller keeps.
 fn post(tcp: &mut Tcp, lane: u32, payload: &[u8], token: u64) -> Result<(), Full> {
     let header = header(payload.len(), token);
-    let frame = Frame::new(header, payload.as_ptr(), payload.len(), token);
-    tcp.post(LaneId(lane), &frame)
+    // SAFETY: the tests keep payloads unchanged until they are sent, or their lane is gone.
+    let payload = unsafe { Readable::of(payload) };
+    tcp.post(LaneId(lane), &Frame::new(header, payload, token))
+}
+
+/// Lets a payload land in memory that the caller keeps.
+fn into(landing: &mut [u8]) -> Landing {
+    // SAFETY: the tests keep landings untouched until they are whole, or their lane is gone.
+    Landing::Into(unsafe { Writable::of(landing) })
 }
 
 /// Polls, sleeping in between, until `done` has seen what it waits for.

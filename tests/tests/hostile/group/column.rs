@@ -49,7 +49,7 @@ impl Column {
         let at = memory.as_mut_ptr();
         self.pair.memory.push(memory);
         // SAFETY: the pair keeps the memory, which is this slot's alone.
-        unsafe { Slot::new(number, pool, at, false) }
+        unsafe { Slot::new(number, pool, (at, BYTES), false) }
     }
 
     fn command(&mut self, command: Command) {

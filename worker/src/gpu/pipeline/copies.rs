@@ -131,11 +131,12 @@ impl Pipeline {
 /// # Safety
 /// As [`Stream::copy_to_host`].
 unsafe fn fill(stream: &Stream, slot: Slot, from: u64, bytes: usize) -> Result<(), GpuError> {
+    let at = slot.memory(bytes).as_ptr();
     // SAFETY: the caller's promise.
     unsafe {
         match slot.is_on_gpu() {
-            true => stream.copy_on_device(slot.at().addr() as u64, from, bytes),
-            false => stream.copy_to_host(slot.at(), from, bytes),
+            true => stream.copy_on_device(at.addr() as u64, from, bytes),
+            false => stream.copy_to_host(at, from, bytes),
         }
     }
 }
@@ -145,11 +146,12 @@ unsafe fn fill(stream: &Stream, slot: Slot, from: u64, bytes: usize) -> Result<(
 /// # Safety
 /// As [`Stream::copy_to_host`].
 unsafe fn empty(stream: &Stream, slot: Slot, to: u64, bytes: usize) -> Result<(), GpuError> {
+    let at = slot.memory(bytes).as_ptr();
     // SAFETY: the caller's promise.
     unsafe {
         match slot.is_on_gpu() {
-            true => stream.copy_on_device(to, slot.at().addr() as u64, bytes),
-            false => stream.copy_to_device(to, slot.at(), bytes),
+            true => stream.copy_on_device(to, at.addr() as u64, bytes),
+            false => stream.copy_to_device(to, at, bytes),
         }
     }
 }

@@ -32,6 +32,9 @@ impl Parts for Lanes {
     }
 }
 
+/// Parts of a tensor, at most.
+const PARTS_MAX: usize = 8;
+
 fn plan(name: &str, parts: usize, device: bool) -> Arc<Plan> {
     let part = |index: usize| PlanPart {
         key: Key(index as u64),
@@ -54,7 +57,7 @@ fn plan(name: &str, parts: usize, device: bool) -> Arc<Plan> {
 fn push(priority: i64) -> (Push, Handle) {
     let task = Arc::new(Task::default());
     let handle = Handle::of(&task);
-    (Push { memory: Memory::none(), priority, task }, handle)
+    (Push { memory: Memory::nowhere(8 * PARTS_MAX), priority, task }, handle)
 }
 
 fn outcome(handle: &Handle) -> Option<Result<(), Error>> {

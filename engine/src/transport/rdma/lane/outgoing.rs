@@ -6,15 +6,14 @@ use super::super::device::Counters;
 use super::super::flow::{Notice, PREFIX_BYTES, Prefix, Said};
 use super::{COPY_BYTES, RdmaLane};
 use crate::limits::{LANE_FRAMES_MAX, PART_BYTES_MAX};
+use crate::mem::Readable;
 use crate::transport::{Answer, Cause, Frame, Full, Grant};
 use crate::wire::RawHeader;
 
-/// A frame that was posted and not yet returned. Addresses are numbers so that a lane can change
-/// threads.
+/// A frame that was posted and not yet returned.
 pub(super) struct Outgoing {
     header: RawHeader,
-    payload: usize,
-    length: usize,
+    payload: Readable,
     pub(super) token: u64,
     /// The key of the shared memory that the payload is sent from.
     shared: Option<u32>,
@@ -48,27 +47,27 @@ impl RdmaLane {
         shared: Option<u32>,
         landing_key: Option<u32>,
     ) -> Result<(), Full> {
-        assert!(frame.length <= PART_BYTES_MAX, "a frame is never larger than a part");
+        assert!(frame.payload.len() <= PART_BYTES_MAX, "a frame is never larger than a part");
         if self.frames.len() >= LANE_FRAMES_MAX {
             return Err(Full);
         }
         let (said, straight) = match frame.answer {
             Answer::No => (Said::Nothing, None),
-            Answer::Wanted { at, length, token } => {
+            Answer::Wanted { into, token } => {
                 let key = landing_key.expect("only memory that may be granted is");
-                (Said::Grants(self.grants.open(at.expose_provenance(), length, key, token)), None)
+                let at = into.as_ptr().expose_provenance();
+                (Said::Grants(self.grants.open(at, into.len(), key, token)), None)
             }
             Answer::To(grant) => {
-                assert!(frame.length == grant.length(), "an answer is as long as what was granted");
-                let is_straight =
-                    shared.is_some() && frame.length <= self.pair.rail().message_bytes;
+                let length = frame.payload.len();
+                assert!(length == grant.length(), "an answer is as long as what was granted");
+                let is_straight = shared.is_some() && length <= self.pair.rail().message_bytes;
                 (Said::Answers(grant.number), is_straight.then_some(grant))
             }
         };
         self.frames.push_back(Outgoing {
             header: frame.header,
-            payload: frame.payload.expose_provenance(),
-            length: frame.length,
+            payload: frame.payload,
             token: frame.token,
             shared,
             said,
@@ -88,7 +87,7 @@ impl RdmaLane {
         if let Some(grant) = frame.straight {
             return self.sending.has_room().then_some(Next::Answer(grant));
         }
-        let length = (frame.length - self.started).min(self.sending.extent_bytes());
+        let length = (frame.payload.len() - self.started).min(self.sending.extent_bytes());
         let (at, taken) = self.sending.find(length)?;
         Some(Next::Extent { length, at, taken })
     }
@@ -124,27 +123,26 @@ impl RdmaLane {
         let released = self.receiving.tell();
         let frame = &self.frames[self.pumped];
         let is_first = self.started == 0;
-        let first = is_first.then_some((frame.header, frame.length));
+        let first = is_first.then_some((frame.header, frame.payload.len()));
         let said = if is_first { frame.said } else { Said::Nothing };
-        let payload = frame.payload + self.started;
+        let payload = frame.payload.part(self.started, length);
         let shared = frame.shared;
-        let is_last = self.started + length == frame.length;
+        let is_last = self.started + length == frame.payload.len();
         let prefix = Prefix { first, length, released, said }.encode();
         let to = self.outgoing.at(at, PREFIX_BYTES + length);
         // SAFETY: the mirror has so many bytes there, which no live extent overlaps (`Area`).
         unsafe { to.copy_from_nonoverlapping(prefix.as_ptr(), PREFIX_BYTES) };
         if shared.is_none() {
-            let source = std::ptr::with_exposed_provenance::<u8>(payload);
-            // SAFETY: the poster keeps the payload readable until `Sent`, `length` bytes of it
-            // are left, and the mirror has room for them behind the prefix.
+            // SAFETY: the payload is lent until `Sent`; it is the host's, since what is a GPU's is
+            // shared; and the mirror has room for it behind the prefix.
             unsafe {
-                to.add(PREFIX_BYTES).copy_from_nonoverlapping(source, length);
+                to.add(PREFIX_BYTES).copy_from_nonoverlapping(payload.as_ptr(), length);
             }
             Counters::add(&self.counters().staged_bytes, length);
         }
         let key = self.outgoing.lkey();
         let parts = match shared {
-            Some(shared) => [(to.addr(), PREFIX_BYTES, key), (payload, length, shared)],
+            Some(shared) => [(to.addr(), PREFIX_BYTES, key), (address(payload), length, shared)],
             None => [(to.addr(), PREFIX_BYTES + length, key), (0, 0, 0)],
         };
         let signal = is_last && shared.is_some();
@@ -164,7 +162,7 @@ impl RdmaLane {
         let released = self.receiving.tell();
         let frame = &self.frames[self.pumped];
         let key = frame.shared.expect("an answer goes straight from shared memory only");
-        let parts = [(frame.payload, frame.length, key), (0, 0, 0)];
+        let parts = [(address(frame.payload), frame.payload.len(), key), (0, 0, 0)];
         let is_signalled = self.sending.post(true);
         let notice = Notice::Answer { number: grant.number, released };
         self.add(notice, (grant.address, grant.key), parts, is_signalled);
@@ -221,4 +219,9 @@ impl RdmaLane {
             errno => Err(Cause::Os(errno)),
         }
     }
+}
+
+/// By which the device knows a payload.
+fn address(payload: Readable) -> usize {
+    payload.as_ptr().expose_provenance()
 }

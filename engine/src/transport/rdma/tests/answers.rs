@@ -60,18 +60,30 @@ impl Ends {
 
     /// Sends a frame whose answer is to land at the front of the memory.
     fn ask(&mut self, lane: LaneId, token: u64) {
-        let at = self.landing.as_mut_ptr();
-        assert!(self.worker.grants(lane, at, BYTES));
-        let answer = Answer::Wanted { at, length: BYTES, token };
-        let frame = Frame { answer, ..Frame::new([5; 64], std::ptr::null(), 0, 0) };
+        let into = self.landing();
+        assert!(self.worker.grants(lane, into));
+        let answer = Answer::Wanted { into, token };
+        let frame = Frame { answer, ..Frame::bare([5; 64], 0) };
         self.worker.post(lane, &frame).unwrap();
         self.turn();
     }
 
     fn answer(&mut self, lane: LaneId, grant: Grant) {
-        let frame = Frame::new([6; 64], self.result.as_ptr(), grant.length(), 0);
-        self.server.post(lane, &Frame { answer: Answer::To(grant), ..frame }).unwrap();
+        self.post_answer(lane, grant);
         self.turn();
+    }
+
+    fn post_answer(&mut self, lane: LaneId, grant: Grant) {
+        // SAFETY: nothing changes the result, which lives as long as the server.
+        let payload = unsafe { Readable::of(&self.result[..grant.length()]) };
+        let frame = Frame::new([6; 64], payload, 0);
+        self.server.post(lane, &Frame { answer: Answer::To(grant), ..frame }).unwrap();
+    }
+
+    /// Where answers land.
+    fn landing(&mut self) -> Writable {
+        // SAFETY: the tests look at it and change it only while nothing is granted or landing.
+        unsafe { Writable::of(&mut self.landing[..BYTES]) }
     }
 
     /// As often as everything that is under way needs.
@@ -87,10 +99,10 @@ impl Ends {
                     Event::Closed { lane, cause } => self.closed.push(("worker", lane, cause)),
                     Event::Header { lane, carried: Carried::Declined(token), .. } => {
                         self.declined.push(token);
-                        let at = self.landing.as_mut_ptr();
-                        self.worker.land(lane, Landing::Into(at), BYTES);
+                        let into = self.landing();
+                        self.worker.land(lane, Landing::Into(into));
                     }
-                    Event::Header { lane, .. } => self.worker.land(lane, Landing::Pieces, 0),
+                    Event::Header { lane, .. } => self.worker.land(lane, Landing::NOTHING),
                     Event::Landed { .. } => self.received += 1,
                     _ => {}
                 }
@@ -99,7 +111,7 @@ impl Ends {
                 match *event {
                     Event::Header { lane, carried, .. } => {
                         (self.grant, self.landed) = (carried.grant(), self.landed + 1);
-                        self.server.land(lane, Landing::Pieces, 0);
+                        self.server.land(lane, Landing::NOTHING);
                     }
                     Event::Closed { lane, cause } => self.closed.push(("server", lane, cause)),
                     _ => {}
@@ -163,24 +175,27 @@ fn an_answer_that_cannot_go_straight_comes_as_a_frame_and_gives_the_memory_back(
 #[test]
 fn only_registered_memory_is_granted_and_no_more_than_there_are_places() {
     let mut ends = Ends::new("places", true, 1 << 30);
-    let at = ends.landing.as_mut_ptr();
-    assert!(!ends.worker.grants(LANE, at, BYTES + 1));
-    assert!(!ends.worker.grants(LANE, at.wrapping_sub(64), BYTES));
-    assert!(!ends.worker.grants(LANE, at, 1024), "it would be copied anyway");
-    assert!(!ends.worker.grants(LaneId(2), at, BYTES), "no such lane");
-    assert!(!ends.server.grants(LANE, ends.result.as_mut_ptr(), BYTES), "it is only sent from");
+    let into = ends.landing();
+    // SAFETY: what is refused is not used, and in the vectors or nobody's.
+    let lent = |at, length| unsafe { Writable::new(at, length) };
+    assert!(!ends.worker.grants(LANE, lent(into.as_ptr(), BYTES + 1)));
+    assert!(!ends.worker.grants(LANE, lent(into.as_ptr().wrapping_sub(64), BYTES)));
+    assert!(!ends.worker.grants(LANE, into.part(0, 1024)), "it would be copied anyway");
+    assert!(!ends.worker.grants(LaneId(2), into), "no such lane");
+    let result = lent(ends.result.as_mut_ptr(), BYTES);
+    assert!(!ends.server.grants(LANE, result), "it is only sent from");
     let mut grants = Vec::new();
     for token in 0..64 {
         ends.ask(LANE, token);
         grants.extend(ends.grant.take());
     }
-    assert!(!ends.worker.grants(LANE, at, BYTES), "all places are taken");
-    assert!(ends.worker.grants(OTHER, at, BYTES), "those of this lane only");
+    assert!(!ends.worker.grants(LANE, into), "all places are taken");
+    assert!(ends.worker.grants(OTHER, into), "those of this lane only");
     for grant in grants.into_iter().rev() {
         ends.answer(LANE, grant);
     }
     assert_eq!(ends.answered, (0..64).rev().collect::<Vec<u64>>());
-    assert!(ends.worker.grants(LANE, at, BYTES));
+    assert!(ends.worker.grants(LANE, into));
 }
 
 #[test]
@@ -232,8 +247,7 @@ fn memory_of_a_lane_that_has_ended_is_written_to_no_more() {
     ends.ask(LANE, 1);
     let grant = ends.grant.take().unwrap();
     // The result is posted, and not yet with the device, when the worker's end closes.
-    let frame = Frame::new([6; 64], ends.result.as_ptr(), BYTES, 0);
-    ends.server.post(LANE, &Frame { answer: Answer::To(grant), ..frame }).unwrap();
+    ends.post_answer(LANE, grant);
     ends.worker.close(LANE);
     let mut events = Vec::new();
     for _ in 0..10 {

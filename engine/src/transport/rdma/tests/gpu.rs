@@ -61,8 +61,8 @@ fn memory_of_a_gpu_is_sent_from_in_place_or_refused_with_a_reason() {
     unsafe { left.take_gpu(from) };
     // However short: a processor could not copy it.
     for length in [64, BYTES] {
-        let at = gpu.from.0.as_ptr();
-        assert_eq!(transfer(&mut left, &mut right, at, length), &gpu.from.0[..length]);
+        let sent = &gpu.from.0[..length];
+        assert_eq!(transfer(&mut left, &mut right, sent), sent);
     }
     assert_eq!(left.rails.counters().staged_bytes.load(SeqCst), 0);
     assert_eq!(here.regions.load(SeqCst), lanes + 1, "what was let go is no more registered");
@@ -125,19 +125,27 @@ fn answers_land_in_memory_of_a_gpu_or_give_it_back() {
         let [mut worker, mut server] = pair(&here.rails(false), &there.rails(false));
         let gpu = Gpu::new();
         let [from, to] = gpu.register(&worker.rails).unwrap();
-        let at = gpu.to.0.as_ptr().cast_mut();
+        let at = |memory: &[u8]| {
+            // SAFETY: only devices use it until the test looks, when they are done.
+            unsafe { Writable::new(memory.as_ptr().cast_mut(), BYTES) }
+        };
         // SAFETY: the memory outlives the drivers.
         unsafe {
             server.register(NonNull::from(&gpu.from.0[0]), BYTES).unwrap();
             worker.take_gpu(from);
             worker.take_gpu(to);
         }
-        assert!(worker.grants(LANE, at, BYTES));
-        assert!(!worker.grants(LANE, gpu.from.0.as_ptr().cast_mut(), BYTES), "to send from only");
-        let answer = Answer::Wanted { at, length: BYTES, token: 9 };
-        let frame = Frame { answer, ..Frame::new([5; 64], gpu.from.0.as_ptr(), BYTES, 0) };
+        let into = at(&gpu.to.0);
+        assert!(worker.grants(LANE, into));
+        assert!(!worker.grants(LANE, at(&gpu.from.0)), "to send from only");
+        let answer = Answer::Wanted { into, token: 9 };
+        // SAFETY: nothing changes it.
+        let payload = unsafe { Readable::of(&gpu.from.0) };
+        let frame = Frame { answer, ..Frame::new([5; 64], payload, 0) };
         worker.post(LANE, &frame).unwrap();
         let (mut events, mut landed, mut ends) = (Vec::new(), vec![0; BYTES], Vec::new());
+        // SAFETY: it is looked at once what lands has landed.
+        let landing = Landing::Into(unsafe { Writable::of(&mut landed) });
         for _ in 0..40 {
             events.clear();
             worker.poll(&mut events);
@@ -146,7 +154,7 @@ fn answers_land_in_memory_of_a_gpu_or_give_it_back() {
                     Event::Answered { token: 9, .. } => ends.push("straight"),
                     Event::Header { carried: Carried::Declined(9), .. } => {
                         assert!(gpu.to.0.iter().all(|byte| *byte == 0), "it was left alone");
-                        worker.land(LANE, Landing::Into(landed.as_mut_ptr()), BYTES);
+                        worker.land(LANE, landing);
                     }
                     Event::Landed { .. } => ends.push("landed"),
                     Event::Sent { .. } => {}
@@ -157,9 +165,9 @@ fn answers_land_in_memory_of_a_gpu_or_give_it_back() {
             server.poll(&mut events);
             for event in &events {
                 if let Event::Header { carried, .. } = event {
-                    server.land(LANE, Landing::Into(landed.as_mut_ptr()), BYTES);
+                    server.land(LANE, landing);
                     let answer = Answer::To(carried.grant().unwrap());
-                    let frame = Frame::new([6; 64], gpu.from.0.as_ptr(), BYTES, 0);
+                    let frame = Frame::new([6; 64], payload, 0);
                     server.post(LANE, &Frame { answer, ..frame }).unwrap();
                 }
             }

@@ -1,6 +1,7 @@
 //! What becomes of a lane when its device tells of faults, and of memory that it takes or refuses.
 
 use super::*;
+use crate::mem::Readable;
 use crate::transport::{Carried, Grant, Link};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::sync::atomic::Ordering::SeqCst;
@@ -42,9 +43,13 @@ fn pair(left: &Arc<Rails>, right: &Arc<Rails>) -> [Rdma; 2] {
 }
 
 /// Sends a frame and returns what landed.
-fn transfer(from: &mut Rdma, to: &mut Rdma, payload: *const u8, length: usize) -> Vec<u8> {
-    let mut memory = vec![0; length];
-    from.post(LANE, &Frame::new([7; 64], payload, length, 0)).unwrap();
+fn transfer(from: &mut Rdma, to: &mut Rdma, payload: &[u8]) -> Vec<u8> {
+    let mut memory = vec![0; payload.len()];
+    // SAFETY: borrowed until it has landed, which it does only once.
+    let payload = unsafe { Readable::of(payload) };
+    // SAFETY: left alone until the payload has landed.
+    let into = unsafe { Writable::of(&mut memory) };
+    from.post(LANE, &Frame::new([7; 64], payload, 0)).unwrap();
     let mut events = Vec::new();
     for _ in 0..1000 {
         events.clear();
@@ -52,7 +57,7 @@ fn transfer(from: &mut Rdma, to: &mut Rdma, payload: *const u8, length: usize) -
         to.poll(&mut events);
         for event in &events {
             match event {
-                Event::Header { .. } => to.land(LANE, Landing::Into(memory.as_mut_ptr()), length),
+                Event::Header { .. } => to.land(LANE, Landing::Into(into)),
                 Event::Landed { .. } => return memory,
                 Event::Closed { cause, .. } => panic!("{cause}"),
                 _ => {}
@@ -89,7 +94,7 @@ fn faults_of_the_device_end_the_lanes_that_they_are_of() {
         let there = Fake::new(&format!("peer{event}"));
         let [mut left, mut right] = pair(&here.rails(false), &there.rails(false));
         let sent = vec![3; 9000];
-        assert_eq!(transfer(&mut left, &mut right, sent.as_ptr(), sent.len()), sent);
+        assert_eq!(transfer(&mut left, &mut right, &sent), sent);
         // Another port of the device, another queue or pair, and good news end nothing.
         here.tell(ffi::EVENT_PORT_ERR, 2);
         here.tell(ffi::EVENT_QP_FATAL, 12345);
@@ -148,7 +153,7 @@ fn registered_payloads_are_sent_from_where_they_lie_and_others_copied() {
         (100, 1_000, true),
     ] {
         let sent = &memory[at..at + length];
-        assert_eq!(transfer(&mut left, &mut right, sent.as_ptr(), length), sent);
+        assert_eq!(transfer(&mut left, &mut right, sent), sent);
         copied += if is_copied { length as u64 } else { 0 };
         assert_eq!(rails.counters().staged_bytes.load(SeqCst), copied, "{length} bytes at {at}");
     }
@@ -179,7 +184,7 @@ fn paging_on_demand_is_used_where_it_is_wanted_and_all_of_it_there() {
         assert!(rails.description().contains(word), "{}", rails.description());
         let [mut left, mut right] = pair(&rails, &there.rails(false));
         let sent = vec![9; 20_000];
-        assert_eq!(transfer(&mut left, &mut right, sent.as_ptr(), sent.len()), sent);
+        assert_eq!(transfer(&mut left, &mut right, &sent), sent);
         let copied = if index == 0 { 0 } else { 20_000 };
         assert_eq!(rails.counters().staged_bytes.load(SeqCst), copied, "{}", rails.description());
     }
@@ -190,7 +195,8 @@ fn a_driver_that_is_dropped_delivers_what_it_took() {
     let (here, there) = (Fake::new("dropped"), Fake::new("dropped one's peer"));
     let [mut left, mut right] = pair(&here.rails(false), &there.rails(false));
     let payload = [1u8; 1000];
-    let frame = Frame::new([7; 64], payload.as_ptr(), 1000, 0);
+    // SAFETY: nothing changes it.
+    let frame = Frame::new([7; 64], unsafe { Readable::of(&payload) }, 0);
     let (mut events, mut sent, mut landed, mut closed) = (Vec::new(), 0, 0, None);
     for _ in 0..10 {
         left.post(LANE, &frame).unwrap();
@@ -202,12 +208,14 @@ fn a_driver_that_is_dropped_delivers_what_it_took() {
     }
     drop(left);
     let mut memory = [0u8; 1000];
+    // SAFETY: nobody looks at it.
+    let into = unsafe { Writable::of(&mut memory) };
     while closed.is_none() {
         events.clear();
         right.poll(&mut events);
         for event in &events {
             match event {
-                Event::Header { .. } => right.land(LANE, Landing::Into(memory.as_mut_ptr()), 1000),
+                Event::Header { .. } => right.land(LANE, Landing::Into(into)),
                 Event::Landed { .. } => landed += 1,
                 Event::Closed { cause, .. } => closed = Some(*cause),
                 _ => {}

@@ -46,28 +46,26 @@ impl Bench {
                 Event::Header { header, .. } => {
                     let field = header[..8].try_into().expect("eight bytes");
                     let length = u64::from_le_bytes(field) as usize;
-                    self.landing = vec![0; length];
                     self.copied += self.receiver.staged().min(length);
-                    let landing = match pieces() {
-                        true => Landing::Pieces,
-                        false => Landing::Into(self.landing.as_mut_ptr()),
+                    let in_pieces = pieces();
+                    self.landing = vec![0; if in_pieces { 0 } else { length }];
+                    let landing = match in_pieces {
+                        true => Landing::Pieces(length),
+                        // SAFETY: the vector is not touched until the payload has landed.
+                        false => Landing::Into(unsafe { Writable::of(&mut self.landing) }),
                     };
-                    if pieces_of(&landing) {
-                        self.landing.clear();
-                    }
-                    self.receiver.land(landing, length);
-                    if length == 0 {
-                        self.whole.push(Vec::new());
-                    } else if pieces_of(&landing) {
+                    self.receiver.land(landing);
+                    if length == 0 || in_pieces {
                         self.whole.push(Vec::with_capacity(length));
                     }
                 }
                 Event::Landed { .. } => self.whole.push(std::mem::take(&mut self.landing)),
-                Event::Piece { data, length, .. } => {
-                    assert_eq!(data.addr() % ALIGNMENT, 0, "a piece is aligned");
+                Event::Piece { piece, .. } => {
+                    let length = piece.len();
+                    assert_eq!(piece.as_ptr().addr() % ALIGNMENT, 0, "a piece is aligned");
                     assert!(length <= SCRATCH_BYTES && length > 0);
-                    // SAFETY: the receiver promises `length` bytes until `consume`.
-                    let piece = unsafe { std::slice::from_raw_parts(data, length) };
+                    // SAFETY: it is consumed below, once its bytes have been copied.
+                    let piece = unsafe { piece.lend().bytes() };
                     let whole = self.whole.last_mut().expect("a header came before");
                     whole.extend_from_slice(piece);
                     let last = whole.len() == whole.capacity();
@@ -96,10 +94,6 @@ impl Bench {
         self.calls += 1;
         given
     }
-}
-
-fn pieces_of(landing: &Landing) -> bool {
-    matches!(landing, Landing::Pieces)
 }
 
 fn sizes() -> impl Strategy<Value = Vec<usize>> {

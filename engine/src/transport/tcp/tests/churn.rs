@@ -88,9 +88,10 @@ impl Side {
             Event::Header { header, .. } => {
                 assert_eq!(header[8], half.era as u8, "a frame of another lane's life");
                 half.landing = vec![0; length_in(&header)];
-                let into = Landing::Into(half.landing.as_mut_ptr());
-                let landing = if random.below(2) == 0 { Landing::Pieces } else { into };
-                self.tcp.land(lane, landing, half.landing.len());
+                let pieces = Landing::Pieces(half.landing.len());
+                let in_pieces = random.below(2) == 0;
+                let landing = if in_pieces { pieces } else { into(&mut half.landing) };
+                self.tcp.land(lane, landing);
             }
             Event::Landed { .. } => {
                 assert!(half.landing.iter().all(|&byte| byte == half.era as u8), "bytes differ");

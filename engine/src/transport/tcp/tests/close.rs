@@ -75,7 +75,7 @@ fn memory_is_untouched_after_a_close_within_a_payload() {
             peer.write_all(&header(length, 0)).expect("room");
             until_header(&mut tcp);
             let mut landing = vec![0u8; length];
-            tcp.land(LaneId(0), Landing::Into(landing.as_mut_ptr()), length);
+            tcp.land(LaneId(0), into(&mut landing));
             peer.write_all(&[1; 500]).expect("room");
             settle(&mut tcp);
             tcp.close(LaneId(0));
@@ -97,7 +97,7 @@ fn closing_while_a_header_or_a_piece_waits_for_its_answer() {
             peer.write_all(&header(4, 0)).expect("room");
             until_header(&mut tcp);
             if piece {
-                tcp.land(LaneId(0), Landing::Pieces, 4);
+                tcp.land(LaneId(0), Landing::Pieces(4));
                 peer.write_all(b"four").expect("room");
                 until(&mut tcp, "piece", |_, event| matches!(event, Event::Piece { .. }));
             }
@@ -106,10 +106,10 @@ fn closing_while_a_header_or_a_piece_waits_for_its_answer() {
             if piece {
                 tcp.consume(LaneId(0));
             } else {
-                tcp.land(LaneId(0), Landing::Pieces, 4);
+                tcp.land(LaneId(0), Landing::Pieces(4));
             }
             until_closed(&mut tcp, Cause::Local);
-            tcp.land(LaneId(0), Landing::Pieces, 4);
+            tcp.land(LaneId(0), Landing::Pieces(4));
             tcp.consume(LaneId(0));
             assert_eq!(post(&mut tcp, 0, &[], 0), Err(Full));
         }
@@ -151,7 +151,7 @@ fn the_peer_closes_between_frames_and_its_last_frames_come_first() {
             // The end of the stream is behind this frame already; the frame comes nevertheless.
             settle(&mut tcp);
             let mut landing = [0u8; 5];
-            tcp.land(LaneId(0), Landing::Into(landing.as_mut_ptr()), 5);
+            tcp.land(LaneId(0), into(&mut landing));
             let mut events = Vec::new();
             tcp.poll(&mut events);
             assert!(matches!(events[0], Event::Landed { .. }), "{events:?}");
@@ -160,7 +160,7 @@ fn the_peer_closes_between_frames_and_its_last_frames_come_first() {
                 let mut rest = events.split_off(1);
                 assert_eq!(rest.len(), 1, "{rest:?}");
                 match rest.remove(0) {
-                    Event::Header { .. } => tcp.land(LaneId(0), Landing::Pieces, 5),
+                    Event::Header { .. } => tcp.land(LaneId(0), Landing::Pieces(5)),
                     Event::Closed { cause, .. } => return assert_eq!(cause, Cause::Peer),
                     other => panic!("{other:?}"),
                 }
@@ -169,7 +169,7 @@ fn the_peer_closes_between_frames_and_its_last_frames_come_first() {
         }
         until(&mut tcp, "the end", |tcp, event| match event {
             Event::Header { .. } => {
-                tcp.land(LaneId(0), Landing::Pieces, 5);
+                tcp.land(LaneId(0), Landing::Pieces(5));
                 false
             }
             Event::Piece { .. } => {
@@ -198,7 +198,7 @@ fn a_large_frame_right_before_the_end_lands_whole() {
             });
             until_header(&mut tcp);
             let mut landing = vec![0u8; part.len()];
-            tcp.land(LaneId(0), Landing::Into(landing.as_mut_ptr()), landing.len());
+            tcp.land(LaneId(0), into(&mut landing));
             let mut landed = false;
             until(&mut tcp, "Closed", |_, event| match event {
                 Event::Landed { .. } => {
@@ -232,8 +232,8 @@ fn the_peer_closes_within_a_frame() {
             peer.write_all(&header(length, 0)).expect("room");
             until_header(&mut tcp);
             let mut landing = vec![0u8; length];
-            let into = Landing::Into(landing.as_mut_ptr());
-            tcp.land(LaneId(0), if pieces { Landing::Pieces } else { into }, length);
+            let in_pieces = Landing::Pieces(length);
+            tcp.land(LaneId(0), if pieces { in_pieces } else { into(&mut landing) });
             peer.write_all(&[1; 100]).expect("room");
             settle(&mut tcp);
             drop(peer);
@@ -297,7 +297,7 @@ fn the_last_words_of_a_peer_that_takes_nothing_are_heard() {
         until(&mut tcp, "Closed", |tcp, event| match event {
             Event::Header { header, .. } => {
                 heard += 1;
-                tcp.land(LaneId(0), Landing::Pieces, length_in(&header));
+                tcp.land(LaneId(0), Landing::Pieces(length_in(&header)));
                 false
             }
             Event::Closed { cause, .. } => {
@@ -317,7 +317,7 @@ fn dropping_the_transport_frees_what_is_in_flight() {
         let (part, mut landing) = (payload(32 << 20, 5), vec![0u8; 1 << 20]);
         peer.write_all(&header(landing.len(), 0)).expect("room");
         until_header(&mut tcp);
-        tcp.land(LaneId(0), Landing::Into(landing.as_mut_ptr()), landing.len());
+        tcp.land(LaneId(0), into(&mut landing));
         post(&mut tcp, 0, &part, 1).expect("room");
         settle(&mut tcp);
         drop(tcp);

@@ -74,14 +74,14 @@ impl Node {
         let id = LaneId(index as u32);
         if length == 0 {
             side.received.push(Vec::new());
-            self.tcp.land(id, Landing::Pieces, 0);
+            self.tcp.land(id, Landing::NOTHING);
         } else if self.random.below(2) == 0 {
             side.pieces = length;
             side.landing = Vec::with_capacity(length);
-            self.tcp.land(id, Landing::Pieces, length);
+            self.tcp.land(id, Landing::Pieces(length));
         } else {
             side.landing = vec![0; length];
-            self.tcp.land(id, Landing::Into(side.landing.as_mut_ptr()), length);
+            self.tcp.land(id, into(&mut side.landing));
         }
     }
 
@@ -99,11 +99,11 @@ impl Node {
                 let side = &mut self.lanes[lane.0 as usize];
                 side.received.push(std::mem::take(&mut side.landing));
             }
-            Event::Piece { lane, data, length } => {
+            Event::Piece { lane, piece } => {
                 let side = &mut self.lanes[lane.0 as usize];
-                // SAFETY: the transport keeps `length` bytes there until `consume`.
-                side.landing.extend_from_slice(unsafe { std::slice::from_raw_parts(data, length) });
-                side.pieces -= length;
+                // SAFETY: it is consumed below, once its bytes have been copied.
+                side.landing.extend_from_slice(unsafe { piece.lend().bytes() });
+                side.pieces -= piece.len();
                 if side.pieces == 0 {
                     side.received.push(std::mem::take(&mut side.landing));
                 }
@@ -227,14 +227,14 @@ fn a_lane_that_stands_still_does_not_hold_up_others() {
             std::io::Write::write_all(&mut moving, &header(0, number)).expect("room");
             until(&mut tcp, "header of the other lane", |tcp, event| match event {
                 Event::Header { lane: LaneId(1), .. } => {
-                    tcp.land(LaneId(1), Landing::Pieces, 0);
+                    tcp.land(LaneId(1), Landing::NOTHING);
                     true
                 }
                 other => panic!("{other:?}"),
             });
         }
         let mut late = [0u8; 8];
-        tcp.land(LaneId(0), Landing::Into(late.as_mut_ptr()), 8);
+        tcp.land(LaneId(0), into(&mut late));
         until(&mut tcp, "Landed", |_, event| matches!(event, Event::Landed { lane: LaneId(0) }));
         assert_eq!(&late, b"deferred");
     }
