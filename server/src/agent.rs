@@ -216,6 +216,7 @@ impl Agent {
     pub fn handle_report(&mut self, core: u32, report: Report, effects: &mut Vec<Effect>) {
         match report {
             Report::Installed { request } => {
+                // One of an earlier membership: nobody waits for it.
                 let Some(left) = self.installs.get_mut(&request) else { return };
                 *left -= 1;
                 if *left == 0 {

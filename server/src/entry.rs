@@ -351,9 +351,8 @@ impl Entry {
     }
 
     fn complete(&mut self, rank: Rank) {
-        if let Some(turnout) = &mut self.open {
-            turnout.complete(self.groups.of(rank));
-        }
+        let turnout = self.open.as_mut().expect("a contribution that is whole has begun");
+        turnout.complete(self.groups.of(rank));
     }
 
     /// For whom the open round waits: the ranks of groups that have not contributed, or not all of

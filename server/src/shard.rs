@@ -196,7 +196,7 @@ impl Shard {
             Command::Attach { link, rank, epoch } => self.attach(link, rank, epoch),
             Command::Install { request, keys } => match self.install(&keys) {
                 Ok(()) => self.report(Report::Installed { request }),
-                Err(message) => self.report(Report::Failed { message }),
+                Err(error) => self.report(Report::Failed { message: error.to_string() }),
             },
             Command::Retire { keys } => self.retire(&keys),
             Command::Begin { epoch, groups } => self.begin(epoch, groups),
@@ -248,17 +248,16 @@ impl Shard {
     }
 
     fn on_header(&mut self, lane: LaneId, raw: &RawHeader, grant: Option<Grant>, now: Duration) {
-        let Some(session) = &mut self.sessions[lane.0 as usize] else { return };
-        if matches!(session.receiving, Receiving::Closing) {
+        let receiving = &session(&mut self.sessions, lane).receiving;
+        if matches!(receiving, Receiving::Closing) {
             return;
         }
         self.counters.frames_in.add(1);
         match self.check(lane, raw, grant) {
             Ok((header, _)) if header.kind == Kind::Goodbye => {
-                if let Some(session) = &mut self.sessions[lane.0 as usize] {
-                    session.goodbye = true;
-                    session.receiving = Receiving::Closing;
-                }
+                let session = session(&mut self.sessions, lane);
+                session.goodbye = true;
+                session.receiving = Receiving::Closing;
                 self.left.insert(header.rank.0);
                 // Whoever waits for this rank learns of it in this turn.
                 self.next_tick = now;
@@ -266,8 +265,8 @@ impl Shard {
             }
             Ok((header, index)) => {
                 self.trace.frame(Mark::Arrived, &header);
-                if let (Some(session), Some(grant)) = (&mut self.sessions[lane.0 as usize], grant) {
-                    session.outgoing.note(index, grant);
+                if let Some(grant) = grant {
+                    session(&mut self.sessions, lane).outgoing.note(index, grant);
                 }
                 let entry = &mut self.entries[index];
                 entry.arrive(header.rank, &mut self.turnouts);
@@ -296,9 +295,7 @@ impl Shard {
         grant: Option<Grant>,
     ) -> Result<(Header, usize), Refusal> {
         let header = Header::decode(raw)?;
-        let Some(session) = &self.sessions[lane.0 as usize] else {
-            return Err(Refusal::Kind(header.kind));
-        };
+        let session = self.sessions[lane.0 as usize].as_ref().expect(HAS_SESSION);
         if header.rank != session.rank || header.epoch != session.epoch {
             return Err(Refusal::Sender {
                 lane_rank: session.rank,
@@ -350,17 +347,16 @@ impl Shard {
             Take::Pieces => (Mark::Adding, Landing::Pieces(header.length as usize)),
         };
         self.trace.frame(mark, &header);
-        if let Some(session) = &mut self.sessions[lane.0 as usize] {
-            session.checks |= checked;
-            session.receiving = Receiving::Payload { entry: index, header, done: 0, checksum: 0 };
-        }
+        let session = session(&mut self.sessions, lane);
+        session.checks |= checked;
+        session.receiving = Receiving::Payload { entry: index, header, done: 0, checksum: 0 };
         self.endpoint.land(lane, landing);
     }
 
     fn on_piece(&mut self, lane: LaneId, piece: Piece) {
-        let Some(session) = &mut self.sessions[lane.0 as usize] else { return };
+        let session = session(&mut self.sessions, lane);
         let Receiving::Payload { entry, header, done, checksum } = &mut session.receiving else {
-            return;
+            unreachable!("a piece comes of a payload that was asked for");
         };
         let index = *entry;
         let length = piece.len();
@@ -384,9 +380,9 @@ impl Shard {
     }
 
     fn on_landed(&mut self, lane: LaneId) {
-        let Some(session) = &mut self.sessions[lane.0 as usize] else { return };
+        let session = session(&mut self.sessions, lane);
         let Receiving::Payload { entry, header, checksum, .. } = &mut session.receiving else {
-            return;
+            unreachable!("what has landed was to land");
         };
         let is_checked = header.flags & FLAG_PAYLOAD_CHECKSUM != 0;
         if let Some(landed) = self.entries[*entry].landed(is_checked) {
@@ -396,9 +392,11 @@ impl Shard {
     }
 
     fn end_payload(&mut self, lane: LaneId) {
-        let Some(session) = &mut self.sessions[lane.0 as usize] else { return };
+        let session = session(&mut self.sessions, lane);
         let receiving = std::mem::replace(&mut session.receiving, Receiving::Header);
-        let Receiving::Payload { entry, header, checksum, .. } = receiving else { return };
+        let Receiving::Payload { entry, header, checksum, .. } = receiving else {
+            unreachable!("a payload that is whole was coming");
+        };
         self.counters.bytes_in.add(u64::from(header.length));
         let checked = header.flags & FLAG_PAYLOAD_CHECKSUM != 0;
         if checked && header.payload_checksum != checksum {
@@ -417,12 +415,10 @@ impl Shard {
         let entry = &mut self.entries[index];
         let before = entry.waiting.map(|(_, last)| last);
         entry.waiting = Some((entry.waiting.map_or(lane, |(first, _)| first), lane));
-        if let Some(before) = before.and_then(|before| self.sessions[before.0 as usize].as_mut()) {
-            before.behind = Some(lane);
+        if let Some(before) = before {
+            session(&mut self.sessions, before).behind = Some(lane);
         }
-        if let Some(session) = &mut self.sessions[lane.0 as usize] {
-            session.receiving = Receiving::Parked { entry: index, header };
-        }
+        session(&mut self.sessions, lane).receiving = Receiving::Parked { entry: index, header };
     }
 
     /// Lets the next waiting lane of a key go on, if the key is free.
@@ -432,6 +428,7 @@ impl Shard {
             return;
         }
         let Some((lane, last)) = entry.waiting else { return };
+        // Lanes of a membership that is over close in any order, and wait for nothing any more.
         let Some(session) = &mut self.sessions[lane.0 as usize] else { return };
         entry.waiting = session.behind.take().map(|behind| (behind, last));
         if let Receiving::Parked { header, .. } = session.receiving {
@@ -442,24 +439,23 @@ impl Shard {
     /// Takes a lane that closes out of those that wait for this key; `behind` is the one behind it.
     fn unpark(&mut self, lane: LaneId, index: usize, behind: Option<LaneId>) {
         let entry = &mut self.entries[index];
-        let Some((first, last)) = entry.waiting else { return };
+        let (first, last) = entry.waiting.expect("this lane waits for it");
         if first == lane {
             entry.waiting = behind.map(|behind| (behind, last));
             return;
         }
         let mut at = first;
-        while let Some(session) = &mut self.sessions[at.0 as usize] {
-            match session.behind {
-                Some(next) if next == lane => {
-                    session.behind = behind;
-                    if last == lane {
-                        entry.waiting = Some((first, at));
-                    }
-                    return;
-                }
-                Some(next) => at = next,
-                None => return,
+        loop {
+            let session = session(&mut self.sessions, at);
+            let next = session.behind.expect("this lane is behind another");
+            if next == lane {
+                session.behind = behind;
+                break;
             }
+            at = next;
+        }
+        if last == lane {
+            entry.waiting = Some((first, at));
         }
     }
 
@@ -471,7 +467,7 @@ impl Shard {
     }
 
     fn refuse(&mut self, lane: LaneId, why: Refusal) {
-        let Some(session) = &mut self.sessions[lane.0 as usize] else { return };
+        let session = session(&mut self.sessions, lane);
         session.receiving = Receiving::Closing;
         self.counters.refused.add(1);
         let rank = session.rank;
@@ -505,3 +501,10 @@ impl Shard {
 
 /// Token of the frame that tells a worker of its refusal.
 const REFUSED: u64 = u64::MAX;
+
+/// Sessions end with `Closed`, the last event of their lane.
+const HAS_SESSION: &str = "a lane has a session until it has closed";
+
+fn session(sessions: &mut [Option<Session>], lane: LaneId) -> &mut Session {
+    sessions[lane.0 as usize].as_mut().expect(HAS_SESSION)
+}

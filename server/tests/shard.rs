@@ -129,3 +129,27 @@ fn a_retired_key_gives_its_memory_back_once_it_had_its_last_round() {
     }
     assert_eq!(core.held(), (1, 128 << 10));
 }
+
+#[test]
+fn keys_that_no_part_can_have_are_refused_one_by_one() {
+    let mut core = Core::new();
+    core.order(begin(1, 2));
+    core.install(0, 4 << 10, 0);
+    let spec = |key: u64, bytes: u32, dtype: DType| {
+        let (key, operation) = (Key(key), Operation::Sum);
+        KeySpec { key, core: 0, dtype, bytes, operation, rounds: 0 }
+    };
+    core.retire(0, 5);
+    for (spec, why) in [
+        (spec(1, 0, DType::F32), "has 0 bytes of f32"),
+        (spec(1, 6, DType::F32), "has 6 bytes of f32"),
+        (spec(1, u32::MAX - 3, DType::F32), "has 4294967292 bytes of f32"),
+        (spec(0, 4 << 10, DType::F16), "installed again as something else"),
+        (spec(0, 4 << 10, DType::F32), "installed twice"),
+    ] {
+        core.order(Command::Install { request: 2, keys: vec![spec] });
+        let Some((0, Report::Failed { message })) = core.reports.pop() else { panic!("{why}") };
+        assert!(message.contains(why), "{message}");
+    }
+    assert_eq!(core.held(), (1, 4 << 10), "none of them has taken memory");
+}

@@ -65,7 +65,8 @@ pub fn serve(
     let Some(port) = port else { return Ok(None) };
     let wrong = || MetricsError::Address(config.metrics_address.clone());
     let ip: IpAddr = config.metrics_address.parse().map_err(|_| wrong())?;
-    let address = SocketAddr::new(ip, u16::try_from(port).unwrap_or_default());
+    let port = u16::try_from(port).expect("the table of settings takes no larger port");
+    let address = SocketAddr::new(ip, port);
     let started = Exporter::start(address, source);
     started.map(Some).map_err(|error| MetricsError::Listen { address, error, remedy })
 }

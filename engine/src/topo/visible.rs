@@ -300,10 +300,13 @@ fn by_runtime(present: &[Device], value: Option<&str>) -> Result<Visible, Visibl
             add(&mut devices, device, NVIDIA_VISIBLE, value, entry)?;
         }
     }
-    let number = |device: &Device| present.iter().position(|other| other == device).unwrap_or(0);
+    let number = |device: &Device| {
+        let place = present.iter().position(|other| other == device);
+        place.expect("a device without an identifier is one of those present").to_string()
+    };
     let names: Vec<String> = devices
         .iter()
-        .map(|device| device.uuid().map_or_else(|| number(device).to_string(), str::to_owned))
+        .map(|device| device.uuid().map_or_else(|| number(device), str::to_owned))
         .collect();
     Ok(Visible { devices, cuda: Some(names.join(",")), note: None })
 }

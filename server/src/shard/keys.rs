@@ -3,8 +3,9 @@
 
 use super::Shard;
 use crate::entry::{Entry, accumulator_bytes};
-use bps_engine::base::Key;
-use bps_engine::limits::ALIGNMENT;
+use bps_engine::base::{DType, Key, word};
+use bps_engine::limits::{ALIGNMENT, PART_BYTES_MAX};
+use bps_engine::mem::MemoryError;
 use bps_engine::proto::messages::{KeySpec, RetiredKey};
 use bps_engine::trace::log;
 use bps_engine::transport::DirectMemory;
@@ -14,26 +15,57 @@ use std::time::Instant;
 /// So many bytes may take a second.
 const SLOW_BYTES: usize = 1 << 30;
 
+/// Why keys are not installed. The scheduler says what they are, and is not believed.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum InstallError {
+    /// Not the size of a part, or not whole elements.
+    #[error("{key} has {bytes} bytes of {dtype}: it can't be summed")]
+    Size { key: Key, bytes: u32, dtype: DType },
+    /// It is there.
+    #[error("{key} was installed twice")]
+    Twice { key: Key },
+    /// It was retired, and is to be something else now.
+    #[error("{key} was installed again as something else")]
+    Changed { key: Key },
+    /// No pages, for all of them together.
+    #[error("no memory for tensors: {0}")]
+    Pages(MemoryError),
+    /// No place in the arena.
+    #[error("no memory for {key}: {error}")]
+    Claim { key: Key, error: MemoryError },
+}
+
+/// Whether this is what a part can be.
+fn check(spec: &KeySpec) -> Result<(), InstallError> {
+    let KeySpec { key, bytes, dtype, .. } = *spec;
+    let fits = (1..=PART_BYTES_MAX).contains(&(bytes as usize));
+    match fits && bytes.is_multiple_of(word(dtype.size())) {
+        true => Ok(()),
+        false => Err(InstallError::Size { key, bytes, dtype }),
+    }
+}
+
 impl Shard {
-    pub(super) fn install(&mut self, keys: &[KeySpec]) -> Result<(), String> {
+    pub(super) fn install(&mut self, keys: &[KeySpec]) -> Result<(), InstallError> {
+        keys.iter().try_for_each(check)?;
         let is_new = |spec: &&KeySpec| !self.index.contains_key(&spec.key);
         let bytes = keys.iter().filter(is_new).map(accumulator_bytes);
         self.prepare(bytes.map(|bytes| bytes.next_multiple_of(ALIGNMENT)).sum())?;
         for spec in keys {
-            if spec.bytes == 0 {
-                return Err(format!("{} has no bytes: it can't be summed", spec.key));
-            }
-            if let Some(&index) = self.index.get(&spec.key) {
+            let key = spec.key;
+            if let Some(&index) = self.index.get(&key) {
                 // A retired key that is still busy, and used again before it could be forgotten.
-                if self.entries[index].last_round.take().is_none() {
-                    return Err(format!("{} was installed twice", spec.key));
+                let entry = &mut self.entries[index];
+                if entry.last_round.take().is_none() {
+                    return Err(InstallError::Twice { key });
+                }
+                if (entry.dtype, entry.bytes) != (spec.dtype, spec.bytes as usize) {
+                    return Err(InstallError::Changed { key });
                 }
                 continue;
             }
-            let accumulator = self
-                .arena
-                .claim(accumulator_bytes(spec))
-                .map_err(|error| format!("no memory for {}: {error}", spec.key))?;
+            let claimed = self.arena.claim(accumulator_bytes(spec));
+            let accumulator = claimed.map_err(|error| InstallError::Claim { key, error })?;
             let entry = Entry::new(spec, &self.groups, accumulator);
             let index = self.vacant.pop().unwrap_or(self.entries.len());
             if index == self.entries.len() {
@@ -58,13 +90,13 @@ impl Shard {
     }
 
     /// Takes the pages of all accumulators at once, with a line where that takes a while.
-    fn prepare(&mut self, bytes: usize) -> Result<(), String> {
+    fn prepare(&mut self, bytes: usize) -> Result<(), InstallError> {
         let start = Instant::now();
         let gigabytes = bytes as f64 / 1e9;
         if bytes >= SLOW_BYTES {
             log::info!("core {}: takes {gigabytes:.1} GB for declared tensors", self.core);
         }
-        self.arena.prepare(bytes).map_err(|error| format!("no memory for tensors: {error}"))?;
+        self.arena.prepare(bytes).map_err(InstallError::Pages)?;
         if bytes >= SLOW_BYTES {
             let seconds = start.elapsed().as_secs_f64();
             log::info!("core {}: has the {gigabytes:.1} GB after {seconds:.1} s", self.core);

@@ -206,12 +206,11 @@ impl Shard {
     /// The transport has sent the oldest result that it has of this lane.
     pub(super) fn on_result_sent(&mut self, lane: LaneId, token: u64) {
         let Some(session) = &mut self.sessions[lane.0 as usize] else { return };
-        if let Some(index) = session.outgoing.posted.pop_front() {
-            debug_assert_eq!(u64::from(index), token, "a transport returned tokens out of order");
-            let entry = &self.entries[index as usize];
-            self.trace.record(Mark::Sent, entry.key, entry.round, session.rank, entry.bytes);
-            self.sent(index as usize);
-        }
+        let index = session.outgoing.posted.pop_front().expect("what is sent was posted");
+        assert!(u64::from(index) == token, "a transport returned tokens out of order");
+        let entry = &self.entries[index as usize];
+        self.trace.record(Mark::Sent, entry.key, entry.round, session.rank, entry.bytes);
+        self.sent(index as usize);
         self.flush(lane);
     }
 

@@ -126,7 +126,8 @@ fn meet(
     let Some(nccl) = nccl else { return Ok(None) };
     let switches = job.switches();
     let line = switches.line(own);
-    let place = line.iter().position(|rank| *rank == own).unwrap_or(0);
+    let place = line.iter().position(|rank| *rank == own);
+    let place = place.expect("a rank is below its own switch");
     let (size, patience) = (word(line.len()), config.start_timeout);
     let is_wanted = || !job.nic_ended.load(Ordering::Acquire);
     let comm = nccl.comm(device, id, size, word(place), rings(config), patience, is_wanted)?;

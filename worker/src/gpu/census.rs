@@ -87,7 +87,7 @@ fn write_text(room: &mut [u8], text: &str) {
     while !text.is_char_boundary(end) {
         end -= 1;
     }
-    let length = u16::try_from(end).unwrap_or(0);
+    let length = u16::try_from(end).expect("a row is far shorter than that");
     room[..2].copy_from_slice(&length.to_le_bytes());
     room[2..2 + end].copy_from_slice(&text.as_bytes()[..end]);
 }

@@ -40,11 +40,15 @@ impl Switches {
         self.ranks.len().div_ceil(self.width)
     }
 
-    /// The ranks below the switch of this rank, in the order in which NCCL numbers them.
+    /// The ranks below the switch of this rank, in the order in which NCCL numbers them. As many
+    /// as below every other: sizes that do not divide the host's ranks stand for one switch.
+    ///
+    /// # Panics
+    /// As all that take a rank: if it is not of this host.
     #[must_use]
     pub fn line(&self, rank: Rank) -> &[Rank] {
         let first = self.switch(rank) * self.width;
-        self.ranks.get(first..first + self.width).unwrap_or_default()
+        &self.ranks[first..first + self.width]
     }
 
     /// The number of this rank's switch.
@@ -68,7 +72,7 @@ impl Switches {
     /// The rank below the switch of `rank` that holds what `owner` owns in the host.
     #[must_use]
     pub fn holder(&self, owner: Rank, rank: Rank) -> Rank {
-        self.line(rank).get(self.column(owner)).copied().unwrap_or(owner)
+        self.line(rank)[self.column(owner)]
     }
 
     /// The number of a rank below its switch, as NCCL counts.
@@ -78,7 +82,7 @@ impl Switches {
     }
 
     fn place(&self, rank: Rank) -> usize {
-        self.ranks.binary_search(&rank).unwrap_or(0)
+        self.ranks.binary_search(&rank).expect("only ranks of this host hang below its switches")
     }
 }
 

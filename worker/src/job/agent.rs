@@ -7,8 +7,9 @@ use crate::base::error::{Closed, Corruption, Death, Error, PeerDied, Refusal, So
 use crate::host::switches::Switches;
 use crate::nic::{Peer, Report};
 use crate::rounds::{Plan, PlanPart};
-use bps_engine::base::{CoreId, Rank};
+use bps_engine::base::{CoreId, Rank, word};
 use bps_engine::control::lane_fault;
+use bps_engine::limits::PART_BYTES_MAX;
 use bps_engine::proto::late::LateCollector;
 use bps_engine::proto::messages::{
     Assignment, Declaration, Mismatch, NodeMessage, Origin, OverReason, Party, Place, Replacement,
@@ -230,6 +231,11 @@ impl Agent {
     fn declared(&mut self, request: u64, tensors: &[Assignment], effects: &mut Vec<Effect>) {
         // Nobody waits for an answer that was given already.
         let Some(declarations) = self.declares.remove(&request) else { return };
+        let (asked, answered) = (declarations.len(), tensors.len());
+        if asked != answered {
+            let error = Refusal::Answers { asked, answered }.into();
+            return effects.push(Effect::Declared { request, result: Err(error) });
+        }
         let plans: Result<Vec<Plan>, Error> = declarations
             .into_iter()
             .zip(tensors)
@@ -271,6 +277,10 @@ impl Agent {
         for part in &assignment.parts {
             if part.offset != end {
                 return Err(broken("has a gap"));
+            }
+            let is_whole = part.bytes.is_multiple_of(word(declaration.dtype.size()));
+            if !is_whole || !(1..=PART_BYTES_MAX).contains(&(part.bytes as usize)) {
+                return Err(broken("has a part of a size that no part has"));
             }
             end += u64::from(part.bytes);
             let core = part.core.map(|core| self.lanes.cores.get(&core).copied());

@@ -376,7 +376,8 @@ pub(crate) fn nic(
     }
     let shm_lanes = needs.shm as usize;
     if shm_lanes > 0 {
-        memory(shm_lanes.saturating_sub(group), group).print();
+        let to_servers = shm_lanes.checked_sub(group);
+        memory(to_servers.expect("ranks of a host share memory"), group).print();
     }
     let mut nic = NicLoop::new(
         endpoint,

@@ -106,7 +106,7 @@ impl Owners {
                 _ => (0, 1),
             };
             let least = (first..size).step_by(step).min_by_key(|&place| loads[place]);
-            let place = root.or(least).unwrap_or(0);
+            let place = root.or(least).expect("a group has a rank");
             loads[place] += u64::from(bytes);
             (word(size), word(place))
         };

@@ -248,7 +248,7 @@ impl Rendezvous {
                 "{who} has BYTEPS_REDUCE_ROOTS={} and BYTEPS_LOCAL_SIZE={local_size}: name each \
                  local rank once, from 0 to {}",
                 commas(roots),
-                local_size.saturating_sub(1)
+                local_size - 1
             ));
         }
         let switch = planning.switch_size;
@@ -306,11 +306,11 @@ impl Rendezvous {
 
     fn admit_worker(&mut self, node: NodeId, register: &Register, rank: u32) -> Result<(), String> {
         let who = describe(register);
-        let size = self.size().unwrap_or(0);
+        let size = self.size().expect("the first worker has said how many a host has");
         if rank >= size {
             return Err(format!(
                 "{who} has BYTEPS_GLOBAL_RANK={rank} in a job of {size} ranks: it must be 0 to {}",
-                size.saturating_sub(1)
+                size - 1
             ));
         }
         if let Some((_, other)) = self.workers.get(&rank) {

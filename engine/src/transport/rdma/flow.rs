@@ -432,7 +432,7 @@ impl Receiving {
 }
 
 fn slot(sequence: u64) -> usize {
-    usize::try_from(sequence % EXTENTS as u64).unwrap_or(0)
+    usize::try_from(sequence % EXTENTS as u64).expect("there are few extents")
 }
 
 #[allow(clippy::cast_possible_truncation, reason = "the caller wants the low bits")]

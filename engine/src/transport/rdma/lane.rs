@@ -200,7 +200,12 @@ impl RdmaLane {
     pub(super) fn handle(&mut self, completion: &ffi::Wc) {
         let is_good = completion.status == ffi::WC_SUCCESS;
         if completion.wr_id & RECEIVE != 0 {
-            self.places = self.places.saturating_sub(1);
+            // The device gives back each place that it was given, once. One that does not is no
+            // reason to end the process: its lane ends.
+            let Some(places) = self.places.checked_sub(1) else {
+                return self.fail(BROKEN);
+            };
+            self.places = places;
             Counters::add(&self.counters().receive_completions, 1);
             if is_good && let Err(cause) = self.handle_notice(completion) {
                 self.failure.get_or_insert(cause);

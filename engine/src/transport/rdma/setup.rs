@@ -224,7 +224,7 @@ pub fn connect(
     let deadline = Instant::now() + Duration::from_secs(HANDSHAKE_SECONDS);
     let ours = Layout::new(options)?;
     let half = Half::new(rails.rail(lane), ours)?;
-    let rail_index = u16::try_from(lane % usize::from(u16::MAX)).unwrap_or(0);
+    let rail_index = u16::try_from(lane % usize::from(u16::MAX)).expect("it is below a u16");
     let offer = half.message(rail_index, &half.pair.rail().port().addresses);
     send(&stream, &offer.encode())?;
     let answer = Message::decode(&receive::<MESSAGE_BYTES>(&stream, deadline)?)?;

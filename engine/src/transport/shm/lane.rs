@@ -263,7 +263,12 @@ impl ShmLane {
             && let Some((length, place)) = self.next_extent()
         {
             let frame = &mut self.frames[self.pumped];
-            let (offset, taken) = place.unwrap_or((frame.reference.unwrap_or(0), 0));
+            let (offset, taken) = match (place, frame.reference) {
+                (Some(place), _) => place,
+                (None, Some(in_arena)) => (in_arena, 0),
+                // A header without a payload takes no room.
+                (None, None) => (0, 0),
+            };
             let extent = Extent {
                 first: (self.copied == 0).then_some((frame.header, frame.payload.len())),
                 in_arena: frame.reference.is_some(),
@@ -512,5 +517,5 @@ impl ShmLane {
 }
 
 fn slot(sequence: u64) -> usize {
-    usize::try_from(sequence % u64::from(DESCRIPTORS)).unwrap_or(0)
+    usize::try_from(sequence % u64::from(DESCRIPTORS)).expect("there are few descriptors")
 }

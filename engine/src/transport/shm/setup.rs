@@ -155,7 +155,8 @@ fn invalid(what: String) -> io::Error {
 
 /// Maps a file of the peer after its size and seals were found safe.
 fn map_sealed(file: &OwnedFd, bytes: u64, write: bool) -> io::Result<Mapping> {
-    let found = u64::try_from(rustix::fs::fstat(file)?.st_size).unwrap_or(0);
+    let found = rustix::fs::fstat(file)?.st_size;
+    let found = u64::try_from(found).expect("the kernel knows no file of a negative size");
     let seals = rustix::fs::fcntl_get_seals(file)?;
     if found != bytes || bytes == 0 || !seals.contains(SEALS) {
         return Err(invalid(format!(

@@ -39,7 +39,7 @@ impl Random {
 
     /// An index into something of this length.
     pub fn index(&mut self, length: usize) -> usize {
-        usize::try_from(self.below(length as u64)).unwrap_or(0)
+        usize::try_from(self.below(length as u64)).expect("it is below a length")
     }
 
     /// A generator of its own, which follows from this one.

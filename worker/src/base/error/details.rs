@@ -68,6 +68,7 @@ impl Refusal {
             | Refusal::WholeAverage { tensor }
             | Refusal::PartsTooLarge { tensor, .. } => Some(tensor),
             Refusal::Scheduler { .. }
+            | Refusal::Answers { .. }
             | Refusal::UnknownId { .. }
             | Refusal::NoGpu
             | Refusal::Gpu(_)

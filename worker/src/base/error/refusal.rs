@@ -58,6 +58,14 @@ pub enum Refusal {
         /// Its line.
         message: String,
     },
+    /// The scheduler has not answered every declaration of a request.
+    #[error("the scheduler has answered {answered} of {asked} declarations")]
+    Answers {
+        /// Declarations in the request.
+        asked: usize,
+        /// Tensors in the answer.
+        answered: usize,
+    },
     /// The scheduler's plan of a tensor does not fit the tensor or this rank's lanes.
     #[error("the scheduler's plan for `{tensor}` {what}")]
     Plan {

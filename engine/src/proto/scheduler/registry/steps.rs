@@ -67,9 +67,9 @@ impl Registry {
     ) -> Mismatch {
         let (first_said, second_said) = (first_said.clone(), second_said.clone());
         let name = self.names.get(&first_said.name);
-        let agreed = name.map(|name| name.eras.agreed(second, rounds)).unwrap_or_default();
-        let agreed =
-            agreed.into_iter().map(|(tensor, rounds)| Superseded { tensor, rounds }).collect();
+        let eras = &name.expect("the first rank has declared it").eras;
+        let agreed = eras.agreed(second, rounds).into_iter();
+        let agreed = agreed.map(|(tensor, rounds)| Superseded { tensor, rounds }).collect();
         Mismatch { first, first_said, second, second_said, agreed }
     }
 
