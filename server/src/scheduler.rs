@@ -9,6 +9,7 @@
 
 mod hub;
 
+use bps_engine::base::word;
 use bps_engine::config::{Config, ElasticMode, Program};
 use bps_engine::control::{Acceptor, Hello, JobKey, JobKeyError, Listener, Purpose, Socket};
 use bps_engine::host::{self, HostError};
@@ -226,6 +227,7 @@ impl Bound {
             job: JobKey::mint()?.expose_hex(),
             num_workers: config.num_workers,
             num_servers: config.num_servers,
+            ranks_max: word(RANKS_MAX),
             release: env!("CARGO_PKG_VERSION").to_owned(),
             placement: config.placement,
             built_in_coefficient: config.built_in_coefficient,

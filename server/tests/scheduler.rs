@@ -7,6 +7,7 @@ use bps_engine::proto::messages::{
     Declaration, Node, NodeMessage, Origin, OverReason, Party, Planning, Register, Roster,
     SchedulerMessage, Sign,
 };
+use bps_engine::proto::unformed::Unformed;
 use bps_server::scheduler::{Bound, SchedulerError, Stop};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -280,8 +281,9 @@ fn a_node_that_reads_nothing_does_not_hold_up_the_others() {
 fn a_job_that_does_not_form_ends_with_what_is_missing() {
     let running = start(2, 1, Duration::from_millis(300));
     let mut link = join(running.address, &running.key, worker(1), (2, 1));
-    let OverReason::NotFormed { message } = over(&mut link) else { panic!() };
-    assert!(message.contains("server 0 of 1, worker rank 0 of 2"), "{message}");
+    let OverReason::NotFormed { cause } = over(&mut link) else { panic!() };
+    let Unformed::Missing { missing, .. } = cause else { panic!("{cause}") };
+    assert_eq!(missing, "server 0 of 1, worker rank 0 of 2");
     drop(link);
     assert_eq!(running.thread.join().unwrap().unwrap_err().code(), 3);
 }

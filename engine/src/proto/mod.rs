@@ -13,4 +13,5 @@ pub mod scheduler;
 pub mod shape;
 pub mod statistics;
 pub mod text;
+pub mod unformed;
 pub mod verdict;

@@ -23,13 +23,14 @@ mod tests;
 use super::messages::{
     Neighbour, NodeMessage, Origin, OverReason, Register, Roster, SchedulerMessage, Statistics,
 };
-use crate::base::{Epoch, Placement, Rank};
+use super::unformed::Unformed;
+use crate::base::{Epoch, Placement, Rank, word};
 pub use elastic::Elastic;
 use elastic::History;
 use late::LateRanks;
 use paths::Paths;
 use registry::Registry;
-use rendezvous::{Job, Rendezvous, describe, name};
+use rendezvous::{Job, Rendezvous, name, origin};
 use replies::kind;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -50,6 +51,8 @@ pub struct SchedulerConfig {
     pub num_workers: u32,
     /// Server processes.
     pub num_servers: u32,
+    /// Ranks that a job may have.
+    pub ranks_max: u32,
     /// The release that all nodes must run.
     pub release: String,
     /// Placement function: anything but the default overrules what the workers say.
@@ -187,7 +190,7 @@ pub struct Scheduler {
 
 /// What nodes that come too late are told.
 struct Refusal {
-    message: String,
+    reason: OverReason,
     /// Nodes that have been told.
     told: usize,
     /// Nodes of the job, if that is known.
@@ -198,8 +201,7 @@ impl Scheduler {
     /// A scheduler to which nobody has come yet.
     #[must_use]
     pub fn new(config: SchedulerConfig, now: Duration) -> Scheduler {
-        let rendezvous =
-            Rendezvous::new(config.num_workers, config.num_servers, &config.release, now);
+        let rendezvous = Rendezvous::new(&config, now);
         Scheduler {
             config,
             epoch: Epoch(1),
@@ -368,8 +370,8 @@ impl Scheduler {
             Phase::Over => {
                 if let Some(refusal) = &mut self.refusal {
                     refusal.told += 1;
-                    let message = refusal.message.clone();
-                    self.send_away(node, message);
+                    let reason = refusal.reason.clone();
+                    self.dismiss(node, reason);
                 }
             }
             Phase::Running(_) if self.config.elastic.is_some() => self.knocked(node, register, now),
@@ -382,15 +384,10 @@ impl Scheduler {
                 }
             }
             Phase::Running(running) => {
-                let message = format!(
-                    "{} came to a job that runs already, with all of its {} and {}: give each job \
-                     a DMLC_PS_ROOT_PORT of its own, and start each node once",
-                    describe(&register),
-                    counted(running.job.workers.len(), "rank"),
-                    counted(running.job.servers.len(), "server")
-                );
-                self.put(Output::Log(message.clone()));
-                self.send_away(node, message);
+                let (ranks, servers) = (running.job.size(), word(running.job.servers.len()));
+                let cause = Unformed::Late { who: origin(&register), ranks, servers };
+                self.put(Output::Log(cause.to_string()));
+                self.send_away(node, cause);
             }
             Phase::Forming(rendezvous) if rendezvous.regroup.is_some() => {
                 self.rejoin(node, register, now);
@@ -408,7 +405,7 @@ impl Scheduler {
                     }
                     self.form_if_complete(now);
                 }
-                Err(message) => self.end(OverReason::NotFormed { message }, None),
+                Err(cause) => self.end(OverReason::NotFormed { cause: *cause }, None),
             },
         }
     }

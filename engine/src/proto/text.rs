@@ -98,7 +98,7 @@ impl fmt::Display for OverReason {
                 write_stalls(f, stalls)?;
                 f.write_str(": let every rank make the same steps before it shuts down")
             }
-            OverReason::NotFormed { message } => write!(f, "the job was not formed: {message}"),
+            OverReason::NotFormed { cause } => write!(f, "the job was not formed: {cause}"),
         }
     }
 }

@@ -3,6 +3,7 @@
 
 use super::messages::Stall;
 use super::paths::{End, PathLoss, PathStall};
+use super::unformed::Unformed;
 use crate::base::{Epoch, Rank};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -71,8 +72,8 @@ pub enum OverReason {
     },
     /// Nodes did not come in time, or what they were told about the job disagrees.
     NotFormed {
-        /// One line: what and what to do.
-        message: String,
+        /// What disagrees, or who is missing.
+        cause: Unformed,
     },
 }
 

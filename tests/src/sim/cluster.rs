@@ -7,8 +7,9 @@ mod worker;
 use self::ends::Ends;
 use super::gpu::{self, Machine, SimGpu, Spot};
 use super::shape::Shape;
-use bps_engine::base::{CoreId, Rank};
+use bps_engine::base::{CoreId, Rank, word};
 use bps_engine::lane::Endpoint;
+use bps_engine::limits::RANKS_MAX;
 use bps_engine::mem::{Arena, Options};
 use bps_engine::proto::messages::{
     Declaration, Node, NodeMessage, Register, Roster, SchedulerMessage,
@@ -120,6 +121,7 @@ impl Cluster {
             job: "job".into(),
             num_workers: shape.num_workers(),
             num_servers: shape.servers,
+            ranks_max: word(RANKS_MAX),
             release: "sim".into(),
             start_timeout: Duration::from_secs(30),
             heartbeat_timeout: Duration::from_secs(4),

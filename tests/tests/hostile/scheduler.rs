@@ -23,6 +23,7 @@ fn config() -> SchedulerConfig {
         job: "job".into(),
         num_workers: 2,
         num_servers: 1,
+        ranks_max: 4096,
         release: "0.1.0".into(),
         start_timeout: Duration::from_secs(60),
         heartbeat_timeout: Duration::from_secs(4),

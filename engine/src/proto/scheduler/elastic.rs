@@ -5,14 +5,15 @@
 //! will not, is gone, or has used up its time; one that was given up is never taken back under its
 //! old name; and no epoch forms before every server has forgotten the one before.
 
-use super::rendezvous::{Job, Rendezvous, describe, needs_servers, planning_groups};
+use super::rendezvous::{Job, Rendezvous, needs_servers, origin, planning_groups};
 use super::waits::Reminder;
 use super::{
     Duration, Epoch, NodeId, Output, OverReason, Phase, Rank, Refusal, Register, Scheduler,
     SchedulerMessage, Standing, counted,
 };
 use crate::limits::RANKS_MAX;
-use crate::proto::messages::{Node, NodeMessage, Planning};
+use crate::proto::messages::{Node, NodeMessage, Origin, Party, Place, Planning};
+use crate::proto::unformed::Unformed;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 /// How long a rank that has said that it comes back may take from one connection to the next.
@@ -39,7 +40,7 @@ pub struct Elastic {
 #[derive(Debug, Default)]
 pub(super) struct History {
     /// Members that were given up: their sessions, and who they were.
-    dead: VecDeque<(u64, String)>,
+    dead: VecDeque<(u64, Origin)>,
     pub(super) deaths: u64,
     /// How long the last re-formation took.
     pub(super) reformed: Option<Duration>,
@@ -48,7 +49,7 @@ pub(super) struct History {
 }
 
 impl History {
-    fn bury(&mut self, session: Option<u64>, who: String) {
+    fn bury(&mut self, session: Option<u64>, who: Origin) {
         self.deaths += 1;
         if self.dead.len() >= DEAD_MAX {
             self.dead.pop_front();
@@ -63,7 +64,7 @@ pub(super) struct Awaited {
     /// Its connection then.
     node: NodeId,
     session: u64,
-    who: String,
+    who: Origin,
     host_id: String,
     /// Since when it is between two connections.
     away: Option<Duration>,
@@ -97,7 +98,8 @@ impl Regroup {
 
     /// For whom it waits, for people.
     pub(super) fn missing(&self, rendezvous: &Rendezvous) -> String {
-        let mut missing: Vec<String> = self.awaited.values().map(|one| one.who.clone()).collect();
+        let mut missing: Vec<String> =
+            self.awaited.values().map(|one| one.who.to_string()).collect();
         if !self.resetting.is_empty() {
             missing.push(format!("{} to reset", counted(self.resetting.len(), "server")));
         }
@@ -191,7 +193,7 @@ impl Scheduler {
             if Some(*node) == culprit || !stays && away.is_none() {
                 continue;
             }
-            let who = format!("{} (host {}, pid {})", Rank(rank), register.host, register.pid);
+            let who = ranked(Rank(rank), register);
             let (session, host_id) = (register.session, register.host_id.clone());
             awaited.insert(rank, Awaited { node: *node, session, who, host_id, away });
         }
@@ -217,7 +219,7 @@ impl Scheduler {
         }
         for (rank, (_, register)) in (0..).zip(&running.job.workers) {
             if !awaited.contains_key(&rank) && !running.left.contains(&Rank(rank)) {
-                let who = format!("{} (host {}, pid {})", Rank(rank), register.host, register.pid);
+                let who = ranked(Rank(rank), register);
                 self.history.bury(Some(register.session), who);
             }
         }
@@ -251,7 +253,7 @@ impl Scheduler {
         let resetting = servers.iter().map(|(node, _)| *node).collect();
         let (planning, newcomers) = (job.job.planning, 0);
         let regroup = Regroup { awaited, resetting, newcomers, planning, min_workers, reason };
-        let rendezvous = Rendezvous::regroup(servers, regroup, &self.config.release, now);
+        let rendezvous = Rendezvous::regroup(servers, regroup, &self.config, now);
         self.phase = Phase::Forming(Box::new(rendezvous));
         // Who is new comes first: with the last of those who come back the epoch may form.
         let mut early = self.early();
@@ -331,12 +333,12 @@ impl Scheduler {
             self.put(Output::Close(before.node));
         }
         let Phase::Forming(rendezvous) = &mut self.phase else { return };
-        if let Err(message) = rendezvous.admit_again(node, &register, place) {
+        if let Err(cause) = rendezvous.admit_again(node, &register, place) {
             if let Some(before) = before {
                 self.history.bury(Some(before.session), before.who);
             }
-            self.put(Output::Log(message.clone()));
-            self.send_away(node, message);
+            self.put(Output::Log(cause.to_string()));
+            self.send_away(node, *cause);
             return self.check_regroup(now);
         }
         if let Some(peer) = self.peers.get_mut(&node) {
@@ -349,14 +351,10 @@ impl Scheduler {
     /// A rank that was given up, and lives.
     fn refuse_dead(&mut self, node: NodeId, register: &Register, session: u64) {
         let dead = self.history.dead.iter().rev().find(|(known, _)| *known == session);
-        let who = dead.map_or_else(|| describe(register), |(_, who)| who.clone());
-        let message = format!(
-            "{who} was given up, and the job has gone on to epoch {} without it: start its program \
-             again, to come as a new worker",
-            self.epoch.0
-        );
-        self.put(Output::Log(message.clone()));
-        self.send_away(node, message);
+        let who = dead.map_or_else(|| origin(register), |(_, who)| who.clone());
+        let cause = Unformed::GivenUp { who, epoch: self.epoch };
+        self.put(Output::Log(cause.to_string()));
+        self.send_away(node, cause);
     }
 
     /// What a rank says on its connection of the epoch that is over.
@@ -420,7 +418,7 @@ impl Scheduler {
         let is_regroup =
             matches!(&self.phase, Phase::Forming(rendezvous) if rendezvous.regroup.is_some());
         if let Some(peer) = self.peers.get(&node).filter(|_| is_regroup) {
-            let (session, who) = (peer.session, self.described(node));
+            let (session, who) = (peer.session, self.origin(node));
             self.history.bury(session, who);
         }
     }
@@ -508,8 +506,14 @@ impl Scheduler {
         let Phase::Forming(rendezvous) = &self.phase else { return };
         let Some(regroup) = &rendezvous.regroup else { return };
         let nodes = Some(regroup.awaited.len());
-        self.refusal = Some(Refusal { message: reason.to_string(), told: 0, nodes });
+        self.refusal = Some(Refusal { reason: reason.clone(), told: 0, nodes });
     }
+}
+
+/// The node as verdicts name a rank.
+fn ranked(rank: Rank, register: &Register) -> Origin {
+    let place = Place { host: register.host.clone(), pid: register.pid };
+    Origin { party: Party::Rank(rank), place: Some(place) }
 }
 
 fn counted_new(newcomers: u32) -> String {

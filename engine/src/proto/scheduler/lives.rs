@@ -10,6 +10,7 @@ use crate::base::milliseconds;
 use crate::limits::RANKS_MAX;
 use crate::proto::messages::{NodeMessage, Origin, Party, Place, RoundOf, Sign, Timeline};
 use crate::proto::text::list;
+use crate::proto::unformed::Unformed;
 
 /// Whether silence counts from this message on. What comes behind a heartbeat that is lost does not
 /// come either, and whoever sends it counts from the same one.
@@ -82,7 +83,7 @@ impl Scheduler {
     /// A node is gone before the job has formed: its place is free, and another may take it,
     /// perhaps the same program started again.
     pub(super) fn vacate(&mut self, node: NodeId, how: &str, is_connected: bool) {
-        let who = self.described(node);
+        let who = self.origin(node);
         self.bury_vacated(node);
         let Phase::Forming(rendezvous) = &mut self.phase else { return };
         rendezvous.remove(node);
@@ -93,8 +94,7 @@ impl Scheduler {
         let text = format!("{who} is gone before the job has formed: {how}{waiting}");
         self.put(Output::Log(text.clone()));
         if is_connected {
-            let message = format!("the job forms without {who}: {how}: start it again");
-            self.send_away(node, message);
+            self.send_away(node, Unformed::Gone { who, how: how.to_owned() });
         } else {
             self.peers.remove(&node);
         }
@@ -118,9 +118,13 @@ impl Scheduler {
     }
 
     /// Tells one node, and only that, that it cannot join.
-    pub(super) fn send_away(&mut self, node: NodeId, message: String) {
+    pub(super) fn send_away(&mut self, node: NodeId, cause: Unformed) {
+        self.dismiss(node, OverReason::NotFormed { cause });
+    }
+
+    /// Tells one node why the job is over for it.
+    pub(super) fn dismiss(&mut self, node: NodeId, reason: OverReason) {
         self.peers.remove(&node);
-        let reason = OverReason::NotFormed { message };
         self.send(node, SchedulerMessage::Over { reason });
         self.put(Output::Close(node));
     }
@@ -174,14 +178,14 @@ impl Scheduler {
             _ => Exit::Failed,
         };
         self.put(Output::Log(reason.to_string()));
-        if let OverReason::NotFormed { message } = &reason {
+        if matches!(reason, OverReason::NotFormed { .. }) {
             let nodes = match &self.phase {
                 Phase::Forming(rendezvous) => rendezvous.nodes(),
                 _ => None,
             };
             // Whoever has said who it is hears of the end below.
             let told = self.peers.values().filter(|peer| !peer.host.is_empty()).count();
-            self.refusal = Some(Refusal { message: message.clone(), told, nodes });
+            self.refusal = Some(Refusal { reason: reason.clone(), told, nodes });
         }
         self.refuse_former(&reason);
         for (node, peer) in std::mem::take(&mut self.peers) {
@@ -267,7 +271,7 @@ impl Scheduler {
             )));
         }
         self.reminder = Reminder::new(now);
-        let rendezvous = Rendezvous::again(running.job, &self.config.release, now);
+        let rendezvous = Rendezvous::again(running.job, &self.config, now);
         self.phase = Phase::Forming(Box::new(rendezvous));
         let early: Vec<NodeId> = self.early();
         for node in early {
@@ -338,14 +342,8 @@ impl Scheduler {
         let waited = now.saturating_sub(rendezvous.since);
         let missing = rendezvous.missing();
         if waited >= self.config.start_timeout {
-            let message = format!(
-                "after {} s it still waits for {missing}: check that they were started, read \
-                 their logs, and see that all nodes have the same DMLC_PS_ROOT_URI, \
-                 DMLC_PS_ROOT_PORT, DMLC_NUM_WORKER, DMLC_NUM_SERVER and job key; \
-                 BPS_START_TIMEOUT gives them longer",
-                waited.as_secs()
-            );
-            self.end(OverReason::NotFormed { message }, None);
+            let cause = Unformed::Missing { missing, waited_ms: milliseconds(waited) };
+            self.end(OverReason::NotFormed { cause }, None);
         } else if self.reminder.is_due(now) {
             let text = format!("waiting for {missing} ({} s)", waited.as_secs());
             self.put(Output::Log(text.clone()));
@@ -365,22 +363,15 @@ impl Scheduler {
         if early.is_empty() {
             return;
         }
-        let (ranks, elastic) = (list(staying), self.config.elastic.is_some());
+        let (ranks, elastic) = (list(staying.iter().copied()), self.config.elastic.is_some());
         let say = self.reminder.is_due(now);
         for node in early {
             let Some(peer) = self.peers.get(&node) else { continue };
-            let seconds = now.saturating_sub(peer.connected).as_secs();
-            if now.saturating_sub(peer.connected) >= self.config.start_timeout {
-                let what = if elastic {
-                    "let every rank suspend and come back to let nodes in"
-                } else {
-                    "call suspend on every rank before any resumes"
-                };
-                let message = format!(
-                    "after {seconds} s these ranks have not suspended: {ranks}; {what}; \
-                     BPS_START_TIMEOUT gives them longer"
-                );
-                self.send_away(node, message);
+            let waited = now.saturating_sub(peer.connected);
+            let seconds = waited.as_secs();
+            if waited >= self.config.start_timeout {
+                let (ranks, waited_ms) = (staying.clone(), milliseconds(waited));
+                self.send_away(node, Unformed::NotSuspended { ranks, waited_ms, elastic });
             } else if say {
                 let text = format!("waiting for these ranks to suspend: {ranks} ({seconds} s)");
                 self.send(node, SchedulerMessage::Waiting { text });

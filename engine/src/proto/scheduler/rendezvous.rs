@@ -3,14 +3,16 @@
 //! Invariant: a rank, and a server's address, belongs to one node; when the rendezvous is complete,
 //! every rank from 0 and every server of the job is there once.
 
-use super::NodeId;
 use super::elastic::Regroup;
 use super::groups::Groups;
+use super::{NodeId, SchedulerConfig};
 use crate::base::{Epoch, Rank, word};
 use crate::keys::placement::Shape;
-use crate::limits::{CORES_MAX, PART_BYTES_MAX, PART_BYTES_MIN, RANKS_MAX, SERVERS_MAX};
+use crate::limits::{CORES_MAX, PART_BYTES_MAX, PART_BYTES_MIN, SERVERS_MAX};
 use crate::proto::messages::{Neighbour, Node, Peer, Planning, Register, Roster, ServerPeer};
 use crate::proto::text::list;
+use crate::proto::unformed::Unformed;
+use crate::proto::verdict::{Origin, Party, Place};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -19,10 +21,11 @@ use std::time::Duration;
 pub(super) struct Rendezvous {
     pub(super) since: Duration,
     release: String,
+    ranks_max: u32,
     num_workers: u32,
     num_servers: u32,
     /// Who said these numbers; `None` while they are to be taken from the first node that comes.
-    said_by: Option<String>,
+    said_by: Option<Origin>,
     /// It follows a suspended job: the numbers are those of whoever resumes.
     is_again: bool,
     first: Option<FirstWorker>,
@@ -35,7 +38,7 @@ pub(super) struct Rendezvous {
 /// What the first worker said, and all others must say.
 #[derive(Debug)]
 struct FirstWorker {
-    who: String,
+    who: Origin,
     local_size: u32,
     planning: Planning,
 }
@@ -63,13 +66,14 @@ pub(super) struct Admitted {
 
 impl Rendezvous {
     /// The first one, for the numbers that the scheduler was given.
-    pub(super) fn new(num_workers: u32, num_servers: u32, release: &str, now: Duration) -> Self {
+    pub(super) fn new(config: &SchedulerConfig, now: Duration) -> Self {
         Rendezvous {
             since: now,
-            release: release.to_owned(),
-            num_workers,
-            num_servers,
-            said_by: Some("the scheduler".to_owned()),
+            release: config.release.clone(),
+            ranks_max: config.ranks_max,
+            num_workers: config.num_workers,
+            num_servers: config.num_servers,
+            said_by: Some(Origin::scheduler()),
             is_again: false,
             first: None,
             workers: BTreeMap::new(),
@@ -80,15 +84,17 @@ impl Rendezvous {
 
     /// A later one, after all workers of `job` suspended: its servers are kept, and the numbers
     /// come from whoever comes first.
-    pub(super) fn again(job: Job, release: &str, now: Duration) -> Self {
+    pub(super) fn again(job: Job, config: &SchedulerConfig, now: Duration) -> Self {
         let local_size = job.workers.first().map_or(1, |(_, register)| local_size(register));
         let ranks = word(job.workers.len());
         let num_servers = word(job.servers.len());
         Rendezvous {
             said_by: None,
             is_again: true,
+            num_workers: ranks / local_size.max(1),
+            num_servers,
             servers: job.servers,
-            ..Rendezvous::new(ranks / local_size.max(1), num_servers, release, now)
+            ..Rendezvous::new(config, now)
         }
     }
 
@@ -96,11 +102,12 @@ impl Rendezvous {
     pub(super) fn regroup(
         servers: Vec<(NodeId, Register)>,
         regroup: Regroup,
-        release: &str,
+        config: &SchedulerConfig,
         now: Duration,
     ) -> Self {
+        let (num_workers, num_servers) = (1, 0);
         let regroup = Some(Box::new(regroup));
-        Rendezvous { servers, regroup, ..Rendezvous::new(1, 0, release, now) }
+        Rendezvous { num_workers, num_servers, servers, regroup, ..Rendezvous::new(config, now) }
     }
 
     /// Frees the place of a node that is gone. What the first worker said holds as long as there
@@ -127,8 +134,8 @@ impl Rendezvous {
         node: NodeId,
         register: &Register,
         now: Duration,
-    ) -> Result<Admitted, String> {
-        let who = describe(register);
+    ) -> Result<Admitted, Box<Unformed>> {
+        let who = origin(register);
         self.check_release(register, &who)?;
         let surplus = self.agree_on_numbers(register, &who, now)?;
         let rank = match &register.node {
@@ -142,21 +149,19 @@ impl Rendezvous {
                 Some(Rank(rank))
             }
             Node::Server { .. } => {
-                self.admit_server(node, register, &who)?;
+                self.admit_server(node, register, who)?;
                 None
             }
         };
         Ok(Admitted { rank, surplus })
     }
 
-    fn check_release(&self, register: &Register, who: &str) -> Result<(), String> {
+    fn check_release(&self, register: &Register, who: &Origin) -> Result<(), Box<Unformed>> {
         if register.release == self.release {
             return Ok(());
         }
-        Err(format!(
-            "{who} runs release {}, the scheduler {}: install the same release on every node",
-            register.release, self.release
-        ))
+        let (has, expected) = (register.release.clone(), self.release.clone());
+        Err(Unformed::Release { who: who.clone(), has, expected }.into())
     }
 
     /// Takes a node into the next epoch of an elastic job, a worker at this place among the others.
@@ -168,25 +173,23 @@ impl Rendezvous {
         node: NodeId,
         register: &Register,
         place: u32,
-    ) -> Result<(), String> {
-        let who = describe(register);
+    ) -> Result<(), Box<Unformed>> {
+        let who = origin(register);
         self.check_release(register, &who)?;
         match &register.node {
             Node::Worker { local_size, planning, .. } => {
-                if self.workers.len() >= RANKS_MAX {
-                    return Err(format!("{who} is one too many: the job has {RANKS_MAX} ranks"));
+                if self.workers.len() >= self.ranks_max as usize {
+                    return Err(Unformed::Full { who, ranks: Some(self.ranks_max) }.into());
                 }
                 self.agree_on_planning(&who, *local_size, planning)?;
                 self.workers.insert(place, (node, register.clone()));
             }
             Node::Server { .. } => {
                 if self.servers.len() >= SERVERS_MAX {
-                    return Err(format!(
-                        "{who} is one too many: the job has {SERVERS_MAX} servers"
-                    ));
+                    return Err(Unformed::Full { who, ranks: None }.into());
                 }
-                self.num_servers = u32::try_from(self.servers.len() + 1).unwrap_or(u32::MAX);
-                self.admit_server(node, register, &who)?;
+                self.num_servers = word(self.servers.len() + 1);
+                self.admit_server(node, register, who)?;
             }
         }
         Ok(())
@@ -195,15 +198,15 @@ impl Rendezvous {
     fn agree_on_numbers(
         &mut self,
         register: &Register,
-        who: &str,
+        who: &Origin,
         now: Duration,
-    ) -> Result<Vec<NodeId>, String> {
+    ) -> Result<Vec<NodeId>, Box<Unformed>> {
         let Some(said_by) = &self.said_by else {
             // The waiting starts anew with the first node of the new set.
             self.since = now;
             self.num_workers = register.num_workers;
             self.num_servers = register.num_servers;
-            self.said_by = Some(who.to_owned());
+            self.said_by = Some(who.clone());
             let keep = self.servers.len().min(self.num_servers as usize);
             return Ok(self.servers.split_off(keep).into_iter().map(|(node, _)| node).collect());
         };
@@ -211,11 +214,10 @@ impl Rendezvous {
             ("DMLC_NUM_WORKER", register.num_workers, self.num_workers),
             ("DMLC_NUM_SERVER", register.num_servers, self.num_servers),
         ];
-        for (variable, here, there) in numbers {
-            if here != there {
-                return Err(format!(
-                    "{who} has {variable}={here}, {said_by} has {there}: set the same on every node"
-                ));
+        for (variable, has, expected) in numbers {
+            if has != expected {
+                let (who, first, variable) = (who.clone(), said_by.clone(), variable.to_owned());
+                return Err(Unformed::Number { who, variable, has, first, expected }.into());
             }
         }
         Ok(Vec::new())
@@ -223,144 +225,108 @@ impl Rendezvous {
 
     fn agree_on_planning(
         &mut self,
-        who: &str,
+        who: &Origin,
         local_size: u32,
         planning: &Planning,
-    ) -> Result<(), String> {
-        let size = u64::from(self.num_workers) * u64::from(local_size);
-        if size == 0 || size > RANKS_MAX as u64 {
-            return Err(format!(
-                "{who} has DMLC_NUM_WORKER={} and BYTEPS_LOCAL_SIZE={local_size}: that makes \
-                 {size} ranks, 1 to {RANKS_MAX} are possible",
-                self.num_workers
-            ));
+    ) -> Result<(), Box<Unformed>> {
+        let (who, num_workers, ranks_max) = (who.clone(), self.num_workers, self.ranks_max);
+        let size = u64::from(num_workers) * u64::from(local_size);
+        if size == 0 || size > u64::from(ranks_max) {
+            return Err(Unformed::Ranks { who, num_workers, local_size, ranks_max }.into());
         }
         let bytes = planning.partition_bytes;
         if !(PART_BYTES_MIN..=PART_BYTES_MAX).contains(&(bytes as usize)) {
-            return Err(format!(
-                "{who} has BYTEPS_PARTITION_BYTES={bytes}: {PART_BYTES_MIN} to {PART_BYTES_MAX} \
-                 are possible"
-            ));
+            return Err(Unformed::PartitionBytes { who, bytes }.into());
         }
         let roots = &planning.reduce_roots;
         if roots.len() > local_size as usize || roots.iter().any(|root| *root >= local_size) {
-            return Err(format!(
-                "{who} has BYTEPS_REDUCE_ROOTS={} and BYTEPS_LOCAL_SIZE={local_size}: name each \
-                 local rank once, from 0 to {}",
-                commas(roots),
-                local_size - 1
-            ));
+            return Err(Unformed::ReduceRoots { who, roots: roots.clone(), local_size }.into());
         }
-        let switch = planning.switch_size;
-        if switch != 0 && !local_size.is_multiple_of(switch) {
-            return Err(format!(
-                "{who} has BYTEPS_PCIE_SWITCH_SIZE={switch} and BYTEPS_LOCAL_SIZE={local_size}: \
-                 the first must divide the second"
-            ));
+        let switch_size = planning.switch_size;
+        if switch_size != 0 && !local_size.is_multiple_of(switch_size) {
+            return Err(Unformed::SwitchSize { who, switch_size, local_size }.into());
         }
         let Some(first) = &self.first else {
             let planning = planning.clone();
-            self.first = Some(FirstWorker { who: who.to_owned(), local_size, planning });
+            self.first = Some(FirstWorker { who, local_size, planning });
             return Ok(());
         };
         if first.local_size != local_size {
-            return Err(format!(
-                "{who} has BYTEPS_LOCAL_SIZE={local_size}, {} has {}: start as many processes on \
-                 every host",
-                first.who, first.local_size
-            ));
+            let (first, expected) = (first.who.clone(), first.local_size);
+            return Err(Unformed::LocalSize { who, has: local_size, first, expected }.into());
         }
         if first.planning != *planning {
-            return Err(format!(
-                "{who} has {}, {} has {}: set the same on every worker",
-                describe_planning(planning),
-                first.who,
-                describe_planning(&first.planning)
-            ));
+            let (first, expected) = (first.who.clone(), first.planning.clone());
+            return Err(Unformed::Planning { who, has: planning.clone(), first, expected }.into());
         }
         Ok(())
     }
 
     fn computed_rank(
         &self,
-        who: &str,
+        who: &Origin,
         worker_id: u32,
         local_rank: u32,
         local_size: u32,
-    ) -> Result<u32, String> {
+    ) -> Result<u32, Box<Unformed>> {
         let limits = [
             ("DMLC_WORKER_ID", worker_id, "DMLC_NUM_WORKER", self.num_workers),
             ("BYTEPS_LOCAL_RANK", local_rank, "BYTEPS_LOCAL_SIZE", local_size),
         ];
         for (variable, value, limited_by, limit) in limits {
             if value >= limit {
-                return Err(format!(
-                    "{who} has {variable}={value} with {limited_by}={limit}: it must be 0 to {}",
-                    limit - 1
-                ));
+                let (who, variable) = (who.clone(), variable.to_owned());
+                let limited_by = limited_by.to_owned();
+                return Err(Unformed::Place { who, variable, value, limited_by, limit }.into());
             }
         }
-        // Both are below limits whose product is at most RANKS_MAX.
+        // Both are below limits whose product is at most `ranks_max`.
         Ok(worker_id * local_size + local_rank)
     }
 
-    fn admit_worker(&mut self, node: NodeId, register: &Register, rank: u32) -> Result<(), String> {
-        let who = describe(register);
+    fn admit_worker(
+        &mut self,
+        node: NodeId,
+        register: &Register,
+        rank: u32,
+    ) -> Result<(), Box<Unformed>> {
+        let who = origin(register);
         let size = self.size().expect("the first worker has said how many a host has");
         if rank >= size {
-            return Err(format!(
-                "{who} has BYTEPS_GLOBAL_RANK={rank} in a job of {size} ranks: it must be 0 to {}",
-                size - 1
-            ));
+            return Err(Unformed::GlobalRank { who, rank: Rank(rank), size }.into());
         }
         if let Some((_, other)) = self.workers.get(&rank) {
-            return Err(format!(
-                "{who} and {} both are rank {rank}: give each worker its own DMLC_WORKER_ID and \
-                 each process of a host its own BYTEPS_LOCAL_RANK",
-                describe(other)
-            ));
+            return Err(Unformed::SameRank { who, other: origin(other), rank: Rank(rank) }.into());
         }
         self.workers.insert(rank, (node, register.clone()));
         Ok(())
     }
 
-    fn admit_server(&mut self, node: NodeId, register: &Register, who: &str) -> Result<(), String> {
+    fn admit_server(
+        &mut self,
+        node: NodeId,
+        register: &Register,
+        who: Origin,
+    ) -> Result<(), Box<Unformed>> {
         let Node::Server { cores, .. } = &register.node else { return Ok(()) };
         if cores.is_empty() || cores.len() > CORES_MAX {
-            return Err(format!(
-                "{who} has {} cores: 1 to {CORES_MAX} are possible (--cores)",
-                cores.len()
-            ));
+            return Err(Unformed::Cores { who, cores: cores.len() as u64 }.into());
         }
         if let Some(core) = cores.iter().find(|core| core.port() == 0 || core.ip().is_unspecified())
         {
-            return Err(format!(
-                "{who} announces {core}, which nobody can reach: set DMLC_INTERFACE or \
-                 DMLC_NODE_HOST there"
-            ));
+            return Err(Unformed::Unreachable { who, address: *core }.into());
         }
         if self.servers.len() >= self.num_servers as usize {
-            return Err(format!(
-                "{who} is one too many: DMLC_NUM_SERVER={} and these are there: {}: start fewer \
-                 servers, or raise it on every node",
-                self.num_servers,
-                self.servers
-                    .iter()
-                    .map(|(_, other)| describe(other))
-                    .collect::<Vec<_>>()
-                    .join(", ")
-            ));
+            let others = self.servers.iter().map(|(_, other)| origin(other)).collect();
+            return Err(Unformed::ServerTooMany { who, others }.into());
         }
         let mine: BTreeSet<_> = cores.iter().collect();
         for (_, other) in &self.servers {
             if let Node::Server { cores: theirs, .. } = &other.node
                 && let Some(core) = theirs.iter().find(|core| mine.contains(core))
             {
-                return Err(format!(
-                    "{who} and {} both announce {core}: set DMLC_INTERFACE or DMLC_NODE_HOST to an \
-                     address of their own",
-                    describe(other)
-                ));
+                let (other, address) = (origin(other), *core);
+                return Err(Unformed::SameAddress { who, other, address }.into());
             }
         }
         self.servers.push((node, register.clone()));
@@ -536,31 +502,10 @@ pub(super) fn name(register: &Register) -> String {
     }
 }
 
-/// The same with its place: `the server at 10.0.0.1:5000 (host a, pid 5)`.
-pub(super) fn describe(register: &Register) -> String {
-    format!("{} (host {}, pid {})", name(register), register.host, register.pid)
-}
-
-fn describe_planning(planning: &Planning) -> String {
-    format!(
-        "BYTEPS_PARTITION_BYTES={} BYTEPS_KEY_HASH_FN={:?} BYTEPS_MIXED_MODE_BOUND={} \
-         BYTEPS_BUILT_IN_HASH_COEF={} BPS_LOCAL_REDUCE={} BYTEPS_FORCE_DISTRIBUTED={} \
-         BYTEPS_REDUCE_ROOTS={} BYTEPS_PCIE_SWITCH_SIZE={}",
-        planning.partition_bytes,
-        planning.placement,
-        planning.mixed_bound,
-        planning.built_in_coefficient,
-        u8::from(planning.local_reduce),
-        u8::from(planning.force_distributed),
-        commas(&planning.reduce_roots),
-        planning.switch_size
-    )
-}
-
-/// A list as it is set.
-fn commas(numbers: &[u32]) -> String {
-    let texts: Vec<String> = numbers.iter().map(u32::to_string).collect();
-    texts.join(",")
+/// The node as verdicts name it: `the server at 10.0.0.1:5000 (host a, pid 5)`.
+pub(super) fn origin(register: &Register) -> Origin {
+    let place = Place { host: register.host.clone(), pid: register.pid };
+    Origin { party: Party::Unplaced(name(register)), place: Some(place) }
 }
 
 fn local_size(register: &Register) -> u32 {

@@ -5,6 +5,7 @@ use bps_engine::base::Rank;
 use bps_engine::harness::StillRunning;
 use bps_engine::proto::messages::{Mismatch, Origin, OverReason, Party, RoundOf, Sign, Stall};
 use bps_engine::proto::paths::{LaneFault, PathStall};
+use bps_engine::proto::unformed::Unformed;
 use bps_engine::transport::Cause;
 use std::time::Duration;
 
@@ -161,7 +162,23 @@ impl Details {
             Sign::Seen(_) => None,
         };
         match reason {
-            OverReason::Finished | OverReason::NotFormed { .. } => Details::default(),
+            OverReason::Finished => Details::default(),
+            OverReason::NotFormed { cause } => {
+                let waited = match cause {
+                    Unformed::Missing { waited_ms, .. }
+                    | Unformed::NotSuspended { waited_ms, .. } => {
+                        Some(Duration::from_millis(*waited_ms))
+                    }
+                    _ => None,
+                };
+                let about = match cause {
+                    Unformed::NotSuspended { ranks, .. } => {
+                        Details::of_ranks(ranks.iter().copied().map(Rank))
+                    }
+                    _ => cause.who().map(Details::of_origin).unwrap_or_default(),
+                };
+                Details { waited, ..about }
+            }
             OverReason::Reforming { reason, .. } | OverReason::TooFew { reason, .. } => {
                 Details::of_verdict(reason)
             }

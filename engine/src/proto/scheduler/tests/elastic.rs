@@ -58,7 +58,7 @@ impl Bench {
 
     fn refusal(&mut self, node: u64) -> String {
         match self.over(node) {
-            OverReason::NotFormed { message } => message,
+            OverReason::NotFormed { cause } => cause.to_string(),
             other => panic!("node {node} was told {other:?}, not a refusal"),
         }
     }

@@ -85,7 +85,7 @@ fn what_nodes_were_told_differently_is_named() {
         change(&mut register);
         bench.join(1, register);
         for node in [0, 1] {
-            let OverReason::NotFormed { message } = bench.over(node) else { panic!() };
+            let message = bench.unformed(node).to_string();
             for part in parts {
                 assert!(message.contains(part), "{part} is not in: {message}");
             }
@@ -95,7 +95,7 @@ fn what_nodes_were_told_differently_is_named() {
         assert!(!bench.scheduler.has_told_everybody());
         bench.join(100, server_register(0, 2, 1));
         assert!(bench.scheduler.has_told_everybody());
-        let OverReason::NotFormed { message } = bench.over(100) else { panic!() };
+        let message = bench.unformed(100).to_string();
         assert!(message.contains(parts[0]), "{message}");
     }
 }
@@ -153,7 +153,7 @@ fn waiting_is_said_and_has_an_end() {
     assert!(bench.log.contains(&said(20)));
     assert_eq!(bench.log.len(), 7, "{:?}", bench.log);
     bench.pass(8_000, &[0, 2, 100]);
-    let OverReason::NotFormed { message } = bench.over(0) else { panic!() };
+    let message = bench.unformed(0).to_string();
     assert!(message.contains("server 1 of 2, worker ranks 1, 3 of 4"), "{message}");
     assert!(message.contains("BPS_START_TIMEOUT"), "{message}");
     assert_eq!(bench.done, Some(Exit::NotFormed));
@@ -300,4 +300,49 @@ fn a_resume_that_never_comes_has_an_end() {
     bench.pass(121_000, &[1, 10, 100]);
     assert!(bench.over(10).to_string().contains("these ranks have not suspended: 1;"));
     assert_eq!(bench.done, None);
+}
+
+/// A worker of a job of so many hosts with so many ranks each.
+fn of_many(rank: u32, hosts: u32, local_size: u32) -> Register {
+    let (worker_id, local_rank) = (rank / local_size, rank % local_size);
+    let node = Node::Worker {
+        worker_id,
+        local_rank,
+        local_size,
+        global_rank: None,
+        local: None,
+        planning: PLANNING,
+    };
+    Register { node, ..worker_register(worker_id, hosts, 1) }
+}
+
+#[test]
+fn a_job_of_more_ranks_than_are_possible_is_refused_and_one_of_as_many_is_formed() {
+    let most = word(RANKS_MAX);
+    let mut bench = Bench::new(most + 1, 1);
+    bench.join(0, of_many(0, most + 1, 1));
+    let expected = Unformed::Ranks {
+        who: origin(&of_many(0, most + 1, 1)),
+        num_workers: most + 1,
+        local_size: 1,
+        ranks_max: most,
+    };
+    assert_eq!(bench.unformed(0), expected);
+    assert!(expected.to_string().contains("that makes 4097 ranks, 1 to 4096 are possible"));
+    // However large the two numbers are.
+    let mut bench = Bench::new(u32::MAX, 1);
+    bench.join(0, of_many(0, u32::MAX, u32::MAX));
+    assert!(matches!(bench.unformed(0), Unformed::Ranks { num_workers: u32::MAX, .. }));
+    // Nothing but the limit is in the way of more.
+    for hosts in [RANKS_MAX / 8, RANKS_MAX / 2] {
+        let (hosts, ranks) = (word(hosts), word(8 * hosts));
+        let mut bench = Bench::with(hosts, 1, |config| config.ranks_max = ranks);
+        for rank in 0..ranks {
+            bench.join(rank.into(), of_many(rank, hosts, 8));
+        }
+        bench.join(1 << 20, server_register(0, hosts, 1));
+        let roster = bench.roster((ranks - 1).into());
+        assert_eq!((roster.index, roster.size), (ranks - 1, ranks));
+        assert_eq!(bench.roster(1 << 20).workers.len(), ranks as usize);
+    }
 }

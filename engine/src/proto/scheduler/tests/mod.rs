@@ -11,7 +11,7 @@ mod stay;
 
 use super::*;
 use crate::base::{CoreId, DType, Key, Operation};
-use crate::limits::{ERAS_MAX, NAME_BYTES_MAX};
+use crate::limits::{ERAS_MAX, NAME_BYTES_MAX, RANKS_MAX};
 use crate::proto::late::{CaughtUp, LATE_LINES_MAX, Late, LateCollector, LateKeys};
 use crate::proto::messages::{
     Assignment, Declaration, KeySpec, Mismatch, Node, Part, Party, Planning, Replacement,
@@ -48,10 +48,15 @@ struct Bench {
 
 impl Bench {
     fn new(num_workers: u32, num_servers: u32) -> Bench {
-        let config = SchedulerConfig {
+        Bench::with(num_workers, num_servers, |_| {})
+    }
+
+    fn with(num_workers: u32, num_servers: u32, change: impl Fn(&mut SchedulerConfig)) -> Bench {
+        let mut config = SchedulerConfig {
             job: "job".into(),
             num_workers,
             num_servers,
+            ranks_max: word(RANKS_MAX),
             release: "1.0".to_owned(),
             placement: Placement::Balanced,
             built_in_coefficient: 1,
@@ -62,6 +67,7 @@ impl Bench {
             stays: false,
             elastic: None,
         };
+        change(&mut config);
         Bench {
             scheduler: Scheduler::new(config, ms(0)),
             now: ms(0),
@@ -169,6 +175,14 @@ impl Bench {
         match self.heard(node).last() {
             Some(SchedulerMessage::Over { reason }) => reason.clone(),
             other => panic!("node {node} got {other:?}, not the end"),
+        }
+    }
+
+    /// Why the job was not formed, as this node was told.
+    fn unformed(&mut self, node: u64) -> Unformed {
+        match self.over(node) {
+            OverReason::NotFormed { cause } => cause,
+            other => panic!("node {node} was told that {other}"),
         }
     }
 
