@@ -8,6 +8,7 @@ use super::late::{CaughtUp, Late, LateKeys};
 use super::paths::{AwaitedKey, End, KeyState, LaneFault, PathStall};
 use super::shape::TensorShape;
 pub use super::statistics::{LinkStatistics, LoopStatistics, Statistics};
+use super::unserved::Unserved;
 pub use super::verdict::{Origin, OverReason, Party, Place, RoundOf, Sign};
 use crate::base::{CoreId, DType, Epoch, Key, Operation, Placement, Rank};
 use serde::{Deserialize, Serialize};
@@ -156,12 +157,12 @@ pub enum SchedulerMessage {
         /// Where the parts live.
         tensors: Vec<Assignment>,
     },
-    /// Answer to a `Declare` that cannot be served; the message says what to do.
+    /// Answer to a `Declare` that cannot be served.
     Refused {
         /// From `Declare`.
         request: u64,
-        /// One line.
-        message: String,
+        /// Why, and what to do.
+        cause: Unserved,
     },
     /// Two ranks disagree about a tensor: to every worker, at once. The name is of no use from
     /// then on, but for rounds on which the ranks had agreed. The `Declare` that disagreed is

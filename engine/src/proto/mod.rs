@@ -14,4 +14,5 @@ pub mod shape;
 pub mod statistics;
 pub mod text;
 pub mod unformed;
+pub mod unserved;
 pub mod verdict;

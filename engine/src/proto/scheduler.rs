@@ -24,6 +24,7 @@ use super::messages::{
     Neighbour, NodeMessage, Origin, OverReason, Register, Roster, SchedulerMessage, Statistics,
 };
 use super::unformed::Unformed;
+use super::unserved::Unserved;
 use crate::base::{Epoch, Placement, Rank, word};
 pub use elastic::Elastic;
 use elastic::History;
@@ -492,8 +493,8 @@ impl Scheduler {
                 Phase::Forming(_),
                 NodeMessage::Declare { request, .. } | NodeMessage::Redeclare { request, .. },
             ) => {
-                let message = "tensors are declared after the roster has come".to_owned();
-                self.send(node, SchedulerMessage::Refused { request, message });
+                let cause = Unserved::Early;
+                self.send(node, SchedulerMessage::Refused { request, cause });
             }
             (Phase::Running(running), NodeMessage::Stalled { keys, late }) => {
                 running.stalls.report(Reporter::Owner(rank), keys, late, now);

@@ -184,10 +184,10 @@ impl Agent {
             SchedulerMessage::Declared { request, tensors } => {
                 self.declared(request, &tensors, effects);
             }
-            SchedulerMessage::Refused { request, message } => {
+            SchedulerMessage::Refused { request, cause } => {
                 if let Some(declarations) = self.declares.remove(&request) {
                     let known = declarations.iter().find_map(|one| self.poisoned.get(&one.name));
-                    let refused = || Refusal::Scheduler { message }.into();
+                    let refused = || Refusal::Scheduler(Arc::new(cause)).into();
                     let error = known.map_or_else(refused, |(error, _)| error.clone());
                     effects.push(Effect::Declared { request, result: Err(error) });
                 }

@@ -21,7 +21,7 @@ use crate::limits::{
 use crate::proto::messages::{
     Assignment, Declaration, KeySpec, Mismatch, Part, Planning, RetiredKey, Superseded,
 };
-use crate::proto::text::shorten;
+use crate::proto::unserved::Unserved;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::Duration;
 
@@ -92,7 +92,7 @@ pub(super) enum Reply {
     /// To one rank.
     Declared { rank: Rank, request: u64, tensors: Vec<Assignment> },
     /// To one rank.
-    Refused { rank: Rank, request: u64, message: String },
+    Refused { rank: Rank, request: u64, cause: Unserved },
     /// To all ranks, or to one that comes late.
     Mismatch { to: Option<Rank>, mismatch: Mismatch },
     /// To one server.
@@ -108,7 +108,7 @@ type Said = (Declaration, Option<u64>);
 
 /// Why a declare cannot be served.
 enum Refusal {
-    Line(String),
+    Unserved(Unserved),
     Disagrees(Vec<Mismatch>),
 }
 
@@ -200,15 +200,14 @@ impl Registry {
         let mut replies = Vec::new();
         match self.check(rank, &all) {
             Ok(()) => {}
-            Err(Refusal::Line(message)) => {
-                replies.push(Reply::Refused { rank, request, message });
+            Err(Refusal::Unserved(cause)) => {
+                replies.push(Reply::Refused { rank, request, cause });
                 return replies;
             }
             Err(Refusal::Disagrees(mismatches)) => {
-                let lines: Vec<String> = mismatches.iter().map(Mismatch::to_string).collect();
+                let cause = Unserved::Mismatch { mismatches: mismatches.clone() };
                 replies.extend(mismatches.into_iter().map(|mismatch| self.spoil(rank, mismatch)));
-                let message = lines.join("; ");
-                replies.push(Reply::Refused { rank, request, message });
+                replies.push(Reply::Refused { rank, request, cause });
                 return replies;
             }
         }
@@ -252,13 +251,14 @@ impl Registry {
 
     /// Whether all of a declare can be served. Nothing is changed before that is known.
     fn check(&self, rank: Rank, all: &[Said]) -> Result<(), Refusal> {
-        let line = |text: String| Err(Refusal::Line(text));
+        let unserved = |cause: Unserved| Err(Refusal::Unserved(cause));
+        let partition_bytes = self.partition_bytes;
         let mut fresh: HashMap<&str, &Declaration> = HashMap::new();
         let mut disagree = Vec::new();
         let (mut new_tensors, mut new_parts, mut all_parts) = (0, 0u64, 0u64);
         for one in all {
             let (said, rounds) = one;
-            let bytes = self.check_one(said).map_err(Refusal::Line)?;
+            let bytes = self.check_one(said).map_err(Refusal::Unserved)?;
             let count = part_count(bytes, self.part_bytes(bytes));
             all_parts = all_parts.saturating_add(count);
             let step = self.step(rank, one);
@@ -268,11 +268,8 @@ impl Registry {
                 if other == said && rounds.is_none() {
                     continue;
                 }
-                return line(format!(
-                    "tensor `{}` is declared twice at once, as {other} and as {said}: give each \
-                     tensor its own name",
-                    shorten(&said.name)
-                ));
+                let (first, second) = (other.clone(), said.clone());
+                return unserved(Unserved::Twice { first, second });
             }
             let begins = matches!(step, Step::Begin(_));
             match step {
@@ -285,36 +282,23 @@ impl Registry {
             }
             let eras = self.names.get(&said.name).map_or(0, |name| name.eras.count());
             if begins && eras >= ERAS_MAX {
-                return line(format!(
-                    "{rank} has declared tensor `{}` anew {ERAS_MAX} times and another rank has \
-                     not followed: wait for its push_pulls now and then",
-                    shorten(&said.name)
-                ));
+                return unserved(Unserved::Ahead { rank, tensor: said.name.clone() });
             }
         }
         if !disagree.is_empty() {
             return Err(Refusal::Disagrees(disagree));
         }
         if self.tensors.len() + new_tensors > TENSORS_MAX {
-            return line(format!(
-                "over {TENSORS_MAX} tensors are declared: are their names new in every step?"
-            ));
+            return unserved(Unserved::Tensors);
         }
         if all_parts > DECLARE_PARTS_MAX as u64 {
-            return line(format!(
-                "{all_parts} parts in one declare, over the limit of {DECLARE_PARTS_MAX}: raise \
-                 BYTEPS_PARTITION_BYTES ({} now), or declare fewer tensors at once",
-                self.partition_bytes
-            ));
+            return unserved(Unserved::PartsAtOnce { parts: all_parts, partition_bytes });
         }
         if self.keys.len() as u64 + new_parts > PARTS_MAX as u64 {
-            return line(format!(
-                "the job would have over {PARTS_MAX} parts: raise BYTEPS_PARTITION_BYTES ({} now)",
-                self.partition_bytes
-            ));
+            return unserved(Unserved::Parts { partition_bytes });
         }
         if new_parts > 0 && self.servers == 0 && self.through_servers {
-            return line("this job has no server: set DMLC_NUM_SERVER to 1 or more".to_owned());
+            return unserved(Unserved::NoServer);
         }
         Ok(())
     }
@@ -363,35 +347,19 @@ impl Registry {
     }
 
     /// Bytes of a tensor that is sound by itself.
-    fn check_one(&self, said: &Declaration) -> Result<u64, String> {
-        let length = said.name.len();
-        if length == 0 || length > NAME_BYTES_MAX {
-            return Err(format!(
-                "the name of tensor `{}` has {length} bytes: 1 to {NAME_BYTES_MAX} are possible, \
-                 give it another name",
-                shorten(&said.name)
-            ));
+    fn check_one(&self, said: &Declaration) -> Result<u64, Unserved> {
+        let name = || said.name.clone();
+        if !(1..=NAME_BYTES_MAX).contains(&said.name.len()) {
+            return Err(Unserved::Name { tensor: name() });
         }
-        if let Operation::Broadcast(Rank(root)) = said.operation
-            && root >= self.ranks
+        if let Operation::Broadcast(root) = said.operation
+            && root.0 >= self.ranks
         {
-            return Err(format!(
-                "tensor `{}` is broadcast from rank {root} in a job of {} ranks: the root must be \
-                 0 to {}",
-                shorten(&said.name),
-                self.ranks,
-                self.ranks.saturating_sub(1)
-            ));
+            return Err(Unserved::Root { tensor: name(), root, size: self.ranks });
         }
-        tensor_bytes(said.shape.count(), said.dtype).ok_or_else(|| {
-            format!(
-                "tensor `{}` of {} elements of {} has more bytes than can be counted: check its \
-                 size",
-                shorten(&said.name),
-                said.shape.count(),
-                said.dtype
-            )
-        })
+        let (elements, dtype) = (said.shape.count(), said.dtype);
+        let bytes = tensor_bytes(elements, dtype);
+        bytes.ok_or_else(|| Unserved::Size { tensor: name(), elements, dtype })
     }
 
     fn add(&mut self, rank: Rank, said: Declaration) -> u32 {

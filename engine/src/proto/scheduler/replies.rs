@@ -12,9 +12,9 @@ impl Scheduler {
                     let node = running.job.workers[rank.0 as usize].0;
                     self.send(node, SchedulerMessage::Declared { request, tensors });
                 }
-                Reply::Refused { rank, request, message } => {
+                Reply::Refused { rank, request, cause } => {
                     let node = running.job.workers[rank.0 as usize].0;
-                    self.send(node, SchedulerMessage::Refused { request, message });
+                    self.send(node, SchedulerMessage::Refused { request, cause });
                 }
                 Reply::Install { server, request, keys } => {
                     let node = running.job.servers[server as usize].0;

@@ -68,8 +68,8 @@ impl Refusal {
             | Refusal::OfHost { tensor }
             | Refusal::WholeAverage { tensor }
             | Refusal::PartsTooLarge { tensor, .. } => Some(tensor),
-            Refusal::Scheduler { .. }
-            | Refusal::Answers { .. }
+            Refusal::Scheduler(cause) => cause.tensor(),
+            Refusal::Answers { .. }
             | Refusal::UnknownId { .. }
             | Refusal::NoGpu
             | Refusal::Gpu(_)

@@ -3,7 +3,9 @@
 use super::Source;
 use crate::cuda::GpuError;
 use bps_engine::harness::{PATIENCE, StillRunning};
+use bps_engine::proto::unserved::Unserved;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// The call's own deadline passed.
@@ -53,11 +55,8 @@ impl Overdue {
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum Refusal {
     /// The scheduler says why.
-    #[error("{message}")]
-    Scheduler {
-        /// Its line.
-        message: String,
-    },
+    #[error("{0}")]
+    Scheduler(Arc<Unserved>),
     /// The scheduler has not answered every declaration of a request.
     #[error("the scheduler has answered {answered} of {asked} declarations")]
     Answers {

@@ -260,7 +260,7 @@ fn declared(messages: &[SchedulerMessage]) -> (u64, Vec<Assignment>) {
 
 fn refused(messages: &[SchedulerMessage]) -> String {
     match messages {
-        [SchedulerMessage::Refused { message, .. }] => message.clone(),
+        [SchedulerMessage::Refused { cause, .. }] => cause.to_string(),
         other => panic!("{other:?}, not Refused"),
     }
 }
