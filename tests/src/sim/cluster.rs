@@ -583,15 +583,6 @@ impl Cluster {
             }
         }
     }
-
-    /// A rank declares tensors; the number is a key of [`SimWorker::declared`].
-    pub fn declare(&mut self, index: usize, tensors: Vec<Declaration>) -> Option<u64> {
-        let worker = &mut self.workers[index];
-        let (request, message) = worker.agent.as_mut()?.declare(tensors);
-        let node = worker.node;
-        self.mail(Letter::Up(node, message));
-        Some(request)
-    }
 }
 
 impl Drop for Cluster {

@@ -1,6 +1,6 @@
 //! What a workload asks of a rank of the cluster.
 
-use super::{NicCommand, NicLoop, SimGpu, SimWorker};
+use super::{Cluster, Declaration, Letter, NicCommand, NicLoop, SimGpu, SimWorker};
 
 impl SimWorker {
     /// A command to its NIC loop.
@@ -19,5 +19,16 @@ impl SimWorker {
     pub fn ended(&self) -> bool {
         let has_gpu_ended = self.gpu.as_ref().is_none_or(SimGpu::has_ended);
         self.nic.as_ref().is_none_or(NicLoop::ended) && has_gpu_ended
+    }
+}
+
+impl Cluster {
+    /// A rank declares tensors; the number is a key of [`SimWorker::declared`].
+    pub fn declare(&mut self, index: usize, tensors: Vec<Declaration>) -> Option<u64> {
+        let worker = &mut self.workers[index];
+        let (request, message) = worker.agent.as_mut()?.declare(tensors);
+        let node = worker.node;
+        self.mail(Letter::Up(node, message));
+        Some(request)
     }
 }
