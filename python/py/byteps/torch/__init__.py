@@ -89,6 +89,7 @@ from byteps.torch.ops import (
     wait,
 )
 from byteps.torch.optimizer import DistributedOptimizer
+from byteps.torch.sync_batch_norm import SyncBatchNorm
 
 from byteps.torch import elastic  # isort: skip
 
@@ -103,6 +104,7 @@ __all__ = [
     "Product",
     "ReduceOp",
     "Sum",
+    "SyncBatchNorm",
     "allreduce",
     "allreduce_",
     "allreduce_async",
