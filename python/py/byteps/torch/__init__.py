@@ -60,6 +60,13 @@ from byteps.torch.functions import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from byteps.torch.gather import (
+    allgather,
+    allgather_async,
+    allgather_object,
+    grouped_allgather,
+    grouped_allgather_async,
+)
 from byteps.torch.ops import (
     Average,
     Max,
@@ -105,6 +112,9 @@ __all__ = [
     "ReduceOp",
     "Sum",
     "SyncBatchNorm",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
     "allreduce",
     "allreduce_",
     "allreduce_async",
@@ -132,6 +142,8 @@ __all__ = [
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
     "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_allreduce_async",

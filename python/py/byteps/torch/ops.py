@@ -80,7 +80,7 @@ _OPERATIONS = {Average: "average", Sum: "sum", Min: "min", Max: "max", Product: 
 
 
 # Everyone waits for what is broadcast, so it goes before gradients.
-_BROADCAST_PRIORITY = 1 << 30
+BROADCAST_PRIORITY = 1 << 30
 
 
 # Handles
@@ -112,7 +112,7 @@ def synchronize(handle: int, timeout: float | None = None) -> Any:
 # The one way in
 
 
-def _send(
+def send(
     what: str,
     memory: Memory,
     operation: str,
@@ -121,6 +121,7 @@ def _send(
     root: int = 0,
     settle: bool = False,
 ) -> Send:
+    """What the registry starts; ``settle`` lets a name come again for another type or size."""
     source, device = memory.source, _gpu.holds(memory.source)
     if operation == "broadcast" and source.dtype not in _tensors.DTYPES:
         # As bytes, of which each element has some: a dimension of its own.
@@ -149,7 +150,7 @@ def _start(
     stream = _gpu.open_for(memory.source for memory in memories)
     chosen = iter(_registry.unnamed(sum(not name for name in names)))
     sends = [
-        _send(what, memory, operation, name or next(chosen), priority, root, settle)
+        send(what, memory, operation, name or next(chosen), priority, root, settle)
         for memory, name in zip(memories, names, strict=True)
     ]
     if in_place:
@@ -489,7 +490,7 @@ def _broadcast_start(
         memories,
         "broadcast",
         names,
-        _BROADCAST_PRIORITY,
+        BROADCAST_PRIORITY,
         root_rank,
         in_place=in_place,
         single=single,

@@ -1,0 +1,242 @@
+"""Gathering: every rank gets the tensors of all ranks.
+
+Each rank broadcasts what it has: it sends its own bytes once and receives those of the others.
+Sizes may differ between ranks and calls, so ranks tell each other their shapes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from byteps import _process_sets, _registry, common
+from byteps.errors import BytePSError, MismatchError, TensorError
+from byteps.torch import _gpu, _tensors, functions, ops
+
+__all__ = [
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "grouped_allgather",
+    "grouped_allgather_async",
+]
+
+_DIMENSIONS_MAX = 8
+# What ranks tell of their types: all have the same release, but perhaps not the same torch.
+_DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool),
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.complex64, torch.complex128),
+)
+# A name stands for one size, so bytes travel in one of a few sizes: four for each power of two.
+_ROOM_BYTES_MIN = 256
+_ROOM_STEPS = 4
+
+
+class _Block(NamedTuple):
+    """What one rank gathers: in ``memory``, of which it needs the first ``used`` bytes."""
+
+    memory: torch.Tensor
+    used: int
+    shape: list[int]
+
+    def tensor(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.memory[: self.used].view(dtype).view(self.shape)
+
+
+def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: Any = None) -> int:
+    """:func:`allgather` that does not wait for the tensors, only for their shapes."""
+    _process_sets.check(process_set)
+    return _start([tensor], [name], single=True)
+
+
+def grouped_allgather_async(
+    tensors: Sequence[torch.Tensor], name: Any = None, process_set: Any = None
+) -> int:
+    """:func:`grouped_allgather` that does not wait for the tensors, only for their shapes."""
+    _process_sets.check(process_set)
+    return _start(tensors, ops.names_of(name, len(tensors)), single=False)
+
+
+def allgather(
+    tensor: torch.Tensor, name: str | None = None, process_set: Any = None
+) -> torch.Tensor:
+    """The tensors of all ranks, one behind the other along dimension 0, in the order of the ranks.
+
+    They have the same type and, but for dimension 0, the same shape; else it is a
+    :class:`byteps.errors.MismatchError` on all ranks. Any type that torch has is copied bit for
+    bit. Autograd passes through: the gradient is this rank's part of the average of the ranks'
+    gradients, as in Horovod. ``process_set`` is :data:`~byteps.torch.global_process_set`.
+    """
+    _process_sets.check(process_set)
+    return grouped_allgather([tensor], [name])[0]
+
+
+def grouped_allgather(
+    tensors: Sequence[torch.Tensor], name: Any = None, process_set: Any = None
+) -> list[torch.Tensor]:
+    """:func:`allgather` of several tensors at once.
+
+    ``name`` is a list of names, or one that the tensors' indices are added to.
+    """
+    _process_sets.check(process_set)
+    names = ops.names_of(name, len(tensors))
+    if torch.is_grad_enabled() and any(
+        isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
+    ):
+        return list(_Allgather.apply(names, *tensors))
+    result: list[torch.Tensor] = ops.synchronize(_start(tensors, names, single=False))
+    return result
+
+
+def allgather_object(obj: Any, name: str | None = None, process_set: Any = None) -> list[Any]:
+    """The objects of all ranks, by rank; pickled as by :func:`byteps.torch.broadcast_object`."""
+    _process_sets.check(process_set)
+    name = name or "allgather_object"
+    ranks = range(common.size())
+    return [functions.broadcast_object(obj, rank, name=f"{name}.{rank}") for rank in ranks]
+
+
+class _Allgather(torch.autograd.Function):
+    """allgather as autograd sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, names: list[str | None], *tensors: torch.Tensor) -> Any:
+        ctx.names = names
+        handle, shapes = _begin(tensors, names, single=False)
+        ranks = shapes[: common.rank()]
+        ctx.own = [
+            (sum(int(of_rank[index][0]) for of_rank in ranks), tensor.shape[0])
+            for index, tensor in enumerate(tensors)
+        ]
+        return tuple(ops.synchronize(handle))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        names = [name and f"{name}.backward" for name in ctx.names]
+        means = ops.push_pull_group(gradients, name=names)
+        parts = zip(means, ctx.own, strict=True)
+        return None, *(mean.narrow(0, begin, rows).clone() for mean, (begin, rows) in parts)
+
+
+def _start(tensors: Sequence[torch.Tensor], names: Sequence[str | None], *, single: bool) -> int:
+    return _begin(tensors, names, single=single)[0]
+
+
+def _begin(
+    tensors: Sequence[torch.Tensor], names: Sequence[str | None], *, single: bool
+) -> tuple[int, list[list[list[int]]]]:
+    """The handle, and the shapes of all ranks' tensors."""
+    known = [name or f"allgather.{index}" for index, name in enumerate(names)]
+    shapes = _shapes(tensors, known)
+    blocks: list[list[_Block]] = []
+    sends = []
+    for index, (tensor, name) in enumerate(zip(tensors, known, strict=True)):
+        blocks.append([])
+        for root, of_rank in enumerate(shapes):
+            block = _block(tensor, of_rank[index], is_own=root == common.rank())
+            blocks[-1].append(block)
+            if block.used:
+                room = block.memory.numel()
+                sends.append(
+                    ops.send(
+                        "allgather of",
+                        _tensors.in_place(block.memory),
+                        "broadcast",
+                        f"{name}.{root}.{room}",
+                        ops.BROADCAST_PRIORITY,
+                        root,
+                    )
+                )
+
+    def finish(blocks: list[list[_Block]]) -> Any:
+        memories = [block.memory for of_tensor in blocks for block in of_tensor]
+        _gpu.keep_for_current_stream(memories)
+        outputs = [
+            torch.cat(
+                [
+                    block.memory[: block.used].view(tensor.dtype).view(block.shape)
+                    for block in of_tensor
+                ]
+            )
+            for tensor, of_tensor in zip(tensors, blocks, strict=True)
+        ]
+        return outputs[0] if single else outputs
+
+    stream = _gpu.open_for(block.memory for of_tensor in blocks for block in of_tensor)
+    return _registry.start(sends, blocks, finish, stream), shapes
+
+
+def _block(tensor: torch.Tensor, shape: list[int], *, is_own: bool) -> _Block:
+    count = tensor.element_size()
+    for length in shape:
+        count *= length
+    memory = torch.empty(_room(count), dtype=torch.uint8, device=tensor.device)
+    if is_own and count:
+        memory[:count] = (
+            tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+        )
+        memory[count:] = 0
+    return _Block(memory, count, shape)
+
+
+def _room(count: int) -> int:
+    """The least size in which so many bytes travel: less than a quarter more."""
+    if count <= _ROOM_BYTES_MIN:
+        return _ROOM_BYTES_MIN
+    step = (1 << ((count - 1).bit_length() - 1)) // _ROOM_STEPS
+    return -(-count // step) * step
+
+
+def _shapes(tensors: Sequence[torch.Tensor], names: Sequence[str]) -> list[list[list[int]]]:
+    """By rank and tensor; raises on all ranks if they do not fit."""
+    rows = torch.zeros(
+        common.size(), len(tensors), 2 + _DIMENSIONS_MAX, dtype=torch.int64, device="cpu"
+    )
+    own = rows[common.rank()]
+    error: BytePSError | None = None
+    for row, tensor, name in zip(own, tensors, names, strict=True):
+        try:
+            row[: 2 + tensor.dim()] = torch.tensor(_row(tensor, name))
+        except BytePSError as wrong:
+            # The other ranks hear of it.
+            error, row[0] = wrong, -1
+    # A name stands for one shape.
+    exchange = f"{names[0] if names else 'nothing'}.shapes.{common.size()}.{len(tensors)}"
+    told = ops.push_pull(
+        rows, average=False, name=exchange, priority=ops.BROADCAST_PRIORITY
+    ).tolist()
+    if error is not None:
+        raise error
+    for index, name in enumerate(names):
+        first = told[0][index]
+        for rank, of_rank in enumerate(told):
+            row = of_rank[index]
+            if row[0] < 0:
+                raise MismatchError(
+                    f"allgather of '{name}': rank {rank} has none that can be gathered"
+                )
+            if row[:2] != first[:2] or row[3:] != first[3:]:
+                raise MismatchError(
+                    f"allgather of '{name}': rank 0 has {_text(first)}, rank {rank} {_text(row)}: "
+                    "only dimension 0 may differ"
+                )
+    return [[row[2 : 2 + row[0]] for row in of_rank] for of_rank in told]
+
+
+def _row(tensor: torch.Tensor, name: str) -> list[int]:
+    """Dimensions, type, and shape."""
+    _tensors.check(tensor, "allgather of", name)
+    if not 0 < tensor.dim() <= _DIMENSIONS_MAX or tensor.dtype not in _DTYPES:
+        raise TensorError(
+            f"allgather of '{name}': a tensor of 1 to {_DIMENSIONS_MAX} dimensions is wanted, not "
+            f"{tensor.dim()} of {tensor.dtype}; view(1) gives a number a dimension"
+        )
+    return [tensor.dim(), _DTYPES.index(tensor.dtype), *tensor.shape]
+
+
+def _text(row: list[int]) -> str:
+    shape = ", ".join(map(str, row[2 : 2 + row[0]]))
+    return f"{_DTYPES[row[1]]} of ({shape})"
