@@ -14,7 +14,7 @@ for each kind of victim, in seconds:
     pace      the median step of the ranks before the kill
 
 It fails if two ranks differ in a parameter, the learning rate or the number of a step, if a survivor goes back by more
-than the step that failed, or if anything takes longer than --limit seconds.
+than the step that failed, if the scheduler counts other deaths, or if anything takes longer than --limit seconds.
 """
 
 import argparse
@@ -23,6 +23,7 @@ import functools
 import json
 import os
 import random
+import re
 import signal
 import socket
 import statistics
@@ -31,6 +32,7 @@ import sys
 import tempfile
 import time
 import traceback
+import urllib.request
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -129,7 +131,8 @@ class Job:
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
         }
-        self.scheduler = self._program("scheduler", BPS_ELASTIC="redo", BPS_MIN_WORKERS="1")
+        elastic = {"BPS_ELASTIC": "redo", "BPS_MIN_WORKERS": "1", "BPS_METRICS_PORT": "0"}
+        self.scheduler = self._program("scheduler", **elastic)
         self.servers = [self.start_server() for _ in range(options.servers)]
         self.ranks = [self.start_rank(rank) for rank in range(options.ranks)]
 
@@ -197,6 +200,16 @@ class Job:
         for process in [*self.ranks, *self.servers, self.scheduler]:
             process.kill()
             process.wait()
+
+    def metrics(self) -> dict[str, float]:
+        """What the scheduler shows to Prometheus, by name and labels."""
+        found = re.search(r"http://\S+", (self.folder / "scheduler.log").read_text())
+        if found is None:
+            raise Failure("the scheduler has not said where its metrics are")
+        with urllib.request.urlopen(found.group(), timeout=10) as page:
+            lines = page.read().decode().splitlines()
+        samples = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        return {name: float(value) for name, value in samples}
 
     def tails(self) -> str:
         """The end of every log."""
@@ -335,6 +348,13 @@ def main() -> None:
                     results[kind].append(figures)
                     rounded = {name: round(value, 4) for name, value in figures.items()}
                     print(json.dumps({"kind": kind, **rounded}), flush=True)
+            metrics = job.metrics()
+            deaths = sum(len(figures) for figures in results.values())
+            if (
+                metrics["bps_job_deaths_total"] != deaths
+                or not metrics["bps_job_reforming_seconds"]
+            ):
+                raise Failure(f"{deaths} members were killed, and the metrics have {metrics}")
             job.stop.touch()
             for process in [*job.ranks, *job.servers, job.scheduler]:
                 code = process.wait(options.limit)

@@ -28,6 +28,9 @@ const PART_BYTES: u32 = 64 << 10;
 /// More than a lane and the kernel's buffers hold, so that publications must wait.
 const PARTS: u64 = 640;
 const BYTES: u64 = PARTS * PART_BYTES as u64;
+/// Of jobs that nobody outlives, these are 0. The second moves when ranks come back, which
+/// `perf/elastic.py` looks at.
+const OF_ELASTIC_JOBS: [&str; 2] = ["bps_job_deaths_total", "bps_job_reforming_seconds"];
 const PATIENCE: Duration = Duration::from_secs(30);
 
 fn declaration() -> Declaration {
@@ -369,11 +372,30 @@ fn every_metric_of_the_table_moves() {
     let still: Vec<&str> = FAMILIES
         .iter()
         .map(|family| family.name)
-        .filter(|name| !watcher.moved.contains(name))
+        .filter(|name| !watcher.moved.contains(name) && !OF_ELASTIC_JOBS.contains(name))
         .collect();
     go.store(false, Ordering::Release);
     real.join().expect("rank 0 got its result");
     assert!(still.is_empty(), "these never moved: {still:?}");
+}
+
+#[test]
+fn an_elastic_job_counts_its_dead() {
+    let port = free_port();
+    let mut elastic = variables(port, "scheduler");
+    elastic.extend([("BPS_ELASTIC", "redo".into()), ("BPS_ELASTIC_WAIT", "60".into())]);
+    let scheduler = Program::start("bps-scheduler", &[], &elastic);
+    let _server = Program::start("bps-server", &["--cores", "1"], &variables(port, "server"));
+    let address = announced(&scheduler);
+    let mut watcher = Watcher { address, moved: BTreeSet::new(), counters: BTreeMap::new() };
+    let joining: Vec<_> = (0..RANKS).map(|worker| Played::register(port, worker)).collect();
+    let mut played: Vec<Played> =
+        joining.into_iter().map(|(_, joined)| joined.join().expect("it joins")).collect();
+    watcher.until_moved(&["bps_job_formed"]);
+    assert_eq!(watcher.look().get("bps_job_deaths_total"), Some(&0.0));
+    drop(played.pop());
+    watcher.until_moved(&["bps_job_deaths_total"]);
+    assert!(top(&watcher.address).contains("epoch 2, 1 member lost"), "{}", top(&watcher.address));
 }
 
 #[test]

@@ -109,6 +109,17 @@ pub static FAMILIES: &[Family] = &[
         "Generation of membership: 1, and one more each time that all ranks have suspended, or \
          that an elastic job has lost a member.",
     ),
+    counter(
+        "bps_job_deaths_total",
+        Source::Job(|job| float(job.deaths)),
+        "Members that an elastic job has gone on without: ranks and servers that died or did not \
+         come back.",
+    ),
+    gauge(
+        "bps_job_reforming_seconds",
+        Source::Job(|job| job.reformed.map_or(0.0, |took| took.as_secs_f64())),
+        "How long an elastic job was without a membership when it last changed; 0 if it never did.",
+    ),
     gauge(
         "bps_job_uptime_seconds",
         Source::Job(|job| job.uptime.as_secs_f64()),

@@ -83,8 +83,12 @@ impl Table {
     pub(super) fn look(&mut self, page: &Page) {
         let job = |name: &str| page.value(name, &[]).unwrap_or(0.0);
         let formed = if job("bps_job_formed") > 0.0 { "" } else { ", waiting for nodes" };
+        let lost = match job("bps_job_deaths_total") {
+            0.0 => String::new(),
+            deaths => format!(", {} lost", counted(deaths, "member")),
+        };
         self.header = format!(
-            "{}: {}, {}, epoch {}, up {}{formed}",
+            "{}: {}, {}, epoch {}{lost}, up {}{formed}",
             self.name,
             counted(job("bps_job_ranks"), "rank"),
             counted(job("bps_job_servers"), "server"),
