@@ -87,17 +87,22 @@ class Rank:
         if self.code is None:
             os.kill(self.pid, signal.SIGKILL)
 
-    def wait(self, seconds: float = 60.0) -> int:
-        """The exit code, or the negative number of the signal that ended it."""
-        deadline = time.time() + seconds
-        while self.code is None:
+    def has_ended(self) -> bool:
+        """Whether it has, by itself or not."""
+        if self.code is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 self.code = os.waitstatus_to_exitcode(status)
-            elif time.time() > deadline:
+        return self.code is not None
+
+    def wait(self, seconds: float = 60.0) -> int:
+        """The exit code, or the negative number of the signal that ended it."""
+        deadline = time.time() + seconds
+        while not self.has_ended():
+            if time.time() > deadline:
                 raise Failure(f"process {self.pid} has not ended after {seconds} s")
-            else:
-                time.sleep(LOOK_SECONDS)
+            time.sleep(LOOK_SECONDS)
+        assert self.code is not None
         return self.code
 
 
@@ -173,8 +178,10 @@ class Job:
         self._read += len(whole)
         self.lines += [json.loads(line) for line in whole.splitlines()]
 
-    def wait_for(self, what: str, found: Callable[[], Any], seconds: float) -> Any:
-        """What `found` returns, once that is not None or empty."""
+    def wait_for(
+        self, what: str, found: Callable[[], Any], seconds: float, victim: Any = None
+    ) -> Any:
+        """What `found` returns, once that is not None or empty. No rank but the victim may end."""
         deadline = time.time() + seconds
         while True:
             self.read()
@@ -183,6 +190,9 @@ class Job:
                 return result
             if self.scheduler.poll() is not None:
                 raise Failure(f"the job has ended while waiting for {what}")
+            for rank in self.ranks:
+                if rank.has_ended() and rank is not victim:
+                    raise Failure(f"process {rank.pid} has ended while waiting for {what}")
             if time.time() > deadline:
                 raise Failure(f"after {seconds} s: still no {what}")
             time.sleep(LOOK_SECONDS)
@@ -275,6 +285,7 @@ def run(job: Job, kind: str, limit: float, rng: random.Random) -> dict[str, floa
             f"{event} after the death of {kind} {place}",
             lambda: job.first_of_each(left, event, lambda line: line["epoch"] > epoch),
             limit,
+            victim,
         )
 
     rejoined = max(line["at"] for line in again("synchronized")) - killed

@@ -216,14 +216,29 @@ impl Bound {
     /// # Errors
     /// How the job ended, if not well.
     pub fn run(self, stop: &Stop) -> Result<(), SchedulerError> {
-        let config = &self.config;
         self.announce();
         // A large job has more nodes than the usual soft limit of descriptors.
         host::raise_descriptor_limit(2 * (RANKS_MAX + SERVERS_MAX) as u64);
         let fail = |what| move |error| SchedulerError::Resource { what, error };
         let waker = Waker::new().map_err(fail("an eventfd"))?;
         let (acceptor, arrivals) = self.accept(&waker).map_err(fail("the accepting thread"))?;
-        let machine_config = SchedulerConfig {
+        let machine_config = self.machine_config()?;
+        let (exporter, viewers) = self.show(&waker)?;
+        let machine = |now| Scheduler::new(machine_config, now);
+        let hub = Hub::new(machine, self.key.clone(), waker, arrivals, viewers);
+        let exit = hub.run(stop);
+        drop(exporter);
+        acceptor.stop();
+        match exit {
+            Exit::Finished => Ok(()),
+            Exit::Failed => Err(SchedulerError::Failed),
+            Exit::NotFormed => Err(SchedulerError::NotFormed),
+        }
+    }
+
+    fn machine_config(&self) -> Result<SchedulerConfig, SchedulerError> {
+        let config = &self.config;
+        Ok(SchedulerConfig {
             job: JobKey::mint()?.expose_hex(),
             num_workers: config.num_workers,
             num_servers: config.num_servers,
@@ -243,18 +258,7 @@ impl Bound {
                 // A rank may be away from a round for so long.
                 notice: config.stall_timeout.max(config.start_timeout),
             }),
-        };
-        let (exporter, viewers) = self.show(&waker)?;
-        let machine = |now| Scheduler::new(machine_config, now);
-        let hub = Hub::new(machine, self.key.clone(), waker, arrivals, viewers);
-        let exit = hub.run(stop);
-        drop(exporter);
-        acceptor.stop();
-        match exit {
-            Exit::Finished => Ok(()),
-            Exit::Failed => Err(SchedulerError::Failed),
-            Exit::NotFormed => Err(SchedulerError::NotFormed),
-        }
+        })
     }
 
     fn announce(&self) {

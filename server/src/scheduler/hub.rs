@@ -1,5 +1,8 @@
 //! All connections of a scheduler, in one poll loop around its machine.
 
+#[cfg(test)]
+mod tests;
+
 use super::Stop;
 use bps_engine::control::{Connection as Channel, JobKey};
 use bps_engine::limits::{CONTROL_BYTES_MAX, RANKS_MAX, SERVERS_MAX};
@@ -25,6 +28,8 @@ const LATECOMERS: Duration = Duration::from_secs(10);
 const STRAGGLERS: Duration = Duration::from_secs(3);
 /// Bytes read of one connection before the others get their turn.
 const READ_TURN_BYTES: usize = 1 << 20;
+/// Such turns of a connection that can't be written to any more.
+const LAST_TURNS: usize = 64;
 /// Bytes that may wait for one node to read them.
 const BACKLOG_BYTES_MAX: usize = 2 * CONTROL_BYTES_MAX;
 /// Connections at once: two of every node of the largest job, since those that were not heard for a
@@ -203,25 +208,33 @@ impl Hub {
     /// Reads what has come in, and lets the machine answer.
     fn serve(&mut self, ready: &[NodeId]) {
         for node in ready {
-            let Some(connection) = self.connections.get_mut(node) else { continue };
-            let closing = connection.closing.is_some();
-            let mut messages = Vec::new();
-            let fate = connection.read(&mut messages);
-            if !closing {
-                for message in messages {
-                    if let NodeMessage::Clock { sent_ns } = message {
-                        self.tell_time(*node, sent_ns);
-                        continue;
-                    }
-                    self.machine.handle_message(*node, message, self.start.elapsed());
-                }
-            }
-            if let Fate::Gone(how) = fate {
-                self.connections.remove(node);
-                self.machine.handle_closed(*node, &how, self.start.elapsed());
-            }
-            self.carry_out();
+            self.hear(*node);
         }
+    }
+
+    /// Reads what one node has sent, up to a turn. False if that was the last of it.
+    fn hear(&mut self, node: NodeId) -> bool {
+        let Some(connection) = self.connections.get_mut(&node) else { return false };
+        let closing = connection.closing.is_some();
+        let mut messages = Vec::new();
+        let fate = connection.read(&mut messages);
+        if !closing {
+            for message in messages {
+                if let NodeMessage::Clock { sent_ns } = message {
+                    self.tell_time(node, sent_ns);
+                    continue;
+                }
+                self.machine.handle_message(node, message, self.start.elapsed());
+            }
+        }
+        let is_gone = if let Fate::Gone(how) = fate {
+            self.give_up(node, &how);
+            true
+        } else {
+            false
+        };
+        self.carry_out();
+        !is_gone
     }
 
     /// The machine has no clock of its own, so its program answers; a late answer only widens the
@@ -276,6 +289,12 @@ impl Hub {
             }
         }
         for (node, how) in gone {
+            // It may have said good-bye before it closed the connection that can't be written to.
+            for _ in 0..LAST_TURNS {
+                if !self.hear(node) {
+                    break;
+                }
+            }
             self.give_up(node, &how);
         }
         self.carry_out();
