@@ -2,7 +2,8 @@
 
     .venv/bin/python perf/elastic.py [--ranks 4] [--servers 2] [--megabytes 100] [--runs 20] [--kinds rank,rank0,server]
 
-Starts one job on this machine, whose ranks are forks of this process that have torch already, with every rank as a host of its own as far as sums are concerned (BPS_LOCAL_REDUCE=0).
+Starts one job on this machine, whose ranks are forks of this process that have torch already, with every rank as a host
+of its own as far as sums are concerned (BPS_LOCAL_REDUCE=0).
 In each run it kills one member by SIGKILL at a random moment within a step, waits until every survivor has finished
 another step, starts a new member in its place, and waits until that trains too. Each line is a run; the last one has,
 for each kind of victim, in seconds:

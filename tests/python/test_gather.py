@@ -93,6 +93,9 @@ def refused():
         bps.allgather(wrong)
     with pytest.raises(ConfigError, match="names"):
         bps.grouped_allgather([torch.ones(1)], name=["a", "b"])
+    with pytest.raises(MismatchError, match="shapes"):
+        bps.grouped_allgather([torch.ones(1)] * (1 + rank), name="counts")
+    assert bps.grouped_allgather([]) == []
     assert bps.allgather(torch.tensor([rank])).tolist() == [0, 1], "and all goes on"
 
 

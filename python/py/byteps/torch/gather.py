@@ -203,8 +203,8 @@ def _shapes(tensors: Sequence[torch.Tensor], names: Sequence[str]) -> list[list[
         except BytePSError as wrong:
             # The other ranks hear of it.
             error, row[0] = wrong, -1
-    # A name stands for one shape.
-    exchange = f"{names[0] if names else 'nothing'}.shapes.{common.size()}.{len(tensors)}"
+    # Ranks that pass other numbers of tensors disagree about the shape of this one.
+    exchange = f"{names[0] if names else 'nothing'}.shapes"
     told = ops.push_pull(
         rows, average=False, name=exchange, priority=ops.BROADCAST_PRIORITY
     ).tolist()
