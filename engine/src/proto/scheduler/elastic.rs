@@ -11,7 +11,7 @@ use super::{
     Duration, Epoch, NodeId, Output, OverReason, Phase, Rank, Refusal, Register, Scheduler,
     SchedulerMessage, Standing, counted,
 };
-use crate::limits::RANKS_MAX;
+use crate::base::word;
 use crate::proto::messages::{Node, NodeMessage, Origin, Party, Place, Planning};
 use crate::proto::unformed::Unformed;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -301,7 +301,7 @@ impl Scheduler {
             return;
         }
         let count = self.early().iter().filter(|node| !self.is_former(**node)).count();
-        let count = u32::try_from(count).unwrap_or(u32::MAX);
+        let count = word(count);
         let stay = (0..).map(Rank).zip(&running.job.workers);
         let stay = stay.filter(|(rank, _)| !running.left.contains(rank));
         let nodes: Vec<NodeId> = stay.map(|(_, (node, _))| *node).collect();
@@ -323,7 +323,8 @@ impl Scheduler {
                 };
                 rank
             }
-            None => u32::try_from(RANKS_MAX).unwrap_or(u32::MAX / 2) + regroup.newcomers,
+            // Behind every rank that there can be.
+            None => self.config.ranks_max + regroup.newcomers,
         };
         let before = regroup.awaited.remove(&place);
         regroup.newcomers += u32::from(before.is_none());

@@ -7,7 +7,6 @@ use super::{
     SchedulerMessage, Standing,
 };
 use crate::base::milliseconds;
-use crate::limits::RANKS_MAX;
 use crate::proto::messages::{NodeMessage, Origin, Party, Place, RoundOf, Sign, Timeline};
 use crate::proto::text::list;
 use crate::proto::unformed::Unformed;
@@ -145,7 +144,8 @@ impl Scheduler {
     fn party(&self, node: NodeId) -> Party {
         let Some(peer) = self.peers.get(&node) else { return Party::Unplaced("a node".to_owned()) };
         match (&peer.standing, &self.phase) {
-            (Standing::Worker(rank), Phase::Forming(_)) if rank.0 as usize >= RANKS_MAX => {
+            // It has come to an elastic job, and gets its rank when the next epoch forms.
+            (Standing::Worker(rank), Phase::Forming(_)) if rank.0 >= self.config.ranks_max => {
                 Party::Unplaced(peer.who.clone())
             }
             (Standing::Worker(rank) | Standing::Left(rank) | Standing::Former(rank), _) => {
