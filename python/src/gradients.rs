@@ -323,7 +323,7 @@ pub struct Batch {
 }
 
 impl Batch {
-    fn some(&self, position: Option<usize>) -> PyResult<&[Handle]> {
+    pub fn some(&self, position: Option<usize>) -> PyResult<&[Handle]> {
         let Some(position) = position else { return Ok(&self.handles) };
         self.handles.get(position..=position).ok_or_else(|| {
             let count = self.handles.len();

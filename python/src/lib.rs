@@ -39,8 +39,8 @@ mod _native {
     use super::handle::{poll, release, wait};
     #[pymodule_export]
     use super::tensor::{
-        declare, open_gpu, push_batch, push_pull, push_pull_gpu, start_batch, stream_wait,
-        stream_wait_batch,
+        declare, enqueue_results, enqueue_results_of_batches, open_gpu, push_batch, push_pull,
+        push_pull_gpu, start_batch, stream_wait, stream_wait_batch,
     };
 
     #[pymodule_init]

@@ -188,6 +188,26 @@ pub fn stream_wait_batch(
     .map_err(|cause| error::from_engine(&cause))
 }
 
+/// A stream is going to be put behind the results of these, which the host does not read: so waits
+/// for the handles may end once what brings the results is enqueued, before they have come.
+#[pyfunction]
+pub fn enqueue_results(handles: Vec<u64>) -> PyResult<()> {
+    let handles: Vec<_> = handles.into_iter().map(handle::find).collect::<PyResult<_>>()?;
+    engine()?.enqueue_results(&handles);
+    Ok(())
+}
+
+/// [`enqueue_results`] for batches, or for those at these positions in them.
+#[pyfunction]
+pub fn enqueue_results_of_batches(batches: Vec<(Bound<'_, Batch>, Option<usize>)>) -> PyResult<()> {
+    let mut handles = Vec::new();
+    for (batch, position) in &batches {
+        handles.extend_from_slice(batch.get().some(*position)?);
+    }
+    engine()?.enqueue_results(&handles);
+    Ok(())
+}
+
 /// Starts push_pulls given as [`push_pull`] wants them, as one batch; on the GPU after what is
 /// enqueued in `stream` now, in host memory if that is `None`. The contract is [`push_pull`]'s.
 #[pyfunction]

@@ -23,6 +23,12 @@ fn hosts_of_several_gpus_through_servers() {
 }
 
 #[test]
+fn streams_wait_for_results_and_hosts_do_not() {
+    right(&[1, 1], 1, "ahead", &[]);
+    right(&[1, 1, 1], 2, "ahead", &[("FAKE_GPU_SEED", "11"), ("BPS_TCP_DRIVER", "poll")]);
+}
+
+#[test]
 fn one_host_without_servers() {
     right(&[2], 0, "work 4 6", &[]);
     right(&[4], 0, "work 2 7", &[("FAKE_GPU_SEED", "8")]);

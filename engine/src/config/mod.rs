@@ -146,6 +146,9 @@ pub struct Config {
     pub transport: TransportChoice,
     /// Whether RDMA devices that page on demand send tensors from where they lie.
     pub rdma_on_demand: bool,
+    /// `BPS_GPU_STAGING_MB`: pinned memory that tensors on a GPU have of their own, at most, in
+    /// MiB.
+    pub gpu_staging_mb: u32,
     /// `BPS_GPUDIRECT`: `auto`, `demand`, `none`.
     pub gpudirect: GpuDirect,
     /// `BPS_TCP_DRIVER`: `auto`, `uring`, `poll`.
@@ -340,6 +343,7 @@ impl Default for Config {
             host_id: None,
             transport: TransportChoice::Auto,
             rdma_on_demand: false,
+            gpu_staging_mb: 4096,
             gpudirect: GpuDirect::Auto,
             tcp_driver: TcpDriver::Auto,
             tcp_congestion: None,

@@ -11,6 +11,8 @@ __all__ = [
     "__version__",
     "barrier",
     "declare",
+    "enqueue_results",
+    "enqueue_results_of_batches",
     "epoch",
     "host_id",
     "init",
@@ -72,6 +74,8 @@ def stream_wait(handles: Sequence[int], stream: int) -> None: ...
 def push_batch(
     gradients: GradientHooks, indices: Sequence[int], addresses: Sequence[int], stream: int | None
 ) -> Batch: ...
+def enqueue_results(handles: Sequence[int]) -> None: ...
+def enqueue_results_of_batches(batches: Sequence[tuple[Batch, int | None]]) -> None: ...
 def stream_wait_batch(
     batch: Batch, stream: int, positions: Sequence[int] | None = None
 ) -> None: ...

@@ -400,6 +400,9 @@ def synchronize(handle: int, timeout: float | None = None) -> Any:
 
     What happens on a GPU is done, to the host, when the engine has enqueued the last of it.
     """
+    pending = _find(handle)
+    if pending is not None and pending.on_gpu and pending.stream:
+        _native.enqueue_results(pending.on_gpu)
     if not wait(handle, timeout):
         label = _pending[handle].label
         error = WaitTimeoutError(

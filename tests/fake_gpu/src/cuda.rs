@@ -6,6 +6,7 @@ use crate::settings::{injected, settings};
 use crate::{memory, stream};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 const SUCCESS: u32 = 0;
 const NOT_INITIALIZED: u32 = 3;
@@ -43,6 +44,25 @@ fn done(is_done: bool) -> Result<(), u32> {
     if is_done { Ok(()) } else { Err(NOT_READY) }
 }
 
+/// What every call needs of the driver, and nobody has while memory is freed: that waits for the
+/// GPU.
+enum Hold {
+    Shared { _guard: RwLockReadGuard<'static, ()> },
+    Whole { _guard: RwLockWriteGuard<'static, ()> },
+}
+
+impl Hold {
+    fn of(call: &str) -> Hold {
+        static DRIVER: RwLock<()> = RwLock::new(());
+        match call {
+            "cuMemFree_v2" => {
+                Hold::Whole { _guard: DRIVER.write().unwrap_or_else(PoisonError::into_inner) }
+            }
+            _ => Hold::Shared { _guard: DRIVER.read().unwrap_or_else(PoisonError::into_inner) },
+        }
+    }
+}
+
 /// Functions that may be told to fail, and that return a code.
 macro_rules! cuda {
     ($(fn $name:ident($($argument:ident: $type:ty),*) $body:block)*) => {$(
@@ -55,6 +75,7 @@ macro_rules! cuda {
             if !free && !INITIALIZED.load(Ordering::Relaxed) {
                 return NOT_INITIALIZED;
             }
+            let _held = Hold::of(stringify!($name));
             let body = || -> Result<(), u32> { $body };
             body().err().unwrap_or(SUCCESS)
         }
@@ -153,7 +174,8 @@ cuda! {
         put(address, memory::allocate(bytes)?)
     }
     fn cuMemFree_v2(address: u64) {
-        device::current()?;
+        // Nobody else may use the driver meanwhile, as with NVIDIA's.
+        stream::drain_all(device::current()?);
         memory::free(address)
     }
     fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) {
@@ -187,6 +209,16 @@ cuda! {
             return Err(INVALID_VALUE);
         }
         stream.push(Box::new(move || memory::write_word(address as usize, value)));
+        Ok(())
+    }
+    fn cuStreamWaitValue32_v2(handle: usize, address: u64, value: u32, flags: c_uint) {
+        let device = device::current()?;
+        let stream = stream::stream(handle)?;
+        // At least the value, which is all that is asked for.
+        if stream.device != device || address == 0 || !address.is_multiple_of(4) || flags != 0 {
+            return Err(INVALID_VALUE);
+        }
+        stream.push(Box::new(move || memory::await_word(address as usize, value)));
         Ok(())
     }
     fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_uint, device: c_int) {

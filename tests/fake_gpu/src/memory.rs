@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use std::os::fd::IntoRawFd;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 
 const OUT_OF_MEMORY: u32 = 2;
 const ALREADY_REGISTERED: u32 = 712;
@@ -195,6 +196,17 @@ pub fn write_word(address: usize, value: u32) {
     // SAFETY: the address is aligned, and the user of CUDA vouches that it is good until the write
     // is done and that others use it by atomic operations alone.
     unsafe { AtomicU32::from_ptr(word) }.store(value, Ordering::Release);
+}
+
+/// Waits until a word is `value` or beyond, and sees all that was written before it.
+pub fn await_word(address: usize, value: u32) {
+    let word = std::ptr::with_exposed_provenance_mut(address);
+    // SAFETY: the address is aligned, and the user of CUDA vouches that it is good until the wait
+    // is over and that others use it by atomic operations alone.
+    let word = unsafe { AtomicU32::from_ptr(word) };
+    while word.load(Ordering::Acquire).wrapping_sub(value).cast_signed() < 0 {
+        std::thread::sleep(Duration::from_micros(20));
+    }
 }
 
 /// Copies `bytes` bytes, wherever they are.

@@ -158,6 +158,12 @@ pub fn stream(handle: usize) -> Result<Arc<Stream>, u32> {
     Ok(Arc::clone(own))
 }
 
+/// Waits until all that is enqueued on a device now is done.
+pub fn drain_all(device: u32) {
+    let streams: Vec<_> = locked(&STREAMS).values().cloned().collect();
+    streams.iter().filter(|stream| stream.device == device).for_each(|stream| stream.drain());
+}
+
 pub fn create_event() -> Result<usize, u32> {
     device::current()?;
     let handle = EVENT + NEXT.fetch_add(1, Ordering::Relaxed) as usize * 16;

@@ -2,7 +2,7 @@
 //! checked bit for bit.
 
 use super::cluster::{Cluster, SimWorker};
-use super::gpu::{self, GpuFlight, GpuTensor, Landed};
+use super::gpu::{self, GpuFlight, GpuTensor, Landed, SimGpu};
 use super::shape::{Groups, Shape};
 use crate::reference;
 use bps_engine::base::{DType, Operation, Placement, Rank};
@@ -76,6 +76,8 @@ struct Flight {
     tensor: usize,
     round: u64,
     data: Data,
+    /// Whether its result is wanted before it has come.
+    is_decided: bool,
 }
 
 /// Where its bytes are.
@@ -98,6 +100,8 @@ struct Script {
     ids: Vec<usize>,
     /// Pushes to come: tensor indices, in this rank's own order.
     todo: Vec<usize>,
+    /// All ranks have the same.
+    is_in_order: bool,
     pushed: Vec<u64>,
     flights: Vec<Flight>,
     left: bool,
@@ -212,12 +216,21 @@ fn run_job(
     let hosts = shape.hosts.clone();
     let mut cluster = Cluster::new(seed, shape);
     let mut ranks: Vec<Script> = (0..workers).map(|_| Script::default()).collect();
+    // What a stream waits for is in front of what is pushed after it, as a wait of the host would
+    // be. So ranks may have their streams wait for what has not come if all push in one order, or
+    // once they have pushed all.
+    let is_in_order = random.once_in(2);
     for rank in &mut ranks {
         for (index, tensor) in tensors.iter().enumerate() {
             rank.todo.extend((0..tensor.rounds).map(|_| index));
         }
         shuffle(&mut random, &mut rank.todo);
+        rank.is_in_order = is_in_order;
         rank.pushed = vec![0; tensors.len()];
+    }
+    if is_in_order {
+        let todo = ranks[0].todo.clone();
+        ranks.iter_mut().for_each(|rank| rank.todo.clone_from(&todo));
     }
     let mut fault_at = Duration::from_micros(5_000 + random.below(20_000));
     let mut struck = false;
@@ -342,10 +355,11 @@ fn drive(
         rank.todo.retain(|tensor| *tensor > 0);
         return declare(cluster, rank, index, (1..tensors.len()).collect(), random);
     };
-    if random.once_in(3) {
+    if random.once_in(3) || worker.gpu.as_ref().is_some_and(SimGpu::is_blocked) {
         return;
     }
     let Some(tensor) = rank.todo.pop() else {
+        want_some(cluster, rank, index, random);
         if rank.flights.is_empty() {
             rank.left = true;
             cluster.leave(index);
@@ -371,8 +385,23 @@ fn drive(
     let worker = &mut cluster.workers[index];
     if is_on_gpu(tensor) {
         rank.flights.extend(push_gpu(worker, number, &items, &rank.tensors, random));
+        if rank.is_in_order {
+            want_some(cluster, rank, index, random);
+        }
     } else {
         rank.flights.push(push(worker, number, &items[0], &rank.tensors[tensor], random));
+    }
+}
+
+/// A rank's streams are to wait for some of what it has pushed.
+fn want_some(cluster: &mut Cluster, rank: &mut Script, index: usize, random: &mut Random) {
+    let Some(gpu) = &mut cluster.workers[index].gpu else { return };
+    let is_new = |flight: &&mut Flight| matches!(flight.data, Data::Gpu(_)) && !flight.is_decided;
+    for flight in rank.flights.iter_mut().filter(is_new) {
+        flight.is_decided = true;
+        if random.once_in(2) {
+            gpu.want(&flight.handle);
+        }
     }
 }
 
@@ -433,7 +462,7 @@ fn push_gpu(
     let pushed = worker.gpu.as_mut().expect("every rank has a GPU").push(pushed);
     let flight = |(item, (handle, flight)): (&Item, _)| {
         let (tensor, round) = (item.tensor, item.round);
-        Flight { handle, tensor, round, data: Data::Gpu(flight) }
+        Flight { handle, tensor, round, data: Data::Gpu(flight), is_decided: false }
     };
     items.iter().zip(pushed).map(flight).collect()
 }
@@ -461,7 +490,7 @@ fn push(
         task,
     });
     let data = Data::Host { _source: source, target };
-    Flight { handle, tensor: item.tensor, round: item.round, data }
+    Flight { handle, tensor: item.tensor, round: item.round, data, is_decided: false }
 }
 
 /// Compares what has come back with the reference.
@@ -501,6 +530,11 @@ fn check(
                 let tensor = flight.tensor as u64;
                 let expected =
                     reference::result(*dtype, *operation, tensor, roster.size, flight.round, count);
+                let is_over = worker.over.is_some() || fault == Fault::Mismatch && tensor == 0;
+                if is_over && *device && is_spoilt(&bytes, &expected, dtype.size()) {
+                    outcome.failed += 1;
+                    return false;
+                }
                 assert!(
                     bytes == expected,
                     "seed {seed}: {name} ({dtype} × {count}, {operation}, on a GPU: {device}), \
@@ -526,6 +560,14 @@ fn check(
         }
         false
     });
+}
+
+/// Whether what should have been these elements is marked, in part or as a whole, as what has not
+/// come: of somebody who was told before it came.
+fn is_spoilt(bytes: &[u8], expected: &[u8], size: usize) -> bool {
+    let pairs = bytes.chunks(size).zip(expected.chunks(size));
+    let is_marked = |one: &[u8]| one.iter().all(|byte| *byte == u8::MAX);
+    bytes != expected && pairs.into_iter().all(|(one, other)| one == other || is_marked(one))
 }
 
 fn is_finished(cluster: &Cluster, rank: &Script, index: usize) -> bool {

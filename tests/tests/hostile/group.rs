@@ -392,6 +392,7 @@ fn pipeline(room: usize) -> GpuThread {
         outbox: Mpsc::new(room),
         to_land: Vec::new(),
         slots: SlotMemory::default(),
+        staged: None,
     }
 }
 

@@ -40,11 +40,14 @@ const ALLOWED: &[&str] = &[
     "worker/src/gpu/direct",
     "worker/src/gpu/pipeline/copies",
     "worker/src/gpu/pipeline/host",
+    "worker/src/gpu/pipeline/staged",
     "worker/src/gpu/slots",
+    "worker/src/gpu/staging",
     "worker/src/nic/arriving",
     "worker/src/nic/circle",
     "worker/src/nic/granted",
     "worker/src/nic/sending",
+    "worker/src/nic/staged",
     "worker/src/rounds/memory",
 ];
 

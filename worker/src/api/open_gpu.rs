@@ -20,7 +20,7 @@ use crate::job::nic_loop::Command;
 use crate::job::places::{Poller, spot};
 use crate::job::start;
 use bps_engine::base::{DType, Operation, Rank, word};
-use bps_engine::config::Config;
+use bps_engine::config::{Config, ElasticMode};
 use bps_engine::harness::{self, Idler};
 use bps_engine::lane::EndpointBuilder;
 use bps_engine::mem::Budget;
@@ -235,9 +235,15 @@ fn begin(
     let slot_bytes = config.partition_bytes as usize;
     let slots = slots::count(slot_bytes, job.lanes());
     let has_servers = job.lanes() >= job.switches().ranks().len();
+    let mut staging = 0;
     let direct = match has_servers {
         true => {
             let ports = job.take_ports();
+            // Devices write results into slots of their choice. And where a death does not end the
+            // job, a state must not be kept before all that led to it has come.
+            if ports.is_none() && config.elastic == ElasticMode::None {
+                staging = (config.gpu_staging_mb as usize) << 20;
+            }
             Direct::find(ports, job.switches(), device, config, slots * slot_bytes)?
         }
         false => Direct::default(),
@@ -263,6 +269,7 @@ fn begin(
         patience: config.start_timeout,
         stall_report: config.stall_report,
         inbox: INBOX,
+        staging,
         numa_node: spot.memory_node,
         nic_waker: job.nic_waker.clone(),
         nic_ended: Arc::clone(&job.nic_ended),

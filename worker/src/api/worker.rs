@@ -263,6 +263,19 @@ impl Worker {
         Ok(job.push_gpu(items.into_iter().map(|(item, _)| item), &ready))
     }
 
+    /// The results of these are read in streams that [`Handle::make_wait`] puts behind them, and
+    /// not by the host: so a wait for a handle may end once what brings its result is enqueued,
+    /// although that has not come. Where the engine cannot do so, and for tensors of the host, this
+    /// changes nothing.
+    ///
+    /// Should the job end before such a result has come, all bits of it are set, which makes every
+    /// float a NaN; the next call of this worker says why.
+    pub fn enqueue_results(&self, handles: &[Handle]) {
+        if let Some(job) = &self.0.job {
+            job.want(handles);
+        }
+    }
+
     /// Waits until every rank of the job has called it.
     ///
     /// # Errors

@@ -5,7 +5,7 @@ use crate::base::error::{Error, Refusal};
 use crate::cuda::PooledEvent;
 use rustix::thread::futex;
 use rustix::time::Timespec;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -22,8 +22,30 @@ const DONE: u32 = 4;
 pub struct Mark {
     /// Recorded behind the last work of the result.
     pub event: Arc<PooledEvent>,
-    /// Marks of the pipeline count up, and lie in its last stream in this order; 0 for any other.
-    pub number: u64,
+    /// In which stream.
+    pub series: Series,
+}
+
+/// A stream of marks: who is behind one of them is behind all with lower numbers.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Series {
+    /// A stream of this mark alone.
+    None,
+    /// That in which results in slots end, or those of the host's collectives.
+    Slots(u64),
+    /// That in which results in memory of their own end.
+    Staged(u64),
+}
+
+impl Series {
+    /// The number in the stream of slots, and in the other.
+    fn numbers(self) -> [Option<u64>; 2] {
+        match self {
+            Series::None => [None; 2],
+            Series::Slots(number) => [Some(number), None],
+            Series::Staged(number) => [None, Some(number)],
+        }
+    }
 }
 
 /// The state that a caller's [`Handle`] and the NIC thread share.
@@ -39,6 +61,8 @@ pub struct Task {
     mark: OnceLock<Mark>,
     /// When it was asked for, by the monotonic clock; 0 where nobody records a timeline.
     asked_ns: u64,
+    /// Of a tensor on the GPU: see [`is_wanted`](Task::is_wanted).
+    is_wanted: AtomicBool,
 }
 
 impl Task {
@@ -51,6 +75,12 @@ impl Task {
 
     pub(crate) fn asked_ns(&self) -> u64 {
         self.asked_ns
+    }
+
+    /// Whether its caller puts a stream behind the result, and need not know that it has come: what
+    /// brings it may be enqueued before that.
+    pub(crate) fn is_wanted(&self) -> bool {
+        self.is_wanted.load(Ordering::Acquire)
     }
 
     /// As [`finish_now`](Self::finish_now) with success, but the result is only on its way: it will
@@ -149,7 +179,7 @@ impl Handle {
     /// A handle of something whose result is there once this mark is passed.
     pub(crate) fn finished_behind(event: &Arc<PooledEvent>) -> Handle {
         let task = Task::default();
-        task.finish_behind(Mark { event: Arc::clone(event), number: 0 });
+        task.finish_behind(Mark { event: Arc::clone(event), series: Series::None });
         Handle(Arc::new(task))
     }
 
@@ -165,6 +195,13 @@ impl Handle {
     #[must_use]
     pub fn is_told(&self) -> bool {
         self.0.state.load(Ordering::Acquire) & DONE != 0
+    }
+
+    /// A stream is to be put behind its result, which the host does not read: see
+    /// [`Worker::enqueue_results`](crate::Worker::enqueue_results). The pipeline of the GPU learns
+    /// of it by [`GpuInbox::want`](crate::rounds::handover::GpuInbox::want).
+    pub fn want(&self) {
+        self.0.is_wanted.store(true, Ordering::Release);
     }
 
     /// Lets this bell be rung when it is over. Returns whether it is already: then nobody rings. A
@@ -186,9 +223,13 @@ impl Handle {
     /// `stream` is 0, or a stream of the GPU that this process has opened.
     pub unsafe fn make_wait(handles: &[Handle], stream: usize) -> Result<(), Error> {
         let marks = || handles.iter().filter_map(|handle| handle.0.mark.get());
-        // The pipeline's marks are in one stream: behind the last of them is behind all.
-        let last = marks().filter(|mark| mark.number > 0).max_by_key(|mark| mark.number);
-        for mark in last.into_iter().chain(marks().filter(|mark| mark.number == 0)) {
+        // Behind the last of a stream is behind all.
+        let last = |stream: usize| {
+            let numbered = marks().filter(move |mark| mark.series.numbers()[stream].is_some());
+            numbered.max_by_key(move |mark| mark.series.numbers()[stream])
+        };
+        let others = marks().filter(|mark| mark.series == Series::None);
+        for mark in last(0).into_iter().chain(last(1)).chain(others) {
             // SAFETY: the caller vouches for the stream.
             unsafe { mark.event.make_wait(stream) }.map_err(Refusal::Gpu)?;
         }

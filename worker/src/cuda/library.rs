@@ -40,6 +40,7 @@ table! {
         cuStreamDestroy_v2(CUstream);
         cuStreamQuery(CUstream);
         cuStreamWaitEvent(CUstream, CUevent, c_uint);
+        cuStreamWaitValue32_v2(CUstream, CUdeviceptr, u32, c_uint);
         cuStreamWriteValue32_v2(CUstream, CUdeviceptr, u32, c_uint);
         cuEventCreate(*mut CUevent, c_uint);
         cuEventRecord(CUevent, CUstream);

@@ -25,4 +25,5 @@ pub(crate) use nccl::Closing;
 pub use nccl::{Comm, Nccl, ReduceOp};
 pub use pinned::Pinned;
 pub use simulated::Libraries;
-pub(crate) use track::{Passed, Track, WORD_BYTES};
+pub use track::{Passed, Progress};
+pub(crate) use track::{Track, WORD_BYTES};

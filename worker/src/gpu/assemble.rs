@@ -3,21 +3,23 @@
 
 use super::direct::Direct;
 use super::order_lanes::OrderLanes;
-use super::pipeline::{Host, Parts, Pipeline};
+use super::pipeline::{Host, Parts, Pipeline, Staged};
 use super::slots::Slots;
+use super::staging::StagingMemory;
 use crate::base::error::Error;
 use crate::cuda::{Comm, Device, Event, EventPool, GpuError, Track, WORD_BYTES};
 use crate::host::switches::Switches;
 use crate::rounds::handover::{GpuInbox, GpuThread};
-use bps_engine::base::Rank;
+use bps_engine::base::{Rank, word};
 use bps_engine::ring::Mpsc;
 use bps_engine::transport::Waker;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-/// Tracks: where gradients are waited for, down, up, and the host's collectives.
-const TRACKS: usize = 4;
+/// Tracks: where gradients are waited for, down, up, and the host's collectives; down and up of
+/// tensors with memory of their own.
+const TRACKS: usize = 6;
 
 /// What a pipeline is made of.
 pub struct Assembly {
@@ -51,6 +53,9 @@ pub struct Assembly {
     /// Messages that may wait for the pipeline before the NIC loop keeps them, and the other way
     /// round.
     pub inbox: usize,
+    /// Bytes of memory that tensors have of their own, at most, where the rank is alone on its host
+    /// and nothing in [`Direct`] speaks against it.
+    pub staging: usize,
     /// Where the slots are to be.
     pub numa_node: Option<u32>,
     /// Wakes the NIC loop.
@@ -106,10 +111,25 @@ impl Assembly {
             }),
             None => None,
         };
+        let staged = match self.staging {
+            bytes if bytes > 0 && host.is_none() && self.has_servers => {
+                // Numbers behind those of the slots, of which there are four pools.
+                let number = word(4 * self.slots);
+                let memory = StagingMemory::new(device, self.numa_node, bytes, number);
+                Some(Staged::new(memory, [track(4)?, track(5)?]))
+            }
+            _ => None,
+        };
         let marks = [Event::new(device)?, Event::new(device)?];
         let inbox = GpuInbox::new(self.inbox, self.waker.clone());
         let outbox = Mpsc::new(self.inbox);
-        let to = GpuThread { inbox: inbox.clone(), outbox: outbox.clone(), to_land, slots: reach };
+        let to = GpuThread {
+            inbox: inbox.clone(),
+            outbox: outbox.clone(),
+            to_land,
+            slots: reach,
+            staged: staged.as_ref().map(Staged::progress),
+        };
         let pipeline = Pipeline::new(Parts {
             tracks,
             host,
@@ -118,6 +138,7 @@ impl Assembly {
             slots: to_send,
             memory,
             direct,
+            staged,
             slot_bytes: self.slot_bytes,
             rank: self.rank,
             inbox: inbox.clone(),

@@ -8,6 +8,7 @@ pub mod order_lanes;
 mod pipeline;
 mod rows;
 pub(crate) mod slots;
+mod staging;
 
 pub use assemble::{Assembled, Assembly};
 pub use pipeline::Pipeline;

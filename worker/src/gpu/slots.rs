@@ -98,6 +98,6 @@ fn on_gpu(direct: &Direct, pool: Pool) -> Option<&GpuSlots> {
     match pool {
         Pool::Sends => direct.sends.as_ref(),
         Pool::Answers => direct.answers.as_ref(),
-        Pool::Results | Pool::Publications => None,
+        Pool::Results | Pool::Publications | Pool::Own => None,
     }
 }

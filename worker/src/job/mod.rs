@@ -359,6 +359,23 @@ impl Job {
         handles
     }
 
+    /// Streams are put behind the results of these: see
+    /// [`Worker::enqueue_results`](crate::Worker::enqueue_results).
+    pub(crate) fn want(&self, handles: &[Handle]) {
+        // Without a pipeline there is nothing that could be enqueued.
+        let Some(gpu) = self.gpu.inbox.get() else { return };
+        let mut is_new = false;
+        for handle in handles.iter().filter(|handle| !handle.is_told()) {
+            handle.want();
+            is_new = true;
+        }
+        if is_new {
+            // Of a pipeline that has ended the handles tell; one that hangs is found by others.
+            let _ = harness::offer((), || gpu.has_ended(), |()| gpu.want().map_err(drop));
+            gpu.wake();
+        }
+    }
+
     /// Hands a command to the NIC loop.
     ///
     /// # Errors

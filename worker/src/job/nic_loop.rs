@@ -12,7 +12,7 @@ use bps_engine::limits::EVENTS_MAX;
 use bps_engine::ring::Mpsc;
 use bps_engine::trace::timeline::Recorder;
 use bps_engine::transport::{LaneId, Link, Waker};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -173,7 +173,8 @@ impl NicLoop {
     /// Whether all lanes are closed and nothing will happen any more.
     #[must_use]
     pub fn ended(&self) -> bool {
-        (self.leaving || self.over.is_some()) && self.nic.is_closed()
+        let has_ended = (self.leaving || self.over.is_some()) && self.nic.is_closed();
+        has_ended && !self.nic.is_falling()
     }
 
     /// Whether a round is open, or the GPU is about to open one.
@@ -207,6 +208,7 @@ impl NicLoop {
             self.on_gpu(message);
             progress = true;
         }
+        progress |= self.nic.take_fallen();
         progress |= self.nic.turn();
         self.settle();
         self.nic.pump_all();
@@ -296,10 +298,9 @@ impl NicLoop {
 
     fn on_gpu(&mut self, message: FromGpu) {
         match message {
-            FromGpu::Part { of, round, priority, slot } => match self.rounds.part(of) {
-                Some(part) => self.nic.push_slot(part, round, priority, slot),
-                None => slot.into_iter().for_each(|slot| self.nic.release(slot)),
-            },
+            FromGpu::Part { of, round, priority, from } => {
+                self.nic.push_from(self.rounds.part(of), round, priority, from);
+            }
             FromGpu::Land(slot) => self.nic.release(slot),
             FromGpu::Stalled { keys } => self.nic.note_stalls(keys),
             FromGpu::Lost { rank, cause } => {
@@ -369,6 +370,9 @@ impl NicLoop {
         }
         self.nic.forget_memory();
         ended.store(true, Ordering::SeqCst);
+        // Before the pipeline's queue is read: what a pipeline that has not seen the store has said
+        // before it looked is there (`Pipeline::enqueue_wanted`).
+        fence(Ordering::SeqCst);
         let closed = Error::Closed(Closed::Left);
         let error = over.get().unwrap_or(&closed);
         self.nic.end();

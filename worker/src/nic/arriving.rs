@@ -75,9 +75,8 @@ impl Nic {
             self.trace.frame(ends, &header);
             self.endpoint.land(lane, Landing::NOTHING);
             self.on_result(part, None);
-        } else if let Some(memory) = self.part(part).memory {
-            let target = memory.target();
-            self.lane_mut(lane).receiving = Receiving::Landing { part, header, target, slot: None };
+        } else if let Some((target, slot)) = self.part(part).landing() {
+            self.lane_mut(lane).receiving = Receiving::Landing { part, header, target, slot };
             self.endpoint.land(lane, Landing::Into(target));
         } else {
             self.land_in_slot(lane, part, header);

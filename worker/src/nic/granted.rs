@@ -80,6 +80,7 @@ impl Nic {
         let state = self.part(part);
         // A checksum comes in a header, which such a result has not.
         let may = state.plan.device
+            && state.staging.is_none()
             && !state.is_root(&self.config)
             && !self.lane(lane).checks
             && (on_gpu || free > self.granted.count)

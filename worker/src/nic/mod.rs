@@ -10,6 +10,7 @@ mod granted;
 mod messages;
 mod sending;
 mod slots;
+mod staged;
 mod watch;
 
 pub use messages::{NicConfig, NicStatistics, Peer, Report};
@@ -17,8 +18,8 @@ pub use messages::{NicConfig, NicStatistics, Peer, Report};
 use self::circle::Circle;
 use self::granted::Granted;
 use self::slots::{Gpu, Landings};
-use crate::rounds::Slot;
-use crate::rounds::{Memory, PartId, PartOf, PartPlan, PartPush, Parts};
+use self::staged::Staged;
+use crate::rounds::{Memory, PartId, PartOf, PartPlan, PartPush, Parts, Slot, Staging};
 use bps_engine::base::{Key, KeyMap, Operation};
 use bps_engine::lane::Endpoint;
 use bps_engine::limits::EVENTS_MAX;
@@ -58,6 +59,8 @@ struct Part {
     memory: Option<Memory>,
     /// Of a tensor on the GPU: where the bytes are that are to be sent.
     slot: Option<Slot>,
+    /// Likewise: its own memory, if it has some.
+    staging: Option<Staging>,
     /// Likewise: where the result is while it goes to the column.
     result: Option<Slot>,
     /// When it was pushed.
@@ -76,6 +79,13 @@ struct Part {
 impl Part {
     fn is_open(&self) -> bool {
         self.open > 0
+    }
+
+    /// Where its result lands, and the slot that this is; none where it takes any slot.
+    fn landing(&self) -> Option<(Writable, Option<Slot>)> {
+        let own = self.staging.map(|staging| staging.slot());
+        let staged = own.map(|slot| (slot.memory(self.plan.bytes), Some(slot)));
+        staged.or_else(|| self.memory.map(|memory| (memory.target(), None)))
     }
 
     /// Whether this rank's bytes are what a broadcast gives to all.
@@ -179,6 +189,7 @@ pub struct Nic {
     gathered: CreditQueue<PartId>,
     kernels: &'static Kernels,
     gpu: Gpu,
+    staged: Staged,
     /// To land in: what servers send, what ranks publish, and what servers' devices write to the
     /// GPU.
     landings: [Landings; 3],
@@ -241,6 +252,7 @@ impl Nic {
             gathered: CreditQueue::new(config.credit_bytes),
             kernels: kernels(),
             gpu: Gpu::default(),
+            staged: Staged::default(),
             landings: Default::default(),
             granted: Granted::default(),
             config,
@@ -299,7 +311,7 @@ impl Nic {
     /// Sleeps until there is something to do, `is_ready` says so, or the time is over.
     pub(crate) fn sleep(&mut self, timeout: Duration, is_ready: impl FnOnce() -> bool) {
         let gpu = &self.gpu;
-        self.endpoint.sleep(timeout, || is_ready() || gpu.is_heard());
+        self.endpoint.sleep(self.staged.nap(timeout), || is_ready() || gpu.is_heard());
     }
 
     /// Begins a turn at this time since any fixed moment.
@@ -360,6 +372,7 @@ impl Nic {
                 priority: 0,
                 memory: None,
                 slot: None,
+                staging: None,
                 result: None,
                 since: Duration::ZERO,
                 asked: Duration::ZERO,
@@ -446,7 +459,9 @@ impl Nic {
         let state = self.part_mut(part);
         assert!(state.open == 0 && state.posted == 0, "what is posted is open");
         state.memory = None;
-        if !state.plan.device {
+        let device = state.plan.device;
+        self.spoil_abandoned(part);
+        if !device {
             self.over.push_back(part);
         }
         self.open -= 1;

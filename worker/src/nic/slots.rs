@@ -94,6 +94,7 @@ impl Nic {
     pub(crate) fn open_gpu(&mut self, mut to: GpuThread) {
         assert!(self.gpu.to.is_none(), "a process has one GPU");
         self.register_slots(std::mem::take(&mut to.slots));
+        self.staged.watch(to.staged);
         for slot in std::mem::take(&mut to.to_land) {
             self.land_in(slot);
         }
@@ -144,6 +145,7 @@ impl Nic {
 
     /// The loop has ended, and the pipeline can see that it has: it ends as well.
     pub(crate) fn end(&mut self) {
+        self.open_all_gates();
         if let Some(to) = &self.gpu.to {
             to.inbox.wake();
         }
@@ -151,7 +153,7 @@ impl Nic {
 
     /// The next round of a part of a tensor on the GPU begins, with its bytes in this slot, or
     /// without any.
-    pub(crate) fn push_slot(
+    pub(super) fn push_slot(
         &mut self,
         part: PartId,
         round: u64,
@@ -175,7 +177,7 @@ impl Nic {
             Pool::Results => 0,
             Pool::Publications => 1,
             Pool::Answers => 2,
-            Pool::Sends => unreachable!("nothing lands in slots to send from"),
+            Pool::Sends | Pool::Own => unreachable!("nothing looks for a slot to land in there"),
         };
         &mut self.landings[index]
     }
@@ -198,6 +200,7 @@ impl Nic {
         match slot.pool() {
             Pool::Sends => self.gpu.tell(ToGpu::Sent(slot)),
             Pool::Results | Pool::Publications | Pool::Answers => self.land_in(slot),
+            Pool::Own => {}
         }
     }
 
@@ -289,6 +292,7 @@ impl Nic {
             self.close_one(part);
             return;
         }
+        self.open_gate(part);
         if let Some(slot) = slot.filter(|_| is_own && !self.column.lanes.is_empty()) {
             // The other user is the GPU.
             self.share(part, slot);

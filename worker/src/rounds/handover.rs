@@ -3,17 +3,18 @@
 
 #![forbid(unsafe_code)]
 
-use super::memory::{Slot, SlotMemory};
+use super::memory::{Slot, SlotMemory, Staging};
 use super::{PartOf, Plan};
 use crate::base::error::{Error, Source};
 use crate::base::task::Task;
 use crate::cuda::PooledEvent;
+pub use crate::cuda::Progress;
 use bps_engine::base::Rank;
 use bps_engine::harness;
 use bps_engine::proto::messages::StalledKey;
 use bps_engine::ring::Mpsc;
 use bps_engine::trace::timeline::Recorder;
-use bps_engine::transport::{Cause, Waker};
+use bps_engine::transport::{Cause, Full, Waker};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
@@ -49,6 +50,8 @@ pub enum ToGpu {
         /// All else.
         push: Box<GpuPush>,
     },
+    /// Some tasks [are wanted](Task::is_wanted) that were not before.
+    Wanted,
     /// The transport is done with a slot that was sent from.
     Sent(Slot),
     /// A result has landed, in a slot if it has bytes.
@@ -73,6 +76,18 @@ pub enum ToGpu {
     Trace(Recorder),
 }
 
+/// Where the bytes of a part are that is to be sent.
+#[derive(Clone, Copy, Debug)]
+pub enum From {
+    /// It carries none.
+    Nowhere,
+    /// In a slot, which is given back.
+    Slot(Slot),
+    /// In memory of its own, once the track that [fills](GpuThread::staged) such has passed this
+    /// mark.
+    Staging(Staging, u32),
+}
+
 /// From the pipeline to the NIC loop.
 #[derive(Debug)]
 pub enum FromGpu {
@@ -84,8 +99,8 @@ pub enum FromGpu {
         round: u64,
         /// Larger goes sooner.
         priority: i64,
-        /// Where its bytes are; none where the part carries none.
-        slot: Option<Slot>,
+        /// Where its bytes are.
+        from: From,
     },
     /// It is done with this slot, and a result may land here.
     Land(Slot),
@@ -145,6 +160,18 @@ impl GpuInbox {
         self.under_way.fetch_sub(1, Ordering::Relaxed);
         self.waker.wake();
         Err(push)
+    }
+
+    /// Has the pipeline look for handles that [are wanted](crate::Handle::want). It is to be woken
+    /// for that.
+    ///
+    /// # Errors
+    /// There is no room. The pipeline is awake then.
+    pub fn want(&self) -> Result<(), Full> {
+        self.inbox.push(ToGpu::Wanted).map_err(|_| {
+            self.waker.wake();
+            Full
+        })
     }
 
     /// Records a timeline with this from now on; a recorder that is off ends it.
@@ -222,4 +249,6 @@ pub struct GpuThread {
     pub to_land: Vec<Slot>,
     /// Where its slots are, for devices that reach them by themselves.
     pub slots: SlotMemory,
+    /// How far the copies into [`Staging`]s are, if there are such.
+    pub staged: Option<Progress>,
 }

@@ -4,6 +4,7 @@
 use bps_engine::mem::{Readable, Writable};
 use bps_engine::transport::rdma::GpuMemory;
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Memory of a caller that is pushed: see [`crate::PushPull`].
 #[derive(Clone, Copy, Debug)]
@@ -69,6 +70,8 @@ pub enum Pool {
     Publications,
     /// In the GPU's memory, for results that devices of servers write there.
     Answers,
+    /// To none: it is one part's for good, see [`Staging`].
+    Own,
 }
 
 /// A piece of memory that a GPU copies from and to; as large as a part may be.
@@ -132,6 +135,84 @@ impl Slot {
     pub fn is_on_gpu(&self) -> bool {
         self.on_gpu
     }
+}
+
+/// Memory of the host that belongs to one part of a tensor on the GPU: what is sent is copied
+/// there, the result lands in the same place, and a word beside it tells the GPU.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Staging {
+    slot: Slot,
+    gate: NonNull<AtomicU32>,
+}
+
+// SAFETY: the gate is only used as an atomic, and valid as long as the slot, by the promise of
+// `new`.
+unsafe impl Send for Staging {}
+
+impl Staging {
+    /// A slot of its own, and the word for its part.
+    ///
+    /// # Safety
+    /// `gate` is aligned, zero, and valid for atomic reads and writes for as long as `slot` is
+    /// valid; nobody writes it but through this value and its copies.
+    #[must_use]
+    pub unsafe fn new(slot: Slot, gate: NonNull<AtomicU32>) -> Staging {
+        assert!(slot.pool == Pool::Own, "it is one part's for good");
+        Staging { slot, gate }
+    }
+
+    /// Where the part's bytes are.
+    #[must_use]
+    pub fn slot(&self) -> Slot {
+        self.slot
+    }
+
+    /// The address of its word, and what that is, or is beyond, once the result of this round is
+    /// there.
+    #[must_use]
+    pub(crate) fn gate(&self, round: u64) -> (u64, u32) {
+        (self.gate.as_ptr().expose_provenance() as u64, gate_of(round))
+    }
+
+    /// Tells the GPU that the result of this round is there.
+    pub(crate) fn open(&self, round: u64) {
+        self.word().store(gate_of(round), Ordering::Release);
+    }
+
+    /// Whether the GPU was told of the result of this round.
+    pub(crate) fn is_open(&self, round: u64) -> bool {
+        self.word().load(Ordering::Relaxed) == gate_of(round)
+    }
+
+    /// Nobody will write results any more: the GPU waits for none of the rounds to come.
+    pub(crate) fn open_for_good(&self, round: u64) {
+        // Words are compared by their difference, of which half of all numbers are not negative.
+        self.word().store(gate_of(round).wrapping_add(u32::MAX / 4), Ordering::Release);
+    }
+
+    /// What stands for a result that does not come: all bits are set, so that every number of a
+    /// float is NaN, and nobody takes it for an average. Then tells the GPU as [`open`](Self::open)
+    /// does.
+    ///
+    /// # Safety
+    /// The caller has the slot, and no transport does.
+    pub(crate) unsafe fn spoil(&self, round: u64) {
+        let memory = self.slot.memory;
+        // SAFETY: valid for writes, by the promise of `Slot::new`; the caller has it.
+        unsafe { memory.as_ptr().write_bytes(u8::MAX, memory.len()) };
+        self.open(round);
+    }
+
+    fn word(&self) -> &AtomicU32 {
+        // SAFETY: the promise of `new`.
+        unsafe { self.gate.as_ref() }
+    }
+}
+
+/// What a word is once the result of this round is there.
+fn gate_of(round: u64) -> u32 {
+    // The low bits: rounds that are compared are close to each other.
+    u32::try_from(round & u64::from(u32::MAX)).expect("so many bits")
 }
 
 /// Where the slots are that RDMA devices are to reach.

@@ -11,6 +11,6 @@ pub mod memory;
 pub mod plan;
 pub mod table;
 
-pub use memory::{Memory, Pool, Slot, SlotMemory};
+pub use memory::{Memory, Pool, Slot, SlotMemory, Staging};
 pub use plan::{PartId, PartOf, PartPlan, Plan, PlanPart};
 pub use table::{Done, PartPush, Parts, Push, Rounds};

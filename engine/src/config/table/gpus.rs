@@ -29,6 +29,16 @@ pub(super) const ROWS: &[Row] = &[
          where they can't (demand); or never. Never run on hardware so far: see docs/rdma.md.",
     ),
     Row::new(
+        "BPS_GPU_STAGING_MB",
+        RANKING,
+        Group::Gpus,
+        Count { at: |config| &mut config.gpu_staging_mb, min: 0, max: 1 << 20 },
+        "16384",
+        "MiB of pinned memory of the host that tensors on a GPU may have of their own: training \
+         goes on while they are on their way (docs/gpu.md). For a rank alone on its host, over \
+         TCP and shared memory; tensors for which nothing is left share slots.",
+    ),
+    Row::new(
         "BYTEPS_NCCL_GROUP_SIZE",
         RANKING,
         Group::Gpus,

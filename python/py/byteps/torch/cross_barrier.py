@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from byteps import _native
 from byteps.errors import ConfigError, UsageError
 from byteps.torch import *  # noqa: F403
 from byteps.torch import __all__ as _names
-from byteps.torch import ops
+from byteps.torch import _gpu, ops
 from byteps.torch._compiled import untraced
 from byteps.torch._gradients import Batch, Gradients
 from byteps.torch.compression import Compression
@@ -197,7 +198,12 @@ class _Updates:
         if optimizer is None:
             return
         taken = {param: self.pending[param] for param in due}
-        for update in taken.values():
+        updates = taken.values()
+        on_gpu = [update for update in updates if _gpu.holds(update.batch.sent[update.position])]
+        if on_gpu:
+            wanted = [(update.batch.native, update.position) for update in on_gpu]
+            _native.enqueue_results_of_batches(wanted)
+        for update in updates:
             update.batch.native.wait(update.position)
         for param, update in self.pending.items():
             if param in taken:

@@ -3,6 +3,7 @@
 //! this host (the test's hosts are all one machine), with the first GPU that it sees. Says on
 //! standard error how it ended.
 
+mod ahead;
 mod framework;
 mod many;
 
@@ -37,6 +38,7 @@ fn main() {
         "work" => work(&config, number(0).unwrap_or(1), number(1).unwrap_or(1)),
         "large" => large(&config),
         "many" => many::many(&config, number(0).unwrap_or(1)),
+        "ahead" => ahead::ahead(&config),
         "loop" => train(&config, number(0).unwrap_or(1), number(1), number(2) == Some(1)),
         "mismatch" => mismatch(&config, number(0) == Some(1)),
         "mismatches" => mismatches(&config, number(0) == Some(1)),
@@ -109,6 +111,9 @@ fn work(config: &Config, rounds: u64, seed: u64) -> Result<(), Error> {
             beside.push(&worker, first + queued as u64)?;
         }
         shuffle(&mut handles, &mut random);
+        // All is pushed, so whoever waits in a stream is in nobody's way.
+        let some: Vec<Handle> = handles.iter().map(|(_, _, handle)| handle.clone()).collect();
+        worker.enqueue_results(&some[..random.index(some.len() + 1)]);
         check(&worker, &framework, &tensors, first, &handles)?;
         beside.check(&worker)?;
     }
@@ -379,6 +384,7 @@ fn train(config: &Config, rounds: u64, stall: Option<u64>, leaves: bool) -> Resu
             eprintln!("rank leaves in round {round}");
             return worker.shutdown(false);
         }
+        worker.enqueue_results(&handles);
         handles[0].wait(None)?;
         // SAFETY: the stream is of the GPU that was opened.
         unsafe { Handle::make_wait(&handles[..1], framework.stream.raw()) }?;
@@ -386,7 +392,7 @@ fn train(config: &Config, rounds: u64, stall: Option<u64>, leaves: bool) -> Resu
         framework.synchronize().map_err(gpu)?;
         let wanted = reference::result(said.dtype, said.operation, 0, worker.size(), round, COUNT);
         if buffer.fetched() != wanted {
-            // What NCCL was doing when the job ended is of no use, and the next call says why.
+            // What was to come when the job ended is of no use, and the next call says why.
             worker.barrier(Some(LIMIT))?;
         }
         same(&said, round, worker.rank(), "the result", buffer.fetched(), &wanted);

@@ -189,6 +189,14 @@ cuda! {
         machine.enqueue(stream, "a mark", Work::Write { at, value }, &[]);
         Ok(())
     }
+    fn cuStreamWaitValue32_v2(machine, stream: usize, at: u64, value: u32, _flags: c_uint) {
+        let stream = machine.still_stream_of(stream)?;
+        let at = usize::try_from(at).map_err(|_| INVALID_VALUE)?;
+        machine.pinned(at, 4);
+        machine.streams[stream].awaits_host = true;
+        machine.enqueue(stream, "a wait for the host", Work::Await { at, value }, &[]);
+        Ok(())
+    }
     fn cuEventCreate(machine, at: *mut usize, _flags: c_uint) {
         let device = machine.current()?;
         let event = machine.create_event(device);
@@ -218,8 +226,11 @@ cuda! {
     fn cuMemcpyDtoHAsync_v2(machine, host: usize, from: u64, bytes: usize, stream: usize) {
         let stream = machine.copying(stream)?;
         machine.pinned(host, bytes);
-        // SAFETY: it is registered, so it is mapped; there is one thread.
-        unsafe { host_bytes(host, bytes) }.fill(POISON);
+        // What was there may be on its way to the device yet: then it is poisoned as this begins.
+        if !machine.is_source(stream, host, bytes) {
+            // SAFETY: it is registered, so it is mapped; there is one thread.
+            unsafe { host_bytes(host, bytes) }.fill(POISON);
+        }
         let accesses = [Access::read(from, bytes), Access::write(host as u64, bytes)];
         let work = Work::ToHost { host, from, bytes: vec![0; bytes] };
         machine.enqueue(stream, "a copy to the host", work, &accesses);
@@ -228,10 +239,12 @@ cuda! {
     fn cuMemcpyHtoDAsync_v2(machine, to: u64, host: usize, bytes: usize, stream: usize) {
         let stream = machine.copying(stream)?;
         machine.pinned(host, bytes);
+        let awaits = std::mem::take(&mut machine.streams[stream].awaits_host);
         // SAFETY: it is registered, so it is mapped; there is one thread.
-        let seen = unsafe { host_bytes(host, bytes) }.to_vec();
-        let accesses = [Access::read(host as u64, bytes), Access::write(to, bytes)];
-        let work = Work::ToDevice { to, host, seen };
+        let seen = (!awaits).then(|| unsafe { host_bytes(host, bytes) }.to_vec());
+        let mut accesses = [Access::read(host as u64, bytes), Access::write(to, bytes)];
+        accesses.iter_mut().for_each(|access| access.is_later = awaits);
+        let work = Work::ToDevice { to, host, bytes, seen };
         machine.enqueue(stream, "a copy to the device", work, &accesses);
         Ok(())
     }

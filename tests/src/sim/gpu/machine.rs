@@ -114,7 +114,7 @@ impl Machine {
     /// Lets everything happen up to this time.
     pub(crate) fn advance(&mut self, now: Duration) -> bool {
         let until = u64::try_from(now.as_nanos()).expect("short runs");
-        let mut progress = false;
+        let mut progress = self.look_at_words();
         while let Some(entry) = self.agenda.first_entry().filter(|entry| entry.key().0 <= until) {
             self.now = self.now.max(entry.key().0);
             match entry.remove() {
@@ -127,6 +127,24 @@ impl Machine {
             progress = true;
         }
         self.now = until;
+        progress
+    }
+
+    /// Lets streams go on that have waited for the host.
+    fn look_at_words(&mut self) -> bool {
+        let mut progress = false;
+        for device in 0..self.devices.len() {
+            let stands = self.devices[device].stands();
+            let is_reached = |stream: &usize| {
+                let first = self.streams[*stream].queue.front();
+                let of = first.map(|first| &first.work);
+                matches!(of, Some(&Work::Await { at, value }) if is_reached(at, value))
+            };
+            if !stands && self.devices[device].streams.iter().any(is_reached) {
+                self.pump(device);
+                progress = true;
+            }
+        }
         progress
     }
 
@@ -317,7 +335,8 @@ impl Machine {
         match of.queue.front().map(|first| &first.work) {
             None => false,
             Some(&Work::Wait { mark }) if !self.marks[mark].is_done => false,
-            Some(Work::Wait { .. }) => {
+            Some(&Work::Await { at, value }) if !is_reached(at, value) => false,
+            Some(Work::Wait { .. } | Work::Await { .. }) => {
                 self.pop(stream);
                 true
             }
@@ -340,14 +359,22 @@ impl Machine {
         self.streams[stream].is_running = true;
         let memory = &mut self.memory;
         let first = self.streams[stream].queue.front_mut().expect("there is one");
-        let mut is_there = true;
+        let (mut is_there, mut later) = (true, None);
         let mut poison = |at: u64, length: usize| match memory.bytes(at, length) {
             Some(target) => target.fill(POISON),
             None => is_there = false,
         };
         match &mut first.work {
             Work::Fill { at, bytes } => poison(*at, bytes.len()),
-            Work::ToDevice { to, seen, .. } => poison(*to, seen.len()),
+            Work::ToDevice { to, host, bytes, seen } => {
+                poison(*to, *bytes);
+                if seen.is_none() {
+                    // SAFETY: the range is registered from when the copy was enqueued until it is
+                    // done, and one thread is all there is.
+                    *seen = Some(unsafe { host_bytes(*host, *bytes) }.to_vec());
+                    later = Some([Access::read(*host as u64, *bytes), Access::write(*to, *bytes)]);
+                }
+            }
             Work::OnDevice { to, from, bytes } => {
                 poison(*to, bytes.len());
                 match memory.bytes(*from, bytes.len()) {
@@ -355,13 +382,24 @@ impl Machine {
                     None => is_there = false,
                 }
             }
-            Work::ToHost { from, bytes, .. } => match memory.bytes(*from, bytes.len()) {
-                Some(source) => bytes.copy_from_slice(source),
-                None => is_there = false,
-            },
+            Work::ToHost { host, from, bytes } => {
+                // SAFETY: the range is registered from when the copy was enqueued until it is done,
+                // and one thread is all there is.
+                unsafe { host_bytes(*host, bytes.len()) }.fill(POISON);
+                match memory.bytes(*from, bytes.len()) {
+                    Some(source) => bytes.copy_from_slice(source),
+                    None => is_there = false,
+                }
+            }
             _ => {}
         }
-        let what = first.what;
+        let (what, number) = (first.what, first.number);
+        if let Some(accesses) = later {
+            let of = &self.streams[stream];
+            let place = Place { device: of.device, stream: of.number, number };
+            let begun = self.memory.begin(place, &accesses, is_done(&self.devices));
+            self.blame(begun);
+        }
         if !is_there {
             self.blame(Err(format!("stream {stream}: {what} uses memory that was given back")));
         }
@@ -402,7 +440,8 @@ impl Machine {
                 }
                 target.copy_from_slice(&bytes);
             }
-            Work::ToDevice { to, host, seen } => {
+            Work::ToDevice { to, host, seen, .. } => {
+                let seen = seen.expect("it was read as it began");
                 // SAFETY: the range is registered from when the copy was enqueued until it is done,
                 // and one thread is all there is.
                 if *unsafe { host_bytes(host, seen.len()) } != seen[..] {
@@ -419,9 +458,21 @@ impl Machine {
                 join(&mut self.devices[device].words, &clock);
             }
             Work::Collective { comm, call } => self.finish_call(comm, call),
-            Work::Record { .. } | Work::Wait { .. } => {}
+            Work::Record { .. } | Work::Wait { .. } | Work::Await { .. } => {}
         }
         self.blame(result);
+    }
+
+    /// Whether a copy is to read this range of the host, before a copy of this stream writes there.
+    pub(super) fn is_source(&self, stream: usize, host: usize, bytes: usize) -> bool {
+        let device = &self.devices[self.streams[stream].device];
+        let mut pending = device.streams.iter().flat_map(|stream| &self.streams[*stream].queue);
+        pending.any(|one| match &one.work {
+            Work::ToDevice { host: source, bytes: length, .. } => {
+                *source < host + bytes && host < source + length
+            }
+            _ => false,
+        })
     }
 
     fn put(&mut self, at: u64, bytes: &[u8]) {
@@ -480,6 +531,15 @@ impl Machine {
     pub(crate) fn take(&mut self, number: usize) -> Option<Taken> {
         self.taken[number].take()
     }
+}
+
+/// Whether a word of the host is so large, or beyond.
+fn is_reached(at: usize, value: u32) -> bool {
+    let word = std::ptr::with_exposed_provenance::<AtomicU32>(at);
+    // SAFETY: the engine has an aligned atomic word there, in registered memory that it keeps until
+    // its streams are drained.
+    let found = unsafe { &*word }.load(Ordering::Acquire);
+    found.wrapping_sub(value).cast_signed() >= 0
 }
 
 fn is_done(devices: &[Device]) -> impl Fn(Place) -> bool + '_ {

@@ -27,15 +27,18 @@ pub(super) fn join(clock: &mut Clock, other: &Clock) {
 pub(super) struct Access {
     pub(super) range: Range<u64>,
     pub(super) writes: bool,
+    /// The work waits for the host, which has seen the end of what used the bytes before: whether
+    /// it has is looked at when the work begins.
+    pub(super) is_later: bool,
 }
 
 impl Access {
     pub(super) fn read(at: u64, bytes: usize) -> Access {
-        Access { range: at..at + bytes as u64, writes: false }
+        Access { range: at..at + bytes as u64, writes: false, is_later: false }
     }
 
     pub(super) fn write(at: u64, bytes: usize) -> Access {
-        Access { range: at..at + bytes as u64, writes: true }
+        Access { range: at..at + bytes as u64, writes: true, is_later: false }
     }
 
     fn collides(&self, other: &Access) -> bool {
@@ -57,6 +60,8 @@ pub(super) struct Place {
 
 struct Use {
     place: Place,
+    /// What it comes behind.
+    clock: Clock,
     what: &'static str,
     access: Access,
 }
@@ -175,7 +180,7 @@ impl Memory {
             let of_another = one.place.device == place.device && one.place.stream != place.stream;
             of_another
                 && clock[one.place.stream] < one.place.number
-                && accesses.iter().any(|access| access.collides(&one.access))
+                && accesses.iter().any(|access| !access.is_later && access.collides(&one.access))
         });
         let text = unordered.map(|one| {
             format!(
@@ -185,7 +190,10 @@ impl Memory {
             )
         });
         let used = accesses.iter().filter(|access| !access.range.is_empty());
-        self.uses.extend(used.map(|access| Use { place, what, access: access.clone() }));
+        self.uses.extend(used.map(|access| {
+            let (clock, access) = (*clock, access.clone());
+            Use { place, clock, what, access }
+        }));
         let is_closed = |access: &Access| {
             let found = self.allocated.range(..=access.range.start).next_back();
             let found = found.filter(|(at, one)| access.range.end <= *at + one.bytes.len() as u64);
@@ -199,6 +207,25 @@ impl Memory {
             ));
         }
         text.map_or(Ok(()), Err)
+    }
+
+    /// Work begins that has waited for the host: but for what comes behind it, nobody may use this
+    /// memory so that they collide. `is_done` says whether work is.
+    pub(super) fn begin(
+        &self,
+        place: Place,
+        accesses: &[Access],
+        is_done: impl Fn(Place) -> bool,
+    ) -> Result<(), String> {
+        let is_in_the_way = |one: &&Use| {
+            let of_another = one.place.device == place.device && one.place.stream != place.stream;
+            let is_behind = one.clock[place.stream] >= place.number;
+            let collides = || accesses.iter().any(|access| access.collides(&one.access));
+            of_another && !is_behind && !is_done(one.place) && collides()
+        };
+        let found = self.uses.iter().find(is_in_the_way);
+        let text = |one: &Use| format!("a copy that waited begins while {} is under way", one.what);
+        found.map_or(Ok(()), |one| Err(text(one)))
     }
 
     /// Forgets what everybody comes behind.

@@ -16,6 +16,7 @@ use bps_worker::job::nic_loop::NicLoop;
 use bps_worker::rounds::handover::{GpuInbox, GpuPush, GpuThread};
 use bps_worker::task::Task;
 use bps_worker::{Error, Handle};
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -60,6 +61,12 @@ pub(in crate::sim) struct SimGpu {
     inbox: GpuInbox,
     /// What callers push when that queue is full.
     backlog: VecDeque<(u32, Box<GpuPush>)>,
+    /// The pipeline is to hear of handles that are wanted.
+    wants: bool,
+    /// The framework waits for its stream in the driver, and nobody else of the process gets in.
+    is_freeing: Cell<bool>,
+    /// There is no other rank on the host.
+    is_alone: bool,
 }
 
 impl SimGpu {
@@ -84,7 +91,8 @@ impl SimGpu {
         let number_of = |value: usize| u32::try_from(value).expect("few ranks");
         let (size, place) = (number_of(line.len()), number_of(place));
         let (waker, links) = (spot.waker, spot.order);
-        let host = (switches.ranks().len() > 1).then(|| {
+        let is_alone = switches.ranks().len() == 1;
+        let host = (!is_alone).then(|| {
             let nccl = libraries().nccl();
             let comm = nccl.comm(&device, &id, size, place, None, PATIENCE, || true);
             let lanes = OrderLanes::new(spot.endpoint, rank, spot.epoch, links);
@@ -107,6 +115,8 @@ impl SimGpu {
             patience: PATIENCE,
             stall_report: spot.stall_report,
             inbox: 1 << random.below(7),
+            // None, for some tensors, for all.
+            staging: [0, 4096, 1 << 20][random.index(3)],
             numa_node: None,
             nic_waker: spot.nic_waker,
             nic_ended: Arc::clone(&nic_ended),
@@ -127,6 +137,9 @@ impl SimGpu {
             was_busy,
             inbox,
             backlog: VecDeque::new(),
+            wants: false,
+            is_freeing: Cell::new(false),
+            is_alone,
         };
         (gpu, to)
     }
@@ -142,7 +155,7 @@ impl SimGpu {
             nic.end(&self.nic_ended, &self.over);
         }
         self.hand_over();
-        if self.pipeline.is_none() || self.is_late(now, random) {
+        if self.pipeline.is_none() || self.is_blocked() || self.is_late(now, random) {
             return false;
         }
         let Some(pipeline) = &mut self.pipeline else { return false };
@@ -159,6 +172,12 @@ impl SimGpu {
         is_over
     }
 
+    /// The framework puts its stream behind the result of a push, and does not wait for it.
+    pub(in crate::sim) fn want(&mut self, handle: &Handle) {
+        handle.want();
+        self.wants = true;
+    }
+
     /// As callers do: hands over what they push, or fails it once the pipeline has ended.
     fn hand_over(&mut self) {
         while let Some((tensor, push)) = self.backlog.pop_front() {
@@ -166,6 +185,10 @@ impl SimGpu {
                 self.backlog.push_front((tensor, back));
                 break;
             }
+        }
+        if self.wants && self.backlog.is_empty() && self.inbox.want().is_ok() {
+            self.wants = false;
+            self.inbox.wake();
         }
         if self.inbox.has_ended() {
             let closed = Error::Closed(Closed::Left);
@@ -181,6 +204,16 @@ impl SimGpu {
             machine(|machine| machine.nudge(self.late_until));
         }
         now < self.late_until
+    }
+
+    /// Whether the process is in the driver, where it frees memory and waits for the GPU.
+    pub(in crate::sim) fn is_blocked(&self) -> bool {
+        let is_idle = || machine(|machine| machine.query_stream(self.stream_number()));
+        let is_over = || machine(|machine| machine.stands(self.number)) || is_idle();
+        if self.is_freeing.get() && is_over() {
+            self.is_freeing.set(false);
+        }
+        self.is_freeing.get()
     }
 
     /// Whether the pipeline has ended.
@@ -281,6 +314,8 @@ impl SimGpu {
                 self.must(waits);
                 let (stream, GpuFlight { target, bytes, .. }) = (self.stream_number(), *flight);
                 flight.reads = Some(machine(|machine| machine.read(stream, target, bytes)));
+                // Where ranks share a host, NCCL keeps no such promise either.
+                self.is_freeing.set(self.is_alone && random.once_in(4));
                 Landed::NotYet
             }
             None => Landed::NotYet,

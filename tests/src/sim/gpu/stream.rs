@@ -17,7 +17,7 @@ pub(super) enum Work {
         number: usize,
     },
     /// Copies; what is read is kept from the start, and `seen` is what a source in the host's
-    /// memory was when the copy was enqueued.
+    /// memory was when the copy was enqueued, or when it began if its stream waited for the host.
     ToHost {
         host: usize,
         from: u64,
@@ -26,7 +26,8 @@ pub(super) enum Work {
     ToDevice {
         to: u64,
         host: usize,
-        seen: Vec<u8>,
+        bytes: usize,
+        seen: Option<Vec<u8>>,
     },
     OnDevice {
         to: u64,
@@ -35,6 +36,11 @@ pub(super) enum Work {
     },
     /// Writes a word of the host's memory.
     Write {
+        at: usize,
+        value: u32,
+    },
+    /// Waits until a word of the host's memory is so large.
+    Await {
         at: usize,
         value: u32,
     },
@@ -73,6 +79,8 @@ pub(super) struct Stream {
     /// Behind what the next work will come.
     pub(super) knows: Clock,
     pub(super) issued: u64,
+    /// What comes next is behind a wait for the host.
+    pub(super) awaits_host: bool,
     /// How many times longer its work takes than others'.
     pub(super) pace: u64,
 }
@@ -88,6 +96,7 @@ impl Stream {
             is_stuck: false,
             knows: [0; STREAMS_MAX],
             issued: 0,
+            awaits_host: false,
             pace,
         }
     }

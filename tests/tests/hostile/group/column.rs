@@ -8,6 +8,7 @@ use super::{DType, EPOCH, honest, pipeline};
 use bps_engine::proto::messages::{Declaration, Mismatch};
 use bps_worker::Error;
 use bps_worker::rounds::PartOf;
+use bps_worker::rounds::handover::From;
 use bps_worker::rounds::{Pool, Slot};
 
 /// The good rank with the first round of its own part and of the bad one's open, each in a slot.
@@ -64,7 +65,8 @@ impl Column {
     fn push(&mut self, index: usize) {
         let slot = Some(self.slot(SENDS[index], Pool::Sends));
         let of = PartOf { tensor: TENSORS[index], index: 0 };
-        self.say(FromGpu::Part { of, round: 1, priority: 0, slot });
+        let from = slot.map_or(From::Nowhere, From::Slot);
+        self.say(FromGpu::Part { of, round: 1, priority: 0, from });
         self.settle();
     }
 

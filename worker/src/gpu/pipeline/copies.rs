@@ -3,8 +3,8 @@
 use super::{BYTES_OF_MARK, COPIES_OF_MARK, Copying, Of, Pipeline, Tensor};
 use crate::cuda::{GpuError, Stream};
 use crate::rounds::PartOf;
-use crate::rounds::Slot;
-use crate::rounds::handover::FromGpu;
+use crate::rounds::handover::{From, FromGpu};
+use crate::rounds::{Pool, Slot};
 use bps_engine::base::Operation;
 use bps_engine::trace::timeline::Mark;
 
@@ -67,7 +67,7 @@ impl Pipeline {
             return self.free.push(slot);
         };
         let of = PartOf { tensor: of.tensor, index: of.index };
-        self.tell(FromGpu::Part { of, round, priority, slot: Some(slot) });
+        self.tell(FromGpu::Part { of, round, priority, from: From::Slot(slot) });
     }
 
     /// A result has left its slot.
@@ -84,7 +84,7 @@ impl Pipeline {
         let Some(Tensor { run: Some(run), plan, row_of, states, round, .. }) =
             self.tensor(of.tensor)
         else {
-            if let Some(slot) = slot {
+            if let Some(slot) = slot.filter(|slot| slot.pool() != Pool::Own) {
                 self.tell(FromGpu::Land(slot));
             }
             return Ok(());
@@ -95,7 +95,9 @@ impl Pipeline {
         let state = &mut states[row as usize];
         state.missing = state.missing.checked_sub(1).expect("a part lands once in a round");
         let is_whole = state.missing == 0;
-        if let Some(slot) = slot {
+        if slot.is_some_and(|slot| slot.pool() == Pool::Own) {
+            self.has_landed_staged(Of { tensor: of.tensor, index: of.index })?;
+        } else if let Some(slot) = slot {
             let stream = self.up.stream();
             if slot.is_on_gpu() {
                 self.direct.flush(stream.device())?;
@@ -130,7 +132,12 @@ impl Pipeline {
 ///
 /// # Safety
 /// As [`Stream::copy_to_host`].
-unsafe fn fill(stream: &Stream, slot: Slot, from: u64, bytes: usize) -> Result<(), GpuError> {
+pub(super) unsafe fn fill(
+    stream: &Stream,
+    slot: Slot,
+    from: u64,
+    bytes: usize,
+) -> Result<(), GpuError> {
     let at = slot.memory(bytes).as_ptr();
     // SAFETY: the caller's promise.
     unsafe {
@@ -145,7 +152,12 @@ unsafe fn fill(stream: &Stream, slot: Slot, from: u64, bytes: usize) -> Result<(
 ///
 /// # Safety
 /// As [`Stream::copy_to_host`].
-unsafe fn empty(stream: &Stream, slot: Slot, to: u64, bytes: usize) -> Result<(), GpuError> {
+pub(super) unsafe fn empty(
+    stream: &Stream,
+    slot: Slot,
+    to: u64,
+    bytes: usize,
+) -> Result<(), GpuError> {
     let at = slot.memory(bytes).as_ptr();
     // SAFETY: the caller's promise.
     unsafe {

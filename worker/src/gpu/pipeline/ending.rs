@@ -3,7 +3,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::{Pipeline, Tensor};
+use super::{Pipeline, Staged, Tensor};
 use crate::base::error::{Closed, Error, Refusal, Source};
 use crate::cuda::{Closing, GpuError, Track};
 use crate::gpu::order_lanes::OrderLanes;
@@ -28,6 +28,8 @@ pub(super) struct Drained {
     /// Of the host's stream, and of those up and down.
     host: Option<u32>,
     marks: [u32; 2],
+    /// Those of tensors with memory of their own.
+    is_staged: bool,
     since: Duration,
 }
 
@@ -107,12 +109,20 @@ impl Pipeline {
             self.to_copy.forget(tensor);
             self.incomplete.retain(|(_, one)| *one != tensor);
             let Some(state) = self.tensor(tensor) else { continue };
+            let is_staged = state.staging.is_some();
             let (run, error) = (state.run.take(), state.poisoned.clone());
             if let (Some(run), Some(error)) = (run, error) {
+                if run.is_told {
+                    self.one_less_ahead();
+                }
                 let host = self.host.as_mut().map(|host| host.track.mark()).transpose()?;
-                let marks = [self.up.mark()?, self.down.mark()?];
-                let since = self.now;
-                self.drained.push(Drained { push: run.push, error, host, marks, since });
+                let (up, down) = match &mut self.staged {
+                    Some(staged) if is_staged => (&mut staged.up, &mut staged.down),
+                    _ => (&mut self.up, &mut self.down),
+                };
+                let marks = [up.mark()?, down.mark()?];
+                let (push, since) = (run.push, self.now);
+                self.drained.push(Drained { push, error, host, marks, is_staged, since });
             }
         }
         Ok(())
@@ -124,8 +134,13 @@ impl Pipeline {
             return Ok(false);
         }
         let (host, [up, down, _]) = self.passed();
+        let tracks = |staged: &Staged| [staged.up.passed(), staged.down.passed()];
+        let staged = self.staged.as_ref().map(tracks);
         let has_passed = |one: &mut Drained| {
             let [above, below] = one.marks;
+            if let Some([up, down]) = staged.filter(|_| one.is_staged) {
+                return up.has(above) && down.has(below);
+            }
             let is_host_done = one.host.is_none_or(|mark| host.is_some_and(|host| host.has(mark)));
             is_host_done && up.has(above) && down.has(below)
         };
@@ -174,7 +189,9 @@ impl Pipeline {
             }
             (end.closing, end.since) = (None, now);
         }
+        let staged = self.staged.iter().flat_map(|staged| [&staged.down, &staged.up]);
         let tracks = [&self.ready, &self.down, &self.up].into_iter().chain(&end.track);
+        let tracks = tracks.chain(staged);
         // What the driver can't tell any more, it does not write any more.
         let is_idle = tracks.map(Track::stream).all(|stream| stream.is_idle().unwrap_or(true));
         if !is_said || !is_idle && now.saturating_sub(end.since) < DRAIN {
@@ -222,7 +239,9 @@ impl Pipeline {
         }
         let host = track.as_ref().map(Track::passed);
         let [up, ready] = [&self.up, &self.ready].map(Track::passed);
-        self.trace.look([Some(up), host, Some(ready)], &self.tensors, self.now);
+        let staged = self.staged.as_ref().map(|staged| staged.up.passed());
+        self.trace_staged();
+        self.trace.look([Some(up), host, Some(ready), staged], &self.tensors, self.now);
         // To free memory of the GPU waits for all of its work, also for that of a framework which
         // waits for a rank that is gone.
         if error.is_some() || !is_idle {
@@ -230,11 +249,13 @@ impl Pipeline {
         }
         let error = error.unwrap_or_else(|| Closed::Left.into());
         self.inbox.end(&error);
-        for (_, task) in std::mem::take(&mut self.finished) {
+        let finished = std::mem::take(&mut self.finished);
+        for (_, task) in finished.into_iter().chain(self.take_staged()) {
             self.inbox.push_over();
             task.finish_now(Err(error.clone()));
         }
-        for (_, push) in std::mem::take(&mut self.early) {
+        let kept = std::mem::take(&mut self.kept);
+        for (_, push) in std::mem::take(&mut self.early).into_iter().chain(kept) {
             self.end_push(&push, error.clone());
         }
         for one in std::mem::take(&mut self.drained) {
@@ -249,6 +270,7 @@ impl Pipeline {
         if !is_idle {
             // Something on the GPU may write here yet.
             std::mem::forget(self.memory.take());
+            self.staged.iter_mut().for_each(Staged::leak);
         }
     }
 }

@@ -19,6 +19,9 @@
 //! was ordered is submitted to NCCL one batch after the other; while NCCL enqueues one, all else
 //! goes on.
 //!
+//! Tensors with memory of their own take another way between the first stage and the last
+//! ([`staged`]), on which their callers are let go sooner.
+//!
 //! Invariant: what the GPU copies from or to stays valid until the copy is done: slots are given
 //! back when their track has passed them, and tensors belong to the engine until their handle says
 //! otherwise.
@@ -29,10 +32,12 @@ mod host;
 mod order;
 mod plan;
 mod rounds;
+mod staged;
 mod timeline;
 mod turns;
 
 use self::ending::{Drained, End};
+pub(super) use self::staged::Staged;
 use self::timeline::Trace;
 use self::turns::{Of, Turns};
 use super::direct::Direct;
@@ -78,6 +83,8 @@ struct Run {
     left: u32,
     /// The host may reduce it, as far as this rank is concerned.
     is_ready: bool,
+    /// Its caller was told, before the result has come.
+    is_told: bool,
 }
 
 #[derive(Clone, Copy)]
@@ -123,6 +130,10 @@ struct Tensor {
     landed: Box<[bool]>,
     /// One all-reduce is all there is to do: no server takes part, and no other switch.
     is_local: bool,
+    /// By part, if it has memory of its own in the host.
+    staging: Option<Box<[staged::Part]>>,
+    /// A round of it has come through, so all ranks mean the same by its name.
+    is_proved: bool,
     /// Parts that this rank holds once its switch has reduced them.
     own: u32,
     round: u64,
@@ -161,6 +172,8 @@ pub(super) struct Parts {
     pub(super) memory: Pinned,
     /// The slots in the GPU's memory.
     pub(super) direct: Direct,
+    /// For tensors with memory of their own, if there are to be some.
+    pub(super) staged: Option<Staged>,
     /// Largest part that a slot takes.
     pub(super) slot_bytes: usize,
     pub(super) rank: Rank,
@@ -196,6 +209,7 @@ pub struct Pipeline {
     ready: Track,
     down: Track,
     up: Track,
+    staged: Option<Staged>,
     host: Option<Host>,
     reduced: Event,
     risen: Event,
@@ -215,6 +229,8 @@ pub struct Pipeline {
     tensors: Vec<Option<Tensor>>,
     /// Pushes of tensors whose plans are on their way.
     early: Vec<(u32, Box<GpuPush>)>,
+    /// Pushes that begin when no result is waited for in a stream.
+    kept: VecDeque<(u32, Box<GpuPush>)>,
     /// By the first key of a row.
     keys: KeyMap<Of>,
     /// Tensors whose gradient is not complete, in the order of their marks.
@@ -280,6 +296,7 @@ impl Pipeline {
             ready,
             down,
             up,
+            staged: parts.staged,
             host: parts.host,
             reduced,
             risen,
@@ -294,6 +311,7 @@ impl Pipeline {
             rank: parts.rank,
             tensors: Vec::new(),
             early: Vec::new(),
+            kept: VecDeque::new(),
             keys: KeyMap::default(),
             incomplete: VecDeque::new(),
             to_copy: Turns::default(),
@@ -366,6 +384,10 @@ impl Pipeline {
             self.check(result.map(drop));
             self.mark_ends();
         }
+        if self.failed.is_none() {
+            let enqueued = self.enqueue_wanted();
+            self.check(enqueued);
+        }
         if now >= self.next_watch {
             self.next_watch = now + WATCH;
             // The end of a rank that has left in good order is no error.
@@ -411,7 +433,10 @@ impl Pipeline {
             progress = true;
         }
         // The end of a round before the next one's beginning.
-        progress |= self.trace.look([Some(up), host, Some(ready)], &self.tensors, self.now);
+        let staged = self.staged.as_ref().map(|staged| staged.up.passed());
+        let passed = [Some(up), host, Some(ready), staged];
+        self.trace_staged();
+        progress |= self.trace.look(passed, &self.tensors, self.now);
         while let Some(&(mark, tensor)) = self.incomplete.front()
             && ready.has(mark)
         {
@@ -419,6 +444,7 @@ impl Pipeline {
             self.gradient_complete(tensor);
             progress = true;
         }
+        progress |= self.begin_kept()?;
         progress |= self.carry_out()?;
         progress |= self.copy_down()?;
         progress |= self.end_drained()?;
@@ -440,7 +466,8 @@ impl Pipeline {
             && self.rising.is_empty()
             && self.submitted.is_none()
             && self.drained.is_empty()
-            && !self.trace.is_awaiting());
+            && !self.trace.is_awaiting()
+            && !self.watches_staged());
         let limit = if is_watching { NAP } else { TICK };
         let (inbox, nic_ended) = (&self.inbox, &self.nic_ended);
         let is_ready = || !inbox.is_empty() || nic_ended.load(Ordering::Acquire);
@@ -481,6 +508,7 @@ impl Pipeline {
         match message {
             ToGpu::Plan { tensor, plan } => return self.on_plan(tensor, plan),
             ToGpu::Push { tensor, push } => return self.on_push(tensor, push),
+            ToGpu::Wanted => self.on_wanted(),
             ToGpu::Sent(slot) => self.free.push(slot),
             ToGpu::Landed { of, slot, over } => {
                 self.on_landed(of, slot)?;

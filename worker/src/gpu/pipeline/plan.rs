@@ -38,6 +38,7 @@ impl Pipeline {
             row_of[row.parts()].fill(at);
         }
         let poisoned = self.unfit(&plan, is_local).map(Error::Refused);
+        let staging = if poisoned.is_none() { self.stage(&plan) } else { None };
         let is_own = |part: &&PlanPart| part.holder == self.rank && !is_local;
         let own = word(plan.parts.iter().filter(is_own).count());
         let state = RowState { ordered: Ordered::Nothing, missing: 0 };
@@ -48,6 +49,8 @@ impl Pipeline {
             rows,
             row_of: row_of.into(),
             is_local,
+            staging,
+            is_proved: false,
             own,
             round: 0,
             run: None,

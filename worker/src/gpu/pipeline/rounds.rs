@@ -5,10 +5,10 @@
 use super::timeline::Place;
 use super::{Of, Ordered, Pipeline, RowState, Run, Tensor, Written};
 use crate::base::error::Error;
-use crate::base::task::Mark;
+use crate::base::task::{Mark, Series};
 use crate::cuda::{GpuError, PooledEvent};
 use crate::rounds::PartOf;
-use crate::rounds::handover::{FromGpu, GpuPush};
+use crate::rounds::handover::{From, FromGpu, GpuPush};
 use bps_engine::base::{Operation, word};
 use std::sync::Arc;
 
@@ -24,8 +24,6 @@ impl Pipeline {
     }
 
     pub(super) fn on_push(&mut self, tensor: u32, push: Box<GpuPush>) -> Result<(), GpuError> {
-        // The job ends then, and its end says why: who died, rather than what NCCL saw of it.
-        let has_failed = self.failed.is_some();
         let Some(state) = self.tensor(tensor) else {
             self.early.push((tensor, push));
             return Ok(());
@@ -34,6 +32,18 @@ impl Pipeline {
             self.end_push(&push, error);
             return Ok(());
         }
+        if state.staging.is_none() && (self.is_ahead() || !self.kept.is_empty()) {
+            self.kept.push_back((tensor, push));
+            return Ok(());
+        }
+        self.push_now(tensor, push)
+    }
+
+    /// Begins a round with this push, or lets it wait for the one that is open.
+    pub(super) fn push_now(&mut self, tensor: u32, push: Box<GpuPush>) -> Result<(), GpuError> {
+        // The job ends then, and its end says why: who died, rather than what NCCL saw of it.
+        let has_failed = self.failed.is_some();
+        let Some(state) = self.tensor(tensor) else { unreachable!("its plan is there") };
         if state.run.is_some() || has_failed {
             state.waiting.push_back(push);
             return Ok(());
@@ -42,10 +52,10 @@ impl Pipeline {
     }
 
     /// Opens the next round of a tensor.
-    fn begin(&mut self, tensor: u32, push: Box<GpuPush>) -> Result<(), GpuError> {
+    pub(super) fn begin(&mut self, tensor: u32, push: Box<GpuPush>) -> Result<(), GpuError> {
         let is_unmarked = |state: &mut Tensor| matches!(state.written, Written::Unmarked);
         if self.tensor(tensor).is_some_and(is_unmarked) {
-            let marked = self.mark_results();
+            let marked = self.mark_results().and_then(|()| self.mark_staged_results());
             if let (Err(_), Some(state)) = (&marked, self.tensor(tensor)) {
                 // It ends with the job.
                 state.waiting.push_front(push);
@@ -66,10 +76,14 @@ impl Pipeline {
         state.landed.fill(false);
         let rows = word(state.rows.len());
         let left = rows + state.own;
-        state.run = Some(Run { push, since, left, is_ready: false });
+        let is_staged = state.staging.is_some();
+        state.run = Some(Run { push, since, left, is_ready: false, is_told: false });
         self.trace.begun(asked_ns, tensor, &self.tensors);
         if left == 0 {
             return self.finish(tensor);
+        }
+        if is_staged {
+            return self.begin_staged(tensor, &ready);
         }
         if !is_local {
             let mark = self.await_gradient(tensor, &ready)?;
@@ -135,7 +149,7 @@ impl Pipeline {
             // It has nothing to say; the result is all that it wants.
             let (priority, round) = (run.push.priority, *round);
             let of = PartOf { tensor: of.tensor, index: of.index };
-            return self.tell(FromGpu::Part { of, round, priority, slot: None });
+            return self.tell(FromGpu::Part { of, round, priority, from: From::Nowhere });
         }
         let priority = if in_order { 0 } else { run.push.priority };
         self.to_copy.push(priority, of);
@@ -150,12 +164,17 @@ impl Pipeline {
 
     /// All of a result is enqueued. Its mark comes with those of its batch, or of this turn.
     fn finish(&mut self, tensor: u32) -> Result<(), GpuError> {
-        let last = match &mut self.host {
-            Some(host) => (Place::Host, &mut host.track),
-            None => (Place::Up, &mut self.up),
+        let is_staged = self.tensor(tensor).is_some_and(|state| state.staging.is_some());
+        let last = match (&mut self.host, &mut self.staged) {
+            (None, Some(staged)) if is_staged => (Place::Staged, &mut staged.up),
+            (Some(host), _) => (Place::Host, &mut host.track),
+            (None, _) => (Place::Up, &mut self.up),
         };
         // Before the mark, so that who waits for that finds this round over.
         self.trace.finishes(tensor, &self.tensors, last)?;
+        if is_staged {
+            return self.finish_staged(tensor);
+        }
         let Some(state) = self.tensor(tensor) else { return Ok(()) };
         let (run, next) = (state.run.take(), state.waiting.pop_front());
         state.written = Written::Unmarked;
@@ -167,6 +186,8 @@ impl Pipeline {
     pub(super) fn mark_ends(&mut self) {
         if self.failed.is_none() {
             let marked = self.mark_results().and_then(|()| self.mark_up());
+            let marked = marked.and_then(|()| self.mark_staged_results());
+            let marked = marked.and_then(|()| self.mark_staged());
             self.check(marked);
         }
     }
@@ -193,7 +214,8 @@ impl Pipeline {
                 state.written = Written::Behind(mark, Arc::clone(&event));
             }
             self.inbox.push_over();
-            task.finish_behind(Mark { event: Arc::clone(&event), number: self.marks });
+            let series = Series::Slots(self.marks);
+            task.finish_behind(Mark { event: Arc::clone(&event), series });
         }
         // Its memory serves the next turn.
         self.finished = finished;

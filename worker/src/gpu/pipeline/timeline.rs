@@ -22,6 +22,7 @@ pub(super) enum Place {
     Up,
     Host,
     Ready,
+    Staged,
 }
 
 /// What is recorded once a mark is passed.
@@ -40,7 +41,7 @@ pub(super) struct Trace {
     rank: Rank,
     recorder: Recorder,
     /// By [`Place`], in the order of the marks.
-    awaited: [VecDeque<Awaited>; 3],
+    awaited: [VecDeque<Awaited>; 4],
     /// What began before the end of a timeline is recorded until then.
     ends_at: Option<Duration>,
 }
@@ -128,7 +129,8 @@ impl Trace {
         Ok(())
     }
 
-    fn covers(&self, round: u64) -> bool {
+    /// Whether this round of a tensor is recorded.
+    pub(super) fn covers(&self, round: u64) -> bool {
         self.ends_at.is_none() && self.recorder.covers(round)
     }
 
@@ -190,7 +192,7 @@ impl Trace {
     /// Records what the tracks have passed, by [`Place`]; says whether there was something.
     pub(super) fn look(
         &mut self,
-        passed: [Option<Passed>; 3],
+        passed: [Option<Passed>; 4],
         tensors: &Tensors,
         now: Duration,
     ) -> bool {

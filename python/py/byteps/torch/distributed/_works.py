@@ -57,6 +57,9 @@ class Operation:
         self._over = False
         self._error: BaseException | None = None
         self._lock = threading.Lock()
+        if device is not None:
+            # Whoever waits has a stream wait.
+            _native.enqueue_results_of_batches([(batch, None)])
 
     def wait(self, timeout: float | None) -> None:
         """Waits until the engine is done, and has what comes next in the caller's stream wait for
