@@ -44,15 +44,18 @@ const WORKER: Layers = &[
 const LAUNCH: Layers = &[
     ("error", &[]),
     ("output", &[]),
-    ("signals", &[]),
+    ("signals", &["error"]),
     ("port", &["error"]),
     ("binding", &["error"]),
     ("plan", &["binding", "error", "port"]),
     ("local", &["binding", "error", "plan", "port"]),
     ("by_variables", &["binding", "error", "local", "plan"]),
     ("child", &["plan"]),
-    ("streams", &["output", "signals"]),
-    ("supervise", &["child", "error", "output", "plan", "signals", "streams"]),
+    ("crew", &["signals"]),
+    ("streams", &["signals"]),
+    ("screen", &["output", "streams"]),
+    ("children", &["child", "crew", "error", "plan", "screen", "signals", "streams"]),
+    ("supervise", &["children", "crew", "error", "output", "plan", "signals"]),
 ];
 
 /// Modules of the server and the scheduler, likewise.

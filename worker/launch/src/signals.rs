@@ -3,6 +3,7 @@
 
 #![forbid(unsafe_code)]
 
+use super::error::LaunchError;
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use signal_hook::SigId;
 use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM};
@@ -18,7 +19,12 @@ pub(super) struct Signals {
 }
 
 impl Signals {
-    pub(super) fn catch() -> io::Result<Signals> {
+    pub(super) fn catch() -> Result<Signals, LaunchError> {
+        let failed = |source| LaunchError::System { what: "cannot catch signals", source };
+        Signals::register().map_err(failed)
+    }
+
+    fn register() -> io::Result<Signals> {
         let mut signals = Signals { sources: Vec::new(), handlers: Vec::new() };
         for signal in [SIGCHLD, SIGINT, SIGTERM, SIGHUP] {
             // `nohup bpslaunch` means what it says.

@@ -5,18 +5,13 @@
 
 #![forbid(unsafe_code)]
 
-use super::child::{Guardian, Output, spawn};
+use super::children::LocalCrew;
+use super::crew::{Crew, Ended};
 use super::error::LaunchError;
 use super::output::say;
-use super::plan::{Kind, Plan};
+use super::plan::{Kind, Plan, Process};
 use super::signals::{self, Signals};
-use super::streams::Streams;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
-use rustix::process::{
-    Pid, Signal, WaitId, WaitIdOptions, kill_process, kill_process_group, waitid,
-};
-use std::process::Child;
+use rustix::process::Signal;
 use std::time::{Duration, Instant};
 
 /// Longest sleep: a notice that was lost is made up for after this.
@@ -29,8 +24,6 @@ const INTERRUPTED_GRACES: u32 = 12;
 /// The code of a Python program that an exception ends, and of a server whose job failed: most
 /// often because of another process.
 const FOLLOWS: i32 = 1;
-/// For output that is still on its way when all processes have ended.
-const LAST_OUTPUT: Duration = Duration::from_secs(1);
 
 /// Where the job is on its way to its end.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -51,17 +44,24 @@ enum Stage {
     Done,
 }
 
-struct Running {
+/// A process as the supervisor knows it.
+pub(super) struct Member {
     kind: Kind,
     label: String,
-    child: Child,
-    /// The group that it leads. The number stays taken because nothing is reaped before the end.
-    group: Pid,
-    /// See [`Process::stays`](super::plan::Process::stays).
+    /// See [`Process::stays`].
     stays: bool,
-    /// See [`Process::is_spared`](super::plan::Process::is_spared).
+    /// See [`Process::is_spared`].
     is_spared: bool,
     ended: bool,
+}
+
+impl Member {
+    /// A process of a plan, that has not ended.
+    pub(super) fn new(process: &Process) -> Member {
+        let (kind, label) = (process.kind, process.label.clone());
+        let (stays, is_spared) = (process.stays, process.is_spared);
+        Member { kind, label, stays, is_spared, ended: false }
+    }
 }
 
 /// A process that ended badly.
@@ -73,8 +73,10 @@ struct Failure {
     how: String,
 }
 
-struct Supervisor {
-    running: Vec<Running>,
+/// Decides for all processes of a job when they end, and how the job has ended.
+pub(super) struct Supervisor<'a, C: Crew> {
+    crew: &'a mut C,
+    members: Vec<Member>,
     /// While the cause of the end is looked for, in the order in which they were noticed.
     failures: Vec<Failure>,
     stage: Stage,
@@ -89,74 +91,69 @@ struct Supervisor {
 /// Starts everything and returns the code to leave with: of the first process that failed, or 128
 /// and the number of the signal that ended it or the launcher.
 pub(super) fn run(plan: Plan) -> Result<i32, LaunchError> {
-    let system = |what| move |source| LaunchError::System { what, source };
-    let guardian = Guardian::start().map_err(system("cannot start the guardian"))?;
-    let mut signals = Signals::catch().map_err(system("cannot catch signals"))?;
+    let mut crew = LocalCrew::new(&plan)?;
+    let mut signals = Signals::catch()?;
     for note in &plan.notes {
         say(note);
     }
-    let mut streams = Streams::new();
-    let mut supervisor = Supervisor {
-        running: Vec::with_capacity(plan.processes.len()),
-        failures: Vec::new(),
-        stage: Stage::Running,
-        grace: plan.grace,
-        workers_min: plan.workers_min,
-        code: None,
-        asked: false,
-    };
-    let started = supervisor.start(&plan, &guardian, &mut streams);
-    if started.is_ok() {
-        supervisor.watch(&mut signals, &mut streams);
-    } else {
-        supervisor.kill_all();
+    let started = crew.start(&plan);
+    if started.is_err() {
+        crew.kill_all();
     }
-    supervisor.finish(guardian, &mut streams);
-    started.map(|()| supervisor.code.unwrap_or(0))
+    let code = started.map(|()| {
+        let members = plan.processes.iter().map(Member::new).collect();
+        let supervisor = Supervisor::new(&mut crew, members, plan.grace, plan.workers_min);
+        supervisor.watch(&mut signals)
+    });
+    crew.finish();
+    code
 }
 
-impl Supervisor {
-    fn start(
-        &mut self,
-        plan: &Plan,
-        guardian: &Guardian,
-        streams: &mut Streams,
-    ) -> Result<(), LaunchError> {
-        let output = if plan.prefix { Output::Piped } else { Output::Inherited };
-        for process in &plan.processes {
-            let failed = |source| LaunchError::Start {
-                label: process.label.clone(),
-                program: process.command[0].clone(),
-                source,
-            };
-            let mut child = spawn(process, output, guardian).map_err(failed)?;
-            let group = Pid::from_child(&child);
-            streams.add(&process.label, &mut child).map_err(failed)?;
-            let (kind, label, stays) = (process.kind, process.label.clone(), process.stays);
-            let (is_spared, ended) = (process.is_spared, false);
-            self.running.push(Running { kind, label, child, group, stays, is_spared, ended });
+impl<'a, C: Crew> Supervisor<'a, C> {
+    /// Of processes that all run.
+    pub(super) fn new(
+        crew: &'a mut C,
+        members: Vec<Member>,
+        grace: Duration,
+        workers_min: usize,
+    ) -> Supervisor<'a, C> {
+        Supervisor {
+            crew,
+            members,
+            failures: Vec::new(),
+            stage: Stage::Running,
+            grace,
+            workers_min,
+            code: None,
+            asked: false,
         }
-        Ok(())
     }
 
-    /// The loop: sleep until something happens, then notice it, then decide.
-    fn watch(&mut self, signals: &mut Signals, streams: &mut Streams) {
+    /// The loop: sleep until something happens, then notice it, then decide; until all have ended.
+    /// Returns the code to leave with.
+    pub(super) fn watch(mut self, signals: &mut Signals) -> i32 {
         while self.stage != Stage::Done {
-            self.sleep(signals, streams);
-            streams.pass_on();
+            self.crew.sleep(signals, self.patience());
+            let ends = self.crew.attend();
             for signal in signals.take() {
                 self.on_signal(signal);
             }
-            if streams.nobody_listens() {
+            if self.crew.nobody_listens() {
                 self.on_signal(signal_hook::consts::SIGPIPE);
             }
-            self.notice_ends();
+            for Ended { process, code, how } in ends {
+                self.members[process].ended = true;
+                if code != 0 {
+                    self.on_failure(process, code, &how);
+                }
+            }
             self.decide(Instant::now());
         }
+        self.code.unwrap_or(0)
     }
 
-    fn sleep(&self, signals: &Signals, streams: &Streams) {
-        let until = match self.stage {
+    fn patience(&self) -> Duration {
+        match self.stage {
             Stage::Running | Stage::Done => SLEEP_MAX,
             Stage::Settling(deadline)
             | Stage::Reporting(deadline)
@@ -165,8 +162,7 @@ impl Supervisor {
             | Stage::EndingHelpers(deadline) => {
                 deadline.saturating_duration_since(Instant::now()).min(SLEEP_MAX)
             }
-        };
-        wait(signals.descriptors().chain(streams.descriptors()), until);
+        }
     }
 
     fn on_signal(&mut self, signal: i32) {
@@ -197,41 +193,12 @@ impl Supervisor {
         }
     }
 
-    /// Looks which processes have ended, without reaping them.
-    fn notice_ends(&mut self) {
-        for index in 0..self.running.len() {
-            let process = &mut self.running[index];
-            if process.ended {
-                continue;
-            }
-            let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
-            let failure = match waitid(WaitId::Pid(process.group), options) {
-                Ok(None) | Err(Errno::INTR) => continue,
-                Ok(Some(status)) => match (status.exit_status(), status.terminating_signal()) {
-                    (Some(0), _) => None,
-                    (Some(code), _) => Some((code, format!("exited with code {code}"))),
-                    (None, Some(signal)) => Some((
-                        128 + signal,
-                        format!("was killed by {} ({signal})", signals::name(signal)),
-                    )),
-                    (None, None) => continue,
-                },
-                // Somebody else in this process has reaped it, so how it ended is not known.
-                Err(_) => Some((1, "ended in an unknown way".to_owned())),
-            };
-            process.ended = true;
-            if let Some((code, how)) = failure {
-                self.on_failure(index, code, &how);
-            }
-        }
-    }
-
     fn on_failure(&mut self, index: usize, code: i32, how: &str) {
-        let (kind, label) = (self.running[index].kind, self.running[index].label.clone());
+        let (kind, label) = (self.members[index].kind, self.members[index].label.clone());
         let left = self.count(Kind::Worker);
         match self.stage {
             // Whether the others can go on is for the scheduler to say, which ends if not.
-            Stage::Running if self.running[index].is_spared && left >= self.workers_min => {
+            Stage::Running if self.members[index].is_spared && left >= self.workers_min => {
                 let plural = if left == 1 { "" } else { "s" };
                 say(&format!("{label} {how}; the job goes on with {left} worker{plural} here"));
             }
@@ -300,9 +267,10 @@ impl Supervisor {
 
     /// Tells who waits for ranks to come back that all have ended; again and again, because it
     /// ignores that until it has come so far as to listen.
-    fn tell_the_end(&self) {
-        for process in self.running.iter().filter(|process| process.stays && !process.ended) {
-            let _ = kill_process(process.group, Signal::USR1);
+    fn tell_the_end(&mut self) {
+        let staying = self.members.iter().enumerate().filter(|(_, it)| it.stays && !it.ended);
+        for (process, _) in staying {
+            self.crew.tell_the_end(process);
         }
     }
 
@@ -324,7 +292,7 @@ impl Supervisor {
 
     /// Kills what has not ended in time, and says so.
     fn kill_late(&mut self, kind: Kind) {
-        for process in self.running.iter().filter(|process| process.kind == kind && !process.ended)
+        for process in self.members.iter().filter(|process| process.kind == kind && !process.ended)
         {
             say(&format!("{} did not end in time: killed", process.label));
         }
@@ -340,37 +308,18 @@ impl Supervisor {
     }
 
     /// Signals whole groups, so that what the processes have started ends with them.
-    fn signal(&self, kind: Kind, signal: Signal) {
-        for process in self.running.iter().filter(|process| process.kind == kind) {
-            // A group without members has ended, which is what we want.
-            let _ = kill_process_group(process.group, signal);
+    fn signal(&mut self, kind: Kind, signal: Signal) {
+        for (process, _) in self.members.iter().enumerate().filter(|(_, it)| it.kind == kind) {
+            self.crew.signal(process, signal);
         }
     }
 
     fn count(&self, kind: Kind) -> usize {
-        self.running.iter().filter(|process| process.kind == kind && !process.ended).count()
+        self.members.iter().filter(|process| process.kind == kind && !process.ended).count()
     }
 
     fn has_workers(&self) -> bool {
-        self.running.iter().any(|process| process.kind == Kind::Worker)
-    }
-
-    /// Passes on the last output, ends what the processes have left behind, and reaps them all.
-    fn finish(&mut self, guardian: Guardian, streams: &mut Streams) {
-        let deadline = Instant::now() + LAST_OUTPUT;
-        while streams.are_open() && Instant::now() < deadline {
-            let left = deadline.saturating_duration_since(Instant::now());
-            wait(streams.descriptors(), left);
-            streams.pass_on();
-        }
-        // The guardian would do, but somebody may have killed it.
-        self.kill_all();
-        guardian.finish();
-        for process in &mut self.running {
-            let _ = process.child.wait();
-        }
-        streams.pass_on();
-        streams.finish();
+        self.members.iter().any(|process| process.kind == Kind::Worker)
     }
 }
 
@@ -381,13 +330,4 @@ fn cause(failures: &[Failure]) -> usize {
     first(&|failure| failure.code != FOLLOWS)
         .or_else(|| first(&|failure| failure.kind == Kind::Worker))
         .unwrap_or(0)
-}
-
-/// Sleeps until one of the descriptors can be read, or `timeout` has passed.
-fn wait<'a>(descriptors: impl Iterator<Item = std::os::fd::BorrowedFd<'a>>, timeout: Duration) {
-    let mut polled: Vec<PollFd<'_>> =
-        descriptors.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
-    let timeout = Timespec::try_from(timeout).ok();
-    // Interrupted or not: the caller looks at everything again.
-    let _ = poll(&mut polled, timeout.as_ref());
 }

@@ -1,0 +1,212 @@
+//! The processes that this one has started: their ends, their output, and signals for them.
+//!
+//! None is reaped before all have ended, so that no group can belong to anybody else.
+
+#![forbid(unsafe_code)]
+
+use super::child::{Guardian, Output, spawn};
+use super::crew::{Crew, Ended};
+use super::error::LaunchError;
+use super::plan::{Plan, Process};
+use super::screen::Screen;
+use super::signals::{self, Signals};
+use super::streams::{Source, Streams};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::process::{
+    Pid, Signal, WaitId, WaitIdOptions, kill_process, kill_process_group, waitid,
+};
+use std::os::fd::BorrowedFd;
+use std::process::Child;
+use std::time::{Duration, Instant};
+
+/// For output that is still on its way when all processes have ended.
+const LAST_OUTPUT: Duration = Duration::from_secs(1);
+
+/// What takes the output: the place of the process, which stream, and the bytes; none when the
+/// stream has ended.
+pub(super) type Sink<'a> = dyn FnMut(Source, Option<&[u8]>) + 'a;
+
+struct Running {
+    child: Child,
+    /// The group that it leads. The number stays taken because nothing is reaped before the end.
+    group: Pid,
+    ended: bool,
+}
+
+/// The children of this process, and the guardian that ends them if this process cannot.
+pub(super) struct Children {
+    running: Vec<Running>,
+    guardian: Guardian,
+    streams: Streams,
+}
+
+impl Children {
+    /// None yet.
+    pub(super) fn new() -> Result<Children, LaunchError> {
+        let failed = |source| LaunchError::System { what: "cannot start the guardian", source };
+        let guardian = Guardian::start().map_err(failed)?;
+        Ok(Children { running: Vec::new(), guardian, streams: Streams::new() })
+    }
+
+    /// Starts them all. Those that have started when one cannot be are still here.
+    pub(super) fn start(
+        &mut self,
+        processes: &[Process],
+        output: Output,
+    ) -> Result<(), LaunchError> {
+        for process in processes {
+            let failed = |source| LaunchError::Start {
+                label: process.label.clone(),
+                program: process.command[0].clone(),
+                source,
+            };
+            let mut child = spawn(process, output, &self.guardian).map_err(failed)?;
+            let group = Pid::from_child(&child);
+            self.streams.add(self.running.len(), &mut child).map_err(failed)?;
+            self.running.push(Running { child, group, ended: false });
+        }
+        Ok(())
+    }
+
+    /// What to poll for readiness to read.
+    pub(super) fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.streams.descriptors()
+    }
+
+    /// Hands on the output that there is.
+    pub(super) fn pass_on(&mut self, sink: &mut Sink<'_>) {
+        self.streams.pass_on(sink);
+    }
+
+    /// Those that have ended since the last call; none is reaped.
+    pub(super) fn ends(&mut self) -> Vec<Ended> {
+        let running = self.running.iter_mut().enumerate().filter(|(_, process)| !process.ended);
+        let ends = running.filter_map(|(index, process)| {
+            let (code, how) = how_ended(process.group)?;
+            process.ended = true;
+            Some(Ended { process: index, code, how })
+        });
+        ends.collect()
+    }
+
+    /// Signals the group of a process.
+    pub(super) fn signal(&self, process: usize, signal: Signal) {
+        if let Some(process) = self.running.get(process) {
+            // A group without members has ended, which is what we want.
+            let _ = kill_process_group(process.group, signal);
+        }
+    }
+
+    /// Tells a process, and not its children, that all ranks have ended.
+    pub(super) fn tell_the_end(&self, process: usize) {
+        if let Some(process) = self.running.get(process).filter(|process| !process.ended) {
+            let _ = kill_process(process.group, Signal::USR1);
+        }
+    }
+
+    /// Kills every group.
+    pub(super) fn kill_all(&self) {
+        for process in 0..self.running.len() {
+            self.signal(process, Signal::KILL);
+        }
+    }
+
+    /// Passes on the last output, ends what the processes have left behind, and reaps them all.
+    pub(super) fn finish(mut self, sink: &mut Sink<'_>) {
+        let deadline = Instant::now() + LAST_OUTPUT;
+        while self.streams.are_open() && Instant::now() < deadline {
+            let left = deadline.saturating_duration_since(Instant::now());
+            wait(self.streams.descriptors(), left);
+            self.pass_on(sink);
+        }
+        // The guardian would do, but somebody may have killed it.
+        self.kill_all();
+        self.guardian.finish();
+        for process in &mut self.running {
+            let _ = process.child.wait();
+        }
+        self.streams.pass_on(sink);
+        self.streams.finish(sink);
+    }
+}
+
+/// The code and manner of a process's end, once it has ended.
+fn how_ended(process: Pid) -> Option<(i32, String)> {
+    let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+    match waitid(WaitId::Pid(process), options) {
+        Ok(None) | Err(Errno::INTR) => None,
+        Ok(Some(status)) => match (status.exit_status(), status.terminating_signal()) {
+            (Some(code), _) => Some((code, format!("exited with code {code}"))),
+            (None, Some(signal)) => {
+                let name = signals::name(signal);
+                Some((128 + signal, format!("was killed by {name} ({signal})")))
+            }
+            (None, None) => None,
+        },
+        // Somebody else in this process has reaped it, so how it ended is not known.
+        Err(_) => Some((1, "ended in an unknown way".to_owned())),
+    }
+}
+
+/// The children of the launcher itself: their output goes to its own.
+pub(super) struct LocalCrew {
+    children: Children,
+    screen: Screen,
+}
+
+impl LocalCrew {
+    /// None has started yet.
+    pub(super) fn new(plan: &Plan) -> Result<LocalCrew, LaunchError> {
+        let labels = plan.processes.iter().map(|process| process.label.as_str());
+        Ok(LocalCrew { children: Children::new()?, screen: Screen::new(labels, plan.prefix) })
+    }
+
+    /// As [`Children::start`].
+    pub(super) fn start(&mut self, plan: &Plan) -> Result<(), LaunchError> {
+        let output = if plan.prefix { Output::Piped } else { Output::Inherited };
+        self.children.start(&plan.processes, output)
+    }
+
+    /// Kills what runs, where not all could be started.
+    pub(super) fn kill_all(&self) {
+        self.children.kill_all();
+    }
+
+    /// As [`Children::finish`].
+    pub(super) fn finish(mut self) {
+        self.children.finish(&mut |source, bytes| self.screen.show(source, bytes));
+    }
+}
+
+impl Crew for LocalCrew {
+    fn sleep(&mut self, signals: &Signals, timeout: Duration) {
+        wait(signals.descriptors().chain(self.children.descriptors()), timeout);
+    }
+
+    fn attend(&mut self) -> Vec<Ended> {
+        self.children.pass_on(&mut |source, bytes| self.screen.show(source, bytes));
+        self.children.ends()
+    }
+
+    fn signal(&mut self, process: usize, signal: Signal) {
+        self.children.signal(process, signal);
+    }
+
+    fn tell_the_end(&mut self, process: usize) {
+        self.children.tell_the_end(process);
+    }
+
+    fn nobody_listens(&self) -> bool {
+        self.screen.nobody_listens()
+    }
+}
+
+/// Sleeps until one of the descriptors can be read, or `timeout` has passed.
+pub(super) fn wait<'a>(descriptors: impl Iterator<Item = BorrowedFd<'a>>, timeout: Duration) {
+    let mut polled: Vec<PollFd<'_>> =
+        descriptors.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
+    let timeout = Timespec::try_from(timeout).ok();
+    // Interrupted or not: the caller looks at everything again.
+    let _ = poll(&mut polled, timeout.as_ref());
+}
