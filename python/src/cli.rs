@@ -5,15 +5,17 @@ use bps_launch::Programs;
 use pyo3::prelude::*;
 use std::ffi::OsString;
 
-/// `bpslaunch`. The other roles are started by these two commands.
+/// `bpslaunch`. The other roles are started by the first two commands, and `bpslaunch` itself on
+/// other machines by the third.
 #[pyfunction]
 pub fn launch_main(
     py: Python<'_>,
     arguments: Vec<OsString>,
     scheduler: Vec<String>,
     server: Vec<String>,
+    launcher: Vec<String>,
 ) -> i32 {
-    py.detach(|| bps_launch::cli(arguments, Programs { scheduler, server }))
+    py.detach(|| bps_launch::cli(arguments, Programs { scheduler, server, launcher }))
 }
 
 /// `bps-server`.

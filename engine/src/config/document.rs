@@ -85,8 +85,8 @@ Any other variable that begins with `BPS_`, `BYTEPS_` or `DMLC_` is reported as 
 
 fn line(text: &mut String, row: &Row) {
     let variables: Vec<String> = row.variables().map(|name| format!("`{name}`")).collect();
-    let flags: Vec<String> =
-        row.flag.iter().chain(row.flag_alias.iter()).map(|flag| format!("`--{flag}`")).collect();
+    let long = row.flag.iter().chain(row.flag_alias.iter()).map(|flag| format!("`--{flag}`"));
+    let flags: Vec<String> = long.chain(row.short.map(|letter| format!("`-{letter}`"))).collect();
     let default = row.value(&Config::default());
     let default = if default.is_empty() { "unset".to_owned() } else { format!("`{default}`") };
     let _ = writeln!(

@@ -2,7 +2,7 @@
 
 use super::known::{ELSEWHERE, find};
 use super::table::{Row, TABLE};
-use super::{Config, Program, check, document};
+use super::{Config, Program, check, document, foreign};
 use clap::{Arg, ArgAction, ArgMatches, Command, error::ErrorKind};
 use std::collections::HashMap;
 use std::ffi::OsString;
@@ -168,7 +168,7 @@ pub fn load(
     let mut config = Config::default();
     let mut sources = Vec::with_capacity(TABLE.len());
     for row in TABLE.iter().filter(|row| row.used_by(program)) {
-        let origin = fill(row, &mut config, &matches, environment)?;
+        let origin = fill(row, program, &mut config, &matches, environment)?;
         let value = match origin {
             Origin::Default => row.shown(&Config::default()),
             _ => row.shown(&config),
@@ -321,20 +321,16 @@ fn refuse_option(before: &[OsString], command: &[OsString]) -> Result<(), Config
     let bare = name.trim_start_matches('-');
     let own = TABLE.iter().filter(|row| row.used_by(Program::Launcher));
     let flags = own.flat_map(|row| row.flag.into_iter().chain(row.flag_alias));
-    let nearest = match bare {
-        // As other launchers call it.
-        "n" | "np" | "nproc-per-node" | "nproc_per_node" | "num-proc" => Some("local"),
-        _ => flags
-            .chain([PRINT, "help", "version"])
-            .map(|flag| (distance(bare, flag), flag))
-            .min()
-            .filter(|&(distance, flag)| distance <= 2.max(flag.len() / 4))
-            .map(|(_, flag)| flag),
+    let nearest = || {
+        let flags = flags.chain([PRINT, "help", "version"]);
+        let near = flags.map(|flag| (distance(bare, flag), flag)).min();
+        near.filter(|&(distance, flag)| distance <= 2.max(flag.len() / 4))
     };
-    let meant = nearest.map_or_else(
-        || "see bpslaunch --help".to_owned(),
-        |flag| format!("did you mean --{flag}?"),
-    );
+    let meant = match (foreign::option(bare), nearest()) {
+        (Some(ours), _) => ours.to_owned(),
+        (None, Some((_, flag))) => format!("did you mean --{flag}?"),
+        (None, None) => "see bpslaunch --help".to_owned(),
+    };
     Err(ConfigError::CommandLine(format!(
         "there is no option {name}; {meant} (a command that begins with a dash has -- before it)"
     )))
@@ -344,14 +340,22 @@ fn refuse_option(before: &[OsString], command: &[OsString]) -> Result<(), Config
 /// empty.
 fn fill(
     row: &Row,
+    program: Program,
     config: &mut Config,
     matches: &ArgMatches,
     environment: &dyn Fn(&str) -> Option<String>,
 ) -> Result<Origin, ConfigError> {
     if let Some(flag) = row.flag
-        && let Some(text) = matches.get_one::<String>(flag)
+        && let Some(texts) = matches.get_many::<String>(flag)
     {
-        set(row, config, text, format!("--{flag}"), &format!("--{flag}={}", row.example))?;
+        for text in texts {
+            let is_number = text.trim().parse::<u64>().is_ok();
+            if let Some(at) = row.or_text.filter(|_| program == Program::Launcher && !is_number) {
+                *at(config) = Some(text.clone());
+                continue;
+            }
+            set(row, config, text, format!("--{flag}"), &format!("--{flag}={}", row.example))?;
+        }
         return Ok(Origin::Flag(flag));
     }
     for name in row.variables() {
@@ -445,8 +449,8 @@ fn about(program: Program) -> &'static str {
         Program::Scheduler => "Brings the nodes of a job together and watches over them",
         Program::Top => "Shows a running job as a live table, from the metrics of its scheduler",
         Program::Launcher => {
-            "Starts the processes of this machine: from DMLC_* variables, or a whole job with \
-             --local"
+            "Starts the processes of this machine from DMLC_* variables, or a whole job: on this \
+             machine with --local, on several with --hosts"
         }
     }
 }
@@ -467,6 +471,12 @@ fn argument(row: &'static Row, flag: &'static str) -> Arg {
         .help(format!("{}{variable}{default}", row.meaning));
     if let Some(alias) = row.flag_alias {
         argument = argument.visible_alias(alias);
+    }
+    if let Some(letter) = row.short {
+        argument = argument.short(letter);
+    }
+    if row.is_list() {
+        argument = argument.action(ArgAction::Append);
     }
     if row.is_switch() {
         // `--pin` alone means yes; a value must be attached, or it would swallow the next word.

@@ -15,6 +15,7 @@ use std::time::Duration;
 
 mod check;
 mod document;
+mod foreign;
 mod key;
 mod known;
 mod load;
@@ -227,6 +228,30 @@ pub struct TopConfig {
 pub struct LaunchConfig {
     /// `--local`: stand-alone mode with this many workers; 0 takes the job from `DMLC_*`.
     pub local: u32,
+    /// `--hosts`: the machines of a job on several, and their ranks.
+    pub hosts: Option<String>,
+    /// `--hostfile`: the same in a file.
+    pub hostfile: Option<PathBuf>,
+    /// `--servers`, where it is no number: the machines of servers, and their cores.
+    pub server_hosts: Option<String>,
+    /// `--scheduler-host`: the machine of the scheduler.
+    pub scheduler_host: Option<String>,
+    /// `--env`: variables for all processes, `NAME` or `NAME=VALUE`.
+    pub pass: Vec<String>,
+    /// `--chdir`: the folder in which processes start.
+    pub chdir: Option<PathBuf>,
+    /// `--ssh-port`; 0 leaves it to ssh.
+    pub ssh_port: u16,
+    /// `--ssh-user`: whom to log in as.
+    pub ssh_user: Option<String>,
+    /// `--ssh-command`: the client, with options of its own.
+    pub ssh_command: String,
+    /// `--ssh-timeout`: how long a machine may take to answer.
+    pub ssh_timeout: Duration,
+    /// `--remote-program`: `bpslaunch` on the other machines.
+    pub remote_program: Option<String>,
+    /// `--agent`: be the part that runs on each machine.
+    pub agent: bool,
     /// `--no-prefix`: pass output through untouched.
     pub no_prefix: bool,
     /// `--grace`: how long a process that was asked to end may take before it is killed.
@@ -376,6 +401,18 @@ impl Default for Config {
             top: TopConfig { once: false, interval: Duration::from_secs(1) },
             launch: LaunchConfig {
                 local: 0,
+                hosts: None,
+                hostfile: None,
+                server_hosts: None,
+                scheduler_host: None,
+                pass: Vec::new(),
+                chdir: None,
+                ssh_port: 0,
+                ssh_user: None,
+                ssh_command: "ssh".into(),
+                ssh_timeout: Duration::from_secs(30),
+                remote_program: None,
+                agent: false,
                 no_prefix: false,
                 grace: Duration::from_secs(5),
                 dry_run: false,

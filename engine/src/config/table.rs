@@ -160,6 +160,10 @@ pub(super) enum Field {
     MaybeText {
         at: fn(&mut Config) -> &mut Option<String>,
     },
+    /// A flag that may be given several times; each adds one.
+    Texts {
+        at: fn(&mut Config) -> &mut Vec<String>,
+    },
     Path {
         at: fn(&mut Config) -> &mut Option<PathBuf>,
     },
@@ -178,6 +182,9 @@ pub struct Row {
     pub(super) aliases: &'static [&'static str],
     pub(super) flag: Option<&'static str>,
     pub(super) flag_alias: Option<&'static str>,
+    pub(super) short: Option<char>,
+    /// Where the launcher keeps the flag's text if it is no number.
+    pub(super) or_text: Option<fn(&mut Config) -> &mut Option<String>>,
     pub(super) programs: u8,
     pub(super) group: Group,
     pub(super) field: Field,
@@ -202,6 +209,8 @@ impl Row {
             aliases: &[],
             flag: None,
             flag_alias: None,
+            short: None,
+            or_text: None,
             programs,
             group,
             field,
@@ -219,6 +228,16 @@ impl Row {
 
     const fn flag_alias(mut self, flag: &'static str) -> Row {
         self.flag_alias = Some(flag);
+        self
+    }
+
+    const fn short(mut self, letter: char) -> Row {
+        self.short = Some(letter);
+        self
+    }
+
+    const fn or_text(mut self, at: fn(&mut Config) -> &mut Option<String>) -> Row {
+        self.or_text = Some(at);
         self
     }
 
@@ -258,6 +277,11 @@ impl Row {
         matches!(self.field, Field::Switch { .. })
     }
 
+    /// Whether each further value of the flag adds to those before it.
+    pub(super) fn is_list(&self) -> bool {
+        matches!(self.field, Field::Texts { .. })
+    }
+
     /// What stands for the value in `--help`.
     pub(super) fn placeholder(&self) -> &'static str {
         match self.field {
@@ -268,7 +292,7 @@ impl Row {
             Field::Port { .. } => "PORT",
             Field::Switch { .. } => "0|1",
             Field::Path { .. } => "PATH",
-            Field::Text { .. } | Field::MaybeText { .. } => "TEXT",
+            Field::Text { .. } | Field::MaybeText { .. } | Field::Texts { .. } => "TEXT",
             Field::Choice { .. } => "WORD",
         }
     }
@@ -288,7 +312,7 @@ impl Row {
             }
             Field::Seconds { min, max, .. } => format!("seconds from {min} to {max}"),
             Field::Switch { .. } => "0, 1, false or true".to_owned(),
-            Field::Text { .. } | Field::MaybeText { .. } => "text".to_owned(),
+            Field::Text { .. } | Field::MaybeText { .. } | Field::Texts { .. } => "text".to_owned(),
             Field::Path { .. } => "a path".to_owned(),
             Field::Choice { names, .. } => format!("one of {names}"),
         }
@@ -314,6 +338,7 @@ impl Row {
             Field::Switch { at } => *at(config) = parse_switch(text)?,
             Field::Text { at } => text.clone_into(at(config)),
             Field::MaybeText { at } => *at(config) = Some(text.to_owned()),
+            Field::Texts { at } => at(config).push(text.to_owned()),
             Field::Path { at } => *at(config) = Some(PathBuf::from(text)),
             Field::Choice { set, .. } => {
                 if !set(config, &text.to_ascii_lowercase()) {
@@ -341,6 +366,7 @@ impl Row {
             Field::Switch { at } => if *at(config) { "1" } else { "0" }.to_owned(),
             Field::Text { at } => at(config).clone(),
             Field::MaybeText { at } => at(config).clone().unwrap_or_default(),
+            Field::Texts { at } => at(config).join(" "),
             Field::Path { at } => {
                 at(config).as_ref().map_or_else(String::new, |path| path.display().to_string())
             }

@@ -32,9 +32,10 @@ def _without_keyboard_interrupt() -> Iterator[None]:
 
 def launch() -> None:
     """``bpslaunch``: starts the processes of a job."""
-    roles = ([sys.executable, "-m", "byteps._programs", role] for role in ("scheduler", "server"))
+    names = ("scheduler", "server", "launch")
+    programs = ([sys.executable, "-m", "byteps._programs", name] for name in names)
     with _without_keyboard_interrupt():
-        sys.exit(_native.launch_main(sys.argv[1:], *roles))
+        sys.exit(_native.launch_main(sys.argv[1:], *programs))
 
 
 def server() -> None:

@@ -44,18 +44,54 @@ const WORKER: Layers = &[
 const LAUNCH: Layers = &[
     ("error", &[]),
     ("output", &[]),
+    ("frames", &[]),
+    ("hosts", &["error"]),
     ("signals", &["error"]),
     ("port", &["error"]),
     ("binding", &["error"]),
     ("plan", &["binding", "error", "port"]),
     ("local", &["binding", "error", "plan", "port"]),
     ("by_variables", &["binding", "error", "local", "plan"]),
+    ("layout", &["error", "hosts", "local"]),
+    ("meeting", &["error", "frames", "hosts", "layout"]),
+    ("share", &["binding", "error", "frames", "local", "plan"]),
+    ("ssh", &["error", "hosts", "layout"]),
     ("child", &["plan"]),
     ("crew", &["signals"]),
     ("streams", &["signals"]),
     ("screen", &["output", "streams"]),
     ("children", &["child", "crew", "error", "plan", "screen", "signals", "streams"]),
     ("supervise", &["children", "crew", "error", "output", "plan", "signals"]),
+    (
+        "remote",
+        &[
+            "child", "crew", "error", "frames", "layout", "output", "plan", "screen", "signals",
+            "ssh", "streams",
+        ],
+    ),
+    (
+        "agent",
+        &[
+            "binding", "child", "children", "crew", "error", "frames", "output", "plan", "port",
+            "share", "signals", "streams",
+        ],
+    ),
+    (
+        "several",
+        &[
+            "error",
+            "frames",
+            "layout",
+            "local",
+            "meeting",
+            "output",
+            "plan",
+            "remote",
+            "signals",
+            "ssh",
+            "supervise",
+        ],
+    ),
 ];
 
 /// Modules of the server and the scheduler, likewise.

@@ -58,6 +58,7 @@ fn helper(role: &str, command: &[String], loaded: &Loaded) -> Process {
         reads_input: false,
         stays: false,
         is_spared: false,
+        folder: None,
     }
 }
 

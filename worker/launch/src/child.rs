@@ -11,6 +11,7 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SendFlags, SocketFlags, SocketType, send, socketpair};
 use rustix::process::{Pid, Signal, WaitOptions, getpid, getppid, kill_process, waitpid};
 use rustix::thread::{CpuSet, sched_setaffinity};
+use std::ffi::OsString;
 use std::io::{self, IsTerminal};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
@@ -125,6 +126,9 @@ pub(super) fn spawn(process: &Process, output: Output, guardian: &Guardian) -> i
     let mut command = Command::new(&process.command[0]);
     command.args(&process.command[1..]).process_group(0);
     set_environment(&mut command, &process.environment);
+    if let Some(folder) = &process.folder {
+        command.current_dir(folder);
+    }
     let stdio = || match output {
         Output::Piped => Stdio::piped(),
         Output::Inherited => Stdio::inherit(),
@@ -133,19 +137,12 @@ pub(super) fn spawn(process: &Process, output: Output, guardian: &Guardian) -> i
     let input = process.reads_input && !io::stdin().is_terminal();
     command.stdin(if input { Stdio::inherit() } else { Stdio::null() });
     command.stdout(stdio()).stderr(stdio());
-    let launcher = getpid();
-    let line = Arc::clone(&guardian.line);
+    let tie = tie(guardian);
     let cpus = process.binding.cpus.as_deref().map(cpu_set);
     let memory_node = process.binding.memory_node;
     let stays = process.stays;
     let prepare = move || -> io::Result<()> {
-        rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
-        // The launcher may have died before the line above: then nobody will send that signal.
-        if getppid() != Some(launcher) {
-            return Err(Errno::SRCH.into());
-        }
-        let group = getpid().as_raw_nonzero().get();
-        send(&*line, &group.to_ne_bytes(), SendFlags::NOSIGNAL)?;
+        tie()?;
         if stays {
             // SAFETY: to ignore a signal runs no code of this process.
             unsafe { libc::signal(libc::SIGUSR1, libc::SIG_IGN) };
@@ -163,6 +160,42 @@ pub(super) fn spawn(process: &Process, output: Output, guardian: &Guardian) -> i
     // allocates nor locks; its errors are plain numbers.
     unsafe { command.pre_exec(prepare) };
     command.spawn()
+}
+
+/// Starts a connection to an agent, whose input and outputs are pipes. The calling thread must
+/// outlive it.
+pub(super) fn spawn_connection(
+    words: &[OsString],
+    environment: &Environment,
+    guardian: &Guardian,
+) -> io::Result<Child> {
+    let mut command = Command::new(&words[0]);
+    // A group of its own: Ctrl-C is for the launcher, which tells the agents.
+    command.args(&words[1..]).process_group(0);
+    set_environment(&mut command, environment);
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let tie = tie(guardian);
+    // SAFETY: `tie` makes system calls on values that were made before the fork, and neither
+    // allocates nor locks; its errors are plain numbers.
+    unsafe { command.pre_exec(tie) };
+    command.spawn()
+}
+
+/// What a new process does before it becomes another program, so that it cannot outlive this one:
+/// system calls and nothing else.
+fn tie(guardian: &Guardian) -> impl Fn() -> io::Result<()> + Send + Sync + 'static {
+    let launcher = getpid();
+    let line = Arc::clone(&guardian.line);
+    move || {
+        rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
+        // The launcher may have died before the line above: then nobody will send that signal.
+        if getppid() != Some(launcher) {
+            return Err(Errno::SRCH.into());
+        }
+        let group = getpid().as_raw_nonzero().get();
+        send(&*line, &group.to_ne_bytes(), SendFlags::NOSIGNAL)?;
+        Ok(())
+    }
 }
 
 fn set_environment(command: &mut Command, environment: &Environment) {

@@ -90,6 +90,11 @@ impl Children {
         ends.collect()
     }
 
+    /// Whether none of them runs.
+    pub(super) fn have_ended(&self) -> bool {
+        self.running.iter().all(|process| process.ended)
+    }
+
     /// Signals the group of a process.
     pub(super) fn signal(&self, process: usize, signal: Signal) {
         if let Some(process) = self.running.get(process) {

@@ -3,12 +3,15 @@
 #![forbid(unsafe_code)]
 
 use bps_engine::base::word;
+use bps_engine::config::ConfigError;
 use bps_engine::topo::visible::VisibleError;
 use std::ffi::OsString;
 
 /// Why nothing was started, or why it ended at once.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum LaunchError {
+    #[error(transparent)]
+    Config(#[from] ConfigError),
     #[error("{}", .0.join("\nbpslaunch: error: "))]
     Missing(Vec<String>),
     #[error("{problem}; {remedy}")]
@@ -25,6 +28,8 @@ pub(super) enum LaunchError {
     NoCommand,
     #[error("cannot start {label}: '{}': {source}; {}", .program.display(), start_remedy(.source))]
     Start { label: String, program: OsString, source: std::io::Error },
+    #[error("{}", .whys.join("\nbpslaunch: error: "))]
+    Hosts { whys: Vec<String>, code: i32 },
     #[error("{what}: {source}")]
     System { what: &'static str, source: std::io::Error },
 }
@@ -45,7 +50,8 @@ impl LaunchError {
     /// What shells return for the same: 127 not found, 126 not executable, 2 wrong usage.
     pub(super) fn code(&self) -> i32 {
         match self {
-            LaunchError::Missing(_)
+            LaunchError::Config(_)
+            | LaunchError::Missing(_)
             | LaunchError::Conflict { .. }
             | LaunchError::Gpus(_)
             | LaunchError::TooFewGpus { .. }
@@ -55,6 +61,7 @@ impl LaunchError {
                 std::io::ErrorKind::PermissionDenied => 126,
                 _ => 1,
             },
+            LaunchError::Hosts { code, .. } => *code,
             LaunchError::System { .. } => 1,
         }
     }

@@ -1,5 +1,9 @@
-//! `bpslaunch`: the processes of one machine, from `DMLC_*` variables as BytePS has them, or a
-//! whole job on this machine with `--local`.
+//! `bpslaunch`: the processes of one machine, from `DMLC_*` variables as BytePS has them, a whole
+//! job on this machine with `--local`, or one on several with `--hosts`.
+//!
+//! On several machines the same supervisor decides for all processes. `--hosts` starts an agent on
+//! each machine, over ssh or as a child, which is `bpslaunch` itself and starts, ends and hears the
+//! processes there.
 //!
 //! Nothing outlives the launcher, however it ends: every process leads a group of its own, dies
 //! with the thread that started it, and is known to a guardian that outlives the launcher by the
@@ -13,18 +17,27 @@ use bps_engine::config::{Loaded, Program, open};
 use std::ffi::OsString;
 use std::io::Write;
 
+mod agent;
 mod binding;
 mod by_variables;
 mod child;
 mod children;
 mod crew;
 mod error;
+mod frames;
+mod hosts;
+mod layout;
 mod local;
+mod meeting;
 mod output;
 mod plan;
 mod port;
+mod remote;
 mod screen;
+mod several;
+mod share;
 mod signals;
+mod ssh;
 mod streams;
 mod supervise;
 
@@ -40,6 +53,11 @@ pub fn cli(arguments: impl IntoIterator<Item = OsString>, programs: Programs) ->
         Ok(loaded) => loaded,
         Err(code) => return code,
     };
+    let launch = &loaded.config.launch;
+    let several = launch.hosts.is_some()
+        || launch.hostfile.is_some()
+        || launch.server_hosts.is_some()
+        || launch.scheduler_host.is_some();
     let run = |plan: Plan| {
         if !loaded.config.launch.dry_run {
             return supervise::run(plan);
@@ -48,7 +66,13 @@ pub fn cli(arguments: impl IntoIterator<Item = OsString>, programs: Programs) ->
         let _ = std::io::stdout().write_all(plan.to_string().as_bytes());
         Ok(0)
     };
-    let result = plan_of(&loaded, &programs).and_then(run);
+    let result = if launch.agent {
+        agent::run(launch, &programs)
+    } else if several {
+        several::run(&loaded, &programs)
+    } else {
+        plan_of(&loaded, &programs).and_then(run)
+    };
     result.unwrap_or_else(|error| {
         say(&format!("error: {error}"));
         error.code()

@@ -19,11 +19,11 @@ use std::io::Write;
 use std::os::fd::{AsRawFd, OwnedFd};
 
 /// Variables of another job, or of one process, that must not reach these processes.
-const STRAY: &[&str] =
+pub(super) const STRAY: &[&str] =
     &["BYTEPS_GLOBAL_RANK", "BYTEPS_LOCAL_RANK", "DMLC_RANK", "DMLC_PORT", "DMLC_WORKER_ID"];
 
 /// Flags that say what stand-alone mode decides by itself.
-const DECIDED: &[&str] = &[
+pub(super) const DECIDED: &[&str] = &[
     "DMLC_NUM_WORKER",
     "DMLC_WORKER_ID",
     "BYTEPS_LOCAL_SIZE",
@@ -33,6 +33,8 @@ const DECIDED: &[&str] = &[
     "DMLC_NODE_HOST",
     "DMLC_RANK",
 ];
+
+const NO_KEY: &str = "cannot make a job key";
 
 /// Plans the whole job of `--local`.
 pub(super) fn plan(loaded: &Loaded, programs: &Programs) -> Result<Plan, LaunchError> {
@@ -90,7 +92,7 @@ fn plan_job(
         shared.set("DMLC_PS_ROOT_URI", "127.0.0.1");
         shared.set("DMLC_PS_ROOT_PORT", port.to_string());
         if loaded.config.job_key.is_none() && loaded.config.job_key_file.is_none() {
-            let (path, memory) = mint_key()?;
+            let (path, memory) = hold_key(&mint_key()?)?;
             held.push(memory);
             shared.set("BPS_JOB_KEY_FILE", path);
         }
@@ -134,7 +136,9 @@ fn plan_job(
         without_gpus: false,
     };
     let bindings = Machine::read(launch)?.bind(launch, wanted, &mut notes)?;
-    share_threads(&mut shared, &bindings, &mut notes);
+    if std::env::var_os("OMP_NUM_THREADS").is_none_or(|value| value.is_empty()) {
+        share_threads(&mut shared, &bindings, &mut notes);
+    }
     held.extend(shared.set_torch_store()?);
     for (rank, binding) in (0..).zip(bindings) {
         let mut environment = shared.clone();
@@ -201,7 +205,13 @@ fn shared_environment(loaded: &Loaded, workers: u32, servers: u32) -> Environmen
     environment
 }
 
-fn helper(role: &str, index: Option<u32>, command: &[String], shared: &Environment) -> Process {
+/// A process that is not the user's.
+pub(super) fn helper(
+    role: &str,
+    index: Option<u32>,
+    command: &[String],
+    shared: &Environment,
+) -> Process {
     let mut environment = shared.clone();
     environment.set("DMLC_ROLE", role);
     Process {
@@ -213,6 +223,7 @@ fn helper(role: &str, index: Option<u32>, command: &[String], shared: &Environme
         reads_input: false,
         stays: false,
         is_spared: false,
+        folder: None,
     }
 }
 
@@ -231,10 +242,11 @@ fn server(index: u32, loaded: &Loaded, programs: &Programs, shared: &Environment
 
 /// Without this every worker would start a thread for each CPU, and they would stand in each
 /// other's way.
-fn share_threads(environment: &mut Environment, bindings: &[Binding], notes: &mut Vec<String>) {
-    if std::env::var_os("OMP_NUM_THREADS").is_some_and(|value| !value.is_empty()) {
-        return;
-    }
+pub(super) fn share_threads(
+    environment: &mut Environment,
+    bindings: &[Binding],
+    notes: &mut Vec<String>,
+) {
     let workers = counted(word(bindings.len()), "worker");
     let own = bindings.iter().filter_map(|binding| binding.cpus.as_ref().map(Vec::len)).min();
     let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
@@ -246,15 +258,20 @@ fn share_threads(environment: &mut Environment, bindings: &[Binding], notes: &mu
     ));
 }
 
-/// A new job key, as a path to memory of this process that only this user can open.
-fn mint_key() -> Result<(String, OwnedFd), LaunchError> {
-    let failed = |source| LaunchError::System { what: "cannot make a job key", source };
-    let key = JobKey::mint().map_err(|error| failed(std::io::Error::other(error)))?;
+/// A new job key in hexadecimal.
+pub(super) fn mint_key() -> Result<String, LaunchError> {
+    let failed = |error| LaunchError::System { what: NO_KEY, source: std::io::Error::other(error) };
+    Ok(JobKey::mint().map_err(failed)?.expose_hex())
+}
+
+/// A job key as a path to memory of this process that only this user can open.
+pub(super) fn hold_key(hex: &str) -> Result<(String, OwnedFd), LaunchError> {
+    let failed = |source| LaunchError::System { what: NO_KEY, source };
     let memory =
         memfd_create("bps-job-key", MemfdFlags::CLOEXEC).map_err(|error| failed(error.into()))?;
     fchmod(&memory, Mode::RUSR | Mode::WUSR).map_err(|error| failed(error.into()))?;
     let mut file = File::from(memory);
-    file.write_all(key.expose_hex().as_bytes()).map_err(failed)?;
+    file.write_all(hex.as_bytes()).map_err(failed)?;
     let memory = OwnedFd::from(file);
     let path = format!("/proc/{}/fd/{}", std::process::id(), memory.as_raw_fd());
     Ok((path, memory))
@@ -266,7 +283,7 @@ mod tests {
 
     #[test]
     fn a_minted_key_is_one_that_the_engine_takes() {
-        let (path, memory) = mint_key().unwrap();
+        let (path, memory) = hold_key(&mint_key().unwrap()).unwrap();
         let config = bps_engine::config::Config {
             job_key_file: Some(path.clone().into()),
             ..Default::default()

@@ -10,10 +10,11 @@ use bps_engine::topo::visible::CUDA_VISIBLE;
 use std::ffi::{OsStr, OsString};
 use std::fmt;
 use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// Tells a process that its environment has been checked, so that warnings come once.
-const CHECKED: &str = "BPS_ENVIRONMENT_CHECKED";
+pub(super) const CHECKED: &str = "BPS_ENVIRONMENT_CHECKED";
 
 /// The commands that start the roles which are not the user's.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -22,19 +23,25 @@ pub struct Programs {
     pub scheduler: Vec<String>,
     /// Starts a server.
     pub server: Vec<String>,
+    /// Starts the launcher, on this machine or another.
+    pub launcher: Vec<String>,
 }
 
 impl Programs {
-    /// `bps-scheduler` and `bps-server` in the folder of the running program; where that cannot be
-    /// known, those on the path.
+    /// The running program, and `bps-scheduler` and `bps-server` in its folder; where that cannot
+    /// be known, those on the path.
     #[must_use]
     pub fn beside_this_one() -> Programs {
         let folder = std::env::current_exe()
             .ok()
-            .and_then(|path| path.parent().map(std::path::Path::to_path_buf))
+            .and_then(|path| path.parent().map(Path::to_path_buf))
             .unwrap_or_default();
         let beside = |name: &str| vec![folder.join(name).to_string_lossy().into_owned()];
-        Programs { scheduler: beside("bps-scheduler"), server: beside("bps-server") }
+        Programs {
+            scheduler: beside("bps-scheduler"),
+            server: beside("bps-server"),
+            launcher: beside("bpslaunch"),
+        }
     }
 }
 
@@ -73,6 +80,8 @@ pub(super) struct Process {
     pub(super) stays: bool,
     /// Whether the job may go on without it.
     pub(super) is_spared: bool,
+    /// The folder that it starts in, if not the launcher's.
+    pub(super) folder: Option<PathBuf>,
 }
 
 /// What a process is to the launcher.
@@ -176,6 +185,7 @@ impl Process {
             reads_input: local_rank == 0,
             stays: false,
             is_spared: false,
+            folder: None,
         }
     }
 }

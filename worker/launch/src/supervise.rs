@@ -58,8 +58,11 @@ pub(super) struct Member {
 impl Member {
     /// A process of a plan, that has not ended.
     pub(super) fn new(process: &Process) -> Member {
-        let (kind, label) = (process.kind, process.label.clone());
-        let (stays, is_spared) = (process.stays, process.is_spared);
+        Member::of(process.kind, process.label.clone(), process.stays, process.is_spared)
+    }
+
+    /// A process that has not ended; see [`Process`].
+    pub(super) fn of(kind: Kind, label: String, stays: bool, is_spared: bool) -> Member {
         Member { kind, label, stays, is_spared, ended: false }
     }
 }
@@ -83,6 +86,8 @@ pub(super) struct Supervisor<'a, C: Crew> {
     grace: Duration,
     /// Fewest workers with which the job goes on without others.
     workers_min: usize,
+    /// Completes "the job goes on with 2 workers": empty if these are all.
+    here: &'static str,
     /// What the launcher will return, set once.
     code: Option<i32>,
     asked: bool,
@@ -102,7 +107,7 @@ pub(super) fn run(plan: Plan) -> Result<i32, LaunchError> {
     }
     let code = started.map(|()| {
         let members = plan.processes.iter().map(Member::new).collect();
-        let supervisor = Supervisor::new(&mut crew, members, plan.grace, plan.workers_min);
+        let supervisor = Supervisor::new(&mut crew, members, plan.grace, plan.workers_min, " here");
         supervisor.watch(&mut signals)
     });
     crew.finish();
@@ -116,6 +121,7 @@ impl<'a, C: Crew> Supervisor<'a, C> {
         members: Vec<Member>,
         grace: Duration,
         workers_min: usize,
+        here: &'static str,
     ) -> Supervisor<'a, C> {
         Supervisor {
             crew,
@@ -124,6 +130,7 @@ impl<'a, C: Crew> Supervisor<'a, C> {
             stage: Stage::Running,
             grace,
             workers_min,
+            here,
             code: None,
             asked: false,
         }
@@ -200,7 +207,10 @@ impl<'a, C: Crew> Supervisor<'a, C> {
             // Whether the others can go on is for the scheduler to say, which ends if not.
             Stage::Running if self.members[index].is_spared && left >= self.workers_min => {
                 let plural = if left == 1 { "" } else { "s" };
-                say(&format!("{label} {how}; the job goes on with {left} worker{plural} here"));
+                say(&format!(
+                    "{label} {how}; the job goes on with {left} worker{plural}{}",
+                    self.here
+                ));
             }
             Stage::Running | Stage::Settling(_) => {
                 if self.failures.is_empty() {

@@ -186,6 +186,22 @@ fn switches_stand_alone_and_do_not_swallow_the_command() {
 }
 
 #[test]
+fn servers_are_a_number_or_a_list_of_hosts() {
+    let loaded = run(Program::Launcher, &["--servers", "2", "python"], &[]);
+    assert_eq!((loaded.config.num_servers, loaded.config.launch.server_hosts), (2, None));
+    let words = ["-H", "a:4,b:4", "--servers=c:8", "-x", "A", "--env", "B=1", "python"];
+    let loaded = run(Program::Launcher, &words, &[]);
+    let launch = &loaded.config.launch;
+    assert_eq!(launch.hosts.as_deref(), Some("a:4,b:4"));
+    assert_eq!(launch.server_hosts.as_deref(), Some("c:8"));
+    assert_eq!(launch.pass, ["A", "B=1"]);
+    assert_eq!(loaded.command, ["python"]);
+    // Only the launcher knows where to start them.
+    let error = fail(Program::Scheduler, &["--servers", "c:8"], &[WORKER]);
+    assert!(error.contains("--servers has the value 'c:8'"), "{error}");
+}
+
+#[test]
 fn an_option_of_nobody_is_no_command() {
     for (words, meant) in [
         (["--locl", "2", "python"], "there is no option --locl; did you mean --local?"),
@@ -194,6 +210,9 @@ fn an_option_of_nobody_is_no_command() {
             "no option --server-core; did you mean --server-cores?",
         ),
         (["-np", "2", "python"], "there is no option -np; did you mean --local?"),
+        (["-WH", "hosts", "python"], "no option -WH; did you mean --hostfile?"),
+        (["--username=me", "python", "t"], "no option --username; did you mean --ssh-user?"),
+        (["--log-dir", "logs", "python"], "no option --log-dir; all output comes here"),
         (["--verbose", "python", "t"], "there is no option --verbose; see bpslaunch --help"),
         (["--grace=1", "--xyz", "python"], "there is no option --xyz;"),
     ] {

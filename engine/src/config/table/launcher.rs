@@ -1,6 +1,6 @@
 //! The rows that only the launcher has.
 
-use super::Field::{Count, MaybeText, Seconds, Switch};
+use super::Field::{Count, MaybeText, Path, Port, Seconds, Switch, Text, Texts};
 use super::rows::{DAY_SECONDS, count};
 use super::{Group, LAUNCHER, Row, choices};
 use crate::limits::RANKS_MAX;
@@ -17,6 +17,113 @@ pub(super) const ROWS: &[Row] = &[
          from DMLC_*.",
     )
     .flag("local"),
+    Row::new(
+        "",
+        LAUNCHER,
+        Group::Launcher,
+        MaybeText { at: |config| &mut config.launch.hosts },
+        "host1:4,host2:4",
+        "The machines of a job on several, with the ranks of each, which ssh starts. Without a \
+         number: one for each GPU there, or one.",
+    )
+    .flag("hosts")
+    .short('H'),
+    Row::new(
+        "",
+        LAUNCHER,
+        Group::Launcher,
+        Path { at: |config| &mut config.launch.hostfile },
+        "hosts.txt",
+        "The same from a file: a line for each machine, 'host1 slots=4' or 'host1:4'.",
+    )
+    .flag("hostfile"),
+    Row::new(
+        "",
+        LAUNCHER,
+        Group::Launcher,
+        MaybeText { at: |config| &mut config.launch.scheduler_host },
+        "host1",
+        "With --hosts: the machine of the scheduler. Otherwise this one, if all others reach it, \
+         else the first.",
+    )
+    .flag("scheduler-host"),
+    Row::new(
+        "",
+        LAUNCHER,
+        Group::Launcher,
+        Texts { at: |config| &mut config.launch.pass },
+        "HF_TOKEN",
+        "With --hosts: a variable that all processes get beside those of ours, as NAME from here \
+         or as NAME=VALUE. May be given several times.",
+    )
+    .flag("env")
+    .short('x')
+    .secret(),
+    Row::new(
+        "",
+        LAUNCHER,
+        Group::Launcher,
+        Path { at: |config| &mut config.launch.chdir },
+        "/data/run",
+        "With --hosts: the folder in which the processes start, on every machine; otherwise the \
+         current one.",
+    )
+    .flag("chdir"),
+    Row::new(
+        "",
+        LAUNCHER,
+        Group::Launcher,
+        Port { at: |config| &mut config.launch.ssh_port },
+        "2222",
+        "With --hosts: the port of ssh; 0 leaves it to ssh and its configuration.",
+    )
+    .flag("ssh-port"),
+    Row::new(
+        "",
+        LAUNCHER,
+        Group::Launcher,
+        MaybeText { at: |config| &mut config.launch.ssh_user },
+        "train",
+        "With --hosts: whom to log in as; user@host in the list beats it.",
+    )
+    .flag("ssh-user"),
+    Row::new(
+        "",
+        LAUNCHER,
+        Group::Launcher,
+        Text { at: |config| &mut config.launch.ssh_command },
+        "ssh -i key",
+        "With --hosts: what is started for each machine, with its name and a command behind it.",
+    )
+    .flag("ssh-command"),
+    Row::new(
+        "",
+        LAUNCHER,
+        Group::Launcher,
+        Seconds { at: |config| &mut config.launch.ssh_timeout, min: 1.0, max: DAY_SECONDS },
+        "60",
+        "With --hosts: how long a machine may take until bpslaunch runs there.",
+    )
+    .flag("ssh-timeout"),
+    Row::new(
+        "",
+        LAUNCHER,
+        Group::Launcher,
+        MaybeText { at: |config| &mut config.launch.remote_program },
+        "/opt/venv/bin/bpslaunch",
+        "With --hosts: bpslaunch on the other machines, where it is not at the same path as here.",
+    )
+    .flag("remote-program"),
+    Row::new(
+        "",
+        LAUNCHER,
+        Group::Launcher,
+        Switch { at: |config| &mut config.launch.agent },
+        "1",
+        "The part of --hosts that runs on each machine, and is told what to do on standard input. \
+         bpslaunch starts it by itself.",
+    )
+    .flag("agent"),
     Row::new(
         "",
         LAUNCHER,

@@ -46,9 +46,10 @@ pub(super) const ROWS: &[Row] = &[
         Count { at: |config| &mut config.num_servers, min: 0, max: count(SERVERS_MAX) },
         "2",
         "Server processes of the job. With --local: how many to start, 1 unless the flag says \
-         otherwise.",
+         otherwise. With --hosts the flag may also say where, as cpu1:8,cpu2:8 (8 cores each).",
     )
-    .flag("servers"),
+    .flag("servers")
+    .or_text(|config| &mut config.launch.server_hosts),
     Row::new(
         "DMLC_WORKER_ID",
         RANKING,

@@ -5,4 +5,5 @@
 
 mod ends;
 mod modes;
+mod several;
 mod stage;

@@ -60,11 +60,22 @@ impl Stage {
         let mut child = command.spawn().unwrap();
         let input = child.stdin.take();
         let said = Arc::new(Mutex::new(Vec::new()));
+        let errors = Arc::new(Mutex::new(Vec::new()));
         let readers = vec![
-            listen(child.stdout.take().unwrap(), Arc::clone(&said)),
-            listen(child.stderr.take().unwrap(), Arc::clone(&said)),
+            listen(child.stdout.take().unwrap(), vec![Arc::clone(&said)]),
+            listen(child.stderr.take().unwrap(), vec![Arc::clone(&said), Arc::clone(&errors)]),
         ];
-        Launcher { child, input, said, readers }
+        Launcher { child, input, said, errors, readers }
+    }
+
+    /// Writes a script into the folder, by a shell as above; returns its path.
+    pub fn script(&self, name: &str, text: &str) -> String {
+        let line = "printf '#!/bin/sh\\n%s\\n' \"$2\" >\"$1\" && chmod +x \"$1\"";
+        let path = self.0.join(name);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        let status = Command::new("sh").args(["-c", line, "sh"]).arg(&path).arg(text).status();
+        assert!(status.unwrap().success());
+        path.to_str().unwrap().to_owned()
     }
 }
 
@@ -74,10 +85,14 @@ impl Drop for Stage {
     }
 }
 
-fn listen(stream: impl Read + Send + 'static, said: Arc<Mutex<Vec<String>>>) -> JoinHandle<()> {
+fn listen(
+    stream: impl Read + Send + 'static,
+    said: Vec<Arc<Mutex<Vec<String>>>>,
+) -> JoinHandle<()> {
     std::thread::spawn(move || {
         for line in BufReader::new(stream).lines() {
-            said.lock().unwrap().push(line.unwrap());
+            let line = line.unwrap();
+            said.iter().for_each(|lines| lines.lock().unwrap().push(line.clone()));
         }
     })
 }
@@ -87,12 +102,18 @@ pub struct Launcher {
     pub child: Child,
     input: Option<ChildStdin>,
     said: Arc<Mutex<Vec<String>>>,
+    errors: Arc<Mutex<Vec<String>>>,
     readers: Vec<JoinHandle<()>>,
 }
 
 impl Launcher {
     pub fn lines(&self) -> Vec<String> {
         self.said.lock().unwrap().clone()
+    }
+
+    /// What came on standard error, which goes on growing.
+    pub fn errors(&self) -> Arc<Mutex<Vec<String>>> {
+        Arc::clone(&self.errors)
     }
 
     pub fn write(&mut self, text: &str) {
