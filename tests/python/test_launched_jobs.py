@@ -194,6 +194,14 @@ def test_variables_of(run, tmp_path, launcher):
     assert results("".join(texts)) == expected, texts
 
 
+def test_srun_starts_bpslaunch(run):
+    """`srun bpslaunch python train.py`: one rank of Slurm's job each."""
+    command = [sys.executable, "-m", "byteps.launch", *python(MEET)]
+    job = {"SLURM_JOB_ID": f"{os.getpid()}7", "SLURM_STEP_ID": "0"}
+    ranks = [run(f"rank{rank}", command, slurm(rank, 2, "2") | job) for rank in (0, 1)]
+    assert results("".join(finish(*ranks))) == ["0 2 0 2", "1 2 1 2"]
+
+
 def test_mpirun(run):
     if shutil.which("mpirun") is None:
         pytest.skip("there is no mpirun")

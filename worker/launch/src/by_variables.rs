@@ -9,8 +9,14 @@ use super::plan::{Environment, Kind, Plan, Process, Programs, helper_command, wo
 use bps_engine::config::{Config, ElasticMode, Loaded, Origin, Role};
 use std::os::fd::OwnedFd;
 
+/// Slurm numbers its own steps (batch script, interactive shell, external) from here on.
+const SLURM_SPECIAL_STEPS: u32 = 0xFFFF_FF00;
+
 /// Plans the processes of `DMLC_ROLE`. Their output is not touched: BytePS's is not either.
 pub(super) fn plan(loaded: &Loaded, programs: &Programs) -> Result<Plan, LaunchError> {
+    if let Some(rank) = rank_of_another(loaded) {
+        return one_rank(loaded, &rank);
+    }
     let mut config = loaded.config.clone();
     let (mut notes, mut held) = (Vec::new(), Vec::new());
     let processes = match config.role {
@@ -36,6 +42,51 @@ pub(super) fn plan(loaded: &Loaded, programs: &Programs) -> Result<Plan, LaunchE
     let grace = config.launch.grace;
     // How many ranks the whole job needs is for its scheduler to say.
     Ok(Plan { processes, notes, prefix: false, grace, workers_min: 1, held })
+}
+
+/// The rank that srun, mpirun or torchrun has given this process, where no variable of ours says
+/// anything else: `srun bpslaunch python train.py` is one process of a job that they describe.
+fn rank_of_another(loaded: &Loaded) -> Option<String> {
+    let ours = ["DMLC_ROLE", "DMLC_NUM_WORKER", "DMLC_WORKER_ID", "BYTEPS_LOCAL_RANK"];
+    if ours.iter().any(|name| loaded.origin(name) != Origin::Default)
+        || std::env::var_os("BYTEPS_LOCAL_RANK").is_some()
+    {
+        return None;
+    }
+    let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
+    let torch = variable("WORLD_SIZE").and_then(|_| variable("RANK"));
+    let mpi = || ["OMPI_COMM_WORLD_RANK", "PMI_RANK"].into_iter().find_map(variable);
+    let slurm = || {
+        // A batch script and an interactive shell are steps, too, and have one process.
+        let step: u32 = variable("SLURM_STEP_ID")?.parse().ok()?;
+        variable("SLURM_PROCID").filter(|_| step < SLURM_SPECIAL_STEPS)
+    };
+    torch.or_else(mpi).or_else(slurm)
+}
+
+/// A process whose place other variables say: `init()` reads them there.
+fn one_rank(loaded: &Loaded, rank: &str) -> Result<Plan, LaunchError> {
+    let mut environment = Environment::of_flags(loaded);
+    environment.set("PYTHONUNBUFFERED", "1");
+    let process = Process {
+        kind: Kind::Worker,
+        label: format!("rank {rank}"),
+        command: worker_command(loaded)?,
+        environment,
+        binding: Binding::default(),
+        reads_input: true,
+        stays: false,
+        is_spared: false,
+        folder: None,
+    };
+    Ok(Plan {
+        processes: vec![process],
+        notes: Vec::new(),
+        prefix: false,
+        grace: loaded.config.launch.grace,
+        workers_min: 1,
+        held: Vec::new(),
+    })
 }
 
 /// Whether this machine's processes are all that the job has, and nobody says where a scheduler is:
@@ -98,8 +149,9 @@ fn require(loaded: &Loaded, config: &Config) -> Result<(), LaunchError> {
         return Err(LaunchError::Conflict {
             problem: "there is neither --local nor DMLC_ROLE: which job is this?".to_owned(),
             remedy:
-                "for a job on this machine alone: bpslaunch --local 2 COMMAND; for one machine \
-                     of many set DMLC_ROLE and the other DMLC_* variables (docs/env.md)"
+                "for a job on this machine alone: bpslaunch --local 2 COMMAND; for one on several \
+                     bpslaunch --hosts host1:4,host2:4 COMMAND; for one machine of many set \
+                     DMLC_ROLE and the other DMLC_* variables (docs/env.md)"
                     .to_owned(),
         });
     }

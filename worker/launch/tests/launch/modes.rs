@@ -140,6 +140,28 @@ fn by_variables_other_roles_run_their_programs() {
 }
 
 #[test]
+fn what_srun_and_mpirun_start_is_one_rank_of_their_job() {
+    let stage = Stage::new("exit 1", "exit 1");
+    let tell = "echo \"$SLURM_PROCID$PMI_RANK$RANK role=$DMLC_ROLE $BPS_LOG_LEVEL\"; exit 4";
+    for variables in [
+        &[("SLURM_PROCID", "3"), ("SLURM_STEP_ID", "0"), ("SLURM_NTASKS", "4")][..],
+        &[("PMI_RANK", "3"), ("PMI_SIZE", "4")],
+        &[("RANK", "3"), ("WORLD_SIZE", "4")],
+    ] {
+        let arguments = ["--log-level", "error", "sh", "-c", tell];
+        let (code, lines) = stage.start(&arguments, variables).finish();
+        assert_eq!(code, Some(4), "{lines:#?}");
+        has(&lines, "3 role= error");
+        mentions(&lines, "rank 3 exited with code 4");
+    }
+    // The shell of a batch script is none.
+    let shell = [("SLURM_PROCID", "0"), ("SLURM_STEP_ID", "4294967291"), ("SLURM_NTASKS", "4")];
+    let (code, lines) = stage.start(&["true"], &shell).finish();
+    assert_eq!(code, Some(2), "{lines:#?}");
+    mentions(&lines, "bpslaunch --hosts host1:4,host2:4 COMMAND");
+}
+
+#[test]
 fn everything_that_is_missing_is_named_at_once() {
     let stage = Stage::new(ENDS, ENDS);
     let (code, lines) =
