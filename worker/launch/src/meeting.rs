@@ -100,12 +100,15 @@ impl<'a> Meeting<'a> {
     }
 }
 
-/// The addresses of both ends of ssh's connection, the launcher's first.
+/// The addresses of both ends of ssh's connection, the launcher's first. Other ways to a machine,
+/// such as srun, hand on the variable of a login to another one: its address is not that of the
+/// agent's machine.
 fn connection(hello: &Hello) -> Option<(IpAddr, IpAddr)> {
     let mut words = hello.connection.split_whitespace();
     let client = words.next()?.parse().ok()?;
-    let server = words.nth(1)?.parse().ok()?;
-    Some((client, server))
+    let server: IpAddr = words.nth(1)?.parse().ok()?;
+    let is_own = |(_, own): &(String, String)| own.parse() == Ok(server);
+    hello.interfaces.iter().any(is_own).then_some((client, server))
 }
 
 /// What a name means here, IPv4 first as everywhere. A name of this machine's own loopback
@@ -136,7 +139,12 @@ mod tests {
     }
 
     fn hello(connection: &str) -> Hello {
-        let interfaces = [("eth0", "fd00::2"), ("eth0", "10.0.0.2"), ("eth01", "10.1.0.2")];
+        let interfaces = [
+            ("eth0", "fd00::2"),
+            ("eth0", "10.0.0.2"),
+            ("eth01", "10.1.0.2"),
+            ("ib7", "192.0.2.7"),
+        ];
         let interfaces = interfaces.map(|(name, address)| (name.to_owned(), address.to_owned()));
         Hello {
             connection: connection.to_owned(),
@@ -156,7 +164,15 @@ mod tests {
         let hellos = [hello(""), hello("192.0.2.99 4 192.0.2.7 22")];
         let meeting = Meeting::new(&sites, hellos.iter().collect(), None);
         assert_eq!(meeting.local_candidate(), None);
-        for broken in ["", "x", "1.2.3.4", "1.2.3.4 5", "a b c d", "fe80::1%eth0 1 fe80::2 2"] {
+        for broken in [
+            "",
+            "x",
+            "1.2.3.4",
+            "1.2.3.4 5",
+            "a b c d",
+            "192.0.2.1 5 192.0.2.2 22",
+            "fe80::1%eth0 1 fe80::2 2",
+        ] {
             assert_eq!(connection(&hello(broken)), None, "{broken}");
         }
     }
