@@ -202,6 +202,17 @@ class Machines:
         here = self.here.processes().items()
         return new + [command for process, command in here if process != holder]
 
+    def cut(self, number: int) -> None:
+        """Ends the sessions of sshd on a machine, and with them the connections to it."""
+        sessions = [
+            process
+            for process, command in self.nodes[number - 1].processes().items()
+            if process not in self.calm[number - 1] and command.startswith("sshd")
+        ]
+        assert sessions, f"nobody has logged in to node{number}"
+        for process in sessions:
+            os.kill(process, signal.SIGKILL)
+
     def settle(self) -> None:
         """Waits until nothing is left on any machine."""
         deadline = time.monotonic() + PATIENCE_SECONDS

@@ -5,14 +5,16 @@ What does not depend on ssh itself is tested beside the launcher, with a script 
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from machines import Launched, Machines, machines
+
+ELASTIC = Path(__file__).parents[2] / "python" / "examples" / "elastic.py"
 
 #: A line of a result is one write. Sums through the engine and through torch's own process group.
 TRAIN = """
@@ -134,17 +136,22 @@ def test_a_launcher_that_is_killed_leaves_nothing(nodes, launch):
 def test_a_connection_that_is_cut_ends_all(nodes, launch):
     job = launch(*HOSTS, "sh", "-c", STUBBORN)
     job.wait_for("] running", 4)
-    sessions = [
-        process
-        for process, command in nodes.nodes[1].processes().items()
-        if process not in nodes.calm[1] and command.startswith("sshd")
-    ]
-    assert sessions
-    for process in sessions:
-        os.kill(process, signal.SIGKILL)
+    nodes.cut(2)
     _, errors = job.finish(255)
     assert "rank 2 on node2 was lost with node2: ssh has lost the connection" in errors, errors
     nodes.settle()
+
+
+def test_an_elastic_job_goes_on_without_a_machine(nodes, launch):
+    hosts = ("-H", "node1:1,node2:1", "--servers", "node3:1", "--elastic", "redo")
+    command = (sys.executable, str(ELASTIC), "--pause", "0.05", "--epochs", "3")
+    job = launch(*hosts, *command)
+    job.wait_for("epoch 1, step")
+    nodes.cut(2)
+    output, errors = job.finish(0)
+    assert "[rank 0 on node1] rank 0 of 1: final loss" in output, (output, errors)
+    assert "rank 1 on node2 was lost with node2" in errors, errors
+    assert "the job goes on with 1 worker\n" in errors, errors
 
 
 def test_machines_that_cannot_be_reached_are_named_in_time(nodes, launch):
