@@ -55,7 +55,13 @@ pub(super) fn layout(loaded: &Loaded) -> Result<Layout, LaunchError> {
     refuse_decided(loaded)?;
     let mut layout = Layout { sites: Vec::new(), worker_hosts: 0, servers: 0, scheduler: None };
     for host in workers {
+        let name = host.name.clone();
         let index = layout.site_of(host)?;
+        if layout.sites[index].worker_id.is_some() {
+            let problem =
+                format!("{} and {name} are both this machine", layout.sites[index].host.name);
+            return Err(conflict(&problem, "name each machine once"));
+        }
         layout.sites[index].worker_id = Some(layout.worker_hosts);
         layout.worker_hosts += 1;
     }
@@ -84,9 +90,12 @@ impl Layout {
         })
     }
 
-    /// The site of this name, which may be new.
+    /// The site of this name, which may be new; the launcher's own machine has one, whatever its
+    /// names are.
     fn site_of(&mut self, host: Host) -> Result<usize, LaunchError> {
-        if let Some(index) = self.sites.iter().position(|site| site.host.name == host.name) {
+        let is_local = host.user.is_none() && is_local(&host.name);
+        let is_same = |site: &Site| site.host.name == host.name || is_local && site.is_local;
+        if let Some(index) = self.sites.iter().position(is_same) {
             let known = &mut self.sites[index].host;
             if let (Some(one), Some(other)) = (&known.user, &host.user)
                 && one != other
@@ -97,7 +106,6 @@ impl Layout {
             known.user = known.user.take().or(host.user);
             return Ok(index);
         }
-        let is_local = host.user.is_none() && is_local(&host.name);
         self.sites.push(Site { host, is_local, worker_id: None, servers: Vec::new() });
         Ok(self.sites.len() - 1)
     }
@@ -250,6 +258,15 @@ mod tests {
         assert_eq!((local.local_site(), local.sites.len()), (1, 2));
         let mut none = of(&["-H", "a:2"]).unwrap();
         assert_eq!((none.local_site(), none.sites.len()), (1, 2));
+    }
+
+    #[test]
+    fn this_machine_has_one_site_under_all_its_names() {
+        let own = bps_engine::host::name();
+        let layout = of(&["-H", "localhost:2", "--servers", "127.0.0.1:3"]).unwrap();
+        assert_eq!(table(&layout), [("localhost".into(), Some(0), vec![(0, 3)])]);
+        let error = of(&["-H", &format!("{own}:2,localhost:2")]).unwrap_err();
+        assert!(error.contains(&format!("{own} and localhost are both this machine")), "{error}");
     }
 
     #[test]

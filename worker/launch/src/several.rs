@@ -14,7 +14,7 @@ use super::remote::RemoteCrew;
 use super::signals::{self, Signals};
 use super::ssh;
 use super::supervise::{Member, Supervisor};
-use bps_engine::config::{Config, ElasticMode, Gpus, Loaded};
+use bps_engine::config::{Config, ElasticMode, Gpus, Loaded, Origin};
 use bps_engine::control::JobKey;
 use std::ffi::OsString;
 use std::fmt::Write as _;
@@ -47,6 +47,10 @@ pub(super) fn run(loaded: &Loaded, programs: &Programs) -> Result<i32, LaunchErr
     let mut layout = layout(loaded)?;
     if layout.scheduler.is_none() {
         layout.local_site();
+    }
+    let replaced = DECIDED.iter().filter(|name| **name != "DMLC_INTERFACE");
+    if replaced.into_iter().any(|name| matches!(loaded.origin(name), Origin::Variable(_))) {
+        say("the DMLC_* variables here describe another job and are replaced");
     }
     let passed = passed(loaded)?;
     let commands = layout.sites.iter().map(|site| ssh::command(site, launch, &programs.launcher));
@@ -95,7 +99,9 @@ fn conduct(
     let mut settings = passed;
     settings.extend(job_settings(config, layout, ranks, &place, &hellos[site]));
     settings.extend(torch_store(layout, &meeting, &hellos)?);
-    announce(config, layout, ranks, &place, &hellos[site]);
+    if meets(layout, ranks) {
+        announce(config, layout, ranks, &place, &hellos[site]);
+    }
     let processes = instruct(loaded, layout, ranks, &place, &settings, crew)?;
     if let Some(signal) = crew.wait_for(signals, START, |it| it.has_started || it.is_idle())? {
         return interrupted(signal);
@@ -258,6 +264,11 @@ fn torch_store(
     Ok(vec![(names[0].to_owned(), address.into()), (names[1].to_owned(), port.into())])
 }
 
+/// Whether there is a scheduler: a worker that is alone needs nobody to meet.
+fn meets(layout: &Layout, ranks: u32) -> bool {
+    layout.servers > 0 || layout.worker_hosts * ranks > 1
+}
+
 fn announce(config: &Config, layout: &Layout, ranks: u32, place: &Place, scheduler: &Hello) {
     let site = &layout.sites[place.site];
     let machines =
@@ -292,7 +303,7 @@ fn instruct(
     crew: &mut RemoteCrew,
 ) -> Result<Vec<Member>, LaunchError> {
     let config = &loaded.config;
-    let meets = layout.servers > 0 || layout.worker_hosts * ranks > 1;
+    let meets = meets(layout, ranks);
     let key = if meets { Some(job_key(config)?) } else { None };
     let folder = match &config.launch.chdir {
         Some(folder) => folder.clone().into_os_string(),
@@ -408,6 +419,27 @@ fn describe(layout: &Layout, commands: &[Vec<OsString>]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use bps_engine::config::{Outcome, Program, load};
+
+    #[test]
+    fn another_release_is_named_with_its_machine() {
+        let words = ["-H", "a:1,b:1", "true"].map(OsString::from);
+        let Ok(Outcome::Run(loaded)) = load(Program::Launcher, words, &|_| None) else {
+            panic!("it is a job")
+        };
+        let layout = layout(&loaded).unwrap();
+        let hello = |version: &str, protocol| Hello {
+            version: version.to_owned(),
+            protocol,
+            ..Hello::default()
+        };
+        let own = hello(env!("CARGO_PKG_VERSION"), PROTOCOL);
+        assert!(check_versions(&layout, &[own.clone(), own.clone()]).is_ok());
+        for other in [hello("0.0.0", PROTOCOL), hello(&own.version, PROTOCOL + 1)] {
+            let error = check_versions(&layout, &[own.clone(), other]).unwrap_err().to_string();
+            assert!(error.starts_with("b: bpslaunch there is of release "), "{error}");
+        }
+    }
 
     #[test]
     fn variables_are_named_or_given() {

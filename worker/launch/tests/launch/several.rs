@@ -302,6 +302,33 @@ fn what_keeps_a_machine_from_starting_is_told_with_its_remedy() {
 }
 
 #[test]
+fn what_is_no_agent_is_told_and_left() {
+    let stage = Stage::new(ENDS, ENDS);
+    let greeting = r"printf '\000bpslaunch agent\000";
+    for (bytes, words) in [
+        (r"\377\377\377\377'", "a: it sent what is no report: a frame of 4294967295 bytes"),
+        (r"\001\000\000\000\143'", "a: it sent what is no report: a frame of the unknown kind 99"),
+        (r"\001\000'; exit 0", "a: "),
+    ] {
+        let ssh = format!("{greeting}{bytes}; sleep 1000");
+        let flags = ["-H", "a:1", "--servers", "a"];
+        let (code, lines) = start(&stage, &ssh, &flags, &["true"]).finish();
+        assert!(matches!(code, Some(1 | 255)), "{lines:#?}");
+        mentions(&lines, words);
+    }
+}
+
+#[test]
+fn one_rank_alone_needs_nobody_to_meet() {
+    let stage = Stage::new("exit 9", "exit 9");
+    let worker = "echo $WORLD_SIZE $DMLC_NUM_SERVER";
+    let (code, lines) = start(&stage, RELAY, &["-H", "a:1"], &["sh", "-c", worker]).finish();
+    assert_eq!(code, Some(0), "{lines:#?}");
+    has(&lines, "[rank 0 on a] 1 0");
+    assert!(!lines.iter().any(|line| line.contains("scheduler")), "{lines:#?}");
+}
+
+#[test]
 fn what_a_login_prints_does_no_harm() {
     let stage = Stage::new(ENDS, ENDS);
     let chatty = format!("echo 'Welcome to a machine'; echo notice >&2; {DIRECT}");
