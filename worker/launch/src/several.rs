@@ -25,6 +25,9 @@ use std::time::Duration;
 const START: Duration = Duration::from_secs(60);
 /// Beyond the time that ssh takes to give up by itself, so that its own words are heard.
 const BEHIND_SSH: Duration = Duration::from_secs(1);
+/// Descriptors of the launcher, and of each of its connections, with some to spare.
+const DESCRIPTORS: u64 = 64;
+const DESCRIPTORS_OF_SITE: u64 = 8;
 /// Beginnings of the names of variables that all processes get.
 const PASSED: &[&str] = &["BPS_", "BYTEPS_", "DMLC_", "BYTESCHEDULER_", "NCCL_"];
 /// Other variables that they get.
@@ -60,6 +63,8 @@ pub(super) fn run(loaded: &Loaded, programs: &Programs) -> Result<i32, LaunchErr
         return Ok(0);
     }
     let mut signals = Signals::catch()?;
+    let wanted = DESCRIPTORS + DESCRIPTORS_OF_SITE * layout.sites.len() as u64;
+    bps_engine::host::raise_descriptor_limit(wanted);
     let mut checked = Environment::default();
     checked.set(CHECKED, "1");
     let mut crew = RemoteCrew::connect(&layout.sites, &commands, &checked)?;
@@ -353,13 +358,17 @@ fn instruct(
     Ok(members)
 }
 
-/// The flags of the launcher that are no variables, and the user's command.
+/// The flags of the launcher that are not the same for all processes, and the user's command.
 fn arguments(loaded: &Loaded) -> Vec<OsString> {
     let mut words: Vec<OsString> = Vec::new();
     match loaded.config.launch.gpus {
         Gpus::Auto => {}
         Gpus::Demand => words.push("--gpus=demand".into()),
         Gpus::None => words.push("--gpus=none".into()),
+    }
+    // Of servers: each machine counts its own from there.
+    if loaded.config.port != 0 {
+        words.push(format!("--port={}", loaded.config.port).into());
     }
     words.push("--".into());
     words.extend(loaded.command.iter().cloned());

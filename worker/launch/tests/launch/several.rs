@@ -83,6 +83,17 @@ fn a_file_names_the_machines_and_each_has_a_server() {
 }
 
 #[test]
+fn servers_of_one_machine_have_ports_of_their_own() {
+    let stage = Stage::new(ENDS, "echo port=$DMLC_PORT metrics=$BPS_SERVER_METRICS_PORT");
+    let variables = [("BPS_SERVER_METRICS_PORT", "9100")];
+    let flags = ["-H", "a:1", "--servers", "2", "--cores", "3", "--port", "9000"];
+    let (code, lines) = start_with(&stage, RELAY, &flags, &["true"], &variables).finish();
+    assert_eq!(code, Some(0), "{lines:#?}");
+    has(&lines, "[server 0 on a] port=9000 metrics=9100");
+    has(&lines, "[server 1 on a] port=9003 metrics=9101");
+}
+
+#[test]
 fn this_machine_needs_no_ssh() {
     let stage = Stage::new(ENDS, ENDS);
     let flags = ["-H", "localhost:2", "--servers", "1"];
