@@ -54,10 +54,14 @@ class Namespace:
 
     def __init__(self) -> None:
         words = ["unshare", "--net", "--mount", "--propagation", "private", "sleep", "3600"]
-        self.holder = subprocess.Popen(words)
+        self.holder = subprocess.Popen(words, stderr=subprocess.PIPE)
         own = os.readlink("/proc/self/ns/net")
         deadline = time.monotonic() + PATIENCE_SECONDS
         while self.network() in ("", own):
+            if (status := self.holder.poll()) is not None:
+                assert self.holder.stderr is not None
+                said = self.holder.stderr.read()
+                raise subprocess.CalledProcessError(status, words, stderr=said)
             assert time.monotonic() < deadline, "there is no namespace"
             time.sleep(0.01)
 
@@ -93,8 +97,8 @@ class Machines:
     def __init__(self, count: int, folder: Path, sshd: str) -> None:
         self.folder, self.sshd = folder, sshd
         self.everything: list[subprocess.Popen[bytes]] = []
-        self.here = self._namespace()
         self.nodes: list[Namespace] = []
+        self.here = self._namespace()
         try:
             for key in ("host_key", "user_key"):
                 run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key))
