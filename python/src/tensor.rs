@@ -11,7 +11,7 @@ use crate::gradients::{Batch, GradientHooks};
 use crate::waiting::interruptible;
 use crate::{error, handle};
 use bps_engine::base::{DType, Operation, Rank};
-use bps_worker::{Declaration, GpuPushPull, Handle, PushPull, TensorId, TensorShape};
+use bps_worker::{Declaration, GpuPushPull, Handle, Members, PushPull, TensorId, TensorShape};
 use pyo3::prelude::*;
 
 /// Opens the GPU of this number for the process, which has one; all ranks call it before the first
@@ -23,18 +23,21 @@ pub fn open_gpu(py: Python<'_>, ordinal: u32) -> PyResult<()> {
         .map_err(|cause| error::from_engine(&cause))
 }
 
-/// Numbers for tensors given as (name, data type, shape, operation, root, on the GPU);
-/// `operation` is `sum`, `average` or `broadcast`, and `root` counts for the last alone. One round
-/// trip for all of them.
+/// What a tensor is: name, data type, shape, operation, root, on the GPU, and the ranks that push
+/// it, or `None` for all.
+type Said = (String, String, Vec<u64>, String, u32, bool, Option<Vec<u32>>);
+
+/// Numbers for tensors given as [`Said`]; the operation is `sum`, `average`, `min`, `max`,
+/// `product` or `broadcast`, and the root counts for the last alone. One round trip for all of
+/// them.
 #[pyfunction]
-pub fn declare(
-    py: Python<'_>,
-    tensors: Vec<(String, String, Vec<u64>, String, u32, bool)>,
-) -> PyResult<Vec<u32>> {
+pub fn declare(py: Python<'_>, tensors: Vec<Said>) -> PyResult<Vec<u32>> {
     let worker = engine()?;
     let declarations = tensors
         .into_iter()
-        .map(|(name, dtype, dimensions, operation, root, device)| {
+        .map(|(name, dtype, dimensions, operation, root, device, ranks)| {
+            let members = ranks.map(|ranks| ranks.into_iter().map(Rank).collect());
+            let members = members.map_or(Ok(Members::ALL), Members::new);
             Ok(Declaration {
                 dtype: DType::from_name(&dtype).ok_or_else(|| {
                     error::raise("TensorError", format!("tensor `{name}`: no data type `{dtype}`"))
@@ -43,6 +46,9 @@ pub fn declare(
                     error::raise("TensorError", format!("tensor `{name}`: {cause}"))
                 })?,
                 operation: operation_from_name(&operation, root)?,
+                members: members.map_err(|cause| {
+                    error::raise("ConfigError", format!("tensor `{name}`: {cause}"))
+                })?,
                 name,
                 device,
             })

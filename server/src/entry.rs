@@ -193,8 +193,14 @@ impl Entry {
         Some(checksum)
     }
 
-    /// Bytes that this rank's contribution must have; `None` if it may not speak for its group: in
-    /// the root's, only the root may.
+    /// The ranks that contribute.
+    #[must_use]
+    pub fn groups(&self) -> &Groups {
+        &self.groups
+    }
+
+    /// Bytes that the contribution of this rank, which is one of [these](Self::groups), must have;
+    /// `None` if it may not speak for its group: in the root's, only the root may.
     #[must_use]
     pub fn contribution_bytes(&self, rank: Rank) -> Option<usize> {
         match self.operation {
@@ -358,13 +364,14 @@ impl Entry {
     /// For whom the open round waits: the ranks of groups that have not contributed, or not all of
     /// their bytes.
     pub fn missing(&self) -> impl Iterator<Item = Rank> + '_ {
-        (0..self.groups.ranks()).map(Rank).filter(|&rank| self.is_missing(rank))
+        self.groups.iter().filter(|&rank| self.is_missing(rank))
     }
 
     /// Whether the open round waits for this rank.
     #[must_use]
     pub fn is_missing(&self, rank: Rank) -> bool {
-        !self.open.as_ref().is_some_and(|turnout| turnout.is_complete(self.groups.of(rank)))
+        self.groups.has(rank)
+            && !self.open.as_ref().is_some_and(|turnout| turnout.is_complete(self.groups.of(rank)))
     }
 
     /// Whether every group's contribution is complete.

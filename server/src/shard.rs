@@ -19,6 +19,7 @@ use bps_engine::base::{DType, Epoch, KeyMap, Rank};
 use bps_engine::lane::Endpoint;
 use bps_engine::limits::{EVENTS_MAX, RANKS_MAX};
 use bps_engine::mem::Arena;
+use bps_engine::proto::members::Members;
 use bps_engine::reduce::{Kernels, kernels};
 use bps_engine::ring::Mpsc;
 use bps_engine::trace::counters::Counters;
@@ -26,7 +27,7 @@ use bps_engine::trace::timeline::{Mark, Recorder};
 use bps_engine::transport::{Cause, Event, Frame, Grant, Landing, LaneId, Link, Piece, Waker};
 use bps_engine::wire::header::{FLAG_PAYLOAD_CHECKSUM, FLAG_SCALED, scale};
 use bps_engine::wire::{Header, Kind, RawHeader, crc32c_append};
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -64,6 +65,8 @@ pub struct Shard {
     kernels: &'static Kernels,
     epoch: Epoch,
     groups: Arc<Groups>,
+    /// Those of the sets of ranks that tensors are for.
+    sets: HashMap<Members, Arc<Groups>>,
     index: KeyMap<usize>,
     entries: Vec<Entry>,
     /// Places in `entries` whose keys were forgotten.
@@ -121,6 +124,7 @@ impl Shard {
             kernels: kernels(),
             epoch: Epoch(0),
             groups: Arc::default(),
+            sets: HashMap::new(),
             index: KeyMap::default(),
             entries: Vec::new(),
             vacant: Vec::new(),
@@ -312,10 +316,13 @@ impl Shard {
         let key = header.key;
         let index = *self.index.get(&key).ok_or(Refusal::Key(key))?;
         let entry = &self.entries[index];
+        if !entry.groups().has(header.rank) {
+            return Err(Refusal::Outside { key, rank: header.rank });
+        }
         let shaped = header.dtype == entry.dtype
             && header.offset == 0
             && Some(header.length as usize) == entry.contribution_bytes(header.rank)
-            && header.contributors == self.groups.size_with(header.rank)
+            && header.contributors == entry.groups().size_with(header.rank)
             && (header.flags & FLAG_SCALED == 0 || entry.may_be_scaled())
             && grant.is_none_or(|grant| grant.length() == entry.publication_bytes(header.rank));
         if !shaped {

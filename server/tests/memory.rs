@@ -5,6 +5,7 @@ use bps_engine::base::{DType, Epoch, Key, Operation, Rank};
 use bps_engine::lane::Endpoint;
 use bps_engine::limits::RANKS_MAX;
 use bps_engine::mem::{Arena, Options};
+use bps_engine::proto::members::Members;
 use bps_engine::proto::messages::KeySpec;
 use bps_engine::ring::Mpsc;
 use bps_engine::transport::sim::{Sim, SimNetwork};
@@ -103,6 +104,7 @@ impl Core {
             bytes,
             operation,
             rounds: 0,
+            members: Members::ALL,
         };
         self.order(Command::Install { request: 1, keys: (0..keys).map(spec).collect() });
         let (_, report) = self.reports.pop().expect("an answer");

@@ -3,6 +3,7 @@
 use bps_engine::base::{DType, Operation, Placement, Rank};
 use bps_engine::config::Config;
 use bps_engine::control::{DialError, JobKey, Link, LinkError};
+use bps_engine::proto::members::Members;
 use bps_engine::proto::messages::{
     Declaration, Node, NodeMessage, Origin, OverReason, Party, Planning, Register, Roster,
     SchedulerMessage, Sign,
@@ -132,6 +133,7 @@ fn declarations(count: u32, elements: u64) -> Vec<Declaration> {
             shape: elements.into(),
             operation: Operation::Broadcast(Rank(0)),
             device: false,
+            members: Members::ALL,
         })
         .collect()
 }

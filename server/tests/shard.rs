@@ -1,15 +1,17 @@
 //! A core of a server between two memberships.
 
-use bps_engine::base::{DType, Epoch, Key, Operation, Rank};
+use bps_engine::base::{DType, Epoch, Key, Operation, Rank, Round};
 use bps_engine::lane::Endpoint;
-use bps_engine::mem::{Arena, Options};
+use bps_engine::mem::{Arena, Options, Readable};
+use bps_engine::proto::members::Members;
 use bps_engine::proto::messages::{KeySpec, RetiredKey};
 use bps_engine::ring::Mpsc;
 use bps_engine::trace::counters::Counters;
 use bps_engine::transport::sim::{Sim, SimNetwork};
-use bps_engine::transport::{Link, Transport, Waker};
+use bps_engine::transport::{Event, Frame, Landing, Link, Transport, Waker};
+use bps_engine::wire::{Header, Kind};
 use bps_server::entry::Groups;
-use bps_server::shard::{Command, Report, Shard};
+use bps_server::shard::{Command, Refusal, Report, Shard};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -82,11 +84,16 @@ fn workers_may_dial_before_the_server_knows_the_ranks_of_a_resumed_job() {
     assert_eq!(core.turned_away(), 3);
 }
 
+/// A key of all ranks, to be summed.
+fn spec(key: u64, bytes: u32, dtype: DType) -> KeySpec {
+    let (key, operation, members) = (Key(key), Operation::Sum, Members::ALL);
+    KeySpec { key, core: 0, dtype, bytes, operation, rounds: 0, members }
+}
+
 impl Core {
     /// Installs a key of this many bytes, which has had so many rounds.
     fn install(&mut self, key: u64, bytes: u32, rounds: u64) {
-        let operation = Operation::Sum;
-        let spec = KeySpec { key: Key(key), core: 0, dtype: DType::F32, bytes, operation, rounds };
+        let spec = KeySpec { rounds, ..spec(key, bytes, DType::F32) };
         self.order(Command::Install { request: 1, keys: vec![spec] });
         let answers = std::iter::from_fn(|| self.reports.pop()).map(|(_, report)| report);
         let mut answers = answers.filter(|report| !matches!(report, Report::Begun { .. }));
@@ -135,9 +142,9 @@ fn keys_that_no_part_can_have_are_refused_one_by_one() {
     let mut core = Core::new();
     core.order(begin(1, 2));
     core.install(0, 4 << 10, 0);
-    let spec = |key: u64, bytes: u32, dtype: DType| {
-        let (key, operation) = (Key(key), Operation::Sum);
-        KeySpec { key, core: 0, dtype, bytes, operation, rounds: 0 }
+    let of = |ranks: &[u32], operation| {
+        let members = Members::new(ranks.iter().copied().map(Rank).collect()).unwrap();
+        KeySpec { members, operation, ..spec(2, 4 << 10, DType::F32) }
     };
     core.retire(0, 5);
     for (spec, why) in [
@@ -146,10 +153,81 @@ fn keys_that_no_part_can_have_are_refused_one_by_one() {
         (spec(1, u32::MAX - 3, DType::F32), "has 4294967292 bytes of f32"),
         (spec(0, 4 << 10, DType::F16), "installed again as something else"),
         (spec(0, 4 << 10, DType::F32), "installed twice"),
+        (of(&[1, 2], Operation::Sum), "is for ranks 1, 2"),
+        (of(&[1], Operation::Broadcast(Rank(0))), "its root among them"),
+        (KeySpec { members: Members::ALL, ..of(&[0], Operation::Broadcast(Rank(9))) }, "all ranks"),
     ] {
         core.order(Command::Install { request: 2, keys: vec![spec] });
         let Some((0, Report::Failed { message })) = core.reports.pop() else { panic!("{why}") };
         assert!(message.contains(why), "{message}");
     }
     assert_eq!(core.held(), (1, 4 << 10), "none of them has taken memory");
+    core.retire(0, 5);
+    let other = KeySpec { key: Key(0), ..of(&[0], Operation::Sum) };
+    core.order(Command::Install { request: 2, keys: vec![other] });
+    let Some((0, Report::Failed { message })) = core.reports.pop() else { panic!("another set") };
+    assert!(message.contains("installed again as something else"), "{message}");
+}
+
+#[test]
+fn a_set_is_summed_without_the_others_who_are_refused() {
+    let mut core = Core::new();
+    core.order(begin(1, 3));
+    let links = [0, 1, 2].map(|rank| core.dial(rank, 1));
+    let sim = Transport::Sim(Sim::new(core.network.clone()));
+    let mut workers = Endpoint::new(vec![sim], Waker::new().expect("an eventfd"));
+    let lanes = links.map(|link| workers.attach(link).expect("a lane"));
+    let members = Members::new(vec![Rank(2), Rank(0)]).unwrap();
+    let keys = vec![KeySpec { members, ..spec(7, 8, DType::F32) }];
+    core.order(Command::Install { request: 1, keys });
+    let values = [1f32, 2., 4.].map(|value| [value.to_le_bytes(), value.to_le_bytes()].concat());
+    let mut refused = Vec::new();
+    let mut results = Vec::new();
+    // Whoever is not in the set comes first, and in the middle.
+    for rank in [1usize, 0, 2] {
+        let speaker = Rank(u32::try_from(rank).unwrap());
+        let header = Header {
+            key: Key(7),
+            round: Round(1),
+            length: 8,
+            contributors: 1,
+            ..Header::new(Kind::Contribution, DType::F32, speaker, Epoch(1))
+        };
+        // SAFETY: the values live as long as the endpoint, and nobody writes them.
+        let payload = unsafe { Readable::of(&values[rank]) };
+        let frame = Frame::new(header.encode(), payload, 0);
+        workers.post(lanes[rank], &frame).expect("an empty lane");
+        let mut events = Vec::new();
+        for _ in 0..1000 {
+            core.shard.step(Duration::ZERO);
+            workers.poll(&mut events);
+            for event in events.drain(..) {
+                match event {
+                    Event::Header { lane, header, .. } => {
+                        let header = Header::decode(&header).expect("a server's");
+                        if header.kind == Kind::Publication {
+                            results.push((lane, header.rank, header.contributors));
+                        }
+                        workers.land(lane, Landing::Pieces(header.length as usize));
+                    }
+                    Event::Piece { lane, piece } => {
+                        // SAFETY: it has just come, and is consumed below.
+                        let bytes = unsafe { piece.lend().bytes().to_vec() };
+                        assert_eq!(bytes, [5f32.to_le_bytes(), 5f32.to_le_bytes()].concat());
+                        workers.consume(lane);
+                    }
+                    _ => {}
+                }
+            }
+            while let Some((_, report)) = core.reports.pop() {
+                if let Report::Refused { rank, why } = report {
+                    refused.push((rank, why));
+                }
+            }
+            core.network.advance();
+        }
+    }
+    assert_eq!(refused, [(Rank(1), Refusal::Outside { key: Key(7), rank: Rank(1) })]);
+    results.sort_by_key(|(_, rank, _)| *rank);
+    assert_eq!(results, [(lanes[0], Rank(0), 2), (lanes[2], Rank(2), 2)]);
 }

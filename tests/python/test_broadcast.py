@@ -334,8 +334,8 @@ def objects_changed_on_the_way():
     honest, seen = functions.ops.broadcast_, []
 
     def spoilt(trick):
-        def broadcast_(tensor, root_rank, name):
-            honest(tensor, root_rank, name)
+        def broadcast_(tensor, root_rank, name, process_set):
+            honest(tensor, root_rank, name, process_set)
             if ".bytes." in name:
                 seen.append(tensor.clone())
                 trick(tensor)

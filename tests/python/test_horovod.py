@@ -78,12 +78,13 @@ for comm in ([0, 1], [1], Communicator(2)):
         assert "all 1 ranks" in str(error) and not bps.is_initialized(), error
     else:
         raise AssertionError(comm)
-try:
-    bps.init(process_sets=[bps.global_process_set])
-except ConfigError as error:
-    assert "process_sets" in str(error) and not bps.is_initialized(), error
-else:
-    raise AssertionError("process_sets")
+for process_sets in ([bps.global_process_set], [[1]], [bps.ProcessSet([0]), [0]], [3], 3):
+    try:
+        bps.init(process_sets=process_sets)
+    except (ConfigError, TypeError):
+        assert not bps.is_initialized(), process_sets
+    else:
+        raise AssertionError(process_sets)
 for arguments in ((None,), ([0],), ([],), (Communicator(1),), (), (False,)):
     bps.init(*arguments)
     assert bps.size() == 1

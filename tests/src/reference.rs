@@ -95,13 +95,26 @@ pub fn result(
     round: u64,
     count: usize,
 ) -> Vec<u8> {
+    result_among(dtype, operation, tensor, 0..ranks, round, count)
+}
+
+/// The result of one round over these ranks.
+#[must_use]
+pub fn result_among(
+    dtype: DType,
+    operation: Operation,
+    tensor: u64,
+    ranks: impl Iterator<Item = u32> + Clone,
+    round: u64,
+    count: usize,
+) -> Vec<u8> {
     if let Operation::Broadcast(Rank(root)) = operation {
         return contribution(dtype, tensor, root, round, count);
     }
     let mut bytes = vec![0; count * dtype.size()];
     for (index, out) in bytes.chunks_exact_mut(dtype.size()).enumerate() {
         let values: Vec<i64> =
-            (0..ranks).map(|rank| value(dtype, tensor, rank, round, index)).collect();
+            ranks.clone().map(|rank| value(dtype, tensor, rank, round, index)).collect();
         element(dtype, operation, &values, out);
     }
     bytes

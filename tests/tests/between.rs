@@ -8,6 +8,7 @@ use bps_engine::control::channel::GREETING_BYTES;
 use bps_engine::proto::handshake::{ANSWER_BYTES, HELLO_BYTES, PROOF_BYTES};
 use bps_tests::job::{self, JobShape};
 use bps_tests::relay::{self, Meddler, Relay, Way};
+use bps_worker::Members;
 use bps_worker::{Declaration, Error, PushPull, Worker};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -46,6 +47,7 @@ fn try_sums(worker: &Worker, seen: &mut Seen) -> Result<(), Error> {
         shape: (COUNT as u64).into(),
         operation: Operation::Sum,
         device: false,
+        members: Members::ALL,
     };
     let tensor = worker.declare(&[declaration])?[0];
     for round in 0..ROUNDS {

@@ -6,6 +6,7 @@ use bps_engine::config::{PayloadChecksum, TcpDriver, TransportChoice};
 use bps_engine::transport::sim::Random;
 use bps_tests::job::{self, JobShape};
 use bps_tests::reference;
+use bps_worker::Members;
 use bps_worker::{Declaration, Error, PushPull, TensorShape, Worker};
 use half::f16;
 use std::process::Command;
@@ -84,6 +85,7 @@ fn tensors(sizes: &[u64], workers: u32) -> Vec<Declaration> {
                     shape: count.into(),
                     operation,
                     device: false,
+                    members: Members::ALL,
                 });
             }
         }
@@ -192,6 +194,7 @@ fn jobs_over_rdma() {
             shape: (3 << 20).into(),
             operation: Operation::Average,
             device: false,
+            members: Members::ALL,
         };
         work(worker, &[large], 2, 1);
     });
@@ -265,6 +268,7 @@ fn large_tensors() {
                 shape: ((64 << 20) / dtype.size() as u64).into(),
                 operation,
                 device: false,
+                members: Members::ALL,
             };
             let tensors = [
                 one("f32", DType::F32, Operation::Sum),
@@ -285,6 +289,7 @@ fn a_thousand_small_tensors_declare_within_a_second() {
                 shape: 1024.into(),
                 operation: Operation::Sum,
                 device: false,
+                members: Members::ALL,
             })
             .collect();
         worker.barrier(LONG).expect("barrier");
@@ -309,6 +314,7 @@ fn a_disagreement_is_an_error_on_every_rank_within_a_second() {
             shape: TensorShape::new(dimensions.into()).unwrap(),
             operation: Operation::Sum,
             device: false,
+            members: Members::ALL,
         };
         // The third is late: the others have pushed already.
         if worker.rank() == 2 {
@@ -380,6 +386,7 @@ fn items(worker: &Worker, name: &str, memory: &mut [f32], tensors: usize) -> Vec
             shape: (count as u64).into(),
             operation: Operation::Sum,
             device: false,
+            members: Members::ALL,
         })
         .collect();
     let ids = worker.declare(&declarations).expect("declared");
@@ -462,6 +469,7 @@ fn averages_of_large_f16_do_not_overflow_in_a_group() {
                 shape: (count as u64).into(),
                 operation: Operation::Average,
                 device: false,
+                members: Members::ALL,
             }]);
             let ids = ids.expect("declared");
             let rank = worker.rank();

@@ -14,6 +14,7 @@ use bps_engine::proto::messages::{
 use bps_engine::wire::{Header, Kind as FrameKind};
 use bps_tests::job::{self, JobShape, free_port};
 use bps_tests::program::{Program, path};
+use bps_worker::Members;
 use bps_worker::{PushPull, Worker};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{Read, Write};
@@ -40,6 +41,7 @@ fn declaration() -> Declaration {
         shape: (BYTES / 4).into(),
         operation: Operation::Average,
         device: false,
+        members: Members::ALL,
     }
 }
 

@@ -3,6 +3,7 @@
 use bps_engine::base::{DType, Operation};
 use bps_engine::transport::sim::Random;
 use bps_tests::job::{self, JobShape};
+use bps_worker::Members;
 use bps_worker::{Declaration, Error, Handle, PushPull, TensorShape, Worker};
 use std::time::{Duration, Instant};
 
@@ -15,6 +16,7 @@ fn said(name: &str, dimensions: &[u64]) -> Declaration {
         shape: TensorShape::new(dimensions.to_vec()).expect("few dimensions"),
         operation: Operation::Sum,
         device: false,
+        members: Members::ALL,
     }
 }
 

@@ -5,6 +5,7 @@ use bps_engine::base::{DType, Operation};
 use bps_engine::config::TransportChoice;
 use bps_tests::job::{self, JobShape};
 use bps_tests::timeline::{Slice, Trace};
+use bps_worker::Members;
 use bps_worker::error::Refusal;
 use bps_worker::{Declaration, Error, PushPull, Worker};
 use std::collections::HashMap;
@@ -42,6 +43,7 @@ fn push(worker: &Worker, name: &str, count: u64, rounds: u32) {
         shape: count.into(),
         operation,
         device: false,
+        members: Members::ALL,
     };
     let ids = worker.declare(&[tensor]).expect("declared");
     let mut values = vec![1.0f32; usize::try_from(count).expect("small")];

@@ -21,6 +21,7 @@ pub use api::Worker;
 pub use base::error::{self, Error};
 pub use base::task::{self, Handle};
 pub use base::types::{GpuPushPull, PushPull, Speed, TensorId};
+pub use bps_engine::proto::members::{Members, MembersError};
 pub use bps_engine::proto::messages::Declaration;
 pub use bps_engine::proto::shape::{ShapeError, TensorShape};
 pub use job::start::credit_bytes;

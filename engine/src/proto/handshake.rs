@@ -23,7 +23,7 @@ use std::fmt;
 /// First bytes of both ends' first message.
 pub const MAGIC: [u8; 4] = *b"BPSH";
 /// Version of the handshake and of all that follows it on a connection.
-pub const VERSION: u8 = 4;
+pub const VERSION: u8 = 5;
 /// Bytes of the dialer's first message.
 pub const HELLO_BYTES: usize = 32;
 /// Bytes of the acceptor's message.
@@ -516,7 +516,7 @@ mod tests {
     }
 
     const KNOWN_ANSWER: &str = concat!(
-        "425053480400000002020202020202020202020202020202",
-        "2ecae8b463a3ae70e006d4dcef459cb5d81de0bd884cade1b4ab636edf2d0f44"
+        "425053480500000002020202020202020202020202020202",
+        "e881f5291bf5d36b0e0ad2ddb1aafcded42e8d4d719efefc2c188da6b4a7c3e1"
     );
 }

@@ -5,6 +5,7 @@
 //! sender is authenticated.
 
 use super::late::{CaughtUp, Late, LateKeys};
+use super::members::Members;
 use super::paths::{AwaitedKey, End, KeyState, LaneFault, PathStall};
 use super::shape::TensorShape;
 pub use super::statistics::{LinkStatistics, LoopStatistics, Statistics};
@@ -433,6 +434,9 @@ pub struct Declaration {
     /// It lives on GPUs: the ranks of a host reduce it there.
     #[serde(default)]
     pub device: bool,
+    /// The ranks that push it.
+    #[serde(default, skip_serializing_if = "Members::is_all")]
+    pub members: Members,
 }
 
 /// A declaration that takes the place of another of the same name.
@@ -505,6 +509,9 @@ pub struct KeySpec {
     pub operation: Operation,
     /// Rounds that it has had, if it was retired before.
     pub rounds: u64,
+    /// The ranks that push it.
+    #[serde(default, skip_serializing_if = "Members::is_all")]
+    pub members: Members,
 }
 
 /// Two ranks declared one name differently.

@@ -5,6 +5,7 @@
 
 pub mod handshake;
 pub mod late;
+pub mod members;
 pub mod messages;
 pub mod objects;
 pub mod paths;

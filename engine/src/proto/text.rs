@@ -12,7 +12,8 @@ const SHOWN_MAX: usize = 3;
 impl fmt::Display for Declaration {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let place = if self.device { " on GPUs" } else { "" };
-        write!(f, "{} of shape {}{place} ({})", self.dtype, self.shape, self.operation)
+        write!(f, "{} of shape {}{place} ({})", self.dtype, self.shape, self.operation)?;
+        if self.members.is_all() { Ok(()) } else { write!(f, " for {}", self.members) }
     }
 }
 
@@ -156,6 +157,7 @@ pub fn shorten(name: &str) -> String {
 mod tests {
     use super::*;
     use crate::base::{DType, Operation};
+    use crate::proto::members::Members;
     use crate::proto::shape::TensorShape;
 
     #[test]
@@ -199,6 +201,7 @@ mod tests {
             shape: TensorShape::new(dimensions.to_vec()).unwrap(),
             operation,
             device: false,
+            members: Members::ALL,
         };
         let mismatch = Mismatch {
             first: Rank(0),
@@ -212,6 +215,9 @@ mod tests {
             "tensor `w`: rank 0 declared f32 of shape [2, 3] on GPUs (sum), rank 1 declared f32 of \
              shape [3, 2] (broadcast from rank 2): declare it alike on all ranks"
         );
+        let few = Members::new(vec![Rank(4), Rank(1)]).unwrap();
+        let few = Declaration { members: few, ..said(&[2], Operation::Sum) };
+        assert_eq!(few.to_string(), "f32 of shape [2] (sum) for ranks 1, 4");
         assert_eq!(list([0, 1, 2, 5, 7, 8]), "0-2, 5, 7, 8");
         assert_eq!(shorten(&"é".repeat(200)).chars().count(), 121);
     }

@@ -1,10 +1,13 @@
 //! Why a declaration is not served. Data, from which each rank makes the same line for people, with
 //! what to do.
 
+use super::members::{Members, MembersFault};
 use super::messages::{Declaration, Mismatch};
 use super::text::shorten;
-use crate::base::{DType, Rank};
-use crate::limits::{DECLARE_PARTS_MAX, ERAS_MAX, NAME_BYTES_MAX, PARTS_MAX, TENSORS_MAX};
+use crate::base::{DType, Operation, Rank};
+use crate::limits::{
+    DECLARE_MEMBERS_MAX, DECLARE_PARTS_MAX, ERAS_MAX, NAME_BYTES_MAX, PARTS_MAX, TENSORS_MAX,
+};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -37,12 +40,23 @@ pub enum Unserved {
         /// Their type.
         dtype: DType,
     },
+    /// A tensor that cannot belong to these ranks.
+    Members {
+        /// The tensor's name.
+        tensor: String,
+        /// The ranks.
+        members: Members,
+        /// Why not.
+        fault: MembersFault,
+    },
+    /// Sets of too many ranks in the request.
+    MembersAtOnce,
     /// One name twice in one request.
     Twice {
         /// One of the two.
-        first: Declaration,
+        first: Box<Declaration>,
         /// The other.
-        second: Declaration,
+        second: Box<Declaration>,
     },
     /// A rank has replaced a tensor too often before another has.
     Ahead {
@@ -74,6 +88,30 @@ pub enum Unserved {
     },
 }
 
+impl Declaration {
+    /// Whether this rank of a job of so many may declare it for its members.
+    ///
+    /// # Errors
+    /// [`Unserved::Members`].
+    pub fn check_members(&self, rank: Rank, size: u32) -> Result<(), Unserved> {
+        let Declaration { members, operation, device, .. } = self;
+        if members.is_all() {
+            return Ok(());
+        }
+        let last = members.listed().last().copied().filter(|last| last.0 >= size);
+        let fault = match (*operation, last) {
+            (_, Some(rank)) => MembersFault::Beyond { rank, size },
+            _ if !members.contains(rank) => MembersFault::Outside { rank },
+            (Operation::Broadcast(root), _) if !members.contains(root) => {
+                MembersFault::Root { root }
+            }
+            _ if *device => MembersFault::OnGpus,
+            _ => return Ok(()),
+        };
+        Err(Unserved::Members { tensor: self.name.clone(), members: members.clone(), fault })
+    }
+}
+
 impl Unserved {
     /// The name of the tensor that it is about.
     #[must_use]
@@ -82,6 +120,7 @@ impl Unserved {
             Unserved::Name { tensor }
             | Unserved::Root { tensor, .. }
             | Unserved::Size { tensor, .. }
+            | Unserved::Members { tensor, .. }
             | Unserved::Ahead { tensor, .. } => Some(tensor),
             Unserved::Twice { first, .. } => Some(&first.name),
             Unserved::Mismatch { mismatches } => {
@@ -90,6 +129,7 @@ impl Unserved {
             Unserved::Early
             | Unserved::Tensors
             | Unserved::PartsAtOnce { .. }
+            | Unserved::MembersAtOnce
             | Unserved::Parts { .. }
             | Unserved::NoServer => None,
         }
@@ -120,6 +160,14 @@ impl fmt::Display for Unserved {
                 "tensor `{}` of {elements} elements of {dtype} has more bytes than can be \
                  counted: check its size",
                 shorten(tensor)
+            ),
+            Unserved::Members { tensor, members, fault } => {
+                fault.write(f, &shorten(tensor), members)
+            }
+            Unserved::MembersAtOnce => write!(
+                f,
+                "the tensors of one declare name over {DECLARE_MEMBERS_MAX} ranks of their sets: \
+                 declare fewer tensors at once"
             ),
             Unserved::Twice { first, second } => write!(
                 f,

@@ -9,6 +9,7 @@ use crate::report::{self, Table};
 use crate::{Outcome, sample};
 use bps_engine::base::{DType, Operation};
 use bps_tests::job::{self, JobShape};
+use bps_worker::Members;
 use bps_worker::{Declaration, PushPull, Worker};
 use clap::{ArgMatches, Command};
 use serde_json::json;
@@ -106,6 +107,7 @@ fn rank(worker: &Worker, rest: Duration, rounds: u32, size: usize) -> Seen {
         shape: (values.len() as u64).into(),
         operation: Operation::Sum,
         device: false,
+        members: Members::ALL,
     };
     let tensor = worker.declare(&[declaration]).expect("declared")[0];
     let target = values.as_mut_ptr().cast::<u8>();

@@ -13,6 +13,7 @@ use bps_engine::base::{DType, Operation};
 use bps_engine::config::TransportChoice;
 use bps_engine::limits::HEADER_BYTES;
 use bps_tests::job::{self, JobShape};
+use bps_worker::Members;
 use bps_worker::{Declaration, PushPull, Worker};
 use clap::{ArgMatches, Command};
 use serde_json::json;
@@ -93,6 +94,7 @@ fn push_pulls(worker: &Worker, size: usize, samples: u32) -> Vec<f64> {
         shape: (size as u64).into(),
         operation: Operation::Sum,
         device: false,
+        members: Members::ALL,
     };
     let tensor = worker.declare(&[declaration]).expect("declared")[0];
     let target = values.as_mut_ptr();

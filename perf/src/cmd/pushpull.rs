@@ -14,6 +14,7 @@ use bps_engine::base::{DType, Operation};
 use bps_engine::config::PayloadChecksum;
 use bps_engine::limits::{PART_BYTES_MAX, PART_BYTES_MIN};
 use bps_tests::job::{self, JobShape};
+use bps_worker::Members;
 use bps_worker::{Declaration, PushPull, Worker};
 use clap::{ArgMatches, Command};
 use serde_json::json;
@@ -297,6 +298,7 @@ impl Tensors {
                 shape: (count as u64).into(),
                 operation: Operation::Sum,
                 device: false,
+                members: Members::ALL,
             })
             .collect();
         let ids = worker.declare(&declarations).expect("declared");

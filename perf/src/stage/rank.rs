@@ -5,6 +5,7 @@ use super::crew::serve;
 use crate::{Outcome, sample};
 use bps_engine::base::{DType, Operation};
 use bps_engine::config::from_environment;
+use bps_worker::Members;
 use bps_worker::{Declaration, Handle, PushPull, TensorId, Worker};
 use clap::{Arg, ArgMatches, Command, value_parser};
 use std::time::{Duration, Instant};
@@ -29,6 +30,7 @@ impl Tensor {
             shape: (count as u64).into(),
             operation: Operation::Sum,
             device: false,
+            members: Members::ALL,
         };
         let ids = worker.declare(&[declaration]).map_err(|error| error.to_string())?;
         Ok(Tensor { id: ids[0], values: vec![1.0; count].leak() })

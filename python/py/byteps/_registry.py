@@ -7,6 +7,7 @@ send and keeps nothing itself.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import threading
 import time
@@ -29,11 +30,14 @@ from byteps.errors import (
 # each other again and again, each name mostly keeps its meaning, and is not declared anew.
 _UNNAMED = 60
 _UNNAMED_PREFIX = "<unnamed "
+# Longer lists of ranks stand in names as a digest.
+_SCOPE_CHARACTERS_MAX = 64
 
 
 class Tensor(NamedTuple):
     """What the ranks must agree on. ``operation`` is sum, average or broadcast (from ``root``);
-    ``device`` says that it travels from GPU to GPU."""
+    ``device`` says that it travels from GPU to GPU. ``ranks`` are those that it is for, in rising
+    order; all where it is None."""
 
     name: str
     dtype: str
@@ -41,6 +45,7 @@ class Tensor(NamedTuple):
     operation: str = "average"
     root: int = 0
     device: bool = False
+    ranks: tuple[int, ...] | None = None
 
 
 class Send(NamedTuple):
@@ -105,7 +110,7 @@ _counters: dict[Any, int] = {}
 held: set[Any] = set()
 _jobs = 0
 _gpu: int | None = None
-_turns: dict[tuple[int, int], _Turn] = {}
+_turns: dict[tuple[tuple[int, ...] | None, int, int], _Turn] = {}
 _turn_of: dict[str, _Turn] = {}
 _turn_of_native: dict[int, _Turn] = {}
 
@@ -128,9 +133,11 @@ def started() -> None:
     global _jobs
     with _lock:
         _jobs += 1
-        unnamed = [tensor for tensor in _declared if tensor.name.startswith(_UNNAMED_PREFIX)]
-        for tensor in unnamed:  # Their turns begin again, also with ranks that are new to the job.
-            del _declared[tensor], _on_wire[_wire_name(tensor)]
+        # Turns begin again, also with ranks that are new to the job, and process sets are added
+        # again: their ranks may be others.
+        for tensor in list(_declared):
+            if tensor.ranks is not None or tensor.name.startswith(_UNNAMED_PREFIX):
+                del _declared[tensor], _on_wire[_wire_name(tensor)]
         size = _native.size()
         for tensor in [one for one in _declared if one.operation == "broadcast"]:
             if tensor.root >= size:  # The job has shrunk, and nobody can send it any more.
@@ -190,17 +197,18 @@ def count_up(what: Any) -> int:
         return number
 
 
-def unnamed(count: int) -> list[str]:
-    """Names for operations that the caller gave none: they follow from the order of calls.
+def unnamed(count: int, ranks: tuple[int, ...] | None = None) -> list[str]:
+    """Names for operations that the caller gave none: they follow from the order of calls, of those
+    for the same ranks.
 
     A name about which the ranks disagreed is of no use, on any rank. So the last operation under a
     name must be over, to see whether there has to be another one.
     """
     names = []
     for index in range(count):
-        number = count_up(_UNNAMED_PREFIX) % _UNNAMED
+        number = count_up((_UNNAMED_PREFIX, ranks)) % _UNNAMED
         # Those of one call are under way together, however many they are.
-        turn = _turns.setdefault((number, index // _UNNAMED), _Turn())
+        turn = _turns.setdefault((ranks, number, index // _UNNAMED), _Turn())
         native = turn.native
         if native is not None:
             try:
@@ -213,9 +221,19 @@ def unnamed(count: int) -> list[str]:
             turn.refused = False
         lap = f" of lap {index // _UNNAMED}" if index >= _UNNAMED else ""
         again = f", again {turn.failures}" if turn.failures else ""
-        names.append(f"{_UNNAMED_PREFIX}{number}{lap}{again}>")
+        names.append(scoped(f"{_UNNAMED_PREFIX}{number}{lap}{again}>", ranks))
         _turn_of[names[-1]] = turn
     return names
+
+
+def scoped(name: str, ranks: tuple[int, ...] | None) -> str:
+    """The name that it has among these ranks, which no other ranks have for theirs."""
+    if ranks is None:
+        return name
+    text = ",".join(map(str, ranks))
+    if len(text) > _SCOPE_CHARACTERS_MAX:
+        text = hashlib.sha256(text.encode()).hexdigest()
+    return f"{name}@{text}"
 
 
 def _wire_name(tensor: Tensor) -> str:
@@ -223,9 +241,10 @@ def _wire_name(tensor: Tensor) -> str:
 
     One name may be averaged, summed and broadcast: what comes second has its operation in the wire
     name. What comes first has not, so that ranks which disagree about it are found out. Names that
-    nobody chose stand for one operation at a time.
+    nobody chose stand for one operation at a time. Each process set has names of its own, since
+    others may train a model of the same names.
     """
-    plain = f"byteps.{tensor.name}"
+    plain = scoped(f"byteps.{tensor.name}", tensor.ranks)
     known = _on_wire.get(plain, tensor)
     if (known.operation, known.root) == (tensor.operation, tensor.root):
         return plain

@@ -11,17 +11,26 @@ from collections.abc import Callable
 from typing import Any
 
 from byteps import _forming, _native, _process_sets, _registry
-from byteps._process_sets import GlobalProcessSet, global_process_set
+from byteps._process_sets import (
+    ProcessSet,
+    add_process_set,
+    get_process_set_ids_and_ranks,
+    global_process_set,
+    remove_process_set,
+)
 from byteps.errors import BytePSError, ConfigError
 
 __all__ = [
     "BytePSBasics",
+    "ProcessSet",
+    "add_process_set",
     "barrier",
     "ccl_built",
     "cross_rank",
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "get_process_set_ids_and_ranks",
     "get_pushpull_speed",
     "global_process_set",
     "gloo_built",
@@ -36,6 +45,7 @@ __all__ = [
     "mpi_threads_supported",
     "nccl_built",
     "rank",
+    "remove_process_set",
     "resume",
     "rocm_built",
     "shutdown",
@@ -70,18 +80,19 @@ def init(lazy: Any = True, comm: Any = None, process_sets: Any = None) -> None:
     scheduler nor server. A second call does nothing.
 
     ``lazy`` is there for BytePS's callers: both of its values connect now, so that what is wrong
-    with the job shows here and not at the first tensor. ``comm`` and ``process_sets`` are there for
-    Horovod's: a list of all ranks, or an MPI communicator of as many processes, and no further
-    sets. The first argument may be ``comm``, as in Horovod.
+    with the job shows here and not at the first tensor. ``comm`` is there for Horovod's: a list of
+    all ranks, or an MPI communicator of as many processes; the first argument may be ``comm``, as
+    in Horovod. ``process_sets`` are added as by :func:`add_process_set`, in their order.
     """
     if comm is None and not isinstance(lazy, (bool, int)):
         comm = lazy
-    if process_sets:
-        raise ConfigError(f"process_sets={process_sets!r}: the one set is that of all ranks")
     begins = begin()
     try:
         _check_members(comm)
-    except ConfigError:
+        # Horovod's word for sets that come later is no set; they may come here.
+        for process_set in () if process_sets in (None, "dynamic") else process_sets:
+            add_process_set(process_set)
+    except (BytePSError, TypeError):
         if begins:
             shutdown()
         raise
@@ -231,16 +242,20 @@ def cross_size() -> int:
 
 
 def barrier(
-    timeout: float | GlobalProcessSet | None = None, process_set: GlobalProcessSet | None = None
+    timeout: float | ProcessSet | None = None, process_set: ProcessSet | None = None
 ) -> None:
-    """Waits until all ranks have called it; at most ``timeout`` seconds, if given.
+    """Waits until all ranks, or those of ``process_set``, have called it; at most ``timeout``
+    seconds, if given.
 
-    ``process_set``, which Horovod has in the place of ``timeout``, is :data:`global_process_set`.
+    Horovod has ``process_set`` in the place of ``timeout``, where it may stand here, too.
     """
-    if isinstance(timeout, GlobalProcessSet):
-        timeout = None
-    _process_sets.check(process_set)
-    _native.barrier(timeout)
+    if isinstance(timeout, ProcessSet):
+        timeout, process_set = None, timeout
+    ranks = _process_sets.ranks_of(process_set)
+    if ranks is None:
+        _native.barrier(timeout)
+    else:
+        _process_sets.barrier(ranks, timeout)
 
 
 # What Horovod's callers ask of a build

@@ -3,14 +3,17 @@
 #![forbid(unsafe_code)]
 
 use bps_engine::base::{Rank, word};
+use bps_engine::proto::members::Members;
 use std::sync::Arc;
 
 /// The groups of a job: ranks of a host that reduce among themselves, and of which one speaks for
-/// all, or single ranks.
+/// all, or single ranks. Of a set of ranks, what its members are of each.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Groups {
+    /// By rank, or by place in the set.
     of_rank: Box<[u32]>,
     sizes: Box<[u32]>,
+    members: Members,
 }
 
 impl Groups {
@@ -22,13 +25,50 @@ impl Groups {
         for group in of_rank {
             sizes[*group as usize] += 1;
         }
-        Groups { of_rank: of_rank.into(), sizes: sizes.into() }
+        Groups { of_rank: of_rank.into(), sizes: sizes.into(), members: Members::ALL }
     }
 
-    /// Ranks in the job.
+    /// Those of a set of ranks, numbered anew; `None` where one of them is not of this job.
+    #[must_use]
+    pub fn among(&self, members: &Members) -> Option<Groups> {
+        let group = |rank: &Rank| self.of_rank.get(rank.0 as usize).copied();
+        let before = members.listed().iter().map(group).collect::<Option<Vec<u32>>>()?;
+        let mut known = before.clone();
+        known.sort_unstable();
+        known.dedup();
+        let number = |group| word(known.partition_point(|other| *other < group));
+        let of_rank: Vec<u32> = before.into_iter().map(number).collect();
+        Some(Groups { members: members.clone(), ..Groups::new(&of_rank) })
+    }
+
+    /// Ranks in the job, or in the set.
     #[must_use]
     pub fn ranks(&self) -> u32 {
         word(self.of_rank.len())
+    }
+
+    /// Which set of ranks they are.
+    #[must_use]
+    pub fn members(&self) -> &Members {
+        &self.members
+    }
+
+    /// These ranks, in rising order.
+    pub fn iter(&self) -> impl Iterator<Item = Rank> + '_ {
+        self.members.iter(self.ranks())
+    }
+
+    /// Whether this rank is one of them.
+    #[must_use]
+    pub fn has(&self, rank: Rank) -> bool {
+        self.place(rank).is_some()
+    }
+
+    fn place(&self, rank: Rank) -> Option<usize> {
+        match self.members.is_all() {
+            true => Some(rank.0 as usize).filter(|place| *place < self.of_rank.len()),
+            false => self.members.listed().binary_search(&rank).ok(),
+        }
     }
 
     /// How many there are.
@@ -37,10 +77,13 @@ impl Groups {
         word(self.sizes.len())
     }
 
-    /// The group of a rank of the job.
+    /// The group of a rank of the job, or of the set.
+    ///
+    /// # Panics
+    /// It is none of them.
     #[must_use]
     pub fn of(&self, rank: Rank) -> u32 {
-        self.of_rank[rank.0 as usize]
+        self.of_rank[self.place(rank).expect("only members are asked for")]
     }
 
     /// Ranks in the group of this one.
@@ -216,6 +259,21 @@ impl Turnouts {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn of_a_set_only_its_members_count() {
+        let groups = Groups::new(&[0, 0, 1, 1, 2]);
+        let members = Members::new([4, 1, 0].map(Rank).to_vec()).unwrap();
+        let few = groups.among(&members).unwrap();
+        assert_eq!((few.ranks(), few.count()), (3, 2));
+        assert_eq!([0, 1, 4].map(|rank| few.of(Rank(rank))), [0, 0, 1]);
+        assert_eq!((few.size_with(Rank(1)), few.size_with(Rank(4))), (2, 1));
+        assert_eq!([0, 2, 4, 5].map(|rank| few.has(Rank(rank))), [true, false, true, false]);
+        assert_eq!(few.iter().collect::<Vec<_>>(), [0, 1, 4].map(Rank));
+        let beyond = Members::new(vec![Rank(1), Rank(5)]).unwrap();
+        assert_eq!(groups.among(&beyond), None);
+        assert!(groups.has(Rank(4)) && !groups.has(Rank(5)));
+    }
 
     #[test]
     fn speakers_are_found_in_rising_order_across_words() {

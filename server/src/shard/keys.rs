@@ -2,14 +2,16 @@
 //! no rank pushes them any more.
 
 use super::Shard;
-use crate::entry::{Entry, accumulator_bytes};
-use bps_engine::base::{DType, Key, word};
+use crate::entry::{Entry, Groups, accumulator_bytes};
+use bps_engine::base::{DType, Key, Operation, word};
 use bps_engine::limits::{ALIGNMENT, PART_BYTES_MAX};
 use bps_engine::mem::MemoryError;
+use bps_engine::proto::members::Members;
 use bps_engine::proto::messages::{KeySpec, RetiredKey};
 use bps_engine::trace::log;
 use bps_engine::transport::DirectMemory;
 use std::ptr::NonNull;
+use std::sync::Arc;
 use std::time::Instant;
 
 /// So many bytes may take a second.
@@ -27,6 +29,9 @@ pub(super) enum InstallError {
     /// It was retired, and is to be something else now.
     #[error("{key} was installed again as something else")]
     Changed { key: Key },
+    /// It is for ranks that are not there, or from one that it is not for.
+    #[error("{key} is for {members}, its root among them, which are not all ranks of this job")]
+    Members { key: Key, members: Members },
     /// No pages, for all of them together.
     #[error("no memory for tensors: {0}")]
     Pages(MemoryError),
@@ -59,14 +64,17 @@ impl Shard {
                 if entry.last_round.take().is_none() {
                     return Err(InstallError::Twice { key });
                 }
-                if (entry.dtype, entry.bytes) != (spec.dtype, spec.bytes as usize) {
+                let is_same = (entry.dtype, entry.bytes) == (spec.dtype, spec.bytes as usize)
+                    && *entry.groups().members() == spec.members;
+                if !is_same {
                     return Err(InstallError::Changed { key });
                 }
                 continue;
             }
+            let groups = self.groups_of(spec)?;
             let claimed = self.arena.claim(accumulator_bytes(spec));
             let accumulator = claimed.map_err(|error| InstallError::Claim { key, error })?;
-            let entry = Entry::new(spec, &self.groups, accumulator);
+            let entry = Entry::new(spec, &groups, accumulator);
             let index = self.vacant.pop().unwrap_or(self.entries.len());
             if index == self.entries.len() {
                 self.entries.push(entry);
@@ -87,6 +95,26 @@ impl Shard {
         }
         self.results.make_room(self.entries.len());
         Ok(())
+    }
+
+    /// The groups of the ranks that a key is for.
+    fn groups_of(&mut self, spec: &KeySpec) -> Result<Arc<Groups>, InstallError> {
+        let (key, members) = (spec.key, &spec.members);
+        let strange = || InstallError::Members { key, members: members.clone() };
+        let groups = if members.is_all() {
+            &self.groups
+        } else if let Some(known) = self.sets.get(members) {
+            known
+        } else {
+            let few = self.groups.among(members).ok_or_else(strange)?;
+            // Those that no key has any more are of no use.
+            self.sets.retain(|_, groups| Arc::strong_count(groups) > 1);
+            self.sets.entry(members.clone()).or_insert(Arc::new(few))
+        };
+        match spec.operation {
+            Operation::Broadcast(root) if !groups.has(root) => Err(strange()),
+            _ => Ok(Arc::clone(groups)),
+        }
     }
 
     /// Takes the pages of all accumulators at once, with a line where that takes a while.

@@ -47,6 +47,7 @@ impl Shard {
         }
         self.epoch = epoch;
         self.groups = groups;
+        self.sets.clear();
         self.index.clear();
         self.entries.clear();
         self.vacant.clear();

@@ -143,6 +143,14 @@ pub enum Refusal {
         /// The part.
         key: Key,
     },
+    /// The tensor is for other ranks.
+    #[error("{key} is a part of a tensor for a set of ranks, and {rank} is none of them")]
+    Outside {
+        /// The part.
+        key: Key,
+        /// Who contributes.
+        rank: Rank,
+    },
     /// The rank has contributed to this round, or the round is not open.
     #[error("{key}: round {} is not open for this rank (the open one is {open})", .round.0)]
     Round {

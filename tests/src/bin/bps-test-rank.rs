@@ -6,6 +6,7 @@
 //! has begun and how it ended.
 
 use bps_engine::base::{DType, Operation};
+use bps_worker::Members;
 use bps_worker::error::{SettingError, Source};
 use bps_worker::{Declaration, Error, PushPull, Worker};
 use std::time::Duration;
@@ -48,6 +49,7 @@ fn work(plan: &Plan) -> Result<(), Error> {
         shape: plan.count.into(),
         operation: Operation::Sum,
         device: false,
+        members: Members::ALL,
     };
     let ids = worker.declare(&(0..plan.tensors).map(declaration).collect::<Vec<_>>())?;
     let count = usize::try_from(plan.count).expect("it fits the memory");

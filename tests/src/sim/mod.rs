@@ -5,6 +5,7 @@
 mod cluster;
 mod gpu;
 mod shape;
+mod tensors;
 mod workload;
 
 pub use cluster::Cluster;

@@ -4,11 +4,13 @@
 use super::cluster::{Cluster, SimWorker};
 use super::gpu::{self, GpuFlight, GpuTensor, Landed, SimGpu};
 use super::shape::{Groups, Shape};
+use super::tensors::{Tensor, contradict, shuffle, tensors};
 use crate::reference;
 use bps_engine::base::{DType, Operation, Placement, Rank};
 use bps_engine::config::PayloadChecksum;
 use bps_engine::proto::messages::{Declaration, Planning};
 use bps_engine::transport::sim::Random;
+use bps_worker::Members;
 use bps_worker::job::nic_loop::Command;
 use bps_worker::rounds::Memory;
 use bps_worker::task::Task;
@@ -65,11 +67,6 @@ const DEADLINE: Duration = Duration::from_secs(150);
 /// Turns after which a run counts as hung.
 const TURNS_MAX: u64 = 5_000_000;
 
-struct Tensor {
-    declaration: Declaration,
-    rounds: u64,
-}
-
 /// One push_pull that was started.
 struct Flight {
     handle: Handle,
@@ -108,50 +105,6 @@ struct Script {
     has_crashed: bool,
 }
 
-fn tensors(random: &mut Random, workers: u32, devices: bool) -> Vec<Tensor> {
-    let number = 1 + random.index(8);
-    let one = |index: usize| {
-        let dtype = DType::ALL[random.index(DType::ALL.len())];
-        let operation = match random.below(6) {
-            0 => Operation::Sum,
-            1 => Operation::Average,
-            2 => Operation::Min,
-            3 => Operation::Max,
-            // Rounding makes a product of floats depend on the order.
-            4 if !dtype.is_float() => Operation::Product,
-            4 => Operation::Max,
-            _ => Operation::Broadcast(Rank(
-                u32::try_from(random.below(u64::from(workers))).unwrap_or(0),
-            )),
-        };
-        let count = match random.below(6) {
-            0 => 0,
-            1 => 1,
-            2 => 255,
-            3 => random.below(5000),
-            4 => random.below(20_000),
-            _ => 1024 << random.below(5),
-        };
-        let name = format!("tensor.{index}");
-        let rounds = 1 + random.below(3);
-        let device = devices && !random.once_in(4);
-        // An average of whole numbers goes through memory of the host.
-        let operation = match operation {
-            Operation::Average if device && !dtype.is_float() => Operation::Sum,
-            operation => operation,
-        };
-        let shape = count.into();
-        Tensor { declaration: Declaration { name, dtype, shape, operation, device }, rounds }
-    };
-    (0..number).map(one).collect()
-}
-
-fn shuffle<T>(random: &mut Random, items: &mut [T]) {
-    for index in (1..items.len()).rev() {
-        items.swap(index, random.index(index + 1));
-    }
-}
-
 /// Runs one seed.
 ///
 /// # Panics
@@ -160,7 +113,11 @@ fn shuffle<T>(random: &mut Random, items: &mut [T]) {
 pub fn run(seed: u64, groups: Groups, fault: Fault) -> Outcome {
     let mut random = Random::new(seed);
     let shape = Shape::random(&mut random, groups);
-    let tensors = tensors(&mut random, shape.workers, shape.devices);
+    let mut tensors = tensors(&mut random, shape.workers, shape.devices);
+    if fault == Fault::Mismatch {
+        // The tensor on which ranks disagree is for all of them, as most say.
+        tensors[0].declaration.members = Members::ALL;
+    }
     run_job(seed, random, shape, &tensors, fault)
 }
 
@@ -198,6 +155,7 @@ pub fn run_hosts(hosts: &[u32]) -> Outcome {
             shape: 100_003.into(),
             operation,
             device: false,
+            members: Members::ALL,
         },
         rounds: 2,
     };
@@ -266,10 +224,12 @@ fn run_job(
             break;
         }
     }
+    let results =
+        |tensor: &Tensor| tensor.rounds * u64::from(tensor.declaration.members.count(workers));
     if fault == Fault::None {
-        let expected: u64 = tensors.iter().map(|tensor| tensor.rounds).sum();
+        let expected: u64 = tensors.iter().map(results).sum();
         assert_eq!(outcome.failed, 0, "seed {seed}: a push_pull failed without a fault");
-        assert_eq!(outcome.checked, expected * u64::from(workers), "seed {seed}");
+        assert_eq!(outcome.checked, expected, "seed {seed}");
     }
     if matches!(fault, Fault::Cut | Fault::CutOrder | Fault::Mute | Fault::MuteForEver) {
         for worker in &cluster.workers {
@@ -280,8 +240,8 @@ fn run_job(
         }
     }
     if fault == Fault::Mismatch {
-        let others: u64 = tensors.iter().skip(1).map(|tensor| tensor.rounds).sum();
-        assert!(outcome.checked >= others * u64::from(workers), "seed {seed}: others must go on");
+        let others: u64 = tensors.iter().skip(1).map(results).sum();
+        assert!(outcome.checked >= others, "seed {seed}: others must go on");
     }
     outcome.nanoseconds = cluster.now().as_nanos();
     outcome.wire_bytes = cluster.wire_bytes();
@@ -345,15 +305,19 @@ fn drive(
         if fault == Fault::Mismatch && number == 1 {
             rank.tensors[0] = contradict(&rank.tensors[0], worker.gpu.is_some());
         }
-        // All ranks declare all tensors, each in an order of its own.
-        return declare(cluster, rank, index, (0..tensors.len()).collect(), random);
+        // All ranks declare all tensors that are for them, each in an order of its own.
+        let is_member = |tensor: &usize| rank.tensors[*tensor].members.contains(Rank(number));
+        let order: Vec<usize> = (0..tensors.len()).filter(is_member).collect();
+        rank.todo.retain(|tensor| order.contains(tensor));
+        return declare(cluster, rank, index, order, random);
     };
     let Some(answer) = worker.declared.get(&request) else { return };
     let Ok(ids) = answer else {
         // This rank's user goes on without the tensor on which ranks disagree.
         assert!(rank.ids.contains(&0), "rank {number}: a declare fails without a cause");
         rank.todo.retain(|tensor| *tensor > 0);
-        return declare(cluster, rank, index, (1..tensors.len()).collect(), random);
+        let order = rank.ids.iter().copied().filter(|tensor| *tensor > 0).collect();
+        return declare(cluster, rank, index, order, random);
     };
     if random.once_in(3) || worker.gpu.as_ref().is_some_and(SimGpu::is_blocked) {
         return;
@@ -402,16 +366,6 @@ fn want_some(cluster: &mut Cluster, rank: &mut Script, index: usize, random: &mu
         if random.once_in(2) {
             gpu.want(&flight.handle);
         }
-    }
-}
-
-/// Another shape or another place.
-fn contradict(said: &Declaration, has_gpu: bool) -> Declaration {
-    let count = said.shape.count();
-    let may_move = said.dtype.is_float() || said.operation != Operation::Average;
-    match has_gpu && may_move && count.is_multiple_of(2) {
-        true => Declaration { device: !said.device, ..said.clone() },
-        false => Declaration { shape: (count + 1).into(), ..said.clone() },
     }
 }
 
@@ -524,12 +478,20 @@ fn check(
                 outcome.failed += 1;
             }
             Landed::Bytes(bytes) => {
-                let Declaration { dtype, shape, operation, name, device } =
+                let Declaration { dtype, shape, operation, name, device, members } =
                     &tensors[flight.tensor].declaration;
                 let count = usize::try_from(shape.count()).expect("small tensors");
                 let tensor = flight.tensor as u64;
-                let expected =
-                    reference::result(*dtype, *operation, tensor, roster.size, flight.round, count);
+                let ranks = members.listed().iter().map(|rank| rank.0);
+                let all = if members.is_all() { 0..roster.size } else { 0..0 };
+                let expected = reference::result_among(
+                    *dtype,
+                    *operation,
+                    tensor,
+                    ranks.chain(all),
+                    flight.round,
+                    count,
+                );
                 let is_over = worker.over.is_some() || fault == Fault::Mismatch && tensor == 0;
                 if is_over && *device && is_spoilt(&bytes, &expected, dtype.size()) {
                     outcome.failed += 1;
@@ -537,8 +499,8 @@ fn check(
                 }
                 assert!(
                     bytes == expected,
-                    "seed {seed}: {name} ({dtype} × {count}, {operation}, on a GPU: {device}), \
-                     round {}: rank {} got other bytes",
+                    "seed {seed}: {name} ({dtype} × {count}, {operation}, on a GPU: {device}, for \
+                     {members}), round {}: rank {} got other bytes",
                     flight.round,
                     roster.index
                 );

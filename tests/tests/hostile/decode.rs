@@ -6,6 +6,7 @@ use bps_engine::control::channel::Greeting;
 use bps_engine::control::{Connection, Inbox, encode};
 use bps_engine::proto::handshake::{Accepting, Dialing, Hello, JobKey, Step};
 use bps_engine::proto::late::LateKeys;
+use bps_engine::proto::members::Members;
 use bps_engine::proto::messages::{
     Declaration, Node, NodeMessage, Part, Planning, Register, Replacement, SchedulerMessage,
 };
@@ -146,6 +147,7 @@ fn node_messages() -> Vec<String> {
         shape: (1 << 20).into(),
         operation: Operation::Broadcast(Rank(3)),
         device: false,
+        members: Members::new([0, 2, 3, 17].map(Rank).to_vec()).expect("a set"),
     };
     [
         NodeMessage::Register(register),

@@ -20,7 +20,7 @@ use bps_worker::job::nic_loop::{Command, NicLoop};
 use bps_worker::nic::{NicConfig, NicStatistics, Peer, Report};
 use bps_worker::rounds::SlotMemory;
 use bps_worker::rounds::handover::{FromGpu, GpuInbox, GpuThread, ToGpu};
-use bps_worker::rounds::{Memory, Plan, PlanPart};
+use bps_worker::rounds::{Among, Memory, Plan, PlanPart};
 use bps_worker::task::Task;
 use bps_worker::{Error, Handle};
 use std::sync::Arc;
@@ -37,6 +37,8 @@ const OTHERS: Key = Key(2);
 const UNKNOWN: Key = Key(3);
 /// Parts of tensors on GPUs: the good rank's and the bad one's.
 const ON_GPUS: [Key; 2] = [Key(4), Key(5)];
+/// A part that is for the good rank alone.
+const OF_ONE: Key = Key(6);
 const BYTES: usize = 4096;
 /// Longer than any run.
 const HOUR: Duration = Duration::from_secs(3600);
@@ -138,12 +140,25 @@ impl Pair {
         pair.push(1, OTHERS, Some(LANE));
         pair.plan(2, ON_GPUS[0], None, true);
         pair.plan(3, ON_GPUS[1], Some(LANE), true);
+        let alone = Among { count: 1, lanes: [].into() };
+        pair.plan_among(4, OF_ONE, None, false, Some(Arc::new(alone)));
         pair.settle();
         pair
     }
 
     /// The good rank declares a tensor of one part.
     fn plan(&mut self, tensor: u32, key: Key, owner: Option<LaneId>, device: bool) {
+        self.plan_among(tensor, key, owner, device, None);
+    }
+
+    fn plan_among(
+        &mut self,
+        tensor: u32,
+        key: Key,
+        owner: Option<LaneId>,
+        device: bool,
+        among: Option<Arc<Among>>,
+    ) {
         let owner_rank = if owner.is_none() { GOOD } else { BAD };
         let holder = self.switches.holder(owner_rank, GOOD);
         let part = PlanPart { key, offset: 0, bytes: BYTES, core: None, owner, owner_rank, holder };
@@ -152,6 +167,7 @@ impl Pair {
             dtype: DType::F32,
             operation: Operation::Sum,
             device,
+            among,
             parts: [part].into(),
         };
         let command = Command::Plan { tensor, plan: Arc::new(plan) };
@@ -317,6 +333,7 @@ const SPOILT: &[(&str, Spoil)] = &[
     ("a key of the other owner", |header| header.key = Key(3 - header.key.0)),
     ("a server's word", |header| header.kind = Kind::Refused),
     ("an order where no GPU is used", |header| header.kind = Kind::GpuReduce),
+    ("a tensor that is not for it", |header| header.key = OF_ONE),
     ("a tensor on GPUs", |header| header.key = ON_GPUS[usize::from(header.key == OTHERS)]),
 ];
 const SPOILT_WORD: &[(&str, Spoil)] = &[("a payload", |header| header.length = 8)];

@@ -18,6 +18,7 @@ use bps_engine::wire::{Header, Kind, RawHeader};
 use bps_tests::job::free_port;
 use bps_tests::program::Program;
 use bps_tests::reference;
+use bps_worker::Members;
 use bps_worker::{PushPull, Worker};
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
@@ -52,6 +53,7 @@ fn declarations() -> Vec<Declaration> {
         shape: count.into(),
         operation: if index.is_multiple_of(2) { Operation::Sum } else { Operation::Average },
         device: false,
+        members: Members::ALL,
     };
     vec![
         tensor(0, DType::F32, 50_000),

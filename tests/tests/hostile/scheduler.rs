@@ -3,6 +3,7 @@
 use crate::spoil;
 use bps_engine::base::{CoreId, DType, Key, Operation, Placement, Rank};
 use bps_engine::proto::late::LateKeys;
+use bps_engine::proto::members::Members;
 use bps_engine::proto::messages::{
     Declaration, Node, NodeMessage, Planning, Register, Replacement, SchedulerMessage, StalledKey,
 };
@@ -97,6 +98,12 @@ fn message(random: &mut Random) -> NodeMessage {
                 shape: if odd { random.bits() } else { [5000, 3, 0, 1][name] }.into(),
                 operation: [Operation::Sum, Operation::Broadcast(Rank(9))][usize::from(odd)],
                 device: false,
+                members: if odd || random.once_in(3) {
+                    let ranks = (0..3u32).take(1 + random.index(3)).map(Rank);
+                    Members::new(ranks.collect()).expect("a set")
+                } else {
+                    Members::ALL
+                },
             };
             if random.once_in(3) {
                 let one = Replacement { said: declaration, rounds: random.below(3) };

@@ -24,6 +24,7 @@ use bps_engine::config::{Config, ElasticMode};
 use bps_engine::harness::{self, Idler};
 use bps_engine::lane::EndpointBuilder;
 use bps_engine::mem::Budget;
+use bps_engine::proto::members::Members;
 use bps_engine::proto::messages::Declaration;
 use bps_engine::topo::Topology;
 use bps_engine::trace::log;
@@ -184,6 +185,7 @@ fn tell_all(worker: &Worker, own: &Row) -> Result<Vec<Row>, Error> {
         shape: (rows.len() as u64).into(),
         operation: Operation::Sum,
         device: false,
+        members: Members::ALL,
     };
     let ids = worker.declare(std::slice::from_ref(&declaration))?;
     let at = rows.as_mut_ptr();

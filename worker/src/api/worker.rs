@@ -15,6 +15,7 @@ use bps_engine::config::Config;
 use bps_engine::proto::messages::Declaration;
 use bps_engine::proto::objects::ObjectKeys;
 use bps_engine::trace::log;
+use std::borrow::Cow;
 use std::ops::RangeInclusive;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
@@ -125,8 +126,10 @@ impl Worker {
     ///
     /// # Errors
     /// [`Error::Mismatch`] where another rank says something else of the same name;
-    /// [`Error::Refused`] for what the scheduler or a server can't serve.
+    /// [`Error::Refused`] for what the scheduler or a server can't serve, and for a tensor of a set
+    /// of ranks of which this is none.
     pub fn declare(&self, tensors: &[Declaration]) -> Result<Vec<TensorId>, Error> {
+        let tensors = &*self.0.with_members(tensors)?;
         let news = lock(&self.0.declared).news(tensors);
         if !news.new.is_empty() || !news.replaced.is_empty() {
             let ids = self.0.job.as_ref().map(|job| job.declare(&news)).transpose()?;
@@ -359,6 +362,30 @@ impl Shared {
             config: config.clone(),
             gpu: Mutex::default(),
         }
+    }
+
+    /// Declarations whose sets of ranks are what the scheduler has to know of them: nothing, if
+    /// they are all ranks.
+    fn with_members<'a>(
+        &self,
+        tensors: &'a [Declaration],
+    ) -> Result<Cow<'a, [Declaration]>, Error> {
+        for said in tensors {
+            let checked = said.check_members(Rank(self.rank), self.size);
+            checked.map_err(|cause| Refusal::Scheduler(Arc::new(cause)))?;
+        }
+        let changes = |said: &Declaration| {
+            let members = &said.members;
+            members.clone().within(self.size) != *members
+        };
+        if !tensors.iter().any(changes) {
+            return Ok(Cow::Borrowed(tensors));
+        }
+        let mut tensors = tensors.to_vec();
+        for said in &mut tensors {
+            said.members = std::mem::take(&mut said.members).within(self.size);
+        }
+        Ok(Cow::Owned(tensors))
     }
 
     /// Counts pushes that are about to start, and tells the scheduler if other ranks have replaced

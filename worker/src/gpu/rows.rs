@@ -84,6 +84,7 @@ mod tests {
             dtype: DType::F32,
             operation: Operation::Sum,
             device: true,
+            among: None,
             parts: (0..).zip(parts).map(part).collect(),
         }
     }

@@ -17,6 +17,7 @@
 use bps_engine::base::Key;
 use bps_engine::mem::Readable;
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 /// Contributions that an owner asks for before the first of them is in.
 pub const GRANTS_MAX: usize = 64;
@@ -65,9 +66,24 @@ pub struct Ready<T> {
     pub length: usize,
 }
 
+/// The peers that contribute to a part; all where there is no list.
+pub type Peers = Option<Arc<[usize]>>;
+
+/// A part whose contributions are to come, and from whom.
+struct Asked<T> {
+    part: Granted<T>,
+    peers: Peers,
+}
+
+impl<T> Asked<T> {
+    fn is_of(&self, peer: usize) -> bool {
+        self.peers.as_ref().is_none_or(|peers| peers.contains(&peer))
+    }
+}
+
 /// The contributions to this rank's parts: in the order of the grants, all lanes in step.
 pub struct Collector<T> {
-    order: VecDeque<Granted<T>>,
+    order: VecDeque<Asked<T>>,
     /// Bytes of the first part that have been added.
     done: usize,
     /// By peer.
@@ -94,17 +110,19 @@ impl<T: Copy> Collector<T> {
         self.order.len() < GRANTS_MAX
     }
 
-    /// The peers are asked for a part.
-    pub fn grant(&mut self, part: Granted<T>) {
-        self.order.push_back(part);
+    /// These peers, of which there is one at least, are asked for a part.
+    pub fn grant(&mut self, part: Granted<T>, peers: Peers) {
+        self.order.push_back(Asked { part, peers });
     }
 
     /// The header of a contribution of so many bytes has come from a peer.
     pub fn header(&mut self, peer: usize, key: Key, bytes: usize) -> Answer {
-        let Some(at) = self.order.iter().position(|part| part.key == key) else {
+        let Some(at) = self.order.iter().position(|asked| asked.part.key == key) else {
             return Answer::Unknown;
         };
-        if self.order[at].bytes != bytes || !matches!(self.coming[peer], Coming::Nothing) {
+        let asked = &self.order[at];
+        let fits = asked.part.bytes == bytes && asked.is_of(peer);
+        if !fits || !matches!(self.coming[peer], Coming::Nothing) {
             return Answer::Unknown;
         }
         // Each part is contributed to once by each peer: of the first one, nothing may have been
@@ -132,10 +150,14 @@ impl<T: Copy> Collector<T> {
 
     /// What can be added, if anything; the addresses are in [`sources`](Collector::sources).
     pub fn ready(&mut self) -> Option<Ready<T>> {
-        let part = *self.order.front()?;
+        let front = self.order.front()?;
+        let part = front.part;
         let mut length = part.bytes - self.done;
         self.sources.clear();
-        for coming in &self.coming {
+        for (peer, coming) in self.coming.iter().enumerate() {
+            if !front.is_of(peer) {
+                continue;
+            }
             let Coming::Payload(Some(piece)) = coming else { return None };
             length = length.min(piece.len());
             self.sources.push(piece.as_ptr());
@@ -162,21 +184,24 @@ impl<T: Copy> Collector<T> {
                 *piece = piece.behind(length);
             }
         }
-        if self.order.front().is_none_or(|part| self.done < part.bytes) {
+        if self.order.front().is_none_or(|front| self.done < front.part.bytes) {
             return None;
         }
         self.done = 0;
-        self.coming.fill(Coming::Nothing);
-        self.order.pop_front()
+        // What peers that it was not asked of have in line for a later part stands.
+        for coming in self.coming.iter_mut().filter(|one| matches!(one, Coming::Payload(_))) {
+            *coming = Coming::Nothing;
+        }
+        self.order.pop_front().map(|front| front.part)
     }
 
     /// A peer whose contribution has stood and may be taken now, if there is one.
     pub fn take_next(&mut self) -> Option<(usize, usize)> {
-        let part = self.order.front()?;
-        let is_next = |coming: &Coming| matches!(coming, Coming::Held(key) if *key == part.key);
+        let Granted { key: next, bytes, .. } = self.order.front()?.part;
+        let is_next = |coming: &Coming| matches!(coming, Coming::Held(key) if *key == next);
         let peer = self.coming.iter().position(is_next)?;
         self.coming[peer] = Coming::Payload(None);
-        Some((peer, part.bytes))
+        Some((peer, bytes))
     }
 
     /// The lane of a peer is gone, and what has come on it: no part that it was asked for will ever
@@ -193,15 +218,16 @@ impl<T: Copy> Collector<T> {
         mut removed: impl FnMut(&Granted<T>),
         mut dropped: impl FnMut(usize, Dropped),
     ) {
-        let front = self.order.front().is_some_and(|part| unwanted(&part.item));
+        let front = self.order.front().is_some_and(|front| unwanted(&front.part.item));
         for (peer, coming) in self.coming.iter_mut().enumerate() {
             let drop = match coming {
                 Coming::Payload(piece) if front => {
                     let held = piece.map_or(0, Readable::len);
-                    Dropped::Payload { left: self.order[0].bytes - self.done, held }
+                    Dropped::Payload { left: self.order[0].part.bytes - self.done, held }
                 }
                 Coming::Held(key) => {
-                    let part = self.order.iter().find(|part| part.key == *key);
+                    let part = self.order.iter().map(|asked| &asked.part);
+                    let part = part.clone().find(|part| part.key == *key);
                     let Some(part) = part.filter(|part| unwanted(&part.item)) else { continue };
                     Dropped::Header { bytes: part.bytes }
                 }
@@ -213,10 +239,10 @@ impl<T: Copy> Collector<T> {
         if front {
             self.done = 0;
         }
-        self.order.retain(|part| {
-            let stays = !unwanted(&part.item);
+        self.order.retain(|asked| {
+            let stays = !unwanted(&asked.part.item);
             if !stays {
-                removed(part);
+                removed(&asked.part);
             }
             stays
         });
@@ -250,7 +276,7 @@ mod tests {
         let memory = Readable::from(&MEMORY[..]);
         let mut collector: Collector<u32> = Collector::new(2);
         for item in 0..2 {
-            collector.grant(Granted { key: Key(u64::from(item)), bytes: 192, item });
+            collector.grant(Granted { key: Key(u64::from(item)), bytes: 192, item }, None);
         }
         let mut left = pieces.map(|sizes| sizes.iter().copied().cycle());
         // By peer: the part, bytes of it that have been brought, and whether a piece is held.
@@ -293,11 +319,47 @@ mod tests {
     }
 
     #[test]
+    fn parts_of_sets_are_added_as_soon_as_their_peers_have_come() {
+        let memory = Readable::from(&[0u8; 64][..]);
+        let mut collector: Collector<u32> = Collector::new(3);
+        collector.grant(Granted { key: Key(1), bytes: 64, item: 1 }, Some([0, 2].into()));
+        collector.grant(Granted { key: Key(2), bytes: 64, item: 2 }, Some([1].into()));
+        collector.grant(Granted { key: Key(3), bytes: 64, item: 3 }, None);
+        assert_eq!(collector.header(1, Key(1), 64), Answer::Unknown, "it was not asked");
+        // Its lane stands with what it has for the next part, while others bring this one.
+        assert_eq!(collector.header(1, Key(2), 64), Answer::Hold);
+        for peer in [0, 2] {
+            assert_eq!(collector.ready(), None);
+            assert_eq!(collector.header(peer, Key(1), 64), Answer::Take);
+            collector.piece(peer, memory);
+        }
+        let ready = collector.ready().unwrap();
+        assert_eq!((ready.part.item, collector.sources().len()), (1, 2));
+        let mut consumed = Vec::new();
+        assert_eq!(collector.added(64, |peer| consumed.push(peer)).unwrap().item, 1);
+        assert_eq!(consumed, [0, 2]);
+        // What others have for a part that is for all stands now.
+        assert_eq!(collector.header(0, Key(3), 64), Answer::Hold);
+        assert_eq!(collector.take_next(), Some((1, 64)));
+        collector.piece(1, memory);
+        assert_eq!(collector.ready().unwrap().part.item, 2);
+        assert_eq!(collector.added(64, |_| {}).unwrap().item, 2);
+        assert_eq!(collector.take_next(), Some((0, 64)));
+        collector.piece(0, memory);
+        assert_eq!(collector.ready(), None);
+        for peer in [1, 2] {
+            assert_eq!(collector.header(peer, Key(3), 64), Answer::Take);
+            collector.piece(peer, memory);
+        }
+        assert_eq!(collector.ready().unwrap().part.item, 3);
+    }
+
+    #[test]
     fn a_later_part_stands_until_its_turn_and_a_stranger_is_refused() {
         let memory = Readable::from(&[0u8; 64][..]);
         let mut collector: Collector<u32> = Collector::new(2);
-        collector.grant(Granted { key: Key(1), bytes: 64, item: 1 });
-        collector.grant(Granted { key: Key(2), bytes: 64, item: 2 });
+        collector.grant(Granted { key: Key(1), bytes: 64, item: 1 }, None);
+        collector.grant(Granted { key: Key(2), bytes: 64, item: 2 }, None);
         assert_eq!(collector.header(0, Key(3), 64), Answer::Unknown);
         assert_eq!(collector.header(0, Key(1), 60), Answer::Unknown);
         assert_eq!(collector.header(0, Key(1), 64), Answer::Take);

@@ -3,14 +3,25 @@
 use bps_engine::base::{Key, KeyMap};
 use std::time::Duration;
 
+/// A peer, and the open round of one key.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Peer {
+    /// It has not pushed it.
+    Awaited,
+    /// It has.
+    In,
+    /// The tensor is not for it.
+    Outside,
+}
+
 /// Who of the group has pushed the open round of one key.
 struct Gather {
     /// Rounds that all had pushed.
     done: u64,
     own: bool,
-    /// By peer.
-    peers: Box<[bool]>,
-    count: usize,
+    peers: Box<[Peer]>,
+    /// Peers that are awaited yet.
+    left: usize,
     /// When the first of the group pushed the open round.
     since: Option<Duration>,
 }
@@ -23,11 +34,23 @@ pub struct Gathers {
 
 /// A peer said what it can't say.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
-#[error("{key}: round {round} was pushed already, or is not the open one ({open})")]
-pub struct Untimely {
-    key: Key,
-    round: u64,
-    open: u64,
+pub enum Unfit {
+    /// Of this round.
+    #[error("{key}: round {round} was pushed already, or is not the open one ({open})")]
+    Untimely {
+        /// The part.
+        key: Key,
+        /// The round that it named.
+        round: u64,
+        /// The open one.
+        open: u64,
+    },
+    /// Of this tensor.
+    #[error("{key} is a part of a tensor for a set of ranks, of which it is none")]
+    Outside {
+        /// The part.
+        key: Key,
+    },
 }
 
 /// A round that some have pushed and others have not.
@@ -58,15 +81,23 @@ impl Gathers {
         self.keys.entry(key).or_insert_with(|| Gather {
             done: 0,
             own: false,
-            peers: vec![false; peers].into(),
-            count: 0,
+            peers: vec![Peer::Awaited; peers].into(),
+            left: peers,
             since: None,
         })
     }
 
-    /// This rank owns the key.
-    pub fn plan(&mut self, key: Key) {
-        self.gather(key);
+    /// This rank owns the key, of a tensor for all of the group or, where that is given, for these
+    /// peers and this rank.
+    pub fn plan(&mut self, key: Key, among: Option<&[usize]>) {
+        let gather = self.gather(key);
+        let Some(among) = among else { return };
+        for (at, peer) in gather.peers.iter_mut().enumerate() {
+            if !among.contains(&at) {
+                *peer = Peer::Outside;
+            }
+        }
+        gather.left = gather.awaited();
     }
 
     /// This rank pushes its next round of the key. Returns whether all have.
@@ -79,21 +110,23 @@ impl Gathers {
     /// A peer has pushed a round. Returns whether all have.
     ///
     /// # Errors
-    /// It is not the open round, or that peer has pushed it before.
+    /// It is not the open round, that peer has pushed it before, or the tensor is not for it.
     pub fn peer(
         &mut self,
         key: Key,
         peer: usize,
         round: u64,
         now: Duration,
-    ) -> Result<bool, Untimely> {
+    ) -> Result<bool, Unfit> {
         let gather = self.gather(key);
         let open = gather.done + 1;
-        if round != open || gather.peers[peer] {
-            return Err(Untimely { key, round, open });
+        match gather.peers[peer] {
+            Peer::Outside => return Err(Unfit::Outside { key }),
+            Peer::Awaited if round == open => {}
+            Peer::Awaited | Peer::In => return Err(Unfit::Untimely { key, round, open }),
         }
-        gather.peers[peer] = true;
-        gather.count += 1;
+        gather.peers[peer] = Peer::In;
+        gather.left -= 1;
         Ok(gather.pushed(now))
     }
 
@@ -119,20 +152,29 @@ impl Gathers {
                 round: gather.done + 1,
                 since,
                 own_missing: !gather.own,
-                peers_missing: peers.filter(|(_, is_in)| !**is_in).map(|(at, _)| at).collect(),
+                peers_missing: peers
+                    .filter(|(_, peer)| **peer == Peer::Awaited)
+                    .map(|(at, _)| at)
+                    .collect(),
             })
         })
     }
 }
 
 impl Gather {
+    fn awaited(&self) -> usize {
+        self.peers.iter().filter(|peer| **peer == Peer::Awaited).count()
+    }
+
     fn pushed(&mut self, now: Duration) -> bool {
-        let all = self.own && self.count == self.peers.len();
+        let all = self.own && self.left == 0;
         if all {
             self.done += 1;
             self.own = false;
-            self.peers.fill(false);
-            self.count = 0;
+            for peer in self.peers.iter_mut().filter(|peer| **peer == Peer::In) {
+                *peer = Peer::Awaited;
+            }
+            self.left = self.awaited();
             self.since = None;
         } else {
             self.since.get_or_insert(now);
@@ -152,7 +194,7 @@ mod tests {
         let mut gathers = Gathers::new(2);
         // A peer is first: this rank has not even declared the key.
         assert_eq!(gathers.peer(Key(7), 1, 1, SECOND), Ok(false));
-        gathers.plan(Key(7));
+        gathers.plan(Key(7), None);
         assert!(!gathers.own(Key(7), 2 * SECOND));
         assert_eq!(gathers.peer(Key(7), 0, 1, 3 * SECOND), Ok(true));
         // The next one begins from nothing.
@@ -168,7 +210,26 @@ mod tests {
         assert_eq!(gathers.peer(Key(7), 0, 1, SECOND), Ok(false));
         for (peer, round) in [(0, 1), (1, 2), (1, 0)] {
             let error = gathers.peer(Key(7), peer, round, SECOND).unwrap_err();
-            assert_eq!(error, Untimely { key: Key(7), round, open: 1 });
+            assert_eq!(error, Unfit::Untimely { key: Key(7), round, open: 1 });
+        }
+    }
+
+    #[test]
+    fn a_set_is_gathered_without_the_others() {
+        let mut gathers = Gathers::new(3);
+        // Whoever is not of the set has pushed it before this rank knew of that.
+        for peer in [0, 1] {
+            assert_eq!(gathers.peer(Key(7), peer, 1, SECOND), Ok(false));
+        }
+        gathers.plan(Key(7), Some(&[1, 2]));
+        for round in 1..4 {
+            let is_in = round == 1 || gathers.peer(Key(7), 1, round, SECOND) == Ok(false);
+            assert!(is_in && !gathers.own(Key(7), SECOND));
+            let waiting: Vec<_> = gathers.unpushed().map(|one| one.peers_missing).collect();
+            assert_eq!(waiting, [[2]]);
+            let error = gathers.peer(Key(7), 0, round, SECOND);
+            assert_eq!(error, Err(Unfit::Outside { key: Key(7) }));
+            assert_eq!(gathers.peer(Key(7), 2, round, SECOND), Ok(true));
         }
     }
 

@@ -6,7 +6,7 @@ use super::nic_loop::Command;
 use crate::base::error::{Closed, Corruption, Death, Error, PeerDied, Refusal, Source, StartError};
 use crate::host::switches::Switches;
 use crate::nic::{Peer, Report};
-use crate::rounds::{Plan, PlanPart};
+use crate::rounds::{Among, Plan, PlanPart};
 use bps_engine::base::{CoreId, Rank, word};
 use bps_engine::control::lane_fault;
 use bps_engine::limits::PART_BYTES_MAX;
@@ -272,6 +272,12 @@ impl Agent {
         let broken = |what: &'static str| {
             Error::from(Refusal::Plan { tensor: declaration.name.clone(), what })
         };
+        let among = self.among(&declaration);
+        // Whether a sum of this rank's group is the result.
+        let sums_all = match &among {
+            Some(among) => among.lanes.len() + 1 == among.count as usize,
+            None => !self.lanes.ranks.is_empty(),
+        };
         let mut parts = Vec::with_capacity(assignment.parts.len());
         let mut end = 0;
         for part in &assignment.parts {
@@ -289,10 +295,11 @@ impl Agent {
             }
             let is_own = part.owner.0 == self.roster.index;
             let owner = self.lanes.ranks.get(&part.owner).copied();
-            if !is_own && owner.is_none() {
+            let is_of_set = declaration.members.contains(part.owner);
+            if !is_own && owner.is_none() || !is_of_set {
                 return Err(broken("names an owner that is not of this rank's group"));
             }
-            if core.is_none() && self.lanes.ranks.is_empty() {
+            if core.is_none() && !sums_all {
                 return Err(broken("names nobody who sums it"));
             }
             parts.push(PlanPart {
@@ -313,8 +320,20 @@ impl Agent {
             dtype: declaration.dtype,
             operation: declaration.operation,
             device: declaration.device,
+            among: among.map(Arc::new),
             parts: parts.into_boxed_slice(),
         })
+    }
+
+    /// Who pushes a tensor with this rank, if not all do.
+    fn among(&self, declaration: &Declaration) -> Option<Among> {
+        let members = &declaration.members;
+        if members.is_all() {
+            return None;
+        }
+        let lane = |rank: &Rank| self.lanes.ranks.get(rank).copied();
+        let lanes = members.listed().iter().filter_map(lane).collect();
+        Some(Among { count: members.count(self.roster.size), lanes })
     }
 
     fn mismatch(&mut self, mismatch: Mismatch, effects: &mut Vec<Effect>) {

@@ -129,6 +129,7 @@ impl Declared {
 mod tests {
     use super::*;
     use bps_engine::base::DType;
+    use bps_engine::proto::members::Members;
 
     fn said(count: u64) -> Declaration {
         Declaration {
@@ -137,6 +138,7 @@ mod tests {
             shape: count.into(),
             operation: Operation::Sum,
             device: false,
+            members: Members::ALL,
         }
     }
 

@@ -8,7 +8,7 @@
 //! its circle.
 
 use super::{
-    LaneId, Nic, Operation, PartId, PartPlan, PartWord, Peer, Phase, Receiving, Report, Stage,
+    LaneId, Nic, Operation, Part, PartId, PartPlan, PartWord, Peer, Phase, Receiving, Report, Stage,
 };
 use crate::host::collect::{Answer, Collector, Dropped, Granted};
 use crate::host::gather::{Gathers, Unpushed};
@@ -18,6 +18,7 @@ use bps_engine::trace::timeline::Mark;
 use bps_engine::transport::Landing;
 use bps_engine::wire::header::{FLAG_SCALED, scale};
 use bps_engine::wire::{Header, Kind};
+use std::sync::Arc;
 
 /// Ranks that sum parts among themselves.
 pub(super) struct Circle {
@@ -36,6 +37,11 @@ impl Circle {
     /// One more, before anything has passed.
     pub(super) fn with(&self, lane: LaneId) -> Circle {
         Circle::new(self.lanes.iter().copied().chain([lane]).collect())
+    }
+
+    /// The places of these lanes, those that are here.
+    pub(super) fn places(&self, lanes: &[LaneId]) -> Arc<[usize]> {
+        lanes.iter().filter_map(|lane| self.place(*lane).ok()).collect()
     }
 
     /// The place of a lane.
@@ -83,21 +89,40 @@ impl Nic {
         {
             let state = self.part(part);
             let (key, bytes, round) = (state.plan.key, state.plan.bytes, state.round);
-            let device = state.plan.device;
+            let (device, peers) = (state.plan.device, state.peers.clone());
             if !device {
                 self.trace.record(Mark::Granted, key, round, self.config.rank, bytes);
             }
-            self.circle_mut(device).collector.grant(Granted { key, bytes, item: part });
+            self.circle_mut(device).collector.grant(Granted { key, bytes, item: part }, peers);
             let word = PartWord { kind: Kind::Grant, part, round, checksum: None };
-            self.say_to_circle(device, word);
+            self.say_to_circle(word);
         }
     }
 
-    /// Says something about a part to all others of its circle.
-    fn say_to_circle(&mut self, device: bool, word: PartWord) {
-        for at in 0..self.circle(device).lanes.len() {
-            self.say_to(self.circle(device).lanes[at], word);
+    /// The lane to one of the others that sum a part.
+    fn lane_of(&self, part: PartId, at: usize) -> LaneId {
+        let Part { plan, peers, .. } = self.part(part);
+        self.circle(plan.device).lanes[peers.as_ref().map_or(at, |peers| peers[at])]
+    }
+
+    /// Says something about a part to all others of its circle that sum it.
+    fn say_to_circle(&mut self, word: PartWord) {
+        for at in 0..self.others(word.part) {
+            self.say_to(self.lane_of(word.part, at), word);
         }
+    }
+
+    /// A part that is for this rank alone: its bytes are the result.
+    pub(super) fn take_own(&mut self, part: PartId) {
+        let (source, target) = self.ends_of(part);
+        if !std::ptr::eq(source.as_ptr(), target.as_ptr()) {
+            // SAFETY: both have the part's bytes, they are apart where they are not the same
+            // (`Memory::new`), and no transport has either.
+            unsafe {
+                std::ptr::copy_nonoverlapping(source.as_ptr(), target.as_ptr(), source.len());
+            }
+        }
+        self.on_result(part, None);
     }
 
     /// The owner asks for this rank's contribution.
@@ -149,7 +174,7 @@ impl Nic {
         while let Some(ready) = self.circle_mut(device).collector.ready() {
             let part = ready.part.item;
             let state = self.part(part);
-            let divisor = self.divisor(&state.plan);
+            let divisor = self.divisor(part);
             let (dtype, key, bytes) = (state.plan.dtype, state.plan.key, state.plan.bytes);
             let (reduction, round) = (state.plan.operation.reduction(), state.round);
             let (source, target) = self.ends_of(part);
@@ -171,8 +196,9 @@ impl Nic {
                 self.gathered.returned(bytes);
                 let mark = if device { Mark::Crossed } else { Mark::Reduced };
                 self.trace.record(mark, key, round, self.config.rank, bytes);
-                for lane in lanes {
-                    self.lanes[lane.0 as usize].receiving = Receiving::Header;
+                for at in 0..self.others(part) {
+                    let lane = self.lane_of(part, at);
+                    self.lane_mut(lane).receiving = Receiving::Header;
                 }
                 self.reduced(part);
                 self.let_held_go_on(device);
@@ -182,17 +208,24 @@ impl Nic {
 
     /// By what the owner of a part divides the sum of its group. The sum of f16 that goes on to a
     /// server is made small enough for f16, which the frame says; servers sum in f32.
-    fn divisor(&self, plan: &PartPlan) -> u32 {
+    fn divisor(&self, part: PartId) -> u32 {
+        let plan = &self.part(part).plan;
         match (plan.operation, plan.core) {
-            (Operation::Average, None) => self.config.size,
-            (Operation::Average, Some(_)) if is_scaled(plan) => scale(self.group_size()),
+            (Operation::Average, None) => self.contributors(plan),
+            (Operation::Average, Some(_)) if is_scaled(plan) => scale(self.group_size(plan)),
             _ => 1,
         }
     }
 
-    /// Ranks of this rank's group.
-    pub(super) fn group_size(&self) -> u32 {
-        u32::try_from(self.group.lanes.len() + 1).expect("ranks are counted in u32")
+    /// Ranks that push a part.
+    pub(super) fn contributors(&self, plan: &PartPlan) -> u32 {
+        plan.among.as_ref().map_or(self.config.size, |among| among.count)
+    }
+
+    /// Ranks of this rank's group that push a part.
+    pub(super) fn group_size(&self, plan: &PartPlan) -> u32 {
+        let others = plan.among.as_ref().map_or(self.group.lanes.len(), |among| among.lanes.len());
+        u32::try_from(others + 1).expect("ranks are counted in u32")
     }
 
     /// The contributions that stood and whose turn it is.
@@ -225,14 +258,17 @@ impl Nic {
             return;
         }
         // Alone in its circle: there is nobody to publish to.
-        let Some(&lane) = self.circle(device).lanes.first() else { return };
+        if self.others(part) == 0 {
+            return;
+        }
+        let lane = self.lane_of(part, 0);
         if !device {
             self.trace.record(Mark::Copying, key, round, self.config.rank, bytes);
         }
         let kind = Kind::Publication;
         // One for all of them: they are sent the same bytes over the same transport.
         let checksum = self.checksum(lane, part, kind);
-        self.say_to_circle(device, PartWord { kind, part, round, checksum });
+        self.say_to_circle(PartWord { kind, part, round, checksum });
     }
 
     /// A part's round is over before its time: nobody sums it any more.

@@ -19,6 +19,7 @@ use self::circle::Circle;
 use self::granted::Granted;
 use self::slots::{Gpu, Landings};
 use self::staged::Staged;
+use crate::host::collect::Peers;
 use crate::rounds::{Memory, PartId, PartOf, PartPlan, PartPush, Parts, Slot, Staging};
 use bps_engine::base::{Key, KeyMap, Operation};
 use bps_engine::lane::Endpoint;
@@ -52,6 +53,8 @@ enum Stage {
 /// A part, and its round that is open or was the last one.
 struct Part {
     plan: PartPlan,
+    /// Who of the circle sums it with this rank; all where there is no list.
+    peers: Peers,
     round: u64,
     stage: Stage,
     priority: i64,
@@ -359,14 +362,22 @@ impl Nic {
     /// Adds parts, and returns the number of the first; the others follow.
     pub(crate) fn plan(&mut self, plans: impl Iterator<Item = PartPlan>) -> PartId {
         let first = PartId(u32::try_from(self.parts.len()).expect("parts are counted in u32"));
+        let mut peers: Peers = None;
         for (number, plan) in (first.0..).zip(plans) {
             self.keys.insert(plan.key, PartId(number));
             let circle = self.circle_mut(plan.device);
-            if plan.owner.is_none() && !circle.lanes.is_empty() {
-                circle.gathers.plan(plan.key);
+            // All parts of a tensor are for the same ranks.
+            if let (Some(among), None) = (&plan.among, &peers) {
+                peers = Some(circle.places(&among.lanes));
+            }
+            let others = peers.as_ref().map_or(circle.lanes.len(), |peers| peers.len());
+            // One that is for this rank alone is known too, so that nobody else pushes it.
+            if plan.owner.is_none() && (others > 0 || peers.is_some()) {
+                circle.gathers.plan(plan.key, peers.as_deref());
             }
             self.parts.push(Part {
                 plan,
+                peers: peers.clone(),
                 round: 0,
                 stage: Stage::Idle,
                 priority: 0,
@@ -392,6 +403,12 @@ impl Nic {
     /// A tensor's round is over, which had this key first.
     pub(crate) fn record_done(&mut self, key: Key, round: u64) {
         self.trace.record(Mark::Done, key, round, self.config.rank, 0);
+    }
+
+    /// Other ranks of its circle that sum a part.
+    fn others(&self, part: PartId) -> usize {
+        let Part { plan, peers, .. } = self.part(part);
+        peers.as_ref().map_or_else(|| self.circle(plan.device).lanes.len(), |peers| peers.len())
     }
 
     fn part(&self, part: PartId) -> &Part {
@@ -425,7 +442,7 @@ impl Nic {
 
     /// A part is pushed: its circle sums it first, if there are others in it.
     fn pushed(&mut self, part: PartId) {
-        let now = self.now;
+        let (now, others) = (self.now, self.others(part));
         let state = self.part_mut(part);
         let (device, round, key) = (state.plan.device, state.round, state.plan.key);
         let owner = state.plan.owner;
@@ -437,7 +454,8 @@ impl Nic {
                 }
                 self.say_to(owner, PartWord { kind: Kind::Ready, part, round, checksum: None });
             }
-            None if self.circle(device).lanes.is_empty() => self.send_to_server(part),
+            None if others == 0 && state.plan.core.is_some() => self.send_to_server(part),
+            None if others == 0 => self.take_own(part),
             None => {
                 if self.circle_mut(device).gathers.own(key, now) {
                     self.gathered(part);

@@ -2,7 +2,7 @@
 //! the ranks of a group in the order in which they were said.
 
 use super::circle::is_scaled;
-use super::{LaneId, Nic, Operation, Part, PartId, PartWord, Peer, Phase, Stage};
+use super::{LaneId, Nic, Operation, PartId, PartWord, Peer, Phase, Stage};
 use crate::rounds::Slot;
 use crate::rounds::handover::ToGpu;
 use bps_engine::base::{DType, Key, Round};
@@ -45,11 +45,11 @@ impl Nic {
             header.key = state.plan.key;
             header.round = Round(state.round);
             header.length = length_of(length);
-            header.contributors = self.group_size();
+            header.contributors = self.group_size(&state.plan);
             if header.contributors > 1 && is_scaled(&state.plan) {
                 header.flags |= FLAG_SCALED;
             }
-            let payload = if length == 0 { Readable::EMPTY } else { self.contribution(state) };
+            let payload = if length == 0 { Readable::EMPTY } else { self.contribution(part) };
             if self.lane(lane).checks && length > 0 {
                 header.flags |= FLAG_PAYLOAD_CHECKSUM;
                 // SAFETY: in the host's memory, since `Direct` leaves that of the GPU alone where
@@ -81,18 +81,16 @@ impl Nic {
     }
 
     /// What a server gets: this rank's bytes, or the sum of its group, which is in the target.
-    fn contribution(&self, part: &Part) -> Readable {
+    fn contribution(&self, part: PartId) -> Readable {
+        let is_shared = self.others(part) > 0;
+        let part = self.part(part);
         if part.plan.device {
             let slot = part.slot.expect("a part with bytes is pushed in a slot");
             return slot.memory(part.plan.bytes).readable();
         }
         let memory = part.memory.expect("a part of the host is pushed with its memory");
         let is_sum = !matches!(part.plan.operation, Operation::Broadcast(_));
-        if is_sum && !self.group.lanes.is_empty() {
-            memory.target().readable()
-        } else {
-            memory.source()
-        }
+        if is_sum && is_shared { memory.target().readable() } else { memory.source() }
     }
 
     /// Where a part is that the ranks of a circle add up, and where their sum goes: in the tensor,
@@ -172,7 +170,7 @@ impl Nic {
         header.length = length_of(length);
         header.contributors = match (kind, state.plan.operation) {
             (Kind::Publication, Operation::Broadcast(_)) => 1,
-            (Kind::Publication, _) => self.config.size,
+            (Kind::Publication, _) => self.contributors(&state.plan),
             _ => 1,
         };
         if let Some(checksum) = checksum {

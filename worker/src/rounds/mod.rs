@@ -12,5 +12,5 @@ pub mod plan;
 pub mod table;
 
 pub use memory::{Memory, Pool, Slot, SlotMemory, Staging};
-pub use plan::{PartId, PartOf, PartPlan, Plan, PlanPart};
+pub use plan::{Among, PartId, PartOf, PartPlan, Plan, PlanPart};
 pub use table::{Done, PartPush, Parts, Push, Rounds};

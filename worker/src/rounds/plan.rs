@@ -27,6 +27,15 @@ pub struct PlanPart {
     pub holder: Rank,
 }
 
+/// The ranks of a tensor that some ranks push, of which this is one.
+#[derive(PartialEq, Eq, Debug)]
+pub struct Among {
+    /// How many they are.
+    pub count: u32,
+    /// The lanes to the others in this rank's group.
+    pub lanes: Box<[LaneId]>,
+}
+
 /// All that must be known of a tensor before it is pushed.
 #[derive(Debug)]
 pub struct Plan {
@@ -38,6 +47,8 @@ pub struct Plan {
     pub operation: Operation,
     /// It lives on GPUs: its parts pass through the slots of a pipeline.
     pub device: bool,
+    /// For whom it is, unless all ranks push it.
+    pub among: Option<Arc<Among>>,
     /// In order of offset, without gaps.
     pub parts: Box<[PlanPart]>,
 }
@@ -64,6 +75,7 @@ impl Plan {
                 operation: self.operation,
                 bytes: part.bytes,
                 device: self.device,
+                among: self.among.clone(),
                 core: part.core,
                 owner: part.owner,
             }
@@ -101,6 +113,8 @@ pub struct PartPlan {
     pub bytes: usize,
     /// It is in a slot when it is pushed, and its result lands in another.
     pub device: bool,
+    /// As [`Plan::among`].
+    pub among: Option<Arc<Among>>,
     /// As [`PlanPart::core`].
     pub core: Option<LaneId>,
     /// As [`PlanPart::owner`].

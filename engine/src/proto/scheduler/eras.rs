@@ -6,6 +6,7 @@
 //! times, so several are known at once: from that of the slowest rank to the newest.
 
 use crate::base::Rank;
+use crate::proto::members::Members;
 use std::collections::{BTreeMap, VecDeque};
 
 /// A stretch of a name's rounds in which it stands for one tensor.
@@ -39,6 +40,9 @@ pub(super) struct Eras {
     left: Box<[u64]>,
 }
 
+/// Eras that a rank has left which the name is not for: nobody waits for it.
+const OUTSIDE: u64 = u64::MAX;
+
 impl Eras {
     /// A name that stands for this tensor.
     pub(super) fn new(tensor: u32) -> Eras {
@@ -47,8 +51,11 @@ impl Eras {
     }
 
     fn index(&self, rank: Rank) -> usize {
-        let left = self.left.get(rank.0 as usize).copied().unwrap_or(0);
-        usize::try_from(left - self.passed).expect("no more eras than are kept")
+        match self.left.get(rank.0 as usize).copied().unwrap_or(0) {
+            // What it says of the name is held against the oldest era.
+            OUTSIDE => 0,
+            left => usize::try_from(left - self.passed).expect("no more eras than are kept"),
+        }
     }
 
     /// The era that a rank is in.
@@ -83,22 +90,24 @@ impl Eras {
 
     /// This rank is the first to leave the newest era, after so many rounds of its tensor; the name
     /// stands for another tensor from then on, which has had `start` rounds before. Returns the
-    /// other ranks that are in the era.
+    /// others of the `members` of the job's `ranks` that are in the era.
     pub(super) fn begin(
         &mut self,
         rank: Rank,
-        ranks: u32,
+        (members, ranks): (&Members, u32),
         rounds: u64,
         (tensor, start): (u32, u64),
     ) -> Vec<Rank> {
         if self.left.is_empty() {
-            self.left = vec![0; ranks as usize].into();
+            let left = |rank| if members.contains(rank) { 0 } else { OUTSIDE };
+            self.left = (0..ranks).map(Rank).map(left).collect();
         }
         let newest = self.known.len() - 1;
         assert_eq!(self.index(rank), newest, "only the newest era has no end");
         self.known[newest].end = Some(End { rounds, by: rank });
         self.known.push_back(Era { tensor, start, end: None });
-        (0..ranks).map(Rank).filter(|&other| other != rank && self.index(other) == newest).collect()
+        let is_in = |&other: &Rank| other != rank && self.index(other) == newest;
+        members.iter(ranks).filter(is_in).collect()
     }
 
     /// A rank goes on to the next era. Returns the tensors that no rank will push again in any era
@@ -123,14 +132,29 @@ impl Eras {
 mod tests {
     use super::*;
 
+    const ALL: (&Members, u32) = (&Members::ALL, 3);
+
+    #[test]
+    fn an_era_is_over_when_all_ranks_that_it_is_for_have_left_it() {
+        let members = Members::new(vec![Rank(0), Rank(2)]).unwrap();
+        let mut eras = Eras::new(7);
+        assert_eq!(eras.begin(Rank(2), (&members, 4), 3, (8, 0)), [Rank(0)]);
+        assert_eq!(eras.advance(Rank(2)), []);
+        // What another rank says counts from the oldest era that is known.
+        assert_eq!(eras.current(Rank(1)).tensor, 7);
+        assert_eq!(eras.agreed(Rank(3), 0), BTreeMap::from([(7, 0), (8, 0)]));
+        assert_eq!(eras.advance(Rank(0)), [(7, 3)]);
+        assert_eq!((eras.count(), eras.current(Rank(3)).tensor), (1, 8));
+    }
+
     #[test]
     fn ranks_pass_through_the_eras_at_their_own_pace() {
         let mut eras = Eras::new(7);
         assert_eq!(eras.current(Rank(2)), Era { tensor: 7, start: 0, end: None });
-        assert_eq!(eras.begin(Rank(1), 3, 5, (8, 0)), [Rank(0), Rank(2)]);
+        assert_eq!(eras.begin(Rank(1), ALL, 5, (8, 0)), [Rank(0), Rank(2)]);
         assert_eq!(eras.advance(Rank(1)), []);
         // Two eras ahead of the others, and back to the first tensor.
-        assert_eq!(eras.begin(Rank(1), 3, 2, (7, 5)), []);
+        assert_eq!(eras.begin(Rank(1), ALL, 2, (7, 5)), []);
         assert_eq!(eras.advance(Rank(1)), []);
         assert_eq!(eras.current(Rank(1)), Era { tensor: 7, start: 5, end: None });
         let end = Some(End { rounds: 5, by: Rank(1) });
@@ -147,7 +171,7 @@ mod tests {
         assert_eq!(eras.next(Rank(0)), None);
         assert_eq!(eras.advance(Rank(2)), [(8, 2)]);
         assert_eq!(eras.count(), 1);
-        assert_eq!(eras.begin(Rank(2), 3, 9, (8, 2)), [Rank(0), Rank(1)]);
+        assert_eq!(eras.begin(Rank(2), ALL, 9, (8, 2)), [Rank(0), Rank(1)]);
         assert_eq!(eras.advance(Rank(2)), []);
         assert_eq!(eras.advance(Rank(0)), []);
         assert_eq!(eras.advance(Rank(1)), [(7, 9)]);

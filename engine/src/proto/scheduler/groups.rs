@@ -1,10 +1,12 @@
 //! Which ranks reduce among themselves, and which of them owns each part.
 //!
 //! Invariant: every rank is in one group; the owners of a group's parts differ in bytes by at most
-//! one part, except for what broadcasts, whose root is always the owner in its group, move about.
+//! one part, except for what broadcasts, whose root is always the owner in its group, and tensors
+//! of sets of ranks, whose parts go round these, move about.
 
-use crate::base::{Operation, Rank, word};
-use crate::proto::messages::{Planning, switch_width};
+use crate::base::{Key, Operation, Rank, word};
+use crate::proto::members::Members;
+use crate::proto::messages::{Declaration, Planning, switch_width};
 use std::collections::{BTreeMap, HashMap};
 
 /// The groups of a job.
@@ -55,6 +57,13 @@ impl Groups {
     pub(super) fn of_rank(&self, rank: Rank) -> u32 {
         // A rank that is none is in no group: no group has this number.
         self.of_rank.get(rank.0 as usize).copied().unwrap_or(u32::MAX)
+    }
+
+    /// Whether these ranks are in one.
+    pub(super) fn is_one(&self, ranks: &Members) -> bool {
+        let mut groups = ranks.iter(self.ranks()).map(|rank| self.of_rank(rank));
+        let first = groups.next();
+        groups.all(|group| Some(group) == first)
     }
 
     pub(super) fn members_with(&self, rank: Rank) -> &[Rank] {
@@ -114,14 +123,30 @@ impl Owners {
     }
 }
 
-/// The owner of a part in the group of this rank.
-pub(super) fn owner(groups: &Groups, rank: Rank, places: &Places, operation: Operation) -> Rank {
-    if let Operation::Broadcast(root) = operation
+/// The owner of a part in the group of this rank. Those of a set go round the members of the group,
+/// by the numbers of their keys.
+pub(super) fn owner(
+    groups: &Groups,
+    rank: Rank,
+    (key, places): (Key, &Places),
+    said: &Declaration,
+) -> Rank {
+    if let Operation::Broadcast(root) = said.operation
         && groups.of_rank(root) == groups.of_rank(rank)
     {
         return root;
     }
     let members = groups.members_with(rank);
+    if !said.members.is_all() {
+        let of_set = || members.iter().filter(|rank| said.members.contains(**rank));
+        // A group of `rank` has a member at least: itself.
+        let turn = key.0 % (of_set().count() as u64).max(1);
+        return usize::try_from(turn)
+            .ok()
+            .and_then(|turn| of_set().nth(turn))
+            .copied()
+            .unwrap_or(rank);
+    }
     let place = places.iter().find(|(size, _)| *size as usize == members.len());
     place.and_then(|(_, place)| members.get(*place as usize)).copied().unwrap_or(rank)
 }
@@ -129,10 +154,32 @@ pub(super) fn owner(groups: &Groups, rank: Rank, places: &Places, operation: Ope
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::proto::scheduler::tests::PLANNING;
+    use crate::proto::scheduler::tests::{PLANNING, tensor};
 
     fn planning(roots: &[u32], switch_size: u32) -> Planning {
         Planning { reduce_roots: roots.to_vec(), switch_size, ..PLANNING }
+    }
+
+    fn said(operation: Operation) -> Declaration {
+        Declaration { operation, ..tensor("t", 1) }
+    }
+
+    #[test]
+    fn parts_of_a_set_go_round_its_members_in_each_group() {
+        let groups = Groups::of(["a", "a", "a", "b", "b", "c"].into_iter());
+        let members = Members::new([0, 2, 4].map(Rank).to_vec()).unwrap();
+        assert!(!groups.is_one(&members) && !groups.is_one(&Members::ALL));
+        assert!(groups.is_one(&Members::new(vec![Rank(0), Rank(2)]).unwrap()));
+        let said = Declaration { members, ..said(Operation::Sum) };
+        let places = Places::default();
+        let of = |rank: u32| -> Vec<u32> {
+            let owner = |key| owner(&groups, Rank(rank), (Key(key), &places), &said).0;
+            (4..8).map(owner).collect()
+        };
+        assert_eq!((of(0), of(2), of(4)), (vec![0, 2, 0, 2], vec![0, 2, 0, 2], vec![4; 4]));
+        let root = Declaration { operation: Operation::Broadcast(Rank(2)), ..said };
+        assert_eq!(owner(&groups, Rank(0), (Key(4), &places), &root), Rank(2));
+        assert_eq!(owner(&groups, Rank(4), (Key(4), &places), &root), Rank(4));
     }
 
     #[test]
@@ -154,13 +201,13 @@ mod tests {
             let size = 1 + part * 7919 % 1000;
             let places = owners.choose(size, None);
             for first in [0, 3, 5] {
-                let owner = owner(&groups, Rank(first), &places, Operation::Sum);
+                let owner = owner(&groups, Rank(first), (Key(0), &places), &said(Operation::Sum));
                 assert_eq!(groups.of_rank(owner), groups.of_rank(Rank(first)));
                 bytes[owner.0 as usize] += u64::from(size);
             }
-            let root = Operation::Broadcast(Rank(4));
-            assert_eq!(owner(&groups, Rank(3), &places, root), Rank(4));
-            assert_ne!(owner(&groups, Rank(0), &places, root), Rank(4));
+            let root = said(Operation::Broadcast(Rank(4)));
+            assert_eq!(owner(&groups, Rank(3), (Key(0), &places), &root), Rank(4));
+            assert_ne!(owner(&groups, Rank(0), (Key(0), &places), &root), Rank(4));
         }
         assert!(bytes[..3].iter().all(|one| one.abs_diff(bytes[0]) <= 1000), "{bytes:?}");
         assert!(bytes[3].abs_diff(bytes[4]) <= 1000, "{bytes:?}");
@@ -172,7 +219,8 @@ mod tests {
         let mut owners = Owners::new(&groups, &planning(&[], 0));
         let places: Vec<Places> = (0..8).map(|part| owners.choose(10, Some((part, 7)))).collect();
         let of = |rank: u32| -> Vec<u32> {
-            let owner = |places| owner(&groups, Rank(rank), places, Operation::Sum).0;
+            let owner =
+                |places| owner(&groups, Rank(rank), (Key(0), places), &said(Operation::Sum)).0;
             places.iter().map(owner).collect()
         };
         assert_eq!(of(0), [0, 1, 2, 0, 1, 2, 0, 1]);
@@ -190,7 +238,7 @@ mod tests {
             let in_turn = (!part.is_multiple_of(3)).then_some((part as usize % 8, 8));
             let places = owners.choose(size, in_turn);
             for first in [0, 4] {
-                let owner = owner(&groups, Rank(first), &places, Operation::Sum);
+                let owner = owner(&groups, Rank(first), (Key(0), &places), &said(Operation::Sum));
                 bytes[owner.0 as usize] += u64::from(size);
                 assert!(in_turn.is_none() || [1, 3, 4].contains(&owner.0), "{owner}");
             }
@@ -206,7 +254,8 @@ mod tests {
         let mut owners = Owners::new(&groups, &planning(&[], 2));
         let places: Vec<Places> = (0..8).map(|part| owners.choose(10, Some((part, 7)))).collect();
         let of = |rank: u32| -> Vec<u32> {
-            let owner = |places| owner(&groups, Rank(rank), places, Operation::Sum).0;
+            let owner =
+                |places| owner(&groups, Rank(rank), (Key(0), places), &said(Operation::Sum)).0;
             places.iter().map(owner).collect()
         };
         // Places 0 and 2 hold the same share, and so do 1 and 3.

@@ -15,9 +15,10 @@ use crate::base::{Key, Operation, Rank};
 use crate::keys::partition::{part_count, parts, tensor_bytes};
 use crate::keys::placement::{Placer, Shape};
 use crate::limits::{
-    ALIGNMENT, DECLARE_PARTS_MAX, ERAS_MAX, GROUP_PART_BYTES_MIN, NAME_BYTES_MAX, PARTS_MAX,
-    TENSORS_MAX,
+    ALIGNMENT, DECLARE_MEMBERS_MAX, DECLARE_PARTS_MAX, ERAS_MAX, GROUP_PART_BYTES_MIN,
+    NAME_BYTES_MAX, PARTS_MAX, TENSORS_MAX,
 };
+use crate::proto::members::{Members, MembersFault};
 use crate::proto::messages::{
     Assignment, Declaration, KeySpec, Mismatch, Part, Planning, RetiredKey, Superseded,
 };
@@ -178,6 +179,17 @@ impl Registry {
         self.names.get(name)?.spoiled.is_none().then_some(name.as_str())
     }
 
+    /// The ranks that push what this name stands for.
+    pub(super) fn members_of(&self, name: &str) -> &Members {
+        let known = self.names.get(name).and_then(|name| name.tensors.first());
+        known.map_or(&Members::ALL, |&tensor| &self.tensors[tensor as usize].said.members)
+    }
+
+    /// Whether the groups of these ranks have to be summed by servers.
+    fn needs_servers(&self, members: &Members) -> bool {
+        self.through_servers && (members.is_all() || !self.groups.is_one(members))
+    }
+
     /// The server that has not answered an install for the longest time, and since when.
     pub(super) fn oldest_install(&self) -> Option<(u32, Duration)> {
         let batch = self.batches.values().min_by_key(|batch| batch.since)?;
@@ -256,11 +268,14 @@ impl Registry {
         let mut fresh: HashMap<&str, &Declaration> = HashMap::new();
         let mut disagree = Vec::new();
         let (mut new_tensors, mut new_parts, mut all_parts) = (0, 0u64, 0u64);
+        let (mut members, mut served) = (0u64, false);
         for one in all {
             let (said, rounds) = one;
-            let bytes = self.check_one(said).map_err(Refusal::Unserved)?;
+            let bytes = self.check_one(rank, one).map_err(Refusal::Unserved)?;
             let count = part_count(bytes, self.part_bytes(bytes));
             all_parts = all_parts.saturating_add(count);
+            let listed = said.members.listed().len() as u64;
+            members = members.saturating_add(listed.saturating_mul(count.max(1)));
             let step = self.step(rank, one);
             if (matches!(step, Step::New) || rounds.is_some())
                 && let Some(other) = fresh.insert(&said.name, said)
@@ -268,7 +283,7 @@ impl Registry {
                 if other == said && rounds.is_none() {
                     continue;
                 }
-                let (first, second) = (other.clone(), said.clone());
+                let (first, second) = (Box::new(other.clone()), Box::new(said.clone()));
                 return unserved(Unserved::Twice { first, second });
             }
             let begins = matches!(step, Step::Begin(_));
@@ -276,6 +291,7 @@ impl Registry {
                 Step::New | Step::Begin(None) => {
                     new_tensors += 1;
                     new_parts = new_parts.saturating_add(count);
+                    served |= count > 0 && self.needs_servers(&said.members);
                 }
                 Step::Disagrees(mismatch) => disagree.push(mismatch),
                 Step::Same(_) | Step::Next(_) | Step::Begin(Some(_)) => {}
@@ -297,7 +313,10 @@ impl Registry {
         if self.keys.len() as u64 + new_parts > PARTS_MAX as u64 {
             return unserved(Unserved::Parts { partition_bytes });
         }
-        if new_parts > 0 && self.servers == 0 && self.through_servers {
+        if members > DECLARE_MEMBERS_MAX as u64 {
+            return unserved(Unserved::MembersAtOnce);
+        }
+        if served && self.servers == 0 {
             return unserved(Unserved::NoServer);
         }
         Ok(())
@@ -334,7 +353,8 @@ impl Registry {
                 state.tensors.push(tensor);
             }
             let start = self.tensors[tensor as usize].rounds;
-            for other in state.eras.begin(rank, self.ranks, rounds, (tensor, start)) {
+            let members = (&self.tensors[tensor as usize].said.members, self.ranks);
+            for other in state.eras.begin(rank, members, rounds, (tensor, start)) {
                 let superseded = Superseded { tensor: old, rounds };
                 changes.superseded.entry(other).or_default().push(superseded);
             }
@@ -347,7 +367,7 @@ impl Registry {
     }
 
     /// Bytes of a tensor that is sound by itself.
-    fn check_one(&self, said: &Declaration) -> Result<u64, Unserved> {
+    fn check_one(&self, rank: Rank, (said, rounds): &Said) -> Result<u64, Unserved> {
         let name = || said.name.clone();
         if !(1..=NAME_BYTES_MAX).contains(&said.name.len()) {
             return Err(Unserved::Name { tensor: name() });
@@ -356,6 +376,13 @@ impl Registry {
             && root.0 >= self.ranks
         {
             return Err(Unserved::Root { tensor: name(), root, size: self.ranks });
+        }
+        said.check_members(rank, self.ranks)?;
+        let before = self.members_of(&said.name);
+        if rounds.is_some() && *before != said.members && self.names.contains_key(&said.name) {
+            let (members, before) = (said.members.clone(), before.clone());
+            let fault = MembersFault::Changed { before };
+            return Err(Unserved::Members { tensor: name(), members, fault });
         }
         let (elements, dtype) = (said.shape.count(), said.dtype);
         let bytes = tensor_bytes(elements, dtype);
@@ -369,14 +396,17 @@ impl Registry {
         let all = tensor_bytes(count, said.dtype).unwrap_or(u64::MAX);
         let part_bytes = self.part_bytes(all);
         let pieces: Vec<(u64, u32)> = parts(count, said.dtype, part_bytes).collect();
+        let (served, of_all) = (self.needs_servers(&said.members), said.members.is_all());
         let equal = pieces.iter().take_while(|(_, bytes)| *bytes == pieces[0].1).count();
         for (part, (offset, bytes)) in (0u32..).zip(pieces) {
-            let core = self.through_servers.then(|| self.placer.place(tensor, part, bytes));
+            let core = served.then(|| self.placer.place(tensor, part, bytes));
             let key = Key(self.keys.len() as u64);
             self.keys.push(tensor);
             cut.push(Part { key, offset, bytes, core: core.flatten(), owner: rank });
             let in_turn = said.device.then_some((part as usize, equal));
-            places.push(self.owners.choose(bytes, in_turn));
+            // Owners of a set's parts are found without.
+            let chosen = of_all.then(|| self.owners.choose(bytes, in_turn));
+            places.push(chosen.unwrap_or_default());
         }
         let (first, batch, rounds, retired) = (rank, None, 0, false);
         self.tensors.push(Tensor { first, said, parts: cut, places, batch, rounds, retired });
@@ -413,6 +443,7 @@ impl Registry {
                     bytes: part.bytes,
                     operation: tensor.said.operation,
                     rounds: tensor.rounds,
+                    members: tensor.said.members.clone(),
                 });
             }
         }
@@ -453,7 +484,7 @@ impl Registry {
         let assignment = |&tensor: &u32| {
             let Tensor { said, parts, places, .. } = &self.tensors[tensor as usize];
             let part = |(part, places): (&Part, &Places)| Part {
-                owner: owner(&self.groups, rank, places, said.operation),
+                owner: owner(&self.groups, rank, (part.key, places), said),
                 ..*part
             };
             let era = self.names.get(&said.name).map(|name| name.eras.current(rank));

@@ -256,8 +256,10 @@ impl Stalls {
             // A server may have seen the goodbye of one who is no true member of the job: the rank
             // itself must have said the same here.
             stall.left.retain(|rank| left.contains(rank));
-            stall.arrived =
-                (0..ranks).map(Rank).filter(|rank| !stall.missing.contains(rank)).collect();
+        }
+        for stall in &mut waits.rounds {
+            let awaited = registry.members_of(&stall.name).iter(ranks);
+            stall.arrived = awaited.filter(|rank| !stall.missing.contains(rank)).collect();
         }
         // The sort is stable: what has waited equally long stays in the order of names.
         waits.rounds.sort_by_key(|stall| std::cmp::Reverse(stall.waited_ms));

@@ -14,12 +14,15 @@ BytePS's names and Horovod's both work; :mod:`byteps.torch.parallel` has
 
 from byteps import _autoload
 from byteps.common import (
+    ProcessSet,
+    add_process_set,
     barrier,
     ccl_built,
     cross_rank,
     cross_size,
     cuda_built,
     ddl_built,
+    get_process_set_ids_and_ranks,
     get_pushpull_speed,
     global_process_set,
     gloo_built,
@@ -34,6 +37,7 @@ from byteps.common import (
     mpi_threads_supported,
     nccl_built,
     rank,
+    remove_process_set,
     resume,
     rocm_built,
     shutdown,
@@ -96,6 +100,14 @@ from byteps.torch.ops import (
     wait,
 )
 from byteps.torch.optimizer import DistributedOptimizer
+from byteps.torch.scatter import (
+    alltoall,
+    alltoall_async,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+)
 from byteps.torch.sync_batch_norm import SyncBatchNorm
 
 from byteps.torch import elastic  # isort: skip
@@ -108,10 +120,12 @@ __all__ = [
     "HostsUpdatedInterrupt",
     "Max",
     "Min",
+    "ProcessSet",
     "Product",
     "ReduceOp",
     "Sum",
     "SyncBatchNorm",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -119,6 +133,8 @@ __all__ = [
     "allreduce_",
     "allreduce_async",
     "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
     "barrier",
     "broadcast",
     "broadcast_",
@@ -138,6 +154,7 @@ __all__ = [
     "ddl_built",
     "declare",
     "elastic",
+    "get_process_set_ids_and_ranks",
     "get_pushpull_speed",
     "global_process_set",
     "gloo_built",
@@ -148,6 +165,8 @@ __all__ = [
     "grouped_allreduce_",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "is_homogeneous",
     "is_initialized",
@@ -168,6 +187,9 @@ __all__ = [
     "push_pull_group_sync_inplace",
     "push_pull_inplace",
     "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
     "resume",
     "rocm_built",
     "shutdown",

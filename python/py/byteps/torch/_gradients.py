@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from byteps import _native, _registry, common
+from byteps import _native, _process_sets, _registry, common
 from byteps.errors import ConfigError, TensorError, UsageError
 from byteps.torch import _backward, _gpu, _tensors, ops
+from byteps.torch._batch import Batch
 from byteps.torch.compression import Compression
 
 # Where one host is the whole job, its GPUs have no line to keep busy: each collective is a kernel
@@ -29,34 +30,6 @@ _URGENT = 1 << 30
 # Counts up in the order of creation, which all ranks share.
 _numbers = itertools.count()
 _live: weakref.WeakSet[Gradients] = weakref.WeakSet()
-
-
-class Batch:
-    """Gradients that were handed over together, kept until the engine is done with them.
-
-    ``versions`` are the gradients' as long as nobody but us changes them, ``sent`` what travels in
-    their place, ``contexts`` what the compression needs to undo it, and ``stream`` where on a GPU
-    they were complete.
-    """
-
-    __slots__ = ("contexts", "gradients", "indices", "left", "native", "sent", "stream", "versions")
-
-    def __init__(
-        self,
-        indices: list[int],
-        gradients: list[torch.Tensor],
-        sent: list[torch.Tensor],
-        contexts: list[Any] | None,
-    ) -> None:
-        self.indices = indices
-        self.gradients = gradients
-        self.sent = sent
-        self.contexts = contexts
-        self.left = len(indices)
-        # From the moment that it is handed over.
-        self.native: _native.Batch
-        self.stream: int | None = None
-        self.versions: list[int] = []
 
 
 class Gradients:
@@ -78,8 +51,13 @@ class Gradients:
         op: ops.ReduceOp,
         sparse_as_dense: bool,
         prefix: str,
+        process_set: _process_sets.ProcessSet | None = None,
     ) -> None:
         self.number = next(_numbers)
+        self.process_set = process_set
+        if process_set is not None and not process_set.included():
+            # Nothing of this rank is averaged.
+            named = ()
         self.prefix = prefix
         self.compression = compression
         if op not in (ops.Average, ops.Sum):
@@ -112,6 +90,18 @@ class Gradients:
         self.hooks = _native.GradientHooks(weakref.ref(self), stream, passes)
         self.adopt(named)
 
+    @property
+    def ranks(self) -> ops.Ranks:
+        """Those that average these gradients; all where it is None."""
+        return None if self.process_set is None else _process_sets.ranks_of(self.process_set)
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        if self.process_set is None:
+            return common.size()
+        return len(self.process_set.ranks) if self.process_set.included() else 1
+
     def adopt(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Declares these parameters in one go and watches their gradients."""
         new = []
@@ -128,8 +118,9 @@ class Gradients:
         """All names are known, and priorities are about to be asked for."""
 
     def _watch(self, params: list[torch.Tensor]) -> None:
+        ranks = self.ranks if params else None
         tensors = [
-            _tensors.gradient(self.names[param], param, self.compression, self.average)
+            _tensors.gradient(self.names[param], param, self.compression, self.average, ranks)
             for param in params
         ]
         numbers = _registry.declare(tensors)
@@ -143,11 +134,15 @@ class Gradients:
             self.declared.append(tensor)
             self._dtypes.append(param.dtype)
             self._bytes.append(param.nbytes)
-            self._on_gpu.append(_gpu.holds(param))
+            self._on_gpu.append(self._is_sent_from_gpu(param))
             if tensor.device:
                 self._use_gpu(param.device)
             hook = self.hooks.add(number, self.priority_of(param), _bytes_of(tensor), tensor.device)
             self._hook_handles.append(param.register_post_accumulate_grad_hook(hook))
+
+    def _is_sent_from_gpu(self, param: torch.Tensor) -> bool:
+        """Whether its gradient may go from where it is: for some ranks it passes the host."""
+        return self.process_set is None and _gpu.holds(param)
 
     def _use_gpu(self, device: torch.device) -> None:
         self._stream = _gpu.stream_getter(device)
@@ -300,11 +295,11 @@ class Gradients:
     def _prepared(
         self, indices: list[int], gradients: list[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[Any]]:
-        sent, contexts = [], []
+        sent, contexts, ranks = [], [], self.ranks
         for index, gradient in zip(indices, gradients, strict=True):
             smaller, context = self.compression.compress(gradient)
             _tensors.check(smaller, "the gradient", self.names[self.params[index]])
-            in_host = _tensors.through_host(smaller, self.average)
+            in_host = _tensors.through_host(smaller, self.average, ranks)
             sent.append(_tensors.in_place(smaller, in_host).source)
             contexts.append(context)
         return sent, contexts
@@ -328,7 +323,7 @@ class Gradients:
             [number] = _registry.declare([new])
             self.declared[index] = new
             self._dtypes[index], self._bytes[index] = param.dtype, param.nbytes
-            self._on_gpu[index] = _gpu.holds(param)
+            self._on_gpu[index] = self._is_sent_from_gpu(param)
             if on_gpu:
                 self._use_gpu(tensor.device)
             self.hooks.declare(index, number, _bytes_of(new), on_gpu)
@@ -351,7 +346,8 @@ class Gradients:
 
     def _declare_in_new_job(self) -> None:
         """After `resume`, tensors have other numbers."""
-        _gpu.open_for(self.params)
+        if self.ranks is None:
+            _gpu.open_for(self.params)
         for index, number in enumerate(_registry.declare(self.declared)):
             tensor = self.declared[index]
             self.hooks.declare(index, number, _bytes_of(tensor), tensor.device)
@@ -404,7 +400,7 @@ class Gradients:
     def send(self, indices: list[int]) -> None:
         """Sends these gradients, or zeros where there are none, and what is complete."""
         self.flush()
-        alone = common.size() == 1
+        alone = self.size == 1
         for index in indices:
             param = self.params[index]
             if param.grad is None:
@@ -505,7 +501,7 @@ class Gradients:
         """Ends a round whose averages nobody wants: other ranks may wait for this one's part."""
         self._leave_pass()
         self.flush()
-        if not self._all_sent and common.size() > 1:
+        if not self._all_sent and self.size > 1:
             self._send_nothing(self.missing())
             self._send_count()
         self._take_in()
@@ -544,12 +540,16 @@ class Gradients:
         The numbers then add up to something else.
         """
         self.rounds += 1
-        if not self.counts_rounds or common.size() == 1:
+        if not self.counts_rounds or self.size == 1:
             return
         self._count = torch.tensor([self.rounds], dtype=torch.int64, device="cpu")
         # Ahead of the gradients that wait for the line: backward() waits for this as well.
         self._count_handle = ops.push_pull_async_inplace(
-            self._count, False, f"{self.prefix}round", priority=_URGENT
+            self._count,
+            False,
+            f"{self.prefix}round",
+            priority=_URGENT,
+            process_set=self.process_set,
         )
 
     def _check_count(self) -> None:
@@ -557,10 +557,10 @@ class Gradients:
             return
         ops.synchronize(self._count_handle)
         self._count_handle = None
-        if int(self._count) != self.rounds * common.size():
+        if int(self._count) != self.rounds * self.size:
             raise UsageError(
                 f"the ranks have called backward() unequally often since their last step(): this "
-                f"one {self.rounds} times, all {common.size()} together {int(self._count)} times; "
+                f"one {self.rounds} times, all {self.size} together {int(self._count)} times; "
                 "every rank must run the same backward passes before it calls step()"
             )
 

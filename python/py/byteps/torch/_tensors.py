@@ -82,24 +82,34 @@ def _label(what: str, name: str | None) -> str:
     return f"{what} '{name}'" if name else f"{what} a tensor without a name"
 
 
-def through_host(tensor: torch.Tensor, average: bool) -> bool:
+def through_host(tensor: torch.Tensor, average: bool, ranks: tuple[int, ...] | None = None) -> bool:
     """Whether a tensor of a GPU is reduced in host memory.
 
-    Averages of integers are: they are rounded down, which NCCL's are not. All else that
-    :data:`DTYPES` has, NCCL reduces, and a broadcast is of bytes.
+    Averages of integers are: they are rounded down, which NCCL's are not. So is what is for some
+    ``ranks``, since NCCL reduces among all of a host. All else that :data:`DTYPES` has, NCCL
+    reduces, and a broadcast is of bytes.
     """
-    return average and _gpu.holds(tensor) and not tensor.dtype.is_floating_point
+    return _gpu.holds(tensor) and (
+        ranks is not None or (average and not tensor.dtype.is_floating_point)
+    )
 
 
-def gradient(name: str, param: torch.Tensor, compression: Any, average: bool) -> _registry.Tensor:
+def gradient(
+    name: str,
+    param: torch.Tensor,
+    compression: Any,
+    average: bool,
+    ranks: tuple[int, ...] | None = None,
+) -> _registry.Tensor:
     """What is declared for the gradients of a parameter before there is one."""
     check(param, "parameter", name)
     sent, _ = compression.compress(torch.empty(1, dtype=param.dtype, device="cpu"))
     dtype = summed_dtype(sent, "parameter", name)
-    _gpu.open_for([param])
-    device = _gpu.holds(param) and not through_host(param, average)
+    if ranks is None:
+        _gpu.open_for([param])
+    device = _gpu.holds(param) and not through_host(param, average, ranks)
     operation = "average" if average else "sum"
-    return _registry.Tensor(name, dtype, param.shape, operation, device=device)
+    return _registry.Tensor(name, dtype, param.shape, operation, device=device, ranks=ranks)
 
 
 def in_place(tensor: torch.Tensor, in_host: bool = False) -> Memory:

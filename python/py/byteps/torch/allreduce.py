@@ -9,9 +9,9 @@ import torch
 
 from byteps import _process_sets
 from byteps.errors import ConfigError
-from byteps.torch import ops
+from byteps.torch import _operations, ops
+from byteps.torch._operations import ReduceOp
 from byteps.torch.compression import Compression
-from byteps.torch.ops import ReduceOp
 
 __all__ = [
     "allreduce",
@@ -28,7 +28,7 @@ __all__ = [
 def operation_of(average: bool | None, op: ReduceOp | None) -> str:
     if average is not None and op is not None:
         raise ConfigError("give op or average, not both")
-    return ops.operation_of(average is not False, op)
+    return _operations.operation_of(average is not False, op)
 
 
 def allreduce(
@@ -45,14 +45,13 @@ def allreduce(
 
     ``op`` is :data:`Average` (the default), :data:`Sum`, :data:`Min`, :data:`Max` or
     :data:`Product`; the last three take no ``compression``. The tensor is multiplied by
-    ``prescale_factor`` before, and by ``postscale_factor`` after it. ``process_set`` is
-    :data:`~byteps.torch.global_process_set`, here and below.
+    ``prescale_factor`` before, and by ``postscale_factor`` after it. ``process_set``, here and
+    below, is a :class:`~byteps.torch.ProcessSet` of the ranks that take part.
     """
-    _process_sets.check(process_set)
-    scales = prescale_factor, postscale_factor
-    return ops.differentiable([tensor], operation_of(average, op), [name], 0, compression, *scales)[
-        0
-    ]
+    tensors = grouped_allreduce(
+        [tensor], average, [name], compression, op, prescale_factor, postscale_factor, process_set
+    )
+    return tensors[0]
 
 
 def allreduce_async(
@@ -65,8 +64,7 @@ def allreduce_async(
     process_set: Any = None,
 ) -> int:
     """:func:`allreduce` that does not wait."""
-    _process_sets.check(process_set)
-    scales = prescale_factor, postscale_factor
+    scales = prescale_factor, postscale_factor, _process_sets.ranks_of(process_set)
     return ops.push_pull_start([tensor], operation_of(average, op), [name], 0, False, True, *scales)
 
 
@@ -95,8 +93,7 @@ def allreduce_async_(
     process_set: Any = None,
 ) -> int:
     """:func:`allreduce` into the tensor itself, without waiting."""
-    _process_sets.check(process_set)
-    scales = prescale_factor, postscale_factor
+    scales = prescale_factor, postscale_factor, _process_sets.ranks_of(process_set)
     return ops.push_pull_start([tensor], operation_of(average, op), [name], 0, True, True, *scales)
 
 
@@ -111,8 +108,8 @@ def grouped_allreduce(
     process_set: Any = None,
 ) -> list[torch.Tensor]:
     """:func:`allreduce` of several tensors at once."""
-    _process_sets.check(process_set)
-    names, scales = ops.names_of(name, len(tensors)), (prescale_factor, postscale_factor)
+    names = ops.names_of(name, len(tensors))
+    scales = prescale_factor, postscale_factor, _process_sets.ranks_of(process_set)
     return ops.differentiable(tensors, operation_of(average, op), names, 0, compression, *scales)
 
 
@@ -126,8 +123,8 @@ def grouped_allreduce_async(
     process_set: Any = None,
 ) -> int:
     """:func:`grouped_allreduce` that does not wait: one handle for all."""
-    _process_sets.check(process_set)
-    names, scales = ops.names_of(name, len(tensors)), (prescale_factor, postscale_factor)
+    names = ops.names_of(name, len(tensors))
+    scales = prescale_factor, postscale_factor, _process_sets.ranks_of(process_set)
     return ops.push_pull_start(tensors, operation_of(average, op), names, 0, False, False, *scales)
 
 
@@ -141,9 +138,8 @@ def grouped_allreduce_(
     process_set: Any = None,
 ) -> list[torch.Tensor]:
     """:func:`grouped_allreduce` into the tensors themselves."""
-    _process_sets.check(process_set)
     scales = prescale_factor, postscale_factor
-    ops.synchronize(grouped_allreduce_async_(tensors, average, name, op, *scales))
+    ops.synchronize(grouped_allreduce_async_(tensors, average, name, op, *scales, process_set))
     return list(tensors)
 
 
@@ -157,6 +153,6 @@ def grouped_allreduce_async_(
     process_set: Any = None,
 ) -> int:
     """:func:`grouped_allreduce` into the tensors themselves, without waiting."""
-    _process_sets.check(process_set)
-    names, scales = ops.names_of(name, len(tensors)), (prescale_factor, postscale_factor)
+    names = ops.names_of(name, len(tensors))
+    scales = prescale_factor, postscale_factor, _process_sets.ranks_of(process_set)
     return ops.push_pull_start(tensors, operation_of(average, op), names, 0, True, False, *scales)

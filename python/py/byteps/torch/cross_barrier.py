@@ -24,8 +24,9 @@ from byteps.errors import ConfigError, UsageError
 from byteps.torch import *  # noqa: F403
 from byteps.torch import __all__ as _names
 from byteps.torch import _gpu, ops
+from byteps.torch._batch import Batch
 from byteps.torch._compiled import untraced
-from byteps.torch._gradients import Batch, Gradients
+from byteps.torch._gradients import Gradients
 from byteps.torch.compression import Compression
 from byteps.torch.optimizer import Distributed, become, checked, complete, next_prefix
 

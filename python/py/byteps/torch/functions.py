@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from byteps import _native, _process_sets, common
+from byteps import _native, _process_sets, _registry, common
 from byteps.errors import ConfigError, CorruptionError, MismatchError, TensorError
 from byteps.torch import ops
 
@@ -26,9 +26,13 @@ _OBJECT_BYTES_MIN = 1024
 
 
 def broadcast_parameters(
-    params: Mapping[str, Any] | Iterable[Any], root_rank: int, prefix: str = "Parameter."
+    params: Mapping[str, Any] | Iterable[Any],
+    root_rank: int,
+    prefix: str = "Parameter.",
+    process_set: Any = None,
 ) -> None:
-    """Overwrites these tensors with those of ``root_rank``, all at once.
+    """Overwrites these tensors with those of ``root_rank``, all at once, on all ranks or those of a
+    :class:`~byteps.torch.ProcessSet`.
 
     ``params`` is a model's ``state_dict()``, ``named_parameters()`` or another iterable of (name,
     tensor) pairs, or an iterable of tensors, which are then told apart by their order. Dicts, lists
@@ -42,7 +46,7 @@ def broadcast_parameters(
         raise ConfigError(_OPTIMIZER_STATE)
     else:
         named = _pairs(params, prefix)
-    ops.broadcast_all_(named, root_rank)
+    ops.broadcast_all_(named, root_rank, _process_sets.ranks_of(process_set))
 
 
 _OPTIMIZER_STATE = (
@@ -109,8 +113,10 @@ def broadcast_optimizer_state(
     root_rank: int,
     prefix: str = "Parameter.",
     model: Any = None,
+    process_set: Any = None,
 ) -> None:
-    """Gives every rank the optimizer state of ``root_rank``: options, counters and tensors.
+    """Gives every rank, or those of a :class:`~byteps.torch.ProcessSet`, the optimizer state of
+    ``root_rank``: options, counters and tensors.
 
     Nothing is stepped for it and no parameter changes. An optimizer of ``root_rank`` that has no
     state yet leaves the others without state too. Tensors arrive bit for bit; all else is sent by
@@ -121,7 +127,7 @@ def broadcast_optimizer_state(
     is_root = common.rank() == root_rank
     tensors: list[torch.Tensor] = []
     structure = _without_tensors(optimizer.state_dict(), tensors) if is_root else None
-    structure = broadcast_object(structure, root_rank, name=f"{prefix}optimizer_state")
+    structure = broadcast_object(structure, root_rank, f"{prefix}optimizer_state", process_set)
     if is_root:
         sent = tensors
     else:
@@ -131,6 +137,7 @@ def broadcast_optimizer_state(
     ops.broadcast_all_(
         [(f"{prefix}optimizer_state.{index}", tensor) for index, tensor in enumerate(sent)],
         root_rank,
+        _process_sets.ranks_of(process_set),
     )
     if not is_root:
         _load(optimizer, state_dict)
@@ -217,14 +224,14 @@ def broadcast_object(
     set. With a key the bytes are authenticated, so that nothing is unpickled that somebody between
     the nodes has written: that is a :class:`CorruptionError`. The engine and the servers only see
     bytes. An object that cannot be pickled is a :class:`TensorError` on every rank.
-    ``process_set`` is :data:`~byteps.torch.global_process_set`.
+    With a ``process_set`` it is for the ranks of that :class:`~byteps.torch.ProcessSet`.
     """
-    _process_sets.check(process_set)
+    ranks = _process_sets.ranks_of(process_set)
     name = name or "broadcast_object"
     data, cause = b"", None
     try:
         # Asked before anything can fail, so that all ranks count alike.
-        key = _native.object_key(name, root_rank)
+        key = _native.object_key(_registry.scoped(name, ranks), root_rank)
     except (OverflowError, UnicodeEncodeError):
         key = None  # No rank and no name: broadcast_ says so below.
     if common.rank() == root_rank:
@@ -239,14 +246,14 @@ def broadcast_object(
             data += _tag(key, data, cause is None)
     # In host memory, whatever the user's default device is: the bytes are not for a GPU.
     header = torch.tensor([len(data), cause is None], dtype=torch.int64, device="cpu")
-    ops.broadcast_(header, root_rank, f"{name}.length")
+    ops.broadcast_(header, root_rank, f"{name}.length", process_set)
     count, pickled = header.tolist()
     # A name stands for one size, so the bytes travel in one of a few sizes.
     room = max(_OBJECT_BYTES_MIN, 1 << (count - 1).bit_length()) if count > 1 else _OBJECT_BYTES_MIN
     payload = torch.zeros(room, dtype=torch.uint8, device="cpu")
     if data:
         payload[:count] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    ops.broadcast_(payload, root_rank, f"{name}.bytes.{room}")
+    ops.broadcast_(payload, root_rank, f"{name}.bytes.{room}", process_set)
     received = payload[: max(count, 0)].numpy().tobytes()
     if key is not None:
         received, tag = received[:-_TAG_BYTES], received[-_TAG_BYTES:]

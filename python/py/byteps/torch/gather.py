@@ -23,7 +23,7 @@ __all__ = [
     "grouped_allgather_async",
 ]
 
-_DIMENSIONS_MAX = 8
+DIMENSIONS_MAX = 8
 # What ranks tell of their types: all have the same release, but perhaps not the same torch.
 _DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool),
@@ -35,7 +35,7 @@ _ROOM_BYTES_MIN = 256
 _ROOM_STEPS = 4
 
 
-class _Block(NamedTuple):
+class Block(NamedTuple):
     """What one rank gathers: in ``memory``, of which it needs the first ``used`` bytes."""
 
     memory: torch.Tensor
@@ -48,16 +48,15 @@ class _Block(NamedTuple):
 
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: Any = None) -> int:
     """:func:`allgather` that does not wait for the tensors, only for their shapes."""
-    _process_sets.check(process_set)
-    return _start([tensor], [name], single=True)
+    return _start([tensor], [name], _process_sets.ranks_of(process_set), single=True)
 
 
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: Any = None, process_set: Any = None
 ) -> int:
     """:func:`grouped_allgather` that does not wait for the tensors, only for their shapes."""
-    _process_sets.check(process_set)
-    return _start(tensors, ops.names_of(name, len(tensors)), single=False)
+    ranks = _process_sets.ranks_of(process_set)
+    return _start(tensors, ops.names_of(name, len(tensors)), ranks, single=False)
 
 
 def allgather(
@@ -68,10 +67,10 @@ def allgather(
     They have the same type and, but for dimension 0, the same shape; else it is a
     :class:`byteps.errors.MismatchError` on all ranks. Any type that torch has is copied bit for
     bit. Autograd passes through: the gradient is this rank's part of the average of the ranks'
-    gradients, as in Horovod. ``process_set`` is :data:`~byteps.torch.global_process_set`.
+    gradients, as in Horovod. ``process_set``, here and below, is a
+    :class:`~byteps.torch.ProcessSet` of the ranks that take part.
     """
-    _process_sets.check(process_set)
-    return grouped_allgather([tensor], [name])[0]
+    return grouped_allgather([tensor], [name], process_set)[0]
 
 
 def grouped_allgather(
@@ -81,34 +80,36 @@ def grouped_allgather(
 
     ``name`` is a list of names, or one that the tensors' indices are added to.
     """
-    _process_sets.check(process_set)
+    ranks = _process_sets.ranks_of(process_set)
     names = ops.names_of(name, len(tensors))
     if torch.is_grad_enabled() and any(
         isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
     ):
-        return list(_Allgather.apply(names, *tensors))
-    result: list[torch.Tensor] = ops.synchronize(_start(tensors, names, single=False))
+        return list(_Allgather.apply(names, process_set, *tensors))
+    result: list[torch.Tensor] = ops.synchronize(_start(tensors, names, ranks, single=False))
     return result
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: Any = None) -> list[Any]:
     """The objects of all ranks, by rank; pickled as by :func:`byteps.torch.broadcast_object`."""
-    _process_sets.check(process_set)
     name = name or "allgather_object"
-    ranks = range(common.size())
-    return [functions.broadcast_object(obj, rank, name=f"{name}.{rank}") for rank in ranks]
+    return [
+        functions.broadcast_object(obj, rank, f"{name}.{rank}", process_set)
+        for rank in _process_sets.members(_process_sets.ranks_of(process_set))
+    ]
 
 
 class _Allgather(torch.autograd.Function):
     """allgather as autograd sees it."""
 
     @staticmethod
-    def forward(ctx: Any, names: list[str | None], *tensors: torch.Tensor) -> Any:
-        ctx.names = names
-        handle, shapes = _begin(tensors, names, single=False)
-        ranks = shapes[: common.rank()]
+    def forward(ctx: Any, names: list[str | None], process_set: Any, *tensors: torch.Tensor) -> Any:
+        ctx.names, ctx.process_set = names, process_set
+        ranks = _process_sets.ranks_of(process_set)
+        handle, shapes = _begin(tensors, names, ranks, single=False)
+        before = shapes[: _process_sets.members(ranks).index(common.rank())]
         ctx.own = [
-            (sum(int(of_rank[index][0]) for of_rank in ranks), tensor.shape[0])
+            (sum(int(of_rank[index][0]) for of_rank in before), tensor.shape[0])
             for index, tensor in enumerate(tensors)
         ]
         return tuple(ops.synchronize(handle))
@@ -116,27 +117,29 @@ class _Allgather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         names = [name and f"{name}.backward" for name in ctx.names]
-        means = ops.push_pull_group(gradients, name=names)
+        means = ops.push_pull_group(gradients, name=names, process_set=ctx.process_set)
         parts = zip(means, ctx.own, strict=True)
-        return None, *(mean.narrow(0, begin, rows).clone() for mean, (begin, rows) in parts)
+        return None, None, *(mean.narrow(0, begin, rows).clone() for mean, (begin, rows) in parts)
 
 
-def _start(tensors: Sequence[torch.Tensor], names: Sequence[str | None], *, single: bool) -> int:
-    return _begin(tensors, names, single=single)[0]
+def _start(
+    tensors: Sequence[torch.Tensor], names: Sequence[str | None], ranks: ops.Ranks, *, single: bool
+) -> int:
+    return _begin(tensors, names, ranks, single=single)[0]
 
 
 def _begin(
-    tensors: Sequence[torch.Tensor], names: Sequence[str | None], *, single: bool
+    tensors: Sequence[torch.Tensor], names: Sequence[str | None], ranks: ops.Ranks, *, single: bool
 ) -> tuple[int, list[list[list[int]]]]:
     """The handle, and the shapes of all ranks' tensors."""
     known = [name or f"allgather.{index}" for index, name in enumerate(names)]
-    shapes = _shapes(tensors, known)
-    blocks: list[list[_Block]] = []
+    shapes = _shapes(tensors, known, ranks)
+    blocks: list[list[Block]] = []
     sends = []
     for index, (tensor, name) in enumerate(zip(tensors, known, strict=True)):
         blocks.append([])
-        for root, of_rank in enumerate(shapes):
-            block = _block(tensor, of_rank[index], is_own=root == common.rank())
+        for root, of_rank in zip(_process_sets.members(ranks), shapes, strict=True):
+            block = block_of(tensor, of_rank[index], ranks, is_own=root == common.rank())
             blocks[-1].append(block)
             if block.used:
                 room = block.memory.numel()
@@ -148,19 +151,15 @@ def _begin(
                         f"{name}.{root}.{room}",
                         ops.BROADCAST_PRIORITY,
                         root,
+                        ranks=ranks,
                     )
                 )
 
-    def finish(blocks: list[list[_Block]]) -> Any:
+    def finish(blocks: list[list[Block]]) -> Any:
         memories = [block.memory for of_tensor in blocks for block in of_tensor]
         _gpu.keep_for_current_stream(memories)
         outputs = [
-            torch.cat(
-                [
-                    block.memory[: block.used].view(tensor.dtype).view(block.shape)
-                    for block in of_tensor
-                ]
-            )
+            torch.cat([block.tensor(tensor.dtype) for block in of_tensor]).to(tensor.device)
             for tensor, of_tensor in zip(tensors, blocks, strict=True)
         ]
         return outputs[0] if single else outputs
@@ -169,17 +168,19 @@ def _begin(
     return _registry.start(sends, blocks, finish, stream), shapes
 
 
-def _block(tensor: torch.Tensor, shape: list[int], *, is_own: bool) -> _Block:
+def block_of(tensor: torch.Tensor, shape: list[int], ranks: ops.Ranks, *, is_own: bool) -> Block:
     count = tensor.element_size()
     for length in shape:
         count *= length
-    memory = torch.empty(_room(count), dtype=torch.uint8, device=tensor.device)
+    in_host = _tensors.through_host(tensor, False, ranks)
+    device = torch.device("cpu") if in_host else tensor.device
+    memory = torch.empty(_room(count), dtype=torch.uint8, device=device)
     if is_own and count:
         memory[:count] = (
             tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
         )
         memory[count:] = 0
-    return _Block(memory, count, shape)
+    return Block(memory, count, shape)
 
 
 def _room(count: int) -> int:
@@ -190,29 +191,33 @@ def _room(count: int) -> int:
     return -(-count // step) * step
 
 
-def _shapes(tensors: Sequence[torch.Tensor], names: Sequence[str]) -> list[list[list[int]]]:
+def _shapes(
+    tensors: Sequence[torch.Tensor], names: Sequence[str], ranks: ops.Ranks
+) -> list[list[list[int]]]:
     """By rank and tensor; raises on all ranks if they do not fit."""
+    members = _process_sets.members(ranks)
     rows = torch.zeros(
-        common.size(), len(tensors), 2 + _DIMENSIONS_MAX, dtype=torch.int64, device="cpu"
+        len(members), len(tensors), 2 + DIMENSIONS_MAX, dtype=torch.int64, device="cpu"
     )
-    own = rows[common.rank()]
+    own = rows[members.index(common.rank())]
     error: BytePSError | None = None
     for row, tensor, name in zip(own, tensors, names, strict=True):
         try:
-            row[: 2 + tensor.dim()] = torch.tensor(_row(tensor, name))
+            row[: 2 + tensor.dim()] = torch.tensor(row_of(tensor, name))
         except BytePSError as wrong:
             # The other ranks hear of it.
             error, row[0] = wrong, -1
     # Ranks that pass other numbers of tensors disagree about the shape of this one.
     exchange = f"{names[0] if names else 'nothing'}.shapes"
-    told = ops.push_pull(
-        rows, average=False, name=exchange, priority=ops.BROADCAST_PRIORITY
-    ).tolist()
+    handle = ops.push_pull_start(
+        [rows], "sum", [exchange], ops.BROADCAST_PRIORITY, True, True, ranks=ranks
+    )
+    told = ops.synchronize(handle).tolist()
     if error is not None:
         raise error
     for index, name in enumerate(names):
         first = told[0][index]
-        for rank, of_rank in enumerate(told):
+        for rank, of_rank in zip(members, told, strict=True):
             row = of_rank[index]
             if row[0] < 0:
                 raise MismatchError(
@@ -220,23 +225,23 @@ def _shapes(tensors: Sequence[torch.Tensor], names: Sequence[str]) -> list[list[
                 )
             if row[:2] != first[:2] or row[3:] != first[3:]:
                 raise MismatchError(
-                    f"allgather of '{name}': rank 0 has {_text(first)}, rank {rank} {_text(row)}: "
-                    "only dimension 0 may differ"
+                    f"allgather of '{name}': rank {members[0]} has {text_of(first)}, rank {rank} "
+                    f"{text_of(row)}: only dimension 0 may differ"
                 )
     return [[row[2 : 2 + row[0]] for row in of_rank] for of_rank in told]
 
 
-def _row(tensor: torch.Tensor, name: str) -> list[int]:
+def row_of(tensor: torch.Tensor, name: str, what: str = "allgather") -> list[int]:
     """Dimensions, type, and shape."""
-    _tensors.check(tensor, "allgather of", name)
-    if not 0 < tensor.dim() <= _DIMENSIONS_MAX or tensor.dtype not in _DTYPES:
+    _tensors.check(tensor, f"{what} of", name)
+    if not 0 < tensor.dim() <= DIMENSIONS_MAX or tensor.dtype not in _DTYPES:
         raise TensorError(
-            f"allgather of '{name}': a tensor of 1 to {_DIMENSIONS_MAX} dimensions is wanted, not "
+            f"{what} of '{name}': a tensor of 1 to {DIMENSIONS_MAX} dimensions is wanted, not "
             f"{tensor.dim()} of {tensor.dtype}; view(1) gives a number a dimension"
         )
     return [tensor.dim(), _DTYPES.index(tensor.dtype), *tensor.shape]
 
 
-def _text(row: list[int]) -> str:
+def text_of(row: list[int]) -> str:
     shape = ", ".join(map(str, row[2 : 2 + row[0]]))
     return f"{_DTYPES[row[1]]} of ({shape})"

@@ -12,8 +12,7 @@ into the tensor that was passed; ``_group`` (Horovod's ``grouped_``) takes a lis
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from enum import IntEnum
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +21,15 @@ from byteps import _process_sets, _registry, common
 from byteps._registry import Send
 from byteps.errors import ConfigError
 from byteps.torch import _gpu, _tensors
+from byteps.torch._operations import (
+    Average,
+    Max,
+    Min,
+    Product,
+    ReduceOp,
+    Sum,
+    operation_of,
+)
 from byteps.torch._tensors import Memory
 from byteps.torch.compression import Compression
 
@@ -55,29 +63,8 @@ __all__ = [
 ]
 
 
-class ReduceOp(IntEnum):
-    """What a push_pull computes. (Horovod's Adasum has no server to run it.)
-
-    ``Min`` and ``Max`` are NaN where any rank's element is. A ``Product`` of integers wraps; one of
-    half types is kept in float32 by servers, and rounded once.
-    """
-
-    Average = 0
-    Sum = 1
-    Min = 3
-    Max = 4
-    Product = 5
-
-
-Average = ReduceOp.Average
-Sum = ReduceOp.Sum
-Min = ReduceOp.Min
-Max = ReduceOp.Max
-Product = ReduceOp.Product
-
-#: What the engine calls them.
-_OPERATIONS = {Average: "average", Sum: "sum", Min: "min", Max: "max", Product: "product"}
-
+#: The ranks that a call is for; all where it is None.
+Ranks = tuple[int, ...] | None
 
 # Everyone waits for what is broadcast, so it goes before gradients.
 BROADCAST_PRIORITY = 1 << 30
@@ -120,6 +107,7 @@ def send(
     priority: int,
     root: int = 0,
     settle: bool = False,
+    ranks: Ranks = None,
 ) -> Send:
     """What the registry starts; ``settle`` lets a name come again for another type or size."""
     source, device = memory.source, _gpu.holds(memory.source)
@@ -128,7 +116,7 @@ def send(
         dtype, shape = "u8", (*source.shape, source.element_size())
     else:
         dtype, shape = _tensors.summed_dtype(source, what, name), source.shape
-    known = _registry.Tensor(name, dtype, shape, operation, root, device)
+    known = _registry.Tensor(name, dtype, shape, operation, root, device, ranks)
     if settle:
         known = _registry.settled(known)
     return Send(known, source.data_ptr(), memory.target.data_ptr(), priority)
@@ -146,11 +134,13 @@ def _start(
     single: bool,
     postscale: float = 1.0,
     settle: bool = False,
+    ranks: Ranks = None,
+    then: Callable[[list[torch.Tensor]], Any] | None = None,
 ) -> int:
     stream = _gpu.open_for(memory.source for memory in memories)
-    chosen = iter(_registry.unnamed(sum(not name for name in names)))
+    chosen = iter(_registry.unnamed(sum(not name for name in names), ranks))
     sends = [
-        send(what, memory, operation, name or next(chosen), priority, root, settle)
+        send(what, memory, operation, name or next(chosen), priority, root, settle, ranks)
         for memory, name in zip(memories, names, strict=True)
     ]
     if in_place:
@@ -165,6 +155,8 @@ def _start(
             with torch.no_grad():
                 for output in outputs:
                     output.copy_(_scaled(output, postscale))
+        if then is not None:
+            return then(outputs)
         return outputs[0] if single else outputs
 
     return _registry.start(sends, memories, finish, stream)
@@ -176,17 +168,6 @@ def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     return (tensor.to(torch.float64) * factor).to(tensor.dtype)
 
 
-def operation_of(average: bool, op: Any) -> str:
-    """What the engine calls ``op`` or, where that is None, an average or a sum."""
-    if op is None:
-        return "average" if average else "sum"
-    operation = _OPERATIONS.get(op)
-    if operation is None:
-        known = ", ".join(op.name for op in _OPERATIONS)
-        raise ConfigError(f"op={op!r}: the servers compute {known}")
-    return operation
-
-
 def push_pull_start(
     tensors: Sequence[torch.Tensor],
     operation: str,
@@ -196,12 +177,14 @@ def push_pull_start(
     single: bool,
     prescale: float = 1.0,
     postscale: float = 1.0,
+    ranks: Ranks = None,
+    then: Callable[[list[torch.Tensor]], Any] | None = None,
 ) -> int:
     memories = []
     for tensor, name in zip(tensors, names, strict=True):
         _tensors.check(tensor, "push_pull of", name)
         _tensors.summed_dtype(tensor, "push_pull of", name)
-        in_host = _tensors.through_host(tensor, operation == "average")
+        in_host = _tensors.through_host(tensor, operation == "average", ranks)
         sent = tensor if prescale == 1.0 else _scaled(tensor.detach(), prescale)
         if not inplace:
             memories.append(_tensors.to_new(sent, in_host))
@@ -218,6 +201,8 @@ def push_pull_start(
         in_place=inplace,
         single=single,
         postscale=postscale,
+        ranks=ranks,
+        then=then,
     )
 
 
@@ -237,25 +222,25 @@ class _PushPull(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        how: tuple[str, int, float, float],
+        how: tuple[str, int, float, float, Ranks],
         names: list[str | None],
         *tensors: torch.Tensor,
     ) -> Any:
-        operation, priority, prescale, postscale = how
+        operation, priority, prescale, postscale, ranks = how
         ctx.how, ctx.names = how, names
         handle = push_pull_start(
-            tensors, operation, names, priority, False, False, prescale, postscale
+            tensors, operation, names, priority, False, False, prescale, postscale, ranks
         )
         return tuple(synchronize(handle))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        operation, priority, prescale, postscale = ctx.how
+        operation, priority, prescale, postscale, ranks = ctx.how
         if operation not in ("average", "sum"):
             raise ConfigError(f"a push_pull with the operation {operation} has no gradient here")
         names = [name and f"{name}.backward" for name in ctx.names]
         handle = push_pull_start(
-            gradients, operation, names, priority, False, False, postscale, prescale
+            gradients, operation, names, priority, False, False, postscale, prescale, ranks
         )
         return None, None, *synchronize(handle)
 
@@ -268,6 +253,7 @@ def differentiable(
     compression: Any,
     prescale: float = 1.0,
     postscale: float = 1.0,
+    ranks: Ranks = None,
 ) -> list[torch.Tensor]:
     for tensor, name in zip(tensors, names, strict=True):
         _tensors.check(tensor, "push_pull of", name)
@@ -276,10 +262,12 @@ def differentiable(
     smaller = [compression.compress(tensor) for tensor in tensors]
     sent = [tensor for tensor, _ in smaller]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sent):
-        outputs = _PushPull.apply((operation, priority, prescale, postscale), names, *sent)
+        how = operation, priority, prescale, postscale, ranks
+        outputs = _PushPull.apply(how, names, *sent)
     else:
+        scales = prescale, postscale
         outputs = synchronize(
-            push_pull_start(sent, operation, names, priority, False, False, prescale, postscale)
+            push_pull_start(sent, operation, names, priority, False, False, *scales, ranks)
         )
     return [
         compression.decompress(output, ctx)
@@ -309,15 +297,19 @@ def push_pull(
     priority: int = 0,
     compression: Any = Compression.none,
     op: ReduceOp | None = None,
+    process_set: Any = None,
 ) -> torch.Tensor:
     """The average (or sum) of the tensor over all ranks, as a new tensor; autograd passes through.
 
     Integers are averaged by floor division. Among tensors that wait, one with a larger ``priority``
     is sent sooner. ``op``, where given, is what is computed, whatever ``average`` says; minima,
-    maxima and products have no gradient and take no ``compression``. ``version`` is not used.
+    maxima and products have no gradient and take no ``compression``. ``process_set``, here and
+    below, is a :class:`~byteps.torch.ProcessSet` of the ranks that take part. ``version`` is not
+    used.
     """
     operation = operation_of(average, op)
-    return differentiable([tensor], operation, [name], priority, compression)[0]
+    ranks = _process_sets.ranks_of(process_set)
+    return differentiable([tensor], operation, [name], priority, compression, ranks=ranks)[0]
 
 
 def push_pull_async(
@@ -327,10 +319,11 @@ def push_pull_async(
     version: int = 0,
     priority: int = 0,
     op: ReduceOp | None = None,
+    process_set: Any = None,
 ) -> int:
     """:func:`push_pull` that does not wait. Leave the tensor unchanged until it is done."""
-    operation = operation_of(average, op)
-    return push_pull_start([tensor], operation, [name], priority, False, True)
+    operation, ranks = operation_of(average, op), _process_sets.ranks_of(process_set)
+    return push_pull_start([tensor], operation, [name], priority, False, True, ranks=ranks)
 
 
 def push_pull_inplace(
@@ -340,9 +333,10 @@ def push_pull_inplace(
     version: int = 0,
     priority: int = 0,
     op: ReduceOp | None = None,
+    process_set: Any = None,
 ) -> torch.Tensor:
     """:func:`push_pull` into the tensor itself."""
-    synchronize(push_pull_async_inplace(tensor, average, name, version, priority, op))
+    synchronize(push_pull_async_inplace(tensor, average, name, version, priority, op, process_set))
     return tensor
 
 
@@ -353,10 +347,11 @@ def push_pull_async_inplace(
     version: int = 0,
     priority: int = 0,
     op: ReduceOp | None = None,
+    process_set: Any = None,
 ) -> int:
     """:func:`push_pull` into the tensor itself, without waiting."""
-    operation = operation_of(average, op)
-    return push_pull_start([tensor], operation, [name], priority, True, True)
+    operation, ranks = operation_of(average, op), _process_sets.ranks_of(process_set)
+    return push_pull_start([tensor], operation, [name], priority, True, True, ranks=ranks)
 
 
 byteps_push_pull = push_pull_async_inplace
@@ -370,13 +365,15 @@ def push_pull_group(
     priority: int = 0,
     compression: Any = Compression.none,
     op: ReduceOp | None = None,
+    process_set: Any = None,
 ) -> list[torch.Tensor]:
     """:func:`push_pull` of several tensors at once.
 
     ``name`` is a list of names, or one that the tensors' indices are added to.
     """
-    names = names_of(name, len(tensors))
-    return differentiable(tensors, operation_of(average, op), names, priority, compression)
+    names, ranks = names_of(name, len(tensors)), _process_sets.ranks_of(process_set)
+    operation = operation_of(average, op)
+    return differentiable(tensors, operation, names, priority, compression, ranks=ranks)
 
 
 def push_pull_group_async(
@@ -386,10 +383,12 @@ def push_pull_group_async(
     version: int = 0,
     priority: int = 0,
     op: ReduceOp | None = None,
+    process_set: Any = None,
 ) -> int:
     """:func:`push_pull_group` that does not wait: one handle for all."""
     names, operation = names_of(name, len(tensors)), operation_of(average, op)
-    return push_pull_start(tensors, operation, names, priority, False, False)
+    ranks = _process_sets.ranks_of(process_set)
+    return push_pull_start(tensors, operation, names, priority, False, False, ranks=ranks)
 
 
 def push_pull_group_inplace(
@@ -399,9 +398,12 @@ def push_pull_group_inplace(
     version: int = 0,
     priority: int = 0,
     op: ReduceOp | None = None,
+    process_set: Any = None,
 ) -> list[torch.Tensor]:
     """:func:`push_pull_group` into the tensors themselves."""
-    synchronize(push_pull_group_async_inplace(tensors, average, name, version, priority, op))
+    synchronize(
+        push_pull_group_async_inplace(tensors, average, name, version, priority, op, process_set)
+    )
     return list(tensors)
 
 
@@ -412,10 +414,12 @@ def push_pull_group_async_inplace(
     version: int = 0,
     priority: int = 0,
     op: ReduceOp | None = None,
+    process_set: Any = None,
 ) -> int:
     """:func:`push_pull_group` into the tensors themselves, without waiting."""
     names, operation = names_of(name, len(tensors)), operation_of(average, op)
-    return push_pull_start(tensors, operation, names, priority, True, False)
+    ranks = _process_sets.ranks_of(process_set)
+    return push_pull_start(tensors, operation, names, priority, True, False, ranks=ranks)
 
 
 _group_lock = threading.Lock()
@@ -436,6 +440,7 @@ def push_pull_group_sync_inplace(
     version: int = 0,
     priority: int = 0,
     op: ReduceOp | None = None,
+    process_set: Any = None,
 ) -> tuple[int, int]:
     """:func:`push_pull_async_inplace` that counts its calls: the handle, and which call it was.
 
@@ -443,7 +448,7 @@ def push_pull_group_sync_inplace(
     :func:`byteps_torch_set_num_grads`.
     """
     global _group_count
-    handle = push_pull_async_inplace(tensor, average, name, version, priority, op)
+    handle = push_pull_async_inplace(tensor, average, name, version, priority, op, process_set)
     with _group_lock:
         _group_count += 1
         count = _group_count
@@ -458,17 +463,24 @@ byteps_push_pull_group = push_pull_group_sync_inplace
 # Broadcast
 
 
-def broadcast_all_(named: Sequence[tuple[str, torch.Tensor]], root_rank: int) -> None:
+def broadcast_all_(
+    named: Sequence[tuple[str, torch.Tensor]], root_rank: int, ranks: Ranks = None
+) -> None:
     """Overwrites these tensors with those of ``root_rank``, all at once.
 
     A name may come again for a tensor of another type or size, as those of a second model do.
     """
     for name, tensor in named:
         _tensors.check(tensor, "broadcast of", name)
-    memories = [_tensors.in_place(tensor) for _, tensor in named]
+    memories = [
+        _tensors.in_place(tensor, _tensors.through_host(tensor, False, ranks))
+        for _, tensor in named
+    ]
     names = [name for name, _ in named]
     synchronize(
-        _broadcast_start(memories, root_rank, names, in_place=True, single=False, settle=True)
+        _broadcast_start(
+            memories, root_rank, names, in_place=True, single=False, settle=True, ranks=ranks
+        )
     )
 
 
@@ -480,10 +492,16 @@ def _broadcast_start(
     in_place: bool,
     single: bool = True,
     settle: bool = False,
+    ranks: Ranks = None,
 ) -> int:
     if not 0 <= root_rank < common.size():
         raise ConfigError(
             f"broadcast from rank {root_rank}: the ranks are 0 to {common.size() - 1}"
+        )
+    if ranks is not None and root_rank not in ranks:
+        raise ConfigError(
+            f"broadcast from rank {root_rank} among ranks {list(ranks)}: the root is one of them, "
+            "by its number in the job"
         )
     return _start(
         "broadcast of",
@@ -495,6 +513,7 @@ def _broadcast_start(
         in_place=in_place,
         single=single,
         settle=settle,
+        ranks=ranks,
     )
 
 
@@ -503,16 +522,19 @@ class _Broadcast(torch.autograd.Function):
     Horovod, so that a loss averaged over the ranks has the right gradient; others get zeros."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None) -> torch.Tensor:
-        ctx.root_rank, ctx.name = root_rank, name
-        result: torch.Tensor = synchronize(broadcast_async(tensor, root_rank, name))
+    def forward(
+        ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: Any
+    ) -> torch.Tensor:
+        ctx.root_rank, ctx.name, ctx.process_set = root_rank, name, process_set
+        result: torch.Tensor = synchronize(broadcast_async(tensor, root_rank, name, process_set))
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         name = ctx.name and f"{ctx.name}.backward"
-        mean = synchronize(push_pull_async(gradient, average=True, name=name))
-        return mean if common.rank() == ctx.root_rank else torch.zeros_like(mean), None, None
+        mean = synchronize(push_pull_async(gradient, name=name, process_set=ctx.process_set))
+        own = mean if common.rank() == ctx.root_rank else torch.zeros_like(mean)
+        return own, None, None, None
 
 
 def broadcast(
@@ -522,15 +544,16 @@ def broadcast(
     gets the average of the ranks' gradients.
 
     All ranks pass a tensor of its shape and type, which may be any type that torch has.
-    ``process_set`` is :data:`~byteps.torch.global_process_set`, here and below.
+    ``process_set``, here and below, is a :class:`~byteps.torch.ProcessSet` of the ranks that take
+    part; the root's number is that in the job.
     """
-    _process_sets.check(process_set)
+    _process_sets.ranks_of(process_set)
     _tensors.check(tensor, "broadcast of", name)
     result: torch.Tensor
     if torch.is_grad_enabled() and tensor.requires_grad:
-        result = _Broadcast.apply(tensor, root_rank, name)
+        result = _Broadcast.apply(tensor, root_rank, name, process_set)
     else:
-        result = synchronize(broadcast_async(tensor, root_rank, name))
+        result = synchronize(broadcast_async(tensor, root_rank, name, process_set))
     return result
 
 
@@ -538,9 +561,10 @@ def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = None
 ) -> int:
     """:func:`broadcast` that does not wait."""
-    _process_sets.check(process_set)
+    ranks = _process_sets.ranks_of(process_set)
     _tensors.check(tensor, "broadcast of", name)
-    return _broadcast_start([_tensors.to_new(tensor)], root_rank, [name], in_place=False)
+    memory = _tensors.to_new(tensor, _tensors.through_host(tensor, False, ranks))
+    return _broadcast_start([memory], root_rank, [name], in_place=False, ranks=ranks)
 
 
 def broadcast_(
@@ -555,6 +579,7 @@ def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = None
 ) -> int:
     """:func:`broadcast` into the tensor itself, without waiting."""
-    _process_sets.check(process_set)
+    ranks = _process_sets.ranks_of(process_set)
     _tensors.check(tensor, "broadcast of", name)
-    return _broadcast_start([_tensors.in_place(tensor)], root_rank, [name], in_place=True)
+    memory = _tensors.in_place(tensor, _tensors.through_host(tensor, False, ranks))
+    return _broadcast_start([memory], root_rank, [name], in_place=True, ranks=ranks)

@@ -62,11 +62,12 @@ def DistributedOptimizer(
             multiplied by it: for sums that would leave the range of what ``compression`` sends.
         num_groups, groups: For Horovod's callers, which choose what is sent together; not used:
             gradients are sent in batches as they come.
-        process_set: For Horovod's callers: :data:`~byteps.torch.global_process_set` or None.
+        process_set: A :class:`~byteps.torch.ProcessSet` of the ranks that average among themselves.
+            On a rank that is none of them the optimizer steps with the gradients that it has.
         sparse_as_dense: Send sparse gradients (of embeddings) as dense ones. Without it they are
             an error.
     """
-    _process_sets.check(process_set)
+    known = _process_sets.added(process_set)
     _check_groups(num_groups, groups)
     if gradient_predivide_factor != 1.0:
         if op != ops.Average or not gradient_predivide_factor > 0:
@@ -77,8 +78,9 @@ def DistributedOptimizer(
         compression = Predivided(compression, gradient_predivide_factor)
     named = checked(optimizer, named_parameters, backward_passes_per_step)
     distributed = become(Distributed, optimizer)
+    prefix = next_prefix() if known is None else next_prefix(known.process_set_id)
     distributed._byteps = Gradients(
-        named, compression, backward_passes_per_step, op, sparse_as_dense, next_prefix()
+        named, compression, backward_passes_per_step, op, sparse_as_dense, prefix, known
     )
     return distributed
 
@@ -96,9 +98,9 @@ def _check_groups(num_groups: int, groups: Any) -> None:
         raise ConfigError("groups: a parameter stands in two of them, or twice in one")
 
 
-def next_prefix() -> str:
-    """What the names of the next optimizer's gradients begin with."""
-    number = _registry.count_up("DistributedOptimizer")
+def next_prefix(process_set: int | None = None) -> str:
+    """What the names of the next optimizer's gradients begin with, among these ranks."""
+    number = _registry.count_up(("DistributedOptimizer", process_set))
     return f"Gradient.{number}." if number else "Gradient."
 
 

@@ -12,6 +12,7 @@ use bps_engine::base::{DType, Operation, Rank};
 use bps_engine::config::Config;
 use bps_engine::transport::sim::Random;
 use bps_tests::reference;
+use bps_worker::Members;
 use bps_worker::cuda::GpuError;
 use bps_worker::error::Refusal;
 use bps_worker::{Declaration, Error, GpuPushPull, Handle, PushPull, TensorId, Worker};
@@ -81,7 +82,14 @@ fn declarations(ranks: u32) -> Vec<Declaration> {
                 [Operation::Sum, Operation::Average, Operation::Min, Operation::Max, broadcast]
             {
                 let name = format!("{dtype}.{count}.{operation}");
-                all.push(Declaration { name, dtype, shape: count.into(), operation, device: true });
+                all.push(Declaration {
+                    name,
+                    dtype,
+                    shape: count.into(),
+                    operation,
+                    device: true,
+                    members: Members::ALL,
+                });
             }
         }
     }
@@ -249,7 +257,14 @@ fn same(said: &Declaration, round: u64, rank: u32, what: &str, got: &[u8], wante
 fn chained(worker: &Worker, framework: &Framework) -> Result<(), Error> {
     const COUNT: usize = 50_000;
     let (dtype, operation, shape) = (DType::I32, Operation::Sum, (COUNT as u64).into());
-    let said = Declaration { name: "chained".into(), dtype, shape, operation, device: true };
+    let said = Declaration {
+        name: "chained".into(),
+        dtype,
+        shape,
+        operation,
+        device: true,
+        members: Members::ALL,
+    };
     let ids = worker.declare(std::slice::from_ref(&said))?;
     let buffer = framework.buffer(COUNT * 4)?;
     let own = reference::contribution(dtype, 9999, worker.rank(), 1, COUNT);
@@ -291,6 +306,7 @@ impl Beside {
             shape: 30_011.into(),
             operation,
             device: false,
+            members: Members::ALL,
         };
         let said = vec![
             one(DType::F32, Operation::Sum),
@@ -340,7 +356,14 @@ fn large(config: &Config) -> Result<(), Error> {
     for (number, dtype) in [(0, DType::F32), (1, DType::I32)] {
         let count = (12 << 20) / dtype.size() as u64 + 77;
         let (name, operation) = (format!("large {number}"), Operation::Sum);
-        let said = Declaration { name, dtype, shape: count.into(), operation, device: true };
+        let said = Declaration {
+            name,
+            dtype,
+            shape: count.into(),
+            operation,
+            device: true,
+            members: Members::ALL,
+        };
         let id = worker.declare(std::slice::from_ref(&said))?[0];
         let bytes = usize::try_from(count).unwrap_or(0) * dtype.size();
         let source = framework.buffer(bytes)?;
@@ -366,7 +389,14 @@ fn train(config: &Config, rounds: u64, stall: Option<u64>, leaves: bool) -> Resu
     worker.open_gpu(0)?;
     let framework = Framework::new().map_err(gpu)?;
     let (name, dtype, operation) = ("layer4.weight".into(), DType::F32, Operation::Sum);
-    let said = Declaration { name, dtype, shape: (COUNT as u64).into(), operation, device: true };
+    let said = Declaration {
+        name,
+        dtype,
+        shape: (COUNT as u64).into(),
+        operation,
+        device: true,
+        members: Members::ALL,
+    };
     let id = worker.declare(std::slice::from_ref(&said))?[0];
     let buffer = framework.buffer(COUNT * 4)?;
     for round in 1..=rounds {
@@ -419,6 +449,7 @@ fn mismatch(config: &Config, is_odd: bool) -> Result<(), Error> {
         shape: 1000.into(),
         operation: Operation::Sum,
         device,
+        members: Members::ALL,
     };
     let source = framework.buffer(4000)?.address;
     let push = |tensor| {
@@ -449,7 +480,7 @@ fn mismatches(config: &Config, is_odd: bool) -> Result<(), Error> {
     let framework = Framework::new().map_err(gpu)?;
     let said = |name: String, device| {
         let (dtype, operation, count) = (DType::F32, Operation::Sum, COUNT as u64);
-        Declaration { name, dtype, shape: count.into(), operation, device }
+        Declaration { name, dtype, shape: count.into(), operation, device, members: Members::ALL }
     };
     let buffers = [framework.buffer(4 * COUNT)?, framework.buffer(4 * COUNT)?];
     let good = worker.declare(&[said("good".into(), true)])?[0];
@@ -498,7 +529,14 @@ fn record(config: &Config) -> Result<(), Error> {
     worker.open_gpu(0)?;
     let framework = Framework::new().map_err(gpu)?;
     let (name, dtype, shape) = ("layer4.weight".into(), DType::F32, 100_000.into());
-    let said = Declaration { name, dtype, shape, operation: Operation::Sum, device: true };
+    let said = Declaration {
+        name,
+        dtype,
+        shape,
+        operation: Operation::Sum,
+        device: true,
+        members: Members::ALL,
+    };
     let (tensor, source) = (worker.declare(&[said])?[0], framework.buffer(400_000)?.address);
     let item = GpuPushPull { tensor, source, target: source, priority: 0 };
     for round in 1..=6 {

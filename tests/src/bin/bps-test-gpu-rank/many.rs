@@ -5,6 +5,7 @@ use crate::{gpu, same};
 use bps_engine::base::{DType, Operation};
 use bps_engine::config::Config;
 use bps_tests::reference;
+use bps_worker::Members;
 use bps_worker::{Declaration, Error, GpuPushPull, Handle, Worker};
 
 /// Tensors, and elements of each.
@@ -22,6 +23,7 @@ pub fn many(config: &Config, rounds: u64) -> Result<(), Error> {
         shape: (COUNT as u64).into(),
         operation: Operation::Sum,
         device: true,
+        members: Members::ALL,
     };
     let said: Vec<Declaration> = (0..TENSORS).map(declaration).collect();
     let ids = worker.declare(&said)?;

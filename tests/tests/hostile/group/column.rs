@@ -7,6 +7,7 @@ use super::{
 use super::{DType, EPOCH, honest, pipeline};
 use bps_engine::proto::messages::{Declaration, Mismatch};
 use bps_worker::Error;
+use bps_worker::Members;
 use bps_worker::rounds::PartOf;
 use bps_worker::rounds::handover::From;
 use bps_worker::rounds::{Pool, Slot};
@@ -195,7 +196,7 @@ fn poisoned(steps: usize, seed: u64) {
 fn declaration() -> Declaration {
     let operation = super::Operation::Sum;
     let (name, shape) = ("t".into(), 1.into());
-    Declaration { name, dtype: DType::F32, shape, operation, device: true }
+    Declaration { name, dtype: DType::F32, shape, operation, device: true, members: Members::ALL }
 }
 
 #[test]

@@ -50,6 +50,7 @@ fn plan(name: &str, parts: usize, device: bool) -> Arc<Plan> {
         dtype: DType::F32,
         operation: Operation::Sum,
         device,
+        among: None,
         parts: (0..parts).map(part).collect(),
     })
 }

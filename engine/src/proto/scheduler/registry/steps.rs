@@ -25,6 +25,9 @@ impl Registry {
         let known = &self.tensors[era.tensor as usize];
         let step = match (rounds, era.end.zip(next)) {
             _ if known.said == *said => Step::Same(era),
+            _ if known.said.members != said.members => {
+                Step::Disagrees(self.mismatch((known.first, &known.said), (rank, said), 0))
+            }
             (None, _) => {
                 Step::Disagrees(self.mismatch((known.first, &known.said), (rank, said), 0))
             }
@@ -81,6 +84,9 @@ impl Registry {
     ) -> Option<Reply> {
         let said = &self.tensors.get(tensor as usize)?.said;
         let eras = &self.names.get(&said.name)?.eras;
+        if !said.members.contains(rank) {
+            return None;
+        }
         let era = eras.current(rank);
         // What it pushed may belong to an era that it has left since.
         let (end, next) = (era.end.filter(|_| era.tensor == tensor)?, eras.next(rank)?);

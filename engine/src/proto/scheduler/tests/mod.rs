@@ -7,12 +7,14 @@ mod naming;
 mod paths;
 mod random;
 mod replacing;
+mod sets;
 mod stay;
 
 use super::*;
 use crate::base::{CoreId, DType, Key, Operation};
-use crate::limits::{ERAS_MAX, NAME_BYTES_MAX, RANKS_MAX};
+use crate::limits::{DECLARE_MEMBERS_MAX, ERAS_MAX, NAME_BYTES_MAX, RANKS_MAX};
 use crate::proto::late::{CaughtUp, LATE_LINES_MAX, Late, LateCollector, LateKeys};
+use crate::proto::members::Members;
 use crate::proto::messages::{
     Assignment, Declaration, KeySpec, Mismatch, Node, Part, Party, Planning, Replacement,
     RetiredKey, STALLS_SHOWN_MAX, Sign, StalledKey, Superseded,
@@ -241,13 +243,14 @@ fn server_register(server: u32, num_workers: u32, num_servers: u32) -> Register 
     }
 }
 
-fn tensor(name: &str, count: u64) -> Declaration {
+pub(super) fn tensor(name: &str, count: u64) -> Declaration {
     Declaration {
         name: name.to_owned(),
         dtype: DType::F32,
         shape: count.into(),
         operation: Operation::Average,
         device: false,
+        members: Members::ALL,
     }
 }
 

@@ -48,7 +48,15 @@ fn tensors(random: &mut Random, wild: bool) -> Vec<Declaration> {
             } else {
                 Operation::Sum
             };
-            Declaration { operation, ..tensor(&format!("tensor {at}"), count) }
+            let set = random.one_in(4) || wild && random.one_in(4);
+            let ranks: Vec<Rank> = if set && !at.is_multiple_of(5) {
+                let most = if wild { 5 } else { 2 };
+                (0..=random.small(most)).map(Rank).collect()
+            } else {
+                Vec::new()
+            };
+            let members = Members::new(ranks).unwrap_or(Members::ALL);
+            Declaration { operation, members, ..tensor(&format!("tensor {at}"), count) }
         })
         .collect()
 }

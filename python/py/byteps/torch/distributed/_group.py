@@ -1,8 +1,8 @@
 """One group of ``torch.distributed``: each of its operations goes to the engine or to the fallback.
 
-The engine reduces and broadcasts among all ranks of its job. All-gathers, reductions to one
-rank and reduce-scatters are made of these. What is left goes to gloo (tensors in host memory) or
-NCCL (on a GPU), which the group owns.
+The engine reduces and broadcasts among the ranks of its job, or some of them. All-gathers,
+reductions to one rank and reduce-scatters are made of these. What is left goes to gloo (tensors in
+host memory) or NCCL (on a GPU), which the group owns.
 
 torch 2.15 has backends in Python; before, a backend in Python has to be the process group itself.
 """
@@ -70,7 +70,8 @@ class _Exchange:
     def broadcast(self, root: int, source: torch.Tensor, target: torch.Tensor) -> None:
         """Sends ``source`` of rank ``root`` into every rank's ``target``, of any type."""
         count = target.numel() * target.element_size()
-        kind = Kind("broadcast", "u8", target.is_cuda, root, self.is_in_callback)
+        origin = self.keys.rank_of(root)
+        kind = Kind("broadcast", "u8", target.is_cuda, origin, self.is_in_callback)
         self._add(kind, count, source, target)
 
     def _add(self, kind: Kind, count: int, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -231,13 +232,19 @@ class _Group(_BASE):  # type: ignore[misc]
         for tensor in tensors:
             if tensor.dtype not in _tensors.DTYPES or tensor.layout is not torch.strided:
                 return None
-            if tensor.is_cuda and _tensors.through_host(tensor, operation == "average"):
+            if tensor.is_cuda and (
+                not self._keys.are_all or _tensors.through_host(tensor, operation == "average")
+            ):
                 return None
         return operation
 
     def _moves(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether the engine can send the bytes of these."""
-        return self._keys is not None and all(tensor.layout is torch.strided for tensor in tensors)
+        """Whether the engine can send the bytes of these: of a GPU's, to all ranks of the job."""
+        keys = self._keys
+        return keys is not None and all(
+            tensor.layout is torch.strided and (keys.are_all or not tensor.is_cuda)
+            for tensor in tensors
+        )
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Any:
         opts = opts or c10d.AllreduceOptions()
@@ -533,7 +540,7 @@ def create(options: Any, backend_options: Any = None) -> Any:
         timeout = timedelta(seconds=timeout)
     store = _joining.own_store(options)
     served = _joining.joins(options, store, timeout)
-    keys = Keys(options.group_id) if served else None
+    keys = Keys(options.group_id, served.ranks) if served is not None else None
     return (_Group if _HAS_BACKENDS else _NamedGroup)(
         store, options.group_rank, options.group_size, timeout, options.group_id, keys
     )

@@ -1,9 +1,9 @@
 """Whether a group of ``torch.distributed`` is a job of the engine, and forming the job if so.
 
-A process has one engine, and a round of it has all ranks of its job. So the engine serves one set
-of ranks: that of the first group of the backend. Groups of other ranks have the fallback alone.
-Ranks may know different things (a rank can be in two groups of which each would be the first of
-another rank), so they agree through the group's store.
+A process has one engine, whose job has the ranks of the first group of the backend. The engine
+serves groups of these ranks, or of some of them; all others have the fallback alone. Ranks may know
+different things (a rank can be in two groups of which each would be the first of another rank), so
+they agree through the group's store.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
@@ -21,14 +21,21 @@ from byteps._launchers import Place
 from byteps._meeting import ByGroup
 from byteps.errors import BytePSError, ConfigError, StartError
 
-__all__ = ["joins", "leave", "own_store"]
+__all__ = ["Served", "joins", "leave", "own_store"]
 
 #: The ranks, as the world numbers them, of the job that this module has joined.
 _members: tuple[int, ...] | None = None
 #: Groups of it that have not been shut down, where this module has started the engine.
 _groups = 0
 
-_FREE, _MEMBER, _OTHER = b"free", b"member", b"other"
+_FREE, _MEMBER, _PART, _OTHER = b"free", b"member", b"part", b"other"
+
+
+class Served(NamedTuple):
+    """A group that the engine serves; ``ranks`` are the numbers that its ranks have in the job, in
+    the order of the group, if they are not all of it."""
+
+    ranks: tuple[int, ...] | None = None
 
 
 def own_store(options: Any) -> Any:
@@ -40,8 +47,8 @@ def own_store(options: Any) -> Any:
     return PrefixStore(str(number), store)
 
 
-def joins(options: Any, store: Any, timeout: timedelta) -> bool:
-    """Whether the engine serves this group; joins its job if this is the first group.
+def joins(options: Any, store: Any, timeout: timedelta) -> Served | None:
+    """How the engine serves this group, if it does; joins its job if this is the first group.
 
     Raises :class:`ConfigError` where the engine was started for another job than that of the
     default group, and what :func:`byteps.common.init` raises.
@@ -56,28 +63,34 @@ def joins(options: Any, store: Any, timeout: timedelta) -> bool:
         common.begin(lambda: _forming.settings_of(*_meeting(store, rank, size), os.environ))
         _check_place(rank, size)
         _members, _groups = ranks, 1
-        return True
+        return Served()
     if states == {_MEMBER}:
         _members = ranks
         _groups += _groups > 0
-        return True
+        return Served()
+    if states == {_PART}:
+        _groups += _groups > 0
+        return Served(ranks if _members is None else tuple(map(_members.index, ranks)))
     if is_default:
         raise ConfigError(
             "byteps is initialised in some processes of the default group and not in others: call "
             "byteps.torch.init() in all of them before init_process_group, or in none"
         )
-    return False
+    return None
 
 
 def _state(ranks: tuple[int, ...], is_default: bool, rank: int, size: int) -> bytes:
     if not _native.is_initialized():
         return _FREE
     if _members is not None:
-        return _MEMBER if _members == ranks else _OTHER
+        if _members == ranks:
+            return _MEMBER
+        return _PART if set(ranks) < set(_members) else _OTHER
     if is_default or (common.size() == size == _world_size()):
         _check_place(rank, size)
         return _MEMBER
-    return _OTHER
+    is_world = common.size() == _world_size() and common.rank() == dist.get_rank()
+    return _PART if is_world else _OTHER
 
 
 def _world_size() -> int:

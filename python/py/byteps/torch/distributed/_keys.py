@@ -57,10 +57,13 @@ class _Turns:
 
 
 class Keys:
-    """The tensors of one group."""
+    """The tensors of one group. ``ranks`` are those of the job that it has, in its order; all where
+    it is None."""
 
-    def __init__(self, group: str) -> None:
+    def __init__(self, group: str, ranks: tuple[int, ...] | None = None) -> None:
         self._prefix = f"torch.distributed.{group}"
+        self._ranks = ranks
+        self._members = None if ranks is None else tuple(sorted(ranks))
         self._job = _registry.job_number()
         self._lock = threading.Lock()
         self._sizes: dict[tuple[Kind, int], _Turns] = {}
@@ -70,6 +73,15 @@ class Keys:
     def is_of_this_job(self) -> bool:
         """Whether the job in which the group was made still runs."""
         return self._job == _registry.job_number()
+
+    @property
+    def are_all(self) -> bool:
+        """Whether the group has all ranks of the job."""
+        return self._ranks is None
+
+    def rank_of(self, rank: int) -> int:
+        """The number in the job of a rank of the group."""
+        return rank if self._ranks is None else self._ranks[rank]
 
     def of(self, kind: Kind, count: int) -> Sequence[Piece]:
         """The tensors for the next operation of this kind on so many elements.
@@ -108,7 +120,7 @@ class Keys:
     def _declare(self, kind: Kind, wanted: Sequence[tuple[int, int]]) -> Sequence[Piece]:
         tensors = [
             Tensor(self._name(kind, count, number), kind.dtype, (count,), *kind[:1], kind.root,
-                   kind.device)
+                   kind.device, self._members)
             for count, number in wanted
         ]  # fmt: skip
         numbers = _registry.declare(tensors)

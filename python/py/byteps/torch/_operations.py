@@ -1,0 +1,43 @@
+"""What a push_pull computes, as callers name it and as the engine does."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+from byteps.errors import ConfigError
+
+
+class ReduceOp(IntEnum):
+    """What a push_pull computes. (Horovod's Adasum has no server to run it.)
+
+    ``Min`` and ``Max`` are NaN where any rank's element is. A ``Product`` of integers wraps; one of
+    half types is kept in float32 by servers, and rounded once.
+    """
+
+    Average = 0
+    Sum = 1
+    Min = 3
+    Max = 4
+    Product = 5
+
+
+Average = ReduceOp.Average
+Sum = ReduceOp.Sum
+Min = ReduceOp.Min
+Max = ReduceOp.Max
+Product = ReduceOp.Product
+
+#: What the engine calls them.
+_OPERATIONS = {Average: "average", Sum: "sum", Min: "min", Max: "max", Product: "product"}
+
+
+def operation_of(average: bool, op: Any) -> str:
+    """What the engine calls ``op`` or, where that is None, an average or a sum."""
+    if op is None:
+        return "average" if average else "sum"
+    operation = _OPERATIONS.get(op)
+    if operation is None:
+        known = ", ".join(op.name for op in _OPERATIONS)
+        raise ConfigError(f"op={op!r}: the servers compute {known}")
+    return operation

@@ -1,0 +1,93 @@
+//! The tensors of a simulated job: random ones, and declarations that contradict them.
+
+use bps_engine::base::{DType, Operation, Rank};
+use bps_engine::proto::messages::Declaration;
+use bps_engine::transport::sim::Random;
+use bps_worker::Members;
+
+/// A tensor, and how often it is pushed.
+pub(super) struct Tensor {
+    pub(super) declaration: Declaration,
+    pub(super) rounds: u64,
+}
+
+/// Some tensors for so many ranks; on GPUs only where there are devices.
+pub(super) fn tensors(random: &mut Random, workers: u32, devices: bool) -> Vec<Tensor> {
+    let number = 1 + random.index(8);
+    let one = |index: usize| {
+        let dtype = DType::ALL[random.index(DType::ALL.len())];
+        let device = devices && !random.once_in(4);
+        // One on GPUs is for all.
+        let members =
+            if !device && random.once_in(2) { set(random, workers) } else { Members::ALL };
+        let operation = match random.below(6) {
+            0 => Operation::Sum,
+            1 => Operation::Average,
+            2 => Operation::Min,
+            3 => Operation::Max,
+            // Rounding makes a product of floats depend on the order.
+            4 if !dtype.is_float() => Operation::Product,
+            4 => Operation::Max,
+            _ => {
+                let place = random.index(members.count(workers) as usize);
+                let root = members.iter(workers).nth(place);
+                Operation::Broadcast(root.expect("it has so many"))
+            }
+        };
+        let count = match random.below(6) {
+            0 => 0,
+            1 => 1,
+            2 => 255,
+            3 => random.below(5000),
+            4 => random.below(20_000),
+            _ => 1024 << random.below(5),
+        };
+        let name = format!("tensor.{index}");
+        let rounds = 1 + random.below(3);
+        // An average of whole numbers goes through memory of the host.
+        let operation = match operation {
+            Operation::Average if device && !dtype.is_float() => Operation::Sum,
+            operation => operation,
+        };
+        let shape = count.into();
+        Tensor {
+            declaration: Declaration { name, dtype, shape, operation, device, members },
+            rounds,
+        }
+    };
+    (0..number).map(one).collect()
+}
+
+/// Some ranks of so many: one at least, and perhaps all.
+fn set(random: &mut Random, workers: u32) -> Members {
+    let mut ranks: Vec<u32> = (0..workers).collect();
+    shuffle(random, &mut ranks);
+    ranks.truncate(1 + random.index(ranks.len()));
+    Members::new(ranks.into_iter().map(Rank).collect()).expect("each rank is there once")
+}
+
+/// Puts these into another order.
+pub(super) fn shuffle<T>(random: &mut Random, items: &mut [T]) {
+    for index in (1..items.len()).rev() {
+        items.swap(index, random.index(index + 1));
+    }
+}
+
+/// Another shape, another place or other ranks.
+pub(super) fn contradict(said: &Declaration, has_gpu: bool) -> Declaration {
+    let count = said.shape.count();
+    if !said.device && count % 4 < 2 {
+        // Another one too, or its rounds would be over without anybody.
+        let other = match said.operation {
+            Operation::Broadcast(root) if root != Rank(1) => root,
+            _ => Rank(0),
+        };
+        let members = Members::new(vec![Rank(1), other]);
+        return Declaration { members: members.expect("a set"), ..said.clone() };
+    }
+    let may_move = said.dtype.is_float() || said.operation != Operation::Average;
+    match has_gpu && may_move && count.is_multiple_of(2) {
+        true => Declaration { device: !said.device, ..said.clone() },
+        false => Declaration { shape: (count + 1).into(), ..said.clone() },
+    }
+}
