@@ -21,6 +21,8 @@ pub const SCRATCH_BYTES: usize = 256 << 10;
 pub const SMALL_BYTES: usize = 16 << 10;
 /// Bytes of the buffer through which runs of small frames are received.
 pub const STAGING_BYTES: usize = 256 << 10;
+/// Bytes of each of the two buffers of records of an encrypted stream socket: they stay in L2.
+pub const SEALED_BYTES: usize = 264 << 10;
 /// Frames that may be posted to one lane and not yet be sent.
 pub const LANE_FRAMES_MAX: usize = 256;
 /// Bytes that one send or receive call of a stream socket moves at most, so that no lane keeps

@@ -40,6 +40,7 @@ const COMMANDS: &[Entry] = &[
     (cmd::rings::command, cmd::rings::run),
     (cmd::run::command, cmd::run::run),
     (cmd::scaling::command, cmd::scaling::run),
+    (cmd::seal::command, cmd::seal::run),
     (cmd::sum::command, cmd::sum::run),
     (stage::within_command, stage::enter),
     (stage::overtake::command, stage::overtake::run),

@@ -43,6 +43,7 @@ scenarios! {
     latency "latency",
     push_pull_over_shared_memory "pushpull-shm",
     push_pull_over_tcp "pushpull-tcp",
+    encrypted_lanes "encryption",
     beside_gloo_over_shared_memory "gloo-shm",
     beside_gloo_over_tcp "gloo-tcp",
     many_small_tensors "small",

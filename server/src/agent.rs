@@ -8,7 +8,7 @@ use crate::entry::Groups;
 use crate::shard::{Command, Report};
 use bps_engine::base::{Epoch, Key, Rank, word};
 use bps_engine::control::{is_one_sided, lane_fault};
-use bps_engine::limits::{SCRATCH_BYTES, STAGING_BYTES};
+use bps_engine::limits::{SCRATCH_BYTES, SEALED_BYTES, STAGING_BYTES};
 use bps_engine::mem::Budget;
 use bps_engine::proto::late::{LateCollector, LateKeys};
 use bps_engine::proto::messages::{
@@ -44,6 +44,8 @@ pub enum Effect {
 /// See the [module](self).
 pub struct Agent {
     cores: u32,
+    /// Its TCP lanes are encrypted.
+    encrypts: bool,
     roster: Option<Roster>,
     /// The membership that the scheduler has asked for, and shards that have not begun it.
     reset: Option<(Epoch, u32)>,
@@ -62,6 +64,7 @@ impl Agent {
     pub fn new(cores: u32, pulse: Pulse) -> Agent {
         Agent {
             cores,
+            encrypts: false,
             roster: None,
             reset: None,
             installs: HashMap::new(),
@@ -70,6 +73,12 @@ impl Agent {
             knocking: false,
             over: false,
         }
+    }
+
+    /// The same where TCP lanes are encrypted, which takes memory.
+    #[must_use]
+    pub fn with_encryption(self, encrypts: bool) -> Agent {
+        Agent { encrypts, ..self }
     }
 
     /// This server's number in the job, once it is formed.
@@ -137,7 +146,9 @@ impl Agent {
                 // server's share.
                 let mut budget = Budget::new();
                 let lanes = u64::from(ranks) * u64::from(self.cores);
-                budget.add("buffers of lanes", lanes, (STAGING_BYTES + SCRATCH_BYTES) as u64);
+                let records = if self.encrypts { 2 * SEALED_BYTES } else { 0 };
+                let bytes = STAGING_BYTES + SCRATCH_BYTES + records;
+                budget.add("buffers of lanes", lanes, bytes as u64);
                 effects.extend(budget.lines().map(Effect::Info));
                 self.roster = Some(roster);
             }

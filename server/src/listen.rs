@@ -7,10 +7,11 @@ use crate::cores::ShardHandle;
 use crate::error::{ServerError, resource};
 use crate::shard::Command;
 use bps_engine::config::{Config, TransportChoice};
-use bps_engine::control::{Acceptor, JobKey, Listener, Setups, Socket, abstract_name};
+use bps_engine::control::{Acceptor, JobKey, Listener, Secrets, Setups, Socket, abstract_name};
 use bps_engine::proto::handshake::{Hello, Purpose};
 use bps_engine::trace::log;
 use bps_engine::transport;
+use bps_engine::transport::tcp::sealed::Keys;
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr as UnixAddress, UnixListener};
@@ -76,18 +77,24 @@ pub(crate) fn listen_unix(config: &Config) -> Result<(Vec<Listener>, Option<Stri
 }
 
 /// Accepts for all cores: listener `i` is core `i mod cores`, first over TCP, then over Unix
-/// sockets. Lanes that have more to agree on than the handshake are set up on threads of their own.
+/// sockets; with `encrypt`, over TCP only lanes that are encrypted, else only those that are not.
+/// Lanes that have more to agree on than the handshake are set up on threads of their own.
 pub(crate) fn start_acceptor(
     listeners: Vec<Listener>,
     key: JobKey,
+    encrypt: bool,
     shards: Vec<ShardHandle>,
 ) -> Result<Acceptor, ServerError> {
     let setups = Setups::default();
-    let admit = move |index: usize, hello: Hello, socket: Socket| {
+    let admit = move |index: usize, hello: Hello, socket: Socket, secrets: Secrets| {
         let shard = &shards[index % shards.len()];
         match (hello.purpose, socket) {
-            (Purpose::Lane, socket @ Socket::Tcp(_)) => {
+            (Purpose::Lane, socket @ Socket::Tcp(_)) if !encrypt => {
                 attach(shard, hello, transport::Link::Tcp(socket.into()));
+            }
+            (Purpose::SealedLane, socket @ Socket::Tcp(_)) if encrypt => {
+                let keys = Keys { seal: secrets.to_dialer, open: secrets.to_acceptor };
+                attach(shard, hello, transport::Link::SealedTcp(socket.into(), Box::new(keys)));
             }
             (Purpose::ShmLane, Socket::Unix(stream)) => {
                 let make = move |shard: &ShardHandle| {
@@ -96,12 +103,21 @@ pub(crate) fn start_acceptor(
                 };
                 set_up(&setups, shard, hello, make);
             }
-            (Purpose::RdmaLane, Socket::Tcp(stream)) => {
+            (Purpose::RdmaLane, Socket::Tcp(stream)) if !encrypt => {
                 let make = move |shard: &ShardHandle| {
                     let link = shard.accept_rdma(stream);
                     link.map_err(|error| format!("RDMA could not be set up: {error}"))
                 };
                 set_up(&setups, shard, hello, make);
+            }
+            (Purpose::Lane | Purpose::SealedLane | Purpose::RdmaLane, Socket::Tcp(_)) => {
+                log::warning!(
+                    "the lane of {} was turned away: it {} to be encrypted, and here \
+                     BPS_ENCRYPT={}: set the same on every node",
+                    hello.rank,
+                    if hello.purpose == Purpose::SealedLane { "is" } else { "is not" },
+                    u8::from(encrypt)
+                );
             }
             (purpose, _) => {
                 log::warning!("a {purpose:?} connection of {} does not belong here", hello.rank);

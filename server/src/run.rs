@@ -94,7 +94,7 @@ pub fn run(config: &Config) -> Result<(), ServerError> {
     let shown = Arc::new(Shown::default());
     let _exporter = shown.serve(config)?;
     let all: Vec<Listener> = listeners.into_iter().chain(unix_listeners).collect();
-    let acceptor = start_acceptor(all, key.clone(), shards.clone())?;
+    let acceptor = start_acceptor(all, key.clone(), config.encrypt, shards.clone())?;
     let dial = || Link::connect(&config.root_uri, config.root_port, &key, config.start_timeout);
     let link =
         stop.while_alone(dial)?.map_err(|error| ServerError::Scheduler(error.to_string()))?;
@@ -110,8 +110,9 @@ pub fn run(config: &Config) -> Result<(), ServerError> {
     sender
         .send(&NodeMessage::Register(register(config, cores, shm_name, takes_rdma, session)))
         .map_err(|error| ServerError::Scheduler(error.to_string()))?;
+    let agent = Agent::new(config.server_cores, pulse).with_encryption(config.encrypt);
     let control = Control {
-        agent: Arc::new(Mutex::new(Agent::new(config.server_cores, pulse))),
+        agent: Arc::new(Mutex::new(agent)),
         door,
         knocker: Arc::default(),
         shards: shards.clone(),
@@ -199,6 +200,7 @@ fn register(
         release: env!("CARGO_PKG_VERSION").into(),
         num_workers: config.num_workers,
         num_servers: config.num_servers,
+        encrypt: config.encrypt,
     }
 }
 

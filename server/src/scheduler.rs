@@ -244,6 +244,7 @@ impl Bound {
             num_servers: config.num_servers,
             ranks_max: word(RANKS_MAX),
             release: env!("CARGO_PKG_VERSION").to_owned(),
+            encrypt: config.encrypt,
             placement: config.placement,
             built_in_coefficient: config.built_in_coefficient,
             start_timeout: config.start_timeout,
@@ -314,17 +315,19 @@ impl Bound {
     fn accept(&self, waker: &Waker) -> std::io::Result<(Acceptor, Receiver<TcpStream>)> {
         let (send, arrivals) = channel();
         let waker = waker.clone();
-        let admit = move |_: usize, hello: Hello, socket: Socket| match (hello.purpose, socket) {
-            (Purpose::Control, Socket::Tcp(stream)) => {
-                // The receiver is gone only when the job is over.
-                let _ = send.send(stream);
-                waker.ring();
+        let admit = move |_: usize, hello: Hello, socket: Socket, _| {
+            match (hello.purpose, socket) {
+                (Purpose::Control, Socket::Tcp(stream)) => {
+                    // The receiver is gone only when the job is over.
+                    let _ = send.send(stream);
+                    waker.ring();
+                }
+                (purpose, _) => log::warning!(
+                    "a {purpose:?} connection of {} came to the scheduler: is a server's \
+                     DMLC_PORT the same as DMLC_PS_ROOT_PORT?",
+                    hello.rank
+                ),
             }
-            (purpose, _) => log::warning!(
-                "a {purpose:?} connection of {} came to the scheduler: is a server's DMLC_PORT the \
-                 same as DMLC_PS_ROOT_PORT?",
-                hello.rank
-            ),
         };
         let listeners = vec![Listener::Tcp(self.listener.try_clone()?)];
         let acceptor =

@@ -78,6 +78,7 @@ fn join(address: SocketAddr, key: &JobKey, node: Node, numbers: (u32, u32)) -> L
         session: 0,
         former: None,
         release: env!("CARGO_PKG_VERSION").to_owned(),
+        encrypt: false,
         num_workers: numbers.0,
         num_servers: numbers.1,
     };

@@ -27,6 +27,8 @@ pub struct JobShape {
     pub driver: TcpDriver,
     /// Largest part, bytes.
     pub partition_bytes: u32,
+    /// Whether TCP lanes are encrypted, which needs a key.
+    pub encrypt: bool,
     /// Which payloads carry a CRC-32C.
     pub payload_checksum: PayloadChecksum,
     /// What polling threads do when there is nothing to do.
@@ -49,6 +51,7 @@ impl Default for JobShape {
             transport: TransportChoice::Tcp,
             driver: TcpDriver::Auto,
             partition_bytes: 1 << 20,
+            encrypt: false,
             payload_checksum: PayloadChecksum::Auto,
             idle: Idle::Adaptive,
             trace: None,
@@ -94,6 +97,7 @@ pub fn config(shape: &JobShape, port: u16, role: Role, worker: u32) -> Config {
         partition_bytes: shape.partition_bytes,
         transport: shape.transport,
         tcp_driver: shape.driver,
+        encrypt: shape.encrypt,
         payload_checksum: shape.payload_checksum,
         idle: shape.idle,
         force_distributed: shape.hosts.is_empty(),
@@ -133,7 +137,10 @@ pub fn run_nodes<T: Send + 'static>(
     shape: JobShape,
     body: impl Fn(Worker) -> T + Clone + Send + 'static,
 ) -> Vec<T> {
-    run_relayed(shape, None, |port, _| port, move |worker| body(worker.expect("the job starts")))
+    // Lanes are encrypted only in a job with a key.
+    let key = "ab".repeat(32);
+    let key = shape.encrypt.then_some(&*key);
+    run_relayed(shape, key, |port, _| port, move |worker| body(worker.expect("the job starts")))
 }
 
 /// As [`run_nodes`], but each rank asks `port_of` at which port it finds the scheduler, which

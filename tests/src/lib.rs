@@ -9,4 +9,6 @@ pub mod program;
 pub mod reference;
 pub mod relay;
 pub mod sim;
+pub mod stand_in;
+pub mod sums;
 pub mod timeline;

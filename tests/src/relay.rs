@@ -2,9 +2,11 @@
 //! passes. TCP's checksums are right on both of its sides, as they are behind a device that spoils
 //! bytes in its own memory, or that somebody else owns.
 
+use bps_engine::transport::tcp::sealed::{PREFIX_BYTES, TAG_BYTES};
 use serde_json::Value;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, Shutdown, SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -18,8 +20,8 @@ pub enum Way {
 }
 
 /// What a relay does to the bytes of one direction of a connection: it gets what was read, and
-/// leaves what is to be written.
-pub type Meddler = Box<dyn FnMut(&mut Vec<u8>) + Send>;
+/// leaves what is to be written, and says whether the direction goes on or ends there.
+pub type Meddler = Box<dyn FnMut(&mut Vec<u8>) -> ControlFlow<()> + Send>;
 
 /// A running relay; it takes no more connections once it is dropped.
 pub struct Relay {
@@ -81,8 +83,8 @@ fn pass(mut from: TcpStream, mut to: TcpStream, mut meddle: Meddler) {
             Ok(0) => break,
             Ok(count) => {
                 let mut bytes = buffer[..count].to_vec();
-                meddle(&mut bytes);
-                if to.write_all(&bytes).is_err() {
+                let goes_on = meddle(&mut bytes);
+                if to.write_all(&bytes).is_err() || goes_on.is_break() {
                     break;
                 }
             }
@@ -98,7 +100,7 @@ fn pass(mut from: TcpStream, mut to: TcpStream, mut meddle: Meddler) {
 /// Changes nothing.
 #[must_use]
 pub fn honest() -> Meddler {
-    Box::new(|_| {})
+    Box::new(|_| ControlFlow::Continue(()))
 }
 
 /// Flips a bit in the middle of the payload of the `frame`th frame that has one, counted from 0, in
@@ -132,6 +134,7 @@ pub fn flip_payload(handshake_bytes: usize, frame: usize) -> Meddler {
                 }
             }
         }
+        ControlFlow::Continue(())
     })
 }
 
@@ -150,12 +153,12 @@ pub fn rewrite(
         while let Some(prefix) = unread.first_chunk::<4>() {
             let end = 4 + u32::from_le_bytes(*prefix) as usize;
             if unread.len() < end {
-                return;
+                break;
             }
             let Ok(mut message) = serde_json::from_slice::<Value>(&unread[4..end]) else {
                 // It is not for us to read.
                 bytes.append(&mut unread);
-                return;
+                break;
             };
             change(&mut message);
             let text = serde_json::to_vec(&message).expect("it was read");
@@ -164,6 +167,7 @@ pub fn rewrite(
             bytes.extend(text);
             unread.drain(..end);
         }
+        ControlFlow::Continue(())
     })
 }
 
@@ -186,25 +190,50 @@ pub fn meddle_with_record(
     is_it: impl Fn(usize) -> bool + Send + 'static,
     change: impl Fn(&mut Vec<u8>) + Send + 'static,
 ) -> Meddler {
-    let (mut first_left, mut unread, mut records) = (first_bytes, Vec::new(), 0);
+    let length = |bytes: &[u8]| Some(2 + usize::from(u16::from_le_bytes(*bytes.first_chunk()?)));
     let mut is_done = false;
+    records(first_bytes, length, move |number, mut whole, bytes| {
+        if !is_done && is_it(number) {
+            is_done = true;
+            change(&mut whole);
+        }
+        bytes.append(&mut whole);
+        ControlFlow::Continue(())
+    })
+}
+
+/// Gives `pass` each record of a direction of an encrypted lane behind its handshake, with its
+/// number, and what is to be written: `pass` puts it there, or not.
+#[must_use]
+pub fn meddle_with_lane(
+    handshake_bytes: usize,
+    pass: impl FnMut(usize, Vec<u8>, &mut Vec<u8>) -> ControlFlow<()> + Send + 'static,
+) -> Meddler {
+    let length = |bytes: &[u8]| {
+        let plain = u32::from_le_bytes(*bytes.first_chunk()?);
+        Some(PREFIX_BYTES + plain as usize + TAG_BYTES)
+    };
+    records(handshake_bytes, length, pass)
+}
+
+/// Cuts what comes behind the first bytes of a direction into records, whose length is known from
+/// how they begin.
+fn records(
+    first_bytes: usize,
+    length: impl Fn(&[u8]) -> Option<usize> + Send + 'static,
+    mut pass: impl FnMut(usize, Vec<u8>, &mut Vec<u8>) -> ControlFlow<()> + Send + 'static,
+) -> Meddler {
+    let (mut first_left, mut unread, mut number) = (first_bytes, Vec::new(), 0);
     Box::new(move |bytes| {
         let passing = first_left.min(bytes.len());
         first_left -= passing;
         unread.extend(bytes.drain(passing..));
-        while let Some(prefix) = unread.first_chunk::<2>() {
-            let end = 2 + usize::from(u16::from_le_bytes(*prefix));
-            if unread.len() < end {
-                return;
-            }
-            let mut whole: Vec<u8> = unread.drain(..end).collect();
-            if !is_done && is_it(records) {
-                is_done = true;
-                change(&mut whole);
-            }
-            records += 1;
-            bytes.append(&mut whole);
+        while let Some(end) = length(&unread).filter(|end| *end <= unread.len()) {
+            let whole: Vec<u8> = unread.drain(..end).collect();
+            pass(number, whole, bytes)?;
+            number += 1;
         }
+        ControlFlow::Continue(())
     })
 }
 
@@ -215,5 +244,6 @@ pub fn listen(words: &'static [u8], heard: Arc<AtomicBool>) -> Meddler {
         if bytes.windows(words.len()).any(|window| window == words) {
             heard.store(true, Ordering::Relaxed);
         }
+        ControlFlow::Continue(())
     })
 }

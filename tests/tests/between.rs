@@ -2,71 +2,18 @@
 //! the control plane. Whatever it does, no wrong sum comes out, and in a job with a key nothing is
 //! made of what it wrote.
 
-use bps_engine::base::{DType, Operation};
 use bps_engine::config::{PayloadChecksum, TransportChoice};
 use bps_engine::control::channel::GREETING_BYTES;
 use bps_engine::proto::handshake::{ANSWER_BYTES, HELLO_BYTES, PROOF_BYTES};
 use bps_tests::job::{self, JobShape};
 use bps_tests::relay::{self, Meddler, Relay, Way};
-use bps_worker::Members;
-use bps_worker::{Declaration, Error, PushPull, Worker};
+use bps_tests::sums::{ROUNDS, Seen, sums};
+use bps_worker::Error;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 const LOOPBACK: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
-const PATIENCE: Option<Duration> = Some(Duration::from_secs(30));
-/// Elements of the tensor: several parts.
-const COUNT: usize = 300_000;
-const ROUNDS: u64 = 6;
-
-/// What a rank saw.
-#[derive(Debug)]
-struct Seen {
-    /// Rounds whose sum was right.
-    right: u64,
-    /// A sum that was not.
-    wrong: bool,
-    /// How it ended, if badly.
-    error: Option<Error>,
-}
-
-/// A rank that sums until something is wrong.
-fn sums(worker: &Worker) -> Seen {
-    let mut seen = Seen { right: 0, wrong: false, error: None };
-    let done = try_sums(worker, &mut seen).and_then(|()| worker.shutdown(false));
-    seen.error = done.err();
-    seen
-}
-
-fn try_sums(worker: &Worker, seen: &mut Seen) -> Result<(), Error> {
-    let declaration = Declaration {
-        name: "gradient".into(),
-        dtype: DType::F32,
-        shape: (COUNT as u64).into(),
-        operation: Operation::Sum,
-        device: false,
-        members: Members::ALL,
-    };
-    let tensor = worker.declare(&[declaration])?[0];
-    for round in 0..ROUNDS {
-        let mut values: Vec<f32> = (0..64).cycle().take(COUNT).map(|at: u8| at.into()).collect();
-        let target = values.as_mut_ptr().cast::<u8>();
-        let item = PushPull { tensor, source: target.cast_const(), target, priority: 0 };
-        // SAFETY: the values stay until the handle is done: a wait that fails has ended as well.
-        let handles = unsafe { worker.push_pull(&[item]) }?;
-        assert!(handles[0].wait(PATIENCE)?, "round {round} hangs");
-        let expected = (0..64).cycle().map(|at: u8| 2.0 * f32::from(at));
-        if values.iter().copied().zip(expected).any(|(value, expected)| value != expected) {
-            seen.wrong = true;
-        } else {
-            seen.right += 1;
-        }
-    }
-    Ok(())
-}
-
 /// Runs two ranks and a server. Rank 0 reaches the server by way of a relay, at an address that is
 /// not loopback, which flips a bit in the payload of the fourth frame that goes this way.
 fn with_flipped_bit(ip: IpAddr, way: Way, payload_checksum: PayloadChecksum) -> Vec<Seen> {

@@ -107,7 +107,7 @@ fn a_server_does_not_wait_for_ever_for_a_silent_scheduler() {
     let port = listener.local_addr().expect("an address").port();
     // It lets the server in, and then says nothing.
     let (keep, _kept) = channel();
-    let admit = move |_, _, socket| drop(keep.send(socket));
+    let admit = move |_, _, socket, _| drop(keep.send(socket));
     let listeners = vec![Listener::Tcp(listener)];
     let _scheduler = Acceptor::start(listeners, JobKey::open(), admit, |line| eprintln!("{line}"))
         .expect("runs");
@@ -168,7 +168,7 @@ impl FakeServer {
         listener: TcpListener,
     ) -> FakeServer {
         let (keep, lanes) = channel();
-        let admit = move |_, _, socket| drop(keep.send(socket));
+        let admit = move |_, _, socket, _| drop(keep.send(socket));
         let listeners = vec![Listener::Tcp(listener)];
         let acceptor =
             Acceptor::start(listeners, JobKey::open(), admit, |line| eprintln!("{line}"))
@@ -189,6 +189,7 @@ impl FakeServer {
             session: 0,
             former: None,
             release: env!("CARGO_PKG_VERSION").into(),
+            encrypt: false,
             num_workers,
             num_servers: 1,
         };
@@ -365,6 +366,7 @@ fn a_silent_neighbour_does_not_hold_up_the_lanes_of_others() {
             session: 0,
             former: None,
             release: env!("CARGO_PKG_VERSION").into(),
+            encrypt: false,
             num_workers: 2,
             num_servers: 1,
         };

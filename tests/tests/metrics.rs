@@ -179,6 +179,7 @@ impl Played {
             session: 0,
             former: None,
             release: env!("CARGO_PKG_VERSION").into(),
+            encrypt: false,
             num_workers: RANKS,
             num_servers: 1,
         };

@@ -3,7 +3,7 @@
 use super::key::decode_key;
 use super::load::{Origin, Source};
 use super::table::counts_text;
-use super::{Config, ConfigError, ElasticMode, Program};
+use super::{Config, ConfigError, ElasticMode, Program, TransportChoice};
 use crate::base::Placement;
 use crate::limits::{ALIGNMENT, RANKS_MAX};
 
@@ -17,6 +17,7 @@ pub(super) fn check(
     role(program, config, sources)?;
     partition(config, &mut warnings);
     key(config)?;
+    encryption(config)?;
     times(config)?;
     if config.placement == Placement::Mixed && config.mixed_bound < config.num_servers {
         return Err(ConfigError::conflict(
@@ -95,6 +96,19 @@ fn key(config: &Config) -> Result<(), ConfigError> {
     Err(ConfigError::conflict(
         format!("the key in BPS_JOB_KEY {reason}"),
         "make one with: head -c 32 /dev/urandom | xxd -p -c 64".to_owned(),
+    ))
+}
+
+/// Nothing of ours sees the bytes of a device that writes to memory by itself.
+fn encryption(config: &Config) -> Result<(), ConfigError> {
+    if !config.encrypt || config.transport != TransportChoice::Rdma {
+        return Ok(());
+    }
+    Err(ConfigError::conflict(
+        "BPS_ENCRYPT=1, but BPS_TRANSPORT=rdma (or DMLC_ENABLE_RDMA=1) demands RDMA, whose lanes \
+         cannot be encrypted"
+            .to_owned(),
+        "set BPS_TRANSPORT=tcp, or leave BPS_ENCRYPT out".to_owned(),
     ))
 }
 

@@ -180,6 +180,8 @@ pub struct Config {
     pub job_key: Option<String>,
     /// `BPS_JOB_KEY_FILE`: a file with the key.
     pub job_key_file: Option<PathBuf>,
+    /// `BPS_ENCRYPT`: TCP lanes are encrypted.
+    pub encrypt: bool,
     /// `BPS_START_TIMEOUT`: how long to wait for the other nodes.
     pub start_timeout: Duration,
     /// `BPS_STALL_REPORT`: a round open for longer than this is reported.
@@ -384,6 +386,7 @@ impl Default for Config {
             pin: true,
             job_key: None,
             job_key_file: None,
+            encrypt: false,
             start_timeout: Duration::from_secs(120),
             stall_report: Duration::from_secs(3),
             stall_timeout: Duration::from_secs(300),

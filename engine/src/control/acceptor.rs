@@ -12,7 +12,9 @@
 use super::dial::timespec;
 use super::job_key::nonce;
 use crate::limits::{HANDSHAKE_SECONDS, HANDSHAKES_MAX};
-use crate::proto::handshake::{ANSWER_BYTES, Accepting, HandshakeError, Hello, JobKey, Step};
+use crate::proto::handshake::{
+    ANSWER_BYTES, Accepting, HandshakeError, Hello, JobKey, Secrets, Step,
+};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::io::Errno;
 use std::collections::HashMap;
@@ -70,15 +72,16 @@ pub struct Acceptor {
 
 impl Acceptor {
     /// Starts a thread that accepts on all of these listeners. `admit` gets each proven connection
-    /// with the index of its listener; `log` gets a line about peers that were sent away, at most
-    /// one a second. Both run on that thread and should return soon.
+    /// with the index of its listener and what it may be encrypted with; `log` gets a line about
+    /// peers that were sent away, at most one a second. Both run on that thread and should return
+    /// soon.
     ///
     /// # Errors
     /// No descriptor or thread is left.
     pub fn start(
         listeners: Vec<Listener>,
         key: JobKey,
-        admit: impl FnMut(usize, Hello, Socket) + Send + 'static,
+        admit: impl FnMut(usize, Hello, Socket, Secrets) + Send + 'static,
         log: impl FnMut(&str) + Send + 'static,
     ) -> io::Result<Acceptor> {
         for listener in &listeners {
@@ -149,7 +152,7 @@ struct Origin {
 /// What became of a pending connection.
 enum Progress {
     Waits,
-    Proven(Hello),
+    Proven(Hello, Secrets),
     Gone(HandshakeError),
 }
 
@@ -165,7 +168,7 @@ struct Door<A, L> {
     complaints: Complaints<L>,
 }
 
-impl<A: FnMut(usize, Hello, Socket), L: FnMut(&str)> Door<A, L> {
+impl<A: FnMut(usize, Hello, Socket, Secrets), L: FnMut(&str)> Door<A, L> {
     fn run(&mut self) {
         loop {
             let (stopped, accept, read) = self.wait();
@@ -313,10 +316,10 @@ impl<A: FnMut(usize, Hello, Socket), L: FnMut(&str)> Door<A, L> {
                 let gone = self.remove(at);
                 self.complaints.send_away(&gone.peer, &error);
             }
-            Progress::Proven(hello) => {
+            Progress::Proven(hello, secrets) => {
                 let proven = self.remove(at);
                 match set_nonblocking(&proven.socket, false) {
-                    Ok(()) => (self.admit)(proven.origin.listener, hello, proven.socket),
+                    Ok(()) => (self.admit)(proven.origin.listener, hello, proven.socket, secrets),
                     Err(error) => self.complaints.say(&format!("{}: {error}", proven.peer)),
                 }
             }
@@ -365,7 +368,9 @@ impl Pending {
                     let _ = write(&mut self.socket, &answer);
                     return Progress::Gone(error);
                 }
-                Ok(Step::Accepted(hello)) => return Progress::Proven(hello),
+                Ok(Step::Accepted(hello)) => {
+                    return Progress::Proven(hello, self.accepting.secrets());
+                }
                 Err(error) => return Progress::Gone(error),
             }
         }

@@ -5,7 +5,7 @@
 
 use super::job_key::nonce;
 use crate::limits::HANDSHAKE_SECONDS;
-use crate::proto::handshake::{ANSWER_BYTES, Dialing, HandshakeError, Hello, JobKey};
+use crate::proto::handshake::{ANSWER_BYTES, Dialing, HandshakeError, Hello, JobKey, Secrets};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use std::io::{self, ErrorKind, Read, Write};
@@ -64,6 +64,19 @@ pub fn dial(
     hello: Hello,
     deadline: Duration,
 ) -> Result<TcpStream, DialError> {
+    Ok(dial_sealed(address, key, hello, deadline)?.0)
+}
+
+/// As [`dial`], and with what the connection may be encrypted with.
+///
+/// # Errors
+/// As for [`dial`].
+pub fn dial_sealed(
+    address: SocketAddr,
+    key: &JobKey,
+    hello: Hello,
+    deadline: Duration,
+) -> Result<(TcpStream, Secrets), DialError> {
     retry(&address.to_string(), deadline, |left| dial_once(address, key, hello, left))
 }
 
@@ -104,13 +117,13 @@ pub fn abstract_name(prefix: &str) -> io::Result<String> {
     Ok(format!("{prefix}-{hex}"))
 }
 
-/// One attempt at what [`dial`] does.
+/// One attempt at what [`dial_sealed`] does.
 pub(super) fn dial_once(
     address: SocketAddr,
     key: &JobKey,
     hello: Hello,
     left: Duration,
-) -> Result<TcpStream, Attempt> {
+) -> Result<(TcpStream, Secrets), Attempt> {
     let start = Instant::now();
     let mut stream = TcpStream::connect_timeout(&address, left.max(Duration::from_millis(1)))
         .map_err(Attempt::Later)?;
@@ -120,8 +133,8 @@ pub(super) fn dial_once(
         return Err(Attempt::Later(ErrorKind::ConnectionRefused.into()));
     }
     stream.set_nodelay(true).map_err(Attempt::Later)?;
-    shake(&mut stream, key, hello, left.saturating_sub(start.elapsed()))?;
-    Ok(stream)
+    let secrets = shake(&mut stream, key, hello, left.saturating_sub(start.elapsed()))?;
+    Ok((stream, secrets))
 }
 
 /// Calls `attempt` with the time left until it succeeds, fails for good, or time is up.
@@ -173,7 +186,7 @@ fn shake<S: Read + Write + AsFd>(
     key: &JobKey,
     hello: Hello,
     left: Duration,
-) -> Result<(), Attempt> {
+) -> Result<Secrets, Attempt> {
     let until = Instant::now() + left.min(Duration::from_secs(HANDSHAKE_SECONDS));
     let nonce = nonce().map_err(Attempt::Later)?;
     let dialing = Dialing::new(key, hello, &nonce);
@@ -199,7 +212,8 @@ fn shake<S: Read + Write + AsFd>(
     let (proof, result) = dialing.handle_answer(&answer);
     let written = stream.write_all(&proof);
     result.map_err(Attempt::Handshake)?;
-    written.map_err(|error| broken(&error))
+    written.map_err(|error| broken(&error))?;
+    Ok(dialing.secrets(&answer))
 }
 
 /// What to say of a peer whose answer stopped short.

@@ -11,7 +11,10 @@ pub fn is_one_sided(cause: Cause) -> bool {
     match cause {
         Cause::Local | Cause::Peer | Cause::Truncated => false,
         Cause::Os(errno) => !matches!(errno, libc::ECONNRESET | libc::EPIPE),
-        Cause::Unacknowledged { .. } | Cause::RdmaEvent { .. } | Cause::Rdma { .. } => true,
+        Cause::Unacknowledged { .. }
+        | Cause::Seal(_)
+        | Cause::RdmaEvent { .. }
+        | Cause::Rdma { .. } => true,
     }
 }
 
@@ -21,7 +24,7 @@ pub fn lane_fault(cause: Cause) -> LaneFault {
     match cause {
         Cause::Unacknowledged { milliseconds } => LaneFault::Unacknowledged { milliseconds },
         Cause::Local | Cause::Peer | Cause::Truncated => LaneFault::Closed,
-        Cause::Os(_) | Cause::RdmaEvent { .. } | Cause::Rdma { .. } => {
+        Cause::Os(_) | Cause::Seal(_) | Cause::RdmaEvent { .. } | Cause::Rdma { .. } => {
             LaneFault::Error(cause.to_string())
         }
     }

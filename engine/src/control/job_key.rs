@@ -46,6 +46,12 @@ pub enum JobKeyError {
         /// The file.
         path: PathBuf,
     },
+    /// Encryption with the key that everybody knows.
+    #[error(
+        "BPS_ENCRYPT=1, but the job has no key: make one with `head -c 32 /dev/urandom | xxd -p \
+         -c 64 > job.key; chmod 600 job.key`, and set BPS_JOB_KEY_FILE to it on every node"
+    )]
+    NoneToEncrypt,
     /// The kernel gave no random bytes.
     #[error("the kernel gave no random bytes: {0}")]
     NoRandom(getrandom::Error),
@@ -58,7 +64,8 @@ impl JobKey {
     /// The key that the configuration names, or the [open](JobKey::open) one if it names none.
     ///
     /// # Errors
-    /// The key is malformed, or its file cannot be read or is open to every user.
+    /// The key is malformed, or its file cannot be read or is open to every user; or there is none,
+    /// and lanes are to be encrypted.
     pub fn load(config: &Config) -> Result<JobKey, JobKeyError> {
         let variable = match &config.job_key {
             Some(text) => Some(parse(text, "BPS_JOB_KEY")?),
@@ -68,13 +75,17 @@ impl JobKey {
             Some(path) => Some((read(path)?, path)),
             None => None,
         };
-        match (variable, file) {
+        let key = match (variable, file) {
             (Some(variable), Some((file, path))) if variable != file => {
-                Err(JobKeyError::Ambiguous { path: path.clone() })
+                return Err(JobKeyError::Ambiguous { path: path.clone() });
             }
-            (Some(key), _) | (None, Some((key, _))) => Ok(key),
-            (None, None) => Ok(JobKey::open()),
+            (Some(key), _) | (None, Some((key, _))) => key,
+            (None, None) => JobKey::open(),
+        };
+        if config.encrypt && key.is_open() {
+            return Err(JobKeyError::NoneToEncrypt);
         }
+        Ok(key)
     }
 
     /// A new key by chance, for a job that starts all of its processes itself.
@@ -175,6 +186,20 @@ mod tests {
         }
         let missing = Config { job_key_file: Some("/nowhere/key".into()), ..Config::default() };
         assert!(matches!(JobKey::load(&missing), Err(JobKeyError::Unreadable { .. })));
+    }
+
+    #[test]
+    fn without_a_key_nothing_is_encrypted() {
+        let zeros = "00".repeat(PROOF_BYTES);
+        for (job_key, expected) in
+            [(None, true), (Some(zeros), true), (Some("ab".repeat(32)), false)]
+        {
+            let config = Config { job_key, encrypt: true, ..Config::default() };
+            let key = JobKey::load(&config);
+            assert_eq!(matches!(key, Err(JobKeyError::NoneToEncrypt)), expected, "{key:?}");
+        }
+        let text = JobKeyError::NoneToEncrypt.to_string();
+        assert!(text.contains("xxd") && text.contains("BPS_JOB_KEY_FILE"), "{text}");
     }
 
     #[test]

@@ -358,7 +358,7 @@ fn dial_and_greet(
     greeting: Duration,
 ) -> Result<(TcpStream, Channel), Attempt> {
     let start = Instant::now();
-    let stream = dial_once(address, key, Hello::control(), patience)?;
+    let (stream, _) = dial_once(address, key, Hello::control(), patience)?;
     greet(stream, key, patience.saturating_sub(start.elapsed()).max(greeting))
 }
 

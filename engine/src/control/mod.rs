@@ -24,9 +24,9 @@ mod setups;
 mod tests;
 mod time;
 
-pub use crate::proto::handshake::{HandshakeError, Hello, JobKey, Purpose};
+pub use crate::proto::handshake::{HandshakeError, Hello, JobKey, Purpose, Secrets};
 pub use acceptor::{Acceptor, Listener, Socket};
-pub use dial::{DialError, abstract_name, dial, dial_unix};
+pub use dial::{DialError, abstract_name, dial, dial_sealed, dial_unix};
 pub use fault::{is_one_sided, lane_fault};
 pub use frame::{Connection, FrameError, Inbox, encode};
 pub use job_key::JobKeyError;

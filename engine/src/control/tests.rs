@@ -44,7 +44,7 @@ fn setup_with(name: &str, key: JobKey) -> Setup {
     let acceptor = Acceptor::start(
         listeners,
         key,
-        move |listener, hello, socket| admit.send((listener, hello, socket)).unwrap(),
+        move |listener, hello, socket, _| admit.send((listener, hello, socket)).unwrap(),
         move |line| log.send(line.to_owned()).unwrap(),
     )
     .unwrap();

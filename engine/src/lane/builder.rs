@@ -48,7 +48,7 @@ impl Needs {
         let mut needs = Needs::default();
         for link in links {
             match link {
-                Link::Tcp(_) => needs.tcp += 1,
+                Link::Tcp(_) | Link::SealedTcp(..) => needs.tcp += 1,
                 Link::Shm(_) => needs.shm += 1,
                 Link::Rdma(link) => {
                     needs.rdma += 1;

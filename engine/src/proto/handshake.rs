@@ -16,6 +16,7 @@
 //! proof holds.
 
 use crate::base::{Epoch, Rank};
+use hkdf::Hkdf;
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
 use std::fmt;
@@ -30,6 +31,8 @@ pub const HELLO_BYTES: usize = 32;
 pub const ANSWER_BYTES: usize = 56;
 /// Bytes of a proof, and of the job key.
 pub const PROOF_BYTES: usize = 32;
+/// Bytes of the secret of one direction.
+pub const SECRET_BYTES: usize = 32;
 /// Bytes of a nonce.
 pub const NONCE_BYTES: usize = 16;
 
@@ -38,6 +41,8 @@ pub type Nonce = [u8; NONCE_BYTES];
 
 const ACCEPTOR_LABEL: &[u8] = b"bps handshake 1: acceptor proves";
 const DIALER_LABEL: &[u8] = b"bps handshake 1: dialer proves";
+const TO_ACCEPTOR: &[u8] = b"bps sealed lane 1: dialer to acceptor";
+const TO_DIALER: &[u8] = b"bps sealed lane 1: acceptor to dialer";
 const CHALLENGE_BYTES: usize = ANSWER_BYTES - PROOF_BYTES;
 const STATUS_OK: u8 = 0;
 const STATUS_VERSION: u8 = 1;
@@ -81,6 +86,19 @@ impl JobKey {
         self.prove(label, context, &[])
     }
 
+    /// What the two directions of a connection are encrypted with: HKDF-SHA256 of this key, with
+    /// all that was said before the proofs as the salt, so with the nonces of both ends.
+    fn secrets(&self, hello: &[u8; HELLO_BYTES], challenge: &[u8; CHALLENGE_BYTES]) -> Secrets {
+        let salt = [&hello[..], challenge].concat();
+        let derived = Hkdf::<Sha256>::new(Some(&salt), &self.0);
+        let secret = |label: &[u8]| {
+            let mut secret = [0; SECRET_BYTES];
+            derived.expand(label, &mut secret).expect("HKDF gives up to 255 times as much");
+            secret
+        };
+        Secrets { to_acceptor: secret(TO_ACCEPTOR), to_dialer: secret(TO_DIALER) }
+    }
+
     fn mac(&self, label: &[u8], hello: &[u8], challenge: &[u8]) -> Hmac<Sha256> {
         let mut mac: Hmac<Sha256> =
             KeyInit::new_from_slice(&self.0).expect("HMAC takes keys of every length");
@@ -106,6 +124,21 @@ impl fmt::Debug for JobKey {
     }
 }
 
+/// What each direction of one connection may be encrypted with, and nothing else. Never printed.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Secrets {
+    /// From who dialed.
+    pub to_acceptor: [u8; SECRET_BYTES],
+    /// To who dialed.
+    pub to_dialer: [u8; SECRET_BYTES],
+}
+
+impl fmt::Debug for Secrets {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Secrets")
+    }
+}
+
 /// What a connection is for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
@@ -120,6 +153,8 @@ pub enum Purpose {
     RdmaLane = 4,
     /// Setting up shared memory between the threads of two ranks' GPUs.
     OrderLane = 5,
+    /// Frames between a worker and a server core, in encrypted records.
+    SealedLane = 6,
 }
 
 /// What the dialer says of itself and its connection.
@@ -144,6 +179,12 @@ impl Hello {
     #[must_use]
     pub const fn lane(rank: Rank, epoch: Epoch) -> Hello {
         Hello { purpose: Purpose::Lane, rank, epoch }
+    }
+
+    /// A lane of this rank that is encrypted.
+    #[must_use]
+    pub const fn sealed_lane(rank: Rank, epoch: Epoch) -> Hello {
+        Hello { purpose: Purpose::SealedLane, rank, epoch }
     }
 
     /// A lane over shared memory of this rank.
@@ -183,6 +224,7 @@ impl Hello {
             3 => Purpose::ShmLane,
             4 => Purpose::RdmaLane,
             5 => Purpose::OrderLane,
+            6 => Purpose::SealedLane,
             _ => return Err(HandshakeError::Malformed("its purpose is unknown")),
         };
         if bytes[6..8] != [0, 0] {
@@ -266,10 +308,17 @@ impl Dialing {
         &self.hello
     }
 
+    /// What the connection may be encrypted with, once the acceptor's proof in this answer holds.
+    #[must_use]
+    pub fn secrets(&self, answer: &[u8; ANSWER_BYTES]) -> Secrets {
+        let challenge = answer.first_chunk().expect("an answer begins with the challenge");
+        self.key.secrets(&self.hello, challenge)
+    }
+
     /// Checks the acceptor's proof. What is returned first is to be sent in either case; the
     /// connection may be used if the second is `Ok`.
     pub fn handle_answer(
-        self,
+        &self,
         answer: &[u8; ANSWER_BYTES],
     ) -> ([u8; PROOF_BYTES], Result<(), HandshakeError>) {
         let zeros = [0; PROOF_BYTES];
@@ -323,6 +372,12 @@ impl Accepting {
             proof: [0; PROOF_BYTES],
             filled: 0,
         }
+    }
+
+    /// What the connection may be encrypted with, once the dialer is [accepted](Step::Accepted).
+    #[must_use]
+    pub fn secrets(&self) -> Secrets {
+        self.key.secrets(&self.hello, &self.challenge)
     }
 
     /// Bytes that may be read now: what is missing of the current message.
@@ -385,138 +440,4 @@ impl Accepting {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const HELLO: Hello = Hello::lane(Rank(3), Epoch(2));
-
-    fn key(byte: u8) -> JobKey {
-        JobKey::from_bytes([byte; PROOF_BYTES])
-    }
-
-    /// Runs both ends against each other, the acceptor fed in pieces of `piece` bytes, with one bit
-    /// of the whole conversation flipped if asked.
-    fn converse(
-        dialer: &JobKey,
-        acceptor: &JobKey,
-        piece: usize,
-        flip: Option<usize>,
-    ) -> (Result<(), HandshakeError>, Result<Hello, HandshakeError>) {
-        let spoil = |bytes: &mut [u8], from: usize| {
-            if let Some(at) = flip.and_then(|bit| bit.checked_sub(from * 8))
-                && at < bytes.len() * 8
-            {
-                bytes[at / 8] ^= 1 << (at % 8);
-            }
-        };
-        let dialing = Dialing::new(dialer, HELLO, &[1; NONCE_BYTES]);
-        let mut accepting = Accepting::new(acceptor, [2; NONCE_BYTES]);
-        let mut hello = *dialing.hello();
-        spoil(&mut hello, 0);
-        let mut answer = match feed(&mut accepting, &hello, piece) {
-            Ok(Step::Send(answer)) => answer,
-            Ok(Step::Reject(answer, error)) => {
-                return (dialing.handle_answer(&answer).1, Err(error));
-            }
-            Ok(step) => panic!("{step:?} after the hello"),
-            Err(error) => return (Err(HandshakeError::Closed), Err(error)),
-        };
-        spoil(&mut answer, HELLO_BYTES);
-        let (mut proof, dialed) = dialing.handle_answer(&answer);
-        spoil(&mut proof, HELLO_BYTES + ANSWER_BYTES);
-        let accepted = match feed(&mut accepting, &proof, piece) {
-            Ok(Step::Accepted(hello)) => Ok(hello),
-            Ok(step) => panic!("{step:?} after the proof"),
-            Err(error) => Err(error),
-        };
-        (dialed, accepted)
-    }
-
-    fn feed(
-        accepting: &mut Accepting,
-        mut bytes: &[u8],
-        piece: usize,
-    ) -> Result<Step, HandshakeError> {
-        loop {
-            let (now, later) = bytes.split_at(piece.min(bytes.len()));
-            let step = accepting.handle_bytes(now)?;
-            bytes = later;
-            if bytes.is_empty() {
-                return Ok(step);
-            }
-            assert_eq!(step, Step::Read);
-        }
-    }
-
-    #[test]
-    fn equal_keys_come_together_however_the_bytes_arrive() {
-        for piece in 1..=HELLO_BYTES {
-            assert_eq!(converse(&key(7), &key(7), piece, None), (Ok(()), Ok(HELLO)));
-        }
-        assert_eq!(converse(&JobKey::open(), &JobKey::open(), 32, None), (Ok(()), Ok(HELLO)));
-    }
-
-    #[test]
-    fn different_keys_are_named_at_both_ends() {
-        let both = (Err(HandshakeError::Key), Err(HandshakeError::Key));
-        assert_eq!(converse(&key(7), &key(8), 32, None), both);
-        assert_eq!(converse(&key(7), &JobKey::open(), 32, None), both);
-    }
-
-    #[test]
-    fn no_single_bit_may_change_on_the_way() {
-        for bit in 0..(HELLO_BYTES + ANSWER_BYTES + PROOF_BYTES) * 8 {
-            let (_, accepted) = converse(&key(7), &key(7), 32, Some(bit));
-            assert!(accepted.is_err(), "bit {bit} changed and was not noticed");
-        }
-    }
-
-    #[test]
-    fn versions_and_other_protocols_are_told_apart() {
-        let (dialed, accepted) = converse(&key(7), &key(7), 32, Some(4 * 8));
-        assert_eq!(accepted, Err(HandshakeError::Version { theirs: VERSION ^ 1 }));
-        assert!(dialed.is_err());
-        let mut accepting = Accepting::new(&key(7), [0; NONCE_BYTES]);
-        assert_eq!(accepting.handle_bytes(b"GET / HTT"), Err(HandshakeError::NotOurs(*b"GET ")));
-        let dialing = Dialing::new(&key(7), HELLO, &[1; NONCE_BYTES]);
-        let mut answer = [b'x'; ANSWER_BYTES];
-        answer[..8].copy_from_slice(b"HTTP/1.1");
-        assert_eq!(dialing.handle_answer(&answer).1, Err(HandshakeError::NotOurs(*b"HTTP")));
-    }
-
-    #[test]
-    fn a_proof_cannot_be_reflected() {
-        // An acceptor without the key gives the dialer's own later proof away to nobody: the labels
-        // differ.
-        let key = key(7);
-        let challenge = [9; CHALLENGE_BYTES];
-        let hello = [3; HELLO_BYTES];
-        assert_ne!(
-            key.prove(ACCEPTOR_LABEL, &hello, &challenge),
-            key.prove(DIALER_LABEL, &hello, &challenge)
-        );
-    }
-
-    #[test]
-    fn the_known_answer_holds() {
-        // Computed by an independent implementation of HMAC-SHA256 over the same bytes.
-        let mut accepting = Accepting::new(&key(7), [2; NONCE_BYTES]);
-        let hello = HELLO.encode(&[1; NONCE_BYTES]);
-        let Ok(Step::Send(answer)) = accepting.handle_bytes(&hello) else {
-            panic!("no answer");
-        };
-        let hex: String = answer.iter().map(|byte| format!("{byte:02x}")).collect();
-        assert_eq!(hex, KNOWN_ANSWER);
-    }
-
-    #[test]
-    fn a_key_is_not_printed() {
-        assert_eq!(format!("{:?}", key(0xab)), "JobKey(secret)");
-        assert_eq!(format!("{:?}", JobKey::open()), "JobKey(open)");
-    }
-
-    const KNOWN_ANSWER: &str = concat!(
-        "425053480500000002020202020202020202020202020202",
-        "e881f5291bf5d36b0e0ad2ddb1aafcded42e8d4d719efefc2c188da6b4a7c3e1"
-    );
-}
+mod tests;

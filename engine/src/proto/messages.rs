@@ -283,6 +283,9 @@ pub struct Register {
     pub num_workers: u32,
     /// `DMLC_NUM_SERVER` as this node has it; must equal the scheduler's.
     pub num_servers: u32,
+    /// `BPS_ENCRYPT` as this node has it; must equal the scheduler's.
+    #[serde(default)]
+    pub encrypt: bool,
 }
 
 /// What a worker process or a server says of itself.

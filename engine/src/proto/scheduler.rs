@@ -56,6 +56,8 @@ pub struct SchedulerConfig {
     pub ranks_max: u32,
     /// The release that all nodes must run.
     pub release: String,
+    /// Whether TCP lanes are encrypted, at all nodes or none.
+    pub encrypt: bool,
     /// Placement function: anything but the default overrules what the workers say.
     pub placement: Placement,
     /// Factor of the `built_in` placement, with it.

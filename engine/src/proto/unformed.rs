@@ -23,6 +23,13 @@ pub enum Unformed {
         /// The scheduler's.
         expected: String,
     },
+    /// A node encrypts lanes and the scheduler has it that none are, or the reverse.
+    Encryption {
+        /// The node.
+        who: Origin,
+        /// Whether it does.
+        has: bool,
+    },
     /// A node was told another number of hosts or servers than those before it.
     Number {
         /// The node.
@@ -209,6 +216,7 @@ impl Unformed {
     pub fn who(&self) -> Option<&Origin> {
         match self {
             Unformed::Release { who, .. }
+            | Unformed::Encryption { who, .. }
             | Unformed::Number { who, .. }
             | Unformed::Ranks { who, .. }
             | Unformed::PartitionBytes { who, .. }
@@ -239,6 +247,13 @@ impl fmt::Display for Unformed {
                 f,
                 "{who} runs release {has}, the scheduler {expected}: install the same release on \
                  every node"
+            ),
+            Unformed::Encryption { who, has } => write!(
+                f,
+                "{who} has BPS_ENCRYPT={}, the scheduler BPS_ENCRYPT={}: set BPS_ENCRYPT=1 on \
+                 every node, the scheduler's too, or on none",
+                u8::from(*has),
+                u8::from(!*has)
             ),
             Unformed::Number { who, variable, has, first, expected } => write!(
                 f,

@@ -288,6 +288,9 @@ pub enum Cause {
         /// For how long.
         milliseconds: u32,
     },
+    /// What came on an encrypted lane is not what its other end sent.
+    #[error(transparent)]
+    Seal(#[from] tcp::sealed::SealError),
     /// Something happened to an RDMA device, a port of it or the lane's queues.
     #[error("RDMA event {event}: {}", rdma::event_text(*event))]
     RdmaEvent {
@@ -310,6 +313,8 @@ fn seconds(milliseconds: u32) -> f64 {
 pub enum Link {
     /// A connected stream socket.
     Tcp(std::os::fd::OwnedFd),
+    /// A connected stream socket whose bytes are encrypted from here on.
+    SealedTcp(std::os::fd::OwnedFd, Box<tcp::sealed::Keys>),
     /// Memory shared with a process of this host.
     Shm(shm::ShmLink),
     /// A connection between two RDMA devices.
@@ -321,7 +326,7 @@ pub enum Link {
 impl Link {
     /// Whether bytes may change between the two ends and nobody notices. TCP's own checksum has 16
     /// bits, and devices on the way compute it anew; those of RDMA's links have 32 and go from end
-    /// to end. What stays on this host passes no device.
+    /// to end. What stays on this host passes no device, and what is encrypted is authenticated.
     #[must_use]
     pub fn may_corrupt(&self) -> bool {
         let Link::Tcp(socket) = self else { return false };

@@ -14,4 +14,5 @@ pub mod pushpull;
 pub mod rings;
 pub mod run;
 pub mod scaling;
+pub mod seal;
 pub mod sum;

@@ -58,8 +58,69 @@ pub fn command() -> Command {
             .value_name("WORD[,WORD]")
             .value_delimiter(','),
         )
+        .arg(
+            arguments::choice(
+                "encrypt",
+                &["off", "on"],
+                "Whether TCP lanes are encrypted (BPS_ENCRYPT), or both, in turn",
+            )
+            .value_name("WORD[,WORD]")
+            .value_delimiter(','),
+        )
         .arg(arguments::sizes("size", "64M", "Bytes that each worker pushes in a round"))
         .arg(arguments::json())
+}
+
+/// What is measured in turn, as the arguments name it.
+#[derive(Clone, Copy)]
+struct Variant<'words> {
+    partition_bytes: u32,
+    trace: &'words str,
+    checksum: &'words str,
+    encrypt: &'words str,
+}
+
+impl Variant<'_> {
+    fn all(matches: &ArgMatches) -> Result<Vec<Variant<'_>>, String> {
+        let words = |name| matches.get_many::<String>(name).expect("has a default");
+        let mut all = Vec::new();
+        for partition_bytes in partitions(matches)? {
+            for trace in words("trace") {
+                for checksum in words("checksum") {
+                    all.extend(words("encrypt").map(|encrypt| Variant {
+                        partition_bytes,
+                        trace,
+                        checksum,
+                        encrypt,
+                    }));
+                }
+            }
+        }
+        Ok(all)
+    }
+
+    fn shape(self, base: JobShape, trace_folder: &'static str) -> JobShape {
+        let payload_checksum = match self.checksum {
+            "off" => PayloadChecksum::Never,
+            "on" => PayloadChecksum::Always,
+            _ => PayloadChecksum::Auto,
+        };
+        JobShape {
+            partition_bytes: self.partition_bytes,
+            trace: (self.trace == "on").then_some((1, u32::MAX)),
+            payload_checksum,
+            encrypt: self.encrypt == "on",
+            trace_folder,
+            ..base
+        }
+    }
+
+    fn report(self, fields: &mut Fields) {
+        fields.insert("partition_bytes".into(), self.partition_bytes.into());
+        fields.insert("trace".into(), self.trace.into());
+        fields.insert("checksum".into(), self.checksum.into());
+        fields.insert("encrypt".into(), self.encrypt.into());
+    }
 }
 
 /// The job that the arguments speak of; its partition is the first one.
@@ -107,6 +168,7 @@ pub fn run(matches: &ArgMatches) -> Outcome {
         "partition_bytes",
         "trace",
         "checksum",
+        "encrypt",
         "algbw_gbs",
         "speed_to_first",
         "ms_p50",
@@ -128,28 +190,14 @@ pub fn run(matches: &ArgMatches) -> Outcome {
             integers(matches, "tensors").into_iter().map(move |tensors| Load { size, tensors })
         })
         .collect();
-    let traces: Vec<&String> = matches.get_many("trace").expect("has a default").collect();
-    let mut variants = Vec::new();
-    for partition in partitions(matches)? {
-        for &trace in &traces {
-            let checksums = matches.get_many::<String>("checksum").expect("has a default");
-            variants.extend(checksums.map(|checksum| (partition, trace, checksum)));
-        }
-    }
+    let variants = Variant::all(matches)?;
     let folder = trace_folder();
     let passes = if variants.len() == 1 { 1 } else { PASSES.min(rounds) };
     let mut found = vec![vec![Found::default(); loads.len()]; variants.len()];
     for pass in 0..passes {
-        for (&(partition_bytes, trace, checksum), found) in variants.iter().zip(&mut found) {
+        for (variant, found) in variants.iter().zip(&mut found) {
             let rounds = (rounds + pass) / passes;
-            let trace = (trace == "on").then_some((1, u32::MAX));
-            let payload_checksum = match checksum.as_str() {
-                "off" => PayloadChecksum::Never,
-                "on" => PayloadChecksum::Always,
-                _ => PayloadChecksum::Auto,
-            };
-            let shape =
-                JobShape { partition_bytes, trace, payload_checksum, trace_folder: folder, ..base };
+            let shape = variant.shape(base, folder);
             for (all, new) in found.iter_mut().zip(measure(shape, &loads, rounds)) {
                 all.add(new);
             }
@@ -157,13 +205,11 @@ pub fn run(matches: &ArgMatches) -> Outcome {
     }
     // It is there only where a timeline was recorded.
     let _ = std::fs::remove_dir_all(folder);
-    for ((partition, trace, checksum), of_loads) in variants.iter().zip(&found) {
+    for (variant, of_loads) in variants.iter().zip(&found) {
         let first = of_loads[0].seconds.median();
         for ((load, found), rival) in loads.iter().zip(of_loads).zip(&found[0]) {
             let mut fields = found.report(*load, &base);
-            fields.insert("partition_bytes".into(), (*partition).into());
-            fields.insert("trace".into(), trace.as_str().into());
-            fields.insert("checksum".into(), checksum.as_str().into());
+            variant.report(&mut fields);
             fields.insert("transport".into(), transport.into());
             fields.insert("driver".into(), text(matches, "driver").into());
             fields.insert("idle".into(), idle.into());

@@ -123,6 +123,7 @@ impl Cluster {
             num_servers: shape.servers,
             ranks_max: word(RANKS_MAX),
             release: "sim".into(),
+            encrypt: false,
             start_timeout: Duration::from_secs(30),
             heartbeat_timeout: Duration::from_secs(4),
             stall_report: STALL_REPORT,
@@ -168,6 +169,7 @@ impl Cluster {
             session: 0,
             former: None,
             release: "sim".into(),
+            encrypt: false,
             num_workers: self.shape.num_workers(),
             num_servers: self.shape.servers,
         })

@@ -21,7 +21,15 @@ fn rdma_only() -> bool {
 /// Runs a case over each transport that can run here.
 fn each(case: impl Fn(&World)) {
     let rdma = [Kind::Rdma, Kind::RdmaTight, Kind::RdmaShared];
-    let others = [Kind::TcpUring, Kind::TcpPoll, Kind::Shm, Kind::ShmTight, Kind::ShmArena];
+    let others = [
+        Kind::TcpUring,
+        Kind::TcpPoll,
+        Kind::SealedUring,
+        Kind::SealedPoll,
+        Kind::Shm,
+        Kind::ShmTight,
+        Kind::ShmArena,
+    ];
     let mut kinds: Vec<Kind> = rdma.into();
     if !rdma_only() {
         kinds = others.into_iter().chain(kinds).chain((1..=4).map(Kind::Sim)).collect();

@@ -6,6 +6,7 @@ use bps_engine::mem::{Arena, Claim, Options};
 use bps_engine::transport::rdma::{self, Rails, Rdma, RdmaOptions};
 use bps_engine::transport::shm::{self, Shm, ShmOptions};
 use bps_engine::transport::sim::{Sim, SimNetwork};
+use bps_engine::transport::tcp::sealed::{Keys, SECRET_BYTES};
 use bps_engine::transport::tcp::{Tcp, TcpError};
 use bps_engine::transport::{Driver, Event, LaneId, Link, Transport, Waker};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
@@ -21,6 +22,10 @@ pub enum Kind {
     TcpUring,
     /// Stream sockets through plain calls.
     TcpPoll,
+    /// Encrypted stream sockets through io_uring.
+    SealedUring,
+    /// Encrypted stream sockets through plain calls.
+    SealedPoll,
     /// Shared memory, every payload copied into slots.
     Shm,
     /// Shared memory with few and small slots, so that they run out.
@@ -44,6 +49,16 @@ const ARENA_BYTES: usize = 64 << 20;
 const LANES_MAX: u32 = 64;
 
 impl Kind {
+    /// Whether its lanes run over stream sockets.
+    fn is_tcp(self) -> bool {
+        matches!(self, Kind::TcpUring | Kind::TcpPoll) || self.is_sealed()
+    }
+
+    /// Whether its lanes are encrypted.
+    fn is_sealed(self) -> bool {
+        matches!(self, Kind::SealedUring | Kind::SealedPoll)
+    }
+
     /// Whether its lanes run over RDMA verbs.
     pub fn is_rdma(self) -> bool {
         matches!(self, Kind::Rdma | Kind::RdmaTight | Kind::RdmaShared)
@@ -72,7 +87,7 @@ impl Node {
         let waker = seat.waker.clone();
         let driver = match (world.kind, &seat.rails) {
             (Kind::Sim(_), _) => Transport::Sim(Sim::new(world.network.clone())),
-            (Kind::TcpUring | Kind::TcpPoll, _) => Transport::Tcp(tcp(world.kind, &waker).unwrap()),
+            (kind, _) if kind.is_tcp() => Transport::Tcp(tcp(kind, &waker).unwrap()),
             (_, Some(rails)) => {
                 Transport::Rdma(Box::new(Rdma::new(waker, Arc::clone(rails)).unwrap()))
             }
@@ -110,14 +125,17 @@ pub struct World {
 
 /// The driver of stream sockets of this kind.
 fn tcp(kind: Kind, waker: &Waker) -> Result<Tcp, TcpError> {
-    let choice = if kind == Kind::TcpUring { TcpDriver::Uring } else { TcpDriver::Poll };
+    let is_uring = matches!(kind, Kind::TcpUring | Kind::SealedUring);
+    let choice = if is_uring { TcpDriver::Uring } else { TcpDriver::Poll };
     Tcp::new(waker.clone(), choice, LANES_MAX)
 }
 
 /// Why this kind cannot run here, if so.
 pub fn obstacle(kind: Kind) -> Option<String> {
     match kind {
-        Kind::TcpUring => tcp(kind, &Waker::new().unwrap()).err().map(|error| error.to_string()),
+        Kind::TcpUring | Kind::SealedUring => {
+            tcp(kind, &Waker::new().unwrap()).err().map(|error| error.to_string())
+        }
         kind if kind.is_rdma() => rdma::find(None).err().map(|error| error.to_string()),
         _ => None,
     }
@@ -171,8 +189,15 @@ impl World {
             let (left, right) = self.network.link();
             return (Link::Sim(left), Link::Sim(right));
         }
-        if matches!(self.kind, Kind::TcpUring | Kind::TcpPoll) {
+        if self.kind.is_tcp() {
             let (one, other) = sockets();
+            let keys = |seal: u8, open: u8| {
+                Box::new(Keys { seal: [seal; SECRET_BYTES], open: [open; SECRET_BYTES] })
+            };
+            if self.kind.is_sealed() {
+                let one = Link::SealedTcp(one.into(), keys(1, 2));
+                return (one, Link::SealedTcp(other.into(), keys(2, 1)));
+            }
             return (Link::Tcp(one.into()), Link::Tcp(other.into()));
         }
         let (one, other) = UnixStream::pair().unwrap();

@@ -11,6 +11,7 @@ use bps_engine::proto::messages::{
     Declaration, Node, NodeMessage, Part, Planning, Register, Replacement, SchedulerMessage,
 };
 use bps_engine::transport::sim::Random;
+use bps_engine::transport::tcp::sealed::{Opener, PREFIX_BYTES, Sealer, TAG_BYTES};
 use bps_engine::wire::header::{FLAG_PAYLOAD_CHECKSUM, FLAG_SCALED};
 use bps_engine::wire::{Header, Invalid, Kind, RawHeader};
 
@@ -138,6 +139,7 @@ fn node_messages() -> Vec<String> {
         session: 0,
         former: None,
         release: "0.1.0".into(),
+        encrypt: false,
         num_workers: 1,
         num_servers: 1,
     };
@@ -339,4 +341,37 @@ fn nothing_comes_out_of_an_encrypted_connection_but_what_was_sealed() {
         assert!([0, 1, 2].starts_with(&requests), "round {round}: {requests:?}");
     }
     assert!(refused > 100 && whole > 0, "{refused} refused, {whole} whole");
+}
+
+/// Opens what these bytes hold, up to the first record that is not what was due.
+fn open(mut bytes: &mut [u8]) -> Vec<u8> {
+    let (mut opener, mut plain) = (Opener::new(&[7; 32]), Vec::new());
+    while let Ok(Some(length)) = opener.measure(bytes) {
+        let Some((record, rest)) = bytes.split_at_mut_checked(length) else { break };
+        let Ok(opened) = opener.open(record) else { break };
+        plain.extend_from_slice(opened);
+        bytes = rest;
+    }
+    plain
+}
+
+#[test]
+fn of_an_encrypted_lane_nothing_comes_out_that_was_not_sent() {
+    let (mut random, mut spoilt) = (Random::new(43), 0);
+    for _ in 0..ROUNDS {
+        let (mut sealer, mut bytes, mut sent) = (Sealer::new(&[7; 32]), Vec::new(), Vec::new());
+        for _ in 0..3 {
+            let mut record = vec![spoil::byte(&mut random); PREFIX_BYTES + 1 + random.index(200)];
+            let plain = record.len() - PREFIX_BYTES;
+            sent.extend_from_slice(&record[PREFIX_BYTES..]);
+            record.resize(record.len() + TAG_BYTES, 0);
+            sealer.seal(&mut record, plain).expect("numbers are left");
+            bytes.append(&mut record);
+        }
+        spoil::mutate(&mut random, &mut bytes);
+        let opened = open(&mut bytes);
+        assert!(sent.starts_with(&opened), "{opened:?} came out, {sent:?} was sent");
+        spoilt += u32::from(opened.len() < sent.len());
+    }
+    assert!(spoilt > ROUNDS / 2, "only {spoilt} streams were spoilt");
 }

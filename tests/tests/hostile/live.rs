@@ -149,6 +149,7 @@ impl BadRank {
             session: 0,
             former: None,
             release: env!("CARGO_PKG_VERSION").into(),
+            encrypt: false,
             num_workers: RANKS,
             num_servers: 1,
         };

@@ -26,6 +26,7 @@ fn config() -> SchedulerConfig {
         num_servers: 1,
         ranks_max: 4096,
         release: "0.1.0".into(),
+        encrypt: false,
         start_timeout: Duration::from_secs(60),
         heartbeat_timeout: Duration::from_secs(4),
         stall_report: Duration::from_secs(1),
@@ -66,6 +67,7 @@ fn registered(node: Node, release: &str, num_servers: u32) -> NodeMessage {
         session: 0,
         former: None,
         release: release.into(),
+        encrypt: false,
         num_workers: 2,
         num_servers,
     })

@@ -7,13 +7,14 @@ use crate::job::neighbours::{Door, GroupLinks, NoSharedMemory, Wakers};
 use crate::job::start::End;
 use bps_engine::base::{CoreId, Rank};
 use bps_engine::config::{Config, TransportChoice};
-use bps_engine::control::{JobKey, dial, dial_unix};
+use bps_engine::control::{JobKey, dial, dial_sealed, dial_unix};
 use bps_engine::proto::handshake::Hello;
 use bps_engine::proto::messages::{Roster, ServerPeer};
 use bps_engine::trace::log;
 use bps_engine::transport::Link;
 use bps_engine::transport::rdma::{self, Rails, RdmaOptions};
 use bps_engine::transport::shm::{self, ShmOptions};
+use bps_engine::transport::tcp::sealed::Keys;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
@@ -185,6 +186,13 @@ impl Plan {
                 .map_err(Source::new)
         };
         let tcp = || {
+            if config.encrypt {
+                let hello = Hello::sealed_lane(rank, roster.epoch);
+                let (stream, secrets) =
+                    dial_sealed(address, &self.key, hello, DIAL).map_err(Source::new)?;
+                let keys = Keys { seal: secrets.to_acceptor, open: secrets.to_dialer };
+                return Ok(Link::SealedTcp(stream.into(), Box::new(keys)));
+            }
             dial(address, &self.key, Hello::lane(rank, roster.epoch), DIAL)
                 .map(|stream| Link::Tcp(stream.into()))
                 .map_err(Source::new)

@@ -64,7 +64,7 @@ impl Door {
         let (sender, arrivals) = channel();
         let wakers = wakers.clone();
         let setups = Setups::default();
-        let admit = move |_, hello: Hello, socket: Socket| {
+        let admit = move |_, hello: Hello, socket: Socket, _| {
             let (Purpose::ShmLane | Purpose::OrderLane, Socket::Unix(stream)) =
                 (hello.purpose, socket)
             else {

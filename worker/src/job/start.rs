@@ -87,7 +87,9 @@ impl Joined {
             _ => None,
         }))?;
         let other = self.links.iter().find_map(|(end, link)| match (end, link) {
-            (End::Core(core), transport::Link::Tcp(_)) => Some((core, "TCP")),
+            (End::Core(core), transport::Link::Tcp(_) | transport::Link::SealedTcp(..)) => {
+                Some((core, "TCP"))
+            }
             (End::Core(core), transport::Link::Shm(_)) => Some((core, "shared memory")),
             _ => None,
         });
@@ -335,6 +337,7 @@ fn register(config: &Config, local: Option<String>, session: u64, former: Option
         release: env!("CARGO_PKG_VERSION").into(),
         num_workers: config.num_workers,
         num_servers: config.num_servers,
+        encrypt: config.encrypt,
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::base::Placement;
-use crate::config::{LogLevel, Role};
+use crate::config::{LogLevel, Role, TransportChoice};
 use std::time::Duration;
 
 type Variables<'a> = &'a [(&'a str, &'a str)];
@@ -256,6 +256,25 @@ fn no_debug_output_shows_the_key() {
     let loaded = run(Program::Worker, &[], &[&[("BPS_JOB_KEY", key)]]);
     assert_eq!(loaded.config.job_key.as_deref(), Some(key));
     assert!(!format!("{loaded:?}").contains(key));
+}
+
+#[test]
+fn rdma_and_encryption_exclude_each_other() {
+    let encrypt: &[(&str, &str)] = &[("BPS_ENCRYPT", "1")];
+    let demands: [&[(&str, &str)]; 2] =
+        [&[("BPS_TRANSPORT", "rdma")], &[("DMLC_ENABLE_RDMA", "1")]];
+    for demand in demands {
+        for program in [Program::Worker, Program::Server] {
+            let node = if program == Program::Worker { WORKER } else { &WORKER[1..] };
+            let error = fail(program, &[], &[node, encrypt, demand]);
+            for part in ["BPS_ENCRYPT=1, but", "RDMA", "set BPS_TRANSPORT=tcp"] {
+                assert!(error.contains(part), "{error}");
+            }
+        }
+        run(Program::Worker, &[], &[WORKER, demand]);
+    }
+    let loaded = run(Program::Worker, &[], &[WORKER, encrypt]);
+    assert!(loaded.config.encrypt && loaded.config.transport == TransportChoice::Auto);
 }
 
 #[test]

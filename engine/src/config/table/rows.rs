@@ -117,6 +117,17 @@ pub(super) const ROWS: &[Row] = &[
     )
     .flag("job-key-file"),
     Row::new(
+        "BPS_ENCRYPT",
+        ALL,
+        Group::Job,
+        Switch { at: |config| &mut config.encrypt },
+        "1",
+        "Whether gradients are encrypted and authenticated between hosts, as all that passes \
+         between nodes and scheduler is in a job with a key. The same on every node; needs a job \
+         key, and TCP: there are no RDMA lanes then.",
+    )
+    .flag("encrypt"),
+    Row::new(
         "BPS_STAY",
         SCHEDULER,
         Group::Job,

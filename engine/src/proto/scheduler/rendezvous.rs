@@ -21,6 +21,7 @@ use std::time::Duration;
 pub(super) struct Rendezvous {
     pub(super) since: Duration,
     release: String,
+    encrypt: bool,
     ranks_max: u32,
     num_workers: u32,
     num_servers: u32,
@@ -70,6 +71,7 @@ impl Rendezvous {
         Rendezvous {
             since: now,
             release: config.release.clone(),
+            encrypt: config.encrypt,
             ranks_max: config.ranks_max,
             num_workers: config.num_workers,
             num_servers: config.num_servers,
@@ -136,7 +138,7 @@ impl Rendezvous {
         now: Duration,
     ) -> Result<Admitted, Box<Unformed>> {
         let who = origin(register);
-        self.check_release(register, &who)?;
+        self.agree_with_scheduler(register, &who)?;
         let surplus = self.agree_on_numbers(register, &who, now)?;
         let rank = match &register.node {
             Node::Worker { worker_id, local_rank, local_size, global_rank, planning, .. } => {
@@ -156,12 +158,16 @@ impl Rendezvous {
         Ok(Admitted { rank, surplus })
     }
 
-    fn check_release(&self, register: &Register, who: &Origin) -> Result<(), Box<Unformed>> {
-        if register.release == self.release {
-            return Ok(());
+    fn agree_with_scheduler(&self, register: &Register, who: &Origin) -> Result<(), Box<Unformed>> {
+        let who = who.clone();
+        if register.release != self.release {
+            let (has, expected) = (register.release.clone(), self.release.clone());
+            return Err(Unformed::Release { who, has, expected }.into());
         }
-        let (has, expected) = (register.release.clone(), self.release.clone());
-        Err(Unformed::Release { who: who.clone(), has, expected }.into())
+        if register.encrypt != self.encrypt {
+            return Err(Unformed::Encryption { who, has: register.encrypt }.into());
+        }
+        Ok(())
     }
 
     /// Takes a node into the next epoch of an elastic job, a worker at this place among the others.
@@ -175,7 +181,7 @@ impl Rendezvous {
         place: u32,
     ) -> Result<(), Box<Unformed>> {
         let who = origin(register);
-        self.check_release(register, &who)?;
+        self.agree_with_scheduler(register, &who)?;
         match &register.node {
             Node::Worker { local_size, planning, .. } => {
                 if self.workers.len() >= self.ranks_max as usize {

@@ -105,13 +105,14 @@ pub fn find(interface: Option<&str>) -> Result<Vec<Port>, RdmaError> {
 }
 
 /// The ports that a thread on this NUMA node uses, as the configuration wants it: none if it names
-/// another transport, or leaves the choice and there are none.
+/// another transport or wants lanes encrypted, or leaves the choice and there are none.
 ///
 /// # Errors
 /// RDMA is demanded and not to be had, or there are ports and none can be opened.
 pub fn rails_for(config: &Config, numa_node: Option<u32>) -> Result<Option<Arc<Rails>>, RdmaError> {
     let is_demanded = match config.transport {
         TransportChoice::Tcp | TransportChoice::Shm => return Ok(None),
+        TransportChoice::Auto if config.encrypt => return Ok(None),
         TransportChoice::Auto => false,
         TransportChoice::Rdma => true,
     };

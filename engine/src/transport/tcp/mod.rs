@@ -6,6 +6,8 @@
 //! |---|---|
 //! | `memory.rs` | staging and scratch |
 //! | `receiver.rs`, `sender.rs` | the two halves of a lane, without a system call |
+//! | `sealed.rs` | records that are encrypted, without a lane |
+//! | `sealing.rs` | such records between the halves of a lane and the driver |
 //! | `stream.rs` | a lane of the two, how it ends, the queue of ready lanes |
 //! | `watch.rs` | whether what was sent still reaches the peer |
 //! | `uring.rs`, `poll.rs` | the drivers: which calls move the bytes |
@@ -25,6 +27,8 @@ use uring::Uring;
 mod memory;
 mod poll;
 mod receiver;
+pub mod sealed;
+mod sealing;
 mod sender;
 mod stream;
 mod uring;
@@ -160,7 +164,7 @@ macro_rules! dispatch {
 
 impl Driver for Tcp {
     fn takes(&self, link: &Link) -> bool {
-        matches!(link, Link::Tcp(_))
+        matches!(link, Link::Tcp(_) | Link::SealedTcp(..))
     }
 
     fn wakes_for_all(&self) -> bool {
@@ -168,8 +172,10 @@ impl Driver for Tcp {
     }
 
     fn attach(&mut self, lane: LaneId, link: Link) -> io::Result<()> {
-        let Link::Tcp(socket) = link else {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a stream socket"));
+        let (socket, keys) = match link {
+            Link::Tcp(socket) => (socket, None),
+            Link::SealedTcp(socket, keys) => (socket, Some(keys)),
+            _ => return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a stream socket")),
         };
         prepare(&socket, self.congestion.as_deref())?;
         if self.send_buffer > 0 {
@@ -179,7 +185,7 @@ impl Driver for Tcp {
         if let Some(silence) = self.silence {
             watch::keep_alive(&socket, silence)?;
         }
-        dispatch!(self, driver => driver.attach(lane, socket))
+        dispatch!(self, driver => driver.attach(lane, socket, keys.as_deref()))
     }
     fn post(&mut self, lane: LaneId, frame: &Frame) -> Result<(), Full> {
         dispatch!(self, driver => driver.post(lane, frame))

@@ -6,6 +6,7 @@
 
 use super::finish;
 use super::memory::Pool;
+use super::sealed::Keys;
 use super::stream::{Cork, Out, Ready, Stream};
 use crate::limits::{EVENTS_MAX, GATHER_MAX};
 use crate::transport::{Cause, Event, Frame, Full, Landing, LaneId, Waker};
@@ -66,7 +67,7 @@ impl Poll {
         })
     }
 
-    pub fn attach(&mut self, lane: LaneId, socket: OwnedFd) -> io::Result<()> {
+    pub fn attach(&mut self, lane: LaneId, socket: OwnedFd, keys: Option<&Keys>) -> io::Result<()> {
         let Some(place) = self.lanes.get_mut(lane.0 as usize) else {
             return Err(io::Error::from(io::ErrorKind::QuotaExceeded));
         };
@@ -79,7 +80,7 @@ impl Poll {
             | epoll::EventFlags::ET;
         let data = epoll::EventData::new_u64(u64::from(lane.0));
         epoll::add(&self.epoll, &socket, data, interest)?;
-        let stream = Stream::new(lane);
+        let stream = Stream::new(lane, keys);
         *place = Some(Lane { stream, socket, readable: true, writable: true, hung_up: false });
         self.pool.grow();
         self.ready.push(lane.0);
@@ -213,16 +214,21 @@ impl Poll {
 
 /// Sends what is due, if anything, with one call.
 fn send(lane: &mut Lane, poll: u64) {
-    let Some(sender) = lane.stream.outgoing() else { return };
+    if lane.stream.outgoing().is_none() {
+        return;
+    }
     let mut iovecs = [iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; GATHER_MAX];
-    let count = sender.gather(&mut iovecs);
+    let count = lane.stream.gather(&mut iovecs);
+    if count == 0 {
+        return;
+    }
     // SAFETY: all-zero bytes are a valid `msghdr`: null pointers and zero lengths.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_iov = iovecs.as_mut_ptr();
     message.msg_iovlen = count;
     let flags = libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT;
     // SAFETY: the vectors name headers in the sender's ring and payloads that who posted them keeps
-    // valid.
+    // valid, or records in the lane's own buffer.
     let result = unsafe { libc::sendmsg(lane.socket.as_raw_fd(), &raw const message, flags) };
     let due: usize = iovecs[..count].iter().map(|part| part.iov_len).sum();
     match usize::try_from(result) {

@@ -6,9 +6,13 @@
 
 use super::memory::Pool;
 use super::receiver::{Receiver, Wanted};
+use super::sealed::Keys;
+use super::sealing::Sealing;
 use super::sender::Sender;
 use super::watch::Progress;
+use crate::limits::GATHER_MAX;
 use crate::transport::{Cause, Event, Frame, Full, Landing, LaneId};
+use libc::iovec;
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
 use std::time::Duration;
@@ -46,6 +50,8 @@ pub(super) struct Stream {
     pub lane: LaneId,
     receiver: Receiver,
     sender: Sender,
+    /// Between these two and the driver, if the lane is encrypted.
+    sealing: Option<Box<Sealing>>,
     closing: Option<Cause>,
     /// No more bytes come: what the kernel said. The lane closes once those that came are events.
     over: Option<Over>,
@@ -86,7 +92,7 @@ impl Cork {
 
     /// Looks at a lane after its events were taken out, or before it goes.
     pub fn note(&mut self, stream: &mut Stream) {
-        let has_more = stream.closing.is_none() && stream.receiver.has_more();
+        let has_more = stream.closing.is_none() && stream.has_more_frames();
         match (std::mem::replace(&mut stream.has_more, has_more), has_more) {
             (false, true) => self.lanes += 1,
             (true, false) => self.lanes -= 1,
@@ -96,12 +102,13 @@ impl Cork {
 }
 
 impl Stream {
-    pub fn new(lane: LaneId) -> Stream {
+    pub fn new(lane: LaneId, keys: Option<&Keys>) -> Stream {
         let (receiver, sender) = (Receiver::new(), Sender::new());
         Stream {
             lane,
             receiver,
             sender,
+            sealing: keys.map(|keys| Box::new(Sealing::new(keys))),
             closing: None,
             over: None,
             refused: None,
@@ -168,6 +175,9 @@ impl Stream {
             let mut event = self.sender.next(self.lane);
             if event.is_none() && self.closing.is_none() {
                 event = self.receiver.next(self.lane, pool);
+                if event.is_none() && self.open(pool) {
+                    continue;
+                }
             }
             let Some(event) = event else {
                 self.conclude();
@@ -178,6 +188,25 @@ impl Stream {
         true
     }
 
+    /// On an encrypted lane, gives the receiver more of what came; says whether there was any. The
+    /// lane ends here if that is not what its other end sent.
+    fn open(&mut self, pool: &mut Pool) -> bool {
+        let Some(sealing) = &mut self.sealing else { return false };
+        match sealing.open(&mut self.receiver, pool) {
+            Ok(some) => some,
+            Err(error) => {
+                self.close(Cause::Seal(error));
+                false
+            }
+        }
+    }
+
+    /// Whether the caller's answer brings another event without the kernel's help.
+    fn has_more_frames(&self) -> bool {
+        let sealed = self.sealing.as_ref().is_some_and(|sealing| sealing.has_more());
+        self.receiver.has_more() || sealed && self.receiver.standing()
+    }
+
     /// All bytes that came are events; if no more come, and it is not for the caller to move the
     /// lane on, it ends.
     fn conclude(&mut self) {
@@ -186,7 +215,10 @@ impl Stream {
         }
         match self.over {
             None => {}
-            Some(Over::End) => self.close(self.receiver.cause_at_end()),
+            Some(Over::End) => self.close(match &self.sealing {
+                Some(sealing) if sealing.is_partial() => Cause::Truncated,
+                _ => self.receiver.cause_at_end(),
+            }),
             Some(Over::Failed(errno)) => self.close(Cause::Os(errno)),
         }
     }
@@ -204,7 +236,14 @@ impl Stream {
 
     /// Where the next bytes go; to be asked after a `drain` that had room.
     pub fn wanted(&mut self, pool: &mut Pool) -> Option<Wanted> {
-        if self.closing.is_some() { None } else { self.receiver.wanted(pool) }
+        if self.closing.is_some() {
+            return None;
+        }
+        match &mut self.sealing {
+            None => self.receiver.wanted(pool),
+            Some(_) if self.receiver.standing() => None,
+            Some(sealing) => Some(sealing.wanted()),
+        }
     }
 
     /// What goes out next, if anything.
@@ -213,11 +252,28 @@ impl Stream {
         (open && self.sender.unsent()).then_some(&self.sender)
     }
 
+    /// Names what goes out next, in order, and says in how many pieces: 0 if nothing does. To be
+    /// called only while no send is under way.
+    pub fn gather(&mut self, iovecs: &mut [iovec; GATHER_MAX]) -> usize {
+        if self.outgoing().is_none() {
+            return 0;
+        }
+        let Some(sealing) = &mut self.sealing else { return self.sender.gather(iovecs) };
+        sealing.gather(&self.sender, iovecs).unwrap_or_else(|error| {
+            self.close(Cause::Seal(error));
+            0
+        })
+    }
+
     pub fn received(&mut self, count: usize) {
-        self.receiver.received(count);
+        match &mut self.sealing {
+            None => self.receiver.received(count),
+            Some(sealing) => sealing.received(count),
+        }
     }
 
     pub fn sent(&mut self, count: usize) {
+        let count = self.sealing.as_mut().map_or(count, |sealing| sealing.sent(count));
         self.sender.sent(count);
     }
 
@@ -313,7 +369,7 @@ mod tests {
         let mut pool = Pool::new();
         pool.grow();
         for failed in [false, true] {
-            let mut stream = Stream::new(LANE);
+            let mut stream = Stream::new(LANE, None);
             fill(&mut stream, &mut pool, HEADER_BYTES);
             assert!(matches!(drain(&mut stream, &mut pool, 9)[..], [Event::Header { .. }]));
             let mut landing = vec![0u8; 100_000];
@@ -344,7 +400,7 @@ mod tests {
     fn a_lane_that_can_send_no_more_is_read_on_unless_the_caller_left_it_standing() {
         let mut pool = Pool::new();
         pool.grow();
-        let mut stream = Stream::new(LANE);
+        let mut stream = Stream::new(LANE, None);
         stream.refuse(libc::EPIPE, 5);
         stream.begin(6);
         assert_eq!(stream.closing(), None, "it is not standing");
@@ -355,7 +411,7 @@ mod tests {
         assert_eq!(stream.closing(), None, "the caller has not had its turn");
         stream.begin(6);
         assert_eq!(stream.closing(), Some(Cause::Os(libc::EPIPE)));
-        let mut stream = Stream::new(LANE);
+        let mut stream = Stream::new(LANE, None);
         stream.refuse(libc::ENOBUFS, 5);
         assert_eq!(
             stream.closing(),

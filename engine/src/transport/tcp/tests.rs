@@ -12,6 +12,7 @@ use std::time::Instant;
 mod churn;
 mod close;
 mod drivers;
+mod sealed;
 mod traffic;
 
 const DRIVERS: [TcpDriver; 2] = [TcpDriver::Uring, TcpDriver::Poll];

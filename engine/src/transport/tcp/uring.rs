@@ -6,7 +6,7 @@
 //! carries the lane's generation, so a completion never reaches a later lane of the same id.
 
 use super::memory::Pool;
-use super::sender::Sender;
+use super::sealed::Keys;
 use super::stream::{Cork, Out, Ready, Stream};
 use super::{Denied, finish};
 use crate::base::word;
@@ -178,7 +178,7 @@ impl Uring {
         }
     }
 
-    pub fn attach(&mut self, lane: LaneId, socket: OwnedFd) -> io::Result<()> {
+    pub fn attach(&mut self, lane: LaneId, socket: OwnedFd, keys: Option<&Keys>) -> io::Result<()> {
         self.enable();
         let Some(place) = self.lanes.get_mut(lane.0 as usize) else {
             return Err(io::Error::from(io::ErrorKind::QuotaExceeded));
@@ -189,7 +189,7 @@ impl Uring {
         self.ring.submitter().register_files_update(lane.0, &[socket.as_raw_fd()])?;
         self.generation = self.generation.wrapping_add(1);
         *place = Some(Box::new(Lane {
-            stream: Stream::new(lane),
+            stream: Stream::new(lane, keys),
             socket,
             generation: self.generation,
             receiving: false,
@@ -438,8 +438,10 @@ fn receive(lane: &mut Lane, ring: &mut IoUring, pool: &mut Pool) -> bool {
 
 /// Prepares the send that is due, if any. Returns false if the queue has no room.
 fn send(lane: &mut Lane, ring: &mut IoUring, offload: bool) -> bool {
-    let Some(sender) = lane.stream.outgoing() else { return true };
-    let count = Sender::gather(sender, &mut lane.outgoing.iovecs);
+    let count = lane.stream.gather(&mut lane.outgoing.iovecs);
+    if count == 0 {
+        return true;
+    }
     let message = lane.outgoing.aim(count);
     let flags = (libc::MSG_WAITALL | libc::MSG_NOSIGNAL).cast_unsigned();
     let entry = opcode::SendMsg::new(fixed(lane), message).flags(flags).build();
@@ -474,7 +476,7 @@ fn length_of(part: iovec) -> u32 {
 /// Prepares this operation; a full queue is submitted first.
 fn push(ring: &mut IoUring, entry: &Entry) -> bool {
     // SAFETY: what the entry names stays valid until it completes: payloads and landings by the
-    // transport's contract, staging, scratch and messages because the lane is kept while
+    // transport's contract, staging, scratch, records and messages because the lane is kept while
     // `in_flight` is true.
     if unsafe { ring.submission().push(entry) }.is_ok() {
         return true;

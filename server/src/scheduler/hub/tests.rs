@@ -22,6 +22,7 @@ fn register(node: Node) -> NodeMessage {
         session: 0,
         former: None,
         release: env!("CARGO_PKG_VERSION").to_owned(),
+        encrypt: false,
         num_workers: 1,
         num_servers: 1,
     })

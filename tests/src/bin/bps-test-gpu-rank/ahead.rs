@@ -5,7 +5,7 @@ use crate::{LIMIT, gpu, same};
 use bps_engine::base::{DType, Operation};
 use bps_engine::config::Config;
 use bps_tests::reference;
-use bps_worker::{Declaration, Error, GpuPushPull, Handle, Worker};
+use bps_worker::{Declaration, Error, GpuPushPull, Handle, Members, Worker};
 use std::time::{Duration, Instant};
 
 /// Elements of each tensor: some parts.
@@ -28,6 +28,7 @@ pub fn ahead(config: &Config) -> Result<(), Error> {
         shape: (COUNT as u64).into(),
         operation: Operation::Sum,
         device: true,
+        members: Members::ALL,
     };
     let said: Vec<Declaration> = (0..TENSORS).map(said).collect();
     let ids = worker.declare(&said)?;

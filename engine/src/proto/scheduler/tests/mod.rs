@@ -60,6 +60,7 @@ impl Bench {
             num_servers,
             ranks_max: word(RANKS_MAX),
             release: "1.0".to_owned(),
+            encrypt: false,
             placement: Placement::Balanced,
             built_in_coefficient: 1,
             start_timeout: ms(120_000),
@@ -217,6 +218,7 @@ fn worker_register(worker: u32, num_workers: u32, num_servers: u32) -> Register 
         session: 0,
         former: None,
         release: "1.0".to_owned(),
+        encrypt: false,
         num_workers,
         num_servers,
     }
@@ -238,6 +240,7 @@ fn server_register(server: u32, num_workers: u32, num_servers: u32) -> Register 
         session: 0,
         former: None,
         release: "1.0".to_owned(),
+        encrypt: false,
         num_workers,
         num_servers,
     }
