@@ -51,6 +51,8 @@ const COMMANDS: usize = 4096;
 const LOOK: Duration = Duration::from_millis(50);
 /// How long leaving may take before it is given up.
 const LEAVE: Duration = Duration::from_secs(5);
+/// How often it looks before that whether results have come that streams wait for.
+const AHEAD_LOOK: Duration = Duration::from_micros(100);
 
 /// What the thread of this rank's GPU will need, and what it is reached by once it is there.
 pub(crate) struct GpuSide {
@@ -407,6 +409,12 @@ impl Job {
     pub(crate) fn leave(&self, suspend: bool) -> Result<(), Error> {
         if self.leaving.swap(true, Ordering::AcqRel) {
             return Ok(());
+        }
+        // What a stream waits for comes, or the job ends by its own deadlines: both as a wait for
+        // the handle would have.
+        let is_ahead = || self.gpu.inbox.get().is_some_and(GpuInbox::is_ahead);
+        while is_ahead() && !self.nic_ended.load(Ordering::Acquire) {
+            std::thread::sleep(AHEAD_LOOK);
         }
         let deadline = Instant::now() + LEAVE;
         let was_over = self.over.get().cloned();

@@ -137,6 +137,8 @@ pub struct GpuInbox {
     waker: Waker,
     /// Pushes that are not over.
     under_way: Arc<AtomicUsize>,
+    /// Those of them whose callers were told.
+    ahead: Arc<AtomicUsize>,
     /// The pipeline looks into its queue no more.
     ended: Arc<AtomicBool>,
 }
@@ -145,7 +147,8 @@ impl GpuInbox {
     /// A queue for so many messages, to a pipeline that this wakes.
     #[must_use]
     pub fn new(room: usize, waker: Waker) -> GpuInbox {
-        GpuInbox { inbox: Mpsc::new(room), waker, under_way: Arc::default(), ended: Arc::default() }
+        let (under_way, ahead, ended) = (Arc::default(), Arc::default(), Arc::default());
+        GpuInbox { inbox: Mpsc::new(room), waker, under_way, ahead, ended }
     }
 
     /// Hands a push over. To be woken for it, once for several.
@@ -220,6 +223,21 @@ impl GpuInbox {
     /// Whether a push is not over.
     pub(crate) fn is_busy(&self) -> bool {
         self.under_way.load(Ordering::Acquire) > 0
+    }
+
+    /// Whether somebody was told that a push is over, and its result may not have come.
+    pub(crate) fn is_ahead(&self) -> bool {
+        self.ahead.load(Ordering::Acquire) > 0
+    }
+
+    /// A caller is about to be told before the result has come.
+    pub(crate) fn begin_ahead(&self) {
+        self.ahead.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Its result has come, or never will.
+    pub(crate) fn end_ahead(&self) {
+        self.ahead.fetch_sub(1, Ordering::Release);
     }
 
     /// A push is over.

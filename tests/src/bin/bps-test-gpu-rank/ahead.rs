@@ -1,11 +1,11 @@
 //! Results that a stream waits for, and the host does not.
 
-use crate::framework::Framework;
+use crate::framework::{Buffer, Framework};
 use crate::{LIMIT, gpu, same};
 use bps_engine::base::{DType, Operation};
 use bps_engine::config::Config;
 use bps_tests::reference;
-use bps_worker::{Declaration, Error, GpuPushPull, Handle, Members, Worker};
+use bps_worker::{Declaration, Error, GpuPushPull, Handle, Members, TensorId, Worker};
 use std::time::{Duration, Instant};
 
 /// Elements of each tensor: some parts.
@@ -17,42 +17,13 @@ const LATE: Duration = Duration::from_millis(300);
 
 /// Every rank puts its stream behind results, and goes on: also where that frees memory of the GPU,
 /// for which CUDA waits for the stream and lets nobody else into the driver meanwhile. All but the
-/// last rank wait for that one, and none of them on the host.
+/// last rank wait for that one, and none of them on the host. In the last round all leave at once.
 pub fn ahead(config: &Config) -> Result<(), Error> {
     let worker = Worker::start(config)?;
     worker.open_gpu(0)?;
-    let framework = Framework::new().map_err(gpu)?;
-    let said = |number| Declaration {
-        name: format!("ahead {number}"),
-        dtype: DType::F32,
-        shape: (COUNT as u64).into(),
-        operation: Operation::Sum,
-        device: true,
-        members: Members::ALL,
-    };
-    let said: Vec<Declaration> = (0..TENSORS).map(said).collect();
-    let ids = worker.declare(&said)?;
-    let buffers: Vec<_> =
-        (0..TENSORS).map(|_| framework.buffer(COUNT * 4)).collect::<Result<_, Error>>()?;
-    let is_last = worker.rank() + 1 == worker.size();
+    let rank = Ahead::new(&worker)?;
     for round in 1..=ROUNDS {
-        if is_last {
-            std::thread::sleep(LATE);
-        }
-        for (number, buffer) in (0..).zip(&buffers) {
-            let own = reference::contribution(DType::F32, number, worker.rank(), round, COUNT);
-            buffer.fill(&framework.stream, &own).map_err(gpu)?;
-        }
-        let item = |(tensor, at): (&_, u64)| GpuPushPull {
-            tensor: *tensor,
-            source: at,
-            target: at,
-            priority: 0,
-        };
-        let addresses = buffers.iter().map(|buffer| buffer.address);
-        let items: Vec<GpuPushPull> = ids.iter().zip(addresses).map(item).collect();
-        // SAFETY: the buffers are never freed, and used in the stream alone, behind the results.
-        let handles = unsafe { worker.push_pull_gpu(&items, framework.stream.raw()) }?;
+        let handles = rank.push(round)?;
         let begun = Instant::now();
         worker.enqueue_results(&handles);
         for handle in &handles {
@@ -61,23 +32,83 @@ pub fn ahead(config: &Config) -> Result<(), Error> {
         // Of a tensor's first round a caller is told when it has come.
         let waited = begun.elapsed();
         assert!(
-            is_last || round == 1 || waited < LATE / 2,
+            rank.is_last() || round == 1 || waited < LATE / 2,
             "the host has waited {waited:?} for round {round}"
         );
+        let stream = &rank.framework.stream;
         // SAFETY: the stream is of the GPU that was opened.
-        unsafe { Handle::make_wait(&handles, framework.stream.raw()) }?;
-        let freed = framework.device.alloc(1 << 20).map_err(gpu)?;
-        // SAFETY: it was just allocated, and nobody has used it.
-        unsafe { framework.device.free(freed) }.map_err(gpu)?;
-        for buffer in &buffers {
-            buffer.fetch(&framework.stream).map_err(gpu)?;
+        unsafe { Handle::make_wait(&handles, stream.raw()) }?;
+        if round == ROUNDS {
+            // What was promised to a stream comes.
+            worker.shutdown(false)?;
+        } else {
+            let device = &rank.framework.device;
+            let freed = device.alloc(1 << 20).map_err(gpu)?;
+            // SAFETY: it was just allocated, and nobody has used it.
+            unsafe { device.free(freed) }.map_err(gpu)?;
         }
-        framework.synchronize().map_err(gpu)?;
-        for (number, buffer) in (0..).zip(&buffers) {
-            let (size, said) = (worker.size(), &said[usize::try_from(number).unwrap_or(0)]);
-            let wanted = reference::result(DType::F32, Operation::Sum, number, size, round, COUNT);
-            same(said, round, worker.rank(), "the result", buffer.fetched(), &wanted);
-        }
+        rank.check(round)?;
     }
-    worker.shutdown(false)
+    Ok(())
+}
+
+/// A rank, with its tensors.
+struct Ahead<'a> {
+    worker: &'a Worker,
+    framework: Framework,
+    tensors: Vec<(Declaration, TensorId, Buffer)>,
+}
+
+impl Ahead<'_> {
+    fn new(worker: &Worker) -> Result<Ahead<'_>, Error> {
+        let framework = Framework::new().map_err(gpu)?;
+        let said = |number| Declaration {
+            name: format!("ahead {number}"),
+            dtype: DType::F32,
+            shape: (COUNT as u64).into(),
+            operation: Operation::Sum,
+            device: true,
+            members: Members::ALL,
+        };
+        let said: Vec<Declaration> = (0..TENSORS).map(said).collect();
+        let ids = worker.declare(&said)?;
+        let tensor = |(said, id)| Ok((said, id, framework.buffer(COUNT * 4)?));
+        let tensors = said.into_iter().zip(ids).map(tensor).collect::<Result<_, Error>>()?;
+        Ok(Ahead { worker, framework, tensors })
+    }
+
+    fn is_last(&self) -> bool {
+        self.worker.rank() + 1 == self.worker.size()
+    }
+
+    /// Pushes a round of all tensors, late where this is the last rank.
+    fn push(&self, round: u64) -> Result<Vec<Handle>, Error> {
+        if self.is_last() {
+            std::thread::sleep(LATE);
+        }
+        let (rank, stream) = (self.worker.rank(), &self.framework.stream);
+        let mut items = Vec::new();
+        for (number, (_, tensor, buffer)) in (0..).zip(&self.tensors) {
+            let own = reference::contribution(DType::F32, number, rank, round, COUNT);
+            buffer.fill(stream, &own).map_err(gpu)?;
+            let (tensor, source, target) = (*tensor, buffer.address, buffer.address);
+            items.push(GpuPushPull { tensor, source, target, priority: 0 });
+        }
+        // SAFETY: the buffers are never freed, and used in the stream alone, behind the results.
+        unsafe { self.worker.push_pull_gpu(&items, stream.raw()) }
+    }
+
+    /// What the stream sees of a round.
+    fn check(&self, round: u64) -> Result<(), Error> {
+        for (_, _, buffer) in &self.tensors {
+            buffer.fetch(&self.framework.stream).map_err(gpu)?;
+        }
+        self.framework.synchronize().map_err(gpu)?;
+        let (rank, size) = (self.worker.rank(), self.worker.size());
+        for (number, (said, _, buffer)) in (0..).zip(&self.tensors) {
+            let wanted = reference::result(DType::F32, Operation::Sum, number, size, round, COUNT);
+            same(said, round, rank, "the result", buffer.fetched(), &wanted);
+        }
+        Ok(())
+    }
 }

@@ -26,13 +26,15 @@ use crate::rounds::{PartOf, Staging};
 use bps_engine::base::{Operation, word};
 use bps_engine::trace::log;
 use bps_engine::trace::timeline::Mark as Seen;
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
 /// See the [module](self).
 pub(in crate::gpu) struct Staged {
     memory: StagingMemory,
+    /// Names of tensors that have some.
+    names: HashSet<Arc<str>>,
     pub(super) down: Track,
     pub(super) up: Track,
     /// Copies down, and bytes of them, that are not marked.
@@ -67,6 +69,7 @@ impl Staged {
     pub(in crate::gpu) fn new(memory: StagingMemory, [down, up]: [Track; 2]) -> Staged {
         Staged {
             memory,
+            names: HashSet::new(),
             down,
             up,
             unmarked: (0, 0),
@@ -109,10 +112,13 @@ impl Pipeline {
     /// Memory of its own for a tensor of this plan, if it is to have some and there is some left.
     pub(super) fn stage(&mut self, plan: &crate::rounds::Plan) -> Option<Box<[Part]>> {
         let staged = self.staged.as_mut()?;
-        // The broadcast of a model is one round of each tensor, most often.
-        if matches!(plan.operation, Operation::Broadcast(_)) {
+        // The broadcast of a model is one round of each tensor, most often. And a tensor that
+        // replaces another, which keeps what it has, would let memory grow with each size.
+        let is_broadcast = matches!(plan.operation, Operation::Broadcast(_));
+        if is_broadcast || staged.names.contains(&plan.name) {
             return None;
         }
+        staged.names.insert(Arc::clone(&plan.name));
         let pieces = staged.memory.pinned().0;
         match staged.memory.take(plan) {
             Ok(stagings) => {
@@ -331,6 +337,7 @@ impl Pipeline {
             if let Some(run) = &mut state.run {
                 run.is_told = true;
                 staged.ahead += 1;
+                self.inbox.begin_ahead();
                 staged.tell(&run.push.task, &event);
             }
         }
@@ -348,6 +355,8 @@ impl Pipeline {
         let (run, next) = (state.run.take(), state.waiting.pop_front());
         match run {
             Some(run) if run.is_told => {
+                // In this order: who waits for the end of all that is ahead leaves then, and no
+                // push is to be under way.
                 self.inbox.push_over();
                 self.one_less_ahead();
             }
@@ -368,6 +377,7 @@ impl Pipeline {
     pub(super) fn one_less_ahead(&mut self) {
         let Some(staged) = &mut self.staged else { unreachable!("its caller was told") };
         staged.ahead = staged.ahead.checked_sub(1).expect("a round is over once");
+        self.inbox.end_ahead();
     }
 
     /// Begins what was kept for the end of waits in streams; says whether there was something.
