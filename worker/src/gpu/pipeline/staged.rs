@@ -143,7 +143,10 @@ impl Pipeline {
         tensor: u32,
         ready: &Arc<PooledEvent>,
     ) -> Result<(), GpuError> {
-        let Some(Tensor { written, run, .. }) = self.tensor(tensor) else { return Ok(()) };
+        let Some(Tensor { written, run, plan, .. }) = self.tensor(tensor) else {
+            unreachable!("it begins a round")
+        };
+        let parts = word(plan.parts.len());
         let written = std::mem::take(written);
         let is_wanted = run.as_ref().is_some_and(|run| run.push.task.is_wanted());
         let Some(staged) = &mut self.staged else { unreachable!("its tensors are staged") };
@@ -158,7 +161,6 @@ impl Pipeline {
             staged.down.wait(ready)?;
             staged.last_ready = Some(Arc::clone(ready));
         }
-        let parts = self.tensor(tensor).map_or(0, |state| word(state.plan.parts.len()));
         for index in 0..parts {
             self.copy_down_staged(Of { tensor, index })?;
         }
@@ -211,7 +213,9 @@ impl Pipeline {
         let Some(staged) = &mut self.staged else { unreachable!("its tensors are staged") };
         staged.landings += 1;
         let landings = staged.landings;
-        let Some(Some(state)) = self.tensors.get_mut(of.tensor as usize) else { return Ok(()) };
+        let Some(Some(state)) = self.tensors.get_mut(of.tensor as usize) else {
+            unreachable!("its round is open")
+        };
         let Some(parts) = &mut state.staging else { unreachable!("the tensor is staged") };
         parts[of.index as usize].landed = landings;
         if parts[of.index as usize].is_up {
@@ -282,7 +286,7 @@ impl Pipeline {
         if self.hand_over() {
             return Ok(());
         }
-        let Some(staged) = &mut self.staged else { return Ok(()) };
+        let Some(staged) = &mut self.staged else { unreachable!("somebody wants a result") };
         staged.is_wanted = false;
         let (mut tensors, mut parts) = (Vec::new(), Vec::new());
         for (tensor, state) in (0..).zip(&self.tensors) {
@@ -320,7 +324,7 @@ impl Pipeline {
     }
 
     fn tell_wanted(&mut self, tensors: Vec<u32>) -> Result<(), GpuError> {
-        let Some(staged) = &mut self.staged else { return Ok(()) };
+        let Some(staged) = &mut self.staged else { unreachable!("somebody wants a result") };
         if tensors.is_empty() {
             return Ok(());
         }
@@ -332,14 +336,16 @@ impl Pipeline {
             return Ok(());
         }
         for tensor in tensors {
-            let Some(Some(state)) = self.tensors.get_mut(tensor as usize) else { continue };
-            state.written = Written::Behind(mark, Arc::clone(&event));
-            if let Some(run) = &mut state.run {
-                run.is_told = true;
-                staged.ahead += 1;
-                self.inbox.begin_ahead();
-                staged.tell(&run.push.task, &event);
-            }
+            let Some(Some(Tensor { written, run: Some(run), .. })) =
+                self.tensors.get_mut(tensor as usize)
+            else {
+                unreachable!("its round is open")
+            };
+            *written = Written::Behind(mark, Arc::clone(&event));
+            run.is_told = true;
+            staged.ahead += 1;
+            self.inbox.begin_ahead();
+            staged.tell(&run.push.task, &event);
         }
         Ok(())
     }
