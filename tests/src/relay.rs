@@ -94,7 +94,9 @@ fn pass(mut from: TcpStream, mut to: TcpStream, mut meddle: Meddler) {
     }
     // The end of one direction is passed on; the other goes on by itself.
     let _ = to.shutdown(Shutdown::Write);
-    let _ = from.shutdown(Shutdown::Read);
+    // A socket that is closed over bytes that nobody has read resets the connection, and its sender
+    // would see that instead of what the receiver did.
+    while from.read(&mut buffer).is_ok_and(|count| count > 0) {}
 }
 
 /// Changes nothing.
