@@ -14,6 +14,7 @@ pub mod topo;
 pub mod trace;
 pub mod wire;
 
+pub mod encode;
 pub mod keys;
 pub mod mem;
 pub mod proto;
