@@ -49,13 +49,15 @@ fn signs(block: &[f32], codes: &mut [u8; BLOCK]) {
 #[allow(clippy::cast_possible_truncation, reason = "a mean of f32 is in the range of f32")]
 fn scale(values: &[f32], scaling: bool) -> f32 {
     if values.is_empty() {
-        0.0
-    } else if magnitude_max(values) >= INFINITY {
-        f32::NAN
-    } else if scaling {
-        (sum_of_magnitudes(values) / values.len() as f64) as f32
-    } else {
+        return 0.0;
+    }
+    if scaling {
+        let mean = sum_of_magnitudes(values) / values.len() as f64;
+        if mean.is_finite() { mean as f32 } else { f32::NAN }
+    } else if magnitude_max(values) < INFINITY {
         1.0
+    } else {
+        f32::NAN
     }
 }
 
