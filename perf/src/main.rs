@@ -28,6 +28,7 @@ type Entry = (fn() -> Command, fn(&ArgMatches) -> Outcome);
 const COMMANDS: &[Entry] = &[
     (cmd::ab::command, cmd::ab::run),
     (cmd::cluster::command, cmd::cluster::run),
+    (cmd::codecs::command, cmd::codecs::run),
     (cmd::gloo::command, cmd::gloo::run),
     (cmd::gpu::command, cmd::gpu::run),
     (cmd::hooks::command, cmd::hooks::run),

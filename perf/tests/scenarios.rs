@@ -38,6 +38,7 @@ macro_rules! scenarios {
 
 scenarios! {
     adding "sum",
+    encoding "codecs",
     lane_over_tcp "lane-tcp",
     lane_over_shared_memory "lane-shm",
     latency "latency",

@@ -2,6 +2,7 @@
 
 pub mod ab;
 pub mod cluster;
+pub mod codecs;
 pub mod gloo;
 pub mod gpu;
 pub mod hooks;
