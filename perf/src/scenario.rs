@@ -148,13 +148,14 @@ impl Target {
 
 /// What tells one result of a scenario from another.
 pub fn label(result: &Value) -> String {
-    const TELLING: [&str; 21] = [
+    const TELLING: [&str; 22] = [
         "work",
         "precision",
         "way",
         "hosts",
         "gpus_per_host",
         "dtype",
+        "codec",
         "transport",
         "driver",
         "idle",

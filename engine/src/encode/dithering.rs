@@ -1,8 +1,8 @@
 //! A few levels between 0 and the part's norm, rounded at random so that the mean is the value.
 //!
 //! The wire holds `step` as an f32, then one code of `W` bits per element, packed as
-//! [`packed`](super::packed) says: the sign in the highest bit, below it the level `q`, where `W`
-//! is 1 more than the bits of the number of levels `s`.
+//! [`packed`] says: the sign in the highest bit, below it the level `q`, where `W` is 1 more than
+//! the bits of the number of levels `s`.
 //!
 //! - Linear: `step = norm / s`. Of `y = |value| / step`, `q` is `floor(y)`, or one more with the
 //!   probability `y - floor(y)`. It decodes to `±q * step`.

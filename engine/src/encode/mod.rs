@@ -140,7 +140,7 @@ pub enum Norm {
     L2,
 }
 
-/// Random numbers of a round of a key.
+/// Random numbers of a round of a key. Any that differ will do, such as counters: they are mixed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Draw {
     /// The same at every end.

@@ -132,6 +132,11 @@ pub fn run(matches: &ArgMatches) -> Outcome {
     Ok(())
 }
 
+/// Encodes a part of this number.
+type Encode<'a> = dyn Fn(usize, &[f32], &mut [u8]) + 'a;
+/// Decodes a part of this number.
+type Decode<'a> = dyn Fn(usize, &[u8], &mut [f32]) + 'a;
+
 /// Seconds of a pass over all parts.
 struct Figures {
     copy: Series,
@@ -154,13 +159,13 @@ fn measure(kernels: &Kernels, codec: Codec, part: usize, parts: usize, rounds: u
         let wire = &mut arrived[number * length..][..length];
         codec.encode_with(kernels, part, draw(number), wire);
     }
-    let encode = |work: &dyn Fn(usize, &[f32], &mut [u8])| {
+    let encode = |work: &Encode| {
         let mut wires = wires.borrow_mut();
         for (number, part) in gradient.chunks_exact(part).enumerate() {
             work(number, black_box(part), &mut wires[number * length..][..length]);
         }
     };
-    let decode = |work: &dyn Fn(usize, &[u8], &mut [f32])| {
+    let decode = |work: &Decode| {
         let mut sums = sums.borrow_mut();
         for (number, part) in sums.chunks_exact_mut(part).enumerate() {
             work(number, black_box(&arrived[number * length..][..length]), part);
