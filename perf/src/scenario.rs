@@ -148,7 +148,7 @@ impl Target {
 
 /// What tells one result of a scenario from another.
 pub fn label(result: &Value) -> String {
-    const TELLING: [&str; 22] = [
+    const TELLING: [&str; 23] = [
         "work",
         "precision",
         "way",
@@ -156,6 +156,7 @@ pub fn label(result: &Value) -> String {
         "gpus_per_host",
         "dtype",
         "codec",
+        "encoding",
         "transport",
         "driver",
         "idle",

@@ -50,6 +50,7 @@ scenarios! {
     many_small_tensors "small",
     nothing_to_do "idle",
     hosts_with_shaped_links "cluster",
+    codecs_between_hosts "compression",
     hosts_with_servers_beside_workers "cluster-mixed",
     the_urgent_before_the_bulk "priority",
     more_cores "scaling",

@@ -39,8 +39,9 @@ mod _native {
     use super::handle::{poll, release, wait};
     #[pymodule_export]
     use super::tensor::{
-        declare, enqueue_results, enqueue_results_of_batches, open_gpu, push_batch, push_pull,
-        push_pull_gpu, start_batch, stream_wait, stream_wait_batch,
+        declare, encoding, enqueue_results, enqueue_results_of_batches, keep, kept, open_gpu,
+        push_batch, push_pull, push_pull_gpu, scale_residues, start_batch, stream_wait,
+        stream_wait_batch,
     };
 
     #[pymodule_init]

@@ -11,8 +11,12 @@ use crate::gradients::{Batch, GradientHooks};
 use crate::waiting::interruptible;
 use crate::{error, handle};
 use bps_engine::base::{DType, Operation, Rank};
-use bps_worker::{Declaration, GpuPushPull, Handle, Members, PushPull, TensorId, TensorShape};
+use bps_engine::proto::encoding::{Encoding, EncodingError};
+use bps_worker::{
+    Declaration, GpuPushPull, Handle, Kept, Members, PushPull, TensorId, TensorShape,
+};
 use pyo3::prelude::*;
+use pyo3::types::PyBytes;
 
 /// Opens the GPU of this number for the process, which has one; all ranks call it before the first
 /// of them declares a tensor on its GPU. Raises if the GPU can't be used, here or on another rank.
@@ -23,9 +27,9 @@ pub fn open_gpu(py: Python<'_>, ordinal: u32) -> PyResult<()> {
         .map_err(|cause| error::from_engine(&cause))
 }
 
-/// What a tensor is: name, data type, shape, operation, root, on the GPU, and the ranks that push
-/// it, or `None` for all.
-type Said = (String, String, Vec<u64>, String, u32, bool, Option<Vec<u32>>);
+/// What a tensor is: name, data type, shape, operation, root, on the GPU, the ranks that push it,
+/// or `None` for all, and how it is encoded, if it is.
+type Said = (String, String, Vec<u64>, String, u32, bool, Option<Vec<u32>>, Option<String>);
 
 /// Numbers for tensors given as [`Said`]; the operation is `sum`, `average`, `min`, `max`,
 /// `product` or `broadcast`, and the root counts for the last alone. One round trip for all of
@@ -35,7 +39,7 @@ pub fn declare(py: Python<'_>, tensors: Vec<Said>) -> PyResult<Vec<u32>> {
     let worker = engine()?;
     let declarations = tensors
         .into_iter()
-        .map(|(name, dtype, dimensions, operation, root, device, ranks)| {
+        .map(|(name, dtype, dimensions, operation, root, device, ranks, encoding)| {
             let members = ranks.map(|ranks| ranks.into_iter().map(Rank).collect());
             let members = members.map_or(Ok(Members::ALL), Members::new);
             Ok(Declaration {
@@ -49,6 +53,7 @@ pub fn declare(py: Python<'_>, tensors: Vec<Said>) -> PyResult<Vec<u32>> {
                 members: members.map_err(|cause| {
                     error::raise("ConfigError", format!("tensor `{name}`: {cause}"))
                 })?,
+                encoding: encoding.map(|text| encoding_of(&text)).transpose()?,
                 name,
                 device,
             })
@@ -57,6 +62,55 @@ pub fn declare(py: Python<'_>, tensors: Vec<Said>) -> PyResult<Vec<u32>> {
     interruptible(py, move || worker.declare(&declarations), |_| ())?
         .map(|tensors| tensors.into_iter().map(|tensor| tensor.0).collect())
         .map_err(|cause| error::from_engine(&cause))
+}
+
+/// How a tensor is encoded, as people write it.
+fn encoding_of(text: &str) -> PyResult<Encoding> {
+    text.parse().map_err(|cause: EncodingError| error::raise("ConfigError", cause.to_string()))
+}
+
+/// The canonical text of an encoding; raises for what is none.
+#[pyfunction]
+pub fn encoding(text: &str) -> PyResult<String> {
+    encoding_of(text).map(|encoding| encoding.to_string())
+}
+
+/// Multiplies what error feedback adds to the next rounds of these tensors.
+#[pyfunction]
+pub fn scale_residues(py: Python<'_>, tensors: Vec<u32>, factor: f32) -> PyResult<()> {
+    let worker = engine()?;
+    let tensors: Vec<TensorId> = tensors.into_iter().map(TensorId).collect();
+    py.detach(|| worker.scale_residues(&tensors, factor))
+        .map_err(|cause| error::from_engine(&cause))
+}
+
+/// The residue and the velocity that an encoded tensor keeps on this rank: float32 in the machine's
+/// order of bytes, one for each element, or nothing.
+#[pyfunction]
+pub fn kept<'py>(
+    py: Python<'py>,
+    tensor: u32,
+) -> PyResult<(Bound<'py, PyBytes>, Bound<'py, PyBytes>)> {
+    let worker = engine()?;
+    let kept =
+        py.detach(|| worker.kept(TensorId(tensor))).map_err(|cause| error::from_engine(&cause))?;
+    let bytes = |values: Vec<f32>| {
+        let bytes: Vec<u8> = values.into_iter().flat_map(f32::to_ne_bytes).collect();
+        PyBytes::new(py, &bytes)
+    };
+    Ok((bytes(kept.residue), bytes(kept.velocity)))
+}
+
+/// Lets an encoded tensor begin with what [`kept`] has told.
+#[pyfunction]
+pub fn keep(py: Python<'_>, tensor: u32, residue: &[u8], velocity: &[u8]) -> PyResult<()> {
+    let worker = engine()?;
+    let values = |bytes: &[u8]| {
+        let values = bytes.chunks_exact(size_of::<f32>());
+        values.map(|value| f32::from_ne_bytes(value.try_into().expect("four bytes"))).collect()
+    };
+    let kept = Kept { residue: values(residue), velocity: values(velocity) };
+    py.detach(|| worker.keep(TensorId(tensor), kept)).map_err(|cause| error::from_engine(&cause))
 }
 
 fn operation_from_name(name: &str, root: u32) -> PyResult<Operation> {

@@ -6,12 +6,16 @@
 //! itself, and the average fold into the last addition. It cannot deadlock: an active lane waits
 //! for the network only.
 
+mod encoded;
 mod groups;
 
 pub use groups::{Groups, NumberSet, Turnout, Turnouts};
 
+use self::encoded::{Encoded, Turn};
 use bps_engine::base::{DType, Key, Operation, Rank};
+use bps_engine::encode::Malformed;
 use bps_engine::mem::{Claim, Readable, Writable, cache};
+use bps_engine::proto::encoding::Encoding;
 use bps_engine::proto::messages::KeySpec;
 use bps_engine::reduce::Kernels;
 use bps_engine::transport::LaneId;
@@ -37,7 +41,7 @@ pub struct Entry {
     pub key: Key,
     /// Element type of contributions and publications.
     pub dtype: DType,
-    /// Bytes of a contribution and of a publication.
+    /// Bytes of a contribution and of a publication, where they are not encoded.
     pub bytes: usize,
     /// What a round computes.
     pub operation: Operation,
@@ -66,13 +70,18 @@ pub struct Entry {
     /// Payloads of the open round that are in the accumulator.
     landed: u32,
     groups: Arc<Groups>,
+    /// A box, since most keys have none.
+    encoded: Option<Box<Encoded>>,
     /// Where the sum is. Its memory is the entry's alone, but for what it lends.
     accumulator: Claim,
 }
 
-/// Bytes that the accumulator of such a key takes.
+/// Bytes that the accumulator of such a key takes, with all else that it needs.
 #[must_use]
 pub fn accumulator_bytes(spec: &KeySpec) -> usize {
+    if let Some(encoded) = Encoded::of(spec) {
+        return encoded.bytes();
+    }
     spec.bytes as usize / spec.dtype.size() * spec.dtype.accumulator().size()
 }
 
@@ -144,6 +153,7 @@ impl Entry {
             active: None,
             landed: 0,
             groups: Arc::clone(groups),
+            encoded: Encoded::of(spec).map(Box::new),
             accumulator,
         }
     }
@@ -155,6 +165,10 @@ impl Entry {
     /// done with it.
     #[must_use]
     pub unsafe fn result(&self, rank: Rank) -> Readable {
+        if let Some(encoded) = &self.encoded {
+            // SAFETY: the entry's own claim, which the caller keeps mapped and unchanged.
+            return unsafe { encoded.payload(&self.accumulator) };
+        }
         let length = self.publication_bytes(rank);
         assert!(
             length <= self.accumulator.len(),
@@ -166,13 +180,24 @@ impl Entry {
         unsafe { Readable::new(self.accumulator.as_ptr().cast_const(), length) }
     }
 
-    /// Where the first payload of a round lands.
+    /// How its contributions and results are encoded, if they are.
+    #[must_use]
+    pub fn encoding(&self) -> Option<Encoding> {
+        self.encoded.as_ref().map(|encoded| encoded.encoding())
+    }
+
+    /// Where a payload of so many bytes lands: the first of a round or, encoded, any.
     ///
     /// # Safety
     /// [`begin`](Self::begin) has just said [`Take::Land`]. The claim stays mapped, and the entry
     /// is given no payload and asked for no result, until the payload has landed.
     #[must_use]
-    pub unsafe fn landing(&self) -> Writable {
+    pub unsafe fn landing(&mut self, length: usize) -> Writable {
+        if let Some(encoded) = &mut self.encoded {
+            // SAFETY: the entry's own claim, which the caller keeps mapped, and the entry idle.
+            return unsafe { encoded.landing(&self.accumulator, length) };
+        }
+        assert!(length == self.bytes, "{}: a payload has the key's bytes", self.key);
         assert!(self.bytes <= self.accumulator.len(), "{}: a payload fits its sum", self.key);
         // SAFETY: the claim has so many bytes, which nobody else has, and the caller keeps it
         // mapped and this entry from using it.
@@ -182,6 +207,11 @@ impl Entry {
     /// The payload that was begun with [`Take::Land`] has landed. Returns its CRC-32C if it
     /// `is_checked`, or the result's is wanted: where there is no other payload, that is the same.
     pub fn landed(&mut self, is_checked: bool) -> Option<u32> {
+        if let Some(encoded) = &self.encoded {
+            // SAFETY: the entry's own claim, in which this payload has just landed.
+            let payload = || unsafe { encoded.payload(&self.accumulator).bytes() };
+            return is_checked.then(|| crc32c(payload()));
+        }
         if !is_checked && self.checksum.is_none() {
             return None;
         }
@@ -199,16 +229,25 @@ impl Entry {
         &self.groups
     }
 
-    /// Bytes that the contribution of this rank, which is one of [these](Self::groups), must have;
-    /// `None` if it may not speak for its group: in the root's, only the root may.
+    /// Whether a contribution of this rank, which is one of [these](Self::groups), may have so many
+    /// bytes. In the group of a broadcast's root, only the root may speak.
     #[must_use]
-    pub fn contribution_bytes(&self, rank: Rank) -> Option<usize> {
-        match self.operation {
-            Operation::Broadcast(root) if root == rank => Some(self.bytes),
-            Operation::Broadcast(root) if self.groups.of(root) == self.groups.of(rank) => None,
-            Operation::Broadcast(_) => Some(0),
-            _ => Some(self.bytes),
+    pub fn takes(&self, rank: Rank, length: usize) -> bool {
+        match (self.operation, &self.encoded) {
+            (Operation::Broadcast(root), _) if root == rank => length == self.bytes,
+            (Operation::Broadcast(root), _) => {
+                length == 0 && self.groups.of(root) != self.groups.of(rank)
+            }
+            (_, Some(encoded)) => (1..=encoded.room()).contains(&length),
+            (_, None) => length == self.bytes,
         }
+    }
+
+    /// Whether the result for this rank may go to a place of so many bytes that the rank has for
+    /// it. How long a result is that is encoded, it can't know before.
+    #[must_use]
+    pub fn answers(&self, rank: Rank, length: usize) -> bool {
+        self.encoded.is_none() && length == self.publication_bytes(rank)
     }
 
     /// Whether the group of this rank has contributed to the open round, or has begun to.
@@ -241,7 +280,7 @@ impl Entry {
     pub fn publication_bytes(&self, rank: Rank) -> usize {
         match self.operation {
             Operation::Broadcast(root) if root == rank => 0,
-            _ => self.bytes,
+            _ => self.encoded.as_ref().map_or(self.bytes, |encoded| encoded.length()),
         }
     }
 
@@ -285,6 +324,9 @@ impl Entry {
         assert!(self.free(), "{}: a payload was begun while another one was arriving", self.key);
         self.active = Some(lane);
         self.checksum = (checks && self.landed + 1 == self.payloads()).then_some(0);
+        if self.encoded.is_some() {
+            return Take::Land;
+        }
         let first = self.landed == 0;
         let alone = self.payloads() == 1;
         let is_result = alone && self.divisor() == 1;
@@ -296,7 +338,26 @@ impl Entry {
     /// [`FLAG_SCALED`](bps_engine::wire::header::FLAG_SCALED).
     #[must_use]
     pub fn may_be_scaled(&self) -> bool {
-        self.dtype == DType::F16 && self.operation == Operation::Average
+        self.dtype == DType::F16 && self.operation == Operation::Average && self.encoded.is_none()
+    }
+
+    /// Adds the payload that has landed, if it was encoded.
+    ///
+    /// # Errors
+    /// It is no encoding of the key's elements; then the round can't be published.
+    pub fn decode(&mut self, kernels: &Kernels) -> Result<(), Malformed> {
+        let is_last = self.landed + 1 == self.payloads();
+        let turn = Turn {
+            round: self.round + 1,
+            is_first: self.landed == 0,
+            divisor: is_last.then(|| self.divisor()),
+        };
+        let Some(encoded) = &mut self.encoded else { return Ok(()) };
+        encoded.add(kernels, &mut self.accumulator, turn)?;
+        // SAFETY: the entry's own claim, of which nothing was lent since the payload has landed.
+        let result = || unsafe { encoded.payload(&self.accumulator).bytes() };
+        self.checksum = self.checksum.map(|_| crc32c(result()));
+        Ok(())
     }
 
     /// A piece of the active payload, `done` bytes of which came before it. The payload was divided

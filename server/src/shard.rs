@@ -321,10 +321,10 @@ impl Shard {
         }
         let shaped = header.dtype == entry.dtype
             && header.offset == 0
-            && Some(header.length as usize) == entry.contribution_bytes(header.rank)
+            && entry.takes(header.rank, header.length as usize)
             && header.contributors == entry.groups().size_with(header.rank)
             && (header.flags & FLAG_SCALED == 0 || entry.may_be_scaled())
-            && grant.is_none_or(|grant| grant.length() == entry.publication_bytes(header.rank));
+            && grant.is_none_or(|grant| entry.answers(header.rank, grant.length()));
         if !shaped {
             return Err(Refusal::Shape { key });
         }
@@ -349,7 +349,7 @@ impl Shard {
                 // payload is whole (`Entry::free`, `Entry::is_whole`). The claim is given back only
                 // once the round is over, or all lanes of the membership have closed; and the
                 // endpoint is dropped before the entries and their arena.
-                (Mark::Taken, Landing::Into(unsafe { entry.landing() }))
+                (Mark::Taken, Landing::Into(unsafe { entry.landing(header.length as usize) }))
             }
             Take::Pieces => (Mark::Adding, Landing::Pieces(header.length as usize)),
         };
@@ -410,6 +410,10 @@ impl Shard {
             // The sum is spoilt, so the round can never be published: the job ends by the report of
             // this refusal.
             return self.refuse(lane, Refusal::Payload { key: header.key, round: header.round });
+        }
+        if let Err(why) = self.entries[entry].decode(self.kernels) {
+            let Header { key, round, .. } = header;
+            return self.refuse(lane, Refusal::Encoding { key, round, why });
         }
         self.trace.frame(Mark::Ended, &header);
         self.entries[entry].end(header.rank);

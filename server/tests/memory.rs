@@ -105,6 +105,7 @@ impl Core {
             operation,
             rounds: 0,
             members: Members::ALL,
+            encoding: None,
         };
         self.order(Command::Install { request: 1, keys: (0..keys).map(spec).collect() });
         let (_, report) = self.reports.pop().expect("an answer");

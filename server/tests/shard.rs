@@ -8,7 +8,7 @@ use bps_engine::proto::messages::{KeySpec, RetiredKey};
 use bps_engine::ring::Mpsc;
 use bps_engine::trace::counters::Counters;
 use bps_engine::transport::sim::{Sim, SimNetwork};
-use bps_engine::transport::{Event, Frame, Landing, Link, Transport, Waker};
+use bps_engine::transport::{Event, Frame, Landing, LaneId, Link, Transport, Waker};
 use bps_engine::wire::{Header, Kind};
 use bps_server::entry::Groups;
 use bps_server::shard::{Command, Refusal, Report, Shard};
@@ -87,7 +87,7 @@ fn workers_may_dial_before_the_server_knows_the_ranks_of_a_resumed_job() {
 /// A key of all ranks, to be summed.
 fn spec(key: u64, bytes: u32, dtype: DType) -> KeySpec {
     let (key, operation, members) = (Key(key), Operation::Sum, Members::ALL);
-    KeySpec { key, core: 0, dtype, bytes, operation, rounds: 0, members }
+    KeySpec { key, core: 0, dtype, bytes, operation, rounds: 0, members, encoding: None }
 }
 
 impl Core {
@@ -230,4 +230,105 @@ fn a_set_is_summed_without_the_others_who_are_refused() {
     assert_eq!(refused, [(Rank(1), Refusal::Outside { key: Key(7), rank: Rank(1) })]);
     results.sort_by_key(|(_, rank, _)| *rank);
     assert_eq!(results, [(lanes[0], Rank(0), 2), (lanes[2], Rank(2), 2)]);
+}
+
+/// A core with a key of four elements that is encoded so, and a rank's end of its lane.
+fn encoded_core(text: &str) -> (Core, Endpoint, LaneId) {
+    let mut core = Core::new();
+    core.order(begin(1, 1));
+    let link = core.dial(0, 1);
+    let sim = Transport::Sim(Sim::new(core.network.clone()));
+    let mut worker = Endpoint::new(vec![sim], Waker::new().expect("an eventfd"));
+    let lane = worker.attach(link).expect("a lane");
+    let encoding = Some(text.parse().expect("an encoding"));
+    let keys = vec![KeySpec { encoding, ..spec(7, 16, DType::F32) }];
+    core.order(Command::Install { request: 1, keys });
+    (core, worker, lane)
+}
+
+/// What the core says of this payload: the result, or why it refuses it.
+fn contribute(text: &str, payload: &[u8]) -> Result<Vec<u8>, Refusal> {
+    let (mut core, mut worker, lane) = encoded_core(text);
+    let header = Header {
+        key: Key(7),
+        round: Round(1),
+        length: u32::try_from(payload.len()).unwrap(),
+        contributors: 1,
+        ..Header::new(Kind::Contribution, DType::F32, Rank(0), Epoch(1))
+    };
+    // SAFETY: the payload lives as long as the endpoint, and nobody writes it.
+    let frame = Frame::new(header.encode(), unsafe { Readable::of(payload) }, 0);
+    worker.post(lane, &frame).expect("an empty lane");
+    let (mut events, mut result) = (Vec::new(), Vec::new());
+    for _ in 0..1000 {
+        core.shard.step(Duration::ZERO);
+        worker.poll(&mut events);
+        for event in events.drain(..) {
+            match event {
+                Event::Header { header, .. } => {
+                    let header = Header::decode(&header).expect("a server's");
+                    worker.land(lane, Landing::Pieces(header.length as usize));
+                }
+                Event::Piece { piece, .. } => {
+                    // SAFETY: it has just come, and is consumed below.
+                    result.extend_from_slice(unsafe { piece.lend().bytes() });
+                    worker.consume(lane);
+                }
+                _ => {}
+            }
+        }
+        while let Some((_, report)) = core.reports.pop() {
+            if let Report::Refused { why, .. } = report {
+                return Err(why);
+            }
+        }
+        core.network.advance();
+    }
+    Ok(result)
+}
+
+#[test]
+fn what_is_no_encoding_of_a_key_is_refused() {
+    // Two indices that rise, and two values.
+    let payload = |first: u16, second: u16| {
+        let mut bytes = [first.to_le_bytes(), second.to_le_bytes()].concat();
+        bytes.extend([1.5f32.to_le_bytes(), (-2f32).to_le_bytes()].concat());
+        bytes
+    };
+    assert_eq!(contribute("topk(k=2)", &payload(1, 3)), Ok(payload(1, 3)));
+    for (first, second) in [(1, 4), (3, 1), (2, 2), (0, u16::MAX)] {
+        let refused = contribute("topk(k=2)", &payload(first, second));
+        let is_malformed = matches!(refused, Err(Refusal::Encoding { key: Key(7), .. }));
+        assert!(is_malformed, "{first}, {second}: {refused:?}");
+    }
+    for length in 1..12 {
+        let refused = contribute("topk(k=2)", &payload(1, 3)[..length]);
+        let is_malformed = matches!(refused, Err(Refusal::Encoding { key: Key(7), .. }));
+        assert!(is_malformed, "{length} bytes: {refused:?}");
+    }
+    // More than any encoding of the key has is not received at all.
+    let refused = contribute("topk(k=2)", &[0; 13]);
+    assert_eq!(refused, Err(Refusal::Shape { key: Key(7) }));
+}
+
+#[test]
+fn a_key_that_cannot_be_encoded_is_refused() {
+    let mut core = Core::new();
+    core.order(begin(1, 2));
+    let encoding = Some("int8".parse().expect("an encoding"));
+    let of = |dtype, operation| KeySpec { encoding, operation, ..spec(1, 1 << 10, dtype) };
+    for (spec, why) in [
+        (of(DType::I32, Operation::Sum), "floats alone are encoded"),
+        (of(DType::F32, Operation::Min), "sums and averages alone are encoded"),
+    ] {
+        core.order(Command::Install { request: 2, keys: vec![spec] });
+        let reports = std::iter::from_fn(|| core.reports.pop()).map(|(_, report)| report);
+        let failed = reports.filter_map(|report| match report {
+            Report::Failed { message } => Some(message),
+            _ => None,
+        });
+        let messages: Vec<String> = failed.collect();
+        assert!(messages.iter().any(|message| message.contains(why)), "{messages:?}");
+    }
+    assert_eq!(core.held(), (0, 0));
 }

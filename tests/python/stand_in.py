@@ -70,10 +70,10 @@ class Gpu(_Pretence):
         use_gpu = _registry.use_gpu
 
         def declare_here(tensors):
-            for name, *_, device, _ in tensors:
+            for name, *_, device, _, _ in tensors:
                 assert not device or self.opened is not None, "declared before its GPU was open"
                 self.declared[name] = device
-            return declare([(*tensor[:5], False, tensor[6]) for tensor in tensors])
+            return declare([(*tensor[:5], False, *tensor[6:]) for tensor in tensors])
 
         def push_pull_gpu(tensors, stream):
             assert stream == self.stream, "handed over on another stream than the current one"

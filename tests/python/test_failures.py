@@ -535,12 +535,12 @@ def python(code, **environment):
     )
 
 
-def launch(command, workers=2, timeout=90):
+def launch(command, workers=2, timeout=90, environment=None):
     """Runs this command under ``bpslaunch --local``."""
     launcher = [sys.executable, "-m", "byteps.launch", "--local", str(workers), "--servers", "1"]
     return subprocess.run(
         launcher + command,
-        env=clean_environment(),
+        env=clean_environment() | (environment or {}),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

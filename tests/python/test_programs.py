@@ -78,6 +78,14 @@ def test_train_digits(tmp_path):
     assert "difference from single-process training" in result.stdout
 
 
+def test_compression():
+    script = ROOT / "python/examples/compression.py"
+    command = [sys.executable, str(script), "--only", "int8", "onebit", "topk"]
+    result = launch(command, timeout=180, environment={"BPS_LOCAL_REDUCE": "0"})
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.count("the same bits on all ranks") == 4
+
+
 def test_synthetic_benchmark():
     script = ROOT / "python/examples/synthetic_benchmark.py"
     options = "--no-cuda --model small --batch-size 4 --num-warmup-batches 1 --num-iters 2".split()

@@ -27,6 +27,8 @@ pub struct JobShape {
     pub driver: TcpDriver,
     /// Largest part, bytes.
     pub partition_bytes: u32,
+    /// Tensors of fewer bytes are not encoded.
+    pub min_compress_bytes: u32,
     /// Whether TCP lanes are encrypted, which needs a key.
     pub encrypt: bool,
     /// Which payloads carry a CRC-32C.
@@ -51,6 +53,7 @@ impl Default for JobShape {
             transport: TransportChoice::Tcp,
             driver: TcpDriver::Auto,
             partition_bytes: 1 << 20,
+            min_compress_bytes: 0,
             encrypt: false,
             payload_checksum: PayloadChecksum::Auto,
             idle: Idle::Adaptive,
@@ -95,6 +98,7 @@ pub fn config(shape: &JobShape, port: u16, role: Role, worker: u32) -> Config {
         root_port: port,
         server_cores: shape.cores,
         partition_bytes: shape.partition_bytes,
+        min_compress_bytes: shape.min_compress_bytes,
         transport: shape.transport,
         tcp_driver: shape.driver,
         encrypt: shape.encrypt,

@@ -39,6 +39,7 @@ fn try_sums(worker: &Worker, seen: &mut Seen) -> Result<(), Error> {
         operation: Operation::Sum,
         device: false,
         members: Members::ALL,
+        encoding: None,
     };
     let tensor = worker.declare(&[declaration])?[0];
     for round in 0..ROUNDS {

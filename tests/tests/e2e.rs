@@ -86,6 +86,7 @@ fn tensors(sizes: &[u64], workers: u32) -> Vec<Declaration> {
                     operation,
                     device: false,
                     members: Members::ALL,
+                    encoding: None,
                 });
             }
         }
@@ -195,6 +196,7 @@ fn jobs_over_rdma() {
             operation: Operation::Average,
             device: false,
             members: Members::ALL,
+            encoding: None,
         };
         work(worker, &[large], 2, 1);
     });
@@ -269,6 +271,7 @@ fn large_tensors() {
                 operation,
                 device: false,
                 members: Members::ALL,
+                encoding: None,
             };
             let tensors = [
                 one("f32", DType::F32, Operation::Sum),
@@ -290,6 +293,7 @@ fn a_thousand_small_tensors_declare_within_a_second() {
                 operation: Operation::Sum,
                 device: false,
                 members: Members::ALL,
+                encoding: None,
             })
             .collect();
         worker.barrier(LONG).expect("barrier");
@@ -315,6 +319,7 @@ fn a_disagreement_is_an_error_on_every_rank_within_a_second() {
             operation: Operation::Sum,
             device: false,
             members: Members::ALL,
+            encoding: None,
         };
         // The third is late: the others have pushed already.
         if worker.rank() == 2 {
@@ -387,6 +392,7 @@ fn items(worker: &Worker, name: &str, memory: &mut [f32], tensors: usize) -> Vec
             operation: Operation::Sum,
             device: false,
             members: Members::ALL,
+            encoding: None,
         })
         .collect();
     let ids = worker.declare(&declarations).expect("declared");
@@ -470,6 +476,7 @@ fn averages_of_large_f16_do_not_overflow_in_a_group() {
                 operation: Operation::Average,
                 device: false,
                 members: Members::ALL,
+                encoding: None,
             }]);
             let ids = ids.expect("declared");
             let rank = worker.rank();

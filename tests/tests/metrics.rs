@@ -42,6 +42,7 @@ fn declaration() -> Declaration {
         operation: Operation::Average,
         device: false,
         members: Members::ALL,
+        encoding: None,
     }
 }
 

@@ -17,7 +17,7 @@ fn of(ranks: &[u32]) -> Members {
 
 fn said(name: &str, count: u64, operation: Operation, members: Members) -> Declaration {
     let (name, dtype, shape) = (name.into(), DType::F32, count.into());
-    Declaration { name, dtype, shape, operation, device: false, members }
+    Declaration { name, dtype, shape, operation, device: false, members, encoding: None }
 }
 
 /// A push_pull under way; its memory lives until the handle was waited for.

@@ -38,9 +38,9 @@ pub(super) static KNOWN: &[Known] = &[
         "training is synchronous; there is no asynchronous mode yet",
     ),
     known(
-        &["BYTEPS_MIN_COMPRESS_BYTES", "BYTEPS_THREADPOOL_SIZE"],
+        &["BYTEPS_THREADPOOL_SIZE"],
         &[],
-        "servers do not compress yet; Compression.fp16 and .bf16 work in the framework",
+        "gradients are encoded by the threads that send and sum them, which need no pool",
     ),
     known(
         &["BYTEPS_OMP_THREAD_PER_GPU", "BYTEPS_SERVER_ENGINE_THREAD"],

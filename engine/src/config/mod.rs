@@ -129,6 +129,8 @@ pub struct Config {
     pub server_cores: u32,
     /// `BYTEPS_PARTITION_BYTES`: largest part.
     pub partition_bytes: u32,
+    /// `BYTEPS_MIN_COMPRESS_BYTES`: smaller tensors are not encoded.
+    pub min_compress_bytes: u32,
     /// `BYTEPS_SCHEDULING_CREDIT`: parts that may be in flight on all lanes of a process, in
     /// partitions; 0 takes the default.
     pub scheduling_credit: u32,
@@ -362,6 +364,7 @@ impl Default for Config {
             preferred_rank: None,
             server_cores: 1,
             partition_bytes: 256 << 10,
+            min_compress_bytes: 64 << 10,
             scheduling_credit: 0,
             placement: Placement::Balanced,
             mixed_bound: 101,

@@ -4,6 +4,7 @@
 //! of them, they are read by people when something goes wrong, and no message is parsed before its
 //! sender is authenticated.
 
+use super::encoding::Encoding;
 use super::late::{CaughtUp, Late, LateKeys};
 use super::members::Members;
 use super::paths::{AwaitedKey, End, KeyState, LaneFault, PathStall};
@@ -440,6 +441,9 @@ pub struct Declaration {
     /// The ranks that push it.
     #[serde(default, skip_serializing_if = "Members::is_all")]
     pub members: Members,
+    /// How its parts travel to servers and back, if not as they are.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub encoding: Option<Encoding>,
 }
 
 /// A declaration that takes the place of another of the same name.
@@ -515,6 +519,9 @@ pub struct KeySpec {
     /// The ranks that push it.
     #[serde(default, skip_serializing_if = "Members::is_all")]
     pub members: Members,
+    /// How contributions come and results go, if not as they are.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub encoding: Option<Encoding>,
 }
 
 /// Two ranks declared one name differently.
@@ -523,11 +530,11 @@ pub struct Mismatch {
     /// The rank that declared it first.
     pub first: Rank,
     /// What it said.
-    pub first_said: Declaration,
+    pub first_said: Box<Declaration>,
     /// The rank that disagrees.
     pub second: Rank,
     /// What it said.
-    pub second_said: Declaration,
+    pub second_said: Box<Declaration>,
     /// Rounds on which the ranks had agreed, of each tensor that the name stood for to any of them;
     /// these go on. A tensor of the name that is not here was replaced by all ranks.
     pub agreed: Vec<Superseded>,

@@ -13,7 +13,10 @@ impl fmt::Display for Declaration {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let place = if self.device { " on GPUs" } else { "" };
         write!(f, "{} of shape {}{place} ({})", self.dtype, self.shape, self.operation)?;
-        if self.members.is_all() { Ok(()) } else { write!(f, " for {}", self.members) }
+        if !self.members.is_all() {
+            write!(f, " for {}", self.members)?;
+        }
+        self.encoding.map_or(Ok(()), |encoding| write!(f, ", encoded as {encoding}"))
     }
 }
 
@@ -202,12 +205,13 @@ mod tests {
             operation,
             device: false,
             members: Members::ALL,
+            encoding: None,
         };
         let mismatch = Mismatch {
             first: Rank(0),
-            first_said: Declaration { device: true, ..said(&[2, 3], Operation::Sum) },
+            first_said: Box::new(Declaration { device: true, ..said(&[2, 3], Operation::Sum) }),
             second: Rank(1),
-            second_said: said(&[3, 2], Operation::Broadcast(Rank(2))),
+            second_said: Box::new(said(&[3, 2], Operation::Broadcast(Rank(2)))),
             agreed: Vec::new(),
         };
         assert_eq!(

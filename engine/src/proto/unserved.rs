@@ -1,6 +1,7 @@
 //! Why a declaration is not served. Data, from which each rank makes the same line for people, with
 //! what to do.
 
+use super::encoding::{Encoding, EncodingFault};
 use super::members::{Members, MembersFault};
 use super::messages::{Declaration, Mismatch};
 use super::text::shorten;
@@ -48,6 +49,15 @@ pub enum Unserved {
         members: Members,
         /// Why not.
         fault: MembersFault,
+    },
+    /// A tensor that cannot be encoded so.
+    Encoding {
+        /// The tensor's name.
+        tensor: String,
+        /// How it was to be.
+        encoding: Encoding,
+        /// Why not.
+        fault: EncodingFault,
     },
     /// Sets of too many ranks in the request.
     MembersAtOnce,
@@ -121,6 +131,7 @@ impl Unserved {
             | Unserved::Root { tensor, .. }
             | Unserved::Size { tensor, .. }
             | Unserved::Members { tensor, .. }
+            | Unserved::Encoding { tensor, .. }
             | Unserved::Ahead { tensor, .. } => Some(tensor),
             Unserved::Twice { first, .. } => Some(&first.name),
             Unserved::Mismatch { mismatches } => {
@@ -163,6 +174,9 @@ impl fmt::Display for Unserved {
             ),
             Unserved::Members { tensor, members, fault } => {
                 fault.write(f, &shorten(tensor), members)
+            }
+            Unserved::Encoding { tensor, encoding, fault } => {
+                write!(f, "tensor `{}` cannot be encoded as {encoding}: {fault}", shorten(tensor))
             }
             Unserved::MembersAtOnce => write!(
                 f,

@@ -14,6 +14,7 @@ use crate::sample::Series;
 use crate::script::Script;
 use crate::stage::job::{Job, PATIENCE, Plan};
 use crate::stage::{Crew, Member, Shape, Stage, parse_rate, stream, unavailable};
+use bps_worker::Encoding;
 use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
 use serde_json::json;
 use std::path::{Path, PathBuf};
@@ -25,6 +26,8 @@ const WARM_UP: u32 = 2;
 const BURST_MS: u64 = 1500;
 /// Bursts of the bare stream in a run, spread over its rounds.
 const BURSTS_MAX: u32 = 5;
+/// What is said in the place of an encoding.
+const NOT_ENCODED: &str = "none";
 /// How long an all-reduce of the peer may take, its start included.
 const PEER_PATIENCE: Duration = Duration::from_secs(300);
 
@@ -89,6 +92,17 @@ pub fn command() -> Command {
         .arg(number("rounds", "11", "Timed rounds"))
         .arg(arguments::sizes("size", "64M", "Bytes that each worker pushes in a round"))
         .arg(
+            Arg::new("encoding")
+                .long("encoding")
+                .value_name("TEXT")
+                .help(
+                    "How tensors are encoded, as docs/compression.md has it, or none; may be \
+                     repeated: they take turns",
+                )
+                .value_parser(parse_encoding)
+                .action(ArgAction::Append),
+        )
+        .arg(
             Arg::new("peer")
                 .long("peer")
                 .help("What runs in turn with push_pull")
@@ -107,6 +121,15 @@ pub fn command() -> Command {
 pub fn parse_variable(text: &str) -> Result<(String, String), String> {
     let pair = text.split_once('=').ok_or_else(|| format!("{text:?}: NAME=VALUE is needed"))?;
     Ok((pair.0.to_string(), pair.1.to_string()))
+}
+
+/// An encoding, in its canonical text; or none.
+fn parse_encoding(text: &str) -> Result<String, String> {
+    if text == NOT_ENCODED {
+        return Ok(text.to_string());
+    }
+    let encoding: Result<Encoding, _> = text.parse();
+    encoding.map(|encoding| encoding.to_string()).map_err(|error| error.to_string())
 }
 
 /// What [`link_arguments`] say.
@@ -157,15 +180,25 @@ pub fn run(matches: &ArgMatches) -> Outcome {
     });
     let stage = Stage::new(plan.hosts(), &shape)?;
     table.head();
+    let encodings = matches.get_many::<String>("encoding").into_iter().flatten().cloned();
+    let mut encodings: Vec<String> = encodings.collect();
+    if encodings.is_empty() {
+        encodings.push(NOT_ENCODED.to_string());
+    }
     for size in arguments::bytes(matches, "size") {
-        let work = Work { size, tensors: get("tensors"), rounds: get("rounds"), python: peer };
-        let mut fields = report(&measure(&stage, &plan, &work)?, size, plan.optimum());
-        fields.extend(report::fields(json!({
-            "workers": plan.workers, "servers": plan.extra_servers, "colocated": plan.colocated,
-            "cores": plan.cores, "tensors": work.tensors, "rounds": work.rounds,
-        })));
-        fields.extend(link_fields(&shape, &plan));
-        table.row(fields);
+        let (tensors, rounds) = (get("tensors"), get("rounds"));
+        let work = Work { size, tensors, rounds, encodings: &encodings, python: peer };
+        let figures = measure(&stage, &plan, &work)?;
+        for (number, encoding) in encodings.iter().enumerate() {
+            let mut fields = report(&figures, number, size, plan.optimum());
+            fields.extend(report::fields(json!({
+                "workers": plan.workers, "servers": plan.extra_servers,
+                "colocated": plan.colocated, "cores": plan.cores, "tensors": work.tensors,
+                "rounds": work.rounds, "encoding": encoding,
+            })));
+            fields.extend(link_fields(&shape, &plan));
+            table.row(fields);
+        }
     }
     Ok(())
 }
@@ -173,7 +206,9 @@ pub fn run(matches: &ArgMatches) -> Outcome {
 /// What people see of a result.
 const COLUMNS: &[&str] = &[
     "size_bytes",
+    "encoding",
     "algbw_gbs",
+    "speed_to_first",
     "ms_p50",
     "ms_p99",
     "line_gbs",
@@ -199,34 +234,44 @@ struct Work<'run> {
     size: usize,
     tensors: u32,
     rounds: u32,
+    /// How they are encoded, in turn.
+    encodings: &'run [String],
     /// The peer's Python, if there is a peer.
     python: Option<&'run Path>,
 }
 
 /// Seconds of each round, and bytes a second of each link in each burst.
 struct Figures {
-    ours: Vec<f64>,
+    /// By encoding.
+    ours: Vec<Vec<f64>>,
     peer: Vec<f64>,
     line: Vec<f64>,
 }
 
 fn measure(stage: &Stage, plan: &Plan, work: &Work<'_>) -> Result<Figures, String> {
-    let arguments = ["stage-rank".to_string(), work.size.to_string(), work.tensors.to_string()];
+    let mut arguments = vec!["stage-rank".to_string(), work.size.to_string()];
+    arguments.push(work.tensors.to_string());
+    arguments.extend(work.encodings.iter().cloned());
     let mut job = Job::start(stage, plan, &arguments)?;
     let mut line = stream::crew(stage)?;
     let mut peer =
         work.python.map(|python| gloo(stage, plan.workers, work.size, python)).transpose()?;
-    let mut figures = Figures { ours: Vec::new(), peer: Vec::new(), line: Vec::new() };
+    let ours = vec![Vec::new(); work.encodings.len()];
+    let mut figures = Figures { ours, peer: Vec::new(), line: Vec::new() };
     let between = work.rounds.div_ceil(BURSTS_MAX);
     for round in 0..WARM_UP + work.rounds {
         let timed = round >= WARM_UP;
         if timed && (round - WARM_UP).is_multiple_of(between) {
             figures.line.extend(line.work(&BURST_MS.to_string())?.into_iter().flatten());
         }
-        let seconds = job.ranks.slowest("round")?;
+        for (number, ours) in figures.ours.iter_mut().enumerate() {
+            let seconds = job.ranks.slowest(&number.to_string())?;
+            if timed {
+                ours.push(seconds);
+            }
+        }
         let theirs = peer.as_mut().map(|crew| crew.slowest("round")).transpose()?;
         if timed {
-            figures.ours.push(seconds);
             figures.peer.extend(theirs);
         }
     }
@@ -264,16 +309,18 @@ fn gloo(stage: &Stage, workers: u32, size: usize, python: &Path) -> Result<Crew,
     Crew::new((0..workers).map(start).collect::<Result<_, _>>()?, PEER_PATIENCE)
 }
 
-fn report(figures: &Figures, size: usize, optimum: f64) -> Fields {
+fn report(figures: &Figures, number: usize, size: usize, optimum: f64) -> Fields {
     #[allow(clippy::cast_precision_loss, reason = "sizes are far below 2^53")]
     let gigabytes = size as f64 / 1e9;
-    let (ours, line) = (Series(figures.ours.clone()), Series(figures.line.clone()));
+    let (ours, line) = (Series(figures.ours[number].clone()), Series(figures.line.clone()));
+    let first = Series(figures.ours[0].clone());
     let mut all = report::fields(json!({
         "size_bytes": size,
         "ms_p50": ours.median() * 1e3,
         "ms_p99": ours.quantile(0.99) * 1e3,
         "line_gbs": line.median() / 1e9,
         "line_min_gbs": line.quantile(0.0) / 1e9,
+        "speed_to_first": first.median() / ours.median(),
     }));
     report::rate(&mut all, "algbw_gbs", gigabytes, &ours);
     let fraction = gigabytes / ours.median() / (line.median() / 1e9);

@@ -95,6 +95,7 @@ fn push_pulls(worker: &Worker, size: usize, samples: u32) -> Vec<f64> {
         operation: Operation::Sum,
         device: false,
         members: Members::ALL,
+        encoding: None,
     };
     let tensor = worker.declare(&[declaration]).expect("declared")[0];
     let target = values.as_mut_ptr();

@@ -345,6 +345,7 @@ impl Tensors {
                 operation: Operation::Sum,
                 device: false,
                 members: Members::ALL,
+                encoding: None,
             })
             .collect();
         let ids = worker.declare(&declarations).expect("declared");

@@ -11,6 +11,7 @@ __all__ = [
     "__version__",
     "barrier",
     "declare",
+    "encoding",
     "enqueue_results",
     "enqueue_results_of_batches",
     "epoch",
@@ -18,6 +19,8 @@ __all__ = [
     "init",
     "is_forked",
     "is_initialized",
+    "keep",
+    "kept",
     "launch_main",
     "local_rank",
     "local_size",
@@ -31,6 +34,7 @@ __all__ = [
     "push_pull_gpu",
     "rank",
     "release",
+    "scale_residues",
     "scheduler_main",
     "server_main",
     "shutdown",
@@ -65,8 +69,14 @@ def stop_timeline() -> None: ...
 def speed() -> tuple[int, float] | None: ...
 def open_gpu(ordinal: int) -> None: ...
 def declare(
-    tensors: Sequence[tuple[str, str, Sequence[int], str, int, bool, Sequence[int] | None]],
+    tensors: Sequence[
+        tuple[str, str, Sequence[int], str, int, bool, Sequence[int] | None, str | None]
+    ],
 ) -> list[int]: ...
+def encoding(text: str) -> str: ...
+def scale_residues(tensors: Sequence[int], factor: float) -> None: ...
+def kept(tensor: int) -> tuple[bytes, bytes]: ...
+def keep(tensor: int, residue: bytes, velocity: bytes) -> None: ...
 def push_pull(tensors: Sequence[tuple[int, int, int, int]]) -> list[int]: ...
 def push_pull_gpu(tensors: Sequence[tuple[int, int, int, int]], stream: int) -> list[int]: ...
 def start_batch(

@@ -37,7 +37,7 @@ _SCOPE_CHARACTERS_MAX = 64
 class Tensor(NamedTuple):
     """What the ranks must agree on. ``operation`` is sum, average or broadcast (from ``root``);
     ``device`` says that it travels from GPU to GPU. ``ranks`` are those that it is for, in rising
-    order; all where it is None."""
+    order; all where it is None. ``encoding`` is how the engine encodes it, if it does."""
 
     name: str
     dtype: str
@@ -46,6 +46,15 @@ class Tensor(NamedTuple):
     root: int = 0
     device: bool = False
     ranks: tuple[int, ...] | None = None
+    encoding: str | None = None
+
+
+class Kept(NamedTuple):
+    """What an encoded tensor has left out of its rounds so far, on this rank: float32 in the
+    machine's order of bytes, one for each element, or nothing."""
+
+    residue: bytes
+    velocity: bytes
 
 
 class Send(NamedTuple):
@@ -110,6 +119,8 @@ _counters: dict[Any, int] = {}
 held: set[Any] = set()
 _jobs = 0
 _gpu: int | None = None
+# What encoded tensors are to go on with, once they are declared.
+_to_keep: dict[Tensor, Kept] = {}
 _turns: dict[tuple[tuple[int, ...] | None, int, int], _Turn] = {}
 _turn_of: dict[str, _Turn] = {}
 _turn_of_native: dict[int, _Turn] = {}
@@ -152,13 +163,43 @@ def started() -> None:
         declare(known)
 
 
+def encoded() -> list[Tensor]:
+    """The declared tensors that keep something from round to round."""
+    with _lock:
+        return [tensor for tensor in _declared if "+" in (tensor.encoding or "")]
+
+
+def kept() -> dict[Tensor, Kept]:
+    """What this rank's encoded tensors keep from round to round. None of them is to be under way.
+
+    Codecs leave something out, which error feedback adds to what comes next, and momentum is a sum
+    over all rounds: who goes on without begins anew with both.
+    """
+    with _lock:
+        told = {tensor: Kept(*_native.kept(_declared[tensor])) for tensor in encoded()}
+    return {tensor: kept for tensor, kept in told.items() if any(kept)} | _to_keep
+
+
+def keep(what: dict[Tensor, Kept]) -> None:
+    """Lets these tensors go on with what :func:`kept` has told; some may not be declared yet."""
+    with _lock:
+        for tensor, kept in what.items():
+            if tensor in _declared:
+                _native.keep(_declared[tensor], *kept)
+            else:
+                _to_keep[tensor] = kept
+
+
 def job_number() -> int:
     """Counts the jobs of this process: numbers of tensors hold in one of them."""
     return _jobs
 
 
-def ended(keep_names: bool) -> None:
-    """To be called when the engine has ended: nothing is under way any more."""
+def ended(keep_names: bool, kept: dict[Tensor, Kept] | None = None) -> None:
+    """To be called when the engine has ended: nothing is under way any more.
+
+    ``kept`` is what tensors are to go on with, once there is an engine again.
+    """
     global _gpu
     with _lock:
         _gpu = None
@@ -168,6 +209,8 @@ def ended(keep_names: bool) -> None:
         if not keep_names:
             _declared.clear()
             _on_wire.clear()
+        _to_keep.clear()
+        _to_keep.update(kept or {})
 
 
 def never_free() -> None:
@@ -300,6 +343,8 @@ def declare(tensors: Sequence[Tensor]) -> list[int]:
                 _declared.pop(_on_wire.get(wire, tensor), None)
                 _on_wire[wire] = tensor
                 _declared[tensor] = number
+                if tensor in _to_keep:
+                    _native.keep(number, *_to_keep.pop(tensor))
         return [_declared[tensor] for tensor in tensors]
 
 

@@ -177,6 +177,11 @@ def _end(suspend: bool) -> None:
     with _lock:
         if not _native.is_initialized():
             return
+        kept: dict[_registry.Tensor, _registry.Kept] = {}
+        if suspend:
+            # Of a job that is over, nobody knows which rounds were.
+            with contextlib.suppress(BytePSError):
+                kept = _registry.kept()
         try:
             _native.shutdown(suspend)
         except BytePSError:
@@ -188,7 +193,7 @@ def _end(suspend: bool) -> None:
         finally:
             if not suspend:
                 _settings = {}
-        _registry.ended(keep_names=suspend)
+        _registry.ended(suspend, kept)
 
 
 def _end_of_process() -> None:

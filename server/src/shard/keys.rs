@@ -6,6 +6,7 @@ use crate::entry::{Entry, Groups, accumulator_bytes};
 use bps_engine::base::{DType, Key, Operation, word};
 use bps_engine::limits::{ALIGNMENT, PART_BYTES_MAX};
 use bps_engine::mem::MemoryError;
+use bps_engine::proto::encoding::EncodingFault;
 use bps_engine::proto::members::Members;
 use bps_engine::proto::messages::{KeySpec, RetiredKey};
 use bps_engine::trace::log;
@@ -23,6 +24,9 @@ pub(super) enum InstallError {
     /// Not the size of a part, or not whole elements.
     #[error("{key} has {bytes} bytes of {dtype}: it can't be summed")]
     Size { key: Key, bytes: u32, dtype: DType },
+    /// It can't be encoded so.
+    #[error("{key} can't be encoded: {fault}")]
+    Encoding { key: Key, fault: EncodingFault },
     /// It is there.
     #[error("{key} was installed twice")]
     Twice { key: Key },
@@ -44,10 +48,13 @@ pub(super) enum InstallError {
 fn check(spec: &KeySpec) -> Result<(), InstallError> {
     let KeySpec { key, bytes, dtype, .. } = *spec;
     let fits = (1..=PART_BYTES_MAX).contains(&(bytes as usize));
-    match fits && bytes.is_multiple_of(word(dtype.size())) {
-        true => Ok(()),
-        false => Err(InstallError::Size { key, bytes, dtype }),
+    if !fits || !bytes.is_multiple_of(word(dtype.size())) {
+        return Err(InstallError::Size { key, bytes, dtype });
     }
+    let Some(encoding) = spec.encoding else { return Ok(()) };
+    let elements = u64::from(bytes / word(dtype.size()));
+    let checked = encoding.check(dtype, spec.operation, elements);
+    checked.map_err(|fault| InstallError::Encoding { key, fault })
 }
 
 impl Shard {
@@ -65,6 +72,7 @@ impl Shard {
                     return Err(InstallError::Twice { key });
                 }
                 let is_same = (entry.dtype, entry.bytes) == (spec.dtype, spec.bytes as usize)
+                    && entry.encoding() == spec.encoding
                     && *entry.groups().members() == spec.members;
                 if !is_same {
                     return Err(InstallError::Changed { key });

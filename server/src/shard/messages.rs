@@ -5,6 +5,7 @@
 use super::Shard;
 use crate::entry::Groups;
 use bps_engine::base::{Epoch, Key, Rank, Round};
+use bps_engine::encode::Malformed;
 use bps_engine::limits::GRANTS_MAX;
 use bps_engine::proto::late::LateKeys;
 use bps_engine::proto::messages::{KeySpec, RetiredKey, StalledKey};
@@ -164,6 +165,16 @@ pub enum Refusal {
     /// More places for answers are open than a lane may have.
     #[error("more than {GRANTS_MAX} places for answers are open on one lane")]
     Grants,
+    /// The payload is not what the tensor's codec makes.
+    #[error("{key}, round {}: its payload is no encoding of the part: {why}", .round.0)]
+    Encoding {
+        /// The part.
+        key: Key,
+        /// The round.
+        round: Round,
+        /// What is wrong.
+        why: Malformed,
+    },
     /// The payload's bytes are not those that were sent.
     #[error(
         "{key}, round {}: its payload checksum differs, so bytes changed on the way here: the \

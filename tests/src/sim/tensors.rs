@@ -1,6 +1,7 @@
 //! The tensors of a simulated job: random ones, and declarations that contradict them.
 
 use bps_engine::base::{DType, Operation, Rank};
+use bps_engine::proto::encoding::Encoding;
 use bps_engine::proto::messages::Declaration;
 use bps_engine::transport::sim::Random;
 use bps_worker::Members;
@@ -50,12 +51,27 @@ pub(super) fn tensors(random: &mut Random, workers: u32, devices: bool) -> Vec<T
             operation => operation,
         };
         let shape = count.into();
+        let encoding = encoding(random, dtype, operation);
         Tensor {
-            declaration: Declaration { name, dtype, shape, operation, device, members },
+            declaration: Declaration { name, dtype, shape, operation, device, members, encoding },
             rounds,
         }
     };
     (0..number).map(one).collect()
+}
+
+/// Perhaps an encoding, if there is one that loses nothing of such results. Whole numbers as small
+/// as these are the same in every type.
+fn encoding(random: &mut Random, dtype: DType, operation: Operation) -> Option<Encoding> {
+    let all: &[&str] = match (dtype, operation) {
+        (dtype, Operation::Sum) if dtype.is_float() => {
+            &["bf16", "fp16+feedback", "topk(k=1000000)", "randomk(k=1000000, seed=1)+feedback"]
+        }
+        (DType::F32, Operation::Average) => &["topk(k=1000000)"],
+        _ => return None,
+    };
+    let text = all[random.index(all.len())];
+    random.once_in(2).then(|| text.parse().expect("an encoding"))
 }
 
 /// Some ranks of so many: one at least, and perhaps all.

@@ -156,6 +156,7 @@ pub fn run_hosts(hosts: &[u32]) -> Outcome {
             operation,
             device: false,
             members: Members::ALL,
+            encoding: None,
         },
         rounds: 2,
     };
@@ -478,7 +479,7 @@ fn check(
                 outcome.failed += 1;
             }
             Landed::Bytes(bytes) => {
-                let Declaration { dtype, shape, operation, name, device, members } =
+                let Declaration { dtype, shape, operation, name, device, members, encoding } =
                     &tensors[flight.tensor].declaration;
                 let count = usize::try_from(shape.count()).expect("small tensors");
                 let tensor = flight.tensor as u64;
@@ -500,7 +501,7 @@ fn check(
                 assert!(
                     bytes == expected,
                     "seed {seed}: {name} ({dtype} × {count}, {operation}, on a GPU: {device}, for \
-                     {members}), round {}: rank {} got other bytes",
+                     {members}, {encoding:?}), round {}: rank {} got other bytes",
                     flight.round,
                     roster.index
                 );

@@ -168,6 +168,7 @@ impl Pair {
             operation: Operation::Sum,
             device,
             among,
+            encoding: None,
             parts: [part].into(),
         };
         let command = Command::Plan { tensor, plan: Arc::new(plan) };

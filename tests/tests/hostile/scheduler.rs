@@ -106,6 +106,7 @@ fn message(random: &mut Random) -> NodeMessage {
                 } else {
                     Members::ALL
                 },
+                encoding: random.once_in(4).then(|| "bf16".parse().expect("an encoding")),
             };
             if random.once_in(3) {
                 let one = Replacement { said: declaration, rounds: random.below(3) };

@@ -18,7 +18,7 @@ const ENGINE: Layers = &[
     ("encode", &["base", "limits", "reduce"]),
     ("keys", &["base", "limits"]),
     ("mem", &["base", "limits", "topo", "trace"]),
-    ("proto", &["base", "limits", "wire", "keys"]),
+    ("proto", &["base", "limits", "encode", "wire", "keys"]),
     ("sched", &["base", "limits"]),
     ("transport", &["base", "limits", "mem", "ring", "wire", "config"]),
     ("control", &["base", "limits", "config", "proto", "trace", "transport"]),

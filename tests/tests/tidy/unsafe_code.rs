@@ -47,6 +47,7 @@ const ALLOWED: &[&str] = &[
     "worker/src/gpu/staging",
     "worker/src/nic/arriving",
     "worker/src/nic/circle",
+    "worker/src/nic/coding",
     "worker/src/nic/granted",
     "worker/src/nic/sending",
     "worker/src/nic/staged",

@@ -186,6 +186,7 @@ fn tell_all(worker: &Worker, own: &Row) -> Result<Vec<Row>, Error> {
         operation: Operation::Sum,
         device: false,
         members: Members::ALL,
+        encoding: None,
     };
     let ids = worker.declare(std::slice::from_ref(&declaration))?;
     let at = rows.as_mut_ptr();

@@ -4,7 +4,7 @@ use super::open_gpu;
 use crate::base::error::{Error, Refusal, SettingError, StartError};
 use crate::base::lock;
 use crate::base::task::Handle;
-use crate::base::types::{GpuPushPull, PushPull, Speed, TensorId};
+use crate::base::types::{GpuPushPull, Kept, PushPull, Speed, TensorId};
 use crate::cuda::{Device, EventPool};
 use crate::job::Job;
 use crate::job::declared::Declared;
@@ -12,6 +12,7 @@ use crate::job::start;
 use crate::rounds::Memory;
 use bps_engine::base::{Operation, Rank};
 use bps_engine::config::Config;
+use bps_engine::keys::partition::tensor_bytes;
 use bps_engine::proto::messages::Declaration;
 use bps_engine::proto::objects::ObjectKeys;
 use bps_engine::trace::log;
@@ -129,7 +130,7 @@ impl Worker {
     /// [`Error::Refused`] for what the scheduler or a server can't serve, and for a tensor of a set
     /// of ranks of which this is none.
     pub fn declare(&self, tensors: &[Declaration]) -> Result<Vec<TensorId>, Error> {
-        let tensors = &*self.0.with_members(tensors)?;
+        let tensors = &*self.0.settled(tensors)?;
         let news = lock(&self.0.declared).news(tensors);
         if !news.new.is_empty() || !news.replaced.is_empty() {
             let ids = self.0.job.as_ref().map(|job| job.declare(&news)).transpose()?;
@@ -279,6 +280,48 @@ impl Worker {
         }
     }
 
+    /// Multiplies what error feedback adds to the next round of each of these tensors. For a
+    /// learning rate that has changed, by the one before over the one to come: what was left out is
+    /// then worth what it was (BytePS's vanilla error feedback). No round of them is to be under
+    /// way.
+    ///
+    /// # Errors
+    /// [`Error::Refused`] for a tensor that was not declared, or what ended the job.
+    pub fn scale_residues(&self, tensors: &[TensorId], factor: f32) -> Result<(), Error> {
+        let declared = lock(&self.0.declared);
+        tensors.iter().try_for_each(|&tensor| declared.size(tensor).map(drop))?;
+        drop(declared);
+        let tensors = tensors.iter().map(|tensor| tensor.0).collect();
+        self.0.job.as_ref().map_or(Ok(()), |job| job.scale_residues(tensors, factor))
+    }
+
+    /// What an encoded tensor has left out of its rounds so far, on this rank. No round of it is to
+    /// be under way.
+    ///
+    /// # Errors
+    /// As [`scale_residues`](Self::scale_residues).
+    pub fn kept(&self, tensor: TensorId) -> Result<Kept, Error> {
+        lock(&self.0.declared).size(tensor)?;
+        self.0.job.as_ref().map_or_else(|| Ok(Kept::default()), |job| job.kept(tensor))
+    }
+
+    /// Lets an encoded tensor begin with what was left out of its rounds before, in another job
+    /// perhaps. What is empty changes nothing.
+    ///
+    /// # Errors
+    /// As [`scale_residues`](Self::scale_residues), and for another size than the tensor's.
+    pub fn keep(&self, tensor: TensorId, kept: Kept) -> Result<(), Error> {
+        let declared = lock(&self.0.declared);
+        let (elements, name) = declared.size(tensor)?;
+        for given in [kept.residue.len(), kept.velocity.len()] {
+            if given > 0 && given as u64 != elements {
+                return Err(Refusal::Kept { tensor: name.to_owned(), elements, given }.into());
+            }
+        }
+        drop(declared);
+        self.0.job.as_ref().map_or(Ok(()), |job| job.keep_for(tensor, kept))
+    }
+
     /// Waits until every rank of the job has called it.
     ///
     /// # Errors
@@ -364,19 +407,21 @@ impl Shared {
         }
     }
 
-    /// Declarations whose sets of ranks are what the scheduler has to know of them: nothing, if
-    /// they are all ranks.
-    fn with_members<'a>(
-        &self,
-        tensors: &'a [Declaration],
-    ) -> Result<Cow<'a, [Declaration]>, Error> {
+    /// Declarations as the scheduler has to know them: without sets that are all ranks, and without
+    /// encodings of tensors that are too small for them.
+    fn settled<'a>(&self, tensors: &'a [Declaration]) -> Result<Cow<'a, [Declaration]>, Error> {
         for said in tensors {
             let checked = said.check_members(Rank(self.rank), self.size);
             checked.map_err(|cause| Refusal::Scheduler(Arc::new(cause)))?;
         }
+        let least = u64::from(self.config.min_compress_bytes);
+        let is_small = |said: &Declaration| {
+            tensor_bytes(said.shape.count(), said.dtype).is_some_and(|bytes| bytes < least)
+        };
         let changes = |said: &Declaration| {
             let members = &said.members;
             members.clone().within(self.size) != *members
+                || said.encoding.is_some() && is_small(said)
         };
         if !tensors.iter().any(changes) {
             return Ok(Cow::Borrowed(tensors));
@@ -384,6 +429,7 @@ impl Shared {
         let mut tensors = tensors.to_vec();
         for said in &mut tensors {
             said.members = std::mem::take(&mut said.members).within(self.size);
+            said.encoding = said.encoding.filter(|_| !is_small(said));
         }
         Ok(Cow::Owned(tensors))
     }

@@ -40,3 +40,13 @@ pub struct Speed {
     /// 10^6 bytes of finished tensors a second.
     pub megabytes_per_second: f64,
 }
+
+/// What an encoded tensor has left out of its rounds so far, on this rank: in f32, one for each
+/// element, zeros where another rank of the host speaks to the server. Empty if nothing is kept.
+#[derive(Clone, PartialEq, Debug, Default)]
+pub struct Kept {
+    /// What error feedback adds to the next round.
+    pub residue: Vec<f32>,
+    /// Nesterov's momentum.
+    pub velocity: Vec<f32>,
+}

@@ -288,6 +288,11 @@ impl Agent {
             if !is_whole || !(1..=PART_BYTES_MAX).contains(&(part.bytes as usize)) {
                 return Err(broken("has a part of a size that no part has"));
             }
+            let elements = part.bytes as usize / declaration.dtype.size();
+            let room = declaration.encoding.map(|how| how.codec.wire_bytes_max(elements));
+            if room.is_some_and(|room| room > PART_BYTES_MAX) {
+                return Err(broken("has a part that is too large once it is encoded"));
+            }
             end += u64::from(part.bytes);
             let core = part.core.map(|core| self.lanes.cores.get(&core).copied());
             if core == Some(None) {
@@ -321,6 +326,7 @@ impl Agent {
             operation: declaration.operation,
             device: declaration.device,
             among: among.map(Arc::new),
+            encoding: declaration.encoding,
             parts: parts.into_boxed_slice(),
         })
     }

@@ -23,6 +23,7 @@ pub(crate) struct Declared {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct What {
     pub(crate) bytes: usize,
+    pub(crate) elements: u64,
     pub(crate) operation: Operation,
     name: String,
     device: bool,
@@ -79,7 +80,8 @@ impl Declared {
         // A product that overflows is of no tensor that could be pushed: all lengths differ.
         let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
         let (name, operation, device) = (said.name.clone(), said.operation, said.device);
-        self.tensor(id).what = Some(What { bytes, operation, name, device });
+        let elements = said.shape.count();
+        self.tensor(id).what = Some(What { bytes, elements, operation, name, device });
         self.names.insert(said.name.clone(), (said, id));
     }
 
@@ -106,6 +108,13 @@ impl Declared {
             (false, true) => Err(Refusal::OfHost { tensor: what.name.clone() }.into()),
             _ => Ok(what),
         }
+    }
+
+    /// Elements and name of a tensor.
+    pub(crate) fn size(&self, tensor: TensorId) -> Result<(u64, &str), Error> {
+        let known = self.tensors.get(tensor.0 as usize).and_then(|tensor| tensor.what.as_ref());
+        let what = known.ok_or(Refusal::UnknownId { id: tensor.0 })?;
+        Ok((what.elements, &what.name))
     }
 
     /// Counts a push; says whether it goes beyond what other ranks did.
@@ -139,6 +148,7 @@ mod tests {
             operation: Operation::Sum,
             device: false,
             members: Members::ALL,
+            encoding: None,
         }
     }
 

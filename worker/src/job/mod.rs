@@ -22,7 +22,7 @@ use self::timeline::Tracing;
 use crate::base::error::{Closed, Death, Error, Overdue, PeerDied, Source, StartError};
 use crate::base::lock;
 use crate::base::task::{Handle, Task};
-use crate::base::types::{GpuPushPull, Speed, TensorId};
+use crate::base::types::{GpuPushPull, Kept, Speed, TensorId};
 use crate::cuda::PooledEvent;
 use crate::host::switches::Switches;
 use crate::nic::{NicConfig, NicStatistics, Report};
@@ -40,7 +40,7 @@ use bps_engine::transport::rdma::Ports;
 use bps_engine::transport::{Link, Waker};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::mpsc::{RecvTimeoutError, Sender};
+use std::sync::mpsc::{RecvTimeoutError, Sender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -326,6 +326,27 @@ impl Job {
             Ok(()) => Handle(task),
             Err(error) => Handle::finished(Err(error)),
         }
+    }
+
+    /// See [`Worker::scale_residues`](crate::Worker::scale_residues).
+    pub(crate) fn scale_residues(&self, tensors: Vec<u32>, factor: f32) -> Result<(), Error> {
+        self.command(Command::ScaleResidues { tensors, factor })
+    }
+
+    /// See [`Worker::kept`](crate::Worker::kept).
+    pub(crate) fn kept(&self, tensor: TensorId) -> Result<Kept, Error> {
+        let (to, told) = sync_channel(1);
+        self.command(Command::TellKept { tensor: tensor.0, to })?;
+        self.wake();
+        told.recv_timeout(PATIENCE).map_err(|why| match why {
+            RecvTimeoutError::Disconnected => self.ended(),
+            RecvTimeoutError::Timeout => Overdue::LANES.into(),
+        })
+    }
+
+    /// See [`Worker::keep`](crate::Worker::keep).
+    pub(crate) fn keep_for(&self, tensor: TensorId, kept: Kept) -> Result<(), Error> {
+        self.command(Command::Keep { tensor: tensor.0, kept })
     }
 
     /// Hands push_pulls of tensors on the GPU to its thread. If that has ended, the handles say

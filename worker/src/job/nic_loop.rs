@@ -3,6 +3,7 @@
 
 use crate::base::error::{Closed, Error, Overdue, Source};
 use crate::base::task::Task;
+use crate::base::types::Kept;
 use crate::nic::{Nic, NicConfig, NicStatistics, Peer, Report};
 use crate::rounds::handover::{FromGpu, GpuThread, ToGpu};
 use crate::rounds::{Done, Memory, Plan, Push, Rounds};
@@ -12,7 +13,9 @@ use bps_engine::limits::EVENTS_MAX;
 use bps_engine::ring::Mpsc;
 use bps_engine::trace::timeline::Recorder;
 use bps_engine::transport::{LaneId, Link, Waker};
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering, fence};
+use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -42,6 +45,27 @@ pub enum Command {
         priority: i64,
         /// Told when it is over.
         task: Arc<Task>,
+    },
+    /// Multiply what error feedback adds to the next rounds of these tensors.
+    ScaleResidues {
+        /// Their ids.
+        tensors: Vec<u32>,
+        /// By this.
+        factor: f32,
+    },
+    /// Tell what an encoded tensor keeps.
+    TellKept {
+        /// Its id.
+        tensor: u32,
+        /// Whom.
+        to: SyncSender<Kept>,
+    },
+    /// An encoded tensor keeps this from now on.
+    Keep {
+        /// Its id.
+        tensor: u32,
+        /// Whose lengths are those of the tensor, or 0.
+        kept: Kept,
     },
     /// A GPU's pipeline is there: what concerns it is to go here from now on.
     OpenGpu(GpuThread),
@@ -103,6 +127,13 @@ pub(crate) fn hand_over(
         Ok(()) => Ok(true),
         Err(_) if has_ended() => Ok(false),
         Err(_) => Err(Overdue::LANES),
+    }
+}
+
+/// Ends the job where the loop can't carry out what a tensor's declaration says.
+fn report_if_out_of_reach(nic: &Nic, plan: &Plan) {
+    if let Some(error) = nic.out_of_reach(plan) {
+        nic.report(Report::Failed { source: Source::new(error) });
     }
 }
 
@@ -277,9 +308,31 @@ impl NicLoop {
                 Some(error) => task.finish_now(Err(error)),
                 None => self.rounds.push(tensor, Push { memory, priority, task }, &mut self.nic),
             },
+            Command::ScaleResidues { tensors, factor } => {
+                for tensor in tensors {
+                    self.for_kept(tensor, |_, [residue, _]| {
+                        residue.iter_mut().for_each(|value| *value *= factor);
+                    });
+                }
+            }
+            Command::TellKept { tensor, to } => {
+                let kept = self.all_kept(tensor);
+                // Who has asked may have gone.
+                let _ = to.try_send(kept);
+            }
+            Command::Keep { tensor, kept } => {
+                self.for_kept(tensor, |elements, parts| {
+                    for (part, whole) in parts.into_iter().zip([&kept.residue, &kept.velocity]) {
+                        if !part.is_empty() && !whole.is_empty() {
+                            part.copy_from_slice(&whole[elements.clone()]);
+                        }
+                    }
+                });
+            }
             Command::OpenGpu(to) => {
                 self.nic.open_gpu(to);
                 for (tensor, plan) in self.rounds.on_gpu() {
+                    report_if_out_of_reach(&self.nic, plan);
                     self.nic.tell_gpu(ToGpu::Plan { tensor, plan: Arc::clone(plan) });
                 }
             }
@@ -294,6 +347,29 @@ impl NicLoop {
             Command::Fail { error } => self.fail(error),
             Command::Leave => self.wants_to_leave = true,
         }
+    }
+
+    /// Shows what the parts of a tensor keep that are encoded here, with their elements.
+    fn for_kept(&mut self, tensor: u32, mut show: impl FnMut(Range<usize>, [&mut [f32]; 2])) {
+        for (part, elements) in self.rounds.parts_of(tensor) {
+            if let Some(kept) = self.nic.kept(part) {
+                show(elements, kept);
+            }
+        }
+    }
+
+    fn all_kept(&mut self, tensor: u32) -> Kept {
+        let mut all = Kept::default();
+        let count = self.rounds.parts_of(tensor).last().map_or(0, |(_, elements)| elements.end);
+        self.for_kept(tensor, |elements, parts| {
+            for (part, whole) in parts.into_iter().zip([&mut all.residue, &mut all.velocity]) {
+                if !part.is_empty() {
+                    whole.resize(count, 0.0);
+                    whole[elements.clone()].copy_from_slice(part);
+                }
+            }
+        });
+        all
     }
 
     fn on_gpu(&mut self, message: FromGpu) {
@@ -320,6 +396,7 @@ impl NicLoop {
         }
         let first = self.nic.plan(plan.part_plans(tensor));
         if plan.device {
+            report_if_out_of_reach(&self.nic, &plan);
             self.nic.tell_gpu(ToGpu::Plan { tensor, plan: Arc::clone(&plan) });
         }
         self.rounds.plan(tensor, plan, first);

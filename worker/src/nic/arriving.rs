@@ -5,6 +5,7 @@ use super::{LaneId, Nic, Operation, Part, PartId, Peer, Receiving, Report, Stage
 use crate::rounds::Slot;
 use bps_engine::base::Rank;
 use bps_engine::limits::PARTS_MAX;
+use bps_engine::mem::Writable;
 use bps_engine::trace::timeline::Mark;
 use bps_engine::transport::{Carried, Landing, Piece};
 use bps_engine::wire::header::FLAG_PAYLOAD_CHECKSUM;
@@ -63,7 +64,7 @@ impl Nic {
             self.unwanted(lane, length);
             return Ok(());
         }
-        if !self.is_due(self.part(part), lane, &header) {
+        if !self.is_due(part, lane, &header) {
             let (key, name) = (header.key, &self.part(part).plan.name);
             return Err(format!("a publication of `{name}` ({key}) does not fit what was pushed"));
         }
@@ -76,12 +77,24 @@ impl Nic {
             self.endpoint.land(lane, Landing::NOTHING);
             self.on_result(part, None);
         } else if let Some((target, slot)) = self.part(part).landing() {
-            self.lane_mut(lane).receiving = Receiving::Landing { part, header, target, slot };
-            self.endpoint.land(lane, Landing::Into(target));
+            self.land(lane, part, header, (target, slot));
         } else {
             self.land_in_slot(lane, part, header);
         }
         Ok(())
+    }
+
+    /// A publication lands whose result is to be in the target, which may be a slot.
+    pub(super) fn land(
+        &mut self,
+        lane: LaneId,
+        part: PartId,
+        header: Header,
+        (target, slot): (Writable, Option<Slot>),
+    ) {
+        let into = self.lands_in(lane, part, header.length as usize, target);
+        self.lane_mut(lane).receiving = Receiving::Landing { part, header, into, target, slot };
+        self.endpoint.land(lane, Landing::Into(into));
     }
 
     /// A payload passes by.
@@ -94,13 +107,14 @@ impl Nic {
     }
 
     /// Whether a publication is the one that the part waits for.
-    fn is_due(&self, part: &Part, lane: LaneId, header: &Header) -> bool {
-        let bytes = if part.is_root(&self.config) { 0 } else { part.plan.bytes };
-        header.rank == self.config.rank
+    fn is_due(&self, id: PartId, lane: LaneId, header: &Header) -> bool {
+        let (part, length) = (self.part(id), header.length as usize);
+        let is_root = part.is_root(&self.config);
+        let fits = if is_root { length == 0 } else { self.may_publish(lane, id, length) };
+        fits && header.rank == self.config.rank
             && header.epoch == self.config.epoch
             && header.dtype == part.plan.dtype
             && header.offset == 0
-            && header.length as usize == bytes
             && header.round.0 == part.round
             && part.plan.owner.or(part.plan.core) == Some(lane)
             && part.stage == Stage::Asked
@@ -210,7 +224,7 @@ impl Nic {
 
     pub(super) fn on_landed(&mut self, lane: LaneId) {
         let state = self.lane_mut(lane);
-        let Receiving::Landing { part, header, target, slot } = state.receiving else {
+        let Receiving::Landing { part, header, into, target, slot } = state.receiving else {
             let is_closing = matches!(state.receiving, Receiving::Closing);
             assert!(is_closing, "what has landed was to land, unless the lane closes");
             return;
@@ -220,10 +234,13 @@ impl Nic {
         if header.flags & FLAG_PAYLOAD_CHECKSUM != 0 {
             // SAFETY: these bytes have just landed here, which they do only in the host's memory,
             // and the loop does nothing else with a part whose result comes.
-            let landed = crc32c(unsafe { target.readable().bytes() });
+            let landed = crc32c(unsafe { into.readable().bytes() });
             if landed != header.payload_checksum {
                 return self.altered(lane, &header, false);
             }
+        }
+        if let Err(message) = self.decode(lane, part, &header, target) {
+            return self.refuse(lane, message);
         }
         self.trace.frame(self.marks(lane, part).1, &header);
         self.on_result(part, slot);

@@ -46,6 +46,7 @@ impl Nic {
         let (to_send, to_land) = (memory.to_send(), memory.to_land());
         let SlotMemory { gpu_to_send, gpu_to_land, .. } = memory;
         self.granted.on_gpu = gpu_to_land.is_some() && self.endpoint.reaches_memory();
+        self.forget_out_of_reach(PartId(0));
         // In this order: without the first, the second is of no use.
         let hosts = [
             to_send.map(|(base, bytes)| DirectMemory::ToSend { base, bytes }),
@@ -62,6 +63,11 @@ impl Nic {
         if let Err(error) = registered {
             log::warning!("what passes between pinned slots and RDMA lanes is copied: {error}");
         }
+    }
+
+    /// Whether slots are in the GPU's memory.
+    pub(super) fn has_slots_on_gpu(&self) -> bool {
+        self.granted.on_gpu
     }
 
     /// No lane is left: devices are to know no memory of others any more.
@@ -81,6 +87,7 @@ impl Nic {
         // A checksum comes in a header, which such a result has not.
         let may = state.plan.device
             && state.staging.is_none()
+            && state.coded.is_none()
             && !state.is_root(&self.config)
             && !self.lane(lane).checks
             && (on_gpu || free > self.granted.count)

@@ -5,6 +5,7 @@
 
 mod arriving;
 mod circle;
+mod coding;
 mod ending;
 mod granted;
 mod messages;
@@ -16,6 +17,7 @@ mod watch;
 pub use messages::{NicConfig, NicStatistics, Peer, Report};
 
 use self::circle::Circle;
+use self::coding::{Coded, Values};
 use self::granted::Granted;
 use self::slots::{Gpu, Landings};
 use self::staged::Staged;
@@ -66,6 +68,8 @@ struct Part {
     staging: Option<Staging>,
     /// Likewise: where the result is while it goes to the column.
     result: Option<Slot>,
+    /// If it is encoded on its way to a server and back.
+    coded: Option<Box<Coded>>,
     /// When it was pushed.
     since: Duration,
     /// When its contribution was sent to a server.
@@ -103,6 +107,9 @@ enum Receiving {
     Landing {
         part: PartId,
         header: Header,
+        /// Where its bytes come.
+        into: Writable,
+        /// Where the result is to be; the same, unless the bytes are encoded.
         target: Writable,
         /// That is this slot, and not a tensor.
         slot: Option<Slot>,
@@ -198,6 +205,8 @@ pub struct Nic {
     landings: [Landings; 3],
     /// Slots that a server's device may write to.
     granted: Granted,
+    /// Of the part that is encoded or decoded.
+    values: Values,
     reports: Mpsc<Report>,
     report_waker: Waker,
     statistics: Arc<NicStatistics>,
@@ -258,6 +267,7 @@ impl Nic {
             staged: Staged::default(),
             landings: Default::default(),
             granted: Granted::default(),
+            values: Values::default(),
             config,
             reports,
             report_waker,
@@ -375,8 +385,12 @@ impl Nic {
             if plan.owner.is_none() && (others > 0 || peers.is_some()) {
                 circle.gathers.plan(plan.key, peers.as_deref());
             }
+            let coded = plan
+                .encoding
+                .map(|encoding| Box::new(Coded::new(encoding, plan.bytes / plan.dtype.size())));
             self.parts.push(Part {
                 plan,
+                coded,
                 peers: peers.clone(),
                 round: 0,
                 stage: Stage::Idle,
@@ -392,6 +406,7 @@ impl Nic {
                 abandoned: false,
             });
         }
+        self.forget_out_of_reach(first);
         first
     }
 

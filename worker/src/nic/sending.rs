@@ -20,8 +20,8 @@ impl Nic {
     pub(super) fn send_to_server(&mut self, part: PartId) {
         let state = self.part(part);
         assert!(state.plan.core.is_some(), "a part that is summed elsewhere has a core");
-        let (priority, bytes) = (state.priority, state.plan.bytes);
-        self.queue.push(priority, bytes, part);
+        let priority = state.priority;
+        self.queue.push(priority, self.line_bytes(part), part);
     }
 
     pub(crate) fn pump_all(&mut self) {
@@ -40,16 +40,23 @@ impl Nic {
         while let Some(&part) = self.queue.peek() {
             let state = self.part(part);
             let lane = state.plan.core.expect("what is queued has a core");
-            let length = if self.is_silent(state) { 0 } else { state.plan.bytes };
             let mut header = self.header(Kind::Contribution, state.plan.dtype);
             header.key = state.plan.key;
             header.round = Round(state.round);
-            header.length = length_of(length);
             header.contributors = self.group_size(&state.plan);
-            if header.contributors > 1 && is_scaled(&state.plan) {
-                header.flags |= FLAG_SCALED;
-            }
-            let payload = if length == 0 { Readable::EMPTY } else { self.contribution(part) };
+            let (is_silent, is_scaled) = (self.is_silent(state), is_scaled(&state.plan));
+            let payload = if is_silent {
+                Readable::EMPTY
+            } else if let Some(encoded) = self.encoded(part, &header) {
+                encoded
+            } else {
+                if header.contributors > 1 && is_scaled {
+                    header.flags |= FLAG_SCALED;
+                }
+                self.contribution(part)
+            };
+            let length = payload.len();
+            header.length = length_of(length);
             if self.lane(lane).checks && length > 0 {
                 header.flags |= FLAG_PAYLOAD_CHECKSUM;
                 // SAFETY: in the host's memory, since `Direct` leaves that of the GPU alone where
@@ -69,6 +76,7 @@ impl Nic {
             self.statistics.posted(length);
             self.queue.take();
             self.lane_mut(lane).posted.push_back(part);
+            self.contributed(part);
             let now = self.now;
             let state = self.part_mut(part);
             (state.stage, state.asked) = (Stage::Asked, now);
@@ -81,7 +89,7 @@ impl Nic {
     }
 
     /// What a server gets: this rank's bytes, or the sum of its group, which is in the target.
-    fn contribution(&self, part: PartId) -> Readable {
+    pub(super) fn contribution(&self, part: PartId) -> Readable {
         let is_shared = self.others(part) > 0;
         let part = self.part(part);
         if part.plan.device {
@@ -215,7 +223,7 @@ impl Nic {
         let (key, bytes, owner) = (state.plan.key, state.plan.bytes, state.plan.owner);
         let mark = match self.lane(lane).peer {
             Peer::Server(_) => {
-                self.queue.returned(bytes);
+                self.queue.returned(self.line_bytes(part));
                 self.slot_sent(part);
                 Some(Mark::Sent)
             }

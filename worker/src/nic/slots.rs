@@ -23,7 +23,6 @@ use crate::rounds::handover::{FromGpu, GpuThread, ToGpu};
 use crate::rounds::{Pool, Slot};
 use bps_engine::proto::messages::StalledKey;
 use bps_engine::trace::timeline::Recorder;
-use bps_engine::transport::Landing;
 use bps_engine::wire::{Header, Kind};
 use std::collections::VecDeque;
 
@@ -274,10 +273,8 @@ impl Nic {
             self.lane_mut(lane).receiving = Receiving::Held { part, header };
             return;
         };
-        let target = slot.memory(header.length as usize);
-        self.lane_mut(lane).receiving =
-            Receiving::Landing { part, header, target, slot: Some(slot) };
-        self.endpoint.land(lane, Landing::Into(target));
+        let target = slot.memory(self.part(part).plan.bytes);
+        self.land(lane, part, header, (target, Some(slot)));
     }
 
     /// The result of a part is there, in this slot if it has bytes.

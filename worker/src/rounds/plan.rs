@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 use bps_engine::base::{DType, Key, Operation, Rank};
+use bps_engine::proto::encoding::Encoding;
 use bps_engine::transport::LaneId;
 use std::sync::Arc;
 
@@ -49,6 +50,8 @@ pub struct Plan {
     pub device: bool,
     /// For whom it is, unless all ranks push it.
     pub among: Option<Arc<Among>>,
+    /// How its parts travel to servers and back, if not as they are.
+    pub encoding: Option<Encoding>,
     /// In order of offset, without gaps.
     pub parts: Box<[PlanPart]>,
 }
@@ -76,6 +79,7 @@ impl Plan {
                 bytes: part.bytes,
                 device: self.device,
                 among: self.among.clone(),
+                encoding: self.encoding.filter(|_| part.core.is_some() && part.owner.is_none()),
                 core: part.core,
                 owner: part.owner,
             }
@@ -115,6 +119,8 @@ pub struct PartPlan {
     pub device: bool,
     /// As [`Plan::among`].
     pub among: Option<Arc<Among>>,
+    /// As [`Plan::encoding`], where this process speaks to the server.
+    pub encoding: Option<Encoding>,
     /// As [`PlanPart::core`].
     pub core: Option<LaneId>,
     /// As [`PlanPart::owner`].

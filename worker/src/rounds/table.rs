@@ -7,11 +7,12 @@
 
 #![forbid(unsafe_code)]
 
-use super::{Memory, PartId, PartOf, Plan};
+use super::{Memory, PartId, PartOf, Plan, PlanPart};
 use crate::base::error::{Error, Refusal};
 use crate::base::task::Task;
 use bps_engine::base::Key;
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// A push of a tensor.
@@ -151,6 +152,17 @@ impl Rounds {
         let tensor = self.tensor(of.tensor).expect("who names a part has its plan");
         assert!((of.index as usize) < tensor.plan.parts.len(), "the plan has this part");
         tensor.poisoned.is_none().then_some(PartId(tensor.first.0 + of.index))
+    }
+
+    /// The parts of a tensor, their first elements and how many they have.
+    pub fn parts_of(&self, tensor: u32) -> impl Iterator<Item = (PartId, Range<usize>)> + use<> {
+        let mut elements = Vec::new();
+        if let Some(state) = self.tensor(tensor) {
+            let size = state.plan.dtype.size();
+            let range = |part: &PlanPart| part.offset / size..(part.offset + part.bytes) / size;
+            elements.extend(state.parts().zip(state.plan.parts.iter().map(range)));
+        }
+        elements.into_iter()
     }
 
     /// Why a tensor can't be pushed, if so.

@@ -331,6 +331,15 @@ pub(super) const ROWS: &[Row] = &[
     )
     .flag("partition-bytes"),
     Row::new(
+        "BYTEPS_MIN_COMPRESS_BYTES",
+        RANKING,
+        Group::Tensors,
+        Bytes { at: |config| &mut config.min_compress_bytes, min: 0, max: u32::MAX },
+        "64K",
+        "Tensors of fewer bytes are not encoded, whatever they are declared with: they are few of \
+         the bytes, and have much to lose. The same on all ranks.",
+    ),
+    Row::new(
         "BYTEPS_SCHEDULING_CREDIT",
         RANKING,
         Group::Tensors,

@@ -386,7 +386,13 @@ impl Registry {
         }
         let (elements, dtype) = (said.shape.count(), said.dtype);
         let bytes = tensor_bytes(elements, dtype);
-        bytes.ok_or_else(|| Unserved::Size { tensor: name(), elements, dtype })
+        let bytes = bytes.ok_or_else(|| Unserved::Size { tensor: name(), elements, dtype })?;
+        if let Some(encoding) = said.encoding {
+            let most = u64::from(self.part_bytes(bytes)).div_ceil(dtype.size() as u64);
+            let fits = encoding.check(dtype, said.operation, most);
+            fits.map_err(|fault| Unserved::Encoding { tensor: name(), encoding, fault })?;
+        }
+        Ok(bytes)
     }
 
     fn add(&mut self, rank: Rank, said: Declaration) -> u32 {
@@ -444,6 +450,7 @@ impl Registry {
                     operation: tensor.said.operation,
                     rounds: tensor.rounds,
                     members: tensor.said.members.clone(),
+                    encoding: tensor.said.encoding,
                 });
             }
         }

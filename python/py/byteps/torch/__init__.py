@@ -57,7 +57,12 @@ from byteps.torch.allreduce import (
     grouped_allreduce_async,
     grouped_allreduce_async_,
 )
-from byteps.torch.compression import Compression
+from byteps.torch.compression import (
+    Codec,
+    Compression,
+    compression_state_dict,
+    load_compression_state_dict,
+)
 from byteps.torch.distributed import comm_hook
 from byteps.torch.functions import (
     broadcast_object,
@@ -114,6 +119,7 @@ from byteps.torch import elastic  # isort: skip
 
 __all__ = [
     "Average",
+    "Codec",
     "Compression",
     "DistributedOptimizer",
     "HorovodInternalError",
@@ -148,6 +154,7 @@ __all__ = [
     "byteps_torch_set_num_grads",
     "ccl_built",
     "comm_hook",
+    "compression_state_dict",
     "cross_rank",
     "cross_size",
     "cuda_built",
@@ -170,6 +177,7 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "load_compression_state_dict",
     "local_rank",
     "local_size",
     "mpi_built",

@@ -15,7 +15,8 @@ from byteps import _native, _process_sets, _registry, common
 from byteps.errors import ConfigError, TensorError, UsageError
 from byteps.torch import _backward, _gpu, _tensors, ops
 from byteps.torch._batch import Batch
-from byteps.torch.compression import Compression
+from byteps.torch._rates import Rates
+from byteps.torch.compression import Codec, Compression
 
 # Where one host is the whole job, its GPUs have no line to keep busy: each collective is a kernel
 # of NCCL's, and keeps processors of the GPU from the backward pass.
@@ -60,6 +61,8 @@ class Gradients:
             named = ()
         self.prefix = prefix
         self.compression = compression
+        self._sends_as_is = compression is Compression.none or isinstance(compression, Codec)
+        self._rates = Rates()
         if op not in (ops.Average, ops.Sum):
             raise ConfigError(f"op={op!r}: gradients are averaged or summed")
         self.average = op == ops.Average
@@ -101,6 +104,10 @@ class Gradients:
         if self.process_set is None:
             return common.size()
         return len(self.process_set.ranks) if self.process_set.included() else 1
+
+    def step_with(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer that takes these gradients: error feedback needs its learning rates."""
+        self._rates.optimizer = weakref.ref(optimizer)
 
     def adopt(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Declares these parameters in one go and watches their gradients."""
@@ -242,8 +249,10 @@ class Gradients:
     ) -> None:
         if self._job != _registry.job_number():
             self._declare_in_new_job()
+        if not self.batches:
+            self._rates.follow(self)
         sent, contexts = gradients, None
-        if self.compression is not Compression.none or not self._are_plain(indices, gradients):
+        if not self._sends_as_is or not self._are_plain(indices, gradients):
             gradients = [
                 self._dense(index, gradient)
                 for index, gradient in zip(indices, gradients, strict=True)

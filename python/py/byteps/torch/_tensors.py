@@ -9,6 +9,7 @@ import torch
 from byteps import _registry
 from byteps.errors import TensorError
 from byteps.torch import _gpu
+from byteps.torch.compression import encoding_for
 
 DTYPES = {
     torch.float32: "f32",
@@ -109,7 +110,10 @@ def gradient(
         _gpu.open_for([param])
     device = _gpu.holds(param) and not through_host(param, average, ranks)
     operation = "average" if average else "sum"
-    return _registry.Tensor(name, dtype, param.shape, operation, device=device, ranks=ranks)
+    encoding = encoding_for(compression, sent.dtype, operation)
+    return _registry.Tensor(
+        name, dtype, param.shape, operation, device=device, ranks=ranks, encoding=encoding
+    )
 
 
 def in_place(tensor: torch.Tensor, in_host: bool = False) -> Memory:

@@ -92,6 +92,7 @@ def CrossBarrier(
     overlapping._byteps = _WatchedGradients(
         updates, named, compression, backward_passes_per_step, ops.Average, False, next_prefix()
     )
+    overlapping._byteps.step_with(overlapping)
     return overlapping
 
 

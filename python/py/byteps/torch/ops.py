@@ -31,7 +31,7 @@ from byteps.torch._operations import (
     operation_of,
 )
 from byteps.torch._tensors import Memory
-from byteps.torch.compression import Compression
+from byteps.torch.compression import Compression, encoding_for
 
 __all__ = [
     "Average",
@@ -108,6 +108,7 @@ def send(
     root: int = 0,
     settle: bool = False,
     ranks: Ranks = None,
+    compression: Any = Compression.none,
 ) -> Send:
     """What the registry starts; ``settle`` lets a name come again for another type or size."""
     source, device = memory.source, _gpu.holds(memory.source)
@@ -116,7 +117,8 @@ def send(
         dtype, shape = "u8", (*source.shape, source.element_size())
     else:
         dtype, shape = _tensors.summed_dtype(source, what, name), source.shape
-    known = _registry.Tensor(name, dtype, shape, operation, root, device, ranks)
+    encoding = encoding_for(compression, source.dtype, operation)
+    known = _registry.Tensor(name, dtype, shape, operation, root, device, ranks, encoding)
     if settle:
         known = _registry.settled(known)
     return Send(known, source.data_ptr(), memory.target.data_ptr(), priority)
@@ -136,11 +138,22 @@ def _start(
     settle: bool = False,
     ranks: Ranks = None,
     then: Callable[[list[torch.Tensor]], Any] | None = None,
+    compression: Any = Compression.none,
 ) -> int:
     stream = _gpu.open_for(memory.source for memory in memories)
     chosen = iter(_registry.unnamed(sum(not name for name in names), ranks))
     sends = [
-        send(what, memory, operation, name or next(chosen), priority, root, settle, ranks)
+        send(
+            what,
+            memory,
+            operation,
+            name or next(chosen),
+            priority,
+            root,
+            settle,
+            ranks,
+            compression,
+        )
         for memory, name in zip(memories, names, strict=True)
     ]
     if in_place:
@@ -179,6 +192,7 @@ def push_pull_start(
     postscale: float = 1.0,
     ranks: Ranks = None,
     then: Callable[[list[torch.Tensor]], Any] | None = None,
+    compression: Any = Compression.none,
 ) -> int:
     memories = []
     for tensor, name in zip(tensors, names, strict=True):
@@ -203,6 +217,7 @@ def push_pull_start(
         postscale=postscale,
         ranks=ranks,
         then=then,
+        compression=compression,
     )
 
 
@@ -222,25 +237,43 @@ class _PushPull(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        how: tuple[str, int, float, float, Ranks],
+        how: tuple[str, int, float, float, Ranks, Any],
         names: list[str | None],
         *tensors: torch.Tensor,
     ) -> Any:
-        operation, priority, prescale, postscale, ranks = how
+        operation, priority, prescale, postscale, ranks, compression = how
         ctx.how, ctx.names = how, names
         handle = push_pull_start(
-            tensors, operation, names, priority, False, False, prescale, postscale, ranks
+            tensors,
+            operation,
+            names,
+            priority,
+            False,
+            False,
+            prescale,
+            postscale,
+            ranks,
+            compression=compression,
         )
         return tuple(synchronize(handle))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        operation, priority, prescale, postscale, ranks = ctx.how
+        operation, priority, prescale, postscale, ranks, compression = ctx.how
         if operation not in ("average", "sum"):
             raise ConfigError(f"a push_pull with the operation {operation} has no gradient here")
         names = [name and f"{name}.backward" for name in ctx.names]
         handle = push_pull_start(
-            gradients, operation, names, priority, False, False, postscale, prescale, ranks
+            gradients,
+            operation,
+            names,
+            priority,
+            False,
+            False,
+            postscale,
+            prescale,
+            ranks,
+            compression=compression,
         )
         return None, None, *synchronize(handle)
 
@@ -262,12 +295,22 @@ def differentiable(
     smaller = [compression.compress(tensor) for tensor in tensors]
     sent = [tensor for tensor, _ in smaller]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sent):
-        how = operation, priority, prescale, postscale, ranks
+        how = operation, priority, prescale, postscale, ranks, compression
         outputs = _PushPull.apply(how, names, *sent)
     else:
-        scales = prescale, postscale
         outputs = synchronize(
-            push_pull_start(sent, operation, names, priority, False, False, *scales, ranks)
+            push_pull_start(
+                sent,
+                operation,
+                names,
+                priority,
+                False,
+                False,
+                prescale,
+                postscale,
+                ranks,
+                compression=compression,
+            )
         )
     return [
         compression.decompress(output, ctx)

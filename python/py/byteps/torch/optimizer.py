@@ -82,6 +82,7 @@ def DistributedOptimizer(
     distributed._byteps = Gradients(
         named, compression, backward_passes_per_step, op, sparse_as_dense, prefix, known
     )
+    distributed._byteps.step_with(distributed)
     return distributed
 
 

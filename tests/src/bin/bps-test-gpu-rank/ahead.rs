@@ -69,6 +69,7 @@ impl Ahead<'_> {
             operation: Operation::Sum,
             device: true,
             members: Members::ALL,
+            encoding: None,
         };
         let said: Vec<Declaration> = (0..TENSORS).map(said).collect();
         let ids = worker.declare(&said)?;

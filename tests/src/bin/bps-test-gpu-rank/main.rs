@@ -89,6 +89,7 @@ fn declarations(ranks: u32) -> Vec<Declaration> {
                     operation,
                     device: true,
                     members: Members::ALL,
+                    encoding: None,
                 });
             }
         }
@@ -264,6 +265,7 @@ fn chained(worker: &Worker, framework: &Framework) -> Result<(), Error> {
         operation,
         device: true,
         members: Members::ALL,
+        encoding: None,
     };
     let ids = worker.declare(std::slice::from_ref(&said))?;
     let buffer = framework.buffer(COUNT * 4)?;
@@ -307,6 +309,7 @@ impl Beside {
             operation,
             device: false,
             members: Members::ALL,
+            encoding: None,
         };
         let said = vec![
             one(DType::F32, Operation::Sum),
@@ -363,6 +366,7 @@ fn large(config: &Config) -> Result<(), Error> {
             operation,
             device: true,
             members: Members::ALL,
+            encoding: None,
         };
         let id = worker.declare(std::slice::from_ref(&said))?[0];
         let bytes = usize::try_from(count).unwrap_or(0) * dtype.size();
@@ -396,6 +400,7 @@ fn train(config: &Config, rounds: u64, stall: Option<u64>, leaves: bool) -> Resu
         operation,
         device: true,
         members: Members::ALL,
+        encoding: None,
     };
     let id = worker.declare(std::slice::from_ref(&said))?[0];
     let buffer = framework.buffer(COUNT * 4)?;
@@ -450,6 +455,7 @@ fn mismatch(config: &Config, is_odd: bool) -> Result<(), Error> {
         operation: Operation::Sum,
         device,
         members: Members::ALL,
+        encoding: None,
     };
     let source = framework.buffer(4000)?.address;
     let push = |tensor| {
@@ -480,7 +486,15 @@ fn mismatches(config: &Config, is_odd: bool) -> Result<(), Error> {
     let framework = Framework::new().map_err(gpu)?;
     let said = |name: String, device| {
         let (dtype, operation, count) = (DType::F32, Operation::Sum, COUNT as u64);
-        Declaration { name, dtype, shape: count.into(), operation, device, members: Members::ALL }
+        Declaration {
+            name,
+            dtype,
+            shape: count.into(),
+            operation,
+            device,
+            members: Members::ALL,
+            encoding: None,
+        }
     };
     let buffers = [framework.buffer(4 * COUNT)?, framework.buffer(4 * COUNT)?];
     let good = worker.declare(&[said("good".into(), true)])?[0];
@@ -536,6 +550,7 @@ fn record(config: &Config) -> Result<(), Error> {
         operation: Operation::Sum,
         device: true,
         members: Members::ALL,
+        encoding: None,
     };
     let (tensor, source) = (worker.declare(&[said])?[0], framework.buffer(400_000)?.address);
     let item = GpuPushPull { tensor, source, target: source, priority: 0 };

@@ -24,6 +24,7 @@ pub fn many(config: &Config, rounds: u64) -> Result<(), Error> {
         operation: Operation::Sum,
         device: true,
         members: Members::ALL,
+        encoding: None,
     };
     let said: Vec<Declaration> = (0..TENSORS).map(declaration).collect();
     let ids = worker.declare(&said)?;

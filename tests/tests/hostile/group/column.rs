@@ -164,9 +164,9 @@ fn poisoned(steps: usize, seed: u64) {
     for tensor in TENSORS {
         let mismatch = Mismatch {
             first: super::GOOD,
-            first_said: said(true),
+            first_said: Box::new(said(true)),
             second: BAD,
-            second_said: said(false),
+            second_said: Box::new(said(false)),
             agreed: Vec::new(),
         };
         let name = format!("tensor {tensor}");
@@ -196,7 +196,15 @@ fn poisoned(steps: usize, seed: u64) {
 fn declaration() -> Declaration {
     let operation = super::Operation::Sum;
     let (name, shape) = ("t".into(), 1.into());
-    Declaration { name, dtype: DType::F32, shape, operation, device: true, members: Members::ALL }
+    Declaration {
+        name,
+        dtype: DType::F32,
+        shape,
+        operation,
+        device: true,
+        members: Members::ALL,
+        encoding: None,
+    }
 }
 
 #[test]

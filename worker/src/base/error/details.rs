@@ -66,6 +66,7 @@ impl Refusal {
             | Refusal::Undeclared { tensor }
             | Refusal::OfGpu { tensor }
             | Refusal::OfHost { tensor }
+            | Refusal::Kept { tensor, .. }
             | Refusal::WholeAverage { tensor }
             | Refusal::PartsTooLarge { tensor, .. } => Some(tensor),
             Refusal::Scheduler(cause) => cause.tensor(),

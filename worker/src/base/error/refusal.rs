@@ -57,6 +57,16 @@ pub enum Refusal {
     /// The scheduler says why.
     #[error("{0}")]
     Scheduler(Arc<Unserved>),
+    /// What a tensor is to keep is not of its size.
+    #[error("tensor `{tensor}` has {elements} elements, and is to keep something of {given}")]
+    Kept {
+        /// The tensor's name.
+        tensor: String,
+        /// How many it has.
+        elements: u64,
+        /// How many were given.
+        given: usize,
+    },
     /// The scheduler has not answered every declaration of a request.
     #[error("the scheduler has answered {answered} of {asked} declarations")]
     Answers {

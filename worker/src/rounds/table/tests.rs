@@ -51,6 +51,7 @@ fn plan(name: &str, parts: usize, device: bool) -> Arc<Plan> {
         operation: Operation::Sum,
         device,
         among: None,
+        encoding: None,
         parts: (0..parts).map(part).collect(),
     })
 }

@@ -68,7 +68,8 @@ impl Registry {
         (second, second_said): (Rank, &Declaration),
         rounds: u64,
     ) -> Mismatch {
-        let (first_said, second_said) = (first_said.clone(), second_said.clone());
+        let (first_said, second_said) =
+            (Box::new(first_said.clone()), Box::new(second_said.clone()));
         let name = self.names.get(&first_said.name);
         let eras = &name.expect("the first rank has declared it").eras;
         let agreed = eras.agreed(second, rounds).into_iter();

@@ -254,6 +254,7 @@ pub(super) fn tensor(name: &str, count: u64) -> Declaration {
         operation: Operation::Average,
         device: false,
         members: Members::ALL,
+        encoding: None,
     }
 }
 

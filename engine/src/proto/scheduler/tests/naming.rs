@@ -63,9 +63,9 @@ fn a_disagreement_is_told_to_every_rank_and_spoils_the_name() {
     bench.declare(2, 4, &[tensor("new", 10), tensor("w", 11)]);
     let expected = Mismatch {
         first: Rank(0),
-        first_said: tensor("w", 10),
+        first_said: Box::new(tensor("w", 10)),
         second: Rank(2),
-        second_said: tensor("w", 11),
+        second_said: Box::new(tensor("w", 11)),
         agreed: vec![Superseded { tensor: 0, rounds: 0 }],
     };
     for node in [0, 1] {

@@ -1,0 +1,226 @@
+//! Parts that are encoded on their way to servers and back. The loop encodes a part when it is its
+//! turn on the line, and decodes its result when that has landed: what is sent soonest is encoded
+//! soonest, and a part needs room for one payload only, whichever way that goes.
+
+use super::{LaneId, Nic, PartId, Peer};
+use crate::nic::circle::is_scaled;
+use crate::rounds::Plan;
+use bps_engine::base::{DType, Rank};
+use bps_engine::encode::{narrow, widen};
+use bps_engine::mem::{Readable, Writable};
+use bps_engine::proto::encoding::{Encoding, draw};
+use bps_engine::wire::Header;
+use bps_engine::wire::header::scale;
+
+/// A tensor can't be encoded where its parts are.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "tensor `{tensor}` is encoded as {encoding}, which processors do, and its parts are in the \
+     GPU's memory, where RDMA devices fetch them: set BPS_GPUDIRECT=none, or do not encode it"
+)]
+pub(crate) struct OutOfReach {
+    tensor: String,
+    encoding: Encoding,
+}
+
+/// What an encoded part has.
+pub(super) struct Coded {
+    encoding: Encoding,
+    /// What is sent, or lands.
+    wire: Box<[u8]>,
+    /// Bytes of the contribution, once this round's is encoded.
+    length: Option<usize>,
+    /// What earlier rounds have left out; empty where nothing is kept.
+    residue: Box<[f32]>,
+    /// Nesterov's momentum; empty where there is none.
+    velocity: Box<[f32]>,
+}
+
+impl Coded {
+    pub(super) fn new(encoding: Encoding, elements: usize) -> Coded {
+        let zeros = |is_kept: bool| vec![0.0; if is_kept { elements } else { 0 }].into();
+        Coded {
+            encoding,
+            wire: vec![0; encoding.codec.wire_bytes_max(elements)].into(),
+            length: None,
+            residue: zeros(encoding.feedback),
+            velocity: zeros(encoding.momentum.is_some()),
+        }
+    }
+
+    /// Bytes of its longest payload.
+    pub(super) fn room(&self) -> usize {
+        self.wire.len()
+    }
+
+    fn payload(&mut self, length: usize) -> Writable {
+        let wire = &mut self.wire[..length];
+        // SAFETY: the part's own bytes, which stay where they are until the endpoint is gone, which
+        // is dropped before the parts. A round is encoded before its frame is posted, its result
+        // lands after that was sent and arrived, and is decoded once it has landed.
+        unsafe { Writable::new(wire.as_mut_ptr(), wire.len()) }
+    }
+
+    /// Encodes a round's contribution, which `values` are and which are of no use after it, and
+    /// returns its bytes.
+    fn encode(&mut self, values: &mut [f32], (header, rank): (&Header, Rank)) -> usize {
+        let Encoding { codec, feedback, momentum } = self.encoding;
+        let random = draw(header.key, header.round.0, rank.0);
+        if let Some(momentum) = momentum {
+            let factor = momentum.factor();
+            for (value, velocity) in values.iter_mut().zip(&mut self.velocity) {
+                *velocity = factor * *velocity + *value;
+                *value += factor * *velocity;
+            }
+        }
+        if !feedback {
+            return codec.encode(values, random, &mut self.wire);
+        }
+        for (kept, value) in self.residue.iter_mut().zip(values) {
+            *kept += *value;
+        }
+        codec.encode_rest(&mut self.residue, random, &mut self.wire)
+    }
+}
+
+impl Nic {
+    /// Why this tensor can't be encoded, if it should be and can't.
+    pub(crate) fn out_of_reach(&self, plan: &Plan) -> Option<OutOfReach> {
+        let encoding = plan.encoding.filter(|_| plan.device && self.has_slots_on_gpu())?;
+        Some(OutOfReach { tensor: plan.name.to_string(), encoding })
+    }
+
+    /// Parts from this one on that are in the GPU's memory are not encoded, and their job is about
+    /// to end of it: nobody follows addresses that no processor can read.
+    pub(super) fn forget_out_of_reach(&mut self, first: PartId) {
+        if self.has_slots_on_gpu() {
+            let new = &mut self.parts[first.0 as usize..];
+            new.iter_mut().filter(|part| part.plan.device).for_each(|part| part.coded = None);
+        }
+    }
+
+    /// How a part is encoded on this lane, if it is.
+    fn coded(&self, lane: LaneId, part: PartId) -> Option<&Coded> {
+        let is_servers = matches!(self.lane(lane).peer, Peer::Server(_));
+        self.part(part).coded.as_deref().filter(|_| is_servers)
+    }
+
+    /// Bytes that a part may take on the line to its server.
+    pub(super) fn line_bytes(&self, part: PartId) -> usize {
+        let part = self.part(part);
+        part.coded.as_ref().map_or(part.plan.bytes, |coded| coded.room())
+    }
+
+    /// Whether a publication of a part may have so many bytes on this lane; not that of a broadcast
+    /// to its root.
+    pub(super) fn may_publish(&self, lane: LaneId, part: PartId, length: usize) -> bool {
+        match self.coded(lane, part) {
+            Some(coded) => (1..=coded.room()).contains(&length),
+            None => length == self.part(part).plan.bytes,
+        }
+    }
+
+    /// Where a publication's bytes land whose result goes to `target`.
+    pub(super) fn lands_in(
+        &mut self,
+        lane: LaneId,
+        part: PartId,
+        length: usize,
+        target: Writable,
+    ) -> Writable {
+        if self.coded(lane, part).is_none() {
+            return target;
+        }
+        let coded = self.part_mut(part).coded.as_mut().expect("it is encoded on this lane");
+        coded.payload(length)
+    }
+
+    /// The contribution of this header's round, encoded, where it is; at once where that was done
+    /// before.
+    pub(super) fn encoded(&mut self, part: PartId, header: &Header) -> Option<Readable> {
+        let length = match self.part(part).coded.as_ref()?.length {
+            Some(length) => length,
+            None => self.encode(part, header),
+        };
+        let coded = self.part_mut(part).coded.as_mut()?;
+        Some(coded.payload(length).readable())
+    }
+
+    fn encode(&mut self, part: PartId, header: &Header) -> usize {
+        let source = self.contribution(part);
+        let rank = self.config.rank;
+        let state = &mut self.parts[part.0 as usize];
+        let dtype = state.plan.dtype;
+        let values = self.values.of(source.len() / dtype.size());
+        // SAFETY: in the host's memory, since a part beyond its reach has no `Coded`
+        // (`forget_out_of_reach`); nothing writes to a part that is about to be sent.
+        widen(dtype, unsafe { source.bytes() }, values);
+        if header.contributors > 1 && is_scaled(&state.plan) {
+            // The group has made its sum small enough for f16, which f32 needs not.
+            #[allow(clippy::cast_precision_loss, reason = "a power of two")]
+            let factor = scale(header.contributors) as f32;
+            values.iter_mut().for_each(|value| *value *= factor);
+        }
+        let coded = state.coded.as_mut().expect("what is encoded has room for it");
+        let length = coded.encode(values, (header, rank));
+        coded.length = Some(length);
+        length
+    }
+
+    /// A contribution was posted: the next is another.
+    pub(super) fn contributed(&mut self, part: PartId) {
+        if let Some(coded) = &mut self.part_mut(part).coded {
+            coded.length = None;
+        }
+    }
+
+    /// A payload has landed whose result is to be in `target`.
+    ///
+    /// # Errors
+    /// It is no encoding of the part.
+    pub(super) fn decode(
+        &mut self,
+        lane: LaneId,
+        part: PartId,
+        header: &Header,
+        target: Writable,
+    ) -> Result<(), String> {
+        let Some(coded) = self.coded(lane, part) else { return Ok(()) };
+        let codec = coded.encoding.codec;
+        let state = &mut self.parts[part.0 as usize];
+        let dtype: DType = state.plan.dtype;
+        let values = self.values.of(target.len() / dtype.size());
+        let coded = state.coded.as_ref().expect("as it was");
+        let payload = &coded.wire[..header.length as usize];
+        codec.check(values.len(), payload).map_err(|why| {
+            format!("a publication of `{}` ({}): {why}", state.plan.name, header.key)
+        })?;
+        codec.decode(payload, draw(header.key, header.round.0, self.config.rank.0), values);
+        // SAFETY: the part's own bytes, which nothing else has while its result comes; in the
+        // host's memory, since a part beyond its reach has no `Coded` (`forget_out_of_reach`).
+        let target = unsafe { std::slice::from_raw_parts_mut(target.as_ptr(), target.len()) };
+        narrow(dtype, values, target);
+        Ok(())
+    }
+}
+
+impl Nic {
+    /// What a part that is encoded here keeps: its residue and velocity, which may be empty.
+    pub(crate) fn kept(&mut self, part: PartId) -> Option<[&mut [f32]; 2]> {
+        let coded = self.part_mut(part).coded.as_mut()?;
+        Some([&mut coded.residue, &mut coded.velocity])
+    }
+}
+
+/// Values of one part, while they are encoded or decoded.
+#[derive(Default)]
+pub(super) struct Values(Vec<f32>);
+
+impl Values {
+    fn of(&mut self, count: usize) -> &mut [f32] {
+        if self.0.len() < count {
+            self.0.resize(count, 0.0);
+        }
+        &mut self.0[..count]
+    }
+}
