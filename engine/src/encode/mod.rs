@@ -5,8 +5,9 @@
 //! memory for the values.
 //!
 //! Invariant: an encoding depends on the values, the codec and the draw alone. Every instruction
-//! set runs the same source and gives the same bits. An encoding has a length that follows from
-//! the codec and the number of elements; integers and floats on the wire are little-endian.
+//! set gives the same bits (of 16-bit floats, a NaN being equal to any NaN). An encoding has a
+//! length that follows from the codec and the number of elements; integers and floats on the wire
+//! are little-endian.
 
 mod dithering;
 mod elements;
