@@ -113,6 +113,7 @@ from byteps.torch.scatter import (
     reducescatter,
     reducescatter_async,
 )
+from byteps.torch.sparse import sparse_allreduce, sparse_allreduce_async
 from byteps.torch.sync_batch_norm import SyncBatchNorm
 
 from byteps.torch import elastic  # isort: skip
@@ -202,6 +203,8 @@ __all__ = [
     "rocm_built",
     "shutdown",
     "size",
+    "sparse_allreduce",
+    "sparse_allreduce_async",
     "start_timeline",
     "stop_timeline",
     "suspend",

@@ -6,16 +6,18 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from byteps import _native, _process_sets, _registry, common
-from byteps.errors import ConfigError, TensorError, UsageError
+from byteps.errors import ConfigError, UsageError
 from byteps.torch import _backward, _gpu, _tensors, ops
 from byteps.torch._batch import Batch
 from byteps.torch._rates import Rates
+from byteps.torch._rounds import Rounds
+from byteps.torch._sparse_gradients import SparseGradients
 from byteps.torch.compression import Codec, Compression
 
 # Where one host is the whole job, its GPUs have no line to keep busy: each collective is a kernel
@@ -24,9 +26,6 @@ _BATCH_BYTES_MIN_ON_ONE_HOST = 1 << 23
 # Between hosts: 512 KiB take a line of 20 Gbit/s 0.2 ms. Smaller batches, of which each takes this
 # thread 50 to 80 microseconds, keep it from launching kernels.
 _BATCH_BYTES_MIN_ON_GPUS = 1 << 19
-
-# Larger than the priority of any gradient.
-_URGENT = 1 << 30
 
 # Counts up in the order of creation, which all ranks share.
 _numbers = itertools.count()
@@ -43,6 +42,8 @@ class Gradients:
 
     # Whether ranks compare how many rounds there were since the last step.
     counts_rounds = True
+    # What to do about a sparse gradient that cannot be sent, where rounds are not compared.
+    sparse_remedy = ""
 
     def __init__(
         self,
@@ -53,6 +54,7 @@ class Gradients:
         sparse_as_dense: bool,
         prefix: str,
         process_set: _process_sets.ProcessSet | None = None,
+        sparse: Mapping[torch.Tensor, int] | None = None,
     ) -> None:
         self.number = next(_numbers)
         self.process_set = process_set
@@ -66,15 +68,12 @@ class Gradients:
         if op not in (ops.Average, ops.Sum):
             raise ConfigError(f"op={op!r}: gradients are averaged or summed")
         self.average = op == ops.Average
-        self.sparse_as_dense = sparse_as_dense
+        self.sparse = SparseGradients(sparse_as_dense, sparse)
         self.should_synchronize = True
         # Every gradient is averaged, unless a backward pass has added to one since.
         self.is_averaged = False
         self.closed = False
-        # Rounds since the last step: see `_send_count`.
-        self.rounds = 0
-        self._count: torch.Tensor | None = None
-        self._count_handle: int | None = None
+        self._rounds = Rounds(prefix, process_set) if self.counts_rounds else None
         self._all_sent = False
         self.batches: list[Batch] = []
         # All parameters by name; those that are watched, and what their gradients are declared as.
@@ -197,6 +196,8 @@ class Gradients:
     def added_again(self, index: int) -> None:
         """A backward pass has added to a gradient that is on its way, or to a sum."""
         param = self.params[index]
+        if index in self.sparse.held:
+            return  # It goes at the end of the pass, with all that was added.
         under_way = self._under_way(index)
         if under_way is not None and under_way is param.grad:
             raise UsageError(
@@ -252,11 +253,13 @@ class Gradients:
         if not self.batches:
             self._rates.follow(self)
         sent, contexts = gradients, None
-        if not self._sends_as_is or not self._are_plain(indices, gradients):
-            gradients = [
-                self._dense(index, gradient)
-                for index, gradient in zip(indices, gradients, strict=True)
-            ]
+        is_plain = self._are_plain(indices, gradients)
+        if self.sparse.known or not is_plain:
+            indices, gradients = self.sparse.take(self, indices, gradients)
+            if not indices:
+                return
+            sent, is_plain = gradients, self._are_plain(indices, gradients)
+        if not self._sends_as_is or not is_plain:
             with _gpu.on_stream(stream, gradients[0].device):
                 sent, contexts = self._prepared(indices, gradients)
             if self._redeclare(indices, sent):
@@ -288,18 +291,6 @@ class Gradients:
             ):
                 return False
         return True
-
-    def _dense(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        if gradient.layout is torch.strided:
-            return gradient
-        param = self.params[index]
-        if not self.sparse_as_dense:
-            raise TensorError(
-                f"the gradient of '{self.names[param]}' is sparse: pass sparse_as_dense=True, or "
-                "make the embedding with sparse=False"
-            )
-        param.grad = gradient.to_dense()
-        return param.grad
 
     def _prepared(
         self, indices: list[int], gradients: list[torch.Tensor]
@@ -403,7 +394,8 @@ class Gradients:
             return
         self._watch_thawed()
         self.send(self.missing())
-        self._send_count()
+        if self._rounds is not None:
+            self._rounds.send(self.size, self.sparse.is_news(self))
         self._all_sent = True
 
     def send(self, indices: list[int]) -> None:
@@ -412,6 +404,8 @@ class Gradients:
         alone = self.size == 1
         for index in indices:
             param = self.params[index]
+            if self.sparse.hold_none(self, index, param.grad):
+                continue
             if param.grad is None:
                 if alone:
                     continue
@@ -425,6 +419,10 @@ class Gradients:
     def _send_nothing(self, indices: list[int]) -> None:
         """Sends zeros for these gradients, which are not touched."""
         self.flush()
+        self.send_zeros([i for i in indices if not self.sparse.hold_none(self, i, None)])
+
+    def send_zeros(self, indices: list[int]) -> None:
+        """Sends zeros for these dense gradients, which are not touched."""
         for on_gpu in (False, True):
             some = [index for index in indices if self.declared[index].device == on_gpu]
             stream = self._stream() if on_gpu else None
@@ -444,15 +442,20 @@ class Gradients:
         if changed is not None:
             raise changed
 
-    def _take_in(self) -> None:
+    def _take_in(self, wanted: bool = True) -> None:
         on_gpu = [(batch.native, None) for batch in self.batches if _gpu.holds(batch.sent[0])]
         if on_gpu:
             _native.enqueue_results_of_batches(on_gpu)
+        if self._rounds is not None and self._rounds.wait():
+            self.sparse.settle(self)
+        sparse = self.sparse.start(self)
         for batch in self.batches:
             batch.native.wait()
         for batch in self.batches:
             self.finish(batch)
-        self._check_count()
+        self.sparse.finish(self, sparse, wanted)
+        if self._rounds is not None:
+            self._rounds.check()
         self.end_round()
 
     def finish(self, batch: Batch, positions: list[int] | None = None) -> None:
@@ -485,13 +488,16 @@ class Gradients:
     def stepped(self) -> None:
         """A step takes the gradients."""
         self.synchronized = self.hooks.is_guarded = False
-        self.rounds = 0
+        if self._rounds is not None:
+            self._rounds.number = 0
 
     def forget_round(self) -> None:
         """The job of a round is over, and nothing of it is under way any more."""
         self._leave_pass()
         self.hooks.take()
-        self._count_handle = None
+        self.sparse.forget()
+        if self._rounds is not None:
+            self._rounds.forget()
         self.end_round()
         self.stepped()
 
@@ -512,8 +518,9 @@ class Gradients:
         self.flush()
         if not self._all_sent and self.size > 1:
             self._send_nothing(self.missing())
-            self._send_count()
-        self._take_in()
+            if self._rounds is not None:
+                self._rounds.send(self.size, self.sparse.is_news(self))
+        self._take_in(wanted=False)
         self.synchronized = False
 
     def changed(self) -> UsageError | None:
@@ -526,6 +533,7 @@ class Gradients:
             )
             if gradient._version != version or gradient is not self.params[index].grad
         ]
+        changed += [self.names[param] for param in self.sparse.changed(self)]
         if not changed:
             return None
         others = f" (and those of {len(changed) - 1} more)" if len(changed) > 1 else ""
@@ -539,39 +547,9 @@ class Gradients:
     def end_round(self) -> None:
         """Is ready for the next backward passes."""
         self.batches.clear()
+        self.sparse.end_round()
         self._all_sent = False
         self.hooks.expect_all()
-
-    def _send_count(self) -> None:
-        """Sends the number of this round along.
-
-        If one rank runs a backward pass more than the others, its round would meet their next one.
-        The numbers then add up to something else.
-        """
-        self.rounds += 1
-        if not self.counts_rounds or self.size == 1:
-            return
-        self._count = torch.tensor([self.rounds], dtype=torch.int64, device="cpu")
-        # Ahead of the gradients that wait for the line: backward() waits for this as well.
-        self._count_handle = ops.push_pull_async_inplace(
-            self._count,
-            False,
-            f"{self.prefix}round",
-            priority=_URGENT,
-            process_set=self.process_set,
-        )
-
-    def _check_count(self) -> None:
-        if self._count_handle is None or self._count is None:
-            return
-        ops.synchronize(self._count_handle)
-        self._count_handle = None
-        if int(self._count) != self.rounds * self.size:
-            raise UsageError(
-                f"the ranks have called backward() unequally often since their last step(): this "
-                f"one {self.rounds} times, all {self.size} together {int(self._count)} times; "
-                "every rank must run the same backward passes before it calls step()"
-            )
 
     def _leave_pass(self) -> None:
         if self.hooks.has_joined:

@@ -76,7 +76,9 @@ def check(tensor: torch.Tensor, what: str, name: str | None) -> None:
             f"{label} is on {tensor.device}: only tensors in host memory and on CUDA devices can "
             "be sent"
         )
-    raise TensorError(f"{label} is sparse ({tensor.layout}): send tensor.to_dense()")
+    raise TensorError(
+        f"{label} is sparse ({tensor.layout}): send tensor.to_dense(), or call sparse_allreduce"
+    )
 
 
 def _label(what: str, name: str | None) -> str:

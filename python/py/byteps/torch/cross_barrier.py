@@ -27,6 +27,7 @@ from byteps.torch import _gpu, ops
 from byteps.torch._batch import Batch
 from byteps.torch._compiled import untraced
 from byteps.torch._gradients import Gradients
+from byteps.torch._sparse_gradients import sparse_parameters
 from byteps.torch.compression import Compression
 from byteps.torch.optimizer import Distributed, become, checked, complete, next_prefix
 
@@ -87,6 +88,10 @@ def CrossBarrier(
         if all(param in known for group in optimizer.param_groups for param in group["params"]):
             named_parameters = model.named_parameters()
     named = checked(optimizer, named_parameters, backward_passes_per_step)
+    sparse = sparse_parameters(model)
+    for name, param in named:
+        if param in sparse and param.requires_grad:
+            raise ConfigError(f"'{name}' has sparse gradients: {_WatchedGradients.sparse_remedy}")
     overlapping = become(_Overlapping, optimizer)
     overlapping._updates = updates = _Updates(model, overlapping, num_steps)
     overlapping._byteps = _WatchedGradients(
@@ -311,6 +316,10 @@ class _WatchedGradients(Gradients):
 
     # A second round before the step is an error already.
     counts_rounds = False
+    sparse_remedy = (
+        "CrossBarrier averages dense ones alone, so make the embedding with sparse=False, or use "
+        "DistributedOptimizer"
+    )
 
     def __init__(self, updates: _Updates, *arguments: Any) -> None:
         self.updates = updates

@@ -6,7 +6,7 @@ Sizes may differ between ranks and calls, so ranks tell each other their shapes 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -106,7 +106,7 @@ class _Allgather(torch.autograd.Function):
     def forward(ctx: Any, names: list[str | None], process_set: Any, *tensors: torch.Tensor) -> Any:
         ctx.names, ctx.process_set = names, process_set
         ranks = _process_sets.ranks_of(process_set)
-        handle, shapes = _begin(tensors, names, ranks, single=False)
+        handle, shapes = begin(tensors, names, ranks, _concatenated)
         before = shapes[: _process_sets.members(ranks).index(common.rank())]
         ctx.own = [
             (sum(int(of_rank[index][0]) for of_rank in before), tensor.shape[0])
@@ -125,15 +125,31 @@ class _Allgather(torch.autograd.Function):
 def _start(
     tensors: Sequence[torch.Tensor], names: Sequence[str | None], ranks: ops.Ranks, *, single: bool
 ) -> int:
-    return _begin(tensors, names, ranks, single=single)[0]
+    return begin(tensors, names, ranks, _only if single else _concatenated)[0]
 
 
-def _begin(
-    tensors: Sequence[torch.Tensor], names: Sequence[str | None], ranks: ops.Ranks, *, single: bool
+def _concatenated(gathered: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    return [torch.cat(of_tensor) for of_tensor in gathered]
+
+
+def _only(gathered: list[list[torch.Tensor]]) -> torch.Tensor:
+    return _concatenated(gathered)[0]
+
+
+def begin(
+    tensors: Sequence[torch.Tensor],
+    names: Sequence[str | None],
+    ranks: ops.Ranks,
+    then: Callable[[list[list[torch.Tensor]]], Any],
+    what: str = "allgather",
 ) -> tuple[int, list[list[list[int]]]]:
-    """The handle, and the shapes of all ranks' tensors."""
-    known = [name or f"allgather.{index}" for index, name in enumerate(names)]
-    shapes = _shapes(tensors, known, ranks)
+    """The handle, and the shapes of all ranks' tensors, by rank and tensor.
+
+    What :func:`ops.synchronize` returns is what ``then`` makes of the gathered tensors, which it
+    gets by tensor and rank. ``what`` is the call, for messages.
+    """
+    known = [name or f"{what}.{index}" for index, name in enumerate(names)]
+    shapes = _shapes(tensors, known, ranks, what)
     blocks: list[list[Block]] = []
     sends = []
     for index, (tensor, name) in enumerate(zip(tensors, known, strict=True)):
@@ -145,7 +161,7 @@ def _begin(
                 room = block.memory.numel()
                 sends.append(
                     ops.send(
-                        "allgather of",
+                        f"{what} of",
                         _tensors.in_place(block.memory),
                         "broadcast",
                         f"{name}.{root}.{room}",
@@ -158,11 +174,12 @@ def _begin(
     def finish(blocks: list[list[Block]]) -> Any:
         memories = [block.memory for of_tensor in blocks for block in of_tensor]
         _gpu.keep_for_current_stream(memories)
-        outputs = [
-            torch.cat([block.tensor(tensor.dtype) for block in of_tensor]).to(tensor.device)
-            for tensor, of_tensor in zip(tensors, blocks, strict=True)
-        ]
-        return outputs[0] if single else outputs
+        return then(
+            [
+                [block.tensor(tensor.dtype).to(tensor.device) for block in of_tensor]
+                for tensor, of_tensor in zip(tensors, blocks, strict=True)
+            ]
+        )
 
     stream = _gpu.open_for(block.memory for of_tensor in blocks for block in of_tensor)
     return _registry.start(sends, blocks, finish, stream), shapes
@@ -176,9 +193,7 @@ def block_of(tensor: torch.Tensor, shape: list[int], ranks: ops.Ranks, *, is_own
     device = torch.device("cpu") if in_host else tensor.device
     memory = torch.empty(_room(count), dtype=torch.uint8, device=device)
     if is_own and count:
-        memory[:count] = (
-            tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-        )
+        memory[:count].view(tensor.dtype).view(shape).copy_(tensor.detach())
         memory[count:] = 0
     return Block(memory, count, shape)
 
@@ -192,7 +207,7 @@ def _room(count: int) -> int:
 
 
 def _shapes(
-    tensors: Sequence[torch.Tensor], names: Sequence[str], ranks: ops.Ranks
+    tensors: Sequence[torch.Tensor], names: Sequence[str], ranks: ops.Ranks, what: str
 ) -> list[list[list[int]]]:
     """By rank and tensor; raises on all ranks if they do not fit."""
     members = _process_sets.members(ranks)
@@ -203,7 +218,7 @@ def _shapes(
     error: BytePSError | None = None
     for row, tensor, name in zip(own, tensors, names, strict=True):
         try:
-            row[: 2 + tensor.dim()] = torch.tensor(row_of(tensor, name))
+            row[: 2 + tensor.dim()] = torch.tensor(row_of(tensor, name, what))
         except BytePSError as wrong:
             # The other ranks hear of it.
             error, row[0] = wrong, -1
@@ -221,11 +236,11 @@ def _shapes(
             row = of_rank[index]
             if row[0] < 0:
                 raise MismatchError(
-                    f"allgather of '{name}': rank {rank} has none that can be gathered"
+                    f"{what} of '{name}': rank {rank} has none that can be gathered"
                 )
             if row[:2] != first[:2] or row[3:] != first[3:]:
                 raise MismatchError(
-                    f"allgather of '{name}': rank {members[0]} has {text_of(first)}, rank {rank} "
+                    f"{what} of '{name}': rank {members[0]} has {text_of(first)}, rank {rank} "
                     f"{text_of(row)}: only dimension 0 may differ"
                 )
     return [[row[2 : 2 + row[0]] for row in of_rank] for of_rank in told]

@@ -64,8 +64,10 @@ def DistributedOptimizer(
             gradients are sent in batches as they come.
         process_set: A :class:`~byteps.torch.ProcessSet` of the ranks that average among themselves.
             On a rank that is none of them the optimizer steps with the gradients that it has.
-        sparse_as_dense: Send sparse gradients (of embeddings) as dense ones. Without it they are
-            an error.
+        sparse_as_dense: Send sparse gradients (of embeddings) as dense ones. Without it they stay
+            sparse: ranks gather each other's rows when the pass is over, uncompressed, and the
+            gradient is coalesced then. A rank without rows, or without a gradient, adds none. Where
+            another rank has a dense gradient of the parameter, all send dense ones.
     """
     known = _process_sets.added(process_set)
     _check_groups(num_groups, groups)

@@ -14,6 +14,7 @@ from byteps.errors import ConfigError
 from byteps.torch import _tensors, functions, ops
 from byteps.torch._compiled import untraced
 from byteps.torch._gradients import Gradients
+from byteps.torch._sparse_gradients import sparse_parameters
 from byteps.torch.compression import Compression
 
 __all__ = ["DistributedDataParallel"]
@@ -29,6 +30,9 @@ class DistributedDataParallel(torch.nn.Module):
     A copy (``copy.deepcopy``, ``torch.load``) averages its gradients too, from its first forward
     pass with gradients in training mode, which all ranks must run; a copy that never runs one, as
     an average of weights does, sends nothing.
+
+    The gradients of an ``Embedding`` or ``EmbeddingBag`` with ``sparse=True`` stay sparse: they are
+    gathered at the end of the pass, uncompressed, and are coalesced averages then.
 
     Args:
         module: What is trained; ``wrapped.module`` leads back to it.
@@ -179,6 +183,10 @@ class _ModuleGradients(Gradients):
 
     # Nobody tells it of steps.
     counts_rounds = False
+    sparse_remedy = (
+        "DistributedDataParallel has to know that before, from an Embedding or EmbeddingBag with "
+        "sparse=True in the module; else use DistributedOptimizer"
+    )
 
     def __init__(
         self, module: torch.nn.Module, compression: Any, prefix: str, find_unused: bool
@@ -187,7 +195,8 @@ class _ModuleGradients(Gradients):
         self._mask: torch.Tensor | None = None
         self._mask_handle: int | None = None
         named = [item for item in module.named_parameters() if item[1].requires_grad]
-        super().__init__(named, compression, 1, ops.Average, False, prefix)
+        sparse = sparse_parameters(module)
+        super().__init__(named, compression, 1, ops.Average, False, prefix, sparse=sparse)
 
     def send_rest(self) -> None:
         if not self.find_unused:
