@@ -77,6 +77,7 @@ from byteps.torch.gather import (
     grouped_allgather_async,
 )
 from byteps.torch.ops import (
+    Adasum,
     Average,
     Max,
     Min,
@@ -119,6 +120,7 @@ from byteps.torch.sync_batch_norm import SyncBatchNorm
 from byteps.torch import elastic  # isort: skip
 
 __all__ = [
+    "Adasum",
     "Average",
     "Codec",
     "Compression",

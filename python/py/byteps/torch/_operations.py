@@ -9,7 +9,12 @@ from byteps.errors import ConfigError
 
 
 class ReduceOp(IntEnum):
-    """What a push_pull computes. (Horovod's Adasum has no server to run it.)
+    """What a push_pull computes.
+
+    ``Adasum`` is a sum of floats in which what ranks have in common counts once: Maleki et al.,
+    "Scaling Distributed Training with Adaptive Summation" (2020). The ranks compute it themselves,
+    in a tree; with n of them that is no power of two, those from the next lower one, p, on go
+    first: rank p + i with rank i.
 
     ``Min`` and ``Max`` are NaN where any rank's element is. A ``Product`` of integers wraps; one of
     half types is kept in float32 by servers, and rounded once.
@@ -17,6 +22,7 @@ class ReduceOp(IntEnum):
 
     Average = 0
     Sum = 1
+    Adasum = 2
     Min = 3
     Max = 4
     Product = 5
@@ -24,12 +30,20 @@ class ReduceOp(IntEnum):
 
 Average = ReduceOp.Average
 Sum = ReduceOp.Sum
+Adasum = ReduceOp.Adasum
 Min = ReduceOp.Min
 Max = ReduceOp.Max
 Product = ReduceOp.Product
 
-#: What the engine calls them.
-_OPERATIONS = {Average: "average", Sum: "sum", Min: "min", Max: "max", Product: "product"}
+#: What the engine calls them; it does not know Adasum.
+_OPERATIONS = {
+    Average: "average",
+    Sum: "sum",
+    Adasum: "adasum",
+    Min: "min",
+    Max: "max",
+    Product: "product",
+}
 
 
 def operation_of(average: bool, op: Any) -> str:
@@ -39,5 +53,5 @@ def operation_of(average: bool, op: Any) -> str:
     operation = _OPERATIONS.get(op)
     if operation is None:
         known = ", ".join(op.name for op in _OPERATIONS)
-        raise ConfigError(f"op={op!r}: the servers compute {known}")
+        raise ConfigError(f"op={op!r}: it is one of {known}")
     return operation

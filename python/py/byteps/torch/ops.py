@@ -22,6 +22,7 @@ from byteps._registry import Send
 from byteps.errors import ConfigError
 from byteps.torch import _gpu, _tensors
 from byteps.torch._operations import (
+    Adasum,
     Average,
     Max,
     Min,
@@ -34,6 +35,7 @@ from byteps.torch._tensors import Memory
 from byteps.torch.compression import Compression, encoding_for
 
 __all__ = [
+    "Adasum",
     "Average",
     "Max",
     "Min",
@@ -194,18 +196,25 @@ def push_pull_start(
     then: Callable[[list[torch.Tensor]], Any] | None = None,
     compression: Any = Compression.none,
 ) -> int:
-    memories = []
+    memories, scaled = [], []
     for tensor, name in zip(tensors, names, strict=True):
         _tensors.check(tensor, "push_pull of", name)
         _tensors.summed_dtype(tensor, "push_pull of", name)
         in_host = _tensors.through_host(tensor, operation == "average", ranks)
         sent = tensor if prescale == 1.0 else _scaled(tensor.detach(), prescale)
+        scaled.append(sent)
+        if operation == "adasum":
+            continue
         if not inplace:
             memories.append(_tensors.to_new(sent, in_host))
         elif sent is tensor:
             memories.append(_tensors.in_place(tensor, in_host))
         else:
             memories.append(_tensors.to_other(sent, tensor, in_host))
+    if operation == "adasum":
+        from byteps.torch import _adasum  # It stands above this module.
+
+        return _adasum.start(tensors, names, inplace, single, postscale, ranks, then, scaled)
     return _start(
         "push_pull of",
         memories,

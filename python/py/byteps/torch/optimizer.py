@@ -57,7 +57,11 @@ def DistributedOptimizer(
         compression: :class:`~byteps.torch.Compression` for what is sent.
         backward_passes_per_step: How often ``backward()`` adds to a gradient before it is sent.
             Averages are right without it, too, but each pass then sends all gradients.
-        op: :data:`~byteps.torch.Average` or :data:`~byteps.torch.Sum`.
+        op: :data:`~byteps.torch.Average`, :data:`~byteps.torch.Sum` or
+            :data:`~byteps.torch.Adasum`. With the last, as in Horovod, nothing is sent during
+            ``backward()``: the optimizer steps with the gradients of this rank, and what all ranks'
+            steps have changed is combined then. All ranks must step, so it takes no gradient scaler
+            of float16, which skips steps of single ranks.
         gradient_predivide_factor: Gradients are divided by it before they are sent, and averages
             multiplied by it: for sums that would leave the range of what ``compression`` sends.
         num_groups, groups: For Horovod's callers, which choose what is sent together; not used:
@@ -79,13 +83,32 @@ def DistributedOptimizer(
             )
         compression = Predivided(compression, gradient_predivide_factor)
     named = checked(optimizer, named_parameters, backward_passes_per_step)
-    distributed = become(Distributed, optimizer)
     prefix = next_prefix() if known is None else next_prefix(known.process_set_id)
+    if op == ops.Adasum:
+        return _combining(optimizer, named, compression, prefix, known)
+    distributed = become(Distributed, optimizer)
     distributed._byteps = Gradients(
         named, compression, backward_passes_per_step, op, sparse_as_dense, prefix, known
     )
     distributed._byteps.step_with(distributed)
     return distributed
+
+
+def _combining(
+    optimizer: torch.optim.Optimizer,
+    named: list[tuple[str, torch.Tensor]],
+    compression: Any,
+    prefix: str,
+    process_set: _process_sets.ProcessSet | None,
+) -> torch.optim.Optimizer:
+    """The optimizer with Adasum."""
+    if compression is not Compression.none:
+        raise ConfigError(f"compression={compression!r} is for averages and sums, not Adasum")
+    combining = become(_Combining, optimizer)
+    # It watches no gradients.
+    combining._byteps = Gradients((), compression, 1, ops.Average, False, prefix, process_set)
+    combining._names = {param: f"{prefix}{name}" for name, param in named}
+    return combining
 
 
 def _check_groups(num_groups: int, groups: Any) -> None:
@@ -335,3 +358,49 @@ class Distributed(torch.optim.Optimizer):
                 (f"push_pull.noname.{start + index}", param)
                 for index, param in enumerate(self.param_groups[-1]["params"])
             )
+
+
+class _Combining(Distributed):
+    """An optimizer whose steps are combined by Adasum, as those of Horovod's are.
+
+    Each rank steps with its own gradients. What the step has changed, not the gradient, is what
+    ranks combine: so the factors hold for what optimizers such as Adam make of gradients, too.
+    """
+
+    _names: dict[torch.Tensor, str]
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """An error: there is no step without the other ranks."""
+        raise UsageError("skip_synchronize() with op=Adasum: each step is combined with the others")
+        yield
+
+    @complete
+    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Steps with this rank's gradients, and combines the changes of all ranks."""
+        gradients = self._byteps
+        self._opt_called = True  # For learning-rate schedulers, which look at it.
+        params = [param for param in self._names if param.requires_grad]
+        before = [param.detach().clone() for param in params]
+        user_step = super(Distributed, self).step
+        loss = (
+            user_step(*args, **kwargs) if closure is None else user_step(closure, *args, **kwargs)
+        )
+        if gradients.size > 1:
+            changes = [param.detach() - start for param, start in zip(params, before, strict=True)]
+            names = [self._names[param] for param in params]
+            ops.push_pull_group_inplace(
+                changes, name=names, op=ops.Adasum, process_set=gradients.process_set
+            )
+            with torch.no_grad():
+                for param, start, change in zip(params, before, changes, strict=True):
+                    param.copy_(start + change)
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters, whose changes are combined too; all ranks must do it."""
+        super(Distributed, self).add_param_group(param_group)
+        names = self.__dict__.get("_names")
+        if names is not None:
+            for param in self.param_groups[-1]["params"]:
+                names[param] = f"{self._byteps.prefix}push_pull.noname.{len(names)}"
