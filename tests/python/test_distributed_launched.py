@@ -124,6 +124,24 @@ def test_torch_without_the_backend(tmp_path):
     assert not run.stderr.strip()
 
 
+def test_the_comparison_of_starts_runs():
+    script = ROOT / "perf" / "start_up.py"
+    options = ["--rounds", "1", "--json", "--ways", "bpslaunch-optimizer"]
+    run = subprocess.run(
+        [sys.executable, str(script), *options],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    ours, peer = map(json.loads, run.stdout.splitlines())
+    assert (ours["way"], peer["way"]) == ("bpslaunch-optimizer", "torchrun-gloo")
+    assert min(ours["start_s"], peer["start_s"], ours["cpu_s"], peer["cpu_s"]) > 0
+    assert peer["above_s"] == 0
+
+
 def test_the_comparison_with_gloo_runs():
     script = ROOT / "perf" / "beside_ddp.py"
     sizes = ["--rounds", "1", "--layers", "2", "--width", "32", "--json", "16", "100000"]

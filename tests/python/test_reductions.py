@@ -104,8 +104,8 @@ def what_is_refused():
             bps.DistributedOptimizer(torch.optim.SGD([tensor.clone().requires_grad_()], 0.1), op=op)
         with pytest.raises(ConfigError, match="has no gradient"):
             bps.allreduce(tensor.clone().requires_grad_(), op=op).sum().backward()
-    with pytest.raises(ConfigError, match="the servers compute Average, Sum, Min, Max, Product"):
-        bps.allreduce(tensor, op=2)
+    with pytest.raises(ConfigError, match="it is one of Average, Sum, Adasum, Min, Max, Product"):
+        bps.allreduce(tensor, op=6)
     with pytest.raises(ConfigError, match="not both"):
         bps.allreduce(tensor, average=True, op=bps.Min)
 
