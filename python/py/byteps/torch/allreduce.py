@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from byteps import _process_sets
+from byteps import _operations, _process_sets
+from byteps._operations import ReduceOp
 from byteps.errors import ConfigError
-from byteps.torch import _operations, ops
-from byteps.torch._operations import ReduceOp
+from byteps.torch import ops
 from byteps.torch.compression import Compression
 
 __all__ = [

@@ -18,10 +18,7 @@ from typing import Any
 import torch
 
 from byteps import _process_sets, _registry, common
-from byteps._registry import Send
-from byteps.errors import ConfigError
-from byteps.torch import _gpu, _tensors
-from byteps.torch._operations import (
+from byteps._operations import (
     Adasum,
     Average,
     Max,
@@ -31,6 +28,9 @@ from byteps.torch._operations import (
     Sum,
     operation_of,
 )
+from byteps._registry import Send
+from byteps.errors import ConfigError
+from byteps.torch import _gpu, _tensors
 from byteps.torch._tensors import Memory
 from byteps.torch.compression import Compression, encoding_for
 

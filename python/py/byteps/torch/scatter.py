@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from byteps import _process_sets, _registry, common
+from byteps import _operations, _process_sets, _registry, common
+from byteps._operations import Average, ReduceOp
 from byteps.errors import BytePSError, ConfigError, MismatchError, TensorError
-from byteps.torch import _operations, _tensors, gather, ops
-from byteps.torch._operations import Average, ReduceOp
+from byteps.torch import _tensors, gather, ops
 from byteps.torch.compression import Compression
 
 __all__ = [

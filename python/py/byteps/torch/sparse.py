@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from byteps import _process_sets
+from byteps._operations import Average, ReduceOp, Sum
 from byteps.errors import ConfigError, TensorError
 from byteps.torch import gather, ops
-from byteps.torch._operations import Average, ReduceOp, Sum
 
 __all__ = ["SparseHandle", "sparse_allreduce", "sparse_allreduce_async"]
 
