@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import hmac
-import io
-import pickle
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from byteps import _native, _process_sets, _registry, common
-from byteps.errors import ConfigError, CorruptionError, MismatchError, TensorError
+from byteps import _objects, _process_sets, common
+from byteps.errors import ConfigError, MismatchError
 from byteps.torch import ops
 
-try:
-    import cloudpickle
-except ImportError:
-    cloudpickle = None
-
 __all__ = ["broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
-
-_OBJECT_BYTES_MIN = 1024
 
 
 def broadcast_parameters(
@@ -207,13 +197,6 @@ def _load(optimizer: torch.optim.Optimizer, state_dict: Any) -> None:
     optimizer.__setstate__({"state": state, "param_groups": optimizer.param_groups})
 
 
-_TAG_BYTES = 32
-
-
-def _tag(key: bytes, data: bytes, pickled: bool) -> bytes:
-    return hmac.digest(key, bytes([pickled]) + data, "sha256")
-
-
 def broadcast_object(
     obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: Any = None
 ) -> Any:
@@ -227,49 +210,4 @@ def broadcast_object(
     With a ``process_set`` it is for the ranks of that :class:`~byteps.torch.ProcessSet`.
     """
     ranks = _process_sets.ranks_of(process_set)
-    name = name or "broadcast_object"
-    data, cause = b"", None
-    try:
-        # Asked before anything can fail, so that all ranks count alike.
-        key = _native.object_key(_registry.scoped(name, ranks), root_rank)
-    except (OverflowError, UnicodeEncodeError):
-        key = None  # No rank and no name: broadcast_ says so below.
-    if common.rank() == root_rank:
-        buffer = io.BytesIO()
-        try:
-            (cloudpickle or pickle).dump(obj, buffer)
-            data = buffer.getvalue()
-        except Exception as error:  # Whatever the object's own methods raise.
-            # The other ranks wait for bytes: they get the reason in place of the object.
-            data, cause = f"{type(error).__name__}: {error}".encode(errors="replace"), error
-        if key is not None:
-            data += _tag(key, data, cause is None)
-    # In host memory, whatever the user's default device is: the bytes are not for a GPU.
-    header = torch.tensor([len(data), cause is None], dtype=torch.int64, device="cpu")
-    ops.broadcast_(header, root_rank, f"{name}.length", process_set)
-    count, pickled = header.tolist()
-    # A name stands for one size, so the bytes travel in one of a few sizes.
-    room = max(_OBJECT_BYTES_MIN, 1 << (count - 1).bit_length()) if count > 1 else _OBJECT_BYTES_MIN
-    payload = torch.zeros(room, dtype=torch.uint8, device="cpu")
-    if data:
-        payload[:count] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    ops.broadcast_(payload, root_rank, f"{name}.bytes.{room}", process_set)
-    received = payload[: max(count, 0)].numpy().tobytes()
-    if key is not None:
-        received, tag = received[:-_TAG_BYTES], received[-_TAG_BYTES:]
-        own = _tag(key, received, bool(pickled))
-        if not hmac.compare_digest(tag, own):
-            altered = CorruptionError(
-                f"the object '{name}' of rank {root_rank} does not authenticate on rank "
-                f"{common.rank()}, so it was not unpickled: something between the two, or a "
-                "server, changes what passes, or the ranks did not broadcast the same objects"
-            )
-            altered.rank, altered.ranks, altered.tensor = root_rank, (root_rank,), name
-            raise altered
-    if not pickled:
-        reason = received.decode(errors="replace")
-        raise TensorError(
-            f"the object that rank {root_rank} broadcasts cannot be pickled ({reason}): send "
-            "plain data, or a class that defines __reduce__"
-        ) from cause
-    return obj if common.rank() == root_rank else pickle.loads(received)
+    return _objects.broadcast_object(obj, root_rank, name or "broadcast_object", ranks)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from byteps import _process_sets, _registry, common
+from byteps import _objects, _process_sets, _registry, common
 from byteps._operations import (
     Adasum,
     Average,
@@ -68,8 +68,7 @@ __all__ = [
 #: The ranks that a call is for; all where it is None.
 Ranks = tuple[int, ...] | None
 
-# Everyone waits for what is broadcast, so it goes before gradients.
-BROADCAST_PRIORITY = 1 << 30
+BROADCAST_PRIORITY = _objects.BROADCAST_PRIORITY
 
 
 # Handles
@@ -546,15 +545,7 @@ def _broadcast_start(
     settle: bool = False,
     ranks: Ranks = None,
 ) -> int:
-    if not 0 <= root_rank < common.size():
-        raise ConfigError(
-            f"broadcast from rank {root_rank}: the ranks are 0 to {common.size() - 1}"
-        )
-    if ranks is not None and root_rank not in ranks:
-        raise ConfigError(
-            f"broadcast from rank {root_rank} among ranks {list(ranks)}: the root is one of them, "
-            "by its number in the job"
-        )
+    _objects.check_root(root_rank, ranks)
     return _start(
         "broadcast of",
         memories,
