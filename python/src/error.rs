@@ -6,9 +6,9 @@ use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyTuple, PyType};
 
-/// The Python exception for an error of the engine, with its data as attributes.
-pub fn from_engine(error: &Error) -> PyErr {
-    let class = match error {
+/// The name of the class in `byteps.errors` for an error of the engine.
+pub fn class_of(error: &Error) -> &'static str {
+    match error {
         Error::Config(_) => "ConfigError",
         Error::Start(_) => "StartError",
         Error::Mismatch(_) => "MismatchError",
@@ -18,8 +18,12 @@ pub fn from_engine(error: &Error) -> PyErr {
         Error::Timeout(_) => "WaitTimeoutError",
         Error::Closed(_) => "NotInitializedError",
         Error::Refused(_) => "BytePSError",
-    };
-    let raised = raise(class, error.to_string());
+    }
+}
+
+/// The Python exception for an error of the engine, with its data as attributes.
+pub fn from_engine(error: &Error) -> PyErr {
+    let raised = raise(class_of(error), error.to_string());
     // An exception without its attributes is still the right one: its class has them as None.
     let _ = Python::attach(|py| describe(raised.value(py).as_any(), error.details()));
     raised

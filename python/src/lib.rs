@@ -15,6 +15,7 @@ mod gradients;
 mod handle;
 mod tensor;
 mod waiting;
+mod xla;
 
 use pyo3::prelude::*;
 
@@ -43,6 +44,8 @@ mod _native {
         push_batch, push_pull, push_pull_gpu, scale_residues, start_batch, stream_wait,
         stream_wait_batch,
     };
+    #[pymodule_export]
+    use super::xla::{xla_devices, xla_forget, xla_handlers, xla_raise, xla_version};
 
     #[pymodule_init]
     fn initialise(module: &Bound<'_, PyModule>) -> PyResult<()> {

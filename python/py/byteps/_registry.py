@@ -144,6 +144,7 @@ def started() -> None:
     global _jobs
     with _lock:
         _jobs += 1
+        _native.xla_forget()
         # Turns begin again, also with ranks that are new to the job, and process sets are added
         # again: their ranks may be others.
         for tensor in list(_declared):
@@ -206,6 +207,7 @@ def ended(keep_names: bool, kept: dict[Tensor, Kept] | None = None) -> None:
         _pending.clear()
         _abandoned.clear()
         held.clear()
+        _native.xla_forget(has_ended=True)
         if not keep_names:
             _declared.clear()
             _on_wire.clear()
@@ -340,7 +342,8 @@ def declare(tensors: Sequence[Tensor]) -> list[int]:
             numbers = _native.declare(specs)
             for wire, tensor, number in zip(wire_names, new, numbers, strict=True):
                 # What the name stood for before has to be declared again before it is sent again.
-                _declared.pop(_on_wire.get(wire, tensor), None)
+                if _declared.pop(_on_wire.get(wire, tensor), None) is not None:
+                    _native.xla_forget()
                 _on_wire[wire] = tensor
                 _declared[tensor] = number
                 if tensor in _to_keep:

@@ -122,6 +122,7 @@ const PYTHON: Layers = &[
     ("gradients", &["error", "fork", "waiting"]),
     ("completions", &["gradients", "waiting"]),
     ("tensor", &["context", "error", "gradients", "handle", "waiting"]),
+    ("xla", &["context", "error"]),
 ];
 
 /// The crates whose modules are in layers.

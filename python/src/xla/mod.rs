@@ -1,0 +1,226 @@
+//! push_pull inside programs that XLA has compiled: two custom calls, for `byteps.jax`.
+//!
+//! `push` starts to exchange one array and returns a ticket at once; `pull` takes the tickets of
+//! some pushes and gives their results. So all arrays of a step are under way together, each from
+//! when it was computed. Neither has a side effect as XLA sees it, which lets them stand in loops,
+//! branches and other transformations: a pull depends on its pushes by their tickets, and a push
+//! without a pull is dropped, on all ranks alike.
+//!
+//! XLA finds the calls by address ([`xla_handlers`]).
+
+#![allow(unsafe_code)]
+
+mod abi;
+mod completer;
+mod exchanges;
+
+use crate::error;
+use abi::{Buffer, Call, CallFrame, Code, RawError};
+use completer::Part;
+use exchanges::Declared;
+use pyo3::prelude::*;
+use std::ptr;
+use std::sync::{Mutex, PoisonError};
+
+/// The last error of the engine that was given to XLA, which knows texts alone.
+static LAST: Mutex<Option<bps_worker::Error>> = Mutex::new(None);
+
+/// The addresses of the custom calls `push` and `pull`, for a release of jaxlib; from now on
+/// `declare(name, dtype, shape, operation, root)` is asked for the numbers of tensors.
+#[pyfunction]
+pub fn xla_handlers(declare: Py<PyAny>, jaxlib: (u32, u32, u32)) -> (usize, usize) {
+    abi::set_release(jaxlib);
+    exchanges::declare_by(declare);
+    let address = |handler: Handler| (handler as *const ()).expose_provenance();
+    (address(push), address(pull))
+}
+
+type Handler = unsafe extern "C" fn(*mut CallFrame) -> RawError;
+
+/// XLA's numbers of this process's devices, in order. In a job of JAX's own (`jax.distributed`)
+/// they go on from process to process.
+static DEVICES: Mutex<Vec<i64>> = Mutex::new(Vec::new());
+
+/// Tells XLA's numbers of this process's devices, in order.
+#[pyfunction]
+pub fn xla_devices(numbers: Vec<i64>) {
+    *DEVICES.lock().unwrap_or_else(PoisonError::into_inner) = numbers;
+}
+
+/// Where a device stands among those of this process, from 0.
+fn place_of(device: i64) -> usize {
+    let devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    devices.iter().position(|&number| number == device).unwrap_or(0)
+}
+
+/// The version of the interface that XLA has shown, once it has, and whether it is known here.
+#[pyfunction]
+pub fn xla_version() -> Option<(i32, i32, bool)> {
+    abi::seen_version().map(|(major, minor)| (major, minor, abi::is_known((major, minor))))
+}
+
+/// Raises the last error of the engine that was given to XLA, if `text` contains it.
+#[pyfunction]
+pub fn xla_raise(text: &str) -> PyResult<()> {
+    let last = LAST.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    match last {
+        Some(cause) if text.contains(&cause.to_string()) => Err(error::from_engine(&cause)),
+        _ => Ok(()),
+    }
+}
+
+/// What stood for a name stands for something else now: the numbers of tensors are asked for again.
+/// With `has_ended` nothing is under way any more, and what was not pulled never will be.
+#[pyfunction]
+#[pyo3(signature = (has_ended = false))]
+pub fn xla_forget(has_ended: bool) {
+    if has_ended {
+        exchanges::forget_all();
+    } else {
+        exchanges::forget_numbers();
+    }
+}
+
+/// The text that XLA gets for an error of the engine.
+fn failed(cause: &bps_worker::Error) -> String {
+    *LAST.lock().unwrap_or_else(PoisonError::into_inner) = Some(cause.clone());
+    format!("byteps.errors.{}: {cause}", error::class_of(cause))
+}
+
+/// The text that XLA gets for an exception.
+fn told(py: Python<'_>, error: &PyErr) -> String {
+    let kind = error.get_type(py);
+    let name = kind.fully_qualified_name().map_or_else(|_| "Exception".into(), |it| it.to_string());
+    format!("{name}: {}", error.value(py))
+}
+
+/// What the engine calls a type of XLA's, and the bytes of an element.
+fn dtype_of(number: i32) -> Option<(&'static str, usize)> {
+    Some(match number {
+        2 => ("i8", 1),
+        4 => ("i32", 4),
+        5 => ("i64", 8),
+        6 => ("u8", 1),
+        10 => ("f16", 2),
+        11 => ("f32", 4),
+        12 => ("f64", 8),
+        16 => ("bf16", 2),
+        _ => return None,
+    })
+}
+
+/// The shape of a buffer, and its bytes.
+fn size_of_buffer(buffer: Buffer<'_>) -> Option<(&'static str, Vec<u64>, usize)> {
+    let (dtype, element) = dtype_of(buffer.dtype)?;
+    let shape: Vec<u64> =
+        buffer.dimensions.iter().map(|&one| u64::try_from(one).ok()).collect::<Option<_>>()?;
+    let bytes = shape
+        .iter()
+        .try_fold(element, |bytes, &one| bytes.checked_mul(usize::try_from(one).ok()?))?;
+    Some((dtype, shape, bytes))
+}
+
+const TICKET_BYTES: usize = 8;
+
+/// A ticket's memory: two numbers of 32 bits, since JAX has none of 64 by default.
+fn ticket_of(buffer: Option<Buffer<'_>>) -> Option<*mut u8> {
+    buffer.filter(|one| one.dtype == 8 && one.dimensions == [2]).map(|one| one.data)
+}
+
+const NOT_OURS: &str = "byteps.errors.UsageError: a custom call of byteps has other arguments than \
+    byteps.jax gives it: call byteps.jax.push_pull";
+
+/// One argument: the array. One result: the ticket.
+///
+/// # Safety
+/// Only XLA calls it, with a frame of its own.
+unsafe extern "C" fn push(frame: *mut CallFrame) -> RawError {
+    // SAFETY: XLA passes the frame of this call.
+    let Some(call) = (unsafe { Call::new(frame) }) else { return ptr::null_mut() };
+    let parsed = || {
+        let argument = call.argument(0)?;
+        let (dtype, shape, bytes) = size_of_buffer(argument)?;
+        let name = call.text("name")?;
+        let name = match place_of(call.device()) {
+            0 => name.to_owned(),
+            device => format!("{name}@device {device}"),
+        };
+        let operation = call.text("operation")?.to_owned();
+        let root = u32::try_from(call.number("root")?).ok()?;
+        let tensor = Declared { name, operation, root, dtype, shape };
+        Some((tensor, argument.data, bytes, call.number("priority")?, ticket_of(call.result(0))?))
+    };
+    let Some((tensor, data, bytes, priority, target)) = parsed() else {
+        return call.error(Code::InvalidArgument, NOT_OURS);
+    };
+    // SAFETY: XLA keeps the argument, of the size that its dimensions say, until the call returns.
+    let pushed = unsafe { exchanges::push(&tensor, (data, bytes), priority, call.run()) };
+    match pushed {
+        Ok(ticket) => {
+            let from = ticket.to_ne_bytes();
+            // SAFETY: the result was just checked to have two elements of 32 bits, which are
+            // this call's to write.
+            unsafe { from.as_ptr().copy_to_nonoverlapping(target, TICKET_BYTES) };
+            ptr::null_mut()
+        }
+        Err(text) => call.error(Code::Aborted, &text),
+    }
+}
+
+/// As many arrays, which only lend their memory, and then as many tickets; as many results.
+///
+/// # Safety
+/// Only XLA calls it, with a frame of its own.
+unsafe extern "C" fn pull(frame: *mut CallFrame) -> RawError {
+    // SAFETY: XLA passes the frame of this call.
+    let Some(mut call) = (unsafe { Call::new(frame) }) else { return ptr::null_mut() };
+    let count = call.results();
+    let mut parts = Vec::with_capacity(count);
+    for index in 0..count {
+        let result = call.result(index);
+        let size = result.and_then(size_of_buffer);
+        let ticket = ticket_of(call.argument(count + index));
+        let (Some(result), Some((_, _, bytes)), Some(ticket)) = (result, size, ticket) else {
+            return call.error(Code::InvalidArgument, NOT_OURS);
+        };
+        let mut number = [0; TICKET_BYTES];
+        // SAFETY: the argument was just checked to have two elements of 32 bits.
+        unsafe { ticket.copy_to_nonoverlapping(number.as_mut_ptr(), TICKET_BYTES) };
+        match exchanges::find(u64::from_ne_bytes(number)) {
+            Ok(exchange) => parts.push(Part { exchange, target: result.data, bytes }),
+            Err(text) => return call.error(Code::Aborted, &text),
+        }
+    }
+    let mut failed = None;
+    parts.retain(|part| {
+        // SAFETY: this call has not returned.
+        match unsafe { part.deliver() } {
+            None => true,
+            Some(result) => {
+                failed = failed.take().or(result.err());
+                false
+            }
+        }
+    });
+    if let Some(text) = failed {
+        return call.error(Code::Aborted, &text);
+    }
+    if parts.is_empty() {
+        return ptr::null_mut();
+    }
+    if completer::runs()
+        && let Some(future) = call.future()
+    {
+        completer::complete(parts, future);
+        return ptr::null_mut();
+    }
+    for part in &parts {
+        // The engine ends each handle, with an error if need be.
+        let _ = part.exchange.handle().wait(None);
+        // SAFETY: this call has not returned.
+        if let Some(Err(text)) = unsafe { part.deliver() } {
+            return call.error(Code::Aborted, &text);
+        }
+    }
+    ptr::null_mut()
+}
