@@ -1,0 +1,101 @@
+"""Training with JAX::
+
+    import byteps.jax as bps
+
+    bps.init()
+    params = bps.broadcast_parameters(params, root_rank=0)
+    optimizer = bps.DistributedOptimizer(optax.adam(1e-3))
+
+``push_pull`` and all that is built on it work inside ``jax.jit`` and outside, on CPUs.
+"""
+
+from typing import Any
+
+import jax
+
+from byteps import common
+from byteps._operations import Average, Max, Min, Product, ReduceOp, Sum
+from byteps.common import (
+    barrier,
+    cross_rank,
+    cross_size,
+    get_pushpull_speed,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    resume,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
+    suspend,
+)
+from byteps.jax import _ffi
+from byteps.jax.functions import allgather_object, broadcast_object, broadcast_parameters
+from byteps.jax.ops import (
+    allgather,
+    broadcast,
+    declare,
+    poll,
+    push_pull,
+    push_pull_async,
+    synchronize,
+    typed_errors,
+    wait,
+)
+from byteps.jax.optimizer import DistributedOptimizer, grad, value_and_grad
+
+__all__ = [
+    "Average",
+    "DistributedOptimizer",
+    "Max",
+    "Min",
+    "Product",
+    "ReduceOp",
+    "Sum",
+    "allgather",
+    "allgather_object",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "broadcast_parameters",
+    "cross_rank",
+    "cross_size",
+    "declare",
+    "get_pushpull_speed",
+    "grad",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "poll",
+    "push_pull",
+    "push_pull_async",
+    "rank",
+    "resume",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+    "suspend",
+    "synchronize",
+    "typed_errors",
+    "value_and_grad",
+    "wait",
+]
+
+
+def init(lazy: Any = True) -> None:
+    """Starts the engine of this process and returns when all nodes of the job are there.
+
+    See :func:`byteps.common.init`. Call it before JAX is first used: programs then run on the CPU
+    in the order in which they are called, each to its end (``jax_cpu_enable_async_dispatch`` is
+    off). By default JAX runs independent programs there side by side, in an order of its own on
+    each rank, and two that use one name would be summed in different pairs.
+    """
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    _ffi.check_version()
+    common.init(lazy)

@@ -1,0 +1,275 @@
+"""push_pull, broadcast and allgather of arrays, and of trees of arrays.
+
+A *push_pull* gives every rank the sum, the average, or another reduction (:class:`ReduceOp`), of
+what all ranks passed under one name. The arrays of a tree are all under way together, and each has
+the tree's name followed by its place in it, as ``jax.tree_util.keystr`` writes that.
+
+All functions work inside ``jax.jit`` and its like as well as outside. Outside, what goes wrong is
+raised as a class of :mod:`byteps.errors`; in a program XLA makes it a ``JaxRuntimeError`` with the
+same text, of which :func:`typed_errors` makes that class again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from byteps import _native, _objects, _registry, errors
+from byteps._operations import ReduceOp, operation_of
+from byteps.errors import ConfigError, TensorError
+from byteps.jax import _arrays, _primitive
+from byteps.jax._arrays import How
+
+__all__ = [
+    "allgather",
+    "broadcast",
+    "declare",
+    "poll",
+    "push_pull",
+    "push_pull_async",
+    "synchronize",
+    "typed_errors",
+    "wait",
+]
+
+Tree = TypeVar("Tree")
+
+
+def _leaves(tree: Any, name: str | None) -> tuple[list[Any], list[str | None], Any]:
+    """The arrays in a tree, their names, and the tree's structure."""
+    found, structure = jax.tree_util.tree_flatten_with_path(tree)
+    arrays = [jnp.asarray(leaf) for _, leaf in found]
+    if name is None:
+        return arrays, [None] * len(found), structure
+    return arrays, [name + jax.tree_util.keystr(path) for path, _ in found], structure
+
+
+def _hows(names: list[str | None], operation: str, priority: int) -> list[How]:
+    return [How(name, operation, 0, priority) for name in names]
+
+
+def push_pull(
+    tree: Tree,
+    average: bool = True,
+    name: str | None = None,
+    priority: int = 0,
+    op: ReduceOp | None = None,
+) -> Tree:
+    """The average (or sum) over all ranks of each array in ``tree``, as a tree of the same shape.
+
+    Integers are averaged by floor division. Among arrays that wait, one with a larger ``priority``
+    is sent sooner. ``op``, where given, is what is computed, whatever ``average`` says. Averages
+    and sums have gradients: the gradient of an average is the average of the ranks' gradients.
+
+    Without a ``name`` the order of the calls is what matters; in a program, the order in which
+    exchanges were compiled. So give names where ranks may differ in that. In one program each
+    name may be under way once at a time.
+
+    Under ``jax.vmap`` the whole batch is exchanged at once, as ``name.batch``; its size is part of
+    the shape, on which the ranks have to agree. Where a program runs on several devices, each
+    exchanges with the devices of the same number on the other ranks.
+
+    Raises:
+        TensorError: An array of a type that is not summed, or on a device that is no CPU.
+        MismatchError: The ranks disagree about what a name stands for.
+    """
+    operation = operation_of(average, op)
+    arrays, names, structure = _leaves(tree, name)
+    results = _primitive.exchange(arrays, _hows(names, operation, priority))
+    whole: Tree = structure.unflatten(results)
+    return whole
+
+
+def push_pull_async(
+    tree: Any,
+    average: bool = True,
+    name: str | None = None,
+    priority: int = 0,
+    op: ReduceOp | None = None,
+) -> int:
+    """:func:`push_pull` that does not wait: a handle for :func:`synchronize`.
+
+    Not for use in programs, in which all push_pulls run beside what does not need their results.
+    """
+    operation = operation_of(average, op)
+    arrays, names, structure = _leaves(tree, name)
+    for array, one in zip(arrays, names, strict=True):
+        if isinstance(array, jax.core.Tracer):
+            raise ConfigError(
+                "push_pull_async inside jit, grad or another transformation: call push_pull, which "
+                "runs there beside what does not need its result"
+            )
+        _arrays.dtype_of(array, one)
+    return _arrays.start(arrays, _hows(names, operation, priority), structure.unflatten)
+
+
+def poll(handle: int) -> bool:
+    """Whether :func:`synchronize` would return at once."""
+    return _registry.poll(handle)
+
+
+def wait(handle: int, timeout: float | None = None) -> bool:
+    """Waits until it is done, at most ``timeout`` seconds; returns whether it is.
+
+    The handle stays valid: :func:`synchronize` fetches the result. What went wrong is raised.
+    """
+    return _registry.wait(handle, timeout)
+
+
+def synchronize(handle: int, timeout: float | None = None) -> Any:
+    """Waits until it is done and returns its tree of new arrays; then the handle is spent.
+
+    After ``timeout`` seconds it raises :class:`byteps.errors.WaitTimeoutError`, and the handle may
+    be waited for again. A handle that was synchronised before gives None.
+    """
+    return _registry.synchronize(handle, timeout)
+
+
+def declare(name: str, tree: Any = None, average: bool = True, op: ReduceOp | None = None) -> None:
+    """Makes the arrays of a tree known before they are first sent, which saves a round trip then.
+
+    ``tree`` is of arrays or of ``jax.ShapeDtypeStruct``. A name alone needs nothing: the order of
+    declaration has no meaning.
+    """
+    operation = operation_of(average, op)
+    found, _ = jax.tree_util.tree_flatten_with_path(tree)
+    hows = [How(name + jax.tree_util.keystr(path), operation, 0, 0) for path, _ in found]
+    _registry.declare(
+        [_arrays.tensor_of(leaf, how) for (_, leaf), how in zip(found, hows, strict=True)]
+    )
+
+
+# Broadcast
+
+
+def broadcast(tree: Tree, root_rank: int, name: str | None = None) -> Tree:
+    """The arrays of ``root_rank``, bit for bit, as a tree of the same shape.
+
+    All ranks pass arrays of its shapes and types, which may be any types that JAX has. The root's
+    gradient is the average of the ranks' gradients, that of the others is zero; only floating
+    point types that can be summed have one.
+    """
+    _objects.check_root(root_rank, None)
+    arrays, names, structure = _leaves(tree, name)
+    sent = [_sendable(array) for array in arrays]
+    hows = [How(one, "broadcast", root_rank, _objects.BROADCAST_PRIORITY) for one in names]
+    results = _primitive.exchange(sent, hows)
+    whole: Tree = structure.unflatten(
+        [_restored(result, array) for result, array in zip(results, arrays, strict=True)]
+    )
+    return whole
+
+
+def _is_key(array: Any) -> bool:
+    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+
+
+def _sendable(array: Any) -> Any:
+    """What the engine can send in its place: an array of bytes if need be."""
+    if _is_key(array):
+        return _sendable(jax.random.key_data(array))
+    if str(array.dtype) in _arrays.DTYPES:
+        return array
+    if array.dtype == jnp.bool_:
+        return array.astype(jnp.uint8)[..., None]
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        parts = jnp.stack([array.real, array.imag], axis=-1)
+        return jax.lax.bitcast_convert_type(parts, jnp.uint8).reshape(*array.shape, -1)
+    if array.dtype.itemsize == 1:
+        return jax.lax.bitcast_convert_type(array, jnp.uint8)[..., None]
+    return jax.lax.bitcast_convert_type(array, jnp.uint8)
+
+
+def _restored(sent: Any, array: Any) -> Any:
+    """The array that was sent as this, of the type of the other."""
+    if _is_key(array):
+        data = _restored(sent, jax.eval_shape(jax.random.key_data, array))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
+    if str(array.dtype) in _arrays.DTYPES:
+        return sent
+    if array.dtype == jnp.bool_:
+        return sent[..., 0].astype(jnp.bool_)
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        part = np.dtype(f"float{array.dtype.itemsize * 4}")
+        parts = sent.reshape(*array.shape, 2, part.itemsize)
+        parts = jax.lax.bitcast_convert_type(parts, part)
+        return jax.lax.complex(parts[..., 0], parts[..., 1])
+    if array.dtype.itemsize == 1:
+        sent = sent[..., 0]
+    return jax.lax.bitcast_convert_type(sent, array.dtype)
+
+
+# Gathering
+
+
+def allgather(array: Any, name: str | None = None) -> Any:
+    """The arrays of all ranks, one behind the other along dimension 0, in the order of the ranks.
+
+    They have the same type and, but for dimension 0, the same shape; inside a program all of it,
+    since programs have fixed shapes. Each rank broadcasts its own.
+    """
+    array = jnp.asarray(array)
+    if array.ndim == 0:
+        raise TensorError(f"allgather of '{name}': a scalar has no dimension 0: reshape it to (1,)")
+    size, own = _native.size(), _native.rank()
+    rows = [array.shape[0]] * size
+    if not isinstance(array, jax.core.Tracer):
+        base = name or f"allgather {_registry.count_up('jax.allgather')}"
+        counts = np.zeros(size, np.int64)
+        counts[own] = array.shape[0]
+        rows = _sum_of_counts(counts, f"{base}.rows")
+    parts = [
+        array if rank == own else jnp.zeros((count, *array.shape[1:]), array.dtype)
+        for rank, count in enumerate(rows)
+    ]
+    # A name stands for one shape, and the number of rows may change from call to call.
+    hows = [
+        How(name and f"{name}.{rank}", "broadcast", rank, _objects.BROADCAST_PRIORITY)
+        for rank in range(size)
+    ]
+    results = _primitive.exchange([_sendable(part) for part in parts], hows)
+    return jnp.concatenate([_restored(one, array) for one in results])
+
+
+def _sum_of_counts(counts: np.ndarray[Any, Any], name: str) -> list[int]:
+    """The sum over all ranks, without JAX's own choice of types."""
+    total = np.empty_like(counts)
+    tensor = _registry.Tensor(name, "i64", counts.shape, "sum")
+    send = _registry.Send(
+        tensor, counts.ctypes.data, total.ctypes.data, _objects.BROADCAST_PRIORITY
+    )
+    handle = _registry.start([send], (counts, total), lambda memory: memory[1].tolist())
+    rows: list[int] = _registry.synchronize(handle)
+    return rows
+
+
+# Errors
+
+
+@contextlib.contextmanager
+def typed_errors() -> Iterator[None]:
+    """Raises what went wrong in a program as the class of :mod:`byteps.errors` that it is::
+
+        with bps.typed_errors():
+            state = jax.block_until_ready(step(state, batch))
+
+    XLA knows texts alone, so what leaves a program by itself is a ``JaxRuntimeError``.
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:  # The latter from programs that end at once.
+        told = re.search(r"byteps\.errors\.(\w+): (.*)", str(error), re.DOTALL)
+        kind = getattr(errors, told[1], None) if told else None
+        if told is None or kind is None or isinstance(error, errors.BytePSError):
+            raise
+        try:
+            _native.xla_raise(str(error))  # With its attributes, if the engine still knows it.
+        except errors.BytePSError as typed:
+            raise typed from error
+        raise kind(told[2]) from error

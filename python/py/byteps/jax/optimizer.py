@@ -1,0 +1,147 @@
+"""Gradients that are averaged over all ranks: for optax, and for JAX's own transformations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from byteps import _registry
+from byteps._operations import Average, ReduceOp, Sum
+from byteps.errors import ConfigError
+from byteps.jax import ops
+
+__all__ = ["DistributedOptimizer", "grad", "value_and_grad"]
+
+
+class Accumulated(NamedTuple):
+    """The state of an optimizer that exchanges every few passes."""
+
+    passes: jax.Array
+    sums: Any
+    inner: Any
+
+
+def _check(op: Any) -> None:
+    if op not in (Average, Sum):
+        raise ConfigError(f"op={op!r}: gradients are averaged or summed (Average, Sum)")
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp = Average,
+    name: str | None = None,
+) -> Any:
+    """An optax optimizer whose ``update`` first averages the gradients over all ranks.
+
+    Inside a jitted step each gradient is sent as soon as the backward pass has computed it. The
+    state is that of ``optimizer``, so checkpoints fit with and without byteps.
+
+    Args:
+        optimizer: An ``optax.GradientTransformation``, or what has its ``init`` and ``update``.
+        backward_passes_per_step: How many calls of ``update`` make one step: gradients of that many
+            are averaged here, and exchanged and applied at the last of them; the others return
+            zeros. (``optax.MultiSteps`` around this optimizer would exchange in every call.)
+        op: :data:`~byteps.jax.Average` or :data:`~byteps.jax.Sum`.
+        name: What the gradients' names begin with. Without it optimizers are numbered in the order
+            in which they are made, which must then be the same on all ranks.
+    """
+    import optax  # Nothing else here needs it.
+
+    _check(op)
+    if backward_passes_per_step < 1:
+        raise ConfigError(f"backward_passes_per_step={backward_passes_per_step}: 1 or more")
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise ConfigError(
+            f"DistributedOptimizer({type(optimizer).__name__}): an optax optimizer is wanted, such "
+            "as optax.adam(1e-3)"
+        )
+    inner = optax.with_extra_args_support(optimizer)
+    if name is None:
+        number = _registry.count_up(("DistributedOptimizer", None))
+        name = f"Gradient.{number}." if number else "Gradient."
+    prefix = name
+
+    def exchanged(gradients: Any) -> Any:
+        return ops.push_pull(gradients, name=prefix, op=op)
+
+    def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        return inner.update(exchanged(gradients), state, params, **extra)
+
+    if backward_passes_per_step == 1:
+        return optax.GradientTransformationExtraArgs(inner.init, update)
+    return _accumulating(optax, inner, backward_passes_per_step, update)
+
+
+def _accumulating(optax: Any, inner: Any, passes: int, step: Callable[..., Any]) -> Any:
+    """An optimizer that calls ``step`` with the average of so many gradients."""
+
+    def init(params: Any) -> Accumulated:
+        zeros = jax.tree_util.tree_map(jnp.zeros_like, params)
+        return Accumulated(jnp.zeros([], jnp.int32), zeros, inner.init(params))
+
+    def update(gradients: Any, state: Accumulated, params: Any = None, **extra: Any) -> Any:
+        sums = jax.tree_util.tree_map(jnp.add, state.sums, gradients)
+
+        def last(operands: Any) -> Any:
+            sums, before, params, extra = operands
+            means = jax.tree_util.tree_map(lambda one: one / passes, sums)
+            updates, after = step(means, before, params, **extra)
+            zeros = jax.tree_util.tree_map(jnp.zeros_like, sums)
+            return updates, Accumulated(jnp.zeros([], jnp.int32), zeros, after)
+
+        def earlier(operands: Any) -> Any:
+            sums, before, _, _ = operands
+            zeros = jax.tree_util.tree_map(jnp.zeros_like, sums)
+            return zeros, Accumulated(state.passes + 1, sums, before)
+
+        operands = sums, state.inner, params, extra
+        return jax.lax.cond(state.passes == passes - 1, last, earlier, operands)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    op: ReduceOp = Average,
+    name: str | None = None,
+) -> Callable[..., Any]:
+    """``jax.value_and_grad`` whose gradients are averaged over all ranks.
+
+    The value, and what else ``fun`` returns with ``has_aux``, is that of this rank. ``name`` is
+    what the gradients' names begin with; without it they have none (see
+    :func:`~byteps.jax.push_pull`).
+    """
+    _check(op)
+    own = jax.value_and_grad(fun, argnums=argnums, has_aux=has_aux)
+
+    def averaged(*args: Any, **kwargs: Any) -> Any:
+        value, gradients = own(*args, **kwargs)
+        return value, ops.push_pull(gradients, name=name, op=op)
+
+    return averaged
+
+
+def grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    op: ReduceOp = Average,
+    name: str | None = None,
+) -> Callable[..., Any]:
+    """``jax.grad`` whose gradients are averaged over all ranks; see :func:`value_and_grad`."""
+    _check(op)
+    own = jax.grad(fun, argnums=argnums, has_aux=has_aux)
+
+    def averaged(*args: Any, **kwargs: Any) -> Any:
+        if not has_aux:
+            return ops.push_pull(own(*args, **kwargs), name=name, op=op)
+        gradients, aux = own(*args, **kwargs)
+        return ops.push_pull(gradients, name=name, op=op), aux
+
+    return averaged
