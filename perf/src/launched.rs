@@ -62,6 +62,20 @@ impl Job {
         Ok(Job { launcher, python, script, workers, cpus })
     }
 
+    /// Whether the environment has this Python module.
+    ///
+    /// # Errors
+    /// Its Python does not start.
+    pub fn has_module(&self, name: &str) -> Result<bool, Box<dyn Error>> {
+        let mut python = Process::new(&self.python);
+        python.args([
+            "-c",
+            "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)",
+        ]);
+        python.arg(name).stdin(Stdio::null());
+        Ok(python.output()?.status.success())
+    }
+
     /// Runs it with these words for the launcher, variables, and words for the script; returns the
     /// results that it printed.
     ///

@@ -33,6 +33,7 @@ const COMMANDS: &[Entry] = &[
     (cmd::gpu::command, cmd::gpu::run),
     (cmd::hooks::command, cmd::hooks::run),
     (cmd::idle::command, cmd::idle::run),
+    (cmd::jax::command, cmd::jax::run),
     (cmd::lane::command, cmd::lane::run),
     (cmd::latency::command, cmd::latency::run),
     (cmd::probe::command, cmd::probe::run),

@@ -61,6 +61,7 @@ scenarios! {
     hosts_with_gpus_and_servers_beside "gpu-colocated",
     hosts_with_several_gpus "gpu-two-by-two",
     passes_over_tiny_parameters "hooks",
+    programs_of_jax "jax",
     one_host_with_gpus "gpu-one-host",
     many_hosts_with_gpus "gpu-eight",
 }

@@ -7,6 +7,7 @@ pub mod gloo;
 pub mod gpu;
 pub mod hooks;
 pub mod idle;
+pub mod jax;
 pub mod lane;
 pub mod latency;
 pub mod priority;
