@@ -145,7 +145,8 @@ def several_devices():
         out_specs=spec,
         **checks,
     )
-    assert np.allclose(jax.jit(mapped)(spread), mean)
+    if jax.__version_info__ >= (0, 6, 0):  # Before, XLA does not say which device a call is for.
+        assert np.allclose(jax.jit(mapped)(spread), mean)
 
     # Once for all devices: sum them here, let one exchange, and share what it got.
     def once(x):

@@ -8,6 +8,7 @@
 #![allow(unsafe_code)]
 
 use std::ffi::{CString, c_char, c_void};
+use std::mem::offset_of;
 use std::ptr;
 use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering::Relaxed};
 
@@ -147,6 +148,16 @@ pub struct CallFrame {
     attributes: Attributes,
     future: *mut c_void,
 }
+
+// What XLA's headers of the versions 0.1 to 0.5 come to on machines of 64 bits.
+const _: () = {
+    assert!(size_of::<Extension>() == 24 && size_of::<Version>() == 24);
+    assert!(offset_of!(Metadata, traits) == 32 && offset_of!(MetadataExtension, metadata) == 24);
+    assert!(offset_of!(Api, version) == 16 && offset_of!(Api, functions) == 48);
+    assert!(size_of::<RawBuffer>() == 48 && offset_of!(RawBuffer, data) == 24);
+    assert!(size_of::<Buffers>() == 40 && size_of::<Attributes>() == 48);
+    assert!(offset_of!(CallFrame, arguments) == 40 && offset_of!(CallFrame, future) == 168);
+};
 
 const KIND_METADATA: i32 = 1;
 const ATTRIBUTE_SCALAR: i32 = 3;
@@ -304,11 +315,12 @@ impl Future {
 }
 
 impl<'a> Call<'a> {
-    /// A call to act on; `None` where XLA has only asked what the handler is, which is answered.
+    /// A call to act on. Otherwise what the handler returns at once: XLA has only asked what it is,
+    /// which is answered, or calls it in a way that is not known here.
     ///
     /// # Safety
     /// `frame` is what XLA has passed to a handler that has not returned.
-    pub unsafe fn new(frame: *mut CallFrame) -> Option<Call<'a>> {
+    pub unsafe fn new(frame: *mut CallFrame) -> Result<Call<'a>, RawError> {
         // SAFETY: XLA passes a frame that is its handler's alone until that returns.
         let frame = unsafe { &mut *frame };
         let mut version = (MAJOR, 1);
@@ -318,6 +330,11 @@ impl<'a> Call<'a> {
             version = (told.major, told.minor);
             let [major, minor] = [told.major, told.minor].map(|half| i64::from(half.max(0)));
             SEEN.store(major << 32 | minor, Relaxed);
+        }
+        if version.0 != MAJOR {
+            // Nothing of such a frame is known, the error's function least of all. XLA notices by
+            // itself that the question what the handler is was not answered.
+            return Err(ptr::null_mut());
         }
         let mut extension = frame.extension;
         // A chain of a few: the bound is against one that would not end.
@@ -338,11 +355,22 @@ impl<'a> Call<'a> {
                 metadata.version.minor =
                     if is_known(version) { version.1.min(MINOR_TESTED) } else { version.1 };
                 metadata.traits = 0;
-                return None;
+                return Err(ptr::null_mut());
             }
             extension = base.next;
         }
-        Some(Call(frame))
+        let call = Call(frame);
+        // The size that XLA tells leaves the future out, which came later.
+        if !is_known(version) || call.0.size < offset_of!(CallFrame, future) {
+            let text = format!(
+                "byteps.errors.ConfigError: this jaxlib has version {}.{} of XLA's interface for \
+                 custom calls, with frames of {} bytes, which this release of byteps does not \
+                 know: install an earlier jaxlib, or a later byteps",
+                version.0, version.1, call.0.size
+            );
+            return Err(call.error(Code::InvalidArgument, &text));
+        }
+        Ok(call)
     }
 
     /// An error to return to XLA.

@@ -136,7 +136,10 @@ const NOT_OURS: &str = "byteps.errors.UsageError: a custom call of byteps has ot
 /// Only XLA calls it, with a frame of its own.
 unsafe extern "C" fn push(frame: *mut CallFrame) -> RawError {
     // SAFETY: XLA passes the frame of this call.
-    let Some(call) = (unsafe { Call::new(frame) }) else { return ptr::null_mut() };
+    let call = match unsafe { Call::new(frame) } {
+        Ok(call) => call,
+        Err(answer) => return answer,
+    };
     let parsed = || {
         let argument = call.argument(0)?;
         let (dtype, shape, bytes) = size_of_buffer(argument)?;
@@ -173,7 +176,10 @@ unsafe extern "C" fn push(frame: *mut CallFrame) -> RawError {
 /// Only XLA calls it, with a frame of its own.
 unsafe extern "C" fn pull(frame: *mut CallFrame) -> RawError {
     // SAFETY: XLA passes the frame of this call.
-    let Some(mut call) = (unsafe { Call::new(frame) }) else { return ptr::null_mut() };
+    let mut call = match unsafe { Call::new(frame) } {
+        Ok(call) => call,
+        Err(answer) => return answer,
+    };
     let count = call.results();
     let mut parts = Vec::with_capacity(count);
     for index in 0..count {

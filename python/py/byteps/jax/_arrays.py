@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from byteps import _registry
@@ -118,9 +117,9 @@ def start(
 
 
 def _like(array: jax.Array, values: np.ndarray[Any, Any]) -> jax.Array:
-    """A new array of these values where the other one is."""
-    is_committed = getattr(array, "committed", True)
-    new: jax.Array = jax.device_put(values, array.sharding) if is_committed else jnp.asarray(values)
+    """A new array where the other one is: these values, which it uses as they lie if it can."""
+    place = array.sharding if getattr(array, "committed", True) else None
+    new: jax.Array = jax.device_put(values, place)
     return new
 
 
