@@ -79,7 +79,7 @@ def train(
         updates, state = optimizer.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, loss
 
-    batch = arguments.batch // size * size
+    batch = arguments.batch
     loss = jnp.zeros(())
     for epoch in range(arguments.epochs):
         order = np.random.default_rng((arguments.seed, epoch)).permutation(len(labels))
@@ -99,6 +99,8 @@ def main() -> None:
     bps.init()
     jax.config.update("jax_enable_x64", True)
     rank, size = bps.rank(), bps.size()
+    # Shares of one size, so that the average over the ranks is that over the images.
+    arguments.batch -= arguments.batch % size
     # Each rank draws other parameters, and takes those of rank 0.
     params = bps.broadcast_parameters(make_params(arguments.seed + rank), root_rank=0)
     plain = optax.adam(arguments.rate)
