@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 
 import byteps.jax as bps
+from byteps._operations import Adasum
 from byteps.errors import (
     ConfigError,
     MismatchError,
@@ -358,6 +359,8 @@ def refused():
         jax.jit(lambda x: bps.push_pull_async(x))(jnp.ones(3))
     with pytest.raises(TensorError, match="scalar"):
         bps.allgather(jnp.float32(1))
+    with pytest.raises(ConfigError, match="op=Adasum"):
+        bps.push_pull(jnp.ones(3), op=Adasum)
 
     with pytest.raises(ConfigError, match="'same' stands twice"):
         bps._primitive.exchange([jnp.ones(1)] * 2, [bps._primitive.How("same", "sum", 0, 0)] * 2)

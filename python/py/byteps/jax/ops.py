@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from byteps import _native, _objects, _registry, errors
-from byteps._operations import ReduceOp, operation_of
+from byteps import _native, _objects, _operations, _registry, errors
+from byteps._operations import Adasum, ReduceOp
 from byteps.errors import ConfigError, TensorError
 from byteps.jax import _arrays, _primitive
 from byteps.jax._arrays import How
@@ -48,6 +48,12 @@ def _leaves(tree: Any, name: str | None) -> tuple[list[Any], list[str | None], A
     if name is None:
         return arrays, [None] * len(found), structure
     return arrays, [name + jax.tree_util.keystr(path) for path, _ in found], structure
+
+
+def _operation(average: bool, op: Any) -> str:
+    if op == Adasum:
+        raise ConfigError("op=Adasum: ranks of byteps.torch compute it, and no JAX program does")
+    return _operations.operation_of(average, op)
 
 
 def _hows(names: list[str | None], operation: str, priority: int) -> list[How]:
@@ -79,7 +85,7 @@ def push_pull(
         TensorError: An array of a type that is not summed, or on a device that is no CPU.
         MismatchError: The ranks disagree about what a name stands for.
     """
-    operation = operation_of(average, op)
+    operation = _operation(average, op)
     arrays, names, structure = _leaves(tree, name)
     results = _primitive.exchange(arrays, _hows(names, operation, priority))
     whole: Tree = structure.unflatten(results)
@@ -97,7 +103,7 @@ def push_pull_async(
 
     Not for use in programs, in which all push_pulls run beside what does not need their results.
     """
-    operation = operation_of(average, op)
+    operation = _operation(average, op)
     arrays, names, structure = _leaves(tree, name)
     for array, one in zip(arrays, names, strict=True):
         if isinstance(array, jax.core.Tracer):
@@ -137,7 +143,7 @@ def declare(name: str, tree: Any = None, average: bool = True, op: ReduceOp | No
     ``tree`` is of arrays or of ``jax.ShapeDtypeStruct``. A name alone needs nothing: the order of
     declaration has no meaning.
     """
-    operation = operation_of(average, op)
+    operation = _operation(average, op)
     found, _ = jax.tree_util.tree_flatten_with_path(tree)
     hows = [How(name + jax.tree_util.keystr(path), operation, 0, 0) for path, _ in found]
     _registry.declare(
