@@ -189,8 +189,9 @@ unsafe impl Sync for Piece {}
 
 impl Piece {
     /// # Safety
-    /// Until the lane's [`Driver::consume`], or the first poll after its [`Driver::close`], the
-    /// bytes are initialised and valid for reads, and this process does not write them.
+    /// Until the lane's [`Driver::consume`], or the first poll after its [`Driver::close`] or after
+    /// its [`Event::Closed`] has come, the bytes are initialised and valid for reads, and this
+    /// process does not write them.
     unsafe fn new(data: *const u8, length: usize) -> Piece {
         Piece { data, length }
     }

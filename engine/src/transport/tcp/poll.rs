@@ -37,6 +37,9 @@ struct Lane {
 pub(super) struct Poll {
     epoll: OwnedFd,
     lanes: Box<[Option<Lane>]>,
+    /// Lanes whose end the last poll told: until the next one, the caller may hold pieces in their
+    /// memory.
+    gone: Vec<Stream>,
     ready: Ready,
     cork: Cork,
     /// The last poll brought events.
@@ -58,6 +61,7 @@ impl Poll {
         Ok(Poll {
             epoll,
             lanes,
+            gone: Vec::new(),
             ready,
             cork: Cork::default(),
             progress: false,
@@ -120,6 +124,7 @@ impl Poll {
 
     pub fn poll(&mut self, events: &mut Vec<Event>) {
         self.polls += 1;
+        self.pool.bury(&mut self.gone);
         let before = events.len();
         let mut out = Out::new(events, EVENTS_MAX);
         self.cork.begin(self.progress);
@@ -203,12 +208,11 @@ impl Poll {
     fn detach(&mut self, index: u32) {
         let gone = self.lanes[index as usize].take();
         let mut lane = gone.expect("the caller has just looked at this lane");
-        lane.stream.release(&mut self.pool);
         self.cork.note(&mut lane.stream);
-        self.pool.shrink();
         // A socket that others hold open too would stay in the set when this end drops it.
         let _ = epoll::delete(&self.epoll, &lane.socket);
         finish(&lane.socket);
+        self.gone.push(lane.stream);
     }
 }
 

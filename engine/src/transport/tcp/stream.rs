@@ -57,6 +57,9 @@ pub(super) struct Stream {
     over: Option<Over>,
     /// The peer takes nothing any more: why, and in which poll that was found.
     refused: Option<(i32, u64)>,
+    /// The poll of the lane's last turn, and that of its last event.
+    poll: u64,
+    told: u64,
     /// Counted in a driver's [`Cork`].
     has_more: bool,
     progress: Progress,
@@ -112,6 +115,8 @@ impl Stream {
             closing: None,
             over: None,
             refused: None,
+            poll: 0,
+            told: 0,
             has_more: false,
             progress: Progress::default(),
         }
@@ -161,8 +166,10 @@ impl Stream {
     /// peer's last frames say why; but if the caller has left it standing since an earlier poll, it
     /// ends here.
     pub fn begin(&mut self, poll: u64) {
+        self.poll = poll;
+        // A poll may give a lane several turns: what it was told in this one, nobody has seen.
         if let Some((errno, since)) = self.refused
-            && since < poll
+            && since.max(self.told) < poll
             && self.receiver.standing()
         {
             self.close(Cause::Os(errno));
@@ -183,6 +190,7 @@ impl Stream {
                 self.conclude();
                 return false;
             };
+            self.told = self.poll;
             out.push(event);
         }
         true
@@ -304,6 +312,16 @@ impl Stream {
     }
 }
 
+impl Pool {
+    /// These lanes are forgotten, with what they hold.
+    pub fn bury(&mut self, gone: &mut Vec<Stream>) {
+        for mut stream in gone.drain(..) {
+            stream.release(self);
+            self.shrink();
+        }
+    }
+}
+
 /// Lanes that have something to do, each at most once, first come first served.
 pub(super) struct Ready {
     order: VecDeque<u32>,
@@ -407,9 +425,9 @@ mod tests {
         fill(&mut stream, &mut pool, HEADER_BYTES);
         assert_eq!(drain(&mut stream, &mut pool, 9).len(), 1);
         assert!(stream.impatient());
-        stream.begin(5);
-        assert_eq!(stream.closing(), None, "the caller has not had its turn");
         stream.begin(6);
+        assert_eq!(stream.closing(), None, "the caller has not had its turn");
+        stream.begin(7);
         assert_eq!(stream.closing(), Some(Cause::Os(libc::EPIPE)));
         let mut stream = Stream::new(LANE, None);
         stream.refuse(libc::ENOBUFS, 5);

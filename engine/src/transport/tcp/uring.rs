@@ -96,6 +96,9 @@ pub(super) struct Uring {
     ring: IoUring,
     lanes: Box<[Option<Box<Lane>>]>,
     attached: usize,
+    /// Lanes whose end the last poll told: until the next one, the caller may hold pieces in their
+    /// memory.
+    gone: Vec<Stream>,
     ready: Ready,
     cork: Cork,
     /// The last poll brought events.
@@ -147,6 +150,7 @@ impl Uring {
             ring,
             lanes,
             attached: 0,
+            gone: Vec::new(),
             ready: Ready::new(lanes_max),
             cork: Cork::default(),
             progress: false,
@@ -238,6 +242,7 @@ impl Uring {
     pub fn poll(&mut self, events: &mut Vec<Event>) {
         self.enable();
         self.polls += 1;
+        self.pool.bury(&mut self.gone);
         let before = events.len();
         let mut out = Out::new(events, EVENTS_MAX);
         self.cork.begin(self.progress);
@@ -364,14 +369,13 @@ impl Uring {
         let gone = self.lanes[index as usize].take();
         let mut lane = gone.expect("the caller has just looked at this lane");
         assert!(!lane.in_flight(), "a lane goes when the kernel holds none of its memory");
-        lane.stream.release(&mut self.pool);
         self.cork.note(&mut lane.stream);
-        self.pool.shrink();
         self.attached -= 1;
         // If this fails the socket stays open until the place is used again; the shutdown has told
         // the peer.
         let _ = self.ring.submitter().register_files_update(index, &[-1 as RawFd]);
         finish(&lane.socket);
+        self.gone.push(lane.stream);
     }
 }
 
