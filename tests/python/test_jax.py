@@ -347,6 +347,43 @@ def test_value_and_grad(pair):
     pair.run(on_ranks(value_and_gradient))
 
 
+def codecs():
+    rank, codec = bps.rank(), bps.Compression.int8()
+    large = jnp.sin(jnp.arange(100_000, dtype=jnp.float32) * (rank + 1))
+    tree = {"large": large, "small": large[:100], "whole": jnp.arange(100_000)}
+    outside = bps.push_pull(tree, name="codec", compression=codec)
+    # One program pushes what another did, with no error feedback: to the same bits.
+    inside = jax.jit(lambda tree: bps.push_pull(tree, name="codec", compression=codec))(tree)
+    assert equal(outside, inside)
+    exact = bps.push_pull(tree, name="exact")
+    error = jnp.abs(outside["large"] - exact["large"]).max()
+    # A step of the ranks, whose largest value is 1, and one of the server.
+    assert 0 < error <= 2 * 0.5 / 127
+    assert equal(outside["small"], exact["small"]) and equal(outside["whole"], exact["whole"])
+
+    optimizer = bps.DistributedOptimizer(
+        optax.sgd(0.05), name="encoded", compression=bps.Compression.topk(0.2)
+    )
+    params = {"w": jnp.zeros((200, 200))}
+    state = optimizer.init(params)
+
+    @jax.jit
+    def step(params, state):
+        gradients = jax.grad(lambda p: ((p["w"] - 1 - rank) ** 2).sum() / 2)(params)
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(100):
+        params, state = step(params, state)
+    # The ranks want 1 and 2.
+    assert jnp.abs(params["w"] - 1.5).max() < 0.2
+    return np.asarray(params["w"]).tobytes()
+
+
+def test_codecs(pair):
+    assert len(set(pair.run(on_ranks(codecs)))) == 1
+
+
 # Errors
 
 
@@ -367,7 +404,8 @@ def refused():
 
     call = bps._ffi.ffi.ffi_call
     ticket = jax.ShapeDtypeStruct((2,), jnp.uint32)
-    what = {"name": "twice", "operation": "sum", "root": np.int64(0), "priority": np.int64(0)}
+    what = {"name": "twice", "operation": "sum", "encoding": "none"}
+    what |= {"root": np.int64(0), "priority": np.int64(0)}
 
     @jax.jit
     def twice(x):

@@ -141,6 +141,8 @@ pub struct Declared {
     pub dtype: &'static str,
     /// Its dimensions.
     pub shape: Vec<u64>,
+    /// How it is encoded, or `none`.
+    pub encoding: String,
 }
 
 #[derive(Default)]
@@ -154,7 +156,7 @@ struct Table {
 }
 
 static TABLE: LazyLock<Mutex<Table>> = LazyLock::new(Mutex::default);
-/// `declare(name, dtype, shape, operation, root)` of Python: the tensor's number.
+/// `declare(name, dtype, shape, operation, root, encoding)` of Python: the tensor's number.
 static DECLARE: Mutex<Option<Py<PyAny>>> = Mutex::new(None);
 
 fn lock() -> MutexGuard<'static, Table> {
@@ -194,8 +196,8 @@ fn number(tensor: &Declared) -> Result<TensorId, String> {
             let known = DECLARE.lock().unwrap_or_else(PoisonError::into_inner);
             known.as_ref().map(|declare| declare.clone_ref(py))
         };
-        let Declared { name, operation, root, dtype, shape } = tensor;
-        let asked = declare?.call1(py, (name, dtype, shape, operation, root));
+        let Declared { name, operation, root, dtype, shape, encoding } = tensor;
+        let asked = declare?.call1(py, (name, dtype, shape, operation, root, encoding));
         let number = asked.and_then(|number| number.extract::<u32>(py));
         Some(number.map_err(|error| super::told(py, &error)))
     });

@@ -26,7 +26,7 @@ use std::sync::{Mutex, PoisonError};
 static LAST: Mutex<Option<bps_worker::Error>> = Mutex::new(None);
 
 /// The addresses of the custom calls `push` and `pull`, for a release of jaxlib; from now on
-/// `declare(name, dtype, shape, operation, root)` is asked for the numbers of tensors.
+/// `declare(name, dtype, shape, operation, root, encoding)` is asked for the numbers of tensors.
 #[pyfunction]
 pub fn xla_handlers(declare: Py<PyAny>, jaxlib: (u32, u32, u32)) -> (usize, usize) {
     abi::set_release(jaxlib);
@@ -150,7 +150,8 @@ unsafe extern "C" fn push(frame: *mut CallFrame) -> RawError {
         };
         let operation = call.text("operation")?.to_owned();
         let root = u32::try_from(call.number("root")?).ok()?;
-        let tensor = Declared { name, operation, root, dtype, shape };
+        let encoding = call.text("encoding")?.to_owned();
+        let tensor = Declared { name, operation, root, dtype, shape, encoding };
         Some((tensor, argument.data, bytes, call.number("priority")?, ticket_of(call.result(0))?))
     };
     let Some((tensor, data, bytes, priority, target)) = parsed() else {

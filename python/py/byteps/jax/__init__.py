@@ -14,6 +14,8 @@ from typing import Any
 import jax
 
 from byteps import common
+from byteps._codecs import Codec
+from byteps._codecs import Codecs as Compression
 from byteps._operations import Average, Max, Min, Product, ReduceOp, Sum
 from byteps.common import (
     barrier,
@@ -49,6 +51,8 @@ from byteps.jax.optimizer import DistributedOptimizer, grad, value_and_grad
 
 __all__ = [
     "Average",
+    "Codec",
+    "Compression",
     "DistributedOptimizer",
     "Max",
     "Min",

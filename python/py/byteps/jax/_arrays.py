@@ -34,6 +34,7 @@ class How(NamedTuple):
     operation: str
     root: int
     priority: int
+    encoding: str | None = None
 
     def derived(self, suffix: str) -> How:
         """The same under another name, if it has one."""
@@ -58,7 +59,9 @@ def _label(name: str | None) -> str:
 def tensor_of(array: Any, how: How) -> _registry.Tensor:
     """What the ranks must agree on. ``array`` has ``shape`` and ``dtype``."""
     dtype = dtype_of(array, how.name)
-    return _registry.Tensor(how.name or "", dtype, tuple(array.shape), how.operation, how.root)
+    return _registry.Tensor(
+        how.name or "", dtype, tuple(array.shape), how.operation, how.root, encoding=how.encoding
+    )
 
 
 def check_place(array: Any, how: How) -> None:

@@ -13,6 +13,9 @@ from byteps.errors import ConfigError
 #: The oldest release whose functions for custom calls stand where ours expect them.
 _FLOOR = (0, 4, 38)
 
+#: In the place of an encoding.
+NOT_ENCODED = "none"
+
 PUSH = "byteps_push"
 PULL = "byteps_pull"
 
@@ -33,9 +36,19 @@ def _text(release: tuple[int, ...]) -> str:
     return ".".join(map(str, release))
 
 
-def _declare(name: str, dtype: str, shape: list[int], operation: str, root: int) -> int:
+def _declare(
+    name: str, dtype: str, shape: list[int], operation: str, root: int, encoding: str
+) -> int:
     """The number of a tensor, for a program that has not asked in this job."""
-    return _registry.declare([_registry.Tensor(name, dtype, tuple(shape), operation, root)])[0]
+    tensor = _registry.Tensor(
+        name,
+        dtype,
+        tuple(shape),
+        operation,
+        root,
+        encoding=None if encoding == NOT_ENCODED else encoding,
+    )
+    return _registry.declare([tensor])[0]
 
 
 def _load() -> Any:

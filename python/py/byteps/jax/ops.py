@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from byteps import _native, _objects, _operations, _registry, errors
+from byteps._codecs import Codec, encoding_for
 from byteps._operations import Adasum, ReduceOp
 from byteps.errors import ConfigError, TensorError
 from byteps.jax import _arrays, _primitive
@@ -56,8 +57,19 @@ def _operation(average: bool, op: Any) -> str:
     return _operations.operation_of(average, op)
 
 
-def _hows(names: list[str | None], operation: str, priority: int) -> list[How]:
-    return [How(name, operation, 0, priority) for name in names]
+def _hows(
+    arrays: Sequence[Any],
+    names: Sequence[str | None],
+    operation: str,
+    priority: int,
+    compression: Any = None,
+) -> list[How]:
+    hows = []
+    for array, name in zip(arrays, names, strict=True):
+        is_float = jnp.issubdtype(array.dtype, jnp.floating)
+        encoding = encoding_for(compression, is_float, operation)
+        hows.append(How(name, operation, 0, priority, encoding))
+    return hows
 
 
 def push_pull(
@@ -66,12 +78,14 @@ def push_pull(
     name: str | None = None,
     priority: int = 0,
     op: ReduceOp | None = None,
+    compression: Codec | None = None,
 ) -> Tree:
     """The average (or sum) over all ranks of each array in ``tree``, as a tree of the same shape.
 
     Integers are averaged by floor division. Among arrays that wait, one with a larger ``priority``
     is sent sooner. ``op``, where given, is what is computed, whatever ``average`` says. Averages
     and sums have gradients: the gradient of an average is the average of the ranks' gradients.
+    ``compression`` is one of :class:`byteps.jax.Compression`, for averages and sums of floats.
 
     Without a ``name`` the order of the calls is what matters; in a program, the order in which
     exchanges were compiled. So give names where ranks may differ in that. In one program each
@@ -87,7 +101,7 @@ def push_pull(
     """
     operation = _operation(average, op)
     arrays, names, structure = _leaves(tree, name)
-    results = _primitive.exchange(arrays, _hows(names, operation, priority))
+    results = _primitive.exchange(arrays, _hows(arrays, names, operation, priority, compression))
     whole: Tree = structure.unflatten(results)
     return whole
 
@@ -98,6 +112,7 @@ def push_pull_async(
     name: str | None = None,
     priority: int = 0,
     op: ReduceOp | None = None,
+    compression: Codec | None = None,
 ) -> int:
     """:func:`push_pull` that does not wait: a handle for :func:`synchronize`.
 
@@ -112,7 +127,9 @@ def push_pull_async(
                 "runs there beside what does not need its result"
             )
         _arrays.dtype_of(array, one)
-    return _arrays.start(arrays, _hows(names, operation, priority), structure.unflatten)
+    return _arrays.start(
+        arrays, _hows(arrays, names, operation, priority, compression), structure.unflatten
+    )
 
 
 def poll(handle: int) -> bool:
@@ -137,7 +154,13 @@ def synchronize(handle: int, timeout: float | None = None) -> Any:
     return _registry.synchronize(handle, timeout)
 
 
-def declare(name: str, tree: Any = None, average: bool = True, op: ReduceOp | None = None) -> None:
+def declare(
+    name: str,
+    tree: Any = None,
+    average: bool = True,
+    op: ReduceOp | None = None,
+    compression: Codec | None = None,
+) -> None:
     """Makes the arrays of a tree known before they are first sent, which saves a round trip then.
 
     ``tree`` is of arrays or of ``jax.ShapeDtypeStruct``. A name alone needs nothing: the order of
@@ -145,7 +168,8 @@ def declare(name: str, tree: Any = None, average: bool = True, op: ReduceOp | No
     """
     operation = _operation(average, op)
     found, _ = jax.tree_util.tree_flatten_with_path(tree)
-    hows = [How(name + jax.tree_util.keystr(path), operation, 0, 0) for path, _ in found]
+    names = [name + jax.tree_util.keystr(path) for path, _ in found]
+    hows = _hows([leaf for _, leaf in found], names, operation, 0, compression)
     _registry.declare(
         [_arrays.tensor_of(leaf, how) for (_, leaf), how in zip(found, hows, strict=True)]
     )

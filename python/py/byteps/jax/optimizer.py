@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from byteps import _registry
+from byteps._codecs import Codec
 from byteps._operations import Average, ReduceOp, Sum
 from byteps.errors import ConfigError
 from byteps.jax import ops
@@ -34,6 +35,7 @@ def DistributedOptimizer(
     backward_passes_per_step: int = 1,
     op: ReduceOp = Average,
     name: str | None = None,
+    compression: Codec | None = None,
 ) -> Any:
     """An optax optimizer whose ``update`` first averages the gradients over all ranks.
 
@@ -48,6 +50,8 @@ def DistributedOptimizer(
         op: :data:`~byteps.jax.Average` or :data:`~byteps.jax.Sum`.
         name: What the gradients' names begin with. Without it optimizers are numbered in the order
             in which they are made, which must then be the same on all ranks.
+        compression: One of :class:`byteps.jax.Compression`. The learning rate is in the optimizer,
+            where byteps does not see it change: what error feedback keeps is not rescaled.
     """
     import optax  # Nothing else here needs it.
 
@@ -66,7 +70,7 @@ def DistributedOptimizer(
     prefix = name
 
     def exchanged(gradients: Any) -> Any:
-        return ops.push_pull(gradients, name=prefix, op=op)
+        return ops.push_pull(gradients, name=prefix, op=op, compression=compression)
 
     def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         return inner.update(exchanged(gradients), state, params, **extra)
@@ -110,19 +114,20 @@ def value_and_grad(
     has_aux: bool = False,
     op: ReduceOp = Average,
     name: str | None = None,
+    compression: Codec | None = None,
 ) -> Callable[..., Any]:
     """``jax.value_and_grad`` whose gradients are averaged over all ranks.
 
     The value, and what else ``fun`` returns with ``has_aux``, is that of this rank. ``name`` is
     what the gradients' names begin with; without it they have none (see
-    :func:`~byteps.jax.push_pull`).
+    :func:`~byteps.jax.push_pull`). ``compression`` is that of ``push_pull``.
     """
     _check(op)
     own = jax.value_and_grad(fun, argnums=argnums, has_aux=has_aux)
 
     def averaged(*args: Any, **kwargs: Any) -> Any:
         value, gradients = own(*args, **kwargs)
-        return value, ops.push_pull(gradients, name=name, op=op)
+        return value, ops.push_pull(gradients, name=name, op=op, compression=compression)
 
     return averaged
 
@@ -133,6 +138,7 @@ def grad(
     has_aux: bool = False,
     op: ReduceOp = Average,
     name: str | None = None,
+    compression: Codec | None = None,
 ) -> Callable[..., Any]:
     """``jax.grad`` whose gradients are averaged over all ranks; see :func:`value_and_grad`."""
     _check(op)
@@ -140,8 +146,9 @@ def grad(
 
     def averaged(*args: Any, **kwargs: Any) -> Any:
         if not has_aux:
-            return ops.push_pull(own(*args, **kwargs), name=name, op=op)
+            gradients = own(*args, **kwargs)
+            return ops.push_pull(gradients, name=name, op=op, compression=compression)
         gradients, aux = own(*args, **kwargs)
-        return ops.push_pull(gradients, name=name, op=op), aux
+        return ops.push_pull(gradients, name=name, op=op, compression=compression), aux
 
     return averaged

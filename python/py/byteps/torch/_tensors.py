@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 
 from byteps import _registry
+from byteps._codecs import encoding_for
 from byteps.errors import TensorError
 from byteps.torch import _gpu
-from byteps.torch.compression import encoding_for
 
 DTYPES = {
     torch.float32: "f32",
@@ -112,7 +112,7 @@ def gradient(
         _gpu.open_for([param])
     device = _gpu.holds(param) and not through_host(param, average, ranks)
     operation = "average" if average else "sum"
-    encoding = encoding_for(compression, sent.dtype, operation)
+    encoding = encoding_for(compression, sent.dtype.is_floating_point, operation)
     return _registry.Tensor(
         name, dtype, param.shape, operation, device=device, ranks=ranks, encoding=encoding
     )

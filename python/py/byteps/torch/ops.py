@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from byteps import _objects, _process_sets, _registry, common
+from byteps._codecs import encoding_for
 from byteps._operations import (
     Adasum,
     Average,
@@ -32,7 +33,7 @@ from byteps._registry import Send
 from byteps.errors import ConfigError
 from byteps.torch import _gpu, _tensors
 from byteps.torch._tensors import Memory
-from byteps.torch.compression import Compression, encoding_for
+from byteps.torch.compression import Compression
 
 __all__ = [
     "Adasum",
@@ -118,7 +119,7 @@ def send(
         dtype, shape = "u8", (*source.shape, source.element_size())
     else:
         dtype, shape = _tensors.summed_dtype(source, what, name), source.shape
-    encoding = encoding_for(compression, source.dtype, operation)
+    encoding = encoding_for(compression, source.dtype.is_floating_point, operation)
     known = _registry.Tensor(name, dtype, shape, operation, root, device, ranks, encoding)
     if settle:
         known = _registry.settled(known)
