@@ -307,3 +307,24 @@ fn small_tensors_are_sent_as_they_are() {
     });
     assert_eq!(exact, [(true, true), (true, true)]);
 }
+
+#[test]
+fn an_overflow_is_seen_once_and_not_kept() {
+    let shape = JobShape::default();
+    let seen = job::run(shape, |worker| {
+        let said = tensor("x", DType::F32, Operation::Sum, "int8+feedback+momentum(0.9)");
+        let ids = worker.declare(std::slice::from_ref(&said)).expect("declared");
+        let mut is_finite = Vec::new();
+        for round in 1..=3 {
+            let mut values = gradient(0, worker.rank(), round);
+            if round == 1 {
+                values[7] = f32::INFINITY;
+            }
+            let got = push(worker, ids[0], DType::F32, &values).expect("a sum");
+            let all = values_of(DType::F32, &got);
+            is_finite.push(all.iter().all(|value| value.is_finite()));
+        }
+        is_finite
+    });
+    assert_eq!(seen, [[false, true, true], [false, true, true]]);
+}

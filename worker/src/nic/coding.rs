@@ -69,8 +69,10 @@ impl Coded {
         if let Some(momentum) = momentum {
             let factor = momentum.factor();
             for (value, velocity) in values.iter_mut().zip(&mut self.velocity) {
-                *velocity = factor * *velocity + *value;
-                *value += factor * *velocity;
+                let moved = factor * *velocity + *value;
+                *value += factor * moved;
+                // What is not finite is told once, and would stay for ever.
+                *velocity = if moved.is_finite() { moved } else { 0.0 };
             }
         }
         if !feedback {
