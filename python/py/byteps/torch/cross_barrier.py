@@ -39,6 +39,12 @@ __all__ = [*_names, "CrossBarrier"]  # noqa: PLE0604 - all of `_names` are strin
 # send yet, and come back later to what they have sent: nothing would be summed for as long.
 _CLASSES = 8
 
+# A step of one parameter costs the host nearly what a step of many costs. So a module on a GPU
+# waits for its next neighbours' parameters too, which are needed soon anyway: for so many together,
+# unless these bytes are reached first, which bounds how much longer the GPU waits for the line.
+_TOGETHER = 24
+_TOGETHER_BYTES = 1 << 20
+
 
 def CrossBarrier(
     model: torch.nn.Module,
@@ -111,6 +117,10 @@ class _Update(NamedTuple):
     @property
     def gradient(self) -> torch.Tensor:
         return self.batch.gradients[self.position]
+
+    @property
+    def is_on_gpu(self) -> bool:
+        return _gpu.holds(self.batch.sent[self.position])
 
 
 class _Hook:
@@ -198,15 +208,15 @@ class _Updates:
     def apply(self, due: list[torch.Tensor]) -> None:
         """Waits for the gradients of these parameters and steps them.
 
-        What else has come meanwhile goes along, from the front on: a step of many parameters costs
-        little more than a step of one.
+        Some others go along, from the front on, and so does what has come meanwhile: a step of many
+        parameters costs little more than a step of one.
         """
         optimizer = self.optimizer()
         if optimizer is None:
             return
-        taken = {param: self.pending[param] for param in due}
+        taken = self._with_neighbours(due)
         updates = taken.values()
-        on_gpu = [update for update in updates if _gpu.holds(update.batch.sent[update.position])]
+        on_gpu = [update for update in updates if update.is_on_gpu]
         if on_gpu:
             wanted = [(update.batch.native, update.position) for update in on_gpu]
             _native.enqueue_results_of_batches(wanted)
@@ -227,6 +237,24 @@ class _Updates:
         for param in taken:
             del self.pending[param]
         optimizer._byteps.hooks.is_guarded = bool(self.pending)
+
+    def _with_neighbours(self, due: list[torch.Tensor]) -> dict[torch.Tensor, _Update]:
+        """The updates of these parameters, and of some that are needed next.
+
+        Of the latter only what a GPU waits for: where the host does, it goes no further than it
+        must, since other ranks may wait for what it does in between.
+        """
+        taken = {param: self.pending[param] for param in due}
+        size = sum(param.nbytes for param in due)
+        for param, update in self.pending.items():
+            if len(taken) >= _TOGETHER or size + param.nbytes > _TOGETHER_BYTES:
+                break
+            if not update.is_on_gpu:
+                continue
+            if param not in taken:
+                taken[param] = update
+                size += param.nbytes
+        return taken
 
     def take(self, optimizer: _Overlapping) -> None:
         """Makes updates of the gradients that are under way."""
