@@ -14,7 +14,8 @@ line that it is told with numbers:
     stop                           ends it; answers nothing
 
 A collective's WAY is `peer`, `hierarchical` or `ours`. One of training is `forward` (no more than that), `alone` (a
-step without any communication), `ddp`, `ours` or `cross`, the last three also with `-bf16`, which halves what travels.
+step without any communication), `ddp`, `ours` or `cross`, the last three also with `-bf16`, which halves what travels,
+and the last two with `-int8` or `-fp8`, which the engine encodes.
 A line that takes longer than the plan's patience ends the process, and says where each thread was.
 """
 
@@ -218,7 +219,13 @@ class Training:
             import byteps.torch as bps
 
             named = list(self.raw.named_parameters())
-            compression = bps.Compression.bf16 if wire else bps.Compression.none
+            codecs = bps.Compression
+            compression = {
+                "": codecs.none,
+                "bf16": codecs.bf16,
+                "int8": codecs.int8(),
+                "fp8": codecs.fp8_e4m3(),
+            }[wire]
             if self.kind == "ours":
                 self.optimizer = bps.DistributedOptimizer(
                     self.optimizer, named, compression=compression
@@ -264,7 +271,11 @@ class Rank:
         self.plan = plan
         is_cuda = plan.device == "cuda"
         # Every GPU is visible, and each host takes those that follow its neighbour's.
-        self.device = torch.device("cuda", plan.rank) if is_cuda else torch.device("cpu")
+        self.device = (
+            torch.device("cuda", plan.rank % torch.cuda.device_count())
+            if is_cuda
+            else torch.device("cpu")
+        )
         self.clock = Clock(self.device)
         if is_cuda:
             torch.cuda.set_device(self.device)

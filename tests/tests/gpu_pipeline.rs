@@ -29,6 +29,18 @@ fn streams_wait_for_results_and_hosts_do_not() {
 }
 
 #[test]
+fn encoded_tensors_get_what_tensors_of_the_host_get() {
+    let all = ("BYTEPS_MIN_COMPRESS_BYTES", "0");
+    right(&[1, 1], 1, "coded 4", &[all]);
+    // By slots that parts share.
+    right(&[1, 1], 1, "coded 3", &[all, ("BPS_GPU_STAGING_MB", "0"), ("FAKE_GPU_SEED", "12")]);
+    // The GPU encodes NCCL's sum of a host.
+    right(&[2, 2], 1, "coded 3", &[all]);
+    // The driver does not take the kernels.
+    right(&[1, 1], 1, "coded 2", &[all, ("FAKE_GPU_FAIL", "cuModuleLoadData=222")]);
+}
+
+#[test]
 fn one_host_without_servers() {
     right(&[2], 0, "work 4 6", &[]);
     right(&[4], 0, "work 2 7", &[("FAKE_GPU_SEED", "8")]);

@@ -3,7 +3,7 @@
 use crate::device::{self, INVALID_CONTEXT, INVALID_DEVICE, INVALID_HANDLE, INVALID_VALUE};
 use crate::device::{CONTEXT_IS_DESTROYED, NO_DEVICE};
 use crate::settings::{injected, settings};
-use crate::{memory, stream};
+use crate::{kernels, memory, stream};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -221,6 +221,28 @@ cuda! {
         stream.push(Box::new(move || memory::await_word(address as usize, value)));
         Ok(())
     }
+    fn cuModuleLoadData(module: *mut usize, image: *const c_void) {
+        device::current()?;
+        // SAFETY: PTX is a C string, and the engine has nothing else.
+        unsafe { kernels::load(module, image) }
+    }
+    fn cuModuleUnload(_module: usize) {
+        device::current().map(drop)
+    }
+    fn cuModuleGetFunction(function: *mut usize, module: usize, name: *const c_char) {
+        device::current()?;
+        // SAFETY: names are C strings.
+        unsafe { kernels::get(function, module, name) }
+    }
+    fn cuLaunchKernel(
+        function: usize, x: c_uint, y: c_uint, z: c_uint, threads_x: c_uint, threads_y: c_uint,
+        threads_z: c_uint, _shared: c_uint, handle: usize, arguments: *mut *mut c_void,
+        _extra: *mut *mut c_void
+    ) {
+        let (grid, block) = ([x, y, z], [threads_x, threads_y, threads_z]);
+        // SAFETY: who launches a kernel gives the arguments that it has.
+        enqueue_kernel(unsafe { kernels::launch(function, grid, block, arguments) }?, handle)
+    }
     fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_uint, device: c_int) {
         device::physical(device)?;
         let kind = settings().dma_buf;
@@ -293,6 +315,25 @@ fn enqueue_copy(
     if pageable {
         stream.drain();
     }
+    Ok(())
+}
+
+/// A kernel in a stream. What it has in the host's memory must be registered.
+fn enqueue_kernel(launch: kernels::Launch, handle: usize) -> Result<(), u32> {
+    let device = device::current()?;
+    let stream = stream::stream(handle)?;
+    let (tensor, wire) = (launch.tensor as usize, launch.wire as usize);
+    let is_registered = memory::is_registered(wire, launch.wire_bytes());
+    if stream.device != device || tensor == 0 || wire % 4 != 0 || !is_registered {
+        return Err(INVALID_VALUE);
+    }
+    stream.push(Box::new(move || {
+        if launch.encodes() {
+            memory::write(wire, &launch.encode(&memory::read(tensor, launch.tensor_bytes())));
+        } else {
+            memory::write(tensor, &launch.decode(&memory::read(wire, launch.wire_bytes())));
+        }
+    }));
     Ok(())
 }
 

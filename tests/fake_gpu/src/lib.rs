@@ -32,6 +32,7 @@ mod collective;
 mod comm;
 mod cuda;
 mod device;
+pub mod kernels;
 mod meeting;
 mod memory;
 mod nccl;

@@ -209,6 +209,20 @@ pub fn await_word(address: usize, value: u32) {
     }
 }
 
+/// These bytes, wherever they are.
+pub fn read(from: usize, bytes: usize) -> Vec<u8> {
+    let from: *const u8 = std::ptr::with_exposed_provenance(inside(from));
+    // SAFETY: who launched the kernel promised that they are there until it is done.
+    unsafe { std::slice::from_raw_parts(from, bytes) }.to_vec()
+}
+
+/// Writes bytes, wherever they go.
+pub fn write(to: usize, bytes: &[u8]) {
+    let to: *mut u8 = std::ptr::with_exposed_provenance_mut(inside(to));
+    // SAFETY: who launched the kernel promised that there is room until it is done.
+    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
+}
+
 /// Copies `bytes` bytes, wherever they are.
 pub fn copy(to: usize, from: usize, bytes: usize) {
     let to: *mut u8 = std::ptr::with_exposed_provenance_mut(inside(to));

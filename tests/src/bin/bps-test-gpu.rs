@@ -3,9 +3,11 @@
 //! writes the communicator's identity into the file. Says on standard error how it ended.
 
 use bps_engine::base::{DType, Operation};
+use bps_engine::encode::{Draw, narrow, widen};
 use bps_tests::reference;
+use bps_worker::Encoding;
 use bps_worker::cuda::{
-    Comm, Device, Event, EventPool, GpuError, Nccl, Pinned, ReduceOp, Stream, driver,
+    Comm, Device, Event, EventPool, GpuError, Kernels, Nccl, Pinned, ReduceOp, Stream, driver,
 };
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -22,6 +24,7 @@ fn main() {
         "available" => driver::available().map(|()| format!("{} GPUs", driver::count())),
         "open" => open(number(1)),
         "copies" => copies(text(1) == "wait"),
+        "codecs" => codecs(),
         "context" => context(),
         "pinned" => pinned(),
         "nccl" => Nccl::load(Some(text(1)).filter(|path| !path.is_empty()).map(Path::new))
@@ -91,6 +94,105 @@ fn copies(waits: bool) -> Outcome {
         unsafe { device.free(address) }?;
     }
     Ok(format!("{wrong} of {ROUNDS} rounds were wrong"))
+}
+
+/// All codecs that have kernels, and what they are tried with.
+const CODECS: [&str; 8] = [
+    "fp16",
+    "bf16",
+    "fp8_e4m3",
+    "fp8_e5m2",
+    "int8",
+    "fp8_e4m3(stochastic)",
+    "fp8_e5m2(stochastic)",
+    "int8(stochastic)",
+];
+const ELEMENTS: [usize; 9] = [1, 3, 4, 127, 128, 129, 1000, 65_536, 262_143];
+const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+
+/// The kernels give what the engine gives on the processor, both ways, whatever the numbers are.
+fn codecs() -> Outcome {
+    let device = Device::open(0)?;
+    device.make_current()?;
+    let (kernels, stream) = (Kernels::load(&device)?, Stream::new(&device)?);
+    let room = 4 * ELEMENTS.iter().max().expect("there are some");
+    let wire = Pinned::new(&device, room, None)?;
+    let (mut tried, mut wrong) = (0, Vec::new());
+    for (name, dtype) in CODECS.iter().flat_map(|name| DTYPES.map(|dtype| (name, dtype))) {
+        let encoding: Encoding = name.parse().expect("an encoding");
+        let coder = kernels.coder(encoding, dtype)?.expect("it has kernels");
+        for (seed, elements) in (1..).zip(ELEMENTS) {
+            let bytes = elements * dtype.size();
+            let Some(encoded) = coder.wire_bytes(bytes) else { continue };
+            tried += 1;
+            let (mut values, mut tensor) = (numbers(seed, elements), vec![0; bytes]);
+            narrow(dtype, &values, &mut tensor);
+            widen(dtype, &tensor, &mut values);
+            let draw = Draw { shared: 0, own: 77 + seed };
+            let mut expected = vec![0; encoded];
+            encoding.codec.encode(&values, draw, &mut expected);
+            let memory = Buffer::new(&stream, &tensor)?;
+            // SAFETY: the wire has room for all, and what uses it is waited for.
+            unsafe { coder.encode(&stream, memory.address, wire.as_ptr(), bytes, draw.own) }?;
+            wait_until("it is encoded", || stream.is_idle())?;
+            // SAFETY: it was written, and nobody writes there now.
+            let found = unsafe { std::slice::from_raw_parts(wire.as_ptr(), encoded) };
+            let numbers = match *name {
+                "fp16" => Some(DType::F16),
+                "bf16" => Some(DType::BF16),
+                _ => None,
+            };
+            if !same(numbers, found, &expected) {
+                wrong.push(format!("{name} of {elements} {dtype}"));
+            }
+            encoding.codec.decode(&expected, draw, &mut values);
+            narrow(dtype, &values, &mut tensor);
+            // SAFETY: the wire has room for all, and what uses it is waited for.
+            unsafe { coder.decode(&stream, wire.as_ptr(), memory.address, bytes) }?;
+            wait_until("it is decoded", || stream.is_idle())?;
+            if !same(Some(dtype), &memory.content(&stream)?, &tensor) {
+                wrong.push(format!("{elements} {dtype} from {name}"));
+            }
+        }
+    }
+    Ok(format!("{tried} encodings, wrong: {wrong:?}"))
+}
+
+/// Numbers of all magnitudes; some blocks are zeros, and some have what is not finite.
+#[allow(clippy::cast_possible_truncation, reason = "the number's bits are what is wanted")]
+fn numbers(seed: u64, count: usize) -> Vec<f32> {
+    let mut state = seed;
+    let mut next = || {
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 32) as u32
+    };
+    let one = |index: usize| {
+        let bits = next();
+        match (index / 128 % 8, index % 128) {
+            (1, _) => 0.0,
+            (2, 17) => f32::INFINITY,
+            (3, 5) => f32::NAN,
+            // Any bits that are a number.
+            (4, _) if bits & 0x7f80_0000 != 0x7f80_0000 => f32::from_bits(bits),
+            // Next to zero.
+            (5, _) => f32::from_bits(bits & 0x80ff_ffff),
+            _ => f32::from_bits(bits & 0x83ff_ffff | 0x3c00_0000),
+        }
+    };
+    (0..count).map(one).collect()
+}
+
+/// Whether numbers of this type, if these are numbers, are the same or no numbers; or else bytes.
+fn same(numbers: Option<DType>, one: &[u8], other: &[u8]) -> bool {
+    let Some(dtype) = numbers else { return one == other };
+    let values = |bytes: &[u8]| {
+        let mut values = vec![0.0; bytes.len() / dtype.size()];
+        widen(dtype, bytes, &mut values);
+        values
+    };
+    let mut pairs = values(one).into_iter().zip(values(other));
+    pairs.all(|(one, other)| one.to_bits() == other.to_bits() || one.is_nan() && other.is_nan())
 }
 
 /// What needs a context says so without one, and what brings its own leaves the thread as it was.

@@ -8,6 +8,7 @@
 //! The tables of functions (`library`, `nccl_library`) hold C functions by their C types; all else
 //! is built on them.
 
+mod codecs;
 pub mod driver;
 mod error;
 mod library;
@@ -18,6 +19,7 @@ mod simulated;
 mod table;
 mod track;
 
+pub use codecs::{Coder, Kernels};
 pub use driver::{Device, Event, EventPool, PooledEvent, Stream};
 pub use error::GpuError;
 pub(crate) use error::nccl_version;

@@ -3,6 +3,7 @@
 
 mod assemble;
 pub(crate) mod census;
+mod coding;
 pub(crate) mod direct;
 pub mod order_lanes;
 mod pipeline;

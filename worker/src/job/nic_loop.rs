@@ -374,8 +374,8 @@ impl NicLoop {
 
     fn on_gpu(&mut self, message: FromGpu) {
         match message {
-            FromGpu::Part { of, round, priority, from } => {
-                self.nic.push_from(self.rounds.part(of), round, priority, from);
+            FromGpu::Part { of, round, priority, from, encoded } => {
+                self.nic.push_from(self.rounds.part(of), round, priority, (from, encoded));
             }
             FromGpu::Land(slot) => self.nic.release(slot),
             FromGpu::Stalled { keys } => self.nic.note_stalls(keys),

@@ -1,6 +1,10 @@
 //! Parts that are encoded on their way to servers and back. The loop encodes a part when it is its
 //! turn on the line, and decodes its result when that has landed: what is sent soonest is encoded
 //! soonest, and a part needs room for one payload only, whichever way that goes.
+//!
+//! Where a GPU encodes the parts of its tensors, they are in their slots as they travel, and so are
+//! their results: the loop sends and receives them, and checks what has come before the GPU decodes
+//! it.
 
 use super::{LaneId, Nic, PartId, Peer};
 use crate::nic::circle::is_scaled;
@@ -26,7 +30,10 @@ pub(crate) struct OutOfReach {
 /// What an encoded part has.
 pub(super) struct Coded {
     encoding: Encoding,
-    /// What is sent, or lands.
+    elements: usize,
+    /// The GPU does it, in the slot.
+    is_on_gpu: bool,
+    /// What is sent, or lands; empty until this loop encodes a round.
     wire: Box<[u8]>,
     /// Bytes of the contribution, once this round's is encoded.
     length: Option<usize>,
@@ -41,7 +48,9 @@ impl Coded {
         let zeros = |is_kept: bool| vec![0.0; if is_kept { elements } else { 0 }].into();
         Coded {
             encoding,
-            wire: vec![0; encoding.codec.wire_bytes_max(elements)].into(),
+            elements,
+            is_on_gpu: false,
+            wire: Box::default(),
             length: None,
             residue: zeros(encoding.feedback),
             velocity: zeros(encoding.momentum.is_some()),
@@ -50,7 +59,7 @@ impl Coded {
 
     /// Bytes of its longest payload.
     pub(super) fn room(&self) -> usize {
-        self.wire.len()
+        self.encoding.codec.wire_bytes_max(self.elements)
     }
 
     fn payload(&mut self, length: usize) -> Writable {
@@ -64,6 +73,9 @@ impl Coded {
     /// Encodes a round's contribution, which `values` are and which are of no use after it, and
     /// returns its bytes.
     fn encode(&mut self, values: &mut [f32], (header, rank): (&Header, Rank)) -> usize {
+        if self.wire.is_empty() {
+            self.wire = vec![0; self.room()].into();
+        }
         let Encoding { codec, feedback, momentum } = self.encoding;
         let random = draw(header.key, header.round.0, rank.0);
         if let Some(momentum) = momentum {
@@ -101,6 +113,22 @@ impl Nic {
         }
     }
 
+    /// The GPU says of a part whose round begins whether it has encoded it, to so many bytes.
+    ///
+    /// # Panics
+    /// It has encoded a part that is not to be, or to another length.
+    pub(super) fn encoded_by_gpu(&mut self, part: PartId, encoded: Option<usize>) {
+        let coded = self.part_mut(part).coded.as_mut();
+        assert_eq!(
+            encoded.or(coded.as_ref().map(|coded| coded.room())),
+            coded.as_ref().map(|coded| coded.room()),
+            "a part that is encoded has one length"
+        );
+        if let Some(coded) = coded {
+            coded.is_on_gpu = encoded.is_some();
+        }
+    }
+
     /// How a part is encoded on this lane, if it is.
     fn coded(&self, lane: LaneId, part: PartId) -> Option<&Coded> {
         let is_servers = matches!(self.lane(lane).peer, Peer::Server(_));
@@ -134,13 +162,17 @@ impl Nic {
             return target;
         }
         let coded = self.part_mut(part).coded.as_mut().expect("it is encoded on this lane");
-        coded.payload(length)
+        if coded.is_on_gpu { target.part(0, length) } else { coded.payload(length) }
     }
 
     /// The contribution of this header's round, encoded, where it is; at once where that was done
     /// before.
     pub(super) fn encoded(&mut self, part: PartId, header: &Header) -> Option<Readable> {
-        let length = match self.part(part).coded.as_ref()?.length {
+        let coded = self.part(part).coded.as_ref()?;
+        if coded.is_on_gpu {
+            return Some(self.contribution(part).part(0, coded.room()));
+        }
+        let length = match coded.length {
             Some(length) => length,
             None => self.encode(part, header),
         };
@@ -188,15 +220,24 @@ impl Nic {
         target: Writable,
     ) -> Result<(), String> {
         let Some(coded) = self.coded(lane, part) else { return Ok(()) };
-        let codec = coded.encoding.codec;
+        let Coded { encoding: Encoding { codec, .. }, elements, is_on_gpu, .. } = *coded;
         let state = &mut self.parts[part.0 as usize];
-        let dtype: DType = state.plan.dtype;
-        let values = self.values.of(target.len() / dtype.size());
         let coded = state.coded.as_ref().expect("as it was");
-        let payload = &coded.wire[..header.length as usize];
-        codec.check(values.len(), payload).map_err(|why| {
+        let landed = target.readable();
+        let payload = match is_on_gpu {
+            // SAFETY: these bytes have just landed in the slot, which is in the host's memory, as
+            // that of every part with a `Coded` is; nobody writes there before the GPU is told.
+            true => unsafe { landed.part(0, header.length as usize).bytes() },
+            false => &coded.wire[..header.length as usize],
+        };
+        codec.check(elements, payload).map_err(|why| {
             format!("a publication of `{}` ({}): {why}", state.plan.name, header.key)
         })?;
+        if is_on_gpu {
+            return Ok(());
+        }
+        let dtype: DType = state.plan.dtype;
+        let values = self.values.of(elements);
         codec.decode(payload, draw(header.key, header.round.0, self.config.rank.0), values);
         // SAFETY: the part's own bytes, which nothing else has while its result comes; in the
         // host's memory, since a part beyond its reach has no `Coded` (`forget_out_of_reach`).

@@ -32,6 +32,8 @@ struct Falling {
     priority: i64,
     /// None where ranks disagree about the tensor.
     part: Option<PartId>,
+    /// Its bytes, if the GPU encodes it.
+    encoded: Option<usize>,
 }
 
 /// See the [module](self).
@@ -65,23 +67,26 @@ impl Staged {
 }
 
 impl Nic {
-    /// The next round of a part of a tensor on the GPU begins, with its bytes there; the part has
-    /// no number where ranks disagree about the tensor.
+    /// The next round of a part of a tensor on the GPU begins, with its bytes there, so many if the
+    /// GPU has encoded them; the part has no number where ranks disagree about the tensor.
     pub(crate) fn push_from(
         &mut self,
         part: Option<PartId>,
         round: u64,
         priority: i64,
-        from: From,
+        (from, encoded): (From, Option<usize>),
     ) {
         match (from, part) {
             (From::Nowhere, Some(part)) => self.push_slot(part, round, priority, None),
-            (From::Slot(slot), Some(part)) => self.push_slot(part, round, priority, Some(slot)),
+            (From::Slot(slot), Some(part)) => {
+                self.encoded_by_gpu(part, encoded);
+                self.push_slot(part, round, priority, Some(slot));
+            }
             (From::Nowhere, None) => {}
             (From::Slot(slot), None) => self.release(slot),
             (From::Staging(staging, mark), part) => {
                 assert!(self.staged.progress.is_some(), "who stages says how far it is");
-                let falling = Falling { mark, staging, round, priority, part };
+                let falling = Falling { mark, staging, round, priority, part, encoded };
                 self.staged.falling.push_back(falling);
             }
         }
@@ -93,7 +98,8 @@ impl Nic {
             return self.spoil_fallen();
         }
         let mut progress = false;
-        while let Some(Falling { staging, round, priority, part, .. }) = self.staged.next(false) {
+        while let Some(fallen) = self.staged.next(false) {
+            let Falling { staging, round, priority, part, encoded, .. } = fallen;
             progress = true;
             match part.filter(|part| !self.part(*part).abandoned) {
                 Some(part) => {
@@ -103,6 +109,7 @@ impl Nic {
                     for mark in [Mark::Ready, Mark::Falling, Mark::Fallen] {
                         self.trace.record(mark, key, round, self.config.rank, bytes);
                     }
+                    self.encoded_by_gpu(part, encoded);
                     self.push_slot(part, round, priority, Some(staging.slot()));
                 }
                 // SAFETY: it was not given to a transport, and the GPU has copied it.

@@ -101,6 +101,8 @@ pub enum FromGpu {
         priority: i64,
         /// Where its bytes are.
         from: From,
+        /// How many they are, if the GPU has encoded them; then it decodes what comes back.
+        encoded: Option<usize>,
     },
     /// It is done with this slot, and a result may land here.
     Land(Slot),

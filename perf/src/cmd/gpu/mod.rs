@@ -42,7 +42,18 @@ const MODELS: &[&str] = &[
     "bert-small",
 ];
 /// Ways to train that send something.
-const WAYS: &[&str] = &["ddp", "ours", "cross", "ddp-bf16", "ours-bf16", "cross-bf16"];
+const WAYS: &[&str] = &[
+    "ddp",
+    "ours",
+    "cross",
+    "ddp-bf16",
+    "ours-bf16",
+    "cross-bf16",
+    "ours-int8",
+    "cross-int8",
+    "ours-fp8",
+    "cross-fp8",
+];
 
 /// What is run, as the arguments say.
 pub struct Run {
@@ -50,6 +61,8 @@ pub struct Run {
     shape: Shape,
     rates: Vec<u64>,
     is_cuda: bool,
+    /// GPUs of this machine, once they were counted; ranks of several hosts may share one.
+    gpus: u32,
     python: PathBuf,
     /// Variables of a second crew of NCCL, for the all-reduce of somebody who tunes it.
     tuned: Vec<(String, String)>,
@@ -242,6 +255,7 @@ impl Run {
             losses: all("losses"),
             precisions: all("precision"),
             ways: all("ways"),
+            gpus: 0,
             batch: get("batch"),
             sequences: get("sequences"),
             rounds: get("rounds"),
@@ -260,19 +274,25 @@ impl Run {
     /// Makes sure that Python has what ranks need, and finds its path, or says why it can't be.
     fn find_python(&mut self) -> Result<(), String> {
         let mut probe = "import byteps.torch, sys, torch".to_string();
+        probe += "\nn = torch.cuda.device_count()";
         if self.is_cuda {
-            let ranks = self.ranks();
+            // NCCL refuses two ranks of one host on one GPU.
+            let needed = self.plan.ranks_per_host;
             probe += &format!(
-                "\nn = torch.cuda.device_count()\n\
-                 assert n >= {ranks}, f'it has {{n}} GPUs, and {ranks} are needed'"
+                "\nassert n >= {needed}, f'it has {{n}} GPUs, and each host needs {needed}'"
             );
         }
-        probe += "\nprint(sys.executable)";
+        probe += "\nprint(n, sys.executable)";
         let python = self.python.display();
         let mut command = std::process::Command::new(&self.python);
         match command.args(["-c", &probe]).output() {
             Ok(output) if output.status.success() => {
-                self.python = String::from_utf8_lossy(&output.stdout).trim().into();
+                let said = String::from_utf8_lossy(&output.stdout);
+                let found = said
+                    .trim()
+                    .split_once(' ')
+                    .and_then(|(gpus, python)| Some((gpus.parse().ok()?, PathBuf::from(python))));
+                (self.gpus, self.python) = found.ok_or(format!("{python}: it says `{said}`"))?;
                 Ok(())
             }
             Ok(output) => {
@@ -289,9 +309,13 @@ impl Run {
         let device = if self.is_cuda { "GPUs" } else { "CPU ranks" };
         let (servers, cores) = (self.plan.extra_servers, self.plan.cores);
         let beside = if self.plan.colocated { " and a server" } else { "" };
+        let shared = match self.is_cuda && self.ranks() > self.gpus {
+            true => format!("; all share {} GPUs of this machine", self.gpus),
+            false => String::new(),
+        };
         format!(
             "{hosts} hosts with {gpus} {device}{beside} each, {servers} server hosts; \
-             {cores} cores a server"
+             {cores} cores a server{shared}"
         )
     }
 
@@ -301,6 +325,7 @@ impl Run {
         fields.extend(report::fields(json!({
             "device": if self.is_cuda { "cuda" } else { "cpu" },
             "hosts": self.plan.workers, "gpus_per_host": self.plan.ranks_per_host,
+            "ranks_per_gpu": if self.is_cuda { self.ranks().div_ceil(self.gpus) } else { 0 },
             "servers": self.plan.extra_servers, "colocated": self.plan.colocated,
             "cores": self.plan.cores, "rounds": self.rounds, "rate_bits": rate,
         })));

@@ -72,8 +72,14 @@ impl Model {
 
     fn report(&self, run: &Run, times: &[Series], index: usize, line: &Series) -> Fields {
         let way = &self.ways[index];
-        let (kind, is_halved) = (way.split('-').next().unwrap_or(way), way.ends_with("-bf16"));
-        let bytes = self.parameters * if is_halved { 2.0 } else { 4.0 };
+        let (kind, wire) = way.split_once('-').unwrap_or((way, ""));
+        let bytes = self.parameters
+            * match wire {
+                "" => 4.0,
+                "bf16" => 2.0,
+                // A byte each, and a scale of four for 128.
+                _ => 1.0 + 4.0 / 128.0,
+            };
         let (forward, alone) = (times[0].median(), times[1].median());
         let step = times[index].median();
         // Communication begins when the forward pass is over, unless the next one hides it too.
@@ -93,8 +99,13 @@ impl Model {
         }
         let milliseconds = times[index].0.iter().map(|seconds| seconds * 1e3).collect();
         report::cost(&mut fields, "step_ms", &Series(milliseconds));
-        // Each is held against what sends as many bytes.
-        let peer = if is_halved { "ddp-bf16" } else { "ddp" };
+        // Each is held against what sends as many bytes, and what no other can send against what
+        // sends all.
+        let peer = match wire {
+            "" => "ddp",
+            "bf16" => "ddp-bf16",
+            _ => kind,
+        };
         if let Some(other) = self.ways.iter().position(|other| other == peer && way != peer) {
             fields.insert("peer".into(), peer.into());
             fields.insert("peer_ms_p50".into(), (times[other].median() * 1e3).into());

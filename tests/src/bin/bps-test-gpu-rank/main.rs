@@ -4,6 +4,7 @@
 //! standard error how it ended.
 
 mod ahead;
+mod coded;
 mod framework;
 mod many;
 
@@ -40,6 +41,7 @@ fn main() {
         "large" => large(&config),
         "many" => many::many(&config, number(0).unwrap_or(1)),
         "ahead" => ahead::ahead(&config),
+        "coded" => coded::coded(&config, number(0).unwrap_or(1)),
         "loop" => train(&config, number(0).unwrap_or(1), number(1), number(2) == Some(1)),
         "mismatch" => mismatch(&config, number(0) == Some(1)),
         "mismatches" => mismatches(&config, number(0) == Some(1)),

@@ -4,6 +4,7 @@ use super::machine::{INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, Machine, ho
 use super::memory::{Access, POISON};
 use super::stream::Work;
 use super::with;
+use bps_fake_gpu::kernels::{self, Launch};
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::ptr::NonNull;
 
@@ -72,6 +73,54 @@ impl Machine {
         let stream = self.still_stream_of(stream)?;
         let current = self.current()?;
         if self.streams[stream].device == current { Ok(stream) } else { Err(INVALID_CONTEXT) }
+    }
+
+    /// A copy to the host, or a kernel that encodes what is copied.
+    fn copy_down(
+        &mut self,
+        stream: usize,
+        (host, length): (usize, usize),
+        (from, bytes): (u64, usize),
+        kernel: Option<Launch>,
+    ) {
+        self.pinned(host, length);
+        // What was there may be on its way to the device yet: then it is poisoned as this begins.
+        if !self.is_source(stream, host, length) {
+            // SAFETY: it is registered, so it is mapped; there is one thread.
+            unsafe { host_bytes(host, length) }.fill(POISON);
+        }
+        let accesses = [Access::read(from, bytes), Access::write(host as u64, length)];
+        let work = Work::ToHost { host, from, bytes: vec![0; bytes], kernel };
+        self.enqueue(stream, "a copy to the host", work, &accesses);
+    }
+
+    /// A copy to the device, or a kernel that decodes what is copied.
+    fn copy_up(
+        &mut self,
+        stream: usize,
+        (to, bytes): (u64, usize),
+        (host, length): (usize, usize),
+        kernel: Option<Launch>,
+    ) {
+        self.pinned(host, length);
+        let awaits = std::mem::take(&mut self.streams[stream].awaits_host);
+        // SAFETY: it is registered, so it is mapped; there is one thread.
+        let seen = (!awaits).then(|| unsafe { host_bytes(host, length) }.to_vec());
+        let mut accesses = [Access::read(host as u64, length), Access::write(to, bytes)];
+        accesses.iter_mut().for_each(|access| access.is_later = awaits);
+        let work = Work::ToDevice { to: (to, bytes), host: (host, length), seen, kernel };
+        self.enqueue(stream, "a copy to the device", work, &accesses);
+    }
+
+    /// A kernel of the engine's.
+    fn launch(&mut self, stream: usize, launch: Launch) -> Result<(), u32> {
+        let wire = usize::try_from(launch.wire).map_err(|_| INVALID_VALUE)?;
+        let (tensor, wire) = ((launch.tensor, launch.tensor_bytes()), (wire, launch.wire_bytes()));
+        match launch.encodes() {
+            true => self.copy_down(stream, wire, tensor, Some(launch)),
+            false => self.copy_up(stream, tensor, wire, Some(launch)),
+        }
+        Ok(())
     }
 
     fn pinned(&mut self, at: usize, bytes: usize) {
@@ -225,28 +274,45 @@ cuda! {
     }
     fn cuMemcpyDtoHAsync_v2(machine, host: usize, from: u64, bytes: usize, stream: usize) {
         let stream = machine.copying(stream)?;
-        machine.pinned(host, bytes);
-        // What was there may be on its way to the device yet: then it is poisoned as this begins.
-        if !machine.is_source(stream, host, bytes) {
-            // SAFETY: it is registered, so it is mapped; there is one thread.
-            unsafe { host_bytes(host, bytes) }.fill(POISON);
-        }
-        let accesses = [Access::read(from, bytes), Access::write(host as u64, bytes)];
-        let work = Work::ToHost { host, from, bytes: vec![0; bytes] };
-        machine.enqueue(stream, "a copy to the host", work, &accesses);
+        machine.copy_down(stream, (host, bytes), (from, bytes), None);
         Ok(())
     }
     fn cuMemcpyHtoDAsync_v2(machine, to: u64, host: usize, bytes: usize, stream: usize) {
         let stream = machine.copying(stream)?;
-        machine.pinned(host, bytes);
-        let awaits = std::mem::take(&mut machine.streams[stream].awaits_host);
-        // SAFETY: it is registered, so it is mapped; there is one thread.
-        let seen = (!awaits).then(|| unsafe { host_bytes(host, bytes) }.to_vec());
-        let mut accesses = [Access::read(host as u64, bytes), Access::write(to, bytes)];
-        accesses.iter_mut().for_each(|access| access.is_later = awaits);
-        let work = Work::ToDevice { to, host, bytes, seen };
-        machine.enqueue(stream, "a copy to the device", work, &accesses);
+        machine.copy_up(stream, (to, bytes), (host, bytes), None);
         Ok(())
+    }
+    fn cuModuleLoadData(machine, module: *mut usize, image: *const c_void) {
+        machine.current()?;
+        // SAFETY: the engine's PTX is a C string.
+        unsafe { kernels::load(module, image) }
+    }
+    fn cuModuleUnload(_machine, _module: usize) {
+        Ok(())
+    }
+    fn cuModuleGetFunction(_machine, function: *mut usize, module: usize, name: *const c_char) {
+        // SAFETY: names are C strings.
+        unsafe { kernels::get(function, module, name) }
+    }
+    fn cuLaunchKernel(
+        machine,
+        function: usize,
+        x: c_uint,
+        y: c_uint,
+        z: c_uint,
+        threads_x: c_uint,
+        threads_y: c_uint,
+        threads_z: c_uint,
+        _shared: c_uint,
+        stream: usize,
+        arguments: *mut *mut c_void,
+        _extra: *mut *mut c_void,
+    ) {
+        let (grid, block) = ([x, y, z], [threads_x, threads_y, threads_z]);
+        // SAFETY: the engine gives the arguments that its kernels have.
+        let launch = unsafe { kernels::launch(function, grid, block, arguments) }?;
+        let stream = machine.copying(stream)?;
+        machine.launch(stream, launch)
     }
     fn cuMemcpyDtoDAsync_v2(machine, to: u64, from: u64, bytes: usize, stream: usize) {
         let stream = machine.copying(stream)?;

@@ -366,13 +366,13 @@ impl Machine {
         };
         match &mut first.work {
             Work::Fill { at, bytes } => poison(*at, bytes.len()),
-            Work::ToDevice { to, host, bytes, seen } => {
+            Work::ToDevice { to: (to, bytes), host: (host, length), seen, .. } => {
                 poison(*to, *bytes);
                 if seen.is_none() {
                     // SAFETY: the range is registered from when the copy was enqueued until it is
                     // done, and one thread is all there is.
-                    *seen = Some(unsafe { host_bytes(*host, *bytes) }.to_vec());
-                    later = Some([Access::read(*host as u64, *bytes), Access::write(*to, *bytes)]);
+                    *seen = Some(unsafe { host_bytes(*host, *length) }.to_vec());
+                    later = Some([Access::read(*host as u64, *length), Access::write(*to, *bytes)]);
                 }
             }
             Work::OnDevice { to, from, bytes } => {
@@ -382,12 +382,15 @@ impl Machine {
                     None => is_there = false,
                 }
             }
-            Work::ToHost { host, from, bytes } => {
+            Work::ToHost { host, from, bytes, kernel } => {
+                let length = kernel.map_or(bytes.len(), |kernel| kernel.wire_bytes());
                 // SAFETY: the range is registered from when the copy was enqueued until it is done,
                 // and one thread is all there is.
-                unsafe { host_bytes(*host, bytes.len()) }.fill(POISON);
+                unsafe { host_bytes(*host, length) }.fill(POISON);
                 match memory.bytes(*from, bytes.len()) {
-                    Some(source) => bytes.copy_from_slice(source),
+                    Some(source) => {
+                        *bytes = kernel.map_or(source.to_vec(), |kernel| kernel.encode(source));
+                    }
                     None => is_there = false,
                 }
             }
@@ -440,7 +443,7 @@ impl Machine {
                 }
                 target.copy_from_slice(&bytes);
             }
-            Work::ToDevice { to, host, seen, .. } => {
+            Work::ToDevice { to: (to, _), host: (host, _), seen, kernel } => {
                 let seen = seen.expect("it was read as it began");
                 // SAFETY: the range is registered from when the copy was enqueued until it is done,
                 // and one thread is all there is.
@@ -448,7 +451,7 @@ impl Machine {
                     let text = "the host changes what a copy reads that is not done";
                     result = Err(format!("device {device}: {text}"));
                 }
-                self.put(to, &seen);
+                self.put(to, &kernel.map_or(seen.clone(), |kernel| kernel.decode(&seen)));
             }
             Work::Write { at, value } => {
                 let word = std::ptr::with_exposed_provenance::<AtomicU32>(at);
@@ -468,7 +471,7 @@ impl Machine {
         let device = &self.devices[self.streams[stream].device];
         let mut pending = device.streams.iter().flat_map(|stream| &self.streams[*stream].queue);
         pending.any(|one| match &one.work {
-            Work::ToDevice { host: source, bytes: length, .. } => {
+            Work::ToDevice { host: (source, length), .. } => {
                 *source < host + bytes && host < source + length
             }
             _ => false,

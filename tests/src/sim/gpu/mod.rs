@@ -25,6 +25,8 @@ mod stream;
 pub(super) use machine::Machine;
 pub(super) use rank::{GpuFlight, GpuTensor, Landed, SimGpu, Spot};
 
+use bps_engine::config::LogLevel;
+use bps_engine::trace::log;
 use bps_worker::cuda::Libraries;
 use std::cell::RefCell;
 use std::sync::OnceLock;
@@ -60,6 +62,8 @@ pub(super) fn check(seed: u64) {
 fn libraries() -> &'static Libraries {
     static LIBRARIES: OnceLock<Libraries> = OnceLock::new();
     LIBRARIES.get_or_init(|| {
+        // Not what each of thousands of jobs would say once.
+        log::init(LogLevel::Warning, "");
         let find = |name| cuda::find(name).or_else(|| nccl::find(name));
         // SAFETY: the functions have the arguments that those of the headers have, by size and
         // kind, and keep what the engine needs of their promises.

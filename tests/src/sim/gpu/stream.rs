@@ -1,6 +1,7 @@
 //! Streams of a simulated GPU, and what is in them.
 
 use super::memory::{Clock, STREAMS_MAX};
+use bps_fake_gpu::kernels::Launch;
 use std::collections::VecDeque;
 
 /// A piece of work.
@@ -16,18 +17,20 @@ pub(super) enum Work {
         bytes: usize,
         number: usize,
     },
-    /// Copies; what is read is kept from the start, and `seen` is what a source in the host's
+    /// Copies, each perhaps by a kernel that encodes or decodes; what is read is kept from the
+    /// start, encoded where it is to be, and `seen` is what a source in the host's
     /// memory was when the copy was enqueued, or when it began if its stream waited for the host.
     ToHost {
         host: usize,
         from: u64,
         bytes: Vec<u8>,
+        kernel: Option<Launch>,
     },
     ToDevice {
-        to: u64,
-        host: usize,
-        bytes: usize,
+        to: (u64, usize),
+        host: (usize, usize),
         seen: Option<Vec<u8>>,
+        kernel: Option<Launch>,
     },
     OnDevice {
         to: u64,

@@ -67,7 +67,7 @@ impl Column {
         let slot = Some(self.slot(SENDS[index], Pool::Sends));
         let of = PartOf { tensor: TENSORS[index], index: 0 };
         let from = slot.map_or(From::Nowhere, From::Slot);
-        self.say(FromGpu::Part { of, round: 1, priority: 0, from });
+        self.say(FromGpu::Part { of, round: 1, priority: 0, from, encoded: None });
         self.settle();
     }
 

@@ -1,12 +1,23 @@
 //! Copies between the GPU and the slots: down of what is to be sent, up of what has landed.
 
 use super::{BYTES_OF_MARK, COPIES_OF_MARK, Copying, Of, Pipeline, Tensor};
-use crate::cuda::{GpuError, Stream};
+use crate::cuda::{Coder, GpuError, Stream};
 use crate::rounds::PartOf;
 use crate::rounds::handover::{From, FromGpu};
 use crate::rounds::{Pool, Slot};
 use bps_engine::base::Operation;
+use bps_engine::proto::encoding::draw;
 use bps_engine::trace::timeline::Mark;
+
+/// How a part is encoded in the round that is open.
+#[derive(Clone, Copy)]
+pub(super) struct PartCoder {
+    coder: Coder,
+    /// Bytes of it in its slot.
+    pub(super) encoded: usize,
+    /// This rank's random number, for stochastic rounding.
+    draw: u64,
+}
 
 impl Pipeline {
     /// Copies parts into the slots that are free.
@@ -25,9 +36,12 @@ impl Pipeline {
             let is_broadcast = matches!(plan.operation, Operation::Broadcast(_));
             let from = if is_alone && !is_broadcast { run.push.source } else { run.push.target };
             let Some(slot) = self.free.pop() else { break };
+            let coder = self.coder_of(of);
             // SAFETY: the part lies inside the tensor, which its caller keeps until the task is
             // finished; the slot is of this part alone until it is given back.
-            unsafe { fill(self.down.stream(), slot, from + part.offset as u64, part.bytes) }?;
+            unsafe {
+                fill(self.down.stream(), slot, from + part.offset as u64, part.bytes, coder)
+            }?;
             let copy = Copying { mark: self.down.next_mark(), of, round, slot };
             (copies, bytes) = (copies + 1, bytes + part.bytes);
             if copies >= COPIES_OF_MARK || bytes >= BYTES_OF_MARK {
@@ -62,12 +76,13 @@ impl Pipeline {
             self.trace.copy(Mark::Falling, next, &self.tensors);
         }
         let Copying { of, round, slot, .. } = *copy;
-        let run = self.tensor(of.tensor).and_then(|tensor| tensor.run.as_ref());
-        let Some(priority) = run.map(|run| run.push.priority) else {
+        let Some(Tensor { run: Some(run), .. }) = self.tensor(of.tensor) else {
             return self.free.push(slot);
         };
+        let priority = run.push.priority;
+        let encoded = self.coder_of(of).map(|coder| coder.encoded);
         let of = PartOf { tensor: of.tensor, index: of.index };
-        self.tell(FromGpu::Part { of, round, priority, from: From::Slot(slot) });
+        self.tell(FromGpu::Part { of, round, priority, from: From::Slot(slot), encoded });
     }
 
     /// A result has left its slot.
@@ -77,6 +92,16 @@ impl Pipeline {
             self.trace.copy(Mark::Rising, next, &self.tensors);
         }
         self.tell(FromGpu::Land(copy.slot));
+    }
+
+    /// What encodes a part and decodes it; none if it is in its slot as it is in the tensor.
+    pub(super) fn coder_of(&self, of: Of) -> Option<PartCoder> {
+        let tensor = self.tensors.get(of.tensor as usize)?.as_ref()?;
+        let part = tensor.plan.parts[of.index as usize];
+        let coder = tensor.coder?;
+        let encoded = coder.wire_bytes(part.bytes)?;
+        let draw = draw(part.key, tensor.round, self.rank.0).own;
+        Some(PartCoder { coder, encoded, draw })
     }
 
     /// The servers' result of a part has come, in a slot if it has bytes.
@@ -102,10 +127,11 @@ impl Pipeline {
             if slot.is_on_gpu() {
                 self.direct.flush(stream.device())?;
             }
+            let of = Of { tensor: of.tensor, index: of.index };
+            let coder = self.coder_of(of);
             // SAFETY: the part lies inside the tensor, which its caller keeps until the task is
             // finished; the slot goes back only when the stream has passed the copy.
-            unsafe { empty(stream, slot, target, part.bytes) }?;
-            let of = Of { tensor: of.tensor, index: of.index };
+            unsafe { empty(stream, slot, target, part.bytes, coder) }?;
             let copy = Copying { mark: self.up.next_mark(), of, round, slot };
             let (copies, bytes) = self.unmarked;
             self.unmarked = (copies + 1, bytes + part.bytes);
@@ -128,7 +154,7 @@ impl Pipeline {
     }
 }
 
-/// Enqueues a copy from the tensor into a slot.
+/// Enqueues a copy from the tensor into a slot, or what encodes it there.
 ///
 /// # Safety
 /// As [`Stream::copy_to_host`].
@@ -137,18 +163,21 @@ pub(super) unsafe fn fill(
     slot: Slot,
     from: u64,
     bytes: usize,
+    coder: Option<PartCoder>,
 ) -> Result<(), GpuError> {
     let at = slot.memory(bytes).as_ptr();
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's promise. What is encoded takes no more than the part, and slots begin at
+    // lines of the cache.
     unsafe {
-        match slot.is_on_gpu() {
-            true => stream.copy_on_device(at.addr() as u64, from, bytes),
-            false => stream.copy_to_host(at, from, bytes),
+        match (coder, slot.is_on_gpu()) {
+            (Some(of), _) => of.coder.encode(stream, from, at, bytes, of.draw),
+            (None, true) => stream.copy_on_device(at.addr() as u64, from, bytes),
+            (None, false) => stream.copy_to_host(at, from, bytes),
         }
     }
 }
 
-/// Enqueues a copy from a slot into the tensor.
+/// Enqueues a copy from a slot into the tensor, or what decodes it there.
 ///
 /// # Safety
 /// As [`Stream::copy_to_host`].
@@ -157,13 +186,15 @@ pub(super) unsafe fn empty(
     slot: Slot,
     to: u64,
     bytes: usize,
+    coder: Option<PartCoder>,
 ) -> Result<(), GpuError> {
     let at = slot.memory(bytes).as_ptr();
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's promise, and as in `fill`.
     unsafe {
-        match slot.is_on_gpu() {
-            true => stream.copy_on_device(to, at.addr() as u64, bytes),
-            false => stream.copy_to_device(to, at, bytes),
+        match (coder, slot.is_on_gpu()) {
+            (Some(of), _) => of.coder.decode(stream, at, to, bytes),
+            (None, true) => stream.copy_on_device(to, at.addr() as u64, bytes),
+            (None, false) => stream.copy_to_device(to, at, bytes),
         }
     }
 }

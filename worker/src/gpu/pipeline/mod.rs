@@ -40,12 +40,13 @@ use self::ending::{Drained, End};
 pub(super) use self::staged::Staged;
 use self::timeline::Trace;
 use self::turns::{Of, Turns};
+use super::coding::Coding;
 use super::direct::Direct;
 use super::order_lanes::{Heard, OrderLanes};
 use super::rows::Row;
 use crate::base::error::Error;
 use crate::base::task::Task;
-use crate::cuda::{Comm, Event, EventPool, GpuError, Passed, Pinned, PooledEvent, Track};
+use crate::cuda::{Coder, Comm, Event, EventPool, GpuError, Passed, Pinned, PooledEvent, Track};
 use crate::host::gather::Gathers;
 use crate::host::switches::Switches;
 use crate::rounds::Plan;
@@ -132,6 +133,8 @@ struct Tensor {
     is_local: bool,
     /// By part, if it has memory of its own in the host.
     staging: Option<Box<[staged::Part]>>,
+    /// What encodes and decodes its parts on their way to slots and back, if the GPU does.
+    coder: Option<Coder>,
     /// A round of it has come through, so all ranks mean the same by its name.
     is_proved: bool,
     /// Parts that this rank holds once its switch has reduced them.
@@ -285,6 +288,7 @@ pub struct Pipeline {
     end: Option<End>,
     memory: Option<Pinned>,
     direct: Direct,
+    coding: Coding,
 }
 
 impl Pipeline {
@@ -348,6 +352,7 @@ impl Pipeline {
             end: None,
             memory: Some(parts.memory),
             direct: parts.direct,
+            coding: Coding::default(),
         }
     }
 

@@ -5,7 +5,7 @@
 use super::turns::Of;
 use super::{Ordered, Pipeline, RowState, Tensor, Written};
 use crate::base::error::{Error, Refusal};
-use crate::cuda::GpuError;
+use crate::cuda::{Coder, GpuError};
 use crate::gpu::rows::{Cut, rows};
 use crate::rounds::{Plan, PlanPart};
 use bps_engine::base::{Operation, word};
@@ -39,6 +39,7 @@ impl Pipeline {
         }
         let poisoned = self.unfit(&plan, is_local).map(Error::Refused);
         let staging = if poisoned.is_none() { self.stage(&plan) } else { None };
+        let coder = if poisoned.is_none() && switches == 1 { self.coder(&plan) } else { None };
         let is_own = |part: &&PlanPart| part.holder == self.rank && !is_local;
         let own = word(plan.parts.iter().filter(is_own).count());
         let state = RowState { ordered: Ordered::Nothing, missing: 0 };
@@ -50,6 +51,7 @@ impl Pipeline {
             row_of: row_of.into(),
             is_local,
             staging,
+            coder,
             is_proved: false,
             own,
             round: 0,
@@ -60,6 +62,14 @@ impl Pipeline {
         });
         let early = self.early.extract_if(.., |(id, _)| *id == tensor).collect::<Vec<_>>();
         early.into_iter().try_for_each(|(_, push)| self.on_push(tensor, push))
+    }
+
+    /// What encodes the parts of a tensor, if the GPU does. Parts that ranks of several switches
+    /// add up are encoded behind that, by the NIC loop.
+    fn coder(&mut self, plan: &Plan) -> Option<Coder> {
+        let encoding =
+            plan.encoding.filter(|_| plan.parts.iter().all(|part| part.core.is_some()))?;
+        self.coding.coder(self.up.stream().device(), encoding, plan.dtype)
     }
 
     /// Why this tensor can't be served, if it can't.

@@ -149,7 +149,8 @@ impl Pipeline {
             // It has nothing to say; the result is all that it wants.
             let (priority, round) = (run.push.priority, *round);
             let of = PartOf { tensor: of.tensor, index: of.index };
-            return self.tell(FromGpu::Part { of, round, priority, from: From::Nowhere });
+            let (from, encoded) = (From::Nowhere, None);
+            return self.tell(FromGpu::Part { of, round, priority, from, encoded });
         }
         let priority = if in_order { 0 } else { run.push.priority };
         self.to_copy.push(priority, of);

@@ -168,6 +168,8 @@ impl Pipeline {
     }
 
     fn copy_down_staged(&mut self, of: Of) -> Result<(), GpuError> {
+        let coder = self.coder_of(of);
+        let encoded = coder.map(|coder| coder.encoded);
         let (tensors, staged) = (&mut self.tensors, &mut self.staged);
         let (Some(Some(state)), Some(staged)) = (tensors.get_mut(of.tensor as usize), staged)
         else {
@@ -184,7 +186,7 @@ impl Pipeline {
         // SAFETY: the part lies inside the tensor, which its caller keeps until the task is
         // finished, and whatever uses it after that comes behind this in its streams. The memory is
         // this part's: its last result has left it, since this stream has waited for that.
-        unsafe { fill(staged.down.stream(), staging.slot(), source, plan.bytes) }?;
+        unsafe { fill(staged.down.stream(), staging.slot(), source, plan.bytes, coder) }?;
         let mark = staged.down.next_mark();
         staged.unmarked = (staged.unmarked.0 + 1, staged.unmarked.1 + plan.bytes);
         if staged.unmarked.0 >= COPIES_OF_MARK || staged.unmarked.1 >= BYTES_OF_MARK {
@@ -193,7 +195,7 @@ impl Pipeline {
         }
         let (of, from) =
             (PartOf { tensor: of.tensor, index: of.index }, From::Staging(staging, mark));
-        self.tell(FromGpu::Part { of, round, priority, from });
+        self.tell(FromGpu::Part { of, round, priority, from, encoded });
         Ok(())
     }
 
@@ -226,6 +228,7 @@ impl Pipeline {
 
     /// Enqueues the copy up of a part.
     fn copy_up_staged(&mut self, of: Of) -> Result<(), GpuError> {
+        let coder = self.coder_of(of);
         let (Some(Some(state)), Some(staged)) =
             (self.tensors.get_mut(of.tensor as usize), &mut self.staged)
         else {
@@ -242,7 +245,7 @@ impl Pipeline {
         // finished, and whatever uses it after that comes behind this in its streams. The result is
         // in the slot, or the stream waits for that; nobody writes there before the next round,
         // whose copy down waits for this stream.
-        unsafe { empty(staged.up.stream(), slot, target, plan.bytes) }?;
+        unsafe { empty(staged.up.stream(), slot, target, plan.bytes, coder) }?;
         if self.trace.covers(state.round) {
             let mark = staged.up.mark()?;
             staged.rising.push_back(Copying { mark, of, round: state.round, slot });

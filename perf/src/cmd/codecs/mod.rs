@@ -4,6 +4,8 @@
 //! gradient and the sums are too large for the caches and are passed over a part at a time, as a
 //! job does it; what is encoded goes to memory that is not read again meanwhile.
 
+mod gpu;
+
 use crate::Outcome;
 use crate::arguments::{self, integer, number};
 use crate::report::{self, Table};
@@ -61,12 +63,22 @@ pub fn command() -> Command {
                     Isa::from_name(text).ok_or("use scalar, avx2 or avx512".to_owned())
                 }),
         )
+        .arg(
+            Arg::new("gpu")
+                .long("gpu")
+                .value_name("NUMBER")
+                .help("What this GPU encodes and decodes, where it has kernels for the codec")
+                .value_parser(clap::value_parser!(u32)),
+        )
         .arg(number("rounds", "11", "Interleaved rounds, of which the median is taken"))
         .arg(arguments::json())
 }
 
 /// Measures every pair of codec and size.
 pub fn run(matches: &ArgMatches) -> Outcome {
+    if let Some(ordinal) = matches.get_one::<u32>("gpu") {
+        return gpu::run(matches, *ordinal);
+    }
     let kernels = match matches.get_one::<Isa>("isa") {
         None => kernels(),
         Some(isa) => Kernels::with_isa(*isa)

@@ -1,0 +1,190 @@
+//! What the engine's kernels compute, by the processor: its codecs.
+
+use crate::cuda::put;
+use bps_engine::base::DType;
+use bps_engine::encode::{Codec, Draw, narrow, widen};
+use std::ffi::{CStr, c_char, c_void};
+use std::sync::{Mutex, PoisonError};
+
+const INVALID_IMAGE: u32 = 200;
+const NOT_FOUND: u32 = 500;
+const INVALID_VALUE: u32 = 1;
+/// Handles of modules and functions are apart from others.
+const MODULE: usize = 0x3000_0000;
+const FUNCTION: usize = 0x7000_0000;
+const HANDLE: usize = 16;
+
+/// The texts that were loaded, and the kernels that were asked for, each once: simulations do so
+/// for thousands of jobs.
+static MODULES: Mutex<Vec<String>> = Mutex::new(Vec::new());
+static KERNELS: Mutex<Vec<Kernel>> = Mutex::new(Vec::new());
+
+/// A kernel of the engine's.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Kernel {
+    codec: Codec,
+    dtype: DType,
+    is_encoder: bool,
+}
+
+/// What a kernel is launched with.
+#[derive(Clone, Copy)]
+pub struct Launch {
+    kernel: Kernel,
+    elements: usize,
+    is_random: bool,
+    draw: u64,
+    /// Where the elements are or go.
+    pub tensor: u64,
+    /// Where their encoding goes or is.
+    pub wire: u64,
+}
+
+impl Kernel {
+    fn of(name: &str) -> Option<Kernel> {
+        let (task, rest) = name.split_once('_')?;
+        let (codec, element) = rest.rsplit_once('_')?;
+        let dtype = match element {
+            "f32" => DType::F32,
+            "f16" => DType::F16,
+            "bf16" => DType::BF16,
+            _ => return None,
+        };
+        let is_encoder = match task {
+            "encode" => true,
+            "decode" => false,
+            _ => return None,
+        };
+        Some(Kernel { codec: codec.parse().ok()?, dtype, is_encoder })
+    }
+}
+
+impl Launch {
+    /// Whether the tensor is read and the wire written, or the other way round.
+    #[must_use]
+    pub fn encodes(&self) -> bool {
+        self.kernel.is_encoder
+    }
+
+    /// Bytes of the elements.
+    #[must_use]
+    pub fn tensor_bytes(&self) -> usize {
+        self.elements * self.kernel.dtype.size()
+    }
+
+    /// Bytes of their encoding.
+    #[must_use]
+    pub fn wire_bytes(&self) -> usize {
+        self.kernel.codec.wire_bytes_max(self.elements)
+    }
+
+    /// The encoding of these elements.
+    #[must_use]
+    pub fn encode(&self, tensor: &[u8]) -> Vec<u8> {
+        let codec = match self.kernel.codec {
+            Codec::Int8 { .. } => Codec::Int8 { stochastic: self.is_random },
+            Codec::Fp8E4m3 { .. } => Codec::Fp8E4m3 { stochastic: self.is_random },
+            Codec::Fp8E5m2 { .. } => Codec::Fp8E5m2 { stochastic: self.is_random },
+            codec => codec,
+        };
+        let (mut values, mut wire) = (vec![0.0; self.elements], vec![0; self.wire_bytes()]);
+        widen(self.kernel.dtype, tensor, &mut values);
+        codec.encode(&values, Draw { shared: 0, own: self.draw }, &mut wire);
+        wire
+    }
+
+    /// The elements that were encoded so.
+    #[must_use]
+    pub fn decode(&self, wire: &[u8]) -> Vec<u8> {
+        let (mut values, mut tensor) = (vec![0.0; self.elements], vec![0; self.tensor_bytes()]);
+        self.kernel.codec.decode(wire, Draw { shared: 0, own: 0 }, &mut values);
+        narrow(self.kernel.dtype, &values, &mut tensor);
+        tensor
+    }
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// `cuModuleLoadData`.
+///
+/// # Errors
+/// The image is no PTX.
+///
+/// # Safety
+/// It is a C string.
+pub unsafe fn load(module: *mut usize, image: *const c_void) -> Result<(), u32> {
+    // SAFETY: the caller's promise.
+    let text = unsafe { CStr::from_ptr(image.cast()) }.to_str().map_err(|_| INVALID_IMAGE)?;
+    if !text.starts_with(".version") {
+        return Err(INVALID_IMAGE);
+    }
+    put(module, MODULE + place_of(&mut locked(&MODULES), text.to_owned()) * HANDLE)
+}
+
+/// `cuModuleGetFunction`.
+///
+/// # Errors
+/// The module has no such kernel, or this stand-in does not know it.
+///
+/// # Safety
+/// The name is a C string.
+pub unsafe fn get(function: *mut usize, module: usize, name: *const c_char) -> Result<(), u32> {
+    // SAFETY: the caller's promise.
+    let name = unsafe { CStr::from_ptr(name) }.to_str().map_err(|_| NOT_FOUND)?;
+    let index = module.checked_sub(MODULE).ok_or(INVALID_VALUE)? / HANDLE;
+    let modules = locked(&MODULES);
+    let text = modules.get(index).ok_or(INVALID_VALUE)?;
+    if !text.contains(&format!(".entry {name}(")) {
+        return Err(NOT_FOUND);
+    }
+    let kernel = Kernel::of(name).ok_or(NOT_FOUND)?;
+    put(function, FUNCTION + place_of(&mut locked(&KERNELS), kernel) * HANDLE)
+}
+
+/// The place of this item, which is put behind the others if it is new.
+fn place_of<T: PartialEq>(items: &mut Vec<T>, item: T) -> usize {
+    let known = items.iter().position(|one| *one == item);
+    known.unwrap_or_else(|| {
+        items.push(item);
+        items.len() - 1
+    })
+}
+
+/// What `cuLaunchKernel` is called with.
+///
+/// # Errors
+/// No such kernel, or other threads than it is written for.
+///
+/// # Safety
+/// The arguments are those of the kernel.
+pub unsafe fn launch(
+    function: usize,
+    grid: [u32; 3],
+    block: [u32; 3],
+    arguments: *mut *mut c_void,
+) -> Result<Launch, u32> {
+    let index = function.checked_sub(FUNCTION).ok_or(INVALID_VALUE)? / HANDLE;
+    let kernel = *locked(&KERNELS).get(index).ok_or(INVALID_VALUE)?;
+    if grid[0] == 0 || grid[1..] != [1, 1] || block != [256, 1, 1] {
+        return Err(INVALID_VALUE);
+    }
+    // SAFETY: the caller's promise: a count, then two addresses.
+    let (elements, first, second) =
+        unsafe { (argument::<u32>(arguments, 0), argument(arguments, 1), argument(arguments, 2)) };
+    let (is_random, draw) = match kernel.is_encoder {
+        // SAFETY: the caller's promise: those that encode have two more.
+        true => unsafe { (argument::<u32>(arguments, 3) != 0, argument(arguments, 4)) },
+        false => (false, 0),
+    };
+    let (tensor, wire) = if kernel.is_encoder { (first, second) } else { (second, first) };
+    Ok(Launch { kernel, elements: elements as usize, is_random, draw, tensor, wire })
+}
+
+/// # Safety
+/// There are as many arguments, and this one is a `T`.
+unsafe fn argument<T: Copy>(arguments: *mut *mut c_void, index: usize) -> T {
+    // SAFETY: the caller's promise.
+    unsafe { (*arguments.add(index)).cast::<T>().read_unaligned() }
+}

@@ -1,0 +1,279 @@
+// Codecs on the GPU: parts of tensors to fewer bytes, and back. `compile` makes codecs.ptx of this.
+//
+// The arithmetic is that of engine/src/encode, bit for bit (of floats, a NaN is equal to any NaN): no operation is fused or reordered, which the flags of `compile` see to. That module says
+// where each format comes from.
+//
+// Encoded bytes lie in pinned memory of the host, which kernels read and write over the bus: each
+// byte once, in words that neighbouring threads have side by side. There is no header of CUDA's
+// here, so that a compiler suffices which knows the instructions, and none of NVIDIA's is needed.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define DEVICE static inline __attribute__((device, always_inline))
+#define KERNEL extern "C" __attribute__((global))
+
+// Threads of a block, as the host launches them.
+#define THREADS 256
+#define WARP 32
+// Elements that share a scale, and of them those of each thread of the warp that has them.
+#define BLOCK 128
+#define EACH 4
+
+#define MAGNITUDE 0x7fffffffu
+#define INFINITY_BITS 0x7f800000u
+#define NAN_BITS 0x7fc00000u
+#define SMALLEST_NORMAL_BITS 0x00800000u
+
+DEVICE u32 bits_of(float value) { return __builtin_bit_cast(u32, value); }
+DEVICE float float_of(u32 bits) { return __builtin_bit_cast(float, bits); }
+
+DEVICE u32 thread_of_grid() {
+    return __nvvm_read_ptx_sreg_ctaid_x() * THREADS + __nvvm_read_ptx_sreg_tid_x();
+}
+
+DEVICE u32 threads_of_grid() { return __nvvm_read_ptx_sreg_nctaid_x() * THREADS; }
+
+// ---- Elements of tensors, as f32
+
+struct F32 {
+    typedef float Memory;
+    DEVICE float load(float element) { return element; }
+    DEVICE float store(float value) { return value; }
+};
+
+struct F16 {
+    typedef u16 Memory;
+    DEVICE float load(u16 element) { return (float)__builtin_bit_cast(_Float16, element); }
+    DEVICE u16 store(float value) { return __builtin_bit_cast(u16, (_Float16)value); }
+};
+
+struct BF16 {
+    typedef u16 Memory;
+    DEVICE float load(u16 element) { return float_of((u32)element << 16); }
+    DEVICE u16 store(float value) {
+        u32 bits = bits_of(value);
+        // A NaN whose upper half is 0 would be rounded to an infinity.
+        if ((bits & MAGNITUDE) > INFINITY_BITS) return (u16)(bits >> 16 | 0x40);
+        return (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    }
+};
+
+// ---- 16-bit floats on the wire
+
+template <class Element, class Wire>
+DEVICE void encode_half(u32 elements, const void *source, void *wire) {
+    const typename Element::Memory *from = (const typename Element::Memory *)source;
+    u16 *to = (u16 *)wire;
+    for (u32 i = thread_of_grid(); i < elements; i += threads_of_grid()) {
+        to[i] = Wire::store(Element::load(from[i]));
+    }
+}
+
+template <class Element, class Wire>
+DEVICE void decode_half(u32 elements, const void *wire, void *target) {
+    const u16 *from = (const u16 *)wire;
+    typename Element::Memory *to = (typename Element::Memory *)target;
+    for (u32 i = thread_of_grid(); i < elements; i += threads_of_grid()) {
+        to[i] = Element::store(Wire::load(from[i]));
+    }
+}
+
+// ---- One byte an element, and a scale for each block
+
+struct Int8 {
+    DEVICE float max() { return 127.0f; }
+
+    DEVICE float clamp(float scaled) {
+        if (scaled > max()) scaled = max();
+        return scaled < -max() ? -max() : scaled;
+    }
+
+    DEVICE u32 nearest(float scaled) { return bits_of(clamp(scaled) + 12582912.0f) & 0xff; }
+
+    DEVICE u32 random(float scaled, u32 noise) {
+        u32 fixed = bits_of(clamp(scaled) + 384.0f);
+        u32 whole = (fixed + (noise >> 17)) >> 15;
+        return (whole - (bits_of(384.0f) >> 15)) & 0xff;
+    }
+
+    DEVICE float value(u32 code) { return (float)(signed char)code; }
+};
+
+// A sign, 7 - MANTISSA bits of exponent, and MANTISSA bits.
+template <u32 MANTISSA>
+struct Float8 {
+    static const u32 SHIFT = 23 - MANTISSA;
+    static const u32 BIAS = 127 - ((1u << (6 - MANTISSA)) - 1);
+    static const u32 CODE_MAX = MANTISSA == 3 ? 0x7e : 0x7b;
+
+    DEVICE float max() { return MANTISSA == 3 ? 448.0f : 57344.0f; }
+    DEVICE float normal_min() { return float_of((BIAS + 1) << 23); }
+    DEVICE float whole() { return float_of((BIAS + 1 + SHIFT) << 23); }
+
+    DEVICE u32 with_sign(float scaled, u32 code) {
+        return (bits_of(scaled) >> 24 & 0x80) | (code > CODE_MAX ? CODE_MAX : code);
+    }
+
+    DEVICE u32 nearest(float scaled) {
+        u32 bits = bits_of(scaled) & MAGNITUDE;
+        float magnitude = float_of(bits);
+        u32 odd = bits >> SHIFT & 1;
+        u32 normal = ((bits + (1u << (SHIFT - 1)) - 1 + odd) >> SHIFT) - (BIAS << MANTISSA);
+        u32 subnormal = bits_of(magnitude + whole()) - bits_of(whole());
+        return with_sign(scaled, magnitude < normal_min() ? subnormal : normal);
+    }
+
+    DEVICE u32 random(float scaled, u32 noise) {
+        float magnitude = float_of(bits_of(scaled) & MAGNITUDE);
+        bool is_normal = magnitude >= normal_min();
+        float fixed = is_normal ? magnitude : magnitude + normal_min();
+        u32 code = (bits_of(fixed) + (noise >> (32 - SHIFT))) >> SHIFT;
+        u32 bias = is_normal ? BIAS : BIAS + 1;
+        return with_sign(scaled, code - (bias << MANTISSA));
+    }
+
+    DEVICE float value(u32 code) {
+        u32 magnitude = code & 0x7f;
+        u32 shifted = magnitude << SHIFT;
+        float one_above = float_of(shifted + ((BIAS + 1) << 23));
+        u32 bits = shifted + (BIAS << 23);
+        if (magnitude < (1u << MANTISSA)) bits = bits_of(one_above - normal_min());
+        if (magnitude > CODE_MAX) bits = shifted | INFINITY_BITS;
+        return float_of(bits | (code & 0x80) << 24);
+    }
+};
+
+typedef Float8<3> E4m3;
+typedef Float8<2> E5m2;
+
+// Random numbers by position: `engine/src/encode/random.rs`.
+struct Noise {
+    u32 first, second;
+
+    DEVICE u64 mix(u64 word) {
+        word += 0x9e3779b97f4a7c15u;
+        word = (word ^ word >> 30) * 0xbf58476d1ce4e5b9u;
+        word = (word ^ word >> 27) * 0x94d049bb133111ebu;
+        return word ^ word >> 31;
+    }
+
+    DEVICE Noise of(u64 draw) {
+        u64 word = mix(mix(draw));
+        return Noise{(u32)word, (u32)(word >> 32)};
+    }
+
+    DEVICE u32 at(Noise noise, u32 index) {
+        u32 word = index ^ noise.first;
+        word = (word ^ word >> 16) * 0x7feb352du;
+        word = (word ^ word >> 15 ^ noise.second) * 0x846ca68bu;
+        return word ^ word >> 16;
+    }
+};
+
+DEVICE u32 largest_of_warp(u32 largest) {
+    for (int distance = WARP / 2; distance > 0; distance /= 2) {
+        u32 other = __nvvm_shfl_sync_bfly_i32(0xffffffffu, largest, distance, WARP - 1);
+        if (other > largest) largest = other;
+    }
+    return largest;
+}
+
+// A warp takes a block, and a thread of it four neighbours.
+template <class Element, class Code>
+DEVICE void encode_scaled(
+    u32 elements, const void *source, void *wire, u32 is_random, u64 draw) {
+    Noise noise = Noise::of(draw);
+    const typename Element::Memory *from = (const typename Element::Memory *)source;
+    u32 lane = thread_of_grid() % WARP;
+    u32 blocks = (elements + BLOCK - 1) / BLOCK;
+    for (u32 block = thread_of_grid() / WARP; block < blocks; block += threads_of_grid() / WARP) {
+        u32 first = block * BLOCK + lane * EACH;
+        float values[EACH];
+        u32 largest = 0;
+        for (u32 i = 0; i < EACH; i++) {
+            values[i] = first + i < elements ? Element::load(from[first + i]) : 0.0f;
+            u32 magnitude = bits_of(values[i]) & MAGNITUDE;
+            if (magnitude > largest) largest = magnitude;
+        }
+        largest = largest_of_warp(largest);
+        bool is_finite = largest < INFINITY_BITS;
+        float scale = float_of(largest) / Code::max();
+        if (scale < float_of(SMALLEST_NORMAL_BITS)) scale = float_of(SMALLEST_NORMAL_BITS);
+        u32 codes = 0;
+        for (u32 i = 0; i < EACH && is_finite; i++) {
+            float scaled = values[i] / scale;
+            u32 code = is_random ? Code::random(scaled, Noise::at(noise, first + i))
+                                 : Code::nearest(scaled);
+            codes |= code << (8 * i);
+        }
+        u8 *out = (u8 *)wire + (u64)block * (sizeof(float) + BLOCK);
+        if (lane == 0) *(u32 *)out = is_finite ? bits_of(scale) : NAN_BITS;
+        out += sizeof(float) + lane * EACH;
+        if (first + EACH <= elements) {
+            *(u32 *)out = codes;
+        } else {
+            for (u32 i = 0; first + i < elements; i++) out[i] = (u8)(codes >> (8 * i));
+        }
+    }
+}
+
+template <class Element, class Code>
+DEVICE void decode_scaled(u32 elements, const void *wire, void *target) {
+    typename Element::Memory *to = (typename Element::Memory *)target;
+    u32 lane = thread_of_grid() % WARP;
+    u32 blocks = (elements + BLOCK - 1) / BLOCK;
+    for (u32 block = thread_of_grid() / WARP; block < blocks; block += threads_of_grid() / WARP) {
+        const u8 *in = (const u8 *)wire + (u64)block * (sizeof(float) + BLOCK);
+        float scale = *(const float *)in;
+        u32 first = block * BLOCK + lane * EACH;
+        in += sizeof(float) + lane * EACH;
+        u32 codes = 0;
+        if (first + EACH <= elements) {
+            codes = *(const u32 *)in;
+        } else {
+            for (u32 i = 0; first + i < elements; i++) codes |= (u32)in[i] << (8 * i);
+        }
+        for (u32 i = 0; i < EACH && first + i < elements; i++) {
+            to[first + i] = Element::store(Code::value(codes >> (8 * i) & 0xff) * scale);
+        }
+    }
+}
+
+// ---- What the host launches, by name
+//
+// `elements` of a tensor are at `source` or `target`, their encoding at `wire`. `is_random` asks for
+// stochastic rounding, for which `draw` is the sender's own.
+
+#define HALF(wire_name, Wire, element_name, Element)                                              \
+    KERNEL void encode_##wire_name##_##element_name(                                              \
+        u32 elements, const void *source, void *wire, u32, u64) {                                 \
+        encode_half<Element, Wire>(elements, source, wire);                                       \
+    }                                                                                             \
+    KERNEL void decode_##wire_name##_##element_name(                                              \
+        u32 elements, const void *wire, void *target) {                                           \
+        decode_half<Element, Wire>(elements, wire, target);                                       \
+    }
+
+#define SCALED(code_name, Code, element_name, Element)                                            \
+    KERNEL void encode_##code_name##_##element_name(                                              \
+        u32 elements, const void *source, void *wire, u32 is_random, u64 draw) {                  \
+        encode_scaled<Element, Code>(elements, source, wire, is_random, draw);                    \
+    }                                                                                             \
+    KERNEL void decode_##code_name##_##element_name(                                              \
+        u32 elements, const void *wire, void *target) {                                           \
+        decode_scaled<Element, Code>(elements, wire, target);                                     \
+    }
+
+#define ALL(element_name, Element)                                                                \
+    HALF(fp16, F16, element_name, Element)                                                        \
+    HALF(bf16, BF16, element_name, Element)                                                       \
+    SCALED(fp8_e4m3, E4m3, element_name, Element)                                                 \
+    SCALED(fp8_e5m2, E5m2, element_name, Element)                                                 \
+    SCALED(int8, Int8, element_name, Element)
+
+ALL(f32, F32)
+ALL(f16, F16)
+ALL(bf16, BF16)
