@@ -176,6 +176,12 @@ pub fn local_size() -> PyResult<u32> {
     place(3)
 }
 
+/// Whether optimizers are to train asynchronously where nobody says otherwise.
+#[pyfunction]
+pub fn enables_async() -> PyResult<bool> {
+    Ok(engine()?.enables_async())
+}
+
 /// A key that authenticates the next object that `root` sends to all ranks under this name; none in
 /// a job without a key. Every rank asks once for each object.
 #[pyfunction]

@@ -30,8 +30,8 @@ mod _native {
     use super::completions::Completions;
     #[pymodule_export]
     use super::context::{
-        barrier, epoch, host_id, init, is_forked, is_initialized, local_rank, local_size,
-        may_return, newcomers, object_key, rank, shutdown, size, speed, start_timeline,
+        barrier, enables_async, epoch, host_id, init, is_forked, is_initialized, local_rank,
+        local_size, may_return, newcomers, object_key, rank, shutdown, size, speed, start_timeline,
         stop_timeline,
     };
     #[pymodule_export]

@@ -13,7 +13,7 @@ use crate::{error, handle};
 use bps_engine::base::{DType, Operation, Rank};
 use bps_engine::proto::encoding::{Encoding, EncodingError};
 use bps_worker::{
-    Declaration, GpuPushPull, Handle, Kept, Members, PushPull, TensorId, TensorShape,
+    Declaration, GpuPushPull, Handle, Kept, Members, PushPull, Store, TensorId, TensorShape,
 };
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -28,8 +28,19 @@ pub fn open_gpu(py: Python<'_>, ordinal: u32) -> PyResult<()> {
 }
 
 /// What a tensor is: name, data type, shape, operation, root, on the GPU, the ranks that push it,
-/// or `None` for all, and how it is encoded, if it is.
-type Said = (String, String, Vec<u64>, String, u32, bool, Option<Vec<u32>>, Option<String>);
+/// or `None` for all, how it is encoded, if it is, and if its value stays on the servers, the rank
+/// that gives the first one and by how many pushes a rank may be ahead of the slowest.
+type Said = (
+    String,
+    String,
+    Vec<u64>,
+    String,
+    u32,
+    bool,
+    Option<Vec<u32>>,
+    Option<String>,
+    Option<(u32, Option<u32>)>,
+);
 
 /// Numbers for tensors given as [`Said`]; the operation is `sum`, `average`, `min`, `max`,
 /// `product` or `broadcast`, and the root counts for the last alone. One round trip for all of
@@ -39,7 +50,7 @@ pub fn declare(py: Python<'_>, tensors: Vec<Said>) -> PyResult<Vec<u32>> {
     let worker = engine()?;
     let declarations = tensors
         .into_iter()
-        .map(|(name, dtype, dimensions, operation, root, device, ranks, encoding)| {
+        .map(|(name, dtype, dimensions, operation, root, device, ranks, encoding, store)| {
             let members = ranks.map(|ranks| ranks.into_iter().map(Rank).collect());
             let members = members.map_or(Ok(Members::ALL), Members::new);
             Ok(Declaration {
@@ -54,6 +65,7 @@ pub fn declare(py: Python<'_>, tensors: Vec<Said>) -> PyResult<Vec<u32>> {
                     error::raise("ConfigError", format!("tensor `{name}`: {cause}"))
                 })?,
                 encoding: encoding.map(|text| encoding_of(&text)).transpose()?,
+                store: store.map(|(root, staleness)| Store { root: Rank(root), staleness }),
                 name,
                 device,
             })

@@ -8,15 +8,18 @@
 
 mod encoded;
 mod groups;
+mod stored;
 
 pub use groups::{Groups, NumberSet, Turnout, Turnouts};
 
 use self::encoded::{Encoded, Turn};
+use self::stored::Stored;
 use bps_engine::base::{DType, Key, Operation, Rank};
 use bps_engine::encode::Malformed;
 use bps_engine::mem::{Claim, Readable, Writable, cache};
 use bps_engine::proto::encoding::Encoding;
 use bps_engine::proto::messages::KeySpec;
+use bps_engine::proto::store::Store;
 use bps_engine::reduce::Kernels;
 use bps_engine::transport::LaneId;
 use bps_engine::wire::{crc32c, crc32c_append};
@@ -45,7 +48,8 @@ pub struct Entry {
     pub bytes: usize,
     /// What a round computes.
     pub operation: Operation,
-    /// Rounds published so far; the open one is the next.
+    /// Rounds published so far; the open one is the next. Of a stored key: the version of its
+    /// value, which is how many contributions it holds.
     pub round: u64,
     /// Who has contributed to the open round; none before the first.
     open: Option<Turnout>,
@@ -72,6 +76,8 @@ pub struct Entry {
     groups: Arc<Groups>,
     /// A box, since most keys have none.
     encoded: Option<Box<Encoded>>,
+    /// Likewise. If its value stays between rounds, each rank has rounds of its own.
+    stored: Option<Box<Stored>>,
     /// Where the sum is. Its memory is the entry's alone, but for what it lends.
     accumulator: Claim,
 }
@@ -154,6 +160,7 @@ impl Entry {
             landed: 0,
             groups: Arc::clone(groups),
             encoded: Encoded::of(spec).map(Box::new),
+            stored: spec.store.map(|store| Box::new(Stored::new(store, groups))),
             accumulator,
         }
     }
@@ -184,6 +191,12 @@ impl Entry {
     #[must_use]
     pub fn encoding(&self) -> Option<Encoding> {
         self.encoded.as_ref().map(|encoded| encoded.encoding())
+    }
+
+    /// How its value is kept between rounds, if it is.
+    #[must_use]
+    pub fn store(&self) -> Option<Store> {
+        self.stored.as_ref().map(|stored| stored.store())
     }
 
     /// Where a payload of so many bytes lands: the first of a round or, encoded, any.
@@ -233,6 +246,10 @@ impl Entry {
     /// bytes. In the group of a broadcast's root, only the root may speak.
     #[must_use]
     pub fn takes(&self, rank: Rank, length: usize) -> bool {
+        if let Some(stored) = &self.stored {
+            let has_bytes = stored.takes_bytes(rank, self.groups.of(rank));
+            return length == if has_bytes { self.bytes } else { 0 };
+        }
         match (self.operation, &self.encoded) {
             (Operation::Broadcast(root), _) if root == rank => length == self.bytes,
             (Operation::Broadcast(root), _) => {
@@ -250,28 +267,47 @@ impl Entry {
         self.encoded.is_none() && length == self.publication_bytes(rank)
     }
 
+    /// The round to which this rank may contribute now.
+    #[must_use]
+    pub fn open_round(&self, rank: Rank) -> u64 {
+        let own = self.stored.as_ref().map(|stored| stored.open_round(self.groups.of(rank)));
+        own.unwrap_or(self.round + 1)
+    }
+
     /// Whether the group of this rank has contributed to the open round, or has begun to.
     #[must_use]
     pub fn has_arrived(&self, rank: Rank) -> bool {
+        if let Some(stored) = &self.stored {
+            return stored.is_waiting(rank);
+        }
         self.open.as_ref().is_some_and(|turnout| turnout.has_arrived(self.groups.of(rank)))
     }
 
     /// A contribution of this rank, for its group, begins.
     pub fn arrive(&mut self, rank: Rank, turnouts: &mut Turnouts) {
+        if self.stored.is_some() {
+            return;
+        }
         let group = self.groups.of(rank);
         self.open.get_or_insert_with(|| turnouts.take()).arrive(group, rank);
     }
 
     /// The first rank from this one on to which the publication goes that is being sent: those that
-    /// spoke for their groups in the last round.
+    /// spoke for their groups in the last round, or that a stored key answers.
     #[must_use]
     pub fn next_receiver(&self, from: Rank) -> Option<Rank> {
+        if let Some(stored) = &self.stored {
+            return stored.told().next(from.0).map(Rank);
+        }
         self.told.as_ref()?.next_speaker(from)
     }
 
     /// Whether the publication that is being sent goes to this rank.
     #[must_use]
     pub fn goes_to(&self, rank: Rank) -> bool {
+        if let Some(stored) = &self.stored {
+            return stored.told().contains(rank.0);
+        }
         self.told.as_ref().is_some_and(|turnout| turnout.has_spoken(rank))
     }
 
@@ -302,9 +338,10 @@ impl Entry {
         self.active.is_none() && self.publishing == 0
     }
 
-    /// How many payloads the open round will have.
+    /// How many payloads the open round will have. That of a stored key never ends.
     fn payloads(&self) -> u32 {
         match self.operation {
+            _ if self.stored.is_some() => u32::MAX,
             Operation::Broadcast(_) => 1,
             _ => self.groups.count(),
         }
@@ -323,7 +360,8 @@ impl Entry {
     pub fn begin(&mut self, lane: LaneId, checks: bool) -> Take {
         assert!(self.free(), "{}: a payload was begun while another one was arriving", self.key);
         self.active = Some(lane);
-        self.checksum = (checks && self.landed + 1 == self.payloads()).then_some(0);
+        let gives_result = self.stored.is_some() || self.landed + 1 == self.payloads();
+        self.checksum = (checks && gives_result).then_some(0);
         if self.encoded.is_some() {
             return Take::Land;
         }
@@ -398,8 +436,8 @@ impl Entry {
         }
         if let Some(checksum) = &mut self.checksum {
             let out = self.accumulator.as_ptr().cast_const();
-            // SAFETY: the accumulator is this entry's own claim, and this was the last payload, so
-            // the result stands there, initialised.
+            // SAFETY: the accumulator is this entry's own claim, and this was the last payload or a
+            // delta, so the result stands there, initialised.
             let result = unsafe { std::slice::from_raw_parts(out.add(done), length) };
             *checksum = crc32c_append(*checksum, result);
         }
@@ -408,7 +446,7 @@ impl Entry {
     /// The active payload, which is this rank's, is whole.
     pub fn end(&mut self, rank: Rank) {
         self.active = None;
-        self.landed += 1;
+        self.landed = self.landed.saturating_add(1);
         self.complete(rank);
     }
 
@@ -418,8 +456,34 @@ impl Entry {
     }
 
     fn complete(&mut self, rank: Rank) {
+        if let Some(stored) = &mut self.stored {
+            self.round += u64::from(stored.complete(rank, self.groups.of(rank)));
+            return;
+        }
         let turnout = self.open.as_mut().expect("a contribution that is whole has begun");
         turnout.complete(self.groups.of(rank));
+    }
+
+    /// This rank has said that it will contribute no more.
+    pub fn leave(&mut self, rank: Rank) {
+        if let Some(stored) = self.stored.as_mut().filter(|_| self.groups.has(rank)) {
+            stored.leave(rank, self.groups.of(rank));
+        }
+    }
+
+    /// The last round whose result was published to all.
+    #[must_use]
+    pub fn published(&self) -> u64 {
+        self.stored.as_ref().map_or(self.round, |stored| stored.answered(&self.groups))
+    }
+
+    /// The ranks of which nothing has come that is not answered.
+    pub fn unheard(&self) -> impl Iterator<Item = Rank> + '_ {
+        let is_unheard = |rank: &Rank| match &self.stored {
+            Some(stored) => !stored.is_waiting(*rank),
+            None => self.is_missing(*rank),
+        };
+        self.groups.iter().filter(is_unheard)
     }
 
     /// For whom the open round waits: the ranks of groups that have not contributed, or not all of
@@ -431,13 +495,20 @@ impl Entry {
     /// Whether the open round waits for this rank.
     #[must_use]
     pub fn is_missing(&self, rank: Rank) -> bool {
+        if let Some(stored) = &self.stored {
+            return self.groups.has(rank) && stored.is_missing(&self.groups, rank);
+        }
         self.groups.has(rank)
             && !self.open.as_ref().is_some_and(|turnout| turnout.is_complete(self.groups.of(rank)))
     }
 
-    /// Whether every group's contribution is complete.
+    /// Whether every group's contribution is complete; of a stored key, whether its value can be
+    /// sent now and some rank is due to get it.
     #[must_use]
     pub fn is_whole(&self) -> bool {
+        if let Some(stored) = &self.stored {
+            return self.free() && stored.has_due(&self.groups);
+        }
         self.open.as_ref().is_some_and(|turnout| turnout.count() == self.groups.count())
     }
 
@@ -449,6 +520,11 @@ impl Entry {
     pub fn publish(&mut self) {
         assert!(self.publishing == 0 && self.told.is_none(), "{}: published twice", self.key);
         self.stall_counted = false;
+        if let Some(stored) = &mut self.stored {
+            self.publishing = stored.answer(&self.groups);
+            self.opened_at = self.opened_at.filter(|_| !stored.is_idle());
+            return;
+        }
         self.round += 1;
         self.landed = 0;
         self.told = self.open.take();
@@ -462,6 +538,9 @@ impl Entry {
         if self.publishing > 0 {
             return false;
         }
+        if let Some(stored) = &mut self.stored {
+            stored.sent();
+        }
         if let Some(turnout) = self.told.take() {
             turnouts.give_back(turnout);
         }
@@ -472,10 +551,12 @@ impl Entry {
         true
     }
 
-    /// Contributions in a published result: what an average was divided by.
+    /// Contributions in a published result: what an average was divided by. A stored key says by
+    /// its version what it holds.
     #[must_use]
     pub fn contributors(&self) -> u32 {
         match self.operation {
+            _ if self.stored.is_some() => 1,
             Operation::Broadcast(_) => 1,
             _ => self.groups.ranks(),
         }

@@ -67,6 +67,8 @@ pub struct Shard {
     groups: Arc<Groups>,
     /// Those of the sets of ranks that tensors are for.
     sets: HashMap<Members, Arc<Groups>>,
+    /// The same ranks, or all, each by itself, for stored tensors.
+    apart: HashMap<Members, Arc<Groups>>,
     index: KeyMap<usize>,
     entries: Vec<Entry>,
     /// Places in `entries` whose keys were forgotten.
@@ -125,6 +127,7 @@ impl Shard {
             epoch: Epoch(0),
             groups: Arc::default(),
             sets: HashMap::new(),
+            apart: HashMap::new(),
             index: KeyMap::default(),
             entries: Vec::new(),
             vacant: Vec::new(),
@@ -263,6 +266,7 @@ impl Shard {
                 session.goodbye = true;
                 session.receiving = Receiving::Closing;
                 self.left.insert(header.rank.0);
+                self.let_go(header.rank);
                 // Whoever waits for this rank learns of it in this turn.
                 self.next_tick = now;
                 self.endpoint.close(lane);
@@ -331,7 +335,7 @@ impl Shard {
         if grant.is_some() && !session.outgoing.takes_grants() {
             return Err(Refusal::Grants);
         }
-        let open = entry.round + 1;
+        let open = entry.open_round(header.rank);
         if header.round.0 != open || entry.has_arrived(header.rank) {
             return Err(Refusal::Round { key, round: header.round, open });
         }

@@ -106,6 +106,7 @@ impl Core {
             rounds: 0,
             members: Members::ALL,
             encoding: None,
+            store: None,
         };
         self.order(Command::Install { request: 1, keys: (0..keys).map(spec).collect() });
         let (_, report) = self.reports.pop().expect("an answer");

@@ -136,6 +136,7 @@ fn declarations(count: u32, elements: u64) -> Vec<Declaration> {
             device: false,
             members: Members::ALL,
             encoding: None,
+            store: None,
         })
         .collect()
 }

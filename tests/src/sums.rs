@@ -40,6 +40,7 @@ fn try_sums(worker: &Worker, seen: &mut Seen) -> Result<(), Error> {
         device: false,
         members: Members::ALL,
         encoding: None,
+        store: None,
     };
     let tensor = worker.declare(&[declaration])?[0];
     for round in 0..ROUNDS {

@@ -28,6 +28,7 @@ fn tensor(name: &str, dtype: DType, operation: Operation, encoding: &str) -> Dec
         device: false,
         members: Members::ALL,
         encoding: Some(parsed(encoding)),
+        store: None,
     }
 }
 

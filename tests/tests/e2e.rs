@@ -87,6 +87,7 @@ fn tensors(sizes: &[u64], workers: u32) -> Vec<Declaration> {
                     device: false,
                     members: Members::ALL,
                     encoding: None,
+                    store: None,
                 });
             }
         }
@@ -197,6 +198,7 @@ fn jobs_over_rdma() {
             device: false,
             members: Members::ALL,
             encoding: None,
+            store: None,
         };
         work(worker, &[large], 2, 1);
     });
@@ -272,6 +274,7 @@ fn large_tensors() {
                 device: false,
                 members: Members::ALL,
                 encoding: None,
+                store: None,
             };
             let tensors = [
                 one("f32", DType::F32, Operation::Sum),
@@ -294,6 +297,7 @@ fn a_thousand_small_tensors_declare_within_a_second() {
                 device: false,
                 members: Members::ALL,
                 encoding: None,
+                store: None,
             })
             .collect();
         worker.barrier(LONG).expect("barrier");
@@ -320,6 +324,7 @@ fn a_disagreement_is_an_error_on_every_rank_within_a_second() {
             device: false,
             members: Members::ALL,
             encoding: None,
+            store: None,
         };
         // The third is late: the others have pushed already.
         if worker.rank() == 2 {
@@ -393,6 +398,7 @@ fn items(worker: &Worker, name: &str, memory: &mut [f32], tensors: usize) -> Vec
             device: false,
             members: Members::ALL,
             encoding: None,
+            store: None,
         })
         .collect();
     let ids = worker.declare(&declarations).expect("declared");
@@ -477,6 +483,7 @@ fn averages_of_large_f16_do_not_overflow_in_a_group() {
                 device: false,
                 members: Members::ALL,
                 encoding: None,
+                store: None,
             }]);
             let ids = ids.expect("declared");
             let rank = worker.rank();

@@ -43,6 +43,7 @@ fn declaration() -> Declaration {
         device: false,
         members: Members::ALL,
         encoding: None,
+        store: None,
     }
 }
 

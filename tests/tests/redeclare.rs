@@ -18,6 +18,7 @@ fn said(name: &str, dimensions: &[u64]) -> Declaration {
         device: false,
         members: Members::ALL,
         encoding: None,
+        store: None,
     }
 }
 

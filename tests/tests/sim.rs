@@ -2,13 +2,22 @@
 //! network that delays, reorders and breaks and devices that do, in virtual time. `BPS_SIM_SEEDS`
 //! sets how many seeds are tried, `BPS_SIM_SEED` runs one.
 
-use bps_tests::sim::{Fault, Groups, Outcome, run, run_hosts};
+use bps_tests::sim::{Fault, Groups, Outcome, run, run_hosts, run_stored};
 
 fn number(name: &str) -> Option<u64> {
     std::env::var(name).ok().and_then(|value| value.parse().ok())
 }
 
 fn seeds(groups: Groups, fault: Fault, default: u64) -> Outcome {
+    seeds_of(run, groups, fault, default)
+}
+
+fn seeds_of(
+    play: fn(u64, Groups, Fault) -> Outcome,
+    groups: Groups,
+    fault: Fault,
+    default: u64,
+) -> Outcome {
     let first = number("BPS_SIM_SEED");
     let range = match first {
         Some(seed) => seed..seed + 1,
@@ -17,7 +26,7 @@ fn seeds(groups: Groups, fault: Fault, default: u64) -> Outcome {
     let mut total = Outcome::default();
     let seeds = range.end - range.start;
     for seed in range {
-        let outcome = std::panic::catch_unwind(|| run(seed, groups, fault));
+        let outcome = std::panic::catch_unwind(|| play(seed, groups, fault));
         let Ok(outcome) = outcome else {
             panic!(
                 "{groups:?}, {fault:?}: replay with BPS_SIM_SEED={seed} cargo test -p bps-tests \
@@ -47,6 +56,22 @@ const BOTH: [Groups; 2] = [Groups::Apart, Groups::Hosts];
 fn sums_are_right_whatever_the_network_does() {
     for groups in BOTH {
         assert!(seeds(groups, Fault::None, 1000).checked > 0);
+    }
+}
+
+#[test]
+fn a_stored_value_holds_every_delta_once_whatever_the_network_does() {
+    for groups in BOTH {
+        assert!(seeds_of(run_stored, groups, Fault::None, 100).checked > 0);
+    }
+}
+
+#[test]
+fn a_fault_beside_a_stored_value_ends_the_job_everywhere() {
+    for groups in BOTH {
+        for fault in [Fault::Kill, Fault::Cut, Fault::Mute] {
+            let _ = seeds_of(run_stored, groups, fault, 30);
+        }
     }
 }
 

@@ -45,6 +45,7 @@ fn push(worker: &Worker, name: &str, count: u64, rounds: u32) {
         device: false,
         members: Members::ALL,
         encoding: None,
+        store: None,
     };
     let ids = worker.declare(&[tensor]).expect("declared");
     let mut values = vec![1.0f32; usize::try_from(count).expect("small")];

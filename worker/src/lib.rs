@@ -25,4 +25,5 @@ pub use bps_engine::proto::encoding::{Encoding, EncodingError};
 pub use bps_engine::proto::members::{Members, MembersError};
 pub use bps_engine::proto::messages::Declaration;
 pub use bps_engine::proto::shape::{ShapeError, TensorShape};
+pub use bps_engine::proto::store::Store;
 pub use job::start::credit_bytes;

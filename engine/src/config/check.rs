@@ -16,6 +16,8 @@ pub(super) fn check(
     let mut warnings = Vec::new();
     role(program, config, sources)?;
     partition(config, &mut warnings);
+    // What is stored needs servers, also where all ranks share a host.
+    config.force_distributed |= config.enable_async;
     key(config)?;
     encryption(config)?;
     times(config)?;

@@ -33,11 +33,6 @@ pub(super) fn find(name: &str) -> Option<&'static Known> {
 /// All of them, in the order of the documents.
 pub(super) static KNOWN: &[Known] = &[
     known(
-        &["BYTEPS_ENABLE_ASYNC"],
-        &["0"],
-        "training is synchronous; there is no asynchronous mode yet",
-    ),
-    known(
         &["BYTEPS_THREADPOOL_SIZE"],
         &[],
         "gradients are encoded by the threads that send and sum them, which need no pool",

@@ -131,6 +131,11 @@ pub struct Config {
     pub partition_bytes: u32,
     /// `BYTEPS_MIN_COMPRESS_BYTES`: smaller tensors are not encoded.
     pub min_compress_bytes: u32,
+    /// `BYTEPS_ENABLE_ASYNC`: optimizers train asynchronously unless they are told otherwise.
+    pub enable_async: bool,
+    /// `BPS_STALENESS`: by how many pushes a rank may be ahead of the slowest, for stored tensors
+    /// that do not say so themselves.
+    pub staleness: Option<u32>,
     /// `BYTEPS_SCHEDULING_CREDIT`: parts that may be in flight on all lanes of a process, in
     /// partitions; 0 takes the default.
     pub scheduling_credit: u32,
@@ -365,6 +370,8 @@ impl Default for Config {
             server_cores: 1,
             partition_bytes: 256 << 10,
             min_compress_bytes: 64 << 10,
+            enable_async: false,
+            staleness: None,
             scheduling_credit: 0,
             placement: Placement::Balanced,
             mixed_bound: 101,

@@ -10,6 +10,7 @@ use super::members::Members;
 use super::paths::{AwaitedKey, End, KeyState, LaneFault, PathStall};
 use super::shape::TensorShape;
 pub use super::statistics::{LinkStatistics, LoopStatistics, Statistics};
+use super::store::Store;
 use super::unserved::Unserved;
 pub use super::verdict::{Origin, OverReason, Party, Place, RoundOf, Sign};
 use crate::base::{CoreId, DType, Epoch, Key, Operation, Placement, Rank};
@@ -444,6 +445,9 @@ pub struct Declaration {
     /// How its parts travel to servers and back, if not as they are.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub encoding: Option<Encoding>,
+    /// How its value stays on the servers between rounds, if it does.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub store: Option<Store>,
 }
 
 /// A declaration that takes the place of another of the same name.
@@ -522,6 +526,9 @@ pub struct KeySpec {
     /// How contributions come and results go, if not as they are.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub encoding: Option<Encoding>,
+    /// How its value is kept between rounds, if it is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub store: Option<Store>,
 }
 
 /// Two ranks declared one name differently.

@@ -14,6 +14,7 @@ pub mod pulse;
 pub mod scheduler;
 pub mod shape;
 pub mod statistics;
+pub mod store;
 pub mod text;
 pub mod unformed;
 pub mod unserved;

@@ -16,7 +16,10 @@ impl fmt::Display for Declaration {
         if !self.members.is_all() {
             write!(f, " for {}", self.members)?;
         }
-        self.encoding.map_or(Ok(()), |encoding| write!(f, ", encoded as {encoding}"))
+        if let Some(encoding) = self.encoding {
+            write!(f, ", encoded as {encoding}")?;
+        }
+        self.store.map_or(Ok(()), |store| write!(f, ", {store}"))
     }
 }
 
@@ -206,6 +209,7 @@ mod tests {
             device: false,
             members: Members::ALL,
             encoding: None,
+            store: None,
         };
         let mismatch = Mismatch {
             first: Rank(0),

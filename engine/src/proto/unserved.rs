@@ -4,6 +4,7 @@
 use super::encoding::{Encoding, EncodingFault};
 use super::members::{Members, MembersFault};
 use super::messages::{Declaration, Mismatch};
+use super::store::StoreFault;
 use super::text::shorten;
 use crate::base::{DType, Operation, Rank};
 use crate::limits::{
@@ -58,6 +59,13 @@ pub enum Unserved {
         encoding: Encoding,
         /// Why not.
         fault: EncodingFault,
+    },
+    /// A tensor whose value cannot stay on the servers.
+    Store {
+        /// The tensor's name.
+        tensor: String,
+        /// Why not.
+        fault: StoreFault,
     },
     /// Sets of too many ranks in the request.
     MembersAtOnce,
@@ -132,6 +140,7 @@ impl Unserved {
             | Unserved::Size { tensor, .. }
             | Unserved::Members { tensor, .. }
             | Unserved::Encoding { tensor, .. }
+            | Unserved::Store { tensor, .. }
             | Unserved::Ahead { tensor, .. } => Some(tensor),
             Unserved::Twice { first, .. } => Some(&first.name),
             Unserved::Mismatch { mismatches } => {
@@ -177,6 +186,9 @@ impl fmt::Display for Unserved {
             }
             Unserved::Encoding { tensor, encoding, fault } => {
                 write!(f, "tensor `{}` cannot be encoded as {encoding}: {fault}", shorten(tensor))
+            }
+            Unserved::Store { tensor, fault } => {
+                write!(f, "tensor `{}` cannot be stored: {fault}", shorten(tensor))
             }
             Unserved::MembersAtOnce => write!(
                 f,

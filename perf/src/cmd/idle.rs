@@ -109,6 +109,7 @@ fn rank(worker: &Worker, rest: Duration, rounds: u32, size: usize) -> Seen {
         device: false,
         members: Members::ALL,
         encoding: None,
+        store: None,
     };
     let tensor = worker.declare(&[declaration]).expect("declared")[0];
     let target = values.as_mut_ptr().cast::<u8>();

@@ -96,6 +96,7 @@ fn push_pulls(worker: &Worker, size: usize, samples: u32) -> Vec<f64> {
         device: false,
         members: Members::ALL,
         encoding: None,
+        store: None,
     };
     let tensor = worker.declare(&[declaration]).expect("declared")[0];
     let target = values.as_mut_ptr();

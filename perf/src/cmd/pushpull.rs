@@ -346,6 +346,7 @@ impl Tensors {
                 device: false,
                 members: Members::ALL,
                 encoding: None,
+                store: None,
             })
             .collect();
         let ids = worker.declare(&declarations).expect("declared");

@@ -45,6 +45,7 @@ impl Tensor {
             device: false,
             members: Members::ALL,
             encoding,
+            store: None,
         };
         let ids = worker.declare(&[declaration]).map_err(|error| error.to_string())?;
         let (id, values, is_encoded) = (ids[0], vec![1.0; count].leak(), encoding.is_some());

@@ -34,10 +34,20 @@ _UNNAMED_PREFIX = "<unnamed "
 _SCOPE_CHARACTERS_MAX = 64
 
 
+class Store(NamedTuple):
+    """A value that stays on the servers. The first push of ``root`` is the value, that of any other
+    rank asks for it; each later push of a rank is a delta, and brings the value with it in. A rank
+    may be ``staleness`` pushes ahead of the slowest; as ``BPS_STALENESS`` says if that is None."""
+
+    root: int = 0
+    staleness: int | None = None
+
+
 class Tensor(NamedTuple):
     """What the ranks must agree on. ``operation`` is sum, average or broadcast (from ``root``);
     ``device`` says that it travels from GPU to GPU. ``ranks`` are those that it is for, in rising
-    order; all where it is None. ``encoding`` is how the engine encodes it, if it does."""
+    order; all where it is None. ``encoding`` is how the engine encodes it, if it does, and
+    ``store`` how its value stays on the servers, if it does."""
 
     name: str
     dtype: str
@@ -47,6 +57,7 @@ class Tensor(NamedTuple):
     device: bool = False
     ranks: tuple[int, ...] | None = None
     encoding: str | None = None
+    store: Store | None = None
 
 
 class Kept(NamedTuple):
@@ -146,9 +157,10 @@ def started() -> None:
         _jobs += 1
         _native.xla_forget()
         # Turns begin again, also with ranks that are new to the job, and process sets are added
-        # again: their ranks may be others.
+        # again: their ranks may be others. Values that servers kept begin again when next used.
         for tensor in list(_declared):
-            if tensor.ranks is not None or tensor.name.startswith(_UNNAMED_PREFIX):
+            is_unnamed = tensor.name.startswith(_UNNAMED_PREFIX)
+            if tensor.ranks is not None or is_unnamed or tensor.store is not None:
                 del _declared[tensor], _on_wire[_wire_name(tensor)]
         size = _native.size()
         for tensor in [one for one in _declared if one.operation == "broadcast"]:

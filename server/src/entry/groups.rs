@@ -41,6 +41,13 @@ impl Groups {
         Some(Groups { members: members.clone(), ..Groups::new(&of_rank) })
     }
 
+    /// The same ranks, each by itself: stored tensors are summed in no group.
+    #[must_use]
+    pub fn apart(&self) -> Groups {
+        let of_rank: Vec<u32> = (0..self.ranks()).collect();
+        Groups { members: self.members.clone(), ..Groups::new(&of_rank) }
+    }
+
     /// Ranks in the job, or in the set.
     #[must_use]
     pub fn ranks(&self) -> u32 {
@@ -120,7 +127,25 @@ impl NumberSet {
     /// Whether a number is in.
     #[must_use]
     pub fn contains(&self, number: u32) -> bool {
-        self.words.get(number as usize / 64).is_some_and(|word| word >> (number % 64) & 1 == 1)
+        contains(&self.words, number)
+    }
+
+    /// Takes a number out, which is in.
+    pub fn remove(&mut self, number: u32) {
+        assert!(self.contains(number), "what is taken out is in");
+        self.words[number as usize / 64] &= !(1 << (number % 64));
+        self.count -= 1;
+    }
+
+    /// The first member from this number on.
+    #[must_use]
+    pub fn next(&self, from: u32) -> Option<u32> {
+        next_bit(&self.words, from)
+    }
+
+    /// The members, in rising order.
+    pub fn iter(&self) -> impl Iterator<Item = u32> + '_ {
+        std::iter::successors(self.next(0), |last| self.next(last + 1))
     }
 
     /// Members.
@@ -169,6 +194,17 @@ fn words_of(bits: u32) -> usize {
 
 fn contains(words: &[u64], bit: u32) -> bool {
     words.get(bit as usize / 64).is_some_and(|word| word >> (bit % 64) & 1 == 1)
+}
+
+/// The first bit from this one on that is set.
+fn next_bit(words: &[u64], from: u32) -> Option<u32> {
+    let (mut at, offset) = (from as usize / 64, from % 64);
+    let mut word = words.get(at)? >> offset << offset;
+    while word == 0 {
+        at += 1;
+        word = *words.get(at)?;
+    }
+    u32::try_from(at * 64).ok().map(|base| base + word.trailing_zeros())
 }
 
 /// Sets a bit; says whether it was clear.
@@ -225,14 +261,7 @@ impl Turnout {
     /// The first rank from this one on that spoke for its group.
     #[must_use]
     pub fn next_speaker(&self, from: Rank) -> Option<Rank> {
-        let speakers = &self.words[2 * self.group_words..];
-        let (mut at, offset) = (from.0 as usize / 64, from.0 % 64);
-        let mut word = speakers.get(at)? >> offset << offset;
-        while word == 0 {
-            at += 1;
-            word = *speakers.get(at)?;
-        }
-        u32::try_from(at * 64).ok().map(|base| Rank(base + word.trailing_zeros()))
+        next_bit(&self.words[2 * self.group_words..], from.0).map(Rank)
     }
 }
 

@@ -9,6 +9,7 @@ use bps_engine::mem::MemoryError;
 use bps_engine::proto::encoding::EncodingFault;
 use bps_engine::proto::members::Members;
 use bps_engine::proto::messages::{KeySpec, RetiredKey};
+use bps_engine::proto::store::{Store, StoreFault};
 use bps_engine::trace::log;
 use bps_engine::transport::DirectMemory;
 use std::ptr::NonNull;
@@ -27,6 +28,9 @@ pub(super) enum InstallError {
     /// It can't be encoded so.
     #[error("{key} can't be encoded: {fault}")]
     Encoding { key: Key, fault: EncodingFault },
+    /// Its value can't be kept.
+    #[error("{key} can't be stored: {fault}")]
+    Store { key: Key, fault: StoreFault },
     /// It is there.
     #[error("{key} was installed twice")]
     Twice { key: Key },
@@ -51,6 +55,10 @@ fn check(spec: &KeySpec) -> Result<(), InstallError> {
     if !fits || !bytes.is_multiple_of(word(dtype.size())) {
         return Err(InstallError::Size { key, bytes, dtype });
     }
+    if let Some(store) = spec.store {
+        let checked = store.check_key(dtype, spec.operation, spec.encoding);
+        return checked.map_err(|fault| InstallError::Store { key, fault });
+    }
     let Some(encoding) = spec.encoding else { return Ok(()) };
     let elements = u64::from(bytes / word(dtype.size()));
     let checked = encoding.check(dtype, spec.operation, elements);
@@ -72,7 +80,7 @@ impl Shard {
                     return Err(InstallError::Twice { key });
                 }
                 let is_same = (entry.dtype, entry.bytes) == (spec.dtype, spec.bytes as usize)
-                    && entry.encoding() == spec.encoding
+                    && (entry.encoding(), entry.store()) == (spec.encoding, spec.store)
                     && *entry.groups().members() == spec.members;
                 if !is_same {
                     return Err(InstallError::Changed { key });
@@ -119,8 +127,17 @@ impl Shard {
             self.sets.retain(|_, groups| Arc::strong_count(groups) > 1);
             self.sets.entry(members.clone()).or_insert(Arc::new(few))
         };
-        match spec.operation {
-            Operation::Broadcast(root) if !groups.has(root) => Err(strange()),
+        match (spec.operation, spec.store) {
+            (Operation::Broadcast(root), _) | (_, Some(Store { root, .. }))
+                if !groups.has(root) =>
+            {
+                Err(strange())
+            }
+            (_, Some(_)) => {
+                self.apart.retain(|_, groups| Arc::strong_count(groups) > 1);
+                let apart = self.apart.entry(members.clone());
+                Ok(Arc::clone(apart.or_insert_with(|| Arc::new(groups.apart()))))
+            }
             _ => Ok(Arc::clone(groups)),
         }
     }

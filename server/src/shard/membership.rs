@@ -48,6 +48,7 @@ impl Shard {
         self.epoch = epoch;
         self.groups = groups;
         self.sets.clear();
+        self.apart.clear();
         self.index.clear();
         self.entries.clear();
         self.vacant.clear();

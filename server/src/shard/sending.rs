@@ -165,6 +165,16 @@ impl Shard {
         }
     }
 
+    /// A rank has left in good order: those that a bound holds back wait for it no more.
+    pub(super) fn let_go(&mut self, rank: Rank) {
+        for index in 0..self.entries.len() {
+            if self.entries[index].store().is_some() {
+                self.entries[index].leave(rank);
+                self.publish_if_whole(index);
+            }
+        }
+    }
+
     /// Posts what is to be sent on a lane, as far as the transport takes it.
     pub(super) fn flush(&mut self, lane: LaneId) {
         let Some(session) = &mut self.sessions[lane.0 as usize] else { return };
@@ -237,6 +247,8 @@ impl Shard {
 
     fn sent(&mut self, index: usize) {
         self.forget_share(index);
+        // Ranks may have become due to get a stored value while others were sent it.
+        self.publish_if_whole(index);
         self.next_in_line(index);
         self.forget_if_over(index);
     }

@@ -33,9 +33,9 @@ impl Shard {
             let since = now.saturating_sub(entry.published_at);
             Some(KeyState {
                 key: *key,
-                published: entry.round,
+                published: entry.published(),
                 published_ms: milliseconds(since),
-                missing: entry.missing().collect(),
+                missing: entry.unheard().collect(),
             })
         };
         let keys: Vec<KeyState> = keys.iter().filter_map(state).collect();

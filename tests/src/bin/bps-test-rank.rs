@@ -51,6 +51,7 @@ fn work(plan: &Plan) -> Result<(), Error> {
         device: false,
         members: Members::ALL,
         encoding: None,
+        store: None,
     };
     let ids = worker.declare(&(0..plan.tensors).map(declaration).collect::<Vec<_>>())?;
     let count = usize::try_from(plan.count).expect("it fits the memory");

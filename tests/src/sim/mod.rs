@@ -5,9 +5,11 @@
 mod cluster;
 mod gpu;
 mod shape;
+mod stored;
 mod tensors;
 mod workload;
 
 pub use cluster::Cluster;
 pub use shape::{Groups, Shape};
+pub use stored::run_stored;
 pub use workload::{Fault, Outcome, run, run_hosts};

@@ -53,7 +53,16 @@ pub(super) fn tensors(random: &mut Random, workers: u32, devices: bool) -> Vec<T
         let shape = count.into();
         let encoding = encoding(random, dtype, operation);
         Tensor {
-            declaration: Declaration { name, dtype, shape, operation, device, members, encoding },
+            declaration: Declaration {
+                name,
+                dtype,
+                shape,
+                operation,
+                device,
+                members,
+                encoding,
+                store: None,
+            },
             rounds,
         }
     };
@@ -75,7 +84,7 @@ fn encoding(random: &mut Random, dtype: DType, operation: Operation) -> Option<E
 }
 
 /// Some ranks of so many: one at least, and perhaps all.
-fn set(random: &mut Random, workers: u32) -> Members {
+pub(super) fn set(random: &mut Random, workers: u32) -> Members {
     let mut ranks: Vec<u32> = (0..workers).collect();
     shuffle(random, &mut ranks);
     ranks.truncate(1 + random.index(ranks.len()));

@@ -63,9 +63,9 @@ pub struct Outcome {
 }
 
 /// Virtual time after which a run counts as hung.
-const DEADLINE: Duration = Duration::from_secs(150);
+pub(super) const DEADLINE: Duration = Duration::from_secs(150);
 /// Turns after which a run counts as hung.
-const TURNS_MAX: u64 = 5_000_000;
+pub(super) const TURNS_MAX: u64 = 5_000_000;
 
 /// One push_pull that was started.
 struct Flight {
@@ -157,6 +157,7 @@ pub fn run_hosts(hosts: &[u32]) -> Outcome {
             device: false,
             members: Members::ALL,
             encoding: None,
+            store: None,
         },
         rounds: 2,
     };
@@ -250,7 +251,7 @@ fn run_job(
 }
 
 /// Lets a fault happen; returns how many lanes that order collectives it cut.
-fn strike(cluster: &mut Cluster, victim: usize, fault: Fault) -> u64 {
+pub(super) fn strike(cluster: &mut Cluster, victim: usize, fault: Fault) -> u64 {
     match fault {
         Fault::Kill => cluster.kill_worker(victim),
         Fault::Cut => cluster.cut_lane(victim),
@@ -479,8 +480,9 @@ fn check(
                 outcome.failed += 1;
             }
             Landed::Bytes(bytes) => {
-                let Declaration { dtype, shape, operation, name, device, members, encoding } =
-                    &tensors[flight.tensor].declaration;
+                let Declaration {
+                    dtype, shape, operation, name, device, members, encoding, ..
+                } = &tensors[flight.tensor].declaration;
                 let count = usize::try_from(shape.count()).expect("small tensors");
                 let tensor = flight.tensor as u64;
                 let ranks = members.listed().iter().map(|rank| rank.0);

@@ -10,6 +10,7 @@ use bps_engine::proto::members::Members;
 use bps_engine::proto::messages::{
     Declaration, Node, NodeMessage, Part, Planning, Register, Replacement, SchedulerMessage,
 };
+use bps_engine::proto::store::Store;
 use bps_engine::transport::sim::Random;
 use bps_engine::transport::tcp::sealed::{Opener, PREFIX_BYTES, Sealer, TAG_BYTES};
 use bps_engine::wire::header::{FLAG_PAYLOAD_CHECKSUM, FLAG_SCALED};
@@ -151,6 +152,7 @@ fn node_messages() -> Vec<String> {
         device: false,
         members: Members::new([0, 2, 3, 17].map(Rank).to_vec()).expect("a set"),
         encoding: Some("bf16+feedback+momentum(0.9)".parse().expect("an encoding")),
+        store: Some(Store { root: Rank(1), staleness: Some(4) }),
     };
     [
         NodeMessage::Register(register),

@@ -169,6 +169,7 @@ impl Pair {
             device,
             among,
             encoding: None,
+            store: None,
             parts: [part].into(),
         };
         let command = Command::Plan { tensor, plan: Arc::new(plan) };

@@ -55,6 +55,7 @@ fn declarations() -> Vec<Declaration> {
         device: false,
         members: Members::ALL,
         encoding: None,
+        store: None,
     };
     vec![
         tensor(0, DType::F32, 50_000),

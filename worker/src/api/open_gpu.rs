@@ -187,6 +187,7 @@ fn tell_all(worker: &Worker, own: &Row) -> Result<Vec<Row>, Error> {
         device: false,
         members: Members::ALL,
         encoding: None,
+        store: None,
     };
     let ids = worker.declare(std::slice::from_ref(&declaration))?;
     let at = rows.as_mut_ptr();

@@ -15,6 +15,8 @@ use bps_engine::config::Config;
 use bps_engine::keys::partition::tensor_bytes;
 use bps_engine::proto::messages::Declaration;
 use bps_engine::proto::objects::ObjectKeys;
+use bps_engine::proto::store::StoreFault;
+use bps_engine::proto::unserved::Unserved;
 use bps_engine::trace::log;
 use std::borrow::Cow;
 use std::ops::RangeInclusive;
@@ -95,6 +97,13 @@ impl Worker {
     #[must_use]
     pub fn object_key(&self, name: &str, root: Rank) -> Option<[u8; 32]> {
         lock(&self.0.object_keys).as_mut().map(|keys| keys.next(name, root))
+    }
+
+    /// Whether optimizers are to train asynchronously (`BYTEPS_ENABLE_ASYNC`) where nobody says
+    /// otherwise.
+    #[must_use]
+    pub fn enables_async(&self) -> bool {
+        self.0.config.enable_async
     }
 
     /// This process's number, from 0.
@@ -407,12 +416,16 @@ impl Shared {
         }
     }
 
-    /// Declarations as the scheduler has to know them: without sets that are all ranks, and without
-    /// encodings of tensors that are too small for them.
+    /// Declarations as the scheduler has to know them: without sets that are all ranks, without
+    /// encodings of tensors that are too small for them, and with this job's bound of staleness.
     fn settled<'a>(&self, tensors: &'a [Declaration]) -> Result<Cow<'a, [Declaration]>, Error> {
         for said in tensors {
             let checked = said.check_members(Rank(self.rank), self.size);
             checked.map_err(|cause| Refusal::Scheduler(Arc::new(cause)))?;
+            if said.store.is_some() && self.job.is_none() {
+                let (tensor, fault) = (said.name.clone(), StoreFault::NoServer);
+                return Err(Refusal::Scheduler(Arc::new(Unserved::Store { tensor, fault })).into());
+            }
         }
         let least = u64::from(self.config.min_compress_bytes);
         let is_small = |said: &Declaration| {
@@ -422,6 +435,7 @@ impl Shared {
             let members = &said.members;
             members.clone().within(self.size) != *members
                 || said.encoding.is_some() && is_small(said)
+                || said.store.is_some() && self.config.staleness.is_some()
         };
         if !tensors.iter().any(changes) {
             return Ok(Cow::Borrowed(tensors));
@@ -430,6 +444,9 @@ impl Shared {
         for said in &mut tensors {
             said.members = std::mem::take(&mut said.members).within(self.size);
             said.encoding = said.encoding.filter(|_| !is_small(said));
+            if let Some(store) = &mut said.store {
+                store.staleness = store.staleness.or(self.config.staleness);
+            }
         }
         Ok(Cow::Owned(tensors))
     }

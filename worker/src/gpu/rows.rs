@@ -86,6 +86,7 @@ mod tests {
             device: true,
             among: None,
             encoding: None,
+            store: None,
             parts: (0..).zip(parts).map(part).collect(),
         }
     }

@@ -275,6 +275,7 @@ impl Agent {
         let among = self.among(&declaration);
         // Whether a sum of this rank's group is the result.
         let sums_all = match &among {
+            _ if declaration.store.is_some() => false,
             Some(among) => among.lanes.len() + 1 == among.count as usize,
             None => !self.lanes.ranks.is_empty(),
         };
@@ -301,7 +302,8 @@ impl Agent {
             let is_own = part.owner.0 == self.roster.index;
             let owner = self.lanes.ranks.get(&part.owner).copied();
             let is_of_set = declaration.members.contains(part.owner);
-            if !is_own && owner.is_none() || !is_of_set {
+            let is_others = !is_own && (owner.is_none() || declaration.store.is_some());
+            if is_others || !is_of_set {
                 return Err(broken("names an owner that is not of this rank's group"));
             }
             if core.is_none() && !sums_all {
@@ -327,13 +329,17 @@ impl Agent {
             device: declaration.device,
             among: among.map(Arc::new),
             encoding: declaration.encoding,
+            store: declaration.store,
             parts: parts.into_boxed_slice(),
         })
     }
 
-    /// Who pushes a tensor with this rank, if not all do.
+    /// Who pushes a tensor with this rank, if not all do. A stored one is summed in no group.
     fn among(&self, declaration: &Declaration) -> Option<Among> {
-        let members = &declaration.members;
+        let (members, lanes) = (&declaration.members, Box::default());
+        if declaration.store.is_some() {
+            return Some(Among { count: members.count(self.roster.size), lanes });
+        }
         if members.is_all() {
             return None;
         }

@@ -149,6 +149,7 @@ mod tests {
             device: false,
             members: Members::ALL,
             encoding: None,
+            store: None,
         }
     }
 

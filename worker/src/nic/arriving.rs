@@ -3,7 +3,7 @@
 
 use super::{LaneId, Nic, Operation, Part, PartId, Peer, Receiving, Report, Stage};
 use crate::rounds::Slot;
-use bps_engine::base::Rank;
+use bps_engine::base::{Rank, Round};
 use bps_engine::limits::PARTS_MAX;
 use bps_engine::mem::Writable;
 use bps_engine::trace::timeline::Mark;
@@ -70,6 +70,8 @@ impl Nic {
         }
         // A second one of this round will not fit.
         self.part_mut(part).stage = Stage::Landing;
+        // Of a stored part it says the version of the value, which matters to nobody here.
+        let header = Header { round: Round(self.part(part).round), ..header };
         let (begins, ends) = self.marks(lane, part);
         self.trace.frame(begins, &header);
         if length == 0 {
@@ -115,7 +117,7 @@ impl Nic {
             && header.epoch == self.config.epoch
             && header.dtype == part.plan.dtype
             && header.offset == 0
-            && header.round.0 == part.round
+            && part.awaits(header.round)
             && part.plan.owner.or(part.plan.core) == Some(lane)
             && part.stage == Stage::Asked
     }
@@ -304,8 +306,14 @@ impl Nic {
         self.close_one(part);
     }
 
-    /// Whether somebody else's bytes are what a broadcast gives to all.
+    /// Whether somebody else's bytes are what a broadcast gives to all, or what a stored part
+    /// begins with.
     pub(super) fn is_silent(&self, part: &Part) -> bool {
-        matches!(part.plan.operation, Operation::Broadcast(root) if root != self.config.rank)
+        let store = part.plan.store.filter(|_| part.round == 1);
+        let root = match (part.plan.operation, store) {
+            (Operation::Broadcast(root), _) => Some(root),
+            (_, store) => store.map(|store| store.root),
+        };
+        root.is_some_and(|root| root != self.config.rank)
     }
 }

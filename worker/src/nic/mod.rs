@@ -23,7 +23,7 @@ use self::slots::{Gpu, Landings};
 use self::staged::Staged;
 use crate::host::collect::Peers;
 use crate::rounds::{Memory, PartId, PartOf, PartPlan, PartPush, Parts, Slot, Staging};
-use bps_engine::base::{Key, KeyMap, Operation};
+use bps_engine::base::{Key, KeyMap, Operation, Round};
 use bps_engine::lane::Endpoint;
 use bps_engine::limits::EVENTS_MAX;
 use bps_engine::mem::Writable;
@@ -93,6 +93,15 @@ impl Part {
         let own = self.staging.map(|staging| staging.slot());
         let staged = own.map(|slot| (slot.memory(self.plan.bytes), Some(slot)));
         staged.or_else(|| self.memory.map(|memory| (memory.target(), None)))
+    }
+
+    /// Whether a result of this round is what it waits for. A stored part is answered with a
+    /// version that holds all that this rank has contributed.
+    fn awaits(&self, round: Round) -> bool {
+        match self.plan.store {
+            Some(_) => round.0 >= self.round,
+            None => round.0 == self.round,
+        }
     }
 
     /// Whether this rank's bytes are what a broadcast gives to all.

@@ -4,6 +4,7 @@
 
 use bps_engine::base::{DType, Key, Operation, Rank};
 use bps_engine::proto::encoding::Encoding;
+use bps_engine::proto::store::Store;
 use bps_engine::transport::LaneId;
 use std::sync::Arc;
 
@@ -52,6 +53,8 @@ pub struct Plan {
     pub among: Option<Arc<Among>>,
     /// How its parts travel to servers and back, if not as they are.
     pub encoding: Option<Encoding>,
+    /// How its value stays on the servers between rounds, if it does.
+    pub store: Option<Store>,
     /// In order of offset, without gaps.
     pub parts: Box<[PlanPart]>,
 }
@@ -80,6 +83,7 @@ impl Plan {
                 device: self.device,
                 among: self.among.clone(),
                 encoding: self.encoding.filter(|_| part.core.is_some() && part.owner.is_none()),
+                store: self.store,
                 core: part.core,
                 owner: part.owner,
             }
@@ -121,6 +125,8 @@ pub struct PartPlan {
     pub among: Option<Arc<Among>>,
     /// As [`Plan::encoding`], where this process speaks to the server.
     pub encoding: Option<Encoding>,
+    /// As [`Plan::store`].
+    pub store: Option<Store>,
     /// As [`PlanPart::core`].
     pub core: Option<LaneId>,
     /// As [`PlanPart::owner`].

@@ -280,12 +280,22 @@ fn rdma_and_encryption_exclude_each_other() {
 #[test]
 fn what_has_no_effect_says_so_once() {
     let set: &[(&str, &str)] =
-        &[("BYTEPS_ENABLE_ASYNC", "1"), ("DMLC_ENABLE_RDMA", "0"), ("BYTEPS_THREADPOOL_SIZE", "4")];
+        &[("PS_VERBOSE", "1"), ("DMLC_ENABLE_RDMA", "0"), ("BYTEPS_THREADPOOL_SIZE", "4")];
     let warnings = run(Program::Worker, &[], &[set]).warnings;
     assert_eq!(warnings.len(), 2, "{warnings:?}");
-    assert!(warnings[0].starts_with("BYTEPS_ENABLE_ASYNC has no effect here: "));
+    assert!(warnings[0].starts_with("BYTEPS_THREADPOOL_SIZE has no effect here: "));
     let checked: &[(&str, &str)] = &[("BPS_ENVIRONMENT_CHECKED", "1")];
     assert!(run(Program::Worker, &[], &[set, checked]).warnings.is_empty());
+}
+
+#[test]
+fn asynchronous_training_goes_through_servers() {
+    let set: &[(&str, &str)] = &[("BYTEPS_ENABLE_ASYNC", "1"), ("BPS_STALENESS", "4")];
+    let config = run(Program::Worker, &[], &[WORKER, set]).config;
+    assert!(config.enable_async && config.force_distributed && config.needs_servers());
+    assert_eq!(config.staleness, Some(4));
+    let config = run(Program::Worker, &[], &[WORKER]).config;
+    assert!(!config.enable_async && config.staleness.is_none());
 }
 
 #[test]

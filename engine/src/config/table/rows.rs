@@ -340,6 +340,24 @@ pub(super) const ROWS: &[Row] = &[
          the bytes, and have much to lose. The same on all ranks.",
     ),
     Row::new(
+        "BYTEPS_ENABLE_ASYNC",
+        RANKING,
+        Group::Tensors,
+        Switch { at: |config| &mut config.enable_async },
+        "1",
+        "Asynchronous training: DistributedOptimizer keeps parameters on the servers unless it is \
+         told otherwise, and all tensors go through servers. The same on every worker.",
+    ),
+    Row::new(
+        "BPS_STALENESS",
+        RANKING,
+        Group::Tensors,
+        MaybeCount { at: |config| &mut config.staleness, max: 1 << 20 },
+        "8",
+        "How many steps a rank may be ahead of the slowest in asynchronous training; without a \
+         bound if unset. The same on every worker.",
+    ),
+    Row::new(
         "BYTEPS_SCHEDULING_CREDIT",
         RANKING,
         Group::Tensors,

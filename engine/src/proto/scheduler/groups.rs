@@ -124,7 +124,7 @@ impl Owners {
 }
 
 /// The owner of a part in the group of this rank. Those of a set go round the members of the group,
-/// by the numbers of their keys.
+/// by the numbers of their keys. A stored tensor is summed in no group: each rank pushes its own.
 pub(super) fn owner(
     groups: &Groups,
     rank: Rank,
@@ -135,6 +135,9 @@ pub(super) fn owner(
         && groups.of_rank(root) == groups.of_rank(rank)
     {
         return root;
+    }
+    if said.store.is_some() {
+        return rank;
     }
     let members = groups.members_with(rank);
     if !said.members.is_all() {

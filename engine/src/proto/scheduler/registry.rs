@@ -22,6 +22,7 @@ use crate::proto::members::{Members, MembersFault};
 use crate::proto::messages::{
     Assignment, Declaration, KeySpec, Mismatch, Part, Planning, RetiredKey, Superseded,
 };
+use crate::proto::store::StoreFault;
 use crate::proto::unserved::Unserved;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::Duration;
@@ -185,9 +186,11 @@ impl Registry {
         known.map_or(&Members::ALL, |&tensor| &self.tensors[tensor as usize].said.members)
     }
 
-    /// Whether the groups of these ranks have to be summed by servers.
-    fn needs_servers(&self, members: &Members) -> bool {
-        self.through_servers && (members.is_all() || !self.groups.is_one(members))
+    /// Whether the groups of its ranks have to be summed by servers, or its value is theirs.
+    fn needs_servers(&self, said: &Declaration) -> bool {
+        let members = &said.members;
+        let leaves_group = members.is_all() || !self.groups.is_one(members);
+        self.through_servers && (leaves_group || said.store.is_some())
     }
 
     /// The server that has not answered an install for the longest time, and since when.
@@ -291,7 +294,7 @@ impl Registry {
                 Step::New | Step::Begin(None) => {
                     new_tensors += 1;
                     new_parts = new_parts.saturating_add(count);
-                    served |= count > 0 && self.needs_servers(&said.members);
+                    served |= count > 0 && self.needs_servers(said);
                 }
                 Step::Disagrees(mismatch) => disagree.push(mismatch),
                 Step::Same(_) | Step::Next(_) | Step::Begin(Some(_)) => {}
@@ -392,7 +395,21 @@ impl Registry {
             let fits = encoding.check(dtype, said.operation, most);
             fits.map_err(|fault| Unserved::Encoding { tensor: name(), encoding, fault })?;
         }
+        self.check_store(said, rounds.is_some())
+            .map_err(|fault| Unserved::Store { tensor: name(), fault })?;
         Ok(bytes)
+    }
+
+    /// Whether a tensor can be stored, if it is to be, and replace what its name stood for.
+    fn check_store(&self, said: &Declaration, replaces: bool) -> Result<(), StoreFault> {
+        let tensors = self.names.get(&said.name).into_iter().flat_map(|name| &name.tensors);
+        let mut stored = tensors.map(|&tensor| self.tensors[tensor as usize].said.store);
+        if replaces && (said.store.is_some() || stored.any(|store| store.is_some())) {
+            return Err(StoreFault::Replaced);
+        }
+        let Some(store) = said.store else { return Ok(()) };
+        store.check(said, self.ranks)?;
+        if self.through_servers { Ok(()) } else { Err(StoreFault::NoServer) }
     }
 
     fn add(&mut self, rank: Rank, said: Declaration) -> u32 {
@@ -402,7 +419,7 @@ impl Registry {
         let all = tensor_bytes(count, said.dtype).unwrap_or(u64::MAX);
         let part_bytes = self.part_bytes(all);
         let pieces: Vec<(u64, u32)> = parts(count, said.dtype, part_bytes).collect();
-        let (served, of_all) = (self.needs_servers(&said.members), said.members.is_all());
+        let (served, of_all) = (self.needs_servers(&said), said.members.is_all());
         let equal = pieces.iter().take_while(|(_, bytes)| *bytes == pieces[0].1).count();
         for (part, (offset, bytes)) in (0u32..).zip(pieces) {
             let core = served.then(|| self.placer.place(tensor, part, bytes));
@@ -451,6 +468,7 @@ impl Registry {
                     rounds: tensor.rounds,
                     members: tensor.said.members.clone(),
                     encoding: tensor.said.encoding,
+                    store: tensor.said.store,
                 });
             }
         }

@@ -70,6 +70,7 @@ impl Ahead<'_> {
             device: true,
             members: Members::ALL,
             encoding: None,
+            store: None,
         };
         let said: Vec<Declaration> = (0..TENSORS).map(said).collect();
         let ids = worker.declare(&said)?;

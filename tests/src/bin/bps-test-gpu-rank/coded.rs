@@ -38,6 +38,7 @@ pub fn coded(config: &Config, rounds: u64) -> Result<(), Error> {
             device,
             members: Members::ALL,
             encoding: Some(encoding.parse().expect("an encoding")),
+            store: None,
         };
         let all = ENCODINGS.iter().flat_map(|one| kinds.clone().map(move |kind| (*one, kind)));
         all.map(one).collect::<Vec<Declaration>>()

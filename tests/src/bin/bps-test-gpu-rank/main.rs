@@ -92,6 +92,7 @@ fn declarations(ranks: u32) -> Vec<Declaration> {
                     device: true,
                     members: Members::ALL,
                     encoding: None,
+                    store: None,
                 });
             }
         }
@@ -268,6 +269,7 @@ fn chained(worker: &Worker, framework: &Framework) -> Result<(), Error> {
         device: true,
         members: Members::ALL,
         encoding: None,
+        store: None,
     };
     let ids = worker.declare(std::slice::from_ref(&said))?;
     let buffer = framework.buffer(COUNT * 4)?;
@@ -312,6 +314,7 @@ impl Beside {
             device: false,
             members: Members::ALL,
             encoding: None,
+            store: None,
         };
         let said = vec![
             one(DType::F32, Operation::Sum),
@@ -369,6 +372,7 @@ fn large(config: &Config) -> Result<(), Error> {
             device: true,
             members: Members::ALL,
             encoding: None,
+            store: None,
         };
         let id = worker.declare(std::slice::from_ref(&said))?[0];
         let bytes = usize::try_from(count).unwrap_or(0) * dtype.size();
@@ -395,15 +399,9 @@ fn train(config: &Config, rounds: u64, stall: Option<u64>, leaves: bool) -> Resu
     worker.open_gpu(0)?;
     let framework = Framework::new().map_err(gpu)?;
     let (name, dtype, operation) = ("layer4.weight".into(), DType::F32, Operation::Sum);
-    let said = Declaration {
-        name,
-        dtype,
-        shape: (COUNT as u64).into(),
-        operation,
-        device: true,
-        members: Members::ALL,
-        encoding: None,
-    };
+    let (shape, device, members) = ((COUNT as u64).into(), true, Members::ALL);
+    let (encoding, store) = (None, None);
+    let said = Declaration { name, dtype, shape, operation, device, members, encoding, store };
     let id = worker.declare(std::slice::from_ref(&said))?[0];
     let buffer = framework.buffer(COUNT * 4)?;
     for round in 1..=rounds {
@@ -458,6 +456,7 @@ fn mismatch(config: &Config, is_odd: bool) -> Result<(), Error> {
         device,
         members: Members::ALL,
         encoding: None,
+        store: None,
     };
     let source = framework.buffer(4000)?.address;
     let push = |tensor| {
@@ -496,6 +495,7 @@ fn mismatches(config: &Config, is_odd: bool) -> Result<(), Error> {
             device,
             members: Members::ALL,
             encoding: None,
+            store: None,
         }
     };
     let buffers = [framework.buffer(4 * COUNT)?, framework.buffer(4 * COUNT)?];
@@ -553,6 +553,7 @@ fn record(config: &Config) -> Result<(), Error> {
         device: true,
         members: Members::ALL,
         encoding: None,
+        store: None,
     };
     let (tensor, source) = (worker.declare(&[said])?[0], framework.buffer(400_000)?.address);
     let item = GpuPushPull { tensor, source, target: source, priority: 0 };

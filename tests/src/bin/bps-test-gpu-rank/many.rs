@@ -25,6 +25,7 @@ pub fn many(config: &Config, rounds: u64) -> Result<(), Error> {
         device: true,
         members: Members::ALL,
         encoding: None,
+        store: None,
     };
     let said: Vec<Declaration> = (0..TENSORS).map(declaration).collect();
     let ids = worker.declare(&said)?;

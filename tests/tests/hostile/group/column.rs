@@ -204,6 +204,7 @@ fn declaration() -> Declaration {
         device: true,
         members: Members::ALL,
         encoding: None,
+        store: None,
     }
 }
 

@@ -234,10 +234,10 @@ fn questions_are_answered() {
 #[test]
 fn warnings_come_once_for_the_whole_job() {
     let stage = Stage::new(ENDS, ENDS);
-    let variables = [("BYTEPS_ENABLE_ASYNC", "1"), ("BYTEPS_PARTITION_BYTE", "4M")];
+    let variables = [("BYTEPS_THREADPOOL_SIZE", "4"), ("BYTEPS_PARTITION_BYTE", "4M")];
     let tell = "echo checked=$BPS_ENVIRONMENT_CHECKED";
     let (_, lines) = stage.start(&["--local", "1", "sh", "-c", tell], &variables).finish();
-    mentions(&lines, "BYTEPS_ENABLE_ASYNC has no effect here");
+    mentions(&lines, "BYTEPS_THREADPOOL_SIZE has no effect here");
     mentions(&lines, "did you mean BYTEPS_PARTITION_BYTES?");
     has(&lines, "[rank 0] checked=1");
 }

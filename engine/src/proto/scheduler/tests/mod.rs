@@ -9,6 +9,7 @@ mod random;
 mod replacing;
 mod sets;
 mod stay;
+mod stored;
 
 use super::*;
 use crate::base::{CoreId, DType, Key, Operation};
@@ -255,6 +256,7 @@ pub(super) fn tensor(name: &str, count: u64) -> Declaration {
         device: false,
         members: Members::ALL,
         encoding: None,
+        store: None,
     }
 }
 

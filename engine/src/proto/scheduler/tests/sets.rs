@@ -12,7 +12,7 @@ fn tensor_of(name: &str, count: u64, ranks: &[u32]) -> Declaration {
 
 /// A job whose hosts have so many ranks each, which reduce among themselves; ranks are nodes 0, 1,
 /// …; servers 100, 101, ….
-fn of_hosts(hosts: &[u32], num_servers: u32) -> Bench {
+pub(super) fn of_hosts(hosts: &[u32], num_servers: u32) -> Bench {
     let ranks = hosts.iter().sum();
     let mut bench = Bench::new(ranks, num_servers);
     let mut node = 0;
@@ -37,7 +37,7 @@ fn of_hosts(hosts: &[u32], num_servers: u32) -> Bench {
 }
 
 /// Answers all installs, and returns the keys in them.
-fn answer_installs(bench: &mut Bench, servers: u32) -> Vec<KeySpec> {
+pub(super) fn answer_installs(bench: &mut Bench, servers: u32) -> Vec<KeySpec> {
     let mut all = Vec::new();
     for server in (0..servers).map(|server| u64::from(server) + 100) {
         for (request, keys) in bench.installs(server) {
