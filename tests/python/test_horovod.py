@@ -58,6 +58,9 @@ def test_arguments_stand_where_horovod_has_them():
         "groups",
         "sparse_as_dense",
         "process_set",
+        # Not Horovod's.
+        "async_",
+        "staleness",
     ]
     scaled = ["op", "prescale_factor", "postscale_factor", "process_set"]
     assert parameters(bps.allreduce) == ["tensor", "average", "name", "compression", *scaled]

@@ -86,6 +86,14 @@ def test_compression():
     assert result.stdout.count("the same bits on all ranks") == 4
 
 
+def test_asynchronous():
+    script = ROOT / "python/examples/asynchronous.py"
+    command = [sys.executable, str(script), "--seconds", "5", "--accuracy", "0.85"]
+    result = launch(command, timeout=120, environment={"BYTEPS_ENABLE_ASYNC": "1"})
+    assert result.returncode == 0, result.stdout
+    assert "steps of each rank" in result.stdout
+
+
 def test_synthetic_benchmark():
     script = ROOT / "python/examples/synthetic_benchmark.py"
     options = "--no-cuda --model small --batch-size 4 --num-warmup-batches 1 --num-iters 2".split()

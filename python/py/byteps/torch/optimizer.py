@@ -11,10 +11,11 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from byteps import _process_sets, _registry
+from byteps import _native, _process_sets, _registry
 from byteps.errors import ConfigError, UsageError
 from byteps.torch import ops
 from byteps.torch._gradients import Gradients
+from byteps.torch._stored import StoredParameters
 from byteps.torch.compression import Compression, Predivided
 
 __all__ = ["DistributedOptimizer"]
@@ -37,6 +38,8 @@ def DistributedOptimizer(
     groups: Any = None,
     sparse_as_dense: bool = False,
     process_set: Any = None,
+    async_: bool | None = None,
+    staleness: int | None = None,
 ) -> torch.optim.Optimizer:
     """Makes ``step()`` use gradients averaged over all ranks.
 
@@ -72,9 +75,22 @@ def DistributedOptimizer(
             sparse: ranks gather each other's rows when the pass is over, uncompressed, and the
             gradient is coalesced then. A rank without rows, or without a gradient, adds none. Where
             another rank has a dense gradient of the parameter, all send dense ones.
+        async_: Train asynchronously (docs/async.md): ``step()`` steps with the gradients of this
+            rank, adds what that has changed to the parameters on the servers, and gives this rank
+            those parameters, without waiting for other ranks. The first ``step()`` begins with the
+            parameters of rank 0, or of the first rank of the process set. ``op`` has no meaning
+            then, and ``compression`` is refused. As ``BYTEPS_ENABLE_ASYNC`` says where it is None.
+        staleness: How many steps a rank may be ahead of the slowest in asynchronous training: its
+            ``step()`` waits beyond that. As ``BPS_STALENESS`` says where it is None.
     """
     known = _process_sets.added(process_set)
     _check_groups(num_groups, groups)
+    is_async = _native.enables_async() if async_ is None else async_
+    if staleness is not None and (staleness < 0 or not is_async):
+        raise ConfigError(
+            f"staleness={staleness} with async_={is_async}: a bound of 0 or more, for asynchronous "
+            "training; pass async_=True, or set BYTEPS_ENABLE_ASYNC=1"
+        )
     if gradient_predivide_factor != 1.0:
         if op != ops.Average or not gradient_predivide_factor > 0:
             raise ConfigError(
@@ -84,6 +100,10 @@ def DistributedOptimizer(
         compression = Predivided(compression, gradient_predivide_factor)
     named = checked(optimizer, named_parameters, backward_passes_per_step)
     prefix = next_prefix() if known is None else next_prefix(known.process_set_id)
+    if is_async:
+        if op == ops.Adasum:
+            raise ConfigError("op=Adasum combines the steps of all ranks: leave out async_")
+        return _asynchronous(optimizer, named, compression, prefix, known, staleness)
     if op == ops.Adasum:
         return _combining(optimizer, named, compression, prefix, known)
     distributed = become(Distributed, optimizer)
@@ -109,6 +129,33 @@ def _combining(
     combining._byteps = Gradients((), compression, 1, ops.Average, False, prefix, process_set)
     combining._names = {param: f"{prefix}{name}" for name, param in named}
     return combining
+
+
+def _asynchronous(
+    optimizer: torch.optim.Optimizer,
+    named: list[tuple[str, torch.Tensor]],
+    compression: Any,
+    prefix: str,
+    process_set: _process_sets.ProcessSet | None,
+    staleness: int | None,
+) -> torch.optim.Optimizer:
+    """The optimizer with parameters on the servers."""
+    if compression is not Compression.none:
+        raise ConfigError(f"compression={compression!r}: changes of parameters are not compressed")
+    distributed = become(_Asynchronous, optimizer)
+    # It watches no gradients.
+    gradients = Gradients((), compression, 1, ops.Average, False, prefix, process_set)
+    gradients.should_synchronize = False
+    distributed._byteps = gradients
+    distributed._named = [(_stored_name(prefix, name), param) for name, param in named]
+    # A rank that is none of the set trains alone.
+    ranks = gradients.ranks if gradients.size > 1 else None
+    distributed._stored = StoredParameters(staleness, ranks)
+    return distributed
+
+
+def _stored_name(prefix: str, name: str) -> str:
+    return f"AsyncParam.{prefix.removeprefix('Gradient.')}{name}"
 
 
 def _check_groups(num_groups: int, groups: Any) -> None:
@@ -404,3 +451,49 @@ class _Combining(Distributed):
         if names is not None:
             for param in self.param_groups[-1]["params"]:
                 names[param] = f"{self._byteps.prefix}push_pull.noname.{len(names)}"
+
+
+class _Asynchronous(Distributed):
+    """An optimizer whose parameters are on the servers, as BytePS's are with BYTEPS_ENABLE_ASYNC.
+
+    Each rank steps with its own gradients, whenever it has some.
+    """
+
+    _named: list[tuple[str, torch.Tensor]]
+    _stored: StoredParameters
+
+    def synchronize(self) -> None:
+        """Does nothing: gradients stay those of this rank."""
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """An error: there is nothing to skip."""
+        raise UsageError(
+            "skip_synchronize() in asynchronous training: gradients are those of this rank anyway"
+        )
+        yield
+
+    @complete
+    def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Steps with this rank's gradients, and takes the parameters that all steps have made."""
+        self._opt_called = True  # For learning-rate schedulers, which look at it.
+        shares = self._byteps.size > 1
+        named = [(name, param) for name, param in self._named if param.requires_grad]
+        if shares:
+            self._stored.join(named)
+        user_step = super(Distributed, self).step
+        loss = (
+            user_step(*args, **kwargs) if closure is None else user_step(closure, *args, **kwargs)
+        )
+        if shares:
+            self._stored.push(named)
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters, which the servers get too; all ranks must do it."""
+        super(Distributed, self).add_param_group(param_group)
+        named = self.__dict__.get("_named")
+        if named is not None:
+            for param in self.param_groups[-1]["params"]:
+                number = f"push_pull.noname.{len(named)}"
+                named.append((_stored_name(self._byteps.prefix, number), param))
