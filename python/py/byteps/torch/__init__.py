@@ -76,6 +76,7 @@ from byteps.torch.gather import (
     grouped_allgather,
     grouped_allgather_async,
 )
+from byteps.torch.local_sgd import LocalSGD
 from byteps.torch.ops import (
     Adasum,
     Average,
@@ -127,6 +128,7 @@ __all__ = [
     "DistributedOptimizer",
     "HorovodInternalError",
     "HostsUpdatedInterrupt",
+    "LocalSGD",
     "Max",
     "Min",
     "ProcessSet",
