@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-ROUNDS, EVERY = 4, 3
+STEPS, EVERY = 16, 4
 
 
 def model(seed):
@@ -38,59 +38,66 @@ def inner(parameters):
     return torch.optim.AdamW(parameters, lr=0.02)
 
 
-def alone(size, outer):
-    """All ranks' training in this process."""
+def alone(size, rank, outer, fragments):
+    """The parameters of a rank, of a training of all in this process."""
     import torch
 
-    start = model(0)
-    ranks = [model(0) for _ in range(size)]
-    inners = [inner(rank.parameters()) for rank in ranks]
-    over = outer(start.parameters()) if outer else None
-    for round in range(ROUNDS):
-        for rank in range(size):
-            for step in range(EVERY):
-                inners[rank].zero_grad()
-                ranks[rank](batch(rank, round * EVERY + step)).square().mean().backward()
-                inners[rank].step()
-        every = zip(start.parameters(), *(rank.parameters() for rank in ranks), strict=True)
-        for common, *params in every:
-            moved = sum(common.detach() - param.detach() for param in params) / size
-            if over is None:
-                common.data.sub_(moved)
-            else:
-                common.grad = moved
-        if over is not None:
-            over.step()
-        for rank in ranks:
-            rank.load_state_dict(start.state_dict())
-    with torch.no_grad():
-        return [param.clone() for param in start.parameters()]
+    common = list(model(0).parameters())
+    models = [model(0) for _ in range(size)]
+    inners = [inner(one.parameters()) for one in models]
+    outers = [outer(common[first::fragments]) if outer else None for first in range(fragments)]
+    for step in range(STEPS):
+        for other in range(size):
+            inners[other].zero_grad()
+            models[other](batch(other, step)).square().mean().backward()
+            inners[other].step()
+        turn, left = divmod(step + 1, EVERY // fragments)
+        if left:
+            continue
+        first = (turn - 1) % fragments
+        of_all = [list(one.parameters())[first::fragments] for one in models]
+        for start, *params in zip(common[first::fragments], *of_all, strict=True):
+            start.grad = sum(start.detach() - param.detach() for param in params) / size
+            if outer is None:
+                start.data.sub_(start.grad)
+        if outer is not None:
+            outers[first].step()
+        with torch.no_grad():
+            for params in of_all:
+                for param, start in zip(params, common[first::fragments], strict=True):
+                    param.copy_(start)
+    return [param.detach() for param in models[rank].parameters()]
 
 
-def together(kind):
+def together(kind, fragments):
     import torch
 
     import byteps.torch as bps
 
     own = model(0)
-    local = bps.LocalSGD(own, inner(own.parameters()), EVERY, outer_of(kind))
-    for step in range(ROUNDS * EVERY):
+    local = bps.LocalSGD(own, inner(own.parameters()), EVERY, outer_of(kind), fragments=fragments)
+    for step in range(STEPS):
         if step == 7:
             # From a checkpoint within a round.
             state = local.state_dict()
-            local = bps.LocalSGD(own, local.optimizer, EVERY, outer_of(kind))
+            local = bps.LocalSGD(own, local.optimizer, EVERY, outer_of(kind), fragments=fragments)
             local.load_state_dict(state)
         local.zero_grad()
         own(batch(bps.rank(), step)).square().mean().backward()
         local.step()
-    for mine, expected in zip(own.parameters(), alone(bps.size(), outer_of(kind)), strict=True):
-        assert torch.allclose(mine, expected, rtol=0, atol=1e-12)
+    expected = alone(bps.size(), bps.rank(), outer_of(kind), fragments)
+    for mine, right in zip(own.parameters(), expected, strict=True):
+        assert torch.allclose(mine, right, rtol=0, atol=1e-12)
+    local.synchronize()
+    for mine in own.parameters():
         assert all(torch.equal(mine, other) for other in bps.allgather(mine.detach()[None]))
 
 
-@pytest.mark.parametrize("kind", ["none", "nesterov", "adam"])
-def test_it_equals_the_arithmetic_of_one_process(trio, kind):
-    trio.run(together, kind)
+@pytest.mark.parametrize(
+    ("kind", "fragments"), [("none", 1), ("nesterov", 1), ("adam", 1), ("nesterov", 2)]
+)
+def test_it_equals_the_arithmetic_of_one_process(trio, kind, fragments):
+    trio.run(together, kind, fragments)
 
 
 def begins():
@@ -113,8 +120,9 @@ def begins():
     local.synchronize()
     for mine, first in zip(own.parameters(), model(0).parameters(), strict=True):
         assert torch.allclose(mine, first + (bps.size() - 1) / 2)
-    with pytest.raises(ConfigError, match="1 or more of both"):
-        bps.LocalSGD(own, local.optimizer, every=0)
+    for every, fragments in ((0, 1), (4, 0), (3, 2), (10, 5)):
+        with pytest.raises(ConfigError, match="every is a multiple of fragments"):
+            bps.LocalSGD(own, local.optimizer, every, fragments=fragments)
 
 
 def test_it_begins_with_the_parameters_of_rank_0(job):

@@ -32,6 +32,10 @@ class LocalSGD:
     the outer optimizer goes on with what that rank's remembers. Buffers, such as the means of batch
     normalisation, stay those of each rank.
 
+    With k ``fragments`` every k-th parameter belongs to one, and they take their outer steps in
+    turn, one after each ``every / k`` inner steps: as much is sent, and never all at once
+    (Streaming DiLoCo, Douillard et al. 2025, arXiv 2501.18512, without its overlap).
+
     Each rank keeps the common parameters, and the outer optimizer's state, beside its own: on the
     devices of the parameters. All ranks must take as many steps.
 
@@ -44,9 +48,11 @@ class LocalSGD:
             ``lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)``. None
             averages parameters.
         process_set: The ranks that train together; all where it is None.
+        fragments: How many take turns; ``every`` is a multiple of it.
 
     Raises:
-        ConfigError: ``every`` is below 1, or no parameter requires gradients.
+        ConfigError: ``every`` is below 1 or no multiple of ``fragments``, or there are more of
+            these than parameters that require gradients.
     """
 
     def __init__(
@@ -56,12 +62,13 @@ class LocalSGD:
         every: int,
         outer: Outer | None = None,
         process_set: Any = None,
+        fragments: int = 1,
     ) -> None:
         named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-        if every < 1 or not named:
+        if every < 1 or not 1 <= fragments <= len(named) or every % fragments:
             raise ConfigError(
-                f"every={every} with {len(named)} parameters that require gradients: 1 or more of "
-                "both"
+                f"every={every} and fragments={fragments} of {len(named)} parameters that require "
+                "gradients: a fragment has one at least, and every is a multiple of fragments"
             )
         self.optimizer = optimizer
         self.every = every
@@ -71,7 +78,12 @@ class LocalSGD:
         self._names = [f"LocalSGD.{number}.{name}" for name, _ in named]
         self._params = [param for _, param in named]
         self._common = [param.detach().clone().requires_grad_() for param in self._params]
-        self.outer = (outer or _averaging)(self._common)
+        self._fragments = [range(first, len(named), fragments) for first in range(fragments)]
+        #: One for each fragment.
+        self.outers = [
+            (outer or _averaging)([self._common[index] for index in fragment])
+            for fragment in self._fragments
+        ]
         self._job: int | None = None
 
     @property
@@ -86,40 +98,54 @@ class LocalSGD:
         step = self.optimizer.step
         loss = step(*args, **kwargs) if closure is None else step(closure, *args, **kwargs)
         self.steps += 1
-        if self.steps % self.every == 0:
-            self.synchronize()
+        turn, left = divmod(self.steps, self.every // len(self._fragments))
+        if left == 0:
+            self._combine((turn - 1) % len(self._fragments))
         return loss
 
     def synchronize(self) -> None:
-        """Takes an outer step now. All ranks do, as after the last inner steps of a training."""
+        """Takes an outer step of all fragments now. All ranks do, as after the last inner steps of
+        a training."""
+        for number in range(len(self._fragments)):
+            self._combine(number)
+
+    def _combine(self, number: int) -> None:
+        """An outer step of one fragment."""
+        fragment, outer = self._fragments[number], self.outers[number]
         gradients = []
-        for start, param in zip(self._common, self._params, strict=True):
-            start.grad = start.detach() - param.detach()
+        for index in fragment:
+            start = self._common[index]
+            start.grad = start.detach() - self._params[index].detach()
             gradients.append(start.grad)
         if self._ranks > 1:
+            names = [self._names[index] for index in fragment]
             ops.push_pull_group_inplace(
-                gradients, name=self._names, op=ops.Average, process_set=self._process_set
+                gradients, name=names, op=ops.Average, process_set=self._process_set
             )
-        self.outer.step()
-        self.outer.zero_grad()
-        self._show()
+        outer.step()
+        outer.zero_grad()
+        with torch.no_grad():
+            for index in fragment:
+                self._params[index].copy_(self._common[index])
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clears the gradients of the inner steps."""
         self.optimizer.zero_grad(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """The common parameters, the outer optimizer's state, and how many inner steps there were:
+        """The common parameters, the outer optimizers' states, and how many inner steps there were:
         what a checkpoint needs beside the model and the inner optimizer."""
         start = [param.detach().clone() for param in self._common]
-        return {"common": start, "outer": self.outer.state_dict(), "steps": self.steps}
+        states = [outer.state_dict() for outer in self.outers]
+        return {"common": start, "outers": states, "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a :meth:`state_dict`; all ranks load the same one."""
+        """Goes on from a :meth:`state_dict` of as many fragments; all ranks load the same one."""
         with torch.no_grad():
             for param, start in zip(self._common, state["common"], strict=True):
                 param.copy_(start)
-        self.outer.load_state_dict(state["outer"])
+        for outer, known in zip(self.outers, state["outers"], strict=True):
+            outer.load_state_dict(known)
         self.steps = state["steps"]
         self._job = _registry.job_number()
 
@@ -129,7 +155,9 @@ class LocalSGD:
             root = 0 if known is None else known.ranks[0]
             named = list(zip(self._names, self._params, strict=True))
             broadcast_parameters(named, root, process_set=known)
-            broadcast_optimizer_state(self.outer, root, process_set=known)
+            for number, outer in enumerate(self.outers):
+                prefix = f"{self._names[number]}.outer."
+                broadcast_optimizer_state(outer, root, prefix, process_set=known)
             steps = torch.tensor(self.steps)
             steps = ops.broadcast(steps, root, f"{self._names[0]}.steps", process_set=known)
             self.steps = int(steps.item())
@@ -137,11 +165,6 @@ class LocalSGD:
             for start, param in zip(self._common, self._params, strict=True):
                 start.copy_(param)
         self._job = _registry.job_number()
-
-    def _show(self) -> None:
-        with torch.no_grad():
-            for param, start in zip(self._params, self._common, strict=True):
-                param.copy_(start)
 
 
 def _averaging(params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:

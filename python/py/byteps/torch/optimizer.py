@@ -102,7 +102,10 @@ def DistributedOptimizer(
     prefix = next_prefix() if known is None else next_prefix(known.process_set_id)
     if is_async:
         if op == ops.Adasum:
-            raise ConfigError("op=Adasum combines the steps of all ranks: leave out async_")
+            raise ConfigError(
+                "op=Adasum combines the steps of all ranks, and asynchronous training waits for "
+                "none: pass async_=False"
+            )
         return _asynchronous(optimizer, named, compression, prefix, known, staleness)
     if op == ops.Adasum:
         return _combining(optimizer, named, compression, prefix, known)
@@ -141,7 +144,10 @@ def _asynchronous(
 ) -> torch.optim.Optimizer:
     """The optimizer with parameters on the servers."""
     if compression is not Compression.none:
-        raise ConfigError(f"compression={compression!r}: changes of parameters are not compressed")
+        raise ConfigError(
+            f"compression={compression!r}: changes of parameters are not compressed; leave it out, "
+            "or pass async_=False"
+        )
     distributed = become(_Asynchronous, optimizer)
     # It watches no gradients.
     gradients = Gradients((), compression, 1, ops.Average, False, prefix, process_set)
