@@ -73,6 +73,8 @@ pub struct Entry {
     active: Option<LaneId>,
     /// Payloads of the open round that are in the accumulator.
     landed: u32,
+    /// How many payloads a round has. The only round of a stored key never ends.
+    payloads: u32,
     groups: Arc<Groups>,
     /// A box, since most keys have none.
     encoded: Option<Box<Encoded>>,
@@ -158,6 +160,11 @@ impl Entry {
             last_round: None,
             active: None,
             landed: 0,
+            payloads: match (spec.store, spec.operation) {
+                (Some(_), _) => u32::MAX,
+                (None, Operation::Broadcast(_)) => 1,
+                (None, _) => groups.count(),
+            },
             groups: Arc::clone(groups),
             encoded: Encoded::of(spec).map(Box::new),
             stored: spec.store.map(|store| Box::new(Stored::new(store, groups))),
@@ -338,15 +345,6 @@ impl Entry {
         self.active.is_none() && self.publishing == 0
     }
 
-    /// How many payloads the open round will have. That of a stored key never ends.
-    fn payloads(&self) -> u32 {
-        match self.operation {
-            _ if self.stored.is_some() => u32::MAX,
-            Operation::Broadcast(_) => 1,
-            _ => self.groups.count(),
-        }
-    }
-
     /// By what the sum is divided.
     fn divisor(&self) -> u32 {
         match self.operation {
@@ -360,13 +358,13 @@ impl Entry {
     pub fn begin(&mut self, lane: LaneId, checks: bool) -> Take {
         assert!(self.free(), "{}: a payload was begun while another one was arriving", self.key);
         self.active = Some(lane);
-        let gives_result = self.stored.is_some() || self.landed + 1 == self.payloads();
+        let gives_result = self.stored.is_some() || self.landed + 1 == self.payloads;
         self.checksum = (checks && gives_result).then_some(0);
         if self.encoded.is_some() {
             return Take::Land;
         }
         let first = self.landed == 0;
-        let alone = self.payloads() == 1;
+        let alone = self.payloads == 1;
         let is_result = alone && self.divisor() == 1;
         let is_sum = !alone && self.dtype.accumulator() == self.dtype;
         if first && (is_result || is_sum) { Take::Land } else { Take::Pieces }
@@ -384,7 +382,7 @@ impl Entry {
     /// # Errors
     /// It is no encoding of the key's elements; then the round can't be published.
     pub fn decode(&mut self, kernels: &Kernels) -> Result<(), Malformed> {
-        let is_last = self.landed + 1 == self.payloads();
+        let is_last = self.landed + 1 == self.payloads;
         let turn = Turn {
             round: self.round + 1,
             is_first: self.landed == 0,
@@ -410,7 +408,7 @@ impl Entry {
         let size = self.dtype.size();
         let count = length / size;
         let wide = done / size * self.dtype.accumulator().size();
-        let last = self.landed + 1 == self.payloads();
+        let last = self.landed + 1 == self.payloads;
         let (reduction, dtype, divisor) = (self.operation.reduction(), self.dtype, self.divisor());
         // SAFETY: `done + length <= bytes`, so both offsets stay inside the accumulator (kept by
         // `new`), which is lent to nobody while a payload comes in pieces; the piece was lent to
