@@ -14,6 +14,7 @@ mod fork;
 mod gradients;
 mod handle;
 mod tensor;
+mod uneven;
 mod waiting;
 mod xla;
 
@@ -44,6 +45,8 @@ mod _native {
         push_batch, push_pull, push_pull_gpu, scale_residues, start_batch, stream_wait,
         stream_wait_batch,
     };
+    #[pymodule_export]
+    use super::uneven::{follow, join, pushes, root_joined_after};
     #[pymodule_export]
     use super::xla::{xla_devices, xla_forget, xla_handlers, xla_raise, xla_version};
 

@@ -176,6 +176,7 @@ impl Agent {
             | SchedulerMessage::PathStall { .. }
             | SchedulerMessage::Clock(_)
             | SchedulerMessage::Mismatch(_)
+            | SchedulerMessage::Uneven(_)
             | SchedulerMessage::Superseded { .. }
             | SchedulerMessage::Newcomers { .. }
             | SchedulerMessage::Declared { .. }

@@ -32,7 +32,7 @@ global_process_set is_homogeneous mpi_threads_supported mpi_enabled mpi_built gl
 gloo_built nccl_built ddl_built ccl_built cuda_built rocm_built HorovodInternalError
 HostsUpdatedInterrupt ProcessSet add_process_set remove_process_set get_process_set_ids_and_ranks
 reducescatter reducescatter_async grouped_reducescatter grouped_reducescatter_async alltoall
-alltoall_async sparse_allreduce_async Adasum Min Max Product
+alltoall_async sparse_allreduce_async Adasum Min Max Product join
 """.split()
 PACKAGE = Path(byteps.__file__).parent
 

@@ -1,4 +1,4 @@
-"""Ranks that run out of data before others: torch's Join, in place of Horovod's join()."""
+"""Ranks that run out of data before others, with torch's Join; test_joining.py has join()."""
 
 from __future__ import annotations
 

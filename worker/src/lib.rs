@@ -20,7 +20,7 @@ pub mod terminated;
 pub use api::Worker;
 pub use base::error::{self, Error};
 pub use base::task::{self, Handle};
-pub use base::types::{GpuPushPull, Kept, PushPull, Speed, TensorId};
+pub use base::types::{Follow, GpuPushPull, Kept, PushPull, Speed, TensorId};
 pub use bps_engine::proto::encoding::{Encoding, EncodingError};
 pub use bps_engine::proto::members::{Members, MembersError};
 pub use bps_engine::proto::messages::Declaration;

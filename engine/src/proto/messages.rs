@@ -11,6 +11,7 @@ use super::paths::{AwaitedKey, End, KeyState, LaneFault, PathStall};
 use super::shape::TensorShape;
 pub use super::statistics::{LinkStatistics, LoopStatistics, Statistics};
 use super::store::Store;
+use super::uneven::{UnevenOrder, UnevenReport};
 use super::unserved::Unserved;
 pub use super::verdict::{Origin, OverReason, Party, Place, RoundOf, Sign};
 use crate::base::{CoreId, DType, Epoch, Key, Operation, Placement, Rank};
@@ -110,6 +111,8 @@ pub enum NodeMessage {
         /// What it records.
         timeline: Option<Timeline>,
     },
+    /// A worker on who has run out of data.
+    Uneven(UnevenReport),
     /// The node ends because of an error of its own; everyone is told.
     Failed {
         /// One line: what, where, what to do.
@@ -231,6 +234,8 @@ pub enum SchedulerMessage {
         /// The next epoch.
         epoch: Epoch,
     },
+    /// To a worker: on who has run out of data.
+    Uneven(UnevenOrder),
     /// The job is over. Nothing follows.
     Over {
         /// Why.

@@ -16,6 +16,7 @@ pub mod shape;
 pub mod statistics;
 pub mod store;
 pub mod text;
+pub mod uneven;
 pub mod unformed;
 pub mod unserved;
 pub mod verdict;

@@ -14,6 +14,7 @@ mod registry;
 mod rendezvous;
 mod replies;
 mod stay;
+mod uneven;
 mod view;
 mod waits;
 
@@ -36,6 +37,7 @@ use replies::kind;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
+use uneven::Uneven;
 pub use view::{JobView, NodeRole, NodeView};
 use waits::{Barriers, Reminder, Reporter, Stalls};
 
@@ -164,6 +166,7 @@ struct Running {
     stalls: Stalls,
     late: LateRanks,
     paths: Paths,
+    uneven: Uneven,
     left: BTreeSet<Rank>,
     /// Ranks that record a timeline: the servers do while any of them does.
     tracing: BTreeSet<Rank>,
@@ -352,6 +355,7 @@ impl Scheduler {
         self.check_early(now);
         self.check_installs(now);
         self.check_paths(now);
+        self.check_uneven(now);
         self.check_stalls(now);
     }
 
@@ -462,6 +466,7 @@ impl Scheduler {
             stalls: Stalls::default(),
             late: LateRanks::default(),
             paths: Paths::default(),
+            uneven: Uneven::default(),
             left: BTreeSet::new(),
             tracing: BTreeSet::new(),
             suspended: false,
@@ -506,22 +511,24 @@ impl Scheduler {
             (_, NodeMessage::Awaiting { keys }) => self.awaits(rank, keys, now),
             (Phase::Running(running), NodeMessage::Barrier { request }) => {
                 match running.barriers.arrive(rank, request, now) {
-                    Some(done) => {
-                        let done: Vec<_> = done
-                            .into_iter()
-                            .map(|(rank, id)| (running.job.workers[rank.0 as usize].0, id))
-                            .collect();
-                        for (node, request) in done {
-                            self.send(node, SchedulerMessage::BarrierDone { request });
-                        }
-                    }
+                    Some(done) => self.pass(done),
                     None => self.broke_protocol(node, "too many barriers at once"),
                 }
             }
+            (_, NodeMessage::Uneven(report)) => self.uneven(node, rank, report, now),
             (Phase::Running(_), NodeMessage::Timeline { timeline }) => {
                 self.timeline(rank, timeline);
             }
             (_, other) => self.broke_protocol(node, kind(&other)),
+        }
+    }
+
+    /// Barriers of these ranks are passed.
+    fn pass(&mut self, done: Vec<(Rank, u64)>) {
+        for (rank, request) in done {
+            let Phase::Running(running) = &self.phase else { return };
+            let node = running.job.workers[rank.0 as usize].0;
+            self.send(node, SchedulerMessage::BarrierDone { request });
         }
     }
 

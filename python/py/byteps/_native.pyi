@@ -16,10 +16,12 @@ __all__ = [
     "enqueue_results",
     "enqueue_results_of_batches",
     "epoch",
+    "follow",
     "host_id",
     "init",
     "is_forked",
     "is_initialized",
+    "join",
     "keep",
     "kept",
     "launch_main",
@@ -33,8 +35,10 @@ __all__ = [
     "push_batch",
     "push_pull",
     "push_pull_gpu",
+    "pushes",
     "rank",
     "release",
+    "root_joined_after",
     "scale_residues",
     "scheduler_main",
     "server_main",
@@ -71,6 +75,14 @@ def local_size() -> int: ...
 def enables_async() -> bool: ...
 def object_key(name: str, root: int) -> bytes | None: ...
 def barrier(timeout: float | None = None) -> None: ...
+def join() -> None: ...
+def follow(
+    timeout: float,
+) -> (
+    list[tuple[str, str, list[int], str, int, bool, list[int] | None, str | None, int]] | int | None
+): ...
+def pushes(tensor: int) -> int: ...
+def root_joined_after(tensor: int) -> int | None: ...
 def start_timeline(folder: str) -> None: ...
 def stop_timeline() -> None: ...
 def speed() -> tuple[int, float] | None: ...

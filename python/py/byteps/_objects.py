@@ -20,6 +20,7 @@ except ImportError:
 BROADCAST_PRIORITY = 1 << 30
 
 _OBJECT_BYTES_MIN = 1024
+_LENGTH = ".length"
 _TAG_BYTES = 32
 
 
@@ -52,6 +53,16 @@ def _tag(key: bytes, data: bytes, pickled: bool) -> bytes:
     return hmac.digest(key, bytes([pickled]) + data, "sha256")
 
 
+def follow(tensor: _registry.Tensor) -> None:
+    """To be called when this rank takes part in a broadcast on whose result it does not look.
+
+    Where it is that of an object, its key is used up, as on the ranks that look.
+    """
+    name = tensor.name.removesuffix(_LENGTH)
+    if tensor.operation == "broadcast" and name != tensor.name:
+        _native.object_key(_registry.scoped(name, tensor.ranks), tensor.root)
+
+
 def broadcast_object(obj: Any, root_rank: int, name: str, ranks: tuple[int, ...] | None) -> Any:
     """The object of ``root_rank``, as :func:`byteps.torch.broadcast_object` documents it."""
     data, cause = b"", None
@@ -71,7 +82,7 @@ def broadcast_object(obj: Any, root_rank: int, name: str, ranks: tuple[int, ...]
         if key is not None:
             data += _tag(key, data, cause is None)
     header = array.array("q", [len(data), cause is None])
-    _broadcast(header, "i64", root_rank, f"{name}.length", ranks)
+    _broadcast(header, "i64", root_rank, f"{name}{_LENGTH}", ranks)
     count, pickled = header
     # A name stands for one size, so the bytes travel in one of a few sizes.
     room = max(_OBJECT_BYTES_MIN, 1 << (count - 1).bit_length()) if count > 1 else _OBJECT_BYTES_MIN

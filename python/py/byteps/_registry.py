@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +31,10 @@ from byteps.errors import (
 # each other again and again, each name mostly keeps its meaning, and is not declared anew.
 _UNNAMED = 60
 _UNNAMED_PREFIX = "<unnamed "
+_UNNAMED_FORM = re.compile(
+    rf"{_UNNAMED_PREFIX}(?P<number>\d+)(?: of lap (?P<lap>\d+))?(?:, again (?P<failures>\d+))?>"
+)
+_WIRE_PREFIX = "byteps."
 # Longer lists of ranks stand in names as a digest.
 _SCOPE_CHARACTERS_MAX = 64
 
@@ -82,14 +87,15 @@ class _Pending:
     then ``finish(memory)`` is their result.
 
     ``on_gpu`` are those of ``natives`` whose results the framework's stream has to wait for, and
-    ``stream()`` is that stream.
+    ``stream()`` is that stream. ``broadcasts`` are those among them from other ranks, each with its
+    number and how often this rank had pushed it by then.
 
     A training step makes one for each gradient, and they live as long as it takes: each object
     that Python's garbage collector watches brings its next collection nearer, while all other
     ranks wait. So there are few: tuples of numbers are not watched, and functions are shared.
     """
 
-    __slots__ = ("finish", "label", "memory", "natives", "on_gpu", "stream")
+    __slots__ = ("broadcasts", "finish", "label", "memory", "natives", "on_gpu", "stream")
 
     def __init__(
         self,
@@ -106,6 +112,7 @@ class _Pending:
         self.memory = memory
         self.finish = finish
         self.stream = stream
+        self.broadcasts: tuple[tuple[Tensor, int, int], ...] = ()
 
 
 class _Turn:
@@ -245,6 +252,11 @@ def use_gpu(ordinal: int) -> None:
             _gpu = ordinal
 
 
+def open_gpu() -> int | None:
+    """The GPU of this process, if it is open."""
+    return _gpu
+
+
 def count_up(what: Any) -> int:
     """How often it was called for ``what`` since the engine started: the same on every rank that
     makes the same calls."""
@@ -283,6 +295,25 @@ def unnamed(count: int, ranks: tuple[int, ...] | None = None) -> list[str]:
     return names
 
 
+def take_turn(tensor: Tensor) -> None:
+    """Counts an operation of other ranks, if it is without a name: this rank takes part without
+    having called it, and its next one is to have the same name as theirs."""
+    found = _UNNAMED_FORM.match(tensor.name)
+    if found is None:
+        return
+    number, lap, failures = (int(text or 0) for text in found.groups())
+    with _lock:
+        what = _UNNAMED_PREFIX, tensor.ranks
+        count = _counters.get(what, 0)
+        ahead = (number + 1 - count) % _UNNAMED
+        # Those of one call may be told in another order.
+        if ahead <= _UNNAMED // 2:
+            _counters[what] = count + ahead
+        turn = _turns.setdefault((tensor.ranks, number, lap), _Turn())
+        turn.failures, turn.refused = failures, False
+        _turn_of[tensor.name] = turn
+
+
 def scoped(name: str, ranks: tuple[int, ...] | None) -> str:
     """The name that it has among these ranks, which no other ranks have for theirs."""
     if ranks is None:
@@ -301,14 +332,48 @@ def _wire_name(tensor: Tensor) -> str:
     nobody chose stand for one operation at a time. Each process set has names of its own, since
     others may train a model of the same names.
     """
-    plain = scoped(f"byteps.{tensor.name}", tensor.ranks)
+    plain = scoped(f"{_WIRE_PREFIX}{tensor.name}", tensor.ranks)
     known = _on_wire.get(plain, tensor)
     if (known.operation, known.root) == (tensor.operation, tensor.root):
         return plain
     if tensor.name.startswith(_UNNAMED_PREFIX):
         return plain
+    return plain + _suffix(tensor)
+
+
+def _suffix(tensor: Tensor) -> str:
     root = f".{tensor.root}" if tensor.operation == "broadcast" else ""
-    return f"{plain}:{tensor.operation}{root}"
+    return f":{tensor.operation}{root}"
+
+
+def followed(
+    wire: str,
+    dtype: str,
+    shape: Sequence[int],
+    operation: str,
+    root: int,
+    device: bool,
+    ranks: Sequence[int] | None,
+    encoding: str | None,
+) -> Tensor:
+    """The tensor that other ranks have declared so, under this name in the job."""
+    members = None if ranks is None else tuple(ranks)
+    tensor = Tensor("", dtype, tuple(shape), operation, root, device, members, encoding)
+    scope = scoped("", members)
+    for end in (scope, scope + _suffix(tensor)):
+        name = wire.removeprefix(_WIRE_PREFIX).removesuffix(end)
+        if _wire_name(tensor._replace(name=name)) == wire:
+            return tensor._replace(name=name)
+    raise UsageError(
+        f"join: the other ranks use '{wire}' for the operation {operation}. This one has used that "
+        "name otherwise, or it is the engine's own, as when GPUs are opened: use each name for one "
+        "operation, and send a tensor of each GPU before any rank joins"
+    )
+
+
+def is_declared(tensor: Tensor) -> bool:
+    """Whether it is what its name stands for on this rank."""
+    return tensor in _declared
 
 
 def settled(tensor: Tensor) -> Tensor:
@@ -424,6 +489,11 @@ def start(
                 pending.natives = pending.on_gpu = tuple(_native.push_pull_gpu(on_gpu, stream()))
             if in_host:
                 pending.natives += tuple(_native.push_pull(in_host))
+            pending.broadcasts = tuple(
+                (send.tensor, number, _native.pushes(number))
+                for number, send in declared
+                if send.tensor.operation == "broadcast" and send.tensor.root != _native.rank()
+            )
             for turn, native in zip(gpu_turns + host_turns, pending.natives, strict=True):
                 if turn is not None:
                     turn.native = native
@@ -498,7 +568,22 @@ def synchronize(handle: int, timeout: float | None = None) -> Any:
             _native.stream_wait(pending.on_gpu, pending.stream())
         del _pending[handle]
         _release(pending)
+    _check_roots(pending)
     return pending.finish(pending.memory)
+
+
+def _check_roots(pending: _Pending) -> None:
+    """Raises if one that should have sent something has joined before."""
+    for tensor, number, round_ in pending.broadcasts:
+        joined_after = _native.root_joined_after(number)
+        if joined_after is not None and round_ > joined_after:
+            error = UsageError(
+                f"'{tensor.name}' is broadcast from rank {tensor.root}, which has called join() "
+                "and sends nothing more: broadcast from a rank that has data, or after all ranks "
+                "have joined"
+            )
+            error.rank, error.ranks, error.tensor = tensor.root, (tensor.root,), tensor.name
+            raise error
 
 
 def _release(pending: _Pending) -> None:

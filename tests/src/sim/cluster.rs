@@ -536,6 +536,7 @@ impl Cluster {
                 worker_agent::Effect::Limit { .. }
                 | worker_agent::Effect::Knock(_)
                 | worker_agent::Effect::Newcomers(_)
+                | worker_agent::Effect::Uneven(_)
                 | worker_agent::Effect::Warn(_) => {}
                 worker_agent::Effect::Over(error) => {
                     worker.push(NicCommand::Fail { error: error.clone() });

@@ -11,6 +11,7 @@ use bps_engine::proto::messages::{
     Declaration, Node, NodeMessage, Part, Planning, Register, Replacement, SchedulerMessage,
 };
 use bps_engine::proto::store::Store;
+use bps_engine::proto::uneven::{Pushes, UnevenReport};
 use bps_engine::transport::sim::Random;
 use bps_engine::transport::tcp::sealed::{Opener, PREFIX_BYTES, Sealer, TAG_BYTES};
 use bps_engine::wire::header::{FLAG_PAYLOAD_CHECKSUM, FLAG_SCALED};
@@ -163,6 +164,9 @@ fn node_messages() -> Vec<String> {
             tensors: vec![Replacement { said: declaration, rounds: 812 }],
         },
         NodeMessage::Overrun { tensor: 9 },
+        NodeMessage::Uneven(UnevenReport::Joined {
+            pushes: vec![Pushes { first: 3, tensors: 160, pushes: 812 }],
+        }),
         NodeMessage::Barrier { request: 8 },
         NodeMessage::Stalled {
             keys: Vec::new(),

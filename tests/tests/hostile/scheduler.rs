@@ -9,6 +9,7 @@ use bps_engine::proto::messages::{
 };
 use bps_engine::proto::scheduler::{NodeId, Output, Scheduler, SchedulerConfig};
 use bps_engine::proto::store::Store;
+use bps_engine::proto::uneven::{Pushes, UnevenReport};
 use bps_engine::transport::sim::Random;
 use std::collections::HashSet;
 use std::time::Duration;
@@ -136,6 +137,19 @@ fn message(random: &mut Random) -> NodeMessage {
         }
         10 if random.once_in(2) => {
             NodeMessage::Overrun { tensor: u32::try_from(number).unwrap_or(0) }
+        }
+        10 if random.once_in(2) => {
+            let run = Pushes {
+                first: u32::try_from(random.below(4)).unwrap_or(0),
+                tensors: u32::try_from(random.below(3)).unwrap_or(0),
+                pushes: random.bits(),
+            };
+            let pushes = vec![run; random.index(3)];
+            NodeMessage::Uneven(match random.index(3) {
+                0 => UnevenReport::Joined { pushes },
+                1 => UnevenReport::Pushed { pushes },
+                _ => UnevenReport::IsRootThere { request: number, tensor: run.first },
+            })
         }
         10 => NodeMessage::failed("x".repeat(random.index(300))),
         _ => NodeMessage::Leave { suspend: random.once_in(2) },

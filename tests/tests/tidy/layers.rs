@@ -122,6 +122,7 @@ const PYTHON: Layers = &[
     ("gradients", &["error", "fork", "waiting"]),
     ("completions", &["gradients", "waiting"]),
     ("tensor", &["context", "error", "gradients", "handle", "waiting"]),
+    ("uneven", &["context", "error", "waiting"]),
     ("xla", &["context", "error"]),
 ];
 

@@ -4,7 +4,7 @@ use super::open_gpu;
 use crate::base::error::{Error, Refusal, SettingError, StartError};
 use crate::base::lock;
 use crate::base::task::Handle;
-use crate::base::types::{GpuPushPull, Kept, PushPull, Speed, TensorId};
+use crate::base::types::{Follow, GpuPushPull, Kept, PushPull, Speed, TensorId};
 use crate::cuda::{Device, EventPool};
 use crate::job::Job;
 use crate::job::declared::Declared;
@@ -339,6 +339,46 @@ impl Worker {
         self.0.job.as_ref().map_or(Ok(()), |job| job.barrier(timeout))
     }
 
+    /// Says that this rank has no more data. From now on, until [`follow`](Self::follow) has told
+    /// that all ranks have joined, it must push what that tells, and nothing on its own account.
+    ///
+    /// # Errors
+    /// [`Error::Refused`] for a second call before that, or what ended the job.
+    pub fn join(&self) -> Result<(), Error> {
+        let Some(job) = &self.0.job else { return Ok(()) };
+        let pushes = lock(&self.0.declared).join();
+        job.join(pushes)
+    }
+
+    /// What a rank that has joined is told next; `None` if that takes longer than `timeout`. The
+    /// ranks' rounds agree again once it has pushed all that it was told before
+    /// [`Follow::AllJoined`].
+    ///
+    /// # Errors
+    /// What ended the job.
+    pub fn follow(&self, timeout: Duration) -> Result<Option<Follow>, Error> {
+        let alone = || Ok(Some(Follow::AllJoined(Rank(self.0.rank))));
+        self.0.job.as_ref().map_or_else(alone, |job| job.follow(timeout))
+    }
+
+    /// How often this rank has pushed a tensor.
+    #[must_use]
+    pub fn pushes(&self, tensor: TensorId) -> u64 {
+        lock(&self.0.declared).pushes(tensor)
+    }
+
+    /// Of a broadcast that is over, how often its root had pushed it when it joined: of the later
+    /// rounds, nobody had anything to send. `None` if it has not joined.
+    ///
+    /// # Errors
+    /// What ended the job.
+    pub fn root_joined_after(&self, tensor: TensorId) -> Result<Option<u64>, Error> {
+        match &self.0.job {
+            Some(job) if lock(&self.0.declared).reports() => job.root_joined_after(tensor.0),
+            _ => Ok(None),
+        }
+    }
+
     /// The oldest throughput sample not yet asked for; one is taken each second in which tensors
     /// finished.
     #[must_use]
@@ -452,13 +492,25 @@ impl Shared {
     }
 
     /// Counts pushes that are about to start, and tells the scheduler if other ranks have replaced
-    /// a tensor after fewer: then they have no such round, and all ranks have to know.
+    /// a tensor after fewer: then they have no such round, and all ranks have to know. While some
+    /// rank has joined, it is told of all of them, and that rank pushes as often.
     fn count(&self, tensors: impl Iterator<Item = TensorId>) {
         // A process alone has no scheduler, and no ranks that could replace a tensor.
         let Some(job) = &self.job else { return };
         let mut declared = lock(&self.declared);
-        let beyond: Vec<TensorId> = tensors.filter(|tensor| declared.count(*tensor)).collect();
+        let (reports, mut pushed) = (declared.reports(), Vec::new());
+        let mut count = |tensor: &TensorId| {
+            if reports {
+                pushed.push(*tensor);
+            }
+            declared.count(*tensor)
+        };
+        let beyond: Vec<TensorId> = tensors.filter(|tensor| count(tensor)).collect();
+        let report = reports.then(|| declared.totals(&pushed));
         drop(declared);
+        if let Some(pushes) = report {
+            job.report(pushes);
+        }
         for TensorId(tensor) in beyond {
             job.overrun(tensor);
         }

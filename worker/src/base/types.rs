@@ -2,6 +2,9 @@
 
 #![forbid(unsafe_code)]
 
+use bps_engine::base::Rank;
+use bps_engine::proto::uneven::Followed;
+
 /// A declared tensor, dense from 0 in the order of first declaration in the job.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct TensorId(pub u32);
@@ -30,6 +33,15 @@ pub struct GpuPushPull {
     pub target: u64,
     /// Larger goes sooner.
     pub priority: i64,
+}
+
+/// What a rank that has joined is told.
+#[derive(Clone, PartialEq, Debug)]
+pub enum Follow {
+    /// Others push these: it has to declare them, and to push them as often in all.
+    Pushes(Vec<Followed>),
+    /// All ranks have joined, this one last.
+    AllJoined(Rank),
 }
 
 /// Throughput over one interval.

@@ -17,6 +17,7 @@ use bps_engine::proto::messages::{
 };
 use bps_engine::proto::paths::End;
 use bps_engine::proto::pulse::Pulse;
+use bps_engine::proto::uneven::{UnevenOrder, UnevenReport};
 use bps_engine::transport::LaneId;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -53,6 +54,8 @@ pub enum Effect {
     Knock(Option<Duration>),
     /// So many nodes wait to be let in.
     Newcomers(u32),
+    /// On ranks that have run out of data.
+    Uneven(UnevenOrder),
     /// A line for people.
     Warn(String),
     /// The job is over for this worker.
@@ -135,6 +138,13 @@ impl Agent {
         (request, NodeMessage::Barrier { request })
     }
 
+    /// Asks whether the root of a broadcast has joined: the number and the message to send.
+    pub fn ask_root(&mut self, tensor: u32) -> (u64, NodeMessage) {
+        let request = self.next_request;
+        self.next_request += 1;
+        (request, NodeMessage::Uneven(UnevenReport::IsRootThere { request, tensor }))
+    }
+
     /// Time passes: to be told several times in each interval of heartbeats.
     pub fn handle_tick(&mut self, now: Duration, effects: &mut Vec<Effect>) {
         if self.over {
@@ -211,14 +221,15 @@ impl Agent {
                 }
                 effects.extend(stalls.iter().map(|stall| Effect::Warn(stall.to_string())));
             }
+            SchedulerMessage::Waiting { text } => effects.push(Effect::Warn(text)),
+            SchedulerMessage::Uneven(order) => effects.push(Effect::Uneven(order)),
             SchedulerMessage::Newcomers { count } => effects.push(Effect::Newcomers(count)),
             SchedulerMessage::Over { reason } => {
                 self.may_return = matches!(reason, OverReason::Reforming { .. });
                 self.end(over_error(reason), effects);
             }
             // For servers, for the control thread, or before the roster: of no meaning here.
-            SchedulerMessage::Waiting { .. }
-            | SchedulerMessage::Roster(_)
+            SchedulerMessage::Roster(_)
             | SchedulerMessage::Install { .. }
             | SchedulerMessage::Inquire { .. }
             | SchedulerMessage::Retire { .. }

@@ -4,7 +4,7 @@
 use super::nic_loop::{self, Command};
 use crate::base::error::{Error, Overdue, Source};
 use crate::base::lock;
-use crate::base::types::Speed;
+use crate::base::types::{Follow, Speed};
 use crate::job::agent::{Agent, Effect};
 use crate::job::declared::Declared;
 use crate::job::timeline::Tracing;
@@ -16,6 +16,7 @@ use bps_engine::control::{
 };
 use bps_engine::metrics::Collector;
 use bps_engine::proto::messages::{NodeMessage, SchedulerMessage};
+use bps_engine::proto::uneven::{UnevenOrder, UnevenReport};
 use bps_engine::ring::Mpsc;
 use bps_engine::trace::log;
 use bps_engine::transport::Waker;
@@ -38,6 +39,10 @@ const SPEEDS_MAX: usize = 1024;
 pub(crate) struct Answers {
     pub(crate) declares: HashMap<u64, Result<Vec<u32>, Error>>,
     pub(crate) barriers: Vec<u64>,
+    /// For a rank that has joined: what it has to follow, and that all have joined.
+    pub(crate) follows: VecDeque<Follow>,
+    /// Whether roots have joined, by the number of the question.
+    pub(crate) roots: HashMap<u64, Option<u64>>,
     pub(crate) over: Option<Error>,
 }
 
@@ -215,6 +220,7 @@ impl Control {
                 Effect::BarrierDone { request } => {
                     self.answer(|answers| answers.barriers.push(request));
                 }
+                Effect::Uneven(order) => self.uneven(order),
                 Effect::Newcomers(count) => self.newcomers.store(count, Ordering::Relaxed),
                 Effect::Warn(line) => log::warning!("{line}"),
                 Effect::Over(error) => {
@@ -229,6 +235,30 @@ impl Control {
             }
         }
         over
+    }
+
+    /// The scheduler speaks of ranks that have run out of data.
+    fn uneven(&self, order: UnevenOrder) {
+        match order {
+            UnevenOrder::Report => {
+                if let Some(pushes) = lock(&self.declared).report() {
+                    let report = UnevenReport::Pushed { pushes };
+                    let _ = self.sender.send(&NodeMessage::Uneven(report));
+                }
+            }
+            UnevenOrder::Follow { tensors } => {
+                self.answer(|answers| answers.follows.push_back(Follow::Pushes(tensors)));
+            }
+            UnevenOrder::Root { request, joined_after } => {
+                self.answer(|answers| {
+                    answers.roots.insert(request, joined_after);
+                });
+            }
+            UnevenOrder::AllJoined { last } => {
+                lock(&self.declared).all_joined();
+                self.answer(|answers| answers.follows.push_back(Follow::AllJoined(last)));
+            }
+        }
     }
 
     fn answer(&self, change: impl FnOnce(&mut Answers)) {

@@ -8,7 +8,8 @@ use crate::base::error::{Error, Refusal};
 use crate::base::types::TensorId;
 use bps_engine::base::{Operation, word};
 use bps_engine::proto::messages::{Declaration, Replacement};
-use std::collections::HashMap;
+use bps_engine::proto::uneven::Pushes;
+use std::collections::{HashMap, HashSet};
 
 /// See the [module](self).
 #[derive(Default)]
@@ -17,6 +18,19 @@ pub(crate) struct Declared {
     names: HashMap<String, (Declaration, u32)>,
     /// By id.
     tensors: Vec<Tensor>,
+    uneven: Uneven,
+}
+
+/// How this rank stands to those that have run out of data.
+#[derive(Clone, Copy, PartialEq, Eq, Default)]
+enum Uneven {
+    /// Nobody has joined.
+    #[default]
+    Even,
+    /// Others have: the scheduler is told of pushes.
+    Reports,
+    /// This one has.
+    Joined,
 }
 
 /// What must be known of a tensor that is pushed.
@@ -124,6 +138,54 @@ impl Declared {
         tensor.pushes > tensor.until
     }
 
+    /// How often a tensor was pushed.
+    pub(crate) fn pushes(&self, tensor: TensorId) -> u64 {
+        self.tensors.get(tensor.0 as usize).map_or(0, |tensor| tensor.pushes)
+    }
+
+    /// Whether pushes are to be reported: some other rank has joined.
+    pub(crate) fn reports(&self) -> bool {
+        self.uneven == Uneven::Reports
+    }
+
+    /// How often these were pushed, each of them once.
+    pub(crate) fn totals(&self, tensors: &[TensorId]) -> Vec<Pushes> {
+        let (mut seen, mut totals) = (HashSet::new(), Vec::new());
+        for &tensor in tensors.iter().filter(|tensor| seen.insert(**tensor)) {
+            Pushes::append(&mut totals, tensor.0, self.pushes(tensor));
+        }
+        totals
+    }
+
+    fn all_pushes(&self) -> Vec<Pushes> {
+        let mut all = Vec::new();
+        for (id, tensor) in (0..).zip(&self.tensors).filter(|(_, tensor)| tensor.pushes > 0) {
+            Pushes::append(&mut all, id, tensor.pushes);
+        }
+        all
+    }
+
+    /// Pushes are to be reported from now on: all that there were. `None` if this rank has joined,
+    /// and so has said it.
+    pub(crate) fn report(&mut self) -> Option<Vec<Pushes>> {
+        if self.uneven == Uneven::Joined {
+            return None;
+        }
+        self.uneven = Uneven::Reports;
+        Some(self.all_pushes())
+    }
+
+    /// This rank joins: all that it has pushed. `None` if it has joined before.
+    pub(crate) fn join(&mut self) -> Option<Vec<Pushes>> {
+        let before = std::mem::replace(&mut self.uneven, Uneven::Joined);
+        (before != Uneven::Joined).then(|| self.all_pushes())
+    }
+
+    /// All ranks have joined.
+    pub(crate) fn all_joined(&mut self) {
+        self.uneven = Uneven::Even;
+    }
+
     /// Other ranks have pushed it so often, and replaced it; or are pushing it (`None`). Says
     /// whether this process has pushed it more often.
     pub(crate) fn limit(&mut self, id: u32, until: Option<u64>) -> bool {
@@ -171,6 +233,27 @@ mod tests {
         assert!(declared.what(TensorId(8), false).is_err());
         let error = declared.what(TensorId(9), true).unwrap_err().to_string();
         assert!(error.contains("`x` was declared as a tensor of the host"), "{error}");
+    }
+
+    #[test]
+    fn pushes_are_reported_while_others_have_joined() {
+        let mut declared = Declared::default();
+        declared.insert(said(4), 1);
+        declared.count(TensorId(1));
+        declared.count(TensorId(2));
+        assert!(!declared.reports());
+        let run = |first, tensors, pushes| Pushes { first, tensors, pushes };
+        assert_eq!(declared.report(), Some(vec![run(1, 2, 1)]));
+        assert!(declared.reports());
+        declared.count(TensorId(2));
+        let both = [TensorId(2), TensorId(1), TensorId(2), TensorId(9)];
+        assert_eq!(declared.totals(&both), [run(2, 1, 2), run(1, 1, 1), run(9, 1, 0)]);
+        // Its own word counts as an answer to whoever asks later.
+        assert_eq!(declared.join(), Some(vec![run(1, 1, 1), run(2, 1, 2)]));
+        assert_eq!((declared.join(), declared.report()), (None, None));
+        assert!(!declared.reports());
+        declared.all_joined();
+        assert!(declared.report().is_some());
     }
 
     #[test]

@@ -12,6 +12,7 @@ pub mod nic_loop;
 pub(crate) mod places;
 pub(crate) mod start;
 mod timeline;
+mod uneven;
 
 use self::agent::Agent;
 use self::control::{Answers, Control};

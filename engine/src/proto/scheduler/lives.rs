@@ -222,6 +222,7 @@ impl Scheduler {
             running.away.insert(rank, now);
         }
         self.timeline(rank, None);
+        self.left_uneven(rank);
         let Phase::Running(running) = &mut self.phase else { return };
         if running.left.len() < running.job.workers.len() {
             return self.check_stalls(now);

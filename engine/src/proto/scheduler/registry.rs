@@ -186,6 +186,16 @@ impl Registry {
         known.map_or(&Members::ALL, |&tensor| &self.tensors[tensor as usize].said.members)
     }
 
+    /// How many tensors there are.
+    pub(super) fn count(&self) -> usize {
+        self.tensors.len()
+    }
+
+    /// What a tensor is.
+    pub(super) fn said(&self, tensor: u32) -> Option<&Declaration> {
+        Some(&self.tensors.get(tensor as usize)?.said)
+    }
+
     /// Whether the groups of its ranks have to be summed by servers, or its value is theirs.
     fn needs_servers(&self, said: &Declaration) -> bool {
         let members = &said.members;

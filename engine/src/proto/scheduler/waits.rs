@@ -46,12 +46,15 @@ impl Reminder {
 pub(super) struct Barriers {
     /// By rank: request number and time of each open barrier, the oldest first.
     open: Vec<VecDeque<(u64, Duration)>>,
+    /// Ranks that have joined: nobody waits for them.
+    excused: BTreeSet<Rank>,
     passed: u64,
 }
 
 impl Barriers {
     pub(super) fn new(ranks: u32) -> Barriers {
-        Barriers { open: vec![VecDeque::new(); ranks as usize], passed: 0 }
+        let open = vec![VecDeque::new(); ranks as usize];
+        Barriers { open, ..Barriers::default() }
     }
 
     /// A rank has come to its next barrier. Returns whom to tell that one is complete, or `None` if
@@ -67,12 +70,43 @@ impl Barriers {
             return None;
         }
         mine.push_back((request, now));
-        if self.open.iter().any(VecDeque::is_empty) {
-            return Some(Vec::new());
+        Some(self.pass())
+    }
+
+    /// Nobody waits for this rank from now on. Returns whom to tell that barriers are complete.
+    pub(super) fn excuse(&mut self, rank: Rank) -> Vec<(Rank, u64)> {
+        self.excused.insert(rank);
+        let mut all = Vec::new();
+        loop {
+            let passed = self.pass();
+            if passed.is_empty() {
+                return all;
+            }
+            all.extend(passed);
         }
-        self.passed += 1;
-        let fronts = self.open.iter_mut().map(VecDeque::pop_front);
-        Some((0..).map(Rank).zip(fronts.flatten()).map(|(rank, (id, _))| (rank, id)).collect())
+    }
+
+    /// All ranks are waited for again.
+    pub(super) fn expect_all(&mut self) {
+        self.excused.clear();
+    }
+
+    /// Whom to tell that the oldest barrier is complete, if it is.
+    fn pass(&mut self) -> Vec<(Rank, u64)> {
+        let is_missing =
+            |(rank, mine): (Rank, &VecDeque<_>)| mine.is_empty() && !self.excused.contains(&rank);
+        if self.ranks().any(is_missing) {
+            return Vec::new();
+        }
+        let fronts = (0..).map(Rank).zip(self.open.iter_mut().map(VecDeque::pop_front));
+        let passed: Vec<(Rank, u64)> =
+            fronts.filter_map(|(rank, front)| Some((rank, front?.0))).collect();
+        self.passed += u64::from(!passed.is_empty());
+        passed
+    }
+
+    fn ranks(&self) -> impl Iterator<Item = (Rank, &VecDeque<(u64, Duration)>)> {
+        (0..).map(Rank).zip(&self.open)
     }
 
     /// Forgets the open barriers of a rank that left.
@@ -86,8 +120,10 @@ impl Barriers {
     fn stall(&self, left: &BTreeSet<Rank>, longer_than: Duration, now: Duration) -> Option<Stall> {
         let since = self.open.iter().filter_map(|mine| mine.front()).map(|(_, at)| *at).min()?;
         let waited = now.saturating_sub(since);
-        let (missing, arrived) =
-            (0..).map(Rank).zip(&self.open).partition::<Vec<_>, _>(|(_, mine)| mine.is_empty());
+        let (missing, arrived) = self
+            .ranks()
+            .filter(|(rank, mine)| !(mine.is_empty() && self.excused.contains(rank)))
+            .partition::<Vec<_>, _>(|(_, mine)| mine.is_empty());
         let ranks = |ranks: Vec<(Rank, _)>| ranks.into_iter().map(|(rank, _)| rank).collect();
         let missing: Vec<Rank> = ranks(missing);
         // A rank's messages come in order: one that has left has no barrier on its way.

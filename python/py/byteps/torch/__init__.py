@@ -77,6 +77,7 @@ from byteps.torch.gather import (
     grouped_allgather_async,
 )
 from byteps.torch.local_sgd import LocalSGD
+from byteps.torch.joining import join
 from byteps.torch.ops import (
     Adasum,
     Average,
@@ -182,6 +183,7 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "load_compression_state_dict",
     "local_rank",
     "local_size",

@@ -12,13 +12,14 @@ get the same bits.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from byteps import _process_sets, _registry, common
-from byteps.errors import TensorError
+from byteps.errors import TensorError, UsageError
 from byteps.torch import _tensors, ops
 
 _Vectors = list[torch.Tensor]
@@ -73,12 +74,23 @@ def combine(tensors: Sequence[torch.Tensor], names: Sequence[str], ranks: ops.Ra
     if place + paired < len(members) or place >= paired:
         _add_beyond(vectors, names, members, place, paired)
     bounds = [(0, vector.numel()) for vector in vectors]
+    present = torch.ones(1, dtype=torch.int32, device="cpu")
+    counted = ops.push_pull_start(
+        [present], "sum", [f"{names[0]}.ranks"], ops.BROADCAST_PRIORITY, True, True, ranks=ranks
+    )
     if place < paired:
         distance = 1
         while distance < paired:
             bounds = _halve(vectors, bounds, names, members, place, distance)
             distance *= 2
     _gather(vectors, names, members, paired, ranks)
+    ops.synchronize(counted)
+    if present.item() < len(members):
+        raise UsageError(
+            f"Adasum of '{names[0]}': {len(members) - present.item()} of {len(members)} ranks have "
+            "called join(), and each has a share in combining: use Average or Sum while some ranks "
+            "have no data"
+        )
     return [
         vector.view(tensor.shape).to(tensor.device)
         for vector, tensor in zip(vectors, tensors, strict=True)
@@ -188,7 +200,9 @@ def _exchange(sends: Sequence[tuple[torch.Tensor, str, int]], ranks: ops.Ranks) 
         if vector.numel()
     ]
     vectors = [vector for vector, _, _ in sends]
-    _registry.synchronize(_registry.start(started, vectors, list))
+    # Of roots that have joined, all ranks are told in the end: one that left here would be missed.
+    with contextlib.suppress(UsageError):
+        _registry.synchronize(_registry.start(started, vectors, list))
 
 
 def _products(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

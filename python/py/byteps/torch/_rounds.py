@@ -18,13 +18,13 @@ class Rounds:
 
     If one rank runs a backward pass more than the others, its round would meet their next one. The
     numbers then add up to something else. A second number tells whether any rank has news about its
-    gradients, which all ranks have to hear before they can end the round.
+    gradients, which all ranks have to hear before they can end the round. A third counts the ranks:
+    those that have joined send zeros.
     """
 
     def __init__(self, prefix: str, process_set: Any) -> None:
         self._name, self._process_set = f"{prefix}round", process_set
         self.number = 0
-        self._size = 1
         self._told: torch.Tensor | None = None
         self._handle: int | None = None
 
@@ -35,10 +35,9 @@ class Rounds:
     def send(self, size: int, news: bool) -> None:
         """A round of so many ranks has begun; ``news`` of any is what :meth:`wait` tells all."""
         self.number += 1
-        self._size = size
         if size == 1:
             return
-        self._told = torch.tensor([self.number, news], dtype=torch.int64, device="cpu")
+        self._told = torch.tensor([self.number, news, 1], dtype=torch.int64, device="cpu")
         # Ahead of the gradients that wait for the line: backward() waits for this as well.
         self._handle = ops.push_pull_async_inplace(
             self._told, False, self._name, priority=_URGENT, process_set=self._process_set
@@ -56,10 +55,10 @@ class Rounds:
         """Raises if the ranks are not in the same round."""
         if self._told is None:
             return
-        told, self._told = int(self._told[0]), None
-        if told != self.number * self._size:
+        (told, _, ranks), self._told = self._told.tolist(), None
+        if told != self.number * ranks:
             raise UsageError(
                 f"the ranks have called backward() unequally often since their last step(): this "
-                f"one {self.number} times, all {self._size} together {told} times; "
+                f"one {self.number} times, all {ranks} together {told} times; "
                 "every rank must run the same backward passes before it calls step()"
             )

@@ -230,6 +230,7 @@ def _shapes(
     told = ops.synchronize(handle).tolist()
     if error is not None:
         raise error
+    _give_no_rows(told)
     for index, name in enumerate(names):
         first = told[0][index]
         for rank, of_rank in zip(members, told, strict=True):
@@ -244,6 +245,17 @@ def _shapes(
                     f"{text_of(row)}: only dimension 0 may differ"
                 )
     return [[row[2 : 2 + row[0]] for row in of_rank] for of_rank in told]
+
+
+def _give_no_rows(told: list[list[list[int]]]) -> None:
+    """Lets ranks that have joined, whose shapes are zeros, gather no rows of the others' shapes."""
+    is_there = [any(row[0] for row in of_rank) for of_rank in told]
+    if all(is_there) or not any(is_there):
+        return
+    present = told[is_there.index(True)]
+    for of_rank, there in zip(told, is_there, strict=True):
+        if not there:
+            of_rank[:] = [[*row[:2], 0, *row[3:]] for row in present]
 
 
 def row_of(tensor: torch.Tensor, name: str, what: str = "allgather") -> list[int]:

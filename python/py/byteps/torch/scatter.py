@@ -13,7 +13,7 @@ import torch
 
 from byteps import _operations, _process_sets, _registry, common
 from byteps._operations import Average, ReduceOp
-from byteps.errors import BytePSError, ConfigError, MismatchError, TensorError
+from byteps.errors import BytePSError, ConfigError, MismatchError, TensorError, UsageError
 from byteps.torch import _tensors, gather, ops
 from byteps.torch.compression import Compression
 
@@ -310,6 +310,11 @@ def _tell(tensor: torch.Tensor, splits: Any, name: str, ranks: ops.Ranks) -> lis
         raise error
     first = told[0]
     for rank, one in zip(members, told, strict=True):
+        if one[0] == 0:
+            raise UsageError(
+                f"alltoall of '{name}': rank {rank} has called join() and takes no part: exchange "
+                "among a process set without it, or after all ranks have joined"
+            )
         if one[0] < 0:
             raise MismatchError(f"alltoall of '{name}': rank {rank} has nothing that can be sent")
         if one[:2] != first[:2] or one[3:width] != first[3:width]:

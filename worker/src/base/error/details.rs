@@ -45,6 +45,7 @@ impl Error {
             Error::Stalled(reason) => Details::of_verdict(reason),
             Error::Timeout(
                 Overdue::Declare { waited }
+                | Overdue::Root { waited }
                 | Overdue::Barrier { waited }
                 | Overdue::HandOver { waited, .. }
                 | Overdue::Ending(StillRunning { waited, .. }),
@@ -71,6 +72,7 @@ impl Refusal {
             | Refusal::PartsTooLarge { tensor, .. } => Some(tensor),
             Refusal::Scheduler(cause) => cause.tensor(),
             Refusal::Answers { .. }
+            | Refusal::JoinedTwice
             | Refusal::UnknownId { .. }
             | Refusal::NoGpu
             | Refusal::Gpu(_)

@@ -20,6 +20,16 @@ pub enum Overdue {
         /// For how long this rank waited.
         waited: Duration,
     },
+    /// The scheduler did not say whether the root of a broadcast has joined.
+    #[error(
+        "broadcast: the scheduler answers heartbeats, but not whether the root has called join(), \
+         for {:.0} s: read its log",
+        waited.as_secs_f64()
+    )]
+    Root {
+        /// For how long this rank waited.
+        waited: Duration,
+    },
     /// A thread of this process takes nothing any more.
     #[error(
         "the thread that {task} has taken nothing for {} s: a device or the kernel holds it; read \
@@ -83,6 +93,12 @@ pub enum Refusal {
         /// What does not fit.
         what: &'static str,
     },
+    /// A second call of `join` before all ranks have joined.
+    #[error(
+        "join: this rank has joined already, by a call that has not returned: call it once, when \
+         the rank has no more data"
+    )]
+    JoinedTwice,
     /// No tensor has this id.
     #[error("tensor id {id} was not declared")]
     UnknownId {

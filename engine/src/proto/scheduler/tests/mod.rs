@@ -10,6 +10,7 @@ mod replacing;
 mod sets;
 mod stay;
 mod stored;
+mod uneven;
 
 use super::*;
 use crate::base::{CoreId, DType, Key, Operation};
