@@ -6,6 +6,7 @@ send each other what is for them: a broadcast in a set of these two.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -333,7 +334,13 @@ def _parts(tensor: torch.Tensor, splits: Any, name: str, count: int) -> list[int
                 f"alltoall of '{name}': {rows} rows are not divided by {count} ranks: pass splits"
             )
         return [rows // count] * count
-    parts = [int(part) for part in splits]
+    try:
+        parts = [operator.index(part) for part in splits]
+    except TypeError as error:
+        raise ConfigError(
+            f"alltoall of '{name}': splits={splits!r}: whole numbers are wanted, in a list or a "
+            "tensor of a whole type"
+        ) from error
     if len(parts) != count or min(parts) < 0 or sum(parts) != rows:
         raise ConfigError(
             f"alltoall of '{name}': splits={parts} for {count} ranks and {rows} rows: one number "
