@@ -2,7 +2,7 @@
 
 use crate::context::engine;
 use crate::error;
-use crate::waiting::{interruptible, seconds};
+use crate::waiting::seconds;
 use bps_engine::base::Operation;
 use bps_engine::proto::uneven::Followed;
 use bps_worker::{Follow, TensorId};
@@ -29,13 +29,12 @@ pub fn join(py: Python<'_>) -> PyResult<()> {
 }
 
 /// What this rank, which has joined, is told next: a list of tensors, the rank that joined last, or
-/// `None` after `timeout` seconds. Ctrl-C interrupts.
+/// `None` after `timeout` seconds. Other Python threads run meanwhile; signals wait for its end.
 #[pyfunction]
 pub fn follow(py: Python<'_>, timeout: f64) -> PyResult<Option<Next>> {
     let timeout = seconds(Some(timeout))?.unwrap_or(Duration::ZERO);
     let worker = engine()?;
-    let next = interruptible(py, move || worker.follow(timeout), |_| ())?
-        .map_err(|cause| error::from_engine(&cause))?;
+    let next = py.detach(|| worker.follow(timeout)).map_err(|cause| error::from_engine(&cause))?;
     Ok(next.map(|next| match next {
         Follow::Pushes(tensors) => Next::Pushes(tensors.into_iter().map(told).collect()),
         Follow::AllJoined(last) => Next::Last(last.0),
