@@ -1,10 +1,17 @@
 //! The one mapping from the engine's errors to the classes of `byteps.errors`.
+//!
+//! Frameworks that run compiled programs know texts alone: errors go through them as
+//! `byteps.errors.CLASS: MESSAGE`, of which Python makes the class again.
 
 use bps_worker::Error;
 use bps_worker::error::Details;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyTuple, PyType};
+use std::sync::{Mutex, PoisonError};
+
+/// The last error of the engine that was given to a framework as a text.
+static LAST: Mutex<Option<Error>> = Mutex::new(None);
 
 /// The name of the class in `byteps.errors` for an error of the engine.
 pub fn class_of(error: &Error) -> &'static str {
@@ -57,4 +64,33 @@ pub fn raise(class: &str, message: impl Into<String>) -> PyErr {
             Err(_) => PyRuntimeError::new_err(message),
         }
     })
+}
+
+/// The text that a framework gets for an error of the engine.
+pub fn of_engine(cause: &Error) -> String {
+    *LAST.lock().unwrap_or_else(PoisonError::into_inner) = Some(cause.clone());
+    format!("byteps.errors.{}: {cause}", class_of(cause))
+}
+
+/// The text that a framework gets for an exception.
+pub fn exception(py: Python<'_>, error: &PyErr) -> String {
+    let kind = error.get_type(py);
+    let name = kind.fully_qualified_name().map_or_else(|_| "Exception".into(), |it| it.to_string());
+    format!("{name}: {}", error.value(py))
+}
+
+/// [`exception`] on a thread that has no interpreter.
+pub fn exception_alone(error: &PyErr) -> String {
+    Python::try_attach(|py| exception(py, error)).unwrap_or_else(|| error.to_string())
+}
+
+/// Raises the last error of the engine that was given to a framework, with its attributes, if
+/// `text` contains it.
+#[pyfunction]
+pub fn raise_again(text: &str) -> PyResult<()> {
+    let last = LAST.lock().unwrap_or_else(PoisonError::into_inner).clone();
+    match last {
+        Some(cause) if text.contains(&cause.to_string()) => Err(from_engine(&cause)),
+        _ => Ok(()),
+    }
 }

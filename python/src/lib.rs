@@ -7,8 +7,10 @@
 #![deny(unsafe_code)]
 
 mod cli;
+mod completer;
 mod completions;
 mod context;
+mod declared;
 mod error;
 mod fork;
 mod gradients;
@@ -36,6 +38,10 @@ mod _native {
         stop_timeline,
     };
     #[pymodule_export]
+    use super::declared::{declare_by, forget_numbers};
+    #[pymodule_export]
+    use super::error::raise_again;
+    #[pymodule_export]
     use super::gradients::{Batch, GradientHooks, Hook};
     #[pymodule_export]
     use super::handle::{poll, release, wait};
@@ -48,7 +54,7 @@ mod _native {
     #[pymodule_export]
     use super::uneven::{follow, join, pushes, root_joined_after};
     #[pymodule_export]
-    use super::xla::{xla_devices, xla_forget, xla_handlers, xla_raise, xla_version};
+    use super::xla::{xla_devices, xla_forget, xla_handlers, xla_version};
 
     #[pymodule_init]
     fn initialise(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -12,11 +12,13 @@ __all__ = [
     "barrier",
     "declare",
     "enables_async",
+    "declare_by",
     "encoding",
     "enqueue_results",
     "enqueue_results_of_batches",
     "epoch",
     "follow",
+    "forget_numbers",
     "host_id",
     "init",
     "is_forked",
@@ -36,6 +38,7 @@ __all__ = [
     "push_pull",
     "push_pull_gpu",
     "pushes",
+    "raise_again",
     "rank",
     "release",
     "root_joined_after",
@@ -55,7 +58,6 @@ __all__ = [
     "xla_devices",
     "xla_forget",
     "xla_handlers",
-    "xla_raise",
     "xla_version",
 ]
 __version__: str
@@ -102,6 +104,14 @@ def declare(
         ]
     ],
 ) -> list[int]: ...
+def declare_by(
+    declare: Callable[
+        [list[tuple[str, str, list[int], str, int, str, list[int]]]],
+        tuple[list[int | None], BaseException | None],
+    ],
+) -> None: ...
+def forget_numbers() -> None: ...
+def raise_again(text: str) -> None: ...
 def encoding(text: str) -> str: ...
 def scale_residues(tensors: Sequence[int], factor: float) -> None: ...
 def kept(tensor: int) -> tuple[bytes, bytes]: ...
@@ -123,13 +133,10 @@ def stream_wait_batch(
 def poll(handle: int) -> bool: ...
 def wait(handle: int, timeout: float | None = None) -> bool: ...
 def release(handle: int) -> None: ...
-def xla_handlers(
-    declare: Callable[[str, str, list[int], str, int, str], int], jaxlib: tuple[int, int, int]
-) -> tuple[int, int]: ...
+def xla_handlers(jaxlib: tuple[int, int, int]) -> tuple[int, int]: ...
 def xla_devices(numbers: Sequence[int]) -> None: ...
 def xla_version() -> tuple[int, int, bool] | None: ...
-def xla_raise(text: str) -> None: ...
-def xla_forget(has_ended: bool = False) -> None: ...
+def xla_forget() -> None: ...
 def launch_main(
     arguments: list[str], scheduler: list[str], server: list[str], launcher: list[str]
 ) -> int: ...

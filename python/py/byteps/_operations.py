@@ -55,3 +55,10 @@ def operation_of(average: bool, op: Any) -> str:
         known = ", ".join(op.name for op in _OPERATIONS)
         raise ConfigError(f"op={op!r}: it is one of {known}")
     return operation
+
+
+def either(average: bool | None, op: Any) -> str:
+    """The same where callers give one of both, or neither for an average."""
+    if average is not None and op is not None:
+        raise ConfigError("give op or average, not both")
+    return operation_of(average is not False, op)

@@ -35,6 +35,8 @@ _UNNAMED_FORM = re.compile(
     rf"{_UNNAMED_PREFIX}(?P<number>\d+)(?: of lap (?P<lap>\d+))?(?:, again (?P<failures>\d+))?>"
 )
 _WIRE_PREFIX = "byteps."
+#: In the place of an encoding, in programs.
+NOT_ENCODED = "none"
 # Longer lists of ranks stand in names as a digest.
 _SCOPE_CHARACTERS_MAX = 64
 
@@ -162,7 +164,7 @@ def started() -> None:
     global _jobs
     with _lock:
         _jobs += 1
-        _native.xla_forget()
+        _native.forget_numbers()
         # Turns begin again, also with ranks that are new to the job, and process sets are added
         # again: their ranks may be others. Values that servers kept begin again when next used.
         for tensor in list(_declared):
@@ -226,7 +228,8 @@ def ended(keep_names: bool, kept: dict[Tensor, Kept] | None = None) -> None:
         _pending.clear()
         _abandoned.clear()
         held.clear()
-        _native.xla_forget(has_ended=True)
+        _native.forget_numbers()
+        _native.xla_forget()
         if not keep_names:
             _declared.clear()
             _on_wire.clear()
@@ -420,7 +423,7 @@ def declare(tensors: Sequence[Tensor]) -> list[int]:
             for wire, tensor, number in zip(wire_names, new, numbers, strict=True):
                 # What the name stood for before has to be declared again before it is sent again.
                 if _declared.pop(_on_wire.get(wire, tensor), None) is not None:
-                    _native.xla_forget()
+                    _native.forget_numbers()
                 _on_wire[wire] = tensor
                 _declared[tensor] = number
                 if tensor in _to_keep:
@@ -441,8 +444,39 @@ def _declare_each(tensors: Sequence[Tensor]) -> tuple[list[int | None], Mismatch
         except MismatchError:
             numbers.append(None)
             if tensor.name in _turn_of:
-                _turn_of[tensor.name].refused = True
+                refused(tensor.name)
     return numbers, mismatch
+
+
+def declare_for_program(
+    said: Sequence[tuple[str, str, list[int], str, int, str, list[int]]],
+) -> tuple[list[int | None], MismatchError | None]:
+    """The numbers of tensors that a compiled program exchanges, and what the ranks disagree about.
+
+    Each is (name, type, shape, operation, root, encoding or :data:`NOT_ENCODED`, ranks or none).
+    """
+    tensors = [
+        Tensor(
+            name,
+            dtype,
+            tuple(shape),
+            operation,
+            root,
+            ranks=tuple(ranks) or None,
+            encoding=None if encoding == NOT_ENCODED else encoding,
+        )
+        for name, dtype, shape, operation, root, encoding, ranks in said
+    ]
+    with _lock:
+        return _declare_each(tensors)
+
+
+_native.declare_by(declare_for_program)
+
+
+def refused(name: str) -> None:
+    """The ranks disagreed about the last operation under this one of :func:`unnamed`'s names."""
+    _turn_of[name].refused = True
 
 
 def start(

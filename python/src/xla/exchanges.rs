@@ -10,8 +10,9 @@
 #![allow(unsafe_code)]
 
 use crate::context::engine;
-use bps_worker::{Handle, PushPull, TensorId};
-use pyo3::prelude::*;
+use crate::declared::{self, Declared};
+use crate::error;
+use bps_worker::{Handle, PushPull};
 use std::alloc::{Layout, alloc, dealloc};
 use std::collections::{HashMap, VecDeque};
 use std::ptr::NonNull;
@@ -98,7 +99,7 @@ impl Exchange {
                     self.name
                 ));
             }
-            Err(cause) => return Err(super::failed(&cause)),
+            Err(cause) => return Err(error::of_engine(&cause)),
         }
         if bytes != self.staging.bytes {
             return Err(format!(
@@ -128,27 +129,8 @@ impl Drop for Exchange {
     }
 }
 
-/// What the ranks must agree on, and who of this process asks.
-#[derive(Clone, PartialEq, Eq, Hash)]
-pub struct Declared {
-    /// Its name, with the number of the device behind it if that is not 0.
-    pub name: String,
-    /// `sum`, `average`, `min`, `max`, `product` or `broadcast`.
-    pub operation: String,
-    /// Who broadcasts.
-    pub root: u32,
-    /// What the engine calls the type.
-    pub dtype: &'static str,
-    /// Its dimensions.
-    pub shape: Vec<u64>,
-    /// How it is encoded, or `none`.
-    pub encoding: String,
-}
-
 #[derive(Default)]
 struct Table {
-    /// Numbers in this job.
-    numbers: HashMap<Declared, u32>,
     exchanges: HashMap<u64, Arc<Exchange>>,
     /// The tickets of each name, oldest first.
     of_name: HashMap<String, VecDeque<u64>>,
@@ -156,23 +138,9 @@ struct Table {
 }
 
 static TABLE: LazyLock<Mutex<Table>> = LazyLock::new(Mutex::default);
-/// `declare(name, dtype, shape, operation, root, encoding)` of Python: the tensor's number.
-static DECLARE: Mutex<Option<Py<PyAny>>> = Mutex::new(None);
 
 fn lock() -> MutexGuard<'static, Table> {
     TABLE.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Whom to ask for the number of a tensor.
-pub fn declare_by(declare: Py<PyAny>) {
-    let former = DECLARE.lock().unwrap_or_else(PoisonError::into_inner).replace(declare);
-    drop(former);
-}
-
-/// Numbers of tensors are to be asked for again: they are of another job, or a name stands for
-/// something else.
-pub fn forget_numbers() {
-    lock().numbers.clear();
 }
 
 /// The engine has ended: what was not pulled never will be.
@@ -183,27 +151,6 @@ pub fn forget_all() {
         std::mem::replace(&mut *table, Table { last_ticket, ..Table::default() })
     };
     drop(forgotten);
-}
-
-/// The number of a tensor, which Python is asked for once in a job.
-fn number(tensor: &Declared) -> Result<TensorId, String> {
-    if let Some(number) = lock().numbers.get(tensor) {
-        return Ok(TensorId(*number));
-    }
-    let asked = Python::try_attach(|py| {
-        // The lock is not kept while Python runs: it lets other threads run in between.
-        let declare = {
-            let known = DECLARE.lock().unwrap_or_else(PoisonError::into_inner);
-            known.as_ref().map(|declare| declare.clone_ref(py))
-        };
-        let Declared { name, operation, root, dtype, shape, encoding } = tensor;
-        let asked = declare?.call1(py, (name, dtype, shape, operation, root, encoding));
-        let number = asked.and_then(|number| number.extract::<u32>(py));
-        Some(number.map_err(|error| super::told(py, &error)))
-    });
-    let number = asked.flatten().ok_or("byteps.errors.UsageError: this process is ending")??;
-    lock().numbers.insert(tensor.clone(), number);
-    Ok(TensorId(number))
 }
 
 /// Starts to exchange these bytes; returns the ticket.
@@ -219,11 +166,9 @@ pub unsafe fn push(
     priority: i64,
     run: Option<i64>,
 ) -> Result<u64, String> {
-    let worker = engine().map_err(|error| {
-        let told = Python::try_attach(|py| super::told(py, &error));
-        told.unwrap_or_else(|| error.to_string())
-    })?;
-    let id = number(tensor)?;
+    let worker = engine().map_err(|cause| error::exception_alone(&cause))?;
+    let (numbers, refused) = declared::numbers(std::slice::from_ref(tensor))?;
+    let id = numbers[0].ok_or_else(|| refused.unwrap_or_default())?;
     let staging = make_room(&tensor.name, bytes, run)?;
     let start = staging.start.as_ptr();
     if bytes > 0 {
@@ -233,7 +178,7 @@ pub unsafe fn push(
     let item = PushPull { tensor: id, source: start, target: start, priority };
     // SAFETY: the memory is as large as the tensor, as the caller promises of `bytes`; it is kept
     // by the exchange, which frees it only once the handle is over, and read after that alone.
-    let handles = unsafe { worker.push_pull(&[item]) }.map_err(|cause| super::failed(&cause))?;
+    let handles = unsafe { worker.push_pull(&[item]) }.map_err(|cause| error::of_engine(&cause))?;
     let handle = handles.into_iter().next().expect("one item has one handle");
     let (name, is_pulled) = (tensor.name.clone(), AtomicBool::new(false));
     let exchange = Arc::new(Exchange { name, run, staging, handle, is_pulled });

@@ -11,26 +11,21 @@
 #![allow(unsafe_code)]
 
 mod abi;
-mod completer;
 mod exchanges;
+mod pull;
 
-use crate::error;
+use crate::completer;
+use crate::declared::Declared;
 use abi::{Buffer, Call, CallFrame, Code, RawError};
-use completer::Part;
-use exchanges::Declared;
+use pull::{Part, Pull};
 use pyo3::prelude::*;
 use std::ptr;
 use std::sync::{Mutex, PoisonError};
 
-/// The last error of the engine that was given to XLA, which knows texts alone.
-static LAST: Mutex<Option<bps_worker::Error>> = Mutex::new(None);
-
-/// The addresses of the custom calls `push` and `pull`, for a release of jaxlib; from now on
-/// `declare(name, dtype, shape, operation, root, encoding)` is asked for the numbers of tensors.
+/// The addresses of the custom calls `push` and `pull`, for a release of jaxlib.
 #[pyfunction]
-pub fn xla_handlers(declare: Py<PyAny>, jaxlib: (u32, u32, u32)) -> (usize, usize) {
+pub fn xla_handlers(jaxlib: (u32, u32, u32)) -> (usize, usize) {
     abi::set_release(jaxlib);
-    exchanges::declare_by(declare);
     let address = |handler: Handler| (handler as *const ()).expose_provenance();
     (address(push), address(pull))
 }
@@ -59,39 +54,10 @@ pub fn xla_version() -> Option<(i32, i32, bool)> {
     abi::seen_version().map(|(major, minor)| (major, minor, abi::is_known((major, minor))))
 }
 
-/// Raises the last error of the engine that was given to XLA, if `text` contains it.
+/// The engine has ended: what was not pulled never will be.
 #[pyfunction]
-pub fn xla_raise(text: &str) -> PyResult<()> {
-    let last = LAST.lock().unwrap_or_else(PoisonError::into_inner).clone();
-    match last {
-        Some(cause) if text.contains(&cause.to_string()) => Err(error::from_engine(&cause)),
-        _ => Ok(()),
-    }
-}
-
-/// What stood for a name stands for something else now: the numbers of tensors are asked for again.
-/// With `has_ended` nothing is under way any more, and what was not pulled never will be.
-#[pyfunction]
-#[pyo3(signature = (has_ended = false))]
-pub fn xla_forget(has_ended: bool) {
-    if has_ended {
-        exchanges::forget_all();
-    } else {
-        exchanges::forget_numbers();
-    }
-}
-
-/// The text that XLA gets for an error of the engine.
-fn failed(cause: &bps_worker::Error) -> String {
-    *LAST.lock().unwrap_or_else(PoisonError::into_inner) = Some(cause.clone());
-    format!("byteps.errors.{}: {cause}", error::class_of(cause))
-}
-
-/// The text that XLA gets for an exception.
-fn told(py: Python<'_>, error: &PyErr) -> String {
-    let kind = error.get_type(py);
-    let name = kind.fully_qualified_name().map_or_else(|_| "Exception".into(), |it| it.to_string());
-    format!("{name}: {}", error.value(py))
+pub fn xla_forget() {
+    exchanges::forget_all();
 }
 
 /// What the engine calls a type of XLA's, and the bytes of an element.
@@ -151,7 +117,8 @@ unsafe extern "C" fn push(frame: *mut CallFrame) -> RawError {
         let operation = call.text("operation")?.to_owned();
         let root = u32::try_from(call.number("root")?).ok()?;
         let encoding = call.text("encoding")?.to_owned();
-        let tensor = Declared { name, operation, root, dtype, shape, encoding };
+        let ranks = Vec::new();
+        let tensor = Declared { name, operation, root, dtype, shape, encoding, ranks };
         Some((tensor, argument.data, bytes, call.number("priority")?, ticket_of(call.result(0))?))
     };
     let Some((tensor, data, bytes, priority, target)) = parsed() else {
@@ -218,7 +185,8 @@ unsafe extern "C" fn pull(frame: *mut CallFrame) -> RawError {
     if completer::runs()
         && let Some(future) = call.future()
     {
-        completer::complete(parts, future);
+        let handles: Vec<_> = parts.iter().map(|part| part.exchange.handle().clone()).collect();
+        completer::complete(Box::new(Pull::new(parts, future)), &handles);
         return ptr::null_mut();
     }
     for part in &parts {

@@ -123,7 +123,9 @@ const PYTHON: Layers = &[
     ("completions", &["gradients", "waiting"]),
     ("tensor", &["context", "error", "gradients", "handle", "waiting"]),
     ("uneven", &["context", "error", "waiting"]),
-    ("xla", &["context", "error"]),
+    ("declared", &["error"]),
+    ("completer", &[]),
+    ("xla", &["completer", "context", "declared", "error"]),
 ];
 
 /// The crates whose modules are in layers.

@@ -8,20 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from byteps import _registry
+from byteps import _dtypes, _registry
 from byteps.errors import TensorError
-
-#: What the engine calls the types that it computes with.
-DTYPES = {
-    "float32": "f32",
-    "float64": "f64",
-    "float16": "f16",
-    "bfloat16": "bf16",
-    "uint8": "u8",
-    "int8": "i8",
-    "int32": "i32",
-    "int64": "i64",
-}
 
 # XLA uses memory of others as it is where it begins at a multiple of this.
 _ALIGNMENT = 64
@@ -43,13 +31,7 @@ class How(NamedTuple):
 
 def dtype_of(array: Any, name: str | None) -> str:
     """What the engine calls its type, or the error that says which types can be summed."""
-    dtype = DTYPES.get(str(array.dtype))
-    if dtype is None:
-        raise TensorError(
-            f"push_pull of {_label(name)}: the servers do not sum {array.dtype} (they sum "
-            f"{', '.join(DTYPES)}): cast it to one of them"
-        )
-    return dtype
+    return _dtypes.summed(str(array.dtype), _label(name))
 
 
 def _label(name: str | None) -> str:

@@ -7,14 +7,11 @@ import importlib.metadata
 import re
 from typing import Any
 
-from byteps import _native, _registry
+from byteps import _native
 from byteps.errors import ConfigError
 
 #: The oldest release whose functions for custom calls stand where ours expect them.
 _FLOOR = (0, 4, 38)
-
-#: In the place of an encoding.
-NOT_ENCODED = "none"
 
 PUSH = "byteps_push"
 PULL = "byteps_pull"
@@ -36,21 +33,6 @@ def _text(release: tuple[int, ...]) -> str:
     return ".".join(map(str, release))
 
 
-def _declare(
-    name: str, dtype: str, shape: list[int], operation: str, root: int, encoding: str
-) -> int:
-    """The number of a tensor, for a program that has not asked in this job."""
-    tensor = _registry.Tensor(
-        name,
-        dtype,
-        tuple(shape),
-        operation,
-        root,
-        encoding=None if encoding == NOT_ENCODED else encoding,
-    )
-    return _registry.declare([tensor])[0]
-
-
 def _load() -> Any:
     """The module of JAX for custom calls, in which ours are known."""
     release = _release()
@@ -63,7 +45,7 @@ def _load() -> Any:
         ffi = importlib.import_module("jax.ffi")
     except ImportError:  # Before 0.5.
         ffi = importlib.import_module("jax.extend.ffi")
-    push, pull = _native.xla_handlers(_declare, release)
+    push, pull = _native.xla_handlers(release)
     for name, address in ((PUSH, push), (PULL, pull)):
         ffi.register_ffi_target(name, ffi.pycapsule(address), platform="cpu")
     return ffi

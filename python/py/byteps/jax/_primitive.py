@@ -75,7 +75,7 @@ def _lower_on_cpu(ctx: Any, *operands: Any, hows: tuple[How, ...]) -> Any:
             operation=how.operation,
             root=np.int64(how.root),
             priority=np.int64(how.priority),
-            encoding=how.encoding or _ffi.NOT_ENCODED,
+            encoding=how.encoding or _registry.NOT_ENCODED,
         )
     # Results take the place of the arrays, which nobody else needs any more as a rule.
     places = {index: index for index in range(len(operands))}

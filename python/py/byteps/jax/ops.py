@@ -12,16 +12,16 @@ same text, of which :func:`typed_errors` makes that class again.
 from __future__ import annotations
 
 import contextlib
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from byteps import _native, _objects, _operations, _registry, errors
+from byteps import _native, _objects, _operations, _registry, _typed_errors
 from byteps._codecs import Codec, encoding_for
+from byteps._dtypes import DTYPES
 from byteps._operations import Adasum, ReduceOp
 from byteps.errors import ConfigError, TensorError
 from byteps.jax import _arrays, _primitive
@@ -204,7 +204,7 @@ def _sendable(array: Any) -> Any:
     """What the engine can send in its place: an array of bytes if need be."""
     if _is_key(array):
         return _sendable(jax.random.key_data(array))
-    if str(array.dtype) in _arrays.DTYPES:
+    if str(array.dtype) in DTYPES:
         return array
     if array.dtype == jnp.bool_:
         return array.astype(jnp.uint8)[..., None]
@@ -221,7 +221,7 @@ def _restored(sent: Any, array: Any) -> Any:
     if _is_key(array):
         data = _restored(sent, jax.eval_shape(jax.random.key_data, array))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
-    if str(array.dtype) in _arrays.DTYPES:
+    if str(array.dtype) in DTYPES:
         return sent
     if array.dtype == jnp.bool_:
         return sent[..., 0].astype(jnp.bool_)
@@ -282,8 +282,7 @@ def _sum_of_counts(counts: np.ndarray[Any, Any], name: str) -> list[int]:
 # Errors
 
 
-@contextlib.contextmanager
-def typed_errors() -> Iterator[None]:
+def typed_errors() -> contextlib.AbstractContextManager[None]:
     """Raises what went wrong in a program as the class of :mod:`byteps.errors` that it is::
 
         with bps.typed_errors():
@@ -291,15 +290,5 @@ def typed_errors() -> Iterator[None]:
 
     XLA knows texts alone, so what leaves a program by itself is a ``JaxRuntimeError``.
     """
-    try:
-        yield
-    except (RuntimeError, ValueError) as error:  # The latter from programs that end at once.
-        told = re.search(r"byteps\.errors\.(\w+): (.*)", str(error), re.DOTALL)
-        kind = getattr(errors, told[1], None) if told else None
-        if told is None or kind is None or isinstance(error, errors.BytePSError):
-            raise
-        try:
-            _native.xla_raise(str(error))  # With its attributes, if the engine still knows it.
-        except errors.BytePSError as typed:
-            raise typed from error
-        raise kind(told[2]) from error
+    # A ValueError comes from programs that end at once.
+    return _typed_errors.typed(RuntimeError, ValueError)

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from byteps import _operations, _process_sets
-from byteps._operations import ReduceOp
-from byteps.errors import ConfigError
+from byteps import _process_sets
+from byteps._operations import ReduceOp, either
 from byteps.torch import ops
 from byteps.torch.compression import Compression
 
@@ -23,12 +22,6 @@ __all__ = [
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
 ]
-
-
-def operation_of(average: bool | None, op: ReduceOp | None) -> str:
-    if average is not None and op is not None:
-        raise ConfigError("give op or average, not both")
-    return _operations.operation_of(average is not False, op)
 
 
 def allreduce(
@@ -65,7 +58,7 @@ def allreduce_async(
 ) -> int:
     """:func:`allreduce` that does not wait."""
     scales = prescale_factor, postscale_factor, _process_sets.ranks_of(process_set)
-    return ops.push_pull_start([tensor], operation_of(average, op), [name], 0, False, True, *scales)
+    return ops.push_pull_start([tensor], either(average, op), [name], 0, False, True, *scales)
 
 
 def allreduce_(
@@ -94,7 +87,7 @@ def allreduce_async_(
 ) -> int:
     """:func:`allreduce` into the tensor itself, without waiting."""
     scales = prescale_factor, postscale_factor, _process_sets.ranks_of(process_set)
-    return ops.push_pull_start([tensor], operation_of(average, op), [name], 0, True, True, *scales)
+    return ops.push_pull_start([tensor], either(average, op), [name], 0, True, True, *scales)
 
 
 def grouped_allreduce(
@@ -110,7 +103,7 @@ def grouped_allreduce(
     """:func:`allreduce` of several tensors at once."""
     names = ops.names_of(name, len(tensors))
     scales = prescale_factor, postscale_factor, _process_sets.ranks_of(process_set)
-    return ops.differentiable(tensors, operation_of(average, op), names, 0, compression, *scales)
+    return ops.differentiable(tensors, either(average, op), names, 0, compression, *scales)
 
 
 def grouped_allreduce_async(
@@ -125,7 +118,7 @@ def grouped_allreduce_async(
     """:func:`grouped_allreduce` that does not wait: one handle for all."""
     names = ops.names_of(name, len(tensors))
     scales = prescale_factor, postscale_factor, _process_sets.ranks_of(process_set)
-    return ops.push_pull_start(tensors, operation_of(average, op), names, 0, False, False, *scales)
+    return ops.push_pull_start(tensors, either(average, op), names, 0, False, False, *scales)
 
 
 def grouped_allreduce_(
@@ -155,4 +148,4 @@ def grouped_allreduce_async_(
     """:func:`grouped_allreduce` into the tensors themselves, without waiting."""
     names = ops.names_of(name, len(tensors))
     scales = prescale_factor, postscale_factor, _process_sets.ranks_of(process_set)
-    return ops.push_pull_start(tensors, operation_of(average, op), names, 0, True, False, *scales)
+    return ops.push_pull_start(tensors, either(average, op), names, 0, True, False, *scales)
