@@ -16,6 +16,7 @@ mod fork;
 mod gradients;
 mod handle;
 mod tensor;
+mod tf;
 mod uneven;
 mod waiting;
 mod xla;
@@ -51,6 +52,8 @@ mod _native {
         push_batch, push_pull, push_pull_gpu, scale_residues, start_batch, stream_wait,
         stream_wait_batch,
     };
+    #[pymodule_export]
+    use super::tf::tf_register;
     #[pymodule_export]
     use super::uneven::{follow, join, pushes, root_joined_after};
     #[pymodule_export]

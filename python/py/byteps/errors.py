@@ -45,6 +45,11 @@ class BytePSError(RuntimeError):
     waited_s: float | None = None
 
 
+# By this TensorFlow's AutoGraph knows that a text makes one, and keeps the class of what is raised
+# while it traces a function.
+BytePSError.__init__ = Exception.__init__  # type: ignore[method-assign]
+
+
 class ConfigError(BytePSError, ValueError):
     """A setting or an argument that cannot be."""
 

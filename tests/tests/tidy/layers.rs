@@ -126,6 +126,7 @@ const PYTHON: Layers = &[
     ("declared", &["error"]),
     ("completer", &[]),
     ("xla", &["completer", "context", "declared", "error"]),
+    ("tf", &["completer", "context", "declared", "error"]),
 ];
 
 /// The crates whose modules are in layers.

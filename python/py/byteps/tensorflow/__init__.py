@@ -1,0 +1,102 @@
+"""Training with TensorFlow::
+
+    import byteps.tensorflow as bps
+
+    bps.init()
+    tape = bps.DistributedGradientTape(tape)
+    gradients = tape.gradient(loss, model.trainable_variables)
+    optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+
+``push_pull`` and all that is built on it work inside ``tf.function`` and outside, and in graphs of
+TensorFlow 1, on CPUs. For Keras there is :mod:`byteps.tensorflow.keras`.
+"""
+
+from byteps._operations import Average, Max, Min, Product, ReduceOp, Sum
+from byteps.common import (
+    ProcessSet,
+    add_process_set,
+    barrier,
+    cross_rank,
+    cross_size,
+    get_process_set_ids_and_ranks,
+    get_pushpull_speed,
+    global_process_set,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    remove_process_set,
+    resume,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
+    suspend,
+)
+from byteps.tensorflow.compression import Codec, Compression, Compressor
+from byteps.tensorflow.functions import (
+    BroadcastGlobalVariablesHook,
+    allgather_object,
+    broadcast_global_variables,
+    broadcast_object,
+    broadcast_variables,
+)
+from byteps.tensorflow.ops import (
+    allreduce,
+    broadcast,
+    broadcast_group,
+    grouped_allreduce,
+    push_pull,
+    push_pull_group,
+    typed_errors,
+)
+from byteps.tensorflow.optimizer import DistributedGradientTape, DistributedOptimizer
+
+__all__ = [
+    "Average",
+    "BroadcastGlobalVariablesHook",
+    "Codec",
+    "Compression",
+    "Compressor",
+    "DistributedGradientTape",
+    "DistributedOptimizer",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
+    "ReduceOp",
+    "Sum",
+    "add_process_set",
+    "allgather_object",
+    "allreduce",
+    "barrier",
+    "broadcast",
+    "broadcast_global_variables",
+    "broadcast_group",
+    "broadcast_object",
+    "broadcast_variables",
+    "cross_rank",
+    "cross_size",
+    "get_process_set_ids_and_ranks",
+    "get_pushpull_speed",
+    "global_process_set",
+    "grouped_allreduce",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "push_pull",
+    "push_pull_group",
+    "rank",
+    "remove_process_set",
+    "resume",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+    "suspend",
+    "typed_errors",
+]

@@ -1,0 +1,187 @@
+"""The operation of the engine in TensorFlow, which exchanges one tensor or several.
+
+Outside of programs one operation takes all tensors that are exchanged together. In a program
+(``tf.function``, a graph) each tensor has one of its own, which runs as soon as the tensor is
+there, beside the rest of the program.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
+
+import tensorflow as tf
+from tensorflow.python.eager import context, execute
+from tensorflow.python.ops import control_flow_util
+
+from byteps import _dtypes, _native, _registry
+from byteps._typed_errors import typed
+from byteps.errors import ConfigError, MismatchError, UsageError
+
+#: The oldest release that this was tried with.
+_FLOOR = (2, 16)
+_OPERATION = "BytepsPushPull"
+
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+
+class How(NamedTuple):
+    """What is done with tensors that are exchanged together: on all ranks, or on these."""
+
+    operation: str
+    root: int = 0
+    priority: int = 0
+    encoding: str | None = None
+    ranks: tuple[int, ...] | None = None
+
+
+def _load() -> None:
+    """Makes the operation known to TensorFlow."""
+    release = tuple(int(number) for number in re.findall(r"\d+", tf.__version__)[:2])
+    if release < _FLOOR:
+        raise ConfigError(
+            f"byteps.tensorflow needs TensorFlow {'.'.join(map(str, _FLOOR))} or later, and this "
+            f"is {tf.__version__}: install a later one"
+        )
+    _native.tf_register()
+
+
+_load()
+
+
+def not_converted(function: Call) -> Call:
+    """The function as it is also where AutoGraph converts who calls it: it has nothing to convert,
+    and errors keep their classes."""
+    return cast(Call, tf.autograph.experimental.do_not_convert(function))
+
+
+def exchange(tensors: Sequence[Any], names: Sequence[str | None], how: How) -> list[Any]:
+    """The results for these tensors, all under way together; the first is the most urgent."""
+    if not tensors:
+        return []
+    chosen = [name for name in names if name]
+    if len(set(chosen)) < len(chosen):
+        twice = next(name for name in chosen if chosen.count(name) > 1)
+        raise UsageError(f"the name '{twice}' stands twice in one group: give each its own")
+    for tensor, name in zip(tensors, names, strict=True):
+        label = f"'{name}'" if name else "a tensor without a name"
+        _dtypes.summed(tensor.dtype.base_dtype.name, label)
+    if tf.executing_eagerly():
+        return _at_once(tensors, names, how)
+    # What is computed from constants alone, TensorFlow would compute once for all runs.
+    anchor = tf.timestamp()
+    return [
+        _in_program(tensor, name, how._replace(priority=how.priority - index), anchor)
+        for index, (tensor, name) in enumerate(zip(tensors, names, strict=True))
+    ]
+
+
+def _attributes(
+    dtypes: Sequence[Any], anchors: int, names: Sequence[str], how: How
+) -> dict[str, Any]:
+    return {
+        "T": [dtype.base_dtype.as_datatype_enum for dtype in dtypes],
+        "A": anchors,
+        "names": list(names),
+        "operation": how.operation,
+        "root": how.root,
+        "priority": how.priority,
+        "encoding": how.encoding or _registry.NOT_ENCODED,
+        "ranks": list(how.ranks or ()),
+    }
+
+
+def _at_once(tensors: Sequence[Any], names: Sequence[str | None], how: How) -> list[Any]:
+    unnamed = _registry.unnamed(sum(not name for name in names), how.ranks)
+    chosen = iter(unnamed)
+    named = [name or next(chosen) for name in names]
+    attributes = _attributes([tensor.dtype for tensor in tensors], 0, named, how)
+    flat = tuple(item for pair in attributes.items() for item in pair)
+    inputs = list(tensors)
+    try:
+        with typed(tf.errors.OpError):
+            results = execute.execute(
+                _OPERATION.encode(), len(inputs), inputs=inputs, attrs=flat, ctx=context.context()
+            )
+    except MismatchError:
+        for name in unnamed:
+            _registry.refused(name)
+        raise
+    _record(inputs, flat, results)
+    return list(results)
+
+
+def _record(inputs: Sequence[Any], flat: tuple[Any, ...], results: Sequence[Any]) -> None:
+    """Lets tapes that watch the inputs know."""
+    if execute.must_record_gradient():
+        execute.record_gradient(_OPERATION, inputs, flat, results)
+
+
+def _in_program(tensor: Any, name: str | None, how: How, anchor: Any) -> Any:
+    graph = tf.compat.v1.get_default_graph()
+    if control_flow_util.GraphOrParentsInXlaContext(graph):
+        raise ConfigError(
+            "push_pull in a program that is compiled by XLA: TensorFlow gives it no way to wait "
+            "for other processes there; pass jit_compile=False to tf.function or model.compile"
+        )
+    named = name or _name_in(graph)
+    attributes = _attributes([tensor.dtype], 1, [named], how)
+    values = {key: _attribute(value) for key, value in attributes.items()}
+    values["T"] = tf.compat.v1.AttrValue(
+        list=tf.compat.v1.AttrValue.ListValue(type=attributes["T"])
+    )
+    operation = graph.create_op(
+        _OPERATION, [tensor, anchor], [tensor.dtype.base_dtype], attrs=values, name=_OPERATION
+    )
+    flat = tuple(item for pair in attributes.items() for item in pair)
+    _record(list(operation.inputs), flat, operation.outputs)
+    return operation.outputs[0]
+
+
+def _attribute(value: Any) -> Any:
+    """A text, a number, or a list of either, as graphs have them."""
+    if isinstance(value, str):
+        return tf.compat.v1.AttrValue(s=value.encode())
+    if isinstance(value, int):
+        return tf.compat.v1.AttrValue(i=value)
+    lists = tf.compat.v1.AttrValue.ListValue
+    if value and isinstance(value[0], str):
+        return tf.compat.v1.AttrValue(list=lists(s=[one.encode() for one in value]))
+    return tf.compat.v1.AttrValue(list=lists(i=value))
+
+
+def _name_in(graph: Any) -> str:
+    """A name that follows from the place in a program, so that tracing it again finds the same."""
+    places = [graph.unique_name(_OPERATION, mark_as_used=False)]
+    while graph is not None:
+        # Branches and bodies of loops are numbered in the order of all that is traced.
+        places.append(re.sub(r"_\d+$", "", getattr(graph, "name", "graph")))
+        graph = getattr(graph, "outer_graph", None)
+    return "/".join(reversed(places))
+
+
+def _gradient(op: Any, *gradients: Any) -> list[Any]:
+    """Of an average the average of the ranks' gradients, of a sum their sum; of a broadcast their
+    average, which the root gets."""
+    operation = tf.compat.as_str(op.get_attr("operation"))
+    names = [tf.compat.as_str(name) + ".grad" for name in op.get_attr("names")]
+    ranks = tuple(op.get_attr("ranks")) or None
+    if operation not in ("sum", "average", "broadcast"):
+        raise ConfigError(
+            f"a push_pull with the operation {operation} has no gradient here: pass it "
+            "tf.stop_gradient(tensor)"
+        )
+    root = op.get_attr("root")
+    wanted = "average" if operation == "broadcast" else operation
+    how = How(wanted, priority=op.get_attr("priority"), ranks=ranks)
+    moved = exchange(gradients, names, how)
+    if operation == "broadcast" and _native.rank() != root:
+        # A program in which nothing depended on the exchange would leave it out.
+        never = tf.timestamp() < 0
+        moved = [tf.where(never, one, tf.zeros_like(one)) for one in moved]
+    anchors: list[Any] = [None] * op.get_attr("A")
+    return moved + anchors
+
+
+tf.RegisterGradient(_OPERATION)(_gradient)

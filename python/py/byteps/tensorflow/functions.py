@@ -1,0 +1,84 @@
+"""What gives all ranks the same start: variables and objects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from byteps import _native, _objects, _process_sets
+from byteps.errors import ConfigError
+from byteps.tensorflow import ops
+
+__all__ = [
+    "BroadcastGlobalVariablesHook",
+    "allgather_object",
+    "broadcast_global_variables",
+    "broadcast_object",
+    "broadcast_variables",
+]
+
+
+def broadcast_variables(
+    variables: Sequence[Any], root_rank: int, scope: str = "", process_set: Any = None
+) -> Any:
+    """Overwrites variables with those of ``root_rank``, all at once.
+
+    The ranks pass variables of the same types and shapes in the same order: those of a model, of an
+    optimizer, or both. In a graph it returns the operation that does so, else None.
+    """
+    variables = list(variables)
+    names = [f"{scope}Parameter.{index}" for index in range(len(variables))]
+    values = ops.broadcast_group(variables, root_rank, names, process_set)
+    assigned = [variable.assign(value) for variable, value in zip(variables, values, strict=True)]
+    return None if tf.executing_eagerly() else tf.group(*assigned)
+
+
+def broadcast_global_variables(root_rank: int) -> Any:
+    """The operation that overwrites all global variables of a graph with those of ``root_rank``.
+
+    Outside of graphs there are no global variables: a :class:`ConfigError`.
+    """
+    if tf.executing_eagerly():
+        raise ConfigError(
+            "broadcast_global_variables: there are no global variables with eager execution; call "
+            "broadcast_variables(model.variables + optimizer.variables, root_rank)"
+        )
+    return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
+
+
+class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
+    """Lets a session (``tf.compat.v1.train.MonitoredTrainingSession``) begin with the variables of
+    ``root_rank``, whether they are new there or from a checkpoint. ``device`` is not used."""
+
+    def __init__(self, root_rank: int, device: str = "") -> None:
+        super().__init__()
+        del device
+        self.root_rank = root_rank
+        self._broadcast: Any = None
+
+    def begin(self) -> None:
+        """Adds the operation to the graph."""
+        graph = tf.compat.v1.get_default_graph()
+        if self._broadcast is None or self._broadcast.graph != graph:
+            self._broadcast = broadcast_global_variables(self.root_rank)
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        """Runs it."""
+        del coord
+        session.run(self._broadcast)
+
+
+def broadcast_object(
+    obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: Any = None
+) -> Any:
+    """The object of ``root_rank``, as :func:`byteps.torch.broadcast_object` documents it."""
+    ranks = _process_sets.ranks_of(process_set)
+    return _objects.broadcast_object(obj, root_rank, name or "broadcast_object", ranks)
+
+
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+    """The objects of all ranks, by rank; pickled as by :func:`broadcast_object`."""
+    name = name or "allgather_object"
+    return [broadcast_object(obj, rank, f"{name}.{rank}") for rank in range(_native.size())]
