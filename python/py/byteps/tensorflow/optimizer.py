@@ -145,7 +145,8 @@ def DistributedOptimizer(
     """An optimizer that averages gradients over all ranks before it applies them.
 
     Args:
-        optimizer: One of ``tf.compat.v1.train``.
+        optimizer: One of ``tf.compat.v1.train``, or a Keras optimizer, for which this is
+            :func:`byteps.tensorflow.keras.DistributedOptimizer`.
         name: That of the new optimizer.
         use_locking: As ``tf.compat.v1.train.Optimizer`` has it.
         device_dense, device_sparse, sparse_as_dense: Not used: gradients are exchanged as dense
@@ -164,7 +165,14 @@ def DistributedOptimizer(
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         chosen = name or f"Distributed{type(optimizer).__name__}"
         return _DistributedOptimizer(optimizer, chosen, use_locking, compression, op, process_set)
+    if isinstance(optimizer, tf.keras.optimizers.Optimizer):
+        # Nothing else here needs Keras.
+        from byteps.tensorflow import keras
+
+        return keras.DistributedOptimizer(
+            optimizer, name, compression=compression, op=op, process_set=process_set
+        )
     raise ConfigError(
-        f"DistributedOptimizer({type(optimizer).__name__}): an optimizer of tf.compat.v1.train is "
-        "wanted"
+        f"DistributedOptimizer({type(optimizer).__name__}): an optimizer of tf.compat.v1.train or "
+        "of Keras is wanted"
     )

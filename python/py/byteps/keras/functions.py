@@ -1,0 +1,61 @@
+"""push_pull and broadcast of the tensors of Keras's back end, and of models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from byteps._operations import Average, Sum
+from byteps.errors import ConfigError
+from byteps.keras import _exchange
+
+__all__ = ["allreduce", "broadcast", "broadcast_global_variables", "broadcast_model", "push_pull"]
+
+
+def push_pull(value: Any, name: str, average: bool = True) -> Any:
+    """The average or sum over all ranks of a tensor, as one of the back end."""
+    none = _exchange.framework.Compression.none
+    tensor = keras.ops.convert_to_tensor(value)
+    return _exchange.reduced([tensor], [name], none, Average if average else Sum)[0]
+
+
+#: As Horovod calls it.
+allreduce = push_pull
+
+
+def broadcast(value: Any, root_rank: int, name: str) -> Any:
+    """The tensor of ``root_rank``, as one of the back end."""
+    return _exchange.broadcast([keras.ops.convert_to_tensor(value)], root_rank, [name])[0]
+
+
+def broadcast_global_variables(root_rank: int) -> None:
+    """Raises: Keras 3 knows no global variables."""
+    raise ConfigError(
+        f"broadcast_global_variables({root_rank}): Keras 3 has no global variables; pass "
+        "BroadcastGlobalVariablesCallback to fit, or call broadcast_model(model, root_rank)"
+    )
+
+
+def broadcast_model(model: Any, root_rank: int) -> None:
+    """Overwrites the variables of a model, and of its optimizer if it has one, with those of
+    ``root_rank``. The model is built."""
+    if not model.built:
+        raise ConfigError(
+            f"broadcast_model: '{model.name}' is not built, so it has no variables yet: call "
+            "model.build(input_shape), or the model with data, on all ranks"
+        )
+    variables = list(model.variables)
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None:
+        if not optimizer.built:
+            optimizer.build(model.trainable_variables)
+        # A model counts the variables of its optimizer as its own in some releases.
+        known = {id(variable) for variable in variables}
+        variables += [one for one in optimizer.variables if id(one) not in known]
+    names = [f"Parameter.{index}" for index in range(len(variables))]
+    values = [variable.value for variable in variables]
+    for variable, value in zip(
+        variables, _exchange.broadcast(values, root_rank, names), strict=True
+    ):
+        variable.assign(value)

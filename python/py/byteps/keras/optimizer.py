@@ -1,0 +1,126 @@
+"""Keras optimizers that average gradients, and models that are loaded with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+
+from byteps import _registry
+from byteps._operations import Average, ReduceOp, Sum
+from byteps.errors import ConfigError
+from byteps.keras import _exchange
+
+__all__ = ["DistributedOptimizer", "load_model"]
+
+Compression = _exchange.framework.Compression
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    op: ReduceOp = Average,
+    process_set: Any = None,
+) -> Any:
+    """The optimizer, which from now on averages gradients over all ranks before it applies them.
+
+    It keeps its state and settings. Its class is a subclass of its former one, of the same name, so
+    models are saved as before and load without byteps. Gradients are exchanged in each call of
+    ``apply``, also where ``gradient_accumulation_steps`` applies several at once. Around a
+    ``LossScaleOptimizer`` the ranks agree about which steps overflow.
+
+    Args:
+        optimizer: A Keras 3 optimizer. Where one wraps another, pass the outermost.
+        name: What the gradients' names begin with. Without it optimizers are numbered in the order
+            in which they are distributed, which must then be the same on all ranks.
+        device_dense, device_sparse, sparse_as_dense: Not used: gradients are exchanged as dense
+            tensors, from host memory.
+        compression: One of :class:`byteps.keras.Compression`.
+        op: ``Average`` or ``Sum``.
+        process_set: A :class:`~byteps.common.ProcessSet` of the ranks that take part; not with JAX.
+    """
+    del device_dense, device_sparse, sparse_as_dense
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ConfigError(
+            f"DistributedOptimizer({type(optimizer).__name__}): a Keras 3 optimizer is wanted, as "
+            "keras.optimizers.Adam(1e-3)"
+        )
+    if getattr(optimizer, "is_distributed_by_byteps", False):
+        raise ConfigError(
+            "DistributedOptimizer: this optimizer is distributed already, and would exchange twice"
+        )
+    if op not in (Average, Sum):
+        raise ConfigError(f"op={op!r}: gradients are averaged or summed (Average, Sum)")
+    if name is None:
+        number = _registry.count_up("keras.DistributedOptimizer")
+        name = f"Gradient.{number}" if number else "Gradient"
+
+    def exchanged(gradients: Sequence[Any]) -> list[Any]:
+        whole = list(gradients)
+        there = [index for index, one in enumerate(whole) if one is not None]
+        names = [f"{name}.{index}" for index in there]
+        sent = [whole[index] for index in there]
+        results = _exchange.reduced(sent, names, compression, op, process_set) if sent else []
+        for index, result in zip(there, results, strict=True):
+            whole[index] = result
+        return whole
+
+    optimizer.__class__ = _distributed(type(optimizer), exchanged)
+    return optimizer
+
+
+def _distributed(base: Any, exchanged: Callable[[Sequence[Any]], list[Any]]) -> Any:
+    """A subclass that exchanges gradients once, whichever method it is called by."""
+    is_exchanged = False
+
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        if not is_exchanged:
+            grads = exchanged(grads)
+        return base.apply(self, grads, trainable_variables)
+
+    def stateless_apply(
+        self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any
+    ) -> Any:
+        nonlocal is_exchanged
+        averaged = exchanged(grads)
+        is_exchanged = True  # It may call `apply`.
+        try:
+            return base.stateless_apply(self, optimizer_variables, averaged, trainable_variables)
+        finally:
+            is_exchanged = False
+
+    methods = {
+        "apply": apply,
+        "stateless_apply": stateless_apply,
+        "is_distributed_by_byteps": True,
+        # Saved models name class and module.
+        "__module__": base.__module__,
+        "__doc__": base.__doc__,
+    }
+    return type(base.__name__, (base,), methods)
+
+
+def load_model(
+    filepath: Any,
+    custom_optimizers: Sequence[Any] | None = None,
+    custom_objects: dict[str, Any] | None = None,
+    compression: Any = Compression.none,
+) -> Any:
+    """``keras.saving.load_model`` of a model whose optimizer then is a DistributedOptimizer.
+
+    Args:
+        filepath: Of a model that was saved with a DistributedOptimizer, or without.
+        custom_optimizers: Classes of optimizers that are not Keras's own.
+        custom_objects: What else Keras has to know to load it.
+        compression: One of :class:`byteps.keras.Compression`.
+    """
+    known = {one.__name__: one for one in custom_optimizers or ()} | (custom_objects or {})
+    model = keras.saving.load_model(filepath, custom_objects=known)
+    if getattr(model, "optimizer", None) is not None:
+        model.optimizer = DistributedOptimizer(model.optimizer, compression=compression)
+    return model

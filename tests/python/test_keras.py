@@ -1,0 +1,272 @@
+"""byteps.keras and byteps.tensorflow.keras: optimizers, callbacks and saved models."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("keras", reason="Keras is not installed; python/environment installs it")
+pytest.importorskip(
+    "tensorflow", reason="TensorFlow is not installed; python/environment installs it"
+)
+
+from byteps.errors import ConfigError, MismatchError
+from cluster import clean_environment
+from tensorflow_ranks import on_ranks
+from test_failures import launch
+
+START_SECONDS = 180
+
+
+@pytest.fixture
+def keras_pair(pair):
+    """Two ranks that have imported Keras on TensorFlow."""
+    pair.run(on_ranks(lambda: __import__("keras_ranks") and None), timeout=START_SECONDS)
+    return pair
+
+
+def same_on_all(cluster, function, *arguments):
+    results = cluster.run(on_ranks(function), *arguments, timeout=START_SECONDS)
+    assert all(one == results[0] for one in results), "all ranks have the same bits"
+
+
+# Training
+
+
+def trained(compiled):
+    import keras_ranks
+
+    return keras_ranks.check(keras_ranks.momentum, **compiled)
+
+
+@pytest.mark.parametrize("compiled", [{}, {"jit_compile": False}, {"run_eagerly": True}], ids=str)
+def test_two_ranks_train_as_one(keras_pair, compiled):
+    same_on_all(keras_pair, trained, compiled)
+
+
+def trained_with(which):
+    import keras
+
+    import keras_ranks
+
+    optimizers = {
+        "loss scale": lambda: keras.optimizers.LossScaleOptimizer(keras_ranks.momentum()),
+        "accumulation": lambda: keras.optimizers.SGD(0.05, gradient_accumulation_steps=2),
+        "clipped": lambda: keras.optimizers.SGD(0.05, global_clipnorm=0.5),
+    }
+    return keras_ranks.check(optimizers[which])
+
+
+@pytest.mark.parametrize("which", ["loss scale", "accumulation", "clipped"])
+def test_optimizers_around_gradients(keras_pair, which):
+    same_on_all(keras_pair, trained_with, which)
+
+
+def overflow_on_one():
+    import keras
+    import numpy as np
+
+    import byteps.keras as bps
+    import keras_ranks
+
+    inner = keras_ranks.momentum()
+    optimizer = bps.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(inner))
+    model = keras_ranks.network(1, optimizer)
+    before = model.get_weights()
+    features, labels = keras_ranks.data()
+    if bps.rank() == 1:
+        features = np.full_like(features, np.inf)
+    model.fit(features, labels, epochs=1, batch_size=len(labels), verbose=0)
+    after = model.get_weights()
+    assert all(np.array_equal(*pair) for pair in zip(before, after, strict=True)), "left out by all"
+    return float(optimizer.dynamic_scale)
+
+
+def test_ranks_agree_about_overflow(keras_pair):
+    same_on_all(keras_pair, overflow_on_one)
+
+
+def by_xla():
+    import byteps.keras as bps
+    import keras_ranks
+
+    model = keras_ranks.network(
+        1, bps.DistributedOptimizer(keras_ranks.momentum()), jit_compile=True
+    )
+    with pytest.raises(ConfigError, match="pass jit_compile=False"):
+        model.fit(*keras_ranks.data(), verbose=0)
+
+
+def test_xla_is_refused(keras_pair):
+    keras_pair.run(on_ranks(by_xla), timeout=START_SECONDS)
+
+
+TRAIN_ON_A_BACK_END = """
+import hashlib
+import byteps.keras as bps
+bps.init()
+import keras, keras_ranks
+assert keras.backend.backend() == "{backend}"
+bits = keras_ranks.check(keras_ranks.momentum)
+optimizer = lambda: keras.optimizers.LossScaleOptimizer(keras_ranks.momentum())
+bits += keras_ranks.check(optimizer)
+digests = [hashlib.sha256(b"".join(bits)).hexdigest()]
+assert all(bps.broadcast_object(digests, rank) == digests for rank in range(bps.size()))
+print("all alike")
+"""
+
+
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_other_back_ends(backend):
+    if importlib.util.find_spec(backend) is None:
+        pytest.skip(f"{backend} is not installed; python/environment installs it")
+    run = subprocess.run(
+        [
+            *(sys.executable, "-m", "byteps.launch", "--local", "2", sys.executable),
+            *("-c", TRAIN_ON_A_BACK_END.format(backend=backend)),
+        ],
+        env=clean_environment() | {"KERAS_BACKEND": backend},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=START_SECONDS,
+        check=False,
+    )
+    assert run.returncode == 0 and run.stdout.count("all alike") == 2, run.stdout
+
+
+# Saved models
+
+
+def saved_and_loaded(folder):
+    import keras
+    import numpy as np
+
+    import byteps.tensorflow.keras as bps
+    import keras_ranks
+
+    optimizer = bps.DistributedOptimizer(keras_ranks.momentum())
+    model = keras_ranks.network(1, optimizer)
+    model.fit(*keras_ranks.data(), verbose=0, batch_size=8)
+    path = f"{folder}/{bps.rank()}.keras"
+    model.save(path)
+    plain = keras.saving.load_model(path)
+    assert type(plain.optimizer) is keras.optimizers.SGD
+    loaded = bps.load_model(path)
+    with pytest.raises(ConfigError, match="distributed already"):
+        bps.DistributedOptimizer(loaded.optimizer)
+    assert int(loaded.optimizer.iterations) == int(optimizer.iterations) > 0
+    # It exchanges: what ranks learn from other rows is the same.
+    loaded.fit(*keras_ranks.data(bps.rank(), bps.size()), verbose=0, batch_size=4, shuffle=False)
+    assert not np.array_equal(loaded.get_weights()[0], plain.get_weights()[0])
+    return [one.tobytes() for one in loaded.get_weights()]
+
+
+def test_saved_models(keras_pair, tmp_path):
+    same_on_all(keras_pair, saved_and_loaded, str(tmp_path))
+
+
+# Callbacks
+
+
+def learning_rates():
+    import keras
+
+    import byteps.keras as bps
+    import keras_ranks
+
+    rates = []
+
+    class Record(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            rates.append(float(self.model.optimizer.learning_rate))
+
+    def fit(callback, epochs, **compiled):
+        rates.clear()
+        model = keras_ranks.network(1, keras.optimizers.SGD(0.1, momentum=0.5), **compiled)
+        # Four batches an epoch.
+        model.fit(
+            *keras_ranks.data(),
+            batch_size=6,
+            epochs=epochs,
+            verbose=0,
+            callbacks=[callback, Record()],
+        )
+        return list(rates)
+
+    schedule = bps.callbacks.LearningRateScheduleCallback
+    halves = schedule(lambda epoch: 0.5**epoch, start_epoch=1, end_epoch=3)
+    assert fit(halves, 4)[::4] == pytest.approx([0.1, 0.05, 0.025, 0.025])
+    within = schedule(lambda epoch: epoch, staircase=False, initial_lr=1.0)
+    assert fit(within, 1) == pytest.approx([0.0, 0.25, 0.5, 0.75])
+    tenth = fit(schedule(0.1), 1, run_eagerly=True)
+    assert tenth == pytest.approx([0.01] * 4)
+    warmup = fit(bps.callbacks.LearningRateWarmupCallback(2), 3)
+    size = bps.size()
+    exact = [0.1 / size * ((batch + 1) / 4 * (size - 1) / 2 + 1) for batch in range(8)]
+    assert warmup == pytest.approx([*exact, *[0.1] * 4])
+
+
+def test_learning_rates(keras_pair):
+    keras_pair.run(on_ranks(learning_rates), timeout=START_SECONDS)
+
+
+def metrics_that_differ():
+    import byteps.keras as bps
+
+    callback = bps.callbacks.MetricAverageCallback()
+    logs = {"loss": float(bps.rank()), "accuracy": 1.0}
+    callback.on_epoch_end(0, logs)
+    assert logs == {"loss": (bps.size() - 1) / 2, "accuracy": 1.0}
+    more = {f"metric {index}": 0.0 for index in range(3 + bps.rank())}
+    with pytest.raises(MismatchError, match=r"keras\.metrics"):
+        callback.on_epoch_end(1, more)
+
+
+def test_metrics(keras_pair):
+    keras_pair.run(on_ranks(metrics_that_differ))
+
+
+# The rest
+
+
+def small_things():
+    import keras
+    import numpy as np
+
+    import byteps.keras as bps
+
+    rank, size = bps.rank(), bps.size()
+    mean = bps.push_pull(np.full(3, float(rank)), name="keras.value")
+    assert np.array_equal(mean, np.full(3, (size - 1) / 2))
+    total = bps.allreduce(np.ones(2), name="keras.total", average=False)
+    assert np.array_equal(total, np.full(2, size))
+    assert np.array_equal(bps.broadcast(np.full(3, rank), 1, name="keras.root"), np.ones(3))
+    with pytest.raises(ConfigError, match="no global variables"):
+        bps.broadcast_global_variables(0)
+    with pytest.raises(ConfigError, match="is not built"):
+        bps.broadcast_model(keras.Sequential([keras.layers.Dense(1)]), 0)
+    with pytest.raises(ConfigError, match=r"DistributedOptimizer\(int\)"):
+        bps.DistributedOptimizer(3)
+    with pytest.raises(ConfigError, match="averaged or summed"):
+        bps.DistributedOptimizer(keras.optimizers.SGD(), op=bps.ReduceOp.Max)
+
+
+def test_small_things(keras_pair):
+    keras_pair.run(on_ranks(small_things))
+
+
+def test_three_ranks_train_as_one(trio):
+    same_on_all(trio, trained, {})
+
+
+def test_train_digits():
+    pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+    script = Path(__file__).parents[2] / "python/examples/keras/train_digits.py"
+    result = launch([sys.executable, str(script)], timeout=START_SECONDS)
+    assert result.returncode == 0, result.stdout
+    assert "of digits that were held out" in result.stdout
