@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+os.environ["KERAS_BACKEND"] = "tensorflow"  # Whatever the user's own settings say.
 pytest.importorskip("keras", reason="Keras is not installed; python/environment installs it")
 pytest.importorskip(
     "tensorflow", reason="TensorFlow is not installed; python/environment installs it"
