@@ -116,7 +116,8 @@ impl Device {
             name,
             // The kernel writes addresses in lower case.
             pci_bus_id: pci_bus_id.to_ascii_lowercase(),
-            uuid: uuid.bytes.map(c_char::cast_unsigned),
+            // C's `char` has a sign on x86-64 and none on AArch64.
+            uuid: uuid.bytes.map(|byte| byte.to_ne_bytes()[0]),
         })))
     }
 

@@ -88,7 +88,8 @@ impl Nccl {
         // SAFETY: it writes the 128 bytes.
         let code = unsafe { (self.0.call.ncclGetUniqueId)(&raw mut id) };
         self.check("ncclGetUniqueId", code, std::ptr::null_mut())?;
-        Ok(id.internal.map(c_char::cast_unsigned))
+        // C's `char` has a sign on x86-64 and none on AArch64.
+        Ok(id.internal.map(|byte| byte.to_ne_bytes()[0]))
     }
 
     /// Joins a communicator of `ranks` ranks as `rank`, with this GPU. All its ranks call this with
@@ -112,7 +113,7 @@ impl Nccl {
         deadline: Duration,
         is_wanted: impl Fn() -> bool,
     ) -> Result<Comm, GpuError> {
-        let id = ncclUniqueId { internal: id.map(u8::cast_signed) };
+        let id = ncclUniqueId { internal: id.map(|byte| c_char::from_ne_bytes([byte])) };
         // Ranks beyond 2^31 are refused by NCCL as what they become here.
         let number = |value: u32| c_int::try_from(value).unwrap_or(-1);
         let mut config = Config::non_blocking(channels);
