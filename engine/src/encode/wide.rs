@@ -4,7 +4,9 @@
 //! (the compiler neither fuses nor reorders floating-point operations), so results do not depend on
 //! the CPU.
 
-use crate::reduce::{Isa, Kernels};
+#[cfg(target_arch = "x86_64")]
+use crate::reduce::Isa;
+use crate::reduce::Kernels;
 
 /// Evaluates an expression, compiled for the instruction set of these kernels. The functions that
 /// it calls must be `#[inline(always)]`: one that is not inlined is correct, but uses narrow

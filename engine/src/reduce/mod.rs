@@ -19,6 +19,8 @@ mod slices;
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 #[cfg(test)]
 mod tests;
 
@@ -34,6 +36,8 @@ use std::sync::OnceLock;
 pub enum Isa {
     /// One element at a time: the specification, on any CPU.
     Scalar,
+    /// NEON, in the baseline of AArch64.
+    Neon,
     /// AVX2 and F16C.
     Avx2,
     /// AVX-512 F, BW, VL and DQ.
@@ -42,13 +46,14 @@ pub enum Isa {
 
 impl Isa {
     /// Every instruction set, narrowest first.
-    pub const ALL: [Isa; 3] = [Isa::Scalar, Isa::Avx2, Isa::Avx512];
+    pub const ALL: [Isa; 4] = [Isa::Scalar, Isa::Neon, Isa::Avx2, Isa::Avx512];
 
     /// Lower-case name.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
             Isa::Scalar => "scalar",
+            Isa::Neon => "neon",
             Isa::Avx2 => "avx2",
             Isa::Avx512 => "avx512",
         }
@@ -124,8 +129,10 @@ impl Kernels {
             Isa::Avx2 => avx2::detected().then_some(&avx2::KERNELS),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => avx512::detected().then_some(&avx512::KERNELS),
-            #[cfg(not(target_arch = "x86_64"))]
-            Isa::Avx2 | Isa::Avx512 => None,
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon => Some(&neon::KERNELS),
+            #[allow(unreachable_patterns, reason = "no architecture has all of them")]
+            _ => None,
         }
     }
 

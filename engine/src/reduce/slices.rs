@@ -48,15 +48,13 @@ pub fn plain_add(isa: Isa, dtype: DType, acc: &mut [u8], src: &[u8]) {
     matching_count(dtype, acc, src);
     assert!(Kernels::with_isa(isa).is_some(), "this CPU has no {isa}");
     match isa {
-        Isa::Scalar => plain(dtype, acc, src),
         #[cfg(target_arch = "x86_64")]
         // SAFETY: `with_isa` has just said that the CPU has these instructions.
         Isa::Avx2 => unsafe { plain_avx2(dtype, acc, src) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: `with_isa` gives kernels of AVX-512 only where the CPU has it.
         Isa::Avx512 => unsafe { plain_avx512(dtype, acc, src) },
-        #[cfg(not(target_arch = "x86_64"))]
-        Isa::Avx2 | Isa::Avx512 => {}
+        _ => plain(dtype, acc, src),
     }
 }
 

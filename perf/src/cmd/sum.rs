@@ -34,7 +34,7 @@ pub fn command() -> Command {
         .arg(
             Arg::new("isa")
                 .long("isa")
-                .help("Instruction set: scalar, avx2 or avx512 [default: the widest here]")
+                .help("Instruction set: scalar, neon, avx2 or avx512 [default: the widest here]")
                 .value_parser(parse_isa),
         )
         .arg(number("rounds", "31", "Interleaved rounds, of which the median is taken"))

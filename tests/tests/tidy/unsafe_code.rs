@@ -16,6 +16,7 @@ const ALLOWED: &[&str] = &[
     "engine/src/reduce/avx2",
     "engine/src/reduce/avx512",
     "engine/src/reduce/blocks",
+    "engine/src/reduce/neon",
     "engine/src/reduce/merge",
     "engine/src/reduce/scalar",
     "engine/src/reduce/slices",

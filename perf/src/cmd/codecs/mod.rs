@@ -58,9 +58,9 @@ pub fn command() -> Command {
         .arg(
             Arg::new("isa")
                 .long("isa")
-                .help("Instruction set: scalar, avx2 or avx512 [default: the widest here]")
+                .help("Instruction set: scalar, neon, avx2 or avx512 [default: the widest here]")
                 .value_parser(|text: &str| {
-                    Isa::from_name(text).ok_or("use scalar, avx2 or avx512".to_owned())
+                    Isa::from_name(text).ok_or("use scalar, neon, avx2 or avx512".to_owned())
                 }),
         )
         .arg(
