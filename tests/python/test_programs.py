@@ -117,7 +117,16 @@ def test_mixed_precision():
     assert "scale 1.07374e+09" not in result.stdout
 
 
-@pytest.mark.parametrize("script", ["python/quickstart", "python/environment"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        "python/quickstart",
+        "python/environment",
+        "python/wheel",
+        "tests/wheel/root",
+        "tests/aarch64/run",
+    ],
+)
 def test_scripts_are_sound(script):
     if shutil.which("bash") is None:
         pytest.skip("there is no bash")
