@@ -15,6 +15,7 @@ mod error;
 mod fork;
 mod gradients;
 mod handle;
+mod mxnet;
 mod tensor;
 mod tf;
 mod uneven;
@@ -46,6 +47,8 @@ mod _native {
     use super::gradients::{Batch, GradientHooks, Hook};
     #[pymodule_export]
     use super::handle::{poll, release, wait};
+    #[pymodule_export]
+    use super::mxnet::{mxnet_functions, mxnet_push_pull};
     #[pymodule_export]
     use super::tensor::{
         declare, encoding, enqueue_results, enqueue_results_of_batches, keep, kept, open_gpu,

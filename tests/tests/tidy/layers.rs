@@ -125,6 +125,7 @@ const PYTHON: Layers = &[
     ("uneven", &["context", "error", "waiting"]),
     ("declared", &["error"]),
     ("completer", &[]),
+    ("mxnet", &["context", "error"]),
     ("xla", &["completer", "context", "declared", "error"]),
     ("tf", &["completer", "context", "declared", "error"]),
 ];
