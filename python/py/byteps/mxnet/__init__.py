@@ -1,0 +1,103 @@
+"""Training with MXNet, on CPUs::
+
+    import byteps.mxnet as bps
+
+    bps.init()
+    trainer = bps.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.05})
+
+Exchanges are operations of MXNet's engine: they return at once, and what uses an array comes behind
+its exchange.
+"""
+
+from typing import Any
+
+from byteps import common
+from byteps._operations import Average, Sum
+from byteps.common import (
+    barrier,
+    cross_rank,
+    cross_size,
+    get_pushpull_speed,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    size,
+    start_timeline,
+    stop_timeline,
+)
+from byteps.mxnet import _engine
+from byteps.mxnet.compression import Compression
+from byteps.mxnet.kvstore import BytePS, Dist_BytePS
+from byteps.mxnet.ops import (
+    broadcast_parameters,
+    byteps_declare_tensor,
+    byteps_push_pull,
+    declare,
+    push_pull,
+)
+from byteps.mxnet.optimizer import DistributedOptimizer, DistributedTrainer
+
+__all__ = [
+    "Average",
+    "BytePS",
+    "Compression",
+    "Dist_BytePS",
+    "DistributedOptimizer",
+    "DistributedTrainer",
+    "Sum",
+    "barrier",
+    "broadcast_parameters",
+    "byteps_declare_tensor",
+    "byteps_push_pull",
+    "cross_rank",
+    "cross_size",
+    "declare",
+    "get_pushpull_speed",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "push_pull",
+    "rank",
+    "resume",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+    "suspend",
+]
+
+
+def init(lazy: Any = True) -> None:
+    """Starts the engine of this process and returns when all nodes of the job are there.
+
+    See :func:`byteps.common.init`.
+    """
+    _engine.load()
+    common.init(lazy)
+
+
+def shutdown() -> None:
+    """Ends the engine of this process, behind all exchanges that have been called.
+
+    An exchange that fails then has its error where its array is waited for.
+    """
+    _engine.drain()
+    common.shutdown()
+
+
+def suspend() -> None:
+    """Leaves the job for a while, behind all exchanges that have been called.
+
+    See :func:`byteps.common.suspend`.
+    """
+    _engine.drain()
+    common.suspend()
+
+
+def resume(num_workers: int, num_servers: int, global_rank: int = -1, context: Any = None) -> None:
+    """Comes back after :func:`suspend`. See :func:`byteps.common.resume`."""
+    common.resume(num_workers, num_servers, global_rank, context)
