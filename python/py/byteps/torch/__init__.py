@@ -76,8 +76,8 @@ from byteps.torch.gather import (
     grouped_allgather,
     grouped_allgather_async,
 )
-from byteps.torch.local_sgd import LocalSGD
 from byteps.torch.joining import join
+from byteps.torch.local_sgd import LocalSGD
 from byteps.torch.ops import (
     Adasum,
     Average,
