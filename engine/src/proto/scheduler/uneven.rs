@@ -159,7 +159,9 @@ impl Scheduler {
         let followed = |&tensor: &u32| {
             let said = running.registry.said(tensor)?.clone();
             let pushes = running.uneven.pushes[tensor as usize];
-            said.members.contains(rank).then_some(Followed { tensor, pushes, said })
+            // Nobody waits for its deltas where the value is the servers'.
+            let is_awaited = said.members.contains(rank) && said.store.is_none();
+            is_awaited.then_some(Followed { tensor, pushes, said })
         };
         let all: Vec<Followed> = tensors.iter().filter_map(followed).collect();
         for some in all.chunks(FOLLOWED_MAX) {

@@ -1,6 +1,7 @@
 //! Ranks that run out of data before others, and follow what those push.
 
 use super::*;
+use crate::proto::store::Store;
 use crate::proto::uneven::{FOLLOWED_MAX, Followed, Pushes, UnevenOrder, UnevenReport};
 
 fn pushes(all: &[(u32, u64)]) -> Vec<Pushes> {
@@ -116,6 +117,25 @@ fn only_its_ranks_follow_a_set_and_its_root_may_have_joined() {
         bench.say(0, NodeMessage::Uneven(UnevenReport::IsRootThere { request: 7, tensor }));
         assert_eq!(bench.orders(0), root(None));
     }
+}
+
+#[test]
+fn nobody_follows_values_that_servers_keep() {
+    let mut bench = Bench::formed(2, 1);
+    let store = Some(Store { root: Rank(0), staleness: None });
+    let stored = Declaration { operation: Operation::Sum, store, ..tensor("w", 4) };
+    for node in 0..2 {
+        bench.declare(node, 1, &[tensor("a", 10), stored.clone()]);
+    }
+    for node in [0, 1, 100] {
+        bench.heard(node);
+    }
+    bench.say(1, joined(&[(0, 5), (1, 1)]));
+    assert_eq!(bench.orders(0), [UnevenOrder::Report]);
+    bench.say(0, pushed(&[(0, 5), (1, 8)]));
+    assert!(bench.orders(1).is_empty());
+    bench.say(0, pushed(&[(0, 6), (1, 9)]));
+    assert_eq!(bench.follows(1), [("a".to_owned(), 0, 6)]);
 }
 
 #[test]
