@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+
+import pytest
 
 from cluster import clean_environment
 
@@ -125,6 +128,8 @@ def test_torch_without_the_backend(tmp_path):
 
 
 def test_the_comparison_of_starts_runs():
+    if os.environ.get("TEST_FRAMEWORKS") != "all":
+        pytest.skip("a minute of starting jobs, on demand: tests/run --frameworks all")
     script = ROOT / "perf" / "start_up.py"
     options = ["--rounds", "1", "--json", "--ways", "bpslaunch-optimizer"]
     run = subprocess.run(

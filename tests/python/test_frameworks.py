@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -51,13 +52,20 @@ def losses(launcher, program, ranks, backend):
     return [float(loss) for _, loss in found]
 
 
+#: What runs always, by the launcher that is ours; each program starts three jobs otherwise.
+ALWAYS = "hf_trainer"
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_losses_are_those_over_gloo(program):
     ranks, package = PROGRAMS[program]
+    runs_all = os.environ.get("TEST_FRAMEWORKS") == "all"
+    if not runs_all and program != ALWAYS:
+        pytest.skip("runs on demand: tests/run --frameworks all")
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed; python/environment installs it")
     wanted = losses("torchrun", program, ranks, "gloo")
     assert wanted[-1] < wanted[0], "it learns"
-    for launcher in ("torchrun", "bpslaunch"):
+    for launcher in ("torchrun", "bpslaunch") if runs_all else ("bpslaunch",):
         found = losses(launcher, program, ranks, "byteps")
         assert found == pytest.approx(wanted, rel=1e-4, abs=2e-4), launcher
