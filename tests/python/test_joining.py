@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import byteps.torch as bps
-from byteps.errors import PeerDiedError, UsageError
+from byteps.errors import MismatchError, PeerDiedError, UsageError
 from cluster import Cluster
 from conftest import initialise
 
@@ -114,6 +114,27 @@ def new_to_the_rank_that_joined():
 
 def test_a_rank_that_joins_at_once_reduces_what_it_does_not_know(three):
     assert three.run(new_to_the_rank_that_joined) == [[3.0] * 3] * 3
+
+
+def after_a_mismatch():
+    """The rank that declared a tensor first has pushed it, and no other one ever will."""
+    size = bps.size()
+    for first in range(size):
+        with pytest.raises(MismatchError):
+            bps.allreduce(torch.ones(3 + bps.rank()), name=f"disagreed.{first}")
+        with pytest.raises(MismatchError):
+            bps.allreduce(torch.ones(3 + bps.rank()))
+        if bps.rank() == first:
+            bps.join()
+        else:
+            total = bps.allreduce(torch.ones(3), name=f"agreed.{first}", op=bps.Sum)
+            assert total.tolist() == [size - 1.0] * 3
+            assert bps.allreduce(torch.ones(4), op=bps.Sum).tolist() == [size - 1.0] * 4
+            bps.join()
+
+
+def test_what_ranks_have_disagreed_about_is_not_followed(three):
+    three.run(after_a_mismatch)
 
 
 def all_at_once():

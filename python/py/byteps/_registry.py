@@ -431,7 +431,7 @@ def declare(tensors: Sequence[Tensor]) -> list[int]:
         return [_declared[tensor] for tensor in tensors]
 
 
-def _declare_each(tensors: Sequence[Tensor]) -> tuple[list[int | None], MismatchError | None]:
+def declare_each(tensors: Sequence[Tensor]) -> tuple[list[int | None], MismatchError | None]:
     """Their numbers; none for those about which the ranks disagree, and that error."""
     try:
         return list(declare(tensors)), None
@@ -468,7 +468,7 @@ def declare_for_program(
         for name, dtype, shape, operation, root, encoding, ranks in said
     ]
     with _lock:
-        return _declare_each(tensors)
+        return declare_each(tensors)
 
 
 _native.declare_by(declare_for_program)
@@ -499,7 +499,7 @@ def start(
         twice = next(name for name in names if names.count(name) > 1)
         raise UsageError(f"the name '{twice}' stands twice in one group: give each its own")
     with _lock:
-        numbers, mismatch = _declare_each(tensors)
+        numbers, mismatch = declare_each(tensors)
         declared = [
             (number, send)
             for number, send in zip(numbers, sends, strict=True)

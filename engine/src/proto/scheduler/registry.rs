@@ -176,8 +176,13 @@ impl Registry {
     /// for such a one.
     pub(super) fn name_of(&self, key: Key) -> Option<&str> {
         let tensor = *self.keys.get(usize::try_from(key.0).ok()?)?;
-        let name = &self.tensors.get(tensor as usize)?.said.name;
-        self.names.get(name)?.spoiled.is_none().then_some(name.as_str())
+        self.agreed(tensor).map(|said| said.name.as_str())
+    }
+
+    /// What a tensor is, unless ranks disagree about its name.
+    pub(super) fn agreed(&self, tensor: u32) -> Option<&Declaration> {
+        let said = self.said(tensor)?;
+        self.names.get(&said.name)?.spoiled.is_none().then_some(said)
     }
 
     /// The ranks that push what this name stands for.

@@ -157,9 +157,10 @@ impl Scheduler {
     fn follow(&mut self, rank: Rank, tensors: &[u32]) {
         let Phase::Running(running) = &self.phase else { return };
         let followed = |&tensor: &u32| {
-            let said = running.registry.said(tensor)?.clone();
+            // Whoever pushed what ranks disagree about has been told so, and waits no longer.
+            let said = running.registry.agreed(tensor)?.clone();
             let pushes = running.uneven.pushes[tensor as usize];
-            // Nobody waits for its deltas where the value is the servers'.
+            // Nor does anybody wait for its deltas where the value is the servers'.
             let is_awaited = said.members.contains(rank) && said.store.is_none();
             is_awaited.then_some(Followed { tensor, pushes, said })
         };

@@ -70,10 +70,11 @@ def _follow(told: Sequence[tuple[Any, ...]]) -> list[int]:
 def _push(
     tensors: Sequence[_registry.Tensor], totals: dict[_registry.Tensor, int]
 ) -> Iterable[int]:
-    # The ranks that disagree about a tensor are told so by their own calls.
+    # The ranks that disagree about a tensor are told so by their own calls; the others wait.
+    found, _ = _registry.declare_each(tensors)
+    numbers = {one: number for one, number in zip(tensors, found, strict=True) if number is not None}
     with contextlib.suppress(MismatchError):
-        numbers = dict(zip(tensors, _registry.declare(tensors), strict=True))
-        while behind := [one for one in tensors if _native.pushes(numbers[one]) < totals[one]]:
+        while behind := [one for one in numbers if _native.pushes(numbers[one]) < totals[one]]:
             values = [_neutral(tensor) for tensor in behind]
             sends = [
                 _registry.Send(tensor, value.data_ptr(), value.data_ptr())

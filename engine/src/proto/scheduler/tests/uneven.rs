@@ -139,6 +139,21 @@ fn nobody_follows_values_that_servers_keep() {
 }
 
 #[test]
+fn nobody_follows_what_ranks_disagree_about() {
+    let mut bench = Bench::with_tensors(3);
+    bench.declare(0, 3, &[tensor("c", 4)]);
+    bench.declare(1, 3, &[tensor("c", 5)]);
+    for node in [0, 1, 2, 100] {
+        bench.heard(node);
+    }
+    // Rank 0 had pushed it before it heard of that.
+    bench.say(1, joined(&[]));
+    bench.say(2, pushed(&[]));
+    bench.say(0, pushed(&[(0, 1), (2, 1)]));
+    assert_eq!(bench.follows(1), [("a".to_owned(), 0, 1)]);
+}
+
+#[test]
 fn ranks_that_have_joined_are_not_waited_for_at_barriers() {
     let mut bench = Bench::with_tensors(3);
     bench.say(0, NodeMessage::Barrier { request: 4 });
