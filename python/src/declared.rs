@@ -28,6 +28,8 @@ pub struct Declared {
     pub encoding: String,
     /// The ranks that it is for; none where it is for all.
     pub ranks: Vec<u32>,
+    /// It is in the memory of the GPU.
+    pub device: bool,
 }
 
 /// Numbers of tensors, none where the ranks disagree about one, and what they disagree about.
@@ -43,7 +45,7 @@ fn lock() -> MutexGuard<'static, HashMap<Declared, u32>> {
 }
 
 /// From now on `declare` is asked for the numbers of tensors. It gets a list of (name, type, shape,
-/// operation, root, encoding, ranks), and returns their numbers, None where the ranks disagree
+/// operation, root, encoding, ranks, on the GPU), and returns their numbers, None where the ranks disagree
 /// about one, and the error that says so.
 #[pyfunction]
 pub fn declare_by(declare: Py<PyAny>) {
@@ -95,8 +97,8 @@ fn ask(py: Python<'_>, tensors: &[Declared]) -> PyResult<(Vec<Option<u32>>, Opti
     let said: Vec<_> = tensors
         .iter()
         .map(|tensor| {
-            let Declared { name, operation, root, dtype, shape, encoding, ranks } = tensor;
-            (name, dtype, shape, operation, root, encoding, ranks)
+            let Declared { name, operation, root, dtype, shape, encoding, ranks, device } = tensor;
+            (name, dtype, shape, operation, root, encoding, ranks, device)
         })
         .collect();
     let (numbers, refused) =

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import signal
 import time
 
@@ -565,19 +566,37 @@ def test_other_releases_are_refused(monkeypatch):
 
 
 def test_arrays_elsewhere_are_refused():
-    class Gpu:
-        platform = "gpu"
+    class Device:
+        platform = "tpu"
 
     class Array:
         is_fully_addressable = True
 
         def devices(self):
-            return {Gpu()}
+            return {Device()}
 
     from byteps.jax import _arrays
 
-    with pytest.raises(TensorError, match=r"device of kind 'gpu': set JAX_PLATFORMS=cpu"):
-        _arrays.check_place(Array(), _arrays.How("x", "sum", 0, 0))
-    lowered = jax.jit(lambda x: bps.push_pull(x, name="x")).trace(jnp.ones(3))
+    with pytest.raises(TensorError, match=r"device of kind 'tpu': set JAX_PLATFORMS=cpu"):
+        _arrays.gpu_of(Array(), _arrays.How("x", "sum", 0, 0))
+    traced = jax.jit(lambda x: bps.push_pull(x, name="x")).trace(jnp.ones(3))
     with pytest.raises(TensorError, match=r"push_pull of 'x': byteps.jax sends arrays from host"):
-        lowered.lower(lowering_platforms=("cuda",))
+        traced.lower(lowering_platforms=("tpu",))
+
+
+def test_a_program_for_gpus_exchanges_arrays_in_their_places():
+    tree = {"a": jnp.ones(3), "b": jnp.ones((2, 2))}
+    traced = jax.jit(lambda tree: bps.push_pull(tree, name="x")).trace(tree)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    pushes = [line for line in text.splitlines() if "@byteps_push_on_gpu(" in line]
+    pull = next(line for line in text.splitlines() if "@byteps_pull_on_gpu(" in line)
+    alias = "output_operand_alias<output_tuple_indices = [{0}], operand_index = {0}"
+    assert len(pushes) == 2
+    for index, push in enumerate(pushes):
+        assert alias.format(0) in push
+        # The pull's argument is the push's result, and its result is there again.
+        result = push.split(":2 =")[0].strip()
+        assert f"{result}#0" in pull and f"{result}#1" in pull
+        assert alias.format(index) in pull
+    numbers = [re.search(r"exchange = (\d+) : i64", push)[1] for push in pushes]
+    assert f'exchanges = "{",".join(numbers)}"' in pull

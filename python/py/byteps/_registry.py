@@ -139,6 +139,7 @@ _counters: dict[Any, int] = {}
 held: set[Any] = set()
 _jobs = 0
 _gpu: int | None = None
+_gpu_of_programs: int | None = None
 # What encoded tensors are to go on with, once they are declared.
 _to_keep: dict[Tensor, Kept] = {}
 _turns: dict[tuple[tuple[int, ...] | None, int, int], _Turn] = {}
@@ -253,6 +254,12 @@ def use_gpu(ordinal: int) -> None:
         with _lock:
             _native.open_gpu(ordinal)
             _gpu = ordinal
+
+
+def send_programs_from(ordinal: int) -> None:
+    """To be called when a program is compiled for this GPU: it may run in jobs that are to come."""
+    global _gpu_of_programs
+    _gpu_of_programs = ordinal
 
 
 def open_gpu() -> int | None:
@@ -449,11 +456,12 @@ def declare_each(tensors: Sequence[Tensor]) -> tuple[list[int | None], MismatchE
 
 
 def declare_for_program(
-    said: Sequence[tuple[str, str, list[int], str, int, str, list[int]]],
+    said: Sequence[tuple[str, str, list[int], str, int, str, list[int], bool]],
 ) -> tuple[list[int | None], MismatchError | None]:
     """The numbers of tensors that a compiled program exchanges, and what the ranks disagree about.
 
-    Each is (name, type, shape, operation, root, encoding or :data:`NOT_ENCODED`, ranks or none).
+    Each is (name, type, shape, operation, root, encoding or :data:`NOT_ENCODED`, ranks or none, on
+    the GPU).
     """
     tensors = [
         Tensor(
@@ -462,12 +470,15 @@ def declare_for_program(
             tuple(shape),
             operation,
             root,
+            device,
             ranks=tuple(ranks) or None,
             encoding=None if encoding == NOT_ENCODED else encoding,
         )
-        for name, dtype, shape, operation, root, encoding, ranks in said
+        for name, dtype, shape, operation, root, encoding, ranks, device in said
     ]
     with _lock:
+        if _gpu_of_programs is not None and any(tensor.device for tensor in tensors):
+            use_gpu(_gpu_of_programs)
         return declare_each(tensors)
 
 
@@ -484,13 +495,15 @@ def start(
     memory: Any,
     finish: Callable[[Any], Any],
     stream: Callable[[], int] | None = None,
+    host_waits: bool = False,
 ) -> int:
     """Starts to send; returns one handle for all.
 
     ``memory`` is kept alive until it is done, and ``finish(memory)`` is what :func:`synchronize`
     returns.
     Tensors of a GPU are read after what ``stream()`` says that the framework has enqueued there by
-    now, and :func:`synchronize` makes ``stream()`` of then wait for the results, not the host.
+    now, and :func:`synchronize` makes ``stream()`` of then wait for the results, not the host;
+    with ``host_waits`` it is the host that waits.
     """
     global _next_handle
     tensors = [send.tensor for send in sends]
@@ -517,7 +530,7 @@ def start(
         label = sends[0].tensor.name if sends else "nothing"
         if len(sends) > 1:
             label += f" and {len(sends) - 1} more"
-        pending = _Pending((), (), label, memory, finish, stream)
+        pending = _Pending((), (), label, memory, finish, None if host_waits else stream)
         try:
             if on_gpu and stream:
                 pending.natives = pending.on_gpu = tuple(_native.push_pull_gpu(on_gpu, stream()))

@@ -150,6 +150,7 @@ impl Kernel {
             shape,
             encoding: if is_float { self.encoding.clone() } else { "none".to_owned() },
             ranks: self.ranks.clone(),
+            device: false,
         })
     }
 }

@@ -89,7 +89,8 @@ struct ContextQuery {
     size: usize,
     extension: *mut Extension,
     context: *mut c_void,
-    /// Room for an `i64` (the run) or an `i32` (the device) in the first half.
+    /// Room for a pointer (the stream), an `i64` (the run) or an `i32` (the device) in the first
+    /// half.
     value: i64,
 }
 
@@ -167,6 +168,7 @@ const DTYPE_S64: i32 = 5;
 /// Numbers of functions in [`Api`].
 const ERROR_CREATE: usize = 0;
 const ERROR_DESTROY: usize = 2;
+const STREAM_GET: usize = 4;
 const FUTURE_CREATE: usize = 13;
 const FUTURE_SET_AVAILABLE: usize = 14;
 const FUTURE_SET_ERROR: usize = 15;
@@ -435,11 +437,16 @@ impl<'a> Call<'a> {
         self.query(DEVICE_ORDINAL, 4).map_or(0, |value| value & 0xffff_ffff)
     }
 
+    /// The CUDA stream in which the call is to enqueue its work; `None` on other devices.
+    pub fn stream(&self) -> Option<usize> {
+        self.query(STREAM_GET, 8).map(|address| address.cast_unsigned() as usize)
+    }
+
     fn query(&self, number: usize, bytes: usize) -> Option<i64> {
         let size = size_of::<ContextQuery>() - 8 + bytes;
         let (extension, context) = (ptr::null_mut(), self.0.context);
         let mut query = ContextQuery { size, extension, context, value: 0 };
-        // SAFETY: both functions that are called by number here take this structure.
+        // SAFETY: all functions that are called by number here take this structure.
         let ask: unsafe extern "C" fn(*mut ContextQuery) -> RawError =
             unsafe { function(self.0.api, number) }?;
         // SAFETY: the context is that of this call; the structure lives until it returns.

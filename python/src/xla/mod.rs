@@ -6,12 +6,16 @@
 //! branches and other transformations: a pull depends on its pushes by their tickets, and a push
 //! without a pull is dropped, on all ranks alike.
 //!
+//! On a GPU ([`on_gpu`]) both only enqueue: the engine works where the array lies, which a push
+//! returns, so that it stays there for the pull.
+//!
 //! XLA finds the calls by address ([`xla_handlers`]).
 
 #![allow(unsafe_code)]
 
 mod abi;
 mod exchanges;
+pub mod on_gpu;
 mod pull;
 
 use crate::completer;
@@ -22,12 +26,13 @@ use pyo3::prelude::*;
 use std::ptr;
 use std::sync::{Mutex, PoisonError};
 
-/// The addresses of the custom calls `push` and `pull`, for a release of jaxlib.
+/// The addresses of the custom calls for a release of jaxlib: `push` and `pull` on CPUs, and the
+/// same on GPUs.
 #[pyfunction]
-pub fn xla_handlers(jaxlib: (u32, u32, u32)) -> (usize, usize) {
+pub fn xla_handlers(jaxlib: (u32, u32, u32)) -> [usize; 4] {
     abi::set_release(jaxlib);
-    let address = |handler: Handler| (handler as *const ()).expose_provenance();
-    (address(push), address(pull))
+    let handlers: [Handler; 4] = [push, pull, on_gpu::push, on_gpu::pull];
+    handlers.map(|handler| (handler as *const ()).expose_provenance())
 }
 
 type Handler = unsafe extern "C" fn(*mut CallFrame) -> RawError;
@@ -58,6 +63,7 @@ pub fn xla_version() -> Option<(i32, i32, bool)> {
 #[pyfunction]
 pub fn xla_forget() {
     exchanges::forget_all();
+    on_gpu::forget_all();
 }
 
 /// What the engine calls a type of XLA's, and the bytes of an element.
@@ -96,6 +102,19 @@ fn ticket_of(buffer: Option<Buffer<'_>>) -> Option<*mut u8> {
 const NOT_OURS: &str = "byteps.errors.UsageError: a custom call of byteps has other arguments than \
     byteps.jax gives it: call byteps.jax.push_pull";
 
+/// What a push exchanges, in the host's memory; its address; its bytes.
+fn described(call: &Call<'_>) -> Option<(Declared, *mut u8, usize)> {
+    let argument = call.argument(0)?;
+    let (dtype, shape, bytes) = size_of_buffer(argument)?;
+    let name = call.text("name")?.to_owned();
+    let operation = call.text("operation")?.to_owned();
+    let root = u32::try_from(call.number("root")?).ok()?;
+    let encoding = call.text("encoding")?.to_owned();
+    let (ranks, device) = (Vec::new(), false);
+    let tensor = Declared { name, operation, root, dtype, shape, encoding, ranks, device };
+    Some((tensor, argument.data, bytes))
+}
+
 /// One argument: the array. One result: the ticket.
 ///
 /// # Safety
@@ -107,19 +126,11 @@ unsafe extern "C" fn push(frame: *mut CallFrame) -> RawError {
         Err(answer) => return answer,
     };
     let parsed = || {
-        let argument = call.argument(0)?;
-        let (dtype, shape, bytes) = size_of_buffer(argument)?;
-        let name = call.text("name")?;
-        let name = match place_of(call.device()) {
-            0 => name.to_owned(),
-            device => format!("{name}@device {device}"),
-        };
-        let operation = call.text("operation")?.to_owned();
-        let root = u32::try_from(call.number("root")?).ok()?;
-        let encoding = call.text("encoding")?.to_owned();
-        let ranks = Vec::new();
-        let tensor = Declared { name, operation, root, dtype, shape, encoding, ranks };
-        Some((tensor, argument.data, bytes, call.number("priority")?, ticket_of(call.result(0))?))
+        let (mut tensor, array, bytes) = described(&call)?;
+        if let device @ 1.. = place_of(call.device()) {
+            tensor.name = format!("{}@device {device}", tensor.name);
+        }
+        Some((tensor, array, bytes, call.number("priority")?, ticket_of(call.result(0))?))
     };
     let Some((tensor, data, bytes, priority, target)) = parsed() else {
         return call.error(Code::InvalidArgument, NOT_OURS);

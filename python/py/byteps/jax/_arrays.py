@@ -1,4 +1,8 @@
-"""From a JAX array to an address and back, outside of compiled programs."""
+"""From a JAX array to an address and back, outside of compiled programs.
+
+JAX runs its own work on streams that it shows to nobody, so the host waits for an array of a GPU
+before it is handed over, and for the result before JAX sees it.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from byteps import _dtypes, _registry
 from byteps.errors import TensorError
+from byteps.jax import _gpu
 
 # XLA uses memory of others as it is where it begins at a multiple of this.
 _ALIGNMENT = 64
@@ -38,32 +44,48 @@ def _label(name: str | None) -> str:
     return f"'{name}'" if name else "an array without a name"
 
 
-def tensor_of(array: Any, how: How) -> _registry.Tensor:
+def tensor_of(array: Any, how: How, on_gpu: bool = False) -> _registry.Tensor:
     """What the ranks must agree on. ``array`` has ``shape`` and ``dtype``."""
     dtype = dtype_of(array, how.name)
     return _registry.Tensor(
-        how.name or "", dtype, tuple(array.shape), how.operation, how.root, encoding=how.encoding
+        how.name or "",
+        dtype,
+        tuple(array.shape),
+        how.operation,
+        how.root,
+        on_gpu,
+        encoding=how.encoding,
     )
 
 
-def check_place(array: Any, how: How) -> None:
-    """Raises unless the array is in host memory of this process."""
+def gpu_of(array: Any, how: How) -> Any:
+    """The GPU that the array is on; None if it is in host memory. Raises for what is elsewhere."""
     if not array.is_fully_addressable:
         raise TensorError(
             f"push_pull of {_label(how.name)}: parts of the array are in other processes "
             "(jax.distributed): pass arrays of this process's own devices"
         )
-    for device in array.devices():
-        if device.platform != "cpu":
+    devices = list(array.devices())
+    for device in devices:
+        if device.platform not in ("cpu", _gpu.PLATFORM):
             raise TensorError(elsewhere(_label(how.name), device.platform))
+    if devices[0].platform == "cpu":
+        return None
+    if len(devices) > 1:
+        raise TensorError(
+            f"push_pull of {_label(how.name)}: the array is on {len(devices)} GPUs, and byteps "
+            "sends from one in each process: start a process for each GPU, each with its own in "
+            "CUDA_VISIBLE_DEVICES"
+        )
+    return devices[0]
 
 
 def elsewhere(what: str, platform: str) -> str:
     """Why an array on such a device is refused."""
     return (
-        f"push_pull of {what}: byteps.jax sends arrays from host memory, and this one is on a "
-        f"device of kind '{platform}': set JAX_PLATFORMS=cpu, or move it by "
-        "jax.device_put(array, jax.devices('cpu')[0]); byteps.torch sends from GPUs"
+        f"push_pull of {what}: byteps.jax sends arrays from host memory and from NVIDIA GPUs, and "
+        f"this one is on a device of kind '{platform}': set JAX_PLATFORMS=cpu, or move it by "
+        "jax.device_put(array, jax.devices('cpu')[0])"
     )
 
 
@@ -85,24 +107,46 @@ def start(
     """Starts to exchange these arrays; a handle of the registry's, whose result is that of
     ``then`` for the new arrays."""
     chosen = iter(_registry.unnamed(sum(not how.name for how in hows)))
+    places = [gpu_of(array, how) for array, how in zip(arrays, hows, strict=True)]
+    targets: list[Any] = []
+    for array, place in zip(arrays, places, strict=True):
+        if place is None:
+            targets.append(_room(array.shape, array.dtype))
+        else:
+            _gpu.use(place)
+            targets.append(jnp.zeros(array.shape, array.dtype, device=place))
+    on_gpu = [
+        pair for *pair, place in zip(arrays, targets, places, strict=True) if place is not None
+    ]
+    jax.block_until_ready(on_gpu)
     sends, memory = [], []
-    for array, how in zip(arrays, hows, strict=True):
-        check_place(array, how)
+    for array, how, place, target in zip(arrays, hows, places, targets, strict=True):
         named = how if how.name else how._replace(name=next(chosen))
-        source = np.ascontiguousarray(np.asarray(array))
-        target = _room(array.shape, array.dtype)
+        if place is None:
+            source = np.ascontiguousarray(np.asarray(array))
+            addresses = source.ctypes.data, target.ctypes.data
+        else:
+            source = array
+            addresses = array.unsafe_buffer_pointer(), target.unsafe_buffer_pointer()
         memory.append((array, source, target))
-        addresses = source.ctypes.data, target.ctypes.data
-        sends.append(_registry.Send(tensor_of(array, named), *addresses, how.priority))
+        tensor = tensor_of(array, named, place is not None)
+        sends.append(_registry.Send(tensor, *addresses, how.priority))
 
     def finish(memory: Any) -> Any:
         return then([_like(array, target) for array, _, target in memory])
 
-    return _registry.start(sends, memory, finish)
+    return _registry.start(sends, memory, finish, _default_stream, host_waits=True)
 
 
-def _like(array: jax.Array, values: np.ndarray[Any, Any]) -> jax.Array:
+def _default_stream() -> int:
+    """Nothing is enqueued there, and nothing is left to wait for."""
+    return 0
+
+
+def _like(array: jax.Array, values: Any) -> jax.Array:
     """A new array where the other one is: these values, which it uses as they lie if it can."""
+    if isinstance(values, jax.Array):
+        return values
     place = array.sharding if getattr(array, "committed", True) else None
     new: jax.Array = jax.device_put(values, place)
     return new

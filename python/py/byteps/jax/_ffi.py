@@ -1,4 +1,4 @@
-"""The way into XLA: which releases of jaxlib there may be, and our two custom calls in them."""
+"""The way into XLA: which releases of jaxlib there may be, and our custom calls in them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ _FLOOR = (0, 4, 38)
 
 PUSH = "byteps_push"
 PULL = "byteps_pull"
+PUSH_ON_GPU = "byteps_push_on_gpu"
+PULL_ON_GPU = "byteps_pull_on_gpu"
+
+_PLATFORMS = {PUSH: "cpu", PULL: "cpu", PUSH_ON_GPU: "CUDA", PULL_ON_GPU: "CUDA"}
 
 
 def _release() -> tuple[int, int, int]:
@@ -45,9 +49,10 @@ def _load() -> Any:
         ffi = importlib.import_module("jax.ffi")
     except ImportError:  # Before 0.5.
         ffi = importlib.import_module("jax.extend.ffi")
-    push, pull = _native.xla_handlers(release)
-    for name, address in ((PUSH, push), (PULL, pull)):
-        ffi.register_ffi_target(name, ffi.pycapsule(address), platform="cpu")
+    for (name, platform), address in zip(
+        _PLATFORMS.items(), _native.xla_handlers(release), strict=True
+    ):
+        ffi.register_ffi_target(name, ffi.pycapsule(address), platform=platform)
     return ffi
 
 

@@ -21,7 +21,7 @@ from jax.interpreters import ad, batching, mlir
 
 from byteps import _native, _registry
 from byteps.errors import ConfigError, TensorError
-from byteps.jax import _arrays, _ffi
+from byteps.jax import _arrays, _ffi, _gpu
 from byteps.jax._arrays import How
 
 exchange_p = Primitive("byteps_push_pull")
@@ -29,6 +29,9 @@ exchange_p.multiple_results = True
 
 # Numbers for exchanges without a name, in the order in which programs are compiled.
 _compiled = itertools.count()
+
+# Numbers for exchanges on GPUs.
+_exchanges = itertools.count()
 
 
 def exchange(arrays: Sequence[Any], hows: Sequence[How]) -> list[Any]:
@@ -52,9 +55,12 @@ exchange_p.def_abstract_eval(lambda *avals, hows: [aval.update(weak_type=False) 
 # In programs
 
 
-def _lower_on_cpu(ctx: Any, *operands: Any, hows: tuple[How, ...]) -> Any:
-    _ffi.check_version()
-    _native.xla_devices([device.id for device in jax.local_devices(backend="cpu")])
+# A push's ticket, which makes the pull depend on it.
+_TICKET = jax.core.ShapedArray((2,), np.uint32)
+
+
+def _declared(ctx: Any, hows: Sequence[How], on_gpu: bool) -> list[How]:
+    """With names, and made known where there is a job."""
     named = [
         how if how.name else how._replace(name=f"<compiled {next(_compiled)}>") for how in hows
     ]
@@ -62,26 +68,58 @@ def _lower_on_cpu(ctx: Any, *operands: Any, hows: tuple[How, ...]) -> Any:
         # One round trip for all, and what the ranks disagree about is an exception of its class.
         # A program that is run in another job declares them then.
         _registry.declare(
-            [_arrays.tensor_of(aval, how) for aval, how in zip(ctx.avals_in, named, strict=True)]
+            [
+                _arrays.tensor_of(aval, how, on_gpu)
+                for aval, how in zip(ctx.avals_in, named, strict=True)
+            ]
         )
-    ticket = jax.core.ShapedArray((2,), np.uint32)
+    return named
+
+
+def _attributes(how: How) -> dict[str, Any]:
+    return {
+        "name": how.name,
+        "operation": how.operation,
+        "root": np.int64(how.root),
+        "priority": np.int64(how.priority),
+        "encoding": how.encoding or _registry.NOT_ENCODED,
+    }
+
+
+def _lower_on_cpu(ctx: Any, *operands: Any, hows: tuple[How, ...]) -> Any:
+    _ffi.check_version()
+    _native.xla_devices([device.id for device in jax.local_devices(backend="cpu")])
     push = _ffi.ffi.ffi_lowering(_ffi.PUSH)
     tickets = []
-    for operand, aval, how in zip(operands, ctx.avals_in, named, strict=True):
-        tickets += push(
-            ctx.replace(avals_in=[aval], avals_out=[ticket]),
-            operand,
-            name=how.name,
-            operation=how.operation,
-            root=np.int64(how.root),
-            priority=np.int64(how.priority),
-            encoding=how.encoding or _registry.NOT_ENCODED,
-        )
+    for operand, aval, how in zip(operands, ctx.avals_in, _declared(ctx, hows, False), strict=True):
+        one = ctx.replace(avals_in=[aval], avals_out=[_TICKET])
+        tickets += push(one, operand, **_attributes(how))
     # Results take the place of the arrays, which nobody else needs any more as a rule.
     places = {index: index for index in range(len(operands))}
     pull = _ffi.ffi.ffi_lowering(_ffi.PULL, operand_output_aliases=places)
-    avals = [*ctx.avals_in, *[ticket] * len(tickets)]
+    avals = [*ctx.avals_in, *[_TICKET] * len(tickets)]
     return pull(ctx.replace(avals_in=avals, avals_out=ctx.avals_out), *operands, *tickets)
+
+
+def _lower_on_gpu(ctx: Any, *operands: Any, hows: tuple[How, ...]) -> Any:
+    _ffi.check_version()
+    _gpu.use_in_programs()
+    push = _ffi.ffi.ffi_lowering(_ffi.PUSH_ON_GPU, operand_output_aliases={0: 0})
+    arrays, tickets, numbers = [], [], []
+    for operand, aval, how in zip(operands, ctx.avals_in, _declared(ctx, hows, True), strict=True):
+        # By which the pull finds it, since the ticket is nothing that the host can read.
+        number = next(_exchanges)
+        one = ctx.replace(avals_in=[aval], avals_out=[aval, _TICKET])
+        array, ticket = push(one, operand, exchange=np.int64(number), **_attributes(how))
+        arrays.append(array)
+        tickets.append(ticket)
+        numbers.append(str(number))
+    # The exchange has the memory from the push to the pull: nobody else uses the push's result.
+    places = {index: index for index in range(len(operands))}
+    pull = _ffi.ffi.ffi_lowering(_ffi.PULL_ON_GPU, operand_output_aliases=places)
+    avals = [*ctx.avals_in, *[_TICKET] * len(tickets)]
+    both = ctx.replace(avals_in=avals, avals_out=ctx.avals_out)
+    return pull(both, *arrays, *tickets, exchanges=",".join(numbers))
 
 
 def _lower_elsewhere(ctx: Any, *operands: Any, hows: tuple[How, ...]) -> Any:
@@ -98,6 +136,7 @@ _options: dict[str, Any] = (
 )
 mlir.register_lowering(exchange_p, _lower_elsewhere, **_options)
 mlir.register_lowering(exchange_p, _lower_on_cpu, platform="cpu", **_options)
+mlir.register_lowering(exchange_p, _lower_on_gpu, platform="cuda", **_options)
 
 
 # Gradients

@@ -72,7 +72,8 @@ def _push(
 ) -> Iterable[int]:
     # The ranks that disagree about a tensor are told so by their own calls; the others wait.
     found, _ = _registry.declare_each(tensors)
-    numbers = {one: number for one, number in zip(tensors, found, strict=True) if number is not None}
+    pairs = zip(tensors, found, strict=True)
+    numbers = {one: number for one, number in pairs if number is not None}
     with contextlib.suppress(MismatchError):
         while behind := [one for one in numbers if _native.pushes(numbers[one]) < totals[one]]:
             values = [_neutral(tensor) for tensor in behind]
