@@ -45,8 +45,8 @@ fn lock() -> MutexGuard<'static, HashMap<Declared, u32>> {
 }
 
 /// From now on `declare` is asked for the numbers of tensors. It gets a list of (name, type, shape,
-/// operation, root, encoding, ranks, on the GPU), and returns their numbers, None where the ranks disagree
-/// about one, and the error that says so.
+/// operation, root, encoding, ranks, on the GPU), and returns their numbers, None where the ranks
+/// disagree about one, and the error that says so.
 #[pyfunction]
 pub fn declare_by(declare: Py<PyAny>) {
     let former = DECLARE.lock().unwrap_or_else(PoisonError::into_inner).replace(declare);

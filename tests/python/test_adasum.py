@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import byteps.torch as bps
+import seeded
 from byteps.errors import ConfigError, TensorError, UsageError
 from cluster import Cluster
 from conftest import initialise
@@ -46,7 +47,7 @@ def reference(vectors):
 
 
 def drawn(rank, shape, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(100 + rank)
+    generator = seeded.generator(100 + rank)
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
@@ -56,12 +57,14 @@ def as_the_formula():
     for dtype, tolerance in {**tolerances, torch.float16: 1e-3}.items():
         for shape in ((1,), (7,), (3, 0), (), (5, 3), (1001,)):
             every = [drawn(other, shape, dtype) for other in range(size)]
-            wanted = reference([one.double().numpy() for one in every])
+            wanted = reference([one.double().cpu().numpy() for one in every])
             mine = every[rank].clone()
             found = bps.allreduce(mine, op=bps.Adasum, name=f"a.{dtype}.{len(shape)}.{sum(shape)}")
             assert (found.dtype, found.shape) == (dtype, mine.shape)
             assert torch.equal(mine, every[rank])
-            numpy.testing.assert_allclose(found.double(), wanted, rtol=tolerance, atol=tolerance)
+            numpy.testing.assert_allclose(
+                found.double().cpu(), wanted, rtol=tolerance, atol=tolerance
+            )
             if found.numel():
                 every = bps.allgather(found.view(1, -1), name="bits")
                 assert all(torch.equal(row, every[0]) for row in every), "other bits elsewhere"
@@ -82,7 +85,9 @@ def as_the_formula():
     )
     assert bps.poll(handle)
     for found, *parts in zip(bps.synchronize(handle), *every, strict=True):
-        numpy.testing.assert_allclose(found, reference(parts) / 2, rtol=1e-12)
+        numpy.testing.assert_allclose(
+            found.cpu(), reference([part.cpu() for part in parts]) / 2, rtol=1e-12
+        )
 
 
 def test_as_the_formula(job):
@@ -173,9 +178,9 @@ def steps(kind, with_closure):
         scheduler.step()
         for of_ranks in zip(before, *(model.parameters() for model in models), strict=True):
             begin, *ends = (one.detach() for one in of_ranks)
-            change = torch.from_numpy(reference([(end - begin).numpy() for end in ends]))
+            change = reference([(end - begin).cpu().numpy() for end in ends])
             for end in ends:
-                end.copy_(begin + change)
+                end.copy_(begin + torch.from_numpy(change).to(begin.device))
         for a, b in zip(mine.parameters(), models[0].parameters(), strict=True):
             assert torch.allclose(a, b, rtol=0, atol=1e-12), step
     assert scheduler.get_last_lr() == schedulers[0].get_last_lr()

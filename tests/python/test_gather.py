@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import byteps.torch as bps
+import seeded
 from byteps.errors import ConfigError, MismatchError, TensorError
 
 DTYPES = [
@@ -15,7 +16,7 @@ DTYPES = [
 
 
 def drawn(rank, shape, dtype):
-    generator = torch.Generator().manual_seed(rank)
+    generator = seeded.generator(rank)
     return (torch.rand(shape, generator=generator) * 100).to(dtype)
 
 

@@ -15,12 +15,19 @@ import pytest
 import torch
 
 import byteps.torch as bps
+import test_adasum
 import test_amp
 import test_broadcast
+import test_compression
 import test_cross_barrier
+import test_gather
 import test_ops
 import test_optimizer
 import test_parallel
+import test_reductions
+import test_scatter
+import test_sparse
+import test_sync_batch_norm
 from byteps.errors import BytePSError, ConfigError, MismatchError
 from cluster import Cluster
 
@@ -42,11 +49,11 @@ def initialise():
     torch.backends.cudnn.deterministic = True
 
 
-def cluster_of(size, among_themselves):
+def cluster_of(size, among_themselves, environment=None):
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if here < size:
         pytest.skip(f"ranks on GPUs of one machine: needs {size}, and torch sees {here}")
-    environment = {"BPS_LOCAL_REDUCE": str(int(among_themselves))}
+    environment = {"BPS_LOCAL_REDUCE": str(int(among_themselves))} | (environment or {})
     cluster = Cluster(size, servers=1, cores=2, environment=environment)
     cluster.run(initialise, timeout=START_SECONDS)
     return cluster
@@ -127,6 +134,23 @@ SAME_AS_ON_THE_CPU = [
     (test_cross_barrier.tied_weights,),
     (test_cross_barrier.whole_steps,),
     (test_cross_barrier.compressed,),
+    (test_reductions.every_type_and_operation,),
+    (test_reductions.nan_on_one_rank,),
+    (test_gather.several_sizes,),
+    (test_gather.calls,),
+    (test_gather.gradients,),
+    (test_scatter.reducescatters,),
+    (test_scatter.alltoalls,),
+    (test_sparse.sums,),
+    (test_sparse.every_optimizer, False),
+    (test_sparse.every_optimizer, True),
+    *[(test_sparse.dense_and_sparse_together, how) for how in ("plain", "compressed", "wrapped")],
+    (test_adasum.as_the_formula,),
+    (test_adasum.steps, "adam", False),
+    *[(test_sync_batch_norm.passes, kind, torch.float64, {}) for kind in ("1d", "2d")],
+    (test_sync_batch_norm.passes, "2d", torch.bfloat16, {}),
+    (test_sync_batch_norm.empty_batches,),
+    (test_sync_batch_norm.trained,),
 ]
 
 
@@ -135,6 +159,24 @@ SAME_AS_ON_THE_CPU = [
 )
 def test_same_as_on_the_cpu(gpus, what):
     gpus.run(on_gpu, *what, timeout=START_SECONDS)
+
+
+def encoded(name):
+    codec, formula = test_compression.REFERENCES[name]
+    gradients = [test_compression.gradient(rank) for rank in range(bps.size())]
+    mine = gradients[bps.rank()].cuda()
+    got = bps.push_pull(mine, False, f"formula of {name}", compression=codec).cpu()
+    wanted = torch.from_numpy(formula(sum(formula(one.numpy()) for one in gradients)))
+    assert torch.allclose(got, wanted, rtol=1e-5, atol=1e-6)
+    assert not torch.equal(got, sum(gradients)), "it was simply sent"
+    assert torch.equal(mine.cpu(), gradients[bps.rank()])
+
+
+def test_codecs():
+    environment = {"BYTEPS_MIN_COMPRESS_BYTES": "0", "BYTEPS_PARTITION_BYTES": "1M"}
+    with cluster_of(2, False, environment) as job:
+        for name in test_compression.REFERENCES:
+            job.run(encoded, name)
 
 
 def as_on_the_cpu():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import time
 
 import numpy as np
 import pytest
@@ -19,11 +18,10 @@ import jax.numpy as jnp
 
 import byteps.jax as bps
 import test_jax
-import test_jax_programs
-from byteps import _registry
+import test_jax_gpu_path
 from byteps.errors import MismatchError, TensorError
 from cluster import Cluster
-from jax_ranks import FAILED, equal, on_ranks
+from jax_ranks import equal, on_ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -81,21 +79,9 @@ def gpus(request, _clusters):
 
 
 SAME_AS_ON_THE_CPU = [
-    (test_jax.every_type_and_shape, False),
-    (test_jax.every_type_and_shape, True),
-    (test_jax.a_tree,),
-    (test_jax.without_names_in_programs,),
-    (test_jax.handles,),
-    (test_jax.other_order_on_each_rank,),
-    (test_jax.broadcasts,),
+    *test_jax_gpu_path.SAME_AS_ON_THE_CPU,
     (test_jax.exchanges_of_passes,),
     (test_jax.value_and_gradient,),
-    (test_jax.mismatch, True),
-    (test_jax.names_that_change,),
-    (test_jax_programs.gradients,),
-    (test_jax_programs.control_flow,),
-    (test_jax_programs.batched,),
-    (test_jax_programs.many_steps,),
 ]
 
 
@@ -106,54 +92,12 @@ def test_same_as_on_the_cpu(gpus, what):
     gpus.run(on_ranks(what[0]), *what[1:], timeout=START_SECONDS)
 
 
-def in_place():
-    """Large arrays through programs that use their results and their arguments elsewhere, too."""
-    rank, size = bps.rank(), bps.size()
-
-    @jax.jit
-    def step(tree):
-        tree = {name: x * 2 for name, x in tree.items()}
-        summed = bps.push_pull(tree, average=False, name="in.place")
-        return summed, jax.tree_util.tree_map(lambda x: x + 1, tree)
-
-    tree = {f"{n}": jnp.full((n, 1 << 16), 1.0 + rank + n) for n in (1, 7, 64)}
-    for _ in range(5):
-        summed, kept = step(tree)
-        for name, x in tree.items():
-            n = int(name)
-            wanted = 2 * (size * (1 + n) + size * (size - 1) / 2)
-            assert float(summed[name].min()) == float(summed[name].max()) == wanted
-            assert float(kept[name].min()) == float(kept[name].max()) == 3.0 + 2 * (rank + n)
-            assert float(x[0, 0]) == 1.0 + rank + n
-
-
 def test_arrays_are_exchanged_where_they_lie(gpus):
-    gpus.run(on_ranks(in_place), timeout=START_SECONDS)
-
-
-def in_a_loop():
-    """An exchange that is pushed again and again in one run, on values that depend on the last."""
-    rank = bps.rank()
-
-    @jax.jit
-    def loop(x):
-        def turn(x, _):
-            x = bps.push_pull(jnp.tanh(x @ x) + rank, name="in.a.loop")
-            return x / 2, x.sum()
-
-        return jax.lax.scan(turn, x, None, length=20)
-
-    x, sums = loop(jnp.eye(64) / 2)
-    wanted = np.eye(64, dtype=np.float64) / 2
-    for total in np.asarray(sums):
-        result = np.tanh(wanted @ wanted) + 0.5
-        assert np.isclose(total, result.sum(), rtol=1e-3)
-        wanted = result / 2
-    assert np.allclose(x, wanted, rtol=1e-3)
+    gpus.run(on_ranks(test_jax_gpu_path.in_place), timeout=START_SECONDS)
 
 
 def test_a_loop_exchanges_each_time(gpus):
-    gpus.run(on_ranks(in_a_loop), timeout=START_SECONDS)
+    gpus.run(on_ranks(test_jax_gpu_path.in_a_loop), timeout=START_SECONDS)
 
 
 def handed_over_and_gone_on():
@@ -203,37 +147,11 @@ def test_places(gpus):
     gpus.run(on_ranks(in_other_places), timeout=START_SECONDS)
 
 
-def a_job_again():
-    """A program that was compiled in one job runs in the next one, and between them not at all."""
-    program = jax.jit(lambda x: bps.push_pull(x, average=False, name="again"))
-    x = jnp.full(1000, 1.0 + bps.rank())
-    assert equal(program(x), np.full(1000, 3.0))
-    bps.suspend()
-    assert _registry.open_gpu() is None
-    with pytest.raises(FAILED, match="NotInitializedError"):
-        jax.block_until_ready(program(x))
-    bps.resume()
-    assert equal(program(x), np.full(1000, 3.0))
-
-
 def test_a_program_outlives_its_job(gpus):
-    gpus.run(on_ranks(a_job_again), timeout=START_SECONDS)
-
-
-def dies(seconds):
-    step = jax.jit(lambda x: bps.push_pull(x, name="last"))
-    jax.block_until_ready(step(jnp.ones(1000)))
-    bps.barrier()
-    if bps.rank() == 1:
-        os.kill(os.getpid(), 9)
-    begun = time.monotonic()
-    with pytest.raises(FAILED, match=r"PeerDiedError.*rank 1"):
-        for _ in range(100):
-            jax.block_until_ready(step(jnp.ones(1000)))
-    assert time.monotonic() - begun < seconds
+    gpus.run(on_ranks(test_jax_gpu_path.a_job_again), timeout=START_SECONDS)
 
 
 def test_a_killed_rank_is_an_error_in_a_program(gpus):
-    gpus.start(on_ranks(dies), test_jax.NOTICED_SECONDS)
+    gpus.start(on_ranks(test_jax_gpu_path.dies))
     gpus.broken = True
     gpus.results(START_SECONDS, ranks=[0])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import byteps.torch as bps
+import seeded
 from byteps.errors import ConfigError, MismatchError
 from cluster import Cluster
 from test_distributed import in_group
@@ -20,7 +21,7 @@ FOLDS = {"Min": torch.minimum, "Max": torch.maximum, "Product": operator.mul}
 
 def contribution(rank, count, dtype):
     """Numbers whose products of three are exact in every type, or wrap."""
-    generator = torch.Generator().manual_seed(rank)
+    generator = seeded.generator(rank)
     low = 0 if dtype == torch.uint8 else -6
     return torch.randint(low, 7, (count,), generator=generator).to(dtype)
 

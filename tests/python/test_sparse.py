@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import byteps.torch as bps
+import seeded
 from byteps.errors import ConfigError, MismatchError, TensorError
 from byteps.torch.cross_barrier import CrossBarrier
 from byteps.torch.parallel import DistributedDataParallel
@@ -18,7 +19,7 @@ ROWS, WIDTH = 11, 3
 
 def drawn(rank, rows, dtype=torch.float64):
     """Uncoalesced: some rows come twice."""
-    generator = torch.Generator().manual_seed(rank)
+    generator = seeded.generator(rank)
     index = torch.randint(ROWS, (1, rows), generator=generator)
     values = torch.randint(-50, 50, (rows, WIDTH), generator=generator).to(dtype)
     return torch.sparse_coo_tensor(index, values, (ROWS, WIDTH), check_invariants=True)
@@ -53,7 +54,7 @@ def sums():
     matrix = (torch.eye(4) * (rank + 1)).to_sparse()
     found = bps.sparse_allreduce(matrix, op=bps.Sum, process_set=bps.global_process_set)
     assert torch.equal(found.to_dense(), torch.eye(4) * sum(range(1, size + 1)))
-    thirds = torch.rand(ROWS, WIDTH, generator=torch.Generator().manual_seed(rank)).to_sparse(1)
+    thirds = torch.rand(ROWS, WIDTH, generator=seeded.generator(rank)).to_sparse(1)
     same_bits_everywhere(bps.sparse_allreduce(thirds, "thirds"))
 
 
@@ -101,7 +102,7 @@ def start():
 
 
 def batch(step):
-    generator = torch.Generator().manual_seed(step)
+    generator = seeded.generator(step)
     return torch.randint(ROWS, (6, 4), generator=generator)
 
 

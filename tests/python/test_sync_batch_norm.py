@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import byteps.torch as bps
+import seeded
 from byteps.torch.parallel import DistributedDataParallel
 
 CHANNELS = 5
@@ -27,7 +28,7 @@ def counts():
 
 
 def whole_batch(rest, dtype, seed):
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded.generator(seed)
     size = (sum(counts()), CHANNELS, *rest)
     inputs = torch.randn(size, generator=generator, dtype=torch.float64) * 3 + 10
     return inputs.to(dtype), torch.randn(size, generator=generator, dtype=torch.float64).to(dtype)
@@ -102,7 +103,10 @@ def empty_batches():
     """Some ranks have no samples at all."""
     plain, synchronized = pair_of_layers(torch.nn.BatchNorm1d, torch.float64)
     inputs = torch.randn(
-        6, CHANNELS, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+        6,
+        CHANNELS,
+        dtype=torch.float64,
+        generator=seeded.generator(1),
     )
     mine = (inputs if bps.rank() == 0 else inputs[:0]).clone().requires_grad_()
     close(synchronized(mine), plain(inputs)[: len(mine)], torch.float64)
@@ -132,7 +136,7 @@ def trained():
             8,
             8,
             dtype=torch.float64,
-            generator=torch.Generator().manual_seed(step),
+            generator=seeded.generator(step),
         )
         part = batch[2 * bps.rank() : 2 * bps.rank() + 2]
         for model, optimizer, inputs in ((alone, steps[0], batch), (wrapped, steps[1], part)):

@@ -138,6 +138,9 @@ _counters: dict[Any, int] = {}
 # What modules of frameworks keep alive until the engine is done with it.
 held: set[Any] = set()
 _jobs = 0
+# How often the host looks whether a GPU has done what is enqueued there.
+_LOOK_S = 2e-5
+
 _gpu: int | None = None
 _gpu_of_programs: int | None = None
 # What encoded tensors are to go on with, once they are declared.
@@ -588,6 +591,11 @@ def wait(handle: int, timeout: float | None = None) -> bool:
         except BytePSError:
             _give_up(handle)
             raise
+    # All is enqueued. Where no stream is put behind the results, the host is.
+    while pending.stream is None and not all(map(_native.poll, pending.on_gpu)):
+        if deadline is not None and time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOK_S)
     return True
 
 

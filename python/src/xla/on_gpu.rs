@@ -1,14 +1,18 @@
 //! The two calls on a GPU, for `byteps.jax`.
 //!
-//! A push returns its argument, in the argument's place, and a pull takes that array and gives the
-//! result in its place again. So the memory is the exchange's from one to the other, and the engine
-//! reads and writes it where it lies. A push hands it over behind what is enqueued in XLA's stream;
-//! a pull waits until the engine has enqueued what brings the results, and puts the stream behind
-//! that. XLA runs the calls of a program in one order, on one thread at a time, and the host never
-//! waits for the GPU.
+//! A push returns its argument, in the argument's place, and a pull takes that array and copies it.
+//! So the memory is the exchange's from the one to the other: XLA keeps it for the pull, nobody
+//! else has it, and the engine reads and writes it where it lies. A push hands it over behind what
+//! is enqueued in XLA's stream; a pull waits until the engine has enqueued what brings the results,
+//! and puts its copies behind that. XLA runs the calls of a program in one order, on one thread at
+//! a time, and the host never waits for the GPU.
 //!
-//! A pull cannot read a ticket, which would be in the memory of the GPU: it finds its pushes by the
-//! run of the program and by numbers, which Python gave both when the program was compiled.
+//! A pull could give the result in its array's place, too. But XLA may run one push for several
+//! pulls, as of what does not change in a loop, and would give each a copy of its own, made before
+//! the result was there.
+//!
+//! A ticket would be in the memory of the GPU, which a pull cannot read: it finds its pushes by the
+//! addresses of their arrays.
 //!
 //! Whoever returns an error ends the program, and XLA gives its memory to others. So what that run
 //! has pushed is waited for before.
@@ -22,14 +26,10 @@ use crate::declared::{self, Declared};
 use crate::error;
 use bps_worker::{GpuPushPull, Handle};
 use pyo3::prelude::*;
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::ptr;
 use std::sync::atomic::{AtomicI64, Ordering::Relaxed};
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
-
-/// From how many pushes on those are looked for that will not be pulled, since their program has
-/// failed for reasons of its own.
-const PUSHES_MAX: usize = 1 << 16;
 
 /// CUDA's number of the GPU that programs were compiled for; -1 if none was. A job opens it before
 /// the numbers of its tensors are told.
@@ -41,22 +41,16 @@ pub fn xla_gpu(ordinal: u32) {
     GPU.store(i64::from(ordinal), Relaxed);
 }
 
-/// A run of a program, and one of the exchanges in it.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-struct Key {
-    run: Option<i64>,
-    exchange: i64,
-}
-
 struct Pushed {
-    address: u64,
+    /// The run of a program that has pushed it.
+    run: Option<i64>,
     handle: Handle,
 }
 
-/// What was pushed and not pulled, in order: in a loop, an exchange is pushed again and again.
-static PUSHED: LazyLock<Mutex<HashMap<Key, VecDeque<Pushed>>>> = LazyLock::new(Mutex::default);
+/// What was pushed last at each address.
+static PUSHED: LazyLock<Mutex<HashMap<u64, Pushed>>> = LazyLock::new(Mutex::default);
 
-fn lock() -> MutexGuard<'static, HashMap<Key, VecDeque<Pushed>>> {
+fn lock() -> MutexGuard<'static, HashMap<u64, Pushed>> {
     PUSHED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -68,15 +62,8 @@ pub fn forget_all() {
 
 /// Waits until the engine has done with all that a run has pushed.
 fn abandon(run: Option<i64>) {
-    let mut left = Vec::new();
-    lock().retain(|key, pushed| {
-        let stays = key.run != run;
-        if !stays {
-            left.extend(pushed.drain(..));
-        }
-        stays
-    });
-    for one in left {
+    let left = lock().extract_if(|_, pushed| pushed.run == run).collect::<Vec<_>>();
+    for (_, one) in left {
         // What becomes of it is of no interest any more; the job's own deadlines bound the wait.
         let _ = one.handle.wait(None);
     }
@@ -92,23 +79,26 @@ pub unsafe extern "C" fn push(frame: *mut CallFrame) -> RawError {
         Ok(call) => call,
         Err(answer) => return answer,
     };
+    let run = call.run();
     let parsed = || {
-        let (tensor, array, _) = described(&call)?;
+        let (tensor, array, bytes) = described(&call)?;
         let is_kept = call.result(0)?.data == array;
-        let key = Key { run: call.run(), exchange: call.number("exchange")? };
         let item = (array.expose_provenance() as u64, call.number("priority")?);
-        is_kept.then_some((Declared { device: true, ..tensor }, key, item, call.stream()?))
+        is_kept.then_some((Declared { device: true, ..tensor }, bytes, item))
     };
-    let Some((tensor, key, (address, priority), stream)) = parsed() else {
+    let Some((tensor, bytes, (address, priority))) = parsed() else {
         return call.error(Code::InvalidArgument, NOT_OURS);
     };
+    // A program has failed between its push and its pull, if that is still under way.
+    let former = lock().remove(&address);
+    let _ = former.map(|former| former.handle.wait(None));
     let (device, open) = (call.device(), GPU.load(Relaxed));
     // For a program that was compiled on another machine, the engine says whether a GPU is open.
     let pushed = if device == open || open < 0 {
         // SAFETY: XLA passes an array of the GPU that is open, of the size that its dimensions say,
         // which is this program's until the pull that takes what this call returns; and a stream of
         // that GPU.
-        unsafe { start(&tensor, address, priority, stream) }
+        unsafe { start(&tensor, address, priority, call.stream()) }
     } else {
         Err(format!(
             "byteps.errors.ConfigError: '{}' is on GPU {device}, and byteps sends from GPU {open} \
@@ -119,15 +109,14 @@ pub unsafe extern "C" fn push(frame: *mut CallFrame) -> RawError {
     };
     match pushed {
         Ok(handle) => {
-            let mut all = lock();
-            if all.len() >= PUSHES_MAX {
-                all.retain(|_, pushed| pushed.iter().any(|one| !one.handle.poll()));
+            // Arrays without elements have no memory, and nothing to pull.
+            if bytes > 0 {
+                lock().insert(address, Pushed { run, handle });
             }
-            all.entry(key).or_default().push_back(Pushed { address, handle });
             ptr::null_mut()
         }
         Err(text) => {
-            abandon(key.run);
+            abandon(run);
             call.error(Code::Aborted, &text)
         }
     }
@@ -154,8 +143,14 @@ unsafe fn start(
     Ok(handles.into_iter().next().expect("one item has one handle"))
 }
 
-/// As many arrays as their pushes have returned, and then their tickets; as many results, in the
-/// arrays' places.
+/// A result that is to be copied.
+struct Copy {
+    from: u64,
+    to: u64,
+    bytes: usize,
+}
+
+/// As many arrays as their pushes have returned, and then their tickets; as many results.
 ///
 /// # Safety
 /// Only XLA calls it, with a frame of its own.
@@ -165,76 +160,60 @@ pub unsafe extern "C" fn pull(frame: *mut CallFrame) -> RawError {
         Ok(call) => call,
         Err(answer) => return answer,
     };
-    let run = call.run();
-    let parsed = || {
-        let numbers = call.text("exchanges")?.split(',');
-        let numbers: Vec<i64> = numbers.map(|one| one.parse().ok()).collect::<Option<_>>()?;
-        let place = |(index, exchange)| {
-            let (array, result) = (call.argument(index)?, call.result(index)?);
-            size_of_buffer(result)?;
-            let is_kept = array.data == result.data;
-            is_kept.then_some((exchange, array.data.expose_provenance() as u64))
-        };
-        let places: Vec<_> = numbers.into_iter().enumerate().map(place).collect::<Option<_>>()?;
-        (places.len() == call.results()).then_some((places, call.stream()?))
+    let copy = |index| {
+        let (array, result) = (call.argument(index)?, call.result(index)?);
+        let (_, _, bytes) = size_of_buffer(result)?;
+        let has_size = size_of_buffer(array)?.2 == bytes;
+        let [from, to] = [array, result].map(|one| one.data.expose_provenance() as u64);
+        has_size.then_some(Copy { from, to, bytes })
     };
-    let done = match parsed() {
-        // SAFETY: the stream is XLA's for this call, of the GPU on which its pushes ran.
-        Some((places, stream)) => unsafe { finish(run, &places, stream) },
-        None => Err(NOT_OURS.to_owned()),
+    let copies = (0..call.results()).map(copy).collect::<Option<Vec<_>>>();
+    let Some(mut copies) = copies else {
+        return call.error(Code::InvalidArgument, NOT_OURS);
     };
-    match done {
+    copies.retain(|copy| copy.bytes > 0);
+    // SAFETY: the stream is XLA's for this call, of the GPU on which the pushes ran; arguments and
+    // results are this call's in that stream's order.
+    match unsafe { finish(&copies, call.stream()) } {
         Ok(()) => ptr::null_mut(),
         Err(text) => {
-            abandon(run);
+            abandon(call.run());
             call.error(Code::Aborted, &text)
         }
     }
 }
 
-/// Puts the stream behind the results of these pushes, each given by its number and the address at
-/// which its result is wanted.
+/// Enqueues these copies in the stream, behind the results of what was pushed where they begin.
 ///
 /// # Safety
-/// The stream is one of the GPU that is open.
-unsafe fn finish(run: Option<i64>, places: &[(i64, u64)], stream: usize) -> Result<(), String> {
-    let (mut handles, mut moved) = (Vec::with_capacity(places.len()), false);
-    {
-        let mut all = lock();
-        for &(exchange, address) in places {
-            let key = Key { run, exchange };
-            let pushed = all.get_mut(&key).and_then(VecDeque::pop_front);
-            if all.get(&key).is_some_and(VecDeque::is_empty) {
-                all.remove(&key);
-            }
-            moved |= pushed.as_ref().is_some_and(|one| one.address != address);
-            handles.extend(pushed.map(|one| one.handle));
-        }
-    }
-    if let Ok(worker) = engine() {
-        worker.enqueue_results(&handles);
-    }
-    let mut failed = None;
+/// The stream is one of the GPU that is open, and in its order the copies' memory is the caller's.
+unsafe fn finish(copies: &[Copy], stream: usize) -> Result<(), String> {
+    let worker = engine().map_err(|cause| error::exception_alone(&cause))?;
+    let handle_of = |pushed: &HashMap<u64, Pushed>, copy: &Copy| {
+        pushed.get(&copy.from).map(|one| one.handle.clone())
+    };
+    let handles: Option<Vec<Handle>> = {
+        let pushed = lock();
+        copies.iter().map(|copy| handle_of(&pushed, copy)).collect()
+    };
+    let handles = handles.ok_or(
+        "byteps.errors.UsageError: nothing was pushed of an array that is pulled: either the \
+         engine was shut down in between, and the whole step is to be run again; or XLA has moved \
+         the array, which this release of byteps does not expect: exchange it outside of programs, \
+         and please report the program",
+    )?;
+    worker.enqueue_results(&handles);
     for handle in &handles {
         // The engine ends each handle, with an error if need be.
-        failed = failed.or(handle.wait(None).err());
-    }
-    if let Some(cause) = failed {
-        return Err(error::of_engine(&cause));
-    }
-    if handles.len() < places.len() {
-        return Err("byteps.errors.NotInitializedError: the engine was shut down between a push \
-                    and its pull: run the whole step again"
-            .to_owned());
-    }
-    if moved {
-        return Err(
-            "byteps.errors.UsageError: XLA has moved an array between a push and its pull, \
-                    which this release of byteps does not expect: please report the program, and \
-                    exchange outside of it meanwhile"
-                .to_owned(),
-        );
+        handle.wait(None).map_err(|cause| error::of_engine(&cause))?;
     }
     // SAFETY: the caller vouches for the stream.
-    unsafe { Handle::make_wait(&handles, stream) }.map_err(|cause| error::of_engine(&cause))
+    unsafe { Handle::make_wait(&handles, stream) }.map_err(|cause| error::of_engine(&cause))?;
+    for copy in copies {
+        // SAFETY: the caller vouches for the memory; XLA lets a result lie in an argument's place
+        // only where it was told to, so the two do not overlap.
+        unsafe { worker.copy_on_gpu(copy.to, copy.from, copy.bytes, stream) }
+            .map_err(|cause| error::of_engine(&cause))?;
+    }
+    Ok(())
 }

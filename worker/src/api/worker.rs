@@ -276,6 +276,29 @@ impl Worker {
         Ok(job.push_gpu(items.into_iter().map(|(item, _)| item), &ready))
     }
 
+    /// Enqueues a copy within the memory of the GPU in one of the framework's streams.
+    ///
+    /// # Safety
+    /// Both addresses are valid for `bytes` bytes and do not overlap, and nobody else uses that
+    /// memory, in the order of the stream; the stream is 0 or one of this GPU.
+    ///
+    /// # Errors
+    /// [`Error::Refused`] without a GPU, or for what the driver says.
+    pub unsafe fn copy_on_gpu(
+        &self,
+        target: u64,
+        source: u64,
+        bytes: usize,
+        stream: usize,
+    ) -> Result<(), Error> {
+        let Some((device, _)) = lock(&self.0.gpu).clone() else {
+            return Err(Refusal::NoGpu.into());
+        };
+        // SAFETY: as the caller promises.
+        unsafe { device.copy_in(stream, target, source, bytes) }
+            .map_err(|cause| Refusal::Gpu(cause).into())
+    }
+
     /// The results of these are read in streams that [`Handle::make_wait`] puts behind them, and
     /// not by the host: so a wait for a handle may end once what brings its result is enqueued,
     /// although that has not come. Where the engine cannot do so, and for tensors of the host, this

@@ -80,6 +80,11 @@ def gpu_of(array: Any, how: How) -> Any:
     return devices[0]
 
 
+def passes_host(array: Any, how: How) -> bool:
+    """Whether it is exchanged from host memory wherever it is: GPUs do not divide whole numbers."""
+    return how.operation == "average" and not jnp.issubdtype(array.dtype, jnp.floating)
+
+
 def elsewhere(what: str, platform: str) -> str:
     """Why an array on such a device is refused."""
     return (
@@ -107,7 +112,11 @@ def start(
     """Starts to exchange these arrays; a handle of the registry's, whose result is that of
     ``then`` for the new arrays."""
     chosen = iter(_registry.unnamed(sum(not how.name for how in hows)))
-    places = [gpu_of(array, how) for array, how in zip(arrays, hows, strict=True)]
+    places = [
+        None if passes_host(array, how) else gpu
+        for array, how in zip(arrays, hows, strict=True)
+        for gpu in [gpu_of(array, how)]
+    ]
     targets: list[Any] = []
     for array, place in zip(arrays, places, strict=True):
         if place is None:
@@ -122,6 +131,7 @@ def start(
     sends, memory = [], []
     for array, how, place, target in zip(arrays, hows, places, targets, strict=True):
         named = how if how.name else how._replace(name=next(chosen))
+        source: Any
         if place is None:
             source = np.ascontiguousarray(np.asarray(array))
             addresses = source.ctypes.data, target.ctypes.data

@@ -30,9 +30,6 @@ exchange_p.multiple_results = True
 # Numbers for exchanges without a name, in the order in which programs are compiled.
 _compiled = itertools.count()
 
-# Numbers for exchanges on GPUs.
-_exchanges = itertools.count()
-
 
 def exchange(arrays: Sequence[Any], hows: Sequence[How]) -> list[Any]:
     """The results for these arrays, all under way together."""
@@ -103,23 +100,25 @@ def _lower_on_cpu(ctx: Any, *operands: Any, hows: tuple[How, ...]) -> Any:
 
 def _lower_on_gpu(ctx: Any, *operands: Any, hows: tuple[How, ...]) -> Any:
     _ffi.check_version()
+    for aval, how in zip(ctx.avals_in, hows, strict=True):
+        if _arrays.passes_host(aval, how):
+            raise TensorError(
+                f"push_pull of '{how.name or 'an array without a name'}': a program on a GPU "
+                f"averages no {aval.dtype}: pass op=byteps.jax.Sum and divide by "
+                "byteps.jax.size(), or exchange it outside of the program"
+            )
     _gpu.use_in_programs()
+    # The exchange has the memory from the push to the pull, who is the only one to use the result.
     push = _ffi.ffi.ffi_lowering(_ffi.PUSH_ON_GPU, operand_output_aliases={0: 0})
-    arrays, tickets, numbers = [], [], []
+    arrays, tickets = [], []
     for operand, aval, how in zip(operands, ctx.avals_in, _declared(ctx, hows, True), strict=True):
-        # By which the pull finds it, since the ticket is nothing that the host can read.
-        number = next(_exchanges)
         one = ctx.replace(avals_in=[aval], avals_out=[aval, _TICKET])
-        array, ticket = push(one, operand, exchange=np.int64(number), **_attributes(how))
+        array, ticket = push(one, operand, **_attributes(how))
         arrays.append(array)
         tickets.append(ticket)
-        numbers.append(str(number))
-    # The exchange has the memory from the push to the pull: nobody else uses the push's result.
-    places = {index: index for index in range(len(operands))}
-    pull = _ffi.ffi.ffi_lowering(_ffi.PULL_ON_GPU, operand_output_aliases=places)
+    pull = _ffi.ffi.ffi_lowering(_ffi.PULL_ON_GPU)
     avals = [*ctx.avals_in, *[_TICKET] * len(tickets)]
-    both = ctx.replace(avals_in=avals, avals_out=ctx.avals_out)
-    return pull(both, *arrays, *tickets, exchanges=",".join(numbers))
+    return pull(ctx.replace(avals_in=avals, avals_out=ctx.avals_out), *arrays, *tickets)
 
 
 def _lower_elsewhere(ctx: Any, *operands: Any, hows: tuple[How, ...]) -> Any:

@@ -133,7 +133,7 @@ def _halve(
         middle = (begin + end) // 2
         lower, upper = (begin, middle), (middle, end)
         own, given = (upper, lower) if place & distance else (lower, upper)
-        theirs = torch.empty(own[1] - own[0], dtype=vector.dtype)
+        theirs = vector.new_empty(own[1] - own[0])
         label = f"{name}.{distance}"
         sends.append((vector[given[0] : given[1]], f"{label}.{members[place]}", members[place]))
         sends.append((theirs, f"{label}.{members[partner]}", members[partner]))

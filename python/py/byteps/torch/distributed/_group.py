@@ -395,7 +395,7 @@ class _Group(_BASE):  # type: ignore[misc]
             torch.cuda.current_stream(device).synchronize()
         if self._keys is None:
             return self._host_fallback.barrier(opts)
-        token = torch.zeros(1, dtype=torch.int32)
+        token = torch.zeros(1, dtype=torch.int32, device="cpu")
         exchange = self._exchange(token)
         exchange.reduce("sum", token, token)
         return self._start("barrier", exchange, [token], opts)
