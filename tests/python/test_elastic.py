@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import byteps.common
+import byteps.elastic
 import byteps.torch as bps
-from byteps.errors import ConfigError
+from byteps.elastic import State
+from byteps.errors import ConfigError, PeerDiedError
 from byteps.torch.elastic import ElasticSampler, RandomState, TorchState
 from cluster import clean_environment
 
@@ -108,6 +111,51 @@ def test_a_state_needs_values_that_can_be_kept():
         other[0].weight.zero_()
     state.restore()
     assert torch.equal(flat(other), before)
+
+
+class Counted(State):
+    """A state of one number, which does not always arrive."""
+
+    def __init__(self, value):
+        super().__init__(bcast_object=None)
+        self.value = self.saved = value
+        self.received = None
+
+    def save(self):
+        self.saved = self.value
+
+    def restore(self):
+        self.value = self.saved
+
+    def send(self, root_rank):
+        self.value = 7
+        if self.received is None:
+            raise PeerDiedError("rank 2 died")
+        self.value = self.received
+
+
+def test_a_state_that_did_not_arrive_is_not_taken_for_the_latest(monkeypatch):
+    said = []
+
+    def add(name, values):
+        said.append(list(values))
+        return [values[0], 6]  # Rank 1 has committed five times.
+
+    monkeypatch.setattr(byteps.elastic, "_sum", add)
+    monkeypatch.setattr(byteps.common, "size", lambda: 2)
+    monkeypatch.setattr(byteps.common, "rank", lambda: 0)
+    monkeypatch.setattr(byteps.elastic, "_synchronized", False)
+    state = Counted(4)
+    state._commits, state._has_state = 4, True
+    with pytest.raises(PeerDiedError):
+        state.sync()
+    state.restore()
+    state.received = 5
+    state.sync()
+    assert said == [[5, 0], [5, 0]], "it has committed four times, whatever it was to be given"
+    assert state.value == state.saved == 5
+    state.sync()
+    assert said[2] == [6, 0]
 
 
 def samplers():

@@ -105,8 +105,10 @@ class State:
         progress[common.rank()] = self._commits + 1 if self._has_state else 0
         progress = _sum("progress", progress)
         root = progress.index(max(progress))
-        self._commits = max(progress[root] - 1, 0)
         self.send(root)
+        # Only now: had it failed half-way, this rank would have gone back to a commit of its own,
+        # and would pass that for the root's.
+        self._commits = max(progress[root] - 1, 0)
         self._has_state = _synchronized = True
         self.save()
 
