@@ -459,12 +459,15 @@ impl Job {
         let threads = std::mem::take(&mut *lock(&self.threads));
         let ended = threads.into_iter().try_for_each(harness::join).map_err(Overdue::Ending);
         self.tracing.stop();
-        if was_over.is_some() && lock(&self.agent).may_return() {
+        let may_return = was_over.is_some() && lock(&self.agent).may_return();
+        if may_return {
             // The scheduler waits for this rank: it comes back, or it does not.
             let _ = self.sender.send(&NodeMessage::Leave { suspend });
         }
         self.sender.shutdown();
-        was_over.map_or_else(|| Ok(ended?), Err)
+        // A rank that has done its work misses nothing if an epoch ends behind it.
+        let is_well = may_return && !suspend;
+        was_over.filter(|_| !is_well).map_or_else(|| Ok(ended?), Err)
     }
 }
 

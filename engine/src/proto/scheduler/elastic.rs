@@ -77,6 +77,10 @@ pub(super) struct Regroup {
     /// Servers that have not forgotten it.
     pub(super) resetting: BTreeSet<NodeId>,
     newcomers: u32,
+    /// A rank of it has left in good order, so the others may be about to.
+    has_left: bool,
+    /// A rank of it is there again.
+    has_returned: bool,
     planning: Planning,
     min_workers: u32,
     /// What ended it; nothing did if its ranks left to let others in.
@@ -88,8 +92,17 @@ impl Regroup {
         self.awaited.is_empty() && self.resetting.is_empty() && self.lacks(rendezvous).is_none()
     }
 
+    /// Whether all of its ranks have ended, and at least one of them well.
+    fn is_finished(&self) -> bool {
+        self.has_left && !self.has_returned && self.awaited.is_empty()
+    }
+
     /// What there is too little of, even if all who are awaited come back.
     fn lacks(&self, rendezvous: &Rendezvous) -> Option<String> {
+        if self.has_left && !self.awaited.is_empty() {
+            // If they leave as well, nothing is lacking.
+            return None;
+        }
         let hosts = self.awaited.values().map(|one| one.host_id.as_str());
         let back = rendezvous.workers.values().map(|(_, worker)| worker.host_id.as_str());
         let has_server = !rendezvous.servers.is_empty();
@@ -152,6 +165,14 @@ impl Scheduler {
             _ => return Some(reason),
         }
         let awaited = self.survivors(culprit);
+        let has_left = running.left.iter().any(|rank| !running.away.contains_key(rank));
+        if has_left && awaited.is_empty() {
+            self.put(Output::Log(reason.to_string()));
+            if let Some(node) = culprit {
+                self.expel(node, &reason);
+            }
+            return Some(OverReason::Finished);
+        }
         let is_left = |node: &NodeId| Some(*node) != culprit && self.peers.contains_key(node);
         let mut has_server = running.job.servers.iter().any(|(node, _)| is_left(node));
         let mut hosts: Vec<&str> = awaited.values().map(|one| one.host_id.as_str()).collect();
@@ -166,7 +187,7 @@ impl Scheduler {
         }
         let lacks =
             lacks(hosts.into_iter(), has_server, &running.job.planning, elastic.min_workers);
-        if let Some(left) = lacks.filter(|_| elastic.patience.is_zero()) {
+        if let Some(left) = lacks.filter(|_| elastic.patience.is_zero() && !has_left) {
             return Some(OverReason::TooFew { reason: Box::new(reason), left });
         }
         self.begin_regroup(awaited, Some(reason), culprit);
@@ -223,12 +244,8 @@ impl Scheduler {
                 self.history.bury(Some(register.session), who);
             }
         }
-        if let Some(node) = culprit {
-            self.peers.remove(&node);
-            if let Some(reason) = reason.as_ref().and_then(removed) {
-                self.send(node, SchedulerMessage::Over { reason });
-            }
-            self.put(Output::Close(node));
+        if let (Some(node), Some(reason)) = (culprit, &reason) {
+            self.expel(node, reason);
         }
         let job = *running;
         let mut servers = job.job.servers;
@@ -251,8 +268,16 @@ impl Scheduler {
         }
         self.reminder = Reminder::new(now);
         let resetting = servers.iter().map(|(node, _)| *node).collect();
-        let (planning, newcomers) = (job.job.planning, 0);
-        let regroup = Regroup { awaited, resetting, newcomers, planning, min_workers, reason };
+        let regroup = Regroup {
+            awaited,
+            resetting,
+            newcomers: 0,
+            has_left: job.left.iter().any(|rank| !job.away.contains_key(rank)),
+            has_returned: false,
+            planning: job.job.planning,
+            min_workers,
+            reason,
+        };
         let rendezvous = Rendezvous::regroup(servers, regroup, &self.config, now);
         self.phase = Phase::Forming(Box::new(rendezvous));
         // Who is new comes first: with the last of those who come back the epoch may form.
@@ -266,6 +291,15 @@ impl Scheduler {
             }
         }
         self.check_regroup(now);
+    }
+
+    /// Closes the connection of the node that ended an epoch, and tells it so.
+    fn expel(&mut self, node: NodeId, reason: &OverReason) {
+        self.peers.remove(&node);
+        if let Some(reason) = removed(reason) {
+            self.send(node, SchedulerMessage::Over { reason });
+        }
+        self.put(Output::Close(node));
     }
 
     /// A node has come while the job runs: it waits for the next epoch.
@@ -328,6 +362,7 @@ impl Scheduler {
         };
         let before = regroup.awaited.remove(&place);
         regroup.newcomers += u32::from(before.is_none());
+        regroup.has_returned |= before.is_some();
         if let Some(before) = &before
             && self.peers.remove(&before.node).is_some()
         {
@@ -371,7 +406,7 @@ impl Scheduler {
             }
             NodeMessage::Leave { suspend: false } => {
                 self.drop_former(node);
-                self.give_up(rank, "it left");
+                self.former_left(rank);
             }
             NodeMessage::Failed { message, .. } => {
                 self.drop_former(node);
@@ -394,6 +429,16 @@ impl Scheduler {
         if awaited.is_some_and(|one| one.away.is_none()) {
             self.give_up(rank, "its connection was closed");
         }
+    }
+
+    /// A rank had done all its work when its epoch ended.
+    fn former_left(&mut self, rank: Rank) {
+        let Phase::Forming(rendezvous) = &mut self.phase else { return };
+        let Some(regroup) = &mut rendezvous.regroup else { return };
+        let Some(one) = regroup.awaited.remove(&rank.0) else { return };
+        regroup.has_left = true;
+        self.put(Output::Log(format!("{} does not come back: it left", one.who)));
+        self.check_regroup(self.clock);
     }
 
     /// A rank does not come back.
@@ -456,6 +501,9 @@ impl Scheduler {
             let how = format!("it has not reset within {} s", RESET.as_secs());
             return self.lost(server, &how);
         }
+        if regroup.is_finished() {
+            return self.end_job(OverReason::Finished, None);
+        }
         let lacks = regroup.lacks(rendezvous);
         if let Some(left) = lacks.filter(|_| waited >= elastic.patience) {
             let reason = regroup.reason.clone().unwrap_or(OverReason::Finished);
@@ -506,6 +554,9 @@ impl Scheduler {
     pub(super) fn refuse_former(&mut self, reason: &OverReason) {
         let Phase::Forming(rendezvous) = &self.phase else { return };
         let Some(regroup) = &rendezvous.regroup else { return };
+        if regroup.awaited.is_empty() {
+            return;
+        }
         let nodes = Some(regroup.awaited.len());
         self.refusal = Some(Refusal { reason: reason.clone(), told: 0, nodes });
     }

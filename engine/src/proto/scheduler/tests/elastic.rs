@@ -146,6 +146,54 @@ fn too_few_ranks_end_the_job_or_wait_for_new_ones() {
 }
 
 #[test]
+fn a_death_while_ranks_leave_in_good_order_does_not_fail_the_job() {
+    // The last server dies when all have done their work, and some have not said so.
+    for before in 0..3 {
+        let mut bench = formed(3, 1, elastic(3, 0));
+        let leave = NodeMessage::Leave { suspend: false };
+        (0..before).for_each(|rank| bench.say(rank, leave.clone()));
+        bench.close(100);
+        if before == 0 {
+            // Nobody can know of the others yet.
+            assert!(bench.over(1).to_string().ends_with("no server left for 3 workers"));
+            continue;
+        }
+        for rank in before..3 {
+            assert_eq!((bench.done, bench.reforming(rank).1), (None, Epoch(2)));
+            bench.say(rank, leave.clone());
+        }
+        assert_eq!(bench.done, Some(Exit::Finished), "{before} had left");
+        assert!(!bench.scheduler.refuses());
+    }
+    // The last rank dies, or falls silent, when all others have left.
+    for is_silent in [false, true] {
+        let mut bench = formed(2, 1, elastic(1, 0));
+        bench.say(0, NodeMessage::Leave { suspend: false });
+        if is_silent {
+            bench.pass(10_000, &[100]);
+            assert!(matches!(bench.over(1), OverReason::Removed { .. }));
+        } else {
+            bench.close(1);
+        }
+        assert_eq!(bench.done, Some(Exit::Finished));
+    }
+    // Whoever comes back, though others have left, is a job, or too few.
+    for min_workers in [1, 2] {
+        let mut bench = formed(3, 1, elastic(min_workers, 0));
+        bench.close(0);
+        bench.reset(100);
+        bench.say(1, NodeMessage::Leave { suspend: false });
+        assert_eq!(bench.done, None);
+        bench.back(2, 12, 1002);
+        if min_workers == 1 {
+            assert_eq!((bench.roster(12).size, bench.scheduler.view(bench.now).deaths), (1, 1));
+        } else {
+            assert!(bench.over(12).to_string().contains("BPS_MIN_WORKERS"));
+        }
+    }
+}
+
+#[test]
 fn a_rank_that_was_given_up_and_lives_is_refused_by_name() {
     let mut bench = formed(3, 1, elastic(1, 0));
     bench.pass(4_250, &[0, 1, 100]);
