@@ -91,6 +91,12 @@ impl Network {
         address(host)
     }
 
+    /// A path by which other processes can open a host's namespace, as long as this one lives.
+    #[must_use]
+    pub fn namespace(&self, host: usize) -> String {
+        path(&self.namespaces[host])
+    }
+
     /// Sets what happens from one host to another from now on.
     pub fn set(&self, from: usize, to: usize, rule: Rule) {
         self.shared.set(from, to, rule);
@@ -117,7 +123,7 @@ impl Network {
         arguments: &[&str],
         variables: &[(&str, String)],
     ) -> Program {
-        let script = format!("exec nsenter --net={} \"$@\"", path(&self.namespaces[host]));
+        let script = format!("exec nsenter --net={} \"$@\"", self.namespace(host));
         Program::start_in(&script, name, arguments, variables)
     }
 }

@@ -1,0 +1,163 @@
+"""What ``tests/kill-campaign`` holds a run against."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kill_plan import Member
+
+if TYPE_CHECKING:
+    from kill_campaign import Run
+    from kill_job import Job
+
+#: Whoever is said to have died or failed, with its process.
+BLAMES = re.compile(r"\(host [^,()]+, pid (\d+)\) (?:died|failed|ended the job|is gone)")
+#: Of the scheduler, by whoever does not hear it.
+BLAMES_SCHEDULER = re.compile(
+    r"the scheduler died|the scheduler at \S+ has not answered"
+    r"|the connection to the scheduler at \S+ was lost"
+)
+#: How an error of ours ends the traceback of a rank.
+ERROR = re.compile(r"^byteps\.errors\.\w+: .", re.MULTILINE)
+UNFORMED = re.compile(r"the job was not formed|waiting for|did not come|is gone before the job")
+
+
+class Failure(Exception):
+    """A run did not do what it should."""
+
+
+def check(run: Run, outcome: str) -> None:
+    """Raises `Failure` unless a run that is over was right."""
+    check_steps(run.job)
+    check_outcome(run, outcome)
+    check_words(run)
+
+
+def check_steps(job: Job) -> None:
+    """All ranks had the same parameters and sums at every step, and nothing was lost."""
+    known: dict[Any, Any] = {}
+    states: dict[int, set[str]] = {}
+    last: dict[int, dict[str, Any]] = {}
+    for line in job.lines:
+        event = line["event"]
+        if event == "wrong":
+            raise Failure(f"a sum is wrong: {line}")
+        if event not in ("step", "synchronized"):
+            continue
+        key = line["epoch"], line["step"], event
+        value = line["digest"], line["size"], line.get("members")
+        if known.setdefault(key, value) != value:
+            raise Failure(f"ranks differ in epoch, step, event {key}: {value}, {known[key]}")
+        if event == "step":
+            members = line["members"]
+            if len(members) != line["size"] or line["place"] not in members:
+                raise Failure(f"a sum is not of the members of the job: {line}")
+        before = last.get(line["pid"])
+        if before is not None:
+            step, epoch = before["step"], before["epoch"]
+            if line["step"] < step - 1 or line["epoch"] < epoch:
+                raise Failure(f"pid {line['pid']} went back from step {step}: {before}, {line}")
+            if event == "step" and (line["step"] != step + 1 or line["epoch"] != epoch):
+                raise Failure(f"pid {line['pid']} left out a step: {before}, {line}")
+        if event == "step":
+            states.setdefault(line["step"], set()).add(line["digest"])
+        elif line["step"] > 0 and line["digest"] not in states.get(line["step"], ()):
+            raise Failure(f"no rank has had this state after step {line['step']}: {line}")
+        last[line["pid"]] = line
+
+
+def check_outcome(run: Run, outcome: str) -> None:
+    """The job has gone on, or has not, as it should; and codes tell so."""
+    plan, job = run.plan, run.job
+    promised = "goes on" if plan.fault.is_short or plan.goes_on(run.dead) else "ends"
+    if plan.moment == "leaving":
+        promised = "ends"
+    if not run.is_open and outcome != promised:
+        raise Failure(f"the job {outcome}, but should have been one that {promised}")
+    if plan.fault.is_short:
+        latest = max((line.get("epoch", 0) for line in job.lines), default=0)
+        # With another that died, whatever was under way may have been begun anew.
+        if not plan.openings and plan.moment != "leaving" and latest != 1:
+            raise Failure(f"{plan.fault} was short and ended an epoch: there are {latest}")
+        for member, process in job.processes.items():
+            if member not in run.dead and process.code != 0:
+                raise Failure(f"{plan.fault} was short, and {member} ended with {process.code}")
+    elif outcome == "ends" and plan.moment != "leaving":
+        for member, process in job.processes.items():
+            if member not in run.dead and process.code == 0:
+                raise Failure(f"{member} ended as if all were well")
+
+
+def check_words(run: Run) -> None:
+    """Whoever ended badly says who it was that died, and nobody else is blamed."""
+    plan, job = run.plan, run.job
+    guilty = run.dead | {plan.fault.victim, *plan.openings}
+    if plan.fault.other is not None:
+        guilty.add(plan.fault.other)
+    pids = {job.processes[member].pid for member in guilty if member in job.processes}
+    scheduler = Member("scheduler", 0)
+    for member, process in job.processes.items():
+        said = process.said()
+        if "panicked" in said:
+            raise Failure(f"{member} panicked")
+        if member in guilty:
+            continue
+        for found in BLAMES.finditer(said):
+            if int(found[1]) not in pids:
+                raise Failure(f"{member} blames pid {found[1]}, which is well: {found[0]}")
+        if scheduler not in guilty and (found := BLAMES_SCHEDULER.search(said)):
+            raise Failure(f"{member} blames the scheduler: {found[0]}")
+        if process.code == 0:
+            continue
+        if process.code is not None and process.code < 0:
+            raise Failure(f"{member} was ended by signal {-process.code}")
+        names = any(f"pid {pid})" in said for pid in pids)
+        names |= scheduler in guilty and "the scheduler" in said
+        names |= plan.moment == "forming" and bool(UNFORMED.search(said))
+        names |= plan.fault.is_network and "the path" in said
+        if not names:
+            raise Failure(f"{member} ended with {process.code} and does not say who died")
+        if member.role == "rank" and not ERROR.search(said):
+            raise Failure(f"{member} ended with an error that is not ours")
+
+
+def check_nothing_is_left(job: Job) -> None:
+    """No process, shared memory or file of the job is there any more."""
+    deadline = time.time() + 2.0
+    while left := _children():
+        if time.time() > deadline:
+            raise Failure(f"processes are left: {left}")
+        time.sleep(0.01)
+    if files := [str(path) for path in job.temporary.rglob("*")]:
+        raise Failure(f"files are left: {files}")
+    if not job.has_own_memory:
+        return
+    for file in Path("/dev/shm").iterdir():
+        # Who uses which CPUs: docs/running.md says that it stays where all were killed at once.
+        if file.name != "bps-cpus" or file.stat().st_size:
+            raise Failure(f"shared memory is left: {file}")
+        file.unlink()
+
+
+def _children() -> list[str]:
+    """Processes below this one, which takes in orphans; the dead are buried."""
+    left = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        try:
+            state = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(state[1]) != os.getpid():
+                continue
+            if state[0] == "Z":
+                os.waitpid(int(entry.name), os.WNOHANG)
+            else:
+                words = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
+                left.append(f"{entry.name}: {words.decode(errors='replace')}")
+        except (OSError, ChildProcessError):
+            continue
+    return left
