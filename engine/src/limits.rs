@@ -54,6 +54,8 @@ pub const ERAS_MAX: usize = 1024;
 pub const PARTS_MAX: usize = 1 << 22;
 /// Parts of the tensors that one request declares: their keys fit into one control message.
 pub const DECLARE_PARTS_MAX: usize = 1 << 18;
+/// Tensors that are cut anew at once, which one control message describes.
+pub const RECUT_TENSORS_MAX: usize = 1 << 14;
 /// Ranks that the sets of all tensors of one request name, and those of all their parts.
 pub const DECLARE_MEMBERS_MAX: usize = 1 << 22;
 /// Barriers that one rank may have open at once.
@@ -75,4 +77,9 @@ const _: () = assert!(PART_BYTES_MIN <= GROUP_PART_BYTES_MIN);
 const _: () = assert!(PART_BYTES_MIN <= PART_BYTES_MAX && PART_BYTES_MAX <= u32::MAX as usize);
 // A part takes about 100 bytes of text in `Declared` or `Install`, and a rank of its set at most 5.
 const _: () = assert!(DECLARE_PARTS_MAX * 128 + DECLARE_MEMBERS_MAX * 5 <= CONTROL_BYTES_MAX);
+// Half as many parts, and about 700 bytes of text beside the name of each tensor.
+const _: () = assert!(
+    DECLARE_PARTS_MAX / 2 * 128 + RECUT_TENSORS_MAX * (2 * NAME_BYTES_MAX + 700)
+        <= CONTROL_BYTES_MAX
+);
 const _: () = assert!(RANKS_MAX <= 10_000);

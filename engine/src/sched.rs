@@ -57,6 +57,11 @@ impl<T> CreditQueue<T> {
         CreditQueue { heap: BinaryHeap::new(), sequence: 0, credit_bytes, in_flight_bytes: 0 }
     }
 
+    /// Lets so many bytes be in flight from now on; those that are stay in flight.
+    pub fn set_credit(&mut self, credit_bytes: usize) {
+        self.credit_bytes = credit_bytes;
+    }
+
     /// Makes room for `items` more, so that pushing them allocates nothing.
     pub fn reserve(&mut self, items: usize) {
         self.heap.reserve(items);
@@ -138,6 +143,23 @@ mod tests {
         queue.returned(40);
         assert_eq!(queue.take(), None);
         queue.returned(60);
+        assert_eq!(queue.take(), Some('c'), "larger than the credit, so it goes alone");
+    }
+
+    #[test]
+    fn a_credit_may_change_at_any_time() {
+        let mut queue = CreditQueue::new(10);
+        for item in ['a', 'b', 'c'] {
+            queue.push(0, 10, item);
+        }
+        assert_eq!((queue.take(), queue.take()), (Some('a'), None));
+        queue.set_credit(20);
+        assert_eq!((queue.take(), queue.take()), (Some('b'), None));
+        // More is in flight than may be now: it comes back all the same.
+        queue.set_credit(5);
+        queue.returned(10);
+        assert_eq!(queue.take(), None);
+        queue.returned(10);
         assert_eq!(queue.take(), Some('c'), "larger than the credit, so it goes alone");
     }
 

@@ -177,6 +177,7 @@ impl Agent {
             | SchedulerMessage::Clock(_)
             | SchedulerMessage::Mismatch(_)
             | SchedulerMessage::Uneven(_)
+            | SchedulerMessage::Tune(_)
             | SchedulerMessage::Superseded { .. }
             | SchedulerMessage::Newcomers { .. }
             | SchedulerMessage::Declared { .. }

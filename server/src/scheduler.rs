@@ -226,7 +226,7 @@ impl Bound {
         let (exporter, viewers) = self.show(&waker)?;
         let machine = |now| Scheduler::new(machine_config, now);
         let hub = Hub::new(machine, self.key.clone(), waker, arrivals, viewers);
-        let exit = hub.run(stop);
+        let exit = hub.with_tune_file(self.config.tune_file.clone()).run(stop);
         drop(exporter);
         acceptor.stop();
         match exit {

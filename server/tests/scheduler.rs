@@ -59,6 +59,7 @@ fn worker(worker_id: u32) -> Node {
             force_distributed: false,
             reduce_roots: Vec::new(),
             switch_size: 0,
+            tuning: bps_engine::proto::tuning::Tuning::OFF,
         },
     }
 }

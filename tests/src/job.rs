@@ -27,6 +27,10 @@ pub struct JobShape {
     pub driver: TcpDriver,
     /// Largest part, bytes.
     pub partition_bytes: u32,
+    /// `BYTEPS_SCHEDULING_CREDIT`.
+    pub scheduling_credit: u32,
+    /// The job finds its credit and its parts by itself, and writes them to this file.
+    pub tune_file: Option<&'static str>,
     /// Tensors of fewer bytes are not encoded.
     pub min_compress_bytes: u32,
     /// Whether TCP lanes are encrypted, which needs a key.
@@ -53,6 +57,8 @@ impl Default for JobShape {
             transport: TransportChoice::Tcp,
             driver: TcpDriver::Auto,
             partition_bytes: 1 << 20,
+            scheduling_credit: 0,
+            tune_file: None,
             min_compress_bytes: 0,
             encrypt: false,
             payload_checksum: PayloadChecksum::Auto,
@@ -98,6 +104,10 @@ pub fn config(shape: &JobShape, port: u16, role: Role, worker: u32) -> Config {
         root_port: port,
         server_cores: shape.cores,
         partition_bytes: shape.partition_bytes,
+        scheduling_credit: shape.scheduling_credit,
+        tune_credit: shape.tune_file.is_some(),
+        tune_partition: shape.tune_file.is_some(),
+        tune_file: shape.tune_file.map(Into::into),
         min_compress_bytes: shape.min_compress_bytes,
         transport: shape.transport,
         tcp_driver: shape.driver,

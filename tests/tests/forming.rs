@@ -356,6 +356,7 @@ fn a_silent_neighbour_does_not_hold_up_the_lanes_of_others() {
                 force_distributed: true,
                 reduce_roots: Vec::new(),
                 switch_size: 0,
+                tuning: bps_engine::proto::tuning::Tuning::OFF,
             },
         };
         let register = Register {

@@ -173,6 +173,7 @@ impl Played {
                     force_distributed: true,
                     reduce_roots: Vec::new(),
                     switch_size: 0,
+                    tuning: bps_engine::proto::tuning::Tuning::OFF,
                 },
             },
             host: bps_engine::host::name(),

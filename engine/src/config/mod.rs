@@ -139,6 +139,12 @@ pub struct Config {
     /// `BYTEPS_SCHEDULING_CREDIT`: parts that may be in flight on all lanes of a process, in
     /// partitions; 0 takes the default.
     pub scheduling_credit: u32,
+    /// `BPS_TUNE_CREDIT`: the job finds its credit by itself.
+    pub tune_credit: bool,
+    /// `BPS_TUNE_PARTITION`: the job finds the size of its parts by itself.
+    pub tune_partition: bool,
+    /// `BPS_TUNE_FILE`: where what was found is written.
+    pub tune_file: Option<PathBuf>,
     /// `BYTEPS_KEY_HASH_FN` (and `BYTEPS_ENABLE_MIXED_MODE`).
     pub placement: Placement,
     /// `BYTEPS_MIXED_MODE_BOUND`.
@@ -373,6 +379,9 @@ impl Default for Config {
             enable_async: false,
             staleness: None,
             scheduling_credit: 0,
+            tune_credit: false,
+            tune_partition: false,
+            tune_file: None,
             placement: Placement::Balanced,
             mixed_bound: 101,
             built_in_coefficient: 1,

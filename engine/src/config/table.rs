@@ -11,14 +11,17 @@ mod choices;
 mod gpus;
 mod launcher;
 mod rows;
+mod tuning;
 
 /// Every knob, in the order in which the documents list them.
 pub static TABLE: &[Row] = &JOINED;
 
-const PARTS: [&[Row]; 3] = [rows::ROWS, gpus::ROWS, launcher::ROWS];
+const PARTS: [&[Row]; 4] = [rows::ROWS, tuning::ROWS, gpus::ROWS, launcher::ROWS];
 
-const JOINED: [Row; PARTS[0].len() + PARTS[1].len() + PARTS[2].len()] = {
-    let mut all = [rows::ROWS[0]; PARTS[0].len() + PARTS[1].len() + PARTS[2].len()];
+const COUNT: usize = PARTS[0].len() + PARTS[1].len() + PARTS[2].len() + PARTS[3].len();
+
+const JOINED: [Row; COUNT] = {
+    let mut all = [rows::ROWS[0]; COUNT];
     let (mut part, mut of_part, mut index) = (0, 0, 0);
     while index < all.len() {
         if of_part == PARTS[part].len() {

@@ -126,6 +126,36 @@ pub static FAMILIES: &[Family] = &[
         "Time since the scheduler started.",
     ),
     gauge(
+        "bps_job_tuning_trials",
+        Source::Job(|job| job.tuning.map_or(0.0, |tuning| f64::from(tuning.trials))),
+        "Settings that a job which tunes itself has measured; 0 in any other.",
+    ),
+    gauge(
+        "bps_job_tuning_active",
+        Source::Job(|job| job.tuning.map_or(0.0, |tuning| f64::from(u8::from(!tuning.is_over)))),
+        "1 while further settings are tried.",
+    ),
+    gauge(
+        "bps_job_tuning_partition_bytes",
+        Source::Job(|job| job.tuning.map_or(0.0, |one| f64::from(one.point.partition_bytes))),
+        "BYTEPS_PARTITION_BYTES that is tried, or was found.",
+    ),
+    gauge(
+        "bps_job_tuning_credit_parts",
+        Source::Job(|job| job.tuning.map_or(0.0, |one| f64::from(one.point.credit_parts))),
+        "BYTEPS_SCHEDULING_CREDIT that is tried, or was found.",
+    ),
+    gauge(
+        "bps_job_tuning_bytes_per_second",
+        Source::Job(|job| job.tuning.map_or(0.0, |tuning| tuning.rate)),
+        "Bytes of rounds that the first rank ended each second with the settings measured last.",
+    ),
+    gauge(
+        "bps_job_tuning_best_bytes_per_second",
+        Source::Job(|job| job.tuning.map_or(0.0, |tuning| tuning.best)),
+        "The same with the fastest settings so far.",
+    ),
+    gauge(
         "bps_job_stalls",
         Source::Job(|job| float((job.stalls.len() + job.paths.len()) as u64)),
         "Tensors and barriers whose open round has waited longer than BPS_STALL_REPORT, and paths \

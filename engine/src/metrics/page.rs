@@ -192,6 +192,7 @@ mod tests {
             reformed: Some(Duration::from_millis(250)),
             uptime: Duration::from_secs(9),
             stalls: vec![stall],
+            tuning: None,
             paths: vec![path],
             nodes,
         };

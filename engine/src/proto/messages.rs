@@ -11,6 +11,7 @@ use super::paths::{AwaitedKey, End, KeyState, LaneFault, PathStall};
 use super::shape::TensorShape;
 pub use super::statistics::{LinkStatistics, LoopStatistics, Statistics};
 use super::store::Store;
+use super::tuning::{TuneOrder, TuneReport, Tuning};
 use super::uneven::{UnevenOrder, UnevenReport};
 use super::unserved::Unserved;
 pub use super::verdict::{Origin, OverReason, Party, Place, RoundOf, Sign};
@@ -113,6 +114,8 @@ pub enum NodeMessage {
     },
     /// A worker on who has run out of data.
     Uneven(UnevenReport),
+    /// A worker of a job that tunes itself.
+    Tune(TuneReport),
     /// The node ends because of an error of its own; everyone is told.
     Failed {
         /// One line: what, where, what to do.
@@ -236,6 +239,8 @@ pub enum SchedulerMessage {
     },
     /// To a worker: on who has run out of data.
     Uneven(UnevenOrder),
+    /// To a worker of a job that tunes itself.
+    Tune(TuneOrder),
     /// The job is over. Nothing follows.
     Over {
         /// Why.
@@ -349,6 +354,9 @@ pub struct Planning {
     pub reduce_roots: Vec<u32>,
     /// `BYTEPS_PCIE_SWITCH_SIZE`: ranks below each PCIe switch of a host; 0 where there is one.
     pub switch_size: u32,
+    /// What the job finds by itself.
+    #[serde(default, skip_serializing_if = "Tuning::is_off")]
+    pub tuning: Tuning,
 }
 
 /// How many ranks of a group of so many are below each PCIe switch, if the hosts' switches have

@@ -14,6 +14,7 @@ mod registry;
 mod rendezvous;
 mod replies;
 mod stay;
+mod tuner;
 mod uneven;
 mod view;
 mod waits;
@@ -24,6 +25,7 @@ mod tests;
 use super::messages::{
     Neighbour, NodeMessage, Origin, OverReason, Register, Roster, SchedulerMessage, Statistics,
 };
+use super::tuning::Point;
 use super::unformed::Unformed;
 use super::unserved::Unserved;
 use crate::base::{Epoch, Placement, Rank, word};
@@ -37,8 +39,9 @@ use replies::kind;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
+use tuner::Tuner;
 use uneven::Uneven;
-pub use view::{JobView, NodeRole, NodeView};
+pub use view::{JobView, NodeRole, NodeView, TuningView};
 use waits::{Barriers, Reminder, Reporter, Stalls};
 
 /// A connection, numbered by whoever feeds the machine; never used twice.
@@ -110,6 +113,8 @@ pub enum Output {
     Close(NodeId),
     /// Tell people.
     Log(String),
+    /// These settings were found, to be written down for the next job.
+    Tuned(Point),
     /// The job is over; nothing follows.
     Done(Exit),
 }
@@ -167,6 +172,8 @@ struct Running {
     late: LateRanks,
     paths: Paths,
     uneven: Uneven,
+    /// If the job tunes itself.
+    tuner: Option<Tuner>,
     left: BTreeSet<Rank>,
     /// Ranks that record a timeline: the servers do while any of them does.
     tracing: BTreeSet<Rank>,
@@ -356,6 +363,7 @@ impl Scheduler {
         self.check_installs(now);
         self.check_paths(now);
         self.check_uneven(now);
+        self.check_tuner(now);
         self.check_stalls(now);
     }
 
@@ -458,6 +466,7 @@ impl Scheduler {
         }
         let groups = std::mem::take(&mut job.groups);
         let (planning, next) = (&job.planning, self.next_install);
+        let tuner = Tuner::new(planning, cores);
         let registry = Registry::new(groups, through_servers, planning, &job.shapes, next);
         self.phase = Phase::Running(Box::new(Running {
             barriers: Barriers::new(job.size()),
@@ -467,6 +476,7 @@ impl Scheduler {
             late: LateRanks::default(),
             paths: Paths::default(),
             uneven: Uneven::default(),
+            tuner,
             left: BTreeSet::new(),
             tracing: BTreeSet::new(),
             suspended: false,
@@ -516,6 +526,7 @@ impl Scheduler {
                 }
             }
             (_, NodeMessage::Uneven(report)) => self.uneven(node, rank, report, now),
+            (_, NodeMessage::Tune(report)) => self.tune(node, rank, report, now),
             (Phase::Running(_), NodeMessage::Timeline { timeline }) => {
                 self.timeline(rank, timeline);
             }
@@ -543,6 +554,7 @@ impl Scheduler {
                 let Some(server) = running.server(node) else { return };
                 let replies = running.registry.installed(server, request);
                 self.reply(replies);
+                self.hold(now);
             }
             (Phase::Running(running), NodeMessage::Stalled { keys, late }) => {
                 if let Some(server) = running.server(node) {

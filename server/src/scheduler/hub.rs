@@ -8,12 +8,14 @@ use bps_engine::control::{Connection as Channel, JobKey};
 use bps_engine::limits::{CONTROL_BYTES_MAX, RANKS_MAX, SERVERS_MAX};
 use bps_engine::proto::messages::{ClockAnswer, NodeMessage, SchedulerMessage};
 use bps_engine::proto::scheduler::{Exit, JobView, NodeId, Output, Scheduler};
+use bps_engine::proto::tuning::Point;
 use bps_engine::trace::{clock, log};
 use bps_engine::transport::Waker;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::collections::{BTreeMap, VecDeque};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
+use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, SyncSender};
 use std::time::{Duration, Instant};
 
@@ -54,6 +56,8 @@ pub(super) struct Hub {
     /// What nodes are told with the time.
     to_unix_ns: u64,
     domain: String,
+    /// Where the settings go that the job finds.
+    tune_file: Option<PathBuf>,
 }
 
 struct Connection {
@@ -98,7 +102,13 @@ impl Hub {
             exit: None,
             to_unix_ns: clock::to_unix_ns(),
             domain: clock::domain(),
+            tune_file: None,
         }
+    }
+
+    /// Settings that the job finds are written to this file.
+    pub(super) fn with_tune_file(self, tune_file: Option<PathBuf>) -> Hub {
+        Hub { tune_file, ..self }
     }
 
     /// Runs until the job is over and its nodes have been told.
@@ -250,6 +260,7 @@ impl Hub {
         while let Some(output) = self.machine.poll_output() {
             match output {
                 Output::Log(line) => log::info!("{line}"),
+                Output::Tuned(point) => self.write_down(point),
                 Output::Done(exit) => self.exit = Some(exit),
                 Output::Close(node) => {
                     if let Some(connection) = self.connections.get_mut(&node) {
@@ -258,6 +269,20 @@ impl Hub {
                 }
                 Output::Send(node, message) => self.send(node, &message),
             }
+        }
+    }
+
+    /// Leaves what the job has found to the next one.
+    fn write_down(&self, point: Point) {
+        let Some(path) = &self.tune_file else { return };
+        let lines = point.to_string().replace(' ', "\n") + "\n";
+        if let Err(error) = std::fs::write(path, lines) {
+            // The job has the settings all the same.
+            log::warning!(
+                "BPS_TUNE_FILE={}: {point} can't be written: {error}: name a file that this user \
+                 may write",
+                path.display()
+            );
         }
     }
 

@@ -55,6 +55,7 @@ pub(super) struct Table {
     ranks: BTreeMap<u32, Track>,
     header: String,
     stall: String,
+    tuning: Option<String>,
     core_rows: Vec<Row>,
     rank_rows: Vec<Row>,
 }
@@ -74,6 +75,7 @@ impl Table {
             ranks: BTreeMap::new(),
             header: String::new(),
             stall: String::new(),
+            tuning: None,
             core_rows: Vec::new(),
             rank_rows: Vec::new(),
         }
@@ -96,6 +98,7 @@ impl Table {
             clock(job("bps_job_uptime_seconds")),
         );
         self.stall = stall(page);
+        self.tuning = tuning(page);
         self.core_rows.clear();
         for sample in page.of("bps_core_rounds_total") {
             let Some((server, core)) = number(sample, "server").zip(number(sample, "core")) else {
@@ -133,7 +136,9 @@ impl Table {
 
     /// The table, cut to columns and lines of a terminal if there is one.
     pub(super) fn text(&self, size: Option<(usize, usize)>) -> String {
-        let mut lines = vec![self.header.clone(), self.stall.clone(), String::new()];
+        let mut lines = vec![self.header.clone(), self.stall.clone()];
+        lines.extend(self.tuning.clone());
+        lines.push(String::new());
         lines.extend(layout(CORE_COLUMNS, &self.core_rows));
         lines.push(String::new());
         lines.extend(layout(RANK_COLUMNS, &self.rank_rows));
@@ -216,6 +221,23 @@ fn stall(page: &Page) -> String {
         _ => format!("ranks {}", ranks.join(", ")),
     };
     format!("STALLED for {seconds:.1} s: waiting for {whom}")
+}
+
+/// What a job tries that tunes itself.
+fn tuning(page: &Page) -> Option<String> {
+    let job = |name: &str| page.value(&format!("bps_job_tuning_{name}"), &[]).unwrap_or(0.0);
+    let (partition, credit) = (job("partition_bytes"), job("credit_parts"));
+    if partition == 0.0 {
+        return None;
+    }
+    let is_active = job("active") > 0.0;
+    let (what, best) =
+        (if is_active { "tries" } else { "tuned to" }, job("best_bytes_per_second") / 1e9);
+    let kibibytes = partition / 1024.0;
+    let trials = counted(job("trials"), "trial");
+    Some(format!(
+        "{what} parts of {kibibytes} KiB, credit {credit}; best {best:.3} GB/s of {trials}"
+    ))
 }
 
 fn number(sample: &Sample, label: &str) -> Option<u32> {

@@ -356,7 +356,7 @@ impl Cluster {
         while let Some(output) = self.scheduler.poll_output() {
             match output {
                 Output::Send(node, message) => self.mail(Letter::Down(node, message)),
-                Output::Close(_) | Output::Log(_) => {}
+                Output::Close(_) | Output::Log(_) | Output::Tuned(_) => {}
                 Output::Done(_) => self.done = true,
             }
         }
@@ -416,6 +416,7 @@ impl Cluster {
             size: roster.size,
             epoch: roster.epoch,
             credit_bytes: self.shape.credit_bytes,
+            paces: false,
             column: switches.others_of_column(rank).collect(),
             stall_report: STALL_REPORT,
         };

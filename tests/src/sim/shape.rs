@@ -89,6 +89,7 @@ fn shape_of_hosts(random: &mut Random, groups: Groups) -> Shape {
         force_distributed: groups == Groups::Hosts && random.once_in(4),
         reduce_roots: Vec::new(),
         switch_size: 0,
+        tuning: bps_engine::proto::tuning::Tuning::OFF,
     };
     let hosts: Vec<u32> = match groups {
         Groups::Apart => vec![1; number(random, 4) as usize],
@@ -132,6 +133,7 @@ fn shape_of_gpus(random: &mut Random) -> Shape {
         force_distributed: local_reduce && random.once_in(3),
         reduce_roots,
         switch_size,
+        tuning: bps_engine::proto::tuning::Tuning::OFF,
     };
     let is_alone = hosts.len() == 1 && hosts[0] > 1 && local_reduce && !planning.force_distributed;
     Shape {

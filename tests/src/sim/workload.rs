@@ -136,6 +136,7 @@ pub fn run_hosts(hosts: &[u32]) -> Outcome {
         force_distributed: true,
         reduce_roots: Vec::new(),
         switch_size: 0,
+        tuning: bps_engine::proto::tuning::Tuning::OFF,
     };
     let shape = Shape {
         workers: hosts.iter().sum(),

@@ -125,6 +125,7 @@ fn node_messages() -> Vec<String> {
         force_distributed: false,
         reduce_roots: Vec::new(),
         switch_size: 0,
+        tuning: bps_engine::proto::tuning::Tuning::OFF,
     };
     let register = Register {
         node: Node::Worker {

@@ -89,6 +89,7 @@ impl Pair {
             credit_bytes: 1 << 20,
             column,
             stall_report: Duration::from_secs(3600),
+            paces: false,
         };
         let (commands, reports) = (Mpsc::new(64), Mpsc::new(64));
         let mut nic = NicLoop::new(

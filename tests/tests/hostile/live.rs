@@ -75,6 +75,7 @@ fn planning() -> Planning {
         force_distributed: false,
         reduce_roots: Vec::new(),
         switch_size: 0,
+        tuning: bps_engine::proto::tuning::Tuning::OFF,
     }
 }
 

@@ -56,6 +56,7 @@ fn worker(worker_id: u64, local_size: u32, partition_bytes: u32) -> Node {
             force_distributed: false,
             reduce_roots: Vec::new(),
             switch_size: 0,
+            tuning: bps_engine::proto::tuning::Tuning::OFF,
         },
     }
 }
@@ -196,6 +197,7 @@ impl Rules {
                         _ => {}
                     }
                 }
+                Output::Tuned(_) => {}
                 Output::Close(node) => {
                     let open = self.connected.remove(&node) || self.vanished.remove(&node);
                     assert!(open, "seed {seed}: {node:?} is closed twice");

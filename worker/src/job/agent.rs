@@ -17,6 +17,7 @@ use bps_engine::proto::messages::{
 };
 use bps_engine::proto::paths::End;
 use bps_engine::proto::pulse::Pulse;
+use bps_engine::proto::tuning::{Recut, TuneOrder};
 use bps_engine::proto::uneven::{UnevenOrder, UnevenReport};
 use bps_engine::transport::LaneId;
 use std::collections::{HashMap, HashSet};
@@ -222,6 +223,7 @@ impl Agent {
                 effects.extend(stalls.iter().map(|stall| Effect::Warn(stall.to_string())));
             }
             SchedulerMessage::Waiting { text } => effects.push(Effect::Warn(text)),
+            SchedulerMessage::Tune(order) => self.tune(order, effects),
             SchedulerMessage::Uneven(order) => effects.push(Effect::Uneven(order)),
             SchedulerMessage::Newcomers { count } => effects.push(Effect::Newcomers(count)),
             SchedulerMessage::Over { reason } => {
@@ -359,6 +361,30 @@ impl Agent {
         Some(Among { count: members.count(self.roster.size), lanes })
     }
 
+    /// The job tries other settings.
+    fn tune(&self, order: TuneOrder, effects: &mut Vec<Effect>) {
+        match order {
+            TuneOrder::Apply { trial, credit_bytes, rounds } => {
+                let credit_bytes = usize::try_from(credit_bytes).unwrap_or(usize::MAX);
+                effects.push(Effect::Nic(Command::Tune { trial, credit_bytes, rounds }));
+            }
+            TuneOrder::Recut { trial, tensors } => {
+                let known = |recut: &Recut| self.planned.contains(&recut.assignment.tensor);
+                let plan = |recut: Recut| {
+                    let plan = self.plan(recut.said, &recut.assignment);
+                    plan.map(|plan| (recut.assignment.tensor, Arc::new(plan)))
+                };
+                let plans: Result<_, Error> = tensors.into_iter().filter(known).map(plan).collect();
+                let plans = plans.unwrap_or_else(|error| {
+                    // What this rank does not hold keeps its parts everywhere.
+                    effects.push(Effect::Warn(format!("tensors keep their parts: {error}")));
+                    Vec::new()
+                });
+                effects.push(Effect::Nic(Command::Recut { trial, plans }));
+            }
+        }
+    }
+
     fn mismatch(&mut self, mismatch: Mismatch, effects: &mut Vec<Effect>) {
         let name = mismatch.first_said.name.clone();
         let agreed: Vec<(u32, u64)> =
@@ -402,6 +428,7 @@ impl Agent {
                 effects.push(Effect::Send(NodeMessage::failed(source.to_string())));
                 self.end(Refusal::Own(source).into(), effects);
             }
+            Report::Tune(report) => effects.push(Effect::Send(NodeMessage::Tune(report))),
             Report::Awaiting { keys } => {
                 effects.push(Effect::Send(NodeMessage::Awaiting { keys }));
             }

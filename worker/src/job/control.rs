@@ -27,6 +27,8 @@ use std::time::{Duration, Instant, SystemTime};
 
 /// How often this thread looks around when nothing comes.
 const TICK: Duration = Duration::from_millis(50);
+/// The same in a job that tunes itself: rounds wait for what the NIC loop reports.
+const TUNING_TICK: Duration = Duration::from_millis(5);
 /// How long a rank that was told to end waits for the scheduler to hear of it.
 const GOODBYE: Duration = Duration::from_secs(1);
 /// Over how long throughput is measured.
@@ -71,6 +73,8 @@ pub(crate) struct Control {
     pub(crate) statistics: Arc<NicStatistics>,
     pub(crate) collector: Collector,
     pub(crate) heartbeat_interval: Duration,
+    /// Whether the job tunes itself.
+    pub(crate) tunes: bool,
     pub(crate) heart: Heart,
     pub(crate) lost_at: Option<Instant>,
     /// How long the scheduler has to say why a lane was lost. It may have to wait for another
@@ -103,12 +107,13 @@ impl Control {
         let (began, mut told) = (self.heart.began, Instant::now());
         let mut measured = (Instant::now(), 0);
         let mut effects = Vec::new();
+        let tick = if self.tunes { TUNING_TICK } else { TICK };
         loop {
             if terminated::came() {
                 self.end_process();
             }
             ask_time(&self.tracing.clock, &self.sender);
-            match self.receiver.receive(TICK) {
+            match self.receiver.receive(tick) {
                 Ok(Some(SchedulerMessage::Clock(answer))) => {
                     take_time(&self.tracing.clock, &answer, &self.sender);
                 }
@@ -195,8 +200,12 @@ impl Control {
         for effect in effects.drain(..) {
             match effect {
                 Effect::Nic(command) => {
-                    if let Command::Plan { plan, .. } = &command {
-                        self.tracing.name(plan);
+                    match &command {
+                        Command::Plan { plan, .. } => self.tracing.name(plan),
+                        Command::Recut { plans, .. } => {
+                            plans.iter().for_each(|(_, plan)| self.tracing.name(plan));
+                        }
+                        _ => {}
                     }
                     hangs |= self.command(command);
                 }

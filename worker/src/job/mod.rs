@@ -172,6 +172,7 @@ impl Job {
             collector: Collector::new(config, vec![Arc::clone(&statistics.counters)]),
             statistics,
             heartbeat_interval: config.heartbeat_interval,
+            tunes: !start::tuning(config).is_off(),
             heart: joined.heart,
             lost_at: None,
             verdict: config.heartbeat_timeout + 2 * config.heartbeat_interval,
@@ -492,6 +493,7 @@ fn nic_config(config: &Config, joined: &start::Joined, switches: &Switches) -> N
         credit_bytes: start::credit_bytes(config, joined.lanes().cores.len()),
         column: switches.others_of_column(rank).collect(),
         stall_report: config.stall_report,
+        paces: rank == Rank(0) && !start::tuning(config).is_off(),
     }
 }
 

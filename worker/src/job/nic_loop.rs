@@ -10,6 +10,8 @@ use crate::rounds::{Done, Memory, Plan, Push, Rounds};
 use bps_engine::harness;
 use bps_engine::lane::Endpoint;
 use bps_engine::limits::EVENTS_MAX;
+use bps_engine::proto::tuning::TuneReport;
+use bps_engine::proto::uneven::Pushes;
 use bps_engine::ring::Mpsc;
 use bps_engine::trace::timeline::Recorder;
 use bps_engine::transport::{LaneId, Link, Waker};
@@ -73,6 +75,22 @@ pub enum Command {
     GpuFailed {
         /// Why.
         source: Source,
+    },
+    /// These tensors are to get other parts: hold their rounds, and tell how many have begun.
+    Recut {
+        /// To be returned.
+        trial: u32,
+        /// By id.
+        plans: Vec<(u32, Arc<Plan>)>,
+    },
+    /// Settings hold from now on that the job tries.
+    Tune {
+        /// Their number.
+        trial: u32,
+        /// Bytes that may be in flight.
+        credit_bytes: usize,
+        /// The last rounds with the old parts, of those that get others.
+        rounds: Vec<Pushes>,
     },
     /// Record a timeline with these from now on; recorders that are off end it.
     Trace {
@@ -343,6 +361,13 @@ impl NicLoop {
                     self.nic.record_gpu_with(gpu);
                 }
             }
+            Command::Recut { trial, plans } => self.recut(trial, plans),
+            Command::Tune { trial, credit_bytes, rounds } => {
+                self.nic.tune(trial, credit_bytes);
+                if let Err(error) = self.rounds.change(&rounds, &mut self.nic) {
+                    self.nic.report(Report::Failed { source: Source::new(error) });
+                }
+            }
             Command::Poison { name, agreed, error } => self.poison(&name, &agreed, &error),
             Command::Fail { error } => self.fail(error),
             Command::Leave => self.wants_to_leave = true,
@@ -400,6 +425,21 @@ impl NicLoop {
             self.nic.tell_gpu(ToGpu::Plan { tensor, plan: Arc::clone(&plan) });
         }
         self.rounds.plan(tensor, plan, first);
+    }
+
+    /// Holds the rounds of what is known here, and says how many of each have begun.
+    fn recut(&mut self, trial: u32, plans: Vec<(u32, Arc<Plan>)>) {
+        let mut rounds = Vec::new();
+        for (tensor, plan) in plans {
+            if !self.rounds.knows(tensor) {
+                continue;
+            }
+            let first = self.nic.plan(plan.part_plans(tensor));
+            if let Some(begun) = self.rounds.prepare(tensor, plan, first, &mut self.nic) {
+                Pushes::append(&mut rounds, tensor, begun);
+            }
+        }
+        self.nic.report(Report::Tune(TuneReport::Held { trial, rounds }));
     }
 
     fn poison(&mut self, name: &str, agreed: &[(u32, u64)], error: &Error) {

@@ -20,6 +20,7 @@ use bps_engine::proto::messages::{
 };
 use bps_engine::proto::objects::ObjectKeys;
 use bps_engine::proto::pulse::Pulse;
+use bps_engine::proto::tuning::{Tuning, credit_parts};
 use bps_engine::ring::Mpsc;
 use bps_engine::trace::log;
 use bps_engine::transport::rdma::{self, Ports};
@@ -29,8 +30,6 @@ use bps_engine::{harness, host};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Fewest partitions in flight if `BYTEPS_SCHEDULING_CREDIT` does not say.
-const CREDIT_PARTS_MIN: usize = 4;
 /// Between two looks at the lanes that are being dialed.
 const LOOK: Duration = Duration::from_millis(2);
 /// How often a rank that waits for the others looks after its heartbeats.
@@ -112,11 +111,7 @@ impl Joined {
 /// partition for each lane, so that every server has something to do.
 #[must_use]
 pub fn credit_bytes(config: &Config, lanes: usize) -> usize {
-    let parts = match config.scheduling_credit {
-        0 => lanes.max(CREDIT_PARTS_MIN),
-        parts => parts as usize,
-    };
-    parts * config.partition_bytes as usize
+    credit_parts(config.scheduling_credit, lanes) as usize * config.partition_bytes as usize
 }
 
 /// Joins the job: returns when all nodes are there and every lane is connected. A rank that comes
@@ -327,6 +322,7 @@ fn register(config: &Config, local: Option<String>, session: u64, former: Option
                 force_distributed: config.force_distributed,
                 reduce_roots: config.reduce_roots.clone(),
                 switch_size: config.ranks_of_switch().unwrap_or(0),
+                tuning: tuning(config),
             },
         },
         host: host::name(),
@@ -339,6 +335,13 @@ fn register(config: &Config, local: Option<String>, session: u64, former: Option
         num_servers: config.num_servers,
         encrypt: config.encrypt,
     }
+}
+
+/// What the job is to find by itself. Jobs that tune nothing do not compare their credits.
+pub(crate) fn tuning(config: &Config) -> Tuning {
+    let (credit, partition) = (config.tune_credit, config.tune_partition);
+    let tuning = Tuning { credit, partition, credit_parts: config.scheduling_credit };
+    if tuning.is_off() { Tuning::OFF } else { tuning }
 }
 
 pub(crate) fn host_id(config: &Config) -> String {

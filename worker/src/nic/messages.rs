@@ -7,6 +7,7 @@ use crate::base::error::{RoundSeen, Source};
 use bps_engine::base::{Epoch, Key, Rank};
 use bps_engine::proto::messages::StalledKey;
 use bps_engine::proto::paths::AwaitedKey;
+use bps_engine::proto::tuning::TuneReport;
 use bps_engine::trace::counters::{Counter, Counters};
 use bps_engine::transport::Cause;
 use std::sync::Arc;
@@ -55,6 +56,8 @@ pub enum Report {
         /// The oldest first, at most [`PATH_KEYS_MAX`](bps_engine::proto::paths::PATH_KEYS_MAX).
         keys: Vec<AwaitedKey>,
     },
+    /// How fast steps are, or which rounds are held, in a job that tunes itself.
+    Tune(TuneReport),
     /// Rounds of parts that this rank owns in its group, that have waited too long for others of
     /// it; empty once when none does any more.
     Stalled {
@@ -87,6 +90,8 @@ pub struct NicConfig {
     pub column: Vec<Rank>,
     /// A round that others of the group have pushed, or not, for longer than this is reported.
     pub stall_report: Duration,
+    /// Whether this rank tells how fast steps are, for a job that tunes itself.
+    pub paces: bool,
 }
 
 /// What the other threads read of a loop.

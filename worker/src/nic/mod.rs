@@ -9,6 +9,7 @@ mod coding;
 mod ending;
 mod granted;
 mod messages;
+mod pace;
 mod sending;
 mod slots;
 mod staged;
@@ -19,6 +20,7 @@ pub use messages::{NicConfig, NicStatistics, Peer, Report};
 use self::circle::Circle;
 use self::coding::{Coded, Values};
 use self::granted::Granted;
+use self::pace::Pace;
 use self::slots::{Gpu, Landings};
 use self::staged::Staged;
 use crate::host::collect::Peers;
@@ -227,6 +229,8 @@ pub struct Nic {
     stalls_told: bool,
     awaits_told: bool,
     trace: Recorder,
+    /// How fast steps are, where that is told.
+    pace: Option<Box<Pace>>,
 }
 
 /// How often the loop looks for stalls.
@@ -271,6 +275,7 @@ impl Nic {
             group: Circle::new(Vec::new()),
             column: Circle::new(Vec::new()),
             gathered: CreditQueue::new(config.credit_bytes),
+            pace: config.paces.then(Box::default),
             kernels: kernels(),
             gpu: Gpu::default(),
             staged: Staged::default(),
@@ -419,6 +424,15 @@ impl Nic {
         first
     }
 
+    /// Other settings hold from now on, which have this number where they are measured.
+    pub(crate) fn tune(&mut self, trial: u32, credit_bytes: usize) {
+        self.queue.set_credit(credit_bytes);
+        self.gathered.set_credit(credit_bytes);
+        if let Some(pace) = &mut self.pace {
+            pace.begin(trial);
+        }
+    }
+
     /// Records a timeline with this from now on.
     pub(crate) fn record_with(&mut self, recorder: Recorder) {
         self.trace = recorder;
@@ -498,10 +512,16 @@ impl Nic {
     }
 
     fn end_round(&mut self, part: PartId) -> bool {
+        let now = self.now;
         let state = self.part_mut(part);
         assert!(state.open == 0 && state.posted == 0, "what is posted is open");
         state.memory = None;
-        let device = state.plan.device;
+        let (device, of, bytes) = (state.plan.device, state.plan.of, state.plan.bytes);
+        if let Some(pace) = &mut self.pace
+            && let Some(told) = pace.ended(of, bytes, now)
+        {
+            self.report(Report::Tune(told));
+        }
         self.spoil_abandoned(part);
         if !device {
             self.over.push_back(part);

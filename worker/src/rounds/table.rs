@@ -7,6 +7,7 @@
 
 #![forbid(unsafe_code)]
 
+use self::recut::Next;
 use super::{Memory, PartId, PartOf, Plan, PlanPart};
 use crate::base::error::{Error, Refusal};
 use crate::base::task::Task;
@@ -14,6 +15,10 @@ use bps_engine::base::Key;
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
+
+mod recut;
+
+pub use recut::PassedError;
 
 /// A push of a tensor.
 #[derive(Debug)]
@@ -54,7 +59,7 @@ pub struct Done {
     pub tensor: u32,
     /// Its first key.
     pub key: Key,
-    /// The round.
+    /// The round, as its parts count.
     pub round: u64,
     /// Bytes of the tensor.
     pub bytes: usize,
@@ -81,6 +86,10 @@ struct Tensor {
     /// Why it will be of no use, once it has had the rounds on which the ranks had agreed.
     doomed: Option<(u64, Error)>,
     poisoned: Option<Error>,
+    /// Rounds that it had had when it was cut into its parts, which count theirs from there.
+    base: u64,
+    /// Other parts, to which it is to change.
+    next: Option<Box<Next>>,
 }
 
 /// See the [module](self).
@@ -93,10 +102,10 @@ pub struct Rounds {
 }
 
 impl Rounds {
-    /// Whether a round is under way.
+    /// Whether a round is under way, or held.
     #[must_use]
     pub fn is_open(&self) -> bool {
-        self.open > 0
+        self.open > 0 || self.tensors.iter().flatten().any(|one| !one.waiting.is_empty())
     }
 
     /// Tensors that were declared.
@@ -129,7 +138,8 @@ impl Rounds {
         let place = &mut self.tensors[index];
         assert!(place.is_none(), "tensor {tensor} was planned before");
         let (waiting, doomed, poisoned) = (VecDeque::new(), None, None);
-        *place = Some(Tensor { plan, first, round: 0, run: None, waiting, doomed, poisoned });
+        let (round, run, base, next) = (0, None, 0, None);
+        *place = Some(Tensor { plan, first, round, run, waiting, doomed, poisoned, base, next });
     }
 
     /// The plans of the tensors on the GPU, by id.
@@ -185,7 +195,7 @@ impl Rounds {
         if state.plan.parts.is_empty() {
             return push.task.finish_now(Ok(()));
         }
-        if state.run.is_some() {
+        if state.run.is_some() || state.is_held() {
             return state.waiting.push_back(push);
         }
         assert!(state.waiting.is_empty(), "what waits begins when a round ends");
@@ -207,7 +217,8 @@ impl Rounds {
         }
         self.open -= 1;
         let Run { task, .. } = state.run.take()?;
-        let (key, round, bytes) = (state.plan.parts[0].key, state.round, state.plan.bytes());
+        let (key, round) = (state.plan.parts[0].key, state.round - state.base);
+        let bytes = state.plan.bytes();
         let result = state.poisoned.clone().map_or(Ok(()), Err);
         Some(Done { tensor, key, round, bytes, task, result })
     }
@@ -218,7 +229,9 @@ impl Rounds {
         self.end_if_doomed(tensor, parts);
         let state = self.tensors[tensor as usize].as_mut().expect("a part has a tensor");
         assert!(state.run.is_none(), "the round is over");
-        if let Some(push) = state.waiting.pop_front() {
+        if !state.is_held()
+            && let Some(push) = state.waiting.pop_front()
+        {
             self.open += 1;
             state.begin(push, parts);
         }
@@ -263,6 +276,7 @@ impl Rounds {
             push.task.finish_now(Err(error.clone()));
         }
         state.poisoned = Some(error);
+        state.abandon_next(parts);
         for part in state.parts() {
             parts.abandon(part);
         }
@@ -294,12 +308,14 @@ impl Tensor {
         assert!(self.run.is_none() && self.poisoned.is_none(), "one round is open at a time");
         let Push { memory, priority, task } = push;
         let asked_ns = task.asked_ns();
+        self.change_if_due();
         self.round += 1;
+        let round = self.round - self.base;
         let left = u32::try_from(self.plan.parts.len()).expect("parts are counted in u32");
         self.run = Some(Run { task, left });
         for (id, part) in self.parts().zip(&self.plan.parts) {
             let memory = memory.part(part.offset, part.bytes);
-            parts.push(id, self.round, &PartPush { memory, priority, asked_ns });
+            parts.push(id, round, &PartPush { memory, priority, asked_ns });
         }
     }
 }

@@ -95,6 +95,16 @@ fn aliases_sizes_times_and_words() {
 }
 
 #[test]
+fn byteschedulers_names_let_a_job_tune_itself() {
+    let set: &[(&str, &str)] =
+        &[("BYTESCHEDULER_CREDIT_TUNING", "1"), ("BYTESCHEDULER_PARTITION_TUNING", "0")];
+    let config = run(Program::Worker, &[], &[set]).config;
+    assert_eq!((config.tune_credit, config.tune_partition), (true, false));
+    let config = run(Program::Worker, &[], &[set, &[("BPS_TUNE_CREDIT", "0")]]).config;
+    assert!(!config.tune_credit, "our own name beats ByteScheduler's");
+}
+
+#[test]
 fn mixed_mode_is_a_placement() {
     let base: &[(&str, &str)] =
         &[("DMLC_PS_ROOT_URI", "h"), ("DMLC_NUM_SERVER", "2"), ("BYTEPS_ENABLE_MIXED_MODE", "1")];

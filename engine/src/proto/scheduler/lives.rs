@@ -223,6 +223,7 @@ impl Scheduler {
         }
         self.timeline(rank, None);
         self.left_uneven(rank);
+        self.apply_if_held(now);
         let Phase::Running(running) = &mut self.phase else { return };
         if running.left.len() < running.job.workers.len() {
             return self.check_stalls(now);

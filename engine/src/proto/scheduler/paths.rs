@@ -119,7 +119,8 @@ impl Paths {
                 let judged = judge(key, rank, (waited_ms, asked_ms), told, report_ms);
                 let is_late = |(_, late_ms): &(Leg, u64)| *late_ms >= report_ms / 2;
                 let Some((leg, waited_ms)) = judged.filter(is_late) else { continue };
-                let (name, round) = (name.to_owned(), key.round);
+                let round = registry.round_of(key.key, key.round);
+                let name = name.to_owned();
                 let stall = PathStall { rank, server: key.server, leg, name, round, waited_ms };
                 let known = found.entry((rank, key.server, leg)).or_insert_with(|| stall.clone());
                 if known.waited_ms < stall.waited_ms {

@@ -6,13 +6,15 @@
 //! so after as many rounds (see [`eras`](super::eras)). No rank is told of a key that its server
 //! does not know yet, and a server may forget the keys of a tensor that no rank pushes any more.
 
+mod recut;
 mod steps;
 
+use self::recut::{Cut, Recutting};
 use self::steps::Step;
 use super::eras::Eras;
 use super::groups::{Groups, Owners, Places, owner};
 use crate::base::{Key, Operation, Rank};
-use crate::keys::partition::{part_count, parts, tensor_bytes};
+use crate::keys::partition::{part_count, tensor_bytes};
 use crate::keys::placement::{Placer, Shape};
 use crate::limits::{
     ALIGNMENT, DECLARE_MEMBERS_MAX, DECLARE_PARTS_MAX, ERAS_MAX, GROUP_PART_BYTES_MIN,
@@ -32,6 +34,9 @@ use std::time::Duration;
 pub(super) struct Registry {
     ranks: u32,
     partition_bytes: u32,
+    /// Of tensors that can be cut anew ([`recut`]): what the job has come to so far.
+    tuned_bytes: u32,
+    recutting: Option<Recutting>,
     placer: Placer,
     servers: usize,
     through_servers: bool,
@@ -68,6 +73,8 @@ struct Tensor {
     batch: Option<u64>,
     /// Rounds that it had in the eras of its name that have ended.
     rounds: u64,
+    /// Of each further time that it was cut: the first key, and the rounds that it had had by then.
+    cuts: Vec<(Key, u64)>,
     /// Its servers were told to forget its keys.
     retired: bool,
 }
@@ -141,6 +148,8 @@ impl Registry {
             owners: Owners::new(&groups, planning),
             groups,
             partition_bytes: planning.partition_bytes,
+            tuned_bytes: planning.partition_bytes,
+            recutting: None,
             placer: Placer::new(planning.placement, coefficient, shapes),
             servers: shapes.len(),
             names: HashMap::new(),
@@ -164,12 +173,14 @@ impl Registry {
 
     /// Largest part of a tensor of so many bytes: small enough for each rank of the largest group
     /// to have one.
-    fn part_bytes(&self, tensor_bytes: u64) -> u32 {
+    fn part_bytes(&self, said: &Declaration, tensor_bytes: u64) -> u32 {
+        let partition_bytes =
+            if recut::is_cuttable(said) { self.tuned_bytes } else { self.partition_bytes };
         let share = tensor_bytes.div_ceil(self.groups.largest() as u64);
-        let least = (GROUP_PART_BYTES_MIN as u64).min(u64::from(self.partition_bytes));
+        let least = (GROUP_PART_BYTES_MIN as u64).min(u64::from(partition_bytes));
         let share = share.next_multiple_of(ALIGNMENT as u64).max(least);
         // A share of 4 GiB and more is above any partition.
-        u32::try_from(share).unwrap_or(u32::MAX).min(self.partition_bytes)
+        u32::try_from(share).unwrap_or(u32::MAX).min(partition_bytes)
     }
 
     /// The name of the tensor that a key is a part of, unless ranks disagree about it: nobody waits
@@ -282,7 +293,7 @@ impl Registry {
     /// Whether all of a declare can be served. Nothing is changed before that is known.
     fn check(&self, rank: Rank, all: &[Said]) -> Result<(), Refusal> {
         let unserved = |cause: Unserved| Err(Refusal::Unserved(cause));
-        let partition_bytes = self.partition_bytes;
+        let partition_bytes = self.partition_bytes.min(self.tuned_bytes);
         let mut fresh: HashMap<&str, &Declaration> = HashMap::new();
         let mut disagree = Vec::new();
         let (mut new_tensors, mut new_parts, mut all_parts) = (0, 0u64, 0u64);
@@ -290,7 +301,7 @@ impl Registry {
         for one in all {
             let (said, rounds) = one;
             let bytes = self.check_one(rank, one).map_err(Refusal::Unserved)?;
-            let count = part_count(bytes, self.part_bytes(bytes));
+            let count = part_count(bytes, self.part_bytes(said, bytes));
             all_parts = all_parts.saturating_add(count);
             let listed = said.members.listed().len() as u64;
             members = members.saturating_add(listed.saturating_mul(count.max(1)));
@@ -406,7 +417,7 @@ impl Registry {
         let bytes = tensor_bytes(elements, dtype);
         let bytes = bytes.ok_or_else(|| Unserved::Size { tensor: name(), elements, dtype })?;
         if let Some(encoding) = said.encoding {
-            let most = u64::from(self.part_bytes(bytes)).div_ceil(dtype.size() as u64);
+            let most = u64::from(self.part_bytes(said, bytes)).div_ceil(dtype.size() as u64);
             let fits = encoding.check(dtype, said.operation, most);
             fits.map_err(|fault| Unserved::Encoding { tensor: name(), encoding, fault })?;
         }
@@ -429,25 +440,9 @@ impl Registry {
 
     fn add(&mut self, rank: Rank, said: Declaration) -> u32 {
         let tensor = u32::try_from(self.tensors.len()).expect("at most TENSORS_MAX");
-        let (mut cut, mut places) = (Vec::new(), Vec::new());
-        let count = said.shape.count();
-        let all = tensor_bytes(count, said.dtype).unwrap_or(u64::MAX);
-        let part_bytes = self.part_bytes(all);
-        let pieces: Vec<(u64, u32)> = parts(count, said.dtype, part_bytes).collect();
-        let (served, of_all) = (self.needs_servers(&said), said.members.is_all());
-        let equal = pieces.iter().take_while(|(_, bytes)| *bytes == pieces[0].1).count();
-        for (part, (offset, bytes)) in (0u32..).zip(pieces) {
-            let core = served.then(|| self.placer.place(tensor, part, bytes));
-            let key = Key(self.keys.len() as u64);
-            self.keys.push(tensor);
-            cut.push(Part { key, offset, bytes, core: core.flatten(), owner: rank });
-            let in_turn = said.device.then_some((part as usize, equal));
-            // Owners of a set's parts are found without.
-            let chosen = of_all.then(|| self.owners.choose(bytes, in_turn));
-            places.push(chosen.unwrap_or_default());
-        }
-        let (first, batch, rounds, retired) = (rank, None, 0, false);
-        self.tensors.push(Tensor { first, said, parts: cut, places, batch, rounds, retired });
+        let Cut { parts, places } = self.cut(tensor, &said);
+        let (first, batch, rounds, retired, cuts) = (rank, None, 0, false, Vec::new());
+        self.tensors.push(Tensor { first, said, parts, places, batch, rounds, cuts, retired });
         tensor
     }
 
@@ -457,11 +452,7 @@ impl Registry {
         for (tensor, rounds) in over {
             let tensor = &mut self.tensors[*tensor as usize];
             tensor.retired = true;
-            for part in &tensor.parts {
-                let Some(core) = part.core else { continue };
-                let retired = RetiredKey { key: part.key, core: core.core, rounds: *rounds };
-                by_server.entry(core.server).or_default().push(retired);
-            }
+            retire_parts(&tensor.parts, rounds.saturating_sub(tensor.base()), &mut by_server);
         }
         let retired = by_server.into_iter().map(|(server, keys)| Reply::Retire { server, keys });
         replies.extend(retired);
@@ -472,20 +463,8 @@ impl Registry {
         let mut by_server: BTreeMap<u32, Vec<KeySpec>> = BTreeMap::new();
         for tensor in &new {
             let tensor = &self.tensors[*tensor as usize];
-            for part in &tensor.parts {
-                let Some(core) = part.core else { continue };
-                by_server.entry(core.server).or_default().push(KeySpec {
-                    key: part.key,
-                    core: core.core,
-                    dtype: tensor.said.dtype,
-                    bytes: part.bytes,
-                    operation: tensor.said.operation,
-                    rounds: tensor.rounds,
-                    members: tensor.said.members.clone(),
-                    encoding: tensor.said.encoding,
-                    store: tensor.said.store,
-                });
-            }
+            let rounds = tensor.rounds.saturating_sub(tensor.base());
+            specify(&tensor.said, &tensor.parts, rounds, &mut by_server);
         }
         if by_server.is_empty() {
             return;
@@ -523,15 +502,11 @@ impl Registry {
     fn declared(&self, rank: Rank, request: u64, tensors: &[u32]) -> Reply {
         let assignment = |&tensor: &u32| {
             let Tensor { said, parts, places, .. } = &self.tensors[tensor as usize];
-            let part = |(part, places): (&Part, &Places)| Part {
-                owner: owner(&self.groups, rank, (part.key, places), said),
-                ..*part
-            };
             let era = self.names.get(&said.name).map(|name| name.eras.current(rank));
             let end = era.filter(|era| era.tensor == tensor).and_then(|era| era.end);
             Assignment {
                 tensor,
-                parts: parts.iter().zip(places).map(part).collect(),
+                parts: self.parts_for(rank, said, parts, places),
                 until: end.map(|end| end.rounds),
             }
         };
@@ -542,5 +517,37 @@ impl Registry {
     fn number(&mut self) -> u64 {
         self.next += 1;
         self.next
+    }
+}
+
+/// The keys of parts, as servers must know them that have had so many rounds.
+fn specify(
+    said: &Declaration,
+    parts: &[Part],
+    rounds: u64,
+    by_server: &mut BTreeMap<u32, Vec<KeySpec>>,
+) {
+    for part in parts {
+        let Some(core) = part.core else { continue };
+        by_server.entry(core.server).or_default().push(KeySpec {
+            key: part.key,
+            core: core.core,
+            dtype: said.dtype,
+            bytes: part.bytes,
+            operation: said.operation,
+            rounds,
+            members: said.members.clone(),
+            encoding: said.encoding,
+            store: said.store,
+        });
+    }
+}
+
+/// The keys of parts that are pushed so often and no more.
+fn retire_parts(parts: &[Part], rounds: u64, by_server: &mut BTreeMap<u32, Vec<RetiredKey>>) {
+    for part in parts {
+        let Some(core) = part.core else { continue };
+        let retired = RetiredKey { key: part.key, core: core.core, rounds };
+        by_server.entry(core.server).or_default().push(retired);
     }
 }

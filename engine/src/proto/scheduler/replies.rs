@@ -1,6 +1,7 @@
 //! What the registry answers, as messages to nodes; and messages out of turn, as people know them.
 
 use super::registry::Reply;
+use super::tuner;
 use super::uneven::OUT_OF_TURN;
 use super::{NodeId, NodeMessage, Output, Phase, Rank, Scheduler, SchedulerMessage};
 
@@ -68,6 +69,7 @@ pub(super) fn kind(message: &NodeMessage) -> &'static str {
         NodeMessage::KeyStates { .. } => "an answer that is not its to give",
         NodeMessage::Clock { .. } => "a question for the clock, which its program answers",
         NodeMessage::Uneven(_) => OUT_OF_TURN,
+        NodeMessage::Tune(_) => tuner::OUT_OF_TURN,
         NodeMessage::Timeline { .. } => "a timeline that is not its to start",
         NodeMessage::Failed { .. } => "a failure",
         NodeMessage::Leave { .. } => "a good-bye",

@@ -1,10 +1,11 @@
 //! The job as those see it who watch it: a copy, for metrics.
 
-use super::{Duration, Peer, Phase, Scheduler, Standing};
+use super::{Duration, Peer, Phase, Scheduler, Standing, Tuner};
 use crate::base::{Rank, word};
 use crate::limits::CORES_MAX;
 use crate::proto::messages::{Stall, Statistics};
 use crate::proto::paths::PathStall;
+use crate::proto::tuning::Point;
 
 /// Characters of a network interface's name, as the kernel has it.
 const INTERFACE_CHARS: usize = 15;
@@ -32,8 +33,25 @@ pub struct JobView {
     pub stalls: Vec<Stall>,
     /// Bytes that are on their way for longer than that, the oldest first.
     pub paths: Vec<PathStall>,
+    /// What is tried, in a job that tunes itself.
+    pub tuning: Option<TuningView>,
     /// Members that are there, workers by rank and then servers by index.
     pub nodes: Vec<NodeView>,
+}
+
+/// How far a job has come that tunes itself.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct TuningView {
+    /// Settings in force, or about to be.
+    pub point: Point,
+    /// How many were measured.
+    pub trials: u32,
+    /// Bytes a second of the last of them; 0 before the first.
+    pub rate: f64,
+    /// Bytes a second of the fastest.
+    pub best: f64,
+    /// The search is over.
+    pub is_over: bool,
 }
 
 /// What a node is.
@@ -80,10 +98,12 @@ impl Scheduler {
             uptime: now,
             stalls: Vec::new(),
             paths: Vec::new(),
+            tuning: None,
             nodes,
         };
         if let Phase::Running(running) = &self.phase {
             view.formed = true;
+            view.tuning = running.tuner.as_ref().map(Tuner::view);
             view.ranks = running.job.size();
             view.servers = word(running.job.servers.len());
             let mut waits = running.stalls.waits(

@@ -236,7 +236,9 @@ impl Stalls {
         for (reporter, report) in &self.reports {
             let Reporter::Owner(owner) = reporter else { continue };
             let group = registry.groups().of_rank(*owner);
-            let named = |key: &StalledKey| Some((registry.name_of(key.key)?, key.round, group));
+            let named = |key: &StalledKey| {
+                Some((registry.name_of(key.key)?, registry.round_of(key.key, key.round), group))
+            };
             explained.extend(report.keys.iter().filter_map(named));
         }
         explained
@@ -272,12 +274,14 @@ impl Stalls {
                 // A key that no registry gave is a server's mistake, and nothing to tell people.
                 let Some(name) = registry.name_of(key.key) else { continue };
                 let age = milliseconds(now.saturating_sub(report.at));
-                let mut stall = as_stall(name, key, key.waited_ms.saturating_add(age), ranks);
+                let round = registry.round_of(key.key, key.round);
+                let waited_ms = key.waited_ms.saturating_add(age);
+                let mut stall = as_stall((name, round), key, waited_ms, ranks);
                 if matches!(reporter, Reporter::Server(_)) {
                     // Of a group whose owner has spoken, only those that it names are missing.
                     stall.missing.retain(|rank| {
                         let group = registry.groups().of_rank(*rank);
-                        !explained.contains(&(name, key.round, group))
+                        !explained.contains(&(name, round, group))
                             && blamed.get(&group).is_none_or(|blamed| blamed.contains(rank))
                     });
                 }
@@ -366,14 +370,14 @@ pub(super) fn caught_up(over: &[(Rank, Duration)]) -> Option<CaughtUp> {
     Some(CaughtUp { ranks, lasted_ms: milliseconds(lasted) })
 }
 
-fn as_stall(name: &str, key: &StalledKey, waited_ms: u64, ranks: u32) -> Stall {
+fn as_stall((name, round): (&str, u64), key: &StalledKey, waited_ms: u64, ranks: u32) -> Stall {
     let known = |list: &[Rank]| -> Vec<Rank> {
         let set: BTreeSet<Rank> = list.iter().copied().filter(|rank| rank.0 < ranks).collect();
         set.into_iter().collect()
     };
     Stall {
         name: name.to_owned(),
-        round: key.round,
+        round,
         waited_ms,
         arrived: Vec::new(),
         missing: known(&key.missing),

@@ -44,6 +44,7 @@ fn worker() -> Node {
             force_distributed: false,
             reduce_roots: Vec::new(),
             switch_size: 0,
+            tuning: bps_engine::proto::tuning::Tuning::OFF,
         },
     }
 }

@@ -5,6 +5,7 @@ use crate::Handle;
 use crate::base::error::Refusal;
 use crate::rounds::PlanPart;
 use bps_engine::base::{DType, Operation, Rank};
+use bps_engine::proto::uneven::Pushes;
 use bps_engine::transport::LaneId;
 use bps_engine::transport::sim::Random;
 use std::collections::BTreeMap;
@@ -252,4 +253,74 @@ fn any_order_of_pushes_ends_and_disagreements_is_as_in_the_model() {
             assert_eq!(rounds.is_open(), !open.is_empty(), "seed {seed}");
         }
     }
+}
+
+#[test]
+fn other_parts_begin_after_the_round_that_was_agreed() {
+    let (mut rounds, mut lanes) = (Rounds::default(), Lanes::default());
+    rounds.plan(0, plan("a", 2, false), PartId(0));
+    rounds.plan(1, plan("b", 1, false), PartId(2));
+    let handles: Vec<Handle> = (0..4)
+        .map(|_| {
+            let (push, handle) = push(0);
+            rounds.push(0, push, &mut lanes);
+            handle
+        })
+        .collect();
+    end_round(&mut rounds, &mut lanes, 0, 0, 2);
+    // The second round is under way; the third and the fourth wait.
+    assert_eq!(rounds.prepare(0, plan("a", 3, false), PartId(3), &mut lanes), Some(2));
+    assert_eq!(rounds.prepare(1, plan("b", 2, false), PartId(6), &mut lanes), Some(0));
+    assert_eq!(rounds.prepare(7, plan("c", 2, false), PartId(8), &mut lanes), None);
+    lanes.pushed.clear();
+    end_round(&mut rounds, &mut lanes, 0, 0, 2);
+    rounds.push(1, push(0).0, &mut lanes);
+    assert!(lanes.pushed.is_empty() && rounds.is_open(), "rounds are held");
+    // Another rank has begun the third round with the old parts. `b` keeps its own.
+    let agreed = [Pushes { first: 0, tensors: 1, pushes: 3 }];
+    assert_eq!(rounds.change(&agreed, &mut lanes), Ok(()));
+    assert_eq!(lanes.pushed, [(PartId(0), 3, 0), (PartId(1), 3, 0), (PartId(2), 1, 0)]);
+    assert_eq!(lanes.abandoned, [PartId(6), PartId(7)]);
+    lanes.pushed.clear();
+    end_round(&mut rounds, &mut lanes, 0, 0, 2);
+    let third: Vec<(PartId, u64, i64)> = (3..6).map(|part| (PartId(part), 1, 0)).collect();
+    assert_eq!(lanes.pushed, third, "parts count their rounds from their cut");
+    end_round(&mut rounds, &mut lanes, 0, 3, 3);
+    end_round(&mut rounds, &mut lanes, 1, 2, 1);
+    assert!(handles.iter().all(|handle| outcome(handle) == Some(Ok(()))));
+    assert!(!rounds.is_open());
+}
+
+#[test]
+fn parts_that_come_too_late_are_an_error_and_change_nothing() {
+    let (mut rounds, mut lanes) = (Rounds::default(), Lanes::default());
+    rounds.plan(0, plan("a", 1, false), PartId(0));
+    for _ in 0..2 {
+        rounds.push(0, push(0).0, &mut lanes);
+        end_round(&mut rounds, &mut lanes, 0, 0, 1);
+    }
+    assert_eq!(rounds.prepare(0, plan("a", 2, false), PartId(1), &mut lanes), Some(2));
+    let agreed = [Pushes { first: 0, tensors: 1, pushes: 1 }];
+    let error = rounds.change(&agreed, &mut lanes).unwrap_err().to_string();
+    assert!(error.contains("tensor `a` after round 1, and round 2 has begun"), "{error}");
+    assert_eq!(lanes.abandoned, [PartId(1), PartId(2)]);
+    lanes.pushed.clear();
+    rounds.push(0, push(0).0, &mut lanes);
+    assert_eq!(lanes.pushed, [(PartId(0), 3, 0)]);
+}
+
+#[test]
+fn a_tensor_that_ends_while_it_is_held_gives_up_both_cuts() {
+    let (mut rounds, mut lanes) = (Rounds::default(), Lanes::default());
+    rounds.plan(0, plan("a", 1, false), PartId(0));
+    rounds.prepare(0, plan("a", 2, false), PartId(1), &mut lanes);
+    let (push, handle) = push(0);
+    rounds.push(0, push, &mut lanes);
+    rounds.poison("a", &[(0, 0)], &poisoned(), &mut lanes, |_| {});
+    assert_eq!(outcome(&handle), Some(Err(poisoned())));
+    assert_eq!(lanes.abandoned, [PartId(1), PartId(2), PartId(0)]);
+    let agreed = [Pushes { first: 0, tensors: 1, pushes: 0 }];
+    assert_eq!(rounds.change(&agreed, &mut lanes), Ok(()));
+    assert_eq!(rounds.prepare(0, plan("a", 1, false), PartId(3), &mut lanes), None);
+    assert_eq!(lanes.abandoned[3..], [PartId(3)]);
 }

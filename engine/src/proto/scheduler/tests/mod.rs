@@ -10,6 +10,7 @@ mod replacing;
 mod sets;
 mod stay;
 mod stored;
+mod tuning;
 mod uneven;
 
 use super::*;
@@ -22,6 +23,7 @@ use crate::proto::messages::{
     RetiredKey, STALLS_SHOWN_MAX, Sign, StalledKey, Superseded,
 };
 use crate::proto::shape::TensorShape;
+use crate::proto::tuning::{Point, Tuning};
 
 pub(super) const PLANNING: Planning = Planning {
     partition_bytes: 4096,
@@ -32,6 +34,7 @@ pub(super) const PLANNING: Planning = Planning {
     force_distributed: false,
     reduce_roots: Vec::new(),
     switch_size: 0,
+    tuning: Tuning::OFF,
 };
 
 fn ms(milliseconds: u64) -> Duration {
@@ -47,6 +50,7 @@ struct Bench {
     answered: Vec<NodeId>,
     closed: Vec<NodeId>,
     log: Vec<String>,
+    tuned: Vec<Point>,
     done: Option<Exit>,
 }
 
@@ -80,6 +84,7 @@ impl Bench {
             answered: Vec::new(),
             closed: Vec::new(),
             log: Vec::new(),
+            tuned: Vec::new(),
             done: None,
         }
     }
@@ -127,6 +132,7 @@ impl Bench {
                     assert!(!line.contains('\n'), "{line}");
                     self.log.push(line);
                 }
+                Output::Tuned(point) => self.tuned.push(point),
                 Output::Done(exit) => self.done = Some(exit),
             }
         }
