@@ -44,6 +44,7 @@ const COMMANDS: &[Entry] = &[
     (cmd::scaling::command, cmd::scaling::run),
     (cmd::seal::command, cmd::seal::run),
     (cmd::sum::command, cmd::sum::run),
+    (cmd::tune::command, cmd::tune::run),
     (stage::within_command, stage::enter),
     (stage::overtake::command, stage::overtake::run),
     (stage::rank::command, stage::rank::run),

@@ -55,6 +55,7 @@ scenarios! {
     the_urgent_before_the_bulk "priority",
     more_cores "scaling",
     sizes_of_parts "partition",
+    settings_that_find_themselves "tune",
     what_the_machine_offers "probes",
     hosts_with_gpus "gpu-cluster",
     hosts_with_gpus_and_half_the_bytes "gpu-bert",

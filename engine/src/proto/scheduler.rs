@@ -106,6 +106,7 @@ impl Exit {
 
 /// What is to be done.
 #[derive(Clone, PartialEq, Debug)]
+#[allow(clippy::large_enum_variant, reason = "nearly all outputs are messages")]
 pub enum Output {
     /// Send a message.
     Send(NodeId, SchedulerMessage),

@@ -18,3 +18,4 @@ pub mod run;
 pub mod scaling;
 pub mod seal;
 pub mod sum;
+pub mod tune;

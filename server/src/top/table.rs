@@ -303,6 +303,26 @@ mod tests {
     }
 
     #[test]
+    fn a_job_that_tunes_itself_says_what_it_tries() {
+        let tuning = |active: u32| {
+            Page::parse(&format!(
+                "bps_job_tuning_trials 3\nbps_job_tuning_active {active}\n\
+                 bps_job_tuning_partition_bytes 1048576\nbps_job_tuning_credit_parts 4\n\
+                 bps_job_tuning_best_bytes_per_second 502000000\n"
+            ))
+        };
+        let mut table = Table::new("h:1".to_owned());
+        let line = |table: &Table| table.text(None).lines().nth(2).map(str::to_owned);
+        table.look(&page(1.0, 1e9, 0));
+        assert_eq!(line(&table).as_deref(), Some(""));
+        let what = "parts of 1024 KiB, credit 4; best 0.502 GB/s of 3 trials";
+        for (active, word) in [(1, "tries"), (0, "tuned to")] {
+            table.look(&tuning(active));
+            assert_eq!(line(&table), Some(format!("{word} {what}")));
+        }
+    }
+
+    #[test]
     fn rates_are_taken_over_the_nodes_own_time() {
         let mut table = Table::new("h:1".to_owned());
         table.look(&page(1.0, 1e9, 0));
