@@ -3,9 +3,9 @@
 use super::key::decode_key;
 use super::load::{Origin, Source};
 use super::table::counts_text;
-use super::{Config, ConfigError, ElasticMode, Program, TransportChoice};
+use super::{Config, ConfigError, ElasticMode, LogLevel, Program, TransportChoice};
 use crate::base::Placement;
-use crate::limits::{ALIGNMENT, RANKS_MAX};
+use crate::limits::{ALIGNMENT, PART_BYTES_MAX, PART_BYTES_MIN, RANKS_MAX};
 
 /// Checks `config` for `program`, and mends what only needs rounding. Returns warnings.
 pub(super) fn check(
@@ -15,6 +15,7 @@ pub(super) fn check(
 ) -> Result<Vec<String>, ConfigError> {
     let mut warnings = Vec::new();
     role(program, config, sources)?;
+    bytescheduler(config, sources, &mut warnings);
     partition(config, &mut warnings);
     // What is stored needs servers, also where all ranks share a host.
     config.force_distributed |= config.enable_async;
@@ -78,6 +79,49 @@ fn role(program: Program, config: &mut Config, sources: &[Source]) -> Result<(),
     }
     config.role = own;
     Ok(())
+}
+
+/// What ByteScheduler's variables mean in ours, where ours say nothing themselves.
+fn bytescheduler(config: &mut Config, sources: &[Source], warnings: &mut Vec<String>) {
+    /// It counts elements, whose size it does not ask for; those of its time had four bytes.
+    const ELEMENT_BYTES: u64 = 4;
+    const CREDIT_MAX: u64 = 65_536;
+    let unset = |name: &str| {
+        sources.iter().all(|source| source.name != name || source.origin == Origin::Default)
+    };
+    if let Some(elements) = config.bytescheduler.partition
+        && unset("BYTEPS_PARTITION_BYTES")
+    {
+        let wanted = u64::from(elements) * ELEMENT_BYTES;
+        let taken = wanted.clamp(PART_BYTES_MIN as u64, PART_BYTES_MAX as u64);
+        if taken != wanted {
+            warnings.push(format!(
+                "BYTESCHEDULER_PARTITION={elements} is taken as BYTEPS_PARTITION_BYTES={taken}, \
+                 the nearest that there is"
+            ));
+        }
+        // Rounding down is no news to who counts elements.
+        let taken = taken - taken % ALIGNMENT as u64;
+        config.partition_bytes = u32::try_from(taken).expect("PART_BYTES_MAX is 64 MiB");
+    }
+    if let Some(elements) = config.bytescheduler.credit
+        && unset("BYTEPS_SCHEDULING_CREDIT")
+    {
+        let bytes = u64::from(elements) * ELEMENT_BYTES;
+        let parts = bytes.div_ceil(u64::from(config.partition_bytes)).clamp(1, CREDIT_MAX);
+        config.scheduling_credit = u32::try_from(parts).expect("CREDIT_MAX is small");
+    }
+    if let Some(folder) = &config.bytescheduler.timeline {
+        if unset("BYTEPS_TRACE_ON") {
+            config.trace_on = true;
+        }
+        if unset("BYTEPS_TRACE_DIR") {
+            config.trace_dir = Some(folder.clone());
+        }
+    }
+    if config.bytescheduler.debug && unset("BPS_LOG_LEVEL") {
+        config.log_level = LogLevel::Debug;
+    }
 }
 
 fn partition(config: &mut Config, warnings: &mut Vec<String>) {

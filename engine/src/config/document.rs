@@ -74,10 +74,11 @@ table that announces processes counts.
 ";
 
 const NO_EFFECT: &str = "
-## Variables of BytePS that have no effect
+## Variables of BytePS and ByteScheduler that have no effect
 
 Setting one of these prints a line that says why, unless the value is the one in the last column.
-Any other variable that begins with `BPS_`, `BYTEPS_` or `DMLC_` is reported as unknown.
+Any other variable that begins with `BPS_`, `BYTEPS_`, `BYTESCHEDULER_` or `DMLC_` is reported as
+unknown.
 
 | Variable | Why | Silent at |
 |---|---|---|

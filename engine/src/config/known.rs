@@ -1,12 +1,12 @@
-//! Variables of BytePS that have no effect here, each with the reason, and names that are meant for
-//! others.
+//! Variables of BytePS and ByteScheduler that have no effect here, each with the reason, and names
+//! that are meant for others.
 //!
 //! Setting one of these prints one line. Silence would leave the user to believe that it works.
 
-/// A variable of BytePS that does nothing here.
+/// A variable of theirs that does nothing here.
 pub(super) struct Known {
     pub(super) names: &'static [&'static str],
-    /// Values that change nothing in BytePS either, and are passed over in silence.
+    /// Values that change nothing there either, and are passed over in silence.
     pub(super) harmless: &'static [&'static str],
     /// Completes "has no effect here: ".
     pub(super) reason: &'static str,
@@ -189,5 +189,21 @@ pub(super) static KNOWN: &[Known] = &[
         &["BYTEPS_CPU_ONLY"],
         &["0", "1"],
         "a variable of a BytePS branch; CPU tensors always work",
+    ),
+    known(
+        &["BYTESCHEDULER_ROOT_IP", "BYTESCHEDULER_ROOT_PORT"],
+        &[],
+        "it was the address of ByteScheduler's tuner, which the scheduler is here; ranks meet at \
+         DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT",
+    ),
+    known(
+        &[
+            "BYTESCHEDULER_WITH_MXNET",
+            "BYTESCHEDULER_WITH_PYTORCH",
+            "BYTESCHEDULER_WITHOUT_MXNET",
+            "BYTESCHEDULER_WITHOUT_PYTORCH",
+        ],
+        &[],
+        "the wheel is built without frameworks; nothing is chosen at build time",
     ),
 ];

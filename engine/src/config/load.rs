@@ -242,8 +242,8 @@ pub fn from_environment_with(settings: &HashMap<String, String>) -> Result<Loade
 /// One line for each name with a prefix of ours that nothing reads, with the name that was probably
 /// meant.
 pub fn unknown_variables(names: impl IntoIterator<Item = String>) -> Vec<String> {
-    let ours =
-        |name: &String| ["BPS_", "BYTEPS_", "DMLC_"].iter().any(|prefix| name.starts_with(prefix));
+    const PREFIXES: [&str; 4] = ["BPS_", "BYTEPS_", "BYTESCHEDULER_", "DMLC_"];
+    let ours = |name: &String| PREFIXES.iter().any(|prefix| name.starts_with(prefix));
     let mut unknown: Vec<String> =
         names.into_iter().filter(ours).filter(|n| !is_known(n)).collect();
     unknown.sort();

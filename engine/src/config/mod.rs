@@ -223,10 +223,25 @@ pub struct Config {
     pub metrics_address: String,
     /// `BPS_LINK_SPEED`: of this node's network interface, Mbit/s, where the kernel does not know.
     pub link_speed: Option<u32>,
+    /// What ByteScheduler's variables say, in its units; `check` has made ours of them.
+    pub bytescheduler: ByteSchedulerConfig,
     /// What only `bps-top` uses.
     pub top: TopConfig,
     /// What only `bpslaunch` uses.
     pub launch: LaunchConfig,
+}
+
+/// Settings of ByteScheduler.
+#[derive(Clone, PartialEq, Default, Debug)]
+pub struct ByteSchedulerConfig {
+    /// `BYTESCHEDULER_PARTITION`: elements of the largest part.
+    pub partition: Option<u32>,
+    /// `BYTESCHEDULER_CREDIT`: elements that may be in flight.
+    pub credit: Option<u32>,
+    /// `BYTESCHEDULER_TIMELINE`: the folder of a timeline, which it starts.
+    pub timeline: Option<PathBuf>,
+    /// `BYTESCHEDULER_DEBUG`: log everything.
+    pub debug: bool,
 }
 
 /// Settings of `bps-top`.
@@ -420,6 +435,7 @@ impl Default for Config {
             server_metrics_port: None,
             metrics_address: "127.0.0.1".into(),
             link_speed: None,
+            bytescheduler: ByteSchedulerConfig::default(),
             top: TopConfig { once: false, interval: Duration::from_secs(1) },
             launch: LaunchConfig {
                 local: 0,

@@ -7,6 +7,7 @@ use super::Config;
 use std::path::PathBuf;
 use std::time::Duration;
 
+mod bytescheduler;
 mod choices;
 mod gpus;
 mod launcher;
@@ -16,9 +17,17 @@ mod tuning;
 /// Every knob, in the order in which the documents list them.
 pub static TABLE: &[Row] = &JOINED;
 
-const PARTS: [&[Row]; 4] = [rows::ROWS, tuning::ROWS, gpus::ROWS, launcher::ROWS];
+const PARTS: [&[Row]; 5] =
+    [rows::ROWS, tuning::ROWS, gpus::ROWS, launcher::ROWS, bytescheduler::ROWS];
 
-const COUNT: usize = PARTS[0].len() + PARTS[1].len() + PARTS[2].len() + PARTS[3].len();
+const COUNT: usize = {
+    let (mut count, mut part) = (0, 0);
+    while part < PARTS.len() {
+        count += PARTS[part].len();
+        part += 1;
+    }
+    count
+};
 
 const JOINED: [Row; COUNT] = {
     let mut all = [rows::ROWS[0]; COUNT];
@@ -90,10 +99,11 @@ pub(super) enum Group {
     Output,
     Metrics,
     Launcher,
+    ByteScheduler,
 }
 
 impl Group {
-    pub(super) const ALL: [Group; 9] = [
+    pub(super) const ALL: [Group; 10] = [
         Group::Job,
         Group::Network,
         Group::Gpus,
@@ -103,6 +113,7 @@ impl Group {
         Group::Output,
         Group::Metrics,
         Group::Launcher,
+        Group::ByteScheduler,
     ];
 
     pub(super) const fn title(self) -> &'static str {
@@ -116,6 +127,7 @@ impl Group {
             Group::Output => "Output",
             Group::Metrics => "Metrics",
             Group::Launcher => "Launcher",
+            Group::ByteScheduler => "ByteScheduler",
         }
     }
 }

@@ -102,6 +102,8 @@ fn byteschedulers_names_let_a_job_tune_itself() {
     assert_eq!((config.tune_credit, config.tune_partition), (true, false));
     let config = run(Program::Worker, &[], &[set, &[("BPS_TUNE_CREDIT", "0")]]).config;
     assert!(!config.tune_credit, "our own name beats ByteScheduler's");
+    let unknown = unknown_variables(["BYTESCHEDULER_CREDITS".to_owned()]);
+    assert!(unknown[0].contains("did you mean BYTESCHEDULER_CREDIT?"), "{unknown:?}");
 }
 
 #[test]
@@ -113,6 +115,45 @@ fn mixed_mode_is_a_placement() {
     assert_eq!(loaded.origin("BYTEPS_KEY_HASH_FN"), Origin::Implied);
     let error = fail(Program::Scheduler, &["--mixed-mode-bound=1"], &[base]);
     assert!(error.contains("BYTEPS_MIXED_MODE_BOUND=1 is below DMLC_NUM_SERVER=2"), "{error}");
+}
+
+#[test]
+fn variables_of_bytescheduler_count_elements() {
+    let set: &[(&str, &str)] = &[
+        ("BYTESCHEDULER_PARTITION", "1000000"),
+        ("BYTESCHEDULER_CREDIT", "4000001"),
+        ("BYTESCHEDULER_TIMELINE", "/tmp/t"),
+        ("BYTESCHEDULER_DEBUG", "1"),
+    ];
+    let loaded = run(Program::Worker, &[], &[set]);
+    let config = &loaded.config;
+    assert_eq!((config.partition_bytes, config.scheduling_credit), (4_000_000, 5));
+    assert_eq!((config.trace_on, config.trace_folder()), (true, "/tmp/t".into()));
+    assert_eq!(config.log_level, LogLevel::Debug);
+    assert!(loaded.warnings.is_empty(), "{:?}", loaded.warnings);
+    assert_eq!(loaded.origin("BYTEPS_PARTITION_BYTES"), Origin::Implied);
+    // The scheduler cuts tensors as the ranks do.
+    let base: &[(&str, &str)] = &[("DMLC_PS_ROOT_URI", "h"), ("DMLC_NUM_SERVER", "2")];
+    assert_eq!(run(Program::Scheduler, &[], &[base, set]).config.partition_bytes, 4_000_000);
+    // Names of ours beat those of ByteScheduler.
+    let ours: &[(&str, &str)] = &[
+        ("BYTEPS_PARTITION_BYTES", "1M"),
+        ("BYTEPS_SCHEDULING_CREDIT", "7"),
+        ("BYTEPS_TRACE_ON", "0"),
+        ("BYTEPS_TRACE_DIR", "/tmp/o"),
+        ("BPS_LOG_LEVEL", "warning"),
+    ];
+    let config = run(Program::Worker, &[], &[set, ours]).config;
+    assert_eq!((config.partition_bytes, config.scheduling_credit), (1 << 20, 7));
+    assert_eq!((config.trace_on, config.trace_folder()), (false, "/tmp/o".into()));
+    assert_eq!(config.log_level, LogLevel::Warning);
+    // A credit alone is as many bytes, in parts of the default.
+    let credit: &[(&str, &str)] = &[("BYTESCHEDULER_CREDIT", "4000000")];
+    assert_eq!(run(Program::Worker, &[], &[credit]).config.scheduling_credit, 62);
+    let small: &[(&str, &str)] = &[("BYTESCHEDULER_PARTITION", "0"), ("BYTESCHEDULER_CREDIT", "0")];
+    let loaded = run(Program::Worker, &[], &[small]);
+    assert_eq!((loaded.config.partition_bytes, loaded.config.scheduling_credit), (4096, 1));
+    assert!(loaded.warnings[0].contains("BYTEPS_PARTITION_BYTES=4096"), "{:?}", loaded.warnings);
 }
 
 #[test]

@@ -5,8 +5,8 @@ use super::Field::{Bytes, Count, MaybeCount, MaybeText, Path, Port, Seconds, Swi
 use super::{Group, LAUNCHER, Row, SCHEDULER, SERVER, TOP, WORKER, choices};
 use crate::limits::{CORES_MAX, PART_BYTES_MAX, PART_BYTES_MIN, RANKS_MAX, SERVERS_MAX};
 
-const ALL: u8 = WORKER | SERVER | SCHEDULER | LAUNCHER;
-const NODES: u8 = WORKER | SERVER | LAUNCHER;
+pub(super) const ALL: u8 = WORKER | SERVER | SCHEDULER | LAUNCHER;
+pub(super) const NODES: u8 = WORKER | SERVER | LAUNCHER;
 pub(super) const RANKING: u8 = WORKER | LAUNCHER;
 
 pub(super) const DAY_SECONDS: f64 = 86_400.0;
