@@ -80,6 +80,22 @@ def CrossBarrier(
         num_steps: From this step on, ``step()`` waits, so that the end of the training is there
             when it returns.
     """
+    return overlap(
+        model, optimizer, named_parameters, compression, backward_passes_per_step, num_steps
+    )
+
+
+def overlap(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    num_steps: int = 10**6,
+    prefix: str | None = None,
+) -> torch.optim.Optimizer:
+    """:func:`CrossBarrier`, with what the names of gradients begin with: by it, it takes over those
+    that another optimizer has declared."""
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"a torch module is wanted, not {type(model).__name__}")
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -98,10 +114,11 @@ def CrossBarrier(
     for name, param in named:
         if param in sparse and param.requires_grad:
             raise ConfigError(f"'{name}' has sparse gradients: {_WatchedGradients.sparse_remedy}")
+    prefix = next_prefix() if prefix is None else prefix
     overlapping = become(_Overlapping, optimizer)
     overlapping._updates = updates = _Updates(model, overlapping, num_steps)
     overlapping._byteps = _WatchedGradients(
-        updates, named, compression, backward_passes_per_step, ops.Average, False, next_prefix()
+        updates, named, compression, backward_passes_per_step, ops.Average, False, prefix
     )
     overlapping._byteps.step_with(overlapping)
     return overlapping

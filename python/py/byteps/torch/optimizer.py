@@ -292,6 +292,8 @@ class Distributed(torch.optim.Optimizer):
     """What a distributed optimizer does differently; the user's own class follows in its order."""
 
     _byteps: Any = _Gradients()
+    # Whether steps take gradients that all ranks have averaged or summed.
+    averages_gradients = True
 
     def __init__(self) -> None:
         raise ConfigError("make it with DistributedOptimizer(optimizer)")
@@ -420,6 +422,7 @@ class _Combining(Distributed):
     ranks combine: so the factors hold for what optimizers such as Adam make of gradients, too.
     """
 
+    averages_gradients = False
     _names: dict[torch.Tensor, str]
 
     @contextlib.contextmanager
@@ -465,6 +468,7 @@ class _Asynchronous(Distributed):
     Each rank steps with its own gradients, whenever it has some.
     """
 
+    averages_gradients = False
     _named: list[tuple[str, torch.Tensor]]
     _stored: StoredParameters
 

@@ -1,0 +1,1 @@
+"""MXNet, with its key-value stores: :mod:`bytescheduler.mxnet.kvstore`."""

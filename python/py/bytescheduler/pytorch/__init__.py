@@ -1,0 +1,1 @@
+"""Torch, with Horovod's names: :mod:`bytescheduler.pytorch.horovod`."""
