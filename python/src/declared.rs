@@ -32,6 +32,17 @@ pub struct Declared {
     pub device: bool,
 }
 
+impl Declared {
+    /// Its name, and its ranks if it is not for all: names are a set's own.
+    pub fn label(&self) -> String {
+        if self.ranks.is_empty() {
+            self.name.clone()
+        } else {
+            format!("{} of ranks {:?}", self.name, self.ranks)
+        }
+    }
+}
+
 /// Numbers of tensors, none where the ranks disagree about one, and what they disagree about.
 pub type Numbers = (Vec<Option<TensorId>>, Option<String>);
 

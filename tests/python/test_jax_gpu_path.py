@@ -183,6 +183,21 @@ def test_whole_numbers_are_averaged_by_the_host(gpus):
     gpus.run(on_ranks(averages_of_whole_numbers))
 
 
+def some_ranks():
+    """Through the host outside of programs, and not at all in them."""
+    both = bps.add_process_set([0, 1])
+    x = jnp.arange(4.0) + bps.rank()
+    assert equal(bps.push_pull(x, name="some", process_set=both), np.arange(4.0) + 0.5)
+    assert equal(bps.allgather(x[:1], name="some.rows", process_set=both), [0.0, 1.0])
+    with pytest.raises(TensorError, match=r"exchanges with all ranks, and not with \[0, 1\]"):
+        jax.jit(lambda x: bps.push_pull(x, name="some", process_set=both))(x)
+    assert bps.remove_process_set(both)
+
+
+def test_process_sets_pass_the_host(gpus):
+    gpus.run(on_ranks(some_ranks))
+
+
 def dies():
     step = jax.jit(lambda x: bps.push_pull(x, name="last"))
     jax.block_until_ready(step(jnp.ones(1000)))

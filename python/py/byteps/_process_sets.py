@@ -206,6 +206,15 @@ def ranks_of(process_set: Any) -> tuple[int, ...] | None:
     return tuple(known.ranks)
 
 
+def check_of_program(ranks: tuple[int, ...]) -> None:
+    """Raises unless these are a set of this job: a program may be older than the job."""
+    if all(known.ranks != list(ranks) for known in _sets().values()):
+        raise ConfigError(
+            f"a program that was compiled for the process set {list(ranks)} runs in a job that has "
+            "no such set: call add_process_set on all ranks before it"
+        )
+
+
 def members(ranks: tuple[int, ...] | None) -> Sequence[int]:
     """The same, all of them spelt out."""
     return range(_native.size()) if ranks is None else ranks

@@ -479,6 +479,12 @@ def declare_for_program(
         )
         for name, dtype, shape, operation, root, encoding, ranks, device in said
     ]
+    sets = {tensor.ranks for tensor in tensors if tensor.ranks is not None}
+    if sets:
+        from byteps import _process_sets  # It imports this module.
+
+        for ranks in sets:
+            _process_sets.check_of_program(ranks)
     with _lock:
         if _gpu_of_programs is not None and any(tensor.device for tensor in tensors):
             use_gpu(_gpu_of_programs)

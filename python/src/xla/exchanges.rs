@@ -169,7 +169,8 @@ pub unsafe fn push(
     let worker = engine().map_err(|cause| error::exception_alone(&cause))?;
     let (numbers, refused) = declared::numbers(std::slice::from_ref(tensor))?;
     let id = numbers[0].ok_or_else(|| refused.unwrap_or_default())?;
-    let staging = make_room(&tensor.name, bytes, run)?;
+    let name = tensor.label();
+    let staging = make_room(&name, bytes, run)?;
     let start = staging.start.as_ptr();
     if bytes > 0 {
         // SAFETY: the source is the caller's; the memory has as many bytes and is ours alone.
@@ -180,13 +181,13 @@ pub unsafe fn push(
     // by the exchange, which frees it only once the handle is over, and read after that alone.
     let handles = unsafe { worker.push_pull(&[item]) }.map_err(|cause| error::of_engine(&cause))?;
     let handle = handles.into_iter().next().expect("one item has one handle");
-    let (name, is_pulled) = (tensor.name.clone(), AtomicBool::new(false));
-    let exchange = Arc::new(Exchange { name, run, staging, handle, is_pulled });
+    let is_pulled = AtomicBool::new(false);
+    let exchange = Arc::new(Exchange { name: name.clone(), run, staging, handle, is_pulled });
     let mut table = lock();
     table.last_ticket += 1;
     let ticket = table.last_ticket;
     table.exchanges.insert(ticket, exchange);
-    table.of_name.entry(tensor.name.clone()).or_default().push_back(ticket);
+    table.of_name.entry(name).or_default().push_back(ticket);
     Ok(ticket)
 }
 

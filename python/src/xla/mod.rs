@@ -110,7 +110,10 @@ fn described(call: &Call<'_>) -> Option<(Declared, *mut u8, usize)> {
     let operation = call.text("operation")?.to_owned();
     let root = u32::try_from(call.number("root")?).ok()?;
     let encoding = call.text("encoding")?.to_owned();
-    let (ranks, device) = (Vec::new(), false);
+    // Numbers with commas between them, nothing for all ranks.
+    let ranks = call.text("ranks")?.split(',').filter(|one| !one.is_empty());
+    let ranks: Vec<u32> = ranks.map(|one| one.parse().ok()).collect::<Option<_>>()?;
+    let device = false;
     let tensor = Declared { name, operation, root, dtype, shape, encoding, ranks, device };
     Some((tensor, argument.data, bytes))
 }

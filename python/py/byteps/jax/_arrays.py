@@ -22,13 +22,15 @@ _ALIGNMENT = 64
 
 
 class How(NamedTuple):
-    """What is done with one array of several that are exchanged together."""
+    """What is done with one array of several that are exchanged together: on all ranks, or on
+    these."""
 
     name: str | None
     operation: str
     root: int
     priority: int
     encoding: str | None = None
+    ranks: tuple[int, ...] | None = None
 
     def derived(self, suffix: str) -> How:
         """The same under another name, if it has one."""
@@ -54,6 +56,7 @@ def tensor_of(array: Any, how: How, on_gpu: bool = False) -> _registry.Tensor:
         how.operation,
         how.root,
         on_gpu,
+        ranks=how.ranks,
         encoding=how.encoding,
     )
 
@@ -81,7 +84,10 @@ def gpu_of(array: Any, how: How) -> Any:
 
 
 def passes_host(array: Any, how: How) -> bool:
-    """Whether it is exchanged from host memory wherever it is: GPUs do not divide whole numbers."""
+    """Whether it is exchanged from host memory wherever it is: GPUs do not divide whole numbers,
+    and reduce among all of a host."""
+    if how.ranks is not None:
+        return True
     return how.operation == "average" and not jnp.issubdtype(array.dtype, jnp.floating)
 
 
@@ -111,7 +117,9 @@ def start(
 ) -> int:
     """Starts to exchange these arrays; a handle of the registry's, whose result is that of
     ``then`` for the new arrays."""
-    chosen = iter(_registry.unnamed(sum(not how.name for how in hows)))
+    # All of a call are for the same ranks.
+    ranks = hows[0].ranks if hows else None
+    chosen = iter(_registry.unnamed(sum(not how.name for how in hows), ranks))
     places = [
         None if passes_host(array, how) else gpu
         for array, how in zip(arrays, hows, strict=True)

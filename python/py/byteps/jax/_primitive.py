@@ -80,6 +80,7 @@ def _attributes(how: How) -> dict[str, Any]:
         "root": np.int64(how.root),
         "priority": np.int64(how.priority),
         "encoding": how.encoding or _registry.NOT_ENCODED,
+        "ranks": ",".join(map(str, how.ranks or ())),
     }
 
 
@@ -101,6 +102,12 @@ def _lower_on_cpu(ctx: Any, *operands: Any, hows: tuple[How, ...]) -> Any:
 def _lower_on_gpu(ctx: Any, *operands: Any, hows: tuple[How, ...]) -> Any:
     _ffi.check_version()
     for aval, how in zip(ctx.avals_in, hows, strict=True):
+        if how.ranks is not None:
+            raise TensorError(
+                f"push_pull of '{how.name or 'an array without a name'}': a program on a GPU "
+                f"exchanges with all ranks, and not with {list(how.ranks)} alone: exchange it "
+                "outside of the program"
+            )
         if _arrays.passes_host(aval, how):
             raise TensorError(
                 f"push_pull of '{how.name or 'an array without a name'}': a program on a GPU "

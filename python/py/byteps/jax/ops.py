@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from byteps import _native, _objects, _operations, _registry, _typed_errors
+from byteps import _native, _objects, _operations, _process_sets, _registry, _typed_errors
 from byteps._codecs import Codec, encoding_for
 from byteps._dtypes import DTYPES
 from byteps._operations import Adasum, ReduceOp
@@ -63,12 +63,14 @@ def _hows(
     operation: str,
     priority: int,
     compression: Any = None,
+    process_set: Any = None,
 ) -> list[How]:
+    ranks = _process_sets.ranks_of(process_set)
     hows = []
     for array, name in zip(arrays, names, strict=True):
         is_float = jnp.issubdtype(array.dtype, jnp.floating)
         encoding = encoding_for(compression, is_float, operation)
-        hows.append(How(name, operation, 0, priority, encoding))
+        hows.append(How(name, operation, 0, priority, encoding, ranks))
     return hows
 
 
@@ -79,6 +81,7 @@ def push_pull(
     priority: int = 0,
     op: ReduceOp | None = None,
     compression: Codec | None = None,
+    process_set: Any = None,
 ) -> Tree:
     """The average (or sum) over all ranks of each array in ``tree``, as a tree of the same shape.
 
@@ -86,6 +89,8 @@ def push_pull(
     is sent sooner. ``op``, where given, is what is computed, whatever ``average`` says. Averages
     and sums have gradients: the gradient of an average is the average of the ranks' gradients.
     ``compression`` is one of :class:`byteps.jax.Compression`, for averages and sums of floats.
+    With a ``process_set``, here and below, a :class:`byteps.jax.ProcessSet`, it is among its ranks,
+    which alone make the call, and names are the set's own. A program on a GPU takes none.
 
     Without a ``name`` the order of the calls is what matters; in a program, the order in which
     exchanges were compiled. So give names where ranks may differ in that. In one program each
@@ -98,10 +103,12 @@ def push_pull(
     Raises:
         TensorError: An array of a type that is not summed, or on a device that is no CPU.
         MismatchError: The ranks disagree about what a name stands for.
+        ConfigError: This rank is not in ``process_set``, or that is not added to this job.
     """
     operation = _operation(average, op)
     arrays, names, structure = _leaves(tree, name)
-    results = _primitive.exchange(arrays, _hows(arrays, names, operation, priority, compression))
+    hows = _hows(arrays, names, operation, priority, compression, process_set)
+    results = _primitive.exchange(arrays, hows)
     whole: Tree = structure.unflatten(results)
     return whole
 
@@ -113,6 +120,7 @@ def push_pull_async(
     priority: int = 0,
     op: ReduceOp | None = None,
     compression: Codec | None = None,
+    process_set: Any = None,
 ) -> int:
     """:func:`push_pull` that does not wait: a handle for :func:`synchronize`.
 
@@ -127,9 +135,8 @@ def push_pull_async(
                 "runs there beside what does not need its result"
             )
         _arrays.dtype_of(array, one)
-    return _arrays.start(
-        arrays, _hows(arrays, names, operation, priority, compression), structure.unflatten
-    )
+    hows = _hows(arrays, names, operation, priority, compression, process_set)
+    return _arrays.start(arrays, hows, structure.unflatten)
 
 
 def poll(handle: int) -> bool:
@@ -160,6 +167,7 @@ def declare(
     average: bool = True,
     op: ReduceOp | None = None,
     compression: Codec | None = None,
+    process_set: Any = None,
 ) -> None:
     """Makes the arrays of a tree known before they are first sent, which saves a round trip then.
 
@@ -169,7 +177,7 @@ def declare(
     operation = _operation(average, op)
     found, _ = jax.tree_util.tree_flatten_with_path(tree)
     names = [name + jax.tree_util.keystr(path) for path, _ in found]
-    hows = _hows([leaf for _, leaf in found], names, operation, 0, compression)
+    hows = _hows([leaf for _, leaf in found], names, operation, 0, compression, process_set)
     _registry.declare(
         [_arrays.tensor_of(leaf, how) for (_, leaf), how in zip(found, hows, strict=True)]
     )
@@ -178,17 +186,20 @@ def declare(
 # Broadcast
 
 
-def broadcast(tree: Tree, root_rank: int, name: str | None = None) -> Tree:
+def broadcast(tree: Tree, root_rank: int, name: str | None = None, process_set: Any = None) -> Tree:
     """The arrays of ``root_rank``, bit for bit, as a tree of the same shape.
 
     All ranks pass arrays of its shapes and types, which may be any types that JAX has. The root's
     gradient is the average of the ranks' gradients, that of the others is zero; only floating
-    point types that can be summed have one.
+    point types that can be summed have one. The root of a ``process_set`` is given by its number in
+    the job.
     """
-    _objects.check_root(root_rank, None)
+    ranks = _process_sets.ranks_of(process_set)
+    _objects.check_root(root_rank, ranks)
     arrays, names, structure = _leaves(tree, name)
     sent = [_sendable(array) for array in arrays]
-    hows = [How(one, "broadcast", root_rank, _objects.BROADCAST_PRIORITY) for one in names]
+    priority = _objects.BROADCAST_PRIORITY
+    hows = [How(one, "broadcast", root_rank, priority, ranks=ranks) for one in names]
     results = _primitive.exchange(sent, hows)
     whole: Tree = structure.unflatten(
         [_restored(result, array) for result, array in zip(results, arrays, strict=True)]
@@ -238,7 +249,7 @@ def _restored(sent: Any, array: Any) -> Any:
 # Gathering
 
 
-def allgather(array: Any, name: str | None = None) -> Any:
+def allgather(array: Any, name: str | None = None, process_set: Any = None) -> Any:
     """The arrays of all ranks, one behind the other along dimension 0, in the order of the ranks.
 
     They have the same type and, but for dimension 0, the same shape; inside a program all of it,
@@ -247,30 +258,34 @@ def allgather(array: Any, name: str | None = None) -> Any:
     array = jnp.asarray(array)
     if array.ndim == 0:
         raise TensorError(f"allgather of '{name}': a scalar has no dimension 0: reshape it to (1,)")
-    size, own = _native.size(), _native.rank()
-    rows = [array.shape[0]] * size
+    ranks = _process_sets.ranks_of(process_set)
+    members = list(_process_sets.members(ranks))
+    own = members.index(_native.rank())
+    rows = [array.shape[0]] * len(members)
     if not isinstance(array, jax.core.Tracer):
-        base = name or f"allgather {_registry.count_up('jax.allgather')}"
-        counts = np.zeros(size, np.int64)
+        base = name or f"allgather {_registry.count_up(('jax.allgather', ranks))}"
+        counts = np.zeros(len(members), np.int64)
         counts[own] = array.shape[0]
-        rows = _sum_of_counts(counts, f"{base}.rows")
+        rows = _sum_of_counts(counts, f"{base}.rows", ranks)
     parts = [
-        array if rank == own else jnp.zeros((count, *array.shape[1:]), array.dtype)
-        for rank, count in enumerate(rows)
+        array if place == own else jnp.zeros((count, *array.shape[1:]), array.dtype)
+        for place, count in enumerate(rows)
     ]
     # A name stands for one shape, and the number of rows may change from call to call.
     hows = [
-        How(name and f"{name}.{rank}", "broadcast", rank, _objects.BROADCAST_PRIORITY)
-        for rank in range(size)
+        How(name and f"{name}.{root}", "broadcast", root, _objects.BROADCAST_PRIORITY, ranks=ranks)
+        for root in members
     ]
     results = _primitive.exchange([_sendable(part) for part in parts], hows)
     return jnp.concatenate([_restored(one, array) for one in results])
 
 
-def _sum_of_counts(counts: np.ndarray[Any, Any], name: str) -> list[int]:
-    """The sum over all ranks, without JAX's own choice of types."""
+def _sum_of_counts(
+    counts: np.ndarray[Any, Any], name: str, ranks: tuple[int, ...] | None
+) -> list[int]:
+    """The sum over all ranks, or these, without JAX's own choice of types."""
     total = np.empty_like(counts)
-    tensor = _registry.Tensor(name, "i64", counts.shape, "sum")
+    tensor = _registry.Tensor(name, "i64", counts.shape, "sum", ranks=ranks)
     send = _registry.Send(
         tensor, counts.ctypes.data, total.ctypes.data, _objects.BROADCAST_PRIORITY
     )

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from byteps import _registry
+from byteps import _process_sets, _registry
 from byteps._codecs import Codec
 from byteps._operations import Average, ReduceOp, Sum
 from byteps.errors import ConfigError
@@ -30,12 +30,27 @@ def _check(op: Any) -> None:
         raise ConfigError(f"op={op!r}: gradients are averaged or summed (Average, Sum)")
 
 
+def _of_members(
+    known: _process_sets.ProcessSet | None,
+    gradients: Any,
+    name: str | None,
+    op: ReduceOp,
+    compression: Codec | None,
+) -> Any:
+    """The gradients that all ranks have together, or those of the set; of no other rank."""
+    # Asked anew each time: the set may have been added to a job that is over.
+    if known is not None and _process_sets.added(known) and not known.included():
+        return gradients
+    return ops.push_pull(gradients, name=name, op=op, compression=compression, process_set=known)
+
+
 def DistributedOptimizer(
     optimizer: Any,
     backward_passes_per_step: int = 1,
     op: ReduceOp = Average,
     name: str | None = None,
     compression: Codec | None = None,
+    process_set: Any = None,
 ) -> Any:
     """An optax optimizer whose ``update`` first averages the gradients over all ranks.
 
@@ -52,6 +67,8 @@ def DistributedOptimizer(
             in which they are made, which must then be the same on all ranks.
         compression: One of :class:`byteps.jax.Compression`. The learning rate is in the optimizer,
             where byteps does not see it change: what error feedback keeps is not rescaled.
+        process_set: A :class:`~byteps.jax.ProcessSet` of the ranks that average among themselves.
+            On a rank that is none of them gradients stay as they are.
     """
     import optax  # Nothing else here needs it.
 
@@ -64,13 +81,15 @@ def DistributedOptimizer(
             "as optax.adam(1e-3)"
         )
     inner = optax.with_extra_args_support(optimizer)
+    known = _process_sets.added(process_set)
     if name is None:
-        number = _registry.count_up(("DistributedOptimizer", None))
+        number_of = None if known is None else known.process_set_id
+        number = _registry.count_up(("DistributedOptimizer", number_of))
         name = f"Gradient.{number}." if number else "Gradient."
     prefix = name
 
     def exchanged(gradients: Any) -> Any:
-        return ops.push_pull(gradients, name=prefix, op=op, compression=compression)
+        return _of_members(known, gradients, prefix, op, compression)
 
     def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         return inner.update(exchanged(gradients), state, params, **extra)
@@ -115,19 +134,22 @@ def value_and_grad(
     op: ReduceOp = Average,
     name: str | None = None,
     compression: Codec | None = None,
+    process_set: Any = None,
 ) -> Callable[..., Any]:
     """``jax.value_and_grad`` whose gradients are averaged over all ranks.
 
     The value, and what else ``fun`` returns with ``has_aux``, is that of this rank. ``name`` is
     what the gradients' names begin with; without it they have none (see
-    :func:`~byteps.jax.push_pull`). ``compression`` is that of ``push_pull``.
+    :func:`~byteps.jax.push_pull`). ``compression`` is that of ``push_pull``. With a ``process_set``
+    they are averaged among its ranks, and stay as they are on others.
     """
     _check(op)
+    known = _process_sets.added(process_set)
     own = jax.value_and_grad(fun, argnums=argnums, has_aux=has_aux)
 
     def averaged(*args: Any, **kwargs: Any) -> Any:
         value, gradients = own(*args, **kwargs)
-        return value, ops.push_pull(gradients, name=name, op=op, compression=compression)
+        return value, _of_members(known, gradients, name, op, compression)
 
     return averaged
 
@@ -139,16 +161,18 @@ def grad(
     op: ReduceOp = Average,
     name: str | None = None,
     compression: Codec | None = None,
+    process_set: Any = None,
 ) -> Callable[..., Any]:
     """``jax.grad`` whose gradients are averaged over all ranks; see :func:`value_and_grad`."""
     _check(op)
+    known = _process_sets.added(process_set)
     own = jax.grad(fun, argnums=argnums, has_aux=has_aux)
 
     def averaged(*args: Any, **kwargs: Any) -> Any:
         if not has_aux:
             gradients = own(*args, **kwargs)
-            return ops.push_pull(gradients, name=name, op=op, compression=compression)
+            return _of_members(known, gradients, name, op, compression)
         gradients, aux = own(*args, **kwargs)
-        return ops.push_pull(gradients, name=name, op=op, compression=compression), aux
+        return _of_members(known, gradients, name, op, compression), aux
 
     return averaged
