@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from cluster import Cluster
+from cluster import Cluster, clean_environment
 
 
 def recorder(kind, params, **options):
@@ -295,3 +300,22 @@ def test_the_environment_makes_optimizers_asynchronous_and_a_new_epoch_begins_ag
     environment = {"BPS_LOCAL_REDUCE": "1", "BYTEPS_ENABLE_ASYNC": "1", "BPS_STALENESS": "2"}
     with Cluster(2, environment=environment) as cluster:
         cluster.run(by_environment)
+
+
+def test_the_measurement_of_a_slow_rank():
+    """On a busy machine: what is due on an idle one, the script itself says by its status."""
+    script = Path(__file__).parents[2] / "perf" / "asynchronous.py"
+    options = "--ranks 2 --runs 1 --seconds 1 --compute 0.05 --megabytes 1".split()
+    done = subprocess.run(
+        [sys.executable, str(script), *options],
+        env=clean_environment(),
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=120,
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(lines) == 3, done.stdout + done.stderr
+    least, most = lines[-1]["asynchronous_kept_least"], lines[-1]["synchronous_kept_most"]
+    assert (done.returncode == 0) == (least >= 0.95 and most <= 0.45)
+    assert least > 1.5 * most, "the slow rank held the other back"
