@@ -158,6 +158,34 @@ def test_a_state_that_did_not_arrive_is_not_taken_for_the_latest(monkeypatch):
     assert said[2] == [6, 0]
 
 
+def test_a_name_of_a_state_has_one_root(monkeypatch):
+    roots = {}
+
+    def note(name, root_rank):
+        assert roots.setdefault(name, root_rank) == root_rank, name
+
+    def tensors(named, root_rank, process_set=None):
+        for name, _ in named:
+            note(name, root_rank)
+
+    def value(value, root_rank, name, process_set=None):
+        note(name, root_rank)
+        return value
+
+    monkeypatch.setattr(byteps.torch.functions.ops, "broadcast_all_", tensors)
+    monkeypatch.setattr(byteps.torch.functions, "broadcast_object", value)
+    monkeypatch.setattr(byteps.common, "size", lambda: 2)
+    model, optimizer = trained()
+    step(model, optimizer)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    sampler = ElasticSampler(range(4))
+    state = TorchState(model, optimizer, schedule=schedule, sampler=sampler, step=0)
+    for root in (0, 1, 0):
+        monkeypatch.setattr(byteps.common, "rank", lambda root=root: root)
+        state.send(root)
+    assert set(roots.values()) == {0, 1}
+
+
 def samplers():
     sampler = ElasticSampler(range(22), seed=3)
     own = list(sampler)

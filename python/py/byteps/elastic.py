@@ -153,7 +153,10 @@ class ObjectState(State):
         """See :class:`State`."""
         if self._saved:
             values = {name: getattr(self, name) for name in self._saved}
-            values = self._bcast_object(values, root_rank=root_rank, name="elastic.values")
+            # Ranks that were there before have declared the name with the root of then, and a
+            # newcomer must not disagree with that.
+            name = f"elastic.values.{root_rank}"
+            values = self._bcast_object(values, root_rank=root_rank, name=name)
             vars(self).update(values)
 
 

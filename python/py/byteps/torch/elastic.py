@@ -112,7 +112,11 @@ class TorchState(ObjectState):
 
 
 class _Handler:
-    """Saves, restores and sends the state of one object."""
+    """Saves, restores and sends the state of one object.
+
+    Names of tensors have the root in them: ranks that were there before have declared them with the
+    root of then, and a newcomer must not disagree with that.
+    """
 
     def __init__(self, name: str, value: Any) -> None:
         self.name = f"elastic.{name}"
@@ -126,7 +130,8 @@ class _Handler:
         self.value.load_state_dict(copy.deepcopy(self.saved))
 
     def send(self, root_rank: int) -> None:
-        state = functions.broadcast_object(self.value.state_dict(), root_rank, name=self.name)
+        name = f"{self.name}.{root_rank}"
+        state = functions.broadcast_object(self.value.state_dict(), root_rank, name=name)
         if common.rank() != root_rank:
             self.value.load_state_dict(state)
 
@@ -139,9 +144,8 @@ class _ModuleHandler(_Handler):
         self.value.load_state_dict(self.saved)  # It copies.
 
     def send(self, root_rank: int) -> None:
-        functions.broadcast_parameters(
-            self.value.state_dict(), root_rank, prefix=f"{self.name}.Parameter."
-        )
+        prefix = f"{self.name}.{root_rank}.Parameter."
+        functions.broadcast_parameters(self.value.state_dict(), root_rank, prefix=prefix)
 
 
 class _OptimizerHandler(_Handler):
@@ -151,7 +155,8 @@ class _OptimizerHandler(_Handler):
         super().restore()
 
     def send(self, root_rank: int) -> None:
-        functions.broadcast_optimizer_state(self.value, root_rank, prefix=f"{self.name}.")
+        prefix = f"{self.name}.{root_rank}."
+        functions.broadcast_optimizer_state(self.value, root_rank, prefix=prefix)
 
 
 class _SamplerHandler(_Handler):
@@ -162,7 +167,8 @@ class _SamplerHandler(_Handler):
         for rank in range(common.size()):
             own = self.value.state_dict()["processed_indices"]
             processed |= set(functions.broadcast_object(own, rank, name=f"{self.name}.{rank}"))
-        epoch = functions.broadcast_object(self.value.epoch, root_rank, name=f"{self.name}.epoch")
+        name = f"{self.name}.epoch.{root_rank}"
+        epoch = functions.broadcast_object(self.value.epoch, root_rank, name=name)
         self.value.load_state_dict({"epoch": epoch, "processed_indices": sorted(processed)})
 
     def reset(self) -> None:
