@@ -47,6 +47,8 @@ torch.optim.SGD([torch.zeros(1)])
 LOOK_SECONDS = 0.005
 #: A machine that is busy with other things; and from the start to a step, on such a one.
 MARGIN, START = 8.0, 40.0
+#: How long a scheduler stays when nodes may come that do not know of the end.
+LATECOMERS = 10.0
 #: Steps that show that a job goes on.
 STEPS = 3
 #: Seeds that are looked at for each run, where not every run is wanted.
@@ -162,7 +164,7 @@ class Run:
         plan, fault = self.plan, self.plan.fault
         if fault.is_short:
             return False
-        if self.newcomer and self.newcomer not in self.dead:
+        if plan.moment == "joining" and self.newcomer not in self.dead:
             # It may have been there in time to take the place of the dead.
             if plan.goes_on(self.dead - {plan.openings[0]}) != plan.goes_on(self.dead):
                 return True
@@ -175,6 +177,9 @@ class Run:
         seconds = MARGIN + (fault.seconds or 0.0)
         if plan.moment in ("forming", "joining"):
             seconds += kill_plan.START_TIMEOUT
+        if plan.moment != "stepping":
+            # The scheduler tells whoever comes late why there is no job.
+            seconds += LATECOMERS
         if fault.kind in ("kill", "term"):
             return seconds
         seconds += kill_plan.HEARTBEAT_TIMEOUT * 2
