@@ -6,6 +6,7 @@ makes that, and tests/run has a step for it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
@@ -250,12 +251,26 @@ def test_module_with_distributed_optimizer(job):
     assert close(trained[0], module_fit(0, 1, lambda optimizer: optimizer))
 
 
+@contextlib.contextmanager
+def bytescheduler():
+    """MXNet's names of stores are ByteScheduler's here, and refused again by later tests' ranks."""
+    registry = mx.kvstore.KVStoreBase.kv_registry
+    before = dict(registry)
+    from bytescheduler.mxnet import kvstore
+
+    registry.update(kvstore._STORES)
+    try:
+        yield kvstore.ScheduledKVStore
+    finally:
+        registry.clear()
+        registry.update(before)
+
+
 def scheduled(how):
     """As programs for ByteScheduler: MXNet's store of several workers, wrapped."""
-    from bytescheduler.mxnet.kvstore import ScheduledKVStore
-
-    store, rank, size = mx.kvstore.create("dist_sync"), bps.rank(), bps.size()
-    store = ScheduledKVStore(store)
+    rank, size = bps.rank(), bps.size()
+    with bytescheduler() as ScheduledKVStore:
+        store = ScheduledKVStore(mx.kvstore.create("dist_sync"))
     assert (store.type, store.rank, store.num_workers) == ("dist_sync", rank, size)
     if how == "module":
         return module_fit(rank, size, lambda optimizer: optimizer, store)
@@ -277,10 +292,9 @@ def test_bytescheduler_equals_one_process(pair, how):
 
 
 def a_scheduled_store(path):
-    from bytescheduler.mxnet.kvstore import ScheduledKVStore
-
     rank, size = bps.rank(), bps.size()
-    store = ScheduledKVStore(mx.kvstore.create("dist_device_sync"))
+    with bytescheduler() as ScheduledKVStore:
+        store = ScheduledKVStore(mx.kvstore.create("dist_device_sync"))
     value, out = nd.ones((3,)) * (rank + 1), nd.zeros((3,))
     with pytest.raises(UsageError, match="call init"):
         store.push("before", value)
