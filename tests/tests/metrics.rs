@@ -32,6 +32,8 @@ const BYTES: u64 = PARTS * PART_BYTES as u64;
 /// Of jobs that nobody outlives, these are 0. The second moves when ranks come back, which
 /// `perf/elastic.py` looks at.
 const OF_ELASTIC_JOBS: [&str; 2] = ["bps_job_deaths_total", "bps_job_reforming_seconds"];
+/// Of jobs that tune themselves, likewise: they have a test of their own.
+const OF_TUNING_JOBS: &str = "bps_job_tuning_";
 const PATIENCE: Duration = Duration::from_secs(30);
 
 fn declaration() -> Declaration {
@@ -379,6 +381,7 @@ fn every_metric_of_the_table_moves() {
         .iter()
         .map(|family| family.name)
         .filter(|name| !watcher.moved.contains(name) && !OF_ELASTIC_JOBS.contains(name))
+        .filter(|name| !name.starts_with(OF_TUNING_JOBS))
         .collect();
     go.store(false, Ordering::Release);
     real.join().expect("rank 0 got its result");
@@ -402,6 +405,63 @@ fn an_elastic_job_counts_its_dead() {
     drop(played.pop());
     watcher.until_moved(&["bps_job_deaths_total"]);
     assert!(top(&watcher.address).contains("epoch 2, 1 member lost"), "{}", top(&watcher.address));
+}
+
+#[test]
+fn a_job_that_tunes_itself_counts_its_trials() {
+    let port = free_port();
+    let scheduler = Program::start("bps-scheduler", &[], &variables(port, "scheduler"));
+    let _server = Program::start("bps-server", &["--cores", "1"], &variables(port, "server"));
+    let address = announced(&scheduler);
+    let mut watcher = Watcher { address, moved: BTreeSet::new(), counters: BTreeMap::new() };
+    let is_over = Arc::new(AtomicBool::new(false));
+    let ranks: Vec<_> = (0..RANKS)
+        .map(|rank| {
+            let shape =
+                JobShape { workers: RANKS, partition_bytes: PART_BYTES, ..JobShape::default() };
+            let mut config = job::config(&shape, port, Role::Worker, rank);
+            (config.tune_credit, config.tune_partition) = (true, true);
+            let is_over = Arc::clone(&is_over);
+            std::thread::spawn(move || {
+                step_until(&Worker::start(&config).expect("a job"), &is_over)
+            })
+        })
+        .collect();
+    let wanted: Vec<&str> = FAMILIES
+        .iter()
+        .map(|family| family.name)
+        .filter(|name| name.starts_with(OF_TUNING_JOBS))
+        .collect();
+    let until = Instant::now() + PATIENCE;
+    while !wanted.iter().all(|name| watcher.moved.contains(name)) {
+        watcher.look();
+        assert!(Instant::now() < until, "of {wanted:?} moved {:?}", watcher.moved);
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    is_over.store(true, Ordering::Release);
+    ranks.into_iter().for_each(|rank| rank.join().expect("every sum was right"));
+}
+
+/// Sums a tensor until all ranks know that it is over.
+fn step_until(worker: &Worker, is_over: &AtomicBool) {
+    let small = Declaration { shape: u64::from(PART_BYTES).into(), ..declaration() };
+    let tensor = worker.declare(&[small]).expect("all agree")[0];
+    let mut memory = vec![0u8; 4 * PART_BYTES as usize];
+    loop {
+        // The average of the first element says how many have seen the end.
+        let ends = f32::from(u8::from(is_over.load(Ordering::Acquire)));
+        memory[..4].copy_from_slice(&ends.to_le_bytes());
+        let target = memory.as_mut_ptr();
+        let item = PushPull { tensor, source: target.cast_const(), target, priority: 0 };
+        // SAFETY: `memory` lives until the handle is done, and nobody touches it meanwhile.
+        let handles = unsafe { worker.push_pull(&[item]) }.expect("the job runs");
+        assert!(handles[0].wait(Some(PATIENCE)).expect("the job runs"), "it hangs");
+        let first = f32::from_le_bytes(memory[..4].try_into().expect("four bytes"));
+        if first > 0.0 {
+            break;
+        }
+    }
+    worker.shutdown(false).expect("it ends well");
 }
 
 #[test]
