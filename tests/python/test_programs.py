@@ -91,12 +91,13 @@ def test_compression_of_a_transformers_gradients():
     if os.environ.get("TEST_FRAMEWORKS") != "all":
         pytest.skip("two minutes of training, on demand: tests/run --frameworks all")
     script = ROOT / "python/examples/compression_text.py"
-    command = [sys.executable, str(script), "--steps", "600", "--rate", "1.0"]
-    result = launch(command, timeout=600, environment={"BPS_LOCAL_REDUCE": "0"})
+    result = launch(
+        [sys.executable, str(script)], timeout=600, environment={"BPS_LOCAL_REDUCE": "0"}
+    )
     assert result.returncode == 0, result.stdout
     accuracies = [float(found) for found in re.findall(r"accuracy ([0-9.]+)", result.stdout)]
-    # A table of which character follows which gets no further than 0.34.
-    assert len(accuracies) == 5 and min(accuracies) > 0.38, result.stdout
+    # What follows each character alone gives no more than 0.34.
+    assert len(accuracies) == 5 and min(accuracies) > 0.45, result.stdout
 
 
 def test_asynchronous():
