@@ -212,10 +212,13 @@ class Run:
             return not (waits and fault.is_fatal) or victim.ended() or fault.victim not in self.dead
 
         def found() -> bool:
+            nonlocal since
             if self.have_ended():
                 return victim_knows() and (self.healed > 0 or fault.seconds is None)
             if plan.moment == "leaving":
                 return False
+            if fault.kind == "term" and not self.job.processes[fault.victim].ended():
+                since = time.time()  # It still does its work.
             return time.time() > since and self.goes_on(since, epoch) and victim_knows()
 
         self.wait_for(f"end of {fault}", found, self.limit())

@@ -73,12 +73,13 @@ def check_steps(job: Job) -> None:
 def check_outcome(run: Run, outcome: str) -> None:
     """The job has gone on, or has not, as it should; and codes tell so."""
     plan, job = run.plan, run.job
-    promised = "goes on" if plan.fault.is_short or plan.goes_on(run.dead) else "ends"
+    survives = plan.goes_on(run.dead) or (plan.fault.is_short and not run.dead)
+    promised = "goes on" if survives else "ends"
     if plan.moment == "leaving":
         promised = "ends"
     if not run.is_open and outcome != promised:
         raise Failure(f"the job {outcome}, but should have been one that {promised}")
-    if plan.fault.is_short:
+    if plan.fault.is_short and survives:
         latest = max((line.get("epoch", 0) for line in job.lines), default=0)
         # With another that died, whatever was under way may have been begun anew.
         if not plan.openings and plan.moment != "leaving" and latest != 1:

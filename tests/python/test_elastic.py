@@ -158,6 +158,27 @@ def test_a_state_that_did_not_arrive_is_not_taken_for_the_latest(monkeypatch):
     assert said[2] == [6, 0]
 
 
+def test_an_epoch_that_ends_before_it_has_begun_here_is_left_for_the_next(monkeypatch):
+    calls = []
+
+    def init():
+        calls.append("init")
+        if calls.count("init") < 3:
+            raise PeerDiedError("rank 2 died")
+
+    monkeypatch.setattr(byteps.common, "suspend", lambda: calls.append("suspend"))
+    monkeypatch.setattr(byteps.common, "init", init)
+    may_return = True
+    monkeypatch.setattr(byteps.elastic._native, "may_return", lambda: may_return)
+    byteps.elastic._come_back()
+    assert calls == ["suspend", "init"] * 3
+    calls.clear()
+    may_return = False
+    with pytest.raises(PeerDiedError):
+        byteps.elastic._come_back()
+    assert calls == ["suspend", "init"]
+
+
 def test_a_name_of_a_state_has_one_root(monkeypatch):
     roots = {}
 

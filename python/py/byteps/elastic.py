@@ -203,12 +203,18 @@ def run_fn(function: Callable[..., _Result], reset: Any = None) -> Callable[...,
 
 
 def _come_back() -> None:
-    """Leaves the epoch, and returns in the next one."""
-    with contextlib.suppress(BytePSError):  # What ended the epoch, which is known.
-        common.suspend()
-    for forget in _forgetters:
-        forget()
-    common.init()
+    """Leaves the epoch, and returns in the next one that is not over before it has begun here."""
+    while True:
+        with contextlib.suppress(BytePSError):  # What ended the epoch, which is known.
+            common.suspend()
+        for forget in _forgetters:
+            forget()
+        try:
+            return common.init()
+        except HorovodInternalError:
+            # Another member has died while tensors were declared again.
+            if not _native.may_return():
+                raise
 
 
 def _sum(name: str, values: list[int]) -> list[int]:
