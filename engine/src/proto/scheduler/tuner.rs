@@ -154,6 +154,9 @@ impl Scheduler {
                 let Ok(installs) = registry.recut(point.partition_bytes, now) else {
                     // Too many parts. A point that was measured before can be had again.
                     tuner.search.tell(point, 0.0);
+                    self.put(Output::Log(format!(
+                        "tuning: {point} would cut tensors into too many parts, and is not tried"
+                    )));
                     if is_last {
                         return self.end_search();
                     }
