@@ -29,6 +29,11 @@ fn streams_wait_for_results_and_hosts_do_not() {
 }
 
 #[test]
+fn streams_without_room_for_all_waits_delay_nothing() {
+    right(&[1, 1], 1, "full", &[("FAKE_GPU_DEPTH", "16"), ("FAKE_GPU_DELAY_US", "0")]);
+}
+
+#[test]
 fn encoded_tensors_get_what_tensors_of_the_host_get() {
     let all = ("BYTEPS_MIN_COMPRESS_BYTES", "0");
     right(&[1, 1], 1, "coded 4", &[all]);

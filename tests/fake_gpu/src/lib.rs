@@ -15,6 +15,7 @@
 //! | `CUDA_VISIBLE_DEVICES` | those that the process sees, by number |
 //! | `FAKE_GPU_SEED` | of the delays; 1 |
 //! | `FAKE_GPU_DELAY_US` | the longest delay of a piece of work; 200; 0 is none |
+//! | `FAKE_GPU_DEPTH` | pieces of work that a stream has room for; without end |
 //! | `FAKE_GPU_PINNED` | 1: copies from and to memory that is not registered fail |
 //! | `FAKE_GPU_DMA_BUF` | 1: memory is exported as dma-buf; 2: and must be flushed; 3: and can't |
 //! | `FAKE_GPU_FAIL` | calls that fail, with code and from which call on: `cuMemAlloc=2@3,…` |

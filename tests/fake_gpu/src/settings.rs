@@ -8,6 +8,8 @@ pub struct Settings {
     pub visible: Vec<u32>,
     pub seed: u64,
     pub delay_us: u64,
+    /// Pieces of work that a stream has room for.
+    pub depth: usize,
     pub pinned_only: bool,
     pub cuda_version: i32,
     pub nccl_version: i32,
@@ -55,6 +57,7 @@ pub fn settings() -> &'static Settings {
             visible,
             seed: number("FAKE_GPU_SEED", 1),
             delay_us: number("FAKE_GPU_DELAY_US", 200),
+            depth: number("FAKE_GPU_DEPTH", usize::MAX),
             pinned_only: number("FAKE_GPU_PINNED", 0) != 0,
             cuda_version: number("FAKE_CUDA_VERSION", 12_080),
             nccl_version: number("FAKE_NCCL_VERSION", 22_707),

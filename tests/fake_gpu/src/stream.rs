@@ -1,7 +1,7 @@
 //! Streams, each a queue with a thread of its own, and events.
 
 use crate::device::{self, INVALID_HANDLE};
-use crate::settings::Random;
+use crate::settings::{Random, settings};
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, LazyLock, Mutex, PoisonError};
@@ -80,8 +80,12 @@ impl Stream {
         }
     }
 
+    /// Enqueues it. As in CUDA, the call waits while the queue has no room.
     pub fn push(&self, work: Work) {
         let mut queue = locked(&self.queue);
+        while queue.work.len() >= settings().depth {
+            queue = self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
+        }
         queue.issued += 1;
         queue.work.push_back(work);
         self.changed.notify_all();

@@ -15,6 +15,12 @@ const ROUNDS: u64 = 4;
 /// How late the last rank comes with its part of a round.
 const LATE: Duration = Duration::from_secs(1);
 
+/// Rounds of [`full`], and how long the NIC loop may fall asleep before each.
+const FULL_ROUNDS: u64 = 9;
+const REST: Duration = Duration::from_millis(30);
+/// A loop that nobody wakes sleeps for half a second.
+const FULL_LIMIT: Duration = Duration::from_millis(150);
+
 /// Every rank puts its stream behind results, and goes on: also where that frees memory of the GPU,
 /// for which CUDA waits for the stream and lets nobody else into the driver meanwhile. All but the
 /// last rank wait for that one, and none of them on the host. In the last round all leave at once.
@@ -50,6 +56,34 @@ pub fn ahead(config: &Config) -> Result<(), Error> {
         rank.check(round)?;
     }
     Ok(())
+}
+
+/// Results are waited for in a stream that has no room for so many waits. What ends them is asleep
+/// when a round begins, and nobody is late.
+pub fn full(config: &Config) -> Result<(), Error> {
+    let worker = Worker::start(config)?;
+    worker.open_gpu(0)?;
+    let rank = Ahead::new(&worker)?;
+    let mut took = Vec::new();
+    for round in 1..=FULL_ROUNDS {
+        worker.barrier(Some(LIMIT))?;
+        std::thread::sleep(REST);
+        let begun = Instant::now();
+        let handles = rank.push_now(round)?;
+        worker.enqueue_results(&handles);
+        for handle in &handles {
+            assert_eq!(handle.wait(Some(LIMIT)), Ok(true), "round {round} does not end");
+        }
+        let stream = &rank.framework.stream;
+        // SAFETY: the stream is of the GPU that was opened.
+        unsafe { Handle::make_wait(&handles, stream.raw()) }?;
+        rank.check(round)?;
+        took.push(begun.elapsed());
+    }
+    took.sort_unstable();
+    let median = took[took.len() / 2];
+    assert!(median < FULL_LIMIT, "rounds took {took:?}");
+    worker.shutdown(false)
 }
 
 /// A rank, with its tensors.
@@ -88,6 +122,10 @@ impl Ahead<'_> {
         if self.is_last() {
             std::thread::sleep(LATE);
         }
+        self.push_now(round)
+    }
+
+    fn push_now(&self, round: u64) -> Result<Vec<Handle>, Error> {
         let (rank, stream) = (self.worker.rank(), &self.framework.stream);
         let mut items = Vec::new();
         for (number, (_, tensor, buffer)) in (0..).zip(&self.tensors) {

@@ -41,6 +41,7 @@ fn main() {
         "large" => large(&config),
         "many" => many::many(&config, number(0).unwrap_or(1)),
         "ahead" => ahead::ahead(&config),
+        "full" => ahead::full(&config),
         "coded" => coded::coded(&config, number(0).unwrap_or(1)),
         "loop" => train(&config, number(0).unwrap_or(1), number(1), number(2) == Some(1)),
         "mismatch" => mismatch(&config, number(0) == Some(1)),

@@ -413,10 +413,15 @@ impl Pipeline {
             host.lanes.flush();
         }
         progress |= self.hand_over();
+        self.wake_nic();
+        progress
+    }
+
+    /// If it was told something.
+    fn wake_nic(&mut self) {
         if std::mem::take(&mut self.told) {
             self.nic_waker.wake();
         }
-        progress
     }
 
     /// What has moved on the GPU moves on here.

@@ -289,6 +289,9 @@ impl Pipeline {
         if self.hand_over() {
             return Ok(());
         }
+        // The driver has room for about a thousand waits in a stream, and the call that finds none
+        // returns when some have ended: that is up to the NIC loop, which may be asleep.
+        self.wake_nic();
         let Some(staged) = &mut self.staged else { unreachable!("somebody wants a result") };
         staged.is_wanted = false;
         let (mut tensors, mut parts) = (Vec::new(), Vec::new());
