@@ -64,6 +64,7 @@ scenarios! {
     passes_over_tiny_parameters "hooks",
     programs_of_jax "jax",
     one_host_with_gpus "gpu-one-host",
+    programs_of_jax_between_hosts "gpu-jax",
     many_hosts_with_gpus "gpu-eight",
 }
 

@@ -1,8 +1,8 @@
 //! Sums of one tensor over all ranks: ours, NCCL's all-reduce, the best that can be made of NCCL by
 //! hand where hosts have several GPUs, and NCCL as somebody tuned it.
 
-use super::Run;
 use super::hosts::Hosts;
+use super::{Framework, Run};
 use crate::report::{self, Fields};
 use crate::sample::Series;
 use serde_json::json;
@@ -17,9 +17,14 @@ pub fn order(way: &str, size: usize) -> String {
 
 /// The result of one size.
 pub fn measure(run: &Run, hosts: &mut Hosts, size: usize) -> Result<Fields, String> {
-    let mut ways = vec![("", "ours"), ("peer_", "peer")];
+    let is_torch = run.framework == Framework::Torch;
+    let mut ways = vec![("", "ours")];
+    // JAX's processes on CPUs look for each other by names, which staged hosts have none of.
+    if is_torch || run.is_cuda {
+        ways.push(("peer_", "peer"));
+    }
     // One host or one GPU a host has no two levels, and gloo has no reduce-scatter.
-    if run.is_cuda && run.plan.workers > 1 && run.plan.ranks_per_host > 1 {
+    if is_torch && run.is_cuda && run.plan.workers > 1 && run.plan.ranks_per_host > 1 {
         ways.push(("hierarchical_", "hierarchical"));
     }
     let mut all: Vec<(&str, Series)> =
@@ -52,10 +57,12 @@ fn report(run: &Run, size: usize, all: &[(&str, Series)], line: &Series) -> Fiel
         fields.insert(format!("{name}ms_p50"), (series.median() * 1e3).into());
     }
     let ours = all[0].1.median();
-    let peers = all[1..].iter().map(|(_, series)| series.median());
-    let best = peers.fold(f64::INFINITY, f64::min);
-    fields.insert("ratio".into(), (all[1].1.median() / ours).into());
-    fields.insert("ratio_to_best".into(), (best / ours).into());
+    if let Some((_, peer)) = all.get(1) {
+        let peers = all[1..].iter().map(|(_, series)| series.median());
+        let best = peers.fold(f64::INFINITY, f64::min);
+        fields.insert("ratio".into(), (peer.median() / ours).into());
+        fields.insert("ratio_to_best".into(), (best / ours).into());
+    }
     if !line.0.is_empty() {
         let line_gbs = line.median() / 1e9;
         let fraction = gigabytes / ours / line_gbs;

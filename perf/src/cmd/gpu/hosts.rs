@@ -1,14 +1,14 @@
 //! The hosts of a run with everything that runs on them: the job, the bare streams that say what
 //! the links carry, and a further crew of NCCL if somebody tunes it.
 
-use super::Run;
+use super::{Framework, Run};
 use crate::script::Script;
 use crate::stage::job::Job;
 use crate::stage::{Crew, Member, Stage, stream};
 use serde_json::json;
 use std::process::Command;
 
-/// Where torch's processes meet: the job's own and those of the tuned crew.
+/// Where the framework's processes meet: the job's own and those of the tuned crew.
 const PORTS: [u16; 2] = [9100, 9101];
 /// Time of one burst of the bare stream, milliseconds.
 const BURST_MS: u64 = 1000;
@@ -27,7 +27,10 @@ impl Hosts {
     /// Stages the hosts and waits until everything on them is ready.
     pub fn start(run: &Run) -> Result<Hosts, String> {
         let stage = Stage::new(run.plan.hosts(), &run.shape)?;
-        let script = Script::new("gpu_rank.py", include_str!("../../../gpu_rank.py"))?;
+        let script = match run.framework {
+            Framework::Torch => Script::new("gpu_rank.py", include_str!("../../../gpu_rank.py"))?,
+            Framework::Jax => Script::new("jax_rank.py", include_str!("../../../jax_rank.py"))?,
+        };
         let line = (stage.hosts() > 1).then(|| stream::crew(&stage)).transpose()?;
         let path = script.path();
         let job = Job::start_ranks(&stage, &run.plan, &|host, local| {
@@ -71,7 +74,7 @@ impl Hosts {
     }
 }
 
-/// The command of a rank of torch.
+/// The command of a rank.
 fn rank(run: &Run, stage: &Stage, script: &str, place: (u32, u32), has_engine: bool) -> Command {
     let (host, local) = place;
     let each = run.plan.ranks_per_host;
@@ -87,8 +90,8 @@ fn rank(run: &Run, stage: &Stage, script: &str, place: (u32, u32), has_engine: b
     command.arg(script).arg(plan.to_string());
     // Else gloo asks the resolver for the machine's name, which no staged host knows.
     command.env("GLOO_SOCKET_IFNAME", "eth0").env("NCCL_SOCKET_IFNAME", "eth0");
-    // And torch warns of that.
-    command.env("TORCH_CPP_LOG_LEVEL", "ERROR");
+    // And torch warns of that, JAX of peers that end.
+    command.env("TORCH_CPP_LOG_LEVEL", "ERROR").env("TF_CPP_MIN_LOG_LEVEL", "2");
     // What makes NCCL take namespaces of one machine for hosts.
     command.env("NCCL_HOSTID", format!("host{host}")).env("NCCL_NET", "Socket");
     command.env("NCCL_MNNVL_ENABLE", "0");
@@ -99,6 +102,14 @@ fn rank(run: &Run, stage: &Stage, script: &str, place: (u32, u32), has_engine: b
     // GPUs for everybody.
     command.env("NCCL_NVLS_ENABLE", "0").env("NVSHMEM_DISABLE_NVLS", "1");
     command.env("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1");
+    if run.framework == Framework::Jax && run.is_cuda {
+        // A process of JAX takes every GPU that it sees, and most of its memory at once.
+        let (gpus, ranks) = (run.gpus, run.ranks());
+        command.env("CUDA_VISIBLE_DEVICES", ((host * each + local) % gpus).to_string());
+        let share = 0.8 / f64::from(ranks.div_ceil(gpus));
+        command.env("XLA_PYTHON_CLIENT_MEM_FRACTION", format!("{share:.2}"));
+        command.env("JAX_PLATFORMS", "cuda,cpu");
+    }
     command.envs(run.plan.variables.iter().cloned());
     command
 }

@@ -4,7 +4,8 @@
 //! hosts, and speaks TCP between them as the engine does. One process for each GPU holds both, and
 //! they take turns on the same links: sums of tensors, and steps of training by
 //! DistributedDataParallel and by this package. With `--device cpu` gloo stands in for NCCL, and
-//! everything else is the same.
+//! everything else is the same. With `--framework jax` it is programs of JAX that sum and train, and
+//! the peer is what XLA makes of one program over the devices of all processes.
 //!
 //! Invariant: figures that are compared come from the same processes, in turn, round by round.
 
@@ -20,7 +21,6 @@ use crate::arguments::{self, choice, flag, integer, number, sizes};
 use crate::report::{self, Fields, Table};
 use crate::stage::job::Plan;
 use crate::stage::{Shape, unavailable};
-use clap::builder::PossibleValuesParser;
 use clap::{Arg, ArgAction, ArgMatches, Command, value_parser};
 use hosts::Hosts;
 use serde_json::json;
@@ -41,7 +41,9 @@ const MODELS: &[&str] = &[
     "small",
     "bert-small",
 ];
-/// Ways to train that send something.
+/// The same for JAX.
+const JAX_MODELS: &[&str] = &["mlp", "gpt", "mlp-small", "gpt-small"];
+/// Ways to train that send something; first the peer's.
 const WAYS: &[&str] = &[
     "ddp",
     "ours",
@@ -54,10 +56,41 @@ const WAYS: &[&str] = &[
     "ours-fp8",
     "cross-fp8",
 ];
+/// The same for JAX.
+const JAX_WAYS: &[&str] = &["psum", "ours", "ours-int8", "ours-fp8"];
+
+/// Whose programs are measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Framework {
+    Torch,
+    Jax,
+}
+
+impl Framework {
+    fn models(self) -> &'static [&'static str] {
+        if self == Framework::Torch { MODELS } else { JAX_MODELS }
+    }
+
+    fn ways(self) -> &'static [&'static str] {
+        if self == Framework::Torch { WAYS } else { JAX_WAYS }
+    }
+
+    /// How this framework's package is imported, and what counts GPUs.
+    fn probe(self) -> &'static str {
+        match self {
+            Framework::Torch => "import byteps.torch, sys, torch\nn = torch.cuda.device_count()",
+            // JAX that has no GPU warns of it; it would also take memory of one that it counts.
+            Framework::Jax => {
+                "import byteps.jax, glob, optax, sys\nn = len(glob.glob('/dev/nvidia[0-9]*'))"
+            }
+        }
+    }
+}
 
 /// What is run, as the arguments say.
 pub struct Run {
     plan: Plan,
+    framework: Framework,
     shape: Shape,
     rates: Vec<u64>,
     is_cuda: bool,
@@ -88,13 +121,16 @@ fn usual_python() -> PathBuf {
     if own.exists() { own } else { "python3".into() }
 }
 
-fn words(name: &'static str, words: &'static [&'static str], help: &'static str) -> Arg {
-    Arg::new(name)
-        .long(name)
-        .value_name("NAME[,NAME…]")
-        .help(help)
-        .value_delimiter(',')
-        .value_parser(PossibleValuesParser::new(words))
+fn words(name: &'static str, help: &'static str) -> Arg {
+    Arg::new(name).long(name).value_name("NAME[,NAME…]").help(help).value_delimiter(',')
+}
+
+/// What was asked for, all of which must be known.
+fn known(asked: Vec<String>, what: &str, known: &[&str]) -> Result<Vec<String>, String> {
+    match asked.iter().find(|one| !known.contains(&one.as_str())) {
+        Some(one) => Err(format!("--{what} {one}: it is one of {}", known.join(", "))),
+        None => Ok(asked),
+    }
 }
 
 /// The arguments.
@@ -105,6 +141,7 @@ pub fn command() -> Command {
              of training between them beside NCCL and DistributedDataParallel.",
         )
         .arg(choice("device", &["cuda", "cpu"], "Where tensors are; on CPUs gloo is the peer"))
+        .arg(choice("framework", &["torch", "jax"], "Whose programs sum and train"))
         .arg(number("hosts", "4", "Hosts with GPUs"))
         .arg(number("gpus-per-host", "1", "GPUs of each of them, one process each"))
         .arg(
@@ -126,10 +163,14 @@ pub fn command() -> Command {
                 .value_parser(super::cluster::parse_variable)
                 .action(ArgAction::Append),
         )
-        .arg(words("model", MODELS, "Models whose steps are timed"))
-        .arg(words("losses", MODELS, "Models of images that are trained on real data in each way"))
-        .arg(words("precision", &["fp32", "amp"], "Of models; amp is bf16").default_value("fp32"))
-        .arg(words("ways", WAYS, "Ways to train").default_value("ddp,ours"))
+        .arg(words("model", "Models whose steps are timed"))
+        .arg(words("losses", "Models of images that torch trains on real data in each way"))
+        .arg(
+            words("precision", "Of models; amp is bf16")
+                .value_parser(["fp32", "amp"])
+                .default_value("fp32"),
+        )
+        .arg(words("ways", "Ways to train; by default ddp,ours, and for JAX psum,ours"))
         .arg(number("batch", "64", "Images for each GPU"))
         .arg(number("sequences", "8", "Sequences of 512 words for each GPU"))
         .arg(number("rounds", "5", "Timed rounds of all ways, in turn"))
@@ -147,7 +188,7 @@ pub fn command() -> Command {
         .arg(
             Arg::new("python")
                 .long("python")
-                .help("Python with torch and this package, not .venv/bin/python or python3")
+                .help("Python with torch (or JAX and optax) and this package, not .venv/bin/python or python3")
                 .value_parser(value_parser!(PathBuf)),
         );
     link_arguments(command)
@@ -238,6 +279,27 @@ impl Run {
             return Err("no server: give --servers, or --colocated".into());
         }
         let absolute = |path: &PathBuf| std::path::absolute(path).map_err(|e| e.to_string());
+        let framework = match arguments::text(matches, "framework") {
+            "jax" => Framework::Jax,
+            _ => Framework::Torch,
+        };
+        if framework == Framework::Jax
+            && (matches.contains_id("losses") || matches.contains_id("tuned"))
+        {
+            return Err("--losses and --tuned are for --framework torch".into());
+        }
+        let is_cuda = arguments::text(matches, "device") == "cuda";
+        let mut ways = known(all("ways"), "ways", framework.ways())?;
+        if ways.is_empty() {
+            ways = framework.ways()[..2].iter().map(|way| (*way).to_string()).collect();
+        }
+        if !is_cuda && ways.iter().any(|way| way == "psum") {
+            return Err(
+                "--ways psum: on CPUs JAX's processes look for each other by the machine's \
+                        name, which no staged host has; give --ways ours"
+                    .into(),
+            );
+        }
         let sizes = if matches.get_flag("no-collectives") {
             Vec::new()
         } else {
@@ -245,16 +307,17 @@ impl Run {
         };
         Ok(Run {
             plan,
+            framework,
             shape: shape(matches),
             rates: matches.get_many("rate").expect("has a default").copied().collect(),
-            is_cuda: arguments::text(matches, "device") == "cuda",
+            is_cuda,
             python: matches.get_one("python").cloned().unwrap_or_else(usual_python),
             tuned: matches.get_many("tuned").map(|all| all.cloned().collect()).unwrap_or_default(),
             sizes,
-            models: all("model"),
-            losses: all("losses"),
+            models: known(all("model"), "model", framework.models())?,
+            losses: known(all("losses"), "losses", MODELS)?,
             precisions: all("precision"),
-            ways: all("ways"),
+            ways,
             gpus: 0,
             batch: get("batch"),
             sequences: get("sequences"),
@@ -273,8 +336,7 @@ impl Run {
 
     /// Makes sure that Python has what ranks need, and finds its path, or says why it can't be.
     fn find_python(&mut self) -> Result<(), String> {
-        let mut probe = "import byteps.torch, sys, torch".to_string();
-        probe += "\nn = torch.cuda.device_count()";
+        let mut probe = self.framework.probe().to_string();
         if self.is_cuda {
             // NCCL refuses two ranks of one host on one GPU.
             let needed = self.plan.ranks_per_host;
@@ -324,6 +386,7 @@ impl Run {
         fields.extend(link_fields(&self.shape, &self.plan));
         fields.extend(report::fields(json!({
             "device": if self.is_cuda { "cuda" } else { "cpu" },
+            "framework": if self.framework == Framework::Jax { "jax" } else { "torch" },
             "hosts": self.plan.workers, "gpus_per_host": self.plan.ranks_per_host,
             "ranks_per_gpu": if self.is_cuda { self.ranks().div_ceil(self.gpus) } else { 0 },
             "servers": self.plan.extra_servers, "colocated": self.plan.colocated,

@@ -3,8 +3,8 @@
 //! Invariant: every way has a copy of the model of its own, and the ways' order turns with the
 //! round.
 
-use super::Run;
 use super::hosts::Hosts;
+use super::{Framework, Run};
 use crate::report::{self, Fields};
 use crate::sample::Series;
 use serde_json::json;
@@ -88,7 +88,7 @@ impl Model {
         let bound = alone.max(if kind == "cross" { sent } else { forward + sent });
         let mut fields = report::fields(json!({
             "work": self.name, "precision": self.precision, "way": way,
-            "batch": if self.name.starts_with("bert") { run.sequences } else { run.batch },
+            "batch": if self.name.starts_with("bert") || self.name.starts_with("gpt") { run.sequences } else { run.batch },
             "steps": run.steps, "ms_p50": step * 1e3, "forward_ms": forward * 1e3,
             "alone_ms": alone * 1e3, "parameters": self.parameters, "wire_bytes": bytes,
             "bound_ms": bound * 1e3, "ratio_to_bound": step / bound,
@@ -101,9 +101,10 @@ impl Model {
         report::cost(&mut fields, "step_ms", &Series(milliseconds));
         // Each is held against what sends as many bytes, and what no other can send against what
         // sends all.
-        let peer = match wire {
-            "" => "ddp",
-            "bf16" => "ddp-bf16",
+        let peer = match (run.framework, wire) {
+            (Framework::Torch, "") => "ddp",
+            (Framework::Torch, "bf16") => "ddp-bf16",
+            (Framework::Jax, "") => "psum",
             _ => kind,
         };
         if let Some(other) = self.ways.iter().position(|other| other == peer && way != peer) {
