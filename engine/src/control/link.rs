@@ -273,10 +273,37 @@ impl LinkSender {
     }
 
     /// Ends the connection in both directions: both halves, and the scheduler, see it closed. What
-    /// was sent before still arrives.
+    /// was sent before may be lost if the scheduler has said something that nobody has read: see
+    /// [`close`](Self::close).
     pub fn shutdown(&self) {
         // It fails only where the connection is gone already.
         let _ = self.closer.shutdown(Shutdown::Both);
+    }
+
+    /// Says to the scheduler that nothing more comes. It closes the connection when it has read
+    /// that, which the receiver sees.
+    pub fn end(&self) {
+        let _ = self.closer.shutdown(Shutdown::Write);
+    }
+
+    /// Ends the connection when all that was sent has arrived, or after `patience`. To be called
+    /// when nobody receives any more: what comes is thrown away.
+    ///
+    /// A socket that is closed over bytes that came and were not read resets its connection, and
+    /// what its kernel was still sending is lost with it: the last word of a node, say, that a path
+    /// which has just healed has delayed.
+    pub fn close(&self, patience: Duration) {
+        self.end();
+        let until = Instant::now() + patience;
+        let mut bytes = [0; 4096];
+        while matches!(readable(&self.closer, until), Ok(true)) {
+            match (&*self.closer).read(&mut bytes) {
+                Ok(0) => break,
+                Err(error) if error.kind() != ErrorKind::Interrupted => break,
+                _ => {}
+            }
+        }
+        self.shutdown();
     }
 }
 

@@ -253,6 +253,43 @@ fn a_receiver_is_woken_by_shutdown() {
 }
 
 #[test]
+fn the_last_word_arrives_although_nobody_has_read_what_came_before() {
+    let (setup, key) = (setup_with("last", JobKey::open()), JobKey::open());
+    let (sender, receiver) =
+        Link::connect("127.0.0.1", setup.address.port(), &key, SOON).unwrap().split();
+    let (_, _, socket) = setup.admitted.recv_timeout(SOON).unwrap();
+    let Socket::Tcp(mut socket) = socket else { panic!("not TCP") };
+    let mut connection = Connection::accept(&key);
+    // Answers that came while a path lost what went the other way.
+    socket.write_all(&[0; 100]).unwrap();
+    let leaving = std::thread::spawn(move || {
+        sender.send(&NodeMessage::Leave { suspend: false }).unwrap();
+        drop(receiver);
+        let begun = Instant::now();
+        sender.close(SOON);
+        begun.elapsed()
+    });
+    std::thread::sleep(Duration::from_millis(100));
+    let mut bytes = Vec::new();
+    socket.read_to_end(&mut bytes).unwrap();
+    drop(socket);
+    assert!(leaving.join().unwrap() < SOON, "it has waited for more than the end");
+    connection.push(&bytes).unwrap();
+    assert_eq!(connection.next_message().unwrap(), Some(NodeMessage::Leave { suspend: false }));
+}
+
+#[test]
+fn a_link_is_not_closed_for_ever() {
+    let (setup, key) = (setup_with("patience", JobKey::open()), JobKey::open());
+    let link = Link::connect("127.0.0.1", setup.address.port(), &key, SOON).unwrap();
+    let kept = setup.admitted.recv_timeout(SOON).unwrap();
+    let (patience, begun) = (Duration::from_millis(50), Instant::now());
+    link.split().0.close(patience);
+    assert!((patience..SOON).contains(&begun.elapsed()));
+    drop(kept);
+}
+
+#[test]
 fn a_knock_is_repeated_on_fresh_connections_until_it_is_answered_no_more() {
     let setup = setup("knock");
     let (address, round_trip) = (setup.address, Duration::ZERO);

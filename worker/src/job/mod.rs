@@ -454,8 +454,9 @@ impl Job {
         let _ = self.command(Command::Fail { error: self.ended() });
         self.nic_waker.wake();
         if was_over.is_none() {
-            // The control thread would notice at its next look around.
-            self.sender.shutdown();
+            // The scheduler closes the connection then, and the control thread need not wait for
+            // its next look around.
+            self.sender.end();
         }
         let threads = std::mem::take(&mut *lock(&self.threads));
         let ended = threads.into_iter().try_for_each(harness::join).map_err(Overdue::Ending);
@@ -465,7 +466,11 @@ impl Job {
             // The scheduler waits for this rank: it comes back, or it does not.
             let _ = self.sender.send(&NodeMessage::Leave { suspend });
         }
-        self.sender.shutdown();
+        if was_over.is_none() || may_return {
+            self.sender.close(LEAVE);
+        } else {
+            self.sender.shutdown();
+        }
         // A rank that has done its work misses nothing if an epoch ends behind it.
         let is_well = may_return && !suspend;
         was_over.filter(|_| !is_well).map_or_else(|| Ok(ended?), Err)

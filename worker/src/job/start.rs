@@ -32,6 +32,8 @@ use std::time::{Duration, Instant};
 
 /// Between two looks at the lanes that are being dialed.
 const LOOK: Duration = Duration::from_millis(2);
+/// How long a rank that goes on to another epoch waits for the scheduler to hear of it.
+const GOODBYE: Duration = Duration::from_secs(5);
 /// How often a rank that waits for the others looks after its heartbeats.
 const TICK: Duration = Duration::from_millis(50);
 /// How long the scheduler has to say why a peer can't be reached.
@@ -201,7 +203,7 @@ fn join_epoch(config: &Config, former: Option<u64>) -> Result<Joined, Missed> {
         Err(Missed::Epoch(session)) => {
             // The scheduler waits for this rank.
             let _ = attendant.sender.send(&NodeMessage::Leave { suspend: true });
-            attendant.sender.shutdown();
+            attendant.sender.close(GOODBYE);
             return Err(Missed::Epoch(session));
         }
         links => links?,
