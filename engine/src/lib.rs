@@ -17,6 +17,7 @@ pub mod wire;
 pub mod encode;
 pub mod keys;
 pub mod mem;
+pub mod optimize;
 pub mod proto;
 pub mod sched;
 

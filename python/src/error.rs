@@ -18,7 +18,7 @@ pub fn class_of(error: &Error) -> &'static str {
     match error {
         Error::Config(_) => "ConfigError",
         Error::Start(_) => "StartError",
-        Error::Mismatch(_) => "MismatchError",
+        Error::Mismatch(_) | Error::Disagree(_) => "MismatchError",
         Error::PeerDied(_) => "PeerDiedError",
         Error::Corrupt(_) => "CorruptionError",
         Error::Stalled(_) => "StallError",

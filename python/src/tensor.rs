@@ -11,9 +11,11 @@ use crate::gradients::{Batch, GradientHooks};
 use crate::waiting::interruptible;
 use crate::{error, handle};
 use bps_engine::base::{DType, Operation, Rank};
+use bps_engine::optimize::{OptimizerError, STEPS_MAX};
 use bps_engine::proto::encoding::{Encoding, EncodingError};
 use bps_worker::{
-    Declaration, GpuPushPull, Handle, Kept, Members, PushPull, Store, TensorId, TensorShape,
+    Act, Declaration, Deltas, GpuPushPull, Handle, Kept, Members, Number, Optimizer, PushPull,
+    Store, TensorId, TensorShape,
 };
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -28,19 +30,20 @@ pub fn open_gpu(py: Python<'_>, ordinal: u32) -> PyResult<()> {
 }
 
 /// What a tensor is: name, data type, shape, operation, root, on the GPU, the ranks that push it,
-/// or `None` for all, how it is encoded, if it is, and if its value stays on the servers, the rank
-/// that gives the first one and by how many pushes a rank may be ahead of the slowest.
-type Said = (
-    String,
-    String,
-    Vec<u64>,
-    String,
-    u32,
-    bool,
-    Option<Vec<u32>>,
-    Option<String>,
-    Option<(u32, Option<u32>)>,
-);
+/// or `None` for all, how it is encoded, if it is, and how its value stays on the servers, if it
+/// does.
+type Said =
+    (String, String, Vec<u64>, String, u32, bool, Option<Vec<u32>>, Option<String>, Option<Stored>);
+
+/// How a value stays on the servers.
+#[derive(FromPyObject)]
+pub enum Stored {
+    /// The rank that gives the first one, and by how many pushes a rank may be ahead of the
+    /// slowest.
+    Deltas(u32, Option<u32>),
+    /// An optimizer, as people write it.
+    Optimizer(String),
+}
 
 /// Numbers for tensors given as [`Said`]; the operation is `sum`, `average`, `min`, `max`,
 /// `product` or `broadcast`, and the root counts for the last alone. One round trip for all of
@@ -65,7 +68,7 @@ pub fn declare(py: Python<'_>, tensors: Vec<Said>) -> PyResult<Vec<u32>> {
                     error::raise("ConfigError", format!("tensor `{name}`: {cause}"))
                 })?,
                 encoding: encoding.map(|text| encoding_of(&text)).transpose()?,
-                store: store.map(|(root, staleness)| Store { root: Rank(root), staleness }),
+                store: store.map(store_of).transpose()?,
                 name,
                 device,
             })
@@ -74,6 +77,61 @@ pub fn declare(py: Python<'_>, tensors: Vec<Said>) -> PyResult<Vec<u32>> {
     interruptible(py, move || worker.declare(&declarations), |_| ())?
         .map(|tensors| tensors.into_iter().map(|tensor| tensor.0).collect())
         .map_err(|cause| error::from_engine(&cause))
+}
+
+fn store_of(stored: Stored) -> PyResult<Store> {
+    Ok(match stored {
+        Stored::Deltas(root, staleness) => Store::Deltas(Deltas { root: Rank(root), staleness }),
+        Stored::Optimizer(text) => Store::Optimizer(optimizer_of(&text)?),
+    })
+}
+
+fn optimizer_of(text: &str) -> PyResult<Optimizer> {
+    text.parse().map_err(|cause: OptimizerError| error::raise("ConfigError", cause.to_string()))
+}
+
+/// The canonical text of an optimizer of servers, and how many values it keeps for each parameter,
+/// itself included; raises for what is none.
+#[pyfunction]
+pub fn optimizer(text: &str) -> PyResult<(String, usize)> {
+    optimizer_of(text).map(|optimizer| (optimizer.to_string(), optimizer.slots()))
+}
+
+/// What a round of tensors with optimizers is for: `step`, `set` or `get`; a learning rate, a slot,
+/// and how many steps were taken, of which each uses its own.
+type ActSaid = (String, f64, u8, u64);
+
+fn act_of((what, rate, slot, steps): &ActSaid) -> PyResult<Act> {
+    let act = match what.as_str() {
+        "step" => Number::new(*rate).map(Act::step),
+        "set" if *steps <= STEPS_MAX => Some(Act::set(*slot, *steps)),
+        "get" => Some(Act::get(*slot)),
+        _ => None,
+    };
+    act.ok_or_else(|| {
+        let why = format!(
+            "a step at learning rate {rate}, `{what}` of slot {slot} behind {steps} steps: a rate \
+             is finite and not negative, and a slot is set or got"
+        );
+        error::raise("ConfigError", why)
+    })
+}
+
+/// [`push_pull`] of tensors with optimizers, for this.
+#[pyfunction]
+pub fn update(
+    py: Python<'_>,
+    tensors: Vec<(u32, usize, usize, i64)>,
+    act: ActSaid,
+) -> PyResult<Vec<u64>> {
+    let (worker, act) = (engine()?, act_of(&act)?);
+    let started = py.detach(|| {
+        let items: Vec<PushPull> = tensors.into_iter().map(in_host).collect();
+        // SAFETY: as in `push_pull`.
+        unsafe { worker.update(&items, act) }
+    });
+    let handles = started.map_err(|cause| error::from_engine(&cause))?;
+    Ok(handles.into_iter().map(handle::keep).collect())
 }
 
 /// How a tensor is encoded, as people write it.

@@ -8,15 +8,21 @@
 
 mod encoded;
 mod groups;
+mod optimized;
+mod scaled;
 mod stored;
 
 pub use groups::{Groups, NumberSet, Turnout, Turnouts};
+pub use optimized::Unfit;
 
 use self::encoded::{Encoded, Turn};
+use self::optimized::Optimized;
+use self::scaled::add_scaled;
 use self::stored::Stored;
 use bps_engine::base::{DType, Key, Operation, Rank};
 use bps_engine::encode::Malformed;
 use bps_engine::mem::{Claim, Readable, Writable, cache};
+use bps_engine::optimize::Act;
 use bps_engine::proto::encoding::Encoding;
 use bps_engine::proto::messages::KeySpec;
 use bps_engine::proto::store::Store;
@@ -78,6 +84,8 @@ pub struct Entry {
     groups: Arc<Groups>,
     /// A box, since most keys have none.
     encoded: Option<Box<Encoded>>,
+    /// Likewise, and then neither of the others.
+    optimized: Option<Box<Optimized>>,
     /// Likewise. If its value stays between rounds, each rank has rounds of its own.
     stored: Option<Box<Stored>>,
     /// Where the sum is. Its memory is the entry's alone, but for what it lends.
@@ -87,54 +95,13 @@ pub struct Entry {
 /// Bytes that the accumulator of such a key takes, with all else that it needs.
 #[must_use]
 pub fn accumulator_bytes(spec: &KeySpec) -> usize {
+    if let Some(optimized) = Optimized::of(spec) {
+        return optimized.bytes();
+    }
     if let Some(encoded) = Encoded::of(spec) {
         return encoded.bytes();
     }
     spec.bytes as usize / spec.dtype.size() * spec.dtype.accumulator().size()
-}
-
-/// Elements of f16 that are widened and scaled at once: 4 KiB of f32, on the stack.
-const SCALED: usize = 1024;
-
-/// Adds `scale` times each of `count` f16 to `sums`, or starts the sums with them.
-///
-/// # Safety
-/// `data` is valid for `count` f16, `sums` for as many f32 that nobody else touches, and they are
-/// apart.
-unsafe fn add_scaled(
-    kernels: &Kernels,
-    sums: *mut u8,
-    data: *const u8,
-    count: usize,
-    scale: u32,
-    first: bool,
-) {
-    #[allow(clippy::cast_precision_loss, reason = "a power of two")]
-    let scale = scale as f32;
-    let mut wide = [0f32; SCALED];
-    let (half, size) = (DType::F16.size(), DType::F32.size());
-    let mut done = 0;
-    while done < count {
-        let length = SCALED.min(count - done);
-        let block = wide.as_mut_ptr().cast::<u8>();
-        // SAFETY: `done + length <= count`, for which the caller vouches for both; the block is
-        // ours, and holds at least `length` elements.
-        unsafe { kernels.store(DType::F16, block, data.add(done * half), length) };
-        for value in &mut wide[..length] {
-            *value *= scale;
-        }
-        // SAFETY: `done + length <= count` sums are the caller's to change, and the block, which is
-        // ours, holds `length` elements.
-        unsafe {
-            let sums = sums.add(done * size);
-            if first {
-                kernels.store(DType::F32, sums, block, length);
-            } else {
-                kernels.add(DType::F32, sums, block, length);
-            }
-        }
-        done += length;
-    }
 }
 
 impl Entry {
@@ -143,6 +110,8 @@ impl Entry {
     #[must_use]
     pub fn new(spec: &KeySpec, groups: &Arc<Groups>, accumulator: Claim) -> Entry {
         assert!(accumulator.len() >= accumulator_bytes(spec), "{}: too little memory", spec.key);
+        let deltas = spec.store.and_then(Store::deltas);
+        let optimized = Optimized::of(spec).map(Box::new);
         Entry {
             key: spec.key,
             dtype: spec.dtype,
@@ -160,14 +129,15 @@ impl Entry {
             last_round: None,
             active: None,
             landed: 0,
-            payloads: match (spec.store, spec.operation) {
+            payloads: match (deltas, spec.operation) {
                 (Some(_), _) => u32::MAX,
                 (None, Operation::Broadcast(_)) => 1,
                 (None, _) => groups.count(),
             },
             groups: Arc::clone(groups),
-            encoded: Encoded::of(spec).map(Box::new),
-            stored: spec.store.map(|store| Box::new(Stored::new(store, groups))),
+            encoded: optimized.is_none().then(|| Encoded::of(spec).map(Box::new)).flatten(),
+            stored: deltas.map(|deltas| Box::new(Stored::new(deltas, groups))),
+            optimized,
             accumulator,
         }
     }
@@ -183,6 +153,10 @@ impl Entry {
             // SAFETY: the entry's own claim, which the caller keeps mapped and unchanged.
             return unsafe { encoded.payload(&self.accumulator) };
         }
+        if let Some(optimized) = &self.optimized {
+            // SAFETY: likewise.
+            return unsafe { optimized.result(&self.accumulator) };
+        }
         let length = self.publication_bytes(rank);
         assert!(
             length <= self.accumulator.len(),
@@ -197,13 +171,16 @@ impl Entry {
     /// How its contributions and results are encoded, if they are.
     #[must_use]
     pub fn encoding(&self) -> Option<Encoding> {
-        self.encoded.as_ref().map(|encoded| encoded.encoding())
+        let optimized = self.optimized.as_ref().and_then(|optimized| optimized.encoding());
+        self.encoded.as_ref().map(|encoded| encoded.encoding()).or(optimized)
     }
 
     /// How its value is kept between rounds, if it is.
     #[must_use]
     pub fn store(&self) -> Option<Store> {
-        self.stored.as_ref().map(|stored| stored.store())
+        let optimizer = self.optimized.as_ref().map(|optimized| optimized.optimizer());
+        let deltas = self.stored.as_ref().map(|stored| stored.store());
+        deltas.map(Store::Deltas).or(optimizer.map(Store::Optimizer))
     }
 
     /// Where a payload of so many bytes lands: the first of a round or, encoded, any.
@@ -216,6 +193,10 @@ impl Entry {
         if let Some(encoded) = &mut self.encoded {
             // SAFETY: the entry's own claim, which the caller keeps mapped, and the entry idle.
             return unsafe { encoded.landing(&self.accumulator, length) };
+        }
+        if let Some(optimized) = &self.optimized {
+            // SAFETY: likewise.
+            return unsafe { optimized.landing(&self.accumulator, length) };
         }
         assert!(length == self.bytes, "{}: a payload has the key's bytes", self.key);
         assert!(self.bytes <= self.accumulator.len(), "{}: a payload fits its sum", self.key);
@@ -230,6 +211,11 @@ impl Entry {
         if let Some(encoded) = &self.encoded {
             // SAFETY: the entry's own claim, in which this payload has just landed.
             let payload = || unsafe { encoded.payload(&self.accumulator).bytes() };
+            return is_checked.then(|| crc32c(payload()));
+        }
+        if let Some(optimized) = &self.optimized {
+            // SAFETY: likewise.
+            let payload = || unsafe { optimized.payload(&self.accumulator).bytes() };
             return is_checked.then(|| crc32c(payload()));
         }
         if !is_checked && self.checksum.is_none() {
@@ -249,10 +235,26 @@ impl Entry {
         &self.groups
     }
 
+    /// Whether a contribution can be for this.
+    ///
+    /// # Errors
+    /// [`Unfit`], of a key with an optimizer.
+    pub fn check_act(&self, act: Act) -> Result<(), Unfit> {
+        match &self.optimized {
+            Some(optimized) => optimized.check(act),
+            None if act == Act::NONE => Ok(()),
+            None => Err(Unfit::Senseless),
+        }
+    }
+
     /// Whether a contribution of this rank, which is one of [these](Self::groups), may have so many
-    /// bytes. In the group of a broadcast's root, only the root may speak.
+    /// bytes, if it [can be](Self::check_act) for this. In the group of a broadcast's root, only
+    /// the root may speak.
     #[must_use]
-    pub fn takes(&self, rank: Rank, length: usize) -> bool {
+    pub fn takes(&self, rank: Rank, length: usize, act: Act) -> bool {
+        if let Some(optimized) = &self.optimized {
+            return length == optimized.payload_bytes(act);
+        }
         if let Some(stored) = &self.stored {
             let has_bytes = stored.takes_bytes(rank, self.groups.of(rank));
             return length == if has_bytes { self.bytes } else { 0 };
@@ -271,7 +273,8 @@ impl Entry {
     /// it. How long a result is that is encoded, it can't know before.
     #[must_use]
     pub fn answers(&self, rank: Rank, length: usize) -> bool {
-        self.encoded.is_none() && length == self.publication_bytes(rank)
+        let is_plain = self.encoded.is_none() && self.optimized.is_none();
+        is_plain && length == self.publication_bytes(rank)
     }
 
     /// The round to which this rank may contribute now.
@@ -290,8 +293,11 @@ impl Entry {
         self.open.as_ref().is_some_and(|turnout| turnout.has_arrived(self.groups.of(rank)))
     }
 
-    /// A contribution of this rank, for its group, begins.
-    pub fn arrive(&mut self, rank: Rank, turnouts: &mut Turnouts) {
+    /// A contribution of this rank, for its group, begins; the round is for this.
+    pub fn arrive(&mut self, rank: Rank, act: Act, turnouts: &mut Turnouts) {
+        if let Some(optimized) = &mut self.optimized {
+            optimized.arrive(act, rank);
+        }
         if self.stored.is_some() {
             return;
         }
@@ -323,7 +329,11 @@ impl Entry {
     pub fn publication_bytes(&self, rank: Rank) -> usize {
         match self.operation {
             Operation::Broadcast(root) if root == rank => 0,
-            _ => self.encoded.as_ref().map_or(self.bytes, |encoded| encoded.length()),
+            _ => match (&self.encoded, &self.optimized) {
+                (Some(encoded), _) => encoded.length(),
+                (_, Some(optimized)) => optimized.result_bytes(),
+                _ => self.bytes,
+            },
         }
     }
 
@@ -345,12 +355,12 @@ impl Entry {
         self.active.is_none() && self.publishing == 0
     }
 
-    /// By what the sum is divided.
+    /// By what the sum is divided as it is made: an optimizer does that itself.
     fn divisor(&self) -> u32 {
-        match self.operation {
-            Operation::Average => self.groups.ranks(),
-            _ => 1,
+        if self.optimized.is_some() {
+            return 1;
         }
+        optimized::divisor(self.operation, self.groups.ranks())
     }
 
     /// A payload begins to arrive on this lane. The entry must be [`free`](Self::free).
@@ -360,7 +370,8 @@ impl Entry {
         self.active = Some(lane);
         let gives_result = self.stored.is_some() || self.landed + 1 == self.payloads;
         self.checksum = (checks && gives_result).then_some(0);
-        if self.encoded.is_some() {
+        let takes_coded = self.optimized.as_ref().is_some_and(|key| key.takes_coded());
+        if self.encoded.is_some() || takes_coded {
             return Take::Land;
         }
         let first = self.landed == 0;
@@ -377,12 +388,25 @@ impl Entry {
         self.dtype == DType::F16 && self.operation == Operation::Average && self.encoded.is_none()
     }
 
-    /// Adds the payload that has landed, if it was encoded.
+    /// A payload is there, and as it was sent: adds it, if it was encoded. The last one of a key
+    /// with an optimizer lets it step.
     ///
     /// # Errors
     /// It is no encoding of the key's elements; then the round can't be published.
     pub fn decode(&mut self, kernels: &Kernels) -> Result<(), Malformed> {
         let is_last = self.landed + 1 == self.payloads;
+        if let Some(optimized) = &mut self.optimized {
+            let (memory, round) = (&mut self.accumulator, self.round + 1);
+            optimized.add(memory, round, self.landed == 0)?;
+            if is_last {
+                let divisor = optimized::divisor(self.operation, self.groups.ranks());
+                optimized.act(kernels, memory, divisor, round);
+                // SAFETY: the entry's own claim, of which nothing is lent.
+                let result = || unsafe { optimized.result(memory).bytes() };
+                self.checksum = self.checksum.map(|_| crc32c(result()));
+            }
+            return Ok(());
+        }
         let turn = Turn {
             round: self.round + 1,
             is_first: self.landed == 0,
@@ -432,7 +456,7 @@ impl Entry {
                 kernels.reduce(reduction, dtype, accumulator, data, count);
             }
         }
-        if let Some(checksum) = &mut self.checksum {
+        if let Some(checksum) = self.checksum.as_mut().filter(|_| self.optimized.is_none()) {
             let out = self.accumulator.as_ptr().cast_const();
             // SAFETY: the accumulator is this entry's own claim, and this was the last payload or a
             // delta, so the result stands there, initialised.

@@ -14,11 +14,12 @@ pub use messages::{Command, Refusal, Report};
 
 use sending::{Outgoing, Results};
 
-use crate::entry::{Entry, Groups, NumberSet, Take, Turnouts};
+use crate::entry::{Entry, Groups, NumberSet, Take, Turnouts, Unfit};
 use bps_engine::base::{DType, Epoch, KeyMap, Rank};
 use bps_engine::lane::Endpoint;
 use bps_engine::limits::{EVENTS_MAX, RANKS_MAX};
 use bps_engine::mem::Arena;
+use bps_engine::optimize::Act;
 use bps_engine::proto::members::Members;
 use bps_engine::reduce::{Kernels, kernels};
 use bps_engine::ring::Mpsc;
@@ -277,7 +278,7 @@ impl Shard {
                     session(&mut self.sessions, lane).outgoing.note(index, grant);
                 }
                 let entry = &mut self.entries[index];
-                entry.arrive(header.rank, &mut self.turnouts);
+                entry.arrive(header.rank, Act::from_word(header.act), &mut self.turnouts);
                 entry.opened_at.get_or_insert(now);
                 if header.length == 0 {
                     entry.count_empty(header.rank);
@@ -323,9 +324,16 @@ impl Shard {
         if !entry.groups().has(header.rank) {
             return Err(Refusal::Outside { key, rank: header.rank });
         }
+        let act = Act::from_word(header.act);
+        entry.check_act(act).map_err(|unfit| match unfit {
+            Unfit::Senseless => Refusal::Act { key, act },
+            Unfit::Otherwise(said, by) => {
+                Refusal::OtherAct { key, round: header.round, act, said, by }
+            }
+        })?;
         let shaped = header.dtype == entry.dtype
             && header.offset == 0
-            && entry.takes(header.rank, header.length as usize)
+            && entry.takes(header.rank, header.length as usize, act)
             && header.contributors == entry.groups().size_with(header.rank)
             && (header.flags & FLAG_SCALED == 0 || entry.may_be_scaled())
             && grant.is_none_or(|grant| entry.answers(header.rank, grant.length()));
@@ -490,6 +498,10 @@ impl Shard {
         if let Refusal::Payload { key, round } = why {
             (header.key, header.round) = (key, round);
             header.flags = FLAG_PAYLOAD_CHECKSUM;
+        }
+        if let Refusal::OtherAct { key, round, said, by, .. } = why {
+            (header.key, header.round, header.act) = (key, round, said.word());
+            header.contributors = by.0;
         }
         let frame = Frame::bare(header.encode(), REFUSED);
         if self.endpoint.post(lane, &frame).is_err() {

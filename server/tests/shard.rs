@@ -5,7 +5,7 @@ use bps_engine::lane::Endpoint;
 use bps_engine::mem::{Arena, Options, Readable};
 use bps_engine::proto::members::Members;
 use bps_engine::proto::messages::{KeySpec, RetiredKey};
-use bps_engine::proto::store::Store;
+use bps_engine::proto::store::{Deltas, Store};
 use bps_engine::ring::Mpsc;
 use bps_engine::trace::counters::Counters;
 use bps_engine::transport::sim::{Sim, SimNetwork};
@@ -350,7 +350,7 @@ struct StoredKey {
 impl StoredKey {
     const BYTES: u32 = 8;
 
-    fn new(ranks: u32, store: Store) -> StoredKey {
+    fn new(ranks: u32, store: Deltas) -> StoredKey {
         let mut core = Core::new();
         core.order(begin(1, ranks as usize));
         let links: Vec<Link> = (0..ranks).map(|rank| core.dial(rank, 1)).collect();
@@ -358,7 +358,10 @@ impl StoredKey {
         let mut workers = Endpoint::new(vec![sim], Waker::new().expect("an eventfd"));
         let attach = |link| workers.attach(link).expect("a lane");
         let lanes = links.into_iter().map(attach).collect();
-        let keys = vec![KeySpec { store: Some(store), ..spec(7, StoredKey::BYTES, DType::F32) }];
+        let keys = vec![KeySpec {
+            store: Some(Store::Deltas(store)),
+            ..spec(7, StoredKey::BYTES, DType::F32)
+        }];
         core.order(Command::Install { request: 1, keys });
         let (refused, answers, sent) = (Vec::new(), Vec::new(), Vec::new());
         StoredKey { core, workers, lanes, refused, answers, sent }
@@ -436,7 +439,7 @@ impl StoredKey {
 
 #[test]
 fn a_stored_value_begins_with_the_roots_and_answers_each_delta_at_once() {
-    let mut key = StoredKey::new(3, Store { root: Rank(1), staleness: None });
+    let mut key = StoredKey::new(3, Deltas { root: Rank(1), staleness: None });
     key.push(0, 1, None);
     assert_eq!(key.answers(), [], "there is no value yet");
     key.push(1, 1, Some(10.0));
@@ -455,7 +458,7 @@ fn a_stored_value_begins_with_the_roots_and_answers_each_delta_at_once() {
 
 #[test]
 fn what_does_not_fit_a_ranks_own_rounds_is_refused() {
-    let store = Store { root: Rank(0), staleness: None };
+    let store = Deltas { root: Rank(0), staleness: None };
     let shape = Refusal::Shape { key: Key(7) };
     let round = |round, open| Refusal::Round { key: Key(7), round: Round(round), open };
     for (rank, number, value, why) in [
@@ -482,7 +485,7 @@ fn what_does_not_fit_a_ranks_own_rounds_is_refused() {
 
 #[test]
 fn a_bound_holds_answers_back_until_the_slowest_is_near_or_has_left() {
-    let mut key = StoredKey::new(3, Store { root: Rank(0), staleness: Some(0) });
+    let mut key = StoredKey::new(3, Deltas { root: Rank(0), staleness: Some(0) });
     key.push(0, 1, Some(0.0));
     key.push(1, 1, None);
     key.push(2, 1, None);
@@ -505,7 +508,7 @@ fn a_bound_holds_answers_back_until_the_slowest_is_near_or_has_left() {
 fn a_key_that_cannot_be_stored_is_refused() {
     let mut core = Core::new();
     core.order(begin(1, 2));
-    let store = |root| Some(Store { root: Rank(root), staleness: None });
+    let store = |root| Some(Store::Deltas(Deltas { root: Rank(root), staleness: None }));
     let encoding = Some("bf16".parse().expect("an encoding"));
     let good = KeySpec { store: store(0), ..spec(1, 16, DType::F32) };
     for (spec, why) in [

@@ -4,7 +4,7 @@
 use bps_engine::base::{DType, Operation};
 use bps_engine::transport::sim::Random;
 use bps_tests::job::{self, JobShape};
-use bps_worker::{Declaration, Handle, Members, PushPull, Store, TensorId, Worker};
+use bps_worker::{Declaration, Deltas, Handle, Members, PushPull, Store, TensorId, Worker};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -157,7 +157,8 @@ fn what_is_kept_for_parts_stays_where_it_is() {
     };
     let totals = job::run(shape, move |worker| {
         // The whole of what ranks push is kept on the server; one that was cut anew would be lost.
-        let store = Some(Store { root: bps_engine::base::Rank(0), staleness: None });
+        let store =
+            Some(Store::Deltas(Deltas { root: bps_engine::base::Rank(0), staleness: None }));
         let stored = Declaration { store, ..said("stored", 5_000) };
         let (ids, told) = (
             worker.declare(&[said("plain", 200_000), stored]).expect("declared"),

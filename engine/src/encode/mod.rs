@@ -18,7 +18,7 @@ mod random;
 mod scaled;
 mod sparse;
 mod text;
-mod wide;
+pub(crate) mod wide;
 
 #[cfg(test)]
 mod tests;

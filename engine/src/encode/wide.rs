@@ -21,11 +21,11 @@ macro_rules! wide {
     };
 }
 
-pub(super) use wide;
+pub(crate) use wide;
 
 /// What [`wide!`] calls.
 #[inline]
-pub(super) fn run<R>(kernels: &Kernels, work: impl FnOnce() -> R) -> R {
+pub(crate) fn run<R>(kernels: &Kernels, work: impl FnOnce() -> R) -> R {
     match kernels.isa() {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: Kernels of AVX2 exist only where `Kernels::with_isa` found its instructions.

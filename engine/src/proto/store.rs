@@ -1,24 +1,38 @@
-//! Stored tensors: their value lives on the servers between rounds, for asynchronous training.
+//! Stored tensors: their value lives on the servers between rounds.
 //!
-//! The first contribution of the root is the value; that of any other rank is empty, and asks for
-//! it. Each later contribution of a rank is a delta: the server adds it, and answers that rank with
-//! the value behind it, without waiting for others. So a rank counts its own rounds of the tensor,
-//! and the value has a version: how many contributions it holds.
+//! For asynchronous training, the first contribution of the root is the value; that of any other
+//! rank is empty, and asks for it. Each later contribution of a rank is a delta: the server adds
+//! it, and answers that rank with the value behind it, without waiting for others. So a rank counts
+//! its own rounds of the tensor, and the value has a version: how many contributions it holds.
+//!
+//! With an optimizer, rounds are those of any average, and what a server does with one is for the
+//! ranks to say with each: see [`crate::optimize`].
 //!
 //! Invariant: a store is part of what the ranks agree on, and begins again with each epoch.
 
 #![forbid(unsafe_code)]
 
 use super::encoding::Encoding;
-use super::members::Members;
 use super::messages::Declaration;
 use crate::base::{DType, Operation, Rank};
+use crate::encode::Codec;
+use crate::optimize::Optimizer;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
 /// How a tensor is stored.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
-pub struct Store {
+#[serde(rename_all = "snake_case")]
+pub enum Store {
+    /// Ranks push what they have changed, each for itself.
+    Deltas(Deltas),
+    /// Ranks push gradients, and an optimizer steps with their average.
+    Optimizer(Optimizer),
+}
+
+/// How deltas are added up.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
+pub struct Deltas {
     /// The rank whose first contribution is the value that everybody begins with.
     pub root: Rank,
     /// By how many deltas a rank may be ahead of the slowest of the tensor's ranks and still be
@@ -36,7 +50,7 @@ pub enum StoreFault {
         /// The number.
         root: Rank,
     },
-    /// Deltas are added.
+    /// Deltas are added, and gradients added or averaged.
     Operation {
         /// What it was declared for.
         operation: Operation,
@@ -45,6 +59,16 @@ pub enum StoreFault {
     Type {
         /// Its type.
         dtype: DType,
+    },
+    /// Optimizers step in f32.
+    NotF32 {
+        /// Its type.
+        dtype: DType,
+    },
+    /// Parameters come back as gradients are encoded.
+    Coarse {
+        /// How it was to be encoded.
+        encoding: Encoding,
     },
     /// GPUs reduce in the host first, and ranks push deltas each for itself.
     OnGpus,
@@ -65,9 +89,10 @@ impl Store {
     /// # Errors
     /// [`StoreFault`].
     pub fn check(&self, said: &Declaration, ranks: u32) -> Result<(), StoreFault> {
-        let is_member = |members: &Members| self.root.0 < ranks && members.contains(self.root);
-        if !is_member(&said.members) {
-            return Err(StoreFault::Root { root: self.root });
+        if let Store::Deltas(Deltas { root, .. }) = *self
+            && (root.0 >= ranks || !said.members.contains(root))
+        {
+            return Err(StoreFault::Root { root });
         }
         self.check_key(said.dtype, said.operation, said.encoding)?;
         if said.device { Err(StoreFault::OnGpus) } else { Ok(()) }
@@ -83,6 +108,9 @@ impl Store {
         operation: Operation,
         encoding: Option<Encoding>,
     ) -> Result<(), StoreFault> {
+        if let Store::Optimizer(_) = self {
+            return check_optimized(dtype, operation, encoding);
+        }
         if operation != Operation::Sum {
             return Err(StoreFault::Operation { operation });
         }
@@ -93,7 +121,46 @@ impl Store {
     }
 }
 
+impl Store {
+    /// How deltas are added up, if that is it.
+    #[must_use]
+    pub fn deltas(self) -> Option<Deltas> {
+        if let Store::Deltas(deltas) = self { Some(deltas) } else { None }
+    }
+
+    /// The optimizer, if there is one.
+    #[must_use]
+    pub fn optimizer(self) -> Option<Optimizer> {
+        if let Store::Optimizer(optimizer) = self { Some(optimizer) } else { None }
+    }
+}
+
+fn check_optimized(
+    dtype: DType,
+    operation: Operation,
+    encoding: Option<Encoding>,
+) -> Result<(), StoreFault> {
+    if !matches!(operation, Operation::Sum | Operation::Average) {
+        return Err(StoreFault::Operation { operation });
+    }
+    if dtype != DType::F32 {
+        return Err(StoreFault::NotF32 { dtype });
+    }
+    let halves = [Codec::Bf16, Codec::Fp16].map(Encoding::plain);
+    let coarse = encoding.filter(|encoding| !halves.contains(encoding));
+    coarse.map_or(Ok(()), |encoding| Err(StoreFault::Coarse { encoding }))
+}
+
 impl fmt::Display for Store {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Store::Deltas(deltas) => deltas.fmt(f),
+            Store::Optimizer(optimizer) => write!(f, "stepped by {optimizer} on the servers"),
+        }
+    }
+}
+
+impl fmt::Display for Deltas {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "stored, beginning with the value of {}", self.root)?;
         let Some(staleness) = self.staleness else { return Ok(()) };
@@ -108,8 +175,22 @@ impl fmt::Display for StoreFault {
                 write!(f, "its first value comes from {root}, which is not one of its ranks")
             }
             StoreFault::Operation { operation } => {
-                write!(f, "it was declared for {operation}, and deltas are summed: declare a sum")
+                write!(
+                    f,
+                    "it was declared for {operation}, and deltas are summed, gradients summed or \
+                     averaged: declare a sum"
+                )
             }
+            StoreFault::NotF32 { dtype } => write!(
+                f,
+                "it is of {dtype}, and servers step in f32: declare it as f32, encoded as bf16 or \
+                 fp16 if it is to travel so"
+            ),
+            StoreFault::Coarse { encoding } => write!(
+                f,
+                "parameters come back as gradients go, and are not to be encoded as {encoding}: \
+                 declare it without, or with bf16 or fp16 alone"
+            ),
             StoreFault::Type { dtype } => write!(
                 f,
                 "a value in {dtype} would be rounded after each delta: declare it as {}",
@@ -137,6 +218,7 @@ impl fmt::Display for StoreFault {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::proto::members::Members;
 
     fn said(store: Store) -> Declaration {
         Declaration {
@@ -153,7 +235,7 @@ mod tests {
 
     #[test]
     fn what_cannot_be_stored_is_told_with_what_to_do() {
-        let store = Store { root: Rank(1), staleness: None };
+        let store = Store::Deltas(Deltas { root: Rank(1), staleness: None });
         let good = said(store);
         assert_eq!(store.check(&good, 2), Ok(()));
         let few = Members::new(vec![Rank(0), Rank(2)]).unwrap();
@@ -174,9 +256,34 @@ mod tests {
 
     #[test]
     fn a_store_is_shown_with_its_bound() {
-        let store = Store { root: Rank(0), staleness: Some(3) };
+        let store = Store::Deltas(Deltas { root: Rank(0), staleness: Some(3) });
         let text = said(store).to_string();
         let end = "stored, beginning with the value of rank 0, nobody over 3 pushes ahead";
+        assert!(text.ends_with(end), "{text}");
+    }
+
+    #[test]
+    fn what_no_optimizer_steps_with_is_told_with_what_to_do() {
+        let store = Store::Optimizer("sgd(momentum=0.9)".parse().unwrap());
+        let good = Declaration { operation: Operation::Average, ..said(store) };
+        let encoded = |text: &str| Some(text.parse().unwrap());
+        for encoding in [None, encoded("bf16"), encoded("fp16")] {
+            assert_eq!(store.check(&Declaration { encoding, ..good.clone() }, 2), Ok(()));
+        }
+        let cases = [
+            (Declaration { operation: Operation::Min, ..good.clone() }, "declare a sum"),
+            (Declaration { dtype: DType::BF16, ..good.clone() }, "it is of bf16, and servers step"),
+            (Declaration { dtype: DType::F64, ..good.clone() }, "declare it as f32"),
+            (Declaration { device: true, ..good.clone() }, "in memory of the host"),
+            (Declaration { encoding: encoded("int8"), ..good.clone() }, "encoded as int8"),
+            (Declaration { encoding: encoded("bf16+feedback"), ..good.clone() }, "bf16+feedback"),
+        ];
+        for (bad, why) in cases {
+            let fault = store.check(&bad, 3).unwrap_err().to_string();
+            assert!(fault.contains(why), "{fault}");
+        }
+        let text = good.to_string();
+        let end = ", stepped by sgd(momentum=0.9,dampening=0,weight_decay=0) on the servers";
         assert!(text.ends_with(end), "{text}");
     }
 }

@@ -15,7 +15,7 @@
 //! | 40..44 | length | bytes of payload that follow |
 //! | 44..48 | contributors | contributions in the payload: what an average divides by |
 //! | 48..52 | payload checksum | CRC-32C of the payload if flagged, else zero |
-//! | 52..60 | reserved | zero |
+//! | 52..60 | act | what the round of a tensor with an optimizer is for; else zero |
 //! | 60..64 | header checksum | CRC-32C of bytes 0..60 |
 //!
 //! The checksum is the last field so that a header cut short or overwritten never passes by
@@ -104,6 +104,8 @@ pub struct Header {
     pub contributors: u32,
     /// CRC-32C of the payload, or zero.
     pub payload_checksum: u32,
+    /// What the round is for, where the tensor has an optimizer; else zero.
+    pub act: u64,
 }
 
 /// Why 64 bytes are not a header of ours: the first field that is wrong.
@@ -156,6 +158,7 @@ impl Header {
             length: 0,
             contributors: 0,
             payload_checksum: 0,
+            act: 0,
         }
     }
 
@@ -176,6 +179,7 @@ impl Header {
         raw[40..44].copy_from_slice(&self.length.to_le_bytes());
         raw[44..48].copy_from_slice(&self.contributors.to_le_bytes());
         raw[48..52].copy_from_slice(&self.payload_checksum.to_le_bytes());
+        raw[52..60].copy_from_slice(&self.act.to_le_bytes());
         let checksum = crc32c(&raw[..60]);
         raw[60..64].copy_from_slice(&checksum.to_le_bytes());
         raw
@@ -223,7 +227,8 @@ impl Header {
             return Err(Invalid::Flags(flags));
         }
         let dtype = DType::from_wire(raw[7]).ok_or(Invalid::DType(raw[7]))?;
-        if u64_at(52) != 0 || flags & FLAG_PAYLOAD_CHECKSUM == 0 && u32_at(48) != 0 {
+        let has_act = matches!(kind, Kind::Contribution | Kind::Refused | Kind::Ready);
+        if !has_act && u64_at(52) != 0 || flags & FLAG_PAYLOAD_CHECKSUM == 0 && u32_at(48) != 0 {
             return Err(Invalid::Reserved);
         }
         let length = u32_at(40);
@@ -242,6 +247,7 @@ impl Header {
             length,
             contributors: u32_at(44),
             payload_checksum: u32_at(48),
+            act: u64_at(52),
         })
     }
 }
@@ -263,6 +269,7 @@ mod tests {
             length: 1 << 20,
             contributors: 1,
             payload_checksum: 0xdead_beef,
+            act: 0,
         }
     }
 
@@ -293,12 +300,25 @@ mod tests {
 
     #[test]
     fn every_single_bit_error_is_caught() {
-        let raw = sample().encode();
-        assert_eq!(Header::decode(&raw), Ok(sample()));
+        let said = Header { act: 0x8123_4567_89ab_cdef, ..sample() };
+        let raw = said.encode();
+        assert_eq!(Header::decode(&raw), Ok(said));
         for bit in 0..HEADER_BYTES * 8 {
             let mut wrong = raw;
             wrong[bit / 8] ^= 1 << (bit % 8);
             assert!(Header::decode(&wrong).is_err(), "bit {bit} flipped and not noticed");
+        }
+    }
+
+    #[test]
+    fn an_act_is_of_frames_that_say_one() {
+        for kind in [Kind::Publication, Kind::Goodbye, Kind::Grant, Kind::GpuReady] {
+            let said = Header { kind, flags: 0, payload_checksum: 0, act: 1, ..sample() };
+            assert_eq!(Header::decode(&said.encode()), Err(Invalid::Reserved), "{kind:?}");
+        }
+        for kind in [Kind::Contribution, Kind::Ready, Kind::Refused] {
+            let said = Header { kind, flags: 0, payload_checksum: 0, act: 1, ..sample() };
+            assert_eq!(Header::decode(&said.encode()), Ok(said));
         }
     }
 }

@@ -35,6 +35,7 @@ __all__ = [
     "newcomers",
     "object_key",
     "open_gpu",
+    "optimizer",
     "poll",
     "push_batch",
     "push_pull",
@@ -57,6 +58,7 @@ __all__ = [
     "stream_wait_batch",
     "tf_register",
     "top_main",
+    "update",
     "wait",
     "xla_devices",
     "xla_forget",
@@ -104,7 +106,7 @@ def declare(
             bool,
             Sequence[int] | None,
             str | None,
-            tuple[int, int | None] | None,
+            tuple[int, int | None] | str | None,
         ]
     ],
 ) -> list[int]: ...
@@ -120,6 +122,10 @@ def encoding(text: str) -> str: ...
 def scale_residues(tensors: Sequence[int], factor: float) -> None: ...
 def kept(tensor: int) -> tuple[bytes, bytes]: ...
 def keep(tensor: int, residue: bytes, velocity: bytes) -> None: ...
+def optimizer(text: str) -> tuple[str, int]: ...
+def update(
+    tensors: Sequence[tuple[int, int, int, int]], act: tuple[str, float, int, int]
+) -> list[int]: ...
 def push_pull(tensors: Sequence[tuple[int, int, int, int]]) -> list[int]: ...
 def push_pull_gpu(tensors: Sequence[tuple[int, int, int, int]], stream: int) -> list[int]: ...
 def start_batch(

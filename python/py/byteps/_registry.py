@@ -50,11 +50,22 @@ class Store(NamedTuple):
     staleness: int | None = None
 
 
+class Act(NamedTuple):
+    """What a round of tensors with optimizers is for: ``step`` at a learning ``rate``, ``set`` a
+    ``slot`` behind so many ``steps``, or ``get`` one. Slot 0 is the parameters."""
+
+    what: str
+    rate: float = 0.0
+    slot: int = 0
+    steps: int = 0
+
+
 class Tensor(NamedTuple):
     """What the ranks must agree on. ``operation`` is sum, average or broadcast (from ``root``);
     ``device`` says that it travels from GPU to GPU. ``ranks`` are those that it is for, in rising
     order; all where it is None. ``encoding`` is how the engine encodes it, if it does, and
-    ``store`` how its value stays on the servers, if it does."""
+    ``store`` how its value stays on the servers, if it does: for deltas, or with an optimizer, which
+    is a text."""
 
     name: str
     dtype: str
@@ -64,7 +75,7 @@ class Tensor(NamedTuple):
     device: bool = False
     ranks: tuple[int, ...] | None = None
     encoding: str | None = None
-    store: Store | None = None
+    store: Store | str | None = None
 
 
 class Kept(NamedTuple):
@@ -505,6 +516,7 @@ def start(
     finish: Callable[[Any], Any],
     stream: Callable[[], int] | None = None,
     host_waits: bool = False,
+    act: Act | None = None,
 ) -> int:
     """Starts to send; returns one handle for all.
 
@@ -513,6 +525,7 @@ def start(
     Tensors of a GPU are read after what ``stream()`` says that the framework has enqueued there by
     now, and :func:`synchronize` makes ``stream()`` of then wait for the results, not the host;
     with ``host_waits`` it is the host that waits.
+    Tensors with optimizers are sent for ``act``.
     """
     global _next_handle
     tensors = [send.tensor for send in sends]
@@ -544,7 +557,8 @@ def start(
             if on_gpu and stream:
                 pending.natives = pending.on_gpu = tuple(_native.push_pull_gpu(on_gpu, stream()))
             if in_host:
-                pending.natives += tuple(_native.push_pull(in_host))
+                started = _native.update(in_host, act) if act else _native.push_pull(in_host)
+                pending.natives += tuple(started)
             pending.broadcasts = tuple(
                 (send.tensor, number, _native.pushes(number))
                 for number, send in declared

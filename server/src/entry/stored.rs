@@ -9,14 +9,14 @@
 
 use super::groups::{Groups, NumberSet};
 use bps_engine::base::Rank;
-use bps_engine::proto::store::Store;
+use bps_engine::proto::store::Deltas;
 
 /// What a rank has that left in good order: nobody waits for it.
 const LEFT: u64 = u64::MAX;
 
 /// See the [module](self).
 pub(super) struct Stored {
-    store: Store,
+    store: Deltas,
     /// Contributions of each rank that are complete, by its place among the key's ranks.
     counts: Box<[u64]>,
     /// The root's first contribution is complete.
@@ -29,7 +29,7 @@ pub(super) struct Stored {
 
 impl Stored {
     /// Nobody has contributed yet.
-    pub(super) fn new(store: Store, groups: &Groups) -> Stored {
+    pub(super) fn new(store: Deltas, groups: &Groups) -> Stored {
         let places = groups.iter().last().map_or(0, |last| last.0 + 1);
         Stored {
             store,
@@ -40,8 +40,8 @@ impl Stored {
         }
     }
 
-    /// How it is stored.
-    pub(super) fn store(&self) -> Store {
+    /// How its deltas are added up.
+    pub(super) fn store(&self) -> Deltas {
         self.store
     }
 
@@ -156,7 +156,7 @@ mod tests {
 
     fn stored(staleness: Option<u32>) -> (Stored, Groups) {
         let groups = Groups::new(&[0, 0, 1]).apart();
-        (Stored::new(Store { root: Rank(1), staleness }, &groups), groups)
+        (Stored::new(Deltas { root: Rank(1), staleness }, &groups), groups)
     }
 
     fn answered(stored: &mut Stored, groups: &Groups) -> Vec<u32> {

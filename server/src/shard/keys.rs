@@ -9,7 +9,7 @@ use bps_engine::mem::MemoryError;
 use bps_engine::proto::encoding::EncodingFault;
 use bps_engine::proto::members::Members;
 use bps_engine::proto::messages::{KeySpec, RetiredKey};
-use bps_engine::proto::store::{Store, StoreFault};
+use bps_engine::proto::store::{Deltas, Store, StoreFault};
 use bps_engine::trace::log;
 use bps_engine::transport::DirectMemory;
 use std::ptr::NonNull;
@@ -127,8 +127,8 @@ impl Shard {
             self.sets.retain(|_, groups| Arc::strong_count(groups) > 1);
             self.sets.entry(members.clone()).or_insert(Arc::new(few))
         };
-        match (spec.operation, spec.store) {
-            (Operation::Broadcast(root), _) | (_, Some(Store { root, .. }))
+        match (spec.operation, spec.store.and_then(Store::deltas)) {
+            (Operation::Broadcast(root), _) | (_, Some(Deltas { root, .. }))
                 if !groups.has(root) =>
             {
                 Err(strange())

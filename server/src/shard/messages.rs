@@ -7,6 +7,7 @@ use crate::entry::Groups;
 use bps_engine::base::{Epoch, Key, Rank, Round};
 use bps_engine::encode::Malformed;
 use bps_engine::limits::GRANTS_MAX;
+use bps_engine::optimize::Act;
 use bps_engine::proto::late::LateKeys;
 use bps_engine::proto::messages::{KeySpec, RetiredKey, StalledKey};
 use bps_engine::proto::paths::KeyState;
@@ -161,6 +162,31 @@ pub enum Refusal {
         round: Round,
         /// The open round.
         open: u64,
+    },
+    /// The tensor has no optimizer, or one that has no such round, or nothing to step from.
+    #[error(
+        "{key}: {act} is not what its optimizer can do now, if it has one: its parameters are set \
+         first, once in an epoch"
+    )]
+    Act {
+        /// The part.
+        key: Key,
+        /// What the round was to be for.
+        act: Act,
+    },
+    /// Another rank has said that the round is for something else.
+    #[error("{key}, round {}: it is to be {act}, and {by} pushed {said}", .round.0)]
+    OtherAct {
+        /// The part.
+        key: Key,
+        /// The round.
+        round: Round,
+        /// What the frame says.
+        act: Act,
+        /// What was said before.
+        said: Act,
+        /// Who said that.
+        by: Rank,
     },
     /// More places for answers are open than a lane may have.
     #[error("more than {GRANTS_MAX} places for answers are open on one lane")]

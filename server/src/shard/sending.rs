@@ -11,6 +11,7 @@ use super::{Session, Shard};
 use crate::entry::Entry;
 use bps_engine::base::{Rank, Round, word};
 use bps_engine::limits::{GRANTS_MAX, LANE_FRAMES_MAX};
+use bps_engine::proto::store::Store;
 use bps_engine::trace::timeline::Mark;
 use bps_engine::transport::{Answer, Frame, Grant, LaneId};
 use bps_engine::wire::header::FLAG_PAYLOAD_CHECKSUM;
@@ -168,7 +169,7 @@ impl Shard {
     /// A rank has left in good order: those that a bound holds back wait for it no more.
     pub(super) fn let_go(&mut self, rank: Rank) {
         for index in 0..self.entries.len() {
-            if self.entries[index].store().is_some() {
+            if self.entries[index].store().and_then(Store::deltas).is_some() {
                 self.entries[index].leave(rank);
                 self.publish_if_whole(index);
             }

@@ -9,8 +9,9 @@ use super::shape::{Groups, Shape};
 use super::tensors::{set, shuffle};
 use super::workload::{DEADLINE, Fault, Outcome, TURNS_MAX, strike};
 use bps_engine::base::{DType, Operation, Rank};
+use bps_engine::optimize::Act;
 use bps_engine::proto::messages::Declaration;
-use bps_engine::proto::store::Store;
+use bps_engine::proto::store::{Deltas, Store};
 use bps_engine::transport::sim::Random;
 use bps_worker::job::nic_loop::Command;
 use bps_worker::rounds::Memory;
@@ -75,7 +76,10 @@ fn tensors(random: &mut Random, workers: u32) -> Vec<Declaration> {
             device: false,
             members,
             encoding: None,
-            store: Some(Store { root, staleness: random.once_in(2).then_some(bound) }),
+            store: Some(Store::Deltas(Deltas {
+                root,
+                staleness: random.once_in(2).then_some(bound),
+            })),
         }
     };
     (0..number).map(one).collect()
@@ -212,7 +216,8 @@ fn push(
 ) {
     rank.pushed[tensor] += 1;
     let round = rank.pushed[tensor];
-    let is_root = said.store.is_some_and(|store| store.root == Rank(number));
+    let is_root =
+        said.store.and_then(Store::deltas).is_some_and(|store| store.root == Rank(number));
     let value = |at: usize| match (round, is_root) {
         (1, true) => start_of(at),
         // Nobody is to see these.
@@ -232,6 +237,7 @@ fn push(
         // SAFETY: the flight keeps both until the handle is over, or its job is.
         memory: unsafe { Memory::new(from.cast(), to, bytes) },
         priority: 0,
+        act: Act::NONE,
         task,
     });
     rank.flights.push(Flight { handle, tensor, round, _source: source, target });
@@ -257,7 +263,8 @@ fn check(
             return false;
         }
         let (said, values) = (&tensors[flight.tensor], std::mem::take(&mut flight.target));
-        let bound = said.store.and_then(|store| store.staleness).map(u64::from);
+        let bound =
+            said.store.and_then(Store::deltas).and_then(|store| store.staleness).map(u64::from);
         for (at, &value) in values.iter().enumerate() {
             let seen = format!("seed {seed}: {}, rank {}: {value:#x}", said.name, roster.index);
             assert_eq!(value >> START_SHIFT << START_SHIFT, start_of(at), "{seen}");

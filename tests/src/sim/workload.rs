@@ -8,6 +8,7 @@ use super::tensors::{Tensor, contradict, shuffle, tensors};
 use crate::reference;
 use bps_engine::base::{DType, Operation, Placement, Rank};
 use bps_engine::config::PayloadChecksum;
+use bps_engine::optimize::Act;
 use bps_engine::proto::messages::{Declaration, Planning};
 use bps_engine::transport::sim::Random;
 use bps_worker::Members;
@@ -444,6 +445,7 @@ fn push(
         // SAFETY: the flight keeps both until the handle is over, or its job is.
         memory: unsafe { Memory::new(from, target.as_mut_ptr(), target.len()) },
         priority: i64::try_from(random.below(5)).unwrap_or(0) - 2,
+        act: Act::NONE,
         task,
     });
     let data = Data::Host { _source: source, target };

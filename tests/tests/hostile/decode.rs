@@ -10,7 +10,7 @@ use bps_engine::proto::members::Members;
 use bps_engine::proto::messages::{
     Declaration, Node, NodeMessage, Part, Planning, Register, Replacement, SchedulerMessage,
 };
-use bps_engine::proto::store::Store;
+use bps_engine::proto::store::{Deltas, Store};
 use bps_engine::proto::uneven::{Pushes, UnevenReport};
 use bps_engine::transport::sim::Random;
 use bps_engine::transport::tcp::sealed::{Opener, PREFIX_BYTES, Sealer, TAG_BYTES};
@@ -26,8 +26,10 @@ fn header(random: &mut Random) -> Header {
     let kind = kinds[random.index(kinds.len())];
     let checked = random.index(2) == 1;
     let scaled = kind == Kind::Contribution && random.index(2) == 1;
+    let has_act = matches!(kind, Kind::Contribution | Kind::Refused) && random.index(2) == 1;
     Header {
         kind,
+        act: if has_act { random.bits() } else { 0 },
         flags: (u8::from(checked) * FLAG_PAYLOAD_CHECKSUM) | (u8::from(scaled) * FLAG_SCALED),
         dtype: DType::ALL[random.index(DType::ALL.len())],
         rank: Rank(small(random)),
@@ -52,7 +54,7 @@ fn with_byte(header: &Header, at: usize, byte: u8) -> RawHeader {
 
 #[test]
 fn what_a_header_does_not_use_is_zero_or_it_is_refused() {
-    let plain = Header::new(Kind::Contribution, DType::F32, Rank(1), Epoch(1));
+    let plain = Header::new(Kind::Publication, DType::F32, Rank(1), Epoch(1));
     assert_eq!(Header::decode(&plain.encode()), Ok(plain));
     for at in 48..60 {
         for byte in [1, 0x80, 0xff] {
@@ -60,6 +62,7 @@ fn what_a_header_does_not_use_is_zero_or_it_is_refused() {
             assert_eq!(result, Err(Invalid::Reserved), "byte {at}");
         }
     }
+    let plain = Header::new(Kind::Contribution, DType::F32, Rank(1), Epoch(1));
     for bit in 2..8 {
         let result = Header::decode(&with_byte(&plain, 6, 1 << bit));
         assert_eq!(result, Err(Invalid::Flags(1 << bit)));
@@ -154,7 +157,7 @@ fn node_messages() -> Vec<String> {
         device: false,
         members: Members::new([0, 2, 3, 17].map(Rank).to_vec()).expect("a set"),
         encoding: Some("bf16+feedback+momentum(0.9)".parse().expect("an encoding")),
-        store: Some(Store { root: Rank(1), staleness: Some(4) }),
+        store: Some(Store::Deltas(Deltas { root: Rank(1), staleness: Some(4) })),
     };
     [
         NodeMessage::Register(register),

@@ -7,6 +7,7 @@ use bps_engine::base::{DType, Epoch, Key, Operation, Rank, Round};
 use bps_engine::config::PayloadChecksum;
 use bps_engine::lane::Endpoint;
 use bps_engine::mem::Readable;
+use bps_engine::optimize::Act;
 use bps_engine::proto::messages::{Neighbour, Roster};
 use bps_engine::proto::pulse::Pulse;
 use bps_engine::ring::Mpsc;
@@ -187,7 +188,7 @@ impl Pair {
         self.handles.push(Handle::of(&task));
         // SAFETY: the pair keeps the values, and nobody uses them before the task is finished.
         let memory = unsafe { Memory::new(target.cast_const(), target, BYTES) };
-        let push = Command::Push { tensor, memory, priority: 0, task };
+        let push = Command::Push { tensor, memory, priority: 0, act: Act::NONE, task };
         assert!(self.commands.push(push).is_ok(), "a short queue");
     }
 

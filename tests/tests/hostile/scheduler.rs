@@ -8,7 +8,7 @@ use bps_engine::proto::messages::{
     Declaration, Node, NodeMessage, Planning, Register, Replacement, SchedulerMessage, StalledKey,
 };
 use bps_engine::proto::scheduler::{NodeId, Output, Scheduler, SchedulerConfig};
-use bps_engine::proto::store::Store;
+use bps_engine::proto::store::{Deltas, Store};
 use bps_engine::proto::uneven::{Pushes, UnevenReport};
 use bps_engine::transport::sim::Random;
 use std::collections::HashSet;
@@ -110,7 +110,11 @@ fn message(random: &mut Random) -> NodeMessage {
                     Members::ALL
                 },
                 encoding: random.once_in(4).then(|| "bf16".parse().expect("an encoding")),
-                store: random.once_in(4).then_some(Store { root: Rank(9), staleness: Some(1) }),
+                store: random.once_in(4).then_some(if random.once_in(2) {
+                    Store::Deltas(Deltas { root: Rank(9), staleness: Some(1) })
+                } else {
+                    Store::Optimizer("adamw".parse().expect("an optimizer"))
+                }),
             };
             if random.once_in(3) {
                 let one = Replacement { said: declaration, rounds: random.below(3) };

@@ -13,9 +13,10 @@ use crate::rounds::Memory;
 use bps_engine::base::{Operation, Rank};
 use bps_engine::config::Config;
 use bps_engine::keys::partition::tensor_bytes;
+use bps_engine::optimize::Act;
 use bps_engine::proto::messages::Declaration;
 use bps_engine::proto::objects::ObjectKeys;
-use bps_engine::proto::store::StoreFault;
+use bps_engine::proto::store::{Store, StoreFault};
 use bps_engine::proto::unserved::Unserved;
 use bps_engine::trace::log;
 use std::borrow::Cow;
@@ -167,10 +168,26 @@ impl Worker {
     /// [`Error::Refused`] for a tensor that was not declared, or as one of the GPU; then none is
     /// started. What ends a push_pull under way is for its handle to say.
     pub unsafe fn push_pull(&self, items: &[PushPull]) -> Result<Vec<Handle>, Error> {
+        // SAFETY: the caller's promise.
+        unsafe { self.update(items, Act::NONE) }
+    }
+
+    /// As [`push_pull`](Self::push_pull), for tensors with optimizers: to let these step, or to set
+    /// or get what servers keep for them. All ranks push a round for the same; the first round of a
+    /// tensor in an epoch sets its parameters.
+    ///
+    /// # Safety
+    /// As [`push_pull`](Self::push_pull).
+    ///
+    /// # Errors
+    /// As [`push_pull`](Self::push_pull), and for what the optimizer of one of these does not do.
+    /// Ranks that push one round for different things are told by [`Error::Disagree`], or that
+    /// another rank has failed.
+    pub unsafe fn update(&self, items: &[PushPull], act: Act) -> Result<Vec<Handle>, Error> {
         // All are looked up before the first is started: an error leaves nothing under way.
         let declared = lock(&self.0.declared);
         let known = |item: &PushPull| {
-            let what = declared.what(item.tensor, false)?;
+            let what = declared.what_for(item.tensor, act)?;
             Ok((*item, (what.bytes, what.operation)))
         };
         let items: Vec<_> = items.iter().map(known).collect::<Result<_, Error>>()?;
@@ -189,7 +206,7 @@ impl Worker {
                 Some(job) => {
                     // SAFETY: the caller promises as much until the handle is over.
                     let memory = unsafe { Memory::new(item.source, item.target, *bytes) };
-                    job.push(item.tensor, memory, item.priority)
+                    job.push(item.tensor, memory, item.priority, act)
                 }
                 None => Handle::finished(Ok(())),
             });
@@ -498,7 +515,7 @@ impl Shared {
             let members = &said.members;
             members.clone().within(self.size) != *members
                 || said.encoding.is_some() && is_small(said)
-                || said.store.is_some() && self.config.staleness.is_some()
+                || said.store.and_then(Store::deltas).is_some() && self.config.staleness.is_some()
         };
         if !tensors.iter().any(changes) {
             return Ok(Cow::Borrowed(tensors));
@@ -507,8 +524,8 @@ impl Shared {
         for said in &mut tensors {
             said.members = std::mem::take(&mut said.members).within(self.size);
             said.encoding = said.encoding.filter(|_| !is_small(said));
-            if let Some(store) = &mut said.store {
-                store.staleness = store.staleness.or(self.config.staleness);
+            if let Some(Store::Deltas(deltas)) = &mut said.store {
+                deltas.staleness = deltas.staleness.or(self.config.staleness);
             }
         }
         Ok(Cow::Owned(tensors))

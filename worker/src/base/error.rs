@@ -9,7 +9,7 @@ mod refusal;
 mod start;
 
 pub use details::Details;
-pub use over::{Corruption, Death, PeerDied, RoundSeen};
+pub use over::{Corruption, Death, Disagreement, PeerDied, RoundSeen};
 pub use refusal::{Closed, Overdue, Refusal};
 pub use start::{SettingError, StartError};
 
@@ -31,6 +31,9 @@ pub enum Error {
     /// Ranks disagree about a tensor.
     #[error("{0}")]
     Mismatch(Arc<Mismatch>),
+    /// Ranks have pushed one round for different things.
+    #[error(transparent)]
+    Disagree(Box<Disagreement>),
     /// A node of the job died, so the job is over.
     #[error(transparent)]
     PeerDied(Box<PeerDied>),

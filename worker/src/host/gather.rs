@@ -1,6 +1,7 @@
 //! Who of a group has pushed the open round of a key. It knows no lane, no memory and no clock.
 
 use bps_engine::base::{Key, KeyMap};
+use bps_engine::optimize::Act;
 use std::time::Duration;
 
 /// A peer, and the open round of one key.
@@ -22,6 +23,9 @@ struct Gather {
     peers: Box<[Peer]>,
     /// Peers that are awaited yet.
     left: usize,
+    /// Of a tensor with an optimizer: what the open round is for, and the peer that said so first;
+    /// none if that was this rank.
+    said: Option<(Act, Option<usize>)>,
     /// When the first of the group pushed the open round.
     since: Option<Duration>,
 }
@@ -83,6 +87,7 @@ impl Gathers {
             own: false,
             peers: vec![Peer::Awaited; peers].into(),
             left: peers,
+            said: None,
             since: None,
         })
     }
@@ -98,6 +103,21 @@ impl Gathers {
             }
         }
         gather.left = gather.awaited();
+    }
+
+    /// What the open round of a key is for, as this rank (`None`) or a peer says before it pushes
+    /// it.
+    ///
+    /// # Errors
+    /// What was said before and by whom, if it is something else.
+    pub fn say(
+        &mut self,
+        key: Key,
+        peer: Option<usize>,
+        act: Act,
+    ) -> Result<(), (Act, Option<usize>)> {
+        let (said, by) = *self.gather(key).said.get_or_insert((act, peer));
+        if said == act { Ok(()) } else { Err((said, by)) }
     }
 
     /// This rank pushes its next round of the key. Returns whether all have.
@@ -171,6 +191,7 @@ impl Gather {
         if all {
             self.done += 1;
             self.own = false;
+            self.said = None;
             for peer in self.peers.iter_mut().filter(|peer| **peer == Peer::In) {
                 *peer = Peer::Awaited;
             }
@@ -231,6 +252,18 @@ mod tests {
             assert_eq!(error, Err(Unfit::Outside { key: Key(7) }));
             assert_eq!(gathers.peer(Key(7), 2, round, SECOND), Ok(true));
         }
+    }
+
+    #[test]
+    fn a_round_is_for_what_the_first_has_said() {
+        let (mut gathers, acts) = (Gathers::new(1), [Act::get(0), Act::get(1)]);
+        assert_eq!(gathers.say(Key(7), Some(0), acts[0]), Ok(()));
+        assert_eq!(gathers.peer(Key(7), 0, 1, SECOND), Ok(false));
+        assert_eq!(gathers.say(Key(7), None, acts[1]), Err((acts[0], Some(0))));
+        assert_eq!(gathers.say(Key(7), None, acts[0]), Ok(()));
+        assert!(gathers.own(Key(7), SECOND));
+        assert_eq!(gathers.say(Key(7), None, acts[1]), Ok(()), "it is another round");
+        assert_eq!(gathers.say(Key(7), Some(0), acts[0]), Err((acts[1], None)));
     }
 
     #[test]

@@ -17,6 +17,7 @@ use bps_engine::proto::messages::{
 };
 use bps_engine::proto::paths::End;
 use bps_engine::proto::pulse::Pulse;
+use bps_engine::proto::store::Store;
 use bps_engine::proto::tuning::{Recut, TuneOrder};
 use bps_engine::proto::uneven::{UnevenOrder, UnevenReport};
 use bps_engine::transport::LaneId;
@@ -312,10 +313,11 @@ impl Agent {
             if core == Some(None) {
                 return Err(broken("names a core without a lane"));
             }
+            let has_deltas = declaration.store.and_then(Store::deltas).is_some();
             let is_own = part.owner.0 == self.roster.index;
             let owner = self.lanes.ranks.get(&part.owner).copied();
             let is_of_set = declaration.members.contains(part.owner);
-            let is_others = !is_own && (owner.is_none() || declaration.store.is_some());
+            let is_others = !is_own && (owner.is_none() || has_deltas);
             if is_others || !is_of_set {
                 return Err(broken("names an owner that is not of this rank's group"));
             }
@@ -347,10 +349,10 @@ impl Agent {
         })
     }
 
-    /// Who pushes a tensor with this rank, if not all do. A stored one is summed in no group.
+    /// Who pushes a tensor with this rank, if not all do. Deltas are summed in no group.
     fn among(&self, declaration: &Declaration) -> Option<Among> {
         let (members, lanes) = (&declaration.members, Box::default());
-        if declaration.store.is_some() {
+        if declaration.store.and_then(Store::deltas).is_some() {
             return Some(Among { count: members.count(self.roster.size), lanes });
         }
         if members.is_all() {
@@ -423,6 +425,11 @@ impl Agent {
                 let message = corruption.to_string();
                 effects.push(Effect::Send(NodeMessage::Failed { message, round: in_round }));
                 self.end(corruption.into(), effects);
+            }
+            Report::Disagree(disagreement) => {
+                let (message, round) = (disagreement.to_string(), Some(disagreement.at.clone()));
+                effects.push(Effect::Send(NodeMessage::Failed { message, round }));
+                self.end(Error::Disagree(disagreement), effects);
             }
             Report::Failed { source } => {
                 effects.push(Effect::Send(NodeMessage::failed(source.to_string())));

@@ -7,7 +7,9 @@
 use crate::base::error::{Error, Refusal};
 use crate::base::types::TensorId;
 use bps_engine::base::{Operation, word};
+use bps_engine::optimize::{Act, Optimizer};
 use bps_engine::proto::messages::{Declaration, Replacement};
+use bps_engine::proto::store::Store;
 use bps_engine::proto::uneven::Pushes;
 use std::collections::{HashMap, HashSet};
 
@@ -39,6 +41,7 @@ pub(crate) struct What {
     pub(crate) bytes: usize,
     pub(crate) elements: u64,
     pub(crate) operation: Operation,
+    pub(crate) optimizer: Option<Optimizer>,
     name: String,
     device: bool,
 }
@@ -95,7 +98,9 @@ impl Declared {
         let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
         let (name, operation, device) = (said.name.clone(), said.operation, said.device);
         let elements = said.shape.count();
-        self.tensor(id).what = Some(What { bytes, elements, operation, name, device });
+        let optimizer = said.store.and_then(Store::optimizer);
+        let what = What { bytes, elements, operation, optimizer, name, device };
+        self.tensor(id).what = Some(what);
         self.names.insert(said.name.clone(), (said, id));
     }
 
@@ -122,6 +127,17 @@ impl Declared {
             (false, true) => Err(Refusal::OfHost { tensor: what.name.clone() }.into()),
             _ => Ok(what),
         }
+    }
+
+    /// As [`what`](Self::what), of one in memory of the host that is pushed for this.
+    pub(crate) fn what_for(&self, tensor: TensorId, act: Act) -> Result<&What, Error> {
+        let what = self.what(tensor, false)?;
+        let is_fit = what.optimizer.map_or(act == Act::NONE, |optimizer| act.suits(&optimizer));
+        if is_fit {
+            return Ok(what);
+        }
+        let (tensor, optimizer) = (what.name.clone(), what.optimizer);
+        Err(Refusal::Act { tensor, act, optimizer }.into())
     }
 
     /// Elements and name of a tensor.

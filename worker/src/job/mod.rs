@@ -34,6 +34,7 @@ use bps_engine::config::Config;
 use bps_engine::control::LinkSender;
 use bps_engine::harness::{self, Idler, PATIENCE, Step};
 use bps_engine::metrics::Collector;
+use bps_engine::optimize::Act;
 use bps_engine::proto::messages::NodeMessage;
 use bps_engine::ring::Mpsc;
 use bps_engine::trace::log;
@@ -321,9 +322,10 @@ impl Job {
     }
 
     /// Hands a push_pull to the NIC loop. If that has ended, the handle says why.
-    pub(crate) fn push(&self, tensor: TensorId, memory: Memory, priority: i64) -> Handle {
+    pub(crate) fn push(&self, tensor: TensorId, memory: Memory, priority: i64, act: Act) -> Handle {
         let task = Arc::new(Task::new(self.spin, self.tracing.asked_ns()));
-        let command = Command::Push { tensor: tensor.0, memory, priority, task: Arc::clone(&task) };
+        let (tensor, told) = (tensor.0, Arc::clone(&task));
+        let command = Command::Push { tensor, memory, priority, act, task: told };
         match self.command(command) {
             Ok(()) => Handle(task),
             Err(error) => Handle::finished(Err(error)),

@@ -10,6 +10,7 @@ use crate::rounds::{Done, Memory, Plan, Push, Rounds};
 use bps_engine::harness;
 use bps_engine::lane::Endpoint;
 use bps_engine::limits::EVENTS_MAX;
+use bps_engine::optimize::Act;
 use bps_engine::proto::tuning::TuneReport;
 use bps_engine::proto::uneven::Pushes;
 use bps_engine::ring::Mpsc;
@@ -45,6 +46,8 @@ pub enum Command {
         memory: Memory,
         /// Larger goes sooner.
         priority: i64,
+        /// What the round is for, of a tensor with an optimizer.
+        act: Act,
         /// Told when it is over.
         task: Arc<Task>,
     },
@@ -322,9 +325,11 @@ impl NicLoop {
     fn on_command(&mut self, command: Command) {
         match command {
             Command::Plan { tensor, plan } => self.on_plan(tensor, plan),
-            Command::Push { tensor, memory, priority, task } => match self.refusal() {
+            Command::Push { tensor, memory, priority, act, task } => match self.refusal() {
                 Some(error) => task.finish_now(Err(error)),
-                None => self.rounds.push(tensor, Push { memory, priority, task }, &mut self.nic),
+                None => {
+                    self.rounds.push(tensor, Push { memory, priority, act, task }, &mut self.nic)
+                }
             },
             Command::ScaleResidues { tensors, factor } => {
                 for tensor in tensors {

@@ -6,6 +6,8 @@ use crate::rounds::Slot;
 use bps_engine::base::{Rank, Round};
 use bps_engine::limits::PARTS_MAX;
 use bps_engine::mem::Writable;
+use bps_engine::optimize::Act;
+use bps_engine::proto::store::Store;
 use bps_engine::trace::timeline::Mark;
 use bps_engine::transport::{Carried, Landing, Piece};
 use bps_engine::wire::header::FLAG_PAYLOAD_CHECKSUM;
@@ -25,6 +27,9 @@ impl Nic {
                 (Peer::Server(_), Kind::Refused) if header.flags & FLAG_PAYLOAD_CHECKSUM != 0 => {
                     self.altered(lane, &header, true);
                     Ok(())
+                }
+                (Peer::Server(_), Kind::Refused) if header.act != 0 => {
+                    self.contradicted(lane, &header)
                 }
                 (Peer::Server(_), Kind::Refused) => {
                     Err("it refused a frame of this rank; its log says why".into())
@@ -123,7 +128,7 @@ impl Nic {
     }
 
     /// The part that a frame is about.
-    fn known(&self, header: &Header) -> Result<PartId, String> {
+    pub(super) fn known(&self, header: &Header) -> Result<PartId, String> {
         let Header { key, kind, .. } = *header;
         self.keys.get(&key).copied().ok_or_else(|| format!("{kind:?} of unknown {key}"))
     }
@@ -177,7 +182,12 @@ impl Nic {
         let device = part.is_some_and(|part| self.part(part).plan.device);
         let circle = self.circle_mut(device);
         let peer = circle.place(lane)?;
-        let all = circle.gathers.peer(key, peer, round, now);
+        let act = Act::from_word(header.act);
+        if act != Act::NONE && self.disagrees((key, part), round, Some(peer), act) {
+            self.endpoint.land(lane, Landing::NOTHING);
+            return Ok(());
+        }
+        let all = self.circle_mut(device).gathers.peer(key, peer, round, now);
         self.endpoint.land(lane, Landing::NOTHING);
         if all.map_err(|untimely| untimely.to_string())? {
             let part = part.expect("this rank has pushed it too");
@@ -309,7 +319,7 @@ impl Nic {
     /// Whether somebody else's bytes are what a broadcast gives to all, or what a stored part
     /// begins with.
     pub(super) fn is_silent(&self, part: &Part) -> bool {
-        let store = part.plan.store.filter(|_| part.round == 1);
+        let store = part.plan.store.and_then(Store::deltas).filter(|_| part.round == 1);
         let root = match (part.plan.operation, store) {
             (Operation::Broadcast(root), _) => Some(root),
             (_, store) => store.map(|store| store.root),

@@ -132,13 +132,13 @@ impl Nic {
     /// How a part is encoded on this lane, if it is.
     fn coded(&self, lane: LaneId, part: PartId) -> Option<&Coded> {
         let is_servers = matches!(self.lane(lane).peer, Peer::Server(_));
-        self.part(part).coded.as_deref().filter(|_| is_servers)
+        self.part(part).coded().filter(|_| is_servers)
     }
 
     /// Bytes that a part may take on the line to its server.
     pub(super) fn line_bytes(&self, part: PartId) -> usize {
         let part = self.part(part);
-        part.coded.as_ref().map_or(part.plan.bytes, |coded| coded.room())
+        part.coded().map_or(part.plan.bytes, Coded::room)
     }
 
     /// Whether a publication of a part may have so many bytes on this lane; not that of a broadcast
@@ -168,7 +168,7 @@ impl Nic {
     /// The contribution of this header's round, encoded, where it is; at once where that was done
     /// before.
     pub(super) fn encoded(&mut self, part: PartId, header: &Header) -> Option<Readable> {
-        let coded = self.part(part).coded.as_ref()?;
+        let coded = self.part(part).coded()?;
         if coded.is_on_gpu {
             return Some(self.contribution(part).part(0, coded.room()));
         }

@@ -3,7 +3,7 @@
 
 #![forbid(unsafe_code)]
 
-use crate::base::error::{RoundSeen, Source};
+use crate::base::error::{Disagreement, RoundSeen, Source};
 use bps_engine::base::{Epoch, Key, Rank};
 use bps_engine::proto::messages::StalledKey;
 use bps_engine::proto::paths::AwaitedKey;
@@ -45,6 +45,8 @@ pub enum Report {
         /// Its round.
         round: u64,
     },
+    /// Ranks have pushed one round of a tensor with an optimizer for different things.
+    Disagree(Box<Disagreement>),
     /// This rank itself can't go on.
     Failed {
         /// Why.

@@ -3,6 +3,7 @@
 //! and once it is over that is said ([`Nic::take_over`]). The data path allocates nothing beyond
 //! what its queues have grown to.
 
+mod acts;
 mod arriving;
 mod circle;
 mod coding;
@@ -29,6 +30,8 @@ use bps_engine::base::{Key, KeyMap, Operation, Round};
 use bps_engine::lane::Endpoint;
 use bps_engine::limits::EVENTS_MAX;
 use bps_engine::mem::Writable;
+use bps_engine::optimize::Act;
+use bps_engine::proto::store::Store;
 use bps_engine::reduce::{Kernels, kernels};
 use bps_engine::ring::Mpsc;
 use bps_engine::sched::CreditQueue;
@@ -62,6 +65,8 @@ struct Part {
     round: u64,
     stage: Stage,
     priority: i64,
+    /// What that round is for, of a tensor with an optimizer.
+    act: Act,
     /// Of a tensor of the host: its bytes.
     memory: Option<Memory>,
     /// Of a tensor on the GPU: where the bytes are that are to be sent.
@@ -100,10 +105,15 @@ impl Part {
     /// Whether a result of this round is what it waits for. A stored part is answered with a
     /// version that holds all that this rank has contributed.
     fn awaits(&self, round: Round) -> bool {
-        match self.plan.store {
+        match self.plan.store.and_then(Store::deltas) {
             Some(_) => round.0 >= self.round,
             None => round.0 == self.round,
         }
+    }
+
+    /// If it is encoded in this round: an optimizer's slots are set and read as they are.
+    fn coded(&self) -> Option<&Coded> {
+        self.coded.as_deref().filter(|_| self.act == Act::NONE || self.act.is_step())
     }
 
     /// Whether this rank's bytes are what a broadcast gives to all.
@@ -238,11 +248,11 @@ const TICK: Duration = Duration::from_millis(500);
 
 impl Parts for Nic {
     fn push(&mut self, part: PartId, round: u64, push: &PartPush) {
-        let PartPush { memory, priority, asked_ns } = *push;
+        let PartPush { memory, priority, act, asked_ns } = *push;
         let state = self.open_round(part, round, priority);
         assert!(!state.plan.device, "a part on the GPU is pushed in a slot");
         assert!(memory.target().len() == state.plan.bytes, "a part is pushed as it was planned");
-        state.memory = Some(memory);
+        (state.memory, state.act) = (Some(memory), act);
         let (key, bytes) = (state.plan.key, state.plan.bytes);
         self.trace.record_at(asked_ns, Mark::Queued, key, round, self.config.rank, bytes);
         self.pushed(part);
@@ -409,6 +419,7 @@ impl Nic {
                 round: 0,
                 stage: Stage::Idle,
                 priority: 0,
+                act: Act::NONE,
                 memory: None,
                 slot: None,
                 staging: None,
@@ -483,7 +494,7 @@ impl Nic {
         let (now, others) = (self.now, self.others(part));
         let state = self.part_mut(part);
         let (device, round, key) = (state.plan.device, state.round, state.plan.key);
-        let owner = state.plan.owner;
+        let (owner, act) = (state.plan.owner, state.act);
         match owner {
             Some(owner) => {
                 // A broadcast asks for no contribution: the publication is the answer.
@@ -495,6 +506,10 @@ impl Nic {
             None if others == 0 && state.plan.core.is_some() => self.send_to_server(part),
             None if others == 0 => self.take_own(part),
             None => {
+                // The job is about to end of it.
+                if act != Act::NONE && self.disagrees((key, Some(part)), round, None, act) {
+                    return;
+                }
                 if self.circle_mut(device).gathers.own(key, now) {
                     self.gathered(part);
                 }

@@ -44,6 +44,7 @@ impl Nic {
             header.key = state.plan.key;
             header.round = Round(state.round);
             header.contributors = self.group_size(&state.plan);
+            header.act = state.act.word();
             let (is_silent, is_scaled) = (self.is_silent(state), is_scaled(&state.plan));
             let payload = if is_silent {
                 Readable::EMPTY
@@ -173,6 +174,9 @@ impl Nic {
         }
         header.key = state.plan.key;
         header.round = Round(round);
+        if kind == Kind::Ready {
+            header.act = state.act.word();
+        }
         let payload = payload.unwrap_or(Readable::EMPTY);
         let length = payload.len();
         header.length = length_of(length);

@@ -12,6 +12,7 @@ use super::{Memory, PartId, PartOf, Plan, PlanPart};
 use crate::base::error::{Error, Refusal};
 use crate::base::task::Task;
 use bps_engine::base::Key;
+use bps_engine::optimize::Act;
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
@@ -27,6 +28,8 @@ pub struct Push {
     pub memory: Memory,
     /// Larger goes sooner.
     pub priority: i64,
+    /// What the round is for, of a tensor with an optimizer.
+    pub act: Act,
     /// Told when it is over.
     pub task: Arc<Task>,
 }
@@ -48,6 +51,8 @@ pub struct PartPush {
     pub memory: Memory,
     /// Larger goes sooner.
     pub priority: i64,
+    /// As [`Push::act`].
+    pub act: Act,
     /// When it was asked for, by the monotonic clock; 0 where nobody records a timeline.
     pub asked_ns: u64,
 }
@@ -306,7 +311,7 @@ impl Tensor {
     /// Opens the next round.
     fn begin(&mut self, push: Push, parts: &mut impl Parts) {
         assert!(self.run.is_none() && self.poisoned.is_none(), "one round is open at a time");
-        let Push { memory, priority, task } = push;
+        let Push { memory, priority, act, task } = push;
         let asked_ns = task.asked_ns();
         self.change_if_due();
         self.round += 1;
@@ -315,7 +320,7 @@ impl Tensor {
         self.run = Some(Run { task, left });
         for (id, part) in self.parts().zip(&self.plan.parts) {
             let memory = memory.part(part.offset, part.bytes);
-            parts.push(id, round, &PartPush { memory, priority, asked_ns });
+            parts.push(id, round, &PartPush { memory, priority, act, asked_ns });
         }
     }
 }

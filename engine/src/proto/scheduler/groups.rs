@@ -7,6 +7,7 @@
 use crate::base::{Key, Operation, Rank, word};
 use crate::proto::members::Members;
 use crate::proto::messages::{Declaration, Planning, switch_width};
+use crate::proto::store::Store;
 use std::collections::{BTreeMap, HashMap};
 
 /// The groups of a job.
@@ -124,7 +125,8 @@ impl Owners {
 }
 
 /// The owner of a part in the group of this rank. Those of a set go round the members of the group,
-/// by the numbers of their keys. A stored tensor is summed in no group: each rank pushes its own.
+/// by the numbers of their keys. Deltas of a stored tensor are summed in no group: each rank pushes
+/// its own.
 pub(super) fn owner(
     groups: &Groups,
     rank: Rank,
@@ -136,7 +138,7 @@ pub(super) fn owner(
     {
         return root;
     }
-    if said.store.is_some() {
+    if said.store.and_then(Store::deltas).is_some() {
         return rank;
     }
     let members = groups.members_with(rank);

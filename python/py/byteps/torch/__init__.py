@@ -116,6 +116,11 @@ from byteps.torch.scatter import (
     reducescatter,
     reducescatter_async,
 )
+from byteps.torch.server_optimizer import (
+    ServerOptimizer,
+    load_server_state_dict,
+    server_state_dict,
+)
 from byteps.torch.sparse import sparse_allreduce, sparse_allreduce_async
 from byteps.torch.sync_batch_norm import SyncBatchNorm
 
@@ -135,6 +140,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "ReduceOp",
+    "ServerOptimizer",
     "Sum",
     "SyncBatchNorm",
     "add_process_set",
@@ -185,6 +191,7 @@ __all__ = [
     "is_initialized",
     "join",
     "load_compression_state_dict",
+    "load_server_state_dict",
     "local_rank",
     "local_size",
     "mpi_built",

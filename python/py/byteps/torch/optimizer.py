@@ -266,7 +266,7 @@ def _checked_names(
     return [(name, param) for name, param in named if id(param) in wanted]
 
 
-def _asked_by_a_scaler() -> bool:
+def asked_by_a_scaler() -> bool:
     """Whether the caller's caller, perhaps through wrappers of an optimizer, unscales gradients."""
     frame: FrameType | None = sys._getframe(2)
     for _ in range(_WRAPPERS_MAX):
@@ -312,7 +312,7 @@ class Distributed(torch.optim.Optimizer):
         """
         gradients = self.__dict__.get("_byteps")
         if gradients is not None and not gradients.synchronized and gradients.should_synchronize:
-            if _asked_by_a_scaler():
+            if asked_by_a_scaler():
                 gradients.synchronize()
         groups = self.__dict__.get("param_groups")
         return super().param_groups if groups is None else groups

@@ -1,6 +1,6 @@
 //! The data of every error in one form, for callers that act on it.
 
-use super::{Corruption, Death, Error, Overdue, Refusal, SettingError, StartError};
+use super::{Corruption, Death, Disagreement, Error, Overdue, Refusal, SettingError, StartError};
 use bps_engine::base::Rank;
 use bps_engine::harness::StillRunning;
 use bps_engine::proto::messages::{Mismatch, Origin, OverReason, Party, RoundOf, Sign, Stall};
@@ -37,6 +37,10 @@ impl Error {
             Error::Config(error) => Details::of_setting(error),
             Error::Start(error) => Details::of_start(error),
             Error::Mismatch(mismatch) => Details::of_mismatch(mismatch),
+            Error::Disagree(disagreement) => {
+                let Disagreement { at, first, second } = &**disagreement;
+                Details::of_ranks([first.0, second.0]).or_round(Some(at))
+            }
             Error::PeerDied(died) => {
                 let details = Details::of_death(&died.death);
                 details.or_round(died.at.as_ref().map(|at| &at.of))
@@ -68,6 +72,7 @@ impl Refusal {
             | Refusal::OfGpu { tensor }
             | Refusal::OfHost { tensor }
             | Refusal::Kept { tensor, .. }
+            | Refusal::Act { tensor, .. }
             | Refusal::WholeAverage { tensor }
             | Refusal::PartsTooLarge { tensor, .. } => Some(tensor),
             Refusal::Scheduler(cause) => cause.tensor(),

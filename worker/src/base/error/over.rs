@@ -1,7 +1,8 @@
 //! Why a job is over for this worker.
 
 use super::Source;
-use bps_engine::base::Key;
+use bps_engine::base::{Key, Rank};
+use bps_engine::optimize::Act;
 use bps_engine::proto::messages::{Origin, OverReason, RoundOf};
 use bps_engine::proto::pulse::SchedulerSilent;
 use bps_engine::proto::text::shorten;
@@ -95,6 +96,22 @@ pub enum Corruption {
         /// Its round.
         round: u64,
     },
+}
+
+/// Ranks have pushed one round of a tensor with an optimizer for different things.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[error(
+    "tensor `{}`, round {}: {} pushed it for {}, {} for {}: let all ranks step at the same learning \
+     rates, and read or load the servers' state together",
+    shorten(&at.tensor), at.round, first.0, first.1, second.0, second.1
+)]
+pub struct Disagreement {
+    /// The tensor and the round.
+    pub at: RoundOf,
+    /// A rank, and for what it pushed the round.
+    pub first: (Rank, Act),
+    /// Another one.
+    pub second: (Rank, Act),
 }
 
 fn in_brackets(at: Option<&RoundSeen>) -> String {

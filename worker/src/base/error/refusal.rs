@@ -3,6 +3,7 @@
 use super::Source;
 use crate::cuda::GpuError;
 use bps_engine::harness::{PATIENCE, StillRunning};
+use bps_engine::optimize::{Act, Optimizer};
 use bps_engine::proto::unserved::Unserved;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -142,6 +143,16 @@ pub enum Refusal {
         /// Bytes of a slot.
         slot_bytes: usize,
     },
+    /// A tensor was pushed for what its optimizer does not do, or it has none.
+    #[error("`{tensor}` is pushed for {act}, and {}", why_not(optimizer.as_ref()))]
+    Act {
+        /// The tensor's name.
+        tensor: String,
+        /// For what.
+        act: Act,
+        /// Its optimizer.
+        optimizer: Option<Optimizer>,
+    },
     /// A tensor of a GPU is pushed, and none is open.
     #[error("no GPU is open: call open_gpu first")]
     NoGpu,
@@ -160,6 +171,13 @@ pub enum Refusal {
     /// A timeline can't be written.
     #[error(transparent)]
     Timeline(Source),
+}
+
+fn why_not(optimizer: Option<&Optimizer>) -> String {
+    optimizer.map_or_else(
+        || "was declared without an optimizer: declare it with one, or push_pull it".to_owned(),
+        |optimizer| format!("is stepped by {optimizer}: update it, by a step or of a slot it has"),
+    )
 }
 
 /// This worker has left the job.

@@ -61,7 +61,7 @@ fn plan(name: &str, parts: usize, device: bool) -> Arc<Plan> {
 fn push(priority: i64) -> (Push, Handle) {
     let task = Arc::new(Task::default());
     let handle = Handle::of(&task);
-    (Push { memory: Memory::nowhere(8 * PARTS_MAX), priority, task }, handle)
+    (Push { memory: Memory::nowhere(8 * PARTS_MAX), priority, act: Act::NONE, task }, handle)
 }
 
 fn outcome(handle: &Handle) -> Option<Result<(), Error>> {

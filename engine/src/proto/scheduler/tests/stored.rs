@@ -2,10 +2,10 @@
 
 use super::sets::{answer_installs, of_hosts};
 use super::*;
-use crate::proto::store::Store;
+use crate::proto::store::{Deltas, Store};
 
 fn stored(name: &str, root: u32) -> Declaration {
-    let store = Some(Store { root: Rank(root), staleness: None });
+    let store = Some(Store::Deltas(Deltas { root: Rank(root), staleness: None }));
     Declaration { operation: Operation::Sum, store, ..tensor(name, 4096) }
 }
 

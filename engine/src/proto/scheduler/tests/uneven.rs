@@ -1,7 +1,7 @@
 //! Ranks that run out of data before others, and follow what those push.
 
 use super::*;
-use crate::proto::store::Store;
+use crate::proto::store::{Deltas, Store};
 use crate::proto::uneven::{FOLLOWED_MAX, Followed, Pushes, UnevenOrder, UnevenReport};
 
 fn pushes(all: &[(u32, u64)]) -> Vec<Pushes> {
@@ -122,7 +122,7 @@ fn only_its_ranks_follow_a_set_and_its_root_may_have_joined() {
 #[test]
 fn nobody_follows_values_that_servers_keep() {
     let mut bench = Bench::formed(2, 1);
-    let store = Some(Store { root: Rank(0), staleness: None });
+    let store = Some(Store::Deltas(Deltas { root: Rank(0), staleness: None }));
     let stored = Declaration { operation: Operation::Sum, store, ..tensor("w", 4) };
     for node in 0..2 {
         bench.declare(node, 1, &[tensor("a", 10), stored.clone()]);
