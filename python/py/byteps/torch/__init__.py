@@ -214,6 +214,7 @@ __all__ = [
     "remove_process_set",
     "resume",
     "rocm_built",
+    "server_state_dict",
     "shutdown",
     "size",
     "sparse_allreduce",

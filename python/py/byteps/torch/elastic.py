@@ -40,6 +40,7 @@ from byteps.elastic import (
 )
 from byteps.errors import ConfigError
 from byteps.torch import _gradients, functions
+from byteps.torch.server_optimizer import OnServers
 
 __all__ = [
     "ElasticSampler",
@@ -155,6 +156,9 @@ class _OptimizerHandler(_Handler):
         super().restore()
 
     def send(self, root_rank: int) -> None:
+        if isinstance(self.value, OnServers):
+            # The servers of the former epoch have forgotten what they kept.
+            self.value.fall_back(self.saved)
         prefix = f"{self.name}.{root_rank}."
         functions.broadcast_optimizer_state(self.value, root_rank, prefix=prefix)
 

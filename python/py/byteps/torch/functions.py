@@ -110,10 +110,13 @@ def broadcast_optimizer_state(
 
     Nothing is stepped for it and no parameter changes. An optimizer of ``root_rank`` that has no
     state yet leaves the others without state too. Tensors arrive bit for bit; all else is sent by
-    :func:`broadcast_object`. ``model``, by which Horovod makes a state that is not there, is not
+    :func:`broadcast_object`. Of a :func:`~byteps.torch.ServerOptimizer` that has stepped in this
+    job, nothing is sent: its state is on the servers. ``model``, by which Horovod makes a state that is not there, is not
     used.
     """
     del model
+    if getattr(optimizer, "has_begun", False):
+        return  # One state is on the servers, for all.
     is_root = common.rank() == root_rank
     tensors: list[torch.Tensor] = []
     structure = _without_tensors(optimizer.state_dict(), tensors) if is_root else None

@@ -79,7 +79,7 @@ def ServerOptimizer(
                 "parameters of float32, bfloat16 or float16"
             )
     prefix = next_prefix() if known is None else next_prefix(known.process_set_id)
-    distributed = become(_OnServers, optimizer)
+    distributed = become(OnServers, optimizer)
     # It watches no gradients.
     gradients = Gradients((), Compression.none, 1, ops.Average, False, prefix, known)
     gradients.should_synchronize = False
@@ -96,8 +96,8 @@ def server_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, A
     parameter in float32 (``"master"``), and the moments by torch's names for them.
 
     All ranks call it together, between steps, and get the same, whole and on the CPU, whatever the
-    number of servers. Before the first step of a job it is what :func:`load_server_state_dict` has
-    brought, if anything, and only this rank's.
+    number of servers. Before the first step of a job, and where a process steps by itself, it is
+    what is here of a state, if anything, and nobody is asked.
     """
     return _on_servers(optimizer).server_state()
 
@@ -115,8 +115,8 @@ def load_server_state_dict(
     _on_servers(optimizer).load_server_state(state)
 
 
-def _on_servers(optimizer: torch.optim.Optimizer) -> _OnServers:
-    if not isinstance(optimizer, _OnServers):
+def _on_servers(optimizer: torch.optim.Optimizer) -> OnServers:
+    if not isinstance(optimizer, OnServers):
         raise UsageError(
             f"{type(optimizer).__name__} keeps its state in this process: pass an optimizer that "
             "ServerOptimizer has made, or use its state_dict()"
@@ -178,7 +178,7 @@ class _Param:
             self.param.copy_(self.value)
 
 
-class _OnServers(Distributed):
+class OnServers(Distributed):
     """An optimizer that steps on the servers."""
 
     averages_gradients = False
@@ -282,14 +282,15 @@ class _OnServers(Distributed):
             name, "f32", tuple(param.shape), ranks=self._byteps.ranks, encoding=self._encoding,
             store=text,
         )
-        # Options that were loaded make another tensor of it, on all ranks.
+        # With other options it is another tensor, on all ranks.
         return _registry.settled(tensor)
 
     def _set(self, new: Sequence[_Param]) -> None:
         process_set, ranks = self._byteps.process_set, self._byteps.ranks
         root = ranks[0] if ranks else 0
         is_root = _native.rank() == root
-        own = [self._loaded.get(self._names[one.param], {}) for one in new]
+        known = self._kept_here()
+        own = [known.get(self._names[one.param], {}) for one in new]
         steps = [int(state.get("step", 0)) for state in own]
         number = _registry.count_up((self._prefix, "begin"))
         steps = functions.broadcast_object(
@@ -315,11 +316,32 @@ class _OnServers(Distributed):
             _exchange_by_steps([one for one, _ in behind], values, slot)
         for one in new:
             self._loaded.pop(self._names[one.param], None)
+            self.state.pop(one.param, None)
+
+    def _kept_here(self) -> dict[str, dict[str, Any]]:
+        """What the servers do not have: what was loaded, or is left of steps that this process took
+        by itself."""
+        own = {
+            self._names[param]: _counted(state)
+            for param, state in self.state.items()
+            if param in self._names
+        }
+        return own | self._loaded
+
+    def fall_back(self, state_dict: dict[str, Any] | None) -> None:
+        """Moments and steps of an earlier :meth:`state_dict`, where the job has formed again and
+        nothing was loaded since; the parameters stay those of now."""
+        if state_dict is None or self.has_begun or self._byteps.size == 1 or self._kept_here():
+            return
+        loaded = self._by_name(state_dict)
+        for kept in loaded.values():
+            kept.pop(MASTER, None)
+        self._loaded = loaded
 
     def server_state(self) -> dict[str, dict[str, Any]]:
         """See :func:`server_state_dict`."""
         if not self.has_begun:
-            return copy.deepcopy(self._loaded)
+            return copy.deepcopy(self._kept_here())
         state: dict[str, dict[str, Any]] = {}
         params = list(self._params.values())
         for one in params:
@@ -351,6 +373,7 @@ class _OnServers(Distributed):
                         f"the state of '{name}' has a {what} of shape {tuple(value.shape)}, and "
                         f"the parameter is of shape {tuple(by_name[name].shape)}"
                     )
+        self.state.clear()
         self._loaded = {name: copy.deepcopy(dict(kept)) for name, kept in state.items()}
         for name, kept in self._loaded.items():
             if MASTER in kept:
@@ -379,18 +402,24 @@ class _OnServers(Distributed):
             return super().load_state_dict(state_dict)
         # Without the casts to the types of parameters: state is kept in float32.
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        self.load_server_state(self._by_name(state_dict))
+        return None
+
+    def _by_name(self, state_dict: dict[str, Any]) -> dict[str, dict[str, Any]]:
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
         names = {
             number: self._names[param] for number, param in zip(numbers, params, strict=True)
         }
-        loaded = {}
-        for number, kept in state_dict["state"].items():
-            known = {name: value for name, value in kept.items() if value is not None}
-            known["step"] = int(known.get("step", 1))  # torch's SGD does not count.
-            loaded[names[number]] = known
-        self.load_server_state(loaded)
-        return None
+        return {names[number]: _counted(kept) for number, kept in state_dict["state"].items()}
+
+
+def _counted(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a parameter as servers keep it, of one as torch does, whose SGD counts no
+    steps."""
+    known = {name: value for name, value in kept.items() if value is not None}
+    known["step"] = int(known.get("step", 1))
+    return known
 
 
 def _start(
