@@ -43,6 +43,7 @@ const COMMANDS: &[Entry] = &[
     (cmd::run::command, cmd::run::run),
     (cmd::scaling::command, cmd::scaling::run),
     (cmd::seal::command, cmd::seal::run),
+    (cmd::step::command, cmd::step::run),
     (cmd::sum::command, cmd::sum::run),
     (cmd::tune::command, cmd::tune::run),
     (stage::within_command, stage::enter),

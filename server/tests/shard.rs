@@ -3,6 +3,7 @@
 use bps_engine::base::{DType, Epoch, Key, Operation, Rank, Round};
 use bps_engine::lane::Endpoint;
 use bps_engine::mem::{Arena, Options, Readable};
+use bps_engine::optimize::{Act, Number};
 use bps_engine::proto::members::Members;
 use bps_engine::proto::messages::{KeySpec, RetiredKey};
 use bps_engine::proto::store::{Deltas, Store};
@@ -234,59 +235,90 @@ fn a_set_is_summed_without_the_others_who_are_refused() {
     assert_eq!(results, [(lanes[0], Rank(0), 2), (lanes[2], Rank(2), 2)]);
 }
 
-/// A core with a key of four elements that is encoded so, and a rank's end of its lane.
-fn encoded_core(text: &str) -> (Core, Endpoint, LaneId) {
+/// What a core with this key, of one rank, says of these payloads, each with what it is for: the
+/// last result, or why it refuses one.
+fn contribute_all(key: KeySpec, payloads: &[(Act, &[u8])]) -> Result<Vec<u8>, Refusal> {
     let mut core = Core::new();
     core.order(begin(1, 1));
     let link = core.dial(0, 1);
     let sim = Transport::Sim(Sim::new(core.network.clone()));
     let mut worker = Endpoint::new(vec![sim], Waker::new().expect("an eventfd"));
     let lane = worker.attach(link).expect("a lane");
-    let encoding = Some(text.parse().expect("an encoding"));
-    let keys = vec![KeySpec { encoding, ..spec(7, 16, DType::F32) }];
-    core.order(Command::Install { request: 1, keys });
-    (core, worker, lane)
-}
-
-/// What the core says of this payload: the result, or why it refuses it.
-fn contribute(text: &str, payload: &[u8]) -> Result<Vec<u8>, Refusal> {
-    let (mut core, mut worker, lane) = encoded_core(text);
-    let header = Header {
-        key: Key(7),
-        round: Round(1),
-        length: u32::try_from(payload.len()).unwrap(),
-        contributors: 1,
-        ..Header::new(Kind::Contribution, DType::F32, Rank(0), Epoch(1))
-    };
-    // SAFETY: the payload lives as long as the endpoint, and nobody writes it.
-    let frame = Frame::new(header.encode(), unsafe { Readable::of(payload) }, 0);
-    worker.post(lane, &frame).expect("an empty lane");
+    core.order(Command::Install { request: 1, keys: vec![key] });
     let (mut events, mut result) = (Vec::new(), Vec::new());
-    for _ in 0..1000 {
-        core.shard.step(Duration::ZERO);
-        worker.poll(&mut events);
-        for event in events.drain(..) {
-            match event {
-                Event::Header { header, .. } => {
-                    let header = Header::decode(&header).expect("a server's");
-                    worker.land(lane, Landing::Pieces(header.length as usize));
+    for (round, (act, payload)) in (1..).zip(payloads) {
+        result.clear();
+        let header = Header {
+            key: Key(7),
+            round: Round(round),
+            length: u32::try_from(payload.len()).unwrap(),
+            contributors: 1,
+            act: act.word(),
+            ..Header::new(Kind::Contribution, DType::F32, Rank(0), Epoch(1))
+        };
+        // SAFETY: the payload lives as long as the endpoint, and nobody writes it.
+        let frame = Frame::new(header.encode(), unsafe { Readable::of(payload) }, 0);
+        worker.post(lane, &frame).expect("an empty lane");
+        for _ in 0..200 {
+            core.shard.step(Duration::ZERO);
+            worker.poll(&mut events);
+            for event in events.drain(..) {
+                match event {
+                    Event::Header { header, .. } => {
+                        let header = Header::decode(&header).expect("a server's");
+                        worker.land(lane, Landing::Pieces(header.length as usize));
+                    }
+                    Event::Piece { piece, .. } => {
+                        // SAFETY: it has just come, and is consumed below.
+                        result.extend_from_slice(unsafe { piece.lend().bytes() });
+                        worker.consume(lane);
+                    }
+                    _ => {}
                 }
-                Event::Piece { piece, .. } => {
-                    // SAFETY: it has just come, and is consumed below.
-                    result.extend_from_slice(unsafe { piece.lend().bytes() });
-                    worker.consume(lane);
+            }
+            while let Some((_, report)) = core.reports.pop() {
+                if let Report::Refused { why, .. } = report {
+                    return Err(why);
                 }
-                _ => {}
             }
+            core.network.advance();
         }
-        while let Some((_, report)) = core.reports.pop() {
-            if let Report::Refused { why, .. } = report {
-                return Err(why);
-            }
-        }
-        core.network.advance();
     }
     Ok(result)
+}
+
+/// What is said of this payload to a key of four elements that is encoded so.
+fn contribute(text: &str, payload: &[u8]) -> Result<Vec<u8>, Refusal> {
+    let encoding = Some(text.parse().expect("an encoding"));
+    let key = KeySpec { encoding, ..spec(7, 16, DType::F32) };
+    contribute_all(key, &[(Act::NONE, payload)])
+}
+
+#[test]
+fn what_an_optimizer_does_not_do_is_refused() {
+    let store = Some(Store::Optimizer("sgd(momentum=0.5)".parse().expect("an optimizer")));
+    let encoding = Some("bf16".parse().expect("an encoding"));
+    let key = KeySpec { store, encoding, ..spec(7, 16, DType::F32) };
+    let rate = |rate| Act::step(Number::new(rate).expect("a rate"));
+    let (set, step, get) = (Act::set(0, 0), rate(0.5), Act::get(0));
+    let floats = |values: [f32; 4]| values.map(f32::to_le_bytes).concat();
+    let (start, halves) = (floats([1.0, 2.0, 3.0, 4.0]), [0x80, 0x3f].repeat(4));
+    let begun = (set, &start[..]);
+    let stepped = contribute_all(key.clone(), &[begun, (step, &halves), (get, &start)]);
+    assert_eq!(stepped, Ok(floats([0.5, 1.5, 2.5, 3.5])));
+    let act = |act| Err(Refusal::Act { key: Key(7), act });
+    // Nothing to step from, or to get.
+    assert_eq!(contribute_all(key.clone(), &[(step, &halves)]), act(step));
+    assert_eq!(contribute_all(key.clone(), &[(get, &start)]), act(get));
+    for wrong in [Act::get(2), Act::set(2, 1), Act::NONE, Act::from_word(u64::MAX)] {
+        assert_eq!(contribute_all(key.clone(), &[begun, (wrong, &start)]), act(wrong));
+    }
+    // Steps are encoded, and nothing else is.
+    let shape = Err(Refusal::Shape { key: Key(7) });
+    assert_eq!(contribute_all(key.clone(), &[begun, (step, &start)]), shape);
+    assert_eq!(contribute_all(key.clone(), &[begun, (get, &halves)]), shape);
+    let plain = KeySpec { store: None, encoding: None, ..key };
+    assert_eq!(contribute_all(plain, &[(step, &start)]), act(step));
 }
 
 #[test]

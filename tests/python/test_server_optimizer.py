@@ -272,8 +272,6 @@ def test_a_state_goes_on_with_other_ranks_and_servers(pair, trio, coded, tmp_pat
 
 
 def torch_state():
-    import torch
-
     import byteps.torch as bps
 
     local = params()
@@ -470,6 +468,51 @@ def frozen():
 
 def test_parameters_are_frozen_thawed_and_added(pair):
     pair.run(frozen)
+
+
+def overlapping():
+    import torch
+    from torch import nn
+
+    import byteps.torch as bps
+    from byteps.errors import UsageError
+
+    def training(overlap):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 3), nn.Linear(3, 1))
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        servers = bps.ServerOptimizer(sgd, model.named_parameters(), overlap=overlap)
+        rates = torch.optim.lr_scheduler.ExponentialLR(servers, 0.9)
+        inputs = torch.randn(8, 5, generator=torch.Generator().manual_seed(bps.rank()))
+        for step in range(5):
+            servers.zero_grad()
+            # A layer is left out on one rank now and then.
+            layers = model[:2] if step == 3 and bps.rank() == 0 else model
+            layers(inputs).square().mean().backward()
+            assert len(servers._under_way) == (overlap and step > 0) * len(
+                list(layers.parameters())
+            )
+            servers.step()
+            rates.step()
+        return model, servers, inputs
+
+    plain, *_ = training(False)
+    model, servers, inputs = training(True)
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    model(inputs).mean().backward()
+    with pytest.raises(UsageError, match="a second backward"):
+        model(inputs).mean().backward()
+    servers.step()
+    servers.zero_grad()
+    model(inputs).mean().backward()
+    servers.param_groups[0]["lr"] = 7.0
+    with pytest.raises(UsageError, match=r"and step\(\) comes at 7\.0"):
+        servers.step()
+
+
+def test_gradients_leave_while_backward_runs(pair):
+    pair.run(overlapping)
 
 
 def other_rates():

@@ -71,8 +71,9 @@ fn reference(optimizer: &Optimizer, step: u64, gradient: f64, state: &mut [f64; 
             }
             *first = beta1.get() * *first + (1.0 - beta1.get()) * gradient;
             *second = beta2.get() * *second + (1.0 - beta2.get()) * gradient * gradient;
-            let mean = *first / (1.0 - beta1.get().powi(step as i32));
-            let square = *second / (1.0 - beta2.get().powi(step as i32));
+            let power = i32::try_from(step).unwrap();
+            let mean = *first / (1.0 - beta1.get().powi(power));
+            let square = *second / (1.0 - beta2.get().powi(power));
             *value -= rate * mean / (square.sqrt() + eps.get());
         }
     }
@@ -115,7 +116,7 @@ fn every_instruction_set_and_every_cut_gives_the_same_bits() {
             let mut state = State::new(count);
             for step in 1..=5 {
                 let sums = sums(count, step);
-                let cut = 17 * step as usize;
+                let cut = usize::try_from(17 * step).unwrap();
                 for range in [0..cut, cut..count] {
                     let [master, first, second] = &mut state.0;
                     let slots = Slots {

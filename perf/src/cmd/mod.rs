@@ -17,5 +17,6 @@ pub mod rings;
 pub mod run;
 pub mod scaling;
 pub mod seal;
+pub mod step;
 pub mod sum;
 pub mod tune;

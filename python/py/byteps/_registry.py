@@ -64,8 +64,8 @@ class Tensor(NamedTuple):
     """What the ranks must agree on. ``operation`` is sum, average or broadcast (from ``root``);
     ``device`` says that it travels from GPU to GPU. ``ranks`` are those that it is for, in rising
     order; all where it is None. ``encoding`` is how the engine encodes it, if it does, and
-    ``store`` how its value stays on the servers, if it does: for deltas, or with an optimizer, which
-    is a text."""
+    ``store`` how its value stays on the servers, if it does: for deltas, or with an optimizer, as
+    text."""
 
     name: str
     dtype: str

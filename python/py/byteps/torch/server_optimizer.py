@@ -37,6 +37,7 @@ def ServerOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     wire: str = "f32",
+    overlap: bool = False,
     process_set: Any = None,
 ) -> torch.optim.Optimizer:
     """Makes ``step()`` push gradients to the servers, which step, and get the new parameters.
@@ -60,6 +61,9 @@ def ServerOptimizer(
         wire: ``"f32"``, ``"bf16"`` or ``"fp16"``: as what gradients go to the servers and
             parameters come back. Ranks of a host add up gradients in float32 first, and servers
             compute and keep all in float32 whatever this is.
+        overlap: Let each gradient leave as soon as ``backward()`` has completed it, at the learning
+            rate of then. There is one backward pass to each step then, and gradients that are
+            changed after it have left already.
         process_set: A :class:`~byteps.torch.ProcessSet` of the ranks that train together. A rank
             that is none of them steps by itself.
 
@@ -88,6 +92,9 @@ def ServerOptimizer(
     distributed._prefix = f"ServerParam.{prefix.removeprefix('Gradient.')}"
     distributed._encoding = _WIRES[wire]
     distributed._params, distributed._loaded, distributed._job = {}, {}, None
+    distributed._rates, distributed._under_way, distributed._hooks = {}, {}, []
+    distributed._overlaps = overlap and gradients.size > 1
+    distributed._watch(distributed._names)
     return distributed
 
 
@@ -190,6 +197,12 @@ class OnServers(Distributed):
     _job: int | None
     # With what parameters are to begin, by name.
     _loaded: dict[str, dict[str, Any]]
+    _overlaps: bool
+    # The options of their groups, of those that servers have.
+    _rates: dict[torch.Tensor, dict[str, Any]]
+    # Gradients that have left, and at which learning rate.
+    _under_way: dict[torch.Tensor, tuple[int, float]]
+    _hooks: list[Any]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -233,16 +246,56 @@ class OnServers(Distributed):
             with torch.enable_grad():
                 loss = closure()
         self._begin()
-        under_way = []
+        handles = []
         for group in self.param_groups:
-            params = [self._params[param] for param in group["params"] if param.requires_grad]
+            rate, params = float(group["lr"]), []
+            for param in group["params"]:
+                if param in self._under_way:
+                    handle, left_at = self._under_way[param]
+                    handles.append(handle)
+                    if left_at != rate:
+                        raise UsageError(
+                            f"'{self._names[param]}' has left at learning rate {left_at}, and "
+                            f"step() comes at {rate}: change it between step() and backward(), or "
+                            "pass overlap=False"
+                        )
+                elif param.requires_grad:
+                    params.append(self._params[param])
             for one in params:
                 one.put(torch.zeros(()) if one.param.grad is None else one.param.grad.detach())
-                one.steps += 1
-            under_way.append(_start(params, Act("step", rate=float(group["lr"]))))
-        for handle in under_way:
+            if params:
+                handles.append(_start(params, Act("step", rate=rate)))
+        self._under_way.clear()
+        for handle in handles:
             _registry.synchronize(handle)
+        for one in self._params.values():
+            one.steps += one.param.requires_grad
         return loss
+
+    def release(self) -> None:
+        """Watches no gradients any more: the optimizer is made distributed again."""
+        for hook in self.__dict__.get("_hooks", ()):
+            hook.remove()
+        super().release()
+
+    def _watch(self, params: Iterable[torch.Tensor]) -> None:
+        if self._overlaps:
+            some = [param for param in params if param.is_leaf]
+            self._hooks += [param.register_post_accumulate_grad_hook(self._send) for param in some]
+
+    def _send(self, param: torch.Tensor) -> None:
+        """A backward pass has completed this gradient. Before the first step in a job it stays."""
+        if not self.has_begun or param not in self._params:
+            return
+        if param in self._under_way:
+            raise UsageError(
+                f"the gradient of '{self._names[param]}' has left, and a second backward() adds to "
+                "it before step(): pass overlap=False to run several"
+            )
+        one, rate = self._params[param], float(self._rates[param]["lr"])
+        assert param.grad is not None
+        one.put(param.grad.detach())
+        self._under_way[param] = _start([one], Act("step", rate=rate)), rate
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters, which the servers get too; all ranks must do it."""
@@ -251,18 +304,21 @@ class OnServers(Distributed):
         if names is not None:
             for param in self.param_groups[-1]["params"]:
                 names[param] = f"push_pull.noname.{len(names)}"
+            self._watch(self.param_groups[-1]["params"])
 
     def _begin(self) -> None:
         """Gives the servers those parameters that they do not have: of the root, with what it has
         loaded for them. In a job that has formed again, they have none."""
         if not self.has_begun:
             self._params.clear()
+            self._under_way.clear()
         new = []
         for group in self.param_groups:
             text, kept = _text_of(self, group)
             for param in group["params"]:
                 if not param.requires_grad:
                     continue
+                self._rates[param] = group
                 if param not in self._params:
                     new.append(_Param(param, self._declared(param, text), kept))
                 elif self._params[param].tensor.store != text:
@@ -279,7 +335,11 @@ class OnServers(Distributed):
     def _declared(self, param: torch.Tensor, text: str) -> _registry.Tensor:
         name = f"{self._prefix}{self._names[param]}"
         tensor = _registry.Tensor(
-            name, "f32", tuple(param.shape), ranks=self._byteps.ranks, encoding=self._encoding,
+            name,
+            "f32",
+            tuple(param.shape),
+            ranks=self._byteps.ranks,
+            encoding=self._encoding,
             store=text,
         )
         # With other options it is another tensor, on all ranks.
@@ -408,9 +468,7 @@ class OnServers(Distributed):
     def _by_name(self, state_dict: dict[str, Any]) -> dict[str, dict[str, Any]]:
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
-        names = {
-            number: self._names[param] for number, param in zip(numbers, params, strict=True)
-        }
+        names = {number: self._names[param] for number, param in zip(numbers, params, strict=True)}
         return {names[number]: _counted(kept) for number, kept in state_dict["state"].items()}
 
 
@@ -422,9 +480,7 @@ def _counted(kept: Mapping[str, Any]) -> dict[str, Any]:
     return known
 
 
-def _start(
-    params: Sequence[_Param], act: Act, finish: Callable[[Any], None] | None = None
-) -> int:
+def _start(params: Sequence[_Param], act: Act, finish: Callable[[Any], None] | None = None) -> int:
     addresses = [(one.tensor, one.value.data_ptr()) for one in params]
     sends = [Send(tensor, address, address) for tensor, address in addresses]
     return _registry.start(sends, list(params), finish or _show, act=act)
