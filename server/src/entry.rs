@@ -154,7 +154,7 @@ impl Entry {
             return unsafe { encoded.payload(&self.accumulator) };
         }
         if let Some(optimized) = &self.optimized {
-            // SAFETY: likewise.
+            // SAFETY: the entry's own claim, which the caller keeps mapped and unchanged.
             return unsafe { optimized.result(&self.accumulator) };
         }
         let length = self.publication_bytes(rank);
@@ -195,7 +195,7 @@ impl Entry {
             return unsafe { encoded.landing(&self.accumulator, length) };
         }
         if let Some(optimized) = &self.optimized {
-            // SAFETY: likewise.
+            // SAFETY: the entry's own claim, which the caller keeps mapped, and the entry idle.
             return unsafe { optimized.landing(&self.accumulator, length) };
         }
         assert!(length == self.bytes, "{}: a payload has the key's bytes", self.key);
@@ -214,7 +214,7 @@ impl Entry {
             return is_checked.then(|| crc32c(payload()));
         }
         if let Some(optimized) = &self.optimized {
-            // SAFETY: likewise.
+            // SAFETY: the entry's own claim, in which this payload has just landed.
             let payload = || unsafe { optimized.payload(&self.accumulator).bytes() };
             return is_checked.then(|| crc32c(payload()));
         }

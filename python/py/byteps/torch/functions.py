@@ -111,8 +111,8 @@ def broadcast_optimizer_state(
     Nothing is stepped for it and no parameter changes. An optimizer of ``root_rank`` that has no
     state yet leaves the others without state too. Tensors arrive bit for bit; all else is sent by
     :func:`broadcast_object`. Of a :func:`~byteps.torch.ServerOptimizer` that has stepped in this
-    job, nothing is sent: its state is on the servers. ``model``, by which Horovod makes a state that
-    is not there, is not used.
+    job, nothing is sent: its state is on the servers. ``model``, by which Horovod makes a state
+    that is not there, is not used.
     """
     del model
     if getattr(optimizer, "has_begun", False):

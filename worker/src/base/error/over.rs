@@ -101,8 +101,8 @@ pub enum Corruption {
 /// Ranks have pushed one round of a tensor with an optimizer for different things.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[error(
-    "tensor `{}`, round {}: {} pushed it for {}, {} for {}: let all ranks step at the same learning \
-     rates, and read or load the servers' state together",
+    "tensor `{}`, round {}: {} pushed it for {}, {} for {}: let all ranks step at the same \
+     learning rates, and read or load the servers' state together",
     shorten(&at.tensor), at.round, first.0, first.1, second.0, second.1
 )]
 pub struct Disagreement {
