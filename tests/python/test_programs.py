@@ -108,6 +108,14 @@ def test_asynchronous():
     assert "steps of each rank" in result.stdout
 
 
+def test_server_optimizer():
+    script = ROOT / "python/examples/server_optimizer.py"
+    command = [sys.executable, str(script), "--steps", "120", "--accuracy", "0.9"]
+    result = launch(command, timeout=120, environment={"BYTEPS_FORCE_DISTRIBUTED": "1"})
+    assert result.returncode == 0, result.stdout
+    assert "state in a rank's optimizer: 0 parameters" in result.stdout
+
+
 def test_synthetic_benchmark():
     script = ROOT / "python/examples/synthetic_benchmark.py"
     options = "--no-cuda --model small --batch-size 4 --num-warmup-batches 1 --num-iters 2".split()
