@@ -28,6 +28,7 @@ use bps_engine::proto::messages::KeySpec;
 use bps_engine::proto::store::Store;
 use bps_engine::reduce::Kernels;
 use bps_engine::transport::LaneId;
+use bps_engine::wire::header::Form;
 use bps_engine::wire::{crc32c, crc32c_append};
 use std::sync::Arc;
 use std::time::Duration;
@@ -149,7 +150,7 @@ impl Entry {
     /// done with it.
     #[must_use]
     pub unsafe fn result(&self, rank: Rank) -> Readable {
-        if let Some(encoded) = &self.encoded {
+        if let Some(encoded) = self.encoded.as_ref().filter(|one| one.result() != Form::Plain) {
             // SAFETY: the entry's own claim, which the caller keeps mapped and unchanged.
             return unsafe { encoded.payload(&self.accumulator) };
         }
@@ -190,7 +191,7 @@ impl Entry {
     /// is given no payload and asked for no result, until the payload has landed.
     #[must_use]
     pub unsafe fn landing(&mut self, length: usize) -> Writable {
-        if let Some(encoded) = &mut self.encoded {
+        if let Some(encoded) = self.encoded.as_mut().filter(|encoded| encoded.lands()) {
             // SAFETY: the entry's own claim, which the caller keeps mapped, and the entry idle.
             return unsafe { encoded.landing(&self.accumulator, length) };
         }
@@ -208,7 +209,7 @@ impl Entry {
     /// The payload that was begun with [`Take::Land`] has landed. Returns its CRC-32C if it
     /// `is_checked`, or the result's is wanted: where there is no other payload, that is the same.
     pub fn landed(&mut self, is_checked: bool) -> Option<u32> {
-        if let Some(encoded) = &self.encoded {
+        if let Some(encoded) = self.encoded.as_ref().filter(|encoded| encoded.lands()) {
             // SAFETY: the entry's own claim, in which this payload has just landed.
             let payload = || unsafe { encoded.payload(&self.accumulator).bytes() };
             return is_checked.then(|| crc32c(payload()));
@@ -247,11 +248,15 @@ impl Entry {
         }
     }
 
-    /// Whether a contribution of this rank, which is one of [these](Self::groups), may have so many
-    /// bytes, if it [can be](Self::check_act) for this. In the group of a broadcast's root, only
-    /// the root may speak.
+    /// Whether a contribution of this rank, which is one of [these](Self::groups), may have this
+    /// form and so many bytes, if it [can be](Self::check_act) for this. In the group of a
+    /// broadcast's root, only the root may speak.
     #[must_use]
-    pub fn takes(&self, rank: Rank, length: usize, act: Act) -> bool {
+    pub fn takes(&self, rank: Rank, (form, length): (Form, usize), act: Act) -> bool {
+        let may_choose = self.encoded.as_ref().is_some_and(|encoded| encoded.encoding().auto);
+        if form != Form::Declared && !may_choose {
+            return false;
+        }
         if let Some(optimized) = &self.optimized {
             return length == optimized.payload_bytes(act);
         }
@@ -264,8 +269,8 @@ impl Entry {
             (Operation::Broadcast(root), _) => {
                 length == 0 && self.groups.of(root) != self.groups.of(rank)
             }
-            (_, Some(encoded)) => (1..=encoded.room()).contains(&length),
-            (_, None) => length == self.bytes,
+            (_, Some(encoded)) if form != Form::Plain => encoded.takes(form, length),
+            (_, _) => length == self.bytes,
         }
     }
 
@@ -330,11 +335,17 @@ impl Entry {
         match self.operation {
             Operation::Broadcast(root) if root == rank => 0,
             _ => match (&self.encoded, &self.optimized) {
-                (Some(encoded), _) => encoded.length(),
+                (Some(encoded), _) if encoded.result() != Form::Plain => encoded.length(),
                 (_, Some(optimized)) => optimized.result_bytes(),
                 _ => self.bytes,
             },
         }
+    }
+
+    /// As what the publication that is being sent travels.
+    #[must_use]
+    pub fn form(&self) -> Form {
+        self.encoded.as_ref().map_or(Form::Declared, |encoded| encoded.result())
     }
 
     /// Whether it was retired, has had its last round, and nobody reads its result any more.
@@ -363,18 +374,24 @@ impl Entry {
         optimized::divisor(self.operation, self.groups.ranks())
     }
 
-    /// A payload begins to arrive on this lane. The entry must be [`free`](Self::free).
-    /// If publications carry a checksum, that of the result is taken along with the last payload.
-    pub fn begin(&mut self, lane: LaneId, checks: bool) -> Take {
+    /// A payload of this form begins to arrive on this lane. The entry must be
+    /// [`free`](Self::free). If publications carry a checksum, that of the result is taken along
+    /// with the last payload.
+    pub fn begin(&mut self, lane: LaneId, form: Form, checks: bool) -> Take {
         assert!(self.free(), "{}: a payload was begun while another one was arriving", self.key);
         self.active = Some(lane);
         let gives_result = self.stored.is_some() || self.landed + 1 == self.payloads;
         self.checksum = (checks && gives_result).then_some(0);
-        let takes_coded = self.optimized.as_ref().is_some_and(|key| key.takes_coded());
-        if self.encoded.is_some() || takes_coded {
+        if self.optimized.as_ref().is_some_and(|key| key.takes_coded()) {
             return Take::Land;
         }
         let first = self.landed == 0;
+        if let Some(encoded) = &mut self.encoded {
+            encoded.begin(form, first);
+            if encoded.lands() {
+                return Take::Land;
+            }
+        }
         let alone = self.payloads == 1;
         let is_result = alone && self.divisor() == 1;
         let is_sum = !alone && self.dtype.accumulator() == self.dtype;
@@ -384,8 +401,9 @@ impl Entry {
     /// Whether a group may divide its sum before it sends it: see
     /// [`FLAG_SCALED`](bps_engine::wire::header::FLAG_SCALED).
     #[must_use]
-    pub fn may_be_scaled(&self) -> bool {
-        self.dtype == DType::F16 && self.operation == Operation::Average && self.encoded.is_none()
+    pub fn may_be_scaled(&self, form: Form) -> bool {
+        let is_plain = self.encoded.is_none() || form == Form::Plain;
+        self.dtype == DType::F16 && self.operation == Operation::Average && is_plain
     }
 
     /// A payload is there, and as it was sent: adds it, if it was encoded. The last one of a key
@@ -414,6 +432,9 @@ impl Entry {
         };
         let Some(encoded) = &mut self.encoded else { return Ok(()) };
         encoded.add(kernels, &mut self.accumulator, turn)?;
+        if encoded.result() == Form::Plain {
+            return Ok(());
+        }
         // SAFETY: the entry's own claim, of which nothing was lent since the payload has landed.
         let result = || unsafe { encoded.payload(&self.accumulator).bytes() };
         self.checksum = self.checksum.map(|_| crc32c(result()));
@@ -432,7 +453,9 @@ impl Entry {
         let size = self.dtype.size();
         let count = length / size;
         let wide = done / size * self.dtype.accumulator().size();
-        let last = self.landed + 1 == self.payloads;
+        // What is to be encoded is divided then.
+        let is_plain = self.encoded.as_ref().is_none_or(|one| one.result() == Form::Plain);
+        let last = is_plain && self.landed + 1 == self.payloads;
         let (reduction, dtype, divisor) = (self.operation.reduction(), self.dtype, self.divisor());
         // SAFETY: `done + length <= bytes`, so both offsets stay inside the accumulator (kept by
         // `new`), which is lent to nobody while a payload comes in pieces; the piece was lent to

@@ -333,9 +333,9 @@ impl Shard {
         })?;
         let shaped = header.dtype == entry.dtype
             && header.offset == 0
-            && entry.takes(header.rank, header.length as usize, act)
+            && entry.takes(header.rank, (header.form(), header.length as usize), act)
             && header.contributors == entry.groups().size_with(header.rank)
-            && (header.flags & FLAG_SCALED == 0 || entry.may_be_scaled())
+            && (header.flags & FLAG_SCALED == 0 || entry.may_be_scaled(header.form()))
             && grant.is_none_or(|grant| entry.answers(header.rank, grant.length()));
         if !shaped {
             return Err(Refusal::Shape { key });
@@ -355,7 +355,7 @@ impl Shard {
         let checked = header.flags & FLAG_PAYLOAD_CHECKSUM != 0;
         self.checksums |= checked;
         let entry = &mut self.entries[index];
-        let (mark, landing) = match entry.begin(lane, self.checksums) {
+        let (mark, landing) = match entry.begin(lane, header.form(), self.checksums) {
             Take::Land => {
                 // SAFETY: just begun, and nothing else of the key is taken or published before the
                 // payload is whole (`Entry::free`, `Entry::is_whole`). The claim is given back only

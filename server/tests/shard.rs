@@ -11,6 +11,7 @@ use bps_engine::ring::Mpsc;
 use bps_engine::trace::counters::Counters;
 use bps_engine::transport::sim::{Sim, SimNetwork};
 use bps_engine::transport::{Event, Frame, Landing, LaneId, Link, Transport, Waker};
+use bps_engine::wire::header::Form;
 use bps_engine::wire::{Header, Kind};
 use bps_server::entry::Groups;
 use bps_server::shard::{Command, Refusal, Report, Shard};
@@ -238,6 +239,15 @@ fn a_set_is_summed_without_the_others_who_are_refused() {
 /// What a core with this key, of one rank, says of these payloads, each with what it is for: the
 /// last result, or why it refuses one.
 fn contribute_all(key: KeySpec, payloads: &[(Act, &[u8])]) -> Result<Vec<u8>, Refusal> {
+    contribute_all_as(Form::Declared, key, payloads)
+}
+
+/// The same, of payloads that come as this form.
+fn contribute_all_as(
+    form: Form,
+    key: KeySpec,
+    payloads: &[(Act, &[u8])],
+) -> Result<Vec<u8>, Refusal> {
     let mut core = Core::new();
     core.order(begin(1, 1));
     let link = core.dial(0, 1);
@@ -250,6 +260,7 @@ fn contribute_all(key: KeySpec, payloads: &[(Act, &[u8])]) -> Result<Vec<u8>, Re
         result.clear();
         let header = Header {
             key: Key(7),
+            flags: form.flag(),
             round: Round(round),
             length: u32::try_from(payload.len()).unwrap(),
             contributors: 1,
@@ -289,9 +300,14 @@ fn contribute_all(key: KeySpec, payloads: &[(Act, &[u8])]) -> Result<Vec<u8>, Re
 
 /// What is said of this payload to a key of four elements that is encoded so.
 fn contribute(text: &str, payload: &[u8]) -> Result<Vec<u8>, Refusal> {
+    contribute_as(Form::Declared, text, payload)
+}
+
+/// The same, as which form it says that it comes.
+fn contribute_as(form: Form, text: &str, payload: &[u8]) -> Result<Vec<u8>, Refusal> {
     let encoding = Some(text.parse().expect("an encoding"));
     let key = KeySpec { encoding, ..spec(7, 16, DType::F32) };
-    contribute_all(key, &[(Act::NONE, payload)])
+    contribute_all_as(form, key, &[(Act::NONE, payload)])
 }
 
 #[test]
@@ -346,14 +362,35 @@ fn what_is_no_encoding_of_a_key_is_refused() {
 }
 
 #[test]
+fn a_form_is_taken_where_it_may_be_chosen_and_has_its_length() {
+    let plain: Vec<u8> =
+        [1.0f32, -2.0, 0.5, 4.0].iter().flat_map(|one| one.to_le_bytes()).collect();
+    let half: Vec<u8> = plain.chunks(4).flat_map(|one| one[2..].to_vec()).collect();
+    assert_eq!(contribute_as(Form::Plain, "auto", &plain), Ok(plain.clone()));
+    assert_eq!(contribute_as(Form::Half, "auto", &half), Ok(half.clone()));
+    for (form, text, payload) in [
+        (Form::Plain, "int8", &plain),
+        (Form::Half, "int8", &half),
+        (Form::Plain, "auto", &half),
+        (Form::Half, "auto", &plain),
+        (Form::Declared, "auto", &plain),
+    ] {
+        let refused = contribute_as(form, text, payload);
+        assert_eq!(refused, Err(Refusal::Shape { key: Key(7) }), "{form:?} of {text}");
+    }
+}
+
+#[test]
 fn a_key_that_cannot_be_encoded_is_refused() {
     let mut core = Core::new();
     core.order(begin(1, 2));
     let encoding = Some("int8".parse().expect("an encoding"));
+    let auto = Some("auto".parse().expect("an encoding"));
     let of = |dtype, operation| KeySpec { encoding, operation, ..spec(1, 1 << 10, dtype) };
     for (spec, why) in [
         (of(DType::I32, Operation::Sum), "floats alone are encoded"),
         (of(DType::F32, Operation::Min), "sums and averages alone are encoded"),
+        (KeySpec { encoding: auto, ..of(DType::F64, Operation::Sum) }, "auto does not encode"),
     ] {
         core.order(Command::Install { request: 2, keys: vec![spec] });
         let reports = std::iter::from_fn(|| core.reports.pop()).map(|(_, report)| report);

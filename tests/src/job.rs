@@ -1,7 +1,9 @@
 //! A real job inside one process: scheduler, servers and workers as threads, over loopback or
 //! shared memory.
 
-use bps_engine::config::{Config, Idle, PayloadChecksum, Role, TcpDriver, TransportChoice};
+use bps_engine::config::{
+    AutoCompression, Config, Idle, PayloadChecksum, Role, TcpDriver, TransportChoice,
+};
 use bps_worker::{Error, Worker};
 use std::net::TcpListener;
 use std::sync::{Mutex, PoisonError};
@@ -33,6 +35,9 @@ pub struct JobShape {
     pub tune_file: Option<&'static str>,
     /// Tensors of fewer bytes are not encoded.
     pub min_compress_bytes: u32,
+    /// How far each rank encodes tensors whose encoding is `auto`; empty: as far as it measures
+    /// that this is faster.
+    pub auto: &'static [AutoCompression],
     /// Whether TCP lanes are encrypted, which needs a key.
     pub encrypt: bool,
     /// Which payloads carry a CRC-32C.
@@ -60,6 +65,7 @@ impl Default for JobShape {
             scheduling_credit: 0,
             tune_file: None,
             min_compress_bytes: 0,
+            auto: &[],
             encrypt: false,
             payload_checksum: PayloadChecksum::Auto,
             idle: Idle::Adaptive,
@@ -109,6 +115,11 @@ pub fn config(shape: &JobShape, port: u16, role: Role, worker: u32) -> Config {
         tune_partition: shape.tune_file.is_some(),
         tune_file: shape.tune_file.map(Into::into),
         min_compress_bytes: shape.min_compress_bytes,
+        auto_compression: shape
+            .auto
+            .get(worker as usize)
+            .copied()
+            .unwrap_or(AutoCompression::Measured),
         transport: shape.transport,
         tcp_driver: shape.driver,
         encrypt: shape.encrypt,

@@ -2,10 +2,11 @@
 //! codecs make of the contributions by the rules in `docs/compression.md`.
 
 use bps_engine::base::{DType, Key, Operation};
-use bps_engine::config::{TcpDriver, TransportChoice};
+use bps_engine::config::{AutoCompression, TcpDriver, TransportChoice};
 use bps_engine::encode::{narrow, widen};
 use bps_engine::proto::encoding::{Encoding, SERVER, draw};
 use bps_engine::transport::sim::Random;
+use bps_engine::wire::header::Form;
 use bps_tests::job::{self, JobShape};
 use bps_worker::{Declaration, Error, Members, PushPull, TensorId, Worker};
 use std::time::Duration;
@@ -149,6 +150,27 @@ fn expected(
         .collect()
 }
 
+/// What a sum becomes of contributions of these forms: those of each rank, and its result in the
+/// shortest of them.
+fn chosen(number: usize, said: &Declaration, forms: &[Form], round: u64) -> Vec<u8> {
+    let (encoding, key) = (said.encoding.expect("it is encoded"), Key(number as u64));
+    let sent = |form: Form, sender: u32, values: Vec<f32>| match encoding.codec_of(form) {
+        Some(codec) => End::new(Encoding::plain(codec), key, sender).sent(round, values),
+        None => values,
+    };
+    let mut sum = vec![0.0; COUNT];
+    for (rank, form) in (0..).zip(forms) {
+        let pushed = bytes_of(said.dtype, &gradient(number, rank, round));
+        let values = sent(*form, rank, values_of(said.dtype, &pushed));
+        sum.iter_mut().zip(values).for_each(|(all, one)| *all += one);
+    }
+    if said.operation == Operation::Average {
+        sum.iter_mut().for_each(|value| *value /= forms.len() as f32);
+    }
+    let shortest = *forms.iter().max().expect("there are ranks");
+    bytes_of(said.dtype, &sent(shortest, SERVER, sum))
+}
+
 const CODECS: &[&str] = &[
     "fp16",
     "bf16",
@@ -251,6 +273,91 @@ fn all_ranks_have_the_same_bits_however_many_they_are() {
     }
 }
 
+#[test]
+fn each_rank_may_choose_for_itself_and_all_get_the_same() {
+    use AutoCompression::{Bf16, Codec, Measured, None};
+    const PAIRS: [[AutoCompression; 2]; 7] = [
+        [None, None],
+        [None, Codec],
+        [Codec, Bf16],
+        [Bf16, None],
+        [Bf16, Bf16],
+        [Codec, Codec],
+        [Measured, Measured],
+    ];
+    let form = |one: &AutoCompression, dtype: DType| match one {
+        Codec => Form::Declared,
+        // It makes nothing of halves shorter.
+        Bf16 if dtype == DType::F32 => Form::Half,
+        // What stays on a host is not encoded.
+        None | Bf16 | Measured => Form::Plain,
+    };
+    let kinds = [
+        (DType::F32, Operation::Sum),
+        (DType::F32, Operation::Average),
+        (DType::F16, Operation::Average),
+        (DType::BF16, Operation::Sum),
+    ];
+    let tensors: Vec<Declaration> = ["auto", "auto(dithering(levels=4))"]
+        .into_iter()
+        .flat_map(|auto| kinds.map(|(dtype, operation)| (auto, dtype, operation)))
+        .map(|(auto, dtype, of)| tensor(&format!("{auto}, {of} of {dtype}"), dtype, of, auto))
+        .collect();
+    let transports = [
+        (TransportChoice::Tcp, TcpDriver::Uring),
+        (TransportChoice::Tcp, TcpDriver::Poll),
+        (TransportChoice::Shm, TcpDriver::Auto),
+    ];
+    for (pair, (transport, driver)) in PAIRS.iter().zip(transports.into_iter().cycle()) {
+        let shape = JobShape { transport, driver, auto: pair, ..JobShape::default() };
+        let tensors = tensors.clone();
+        job::run(shape, move |worker| {
+            let ids = worker.declare(&tensors).expect("declared");
+            for (number, said) in tensors.iter().enumerate() {
+                let forms = pair.each_ref().map(|one| form(one, said.dtype));
+                for round in 1..=ROUNDS {
+                    let values = gradient(number, worker.rank(), round);
+                    let got = push(worker, ids[number], said.dtype, &values).expect("a sum");
+                    let wanted = chosen(number, said, &forms, round);
+                    let (got, wanted) =
+                        [got, wanted].map(|bytes| values_of(said.dtype, &bytes)).into();
+                    let other = got.iter().zip(&wanted).position(|(one, other)| one != other);
+                    assert_eq!(other, Option::None, "{}, {pair:?}, round {round}", said.name);
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn a_group_may_choose_too_and_doubles_are_left_alone() {
+    let auto = &[AutoCompression::Codec, AutoCompression::Codec, AutoCompression::None];
+    let (transport, hosts) = (TransportChoice::Auto, &[2, 1]);
+    let shape = JobShape { workers: 3, transport, hosts, auto, ..JobShape::default() };
+    let seen = job::run(shape, |worker| {
+        let said = [
+            tensor("halves", DType::F16, Operation::Average, "auto"),
+            tensor("doubles", DType::F64, Operation::Sum, "auto"),
+        ];
+        let ids = worker.declare(&said).expect("declared");
+        let own = gradient(1, worker.rank(), 1);
+        [0, 1].map(|at| push(worker, ids[at], said[at].dtype, &own).expect("a sum"))
+    });
+    assert!(seen.iter().all(|rank| *rank == seen[0]), "ranks differ");
+    let mut sums = vec![0.0; COUNT];
+    for rank in 0..3 {
+        sums.iter_mut().zip(gradient(1, rank, 1)).for_each(|(all, one)| *all += f64::from(one));
+    }
+    let doubles = seen[0][1].chunks_exact(8).map(|one| f64::from_le_bytes(one.try_into().unwrap()));
+    for (got, wanted) in doubles.zip(&sums) {
+        assert!((got - wanted).abs() <= 1e-12 * wanted.abs(), "{got} is not {wanted}");
+    }
+    // An eight-bit code of a block's largest, and the rounding of halves.
+    for (got, sum) in values_of(DType::F16, &seen[0][0]).iter().zip(&sums) {
+        assert!((f64::from(*got) - sum / 3.0).abs() < 0.5, "{got} is not {sum} / 3");
+    }
+}
+
 /// What a job of one tensor says, which each rank declares by itself.
 fn declared(
     shape: JobShape,
@@ -265,7 +372,7 @@ fn declared(
 #[test]
 fn ranks_that_disagree_about_an_encoding_are_told() {
     let said = |rank: u32| {
-        let encoding = ["int8", "bf16+feedback"][rank as usize];
+        let encoding = ["int8", "auto"][rank as usize];
         tensor("x", DType::F32, Operation::Sum, encoding)
     };
     let texts = declared(JobShape::default(), said);
@@ -273,7 +380,7 @@ fn ranks_that_disagree_about_an_encoding_are_told() {
     let told = texts.iter().filter(|text| *text != "declared");
     assert!(told.clone().count() >= 1, "{texts:?}");
     for text in told {
-        for part in ["tensor `x`", "encoded as bf16+feedback", "encoded as int8"] {
+        for part in ["tensor `x`", "encoded as auto(int8)", "encoded as int8"] {
             assert!(text.contains(part), "{part}: {text}");
         }
     }

@@ -131,6 +131,8 @@ pub struct Config {
     pub partition_bytes: u32,
     /// `BYTEPS_MIN_COMPRESS_BYTES`: smaller tensors are not encoded.
     pub min_compress_bytes: u32,
+    /// `BPS_AUTO_COMPRESSION`: `measured`, `none`, `bf16`, `codec`.
+    pub auto_compression: AutoCompression,
     /// `BYTEPS_ENABLE_ASYNC`: optimizers train asynchronously unless they are told otherwise.
     pub enable_async: bool,
     /// `BPS_STALENESS`: by how many pushes a rank may be ahead of the slowest, for stored tensors
@@ -332,6 +334,19 @@ pub enum PayloadChecksum {
     Never,
 }
 
+/// How far tensors are encoded whose encoding is `auto`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum AutoCompression {
+    /// As far as that is measured to save time.
+    Measured,
+    /// Not at all.
+    None,
+    /// As bf16, where that is shorter.
+    Bf16,
+    /// By the codec that they name.
+    Codec,
+}
+
 /// Whether RDMA devices reach the memory of GPUs by themselves.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum GpuDirect {
@@ -391,6 +406,7 @@ impl Default for Config {
             server_cores: 1,
             partition_bytes: 256 << 10,
             min_compress_bytes: 64 << 10,
+            auto_compression: AutoCompression::Measured,
             enable_async: false,
             staleness: None,
             scheduling_credit: 0,
@@ -437,35 +453,41 @@ impl Default for Config {
             link_speed: None,
             bytescheduler: ByteSchedulerConfig::default(),
             top: TopConfig { once: false, interval: Duration::from_secs(1) },
-            launch: LaunchConfig {
-                local: 0,
-                hosts: None,
-                hostfile: None,
-                server_hosts: None,
-                scheduler_host: None,
-                pass: Vec::new(),
-                chdir: None,
-                ssh_port: 0,
-                ssh_user: None,
-                ssh_command: "ssh".into(),
-                ssh_timeout: Duration::from_secs(30),
-                remote_program: None,
-                agent: false,
-                no_prefix: false,
-                grace: Duration::from_secs(5),
-                dry_run: false,
-                gpus: Gpus::Auto,
-                cuda_visible: None,
-                cuda_order: None,
-                visible_devices: None,
-                gdb: false,
-                numa: true,
-                numa_default_quota: 0,
-                numa_root_quota: 0,
-                multithreaded_cpu: true,
-                cpu_blacklist: None,
-                visible_cpu_cores: None,
-            },
+            launch: LaunchConfig::default(),
+        }
+    }
+}
+
+impl Default for LaunchConfig {
+    fn default() -> LaunchConfig {
+        LaunchConfig {
+            local: 0,
+            hosts: None,
+            hostfile: None,
+            server_hosts: None,
+            scheduler_host: None,
+            pass: Vec::new(),
+            chdir: None,
+            ssh_port: 0,
+            ssh_user: None,
+            ssh_command: "ssh".into(),
+            ssh_timeout: Duration::from_secs(30),
+            remote_program: None,
+            agent: false,
+            no_prefix: false,
+            grace: Duration::from_secs(5),
+            dry_run: false,
+            gpus: Gpus::Auto,
+            cuda_visible: None,
+            cuda_order: None,
+            visible_devices: None,
+            gdb: false,
+            numa: true,
+            numa_default_quota: 0,
+            numa_root_quota: 0,
+            multithreaded_cpu: true,
+            cpu_blacklist: None,
+            visible_cpu_cores: None,
         }
     }
 }

@@ -337,6 +337,34 @@ pub static FAMILIES: &[Family] = &[
         "Contributions that it has posted.",
     ),
     counter(
+        "bps_rank_spared_bytes_total",
+        Source::Rank(|rank| float(rank.values.spared)),
+        "Payload bytes to and from servers that it has not sent or received, because they were \
+         encoded.",
+    ),
+    gauge(
+        "bps_rank_auto_plain_parts",
+        Source::Rank(|rank| float(rank.values.auto_plain)),
+        "Parts declared with the encoding auto that it sends as they are, because nothing else is \
+         known to be faster.",
+    ),
+    gauge(
+        "bps_rank_auto_bf16_parts",
+        Source::Rank(|rank| float(rank.values.auto_half)),
+        "Those of them that it sends as bf16.",
+    ),
+    gauge(
+        "bps_rank_auto_codec_parts",
+        Source::Rank(|rank| float(rank.values.auto_coded)),
+        "Those of them that it encodes by the codec that they name.",
+    ),
+    gauge(
+        "bps_rank_line_bytes_per_second",
+        Source::Rank(|rank| float(rank.values.line_speed)),
+        "Bytes a second at which results land, as it has measured to choose among these; 0 before \
+         that is known, or where nothing is to be chosen.",
+    ),
+    counter(
         "bps_rank_rounds_total",
         Source::Rank(|rank| float(rank.values.rounds)),
         "Results that have landed, one for each part of a tensor and round.",

@@ -8,6 +8,7 @@
 use crate::base::{DType, Key, Operation};
 use crate::encode::{Codec, CodecError, Draw};
 use crate::limits::PART_BYTES_MAX;
+use crate::wire::header::Form;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
@@ -16,6 +17,8 @@ use std::str::FromStr;
 const MILLION: u32 = 1_000_000;
 /// Bytes of the text of an encoding, at most.
 const TEXT_BYTES_MAX: usize = 256;
+/// What `auto` may use if it does not say.
+const AUTO: &str = "int8";
 
 /// The factor of Nesterov's momentum, from 0 to below 1 in steps of a millionth.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -47,6 +50,10 @@ impl Momentum {
 pub struct Encoding {
     /// What makes it smaller.
     pub codec: Codec,
+    /// Each contribution is encoded only as far as its sender finds that this saves time: it goes
+    /// in one of the [forms](Form), and the result in the shortest of those of its contributions.
+    /// Nothing is kept between rounds then.
+    pub auto: bool,
     /// Error feedback: with what it encodes, each end adds what its codec left out of the round
     /// before: `p = g + e`, sends `C(p)`, keeps `e = p - decoded(C(p))` (Seide et al. 2014, "1-bit
     /// stochastic gradient descent"; Karimireddy et al. 2019, "Error feedback fixes SignSGD").
@@ -71,6 +78,13 @@ pub enum EncodingError {
     /// The factor of the momentum.
     #[error("a momentum of `{0}`: a number from 0 to below 1 is possible")]
     Momentum(String),
+    /// Not everything can be left out of a round.
+    #[error(
+        "`{0}`: auto takes one codec of fp16, bf16, fp8_e4m3, fp8_e5m2, int8 and dithering, \
+         without feedback or momentum, because what those keep would go stale where a round is not \
+         encoded: write auto or, say, auto(int8), or name the codec alone"
+    )]
+    Auto(String),
     /// The same twice.
     #[error("`+{0}` stands twice in an encoding")]
     Twice(String),
@@ -82,6 +96,11 @@ pub enum EncodingError {
 pub enum EncodingFault {
     /// Codecs are for floats.
     Type {
+        /// What it is of.
+        dtype: DType,
+    },
+    /// What is sent as it is is summed in f32 as what is encoded is.
+    Wide {
         /// What it is of.
         dtype: DType,
     },
@@ -103,7 +122,30 @@ impl Encoding {
     /// The codec alone.
     #[must_use]
     pub fn plain(codec: Codec) -> Encoding {
-        Encoding { codec, feedback: false, momentum: None }
+        Encoding { codec, auto: false, feedback: false, momentum: None }
+    }
+
+    /// The codec of payloads of this form, which may be plain.
+    #[must_use]
+    pub fn codec_of(&self, form: Form) -> Option<Codec> {
+        match form {
+            Form::Plain => None,
+            Form::Half => Some(Codec::Bf16),
+            Form::Declared => Some(self.codec),
+        }
+    }
+
+    /// Bytes of the longest payload of so many elements that is not plain.
+    #[must_use]
+    pub fn room(&self, elements: usize) -> usize {
+        let half = if self.auto { Codec::Bf16.wire_bytes_max(elements) } else { 0 };
+        self.codec.wire_bytes_max(elements).max(half)
+    }
+
+    /// Whether this type leaves the choice that `auto` is.
+    #[must_use]
+    pub fn may_choose(dtype: DType) -> bool {
+        dtype != DType::F64
     }
 
     /// Whether a tensor of this type can have it, for this operation, in parts of at most so many
@@ -120,11 +162,14 @@ impl Encoding {
         if !dtype.is_float() {
             return Err(EncodingFault::Type { dtype });
         }
+        if self.auto && !Encoding::may_choose(dtype) {
+            return Err(EncodingFault::Wide { dtype });
+        }
         if !matches!(operation, Operation::Sum | Operation::Average) {
             return Err(EncodingFault::Operation { operation });
         }
         let count = usize::try_from(elements).ok().filter(|count| *count <= PART_BYTES_MAX);
-        let bytes = count.map_or(u64::MAX, |count| self.codec.wire_bytes_max(count) as u64);
+        let bytes = count.map_or(u64::MAX, |count| self.room(count) as u64);
         match bytes <= PART_BYTES_MAX as u64 {
             true => Ok(()),
             false => Err(EncodingFault::Long { elements, bytes }),
@@ -158,6 +203,15 @@ impl FromStr for Encoding {
         if text.len() > TEXT_BYTES_MAX {
             return Err(EncodingError::Long(text.len()));
         }
+        if let Some(inside) = inside_of_auto(text) {
+            let encoding: Encoding = inside?.parse()?;
+            let is_plain = encoding == Encoding::plain(encoding.codec);
+            let refused = EncodingError::Auto(text.to_owned());
+            return match is_plain && is_mild(encoding.codec) {
+                true => Ok(Encoding { auto: true, ..encoding }),
+                false => Err(refused),
+            };
+        }
         let mut words = text.split('+').map(str::trim);
         let mut encoding = Encoding::plain(words.next().unwrap_or_default().parse()?);
         for word in words {
@@ -182,8 +236,30 @@ impl FromStr for Encoding {
     }
 }
 
+/// What stands in the brackets of `auto(…)`, if the text is that.
+fn inside_of_auto(text: &str) -> Option<Result<&str, EncodingError>> {
+    let text = text.trim();
+    let (auto, rest) = text.split_at_checked("auto".len())?;
+    if !auto.eq_ignore_ascii_case("auto") {
+        return None;
+    }
+    let inside = match rest.trim() {
+        "" => Some(AUTO),
+        rest => rest.strip_prefix('(').and_then(|rest| rest.strip_suffix(')')),
+    };
+    Some(inside.ok_or_else(|| EncodingError::Auto(text.to_owned())))
+}
+
+/// Whether what a codec leaves out is little enough to be forgotten.
+fn is_mild(codec: Codec) -> bool {
+    !matches!(codec, Codec::Onebit { .. } | Codec::Topk { .. } | Codec::Randomk { .. })
+}
+
 impl fmt::Display for Encoding {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.auto {
+            return write!(f, "auto({})", self.codec);
+        }
         write!(f, "{}", self.codec)?;
         if self.feedback {
             f.write_str("+feedback")?;
@@ -215,6 +291,9 @@ impl fmt::Display for EncodingFault {
             EncodingFault::Type { dtype } => {
                 write!(f, "it is of {dtype}, and floats alone are encoded")
             }
+            EncodingFault::Wide { dtype } => {
+                write!(f, "it is of {dtype}, which auto does not encode: declare it as it is")
+            }
             EncodingFault::Operation { operation } => {
                 write!(f, "it is for {operation}, and sums and averages alone are encoded")
             }
@@ -239,6 +318,8 @@ mod tests {
             (" bf16 + feedback", "bf16+feedback"),
             ("bf16+momentum( 0.9 )+feedback", "bf16+feedback+momentum(0.9)"),
             ("bf16+momentum(0)", "bf16+momentum(0)"),
+            ("auto", "auto(int8)"),
+            (" Auto ( fp8_e4m3(stochastic) )", "auto(fp8_e4m3(stochastic))"),
         ];
         for (text, written) in cases {
             let encoding: Encoding = text.parse().unwrap();
@@ -258,6 +339,11 @@ mod tests {
             ("bf16+momentum(NaN)", "a momentum of `NaN`"),
             ("bf16+feedback+feedback", "`+feedback` stands twice"),
             ("bf16+momentum(0.1)+momentum(0.2)", "stands twice"),
+            ("auto(topk(k=0.01))", "`auto(topk(k=0.01))`: auto takes one codec of fp16"),
+            ("auto(int8+feedback)", "without feedback or momentum"),
+            ("auto(int8)+feedback", "without feedback or momentum"),
+            ("auto(auto)", "auto takes one codec"),
+            ("automatic", "auto takes one codec"),
         ];
         for (text, why) in cases {
             let error = text.parse::<Encoding>().unwrap_err().to_string();
@@ -274,6 +360,11 @@ mod tests {
             let fits = encoding.check(dtype, Operation::Average, 64);
             assert_eq!(fits.is_ok(), dtype.is_float(), "{dtype}");
         }
+        let auto: Encoding = "auto".parse().unwrap();
+        assert!(auto.check(DType::BF16, Operation::Sum, 64).is_ok());
+        let fault = auto.check(DType::F64, Operation::Sum, 64).unwrap_err();
+        assert_eq!(fault, EncodingFault::Wide { dtype: DType::F64 });
+        assert_eq!((auto.room(1 << 10), encoding.room(1 << 10)), (2 << 10, 2 << 10));
         for operation in [Operation::Broadcast(Rank(0)), Operation::Min, Operation::Product] {
             let fault = encoding.check(DType::F32, operation, 64).unwrap_err();
             assert_eq!(fault, EncodingFault::Operation { operation });

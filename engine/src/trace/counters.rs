@@ -82,6 +82,8 @@ counters! {
     bytes_in,
     /// Payload bytes sent.
     bytes_out,
+    /// Payload bytes that were not sent or received, because parts were encoded (worker).
+    spared,
     /// Frames received.
     frames_in,
     /// Frames sent.
@@ -110,6 +112,14 @@ counters! {
     lanes,
     /// Gauge: keys (server) or tensors (worker) that are declared.
     keys,
+    /// Gauge: parts that may be encoded or not, and are sent as they are (worker).
+    auto_plain,
+    /// Gauge: those that are sent as bf16.
+    auto_half,
+    /// Gauge: those that are sent by their codec.
+    auto_coded,
+    /// Gauge: bytes a second at which results land, where that decides over encodings (worker).
+    line_speed,
     /// Gauge: bytes of the arena that keys have claimed.
     arena_claimed,
     /// Gauge: bytes of the arena that have pages.

@@ -325,6 +325,21 @@ pub enum Link {
 }
 
 impl Link {
+    /// Whether what it carries stays on this host, as far as addresses tell.
+    #[must_use]
+    pub fn stays_on_host(&self) -> bool {
+        let socket = match self {
+            Link::Tcp(socket) | Link::SealedTcp(socket, _) => socket2::SockRef::from(socket),
+            Link::Shm(_) => return true,
+            Link::Rdma(_) | Link::Sim(_) => return false,
+        };
+        let ip = |address: std::io::Result<socket2::SockAddr>| {
+            Some(address.ok()?.as_socket()?.ip().to_canonical())
+        };
+        let (own, peer) = (ip(socket.local_addr()), ip(socket.peer_addr()));
+        peer.is_some_and(|peer| peer.is_loopback() || own == Some(peer))
+    }
+
     /// Whether bytes may change between the two ends and nobody notices. TCP's own checksum has 16
     /// bits, and devices on the way compute it anew; those of RDMA's links have 32 and go from end
     /// to end. What stays on this host passes no device, and what is encrypted is authenticated.

@@ -5,7 +5,7 @@
 //! | 0..4 | magic | `b"BPS1"` |
 //! | 4 | version | [`VERSION`] |
 //! | 5 | kind | [`Kind`] |
-//! | 6 | flags | [`FLAG_PAYLOAD_CHECKSUM`], [`FLAG_SCALED`]; other bits are zero |
+//! | 6 | flags | [`FLAG_PAYLOAD_CHECKSUM`], [`FLAG_SCALED`], those of [`Form`]; others are zero |
 //! | 7 | dtype | element type of the payload, [`DType`]'s number |
 //! | 8..12 | rank | who sent it; a publication and a grant name the rank that they are for |
 //! | 12..16 | epoch | membership generation |
@@ -46,6 +46,38 @@ pub const fn scale(contributors: u32) -> u32 {
     contributors.next_power_of_two()
 }
 
+/// As what a payload travels of a tensor whose encoding leaves that to who sends it, from what is
+/// longest to what is shortest. All others travel as they were declared.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum Form {
+    /// The elements as they are.
+    Plain,
+    /// The elements as bf16.
+    Half,
+    /// As the tensor was declared.
+    Declared,
+}
+
+impl Form {
+    const ALL: [Form; 3] = [Form::Plain, Form::Half, Form::Declared];
+    /// Its bits of the flags.
+    const MASK: u8 = 4 | 8;
+
+    /// What it adds to the flags.
+    #[must_use]
+    pub const fn flag(self) -> u8 {
+        match self {
+            Form::Plain => 4,
+            Form::Half => 8,
+            Form::Declared => 0,
+        }
+    }
+
+    fn of(flags: u8) -> Option<Form> {
+        Form::ALL.into_iter().find(|form| form.flag() == flags & Form::MASK)
+    }
+}
+
 /// What a frame is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
@@ -84,7 +116,7 @@ pub enum Kind {
 pub struct Header {
     /// What the frame is.
     pub kind: Kind,
-    /// See [`FLAG_PAYLOAD_CHECKSUM`] and [`FLAG_SCALED`].
+    /// See [`FLAG_PAYLOAD_CHECKSUM`], [`FLAG_SCALED`] and [`Form`].
     pub flags: u8,
     /// Element type of the payload.
     pub dtype: DType,
@@ -162,6 +194,15 @@ impl Header {
         }
     }
 
+    /// As what the payload travels.
+    ///
+    /// # Panics
+    /// The flags are of no form, which [`Header::decode`] lets none have.
+    #[must_use]
+    pub fn form(&self) -> Form {
+        Form::of(self.flags).expect("flags are of one form")
+    }
+
     /// The 64 bytes of this header.
     #[must_use]
     pub fn encode(&self) -> RawHeader {
@@ -223,7 +264,10 @@ impl Header {
         if kind == Kind::Contribution {
             known |= FLAG_SCALED;
         }
-        if flags & !known != 0 {
+        if matches!(kind, Kind::Contribution | Kind::Publication) {
+            known |= Form::MASK;
+        }
+        if flags & !known != 0 || Form::of(flags).is_none() {
             return Err(Invalid::Flags(flags));
         }
         let dtype = DType::from_wire(raw[7]).ok_or(Invalid::DType(raw[7]))?;
@@ -296,6 +340,18 @@ mod tests {
                 "3a2de46a"
             )
         );
+    }
+
+    #[test]
+    fn a_payload_has_one_form_and_other_frames_have_none() {
+        for form in Form::ALL {
+            let header = Header { flags: form.flag() | FLAG_PAYLOAD_CHECKSUM, ..sample() };
+            assert_eq!(Header::decode(&header.encode()).map(|header| header.form()), Ok(form));
+            let word = Header { kind: Kind::Ready, length: 0, ..header };
+            assert_eq!(Header::decode(&word.encode()).is_ok(), form == Form::Declared);
+        }
+        let both = Header { flags: Form::MASK, payload_checksum: 0, ..sample() };
+        assert_eq!(Header::decode(&both.encode()), Err(Invalid::Flags(Form::MASK)));
     }
 
     #[test]

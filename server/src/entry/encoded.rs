@@ -2,6 +2,10 @@
 //! in f32, room for one payload, through which contributions come one after the other and the
 //! result goes, and what the results before have left out, if that is kept.
 //!
+//! Of an encoding that leaves it to each sender whether it encodes, plain contributions are added
+//! as those of any other key are, and so is a result that all have sent plain: here is only what to
+//! do where that is not so.
+//!
 //! A payload is decoded once it is whole, while it is added, by the core's own thread: what that
 //! costs stands in `docs/compression.md`, beside what it saves.
 
@@ -12,6 +16,7 @@ use bps_engine::mem::{Claim, Readable, Writable};
 use bps_engine::proto::encoding::{Encoding, SERVER, draw};
 use bps_engine::proto::messages::KeySpec;
 use bps_engine::reduce::Kernels;
+use bps_engine::wire::header::Form;
 
 /// See the [module](self).
 pub(super) struct Encoded {
@@ -20,6 +25,10 @@ pub(super) struct Encoded {
     elements: usize,
     /// Bytes of the payload that lands, or of the result.
     length: usize,
+    /// As what the payload comes that is arriving, or was the last.
+    form: Form,
+    /// The shortest form of the round so far, which is that of its result.
+    shortest: Form,
 }
 
 /// What a payload is to the round that it belongs to.
@@ -46,7 +55,31 @@ impl Encoded {
     pub(super) fn of(spec: &KeySpec) -> Option<Encoded> {
         let elements = spec.bytes as usize / spec.dtype.size();
         let encoding = spec.encoding?;
-        Some(Encoded { key: spec.key, encoding, elements, length: 0 })
+        let (form, shortest) = (Form::Plain, Form::Plain);
+        Some(Encoded { key: spec.key, encoding, elements, length: 0, form, shortest })
+    }
+
+    /// A payload of this form begins to arrive.
+    pub(super) fn begin(&mut self, form: Form, is_first: bool) {
+        self.form = form;
+        self.shortest = if is_first { form } else { self.shortest.max(form) };
+    }
+
+    /// Whether the payload that is arriving is encoded.
+    pub(super) fn lands(&self) -> bool {
+        self.form != Form::Plain
+    }
+
+    /// As what the result travels.
+    pub(super) fn result(&self) -> Form {
+        self.shortest
+    }
+
+    /// Whether a payload of this form, which is encoded, may have so many bytes.
+    pub(super) fn takes(&self, form: Form, length: usize) -> bool {
+        let is_free = self.encoding.auto || form == Form::Declared;
+        let most = self.encoding.codec_of(form).map(|codec| codec.wire_bytes_max(self.elements));
+        is_free && most.is_some_and(|most| (1..=most).contains(&length))
     }
 
     /// How it is encoded.
@@ -60,7 +93,7 @@ impl Encoded {
 
     /// Bytes of the longest payload.
     pub(super) fn room(&self) -> usize {
-        self.encoding.codec.wire_bytes_max(self.elements)
+        self.encoding.room(self.elements)
     }
 
     /// Where the room for a payload begins.
@@ -106,7 +139,8 @@ impl Encoded {
         unsafe { Readable::new(memory.as_ptr().add(self.wire_at()).cast_const(), self.length) }
     }
 
-    /// Adds the payload that has landed. Behind the last one of a round stands its result.
+    /// Adds the payload that has landed, unless it came plain and is added. Behind the last one of
+    /// a round stands its result, encoded unless all came plain.
     ///
     /// # Errors
     /// The payload is no encoding of the key's elements. Then nothing was changed.
@@ -116,18 +150,22 @@ impl Encoded {
         memory: &mut Claim,
         turn: Turn,
     ) -> Result<(), Malformed> {
-        let Encoding { codec, feedback, .. } = self.encoding;
+        let Encoding { feedback, .. } = self.encoding;
         let (elements, length) = (self.elements, self.length);
+        let came = self.encoding.codec_of(self.form);
+        let goes = self.encoding.codec_of(self.shortest);
         let Views { sums, wire, residue } = self.views(memory);
-        let payload = &wire[..length];
-        codec.check(elements, payload)?;
         let random = draw(self.key, turn.round, SERVER);
-        if turn.is_first {
-            codec.decode(payload, random, sums);
-        } else {
-            codec.decode_add(payload, random, sums);
+        if let Some(codec) = came {
+            let payload = &wire[..length];
+            codec.check(elements, payload)?;
+            if turn.is_first {
+                codec.decode(payload, random, sums);
+            } else {
+                codec.decode_add(payload, random, sums);
+            }
         }
-        let Some(divisor) = turn.divisor else { return Ok(()) };
+        let (Some(divisor), Some(codec)) = (turn.divisor, goes) else { return Ok(()) };
         let at = sums.as_mut_ptr().cast::<u8>();
         // SAFETY: so many f32, which are borrowed here; the result may be in the place of the sum.
         unsafe { kernels.finish(DType::F32, at, at.cast_const(), elements, divisor) };

@@ -188,6 +188,7 @@ impl Shard {
             header.round = Round(entry.round);
             header.length = word(length);
             header.contributors = entry.contributors();
+            header.flags = entry.form().flag();
             if let Some(checksum) = entry.checksum.filter(|_| session.checks && length > 0) {
                 header.flags |= FLAG_PAYLOAD_CHECKSUM;
                 header.payload_checksum = checksum;

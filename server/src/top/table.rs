@@ -56,6 +56,7 @@ pub(super) struct Table {
     header: String,
     stall: String,
     tuning: Option<String>,
+    auto: Option<String>,
     core_rows: Vec<Row>,
     rank_rows: Vec<Row>,
 }
@@ -76,6 +77,7 @@ impl Table {
             header: String::new(),
             stall: String::new(),
             tuning: None,
+            auto: None,
             core_rows: Vec::new(),
             rank_rows: Vec::new(),
         }
@@ -99,6 +101,7 @@ impl Table {
         );
         self.stall = stall(page);
         self.tuning = tuning(page);
+        self.auto = auto(page);
         self.core_rows.clear();
         for sample in page.of("bps_core_rounds_total") {
             let Some((server, core)) = number(sample, "server").zip(number(sample, "core")) else {
@@ -138,6 +141,7 @@ impl Table {
     pub(super) fn text(&self, size: Option<(usize, usize)>) -> String {
         let mut lines = vec![self.header.clone(), self.stall.clone()];
         lines.extend(self.tuning.clone());
+        lines.extend(self.auto.clone());
         lines.push(String::new());
         lines.extend(layout(CORE_COLUMNS, &self.core_rows));
         lines.push(String::new());
@@ -240,6 +244,20 @@ fn tuning(page: &Page) -> Option<String> {
     ))
 }
 
+/// How far tensors are encoded that need not be.
+fn auto(page: &Page) -> Option<String> {
+    let all = |name: &str| page.of(name).map(Sample::value).sum::<f64>();
+    let parts = |form: &str| all(&format!("bps_rank_auto_{form}_parts"));
+    let [plain, half, coded] = ["plain", "bf16", "codec"].map(parts);
+    let count = plain + half + coded;
+    if count == 0.0 {
+        return None;
+    }
+    let spared = all("bps_rank_spared_bytes_total") / 1e9;
+    let all = counted(count, "part");
+    Some(format!("auto: {coded} of {all} encoded, {half} as bf16; {spared:.3} GB spared"))
+}
+
 fn number(sample: &Sample, label: &str) -> Option<u32> {
     sample.label(label).parse().ok()
 }
@@ -320,6 +338,19 @@ mod tests {
             table.look(&tuning(active));
             assert_eq!(line(&table), Some(format!("{word} {what}")));
         }
+    }
+
+    #[test]
+    fn a_job_that_chooses_encodings_says_which() {
+        let mut table = Table::new("h:1".to_owned());
+        table.look(&Page::parse(
+            "bps_rank_auto_plain_parts{rank=\"0\"} 1\nbps_rank_auto_codec_parts{rank=\"0\"} 3\n\
+             bps_rank_auto_codec_parts{rank=\"1\"} 4\nbps_rank_auto_bf16_parts{rank=\"1\"} 0\n\
+             bps_rank_spared_bytes_total{rank=\"0\"} 1500000000\n",
+        ));
+        let text = table.text(None);
+        let line = "auto: 7 of 8 parts encoded, 0 as bf16; 1.500 GB spared";
+        assert_eq!(text.lines().nth(2), Some(line), "{text}");
     }
 
     #[test]

@@ -6,7 +6,7 @@ mod worker;
 
 use self::ends::Ends;
 use super::gpu::{self, Machine, SimGpu, Spot};
-use super::shape::Shape;
+use super::shape::{Shape, auto_of};
 use bps_engine::base::{CoreId, Rank, word};
 use bps_engine::lane::Endpoint;
 use bps_engine::limits::RANKS_MAX;
@@ -417,6 +417,7 @@ impl Cluster {
             epoch: roster.epoch,
             credit_bytes: self.shape.credit_bytes,
             paces: false,
+            auto: auto_of(rank),
             column: switches.others_of_column(rank).collect(),
             stall_report: STALL_REPORT,
         };

@@ -1,7 +1,7 @@
 //! How large a simulated job is, and how its ranks are numbered.
 
-use bps_engine::base::Placement;
-use bps_engine::config::PayloadChecksum;
+use bps_engine::base::{Placement, Rank};
+use bps_engine::config::{AutoCompression, PayloadChecksum};
 use bps_engine::proto::messages::Planning;
 use bps_engine::transport::sim::Random;
 
@@ -35,6 +35,15 @@ pub struct Shape {
     pub payload_checksum: PayloadChecksum,
     /// Every rank has a GPU.
     pub devices: bool,
+}
+
+/// How far a rank encodes what it may or may not encode: neighbours differ.
+pub(super) fn auto_of(rank: Rank) -> AutoCompression {
+    match rank.0 % 3 {
+        0 => AutoCompression::None,
+        1 => AutoCompression::Codec,
+        _ => AutoCompression::Bf16,
+    }
 }
 
 impl Shape {

@@ -73,9 +73,13 @@ pub(super) fn tensors(random: &mut Random, workers: u32, devices: bool) -> Vec<T
 /// as these are the same in every type.
 fn encoding(random: &mut Random, dtype: DType, operation: Operation) -> Option<Encoding> {
     let all: &[&str] = match (dtype, operation) {
-        (dtype, Operation::Sum) if dtype.is_float() => {
-            &["bf16", "fp16+feedback", "topk(k=1000000)", "randomk(k=1000000, seed=1)+feedback"]
-        }
+        (DType::F64, Operation::Sum) => &["bf16", "fp16+feedback", "topk(k=1000000)"],
+        (dtype, Operation::Sum) if dtype.is_float() => &[
+            "auto(fp16)",
+            "fp16+feedback",
+            "topk(k=1000000)",
+            "randomk(k=1000000, seed=1)+feedback",
+        ],
         (DType::F32, Operation::Average) => &["topk(k=1000000)"],
         _ => return None,
     };

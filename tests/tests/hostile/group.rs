@@ -4,7 +4,7 @@
 mod column;
 
 use bps_engine::base::{DType, Epoch, Key, Operation, Rank, Round};
-use bps_engine::config::PayloadChecksum;
+use bps_engine::config::{AutoCompression, PayloadChecksum};
 use bps_engine::lane::Endpoint;
 use bps_engine::mem::Readable;
 use bps_engine::optimize::Act;
@@ -91,6 +91,7 @@ impl Pair {
             column,
             stall_report: Duration::from_secs(3600),
             paces: false,
+            auto: AutoCompression::Measured,
         };
         let (commands, reports) = (Mpsc::new(64), Mpsc::new(64));
         let mut nic = NicLoop::new(

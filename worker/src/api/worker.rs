@@ -14,6 +14,7 @@ use bps_engine::base::{Operation, Rank};
 use bps_engine::config::Config;
 use bps_engine::keys::partition::tensor_bytes;
 use bps_engine::optimize::Act;
+use bps_engine::proto::encoding::Encoding;
 use bps_engine::proto::messages::Declaration;
 use bps_engine::proto::objects::ObjectKeys;
 use bps_engine::proto::store::{Store, StoreFault};
@@ -497,7 +498,7 @@ impl Shared {
     }
 
     /// Declarations as the scheduler has to know them: without sets that are all ranks, without
-    /// encodings of tensors that are too small for them, and with this job's bound of staleness.
+    /// encodings of tensors that are not for them, and with this job's bound of staleness.
     fn settled<'a>(&self, tensors: &'a [Declaration]) -> Result<Cow<'a, [Declaration]>, Error> {
         for said in tensors {
             let checked = said.check_members(Rank(self.rank), self.size);
@@ -511,10 +512,14 @@ impl Shared {
         let is_small = |said: &Declaration| {
             tensor_bytes(said.shape.count(), said.dtype).is_some_and(|bytes| bytes < least)
         };
+        let is_left = |said: &Declaration| {
+            let may_be = |encoding: Encoding| !encoding.auto || Encoding::may_choose(said.dtype);
+            is_small(said) || !said.encoding.is_none_or(may_be)
+        };
         let changes = |said: &Declaration| {
             let members = &said.members;
             members.clone().within(self.size) != *members
-                || said.encoding.is_some() && is_small(said)
+                || said.encoding.is_some() && is_left(said)
                 || said.store.and_then(Store::deltas).is_some() && self.config.staleness.is_some()
         };
         if !tensors.iter().any(changes) {
@@ -523,7 +528,7 @@ impl Shared {
         let mut tensors = tensors.to_vec();
         for said in &mut tensors {
             said.members = std::mem::take(&mut said.members).within(self.size);
-            said.encoding = said.encoding.filter(|_| !is_small(said));
+            said.encoding = said.encoding.filter(|_| !is_left(said));
             if let Some(Store::Deltas(deltas)) = &mut said.store {
                 deltas.staleness = deltas.staleness.or(self.config.staleness);
             }

@@ -89,9 +89,10 @@ impl Drop for Kernels {
 }
 
 /// What kernels are called that serve an encoding, and whether they round at random. They keep
-/// nothing between rounds, so feedback and momentum are not for them.
+/// nothing between rounds, so feedback and momentum are not for them, nor is what may be left as it
+/// is.
 fn kernel_of(encoding: Encoding) -> Option<(&'static str, bool)> {
-    if encoding.feedback || encoding.momentum.is_some() {
+    if encoding.auto || encoding.feedback || encoding.momentum.is_some() {
         return None;
     }
     match encoding.codec {

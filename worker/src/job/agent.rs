@@ -304,7 +304,7 @@ impl Agent {
                 return Err(broken("has a part of a size that no part has"));
             }
             let elements = part.bytes as usize / declaration.dtype.size();
-            let room = declaration.encoding.map(|how| how.codec.wire_bytes_max(elements));
+            let room = declaration.encoding.map(|how| how.room(elements));
             if room.is_some_and(|room| room > PART_BYTES_MAX) {
                 return Err(broken("has a part that is too large once it is encoded"));
             }

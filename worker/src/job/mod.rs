@@ -500,6 +500,7 @@ fn nic_config(config: &Config, joined: &start::Joined, switches: &Switches) -> N
         credit_bytes: start::credit_bytes(config, joined.lanes().cores.len()),
         column: switches.others_of_column(rank).collect(),
         stall_report: config.stall_report,
+        auto: config.auto_compression,
         paces: rank == Rank(0) && !start::tuning(config).is_off(),
     }
 }

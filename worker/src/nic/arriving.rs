@@ -99,7 +99,8 @@ impl Nic {
         header: Header,
         (target, slot): (Writable, Option<Slot>),
     ) {
-        let into = self.lands_in(lane, part, header.length as usize, target);
+        let into = self.lands_in(lane, part, &header, target);
+        self.landing_begins(lane);
         self.lane_mut(lane).receiving = Receiving::Landing { part, header, into, target, slot };
         self.endpoint.land(lane, Landing::Into(into));
     }
@@ -117,7 +118,7 @@ impl Nic {
     fn is_due(&self, id: PartId, lane: LaneId, header: &Header) -> bool {
         let (part, length) = (self.part(id), header.length as usize);
         let is_root = part.is_root(&self.config);
-        let fits = if is_root { length == 0 } else { self.may_publish(lane, id, length) };
+        let fits = if is_root { length == 0 } else { self.may_publish(lane, id, header) };
         fits && header.rank == self.config.rank
             && header.epoch == self.config.epoch
             && header.dtype == part.plan.dtype
@@ -243,6 +244,7 @@ impl Nic {
         };
         state.receiving = Receiving::Header;
         self.statistics.counters.bytes_in.add(u64::from(header.length));
+        self.landing_ends(lane, header.length as usize);
         if header.flags & FLAG_PAYLOAD_CHECKSUM != 0 {
             // SAFETY: these bytes have just landed here, which they do only in the host's memory,
             // and the loop does nothing else with a part whose result comes.
@@ -253,6 +255,9 @@ impl Nic {
         }
         if let Err(message) = self.decode(lane, part, &header, target) {
             return self.refuse(lane, message);
+        }
+        if matches!(self.lane(lane).peer, Peer::Server(_)) {
+            self.spared(part, header.length as usize);
         }
         self.trace.frame(self.marks(lane, part).1, &header);
         self.on_result(part, slot);

@@ -6,15 +6,16 @@
 //! their results: the loop sends and receives them, and checks what has come before the GPU decodes
 //! it.
 
+use super::choosing::Choice;
 use super::{LaneId, Nic, PartId, Peer};
 use crate::nic::circle::is_scaled;
 use crate::rounds::Plan;
 use bps_engine::base::{DType, Rank};
-use bps_engine::encode::{narrow, widen};
+use bps_engine::encode::{Codec, narrow, widen};
 use bps_engine::mem::{Readable, Writable};
 use bps_engine::proto::encoding::{Encoding, draw};
 use bps_engine::wire::Header;
-use bps_engine::wire::header::scale;
+use bps_engine::wire::header::{Form, scale};
 
 /// A tensor can't be encoded where its parts are.
 #[derive(Debug, thiserror::Error)]
@@ -31,6 +32,8 @@ pub(crate) struct OutOfReach {
 pub(super) struct Coded {
     encoding: Encoding,
     elements: usize,
+    /// As what it is sent.
+    pub(super) choice: Choice,
     /// The GPU does it, in the slot.
     is_on_gpu: bool,
     /// What is sent, or lands; empty until this loop encodes a round.
@@ -44,11 +47,12 @@ pub(super) struct Coded {
 }
 
 impl Coded {
-    pub(super) fn new(encoding: Encoding, elements: usize) -> Coded {
+    pub(super) fn new(encoding: Encoding, elements: usize, choice: Choice) -> Coded {
         let zeros = |is_kept: bool| vec![0.0; if is_kept { elements } else { 0 }].into();
         Coded {
             encoding,
             elements,
+            choice,
             is_on_gpu: false,
             wire: Box::default(),
             length: None,
@@ -57,12 +61,30 @@ impl Coded {
         }
     }
 
-    /// Bytes of its longest payload.
+    pub(super) fn encoding(&self) -> Encoding {
+        self.encoding
+    }
+
+    /// Bytes of its longest payload that is not plain.
     pub(super) fn room(&self) -> usize {
-        self.encoding.codec.wire_bytes_max(self.elements)
+        self.encoding.room(self.elements)
+    }
+
+    /// Bytes of an encoded payload of this form, if it is one that may come.
+    fn length_of(&self, form: Form) -> Option<usize> {
+        let may_come = self.encoding.auto || form == Form::Declared;
+        let codec = self.encoding.codec_of(form).filter(|_| may_come)?;
+        Some(codec.wire_bytes_max(self.elements))
+    }
+
+    fn make_room(&mut self) {
+        if self.wire.is_empty() {
+            self.wire = vec![0; self.room()].into();
+        }
     }
 
     fn payload(&mut self, length: usize) -> Writable {
+        self.make_room();
         let wire = &mut self.wire[..length];
         // SAFETY: the part's own bytes, which stay where they are until the endpoint is gone, which
         // is dropped before the parts. A round is encoded before its frame is posted, its result
@@ -70,13 +92,16 @@ impl Coded {
         unsafe { Writable::new(wire.as_mut_ptr(), wire.len()) }
     }
 
-    /// Encodes a round's contribution, which `values` are and which are of no use after it, and
-    /// returns its bytes.
-    fn encode(&mut self, values: &mut [f32], (header, rank): (&Header, Rank)) -> usize {
-        if self.wire.is_empty() {
-            self.wire = vec![0; self.room()].into();
-        }
-        let Encoding { codec, feedback, momentum } = self.encoding;
+    /// Encodes a round's contribution by a codec, which `values` are and which are of no use after
+    /// it, and returns its bytes.
+    fn encode(
+        &mut self,
+        codec: Codec,
+        values: &mut [f32],
+        (header, rank): (&Header, Rank),
+    ) -> usize {
+        self.make_room();
+        let Encoding { feedback, momentum, .. } = self.encoding;
         let random = draw(header.key, header.round.0, rank.0);
         if let Some(momentum) = momentum {
             let factor = momentum.factor();
@@ -138,15 +163,33 @@ impl Nic {
     /// Bytes that a part may take on the line to its server.
     pub(super) fn line_bytes(&self, part: PartId) -> usize {
         let part = self.part(part);
-        part.coded().map_or(part.plan.bytes, Coded::room)
+        let length = part.coded().and_then(|coded| coded.length_of(coded.choice.form));
+        length.unwrap_or(part.plan.bytes)
     }
 
-    /// Whether a publication of a part may have so many bytes on this lane; not that of a broadcast
-    /// to its root.
-    pub(super) fn may_publish(&self, lane: LaneId, part: PartId, length: usize) -> bool {
+    /// As what a part is sent to its server.
+    pub(super) fn form(&self, part: PartId) -> Form {
+        self.part(part).coded.as_ref().map_or(Form::Declared, |coded| coded.choice.form)
+    }
+
+    /// Whether a publication of a part may have this form and so many bytes on this lane; not that
+    /// of a broadcast to its root.
+    pub(super) fn may_publish(&self, lane: LaneId, part: PartId, header: &Header) -> bool {
+        let (form, length) = (header.form(), header.length as usize);
+        let is_plain = length == self.part(part).plan.bytes;
         match self.coded(lane, part) {
-            Some(coded) => (1..=coded.room()).contains(&length),
-            None => length == self.part(part).plan.bytes,
+            Some(coded) if form == Form::Plain => coded.encoding.auto && is_plain,
+            Some(coded) => coded.length_of(form).is_some_and(|most| (1..=most).contains(&length)),
+            None => form == Form::Declared && is_plain,
+        }
+    }
+
+    /// A payload of so many bytes went to a server or came from it, in the place of a part.
+    pub(super) fn spared(&self, part: PartId, length: usize) {
+        let state = self.part(part);
+        if state.coded.is_some() {
+            let spared = state.plan.bytes.saturating_sub(length);
+            self.statistics.counters.spared.add(spared as u64);
         }
     }
 
@@ -155,12 +198,13 @@ impl Nic {
         &mut self,
         lane: LaneId,
         part: PartId,
-        length: usize,
+        header: &Header,
         target: Writable,
     ) -> Writable {
-        if self.coded(lane, part).is_none() {
+        if self.coded(lane, part).is_none() || header.form() == Form::Plain {
             return target;
         }
+        let length = header.length as usize;
         let coded = self.part_mut(part).coded.as_mut().expect("it is encoded on this lane");
         if coded.is_on_gpu { target.part(0, length) } else { coded.payload(length) }
     }
@@ -169,18 +213,19 @@ impl Nic {
     /// before.
     pub(super) fn encoded(&mut self, part: PartId, header: &Header) -> Option<Readable> {
         let coded = self.part(part).coded()?;
+        let codec = coded.encoding.codec_of(coded.choice.form)?;
         if coded.is_on_gpu {
             return Some(self.contribution(part).part(0, coded.room()));
         }
         let length = match coded.length {
             Some(length) => length,
-            None => self.encode(part, header),
+            None => self.encode(part, codec, header),
         };
         let coded = self.part_mut(part).coded.as_mut()?;
         Some(coded.payload(length).readable())
     }
 
-    fn encode(&mut self, part: PartId, header: &Header) -> usize {
+    fn encode(&mut self, part: PartId, codec: Codec, header: &Header) -> usize {
         let source = self.contribution(part);
         let rank = self.config.rank;
         let state = &mut self.parts[part.0 as usize];
@@ -196,7 +241,7 @@ impl Nic {
             values.iter_mut().for_each(|value| *value *= factor);
         }
         let coded = state.coded.as_mut().expect("what is encoded has room for it");
-        let length = coded.encode(values, (header, rank));
+        let length = coded.encode(codec, values, (header, rank));
         coded.length = Some(length);
         length
     }
@@ -220,7 +265,8 @@ impl Nic {
         target: Writable,
     ) -> Result<(), String> {
         let Some(coded) = self.coded(lane, part) else { return Ok(()) };
-        let Coded { encoding: Encoding { codec, .. }, elements, is_on_gpu, .. } = *coded;
+        let Coded { encoding, elements, is_on_gpu, .. } = *coded;
+        let Some(codec) = encoding.codec_of(header.form()) else { return Ok(()) };
         let state = &mut self.parts[part.0 as usize];
         let coded = state.coded.as_ref().expect("as it was");
         let landed = target.readable();

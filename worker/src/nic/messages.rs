@@ -5,6 +5,7 @@
 
 use crate::base::error::{Disagreement, RoundSeen, Source};
 use bps_engine::base::{Epoch, Key, Rank};
+use bps_engine::config::AutoCompression;
 use bps_engine::proto::messages::StalledKey;
 use bps_engine::proto::paths::AwaitedKey;
 use bps_engine::proto::tuning::TuneReport;
@@ -94,6 +95,8 @@ pub struct NicConfig {
     pub stall_report: Duration,
     /// Whether this rank tells how fast steps are, for a job that tunes itself.
     pub paces: bool,
+    /// How far parts are encoded that need not be.
+    pub auto: AutoCompression,
 }
 
 /// What the other threads read of a loop.

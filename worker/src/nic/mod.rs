@@ -5,6 +5,7 @@
 
 mod acts;
 mod arriving;
+mod choosing;
 mod circle;
 mod coding;
 mod ending;
@@ -18,6 +19,7 @@ mod watch;
 
 pub use messages::{NicConfig, NicStatistics, Peer, Report};
 
+use self::choosing::Costs;
 use self::circle::Circle;
 use self::coding::{Coded, Values};
 use self::granted::Granted;
@@ -164,6 +166,8 @@ struct Lane {
     goodbye: bool,
     /// What is sent here carries a checksum.
     checks: bool,
+    /// What it carries stays on this host.
+    is_local: bool,
     /// This rank has left in good order, and said so here.
     said_goodbye: bool,
     /// Parts of whose memory a frame was posted that is not sent, in the order of the frames.
@@ -228,6 +232,8 @@ pub struct Nic {
     granted: Granted,
     /// Of the part that is encoded or decoded.
     values: Values,
+    /// What it costs to send and to encode, where some part leaves that choice.
+    costs: Option<Box<Costs>>,
     reports: Mpsc<Report>,
     report_waker: Waker,
     statistics: Arc<NicStatistics>,
@@ -292,6 +298,7 @@ impl Nic {
             landings: Default::default(),
             granted: Granted::default(),
             values: Values::default(),
+            costs: None,
             config,
             reports,
             report_waker,
@@ -312,6 +319,7 @@ impl Nic {
     /// # Errors
     /// The transport refuses the link.
     pub fn attach(&mut self, peer: Peer, link: Link) -> std::io::Result<LaneId> {
+        let is_local = link.stays_on_host();
         let lane = self.endpoint.attach(link)?;
         assert_eq!(lane.0 as usize, self.lanes.len(), "lanes are attached once, at start");
         self.lanes.push(Lane {
@@ -319,6 +327,7 @@ impl Nic {
             open: true,
             goodbye: false,
             checks: self.endpoint.checks(lane),
+            is_local,
             said_goodbye: false,
             posted: VecDeque::new(),
             receiving: Receiving::Header,
@@ -409,9 +418,11 @@ impl Nic {
             if plan.owner.is_none() && (others > 0 || peers.is_some()) {
                 circle.gathers.plan(plan.key, peers.as_deref());
             }
-            let coded = plan
-                .encoding
-                .map(|encoding| Box::new(Coded::new(encoding, plan.bytes / plan.dtype.size())));
+            let coded = plan.encoding.map(|encoding| {
+                let elements = plan.bytes / plan.dtype.size();
+                let choice = self.first_choice(encoding, plan.dtype, elements, plan.core);
+                Box::new(Coded::new(encoding, elements, choice))
+            });
             self.parts.push(Part {
                 plan,
                 coded,

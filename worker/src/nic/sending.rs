@@ -18,6 +18,7 @@ pub(super) const QUIET: u64 = u64::MAX;
 impl Nic {
     /// A part goes to its server once credit and priority let it.
     pub(super) fn send_to_server(&mut self, part: PartId) {
+        self.choose(part);
         let state = self.part(part);
         assert!(state.plan.core.is_some(), "a part that is summed elsewhere has a core");
         let priority = state.priority;
@@ -45,6 +46,7 @@ impl Nic {
             header.round = Round(state.round);
             header.contributors = self.group_size(&state.plan);
             header.act = state.act.word();
+            header.flags = self.form(part).flag();
             let (is_silent, is_scaled) = (self.is_silent(state), is_scaled(&state.plan));
             let payload = if is_silent {
                 Readable::EMPTY
@@ -75,6 +77,7 @@ impl Nic {
             }
             self.trace.frame_at(at, Mark::Posted, &header);
             self.statistics.posted(length);
+            self.spared(part, length);
             self.queue.take();
             self.lane_mut(lane).posted.push_back(part);
             self.contributed(part);

@@ -23,6 +23,12 @@ impl Nic {
         counters.queued.set((self.queue.len() + self.gathered.len()) as u64);
         counters.lanes.set(self.lanes.iter().filter(|lane| lane.open).count() as u64);
         counters.keys.set(tensors as u64);
+        if let Some(([plain, half, coded], line)) = self.choices() {
+            counters.auto_plain.set(plain);
+            counters.auto_half.set(half);
+            counters.auto_coded.set(coded);
+            counters.line_speed.set(line);
+        }
     }
 
     /// Reports what servers owe this rank. Half of the report time is enough: the scheduler asks

@@ -3,7 +3,8 @@
 use super::Field;
 use crate::base::Placement;
 use crate::config::{
-    ElasticMode, GpuDirect, Gpus, Idle, LogLevel, PayloadChecksum, Role, TcpDriver, TransportChoice,
+    AutoCompression, ElasticMode, GpuDirect, Gpus, Idle, LogLevel, PayloadChecksum, Role,
+    TcpDriver, TransportChoice,
 };
 
 pub(super) const ROLE: Field = Field::Choice {
@@ -106,6 +107,26 @@ pub(super) const PAYLOAD_CHECKSUM: Field = Field::Choice {
         PayloadChecksum::Auto => "auto",
         PayloadChecksum::Always => "1",
         PayloadChecksum::Never => "0",
+    },
+};
+
+pub(super) const AUTO_COMPRESSION: Field = Field::Choice {
+    names: "measured, none, bf16, codec",
+    set: |config, text| {
+        config.auto_compression = match text {
+            "measured" => AutoCompression::Measured,
+            "none" => AutoCompression::None,
+            "bf16" => AutoCompression::Bf16,
+            "codec" => AutoCompression::Codec,
+            _ => return false,
+        };
+        true
+    },
+    get: |config| match config.auto_compression {
+        AutoCompression::Measured => "measured",
+        AutoCompression::None => "none",
+        AutoCompression::Bf16 => "bf16",
+        AutoCompression::Codec => "codec",
     },
 };
 

@@ -1,8 +1,8 @@
-//! The rows of settings that a job finds by itself.
+//! The rows of settings that a job, or a process, finds by itself.
 
 use super::Field::{Path, Switch};
 use super::rows::RANKING;
-use super::{Group, LAUNCHER, Row, SCHEDULER};
+use super::{Group, LAUNCHER, Row, SCHEDULER, choices};
 
 pub(super) const ROWS: &[Row] = &[
     Row::new(
@@ -37,4 +37,13 @@ pub(super) const ROWS: &[Row] = &[
          next job.",
     )
     .flag("tune-file"),
+    Row::new(
+        "BPS_AUTO_COMPRESSION",
+        RANKING,
+        Group::Tensors,
+        choices::AUTO_COMPRESSION,
+        "none",
+        "How far this process encodes tensors that are declared with `auto` \
+         (docs/compression.md): as far as it measures that this saves time, or always so.",
+    ),
 ];

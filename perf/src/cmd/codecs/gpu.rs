@@ -82,7 +82,7 @@ pub fn run(matches: &ArgMatches, ordinal: u32) -> Outcome {
     let table = Table::new(matches, "codecs", &title, &columns);
     table.head();
     for codec in matches.get_many::<Codec>("codec").expect("has a default") {
-        let encoding = Encoding { codec: *codec, feedback: false, momentum: None };
+        let encoding = Encoding::plain(*codec);
         let Some(coder) = kernels.coder(encoding, DType::F32)? else { continue };
         for part in arguments::bytes(matches, "size") {
             let Some(encoded) = coder.wire_bytes(part).filter(|_| part <= SAMPLE_BYTES) else {
