@@ -352,3 +352,25 @@ def test_a_text_that_is_no_codec_raises(text):
 def test_codecs_say_what_they_are():
     assert repr(Compression.int8()) == "Codec('int8')"
     assert bps.Codec("int8") == Compression.int8() != Compression.onebit()
+
+
+def test_auto_names_the_strongest_codec_that_may_be_used():
+    assert Compression.auto() == bps.Codec("auto") == Compression.auto("int8")
+    named = Compression.auto(Compression.fp8_e4m3(stochastic=True))
+    assert named.encoding == "auto(fp8_e4m3(stochastic))"
+    for codec in (Compression.onebit(), "topk(k=0.01)", Compression.int8(error_feedback=True)):
+        with pytest.raises(ConfigError, match="auto takes one codec of fp16, bf16"):
+            Compression.auto(codec)
+
+
+def test_auto_leaves_alone_what_stays_on_a_host(encoded_job):
+    def summed():
+        values = gradient(bps.rank(), step=7)
+        wanted = gradient(0, step=7) + gradient(1, step=7)
+        got = [
+            bps.push_pull(values, average=False, name="auto", compression=Compression.auto())
+            for _ in range(20)
+        ]
+        return all(bool((one == wanted).all()) for one in got)
+
+    assert encoded_job.run(summed) == [True, True]

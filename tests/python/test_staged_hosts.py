@@ -67,3 +67,21 @@ def _check_timelines(folder: Path, said: str) -> None:
             found = [one for one in names if one.endswith(f".{stage}") and first not in one]
             assert len(found) == 2 * rounds, f"{name}: {stage} of two ranks"
             assert all(any(tensor in one for tensor in tensors) for one in found), found
+
+
+def test_auto_encodes_on_a_slow_line():
+    if not PROGRAM.exists():
+        pytest.skip("bps-perf is not built: cargo build -p bps-perf -p bps-server")
+    words = "cluster --workers 2 --servers 2 --rate 100mbit --size 4M --rounds 8 --json"
+    encodings = ["--encoding", "none", "--encoding", "auto"]
+    result = subprocess.run(
+        [PROGRAM, *words.split(), *encodings],
+        capture_output=True, text=True, timeout=240, check=False, cwd=ROOT,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    if result.stdout.startswith("skipped: "):
+        pytest.skip(result.stdout.removeprefix("skipped: ").strip())
+    rows = {row["encoding"]: row for row in map(json.loads, result.stdout.splitlines())}
+    # Without, a round takes the third of a second of its bytes; by int8 less than a third of that,
+    # once the line is known.
+    assert rows["auto(int8)"]["speed_to_first"] > 2, rows

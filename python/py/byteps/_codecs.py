@@ -72,6 +72,25 @@ class Codecs:
     fp16: Any = None
 
     @classmethod
+    def auto(cls, codec: Any = "int8") -> Any:
+        """As far as it saves time: as they are, in bfloat16, or by this codec.
+
+        Each process measures how fast its line and the codec are, and chooses for each part of a
+        tensor anew every few rounds; all ranks get the same result. Nothing is kept between rounds,
+        so only codecs that need no error feedback can be named. On a line that is faster than
+        processors encode, nothing is encoded.
+
+        Args:
+            codec: The strongest that may be used, as its text or as what one of these returns:
+                ``fp16``, ``bf16``, ``fp8_e4m3``, ``fp8_e5m2``, ``int8`` or ``dithering``.
+
+        Raises:
+            byteps.errors.ConfigError: for one that leaves too much out, or with error feedback or
+                momentum.
+        """
+        return cls.codec(f"auto({encoding_of(codec) or codec})")
+
+    @classmethod
     def wire_fp16(cls, error_feedback: bool = False, momentum: float | None = None) -> Any:
         """IEEE half precision on the line alone: half of the bytes."""
         return cls.codec(_text("fp16", error_feedback=error_feedback, momentum=momentum))
