@@ -1,25 +1,32 @@
 //! Jobs that tune themselves: how ranks come to other parts at the same round.
 
 use super::*;
+use crate::limits::DECLARE_PARTS_MAX;
 use crate::proto::tuning::{TuneOrder, TuneReport};
 use crate::proto::uneven::Pushes;
 
 const BOTH: Tuning = Tuning { credit: true, partition: true, credit_parts: 2 };
 
-/// A job of two ranks and a server with two cores, with parts of 4096 bytes. `a` is large, `b` of
-/// one part, `c` is known to the first rank alone.
-fn tuning(tuning: Tuning) -> Bench {
+/// A job of two ranks and a server with two cores, with parts of so many bytes.
+fn formed(tuning: Tuning, partition_bytes: u32) -> Bench {
     let mut bench = Bench::new(2, 1);
     for worker in 0..2 {
         let mut register = worker_register(worker, 2, 1);
         let Node::Worker { planning, .. } = &mut register.node else { unreachable!() };
-        planning.tuning = tuning;
+        (planning.tuning, planning.partition_bytes) = (tuning, partition_bytes);
         bench.join(worker.into(), register);
     }
     bench.join(100, server_register(0, 2, 1));
     for node in [0, 1, 100] {
         bench.roster(node);
     }
+    bench
+}
+
+/// The same, with parts of 4096 bytes. `a` is large, `b` of
+/// one part, `c` is known to the first rank alone.
+fn tuning(tuning: Tuning) -> Bench {
+    let mut bench = formed(tuning, 4096);
     bench.declare(0, 1, &[tensor("a", 20_000), tensor("b", 100), tensor("c", 30_000)]);
     bench.declare(1, 1, &[tensor("a", 20_000), tensor("b", 100)]);
     bench.install();
@@ -243,4 +250,38 @@ fn a_job_that_does_not_tune_takes_no_word_on_it() {
     let mut bench = Bench::formed(1, 1);
     bench.paced(0, 0, 1e9);
     assert_eq!(bench.done, Some(Exit::Failed));
+}
+
+#[test]
+fn parts_that_would_be_too_many_are_said_and_not_tried() {
+    let mut bench = formed(Tuning { credit: false, ..BOTH }, 16 << 10);
+    // One part more of 4 KiB than half of what one message may name.
+    let large = tensor("large", (DECLARE_PARTS_MAX as u64 / 2 + 1) * 1024);
+    for node in [0, 1] {
+        bench.declare(node, 1, std::slice::from_ref(&large));
+    }
+    bench.install();
+    let answers = |bench: &mut Bench, trial: u32| {
+        bench.install();
+        for node in [0, 1] {
+            bench.heard(node);
+            bench.held(node, trial, vec![run(0, u64::from(trial))]);
+        }
+        bench.heard(100);
+    };
+    bench.paced(0, 0, 3e9);
+    // The default and what is next to the start are slower, and the other neighbour can't be had.
+    for trial in [1, 2] {
+        answers(&mut bench, trial);
+        bench.paced(0, trial, 1e9);
+    }
+    let refused = "BYTEPS_PARTITION_BYTES=4096 BYTEPS_SCHEDULING_CREDIT=2 would cut tensors into \
+                   too many parts, and is not tried";
+    assert!(bench.log.iter().any(|line| line.ends_with(refused)), "{:?}", bench.log);
+    // So the search ends where the job began, once the ranks have come back to it.
+    answers(&mut bench, 3);
+    let point = Point { partition_bytes: 16 << 10, credit_parts: 2 };
+    assert_eq!(bench.tuned, [point], "{:?}", bench.log);
+    let view = bench.scheduler.view(bench.now).tuning.expect("it tunes itself");
+    assert!(view.is_over && view.point == point && view.best > 2.9e9, "{:?}", bench.log);
 }
