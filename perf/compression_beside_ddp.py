@@ -78,7 +78,7 @@ class Stage:
             raise
 
     def _namespace(self) -> int:
-        holder = subprocess.Popen(["unshare", "--net", "sleep", "86400"], preexec_fn=with_parent)
+        holder = subprocess.Popen(["unshare", "--net", "sleep", "86400"], preexec_fn=with_parent)  # noqa: PLW1509
         self.holders.append(holder)
         own = os.readlink("/proc/self/ns/net")
         deadline = time.monotonic() + 10
@@ -122,7 +122,11 @@ def run_way(stage: Stage, way: str, arguments: argparse.Namespace) -> dict:
         output = subprocess.PIPE if pipe else subprocess.DEVNULL
         words = stage.words(stage.hosts[host], sys.executable, *words)
         child = subprocess.Popen(
-            words, env=common | variables, stdout=output, text=True, preexec_fn=with_parent
+            words,
+            env=common | variables,
+            stdout=output,
+            text=True,
+            preexec_fn=with_parent,  # noqa: PLW1509
         )
         everything.append(child)
         return child

@@ -63,9 +63,17 @@ fn what_a_header_does_not_use_is_zero_or_it_is_refused() {
         }
     }
     let plain = Header::new(Kind::Contribution, DType::F32, Rank(1), Epoch(1));
-    for bit in 2..8 {
-        let result = Header::decode(&with_byte(&plain, 6, 1 << bit));
-        assert_eq!(result, Err(Invalid::Flags(1 << bit)));
+    // A payload has one form, and what has none no flag of it.
+    for flags in (4..8).map(|bit| 1 << bit).chain([4 | 8]) {
+        let result = Header::decode(&with_byte(&plain, 6, flags));
+        assert_eq!(result, Err(Invalid::Flags(flags)));
+    }
+    for kind in [Kind::Goodbye, Kind::Refused, Kind::Ready, Kind::Grant] {
+        let other = Header::new(kind, DType::F32, Rank(1), Epoch(1));
+        for flag in [4, 8] {
+            let result = Header::decode(&with_byte(&other, 6, flag));
+            assert_eq!(result, Err(Invalid::Flags(flag)), "{kind:?}");
+        }
     }
     // Only contributions are scaled.
     for kind in [Kind::Publication, Kind::Goodbye, Kind::Refused, Kind::Ready, Kind::Grant] {
