@@ -5,7 +5,7 @@
 //! in the middle of a payload, leave its results unread, or send what does not fit.
 
 use bps_engine::base::{DType, Key, Operation, Placement, Rank, Round};
-use bps_engine::config::{Role, TransportChoice};
+use bps_engine::config::{AutoCompression, Role, TransportChoice};
 use bps_engine::control::{Hello, JobKey, Link, LinkSender, dial};
 use bps_engine::metrics::{FAMILIES, Kind};
 use bps_engine::proto::messages::{
@@ -34,6 +34,8 @@ const BYTES: u64 = PARTS * PART_BYTES as u64;
 const OF_ELASTIC_JOBS: [&str; 2] = ["bps_job_deaths_total", "bps_job_reforming_seconds"];
 /// Of jobs that tune themselves, likewise: they have a test of their own.
 const OF_TUNING_JOBS: &str = "bps_job_tuning_";
+/// Of tensors that are encoded, likewise.
+const OF_CODECS: [&str; 3] = ["bps_rank_auto_", "bps_rank_line_", "bps_rank_spared_"];
 const PATIENCE: Duration = Duration::from_secs(30);
 
 fn declaration() -> Declaration {
@@ -382,6 +384,7 @@ fn every_metric_of_the_table_moves() {
         .map(|family| family.name)
         .filter(|name| !watcher.moved.contains(name) && !OF_ELASTIC_JOBS.contains(name))
         .filter(|name| !name.starts_with(OF_TUNING_JOBS))
+        .filter(|name| !OF_CODECS.iter().any(|of| name.starts_with(of)))
         .collect();
     go.store(false, Ordering::Release);
     real.join().expect("rank 0 got its result");
@@ -496,5 +499,51 @@ fn a_port_that_is_taken_is_said_at_start() {
         assert_eq!(started.wait(PATIENCE).code(), Some(2), "{program}");
         let said = started.lines().join("\n");
         assert!(said.contains(variable) && said.contains("can't show metrics"), "{said}");
+    }
+}
+
+#[test]
+fn a_job_that_chooses_encodings_says_which() {
+    let port = free_port();
+    let scheduler = Program::start("bps-scheduler", &[], &variables(port, "scheduler"));
+    let _server = Program::start("bps-server", &["--cores", "1"], &variables(port, "server"));
+    let address = announced(&scheduler);
+    let mut watcher = Watcher { address, moved: BTreeSet::new(), counters: BTreeMap::new() };
+    let is_seen = Arc::new(AtomicBool::new(false));
+    let ranks: Vec<_> = (0..RANKS)
+        .map(|rank| {
+            let auto = &[AutoCompression::None, AutoCompression::Bf16, AutoCompression::Codec];
+            let shape = JobShape { workers: RANKS, auto, ..JobShape::default() };
+            let config = job::config(&shape, port, Role::Worker, rank);
+            let is_seen = Arc::clone(&is_seen);
+            std::thread::spawn(move || {
+                let worker = Worker::start(&config).expect("the job forms");
+                let encoding = Some("auto".parse().expect("an encoding"));
+                let said = Declaration { encoding, shape: 1024.into(), ..declaration() };
+                let tensor = worker.declare(&[said]).expect("all agree")[0];
+                let mut memory = vec![0u8; 4096];
+                let target = memory.as_mut_ptr();
+                let item = PushPull { tensor, source: target.cast_const(), target, priority: 0 };
+                // SAFETY: `memory` lives until the handle is done, and nobody touches it meanwhile.
+                let handles = unsafe { worker.push_pull(&[item]) }.expect("the job runs");
+                assert!(handles[0].wait(Some(PATIENCE)).expect("the job runs"), "it hangs");
+                while !is_seen.load(Ordering::Acquire) {
+                    std::thread::sleep(Duration::from_millis(10));
+                }
+                worker.shutdown(false).expect("leaving in good order");
+            })
+        })
+        .collect();
+    watcher.until_moved(&[
+        "bps_rank_auto_plain_parts{rank=\"0\"}",
+        "bps_rank_auto_bf16_parts{rank=\"1\"}",
+        "bps_rank_auto_codec_parts{rank=\"2\"}",
+        "bps_rank_spared_bytes_total{rank=\"0\"}",
+    ]);
+    let table = top(&watcher.address);
+    assert!(table.contains("auto: 1 of 3 parts encoded, 1 as bf16"), "{table}");
+    is_seen.store(true, Ordering::Release);
+    for rank in ranks {
+        rank.join().expect("a rank ends in good order");
     }
 }
