@@ -38,6 +38,8 @@ pub const GRANTS_MAX: usize = 64;
 pub const EVENTS_MAX: usize = 256;
 /// Ranks of one job.
 pub const RANKS_MAX: usize = 4096;
+/// Ranks that an epoch goes on without at most: a result has a bit for each.
+pub const GONE_MAX: usize = 64;
 /// Servers of one job.
 pub const SERVERS_MAX: usize = 1024;
 /// Cores of one server.

@@ -134,7 +134,7 @@ impl Agent {
             SchedulerMessage::Roster(roster) => {
                 let (epoch, ranks) = (roster.epoch, roster.size);
                 let groups: Vec<u32> = roster.workers.iter().map(|peer| peer.group).collect();
-                self.begin(epoch, Groups::new(&groups), effects);
+                self.begin(epoch, Groups::new(&groups).that_shrink(roster.shrinks), effects);
                 effects.push(Effect::Info(format!(
                     "server {} of {}, {ranks} ranks, epoch {}",
                     roster.index,
@@ -157,6 +157,14 @@ impl Agent {
             SchedulerMessage::Reset { epoch } => {
                 self.reset = Some((epoch, self.cores));
                 self.begin(epoch, Groups::default(), effects);
+            }
+            SchedulerMessage::Shrunk(shrunk) => {
+                let gone: Arc<[Rank]> = shrunk.gone.into();
+                for core in 0..self.cores {
+                    let gone = Arc::clone(&gone);
+                    effects.push(Effect::Shard(core, Command::Shrink { gone }));
+                }
+                effects.push(Effect::Warn(shrunk.text));
             }
             SchedulerMessage::Inquire { keys } => {
                 let keys: Arc<[Key]> = keys.into();

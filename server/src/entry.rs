@@ -10,6 +10,7 @@ mod encoded;
 mod groups;
 mod optimized;
 mod scaled;
+mod shrinking;
 mod stored;
 
 pub use groups::{Groups, NumberSet, Turnout, Turnouts};
@@ -18,9 +19,11 @@ pub use optimized::Unfit;
 use self::encoded::{Encoded, Turn};
 use self::optimized::Optimized;
 use self::scaled::add_scaled;
+use self::shrinking::Told;
 use self::stored::Stored;
 use bps_engine::base::{DType, Key, Operation, Rank};
 use bps_engine::encode::Malformed;
+use bps_engine::limits::ALIGNMENT;
 use bps_engine::mem::{Claim, Readable, Writable, cache};
 use bps_engine::optimize::Act;
 use bps_engine::proto::encoding::Encoding;
@@ -80,9 +83,12 @@ pub struct Entry {
     active: Option<LaneId>,
     /// Payloads of the open round that are in the accumulator.
     landed: u32,
-    /// How many payloads a round has. The only round of a stored key never ends.
+    /// How many payloads a round has. The only round of a stored key never ends, and where groups
+    /// may die, nobody knows before.
     payloads: u32,
     groups: Arc<Groups>,
+    /// Whose contributions are in the last result.
+    result: Told,
     /// A box, since most keys have none.
     encoded: Option<Box<Encoded>>,
     /// Likewise, and then neither of the others.
@@ -93,16 +99,26 @@ pub struct Entry {
     accumulator: Claim,
 }
 
-/// Bytes that the accumulator of such a key takes, with all else that it needs.
+/// Bytes that the accumulator of such a key takes, with all else that it needs: where groups may
+/// die, a place for a contribution that is added once it is whole.
 #[must_use]
-pub fn accumulator_bytes(spec: &KeySpec) -> usize {
+pub fn accumulator_bytes(spec: &KeySpec, shrinks: bool) -> usize {
     if let Some(optimized) = Optimized::of(spec) {
         return optimized.bytes();
     }
     if let Some(encoded) = Encoded::of(spec) {
         return encoded.bytes();
     }
-    spec.bytes as usize / spec.dtype.size() * spec.dtype.accumulator().size()
+    let sum = spec.bytes as usize / spec.dtype.size() * spec.dtype.accumulator().size();
+    let has_place = shrinks && !matches!(spec.operation, Operation::Broadcast(_));
+    if has_place { sum.next_multiple_of(ALIGNMENT) + spec.bytes as usize } else { sum }
+}
+
+/// Whether a round of such a key needs all groups, also where groups may die: the job forms again
+/// then.
+fn takes_all(spec: &KeySpec) -> bool {
+    let chooses = spec.encoding.is_some_and(|encoding| encoding.auto);
+    chooses || spec.store.and_then(Store::optimizer).is_some()
 }
 
 impl Entry {
@@ -110,7 +126,8 @@ impl Entry {
     /// spec.
     #[must_use]
     pub fn new(spec: &KeySpec, groups: &Arc<Groups>, accumulator: Claim) -> Entry {
-        assert!(accumulator.len() >= accumulator_bytes(spec), "{}: too little memory", spec.key);
+        let room = accumulator_bytes(spec, groups.shrinks());
+        assert!(accumulator.len() >= room, "{}: too little memory", spec.key);
         let deltas = spec.store.and_then(Store::deltas);
         let optimized = Optimized::of(spec).map(Box::new);
         Entry {
@@ -133,8 +150,10 @@ impl Entry {
             payloads: match (deltas, spec.operation) {
                 (Some(_), _) => u32::MAX,
                 (None, Operation::Broadcast(_)) => 1,
+                (None, _) if groups.shrinks() && !takes_all(spec) => u32::MAX,
                 (None, _) => groups.count(),
             },
+            result: Told::default(),
             groups: Arc::clone(groups),
             encoded: optimized.is_none().then(|| Encoded::of(spec).map(Box::new)).flatten(),
             stored: deltas.map(|deltas| Box::new(Stored::new(deltas, groups))),
@@ -200,10 +219,15 @@ impl Entry {
             return unsafe { optimized.landing(&self.accumulator, length) };
         }
         assert!(length == self.bytes, "{}: a payload has the key's bytes", self.key);
-        assert!(self.bytes <= self.accumulator.len(), "{}: a payload fits its sum", self.key);
-        // SAFETY: the claim has so many bytes, which nobody else has, and the caller keeps it
-        // mapped and this entry from using it.
-        unsafe { Writable::new(self.accumulator.as_ptr(), self.bytes) }
+        let at = self.landing_at();
+        assert!(
+            at + self.bytes <= self.accumulator.len(),
+            "{}: a payload fits its place",
+            self.key
+        );
+        // SAFETY: the claim has so many bytes from there on, which nobody else has, and the caller
+        // keeps it mapped and this entry from using it.
+        unsafe { Writable::new(self.accumulator.as_ptr().add(at), self.bytes) }
     }
 
     /// The payload that was begun with [`Take::Land`] has landed. Returns its CRC-32C if it
@@ -222,10 +246,13 @@ impl Entry {
         if !is_checked && self.checksum.is_none() {
             return None;
         }
-        let at = self.accumulator.as_ptr().cast_const();
-        // SAFETY: the entry's own claim, of at least so many bytes (`landing`); who wrote them is
-        // done.
-        let checksum = crc32c(unsafe { std::slice::from_raw_parts(at, self.bytes) });
+        let at = self.landing_at();
+        // SAFETY: the entry's own claim, of at least so many bytes from there on (`landing`); who
+        // wrote them is done.
+        let checksum = crc32c(unsafe {
+            let at = self.accumulator.as_ptr().cast_const().add(at);
+            std::slice::from_raw_parts(at, self.bytes)
+        });
         self.checksum = self.checksum.map(|_| checksum);
         Some(checksum)
     }
@@ -329,10 +356,12 @@ impl Entry {
         self.told.as_ref().is_some_and(|turnout| turnout.has_spoken(rank))
     }
 
-    /// Bytes that the publication to this rank has: the root of a broadcast has them already.
+    /// Bytes that the publication to this rank has: the root of a broadcast has them already, and
+    /// one whose root has died before it gave them has none.
     #[must_use]
     pub fn publication_bytes(&self, rank: Rank) -> usize {
         match self.operation {
+            _ if self.result.is_lost() => 0,
             Operation::Broadcast(root) if root == rank => 0,
             _ => match (&self.encoded, &self.optimized) {
                 (Some(encoded), _) if encoded.result() != Form::Plain => encoded.length(),
@@ -351,7 +380,10 @@ impl Entry {
     /// Whether it was retired, has had its last round, and nobody reads its result any more.
     #[must_use]
     pub fn is_over(&self) -> bool {
-        self.last_round == Some(self.round) && self.publishing == 0 && self.open.is_none()
+        let is_last = self.last_round == Some(self.round) && self.publishing == 0;
+        is_last
+            && self.active.is_none()
+            && self.open.as_ref().is_none_or(|open| self.is_deserted(open))
     }
 
     /// Its memory, in exchange for another claim: it is never used again.
@@ -391,6 +423,9 @@ impl Entry {
             if encoded.lands() {
                 return Take::Land;
             }
+        }
+        if self.shrinks_sums() {
+            return self.begin_apart();
         }
         let alone = self.payloads == 1;
         let is_result = alone && self.divisor() == 1;
@@ -544,6 +579,7 @@ impl Entry {
             return self.groups.has(rank) && stored.is_missing(&self.groups, rank);
         }
         self.groups.has(rank)
+            && !self.groups.is_gone(rank)
             && !self.open.as_ref().is_some_and(|turnout| turnout.is_complete(self.groups.of(rank)))
     }
 
@@ -553,6 +589,9 @@ impl Entry {
     pub fn is_whole(&self) -> bool {
         if let Some(stored) = &self.stored {
             return self.free() && stored.has_due(&self.groups);
+        }
+        if !self.groups.gone().is_empty() {
+            return self.is_whole_without();
         }
         self.open.as_ref().is_some_and(|turnout| turnout.count() == self.groups.count())
     }
@@ -573,7 +612,7 @@ impl Entry {
         self.round += 1;
         self.landed = 0;
         self.told = self.open.take();
-        self.publishing = self.groups.count();
+        self.publishing = self.told.as_ref().map_or(0, Turnout::count);
         self.opened_at = None;
     }
 
@@ -601,6 +640,7 @@ impl Entry {
     #[must_use]
     pub fn contributors(&self) -> u32 {
         match self.operation {
+            _ if self.result != Told::All => self.result.contributors(),
             _ if self.stored.is_some() => 1,
             Operation::Broadcast(_) => 1,
             _ => self.groups.ranks(),

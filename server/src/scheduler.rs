@@ -253,7 +253,8 @@ impl Bound {
             stall_report: config.stall_report,
             stall_timeout: config.stall_timeout,
             stays: config.stays,
-            elastic: (config.elastic == ElasticMode::Redo).then(|| Elastic {
+            elastic: (config.elastic != ElasticMode::None).then(|| Elastic {
+                shrinks: config.elastic == ElasticMode::Shrink,
                 min_workers: config.min_workers.unwrap_or(1),
                 patience: config.elastic_wait,
                 // A rank may be away from a round for so long.

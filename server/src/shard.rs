@@ -52,6 +52,8 @@ struct Session {
     behind: Option<LaneId>,
     outgoing: Outgoing,
     goodbye: bool,
+    /// The key of which a contribution has begun that is not whole.
+    begun: Option<usize>,
     /// Publications to this rank carry a checksum: its lane wants them, or its contributions have
     /// one.
     checks: bool,
@@ -208,6 +210,7 @@ impl Shard {
             },
             Command::Retire { keys } => self.retire(&keys),
             Command::Begin { epoch, groups } => self.begin(epoch, groups),
+            Command::Shrink { gone } => self.shrink(&gone),
             Command::Inquire { keys } => self.tell_states(&keys),
             Command::Trace(recorder) => self.trace = recorder,
             Command::Stop => self.stopped = true,
@@ -221,7 +224,8 @@ impl Shard {
         if is_early && self.early.len() < RANKS_MAX {
             return self.early.push((link, rank, epoch));
         }
-        let known = epoch == self.epoch && (rank.0 as usize) < self.lanes.len();
+        let is_member = (rank.0 as usize) < self.lanes.len() && !self.groups.is_gone(rank);
+        let known = epoch == self.epoch && is_member;
         if !known || self.lanes[rank.0 as usize].is_some() {
             let message = format!(
                 "a lane of {rank}, epoch {}, was turned away: it is not of this epoch ({}) or has \
@@ -246,6 +250,7 @@ impl Shard {
             behind: None,
             outgoing: Outgoing::new(),
             goodbye: false,
+            begun: None,
             checks,
         };
         if self.sessions.len() <= lane.0 as usize {
@@ -280,6 +285,9 @@ impl Shard {
                 let entry = &mut self.entries[index];
                 entry.arrive(header.rank, Act::from_word(header.act), &mut self.turnouts);
                 entry.opened_at.get_or_insert(now);
+                if header.length > 0 {
+                    session(&mut self.sessions, lane).begun = Some(index);
+                }
                 if header.length == 0 {
                     entry.count_empty(header.rank);
                     self.endpoint.land(lane, Landing::NOTHING);
@@ -375,7 +383,9 @@ impl Shard {
     fn on_piece(&mut self, lane: LaneId, piece: Piece) {
         let session = session(&mut self.sessions, lane);
         let Receiving::Payload { entry, header, done, checksum } = &mut session.receiving else {
-            unreachable!("a piece comes of a payload that was asked for");
+            let is_closing = matches!(session.receiving, Receiving::Closing);
+            assert!(is_closing, "a piece comes of a payload that was asked for");
+            return self.endpoint.consume(lane);
         };
         let index = *entry;
         let length = piece.len();
@@ -401,7 +411,9 @@ impl Shard {
     fn on_landed(&mut self, lane: LaneId) {
         let session = session(&mut self.sessions, lane);
         let Receiving::Payload { entry, header, checksum, .. } = &mut session.receiving else {
-            unreachable!("what has landed was to land");
+            let is_closing = matches!(session.receiving, Receiving::Closing);
+            assert!(is_closing, "what has landed was to land, unless its rank has died");
+            return;
         };
         let is_checked = header.flags & FLAG_PAYLOAD_CHECKSUM != 0;
         if let Some(landed) = self.entries[*entry].landed(is_checked) {
@@ -423,11 +435,13 @@ impl Shard {
             // this refusal.
             return self.refuse(lane, Refusal::Payload { key: header.key, round: header.round });
         }
-        if let Err(why) = self.entries[entry].decode(self.kernels) {
+        let scale = if header.flags & FLAG_SCALED == 0 { 1 } else { scale(header.contributors) };
+        if let Err(why) = self.entries[entry].add_landed(self.kernels, scale) {
             let Header { key, round, .. } = header;
             return self.refuse(lane, Refusal::Encoding { key, round, why });
         }
         self.trace.frame(Mark::Ended, &header);
+        self::session(&mut self.sessions, lane).begun = None;
         self.entries[entry].end(header.rank);
         self.publish_if_whole(entry);
         self.next_in_line(entry);
@@ -518,9 +532,15 @@ impl Shard {
         if let Receiving::Parked { entry, .. } = session.receiving {
             self.unpark(lane, entry, session.behind);
         }
-        // A half-landed payload leaves its key active for ever: its round can't be whole any more,
-        // and the report ends the job.
+        // Unless groups may die, a half-landed payload leaves its key active for ever: its round
+        // can't be whole any more, and the report ends the job.
+        if let Some(index) = session.begun {
+            self.entries[index].withdraw(lane, session.rank);
+        }
         self.abandon(&session);
+        if let Some(index) = session.begun.filter(|_| self.groups.shrinks()) {
+            self.go_on(index);
+        }
         let expected = session.goodbye || session.epoch != self.epoch;
         self.report(Report::Closed { rank: session.rank, cause, expected });
     }

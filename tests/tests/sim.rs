@@ -2,7 +2,7 @@
 //! network that delays, reorders and breaks and devices that do, in virtual time. `BPS_SIM_SEEDS`
 //! sets how many seeds are tried, `BPS_SIM_SEED` runs one.
 
-use bps_tests::sim::{Fault, Groups, Outcome, run, run_hosts, run_stored};
+use bps_tests::sim::{Fault, Groups, Outcome, run, run_hosts, run_shrunk, run_stored};
 
 fn number(name: &str) -> Option<u64> {
     std::env::var(name).ok().and_then(|value| value.parse().ok())
@@ -136,6 +136,32 @@ fn a_cut_between_the_threads_of_two_gpus_ends_the_job_everywhere() {
 #[test]
 fn a_disagreement_about_gpus_is_an_error_on_every_rank() {
     let _ = seeds(Groups::Gpus, Fault::Mismatch, 200);
+}
+
+#[test]
+fn a_job_that_shrinks_goes_on_with_the_same_results_everywhere() {
+    let first = number("BPS_SIM_SEED");
+    let seeds = match first {
+        Some(seed) => seed..seed + 1,
+        None => 0..number("BPS_SIM_SEEDS").unwrap_or(200),
+    };
+    let (mut short, mut mixed, mut lost, mut checked, mut gone) = (0, 0, 0, 0, 0);
+    for seed in seeds {
+        let outcome = std::panic::catch_unwind(|| run_shrunk(seed));
+        let outcome = outcome.unwrap_or_else(|_| {
+            panic!("replay with BPS_SIM_SEED={seed} cargo test -p bps-tests --test sim shrinks")
+        });
+        (short, mixed) = (short + outcome.short, mixed + outcome.mixed);
+        (lost, checked) = (lost + outcome.lost, checked + outcome.checked);
+        gone += outcome.gone;
+    }
+    println!(
+        "{gone} ranks died; {checked} results, {short} of them without one of the dead, {mixed} in \
+         some of their parts alone; {lost} broadcasts lost with their root"
+    );
+    if first.is_none() {
+        assert!(short > 0 && mixed > 0 && lost > 0, "the seeds show too little");
+    }
 }
 
 #[test]

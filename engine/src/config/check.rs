@@ -36,7 +36,7 @@ pub(super) fn check(
     {
         return Err(ConfigError::conflict(
             format!("BPS_MIN_WORKERS={workers}, but BPS_ELASTIC=none: the job ends with any rank"),
-            "set BPS_ELASTIC=redo (--elastic redo), or leave BPS_MIN_WORKERS out".to_owned(),
+            "set BPS_ELASTIC=redo or shrink (--elastic), or leave BPS_MIN_WORKERS out".to_owned(),
         ));
     }
     if config.trace_end_step < config.trace_start_step {

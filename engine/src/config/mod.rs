@@ -321,6 +321,8 @@ pub enum ElasticMode {
     None,
     /// The others form it again, and redo the step.
     Redo,
+    /// Rounds go on without a rank, where they can; else as `Redo`.
+    Shrink,
 }
 
 /// Which payloads carry a CRC-32C.

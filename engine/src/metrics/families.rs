@@ -246,6 +246,11 @@ pub static FAMILIES: &[Family] = &[
         "Rounds that it has closed, over all keys.",
     ),
     counter(
+        "bps_core_short_rounds_total",
+        Source::Core(|core| float(core.values.rounds_short)),
+        "Of these, rounds whose results lack ranks that have died (BPS_ELASTIC=shrink).",
+    ),
+    counter(
         "bps_core_parked_total",
         Source::Core(|core| float(core.values.parked)),
         "Contributions that had to wait in their socket because another one to the same key was \

@@ -14,7 +14,7 @@ use super::store::Store;
 use super::tuning::{TuneOrder, TuneReport, Tuning};
 use super::uneven::{UnevenOrder, UnevenReport};
 use super::unserved::Unserved;
-pub use super::verdict::{Origin, OverReason, Party, Place, RoundOf, Sign};
+pub use super::verdict::{Origin, OverReason, Party, Place, RoundOf, Shrunk, Sign};
 use crate::base::{CoreId, DType, Epoch, Key, Operation, Placement, Rank};
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
@@ -237,6 +237,8 @@ pub enum SchedulerMessage {
         /// The next epoch.
         epoch: Epoch,
     },
+    /// The job goes on without these ranks, to every node.
+    Shrunk(Shrunk),
     /// To a worker: on who has run out of data.
     Uneven(UnevenOrder),
     /// To a worker of a job that tunes itself.
@@ -391,6 +393,9 @@ pub struct Roster {
     /// Whether the job goes on when members die (`BPS_ELASTIC`).
     #[serde(default)]
     pub elastic: bool,
+    /// Whether rounds go on without ranks that die (`BPS_ELASTIC=shrink`).
+    #[serde(default)]
+    pub shrinks: bool,
     /// What has changed since the epoch before, in one line for people; none in the first.
     #[serde(default)]
     pub change: Option<String>,

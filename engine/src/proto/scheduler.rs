@@ -13,6 +13,7 @@ mod paths;
 mod registry;
 mod rendezvous;
 mod replies;
+mod shrink;
 mod stay;
 mod tuner;
 mod uneven;
@@ -176,6 +177,8 @@ struct Running {
     /// If the job tunes itself.
     tuner: Option<Tuner>,
     left: BTreeSet<Rank>,
+    /// Those of them that died, and that the epoch goes on without, in order.
+    gone: Vec<Rank>,
     /// Ranks that record a timeline: the servers do while any of them does.
     tracing: BTreeSet<Rank>,
     suspended: bool,
@@ -453,8 +456,9 @@ impl Scheduler {
         let change = self.renumber(&job, regroup, waited);
         for (nodes, names_ranks) in [(&job.workers, false), (&job.servers, true)] {
             let roster = job.roster(&self.config.job, self.epoch, names_ranks);
-            let elastic = self.config.elastic.is_some();
-            let roster = Arc::new(Roster { elastic, change: change.clone(), ..roster });
+            let (elastic, change) = (self.config.elastic.is_some(), change.clone());
+            let shrinks = self.config.elastic.as_ref().is_some_and(|elastic| elastic.shrinks);
+            let roster = Arc::new(Roster { elastic, shrinks, change, ..roster });
             for (index, (node, _)) in (0..).zip(nodes) {
                 let neighbours = if names_ranks { Vec::new() } else { job.neighbours(Rank(index)) };
                 let roster = Arc::clone(&roster);
@@ -479,6 +483,7 @@ impl Scheduler {
             uneven: Uneven::default(),
             tuner,
             left: BTreeSet::new(),
+            gone: Vec::new(),
             tracing: BTreeSet::new(),
             suspended: false,
             away: BTreeMap::new(),
@@ -536,7 +541,7 @@ impl Scheduler {
     }
 
     /// Barriers of these ranks are passed.
-    fn pass(&mut self, done: Vec<(Rank, u64)>) {
+    pub(super) fn pass(&mut self, done: Vec<(Rank, u64)>) {
         for (rank, request) in done {
             let Phase::Running(running) = &self.phase else { return };
             let node = running.job.workers[rank.0 as usize].0;

@@ -90,6 +90,16 @@ impl OverReason {
     }
 }
 
+/// The epoch goes on without ranks that died.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Shrunk {
+    /// All of this epoch, in the order in which they were given up: at most
+    /// [`GONE_MAX`](crate::limits::GONE_MAX).
+    pub gone: Vec<Rank>,
+    /// One line for people: who died last, and who is left.
+    pub text: String,
+}
+
 /// A party of a job.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

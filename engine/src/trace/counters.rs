@@ -90,6 +90,8 @@ counters! {
     frames_out,
     /// Rounds closed (server) or parts landed (worker).
     rounds,
+    /// Rounds closed without ranks that had died (server).
+    rounds_short,
     /// Times a lane was made to wait because its frame could not be taken yet.
     parked,
     /// Times a lane had no room for a frame.

@@ -15,7 +15,7 @@
 //! | 40..44 | length | bytes of payload that follow |
 //! | 44..48 | contributors | contributions in the payload: what an average divides by |
 //! | 48..52 | payload checksum | CRC-32C of the payload if flagged, else zero |
-//! | 52..60 | act | what the round of a tensor with an optimizer is for; else zero |
+//! | 52..60 | act, missing | of a publication what it [lacks](Header::missing), else its [act](Header::act) |
 //! | 60..64 | header checksum | CRC-32C of bytes 0..60 |
 //!
 //! The checksum is the last field so that a header cut short or overwritten never passes by
@@ -138,6 +138,9 @@ pub struct Header {
     pub payload_checksum: u32,
     /// What the round is for, where the tensor has an optimizer; else zero.
     pub act: u64,
+    /// Of a publication: a bit for each rank that has died and has no contribution in the payload,
+    /// in the order in which the scheduler has told of them.
+    pub missing: u64,
 }
 
 /// Why 64 bytes are not a header of ours: the first field that is wrong.
@@ -166,7 +169,7 @@ pub enum Invalid {
     /// No such data type.
     #[error("unknown data type {0}")]
     DType(u8),
-    /// A reserved byte is not zero.
+    /// A field that the kind has no use for is not zero.
     #[error("reserved bytes are not zero")]
     Reserved,
     /// More payload than a part may have.
@@ -191,6 +194,7 @@ impl Header {
             contributors: 0,
             payload_checksum: 0,
             act: 0,
+            missing: 0,
         }
     }
 
@@ -220,7 +224,8 @@ impl Header {
         raw[40..44].copy_from_slice(&self.length.to_le_bytes());
         raw[44..48].copy_from_slice(&self.contributors.to_le_bytes());
         raw[48..52].copy_from_slice(&self.payload_checksum.to_le_bytes());
-        raw[52..60].copy_from_slice(&self.act.to_le_bytes());
+        let word = if self.kind == Kind::Publication { self.missing } else { self.act };
+        raw[52..60].copy_from_slice(&word.to_le_bytes());
         let checksum = crc32c(&raw[..60]);
         raw[60..64].copy_from_slice(&checksum.to_le_bytes());
         raw
@@ -271,8 +276,14 @@ impl Header {
             return Err(Invalid::Flags(flags));
         }
         let dtype = DType::from_wire(raw[7]).ok_or(Invalid::DType(raw[7]))?;
-        let has_act = matches!(kind, Kind::Contribution | Kind::Refused | Kind::Ready);
-        if !has_act && u64_at(52) != 0 || flags & FLAG_PAYLOAD_CHECKSUM == 0 && u32_at(48) != 0 {
+        let word = u64_at(52);
+        let (act, missing) = match kind {
+            Kind::Contribution | Kind::Refused | Kind::Ready => (word, 0),
+            Kind::Publication => (0, word),
+            _ if word != 0 => return Err(Invalid::Reserved),
+            _ => (0, 0),
+        };
+        if flags & FLAG_PAYLOAD_CHECKSUM == 0 && u32_at(48) != 0 {
             return Err(Invalid::Reserved);
         }
         let length = u32_at(40);
@@ -291,7 +302,8 @@ impl Header {
             length,
             contributors: u32_at(44),
             payload_checksum: u32_at(48),
-            act: u64_at(52),
+            act,
+            missing,
         })
     }
 }
@@ -314,6 +326,7 @@ mod tests {
             contributors: 1,
             payload_checksum: 0xdead_beef,
             act: 0,
+            missing: 0,
         }
     }
 
@@ -352,6 +365,16 @@ mod tests {
         }
         let both = Header { flags: Form::MASK, payload_checksum: 0, ..sample() };
         assert_eq!(Header::decode(&both.encode()), Err(Invalid::Flags(Form::MASK)));
+    }
+
+    #[test]
+    fn a_result_lacks_ranks_and_a_contribution_has_an_act() {
+        let result = Header { kind: Kind::Publication, missing: 1 << 63 | 5, ..sample() };
+        assert_eq!(Header::decode(&result.encode()), Ok(result));
+        let contribution = Header { act: 1 << 63 | 5, ..sample() };
+        assert_eq!(Header::decode(&contribution.encode()), Ok(contribution));
+        let goodbye = Header { act: 1, ..Header::new(Kind::Goodbye, DType::F32, Rank(1), Epoch(1)) };
+        assert_eq!(Header::decode(&goodbye.encode()), Err(Invalid::Reserved));
     }
 
     #[test]

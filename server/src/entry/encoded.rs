@@ -150,11 +150,9 @@ impl Encoded {
         memory: &mut Claim,
         turn: Turn,
     ) -> Result<(), Malformed> {
-        let Encoding { feedback, .. } = self.encoding;
         let (elements, length) = (self.elements, self.length);
         let came = self.encoding.codec_of(self.form);
-        let goes = self.encoding.codec_of(self.shortest);
-        let Views { sums, wire, residue } = self.views(memory);
+        let Views { sums, wire, .. } = self.views(memory);
         let random = draw(self.key, turn.round, SERVER);
         if let Some(codec) = came {
             let payload = &wire[..length];
@@ -165,7 +163,25 @@ impl Encoded {
                 codec.decode_add(payload, random, sums);
             }
         }
-        let (Some(divisor), Some(codec)) = (turn.divisor, goes) else { return Ok(()) };
+        if let Some(divisor) = turn.divisor {
+            self.finish(kernels, memory, turn.round, divisor);
+        }
+        Ok(())
+    }
+
+    /// All payloads of a round were added: divides the sum and encodes the result, unless all came
+    /// plain.
+    pub(super) fn finish(
+        &mut self,
+        kernels: &Kernels,
+        memory: &mut Claim,
+        round: u64,
+        divisor: u32,
+    ) {
+        let Some(codec) = self.encoding.codec_of(self.shortest) else { return };
+        let feedback = self.encoding.feedback;
+        let (elements, random) = (self.elements, draw(self.key, round, SERVER));
+        let Views { sums, wire, residue } = self.views(memory);
         let at = sums.as_mut_ptr().cast::<u8>();
         // SAFETY: so many f32, which are borrowed here; the result may be in the place of the sum.
         unsafe { kernels.finish(DType::F32, at, at.cast_const(), elements, divisor) };
@@ -177,7 +193,6 @@ impl Encoded {
         } else {
             codec.encode(sums, random, wire)
         };
-        Ok(())
     }
 
     fn views<'claim>(&self, memory: &'claim mut Claim) -> Views<'claim> {

@@ -14,6 +14,10 @@ pub struct Groups {
     of_rank: Box<[u32]>,
     sizes: Box<[u32]>,
     members: Members,
+    /// Rounds go on without ranks that die.
+    shrinks: bool,
+    /// Those that did, each a group by itself, and the bit by which results say that they lack it.
+    gone: Vec<(u32, Rank)>,
 }
 
 impl Groups {
@@ -25,7 +29,44 @@ impl Groups {
         for group in of_rank {
             sizes[*group as usize] += 1;
         }
-        Groups { of_rank: of_rank.into(), sizes: sizes.into(), members: Members::ALL }
+        Groups {
+            of_rank: of_rank.into(),
+            sizes: sizes.into(),
+            members: Members::ALL,
+            shrinks: false,
+            gone: Vec::new(),
+        }
+    }
+
+    /// The same, of a job in which rounds go on without ranks that die.
+    #[must_use]
+    pub fn that_shrink(self, shrinks: bool) -> Groups {
+        Groups { shrinks, ..self }
+    }
+
+    /// The same when these ranks of the job have died, in this order.
+    #[must_use]
+    pub fn without(&self, gone: &[Rank]) -> Groups {
+        let gone = (0..).zip(gone.iter().copied()).filter(|(_, rank)| self.has(*rank));
+        Groups { gone: gone.collect(), ..self.clone() }
+    }
+
+    /// Whether rounds go on without ranks that die.
+    #[must_use]
+    pub fn shrinks(&self) -> bool {
+        self.shrinks
+    }
+
+    /// Those that have, and the bit by which results say that they lack them.
+    #[must_use]
+    pub fn gone(&self) -> &[(u32, Rank)] {
+        &self.gone
+    }
+
+    /// Whether this rank has died.
+    #[must_use]
+    pub fn is_gone(&self, rank: Rank) -> bool {
+        self.gone.iter().any(|(_, gone)| *gone == rank)
     }
 
     /// Those of a set of ranks, numbered anew; `None` where one of them is not of this job.
@@ -38,14 +79,21 @@ impl Groups {
         known.dedup();
         let number = |group| word(known.partition_point(|other| *other < group));
         let of_rank: Vec<u32> = before.into_iter().map(number).collect();
-        Some(Groups { members: members.clone(), ..Groups::new(&of_rank) })
+        let few = Groups { members: members.clone(), ..Groups::new(&of_rank) };
+        Some(self.as_gone(few))
     }
 
     /// The same ranks, each by itself: stored tensors are summed in no group.
     #[must_use]
     pub fn apart(&self) -> Groups {
         let of_rank: Vec<u32> = (0..self.ranks()).collect();
-        Groups { members: self.members.clone(), ..Groups::new(&of_rank) }
+        self.as_gone(Groups { members: self.members.clone(), ..Groups::new(&of_rank) })
+    }
+
+    /// Other groups of the same ranks, or of some of them, of whom as many have died.
+    fn as_gone(&self, other: Groups) -> Groups {
+        let gone = self.gone.iter().copied().filter(|(_, rank)| other.has(*rank)).collect();
+        Groups { shrinks: self.shrinks, gone, ..other }
     }
 
     /// Ranks in the job, or in the set.
@@ -91,6 +139,12 @@ impl Groups {
     #[must_use]
     pub fn of(&self, rank: Rank) -> u32 {
         self.of_rank[self.place(rank).expect("only members are asked for")]
+    }
+
+    /// Ranks in this group.
+    #[must_use]
+    pub fn size_of(&self, group: u32) -> u32 {
+        self.sizes[group as usize]
     }
 
     /// Ranks in the group of this one.
@@ -215,6 +269,10 @@ fn insert(words: &mut [u64], bit: u32) -> bool {
     is_new
 }
 
+fn remove(words: &mut [u64], bit: u32) {
+    words[bit as usize / 64] &= !(1 << (bit % 64));
+}
+
 impl Turnout {
     fn new(groups: &Groups) -> Turnout {
         let group_words = words_of(groups.count());
@@ -232,6 +290,12 @@ impl Turnout {
     #[must_use]
     pub fn has_arrived(&self, group: u32) -> bool {
         contains(&self.words[..self.group_words], group)
+    }
+
+    /// What has begun to arrive of this group, and is not complete, does not come.
+    pub fn withdraw(&mut self, group: u32, speaker: Rank) {
+        remove(&mut self.words[..self.group_words], group);
+        remove(&mut self.words[2 * self.group_words..], speaker.0);
     }
 
     /// The contribution of this group is complete.

@@ -77,6 +77,14 @@ impl Stored {
         }
     }
 
+    /// This rank has died: it is not answered either.
+    pub(super) fn lose(&mut self, rank: Rank, place: u32) {
+        self.counts[place as usize] = LEFT;
+        if self.waiting.contains(rank.0) {
+            self.waiting.remove(rank.0);
+        }
+    }
+
     /// Deltas of a rank with so many contributions.
     fn deltas(count: u64) -> u64 {
         count.saturating_sub(1)

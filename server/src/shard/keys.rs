@@ -68,8 +68,9 @@ fn check(spec: &KeySpec) -> Result<(), InstallError> {
 impl Shard {
     pub(super) fn install(&mut self, keys: &[KeySpec]) -> Result<(), InstallError> {
         keys.iter().try_for_each(check)?;
+        let shrinks = self.groups.shrinks();
         let is_new = |spec: &&KeySpec| !self.index.contains_key(&spec.key);
-        let bytes = keys.iter().filter(is_new).map(accumulator_bytes);
+        let bytes = keys.iter().filter(is_new).map(|spec| accumulator_bytes(spec, shrinks));
         self.prepare(bytes.map(|bytes| bytes.next_multiple_of(ALIGNMENT)).sum())?;
         for spec in keys {
             let key = spec.key;
@@ -88,7 +89,7 @@ impl Shard {
                 continue;
             }
             let groups = self.groups_of(spec)?;
-            let claimed = self.arena.claim(accumulator_bytes(spec));
+            let claimed = self.arena.claim(accumulator_bytes(spec, shrinks));
             let accumulator = claimed.map_err(|error| InstallError::Claim { key, error })?;
             let entry = Entry::new(spec, &groups, accumulator);
             let index = self.vacant.pop().unwrap_or(self.entries.len());

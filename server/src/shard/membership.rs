@@ -68,6 +68,50 @@ impl Shard {
         }
     }
 
+    /// Rounds go on without these ranks, which have died: nothing of them is taken any more.
+    pub(super) fn shrink(&mut self, gone: &[Rank]) {
+        let before = self.groups.gone().len();
+        let without = |groups: &mut Arc<Groups>| *groups = Arc::new(groups.without(gone));
+        without(&mut self.groups);
+        self.sets.values_mut().for_each(without);
+        self.apart.values_mut().for_each(without);
+        for rank in gone.iter().skip(before) {
+            let Some(&Some(lane)) = self.lanes.get(rank.0 as usize) else { continue };
+            let Some(session) = &mut self.sessions[lane.0 as usize] else { continue };
+            if let Receiving::Parked { entry, .. } = session.receiving {
+                let behind = session.behind.take();
+                self.unpark(lane, entry, behind);
+                self.entries[entry].withdraw(lane, *rank);
+                super::session(&mut self.sessions, lane).begun = None;
+            }
+            let session = super::session(&mut self.sessions, lane);
+            (session.receiving, session.goodbye) = (Receiving::Closing, true);
+            self.endpoint.close(lane);
+        }
+        for index in 0..self.entries.len() {
+            let entry = &self.entries[index];
+            // A place of a key that was forgotten is nobody's.
+            if self.index.get(&entry.key) != Some(&index) {
+                continue;
+            }
+            let members = entry.groups().members();
+            let groups = match (entry.store(), members.is_all()) {
+                (Some(_), _) => &self.apart[members],
+                (None, true) => &self.groups,
+                (None, false) => &self.sets[members],
+            };
+            self.entries[index].lose(groups);
+            self.go_on(index);
+        }
+    }
+
+    /// A key may wait for less than before.
+    pub(super) fn go_on(&mut self, index: usize) {
+        self.publish_if_whole(index);
+        self.next_in_line(index);
+        self.forget_if_over(index);
+    }
+
     /// The kernel may still read accumulators until every lane of the old membership has closed.
     fn wait_for_lanes(&mut self) -> Result<(), LanesOpen> {
         let mut events = Vec::with_capacity(EVENTS_MAX);

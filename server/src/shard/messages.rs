@@ -46,6 +46,11 @@ pub enum Command {
         /// Its ranks.
         groups: Arc<Groups>,
     },
+    /// These ranks of the membership have died, in this order, and rounds go on without them.
+    Shrink {
+        /// All of them so far.
+        gone: Arc<[Rank]>,
+    },
     /// How far are these keys? Answered by [`Report::KeyStates`] for those of this shard, if any.
     Inquire {
         /// Some of the server.

@@ -141,6 +141,8 @@ impl Shard {
         if !entry.is_whole() {
             return;
         }
+        entry.close(self.kernels, self.checksums);
+        self.counters.rounds_short.add(u64::from(entry.missing_from_result() != 0));
         entry.publish();
         entry.published_at = self.now;
         self.trace.record(Mark::Summed, entry.key, entry.round, Rank(0), entry.bytes);
@@ -189,6 +191,7 @@ impl Shard {
             header.length = word(length);
             header.contributors = entry.contributors();
             header.flags = entry.form().flag();
+            header.missing = entry.missing_from_result();
             if let Some(checksum) = entry.checksum.filter(|_| session.checks && length > 0) {
                 header.flags |= FLAG_PAYLOAD_CHECKSUM;
                 header.payload_checksum = checksum;

@@ -15,7 +15,7 @@ use bps_engine::proto::messages::{
     Declaration, Node, NodeMessage, Register, Roster, SchedulerMessage,
 };
 use bps_engine::proto::pulse::Pulse;
-use bps_engine::proto::scheduler::{NodeId, Output, Scheduler, SchedulerConfig};
+use bps_engine::proto::scheduler::{Elastic, NodeId, Output, Scheduler, SchedulerConfig};
 use bps_engine::ring::Mpsc;
 use bps_engine::trace::counters::Counters;
 use bps_engine::transport::sim::{Random, Sim, SimNetwork};
@@ -56,6 +56,8 @@ pub struct SimWorker {
     pub declared: HashMap<u64, Result<Vec<u32>, Error>>,
     /// Passed barriers.
     pub barriers: Vec<u64>,
+    /// Ranks that it was told have died, and that its job goes on without.
+    pub gone: Vec<Rank>,
     /// Why its job is over.
     pub over: Option<Error>,
     lost_at: Option<Duration>,
@@ -116,6 +118,12 @@ impl Cluster {
     /// A job whose nodes have just connected.
     #[must_use]
     pub fn new(seed: u64, shape: Shape) -> Cluster {
+        Cluster::elastic(seed, shape, None)
+    }
+
+    /// The same, that goes on so when ranks die.
+    #[must_use]
+    pub fn elastic(seed: u64, shape: Shape, elastic: Option<Elastic>) -> Cluster {
         let network = SimNetwork::new(seed);
         let config = SchedulerConfig {
             job: "job".into(),
@@ -129,7 +137,7 @@ impl Cluster {
             stall_report: STALL_REPORT,
             stall_timeout: Duration::from_secs(60),
             stays: false,
-            elastic: None,
+            elastic,
             placement: shape.planning.placement,
             built_in_coefficient: shape.planning.built_in_coefficient,
         };
@@ -240,6 +248,7 @@ impl Cluster {
             reports: Mpsc::new(256),
             declared: HashMap::new(),
             barriers: Vec::new(),
+            gone: Vec::new(),
             over: None,
             lost_at: None,
             alive: true,
@@ -530,6 +539,7 @@ impl Cluster {
                     worker.declared.insert(request, result);
                 }
                 worker_agent::Effect::BarrierDone { request } => worker.barriers.push(request),
+                worker_agent::Effect::Gone(gone) => worker.gone = gone,
                 worker_agent::Effect::Beat => {
                     let node = worker.node;
                     self.mail(Letter::Up(node, NodeMessage::Heartbeat { rounds: 0 }));

@@ -5,11 +5,13 @@
 mod cluster;
 mod gpu;
 mod shape;
+mod shrunk;
 mod stored;
 mod tensors;
 mod workload;
 
 pub use cluster::Cluster;
 pub use shape::{Groups, Shape};
+pub use shrunk::{Shrunk, run_shrunk};
 pub use stored::run_stored;
 pub use workload::{Fault, Outcome, run, run_hosts};

@@ -135,7 +135,7 @@ fn workers(
         environment.set_torch(&place);
         let mut process =
             Process::worker(place.rank(), local_rank, &command, environment, binding, notes);
-        process.is_spared = config.elastic == ElasticMode::Redo;
+        process.is_spared = config.elastic != ElasticMode::None;
         process
     };
     Ok((0..).zip(bindings).map(process).collect())

@@ -193,7 +193,7 @@ fn refuse_too_many(layout: &Layout) -> Result<(), LaunchError> {
 /// Refuses what the job cannot begin with, once its size is known.
 pub(super) fn check_elastic(config: &Config, ranks: usize) -> Result<(), LaunchError> {
     match config.min_workers {
-        Some(least) if config.elastic == ElasticMode::Redo && least > word(ranks) => {
+        Some(least) if config.elastic != ElasticMode::None && least > word(ranks) => {
             let problem = format!("--min-workers {least}, but the job begins with {ranks}");
             Err(conflict(&problem, "lower it, or start more with --hosts"))
         }

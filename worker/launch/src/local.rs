@@ -169,7 +169,7 @@ fn refuse_too_few(loaded: &Loaded, workers: u32) -> Result<(), LaunchError> {
 fn spare(processes: &mut [Process], config: &Config) -> usize {
     for process in processes {
         // The scheduler, which has to stay, is the one that waits for ranks.
-        process.is_spared = config.elastic == ElasticMode::Redo && !process.stays;
+        process.is_spared = config.elastic != ElasticMode::None && !process.stays;
     }
     config.min_workers.unwrap_or(1) as usize
 }

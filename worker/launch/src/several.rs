@@ -314,7 +314,7 @@ fn instruct(
         Some(folder) => folder.clone().into_os_string(),
         None => current_folder()?,
     };
-    let is_elastic = config.elastic == ElasticMode::Redo;
+    let is_elastic = config.elastic != ElasticMode::None;
     let (mut processes, mut members, mut orders) = (Vec::new(), Vec::new(), Vec::new());
     for (index, site) in layout.sites.iter().enumerate() {
         let host = &site.host.name;

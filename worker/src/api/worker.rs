@@ -402,6 +402,18 @@ impl Worker {
         self.0.job.as_ref().map_or_else(alone, |job| job.follow(timeout))
     }
 
+    /// The ranks that have died and are not in all of a result that is there, of a job that goes on
+    /// without them; every rank is told the same.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`] if the scheduler does not say who they are, or what ended the job.
+    pub fn lacking(&self, handle: &Handle) -> Result<Vec<Rank>, Error> {
+        match (&self.0.job, handle.lacking()) {
+            (Some(job), bits) if bits != 0 => job.gone(bits),
+            _ => Ok(Vec::new()),
+        }
+    }
+
     /// How often this rank has pushed a tensor.
     #[must_use]
     pub fn pushes(&self, tensor: TensorId) -> u64 {

@@ -5,7 +5,7 @@ use crate::base::error::{Error, Refusal};
 use crate::cuda::PooledEvent;
 use rustix::thread::futex;
 use rustix::time::Timespec;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -63,6 +63,8 @@ pub struct Task {
     asked_ns: u64,
     /// Of a tensor on the GPU: see [`is_wanted`](Task::is_wanted).
     is_wanted: AtomicBool,
+    /// Ranks that have died and are not in its result, as results say it.
+    lacks: AtomicU64,
 }
 
 impl Task {
@@ -88,6 +90,12 @@ impl Task {
     pub(crate) fn finish_behind(&self, mark: Mark) {
         let _ = self.mark.set(mark);
         self.finish_now(Ok(()));
+    }
+
+    /// Its result, which is there, lacks these ranks: a bit for each.
+    pub(crate) fn lacks(&self, ranks: u64) {
+        // Relaxed: `finish` comes behind it, and whoever sees that sees this.
+        self.lacks.store(ranks, Ordering::Relaxed);
     }
 
     /// The task is over: its memory is the caller's again. Returns whether somebody sleeps on it or
@@ -234,6 +242,13 @@ impl Handle {
             unsafe { mark.event.make_wait(stream) }.map_err(Refusal::Gpu)?;
         }
         Ok(())
+    }
+
+    /// Once it is over: a bit for each rank that has died and is not in all of its result, in the
+    /// order of their deaths. [`Worker::lacking`](crate::Worker::lacking) names them.
+    #[must_use]
+    pub fn lacking(&self) -> u64 {
+        self.0.lacks.load(Ordering::Relaxed)
     }
 
     fn result(&self) -> Result<bool, Error> {

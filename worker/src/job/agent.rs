@@ -56,6 +56,8 @@ pub enum Effect {
     Knock(Option<Duration>),
     /// So many nodes wait to be let in.
     Newcomers(u32),
+    /// These ranks have died, in this order, and the job goes on without them.
+    Gone(Vec<Rank>),
     /// On ranks that have run out of data.
     Uneven(UnevenOrder),
     /// A line for people.
@@ -226,6 +228,9 @@ impl Agent {
             SchedulerMessage::Waiting { text } => effects.push(Effect::Warn(text)),
             SchedulerMessage::Tune(order) => self.tune(order, effects),
             SchedulerMessage::Uneven(order) => effects.push(Effect::Uneven(order)),
+            SchedulerMessage::Shrunk(shrunk) => {
+                effects.extend([Effect::Gone(shrunk.gone), Effect::Warn(shrunk.text)]);
+            }
             SchedulerMessage::Newcomers { count } => effects.push(Effect::Newcomers(count)),
             SchedulerMessage::Over { reason } => {
                 self.may_return = matches!(reason, OverReason::Reforming { .. });

@@ -10,7 +10,7 @@ use crate::job::declared::Declared;
 use crate::job::timeline::Tracing;
 use crate::nic::{NicStatistics, Report};
 use crate::terminated;
-use bps_engine::base::milliseconds;
+use bps_engine::base::{Rank, milliseconds};
 use bps_engine::control::{
     Door, Knocker, LinkError, LinkReceiver, LinkSender, ask_time, take_time,
 };
@@ -45,6 +45,8 @@ pub(crate) struct Answers {
     pub(crate) follows: VecDeque<Follow>,
     /// Whether roots have joined, by the number of the question.
     pub(crate) roots: HashMap<u64, Option<u64>>,
+    /// Ranks that have died and that the job goes on without, in order.
+    pub(crate) gone: Vec<Rank>,
     pub(crate) over: Option<Error>,
 }
 
@@ -229,6 +231,7 @@ impl Control {
                 Effect::BarrierDone { request } => {
                     self.answer(|answers| answers.barriers.push(request));
                 }
+                Effect::Gone(gone) => self.answer(|answers| answers.gone = gone),
                 Effect::Uneven(order) => self.uneven(order),
                 Effect::Newcomers(count) => self.newcomers.store(count, Ordering::Relaxed),
                 Effect::Warn(line) => log::warning!("{line}"),

@@ -49,6 +49,8 @@ use std::time::{Duration, Instant};
 
 /// Commands that may wait for the NIC loop.
 const COMMANDS: usize = 4096;
+/// How much later than a server this rank may hear of a death.
+const NEWS: Duration = Duration::from_secs(10);
 /// How often a caller that waits for the scheduler looks around.
 const LOOK: Duration = Duration::from_millis(50);
 /// How long leaving may take before it is given up.
@@ -282,6 +284,18 @@ impl Job {
             Some(_) => Ok(()),
             None => Err(Overdue::Barrier { waited: timeout }.into()),
         }
+    }
+
+    /// The ranks that have died for which these bits of a result stand. A server may know of a
+    /// death before this rank does.
+    pub(crate) fn gone(&self, bits: u64) -> Result<Vec<Rank>, Error> {
+        let named = |answers: &mut Answers| {
+            let known = (0..u64::BITS).zip(answers.gone.iter().copied());
+            let named = known.filter(|(bit, _)| bits >> bit & 1 == 1);
+            let named: Vec<Rank> = named.map(|(_, rank)| rank).collect();
+            (named.len() == bits.count_ones() as usize).then_some(named)
+        };
+        self.answer(NEWS, named)?.ok_or(Overdue::Gone { waited: NEWS }.into())
     }
 
     fn send(&self, message: &NodeMessage) -> Result<(), Error> {

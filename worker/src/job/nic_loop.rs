@@ -276,8 +276,8 @@ impl NicLoop {
 
     /// Ends the rounds whose parts are over, and begins what waits behind them.
     fn settle(&mut self) {
-        while let Some(part) = self.nic.take_over() {
-            if let Some(done) = self.rounds.part_over(part.tensor) {
+        while let Some((part, lacks)) = self.nic.take_over() {
+            if let Some(done) = self.rounds.part_over(part.tensor, lacks) {
                 self.finish(done);
                 self.rounds.next(part.tensor, &mut self.nic);
             }
@@ -291,7 +291,8 @@ impl NicLoop {
     }
 
     fn finish(&mut self, done: Done) {
-        let Done { key, round, bytes, task, result, .. } = done;
+        let Done { key, round, bytes, task, result, lacks, .. } = done;
+        task.lacks(lacks.ranks);
         if result.is_ok() {
             self.nic.record_done(key, round);
             self.statistics.bytes.add(bytes as u64);

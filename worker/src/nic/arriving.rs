@@ -2,7 +2,7 @@
 //! of the group say. A peer is not trusted: what does not fit closes its lane and is reported.
 
 use super::{LaneId, Nic, Operation, Part, PartId, Peer, Receiving, Report, Stage};
-use crate::rounds::Slot;
+use crate::rounds::{Lacks, Slot};
 use bps_engine::base::{Rank, Round};
 use bps_engine::limits::PARTS_MAX;
 use bps_engine::mem::Writable;
@@ -69,12 +69,17 @@ impl Nic {
             self.unwanted(lane, length);
             return Ok(());
         }
-        if !self.is_due(part, lane, &header) {
+        // The root of a broadcast has died before it gave its bytes: there is no result.
+        let is_broadcast = matches!(self.part(part).plan.operation, Operation::Broadcast(_));
+        let is_lost = is_broadcast && header.contributors == 0 && length == 0;
+        if !self.is_due(part, lane, &header, is_lost) {
             let (key, name) = (header.key, &self.part(part).plan.name);
             return Err(format!("a publication of `{name}` ({key}) does not fit what was pushed"));
         }
         // A second one of this round will not fit.
-        self.part_mut(part).stage = Stage::Landing;
+        let state = self.part_mut(part);
+        state.stage = Stage::Landing;
+        state.lacks = Lacks { ranks: header.missing, is_lost };
         // Of a stored part it says the version of the value, which matters to nobody here.
         let header = Header { round: Round(self.part(part).round), ..header };
         let (begins, ends) = self.marks(lane, part);
@@ -115,10 +120,13 @@ impl Nic {
     }
 
     /// Whether a publication is the one that the part waits for.
-    fn is_due(&self, id: PartId, lane: LaneId, header: &Header) -> bool {
+    fn is_due(&self, id: PartId, lane: LaneId, header: &Header, is_lost: bool) -> bool {
         let (part, length) = (self.part(id), header.length as usize);
         let is_root = part.is_root(&self.config);
-        let fits = if is_root { length == 0 } else { self.may_publish(lane, id, header) };
+        let fits = match is_root {
+            true => length == 0,
+            false => is_lost || self.may_publish(lane, id, header),
+        };
         fits && header.rank == self.config.rank
             && header.epoch == self.config.epoch
             && header.dtype == part.plan.dtype

@@ -94,8 +94,7 @@ impl Nic {
                 self.trace.record(Mark::Granted, key, round, self.config.rank, bytes);
             }
             self.circle_mut(device).collector.grant(Granted { key, bytes, item: part }, peers);
-            let word = PartWord { kind: Kind::Grant, part, round, checksum: None };
-            self.say_to_circle(word);
+            self.say_to_circle(PartWord::bare(Kind::Grant, part, round));
         }
     }
 
@@ -135,7 +134,7 @@ impl Nic {
         }
         let kind = Kind::Contribution;
         let checksum = self.checksum(owner, part, kind);
-        self.say_to(owner, PartWord { kind, part, round, checksum });
+        self.say_to(owner, PartWord { checksum, ..PartWord::bare(kind, part, round) });
     }
 
     /// The header of a contribution has come.
@@ -267,8 +266,9 @@ impl Nic {
         }
         let kind = Kind::Publication;
         // One for all of them: they are sent the same bytes over the same transport.
-        let checksum = self.checksum(lane, part, kind);
-        self.say_to_circle(PartWord { kind, part, round, checksum });
+        let lacks = self.part(part).lacks;
+        let checksum = self.checksum(lane, part, kind).filter(|_| !lacks.is_lost);
+        self.say_to_circle(PartWord { kind, part, round, checksum, lacks });
     }
 
     /// A part's round is over before its time: nobody sums it any more.

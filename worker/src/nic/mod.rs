@@ -27,7 +27,7 @@ use self::pace::Pace;
 use self::slots::{Gpu, Landings};
 use self::staged::Staged;
 use crate::host::collect::Peers;
-use crate::rounds::{Memory, PartId, PartOf, PartPlan, PartPush, Parts, Slot, Staging};
+use crate::rounds::{Lacks, Memory, PartId, PartOf, PartPlan, PartPush, Parts, Slot, Staging};
 use bps_engine::base::{Key, KeyMap, Operation, Round};
 use bps_engine::lane::Endpoint;
 use bps_engine::limits::EVENTS_MAX;
@@ -88,6 +88,8 @@ struct Part {
     open: u32,
     /// Of these frames, those that were posted.
     posted: u32,
+    /// What its result does not hold.
+    lacks: Lacks,
     /// Nobody wants rounds of it any more.
     abandoned: bool,
 }
@@ -185,6 +187,15 @@ struct PartWord {
     round: u64,
     /// Of the payload, if it carries one.
     checksum: Option<u32>,
+    /// Of a publication: what it does not hold.
+    lacks: Lacks,
+}
+
+impl PartWord {
+    /// One without a payload.
+    fn bare(kind: Kind, part: PartId, round: u64) -> PartWord {
+        PartWord { kind, part, round, checksum: None, lacks: Lacks::NOTHING }
+    }
 }
 
 /// Whether the lanes carry parts.
@@ -396,10 +407,11 @@ impl Nic {
         }
     }
 
-    /// A part whose round is over, if there is one.
-    pub(crate) fn take_over(&mut self) -> Option<PartOf> {
+    /// A part whose round is over, if there is one, and what its result lacks.
+    pub(crate) fn take_over(&mut self) -> Option<(PartOf, Lacks)> {
         let part = self.over.pop_front()?;
-        Some(self.part(part).plan.of)
+        let part = self.part(part);
+        Some((part.plan.of, part.lacks))
     }
 
     /// Adds parts, and returns the number of the first; the others follow.
@@ -439,6 +451,7 @@ impl Nic {
                 asked: Duration::ZERO,
                 open: 0,
                 posted: 0,
+                lacks: Lacks::NOTHING,
                 abandoned: false,
             });
         }
@@ -497,6 +510,7 @@ impl Nic {
         assert!(round > state.round, "rounds count up");
         (state.round, state.stage, state.priority) = (round, Stage::Pushed, priority);
         (state.since, state.open, state.posted) = (now, 1, 0);
+        state.lacks = Lacks::NOTHING;
         state
     }
 
@@ -512,7 +526,7 @@ impl Nic {
                 if matches!(state.plan.operation, Operation::Broadcast(_)) {
                     state.stage = Stage::Asked;
                 }
-                self.say_to(owner, PartWord { kind: Kind::Ready, part, round, checksum: None });
+                self.say_to(owner, PartWord::bare(Kind::Ready, part, round));
             }
             None if others == 0 && state.plan.core.is_some() => self.send_to_server(part),
             None if others == 0 => self.take_own(part),

@@ -147,8 +147,9 @@ impl Nic {
     /// Says something to a rank of the group, after what was said before.
     pub(super) fn say_to(&mut self, lane: LaneId, word: PartWord) {
         self.lane_mut(lane).outbox.push_back(word);
-        if matches!(word.kind, Kind::Contribution | Kind::Publication) {
-            self.part_mut(word.part).open += 1;
+        let state = self.part_mut(word.part);
+        if matches!(word.kind, Kind::Contribution | Kind::Publication) && !word.lacks.is_lost {
+            state.open += 1;
         }
     }
 
@@ -166,9 +167,9 @@ impl Nic {
     }
 
     fn post_word(&mut self, lane: LaneId, word: PartWord) -> Result<(), Full> {
-        let PartWord { kind, part, round, checksum } = word;
+        let PartWord { kind, part, round, checksum, lacks } = word;
         let state = self.part(part);
-        let payload = self.payload(part, kind);
+        let payload = self.payload(part, kind).filter(|_| !lacks.is_lost);
         let mut header = self.header(kind, state.plan.dtype);
         if matches!(kind, Kind::Grant | Kind::Publication)
             && let Peer::Rank(rank) = self.lane(lane).peer
@@ -184,10 +185,13 @@ impl Nic {
         let length = payload.len();
         header.length = length_of(length);
         header.contributors = match (kind, state.plan.operation) {
-            (Kind::Publication, Operation::Broadcast(_)) => 1,
-            (Kind::Publication, _) => self.contributors(&state.plan),
+            (Kind::Publication, Operation::Broadcast(_)) => u32::from(!lacks.is_lost),
+            (Kind::Publication, _) => {
+                self.contributors(&state.plan).saturating_sub(lacks.ranks.count_ones())
+            }
             _ => 1,
         };
+        header.missing = lacks.ranks;
         if let Some(checksum) = checksum {
             header.flags |= FLAG_PAYLOAD_CHECKSUM;
             header.payload_checksum = checksum;

@@ -9,10 +9,11 @@
 
 use self::recut::Next;
 use super::{Memory, PartId, PartOf, Plan, PlanPart};
-use crate::base::error::{Error, Refusal};
+use crate::base::error::{Death, Error, PeerDied, Refusal};
 use crate::base::task::Task;
-use bps_engine::base::Key;
+use bps_engine::base::{Key, Operation};
 use bps_engine::optimize::Act;
+use bps_engine::proto::messages::RoundOf;
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
@@ -57,6 +58,27 @@ pub struct PartPush {
     pub asked_ns: u64,
 }
 
+/// What the result of a round does not hold, because ranks have died.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Lacks {
+    /// A bit for each rank without a contribution, in the order in which the scheduler has told of
+    /// their deaths.
+    pub ranks: u64,
+    /// There is no result: it was to come from one of them.
+    pub is_lost: bool,
+}
+
+impl Lacks {
+    /// All contributions are in.
+    pub const NOTHING: Lacks = Lacks { ranks: 0, is_lost: false };
+
+    /// What one of two parts lacks.
+    #[must_use]
+    pub fn or(self, other: Lacks) -> Lacks {
+        Lacks { ranks: self.ranks | other.ranks, is_lost: self.is_lost || other.is_lost }
+    }
+}
+
 /// A round that is over.
 #[derive(Debug)]
 pub struct Done {
@@ -72,6 +94,8 @@ pub struct Done {
     pub task: Arc<Task>,
     /// What became of it.
     pub result: Result<(), Error>,
+    /// What any of its parts lacks.
+    pub lacks: Lacks,
 }
 
 /// A round under way.
@@ -79,6 +103,8 @@ struct Run {
     task: Arc<Task>,
     /// Parts that are not over.
     left: u32,
+    /// What those lack that are.
+    lacks: Lacks,
 }
 
 struct Tensor {
@@ -213,19 +239,21 @@ impl Rounds {
     ///
     /// # Panics
     /// No round of the tensor is open.
-    pub fn part_over(&mut self, tensor: u32) -> Option<Done> {
+    pub fn part_over(&mut self, tensor: u32, lacks: Lacks) -> Option<Done> {
         let state = self.tensors[tensor as usize].as_mut().expect("a part has a tensor");
         let run = state.run.as_mut().expect("a part that is over was pushed");
         run.left = run.left.checked_sub(1).expect("each part is over once");
+        run.lacks = run.lacks.or(lacks);
         if run.left > 0 {
             return None;
         }
         self.open -= 1;
-        let Run { task, .. } = state.run.take()?;
+        let Run { task, lacks, .. } = state.run.take()?;
         let (key, round) = (state.plan.parts[0].key, state.round - state.base);
         let bytes = state.plan.bytes();
-        let result = state.poisoned.clone().map_or(Ok(()), Err);
-        Some(Done { tensor, key, round, bytes, task, result })
+        let lost = lacks.is_lost.then(|| state.root_lost());
+        let result = state.poisoned.clone().or(lost).map_or(Ok(()), Err);
+        Some(Done { tensor, key, round, bytes, task, result, lacks })
     }
 
     /// Begins what waits behind a round that is over, or ends the tensor if ranks disagree about
@@ -308,6 +336,15 @@ impl Tensor {
         (self.first.0..self.first.0 + count).map(PartId)
     }
 
+    /// Why its round has no result: who was to give it has died.
+    fn root_lost(&self) -> Error {
+        let Operation::Broadcast(root) = self.plan.operation else {
+            unreachable!("only what one rank gives is lost with it");
+        };
+        let of = RoundOf { tensor: self.plan.name.to_string(), round: self.round };
+        PeerDied::from(Death::RootLost { root, of }).into()
+    }
+
     /// Opens the next round.
     fn begin(&mut self, push: Push, parts: &mut impl Parts) {
         assert!(self.run.is_none() && self.poisoned.is_none(), "one round is open at a time");
@@ -317,7 +354,7 @@ impl Tensor {
         self.round += 1;
         let round = self.round - self.base;
         let left = u32::try_from(self.plan.parts.len()).expect("parts are counted in u32");
-        self.run = Some(Run { task, left });
+        self.run = Some(Run { task, left, lacks: Lacks::NOTHING });
         for (id, part) in self.parts().zip(&self.plan.parts) {
             let memory = memory.part(part.offset, part.bytes);
             parts.push(id, round, &PartPush { memory, priority, act, asked_ns });

@@ -59,11 +59,12 @@ pub(super) const ENABLE_RDMA: Field = Field::Choice {
 };
 
 pub(super) const ELASTIC: Field = Field::Choice {
-    names: "none, redo",
+    names: "none, redo, shrink",
     set: |config, text| {
         config.elastic = match text {
             "none" => ElasticMode::None,
             "redo" => ElasticMode::Redo,
+            "shrink" => ElasticMode::Shrink,
             _ => return false,
         };
         true
@@ -71,6 +72,7 @@ pub(super) const ELASTIC: Field = Field::Choice {
     get: |config| match config.elastic {
         ElasticMode::None => "none",
         ElasticMode::Redo => "redo",
+        ElasticMode::Shrink => "shrink",
     },
 };
 

@@ -28,6 +28,8 @@ const DEAD_MAX: usize = 1024;
 /// How a job goes on when members die.
 #[derive(Clone, Debug)]
 pub struct Elastic {
+    /// Rounds go on without ranks that die, where they can.
+    pub shrinks: bool,
     /// Fewest ranks.
     pub min_workers: u32,
     /// How long a job with too few members waits for new ones.
@@ -49,7 +51,7 @@ pub(super) struct History {
 }
 
 impl History {
-    fn bury(&mut self, session: Option<u64>, who: Origin) {
+    pub(super) fn bury(&mut self, session: Option<u64>, who: Origin) {
         self.deaths += 1;
         if self.dead.len() >= DEAD_MAX {
             self.dead.pop_front();
@@ -165,7 +167,7 @@ impl Scheduler {
             _ => return Some(reason),
         }
         let awaited = self.survivors(culprit);
-        let has_left = running.left.iter().any(|rank| !running.away.contains_key(rank));
+        let has_left = running.has_finished();
         if has_left && awaited.is_empty() {
             self.put(Output::Log(reason.to_string()));
             if let Some(node) = culprit {
@@ -247,6 +249,7 @@ impl Scheduler {
         if let (Some(node), Some(reason)) = (culprit, &reason) {
             self.expel(node, reason);
         }
+        let has_left = running.has_finished();
         let job = *running;
         let mut servers = job.job.servers;
         let before = servers.len();
@@ -272,7 +275,7 @@ impl Scheduler {
             awaited,
             resetting,
             newcomers: 0,
-            has_left: job.left.iter().any(|rank| !job.away.contains_key(rank)),
+            has_left,
             has_returned: false,
             planning: job.job.planning,
             min_workers,
@@ -294,7 +297,7 @@ impl Scheduler {
     }
 
     /// Closes the connection of the node that ended an epoch, and tells it so.
-    fn expel(&mut self, node: NodeId, reason: &OverReason) {
+    pub(super) fn expel(&mut self, node: NodeId, reason: &OverReason) {
         self.peers.remove(&node);
         if let Some(reason) = removed(reason) {
             self.send(node, SchedulerMessage::Over { reason });
@@ -563,7 +566,7 @@ impl Scheduler {
 }
 
 /// The node as verdicts name a rank.
-fn ranked(rank: Rank, register: &Register) -> Origin {
+pub(super) fn ranked(rank: Rank, register: &Register) -> Origin {
     let place = Place { host: register.host.clone(), pid: register.pid };
     Origin { party: Party::Rank(rank), place: Some(place) }
 }

@@ -88,6 +88,15 @@ impl Eras {
         agreed
     }
 
+    /// A rank has died: nobody waits for it to go along. Returns as [`advance`](Self::advance) does.
+    pub(super) fn lose(&mut self, rank: Rank) -> Vec<(u32, u64)> {
+        match self.left.get_mut(rank.0 as usize) {
+            Some(left) => *left = OUTSIDE,
+            None => return Vec::new(),
+        }
+        self.pass()
+    }
+
     /// This rank is the first to leave the newest era, after so many rounds of its tensor; the name
     /// stands for another tensor from then on, which has had `start` rounds before. Returns the
     /// others of the `members` of the job's `ranks` that are in the era.
@@ -114,8 +123,13 @@ impl Eras {
     /// that is known, with their rounds.
     pub(super) fn advance(&mut self, rank: Rank) -> Vec<(u32, u64)> {
         self.left[rank.0 as usize] += 1;
+        self.pass()
+    }
+
+    /// Forgets the eras that every rank has left.
+    fn pass(&mut self) -> Vec<(u32, u64)> {
         let mut over = Vec::new();
-        while self.left.iter().all(|&left| left > self.passed) {
+        while self.known.len() > 1 && self.left.iter().all(|&left| left > self.passed) {
             let Some(Era { tensor, end: Some(end), .. }) = self.known.pop_front() else {
                 unreachable!("no rank leaves the newest era before it has an end");
             };

@@ -44,6 +44,11 @@ pub(super) struct News {
 }
 
 impl LateRanks {
+    /// A rank has died: it neither is late nor catches up.
+    pub(super) fn lose(&mut self, rank: Rank) {
+        self.courses.remove(&rank);
+    }
+
     /// These ranks are late now, by so long; all others are not.
     pub(super) fn observe(&mut self, late: &BTreeMap<Rank, Duration>, now: Duration) -> News {
         for (&rank, &waited) in late {

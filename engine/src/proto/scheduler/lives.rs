@@ -159,8 +159,11 @@ impl Scheduler {
         }
     }
 
-    /// Ends the job, or the epoch where the job survives that.
+    /// Ends the job, or the epoch where the job survives that, or nothing where the epoch does.
     pub(super) fn end(&mut self, reason: OverReason, culprit: Option<NodeId>) {
+        if self.shrink(&reason, culprit) {
+            return;
+        }
         if let Some(reason) = self.regroup(reason, culprit) {
             self.end_job(reason, culprit);
         }

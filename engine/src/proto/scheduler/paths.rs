@@ -57,6 +57,14 @@ impl Paths {
         self.awaited.remove(&rank);
     }
 
+    /// A rank has died: so did its lanes, and whatever was on them.
+    pub(super) fn lose(&mut self, rank: Rank, node: NodeId) {
+        self.forget(rank);
+        self.losses.retain(|one| one.from != node && one.to != node);
+        self.suspects.retain(|one| one.rank != rank);
+        self.stalls.retain(|one| one.rank != rank);
+    }
+
     /// Whether bytes are known to be late.
     pub(super) fn is_stalled(&self) -> bool {
         !self.suspects.is_empty()
@@ -183,9 +191,14 @@ impl Scheduler {
             End::Rank(rank) => running.job.workers.get(rank.0 as usize),
             End::Server(index) => running.job.servers.get(index as usize),
         };
+        let to_end = to;
         let Some(&(to, _)) = peer.filter(|(to, _)| *to != from) else {
             return self.broke_protocol(from, "a lane to a node that is not there");
         };
+        if matches!(to_end, End::Rank(rank) if running.gone.contains(&rank)) {
+            // Its death was told, and explains it.
+            return;
+        }
         let fault = match fault {
             LaneFault::Error(text) => LaneFault::Error(shorten(&text)),
             fault => fault,

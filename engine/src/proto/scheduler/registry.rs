@@ -6,6 +6,7 @@
 //! so after as many rounds (see [`eras`](super::eras)). No rank is told of a key that its server
 //! does not know yet, and a server may forget the keys of a tensor that no rank pushes any more.
 
+mod losing;
 mod recut;
 mod steps;
 
@@ -50,6 +51,8 @@ pub(super) struct Registry {
     batches: BTreeMap<u64, Batch>,
     /// Declares that wait for installs, by a number of their own.
     waiting: BTreeMap<u64, Waiting>,
+    /// Ranks that died.
+    gone: Vec<Rank>,
     next: u64,
 }
 
@@ -157,6 +160,7 @@ impl Registry {
             keys: Vec::new(),
             batches: BTreeMap::new(),
             waiting: BTreeMap::new(),
+            gone: Vec::new(),
             next,
         }
     }
@@ -386,6 +390,9 @@ impl Registry {
             for other in state.eras.begin(rank, members, rounds, (tensor, start)) {
                 let superseded = Superseded { tensor: old, rounds };
                 changes.superseded.entry(other).or_default().push(superseded);
+            }
+            for &gone in &self.gone {
+                changes.over.extend(state.eras.lose(gone));
             }
         }
         changes.over.extend(state.eras.advance(rank));

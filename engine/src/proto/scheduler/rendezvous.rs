@@ -476,6 +476,7 @@ impl Job {
             workers: workers.collect(),
             servers: servers.collect(),
             elastic: false,
+            shrinks: false,
             change: None,
         }
     }

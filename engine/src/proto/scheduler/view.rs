@@ -104,7 +104,7 @@ impl Scheduler {
         if let Phase::Running(running) = &self.phase {
             view.formed = true;
             view.tuning = running.tuner.as_ref().map(Tuner::view);
-            view.ranks = running.job.size();
+            view.ranks = running.job.size() - word(running.gone.len());
             view.servers = word(running.job.servers.len());
             let mut waits = running.stalls.waits(
                 &running.registry,

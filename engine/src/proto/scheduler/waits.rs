@@ -48,6 +48,8 @@ pub(super) struct Barriers {
     open: Vec<VecDeque<(u64, Duration)>>,
     /// Ranks that have joined: nobody waits for them.
     excused: BTreeSet<Rank>,
+    /// Ranks that died: likewise, for good.
+    gone: BTreeSet<Rank>,
     passed: u64,
 }
 
@@ -76,6 +78,17 @@ impl Barriers {
     /// Nobody waits for this rank from now on. Returns whom to tell that barriers are complete.
     pub(super) fn excuse(&mut self, rank: Rank) -> Vec<(Rank, u64)> {
         self.excused.insert(rank);
+        self.pass_all()
+    }
+
+    /// A rank has died, and nobody waits for it. Returns as [`excuse`](Self::excuse) does.
+    pub(super) fn lose(&mut self, rank: Rank) -> Vec<(Rank, u64)> {
+        self.forget(rank);
+        self.gone.insert(rank);
+        self.pass_all()
+    }
+
+    fn pass_all(&mut self) -> Vec<(Rank, u64)> {
         let mut all = Vec::new();
         loop {
             let passed = self.pass();
@@ -94,7 +107,7 @@ impl Barriers {
     /// Whom to tell that the oldest barrier is complete, if it is.
     fn pass(&mut self) -> Vec<(Rank, u64)> {
         let is_missing =
-            |(rank, mine): (Rank, &VecDeque<_>)| mine.is_empty() && !self.excused.contains(&rank);
+            |(rank, mine): (Rank, &VecDeque<_>)| mine.is_empty() && !self.is_excused(rank);
         if self.ranks().any(is_missing) {
             return Vec::new();
         }
@@ -103,6 +116,10 @@ impl Barriers {
             fronts.filter_map(|(rank, front)| Some((rank, front?.0))).collect();
         self.passed += u64::from(!passed.is_empty());
         passed
+    }
+
+    fn is_excused(&self, rank: Rank) -> bool {
+        self.excused.contains(&rank) || self.gone.contains(&rank)
     }
 
     fn ranks(&self) -> impl Iterator<Item = (Rank, &VecDeque<(u64, Duration)>)> {
@@ -122,7 +139,7 @@ impl Barriers {
         let waited = now.saturating_sub(since);
         let (missing, arrived) = self
             .ranks()
-            .filter(|(rank, mine)| !(mine.is_empty() && self.excused.contains(rank)))
+            .filter(|(rank, mine)| !(mine.is_empty() && self.is_excused(*rank)))
             .partition::<Vec<_>, _>(|(_, mine)| mine.is_empty());
         let ranks = |ranks: Vec<(Rank, _)>| ranks.into_iter().map(|(rank, _)| rank).collect();
         let missing: Vec<Rank> = ranks(missing);
@@ -165,6 +182,8 @@ struct Report {
 #[derive(Debug, Default)]
 pub(super) struct Stalls {
     reports: BTreeMap<Reporter, Report>,
+    /// Ranks that died: nobody waits for them, whatever was said before that was known.
+    gone: BTreeSet<Rank>,
 }
 
 /// All that waits.
@@ -211,7 +230,27 @@ impl Waits {
     }
 }
 
+impl StalledKey {
+    /// Nobody waits for this rank. Says whether anybody is waited for.
+    fn lose(&mut self, gone: &BTreeSet<Rank>) -> bool {
+        self.missing.retain(|rank| !gone.contains(rank));
+        self.left.retain(|rank| !gone.contains(rank));
+        gone.is_empty() || !self.missing.is_empty()
+    }
+}
+
 impl Stalls {
+    /// A rank has died, and nobody waits for it.
+    pub(super) fn lose(&mut self, rank: Rank) {
+        self.gone.insert(rank);
+        self.reports.remove(&Reporter::Owner(rank));
+        for report in self.reports.values_mut() {
+            report.keys.retain_mut(|key| key.lose(&self.gone));
+            report.late.retain(|late| !self.gone.contains(&late.rank));
+        }
+        self.reports.retain(|_, report| !report.keys.is_empty());
+    }
+
     /// The latest report of somebody. It replaces the one before.
     pub(super) fn report(
         &mut self,
@@ -221,6 +260,7 @@ impl Stalls {
         now: Duration,
     ) {
         keys.truncate(STALLS_SHOWN_MAX);
+        keys.retain_mut(|key| key.lose(&self.gone));
         late.truncate(LATE_RANKS_MAX);
         if keys.is_empty() {
             self.reports.remove(&by);

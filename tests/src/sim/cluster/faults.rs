@@ -21,6 +21,12 @@ impl Cluster {
         self.mail(Letter::Gone(node));
     }
 
+    /// The scheduler loses sight of a rank that lives.
+    pub fn hide_worker(&mut self, index: usize) {
+        let node = self.workers[index].node;
+        self.mail(Letter::Gone(node));
+    }
+
     /// The GPU of a rank fails, some time from now.
     pub fn fail_gpu(&mut self, index: usize) {
         self.workers[index].gpu.iter().for_each(SimGpu::fail);

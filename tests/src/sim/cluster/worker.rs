@@ -23,6 +23,15 @@ impl SimWorker {
 }
 
 impl Cluster {
+    /// A rank waits at a barrier; the number will be among [`SimWorker::barriers`].
+    pub fn barrier(&mut self, index: usize) -> Option<u64> {
+        let worker = &mut self.workers[index];
+        let (request, message) = worker.agent.as_mut()?.barrier();
+        let node = worker.node;
+        self.mail(Letter::Up(node, message));
+        Some(request)
+    }
+
     /// A rank declares tensors; the number is a key of [`SimWorker::declared`].
     pub fn declare(&mut self, index: usize, tensors: Vec<Declaration>) -> Option<u64> {
         let worker = &mut self.workers[index];

@@ -51,6 +51,7 @@ impl Error {
                 Overdue::Declare { waited }
                 | Overdue::Root { waited }
                 | Overdue::Barrier { waited }
+                | Overdue::Gone { waited }
                 | Overdue::HandOver { waited, .. }
                 | Overdue::Ending(StillRunning { waited, .. }),
             ) => Details { waited: Some(*waited), ..Details::default() },
@@ -160,6 +161,7 @@ impl Details {
                 let details = Details { waited, ..Details::of_origin(peer) };
                 details.or_round(at.as_ref().map(|at| &at.of))
             }
+            Death::RootLost { root, of } => Details::of_ranks([*root]).or_round(Some(of)),
             Death::Nonsense { peer, .. } => Details::of_origin(peer),
         }
     }

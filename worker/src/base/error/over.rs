@@ -52,6 +52,17 @@ pub enum Death {
         /// What this rank was at then.
         at: Option<RoundSeen>,
     },
+    /// The root of a broadcast has died, in a job that goes on without it.
+    #[error(
+        "{root} died, from which {of} was to come: nobody else has its bytes, so broadcast from \
+         another rank; the job goes on"
+    )]
+    RootLost {
+        /// The rank.
+        root: Rank,
+        /// What it was to give.
+        of: RoundOf,
+    },
     /// What a node sent does not follow the protocol.
     #[error("{peer} sent what can't be right: {what}")]
     Nonsense {

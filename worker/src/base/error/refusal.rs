@@ -46,6 +46,16 @@ pub enum Overdue {
     /// A thread of this process does not end. It may still use the memory of what was pushed.
     #[error(transparent)]
     Ending(StillRunning),
+    /// The scheduler did not say which ranks have died that a result lacks.
+    #[error(
+        "contributors: the result lacks ranks that have died, and the scheduler has not said which, \
+         for {:.0} s: read its log",
+        waited.as_secs_f64()
+    )]
+    Gone {
+        /// For how long this rank waited.
+        waited: Duration,
+    },
     /// Ranks are missing at a barrier.
     #[error("barrier: not all ranks came within {:.1} s", waited.as_secs_f64())]
     Barrier {

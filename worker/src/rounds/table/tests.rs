@@ -76,7 +76,7 @@ fn poisoned() -> Error {
 fn end_round(rounds: &mut Rounds, lanes: &mut Lanes, tensor: u32, first: u32, parts: u32) {
     for part in first..first + parts {
         assert!(lanes.open.remove(&PartId(part)).is_some(), "part {part} is open");
-        let done = rounds.part_over(tensor);
+        let done = rounds.part_over(tensor, Lacks::NOTHING);
         assert_eq!(done.is_some(), part == first + parts - 1, "the last part ends the round");
         if let Some(Done { task, result, .. }) = done {
             task.finish_now(result);
@@ -209,7 +209,7 @@ fn any_order_of_pushes_ends_and_disagreements_is_as_in_the_model() {
                 4..9 if !model.open.is_empty() => {
                     let part = model.open.swap_remove(random.index(model.open.len()));
                     assert_eq!(lanes.open.remove(&PartId(part)), Some(model.round), "seed {seed}");
-                    let done = rounds.part_over(id);
+                    let done = rounds.part_over(id, Lacks::NOTHING);
                     assert_eq!(done.is_some(), model.open.is_empty(), "seed {seed}");
                     if let Some(Done { task, result, round, .. }) = done {
                         assert_eq!(round, model.round, "seed {seed}");

@@ -6,7 +6,8 @@ use super::*;
 use crate::proto::paths::{End, LaneFault};
 
 fn elastic(min_workers: u32, patience_ms: u64) -> Elastic {
-    Elastic { min_workers, patience: ms(patience_ms), notice: ms(60_000) }
+    let shrinks = false;
+    Elastic { shrinks, min_workers, patience: ms(patience_ms), notice: ms(60_000) }
 }
 
 fn worker(at: u32, session: u64, former: Option<u64>) -> Register {

@@ -128,7 +128,8 @@ fn wild_conversations_never_panic_and_always_end_well_told() {
         } else {
             Bench::new(workers, servers)
         };
-        let elastic = Elastic { min_workers: 1, patience: ms(500), notice: ms(5_000) };
+        let elastic =
+            Elastic { shrinks: false, min_workers: 1, patience: ms(500), notice: ms(5_000) };
         bench.scheduler.config.elastic = random.one_in(2).then_some(elastic);
         let mut nodes: Vec<u64> = bench.scheduler.peers.keys().map(|node| node.0).collect();
         let mut connected: Vec<u64> = nodes.clone();

@@ -1,0 +1,430 @@
+//! Ranks that die at random moments in a simulated job that goes on without them: whatever the
+//! network does, all who get a result get the same bytes, each contribution is in it once or not at
+//! all, an average is divided by those that are, and everybody is told whose are not.
+//!
+//! Each rank contributes in a digit of its own, so a result shows who is in it.
+
+use super::cluster::Cluster;
+use super::shape::{Groups, Shape};
+use super::tensors::{set, shuffle};
+use super::workload::{DEADLINE, TURNS_MAX};
+use bps_engine::base::{DType, Operation, Rank};
+use bps_engine::proto::messages::Declaration;
+use bps_engine::proto::scheduler::Elastic;
+use bps_engine::transport::sim::Random;
+use bps_worker::job::nic_loop::Command;
+use bps_worker::rounds::Memory;
+use bps_worker::task::Task;
+use bps_worker::{Error, Handle, Members};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// What was seen.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
+pub struct Shrunk {
+    /// Results that were compared.
+    pub checked: u64,
+    /// Of these, results that lack a rank.
+    pub short: u64,
+    /// Of these, results whose parts lack different ranks.
+    pub mixed: u64,
+    /// Broadcasts that failed because their root had died.
+    pub lost: u64,
+    /// Ranks that the job went on without.
+    pub gone: u64,
+}
+
+/// Divisible by every number of ranks that there may be, and below a digit's end when divided.
+const UNIT: i64 = 12;
+
+/// A type and an operation that loses nothing of such digits.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Kind {
+    Sum,
+    Average,
+    FloatAverage,
+    HalfSum,
+    HalfAverage,
+    EncodedSum,
+    Broadcast,
+}
+
+impl Kind {
+    const ALL: [Kind; 7] = [
+        Kind::Sum,
+        Kind::Average,
+        Kind::FloatAverage,
+        Kind::HalfSum,
+        Kind::HalfAverage,
+        Kind::EncodedSum,
+        Kind::Broadcast,
+    ];
+
+    fn dtype(self) -> DType {
+        match self {
+            Kind::Sum | Kind::Average | Kind::Broadcast => DType::I64,
+            Kind::FloatAverage | Kind::EncodedSum => DType::F32,
+            Kind::HalfSum | Kind::HalfAverage => DType::F16,
+        }
+    }
+
+    /// Bits of a rank's digit.
+    fn bits(self) -> u32 {
+        match self {
+            Kind::HalfSum => 2,
+            Kind::HalfAverage => 0,
+            _ => 4,
+        }
+    }
+
+    fn averages(self) -> bool {
+        matches!(self, Kind::Average | Kind::FloatAverage | Kind::HalfAverage)
+    }
+
+    /// What a rank contributes to each element.
+    fn contribution(self, rank: u32) -> i64 {
+        match self {
+            // The average of equal numbers is the number, if the divisor is right.
+            Kind::HalfAverage => UNIT,
+            _ if self.averages() => UNIT << (self.bits() * rank),
+            _ => 1 << (self.bits() * rank),
+        }
+    }
+
+    /// Who is in an element of a result; every rank that may be where that can't be seen.
+    ///
+    /// # Panics
+    /// A contribution is in it in part, or the divisor is not how many they are.
+    fn contributors(self, value: i64, seen: &str) -> Option<BTreeSet<Rank>> {
+        if self == Kind::HalfAverage {
+            assert_eq!(value, UNIT, "{seen}");
+            return None;
+        }
+        let mask = (1 << self.bits()) - 1;
+        let digit = |rank: &u32| value >> (self.bits() * rank) & mask;
+        let all: BTreeSet<Rank> = (0..5).filter(|rank| digit(rank) != 0).map(Rank).collect();
+        let count = i64::try_from(all.len()).expect("few");
+        let expected = if self.averages() { UNIT / count.max(1) } else { 1 };
+        let sum: i64 = all.iter().map(|rank| expected << (self.bits() * rank.0)).sum();
+        assert_eq!(value, sum, "{seen}: {all:?} and no others, once each");
+        Some(all)
+    }
+
+    fn to_bytes(self, value: i64, count: usize) -> Vec<u8> {
+        #[allow(clippy::cast_precision_loss, reason = "a few small numbers")]
+        let one = match self.dtype() {
+            DType::I64 => value.to_le_bytes().to_vec(),
+            DType::F32 => (value as f32).to_le_bytes().to_vec(),
+            _ => half(value).to_le_bytes().to_vec(),
+        };
+        one.repeat(count)
+    }
+
+    fn values(self, bytes: &[u8]) -> Vec<i64> {
+        let size = self.dtype().size();
+        #[allow(clippy::cast_possible_truncation, reason = "a few small numbers")]
+        let value = |one: &[u8]| match self.dtype() {
+            DType::I64 => i64::from_le_bytes(one.try_into().expect("eight bytes")),
+            DType::F32 => f32::from_le_bytes(one.try_into().expect("four bytes")).round() as i64,
+            _ => whole(u16::from_le_bytes(one.try_into().expect("two bytes"))),
+        };
+        bytes.chunks_exact(size).map(value).collect()
+    }
+}
+
+/// The f16 of a whole number below 2048.
+fn half(value: i64) -> u16 {
+    let value = u16::try_from(value).expect("small");
+    if value == 0 {
+        return 0;
+    }
+    let exponent = value.ilog2();
+    let fraction = (value << (10 - exponent)) & 0x3ff;
+    (u16::try_from(exponent).expect("at most 10") + 15) << 10 | fraction
+}
+
+fn whole(half: u16) -> i64 {
+    if half == 0 {
+        return 0;
+    }
+    let exponent = i32::from(half >> 10 & 0x1f) - 15;
+    let mantissa = i64::from(half & 0x3ff | 0x400);
+    assert!((0..=10).contains(&exponent) && half >> 15 == 0, "{half:#x} is no such number");
+    mantissa >> (10 - exponent)
+}
+
+struct Tensor {
+    kind: Kind,
+    said: Declaration,
+    rounds: u64,
+}
+
+struct Flight {
+    handle: Handle,
+    tensor: usize,
+    round: u64,
+    _source: Vec<u8>,
+    target: Vec<u8>,
+}
+
+#[derive(Default)]
+struct Script {
+    request: Option<u64>,
+    order: Vec<usize>,
+    todo: Vec<usize>,
+    pushed: Vec<u64>,
+    flights: Vec<Flight>,
+    barrier: Option<u64>,
+    left: bool,
+    /// The scheduler has given it up, though it lives.
+    hidden: bool,
+}
+
+/// What all who get it must get: bytes and who is missing, or that there is no result.
+type Seen = BTreeMap<(usize, u64), Result<(Vec<u8>, u64), String>>;
+
+fn tensors(random: &mut Random, workers: u32) -> Vec<Tensor> {
+    let number = 1 + random.index(6);
+    let one = |index: usize| {
+        let kind = Kind::ALL[random.index(Kind::ALL.len())];
+        let members = if random.once_in(3) { set(random, workers) } else { Members::ALL };
+        let place = random.index(members.count(workers) as usize);
+        let root = members.iter(workers).nth(place).expect("it has so many");
+        let operation = match kind {
+            Kind::Broadcast => Operation::Broadcast(root),
+            _ if kind.averages() => Operation::Average,
+            _ => Operation::Sum,
+        };
+        let codecs = ["topk(k=1000000)", "randomk(k=1000000, seed=1)+feedback"];
+        let codec = codecs[random.index(codecs.len())].parse().expect("an encoding");
+        let said = Declaration {
+            name: format!("tensor.{index}"),
+            dtype: kind.dtype(),
+            shape: [1, 300, 3000, 20_000][random.index(4)].into(),
+            operation,
+            device: false,
+            members,
+            encoding: (kind == Kind::EncodedSum).then_some(codec),
+            store: None,
+        };
+        Tensor { kind, said, rounds: 1 + random.below(6) }
+    };
+    (0..number).map(one).collect()
+}
+
+/// Runs one seed.
+///
+/// # Panics
+/// When a result is wrong, two ranks differ, or somebody hangs or fails who lives.
+#[must_use]
+pub fn run_shrunk(seed: u64) -> Shrunk {
+    let mut random = Random::new(seed);
+    let shape = Shape::random(&mut random, Groups::Apart);
+    let workers = shape.workers;
+    let tensors = tensors(&mut random, workers);
+    let elastic =
+        Elastic { shrinks: true, min_workers: 1, patience: Duration::ZERO, notice: DEADLINE };
+    let mut cluster = Cluster::elastic(seed, shape, Some(elastic));
+    let mut ranks: Vec<Script> = (0..workers).map(|_| script(&mut random, &tensors)).collect();
+    let mut kills = random.index(workers as usize);
+    let mut kill_at = Duration::from_micros(random.below(20_000));
+    let (mut seen, mut outcome) = (Seen::new(), Shrunk::default());
+    for turn in 0.. {
+        let is_late = turn >= TURNS_MAX || cluster.now() >= DEADLINE;
+        assert!(!is_late, "seed {seed}: hung; {}", describe(&cluster, &ranks));
+        cluster.turn();
+        if kills > 0 && cluster.now() >= kill_at {
+            let victim = random.index(workers as usize);
+            let worker = &cluster.workers[victim];
+            if worker.alive() && worker.roster.is_some() && !ranks[victim].left {
+                kills -= 1;
+                outcome.gone += 1;
+                if random.once_in(3) {
+                    ranks[victim].hidden = true;
+                    cluster.hide_worker(victim);
+                } else {
+                    cluster.kill_worker(victim);
+                }
+            }
+            kill_at += Duration::from_micros(1 + random.below(8_000));
+        }
+        let mut all = true;
+        for (index, rank) in ranks.iter_mut().enumerate() {
+            drive(&mut cluster, rank, index, &tensors, &mut random);
+            check(&cluster, rank, index, (seed, &tensors, &mut seen), &mut outcome);
+            let worker = &cluster.workers[index];
+            let is_over = worker.over.is_some();
+            assert!(
+                !is_over || rank.hidden || rank.left,
+                "seed {seed}: rank {index} lives, and was told {:?}",
+                worker.over
+            );
+            let is_done = (rank.left || is_over) && rank.flights.is_empty();
+            all &= !worker.alive() || is_done && worker.ended();
+        }
+        if all {
+            break;
+        }
+    }
+    outcome
+}
+
+fn describe(cluster: &Cluster, ranks: &[Script]) -> String {
+    let mut text = format!("at {:?}", cluster.now());
+    for (index, rank) in ranks.iter().enumerate() {
+        let worker = &cluster.workers[index];
+        let flights: Vec<_> = rank.flights.iter().map(|one| (one.tensor, one.round)).collect();
+        text.push_str(&format!(
+            "; {index}: alive {}, hidden {}, left {}, to do {}, in flight {flights:?}, gone {:?}, \
+             over {:?}",
+            worker.alive(),
+            rank.hidden,
+            rank.left,
+            rank.todo.len(),
+            worker.gone,
+            worker.over
+        ));
+    }
+    text
+}
+
+fn script(random: &mut Random, tensors: &[Tensor]) -> Script {
+    let mut todo = Vec::new();
+    for (index, tensor) in tensors.iter().enumerate() {
+        todo.extend((0..tensor.rounds).map(|_| index));
+    }
+    shuffle(random, &mut todo);
+    Script { todo, pushed: vec![0; tensors.len()], ..Script::default() }
+}
+
+/// Lets a rank do the next thing on its list, at a random moment.
+fn drive(
+    cluster: &mut Cluster,
+    rank: &mut Script,
+    index: usize,
+    tensors: &[Tensor],
+    random: &mut Random,
+) {
+    let worker = &cluster.workers[index];
+    let Some(roster) = &worker.roster else { return };
+    if !worker.alive() || worker.over.is_some() || rank.left {
+        return;
+    }
+    let number = roster.index;
+    let Some(request) = rank.request else {
+        let is_member = |at: &usize| tensors[*at].said.members.contains(Rank(number));
+        rank.order = (0..tensors.len()).filter(is_member).collect();
+        rank.todo.retain(|at| rank.order.contains(at));
+        shuffle(random, &mut rank.order);
+        let said = rank.order.iter().map(|&at| tensors[at].said.clone()).collect();
+        rank.request = cluster.declare(index, said);
+        return;
+    };
+    let Some(answer) = worker.declared.get(&request) else { return };
+    let ids = answer.as_ref().expect("nobody disagrees").clone();
+    if !random.once_in(3) {
+        return;
+    }
+    let Some(tensor) = rank.todo.pop() else {
+        // All meet before they leave: nobody waits there for the dead.
+        match rank.barrier {
+            _ if !rank.flights.is_empty() => {}
+            None => rank.barrier = cluster.barrier(index),
+            Some(barrier) if cluster.workers[index].barriers.contains(&barrier) => {
+                rank.left = true;
+                cluster.leave(index);
+            }
+            Some(_) => {}
+        }
+        return;
+    };
+    let place = rank.order.iter().position(|&at| at == tensor).expect("it was declared");
+    rank.pushed[tensor] += 1;
+    let (round, Tensor { kind, said, .. }) = (rank.pushed[tensor], &tensors[tensor]);
+    let count = usize::try_from(said.shape.count()).expect("small tensors");
+    let value = match kind {
+        Kind::Broadcast => i64::try_from(round).expect("few") + i64::from(number) * 1000,
+        _ => kind.contribution(number),
+    };
+    let source = kind.to_bytes(value, count);
+    let is_root = said.operation == Operation::Broadcast(Rank(number));
+    let mut target = if is_root { source.clone() } else { vec![0xa5; source.len()] };
+    let from = if is_root { target.as_ptr() } else { source.as_ptr() };
+    let task = Arc::new(Task::default());
+    let handle = Handle::of(&task);
+    cluster.workers[index].push(Command::Push {
+        tensor: ids[place],
+        // SAFETY: the flight keeps both until the handle is over, or its job is.
+        memory: unsafe { Memory::new(from, target.as_mut_ptr(), target.len()) },
+        priority: i64::try_from(random.below(5)).unwrap_or(0) - 2,
+        task,
+    });
+    rank.flights.push(Flight { handle, tensor, round, _source: source, target });
+}
+
+fn check(
+    cluster: &Cluster,
+    rank: &mut Script,
+    index: usize,
+    (seed, tensors, seen): (u64, &[Tensor], &mut Seen),
+    outcome: &mut Shrunk,
+) {
+    let worker = &cluster.workers[index];
+    let Some(roster) = &worker.roster else { return };
+    let own = Rank(roster.index);
+    let hidden = rank.hidden;
+    rank.flights.retain_mut(|flight| {
+        if !flight.handle.is_told() {
+            return worker.alive();
+        }
+        let Tensor { kind, said, .. } = &tensors[flight.tensor];
+        let at = (flight.tensor, flight.round);
+        let what = format!("seed {seed}: {} ({kind:?}), round {}, {own}", said.name, flight.round);
+        let lacking = flight.handle.lacking();
+        let result = match flight.handle.wait(Some(Duration::ZERO)) {
+            Ok(_) => Ok((std::mem::take(&mut flight.target), lacking)),
+            Err(_) if hidden && worker.over.is_some() => return false,
+            Err(Error::PeerDied(died)) if *kind == Kind::Broadcast => Err(died.to_string()),
+            Err(error) => panic!("{what}: {error}"),
+        };
+        let known = seen.entry(at).or_insert_with(|| result.clone());
+        assert!(*known == result, "{what}: other bytes than another rank");
+        match result {
+            Err(_) => outcome.lost += 1,
+            Ok((bytes, lacking)) => {
+                outcome.checked += 1;
+                check_result(kind, said, (&bytes, lacking), (own, roster.size), &what, outcome);
+            }
+        }
+        false
+    });
+}
+
+fn check_result(
+    kind: &Kind,
+    said: &Declaration,
+    (bytes, lacking): (&[u8], u64),
+    (own, size): (Rank, u32),
+    what: &str,
+    outcome: &mut Shrunk,
+) {
+    let values = kind.values(bytes);
+    if let Operation::Broadcast(root) = said.operation {
+        assert!(values.iter().all(|value| value / 1000 == i64::from(root.0)), "{what}");
+        assert_eq!(lacking, 0, "{what}");
+        return;
+    }
+    let members: BTreeSet<Rank> = said.members.iter(size).collect();
+    let mut missing: BTreeSet<Rank> = BTreeSet::new();
+    let mut sets: BTreeSet<BTreeSet<Rank>> = BTreeSet::new();
+    for value in values {
+        let Some(contributors) = kind.contributors(value, what) else { return };
+        assert!(contributors.contains(&own) && contributors.is_subset(&members), "{what}");
+        missing.extend(members.difference(&contributors));
+        sets.insert(contributors);
+    }
+    assert_eq!(missing.len(), lacking.count_ones() as usize, "{what}: {missing:?}");
+    outcome.short += u64::from(!missing.is_empty());
+    outcome.mixed += u64::from(sets.len() > 1);
+}
