@@ -46,7 +46,7 @@ mod _native {
     #[pymodule_export]
     use super::gradients::{Batch, GradientHooks, Hook};
     #[pymodule_export]
-    use super::handle::{poll, release, wait};
+    use super::handle::{lacking, poll, release, wait};
     #[pymodule_export]
     use super::mxnet::{mxnet_functions, mxnet_push_pull};
     #[pymodule_export]

@@ -99,16 +99,20 @@ class _Pending:
     """Push_pulls that share a handle, and the ``memory`` that must stay alive until they are done;
     then ``finish(memory)`` is their result.
 
-    ``on_gpu`` are those of ``natives`` whose results the framework's stream has to wait for, and
-    ``stream()`` is that stream. ``broadcasts`` are those among them from other ranks, each with its
-    number and how often this rank had pushed it by then.
+    ``ranks`` are those that they are for, all where it is None. ``on_gpu`` are those of ``natives``
+    whose results the framework's stream has to wait for, and ``stream()`` is that stream.
+    ``broadcasts`` are those among them from other ranks, each with its number and how often this
+    rank had pushed it by then.
 
     A training step makes one for each gradient, and they live as long as it takes: each object
     that Python's garbage collector watches brings its next collection nearer, while all other
     ranks wait. So there are few: tuples of numbers are not watched, and functions are shared.
     """
 
-    __slots__ = ("broadcasts", "finish", "label", "memory", "natives", "on_gpu", "stream")
+    __slots__ = (
+        *("broadcasts", "finish", "label", "memory", "natives", "on_gpu"),
+        *("ranks", "stream"),
+    )
 
     def __init__(
         self,
@@ -125,6 +129,7 @@ class _Pending:
         self.memory = memory
         self.finish = finish
         self.stream = stream
+        self.ranks: tuple[int, ...] | None = None
         self.broadcasts: tuple[tuple[Tensor, int, int], ...] = ()
 
 
@@ -553,6 +558,7 @@ def start(
         if len(sends) > 1:
             label += f" and {len(sends) - 1} more"
         pending = _Pending((), (), label, memory, finish, None if host_waits else stream)
+        pending.ranks = sends[0].tensor.ranks if sends else None
         try:
             if on_gpu and stream:
                 pending.natives = pending.on_gpu = tuple(_native.push_pull_gpu(on_gpu, stream()))
@@ -645,6 +651,18 @@ def synchronize(handle: int, timeout: float | None = None) -> Any:
         _release(pending)
     _check_roots(pending)
     return pending.finish(pending.memory)
+
+
+def contributors(handle: int) -> list[int] | None:
+    """Waits until it is done; the ranks whose contributions are in all of its results, or None for
+    a handle that is spent."""
+    pending = _find(handle)
+    if pending is None:
+        return None
+    wait(handle)
+    lacking = {rank for native in pending.natives for rank in _native.lacking(native)}
+    ranks = range(_native.size()) if pending.ranks is None else pending.ranks
+    return [rank for rank in ranks if rank not in lacking]
 
 
 def _check_roots(pending: _Pending) -> None:

@@ -299,13 +299,6 @@ impl Cluster {
         self.network.now()
     }
 
-    /// Payload bytes that servers received and sent.
-    #[must_use]
-    pub fn wire_bytes(&self) -> u64 {
-        let bytes = |one: &Arc<Counters>| one.bytes_in.read() + one.bytes_out.read();
-        self.counters.iter().map(bytes).sum()
-    }
-
     /// Lets everything happen that happens at this moment, then moves the time on.
     pub fn turn(&mut self) {
         let now = self.now();

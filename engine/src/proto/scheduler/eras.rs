@@ -88,7 +88,8 @@ impl Eras {
         agreed
     }
 
-    /// A rank has died: nobody waits for it to go along. Returns as [`advance`](Self::advance) does.
+    /// A rank has died, and nobody waits for it to go along. Returns what
+    /// [`advance`](Self::advance) does.
     pub(super) fn lose(&mut self, rank: Rank) -> Vec<(u32, u64)> {
         match self.left.get_mut(rank.0 as usize) {
             Some(left) => *left = OUTSIDE,

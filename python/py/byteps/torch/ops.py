@@ -50,6 +50,7 @@ __all__ = [
     "byteps_push_pull",
     "byteps_push_pull_group",
     "byteps_torch_set_num_grads",
+    "contributors",
     "declare",
     "poll",
     "push_pull",
@@ -96,6 +97,17 @@ def synchronize(handle: int, timeout: float | None = None) -> Any:
     was synchronised before gives None.
     """
     return _registry.synchronize(handle, timeout)
+
+
+def contributors(handle: int) -> list[int] | None:
+    """Waits until it is done, and returns the ranks whose tensors are in its result, rising.
+
+    They are all for whom it is, unless some have died in a job that goes on without them
+    (``BPS_ELASTIC=shrink``); every rank is told the same. An average is divided by as many as they
+    are. A rank that is in a part of the result alone is not among them. To be called before
+    :func:`synchronize`, after which the handle is spent: then it gives None.
+    """
+    return _registry.contributors(handle)
 
 
 # The one way in

@@ -1,6 +1,6 @@
 //! What a workload asks of a rank of the cluster.
 
-use super::{Cluster, Declaration, Letter, NicCommand, NicLoop, SimGpu, SimWorker};
+use super::{Arc, Cluster, Counters, Declaration, Letter, NicCommand, NicLoop, SimGpu, SimWorker};
 
 impl SimWorker {
     /// A command to its NIC loop.
@@ -23,6 +23,13 @@ impl SimWorker {
 }
 
 impl Cluster {
+    /// Payload bytes that servers received and sent.
+    #[must_use]
+    pub fn wire_bytes(&self) -> u64 {
+        let bytes = |one: &Arc<Counters>| one.bytes_in.read() + one.bytes_out.read();
+        self.counters.iter().map(bytes).sum()
+    }
+
     /// A rank waits at a barrier; the number will be among [`SimWorker::barriers`].
     pub fn barrier(&mut self, index: usize) -> Option<u64> {
         let worker = &mut self.workers[index];

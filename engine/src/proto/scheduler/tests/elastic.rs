@@ -10,12 +10,12 @@ fn elastic(min_workers: u32, patience_ms: u64) -> Elastic {
     Elastic { shrinks, min_workers, patience: ms(patience_ms), notice: ms(60_000) }
 }
 
-fn worker(at: u32, session: u64, former: Option<u64>) -> Register {
+pub(super) fn worker(at: u32, session: u64, former: Option<u64>) -> Register {
     Register { session, former, ..worker_register(at, 4, 2) }
 }
 
 /// A formed job; worker n is node n and has session 1000 + n, servers are nodes 100, 101, ….
-fn formed(workers: u32, servers: u32, elastic: Elastic) -> Bench {
+pub(super) fn formed(workers: u32, servers: u32, elastic: Elastic) -> Bench {
     let mut bench = Bench::new(workers, servers);
     bench.scheduler.config.elastic = Some(elastic);
     for server in 0..servers {
@@ -36,13 +36,13 @@ fn formed(workers: u32, servers: u32, elastic: Elastic) -> Bench {
 
 impl Bench {
     /// A rank comes back by another connection, whose session is that number.
-    fn back(&mut self, old: u64, new: u64, session: u64) {
+    pub(super) fn back(&mut self, old: u64, new: u64, session: u64) {
         self.say(old, NodeMessage::Leave { suspend: true });
         self.close(old);
         self.join(new, worker(9, new, Some(session)));
     }
 
-    fn reset(&mut self, server: u64) {
+    pub(super) fn reset(&mut self, server: u64) {
         let epoch = match self.heard(server).last() {
             Some(SchedulerMessage::Reset { epoch }) => *epoch,
             other => panic!("server {server} got {other:?}, not a reset"),
@@ -50,14 +50,14 @@ impl Bench {
         self.say(server, NodeMessage::ResetDone { epoch });
     }
 
-    fn reforming(&mut self, node: u64) -> (OverReason, Epoch) {
+    pub(super) fn reforming(&mut self, node: u64) -> (OverReason, Epoch) {
         match self.over(node) {
             OverReason::Reforming { reason, epoch } => (*reason, epoch),
             other => panic!("node {node} was told {other:?}"),
         }
     }
 
-    fn refusal(&mut self, node: u64) -> String {
+    pub(super) fn refusal(&mut self, node: u64) -> String {
         match self.over(node) {
             OverReason::NotFormed { cause } => cause.to_string(),
             other => panic!("node {node} was told {other:?}, not a refusal"),

@@ -8,6 +8,7 @@ mod paths;
 mod random;
 mod replacing;
 mod sets;
+mod shrinking;
 mod stay;
 mod stored;
 mod tuning;

@@ -1,0 +1,175 @@
+//! A job that goes on without ranks that die: nobody waits for them, and what only they could do
+//! ends the epoch.
+
+use super::elastic::{formed, worker};
+use super::sets::{answer_installs, of_hosts};
+use super::*;
+use crate::proto::paths::{End, LaneFault};
+use crate::proto::store::Store;
+
+fn shrinks(min_workers: u32) -> Elastic {
+    Elastic { shrinks: true, min_workers, patience: ms(0), notice: ms(60_000) }
+}
+
+impl Bench {
+    /// Whom the job goes on without, as the node was last told, and the line about it.
+    fn gone(&mut self, node: u64) -> (Vec<u32>, String) {
+        let heard = self.heard(node);
+        let told = heard.iter().rev().find_map(|message| match message {
+            SchedulerMessage::Shrunk(shrunk) => Some(shrunk),
+            _ => None,
+        });
+        let told = told.unwrap_or_else(|| panic!("node {node} got {heard:?}"));
+        (told.gone.iter().map(|rank| rank.0).collect(), told.text.clone())
+    }
+}
+
+#[test]
+fn nobody_waits_for_a_rank_that_has_died() {
+    let mut bench = formed(4, 2, shrinks(2));
+    bench.declare(0, 1, &[tensor("w", 10)]);
+    let installs = bench.installs(100);
+    let key = installs[0].1[0].key;
+    for node in [0, 2, 3] {
+        bench.say(node, NodeMessage::Barrier { request: node });
+    }
+    bench.pass(4_000, &[0, 1, 2, 3, 100, 101]);
+    for node in [0, 2, 3, 100, 101] {
+        bench.heard(node);
+    }
+    bench.close(1);
+    for node in [0, 2, 3, 100, 101] {
+        let line = "3 ranks of 4 go on without rank 1: rank 1 (host w1, pid 1001) died";
+        let heard = bench.inboxes.get(&NodeId(node)).cloned().unwrap_or_default();
+        let passes = SchedulerMessage::BarrierDone { request: node };
+        assert_eq!(heard.contains(&passes), node < 100, "{heard:?}");
+        let (gone, text) = bench.gone(node);
+        assert!(gone == [1] && text.starts_with(line), "{gone:?} {text}");
+    }
+    let view = bench.scheduler.view(bench.now);
+    assert_eq!((view.epoch, view.ranks, view.deaths), (1, 3, 1));
+    assert!(view.stalls.is_empty(), "{:?}", view.stalls);
+    // What servers say that have not heard of it, or do since, is no fault of anybody.
+    let fault = LaneFault::Error("reset".into());
+    bench.say(101, NodeMessage::LaneLost { to: End::Rank(Rank(1)), fault });
+    let (missing, left) = (vec![Rank(1)], vec![Rank(1)]);
+    let keys = vec![StalledKey { key, round: 1, waited_ms: 200_000, missing, left }];
+    let late = vec![LateKeys { rank: Rank(1), keys: vec![key], more: false }];
+    bench.say(100, NodeMessage::Stalled { keys, late });
+    bench.pass(5_000, &[0, 2, 3, 100, 101]);
+    assert_eq!(bench.done, None);
+    assert!(bench.heard(0).is_empty(), "nobody is late");
+    // The next one is told behind the first, for results name them in this order.
+    bench.close(0);
+    assert_eq!(bench.gone(2).0, [1, 0]);
+    // Those that are left must all come, and they are enough.
+    bench.say(2, NodeMessage::Barrier { request: 7 });
+    assert!(bench.heard(2).is_empty());
+    bench.say(3, NodeMessage::Barrier { request: 8 });
+    assert_eq!(bench.heard(2), [SchedulerMessage::BarrierDone { request: 7 }]);
+    for node in [2, 3] {
+        assert_eq!(bench.done, None);
+        bench.say(node, NodeMessage::Leave { suspend: false });
+    }
+    assert_eq!(bench.done, Some(Exit::Finished));
+}
+
+#[test]
+fn too_few_ranks_and_a_server_end_the_epoch() {
+    let mut bench = formed(3, 2, shrinks(2));
+    bench.close(2);
+    assert_eq!(bench.gone(1).0, [2]);
+    bench.close(1);
+    let reason = bench.over(0);
+    assert!(matches!(reason, OverReason::TooFew { .. }), "{reason:?}");
+    let mut bench = formed(3, 2, shrinks(1));
+    bench.close(2);
+    bench.close(101);
+    for node in [0, 1] {
+        assert_eq!(bench.reforming(node).1, Epoch(2));
+    }
+    bench.reset(100);
+    bench.back(0, 10, 1000);
+    bench.back(1, 11, 1001);
+    let roster = bench.roster(11);
+    assert_eq!((roster.index, roster.size, roster.shrinks), (1, 2, true));
+    let view = bench.scheduler.view(bench.now);
+    assert_eq!((view.epoch, view.ranks, view.deaths), (2, 2, 2));
+}
+
+#[test]
+fn what_only_the_dead_could_do_ends_the_epoch() {
+    let store = Some(Store { root: Rank(1), staleness: None });
+    let stored = Declaration { operation: Operation::Sum, store, ..tensor("stored", 10) };
+    let on_gpu = Declaration { device: true, ..tensor("gpu", 10) };
+    for (said, why) in [
+        (stored, "can't go on without rank 1: stored tensors begin with its value"),
+        (on_gpu, "can't go on without rank 1: there are tensors on GPUs"),
+    ] {
+        let mut bench = formed(3, 1, shrinks(1));
+        bench.declare(0, 1, &[said]);
+        bench.close(1);
+        assert_eq!(bench.reforming(0).1, Epoch(2));
+        assert!(bench.log.iter().any(|line| line.contains(why)), "{:?}", bench.log);
+    }
+    // Of a host of two, either; of one alone, none.
+    for (victim, is_alone) in [(0, false), (1, false), (2, true)] {
+        let mut bench = of_hosts(&[2, 1], 1);
+        bench.scheduler.config.elastic = Some(shrinks(1));
+        bench.close(victim);
+        let other = if victim == 0 { 1 } else { 0 };
+        match is_alone {
+            true => assert_eq!(bench.gone(other).0, [2]),
+            false => assert_eq!(bench.reforming(other).1, Epoch(2)),
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_was_given_up_and_lives_is_told_so() {
+    let mut bench = formed(3, 1, shrinks(1));
+    bench.pass(4_250, &[0, 1, 100]);
+    assert!(matches!(bench.over(2), OverReason::Removed { .. }));
+    assert_eq!(bench.gone(0).0, [2]);
+    bench.join(20, worker(2, 20, Some(1002)));
+    let refusal = bench.refusal(20);
+    assert!(refusal.starts_with("rank 2 (host w2, pid 1002) was given up"), "{refusal}");
+    // As a new worker it is let in with the next epoch, with which numbers are without gaps.
+    bench.join(22, worker(2, 22, None));
+    assert_eq!(bench.heard(0).last(), Some(&SchedulerMessage::Newcomers { count: 1 }));
+    bench.back(0, 10, 1000);
+    bench.back(1, 11, 1001);
+    bench.reset(100);
+    for (rank, node) in [(0, 10), (1, 11), (2, 22)] {
+        let roster = bench.roster(node);
+        assert_eq!((roster.index, roster.size), (rank, 3));
+    }
+}
+
+#[test]
+fn names_are_declared_anew_without_the_dead() {
+    let mut bench = formed(3, 1, shrinks(1));
+    bench.declare(0, 1, &[tensor("w", 10)]);
+    bench.declare(1, 1, &[tensor("w", 10)]);
+    answer_installs(&mut bench, 1);
+    bench.close(2);
+    bench.heard(100);
+    // Far more often than a rank may be ahead of another.
+    for turn in 0..u64::from(2 * u32::try_from(ERAS_MAX).unwrap()) {
+        let tensors = vec![Replacement { said: tensor("w", 20 + turn % 2), rounds: turn + 1 }];
+        for node in [0, 1] {
+            bench.heard(node);
+            let tensors = tensors.clone();
+            bench.say(node, NodeMessage::Redeclare { request: turn, tensors });
+            for message in bench.heard(100) {
+                if let SchedulerMessage::Install { request, .. } = message {
+                    bench.say(100, NodeMessage::Installed { request });
+                }
+            }
+            let heard = bench.heard(node);
+            let is_served =
+                |one: &SchedulerMessage| matches!(one, SchedulerMessage::Declared { .. });
+            assert!(heard.iter().any(is_served), "turn {turn}, node {node}: {heard:?}");
+        }
+    }
+}

@@ -1,0 +1,140 @@
+"""A job that goes on without a rank that is killed, with scripts that do not know of it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import signal
+import time
+
+import cloudpickle
+import pytest
+import torch
+
+import byteps.torch as bps
+from byteps.errors import PeerDiedError
+from cluster import Cluster
+
+# How many steps are made once a rank is missing.
+STEPS_AFTER = 20
+STEPS_MAX = 20_000
+VICTIM = 1
+
+
+def training(started):
+    """Trains as any script does; by step, when it ended, what the parameters are, and of whom."""
+    bps.init()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 8))
+    bps.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    optimizer = bps.DistributedOptimizer(optimizer, model.named_parameters())
+    torch.manual_seed(bps.rank())
+    steps, after = [], 0
+    while after < STEPS_AFTER and len(steps) < STEPS_MAX:
+        probe = torch.tensor([1 << 8 * bps.rank()], dtype=torch.int64)
+        handle = bps.push_pull_async_inplace(probe, average=False, name="probe")
+        optimizer.zero_grad()
+        model(torch.randn(16, 256)).square().mean().backward()
+        optimizer.step()
+        contributors = bps.contributors(handle)
+        bps.synchronize(handle)
+        assert bps.contributors(handle) is None, "it is spent"
+        assert probe.item() == sum(1 << 8 * rank for rank in contributors), contributors
+        flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        digest = hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+        steps.append((time.time(), digest, contributors))
+        after += VICTIM not in contributors
+        if len(steps) == 5 and bps.rank() == 0:
+            open(started, "w").close()
+    return steps
+
+
+def afterwards():
+    """What else is done together, without the one that is gone."""
+    rank = bps.rank()
+    assert bps.size() == 3, "numbers and size stay"
+    bps.barrier()
+    for attempt in range(2):
+        with pytest.raises(PeerDiedError, match=f"rank {VICTIM} died, from which round") as caught:
+            bps.broadcast(torch.zeros(1000), root_rank=VICTIM, name="from the dead")
+        assert caught.value.ranks == (VICTIM,) and caught.value.round == attempt + 1
+    given = bps.broadcast(torch.full((3,), float(rank)), root_rank=2, name="from the living")
+    assert given.tolist() == [2.0] * 3
+    # A new name, and types that are summed in others or floored.
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.int32):
+        tensor = torch.full((70_000,), rank + 5, dtype=dtype)
+        assert set(bps.push_pull(tensor, name=f"mean {dtype}").tolist()) == {6}
+    # Another shape of a known name, again and again: nobody waits for the dead to follow.
+    for length in range(1, 40):
+        total = bps.push_pull(torch.ones(length), average=False, name="changing")
+        assert total.tolist() == [2.0] * length
+    gathered = bps.allgather(torch.full((rank + 1, 2), rank), name="rows")
+    assert gathered.tolist() == [[0, 0], *[[2, 2]] * 3], "the dead have no rows"
+    compressed = bps.push_pull(torch.ones(50_000), compression="topk(k=1000)", name="coded")
+    assert int((compressed == 1).sum()) == 1000
+    both = bps.add_process_set([VICTIM, 2]) if rank == 2 else None
+    if both is not None:
+        handle = bps.push_pull_async(torch.ones(2), name="set", process_set=both)
+        assert bps.contributors(handle) == [2]
+        assert bps.synchronize(handle).tolist() == [1.0, 1.0]
+    return True
+
+
+def test_others_go_on_without_a_rank_that_is_killed(tmp_path):
+    started = tmp_path / "started"
+    environment = {"BPS_ELASTIC": "shrink", "BPS_MIN_WORKERS": "2"}
+    with Cluster(3, servers=2, environment=environment) as job:
+        job.start(training, str(started))
+        deadline = time.monotonic() + 60
+        while not started.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.0317)
+        killed = time.time()
+        os.kill(job.pids[VICTIM], signal.SIGKILL)
+        first, second = job.results(ranks=(0, 2))
+        assert [step[1:] for step in first] == [step[1:] for step in second]
+        sets = [step[2] for step in first]
+        alive = sets.index([0, 2])
+        assert alive >= 5 and set(map(tuple, sets[:alive])) == {(0, 1, 2)}
+        assert set(map(tuple, sets[alive:])) == {(0, 2)}, "the dead do not come back"
+        ends = [min(end for end, *_ in steps if end > killed) for steps in (first, second)]
+        short = [steps[alive][0] - killed for steps in (first, second)]
+        usual = (first[alive - 1][0] - first[0][0]) / (alive - 1)
+        print(
+            f"from the kill to the end of the next step: {max(ends) - killed:.4f} s; of the first "
+            f"without the rank: {max(short):.4f} s; a step took {usual:.4f} s before"
+        )
+        assert max(short) < 10, "on a busy machine"
+        for rank in (0, 2):
+            job._ranks[rank].send_bytes(cloudpickle.dumps((afterwards, ())))
+        assert job.results(ranks=(0, 2)) == [True, True]
+        for rank in (0, 2):
+            job._ranks[rank].send_bytes(cloudpickle.dumps(None))
+        assert job.wait(30) == 0, job.log()
+        log = job.log()
+        assert "2 ranks of 3 go on without rank 1: rank 1" in log, log
+        assert "epoch 2" not in log, log
+        with contextlib.suppress(OSError):
+            job.kill()
+
+
+def dies_within_its_host():
+    bps.init()
+    if bps.rank() == VICTIM:
+        bps.push_pull(torch.ones(10), name="first")
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerDiedError, match="rank 1"):
+        for _ in range(STEPS_MAX):
+            bps.push_pull(torch.ones(10), name="first")
+    return True
+
+
+def test_a_rank_that_sums_with_its_host_ends_the_epoch():
+    environment = {"BPS_ELASTIC": "shrink", "BPS_LOCAL_REDUCE": "1"}
+    with Cluster(3, environment=environment) as job:
+        job.start(dies_within_its_host)
+        assert job.results(ranks=(0, 2)) == [True, True]
+        assert "can't go on without rank 1: it summed with other ranks of its host" in job.log()
+        job.kill()
