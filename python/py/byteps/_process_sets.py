@@ -125,8 +125,10 @@ def _agree(ranks: Sequence[int], adds: bool) -> None:
     address = votes.buffer_info()[0]
     tensor = _registry.Tensor("process_set", "i32", (size + 2,), "sum")
     handle = _registry.start([_registry.Send(tensor, address, address)], votes, list)
+    # Without those that have died, in a job that goes on without them.
+    voters = len(_registry.contributors(handle) or ())
     told = _registry.synchronize(handle)
-    if any(count not in (0, size) for count in told):
+    if any(count not in (0, voters) for count in told):
         verb = "adds" if adds else "removes"
         raise MismatchError(
             f"rank {_native.rank()} {verb} the process set {list(ranks)}, and other ranks do not: "

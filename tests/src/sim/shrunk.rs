@@ -33,6 +33,8 @@ pub struct Shrunk {
     pub lost: u64,
     /// Ranks that the job went on without.
     pub gone: u64,
+    /// Rounds of parts without a rank, as the servers have counted them.
+    pub counted: u64,
 }
 
 /// Divisible by every number of ranks that there may be, and below a digit's end when divided.
@@ -267,6 +269,8 @@ pub fn run_shrunk(seed: u64) -> Shrunk {
             break;
         }
     }
+    outcome.counted = cluster.short_rounds();
+    assert!(outcome.counted > 0 || outcome.short == 0, "seed {seed}: {outcome:?}");
     outcome
 }
 

@@ -40,6 +40,7 @@ fn header(random: &mut Random) -> Header {
         length: small(random),
         contributors: small(random),
         payload_checksum: if checked { small(random) } else { 0 },
+        missing: if kind == Kind::Publication { random.bits() } else { 0 },
     }
 }
 

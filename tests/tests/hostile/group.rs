@@ -117,6 +117,7 @@ impl Pair {
             neighbours: vec![neighbour],
             servers: Vec::new(),
             elastic: false,
+            shrinks: false,
             change: None,
         };
         let lanes = Lanes { ranks: [(BAD, LANE)].into(), ..Lanes::default() };

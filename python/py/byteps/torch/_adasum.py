@@ -88,8 +88,8 @@ def combine(tensors: Sequence[torch.Tensor], names: Sequence[str], ranks: ops.Ra
     if present.item() < len(members):
         raise UsageError(
             f"Adasum of '{names[0]}': {len(members) - present.item()} of {len(members)} ranks have "
-            "called join(), and each has a share in combining: use Average or Sum while some ranks "
-            "have no data"
+            "called join() or died, and each has a share in combining: use Average or Sum while "
+            "some ranks have no data"
         )
     return [
         vector.view(tensor.shape).to(tensor.device)

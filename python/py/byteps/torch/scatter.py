@@ -313,8 +313,8 @@ def _tell(tensor: torch.Tensor, splits: Any, name: str, ranks: ops.Ranks) -> lis
     for rank, one in zip(members, told, strict=True):
         if one[0] == 0:
             raise UsageError(
-                f"alltoall of '{name}': rank {rank} has called join() and takes no part: exchange "
-                "among a process set without it, or after all ranks have joined"
+                f"alltoall of '{name}': rank {rank} has called join() or died, and takes no part: "
+                "exchange among a process set without it, or after all ranks have joined"
             )
         if one[0] < 0:
             raise MismatchError(f"alltoall of '{name}': rank {rank} has nothing that can be sent")

@@ -23,6 +23,12 @@ impl SimWorker {
 }
 
 impl Cluster {
+    /// Rounds that servers have closed without ranks that had died.
+    #[must_use]
+    pub fn short_rounds(&self) -> u64 {
+        self.counters.iter().map(|one| one.rounds_short.read()).sum()
+    }
+
     /// Payload bytes that servers received and sent.
     #[must_use]
     pub fn wire_bytes(&self) -> u64 {
