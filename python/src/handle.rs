@@ -1,7 +1,6 @@
 //! The handles that Python holds as numbers, and the one place where it waits for them.
 
-use crate::context::engine;
-use crate::waiting::{SIGNAL_CHECK_INTERVAL, interruptible, seconds};
+use crate::waiting::{SIGNAL_CHECK_INTERVAL, seconds};
 use crate::{error, fork};
 use bps_worker::Handle;
 use pyo3::prelude::*;
@@ -70,15 +69,6 @@ pub fn wait(py: Python<'_>, handle: u64, timeout: Option<f64>) -> PyResult<bool>
             return Ok(false);
         }
     }
-}
-
-/// Of one that is done: the ranks that have died and are not in all of its result.
-#[pyfunction]
-pub fn lacking(py: Python<'_>, handle: u64) -> PyResult<Vec<u32>> {
-    let (worker, handle) = (engine()?, find(handle)?);
-    let lacking = interruptible(py, move || worker.lacking(&handle), |_| ())?;
-    let lacking = lacking.map_err(|cause| error::from_engine(&cause))?;
-    Ok(lacking.into_iter().map(|rank| rank.0).collect())
 }
 
 /// Forgets a handle. The memory of its tensors must outlive the push_pull all the same.

@@ -46,14 +46,14 @@ mod _native {
     #[pymodule_export]
     use super::gradients::{Batch, GradientHooks, Hook};
     #[pymodule_export]
-    use super::handle::{lacking, poll, release, wait};
+    use super::handle::{poll, release, wait};
     #[pymodule_export]
     use super::mxnet::{mxnet_functions, mxnet_push_pull};
     #[pymodule_export]
     use super::tensor::{
-        declare, encoding, enqueue_results, enqueue_results_of_batches, keep, kept, open_gpu,
-        optimizer, push_batch, push_pull, push_pull_gpu, scale_residues, start_batch, stream_wait,
-        stream_wait_batch, update,
+        declare, encoding, enqueue_results, enqueue_results_of_batches, keep, kept, lacking,
+        open_gpu, optimizer, push_batch, push_pull, push_pull_gpu, scale_residues, start_batch,
+        stream_wait, stream_wait_batch, update,
     };
     #[pymodule_export]
     use super::tf::tf_register;

@@ -221,6 +221,15 @@ pub fn push_pull_gpu(
     Ok(handles.into_iter().map(handle::keep).collect())
 }
 
+/// Of a handle that is done: the ranks that have died and are not in all of its result.
+#[pyfunction]
+pub fn lacking(py: Python<'_>, handle: u64) -> PyResult<Vec<u32>> {
+    let (worker, handle) = (engine()?, handle::find(handle)?);
+    let lacking = interruptible(py, move || worker.lacking(&handle), |_| ())?;
+    let lacking = lacking.map_err(|cause| error::from_engine(&cause))?;
+    Ok(lacking.into_iter().map(|rank| rank.0).collect())
+}
+
 /// Lets what a framework enqueues in its stream from now on come behind the results of these
 /// handles, each of which was waited for. Waits for nothing itself.
 #[pyfunction]

@@ -48,8 +48,8 @@ pub enum Overdue {
     Ending(StillRunning),
     /// The scheduler did not say which ranks have died that a result lacks.
     #[error(
-        "contributors: the result lacks ranks that have died, and the scheduler has not said which, \
-         for {:.0} s: read its log",
+        "contributors: the result lacks ranks that have died, and the scheduler has not said \
+         which, for {:.0} s: read its log",
         waited.as_secs_f64()
     )]
     Gone {
