@@ -67,7 +67,7 @@ def afterwards():
         tensor = torch.full((70_000,), rank + 5, dtype=dtype)
         assert set(bps.push_pull(tensor, name=f"mean {dtype}").tolist()) == {6}
     # Another shape of a known name, again and again: nobody waits for the dead to follow.
-    for length in range(1, 40):
+    for length in range(1, 9):
         total = bps.push_pull(torch.ones(length), average=False, name="changing")
         assert total.tolist() == [2.0] * length
     gathered = bps.allgather(torch.full((rank + 1, 2), rank), name="rows")
