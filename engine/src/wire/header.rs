@@ -373,7 +373,8 @@ mod tests {
         assert_eq!(Header::decode(&result.encode()), Ok(result));
         let contribution = Header { act: 1 << 63 | 5, ..sample() };
         assert_eq!(Header::decode(&contribution.encode()), Ok(contribution));
-        let goodbye = Header { act: 1, ..Header::new(Kind::Goodbye, DType::F32, Rank(1), Epoch(1)) };
+        let goodbye =
+            Header { act: 1, ..Header::new(Kind::Goodbye, DType::F32, Rank(1), Epoch(1)) };
         assert_eq!(Header::decode(&goodbye.encode()), Err(Invalid::Reserved));
     }
 

@@ -9,6 +9,7 @@ use super::shape::{Groups, Shape};
 use super::tensors::{set, shuffle};
 use super::workload::{DEADLINE, TURNS_MAX};
 use bps_engine::base::{DType, Operation, Rank};
+use bps_engine::optimize::Act;
 use bps_engine::proto::messages::Declaration;
 use bps_engine::proto::scheduler::Elastic;
 use bps_engine::transport::sim::Random;
@@ -362,6 +363,7 @@ fn drive(
         // SAFETY: the flight keeps both until the handle is over, or its job is.
         memory: unsafe { Memory::new(from, target.as_mut_ptr(), target.len()) },
         priority: i64::try_from(random.below(5)).unwrap_or(0) - 2,
+        act: Act::NONE,
         task,
     });
     rank.flights.push(Flight { handle, tensor, round, _source: source, target });

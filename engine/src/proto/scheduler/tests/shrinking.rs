@@ -5,7 +5,7 @@ use super::elastic::{formed, worker};
 use super::sets::{answer_installs, of_hosts};
 use super::*;
 use crate::proto::paths::{End, LaneFault};
-use crate::proto::store::Store;
+use crate::proto::store::{Deltas, Store};
 
 fn shrinks(min_workers: u32) -> Elastic {
     Elastic { shrinks: true, min_workers, patience: ms(0), notice: ms(60_000) }
@@ -99,12 +99,19 @@ fn too_few_ranks_and_a_server_end_the_epoch() {
 
 #[test]
 fn what_only_the_dead_could_do_ends_the_epoch() {
-    let store = Some(Store { root: Rank(1), staleness: None });
+    let store = Some(Store::Deltas(Deltas { root: Rank(1), staleness: None }));
     let stored = Declaration { operation: Operation::Sum, store, ..tensor("stored", 10) };
     let on_gpu = Declaration { device: true, ..tensor("gpu", 10) };
+    let all = "can't go on without rank 1: there are tensors with an optimizer, or encoded as";
+    let encoding = Some("auto".parse().unwrap());
+    let chosen = Declaration { encoding, ..tensor("chosen", 1 << 20) };
+    let store = Some(Store::Optimizer("sgd".parse().unwrap()));
+    let stepped = Declaration { operation: Operation::Average, store, ..tensor("stepped", 10) };
     for (said, why) in [
         (stored, "can't go on without rank 1: stored tensors begin with its value"),
         (on_gpu, "can't go on without rank 1: there are tensors on GPUs"),
+        (chosen, all),
+        (stepped, all),
     ] {
         let mut bench = formed(3, 1, shrinks(1));
         bench.declare(0, 1, &[said]);
