@@ -131,7 +131,9 @@ class Training:
         optimizer = optax.sgd(0.01, momentum=0.9)
         if self.kind == "ours":
             codecs = {"": None, "int8": bps.Compression.int8(), "fp8": bps.Compression.fp8_e4m3()}
-            optimizer = bps.DistributedOptimizer(optimizer, name=f"{way}.", compression=codecs[wire])
+            optimizer = bps.DistributedOptimizer(
+                optimizer, name=f"{way}.", compression=codecs[wire]
+            )
 
         def loss_of(params: Any, batch: jax.Array) -> jax.Array:
             if precision == "amp":
@@ -211,7 +213,9 @@ class Rank:
         ones = np.ones(size // 4, np.float32)
         if way == "ours":
             name = f"collective.{size}"
-            return jax.jit(lambda one: bps.push_pull(one, average=False, name=name)), jnp.array(ones)
+            return jax.jit(lambda one: bps.push_pull(one, average=False, name=name)), jnp.array(
+                ones
+            )
         own, same = jax.sharding.PartitionSpec("rank"), jax.sharding.PartitionSpec()
         sharding = jax.sharding.NamedSharding(self.mesh, own)
         spread = jax.make_array_from_process_local_data(sharding, ones)

@@ -15,7 +15,7 @@
 //! | 40..44 | length | bytes of payload that follow |
 //! | 44..48 | contributors | contributions in the payload: what an average divides by |
 //! | 48..52 | payload checksum | CRC-32C of the payload if flagged, else zero |
-//! | 52..60 | act, missing | of a publication what it [lacks](Header::missing), else its [act](Header::act) |
+//! | 52..60 | act, missing | of a publication [`Header::missing`], else [`Header::act`] |
 //! | 60..64 | header checksum | CRC-32C of bytes 0..60 |
 //!
 //! The checksum is the last field so that a header cut short or overwritten never passes by
@@ -392,7 +392,7 @@ mod tests {
 
     #[test]
     fn an_act_is_of_frames_that_say_one() {
-        for kind in [Kind::Publication, Kind::Goodbye, Kind::Grant, Kind::GpuReady] {
+        for kind in [Kind::Goodbye, Kind::Grant, Kind::GpuReady] {
             let said = Header { kind, flags: 0, payload_checksum: 0, act: 1, ..sample() };
             assert_eq!(Header::decode(&said.encode()), Err(Invalid::Reserved), "{kind:?}");
         }

@@ -570,17 +570,14 @@ impl Cluster {
     fn server_effects(&mut self, index: usize, effects: Vec<server_agent::Effect>) {
         for effect in effects {
             let server = &mut self.servers[index];
+            let node = server.node;
             match effect {
                 server_agent::Effect::Shard(core, command) => {
                     let pushed = server.shards[core as usize].1.push(command);
                     assert!(pushed.is_ok(), "a shard's queue is full");
                 }
-                server_agent::Effect::Send(message) => {
-                    let node = server.node;
-                    self.mail(Letter::Up(node, message));
-                }
+                server_agent::Effect::Send(message) => self.mail(Letter::Up(node, message)),
                 server_agent::Effect::Beat => {
-                    let node = server.node;
                     self.mail(Letter::Up(node, NodeMessage::Heartbeat { rounds: 0 }));
                 }
                 server_agent::Effect::Knock(_)

@@ -57,6 +57,7 @@ fn with_byte(header: &Header, at: usize, byte: u8) -> RawHeader {
 fn what_a_header_does_not_use_is_zero_or_it_is_refused() {
     let plain = Header::new(Kind::Publication, DType::F32, Rank(1), Epoch(1));
     assert_eq!(Header::decode(&plain.encode()), Ok(plain));
+    let plain = Header::new(Kind::Goodbye, DType::F32, Rank(1), Epoch(1));
     for at in 48..60 {
         for byte in [1, 0x80, 0xff] {
             let result = Header::decode(&with_byte(&plain, at, byte));

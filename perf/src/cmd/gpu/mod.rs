@@ -4,8 +4,8 @@
 //! hosts, and speaks TCP between them as the engine does. One process for each GPU holds both, and
 //! they take turns on the same links: sums of tensors, and steps of training by
 //! DistributedDataParallel and by this package. With `--device cpu` gloo stands in for NCCL, and
-//! everything else is the same. With `--framework jax` it is programs of JAX that sum and train, and
-//! the peer is what XLA makes of one program over the devices of all processes.
+//! everything else is the same. With `--framework jax` it is programs of JAX that sum and train,
+//! and the peer is what XLA makes of one program over the devices of all processes.
 //!
 //! Invariant: figures that are compared come from the same processes, in turn, round by round.
 
@@ -188,7 +188,9 @@ pub fn command() -> Command {
         .arg(
             Arg::new("python")
                 .long("python")
-                .help("Python with torch (or JAX and optax) and this package, not .venv/bin/python or python3")
+                .help(
+                    "Python with torch, or JAX, and this package; not .venv/bin/python or python3",
+                )
                 .value_parser(value_parser!(PathBuf)),
         );
     link_arguments(command)

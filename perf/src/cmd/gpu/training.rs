@@ -86,9 +86,10 @@ impl Model {
         let line_rate = if line.0.is_empty() { f64::INFINITY } else { line.median() };
         let sent = bytes * run.plan.optimum() / line_rate;
         let bound = alone.max(if kind == "cross" { sent } else { forward + sent });
+        let of_words = ["bert", "gpt"].iter().any(|kind| self.name.starts_with(kind));
         let mut fields = report::fields(json!({
             "work": self.name, "precision": self.precision, "way": way,
-            "batch": if self.name.starts_with("bert") || self.name.starts_with("gpt") { run.sequences } else { run.batch },
+            "batch": if of_words { run.sequences } else { run.batch },
             "steps": run.steps, "ms_p50": step * 1e3, "forward_ms": forward * 1e3,
             "alone_ms": alone * 1e3, "parameters": self.parameters, "wire_bytes": bytes,
             "bound_ms": bound * 1e3, "ratio_to_bound": step / bound,
