@@ -21,7 +21,7 @@ use self::encoded::Encoded;
 use self::optimized::Optimized;
 use self::shrinking::Told;
 use self::stored::Stored;
-use bps_engine::base::{DType, Key, Operation, Rank};
+use bps_engine::base::{DType, Key, Operation, Rank, word};
 use bps_engine::limits::ALIGNMENT;
 use bps_engine::mem::{Claim, Readable, Writable, cache};
 use bps_engine::optimize::Act;
@@ -149,9 +149,9 @@ impl Entry {
                 (Some(_), _) => u32::MAX,
                 (None, Operation::Broadcast(_)) => 1,
                 (None, _) if groups.shrinks() && !takes_all(spec) => u32::MAX,
-                (None, _) => groups.count(),
+                (None, _) => groups.count() - word(groups.gone().len()),
             },
-            result: Told::default(),
+            result: if takes_all(spec) { Told::all_but_the_dead(groups) } else { Told::All },
             groups: Arc::clone(groups),
             encoded: optimized.is_none().then(|| Encoded::of(spec).map(Box::new)).flatten(),
             stored: deltas.map(|deltas| Box::new(Stored::new(deltas, groups))),
@@ -401,7 +401,9 @@ impl Entry {
         if self.optimized.is_some() {
             return 1;
         }
-        optimized::divisor(self.operation, self.groups.ranks())
+        // Each of the dead was a group by itself.
+        let ranks = self.groups.ranks() - word(self.groups.gone().len());
+        optimized::divisor(self.operation, ranks)
     }
 
     /// The active payload, which is this rank's, is whole.

@@ -236,6 +236,65 @@ fn a_set_is_summed_without_the_others_who_are_refused() {
     assert_eq!(results, [(lanes[0], Rank(0), 2), (lanes[2], Rank(2), 2)]);
 }
 
+/// What the ranks that live get for these payloads of one form, in a job that goes on without its
+/// last rank and declares the key after that.
+#[test]
+fn a_key_that_each_rank_encodes_as_it_likes_waits_for_those_who_live() {
+    let mut core = Core::new();
+    let groups = Groups::new(&[0, 1, 2]).that_shrink(true);
+    core.order(Command::Begin { epoch: Epoch(1), groups: Arc::new(groups) });
+    core.order(Command::Shrink { gone: [Rank(2)].into() });
+    let encoding = Some("auto".parse().expect("an encoding"));
+    let operation = Operation::Average;
+    let key = KeySpec { encoding, operation, ..spec(7, 16, DType::F32) };
+    let links = [core.dial(0, 1), core.dial(1, 1)];
+    let sim = Transport::Sim(Sim::new(core.network.clone()));
+    let mut worker = Endpoint::new(vec![sim], Waker::new().expect("an eventfd"));
+    let lanes = links.map(|link| worker.attach(link).expect("a lane"));
+    core.order(Command::Install { request: 1, keys: vec![key] });
+    let payload: Vec<u8> = [2.0f32, 4.0, 6.0, 8.0].iter().flat_map(|x| x.to_le_bytes()).collect();
+    let half: Vec<u8> = payload.chunks(4).flat_map(|one| one[2..].to_vec()).collect();
+    let mut results = Vec::new();
+    let forms = [(Form::Plain, &payload), (Form::Half, &half)];
+    for ((rank, lane), (form, payload)) in (0..).zip(lanes).zip(forms) {
+        let header = Header {
+            key: Key(7),
+            flags: form.flag(),
+            round: Round(1),
+            length: u32::try_from(payload.len()).unwrap(),
+            contributors: 1,
+            ..Header::new(Kind::Contribution, DType::F32, Rank(rank), Epoch(1))
+        };
+        // SAFETY: the payloads live as long as the endpoint, and nobody writes them.
+        let frame = Frame::new(header.encode(), unsafe { Readable::of(payload) }, 0);
+        worker.post(lane, &frame).expect("an empty lane");
+    }
+    let mut events = Vec::new();
+    for _ in 0..400 {
+        core.shard.step(Duration::ZERO);
+        worker.poll(&mut events);
+        for event in events.drain(..) {
+            match event {
+                Event::Header { lane, header, .. } => {
+                    let header = Header::decode(&header).expect("a server's");
+                    worker.land(lane, Landing::Pieces(header.length as usize));
+                    results.push((header.contributors, header.missing, header.form(), vec![]));
+                }
+                Event::Piece { piece, lane, .. } => {
+                    // SAFETY: it has just come, and is consumed below.
+                    let bytes = unsafe { piece.lend().bytes() }.to_vec();
+                    results.last_mut().expect("its header").3.extend(bytes);
+                    worker.consume(lane);
+                }
+                _ => {}
+            }
+        }
+        core.network.advance();
+    }
+    // The mean of two equal contributions, as bf16, and who is not in it.
+    assert_eq!(results, vec![(2, 1, Form::Half, half.clone()); 2]);
+}
+
 /// What a core with this key, of one rank, says of these payloads, each with what it is for: the
 /// last result, or why it refuses one.
 fn contribute_all(key: KeySpec, payloads: &[(Act, &[u8])]) -> Result<Vec<u8>, Refusal> {

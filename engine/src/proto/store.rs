@@ -81,6 +81,11 @@ pub enum StoreFault {
     Replaced,
     /// Sums do not pass through servers in this job.
     NoServer,
+    /// The job goes on without a rank that this needs.
+    Gone {
+        /// Who has died.
+        rank: Rank,
+    },
 }
 
 impl Store {
@@ -210,6 +215,12 @@ impl fmt::Display for StoreFault {
                 "no server takes part in this job: all ranks are on one host and reduce among \
                  themselves. Set BYTEPS_FORCE_DISTRIBUTED=1 or BYTEPS_ENABLE_ASYNC=1 on every \
                  worker, and start a server (DMLC_NUM_SERVER=1; bpslaunch does with --servers 1)",
+            ),
+            StoreFault::Gone { rank } => write!(
+                f,
+                "{rank} has died, from which its value would come or without which its rounds are \
+                 not whole, and the job goes on without it (BPS_ELASTIC=shrink): use \
+                 BPS_ELASTIC=redo, or declare it before"
             ),
         }
     }

@@ -7,7 +7,7 @@
 //! contributions it holds, and which of the dead it lacks.
 
 use super::{Entry, Groups, Take, Turnout};
-use bps_engine::base::{Operation, Rank};
+use bps_engine::base::{Operation, Rank, word};
 use bps_engine::encode::Malformed;
 use bps_engine::limits::ALIGNMENT;
 use bps_engine::mem::Readable;
@@ -29,6 +29,15 @@ pub(super) enum Told {
 }
 
 impl Told {
+    /// Of a key whose rounds need all ranks that live: who dies later ends the epoch.
+    pub(super) fn all_but_the_dead(groups: &Groups) -> Told {
+        if groups.gone().is_empty() {
+            return Told::All;
+        }
+        let missing = groups.gone().iter().fold(0, |bits, (bit, _)| bits | 1u64 << bit);
+        Told::Some { contributors: groups.ranks() - word(groups.gone().len()), missing }
+    }
+
     pub(super) fn is_lost(self) -> bool {
         self == Told::Lost
     }

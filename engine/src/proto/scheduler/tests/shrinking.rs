@@ -5,7 +5,8 @@ use super::elastic::{formed, worker};
 use super::sets::{answer_installs, of_hosts};
 use super::*;
 use crate::proto::paths::{End, LaneFault};
-use crate::proto::store::{Deltas, Store};
+use crate::proto::store::{Deltas, Store, StoreFault};
+use crate::proto::unserved::Unserved;
 
 fn shrinks(min_workers: u32) -> Elastic {
     Elastic { shrinks: true, min_workers, patience: ms(0), notice: ms(60_000) }
@@ -130,6 +131,33 @@ fn what_only_the_dead_could_do_ends_the_epoch() {
             false => assert_eq!(bench.reforming(other).1, Epoch(2)),
         }
     }
+}
+
+#[test]
+fn what_needs_the_dead_is_refused() {
+    let mut bench = formed(3, 1, shrinks(1));
+    bench.close(1);
+    for node in [0, 2] {
+        assert_eq!(bench.gone(node).0, [1]);
+    }
+    let store = Some(Store::Optimizer("sgd".parse().unwrap()));
+    let stepped = Declaration { operation: Operation::Average, store, ..tensor("stepped", 10) };
+    let deltas = |root| Some(Store::Deltas(Deltas { root: Rank(root), staleness: None }));
+    let stored = |root| Declaration {
+        operation: Operation::Sum,
+        store: deltas(root),
+        ..tensor(&format!("stored {root}"), 10)
+    };
+    for (request, said) in [(1, stepped), (2, stored(1))] {
+        let name = said.name.clone();
+        bench.declare(0, request, &[said]);
+        let heard = bench.heard(0);
+        let gone = StoreFault::Gone { rank: Rank(1) };
+        let refused = format!("{:?}", Unserved::Store { tensor: name, fault: gone });
+        assert!(format!("{heard:?}").contains(&refused), "{heard:?}");
+    }
+    bench.declare(0, 3, &[stored(2)]);
+    assert!(!format!("{:?}", bench.heard(0)).contains("Gone"));
 }
 
 #[test]
