@@ -286,24 +286,25 @@ impl LinkSender {
         let _ = self.closer.shutdown(Shutdown::Write);
     }
 
-    /// Ends the connection when all that was sent has arrived, or after `patience`. To be called
-    /// when nobody receives any more: what comes is thrown away.
+    /// Ends the connection when the scheduler has closed it, having read what was sent, or after
+    /// `patience`; says whether it has. To be called when nobody receives any more: what comes is
+    /// thrown away.
     ///
     /// A socket that is closed over bytes that came and were not read resets its connection, and
     /// what its kernel was still sending is lost with it: the last word of a node, say, that a path
     /// which has just healed has delayed.
-    pub fn close(&self, patience: Duration) {
+    pub fn close(&self, patience: Duration) -> bool {
         self.end();
         let until = Instant::now() + patience;
         let mut bytes = [0; 4096];
-        while matches!(readable(&self.closer, until), Ok(true)) {
-            match (&*self.closer).read(&mut bytes) {
-                Ok(0) => break,
-                Err(error) if error.kind() != ErrorKind::Interrupted => break,
-                _ => {}
-            }
+        let mut is_closed = false;
+        while !is_closed && matches!(readable(&self.closer, until), Ok(true)) {
+            let read = (&*self.closer).read(&mut bytes);
+            let goes_on = |error: &io::Error| error.kind() == ErrorKind::Interrupted;
+            is_closed = read.map_or_else(|error| !goes_on(&error), |count| count == 0);
         }
         self.shutdown();
+        is_closed
     }
 }
 

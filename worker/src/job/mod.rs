@@ -483,7 +483,14 @@ impl Job {
             let _ = self.sender.send(&NodeMessage::Leave { suspend });
         }
         if was_over.is_none() || may_return {
-            self.sender.close(LEAVE);
+            if !self.sender.close(LEAVE) {
+                log::warning!(
+                    "the scheduler has not closed the connection {} s after the good-bye of this \
+                     rank: it hangs or is unreachable, and may take this rank for dead; its own \
+                     log says more",
+                    LEAVE.as_secs()
+                );
+            }
         } else {
             self.sender.shutdown();
         }

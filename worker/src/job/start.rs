@@ -203,7 +203,8 @@ fn join_epoch(config: &Config, former: Option<u64>) -> Result<Joined, Missed> {
         Err(Missed::Epoch(session)) => {
             // The scheduler waits for this rank.
             let _ = attendant.sender.send(&NodeMessage::Leave { suspend: true });
-            attendant.sender.close(GOODBYE);
+            // If it does not hear of it, the next connection says so.
+            let _ = attendant.sender.close(GOODBYE);
             return Err(Missed::Epoch(session));
         }
         links => links?,
