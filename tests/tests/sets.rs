@@ -170,3 +170,23 @@ fn a_job_of_one_rank_has_a_set_of_one() {
         assert_eq!(values, reference::contribution(DType::F32, 3, 0, 1, 5));
     });
 }
+
+#[test]
+fn a_rank_leaves_while_others_begin_what_is_not_for_it() {
+    let shape = JobShape { workers: 3, servers: 0, hosts: &[3], ..JobShape::default() };
+    job::run(shape, |worker| {
+        let rank = worker.rank();
+        if rank == 1 {
+            return;
+        }
+        // The first rank sums it, and hears of it before it has declared it itself.
+        if rank == 0 {
+            std::thread::sleep(Duration::from_millis(300));
+        }
+        let flight = push(worker, &said("w", 300, Operation::Sum, of(&[0, 2])), 3, 1);
+        let Flight { values, handle } = flight.expect("pushed");
+        assert_eq!(handle.wait(LONG), Ok(true));
+        let ranks = [0, 2].into_iter();
+        assert_eq!(values, reference::result_among(DType::F32, Operation::Sum, 3, ranks, 1, 300));
+    });
+}

@@ -335,7 +335,10 @@ impl Nic {
 
     fn describe(&self, circle: &Circle, waiting: &Unpushed) -> StalledKey {
         let own = waiting.own_missing.then_some(self.config.rank);
-        let lanes = || waiting.peers_missing.iter().map(|peer| circle.lanes[*peer]);
+        // For whom a tensor is, is not known before its plan has come: this rank is late then.
+        let is_known = self.keys.contains_key(&waiting.key);
+        let peers = if is_known { &waiting.peers_missing[..] } else { &[] };
+        let lanes = || peers.iter().map(|peer| circle.lanes[*peer]);
         let mut missing: Vec<Rank> =
             own.into_iter().chain(lanes().filter_map(|lane| self.rank_of(lane))).collect();
         missing.sort_unstable();
