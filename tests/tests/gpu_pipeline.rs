@@ -46,6 +46,14 @@ fn encoded_tensors_get_what_tensors_of_the_host_get() {
 }
 
 #[test]
+fn tensors_of_the_host_are_pushed_from_gpus() {
+    right(&[1, 1, 1, 1], 2, "bounced 3", &[("FAKE_GPU_PINNED", "1")]);
+    right(&[2, 2], 1, "bounced 3 1", &[("FAKE_GPU_SEED", "13")]);
+    // Nobody has a server to ask.
+    right(&[3], 0, "bounced 3 1", &[("FAKE_GPU_SEED", "14"), ("FAKE_GPU_DELAY_US", "2000")]);
+}
+
+#[test]
 fn one_host_without_servers() {
     right(&[2], 0, "work 4 6", &[]);
     right(&[4], 0, "work 2 7", &[("FAKE_GPU_SEED", "8")]);

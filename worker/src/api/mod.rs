@@ -1,5 +1,7 @@
 //! What callers see: a rank of a job, and the GPU that it opens.
 
+mod bounce;
+mod on_gpu;
 mod open_gpu;
 mod worker;
 

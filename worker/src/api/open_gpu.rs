@@ -31,7 +31,6 @@ use bps_engine::trace::log;
 use bps_engine::transport::Link;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 /// The tensor by which the ranks tell each other.
@@ -97,7 +96,7 @@ pub(crate) fn open(
         .and_then(|comm| begin(job, (&device, &events), comm, rank, config));
     if let Err(error) = opened {
         // If the job is over, that is why NCCL was given up.
-        if let Some(over) = job.over.get() {
+        if let Some(over) = job.nic.over.get() {
             return Err(over.clone());
         }
         // All others wait for this rank, in NCCL or below.
@@ -105,7 +104,7 @@ pub(crate) fn open(
         let _ = job.command(Command::GpuFailed { source: Source::new(error.clone()) });
         job.wake();
         let told = Instant::now();
-        while !job.nic_ended.load(Ordering::Acquire) && told.elapsed() < HEARD {
+        while !job.nic.has_ended() && told.elapsed() < HEARD {
             std::thread::sleep(LOOK);
         }
         return Err(not_started(error));
@@ -130,7 +129,7 @@ fn meet(
     let place = line.iter().position(|rank| *rank == own);
     let place = place.expect("a rank is below its own switch");
     let (size, patience) = (word(line.len()), config.start_timeout);
-    let is_wanted = || !job.nic_ended.load(Ordering::Acquire);
+    let is_wanted = || !job.nic.has_ended();
     let comm = nccl.comm(device, id, size, word(place), rings(config), patience, is_wanted)?;
     let below = match switches.count() {
         1 => String::new(),
@@ -275,9 +274,9 @@ fn begin(
         inbox: INBOX,
         staging,
         numa_node: spot.memory_node,
-        nic_waker: job.nic_waker.clone(),
-        nic_ended: Arc::clone(&job.nic_ended),
-        job_over: Arc::clone(&job.over),
+        nic_waker: job.nic.waker.clone(),
+        nic_ended: Arc::clone(&job.nic.ended),
+        job_over: Arc::clone(&job.nic.over),
     };
     let Assembled { pipeline, inbox, to, pinned } = assembly.assemble_with(direct)?;
     let mut budget = Budget::new();

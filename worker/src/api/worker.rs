@@ -1,11 +1,10 @@
 //! Joining a job, what can be asked of it, and leaving it.
 
-use super::open_gpu;
-use crate::base::error::{Error, Refusal, SettingError, StartError};
+use super::on_gpu::Gpu;
+use crate::base::error::{Error, Refusal};
 use crate::base::lock;
 use crate::base::task::Handle;
-use crate::base::types::{Follow, GpuPushPull, Kept, PushPull, Speed, TensorId};
-use crate::cuda::{Device, EventPool};
+use crate::base::types::{Follow, Kept, PushPull, Speed, TensorId};
 use crate::job::Job;
 use crate::job::declared::Declared;
 use crate::job::start;
@@ -28,29 +27,25 @@ use std::time::Duration;
 
 /// Tensors that are handed to the NIC loop before it is woken, in a long list.
 const WAKE_EVERY: usize = 64;
-/// Events of the GPU that are made when it is opened: two for each tensor of a model of some
-/// hundreds that is under way as a whole. More are made when they are needed.
-const EVENTS: usize = 1024;
 /// Why a job of one process has no timeline.
 const ALONE: &str = "a job of one process sends nothing: there is no timeline";
 
-struct Shared {
-    rank: u32,
+pub(super) struct Shared {
+    pub(super) rank: u32,
     size: u32,
     local_rank: u32,
     local_size: u32,
-    declared: Arc<Mutex<Declared>>,
+    pub(super) declared: Arc<Mutex<Declared>>,
     /// Keys of objects, in a job with a key.
     object_keys: Mutex<Option<ObjectKeys>>,
-    job: Option<Job>,
-    config: Config,
-    /// The GPU of this process, once one is open, and events of it.
-    gpu: Mutex<Option<(Device, EventPool)>>,
+    pub(super) job: Option<Job>,
+    pub(super) config: Config,
+    pub(super) gpu: Mutex<Gpu>,
 }
 
 /// A rank of a job. Clones are the same one.
 #[derive(Clone)]
-pub struct Worker(Arc<Shared>);
+pub struct Worker(pub(super) Arc<Shared>);
 
 impl Worker {
     /// Joins the job that the configuration names: waits for all its nodes, at most
@@ -219,115 +214,6 @@ impl Worker {
             }
         }
         Ok(handles)
-    }
-
-    /// Opens the GPU of this number, as the process sees them: from now on tensors of it can be
-    /// declared and pushed. All ranks of the job call it, each with its own, before the first of
-    /// them declares one. The same GPU again costs nothing.
-    ///
-    /// # Errors
-    /// [`Error::Start`] with what is missing, here or on another rank; [`Error::Config`] for a
-    /// second GPU.
-    pub fn open_gpu(&self, ordinal: u32) -> Result<(), Error> {
-        let mut gpu = lock(&self.0.gpu);
-        if let Some((open, _)) = &*gpu {
-            if open.ordinal() == ordinal {
-                return Ok(());
-            }
-            return Err(SettingError::SecondGpu { open: open.ordinal(), asked: ordinal }.into());
-        }
-        let opened = Device::open(ordinal)
-            .and_then(|device| Ok((device.clone(), EventPool::new(&device, EVENTS)?)));
-        if let Some(job) = &self.0.job {
-            // The other ranks wait for this one, and are told what is wrong.
-            open_gpu::open(self, job, &opened, &self.0.config)?;
-        }
-        *gpu = Some(opened.map_err(StartError::Gpu)?);
-        Ok(())
-    }
-
-    /// As [`push_pull`](Self::push_pull), for tensors on the GPU that is open: starts once a
-    /// framework's stream has passed what is enqueued in it now, and waits for nothing. After a
-    /// wait, [`Handle::make_wait`] puts the framework's stream behind the result.
-    ///
-    /// # Safety
-    /// As [`push_pull`](Self::push_pull), with memory of the GPU. `stream` is 0 (the legacy default
-    /// stream) or a stream of that GPU.
-    ///
-    /// # Errors
-    /// [`Error::Refused`] for a tensor that was not declared, or as one of the host, or where no
-    /// GPU is open; then none is started.
-    pub unsafe fn push_pull_gpu(
-        &self,
-        items: &[GpuPushPull],
-        stream: usize,
-    ) -> Result<Vec<Handle>, Error> {
-        let refused = Refusal::Gpu;
-        let Some((device, events)) = lock(&self.0.gpu).clone() else {
-            return Err(Refusal::NoGpu.into());
-        };
-        let declared = lock(&self.0.declared);
-        let known = |item: &GpuPushPull| {
-            let what = declared.what(item.tensor, true)?;
-            Ok((*item, (what.bytes, what.operation)))
-        };
-        let items: Vec<_> = items.iter().map(known).collect::<Result<_, Error>>()?;
-        drop(declared);
-        for (item, (bytes, operation)) in &items {
-            let is_root = *operation == Operation::Broadcast(Rank(self.0.rank));
-            let copies = self.0.job.is_none() || is_root;
-            if copies && *bytes > 0 && item.source != item.target {
-                // SAFETY: both are valid for the declared bytes and do not overlap, and the stream
-                // is one of this GPU, as the caller promises.
-                unsafe { device.copy_in(stream, item.target, item.source, *bytes) }
-                    .map_err(refused)?;
-            }
-        }
-        let ready = events.take().map_err(refused)?;
-        // SAFETY: the caller vouches for the stream.
-        unsafe { ready.record_raw(stream) }.map_err(refused)?;
-        let ready = Arc::new(ready);
-        let Some(job) = &self.0.job else {
-            return Ok(items.iter().map(|_| Handle::finished_behind(&ready)).collect());
-        };
-        self.0.count(items.iter().map(|(item, _)| item.tensor));
-        Ok(job.push_gpu(items.into_iter().map(|(item, _)| item), &ready))
-    }
-
-    /// Enqueues a copy within the memory of the GPU in one of the framework's streams.
-    ///
-    /// # Safety
-    /// Both addresses are valid for `bytes` bytes and do not overlap, and nobody else uses that
-    /// memory, in the order of the stream; the stream is 0 or one of this GPU.
-    ///
-    /// # Errors
-    /// [`Error::Refused`] without a GPU, or for what the driver says.
-    pub unsafe fn copy_on_gpu(
-        &self,
-        target: u64,
-        source: u64,
-        bytes: usize,
-        stream: usize,
-    ) -> Result<(), Error> {
-        let Some((device, _)) = lock(&self.0.gpu).clone() else {
-            return Err(Refusal::NoGpu.into());
-        };
-        // SAFETY: as the caller promises.
-        unsafe { device.copy_in(stream, target, source, bytes) }
-            .map_err(|cause| Refusal::Gpu(cause).into())
-    }
-
-    /// The results of these are read in streams that [`Handle::make_wait`] puts behind them, and
-    /// not by the host: so a wait for a handle may end once what brings its result is enqueued,
-    /// although that has not come. Where the engine cannot do so, and for tensors of the host, this
-    /// changes nothing.
-    ///
-    /// Should the job end before such a result has come, all bits of it are set, which makes every
-    /// float a NaN; the next call of this worker says why.
-    pub fn enqueue_results(&self, handles: &[Handle]) {
-        if let Some(job) = &self.0.job {
-            job.want(handles);
-        }
     }
 
     /// Multiplies what error feedback adds to the next round of each of these tensors. For a
@@ -551,7 +437,7 @@ impl Shared {
     /// Counts pushes that are about to start, and tells the scheduler if other ranks have replaced
     /// a tensor after fewer: then they have no such round, and all ranks have to know. While some
     /// rank has joined, it is told of all of them, and that rank pushes as often.
-    fn count(&self, tensors: impl Iterator<Item = TensorId>) {
+    pub(super) fn count(&self, tensors: impl Iterator<Item = TensorId>) {
         // A process alone has no scheduler, and no ranks that could replace a tensor.
         let Some(job) = &self.job else { return };
         let mut declared = lock(&self.declared);

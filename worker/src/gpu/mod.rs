@@ -1,7 +1,10 @@
 //! What happens to tensors on a GPU: the [`Pipeline`] that takes them from the GPU to the NIC loop
-//! and back, and all that it is made of.
+//! and back, and all that it is made of; and [`bounce`], by which tensors of the host come from
+//! there.
 
 mod assemble;
+pub mod bounce;
+mod buffers;
 pub(crate) mod census;
 mod coding;
 pub(crate) mod direct;

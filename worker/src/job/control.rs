@@ -1,6 +1,7 @@
 //! The control thread of a worker: reads the scheduler, listens to the NIC loop, and carries out
 //! what the [`Agent`] makes of it. Nothing of the data path passes here.
 
+use super::NicSide;
 use super::nic_loop::{self, Command};
 use crate::base::error::{Error, Overdue, Source};
 use crate::base::lock;
@@ -19,7 +20,6 @@ use bps_engine::proto::messages::{NodeMessage, SchedulerMessage};
 use bps_engine::proto::uneven::{UnevenOrder, UnevenReport};
 use bps_engine::ring::Mpsc;
 use bps_engine::trace::log;
-use bps_engine::transport::Waker;
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
@@ -65,9 +65,7 @@ pub(crate) struct Control {
     pub(crate) declared: Arc<Mutex<Declared>>,
     pub(crate) sender: LinkSender,
     pub(crate) receiver: LinkReceiver,
-    pub(crate) commands: Mpsc<Command>,
-    pub(crate) nic_waker: Waker,
-    pub(crate) nic_ended: Arc<AtomicBool>,
+    pub(crate) nic: NicSide,
     pub(crate) reports: Mpsc<Report>,
     pub(crate) answers: Arc<(Mutex<Answers>, Condvar)>,
     pub(crate) leaving: Arc<AtomicBool>,
@@ -139,8 +137,7 @@ impl Control {
             }
             self.wait_for_verdict(&mut effects);
             let over = self.carry_out(&mut effects);
-            let left =
-                self.leaving.load(Ordering::Acquire) && self.nic_ended.load(Ordering::Acquire);
+            let left = self.leaving.load(Ordering::Acquire) && self.nic.has_ended();
             if over || left {
                 return;
             }
@@ -280,8 +277,9 @@ impl Control {
 
     /// Hands a command to the NIC loop; says whether that hangs.
     fn command(&self, command: Command) -> bool {
-        let given = nic_loop::hand_over(&self.commands, &self.nic_waker, &self.nic_ended, command);
-        self.nic_waker.wake();
+        let nic = &self.nic;
+        let given = nic_loop::hand_over(&nic.commands, &nic.waker, &nic.ended, command);
+        nic.wake();
         given.is_err()
     }
 

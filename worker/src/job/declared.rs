@@ -43,7 +43,8 @@ pub(crate) struct What {
     pub(crate) operation: Operation,
     pub(crate) optimizer: Option<Optimizer>,
     name: String,
-    device: bool,
+    /// It is on the GPUs of all ranks.
+    pub(crate) device: bool,
 }
 
 #[derive(Clone)]
@@ -118,20 +119,23 @@ impl Declared {
             .ok_or_else(|| Refusal::Undeclared { tensor: said.name.clone() }.into())
     }
 
-    /// What a tensor is that is to be pushed, on the GPU or in memory of the host.
-    pub(crate) fn what(&self, tensor: TensorId, device: bool) -> Result<&What, Error> {
+    fn what(&self, tensor: TensorId) -> Result<&What, Error> {
         let known = self.tensors.get(tensor.0 as usize).and_then(|tensor| tensor.what.as_ref());
-        let what = known.ok_or(Refusal::UnknownId { id: tensor.0 })?;
-        match (what.device, device) {
-            (true, false) => Err(Refusal::OfGpu { tensor: what.name.clone() }.into()),
-            (false, true) => Err(Refusal::OfHost { tensor: what.name.clone() }.into()),
-            _ => Ok(what),
-        }
+        Ok(known.ok_or(Refusal::UnknownId { id: tensor.0 })?)
     }
 
-    /// As [`what`](Self::what), of one in memory of the host that is pushed for this.
+    /// What a tensor is that is to be pushed from memory of the GPU.
+    pub(crate) fn what_on_gpu(&self, tensor: TensorId) -> Result<&What, Error> {
+        let what = self.what(tensor)?;
+        if what.device { Ok(what) } else { self.what_for(tensor, Act::NONE) }
+    }
+
+    /// What a tensor of the host is that is to be pushed for this.
     pub(crate) fn what_for(&self, tensor: TensorId, act: Act) -> Result<&What, Error> {
-        let what = self.what(tensor, false)?;
+        let what = self.what(tensor)?;
+        if what.device {
+            return Err(Refusal::OfGpu { tensor: what.name.clone() }.into());
+        }
         let is_fit = what.optimizer.map_or(act == Act::NONE, |optimizer| act.suits(&optimizer));
         if is_fit {
             return Ok(what);
@@ -244,11 +248,20 @@ mod tests {
         declared.insert(said(5), 9);
         assert_eq!(declared.id(&said(5)).unwrap(), TensorId(9));
         assert!(declared.id(&said(4)).is_err());
-        let what = declared.what(TensorId(9), false).unwrap();
+        let what = declared.what_for(TensorId(9), Act::NONE).unwrap();
         assert_eq!((what.bytes, what.operation), (20, Operation::Sum));
-        assert!(declared.what(TensorId(8), false).is_err());
-        let error = declared.what(TensorId(9), true).unwrap_err().to_string();
-        assert!(error.contains("`x` was declared as a tensor of the host"), "{error}");
+        assert!(declared.what_for(TensorId(8), Act::NONE).is_err());
+    }
+
+    #[test]
+    fn a_tensor_of_the_host_may_be_on_the_gpu_and_not_the_other_way_round() {
+        let mut declared = Declared::default();
+        declared.insert(said(4), 0);
+        declared.insert(Declaration { name: "y".into(), device: true, ..said(4) }, 1);
+        assert!(!declared.what_on_gpu(TensorId(0)).unwrap().device);
+        assert!(declared.what_on_gpu(TensorId(1)).unwrap().device);
+        let error = declared.what_for(TensorId(1), Act::NONE).unwrap_err().to_string();
+        assert!(error.contains("`y` was declared as a tensor of the GPU"), "{error}");
     }
 
     #[test]

@@ -9,6 +9,7 @@ pub(crate) mod declared;
 mod dialing;
 pub(crate) mod neighbours;
 pub mod nic_loop;
+mod nic_side;
 pub(crate) mod places;
 pub(crate) mod start;
 mod timeline;
@@ -18,11 +19,12 @@ use self::agent::Agent;
 use self::control::{Answers, Control};
 use self::declared::{Declared, News};
 use self::nic_loop::Command;
+pub(crate) use self::nic_side::NicSide;
 use self::places::{Poller, Spot};
 use self::timeline::Tracing;
-use crate::base::error::{Closed, Death, Error, Overdue, PeerDied, Source, StartError};
+use crate::base::error::{Death, Error, Overdue, PeerDied, Source, StartError};
 use crate::base::lock;
-use crate::base::task::{Handle, Task};
+use crate::base::task::{Bell, Handle, Task};
 use crate::base::types::{GpuPushPull, Kept, Speed, TensorId};
 use crate::cuda::PooledEvent;
 use crate::host::switches::Switches;
@@ -78,10 +80,7 @@ impl GpuSide {
 
 /// The part of a worker that exists only if there are others.
 pub(crate) struct Job {
-    pub(crate) commands: Mpsc<Command>,
-    pub(crate) nic_waker: Waker,
-    /// The NIC loop takes no more commands: set before its last look at the queue.
-    pub(crate) nic_ended: Arc<AtomicBool>,
+    pub(crate) nic: NicSide,
     /// The ranks that this one reduces with, and itself.
     switches: Switches,
     /// Lanes to servers and to ranks of the group.
@@ -89,7 +88,6 @@ pub(crate) struct Job {
     pub(crate) gpu: GpuSide,
     /// See [`start::Joined::ports`]; for the first who asks.
     ports: Mutex<Option<Result<Ports, String>>>,
-    pub(crate) over: Arc<OnceLock<Error>>,
     agent: Arc<Mutex<Agent>>,
     sender: LinkSender,
     answers: Arc<(Mutex<Answers>, Condvar)>,
@@ -101,6 +99,8 @@ pub(crate) struct Job {
     elastic: bool,
     speeds: Arc<Mutex<VecDeque<Speed>>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
+    /// Rung when the NIC loop has ended, for threads that may sleep then.
+    bells: Mutex<Vec<Arc<Bell>>>,
     /// How long callers spin before they sleep.
     spin: Duration,
     /// How long a caller waits for the scheduler or for other ranks where it does not say itself.
@@ -117,11 +117,15 @@ impl Job {
     ) -> Result<Job, Error> {
         let commands: Mpsc<Command> = Mpsc::new(COMMANDS);
         let reports: Mpsc<Report> = Mpsc::new(joined.links.len() * 2 + 16);
-        let nic_waker = joined.wakers.nic.clone();
         let report_waker =
             Waker::new().map_err(|error| StartError::resource("no eventfd", error))?;
         let statistics = Arc::new(NicStatistics::default());
-        let (nic_ended, over) = (Arc::new(AtomicBool::new(false)), Arc::new(OnceLock::new()));
+        let nic = NicSide {
+            commands: commands.clone(),
+            waker: joined.wakers.nic.clone(),
+            ended: Arc::default(),
+            over: Arc::default(),
+        };
         let rank = Rank(joined.roster.index);
         let (session, elastic) = (joined.heart.door.session, joined.roster.elastic);
         let (lanes, switches) = (joined.lanes(), joined.switches(config));
@@ -135,8 +139,8 @@ impl Job {
             reports: reports.clone(),
             report_waker,
             statistics: Arc::clone(&statistics),
-            ended: Arc::clone(&nic_ended),
-            over: Arc::clone(&over),
+            ended: Arc::clone(&nic.ended),
+            over: Arc::clone(&nic.over),
             config: config.clone(),
         };
         let (links, waker) = (joined.links, joined.wakers.nic);
@@ -147,14 +151,7 @@ impl Job {
         let nic_thread = harness::spawn("bps-nic", cpu, body).map_err(no_thread)?;
         let line = has_started.recv_timeout(PATIENCE).map_err(not_started)??;
         log::info!("{line}");
-        let tracing = Arc::new(Tracing::new(
-            rank,
-            &joined.sender,
-            &commands,
-            &nic_waker,
-            &nic_ended,
-            &gpu.inbox,
-        ));
+        let tracing = Arc::new(Tracing::new(rank, &joined.sender, &nic, &gpu.inbox));
         let agent =
             Arc::new(Mutex::new(Agent::new(joined.roster, lanes, switches.clone(), joined.pulse)));
         let answers: Arc<(Mutex<Answers>, Condvar)> = Arc::default();
@@ -165,9 +162,7 @@ impl Job {
             declared: Arc::clone(declared),
             sender: joined.sender.clone(),
             receiver: joined.receiver,
-            commands: commands.clone(),
-            nic_waker: nic_waker.clone(),
-            nic_ended: Arc::clone(&nic_ended),
+            nic: nic.clone(),
             reports,
             answers: Arc::clone(&answers),
             leaving: Arc::clone(&leaving),
@@ -185,14 +180,11 @@ impl Job {
         let control_thread =
             harness::spawn("bps-control", None, move || control.run()).map_err(no_thread)?;
         Ok(Job {
-            commands,
-            nic_waker,
-            nic_ended,
+            nic,
             switches,
             lanes: lane_count,
             gpu,
             ports,
-            over,
             agent,
             sender: joined.sender,
             answers,
@@ -202,6 +194,7 @@ impl Job {
             elastic,
             speeds,
             threads: Mutex::new(vec![nic_thread, control_thread]),
+            bells: Mutex::default(),
             spin: start::caller_spin(),
             patience: config.stall_timeout + 2 * config.heartbeat_timeout,
             tracing,
@@ -234,14 +227,24 @@ impl Job {
         lock(&self.threads).push(thread);
     }
 
+    /// As [`keep`](Self::keep), of one that this bell wakes.
+    pub(crate) fn keep_by(&self, thread: JoinHandle<()>, bell: &Arc<Bell>) {
+        lock(&self.bells).push(Arc::clone(bell));
+        self.keep(thread);
+    }
+
+    /// What a caller waits for whose push is handed over now.
+    pub(crate) fn task(&self) -> Arc<Task> {
+        Arc::new(Task::new(self.spin, self.tracing.asked_ns()))
+    }
+
     /// Pushed commands are there: the loop may be asleep.
     pub(crate) fn wake(&self) {
-        self.nic_waker.wake();
+        self.nic.wake();
     }
 
     fn ended(&self) -> Error {
-        let closed = || Closed::Reused.into();
-        self.over.get().cloned().unwrap_or_else(closed)
+        self.nic.why_ended()
     }
 
     /// The ids of what is new, and then of what is replaced.
@@ -299,7 +302,7 @@ impl Job {
     }
 
     fn send(&self, message: &NodeMessage) -> Result<(), Error> {
-        if self.leaving.load(Ordering::Acquire) || self.nic_ended.load(Ordering::Acquire) {
+        if self.leaving.load(Ordering::Acquire) || self.nic.has_ended() {
             return Err(self.ended());
         }
         self.sender.send(message).map_err(|error| {
@@ -337,13 +340,7 @@ impl Job {
 
     /// Hands a push_pull to the NIC loop. If that has ended, the handle says why.
     pub(crate) fn push(&self, tensor: TensorId, memory: Memory, priority: i64, act: Act) -> Handle {
-        let task = Arc::new(Task::new(self.spin, self.tracing.asked_ns()));
-        let (tensor, told) = (tensor.0, Arc::clone(&task));
-        let command = Command::Push { tensor, memory, priority, act, task: told };
-        match self.command(command) {
-            Ok(()) => Handle(task),
-            Err(error) => Handle::finished(Err(error)),
-        }
+        self.nic.push(tensor.0, memory, priority, act, self.task())
     }
 
     /// See [`Worker::scale_residues`](crate::Worker::scale_residues).
@@ -378,7 +375,7 @@ impl Job {
             return items.map(|_| Handle::finished(Err(self.ended()))).collect();
         };
         let hand_over = |item: GpuPushPull| {
-            let task = Arc::new(Task::new(self.spin, self.tracing.asked_ns()));
+            let task = self.task();
             let GpuPushPull { tensor, source, target, priority } = item;
             let handle = Handle::of(&task);
             let ready = Arc::clone(ready);
@@ -422,15 +419,7 @@ impl Job {
     /// # Errors
     /// The loop has ended, or hangs.
     pub(crate) fn command(&self, command: Command) -> Result<(), Error> {
-        if !nic_loop::hand_over(&self.commands, &self.nic_waker, &self.nic_ended, command)? {
-            return Err(self.ended());
-        }
-        // The loop may have ended between the look and the push: then nobody else empties the
-        // queue.
-        if self.nic_ended.load(Ordering::SeqCst) {
-            nic_loop::drain(&self.commands, &self.ended());
-        }
-        Ok(())
+        self.nic.command(command)
     }
 
     /// Nodes that wait to be let in, of a job that is elastic; `None` in any other.
@@ -441,7 +430,7 @@ impl Job {
     /// What this rank is known by when it comes back after [`leave`](Self::leave), if it may: its
     /// epoch is over and the job is not, or it `suspend`s.
     pub(crate) fn return_ticket(&self, suspend: bool) -> Option<u64> {
-        let suspends = suspend && self.elastic && self.over.get().is_none();
+        let suspends = suspend && self.elastic && self.nic.over.get().is_none();
         (suspends || lock(&self.agent).may_return()).then_some(self.session)
     }
 
@@ -452,28 +441,29 @@ impl Job {
         // What a stream waits for comes, or the job ends by its own deadlines: both as a wait for
         // the handle would have.
         let is_ahead = || self.gpu.inbox.get().is_some_and(GpuInbox::is_ahead);
-        while is_ahead() && !self.nic_ended.load(Ordering::Acquire) {
+        while is_ahead() && !self.nic.has_ended() {
             std::thread::sleep(AHEAD_LOOK);
         }
         let deadline = Instant::now() + LEAVE;
-        let was_over = self.over.get().cloned();
+        let was_over = self.nic.over.get().cloned();
         if was_over.is_none() {
             // A loop that has ended, or hangs, is noticed below.
             let _ = self.command(Command::Leave);
-            self.nic_waker.wake();
-            while !self.nic_ended.load(Ordering::Acquire) && Instant::now() < deadline {
+            self.nic.wake();
+            while !self.nic.has_ended() && Instant::now() < deadline {
                 std::thread::sleep(Duration::from_millis(1));
             }
             // Whoever is not there any more needs no goodbye.
             let _ = self.sender.send(&NodeMessage::Leave { suspend });
         }
         let _ = self.command(Command::Fail { error: self.ended() });
-        self.nic_waker.wake();
+        self.nic.wake();
         if was_over.is_none() {
             // The scheduler closes the connection then, and the control thread need not wait for
             // its next look around.
             self.sender.end();
         }
+        lock(&self.bells).iter().for_each(|bell| bell.ring());
         let threads = std::mem::take(&mut *lock(&self.threads));
         let ended = threads.into_iter().try_for_each(harness::join).map_err(Overdue::Ending);
         self.tracing.stop();

@@ -1,7 +1,8 @@
 //! A worker's timeline: begun and ended by callers, told to the NIC loop and to the scheduler,
 //! which tells the servers.
 
-use super::nic_loop::{self, Command};
+use super::NicSide;
+use super::nic_loop::Command;
 use crate::base::error::{Error, Refusal, Source};
 use crate::base::lock;
 use crate::rounds::Plan;
@@ -9,10 +10,8 @@ use crate::rounds::handover::GpuInbox;
 use bps_engine::base::Rank;
 use bps_engine::control::LinkSender;
 use bps_engine::proto::messages::{self, NodeMessage};
-use bps_engine::ring::Mpsc;
 use bps_engine::trace::clock::{Clock, now_ns};
 use bps_engine::trace::timeline::{Names, Recorder, Subject, Timeline, Who};
-use bps_engine::transport::Waker;
 use std::ops::RangeInclusive;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,9 +23,7 @@ pub(crate) struct Tracing {
     pub(crate) clock: Arc<Clock>,
     names: Arc<Names>,
     sender: LinkSender,
-    commands: Mpsc<Command>,
-    nic_waker: Waker,
-    nic_ended: Arc<AtomicBool>,
+    nic: NicSide,
     /// The thread of this rank's GPU, once it is there.
     gpu: Arc<OnceLock<GpuInbox>>,
     /// Read at each push_pull: whether to look at the clock.
@@ -39,9 +36,7 @@ impl Tracing {
     pub(crate) fn new(
         rank: Rank,
         sender: &LinkSender,
-        commands: &Mpsc<Command>,
-        nic_waker: &Waker,
-        nic_ended: &Arc<AtomicBool>,
+        nic: &NicSide,
         gpu: &Arc<OnceLock<GpuInbox>>,
     ) -> Tracing {
         Tracing {
@@ -49,9 +44,7 @@ impl Tracing {
             clock: Arc::default(),
             names: Arc::default(),
             sender: sender.clone(),
-            commands: commands.clone(),
-            nic_waker: nic_waker.clone(),
-            nic_ended: Arc::clone(nic_ended),
+            nic: nic.clone(),
             gpu: Arc::clone(gpu),
             is_on: AtomicBool::new(false),
             current: Mutex::default(),
@@ -125,8 +118,7 @@ impl Tracing {
             None => Some(gpu),
         };
         // A loop that has ended has dropped its recorder; one that hangs records nothing.
-        let command = Command::Trace { nic, gpu };
-        let _ = nic_loop::hand_over(&self.commands, &self.nic_waker, &self.nic_ended, command);
-        self.nic_waker.wake();
+        let _ = self.nic.command(Command::Trace { nic, gpu });
+        self.nic.wake();
     }
 }

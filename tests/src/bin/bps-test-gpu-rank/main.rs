@@ -4,6 +4,7 @@
 //! standard error how it ended.
 
 mod ahead;
+mod bounced;
 mod coded;
 mod framework;
 mod many;
@@ -42,6 +43,7 @@ fn main() {
         "many" => many::many(&config, number(0).unwrap_or(1)),
         "ahead" => ahead::ahead(&config),
         "full" => ahead::full(&config),
+        "bounced" => bounced::bounced(&config, number(0).unwrap_or(1), number(1) == Some(1)),
         "coded" => coded::coded(&config, number(0).unwrap_or(1)),
         "loop" => train(&config, number(0).unwrap_or(1), number(1), number(2) == Some(1)),
         "mismatch" => mismatch(&config, number(0) == Some(1)),

@@ -71,7 +71,6 @@ impl Refusal {
             Refusal::Plan { tensor, .. }
             | Refusal::Undeclared { tensor }
             | Refusal::OfGpu { tensor }
-            | Refusal::OfHost { tensor }
             | Refusal::Kept { tensor, .. }
             | Refusal::Act { tensor, .. }
             | Refusal::WholeAverage { tensor }

@@ -128,12 +128,6 @@ pub enum Refusal {
         /// The tensor's name.
         tensor: String,
     },
-    /// A tensor of the host was pushed as one of the GPU.
-    #[error("`{tensor}` was declared as a tensor of the host, and is pushed as one of the GPU")]
-    OfHost {
-        /// The tensor's name.
-        tensor: String,
-    },
     /// NCCL rounds such averages towards zero, and everybody else down.
     #[error("`{tensor}`: an average of whole numbers goes through memory of the host")]
     WholeAverage {

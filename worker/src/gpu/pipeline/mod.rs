@@ -72,8 +72,8 @@ const NAP: Duration = Duration::from_micros(30);
 const LOOK: Duration = Duration::from_millis(1);
 /// Copies, and bytes of them, that get one mark together at most. Each call of the driver takes
 /// locks that the framework's kernel launches need, so small tensors share what they can.
-const COPIES_OF_MARK: usize = 16;
-const BYTES_OF_MARK: usize = 256 << 10;
+pub(super) const COPIES_OF_MARK: usize = 16;
+pub(super) const BYTES_OF_MARK: usize = 256 << 10;
 
 /// A round of a tensor under way.
 struct Run {
