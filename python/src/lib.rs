@@ -53,7 +53,7 @@ mod _native {
     use super::tensor::{
         declare, encoding, enqueue_results, enqueue_results_of_batches, keep, kept, lacking,
         open_gpu, optimizer, push_batch, push_pull, push_pull_gpu, scale_residues, start_batch,
-        stream_wait, stream_wait_batch, update,
+        stream_wait, stream_wait_batch, update, use_gpu,
     };
     #[pymodule_export]
     use super::tf::tf_register;

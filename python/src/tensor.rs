@@ -29,6 +29,15 @@ pub fn open_gpu(py: Python<'_>, ordinal: u32) -> PyResult<()> {
         .map_err(|cause| error::from_engine(&cause))
 }
 
+/// Lets tensors of the host be pushed from this GPU, of which no other rank needs to know. Raises
+/// if it can't be used.
+#[pyfunction]
+pub fn use_gpu(py: Python<'_>, ordinal: u32) -> PyResult<()> {
+    let worker = engine()?;
+    interruptible(py, move || worker.use_gpu(ordinal), |_| ())?
+        .map_err(|cause| error::from_engine(&cause))
+}
+
 /// What a tensor is: name, data type, shape, operation, root, on the GPU, the ranks that push it,
 /// or `None` for all, how it is encoded, if it is, and how its value stays on the servers, if it
 /// does.

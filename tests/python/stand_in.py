@@ -38,9 +38,9 @@ class _Pretence:
         return tensor.is_cpu and tensor.untyped_storage().data_ptr() not in self.in_host
 
     def packed(self, packed):
-        def packed_here(tensor, in_host=False):
-            copy = packed(tensor, in_host)
-            return self.host(copy) if in_host or not self.holds(tensor) else copy
+        def packed_here(tensor):
+            copy = packed(tensor)
+            return copy if self.holds(tensor) else self.host(copy)
 
         return mock.patch.object(_tensors, "packed", packed_here)
 
@@ -51,7 +51,7 @@ class Gpu(_Pretence):
     def __init__(self):
         super().__init__()
         self.stream = 7
-        self.opened = None
+        self.opened = self.used = None
         self.declared = {}
         self.handed_over = []
         self.waits = []
@@ -62,6 +62,11 @@ class Gpu(_Pretence):
         if self.opened not in (None, ordinal):
             raise ConfigError(f"cuda:{self.opened} is open, so cuda:{ordinal} cannot be")
         self.opened = ordinal
+
+    def use_gpu(self, ordinal):
+        if {self.opened, self.used} - {None, ordinal}:
+            raise ConfigError(f"another GPU is in use, so cuda:{ordinal} cannot be")
+        self.used = ordinal
 
     @contextlib.contextmanager
     def plugged_in(self):
@@ -109,6 +114,7 @@ class Gpu(_Pretence):
                 _native,
                 declare=declare_here,
                 open_gpu=self.open_gpu,
+                use_gpu=self.use_gpu,
                 push_pull_gpu=push_pull_gpu,
                 stream_wait=stream_wait,
                 release=release_here,
@@ -116,9 +122,13 @@ class Gpu(_Pretence):
                 stream_wait_batch=stream_wait_batch,
             ),
             self.packed(_tensors.packed),
-            mock.patch.object(_registry, "_gpu", None),
+            mock.patch.multiple(_registry, _gpu=None, _gpu_alone=None),
             # A tensor of the CPU says no number of its device.
-            mock.patch.object(_registry, "use_gpu", lambda number: use_gpu(number or 0)),
+            mock.patch.object(
+                _registry,
+                "use_gpu",
+                lambda number, jointly=True: use_gpu(number or 0, jointly),
+            ),
             mock.patch.multiple(
                 _gpu,
                 holds=self.holds,
@@ -188,7 +198,9 @@ class Pipeline(_Pretence):
             ),
             self.packed(_tensors.packed),
             mock.patch.object(
-                _registry, "use_gpu", lambda number: use_gpu(number or bps.local_rank())
+                _registry,
+                "use_gpu",
+                lambda number, jointly=True: use_gpu(number or bps.local_rank(), jointly),
             ),
             mock.patch.multiple(
                 _gpu,

@@ -66,9 +66,10 @@ def mixed_groups():
         assert torch.equal(results[3], torch.arange(4) * size)
         assert gpu.declared == {f"byteps.path.mixed.{i}": i != 2 for i in range(4)}
         bps.push_pull_group_inplace(tensors, average=True, name="path.mixed.place")
-        # Averages of integers are rounded down, which NCCL's are not: they go through the host.
+        # Averages of integers are rounded down, which NCCL's are not: to the job, they are tensors
+        # of the host.
         assert gpu.declared["byteps.path.mixed.place.3"] is False
-        assert gpu.handed_over[-1] == (7, 2) and torch.equal(tensors[3], torch.arange(4))
+        assert gpu.handed_over[-1] == (7, 3) and torch.equal(tensors[3], torch.arange(4))
         assert torch.allclose(tensors[0], torch.full((3,), (size - 1) / 2))
         only_host = gpu.host(torch.ones(2))
         bps.push_pull_group([only_host], name="path.host")
@@ -160,6 +161,24 @@ def test_training(pair, what):
     pair.run(training, *what)
 
 
+def without_the_others():
+    """For tensors that are of the host to the job, a rank uses its GPU alone."""
+    rank, size = bps.rank(), bps.size()
+    sets = [bps.add_process_set([other]) for other in range(size)]
+    if rank == 0:
+        with Gpu().plugged_in() as gpu:
+            result = bps.push_pull(torch.ones(3), name="path.alone", process_set=sets[0])
+            assert (gpu.used, gpu.opened) == (0, None) and torch.equal(result, torch.ones(3))
+            assert gpu.handed_over == [(7, 1)] and gpu.waits == [(7, 1)]
+            assert list(gpu.declared.values()) == [False]
+    for one in sets:
+        assert bps.remove_process_set(one)
+
+
+def test_a_gpu_is_used_without_the_others(job):
+    job.run(without_the_others)
+
+
 # Ranks, and whether they add up among themselves or through a server.
 PIPELINES = {"alone": (1, True), "nccl": (2, True), "server": (2, False)}
 
@@ -178,6 +197,43 @@ def pipeline(request, tmp_path_factory):
         yield cluster
     finally:
         cluster.kill() if cluster.broken else cluster.close()
+
+
+def for_some_ranks():
+    """Tensors and gradients of some ranks, in the memory of their GPUs."""
+    rank, size = bps.rank(), bps.size()
+    sets = [bps.add_process_set(range(count)) for count in sorted({1, size})]
+    for number, one in enumerate(sets):
+        if rank not in one.ranks:
+            continue
+        count = len(one.ranks)
+        x = torch.arange(100_000.0) + rank
+        mean = bps.push_pull(x, name=f"some.{number}", process_set=one)
+        assert torch.equal(mean, torch.arange(100_000.0) + (count - 1) / 2)
+        whole = bps.push_pull(x.int(), True, f"some.whole.{number}", process_set=one)
+        assert torch.equal(whole, torch.arange(100_000).int() + (count - 1) // 2)
+        rows = bps.allgather(x[: rank + 1], name=f"some.rows.{number}", process_set=one)
+        assert rows.tolist() == [*[0.0], *[1.0, 2.0]][: count * (count + 1) // 2]
+        model = torch.nn.Linear(1000, 7)
+        bps.broadcast_parameters(model.state_dict(), 0, process_set=one)
+        optimizer = bps.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            model.named_parameters(),
+            process_set=one,
+        )
+        for step in range(1, 4):
+            optimizer.zero_grad()
+            before = model.weight.detach().clone()
+            (model(torch.ones(1, 1000)).sum() * (rank + step)).backward()
+            optimizer.step()
+            change = torch.full_like(before, step + (count - 1) / 2)
+            assert torch.equal(model.weight.detach(), before - change)
+    for one in sets:
+        assert bps.remove_process_set(one)
+
+
+def test_process_sets_in_the_pipeline(pipeline):
+    pipeline.run(through_the_pipeline, for_some_ranks)
 
 
 def through_the_pipeline(function, *arguments):

@@ -24,7 +24,6 @@ import stand_in
 import test_jax
 import test_jax_programs
 from byteps import _native, _registry
-from byteps.errors import TensorError
 from cluster import Cluster
 from jax_ranks import FAILED, equal, on_ranks
 
@@ -57,14 +56,14 @@ def plug_in():
         _primitive.exchange_p, _primitive._lower_on_gpu, platform="cpu", **_primitive._options
     )
 
-    def use_in_programs():
+    def use_in_programs(jointly):
         _native.xla_gpu(0)
         _registry.send_programs_from(rank)
         if _native.is_initialized():
-            _registry.use_gpu(rank)
+            _registry.use_gpu(rank, jointly)
 
     _gpu.use_in_programs = use_in_programs
-    _gpu.use = lambda device: _registry.use_gpu(rank)
+    _gpu.use = lambda device, jointly: _registry.use_gpu(rank, jointly)
     _arrays.gpu_of = lambda array, how: next(iter(array.devices()))
 
 
@@ -175,26 +174,43 @@ def test_a_program_outlives_its_job(gpus):
 def averages_of_whole_numbers():
     x = jnp.arange(4)
     assert equal(bps.push_pull(x + bps.rank(), name="whole"), np.arange(4))
-    with pytest.raises(TensorError, match=r"push_pull of 'whole': .* averages no int32"):
-        jax.jit(lambda x: bps.push_pull(x, name="whole"))(x)
+    average = jax.jit(lambda x: bps.push_pull(x, name="whole"))
+    assert equal(average(x + 3 * bps.rank()), np.arange(4) + 1)
 
 
-def test_whole_numbers_are_averaged_by_the_host(gpus):
+def test_whole_numbers_are_averaged(gpus):
     gpus.run(on_ranks(averages_of_whole_numbers))
 
 
 def some_ranks():
-    """Through the host outside of programs, and not at all in them."""
+    """Outside of programs and in them; what is for one rank alone, the other has nothing to do
+    with."""
     both = bps.add_process_set([0, 1])
     x = jnp.arange(4.0) + bps.rank()
     assert equal(bps.push_pull(x, name="some", process_set=both), np.arange(4.0) + 0.5)
     assert equal(bps.allgather(x[:1], name="some.rows", process_set=both), [0.0, 1.0])
-    with pytest.raises(TensorError, match=r"exchanges with all ranks, and not with \[0, 1\]"):
-        jax.jit(lambda x: bps.push_pull(x, name="some", process_set=both))(x)
-    assert bps.remove_process_set(both)
+
+    @jax.jit
+    def step(w, x):
+        def loss(w):
+            return (w * bps.push_pull(x, False, name="some.sum", process_set=both)).sum()
+
+        gradient = jax.grad(loss)(w)
+        tree = {"w": gradient, "half": gradient.astype(jnp.float16)}
+        return bps.push_pull(tree, name="some.tree", process_set=both)
+
+    for turn in range(3):
+        got = step(jnp.ones(4), x + turn)
+        assert equal(got["w"], 2 * np.arange(4.0) + 1 + 2 * turn)
+        assert equal(got["half"], 2 * np.arange(4.0) + 1 + 2 * turn)
+    alone = bps.add_process_set([1])
+    if bps.rank() == 1:
+        mine = jax.jit(lambda x: bps.push_pull(x, False, name="alone", process_set=alone))
+        assert equal(mine(x), np.arange(4.0) + 1)
+    assert bps.remove_process_set(alone) and bps.remove_process_set(both)
 
 
-def test_process_sets_pass_the_host(gpus):
+def test_process_sets(gpus):
     gpus.run(on_ranks(some_ranks))
 
 

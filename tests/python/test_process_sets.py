@@ -301,7 +301,7 @@ def test_a_set_ends_with_its_job():
 
 
 def on_a_gpu():
-    """Of tensors on a GPU a set takes copies in host memory: the engine sees none of a GPU."""
+    """To the job they are tensors of the host, and only the ranks of the set use their GPUs."""
     rank = bps.rank()
     with Sets([0, 1]) as (few,), Gpu().plugged_in() as gpu:
         values = torch.full((5,), float(rank))
@@ -319,10 +319,11 @@ def on_a_gpu():
             model(torch.full((1, 3), float(rank))).sum().backward()
             assert model.weight.grad.tolist() == [[0.5] * 3]
             optimizer.step()
-        assert gpu.opened is None and not gpu.handed_over and not any(gpu.declared.values())
+        assert gpu.opened is None and not any(gpu.declared.values())
+        assert (gpu.used is not None) == bool(gpu.handed_over) == few.included()
 
 
-def test_tensors_on_gpus_pass_the_host(trio):
+def test_tensors_on_gpus(trio):
     trio.run(on_a_gpu)
 
 

@@ -62,7 +62,8 @@ class Act(NamedTuple):
 
 class Tensor(NamedTuple):
     """What the ranks must agree on. ``operation`` is sum, average or broadcast (from ``root``);
-    ``device`` says that it travels from GPU to GPU. ``ranks`` are those that it is for, in rising
+    ``device`` says that it travels from GPU to GPU: where it does not, each rank may have it on its
+    GPU or in host memory. ``ranks`` are those that it is for, in rising
     order; all where it is None. ``encoding`` is how the engine encodes it, if it does, and
     ``store`` how its value stays on the servers, if it does: for deltas, or with an optimizer, as
     text."""
@@ -87,12 +88,14 @@ class Kept(NamedTuple):
 
 
 class Send(NamedTuple):
-    """One tensor on its way: where it is read, and where its result is written."""
+    """One tensor on its way: where it is read, and where its result is written; both in the memory
+    of the GPU or of the host."""
 
     tensor: Tensor
     source: int
     target: int
     priority: int = 0
+    on_gpu: bool = False
 
 
 class _Pending:
@@ -158,6 +161,7 @@ _jobs = 0
 _LOOK_S = 2e-5
 
 _gpu: int | None = None
+_gpu_alone: int | None = None
 _gpu_of_programs: int | None = None
 # What encoded tensors are to go on with, once they are declared.
 _to_keep: dict[Tensor, Kept] = {}
@@ -242,9 +246,9 @@ def ended(keep_names: bool, kept: dict[Tensor, Kept] | None = None) -> None:
 
     ``kept`` is what tensors are to go on with, once there is an engine again.
     """
-    global _gpu
+    global _gpu, _gpu_alone
     with _lock:
-        _gpu = None
+        _gpu = _gpu_alone = None
         _pending.clear()
         _abandoned.clear()
         held.clear()
@@ -263,16 +267,22 @@ def never_free() -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
-def use_gpu(ordinal: int) -> None:
+def use_gpu(ordinal: int, jointly: bool = True) -> None:
     """To be called before tensors of this GPU are declared or sent. The first call opens it.
 
-    Opening is done by all ranks together. A second GPU of one process is a ConfigError.
+    That is done by all ranks together, ``jointly``, where a tensor is one of GPUs to the job
+    (:attr:`Tensor.device`), and by this rank alone where none is. A second GPU of one process is a
+    ConfigError.
     """
-    global _gpu
-    if ordinal != _gpu:
+    global _gpu, _gpu_alone
+    if jointly and ordinal != _gpu:
         with _lock:
             _native.open_gpu(ordinal)
             _gpu = ordinal
+    elif not jointly and ordinal not in (_gpu, _gpu_alone):
+        with _lock:
+            _native.use_gpu(ordinal)
+            _gpu_alone = ordinal
 
 
 def send_programs_from(ordinal: int) -> None:
@@ -502,8 +512,8 @@ def declare_for_program(
         for ranks in sets:
             _process_sets.check_of_program(ranks)
     with _lock:
-        if _gpu_of_programs is not None and any(tensor.device for tensor in tensors):
-            use_gpu(_gpu_of_programs)
+        if _gpu_of_programs is not None:
+            use_gpu(_gpu_of_programs, any(tensor.device for tensor in tensors))
         return declare_each(tensors)
 
 
@@ -552,8 +562,8 @@ def start(
         gpu_turns: list[_Turn | None] = []
         for number, send in declared:
             item = number, send.source, send.target, send.priority
-            (on_gpu if send.tensor.device else in_host).append(item)
-            (gpu_turns if send.tensor.device else host_turns).append(_turn_of.get(send.tensor.name))
+            (on_gpu if send.on_gpu else in_host).append(item)
+            (gpu_turns if send.on_gpu else host_turns).append(_turn_of.get(send.tensor.name))
         label = sends[0].tensor.name if sends else "nothing"
         if len(sends) > 1:
             label += f" and {len(sends) - 1} more"

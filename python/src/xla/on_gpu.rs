@@ -84,7 +84,7 @@ pub unsafe extern "C" fn push(frame: *mut CallFrame) -> RawError {
         let (tensor, array, bytes) = described(&call)?;
         let is_kept = call.result(0)?.data == array;
         let item = (array.expose_provenance() as u64, call.number("priority")?);
-        is_kept.then_some((Declared { device: true, ..tensor }, bytes, item))
+        is_kept.then_some((tensor, bytes, item))
     };
     let Some((tensor, bytes, (address, priority))) = parsed() else {
         return call.error(Code::InvalidArgument, NOT_OURS);

@@ -51,8 +51,8 @@ impl NicSide {
         Ok(())
     }
 
-    /// Hands it a push of a tensor of the host, which this task will tell of. If the loop has ended,
-    /// the handle says why.
+    /// Hands it a push of a tensor of the host, whose end this task will tell. If the loop has
+    /// ended, the handle says why.
     pub(crate) fn push(
         &self,
         tensor: u32,

@@ -83,9 +83,9 @@ def gpu_of(array: Any, how: How) -> Any:
     return devices[0]
 
 
-def passes_host(array: Any, how: How) -> bool:
-    """Whether it is exchanged from host memory wherever it is: GPUs do not divide whole numbers,
-    and reduce among all of a host."""
+def is_of_host(array: Any, how: How) -> bool:
+    """Whether an array on a GPU is one of the host to the job: NCCL does not divide whole numbers
+    as everybody else does, and reduces among all of a host."""
     if how.ranks is not None:
         return True
     return how.operation == "average" and not jnp.issubdtype(array.dtype, jnp.floating)
@@ -120,17 +120,13 @@ def start(
     # All of a call are for the same ranks.
     ranks = hows[0].ranks if hows else None
     chosen = iter(_registry.unnamed(sum(not how.name for how in hows), ranks))
-    places = [
-        None if passes_host(array, how) else gpu
-        for array, how in zip(arrays, hows, strict=True)
-        for gpu in [gpu_of(array, how)]
-    ]
+    places = [gpu_of(array, how) for array, how in zip(arrays, hows, strict=True)]
     targets: list[Any] = []
-    for array, place in zip(arrays, places, strict=True):
+    for array, how, place in zip(arrays, hows, places, strict=True):
         if place is None:
             targets.append(_room(array.shape, array.dtype))
         else:
-            _gpu.use(place)
+            _gpu.use(place, not is_of_host(array, how))
             targets.append(jnp.zeros(array.shape, array.dtype, device=place))
     on_gpu = [
         pair for *pair, place in zip(arrays, targets, places, strict=True) if place is not None
@@ -147,8 +143,9 @@ def start(
             source = array
             addresses = array.unsafe_buffer_pointer(), target.unsafe_buffer_pointer()
         memory.append((array, source, target))
-        tensor = tensor_of(array, named, place is not None)
-        sends.append(_registry.Send(tensor, *addresses, how.priority))
+        device = place is not None and not is_of_host(array, how)
+        tensor = tensor_of(array, named, device)
+        sends.append(_registry.Send(tensor, *addresses, how.priority, place is not None))
 
     def finish(memory: Any) -> Any:
         return then([_like(array, target) for array, _, target in memory])

@@ -18,12 +18,13 @@ from byteps.errors import ConfigError
 PLATFORM = "gpu"
 
 
-def use(device: Any) -> None:
-    """To be called before arrays of this device are declared or sent; opens it, with all ranks."""
-    _registry.use_gpu(device.local_hardware_id)
+def use(device: Any, jointly: bool) -> None:
+    """To be called before arrays of this device are declared or sent; opens it, with all ranks if
+    ``jointly``, which is how arrays that are on the GPUs of all ranks want it."""
+    _registry.use_gpu(device.local_hardware_id, jointly)
 
 
-def use_in_programs() -> None:
+def use_in_programs(jointly: bool) -> None:
     """To be called when a program is compiled: it is opened now, or with the job that runs it."""
     try:
         devices = jax.local_devices(backend=PLATFORM)
@@ -33,7 +34,7 @@ def use_in_programs() -> None:
     _native.xla_gpu(ordinal)
     _registry.send_programs_from(ordinal)
     if _native.is_initialized():
-        _registry.use_gpu(ordinal)
+        _registry.use_gpu(ordinal, jointly)
 
 
 def _of_programs(devices: Sequence[Any]) -> Any:

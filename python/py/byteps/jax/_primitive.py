@@ -66,14 +66,14 @@ def _declared(ctx: Any, hows: Sequence[How], on_gpu: bool) -> list[How]:
         # A program that is run in another job declares them then.
         _registry.declare(
             [
-                _arrays.tensor_of(aval, how, on_gpu)
+                _arrays.tensor_of(aval, how, on_gpu and not _arrays.is_of_host(aval, how))
                 for aval, how in zip(ctx.avals_in, named, strict=True)
             ]
         )
     return named
 
 
-def _attributes(how: How) -> dict[str, Any]:
+def _attributes(how: How, device: bool = False) -> dict[str, Any]:
     return {
         "name": how.name,
         "operation": how.operation,
@@ -81,6 +81,7 @@ def _attributes(how: How) -> dict[str, Any]:
         "priority": np.int64(how.priority),
         "encoding": how.encoding or _registry.NOT_ENCODED,
         "ranks": ",".join(map(str, how.ranks or ())),
+        "device": np.int64(device),
     }
 
 
@@ -101,26 +102,17 @@ def _lower_on_cpu(ctx: Any, *operands: Any, hows: tuple[How, ...]) -> Any:
 
 def _lower_on_gpu(ctx: Any, *operands: Any, hows: tuple[How, ...]) -> Any:
     _ffi.check_version()
-    for aval, how in zip(ctx.avals_in, hows, strict=True):
-        if how.ranks is not None:
-            raise TensorError(
-                f"push_pull of '{how.name or 'an array without a name'}': a program on a GPU "
-                f"exchanges with all ranks, and not with {list(how.ranks)} alone: exchange it "
-                "outside of the program"
-            )
-        if _arrays.passes_host(aval, how):
-            raise TensorError(
-                f"push_pull of '{how.name or 'an array without a name'}': a program on a GPU "
-                f"averages no {aval.dtype}: pass op=byteps.jax.Sum and divide by "
-                "byteps.jax.size(), or exchange it outside of the program"
-            )
-    _gpu.use_in_programs()
+    on_all = [
+        not _arrays.is_of_host(aval, how) for aval, how in zip(ctx.avals_in, hows, strict=True)
+    ]
+    _gpu.use_in_programs(any(on_all))
     # The exchange has the memory from the push to the pull, who is the only one to use the result.
     push = _ffi.ffi.ffi_lowering(_ffi.PUSH_ON_GPU, operand_output_aliases={0: 0})
     arrays, tickets = [], []
-    for operand, aval, how in zip(operands, ctx.avals_in, _declared(ctx, hows, True), strict=True):
+    named = _declared(ctx, hows, True)
+    for operand, aval, how, device in zip(operands, ctx.avals_in, named, on_all, strict=True):
         one = ctx.replace(avals_in=[aval], avals_out=[aval, _TICKET])
-        array, ticket = push(one, operand, **_attributes(how))
+        array, ticket = push(one, operand, **_attributes(how, device))
         arrays.append(array)
         tickets.append(ticket)
     pull = _ffi.ffi.ffi_lowering(_ffi.PULL_ON_GPU)

@@ -20,8 +20,11 @@ def holds(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
 
 
-def open_for(tensors: Iterable[torch.Tensor]) -> Callable[[], int] | None:
-    """Opens the GPU that holds some of these tensors, with all ranks, where it is not open yet.
+def open_for(
+    tensors: Iterable[torch.Tensor], is_of_host: Callable[[torch.Tensor], bool] | None = None
+) -> Callable[[], int] | None:
+    """Opens the GPU that holds some of these tensors, where it is not open yet: with all ranks if
+    one of them is a tensor of GPUs to the job, which is each that is not one of the host.
 
     Returns what tells the stream that is current there, as CUDA's number, or None where all of
     them are in host memory. A second GPU of one process is a ConfigError.
@@ -30,7 +33,7 @@ def open_for(tensors: Iterable[torch.Tensor]) -> Callable[[], int] | None:
     for tensor in tensors:
         if holds(tensor):
             device = tensor.device
-            _registry.use_gpu(device.index)
+            _registry.use_gpu(device.index, is_of_host is None or not is_of_host(tensor))
     return None if device is None else lambda: current_stream(device)
 
 

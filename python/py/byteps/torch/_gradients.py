@@ -140,15 +140,15 @@ class Gradients:
             self.declared.append(tensor)
             self._dtypes.append(param.dtype)
             self._bytes.append(param.nbytes)
-            self._on_gpu.append(self._is_sent_from_gpu(param))
-            if tensor.device:
+            on_gpu = _gpu.holds(param)
+            self._on_gpu.append(on_gpu)
+            if on_gpu:
                 self._use_gpu(param.device)
-            hook = self.hooks.add(number, self.priority_of(param), _bytes_of(tensor), tensor.device)
+            hook = self.hooks.add(number, self.priority_of(param), _bytes_of(tensor), on_gpu)
             self._hook_handles.append(param.register_post_accumulate_grad_hook(hook))
 
-    def _is_sent_from_gpu(self, param: torch.Tensor) -> bool:
-        """Whether its gradient may go from where it is: for some ranks it passes the host."""
-        return self.process_set is None and _gpu.holds(param)
+    def _is_of_host(self, tensor: torch.Tensor) -> bool:
+        return _tensors.is_of_host(tensor, self.average, self.ranks)
 
     def _use_gpu(self, device: torch.device) -> None:
         self._stream = _gpu.stream_getter(device)
@@ -295,12 +295,11 @@ class Gradients:
     def _prepared(
         self, indices: list[int], gradients: list[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[Any]]:
-        sent, contexts, ranks = [], [], self.ranks
+        sent, contexts = [], []
         for index, gradient in zip(indices, gradients, strict=True):
             smaller, context = self.compression.compress(gradient)
             _tensors.check(smaller, "the gradient", self.names[self.params[index]])
-            in_host = _tensors.through_host(smaller, self.average, ranks)
-            sent.append(_tensors.in_place(smaller, in_host).source)
+            sent.append(_tensors.in_place(smaller).source)
             contexts.append(context)
         return sent, contexts
 
@@ -308,22 +307,23 @@ class Gradients:
         """Declares anew what a cast or a move of the model has changed; whether there was such."""
         changed = []
         for index, tensor in zip(indices, sent, strict=True):
-            old = self.declared[index]
+            old, was_on_gpu = self.declared[index], self._on_gpu[index]
             dtype = _tensors.summed_dtype(tensor, "the gradient", old.name)
-            if (dtype, tensor.shape, _gpu.holds(tensor)) != (old.dtype, old.shape, old.device):
+            if (dtype, tensor.shape, _gpu.holds(tensor)) != (old.dtype, old.shape, was_on_gpu):
                 changed.append((index, tensor, dtype))
         for index, tensor, dtype in changed:
             param = self.params[index]
-            on_gpu = _gpu.open_for([tensor]) is not None
+            on_gpu = _gpu.open_for([tensor], self._is_of_host) is not None
+            device = not self._is_of_host(tensor)
             new = _registry.settled(
                 self.declared[index]._replace(
-                    name=self.names[param], dtype=dtype, shape=tensor.shape, device=on_gpu
+                    name=self.names[param], dtype=dtype, shape=tensor.shape, device=device
                 )
             )
             [number] = _registry.declare([new])
             self.declared[index] = new
             self._dtypes[index], self._bytes[index] = param.dtype, param.nbytes
-            self._on_gpu[index] = self._is_sent_from_gpu(param)
+            self._on_gpu[index] = on_gpu
             if on_gpu:
                 self._use_gpu(tensor.device)
             self.hooks.declare(index, number, _bytes_of(new), on_gpu)
@@ -346,11 +346,11 @@ class Gradients:
 
     def _declare_in_new_job(self) -> None:
         """After `resume`, tensors have other numbers."""
-        if self.ranks is None:
-            _gpu.open_for(self.params)
+        ranks = self.ranks  # Of a set that was not added to this job: an error.
+        _gpu.open_for(self.params, lambda one: _tensors.is_of_host(one, self.average, ranks))
         for index, number in enumerate(_registry.declare(self.declared)):
             tensor = self.declared[index]
-            self.hooks.declare(index, number, _bytes_of(tensor), tensor.device)
+            self.hooks.declare(index, number, _bytes_of(tensor), self._on_gpu[index])
         self._job = _registry.job_number()
 
     # Rounds
@@ -410,7 +410,7 @@ class Gradients:
                 if alone:
                     continue
                 param.grad = torch.zeros_like(param)
-            stream = self._stream() if self.declared[index].device else None
+            stream = self._stream() if self._on_gpu[index] else None
             if not self.hooks.queue(index, stream):
                 self._hand_over_queued()
                 self.hooks.queue(index, stream)
@@ -424,7 +424,7 @@ class Gradients:
     def send_zeros(self, indices: list[int]) -> None:
         """Sends zeros for these dense gradients, which are not touched."""
         for on_gpu in (False, True):
-            some = [index for index in indices if self.declared[index].device == on_gpu]
+            some = [index for index in indices if self._on_gpu[index] == on_gpu]
             stream = self._stream() if on_gpu else None
             for index in some:
                 self.hooks.queue(index, stream)

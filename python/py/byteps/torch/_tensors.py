@@ -85,15 +85,17 @@ def _label(what: str, name: str | None) -> str:
     return f"{what} '{name}'" if name else f"{what} a tensor without a name"
 
 
-def through_host(tensor: torch.Tensor, average: bool, ranks: tuple[int, ...] | None = None) -> bool:
-    """Whether a tensor of a GPU is reduced in host memory.
+def is_of_host(tensor: torch.Tensor, average: bool, ranks: tuple[int, ...] | None = None) -> bool:
+    """Whether a tensor is one of the host to the job, wherever each rank has it.
 
-    Averages of integers are: they are rounded down, which NCCL's are not. So is what is for some
-    ``ranks``, since NCCL reduces among all of a host. All else that :data:`DTYPES` has, NCCL
-    reduces, and a broadcast is of bytes.
+    On a GPU, averages of integers are: they are rounded down, which NCCL's are not. So is what is
+    for some ``ranks``, since NCCL reduces among all of a host. All else that :data:`DTYPES` has,
+    NCCL reduces, and a broadcast is of bytes.
     """
-    return _gpu.holds(tensor) and (
-        ranks is not None or (average and not tensor.dtype.is_floating_point)
+    return (
+        not _gpu.holds(tensor)
+        or ranks is not None
+        or (average and not tensor.dtype.is_floating_point)
     )
 
 
@@ -108,39 +110,31 @@ def gradient(
     check(param, "parameter", name)
     sent, _ = compression.compress(torch.empty(1, dtype=param.dtype, device="cpu"))
     dtype = summed_dtype(sent, "parameter", name)
-    if ranks is None:
-        _gpu.open_for([param])
-    device = _gpu.holds(param) and not through_host(param, average, ranks)
+    of_host = is_of_host(param, average, ranks)
+    _gpu.open_for([param], lambda _: of_host)
     operation = "average" if average else "sum"
     encoding = encoding_for(compression, sent.dtype.is_floating_point, operation)
     return _registry.Tensor(
-        name, dtype, param.shape, operation, device=device, ranks=ranks, encoding=encoding
+        name, dtype, param.shape, operation, device=not of_host, ranks=ranks, encoding=encoding
     )
 
 
-def in_place(tensor: torch.Tensor, in_host: bool = False) -> Memory:
-    """Sent from, and received into, the tensor's own memory; through a copy where that has gaps,
-    and through one in host memory if told so."""
-    if is_plain(tensor) and not in_host:
+def in_place(tensor: torch.Tensor) -> Memory:
+    """Sent from, and received into, the tensor's own memory; through a copy where that has gaps."""
+    if is_plain(tensor):
         return Memory(tensor, tensor, tensor, False)
-    copy = packed(tensor, in_host)
+    copy = packed(tensor)
     return Memory(copy, copy, tensor, True)
 
 
-def to_new(tensor: torch.Tensor, in_host: bool = False) -> Memory:
+def to_new(tensor: torch.Tensor) -> Memory:
     """Sent from the tensor's own memory where that has no gaps, received into a new tensor."""
     output = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    if in_host:
-        copy = packed(tensor, in_host)
-        return Memory(copy, copy, output, True)
     return Memory(tensor if is_plain(tensor) else packed(tensor), output, output, False)
 
 
-def to_other(tensor: torch.Tensor, output: torch.Tensor, in_host: bool = False) -> Memory:
+def to_other(tensor: torch.Tensor, output: torch.Tensor) -> Memory:
     """Sent from one tensor and received into another of the same shape and type."""
-    if in_host:
-        copy = packed(tensor, in_host)
-        return Memory(copy, copy, output, True)
     source, target = to_new(tensor), in_place(output)
     return Memory(source.source, target.target, output, target.copied)
 
@@ -150,7 +144,6 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
-def packed(tensor: torch.Tensor, in_host: bool = False) -> torch.Tensor:
-    """A tensor of the same values of which that holds; in host memory if told so."""
-    copy = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return copy.to("cpu", copy=True) if in_host else copy
+def packed(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same values of which that holds."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()

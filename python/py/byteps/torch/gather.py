@@ -181,7 +181,10 @@ def begin(
             ]
         )
 
-    stream = _gpu.open_for(block.memory for of_tensor in blocks for block in of_tensor)
+    stream = _gpu.open_for(
+        (block.memory for of_tensor in blocks for block in of_tensor),
+        lambda memory: _tensors.is_of_host(memory, False, ranks),
+    )
     return _registry.start(sends, blocks, finish, stream), shapes
 
 
@@ -189,9 +192,7 @@ def block_of(tensor: torch.Tensor, shape: list[int], ranks: ops.Ranks, *, is_own
     count = tensor.element_size()
     for length in shape:
         count *= length
-    in_host = _tensors.through_host(tensor, False, ranks)
-    device = torch.device("cpu") if in_host else tensor.device
-    memory = torch.empty(_room(count), dtype=torch.uint8, device=device)
+    memory = torch.empty(_room(count), dtype=torch.uint8, device=tensor.device)
     if is_own and count:
         memory[:count].view(tensor.dtype).view(shape).copy_(tensor.detach())
         memory[count:] = 0

@@ -125,7 +125,8 @@ def send(
     compression: Any = Compression.none,
 ) -> Send:
     """What the registry starts; ``settle`` lets a name come again for another type or size."""
-    source, device = memory.source, _gpu.holds(memory.source)
+    source = memory.source
+    device = not _tensors.is_of_host(source, operation == "average", ranks)
     if operation == "broadcast" and source.dtype not in _tensors.DTYPES:
         # As bytes, of which each element has some: a dimension of its own.
         dtype, shape = "u8", (*source.shape, source.element_size())
@@ -135,7 +136,8 @@ def send(
     known = _registry.Tensor(name, dtype, shape, operation, root, device, ranks, encoding)
     if settle:
         known = _registry.settled(known)
-    return Send(known, source.data_ptr(), memory.target.data_ptr(), priority)
+    on_gpu = _gpu.holds(source)
+    return Send(known, source.data_ptr(), memory.target.data_ptr(), priority, on_gpu)
 
 
 def _start(
@@ -154,7 +156,11 @@ def _start(
     then: Callable[[list[torch.Tensor]], Any] | None = None,
     compression: Any = Compression.none,
 ) -> int:
-    stream = _gpu.open_for(memory.source for memory in memories)
+    is_average = operation == "average"
+    stream = _gpu.open_for(
+        (memory.source for memory in memories),
+        lambda tensor: _tensors.is_of_host(tensor, is_average, ranks),
+    )
     chosen = iter(_registry.unnamed(sum(not name for name in names), ranks))
     sends = [
         send(
@@ -212,17 +218,16 @@ def push_pull_start(
     for tensor, name in zip(tensors, names, strict=True):
         _tensors.check(tensor, "push_pull of", name)
         _tensors.summed_dtype(tensor, "push_pull of", name)
-        in_host = _tensors.through_host(tensor, operation == "average", ranks)
         sent = tensor if prescale == 1.0 else _scaled(tensor.detach(), prescale)
         scaled.append(sent)
         if operation == "adasum":
             continue
         if not inplace:
-            memories.append(_tensors.to_new(sent, in_host))
+            memories.append(_tensors.to_new(sent))
         elif sent is tensor:
-            memories.append(_tensors.in_place(tensor, in_host))
+            memories.append(_tensors.in_place(tensor))
         else:
-            memories.append(_tensors.to_other(sent, tensor, in_host))
+            memories.append(_tensors.to_other(sent, tensor))
     if operation == "adasum":
         from byteps.torch import _adasum  # It stands above this module.
 
@@ -536,10 +541,7 @@ def broadcast_all_(
     """
     for name, tensor in named:
         _tensors.check(tensor, "broadcast of", name)
-    memories = [
-        _tensors.in_place(tensor, _tensors.through_host(tensor, False, ranks))
-        for _, tensor in named
-    ]
+    memories = [_tensors.in_place(tensor) for _, tensor in named]
     names = [name for name, _ in named]
     synchronize(
         _broadcast_start(
@@ -619,7 +621,7 @@ def broadcast_async(
     """:func:`broadcast` that does not wait."""
     ranks = _process_sets.ranks_of(process_set)
     _tensors.check(tensor, "broadcast of", name)
-    memory = _tensors.to_new(tensor, _tensors.through_host(tensor, False, ranks))
+    memory = _tensors.to_new(tensor)
     return _broadcast_start([memory], root_rank, [name], in_place=False, ranks=ranks)
 
 
@@ -637,5 +639,5 @@ def broadcast_async_(
     """:func:`broadcast` into the tensor itself, without waiting."""
     ranks = _process_sets.ranks_of(process_set)
     _tensors.check(tensor, "broadcast of", name)
-    memory = _tensors.in_place(tensor, _tensors.through_host(tensor, False, ranks))
+    memory = _tensors.in_place(tensor)
     return _broadcast_start([memory], root_rank, [name], in_place=True, ranks=ranks)

@@ -233,7 +233,7 @@ class _Group(_BASE):  # type: ignore[misc]
             if tensor.dtype not in _tensors.DTYPES or tensor.layout is not torch.strided:
                 return None
             if tensor.is_cuda and (
-                not self._keys.are_all or _tensors.through_host(tensor, operation == "average")
+                not self._keys.are_all or _tensors.is_of_host(tensor, operation == "average")
             ):
                 return None
         return operation
