@@ -14,6 +14,7 @@ package, and `none`. A way that does not end in time is killed, and its row says
 """
 
 import argparse
+import contextlib
 import ctypes
 import json
 import os
@@ -41,6 +42,8 @@ STEPS_BETWEEN_LOOKS = 5
 WARM_UP_STEPS = 50
 #: What a way may take beyond its seconds: to start, to look, and to end.
 PATIENCE_SECONDS = 120
+#: What all others may take to end behind the first rank.
+ENDING_SECONDS = 5
 PORT, GLOO_PORT = 9200, 9201
 
 
@@ -113,6 +116,8 @@ def run_way(stage: Stage, way: str, arguments: argparse.Namespace) -> dict:
         "BYTEPS_PARTITION_BYTES": "1M", "BPS_SERVER_CORES": "1", "BPS_PIN": "0",
         "BPS_LOG_LEVEL": "warning", "BPS_JOB_KEY": secrets.token_hex(32), "MASTER_ADDR": address(0), "MASTER_PORT": str(GLOO_PORT),
         "GLOO_SOCKET_IFNAME": "eth0", "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1",
+        # torch's hook for PowerSGD synchronizes with the GPU of a CPU's tensors, where it sees one.
+        "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
     everything: list[subprocess.Popen] = []
 
@@ -159,6 +164,9 @@ def run_way(stage: Stage, way: str, arguments: argparse.Namespace) -> dict:
             }
         if workers[0].returncode != 0:
             return {"way": way, "failed": f"it ended with {workers[0].returncode}"}
+        for child in everything:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(timeout=ENDING_SECONDS)
         return json.loads(output.splitlines()[-1])
     finally:
         for child in everything:
@@ -189,6 +197,9 @@ class Ddp:
         dist.all_reduce(value, dist.ReduceOp.MAX)
         return value.item()
 
+    def close(self) -> None:
+        dist.destroy_process_group()
+
 
 class Ours:
     """This package's optimizer."""
@@ -208,6 +219,9 @@ class Ours:
 
     def largest(self, value: torch.Tensor) -> float:
         return self.bps.push_pull(value, average=False, name="over").item()
+
+    def close(self) -> None:
+        self.bps.shutdown()
 
 
 def train(way: str, arguments: argparse.Namespace) -> dict:
@@ -248,6 +262,7 @@ def train(way: str, arguments: argparse.Namespace) -> dict:
         spent, begun = seconds, time.perf_counter()
         if is_over:
             break
+    job.close()
     parameters = sum(one.numel() for one in model.parameters())
     return {"way": way, "parameters": parameters, "marks": told}
 
@@ -300,7 +315,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.as_rank:
         print(json.dumps(train(arguments.as_rank, arguments)), flush=True)
-        os._exit(0)  # The others may have ended, and nothing is left to be said to them.
+        return 0
     if os.geteuid() != 0:
         raise SystemExit("only root can make network namespaces")
     stage, rows = Stage(arguments.ranks, arguments.rate), []

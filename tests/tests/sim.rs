@@ -2,7 +2,9 @@
 //! network that delays, reorders and breaks and devices that do, in virtual time. `BPS_SIM_SEEDS`
 //! sets how many seeds are tried, `BPS_SIM_SEED` runs one.
 
-use bps_tests::sim::{Fault, Groups, Outcome, run, run_hosts, run_shrunk, run_stored};
+use bps_tests::sim::{
+    Fault, Groups, Outcome, run, run_hosts, run_optimized, run_shrunk, run_stored,
+};
 
 fn number(name: &str) -> Option<u64> {
     std::env::var(name).ok().and_then(|value| value.parse().ok())
@@ -71,6 +73,22 @@ fn a_fault_beside_a_stored_value_ends_the_job_everywhere() {
     for groups in BOTH {
         for fault in [Fault::Kill, Fault::Cut, Fault::Mute] {
             let _ = seeds_of(run_stored, groups, fault, 30);
+        }
+    }
+}
+
+#[test]
+fn servers_take_each_step_once_whatever_the_network_does() {
+    for groups in BOTH {
+        assert!(seeds_of(run_optimized, groups, Fault::None, 100).checked > 0);
+    }
+}
+
+#[test]
+fn a_fault_beside_an_optimizer_ends_the_job_everywhere() {
+    for groups in BOTH {
+        for fault in [Fault::Kill, Fault::Cut, Fault::Mute] {
+            let _ = seeds_of(run_optimized, groups, fault, 30);
         }
     }
 }

@@ -4,6 +4,7 @@
 
 mod cluster;
 mod gpu;
+mod optimized;
 mod shape;
 mod shrunk;
 mod stored;
@@ -11,6 +12,7 @@ mod tensors;
 mod workload;
 
 pub use cluster::Cluster;
+pub use optimized::run_optimized;
 pub use shape::{Groups, Shape};
 pub use shrunk::{Shrunk, run_shrunk};
 pub use stored::run_stored;
