@@ -60,6 +60,8 @@ mod _native {
     #[pymodule_export]
     use super::uneven::{follow, join, pushes, root_joined_after};
     #[pymodule_export]
+    use super::xla::in_tensorflow::xla_register_in_tensorflow;
+    #[pymodule_export]
     use super::xla::on_gpu::xla_gpu;
     #[pymodule_export]
     use super::xla::{xla_devices, xla_forget, xla_handlers, xla_version};

@@ -397,8 +397,6 @@ def refused():
         bps.push_pull(tf.ones(1), enable_async=True)
     with pytest.raises(UsageError, match="'same' stands twice"):
         bps.push_pull_group([tf.ones(1)] * 2, ["same"] * 2)
-    with pytest.raises(ConfigError, match="pass jit_compile=False"):
-        tf.function(lambda x: bps.push_pull(x, name="xla"), jit_compile=True)(tf.ones(3))
     with pytest.raises(ConfigError, match="no global variables with eager"):
         bps.broadcast_global_variables(0)
     with pytest.raises(ConfigError, match="backward_passes_per_step=2"):

@@ -32,7 +32,8 @@ use std::sync::{LazyLock, Mutex, MutexGuard, OnceLock, PoisonError};
 const NAME: &CStr = c"BytepsPushPull";
 
 /// Its attributes. All tensors have one operation, root, priority, encoding and list of ranks; it
-/// is empty for all ranks.
+/// is empty for all ranks. With `sized`, a tensor's name is followed by its first dimension: a name
+/// stands for one shape, and in a program only the kernel knows it.
 const ATTRIBUTES: &[&CStr] = &[
     c"T: list({half, bfloat16, float, double, int8, uint8, int32, int64}) >= 1",
     c"A: int >= 0 = 0",
@@ -42,6 +43,7 @@ const ATTRIBUTES: &[&CStr] = &[
     c"priority: int = 0",
     c"encoding: string = 'none'",
     c"ranks: list(int) = []",
+    c"sized: int = 0",
 ];
 
 /// Its arguments. The anchor is not looked at: a program whose tensors are constants passes what is
@@ -115,6 +117,7 @@ struct Kernel {
     priority: i64,
     encoding: String,
     ranks: Vec<u32>,
+    is_sized: bool,
 }
 
 impl Kernel {
@@ -127,6 +130,7 @@ impl Kernel {
             priority: node.number(c"priority")?,
             encoding: node.text(c"encoding")?,
             ranks: node.numbers(c"ranks")?.into_iter().map(rank).collect::<Result<_, _>>()?,
+            is_sized: node.number(c"sized")? != 0,
         })
     }
 
@@ -143,7 +147,7 @@ impl Kernel {
         }
         let is_float = matches!(dtype, "f16" | "bf16" | "f32" | "f64");
         Ok(Declared {
-            name: name.to_owned(),
+            name: if self.is_sized { sized(name, &shape) } else { name.to_owned() },
             operation: self.operation.clone(),
             root: self.root,
             dtype,
@@ -153,6 +157,10 @@ impl Kernel {
             device: false,
         })
     }
+}
+
+fn sized(name: &str, shape: &[u64]) -> String {
+    shape.first().map_or_else(|| name.to_owned(), |rows| format!("{name}.{rows}"))
 }
 
 /// What the engine calls a type of TensorFlow's, and the bytes of an element.

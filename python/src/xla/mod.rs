@@ -9,12 +9,15 @@
 //! On a GPU ([`on_gpu`]) both only enqueue: the engine works where the array lies, which a push
 //! returns, so that it stays there for the pull.
 //!
+//! Programs of TensorFlow have calls of their own ([`in_tensorflow`]), over the same table.
+//!
 //! XLA finds the calls by address ([`xla_handlers`]).
 
 #![allow(unsafe_code)]
 
 mod abi;
 mod exchanges;
+pub mod in_tensorflow;
 pub mod on_gpu;
 mod pull;
 

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import tensorflow as tf
 from tensorflow.python.eager import context, execute
-from tensorflow.python.ops import control_flow_util
 
 from byteps import _dtypes, _native, _registry
 from byteps._typed_errors import typed
 from byteps.errors import ConfigError, MismatchError, UsageError
+from byteps.tensorflow import _xla
 
 #: The oldest release that this was tried with.
 _FLOOR = (2, 16)
@@ -27,13 +27,18 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 class How(NamedTuple):
-    """What is done with tensors that are exchanged together: on all ranks, or on these."""
+    """What is done with tensors that are exchanged together: on all ranks, or on these.
+
+    The names of ``sized`` ones are followed by their first dimension, which in a program may be
+    known when it runs alone: a name stands for one shape.
+    """
 
     operation: str
     root: int = 0
     priority: int = 0
     encoding: str | None = None
     ranks: tuple[int, ...] | None = None
+    sized: bool = False
 
 
 def _load() -> None:
@@ -60,6 +65,20 @@ def exchange(tensors: Sequence[Any], names: Sequence[str | None], how: How) -> l
     """The results for these tensors, all under way together; the first is the most urgent."""
     if not tensors:
         return []
+    _check(tensors, names)
+    if tf.executing_eagerly():
+        return _at_once(tensors, names, how)
+    hows = [how._replace(priority=how.priority - index) for index in range(len(tensors))]
+    return _in_program(tensors, names, hows)
+
+
+def exchange_each(tensors: Sequence[Any], names: Sequence[str], hows: Sequence[How]) -> list[Any]:
+    """:func:`exchange` in a program, where each tensor may go another way."""
+    _check(tensors, names)
+    return _in_program(tensors, names, hows)
+
+
+def _check(tensors: Sequence[Any], names: Sequence[str | None]) -> None:
     chosen = [name for name in names if name]
     if len(set(chosen)) < len(chosen):
         twice = next(name for name in chosen if chosen.count(name) > 1)
@@ -67,13 +86,19 @@ def exchange(tensors: Sequence[Any], names: Sequence[str | None], how: How) -> l
     for tensor, name in zip(tensors, names, strict=True):
         label = f"'{name}'" if name else "a tensor without a name"
         _dtypes.summed(tensor.dtype.base_dtype.name, label)
-    if tf.executing_eagerly():
-        return _at_once(tensors, names, how)
+
+
+def _in_program(
+    tensors: Sequence[Any], names: Sequence[str | None], hows: Sequence[How]
+) -> list[Any]:
+    if _xla.compiles(tf.compat.v1.get_default_graph()):
+        named = [name or place_in_program() for name in names]
+        return _xla.exchange(tensors, named, hows, _moved_back)
     # What is computed from constants alone, TensorFlow would compute once for all runs.
     anchor = tf.timestamp()
     return [
-        _in_program(tensor, name, how._replace(priority=how.priority - index), anchor)
-        for index, (tensor, name) in enumerate(zip(tensors, names, strict=True))
+        _operation(tensor, name, how, anchor)
+        for tensor, name, how in zip(tensors, names, hows, strict=True)
     ]
 
 
@@ -89,6 +114,7 @@ def _attributes(
         "priority": how.priority,
         "encoding": how.encoding or _registry.NOT_ENCODED,
         "ranks": list(how.ranks or ()),
+        "sized": int(how.sized),
     }
 
 
@@ -118,14 +144,9 @@ def _record(inputs: Sequence[Any], flat: tuple[Any, ...], results: Sequence[Any]
         execute.record_gradient(_OPERATION, inputs, flat, results)
 
 
-def _in_program(tensor: Any, name: str | None, how: How, anchor: Any) -> Any:
+def _operation(tensor: Any, name: str | None, how: How, anchor: Any) -> Any:
     graph = tf.compat.v1.get_default_graph()
-    if control_flow_util.GraphOrParentsInXlaContext(graph):
-        raise ConfigError(
-            "push_pull in a program that is compiled by XLA: TensorFlow gives it no way to wait "
-            "for other processes there; pass jit_compile=False to tf.function or model.compile"
-        )
-    named = name or _name_in(graph)
+    named = name or _name_in(graph, graph.unique_name(_OPERATION, mark_as_used=False))
     attributes = _attributes([tensor.dtype], 1, [named], how)
     values = {key: _attribute(value) for key, value in attributes.items()}
     values["T"] = tf.compat.v1.AttrValue(
@@ -151,9 +172,15 @@ def _attribute(value: Any) -> Any:
     return tf.compat.v1.AttrValue(list=lists(i=value))
 
 
-def _name_in(graph: Any) -> str:
-    """A name that follows from the place in a program, so that tracing it again finds the same."""
-    places = [graph.unique_name(_OPERATION, mark_as_used=False)]
+def place_in_program() -> str:
+    """A name that follows from the place in the program that is traced, for what has none there."""
+    graph = tf.compat.v1.get_default_graph()
+    return _name_in(graph, graph.unique_name(_OPERATION))
+
+
+def _name_in(graph: Any, name: str) -> str:
+    """The name behind the places of a graph, so that tracing it again finds the same."""
+    places = [name]
     while graph is not None:
         # Branches and bodies of loops are numbered in the order of all that is traced.
         places.append(re.sub(r"_\d+$", "", getattr(graph, "name", "graph")))
@@ -162,26 +189,42 @@ def _name_in(graph: Any) -> str:
 
 
 def _gradient(op: Any, *gradients: Any) -> list[Any]:
+    """What TensorFlow calls for the gradients of an operation."""
+    how = How(
+        tf.compat.as_str(op.get_attr("operation")),
+        root=op.get_attr("root"),
+        priority=op.get_attr("priority"),
+        ranks=tuple(op.get_attr("ranks")) or None,
+    )
+    names = [tf.compat.as_str(name) for name in op.get_attr("names")]
+    anchors: list[Any] = [None] * op.get_attr("A")
+    return _moved_back(gradients, names, [how] * len(names)) + anchors
+
+
+def _moved_back(gradients: Sequence[Any], names: Sequence[str], hows: Sequence[How]) -> list[Any]:
     """Of an average the average of the ranks' gradients, of a sum their sum; of a broadcast their
-    average, which the root gets."""
-    operation = tf.compat.as_str(op.get_attr("operation"))
-    names = [tf.compat.as_str(name) + ".grad" for name in op.get_attr("names")]
-    ranks = tuple(op.get_attr("ranks")) or None
+    average, which the root gets. All are of one operation and root."""
+    operation, root = hows[0].operation, hows[0].root
     if operation not in ("sum", "average", "broadcast"):
         raise ConfigError(
             f"a push_pull with the operation {operation} has no gradient here: pass it "
             "tf.stop_gradient(tensor)"
         )
-    root = op.get_attr("root")
     wanted = "average" if operation == "broadcast" else operation
-    how = How(wanted, priority=op.get_attr("priority"), ranks=ranks)
-    moved = exchange(gradients, names, how)
+    how = How(wanted, priority=hows[0].priority, ranks=hows[0].ranks)
+    moved = exchange(gradients, [f"{name}.grad" for name in names], how)
     if operation == "broadcast" and _native.rank() != root:
-        # A program in which nothing depended on the exchange would leave it out.
-        never = tf.timestamp() < 0
-        moved = [tf.where(never, one, tf.zeros_like(one)) for one in moved]
-    anchors: list[Any] = [None] * op.get_attr("A")
-    return moved + anchors
+        return [_zeros_after(one) for one in moved]
+    return moved
+
+
+def _zeros_after(result: Any) -> Any:
+    """Zeros that wait for an exchange: a program in which nothing depended on it would leave it
+    out, and the others would wait."""
+    if not tf.executing_eagerly() and _xla.compiles(tf.compat.v1.get_default_graph()):
+        # No compiler takes this for zeros: it would be none of infinity or NaN.
+        return tf.where(tf.math.is_finite(result), result, tf.zeros_like(result)) * 0
+    return tf.where(tf.timestamp() < 0, result, tf.zeros_like(result))
 
 
 tf.RegisterGradient(_OPERATION)(_gradient)
