@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from byteps import _process_sets
 from byteps.errors import ConfigError
 
 BACKEND: str = keras.backend.backend()
@@ -48,22 +49,56 @@ def reduced(
             tensors, name=list(names), compression=compression, op=op, process_set=process_set
         )
     else:
-        if process_set is not None:
-            raise ConfigError("process_set: byteps.jax exchanges among all ranks; leave it out")
         named = dict(zip(names, tensors, strict=True))
-        found = framework.push_pull(named, name="keras", compression=compression, op=op)
+        found = framework.push_pull(
+            named, name="keras", compression=compression, op=op, process_set=process_set
+        )
         results = [found[name] for name in names]
     return list(results)
 
 
-def broadcast(values: Sequence[Any], root_rank: int, names: Sequence[str]) -> list[Any]:
+def reduced_gradients(
+    gradients: Sequence[Any],
+    names: Sequence[str],
+    compression: Any,
+    op: Any,
+    process_set: Any,
+    sparse_as_dense: bool,
+    predivide_factor: float,
+) -> list[Any]:
+    """These gradients reduced over all ranks; None where there is none. On a rank that is not in
+    the process set they stay as they are."""
+    if BACKEND == "tensorflow":
+        from byteps.tensorflow import optimizer
+
+        how = optimizer.How(compression, op, process_set, sparse_as_dense, predivide_factor)
+        return optimizer.reduced(gradients, names, how)
+    results = list(gradients)
+    members = _process_sets.added(process_set)
+    there = [index for index, one in enumerate(results) if one is not None]
+    if not there or (members is not None and not members.included()):
+        return results
+    sent = [results[index] for index in there]
+    if predivide_factor != 1.0:
+        sent = [one / predivide_factor for one in sent]
+    means = reduced(sent, [names[index] for index in there], compression, op, members)
+    for index, mean in zip(there, means, strict=True):
+        results[index] = mean * predivide_factor if predivide_factor != 1.0 else mean
+    return results
+
+
+def broadcast(
+    values: Sequence[Any], root_rank: int, names: Sequence[str], process_set: Any = None
+) -> list[Any]:
     """The tensors of ``root_rank`` in place of these."""
     if BACKEND == "tensorflow":
-        results = framework.broadcast_group(values, root_rank, names)
+        results = framework.broadcast_group(values, root_rank, names, process_set)
     elif BACKEND == "torch":
         results = [value.detach().clone() for value in values]
-        framework.broadcast_parameters(list(zip(names, results, strict=True)), root_rank)
+        pairs = list(zip(names, results, strict=True))
+        framework.broadcast_parameters(pairs, root_rank, process_set=process_set)
     else:
-        found = framework.broadcast(dict(zip(names, values, strict=True)), root_rank, "keras")
+        named = dict(zip(names, values, strict=True))
+        found = framework.broadcast(named, root_rank, "keras", process_set)
         results = [found[name] for name in names]
     return list(results)

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from byteps import _registry, common
+from byteps import _process_sets, _registry, common
 from byteps.errors import ConfigError
 from byteps.keras import functions
 
@@ -23,13 +23,14 @@ __all__ = [
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Lets all ranks begin with the model and the optimizer of ``root_rank``.
 
-    Before the first batch where the model is built by then, else after it. ``device`` is not used.
+    Before the first batch where the model is built by then, else after it. With a ``process_set``
+    its ranks do, which alone use the callback. ``device`` is not used.
     """
 
-    def __init__(self, root_rank: int, device: str = "") -> None:
+    def __init__(self, root_rank: int, device: str = "", process_set: Any = None) -> None:
         super().__init__()
         del device
-        self.root_rank = root_rank
+        self.root_rank, self._process_set = root_rank, process_set
         self.broadcast_done = False
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -45,20 +46,21 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 
     def _broadcast(self) -> None:
         if not self.broadcast_done:
-            functions.broadcast_model(self.model, self.root_rank)
+            functions.broadcast_model(self.model, self.root_rank, self._process_set)
             self.broadcast_done = True
 
 
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Averages the metrics of an epoch over all ranks.
+    """Averages the metrics of an epoch over all ranks, or those of ``process_set``.
 
     It stands before the callbacks that read them (``ReduceLROnPlateau``, ``ModelCheckpoint``): they
     are called in the order of the list. ``device`` is not used.
     """
 
-    def __init__(self, device: str = "") -> None:
+    def __init__(self, device: str = "", process_set: Any = None) -> None:
         super().__init__()
         del device
+        self._process_set = process_set
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Keras calls it after each epoch, with the metrics, which are replaced."""
@@ -68,7 +70,8 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
         names = sorted(logs)
         values = array.array("d", [float(logs[name]) for name in names])
         address = values.buffer_info()[0]
-        tensor = _registry.Tensor("keras.metrics", "f64", (len(names),), "average")
+        ranks = _process_sets.ranks_of(self._process_set)
+        tensor = _registry.Tensor("keras.metrics", "f64", (len(names),), "average", ranks=ranks)
         send = _registry.Send(tensor, address, address)
         averages = _registry.synchronize(_registry.start([send], values, list))
         logs.update(zip(names, averages, strict=True))

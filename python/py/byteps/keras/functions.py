@@ -13,20 +13,23 @@ from byteps.keras import _exchange
 __all__ = ["allreduce", "broadcast", "broadcast_global_variables", "broadcast_model", "push_pull"]
 
 
-def push_pull(value: Any, name: str, average: bool = True) -> Any:
-    """The average or sum over all ranks of a tensor, as one of the back end."""
+def push_pull(value: Any, name: str, average: bool = True, process_set: Any = None) -> Any:
+    """The average or sum over all ranks, or those of the set, of a tensor, as one of the back
+    end."""
     none = _exchange.framework.Compression.none
     tensor = keras.ops.convert_to_tensor(value)
-    return _exchange.reduced([tensor], [name], none, Average if average else Sum)[0]
+    op = Average if average else Sum
+    return _exchange.reduced([tensor], [name], none, op, process_set)[0]
 
 
 #: As Horovod calls it.
 allreduce = push_pull
 
 
-def broadcast(value: Any, root_rank: int, name: str) -> Any:
+def broadcast(value: Any, root_rank: int, name: str, process_set: Any = None) -> Any:
     """The tensor of ``root_rank``, as one of the back end."""
-    return _exchange.broadcast([keras.ops.convert_to_tensor(value)], root_rank, [name])[0]
+    tensor = keras.ops.convert_to_tensor(value)
+    return _exchange.broadcast([tensor], root_rank, [name], process_set)[0]
 
 
 def broadcast_global_variables(root_rank: int) -> None:
@@ -37,7 +40,7 @@ def broadcast_global_variables(root_rank: int) -> None:
     )
 
 
-def broadcast_model(model: Any, root_rank: int) -> None:
+def broadcast_model(model: Any, root_rank: int, process_set: Any = None) -> None:
     """Overwrites the variables of a model, and of its optimizer if it has one, with those of
     ``root_rank``. The model is built."""
     if not model.built:
@@ -55,7 +58,6 @@ def broadcast_model(model: Any, root_rank: int) -> None:
         variables += [one for one in optimizer.variables if id(one) not in known]
     names = [f"Parameter.{index}" for index in range(len(variables))]
     values = [variable.value for variable in variables]
-    for variable, value in zip(
-        variables, _exchange.broadcast(values, root_rank, names), strict=True
-    ):
+    sent = _exchange.broadcast(values, root_rank, names, process_set)
+    for variable, value in zip(variables, sent, strict=True):
         variable.assign(value)

@@ -25,6 +25,9 @@ def DistributedOptimizer(
     compression: Any = Compression.none,
     sparse_as_dense: bool = False,
     op: ReduceOp = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
     process_set: Any = None,
 ) -> Any:
     """The optimizer, which from now on averages gradients over all ranks before it applies them.
@@ -38,13 +41,18 @@ def DistributedOptimizer(
         optimizer: A Keras 3 optimizer. Where one wraps another, pass the outermost.
         name: What the gradients' names begin with. Without it optimizers are numbered in the order
             in which they are distributed, which must then be the same on all ranks.
-        device_dense, device_sparse, sparse_as_dense: Not used: gradients are exchanged as dense
-            tensors, from host memory.
-        compression: One of :class:`byteps.keras.Compression`.
+        device_dense, device_sparse: Not used: gradients are sent from host memory.
+        compression: One of :class:`byteps.keras.Compression`, for dense gradients.
+        sparse_as_dense: Exchange sparse gradients as dense ones. Without it TensorFlow's stay
+            sparse (:func:`byteps.tensorflow.sparse_push_pull`); other back ends have none.
         op: ``Average`` or ``Sum``.
-        process_set: A :class:`~byteps.common.ProcessSet` of the ranks that take part; not with JAX.
+        gradient_predivide_factor: Dense gradients are divided by it before they are sent, and
+            averages multiplied by it.
+        num_groups, groups: Not used: tensors are sent as they come.
+        process_set: A :class:`~byteps.common.ProcessSet` of the ranks that average among
+            themselves. On a rank that is none of them gradients stay as they are.
     """
-    del device_dense, device_sparse, sparse_as_dense
+    del device_dense, device_sparse, num_groups, groups
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ConfigError(
             f"DistributedOptimizer({type(optimizer).__name__}): a Keras 3 optimizer is wanted, as "
@@ -56,19 +64,21 @@ def DistributedOptimizer(
         )
     if op not in (Average, Sum):
         raise ConfigError(f"op={op!r}: gradients are averaged or summed (Average, Sum)")
+    factor = gradient_predivide_factor
+    if factor != 1.0 and (op != Average or not factor > 0):
+        raise ConfigError(
+            f"gradient_predivide_factor={factor} with op={op!r}: it is a positive number, and for "
+            "averages"
+        )
     if name is None:
         number = _registry.count_up("keras.DistributedOptimizer")
         name = f"Gradient.{number}" if number else "Gradient"
 
     def exchanged(gradients: Sequence[Any]) -> list[Any]:
-        whole = list(gradients)
-        there = [index for index, one in enumerate(whole) if one is not None]
-        names = [f"{name}.{index}" for index in there]
-        sent = [whole[index] for index in there]
-        results = _exchange.reduced(sent, names, compression, op, process_set) if sent else []
-        for index, result in zip(there, results, strict=True):
-            whole[index] = result
-        return whole
+        names = [f"{name}.{index}" for index in range(len(gradients))]
+        return _exchange.reduced_gradients(
+            gradients, names, compression, op, process_set, sparse_as_dense, factor
+        )
 
     optimizer.__class__ = _distributed(type(optimizer), exchanged)
     return optimizer

@@ -43,6 +43,13 @@ from byteps.tensorflow.functions import (
     broadcast_object,
     broadcast_variables,
 )
+from byteps.tensorflow.gather import (
+    allgather,
+    alltoall,
+    grouped_allgather,
+    grouped_reducescatter,
+    reducescatter,
+)
 from byteps.tensorflow.ops import (
     allreduce,
     broadcast,
@@ -53,6 +60,7 @@ from byteps.tensorflow.ops import (
     typed_errors,
 )
 from byteps.tensorflow.optimizer import DistributedGradientTape, DistributedOptimizer
+from byteps.tensorflow.sparse import sparse_push_pull, sparse_push_pull_group
 
 __all__ = [
     "Average",
@@ -69,8 +77,10 @@ __all__ = [
     "ReduceOp",
     "Sum",
     "add_process_set",
+    "allgather",
     "allgather_object",
     "allreduce",
+    "alltoall",
     "barrier",
     "broadcast",
     "broadcast_global_variables",
@@ -82,7 +92,9 @@ __all__ = [
     "get_process_set_ids_and_ranks",
     "get_pushpull_speed",
     "global_process_set",
+    "grouped_allgather",
     "grouped_allreduce",
+    "grouped_reducescatter",
     "init",
     "is_homogeneous",
     "is_initialized",
@@ -91,10 +103,13 @@ __all__ = [
     "push_pull",
     "push_pull_group",
     "rank",
+    "reducescatter",
     "remove_process_set",
     "resume",
     "shutdown",
     "size",
+    "sparse_push_pull",
+    "sparse_push_pull_group",
     "start_timeline",
     "stop_timeline",
     "suspend",

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from byteps import _native, _objects, _process_sets
+from byteps import _objects, _process_sets
 from byteps.errors import ConfigError
 from byteps.tensorflow import ops
 
@@ -35,7 +35,7 @@ def broadcast_variables(
     return None if tf.executing_eagerly() else tf.group(*assigned)
 
 
-def broadcast_global_variables(root_rank: int) -> Any:
+def broadcast_global_variables(root_rank: int, process_set: Any = None) -> Any:
     """The operation that overwrites all global variables of a graph with those of ``root_rank``.
 
     Outside of graphs there are no global variables: a :class:`ConfigError`.
@@ -45,24 +45,26 @@ def broadcast_global_variables(root_rank: int) -> Any:
             "broadcast_global_variables: there are no global variables with eager execution; call "
             "broadcast_variables(model.variables + optimizer.variables, root_rank)"
         )
-    return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
+    variables = tf.compat.v1.global_variables()
+    return broadcast_variables(variables, root_rank, process_set=process_set)
 
 
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
     """Lets a session (``tf.compat.v1.train.MonitoredTrainingSession``) begin with the variables of
-    ``root_rank``, whether they are new there or from a checkpoint. ``device`` is not used."""
+    ``root_rank``, whether they are new there or from a checkpoint: all ranks, or those of
+    ``process_set``, which alone use it. ``device`` is not used."""
 
-    def __init__(self, root_rank: int, device: str = "") -> None:
+    def __init__(self, root_rank: int, device: str = "", process_set: Any = None) -> None:
         super().__init__()
         del device
-        self.root_rank = root_rank
+        self.root_rank, self._process_set = root_rank, process_set
         self._broadcast: Any = None
 
     def begin(self) -> None:
         """Adds the operation to the graph."""
         graph = tf.compat.v1.get_default_graph()
         if self._broadcast is None or self._broadcast.graph != graph:
-            self._broadcast = broadcast_global_variables(self.root_rank)
+            self._broadcast = broadcast_global_variables(self.root_rank, self._process_set)
 
     def after_create_session(self, session: Any, coord: Any) -> None:
         """Runs it."""
@@ -78,7 +80,10 @@ def broadcast_object(
     return _objects.broadcast_object(obj, root_rank, name or "broadcast_object", ranks)
 
 
-def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+def allgather_object(obj: Any, name: str | None = None, process_set: Any = None) -> list[Any]:
     """The objects of all ranks, by rank; pickled as by :func:`broadcast_object`."""
     name = name or "allgather_object"
-    return [broadcast_object(obj, rank, f"{name}.{rank}") for rank in range(_native.size())]
+    return [
+        broadcast_object(obj, rank, f"{name}.{rank}", process_set)
+        for rank in _process_sets.members(_process_sets.ranks_of(process_set))
+    ]

@@ -71,7 +71,8 @@ def push_pull(
     Raises:
         TensorError: A tensor of a type that is not summed.
         MismatchError: The ranks disagree about what a name stands for.
-        ConfigError: In a function that XLA compiles (``jit_compile=True``).
+        ConfigError: In a function that XLA compiles (``jit_compile=True``), of a tensor whose shape
+            is not fixed there, or where TensorFlow's XLA is one that is not known here.
     """
     del device_dense, device_sparse
     if enable_async:
@@ -120,15 +121,17 @@ def allreduce(
     postscale_factor: float = 1.0,
     name: str | None = None,
     process_set: Any = None,
+    ignore_name_scope: bool = False,
 ) -> Any:
     """:func:`push_pull` as Horovod calls it.
 
     The tensor is multiplied by ``prescale_factor`` before, and by ``postscale_factor`` after it.
+    Of ``tf.IndexedSlices`` all ranks gather those of all, as :func:`sparse_push_pull` does.
+    ``ignore_name_scope`` is not used: scopes of names have no meaning here.
     """
-    del device_dense, device_sparse
-    scaled = _scaled(tensor, prescale_factor)
-    result = push_pull_group([scaled], [name], average, compression, op, 0, process_set)
-    return _scaled(result[0], postscale_factor)
+    tensors, factors = [tensor], (prescale_factor, postscale_factor)
+    names = None if name is None else [name]
+    return _allreduced(tensors, names, average, compression, op, factors, process_set)[0]
 
 
 def grouped_allreduce(
@@ -142,16 +145,57 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     name: str | None = None,
     process_set: Any = None,
+    ignore_name_scope: bool = False,
 ) -> list[Any]:
     """:func:`allreduce` of several tensors at once, named by their places after ``name``."""
-    del device_dense, device_sparse
-    names = [f"{name}.{index}" if name else None for index in range(len(tensors))]
-    scaled = [_scaled(tensor, prescale_factor) for tensor in tensors]
-    results = push_pull_group(scaled, names, average, compression, op, 0, process_set)
-    return [_scaled(result, postscale_factor) for result in results]
+    names = None if name is None else [f"{name}.{index}" for index in range(len(tensors))]
+    factors = prescale_factor, postscale_factor
+    return _allreduced(tensors, names, average, compression, op, factors, process_set)
 
 
-def _scaled(tensor: Any, factor: float) -> Any:
+def _allreduced(
+    tensors: Sequence[Any],
+    names: Sequence[str | None] | None,
+    average: bool | None,
+    compression: Any,
+    op: ReduceOp | None,
+    factors: tuple[float, float],
+    process_set: Any,
+) -> list[Any]:
+    """The dense ones together, and the sparse ones together."""
+    names = names or [None] * len(tensors)
+    results: list[Any] = [scaled(tensor, factors[0]) for tensor in tensors]
+    sparse = [index for index, one in enumerate(results) if isinstance(one, tf.IndexedSlices)]
+    dense = [index for index in range(len(results)) if index not in sparse]
+
+    def exchange_these(indices: Sequence[int], exchange: Any) -> None:
+        sent, called = [results[index] for index in indices], [names[index] for index in indices]
+        for index, result in zip(indices, exchange(sent, called), strict=True):
+            results[index] = scaled(result, factors[1])
+
+    if dense:
+        exchange_these(
+            dense,
+            lambda sent, called: push_pull_group(
+                sent, called, average, compression, op, 0, process_set
+            ),
+        )
+    if sparse:
+        from byteps.tensorflow import sparse as gathered  # It imports this module.
+
+        exchange_these(
+            sparse,
+            lambda sent, called: gathered.sparse_push_pull_group(
+                sent, called, average, op, process_set
+            ),
+        )
+    return results
+
+
+def scaled(tensor: Any, factor: float) -> Any:
+    """The tensor, or slices, times a factor."""
+    if isinstance(tensor, tf.IndexedSlices):
+        return tf.IndexedSlices(scaled(tensor.values, factor), tensor.indices, tensor.dense_shape)
     tensor = tf.convert_to_tensor(tensor)
     return tensor if factor == 1.0 else tensor * tf.cast(factor, tensor.dtype)
 
@@ -166,14 +210,16 @@ def broadcast(
     name: str | None = None,
     is_variable: bool = True,
     process_set: Any = None,
+    ignore_name_scope: bool = False,
 ) -> Any:
     """The tensor of ``root_rank``, bit for bit.
 
     All ranks pass one of its shape and type, which may be any but strings and handles. The root's
     gradient is the average of the ranks' gradients, that of the others is zero; only floating point
-    types that can be summed have one. ``is_variable`` is there for BytePS's callers.
+    types that can be summed have one. ``is_variable`` is there for BytePS's callers, and
+    ``ignore_name_scope`` for Horovod's.
     """
-    del is_variable
+    del is_variable, ignore_name_scope
     names = [scope + name if name else None]
     return broadcast_group([tensor], root_rank, names, process_set)[0]
 
@@ -190,13 +236,13 @@ def broadcast_group(
     _objects.check_root(root_rank, ranks)
     values = [tf.convert_to_tensor(tensor) for tensor in tensors]
     names = names or [None] * len(values)
-    sent = [_sendable(value, name) for value, name in zip(values, names, strict=True)]
+    sent = [sendable(value, name) for value, name in zip(values, names, strict=True)]
     how = How("broadcast", root_rank, _objects.BROADCAST_PRIORITY, ranks=ranks)
     results = exchange(sent, names, how)
-    return [_restored(result, value) for result, value in zip(results, values, strict=True)]
+    return [restored(result, value) for result, value in zip(results, values, strict=True)]
 
 
-def _sendable(tensor: Any, name: str | None) -> Any:
+def sendable(tensor: Any, name: str | None) -> Any:
     """What the engine can send in its place: a tensor of bytes if need be."""
     dtype = tensor.dtype.base_dtype
     if dtype.name in DTYPES:
@@ -211,7 +257,7 @@ def _sendable(tensor: Any, name: str | None) -> Any:
     return tf.bitcast(tensor, tf.uint8)
 
 
-def _restored(sent: Any, tensor: Any) -> Any:
+def restored(sent: Any, tensor: Any) -> Any:
     """The tensor that was sent as this, of the type of the other."""
     dtype = tensor.dtype.base_dtype
     if dtype.name in DTYPES:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from byteps import _registry
+from byteps import _process_sets, _registry
 from byteps._operations import Average, ReduceOp, Sum
 from byteps.errors import ConfigError
-from byteps.tensorflow import ops
+from byteps.tensorflow import ops, sparse
 from byteps.tensorflow.compression import Compression
 
 __all__ = ["DistributedGradientTape", "DistributedOptimizer"]
@@ -24,6 +24,15 @@ def check_op(op: Any) -> None:
     """Raises for what gradients are not reduced by."""
     if op not in (Average, Sum):
         raise ConfigError(f"op={op!r}: gradients are averaged or summed (Average, Sum)")
+
+
+def check_factor(factor: float, op: Any) -> None:
+    """Raises for what gradients cannot be divided by on their way."""
+    if factor != 1.0 and (op != Average or not factor > 0):
+        raise ConfigError(
+            f"gradient_predivide_factor={factor} with op={op!r}: it is a positive number, and for "
+            "averages"
+        )
 
 
 def _name_of(source: Any, index: int) -> str:
@@ -41,25 +50,60 @@ def _name_of(source: Any, index: int) -> str:
     return known
 
 
-def exchanged(
-    gradients: Sequence[Any], sources: Sequence[Any], compression: Any, op: Any, process_set: Any
-) -> list[Any]:
+class How(NamedTuple):
+    """How gradients are exchanged."""
+
+    compression: Any = Compression.none
+    op: ReduceOp = Average
+    process_set: Any = None
+    sparse_as_dense: bool = False
+    predivide_factor: float = 1.0
+
+
+def exchanged(gradients: Sequence[Any], sources: Sequence[Any], how: How) -> list[Any]:
     """These gradients reduced over all ranks, None where there is none."""
-    gradients = list(gradients)
-    there = [index for index, one in enumerate(gradients) if one is not None]
     # All have names, also those that have no gradient now: ranks may differ in which come first.
     names = [_name_of(source, index) for index, source in enumerate(sources)]
-    results = ops.push_pull_group(
-        [gradients[index] for index in there],
-        [names[index] for index in there],
-        None,
-        compression,
-        op,
-        process_set=process_set,
+    return reduced(gradients, names, how)
+
+
+def reduced(gradients: Sequence[Any], names: Sequence[str], how: How) -> list[Any]:
+    """The same of gradients with names: dense ones, and slices, all under way together.
+
+    On a rank that is not in the process set they stay as they are.
+    """
+    results = list(gradients)
+    # Asked anew each time: the set may have been added to a job that is over.
+    members = _process_sets.added(how.process_set)
+    if members is not None and not members.included():
+        return results
+    there = [index for index, one in enumerate(results) if one is not None]
+    slices = (
+        []
+        if how.sparse_as_dense
+        else [index for index in there if isinstance(results[index], tf.IndexedSlices)]
     )
-    for index, result in zip(there, results, strict=True):
-        gradients[index] = result
-    return gradients
+    dense = [index for index in there if index not in slices]
+    sent = [ops.scaled(results[index], 1.0 / how.predivide_factor) for index in dense]
+    means = ops.push_pull_group(
+        sent,
+        [names[index] for index in dense],
+        None,
+        how.compression,
+        how.op,
+        process_set=members,
+    )
+    for index, mean in zip(dense, means, strict=True):
+        results[index] = ops.scaled(mean, how.predivide_factor)
+    gathered = sparse.sparse_push_pull_group(
+        [results[index] for index in slices],
+        [names[index] for index in slices],
+        op=how.op,
+        process_set=members,
+    )
+    for index, one in zip(slices, gathered, strict=True):
+        results[index] = one
+    return results
 
 
 def DistributedGradientTape(
@@ -69,23 +113,39 @@ def DistributedGradientTape(
     compression: Any = Compression.none,
     sparse_as_dense: bool = False,
     op: ReduceOp = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
     process_set: Any = None,
 ) -> Any:
     """A ``tf.GradientTape`` whose ``gradient`` averages over all ranks.
 
-    Inside ``tf.function`` each gradient is sent as soon as it is computed. ``tf.IndexedSlices`` are
-    exchanged as dense tensors, whatever ``sparse_as_dense`` says; ``device_dense`` and
-    ``device_sparse`` are not used. ``op`` is ``Average`` or ``Sum``.
+    Inside ``tf.function`` each gradient is sent as soon as it is computed.
+
+    Args:
+        gradtape: The tape; both record what is watched, and the new one averages.
+        device_dense, device_sparse: Not used: tensors are sent from host memory.
+        compression: One of :class:`Compression`, for dense gradients.
+        sparse_as_dense: Exchange ``tf.IndexedSlices`` as dense tensors. Without it they stay
+            slices: ranks gather each other's, uncompressed (:func:`sparse_push_pull`).
+        op: ``Average`` or ``Sum``.
+        gradient_predivide_factor: Dense gradients are divided by it before they are sent, and
+            averages multiplied by it: for sums that would leave the range of what is sent.
+        num_groups, groups: Not used: tensors are sent as they come.
+        process_set: A :class:`~byteps.common.ProcessSet` of the ranks that average among
+            themselves. On a rank that is none of them gradients stay as they are.
     """
-    del device_dense, device_sparse, sparse_as_dense
+    del device_dense, device_sparse, num_groups, groups
     check_op(op)
+    check_factor(gradient_predivide_factor, op)
+    how = How(compression, op, process_set, sparse_as_dense, gradient_predivide_factor)
     base = type(gradtape)
 
     def gradient(self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         own = base.gradient(self, target, sources, *args, **kwargs)
         # Slices are one gradient each, not two tensors.
         flat = tf.nest.flatten(own, expand_composites=False)
-        averaged = exchanged(flat, tf.nest.flatten(sources), compression, op, process_set)
+        averaged = exchanged(flat, tf.nest.flatten(sources), how)
         return tf.nest.pack_sequence_as(own, averaged)
 
     tape = copy.copy(gradtape)  # Both record what is watched; only the new one averages.
@@ -96,21 +156,16 @@ def DistributedGradientTape(
 class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
     """An optimizer of ``tf.compat.v1.train`` whose ``compute_gradients`` averages."""
 
-    def __init__(
-        self, optimizer: Any, name: str, use_locking: bool, compression: Any, op: Any, members: Any
-    ) -> None:
+    def __init__(self, optimizer: Any, name: str, use_locking: bool, how: How) -> None:
         super().__init__(use_locking=use_locking, name=name)
-        self._optimizer = optimizer
-        self._compression, self._reduction, self._members = compression, op, members
+        self._optimizer, self._how = optimizer, how
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
         """Those of the optimizer, averaged over all ranks."""
         pairs = self._optimizer.compute_gradients(*args, **kwargs)
         gradients = [gradient for gradient, _ in pairs]
         variables = [variable for _, variable in pairs]
-        averaged = exchanged(
-            gradients, variables, self._compression, self._reduction, self._members
-        )
+        averaged = exchanged(gradients, variables, self._how)
         return list(zip(averaged, variables, strict=True))
 
     def apply_gradients(self, *args: Any, **kwargs: Any) -> Any:
@@ -140,6 +195,10 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     backward_passes_per_step: int = 1,
     op: ReduceOp = Average,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
     process_set: Any = None,
 ) -> Any:
     """An optimizer that averages gradients over all ranks before it applies them.
@@ -149,14 +208,17 @@ def DistributedOptimizer(
             :func:`byteps.tensorflow.keras.DistributedOptimizer`.
         name: That of the new optimizer.
         use_locking: As ``tf.compat.v1.train.Optimizer`` has it.
-        device_dense, device_sparse, sparse_as_dense: Not used: gradients are exchanged as dense
-            tensors, from host memory.
-        compression: One of :class:`Compression`.
+        device_dense, device_sparse, compression, sparse_as_dense: As of
+            :func:`DistributedGradientTape`.
         backward_passes_per_step: 1. Keras optimizers accumulate by ``gradient_accumulation_steps``.
         op: ``Average`` or ``Sum``.
-        process_set: A :class:`~byteps.common.ProcessSet` of the ranks that take part.
+        average_aggregated_gradients: Not used: one pass makes a step.
+        gradient_predivide_factor, num_groups, groups, process_set: As of
+            :func:`DistributedGradientTape`.
     """
+    del device_dense, device_sparse, average_aggregated_gradients, num_groups, groups
     check_op(op)
+    check_factor(gradient_predivide_factor, op)
     if backward_passes_per_step != 1:
         raise ConfigError(
             f"backward_passes_per_step={backward_passes_per_step}: gradients are exchanged at each "
@@ -164,13 +226,20 @@ def DistributedOptimizer(
         )
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         chosen = name or f"Distributed{type(optimizer).__name__}"
-        return _DistributedOptimizer(optimizer, chosen, use_locking, compression, op, process_set)
+        how = How(compression, op, process_set, sparse_as_dense, gradient_predivide_factor)
+        return _DistributedOptimizer(optimizer, chosen, use_locking, how)
     if isinstance(optimizer, tf.keras.optimizers.Optimizer):
         # Nothing else here needs Keras.
         from byteps.tensorflow import keras
 
         return keras.DistributedOptimizer(
-            optimizer, name, compression=compression, op=op, process_set=process_set
+            optimizer,
+            name,
+            compression=compression,
+            sparse_as_dense=sparse_as_dense,
+            op=op,
+            gradient_predivide_factor=gradient_predivide_factor,
+            process_set=process_set,
         )
     raise ConfigError(
         f"DistributedOptimizer({type(optimizer).__name__}): an optimizer of tf.compat.v1.train or "
