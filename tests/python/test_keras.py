@@ -93,18 +93,13 @@ def test_ranks_agree_about_overflow(keras_pair):
 
 
 def by_xla():
-    import byteps.keras as bps
     import keras_ranks
 
-    model = keras_ranks.network(
-        1, bps.DistributedOptimizer(keras_ranks.momentum()), jit_compile=True
-    )
-    with pytest.raises(ConfigError, match="pass jit_compile=False"):
-        model.fit(*keras_ranks.data(), verbose=0)
+    return keras_ranks.check(keras_ranks.momentum, jit_compile=True)
 
 
-def test_xla_is_refused(keras_pair):
-    keras_pair.run(on_ranks(by_xla), timeout=START_SECONDS)
+def test_programs_of_xla_train_as_one(keras_pair):
+    same_on_all(keras_pair, by_xla)
 
 
 TRAIN_ON_A_BACK_END = """

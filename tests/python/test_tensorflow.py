@@ -579,8 +579,8 @@ def test_tensorflow_and_torch_sum_the_same_tensor(tensorflow_pair):
 def test_other_releases_are_refused(monkeypatch):
     from byteps.tensorflow import _exchange
 
-    monkeypatch.setattr(tf, "__version__", "2.15.1")
-    with pytest.raises(ConfigError, match=r"needs TensorFlow 2\.16 or later"):
+    monkeypatch.setattr(tf, "__version__", "2.14.1")
+    with pytest.raises(ConfigError, match=r"needs TensorFlow 2\.15 or later"):
         _exchange._load()
 
 

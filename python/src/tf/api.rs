@@ -70,7 +70,7 @@ macro_rules! functions {
             fn find(library: &Library) -> Result<Api, &'static str> {
                 Ok(Api {
                     // SAFETY: the types are those of TensorFlow's headers kernels.h, ops.h,
-                    // tf_status.h and tf_tensor.h, which are the same in 2.16 and in 2.21.
+                    // tf_status.h and tf_tensor.h, which are the same in 2.15 and in 2.21.
                     $($name: *unsafe { library.get(concat!(stringify!($name), "\0").as_bytes()) }
                         .map_err(|_| stringify!($name))?,)*
                 })
@@ -148,7 +148,7 @@ pub fn load() -> Result<&'static Api, String> {
     let api = Api::find(&library).map_err(|name| {
         format!(
             "{LIBRARY} has no function {name}, so this TensorFlow is of a release that is not \
-             known here: install tensorflow 2.16 to 2.21, or a later byteps"
+             known here: install tensorflow 2.15 to 2.21, or a later byteps"
         )
     })?;
     // Python never unloads TensorFlow, and neither may we: the functions are called for ever.

@@ -47,7 +47,7 @@ impl Done {
     /// called.
     pub unsafe fn take(raw: *mut RawDone) -> Result<Done, &'static str> {
         const UNKNOWN: &str = "byteps.errors.ConfigError: this TensorFlow passes callbacks to its \
-            kernels in a form that is not known here: install tensorflow 2.16 to 2.21 from PyPI, \
+            kernels in a form that is not known here: install tensorflow 2.15 to 2.21 from PyPI, \
             or a later byteps";
         // SAFETY: it points to a function object of C++, which is at least as large as this in all
         // of its implementations, on the stack of TensorFlow's call, which waits for us.

@@ -385,6 +385,8 @@ mod tests {
 
     #[test]
     fn a_failed_call_has_its_text() {
+        /// # Safety
+        /// It keeps nothing, and the caller frees what it returns.
         unsafe extern "C" fn new(bytes: usize) -> *mut u8 {
             // SAFETY: it takes a size.
             unsafe { libc::malloc(bytes) }.cast()

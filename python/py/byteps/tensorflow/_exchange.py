@@ -20,7 +20,7 @@ from byteps.errors import ConfigError, MismatchError, UsageError
 from byteps.tensorflow import _xla
 
 #: The oldest release that this was tried with.
-_FLOOR = (2, 16)
+_FLOOR = (2, 15)
 _OPERATION = "BytepsPushPull"
 
 Call = TypeVar("Call", bound=Callable[..., Any])
