@@ -47,7 +47,7 @@ pub(crate) fn begin(
     device: &Device,
     events: &EventPool,
 ) -> Result<BounceInbox, StartError> {
-    let inbox = BounceInbox::default();
+    let inbox = BounceInbox::new(Arc::clone(&job.gpu.bouncing));
     let (carrier, node) = (Lanes(job.nic.clone()), device.numa_node());
     let bounce = Bounce::new(device, events.clone(), node, inbox.clone(), carrier);
     let (bounce, device) = (bounce.map_err(StartError::Gpu)?, device.clone());

@@ -277,6 +277,7 @@ fn begin(
         nic_waker: job.nic.waker.clone(),
         nic_ended: Arc::clone(&job.nic.ended),
         job_over: Arc::clone(&job.nic.over),
+        bouncing: Arc::clone(&job.gpu.bouncing),
     };
     let Assembled { pipeline, inbox, to, pinned } = assembly.assemble_with(direct)?;
     let mut budget = Budget::new();

@@ -13,7 +13,7 @@ use crate::rounds::handover::{GpuInbox, GpuThread};
 use bps_engine::base::{Rank, word};
 use bps_engine::ring::Mpsc;
 use bps_engine::transport::Waker;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -64,6 +64,8 @@ pub struct Assembly {
     pub nic_ended: Arc<AtomicBool>,
     /// Why, if not in good order.
     pub job_over: Arc<OnceLock<Error>>,
+    /// Rounds of tensors of the host that are on this GPU and were not copied down.
+    pub bouncing: Arc<AtomicUsize>,
 }
 
 /// A pipeline, and what its NIC loop is to be given.
@@ -147,6 +149,7 @@ impl Assembly {
             nic_waker: self.nic_waker,
             nic_ended: self.nic_ended,
             job_over: self.job_over,
+            bouncing: self.bouncing,
             stall_report: self.stall_report,
         });
         Ok(Assembled { pipeline, inbox, to, pinned })

@@ -20,7 +20,7 @@ use bps_engine::harness;
 use bps_engine::ring::Mpsc;
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 /// Pushes that may wait for the thread before their callers do.
@@ -69,21 +69,26 @@ pub struct BounceInbox {
     queue: Mpsc<BouncePush>,
     /// Rung for pushes, and for rounds that end.
     pub bell: Arc<Bell>,
+    /// Rounds that were not copied down.
+    bouncing: Arc<AtomicUsize>,
     /// The thread looks into the queue no more.
     ended: Arc<AtomicBool>,
 }
 
-impl Default for BounceInbox {
-    /// For a thread that is yet to begin.
-    fn default() -> BounceInbox {
-        BounceInbox { queue: Mpsc::new(ROOM), bell: Arc::default(), ended: Arc::default() }
-    }
-}
-
 impl BounceInbox {
+    /// For a thread that is yet to begin; `bouncing` will count the rounds that are not copied down
+    /// yet.
+    #[must_use]
+    pub fn new(bouncing: Arc<AtomicUsize>) -> BounceInbox {
+        let (queue, bell, ended) = (Mpsc::new(ROOM), Arc::default(), Arc::default());
+        BounceInbox { queue, bell, bouncing, ended }
+    }
+
     /// Hands a push over. The thread is to be woken for it by the bell, once for several. If it has
     /// ended, whoever waits is told `why`.
     pub fn push(&self, push: BouncePush, why: impl Fn() -> Error) {
+        // Released with the push, or what its caller asks for next: who sees that sees the count.
+        self.bouncing.fetch_add(1, Ordering::Relaxed);
         let has_ended = || self.ended.load(Ordering::SeqCst);
         let offer = |push| self.queue.push(push).inspect_err(|_| self.bell.ring());
         if let Err(BouncePush { push, .. }) = harness::offer(push, has_ended, offer) {
@@ -302,6 +307,7 @@ impl<C: Carrier> Bounce<C> {
             // One that is over already is seen in this turn.
             let _ = handle.watch(&self.inbox.bell);
             self.away.push(Away { handle, one, buffer });
+            self.inbox.bouncing.fetch_sub(1, Ordering::Release);
             progress = true;
         }
         if progress {

@@ -43,7 +43,7 @@ use bps_engine::trace::log;
 use bps_engine::transport::rdma::Ports;
 use bps_engine::transport::{Link, Waker};
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, Sender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::thread::JoinHandle;
@@ -70,11 +70,14 @@ pub(crate) struct GpuSide {
     pub(crate) epoch: Epoch,
     /// Its queue.
     pub(crate) inbox: Arc<OnceLock<GpuInbox>>,
+    /// Rounds of tensors of the host that are on the GPU and were not copied down.
+    pub(crate) bouncing: Arc<AtomicUsize>,
 }
 
 impl GpuSide {
     fn new(order: Vec<(Rank, Link)>, waker: Waker, epoch: Epoch) -> GpuSide {
-        GpuSide { order: Mutex::new(order), waker, epoch, inbox: Arc::default() }
+        let (order, inbox, bouncing) = (Mutex::new(order), Arc::default(), Arc::default());
+        GpuSide { order, waker, epoch, inbox, bouncing }
     }
 }
 

@@ -121,6 +121,7 @@ impl SimGpu {
             nic_waker: spot.nic_waker,
             nic_ended: Arc::clone(&nic_ended),
             job_over: Arc::clone(&over),
+            bouncing: Arc::default(),
         };
         let Assembled { pipeline, inbox, to, .. } = assembly.assemble().expect("it has all");
         let (pipeline, late_until) = (Some(pipeline), Duration::ZERO);

@@ -58,7 +58,7 @@ use bps_engine::ring::Mpsc;
 use bps_engine::transport::Waker;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::collections::{HashSet, VecDeque};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -187,6 +187,8 @@ pub(super) struct Parts {
     pub(super) nic_ended: Arc<AtomicBool>,
     /// Why, if not in good order.
     pub(super) job_over: Arc<OnceLock<Error>>,
+    /// As [`Assembly::bouncing`](super::Assembly::bouncing).
+    pub(super) bouncing: Arc<AtomicUsize>,
     /// A round that waits longer for a rank of the host is reported.
     pub(super) stall_report: Duration,
 }
@@ -275,6 +277,7 @@ pub struct Pipeline {
     nic_waker: Waker,
     nic_ended: Arc<AtomicBool>,
     job_over: Arc<OnceLock<Error>>,
+    bouncing: Arc<AtomicUsize>,
     stall_report: Duration,
     told: bool,
     failed: Option<GpuError>,
@@ -341,6 +344,7 @@ impl Pipeline {
             nic_waker: parts.nic_waker,
             nic_ended: parts.nic_ended,
             job_over: parts.job_over,
+            bouncing: parts.bouncing,
             stall_report: parts.stall_report,
             told: false,
             failed: None,

@@ -281,7 +281,10 @@ impl Pipeline {
             Some(_) => !state.waiting.is_empty(),
             None => state.run.is_some(),
         };
-        if self.tensors.iter().flatten().any(is_in_the_way) {
+        // What another thread has yet to copy down takes calls of CUDA, and other ranks may wait
+        // for it before they push what is wanted.
+        let is_bouncing = self.bouncing.load(Ordering::Acquire) > 0;
+        if is_bouncing || self.tensors.iter().flatten().any(is_in_the_way) {
             return Ok(());
         }
         // What is to be waited for was copied down, and the NIC loop must have been told.
