@@ -1,4 +1,4 @@
-"""Training with Keras 3, on TensorFlow, JAX or torch::
+"""Training with Keras 3 on TensorFlow, JAX or torch, or with Keras 2 of TensorFlow 2.15::
 
 import byteps.keras as bps
 

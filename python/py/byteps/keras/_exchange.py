@@ -29,11 +29,32 @@ def _framework() -> Any:
     return framework
 
 
-if int(keras.__version__.split(".")[0]) < 3:
+#: The oldest release that this was tried with.
+_FLOOR = (2, 15)
+
+_release = tuple(int(number) for number in keras.__version__.split(".")[:2])
+if _release < _FLOOR:
     raise ConfigError(
-        f"byteps.keras needs Keras 3, and this is {keras.__version__}: install a later one"
+        f"byteps.keras needs Keras {'.'.join(map(str, _FLOOR))} or later, and this is "
+        f"{keras.__version__}: install a later one"
     )
+#: Whether this is Keras 2, which TensorFlow 2.15 has.
+IS_KERAS_2 = _release < (3, 0)
 framework = _framework()
+
+
+def tensor_of(value: Any) -> Any:
+    """A tensor of the back end."""
+    if IS_KERAS_2:
+        import tensorflow as tf
+
+        return tf.convert_to_tensor(value)
+    return keras.ops.convert_to_tensor(value)
+
+
+def value_of(variable: Any) -> Any:
+    """The tensor that a variable holds."""
+    return variable.value() if IS_KERAS_2 else variable.value
 
 
 def reduced(

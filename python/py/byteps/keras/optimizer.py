@@ -38,7 +38,7 @@ def DistributedOptimizer(
     ``LossScaleOptimizer`` the ranks agree about which steps overflow.
 
     Args:
-        optimizer: A Keras 3 optimizer. Where one wraps another, pass the outermost.
+        optimizer: One of Keras's. Where one wraps another, pass the outermost.
         name: What the gradients' names begin with. Without it optimizers are numbered in the order
             in which they are distributed, which must then be the same on all ranks.
         device_dense, device_sparse: Not used: gradients are sent from host memory.
@@ -53,10 +53,11 @@ def DistributedOptimizer(
             themselves. On a rank that is none of them gradients stay as they are.
     """
     del device_dense, device_sparse, num_groups, groups
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
+    legacy = keras.optimizers.legacy.Optimizer if _exchange.IS_KERAS_2 else ()
+    if not isinstance(optimizer, (keras.optimizers.Optimizer, legacy)):
         raise ConfigError(
-            f"DistributedOptimizer({type(optimizer).__name__}): a Keras 3 optimizer is wanted, as "
-            "keras.optimizers.Adam(1e-3)"
+            f"DistributedOptimizer({type(optimizer).__name__}): an optimizer of Keras "
+            f"{keras.__version__} is wanted, as keras.optimizers.Adam(1e-3)"
         )
     if getattr(optimizer, "is_distributed_by_byteps", False):
         raise ConfigError(
@@ -80,7 +81,9 @@ def DistributedOptimizer(
             gradients, names, compression, op, process_set, sparse_as_dense, factor
         )
 
-    optimizer.__class__ = _distributed(type(optimizer), exchanged)
+    make = _distributed_2 if _exchange.IS_KERAS_2 else _distributed
+    # Around another, some pass on what is set.
+    object.__setattr__(optimizer, "__class__", make(type(optimizer), exchanged))
     return optimizer
 
 
@@ -104,15 +107,25 @@ def _distributed(base: Any, exchanged: Callable[[Sequence[Any]], list[Any]]) -> 
         finally:
             is_exchanged = False
 
-    methods = {
-        "apply": apply,
-        "stateless_apply": stateless_apply,
-        "is_distributed_by_byteps": True,
-        # Saved models name class and module.
-        "__module__": base.__module__,
-        "__doc__": base.__doc__,
-    }
-    return type(base.__name__, (base,), methods)
+    return _subclass(base, apply=apply, stateless_apply=stateless_apply)
+
+
+def _distributed_2(base: Any, exchanged: Callable[[Sequence[Any]], list[Any]]) -> Any:
+    """The same of Keras 2, where one method is below all others."""
+
+    def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+        pairs = list(grads_and_vars)
+        averaged = exchanged([gradient for gradient, _ in pairs])
+        again = [(mean, variable) for mean, (_, variable) in zip(averaged, pairs, strict=True)]
+        return base.apply_gradients(self, again, *args, **kwargs)
+
+    return _subclass(base, apply_gradients=apply_gradients)
+
+
+def _subclass(base: Any, **methods: Any) -> Any:
+    # Saved models name class and module.
+    own = {"is_distributed_by_byteps": True, "__module__": base.__module__, "__doc__": base.__doc__}
+    return type(base.__name__, (base,), methods | own)
 
 
 def load_model(

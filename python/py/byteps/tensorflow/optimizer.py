@@ -228,7 +228,8 @@ def DistributedOptimizer(
         chosen = name or f"Distributed{type(optimizer).__name__}"
         how = How(compression, op, process_set, sparse_as_dense, gradient_predivide_factor)
         return _DistributedOptimizer(optimizer, chosen, use_locking, how)
-    if isinstance(optimizer, tf.keras.optimizers.Optimizer):
+    legacy = getattr(tf.keras.optimizers, "legacy", None)
+    if isinstance(optimizer, (tf.keras.optimizers.Optimizer, getattr(legacy, "Optimizer", ()))):
         # Nothing else here needs Keras.
         from byteps.tensorflow import keras
 

@@ -1,4 +1,4 @@
-"""Training with Keras as TensorFlow has it (``tf.keras``), which is Keras 3 on TensorFlow.
+"""Training with Keras as TensorFlow has it (``tf.keras``).
 
 The same as :mod:`byteps.keras`, under BytePS's other name.
 """
