@@ -175,8 +175,8 @@ def without_the_others():
         assert bps.remove_process_set(one)
 
 
-def test_a_gpu_is_used_without_the_others(job):
-    job.run(without_the_others)
+def test_a_gpu_is_used_without_the_others(trio):
+    trio.run(without_the_others)
 
 
 # Ranks, and whether they add up among themselves or through a server.

@@ -209,12 +209,7 @@ def ranks_of(process_set: Any) -> tuple[int, ...] | None:
 
 
 def check_of_program(ranks: tuple[int, ...]) -> None:
-    """Raises unless these are a set of this job: a program may be older than the job.
-
-    Two ranks need no set: an alltoall is of pairs.
-    """
-    if len(ranks) <= 2 and _native.rank() in ranks and max(ranks) < _native.size():
-        return
+    """Raises unless these are a set of this job: a program may be older than the job."""
     if all(known.ranks != list(ranks) for known in _sets().values()):
         raise ConfigError(
             f"a program that was compiled for the process set {list(ranks)} runs in a job that has "

@@ -34,6 +34,7 @@ _UNNAMED_PREFIX = "<unnamed "
 _UNNAMED_FORM = re.compile(
     rf"{_UNNAMED_PREFIX}(?P<number>\d+)(?: of lap (?P<lap>\d+))?(?:, again (?P<failures>\d+))?>"
 )
+_PAIR_FORM = re.compile(r"\.(\d+) to (\d+)$")
 _WIRE_PREFIX = "byteps."
 #: In the place of an encoding, in programs.
 NOT_ENCODED = "none"
@@ -505,16 +506,22 @@ def declare_for_program(
         )
         for name, dtype, shape, operation, root, encoding, ranks, device in said
     ]
-    sets = {tensor.ranks for tensor in tensors if tensor.ranks is not None}
+    sets = {tensor.ranks for tensor in tensors if not _is_of_pair(tensor)} - {None}
     if sets:
         from byteps import _process_sets  # It imports this module.
 
-        for ranks in sets:
+        for ranks in filter(None, sets):
             _process_sets.check_of_program(ranks)
     with _lock:
         if _gpu_of_programs is not None:
             use_gpu(_gpu_of_programs, any(tensor.device for tensor in tensors))
         return declare_each(tensors)
+
+
+def _is_of_pair(tensor: Tensor) -> bool:
+    """Whether an alltoall sends it from one rank to another, which need no set for that."""
+    found = _PAIR_FORM.search(tensor.name)
+    return found is not None and set(map(int, found.groups())) == set(tensor.ranks or ())
 
 
 _native.declare_by(declare_for_program)

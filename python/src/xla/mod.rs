@@ -116,7 +116,7 @@ fn described(call: &Call<'_>) -> Option<(Declared, *mut u8, usize)> {
     // Numbers with commas between them, nothing for all ranks.
     let ranks = call.text("ranks")?.split(',').filter(|one| !one.is_empty());
     let ranks: Vec<u32> = ranks.map(|one| one.parse().ok()).collect::<Option<_>>()?;
-    let device = call.number("device")? == 1;
+    let device = call.number("device") == Some(1);
     let tensor = Declared { name, operation, root, dtype, shape, encoding, ranks, device };
     Some((tensor, argument.data, bytes))
 }
