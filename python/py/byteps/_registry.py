@@ -34,7 +34,8 @@ _UNNAMED_PREFIX = "<unnamed "
 _UNNAMED_FORM = re.compile(
     rf"{_UNNAMED_PREFIX}(?P<number>\d+)(?: of lap (?P<lap>\d+))?(?:, again (?P<failures>\d+))?>"
 )
-_PAIR_FORM = re.compile(r"\.(\d+) to (\d+)$")
+# What an alltoall sends from one rank to another, with its size behind it in some programs.
+_PAIR_FORM = re.compile(r"\.(\d+) to (\d+)(?:\.\d+)*$")
 _WIRE_PREFIX = "byteps."
 #: In the place of an encoding, in programs.
 NOT_ENCODED = "none"
