@@ -1,7 +1,7 @@
 //! What must hold between values: checked after all are read, so that an error can name both sides.
 
 use super::key::decode_key;
-use super::load::{Origin, Source};
+use super::origin::{Origin, Source};
 use super::table::counts_text;
 use super::{Config, ConfigError, ElasticMode, LogLevel, Program, TransportChoice};
 use crate::base::Placement;

@@ -1,6 +1,6 @@
 //! The table for readers: `docs/env.md`, and the report of `--print-config`.
 
-use super::load::Source;
+use super::origin::Source;
 use super::table::{Group, Program, Row, TABLE};
 use super::{Config, known};
 use std::fmt::Write;

@@ -1,8 +1,9 @@
 //! Reads flags and variables into a [`Config`], and remembers whence each value came.
 
 use super::known::{ELSEWHERE, find};
+use super::origin::{Origin, Source};
 use super::table::{Row, TABLE};
-use super::{Config, Program, check, document, foreign};
+use super::{Config, ConfigError, Program, check, document, foreign};
 use clap::{Arg, ArgAction, ArgMatches, Command, error::ErrorKind};
 use std::collections::HashMap;
 use std::ffi::OsString;
@@ -50,96 +51,6 @@ impl Loaded {
         let given = self.sources.iter().filter(|source| matches!(source.origin, Origin::Flag(_)));
         let rows = given.filter_map(|source| TABLE.iter().find(|row| row.name() == source.name));
         rows.filter_map(|row| Some((row.variables().next()?, row.value(&self.config)))).collect()
-    }
-}
-
-/// A value and whence it came.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Source {
-    /// The variable, or the flag of a row that has none.
-    pub name: &'static str,
-    /// As text; a secret only says that it is set.
-    pub value: String,
-    /// Whence.
-    pub origin: Origin,
-}
-
-/// Whence a value came.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub enum Origin {
-    /// Nobody set it.
-    Default,
-    /// This variable, which may be an alias.
-    Variable(&'static str),
-    /// This flag.
-    Flag(&'static str),
-    /// Nobody set it, and another value changed it.
-    Implied,
-}
-
-impl std::fmt::Display for Origin {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Origin::Default => f.write_str("default"),
-            Origin::Variable(name) => write!(f, "variable {name}"),
-            Origin::Flag(name) => write!(f, "flag --{name}"),
-            Origin::Implied => f.write_str("implied by another value"),
-        }
-    }
-}
-
-/// A configuration that cannot be used. Programs leave with [`ConfigError::EXIT_CODE`].
-#[derive(Debug, thiserror::Error)]
-pub enum ConfigError {
-    /// A text that is no value of its knob.
-    #[error("{origin} has the value '{value}'; allowed is {allowed}, for example {example}")]
-    Value {
-        /// `DMLC_NUM_WORKER` or `--workers`.
-        origin: String,
-        /// What it is set to.
-        value: String,
-        /// In words.
-        allowed: String,
-        /// As one would type it.
-        example: String,
-    },
-    /// A knob that has no default and was not set.
-    #[error("{variable} is not set: {purpose}; for example {example}")]
-    Missing {
-        /// Its name.
-        variable: &'static str,
-        /// What it would say.
-        purpose: &'static str,
-        /// As one would type it.
-        example: &'static str,
-    },
-    /// Values that contradict each other.
-    #[error("{problem}; {remedy}")]
-    Conflict {
-        /// Names every value that takes part.
-        problem: String,
-        /// What to do.
-        remedy: String,
-    },
-    /// The command line has a flag that we do not know, or the like.
-    #[error("{0}")]
-    CommandLine(String),
-}
-
-impl ConfigError {
-    /// With which programs leave.
-    pub const EXIT_CODE: i32 = 2;
-
-    pub(super) fn conflict(problem: String, remedy: String) -> ConfigError {
-        ConfigError::Conflict { problem, remedy }
-    }
-
-    pub(super) fn missing(
-        variable: &'static str,
-        purpose: &'static str,
-        example: &'static str,
-    ) -> ConfigError {
-        ConfigError::Missing { variable, purpose, example }
     }
 }
 

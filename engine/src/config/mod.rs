@@ -15,18 +15,21 @@ use std::time::Duration;
 
 mod check;
 mod document;
+mod error;
 mod foreign;
 mod key;
 mod known;
 mod load;
+mod origin;
 mod table;
 
 pub use document::document;
+pub use error::ConfigError;
 pub use key::decode_key;
 pub use load::{
-    ConfigError, Loaded, Origin, Outcome, Source, from_environment, from_environment_with, load,
-    open, unknown_variables,
+    Loaded, Outcome, from_environment, from_environment_with, load, open, unknown_variables,
 };
+pub use origin::{Origin, Source};
 pub use table::{Program, Row, TABLE};
 
 /// What a process of the job is.
