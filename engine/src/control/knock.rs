@@ -1,10 +1,8 @@
 //! Fresh connections to a scheduler that does not answer on the first one: each is dialed with
 //! packets of its own, which do not wait for the retransmissions of an older connection.
 
-use super::JobKey;
-use super::link::Link;
+use super::link::{Door, Link};
 use crate::proto::messages::{NodeMessage, SchedulerMessage};
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, sync_channel};
@@ -18,19 +16,6 @@ const ATTEMPT_MAX: Duration = Duration::from_secs(2);
 const ANSWERS: usize = 16;
 /// How often a knock that has got through is repeated.
 const REPEAT: Duration = Duration::from_millis(500);
-
-/// Whom to knock at, and as whom.
-#[derive(Clone, Debug)]
-pub struct Door {
-    /// The scheduler's address.
-    pub address: SocketAddr,
-    /// The job's key.
-    pub key: JobKey,
-    /// The node's session, as it registered.
-    pub session: u64,
-    /// A round trip to it, as far as that is known.
-    pub round_trip: Duration,
-}
 
 /// A thread that knocks until this is dropped.
 #[derive(Debug)]

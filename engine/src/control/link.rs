@@ -8,7 +8,6 @@ use super::channel::{Altered, Channel, GREETING_BYTES, Greeting, Opener, Sealer}
 use super::dial::{Attempt, broken, dial_once, readable, retry};
 use super::frame::{FrameError, Inbox, encode};
 use super::job_key::nonce;
-use super::knock::Door;
 use super::{DialError, HandshakeError, Hello, JobKey};
 use crate::base::word;
 use crate::proto::messages::{NodeMessage, SchedulerMessage};
@@ -25,6 +24,19 @@ const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
 const GREETING: Duration = Duration::from_secs(1);
 /// Bytes read at once.
 const READ_BYTES: usize = 64 << 10;
+
+/// Where to knock if the scheduler does not answer on the connection that there is, and as whom.
+#[derive(Clone, Debug)]
+pub struct Door {
+    /// The scheduler's address.
+    pub address: SocketAddr,
+    /// The job's key.
+    pub key: JobKey,
+    /// The node's session, as it registered.
+    pub session: u64,
+    /// A round trip to it, as far as that is known.
+    pub round_trip: Duration,
+}
 
 /// Why a message did not pass.
 #[derive(Debug, thiserror::Error)]

@@ -4,10 +4,10 @@
 
 use crate::base::error::{Error, SettingError, Source, StartError};
 use crate::job::neighbours::{Door, GroupLinks, NoSharedMemory, Wakers};
-use crate::job::start::End;
 use bps_engine::base::{CoreId, Rank};
 use bps_engine::config::{Config, TransportChoice};
 use bps_engine::control::{JobKey, dial, dial_sealed, dial_unix};
+use bps_engine::host;
 use bps_engine::proto::handshake::Hello;
 use bps_engine::proto::messages::{Roster, ServerPeer};
 use bps_engine::trace::log;
@@ -24,6 +24,13 @@ use std::time::Duration;
 const DIALS: usize = 16;
 /// How long a server core that is in the roster may take to answer.
 const DIAL: Duration = Duration::from_secs(10);
+
+/// What is at the other end of a lane.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum End {
+    Core(CoreId),
+    Rank(Rank),
+}
 
 /// Lanes on their way. Dropping it ends the dialing; a thread that waits for an answer then ends by
 /// its own deadline.
@@ -149,6 +156,11 @@ impl Drop for Dialing {
     }
 }
 
+/// What says whether two processes share memory.
+pub(crate) fn host_id(config: &Config) -> String {
+    config.host_id.clone().unwrap_or_else(host::id)
+}
+
 fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> Result<(), Error> {
     let thread = std::thread::Builder::new().name(name.into()).spawn(body);
     thread.map(drop).map_err(|error| StartError::resource("no thread", error).into())
@@ -173,7 +185,7 @@ impl Plan {
         let server = &roster.servers[id.server as usize];
         let address = server.cores[id.core as usize];
         let rank = Rank(roster.index);
-        let here = crate::job::start::host_id(config);
+        let here = host_id(config);
         let shared = server.shm.as_ref().filter(|_| server.host_id == here);
         let rails = self.rails.as_ref().filter(|_| server.rdma);
         let rdma = |rails| {

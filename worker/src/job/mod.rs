@@ -535,7 +535,7 @@ impl NicThread {
     fn run(
         self,
         nic_config: NicConfig,
-        links: Vec<(start::End, Link)>,
+        links: Vec<(dialing::End, Link)>,
         waker: &Waker,
         started: &Sender<Result<String, Error>>,
     ) {

@@ -6,7 +6,7 @@ use crate::base::error::{Corruption, Error, SettingError, Source, StartError};
 use crate::host::switches::Switches;
 use crate::job::agent::{Lanes, over_error};
 use crate::job::control::Heart;
-use crate::job::dialing::{Dialing, Links};
+use crate::job::dialing::{Dialing, End, Links, host_id};
 use crate::job::neighbours::{Door, Wakers};
 use crate::job::places;
 use crate::nic::{NicConfig, NicStatistics, Peer, Report};
@@ -58,13 +58,6 @@ pub(crate) struct Joined {
     /// Between the threads of the host's GPUs.
     pub(crate) order: Vec<(Rank, transport::Link)>,
     pub(crate) wakers: Wakers,
-}
-
-/// What is at the other end of a lane.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum End {
-    Core(CoreId),
-    Rank(Rank),
 }
 
 impl Joined {
@@ -345,10 +338,6 @@ pub(crate) fn tuning(config: &Config) -> Tuning {
     let (credit, partition) = (config.tune_credit, config.tune_partition);
     let tuning = Tuning { credit, partition, credit_parts: config.scheduling_credit };
     if tuning.is_off() { Tuning::OFF } else { tuning }
-}
-
-pub(crate) fn host_id(config: &Config) -> String {
-    config.host_id.clone().unwrap_or_else(host::id)
 }
 
 /// Makes the NIC loop on the thread that will run it, and the line that is printed about it.

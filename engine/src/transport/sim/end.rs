@@ -3,7 +3,7 @@
 //! Invariant: a caller's memory is touched only between `post` and `Sent`, or `land` and `Landed`,
 //! and never after `Closed`.
 
-use super::network::Random;
+use super::random::Random;
 use crate::limits::{ALIGNMENT, HEADER_BYTES};
 use crate::mem::{Readable, Writable};
 use crate::transport::{Carried, Cause, Event, Landing, LaneId, Piece, Room};

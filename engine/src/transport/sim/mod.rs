@@ -13,8 +13,10 @@
 
 mod end;
 mod network;
+mod random;
 
-pub use network::{Random, SimLink, SimNetwork};
+pub use network::{SimLink, SimNetwork};
+pub use random::Random;
 
 use super::{Driver, Event, Frame, Full, Landing, LaneId, Link, Room};
 use crate::base::word;
