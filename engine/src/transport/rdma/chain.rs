@@ -1,7 +1,8 @@
 //! Sends that are posted together: one call, and one ring of the device, for all of them.
 
 use super::ffi;
-use super::flow::{BATCH, Notice};
+use super::flow::Notice;
+use super::layout::BATCH;
 
 /// A send before it is a work request.
 pub(super) struct Send {

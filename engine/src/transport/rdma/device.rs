@@ -1,18 +1,13 @@
-//! Opened devices: contexts, protection domains, completion queues and queue pairs, each destroyed
-//! by its owner.
-//!
-//! Invariant: whatever is made of a [`Rail`] holds it, so that nothing outlives what it was made
-//! of.
+//! What a thread opens of the devices: its rails, and queue pairs on them, each of which holds its
+//! rail and is destroyed by its owner.
 
 use super::RdmaError;
-use super::completions::{Queue, Wake};
 use super::ffi::{self, Verbs};
-use super::memory::can_page;
 use super::ports::{Address, AddressKind, Port, keep_near};
+use super::rail::{Queue, Rail};
 use crate::base::word;
-use std::ffi::{CStr, c_int};
+use std::ffi::c_int;
 use std::io;
-use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -76,196 +71,6 @@ impl Counters {
     }
 }
 
-/// One port with all that lanes over it share.
-pub(super) struct Rail {
-    pub(super) verbs: &'static Verbs,
-    port: Port,
-    pub(super) context: NonNull<ffi::Context>,
-    pub(super) pd: NonNull<ffi::Pd>,
-    channel: NonNull<ffi::Channel>,
-    /// What became of sends, and what came.
-    pub(super) sent: Queue,
-    pub(super) received: Queue,
-    pub(super) mtu: u8,
-    pub(super) lid: u16,
-    /// Most bytes of one operation.
-    pub(super) message_bytes: usize,
-}
-
-// SAFETY: every call of libibverbs may be made from any thread; the handles are not changed.
-unsafe impl Send for Rail {}
-// SAFETY: shared references only read the handles and pass them to libibverbs, whose calls may be
-// made from several threads at once.
-unsafe impl Sync for Rail {}
-
-impl Rail {
-    fn open(verbs: &'static Verbs, port: &Port) -> Result<Rail, RdmaError> {
-        let fail = |call| RdmaError::last(call, port);
-        let context = open_device(verbs, port)?;
-        // SAFETY: each call is given what the call before it made, and what failed halfway is
-        // destroyed in the opposite order.
-        unsafe {
-            let pd = NonNull::new((verbs.alloc_pd)(context.as_ptr())).ok_or_else(|| {
-                let error = fail("ibv_alloc_pd");
-                (verbs.close_device)(context.as_ptr());
-                error
-            })?;
-            let unmake = |error: RdmaError| {
-                (verbs.dealloc_pd)(pd.as_ptr());
-                (verbs.close_device)(context.as_ptr());
-                error
-            };
-            let channel = NonNull::new((verbs.create_comp_channel)(context.as_ptr()))
-                .ok_or_else(|| unmake(fail("ibv_create_comp_channel")))?;
-            let no_queue = || {
-                let error = fail("ibv_create_cq");
-                (verbs.destroy_comp_channel)(channel.as_ptr());
-                unmake(error)
-            };
-            let sent = Queue::new(verbs, context, channel.as_ptr()).ok_or_else(no_queue)?;
-            let received = Queue::new(verbs, context, channel.as_ptr()).ok_or_else(|| {
-                let error = fail("ibv_create_cq");
-                (verbs.destroy_cq)(sent.as_ptr());
-                (verbs.destroy_comp_channel)(channel.as_ptr());
-                unmake(error)
-            })?;
-            let mut rail = Rail {
-                verbs,
-                port: port.clone(),
-                context,
-                pd,
-                channel,
-                sent,
-                received,
-                mtu: 0,
-                lid: 0,
-                message_bytes: 0,
-            };
-            for fd in [rail.channel(), rail.news()] {
-                rustix::io::ioctl_fionbio(fd, true)
-                    .map_err(|errno| rail.error("ioctl", errno.into()))?;
-            }
-            let mut attributes: ffi::PortAttr = std::mem::zeroed();
-            let status = (verbs.query_port)(context.as_ptr(), port.number, &raw mut attributes);
-            rail.check("ibv_query_port", status)?;
-            rail.mtu = u8::try_from(attributes.active_mtu).unwrap_or(1).clamp(1, 5);
-            rail.lid = attributes.lid;
-            rail.message_bytes = attributes.max_msg_sz as usize;
-            Ok(rail)
-        }
-    }
-
-    pub(super) fn port(&self) -> &Port {
-        &self.port
-    }
-
-    pub(super) fn error(&self, call: &'static str, source: io::Error) -> RdmaError {
-        RdmaError::Call { call, port: self.port.to_string(), source }
-    }
-
-    pub(super) fn check(&self, call: &'static str, status: c_int) -> Result<(), RdmaError> {
-        match status {
-            0 => Ok(()),
-            // Some calls return the error, some set errno.
-            1.. => Err(self.error(call, io::Error::from_raw_os_error(status))),
-            _ => Err(self.error(call, io::Error::last_os_error())),
-        }
-    }
-
-    /// Readable when there are completions that were asked for.
-    pub(super) fn channel(&self) -> BorrowedFd<'_> {
-        // SAFETY: the channel lives as long as `self`, and its descriptor with it.
-        unsafe { BorrowedFd::borrow_raw(self.channel.as_ref().fd) }
-    }
-
-    /// Readable when something has happened to the device, a port or a queue.
-    pub(super) fn news(&self) -> BorrowedFd<'_> {
-        // SAFETY: the context lives as long as `self`, and its descriptor with it.
-        unsafe { BorrowedFd::borrow_raw(self.context.as_ref().async_fd) }
-    }
-
-    /// The next of what has happened that ends lanes.
-    pub(super) fn fault(&self) -> Option<Fault> {
-        // SAFETY: the event is a number and an address, for which zeros are valid.
-        let mut event: ffi::AsyncEvent = unsafe { std::mem::zeroed() };
-        // SAFETY: the descriptor does not block; each event that was taken is acknowledged once.
-        while unsafe { (self.verbs.get_async_event)(self.context.as_ptr(), &raw mut event) } == 0 {
-            // SAFETY: the call above has filled the event, and this acknowledges it once.
-            unsafe { (self.verbs.ack_async_event)(&raw mut event) };
-            let of = match event.event_type {
-                ffi::EVENT_DEVICE_FATAL => None,
-                // That of a trial has no lanes.
-                ffi::EVENT_CQ_ERR
-                    if [&self.sent, &self.received].map(Queue::as_ptr).contains(&event.cq()) =>
-                {
-                    None
-                }
-                ffi::EVENT_PORT_ERR if event.port() == self.port.number => None,
-                ffi::EVENT_QP_FATAL | ffi::EVENT_QP_REQ_ERR | ffi::EVENT_QP_ACCESS_ERR => {
-                    Some(event.qp().addr())
-                }
-                _ => continue,
-            };
-            return Some(Fault { event: event.event_type, pair: of });
-        }
-        None
-    }
-
-    /// Asks for wake-ups, after taking back earlier ones: by what comes, and by what becomes of
-    /// sends if that is awaited.
-    pub(super) fn arm(&self, received: Wake, awaits_sends: bool) {
-        let (mut cq, mut tag) = (std::ptr::null_mut(), std::ptr::null_mut());
-        // SAFETY: the channel is this rail's and does not block; each event that was taken is
-        // acknowledged, on the queue that it is of.
-        unsafe {
-            while (self.verbs.get_cq_event)(self.channel.as_ptr(), &raw mut cq, &raw mut tag) == 0 {
-                (self.verbs.ack_cq_events)(cq, 1);
-            }
-        }
-        self.received.arm(self, received);
-        if awaits_sends {
-            self.sent.arm(self, Wake::Each);
-        }
-    }
-}
-
-impl Drop for Rail {
-    fn drop(&mut self) {
-        // SAFETY: whatever was made of these holds the rail, so it is gone; each is destroyed once.
-        // A failure could not be helped: the kernel takes all back when the process ends.
-        unsafe {
-            (self.verbs.destroy_cq)(self.received.as_ptr());
-            (self.verbs.destroy_cq)(self.sent.as_ptr());
-            (self.verbs.destroy_comp_channel)(self.channel.as_ptr());
-            (self.verbs.dealloc_pd)(self.pd.as_ptr());
-            (self.verbs.close_device)(self.context.as_ptr());
-        }
-    }
-}
-
-fn open_device(verbs: &'static Verbs, port: &Port) -> Result<NonNull<ffi::Context>, RdmaError> {
-    let mut count = 0;
-    // SAFETY: the list is valid until it is freed below, and has `count` devices; an opened device
-    // does not need it.
-    unsafe {
-        let list = (verbs.get_device_list)(&raw mut count);
-        if list.is_null() {
-            return Err(RdmaError::last("ibv_get_device_list", port));
-        }
-        let devices = std::slice::from_raw_parts(list, usize::try_from(count).unwrap_or(0));
-        let named = devices.iter().find(|device| {
-            CStr::from_ptr((verbs.get_device_name)(**device)).to_bytes() == port.device.as_bytes()
-        });
-        let opened = named.map(|device| (verbs.open_device)(*device));
-        let error = RdmaError::last("ibv_open_device", port);
-        (verbs.free_device_list)(list);
-        match opened {
-            Some(context) => NonNull::new(context).ok_or(error),
-            None => Err(RdmaError::Driver { port: port.to_string() }),
-        }
-    }
-}
-
 /// The rails of one thread.
 pub struct Rails {
     rails: Vec<Arc<Rail>>,
@@ -307,10 +112,10 @@ impl Rails {
     /// Which ports are used, in one line to be printed at start.
     #[must_use]
     pub fn description(&self) -> String {
-        let name = |rail: &Arc<Rail>| match self.on_demand.then(|| can_page(rail)) {
-            None => rail.port.to_string(),
-            Some(Ok(())) => format!("{}, tensors sent from in place", rail.port),
-            Some(Err(why)) => format!("{}, tensors copied: {why}", rail.port),
+        let name = |rail: &Arc<Rail>| match self.on_demand.then(|| rail.can_page()) {
+            None => rail.port().to_string(),
+            Some(Ok(())) => format!("{}, tensors sent from in place", rail.port()),
+            Some(Err(why)) => format!("{}, tensors copied: {why}", rail.port()),
         };
         let ports: Vec<String> = self.rails.iter().map(name).collect();
         format!("rdma: {}", ports.join("; "))
@@ -332,13 +137,35 @@ impl Rails {
     }
 }
 
-/// What a device says has happened to it.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Fault {
-    /// As `ibv_event_type` lists it.
-    pub(super) event: c_int,
-    /// The one queue pair that it is of, by its address; all if there is none.
-    pub(super) pair: Option<usize>,
+/// The ports that the lanes of a thread use, among all that it has opened.
+#[derive(Clone)]
+pub struct Ports {
+    rails: Arc<Rails>,
+    used: Vec<usize>,
+}
+
+impl Ports {
+    /// All that the thread has opened.
+    #[must_use]
+    pub fn all(rails: &Arc<Rails>) -> Ports {
+        Ports::new(Arc::clone(rails), (0..rails.all().len()).collect())
+    }
+
+    pub(super) fn new(rails: Arc<Rails>, mut used: Vec<usize>) -> Ports {
+        used.sort_unstable();
+        used.dedup();
+        Ports { rails, used }
+    }
+
+    /// By their places among the rails.
+    #[must_use]
+    pub fn used(&self) -> &[usize] {
+        &self.used
+    }
+
+    pub(super) fn rails(&self) -> &Arc<Rails> {
+        &self.rails
+    }
 }
 
 /// The peer's end of a queue pair, as it told us.
@@ -409,7 +236,7 @@ impl QueuePair {
         }
         let pair = result?;
         let mut wanted = attributes(ffi::STATE_INIT);
-        wanted.port_num = rail.port.number;
+        wanted.port_num = rail.port().number;
         wanted.qp_access_flags = ffi::ACCESS_REMOTE_WRITE.cast_unsigned();
         let mask = ffi::ATTR_PKEY_INDEX | ffi::ATTR_PORT | ffi::ATTR_ACCESS_FLAGS;
         pair.modify("ibv_modify_qp to INIT", &mut wanted, mask)?;
@@ -460,7 +287,7 @@ impl QueuePair {
         path.sgid_index = ours.index;
         path.hop_limit = 64;
         path.dlid = peer.lid;
-        path.port_num = self.rail.port.number;
+        path.port_num = self.rail.port().number;
         let mask = ffi::ATTR_AV
             | ffi::ATTR_PATH_MTU
             | ffi::ATTR_DEST_QPN

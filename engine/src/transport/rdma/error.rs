@@ -4,8 +4,12 @@
 
 use super::ffi;
 use super::ports::Port;
+use crate::transport::Cause;
 use rustix::process::{Resource, getrlimit};
 use std::io;
+
+/// What a peer that breaks the rules of a lane is closed with.
+pub(super) const BROKEN: Cause = Cause::Os(libc::EPROTO);
 
 /// Why there is no RDMA.
 #[derive(Debug, thiserror::Error)]

@@ -13,28 +13,15 @@
 
 #![forbid(unsafe_code)]
 
+use super::error::BROKEN;
 use super::grants::GRANTS;
-use super::setup::Layout;
+use super::layout::{BATCH, EXTENTS, Layout, PREFIX_BYTES, SENDS};
 use crate::base::word;
 use crate::limits::{ALIGNMENT, HEADER_BYTES, PART_BYTES_MAX};
 use crate::transport::area::Area;
 use crate::transport::{Cause, Grant};
 use crate::wire::RawHeader;
 use std::collections::VecDeque;
-
-/// Extents of one direction that may be under way.
-pub(super) const EXTENTS: usize = 64;
-/// Operations that are posted together at most, and places to receive that are awaited before
-/// they are posted again.
-pub(super) const BATCH: usize = 16;
-/// Sends that may be posted and not known to be complete: extents, credits, a farewell.
-pub(super) const SENDS: usize = 2 * EXTENTS + 1;
-/// Places to receive.
-pub(super) const RECEIVES: usize = 2 * EXTENTS + GRANTS + 1 + BATCH;
-/// Bytes in front of every extent's payload.
-pub(super) const PREFIX_BYTES: usize = 128;
-/// What a peer that breaks the rules of a lane is closed with.
-pub(super) const BROKEN: Cause = Cause::Os(libc::EPROTO);
 
 const SIGNAL_EVERY: u64 = BATCH as u64;
 const COUNT_BITS: u32 = 30;
@@ -48,7 +35,6 @@ const FLAG_ANSWERS: u32 = 4;
 /// Numbers of four bytes behind the header.
 const WORDS: usize = 9;
 
-const _: () = assert!(PREFIX_BYTES.is_multiple_of(ALIGNMENT));
 const _: () = assert!(HEADER_BYTES + 4 * WORDS <= PREFIX_BYTES);
 const _: () = assert!(GRANTS <= 1 << (COUNT_BITS - ANSWER_BITS) && EXTENTS < 1 << ANSWER_BITS);
 const _: () = assert!(BATCH <= EXTENTS / 4);

@@ -1,7 +1,7 @@
 //! Two ends of a lane without a device: a simulated wire that delivers in order, completes late,
 //! and counts what a real queue would hold.
 
-use super::super::setup::RdmaOptions;
+use super::super::layout::{RECEIVES, RdmaOptions};
 use super::*;
 use crate::transport::sim::Random;
 

@@ -7,7 +7,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::flow::BROKEN;
+use super::error::BROKEN;
 use crate::limits::GRANTS_MAX;
 use crate::transport::{Cause, Grant};
 

@@ -18,11 +18,11 @@ mod outgoing;
 use self::outgoing::Outgoing;
 use super::chain::Chain;
 use super::device::{Counters, QueuePair, Rails};
+use super::error::BROKEN;
 use super::ffi;
-use super::flow::{
-    Arrived, BATCH, BROKEN, Notice, PREFIX_BYTES, Prefix, RECEIVES, Receiving, Said, Sending,
-};
+use super::flow::{Arrived, Notice, Prefix, Receiving, Said, Sending};
 use super::grants::Grants;
+use super::layout::{BATCH, PREFIX_BYTES, RECEIVES};
 use super::memory::Region;
 use super::setup::{RdmaLink, Stream};
 use crate::limits::LANE_FRAMES_MAX;

@@ -9,9 +9,9 @@
 //! Invariant: a device reaches only memory of live regions, and a region's memory outlives it.
 
 use super::RdmaError;
-use super::device::{Rail, Rails};
-use super::ffi::{self, DeviceAttrEx};
-use super::setup::Ports;
+use super::device::{Ports, Rails};
+use super::ffi;
+use super::rail::Rail;
 use crate::limits::ALIGNMENT;
 use std::alloc::Layout;
 use std::ffi::c_int;
@@ -104,7 +104,7 @@ impl Region {
 
     /// All memory of the process, for the device to read as the page tables are at that time.
     pub(super) fn everything(rail: &Arc<Rail>) -> Result<Region, RdmaError> {
-        can_page(rail).map_err(RdmaError::OnDemand)?;
+        rail.can_page().map_err(RdmaError::OnDemand)?;
         let nowhere = std::ptr::null_mut();
         // SAFETY: nothing is pinned by this; what a request names must be mapped at that time.
         let mr = unsafe { register(rail, nowhere, EVERYTHING, ffi::ACCESS_ON_DEMAND) }?;
@@ -197,40 +197,6 @@ unsafe fn register(
             _ => rail.error("ibv_reg_mr", source),
         }
     })
-}
-
-/// Whether writes of this rail's device may read memory that is paged in on demand; why not.
-pub(super) fn can_page(rail: &Rail) -> Result<(), String> {
-    let no = |why: &str| Err(format!("no paging on demand: {why}"));
-    // SAFETY: the context lives as long as its rail.
-    if unsafe { rail.context.as_ref() }.abi_compat.addr() != usize::MAX {
-        return no("its driver is of an old kind");
-    }
-    let before = std::mem::offset_of!(ffi::ContextTail, context);
-    let tail = rail.context.as_ptr().cast::<u8>().wrapping_sub(before);
-    let tail = tail.cast::<ffi::ContextTail>();
-    // SAFETY: a provider of this kind has its context at the end of a larger struct, whose size,
-    // together with the context, stands right in front of it.
-    let size = unsafe { (&raw const (*tail).sz).read() };
-    if size < size_of::<ffi::ContextTail>() {
-        return no("its driver does not tell what it can do");
-    }
-    // SAFETY: the struct is large enough to have this field, as was just seen.
-    let Some(query) = (unsafe { (&raw const (*tail).query_device_ex).read() }) else {
-        return no("its driver does not tell what it can do");
-    };
-    // SAFETY: all fields are numbers, for which zeros are valid.
-    let mut found: DeviceAttrEx = unsafe { std::mem::zeroed() };
-    let known = std::mem::offset_of!(DeviceAttrEx, rest);
-    // SAFETY: the device is open, and `found` has room for more than is asked for.
-    let status = unsafe { query(rail.context.as_ptr(), std::ptr::null(), &raw mut found, known) };
-    let wanted = ffi::ODP_SUPPORT | ffi::ODP_SUPPORT_IMPLICIT;
-    match status {
-        0 if found.general_caps & wanted != wanted => no("the device can't do it for all memory"),
-        0 if found.rc_odp_caps & ffi::ODP_SUPPORT_WRITE == 0 => no("the device can't do it"),
-        0 => Ok(()),
-        errno => no(&io::Error::from_raw_os_error(errno.abs()).to_string()),
-    }
 }
 
 /// Memory of a GPU, registered with the ports that lanes use.

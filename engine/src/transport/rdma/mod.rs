@@ -26,29 +26,31 @@
 //! and who was granted memory for an answer knows the key of all that answers may land in.
 
 mod chain;
-mod completions;
 mod device;
 mod error;
 mod ffi;
 mod flow;
 mod grants;
 mod lane;
+mod layout;
 mod memory;
 mod ports;
+mod rail;
 mod setup;
 #[cfg(test)]
 mod tests;
 mod trial;
 
-pub use device::{Counters, Rails};
+pub use device::{Counters, Ports, Rails};
 pub use error::RdmaError;
 pub(super) use error::{event_text, status_text};
 pub use ffi::{constants, layouts};
+pub use layout::RdmaOptions;
 pub use memory::GpuMemory;
 #[doc(hidden)]
 pub use memory::emulate_gpu_memory;
 pub use ports::Port;
-pub use setup::{Ports, RdmaLink, RdmaOptions, accept, connect};
+pub use setup::{RdmaLink, accept, connect};
 pub use trial::{Speeds, try_gpu};
 
 use super::{
@@ -58,10 +60,10 @@ use super::{
 use crate::base::word;
 use crate::config::{Config, TransportChoice};
 use crate::mem::Writable;
-use completions::Wake;
-use flow::{RECEIVES, SENDS};
 use lane::{RECEIVE, RdmaLane};
+use layout::{RECEIVES, SENDS};
 use memory::InPlace;
+use rail::Wake;
 use rustix::event::{PollFd, PollFlags, Timespec, epoll, poll};
 use std::io;
 use std::mem::MaybeUninit;

@@ -8,12 +8,13 @@
 //! that cannot go on says why, so that the other can fall back to TCP and print the reason.
 
 use super::RdmaError;
-use super::device::{QueuePair, Rail, Rails, Remote};
+use super::device::{Ports, QueuePair, Rails, Remote};
 use super::ffi;
-use super::flow::{PREFIX_BYTES, RECEIVES, SENDS};
+use super::layout::{Layout, RECEIVES, RdmaOptions, SENDS};
 use super::memory::Region;
 use super::ports::{Address, AddressKind};
-use crate::limits::{ALIGNMENT, HANDSHAKE_SECONDS, PART_BYTES_MAX};
+use super::rail::Rail;
+use crate::limits::HANDSHAKE_SECONDS;
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
 use std::os::fd::OwnedFd;
@@ -24,8 +25,6 @@ const MAGIC: [u8; 8] = *b"BPSRDMA\x03";
 const MESSAGE_BYTES: usize = 640;
 const REASON_AT: usize = 192;
 const GIDS_AT: usize = 64;
-/// Most bytes of one direction's area.
-const AREA_BYTES_MAX: usize = 64 << 20;
 const READY: u8 = 1;
 /// What an end says of the path to it: something came, or nothing.
 const HEARD: u8 = 2;
@@ -41,50 +40,6 @@ const KNOCK_AT: usize = KNOCK_BYTES as usize - size_of::<u64>();
 const KNOCK: u64 = u64::from_le_bytes(*b"KnockBps");
 /// In the id of its work request; no lane has it.
 const KNOCK_ID: u64 = u64::MAX >> 1;
-
-/// How much memory a lane registers for what it receives.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct RdmaOptions {
-    /// Most bytes of payload that one write carries; a longer payload travels as several, so that
-    /// the reader works on one while the next is on its way.
-    pub slot_bytes: usize,
-    /// Slots.
-    pub slots: usize,
-}
-
-impl Default for RdmaOptions {
-    fn default() -> RdmaOptions {
-        RdmaOptions { slot_bytes: 256 << 10, slots: 8 }
-    }
-}
-
-/// A checked [`RdmaOptions`].
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Layout {
-    pub(super) slot_bytes: usize,
-    slots: usize,
-}
-
-impl Layout {
-    pub(super) fn new(options: RdmaOptions) -> Result<Layout, RdmaError> {
-        let RdmaOptions { slot_bytes, slots } = options;
-        let sound = slot_bytes.is_multiple_of(ALIGNMENT)
-            && (4096..=PART_BYTES_MAX).contains(&slot_bytes)
-            && slots >= 4
-            && slots.checked_mul(slot_bytes + PREFIX_BYTES).is_some_and(|b| b <= AREA_BYTES_MAX);
-        if sound {
-            return Ok(Layout { slot_bytes, slots });
-        }
-        Err(RdmaError::Peer(format!(
-            "{slots} slots of {slot_bytes} bytes make no lane: at least 4, of a multiple of \
-             {ALIGNMENT} from 4096 on, together at most {AREA_BYTES_MAX} bytes"
-        )))
-    }
-
-    pub(super) fn area_bytes(self) -> usize {
-        self.slots * (self.slot_bytes + PREFIX_BYTES)
-    }
-}
 
 /// A lane that is connected and not yet attached. Dropping it hangs up.
 pub struct RdmaLink {
@@ -159,13 +114,6 @@ impl RdmaLink {
     }
 }
 
-/// The ports that the lanes of a thread use, among all that it has opened.
-#[derive(Clone)]
-pub struct Ports {
-    rails: Arc<Rails>,
-    used: Vec<usize>,
-}
-
 impl Ports {
     /// Those of these links, which are all of one thread; none if there are no links.
     pub fn of<'a>(links: impl IntoIterator<Item = &'a RdmaLink>) -> Option<Ports> {
@@ -174,28 +122,6 @@ impl Ports {
         let (rails, mut used) = (Arc::clone(&first.rails), vec![first.port()]);
         used.extend(links.map(RdmaLink::port));
         Some(Ports::new(rails, used))
-    }
-
-    /// All that the thread has opened.
-    #[must_use]
-    pub fn all(rails: &Arc<Rails>) -> Ports {
-        Ports::new(Arc::clone(rails), (0..rails.all().len()).collect())
-    }
-
-    fn new(rails: Arc<Rails>, mut used: Vec<usize>) -> Ports {
-        used.sort_unstable();
-        used.dedup();
-        Ports { rails, used }
-    }
-
-    /// By their places among the rails.
-    #[must_use]
-    pub fn used(&self) -> &[usize] {
-        &self.used
-    }
-
-    pub(super) fn rails(&self) -> &Arc<Rails> {
-        &self.rails
     }
 }
 

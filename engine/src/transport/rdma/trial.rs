@@ -6,12 +6,11 @@
 //! for. So each port writes to itself, from the host's memory and from the GPU's and back, and what
 //! came is compared.
 
-use super::completions::Queue;
-use super::device::{QueuePair, Rail, Remote};
+use super::device::{Ports, QueuePair, Remote};
 use super::error::status_text;
 use super::ffi;
 use super::memory::{GpuMemory, Region};
-use super::setup::Ports;
+use super::rail::{Queue, Rail};
 use super::{LOST, RdmaError};
 use std::io;
 use std::sync::Arc;

@@ -3,7 +3,8 @@
 
 use super::super::chain::Send;
 use super::super::device::Counters;
-use super::super::flow::{Notice, PREFIX_BYTES, Prefix, Said};
+use super::super::flow::{Notice, Prefix, Said};
+use super::super::layout::PREFIX_BYTES;
 use super::{COPY_BYTES, RdmaLane};
 use crate::limits::{LANE_FRAMES_MAX, PART_BYTES_MAX};
 use crate::mem::Readable;

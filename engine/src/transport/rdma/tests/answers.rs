@@ -231,14 +231,14 @@ fn an_answer_that_nobody_granted_ends_the_lane_of_who_sent_it() {
     let stranger = Grant { number: 3, key: 1, address: 1, length: 20_000 };
     let mut ends = Ends::new("stranger", false, 1 << 30);
     ends.answer(LANE, stranger);
-    assert_eq!(ends.closed[0], ("worker", LANE, flow::BROKEN));
+    assert_eq!(ends.closed[0], ("worker", LANE, error::BROKEN));
     assert!(ends.landing.iter().all(|byte| *byte == GUARD));
     // The same by a write to memory that may be written to: it is not believed.
     let mut ends = Ends::new("stranger's write", true, 1 << 30);
     ends.ask(LANE, 1);
     let grant = ends.grant.take().unwrap();
     ends.answer(LANE, Grant { number: 4, ..grant });
-    assert_eq!((&ends.answered[..], ends.closed[0]), (&[][..], ("worker", LANE, flow::BROKEN)));
+    assert_eq!((&ends.answered[..], ends.closed[0]), (&[][..], ("worker", LANE, error::BROKEN)));
 }
 
 #[test]
