@@ -29,6 +29,12 @@ const HOSTS_MAX: u32 = 250;
 const BURST_BYTES_MIN: u64 = 128 << 10;
 /// The bucket holds what the link carries in this time: the kernel may be late by a millisecond.
 const BURST_SECONDS: f64 = 0.002;
+/// What a host hands over whole takes this time on the link at most, if that is not below the
+/// smallest bundle. A switch queues packets; here a queue takes or drops a bundle whole, and one
+/// for 20 ms of a slow link holds only four of the largest.
+const BUNDLE_SECONDS: f64 = 0.001;
+/// Smallest and largest bundle; the largest is what the kernel takes if nothing is said.
+const BUNDLE_BYTES: [u64; 2] = [16 << 10, 64 << 10];
 
 /// One direction of every link.
 #[derive(Clone, Debug)]
@@ -113,8 +119,10 @@ impl Stage {
 
     /// Gives every link another rate, while its connections live on.
     pub fn shape(&self, rate_bits: u64, queue_ms: u32) -> Result<(), String> {
-        let burst = burst_bytes(rate_bits);
+        let (burst, bundle) = (burst_bytes(rate_bits), bundle_bytes(rate_bits));
         for (index, host) in self.hosts.iter().enumerate() {
+            // Connections that live keep the bundles of when they were made.
+            host.ip(&format!("link set eth0 gso_max_size {bundle}\n"))?;
             self.hub.tc(&port(index), rate_bits, burst, queue_ms)?;
             host.tc("eth0", rate_bits, burst, queue_ms)?;
         }
@@ -143,14 +151,25 @@ fn port(host: usize) -> String {
 }
 
 /// Bytes of the token bucket of a link.
+fn burst_bytes(rate_bits: u64) -> u64 {
+    bytes_in(rate_bits, BURST_SECONDS).max(BURST_BYTES_MIN)
+}
+
+/// Bytes that a host may hand over whole.
+fn bundle_bytes(rate_bits: u64) -> u64 {
+    let [least, most] = BUNDLE_BYTES;
+    bytes_in(rate_bits, BUNDLE_SECONDS).clamp(least, most)
+}
+
+/// What a link carries in so many seconds.
 #[allow(
     clippy::cast_precision_loss,
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,
     reason = "rates are far below 2^53 and not negative"
 )]
-fn burst_bytes(rate_bits: u64) -> u64 {
-    ((rate_bits as f64 / 8.0 * BURST_SECONDS) as u64).max(BURST_BYTES_MIN)
+fn bytes_in(rate_bits: u64, seconds: f64) -> u64 {
+    (rate_bits as f64 / 8.0 * seconds) as u64
 }
 
 /// A rate as people write it, in bits a second: powers of 1000.
@@ -188,5 +207,12 @@ mod tests {
     fn a_bucket_holds_two_milliseconds_and_the_largest_packet() {
         assert_eq!(burst_bytes(10 * GIGA), 2_500_000);
         assert_eq!(burst_bytes(1_000_000), BURST_BYTES_MIN);
+    }
+
+    #[test]
+    fn a_bundle_takes_a_millisecond_between_its_bounds() {
+        assert_eq!(bundle_bytes(100_000_000), BUNDLE_BYTES[0]);
+        assert_eq!(bundle_bytes(400_000_000), 50_000);
+        assert_eq!(bundle_bytes(10 * GIGA), BUNDLE_BYTES[1]);
     }
 }
