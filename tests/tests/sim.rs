@@ -4,6 +4,7 @@
 
 use bps_tests::sim::{
     Fault, Groups, Outcome, run, run_hosts, run_optimized, run_shrunk, run_stored,
+    run_stored_shrunk,
 };
 
 fn number(name: &str) -> Option<u64> {
@@ -179,6 +180,27 @@ fn a_job_that_shrinks_goes_on_with_the_same_results_everywhere() {
     );
     if first.is_none() {
         assert!(short > 0 && mixed > 0 && lost > 0, "the seeds show too little");
+    }
+}
+
+#[test]
+fn a_stored_value_outlives_ranks_that_die_in_a_job_that_shrinks() {
+    let first = number("BPS_SIM_SEED");
+    let seeds = match first {
+        Some(seed) => seed..seed + 1,
+        None => 0..number("BPS_SIM_SEEDS").unwrap_or(200),
+    };
+    let (mut checked, mut gone) = (0, 0);
+    for seed in seeds {
+        let outcome = std::panic::catch_unwind(|| run_stored_shrunk(seed));
+        let (outcome, dead) = outcome.unwrap_or_else(|_| {
+            panic!("replay with BPS_SIM_SEED={seed} cargo test -p bps-tests --test sim outlives")
+        });
+        (checked, gone) = (checked + outcome.checked, gone + dead);
+    }
+    println!("{gone} ranks died; {checked} answers");
+    if first.is_none() {
+        assert!(gone > 50 && checked > 1000, "the seeds show too little");
     }
 }
 

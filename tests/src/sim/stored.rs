@@ -2,7 +2,9 @@
 //! and every delta at most once, an answer holds all that its rank has pushed, and the last answer
 //! holds every delta of every rank.
 //!
-//! Each rank counts its deltas in digits of its own, so a value shows whose deltas it holds.
+//! Each rank counts its deltas in digits of its own, so a value shows whose deltas it holds. Where
+//! the job goes on without ranks that die, the same holds of those that live, and of the dead the
+//! value keeps what came whole: all that they had been answered, and nothing in part.
 
 use super::cluster::Cluster;
 use super::shape::{Groups, Shape};
@@ -11,6 +13,7 @@ use super::workload::{DEADLINE, Fault, Outcome, TURNS_MAX, strike};
 use bps_engine::base::{DType, Operation, Rank};
 use bps_engine::optimize::Act;
 use bps_engine::proto::messages::Declaration;
+use bps_engine::proto::scheduler::Elastic;
 use bps_engine::proto::store::{Deltas, Store};
 use bps_engine::transport::sim::Random;
 use bps_worker::job::nic_loop::Command;
@@ -49,7 +52,14 @@ struct Script {
     flights: Vec<Flight>,
     /// The last answer of each tensor.
     last: Vec<Vec<i64>>,
+    /// Contributions of each tensor that were answered.
+    answered: Vec<u64>,
+    /// All meet before they leave, in this barrier: nobody waits there for the dead.
+    meets: bool,
+    barrier: Option<u64>,
     left: bool,
+    /// It has died, or the scheduler has given it up.
+    lost: bool,
 }
 
 fn start_of(index: usize) -> i64 {
@@ -94,50 +104,172 @@ pub fn run_stored(seed: u64, groups: Groups, fault: Fault) -> Outcome {
     let mut random = Random::new(seed);
     let mut shape = Shape::random(&mut random, groups);
     shape.planning.force_distributed = true;
-    let workers = shape.workers;
-    let tensors = tensors(&mut random, workers);
-    let mut cluster = Cluster::new(seed, shape);
-    let mut ranks: Vec<Script> = (0..workers).map(|_| script(&mut random, tensors.len())).collect();
+    let tensors = tensors(&mut random, shape.workers);
+    let cluster = Cluster::new(seed, shape.clone());
+    let one = |_| {
+        let rounds = rounds(&mut random);
+        script(&mut random, tensors.len(), rounds)
+    };
+    let ranks = (0..shape.workers).map(one).collect();
+    let mut play = Play { seed, shape, tensors, cluster, ranks, may_fail: fault != Fault::None };
     let mut fault_at = Duration::from_micros(5_000 + random.below(20_000));
     let mut struck = fault == Fault::None;
     let mut outcome = Outcome::default();
-    for turn in 0.. {
-        let is_late = turn >= TURNS_MAX || cluster.now() >= DEADLINE;
-        assert!(!is_late, "seed {seed} ({groups:?}, {fault:?}): hung");
-        cluster.turn();
-        if !struck && cluster.now() >= fault_at {
-            let victim = random.index(workers as usize);
-            struck = cluster.workers[victim].roster.is_some() && !ranks[victim].left;
-            if struck {
-                strike(&mut cluster, victim, fault);
-            }
-            fault_at += Duration::from_millis(1);
+    play.until_over(&mut random, &mut outcome, |play, random| {
+        if struck || play.cluster.now() < fault_at {
+            return;
         }
-        let pushed = pushed(&cluster, &ranks, tensors.len());
-        let mut all = true;
-        for (index, rank) in ranks.iter_mut().enumerate() {
-            drive(&mut cluster, rank, index, &tensors, &mut random);
-            check(&cluster, rank, index, (seed, fault, &tensors, &pushed), &mut outcome);
-            let worker = &cluster.workers[index];
-            let is_done = (rank.left || worker.over.is_some()) && rank.flights.is_empty();
-            all &= !worker.alive() || is_done && worker.ended();
+        let victim = random.index(play.ranks.len());
+        struck = play.may_die(victim);
+        if struck {
+            strike(&mut play.cluster, victim, fault);
         }
-        if all {
-            break;
-        }
-    }
+        fault_at += Duration::from_millis(1);
+    });
     if fault == Fault::None {
-        check_last(seed, &cluster, &ranks, &tensors);
+        play.check_last();
     }
-    outcome.nanoseconds = cluster.now().as_nanos();
     outcome
 }
 
-fn script(random: &mut Random, tensors: usize) -> Script {
+/// Runs one seed of a job that goes on without ranks that die, of those that no value begins with.
+/// Returns what was seen, and how many have died.
+///
+/// # Panics
+/// When a value is wrong, somebody hangs, or somebody fails who lives.
+#[must_use]
+pub fn run_stored_shrunk(seed: u64) -> (Outcome, u32) {
+    let mut random = Random::new(seed);
+    let shape = Shape::random(&mut random, Groups::Apart);
+    let tensors = tensors(&mut random, shape.workers);
+    let elastic =
+        Elastic { shrinks: true, min_workers: 1, patience: Duration::ZERO, notice: DEADLINE };
+    let cluster = Cluster::elastic(seed, shape.clone(), Some(elastic));
+    // A rank that meets the others is there, and would be waited for.
+    let rounds = rounds(&mut random);
+    let one = |_| Script { meets: true, ..script(&mut random, tensors.len(), rounds) };
+    let ranks = (0..shape.workers).map(one).collect();
+    let mut play = Play { seed, shape, tensors, cluster, ranks, may_fail: false };
+    let mut kill_at = Duration::from_micros(random.below(20_000));
+    let (mut gone, mut outcome) = (0, Outcome::default());
+    play.until_over(&mut random, &mut outcome, |play, random| {
+        if play.cluster.now() < kill_at {
+            return;
+        }
+        kill_at += Duration::from_micros(1 + random.below(8_000));
+        let victim = random.index(play.ranks.len());
+        if play.may_die(victim) && !play.is_root(victim) {
+            play.ranks[victim].lost = true;
+            gone += 1;
+            match random.once_in(3) {
+                true => play.cluster.hide_worker(victim),
+                false => play.cluster.kill_worker(victim),
+            }
+        }
+    });
+    play.check_last();
+    (outcome, gone)
+}
+
+/// A job with stored tensors, and what its ranks do.
+struct Play {
+    seed: u64,
+    shape: Shape,
+    tensors: Vec<Declaration>,
+    cluster: Cluster,
+    ranks: Vec<Script>,
+    /// Whoever lives may be told that the job is over.
+    may_fail: bool,
+}
+
+impl Play {
+    fn may_die(&self, index: usize) -> bool {
+        let (worker, rank) = (&self.cluster.workers[index], &self.ranks[index]);
+        worker.alive() && worker.roster.is_some() && !rank.left && !rank.lost
+    }
+
+    /// Whether some tensor begins with this rank's value.
+    fn is_root(&self, index: usize) -> bool {
+        let number = self.cluster.workers[index].roster.as_ref().map(|roster| roster.index);
+        let roots = self.tensors.iter().filter_map(|said| said.store.and_then(Store::deltas));
+        roots.into_iter().any(|deltas| Some(deltas.root.0) == number)
+    }
+
+    /// Lets everybody do what is on their lists, and faults strike.
+    fn until_over(
+        &mut self,
+        random: &mut Random,
+        outcome: &mut Outcome,
+        mut strikes: impl FnMut(&mut Play, &mut Random),
+    ) {
+        let seed = self.seed;
+        for turn in 0.. {
+            let is_late = turn >= TURNS_MAX || self.cluster.now() >= DEADLINE;
+            assert!(!is_late, "seed {seed}: hung");
+            self.cluster.turn();
+            strikes(self, random);
+            let pushed = pushed(&self.cluster, &self.ranks, self.tensors.len());
+            let mut all = true;
+            for (index, rank) in self.ranks.iter_mut().enumerate() {
+                drive(&mut self.cluster, rank, index, &self.tensors, random);
+                let worker = &self.cluster.workers[index];
+                let may_fail = self.may_fail || rank.lost;
+                let is_over = worker.over.is_some();
+                assert!(
+                    !is_over || may_fail || rank.left,
+                    "seed {seed}: {index} was told {:?}",
+                    worker.over
+                );
+                let part = self.shape.planning.partition_bytes as usize;
+                let told = (seed, part, may_fail, &self.tensors[..], &pushed);
+                check(&self.cluster, rank, index, told, outcome);
+                let is_done = (rank.left || is_over) && rank.flights.is_empty();
+                all &= !worker.alive() || is_done && worker.ended();
+            }
+            if all {
+                break;
+            }
+        }
+        outcome.nanoseconds = self.cluster.now().as_nanos();
+    }
+
+    /// All have pushed all: who was last has seen every delta once, and those of the dead that had
+    /// been answered.
+    fn check_last(&self) {
+        let numbered: Vec<(u32, &Script)> = (self.cluster.workers.iter().zip(&self.ranks))
+            .filter_map(|(worker, rank)| Some((worker.roster.as_ref()?.index, rank)))
+            .collect();
+        for (tensor, said) in self.tensors.iter().enumerate() {
+            let count = usize::try_from(said.shape.count()).expect("small tensors");
+            for at in 0..count {
+                // Nothing goes back, so the largest is the last.
+                let answers = numbered.iter().filter_map(|(_, rank)| rank.last[tensor].get(at));
+                let Some(&last) = answers.max() else { continue };
+                let seen = format!("seed {}: {} at {at}: {last:#x}", self.seed, said.name);
+                assert_eq!(last >> START_SHIFT << START_SHIFT, start_of(at), "{seen}");
+                for (number, rank) in &numbered {
+                    let deltas = rank.pushed[tensor].saturating_sub(1);
+                    let least = match rank.lost {
+                        true => rank.answered[tensor].saturating_sub(1),
+                        false => deltas,
+                    };
+                    let held = digit(last, *number);
+                    assert!((least..=deltas).contains(&held), "{seen}: {held} of rank {number}");
+                }
+            }
+        }
+    }
+}
+
+/// Contributions of each tensor. The first one asks for the value, or gives it.
+fn rounds(random: &mut Random) -> u64 {
+    1 + random.below(DELTAS_MAX + 1)
+}
+
+fn script(random: &mut Random, tensors: usize, rounds: u64) -> Script {
     let mut todo = Vec::new();
-    // As often of each tensor: a rank that goes on with some of them alone would be waited for. The
-    // first contribution asks for the value, or gives it.
-    for _ in 0..1 + random.below(DELTAS_MAX + 1) {
+    // As often of each tensor: a rank that goes on with some of them alone would be waited for.
+    for _ in 0..rounds {
         todo.extend(0..tensors);
     }
     shuffle(random, &mut todo);
@@ -148,11 +280,15 @@ fn script(random: &mut Random, tensors: usize) -> Script {
         pushed: vec![0; tensors],
         flights: Vec::new(),
         last: vec![Vec::new(); tensors],
+        answered: vec![0; tensors],
+        meets: false,
+        barrier: None,
         left: false,
+        lost: false,
     }
 }
 
-/// By rank of the job and tensor: deltas that the rank has pushed, and whether it has left.
+/// By rank of the job and tensor: deltas that the rank has pushed, and whether nobody waits for it.
 type Pushed = Vec<(Vec<u64>, bool)>;
 
 fn pushed(cluster: &Cluster, ranks: &[Script], tensors: usize) -> Pushed {
@@ -160,7 +296,7 @@ fn pushed(cluster: &Cluster, ranks: &[Script], tensors: usize) -> Pushed {
     for (worker, rank) in cluster.workers.iter().zip(ranks) {
         if let Some(roster) = &worker.roster {
             let deltas = rank.pushed.iter().map(|count| count.saturating_sub(1)).collect();
-            pushed[roster.index as usize] = (deltas, rank.left);
+            pushed[roster.index as usize] = (deltas, rank.left || rank.lost);
         }
     }
     pushed
@@ -196,9 +332,14 @@ fn drive(
         return;
     }
     let Some(tensor) = rank.todo.pop() else {
-        if rank.flights.is_empty() {
-            rank.left = true;
-            cluster.leave(index);
+        match rank.barrier {
+            _ if !rank.flights.is_empty() => {}
+            None if rank.meets => rank.barrier = cluster.barrier(index),
+            Some(barrier) if !cluster.workers[index].barriers.contains(&barrier) => {}
+            _ => {
+                rank.left = true;
+                cluster.leave(index);
+            }
         }
         return;
     };
@@ -243,22 +384,25 @@ fn push(
     rank.flights.push(Flight { handle, tensor, round, _source: source, target });
 }
 
+/// The seed, bytes of a part, whether an error is to be expected, and what was pushed of what.
+type Told<'play> = (u64, usize, bool, &'play [Declaration], &'play Pushed);
+
 fn check(
     cluster: &Cluster,
     rank: &mut Script,
     index: usize,
-    (seed, fault, tensors, pushed): (u64, Fault, &[Declaration], &Pushed),
+    (seed, part_bytes, may_fail, tensors, pushed): Told<'_>,
     outcome: &mut Outcome,
 ) {
     let worker = &cluster.workers[index];
     let Some(roster) = &worker.roster else { return };
-    let last = &mut rank.last;
+    let (last, answered) = (&mut rank.last, &mut rank.answered);
     rank.flights.retain_mut(|flight| {
         if !flight.handle.is_told() {
             return worker.alive();
         }
         if let Err(error) = flight.handle.wait(Some(Duration::ZERO)) {
-            assert!(fault != Fault::None, "seed {seed}: without a fault: {error}");
+            assert!(may_fail, "seed {seed}: without a fault: {error}");
             outcome.failed += 1;
             return false;
         }
@@ -270,36 +414,24 @@ fn check(
             assert_eq!(value >> START_SHIFT << START_SHIFT, start_of(at), "{seen}");
             let own = digit(value, roster.index);
             assert_eq!(own, flight.round - 1, "{seen}: an answer holds all own deltas");
-            for (other, (deltas, has_left)) in (0..).zip(pushed) {
+            for (other, (deltas, is_away)) in (0..).zip(pushed) {
                 let (held, before) = (digit(value, other), last[flight.tensor].get(at));
                 // Whoever has come later in this turn may have pushed one more.
                 assert!(held <= deltas[flight.tensor] + 1, "{seen}: more than was pushed");
                 assert!(before.is_none_or(|old| digit(*old, other) <= held), "{seen}: went back");
                 let is_near = bound.is_none_or(|bound| own <= held + bound);
                 let is_member = said.members.contains(Rank(other));
-                assert!(is_near || *has_left || !is_member, "{seen}: too far ahead of {other}");
+                assert!(is_near || *is_away || !is_member, "{seen}: too far ahead of {other}");
             }
         }
+        let parts = (values.len() * size_of::<i64>()).div_ceil(part_bytes);
+        let digits = values.iter().map(|value| value & ((1 << START_SHIFT) - 1));
+        let digits: Vec<i64> = digits.collect();
+        let pieces = digits.chunk_by(|one, next| one == next).count();
+        assert!(pieces <= parts, "seed {seed}: {}: a delta is there in part", said.name);
         outcome.checked += 1;
         last[flight.tensor] = values;
+        answered[flight.tensor] = answered[flight.tensor].max(flight.round);
         false
     });
-}
-
-/// All have pushed all: who was last has seen every delta once.
-fn check_last(seed: u64, cluster: &Cluster, ranks: &[Script], tensors: &[Declaration]) {
-    for (tensor, said) in tensors.iter().enumerate() {
-        let count = usize::try_from(said.shape.count()).expect("small tensors");
-        for at in 0..count {
-            let mut expected = start_of(at);
-            let mut last = 0;
-            for (worker, rank) in cluster.workers.iter().zip(ranks) {
-                let number = worker.roster.as_ref().expect("it has joined").index;
-                let deltas = i64::try_from(rank.pushed[tensor].saturating_sub(1)).expect("few");
-                expected += deltas << (DIGIT_BITS * number);
-                last = last.max(rank.last[tensor].get(at).copied().unwrap_or(0));
-            }
-            assert_eq!(last, expected, "seed {seed}: {} at {at}", said.name);
-        }
-    }
 }
