@@ -9,11 +9,12 @@
 mod switch;
 
 use crate::program::Program;
-use rustix::thread::UnshareFlags;
+use rustix::thread::{LinkNameSpaceType, UnshareFlags, move_into_link_name_space};
 use std::ffi::CStr;
 use std::fs::File;
 use std::io::Write;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::net::{Ipv4Addr, SocketAddr, TcpStream};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -33,12 +34,14 @@ pub struct Rule {
     pub corrupt: f64,
     /// How much later each arrives.
     pub delay: Duration,
+    /// Bytes a second, if it is a slow one: what would wait too long is lost, as in a switch.
+    pub rate: Option<u64>,
 }
 
 impl Rule {
     /// Nothing passes.
     pub const BLOCK: Rule =
-        Rule { block: true, mtu: None, drop: 0.0, corrupt: 0.0, delay: Duration::ZERO };
+        Rule { block: true, mtu: None, drop: 0.0, corrupt: 0.0, delay: Duration::ZERO, rate: None };
 
     /// Only packets of at most so many bytes pass.
     #[must_use]
@@ -112,6 +115,21 @@ impl Network {
     #[must_use]
     pub fn lost(&self, from: usize, to: usize) -> u64 {
         self.shared.lost(from, to)
+    }
+
+    /// A connection from a host to a port of its own.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub fn connect(&self, host: usize, port: u16) -> std::io::Result<TcpStream> {
+        let namespace = self.namespaces[host].try_clone()?;
+        let to = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+        // A thread of its own, so that this one stays where it is; a socket stays where it is made.
+        let connected = std::thread::spawn(move || {
+            move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::Network))?;
+            TcpStream::connect_timeout(&to, Duration::from_secs(5))
+        });
+        connected.join().expect("no panic in two system calls")
     }
 
     /// Starts a program of this workspace on a host, as [`Program::start`].

@@ -35,7 +35,7 @@ const OF_ELASTIC_JOBS: [&str; 3] =
     ["bps_job_deaths_total", "bps_job_reforming_seconds", "bps_core_short_rounds_total"];
 /// Of jobs that tune themselves, likewise: they have a test of their own.
 const OF_TUNING_JOBS: &str = "bps_job_tuning_";
-/// Of tensors that are encoded, likewise.
+/// Of tensors that are encoded, likewise; that of lines is in `network.rs`.
 const OF_CODECS: [&str; 3] = ["bps_rank_auto_", "bps_rank_line_", "bps_rank_spared_"];
 const PATIENCE: Duration = Duration::from_secs(30);
 

@@ -3,6 +3,7 @@
 
 use bps_tests::network::{Network, Rule};
 use bps_tests::program::Program;
+use std::io::{Read, Write};
 use std::time::{Duration, Instant};
 
 const JOIN: Duration = Duration::from_secs(60);
@@ -21,7 +22,11 @@ struct Job {
 
 /// A job of two ranks and a server, each on a host of its own, that has made its first round.
 fn running(count: &str, extra: &[(&'static str, &str)]) -> Option<Job> {
-    let network = Network::new(4)?;
+    Some(job_on(Network::new(4)?, &["100000000", "0", count], extra))
+}
+
+/// The same, on this network, with ranks of these arguments.
+fn job_on(network: Network, arguments: &[&str], extra: &[(&'static str, &str)]) -> Job {
     let variables = |role: &str, host: usize| {
         let root = network.address(SCHEDULER);
         let mut all = vec![
@@ -34,7 +39,9 @@ fn running(count: &str, extra: &[(&'static str, &str)]) -> Option<Job> {
             ("BPS_PIN", "0".to_owned()),
             ("BPS_LOCAL_REDUCE", "0".to_owned()),
         ];
-        all.extend(extra.iter().map(|&(name, value)| (name, value.to_owned())));
+        let is_known = |name: &str| name != "BPS_METRICS_PORT" || role == "scheduler";
+        let extra = extra.iter().filter(|(name, _)| is_known(name));
+        all.extend(extra.map(|&(name, value)| (name, value.to_owned())));
         all
     };
     let start = |host, name: &str, arguments: &[&str], role| {
@@ -45,13 +52,13 @@ fn running(count: &str, extra: &[(&'static str, &str)]) -> Option<Job> {
     let rank = |(index, host): (usize, usize)| {
         let mut variables = variables("worker", host);
         variables.push(("DMLC_WORKER_ID", index.to_string()));
-        network.start(host, "bps-test-rank", &["100000000", "0", count], &variables)
+        network.start(host, "bps-test-rank", arguments, &variables)
     };
     let ranks: Vec<Program> = RANKS.into_iter().enumerate().map(rank).collect();
     for rank in &ranks {
         let _ = rank.wait_for_line("rank has begun", JOIN);
     }
-    Some(Job { network, scheduler, server, ranks })
+    Job { network, scheduler, server, ranks }
 }
 
 /// Each of these ends by itself in time, badly, and says all of these words in one line.
@@ -184,4 +191,62 @@ fn a_rank_that_is_cut_off_from_the_scheduler_does_not_call_it_dead() {
     end_with(&mut [second], &["the scheduler at 10.77.0.1:9000 has not answered for 4."], limit);
     end_with(&mut [first, server, scheduler], &["rank 1", "no heartbeat"], limit);
     assert!(!second.lines().join("\n").contains("scheduler died"));
+}
+
+/// Bytes a second of a way that is slow.
+const SLOW: u64 = 4_000_000;
+const METRICS: u16 = 9100;
+
+/// A metric of each rank, as the scheduler shows it; 0 where it says nothing.
+fn of_ranks(network: &Network, name: &str) -> [f64; 2] {
+    let mut stream = network.connect(SCHEDULER, METRICS).expect("the scheduler shows its metrics");
+    stream.set_read_timeout(Some(JOIN)).expect("a timeout is not zero");
+    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: test\r\n\r\n").expect("it reads");
+    let mut page = String::new();
+    stream.read_to_string(&mut page).expect("it answers");
+    [0, 1].map(|rank| {
+        let sample = format!("{name}{{rank=\"{rank}\"}} ");
+        let value = page.lines().find_map(|line| line.strip_prefix(&sample));
+        value.map_or(0.0, |value| value.parse().expect("a number"))
+    })
+}
+
+/// A job that chooses encodings sees that these ways are slow, how slow they are, and encodes.
+fn encodes(ways: &[(usize, usize)]) {
+    let Some(network) = Network::new(4) else { return };
+    for &(from, to) in ways {
+        network.set(from, to, Rule { rate: Some(SLOW), ..Rule::default() });
+    }
+    let port = METRICS.to_string();
+    let arguments = ["100000000", "0", "500000", "1", "0", "auto"];
+    let extra = [("BPS_METRICS_PORT", port.as_str()), ("BPS_HEARTBEAT_INTERVAL", "0.2")];
+    let Job { network, mut scheduler, server: _server, ranks: _ranks } =
+        job_on(network, &arguments, &extra);
+    let until = Instant::now() + JOIN;
+    loop {
+        let speeds = of_ranks(&network, "bps_rank_line_bytes_per_second");
+        let plain = of_ranks(&network, "bps_rank_auto_plain_parts");
+        let coded = of_ranks(&network, "bps_rank_auto_codec_parts");
+        if plain == [0.0; 2] && coded.iter().all(|parts| *parts > 0.0) {
+            // What the kernel holds is sent faster than the line, so it may seem faster than it is.
+            let slow = SLOW as f64;
+            let is_near = |speed: &f64| (slow / 2.0..slow * 2.0).contains(speed);
+            assert!(speeds.iter().all(is_near), "{speeds:?} B/s on lines of {SLOW}");
+            return;
+        }
+        let seen = format!("{speeds:?} B/s; plain {plain:?}, encoded {coded:?}");
+        assert!(Instant::now() < until, "{seen}");
+        assert!(scheduler.runs(), "{seen}:\n{}", scheduler.lines().join("\n"));
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
+#[test]
+fn auto_encodes_where_the_way_to_a_server_is_slow() {
+    encodes(&[(RANKS[0], SERVER), (RANKS[1], SERVER)]);
+}
+
+#[test]
+fn auto_encodes_where_the_way_from_a_server_is_slow() {
+    encodes(&[(SERVER, RANKS[0]), (SERVER, RANKS[1])]);
 }

@@ -366,8 +366,8 @@ pub static FAMILIES: &[Family] = &[
     gauge(
         "bps_rank_line_bytes_per_second",
         Source::Rank(|rank| float(rank.values.line_speed)),
-        "Bytes a second at which results land, as it has measured to choose among these; 0 before \
-         that is known, or where nothing is to be chosen.",
+        "Bytes a second of its line in the slower direction, as it has measured to choose among \
+         these; 0 before that is known, or where nothing is to be chosen.",
     ),
     counter(
         "bps_rank_rounds_total",

@@ -1,19 +1,20 @@
 //! A rank for tests of what happens when something ends or hangs: joins the job of its environment
 //! and pushes the same tensors again and again.
-//! `bps-test-rank ROUNDS [STALL_ROUND [COUNT [TENSORS [SECONDS]]]]`: leaves after so many rounds;
-//! stops pushing, but goes on living, at the other, unless that is 0: for so long, or for good; the
-//! tensors, one unless said otherwise, have so many elements each. Says on standard error when it
-//! has begun and how it ended.
+//! `bps-test-rank ROUNDS [STALL_ROUND [COUNT [TENSORS [SECONDS [ENCODING]]]]]`: leaves after so
+//! many rounds; stops pushing, but goes on living, at the other, unless that is 0: for so long, or
+//! for good; the tensors, one unless said otherwise, have so many elements each, and may be
+//! encoded. Says on standard error when it has begun and how it ended.
 
 use bps_engine::base::{DType, Operation};
-use bps_worker::Members;
 use bps_worker::error::{SettingError, Source};
 use bps_worker::{Declaration, Error, PushPull, Worker};
+use bps_worker::{Encoding, Members};
 use std::time::Duration;
 
 fn main() {
+    let texts: Vec<String> = std::env::args().skip(1).collect();
     let numbers: Vec<u64> =
-        std::env::args().skip(1).map(|text| text.parse().expect("a number")).collect();
+        texts.iter().take(5).map(|text| text.parse().expect("a number")).collect();
     let number = |at: usize, default| numbers.get(at).copied().unwrap_or(default);
     let plan = Plan {
         rounds: number(0, 1),
@@ -21,6 +22,7 @@ fn main() {
         count: number(2, 100_000),
         tensors: number(3, 1),
         seconds: numbers.get(4).copied(),
+        encoding: texts.get(5).map(|text| text.parse().expect("an encoding")),
     };
     match work(&plan) {
         Ok(()) => eprintln!("rank ended: ok"),
@@ -37,6 +39,7 @@ struct Plan {
     count: u64,
     tensors: u64,
     seconds: Option<u64>,
+    encoding: Option<Encoding>,
 }
 
 fn work(plan: &Plan) -> Result<(), Error> {
@@ -50,7 +53,7 @@ fn work(plan: &Plan) -> Result<(), Error> {
         operation: Operation::Sum,
         device: false,
         members: Members::ALL,
-        encoding: None,
+        encoding: plan.encoding,
         store: None,
     };
     let ids = worker.declare(&(0..plan.tensors).map(declaration).collect::<Vec<_>>())?;
@@ -80,8 +83,9 @@ fn work(plan: &Plan) -> Result<(), Error> {
             eprintln!("rank has begun");
         }
         let expected = f64::from(worker.size());
+        let far = if plan.encoding.is_some() { 0.05 } else { 0.0 };
         assert!(
-            values.iter().all(|value| f64::from(*value) == expected),
+            values.iter().all(|value| (f64::from(*value) - expected).abs() <= far),
             "round {round}: wrong sum"
         );
         values.fill(1.0);

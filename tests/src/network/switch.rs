@@ -16,6 +16,8 @@ const BATCH: usize = 64;
 /// Delayed frames at most; more are lost, as in a switch whose buffer is full.
 const DELAYED_MAX: usize = 100_000;
 const ETHERNET_BYTES: usize = 14;
+/// Longest queue in front of a way that has a rate; what would wait longer is lost.
+const QUEUE: Duration = Duration::from_millis(50);
 
 /// A host's device.
 pub(super) struct Port(OwnedFd);
@@ -43,6 +45,24 @@ pub(super) struct Shared {
 struct Way {
     rule: Rule,
     lost: u64,
+    /// When all that has been let through has passed, if there is a rate.
+    free: Option<Instant>,
+}
+
+impl Way {
+    /// How long a frame of so many bytes takes from now on until it has passed, or nothing if the
+    /// queue is full.
+    fn queue(&mut self, bytes: usize, now: Instant) -> Option<Duration> {
+        let Some(rate) = self.rule.rate else { return Some(Duration::ZERO) };
+        let begins = self.free.map_or(now, |free| free.max(now));
+        if begins - now > QUEUE {
+            self.lost += 1;
+            return None;
+        }
+        let ends = begins + Duration::from_nanos(bytes as u64 * 1_000_000_000 / rate.max(1));
+        self.free = Some(ends);
+        Some(ends - now)
+    }
 }
 
 impl Shared {
@@ -145,7 +165,7 @@ fn pass(
     if chance(rule.corrupt) {
         corrupt(frame, random);
     }
-    Some(rule.delay)
+    Some(rule.delay + way.queue(frame.len(), Instant::now())?)
 }
 
 /// Flips a bit of a TCP payload and repairs the checksum, as the memory of a switch or a network
@@ -198,6 +218,18 @@ mod tests {
             sum = (sum & 0xffff) + (sum >> 16);
         }
         u16::try_from(sum).unwrap()
+    }
+
+    #[test]
+    fn frames_of_a_way_with_a_rate_pass_one_after_the_other_and_fill_its_queue() {
+        let rule = Rule { rate: Some(1_000_000), ..Rule::default() };
+        let mut way = Way { rule, ..Way::default() };
+        let now = Instant::now();
+        let waits: Vec<_> = (1..=3).map(|_| way.queue(1000, now)).collect();
+        assert_eq!(waits, [1, 2, 3].map(|number| Some(Duration::from_millis(number))));
+        let taken = (0..100).filter(|_| way.queue(1000, now).is_some()).count();
+        assert_eq!((taken, way.lost), (48, 52), "50 ms of 1 ms each are as much as waits");
+        assert_eq!(way.queue(1000, now + QUEUE), Some(Duration::from_millis(2)));
     }
 
     #[test]

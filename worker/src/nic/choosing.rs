@@ -2,9 +2,9 @@
 //! takes the least time, of the bytes on the line and of what processors do to make them fewer.
 //!
 //! How fast the line is, the loop sees when results come: it takes them at once, so while one lands
-//! the line is what is waited for. A server sends as fast to its workers as they to it, so one
-//! direction tells of both. How fast a codec is, is measured when the first tensor is declared with
-//! it. What stays on this host is never encoded.
+//! the line is what is waited for. In the other direction it sees how long a frame waits that the
+//! kernel does not take at once. The slower direction counts. How fast a codec is, is measured when
+//! the first tensor is declared with it. What stays on this host is never encoded.
 //!
 //! Invariant: a part has one form from when it is queued to when its frame is sent. Plain is chosen
 //! unless something else is known to be faster.
@@ -27,8 +27,11 @@ const GAIN: f64 = 1.2;
 /// Bytes over which the line is measured, at least and at most; at most, because lanes that take
 /// turns may always have something that lands.
 const SPAN_BYTES: [u64; 2] = [256 << 10, 64 << 20];
-/// How many such measurements are kept, and how many there must be.
+/// How many such measurements there must be, and how many are kept.
 const SPANS: [usize; 2] = [3, 9];
+/// A frame that is sent within this time went into a buffer that had room, which says nothing of
+/// the line; and a line that takes a part so fast need not be encoded for.
+const AT_ONCE: Duration = Duration::from_micros(100);
 /// Elements on which a codec is measured, and how often.
 const ELEMENTS: usize = 64 << 10;
 const TRIALS: usize = 3;
@@ -40,18 +43,25 @@ pub(super) struct Choice {
     since: Option<u64>,
 }
 
-/// How fast results land, and codecs are.
+/// How fast the line and codecs are.
 #[derive(Default)]
 pub(super) struct Costs {
-    /// Results that are landing, and since when that or the last look is.
-    landing: u32,
+    from_servers: Way,
+    to_servers: Way,
+    /// Seconds an element that is encoded and decoded takes.
+    codecs: Vec<(Codec, DType, f64)>,
+}
+
+/// One direction of the line.
+#[derive(Default)]
+struct Way {
+    /// Payloads that are under way, and since when that or the last look is.
+    under_way: u32,
     since: Duration,
     busy: Duration,
     bytes: u64,
-    /// Seconds a byte of the line, the latest last.
+    /// Seconds a byte, the latest last.
     spans: VecDeque<f64>,
-    /// Seconds an element that is encoded and decoded takes.
-    codecs: Vec<(Codec, DType, f64)>,
 }
 
 /// What a part of a tensor is, as far as time goes.
@@ -78,20 +88,25 @@ impl Size {
     }
 }
 
-impl Costs {
+impl Way {
     fn begins(&mut self, now: Duration) {
-        if self.landing == 0 {
+        if self.under_way == 0 {
             self.since = now;
         }
-        self.landing += 1;
+        self.under_way += 1;
+    }
+
+    /// One is over that does not count: if others wait, their time goes on.
+    fn passes(&mut self) {
+        self.under_way = self.under_way.saturating_sub(1);
     }
 
     fn ends(&mut self, now: Duration, bytes: usize) {
         self.busy += now.saturating_sub(self.since);
         self.since = now;
-        self.landing = self.landing.saturating_sub(1);
+        self.passes();
         self.bytes += bytes as u64;
-        let least = SPAN_BYTES[usize::from(self.landing > 0)];
+        let least = SPAN_BYTES[usize::from(self.under_way > 0)];
         if self.bytes < least {
             return;
         }
@@ -103,15 +118,24 @@ impl Costs {
         (self.busy, self.bytes) = (Duration::ZERO, 0);
     }
 
-    /// Seconds that a byte takes on the line, once that is known: the median, so that a moment in
-    /// which this process did something else does not count.
-    fn line(&self) -> Option<f64> {
+    /// Seconds that a byte takes, once that is known: the median, so that a moment in which this
+    /// process did something else does not count.
+    fn seconds(&self) -> Option<f64> {
         if self.spans.len() < SPANS[0] {
             return None;
         }
         let mut sorted: Vec<f64> = self.spans.iter().copied().collect();
         sorted.sort_by(f64::total_cmp);
         Some(sorted[sorted.len() / 2])
+    }
+}
+
+impl Costs {
+    /// Seconds that a byte takes in the slower direction, once the way from servers is known: that
+    /// to them may take everything at once.
+    fn line(&self) -> Option<f64> {
+        let to = self.to_servers.seconds().unwrap_or(0.0);
+        Some(self.from_servers.seconds()?.max(to))
     }
 
     /// Seconds that an element takes to be encoded and decoded.
@@ -232,20 +256,47 @@ impl Nic {
 
     /// A result begins to land on a lane.
     pub(super) fn landing_begins(&mut self, lane: LaneId) {
-        if self.crosses_line(lane)
-            && let Some(costs) = &mut self.costs
-        {
-            costs.begins(self.now);
+        let now = self.now;
+        if let Some(costs) = self.costs_of(lane) {
+            costs.from_servers.begins(now);
         }
     }
 
     /// It has landed.
     pub(super) fn landing_ends(&mut self, lane: LaneId, bytes: usize) {
-        if self.crosses_line(lane)
-            && let Some(costs) = &mut self.costs
-        {
-            costs.ends(self.now, bytes);
+        let now = self.now;
+        if let Some(costs) = self.costs_of(lane) {
+            costs.from_servers.ends(now, bytes);
         }
+    }
+
+    /// A frame of a part was posted on a lane.
+    pub(super) fn sending_begins(&mut self, lane: LaneId) {
+        let now = self.now;
+        if let Some(costs) = self.costs_of(lane) {
+            costs.to_servers.begins(now);
+        }
+    }
+
+    /// It was sent to a server.
+    pub(super) fn sending_ends(&mut self, lane: LaneId, part: PartId) {
+        if self.costs.is_none() {
+            return;
+        }
+        let (now, state) = (self.now, self.part(part));
+        let is_counted = now.saturating_sub(state.asked) >= AT_ONCE && !self.is_silent(state);
+        let bytes = self.line_bytes(part);
+        match self.costs_of(lane) {
+            Some(costs) if is_counted => costs.to_servers.ends(now, bytes),
+            Some(costs) => costs.to_servers.passes(),
+            None => {}
+        }
+    }
+
+    /// Where the time goes that payloads take on this lane, if some part leaves its form to that.
+    fn costs_of(&mut self, lane: LaneId) -> Option<&mut Costs> {
+        let crosses = self.costs.is_some() && self.crosses_line(lane);
+        self.costs.as_deref_mut().filter(|_| crosses)
     }
 
     fn crosses_line(&self, lane: LaneId) -> bool {
@@ -285,17 +336,50 @@ mod tests {
             let each = if codec.starts_with("dith") { 4e-9 } else { 1e-9 };
             costs.codecs.push((codec.parse().expect("a codec"), DType::F32, each));
         }
+        moves(&mut costs.from_servers, bytes_per_second);
+        costs
+    }
+
+    /// Three rounds of two payloads each.
+    fn moves(way: &mut Way, bytes_per_second: u64) {
         let mut now = Duration::ZERO;
         for _ in 0..SPANS[0] {
-            costs.begins(now);
+            way.begins(now);
             // Two at once share the line, and what lies between them is nobody's time.
-            costs.begins(now);
+            way.begins(now);
             now += Duration::from_nanos((2 << 20) * 1_000_000_000 / bytes_per_second);
-            costs.ends(now, 1 << 20);
-            costs.ends(now, 1 << 20);
+            way.ends(now, 1 << 20);
+            way.ends(now, 1 << 20);
             now += Duration::from_secs(5);
         }
-        costs
+    }
+
+    #[test]
+    fn the_slower_direction_counts() {
+        let int8 = size("auto(int8)", DType::F32);
+        let mut costs = costs(12_500_000_000);
+        assert_eq!(costs.best(&int8, Form::Plain, 1.0), Some(Form::Plain));
+        moves(&mut costs.to_servers, 12_500_000);
+        assert_eq!(costs.best(&int8, Form::Plain, 1.0), Some(Form::Declared));
+        // What is taken at once from then on changes nothing.
+        for _ in 0..100 {
+            costs.to_servers.begins(Duration::from_secs(60));
+            costs.to_servers.passes();
+        }
+        assert_eq!(costs.best(&int8, Form::Declared, 1.0), Some(Form::Declared));
+        // A line that has become fast in this direction, too.
+        (0..3).for_each(|_| moves(&mut costs.to_servers, 12_500_000_000));
+        assert_eq!(costs.best(&int8, Form::Declared, 1.0), Some(Form::Plain));
+    }
+
+    #[test]
+    fn what_is_taken_at_once_stops_no_clock() {
+        let mut way = Way::default();
+        way.begins(Duration::ZERO);
+        way.begins(Duration::ZERO);
+        way.passes();
+        way.ends(Duration::from_secs(1), 1 << 20);
+        assert_eq!(way.spans, [1.0 / f64::from(1 << 20)]);
     }
 
     #[test]
@@ -328,7 +412,7 @@ mod tests {
     #[test]
     fn nothing_is_chosen_before_the_line_is_known() {
         let mut costs = costs(12_500_000);
-        costs.spans.pop_back();
+        costs.from_servers.spans.pop_back();
         assert_eq!(costs.best(&size("auto", DType::F32), Form::Plain, 1.0), None);
     }
 

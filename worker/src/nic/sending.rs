@@ -78,6 +78,7 @@ impl Nic {
             self.trace.frame_at(at, Mark::Posted, &header);
             self.statistics.posted(length);
             self.spared(part, length);
+            self.sending_begins(lane);
             self.queue.take();
             self.lane_mut(lane).posted.push_back(part);
             self.contributed(part);
@@ -235,6 +236,7 @@ impl Nic {
         let mark = match self.lane(lane).peer {
             Peer::Server(_) => {
                 self.queue.returned(self.line_bytes(part));
+                self.sending_ends(lane, part);
                 self.slot_sent(part);
                 Some(Mark::Sent)
             }
