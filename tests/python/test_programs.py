@@ -108,6 +108,29 @@ def test_asynchronous():
     assert "steps of each rank" in result.stdout
 
 
+def test_tuning(tmp_path):
+    script, found = ROOT / "python/examples/tuning.py", tmp_path / "tuned.env"
+    variables = {
+        "BYTEPS_FORCE_DISTRIBUTED": "1",
+        "BYTEPS_PARTITION_BYTES": "4096",
+        "BYTEPS_SCHEDULING_CREDIT": "1",
+        "BPS_TUNE_CREDIT": "1",
+        "BPS_TUNE_PARTITION": "1",
+        "BPS_TUNE_FILE": str(found),
+    }
+    command = [sys.executable, str(script), "--elements", str(1 << 18)]
+    result = launch([*command, "--steps", "200"], timeout=120, environment=variables)
+    assert result.returncode == 0, result.stdout
+    assert "every sum was right" in result.stdout and "tuned after " in result.stdout
+    # The next job takes over what was found.
+    lines = dict(line.split("=", 1) for line in found.read_text().splitlines() if "=" in line)
+    assert int(lines["BYTEPS_PARTITION_BYTES"]) > 4096, lines
+    variables = {"BYTEPS_FORCE_DISTRIBUTED": "1"} | lines
+    result = launch([*command, "--steps", "3"], timeout=120, environment=variables)
+    assert result.returncode == 0, result.stdout
+    assert "tuning: trial" not in result.stdout
+
+
 def test_server_optimizer():
     script = ROOT / "python/examples/server_optimizer.py"
     command = [sys.executable, str(script), "--steps", "120", "--accuracy", "0.9"]
