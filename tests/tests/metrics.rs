@@ -341,6 +341,7 @@ fn every_metric_of_the_table_moves() {
         "bps_rank_waited_for{rank=\"1\"}",
         "bps_job_stalls",
         "bps_job_stall_seconds",
+        "bps_job_path_stalls",
     ]);
     let table = top(&watcher.address);
     assert!(table.contains("STALLED for") && table.contains("WAITED FOR"), "{table}");
