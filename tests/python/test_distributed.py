@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 import uuid
 
@@ -170,6 +171,10 @@ def asynchronous():
     for number, (tensor, work) in enumerate(zip(tensors, works, strict=True)):
         work.wait()
         assert (tensor == number * size).all()
+        # As with gloo, whose future is complete by then: what is added to it runs at once.
+        future = work.get_future()
+        assert future.done() and future.then(lambda _: threading.get_ident()).done()
+        assert future.then(lambda _: threading.get_ident()).value() == threading.get_ident()
     tensor = torch.ones(5)
     future = dist.all_reduce(tensor, async_op=True).get_future()
     twice = future.then(lambda done: done.value()[0] * 2)

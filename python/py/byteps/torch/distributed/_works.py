@@ -61,6 +61,11 @@ class Operation:
             # Whoever waits has a stream wait.
             _native.enqueue_results_of_batches([(batch, None)])
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether somebody has waited for the result, and it is there."""
+        return self._over
+
     def wait(self, timeout: float | None) -> None:
         """Waits until the engine is done, and has what comes next in the caller's stream wait for
         the result. Raises what went wrong, and WaitTimeoutError after so many seconds."""
