@@ -151,6 +151,28 @@ def test_torchrun_starts_again_after_a_failure(run, tmp_path):
         assert f"attempt {attempt} {rank}" in text, text
 
 
+def test_torchrun_starts_again_after_a_rank_was_killed(run, tmp_path):
+    """In DDP over the backend; rank 0 has the job's scheduler."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, signal, sys, torch, torch.distributed as dist\n"
+        "from torch.nn.parallel import DistributedDataParallel\n"
+        "dist.init_process_group('byteps')\n"
+        "rank, attempt = dist.get_rank(), os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "model = DistributedDataParallel(torch.nn.Linear(4, 1, bias=False))\n"
+        "for step in range(3):\n"
+        "    if (attempt, rank, step) == ('0', 0, 1): os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    model.zero_grad()\n"
+        "    model(torch.full((1, 4), rank + 1.0)).sum().backward()\n"
+        "gradient = model.module.weight.grad.mean().item()\n"
+        "sys.stdout.write(f'result {attempt} {rank} {gradient}\\n')\n"
+        "dist.destroy_process_group()\n"
+    )
+    options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    [text] = finish(run("job", torchrun(script, *options)))
+    assert results(text) == ["1 0 1.5", "1 1 1.5"], text
+
+
 @pytest.mark.parametrize("order", ["first", "last"])
 def test_torchs_variables_by_hand(run, order):
     """Rank 0 hosts torch's store itself; no variable tells which ranks share a host."""
