@@ -22,7 +22,14 @@ from byteps._launchers import Place
 from byteps._meeting import Meeting, open_meeting
 from byteps.errors import ConfigError, StartError
 
-__all__ = ["end", "settings", "settings_of", "start_seconds", "wait_for_helpers"]
+__all__ = [
+    "end",
+    "is_described",
+    "settings",
+    "settings_of",
+    "start_seconds",
+    "wait_for_helpers",
+]
 
 #: Variables that say which process of a job this is.
 _WHO = ("DMLC_WORKER_ID", "BYTEPS_GLOBAL_RANK")
@@ -76,11 +83,16 @@ def settings(environment: Mapping[str, str]) -> dict[str, str]:
 def settings_of(place: Place, meeting: Meeting, environment: Mapping[str, str]) -> dict[str, str]:
     """Forms the job of processes that have met already, with their own place in it; returns what
     the engine is to be told, as :func:`settings` does."""
-    if environment.get("BYTEPS_LOCAL_RANK") or any(environment.get(name) for name in _WHO):
+    if is_described(environment):
         return settings(environment)
     if place.size == 1:
         return {}
     return _form(place, environment, lambda *_: meeting)
+
+
+def is_described(environment: Mapping[str, str]) -> bool:
+    """Whether ``DMLC_*`` variables, or ``bpslaunch``, say which process of a job this is."""
+    return any(environment.get(name) for name in ("BYTEPS_LOCAL_RANK", *_WHO))
 
 
 def _refuse_job_of_one(environment: Mapping[str, str]) -> None:

@@ -187,7 +187,7 @@ def run(function: Callable[..., _Result]) -> Callable[..., _Result]:
                 if not _native.is_initialized() or _native.newcomers() is None:
                     raise
                 restores = False
-            _come_back()
+            come_back()
             if restores:
                 state.restore()
             came_back = True
@@ -202,7 +202,7 @@ def run_fn(function: Callable[..., _Result], reset: Any = None) -> Callable[...,
     return run(function)
 
 
-def _come_back() -> None:
+def come_back() -> None:
     """Leaves the epoch, and returns in the next one that is not over before it has begun here."""
     while True:
         with contextlib.suppress(BytePSError):  # What ended the epoch, which is known.

@@ -19,6 +19,9 @@ __all__ = ["comm_hook", "create"]
 
 def create(options: Any, backend_options: Any = None) -> Any:
     """What torch calls for a new group of the backend: the group's end in this process."""
-    from byteps.torch.distributed._group import create as create_group
-
-    return create_group(options, backend_options)
+    del backend_options
+    if getattr(options, "enable_reconfigure", False):  # From torch 2.15 on.
+        from byteps.torch.distributed._reconfiguring import create as create_group
+    else:
+        from byteps.torch.distributed._group import create as create_group
+    return create_group(options)

@@ -27,7 +27,7 @@ from byteps.torch.distributed._futures import Line, is_in_callback
 from byteps.torch.distributed._keys import Keys, Kind
 from byteps.torch.distributed._works import Flight, Operation, done, give
 
-__all__ = ["create"]
+__all__ = ["Named", "Operations", "create"]
 
 Tensors = list[torch.Tensor]
 
@@ -116,28 +116,31 @@ def _kind_of_reduction(
     return Kind(operation, _tensors.DTYPES[dtype], device, is_in_callback=is_in_callback)
 
 
-class _Group(_BASE):  # type: ignore[misc]
-    """This process's end of a group. ``keys`` is None where the engine does not serve it."""
+class Operations:
+    """What a group does, in this process. Its keys are None where the engine does not serve it."""
 
-    def __init__(
-        self, store: Any, rank: int, size: int, timeout: timedelta, name: str, keys: Keys | None
-    ) -> None:
-        super().__init__(rank, size)
-        self._rank, self._size, self._name = rank, size, name
-        self._store, self._timeout = store, timeout
-        self._seconds = timeout.total_seconds()
+    def _open(self, name: str, timeout: timedelta) -> None:
+        self._name = name
+        self._timeout, self._seconds = timeout, timeout.total_seconds()
+        self._sequence = 0
+        self._keys: Keys | None = None
+        self._host_fallback: Any = None
+        self._device_fallback: Any = None
+        if _HAS_BACKENDS:
+            self._options = c10d.Backend.Options("byteps", timeout=timeout)
+
+    def _join(self, store: Any, rank: int, size: int, keys: Keys | None) -> None:
+        """All ranks are here, and meet in this store."""
+        self._store, self._rank, self._size = store, rank, size
         self._keys = keys
         self._flight = Flight()
         self._line = Line()
         self._sequence = 0
-        self._device_fallback: Any = None
-        # All ranks are here. Later they may not be: gloo's ranks connect when the first of them
-        # makes a group, and sending is not a call that all ranks make.
-        self._host_fallback: Any = c10d.ProcessGroupGloo(
-            c10d.PrefixStore("gloo", store), rank, size, timeout=timeout
+        # Later they may not be here: gloo's ranks connect when the first of them makes a group, and
+        # sending is not a call that all ranks make.
+        self._host_fallback = c10d.ProcessGroupGloo(
+            c10d.PrefixStore("gloo", store), rank, size, timeout=self._timeout
         )
-        if _HAS_BACKENDS:
-            self._options = c10d.Backend.Options("byteps", timeout=timeout)
 
     # What c10d asks about
 
@@ -393,9 +396,9 @@ class _Group(_BASE):  # type: ignore[misc]
         device = getattr(opts, "device", None)
         if device is not None and device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-        if self._keys is None:
-            return self._host_fallback.barrier(opts)
         token = torch.zeros(1, dtype=torch.int32, device="cpu")
+        if self._keys is None:
+            return self._fallback(token).barrier(opts)
         exchange = self._exchange(token)
         exchange.reduce("sum", token, token)
         return self._start("barrier", exchange, [token], opts)
@@ -466,16 +469,14 @@ class _Group(_BASE):  # type: ignore[misc]
         timeout = getattr(limit, "timeout", limit)
         if timeout is None or timeout.total_seconds() <= 0:
             timeout = self._timeout
-        self._host_fallback.monitored_barrier(timeout, wait_all_ranks)
+        self._fallback(torch.empty(0, device="cpu")).monitored_barrier(timeout, wait_all_ranks)
 
 
-class _NamedGroup(_Group):
-    """A group that is the process group itself: C++ keeps its name with backends, of which it has
-    none."""
+class Named:
+    """For groups that are the process group itself: C++ keeps a group's name with its backends, of
+    which these have none."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._description = ""
+    _name = _description = ""
 
     def getGroupName(self) -> str:
         return self._name
@@ -493,6 +494,16 @@ class _NamedGroup(_Group):
     group_name, group_desc = property(getGroupName), property(getGroupDesc)
 
 
+class _Group(Operations, _BASE):  # type: ignore[misc]
+    def __init__(self, rank: int, size: int, name: str, timeout: timedelta) -> None:
+        _BASE.__init__(self, rank, size)
+        self._open(name, timeout)
+
+
+class _NamedGroup(Named, _Group):
+    pass
+
+
 # torch.compile runs them as they are, wherever a compiled module comes by.
 for _name in (
     "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "all_gather_single",
@@ -500,7 +511,7 @@ for _name in (
     "allgather_coalesced", "reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base",
     "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "barrier",
 ):  # fmt: skip
-    setattr(_Group, _name, untraced(getattr(_Group, _name)))
+    setattr(Operations, _name, untraced(getattr(Operations, _name)))
 
 
 def _scratch(tensor: torch.Tensor) -> torch.Tensor:
@@ -532,15 +543,13 @@ def _all(works: list[Any], outputs: Any) -> Any:
     return works[0] if len(works) == 1 else _Works(works, outputs)
 
 
-def create(options: Any, backend_options: Any = None) -> Any:
+def create(options: Any) -> Any:
     """The end of a new group in this process. All ranks of the group call it."""
-    del backend_options
-    timeout = options.timeout
-    if not isinstance(timeout, timedelta):
-        timeout = timedelta(seconds=timeout)
+    timeout = _joining.timeout_of(options)
     store = _joining.own_store(options)
     served = _joining.joins(options, store, timeout)
     keys = Keys(options.group_id, served.ranks) if served is not None else None
-    return (_Group if _HAS_BACKENDS else _NamedGroup)(
-        store, options.group_rank, options.group_size, timeout, options.group_id, keys
-    )
+    rank, size = options.group_rank, options.group_size
+    group = (_Group if _HAS_BACKENDS else _NamedGroup)(rank, size, options.group_id, timeout)
+    group._join(store, rank, size, keys)
+    return group

@@ -21,7 +21,17 @@ from byteps._launchers import Place
 from byteps._meeting import ByGroup
 from byteps.errors import BytePSError, ConfigError, StartError
 
-__all__ = ["Served", "joins", "leave", "own_store"]
+__all__ = [
+    "Served",
+    "agree",
+    "form",
+    "has_joined",
+    "joins",
+    "leave",
+    "own_store",
+    "renumber",
+    "timeout_of",
+]
 
 #: The ranks, as the world numbers them, of the job that this module has joined.
 _members: tuple[int, ...] | None = None
@@ -36,6 +46,12 @@ class Served(NamedTuple):
     the order of the group, if they are not all of it."""
 
     ranks: tuple[int, ...] | None = None
+
+
+def timeout_of(options: Any) -> timedelta:
+    """That of a group; releases of torch differ in how they hand it over."""
+    timeout = options.timeout
+    return timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
 
 
 def own_store(options: Any) -> Any:
@@ -58,11 +74,9 @@ def joins(options: Any, store: Any, timeout: timedelta) -> Served | None:
     ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
     is_default = not options.global_ranks_in_group
     own = _state(ranks, is_default, rank, size)
-    states = _exchange(store, rank, size, own, timeout)
+    states = agree(store, rank, size, own, timeout)
     if states == {_FREE}:
-        common.begin(lambda: _forming.settings_of(*_meeting(store, rank, size), os.environ))
-        _check_place(rank, size)
-        _members, _groups = ranks, 1
+        form(store, rank, size, _forming.start_seconds(os.environ), ranks)
         return Served()
     if states == {_MEMBER}:
         _members = ranks
@@ -106,10 +120,12 @@ def _check_place(rank: int, size: int) -> None:
         )
 
 
-def _exchange(store: Any, rank: int, size: int, own: bytes, timeout: timedelta) -> set[bytes]:
-    """What all ranks of the group say of themselves."""
-    store.set(f"state/{rank}", own)
-    keys = [f"state/{other}" for other in range(size)]
+def agree(
+    store: Any, rank: int, size: int, own: bytes, timeout: timedelta, about: str = "state"
+) -> set[bytes]:
+    """What all ranks of the group say of themselves, once for each thing to be said."""
+    store.set(f"{about}/{rank}", own)
+    keys = [f"{about}/{other}" for other in range(size)]
     try:
         store.wait(keys, timeout)
         return {bytes(store.get(key)) for key in keys}
@@ -120,7 +136,29 @@ def _exchange(store: Any, rank: int, size: int, own: bytes, timeout: timedelta) 
         ) from error
 
 
-def _meeting(store: Any, rank: int, size: int) -> tuple[Place, ByGroup]:
+def form(
+    store: Any, rank: int, size: int, seconds: float, ranks: tuple[int, ...] | None = None
+) -> None:
+    """Forms the job of a group, and joins it. ``ranks`` are the numbers of its ranks in the world,
+    if they are others there; ``seconds`` is how long they wait for one another."""
+    global _groups, _members
+    common.begin(lambda: _forming.settings_of(*_meeting(store, rank, size, seconds), os.environ))
+    _check_place(rank, size)
+    _members, _groups = ranks or tuple(range(size)), 1
+
+
+def has_joined() -> bool:
+    """Whether the job of this process is one that a group has joined."""
+    return _groups > 0
+
+
+def renumber(size: int) -> None:
+    """The job has so many ranks now, which are those of the world."""
+    global _members
+    _members = tuple(range(size))
+
+
+def _meeting(store: Any, rank: int, size: int, seconds: float) -> tuple[Place, ByGroup]:
     host = os.environ.get("MASTER_ADDR") if _is_master(rank) else None
     place = Place(
         launcher="torch.distributed",
@@ -129,7 +167,7 @@ def _meeting(store: Any, rank: int, size: int) -> tuple[Place, ByGroup]:
         host=host or None,
         said=f"rank {rank} of {size} in torch.distributed",
     )
-    return place, ByGroup(place, _forming.start_seconds(os.environ), store, "job")
+    return place, ByGroup(place, seconds, store, "job")
 
 
 def _is_master(rank: int) -> bool:
