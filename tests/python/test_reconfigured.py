@@ -1,4 +1,5 @@
-"""Groups of torch.distributed whose ranks change: enable_reconfigure, of torch 2.15 on."""
+"""Groups of torch.distributed whose ranks change: enable_reconfigure, of torch 2.15 on, and groups
+for libraries that make one after another."""
 
 from __future__ import annotations
 
@@ -285,3 +286,46 @@ def refused_late(handles):
     assert reconfigure(1, handles) == check()
     refused(2, handles, "ConfigError", "is not elastic")
     check()  # It goes on.
+
+
+def quorum(port, number, rank, size, ends):
+    """What torchft's manager does with the groups of two quorums, one after another."""
+    import datetime
+
+    import torch
+    import torch.distributed as dist
+
+    import byteps.torch
+    from byteps.torch.distributed import process_group
+
+    torch.set_num_threads(1)
+    seconds = datetime.timedelta(seconds=30)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=seconds)
+    group = process_group(dist.PrefixStore(f"quorum {number}", store), rank, size, seconds)
+    assert (
+        (group.rank(), group.size()) == (rank, size) == (byteps.torch.rank(), byteps.torch.size())
+    )
+    tensor = torch.full((1000,), rank + 1.0)
+    group.allreduce([tensor]).wait()
+    assert (tensor == size * (size + 1) / 2).all()
+    if ends == "die":
+        die(0.2)
+    if ends == "until a death":
+        with pytest.raises(RuntimeError, match=f"rank {size - 1}"):
+            while True:
+                group.allreduce([tensor]).wait()
+    group.abort()
+    assert not byteps.torch.is_initialized()
+
+
+def test_a_group_for_each_quorum(store):
+    with processes(3) as (a, b, c):
+        a.start(quorum, store.port, 1, 0, 2, "until a death")
+        b.start(quorum, store.port, 1, 1, 2, "die")
+        a.results(120)
+        b.kill()
+        a.start(quorum, store.port, 2, 1, 2, "well")
+        c.start(quorum, store.port, 2, 0, 2, "well")
+        for member in (a, c):
+            member.results(120)
+        a.run(quorum, store.port, 3, 0, 1, "well")
