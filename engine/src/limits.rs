@@ -60,6 +60,10 @@ pub const DECLARE_PARTS_MAX: usize = 1 << 18;
 pub const RECUT_TENSORS_MAX: usize = 1 << 14;
 /// Ranks that the sets of all tensors of one request name, and those of all their parts.
 pub const DECLARE_MEMBERS_MAX: usize = 1 << 22;
+/// Ranks of a job in which rounds may be short: results say by so many bits whom they lack.
+pub const BACKUP_RANKS_MAX: u32 = u64::BITS;
+/// Rounds that a rank may be behind in one: a server keeps as many results.
+pub const BEHIND_MAX: u32 = 64;
 /// Barriers that one rank may have open at once.
 pub const BARRIERS_MAX: usize = 64;
 /// Bytes of one control message, after authentication.

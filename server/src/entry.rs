@@ -11,14 +11,17 @@ mod encoded;
 mod groups;
 mod optimized;
 mod scaled;
+mod short;
 mod shrinking;
 mod stored;
 
 pub use groups::{Groups, NumberSet, Turnout, Turnouts};
 pub use optimized::Unfit;
+pub use short::{Kept, KeptPlace};
 
 use self::encoded::Encoded;
 use self::optimized::Optimized;
+use self::short::Short;
 use self::shrinking::Told;
 use self::stored::Stored;
 use bps_engine::base::{DType, Key, Operation, Rank, word};
@@ -93,6 +96,8 @@ pub struct Entry {
     optimized: Option<Box<Optimized>>,
     /// Likewise. If its value stays between rounds, each rank has rounds of its own.
     stored: Option<Box<Stored>>,
+    /// Likewise. If its rounds do not wait for slow ranks.
+    short: Option<Box<Short>>,
     /// Where the sum is. Its memory is the entry's alone, but for what it lends.
     accumulator: Claim,
 }
@@ -104,11 +109,17 @@ pub fn accumulator_bytes(spec: &KeySpec, shrinks: bool) -> usize {
     if let Some(optimized) = Optimized::of(spec) {
         return optimized.bytes();
     }
+    Short::of(spec).map_or_else(|| own_bytes(spec, shrinks), |short| short.bytes())
+}
+
+/// Bytes for a sum, and for a contribution in front of it.
+fn own_bytes(spec: &KeySpec, shrinks: bool) -> usize {
     if let Some(encoded) = Encoded::of(spec) {
         return encoded.bytes();
     }
     let sum = spec.bytes as usize / spec.dtype.size() * spec.dtype.accumulator().size();
-    let has_place = shrinks && !matches!(spec.operation, Operation::Broadcast(_));
+    let is_apart = shrinks || spec.store.and_then(Store::backup).is_some();
+    let has_place = is_apart && !matches!(spec.operation, Operation::Broadcast(_));
     if has_place { sum.next_multiple_of(ALIGNMENT) + spec.bytes as usize } else { sum }
 }
 
@@ -128,6 +139,7 @@ impl Entry {
         assert!(accumulator.len() >= room, "{}: too little memory", spec.key);
         let deltas = spec.store.and_then(Store::deltas);
         let optimized = Optimized::of(spec).map(Box::new);
+        let short = Short::of(spec).map(|short| short.among(groups, spec.rounds));
         Entry {
             key: spec.key,
             dtype: spec.dtype,
@@ -148,6 +160,7 @@ impl Entry {
             payloads: match (deltas, spec.operation) {
                 (Some(_), _) => u32::MAX,
                 (None, Operation::Broadcast(_)) => 1,
+                (None, _) if short.is_some() => u32::MAX,
                 (None, _) if groups.shrinks() && !takes_all(spec) => u32::MAX,
                 (None, _) => groups.count() - word(groups.gone().len()),
             },
@@ -155,6 +168,7 @@ impl Entry {
             groups: Arc::clone(groups),
             encoded: optimized.is_none().then(|| Encoded::of(spec).map(Box::new)).flatten(),
             stored: deltas.map(|deltas| Box::new(Stored::new(deltas, groups))),
+            short: short.map(Box::new),
             optimized,
             accumulator,
         }
@@ -198,7 +212,8 @@ impl Entry {
     pub fn store(&self) -> Option<Store> {
         let optimizer = self.optimized.as_ref().map(|optimized| optimized.optimizer());
         let deltas = self.stored.as_ref().map(|stored| stored.store());
-        deltas.map(Store::Deltas).or(optimizer.map(Store::Optimizer))
+        let backup = self.short.as_ref().map(|short| Store::Backup(short.backup()));
+        deltas.map(Store::Deltas).or(optimizer.map(Store::Optimizer)).or(backup)
     }
 
     /// Where a payload of so many bytes lands: the first of a round or, encoded, any.
@@ -311,7 +326,8 @@ impl Entry {
     #[must_use]
     pub fn open_round(&self, rank: Rank) -> u64 {
         let own = self.stored.as_ref().map(|stored| stored.open_round(self.groups.of(rank)));
-        own.unwrap_or(self.round + 1)
+        let short = || self.short.as_ref().map(|short| short.open_round(rank));
+        own.or_else(short).unwrap_or(self.round + 1)
     }
 
     /// Whether the group of this rank has contributed to the open round, or has begun to.
@@ -319,6 +335,9 @@ impl Entry {
     pub fn has_arrived(&self, rank: Rank) -> bool {
         if let Some(stored) = &self.stored {
             return stored.is_waiting(rank);
+        }
+        if self.is_late(self.open_round(rank)) {
+            return false;
         }
         self.open.as_ref().is_some_and(|turnout| turnout.has_arrived(self.groups.of(rank)))
     }
@@ -330,6 +349,9 @@ impl Entry {
         }
         if self.stored.is_some() {
             return;
+        }
+        if let Some(short) = &mut self.short {
+            short.take(rank);
         }
         let group = self.groups.of(rank);
         self.open.get_or_insert_with(|| turnouts.take()).arrive(group, rank);
@@ -378,7 +400,8 @@ impl Entry {
     /// Whether it was retired, has had its last round, and nobody reads its result any more.
     #[must_use]
     pub fn is_over(&self) -> bool {
-        let is_last = self.last_round == Some(self.round) && self.publishing == 0;
+        let keeps = self.short.as_ref().is_some_and(|short| short.keeps());
+        let is_last = self.last_round == Some(self.round) && self.publishing == 0 && !keeps;
         is_last
             && self.active.is_none()
             && self.open.as_ref().is_none_or(|open| self.is_deserted(open))
@@ -473,6 +496,9 @@ impl Entry {
         if let Some(stored) = &self.stored {
             return self.free() && stored.has_due(&self.groups);
         }
+        if self.short.is_some() {
+            return self.is_enough();
+        }
         if !self.groups.gone().is_empty() {
             return self.is_whole_without();
         }
@@ -494,6 +520,9 @@ impl Entry {
         }
         self.round += 1;
         self.landed = 0;
+        if let Some(short) = &mut self.short {
+            short.close();
+        }
         self.told = self.open.take();
         self.publishing = self.told.as_ref().map_or(0, Turnout::count);
         self.opened_at = None;

@@ -5,6 +5,7 @@
 //! their product only by three bits for each rank in a round that is under way.
 
 mod keys;
+mod late;
 mod membership;
 mod messages;
 mod sending;
@@ -28,7 +29,8 @@ use bps_engine::trace::timeline::{Mark, Recorder};
 use bps_engine::transport::{Cause, Event, Frame, Grant, Landing, LaneId, Link, Piece, Waker};
 use bps_engine::wire::header::{FLAG_PAYLOAD_CHECKSUM, FLAG_SCALED, scale};
 use bps_engine::wire::{Header, Kind, RawHeader, crc32c_append};
-use std::collections::{HashMap, VecDeque};
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -38,8 +40,8 @@ enum Receiving {
     Header,
     /// A contribution whose key is not free yet.
     Parked { entry: usize, header: Header },
-    /// A contribution's payload; `done` bytes have been added.
-    Payload { entry: usize, header: Header, done: usize, checksum: u32 },
+    /// A contribution's payload; `done` bytes have been added, or dropped if its round is closed.
+    Payload { entry: usize, header: Header, done: usize, checksum: u32, is_late: bool },
     /// Nothing more is taken from this lane.
     Closing,
 }
@@ -78,6 +80,8 @@ pub struct Shard {
     vacant: Vec<usize>,
     /// Those of `entries` whose result is being sent.
     results: Results,
+    /// When to close rounds without ranks that are slow, and of which of `entries`.
+    due: BinaryHeap<Reverse<(Duration, usize)>>,
     /// For rounds that open.
     turnouts: Turnouts,
     sessions: Vec<Option<Session>>,
@@ -135,6 +139,7 @@ impl Shard {
             entries: Vec::new(),
             vacant: Vec::new(),
             results: Results::default(),
+            due: BinaryHeap::new(),
             turnouts: Turnouts::default(),
             sessions: Vec::new(),
             lanes: Vec::new(),
@@ -165,7 +170,8 @@ impl Shard {
     /// Sleeps until there is something to do, at most until the next look for stalls.
     pub fn sleep(&mut self) {
         let commands = &self.commands;
-        self.endpoint.sleep(TICK, || !commands.is_empty());
+        let due = self.due.peek().map(|Reverse((at, _))| at.saturating_sub(self.now));
+        self.endpoint.sleep(due.map_or(TICK, |due| due.min(TICK)), || !commands.is_empty());
     }
 
     /// One turn of the loop: takes what has arrived, does it, and says whether there was anything.
@@ -192,6 +198,7 @@ impl Shard {
             self.on_command(command);
             progress = true;
         }
+        progress |= self.close_due();
         if now >= self.next_tick {
             self.next_tick = now + TICK;
             self.endpoint.look(now);
@@ -281,6 +288,9 @@ impl Shard {
                 self.trace.frame(Mark::Arrived, &header);
                 if let Some(grant) = grant {
                     session(&mut self.sessions, lane).outgoing.note(index, grant);
+                }
+                if self.entries[index].is_late(header.round.0) {
+                    return self.take_late(lane, index, header);
                 }
                 let entry = &mut self.entries[index];
                 entry.arrive(header.rank, Act::from_word(header.act), &mut self.turnouts);
@@ -376,13 +386,15 @@ impl Shard {
         self.trace.frame(mark, &header);
         let session = session(&mut self.sessions, lane);
         session.checks |= checked;
-        session.receiving = Receiving::Payload { entry: index, header, done: 0, checksum: 0 };
+        session.receiving =
+            Receiving::Payload { entry: index, header, done: 0, checksum: 0, is_late: false };
         self.endpoint.land(lane, landing);
     }
 
     fn on_piece(&mut self, lane: LaneId, piece: Piece) {
         let session = session(&mut self.sessions, lane);
-        let Receiving::Payload { entry, header, done, checksum } = &mut session.receiving else {
+        let Receiving::Payload { entry, header, done, checksum, is_late } = &mut session.receiving
+        else {
             let is_closing = matches!(session.receiving, Receiving::Closing);
             assert!(is_closing, "a piece comes of a payload that was asked for");
             return self.endpoint.consume(lane);
@@ -398,7 +410,9 @@ impl Shard {
         }
         self.trace.piece(Mark::PieceBegins, header, length);
         let scale = if header.flags & FLAG_SCALED == 0 { 1 } else { scale(header.contributors) };
-        self.entries[index].add_piece(self.kernels, *done, piece, scale);
+        if !*is_late {
+            self.entries[index].add_piece(self.kernels, *done, piece, scale);
+        }
         self.trace.piece(Mark::PieceEnds, header, length);
         *done += length;
         let whole = *done == header.length as usize;
@@ -425,7 +439,7 @@ impl Shard {
     fn end_payload(&mut self, lane: LaneId) {
         let session = session(&mut self.sessions, lane);
         let receiving = std::mem::replace(&mut session.receiving, Receiving::Header);
-        let Receiving::Payload { entry, header, checksum, .. } = receiving else {
+        let Receiving::Payload { entry, header, checksum, is_late, .. } = receiving else {
             unreachable!("a payload that is whole was coming");
         };
         self.counters.bytes_in.add(u64::from(header.length));
@@ -434,6 +448,9 @@ impl Shard {
             // The sum is spoilt, so the round can never be published: the job ends by the report of
             // this refusal.
             return self.refuse(lane, Refusal::Payload { key: header.key, round: header.round });
+        }
+        if is_late {
+            return self.answer_late(lane, entry, &header);
         }
         let scale = if header.flags & FLAG_SCALED == 0 { 1 } else { scale(header.contributors) };
         if let Err(why) = self.entries[entry].add_landed(self.kernels, scale) {

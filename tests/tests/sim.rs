@@ -3,7 +3,7 @@
 //! sets how many seeds are tried, `BPS_SIM_SEED` runs one.
 
 use bps_tests::sim::{
-    Fault, Groups, Outcome, run, run_hosts, run_optimized, run_shrunk, run_stored,
+    Fault, Groups, Outcome, run, run_hosts, run_optimized, run_short, run_shrunk, run_stored,
     run_stored_shrunk,
 };
 
@@ -180,6 +180,33 @@ fn a_job_that_shrinks_goes_on_with_the_same_results_everywhere() {
     );
     if first.is_none() {
         assert!(short > 0 && mixed > 0 && lost > 0, "the seeds show too little");
+    }
+}
+
+#[test]
+fn rounds_that_do_not_wait_for_slow_ranks_have_the_same_results_everywhere() {
+    let first = number("BPS_SIM_SEED");
+    let seeds = match first {
+        Some(seed) => seed..seed + 1,
+        None => 0..number("BPS_SIM_SEEDS").unwrap_or(200),
+    };
+    let (mut short, mut mixed, mut checked, mut gone, mut late, mut given) = (0, 0, 0, 0, 0, 0);
+    for seed in seeds {
+        let outcome = std::panic::catch_unwind(|| run_short(seed));
+        let outcome = outcome.unwrap_or_else(|_| {
+            panic!("replay with BPS_SIM_SEED={seed} cargo test -p bps-tests --test sim slow")
+        });
+        (short, mixed) = (short + outcome.short, mixed + outcome.mixed);
+        (checked, gone) = (checked + outcome.checked, gone + outcome.gone);
+        (late, given) = (late + outcome.late, given + outcome.given);
+    }
+    println!(
+        "{checked} results, {short} of them without somebody, {mixed} in some of their parts \
+         alone; {late} contributions came late, {given} results went to ranks that are not in \
+         them; {gone} ranks died"
+    );
+    if first.is_none() {
+        assert!(short > 0 && mixed > 0 && late > 0 && given > 0, "the seeds show too little");
     }
 }
 

@@ -22,6 +22,7 @@ pub use base::error::{self, Error};
 pub use base::task::{self, Handle};
 pub use base::types::{Follow, GpuPushPull, Kept, PushPull, Speed, TensorId};
 pub use bps_engine::optimize::{Act, Number, Optimizer};
+pub use bps_engine::proto::backup::Backup;
 pub use bps_engine::proto::encoding::{Encoding, EncodingError};
 pub use bps_engine::proto::members::{Members, MembersError};
 pub use bps_engine::proto::messages::Declaration;

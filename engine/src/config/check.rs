@@ -18,7 +18,7 @@ pub(super) fn check(
     bytescheduler(config, sources, &mut warnings);
     partition(config, &mut warnings);
     // What is stored needs servers, also where all ranks share a host.
-    config.force_distributed |= config.enable_async;
+    config.force_distributed |= config.enable_async || config.backup_workers > 0;
     key(config)?;
     encryption(config)?;
     times(config)?;
@@ -218,6 +218,19 @@ fn worker(config: &Config) -> Result<(), ConfigError> {
                 config.local_size
             ),
             format!("set it to at most {}, or unset it", config.size() - 1),
+        ));
+    }
+    if config.backup_workers >= config.size().max(1) {
+        return Err(ConfigError::conflict(
+            format!(
+                "BPS_BACKUP_WORKERS={}, but the job has {} ranks (DMLC_NUM_WORKER={} x \
+                 BYTEPS_LOCAL_SIZE={}): rounds would wait for nobody",
+                config.backup_workers,
+                config.size(),
+                config.num_workers,
+                config.local_size
+            ),
+            format!("set it to at most {}, or unset it", config.size().saturating_sub(1)),
         ));
     }
     if !config.distributed() {

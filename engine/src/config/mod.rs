@@ -141,6 +141,10 @@ pub struct Config {
     /// `BPS_STALENESS`: by how many pushes a rank may be ahead of the slowest, for stored tensors
     /// that do not say so themselves.
     pub staleness: Option<u32>,
+    /// `BPS_BACKUP_WORKERS`: for how many slow ranks rounds of gradients do not wait.
+    pub backup_workers: u32,
+    /// `BPS_BACKUP_BEHIND`: by how many rounds a rank may be behind.
+    pub backup_behind: u32,
     /// `BYTEPS_SCHEDULING_CREDIT`: parts that may be in flight on all lanes of a process, in
     /// partitions; 0 takes the default.
     pub scheduling_credit: u32,
@@ -414,6 +418,8 @@ impl Default for Config {
             auto_compression: AutoCompression::Measured,
             enable_async: false,
             staleness: None,
+            backup_workers: 0,
+            backup_behind: 4,
             scheduling_credit: 0,
             tune_credit: false,
             tune_partition: false,

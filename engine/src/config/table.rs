@@ -7,6 +7,7 @@ use super::Config;
 use std::path::PathBuf;
 use std::time::Duration;
 
+mod backup;
 mod bytescheduler;
 mod choices;
 mod gpus;
@@ -17,8 +18,8 @@ mod tuning;
 /// Every knob, in the order in which the documents list them.
 pub static TABLE: &[Row] = &JOINED;
 
-const PARTS: [&[Row]; 5] =
-    [rows::ROWS, tuning::ROWS, gpus::ROWS, launcher::ROWS, bytescheduler::ROWS];
+const PARTS: [&[Row]; 6] =
+    [rows::ROWS, tuning::ROWS, backup::ROWS, gpus::ROWS, launcher::ROWS, bytescheduler::ROWS];
 
 const COUNT: usize = {
     let (mut count, mut part) = (0, 0);

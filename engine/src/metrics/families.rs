@@ -248,7 +248,25 @@ pub static FAMILIES: &[Family] = &[
     counter(
         "bps_core_short_rounds_total",
         Source::Core(|core| float(core.values.rounds_short)),
-        "Of these, rounds whose results lack ranks that have died (BPS_ELASTIC=shrink).",
+        "Of these, rounds whose results lack ranks that have died (BPS_ELASTIC=shrink) or came too \
+         late (BPS_BACKUP_WORKERS).",
+    ),
+    counter(
+        "bps_core_late_contributions_total",
+        Source::Core(|core| float(core.values.late)),
+        "Contributions that came when their rounds were closed (BPS_BACKUP_WORKERS). They are in \
+         no result.",
+    ),
+    counter(
+        "bps_core_backup_waited_seconds_total",
+        Source::Core(|core| seconds(core.values.awaited_ns)),
+        "How long rounds that could have been closed have waited for slow ranks, over all parts.",
+    ),
+    counter(
+        "bps_core_backup_saved_seconds_total",
+        Source::Core(|core| seconds(core.values.saved_ns)),
+        "From the close of each short round to the last late contribution to it, over all parts. A \
+         rank that stays behind counts in every round.",
     ),
     counter(
         "bps_core_parked_total",

@@ -3,6 +3,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod backup;
 pub mod encoding;
 pub mod handshake;
 pub mod late;

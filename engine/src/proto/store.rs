@@ -6,12 +6,14 @@
 //! its own rounds of the tensor, and the value has a version: how many contributions it holds.
 //!
 //! With an optimizer, rounds are those of any average, and what a server does with one is for the
-//! ranks to say with each: see [`crate::optimize`].
+//! ranks to say with each: see [`crate::optimize`]. With [backups](super::backup), what stays are
+//! results, for ranks that come late.
 //!
 //! Invariant: a store is part of what the ranks agree on, and begins again with each epoch.
 
 #![forbid(unsafe_code)]
 
+use super::backup::{Backup, BackupFault};
 use super::encoding::Encoding;
 use super::messages::Declaration;
 use crate::base::{DType, Operation, Rank};
@@ -28,6 +30,8 @@ pub enum Store {
     Deltas(Deltas),
     /// Ranks push gradients, and an optimizer steps with their average.
     Optimizer(Optimizer),
+    /// Rounds do not wait for the slowest ranks.
+    Backup(Backup),
 }
 
 /// How deltas are added up.
@@ -86,6 +90,17 @@ pub enum StoreFault {
         /// Who has died.
         rank: Rank,
     },
+    /// Its rounds have to wait for all ranks.
+    Backup {
+        /// Why.
+        fault: BackupFault,
+    },
+}
+
+impl From<BackupFault> for StoreFault {
+    fn from(fault: BackupFault) -> StoreFault {
+        StoreFault::Backup { fault }
+    }
 }
 
 impl Store {
@@ -100,7 +115,14 @@ impl Store {
             return Err(StoreFault::Root { root });
         }
         self.check_key(said.dtype, said.operation, said.encoding)?;
-        if said.device { Err(StoreFault::OnGpus) } else { Ok(()) }
+        if let Store::Backup(backup) = self {
+            backup.check_ranks(&said.members, ranks)?;
+        }
+        match self {
+            _ if !said.device => Ok(()),
+            Store::Backup(_) => Err(BackupFault::OnGpus.into()),
+            _ => Err(StoreFault::OnGpus),
+        }
     }
 
     /// Whether a key of this kind can be stored.
@@ -113,8 +135,10 @@ impl Store {
         operation: Operation,
         encoding: Option<Encoding>,
     ) -> Result<(), StoreFault> {
-        if let Store::Optimizer(_) = self {
-            return check_optimized(dtype, operation, encoding);
+        match self {
+            Store::Optimizer(_) => return check_optimized(dtype, operation, encoding),
+            Store::Backup(backup) => return Ok(backup.check_key(dtype, operation, encoding)?),
+            Store::Deltas(_) => {}
         }
         if operation != Operation::Sum {
             return Err(StoreFault::Operation { operation });
@@ -137,6 +161,30 @@ impl Store {
     #[must_use]
     pub fn optimizer(self) -> Option<Optimizer> {
         if let Store::Optimizer(optimizer) = self { Some(optimizer) } else { None }
+    }
+
+    /// For how many ranks its rounds do not wait, if for some.
+    #[must_use]
+    pub fn backup(self) -> Option<Backup> {
+        if let Store::Backup(backup) = self { Some(backup) } else { None }
+    }
+
+    /// Whether each rank contributes by itself, also where several share a host: one is not to
+    /// wait for another.
+    #[must_use]
+    pub fn is_apart(self) -> bool {
+        matches!(self, Store::Deltas(_) | Store::Backup(_))
+    }
+
+    /// What nobody can do for a rank that has died, of a tensor that is declared later: give it the
+    /// first value, or take part in rounds that are whole or nothing.
+    #[must_use]
+    pub fn needs(self, rank: Rank) -> bool {
+        match self {
+            Store::Deltas(deltas) => deltas.root == rank,
+            Store::Optimizer(_) => true,
+            Store::Backup(_) => false,
+        }
     }
 }
 
@@ -161,6 +209,7 @@ impl fmt::Display for Store {
         match self {
             Store::Deltas(deltas) => deltas.fmt(f),
             Store::Optimizer(optimizer) => write!(f, "stepped by {optimizer} on the servers"),
+            Store::Backup(backup) => backup.fmt(f),
         }
     }
 }
@@ -222,6 +271,7 @@ impl fmt::Display for StoreFault {
                  not whole, and the job goes on without it (BPS_ELASTIC=shrink): use \
                  BPS_ELASTIC=redo, or declare it before"
             ),
+            StoreFault::Backup { fault } => fault.fmt(f),
         }
     }
 }

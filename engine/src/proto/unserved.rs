@@ -187,6 +187,9 @@ impl fmt::Display for Unserved {
             Unserved::Encoding { tensor, encoding, fault } => {
                 write!(f, "tensor `{}` cannot be encoded as {encoding}: {fault}", shorten(tensor))
             }
+            Unserved::Store { tensor, fault: StoreFault::Backup { fault } } => {
+                write!(f, "tensor `{}` has to wait for all ranks: {fault}", shorten(tensor))
+            }
             Unserved::Store { tensor, fault } => {
                 write!(f, "tensor `{}` cannot be stored: {fault}", shorten(tensor))
             }

@@ -90,8 +90,14 @@ counters! {
     frames_out,
     /// Rounds closed (server) or parts landed (worker).
     rounds,
-    /// Rounds closed without ranks that had died (server).
+    /// Rounds closed without ranks that had died, or were slow (server).
     rounds_short,
+    /// Contributions to rounds that were closed (server).
+    late,
+    /// Nanoseconds that rounds with enough contributions waited for more, over all keys (server).
+    awaited_ns,
+    /// Nanoseconds from the close of rounds to the last contribution that came later, likewise.
+    saved_ns,
     /// Times a lane was made to wait because its frame could not be taken yet.
     parked,
     /// Times a lane had no room for a frame.

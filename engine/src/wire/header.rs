@@ -138,8 +138,9 @@ pub struct Header {
     pub payload_checksum: u32,
     /// What the round is for, where the tensor has an optimizer; else zero.
     pub act: u64,
-    /// Of a publication: a bit for each rank that has died and has no contribution in the payload,
-    /// in the order in which the scheduler has told of them.
+    /// Of a publication: a bit for each rank without a contribution in the payload: that has died,
+    /// in the order in which the scheduler has told of them; of a tensor whose rounds do not wait
+    /// for slow ranks, that is late or has died, in the order of ranks.
     pub missing: u64,
 }
 

@@ -1,12 +1,14 @@
-//! A key whose rounds go on without groups that die. Nobody knows before which contribution is the
-//! last, and one that breaks off must leave no trace. So the first lands where the sum is, and is
-//! overwritten if it breaks off; each later one lands in a place of its own, and is added once it
-//! is whole; and the sum is divided and narrowed when the round closes.
+//! A key whose rounds go on without groups that die, or [that are slow](super::short). Nobody knows
+//! before which contribution is the last, and one that breaks off must leave no trace. So the first
+//! lands where the sum is, and is overwritten if it breaks off; each later one lands in a place of
+//! its own, and is added once it is whole; and the sum is divided and narrowed when the round
+//! closes.
 //!
 //! What has come whole counts, also of a group that is dead by then: each result says how many
-//! contributions it holds, and which of the dead it lacks.
+//! contributions it holds, and which it lacks.
 
-use super::{Entry, Groups, Take, Turnout};
+use super::short::bits;
+use super::{Entry, Groups, KeptPlace, Take, Turnout};
 use bps_engine::base::{Operation, Rank, word};
 use bps_engine::encode::Malformed;
 use bps_engine::limits::ALIGNMENT;
@@ -15,6 +17,7 @@ use bps_engine::reduce::Kernels;
 use bps_engine::transport::LaneId;
 use bps_engine::wire::crc32c;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Whose contributions are in a result.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -22,7 +25,7 @@ pub(super) enum Told {
     /// Those of all.
     #[default]
     All,
-    /// So many, without those of some that have died.
+    /// So many, without those of some that have died or are late.
     Some { contributors: u32, missing: u64 },
     /// Nobody's: the root of a broadcast has died before it gave its bytes.
     Lost,
@@ -52,10 +55,11 @@ impl Told {
 }
 
 impl Entry {
-    /// Whether its rounds go on without groups that die.
+    /// Whether its rounds go on without groups that die or are slow.
     pub(super) fn shrinks(&self) -> bool {
         let chooses = self.encoded.as_ref().is_some_and(|encoded| encoded.encoding().auto);
-        self.groups.shrinks() && !chooses && self.optimized.is_none()
+        let may = self.groups.shrinks() || self.short.is_some();
+        may && !chooses && self.optimized.is_none()
     }
 
     /// Whether groups may drop out of its sums.
@@ -122,6 +126,9 @@ impl Entry {
     /// Goes on without ranks that have died: those of `groups`, which are else the same.
     pub fn lose(&mut self, groups: &Arc<Groups>) {
         self.groups = Arc::clone(groups);
+        if let Some(short) = &mut self.short {
+            short.lose(groups);
+        }
         if let Some(stored) = &mut self.stored {
             for (_, rank) in groups.gone() {
                 stored.lose(*rank, groups.of(*rank));
@@ -166,7 +173,7 @@ impl Entry {
 
     /// Ranks whose contributions to a round are complete: by what an average is divided.
     fn divisor_of(&self, open: &Turnout) -> u32 {
-        if self.groups.gone().is_empty() {
+        if self.groups.gone().is_empty() && self.short.is_none() {
             return self.groups.ranks();
         }
         let of_group = |group| if open.is_complete(group) { self.groups.size_of(group) } else { 0 };
@@ -192,9 +199,14 @@ impl Entry {
                 return;
             }
             let contributors = self.divisor_of(open);
-            let lacks = |&&(_, rank): &&(u32, Rank)| !open.is_complete(self.groups.of(rank));
-            let lacking = self.groups.gone().iter().filter(lacks);
-            let missing = lacking.fold(0, |bits, (bit, _)| bits | 1u64 << bit);
+            let lacks = |rank: &Rank| !open.is_complete(self.groups.of(*rank));
+            let missing = match &self.short {
+                Some(_) => bits(self.groups.iter().filter(lacks)),
+                None => {
+                    let lacking = self.groups.gone().iter().filter(|(_, rank)| lacks(rank));
+                    lacking.fold(0, |bits, (bit, _)| bits | 1u64 << bit)
+                }
+            };
             self.result = Told::Some { contributors, missing };
             let divisor = if self.operation == Operation::Average { contributors } else { 1 };
             self.finish(kernels, divisor)
@@ -210,6 +222,40 @@ impl Entry {
             let result = unsafe { std::slice::from_raw_parts(at, result_bytes) };
             self.checksum = Some(crc32c(result));
         }
+    }
+
+    /// Keeps the result of a round that [is made](Self::close), if some ranks are late for it.
+    /// Returns how long the round has waited for them.
+    pub fn keep_result(&mut self, now: Duration) -> Duration {
+        let length = self.encoded.as_ref().map_or(self.bytes, |encoded| encoded.length());
+        let (place, waited) = self.keep(now, length);
+        let (Some(short), Some(place)) = (&self.short, place) else { return waited };
+        let (at, memory) = (short.place_at(place), self.accumulator.as_ptr());
+        assert!(at + length <= self.accumulator.len(), "{}: it has a place", self.key);
+        let result = match &self.encoded {
+            // SAFETY: the entry's own claim, in which the result stands.
+            Some(encoded) => unsafe { encoded.payload(&self.accumulator) }.as_ptr(),
+            None => memory.cast_const(),
+        };
+        // SAFETY: the entry's own claim has the place, behind all else that the key has, and nobody
+        // reads what was kept in it before (`Kept`).
+        unsafe { std::ptr::copy_nonoverlapping(result, memory.add(at), length) };
+        waited
+    }
+
+    /// The result that is kept in a place.
+    ///
+    /// # Safety
+    /// The claim stays mapped until whoever reads it is done, and that is not
+    /// [told](Self::kept_sent) before.
+    #[must_use]
+    pub unsafe fn kept_result(&self, place: KeptPlace) -> Readable {
+        let short = self.short.as_ref().expect("results are kept");
+        let (at, length) = (short.place_at(place), self.kept(place).length);
+        assert!(at + length <= self.accumulator.len(), "{}: it has a place", self.key);
+        // SAFETY: the claim has so many bytes there, which `keep_result` wrote and nobody writes
+        // before they are no longer read.
+        unsafe { Readable::new(self.accumulator.as_ptr().cast_const().add(at), length) }
     }
 
     /// Divides the sum and narrows it; returns how many bytes the result has.
@@ -229,7 +275,7 @@ impl Entry {
         self.bytes
     }
 
-    /// The ranks that have died and are not in the result, as its header has them.
+    /// The ranks that are not in the result, as its header has them.
     #[must_use]
     pub fn missing_from_result(&self) -> u64 {
         match self.result {

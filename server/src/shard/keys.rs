@@ -128,13 +128,17 @@ impl Shard {
             self.sets.retain(|_, groups| Arc::strong_count(groups) > 1);
             self.sets.entry(members.clone()).or_insert(Arc::new(few))
         };
-        match (spec.operation, spec.store.and_then(Store::deltas)) {
-            (Operation::Broadcast(root), _) | (_, Some(Deltas { root, .. }))
+        if let Some(backup) = spec.store.and_then(Store::backup) {
+            let checked = backup.check_ranks(members, self.groups.ranks());
+            checked.map_err(|fault| InstallError::Store { key, fault: fault.into() })?;
+        }
+        match (spec.operation, spec.store) {
+            (Operation::Broadcast(root), _) | (_, Some(Store::Deltas(Deltas { root, .. })))
                 if !groups.has(root) =>
             {
                 Err(strange())
             }
-            (_, Some(_)) => {
+            (_, Some(store)) if store.is_apart() => {
                 self.apart.retain(|_, groups| Arc::strong_count(groups) > 1);
                 let apart = self.apart.entry(members.clone());
                 Ok(Arc::clone(apart.or_insert_with(|| Arc::new(groups.apart()))))

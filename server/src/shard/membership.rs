@@ -7,6 +7,7 @@ use super::{Receiving, Report, Shard};
 use crate::entry::{Groups, NumberSet, Turnouts};
 use bps_engine::base::{Epoch, Rank, word};
 use bps_engine::limits::EVENTS_MAX;
+use bps_engine::proto::store::Store;
 use bps_engine::transport::{Event, LaneId};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -53,6 +54,7 @@ impl Shard {
         self.entries.clear();
         self.vacant.clear();
         self.results = Results::default();
+        self.due.clear();
         self.turnouts = Turnouts::new(&self.groups);
         if let Err(error) = self.arena.release_all() {
             self.report(Report::Failed { message: error.to_string() });
@@ -95,10 +97,11 @@ impl Shard {
                 continue;
             }
             let members = entry.groups().members();
-            let groups = match (entry.store(), members.is_all()) {
-                (Some(_), _) => &self.apart[members],
-                (None, true) => &self.groups,
-                (None, false) => &self.sets[members],
+            let is_apart = entry.store().is_some_and(Store::is_apart);
+            let groups = match (is_apart, members.is_all()) {
+                (true, _) => &self.apart[members],
+                (false, true) => &self.groups,
+                (false, false) => &self.sets[members],
             };
             self.entries[index].lose(groups);
             self.go_on(index);

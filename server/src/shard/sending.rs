@@ -8,7 +8,7 @@
 //! [`LANE_FRAMES_MAX`] frames a lane.
 
 use super::{Session, Shard};
-use crate::entry::Entry;
+use crate::entry::{Entry, KeptPlace};
 use bps_engine::base::{Rank, Round, word};
 use bps_engine::limits::{GRANTS_MAX, LANE_FRAMES_MAX};
 use bps_engine::proto::store::Store;
@@ -85,6 +85,19 @@ impl Results {
     }
 }
 
+/// Tokens of kept results have the number of their place, from 1, above this bit.
+const PLACE_SHIFT: u32 = 32;
+
+fn token_of(index: usize, place: KeptPlace) -> u64 {
+    (place as u64 + 1) << PLACE_SHIFT | u64::from(number(index))
+}
+
+fn of_token(token: u64) -> (usize, Option<KeptPlace>) {
+    let place = usize::try_from(token >> PLACE_SHIFT).expect("a few places");
+    let index = usize::try_from(token & u64::from(u32::MAX)).expect("an index");
+    (index, place.checked_sub(1))
+}
+
 fn number(index: usize) -> u32 {
     u32::try_from(index).expect("a job has fewer parts than that")
 }
@@ -95,8 +108,10 @@ pub(super) struct Outgoing {
     next: Option<usize>,
     /// Results that are not posted.
     queued: u64,
-    /// Entries whose result is posted and not sent yet, in order.
-    posted: VecDeque<u32>,
+    /// Results that entries keep for this rank, which was late, and that are not posted.
+    owed: VecDeque<(usize, KeptPlace)>,
+    /// Tokens of what is posted and not sent yet, in order.
+    posted: VecDeque<u64>,
     /// Where the rank lets results be written to, by entry. A rank has few such places.
     grants: Vec<(u32, Grant)>,
 }
@@ -104,12 +119,18 @@ pub(super) struct Outgoing {
 impl Outgoing {
     pub(super) fn new() -> Outgoing {
         let posted = VecDeque::with_capacity(LANE_FRAMES_MAX);
-        Outgoing { next: None, queued: 0, posted, grants: Vec::new() }
+        Outgoing { next: None, queued: 0, owed: VecDeque::new(), posted, grants: Vec::new() }
     }
 
     /// Results that wait for room in the transport.
     pub(super) fn queued(&self) -> u64 {
-        self.queued
+        self.queued + self.owed.len() as u64
+    }
+
+    /// This rank is to get what an entry keeps in this place. There are at most as many as the
+    /// rank may be rounds behind, for each of its keys.
+    pub(super) fn owe(&mut self, index: usize, place: KeptPlace) {
+        self.owed.push_back((index, place));
     }
 
     /// Whether another grant may be [noted](Self::note).
@@ -137,11 +158,14 @@ impl Outgoing {
 impl Shard {
     /// Sends the result of a round that is whole, if it is.
     pub(super) fn publish_if_whole(&mut self, index: usize) {
+        self.see(index);
         let entry = &mut self.entries[index];
         if !entry.is_whole() {
             return;
         }
         entry.close(self.kernels, self.checksums);
+        self.keep_result(index);
+        let entry = &mut self.entries[index];
         self.counters.rounds_short.add(u64::from(entry.missing_from_result() != 0));
         entry.publish();
         entry.published_at = self.now;
@@ -180,6 +204,9 @@ impl Shard {
 
     /// Posts what is to be sent on a lane, as far as the transport takes it.
     pub(super) fn flush(&mut self, lane: LaneId) {
+        if !self.flush_owed(lane) {
+            return;
+        }
         let Some(session) = &mut self.sessions[lane.0 as usize] else { return };
         while let Some(index) = session.outgoing.next {
             let entry = &self.entries[index];
@@ -214,32 +241,83 @@ impl Shard {
             outgoing.queued -= 1;
             outgoing.next = self.results.next_of(session.rank, index, &self.entries);
             outgoing.forget_grant(index);
-            outgoing.posted.push_back(number(index));
+            outgoing.posted.push_back(token);
         }
+    }
+
+    /// As [`flush`](Self::flush), of what keys keep for a rank that was late. Returns whether the
+    /// transport took all.
+    fn flush_owed(&mut self, lane: LaneId) -> bool {
+        let Some(session) = &mut self.sessions[lane.0 as usize] else { return false };
+        while let Some(&(index, place)) = session.outgoing.owed.front() {
+            let entry = &self.entries[index];
+            let kept = *entry.kept(place);
+            let mut header =
+                Header::new(Kind::Publication, entry.dtype, session.rank, session.epoch);
+            header.key = entry.key;
+            header.round = Round(kept.round);
+            header.length = word(kept.length);
+            header.contributors = kept.contributors;
+            header.missing = kept.missing;
+            if let Some(checksum) = kept.checksum.filter(|_| session.checks) {
+                header.flags |= FLAG_PAYLOAD_CHECKSUM;
+                header.payload_checksum = checksum;
+            }
+            // SAFETY: the key keeps it until it is told that it was sent, and the claim goes back
+            // to the arena after that, or once all lanes have closed; and the endpoint is dropped
+            // before the entries and their arena.
+            let payload = unsafe { entry.kept_result(place) };
+            let (token, answer) = (token_of(index, place), session.outgoing.answer(index));
+            let frame = Frame { header: header.encode(), payload, token, answer };
+            let at = self.trace.now();
+            if self.endpoint.post(lane, &frame).is_err() {
+                self.counters.full.add(1);
+                return false;
+            }
+            self.trace.frame_at(at, Mark::Posted, &header);
+            self.counters.frames_out.add(1);
+            self.counters.bytes_out.add(kept.length as u64);
+            let outgoing = &mut session.outgoing;
+            outgoing.owed.pop_front();
+            outgoing.forget_grant(index);
+            outgoing.posted.push_back(token);
+        }
+        true
     }
 
     /// The transport has sent the oldest result that it has of this lane.
     pub(super) fn on_result_sent(&mut self, lane: LaneId, token: u64) {
         let Some(session) = &mut self.sessions[lane.0 as usize] else { return };
-        let index = session.outgoing.posted.pop_front().expect("what is sent was posted");
-        assert!(u64::from(index) == token, "a transport returned tokens out of order");
-        let entry = &self.entries[index as usize];
-        self.trace.record(Mark::Sent, entry.key, entry.round, session.rank, entry.bytes);
-        self.sent(index as usize);
+        let posted = session.outgoing.posted.pop_front().expect("what is sent was posted");
+        assert!(posted == token, "a transport returned tokens out of order");
+        let (index, place) = of_token(token);
+        let entry = &self.entries[index];
+        let round = place.map_or(entry.round, |place| entry.kept(place).round);
+        self.trace.record(Mark::Sent, entry.key, round, session.rank, entry.bytes);
+        self.read((index, place));
         self.flush(lane);
     }
 
     /// A lane is gone, and with it all that it was still to be sent.
     pub(super) fn abandon(&mut self, session: &Session) {
-        let Outgoing { next, posted, .. } = &session.outgoing;
-        let mut unsent: Vec<usize> = posted.iter().map(|index| *index as usize).collect();
+        let Outgoing { next, owed, posted, .. } = &session.outgoing;
+        let mut unsent: Vec<_> = posted.iter().map(|token| of_token(*token)).collect();
+        unsent.extend(owed.iter().map(|&(index, place)| (index, Some(place))));
         let mut next = *next;
         while let Some(index) = next {
-            unsent.push(index);
+            unsent.push((index, None));
             next = self.results.next_of(session.rank, index, &self.entries);
         }
-        for index in unsent {
-            self.sent(index);
+        for result in unsent {
+            self.read(result);
+        }
+    }
+
+    /// Nobody reads one share of a key's result, or of one that it keeps, any more.
+    fn read(&mut self, (index, place): (usize, Option<KeptPlace>)) {
+        match place {
+            Some(place) => self.kept_sent(index, place),
+            None => self.sent(index),
         }
     }
 

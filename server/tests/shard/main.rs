@@ -1,6 +1,7 @@
 //! A core of a server, frame by frame and between two memberships.
 
 mod coded;
+mod short;
 mod stored;
 
 use bps_engine::base::{DType, Epoch, Key, Operation, Rank, Round};

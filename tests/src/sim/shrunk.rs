@@ -1,6 +1,7 @@
-//! Ranks that die at random moments in a simulated job that goes on without them: whatever the
-//! network does, all who get a result get the same bytes, each contribution is in it once or not at
-//! all, an average is divided by those that are, and everybody is told whose are not.
+//! Ranks that die at random moments in a simulated job that goes on without them, and ranks that
+//! are slow where rounds do not wait for them: whatever the network does, all who get a result get
+//! the same bytes, each contribution is in it once or not at all, an average is divided by those
+//! that are, and everybody is told whose are not.
 //!
 //! Each rank contributes in a digit of its own, so a result shows who is in it.
 
@@ -10,8 +11,10 @@ use super::tensors::{set, shuffle};
 use super::workload::{DEADLINE, TURNS_MAX};
 use bps_engine::base::{DType, Operation, Rank};
 use bps_engine::optimize::Act;
+use bps_engine::proto::backup::Backup;
 use bps_engine::proto::messages::Declaration;
 use bps_engine::proto::scheduler::Elastic;
+use bps_engine::proto::store::Store;
 use bps_engine::transport::sim::Random;
 use bps_worker::job::nic_loop::Command;
 use bps_worker::rounds::Memory;
@@ -36,10 +39,20 @@ pub struct Shrunk {
     pub gone: u64,
     /// Rounds of parts without a rank, as the servers have counted them.
     pub counted: u64,
+    /// Contributions that came too late, as the servers have counted them.
+    pub late: u64,
+    /// Results that a rank got though it is not in them.
+    pub given: u64,
 }
 
 /// Divisible by every number of ranks that there may be, and below a digit's end when divided.
 const UNIT: i64 = 12;
+
+/// A slow rank does something after so long.
+const IDLE: Duration = Duration::from_millis(300);
+
+/// Ranks that have a digit.
+const RANKS_MAX: u32 = 4;
 
 /// A type and an operation that loses nothing of such digits.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -106,7 +119,8 @@ impl Kind {
         }
         let mask = (1 << self.bits()) - 1;
         let digit = |rank: &u32| value >> (self.bits() * rank) & mask;
-        let all: BTreeSet<Rank> = (0..5).filter(|rank| digit(rank) != 0).map(Rank).collect();
+        let all: BTreeSet<Rank> =
+            (0..RANKS_MAX).filter(|rank| digit(rank) != 0).map(Rank).collect();
         let count = i64::try_from(all.len()).expect("few");
         let expected = if self.averages() { UNIT / count.max(1) } else { 1 };
         let sum: i64 = all.iter().map(|rank| expected << (self.bits() * rank.0)).sum();
@@ -163,6 +177,13 @@ struct Tensor {
     rounds: u64,
 }
 
+impl Tensor {
+    /// Whether rounds do not wait for slow ranks.
+    fn is_short(&self) -> bool {
+        self.said.store.is_some()
+    }
+}
+
 struct Flight {
     handle: Handle,
     tensor: usize,
@@ -180,12 +201,34 @@ struct Script {
     flights: Vec<Flight>,
     barrier: Option<u64>,
     left: bool,
+    /// It does something in one of so many turns, for now.
+    pace: u64,
+    /// When it last did.
+    acted_at: Duration,
     /// The scheduler has given it up, though it lives.
     hidden: bool,
 }
 
 /// What all who get it must get: bytes and who is missing, or that there is no result.
 type Seen = BTreeMap<(usize, u64), Result<(Vec<u8>, u64), String>>;
+
+/// Lets the rounds of a tensor not wait for slow ranks, where they may. One rank contributes more
+/// often than the few times that all are waited for.
+fn shorten(random: &mut Random, workers: u32, tensor: &mut Tensor) {
+    let Tensor { kind, said, rounds } = tensor;
+    let ranks = said.members.count(workers);
+    let keeps = said.encoding.is_some_and(|encoding| encoding.feedback);
+    if *kind == Kind::Broadcast || ranks < 2 || keeps {
+        return;
+    }
+    let workers = 1 + u32::try_from(random.below(u64::from(ranks) - 1)).expect("few");
+    let behind = 1 + u32::try_from(random.below(4)).expect("few");
+    let backup = Backup { workers, behind };
+    if backup.check_key(said.dtype, said.operation, said.encoding).is_ok() {
+        said.store = Some(Store::Backup(backup));
+        *rounds = 6 + random.below(12);
+    }
+}
 
 fn tensors(random: &mut Random, workers: u32) -> Vec<Tensor> {
     let number = 1 + random.index(6);
@@ -222,15 +265,40 @@ fn tensors(random: &mut Random, workers: u32) -> Vec<Tensor> {
 /// When a result is wrong, two ranks differ, or somebody hangs or fails who lives.
 #[must_use]
 pub fn run_shrunk(seed: u64) -> Shrunk {
+    play(seed, Groups::Apart, false, true)
+}
+
+/// The same with rounds that do not wait for slow ranks, in a job that goes on without ranks that
+/// die, or with several ranks on a host, of which none does.
+///
+/// # Panics
+/// As [`run_shrunk`].
+#[must_use]
+pub fn run_short(seed: u64) -> Shrunk {
+    match seed % 3 {
+        0 => play(seed, Groups::Apart, true, true),
+        1 => play(seed, Groups::Apart, true, false),
+        _ => play(seed, Groups::Hosts, true, false),
+    }
+}
+
+fn play(seed: u64, groups: Groups, may_be_short: bool, shrinks: bool) -> Shrunk {
     let mut random = Random::new(seed);
-    let shape = Shape::random(&mut random, Groups::Apart);
+    let mut shape = Shape::random(&mut random, groups);
+    if shape.workers > RANKS_MAX {
+        shape = Shape::random(&mut random, Groups::Apart);
+    }
+    shape.planning.force_distributed |= may_be_short;
     let workers = shape.workers;
-    let tensors = tensors(&mut random, workers);
+    let mut tensors = tensors(&mut random, workers);
+    if may_be_short {
+        tensors.iter_mut().for_each(|tensor| shorten(&mut random, workers, tensor));
+    }
     let elastic =
         Elastic { shrinks: true, min_workers: 1, patience: Duration::ZERO, notice: DEADLINE };
-    let mut cluster = Cluster::elastic(seed, shape, Some(elastic));
+    let mut cluster = Cluster::elastic(seed, shape, shrinks.then_some(elastic));
     let mut ranks: Vec<Script> = (0..workers).map(|_| script(&mut random, &tensors)).collect();
-    let mut kills = random.index(workers as usize);
+    let mut kills = if shrinks { random.index(workers as usize) } else { 0 };
     let mut kill_at = Duration::from_micros(random.below(20_000));
     let (mut seen, mut outcome) = (Seen::new(), Shrunk::default());
     for turn in 0.. {
@@ -254,6 +322,9 @@ pub fn run_shrunk(seed: u64) -> Shrunk {
         }
         let mut all = true;
         for (index, rank) in ranks.iter_mut().enumerate() {
+            if may_be_short && random.once_in(200) {
+                rank.pace = [3, 3, 100, 1000][random.index(4)];
+            }
             drive(&mut cluster, rank, index, &tensors, &mut random);
             check(&cluster, rank, index, (seed, &tensors, &mut seen), &mut outcome);
             let worker = &cluster.workers[index];
@@ -271,6 +342,7 @@ pub fn run_shrunk(seed: u64) -> Shrunk {
         }
     }
     outcome.counted = cluster.short_rounds();
+    outcome.late = cluster.late_contributions();
     assert!(outcome.counted > 0 || outcome.short == 0, "seed {seed}: {outcome:?}");
     outcome
 }
@@ -300,7 +372,7 @@ fn script(random: &mut Random, tensors: &[Tensor]) -> Script {
         todo.extend((0..tensor.rounds).map(|_| index));
     }
     shuffle(random, &mut todo);
-    Script { todo, pushed: vec![0; tensors.len()], ..Script::default() }
+    Script { todo, pushed: vec![0; tensors.len()], pace: 3, ..Script::default() }
 }
 
 /// Lets a rank do the next thing on its list, at a random moment.
@@ -328,9 +400,11 @@ fn drive(
     };
     let Some(answer) = worker.declared.get(&request) else { return };
     let ids = answer.as_ref().expect("nobody disagrees").clone();
-    if !random.once_in(3) {
+    // Where all wait for a slow one, time leaps from turn to turn.
+    if !random.once_in(rank.pace) && cluster.now() < rank.acted_at + IDLE {
         return;
     }
+    rank.acted_at = cluster.now();
     let Some(tensor) = rank.todo.pop() else {
         // All meet before they leave: nobody waits there for the dead.
         match rank.barrier {
@@ -384,7 +458,8 @@ fn check(
         if !flight.handle.is_told() {
             return worker.alive();
         }
-        let Tensor { kind, said, .. } = &tensors[flight.tensor];
+        let tensor = &tensors[flight.tensor];
+        let Tensor { kind, said, .. } = tensor;
         let at = (flight.tensor, flight.round);
         let what = format!("seed {seed}: {} ({kind:?}), round {}, {own}", said.name, flight.round);
         let lacking = flight.handle.lacking();
@@ -400,7 +475,8 @@ fn check(
             Err(_) => outcome.lost += 1,
             Ok((bytes, lacking)) => {
                 outcome.checked += 1;
-                check_result(kind, said, (&bytes, lacking), (own, roster.size), &what, outcome);
+                assert_eq!(flight.handle.lacks_by_rank(), tensor.is_short(), "{what}");
+                check_result(tensor, (&bytes, lacking), (own, roster.size), &what, outcome);
             }
         }
         false
@@ -408,13 +484,13 @@ fn check(
 }
 
 fn check_result(
-    kind: &Kind,
-    said: &Declaration,
+    tensor: &Tensor,
     (bytes, lacking): (&[u8], u64),
     (own, size): (Rank, u32),
     what: &str,
     outcome: &mut Shrunk,
 ) {
+    let Tensor { kind, said, .. } = tensor;
     let values = kind.values(bytes);
     if let Operation::Broadcast(root) = said.operation {
         assert!(values.iter().all(|value| value / 1000 == i64::from(root.0)), "{what}");
@@ -426,11 +502,16 @@ fn check_result(
     let mut sets: BTreeSet<BTreeSet<Rank>> = BTreeSet::new();
     for value in values {
         let Some(contributors) = kind.contributors(value, what) else { return };
-        assert!(contributors.contains(&own) && contributors.is_subset(&members), "{what}");
+        let may_lack = tensor.is_short() || contributors.contains(&own);
+        assert!(may_lack && contributors.is_subset(&members), "{what}");
         missing.extend(members.difference(&contributors));
         sets.insert(contributors);
     }
     assert_eq!(missing.len(), lacking.count_ones() as usize, "{what}: {missing:?}");
+    if tensor.is_short() {
+        assert!(missing.iter().all(|rank| lacking >> rank.0 & 1 == 1), "{what}: {missing:?}");
+        outcome.given += u64::from(missing.contains(&own));
+    }
     outcome.short += u64::from(!missing.is_empty());
     outcome.mixed += u64::from(sets.len() > 1);
 }

@@ -103,6 +103,13 @@ impl Worker {
         self.0.config.enable_async
     }
 
+    /// For how many slow ranks rounds of an optimizer's gradients are not to wait
+    /// (`BPS_BACKUP_WORKERS`) where nobody says otherwise.
+    #[must_use]
+    pub fn backup_workers(&self) -> u32 {
+        self.0.config.backup_workers
+    }
+
     /// This process's number, from 0.
     #[must_use]
     pub fn rank(&self) -> u32 {
@@ -288,13 +295,17 @@ impl Worker {
         self.0.job.as_ref().map_or_else(alone, |job| job.follow(timeout))
     }
 
-    /// The ranks that have died and are not in all of a result that is there, of a job that goes on
-    /// without them; every rank is told the same.
+    /// The ranks that are not in all of a result that is there, because they have died, and the job
+    /// goes on without them, or were late; every rank is told the same.
     ///
     /// # Errors
     /// [`Error::Timeout`] if the scheduler does not say who they are, or what ended the job.
     pub fn lacking(&self, handle: &Handle) -> Result<Vec<Rank>, Error> {
-        match (&self.0.job, handle.lacking()) {
+        let bits = handle.lacking();
+        if handle.lacks_by_rank() {
+            return Ok((0..u64::BITS).filter(|bit| bits >> bit & 1 == 1).map(Rank).collect());
+        }
+        match (&self.0.job, bits) {
             (Some(job), bits) if bits != 0 => job.gone(bits),
             _ => Ok(Vec::new()),
         }
@@ -401,6 +412,12 @@ impl Shared {
         for said in tensors {
             let checked = said.check_members(Rank(self.rank), self.size);
             checked.map_err(|cause| Refusal::Scheduler(Arc::new(cause)))?;
+            if let Some(backup) = said.store.and_then(Store::backup).filter(|_| self.job.is_none())
+                && let Err(fault) = backup.check_ranks(&said.members, self.size)
+            {
+                let (tensor, fault) = (said.name.clone(), fault.into());
+                return Err(Refusal::Scheduler(Arc::new(Unserved::Store { tensor, fault })).into());
+            }
             if said.store.is_some() && self.job.is_none() {
                 let (tensor, fault) = (said.name.clone(), StoreFault::NoServer);
                 return Err(Refusal::Scheduler(Arc::new(Unserved::Store { tensor, fault })).into());
@@ -418,6 +435,7 @@ impl Shared {
             let members = &said.members;
             members.clone().within(self.size) != *members
                 || said.encoding.is_some() && is_left(said)
+                || said.store.and_then(Store::backup).is_some_and(|backup| backup.behind == 0)
                 || said.store.and_then(Store::deltas).is_some() && self.config.staleness.is_some()
         };
         if !tensors.iter().any(changes) {
@@ -427,8 +445,14 @@ impl Shared {
         for said in &mut tensors {
             said.members = std::mem::take(&mut said.members).within(self.size);
             said.encoding = said.encoding.filter(|_| !is_left(said));
-            if let Some(Store::Deltas(deltas)) = &mut said.store {
-                deltas.staleness = deltas.staleness.or(self.config.staleness);
+            match &mut said.store {
+                Some(Store::Deltas(deltas)) => {
+                    deltas.staleness = deltas.staleness.or(self.config.staleness);
+                }
+                Some(Store::Backup(backup)) if backup.behind == 0 => {
+                    backup.behind = self.config.backup_behind;
+                }
+                _ => {}
             }
         }
         Ok(Cow::Owned(tensors))

@@ -63,8 +63,10 @@ pub struct Task {
     asked_ns: u64,
     /// Of a tensor on the GPU: see [`is_wanted`](Task::is_wanted).
     is_wanted: AtomicBool,
-    /// Ranks that have died and are not in its result, as results say it.
+    /// Ranks that are not in its result, as results say it.
     lacks: AtomicU64,
+    /// They say it in the order of ranks, not in that of deaths.
+    lacks_by_rank: AtomicBool,
 }
 
 impl Task {
@@ -92,10 +94,12 @@ impl Task {
         self.finish_now(Ok(()));
     }
 
-    /// Its result, which is there, lacks these ranks: a bit for each.
-    pub(crate) fn lacks(&self, ranks: u64) {
+    /// Its result, which is there, lacks these ranks: a bit for each, in their order or in that of
+    /// deaths.
+    pub(crate) fn lacks(&self, ranks: u64, by_rank: bool) {
         // Relaxed: `finish` comes behind it, and whoever sees that sees this.
         self.lacks.store(ranks, Ordering::Relaxed);
+        self.lacks_by_rank.store(by_rank, Ordering::Relaxed);
     }
 
     /// The task is over: its memory is the caller's again. Returns whether somebody sleeps on it or
@@ -244,11 +248,17 @@ impl Handle {
         Ok(())
     }
 
-    /// Once it is over: a bit for each rank that has died and is not in all of its result, in the
-    /// order of their deaths. [`Worker::lacking`](crate::Worker::lacking) names them.
+    /// Once it is over: a bit for each rank that is not in all of its result, because it has died
+    /// or was [late](Self::lacks_by_rank). [`Worker::lacking`](crate::Worker::lacking) names them.
     #[must_use]
     pub fn lacking(&self) -> u64 {
         self.0.lacks.load(Ordering::Relaxed)
+    }
+
+    /// Whether bit n of that is rank n; else it is that of the death that was told of as number n.
+    #[must_use]
+    pub fn lacks_by_rank(&self) -> bool {
+        self.0.lacks_by_rank.load(Ordering::Relaxed)
     }
 
     fn result(&self) -> Result<bool, Error> {

@@ -318,11 +318,11 @@ impl Agent {
             if core == Some(None) {
                 return Err(broken("names a core without a lane"));
             }
-            let has_deltas = declaration.store.and_then(Store::deltas).is_some();
+            let is_apart = declaration.store.is_some_and(Store::is_apart);
             let is_own = part.owner.0 == self.roster.index;
             let owner = self.lanes.ranks.get(&part.owner).copied();
             let is_of_set = declaration.members.contains(part.owner);
-            let is_others = !is_own && (owner.is_none() || has_deltas);
+            let is_others = !is_own && (owner.is_none() || is_apart);
             if is_others || !is_of_set {
                 return Err(broken("names an owner that is not of this rank's group"));
             }
@@ -354,10 +354,10 @@ impl Agent {
         })
     }
 
-    /// Who pushes a tensor with this rank, if not all do. Deltas are summed in no group.
+    /// Who pushes a tensor with this rank, if not all do. What is apart is summed in no group.
     fn among(&self, declaration: &Declaration) -> Option<Among> {
         let (members, lanes) = (&declaration.members, Box::default());
-        if declaration.store.and_then(Store::deltas).is_some() {
+        if declaration.store.is_some_and(Store::is_apart) {
             return Some(Among { count: members.count(self.roster.size), lanes });
         }
         if members.is_all() {

@@ -292,7 +292,7 @@ impl NicLoop {
 
     fn finish(&mut self, done: Done) {
         let Done { key, round, bytes, task, result, lacks, .. } = done;
-        task.lacks(lacks.ranks);
+        task.lacks(lacks.ranks, lacks.by_rank);
         if result.is_ok() {
             self.nic.record_done(key, round);
             self.statistics.bytes.add(bytes as u64);

@@ -79,7 +79,8 @@ impl Nic {
         // A second one of this round will not fit.
         let state = self.part_mut(part);
         state.stage = Stage::Landing;
-        state.lacks = Lacks { ranks: header.missing, is_lost };
+        let by_rank = state.plan.store.and_then(Store::backup).is_some();
+        state.lacks = Lacks { ranks: header.missing, by_rank, is_lost };
         // Of a stored part it says the version of the value, which matters to nobody here.
         let header = Header { round: Round(self.part(part).round), ..header };
         let (begins, ends) = self.marks(lane, part);

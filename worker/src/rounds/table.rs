@@ -58,24 +58,29 @@ pub struct PartPush {
     pub asked_ns: u64,
 }
 
-/// What the result of a round does not hold, because ranks have died.
+/// What the result of a round does not hold, because ranks have died or were late.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Lacks {
-    /// A bit for each rank without a contribution, in the order in which the scheduler has told of
-    /// their deaths.
+    /// A bit for each rank without a contribution.
     pub ranks: u64,
+    /// Bits are in the order of ranks; else in that in which the scheduler has told of deaths.
+    pub by_rank: bool,
     /// There is no result: it was to come from one of them.
     pub is_lost: bool,
 }
 
 impl Lacks {
     /// All contributions are in.
-    pub const NOTHING: Lacks = Lacks { ranks: 0, is_lost: false };
+    pub const NOTHING: Lacks = Lacks { ranks: 0, by_rank: false, is_lost: false };
 
     /// What one of two parts lacks.
     #[must_use]
     pub fn or(self, other: Lacks) -> Lacks {
-        Lacks { ranks: self.ranks | other.ranks, is_lost: self.is_lost || other.is_lost }
+        Lacks {
+            ranks: self.ranks | other.ranks,
+            by_rank: self.by_rank || other.by_rank,
+            is_lost: self.is_lost || other.is_lost,
+        }
     }
 }
 

@@ -350,6 +350,20 @@ fn asynchronous_training_goes_through_servers() {
 }
 
 #[test]
+fn backup_workers_need_servers_and_somebody_to_wait_for() {
+    let host: &[(&str, &str)] = &[("DMLC_NUM_WORKER", "1"), ("BYTEPS_LOCAL_SIZE", "3")];
+    let set: &[(&str, &str)] = &[("BPS_BACKUP_WORKERS", "2"), ("BPS_BACKUP_BEHIND", "7")];
+    let config = run(Program::Worker, &[], &[WORKER, host, set]).config;
+    assert_eq!((config.backup_workers, config.backup_behind), (2, 7));
+    assert!(config.force_distributed && config.needs_servers());
+    let config = run(Program::Worker, &[], &[WORKER, host]).config;
+    assert_eq!((config.backup_workers, config.backup_behind), (0, 4));
+    let all: &[(&str, &str)] = &[("BPS_BACKUP_WORKERS", "3")];
+    let error = fail(Program::Worker, &[], &[WORKER, host, all]);
+    assert!(error.contains("the job has 3 ranks") && error.contains("at most 2"), "{error}");
+}
+
+#[test]
 fn unknown_names_are_guessed() {
     let names =
         ["BYTEPS_PARTITON_BYTES", "DMLC_NUM_WORKERS", "BYTEPS_FROBNICATE", "HOME", "BPS_PIN"];

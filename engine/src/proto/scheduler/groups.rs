@@ -125,8 +125,8 @@ impl Owners {
 }
 
 /// The owner of a part in the group of this rank. Those of a set go round the members of the group,
-/// by the numbers of their keys. Deltas of a stored tensor are summed in no group: each rank pushes
-/// its own.
+/// by the numbers of their keys. Deltas of a stored tensor are summed in no group, nor is what does
+/// not wait for slow ranks: each rank pushes its own.
 pub(super) fn owner(
     groups: &Groups,
     rank: Rank,
@@ -138,7 +138,7 @@ pub(super) fn owner(
     {
         return root;
     }
-    if said.store.and_then(Store::deltas).is_some() {
+    if said.store.is_some_and(Store::is_apart) {
         return rank;
     }
     let members = groups.members_with(rank);

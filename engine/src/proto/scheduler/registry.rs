@@ -442,11 +442,8 @@ impl Registry {
         }
         let Some(store) = said.store else { return Ok(()) };
         store.check(said, self.ranks)?;
-        // Values begin with the root's, and an optimizer's rounds are whole or nothing.
-        let needs = |rank: Rank| store.deltas().is_none_or(|deltas| deltas.root == rank);
-        if let Some(&rank) =
-            self.gone.iter().find(|&&rank| said.members.contains(rank) && needs(rank))
-        {
+        let mut needed = self.gone.iter().filter(|rank| said.members.contains(**rank));
+        if let Some(&rank) = needed.find(|rank| store.needs(**rank)) {
             return Err(StoreFault::Gone { rank });
         }
         if self.through_servers { Ok(()) } else { Err(StoreFault::NoServer) }

@@ -161,7 +161,8 @@ impl Scheduler {
             let said = running.registry.agreed(tensor)?.clone();
             let pushes = running.uneven.pushes[tensor as usize];
             // Nor does anybody wait for its deltas where the value is the servers'.
-            let is_awaited = said.members.contains(rank) && said.store.is_none();
+            let is_stored = said.store.is_some_and(|store| store.backup().is_none());
+            let is_awaited = said.members.contains(rank) && !is_stored;
             is_awaited.then_some(Followed { tensor, pushes, said })
         };
         let all: Vec<Followed> = tensors.iter().filter_map(followed).collect();

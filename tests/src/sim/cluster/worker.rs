@@ -23,7 +23,13 @@ impl SimWorker {
 }
 
 impl Cluster {
-    /// Rounds that servers have closed without ranks that had died.
+    /// Contributions that servers got when their rounds were closed.
+    #[must_use]
+    pub fn late_contributions(&self) -> u64 {
+        self.counters.iter().map(|one| one.late.read()).sum()
+    }
+
+    /// Rounds that servers have closed without ranks that had died, or were slow.
     #[must_use]
     pub fn short_rounds(&self) -> u64 {
         self.counters.iter().map(|one| one.rounds_short.read()).sum()
