@@ -182,6 +182,13 @@ pub fn enables_async() -> PyResult<bool> {
     Ok(engine()?.enables_async())
 }
 
+/// For how many slow ranks rounds of an optimizer's gradients are not to wait where nobody says
+/// otherwise.
+#[pyfunction]
+pub fn backup_workers() -> PyResult<u32> {
+    Ok(engine()?.backup_workers())
+}
+
 /// A key that authenticates the next object that `root` sends to all ranks under this name; none in
 /// a job without a key. Every rank asks once for each object.
 #[pyfunction]

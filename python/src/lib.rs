@@ -35,9 +35,9 @@ mod _native {
     use super::completions::Completions;
     #[pymodule_export]
     use super::context::{
-        barrier, enables_async, epoch, host_id, init, is_forked, is_initialized, local_rank,
-        local_size, may_return, newcomers, object_key, rank, shutdown, size, speed, start_timeline,
-        stop_timeline,
+        backup_workers, barrier, enables_async, epoch, host_id, init, is_forked, is_initialized,
+        local_rank, local_size, may_return, newcomers, object_key, rank, shutdown, size, speed,
+        start_timeline, stop_timeline,
     };
     #[pymodule_export]
     use super::declared::{declare_by, forget_numbers};

@@ -14,8 +14,8 @@ use bps_engine::base::{DType, Operation, Rank};
 use bps_engine::optimize::{OptimizerError, STEPS_MAX};
 use bps_engine::proto::encoding::{Encoding, EncodingError};
 use bps_worker::{
-    Act, Declaration, Deltas, GpuPushPull, Handle, Kept, Members, Number, Optimizer, PushPull,
-    Store, TensorId, TensorShape,
+    Act, Backup, Declaration, Deltas, GpuPushPull, Handle, Kept, Members, Number, Optimizer,
+    PushPull, Store, TensorId, TensorShape,
 };
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -52,6 +52,8 @@ pub enum Stored {
     Deltas(u32, Option<u32>),
     /// An optimizer, as people write it.
     Optimizer(String),
+    /// For how many slow ranks its rounds do not wait.
+    Backup(u32),
 }
 
 /// Numbers for tensors given as [`Said`]; the operation is `sum`, `average`, `min`, `max`,
@@ -92,6 +94,8 @@ fn store_of(stored: Stored) -> PyResult<Store> {
     Ok(match stored {
         Stored::Deltas(root, staleness) => Store::Deltas(Deltas { root: Rank(root), staleness }),
         Stored::Optimizer(text) => Store::Optimizer(optimizer_of(&text)?),
+        // How far behind a rank may be, the settings say.
+        Stored::Backup(workers) => Store::Backup(Backup { workers, behind: 0 }),
     })
 }
 

@@ -68,7 +68,7 @@ class Tensor(NamedTuple):
     GPU or in host memory. ``ranks`` are those that it is for, in rising
     order; all where it is None. ``encoding`` is how the engine encodes it, if it does, and
     ``store`` how its value stays on the servers, if it does: for deltas, or with an optimizer, as
-    text."""
+    text; or, a number, for how many slow ranks its rounds do not wait."""
 
     name: str
     dtype: str
@@ -78,7 +78,7 @@ class Tensor(NamedTuple):
     device: bool = False
     ranks: tuple[int, ...] | None = None
     encoding: str | None = None
-    store: Store | str | None = None
+    store: Store | str | int | None = None
 
 
 class Kept(NamedTuple):
@@ -195,7 +195,8 @@ def started() -> None:
         # again: their ranks may be others. Values that servers kept begin again when next used.
         for tensor in list(_declared):
             is_unnamed = tensor.name.startswith(_UNNAMED_PREFIX)
-            if tensor.ranks is not None or is_unnamed or tensor.store is not None:
+            is_stored = isinstance(tensor.store, Store | str)
+            if tensor.ranks is not None or is_unnamed or is_stored:
                 del _declared[tensor], _on_wire[_wire_name(tensor)]
         size = _native.size()
         for tensor in [one for one in _declared if one.operation == "broadcast"]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from byteps import _native, _process_sets, _registry, common
+from byteps._backups import WAITS, Backups
 from byteps.errors import ConfigError, UsageError
 from byteps.torch import _backward, _gpu, _tensors, ops
 from byteps.torch._batch import Batch
@@ -55,6 +56,7 @@ class Gradients:
         prefix: str,
         process_set: _process_sets.ProcessSet | None = None,
         sparse: Mapping[torch.Tensor, int] | None = None,
+        backups: Backups = WAITS,
     ) -> None:
         self.number = next(_numbers)
         self.process_set = process_set
@@ -73,6 +75,14 @@ class Gradients:
         # Every gradient is averaged, unless a backward pass has added to one since.
         self.is_averaged = False
         self.closed = False
+        self.backups = backups
+        if backups.workers:
+            # All would have to wait for the slowest to compare their rounds.
+            self.counts_rounds = False
+            self.sparse_remedy = (
+                "gradients that do not wait for slow ranks are dense ones alone, so pass "
+                "sparse_as_dense=True, or backup_workers=0"
+            )
         self._rounds = Rounds(prefix, process_set) if self.counts_rounds else None
         self._all_sent = False
         self.batches: list[Batch] = []
@@ -126,7 +136,9 @@ class Gradients:
     def _watch(self, params: list[torch.Tensor]) -> None:
         ranks = self.ranks if params else None
         tensors = [
-            _tensors.gradient(self.names[param], param, self.compression, self.average, ranks)
+            _tensors.gradient(
+                self.names[param], param, self.compression, self.average, ranks, self.backups
+            )
             for param in params
         ]
         numbers = _registry.declare(tensors)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from byteps import _registry
+from byteps._backups import WAITS, Backups
 from byteps._codecs import encoding_for
 from byteps.errors import TensorError
 from byteps.torch import _gpu
@@ -105,6 +106,7 @@ def gradient(
     compression: Any,
     average: bool,
     ranks: tuple[int, ...] | None = None,
+    backups: Backups = WAITS,
 ) -> _registry.Tensor:
     """What is declared for the gradients of a parameter before there is one."""
     check(param, "parameter", name)
@@ -114,9 +116,10 @@ def gradient(
     _gpu.open_for([param], lambda _: of_host)
     operation = "average" if average else "sum"
     encoding = encoding_for(compression, sent.dtype.is_floating_point, operation)
-    return _registry.Tensor(
+    tensor = _registry.Tensor(
         name, dtype, param.shape, operation, device=not of_host, ranks=ranks, encoding=encoding
     )
+    return backups.over(tensor)
 
 
 def in_place(tensor: torch.Tensor) -> Memory:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from byteps import _objects, _process_sets, _registry, common
+from byteps._backups import WAITS, Backups
 from byteps._codecs import encoding_for
 from byteps._operations import (
     Adasum,
@@ -103,9 +104,10 @@ def contributors(handle: int) -> list[int] | None:
     """Waits until it is done, and returns the ranks whose tensors are in its result, rising.
 
     They are all for whom it is, unless some have died in a job that goes on without them
-    (``BPS_ELASTIC=shrink``); every rank is told the same. An average is divided by as many as they
-    are. A rank that is in a part of the result alone is not among them. To be called before
-    :func:`synchronize`, after which the handle is spent: then it gives None.
+    (``BPS_ELASTIC=shrink``), or were too late (``backup_workers``); every rank is told the same. An
+    average is divided by as many as they are. A rank that is in a part of the result alone is not
+    among them. To be called before :func:`synchronize`, after which the handle is spent: then it
+    gives None.
     """
     return _registry.contributors(handle)
 
@@ -123,6 +125,7 @@ def send(
     settle: bool = False,
     ranks: Ranks = None,
     compression: Any = Compression.none,
+    backups: Backups = WAITS,
 ) -> Send:
     """What the registry starts; ``settle`` lets a name come again for another type or size."""
     source = memory.source
@@ -134,6 +137,7 @@ def send(
         dtype, shape = _tensors.summed_dtype(source, what, name), source.shape
     encoding = encoding_for(compression, source.dtype.is_floating_point, operation)
     known = _registry.Tensor(name, dtype, shape, operation, root, device, ranks, encoding)
+    known = backups.over(known)
     if settle:
         known = _registry.settled(known)
     on_gpu = _gpu.holds(source)
@@ -155,6 +159,7 @@ def _start(
     ranks: Ranks = None,
     then: Callable[[list[torch.Tensor]], Any] | None = None,
     compression: Any = Compression.none,
+    backups: Backups = WAITS,
 ) -> int:
     is_average = operation == "average"
     stream = _gpu.open_for(
@@ -173,6 +178,7 @@ def _start(
             settle,
             ranks,
             compression,
+            backups,
         )
         for memory, name in zip(memories, names, strict=True)
     ]
@@ -213,7 +219,16 @@ def push_pull_start(
     ranks: Ranks = None,
     then: Callable[[list[torch.Tensor]], Any] | None = None,
     compression: Any = Compression.none,
+    backup_workers: int = 0,
 ) -> int:
+    backups = Backups.asked(backup_workers)
+    if backups.workers and not all(names):
+        raise ConfigError(
+            f"backup_workers={backup_workers} without a name: names follow from the order of calls "
+            "then, and are used again; give the tensor one"
+        )
+    if operation == "adasum":
+        backups = backups.unless("op=Adasum combines the tensors of all ranks")
     memories, scaled = [], []
     for tensor, name in zip(tensors, names, strict=True):
         _tensors.check(tensor, "push_pull of", name)
@@ -244,6 +259,7 @@ def push_pull_start(
         ranks=ranks,
         then=then,
         compression=compression,
+        backups=backups,
     )
 
 
@@ -263,11 +279,11 @@ class _PushPull(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        how: tuple[str, int, float, float, Ranks, Any],
+        how: tuple[str, int, float, float, Ranks, Any, int],
         names: list[str | None],
         *tensors: torch.Tensor,
     ) -> Any:
-        operation, priority, prescale, postscale, ranks, compression = how
+        operation, priority, prescale, postscale, ranks, compression, backups = how
         ctx.how, ctx.names = how, names
         handle = push_pull_start(
             tensors,
@@ -280,12 +296,13 @@ class _PushPull(torch.autograd.Function):
             postscale,
             ranks,
             compression=compression,
+            backup_workers=backups,
         )
         return tuple(synchronize(handle))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        operation, priority, prescale, postscale, ranks, compression = ctx.how
+        operation, priority, prescale, postscale, ranks, compression, backups = ctx.how
         if operation not in ("average", "sum"):
             raise ConfigError(f"a push_pull with the operation {operation} has no gradient here")
         names = [name and f"{name}.backward" for name in ctx.names]
@@ -300,6 +317,7 @@ class _PushPull(torch.autograd.Function):
             prescale,
             ranks,
             compression=compression,
+            backup_workers=backups,
         )
         return None, None, *synchronize(handle)
 
@@ -313,6 +331,7 @@ def differentiable(
     prescale: float = 1.0,
     postscale: float = 1.0,
     ranks: Ranks = None,
+    backup_workers: int = 0,
 ) -> list[torch.Tensor]:
     for tensor, name in zip(tensors, names, strict=True):
         _tensors.check(tensor, "push_pull of", name)
@@ -321,7 +340,7 @@ def differentiable(
     smaller = [compression.compress(tensor) for tensor in tensors]
     sent = [tensor for tensor, _ in smaller]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sent):
-        how = operation, priority, prescale, postscale, ranks, compression
+        how = operation, priority, prescale, postscale, ranks, compression, backup_workers
         outputs = _PushPull.apply(how, names, *sent)
     else:
         outputs = synchronize(
@@ -336,6 +355,7 @@ def differentiable(
                 postscale,
                 ranks,
                 compression=compression,
+                backup_workers=backup_workers,
             )
         )
     return [
@@ -367,6 +387,7 @@ def push_pull(
     compression: Any = Compression.none,
     op: ReduceOp | None = None,
     process_set: Any = None,
+    backup_workers: int = 0,
 ) -> torch.Tensor:
     """The average (or sum) of the tensor over all ranks, as a new tensor; autograd passes through.
 
@@ -375,10 +396,22 @@ def push_pull(
     maxima and products have no gradient and take no ``compression``. ``process_set``, here and
     below, is a :class:`~byteps.torch.ProcessSet` of the ranks that take part. ``version`` is not
     used.
+
+    ``backup_workers`` is for how many of the slowest ranks the result does not wait
+    (docs/stragglers.md): sums and averages of floats in memory of the host, with a name.
+    :func:`contributors` tells whose tensors are in it.
     """
     operation = operation_of(average, op)
     ranks = _process_sets.ranks_of(process_set)
-    return differentiable([tensor], operation, [name], priority, compression, ranks=ranks)[0]
+    return differentiable(
+        [tensor],
+        operation,
+        [name],
+        priority,
+        compression,
+        ranks=ranks,
+        backup_workers=backup_workers,
+    )[0]
 
 
 def push_pull_async(
@@ -389,10 +422,20 @@ def push_pull_async(
     priority: int = 0,
     op: ReduceOp | None = None,
     process_set: Any = None,
+    backup_workers: int = 0,
 ) -> int:
     """:func:`push_pull` that does not wait. Leave the tensor unchanged until it is done."""
     operation, ranks = operation_of(average, op), _process_sets.ranks_of(process_set)
-    return push_pull_start([tensor], operation, [name], priority, False, True, ranks=ranks)
+    return push_pull_start(
+        [tensor],
+        operation,
+        [name],
+        priority,
+        False,
+        True,
+        ranks=ranks,
+        backup_workers=backup_workers,
+    )
 
 
 def push_pull_inplace(
@@ -403,9 +446,14 @@ def push_pull_inplace(
     priority: int = 0,
     op: ReduceOp | None = None,
     process_set: Any = None,
+    backup_workers: int = 0,
 ) -> torch.Tensor:
     """:func:`push_pull` into the tensor itself."""
-    synchronize(push_pull_async_inplace(tensor, average, name, version, priority, op, process_set))
+    synchronize(
+        push_pull_async_inplace(
+            tensor, average, name, version, priority, op, process_set, backup_workers
+        )
+    )
     return tensor
 
 
@@ -417,10 +465,20 @@ def push_pull_async_inplace(
     priority: int = 0,
     op: ReduceOp | None = None,
     process_set: Any = None,
+    backup_workers: int = 0,
 ) -> int:
     """:func:`push_pull` into the tensor itself, without waiting."""
     operation, ranks = operation_of(average, op), _process_sets.ranks_of(process_set)
-    return push_pull_start([tensor], operation, [name], priority, True, True, ranks=ranks)
+    return push_pull_start(
+        [tensor],
+        operation,
+        [name],
+        priority,
+        True,
+        True,
+        ranks=ranks,
+        backup_workers=backup_workers,
+    )
 
 
 byteps_push_pull = push_pull_async_inplace

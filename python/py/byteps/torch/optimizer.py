@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from byteps import _native, _process_sets, _registry
+from byteps._backups import Backups
 from byteps.errors import ConfigError, UsageError
 from byteps.torch import ops
 from byteps.torch._gradients import Gradients
@@ -40,6 +41,7 @@ def DistributedOptimizer(
     process_set: Any = None,
     async_: bool | None = None,
     staleness: int | None = None,
+    backup_workers: int | None = None,
 ) -> torch.optim.Optimizer:
     """Makes ``step()`` use gradients averaged over all ranks.
 
@@ -82,6 +84,10 @@ def DistributedOptimizer(
             then, and ``compression`` is refused. As ``BYTEPS_ENABLE_ASYNC`` says where it is None.
         staleness: How many steps a rank may be ahead of the slowest in asynchronous training: its
             ``step()`` waits beyond that. As ``BPS_STALENESS`` says where it is None.
+        backup_workers: For how many of the slowest ranks no average waits (docs/stragglers.md): it
+            is then that of the others, the same on all ranks. Gradients are in memory of the host
+            and dense, and ranks do not compare how often they have called ``backward()``. As
+            ``BPS_BACKUP_WORKERS`` says where it is None, for what may be so; 0 waits for all.
     """
     known = _process_sets.added(process_set)
     _check_groups(num_groups, groups)
@@ -99,6 +105,7 @@ def DistributedOptimizer(
             )
         compression = Predivided(compression, gradient_predivide_factor)
     named = checked(optimizer, named_parameters, backward_passes_per_step)
+    backups = Backups.asked(backup_workers).unless(_needs_all(op, is_async))
     prefix = next_prefix() if known is None else next_prefix(known.process_set_id)
     if is_async:
         if op == ops.Adasum:
@@ -111,10 +118,24 @@ def DistributedOptimizer(
         return _combining(optimizer, named, compression, prefix, known)
     distributed = become(Distributed, optimizer)
     distributed._byteps = Gradients(
-        named, compression, backward_passes_per_step, op, sparse_as_dense, prefix, known
+        named,
+        compression,
+        backward_passes_per_step,
+        op,
+        sparse_as_dense,
+        prefix,
+        known,
+        backups=backups,
     )
     distributed._byteps.step_with(distributed)
     return distributed
+
+
+def _needs_all(op: ops.ReduceOp, is_async: bool) -> str | None:
+    """Why an optimizer waits for all ranks, if it does, or for none."""
+    if is_async:
+        return "asynchronous training waits for no rank anyway"
+    return "op=Adasum combines the steps of all ranks" if op == ops.Adasum else None
 
 
 def _combining(
