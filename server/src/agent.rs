@@ -4,6 +4,9 @@
 
 #![forbid(unsafe_code)]
 
+mod outlasting;
+
+use self::outlasting::Memory;
 use crate::entry::Groups;
 use crate::shard::{Command, Report};
 use bps_engine::base::{Epoch, Key, Rank, word};
@@ -31,6 +34,9 @@ pub enum Effect {
     Timeline(u32, Option<Timeline>),
     /// A heartbeat, to the scheduler.
     Beat,
+    /// One attempt to reach another scheduler; or (`false`) there is no need of one, because the
+    /// one that was silent answers.
+    Redial(bool),
     /// Knock at the scheduler on fresh connections, which is so far away, until told to stop.
     Knock(Option<Duration>),
     /// A line for people.
@@ -54,6 +60,7 @@ pub struct Agent {
     /// What each shard last reported as stalled.
     stalled: Vec<(Vec<StalledKey>, Vec<LateKeys>)>,
     pulse: Pulse,
+    memory: Memory,
     knocking: bool,
     over: bool,
 }
@@ -70,6 +77,7 @@ impl Agent {
             installs: HashMap::new(),
             stalled: vec![Default::default(); cores as usize],
             pulse,
+            memory: Memory::default(),
             knocking: false,
             over: false,
         }
@@ -96,13 +104,18 @@ impl Agent {
         if beat.send {
             effects.push(Effect::Beat);
         }
+        if self.look_for_another(now, effects) {
+            return;
+        }
         if std::mem::replace(&mut self.knocking, beat.knock) != beat.knock {
             effects.push(Effect::Knock(beat.knock.then_some(self.pulse.round_trip())));
         }
         if let Some(silent) = beat.silent {
             let line = self.pulse.complaint(silent).to_string();
-            effects.push(Effect::Send(NodeMessage::failed(line.clone())));
-            self.scheduler_lost(line, effects);
+            if !self.outlasts() {
+                effects.push(Effect::Send(NodeMessage::failed(line.clone())));
+            }
+            self.scheduler_lost(line, now, effects);
         }
     }
 
@@ -129,7 +142,10 @@ impl Agent {
     /// A message of the scheduler.
     pub fn handle(&mut self, message: SchedulerMessage, now: Duration, effects: &mut Vec<Effect>) {
         match message {
-            SchedulerMessage::Heartbeat => self.pulse.answered(now),
+            SchedulerMessage::Heartbeat => {
+                self.pulse.answered(now);
+                self.is_back(now, effects);
+            }
             SchedulerMessage::Waiting { text } => effects.push(Effect::Info(text)),
             SchedulerMessage::Roster(roster) => {
                 let (epoch, ranks) = (roster.epoch, roster.size);
@@ -150,15 +166,18 @@ impl Agent {
                 let bytes = STAGING_BYTES + SCRATCH_BYTES + records;
                 budget.add("buffers of lanes", lanes, bytes as u64);
                 effects.extend(budget.lines().map(Effect::Info));
+                self.memory.begin(roster.term);
                 self.roster = Some(roster);
             }
             SchedulerMessage::Install { request, keys } => self.install(request, keys, effects),
             SchedulerMessage::Retire { keys } => self.retire(keys, effects),
             SchedulerMessage::Reset { epoch } => {
                 self.reset = Some((epoch, self.cores));
+                self.memory.reset(epoch);
                 self.begin(epoch, Groups::default(), effects);
             }
             SchedulerMessage::Shrunk(shrunk) => {
+                self.memory.lose(&shrunk.gone);
                 let gone: Arc<[Rank]> = shrunk.gone.into();
                 for core in 0..self.cores {
                     let gone = Arc::clone(&gone);
@@ -180,7 +199,8 @@ impl Agent {
             SchedulerMessage::Over { reason } => self.end(&reason, effects),
             // The clock is for the control thread and the scheduler's stall reports for the
             // workers' users; the rest is not for servers.
-            SchedulerMessage::Stall { .. }
+            SchedulerMessage::Resumed { .. }
+            | SchedulerMessage::Stall { .. }
             | SchedulerMessage::PathStall { .. }
             | SchedulerMessage::Clock(_)
             | SchedulerMessage::Mismatch(_)
@@ -207,6 +227,7 @@ impl Agent {
     fn install(&mut self, request: u64, keys: Vec<KeySpec>, effects: &mut Vec<Effect>) {
         let mut by_core: HashMap<u32, Vec<KeySpec>> = HashMap::new();
         for spec in keys {
+            self.memory.install(spec.key);
             by_core.entry(spec.core).or_default().push(spec);
         }
         if let Some(core) = by_core.keys().find(|&&core| core >= self.cores) {
@@ -265,12 +286,16 @@ impl Agent {
             Report::Closed { rank, cause, expected } => {
                 // The scheduler finds out by itself what became of a worker; if nothing did, the
                 // path to it is broken. What a rank closes itself ends nobody else's job.
-                if !expected && !self.over {
+                if expected {
+                    self.memory.leave(rank);
+                } else if !self.over {
                     effects
                         .push(Effect::Warn(format!("core {core}: {}: {cause}", self.lane(rank))));
                     if is_one_sided(cause) {
                         let (to, fault) = (End::Rank(rank), lane_fault(cause));
-                        effects.push(Effect::Send(NodeMessage::LaneLost { to, fault }));
+                        let said = NodeMessage::LaneLost { to, fault };
+                        self.memory.lose_lane(&said);
+                        effects.push(Effect::Send(said));
                     }
                 }
             }
@@ -299,8 +324,8 @@ impl Agent {
     }
 
     /// The scheduler does not answer, or the connection to it is lost: a line about it.
-    pub fn scheduler_lost(&mut self, line: String, effects: &mut Vec<Effect>) {
-        if !self.over {
+    pub fn scheduler_lost(&mut self, line: String, now: Duration, effects: &mut Vec<Effect>) {
+        if !self.over && !self.wait_out(&line, now, effects) {
             self.over = true;
             effects.push(Effect::Warn(line));
             effects.push(Effect::Over(false));

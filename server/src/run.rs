@@ -12,7 +12,8 @@ use crate::signals::Signals;
 use crate::timeline::Tracing;
 use bps_engine::config::{Config, Program};
 use bps_engine::control::{
-    Door, JobKey, Knocker, Link, LinkReceiver, LinkSender, Listener, ask_time, take_time,
+    Door, Found, JobKey, Knocker, Link, LinkError, LinkReceiver, LinkSender, Listener, Progress,
+    Redial, ask_time, take_time,
 };
 use bps_engine::harness::{self};
 use bps_engine::host::{self, HostError};
@@ -40,6 +41,9 @@ const DESCRIPTORS: u64 = 1 << 20;
 const FORMING_GRACE: Duration = Duration::from_secs(2);
 /// How often the control thread looks around when nothing comes.
 const CONTROL_TICK: Duration = Duration::from_millis(50);
+/// The same while there is no scheduler.
+const LOOK: Duration = Duration::from_millis(10);
+
 /// `bps-server`: reads flags and variables, runs, and returns the exit code: 0 the job finished, 1
 /// it failed or could not start, 2 a flag or variable is wrong, 130 or 143 a signal ended it.
 pub fn cli(arguments: impl IntoIterator<Item = OsString>) -> i32 {
@@ -107,13 +111,17 @@ pub fn run(config: &Config) -> Result<(), ServerError> {
     let pulse = Pulse::new(&address, interval, timeout, Duration::ZERO);
     let (sender, receiver) = link.split();
     let takes_rdma = shards.iter().all(|shard| shard.rails.is_some());
+    let register = register(config, cores, shm_name, takes_rdma, session);
+    let root = (config.root_uri.as_str(), config.root_port);
+    let redial = Redial::new(root, &key, session, (interval, timeout));
     sender
-        .send(&NodeMessage::Register(register(config, cores, shm_name, takes_rdma, session)))
+        .send(&NodeMessage::Register(register.clone()))
         .map_err(|error| ServerError::Scheduler(error.to_string()))?;
     let agent = Agent::new(config.server_cores, pulse).with_encryption(config.encrypt);
+    let agent = agent.outlasting(config.scheduler_wait);
     let control = Control {
         agent: Arc::new(Mutex::new(agent)),
-        door,
+        door: Arc::new(Mutex::new(door)),
         knocker: Arc::default(),
         shards: shards.clone(),
         sender,
@@ -122,7 +130,8 @@ pub fn run(config: &Config) -> Result<(), ServerError> {
         shown,
     };
     let tracing = Arc::clone(&control.tracing);
-    let result = control.run(config, receiver, &reports, &report_waker, &stop);
+    let way = Way { receiver, is_cut: false, redial, register };
+    let result = control.run(config, way, &reports, &report_waker, &stop);
     acceptor.stop();
     // A core that hangs ends with this process.
     let told: Result<Vec<()>, _> = shards.iter().map(|shard| shard.send(Command::Stop)).collect();
@@ -204,6 +213,34 @@ fn register(
     }
 }
 
+/// The way to the scheduler, and to another one.
+struct Way {
+    receiver: LinkReceiver,
+    /// It is of no use any more.
+    is_cut: bool,
+    redial: Redial,
+    register: Register,
+}
+
+impl Way {
+    /// Carries out what is for the way alone.
+    fn take_steps(&mut self, effects: &mut Vec<Effect>, agent: &Mutex<Agent>, now: Duration) {
+        effects.retain(|effect| {
+            match effect {
+                Effect::Redial(true) => {
+                    if let Err(error) = self.redial.dial() {
+                        log::warning!("no thread: {error}");
+                        agent.lock().unwrap_or_else(PoisonError::into_inner).not_found(now);
+                    }
+                }
+                Effect::Redial(false) => self.redial.forget(),
+                _ => return true,
+            }
+            false
+        });
+    }
+}
+
 /// What the two control threads share: one reads the scheduler, the other the shards.
 #[derive(Clone)]
 struct Control {
@@ -211,7 +248,7 @@ struct Control {
     shards: Vec<ShardHandle>,
     sender: LinkSender,
     done: Arc<AtomicBool>,
-    door: Door,
+    door: Arc<Mutex<Door>>,
     knocker: Arc<Mutex<Option<Knocker>>>,
     tracing: Arc<Tracing>,
     shown: Arc<Shown>,
@@ -221,7 +258,7 @@ impl Control {
     fn run(
         self,
         config: &Config,
-        mut receiver: LinkReceiver,
+        mut way: Way,
         reports: &Mpsc<(u32, Report)>,
         report_waker: &Waker,
         stop: &Signals,
@@ -245,7 +282,7 @@ impl Control {
                 break Err(ServerError::Signal(signal));
             }
             ask_time(&self.tracing.clock, &self.sender);
-            let received = receiver.receive(CONTROL_TICK);
+            let received = self.receive(&mut way, began.elapsed(), &mut effects);
             if let Ok(Some(SchedulerMessage::Clock(answer))) = &received {
                 take_time(&self.tracing.clock, answer, &self.sender);
             }
@@ -255,8 +292,9 @@ impl Control {
                     Ok(Some(message)) => agent.handle(message, now, &mut effects),
                     Ok(None) => {}
                     Err(error) => {
+                        way.is_cut = true;
                         let line = error.line(agent.scheduler());
-                        agent.scheduler_lost(line, &mut effects);
+                        agent.scheduler_lost(line, now, &mut effects);
                     }
                 }
                 let knocker = self.knocker.lock().unwrap_or_else(PoisonError::into_inner);
@@ -265,6 +303,7 @@ impl Control {
                 }
                 agent.handle_tick(now, &mut effects);
             }
+            way.take_steps(&mut effects, &self.agent, began.elapsed());
             if let Some(well) = self.carry_out(&mut effects) {
                 break if well { Ok(()) } else { Err(ServerError::Job) };
             }
@@ -283,6 +322,54 @@ impl Control {
         outcome.and_then(|()| Ok(harness::join(reporter)?))
     }
 
+    /// What the scheduler says next; of another one, where this one is lost, once it leads the job.
+    fn receive(
+        &self,
+        way: &mut Way,
+        now: Duration,
+        effects: &mut Vec<Effect>,
+    ) -> Result<Option<SchedulerMessage>, LinkError> {
+        if !self.agent().is_away() {
+            return way.receiver.receive(CONTROL_TICK);
+        }
+        match way.redial.poll(CONTROL_TICK) {
+            Progress::None | Progress::Says(SchedulerMessage::Heartbeat) => {}
+            Progress::Connected => {
+                let messages = self.agent().resume(way.register.clone());
+                way.redial.ask(&messages);
+            }
+            Progress::Says(message) => return Ok(Some(message)),
+            Progress::Leads(found) => self.follow(way, *found, now, effects),
+            Progress::Failed => self.agent().not_found(now),
+        }
+        if way.redial.is_asking() {
+            return Ok(None);
+        }
+        if way.is_cut {
+            std::thread::sleep(LOOK);
+            return Ok(None);
+        }
+        way.receiver.receive(LOOK)
+    }
+
+    /// Goes over to another scheduler.
+    fn follow(&self, way: &mut Way, found: Found, now: Duration, effects: &mut Vec<Effect>) {
+        let Found { sender, receiver, door, term } = found;
+        let mut agent = self.agent();
+        let Some(told) = agent.follow(term, now, effects) else { return };
+        // If it was only stopped, it learns so that it is followed no more.
+        if !way.is_cut {
+            let _ = self.sender.send(&NodeMessage::Deposed { term });
+        }
+        self.sender.replace(sender);
+        (way.receiver, way.is_cut) = (receiver, false);
+        *self.door.lock().unwrap_or_else(PoisonError::into_inner) = door;
+        for message in told {
+            // If that fails, `receive` finds the connection closed.
+            let _ = self.sender.send(&message);
+        }
+    }
+
     /// Whether the roster has come.
     fn is_formed(&self) -> bool {
         self.agent().index().is_some()
@@ -294,7 +381,8 @@ impl Control {
 
     fn knock(&self, round_trip: Option<Duration>) {
         let knocker = round_trip.and_then(|round_trip| {
-            let started = Knocker::start(Door { round_trip, ..self.door.clone() });
+            let door = self.door.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            let started = Knocker::start(Door { round_trip, ..door });
             started.inspect_err(|error| log::warning!("no thread: {error}")).ok()
         });
         *self.knocker.lock().unwrap_or_else(PoisonError::into_inner) = knocker;
@@ -360,6 +448,8 @@ impl Control {
                     let _ = self.sender.send(&NodeMessage::Heartbeat { rounds });
                 }
                 Effect::Knock(round_trip) => self.knock(round_trip),
+                // The control thread has taken these.
+                Effect::Redial(_) => {}
                 Effect::Timeline(server, timeline) => {
                     let recorders = self.tracing.apply(server, timeline.as_ref());
                     for (shard, recorder) in self.shards.iter().zip(recorders) {

@@ -115,6 +115,8 @@ pub struct Config {
     pub min_workers: Option<u32>,
     /// `BPS_ELASTIC_WAIT`: how long an elastic job with too few members waits for new ones.
     pub elastic_wait: Duration,
+    /// `BPS_SCHEDULER_WAIT`: how long nodes of an elastic job wait for another scheduler.
+    pub scheduler_wait: Duration,
     /// `DMLC_PS_ROOT_URI`: where the scheduler is.
     pub root_uri: String,
     /// `DMLC_PS_ROOT_PORT`.
@@ -406,6 +408,7 @@ impl Default for Config {
             elastic: ElasticMode::None,
             min_workers: None,
             elastic_wait: Duration::ZERO,
+            scheduler_wait: Duration::from_secs(60),
             root_uri: String::new(),
             root_port: 0,
             interface: None,

@@ -95,7 +95,7 @@ pub struct Link {
 pub struct LinkSender {
     writer: Arc<Mutex<Writer>>,
     /// The same socket outside of the lock, so that a send that waits can be cut short.
-    closer: Arc<TcpStream>,
+    closer: Arc<Mutex<Arc<TcpStream>>>,
 }
 
 /// What one message at a time goes through.
@@ -159,7 +159,7 @@ impl Link {
         stream.set_nonblocking(false)?;
         stream.set_nodelay(true)?;
         stream.set_write_timeout(Some(WRITE_TIMEOUT))?;
-        let closer = Arc::new(stream.try_clone()?);
+        let closer = Arc::new(Mutex::new(Arc::new(stream.try_clone()?)));
         let writer = Writer { stream: stream.try_clone()?, sealer };
         let sender = LinkSender { writer: Arc::new(Mutex::new(writer)), closer };
         let inbox = Inbox::behind(opener);
@@ -284,18 +284,34 @@ impl LinkSender {
         })
     }
 
+    /// Sends over the connection of `other` from now on, as all clones of this one do.
+    pub fn replace(&self, other: LinkSender) {
+        self.shutdown();
+        let socket = other.socket();
+        let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        // Only the one that was handed over is left of `other`.
+        if let Ok(new) = Arc::try_unwrap(other.writer) {
+            *writer = new.into_inner().unwrap_or_else(PoisonError::into_inner);
+            *self.closer.lock().unwrap_or_else(PoisonError::into_inner) = socket;
+        }
+    }
+
+    fn socket(&self) -> Arc<TcpStream> {
+        Arc::clone(&self.closer.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
     /// Ends the connection in both directions: both halves, and the scheduler, see it closed. What
     /// was sent before may be lost if the scheduler has said something that nobody has read: see
     /// [`close`](Self::close).
     pub fn shutdown(&self) {
         // It fails only where the connection is gone already.
-        let _ = self.closer.shutdown(Shutdown::Both);
+        let _ = self.socket().shutdown(Shutdown::Both);
     }
 
     /// Says to the scheduler that nothing more comes. It closes the connection when it has read
     /// that, which the receiver sees.
     pub fn end(&self) {
-        let _ = self.closer.shutdown(Shutdown::Write);
+        let _ = self.socket().shutdown(Shutdown::Write);
     }
 
     /// Ends the connection when the scheduler has closed it, having read what was sent, or after
@@ -310,8 +326,9 @@ impl LinkSender {
         let until = Instant::now() + patience;
         let mut bytes = [0; 4096];
         let mut is_closed = false;
-        while !is_closed && matches!(readable(&self.closer, until), Ok(true)) {
-            let read = (&*self.closer).read(&mut bytes);
+        let socket = self.socket();
+        while !is_closed && matches!(readable(&socket, until), Ok(true)) {
+            let read = (&*socket).read(&mut bytes);
             let goes_on = |error: &io::Error| error.kind() == ErrorKind::Interrupted;
             is_closed = read.map_or_else(|error| !goes_on(&error), |count| count == 0);
         }

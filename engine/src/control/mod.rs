@@ -19,6 +19,7 @@ mod frame;
 mod job_key;
 mod knock;
 mod link;
+mod redial;
 mod setups;
 #[cfg(test)]
 mod tests;
@@ -32,5 +33,6 @@ pub use frame::{Connection, FrameError, Inbox, encode};
 pub use job_key::JobKeyError;
 pub use knock::Knocker;
 pub use link::{Door, Link, LinkError, LinkReceiver, LinkSender};
+pub use redial::{Found, Progress, Redial};
 pub use setups::Setups;
 pub use time::{ask_time, take_time};

@@ -101,7 +101,7 @@ fn bad_peers_cost_their_own_connections_and_few_lines() {
         }
         idle.push(stream);
     }
-    for garbage in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0; 300], &[0xff; 32], b"BPSH\x09", b"BPSH"] {
+    for garbage in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0; 300], &[0xff; 32], b"BPSH\x0a", b"BPSH"] {
         let mut stream = TcpStream::connect(setup.address).unwrap();
         let _ = stream.write_all(garbage);
     }
@@ -183,12 +183,12 @@ fn another_version_learns_ours() {
     let setup = setup("version");
     let mut stream = TcpStream::connect(setup.address).unwrap();
     let mut hello = [0; 32];
-    hello[..5].copy_from_slice(b"BPSH\x09");
+    hello[..5].copy_from_slice(b"BPSH\x0a");
     stream.write_all(&hello).unwrap();
     let mut answer = Vec::new();
     stream.read_to_end(&mut answer).unwrap();
     assert_eq!(&answer[..6], [b'B', b'P', b'S', b'H', VERSION, 1]);
-    let said = format!("version 9 and this end {VERSION}");
+    let said = format!("version 10 and this end {VERSION}");
     assert!(setup.logged.recv_timeout(SOON).unwrap().contains(&said));
 }
 

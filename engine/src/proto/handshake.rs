@@ -24,7 +24,7 @@ use std::fmt;
 /// First bytes of both ends' first message.
 pub const MAGIC: [u8; 4] = *b"BPSH";
 /// Version of the handshake and of all that follows it on a connection.
-pub const VERSION: u8 = 8;
+pub const VERSION: u8 = 9;
 /// Bytes of the dialer's first message.
 pub const HELLO_BYTES: usize = 32;
 /// Bytes of the acceptor's message.

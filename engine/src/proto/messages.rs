@@ -8,14 +8,16 @@ use super::encoding::Encoding;
 use super::late::{CaughtUp, Late, LateKeys};
 use super::members::Members;
 use super::paths::{AwaitedKey, End, KeyState, LaneFault, PathStall};
+pub use super::planning::{Planning, switch_width};
+use super::resume::{KnownTensor, Resume};
 use super::shape::TensorShape;
 pub use super::statistics::{LinkStatistics, LoopStatistics, Statistics};
 use super::store::Store;
-use super::tuning::{TuneOrder, TuneReport, Tuning};
+use super::tuning::{TuneOrder, TuneReport};
 use super::uneven::{UnevenOrder, UnevenReport};
 use super::unserved::Unserved;
 pub use super::verdict::{Origin, OverReason, Party, Place, RoundOf, Shrunk, Sign};
-use crate::base::{CoreId, DType, Epoch, Key, Operation, Placement, Rank};
+use crate::base::{CoreId, DType, Epoch, Key, Operation, Rank};
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
 
@@ -25,6 +27,18 @@ use std::net::SocketAddr;
 pub enum NodeMessage {
     /// The first message: who this is.
     Register(Register),
+    /// The same of a member of a job whose scheduler is lost, to the next one.
+    Resume(Box<Resume>),
+    /// Behind `Resume`: tensors that this rank may push.
+    Known {
+        /// In rising order, as many as one answer to a declaration has at most.
+        tensors: Vec<KnownTensor>,
+    },
+    /// To a scheduler that was silent: the node follows one of a later term.
+    Deposed {
+        /// The other's.
+        term: u32,
+    },
     /// The first message of a further connection: the node of this session lives, though nothing
     /// is heard on its own connection. Answered by `Heartbeat`.
     Alive {
@@ -159,6 +173,12 @@ pub enum SchedulerMessage {
     },
     /// All nodes are there. Sent to each with its own place in it.
     Roster(Roster),
+    /// To a node that has sent `Resume`: all are there again, or given up, and the scheduler leads
+    /// the job. What had no answer is to be sent again now.
+    Resumed {
+        /// Its term.
+        term: u32,
+    },
     /// Answer to `Declare`: in the same order.
     Declared {
         /// From `Declare`.
@@ -336,45 +356,15 @@ pub enum Node {
     },
 }
 
-/// How tensors are cut into parts and parts are placed on cores.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct Planning {
-    /// `BYTEPS_PARTITION_BYTES`.
-    pub partition_bytes: u32,
-    /// Placement function.
-    pub placement: Placement,
-    /// `BYTEPS_MIXED_MODE_BOUND`.
-    pub mixed_bound: u32,
-    /// `BYTEPS_BUILT_IN_HASH_COEF`.
-    pub built_in_coefficient: u64,
-    /// `BPS_LOCAL_REDUCE`: the ranks of a host reduce among themselves first.
-    pub local_reduce: bool,
-    /// `BYTEPS_FORCE_DISTRIBUTED`: through servers even where all ranks share a host.
-    pub force_distributed: bool,
-    /// `BYTEPS_REDUCE_ROOTS`: places in each group, in the order of ranks, that own the parts of
-    /// tensors on GPUs; all where it is empty.
-    pub reduce_roots: Vec<u32>,
-    /// `BYTEPS_PCIE_SWITCH_SIZE`: ranks below each PCIe switch of a host; 0 where there is one.
-    pub switch_size: u32,
-    /// What the job finds by itself.
-    #[serde(default, skip_serializing_if = "Tuning::is_off")]
-    pub tuning: Tuning,
-}
-
-/// How many ranks of a group of so many are below each PCIe switch, if the hosts' switches have
-/// `switch_size` each. A group that they do not divide is below one.
-#[must_use]
-pub fn switch_width(switch_size: u32, group: usize) -> usize {
-    let size = switch_size as usize;
-    if size > 0 && group.is_multiple_of(size) { size } else { group }
-}
-
 /// The job as one node sees it.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Roster {
     /// What tells this job from all others, at random, so that nothing of another one with the same
     /// key is taken for this one's.
     pub job: String,
+    /// Which scheduler of the job this one is, from 1.
+    #[serde(default)]
+    pub term: u32,
     /// Membership generation, from 1.
     pub epoch: Epoch,
     /// Ranks in the job.

@@ -3,6 +3,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod absence;
 pub mod backup;
 pub mod encoding;
 pub mod handshake;
@@ -11,7 +12,9 @@ pub mod members;
 pub mod messages;
 pub mod objects;
 pub mod paths;
+mod planning;
 pub mod pulse;
+pub mod resume;
 pub mod scheduler;
 pub mod search;
 pub mod shape;

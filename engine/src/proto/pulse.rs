@@ -64,6 +64,11 @@ impl Pulse {
         Pulse { scheduler, interval, timeout, next, unanswered, aside, looked, round_trip }
     }
 
+    /// Another scheduler leads the job from now on.
+    pub fn restart(&mut self, now: Duration) {
+        (self.next, self.aside, self.unanswered) = (now, now, None);
+    }
+
     /// The scheduler has answered a heartbeat.
     pub fn answered(&mut self, now: Duration) {
         if let Some(since) = self.unanswered.take() {

@@ -9,12 +9,14 @@ mod eras;
 mod groups;
 mod late;
 mod lives;
+mod outputs;
 mod paths;
 mod registry;
 mod rendezvous;
 mod replies;
 mod shrink;
 mod stay;
+mod takeover;
 mod tuner;
 mod uneven;
 mod view;
@@ -33,6 +35,8 @@ use crate::base::{Epoch, Placement, Rank, word};
 pub use elastic::Elastic;
 use elastic::History;
 use late::LateRanks;
+use outputs::Queued;
+pub use outputs::{Exit, Output};
 use paths::Paths;
 use registry::Registry;
 use rendezvous::{Job, Rendezvous, name, origin};
@@ -40,6 +44,7 @@ use replies::kind;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
+use takeover::Takeover;
 use tuner::Tuner;
 use uneven::Uneven;
 pub use view::{JobView, NodeRole, NodeView, TuningView};
@@ -82,52 +87,6 @@ pub struct SchedulerConfig {
     pub elastic: Option<Elastic>,
 }
 
-/// How the job ended.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Exit {
-    /// All workers left in good order.
-    Finished,
-    /// A node died or failed, a stall lasted too long, or the scheduler was stopped.
-    Failed,
-    /// Nodes did not come in time, or were told different things about the job.
-    NotFormed,
-}
-
-impl Exit {
-    /// The exit code of the scheduler program.
-    #[must_use]
-    pub const fn code(self) -> i32 {
-        match self {
-            Exit::Finished => 0,
-            Exit::Failed => 1,
-            Exit::NotFormed => 3,
-        }
-    }
-}
-
-/// What is to be done.
-#[derive(Clone, PartialEq, Debug)]
-#[allow(clippy::large_enum_variant, reason = "nearly all outputs are messages")]
-pub enum Output {
-    /// Send a message.
-    Send(NodeId, SchedulerMessage),
-    /// Close a connection once all that was sent before has gone out.
-    Close(NodeId),
-    /// Tell people.
-    Log(String),
-    /// These settings were found, to be written down for the next job.
-    Tuned(Point),
-    /// The job is over; nothing follows.
-    Done(Exit),
-}
-
-/// An output that may still have to be made: all rosters at once would be as many copies as there
-/// are nodes.
-enum Queued {
-    Ready(Output),
-    Roster(NodeId, u32, Vec<Neighbour>, Arc<Roster>),
-}
-
 /// What a connection is to the job.
 enum Standing {
     /// It has not said who it is.
@@ -162,6 +121,8 @@ struct Peer {
 /// Where the job stands.
 enum Phase {
     Forming(Box<Rendezvous>),
+    /// Members of a job whose scheduler is lost are coming.
+    Taking(Box<Takeover>),
     Running(Box<Running>),
     Over,
 }
@@ -189,6 +150,8 @@ struct Running {
 /// The machine. See the [module](self).
 pub struct Scheduler {
     config: SchedulerConfig,
+    /// Which scheduler of its job this one is.
+    term: u32,
     epoch: Epoch,
     phase: Phase,
     peers: BTreeMap<NodeId, Peer>,
@@ -221,6 +184,7 @@ impl Scheduler {
         let rendezvous = Rendezvous::new(&config, now);
         Scheduler {
             config,
+            term: 1,
             epoch: Epoch(1),
             phase: Phase::Forming(Box::new(rendezvous)),
             peers: BTreeMap::new(),
@@ -298,6 +262,18 @@ impl Scheduler {
                 self.former_says(node, rank, &message);
             }
             (Standing::New, NodeMessage::Register(register)) => self.register(node, register, now),
+            (Standing::New, NodeMessage::Resume(resume)) => self.resume(node, *resume, now),
+            (Standing::Worker(_) | Standing::Server, NodeMessage::Deposed { term })
+                if term > self.term =>
+            {
+                self.step_down(term);
+            }
+            (_, NodeMessage::Deposed { .. }) => {}
+            (Standing::Worker(_) | Standing::Server, message)
+                if matches!(self.phase, Phase::Taking(_)) =>
+            {
+                self.hear_member(node, message, now);
+            }
             (Standing::New | Standing::Early(_), NodeMessage::Leave { .. }) => {
                 self.peers.remove(&node);
                 self.put(Output::Close(node));
@@ -362,6 +338,7 @@ impl Scheduler {
         self.forgive(now);
         self.check_silence(now);
         self.check_forming(now);
+        self.check_takeover(now);
         self.check_regroup(now);
         self.check_early(now);
         self.check_installs(now);
@@ -392,6 +369,10 @@ impl Scheduler {
                     let reason = refusal.reason.clone();
                     self.dismiss(node, reason);
                 }
+            }
+            // Those of the job that are here do not know one that comes back by its old session.
+            Phase::Taking(_) => {
+                peer.standing = Standing::Early(Box::new(Register { former: None, ..register }));
             }
             Phase::Running(_) if self.config.elastic.is_some() => self.knocked(node, register, now),
             Phase::Running(running)
@@ -458,22 +439,27 @@ impl Scheduler {
             let roster = job.roster(&self.config.job, self.epoch, names_ranks);
             let (elastic, change) = (self.config.elastic.is_some(), change.clone());
             let shrinks = self.config.elastic.as_ref().is_some_and(|elastic| elastic.shrinks);
-            let roster = Arc::new(Roster { elastic, shrinks, change, ..roster });
+            let roster = Arc::new(Roster { term: self.term, elastic, shrinks, change, ..roster });
             for (index, (node, _)) in (0..).zip(nodes) {
                 let neighbours = if names_ranks { Vec::new() } else { job.neighbours(Rank(index)) };
                 let roster = Arc::clone(&roster);
                 self.outputs.push_back(Queued::Roster(*node, index, neighbours, roster));
             }
         }
-        let through_servers = job.through_servers();
-        if !through_servers {
+        if !job.through_servers() {
             self.put(Output::Log("all ranks are on one host: sums do not pass servers".into()));
         }
+        self.phase = Phase::Running(Box::new(self.run(job)));
+    }
+
+    /// The epoch of this job, in which nothing has happened yet.
+    fn run(&self, mut job: Job) -> Running {
+        let through_servers = job.through_servers();
         let groups = std::mem::take(&mut job.groups);
         let (planning, next) = (&job.planning, self.next_install);
-        let tuner = Tuner::new(planning, cores);
+        let tuner = Tuner::new(planning, job.shapes.iter().map(|shape| shape.cores).sum());
         let registry = Registry::new(groups, through_servers, planning, &job.shapes, next);
-        self.phase = Phase::Running(Box::new(Running {
+        Running {
             barriers: Barriers::new(job.size()),
             registry,
             job,
@@ -487,7 +473,7 @@ impl Scheduler {
             tracing: BTreeSet::new(),
             suspended: false,
             away: BTreeMap::new(),
-        }));
+        }
     }
 
     fn handle_worker(&mut self, node: NodeId, rank: Rank, message: NodeMessage, now: Duration) {

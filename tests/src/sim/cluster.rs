@@ -540,6 +540,7 @@ impl Cluster {
                 // No name is declared anew, and no letter lost: a second connection gains nothing.
                 worker_agent::Effect::Limit { .. }
                 | worker_agent::Effect::Knock(_)
+                | worker_agent::Effect::Redial(_)
                 | worker_agent::Effect::Newcomers(_)
                 | worker_agent::Effect::Uneven(_)
                 | worker_agent::Effect::Warn(_) => {}
@@ -581,6 +582,7 @@ impl Cluster {
                     self.mail(Letter::Up(node, NodeMessage::Heartbeat { rounds: 0 }));
                 }
                 server_agent::Effect::Knock(_)
+                | server_agent::Effect::Redial(_)
                 | server_agent::Effect::Info(_)
                 | server_agent::Effect::Warn(_)
                 | server_agent::Effect::Timeline(..) => {}

@@ -109,6 +109,7 @@ impl Pair {
             Neighbour { rank: BAD, host: "here".into(), pid: 4711, local: String::new() };
         let roster = Roster {
             job: "job".into(),
+            term: 1,
             epoch: EPOCH,
             size: 2,
             through_servers: false,

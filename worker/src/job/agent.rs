@@ -2,6 +2,9 @@
 //! of the process go in, effects come out. The control thread carries them out over sockets, the
 //! simulation in memory.
 
+mod outlasting;
+
+use self::outlasting::Memory;
 use super::nic_loop::Command;
 use crate::base::error::{Closed, Corruption, Death, Error, PeerDied, Refusal, Source, StartError};
 use crate::host::switches::Switches;
@@ -54,6 +57,9 @@ pub enum Effect {
     Beat,
     /// Knock at the scheduler on fresh connections, which is so far away, until told to stop.
     Knock(Option<Duration>),
+    /// One attempt to reach another scheduler; or (`false`) there is no need of one, because the
+    /// one that was silent answers.
+    Redial(bool),
     /// So many nodes wait to be let in.
     Newcomers(u32),
     /// These ranks have died, in this order, and the job goes on without them.
@@ -88,6 +94,7 @@ pub struct Agent {
     /// What servers have told of lost lanes, until the scheduler says what happened.
     lost: Option<Death>,
     pulse: Pulse,
+    memory: Memory,
     knocking: bool,
     over: bool,
     /// The job goes on without this epoch, and this rank may come back to it.
@@ -98,6 +105,7 @@ impl Agent {
     /// The agent of a worker that has this roster and these lanes, on a host of these switches.
     #[must_use]
     pub fn new(roster: Roster, lanes: Lanes, switches: Switches, pulse: Pulse) -> Agent {
+        let memory = Memory::new(roster.term, Duration::ZERO);
         Agent {
             roster,
             lanes,
@@ -108,6 +116,7 @@ impl Agent {
             poisoned: HashMap::new(),
             lost: None,
             pulse,
+            memory,
             knocking: false,
             over: false,
             may_return: false,
@@ -132,6 +141,7 @@ impl Agent {
     pub fn redeclare(&mut self, tensors: Vec<Replacement>) -> (u64, NodeMessage) {
         let said = tensors.iter().map(|replacement| replacement.said.clone()).collect();
         let (request, _) = self.declare(said);
+        self.memory.hinder("tensors were declared anew");
         (request, NodeMessage::Redeclare { request, tensors })
     }
 
@@ -139,6 +149,7 @@ impl Agent {
     pub fn barrier(&mut self) -> (u64, NodeMessage) {
         let request = self.next_request;
         self.next_request += 1;
+        self.memory.ask_barrier(request);
         (request, NodeMessage::Barrier { request })
     }
 
@@ -146,6 +157,7 @@ impl Agent {
     pub fn ask_root(&mut self, tensor: u32) -> (u64, NodeMessage) {
         let request = self.next_request;
         self.next_request += 1;
+        self.memory.hinder("ranks have joined");
         (request, NodeMessage::Uneven(UnevenReport::IsRootThere { request, tensor }))
     }
 
@@ -158,11 +170,17 @@ impl Agent {
         if beat.send {
             effects.push(Effect::Beat);
         }
+        if self.look_for_another(now, effects) {
+            return;
+        }
         if std::mem::replace(&mut self.knocking, beat.knock) != beat.knock {
             effects.push(Effect::Knock(beat.knock.then_some(self.pulse.round_trip())));
         }
         if let Some(silent) = beat.silent {
             let silence = self.pulse.complaint(silent);
+            if self.wait_out(&silence.to_string(), now, effects) {
+                return;
+            }
             effects.push(Effect::Send(NodeMessage::failed(silence.to_string())));
             self.end(peer_died(Death::SchedulerSilent(silence)), effects);
         }
@@ -194,7 +212,10 @@ impl Agent {
             return;
         }
         match message {
-            SchedulerMessage::Heartbeat => self.pulse.answered(now),
+            SchedulerMessage::Heartbeat => {
+                self.pulse.answered(now);
+                self.is_back(now, effects);
+            }
             SchedulerMessage::Declared { request, tensors } => {
                 self.declared(request, &tensors, effects);
             }
@@ -213,7 +234,9 @@ impl Agent {
                 effects.extend(tensors.into_iter().map(limit));
             }
             SchedulerMessage::BarrierDone { request } => {
-                effects.push(Effect::BarrierDone { request });
+                if self.memory.pass(request) {
+                    effects.push(Effect::BarrierDone { request });
+                }
             }
             SchedulerMessage::Stall { late, over } => {
                 effects.extend(late.iter().map(|late| Effect::Warn(late.to_string())));
@@ -227,8 +250,12 @@ impl Agent {
             }
             SchedulerMessage::Waiting { text } => effects.push(Effect::Warn(text)),
             SchedulerMessage::Tune(order) => self.tune(order, effects),
-            SchedulerMessage::Uneven(order) => effects.push(Effect::Uneven(order)),
+            SchedulerMessage::Uneven(order) => {
+                self.memory.hinder("ranks have joined");
+                effects.push(Effect::Uneven(order));
+            }
             SchedulerMessage::Shrunk(shrunk) => {
+                self.memory.lose(&shrunk.gone);
                 effects.extend([Effect::Gone(shrunk.gone), Effect::Warn(shrunk.text)]);
             }
             SchedulerMessage::Newcomers { count } => effects.push(Effect::Newcomers(count)),
@@ -238,6 +265,7 @@ impl Agent {
             }
             // For servers, for the control thread, or before the roster: of no meaning here.
             SchedulerMessage::Roster(_)
+            | SchedulerMessage::Resumed { .. }
             | SchedulerMessage::Install { .. }
             | SchedulerMessage::Inquire { .. }
             | SchedulerMessage::Retire { .. }
@@ -255,6 +283,7 @@ impl Agent {
             let error = Refusal::Answers { asked, answered }.into();
             return effects.push(Effect::Declared { request, result: Err(error) });
         }
+        self.memory.learn(&declarations, tensors);
         let plans: Result<Vec<Plan>, Error> = declarations
             .into_iter()
             .zip(tensors)
@@ -393,6 +422,7 @@ impl Agent {
     }
 
     fn mismatch(&mut self, mismatch: Mismatch, effects: &mut Vec<Effect>) {
+        self.memory.hinder("ranks disagree about a tensor");
         let name = mismatch.first_said.name.clone();
         let agreed: Vec<(u32, u64)> =
             mismatch.agreed.iter().map(|one| (one.tensor, one.rounds)).collect();
@@ -414,7 +444,9 @@ impl Agent {
                     Peer::Rank(rank) => End::Rank(rank),
                 };
                 let fault = lane_fault(cause);
-                effects.push(Effect::Send(NodeMessage::LaneLost { to, fault }));
+                let said = NodeMessage::LaneLost { to, fault };
+                self.memory.lose_lane(&said);
+                effects.push(Effect::Send(said));
             }
             Report::Corrupt { peer, message } => {
                 let death = Death::Nonsense { peer: self.origin(peer), what: message };
@@ -476,7 +508,16 @@ impl Agent {
     }
 
     /// The connection to the scheduler is lost: a line about it, and what was seen.
-    pub fn scheduler_lost(&mut self, line: String, source: Source, effects: &mut Vec<Effect>) {
+    pub fn scheduler_lost(
+        &mut self,
+        line: String,
+        source: Source,
+        now: Duration,
+        effects: &mut Vec<Effect>,
+    ) {
+        if self.wait_out(&line, now, effects) {
+            return;
+        }
         self.end(peer_died(Death::SchedulerLost { line, source }), effects);
     }
 

@@ -13,10 +13,11 @@ use crate::nic::{NicStatistics, Report};
 use crate::terminated;
 use bps_engine::base::{Rank, milliseconds};
 use bps_engine::control::{
-    Door, Knocker, LinkError, LinkReceiver, LinkSender, ask_time, take_time,
+    Door, Found, Knocker, LinkError, LinkReceiver, LinkSender, Progress, Redial, ask_time,
+    take_time,
 };
 use bps_engine::metrics::Collector;
-use bps_engine::proto::messages::{NodeMessage, SchedulerMessage};
+use bps_engine::proto::messages::{NodeMessage, Register, SchedulerMessage};
 use bps_engine::proto::uneven::{UnevenOrder, UnevenReport};
 use bps_engine::ring::Mpsc;
 use bps_engine::trace::log;
@@ -29,6 +30,8 @@ use std::time::{Duration, Instant, SystemTime};
 const TICK: Duration = Duration::from_millis(50);
 /// The same in a job that tunes itself: rounds wait for what the NIC loop reports.
 const TUNING_TICK: Duration = Duration::from_millis(5);
+/// The same while there is no scheduler.
+const LOOK: Duration = Duration::from_millis(10);
 /// How long a rank that was told to end waits for the scheduler to hear of it.
 const GOODBYE: Duration = Duration::from_secs(1);
 /// Over how long throughput is measured.
@@ -57,6 +60,11 @@ pub(crate) struct Heart {
     /// Where to knock if the scheduler does not answer.
     pub(crate) door: Door,
     pub(crate) knocker: Option<Knocker>,
+    /// The way to another scheduler, and what this rank is to register there as.
+    pub(crate) redial: Redial,
+    pub(crate) register: Register,
+    /// The connection to the scheduler is of no use any more.
+    pub(crate) is_cut: bool,
 }
 
 /// The control thread of a worker.
@@ -69,6 +77,7 @@ pub(crate) struct Control {
     pub(crate) reports: Mpsc<Report>,
     pub(crate) answers: Arc<(Mutex<Answers>, Condvar)>,
     pub(crate) leaving: Arc<AtomicBool>,
+    pub(crate) has_said_goodbye: Arc<AtomicBool>,
     pub(crate) newcomers: Arc<AtomicU32>,
     pub(crate) statistics: Arc<NicStatistics>,
     pub(crate) collector: Collector,
@@ -113,7 +122,7 @@ impl Control {
                 self.end_process();
             }
             ask_time(&self.tracing.clock, &self.sender);
-            match self.receiver.receive(tick) {
+            match self.receive(tick, &mut effects) {
                 Ok(Some(SchedulerMessage::Clock(answer))) => {
                     take_time(&self.tracing.clock, &answer, &self.sender);
                 }
@@ -121,14 +130,16 @@ impl Control {
                     lock(&self.agent).handle(message, began.elapsed(), &mut effects);
                 }
                 Ok(None) => {}
-                Err(_) if self.leaving.load(Ordering::Acquire) => return,
+                Err(_) if self.has_said_goodbye.load(Ordering::Acquire) => return,
                 Err(error @ LinkError::Altered { .. }) => {
                     lock(&self.agent).control_altered(Source::new(error), &mut effects);
                 }
                 Err(error) => {
+                    self.heart.is_cut = true;
                     let mut agent = lock(&self.agent);
                     let line = error.line(agent.scheduler());
-                    agent.scheduler_lost(line, Source::new(error), &mut effects);
+                    let (source, now) = (Source::new(error), began.elapsed());
+                    agent.scheduler_lost(line, source, now, &mut effects);
                 }
             }
             self.tick(began.elapsed(), &mut effects);
@@ -137,7 +148,7 @@ impl Control {
             }
             self.wait_for_verdict(&mut effects);
             let over = self.carry_out(&mut effects);
-            let left = self.leaving.load(Ordering::Acquire) && self.nic.has_ended();
+            let left = self.has_said_goodbye.load(Ordering::Acquire) && self.nic.has_ended();
             if over || left {
                 return;
             }
@@ -149,6 +160,57 @@ impl Control {
                 let statistics = self.collector.take();
                 let _ = self.sender.send(&NodeMessage::Statistics(statistics));
             }
+        }
+    }
+
+    /// What the scheduler says next; of another one, where this one is lost, once it leads the job.
+    fn receive(
+        &mut self,
+        tick: Duration,
+        effects: &mut Vec<Effect>,
+    ) -> Result<Option<SchedulerMessage>, LinkError> {
+        if !lock(&self.agent).is_away() {
+            return self.receiver.receive(tick);
+        }
+        let progress = self.heart.redial.poll(tick);
+        let now = self.heart.began.elapsed();
+        match progress {
+            Progress::None => {}
+            Progress::Connected => {
+                let messages = lock(&self.agent).resume(self.heart.register.clone());
+                self.heart.redial.ask(&messages);
+            }
+            Progress::Says(SchedulerMessage::Heartbeat) => {}
+            Progress::Says(message) => return Ok(Some(message)),
+            Progress::Leads(found) => self.follow(*found, now, effects),
+            Progress::Failed => lock(&self.agent).not_found(now),
+        }
+        if self.heart.redial.is_asking() {
+            return Ok(None);
+        }
+        if self.heart.is_cut {
+            std::thread::sleep(LOOK);
+            return Ok(None);
+        }
+        self.receiver.receive(LOOK)
+    }
+
+    /// Goes over to another scheduler, and asks it for what has no answer.
+    fn follow(&mut self, found: Found, now: Duration, effects: &mut Vec<Effect>) {
+        let Found { sender, receiver, door, term } = found;
+        // Callers ask under this lock: each request goes out by one connection, or by both once.
+        let mut agent = lock(&self.agent);
+        let Some(asked) = agent.follow(term, now, effects) else { return };
+        // If it was only stopped, it learns so that it is followed no more.
+        if !self.heart.is_cut {
+            let _ = self.sender.send(&NodeMessage::Deposed { term });
+        }
+        self.sender.replace(sender);
+        self.receiver = receiver;
+        (self.heart.door, self.heart.is_cut) = (door, false);
+        for message in asked {
+            // If that fails, `receive` finds the connection closed.
+            let _ = self.sender.send(&message);
         }
     }
 
@@ -185,7 +247,10 @@ impl Control {
 
     fn wait_for_verdict(&mut self, effects: &mut Vec<Effect>) {
         let mut agent = lock(&self.agent);
-        if agent.has_lost() {
+        if agent.is_away() {
+            // Only a scheduler knows.
+            self.lost_at = None;
+        } else if agent.has_lost() {
             let since = *self.lost_at.get_or_insert_with(Instant::now);
             if since.elapsed() > self.verdict {
                 agent.give_up(effects);
@@ -222,6 +287,13 @@ impl Control {
                     let _ = self.sender.send(&NodeMessage::Heartbeat { rounds });
                 }
                 Effect::Knock(round_trip) => self.knock(round_trip),
+                Effect::Redial(true) => {
+                    if let Err(error) = self.heart.redial.dial() {
+                        log::warning!("no thread: {error}");
+                        lock(&self.agent).not_found(self.heart.began.elapsed());
+                    }
+                }
+                Effect::Redial(false) => self.heart.redial.forget(),
                 Effect::Declared { request, result } => {
                     self.answer(|answers| drop(answers.declares.insert(request, result)));
                 }

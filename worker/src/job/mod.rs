@@ -4,6 +4,7 @@
 #![forbid(unsafe_code)]
 
 pub mod agent;
+mod asking;
 mod control;
 pub(crate) mod declared;
 mod dialing;
@@ -95,6 +96,7 @@ pub(crate) struct Job {
     sender: LinkSender,
     answers: Arc<(Mutex<Answers>, Condvar)>,
     leaving: Arc<AtomicBool>,
+    has_said_goodbye: Arc<AtomicBool>,
     /// Nodes that wait to be let in.
     newcomers: Arc<AtomicU32>,
     /// What this rank is known by when it comes back.
@@ -155,11 +157,12 @@ impl Job {
         let line = has_started.recv_timeout(PATIENCE).map_err(not_started)??;
         log::info!("{line}");
         let tracing = Arc::new(Tracing::new(rank, &joined.sender, &nic, &gpu.inbox));
-        let agent =
-            Arc::new(Mutex::new(Agent::new(joined.roster, lanes, switches.clone(), joined.pulse)));
+        let agent = Agent::new(joined.roster, lanes, switches.clone(), joined.pulse)
+            .outlasting(config.scheduler_wait);
+        let agent = Arc::new(Mutex::new(agent));
         let answers: Arc<(Mutex<Answers>, Condvar)> = Arc::default();
         let (leaving, speeds): (Arc<AtomicBool>, Arc<Mutex<VecDeque<Speed>>>) = Default::default();
-        let newcomers: Arc<AtomicU32> = Arc::default();
+        let (newcomers, has_said_goodbye): (Arc<AtomicU32>, Arc<AtomicBool>) = Default::default();
         let control = Control {
             agent: Arc::clone(&agent),
             declared: Arc::clone(declared),
@@ -169,6 +172,7 @@ impl Job {
             reports,
             answers: Arc::clone(&answers),
             leaving: Arc::clone(&leaving),
+            has_said_goodbye: Arc::clone(&has_said_goodbye),
             newcomers: Arc::clone(&newcomers),
             collector: Collector::new(config, vec![Arc::clone(&statistics.counters)]),
             statistics,
@@ -192,6 +196,7 @@ impl Job {
             sender: joined.sender,
             answers,
             leaving,
+            has_said_goodbye,
             newcomers,
             session,
             elastic,
@@ -254,15 +259,12 @@ impl Job {
     pub(crate) fn declare(&self, news: &News) -> Result<Vec<u32>, Error> {
         let mut requests = Vec::new();
         if !news.new.is_empty() {
-            requests.push(lock(&self.agent).declare(news.new.clone()));
+            requests.push(self.ask(|agent| agent.declare(news.new.clone()))?);
         }
         if !news.replaced.is_empty() {
-            requests.push(lock(&self.agent).redeclare(news.replaced.clone()));
+            requests.push(self.ask(|agent| agent.redeclare(news.replaced.clone()))?);
         }
-        for (_, message) in &requests {
-            self.send(message)?;
-        }
-        let answer = |(request, _): (u64, NodeMessage)| {
+        let answer = |request: u64| {
             let found = |answers: &mut Answers| answers.declares.remove(&request);
             self.answer(self.patience, found)?
                 .unwrap_or_else(|| Err(Overdue::Declare { waited: self.patience }.into()))
@@ -279,8 +281,7 @@ impl Job {
     }
 
     pub(crate) fn barrier(&self, timeout: Option<Duration>) -> Result<(), Error> {
-        let (request, message) = lock(&self.agent).barrier();
-        self.send(&message)?;
+        let request = self.ask(Agent::barrier)?;
         let found = |answers: &mut Answers| {
             let position = answers.barriers.iter().position(|&done| done == request)?;
             Some(answers.barriers.swap_remove(position))
@@ -456,9 +457,12 @@ impl Job {
             while !self.nic.has_ended() && Instant::now() < deadline {
                 std::thread::sleep(Duration::from_millis(1));
             }
+            self.wait_for_scheduler(suspend);
             // Whoever is not there any more needs no goodbye.
+            self.has_said_goodbye.store(true, Ordering::Release);
             let _ = self.sender.send(&NodeMessage::Leave { suspend });
         }
+        self.has_said_goodbye.store(true, Ordering::Release);
         let _ = self.command(Command::Fail { error: self.ended() });
         self.nic.wake();
         if was_over.is_none() {

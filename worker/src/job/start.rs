@@ -12,7 +12,7 @@ use crate::job::places;
 use crate::nic::{NicConfig, NicStatistics, Peer, Report};
 use bps_engine::base::{CoreId, Rank};
 use bps_engine::config::{Config, TransportChoice};
-use bps_engine::control::{JobKey, Link, LinkError, LinkReceiver, LinkSender};
+use bps_engine::control::{JobKey, Link, LinkError, LinkReceiver, LinkSender, Redial};
 use bps_engine::lane::{EndpointBuilder, Needs};
 use bps_engine::mem::Budget;
 use bps_engine::proto::messages::{
@@ -114,10 +114,22 @@ pub fn credit_bytes(config: &Config, lanes: usize) -> usize {
 ///
 /// An epoch may be over before this rank has all its lanes: then it goes on to the next one.
 pub(crate) fn join(config: &Config, mut former: Option<u64>) -> Result<Joined, Error> {
+    let mut lost_at = None;
     loop {
         match join_epoch(config, former) {
             Ok(joined) => return Ok(joined),
             Err(Missed::Epoch(session)) => former = Some(session),
+            // Of a job that goes on without its scheduler, this rank waits for the next one.
+            Err(Missed::Job(Error::Start(error)))
+                if former.is_some() && error.is_of_scheduler() =>
+            {
+                let since: Instant = *lost_at.get_or_insert_with(Instant::now);
+                if since.elapsed() >= config.scheduler_wait {
+                    return Err(error.into());
+                }
+                log::warning!("{error}; coming back by another connection");
+                std::thread::sleep(TICK);
+            }
             Err(Missed::Job(error)) => return Err(error),
         }
     }
@@ -153,7 +165,10 @@ fn join_epoch(config: &Config, former: Option<u64>) -> Result<Joined, Missed> {
     let key = JobKey::load(config).map_err(|error| SettingError::Invalid(Source::new(error)))?;
     // The scheduler of a job that runs is there.
     let patience = match former {
-        Some(_) => config.heartbeat_timeout.min(config.start_timeout),
+        Some(_) => {
+            let alone = config.heartbeat_timeout.min(config.start_timeout);
+            alone.max(config.scheduler_wait)
+        }
         None => config.start_timeout,
     };
     let link = Link::connect(&config.root_uri, config.root_port, &key, patience)
@@ -178,7 +193,7 @@ fn join_epoch(config: &Config, former: Option<u64>) -> Result<Joined, Missed> {
     let (sender, receiver) = link.split();
     let local = door.as_ref().map(|door| door.name().to_owned());
     let register = register(config, local, knock_at.session, former);
-    sender.send(&NodeMessage::Register(register)).map_err(lost)?;
+    sender.send(&NodeMessage::Register(register.clone())).map_err(lost)?;
     let address = knock_at.address.to_string();
     let (interval, timeout) = (config.heartbeat_interval, config.heartbeat_timeout);
     let pulse = Pulse::new(&address, interval, timeout, start.elapsed());
@@ -203,7 +218,9 @@ fn join_epoch(config: &Config, former: Option<u64>) -> Result<Joined, Missed> {
         links => links?,
     };
     let Attendant { start: began, pulse, sender, receiver, .. } = attendant;
-    let heart = Heart { began, door: knock_at, knocker: None };
+    let root = (config.root_uri.as_str(), config.root_port);
+    let redial = Redial::new(root, &key, session, (interval, timeout));
+    let heart = Heart { began, door: knock_at, knocker: None, redial, register, is_cut: false };
     let object_keys = ObjectKeys::new(&key, &roster.job, roster.epoch);
     Ok(Joined { roster, sender, receiver, heart, pulse, object_keys, links, order, wakers })
 }

@@ -13,6 +13,7 @@ impl Job {
     /// This rank has joined, and had pushed so much by then; `None` if it had joined before.
     pub(crate) fn join(&self, pushes: Option<Vec<Pushes>>) -> Result<(), Error> {
         let pushes = pushes.ok_or(Refusal::JoinedTwice)?;
+        lock(&self.agent).hinder("ranks have joined");
         self.send(&NodeMessage::Uneven(UnevenReport::Joined { pushes }))
     }
 

@@ -169,6 +169,16 @@ pub(super) const ROWS: &[Row] = &[
     )
     .flag("elastic-wait"),
     Row::new(
+        "BPS_SCHEDULER_WAIT",
+        ALL,
+        Group::Job,
+        Seconds { at: |config| &mut config.scheduler_wait, min: 0.0, max: DAY_SECONDS },
+        "120",
+        "How long ranks and servers of an elastic job whose scheduler is lost train on and wait \
+         for another one on the same address before they end; 0: not at all.",
+    )
+    .flag("scheduler-wait"),
+    Row::new(
         "DMLC_PS_ROOT_URI",
         ALL | TOP,
         Group::Network,

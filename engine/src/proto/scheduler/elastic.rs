@@ -307,6 +307,7 @@ impl Scheduler {
 
     /// A node has come while the job runs: it waits for the next epoch.
     pub(super) fn knocked(&mut self, node: NodeId, register: Register, now: Duration) {
+        let register = self.known_before(register);
         let Phase::Running(running) = &self.phase else { return };
         if let Some(session) = register.former {
             let mut away = running.away.keys().filter_map(|rank| {
@@ -323,6 +324,27 @@ impl Scheduler {
             self.reminder = Reminder::new(now);
         }
         self.tell_newcomers();
+    }
+
+    /// A rank that comes back to a scheduler that does not know of it, because the one that knew is
+    /// lost, comes as a new one.
+    fn known_before(&self, mut register: Register) -> Register {
+        let of = |job: &Job, session| job.workers.iter().any(|(_, one)| one.session == session);
+        let is_known = |session: u64| {
+            let is_dead = self.history.dead.iter().any(|(dead, _)| *dead == session);
+            is_dead
+                || match &self.phase {
+                    Phase::Running(running) => of(&running.job, session),
+                    Phase::Forming(rendezvous) => {
+                        let awaited =
+                            rendezvous.regroup.iter().flat_map(|one| one.awaited.values());
+                        awaited.into_iter().any(|one| one.session == session)
+                    }
+                    Phase::Taking(_) | Phase::Over => false,
+                }
+        };
+        register.former = register.former.filter(|session| self.term == 1 || is_known(*session));
+        register
     }
 
     /// Whether a node that came early was of the job before.
@@ -349,6 +371,7 @@ impl Scheduler {
 
     /// A node registers while an epoch forms from what another left.
     pub(super) fn rejoin(&mut self, node: NodeId, register: Register, now: Duration) {
+        let register = self.known_before(register);
         let Phase::Forming(rendezvous) = &mut self.phase else { return };
         let Some(regroup) = &mut rendezvous.regroup else { return };
         let is_worker = matches!(register.node, Node::Worker { .. });
@@ -388,7 +411,7 @@ impl Scheduler {
     }
 
     /// A rank that was given up, and lives.
-    fn refuse_dead(&mut self, node: NodeId, register: &Register, session: u64) {
+    pub(super) fn refuse_dead(&mut self, node: NodeId, register: &Register, session: u64) {
         let dead = self.history.dead.iter().rev().find(|(known, _)| *known == session);
         let who = dead.map_or_else(|| origin(register), |(_, who)| who.clone());
         let cause = Unformed::GivenUp { who, epoch: self.epoch };

@@ -16,7 +16,11 @@ use crate::proto::unformed::Unformed;
 pub(super) fn is_sign_of_life(message: &NodeMessage) -> bool {
     matches!(
         message,
-        NodeMessage::Register(_) | NodeMessage::Heartbeat { .. } | NodeMessage::Alive { .. }
+        NodeMessage::Register(_)
+            | NodeMessage::Resume(_)
+            | NodeMessage::Known { .. }
+            | NodeMessage::Heartbeat { .. }
+            | NodeMessage::Alive { .. }
     )
 }
 
@@ -26,7 +30,10 @@ impl Scheduler {
         self.dead(node, Sign::Seen(how.to_owned()));
     }
 
-    fn dead(&mut self, node: NodeId, how: Sign) {
+    pub(super) fn dead(&mut self, node: NodeId, how: Sign) {
+        if matches!(self.phase, Phase::Taking(_)) {
+            return self.leave_seat(node, &how.to_string());
+        }
         if matches!(self.phase, Phase::Forming(_)) {
             return self.vacate(node, &how.to_string(), true);
         }
@@ -36,6 +43,9 @@ impl Scheduler {
 
     /// The connection of a member ended without a good-bye.
     pub(super) fn gone(&mut self, node: NodeId, how: &str) {
+        if matches!(self.phase, Phase::Taking(_)) {
+            return self.leave_seat(node, how);
+        }
         if matches!(self.phase, Phase::Forming(_)) {
             return self.vacate(node, how, false);
         }
@@ -44,7 +54,7 @@ impl Scheduler {
         self.end(reason, None);
     }
 
-    fn death(&self, node: NodeId, how: Sign) -> Option<OverReason> {
+    pub(super) fn death(&self, node: NodeId, how: Sign) -> Option<OverReason> {
         let peer = self.peers.get(&node)?;
         Some(OverReason::Died { who: self.origin(node), how, rounds: peer.rounds })
     }
@@ -301,6 +311,9 @@ impl Scheduler {
             for peer in self.peers.values_mut() {
                 peer.heard += gap;
                 peer.connected += gap;
+            }
+            if let Phase::Taking(takeover) = &mut self.phase {
+                takeover.since += gap;
             }
         }
     }

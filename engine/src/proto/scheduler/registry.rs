@@ -7,9 +7,11 @@
 //! does not know yet, and a server may forget the keys of a tensor that no rank pushes any more.
 
 mod losing;
+mod recall;
 mod recut;
 mod steps;
 
+pub(super) use self::recall::Recalled;
 use self::recut::{Cut, Recutting};
 use self::steps::Step;
 use super::eras::Eras;

@@ -468,6 +468,7 @@ impl Job {
         });
         Roster {
             job: job.to_owned(),
+            term: 0,
             epoch,
             size: self.size(),
             through_servers: self.through_servers(),
@@ -530,7 +531,7 @@ fn preferred(register: &Register) -> Option<u32> {
 }
 
 /// A server's shape. It is colocated if it says so, or if a worker runs on its host.
-fn shape(register: &Register, worker_hosts: &BTreeSet<&str>) -> Shape {
+pub(super) fn shape(register: &Register, worker_hosts: &BTreeSet<&str>) -> Shape {
     match &register.node {
         Node::Server { cores, colocated, .. } => Shape {
             cores: word(cores.len()),

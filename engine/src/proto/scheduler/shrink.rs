@@ -7,6 +7,7 @@
 //! of its own, which decides for its keys; nothing of the rank is taken after that.
 
 use super::elastic::ranked;
+use super::registry::Reply;
 use super::{
     NodeId, Output, OverReason, Phase, Rank, Running, Scheduler, SchedulerMessage, counted,
 };
@@ -18,6 +19,20 @@ impl Running {
     pub(super) fn has_finished(&self) -> bool {
         let comes_back = |rank| self.away.contains_key(rank) || self.gone.contains(rank);
         self.left.iter().any(|rank| !comes_back(rank))
+    }
+
+    /// Takes a rank out of all that is waited for. Returns whose barriers are passed, and what is
+    /// to be told.
+    pub(super) fn lose(&mut self, rank: Rank) -> (Vec<(Rank, u64)>, Vec<Reply>) {
+        let Some((node, _)) = self.job.workers.get(rank.0 as usize) else {
+            return Default::default();
+        };
+        self.left.insert(rank);
+        self.gone.push(rank);
+        self.stalls.lose(rank);
+        self.late.lose(rank);
+        self.paths.lose(rank, *node);
+        (self.barriers.lose(rank), self.registry.lose(rank))
     }
 }
 
@@ -65,16 +80,10 @@ impl Scheduler {
     fn lose(&mut self, rank: Rank, reason: &OverReason) {
         let now = self.clock;
         let Phase::Running(running) = &mut self.phase else { return };
-        let Some((node, register)) = running.job.workers.get(rank.0 as usize) else { return };
-        let (node, who) = (*node, ranked(rank, register));
+        let Some((_, register)) = running.job.workers.get(rank.0 as usize) else { return };
+        let who = ranked(rank, register);
         self.history.bury(Some(register.session), who);
-        running.left.insert(rank);
-        running.gone.push(rank);
-        running.stalls.lose(rank);
-        running.late.lose(rank);
-        running.paths.lose(rank, node);
-        let passed = running.barriers.lose(rank);
-        let retired = running.registry.lose(rank);
+        let (passed, retired) = running.lose(rank);
         let gone = running.gone.clone();
         let left = counted(running.job.workers.len() - running.left.len(), "rank");
         let text = format!(

@@ -50,13 +50,28 @@ pub(super) struct Barriers {
     excused: BTreeSet<Rank>,
     /// Ranks that died: likewise, for good.
     gone: BTreeSet<Rank>,
+    /// By rank: barriers that it will ask for again, and that the others have passed.
+    behind: Vec<u64>,
     passed: u64,
 }
 
 impl Barriers {
     pub(super) fn new(ranks: u32) -> Barriers {
         let open = vec![VecDeque::new(); ranks as usize];
-        Barriers { open, ..Barriers::default() }
+        Barriers { open, behind: vec![0; ranks as usize], ..Barriers::default() }
+    }
+
+    /// Those of ranks that have passed so many under another scheduler. A barrier that any of them
+    /// has passed, all have come to.
+    pub(super) fn again(ranks: u32, passed: &[(Rank, u64)]) -> Barriers {
+        let most = passed.iter().map(|(_, count)| *count).max().unwrap_or(0);
+        let mut barriers = Barriers { passed: most, ..Barriers::new(ranks) };
+        for (rank, count) in passed {
+            if let Some(behind) = barriers.behind.get_mut(rank.0 as usize) {
+                *behind = most - count;
+            }
+        }
+        barriers
     }
 
     /// A rank has come to its next barrier. Returns whom to tell that one is complete, or `None` if
@@ -67,7 +82,12 @@ impl Barriers {
         request: u64,
         now: Duration,
     ) -> Option<Vec<(Rank, u64)>> {
-        let mine = self.open.get_mut(rank.0 as usize)?;
+        let at = rank.0 as usize;
+        let mine = self.open.get_mut(at)?;
+        if self.behind[at] > 0 {
+            self.behind[at] -= 1;
+            return Some(vec![(rank, request)]);
+        }
         if mine.len() >= BARRIERS_MAX {
             return None;
         }

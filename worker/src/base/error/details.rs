@@ -147,6 +147,9 @@ impl Details {
     fn of_death(death: &Death) -> Details {
         match death {
             Death::Verdict(reason) => Details::of_verdict(reason),
+            Death::SchedulerAway(away) => {
+                Details { waited: Some(away.waited), ..Details::default() }
+            }
             Death::SchedulerSilent(silence) => {
                 Details { waited: Some(silence.silent), ..Details::default() }
             }

@@ -3,6 +3,7 @@
 use super::Source;
 use bps_engine::base::{Key, Rank};
 use bps_engine::optimize::Act;
+use bps_engine::proto::absence::SchedulerAway;
 use bps_engine::proto::messages::{Origin, OverReason, RoundOf};
 use bps_engine::proto::pulse::SchedulerSilent;
 use bps_engine::proto::text::shorten;
@@ -36,6 +37,9 @@ pub enum Death {
         /// What was seen.
         source: Source,
     },
+    /// The scheduler is lost, and no other has taken over in time.
+    #[error(transparent)]
+    SchedulerAway(SchedulerAway),
     /// A request could not be sent to the scheduler.
     #[error("the scheduler can't be reached: {source}")]
     SchedulerUnreachable {

@@ -200,3 +200,16 @@ impl StartError {
         StartError::Resource { what, source: Source::new(error) }
     }
 }
+
+impl StartError {
+    /// Whether only the scheduler is lost, or not there.
+    #[must_use]
+    pub fn is_of_scheduler(&self) -> bool {
+        matches!(
+            self,
+            StartError::NoScheduler(_)
+                | StartError::SchedulerLost { .. }
+                | StartError::SchedulerSilent(_)
+        )
+    }
+}

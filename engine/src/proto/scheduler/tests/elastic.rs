@@ -16,6 +16,17 @@ pub(super) fn worker(at: u32, session: u64, former: Option<u64>) -> Register {
 
 /// A formed job; worker n is node n and has session 1000 + n, servers are nodes 100, 101, ….
 pub(super) fn formed(workers: u32, servers: u32, elastic: Elastic) -> Bench {
+    let mut bench = come_together(workers, servers, elastic);
+    for at in 0..workers {
+        let roster = bench.roster(at.into());
+        assert!(roster.elastic && roster.change.is_none());
+    }
+    (0..servers).for_each(|server| drop(bench.roster(100 + u64::from(server))));
+    bench
+}
+
+/// The same, of which nobody has read its roster.
+pub(super) fn come_together(workers: u32, servers: u32, elastic: Elastic) -> Bench {
     let mut bench = Bench::new(workers, servers);
     bench.scheduler.config.elastic = Some(elastic);
     for server in 0..servers {
@@ -26,11 +37,6 @@ pub(super) fn formed(workers: u32, servers: u32, elastic: Elastic) -> Bench {
         let register = Register { session, ..worker_register(at, workers, servers) };
         bench.join(at.into(), register);
     }
-    for at in 0..workers {
-        let roster = bench.roster(at.into());
-        assert!(roster.elastic && roster.change.is_none());
-    }
-    (0..servers).for_each(|server| drop(bench.roster(100 + u64::from(server))));
     bench
 }
 

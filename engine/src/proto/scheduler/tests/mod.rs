@@ -11,6 +11,7 @@ mod sets;
 mod shrinking;
 mod stay;
 mod stored;
+mod takeover;
 mod tuning;
 mod uneven;
 
@@ -196,6 +197,10 @@ impl Bench {
             OverReason::NotFormed { cause } => cause,
             other => panic!("node {node} was told that {other}"),
         }
+    }
+
+    fn early_count(&self) -> usize {
+        self.scheduler.early().len()
     }
 
     fn installs(&mut self, server: u64) -> Vec<(u64, Vec<KeySpec>)> {

@@ -1,0 +1,542 @@
+//! A scheduler that follows a lost one: it learns the job from its members, and leads it from the
+//! next term on.
+//!
+//! Invariant: it leads nobody before every member of the last roster has come, has left, or has
+//! used up its time; a job has its terms one after the other, so a scheduler that hears of a later
+//! one than its own ends without a word to the members.
+
+mod absent;
+
+use self::absent::{rank_of, server_of};
+use super::registry::{Recalled, Registry};
+use super::rendezvous::{Job, name, origin, planning_groups, shape};
+use super::waits::{Barriers, Reminder};
+use super::{
+    BTreeMap, BTreeSet, Duration, Exit, NodeId, NodeMessage, Origin, Output, OverReason, Peer,
+    Phase, Placement, Rank, Register, Scheduler, SchedulerMessage, Standing, counted,
+};
+use crate::base::{Epoch, milliseconds, word};
+use crate::limits::{CORES_MAX, GONE_MAX, SERVERS_MAX, TENSORS_MAX};
+use crate::proto::messages::{Node, Planning, Roster, Sign};
+use crate::proto::resume::{KnownTensor, Resume};
+use crate::proto::unformed::Unformed;
+
+/// A place in the last roster.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+enum Seat {
+    Rank(u32),
+    Server(u32),
+}
+
+#[derive(Debug)]
+struct Member {
+    node: NodeId,
+    resume: Resume,
+    known: Vec<KnownTensor>,
+}
+
+impl Member {
+    fn is_whole(&self) -> bool {
+        self.known.len() as u64 == self.resume.tensors
+    }
+}
+
+/// Who has come so far.
+#[derive(Debug)]
+pub(super) struct Takeover {
+    pub(super) since: Duration,
+    members: BTreeMap<Seat, Member>,
+    /// Ranks that have said good-bye to this scheduler meanwhile.
+    left: BTreeSet<Rank>,
+}
+
+impl Takeover {
+    /// What all members say alike.
+    fn roster(&self) -> Option<&Roster> {
+        self.members.values().next().map(|member| &member.resume.roster)
+    }
+
+    fn find(&mut self, node: NodeId) -> Option<&mut Member> {
+        self.members.values_mut().find(|member| member.node == node)
+    }
+
+    fn remove(&mut self, node: NodeId) {
+        self.members.retain(|_, member| member.node != node);
+    }
+
+    /// Ranks that died before, in order, as whoever knows most says.
+    fn gone(&self) -> Vec<Rank> {
+        let lists = self.members.values().map(|member| &member.resume.gone);
+        lists.max_by_key(|list| list.len()).cloned().unwrap_or_default()
+    }
+
+    /// Ranks that have left, as far as that is known.
+    fn left(&self) -> BTreeSet<Rank> {
+        let told = self.members.values().flat_map(|member| &member.resume.left);
+        let left = self.left.iter().chain(told).copied();
+        left.filter(|rank| !self.members.contains_key(&Seat::Rank(rank.0))).collect()
+    }
+
+    /// Seats of the roster that are empty, or whose member has not said all that it knows.
+    fn missing(&self) -> Vec<Seat> {
+        let Some(roster) = self.roster() else { return Vec::new() };
+        let (gone, left) = (self.gone(), self.left());
+        let stays = |rank: &u32| !gone.contains(&Rank(*rank)) && !left.contains(&Rank(*rank));
+        let ranks = (0..roster.size).filter(stays).map(Seat::Rank);
+        let seats = ranks.chain((0..word(roster.servers.len())).map(Seat::Server));
+        seats.filter(|seat| !self.members.get(seat).is_some_and(Member::is_whole)).collect()
+    }
+}
+
+/// For whom it waits, for people.
+fn named(seats: &[Seat]) -> String {
+    let name = |seat: &Seat| match seat {
+        Seat::Rank(rank) => Rank(*rank).to_string(),
+        Seat::Server(server) => format!("server {server}"),
+    };
+    let names: Vec<String> = seats.iter().map(name).collect();
+    names.join(", ")
+}
+
+/// What is wrong with what a member says, if anything.
+fn fault(resume: &Resume, ranks_max: u32) -> Option<&'static str> {
+    let roster = &resume.roster;
+    let is_sized = (1..=ranks_max).contains(&roster.size) && roster.servers.len() <= SERVERS_MAX;
+    let index = roster.index;
+    let fits = match &resume.register.node {
+        Node::Worker { .. } => index < roster.size,
+        Node::Server { cores, .. } => {
+            let known = roster.servers.get(index as usize);
+            known.is_some_and(|known| {
+                known.cores.len() == cores.len() && (1..=CORES_MAX).contains(&cores.len())
+            })
+        }
+    };
+    let is_rank = |rank: &Rank| rank.0 < roster.size;
+    let are_ranks = resume.gone.iter().chain(&resume.left).all(is_rank);
+    let is_bounded = resume.gone.len() <= GONE_MAX
+        && resume.left.len() <= roster.size as usize
+        && resume.tensors <= TENSORS_MAX as u64
+        && resume.roster.workers.len() <= roster.size as usize
+        && resume.roster.neighbours.len() <= roster.size as usize
+        && resume.term < u32::MAX;
+    if !is_sized || !fits {
+        return Some("its roster is none that a scheduler gives");
+    }
+    (!are_ranks || !is_bounded).then_some("what it says of the job can't be")
+}
+
+impl Scheduler {
+    /// A member of a job whose scheduler is lost, or was taken for lost, comes to this one.
+    pub(super) fn resume(&mut self, node: NodeId, resume: Resume, now: Duration) {
+        let Some(peer) = self.peers.get_mut(&node) else { return };
+        let register = &resume.register;
+        peer.host.clone_from(&register.host);
+        (peer.pid, peer.session) = (register.pid, Some(register.session));
+        peer.who = name(register);
+        let is_fresh = match &self.phase {
+            Phase::Forming(rendezvous) => rendezvous.regroup.is_none() && self.epoch == Epoch(1),
+            Phase::Taking(_) => true,
+            Phase::Running(_) | Phase::Over => false,
+        };
+        if !is_fresh && resume.term > self.term {
+            return self.step_down(resume.term);
+        }
+        if let Some(refusal) = &mut self.refusal {
+            refusal.told += 1;
+            let reason = refusal.reason.clone();
+            return self.dismiss(node, reason);
+        }
+        if self.is_over() {
+            return;
+        }
+        if self.config.elastic.is_none() {
+            let why = "it is of an elastic job, and this scheduler has no BPS_ELASTIC";
+            return self.drop_stranger(node, why);
+        }
+        if !is_fresh {
+            let session = register.session;
+            let is_there = self.peers.iter().any(|(other, peer)| {
+                *other != node
+                    && peer.session == Some(session)
+                    && matches!(peer.standing, Standing::Worker(_) | Standing::Server)
+            });
+            if is_there || resume.roster.job != self.config.job {
+                let why = if is_there { "it is here already" } else { "it is of another job" };
+                return self.drop_stranger(node, why);
+            }
+            return self.refuse_dead(node, &resume.register, session);
+        }
+        if register.release != self.config.release {
+            let (has, expected) = (register.release.clone(), self.config.release.clone());
+            let who = origin(register);
+            return self.send_away(node, Unformed::Release { who, has, expected });
+        }
+        if register.encrypt != self.config.encrypt {
+            let (who, has) = (origin(register), register.encrypt);
+            return self.send_away(node, Unformed::Encryption { who, has });
+        }
+        if let Some(fault) = fault(&resume, self.config.ranks_max) {
+            return self.drop_stranger(node, fault);
+        }
+        self.begin_takeover(&resume, now);
+        self.take_in(node, resume, now);
+    }
+
+    /// The first member of a job has come to a scheduler that has just started.
+    fn begin_takeover(&mut self, resume: &Resume, now: Duration) {
+        if matches!(self.phase, Phase::Taking(_)) {
+            return;
+        }
+        let takeover = Takeover { since: now, members: BTreeMap::new(), left: BTreeSet::new() };
+        let before = std::mem::replace(&mut self.phase, Phase::Taking(Box::new(takeover)));
+        self.reminder = Reminder::new(now);
+        self.put(Output::Log(format!(
+            "the scheduler of term {} is lost: taking over its job of {} and {}",
+            resume.term,
+            counted(resume.roster.size as usize, "rank"),
+            counted(resume.roster.servers.len(), "server")
+        )));
+        // Whoever came sooner is new, and waits to be let in.
+        let Phase::Forming(rendezvous) = before else { return };
+        let early = rendezvous.workers.into_values().chain(rendezvous.servers);
+        for (node, register) in early {
+            if let Some(peer) = self.peers.get_mut(&node) {
+                peer.standing = Standing::Early(Box::new(register));
+            }
+        }
+    }
+
+    fn take_in(&mut self, node: NodeId, resume: Resume, now: Duration) {
+        let Phase::Taking(takeover) = &mut self.phase else { return };
+        let (index, epoch) = (resume.roster.index, resume.roster.epoch);
+        let (seat, standing) = match resume.register.node {
+            Node::Worker { .. } => (Seat::Rank(index), Standing::Worker(Rank(index))),
+            Node::Server { .. } => (Seat::Server(index), Standing::Server),
+        };
+        let mut stale = Vec::new();
+        if let Some(roster) = takeover.roster() {
+            let is_same = roster.job == resume.roster.job;
+            let is_alike = roster.size == resume.roster.size
+                && roster.servers == resume.roster.servers
+                || roster.epoch != epoch;
+            if !is_same || !is_alike {
+                return self.drop_stranger(node, "others know another job");
+            }
+            if epoch < roster.epoch {
+                // The job has gone on without it.
+                stale.push((node, resume.register.clone()));
+            } else if epoch > roster.epoch {
+                let all = std::mem::take(&mut takeover.members).into_values();
+                stale.extend(all.map(|member| (member.node, member.resume.register)));
+            }
+        }
+        let is_stale = stale.iter().any(|(one, _)| *one == node);
+        if !is_stale {
+            if let Some(other) = takeover.members.get(&seat) {
+                if other.resume.register.session != resume.register.session {
+                    return self.drop_stranger(node, "another node has its place");
+                }
+                let other = other.node;
+                self.peers.remove(&other);
+                self.put(Output::Close(other));
+            }
+            if let Some(peer) = self.peers.get_mut(&node) {
+                peer.standing = standing;
+            }
+            let Phase::Taking(takeover) = &mut self.phase else { return };
+            takeover.members.insert(seat, Member { node, resume, known: Vec::new() });
+        }
+        for (node, register) in stale {
+            self.refuse_dead(node, &register, register.session);
+        }
+        self.check_takeover(now);
+    }
+
+    /// What a member says before this scheduler leads.
+    pub(super) fn hear_member(&mut self, node: NodeId, message: NodeMessage, now: Duration) {
+        let Phase::Taking(takeover) = &mut self.phase else { return };
+        let Some(member) = takeover.find(node) else { return };
+        match message {
+            NodeMessage::Heartbeat { .. } => self.send(node, SchedulerMessage::Heartbeat),
+            NodeMessage::Known { tensors } => {
+                let known = (member.known.len() + tensors.len()) as u64;
+                if known > member.resume.tensors {
+                    return self.broke_protocol(node, "more tensors than it has announced");
+                }
+                member.known.extend(tensors);
+                self.check_takeover(now);
+            }
+            NodeMessage::Leave { suspend: false } => {
+                let index = member.resume.roster.index;
+                let is_worker = matches!(member.resume.register.node, Node::Worker { .. });
+                takeover.remove(node);
+                if is_worker {
+                    takeover.left.insert(Rank(index));
+                }
+                self.peers.remove(&node);
+                self.put(Output::Close(node));
+                self.check_takeover(now);
+            }
+            NodeMessage::Failed { .. } => self.lost(node, "it failed"),
+            NodeMessage::Uneven(_) | NodeMessage::Tune(_) | NodeMessage::Redeclare { .. } => {
+                let obstacle = "a rank asked for what only the lost one knew how to answer";
+                member.resume.obstacle.get_or_insert_with(|| obstacle.to_owned());
+            }
+            // It says all that still holds again once it is led.
+            _ => {}
+        }
+    }
+
+    /// A member that had come is gone again: its seat is empty.
+    pub(super) fn leave_seat(&mut self, node: NodeId, how: &str) {
+        let who = self.described(node);
+        self.peers.remove(&node);
+        self.put(Output::Log(format!("{who} is gone while the job is taken over: {how}")));
+        self.put(Output::Close(node));
+        if let Phase::Taking(takeover) = &mut self.phase {
+            takeover.remove(node);
+        }
+    }
+
+    /// Whether all have come, or those that have not are given up.
+    pub(super) fn check_takeover(&mut self, now: Duration) {
+        let Phase::Taking(takeover) = &self.phase else { return };
+        let missing = takeover.missing();
+        let waited = now.saturating_sub(takeover.since);
+        let is_empty = takeover.members.is_empty();
+        if !is_empty && missing.is_empty() || waited >= self.config.heartbeat_timeout {
+            return self.lead(now);
+        }
+        if self.reminder.is_due(now) {
+            let text = format!("waiting for {} ({} s)", named(&missing), waited.as_secs());
+            self.put(Output::Log(text.clone()));
+            for node in self.members() {
+                self.send(node, SchedulerMessage::Waiting { text: text.clone() });
+            }
+        }
+    }
+
+    /// Leads the job from now on. Members that have not come count as dead.
+    fn lead(&mut self, now: Duration) {
+        let Phase::Taking(takeover) = std::mem::replace(&mut self.phase, Phase::Over) else {
+            return;
+        };
+        let mut takeover = *takeover;
+        let missing = takeover.missing();
+        let waited = now.saturating_sub(takeover.since);
+        for seat in &missing {
+            // One that has not said all that it knows.
+            if let Some(member) = takeover.members.remove(seat) {
+                self.peers.remove(&member.node);
+                self.put(Output::Close(member.node));
+            }
+        }
+        let terms = takeover.members.values().map(|member| member.resume.term);
+        self.term = terms.max().unwrap_or(self.term) + 1;
+        let has_rank = takeover.members.keys().any(|seat| matches!(seat, Seat::Rank(_)));
+        let Some(planning) = self.planning(&takeover) else {
+            return self.end_without_ranks(&takeover);
+        };
+        let obstacle = self.adopt(&takeover, has_rank, planning, now);
+        let Phase::Running(running) = &self.phase else { return };
+        self.put(Output::Log(format!(
+            "term {}: {} and {} of epoch {} are led by this scheduler after {:.3} s, {} known",
+            self.term,
+            counted(running.job.workers.len() - running.left.len(), "rank"),
+            counted(running.job.servers.len(), "server"),
+            self.epoch.0,
+            waited.as_secs_f64(),
+            counted(running.registry.count(), "tensor")
+        )));
+        let term = self.term;
+        for node in takeover.members.values().map(|member| member.node) {
+            self.send(node, SchedulerMessage::Resumed { term });
+        }
+        self.tell_newcomers();
+        if let Some(obstacle) = obstacle {
+            let (who, round) = (Origin::scheduler(), None);
+            let message =
+                format!("it was lost, and the next one can't go on as it was: {obstacle}");
+            self.end(OverReason::Failed { who, message, round }, None);
+        }
+        self.bury_missing(&missing, waited, now);
+        if matches!(self.phase, Phase::Running(_)) {
+            self.finish_if_all_left(now);
+        }
+    }
+
+    /// All that is left of the job has gone in good order.
+    fn finish_if_all_left(&mut self, now: Duration) {
+        let Phase::Running(running) = &self.phase else { return };
+        if running.left.len() >= running.job.workers.len() {
+            self.end(OverReason::Finished, None);
+        } else {
+            self.check_stalls(now);
+        }
+    }
+
+    /// How tensors are planned, as any worker says.
+    fn planning(&self, takeover: &Takeover) -> Option<Planning> {
+        let members = takeover.members.values().map(|member| &member.resume.register);
+        let early = self.peers.values().filter_map(|peer| match &peer.standing {
+            Standing::Early(register) => Some(&**register),
+            _ => None,
+        });
+        let mut all = members.chain(early);
+        all.find_map(|register| match &register.node {
+            Node::Worker { planning, .. } => Some(planning.clone()),
+            Node::Server { .. } => None,
+        })
+    }
+
+    /// There is nobody to lead but servers.
+    fn end_without_ranks(&mut self, takeover: &Takeover) {
+        let size = takeover.roster().map_or(0, |roster| roster.size as usize);
+        let left = takeover.left();
+        if !left.is_empty() && left.len() + takeover.gone().len() >= size {
+            return self.end_after_takeover(OverReason::Finished);
+        }
+        let (who, round) = (Origin::scheduler(), None);
+        let message = "it was lost, and no rank has come to the next one".to_owned();
+        let reason = Box::new(OverReason::Failed { who, message, round });
+        self.end_after_takeover(OverReason::TooFew { reason, left: "no worker left".to_owned() });
+    }
+
+    /// `end_job` takes a job that is over for one whose end was told.
+    fn end_after_takeover(&mut self, reason: OverReason) {
+        let takeover =
+            Takeover { since: self.clock, members: BTreeMap::new(), left: BTreeSet::new() };
+        self.phase = Phase::Taking(Box::new(takeover));
+        self.end_job(reason, None);
+    }
+
+    /// Makes the running job of what its members know. Returns why it can't go on so, if it can't.
+    fn adopt(
+        &mut self,
+        takeover: &Takeover,
+        has_rank: bool,
+        mut planning: Planning,
+        now: Duration,
+    ) -> Option<String> {
+        let roster = takeover.roster().cloned();
+        let is_tuned = !planning.tuning.is_off();
+        if self.config.placement != Placement::Balanced {
+            planning.placement = self.config.placement;
+            planning.built_in_coefficient = self.config.built_in_coefficient;
+        }
+        let (mut workers, mut servers) = (Vec::new(), Vec::new());
+        if let Some(roster) = &roster {
+            let ranks = if has_rank { roster.size } else { 0 };
+            workers.extend((0..ranks).map(|rank| rank_of(takeover, rank)));
+            servers.extend((0..word(roster.servers.len())).map(|at| server_of(takeover, at)));
+            self.config.job.clone_from(&roster.job);
+        }
+        let hosts: BTreeSet<&str> = workers
+            .iter()
+            .map(|(_, worker): &(NodeId, Register)| worker.host_id.as_str())
+            .collect();
+        let shapes: Vec<_> = servers.iter().map(|(_, server)| shape(server, &hosts)).collect();
+        let hosts = workers.iter().map(|(_, worker)| worker.host_id.as_str());
+        let groups = planning_groups(&planning, hosts);
+        let job = Job { workers, servers, planning, shapes, groups };
+        let resets = takeover.members.values().filter_map(|member| member.resume.reset);
+        let reset = resets.max();
+        let epoch = roster.map_or(self.epoch, |roster| roster.epoch);
+        self.epoch = epoch.max(reset.unwrap_or(epoch));
+        self.next_install = u64::from(self.term) << 32;
+        let mut running = self.run(job);
+        let mut obstacle = takeover.members.values().find_map(|one| one.resume.obstacle.clone());
+        obstacle = obstacle.or(is_tuned.then(|| "the job tunes itself".to_owned()));
+        obstacle = obstacle.or(reset.map(|_| "an epoch was about to form".to_owned()));
+        obstacle = obstacle.or((!has_rank).then(|| "its ranks were about to come back".to_owned()));
+        let recalled = recall(&mut running.registry, takeover, now);
+        obstacle = obstacle.or(recalled.err());
+        let passed = takeover.members.iter().filter_map(|(seat, member)| match seat {
+            Seat::Rank(rank) => Some((Rank(*rank), member.resume.barriers)),
+            Seat::Server(_) => None,
+        });
+        running.barriers = Barriers::again(running.job.size(), &passed.collect::<Vec<_>>());
+        if has_rank {
+            for rank in takeover.gone() {
+                running.lose(rank);
+            }
+            running.left.extend(takeover.left());
+        }
+        self.phase = Phase::Running(Box::new(running));
+        obstacle
+    }
+
+    /// Those that have not come are dead, each as if its connection had fallen silent.
+    fn bury_missing(&mut self, missing: &[Seat], waited: Duration, now: Duration) {
+        for seat in missing {
+            let Phase::Running(running) = &self.phase else { return };
+            let (standing, found) = match *seat {
+                Seat::Rank(rank) => {
+                    let found = running.job.workers.get(rank as usize);
+                    (Standing::Worker(Rank(rank)), found)
+                }
+                Seat::Server(server) => {
+                    (Standing::Server, running.job.servers.get(server as usize))
+                }
+            };
+            let Some((node, register)) = found else { continue };
+            let peer = Peer {
+                standing,
+                host: register.host.clone(),
+                pid: register.pid,
+                who: name(register),
+                session: None,
+                connected: now,
+                heard: now,
+                rounds: 0,
+                statistics: None,
+            };
+            let node = *node;
+            self.peers.insert(node, peer);
+            let reason = self.death(node, Sign::Silent { milliseconds: milliseconds(waited) });
+            // Nobody is at its other end who could be told.
+            self.peers.remove(&node);
+            if let Some(reason) = reason {
+                self.end(reason, None);
+            }
+        }
+    }
+
+    /// A later scheduler leads the job: nobody is told anything, since nobody is led by this one.
+    pub(super) fn step_down(&mut self, term: u32) {
+        self.put(Output::Log(format!(
+            "a scheduler of term {term} leads this job: this one, of term {}, was taken for lost \
+             and ends",
+            self.term
+        )));
+        for node in std::mem::take(&mut self.peers).into_keys() {
+            self.put(Output::Close(node));
+        }
+        self.phase = Phase::Over;
+        self.put(Output::Done(Exit::Failed));
+    }
+}
+
+/// Fills a registry with what ranks and servers know.
+fn recall(registry: &mut Registry, takeover: &Takeover, now: Duration) -> Result<(), String> {
+    let mut all: BTreeMap<u32, Recalled> = BTreeMap::new();
+    let mut keys_end = 0;
+    for (seat, member) in &takeover.members {
+        keys_end = keys_end.max(member.resume.keys_end);
+        let Seat::Rank(rank) = seat else { continue };
+        for KnownTensor { said, assignment } in &member.known {
+            if assignment.until.is_some() {
+                return Err(format!("tensor `{}` was declared anew", said.name));
+            }
+            let recalled = all
+                .entry(assignment.tensor)
+                .or_insert_with(|| Recalled { said: said.clone(), by: Vec::new() });
+            if recalled.said != *said {
+                return Err(format!("ranks know tensor {} differently", assignment.tensor));
+            }
+            recalled.by.push((Rank(*rank), assignment.parts.clone()));
+        }
+    }
+    registry.recall(all, keys_end, now)
+}

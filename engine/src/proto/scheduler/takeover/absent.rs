@@ -1,0 +1,67 @@
+//! Members of a roster that have not come: as those that have come know them.
+
+use super::{Node, NodeId, Register, Resume, Seat, Takeover};
+
+/// A number for the connection of a member that has none.
+fn nobody(seat: Seat) -> NodeId {
+    NodeId(match seat {
+        Seat::Rank(rank) => u64::MAX - 2 * u64::from(rank),
+        Seat::Server(server) => u64::MAX - 2 * u64::from(server) - 1,
+    })
+}
+
+/// A rank of the last roster: one that has not come is as the others know it.
+pub(super) fn rank_of(takeover: &Takeover, rank: u32) -> (NodeId, Register) {
+    let seat = Seat::Rank(rank);
+    if let Some(member) = takeover.members.get(&seat) {
+        return (member.node, member.resume.register.clone());
+    }
+    let rosters = || takeover.members.values().map(|member| &member.resume.roster);
+    let known = rosters().find_map(|roster| roster.workers.get(rank as usize));
+    let neighbour = rosters().flat_map(|roster| &roster.neighbours).find(|one| one.rank.0 == rank);
+    let place = known.map(|known| (known.host.clone(), known.pid));
+    let place = place.or(neighbour.map(|one| (one.host.clone(), one.pid)));
+    let (host, pid) = place.unwrap_or_else(|| ("unknown".to_owned(), 0));
+    let ranks = || {
+        takeover.members.iter().filter_map(|(seat, member)| match seat {
+            Seat::Rank(other) => Some((*other, &member.resume)),
+            Seat::Server(_) => None,
+        })
+    };
+    // Whoever reduces with it shares its host.
+    let shares = |(other, resume): &(u32, &Resume)| {
+        let groups = rosters().find(|roster| !roster.workers.is_empty());
+        let group = |rank: u32| {
+            groups.and_then(|roster| roster.workers.get(rank as usize)).map(|peer| peer.group)
+        };
+        let is_neighbour = resume.roster.neighbours.iter().any(|one| one.rank.0 == rank);
+        is_neighbour || group(*other).is_some() && group(*other) == group(rank)
+    };
+    let host_id = ranks().find(shares).map(|(_, resume)| resume.register.host_id.clone());
+    // Two of one host that have both not come are in one group as well.
+    let apart = || match known {
+        Some(known) => format!("the host of group {}", known.group),
+        None => format!("the host of rank {rank}"),
+    };
+    let host_id = host_id.unwrap_or_else(apart);
+    let (_, like) = ranks().next().expect("a job without any rank has no list of them");
+    (
+        nobody(seat),
+        Register { host, host_id, pid, session: 0, former: None, ..like.register.clone() },
+    )
+}
+
+/// A server of the last roster, likewise.
+pub(super) fn server_of(takeover: &Takeover, server: u32) -> (NodeId, Register) {
+    let seat = Seat::Server(server);
+    if let Some(member) = takeover.members.get(&seat) {
+        return (member.node, member.resume.register.clone());
+    }
+    let any = takeover.members.values().next().expect("somebody has brought the roster");
+    let known = any.resume.roster.servers[server as usize].clone();
+    let (cores, shm, rdma) = (known.cores, known.shm, known.rdma);
+    let node = Node::Server { cores, shm, rdma, colocated: false, preferred: None };
+    let (host, pid, host_id) = (known.host, known.pid, known.host_id);
+    let register = any.resume.register.clone();
+    (nobody(seat), Register { node, host, host_id, pid, session: 0, former: None, ..register })
+}

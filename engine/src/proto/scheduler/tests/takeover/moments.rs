@@ -1,0 +1,107 @@
+//! Schedulers and members that die at random moments: what is known fits together afterwards, and
+//! nobody waits for an answer.
+
+use super::super::random::Random;
+use super::*;
+
+#[test]
+fn schedulers_and_members_that_die_at_any_moment_leave_one_job_and_nobody_waits() {
+    let (mut led, mut reformed, mut shrunk) = (0, 0, 0);
+    for seed in 0..1_500 {
+        let mut random = Random::new(seed);
+        let (workers, servers) = (2 + random.small(4), 1 + random.small(2));
+        let count = (workers + servers) as usize;
+        let mut job = Job::formed(workers, servers, random.one_in(2));
+        let steps = 20 + random.below(60);
+        for step in 0..steps {
+            let at = random.small(workers) as usize;
+            let is_in = job.members[at].lives && job.members[at].told.is_none();
+            match random.below(10) {
+                0..4 if is_in => {
+                    let name = random.below(6);
+                    job.ask(at, Some(tensor(&format!("t{name}"), 1_000 * (name + 1))));
+                }
+                4 if is_in && job.members[at].open.len() < 8 => job.ask(at, None),
+                5..8 => job.read(),
+                8 if random.one_in(6) => {
+                    let at = random.small(workers + servers) as usize;
+                    if job.members[at].lives && job.members[at].told.is_none() {
+                        job.members[at].lives = false;
+                        job.bench.close(job.members[at].node);
+                    }
+                }
+                9 if random.one_in(3) || step + 1 == steps => {
+                    // What one member has heard by then, another has not.
+                    let node = job.members[at].node;
+                    for message in job.bench.heard(node) {
+                        if job.members[at].lives {
+                            job.hear(at, message);
+                        }
+                    }
+                    job.replace_scheduler();
+                    if random.one_in(4) {
+                        let at = random.small(workers + servers) as usize;
+                        job.members[at].lives = false;
+                    }
+                    let mut order: Vec<usize> = (0..count).collect();
+                    (0..count).for_each(|at| order.swap(at, random.small(workers) as usize));
+                    for at in order {
+                        if job.members[at].lives && job.members[at].told.is_none() {
+                            job.come(at);
+                            if random.one_in(4) {
+                                job.pass(250);
+                            }
+                        }
+                    }
+                    // One dies when it has come.
+                    if random.one_in(6) {
+                        let at = random.small(workers) as usize;
+                        if job.members[at].lives && job.members[at].told.is_none() {
+                            job.members[at].lives = false;
+                            job.bench.close(job.members[at].node);
+                        }
+                    }
+                    job.pass(PATIENCE + 500);
+                }
+                _ => job.pass(250),
+            }
+            if job.bench.done.is_some() || job.members.iter().any(|one| one.told.is_some()) {
+                break;
+            }
+        }
+        job.read();
+        job.check(seed);
+        if job.bench.done.is_some() || job.members.iter().any(|one| one.told.is_some()) {
+            // As after any death; from here on the model of re-formation knows what follows. All
+            // who live were told.
+            let alive = job.members.iter().filter(|one| one.lives && one.is_worker());
+            for member in alive {
+                assert!(member.told.is_some(), "seed {seed}: {}\n{}", member.node, job.log());
+            }
+            reformed += 1;
+            continue;
+        }
+        led += u32::from(job.bench.scheduler.term > 1);
+        shrunk += u32::from(job.members.iter().any(|one| !one.gone.is_empty()));
+        // Everybody who lives comes to the barrier that somebody is furthest at.
+        let reached = |one: &Member| {
+            one.passed + one.open.values().filter(|open| open.is_none()).count() as u64
+        };
+        let alive: Vec<usize> = (0..workers as usize).filter(|at| job.members[*at].lives).collect();
+        let most = alive.iter().map(|at| reached(&job.members[*at])).max().unwrap_or(0);
+        for at in &alive {
+            while reached(&job.members[*at]) < most {
+                job.ask(*at, None);
+            }
+            job.ask(*at, Some(tensor("last", 3_000)));
+        }
+        job.read();
+        job.check(seed);
+        for at in &alive {
+            let member = &job.members[*at];
+            assert!(member.open.is_empty(), "seed {seed}: {:?}\n{}", member.open, job.log());
+            assert_eq!(member.passed, most, "seed {seed}");
+        }
+    }
+    assert!(led > 300 && reformed > 200 && shrunk > 50, "{led}, {reformed}, {shrunk}");
+}

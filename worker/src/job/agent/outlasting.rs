@@ -1,0 +1,203 @@
+//! A rank of an elastic job whose scheduler is lost: what it has to tell the next one, and what it
+//! asks again.
+//!
+//! Invariant: what the scheduler was asked for is asked again until it is answered, and an answer
+//! is taken once.
+
+use super::{Agent, Effect, peer_died};
+use crate::base::error::Death;
+use bps_engine::base::Rank;
+use bps_engine::proto::absence::{Absence, Wanted};
+use bps_engine::proto::messages::{Assignment, Declaration, NodeMessage, Register};
+use bps_engine::proto::resume::{self, KnownTensor, Resume};
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+/// What a rank remembers for the next scheduler.
+pub(super) struct Memory {
+    pub(super) absence: Absence,
+    term: u32,
+    known: BTreeMap<u32, KnownTensor>,
+    /// Barriers that are not answered.
+    barriers: BTreeSet<u64>,
+    passed: u64,
+    /// Why the next scheduler can't go on with this epoch.
+    obstacle: Option<String>,
+    /// What was said of lost lanes.
+    lanes: Vec<NodeMessage>,
+    gone: Vec<Rank>,
+}
+
+impl Memory {
+    /// Of a rank that follows the scheduler of this term, and waits so long for another.
+    pub(super) fn new(term: u32, wait: Duration) -> Memory {
+        Memory {
+            absence: Absence::new(wait),
+            term,
+            known: BTreeMap::new(),
+            barriers: BTreeSet::new(),
+            passed: 0,
+            obstacle: None,
+            lanes: Vec::new(),
+            gone: Vec::new(),
+        }
+    }
+
+    /// The answer to a declaration. In a job that ends with its scheduler nothing is kept.
+    pub(super) fn learn(&mut self, all: &[Declaration], assignments: &[Assignment]) {
+        if self.absence.is_waited_out() {
+            let known = all.iter().zip(assignments).map(|(said, assignment)| {
+                let (said, assignment) = (said.clone(), assignment.clone());
+                (assignment.tensor, KnownTensor { said, assignment })
+            });
+            self.known.extend(known);
+        }
+    }
+
+    pub(super) fn ask_barrier(&mut self, request: u64) {
+        self.barriers.insert(request);
+    }
+
+    /// Whether this barrier was waited for.
+    pub(super) fn pass(&mut self, request: u64) -> bool {
+        let is_new = self.barriers.remove(&request);
+        self.passed += u64::from(is_new);
+        is_new
+    }
+
+    /// Another scheduler could not go on from here.
+    pub(super) fn hinder(&mut self, why: &str) {
+        self.obstacle.get_or_insert_with(|| why.to_owned());
+    }
+
+    pub(super) fn lose(&mut self, gone: &[Rank]) {
+        gone.clone_into(&mut self.gone);
+    }
+
+    /// A lane was lost, as `said` tells the scheduler.
+    pub(super) fn lose_lane(&mut self, said: &NodeMessage) {
+        if self.absence.is_waited_out() {
+            self.lanes.push(said.clone());
+        }
+    }
+}
+
+impl Agent {
+    /// The same of a rank that goes on for so long without a scheduler, if its job is elastic.
+    #[must_use]
+    pub fn outlasting(mut self, wait: Duration) -> Agent {
+        let wait = if self.roster.elastic { wait } else { Duration::ZERO };
+        self.memory = Memory::new(self.roster.term, wait);
+        self
+    }
+
+    /// Whether this rank goes on without a scheduler for a while.
+    #[must_use]
+    pub fn outlasts(&self) -> bool {
+        self.memory.absence.is_waited_out()
+    }
+
+    /// Whether there is no scheduler now, and the job goes on.
+    #[must_use]
+    pub fn is_away(&self) -> bool {
+        !self.over && self.memory.absence.is_away()
+    }
+
+    /// This rank has joined, or follows one that has: only the scheduler of then knows how far.
+    pub fn hinder(&mut self, why: &str) {
+        self.memory.hinder(why);
+    }
+
+    /// The scheduler is lost or silent. Says whether that is waited out.
+    pub(super) fn wait_out(&mut self, how: &str, now: Duration, effects: &mut Vec<Effect>) -> bool {
+        if self.over || !self.outlasts() {
+            return false;
+        }
+        if let Some(line) = self.memory.absence.begin(how, now) {
+            effects.push(Effect::Warn(line));
+            if std::mem::take(&mut self.knocking) {
+                effects.push(Effect::Knock(None));
+            }
+        }
+        true
+    }
+
+    /// Time passes while there is no scheduler. Says whether there is none.
+    pub(super) fn look_for_another(&mut self, now: Duration, effects: &mut Vec<Effect>) -> bool {
+        match self.memory.absence.look(self.pulse.scheduler(), now) {
+            None => {}
+            Some(Wanted::Dial) => effects.push(Effect::Redial(true)),
+            Some(Wanted::End(away)) => self.end(peer_died(Death::SchedulerAway(away)), effects),
+        }
+        self.memory.absence.is_away()
+    }
+
+    /// The scheduler that was silent answers after all.
+    pub(super) fn is_back(&mut self, now: Duration, effects: &mut Vec<Effect>) {
+        if let Some(lasted) = self.memory.absence.end(now) {
+            let scheduler = self.pulse.scheduler();
+            let line = format!("{scheduler} answers again after {:.1} s", lasted.as_secs_f64());
+            effects.extend([Effect::Redial(false), Effect::Warn(line)]);
+        }
+    }
+
+    /// An attempt to reach another scheduler has failed.
+    pub fn not_found(&mut self, now: Duration) {
+        self.memory.absence.failed(now);
+    }
+
+    /// What another scheduler is to be told.
+    #[must_use]
+    pub fn resume(&self, register: Register) -> Vec<NodeMessage> {
+        let memory = &self.memory;
+        let resume = Resume {
+            register,
+            term: memory.term,
+            roster: self.roster.clone(),
+            reset: None,
+            gone: memory.gone.clone(),
+            left: Vec::new(),
+            barriers: memory.passed,
+            tensors: memory.known.len() as u64,
+            keys_end: 0,
+            obstacle: memory.obstacle.clone(),
+        };
+        resume::messages(resume, memory.known.values().cloned())
+    }
+
+    /// Another scheduler leads the job: what it is to be asked for, again. `None` if it is one of a
+    /// term that is over, which is not followed.
+    pub fn follow(
+        &mut self,
+        term: u32,
+        now: Duration,
+        effects: &mut Vec<Effect>,
+    ) -> Option<Vec<NodeMessage>> {
+        let scheduler = self.pulse.scheduler();
+        if term < self.memory.term || self.over {
+            effects.push(Effect::Warn(format!(
+                "{scheduler} is of term {term}, which is over: term {} is followed",
+                self.memory.term
+            )));
+            self.memory.absence.failed(now);
+            return None;
+        }
+        let lasted = self.memory.absence.end(now).unwrap_or_default();
+        effects.push(Effect::Warn(format!(
+            "{scheduler} leads the job again, in term {term}, after {:.1} s",
+            lasted.as_secs_f64()
+        )));
+        (self.memory.term, self.roster.term) = (term, term);
+        self.pulse.restart(now);
+        let declare = |(&request, tensors): (&u64, &Vec<Declaration>)| NodeMessage::Declare {
+            request,
+            tensors: tensors.clone(),
+        };
+        let mut asked: Vec<NodeMessage> = self.memory.lanes.clone();
+        let declares: BTreeMap<u64, Vec<Declaration>> =
+            self.declares.iter().map(|(request, all)| (*request, all.clone())).collect();
+        asked.extend(declares.iter().map(declare));
+        asked.extend(self.memory.barriers.iter().map(|&request| NodeMessage::Barrier { request }));
+        Some(asked)
+    }
+}
