@@ -62,7 +62,7 @@ const LAUNCH: Layers = &[
     ("crew", &["signals"]),
     ("streams", &["signals"]),
     ("screen", &["output", "streams"]),
-    ("children", &["child", "crew", "error", "plan", "screen", "signals", "streams"]),
+    ("children", &["child", "crew", "error", "output", "plan", "screen", "signals", "streams"]),
     ("supervise", &["children", "crew", "error", "output", "plan", "signals"]),
     (
         "remote",

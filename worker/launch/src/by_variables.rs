@@ -35,7 +35,10 @@ pub(super) fn plan(loaded: &Loaded, programs: &Programs) -> Result<Plan, LaunchE
             require(loaded, &config)?;
             vec![match config.role {
                 Role::Server => helper("server", &programs.server, loaded),
-                _ => helper("scheduler", &programs.scheduler, loaded),
+                _ => Process {
+                    is_revived: config.elastic != ElasticMode::None,
+                    ..helper("scheduler", &programs.scheduler, loaded)
+                },
             }]
         }
     };
@@ -77,6 +80,7 @@ fn one_rank(loaded: &Loaded, rank: &str) -> Result<Plan, LaunchError> {
         reads_input: true,
         stays: false,
         is_spared: false,
+        is_revived: false,
         folder: None,
     };
     Ok(Plan {
@@ -109,6 +113,7 @@ fn helper(role: &str, command: &[String], loaded: &Loaded) -> Process {
         reads_input: false,
         stays: false,
         is_spared: false,
+        is_revived: false,
         folder: None,
     }
 }

@@ -7,6 +7,7 @@
 use super::child::{Guardian, Output, spawn};
 use super::crew::{Crew, Ended};
 use super::error::LaunchError;
+use super::output::say;
 use super::plan::{Plan, Process};
 use super::screen::Screen;
 use super::signals::{self, Signals};
@@ -20,8 +21,13 @@ use std::os::fd::BorrowedFd;
 use std::process::Child;
 use std::time::{Duration, Instant};
 
+/// How often a process is started again.
+const REVIVALS_MAX: u32 = 16;
 /// For output that is still on its way when all processes have ended.
 const LAST_OUTPUT: Duration = Duration::from_secs(1);
+
+/// Codes above this are those of processes that a signal has ended.
+const SIGNALLED: i32 = 128;
 
 /// What takes the output: the place of the process, which stream, and the bytes; none when the
 /// stream has ended.
@@ -32,11 +38,16 @@ struct Running {
     /// The group that it leads. The number stays taken because nothing is reaped before the end.
     group: Pid,
     ended: bool,
+    /// What to start again when a signal of somebody else ends it, and how often.
+    again: Option<(Process, u32)>,
 }
 
 /// The children of this process, and the guardian that ends them if this process cannot.
 pub(super) struct Children {
     running: Vec<Running>,
+    /// Those that others have taken the place of.
+    replaced: Vec<Child>,
+    output: Output,
     guardian: Guardian,
     streams: Streams,
 }
@@ -46,7 +57,8 @@ impl Children {
     pub(super) fn new() -> Result<Children, LaunchError> {
         let failed = |source| LaunchError::System { what: "cannot start the guardian", source };
         let guardian = Guardian::start().map_err(failed)?;
-        Ok(Children { running: Vec::new(), guardian, streams: Streams::new() })
+        let (running, replaced, output) = (Vec::new(), Vec::new(), Output::Inherited);
+        Ok(Children { running, replaced, output, guardian, streams: Streams::new() })
     }
 
     /// Starts them all. Those that have started when one cannot be are still here.
@@ -55,6 +67,7 @@ impl Children {
         processes: &[Process],
         output: Output,
     ) -> Result<(), LaunchError> {
+        self.output = output;
         for process in processes {
             let failed = |source| LaunchError::Start {
                 label: process.label.clone(),
@@ -64,7 +77,8 @@ impl Children {
             let mut child = spawn(process, output, &self.guardian).map_err(failed)?;
             let group = Pid::from_child(&child);
             self.streams.add(self.running.len(), &mut child).map_err(failed)?;
-            self.running.push(Running { child, group, ended: false });
+            let again = process.is_revived.then(|| (process.clone(), REVIVALS_MAX));
+            self.running.push(Running { child, group, ended: false, again });
         }
         Ok(())
     }
@@ -81,13 +95,45 @@ impl Children {
 
     /// Those that have ended since the last call; none is reaped.
     pub(super) fn ends(&mut self) -> Vec<Ended> {
-        let running = self.running.iter_mut().enumerate().filter(|(_, process)| !process.ended);
-        let ends = running.filter_map(|(index, process)| {
-            let (code, how) = how_ended(process.group)?;
-            process.ended = true;
-            Some(Ended { process: index, code, how })
+        let mut ends = Vec::new();
+        for index in 0..self.running.len() {
+            let process = &mut self.running[index];
+            if process.ended {
+                continue;
+            }
+            let Some((code, how)) = how_ended(process.group) else { continue };
+            // What ends by itself has decided so.
+            if code <= SIGNALLED || !self.revive(index, &how) {
+                self.running[index].ended = true;
+                ends.push(Ended { process: index, code, how });
+            }
+        }
+        ends
+    }
+
+    /// Starts a process again, if it is one for which that is done. Says whether it runs.
+    fn revive(&mut self, index: usize, how: &str) -> bool {
+        let Some((process, left)) = self.running[index].again.take().filter(|(_, left)| *left > 0)
+        else {
+            return false;
+        };
+        say(&format!("{} {how}; starting it again", process.label));
+        let started = spawn(&process, self.output, &self.guardian).and_then(|mut child| {
+            self.streams.add(index, &mut child)?;
+            Ok(child)
         });
-        ends.collect()
+        let child = match started {
+            Ok(child) => child,
+            Err(error) => {
+                say(&format!("{} can't be started again: {error}", process.label));
+                return false;
+            }
+        };
+        let group = Pid::from_child(&child);
+        let again = Some((process, left - 1));
+        let new = Running { child, group, ended: false, again };
+        self.replaced.push(std::mem::replace(&mut self.running[index], new).child);
+        true
     }
 
     /// Whether none of them runs.
@@ -96,22 +142,25 @@ impl Children {
     }
 
     /// Signals the group of a process.
-    pub(super) fn signal(&self, process: usize, signal: Signal) {
-        if let Some(process) = self.running.get(process) {
+    pub(super) fn signal(&mut self, process: usize, signal: Signal) {
+        if let Some(process) = self.running.get_mut(process) {
+            // It is meant to end.
+            process.again = None;
             // A group without members has ended, which is what we want.
             let _ = kill_process_group(process.group, signal);
         }
     }
 
     /// Tells a process, and not its children, that all ranks have ended.
-    pub(super) fn tell_the_end(&self, process: usize) {
-        if let Some(process) = self.running.get(process).filter(|process| !process.ended) {
+    pub(super) fn tell_the_end(&mut self, process: usize) {
+        if let Some(process) = self.running.get_mut(process).filter(|process| !process.ended) {
+            process.again = None;
             let _ = kill_process(process.group, Signal::USR1);
         }
     }
 
     /// Kills every group.
-    pub(super) fn kill_all(&self) {
+    pub(super) fn kill_all(&mut self) {
         for process in 0..self.running.len() {
             self.signal(process, Signal::KILL);
         }
@@ -128,8 +177,9 @@ impl Children {
         // The guardian would do, but somebody may have killed it.
         self.kill_all();
         self.guardian.finish();
-        for process in &mut self.running {
-            let _ = process.child.wait();
+        let running = self.running.iter_mut().map(|process| &mut process.child);
+        for child in running.chain(&mut self.replaced) {
+            let _ = child.wait();
         }
         self.streams.pass_on(sink);
         self.streams.finish(sink);
@@ -174,7 +224,7 @@ impl LocalCrew {
     }
 
     /// Kills what runs, where not all could be started.
-    pub(super) fn kill_all(&self) {
+    pub(super) fn kill_all(&mut self) {
         self.children.kill_all();
     }
 

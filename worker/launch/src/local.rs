@@ -169,7 +169,9 @@ fn refuse_too_few(loaded: &Loaded, workers: u32) -> Result<(), LaunchError> {
 fn spare(processes: &mut [Process], config: &Config) -> usize {
     for process in processes {
         // The scheduler, which has to stay, is the one that waits for ranks.
-        process.is_spared = config.elastic != ElasticMode::None && !process.stays;
+        let is_elastic = config.elastic != ElasticMode::None;
+        process.is_spared = is_elastic && !process.stays;
+        process.is_revived = is_elastic && process.stays;
     }
     config.min_workers.unwrap_or(1) as usize
 }
@@ -223,6 +225,7 @@ pub(super) fn helper(
         reads_input: false,
         stays: false,
         is_spared: false,
+        is_revived: false,
         folder: None,
     }
 }

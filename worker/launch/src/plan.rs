@@ -63,6 +63,7 @@ pub(super) struct Plan {
 }
 
 /// One process to start.
+#[derive(Clone)]
 pub(super) struct Process {
     /// Which failures end the job, and who ends first.
     pub(super) kind: Kind,
@@ -80,6 +81,8 @@ pub(super) struct Process {
     pub(super) stays: bool,
     /// Whether the job may go on without it.
     pub(super) is_spared: bool,
+    /// Whether it is started again when a signal has ended it: the scheduler of an elastic job.
+    pub(super) is_revived: bool,
     /// The folder that it starts in, if not the launcher's.
     pub(super) folder: Option<PathBuf>,
 }
@@ -185,6 +188,7 @@ impl Process {
             reads_input: local_rank == 0,
             stays: false,
             is_spared: false,
+            is_revived: false,
             folder: None,
         }
     }

@@ -7,7 +7,7 @@ use super::error::LaunchError;
 use super::frames::Instruction;
 use super::local::{STRAY, helper, hold_key, share_threads};
 use super::plan::{Environment, Plan, Process, Programs, worker_command};
-use bps_engine::config::{Config, Loaded, Outcome, Program, load};
+use bps_engine::config::{Config, ElasticMode, Loaded, Outcome, Program, load};
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 
@@ -34,6 +34,7 @@ pub(super) fn plan(order: &Instruction, programs: &Programs) -> Result<Plan, Lau
         let mut scheduler = helper("scheduler", None, &programs.scheduler, &shared);
         scheduler.environment.set("BPS_STAY", "1");
         scheduler.stays = true;
+        scheduler.is_revived = config.elastic != ElasticMode::None;
         processes.push(scheduler);
     }
     let mut cores_before = 0;
