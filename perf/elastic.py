@@ -14,6 +14,12 @@ for each kind of victim, in seconds:
     pause     the longest time between two steps of a survivor while that happened
     pace      the median step of the ranks before the kill
 
+Of kind "scheduler", it kills the scheduler, starts another one on the same port --absent seconds later, and prints
+
+    led       from the start of the other one until it leads the job
+    longest   the longest time between two steps of a rank, from the kill until each has finished three steps behind that
+    pace      the median step of the ranks before the kill
+
 It fails if two ranks differ in a parameter, the learning rate or the number of a step, if a survivor goes back by more
 than the step that failed, if the scheduler counts other deaths, or if anything takes longer than --limit seconds.
 """
@@ -137,8 +143,8 @@ class Job:
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
         }
-        elastic = {"BPS_ELASTIC": "redo", "BPS_MIN_WORKERS": "1", "BPS_METRICS_PORT": "0"}
-        self.scheduler = self._program("scheduler", **elastic)
+        self.deaths = 0
+        self.scheduler = self.start_scheduler()
         self.servers = [self.start_server() for _ in range(options.servers)]
         self.ranks = [self.start_rank(rank) for rank in range(options.ranks)]
 
@@ -156,6 +162,12 @@ class Job:
     def _program(self, role: str, **variables: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "byteps._programs", role]
         return self._start(role, command, DMLC_ROLE=role, **variables)
+
+    def start_scheduler(self) -> subprocess.Popen[bytes]:
+        """One that has seen nobody die yet."""
+        self.deaths = 0
+        elastic = {"BPS_ELASTIC": "redo", "BPS_MIN_WORKERS": "1", "BPS_METRICS_PORT": "0"}
+        return self._program("scheduler", **elastic)
 
     def start_server(self) -> subprocess.Popen[bytes]:
         return self._program("server")
@@ -214,10 +226,10 @@ class Job:
 
     def metrics(self) -> dict[str, float]:
         """What the scheduler shows to Prometheus, by name and labels."""
-        found = re.search(r"http://\S+", (self.folder / "scheduler.log").read_text())
-        if found is None:
+        found = re.findall(r"http://\S+", (self.folder / "scheduler.log").read_text())
+        if not found:
             raise Failure("the scheduler has not said where its metrics are")
-        with urllib.request.urlopen(found.group(), timeout=10) as page:
+        with urllib.request.urlopen(found[-1], timeout=10) as page:
             lines = page.read().decode().splitlines()
         samples = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
         return {name: float(value) for name, value in samples}
@@ -250,10 +262,8 @@ def check(job: Job) -> None:
         last[line["pid"]] = line["step"]
 
 
-def run(job: Job, kind: str, limit: float, rng: random.Random) -> dict[str, float]:
-    """Kills one member, lets the others go on, and puts another in its place."""
-    job.read()
-    epoch = max(line["epoch"] for line in job.lines)
+def pace_of(job: Job, limit: float) -> float:
+    """The median of the newest steps, once each rank has made one more."""
     began = time.time()
     job.wait_for(
         "steps",
@@ -266,8 +276,43 @@ def run(job: Job, kind: str, limit: float, rng: random.Random) -> dict[str, floa
         for pid in pids
     }
     steps = [b - a for one in times.values() for a, b in zip(one[-4:-1], one[-3:], strict=False)]
-    pace = statistics.median(steps) if steps else 0.1
+    return statistics.median(steps) if steps else 0.1
+
+
+def replace_scheduler(
+    job: Job, absent: float, limit: float, rng: random.Random
+) -> dict[str, float]:
+    """Kills the scheduler and starts another one on the same port."""
+    pace = pace_of(job, limit)
     time.sleep(rng.random() * 2 * pace)
+    log = job.folder / "scheduler.log"
+    terms = log.read_text().count("are led by this scheduler")
+    killed = time.time()
+    job.scheduler.kill()
+    job.scheduler.wait()
+    time.sleep(absent)
+    born = time.time()
+    job.scheduler = job.start_scheduler()
+    job.wait_for("term", lambda: log.read_text().count("are led by this scheduler") > terms, limit)
+    led = time.time()
+    pids = {rank.pid for rank in job.ranks}
+
+    def have_gone_on() -> bool:
+        ends = [line["pid"] for line in job.lines if line["event"] == "step" and line["at"] > led]
+        return all(ends.count(pid) >= 3 for pid in pids)
+
+    job.wait_for("steps under the next scheduler", have_gone_on, limit)
+    check(job)
+    return {"led": led - born, "longest": longest_pause(job, pids, since=killed), "pace": pace}
+
+
+def run(job: Job, kind: str, limit: float, rng: random.Random) -> dict[str, float]:
+    """Kills one member, lets the others go on, and puts another in its place."""
+    job.read()
+    epoch = max(line["epoch"] for line in job.lines)
+    pace = pace_of(job, limit)
+    time.sleep(rng.random() * 2 * pace)
+    job.deaths += 1
     members = job.servers if kind == "server" else job.ranks
     if kind == "rank0":
         job.read()
@@ -340,6 +385,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=100.0)
     parser.add_argument("--runs", type=int, default=20, help="of each kind")
     parser.add_argument("--kinds", default="rank,rank0,server")
+    parser.add_argument("--absent", type=float, default=0.5, help="seconds without a scheduler")
     parser.add_argument("--mode", default="optimizer", choices=["optimizer", "cross", "ddp"])
     parser.add_argument("--limit", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=1)
@@ -356,17 +402,17 @@ def main() -> None:
             )
             for _ in range(options.runs):
                 for kind in kinds:
-                    figures = run(job, kind, options.limit, rng)
+                    if kind == "scheduler":
+                        figures = replace_scheduler(job, options.absent, options.limit, rng)
+                    else:
+                        figures = run(job, kind, options.limit, rng)
                     results[kind].append(figures)
                     rounded = {name: round(value, 4) for name, value in figures.items()}
                     print(json.dumps({"kind": kind, **rounded}), flush=True)
             metrics = job.metrics()
-            deaths = sum(len(figures) for figures in results.values())
-            if (
-                metrics["bps_job_deaths_total"] != deaths
-                or not metrics["bps_job_reforming_seconds"]
-            ):
-                raise Failure(f"{deaths} members were killed, and the metrics have {metrics}")
+            deaths = metrics["bps_job_deaths_total"], bool(metrics["bps_job_reforming_seconds"])
+            if deaths != (job.deaths, job.deaths > 0):
+                raise Failure(f"{job.deaths} members were killed, and the metrics have {metrics}")
             job.stop.touch()
             for process in [*job.ranks, *job.servers, job.scheduler]:
                 code = process.wait(options.limit)
