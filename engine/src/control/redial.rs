@@ -2,8 +2,7 @@
 //! then asked, beside whatever is left of the old one, whether its scheduler leads the job.
 
 use super::JobKey;
-use super::link::Door;
-use super::link::{Link, LinkReceiver, LinkSender};
+use super::link::{Door, Link, LinkReceiver, LinkSender};
 use crate::proto::messages::{NodeMessage, SchedulerMessage};
 use std::sync::mpsc::{Receiver, TryRecvError, sync_channel};
 use std::time::{Duration, Instant};

@@ -6,7 +6,8 @@ use bps_engine::transport::sim::Random;
 use std::collections::{BTreeMap, BTreeSet};
 
 const ELEMENTS: usize = 2;
-const BYTES: u32 = 8 * ELEMENTS as u32;
+/// Of float64.
+const BYTES: u32 = 16;
 const KEY: Key = Key(7);
 /// From one round to the next where nobody is slow: a round waits from a 64th of it, which is where
 /// nobody was late, to a sixteenth.
@@ -414,7 +415,8 @@ fn play(seed: u64) -> (u64, u64) {
             let index = answer.rank as usize;
             answered[index] += 1;
             assert_eq!((answer.round, pushed[index]), (answered[index], answered[index]), "{at}");
-            let value = answer.value as u64;
+            #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+            let value = answer.value as u64; // A sum of whole numbers.
             let has = |rank: &u32| answer.missing >> rank & 1 == 0;
             let within: BTreeSet<u32> = (0..ranks).filter(has).collect();
             for rank in 0..ranks {
