@@ -19,6 +19,7 @@ use crate::base::{Epoch, milliseconds, word};
 use crate::limits::{CORES_MAX, GONE_MAX, SERVERS_MAX, TENSORS_MAX};
 use crate::proto::messages::{Node, Planning, Roster, Sign};
 use crate::proto::resume::{KnownTensor, Resume};
+use crate::proto::text::shorten;
 use crate::proto::unformed::Unformed;
 
 /// A place in the last roster.
@@ -353,7 +354,6 @@ impl Scheduler {
         for node in takeover.members.values().map(|member| member.node) {
             self.send(node, SchedulerMessage::Resumed { term });
         }
-        self.tell_newcomers();
         if let Some(obstacle) = obstacle {
             let (who, round) = (Origin::scheduler(), None);
             let message =
@@ -362,6 +362,7 @@ impl Scheduler {
         }
         self.bury_missing(&missing, waited, now);
         if matches!(self.phase, Phase::Running(_)) {
+            self.tell_newcomers();
             self.finish_if_all_left(now);
         }
     }
@@ -464,7 +465,7 @@ impl Scheduler {
             running.left.extend(takeover.left());
         }
         self.phase = Phase::Running(Box::new(running));
-        obstacle
+        obstacle.map(|why| shorten(&why))
     }
 
     /// Those that have not come are dead, each as if its connection had fallen silent.
