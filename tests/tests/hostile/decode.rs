@@ -8,8 +8,10 @@ use bps_engine::proto::handshake::{Accepting, Dialing, Hello, JobKey, Step};
 use bps_engine::proto::late::LateKeys;
 use bps_engine::proto::members::Members;
 use bps_engine::proto::messages::{
-    Declaration, Node, NodeMessage, Part, Planning, Register, Replacement, SchedulerMessage,
+    Assignment, Declaration, Neighbour, Node, NodeMessage, Part, Peer, Planning, Register,
+    Replacement, Roster, SchedulerMessage, ServerPeer,
 };
+use bps_engine::proto::resume::{KnownTensor, Resume};
 use bps_engine::proto::store::{Deltas, Store};
 use bps_engine::proto::uneven::{Pushes, UnevenReport};
 use bps_engine::transport::sim::Random;
@@ -128,6 +130,36 @@ pub fn crc32c(bytes: &[u8]) -> u32 {
     !crc
 }
 
+/// What a rank was told of its job.
+fn roster() -> Roster {
+    Roster {
+        job: "job".into(),
+        term: 3,
+        epoch: Epoch(1),
+        size: 2,
+        through_servers: true,
+        index: 1,
+        workers: vec![Peer { host: "a".into(), pid: 1, group: 0 }],
+        neighbours: vec![Neighbour {
+            rank: Rank(0),
+            host: "a".into(),
+            pid: 1,
+            local: "@name".into(),
+        }],
+        servers: vec![ServerPeer {
+            host: "b".into(),
+            pid: 2,
+            host_id: "boot".into(),
+            cores: vec![std::net::SocketAddr::from(([127, 0, 0, 1], 4000))],
+            shm: None,
+            rdma: false,
+        }],
+        elastic: true,
+        shrinks: false,
+        change: None,
+    }
+}
+
 fn node_messages() -> Vec<String> {
     let planning = Planning {
         partition_bytes: 1 << 20,
@@ -169,8 +201,27 @@ fn node_messages() -> Vec<String> {
         encoding: Some("bf16+feedback+momentum(0.9)".parse().expect("an encoding")),
         store: Some(Store::Deltas(Deltas { root: Rank(1), staleness: Some(4) })),
     };
+    let core = Some(CoreId { server: 0, core: 1 });
+    let part = Part { key: Key(3), offset: 0, bytes: 1 << 20, core, owner: Rank(2) };
+    let assignment = Assignment { tensor: 5, parts: vec![part; 2], until: None };
+    let known = KnownTensor { said: declaration.clone(), assignment };
+    let resume = Resume {
+        register: register.clone(),
+        term: 3,
+        roster: roster(),
+        reset: Some(Epoch(2)),
+        gone: vec![Rank(1)],
+        left: vec![Rank(0)],
+        barriers: 12,
+        tensors: 1,
+        keys_end: 4,
+        obstacle: Some("ranks have joined".into()),
+    };
     [
         NodeMessage::Register(register),
+        NodeMessage::Resume(Box::new(resume)),
+        NodeMessage::Known { tensors: vec![known] },
+        NodeMessage::Deposed { term: 4 },
         NodeMessage::Heartbeat { rounds: 812 },
         NodeMessage::Declare { request: 7, tensors: vec![declaration.clone()] },
         NodeMessage::Redeclare {

@@ -1,13 +1,15 @@
 //! The scheduler's machine among nodes that say anything, in any order, and vanish at any time.
 
 use crate::spoil;
-use bps_engine::base::{CoreId, DType, Key, Operation, Placement, Rank};
+use bps_engine::base::{CoreId, DType, Epoch, Key, Operation, Placement, Rank};
 use bps_engine::proto::late::LateKeys;
 use bps_engine::proto::members::Members;
 use bps_engine::proto::messages::{
-    Declaration, Node, NodeMessage, Planning, Register, Replacement, SchedulerMessage, StalledKey,
+    Assignment, Declaration, Node, NodeMessage, Part, Peer, Planning, Register, Replacement,
+    Roster, SchedulerMessage, ServerPeer, StalledKey,
 };
-use bps_engine::proto::scheduler::{NodeId, Output, Scheduler, SchedulerConfig};
+use bps_engine::proto::resume::{KnownTensor, Resume};
+use bps_engine::proto::scheduler::{Elastic, NodeId, Output, Scheduler, SchedulerConfig};
 use bps_engine::proto::store::{Deltas, Store};
 use bps_engine::proto::uneven::{Pushes, UnevenReport};
 use bps_engine::transport::sim::Random;
@@ -21,7 +23,7 @@ const STEPS: u32 = 150;
 /// Outputs that one step may cause: every node of this small job told of everything, and more.
 const OUTPUTS_MAX: usize = 2000;
 
-fn config() -> SchedulerConfig {
+fn config(elastic: bool) -> SchedulerConfig {
     SchedulerConfig {
         job: "job".into(),
         num_workers: 2,
@@ -34,7 +36,12 @@ fn config() -> SchedulerConfig {
         stall_report: Duration::from_secs(1),
         stall_timeout: Duration::from_secs(20),
         stays: false,
-        elastic: None,
+        elastic: elastic.then_some(Elastic {
+            shrinks: true,
+            min_workers: 1,
+            patience: Duration::ZERO,
+            notice: Duration::from_secs(20),
+        }),
         placement: Placement::Balanced,
         built_in_coefficient: 1,
     }
@@ -89,7 +96,83 @@ fn register(random: &mut Random) -> NodeMessage {
     registered(node, release, if random.once_in(30) { 7 } else { 1 })
 }
 
+fn ranks(random: &mut Random) -> Vec<Rank> {
+    let most = if random.once_in(10) { u64::from(u32::MAX) } else { 3 };
+    let rank = |random: &mut Random| Rank(u32::try_from(random.below(most)).unwrap_or(0));
+    (0..random.index(3)).map(|_| rank(random)).collect()
+}
+
+/// What a member of a job says to a scheduler that follows another, more or less.
+fn resume(random: &mut Random) -> NodeMessage {
+    let small = |random: &mut Random, most: u64| u32::try_from(random.below(most)).unwrap_or(0);
+    let NodeMessage::Register(register) = register(random) else { unreachable!("it is one") };
+    let odd = random.once_in(8);
+    let server = ServerPeer {
+        host: "b".into(),
+        pid: 2,
+        host_id: "boot".into(),
+        cores: vec![std::net::SocketAddr::from(([127, 0, 0, 1], 4000)); 1 + random.index(2)],
+        shm: None,
+        rdma: false,
+    };
+    let peer = Peer { host: "a".into(), pid: 1, group: small(random, 3) };
+    let (gone, left) = (ranks(random), ranks(random));
+    let roster = Roster {
+        job: "job".into(),
+        term: 1,
+        epoch: Epoch(1 + small(random, 2)),
+        size: if odd { [0, 4097, u32::MAX][random.index(3)] } else { 2 },
+        through_servers: true,
+        index: small(random, if odd { 1 << 32 } else { 2 }),
+        workers: vec![peer; random.index(3)],
+        neighbours: Vec::new(),
+        servers: vec![server; 1 + usize::from(odd)],
+        elastic: true,
+        shrinks: true,
+        change: None,
+    };
+    NodeMessage::Resume(Box::new(Resume {
+        register,
+        term: if odd { small(random, 1 << 32) } else { 1 },
+        roster,
+        reset: random.once_in(10).then_some(Epoch(2)),
+        gone: if odd { gone } else { Vec::new() },
+        left: if odd { left } else { Vec::new() },
+        barriers: random.bits() >> random.below(64),
+        tensors: if odd { random.bits() } else { random.below(3) },
+        keys_end: if odd { random.bits() } else { random.below(9) },
+        obstacle: random.once_in(20).then(|| "why".to_owned()),
+    }))
+}
+
+fn known(random: &mut Random) -> NodeMessage {
+    let odd = random.once_in(8);
+    let said = Declaration {
+        name: ["a", "b"][random.index(2)].to_owned(),
+        dtype: DType::F32,
+        shape: if odd { random.bits() } else { 5 }.into(),
+        operation: Operation::Sum,
+        device: false,
+        members: Members::ALL,
+        encoding: None,
+        store: None,
+    };
+    let core = Some(CoreId { server: 0, core: 0 });
+    let key = Key(if odd { random.bits() } else { random.below(2) });
+    let part = Part { key, offset: 0, bytes: 20, core, owner: Rank(0) };
+    let tensor = u32::try_from(random.below(if odd { 1 << 32 } else { 2 })).unwrap_or(0);
+    let assignment = Assignment { tensor, parts: vec![part; 1], until: None };
+    NodeMessage::Known { tensors: vec![KnownTensor { said, assignment }] }
+}
+
 fn message(random: &mut Random) -> NodeMessage {
+    if random.once_in(6) {
+        return match random.below(8) {
+            0..4 => resume(random),
+            4..7 => known(random),
+            _ => NodeMessage::Deposed { term: u32::try_from(random.below(3)).unwrap_or(0) },
+        };
+    }
     let number = random.below(4);
     match random.below(12) {
         0..3 => register(random),
@@ -235,7 +318,7 @@ fn form(scheduler: &mut Scheduler, rules: &mut Rules) {
 fn play(seed: u64) -> (bool, bool) {
     let mut random = Random::new(seed);
     let mut now = Duration::ZERO;
-    let mut scheduler = Scheduler::new(config(), now);
+    let mut scheduler = Scheduler::new(config(seed % 4 >= 2), now);
     let mut rules = Rules::default();
     let mut next = 0;
     if seed.is_multiple_of(2) {
