@@ -8,7 +8,7 @@ use crate::{error, fork, handle};
 use bps_engine::base::Rank;
 use bps_engine::config::{self, Config};
 use bps_engine::host;
-use bps_worker::Worker;
+use bps_worker::{Worker, terminated};
 use pyo3::prelude::*;
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -124,6 +124,24 @@ pub fn epoch() -> PyResult<u32> {
 #[pyfunction]
 pub fn newcomers() -> PyResult<Option<u32>> {
     Ok(engine()?.newcomers())
+}
+
+/// Whether SIGTERM has told this rank of an elastic job to leave.
+#[pyfunction]
+pub fn is_to_leave() -> bool {
+    !fork::is_child() && lock().as_ref().is_some_and(Worker::is_to_leave)
+}
+
+/// Whether the program looks at [`is_to_leave`] and leaves by itself; SIGTERM ends it otherwise.
+#[pyfunction]
+pub fn take_notice(leaves: bool) {
+    terminated::take_notice(leaves);
+}
+
+/// The program has left as SIGTERM asked it to.
+#[pyfunction]
+pub fn has_left() {
+    terminated::left();
 }
 
 /// Equal for two processes of one host.

@@ -36,7 +36,7 @@ extern "C" fn mark() {
     if STARTED.load(Relaxed) {
         FORKED.store(true, Relaxed);
     }
-    bps_worker::terminated::ignore();
+    bps_worker::terminated::in_child();
 }
 
 /// Says that from now on a child is no place for calls.

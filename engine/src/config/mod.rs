@@ -117,6 +117,10 @@ pub struct Config {
     pub elastic_wait: Duration,
     /// `BPS_SCHEDULER_WAIT`: how long nodes of an elastic job wait for another scheduler.
     pub scheduler_wait: Duration,
+    /// `BPS_LEAVE_NOTICE`: from SIGTERM to a rank of an elastic job until it counts as dead.
+    pub leave_notice: Duration,
+    /// `BPS_JOINS`: this rank is none of the first ones of an elastic job.
+    pub joins: bool,
     /// `DMLC_PS_ROOT_URI`: where the scheduler is.
     pub root_uri: String,
     /// `DMLC_PS_ROOT_PORT`.
@@ -409,6 +413,8 @@ impl Default for Config {
             min_workers: None,
             elastic_wait: Duration::ZERO,
             scheduler_wait: Duration::from_secs(60),
+            leave_notice: Duration::from_secs(30),
+            joins: false,
             root_uri: String::new(),
             root_port: 0,
             interface: None,

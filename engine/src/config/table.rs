@@ -10,6 +10,7 @@ use std::time::Duration;
 mod backup;
 mod bytescheduler;
 mod choices;
+mod elastic;
 mod gpus;
 mod launcher;
 mod rows;
@@ -18,8 +19,15 @@ mod tuning;
 /// Every knob, in the order in which the documents list them.
 pub static TABLE: &[Row] = &JOINED;
 
-const PARTS: [&[Row]; 6] =
-    [rows::ROWS, tuning::ROWS, backup::ROWS, gpus::ROWS, launcher::ROWS, bytescheduler::ROWS];
+const PARTS: [&[Row]; 7] = [
+    rows::ROWS,
+    tuning::ROWS,
+    backup::ROWS,
+    gpus::ROWS,
+    launcher::ROWS,
+    elastic::ROWS,
+    bytescheduler::ROWS,
+];
 
 const COUNT: usize = {
     let (mut count, mut part) = (0, 0);

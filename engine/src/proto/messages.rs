@@ -313,7 +313,7 @@ pub struct Register {
     pub former: Option<u64>,
     /// Release of this package; all nodes must have the same.
     pub release: String,
-    /// `DMLC_NUM_WORKER` as this node has it; must equal the scheduler's.
+    /// `DMLC_NUM_WORKER` here and at the scheduler; 0 of a rank that joins an elastic job.
     pub num_workers: u32,
     /// `DMLC_NUM_SERVER` as this node has it; must equal the scheduler's.
     pub num_servers: u32,

@@ -362,6 +362,8 @@ impl Scheduler {
         peer.pid = register.pid;
         peer.session = Some(register.session);
         peer.who = name(&register);
+        let comes_aside = self.comes_aside(node, &register);
+        let Some(peer) = self.peers.get_mut(&node).filter(|_| !comes_aside) else { return };
         match &mut self.phase {
             Phase::Over => {
                 if let Some(refusal) = &mut self.refusal {
@@ -450,6 +452,11 @@ impl Scheduler {
             self.put(Output::Log("all ranks are on one host: sums do not pass servers".into()));
         }
         self.phase = Phase::Running(Box::new(self.run(job)));
+        // Those that came while it formed.
+        if !self.early().is_empty() {
+            self.reminder = Reminder::new(now);
+            self.tell_newcomers();
+        }
     }
 
     /// The epoch of this job, in which nothing has happened yet.

@@ -11,7 +11,7 @@ import copy
 import functools
 from array import array
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from byteps import _native, _registry, common
 from byteps.errors import BytePSError, HorovodInternalError, HostsUpdatedInterrupt
@@ -21,6 +21,7 @@ __all__ = [
     "HostsUpdatedInterrupt",
     "ObjectState",
     "State",
+    "leave",
     "run",
     "run_fn",
 ]
@@ -29,6 +30,8 @@ _Result = TypeVar("_Result")
 
 #: A state was synchronized in this process.
 _synchronized = False
+#: :func:`leave` was called.
+_asked = False
 #: To be called between two epochs, when nothing of the former one is under way any more.
 _forgetters: list[Callable[[], None]] = []
 
@@ -38,6 +41,20 @@ def awaits_state() -> bool:
     if not _native.is_initialized() or _native.newcomers() is None:
         return False
     return _native.epoch() > 1 and not _synchronized
+
+
+def leave() -> None:
+    """Asks for an orderly end of this rank, at its next :meth:`State.commit`.
+
+    For programs that handle SIGTERM themselves; where nobody does, :func:`run` does this. In a job
+    that is not elastic it has no effect.
+    """
+    global _asked
+    _asked = True
+
+
+def _is_to_leave() -> bool:
+    return _asked or _native.is_to_leave()
 
 
 def on_epoch_end(forget: Callable[[], None]) -> None:
@@ -60,6 +77,8 @@ class State:
         self._bcast_object = bcast_object
         self._rank = get_rank
         self._reset_callbacks: list[Callable[[], None]] = []
+        # All ranks know that this one leaves.
+        self._leaves = False
         # Commits that this state has in it; none yet of a process that has just begun.
         self._commits = 0
         self._has_state = False
@@ -76,7 +95,7 @@ class State:
             callback()
 
     def commit(self) -> None:
-        """Saves the state, and lets newcomers in, if there are any.
+        """Saves the state, and lets newcomers in and ranks leave, if there are any.
 
         To be called by every rank at the same step: after an error each goes back to its last
         commit, and all go on from the latest one.
@@ -86,13 +105,20 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raises :class:`HostsUpdatedInterrupt` on every rank if nodes wait to be let in.
+        """Raises :class:`HostsUpdatedInterrupt` on every rank if nodes wait to be let in, or ranks
+        to leave.
 
         All ranks call it together. It costs one small sum in an elastic job, and nothing in any
         other.
         """
         waiting = _native.newcomers()
-        if waiting is not None and _sum("newcomers", [waiting])[0]:
+        if waiting is None:
+            return
+        self._leaves = _is_to_leave()
+        waiting, leaving = _sum("changes", [waiting, int(self._leaves)])
+        if leaving:
+            self.hand_over()
+        if waiting or leaving:
             raise HostsUpdatedInterrupt
 
     def sync(self) -> None:
@@ -115,6 +141,9 @@ class State:
     def send(self, root_rank: int) -> None:
         """Gives every rank the state of ``root_rank``."""
         raise NotImplementedError
+
+    def hand_over(self) -> None:
+        """Ranks are about to leave: all give to the others what only they know, and save it."""
 
     def save(self) -> None:
         """Keeps a copy of the state in memory."""
@@ -168,31 +197,58 @@ def run(function: Callable[..., _Result]) -> Callable[..., _Result]:
     the state of the one that is furthest, and the function is called again. When newcomers wait,
     :meth:`State.commit` lets them in the same way, and nothing is lost. In a job that is not
     elastic the error ends the function, as without the decorator.
+
+    A rank that SIGTERM has told to leave goes on until :meth:`State.commit`. There all ranks agree;
+    it leaves, and ends by ``SystemExit(0)``, and the others go on without it as above.
     """
 
     @functools.wraps(function)
     def wrapper(state: State, *arguments: Any, **options: Any) -> _Result:
-        came_back = False
-        while True:
-            try:
-                if came_back:
-                    state.on_reset()
-                state.sync()
-                return function(state, *arguments, **options)
-            except HorovodInternalError:
-                if not _native.may_return():
-                    raise
-                restores = True
-            except HostsUpdatedInterrupt:
-                if not _native.is_initialized() or _native.newcomers() is None:
-                    raise
-                restores = False
-            come_back()
-            if restores:
-                state.restore()
-            came_back = True
+        _native.take_notice(True)
+        try:
+            return _run(function, state, arguments, options)
+        finally:
+            _native.take_notice(False)
 
     return wrapper
+
+
+def _run(
+    function: Callable[..., _Result],
+    state: State,
+    arguments: tuple[Any, ...],
+    options: dict[str, Any],
+) -> _Result:
+    came_back = False
+    while True:
+        try:
+            if came_back:
+                state.on_reset()
+            state.sync()
+            return function(state, *arguments, **options)
+        except HorovodInternalError:
+            if not _native.may_return():
+                raise
+            # The others do without it already.
+            leaves, restores = _is_to_leave(), True
+        except HostsUpdatedInterrupt:
+            if not _native.is_initialized() or _native.newcomers() is None:
+                raise
+            leaves, restores = state._leaves, False
+        if leaves:
+            _leave()
+        come_back()
+        if restores:
+            state.restore()
+        came_back = True
+
+
+def _leave() -> NoReturn:
+    """Leaves the job for good, and ends the program."""
+    with contextlib.suppress(BytePSError):  # What ended the epoch, which is known.
+        common.shutdown()
+    _native.has_left()
+    raise SystemExit(0)
 
 
 def run_fn(function: Callable[..., _Result], reset: Any = None) -> Callable[..., _Result]:

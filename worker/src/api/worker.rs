@@ -371,6 +371,14 @@ impl Worker {
         self.0.job.as_ref()?.newcomers()
     }
 
+    /// Whether SIGTERM has told this rank of an elastic job to leave, by `shutdown` when the others
+    /// expect that. Only after [`take_notice`](crate::terminated::take_notice): where nobody takes
+    /// notice, SIGTERM ends the process.
+    #[must_use]
+    pub fn is_to_leave(&self) -> bool {
+        self.0.job.as_ref().is_some_and(Job::is_to_leave)
+    }
+
     /// What this rank shows when it comes back to its elastic job by
     /// [`start_again`](Self::start_again): a member's death has ended its epoch, or it is going to
     /// `suspend`. `None` where it cannot come back.

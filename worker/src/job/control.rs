@@ -79,6 +79,9 @@ pub(crate) struct Control {
     pub(crate) leaving: Arc<AtomicBool>,
     pub(crate) has_said_goodbye: Arc<AtomicBool>,
     pub(crate) newcomers: Arc<AtomicU32>,
+    /// How long a program that leaves by itself may take to do so.
+    pub(crate) notice: Duration,
+    pub(crate) noticed_at: Option<Instant>,
     pub(crate) statistics: Arc<NicStatistics>,
     pub(crate) collector: Collector,
     pub(crate) heartbeat_interval: Duration,
@@ -97,7 +100,24 @@ impl Control {
     pub(crate) fn run(mut self) {
         terminated::watch();
         self.run_until_over();
+        if terminated::is_noticed() {
+            terminated::end_at(self.deadline());
+        }
         terminated::ignore();
+    }
+
+    /// When a program that SIGTERM has come to must have left.
+    fn deadline(&mut self) -> Instant {
+        let notice = self.notice;
+        *self.noticed_at.get_or_insert_with(|| {
+            log::info!("SIGTERM: this rank leaves at the next commit, within {notice:?}");
+            Instant::now()
+        }) + notice
+    }
+
+    /// Whether SIGTERM is to end this process now.
+    fn is_to_end(&mut self) -> bool {
+        terminated::came() && !(terminated::is_noticed() && Instant::now() < self.deadline())
     }
 
     /// Tells the others that this rank was told to end, and ends it.
@@ -118,7 +138,7 @@ impl Control {
         let mut effects = Vec::new();
         let tick = if self.tunes { TUNING_TICK } else { TICK };
         loop {
-            if terminated::came() {
+            if self.is_to_end() {
                 self.end_process();
             }
             ask_time(&self.tracing.clock, &self.sender);

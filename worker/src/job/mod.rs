@@ -32,6 +32,7 @@ use crate::host::switches::Switches;
 use crate::nic::{NicConfig, NicStatistics, Report};
 use crate::rounds::Memory;
 use crate::rounds::handover::{GpuInbox, GpuPush};
+use crate::terminated;
 use bps_engine::base::{Epoch, Rank};
 use bps_engine::config::Config;
 use bps_engine::control::LinkSender;
@@ -174,6 +175,8 @@ impl Job {
             leaving: Arc::clone(&leaving),
             has_said_goodbye: Arc::clone(&has_said_goodbye),
             newcomers: Arc::clone(&newcomers),
+            notice: config.leave_notice,
+            noticed_at: None,
             collector: Collector::new(config, vec![Arc::clone(&statistics.counters)]),
             statistics,
             heartbeat_interval: config.heartbeat_interval,
@@ -429,6 +432,11 @@ impl Job {
     /// Nodes that wait to be let in, of a job that is elastic; `None` in any other.
     pub(crate) fn newcomers(&self) -> Option<u32> {
         self.elastic.then(|| self.newcomers.load(Ordering::Relaxed))
+    }
+
+    /// Whether this rank was told to leave by SIGTERM, and has time to do so.
+    pub(crate) fn is_to_leave(&self) -> bool {
+        self.elastic && terminated::is_noticed()
     }
 
     /// What this rank is known by when it comes back after [`leave`](Self::leave), if it may: its

@@ -344,7 +344,7 @@ fn register(config: &Config, local: Option<String>, session: u64, former: Option
         session,
         former,
         release: env!("CARGO_PKG_VERSION").into(),
-        num_workers: config.num_workers,
+        num_workers: if config.joins { 0 } else { config.num_workers },
         num_servers: config.num_servers,
         encrypt: config.encrypt,
     }

@@ -48,6 +48,8 @@ pub(super) struct History {
     pub(super) reformed: Option<Duration>,
     /// Epochs that ended because of a path, since one ended for another reason.
     paths: u32,
+    /// The processes of the ranks that have all done their work: they may begin again.
+    pub(super) veterans: Vec<(u32, String)>,
 }
 
 impl History {
@@ -79,6 +81,8 @@ pub(super) struct Regroup {
     /// Servers that have not forgotten it.
     pub(super) resetting: BTreeSet<NodeId>,
     newcomers: u32,
+    /// Ranks that left while all others suspended: they do not come back, and have not died.
+    departed: Vec<Origin>,
     /// A rank of it has left in good order, so the others may be about to.
     has_left: bool,
     /// A rank of it is there again.
@@ -109,6 +113,14 @@ impl Regroup {
         let back = rendezvous.workers.values().map(|(_, worker)| worker.host_id.as_str());
         let has_server = !rendezvous.servers.is_empty();
         lacks(hosts.chain(back), has_server, &self.planning, self.min_workers)
+    }
+
+    /// Who has come and gone without a death.
+    fn changes(&self) -> String {
+        let left = self.departed.iter().map(|who| format!("{who} left"));
+        let new = format!("{} new", counted(self.newcomers as usize, "node"));
+        let new = Some(new).filter(|_| self.newcomers > 0 || self.departed.is_empty());
+        left.chain(new).collect::<Vec<_>>().join(", ")
     }
 
     /// For whom it waits, for people.
@@ -249,7 +261,11 @@ impl Scheduler {
         if let (Some(node), Some(reason)) = (culprit, &reason) {
             self.expel(node, reason);
         }
-        let has_left = running.has_finished();
+        let workers = (0..).map(Rank).zip(&running.job.workers);
+        let departed = workers.filter(|(rank, _)| reason.is_none() && running.has_gone(*rank));
+        let departed = departed.map(|(rank, (_, register))| ranked(rank, register)).collect();
+        // Where all others suspended, their work goes on.
+        let has_left = reason.is_some() && running.has_finished();
         let job = *running;
         let mut servers = job.job.servers;
         let before = servers.len();
@@ -275,6 +291,7 @@ impl Scheduler {
             awaited,
             resetting,
             newcomers: 0,
+            departed,
             has_left,
             has_returned: false,
             planning: job.job.planning,
@@ -562,14 +579,14 @@ impl Scheduler {
             }
         }
         self.history.reformed = Some(waited);
-        let reason = regroup.reason.map(|reason| reason.to_string());
+        let reason = regroup.reason.as_ref().map(ToString::to_string);
         let change = format!(
             "epoch {}: {} and {} go on after {:.3} s: {}",
             self.epoch.0,
             counted(job.workers.len(), "rank"),
             counted(job.servers.len(), "server"),
             waited.as_secs_f64(),
-            reason.unwrap_or_else(|| format!("{} new", counted_new(regroup.newcomers)))
+            reason.unwrap_or_else(|| regroup.changes())
         );
         self.put(Output::Log(change.clone()));
         Some(change)
@@ -592,8 +609,4 @@ impl Scheduler {
 pub(super) fn ranked(rank: Rank, register: &Register) -> Origin {
     let place = Place { host: register.host.clone(), pid: register.pid };
     Origin { party: Party::Rank(rank), place: Some(place) }
-}
-
-fn counted_new(newcomers: u32) -> String {
-    counted(newcomers as usize, "node")
 }

@@ -244,6 +244,7 @@ impl Scheduler {
         if !running.away.is_empty() {
             self.regroup_suspended(now);
         } else if running.suspended || self.config.stays {
+            self.dismiss_late();
             self.suspend(now);
         } else {
             self.end(OverReason::Finished, None);

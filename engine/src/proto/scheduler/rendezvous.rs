@@ -28,7 +28,7 @@ pub(super) struct Rendezvous {
     /// Who said these numbers; `None` while they are to be taken from the first node that comes.
     said_by: Option<Origin>,
     /// It follows a suspended job: the numbers are those of whoever resumes.
-    is_again: bool,
+    pub(super) is_again: bool,
     first: Option<FirstWorker>,
     pub(super) workers: BTreeMap<u32, (NodeId, Register)>,
     pub(super) servers: Vec<(NodeId, Register)>,
@@ -257,7 +257,9 @@ impl Rendezvous {
             self.first = Some(FirstWorker { who, local_size, planning });
             return Ok(());
         };
-        if first.local_size != local_size {
+        // In later epochs hosts have as many as are left there, or as have come.
+        let counts = self.regroup.is_none() || !roots.is_empty() || switch_size != 0;
+        if first.local_size != local_size && counts {
             let (first, expected) = (first.who.clone(), first.local_size);
             return Err(Unformed::LocalSize { who, has: local_size, first, expected }.into());
         }

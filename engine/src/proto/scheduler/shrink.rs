@@ -17,8 +17,12 @@ use crate::proto::messages::{Party, Shrunk};
 impl Running {
     /// Whether a rank has left because it had done its work.
     pub(super) fn has_finished(&self) -> bool {
-        let comes_back = |rank| self.away.contains_key(rank) || self.gone.contains(rank);
-        self.left.iter().any(|rank| !comes_back(rank))
+        self.left.iter().any(|rank| self.has_gone(*rank))
+    }
+
+    /// Whether a rank has left in good order, and not to come back.
+    pub(super) fn has_gone(&self, rank: Rank) -> bool {
+        self.left.contains(&rank) && !self.away.contains_key(&rank) && !self.gone.contains(&rank)
     }
 
     /// Takes a rank out of all that is waited for. Returns whose barriers are passed, and what is

@@ -1,7 +1,8 @@
 //! A scheduler that outlives a generation of ranks: those that have all shut down may start again,
 //! as after a suspend, until somebody who knows says that none will.
 
-use super::{OverReason, Phase, Scheduler, Standing};
+use super::{NodeId, OverReason, Peer, Phase, Register, Scheduler, Standing};
+use crate::proto::messages::Node;
 
 impl Scheduler {
     /// No rank will come any more: the job is over once those that are here have left.
@@ -12,6 +13,45 @@ impl Scheduler {
         if matches!(self.phase, Phase::Forming(_)) && !has_worker {
             self.end(OverReason::Finished, None);
         }
+    }
+
+    /// All ranks have done their work: whoever waits to be let into an elastic job has come too
+    /// late, but for those of them that have begun again already.
+    pub(super) fn dismiss_late(&mut self) {
+        let Phase::Running(running) = &self.phase else { return };
+        let workers = running.job.workers.iter();
+        self.history.veterans =
+            workers.map(|(_, worker)| (worker.pid, worker.host.clone())).collect();
+        for node in self.early() {
+            let is_late = |peer: &Peer| self.is_late(peer.pid, &peer.host);
+            if self.peers.get(&node).is_some_and(is_late) {
+                self.dismiss(node, OverReason::Finished);
+            }
+        }
+    }
+
+    fn is_late(&self, pid: u32, host: &str) -> bool {
+        let mut known = self.history.veterans.iter();
+        self.config.elastic.is_some() && !known.any(|(own, place)| *own == pid && place == host)
+    }
+
+    /// Whether a node has come that the first epoch of a generation does not wait for: one that
+    /// joins later, or that has come when the work was done.
+    pub(super) fn comes_aside(&mut self, node: NodeId, register: &Register) -> bool {
+        let Phase::Forming(rendezvous) = &self.phase else { return false };
+        let is_worker = matches!(register.node, Node::Worker { .. });
+        if self.config.elastic.is_none() || rendezvous.regroup.is_some() || !is_worker {
+            return false;
+        }
+        if rendezvous.is_again && self.config.stays && self.is_late(register.pid, &register.host) {
+            self.dismiss(node, OverReason::Finished);
+            return true;
+        }
+        let Some(peer) = self.peers.get_mut(&node).filter(|_| register.num_workers == 0) else {
+            return false;
+        };
+        peer.standing = Standing::Early(Box::new(register.clone()));
+        true
     }
 
     /// Whether all ranks have left, may come back, and none has yet.

@@ -34,6 +34,7 @@ from byteps.elastic import (
     HostsUpdatedInterrupt,
     ObjectState,
     State,
+    leave,
     on_epoch_end,
     run,
     run_fn,
@@ -50,6 +51,7 @@ __all__ = [
     "RandomState",
     "State",
     "TorchState",
+    "leave",
     "run",
     "run_fn",
 ]
@@ -100,6 +102,11 @@ class TorchState(ObjectState):
             holder.restore()
         super().restore()
 
+    def hand_over(self) -> None:
+        """See :class:`State`."""
+        for holder in self._holders.values():
+            holder.hand_over()
+
     def send(self, root_rank: int) -> None:
         """See :class:`State`."""
         for holder in self._holders.values():
@@ -136,6 +143,9 @@ class _Handler:
         if common.rank() != root_rank:
             self.value.load_state_dict(state)
 
+    def hand_over(self) -> None:
+        pass
+
     def reset(self) -> None:
         pass
 
@@ -167,13 +177,23 @@ class _SamplerHandler(_Handler):
     """Every rank has processed other samples: all of them count."""
 
     def send(self, root_rank: int) -> None:
+        processed = self._processed()
+        name = f"{self.name}.epoch.{root_rank}"
+        epoch = functions.broadcast_object(self.value.epoch, root_rank, name=name)
+        self.value.load_state_dict({"epoch": epoch, "processed_indices": processed})
+
+    def hand_over(self) -> None:
+        state = {"epoch": self.value.epoch, "processed_indices": self._processed()}
+        self.value.load_state_dict(state)
+        self.save()
+
+    def _processed(self) -> list[int]:
+        """Those of all ranks."""
         processed: set[int] = set()
         for rank in range(common.size()):
             own = self.value.state_dict()["processed_indices"]
             processed |= set(functions.broadcast_object(own, rank, name=f"{self.name}.{rank}"))
-        name = f"{self.name}.epoch.{root_rank}"
-        epoch = functions.broadcast_object(self.value.epoch, root_rank, name=name)
-        self.value.load_state_dict({"epoch": epoch, "processed_indices": sorted(processed)})
+        return sorted(processed)
 
     def reset(self) -> None:
         self.value.reset()

@@ -2,6 +2,7 @@
 
 mod elastic;
 mod forming;
+mod leaving;
 mod living;
 mod naming;
 mod paths;
