@@ -27,6 +27,7 @@ __all__ = [
 ]
 
 _Result = TypeVar("_Result")
+_Hook = TypeVar("_Hook", bound=Callable[[int, int], Any])
 
 #: A state was synchronized in this process.
 _synchronized = False
@@ -77,6 +78,9 @@ class State:
         self._bcast_object = bcast_object
         self._rank = get_rank
         self._reset_callbacks: list[Callable[[], None]] = []
+        self._change_callbacks: list[Callable[[int, int], Any]] = []
+        # The ranks that it is of, once it is synchronized.
+        self._size: int | None = None
         # All ranks know that this one leaves.
         self._leaves = False
         # Commits that this state has in it; none yet of a process that has just begun.
@@ -88,11 +92,27 @@ class State:
         learning rate by :func:`size`, for example."""
         self._reset_callbacks.extend(callbacks)
 
+    def on_change(self, callback: _Hook) -> _Hook:
+        """Registers ``callback(old, new)``, to be called with both sizes when the job has another
+        size than the one that the state is of: to keep the global batch, or to scale the learning
+        rate by ``new / old``. Returns it, so it decorates, too.
+
+        It is called behind the callbacks above and before the state is synchronized, so what the
+        rank changes whose state all get holds for everyone. After a death the state is the last
+        commit's, and ``old`` the size of then.
+        """
+        self._change_callbacks.append(callback)
+        return callback
+
     def on_reset(self) -> None:
         """The ranks have changed; :meth:`sync` follows."""
         self.reset()
         for callback in self._reset_callbacks:
             callback()
+        old, new = self._size, common.size()
+        if old not in (None, new):
+            for change in self._change_callbacks:
+                change(old, new)
 
     def commit(self) -> None:
         """Saves the state, and lets newcomers in and ranks leave, if there are any.
@@ -136,6 +156,7 @@ class State:
         # and would pass that for the root's.
         self._commits = max(progress[root] - 1, 0)
         self._has_state = _synchronized = True
+        self._size = common.size()
         self.save()
 
     def send(self, root_rank: int) -> None:
