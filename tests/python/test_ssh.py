@@ -154,6 +154,26 @@ def test_an_elastic_job_goes_on_without_a_machine(nodes, launch):
     assert "the job goes on with 1 worker\n" in errors, errors
 
 
+def test_machines_come_and_go_as_a_command_says(nodes, launch):
+    hosts = nodes.folder / "hosts"
+    hosts.write_text("node1:1\n")
+    flags = ("--host-discovery", f"cat {hosts}", "--discovery-interval", "0.1")
+    more = ("--max-workers", "2", "--elastic", "redo", "--servers", "node3:1")
+    command = (sys.executable, str(ELASTIC), "--pause", "0.05", "--epochs", "4")
+    job = launch(*flags, *more, *command)
+    job.wait_for("epoch 1, step")
+    hosts.write_text("node1:1\nnode2:1\n")
+    job.wait_for("[rank 0 on node1] the job has 2 ranks now, and this is rank 0")
+    hosts.write_text("node2:1\n")
+    # The first rank leaves, and the one that came later is rank 0 then.
+    job.wait_for("[slot 0 on node2] the job has 1 ranks now, and this is rank 0")
+    output, errors = job.finish(0)
+    assert "[slot 0 on node2] rank 0 of 1: final loss" in output, (output, errors)
+    assert "rank 0 on node1 has left (exited with code 0)" in errors, errors
+    assert "died" not in errors, errors
+    nodes.settle()
+
+
 def test_machines_that_cannot_be_reached_are_named_in_time(nodes, launch):
     with nodes.config.open("a") as file:
         file.write("Host nowhere\n    HostName 10.99.1.77\n")

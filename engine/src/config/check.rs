@@ -39,6 +39,7 @@ pub(super) fn check(
             "set BPS_ELASTIC=redo or shrink (--elastic), or leave BPS_MIN_WORKERS out".to_owned(),
         ));
     }
+    growth(config)?;
     if config.trace_end_step < config.trace_start_step {
         return Err(ConfigError::conflict(
             format!(
@@ -58,6 +59,33 @@ pub(super) fn check(
         Program::Launcher | Program::Top => {}
     }
     Ok(warnings)
+}
+
+/// A job that grows or shrinks while it runs.
+fn growth(config: &Config) -> Result<(), ConfigError> {
+    let launch = &config.launch;
+    let what = match (&launch.discovery, launch.max_workers) {
+        (Some(_), _) => "--host-discovery",
+        (None, Some(_)) => "BPS_MAX_WORKERS (--max-workers)",
+        (None, None) => return Ok(()),
+    };
+    if config.elastic == ElasticMode::None {
+        return Err(ConfigError::conflict(
+            format!("{what}, but BPS_ELASTIC=none: the job ends with any rank"),
+            "set BPS_ELASTIC=redo or shrink (--elastic), or leave it out".to_owned(),
+        ));
+    }
+    match (config.min_workers, launch.max_workers) {
+        (Some(least), Some(most)) if most < least => Err(ConfigError::conflict(
+            format!("BPS_MAX_WORKERS={most} is below BPS_MIN_WORKERS={least}"),
+            format!("set BPS_MAX_WORKERS to at least {least}"),
+        )),
+        (_, Some(0)) => Err(ConfigError::conflict(
+            "BPS_MAX_WORKERS=0: no rank could be started".to_owned(),
+            "set it to at least 1, or leave it out".to_owned(),
+        )),
+        _ => Ok(()),
+    }
 }
 
 fn role(program: Program, config: &mut Config, sources: &[Source]) -> Result<(), ConfigError> {

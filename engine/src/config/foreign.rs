@@ -17,6 +17,14 @@ const OPTIONS: &[(&[&str], &str)] = &[
         "did you mean --servers cpu1:8,cpu2:8? The numbers are cores and not ports of ssh; those \
          are --ssh-port",
     ),
+    (
+        &["host-discovery-script"],
+        "did you mean --host-discovery? It wants --elastic redo or shrink, too",
+    ),
+    (&["min-np", "min-num-proc"], "did you mean --min-workers?"),
+    (&["max-np", "max-num-proc"], "did you mean --max-workers?"),
+    (&["slots-per-host"], "did you mean --slots?"),
+    (&["blacklist-cooldown-range"], "did you mean --restart-delay and --restart-delay-max?"),
     (&["host"], "did you mean --hosts?"),
     (&["username", "user"], "did you mean --ssh-user? user@host in --hosts says the same"),
     (&["scheduler-ip"], "did you mean --scheduler-host?"),

@@ -281,6 +281,20 @@ pub struct LaunchConfig {
     pub server_hosts: Option<String>,
     /// `--scheduler-host`: the machine of the scheduler.
     pub scheduler_host: Option<String>,
+    /// `BPS_MAX_WORKERS`: most ranks; with it, new ranks take the places of those that have died.
+    pub max_workers: Option<u32>,
+    /// `--host-discovery`: a command that prints the machines that there are.
+    pub discovery: Option<String>,
+    /// `--slots`: ranks of a machine whose line has no number.
+    pub slots: u32,
+    /// `BPS_DISCOVERY_INTERVAL`: time between two runs of that command.
+    pub discovery_interval: Duration,
+    /// `BPS_DISCOVERY_TIMEOUT`: how long a run of it may take.
+    pub discovery_timeout: Duration,
+    /// `BPS_RESTART_DELAY`: how long a machine is left out after a failure.
+    pub restart_delay: Duration,
+    /// `BPS_RESTART_DELAY_MAX`: the same after many failures in a row.
+    pub restart_delay_max: Duration,
     /// `--env`: variables for all processes, `NAME` or `NAME=VALUE`.
     pub pass: Vec<String>,
     /// `--chdir`: the folder in which processes start.
@@ -486,6 +500,13 @@ impl Default for LaunchConfig {
             hostfile: None,
             server_hosts: None,
             scheduler_host: None,
+            max_workers: None,
+            discovery: None,
+            slots: 1,
+            discovery_interval: Duration::from_secs(1),
+            discovery_timeout: Duration::from_secs(10),
+            restart_delay: Duration::from_secs(1),
+            restart_delay_max: Duration::from_secs(600),
             pass: Vec::new(),
             chdir: None,
             ssh_port: 0,
@@ -513,6 +534,12 @@ impl Default for LaunchConfig {
 }
 
 impl Config {
+    /// How long a rank that is told to end has to leave its job, if that goes on without it.
+    #[must_use]
+    pub fn leaves_within(&self) -> Option<Duration> {
+        (self.elastic != ElasticMode::None).then_some(self.leave_notice)
+    }
+
     /// Worker processes of the whole job.
     #[must_use]
     pub fn size(&self) -> u32 {

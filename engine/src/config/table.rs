@@ -38,7 +38,7 @@ const COUNT: usize = {
     count
 };
 
-const JOINED: [Row; COUNT] = {
+static JOINED: [Row; COUNT] = {
     let mut all = [rows::ROWS[0]; COUNT];
     let (mut part, mut of_part, mut index) = (0, 0, 0);
     while index < all.len() {

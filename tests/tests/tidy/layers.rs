@@ -59,16 +59,21 @@ const LAUNCH: Layers = &[
     ("share", &["binding", "error", "frames", "local", "plan"]),
     ("ssh", &["error", "hosts", "layout"]),
     ("child", &["plan"]),
-    ("crew", &["signals"]),
+    ("crew", &["hosts", "signals"]),
     ("streams", &["signals"]),
     ("screen", &["output", "streams"]),
-    ("children", &["child", "crew", "error", "output", "plan", "screen", "signals", "streams"]),
-    ("supervise", &["children", "crew", "error", "output", "plan", "signals"]),
+    (
+        "children",
+        &["child", "crew", "error", "hosts", "output", "plan", "screen", "signals", "streams"],
+    ),
+    ("discovery", &["child", "error", "hosts", "output", "signals"]),
+    ("fleet", &["crew", "discovery", "hosts", "output", "signals"]),
+    ("supervise", &["children", "crew", "error", "fleet", "output", "plan", "signals"]),
     (
         "remote",
         &[
-            "child", "crew", "error", "frames", "layout", "output", "plan", "screen", "signals",
-            "ssh", "streams",
+            "child", "crew", "error", "frames", "hosts", "layout", "output", "plan", "screen",
+            "signals", "ssh", "streams",
         ],
     ),
     (
@@ -81,8 +86,11 @@ const LAUNCH: Layers = &[
     (
         "several",
         &[
+            "discovery",
             "error",
+            "fleet",
             "frames",
+            "hosts",
             "layout",
             "local",
             "meeting",

@@ -15,7 +15,7 @@ use super::crew::Ended;
 use super::error::LaunchError;
 use super::frames::{Decoder, Encode, GREETING, Hello, Instruction, Order, PROTOCOL, Report};
 use super::output::say;
-use super::plan::{Plan, Programs};
+use super::plan::{Kind, Plan, Programs};
 use super::port::reserve_port_for_others;
 use super::share;
 use super::signals::Signals;
@@ -45,7 +45,14 @@ struct Agent<'a> {
     decoder: Decoder,
     /// What must stay open as long as the job.
     held: Vec<OwnedFd>,
-    plan: Option<Plan>,
+    /// The child that each process of the launcher's numbers is; none of what could not be started.
+    numbers: Vec<Option<usize>>,
+    /// The children that are ranks.
+    ranks: Vec<usize>,
+    /// How long ranks have to leave in good order, where the job goes on without them.
+    notice: Option<Duration>,
+    /// When those that were told to leave are killed.
+    deadline: Option<Instant>,
     told_at: Instant,
 }
 
@@ -63,7 +70,10 @@ pub(super) fn run(launch: &LaunchConfig, programs: &Programs) -> Result<i32, Lau
     let mut signals = Signals::catch()?;
     let (hello, held) = hello(launch)?;
     let (decoder, told_at) = (Decoder::of_launcher(), Instant::now());
-    let mut agent = Agent { programs, children, decoder, held, plan: None, told_at };
+    let (numbers, ranks) = (Vec::new(), Vec::new());
+    let (notice, deadline) = (None, None);
+    let mut agent =
+        Agent { programs, children, decoder, held, numbers, ranks, notice, deadline, told_at };
     let mut first = GREETING.to_vec();
     Report::Hello(hello).encode(&mut first);
     let mut code = 0;
@@ -73,8 +83,9 @@ pub(super) fn run(launch: &LaunchConfig, programs: &Programs) -> Result<i32, Lau
     if !agent.children.have_ended() {
         agent.children.kill_all();
     }
+    let numbers = agent.numbers;
     agent.children.finish(&mut |source, bytes| {
-        let _ = write_report(&output(source, bytes));
+        let _ = write_report(&output(&numbers, source, bytes));
     });
     drop(agent.held);
     Ok(code)
@@ -111,15 +122,48 @@ impl Agent<'_> {
             let input = io::stdin();
             let descriptors = signals.descriptors().chain(self.children.descriptors());
             wait(descriptors.chain([input.as_fd()]), SLEEP_MAX);
-            if let Some(signal) = signals.take().first() {
+            if let Some(signal) = signals.take().first()
+                && !self.lets_leave(*signal)
+            {
                 say(&format!("{}: ending the processes here", super::signals::name(*signal)));
                 return 128 + signal;
+            }
+            if self.deadline.is_some() && self.end_leaving() {
+                return 0;
             }
             let stepped = self.listen(&mut buffer).and_then(|()| self.tell());
             match stepped {
                 Ok(()) => {}
                 Err(Gone) => return 0,
             }
+        }
+    }
+
+    /// This machine is told to end, as a spot machine is before it is taken away: passes that on to
+    /// the ranks of an elastic job, which leave in good order. The second time all ends here.
+    fn lets_leave(&mut self, signal: i32) -> bool {
+        let Some(notice) = self.notice else { return false };
+        if signal != signal_hook::consts::SIGTERM || self.deadline.is_some() {
+            return false;
+        }
+        say("SIGTERM: the ranks here are told to leave");
+        self.deadline = Some(Instant::now() + notice);
+        self.signal_ranks(Signal::TERM);
+        true
+    }
+
+    /// Kills ranks that have not left in time; says whether nothing runs here any more.
+    fn end_leaving(&mut self) -> bool {
+        if self.deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+            self.signal_ranks(Signal::KILL);
+        }
+        // The launcher has heard of the ends before.
+        self.children.have_ended()
+    }
+
+    fn signal_ranks(&mut self, signal: Signal) {
+        for &rank in &self.ranks {
+            self.children.signal(rank, signal);
         }
     }
 
@@ -151,46 +195,85 @@ impl Agent<'_> {
     fn follow(&mut self, order: Order) -> Result<(), Gone> {
         match order {
             Order::Probe(address) => write_report(&Report::Probed(reaches(&address))),
-            Order::Start(_) if self.plan.is_some() => {
-                say("a second instruction came from the launcher");
-                Err(Gone)
-            }
-            Order::Start(instruction) => {
+            Order::Start(instruction) if self.numbers.is_empty() => {
                 let answer = match self.start(&instruction) {
                     Ok(()) => Report::Started,
-                    Err(error) => Report::Refused {
-                        code: error.code().unsigned_abs(),
-                        why: error.to_string(),
-                    },
+                    Err(error) => {
+                        self.children.kill_all();
+                        let code = error.code().unsigned_abs();
+                        Report::Refused { code, why: error.to_string() }
+                    }
                 };
                 write_report(&answer)
             }
+            Order::Start(instruction) => self.add(&instruction),
             Order::Signal { process, signal } => {
                 let number = i32::try_from(signal).unwrap_or_default();
-                if let Some(signal) = Signal::from_named_raw(number) {
-                    self.children.signal(process as usize, signal);
+                if let (Some(child), Some(signal)) =
+                    (self.child(process), Signal::from_named_raw(number))
+                {
+                    self.children.signal(child, signal);
                 }
                 Ok(())
             }
             Order::TellTheEnd { process } => {
-                self.children.tell_the_end(process as usize);
+                if let Some(child) = self.child(process) {
+                    self.children.tell_the_end(child);
+                }
                 Ok(())
             }
         }
     }
 
+    fn child(&self, process: u32) -> Option<usize> {
+        *self.numbers.get(process as usize)?
+    }
+
+    /// Starts the processes of the first instruction.
     fn start(&mut self, instruction: &Instruction) -> Result<(), LaunchError> {
-        let mut plan = share::plan(instruction, self.programs)?;
+        let (mut plan, notice) = share::plan(instruction, self.programs)?;
         for note in &plan.notes {
             let _ = write_report(&Report::Note(note.clone()));
         }
+        self.notice = notice;
         self.held.append(&mut plan.held);
+        let before = self.children.count();
         let started = self.children.start(&plan.processes, Output::Piped);
-        self.plan = Some(plan);
-        if started.is_err() {
-            self.children.kill_all();
-        }
+        self.count_in(&plan, before);
         started
+    }
+
+    /// Starts what takes part from now on. What cannot be started counts as ended.
+    fn add(&mut self, instruction: &Instruction) -> Result<(), Gone> {
+        let before = self.children.count();
+        let added = share::plan(instruction, self.programs).and_then(|(mut plan, _)| {
+            self.held.append(&mut plan.held);
+            self.children.start(&plan.processes, Output::Piped)?;
+            Ok(plan)
+        });
+        let error = match added {
+            Ok(plan) => {
+                self.count_in(&plan, before);
+                return Ok(());
+            }
+            Err(error) => error,
+        };
+        let how = format!("did not start: {error}");
+        for _ in &instruction.slots {
+            let (process, code) = (word(self.numbers.len()), error.code().unsigned_abs());
+            self.numbers.push(None);
+            write_report(&Report::Ended { process, code, how: how.clone() })?;
+        }
+        Ok(())
+    }
+
+    fn count_in(&mut self, plan: &Plan, before: usize) {
+        for (child, process) in (before..).zip(&plan.processes) {
+            self.numbers.push(Some(child));
+            if process.kind == Kind::Worker {
+                self.ranks.push(child);
+            }
+        }
     }
 
     /// Tells what the processes have written and which have ended.
@@ -200,16 +283,17 @@ impl Agent<'_> {
         // Ends first: what a process wrote before its end is then there to be read, but for what it
         // has left behind.
         let ends = self.children.ends();
+        let numbers = &self.numbers;
         self.children.pass_on(&mut |source, bytes| {
             told = true;
             if result.is_ok() {
-                result = write_report(&output(source, bytes));
+                result = write_report(&output(numbers, source, bytes));
             }
         });
         result?;
         for Ended { process, code, how } in ends {
             told = true;
-            let (process, code) = (word(process), code.unsigned_abs());
+            let (process, code) = (number(numbers, process), code.unsigned_abs());
             write_report(&Report::Ended { process, code, how })?;
         }
         if told {
@@ -222,9 +306,14 @@ impl Agent<'_> {
     }
 }
 
-fn output(source: Source, bytes: Option<&[u8]>) -> Report {
+/// The launcher's number of a child.
+fn number(numbers: &[Option<usize>], child: usize) -> u32 {
+    word(numbers.iter().position(|known| *known == Some(child)).unwrap_or(child))
+}
+
+fn output(numbers: &[Option<usize>], source: Source, bytes: Option<&[u8]>) -> Report {
     Report::Output {
-        process: word(source.process),
+        process: number(numbers, source.process),
         target: source.target as u32,
         bytes: bytes.unwrap_or_default().to_vec(),
     }

@@ -43,8 +43,9 @@ pub(super) fn plan(loaded: &Loaded, programs: &Programs) -> Result<Plan, LaunchE
         }
     };
     let grace = config.launch.grace;
+    let notice = config.leaves_within().filter(|_| config.role == Role::Worker);
     // How many ranks the whole job needs is for its scheduler to say.
-    Ok(Plan { processes, notes, prefix: false, grace, workers_min: 1, held })
+    Ok(Plan { processes, notes, prefix: false, grace, workers_min: 1, held, notice })
 }
 
 /// The rank that srun, mpirun or torchrun has given this process, where no variable of ours says
@@ -89,6 +90,7 @@ fn one_rank(loaded: &Loaded, rank: &str) -> Result<Plan, LaunchError> {
         prefix: false,
         grace: loaded.config.launch.grace,
         workers_min: 1,
+        notice: None,
         held: Vec::new(),
     })
 }

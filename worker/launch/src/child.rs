@@ -20,7 +20,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Groups that a guardian can remember: all that a configuration can ask for.
-const GROUPS_MAX: usize = 8192;
+pub(super) const GROUPS_MAX: usize = 8192;
 /// How long the guardian may take to end all groups, and how often is looked.
 const FINISH: Duration = Duration::from_secs(1);
 const LOOK: Duration = Duration::from_millis(1);
@@ -178,6 +178,27 @@ pub(super) fn spawn_connection(
     // SAFETY: `tie` makes system calls on values that were made before the fork, and neither
     // allocates nor locks; its errors are plain numbers.
     unsafe { command.pre_exec(tie) };
+    command.spawn()
+}
+
+/// Starts a command line of the user's that prints something and ends, in a group of its own. The
+/// calling thread must outlive it, and ends it; the guardian does not know it, since it may end,
+/// and its number be another's, while the job goes on.
+pub(super) fn spawn_command(line: &str) -> io::Result<Child> {
+    let mut command = Command::new("/bin/sh");
+    command.args(["-c", line]).process_group(0);
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let launcher = getpid();
+    let prepare = move || -> io::Result<()> {
+        rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
+        if getppid() != Some(launcher) {
+            return Err(Errno::SRCH.into());
+        }
+        Ok(())
+    };
+    // SAFETY: `prepare` makes system calls on plain numbers, and neither allocates nor locks; its
+    // errors are plain numbers, too.
+    unsafe { command.pre_exec(prepare) };
     command.spawn()
 }
 

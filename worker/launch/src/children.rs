@@ -4,11 +4,12 @@
 
 #![forbid(unsafe_code)]
 
-use super::child::{Guardian, Output, spawn};
-use super::crew::{Crew, Ended};
+use super::child::{GROUPS_MAX, Guardian, Output, spawn};
+use super::crew::{Crew, Ended, Slot};
 use super::error::LaunchError;
+use super::hosts::Host;
 use super::output::say;
-use super::plan::{Plan, Process};
+use super::plan::{Kind, Plan, Process};
 use super::screen::Screen;
 use super::signals::{self, Signals};
 use super::streams::{Source, Streams};
@@ -69,6 +70,12 @@ impl Children {
     ) -> Result<(), LaunchError> {
         self.output = output;
         for process in processes {
+            if self.running.len() >= GROUPS_MAX {
+                return Err(LaunchError::Conflict {
+                    problem: format!("{GROUPS_MAX} processes have been started here already"),
+                    remedy: "start the job again".to_owned(),
+                });
+            }
             let failed = |source| LaunchError::Start {
                 label: process.label.clone(),
                 program: process.command[0].clone(),
@@ -81,6 +88,11 @@ impl Children {
             self.running.push(Running { child, group, ended: false, again });
         }
         Ok(())
+    }
+
+    /// How many have been started.
+    pub(super) fn count(&self) -> usize {
+        self.running.len()
     }
 
     /// What to poll for readiness to read.
@@ -205,22 +217,27 @@ fn how_ended(process: Pid) -> Option<(i32, String)> {
 }
 
 /// The children of the launcher itself: their output goes to its own.
-pub(super) struct LocalCrew {
+pub(super) struct LocalCrew<'a> {
+    plan: &'a Plan,
     children: Children,
     screen: Screen,
 }
 
-impl LocalCrew {
+impl LocalCrew<'_> {
     /// None has started yet.
-    pub(super) fn new(plan: &Plan) -> Result<LocalCrew, LaunchError> {
+    pub(super) fn new(plan: &Plan) -> Result<LocalCrew<'_>, LaunchError> {
         let labels = plan.processes.iter().map(|process| process.label.as_str());
-        Ok(LocalCrew { children: Children::new()?, screen: Screen::new(labels, plan.prefix) })
+        let screen = Screen::new(labels, plan.prefix);
+        Ok(LocalCrew { plan, children: Children::new()?, screen })
     }
 
     /// As [`Children::start`].
-    pub(super) fn start(&mut self, plan: &Plan) -> Result<(), LaunchError> {
-        let output = if plan.prefix { Output::Piped } else { Output::Inherited };
-        self.children.start(&plan.processes, output)
+    pub(super) fn start(&mut self) -> Result<(), LaunchError> {
+        self.children.start(&self.plan.processes, self.output())
+    }
+
+    fn output(&self) -> Output {
+        if self.plan.prefix { Output::Piped } else { Output::Inherited }
     }
 
     /// Kills what runs, where not all could be started.
@@ -234,7 +251,7 @@ impl LocalCrew {
     }
 }
 
-impl Crew for LocalCrew {
+impl Crew for LocalCrew<'_> {
     fn sleep(&mut self, signals: &Signals, timeout: Duration) {
         wait(signals.descriptors().chain(self.children.descriptors()), timeout);
     }
@@ -251,6 +268,20 @@ impl Crew for LocalCrew {
     fn tell_the_end(&mut self, process: usize) {
         self.children.tell_the_end(process);
     }
+
+    fn enlist(&mut self, slot: &Slot) -> Result<Option<usize>, String> {
+        let mut ranks = self.plan.processes.iter().filter(|it| it.kind == Kind::Worker);
+        let Some(process) = ranks.nth(slot.local_rank as usize) else {
+            return Err(format!("the job has no rank {}", slot.local_rank));
+        };
+        let (place, output) = (self.children.count(), self.output());
+        let started = self.children.start(std::slice::from_ref(process), output);
+        started.map_err(|error| error.to_string())?;
+        self.screen.add(&slot.label);
+        Ok(Some(place))
+    }
+
+    fn release(&mut self, _: &Host) {}
 
     fn nobody_listens(&self) -> bool {
         self.screen.nobody_listens()

@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+use super::hosts::Host;
 use super::signals::Signals;
 use rustix::process::Signal;
 use std::time::Duration;
@@ -17,6 +18,22 @@ pub(super) struct Ended {
     pub(super) how: String,
 }
 
+/// A place for a rank that starts while the job runs.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) struct Slot {
+    /// Its machine; the launcher's own if nobody has named any.
+    pub(super) host: Host,
+    /// Its place among the ranks there, which have been given so many.
+    pub(super) local_rank: u32,
+    pub(super) count: u32,
+    /// The number of the machine among those with ranks.
+    pub(super) worker_id: u32,
+    /// Whether it is none of the places that the job began with.
+    pub(super) is_new: bool,
+    /// What its lines begin with.
+    pub(super) label: String,
+}
+
 /// The processes of a job, by their places in the plan.
 pub(super) trait Crew {
     /// Sleeps until there may be a signal, output or an end, at most so long.
@@ -27,6 +44,11 @@ pub(super) trait Crew {
     fn signal(&mut self, process: usize, signal: Signal);
     /// Tells a process that stays that all ranks have ended.
     fn tell_the_end(&mut self, process: usize);
+    /// Starts a rank in a slot. Returns its place, which is behind all others; `None` while its
+    /// machine is being reached, and then the caller asks again.
+    fn enlist(&mut self, slot: &Slot) -> Result<Option<usize>, String>;
+    /// No rank is to run on a machine any more.
+    fn release(&mut self, host: &Host);
     /// Whether the reader of the launcher's own output has gone away.
     fn nobody_listens(&self) -> bool;
 }

@@ -10,7 +10,7 @@ use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 
 /// Version of all below.
-pub(super) const PROTOCOL: u32 = 1;
+pub(super) const PROTOCOL: u32 = 2;
 /// First bytes of an agent.
 pub(super) const GREETING: &[u8] = b"\0bpslaunch agent\0";
 /// Bytes of a frame, at most: environment and command are far smaller.
@@ -62,6 +62,8 @@ pub(super) struct Instruction {
     pub(super) worker_id: u32,
     /// Ranks here.
     pub(super) workers: u32,
+    /// Those of them to start now, by their places on the machine.
+    pub(super) slots: Vec<u32>,
 }
 
 /// What the launcher tells an agent.
@@ -69,7 +71,8 @@ pub(super) struct Instruction {
 pub(super) enum Order {
     /// Try whether this address can be reached.
     Probe(String),
-    /// Start these processes. Comes once.
+    /// Start these processes. Those of the first such order have to start, all of them; one that
+    /// comes later is for a rank that takes part from then on.
     Start(Box<Instruction>),
     /// Signal the group of a process.
     Signal { process: u32, signal: u32 },
@@ -92,6 +95,18 @@ pub(super) struct Hello {
     pub(super) connection: String,
     /// Names and addresses of the network interfaces.
     pub(super) interfaces: Vec<(String, String)>,
+}
+
+/// Why an agent that says this of itself can't take part.
+pub(super) fn other_release(hello: &Hello) -> Option<String> {
+    let own = env!("CARGO_PKG_VERSION");
+    let is_other = hello.protocol != PROTOCOL || hello.version != own;
+    is_other.then(|| {
+        format!(
+            "bpslaunch there is of release {}, and here of {own}; install the same on all machines",
+            hello.version
+        )
+    })
 }
 
 /// What an agent tells the launcher. Processes are counted in the order of the instruction: the
@@ -156,6 +171,7 @@ impl Encode for Order {
                 });
                 put_number(out, it.worker_id);
                 put_number(out, it.workers);
+                put_list(out, &it.slots, |out, slot| put_number(out, *slot));
             }),
             Order::Signal { process, signal } => frame(out, 3, |out| {
                 put_number(out, *process);
@@ -182,6 +198,7 @@ impl Decode for Order {
                     .list("servers", |it| Ok((it.number("server")?, it.number("cores")?)))?,
                 worker_id: fields.number("worker")?,
                 workers: fields.up_to("ranks", LIST_MAX)?,
+                slots: fields.list("slots", |it| it.number("slot"))?,
             })),
             3 => Order::Signal {
                 process: fields.number("process")?,

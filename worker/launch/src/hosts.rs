@@ -71,6 +71,14 @@ pub(super) fn read_file(path: &Path) -> Result<Vec<Host>, LaunchError> {
     parse_file(&text, &origin)
 }
 
+/// The machines that a command has printed.
+pub(super) fn parse_answer(text: &str) -> Result<Vec<Host>, String> {
+    parse_file(text, "its output").map_err(|error| match error {
+        LaunchError::Conflict { problem, .. } => problem,
+        other => other.to_string(),
+    })
+}
+
 fn parse_file(text: &str, origin: &str) -> Result<Vec<Host>, LaunchError> {
     let mut hosts = Vec::new();
     for (number, line) in (1..).zip(text.lines()) {

@@ -35,11 +35,23 @@ pub(super) struct Layout {
     pub(super) scheduler: Option<usize>,
 }
 
-/// Reads the flags that say where the processes run.
-pub(super) fn layout(loaded: &Loaded) -> Result<Layout, LaunchError> {
+/// Reads the flags that say where the processes run; the ranks on these machines, if they were
+/// discovered.
+pub(super) fn layout(
+    loaded: &Loaded,
+    discovered: Option<Vec<Host>>,
+) -> Result<Layout, LaunchError> {
     let config = &loaded.config;
     let launch = &config.launch;
+    let is_discovered = discovered.is_some();
     let workers = match (&launch.hosts, &launch.hostfile) {
+        (None, None) if is_discovered => discovered.unwrap_or_default(),
+        _ if is_discovered => {
+            return Err(conflict(
+                "--host-discovery together with --hosts or --hostfile",
+                "leave out the list: the command names the machines",
+            ));
+        }
         (Some(_), Some(_)) => {
             return Err(conflict("--hosts together with --hostfile", "leave out one of them"));
         }
@@ -66,6 +78,17 @@ pub(super) fn layout(loaded: &Loaded) -> Result<Layout, LaunchError> {
         layout.worker_hosts += 1;
     }
     layout.place_servers(loaded)?;
+    if is_discovered && layout.servers == 0 {
+        if matches!(loaded.origin("DMLC_NUM_SERVER"), Origin::Flag(_)) {
+            return Err(conflict(
+                "--servers 0 together with --host-discovery, by which further machines may come",
+                "leave it out, or name machines of servers that stay: --servers cpu1:8",
+            ));
+        }
+        // One machine now, and perhaps several later.
+        layout.sites[0].servers.push((0, config.server_cores));
+        layout.servers = 1;
+    }
     if let Some(name) = &launch.scheduler_host {
         let mut hosts = parse_list(name, "--scheduler-host", Counted::Ranks)?;
         let host = hosts.swap_remove(0);
@@ -197,7 +220,13 @@ pub(super) fn check_elastic(config: &Config, ranks: usize) -> Result<(), LaunchE
             let problem = format!("--min-workers {least}, but the job begins with {ranks}");
             Err(conflict(&problem, "lower it, or start more with --hosts"))
         }
-        _ => Ok(()),
+        _ => match config.launch.max_workers {
+            Some(most) if most < word(ranks) => {
+                let problem = format!("--max-workers {most}, but the job begins with {ranks}");
+                Err(conflict(&problem, "raise it, or start fewer with --hosts"))
+            }
+            _ => Ok(()),
+        },
     }
 }
 
@@ -219,7 +248,7 @@ mod tests {
     }
 
     fn of(arguments: &[&str]) -> Result<Layout, String> {
-        layout(&loaded(arguments)).map_err(|error| error.to_string())
+        layout(&loaded(arguments), None).map_err(|error| error.to_string())
     }
 
     /// Name, number among the workers, and servers of a machine.

@@ -11,6 +11,7 @@
 //! no group can belong to anybody else.
 
 use crate::error::LaunchError;
+use crate::fleet::Fleet;
 use crate::output::say;
 use crate::plan::Plan;
 use bps_engine::config::{Loaded, Program, open};
@@ -23,7 +24,9 @@ mod by_variables;
 mod child;
 mod children;
 mod crew;
+mod discovery;
 mod error;
+mod fleet;
 mod frames;
 mod hosts;
 mod layout;
@@ -57,10 +60,14 @@ pub fn cli(arguments: impl IntoIterator<Item = OsString>, programs: Programs) ->
     let several = launch.hosts.is_some()
         || launch.hostfile.is_some()
         || launch.server_hosts.is_some()
-        || launch.scheduler_host.is_some();
+        || launch.scheduler_host.is_some()
+        || launch.discovery.is_some();
     let run = |plan: Plan| {
         if !loaded.config.launch.dry_run {
-            return supervise::run(plan);
+            // What it needs to know of a job is known where all of it is here.
+            let is_whole = launch.local > 0 && Fleet::is_wanted(&loaded.config);
+            let fleet = is_whole.then(|| Fleet::new(&loaded.config, None));
+            return supervise::run(&plan, fleet);
         }
         // A reader that has gone away is no failure.
         let _ = std::io::stdout().write_all(plan.to_string().as_bytes());

@@ -152,7 +152,7 @@ fn plan_job(
     }
     let workers_min = spare(&mut processes, &loaded.config);
     let (prefix, grace) = (!launch.no_prefix, launch.grace);
-    Ok(Plan { processes, notes, prefix, grace, workers_min, held })
+    Ok(Plan { processes, notes, prefix, grace, workers_min, notice: None, held })
 }
 
 fn refuse_too_few(loaded: &Loaded, workers: u32) -> Result<(), LaunchError> {
@@ -160,6 +160,12 @@ fn refuse_too_few(loaded: &Loaded, workers: u32) -> Result<(), LaunchError> {
         return Err(LaunchError::Conflict {
             problem: format!("--min-workers {least}, but the job begins with {workers}"),
             remedy: "lower it, or start more with --local".to_owned(),
+        });
+    }
+    if let Some(most) = loaded.config.launch.max_workers.filter(|most| *most < workers) {
+        return Err(LaunchError::Conflict {
+            problem: format!("--max-workers {most}, but the job begins with {workers}"),
+            remedy: "raise it, or start fewer with --local".to_owned(),
         });
     }
     Ok(())

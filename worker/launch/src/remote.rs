@@ -6,10 +6,15 @@
 
 #![forbid(unsafe_code)]
 
+mod recruit;
+
+pub(super) use recruit::Recruiting;
+
 use super::child::{Guardian, spawn_connection};
-use super::crew::{Crew, Ended};
+use super::crew::{Crew, Ended, Slot};
 use super::error::LaunchError;
 use super::frames::{Decoder, Encode, Hello, Order, Report};
+use super::hosts::Host;
 use super::layout::Site;
 use super::output::say;
 use super::plan::Environment;
@@ -61,8 +66,12 @@ pub(super) struct Connection {
     /// Why it can't be used, with the code to leave with.
     failure: Option<(i32, String)>,
     heard_at: Instant,
+    /// Whoever wanted to start a rank there knows why that failed.
+    is_told: bool,
     /// The places in the plan of its processes, and whether they have ended.
     processes: Vec<(usize, bool)>,
+    /// What the machine says besides is shown by this number.
+    shown: usize,
 }
 
 /// All agents, and what they have told.
@@ -70,10 +79,13 @@ pub(super) struct RemoteCrew {
     connections: Vec<Connection>,
     /// For each process of the plan: its connection, and its number there.
     places: Vec<(usize, u32)>,
+    /// By which numbers these are shown.
+    shown: Vec<usize>,
     ends: Vec<Ended>,
     screen: Option<Screen>,
     guardian: Guardian,
     buffer: Vec<u8>,
+    recruiting: Option<Recruiting>,
 }
 
 impl RemoteCrew {
@@ -89,8 +101,16 @@ impl RemoteCrew {
         for (site, words) in sites.iter().zip(commands) {
             connections.push(Connection::open(site, words, environment, &guardian)?);
         }
-        let (places, ends, screen) = (Vec::new(), Vec::new(), None);
-        Ok(RemoteCrew { connections, places, ends, screen, guardian, buffer: vec![0; READ_BYTES] })
+        Ok(RemoteCrew {
+            connections,
+            places: Vec::new(),
+            shown: Vec::new(),
+            ends: Vec::new(),
+            screen: None,
+            guardian,
+            buffer: vec![0; READ_BYTES],
+            recruiting: None,
+        })
     }
 
     pub(super) fn connections(&self) -> &[Connection] {
@@ -105,10 +125,13 @@ impl RemoteCrew {
             self.places.push((*index, word(connection.processes.len())));
             connection.processes.push((place, false));
         }
-        // Behind the processes, one label for what each machine says besides.
-        let hosts = self.connections.iter().map(|it| it.site.host.name.as_str());
-        let labels = processes.iter().map(|(_, label)| label.as_str()).chain(hosts);
-        self.screen = Some(Screen::new(labels, prefix));
+        let labels = processes.iter().map(|(_, label)| label.as_str());
+        let mut screen = Screen::new(labels, prefix);
+        self.shown = (0..processes.len()).collect();
+        for connection in &mut self.connections {
+            connection.shown = screen.add(&connection.site.host.name);
+        }
+        self.screen = Some(screen);
         for index in 0..self.connections.len() {
             let said = std::mem::take(&mut self.connections[index].said);
             self.show_errors(index, &said);
@@ -203,7 +226,7 @@ impl RemoteCrew {
     /// What a machine says that is not from a process of the job.
     fn show_errors(&mut self, index: usize, bytes: &[u8]) {
         if let Some(screen) = self.screen.as_mut().filter(|_| !bytes.is_empty()) {
-            let process = self.places.len() + index;
+            let process = self.connections[index].shown;
             screen.show(Source { process, target: Target::Error }, Some(bytes));
         }
     }
@@ -244,7 +267,7 @@ impl RemoteCrew {
                 let target = if target == 0 { Target::Output } else { Target::Error };
                 if let (Some(process), Some(screen)) = (place(process), self.screen.as_mut()) {
                     let bytes = (!bytes.is_empty()).then_some(bytes.as_slice());
-                    screen.show(Source { process, target }, bytes);
+                    screen.show(Source { process: self.shown[process], target }, bytes);
                 }
             }
             Report::Ended { process, code, how } => {
@@ -322,8 +345,9 @@ impl RemoteCrew {
     /// What is left of lines that have not ended.
     fn show_last(&mut self, index: usize) {
         let Some(screen) = &mut self.screen else { return };
-        let processes = self.connections[index].processes.iter().map(|(place, _)| *place);
-        for process in processes.chain([self.places.len() + index]) {
+        let connection = &self.connections[index];
+        let processes = connection.processes.iter().map(|(place, _)| self.shown[*place]);
+        for process in processes.chain([connection.shown]) {
             for target in [Target::Output, Target::Error] {
                 screen.show(Source { process, target }, None);
             }
@@ -351,6 +375,14 @@ impl Crew for RemoteCrew {
     fn tell_the_end(&mut self, process: usize) {
         let (connection, process) = self.places[process];
         self.order(connection, &Order::TellTheEnd { process });
+    }
+
+    fn enlist(&mut self, slot: &Slot) -> Result<Option<usize>, String> {
+        self.recruit(slot)
+    }
+
+    fn release(&mut self, host: &Host) {
+        self.let_go(host);
     }
 
     fn nobody_listens(&self) -> bool {
@@ -399,7 +431,9 @@ impl Connection {
             has_started: false,
             failure: None,
             heard_at: Instant::now(),
+            is_told: false,
             processes: Vec::new(),
+            shown: 0,
         })
     }
 

@@ -12,6 +12,9 @@ pub(super) struct Screen {
     /// Of each process: its standard output, and its standard error. Empty if bytes pass as they
     /// are.
     prefixers: Vec<[Prefixer; 2]>,
+    prefix: bool,
+    /// Whether standard output and standard error are coloured.
+    colours: [bool; 2],
     lines: Vec<u8>,
     gone: bool,
 }
@@ -22,11 +25,24 @@ impl Screen {
     pub(super) fn new<'a>(labels: impl Iterator<Item = &'a str>, prefix: bool) -> Screen {
         let plain = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
         let colours = [io::stdout().is_terminal() && !plain, io::stderr().is_terminal() && !plain];
-        let prefixers =
-            |(index, label)| colours.map(|colours| Prefixer::new(label, colours.then_some(index)));
-        let prefixers = labels.enumerate().map(prefixers).collect();
-        let prefixers = if prefix { prefixers } else { Vec::new() };
-        Screen { prefixers, lines: Vec::new(), gone: false }
+        let mut screen =
+            Screen { prefixers: Vec::new(), prefix, colours, lines: Vec::new(), gone: false };
+        for label in labels {
+            screen.add(label);
+        }
+        screen
+    }
+
+    /// Puts a label in front of the lines of one more process; returns the number that it is shown
+    /// by.
+    pub(super) fn add(&mut self, label: &str) -> usize {
+        let index = self.prefixers.len();
+        if self.prefix {
+            let prefixers =
+                self.colours.map(|colours| Prefixer::new(label, colours.then_some(index)));
+            self.prefixers.push(prefixers);
+        }
+        index
     }
 
     /// Whether the reader of the output has gone away.

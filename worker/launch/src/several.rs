@@ -3,24 +3,31 @@
 
 #![forbid(unsafe_code)]
 
+use super::discovery::Discovery;
 use super::error::{LaunchError, counted};
-use super::frames::{Hello, Instruction, Order, PROTOCOL};
+use super::fleet::{self, Fleet};
+use super::frames::{Hello, Instruction, Order, other_release};
+use super::hosts::Host;
 use super::layout::{Layout, check_elastic, layout};
 use super::local::{DECIDED, STRAY, mint_key};
 use super::meeting::Meeting;
 use super::output::say;
 use super::plan::{CHECKED, Environment, Kind, Programs, worker_command};
-use super::remote::RemoteCrew;
+use super::remote::{Recruiting, RemoteCrew};
 use super::signals::{self, Signals};
 use super::ssh;
 use super::supervise::{Member, Supervisor};
+use bps_engine::base::word;
 use bps_engine::config::{Config, ElasticMode, Gpus, Loaded, Origin};
 use bps_engine::control::JobKey;
+use bps_engine::limits::RANKS_MAX;
 use std::ffi::OsString;
 use std::fmt::Write as _;
 use std::net::TcpListener;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+/// How often the answer of a discovery is looked for before the job begins.
+const LOOK: Duration = Duration::from_millis(20);
 /// For all agents to start their processes.
 const START: Duration = Duration::from_secs(60);
 /// Beyond the time that ssh takes to give up by itself, so that its own words are heard.
@@ -47,7 +54,13 @@ struct Place {
 pub(super) fn run(loaded: &Loaded, programs: &Programs) -> Result<i32, LaunchError> {
     let launch = &loaded.config.launch;
     worker_command(loaded)?;
-    let mut layout = layout(loaded)?;
+    let (mut layout, discovery) = match &launch.discovery {
+        None => (layout(loaded, None)?, None),
+        Some(command) => {
+            let (hosts, discovery) = discover(loaded, command)?;
+            (layout(loaded, Some(hosts))?, Some(discovery))
+        }
+    };
     if layout.scheduler.is_none() {
         layout.local_site();
     }
@@ -63,69 +76,169 @@ pub(super) fn run(loaded: &Loaded, programs: &Programs) -> Result<i32, LaunchErr
         return Ok(0);
     }
     let mut signals = Signals::catch()?;
-    let wanted = DESCRIPTORS + DESCRIPTORS_OF_SITE * layout.sites.len() as u64;
+    let more = launch.max_workers.unwrap_or(0) as usize;
+    let wanted = DESCRIPTORS + DESCRIPTORS_OF_SITE * (layout.sites.len() + more) as u64;
     bps_engine::host::raise_descriptor_limit(wanted);
-    let mut checked = Environment::default();
-    checked.set(CHECKED, "1");
-    let mut crew = RemoteCrew::connect(&layout.sites, &commands, &checked)?;
-    let code = conduct(loaded, &layout, passed, &mut crew, &mut signals);
+    let mut crew = RemoteCrew::connect(&layout.sites, &commands, &checked())?;
+    let job = Job { loaded, layout: &layout, programs };
+    let code = job.conduct(passed, discovery, &mut crew, &mut signals);
     crew.finish();
     code
 }
 
-fn conduct(
-    loaded: &Loaded,
-    layout: &Layout,
-    passed: Vec<(String, OsString)>,
-    crew: &mut RemoteCrew,
-    signals: &mut Signals,
-) -> Result<i32, LaunchError> {
-    let config = &loaded.config;
-    let timeout = config.launch.ssh_timeout + BEHIND_SSH;
-    let interrupted = |signal: i32| {
-        say(&format!("{}: ending all processes", signals::name(signal)));
-        Ok(128 + signal)
-    };
-    if let Some(signal) = crew.wait_for(signals, timeout, |it| it.hello.is_some())? {
-        return interrupted(signal);
+/// Waits until the machines are there that the job can begin with; returns also what goes on
+/// asking for them.
+fn discover(loaded: &Loaded, command: &str) -> Result<(Vec<Host>, Discovery), LaunchError> {
+    let (config, launch) = (&loaded.config, &loaded.config.launch);
+    let mut discovery = Discovery::start(command, launch)?;
+    let (begun, mut said) = (Instant::now(), String::new());
+    loop {
+        if let Some(hosts) = discovery.take() {
+            let most = launch.max_workers.map_or(RANKS_MAX, |most| most as usize);
+            let first = fleet::first(&hosts, launch.slots, word(most));
+            let ranks = first.iter().filter_map(|host| host.count).sum::<u32>();
+            let least = config.min_workers.unwrap_or(1);
+            if ranks >= least {
+                return Ok((first, discovery));
+            }
+            let text = format!(
+                "--host-discovery names room for {}, of at least {least}",
+                counted(ranks, "rank")
+            );
+            if text != said {
+                say(&format!("{text}: waiting for more"));
+                said = text;
+            }
+        }
+        if begun.elapsed() >= config.start_timeout {
+            let problem = discovery.problem().map(str::to_owned).unwrap_or(said);
+            return Err(LaunchError::Conflict {
+                problem: format!("{problem} for {} s", config.start_timeout.as_secs_f64()),
+                remedy: "look at what the command prints, or wait longer (--start-timeout)"
+                    .to_owned(),
+            });
+        }
+        std::thread::sleep(LOOK);
     }
-    let hellos: Vec<Hello> =
-        crew.connections().iter().filter_map(|connection| connection.hello.clone()).collect();
-    check_versions(layout, &hellos)?;
-    let devices: Vec<u32> = hellos.iter().map(|hello| hello.devices).collect();
-    let ranks = layout.ranks(&devices)?;
-    check_elastic(config, (ranks * layout.worker_hosts) as usize)?;
-    let meeting = Meeting::new(&layout.sites, hellos.iter().collect(), config.interface.as_deref());
-    let site = match choose_scheduler(layout, &meeting, crew, signals)? {
-        Ok(site) => site,
-        Err(signal) => return interrupted(signal),
-    };
-    let place = Place { site, address: meeting.address_of(site)?, port: hellos[site].ports[0] };
-    let mut settings = passed;
-    settings.extend(job_settings(config, layout, ranks, &place, &hellos[site]));
-    settings.extend(torch_store(layout, &meeting, &hellos)?);
-    if meets(layout, ranks) {
-        announce(config, layout, ranks, &place, &hellos[site]);
+}
+
+/// What the job was asked to be.
+struct Job<'a> {
+    loaded: &'a Loaded,
+    layout: &'a Layout,
+    programs: &'a Programs,
+}
+
+impl Job<'_> {
+    fn conduct(
+        &self,
+        passed: Vec<(String, OsString)>,
+        discovery: Option<Discovery>,
+        crew: &mut RemoteCrew,
+        signals: &mut Signals,
+    ) -> Result<i32, LaunchError> {
+        let (config, layout) = (&self.loaded.config, self.layout);
+        let timeout = config.launch.ssh_timeout + BEHIND_SSH;
+        let interrupted = |signal: i32| {
+            say(&format!("{}: ending all processes", signals::name(signal)));
+            Ok(128 + signal)
+        };
+        if let Some(signal) = crew.wait_for(signals, timeout, |it| it.hello.is_some())? {
+            return interrupted(signal);
+        }
+        let hellos: Vec<Hello> =
+            crew.connections().iter().filter_map(|connection| connection.hello.clone()).collect();
+        check_versions(layout, &hellos)?;
+        let devices: Vec<u32> = hellos.iter().map(|hello| hello.devices).collect();
+        let ranks = layout.ranks(&devices)?;
+        check_elastic(config, (ranks * layout.worker_hosts) as usize)?;
+        let interface = config.interface.as_deref();
+        let meeting = Meeting::new(&layout.sites, hellos.iter().collect(), interface);
+        let site = match choose_scheduler(layout, &meeting, crew, signals)? {
+            Ok(site) => site,
+            Err(signal) => return interrupted(signal),
+        };
+        let place = Place { site, address: meeting.address_of(site)?, port: hellos[site].ports[0] };
+        let mut settings = passed;
+        settings.extend(job_settings(config, layout, ranks, &place, &hellos[site]));
+        settings.extend(torch_store(layout, &meeting, &hellos)?);
+        if meets(layout, ranks) {
+            announce(config, layout, ranks, &place, &hellos[site]);
+        }
+        let template = self.template(settings, ranks)?;
+        let processes = instruct(self.loaded, layout, ranks, &place, &template, crew)?;
+        if let Some(signal) = crew.wait_for(signals, START, |it| it.has_started || it.is_idle())? {
+            return interrupted(signal);
+        }
+        let fleet = self.fleet(ranks, discovery, &processes);
+        if fleet.is_some() {
+            crew.recruit_by(Recruiting {
+                launch: config.launch.clone(),
+                program: self.programs.launcher.clone(),
+                environment: checked(),
+                template,
+                num_workers: layout.worker_hosts,
+                is_here: config.interface.is_none() && layout.sites.iter().all(|it| it.is_local),
+                timeout,
+            });
+        }
+        let workers_min = config.min_workers.unwrap_or(1) as usize;
+        let supervisor = Supervisor::new(crew, processes, config.launch.grace, workers_min, "");
+        Ok(supervisor.with(fleet).watch(signals))
     }
-    let processes = instruct(loaded, layout, ranks, &place, &settings, crew)?;
-    if let Some(signal) = crew.wait_for(signals, START, |it| it.has_started || it.is_idle())? {
-        return interrupted(signal);
+
+    /// What every agent is told, whatever runs on its machine.
+    fn template(
+        &self,
+        settings: Vec<(String, OsString)>,
+        ranks: u32,
+    ) -> Result<Instruction, LaunchError> {
+        let config = &self.loaded.config;
+        let meets = meets(self.layout, ranks);
+        Ok(Instruction {
+            settings,
+            key: if meets { Some(job_key(config)?) } else { None },
+            arguments: arguments(self.loaded),
+            folder: match &config.launch.chdir {
+                Some(folder) => folder.clone().into_os_string(),
+                None => current_folder()?,
+            },
+            virtual_environment: std::env::var_os("VIRTUAL_ENV").filter(|it| !it.is_empty()),
+            ..Instruction::default()
+        })
     }
-    let workers_min = config.min_workers.unwrap_or(1) as usize;
-    let supervisor = Supervisor::new(crew, processes, config.launch.grace, workers_min, "");
-    Ok(supervisor.watch(signals))
+
+    /// The ranks as those who start more of them see them; none where nobody does.
+    fn fleet(
+        &self,
+        ranks: u32,
+        discovery: Option<Discovery>,
+        processes: &[Member],
+    ) -> Option<Fleet> {
+        if !Fleet::is_wanted(&self.loaded.config) {
+            return None;
+        }
+        let mut fleet = Fleet::new(&self.loaded.config, discovery);
+        let mut places = (0..processes.len()).filter(|place| processes[*place].is_worker());
+        for site in self.layout.sites.iter().filter(|site| site.worker_id.is_some()) {
+            let places = places.by_ref().take(ranks as usize).collect();
+            fleet.begin(site.host.clone(), site.worker_id.unwrap_or(0), places);
+        }
+        Some(fleet)
+    }
+}
+
+/// The environment of a connection: this one's has been checked.
+fn checked() -> Environment {
+    let mut checked = Environment::default();
+    checked.set(CHECKED, "1");
+    checked
 }
 
 fn check_versions(layout: &Layout, hellos: &[Hello]) -> Result<(), LaunchError> {
-    let own = env!("CARGO_PKG_VERSION");
     for (site, hello) in layout.sites.iter().zip(hellos) {
-        if hello.protocol != PROTOCOL || hello.version != own {
-            let host = &site.host.name;
-            let why = format!(
-                "{host}: bpslaunch there is of release {}, and here of {own}; install the same on \
-                 all machines",
-                hello.version
-            );
+        if let Some(why) = other_release(hello) {
+            let why = format!("{}: {why}", site.host.name);
             return Err(LaunchError::Hosts { whys: vec![why], code: 1 });
         }
     }
@@ -280,7 +393,7 @@ fn announce(config: &Config, layout: &Layout, ranks: u32, place: &Place, schedul
         layout.sites.iter().filter(|it| it.worker_id.is_some() || !it.servers.is_empty());
     say(&format!(
         "a job on {}: {} on each of {}, {}, scheduler at {} port {}",
-        counted(bps_engine::base::word(machines.count()), "machine"),
+        counted(word(machines.count()), "machine"),
         counted(ranks, "rank"),
         layout.worker_hosts,
         if layout.servers == 0 {
@@ -304,16 +417,11 @@ fn instruct(
     layout: &Layout,
     ranks: u32,
     place: &Place,
-    settings: &[(String, OsString)],
+    template: &Instruction,
     crew: &mut RemoteCrew,
 ) -> Result<Vec<Member>, LaunchError> {
     let config = &loaded.config;
     let meets = meets(layout, ranks);
-    let key = if meets { Some(job_key(config)?) } else { None };
-    let folder = match &config.launch.chdir {
-        Some(folder) => folder.clone().into_os_string(),
-        None => current_folder()?,
-    };
     let is_elastic = config.elastic != ElasticMode::None;
     let (mut processes, mut members, mut orders) = (Vec::new(), Vec::new(), Vec::new());
     for (index, site) in layout.sites.iter().enumerate() {
@@ -339,15 +447,12 @@ fn instruct(
             continue;
         }
         let instruction = Instruction {
-            settings: settings.to_vec(),
-            key: key.clone(),
-            arguments: arguments(loaded),
-            folder: folder.clone(),
-            virtual_environment: std::env::var_os("VIRTUAL_ENV").filter(|it| !it.is_empty()),
             scheduler: has_scheduler,
             servers: site.servers.clone(),
             worker_id,
             workers,
+            slots: (0..workers).collect(),
+            ..template.clone()
         };
         orders.push((index, Order::Start(Box::new(instruction))));
     }
@@ -427,6 +532,7 @@ fn describe(layout: &Layout, commands: &[Vec<OsString>]) -> String {
 
 #[cfg(test)]
 mod tests {
+    use super::super::frames::PROTOCOL;
     use super::*;
     use bps_engine::config::{Outcome, Program, load};
 
@@ -436,7 +542,7 @@ mod tests {
         let Ok(Outcome::Run(loaded)) = load(Program::Launcher, words, &|_| None) else {
             panic!("it is a job")
         };
-        let layout = layout(&loaded).unwrap();
+        let layout = layout(&loaded, None).unwrap();
         let hello = |version: &str, protocol| Hello {
             version: version.to_owned(),
             protocol,

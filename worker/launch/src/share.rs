@@ -10,9 +10,14 @@ use super::plan::{Environment, Plan, Process, Programs, worker_command};
 use bps_engine::config::{Config, ElasticMode, Loaded, Outcome, Program, load};
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
-/// Plans the scheduler, the servers and the ranks of this machine, in this order.
-pub(super) fn plan(order: &Instruction, programs: &Programs) -> Result<Plan, LaunchError> {
+/// Plans the scheduler, the servers and the ranks of this machine, in this order. Returns also how
+/// long a rank has to leave, if the job goes on without it then.
+pub(super) fn plan(
+    order: &Instruction,
+    programs: &Programs,
+) -> Result<(Plan, Option<Duration>), LaunchError> {
     let loaded = load_settings(order)?;
     let config = &loaded.config;
     let folder = PathBuf::from(&order.folder);
@@ -55,7 +60,8 @@ pub(super) fn plan(order: &Instruction, programs: &Programs) -> Result<Plan, Lau
         if !is_set("OMP_NUM_THREADS") {
             share_threads(&mut shared, &bindings, &mut notes);
         }
-        for (local_rank, binding) in (0..).zip(bindings) {
+        let chosen = (0..).zip(bindings).filter(|(slot, _)| order.slots.contains(slot));
+        for (local_rank, binding) in chosen {
             let place = Config {
                 local_rank,
                 local_size: order.workers,
@@ -82,7 +88,9 @@ pub(super) fn plan(order: &Instruction, programs: &Programs) -> Result<Plan, Lau
         process.reads_input = false;
     }
     let grace = config.launch.grace;
-    Ok(Plan { processes, notes, prefix: true, grace, workers_min: 1, held })
+    let notice = config.leaves_within().map(|notice| notice + grace);
+    let plan = Plan { processes, notes, prefix: true, grace, workers_min: 1, held, notice: None };
+    Ok((plan, notice))
 }
 
 /// The launcher's flags and settings, with this machine's own variables behind them.

@@ -8,6 +8,7 @@
 use super::children::LocalCrew;
 use super::crew::{Crew, Ended};
 use super::error::LaunchError;
+use super::fleet::{End, Fleet, Recruit};
 use super::output::say;
 use super::plan::{Kind, Plan, Process};
 use super::signals::{self, Signals};
@@ -21,6 +22,8 @@ const SETTLE_MAX: Duration = Duration::from_secs(1);
 /// How many times longer than a request to end an interrupted rank may take: it may write a
 /// checkpoint, and the user can interrupt again.
 const INTERRUPTED_GRACES: u32 = 12;
+/// From the request to end an elastic job to the second one.
+const URGE: Duration = Duration::from_secs(1);
 /// The code of a Python program that an exception ends, and of a server whose job failed: most
 /// often because of another process.
 const FOLLOWS: i32 = 1;
@@ -52,6 +55,8 @@ pub(super) struct Member {
     stays: bool,
     /// See [`Process::is_spared`].
     is_spared: bool,
+    /// It was started while the job ran.
+    is_recruit: bool,
     ended: bool,
 }
 
@@ -63,7 +68,12 @@ impl Member {
 
     /// A process that has not ended; see [`Process`].
     pub(super) fn of(kind: Kind, label: String, stays: bool, is_spared: bool) -> Member {
-        Member { kind, label, stays, is_spared, ended: false }
+        Member { kind, label, stays, is_spared, is_recruit: false, ended: false }
+    }
+
+    /// Whether it is a rank.
+    pub(super) fn is_worker(&self) -> bool {
+        self.kind == Kind::Worker
     }
 }
 
@@ -88,27 +98,40 @@ pub(super) struct Supervisor<'a, C: Crew> {
     workers_min: usize,
     /// Completes "the job goes on with 2 workers": empty if these are all.
     here: &'static str,
+    /// Starts further ranks and lets others leave, where that is wanted.
+    fleet: Option<Fleet>,
+    /// A rank has ended well that was not asked to end.
+    has_finished: bool,
+    /// See [`Plan::notice`].
+    notice: Option<Duration>,
+    /// When workers that were asked to end are asked again.
+    urge_at: Option<Instant>,
     /// What the launcher will return, set once.
     code: Option<i32>,
     asked: bool,
 }
 
 /// Starts everything and returns the code to leave with: of the first process that failed, or 128
-/// and the number of the signal that ended it or the launcher.
-pub(super) fn run(plan: Plan) -> Result<i32, LaunchError> {
-    let mut crew = LocalCrew::new(&plan)?;
+/// and the number of the signal that ended it or the launcher. Ranks come and go by the `fleet`.
+pub(super) fn run(plan: &Plan, fleet: Option<Fleet>) -> Result<i32, LaunchError> {
+    let mut crew = LocalCrew::new(plan)?;
     let mut signals = Signals::catch()?;
     for note in &plan.notes {
         say(note);
     }
-    let started = crew.start(&plan);
+    let started = crew.start();
     if started.is_err() {
         crew.kill_all();
     }
     let code = started.map(|()| {
-        let members = plan.processes.iter().map(Member::new).collect();
+        let members: Vec<Member> = plan.processes.iter().map(Member::new).collect();
+        let workers = (0..members.len()).filter(|place| members[*place].is_worker()).collect();
+        let fleet = fleet.map(|mut fleet| {
+            fleet.begin_here(workers);
+            fleet
+        });
         let supervisor = Supervisor::new(&mut crew, members, plan.grace, plan.workers_min, " here");
-        supervisor.watch(&mut signals)
+        Supervisor { fleet, notice: plan.notice, ..supervisor }.watch(&mut signals)
     });
     crew.finish();
     code
@@ -131,9 +154,18 @@ impl<'a, C: Crew> Supervisor<'a, C> {
             grace,
             workers_min,
             here,
+            fleet: None,
+            has_finished: false,
+            notice: None,
+            urge_at: None,
             code: None,
             asked: false,
         }
+    }
+
+    /// With ranks that come and go.
+    pub(super) fn with(self, fleet: Option<Fleet>) -> Self {
+        Supervisor { fleet, ..self }
     }
 
     /// The loop: sleep until something happens, then notice it, then decide; until all have ended.
@@ -150,9 +182,10 @@ impl<'a, C: Crew> Supervisor<'a, C> {
             }
             for Ended { process, code, how } in ends {
                 self.members[process].ended = true;
-                if code != 0 {
-                    self.on_failure(process, code, &how);
-                }
+                self.on_end(process, code, &how);
+            }
+            if self.stage == Stage::Running {
+                self.recruit();
             }
             self.decide(Instant::now());
         }
@@ -200,17 +233,56 @@ impl<'a, C: Crew> Supervisor<'a, C> {
         }
     }
 
+    fn on_end(&mut self, index: usize, code: i32, how: &str) {
+        let is_worker = self.members[index].is_worker();
+        let end = match &mut self.fleet {
+            Some(fleet) if is_worker => fleet.ended(index, code, Instant::now()),
+            _ if code == 0 => End::Well,
+            _ => End::Failed,
+        };
+        match end {
+            End::Failed => self.on_failure(index, code, how),
+            End::Well => self.has_finished |= is_worker,
+            End::Asked => {
+                let label = &self.members[index].label;
+                say(&format!("{label} has left ({how})"));
+            }
+        }
+    }
+
+    /// Starts ranks where there is room for them, and lets those leave that are not to stay.
+    fn recruit(&mut self) {
+        let running = self.count(Kind::Worker);
+        let Some(fleet) = &mut self.fleet else { return };
+        for Recruit { place, label } in fleet.look(self.crew, running, Instant::now()) {
+            assert_eq!(place, self.members.len(), "a recruit is behind all others");
+            say(&format!("{label} has started"));
+            let member = Member::of(Kind::Worker, label, false, true);
+            self.members.push(Member { is_recruit: true, ..member });
+        }
+    }
+
+    /// Whether the job can do without this member, that has ended, with so many workers left.
+    fn is_spared(&self, index: usize, left: usize) -> bool {
+        let member = &self.members[index];
+        // A job that ends has no use for who has just come; and one may wait for others to come.
+        let is_late = member.is_recruit && self.has_finished;
+        let waits = self.fleet.as_ref().is_some_and(Fleet::is_patient) && member.is_worker();
+        member.is_spared && (left >= self.workers_min || is_late || waits)
+    }
+
     fn on_failure(&mut self, index: usize, code: i32, how: &str) {
         let (kind, label) = (self.members[index].kind, self.members[index].label.clone());
         let left = self.count(Kind::Worker);
         match self.stage {
             // Whether the others can go on is for the scheduler to say, which ends if not.
-            Stage::Running if self.members[index].is_spared && left >= self.workers_min => {
+            Stage::Running if self.is_spared(index, left) => {
                 let plural = if left == 1 { "" } else { "s" };
-                say(&format!(
-                    "{label} {how}; the job goes on with {left} worker{plural}{}",
-                    self.here
-                ));
+                let so = match (left, self.has_finished) {
+                    (0, true) => "the job has finished without it".to_owned(),
+                    _ => format!("the job goes on with {left} worker{plural}{}", self.here),
+                };
+                say(&format!("{label} {how}; {so}"));
             }
             Stage::Running | Stage::Settling(_) => {
                 if self.failures.is_empty() {
@@ -258,12 +330,18 @@ impl<'a, C: Crew> Supervisor<'a, C> {
         }
         match self.stage {
             Stage::Settling(deadline) if workers == 0 || now >= deadline => self.blame(),
-            Stage::Running if workers == 0 && self.has_workers() => {
+            Stage::Running if workers == 0 && self.has_workers() && !self.awaits_ranks() => {
                 self.stage = Stage::Lingering(now + 2 * self.grace);
             }
             Stage::Reporting(_) if workers == 0 => self.end_helpers(),
             Stage::Reporting(deadline) if now >= deadline => self.end_workers(),
             Stage::EndingWorkers(_) if workers == 0 => self.end_helpers(),
+            Stage::EndingWorkers(deadline)
+                if now < deadline && self.urge_at.is_some_and(|at| now >= at) =>
+            {
+                self.urge_at = None;
+                self.signal(Kind::Worker, Signal::TERM);
+            }
             Stage::EndingWorkers(deadline) if now >= deadline => {
                 self.kill_late(Kind::Worker);
                 self.end_helpers();
@@ -273,6 +351,12 @@ impl<'a, C: Crew> Supervisor<'a, C> {
             Stage::EndingHelpers(deadline) if now >= deadline => self.kill_late(Kind::Helper),
             _ => {}
         }
+    }
+
+    /// Whether new ranks may come although none is left; the scheduler says when it is too late.
+    fn awaits_ranks(&self) -> bool {
+        let helpers = self.count(Kind::Helper) > 0;
+        helpers && !self.has_finished && self.fleet.as_ref().is_some_and(Fleet::is_patient)
     }
 
     /// Tells who waits for ranks to come back that all have ended; again and again, because it
@@ -286,7 +370,13 @@ impl<'a, C: Crew> Supervisor<'a, C> {
 
     fn end_workers(&mut self) {
         self.signal(Kind::Worker, Signal::TERM);
-        self.stage = Stage::EndingWorkers(Instant::now() + self.grace);
+        let now = Instant::now();
+        // Ranks that the job can spare take SIGTERM for a request to leave it at their next commit:
+        // where the job itself ends, they are not given as long.
+        if self.members.iter().any(|it| it.is_worker() && it.is_spared) && self.notice.is_none() {
+            self.urge_at = Some(now + URGE.min(self.grace / 2));
+        }
+        self.stage = Stage::EndingWorkers(now + self.grace + self.notice.unwrap_or_default());
     }
 
     /// As the terminal would: a Python program sees it as KeyboardInterrupt.

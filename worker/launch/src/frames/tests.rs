@@ -16,6 +16,7 @@ fn orders() -> Vec<Order> {
         servers: vec![(0, 8), (3, 1)],
         worker_id: 2,
         workers: 4,
+        slots: vec![0, 3],
     };
     vec![
         Order::Probe("10.0.0.1:9".into()),

@@ -4,6 +4,7 @@
 //! a folder with the real launcher and scripts of its own.
 
 mod ends;
+mod growing;
 mod modes;
 mod several;
 mod stage;
