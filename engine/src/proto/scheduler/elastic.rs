@@ -364,12 +364,6 @@ impl Scheduler {
         register
     }
 
-    /// Whether a node that came early was of the job before.
-    fn is_former(&self, node: NodeId) -> bool {
-        let standing = self.peers.get(&node).map(|peer| &peer.standing);
-        matches!(standing, Some(Standing::Early(register)) if register.former.is_some())
-    }
-
     /// Tells the ranks how many nodes wait to be let in.
     pub(super) fn tell_newcomers(&mut self) {
         let Phase::Running(running) = &self.phase else { return };
@@ -499,16 +493,6 @@ impl Scheduler {
         let standing = self.peers.get(&one.node).map(|peer| &peer.standing);
         if matches!(standing, Some(Standing::Former(_))) {
             self.drop_former(one.node);
-        }
-    }
-
-    /// A node that had come is gone before the epoch has formed.
-    pub(super) fn bury_vacated(&mut self, node: NodeId) {
-        let is_regroup =
-            matches!(&self.phase, Phase::Forming(rendezvous) if rendezvous.regroup.is_some());
-        if let Some(peer) = self.peers.get(&node).filter(|_| is_regroup) {
-            let (session, who) = (peer.session, self.origin(node));
-            self.history.bury(session, who);
         }
     }
 

@@ -54,6 +54,22 @@ impl Scheduler {
         true
     }
 
+    /// A node that had come is gone before the epoch has formed.
+    pub(super) fn bury_vacated(&mut self, node: NodeId) {
+        let is_regroup =
+            matches!(&self.phase, Phase::Forming(rendezvous) if rendezvous.regroup.is_some());
+        if let Some(peer) = self.peers.get(&node).filter(|_| is_regroup) {
+            let (session, who) = (peer.session, self.origin(node));
+            self.history.bury(session, who);
+        }
+    }
+
+    /// Whether a node that came early was of the job before.
+    pub(super) fn is_former(&self, node: NodeId) -> bool {
+        let standing = self.peers.get(&node).map(|peer| &peer.standing);
+        matches!(standing, Some(Standing::Early(register)) if register.former.is_some())
+    }
+
     /// Whether all ranks have left, may come back, and none has yet.
     pub(super) fn is_between_generations(&self) -> bool {
         match &self.phase {
