@@ -214,7 +214,7 @@ def many_sizes():
     import torch
     import torch.distributed as dist
 
-    from byteps import _registry
+    from byteps import _names
     from byteps.torch.distributed import _keys
 
     assert sum(_keys.split(1_000_001, 4)) == 1_000_001
@@ -222,7 +222,7 @@ def many_sizes():
     assert max(_keys.split(100 << 20, 4)) * 4 == 64 << 20
 
     def declared():
-        return sum(tensor.name.startswith("torch.distributed") for tensor in _registry._declared)
+        return sum(tensor.name.startswith("torch.distributed") for tensor in _names._declared)
 
     before, exact = declared(), _keys.EXACT_COUNT
     _keys.EXACT_COUNT = 4
