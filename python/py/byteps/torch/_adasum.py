@@ -20,7 +20,7 @@ import torch
 
 from byteps import _process_sets, _registry, common
 from byteps.errors import TensorError, UsageError
-from byteps.torch import _tensors, ops
+from byteps.torch import _sending, _tensors, ops
 
 _Vectors = list[torch.Tensor]
 
@@ -31,7 +31,7 @@ def start(
     inplace: bool,
     single: bool,
     postscale: float,
-    ranks: ops.Ranks,
+    ranks: _sending.Ranks,
     then: Callable[[list[torch.Tensor]], Any] | None,
     sent: Sequence[torch.Tensor],
 ) -> int:
@@ -61,7 +61,9 @@ def start(
     return _registry.start([], outputs, finish)
 
 
-def combine(tensors: Sequence[torch.Tensor], names: Sequence[str], ranks: ops.Ranks) -> _Vectors:
+def combine(
+    tensors: Sequence[torch.Tensor], names: Sequence[str], ranks: _sending.Ranks
+) -> _Vectors:
     """The Adasum of each tensor over these ranks, in the tensor's shape, in float32 or float64."""
     members = _process_sets.members(ranks)
     place = members.index(common.rank())
@@ -169,7 +171,7 @@ def _gather(
     names: Sequence[str],
     members: Sequence[int],
     paired: int,
-    ranks: ops.Ranks,
+    ranks: _sending.Ranks,
 ) -> None:
     """Gives all ranks the part of each."""
     sends = []
@@ -184,10 +186,10 @@ def _gather(
     _exchange(sends, ranks)
 
 
-def _exchange(sends: Sequence[tuple[torch.Tensor, str, int]], ranks: ops.Ranks) -> None:
+def _exchange(sends: Sequence[tuple[torch.Tensor, str, int]], ranks: _sending.Ranks) -> None:
     """Broadcasts each vector from its root among these ranks, and waits."""
     started = [
-        ops.send(
+        _sending.send(
             "Adasum of",
             _tensors.in_place(vector),
             "broadcast",

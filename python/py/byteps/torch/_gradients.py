@@ -14,7 +14,7 @@ import torch
 from byteps import _native, _process_sets, _registry, common
 from byteps._backups import WAITS, Backups
 from byteps.errors import ConfigError, UsageError
-from byteps.torch import _backward, _gpu, _tensors, ops
+from byteps.torch import _backward, _gpu, _sending, _tensors, ops
 from byteps.torch._batch import Batch
 from byteps.torch._rates import Rates
 from byteps.torch._rounds import Rounds
@@ -103,7 +103,7 @@ class Gradients:
         self.adopt(named)
 
     @property
-    def ranks(self) -> ops.Ranks:
+    def ranks(self) -> _sending.Ranks:
         """Those that average these gradients; all where it is None."""
         return None if self.process_set is None else _process_sets.ranks_of(self.process_set)
 

@@ -13,7 +13,7 @@ import torch
 
 from byteps import _registry
 from byteps._registry import Send, Store
-from byteps.torch import _tensors, ops
+from byteps.torch import _sending, _tensors
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
@@ -50,7 +50,7 @@ class StoredParameters:
     says if None. ``ranks`` are those that share the values; all if None.
     """
 
-    def __init__(self, staleness: int | None, ranks: ops.Ranks) -> None:
+    def __init__(self, staleness: int | None, ranks: _sending.Ranks) -> None:
         self._store = Store(ranks[0] if ranks else 0, staleness)
         self._ranks = ranks
         self._values: dict[torch.Tensor, _Value] = {}

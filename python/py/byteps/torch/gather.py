@@ -13,7 +13,7 @@ import torch
 
 from byteps import _process_sets, _registry, common
 from byteps.errors import BytePSError, MismatchError, TensorError
-from byteps.torch import _gpu, _tensors, functions, ops
+from byteps.torch import _gpu, _sending, _tensors, functions, ops
 
 __all__ = [
     "allgather",
@@ -123,7 +123,11 @@ class _Allgather(torch.autograd.Function):
 
 
 def _start(
-    tensors: Sequence[torch.Tensor], names: Sequence[str | None], ranks: ops.Ranks, *, single: bool
+    tensors: Sequence[torch.Tensor],
+    names: Sequence[str | None],
+    ranks: _sending.Ranks,
+    *,
+    single: bool,
 ) -> int:
     return begin(tensors, names, ranks, _only if single else _concatenated)[0]
 
@@ -139,7 +143,7 @@ def _only(gathered: list[list[torch.Tensor]]) -> torch.Tensor:
 def begin(
     tensors: Sequence[torch.Tensor],
     names: Sequence[str | None],
-    ranks: ops.Ranks,
+    ranks: _sending.Ranks,
     then: Callable[[list[list[torch.Tensor]]], Any],
     what: str = "allgather",
 ) -> tuple[int, list[list[list[int]]]]:
@@ -160,7 +164,7 @@ def begin(
             if block.used:
                 room = block.memory.numel()
                 sends.append(
-                    ops.send(
+                    _sending.send(
                         f"{what} of",
                         _tensors.in_place(block.memory),
                         "broadcast",
@@ -188,7 +192,9 @@ def begin(
     return _registry.start(sends, blocks, finish, stream), shapes
 
 
-def block_of(tensor: torch.Tensor, shape: list[int], ranks: ops.Ranks, *, is_own: bool) -> Block:
+def block_of(
+    tensor: torch.Tensor, shape: list[int], ranks: _sending.Ranks, *, is_own: bool
+) -> Block:
     count = tensor.element_size()
     for length in shape:
         count *= length
@@ -208,7 +214,7 @@ def _room(count: int) -> int:
 
 
 def _shapes(
-    tensors: Sequence[torch.Tensor], names: Sequence[str], ranks: ops.Ranks, what: str
+    tensors: Sequence[torch.Tensor], names: Sequence[str], ranks: _sending.Ranks, what: str
 ) -> list[list[list[int]]]:
     """By rank and tensor; raises on all ranks if they do not fit."""
     members = _process_sets.members(ranks)

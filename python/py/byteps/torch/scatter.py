@@ -15,7 +15,7 @@ import torch
 from byteps import _operations, _process_sets, _registry, common
 from byteps._operations import Average, ReduceOp
 from byteps.errors import BytePSError, ConfigError, MismatchError, TensorError, UsageError
-from byteps.torch import _tensors, gather, ops
+from byteps.torch import _sending, _tensors, gather, ops
 from byteps.torch.compression import Compression
 
 __all__ = [
@@ -128,7 +128,7 @@ def _reduce_start(
     tensors: Sequence[torch.Tensor],
     names: Sequence[str | None],
     how: tuple[ReduceOp, float, float],
-    ranks: ops.Ranks,
+    ranks: _sending.Ranks,
     *,
     single: bool,
 ) -> int:
@@ -244,7 +244,9 @@ class _Alltoall(torch.autograd.Function):
         return ops.synchronize(handle)[0], None, None, None
 
 
-def _exchange_start(tensor: torch.Tensor, splits: Any, name: str | None, ranks: ops.Ranks) -> int:
+def _exchange_start(
+    tensor: torch.Tensor, splits: Any, name: str | None, ranks: _sending.Ranks
+) -> int:
     name = name or "alltoall"
     members = _process_sets.members(ranks)
     own = members.index(common.rank())
@@ -270,7 +272,7 @@ def _exchange_start(tensor: torch.Tensor, splits: Any, name: str | None, ranks: 
             if one.used:
                 to = other if root == common.rank() else common.rank()
                 sends.append(
-                    ops.send(
+                    _sending.send(
                         "alltoall of",
                         _tensors.in_place(one.memory),
                         "broadcast",
@@ -288,7 +290,7 @@ def _exchange_start(tensor: torch.Tensor, splits: Any, name: str | None, ranks: 
     return _registry.start(sends, (blocks, sent), finish)
 
 
-def _tell(tensor: torch.Tensor, splits: Any, name: str, ranks: ops.Ranks) -> list[list[int]]:
+def _tell(tensor: torch.Tensor, splits: Any, name: str, ranks: _sending.Ranks) -> list[list[int]]:
     """The splits of all ranks; raises on all of them if their tensors do not fit."""
     members = _process_sets.members(ranks)
     count, width = len(members), 2 + gather.DIMENSIONS_MAX

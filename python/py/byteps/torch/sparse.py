@@ -11,7 +11,7 @@ import torch
 from byteps import _process_sets
 from byteps._operations import Average, ReduceOp, Sum
 from byteps.errors import ConfigError, TensorError
-from byteps.torch import gather, ops
+from byteps.torch import _sending, gather, ops
 
 __all__ = ["SparseHandle", "sparse_allreduce", "sparse_allreduce_async"]
 
@@ -84,7 +84,7 @@ def check(tensor: Any, name: str | None) -> None:
 
 
 def start(
-    tensors: Sequence[torch.Tensor], names: Sequence[str], average: bool, ranks: ops.Ranks
+    tensors: Sequence[torch.Tensor], names: Sequence[str], average: bool, ranks: _sending.Ranks
 ) -> int:
     """:func:`sparse_allreduce_async` of several tensors, which were checked: one handle for all."""
     return _begin(tensors, names, ranks, _means if average else _sums)
@@ -93,7 +93,7 @@ def start(
 def _begin(
     tensors: Sequence[torch.Tensor],
     names: Sequence[str | None],
-    ranks: ops.Ranks,
+    ranks: _sending.Ranks,
     then: Callable[[list[list[torch.Tensor]]], Any],
 ) -> int:
     parts: list[torch.Tensor] = []
