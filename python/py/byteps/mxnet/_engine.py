@@ -109,7 +109,7 @@ def exchange(
     dtype = dtype_of(array, name)
     is_encoded = operation in ("average", "sum") and dtype in ("f16", "f32", "f64")
     tensor = _registry.Tensor(
-        f"mxnet.{name}",
+        name,
         dtype,
         tuple(array.shape),
         operation,

@@ -70,7 +70,9 @@ def byteps_push_pull(
     del version
     text = name.decode() if isinstance(name, bytes) else name
     if text is None:
-        (text,) = _registry.unnamed(1)
+        # Apart from those of other frameworks, whose names change their meaning when the last
+        # operation is over: here it may not have begun.
+        text = f"mxnet.{_registry.unnamed(1)[0]}"
     operation = "average" if is_average else "sum"
     encoding = _encodings.get(text)
     _engine.exchange(tensor, text, operation, priority=priority, encoding=encoding)
