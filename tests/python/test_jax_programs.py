@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import byteps.jax as bps
 from byteps.errors import ConfigError
 from cluster import Cluster
-from jax_ranks import equal, exchange_by_name, on_ranks
+from jax_ranks import FAILED, equal, exchange_by_name, on_ranks
 
 # Transformations
 
@@ -181,6 +181,31 @@ def test_several_devices_and_results_that_nobody_uses():
         cluster.run(on_ranks(several_devices), timeout=120)
         cluster.run(on_ranks(unused_results), timeout=120)
         # Leaving the block ends the job in good order, or fails.
+
+
+def raises_in_a_step():
+    """An error of a program on all ranks, between its exchanges: the next run works."""
+
+    def check(mean):
+        if float(mean[0]) < 2:
+            raise ZeroDivisionError("in a step")
+        return np.asarray(mean)
+
+    @jax.jit
+    def step(x):
+        mean = bps.push_pull(x, name="raising.before")
+        beside = bps.push_pull(x * 3, name="raising.beside")
+        mean = jax.pure_callback(check, jax.ShapeDtypeStruct(x.shape, x.dtype), mean)
+        return bps.push_pull(mean * 2, name="raising.after") + beside
+
+    for _ in range(2):
+        with pytest.raises(FAILED, match="in a step"):
+            jax.block_until_ready(step(jnp.ones(4)))
+        assert np.allclose(step(jnp.full(4, bps.rank() + 2.0)), 2.5 * 5)
+
+
+def test_an_error_in_a_step_leaves_the_next_one_whole(pair):
+    pair.run(on_ranks(raises_in_a_step))
 
 
 # Overlap

@@ -459,6 +459,46 @@ def test_a_layout_of_mxnet_is_an_error(pair):
     pair.run(on_ranks(a_layout_of_mxnet))
 
 
+def raises_in_a_step():
+    """An error between an exchange and its use, on all ranks: the next step works."""
+    weights = gluon.Parameter("weights", shape=(100,))
+    weights.initialize(mx.init.One())
+    trainer = bps.DistributedTrainer([weights], "sgd", {"learning_rate": 1.0})
+
+    def step(breaks):
+        with mx.autograd.record():
+            loss = weights.data() * (bps.rank() + 1)
+        loss.backward()
+        bps.push_pull(nd.ones((10,)) * bps.rank(), name="beside", is_average=False)
+        if breaks:
+            raise ZeroDivisionError("in a step")
+        trainer.step(1)
+
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            step(True)
+        step(False)
+    mean = (bps.size() + 1) / 2
+    assert np.allclose(weights.data().asnumpy(), 1 - 2 * mean)
+
+
+def test_an_error_in_a_step_leaves_the_next_one_whole(pair):
+    pair.run(on_ranks(raises_in_a_step))
+
+
+def in_another_order():
+    """Each rank calls in an order of its own: all are under way together."""
+    arrays = {name: nd.ones((50,)) * bps.rank() for name in ("one", "two", "three")}
+    for name in sorted(arrays, reverse=bps.rank() == 0):
+        bps.push_pull(arrays[name], name=f"order.{name}", is_average=False)
+    for array in arrays.values():
+        assert (array.asnumpy() == bps.size() * (bps.size() - 1) / 2).all()
+
+
+def test_the_order_of_names_does_not_matter(job):
+    job.run(on_ranks(in_another_order))
+
+
 # The life of a job
 
 
