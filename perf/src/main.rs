@@ -45,6 +45,7 @@ const COMMANDS: &[Entry] = &[
     (cmd::seal::command, cmd::seal::run),
     (cmd::step::command, cmd::step::run),
     (cmd::sum::command, cmd::sum::run),
+    (cmd::tensorflow::command, cmd::tensorflow::run),
     (cmd::tune::command, cmd::tune::run),
     (stage::within_command, stage::enter),
     (stage::overtake::command, stage::overtake::run),

@@ -63,6 +63,7 @@ scenarios! {
     hosts_with_several_gpus "gpu-two-by-two",
     passes_over_tiny_parameters "hooks",
     programs_of_jax "jax",
+    programs_of_tensorflow "tensorflow",
     one_host_with_gpus "gpu-one-host",
     programs_of_jax_between_hosts "gpu-jax",
     many_hosts_with_gpus "gpu-eight",

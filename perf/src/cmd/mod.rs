@@ -19,4 +19,5 @@ pub mod scaling;
 pub mod seal;
 pub mod step;
 pub mod sum;
+pub mod tensorflow;
 pub mod tune;

@@ -1,0 +1,53 @@
+//! `bps-perf tensorflow`: push_pull in TensorFlow programs beside TensorFlow's own collectives on
+//! CPUs, in the same processes, in turn. `perf/beside_tensorflow.py` measures; this starts it and
+//! says where.
+
+use crate::Outcome;
+use crate::arguments::{self, number, sizes};
+use crate::launched::{self, Job};
+use crate::report::Table;
+use clap::{ArgMatches, Command};
+
+/// The arguments.
+pub fn command() -> Command {
+    Command::new("tensorflow")
+        .about(
+            "Measures sums of many tensors in a TensorFlow program beside TensorFlow's own \
+             collectives (the ring of MultiWorkerMirroredStrategy), on this machine.",
+        )
+        .args(launched::arguments())
+        .arg(number("tensors", "200", "Tensors that are summed together"))
+        .arg(sizes("size", "64K", "Bytes of a tensor"))
+        .arg(number("rounds", "31", "Timed rounds of both, in turn"))
+        .arg(arguments::json())
+}
+
+/// Starts the job for each size and shows what it prints.
+pub fn run(matches: &ArgMatches) -> Outcome {
+    let job = Job::new(matches, "perf/beside_tensorflow.py")?;
+    if !job.has_module("tensorflow")? {
+        return Err(
+            "skipped: the environment has no tensorflow: python -m pip install tensorflow-cpu"
+                .into(),
+        );
+    }
+    let workers = arguments::integer(matches, "workers");
+    let title = format!(
+        "{workers} ranks of one host, without servers, on {} CPUs in all, beside TensorFlow's ring",
+        job.cpus
+    );
+    let columns = ["tensors", "size_bytes", "ms_p50", "peer_ms_p50", "ratio"];
+    let table = Table::new(matches, "tensorflow", &title, &columns);
+    table.head();
+    for size in arguments::bytes(matches, "size") {
+        let mut words = vec!["--size".to_owned(), size.to_string()];
+        for name in ["tensors", "rounds"] {
+            words.extend([format!("--{name}"), arguments::integer(matches, name).to_string()]);
+        }
+        for mut fields in job.results(&["--servers", "0"], &[], &words)? {
+            fields.insert("cpus".to_owned(), job.cpus.into());
+            table.row(fields);
+        }
+    }
+    Ok(())
+}
