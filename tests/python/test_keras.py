@@ -16,8 +16,8 @@ pytest.importorskip(
     "tensorflow", reason="TensorFlow is not installed; python/environment installs it"
 )
 
-from byteps.errors import ConfigError, MismatchError
-from cluster import clean_environment
+from byteps.errors import ConfigError, MismatchError, PeerDiedError
+from cluster import Cluster, clean_environment
 from tensorflow_ranks import on_ranks
 from test_failures import launch
 
@@ -100,6 +100,96 @@ def by_xla():
 
 def test_programs_of_xla_train_as_one(keras_pair):
     same_on_all(keras_pair, by_xla)
+
+
+def normalized(mask):
+    """A layer on ranks whose batches differ in size does what one process does with all rows."""
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    import byteps.keras as bps
+
+    random = np.random.default_rng(5)
+    rows, factors = random.normal(3, 2, size=(2, 10, 4, 3)).astype("float32")
+    masks = random.random((10, 4)) < 0.7 if mask else None
+    own = [slice(0, 3), slice(3, 10)][bps.rank()]
+    layers = bps.SyncBatchNormalization(), keras.layers.BatchNormalization()
+    for layer in layers:
+        layer.build(rows.shape)
+
+    def run(layer, part):
+        inputs, mask = tf.constant(rows[part]), None if masks is None else tf.constant(masks[part])
+        with tf.GradientTape() as tape:
+            tape.watch(inputs)
+            outputs = layer(inputs, training=True, mask=mask)
+            loss = tf.reduce_sum(outputs * factors[part])
+        return outputs, tape.gradient(loss, [inputs, *layer.trainable_variables])
+
+    together, alone = layers
+    wanted, (wanted_inputs, *wanted_weights) = run(alone, slice(None))
+    found, (found_inputs, *found_weights) = tf.function(lambda: run(together, own))()
+    assert np.allclose(found, wanted[own], atol=1e-5)
+    assert np.allclose(found_inputs, wanted_inputs[own], atol=1e-5)
+    for index, (one, other) in enumerate(zip(found_weights, wanted_weights, strict=True)):
+        assert np.allclose(bps.push_pull(one, f"weight.{index}", average=False), other, atol=1e-4)
+    for one, other in zip(together.variables, alone.variables, strict=True):
+        assert np.allclose(one, other, rtol=1e-5, atol=1e-6), one.path
+    # Without training it is the plain layer, and needs nobody.
+    if bps.rank() == 0:
+        assert np.allclose(together(rows), alone(rows), atol=1e-5)
+    assert bps.SyncBatchNormalization.from_config(together.get_config()).epsilon == 1e-3
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_normalization_over_ranks(keras_pair, mask):
+    keras_pair.run(on_ranks(normalized), mask)
+
+
+def killed_in_fit():
+    import signal
+    import time
+
+    import byteps.keras as bps
+    import keras_ranks
+
+    class Dies(keras_ranks.keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 1 and bps.rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    model = keras_ranks.network(1, bps.DistributedOptimizer(keras_ranks.momentum()))
+    begun = time.monotonic()
+    with pytest.raises(PeerDiedError, match="rank 1"), bps.typed_errors():
+        model.fit(*keras_ranks.data(), 12, epochs=3, verbose=0, callbacks=[Dies()])
+    return time.monotonic() - begun
+
+
+def test_a_killed_rank_is_an_error_in_fit():
+    with Cluster(2) as cluster:
+        cluster.start(on_ranks(killed_in_fit))
+        cluster.results(timeout=START_SECONDS, ranks=[0])
+        cluster.kill()
+
+
+def raises_in_a_step():
+    """An error in a step, after its exchange, on all ranks: the next step works."""
+    import byteps.keras as bps
+    import keras_ranks
+
+    class Breaks(keras_ranks.keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 0:
+                raise ZeroDivisionError("in a step")
+
+    model = keras_ranks.network(1, bps.DistributedOptimizer(keras_ranks.momentum()))
+    with pytest.raises(ZeroDivisionError, match="in a step"):
+        model.fit(*keras_ranks.data(), 12, verbose=0, callbacks=[Breaks()])
+    assert model.fit(*keras_ranks.data(), 12, verbose=0).history["loss"][0] > 0
+
+
+def test_an_error_in_a_step_leaves_the_next_one_whole(keras_pair):
+    keras_pair.run(on_ranks(raises_in_a_step))
 
 
 TRAIN_ON_A_BACK_END = """

@@ -10,32 +10,43 @@ model.fit(data, callbacks=[bps.callbacks.BroadcastGlobalVariablesCallback(0)])
 from typing import Any
 
 from byteps import _objects
-from byteps._operations import Average, ReduceOp, Sum
+from byteps._operations import Adasum, Average, ReduceOp, Sum
 from byteps.common import (
     ProcessSet,
     add_process_set,
     barrier,
+    ccl_built,
     cross_rank,
     cross_size,
+    cuda_built,
+    ddl_built,
     get_process_set_ids_and_ranks,
     get_pushpull_speed,
     global_process_set,
+    gloo_built,
+    gloo_enabled,
     is_homogeneous,
     is_initialized,
     local_rank,
     local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
     rank,
     remove_process_set,
     resume,
+    rocm_built,
     shutdown,
     size,
     start_timeline,
     stop_timeline,
     suspend,
 )
-from byteps.keras import callbacks
-from byteps.keras._exchange import framework
+from byteps.keras import callbacks, elastic
+from byteps.keras._exchange import framework, typed_errors
 from byteps.keras.functions import (
+    allgather,
     allreduce,
     broadcast,
     broadcast_global_variables,
@@ -43,15 +54,19 @@ from byteps.keras.functions import (
     push_pull,
 )
 from byteps.keras.optimizer import Compression, DistributedOptimizer, load_model
+from byteps.keras.sync_batch_norm import SyncBatchNormalization
 
 __all__ = [
+    "Adasum",
     "Average",
     "Compression",
     "DistributedOptimizer",
     "ProcessSet",
     "ReduceOp",
     "Sum",
+    "SyncBatchNormalization",
     "add_process_set",
+    "allgather",
     "allreduce",
     "barrier",
     "broadcast",
@@ -59,26 +74,38 @@ __all__ = [
     "broadcast_model",
     "broadcast_object",
     "callbacks",
+    "ccl_built",
     "cross_rank",
     "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "elastic",
     "get_process_set_ids_and_ranks",
     "get_pushpull_speed",
     "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
     "init",
     "is_homogeneous",
     "is_initialized",
     "load_model",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
     "push_pull",
     "rank",
     "remove_process_set",
     "resume",
+    "rocm_built",
     "shutdown",
     "size",
     "start_timeline",
     "stop_timeline",
     "suspend",
+    "typed_errors",
 ]
 
 

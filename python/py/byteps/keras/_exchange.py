@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,8 +58,29 @@ def value_of(variable: Any) -> Any:
     return variable.value() if IS_KERAS_2 else variable.value
 
 
+def array_of(variable: Any) -> Any:
+    """A copy of what a variable holds, as an array of NumPy."""
+    if IS_KERAS_2:
+        return variable.numpy()
+    # Of a tensor of torch it is no copy.
+    return keras.ops.convert_to_numpy(variable.value).copy()
+
+
+def typed_errors() -> contextlib.AbstractContextManager[None]:
+    """Raises what went wrong in a program of the back end as the class of :mod:`byteps.errors` that
+    it is."""
+    if BACKEND == "torch":
+        return contextlib.nullcontext()  # It has no programs that lose it.
+    context: contextlib.AbstractContextManager[None] = framework.typed_errors()
+    return context
+
+
 def reduced(
-    tensors: Sequence[Any], names: Sequence[str], compression: Any, op: Any, process_set: Any = None
+    tensors: Sequence[Any],
+    names: Sequence[str | None],
+    compression: Any,
+    op: Any,
+    process_set: Any = None,
 ) -> list[Any]:
     """These tensors reduced over all ranks, all under way together."""
     if BACKEND == "tensorflow":
@@ -68,6 +90,10 @@ def reduced(
     elif BACKEND == "torch":
         results = framework.push_pull_group(
             tensors, name=list(names), compression=compression, op=op, process_set=process_set
+        )
+    elif None in names:
+        results = framework.push_pull(
+            list(tensors), compression=compression, op=op, process_set=process_set
         )
     else:
         named = dict(zip(names, tensors, strict=True))
@@ -109,11 +135,13 @@ def reduced_gradients(
 
 
 def broadcast(
-    values: Sequence[Any], root_rank: int, names: Sequence[str], process_set: Any = None
+    values: Sequence[Any], root_rank: int, names: Sequence[str | None], process_set: Any = None
 ) -> list[Any]:
     """The tensors of ``root_rank`` in place of these."""
     if BACKEND == "tensorflow":
         results = framework.broadcast_group(values, root_rank, names, process_set)
+    elif None in names:
+        results = [framework.broadcast(value, root_rank, None, process_set) for value in values]
     elif BACKEND == "torch":
         results = [value.detach().clone() for value in values]
         pairs = list(zip(names, results, strict=True))

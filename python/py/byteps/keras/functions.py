@@ -2,29 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from byteps._operations import Average, Sum
+from byteps._operations import Average, ReduceOp, Sum
 from byteps.errors import ConfigError
 from byteps.keras import _exchange
 
-__all__ = ["allreduce", "broadcast", "broadcast_global_variables", "broadcast_model", "push_pull"]
+__all__ = [
+    "allgather",
+    "allreduce",
+    "broadcast",
+    "broadcast_global_variables",
+    "broadcast_model",
+    "push_pull",
+]
 
 
-def push_pull(value: Any, name: str, average: bool = True, process_set: Any = None) -> Any:
-    """The average or sum over all ranks, or those of the set, of a tensor, as one of the back
-    end."""
-    none = _exchange.framework.Compression.none
+def push_pull(
+    value: Any, name: str | None = None, average: bool = True, process_set: Any = None
+) -> Any:
+    """The average or sum over all ranks, or those of the set, of a tensor, as one of the back end.
+
+    Without a ``name``, what the framework's own push_pull says of names holds.
+    """
+    return allreduce(value, name, average, process_set=process_set)
+
+
+def allreduce(
+    value: Any,
+    name: str | None = None,
+    average: bool = True,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    op: ReduceOp | None = None,
+    compression: Any = None,
+    process_set: Any = None,
+) -> Any:
+    """:func:`push_pull` as Horovod calls it: multiplied by one factor before, by one after it."""
     tensor = _exchange.tensor_of(value)
-    op = Average if average else Sum
-    return _exchange.reduced([tensor], [name], none, op, process_set)[0]
+    if prescale_factor != 1.0:
+        tensor = tensor * prescale_factor
+    if compression is None:
+        compression = _exchange.framework.Compression.none
+    op = (Average if average else Sum) if op is None else op
+    (result,) = _exchange.reduced([tensor], [name], compression, op, process_set)
+    return result if postscale_factor == 1.0 else result * postscale_factor
 
 
-#: As Horovod calls it.
-allreduce = push_pull
+def allgather(value: Any, name: str | None = None, process_set: Any = None) -> Any:
+    """The tensors of all ranks, one behind the other along dimension 0, as one of the back end."""
+    tensor = _exchange.tensor_of(value)
+    return _exchange.framework.allgather(tensor, name=name, process_set=process_set)
 
 
-def broadcast(value: Any, root_rank: int, name: str, process_set: Any = None) -> Any:
+def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: Any = None) -> Any:
     """The tensor of ``root_rank``, as one of the back end."""
     tensor = _exchange.tensor_of(value)
     return _exchange.broadcast([tensor], root_rank, [name], process_set)[0]
@@ -41,19 +73,31 @@ def broadcast_global_variables(root_rank: int) -> None:
 def broadcast_model(model: Any, root_rank: int, process_set: Any = None) -> None:
     """Overwrites the variables of a model, and of its optimizer if it has one, with those of
     ``root_rank``. The model is built."""
+    variables = variables_of(model, getattr(model, "optimizer", None))
+    broadcast_variables(variables, root_rank, "Parameter.", process_set)
+
+
+def variables_of(model: Any, optimizer: Any) -> list[Any]:
+    """All variables of a model, which is built, and of an optimizer of it, if there is one."""
     if not model.built:
         raise ConfigError(
-            f"broadcast_model: '{model.name}' is not built, so it has no variables yet: call "
+            f"the model '{model.name}' is not built, so it has no variables yet: call "
             "model.build(input_shape), or the model with data, on all ranks"
         )
     variables = list(model.variables)
-    optimizer = getattr(model, "optimizer", None)
     if optimizer is not None:
         # A model counts the variables of its optimizer as its own in some releases.
         known = {id(variable) for variable in variables}
         state = _variables_of(optimizer, model.trainable_variables)
         variables += [one for one in state if id(one) not in known]
-    names = [f"Parameter.{index}" for index in range(len(variables))]
+    return variables
+
+
+def broadcast_variables(
+    variables: Sequence[Any], root_rank: int, prefix: str, process_set: Any = None
+) -> None:
+    """Overwrites variables, which the ranks have in the same order, with those of ``root_rank``."""
+    names = [f"{prefix}{index}" for index in range(len(variables))]
     values = [_exchange.value_of(variable) for variable in variables]
     sent = _exchange.broadcast(values, root_rank, names, process_set)
     for variable, value in zip(variables, sent, strict=True):

@@ -11,36 +11,51 @@
 TensorFlow 1, on CPUs. For Keras there is :mod:`byteps.tensorflow.keras`.
 """
 
-from byteps._operations import Average, Max, Min, Product, ReduceOp, Sum
+from typing import Any
+
+from byteps._operations import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from byteps.common import (
     ProcessSet,
     add_process_set,
     barrier,
+    ccl_built,
     cross_rank,
     cross_size,
+    cuda_built,
+    ddl_built,
     get_process_set_ids_and_ranks,
     get_pushpull_speed,
     global_process_set,
+    gloo_built,
+    gloo_enabled,
     init,
     is_homogeneous,
     is_initialized,
     local_rank,
     local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
     rank,
     remove_process_set,
     resume,
+    rocm_built,
     shutdown,
     size,
     start_timeline,
     stop_timeline,
     suspend,
 )
+from byteps.tensorflow import elastic
 from byteps.tensorflow.compression import Codec, Compression, Compressor
 from byteps.tensorflow.functions import (
     BroadcastGlobalVariablesHook,
     allgather_object,
+    broadcast_,
     broadcast_global_variables,
     broadcast_object,
+    broadcast_object_fn,
     broadcast_variables,
 )
 from byteps.tensorflow.gather import (
@@ -63,6 +78,7 @@ from byteps.tensorflow.optimizer import DistributedGradientTape, DistributedOpti
 from byteps.tensorflow.sparse import sparse_push_pull, sparse_push_pull_group
 
 __all__ = [
+    "Adasum",
     "Average",
     "BroadcastGlobalVariablesHook",
     "Codec",
@@ -76,6 +92,7 @@ __all__ = [
     "Product",
     "ReduceOp",
     "Sum",
+    "SyncBatchNormalization",
     "add_process_set",
     "allgather",
     "allgather_object",
@@ -83,15 +100,23 @@ __all__ = [
     "alltoall",
     "barrier",
     "broadcast",
+    "broadcast_",
     "broadcast_global_variables",
     "broadcast_group",
     "broadcast_object",
+    "broadcast_object_fn",
     "broadcast_variables",
+    "ccl_built",
     "cross_rank",
     "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "elastic",
     "get_process_set_ids_and_ranks",
     "get_pushpull_speed",
     "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",
@@ -100,12 +125,17 @@ __all__ = [
     "is_initialized",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
     "push_pull",
     "push_pull_group",
     "rank",
     "reducescatter",
     "remove_process_set",
     "resume",
+    "rocm_built",
     "shutdown",
     "size",
     "sparse_push_pull",
@@ -115,3 +145,12 @@ __all__ = [
     "suspend",
     "typed_errors",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The layer that needs Keras, which nothing else here does."""
+    if name == "SyncBatchNormalization":
+        from byteps.keras import SyncBatchNormalization
+
+        return SyncBatchNormalization
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

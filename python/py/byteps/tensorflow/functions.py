@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -14,8 +14,10 @@ from byteps.tensorflow import ops
 __all__ = [
     "BroadcastGlobalVariablesHook",
     "allgather_object",
+    "broadcast_",
     "broadcast_global_variables",
     "broadcast_object",
+    "broadcast_object_fn",
     "broadcast_variables",
 ]
 
@@ -33,6 +35,18 @@ def broadcast_variables(
     values = ops.broadcast_group(variables, root_rank, names, process_set)
     assigned = [variable.assign(value) for variable, value in zip(variables, values, strict=True)]
     return None if tf.executing_eagerly() else tf.group(*assigned)
+
+
+def broadcast_(
+    variables: Sequence[Any], root_rank: int, name: str | None = None, process_set: Any = None
+) -> list[Any]:
+    """:func:`broadcast_variables` as Horovod calls it: returns the variables, or in a graph their
+    values once they are overwritten. ``name`` is what their names begin with."""
+    variables = list(variables)
+    names = [f"{name or 'broadcast_'}.{index}" for index in range(len(variables))]
+    values = ops.broadcast_group(variables, root_rank, names, process_set)
+    assigned = [variable.assign(value) for variable, value in zip(variables, values, strict=True)]
+    return variables if tf.executing_eagerly() else assigned
 
 
 def broadcast_global_variables(root_rank: int, process_set: Any = None) -> Any:
@@ -78,6 +92,15 @@ def broadcast_object(
     """The object of ``root_rank``, as :func:`byteps.torch.broadcast_object` documents it."""
     ranks = _process_sets.ranks_of(process_set)
     return _objects.broadcast_object(obj, root_rank, name or "broadcast_object", ranks)
+
+
+def broadcast_object_fn(
+    root_rank: int = 0, session: Any = None, name: str | None = None, process_set: Any = None
+) -> Callable[[Any], Any]:
+    """:func:`broadcast_object` as a function of the object alone. ``session`` is not used: objects
+    pass no graph."""
+    del session
+    return lambda obj: broadcast_object(obj, root_rank, name, process_set)
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: Any = None) -> list[Any]:
