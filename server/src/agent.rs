@@ -18,6 +18,7 @@ use bps_engine::proto::messages::{
     KeySpec, NodeMessage, OverReason, RetiredKey, Roster, STALLS_SHOWN_MAX, SchedulerMessage,
     StalledKey, Timeline,
 };
+use bps_engine::proto::moving::{Adopted, MovingOrder, MovingReport};
 use bps_engine::proto::paths::End;
 use bps_engine::proto::pulse::Pulse;
 use std::collections::HashMap;
@@ -170,6 +171,7 @@ impl Agent {
                 self.roster = Some(roster);
             }
             SchedulerMessage::Install { request, keys } => self.install(request, keys, effects),
+            SchedulerMessage::Moving(order) => self.moving(order, effects),
             SchedulerMessage::Retire { keys } => self.retire(keys, effects),
             SchedulerMessage::Reset { epoch } => {
                 self.reset = Some((epoch, self.cores));
@@ -225,11 +227,37 @@ impl Agent {
     }
 
     fn install(&mut self, request: u64, keys: Vec<KeySpec>, effects: &mut Vec<Effect>) {
-        let mut by_core: HashMap<u32, Vec<KeySpec>> = HashMap::new();
-        for spec in keys {
+        for spec in &keys {
             self.memory.install(spec.key);
-            by_core.entry(spec.core).or_default().push(spec);
         }
+        let by_core = by_core(keys, |spec: &KeySpec| spec.core);
+        self.order(request, by_core, effects, |keys| Command::Install { request, keys });
+    }
+
+    /// Servers are lost, and this one adopts keys.
+    fn moving(&mut self, order: MovingOrder, effects: &mut Vec<Effect>) {
+        match order {
+            MovingOrder::Lost { text, .. } => effects.push(Effect::Warn(text)),
+            MovingOrder::Adopt { request, keys } => {
+                for adopted in &keys {
+                    self.memory.install(adopted.spec.key);
+                }
+                let by_core = by_core(keys, |adopted: &Adopted| adopted.spec.core);
+                self.order(request, by_core, effects, |keys| Command::Adopt { request, keys });
+            }
+            // For workers.
+            MovingOrder::Moved { .. } => {}
+        }
+    }
+
+    /// Has shards take keys, and answers once all have.
+    fn order<Key>(
+        &mut self,
+        request: u64,
+        by_core: HashMap<u32, Vec<Key>>,
+        effects: &mut Vec<Effect>,
+        command: impl Fn(Vec<Key>) -> Command,
+    ) {
         if let Some(core) = by_core.keys().find(|&&core| core >= self.cores) {
             let message =
                 format!("the scheduler placed keys on core {core}, there are {}", self.cores);
@@ -240,15 +268,12 @@ impl Agent {
         }
         self.installs.insert(request, word(by_core.len()));
         for (core, keys) in by_core {
-            effects.push(Effect::Shard(core, Command::Install { request, keys }));
+            effects.push(Effect::Shard(core, command(keys)));
         }
     }
 
     fn retire(&mut self, keys: Vec<RetiredKey>, effects: &mut Vec<Effect>) {
-        let mut by_core: HashMap<u32, Vec<RetiredKey>> = HashMap::new();
-        for key in keys {
-            by_core.entry(key.core).or_default().push(key);
-        }
+        let by_core = by_core(keys, |key: &RetiredKey| key.core);
         // Only cores that have installed a key can be told to forget it.
         let known = by_core.into_iter().filter(|(core, _)| *core < self.cores);
         effects.extend(known.map(|(core, keys)| Effect::Shard(core, Command::Retire { keys })));
@@ -305,6 +330,10 @@ impl Agent {
                 let lane = self.lane(rank);
                 effects.push(Effect::Warn(format!("core {core} refused a frame on {lane}: {why}")));
             }
+            Report::Restored { keys } => {
+                let report = MovingReport::Restored { keys };
+                effects.push(Effect::Send(NodeMessage::Moving(report)));
+            }
             Report::KeyStates { keys } => {
                 effects.push(Effect::Send(NodeMessage::KeyStates { keys }));
             }
@@ -346,4 +375,13 @@ impl Agent {
             None => format!("the lane of {rank}"),
         }
     }
+}
+
+/// Keys by the core that has them.
+fn by_core<Key>(keys: Vec<Key>, core: impl Fn(&Key) -> u32) -> HashMap<u32, Vec<Key>> {
+    let mut by_core: HashMap<u32, Vec<Key>> = HashMap::new();
+    for key in keys {
+        by_core.entry(core(&key)).or_default().push(key);
+    }
+    by_core
 }

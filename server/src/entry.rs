@@ -10,6 +10,7 @@ mod adding;
 mod encoded;
 mod groups;
 mod optimized;
+mod restoring;
 mod scaled;
 mod short;
 mod shrinking;
@@ -21,6 +22,7 @@ pub use short::{Kept, KeptPlace};
 
 use self::encoded::Encoded;
 use self::optimized::Optimized;
+use self::restoring::Restoring;
 use self::short::Short;
 use self::shrinking::Told;
 use self::stored::Stored;
@@ -98,6 +100,8 @@ pub struct Entry {
     stored: Option<Box<Stored>>,
     /// Likewise. If its rounds do not wait for slow ranks.
     short: Option<Box<Short>>,
+    /// Likewise. Its first round is the last one that some ranks had of a lost server.
+    restoring: Option<Box<Restoring>>,
     /// Where the sum is. Its memory is the entry's alone, but for what it lends.
     accumulator: Claim,
 }
@@ -170,6 +174,7 @@ impl Entry {
             stored: deltas.map(|deltas| Box::new(Stored::new(deltas, groups))),
             short: short.map(Box::new),
             optimized,
+            restoring: None,
             accumulator,
         }
     }
@@ -181,6 +186,9 @@ impl Entry {
     /// done with it.
     #[must_use]
     pub unsafe fn result(&self, rank: Rank) -> Readable {
+        if self.gave_result(rank) {
+            return Readable::EMPTY;
+        }
         if let Some(encoded) = self.encoded.as_ref().filter(|one| one.result() != Form::Plain) {
             // SAFETY: the entry's own claim, which the caller keeps mapped and unchanged.
             return unsafe { encoded.payload(&self.accumulator) };
@@ -381,7 +389,7 @@ impl Entry {
     #[must_use]
     pub fn publication_bytes(&self, rank: Rank) -> usize {
         match self.operation {
-            _ if self.result.is_lost() => 0,
+            _ if self.result.is_lost() || self.gave_result(rank) => 0,
             Operation::Broadcast(root) if root == rank => 0,
             _ => match (&self.encoded, &self.optimized) {
                 (Some(encoded), _) if encoded.result() != Form::Plain => encoded.length(),
@@ -432,7 +440,9 @@ impl Entry {
     /// The active payload, which is this rank's, is whole.
     pub fn end(&mut self, rank: Rank) {
         self.active = None;
-        self.landed = self.landed.saturating_add(1);
+        if !self.end_restored() {
+            self.landed = self.landed.saturating_add(1);
+        }
         self.complete(rank);
     }
 
@@ -498,6 +508,9 @@ impl Entry {
         }
         if self.short.is_some() {
             return self.is_enough();
+        }
+        if self.lacks_result() {
+            return false;
         }
         if !self.groups.gone().is_empty() {
             return self.is_whole_without();

@@ -16,7 +16,7 @@ pub use messages::{Command, Refusal, Report};
 use sending::{Outgoing, Results};
 
 use crate::entry::{Entry, Groups, NumberSet, Take, Turnouts, Unfit};
-use bps_engine::base::{DType, Epoch, KeyMap, Rank};
+use bps_engine::base::{DType, Epoch, Key, KeyMap, Rank};
 use bps_engine::lane::Endpoint;
 use bps_engine::limits::{EVENTS_MAX, RANKS_MAX};
 use bps_engine::mem::Arena;
@@ -27,7 +27,7 @@ use bps_engine::ring::Mpsc;
 use bps_engine::trace::counters::Counters;
 use bps_engine::trace::timeline::{Mark, Recorder};
 use bps_engine::transport::{Cause, Event, Frame, Grant, Landing, LaneId, Link, Piece, Waker};
-use bps_engine::wire::header::{FLAG_PAYLOAD_CHECKSUM, FLAG_SCALED, scale};
+use bps_engine::wire::header::{FLAG_PAYLOAD_CHECKSUM, FLAG_RESULT, FLAG_SCALED, scale};
 use bps_engine::wire::{Header, Kind, RawHeader, crc32c_append};
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, VecDeque};
@@ -95,6 +95,8 @@ pub struct Shard {
     report_waker: Waker,
     /// Reports that found the ring full.
     backlog: VecDeque<Report>,
+    /// Adopted keys whose results it has got back since the last report of such.
+    restored: Vec<Key>,
     counters: Arc<Counters>,
     stall_report: Duration,
     /// The time of this turn.
@@ -149,6 +151,7 @@ impl Shard {
             reports,
             report_waker,
             backlog: VecDeque::new(),
+            restored: Vec::new(),
             counters,
             stall_report,
             now: Duration::ZERO,
@@ -204,6 +207,7 @@ impl Shard {
             self.endpoint.look(now);
             self.look_for_stalls(now);
         }
+        self.tell_restored();
         self.send_backlog();
         progress
     }
@@ -212,6 +216,10 @@ impl Shard {
         match command {
             Command::Attach { link, rank, epoch } => self.attach(link, rank, epoch),
             Command::Install { request, keys } => match self.install(&keys) {
+                Ok(()) => self.report(Report::Installed { request }),
+                Err(error) => self.report(Report::Failed { message: error.to_string() }),
+            },
+            Command::Adopt { request, keys } => match self.adopt(&keys) {
                 Ok(()) => self.report(Report::Installed { request }),
                 Err(error) => self.report(Report::Failed { message: error.to_string() }),
             },
@@ -295,6 +303,9 @@ impl Shard {
                 let entry = &mut self.entries[index];
                 entry.arrive(header.rank, Act::from_word(header.act), &mut self.turnouts);
                 entry.opened_at.get_or_insert(now);
+                if entry.is_restoring() {
+                    entry.note_restored(&header);
+                }
                 if header.length > 0 {
                     session(&mut self.sessions, lane).begun = Some(index);
                 }
@@ -349,10 +360,16 @@ impl Shard {
                 Refusal::OtherAct { key, round: header.round, act, said, by }
             }
         })?;
-        let shaped = header.dtype == entry.dtype
+        let fits = if entry.is_restoring() {
+            entry.takes_restored(&header)
+        } else {
+            entry.takes(header.rank, (header.form(), header.length as usize), act)
+                && header.flags & FLAG_RESULT == 0
+                && header.contributors == entry.groups().size_with(header.rank)
+        };
+        let shaped = fits
+            && header.dtype == entry.dtype
             && header.offset == 0
-            && entry.takes(header.rank, (header.form(), header.length as usize), act)
-            && header.contributors == entry.groups().size_with(header.rank)
             && (header.flags & FLAG_SCALED == 0 || entry.may_be_scaled(header.form()))
             && grant.is_none_or(|grant| entry.answers(header.rank, grant.length()));
         if !shaped {

@@ -3,8 +3,8 @@
 //! sets how many seeds are tried, `BPS_SIM_SEED` runs one.
 
 use bps_tests::sim::{
-    Fault, Groups, Outcome, run, run_hosts, run_optimized, run_short, run_shrunk, run_stored,
-    run_stored_shrunk,
+    Dying, Fault, Groups, Outcome, Shrunk, run, run_hosts, run_optimized, run_short, run_shrunk,
+    run_stored, run_stored_shrunk,
 };
 
 fn number(name: &str) -> Option<u64> {
@@ -159,28 +159,43 @@ fn a_disagreement_about_gpus_is_an_error_on_every_rank() {
 
 #[test]
 fn a_job_that_shrinks_goes_on_with_the_same_results_everywhere() {
+    let (all, is_one) = shrunk("shrinks", Dying::Ranks);
+    println!(
+        "{} ranks died; {} results, {} of them without one of the dead, {} in some of their parts \
+         alone; {} broadcasts lost with their root",
+        all.gone, all.checked, all.short, all.mixed, all.lost
+    );
+    assert!(is_one || all.short > 0 && all.mixed > 0 && all.lost > 0, "the seeds show too little");
+}
+
+#[test]
+fn servers_die_and_the_others_take_their_keys() {
+    let (all, is_one) = shrunk("servers_die", Dying::Servers);
+    println!(
+        "{} servers and {} ranks died; {} results; {} parts moved, {} of them with a result that \
+         some ranks lacked; {} jobs could not go on",
+        all.servers, all.gone, all.checked, all.moved, all.restored, all.ended
+    );
+    let shows = all.servers > all.ended && all.moved > 0 && all.restored > 0 && all.short > 0;
+    assert!(is_one || shows, "the seeds show too little");
+}
+
+/// Runs the seeds that are asked for, of which one may be named; says whether it was.
+fn shrunk(test: &str, dying: Dying) -> (Shrunk, bool) {
     let first = number("BPS_SIM_SEED");
     let seeds = match first {
         Some(seed) => seed..seed + 1,
         None => 0..number("BPS_SIM_SEEDS").unwrap_or(200),
     };
-    let (mut short, mut mixed, mut lost, mut checked, mut gone) = (0, 0, 0, 0, 0);
+    let mut all = Shrunk::default();
     for seed in seeds {
-        let outcome = std::panic::catch_unwind(|| run_shrunk(seed));
+        let outcome = std::panic::catch_unwind(|| run_shrunk(seed, dying));
         let outcome = outcome.unwrap_or_else(|_| {
-            panic!("replay with BPS_SIM_SEED={seed} cargo test -p bps-tests --test sim shrinks")
+            panic!("replay with BPS_SIM_SEED={seed} cargo test -p bps-tests --test sim {test}")
         });
-        (short, mixed) = (short + outcome.short, mixed + outcome.mixed);
-        (lost, checked) = (lost + outcome.lost, checked + outcome.checked);
-        gone += outcome.gone;
+        all.add(&outcome);
     }
-    println!(
-        "{gone} ranks died; {checked} results, {short} of them without one of the dead, {mixed} in \
-         some of their parts alone; {lost} broadcasts lost with their root"
-    );
-    if first.is_none() {
-        assert!(short > 0 && mixed > 0 && lost > 0, "the seeds show too little");
-    }
+    (all, first.is_some())
 }
 
 #[test]

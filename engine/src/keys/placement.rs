@@ -20,6 +20,8 @@ pub struct Shape {
 #[derive(Clone, Debug)]
 pub struct Placer {
     servers: Vec<Cores>,
+    /// Those that can be chosen, in rising order.
+    there: Vec<u32>,
     choice: Choice,
 }
 
@@ -78,8 +80,29 @@ impl Placer {
             Placement::Djb2 => Choice::Hash(Hash::Djb2),
             Placement::Sdbm => Choice::Hash(Hash::Sdbm),
         };
+        let there = indexed().map(|(server, _)| server).collect();
         let servers = servers.iter().map(|shape| Cores::new(shape.cores)).collect();
-        Placer { servers, choice }
+        Placer { servers, there, choice }
+    }
+
+    /// Nothing more is placed on this server.
+    pub fn lose(&mut self, server: u32) {
+        self.there.retain(|one| *one != server);
+        match &mut self.choice {
+            Choice::LeastCore(heap) => heap.retain(|Reverse((_, _, at))| *at != server),
+            Choice::LeastServer(heap, weights) => {
+                heap.retain(|Reverse((_, at))| *at != server);
+                if heap.is_empty() {
+                    // Those that are left had no share of their own: now they are alike.
+                    let rest = self.there.iter();
+                    heap.extend(rest.map(|at| {
+                        weights[*at as usize] = 1;
+                        Reverse((0, *at))
+                    }));
+                }
+            }
+            Choice::Hash(_) => {}
+        }
     }
 
     /// The core for the next part: part `part` of tensor `tensor`, of so many bytes. `None` if
@@ -100,11 +123,11 @@ impl Placer {
                 CoreId { server, core: self.servers[server as usize].take_least(bytes)? }
             }
             Choice::Hash(hash) => {
-                let count = u64::try_from(self.servers.len()).ok().filter(|count| *count > 0)?;
+                let count = u64::try_from(self.there.len()).ok().filter(|count| *count > 0)?;
                 // BytePS's key of this part: its tensor in the upper bits, its index in the lower
                 // sixteen.
                 let key = (u64::from(tensor) << 16).wrapping_add(u64::from(part));
-                let server = u32::try_from(hash.of(key) % count).ok()?;
+                let server = self.there[usize::try_from(hash.of(key) % count).ok()?];
                 CoreId { server, core: self.servers[server as usize].take_least(bytes)? }
             }
         };
@@ -217,6 +240,32 @@ mod tests {
         assert_eq!(placed, [(0, 0), (1, 0), (0, 1), (1, 1), (0, 0), (0, 0), (1, 0)]);
         let mut none = Placer::new(Placement::Balanced, 1, &[]);
         assert_eq!(none.place(0, 0, 1), None);
+    }
+
+    #[test]
+    fn nothing_is_placed_on_a_server_that_is_lost() {
+        let functions = [
+            Placement::Balanced,
+            Placement::Mixed,
+            Placement::Naive,
+            Placement::BuiltIn,
+            Placement::Djb2,
+            Placement::Sdbm,
+        ];
+        // In mixed mode the two that share hosts have no share beside two that do not.
+        let shapes = [SHARED, SHARED, PLAIN, PLAIN];
+        for function in functions {
+            let mut placer = Placer::new(function, 1, &shapes);
+            for lost in [2, 3, 1] {
+                placer.place(0, 0, 10).unwrap();
+                placer.lose(lost);
+                let placed = (0..50).map(|part| placer.place(1, part, 10).unwrap().server);
+                assert!(placed.into_iter().all(|server| server != lost), "{function:?}");
+            }
+            assert_eq!(placer.place(2, 0, 10).unwrap().server, 0, "{function:?}");
+            placer.lose(0);
+            assert_eq!(placer.place(3, 0, 10), None, "{function:?}");
+        }
     }
 
     #[test]

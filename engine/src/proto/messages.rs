@@ -7,12 +7,14 @@
 use super::encoding::Encoding;
 use super::late::{CaughtUp, Late, LateKeys};
 use super::members::Members;
+use super::moving::{MovingOrder, MovingReport};
 use super::paths::{AwaitedKey, End, KeyState, LaneFault, PathStall};
 pub use super::planning::{Planning, switch_width};
 use super::resume::{KnownTensor, Resume};
 use super::shape::TensorShape;
 pub use super::statistics::{LinkStatistics, LoopStatistics, Statistics};
 use super::store::Store;
+pub use super::times::{ClockAnswer, Timeline};
 use super::tuning::{TuneOrder, TuneReport};
 use super::uneven::{UnevenOrder, UnevenReport};
 use super::unserved::Unserved;
@@ -130,6 +132,8 @@ pub enum NodeMessage {
     Uneven(UnevenReport),
     /// A worker of a job that tunes itself.
     Tune(TuneReport),
+    /// Of a job that goes on without a server that is lost.
+    Moving(MovingReport),
     /// The node ends because of an error of its own; everyone is told.
     Failed {
         /// One line: what, where, what to do.
@@ -263,35 +267,13 @@ pub enum SchedulerMessage {
     Uneven(UnevenOrder),
     /// To a worker of a job that tunes itself.
     Tune(TuneOrder),
+    /// On servers that are lost, and keys that move to others.
+    Moving(MovingOrder),
     /// The job is over. Nothing follows.
     Over {
         /// Why.
         reason: OverReason,
     },
-}
-
-/// What a timeline records, and where.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct Timeline {
-    /// Folder of its files.
-    pub folder: String,
-    /// First round of each key in it.
-    pub first_round: u64,
-    /// Last round of each key in it.
-    pub last_round: u64,
-}
-
-/// What the scheduler's clock said.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct ClockAnswer {
-    /// From the question.
-    pub sent_ns: u64,
-    /// The scheduler's monotonic clock, nanoseconds.
-    pub now_ns: u64,
-    /// What has to be added to it for nanoseconds since 1970; the same in every answer of a job.
-    pub to_unix_ns: u64,
-    /// Nodes with the same text have the same monotonic clock as the scheduler.
-    pub domain: String,
 }
 
 /// Who a node is and what it was told about the job.

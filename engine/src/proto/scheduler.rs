@@ -9,6 +9,7 @@ mod eras;
 mod groups;
 mod late;
 mod lives;
+mod moving;
 mod outputs;
 mod paths;
 mod registry;
@@ -35,6 +36,7 @@ use crate::base::{Epoch, Placement, Rank, word};
 pub use elastic::Elastic;
 use elastic::History;
 use late::LateRanks;
+use moving::Moving;
 use outputs::Queued;
 pub use outputs::{Exit, Output};
 use paths::Paths;
@@ -140,6 +142,8 @@ struct Running {
     left: BTreeSet<Rank>,
     /// Those of them that died, and that the epoch goes on without, in order.
     gone: Vec<Rank>,
+    /// Servers that died, likewise.
+    moving: Moving,
     /// Ranks that record a timeline: the servers do while any of them does.
     tracing: BTreeSet<Rank>,
     suspended: bool,
@@ -292,6 +296,7 @@ impl Scheduler {
                 peer.statistics = Some(Box::new(view::bounded(statistics)));
             }
             (Standing::Early(_), _) => self.drop_stranger(node, "it spoke before it had a roster"),
+            (_, NodeMessage::Moving(said)) => self.moving_says(node, said),
             (Standing::Worker(rank), message) => {
                 let rank = *rank;
                 self.handle_worker(node, rank, message, now);
@@ -342,6 +347,7 @@ impl Scheduler {
         self.check_regroup(now);
         self.check_early(now);
         self.check_installs(now);
+        self.check_moves(now);
         self.check_paths(now);
         self.check_uneven(now);
         self.check_tuner(now);
@@ -477,6 +483,7 @@ impl Scheduler {
             tuner,
             left: BTreeSet::new(),
             gone: Vec::new(),
+            moving: Moving::default(),
             tracing: BTreeSet::new(),
             suspended: false,
             away: BTreeMap::new(),
@@ -553,6 +560,7 @@ impl Scheduler {
                 let Some(server) = running.server(node) else { return };
                 let replies = running.registry.installed(server, request);
                 self.reply(replies);
+                self.adopted(server, request);
                 self.hold(now);
             }
             (Phase::Running(running), NodeMessage::Stalled { keys, late }) => {

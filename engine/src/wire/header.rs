@@ -5,7 +5,7 @@
 //! | 0..4 | magic | `b"BPS1"` |
 //! | 4 | version | [`VERSION`] |
 //! | 5 | kind | [`Kind`] |
-//! | 6 | flags | [`FLAG_PAYLOAD_CHECKSUM`], [`FLAG_SCALED`], those of [`Form`]; others are zero |
+//! | 6 | flags | [`FLAG_PAYLOAD_CHECKSUM`], [`FLAG_SCALED`], [`FLAG_RESULT`], those of [`Form`] |
 //! | 7 | dtype | element type of the payload, [`DType`]'s number |
 //! | 8..12 | rank | who sent it; a publication and a grant name the rank that they are for |
 //! | 12..16 | epoch | membership generation |
@@ -15,7 +15,7 @@
 //! | 40..44 | length | bytes of payload that follow |
 //! | 44..48 | contributors | contributions in the payload: what an average divides by |
 //! | 48..52 | payload checksum | CRC-32C of the payload if flagged, else zero |
-//! | 52..60 | act, missing | of a publication [`Header::missing`], else [`Header::act`] |
+//! | 52..60 | act, missing | of a result [`Header::missing`], else [`Header::act`] |
 //! | 60..64 | header checksum | CRC-32C of bytes 0..60 |
 //!
 //! The checksum is the last field so that a header cut short or overwritten never passes by
@@ -38,6 +38,10 @@ pub const FLAG_PAYLOAD_CHECKSUM: u8 = 1;
 /// The payload is a sum of several contributions to an f16 average, divided by [`scale`] of their
 /// number, so that it does not overflow where the average does not.
 pub const FLAG_SCALED: u8 = 2;
+
+/// The payload of a contribution is no contribution but the round's result, as this rank had it of
+/// a server that is lost. Contributors and missing ranks are those of the result.
+pub const FLAG_RESULT: u8 = 16;
 
 /// By what a sum of so many contributions is divided if [`FLAG_SCALED`] is set: a power of two, so
 /// that nothing is rounded but what comes below the smallest normal f16.
@@ -116,7 +120,7 @@ pub enum Kind {
 pub struct Header {
     /// What the frame is.
     pub kind: Kind,
-    /// See [`FLAG_PAYLOAD_CHECKSUM`], [`FLAG_SCALED`] and [`Form`].
+    /// See [`FLAG_PAYLOAD_CHECKSUM`], [`FLAG_SCALED`], [`FLAG_RESULT`] and [`Form`].
     pub flags: u8,
     /// Element type of the payload.
     pub dtype: DType,
@@ -138,9 +142,10 @@ pub struct Header {
     pub payload_checksum: u32,
     /// What the round is for, where the tensor has an optimizer; else zero.
     pub act: u64,
-    /// Of a publication: a bit for each rank without a contribution in the payload: that has died,
-    /// in the order in which the scheduler has told of them; of a tensor whose rounds do not wait
-    /// for slow ranks, that is late or has died, in the order of ranks.
+    /// Of a publication, and of a result that is given back: a bit for each rank without a
+    /// contribution in the payload: that has died, in the order in which the scheduler has told of
+    /// them; of a tensor whose rounds do not wait for slow ranks, that is late or has died, in the
+    /// order of ranks.
     pub missing: u64,
 }
 
@@ -225,7 +230,8 @@ impl Header {
         raw[40..44].copy_from_slice(&self.length.to_le_bytes());
         raw[44..48].copy_from_slice(&self.contributors.to_le_bytes());
         raw[48..52].copy_from_slice(&self.payload_checksum.to_le_bytes());
-        let word = if self.kind == Kind::Publication { self.missing } else { self.act };
+        let is_result = self.kind == Kind::Publication || self.flags & FLAG_RESULT != 0;
+        let word = if is_result { self.missing } else { self.act };
         raw[52..60].copy_from_slice(&word.to_le_bytes());
         let checksum = crc32c(&raw[..60]);
         raw[60..64].copy_from_slice(&checksum.to_le_bytes());
@@ -268,7 +274,7 @@ impl Header {
         let flags = raw[6];
         let mut known = FLAG_PAYLOAD_CHECKSUM;
         if kind == Kind::Contribution {
-            known |= FLAG_SCALED;
+            known |= FLAG_SCALED | FLAG_RESULT;
         }
         if matches!(kind, Kind::Contribution | Kind::Publication) {
             known |= Form::MASK;
@@ -279,6 +285,7 @@ impl Header {
         let dtype = DType::from_wire(raw[7]).ok_or(Invalid::DType(raw[7]))?;
         let word = u64_at(52);
         let (act, missing) = match kind {
+            Kind::Contribution if flags & FLAG_RESULT != 0 => (0, word),
             Kind::Contribution | Kind::Refused | Kind::Ready => (word, 0),
             Kind::Publication => (0, word),
             _ if word != 0 => return Err(Invalid::Reserved),
@@ -374,6 +381,12 @@ mod tests {
         assert_eq!(Header::decode(&result.encode()), Ok(result));
         let contribution = Header { act: 1 << 63 | 5, ..sample() };
         assert_eq!(Header::decode(&contribution.encode()), Ok(contribution));
+        // Given back by who had it, it is still a result.
+        let flags = FLAG_RESULT | FLAG_PAYLOAD_CHECKSUM;
+        let given = Header { flags, missing: 1 << 63 | 5, ..sample() };
+        assert_eq!(Header::decode(&given.encode()), Ok(given));
+        let published = Header { kind: Kind::Publication, ..given };
+        assert_eq!(Header::decode(&published.encode()), Err(Invalid::Flags(flags)));
         let goodbye =
             Header { act: 1, ..Header::new(Kind::Goodbye, DType::F32, Rank(1), Epoch(1)) };
         assert_eq!(Header::decode(&goodbye.encode()), Err(Invalid::Reserved));

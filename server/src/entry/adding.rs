@@ -17,6 +17,9 @@ impl Entry {
     /// with the last payload.
     pub fn begin(&mut self, lane: LaneId, form: Form, checks: bool) -> Take {
         assert!(self.free(), "{}: a payload was begun while another one was arriving", self.key);
+        if self.is_restoring() {
+            return self.begin_restored(lane, form);
+        }
         self.active = Some(lane);
         let gives_result = self.stored.is_some() || self.landed + 1 == self.payloads;
         self.checksum = (checks && gives_result).then_some(0);
@@ -88,6 +91,9 @@ impl Entry {
     /// # Panics
     /// The payload has not so many bytes.
     pub fn add_piece(&mut self, kernels: &Kernels, done: usize, piece: Readable, scale: u32) {
+        if self.is_restoring() {
+            return;
+        }
         let (data, length) = (piece.as_ptr(), piece.len());
         let fits = done.checked_add(length).is_some_and(|end| end <= self.bytes);
         assert!(fits, "{}: a piece is beyond the payload", self.key);

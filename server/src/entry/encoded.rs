@@ -139,6 +139,13 @@ impl Encoded {
         unsafe { Readable::new(memory.as_ptr().add(self.wire_at()).cast_const(), self.length) }
     }
 
+    /// Whether the payload that has landed is an encoding of the key's elements.
+    pub(super) fn check_payload(&self, memory: &Claim) -> Result<(), Malformed> {
+        let Some(codec) = self.encoding.codec_of(self.form) else { return Ok(()) };
+        // SAFETY: the key's own claim, of which nothing is lent once a payload has landed.
+        codec.check(self.elements, unsafe { self.payload(memory).bytes() })
+    }
+
     /// Adds the payload that has landed, unless it came plain and is added. Behind the last one of
     /// a round stands its result, encoded unless all came plain.
     ///

@@ -55,8 +55,15 @@ impl Told {
 }
 
 impl Entry {
+    /// Whether nothing has come of it since it was installed, and nothing is being sent.
+    #[must_use]
+    pub fn is_untouched(&self) -> bool {
+        self.open.is_none() && self.told.is_none() && self.active.is_none()
+    }
+
     /// Whether its rounds go on without groups that die or are slow.
-    pub(super) fn shrinks(&self) -> bool {
+    #[must_use]
+    pub fn shrinks(&self) -> bool {
         let chooses = self.encoded.as_ref().is_some_and(|encoded| encoded.encoding().auto);
         let may = self.groups.shrinks() || self.short.is_some();
         may && !chooses && self.optimized.is_none()
@@ -92,6 +99,9 @@ impl Entry {
     /// # Errors
     /// As [`Entry::decode`], where payloads are encoded.
     pub fn add_landed(&mut self, kernels: &Kernels, scale: u32) -> Result<(), Malformed> {
+        if self.is_restoring() {
+            return self.check_restored();
+        }
         let at = self.landing_at();
         if at > 0 {
             assert!(at + self.bytes <= self.accumulator.len(), "{}: it has landed", self.key);
@@ -183,7 +193,7 @@ impl Entry {
     /// Makes the result of a round that is whole, where that is not done with its last payload;
     /// `checks` says whether publications carry a checksum.
     pub fn close(&mut self, kernels: &Kernels, checks: bool) {
-        if !self.shrinks() {
+        if !self.shrinks() || self.close_restored(checks) {
             return;
         }
         self.result = Told::All;

@@ -9,6 +9,7 @@ use bps_engine::mem::MemoryError;
 use bps_engine::proto::encoding::EncodingFault;
 use bps_engine::proto::members::Members;
 use bps_engine::proto::messages::{KeySpec, RetiredKey};
+use bps_engine::proto::moving::Adopted;
 use bps_engine::proto::store::{Deltas, Store, StoreFault};
 use bps_engine::trace::log;
 use bps_engine::transport::DirectMemory;
@@ -37,6 +38,9 @@ pub(super) enum InstallError {
     /// It was retired, and is to be something else now.
     #[error("{key} was installed again as something else")]
     Changed { key: Key },
+    /// Its rounds are whole or nothing.
+    #[error("{key} can't get back a result that a lost server had: its rounds need all ranks")]
+    Restored { key: Key },
     /// It is for ranks that are not there, or from one that it is not for.
     #[error("{key} is for {members}, its root among them, which are not all ranks of this job")]
     Members { key: Key, members: Members },
@@ -114,6 +118,27 @@ impl Shard {
         Ok(())
     }
 
+    /// Takes keys of a server that is lost. What it has got of them before, nobody has used.
+    pub(super) fn adopt(&mut self, keys: &[Adopted]) -> Result<(), InstallError> {
+        for Adopted { spec, .. } in keys {
+            let Some(&index) = self.index.get(&spec.key) else { continue };
+            if !self.entries[index].is_untouched() {
+                return Err(InstallError::Twice { key: spec.key });
+            }
+            self.forget(index);
+        }
+        let specs: Vec<KeySpec> = keys.iter().map(|one| one.spec.clone()).collect();
+        self.install(&specs)?;
+        for Adopted { spec, .. } in keys.iter().filter(|one| one.restores) {
+            let index = self.index[&spec.key];
+            if !self.entries[index].shrinks() {
+                return Err(InstallError::Restored { key: spec.key });
+            }
+            self.entries[index].restore();
+        }
+        Ok(())
+    }
+
     /// The groups of the ranks that a key is for.
     fn groups_of(&mut self, spec: &KeySpec) -> Result<Arc<Groups>, InstallError> {
         let (key, members) = (spec.key, &spec.members);
@@ -173,9 +198,12 @@ impl Shard {
 
     /// Takes back the memory of a retired key that has had its last round and is read by nobody.
     pub(super) fn forget_if_over(&mut self, index: usize) {
-        if !self.entries[index].is_over() {
-            return;
+        if self.entries[index].is_over() {
+            self.forget(index);
         }
+    }
+
+    fn forget(&mut self, index: usize) {
         // What stays is never found by a key, and claims nothing.
         let nothing = self.arena.claim(0).expect("a claim of no bytes always has room");
         let key: Key = self.entries[index].key;

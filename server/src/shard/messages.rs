@@ -10,6 +10,7 @@ use bps_engine::limits::GRANTS_MAX;
 use bps_engine::optimize::Act;
 use bps_engine::proto::late::LateKeys;
 use bps_engine::proto::messages::{KeySpec, RetiredKey, StalledKey};
+use bps_engine::proto::moving::Adopted;
 use bps_engine::proto::paths::KeyState;
 use bps_engine::trace::timeline::Recorder;
 use bps_engine::transport::{Cause, Link};
@@ -33,6 +34,13 @@ pub enum Command {
         request: u64,
         /// All of this shard.
         keys: Vec<KeySpec>,
+    },
+    /// Keys of a server that is lost. Answered as `Install` is.
+    Adopt {
+        /// Returned in the answer.
+        request: u64,
+        /// All of this shard.
+        keys: Vec<Adopted>,
     },
     /// Keys that no rank pushes any more after their last rounds: forget them then.
     Retire {
@@ -100,6 +108,11 @@ pub enum Report {
         rank: Rank,
         /// Why.
         why: Refusal,
+    },
+    /// Results that some ranks had of a lost server are here, and go to the others.
+    Restored {
+        /// Of these keys.
+        keys: Vec<Key>,
     },
     /// How far the keys are that were asked for.
     KeyStates {
@@ -223,6 +236,14 @@ pub enum Refusal {
 impl Shard {
     pub(super) fn report(&mut self, report: Report) {
         self.backlog.push_back(report);
+    }
+
+    /// Tells of keys that were restored in this turn.
+    pub(super) fn tell_restored(&mut self) {
+        if !self.restored.is_empty() {
+            let keys = std::mem::take(&mut self.restored);
+            self.report(Report::Restored { keys });
+        }
     }
 
     /// The ring to the control thread may be full: nothing is lost, and nothing waits for it.

@@ -163,6 +163,9 @@ impl Shard {
         if !entry.is_whole() {
             return;
         }
+        if entry.is_restoring() {
+            self.restored.push(entry.key);
+        }
         entry.close(self.kernels, self.checksums);
         self.keep_result(index);
         let entry = &mut self.entries[index];

@@ -1,6 +1,7 @@
 //! A core of a server, frame by frame and between two memberships.
 
 mod coded;
+mod moved;
 mod short;
 mod stored;
 

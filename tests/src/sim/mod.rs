@@ -14,6 +14,6 @@ mod workload;
 pub use cluster::Cluster;
 pub use optimized::run_optimized;
 pub use shape::{Groups, Shape};
-pub use shrunk::{Shrunk, run_short, run_shrunk};
+pub use shrunk::{Dying, Shrunk, run_short, run_shrunk};
 pub use stored::{run_stored, run_stored_shrunk};
 pub use workload::{Fault, Outcome, run, run_hosts};

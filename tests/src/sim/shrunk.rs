@@ -1,10 +1,13 @@
-//! Ranks that die at random moments in a simulated job that goes on without them, and ranks that
-//! are slow where rounds do not wait for them: whatever the network does, all who get a result get
-//! the same bytes, each contribution is in it once or not at all, an average is divided by those
-//! that are, and everybody is told whose are not.
+//! Ranks that die at random moments in a simulated job that goes on without them, servers that do,
+//! and ranks that are slow where rounds do not wait for them: whatever the network does, all who
+//! get a result and live get the same bytes, each contribution is in it once or not at all, an
+//! average is divided by those that are, and everybody is told whose are not.
 //!
 //! Each rank contributes in a digit of its own, so a result shows who is in it.
 
+mod fate;
+
+use self::fate::{Fate, has_ended, read_log};
 use super::cluster::Cluster;
 use super::shape::{Groups, Shape};
 use super::tensors::{set, shuffle};
@@ -43,6 +46,46 @@ pub struct Shrunk {
     pub late: u64,
     /// Results that a rank got though it is not in them.
     pub given: u64,
+    /// Servers that the job went on without.
+    pub servers: u64,
+    /// Parts that have moved from them.
+    pub moved: u64,
+    /// Of these, parts with a result that only some ranks had.
+    pub restored: u64,
+    /// The job could not go on: a rank that alone had such a result died as well, or the others
+    /// were leaving.
+    pub ended: u64,
+}
+
+impl Shrunk {
+    /// Adds what was seen of another seed.
+    pub fn add(&mut self, other: &Shrunk) {
+        for (mine, theirs) in [
+            (&mut self.checked, other.checked),
+            (&mut self.short, other.short),
+            (&mut self.mixed, other.mixed),
+            (&mut self.lost, other.lost),
+            (&mut self.gone, other.gone),
+            (&mut self.counted, other.counted),
+            (&mut self.servers, other.servers),
+            (&mut self.moved, other.moved),
+            (&mut self.restored, other.restored),
+            (&mut self.ended, other.ended),
+            (&mut self.late, other.late),
+            (&mut self.given, other.given),
+        ] {
+            *mine += theirs;
+        }
+    }
+}
+
+/// Who dies.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Dying {
+    /// Ranks.
+    Ranks,
+    /// Servers, and perhaps ranks.
+    Servers,
 }
 
 /// Divisible by every number of ranks that there may be, and below a digit's end when divided.
@@ -209,8 +252,9 @@ struct Script {
     hidden: bool,
 }
 
-/// What all who get it must get: bytes and who is missing, or that there is no result.
-type Seen = BTreeMap<(usize, u64), Result<(Vec<u8>, u64), String>>;
+/// What all who get it must get, by tensor, round and rank: bytes and who is missing, or that there
+/// is no result.
+type Seen = BTreeMap<(usize, u64), BTreeMap<usize, Result<(Vec<u8>, u64), String>>>;
 
 /// Lets the rounds of a tensor not wait for slow ranks, where they may. One rank contributes more
 /// often than the few times that all are waited for.
@@ -230,7 +274,7 @@ fn shorten(random: &mut Random, workers: u32, tensor: &mut Tensor) {
     }
 }
 
-fn tensors(random: &mut Random, workers: u32) -> Vec<Tensor> {
+fn tensors(random: &mut Random, workers: u32, dying: Dying) -> Vec<Tensor> {
     let number = 1 + random.index(6);
     let one = |index: usize| {
         let kind = Kind::ALL[random.index(Kind::ALL.len())];
@@ -242,7 +286,9 @@ fn tensors(random: &mut Random, workers: u32) -> Vec<Tensor> {
             _ if kind.averages() => Operation::Average,
             _ => Operation::Sum,
         };
-        let codecs = ["topk(k=1000000)", "randomk(k=1000000, seed=1)+feedback"];
+        // What a server keeps of errors can't move.
+        let kept = if dying == Dying::Ranks { "+feedback" } else { "" };
+        let codecs = ["topk(k=1000000)".to_owned(), format!("randomk(k=1000000, seed=1){kept}")];
         let codec = codecs[random.index(codecs.len())].parse().expect("an encoding");
         let said = Declaration {
             name: format!("tensor.{index}"),
@@ -264,8 +310,8 @@ fn tensors(random: &mut Random, workers: u32) -> Vec<Tensor> {
 /// # Panics
 /// When a result is wrong, two ranks differ, or somebody hangs or fails who lives.
 #[must_use]
-pub fn run_shrunk(seed: u64) -> Shrunk {
-    play(seed, Groups::Apart, false, true)
+pub fn run_shrunk(seed: u64, dying: Dying) -> Shrunk {
+    play(seed, Groups::Apart, (false, true), dying)
 }
 
 /// The same with rounds that do not wait for slow ranks, in a job that goes on without ranks that
@@ -276,50 +322,42 @@ pub fn run_shrunk(seed: u64) -> Shrunk {
 #[must_use]
 pub fn run_short(seed: u64) -> Shrunk {
     match seed % 3 {
-        0 => play(seed, Groups::Apart, true, true),
-        1 => play(seed, Groups::Apart, true, false),
-        _ => play(seed, Groups::Hosts, true, false),
+        0 => play(seed, Groups::Apart, (true, true), Dying::Ranks),
+        1 => play(seed, Groups::Apart, (true, false), Dying::Ranks),
+        _ => play(seed, Groups::Hosts, (true, false), Dying::Ranks),
     }
 }
 
-fn play(seed: u64, groups: Groups, may_be_short: bool, shrinks: bool) -> Shrunk {
+fn play(seed: u64, groups: Groups, (may_be_short, shrinks): (bool, bool), dying: Dying) -> Shrunk {
     let mut random = Random::new(seed);
     let mut shape = Shape::random(&mut random, groups);
     if shape.workers > RANKS_MAX {
         shape = Shape::random(&mut random, Groups::Apart);
     }
     shape.planning.force_distributed |= may_be_short;
+    if dying == Dying::Servers {
+        shape.servers = 2 + u32::try_from(random.index(3)).expect("few");
+    }
     let workers = shape.workers;
-    let mut tensors = tensors(&mut random, workers);
+    let mut tensors = tensors(&mut random, workers, dying);
     if may_be_short {
         tensors.iter_mut().for_each(|tensor| shorten(&mut random, workers, tensor));
     }
     let elastic =
         Elastic { shrinks: true, min_workers: 1, patience: Duration::ZERO, notice: DEADLINE };
+    let mut fate = Fate::new(&mut random, &shape, dying);
+    if !shrinks {
+        fate.ranks = 0;
+    }
     let mut cluster = Cluster::elastic(seed, shape, shrinks.then_some(elastic));
     let mut ranks: Vec<Script> = (0..workers).map(|_| script(&mut random, &tensors)).collect();
-    let mut kills = if shrinks { random.index(workers as usize) } else { 0 };
-    let mut kill_at = Duration::from_micros(random.below(20_000));
     let (mut seen, mut outcome) = (Seen::new(), Shrunk::default());
     for turn in 0.. {
         let is_late = turn >= TURNS_MAX || cluster.now() >= DEADLINE;
         assert!(!is_late, "seed {seed}: hung; {}", describe(&cluster, &ranks));
         cluster.turn();
-        if kills > 0 && cluster.now() >= kill_at {
-            let victim = random.index(workers as usize);
-            let worker = &cluster.workers[victim];
-            if worker.alive() && worker.roster.is_some() && !ranks[victim].left {
-                kills -= 1;
-                outcome.gone += 1;
-                if random.once_in(3) {
-                    ranks[victim].hidden = true;
-                    cluster.hide_worker(victim);
-                } else {
-                    cluster.kill_worker(victim);
-                }
-            }
-            kill_at += Duration::from_micros(1 + random.below(8_000));
-        }
+        fate.strike(&mut cluster, &mut ranks, (&mut random, &mut seen), &mut outcome);
+        let ends = has_ended(&cluster);
         let mut all = true;
         for (index, rank) in ranks.iter_mut().enumerate() {
             if may_be_short && random.once_in(200) {
@@ -330,7 +368,7 @@ fn play(seed: u64, groups: Groups, may_be_short: bool, shrinks: bool) -> Shrunk 
             let worker = &cluster.workers[index];
             let is_over = worker.over.is_some();
             assert!(
-                !is_over || rank.hidden || rank.left,
+                !is_over || rank.hidden || rank.left || ends,
                 "seed {seed}: rank {index} lives, and was told {:?}",
                 worker.over
             );
@@ -341,6 +379,8 @@ fn play(seed: u64, groups: Groups, may_be_short: bool, shrinks: bool) -> Shrunk 
             break;
         }
     }
+    outcome.ended = u64::from(has_ended(&cluster));
+    read_log(&cluster, &mut outcome);
     outcome.counted = cluster.short_rounds();
     outcome.late = cluster.late_contributions();
     assert!(outcome.counted > 0 || outcome.short == 0, "seed {seed}: {outcome:?}");
@@ -453,7 +493,7 @@ fn check(
     let worker = &cluster.workers[index];
     let Some(roster) = &worker.roster else { return };
     let own = Rank(roster.index);
-    let hidden = rank.hidden;
+    let (hidden, ends) = (rank.hidden, has_ended(cluster));
     rank.flights.retain_mut(|flight| {
         if !flight.handle.is_told() {
             return worker.alive();
@@ -465,12 +505,16 @@ fn check(
         let lacking = flight.handle.lacking();
         let result = match flight.handle.wait(Some(Duration::ZERO)) {
             Ok(_) => Ok((std::mem::take(&mut flight.target), lacking)),
-            Err(_) if hidden && worker.over.is_some() => return false,
+            Err(_) if (hidden || ends) && worker.over.is_some() => return false,
             Err(Error::PeerDied(died)) if *kind == Kind::Broadcast => Err(died.to_string()),
             Err(error) => panic!("{what}: {error}"),
         };
-        let known = seen.entry(at).or_insert_with(|| result.clone());
-        assert!(*known == result, "{what}: other bytes than another rank");
+        if !hidden {
+            let known = seen.entry(at).or_default();
+            let others = known.values().all(|other| *other == result);
+            assert!(others, "{what}: other bytes than another rank");
+            known.insert(index, result.clone());
+        }
         match result {
             Err(_) => outcome.lost += 1,
             Ok((bytes, lacking)) => {

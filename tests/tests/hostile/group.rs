@@ -91,6 +91,7 @@ impl Pair {
             column,
             stall_report: Duration::from_secs(3600),
             paces: false,
+            keeps: false,
             auto: AutoCompression::Measured,
         };
         let (commands, reports) = (Mpsc::new(64), Mpsc::new(64));

@@ -53,6 +53,7 @@ const ALLOWED: &[&str] = &[
     "worker/src/nic/circle",
     "worker/src/nic/coding",
     "worker/src/nic/granted",
+    "worker/src/nic/keeping",
     "worker/src/nic/sending",
     "worker/src/nic/staged",
     "worker/src/rounds/memory",

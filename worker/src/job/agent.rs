@@ -2,6 +2,7 @@
 //! of the process go in, effects come out. The control thread carries them out over sockets, the
 //! simulation in memory.
 
+mod moving;
 mod outlasting;
 
 use self::outlasting::Memory;
@@ -18,6 +19,7 @@ use bps_engine::proto::messages::{
     Assignment, Declaration, Mismatch, NodeMessage, Origin, OverReason, Party, Place, Replacement,
     Roster, RoundOf, STALLS_MAX, STALLS_SHOWN_MAX, SchedulerMessage, Superseded,
 };
+use bps_engine::proto::moving::MovingReport;
 use bps_engine::proto::paths::End;
 use bps_engine::proto::pulse::Pulse;
 use bps_engine::proto::store::Store;
@@ -93,6 +95,8 @@ pub struct Agent {
     poisoned: HashMap<String, (Error, Vec<(u32, u64)>)>,
     /// What servers have told of lost lanes, until the scheduler says what happened.
     lost: Option<Death>,
+    /// Servers that are lost, and that the job goes on without.
+    lost_servers: Vec<u32>,
     pulse: Pulse,
     memory: Memory,
     knocking: bool,
@@ -115,6 +119,7 @@ impl Agent {
             planned: HashSet::new(),
             poisoned: HashMap::new(),
             lost: None,
+            lost_servers: Vec::new(),
             pulse,
             memory,
             knocking: false,
@@ -249,6 +254,7 @@ impl Agent {
                 effects.extend(stalls.iter().map(|stall| Effect::Warn(stall.to_string())));
             }
             SchedulerMessage::Waiting { text } => effects.push(Effect::Warn(text)),
+            SchedulerMessage::Moving(order) => self.moving(order, effects),
             SchedulerMessage::Tune(order) => self.tune(order, effects),
             SchedulerMessage::Uneven(order) => {
                 self.memory.hinder("ranks have joined");
@@ -436,6 +442,12 @@ impl Agent {
     pub fn handle_report(&mut self, report: Report, effects: &mut Vec<Effect>) {
         match report {
             Report::Lost { .. } if self.over => {}
+            Report::Lost { peer: Peer::Server(server), .. }
+                if self.lost_servers.contains(&server) => {}
+            Report::Held { lost, keys } => {
+                let report = MovingReport::Held { lost, keys };
+                effects.push(Effect::Send(NodeMessage::Moving(report)));
+            }
             Report::Lost { peer, cause, round } => {
                 let death = Death::LaneLost { peer: self.origin(peer), cause, at: round };
                 self.lost.get_or_insert(death);

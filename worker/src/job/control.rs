@@ -267,10 +267,10 @@ impl Control {
 
     fn wait_for_verdict(&mut self, effects: &mut Vec<Effect>) {
         let mut agent = lock(&self.agent);
-        if agent.is_away() {
-            // Only a scheduler knows.
+        if agent.is_away() || !agent.has_lost() {
+            // Only a scheduler knows; or it was said why, and the job goes on.
             self.lost_at = None;
-        } else if agent.has_lost() {
+        } else {
             let since = *self.lost_at.get_or_insert_with(Instant::now);
             if since.elapsed() > self.verdict {
                 agent.give_up(effects);

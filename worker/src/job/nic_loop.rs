@@ -4,7 +4,7 @@
 use crate::base::error::{Closed, Error, Overdue, Source};
 use crate::base::task::Task;
 use crate::base::types::Kept;
-use crate::nic::{Nic, NicConfig, NicStatistics, Peer, Report};
+use crate::nic::{Move, Nic, NicConfig, NicStatistics, Peer, Report};
 use crate::rounds::handover::{FromGpu, GpuThread, ToGpu};
 use crate::rounds::{Done, Memory, Plan, Push, Rounds};
 use bps_engine::harness;
@@ -95,6 +95,11 @@ pub enum Command {
         /// The last rounds with the old parts, of those that get others.
         rounds: Vec<Pushes>,
     },
+    /// These servers are lost, all of this epoch: let go of their lanes, and say how far their keys
+    /// are.
+    LoseServers(Vec<u32>),
+    /// Keys of lost servers are elsewhere now.
+    Moved(Vec<Move>),
     /// Record a timeline with these from now on; recorders that are off end it.
     Trace {
         /// The loop's own.
@@ -264,7 +269,7 @@ impl NicLoop {
         progress |= self.nic.turn();
         self.settle();
         self.nic.pump_all();
-        if self.wants_to_leave && self.nic.is_all_said() {
+        if self.wants_to_leave && self.nic.is_all_said() && !self.nic.is_moving() {
             self.wants_to_leave = false;
             self.leave();
         }
@@ -367,6 +372,8 @@ impl NicLoop {
                     self.nic.record_gpu_with(gpu);
                 }
             }
+            Command::LoseServers(servers) => self.nic.lose_servers(&servers),
+            Command::Moved(moves) => self.nic.moved(&moves),
             Command::Recut { trial, plans } => self.recut(trial, plans),
             Command::Tune { trial, credit_bytes, rounds } => {
                 self.nic.tune(trial, credit_bytes);

@@ -10,7 +10,7 @@ use bps_engine::optimize::Act;
 use bps_engine::proto::store::Store;
 use bps_engine::trace::timeline::Mark;
 use bps_engine::transport::{Carried, Landing, Piece};
-use bps_engine::wire::header::FLAG_PAYLOAD_CHECKSUM;
+use bps_engine::wire::header::{FLAG_PAYLOAD_CHECKSUM, FLAG_RESULT};
 use bps_engine::wire::{Header, Kind, RawHeader, crc32c, crc32c_append};
 
 impl Nic {
@@ -65,6 +65,9 @@ impl Nic {
 
     fn on_publication(&mut self, lane: LaneId, header: Header) -> Result<(), String> {
         let (part, length) = (self.known(&header)?, header.length as usize);
+        if self.on_restored(lane, part, &header) {
+            return Ok(());
+        }
         if self.part(part).abandoned {
             self.unwanted(lane, length);
             return Ok(());
@@ -87,6 +90,7 @@ impl Nic {
         self.trace.frame(begins, &header);
         if length == 0 {
             self.trace.frame(ends, &header);
+            self.keep(part, &header, None);
             self.endpoint.land(lane, Landing::NOTHING);
             self.on_result(part, None);
         } else if let Some((target, slot)) = self.part(part).landing() {
@@ -154,6 +158,9 @@ impl Nic {
             ));
         }
         if header.kind == Kind::Contribution {
+            if header.flags & FLAG_RESULT != 0 {
+                return Err(format!("a result of {} is no contribution", header.key));
+            }
             return self.on_contribution(lane, header);
         }
         if header.length != 0 {
@@ -265,6 +272,7 @@ impl Nic {
         if let Err(message) = self.decode(lane, part, &header, target) {
             return self.refuse(lane, message);
         }
+        self.keep(part, &header, Some(target));
         if matches!(self.lane(lane).peer, Peer::Server(_)) {
             self.spared(part, header.length as usize);
         }

@@ -38,8 +38,8 @@ pub(super) struct Coded {
     is_on_gpu: bool,
     /// What is sent, or lands; empty until this loop encodes a round.
     wire: Box<[u8]>,
-    /// Bytes of the contribution, once this round's is encoded.
-    length: Option<usize>,
+    /// The last round whose contribution was encoded, and the bytes that it has.
+    length: Option<(u64, usize)>,
     /// What earlier rounds have left out; empty where nothing is kept.
     residue: Box<[f32]>,
     /// Nesterov's momentum; empty where there is none.
@@ -201,10 +201,14 @@ impl Nic {
         header: &Header,
         target: Writable,
     ) -> Writable {
-        if self.coded(lane, part).is_none() || header.form() == Form::Plain {
+        let is_plain = self.coded(lane, part).is_none() || header.form() == Form::Plain;
+        if is_plain && self.part(part).kept.is_none() {
             return target;
         }
         let length = header.length as usize;
+        if let Some(kept) = &mut self.part_mut(part).kept {
+            return kept.landing(length);
+        }
         let coded = self.part_mut(part).coded.as_mut().expect("it is encoded on this lane");
         if coded.is_on_gpu { target.part(0, length) } else { coded.payload(length) }
     }
@@ -218,8 +222,8 @@ impl Nic {
             return Some(self.contribution(part).part(0, coded.room()));
         }
         let length = match coded.length {
-            Some(length) => length,
-            None => self.encode(part, codec, header),
+            Some((round, length)) if round == header.round.0 => length,
+            _ => self.encode(part, codec, header),
         };
         let coded = self.part_mut(part).coded.as_mut()?;
         Some(coded.payload(length).readable())
@@ -242,15 +246,8 @@ impl Nic {
         }
         let coded = state.coded.as_mut().expect("what is encoded has room for it");
         let length = coded.encode(codec, values, (header, rank));
-        coded.length = Some(length);
+        coded.length = Some((header.round.0, length));
         length
-    }
-
-    /// A contribution was posted: the next is another.
-    pub(super) fn contributed(&mut self, part: PartId) {
-        if let Some(coded) = &mut self.part_mut(part).coded {
-            coded.length = None;
-        }
     }
 
     /// A payload has landed whose result is to be in `target`.
@@ -274,7 +271,10 @@ impl Nic {
             // SAFETY: these bytes have just landed in the slot, which is in the host's memory, as
             // that of every part with a `Coded` is; nobody writes there before the GPU is told.
             true => unsafe { landed.part(0, header.length as usize).bytes() },
-            false => &coded.wire[..header.length as usize],
+            false => match &state.kept {
+                Some(kept) => kept.landed(header.length as usize),
+                None => &coded.wire[..header.length as usize],
+            },
         };
         codec.check(elements, payload).map_err(|why| {
             format!("a publication of `{}` ({}): {why}", state.plan.name, header.key)

@@ -3,7 +3,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::{LaneId, Nic, PartId, Phase, Receiving, Report, Stage};
+use super::{LaneId, Nic, PartId, Peer, Phase, Receiving, Report, Stage};
 use crate::base::error::RoundSeen;
 use bps_engine::proto::messages::RoundOf;
 use bps_engine::transport::Cause;
@@ -101,17 +101,25 @@ impl Nic {
 
     pub(super) fn on_closed(&mut self, lane: LaneId, cause: Cause) {
         let round = self.where_it_stands();
+        let is_lost = self.is_lost(lane);
         let state = self.lane_mut(lane);
         state.open = false;
-        state.receiving = Receiving::Closing;
+        let receiving = std::mem::replace(&mut state.receiving, Receiving::Closing);
         let (peer, goodbye) = (state.peer, state.goodbye);
         // Who has left in good order has all that it needs, and no transport has our memory now.
         let has_left = goodbye && self.phase != Phase::Over;
         let unsent = if has_left { self.lane(lane).posted.clone() } else { VecDeque::new() };
         self.forget_pieces(lane);
         unsent.into_iter().for_each(|part| self.frame_sent(lane, part));
-        if self.phase == Phase::Running && !goodbye {
+        if self.phase == Phase::Running && !goodbye && !is_lost {
             self.report(Report::Lost { peer, cause, round });
+        }
+        if self.phase == Phase::Running && self.config.keeps && matches!(peer, Peer::Server(_)) {
+            let landing = match receiving {
+                Receiving::Landing { part, .. } => Some(part),
+                _ => None,
+            };
+            self.take_back(lane, landing);
         }
     }
 

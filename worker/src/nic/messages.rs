@@ -7,6 +7,7 @@ use crate::base::error::{Disagreement, RoundSeen, Source};
 use bps_engine::base::{Epoch, Key, Rank};
 use bps_engine::config::AutoCompression;
 use bps_engine::proto::messages::StalledKey;
+use bps_engine::proto::moving::HeldKey;
 use bps_engine::proto::paths::AwaitedKey;
 use bps_engine::proto::tuning::TuneReport;
 use bps_engine::trace::counters::{Counter, Counters};
@@ -59,6 +60,13 @@ pub enum Report {
         /// The oldest first, at most [`PATH_KEYS_MAX`](bps_engine::proto::paths::PATH_KEYS_MAX).
         keys: Vec<AwaitedKey>,
     },
+    /// How far this rank is with the keys of servers that are lost, whose lanes are closed.
+    Held {
+        /// How many servers are.
+        lost: u32,
+        /// Those of their keys that are nowhere.
+        keys: Vec<HeldKey>,
+    },
     /// How fast steps are, or which rounds are held, in a job that tunes itself.
     Tune(TuneReport),
     /// Rounds of parts that this rank owns in its group, that have waited too long for others of
@@ -95,6 +103,8 @@ pub struct NicConfig {
     pub stall_report: Duration,
     /// Whether this rank tells how fast steps are, for a job that tunes itself.
     pub paces: bool,
+    /// Whether others may go on for a server that is lost, for which parts keep their results.
+    pub keeps: bool,
     /// How far parts are encoded that need not be.
     pub auto: AutoCompression,
 }

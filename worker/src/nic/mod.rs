@@ -10,6 +10,7 @@ mod circle;
 mod coding;
 mod ending;
 mod granted;
+mod keeping;
 mod messages;
 mod pace;
 mod sending;
@@ -17,12 +18,14 @@ mod slots;
 mod staged;
 mod watch;
 
+pub use keeping::Move;
 pub use messages::{NicConfig, NicStatistics, Peer, Report};
 
 use self::choosing::Costs;
 use self::circle::Circle;
 use self::coding::{Coded, Values};
 use self::granted::Granted;
+use self::keeping::Kept;
 use self::pace::Pace;
 use self::slots::{Gpu, Landings};
 use self::staged::Staged;
@@ -79,6 +82,8 @@ struct Part {
     result: Option<Slot>,
     /// If it is encoded on its way to a server and back.
     coded: Option<Box<Coded>>,
+    /// What it keeps in case that its server is lost, if others would go on for that.
+    kept: Option<Box<Kept>>,
     /// When it was pushed.
     since: Duration,
     /// When its contribution was sent to a server.
@@ -245,6 +250,12 @@ pub struct Nic {
     values: Values,
     /// What it costs to send and to encode, where some part leaves that choice.
     costs: Option<Box<Costs>>,
+    /// Servers that are lost, and whose keys move to others.
+    lost_servers: Vec<u32>,
+    /// Some of these keys are nowhere.
+    is_moving: bool,
+    /// Parts of which something is to be said so that a result can be restored.
+    restores: VecDeque<PartId>,
     reports: Mpsc<Report>,
     report_waker: Waker,
     statistics: Arc<NicStatistics>,
@@ -310,6 +321,9 @@ impl Nic {
             granted: Granted::default(),
             values: Values::default(),
             costs: None,
+            lost_servers: Vec::new(),
+            is_moving: false,
+            restores: VecDeque::new(),
             config,
             reports,
             report_waker,
@@ -435,8 +449,10 @@ impl Nic {
                 let choice = self.first_choice(encoding, plan.dtype, elements, plan.core);
                 Box::new(Coded::new(encoding, elements, choice))
             });
+            let kept = self.kept_for(&plan);
             self.parts.push(Part {
                 plan,
+                kept,
                 coded,
                 peers: peers.clone(),
                 round: 0,

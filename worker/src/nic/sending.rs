@@ -18,6 +18,9 @@ pub(super) const QUIET: u64 = u64::MAX;
 impl Nic {
     /// A part goes to its server once credit and priority let it.
     pub(super) fn send_to_server(&mut self, part: PartId) {
+        if self.is_held_back(part) {
+            return;
+        }
         self.choose(part);
         let state = self.part(part);
         assert!(state.plan.core.is_some(), "a part that is summed elsewhere has a core");
@@ -30,6 +33,7 @@ impl Nic {
             return;
         }
         self.grant_next();
+        self.post_restores();
         self.pump();
         for position in 0..self.group.lanes.len() {
             self.flush(self.group.lanes[position]);
@@ -81,7 +85,6 @@ impl Nic {
             self.sending_begins(lane);
             self.queue.take();
             self.lane_mut(lane).posted.push_back(part);
-            self.contributed(part);
             let now = self.now;
             let state = self.part_mut(part);
             (state.stage, state.asked) = (Stage::Asked, now);
@@ -221,7 +224,7 @@ impl Nic {
     }
 
     pub(super) fn on_sent(&mut self, lane: LaneId, token: u64) {
-        if token != QUIET {
+        if token != QUIET && !self.given_back(token) {
             let part = PartId(u32::try_from(token).expect("tokens are numbers of parts"));
             self.frame_sent(lane, part);
         }

@@ -270,7 +270,7 @@ impl Scheduler {
         let mut servers = job.job.servers;
         let before = servers.len();
         servers.retain(|(node, _)| self.peers.contains_key(node));
-        self.history.deaths += (before - servers.len()) as u64;
+        self.history.deaths += (before - servers.len() - job.moving.lost()) as u64;
         for (server, _) in &servers {
             if !job.tracing.is_empty() {
                 self.send(*server, SchedulerMessage::Timeline { timeline: None });

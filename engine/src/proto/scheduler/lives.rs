@@ -171,7 +171,7 @@ impl Scheduler {
 
     /// Ends the job, or the epoch where the job survives that, or nothing where the epoch does.
     pub(super) fn end(&mut self, reason: OverReason, culprit: Option<NodeId>) {
-        if self.shrink(&reason, culprit) {
+        if self.shrink(&reason, culprit) || self.move_keys(&reason, culprit) {
             return;
         }
         if let Some(reason) = self.regroup(reason, culprit) {
@@ -237,6 +237,7 @@ impl Scheduler {
         self.timeline(rank, None);
         self.left_uneven(rank);
         self.apply_if_held(now);
+        self.leave_moves(rank);
         let Phase::Running(running) = &mut self.phase else { return };
         if running.left.len() < running.job.workers.len() {
             return self.check_stalls(now);
@@ -262,8 +263,9 @@ impl Scheduler {
         if running.tracing.is_empty() == before {
             return;
         }
-        let servers: Vec<NodeId> = running.job.servers.iter().map(|(node, _)| *node).collect();
-        for node in servers {
+        let servers = running.job.servers.iter().map(|(node, _)| *node);
+        let there: Vec<NodeId> = servers.filter(|node| self.peers.contains_key(node)).collect();
+        for node in there {
             self.send(node, SchedulerMessage::Timeline { timeline: timeline.clone() });
         }
     }

@@ -65,6 +65,16 @@ impl Paths {
         self.stalls.retain(|one| one.rank != rank);
     }
 
+    /// A server is lost, and its lanes with it: what was waited for comes from another.
+    pub(super) fn lose_server(&mut self, server: u32, node: NodeId) {
+        self.losses.retain(|one| one.from != node && one.to != node);
+        for (keys, _) in self.awaited.values_mut() {
+            keys.retain(|key| key.server != server);
+        }
+        self.suspects.retain(|one| one.server != server);
+        self.stalls.retain(|one| one.server != server);
+    }
+
     /// Whether bytes are known to be late.
     pub(super) fn is_stalled(&self) -> bool {
         !self.suspects.is_empty()
@@ -195,7 +205,11 @@ impl Scheduler {
         let Some(&(to, _)) = peer.filter(|(to, _)| *to != from) else {
             return self.broke_protocol(from, "a lane to a node that is not there");
         };
-        if matches!(to_end, End::Rank(rank) if running.gone.contains(&rank)) {
+        let is_told = match to_end {
+            End::Rank(rank) => running.gone.contains(&rank),
+            End::Server(index) => running.moving.is_lost(index),
+        };
+        if is_told {
             // Its death was told, and explains it.
             return;
         }
@@ -243,7 +257,11 @@ impl Scheduler {
         running.paths.find_stalls(&running.registry, report_ms, now);
         let stalls = running.paths.stalls.clone();
         let is_news = running.paths.is_news(now);
-        let server = |index: u32| running.job.servers.get(index as usize).map(|(node, _)| *node);
+        let is_there = |index: u32| !running.moving.is_lost(index);
+        let server = |index: u32| {
+            let found = running.job.servers.get(index as usize).filter(|_| is_there(index));
+            found.map(|(node, _)| *node)
+        };
         let questions: Vec<(NodeId, Vec<Key>)> = questions
             .into_iter()
             .filter_map(|(index, keys)| Some((server(index)?, keys)))

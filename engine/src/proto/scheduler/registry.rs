@@ -7,10 +7,13 @@
 //! does not know yet, and a server may forget the keys of a tensor that no rank pushes any more.
 
 mod losing;
+mod moving;
 mod recall;
 mod recut;
 mod steps;
 
+use self::moving::Moving;
+pub(super) use self::moving::Reached;
 pub(super) use self::recall::Recalled;
 use self::recut::{Cut, Recutting};
 use self::steps::Step;
@@ -55,6 +58,7 @@ pub(super) struct Registry {
     waiting: BTreeMap<u64, Waiting>,
     /// Ranks that died.
     gone: Vec<Rank>,
+    moving: Moving,
     next: u64,
 }
 
@@ -163,6 +167,7 @@ impl Registry {
             batches: BTreeMap::new(),
             waiting: BTreeMap::new(),
             gone: Vec::new(),
+            moving: Moving::default(),
             next,
         }
     }
@@ -227,7 +232,9 @@ impl Registry {
 
     /// The server that has not answered an install for the longest time, and since when.
     pub(super) fn oldest_install(&self) -> Option<(u32, Duration)> {
-        let batch = self.batches.values().min_by_key(|batch| batch.since)?;
+        let is_installs = |request: &u64| self.moving.batch != Some(*request);
+        let installs = self.batches.iter().filter(|(request, _)| is_installs(request));
+        let (_, batch) = installs.min_by_key(|(_, batch)| batch.since)?;
         Some((*batch.servers.first()?, batch.since))
     }
 
@@ -477,7 +484,9 @@ impl Registry {
         for tensor in &new {
             let tensor = &self.tensors[*tensor as usize];
             let rounds = tensor.rounds.saturating_sub(tensor.base());
-            specify(&tensor.said, &tensor.parts, rounds, &mut by_server);
+            // What moves between servers is there when the others are told.
+            let parts = tensor.parts.iter().filter(|part| !self.is_homeless(part.key));
+            specify(&tensor.said, parts, rounds, &mut by_server);
         }
         if by_server.is_empty() {
             return;
@@ -496,8 +505,8 @@ impl Registry {
 
     /// Answers a declare, or lets it wait for the installs of its tensors.
     fn answer(&mut self, rank: Rank, request: u64, tensors: Vec<u32>, replies: &mut Vec<Reply>) {
-        let batches: BTreeSet<u64> =
-            tensors.iter().filter_map(|tensor| self.tensors[*tensor as usize].batch).collect();
+        let open = tensors.iter().filter_map(|tensor| self.tensors[*tensor as usize].batch);
+        let batches: BTreeSet<u64> = open.chain(self.moving.batch).collect();
         if batches.is_empty() {
             replies.push(self.declared(rank, request, &tensors));
             return;
@@ -534,9 +543,9 @@ impl Registry {
 }
 
 /// The keys of parts, as servers must know them that have had so many rounds.
-fn specify(
+fn specify<'parts>(
     said: &Declaration,
-    parts: &[Part],
+    parts: impl IntoIterator<Item = &'parts Part>,
     rounds: u64,
     by_server: &mut BTreeMap<u32, Vec<KeySpec>>,
 ) {

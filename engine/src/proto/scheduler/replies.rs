@@ -72,6 +72,7 @@ pub(super) fn kind(message: &NodeMessage) -> &'static str {
         NodeMessage::Clock { .. } => "a question for the clock, which its program answers",
         NodeMessage::Uneven(_) => OUT_OF_TURN,
         NodeMessage::Tune(_) => tuner::OUT_OF_TURN,
+        NodeMessage::Moving(_) => "a report on keys out of turn",
         NodeMessage::Timeline { .. } => "a timeline that is not its to start",
         NodeMessage::Failed { .. } => "a failure",
         NodeMessage::Leave { .. } => "a good-bye",

@@ -73,6 +73,11 @@ impl Scheduler {
             self.put(Output::Log(format!("the epoch can't go on without {rank}: {needed}")));
             return false;
         }
+        if running.moving.needs(rank) {
+            let why = "it alone has results that others lack, of a server that is lost";
+            self.put(Output::Log(format!("the epoch can't go on without {rank}: {why}")));
+            return false;
+        }
         if let Some(node) = culprit {
             self.expel(node, reason);
         }
@@ -105,6 +110,7 @@ impl Scheduler {
         self.timeline(rank, None);
         self.left_uneven(rank);
         self.apply_if_held(now);
+        self.lose_holder(rank);
         self.check_stalls(now);
     }
 }

@@ -105,7 +105,7 @@ impl Scheduler {
             view.formed = true;
             view.tuning = running.tuner.as_ref().map(Tuner::view);
             view.ranks = running.job.size() - word(running.gone.len());
-            view.servers = word(running.job.servers.len());
+            view.servers = running.servers_left();
             let mut waits = running.stalls.waits(
                 &running.registry,
                 &running.barriers,

@@ -271,6 +271,11 @@ impl Stalls {
         self.reports.retain(|_, report| !report.keys.is_empty());
     }
 
+    /// A server is lost: what it has said of its keys is over.
+    pub(super) fn lose_server(&mut self, server: u32) {
+        self.reports.remove(&Reporter::Server(server));
+    }
+
     /// The latest report of somebody. It replaces the one before.
     pub(super) fn report(
         &mut self,

@@ -27,6 +27,19 @@ impl Cluster {
         self.mail(Letter::Gone(node));
     }
 
+    /// A server's process dies.
+    pub fn kill_server(&mut self, index: usize) {
+        self.servers[index].shards.clear();
+        let node = self.servers[index].node;
+        self.mail(Letter::Gone(node));
+    }
+
+    /// The scheduler loses sight of a server that lives.
+    pub fn hide_server(&mut self, index: usize) {
+        let node = self.servers[index].node;
+        self.mail(Letter::Gone(node));
+    }
+
     /// The GPU of a rank fails, some time from now.
     pub fn fail_gpu(&mut self, index: usize) {
         self.workers[index].gpu.iter().for_each(SimGpu::fail);
@@ -96,7 +109,9 @@ impl Cluster {
     pub(super) fn look_for_lost(&mut self, index: usize, now: Duration) {
         let worker = &mut self.workers[index];
         let Some(agent) = &mut worker.agent else { return };
-        if worker.alive && agent.has_lost() {
+        if !agent.has_lost() {
+            worker.lost_at = None;
+        } else if worker.alive {
             let since = *worker.lost_at.get_or_insert(now);
             if now - since > VERDICT {
                 let mut effects = Vec::new();

@@ -4,6 +4,7 @@ mod elastic;
 mod forming;
 mod leaving;
 mod living;
+mod moving;
 mod naming;
 mod paths;
 mod random;

@@ -85,6 +85,10 @@ fn too_few_ranks_and_a_server_end_the_epoch() {
     assert!(matches!(reason, OverReason::TooFew { .. }), "{reason:?}");
     let mut bench = formed(3, 2, shrinks(1));
     bench.close(2);
+    // What the server keeps between rounds is lost with it.
+    let store = Some(Store::Deltas(Deltas { root: Rank(0), staleness: None }));
+    bench.declare(0, 1, &[Declaration { operation: Operation::Sum, store, ..tensor("kept", 10) }]);
+    bench.heard(100);
     bench.close(101);
     for node in [0, 1] {
         assert_eq!(bench.reforming(node).1, Epoch(2));

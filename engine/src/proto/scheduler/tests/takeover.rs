@@ -4,6 +4,7 @@ mod moments;
 
 use super::elastic::worker;
 use super::*;
+use crate::proto::moving::{MovingOrder, MovingReport};
 use crate::proto::resume::{self, KnownTensor, Resume};
 
 const PATIENCE: u64 = 4_000;
@@ -28,6 +29,8 @@ struct Member {
     open: BTreeMap<u64, Option<Declaration>>,
     passed: u64,
     next: u64,
+    /// Servers that it knows to be lost, and whose keys have moved.
+    lost: u32,
     lives: bool,
     /// It was told that its job is over, or that it goes on without it.
     told: Option<OverReason>,
@@ -48,6 +51,7 @@ impl Member {
             open: BTreeMap::new(),
             passed: 0,
             next: 0,
+            lost: 0,
             lives: true,
             told: None,
         }
@@ -68,7 +72,7 @@ impl Member {
             barriers: self.passed,
             tensors: self.known.len() as u64,
             keys_end: self.keys.keys().next_back().map_or(0, |key| key.0 + 1),
-            obstacle: None,
+            obstacle: (self.lost > 0).then(|| "servers were lost".to_owned()),
         };
         resume::messages(resume, self.known.values().cloned())
     }
@@ -187,7 +191,9 @@ impl Job {
                 let assignment = tensors[0].clone();
                 let known = KnownTensor { said, assignment };
                 let before = member.known.insert(known.assignment.tensor, known.clone());
-                assert!(before.is_none_or(|before| before == known), "a tensor means two things");
+                // Its parts may be elsewhere once servers were lost.
+                let is_same = |before: KnownTensor| member.lost > 0 || before == known;
+                assert!(before.is_none_or(is_same), "a tensor means two things");
                 self.answers += 1;
             }
             SchedulerMessage::BarrierDone { request } => {
@@ -206,6 +212,20 @@ impl Job {
                 let node = member.node;
                 self.bench.say(node, NodeMessage::ResetDone { epoch });
             }
+            SchedulerMessage::Moving(MovingOrder::Lost { servers, .. }) => {
+                member.lost = word(servers.len());
+                if member.is_worker() {
+                    let (node, lost) = (member.node, member.lost);
+                    let report = MovingReport::Held { lost, keys: Vec::new() };
+                    self.bench.say(node, NodeMessage::Moving(report));
+                }
+            }
+            SchedulerMessage::Moving(MovingOrder::Adopt { request, keys }) => {
+                member.keys.extend(keys.into_iter().map(|one| (one.spec.key, one.spec)));
+                let node = member.node;
+                self.bench.say(node, NodeMessage::Installed { request });
+            }
+            SchedulerMessage::Moving(MovingOrder::Moved { .. }) => {}
             SchedulerMessage::Shrunk(shrunk) => member.gone = shrunk.gone,
             SchedulerMessage::Over { reason } => member.told = Some(reason),
             SchedulerMessage::Waiting { .. }

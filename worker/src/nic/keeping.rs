@@ -1,0 +1,340 @@
+//! What parts keep where their server may be lost and others go on for it: the last result, in
+//! memory of its own, from where it is copied to the tensor once it is whole. So the contribution
+//! is in the tensor until the result is there, and can be made once more; and a result that a
+//! server has given only some ranks can be given to the others by these.
+//!
+//! Invariant: memory for a result is overwritten only by a result of the next round, which is
+//! published only when all ranks have had the last one.
+
+use super::sending::QUIET;
+use super::{LaneId, Nic, PartId, Peer, Phase, Report, Stage};
+use crate::base::error::Source;
+use crate::rounds::PartPlan;
+use bps_engine::base::{Key, Round};
+use bps_engine::mem::{Readable, Writable};
+use bps_engine::proto::moving::HeldKey;
+use bps_engine::transport::{Frame, Full, Landing};
+use bps_engine::wire::header::{FLAG_PAYLOAD_CHECKSUM, FLAG_RESULT};
+use bps_engine::wire::{Header, Kind, crc32c};
+
+/// What is added to the number of a part for the token of a frame that gives its result back.
+const GIVEN_BACK: u64 = 1 << 32;
+
+/// The last result of a part.
+pub(super) struct Kept {
+    bytes: Box<[u8]>,
+    /// Rounds whose results this rank has had.
+    rounds: u64,
+    /// Header of the last of them, while its bytes are here.
+    result: Option<Header>,
+    /// While this rank gives it to a server, or asks one for it.
+    restoring: Option<Restoring>,
+}
+
+#[derive(Clone, Copy)]
+struct Restoring {
+    round: u64,
+    /// The server has what it needs of this rank.
+    is_answered: bool,
+    /// A transport has the bytes.
+    is_posted: bool,
+}
+
+/// Keys that move, as a worker's lanes need it.
+#[derive(Clone, Copy, Debug)]
+pub struct Move {
+    /// The part.
+    pub key: Key,
+    /// The lane to its core from now on.
+    pub lane: LaneId,
+    /// Rounds whose results all ranks have had.
+    pub rounds: u64,
+    /// Some ranks have had the result of the next, and the others are to get it.
+    pub restores: bool,
+}
+
+/// The scheduler and this rank do not agree how far a part is.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "{key} of `{tensor}` has moved to another server, at round {round} there, and this rank has \
+     had the results of {rounds} rounds: that is a bug, please report it with the logs of all \
+     processes"
+)]
+struct Astray {
+    key: Key,
+    tensor: String,
+    round: u64,
+    rounds: u64,
+}
+
+impl Kept {
+    /// For results of so many bytes.
+    pub(super) fn new(bytes: usize) -> Kept {
+        Kept { bytes: vec![0; bytes].into(), rounds: 0, result: None, restoring: None }
+    }
+
+    /// Where a result of so many bytes lands.
+    pub(super) fn landing(&mut self, length: usize) -> Writable {
+        self.result = None;
+        let bytes = &mut self.bytes[..length];
+        // SAFETY: the part's own bytes, which stay where they are until the endpoint is gone, which
+        // is dropped before the parts. One result lands at a time, and none while a frame has the
+        // last one: a part contributes to no round before that was sent.
+        unsafe { Writable::new(bytes.as_mut_ptr(), bytes.len()) }
+    }
+
+    /// What has landed, of so many bytes.
+    pub(super) fn landed(&self, length: usize) -> &[u8] {
+        &self.bytes[..length]
+    }
+
+    /// Whether the part can't contribute to a round yet.
+    pub(super) fn is_restoring(&self) -> bool {
+        self.restoring.is_some()
+    }
+}
+
+impl Nic {
+    /// What a part with this plan keeps, if anything: it goes to a server by itself, from memory of
+    /// the host, and servers keep nothing of it between its rounds.
+    pub(super) fn kept_for(&self, plan: &PartPlan) -> Option<Box<Kept>> {
+        let is_sum = plan.core.is_some() && plan.owner.is_none() && plan.store.is_none();
+        let is_stateless = plan.encoding.is_none_or(|how| !how.auto && !how.feedback);
+        if !self.config.keeps || !is_sum || !is_stateless || plan.device {
+            return None;
+        }
+        let elements = plan.bytes / plan.dtype.size();
+        let room = plan.encoding.map_or(plan.bytes, |encoding| encoding.room(elements));
+        Some(Box::new(Kept::new(room)))
+    }
+
+    /// A result is whole, and where it is to be unless it is kept: then it is copied there.
+    pub(super) fn keep(&mut self, part: PartId, header: &Header, target: Option<Writable>) {
+        let is_root = self.part(part).is_root(&self.config);
+        let state = &mut self.parts[part.0 as usize];
+        let Some(kept) = &mut state.kept else { return };
+        let mut header = *header;
+        match (target, state.memory) {
+            (Some(target), _) if state.coded.is_none() => {
+                let landed = &kept.bytes[..header.length as usize];
+                assert!(target.len() == landed.len(), "a result is as long as its part");
+                // SAFETY: the tensor's part, of so many bytes, which nobody else has while its
+                // round is open; and what was sent of it has arrived, since its result is here.
+                unsafe { target.as_ptr().copy_from(landed.as_ptr(), landed.len()) };
+            }
+            (None, Some(memory)) if is_root => {
+                // SAFETY: the root's own bytes, which it has broadcast and nobody writes.
+                let given = unsafe { memory.source().bytes() };
+                kept.bytes.copy_from_slice(given);
+                header.length = u32::try_from(given.len()).expect("parts are below 4 GiB");
+            }
+            _ => {}
+        }
+        (kept.rounds, kept.result) = (header.round.0, Some(header));
+    }
+
+    /// Whether what is pushed of a part waits for news of its server.
+    pub(super) fn is_held_back(&self, part: PartId) -> bool {
+        let state = self.part(part);
+        let has_lane = state.plan.core.is_none_or(|core| self.lane(core).open);
+        state.kept.as_ref().is_some_and(|kept| kept.is_restoring() || !has_lane)
+    }
+
+    /// A lane to a server has closed while others may go on for that: nothing is under way on it.
+    pub(super) fn take_back(&mut self, lane: LaneId, landing: Option<PartId>) {
+        for part in self.lane(lane).posted.clone() {
+            self.frame_sent(lane, part);
+        }
+        if let Some(part) = landing.filter(|part| self.part(*part).abandoned) {
+            self.close_one(part);
+        }
+        let parts = &self.parts;
+        self.queue.remove(|part| parts[part.0 as usize].plan.core == Some(lane));
+        for part in &mut self.parts {
+            let Some(kept) = part.kept.as_mut().filter(|_| part.plan.core == Some(lane)) else {
+                continue;
+            };
+            kept.restoring = None;
+            if part.stage != Stage::Idle {
+                part.stage = Stage::Pushed;
+            }
+        }
+        self.tell_held();
+    }
+
+    /// These servers are lost: lets go of their lanes, and says how far it is with their keys.
+    pub(crate) fn lose_servers(&mut self, servers: &[u32]) {
+        self.lost_servers = servers.to_vec();
+        self.is_moving = true;
+        for lane in (0..).map(LaneId).take(self.lanes.len()) {
+            if self.is_lost(lane) && self.lane(lane).open {
+                self.close_lane(lane);
+            }
+        }
+        self.tell_held();
+    }
+
+    /// Whether a lane leads to a server that is lost.
+    pub(super) fn is_lost(&self, lane: LaneId) -> bool {
+        let peer = self.lane(lane).peer;
+        matches!(peer, Peer::Server(server) if self.lost_servers.contains(&server))
+    }
+
+    /// Says how far it is with the keys of lost servers, once all lanes to these are closed.
+    fn tell_held(&mut self) {
+        let lanes = (0..).map(LaneId).take(self.lanes.len());
+        let is_open = lanes.clone().any(|lane| self.is_lost(lane) && self.lane(lane).open);
+        if !self.is_moving || is_open || self.phase != Phase::Running {
+            return;
+        }
+        let is_lost: Vec<bool> = lanes.map(|lane| self.is_lost(lane)).collect();
+        let is_lost = |lane: LaneId| is_lost[lane.0 as usize];
+        let mut keys = Vec::new();
+        for part in &mut self.parts {
+            let Some(kept) = &mut part.kept else { continue };
+            if part.plan.core.is_some_and(is_lost) {
+                kept.restoring = None;
+                let (key, rounds, holds) = (part.plan.key, kept.rounds, kept.result.is_some());
+                keys.push(HeldKey { key, rounds, holds });
+            }
+        }
+        let parts = &self.parts;
+        self.restores.retain(|part| !parts[part.0 as usize].plan.core.is_some_and(is_lost));
+        let lost = u32::try_from(self.lost_servers.len()).expect("servers are counted in u32");
+        self.report(Report::Held { lost, keys });
+    }
+
+    /// Keys of lost servers are elsewhere now.
+    pub(crate) fn moved(&mut self, moves: &[Move]) {
+        self.is_moving = false;
+        if self.phase == Phase::Over {
+            return;
+        }
+        for one in moves {
+            let Some(&part) = self.keys.get(&one.key) else { continue };
+            let state = &mut self.parts[part.0 as usize];
+            let open = (state.open > 0 && !state.abandoned).then_some(state.round);
+            let stage = state.stage;
+            let Some(kept) = &mut state.kept else { continue };
+            let (round, rounds) = (one.rounds + 1, kept.rounds);
+            let fits = rounds == one.rounds || one.restores && rounds == round;
+            if !fits {
+                let tensor = state.plan.name.to_string();
+                let error = Astray { key: one.key, tensor, round, rounds };
+                return self.report(Report::Failed { source: Source::new(error) });
+            }
+            state.plan.core = Some(one.lane);
+            if one.restores {
+                kept.restoring = Some(Restoring { round, is_answered: false, is_posted: false });
+                self.restores.push_back(part);
+            } else if open.is_some() && stage == Stage::Pushed {
+                self.send_to_server(part);
+            }
+        }
+    }
+
+    /// Whether servers still need something of this rank, or it may have to give it.
+    pub(crate) fn is_moving(&self) -> bool {
+        self.is_moving
+            || self.parts.iter().flat_map(|part| &part.kept).any(|kept| kept.is_restoring())
+    }
+
+    /// Posts what is to be said of results that are restored, as far as transports take it.
+    pub(super) fn post_restores(&mut self) {
+        for _ in 0..self.restores.len() {
+            let Some(part) = self.restores.pop_front() else { return };
+            if self.post_restore(part).is_err() {
+                self.restores.push_back(part);
+            }
+        }
+    }
+
+    fn post_restore(&mut self, part: PartId) -> Result<(), Full> {
+        let state = self.part(part);
+        let (Some(lane), Some(kept)) = (state.plan.core, &state.kept) else { return Ok(()) };
+        let Some(restoring) = kept.restoring else { return Ok(()) };
+        if !self.lane(lane).open {
+            return Err(Full);
+        }
+        let mut header = self.header(Kind::Contribution, state.plan.dtype);
+        (header.key, header.round) = (state.plan.key, Round(restoring.round));
+        let has_result = kept.rounds == restoring.round;
+        let mut payload = Readable::EMPTY;
+        if let Some(result) = kept.result.filter(|_| has_result) {
+            header.flags = FLAG_RESULT | result.form().flag();
+            (header.contributors, header.missing) = (result.contributors, result.missing);
+            let bytes = &kept.bytes[..result.length as usize];
+            // SAFETY: the part's own bytes, which nobody writes before the frame was sent: see
+            // `Kept::landing`.
+            payload = unsafe { Readable::of(bytes) };
+            header.length = result.length;
+            if self.lane(lane).checks && !bytes.is_empty() {
+                header.flags |= FLAG_PAYLOAD_CHECKSUM;
+                header.payload_checksum = crc32c(bytes);
+            }
+        } else {
+            header.flags = self.form(part).flag();
+            header.contributors = self.group_size(&state.plan);
+        }
+        let is_posted = header.length > 0;
+        let token = if is_posted { GIVEN_BACK + u64::from(part.0) } else { QUIET };
+        self.endpoint.post(lane, &Frame::new(header.encode(), payload, token))?;
+        self.statistics.posted(header.length as usize);
+        let now = self.now;
+        let state = self.part_mut(part);
+        let Some(kept) = &mut state.kept else { return Ok(()) };
+        if has_result {
+            kept.restoring = Some(Restoring { is_posted, ..restoring });
+        } else {
+            // The answer is a result as any other.
+            kept.restoring = None;
+            if state.stage == Stage::Pushed {
+                (state.stage, state.asked) = (Stage::Asked, now);
+            }
+        }
+        Ok(())
+    }
+
+    /// A transport is done with a frame with this token, if it gave a result back.
+    pub(super) fn given_back(&mut self, token: u64) -> bool {
+        let part = token.checked_sub(GIVEN_BACK).and_then(|part| u32::try_from(part).ok());
+        let Some(part) = part.map(PartId) else { return false };
+        if let Some(kept) = &mut self.part_mut(part).kept
+            && let Some(restoring) = &mut kept.restoring
+        {
+            restoring.is_posted = false;
+            self.end_restoring(part);
+        }
+        true
+    }
+
+    /// Takes the answer to a result that was given back, if this is one.
+    pub(super) fn on_restored(&mut self, lane: LaneId, part: PartId, header: &Header) -> bool {
+        let state = self.part_mut(part);
+        let Some(kept) = &mut state.kept else { return false };
+        let Some(restoring) = kept.restoring.as_mut().filter(|one| one.round == header.round.0)
+        else {
+            return false;
+        };
+        if state.plan.core != Some(lane) || header.length != 0 {
+            return false;
+        }
+        restoring.is_answered = true;
+        self.endpoint.land(lane, Landing::NOTHING);
+        self.end_restoring(part);
+        true
+    }
+
+    /// Goes on with a part whose result was given back, once nobody needs it any more.
+    fn end_restoring(&mut self, part: PartId) {
+        let state = self.part_mut(part);
+        let Some(kept) = &mut state.kept else { return };
+        if !kept.restoring.is_some_and(|one| one.is_answered && !one.is_posted) {
+            return;
+        }
+        kept.restoring = None;
+        if state.stage == Stage::Pushed && state.open > 0 && !state.abandoned {
+            self.send_to_server(part);
+        }
+    }
+}
