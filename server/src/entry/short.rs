@@ -5,8 +5,8 @@
 //! How long the little is: `m + 3 · 1.4826 · d`, but from `t / 64` to `t / 16`, where `m` is the
 //! median of how late the last few late contributions were, `d` their median absolute deviation
 //! from it (Leys et al. 2013, "Detecting outliers"), and `t` the median of the last few times from
-//! one round to the next. A rank that stays behind makes up for the wait in each round, since itself
-//! it never waits. That rounds are closed without the slowest is Chen et al. 2016, "Revisiting
+//! one round to the next. A rank that stays behind makes up for the wait in each round, since it
+//! never waits itself. That rounds are closed without the slowest is Chen et al. 2016, "Revisiting
 //! distributed synchronous SGD".
 //!
 //! Knows no clock: who calls says what time it is. Where results are kept is for

@@ -351,7 +351,8 @@ fn asynchronous_training_goes_through_servers() {
 
 #[test]
 fn backup_workers_need_servers_and_somebody_to_wait_for() {
-    let host: &[(&str, &str)] = &[("DMLC_NUM_WORKER", "1"), ("BYTEPS_LOCAL_SIZE", "3")];
+    let host: &[(&str, &str)] =
+        &[("DMLC_NUM_WORKER", "1"), ("DMLC_WORKER_ID", "0"), ("BYTEPS_LOCAL_SIZE", "3")];
     let set: &[(&str, &str)] = &[("BPS_BACKUP_WORKERS", "2"), ("BPS_BACKUP_BEHIND", "7")];
     let config = run(Program::Worker, &[], &[WORKER, host, set]).config;
     assert_eq!((config.backup_workers, config.backup_behind), (2, 7));

@@ -177,8 +177,8 @@ impl Rail {
         let before = std::mem::offset_of!(ffi::ContextTail, context);
         let tail = self.context.as_ptr().cast::<u8>().wrapping_sub(before);
         let tail = tail.cast::<ffi::ContextTail>();
-        // SAFETY: a provider of this kind has its context at the end of a larger struct, whose size,
-        // together with the context, stands right in front of it.
+        // SAFETY: a provider of this kind has its context at the end of a larger struct, whose
+        // size, together with the context, stands right in front of it.
         let size = unsafe { (&raw const (*tail).sz).read() };
         if size < size_of::<ffi::ContextTail>() {
             return no("its driver does not tell what it can do");
