@@ -78,6 +78,10 @@ impl fmt::Display for OverReason {
             OverReason::Reforming { reason, epoch } => {
                 write!(f, "{reason}; epoch {} forms from whoever is left", epoch.0)
             }
+            // Nobody has died: ranks have left in good order.
+            OverReason::TooFew { reason, left } if **reason == OverReason::Finished => {
+                write!(f, "ranks have left; the job cannot go on: {left}")
+            }
             OverReason::TooFew { reason, left } => {
                 write!(f, "{reason}; the job cannot go on: {left}")
             }
