@@ -159,7 +159,7 @@ fn a_disagreement_about_gpus_is_an_error_on_every_rank() {
 
 #[test]
 fn a_job_that_shrinks_goes_on_with_the_same_results_everywhere() {
-    let (all, is_one) = shrunk("shrinks", Dying::Ranks);
+    let (all, is_one) = shrunk("shrinks", Dying::Ranks, 200);
     println!(
         "{} ranks died; {} results, {} of them without one of the dead, {} in some of their parts \
          alone; {} broadcasts lost with their root",
@@ -170,7 +170,7 @@ fn a_job_that_shrinks_goes_on_with_the_same_results_everywhere() {
 
 #[test]
 fn servers_die_and_the_others_take_their_keys() {
-    let (all, is_one) = shrunk("servers_die", Dying::Servers);
+    let (all, is_one) = shrunk("servers_die", Dying::Servers, 80);
     println!(
         "{} servers and {} ranks died; {} results; {} parts moved, {} of them with a result that \
          some ranks lacked; {} jobs could not go on",
@@ -181,11 +181,11 @@ fn servers_die_and_the_others_take_their_keys() {
 }
 
 /// Runs the seeds that are asked for, of which one may be named; says whether it was.
-fn shrunk(test: &str, dying: Dying) -> (Shrunk, bool) {
+fn shrunk(test: &str, dying: Dying, default: u64) -> (Shrunk, bool) {
     let first = number("BPS_SIM_SEED");
     let seeds = match first {
         Some(seed) => seed..seed + 1,
-        None => 0..number("BPS_SIM_SEEDS").unwrap_or(200),
+        None => 0..number("BPS_SIM_SEEDS").unwrap_or(default),
     };
     let mut all = Shrunk::default();
     for seed in seeds {

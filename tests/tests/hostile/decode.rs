@@ -16,7 +16,7 @@ use bps_engine::proto::store::{Deltas, Store};
 use bps_engine::proto::uneven::{Pushes, UnevenReport};
 use bps_engine::transport::sim::Random;
 use bps_engine::transport::tcp::sealed::{Opener, PREFIX_BYTES, Sealer, TAG_BYTES};
-use bps_engine::wire::header::{FLAG_PAYLOAD_CHECKSUM, FLAG_SCALED};
+use bps_engine::wire::header::{FLAG_PAYLOAD_CHECKSUM, FLAG_RESULT, FLAG_SCALED};
 use bps_engine::wire::{Header, Invalid, Kind, RawHeader};
 
 /// Byte strings that each decoder is given.
@@ -28,11 +28,15 @@ fn header(random: &mut Random) -> Header {
     let kind = kinds[random.index(kinds.len())];
     let checked = random.index(2) == 1;
     let scaled = kind == Kind::Contribution && random.index(2) == 1;
-    let has_act = matches!(kind, Kind::Contribution | Kind::Refused) && random.index(2) == 1;
+    let is_given = kind == Kind::Contribution && random.index(4) == 1;
+    let has_act =
+        matches!(kind, Kind::Contribution | Kind::Refused) && !is_given && random.index(2) == 1;
     Header {
         kind,
         act: if has_act { random.bits() } else { 0 },
-        flags: (u8::from(checked) * FLAG_PAYLOAD_CHECKSUM) | (u8::from(scaled) * FLAG_SCALED),
+        flags: (u8::from(checked) * FLAG_PAYLOAD_CHECKSUM)
+            | (u8::from(scaled) * FLAG_SCALED)
+            | (u8::from(is_given) * FLAG_RESULT),
         dtype: DType::ALL[random.index(DType::ALL.len())],
         rank: Rank(small(random)),
         epoch: Epoch(small(random)),
@@ -42,7 +46,7 @@ fn header(random: &mut Random) -> Header {
         length: small(random),
         contributors: small(random),
         payload_checksum: if checked { small(random) } else { 0 },
-        missing: if kind == Kind::Publication { random.bits() } else { 0 },
+        missing: if kind == Kind::Publication || is_given { random.bits() } else { 0 },
     }
 }
 
@@ -68,7 +72,7 @@ fn what_a_header_does_not_use_is_zero_or_it_is_refused() {
     }
     let plain = Header::new(Kind::Contribution, DType::F32, Rank(1), Epoch(1));
     // A payload has one form, and what has none no flag of it.
-    for flags in (4..8).map(|bit| 1 << bit).chain([4 | 8]) {
+    for flags in (5..8).map(|bit| 1 << bit).chain([4 | 8]) {
         let result = Header::decode(&with_byte(&plain, 6, flags));
         assert_eq!(result, Err(Invalid::Flags(flags)));
     }
@@ -79,11 +83,13 @@ fn what_a_header_does_not_use_is_zero_or_it_is_refused() {
             assert_eq!(result, Err(Invalid::Flags(flag)), "{kind:?}");
         }
     }
-    // Only contributions are scaled.
+    // Only contributions are scaled, or results that are given back.
     for kind in [Kind::Publication, Kind::Goodbye, Kind::Refused, Kind::Ready, Kind::Grant] {
         let other = Header::new(kind, DType::F16, Rank(1), Epoch(1));
-        let result = Header::decode(&with_byte(&other, 6, FLAG_SCALED));
-        assert_eq!(result, Err(Invalid::Flags(FLAG_SCALED)), "{kind:?}");
+        for flag in [FLAG_SCALED, FLAG_RESULT] {
+            let result = Header::decode(&with_byte(&other, 6, flag));
+            assert_eq!(result, Err(Invalid::Flags(flag)), "{kind:?}");
+        }
     }
 }
 
