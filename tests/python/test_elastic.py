@@ -170,12 +170,12 @@ def test_an_epoch_that_ends_before_it_has_begun_here_is_left_for_the_next(monkey
     monkeypatch.setattr(byteps.common, "init", init)
     may_return = True
     monkeypatch.setattr(byteps.elastic._native, "may_return", lambda: may_return)
-    byteps.elastic._come_back()
+    byteps.elastic.come_back()
     assert calls == ["suspend", "init"] * 3
     calls.clear()
     may_return = False
     with pytest.raises(PeerDiedError):
-        byteps.elastic._come_back()
+        byteps.elastic.come_back()
     assert calls == ["suspend", "init"]
 
 
