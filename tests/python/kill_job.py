@@ -173,6 +173,8 @@ class Job:
         if plan.elastic:
             self.environment |= {
                 "BPS_ELASTIC": "redo",
+                # Nobody starts another scheduler here: test_scheduler_lost.py does.
+                "BPS_SCHEDULER_WAIT": "0",
                 "BPS_MIN_WORKERS": str(plan.min_workers),
             }
         for member in plan.members:

@@ -61,6 +61,7 @@ def test_arguments_stand_where_horovod_has_them():
         # Not Horovod's.
         "async_",
         "staleness",
+        "backup_workers",
     ]
     scaled = ["op", "prescale_factor", "postscale_factor", "process_set"]
     assert parameters(bps.allreduce) == ["tensor", "average", "name", "compression", *scaled]

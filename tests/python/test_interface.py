@@ -58,8 +58,9 @@ def test_arguments():
     bps = byteps.torch
     push_pull = ["tensor", "average", "name", "version", "priority"]
     for function in (bps.push_pull_async, bps.push_pull_inplace, bps.push_pull_async_inplace):
-        assert parameters(function) == [*push_pull, "op", "process_set"]
-    assert parameters(bps.push_pull) == [*push_pull, "compression", "op", "process_set"]
+        assert parameters(function) == [*push_pull, "op", "process_set", "backup_workers"]
+    others = ["compression", "op", "process_set", "backup_workers"]
+    assert parameters(bps.push_pull) == [*push_pull, *others]
     assert parameters(bps.resume) == ["num_workers", "num_servers", "global_rank", "context"]
     assert parameters(bps.broadcast_parameters)[:3] == ["params", "root_rank", "prefix"]
     assert parameters(bps.broadcast_optimizer_state)[:3] == ["optimizer", "root_rank", "prefix"]
