@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from test_failures import launch
-from test_same_network import ENVIRONMENT, FRAMEWORKS, SECONDS, interpreter
+from test_same_network import ENVIRONMENT, FRAMEWORKS, SECONDS, interpreter, on_demand
 
 PROGRAM = Path(__file__).with_name("in_flight.py")
 
@@ -16,6 +16,8 @@ PROGRAM = Path(__file__).with_name("in_flight.py")
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_eight_take_as_long_as_one(framework):
     python = interpreter(framework)
+    if framework.startswith("keras"):
+        on_demand()
     environment = ENVIRONMENT | {"BPS_STALL_TIMEOUT": "20"}
     result = launch([python, str(PROGRAM), framework], timeout=SECONDS, environment=environment)
     assert result.returncode == 0, result.stdout[-8000:]
