@@ -16,7 +16,7 @@ PROGRAM = Path(__file__).with_name("in_flight.py")
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_eight_take_as_long_as_one(framework):
     python = interpreter(framework)
-    if framework.startswith("keras"):
+    if "tensorflow" in framework or framework.startswith("keras"):
         on_demand()
     environment = ENVIRONMENT | {"BPS_STALL_TIMEOUT": "20"}
     result = launch([python, str(PROGRAM), framework], timeout=SECONDS, environment=environment)

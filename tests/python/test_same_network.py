@@ -49,7 +49,7 @@ def interpreter(framework):
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_trains_as_in_numpy(framework, ranks):
-    if ranks == 2 or framework in ("keras-jax", "keras-torch"):
+    if ranks == 2 or framework.startswith("keras"):
         on_demand()
     command = [interpreter(framework), str(PROGRAM), framework]
     result = launch(command, workers=ranks, timeout=SECONDS, environment=ENVIRONMENT)
