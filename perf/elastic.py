@@ -275,7 +275,7 @@ def pace_of(job: Job, limit: float) -> float:
         pid: [line["at"] for line in job.lines if line["pid"] == pid and line["event"] == "step"]
         for pid in pids
     }
-    steps = [b - a for one in times.values() for a, b in zip(one[-4:-1], one[-3:], strict=False)]
+    steps = [after - before for one in times.values() for before, after in pairwise(one[-4:])]
     return statistics.median(steps) if steps else 0.1
 
 
@@ -429,4 +429,5 @@ def main() -> None:
     print(json.dumps({kind: summary(runs) for kind, runs in results.items()}), flush=True)
 
 
-main()
+if __name__ == "__main__":
+    main()
