@@ -9,10 +9,12 @@ mod late;
 mod membership;
 mod messages;
 mod sending;
+mod waiting;
 mod watch;
 
 pub use messages::{Command, Refusal, Report};
 
+use membership::Next;
 use sending::{Outgoing, Results};
 
 use crate::entry::{Entry, Groups, NumberSet, Take, Turnouts, Unfit};
@@ -70,6 +72,8 @@ pub struct Shard {
     kernels: &'static Kernels,
     epoch: Epoch,
     groups: Arc<Groups>,
+    /// The membership to come, until the lanes of this one have closed.
+    next: Option<Next>,
     /// Those of the sets of ranks that tensors are for.
     sets: HashMap<Members, Arc<Groups>>,
     /// The same ranks, or all, each by itself, for stored tensors.
@@ -135,6 +139,7 @@ impl Shard {
             kernels: kernels(),
             epoch: Epoch(0),
             groups: Arc::default(),
+            next: None,
             sets: HashMap::new(),
             apart: HashMap::new(),
             index: KeyMap::default(),
@@ -172,9 +177,11 @@ impl Shard {
 
     /// Sleeps until there is something to do, at most until the next look for stalls.
     pub fn sleep(&mut self) {
+        let takes = self.next.is_none();
         let commands = &self.commands;
         let due = self.due.peek().map(|Reverse((at, _))| at.saturating_sub(self.now));
-        self.endpoint.sleep(due.map_or(TICK, |due| due.min(TICK)), || !commands.is_empty());
+        self.endpoint
+            .sleep(due.map_or(TICK, |due| due.min(TICK)), || takes && !commands.is_empty());
     }
 
     /// One turn of the loop: takes what has arrived, does it, and says whether there was anything.
@@ -186,6 +193,10 @@ impl Shard {
         let mut progress = !events.is_empty();
         for event in events.drain(..) {
             match event {
+                Event::Closed { lane, .. } if self.next.is_some() => {
+                    self.sessions[lane.0 as usize] = None;
+                }
+                _ if self.next.is_some() => {}
                 Event::Header { lane, header, carried } => {
                     self.on_header(lane, &header, carried.grant(), now);
                 }
@@ -197,7 +208,11 @@ impl Shard {
             }
         }
         self.events = events;
-        while let Some(command) = self.commands.pop() {
+        self.begin_if_closed();
+        // What comes behind the word to begin is for the membership that begins.
+        while self.next.is_none()
+            && let Some(command) = self.commands.pop()
+        {
             self.on_command(command);
             progress = true;
         }
@@ -205,7 +220,9 @@ impl Shard {
         if now >= self.next_tick {
             self.next_tick = now + TICK;
             self.endpoint.look(now);
-            self.look_for_stalls(now);
+            if self.next.is_none() {
+                self.look_for_stalls(now);
+            }
         }
         self.tell_restored();
         self.send_backlog();
@@ -479,55 +496,6 @@ impl Shard {
         self.entries[entry].end(header.rank);
         self.publish_if_whole(entry);
         self.next_in_line(entry);
-    }
-
-    /// Puts a lane at the end of those that wait for this key.
-    fn park(&mut self, lane: LaneId, index: usize, header: Header) {
-        let entry = &mut self.entries[index];
-        let before = entry.waiting.map(|(_, last)| last);
-        entry.waiting = Some((entry.waiting.map_or(lane, |(first, _)| first), lane));
-        if let Some(before) = before {
-            session(&mut self.sessions, before).behind = Some(lane);
-        }
-        session(&mut self.sessions, lane).receiving = Receiving::Parked { entry: index, header };
-    }
-
-    /// Lets the next waiting lane of a key go on, if the key is free.
-    fn next_in_line(&mut self, index: usize) {
-        let entry = &mut self.entries[index];
-        if !entry.free() {
-            return;
-        }
-        let Some((lane, last)) = entry.waiting else { return };
-        // Lanes of a membership that is over close in any order, and wait for nothing any more.
-        let Some(session) = &mut self.sessions[lane.0 as usize] else { return };
-        entry.waiting = session.behind.take().map(|behind| (behind, last));
-        if let Receiving::Parked { header, .. } = session.receiving {
-            self.take(lane, index, header);
-        }
-    }
-
-    /// Takes a lane that closes out of those that wait for this key; `behind` is the one behind it.
-    fn unpark(&mut self, lane: LaneId, index: usize, behind: Option<LaneId>) {
-        let entry = &mut self.entries[index];
-        let (first, last) = entry.waiting.expect("this lane waits for it");
-        if first == lane {
-            entry.waiting = behind.map(|behind| (behind, last));
-            return;
-        }
-        let mut at = first;
-        loop {
-            let session = session(&mut self.sessions, at);
-            let next = session.behind.expect("this lane is behind another");
-            if next == lane {
-                session.behind = behind;
-                break;
-            }
-            at = next;
-        }
-        if last == lane {
-            entry.waiting = Some((first, at));
-        }
     }
 
     fn on_sent(&mut self, lane: LaneId, token: u64) {

@@ -6,11 +6,10 @@ use super::sending::Results;
 use super::{Receiving, Report, Shard};
 use crate::entry::{Groups, NumberSet, Turnouts};
 use bps_engine::base::{Epoch, Rank, word};
-use bps_engine::limits::EVENTS_MAX;
 use bps_engine::proto::store::Store;
-use bps_engine::transport::{Event, LaneId};
+use bps_engine::transport::LaneId;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// How long lanes may take to close once they were told to.
 const CLOSE: Duration = Duration::from_secs(10);
@@ -33,7 +32,17 @@ fn names(ranks: &[Rank]) -> String {
     names.join(", ")
 }
 
+/// A membership to come.
+pub(super) struct Next {
+    epoch: Epoch,
+    groups: Arc<Groups>,
+    /// When it begins at the latest.
+    until: Duration,
+}
+
 impl Shard {
+    /// Ends this membership: the next one begins once all lanes have closed. Until then nothing of
+    /// this one is taken, sent or told.
     pub(super) fn begin(&mut self, epoch: Epoch, groups: Arc<Groups>) {
         for index in 0..self.sessions.len() {
             if let Some(session) = &mut self.sessions[index] {
@@ -42,19 +51,32 @@ impl Shard {
                 self.endpoint.close(LaneId(word(index)));
             }
         }
-        if let Err(error) = self.wait_for_lanes() {
+        self.due.clear();
+        self.next = Some(Next { epoch, groups, until: self.now + CLOSE });
+        self.begin_if_closed();
+    }
+
+    /// Begins the next membership, if there is one to come: the kernel may read accumulators until
+    /// every lane of this one has closed.
+    pub(super) fn begin_if_closed(&mut self) {
+        let Some(next) = self.next.take() else { return };
+        if self.sessions.iter().any(Option::is_some) {
+            if self.now < next.until {
+                self.next = Some(next);
+                return;
+            }
             // The memory that they may still read can't be used again: the job ends.
+            let open = self.sessions.iter().flatten().map(|session| session.rank);
+            let error = LanesOpen { core: self.core, ranks: open.collect() };
             return self.report(Report::Failed { message: error.to_string() });
         }
-        self.epoch = epoch;
-        self.groups = groups;
+        (self.epoch, self.groups) = (next.epoch, next.groups);
         self.sets.clear();
         self.apart.clear();
         self.index.clear();
         self.entries.clear();
         self.vacant.clear();
         self.results = Results::default();
-        self.due.clear();
         self.turnouts = Turnouts::new(&self.groups);
         if let Err(error) = self.arena.release_all() {
             self.report(Report::Failed { message: error.to_string() });
@@ -64,7 +86,7 @@ impl Shard {
         self.lanes.resize(self.groups.ranks() as usize, None);
         self.left = NumberSet::new(self.groups.ranks());
         self.stalls_told = false;
-        self.report(Report::Begun { epoch });
+        self.report(Report::Begun { epoch: self.epoch });
         for (link, rank, epoch) in std::mem::take(&mut self.early) {
             self.attach(link, rank, epoch);
         }
@@ -113,24 +135,5 @@ impl Shard {
         self.publish_if_whole(index);
         self.next_in_line(index);
         self.forget_if_over(index);
-    }
-
-    /// The kernel may still read accumulators until every lane of the old membership has closed.
-    fn wait_for_lanes(&mut self) -> Result<(), LanesOpen> {
-        let mut events = Vec::with_capacity(EVENTS_MAX);
-        let start = Instant::now();
-        while self.sessions.iter().any(Option::is_some) {
-            self.endpoint.poll(&mut events);
-            for event in events.drain(..) {
-                if let Event::Closed { lane, .. } = event {
-                    self.sessions[lane.0 as usize] = None;
-                }
-            }
-            if start.elapsed() >= CLOSE {
-                let open = self.sessions.iter().flatten().map(|session| session.rank);
-                return Err(LanesOpen { core: self.core, ranks: open.collect() });
-            }
-        }
-        Ok(())
     }
 }
