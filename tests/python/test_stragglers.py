@@ -11,10 +11,11 @@ import torch
 
 import byteps.torch as bps
 from byteps.errors import BytePSError, ConfigError, MismatchError, TensorError
+from byteps.torch.cross_barrier import CrossBarrier
+from byteps.torch.parallel import DistributedDataParallel
 from cluster import Cluster
 
 RANKS = 3
-STEPS = 40
 # The first rounds of a tensor wait for all.
 WHOLE = 4
 BEHIND = 4
@@ -27,30 +28,39 @@ def digest(model):
     return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
 
 
-def training():
+def training(mode, slowest):
     """Trains while now one rank is slow and now another; by step, what all have to have alike."""
     bps.init()
     rank = bps.rank()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    optimizer = bps.DistributedOptimizer(optimizer, model.named_parameters())
+    runs = model
+    if mode == "cross":
+        optimizer = CrossBarrier(model, optimizer)
+    elif mode == "ddp":
+        runs = DistributedDataParallel(model)
+    else:
+        optimizer = bps.DistributedOptimizer(optimizer, model.named_parameters())
     torch.manual_seed(rank)
     steps, own = [], []
-    for step in range(STEPS):
+    for step in range(10 * len(slowest)):
         # Of ten steps, one rank sleeps in two.
-        is_slow = step >= WHOLE and step // 10 % RANKS == rank and step % 10 in (4, 5)
+        is_slow = step >= WHOLE and slowest[step // 10] == rank and step % 10 in (4, 5)
         time.sleep(0.25 if is_slow else 0.01)
         probe = torch.tensor([float((step + 1) << 16 * rank)], dtype=torch.float64)
         handle = bps.push_pull_async_inplace(probe, average=False, name="probe", backup_workers=1)
         optimizer.zero_grad()
-        model(torch.randn(16, 64)).square().mean().backward()
+        runs(torch.randn(16, 64)).square().mean().backward()
         optimizer.step()
+        if mode == "cross" and step % 5 == 4:
+            optimizer.flush()  # Elsewhere the next forward pass waits.
         contributors = bps.contributors(handle)
         bps.synchronize(handle)
         # Each contribution says of which step it is: one that was late is in no later result.
         assert probe.item() == sum((step + 1) << 16 * one for one in contributors), contributors
-        steps.append((digest(model), contributors))
+        is_settled = mode != "cross" or step % 5 == 4
+        steps.append((digest(model) if is_settled else None, contributors))
         own.append(rank in contributors)
     # What says nothing is whole, whatever is set.
     mean = bps.push_pull(torch.tensor([float(rank)]), name="metric")
@@ -64,13 +74,22 @@ def training():
 def test_all_ranks_have_the_same_bits_of_rounds_without_slow_ones():
     environment = {"BPS_BACKUP_WORKERS": "1", "BPS_BACKUP_BEHIND": str(BEHIND)}
     with Cluster(RANKS, servers=2, environment=environment) as job:
-        told = job.run(training, timeout=CALL_SECONDS)
+        told = job.run(training, "optimizer", [0, 1, 2, 0], timeout=CALL_SECONDS)
+        check(told, begun=WHOLE)
+        # Rounds of the probe are known by now.
+        for mode, slowest in (("cross", [1, 2]), ("ddp", [2, 0])):
+            check(job.run(training, mode, slowest, timeout=CALL_SECONDS), begun=0)
+
+
+def check(told, begun):
+    """All ranks saw the same, and somebody was late."""
     steps = [of_rank for of_rank, _ in told]
     assert steps[0] == steps[1] == steps[2]
+    assert len({digest for digest, _ in steps[0] if digest}) > 1, "nothing was trained"
     sets = [contributors for _, contributors in steps[0]]
     assert all(len(contributors) >= RANKS - 1 for contributors in sets), sets
-    assert all(len(contributors) == RANKS for contributors in sets[:WHOLE]), sets
-    late = [STEPS - sum(own) for _, own in told]
+    assert all(len(contributors) == RANKS for contributors in sets[:begun]), sets
+    late = [len(own) - sum(own) for _, own in told]
     print(f"contributions of the ranks that were late: {late}")
     assert sum(late) > 0, "nobody was late"
 
@@ -106,7 +125,18 @@ def refused():
             bps.DistributedOptimizer(
                 optimizer, model.named_parameters(), backup_workers=1, **arguments
             )
+    normed = torch.nn.Sequential(model, torch.nn.BatchNorm1d(4))
+    with pytest.raises(ConfigError, match="broadcast_buffers=False"):
+        DistributedDataParallel(normed, backup_workers=1)
+    with pytest.raises(ConfigError, match="find_unused_parameters"):
+        DistributedDataParallel(model, find_unused_parameters=True, backup_workers=1)
+    wrapped = DistributedDataParallel(normed, broadcast_buffers=False, backup_workers=1)
+    wrapped(torch.randn(8, 4)).sum().backward()
     embedding = torch.nn.Embedding(8, 4, sparse=True)
+    with pytest.raises(ConfigError, match="sparse gradients"):
+        DistributedDataParallel(embedding, backup_workers=1)
+    with pytest.raises(ConfigError, match="-1: 0 or more"):
+        CrossBarrier(model, torch.optim.SGD(model.parameters(), lr=0.1), backup_workers=-1)
     optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
     optimizer = bps.DistributedOptimizer(optimizer, embedding.named_parameters(), backup_workers=1)
     with pytest.raises(TensorError, match="sparse_as_dense=True"):

@@ -45,7 +45,7 @@ class Backups:
             return self
         if not self.is_default:
             raise ConfigError(f"backup_workers={self.workers}: {why}")
-        _tell(f"BPS_BACKUP_WORKERS={self.workers} is not for this optimizer: {why}")
+        _tell(f"BPS_BACKUP_WORKERS={self.workers} has no effect here: {why}")
         return WAITS
 
     def _whole(self, tensor: Tensor) -> str | None:

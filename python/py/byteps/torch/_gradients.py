@@ -79,7 +79,7 @@ class Gradients:
         if backups.workers:
             # All would have to wait for the slowest to compare their rounds.
             self.counts_rounds = False
-            self.sparse_remedy = (
+            self.sparse_remedy = self.sparse_remedy or (
                 "gradients that do not wait for slow ranks are dense ones alone, so pass "
                 "sparse_as_dense=True, or backup_workers=0"
             )

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from byteps import _native
+from byteps._backups import Backups
 from byteps.errors import ConfigError, UsageError
 from byteps.torch import *  # noqa: F403
 from byteps.torch import __all__ as _names
@@ -53,6 +54,8 @@ def CrossBarrier(
     compression: Any = Compression.none,
     backward_passes_per_step: int = 1,
     num_steps: int = 10**6,
+    *,
+    backup_workers: int | None = None,
 ) -> torch.optim.Optimizer:
     """:func:`~byteps.torch.DistributedOptimizer` whose ``step()`` does not wait.
 
@@ -79,9 +82,17 @@ def CrossBarrier(
         backward_passes_per_step: How often ``backward()`` adds to a gradient before it goes.
         num_steps: From this step on, ``step()`` waits, so that the end of the training is there
             when it returns.
+        backup_workers: For how many of the slowest ranks no average waits, as with
+            ``DistributedOptimizer`` (docs/stragglers.md).
     """
     return overlap(
-        model, optimizer, named_parameters, compression, backward_passes_per_step, num_steps
+        model,
+        optimizer,
+        named_parameters,
+        compression,
+        backward_passes_per_step,
+        num_steps,
+        backup_workers=backup_workers,
     )
 
 
@@ -93,6 +104,7 @@ def overlap(
     backward_passes_per_step: int = 1,
     num_steps: int = 10**6,
     prefix: str | None = None,
+    backup_workers: int | None = None,
 ) -> torch.optim.Optimizer:
     """:func:`CrossBarrier`, with what the names of gradients begin with: by it, it takes over those
     that another optimizer has declared."""
@@ -114,11 +126,12 @@ def overlap(
     for name, param in named:
         if param in sparse and param.requires_grad:
             raise ConfigError(f"'{name}' has sparse gradients: {_WatchedGradients.sparse_remedy}")
+    backups = Backups.asked(backup_workers)
     prefix = next_prefix() if prefix is None else prefix
     overlapping = become(_Overlapping, optimizer)
     overlapping._updates = updates = _Updates(model, overlapping, num_steps)
     overlapping._byteps = _WatchedGradients(
-        updates, named, compression, backward_passes_per_step, ops.Average, False, prefix
+        updates, named, compression, backward_passes_per_step, prefix, backups
     )
     overlapping._byteps.step_with(overlapping)
     return overlapping
@@ -366,10 +379,18 @@ class _WatchedGradients(Gradients):
         "DistributedOptimizer"
     )
 
-    def __init__(self, updates: _Updates, *arguments: Any) -> None:
+    def __init__(
+        self,
+        updates: _Updates,
+        named: Iterable[tuple[str, torch.Tensor]],
+        compression: Any,
+        passes: int,
+        prefix: str,
+        backups: Backups,
+    ) -> None:
         self.updates = updates
         self.classes: dict[torch.Tensor, int] = {}
-        super().__init__(*arguments)
+        super().__init__(named, compression, passes, ops.Average, False, prefix, backups=backups)
 
     def arrange(self) -> None:
         total = sum(param.nbytes for param in self.names)

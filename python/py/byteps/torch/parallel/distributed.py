@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from byteps import _registry, common, elastic
+from byteps._backups import Backups
 from byteps.errors import ConfigError
 from byteps.torch import _tensors, functions, ops
 from byteps.torch._compiled import untraced
@@ -46,6 +47,9 @@ class DistributedDataParallel(torch.nn.Module):
             used: nothing here is planned ahead, and gradients are averaged in their own memory.
         output_device: For callers of torch's class: None, or the device of the module.
         process_group: For callers of torch's class: None, which is all ranks of the job.
+        backup_workers: For how many of the slowest ranks no average waits, as with
+            :func:`~byteps.torch.DistributedOptimizer` (docs/stragglers.md). A module with buffers
+            needs ``broadcast_buffers=False`` then.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class DistributedDataParallel(torch.nn.Module):
         process_group: Any = None,
         static_graph: bool = False,
         gradient_as_bucket_view: bool = False,
+        backup_workers: int | None = None,
     ) -> None:
         super().__init__()
         if device_ids is not None and len(device_ids) != 1:
@@ -75,6 +80,7 @@ class DistributedDataParallel(torch.nn.Module):
         self.broadcast_buffers = broadcast_buffers
         self.compression = compression
         self.find_unused_parameters = find_unused_parameters
+        self.backup_workers = backup_workers
         self.require_backward_grad_sync = True
         self._gradients: _ModuleGradients | None = None
         self._begin()
@@ -87,10 +93,27 @@ class DistributedDataParallel(torch.nn.Module):
         if not elastic.awaits_state():
             functions.broadcast_parameters(self.module.state_dict(), 0, prefix=self._prefix)
         self._gradients = gradients = _ModuleGradients(
-            self.module, self.compression, f"{self._prefix}Gradient.", self.find_unused_parameters
+            self.module,
+            self.compression,
+            f"{self._prefix}Gradient.",
+            self.find_unused_parameters,
+            Backups.asked(self.backup_workers).unless(self._needs_all()),
         )
         gradients.hooks.is_paused = not self.require_backward_grad_sync
         return gradients
+
+    def _needs_all(self) -> str | None:
+        """Why a pass waits for all ranks, if it does."""
+        if self.find_unused_parameters:
+            return "find_unused_parameters=True asks all ranks in each pass"
+        if self.broadcast_buffers and next(self.module.buffers(), None) is not None:
+            return (
+                "each forward pass waits until all ranks have the buffers of rank 0, so pass "
+                "broadcast_buffers=False"
+            )
+        if sparse_parameters(self.module):
+            return "ranks gather each other's sparse gradients"
+        return None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_gradients": None}
@@ -189,14 +212,21 @@ class _ModuleGradients(Gradients):
     )
 
     def __init__(
-        self, module: torch.nn.Module, compression: Any, prefix: str, find_unused: bool
+        self,
+        module: torch.nn.Module,
+        compression: Any,
+        prefix: str,
+        find_unused: bool,
+        backups: Backups,
     ) -> None:
         self.find_unused = find_unused
         self._mask: torch.Tensor | None = None
         self._mask_handle: int | None = None
         named = [item for item in module.named_parameters() if item[1].requires_grad]
         sparse = sparse_parameters(module)
-        super().__init__(named, compression, 1, ops.Average, False, prefix, sparse=sparse)
+        super().__init__(
+            named, compression, 1, ops.Average, False, prefix, sparse=sparse, backups=backups
+        )
 
     def send_rest(self) -> None:
         if not self.find_unused:
