@@ -3,25 +3,29 @@
 //! On the wire a message is a little-endian `u32` length and that many bytes of JSON: there are few
 //! of them, they are read by people when something goes wrong, and no message is parsed before its
 //! sender is authenticated.
+//!
+//! What messages are made of is in files beside this one, which knows them all and which none of
+//! them knows.
 
-use super::encoding::Encoding;
+pub use super::declaration::{
+    Assignment, Declaration, KeySpec, Mismatch, Part, Replacement, RetiredKey, Superseded,
+};
 use super::late::{CaughtUp, Late, LateKeys};
-use super::members::Members;
 use super::moving::{MovingOrder, MovingReport};
+pub use super::origin::{Origin, Party, Place};
 use super::paths::{AwaitedKey, End, KeyState, LaneFault, PathStall};
 pub use super::planning::{Planning, switch_width};
-use super::resume::{KnownTensor, Resume};
-use super::shape::TensorShape;
+use super::resume::{self, KnownTensor, Resume};
+pub use super::roster::{Neighbour, Node, Peer, Register, Roster, ServerPeer};
+pub use super::stall::{STALLS_MAX, STALLS_SHOWN_MAX, Stall, StalledKey};
 pub use super::statistics::{LinkStatistics, LoopStatistics, Statistics};
-use super::store::Store;
 pub use super::times::{ClockAnswer, Timeline};
 use super::tuning::{TuneOrder, TuneReport};
 use super::uneven::{UnevenOrder, UnevenReport};
 use super::unserved::Unserved;
-pub use super::verdict::{Origin, OverReason, Party, Place, RoundOf, Shrunk, Sign};
-use crate::base::{CoreId, DType, Epoch, Key, Operation, Rank};
+pub use super::verdict::{OverReason, RoundOf, Shrunk, Sign};
+use crate::base::{Epoch, Key};
 use serde::{Deserialize, Serialize};
-use std::net::SocketAddr;
 
 /// From a node to the scheduler.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
@@ -156,12 +160,15 @@ impl NodeMessage {
     pub fn failed(message: impl Into<String>) -> NodeMessage {
         NodeMessage::Failed { message: message.into(), round: None }
     }
-}
 
-/// Stalled keys that a node counts at most in one look.
-pub const STALLS_MAX: usize = 4096;
-/// Stalled keys that one report describes, and stalled tensors that one message names, at most.
-pub const STALLS_SHOWN_MAX: usize = 16;
+    /// All messages of a node that resumes: `Resume`, and what it knows, in pieces that fit.
+    #[must_use]
+    pub fn resuming(resume: Resume, known: impl Iterator<Item = KnownTensor>) -> Vec<NodeMessage> {
+        let pieces = resume::pieces(known).into_iter();
+        let known = pieces.map(|tensors| NodeMessage::Known { tensors });
+        std::iter::once(NodeMessage::Resume(Box::new(resume))).chain(known).collect()
+    }
+}
 
 /// From the scheduler to a node.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
@@ -274,299 +281,4 @@ pub enum SchedulerMessage {
         /// Why.
         reason: OverReason,
     },
-}
-
-/// Who a node is and what it was told about the job.
-#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
-pub struct Register {
-    /// Worker or server.
-    pub node: Node,
-    /// Host name, for messages.
-    pub host: String,
-    /// Boot id of the host and its network namespace, for finding out who shares memory with whom.
-    pub host_id: String,
-    /// Process id, for messages.
-    pub pid: u32,
-    /// Chosen at random: who says it on another connection is this node.
-    #[serde(default)]
-    pub session: u64,
-    /// The session that this worker had in the epoch before, if it comes back to an elastic job.
-    #[serde(default)]
-    pub former: Option<u64>,
-    /// Release of this package; all nodes must have the same.
-    pub release: String,
-    /// `DMLC_NUM_WORKER` here and at the scheduler; 0 of a rank that joins an elastic job.
-    pub num_workers: u32,
-    /// `DMLC_NUM_SERVER` as this node has it; must equal the scheduler's.
-    pub num_servers: u32,
-    /// `BPS_ENCRYPT` as this node has it; must equal the scheduler's.
-    #[serde(default)]
-    pub encrypt: bool,
-}
-
-/// What a worker process or a server says of itself.
-#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
-#[serde(tag = "role", rename_all = "snake_case")]
-pub enum Node {
-    /// One rank.
-    Worker {
-        /// `DMLC_WORKER_ID`: index of the host.
-        worker_id: u32,
-        /// Index of the process on its host.
-        local_rank: u32,
-        /// Processes on its host.
-        local_size: u32,
-        /// `BYTEPS_GLOBAL_RANK`; else rank = worker_id × local_size + local_rank.
-        global_rank: Option<u32>,
-        /// Abstract Unix socket for the other ranks of its host, if it reduces among them.
-        local: Option<String>,
-        /// How tensors are to be cut and placed; must be the same on all ranks.
-        planning: Planning,
-    },
-    /// One server process.
-    Server {
-        /// Where each of its cores listens.
-        cores: Vec<SocketAddr>,
-        /// Abstract Unix socket for workers of the same host, if it offers shared memory.
-        shm: Option<String>,
-        /// Its cores take RDMA lanes.
-        rdma: bool,
-        /// It shares its host with a worker (mixed mode).
-        colocated: bool,
-        /// `DMLC_RANK`: preferred index in the roster.
-        preferred: Option<u32>,
-    },
-}
-
-/// The job as one node sees it.
-#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
-pub struct Roster {
-    /// What tells this job from all others, at random, so that nothing of another one with the same
-    /// key is taken for this one's.
-    pub job: String,
-    /// Which scheduler of the job this one is, from 1.
-    #[serde(default)]
-    pub term: u32,
-    /// Membership generation, from 1.
-    pub epoch: Epoch,
-    /// Ranks in the job.
-    pub size: u32,
-    /// Whether sums pass through servers: not where all ranks are one group.
-    pub through_servers: bool,
-    /// This node's rank (worker) or server index (server).
-    pub index: u32,
-    /// Host and pid of each rank, for messages. Only servers are told: among workers the list would
-    /// grow with the square of the job.
-    pub workers: Vec<Peer>,
-    /// To a worker: the other ranks of its group.
-    pub neighbours: Vec<Neighbour>,
-    /// The servers, by index.
-    pub servers: Vec<ServerPeer>,
-    /// Whether the job goes on when members die (`BPS_ELASTIC`).
-    #[serde(default)]
-    pub elastic: bool,
-    /// Whether rounds go on without ranks that die (`BPS_ELASTIC=shrink`).
-    #[serde(default)]
-    pub shrinks: bool,
-    /// What has changed since the epoch before, in one line for people; none in the first.
-    #[serde(default)]
-    pub change: Option<String>,
-}
-
-/// A worker as servers know it.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct Peer {
-    /// Host name.
-    pub host: String,
-    /// Process id there.
-    pub pid: u32,
-    /// Its group, from 0: the ranks that reduce among themselves before servers are asked. A rank
-    /// that has nobody to do so with is a group of its own.
-    pub group: u32,
-}
-
-/// A worker as the others of its group reach it.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct Neighbour {
-    /// Its rank.
-    pub rank: Rank,
-    /// Host name.
-    pub host: String,
-    /// Process id there.
-    pub pid: u32,
-    /// Abstract Unix socket.
-    pub local: String,
-}
-
-/// A server as workers reach it.
-#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
-pub struct ServerPeer {
-    /// Host name.
-    pub host: String,
-    /// Process id there.
-    pub pid: u32,
-    /// Same value: same host, memory can be shared.
-    pub host_id: String,
-    /// Where each core listens.
-    pub cores: Vec<SocketAddr>,
-    /// Abstract Unix socket for workers of the same host.
-    pub shm: Option<String>,
-    /// Its cores take RDMA lanes.
-    pub rdma: bool,
-}
-
-/// What a rank says that it will push.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct Declaration {
-    /// Unique in the job.
-    pub name: String,
-    /// Element type.
-    pub dtype: DType,
-    /// Its shape; a tensor without elements is allowed and has no parts.
-    pub shape: TensorShape,
-    /// What a round computes.
-    pub operation: Operation,
-    /// It lives on GPUs: the ranks of a host reduce it there.
-    #[serde(default)]
-    pub device: bool,
-    /// The ranks that push it.
-    #[serde(default, skip_serializing_if = "Members::is_all")]
-    pub members: Members,
-    /// How its parts travel to servers and back, if not as they are.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub encoding: Option<Encoding>,
-    /// How its value stays on the servers between rounds, if it does.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub store: Option<Store>,
-}
-
-/// A declaration that takes the place of another of the same name.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct Replacement {
-    /// What the name stands for from now on.
-    pub said: Declaration,
-    /// How often this rank has pushed the tensor that the name stood for.
-    pub rounds: u64,
-}
-
-/// A tensor that another rank has replaced.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct Superseded {
-    /// From `Assignment`.
-    pub tensor: u32,
-    /// How often that rank had pushed it.
-    pub rounds: u64,
-}
-
-/// A key that no rank will push any more, unless it is installed again.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct RetiredKey {
-    /// Its id.
-    pub key: Key,
-    /// Index of the core in the server.
-    pub core: u32,
-    /// Its last round.
-    pub rounds: u64,
-}
-
-/// Where the parts of a tensor live. The parts cover it in order, without gaps.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct Assignment {
-    /// Dense, from 0, by order of first declaration.
-    pub tensor: u32,
-    /// In order of offset.
-    pub parts: Vec<Part>,
-    /// How often it may be pushed, where another rank has replaced it already.
-    pub until: Option<u64>,
-}
-
-/// A piece of a tensor, at most a partition in size.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct Part {
-    /// Its id.
-    pub key: Key,
-    /// First byte within the tensor.
-    pub offset: u64,
-    /// Bytes, a multiple of the element size.
-    pub bytes: u32,
-    /// Where it is summed over the groups; nowhere if there is one group only.
-    pub core: Option<CoreId>,
-    /// The rank that sums it in the group of whoever is told, and alone speaks to the core.
-    pub owner: Rank,
-}
-
-/// A key as its server must know it.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct KeySpec {
-    /// Its id.
-    pub key: Key,
-    /// Index of the core in the server.
-    pub core: u32,
-    /// Element type.
-    pub dtype: DType,
-    /// Bytes of a contribution, as the workers send it.
-    pub bytes: u32,
-    /// What a round computes.
-    pub operation: Operation,
-    /// Rounds that it has had, if it was retired before.
-    pub rounds: u64,
-    /// The ranks that push it.
-    #[serde(default, skip_serializing_if = "Members::is_all")]
-    pub members: Members,
-    /// How contributions come and results go, if not as they are.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub encoding: Option<Encoding>,
-    /// How its value is kept between rounds, if it is.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub store: Option<Store>,
-}
-
-/// Two ranks declared one name differently.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct Mismatch {
-    /// The rank that declared it first.
-    pub first: Rank,
-    /// What it said.
-    pub first_said: Box<Declaration>,
-    /// The rank that disagrees.
-    pub second: Rank,
-    /// What it said.
-    pub second_said: Box<Declaration>,
-    /// Rounds on which the ranks had agreed, of each tensor that the name stood for to any of them;
-    /// these go on. A tensor of the name that is not here was replaced by all ranks.
-    pub agreed: Vec<Superseded>,
-}
-
-/// An open round that waits, as its server sees it, or the rank that sums it for a group.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct StalledKey {
-    /// The part.
-    pub key: Key,
-    /// Its open round.
-    pub round: u64,
-    /// Milliseconds since the first contribution.
-    pub waited_ms: u64,
-    /// Who has not contributed.
-    pub missing: Vec<Rank>,
-    /// Those of them that have said goodbye on their lane: they cannot contribute any more.
-    #[serde(default)]
-    pub left: Vec<Rank>,
-}
-
-/// An open round that waits, as people are told.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct Stall {
-    /// The tensor.
-    pub name: String,
-    /// Its open round.
-    pub round: u64,
-    /// Milliseconds since the first contribution.
-    pub waited_ms: u64,
-    /// Who has contributed.
-    pub arrived: Vec<Rank>,
-    /// For whom it waits.
-    pub missing: Vec<Rank>,
-    /// Those of them that left the job in good order: they will not come.
-    #[serde(default)]
-    pub left: Vec<Rank>,
 }

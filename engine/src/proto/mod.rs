@@ -5,6 +5,7 @@
 
 pub mod absence;
 pub mod backup;
+mod declaration;
 pub mod encoding;
 pub mod handshake;
 pub mod late;
@@ -12,13 +13,16 @@ pub mod members;
 pub mod messages;
 pub mod moving;
 pub mod objects;
+mod origin;
 pub mod paths;
 mod planning;
 pub mod pulse;
 pub mod resume;
+mod roster;
 pub mod scheduler;
 pub mod search;
 pub mod shape;
+mod stall;
 pub mod statistics;
 pub mod store;
 pub mod text;

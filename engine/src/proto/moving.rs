@@ -9,7 +9,7 @@
 //!    round that nobody has a result of. Of one that some have, these give the result, and the
 //!    server publishes it to the others, as it is.
 
-use super::messages::KeySpec;
+use super::declaration::KeySpec;
 use crate::base::{CoreId, Key};
 use crate::limits::DECLARE_PARTS_MAX;
 use serde::{Deserialize, Serialize};

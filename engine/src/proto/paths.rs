@@ -1,6 +1,7 @@
 //! What nodes tell each other about the paths between them: lanes that broke though both ends are
 //! well, and bytes that were sent and do not arrive. The control messages carry these types.
 
+use super::text::{seconds, shorten};
 use crate::base::{Key, Rank};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -153,8 +154,8 @@ pub struct PathStall {
 impl fmt::Display for PathStall {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let PathStall { rank, server, round, .. } = self;
-        let name = super::text::shorten(&self.name);
-        let seconds = super::text::seconds(self.waited_ms);
+        let name = shorten(&self.name);
+        let seconds = seconds(self.waited_ms);
         match self.leg {
             Leg::Result => write!(
                 f,

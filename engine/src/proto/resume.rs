@@ -1,6 +1,7 @@
 //! What a member of a job says to the scheduler that follows a lost one: all that this has to know.
 
-use super::messages::{Assignment, Declaration, NodeMessage, Register, Roster};
+use super::declaration::{Assignment, Declaration};
+use super::roster::{Register, Roster};
 use crate::base::{Epoch, Rank};
 use crate::limits::DECLARE_PARTS_MAX;
 use serde::{Deserialize, Serialize};
@@ -49,10 +50,9 @@ pub struct KnownTensor {
     pub assignment: Assignment,
 }
 
-/// All messages of a node that resumes: `Resume`, and what it knows, in pieces that fit.
-#[must_use]
-pub fn messages(resume: Resume, known: impl Iterator<Item = KnownTensor>) -> Vec<NodeMessage> {
-    let mut all = vec![NodeMessage::Resume(Box::new(resume))];
+/// What a node knows, in pieces that each fit into one `Known`.
+pub(super) fn pieces(known: impl Iterator<Item = KnownTensor>) -> Vec<Vec<KnownTensor>> {
+    let mut all = Vec::new();
     let (mut tensors, mut parts) = (Vec::new(), 0);
     let (mut named, named_max) = (0, 1 << 16);
     for tensor in known {
@@ -61,14 +61,14 @@ pub fn messages(resume: Resume, known: impl Iterator<Item = KnownTensor>) -> Vec
             || parts + count > DECLARE_PARTS_MAX
             || named + names > named_max;
         if is_full && !tensors.is_empty() {
-            all.push(NodeMessage::Known { tensors: std::mem::take(&mut tensors) });
+            all.push(std::mem::take(&mut tensors));
             (parts, named) = (0, 0);
         }
         (parts, named) = (parts + count, named + names);
         tensors.push(tensor);
     }
     if !tensors.is_empty() {
-        all.push(NodeMessage::Known { tensors });
+        all.push(tensors);
     }
     all
 }

@@ -15,7 +15,6 @@
 
 use super::backup::{Backup, BackupFault};
 use super::encoding::Encoding;
-use super::messages::Declaration;
 use crate::base::{DType, Operation, Rank};
 use crate::encode::Codec;
 use crate::optimize::Optimizer;
@@ -104,27 +103,6 @@ impl From<BackupFault> for StoreFault {
 }
 
 impl Store {
-    /// Whether this tensor, of a job of so many ranks, can be stored so.
-    ///
-    /// # Errors
-    /// [`StoreFault`].
-    pub fn check(&self, said: &Declaration, ranks: u32) -> Result<(), StoreFault> {
-        if let Store::Deltas(Deltas { root, .. }) = *self
-            && (root.0 >= ranks || !said.members.contains(root))
-        {
-            return Err(StoreFault::Root { root });
-        }
-        self.check_key(said.dtype, said.operation, said.encoding)?;
-        if let Store::Backup(backup) = self {
-            backup.check_ranks(&said.members, ranks)?;
-        }
-        match self {
-            _ if !said.device => Ok(()),
-            Store::Backup(_) => Err(BackupFault::OnGpus.into()),
-            _ => Err(StoreFault::OnGpus),
-        }
-    }
-
     /// Whether a key of this kind can be stored.
     ///
     /// # Errors
@@ -273,78 +251,5 @@ impl fmt::Display for StoreFault {
             ),
             StoreFault::Backup { fault } => fault.fmt(f),
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::proto::members::Members;
-
-    fn said(store: Store) -> Declaration {
-        Declaration {
-            name: "w".into(),
-            dtype: DType::F32,
-            shape: 8.into(),
-            operation: Operation::Sum,
-            device: false,
-            members: Members::ALL,
-            encoding: None,
-            store: Some(store),
-        }
-    }
-
-    #[test]
-    fn what_cannot_be_stored_is_told_with_what_to_do() {
-        let store = Store::Deltas(Deltas { root: Rank(1), staleness: None });
-        let good = said(store);
-        assert_eq!(store.check(&good, 2), Ok(()));
-        let few = Members::new(vec![Rank(0), Rank(2)]).unwrap();
-        let encoding = "bf16".parse().unwrap();
-        let cases = [
-            (Declaration { members: few, ..good.clone() }, "rank 1, which is not one of its ranks"),
-            (Declaration { operation: Operation::Average, ..good.clone() }, "declare a sum"),
-            (Declaration { dtype: DType::BF16, ..good.clone() }, "declare it as f32"),
-            (Declaration { device: true, ..good.clone() }, "in memory of the host"),
-            (Declaration { encoding: Some(encoding), ..good.clone() }, "without bf16"),
-        ];
-        for (bad, why) in cases {
-            let fault = store.check(&bad, 3).unwrap_err().to_string();
-            assert!(fault.contains(why), "{fault}");
-        }
-        assert_eq!(store.check(&good, 1), Err(StoreFault::Root { root: Rank(1) }));
-    }
-
-    #[test]
-    fn a_store_is_shown_with_its_bound() {
-        let store = Store::Deltas(Deltas { root: Rank(0), staleness: Some(3) });
-        let text = said(store).to_string();
-        let end = "stored, beginning with the value of rank 0, nobody over 3 pushes ahead";
-        assert!(text.ends_with(end), "{text}");
-    }
-
-    #[test]
-    fn what_no_optimizer_steps_with_is_told_with_what_to_do() {
-        let store = Store::Optimizer("sgd(momentum=0.9)".parse().unwrap());
-        let good = Declaration { operation: Operation::Average, ..said(store) };
-        let encoded = |text: &str| Some(text.parse().unwrap());
-        for encoding in [None, encoded("bf16"), encoded("fp16")] {
-            assert_eq!(store.check(&Declaration { encoding, ..good.clone() }, 2), Ok(()));
-        }
-        let cases = [
-            (Declaration { operation: Operation::Min, ..good.clone() }, "declare a sum"),
-            (Declaration { dtype: DType::BF16, ..good.clone() }, "it is of bf16, and servers step"),
-            (Declaration { dtype: DType::F64, ..good.clone() }, "declare it as f32"),
-            (Declaration { device: true, ..good.clone() }, "in memory of the host"),
-            (Declaration { encoding: encoded("int8"), ..good.clone() }, "encoded as int8"),
-            (Declaration { encoding: encoded("bf16+feedback"), ..good.clone() }, "bf16+feedback"),
-        ];
-        for (bad, why) in cases {
-            let fault = store.check(&bad, 3).unwrap_err().to_string();
-            assert!(fault.contains(why), "{fault}");
-        }
-        let text = good.to_string();
-        let end = ", stepped by sgd(momentum=0.9,dampening=0,weight_decay=0) on the servers";
-        assert!(text.ends_with(end), "{text}");
     }
 }

@@ -8,7 +8,7 @@
 //! round has one cut on all ranks and servers, and none is lost or done twice. A job that does not
 //! tune sends none of this.
 
-use super::messages::{Assignment, Declaration};
+use super::declaration::{Assignment, Declaration};
 use super::uneven::Pushes;
 use crate::base::word;
 use serde::{Deserialize, Serialize};

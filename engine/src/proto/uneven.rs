@@ -4,7 +4,7 @@
 //! pushes as often, elements that change no result. The data path knows nothing of it, and a job in
 //! which nobody joins sends none of these messages.
 
-use super::messages::Declaration;
+use super::declaration::Declaration;
 use crate::base::Rank;
 use serde::{Deserialize, Serialize};
 

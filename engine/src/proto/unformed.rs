@@ -1,9 +1,9 @@
 //! Why a job can't form: what nodes were told disagrees, or some did not come. Data, from which
 //! each node makes the same line for people, with what to do.
 
-use super::messages::Planning;
+use super::origin::Origin;
+use super::planning::Planning;
 use super::text::{list, seconds};
-use super::verdict::Origin;
 use crate::base::{Epoch, Rank};
 use crate::limits::{CORES_MAX, PART_BYTES_MAX, PART_BYTES_MIN, SERVERS_MAX};
 use serde::{Deserialize, Serialize};

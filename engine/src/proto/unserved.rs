@@ -1,9 +1,9 @@
 //! Why a declaration is not served. Data, from which each rank makes the same line for people, with
 //! what to do.
 
+use super::declaration::{Declaration, Mismatch};
 use super::encoding::{Encoding, EncodingFault};
 use super::members::{Members, MembersFault};
-use super::messages::{Declaration, Mismatch};
 use super::store::StoreFault;
 use super::text::shorten;
 use crate::base::{DType, Operation, Rank};

@@ -1,12 +1,18 @@
 //! Why a job is over, as the scheduler tells every node: data, from which each node makes the same
 //! line for people and its callers read who, what and since when.
 
-use super::messages::Stall;
-use super::paths::{End, PathLoss, PathStall};
+use super::origin::Origin;
+use super::paths::{PathLoss, PathStall};
+use super::stall::{STALLS_SHOWN_MAX, Stall};
+use super::text::{seconds, shorten};
 use super::unformed::Unformed;
 use crate::base::{Epoch, Rank};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
 use std::fmt;
+
+/// Stalls that one line shows.
+const SHOWN_MAX: usize = 3;
 
 /// Why a job is over.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -100,38 +106,6 @@ pub struct Shrunk {
     pub text: String,
 }
 
-/// A party of a job.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Party {
-    /// A rank.
-    Rank(Rank),
-    /// The server with this index.
-    Server(u32),
-    /// The scheduler.
-    Scheduler,
-    /// A node that has no place in the job yet, by what it said of itself.
-    Unplaced(String),
-}
-
-/// The party that a verdict is about, and where it runs.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct Origin {
-    /// Its place in the job.
-    pub party: Party,
-    /// Where it runs; `None` for the scheduler, or where that is not known.
-    pub place: Option<Place>,
-}
-
-/// A process of the job.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
-pub struct Place {
-    /// Host name.
-    pub host: String,
-    /// Process id there.
-    pub pid: u32,
-}
-
 /// How the scheduler noticed that a node is gone.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -154,39 +128,59 @@ pub struct RoundOf {
     pub round: u64,
 }
 
-impl Origin {
-    /// The scheduler.
-    #[must_use]
-    pub fn scheduler() -> Origin {
-        Origin { party: Party::Scheduler, place: None }
-    }
-}
-
-impl From<End> for Party {
-    fn from(end: End) -> Party {
-        match end {
-            End::Rank(rank) => Party::Rank(rank),
-            End::Server(index) => Party::Server(index),
-        }
-    }
-}
-
-impl fmt::Display for Party {
+impl fmt::Display for OverReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Party::Rank(rank) => rank.fmt(f),
-            Party::Server(index) => write!(f, "server {index}"),
-            Party::Scheduler => f.write_str("the scheduler"),
-            Party::Unplaced(text) => f.write_str(text),
-        }
-    }
-}
-
-impl fmt::Display for Origin {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.place {
-            Some(Place { host, pid }) => write!(f, "{} (host {host}, pid {pid})", self.party),
-            None => self.party.fmt(f),
+            OverReason::Finished => f.write_str("all workers have finished"),
+            OverReason::Died { who, how, rounds } => {
+                write!(f, "{who} died")?;
+                // As its last heartbeat had it, of which there may have been none.
+                if *rounds > 0 {
+                    write!(f, " after at least {rounds} rounds")?;
+                }
+                write!(f, ": {how}: its own log says why")
+            }
+            OverReason::Removed { how } => write!(
+                f,
+                "the scheduler declared this process dead: {how}: its machine was stopped or \
+                 overloaded, or the network between them was"
+            ),
+            OverReason::Failed { who, message, .. } => write!(f, "{who} failed: {message}"),
+            OverReason::Reforming { reason, epoch } => {
+                write!(f, "{reason}; epoch {} forms from whoever is left", epoch.0)
+            }
+            // Nobody has died: ranks have left in good order.
+            OverReason::TooFew { reason, left } if **reason == OverReason::Finished => {
+                write!(f, "ranks have left; the job cannot go on: {left}")
+            }
+            OverReason::TooFew { reason, left } => {
+                write!(f, "{reason}; the job cannot go on: {left}")
+            }
+            OverReason::PathLost(loss) => loss.fmt(f),
+            OverReason::PathStalled { stalls } => {
+                f.write_str("no progress for too long (BPS_STALL_TIMEOUT): ")?;
+                for (index, stall) in stalls.iter().take(SHOWN_MAX).enumerate() {
+                    let comma = if index == 0 { "" } else { "; " };
+                    write!(f, "{comma}{stall}")?;
+                }
+                Ok(())
+            }
+            OverReason::Stalled { stalls } => {
+                f.write_str("no progress for too long (BPS_STALL_TIMEOUT): ")?;
+                write_stalls(f, stalls)
+            }
+            OverReason::Abandoned { stalls } => {
+                let left: BTreeSet<Rank> =
+                    stalls.iter().flat_map(|stall| &stall.left).copied().collect();
+                for (index, rank) in left.iter().enumerate() {
+                    let comma = if index == 0 { "" } else { ", " };
+                    write!(f, "{comma}{rank}")?;
+                }
+                f.write_str(" left the job while others wait: ")?;
+                write_stalls(f, stalls)?;
+                f.write_str(": let every rank make the same steps before it shuts down")
+            }
+            OverReason::NotFormed { cause } => write!(f, "the job was not formed: {cause}"),
         }
     }
 }
@@ -195,7 +189,7 @@ impl fmt::Display for Sign {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Sign::Silent { milliseconds } => {
-                write!(f, "no heartbeat for {:.1} s", super::text::seconds(*milliseconds))
+                write!(f, "no heartbeat for {:.1} s", seconds(*milliseconds))
             }
             Sign::Seen(text) => f.write_str(text),
         }
@@ -204,6 +198,47 @@ impl fmt::Display for Sign {
 
 impl fmt::Display for RoundOf {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "round {} of `{}`", self.round, super::text::shorten(&self.tensor))
+        write!(f, "round {} of `{}`", self.round, shorten(&self.tensor))
+    }
+}
+
+fn write_stalls(f: &mut fmt::Formatter<'_>, stalls: &[Stall]) -> fmt::Result {
+    for (index, stall) in stalls.iter().take(SHOWN_MAX).enumerate() {
+        let comma = if index == 0 { "" } else { "; " };
+        write!(f, "{comma}{stall}")?;
+    }
+    match stalls.len().saturating_sub(SHOWN_MAX) {
+        0 => Ok(()),
+        // A message that names as many as it may has left others out.
+        more if stalls.len() >= STALLS_SHOWN_MAX => write!(f, "; and at least {more} more"),
+        more => write!(f, "; and {more} more"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_verdict_names_a_few_stalls_and_counts_the_others() {
+        let left = Stall {
+            name: "layer4.weight".into(),
+            round: 812,
+            waited_ms: 5040,
+            arrived: vec![Rank(1)],
+            missing: vec![Rank(0), Rank(2)],
+            left: vec![Rank(2)],
+        };
+        let over = OverReason::Stalled { stalls: vec![left.clone(); 5] };
+        assert!(over.to_string().ends_with("s ago; and 2 more"), "{over}");
+        let over = OverReason::Stalled { stalls: vec![left.clone(); STALLS_SHOWN_MAX] };
+        assert!(over.to_string().ends_with("s ago; and at least 13 more"), "{over}");
+        let abandoned = OverReason::Abandoned { stalls: vec![left] };
+        assert_eq!(
+            abandoned.to_string(),
+            "rank 2 left the job while others wait: round 812 of `layer4.weight` waits for rank 0, \
+             rank 2 (left); rank 1 arrived 5.0 s ago: let every rank make the same steps before it \
+             shuts down"
+        );
     }
 }

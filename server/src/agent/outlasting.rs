@@ -4,7 +4,7 @@ use super::{Agent, Effect};
 use bps_engine::base::{Epoch, Key, Rank};
 use bps_engine::proto::absence::{Absence, Wanted};
 use bps_engine::proto::messages::{NodeMessage, Register};
-use bps_engine::proto::resume::{self, Resume};
+use bps_engine::proto::resume::Resume;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -156,7 +156,7 @@ impl Agent {
             keys_end: memory.keys_end,
             obstacle: None,
         };
-        resume::messages(resume, std::iter::empty())
+        NodeMessage::resuming(resume, std::iter::empty())
     }
 
     /// Another scheduler leads the job: what it is to be told again. `None` if it is one of a term

@@ -450,7 +450,7 @@ impl Registry {
             return Err(StoreFault::Replaced);
         }
         let Some(store) = said.store else { return Ok(()) };
-        store.check(said, self.ranks)?;
+        said.check_store(self.ranks)?;
         let mut needed = self.gone.iter().filter(|rank| said.members.contains(**rank));
         if let Some(&rank) = needed.find(|rank| store.needs(**rank)) {
             return Err(StoreFault::Gone { rank });

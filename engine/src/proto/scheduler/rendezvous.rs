@@ -9,10 +9,11 @@ use super::{NodeId, SchedulerConfig};
 use crate::base::{Epoch, Rank, word};
 use crate::keys::placement::Shape;
 use crate::limits::{CORES_MAX, PART_BYTES_MAX, PART_BYTES_MIN, SERVERS_MAX};
-use crate::proto::messages::{Neighbour, Node, Peer, Planning, Register, Roster, ServerPeer};
+use crate::proto::messages::{
+    Neighbour, Node, Origin, Party, Peer, Place, Planning, Register, Roster, ServerPeer,
+};
 use crate::proto::text::list;
 use crate::proto::unformed::Unformed;
-use crate::proto::verdict::{Origin, Party, Place};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 

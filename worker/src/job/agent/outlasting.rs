@@ -9,7 +9,7 @@ use crate::base::error::Death;
 use bps_engine::base::Rank;
 use bps_engine::proto::absence::{Absence, Wanted};
 use bps_engine::proto::messages::{Assignment, Declaration, NodeMessage, Register};
-use bps_engine::proto::resume::{self, KnownTensor, Resume};
+use bps_engine::proto::resume::{KnownTensor, Resume};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -162,7 +162,7 @@ impl Agent {
             keys_end: 0,
             obstacle: memory.obstacle.clone(),
         };
-        resume::messages(resume, memory.known.values().cloned())
+        NodeMessage::resuming(resume, memory.known.values().cloned())
     }
 
     /// Another scheduler leads the job: what it is to be asked for, again. `None` if it is one of a

@@ -5,7 +5,7 @@ mod moments;
 use super::elastic::worker;
 use super::*;
 use crate::proto::moving::{MovingOrder, MovingReport};
-use crate::proto::resume::{self, KnownTensor, Resume};
+use crate::proto::resume::{KnownTensor, Resume};
 
 const PATIENCE: u64 = 4_000;
 
@@ -74,7 +74,7 @@ impl Member {
             keys_end: self.keys.keys().next_back().map_or(0, |key| key.0 + 1),
             obstacle: (self.lost > 0).then(|| "servers were lost".to_owned()),
         };
-        resume::messages(resume, self.known.values().cloned())
+        NodeMessage::resuming(resume, self.known.values().cloned())
     }
 }
 
