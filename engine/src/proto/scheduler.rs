@@ -13,6 +13,7 @@ mod moving;
 mod outputs;
 mod paths;
 mod registry;
+mod regroup;
 mod rendezvous;
 mod replies;
 mod shrink;

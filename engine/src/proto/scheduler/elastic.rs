@@ -5,16 +5,17 @@
 //! will not, is gone, or has used up its time; one that was given up is never taken back under its
 //! old name; and no epoch forms before every server has forgotten the one before.
 
-use super::rendezvous::{Job, Rendezvous, needs_servers, origin, planning_groups};
+use super::regroup::{Awaited, Regroup, lacks};
+use super::rendezvous::{Job, Rendezvous, origin};
 use super::waits::Reminder;
 use super::{
     Duration, Epoch, NodeId, Output, OverReason, Phase, Rank, Refusal, Register, Scheduler,
     SchedulerMessage, Standing, counted,
 };
 use crate::base::word;
-use crate::proto::messages::{Node, NodeMessage, Origin, Party, Place, Planning};
+use crate::proto::messages::{Node, NodeMessage, Origin, Party, Place};
 use crate::proto::unformed::Unformed;
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 
 /// How long a rank that has said that it comes back may take from one connection to the next.
 const RETURN: Duration = Duration::from_secs(10);
@@ -60,98 +61,6 @@ impl History {
         }
         self.dead.push_back((session.unwrap_or(0), who));
     }
-}
-
-/// A rank of the epoch that ended.
-#[derive(Debug)]
-pub(super) struct Awaited {
-    /// Its connection then.
-    node: NodeId,
-    session: u64,
-    who: Origin,
-    host_id: String,
-    /// Since when it is between two connections.
-    away: Option<Duration>,
-}
-
-/// An epoch that ended, as the forming of the next one needs it.
-#[derive(Debug)]
-pub(super) struct Regroup {
-    awaited: BTreeMap<u32, Awaited>,
-    /// Servers that have not forgotten it.
-    pub(super) resetting: BTreeSet<NodeId>,
-    newcomers: u32,
-    /// Ranks that left while all others suspended: they do not come back, and have not died.
-    departed: Vec<Origin>,
-    /// A rank of it has left in good order, so the others may be about to.
-    has_left: bool,
-    /// A rank of it is there again.
-    has_returned: bool,
-    planning: Planning,
-    min_workers: u32,
-    /// What ended it; nothing did if its ranks left to let others in.
-    reason: Option<OverReason>,
-}
-
-impl Regroup {
-    pub(super) fn is_complete(&self, rendezvous: &Rendezvous) -> bool {
-        self.awaited.is_empty() && self.resetting.is_empty() && self.lacks(rendezvous).is_none()
-    }
-
-    /// Whether all of its ranks have ended, and at least one of them well.
-    fn is_finished(&self) -> bool {
-        self.has_left && !self.has_returned && self.awaited.is_empty()
-    }
-
-    /// What there is too little of, even if all who are awaited come back.
-    fn lacks(&self, rendezvous: &Rendezvous) -> Option<String> {
-        if self.has_left && !self.awaited.is_empty() {
-            // If they leave as well, nothing is lacking.
-            return None;
-        }
-        let hosts = self.awaited.values().map(|one| one.host_id.as_str());
-        let back = rendezvous.workers.values().map(|(_, worker)| worker.host_id.as_str());
-        let has_server = !rendezvous.servers.is_empty();
-        lacks(hosts.chain(back), has_server, &self.planning, self.min_workers)
-    }
-
-    /// Who has come and gone without a death.
-    fn changes(&self) -> String {
-        let left = self.departed.iter().map(|who| format!("{who} left"));
-        let new = format!("{} new", counted(self.newcomers as usize, "node"));
-        let new = Some(new).filter(|_| self.newcomers > 0 || self.departed.is_empty());
-        left.chain(new).collect::<Vec<_>>().join(", ")
-    }
-
-    /// For whom it waits, for people.
-    pub(super) fn missing(&self, rendezvous: &Rendezvous) -> String {
-        let mut missing: Vec<String> =
-            self.awaited.values().map(|one| one.who.to_string()).collect();
-        if !self.resetting.is_empty() {
-            missing.push(format!("{} to reset", counted(self.resetting.len(), "server")));
-        }
-        missing.extend(self.lacks(rendezvous).map(|lacks| format!("new nodes, because {lacks}")));
-        missing.join(", ")
-    }
-}
-
-/// What workers on these hosts lack to be a job.
-fn lacks<'a>(
-    hosts: impl Iterator<Item = &'a str>,
-    has_server: bool,
-    planning: &Planning,
-    min_workers: u32,
-) -> Option<String> {
-    let groups = planning_groups(planning, hosts);
-    let workers = groups.ranks() as usize;
-    if workers < min_workers.max(1) as usize {
-        let left = counted(workers, "worker");
-        return Some(format!("{left} of at least {min_workers} (BPS_MIN_WORKERS) left"));
-    }
-    if !has_server && needs_servers(&groups, planning) {
-        return Some(format!("no server left for {}", counted(workers, "worker")));
-    }
-    None
 }
 
 /// What the node that ended an epoch or a job is told.
@@ -531,7 +440,7 @@ impl Scheduler {
         if regroup.is_finished() {
             return self.end_job(OverReason::Finished, None);
         }
-        let lacks = regroup.lacks(rendezvous);
+        let lacks = rendezvous.lacks();
         if let Some(left) = lacks.filter(|_| waited >= elastic.patience) {
             let reason = regroup.reason.clone().unwrap_or(OverReason::Finished);
             return self.end_job(OverReason::TooFew { reason: Box::new(reason), left }, None);

@@ -20,6 +20,11 @@ pub(super) struct Groups {
 }
 
 impl Groups {
+    /// The groups of workers on these hosts, in the order of ranks.
+    pub(super) fn planned<'a>(planning: &Planning, hosts: impl Iterator<Item = &'a str>) -> Groups {
+        if planning.local_reduce { Groups::of(hosts) } else { Groups::apart(hosts) }
+    }
+
     /// One group for each host, by the hosts' ids in the order of ranks.
     pub(super) fn of<'a>(hosts: impl Iterator<Item = &'a str>) -> Groups {
         let mut known: HashMap<&str, u32> = HashMap::new();
@@ -48,6 +53,11 @@ impl Groups {
 
     pub(super) fn count(&self) -> usize {
         self.members.len()
+    }
+
+    /// Whether sums pass through servers: not where one group has all ranks, and there are several.
+    pub(super) fn need_servers(&self, planning: &Planning) -> bool {
+        self.count() > 1 || self.largest() == 1 || planning.force_distributed
     }
 
     /// Ranks in the largest.

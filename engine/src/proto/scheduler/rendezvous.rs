@@ -3,8 +3,8 @@
 //! Invariant: a rank, and a server's address, belongs to one node; when the rendezvous is complete,
 //! every rank from 0 and every server of the job is there once.
 
-use super::elastic::Regroup;
 use super::groups::Groups;
+use super::regroup::Regroup;
 use super::{NodeId, SchedulerConfig};
 use crate::base::{Epoch, Rank, word};
 use crate::keys::placement::Shape;
@@ -360,17 +360,24 @@ impl Rendezvous {
     /// Whether everybody is there.
     pub(super) fn is_complete(&self) -> bool {
         if let Some(regroup) = &self.regroup {
-            return regroup.is_complete(self);
+            return regroup.is_settled() && self.lacks().is_none();
         }
         self.said_by.is_some()
             && self.servers.len() == self.num_servers as usize
             && self.size().is_some_and(|size| self.workers.len() == size as usize)
     }
 
+    /// What the next epoch of an elastic job has too little of, even if all who are awaited come.
+    pub(super) fn lacks(&self) -> Option<String> {
+        let regroup = self.regroup.as_ref()?;
+        let hosts = self.workers.values().map(|(_, worker)| worker.host_id.as_str());
+        regroup.lacks(hosts, !self.servers.is_empty())
+    }
+
     /// For whom it waits: `server 1 of 2, worker rank 3 of 4`.
     pub(super) fn missing(&self) -> String {
         if let Some(regroup) = &self.regroup {
-            return regroup.missing(self);
+            return regroup.missing(self.lacks());
         }
         let mut missing = Vec::new();
         let servers = word(self.servers.len());
@@ -418,7 +425,7 @@ impl Rendezvous {
         });
         let shapes = servers.iter().map(|(_, server)| shape(server, &hosts)).collect();
         let hosts = workers.iter().map(|(_, worker)| worker.host_id.as_str());
-        let groups = planning_groups(&planning, hosts);
+        let groups = Groups::planned(&planning, hosts);
         Job { workers, servers, planning, shapes, groups }
     }
 }
@@ -431,7 +438,7 @@ impl Job {
 
     /// Whether sums pass through servers: not where one group has all ranks, and there are several.
     pub(super) fn through_servers(&self) -> bool {
-        needs_servers(&self.groups, &self.planning)
+        self.groups.need_servers(&self.planning)
     }
 
     /// The other ranks of this rank's group.
@@ -484,19 +491,6 @@ impl Job {
             change: None,
         }
     }
-}
-
-/// The groups of workers on these hosts, in the order of ranks.
-pub(super) fn planning_groups<'a>(
-    planning: &Planning,
-    hosts: impl Iterator<Item = &'a str>,
-) -> Groups {
-    if planning.local_reduce { Groups::of(hosts) } else { Groups::apart(hosts) }
-}
-
-/// See [`Job::through_servers`].
-pub(super) fn needs_servers(groups: &Groups, planning: &Planning) -> bool {
-    groups.count() > 1 || groups.largest() == 1 || planning.force_distributed
 }
 
 /// A node as people know it before it has a number.

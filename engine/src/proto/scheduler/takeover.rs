@@ -8,8 +8,9 @@
 mod absent;
 
 use self::absent::{rank_of, server_of};
+use super::groups::Groups;
 use super::registry::{Recalled, Registry};
-use super::rendezvous::{Job, name, origin, planning_groups, shape};
+use super::rendezvous::{Job, name, origin, shape};
 use super::waits::{Barriers, Reminder};
 use super::{
     BTreeMap, BTreeSet, Duration, Exit, NodeId, NodeMessage, Origin, Output, OverReason, Peer,
@@ -439,7 +440,7 @@ impl Scheduler {
             .collect();
         let shapes: Vec<_> = servers.iter().map(|(_, server)| shape(server, &hosts)).collect();
         let hosts = workers.iter().map(|(_, worker)| worker.host_id.as_str());
-        let groups = planning_groups(&planning, hosts);
+        let groups = Groups::planned(&planning, hosts);
         let job = Job { workers, servers, planning, shapes, groups };
         let resets = takeover.members.values().filter_map(|member| member.resume.reset);
         let reset = resets.max();
