@@ -8,7 +8,7 @@
 mod rank;
 mod server;
 
-use super::timeline::{Event, Mark};
+use super::event::{Event, Mark};
 use crate::base::{Key, KeyMap, Rank, word};
 use rank::RankFormatter;
 use serde_json::Value;

@@ -6,5 +6,6 @@
 mod chrome;
 pub mod clock;
 pub mod counters;
+mod event;
 pub mod log;
 pub mod timeline;

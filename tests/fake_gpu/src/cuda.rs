@@ -1,5 +1,6 @@
 //! The functions of libcuda.so.1.
 
+use crate::answer::{put, put_text};
 use crate::device::{self, INVALID_CONTEXT, INVALID_DEVICE, INVALID_HANDLE, INVALID_VALUE};
 use crate::device::{CONTEXT_IS_DESTROYED, NO_DEVICE};
 use crate::settings::{injected, settings};
@@ -16,29 +17,6 @@ const NOT_SUPPORTED: u32 = 801;
 static INITIALIZED: AtomicBool = AtomicBool::new(false);
 /// What devices have written may be read once.
 static FLUSHED: AtomicBool = AtomicBool::new(false);
-
-/// Writes what a function returns through a pointer.
-pub fn put<T>(at: *mut T, value: T) -> Result<(), u32> {
-    if at.is_null() {
-        return Err(INVALID_VALUE);
-    }
-    // SAFETY: not null, so the caller of the C function has room for the value there.
-    unsafe { at.write(value) };
-    Ok(())
-}
-
-/// Writes a C string into a buffer of `length` bytes.
-fn put_text(at: *mut c_char, length: c_int, text: &str) -> Result<(), u32> {
-    let length = usize::try_from(length).map_err(|_| INVALID_VALUE)?;
-    if at.is_null() || text.len() >= length {
-        return Err(INVALID_VALUE);
-    }
-    // SAFETY: the caller of the C function has `length` bytes there, which is more than the text.
-    let buffer = unsafe { std::slice::from_raw_parts_mut(at.cast::<u8>(), length) };
-    buffer[..text.len()].copy_from_slice(text.as_bytes());
-    buffer[text.len()] = 0;
-    Ok(())
-}
 
 fn done(is_done: bool) -> Result<(), u32> {
     if is_done { Ok(()) } else { Err(NOT_READY) }

@@ -1,6 +1,6 @@
 //! What the engine's kernels compute, by the processor: its codecs.
 
-use crate::cuda::put;
+use crate::answer::put;
 use bps_engine::base::DType;
 use bps_engine::encode::{Codec, Draw, narrow, widen};
 use std::ffi::{CStr, c_char, c_void};

@@ -29,6 +29,7 @@
     reason = "this is a C interface, with its names and its numbers"
 )]
 
+mod answer;
 mod collective;
 mod comm;
 mod cuda;

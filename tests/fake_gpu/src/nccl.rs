@@ -5,7 +5,7 @@ use crate::comm::{Comm, IN_PROGRESS, Job};
 use crate::meeting::{INVALID_ARGUMENT, INVALID_USAGE};
 use crate::reduce::{AVERAGE, SIZES, SUM};
 use crate::settings::{injected, settings};
-use crate::{cuda, device, stream};
+use crate::{answer, device, stream};
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
@@ -57,7 +57,7 @@ fn take(handle: usize) -> Result<Arc<Comm>, u32> {
 }
 
 fn put<T>(at: *mut T, value: T) -> Result<(), u32> {
-    cuda::put(at, value).map_err(|_| INVALID_ARGUMENT)
+    answer::put(at, value).map_err(|_| INVALID_ARGUMENT)
 }
 
 /// A collective as C passes it.

@@ -54,7 +54,7 @@ impl Machine {
     /// right.
     fn still_stream_of(&mut self, stream: usize) -> Result<usize, u32> {
         let stream = self.stream_of(stream)?;
-        let is_pending = |call: &(_, super::collective::Share)| call.1.stream == stream;
+        let is_pending = |call: &(_, super::communicator::Share)| call.1.stream == stream;
         let mut pending = self.comms.iter().filter_map(|comm| comm.pending.as_ref());
         if pending.any(|calls| calls.iter().any(is_pending)) {
             self.blame(Err("a stream is used while NCCL enqueues in it".into()));

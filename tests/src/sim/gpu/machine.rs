@@ -1,7 +1,7 @@
 //! The machine: its devices, the agenda of what happens when, and what the functions of CUDA do to
 //! streams and events.
 
-use super::collective::{Clique, Comm};
+use super::communicator::{Clique, Comm};
 use super::memory::{Access, Clock, Memory, POISON, Place, STREAMS_MAX, join};
 use super::stream::{Enqueued, Mark, Stream, Work};
 use bps_engine::transport::sim::Random;

@@ -15,6 +15,7 @@
 //! [`check`] panics with it, because no panic may pass a function of C.
 
 mod collective;
+mod communicator;
 mod cuda;
 mod machine;
 mod memory;

@@ -1,6 +1,6 @@
 //! The functions of libnccl, for the machine of the calling thread.
 
-use super::collective::{Call, Kind, Share};
+use super::communicator::{Call, Kind, Share};
 use super::cuda::{handle, index};
 use super::machine::Machine;
 use super::with;
