@@ -211,35 +211,19 @@ fn is_in(path: &str, module: &str) -> bool {
     path.strip_prefix(module).is_some_and(|rest| rest.starts_with('/') || rest == ".rs")
 }
 
-/// The module of a file below `<crate>/src`: the first name after it, without `.rs`.
-fn module_of(path: &str) -> Option<&str> {
-    let inner = path.split_once("/src/")?.1;
-    let first = inner.split('/').next()?;
-    Some(first.strip_suffix(".rs").unwrap_or(first))
+/// The module that a file of this crate's library is or is below; none if it is no such file, or
+/// the library's root.
+fn module_of(source: &Source, name: &str) -> Option<String> {
+    let (root, names) = source.module()?;
+    names.into_iter().next().filter(|_| root.strip_suffix("/src") == Some(name))
 }
 
-/// How many names lead from the crate's root to this file's module: 2 for `mem/pool.rs`, 1 for
-/// `mem/mod.rs`.
-fn depth(path: &str) -> usize {
-    let Some((_, inner)) = path.split_once("/src/") else { return 0 };
-    inner.split('/').filter(|name| !matches!(*name, "mod.rs" | "lib.rs" | "main.rs")).count()
-}
-
-/// The modules of its own crate that a file names outside its tests: by `crate::` or by enough
-/// `super::`.
+/// The modules of its own crate that a file names outside its tests.
 fn used_modules(source: &Source) -> Vec<(usize, String)> {
-    let mut used = Vec::new();
-    let root = "super::".repeat(depth(&source.path));
-    for prefix in ["crate::", root.as_str()] {
-        if prefix.is_empty() {
-            continue;
-        }
-        for (line, column) in source.places(prefix) {
-            let names = first_names(&source.rest(line, column));
-            used.extend(names.into_iter().map(|name| (line, name)));
-        }
-    }
-    used.retain(|(line, name)| !source.test[*line] && name != "super");
+    let paths = source.own_paths().into_iter().filter(|(line, _)| !source.test[*line]);
+    let first = |(line, path): (usize, Vec<String>)| Some((line, path.into_iter().next()?));
+    let mut used: Vec<(usize, String)> = paths.filter_map(first).collect();
+    used.dedup();
     used
 }
 
@@ -251,12 +235,7 @@ fn modules_use_only_the_layers_below_them() {
         let Some((_, table)) = LAYERED.iter().find(|(layered, _)| *layered == name) else {
             continue;
         };
-        let root = format!("{name}/src/");
-        let is_program = source.path.starts_with(&format!("{root}bin/"));
-        if !source.path.starts_with(&root) || is_program || depth(&source.path) == 0 {
-            continue;
-        }
-        let Some(module) = module_of(&source.path) else { continue };
+        let Some(module) = module_of(&source, name) else { continue };
         let Some((_, allowed)) = table.iter().find(|(known, _)| *known == module) else {
             let message =
                 format!("module `{module}` is in no layer: add it to the table of `{name}`");
@@ -366,9 +345,9 @@ fn the_tables_name_modules_that_exist_and_go_downward() {
     for (name, table) in LAYERED {
         let mut below: Vec<&str> = Vec::new();
         for (module, allowed) in *table {
-            let exists = sources
-                .iter()
-                .any(|s| crate_of(&s.path) == *name && module_of(&s.path) == Some(module));
+            let exists = sources.iter().any(|s| {
+                crate_of(&s.path) == *name && module_of(s, name).as_deref() == Some(module)
+            });
             assert!(
                 exists,
                 "the table of `{name}` names `{module}`, which is not there: remove it"
@@ -393,7 +372,7 @@ fn a_breach_is_found() {
     let crates = ["worker/launch/src/plan.rs", "worker/src/api.rs", "tests/run.rs"].map(crate_of);
     assert_eq!(crates, ["worker/launch", "worker", "tests"]);
     assert_eq!(crate_name("worker/launch"), "bps_launch");
-    assert_eq!((depth("engine/src/mem/pool.rs"), depth("engine/src/mem/mod.rs")), (2, 1));
+    assert_eq!(module_of(&source, "engine").as_deref(), Some("wire"));
     let mut violations = Vec::new();
     let socket = "//! Proto.\nuse std::net::{SocketAddr, TcpStream};\n";
     check_sockets(&Source::new("engine/src/proto/x.rs".into(), socket), &mut violations);

@@ -3,6 +3,7 @@
 //!
 //! The tables here are the rules: who wants another one changes the table, with a reason.
 
+mod circles;
 mod dependencies;
 mod documents;
 mod layers;

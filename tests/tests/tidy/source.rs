@@ -112,6 +112,46 @@ impl Source {
         places
     }
 
+    /// The root of the crate that this file belongs to, and the names that lead from there to its
+    /// module: `engine/src` and `mem`, `pool` for `mem/pool.rs`, `mem` alone for `mem/mod.rs`. A
+    /// program below `src/bin` is a crate of its own.
+    pub fn module(&self) -> Option<(&str, Vec<String>)> {
+        let start = self.path.find("/src/")? + "/src".len();
+        let program = self.path[start..].strip_prefix("/bin/").map(|rest| rest.find('/'));
+        let start = match program {
+            Some(length) => start + "/bin/".len() + length?,
+            None => start,
+        };
+        let (root, inner) = self.path.split_at(start);
+        let names = inner.split('/').map(|name| name.strip_suffix(".rs").unwrap_or(name));
+        let names = names.filter(|name| !matches!(*name, "" | "mod" | "lib" | "main"));
+        Some((root, names.map(str::to_owned).collect()))
+    }
+
+    /// Every path into its own crate that a file names (by `crate::`, `super::` or `self::`), as
+    /// line (from 0) and the names that lead there from the crate's root. Paths to its own children
+    /// that begin with their names are not here.
+    pub fn own_paths(&self) -> Vec<(usize, Vec<String>)> {
+        let Some((_, module)) = self.module() else { return Vec::new() };
+        let code = self.code.join("\n");
+        let leads = ["crate::", "super::", "self::"].map(|lead| words(&code, lead));
+        let mut places: Vec<usize> = leads.into_iter().flatten().collect();
+        places.sort_unstable();
+        let (mut found, mut read, mut line, mut counted) = (Vec::new(), 0, 0, 0);
+        for at in places {
+            // The others in `super::super::a` and `super::{super::a, b}` are read with the first.
+            if at < read {
+                continue;
+            }
+            line += code[counted..at].matches('\n').count();
+            counted = at;
+            let mut paths = Vec::new();
+            read = code.len() - take_paths(&code[at..], &[], &mut paths).len();
+            found.extend(paths.iter().filter_map(|path| Some((line, from_root(&module, path)?))));
+        }
+        found
+    }
+
     /// The code from a place on, to the end of the file, on one line.
     pub fn rest(&self, line: usize, column: usize) -> String {
         let mut rest = self.code[line][column..].to_owned();
@@ -142,30 +182,58 @@ impl Source {
     }
 }
 
-/// The first names of what follows `crate::` or the like: one, or those of a group in braces.
-pub fn first_names(rest: &str) -> Vec<String> {
-    let rest = rest.trim_start();
-    let Some(group) = rest.strip_prefix('{') else {
-        return vec![rest.chars().take_while(|c| is_word(*c)).collect()];
-    };
-    let (mut names, mut name, mut depth, mut first) = (Vec::new(), String::new(), 0, true);
-    for c in group.chars() {
-        match c {
-            '{' => depth += 1,
-            '}' if depth == 0 => break,
-            '}' => depth -= 1,
-            ',' if depth == 0 => {
-                names.push(std::mem::take(&mut name));
-                first = true;
-            }
-            c if depth == 0 && first && is_word(c) => name.push(c),
-            c if c.is_whitespace() && name.is_empty() => {}
-            _ => first = false,
+/// The names that lead from the crate's root to what a file of this module calls so; none if they
+/// lead out of the crate.
+fn from_root(module: &[String], path: &[String]) -> Option<Vec<String>> {
+    let mut names = module.to_vec();
+    for name in path {
+        match name.as_str() {
+            "crate" => names.clear(),
+            "super" => drop(names.pop()?),
+            "self" => {}
+            _ => names.push(name.clone()),
         }
     }
-    names.push(name);
-    names.retain(|name| !name.is_empty());
+    Some(names)
+}
+
+/// The first names of what follows `crate::` or the like: one, or those of a group in braces.
+pub fn first_names(rest: &str) -> Vec<String> {
+    let mut paths = Vec::new();
+    take_paths(rest, &[], &mut paths);
+    let mut names: Vec<String> = paths.into_iter().filter_map(|it| it.into_iter().next()).collect();
+    names.dedup();
     names
+}
+
+/// Reads a path, or a group of them in braces, behind these names, and returns what follows it.
+/// Each path comes as its names; that of `a::*` is `a`.
+fn take_paths<'a>(rest: &'a str, before: &[String], paths: &mut Vec<Vec<String>>) -> &'a str {
+    let rest = rest.trim_start();
+    if let Some(mut group) = rest.strip_prefix('{') {
+        loop {
+            group = group.trim_start();
+            if group.is_empty() || group.starts_with('}') {
+                return group.strip_prefix('}').unwrap_or(group);
+            }
+            let after = take_paths(group, before, paths);
+            // What it is renamed to matters to nobody.
+            let end = after.find([',', '}']).unwrap_or(after.len());
+            group = after[end..].strip_prefix(',').unwrap_or(&after[end..]);
+        }
+    }
+    let (name, after) = rest.split_at(rest.find(|c| !is_word(c)).unwrap_or(rest.len()));
+    let mut path = before.to_vec();
+    path.extend(Some(name.to_owned()).filter(|name| !name.is_empty()));
+    match after.strip_prefix("::") {
+        Some(deeper) if deeper.starts_with(|c| is_word(c) || c == '{' || c == '*') => {
+            take_paths(deeper, &path, paths)
+        }
+        _ => {
+            paths.push(path);
+            after
+        }
+    }
 }
 
 fn is_word(c: char) -> bool {
@@ -206,7 +274,7 @@ fn body_end(code: &[String], line: usize, column: usize) -> Option<usize> {
 }
 
 /// Marks what `#[cfg(test)]` and `#[cfg(all(test, …))]` apply to.
-fn mark_tests(code: &[String]) -> Vec<bool> {
+pub fn mark_tests(code: &[String]) -> Vec<bool> {
     let mut test = vec![false; code.len()];
     for line in 0..code.len() {
         let text = code[line].trim_start();
@@ -326,4 +394,42 @@ fn code_and_comments_are_told_apart() {
     assert_eq!(source.test[4..10], [false, true, true, true, true, false]);
     let (line, column) = source.places("crate::")[0];
     assert_eq!(first_names(&source.rest(line, column)), ["base", "wire", "x"]);
+}
+
+#[test]
+fn paths_lead_from_the_root() {
+    let text = concat!(
+        "use super::{super::wire::{self, Header as H}, pool::*};\n",
+        "use crate::base::{\n    Key, // super::no\n    Rank,\n};\nuse std::fmt;\n",
+        "fn a() -> super::super::X { self::child::b::<crate::c::D>(super::e) }\n",
+    );
+    let source = Source::new("engine/src/mem/arena.rs".into(), text);
+    let paths: Vec<_> =
+        source.own_paths().into_iter().map(|(line, path)| (line, path.join("::"))).collect();
+    let expected = [
+        (0, "wire"),
+        (0, "wire::Header"),
+        (0, "mem::pool"),
+        (1, "base::Key"),
+        (1, "base::Rank"),
+        (6, "X"),
+        (6, "mem::arena::child::b"),
+        (6, "c::D"),
+        (6, "mem::e"),
+    ];
+    assert_eq!(paths, expected.map(|(line, path)| (line, path.to_owned())));
+    let module = |path: &str| {
+        let source = Source::new(path.into(), "");
+        source.module().map(|(root, names)| format!("{root} {}", names.join("::")))
+    };
+    let cases = [
+        ("engine/src/mem/mod.rs", Some("engine/src mem")),
+        ("worker/launch/src/lib.rs", Some("worker/launch/src ")),
+        ("tests/src/bin/rank/ahead.rs", Some("tests/src/bin/rank ahead")),
+        ("server/src/bin/top.rs", None),
+        ("engine/tests/log.rs", None),
+    ];
+    for (path, expected) in cases {
+        assert_eq!(module(path).as_deref(), expected, "{path}");
+    }
 }
