@@ -78,7 +78,7 @@ impl Agent {
             installs: HashMap::new(),
             stalled: vec![Default::default(); cores as usize],
             pulse,
-            memory: Memory::default(),
+            memory: Memory::new(Duration::ZERO),
             knocking: false,
             over: false,
         }

@@ -14,6 +14,7 @@ pub mod messages;
 pub mod moving;
 pub mod objects;
 mod origin;
+pub mod outlasting;
 pub mod paths;
 mod planning;
 pub mod pulse;

@@ -2,52 +2,41 @@
 
 use super::{Agent, Effect};
 use bps_engine::base::{Epoch, Key, Rank};
-use bps_engine::proto::absence::{Absence, Wanted};
+use bps_engine::proto::absence::Wanted;
 use bps_engine::proto::messages::{NodeMessage, Register};
+use bps_engine::proto::outlasting::Outlasting;
 use bps_engine::proto::resume::Resume;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// What a server remembers for the next scheduler.
 pub(super) struct Memory {
-    absence: Absence,
-    wait: Duration,
-    term: u32,
+    /// What every node does.
+    shared: Outlasting,
     reset: Option<Epoch>,
     keys_end: u64,
-    gone: Vec<Rank>,
     /// Lanes on which each rank has said good-bye.
     left: BTreeMap<Rank, u32>,
-    /// What was said of lost lanes.
-    lanes: Vec<NodeMessage>,
-}
-
-impl Default for Memory {
-    fn default() -> Memory {
-        Memory {
-            absence: Absence::new(Duration::ZERO),
-            wait: Duration::ZERO,
-            term: 1,
-            reset: None,
-            keys_end: 0,
-            gone: Vec::new(),
-            left: BTreeMap::new(),
-            lanes: Vec::new(),
-        }
-    }
 }
 
 impl Memory {
+    /// Of a server that waits so long for another scheduler.
+    pub(super) const fn new(wait: Duration) -> Memory {
+        Memory { shared: Outlasting::new(wait, 1), reset: None, keys_end: 0, left: BTreeMap::new() }
+    }
+
     /// An epoch has begun, under the scheduler of this term.
     pub(super) fn begin(&mut self, term: u32) {
-        let (wait, absence) = (self.wait, self.absence.clone());
-        *self = Memory { absence, wait, term, ..Memory::default() };
+        self.shared.begin(term);
+        (self.reset, self.keys_end) = (None, 0);
+        self.left.clear();
     }
 
     /// An epoch is over.
     pub(super) fn reset(&mut self, epoch: Epoch) {
-        self.begin(self.term);
-        self.reset = Some(epoch);
+        self.shared.forget();
+        (self.reset, self.keys_end) = (Some(epoch), 0);
+        self.left.clear();
     }
 
     pub(super) fn install(&mut self, key: Key) {
@@ -55,7 +44,7 @@ impl Memory {
     }
 
     pub(super) fn lose(&mut self, gone: &[Rank]) {
-        gone.clone_into(&mut self.gone);
+        self.shared.lose(gone);
     }
 
     /// A rank has said good-bye on one of its lanes.
@@ -66,9 +55,7 @@ impl Memory {
     }
 
     pub(super) fn lose_lane(&mut self, said: &NodeMessage) {
-        if !self.wait.is_zero() {
-            self.lanes.push(said.clone());
-        }
+        self.shared.lose_lane(said);
     }
 }
 
@@ -76,7 +63,7 @@ impl Agent {
     /// The same of a server that goes on for so long without a scheduler, where its job is elastic.
     #[must_use]
     pub fn outlasting(mut self, wait: Duration) -> Agent {
-        self.memory.wait = wait;
+        self.memory = Memory::new(wait);
         self
     }
 
@@ -84,13 +71,13 @@ impl Agent {
     #[must_use]
     pub fn outlasts(&self) -> bool {
         let is_elastic = self.roster.as_ref().is_some_and(|roster| roster.elastic);
-        is_elastic && !self.memory.wait.is_zero()
+        is_elastic && self.memory.shared.is_waited_out()
     }
 
     /// Whether there is no scheduler now, and the job goes on.
     #[must_use]
     pub fn is_away(&self) -> bool {
-        !self.over && self.memory.absence.is_away()
+        !self.over && self.memory.shared.is_away()
     }
 
     /// The scheduler is lost or silent. Says whether that is waited out.
@@ -98,10 +85,7 @@ impl Agent {
         if self.over || !self.outlasts() {
             return false;
         }
-        if !self.memory.absence.is_away() {
-            self.memory.absence = Absence::new(self.memory.wait);
-        }
-        if let Some(line) = self.memory.absence.begin(how, now) {
+        if let Some(line) = self.memory.shared.wait_out(how, now) {
             effects.push(Effect::Warn(line));
             if std::mem::take(&mut self.knocking) {
                 effects.push(Effect::Knock(None));
@@ -112,7 +96,7 @@ impl Agent {
 
     /// Time passes while there is no scheduler. Says whether there is none.
     pub(super) fn look_for_another(&mut self, now: Duration, effects: &mut Vec<Effect>) -> bool {
-        match self.memory.absence.look(self.pulse.scheduler(), now) {
+        match self.memory.shared.look(self.pulse.scheduler(), now) {
             None => {}
             Some(Wanted::Dial) => effects.push(Effect::Redial(true)),
             Some(Wanted::End(away)) => {
@@ -120,21 +104,19 @@ impl Agent {
                 effects.extend([Effect::Warn(away.to_string()), Effect::Over(false)]);
             }
         }
-        self.memory.absence.is_away()
+        self.memory.shared.is_away()
     }
 
     /// The scheduler that was silent answers after all.
     pub(super) fn is_back(&mut self, now: Duration, effects: &mut Vec<Effect>) {
-        if let Some(lasted) = self.memory.absence.end(now) {
-            let scheduler = self.pulse.scheduler();
-            let line = format!("{scheduler} answers again after {:.1} s", lasted.as_secs_f64());
+        if let Some(line) = self.memory.shared.is_back(self.pulse.scheduler(), now) {
             effects.extend([Effect::Redial(false), Effect::Info(line)]);
         }
     }
 
     /// An attempt to reach another scheduler has failed.
     pub fn not_found(&mut self, now: Duration) {
-        self.memory.absence.failed(now);
+        self.memory.shared.failed(now);
     }
 
     /// What another scheduler is to be told.
@@ -145,16 +127,10 @@ impl Agent {
         };
         let left = memory.left.iter().filter(|(_, lanes)| **lanes >= self.cores);
         let resume = Resume {
-            register,
-            term: memory.term,
-            roster,
             reset: memory.reset,
-            gone: memory.gone.clone(),
             left: left.map(|(rank, _)| *rank).collect(),
-            barriers: 0,
-            tensors: 0,
             keys_end: memory.keys_end,
-            obstacle: None,
+            ..memory.shared.resume(register, roster)
         };
         NodeMessage::resuming(resume, std::iter::empty())
     }
@@ -167,27 +143,22 @@ impl Agent {
         now: Duration,
         effects: &mut Vec<Effect>,
     ) -> Option<Vec<NodeMessage>> {
-        let scheduler = self.pulse.scheduler();
-        if term < self.memory.term || self.over {
-            effects.push(Effect::Warn(format!(
-                "{scheduler} is of term {term}, which is over: term {} is followed",
-                self.memory.term
-            )));
-            self.memory.absence.failed(now);
+        if self.over {
             return None;
         }
-        let lasted = self.memory.absence.end(now).unwrap_or_default();
-        effects.push(Effect::Info(format!(
-            "{scheduler} leads the job again, in term {term}, after {:.1} s",
-            lasted.as_secs_f64()
-        )));
-        self.memory.term = term;
+        match self.memory.shared.follow(self.pulse.scheduler(), term, now) {
+            Ok(line) => effects.push(Effect::Info(line)),
+            Err(line) => {
+                effects.push(Effect::Warn(line));
+                return None;
+            }
+        }
         if let Some(roster) = &mut self.roster {
             roster.term = term;
         }
         self.pulse.restart(now);
         // Nobody waits for answers to the other's requests.
         self.installs.clear();
-        Some(self.memory.lanes.clone())
+        Some(self.memory.shared.lost_lanes().to_vec())
     }
 }

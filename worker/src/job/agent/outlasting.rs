@@ -7,45 +7,40 @@
 use super::{Agent, Effect, peer_died};
 use crate::base::error::Death;
 use bps_engine::base::Rank;
-use bps_engine::proto::absence::{Absence, Wanted};
+use bps_engine::proto::absence::Wanted;
 use bps_engine::proto::messages::{Assignment, Declaration, NodeMessage, Register};
+use bps_engine::proto::outlasting::Outlasting;
 use bps_engine::proto::resume::{KnownTensor, Resume};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 /// What a rank remembers for the next scheduler.
 pub(super) struct Memory {
-    pub(super) absence: Absence,
-    term: u32,
+    /// What every node does.
+    shared: Outlasting,
     known: BTreeMap<u32, KnownTensor>,
     /// Barriers that are not answered.
     barriers: BTreeSet<u64>,
     passed: u64,
     /// Why the next scheduler can't go on with this epoch.
     obstacle: Option<String>,
-    /// What was said of lost lanes.
-    lanes: Vec<NodeMessage>,
-    gone: Vec<Rank>,
 }
 
 impl Memory {
     /// Of a rank that follows the scheduler of this term, and waits so long for another.
     pub(super) fn new(term: u32, wait: Duration) -> Memory {
         Memory {
-            absence: Absence::new(wait),
-            term,
+            shared: Outlasting::new(wait, term),
             known: BTreeMap::new(),
             barriers: BTreeSet::new(),
             passed: 0,
             obstacle: None,
-            lanes: Vec::new(),
-            gone: Vec::new(),
         }
     }
 
     /// The answer to a declaration. In a job that ends with its scheduler nothing is kept.
     pub(super) fn learn(&mut self, all: &[Declaration], assignments: &[Assignment]) {
-        if self.absence.is_waited_out() {
+        if self.shared.is_waited_out() {
             let known = all.iter().zip(assignments).map(|(said, assignment)| {
                 let (said, assignment) = (said.clone(), assignment.clone());
                 (assignment.tensor, KnownTensor { said, assignment })
@@ -71,14 +66,12 @@ impl Memory {
     }
 
     pub(super) fn lose(&mut self, gone: &[Rank]) {
-        gone.clone_into(&mut self.gone);
+        self.shared.lose(gone);
     }
 
     /// A lane was lost, as `said` tells the scheduler.
     pub(super) fn lose_lane(&mut self, said: &NodeMessage) {
-        if self.absence.is_waited_out() {
-            self.lanes.push(said.clone());
-        }
+        self.shared.lose_lane(said);
     }
 }
 
@@ -94,13 +87,13 @@ impl Agent {
     /// Whether this rank goes on without a scheduler for a while.
     #[must_use]
     pub fn outlasts(&self) -> bool {
-        self.memory.absence.is_waited_out()
+        self.memory.shared.is_waited_out()
     }
 
     /// Whether there is no scheduler now, and the job goes on.
     #[must_use]
     pub fn is_away(&self) -> bool {
-        !self.over && self.memory.absence.is_away()
+        !self.over && self.memory.shared.is_away()
     }
 
     /// This rank has joined, or follows one that has: only the scheduler of then knows how far.
@@ -113,7 +106,7 @@ impl Agent {
         if self.over || !self.outlasts() {
             return false;
         }
-        if let Some(line) = self.memory.absence.begin(how, now) {
+        if let Some(line) = self.memory.shared.wait_out(how, now) {
             effects.push(Effect::Warn(line));
             if std::mem::take(&mut self.knocking) {
                 effects.push(Effect::Knock(None));
@@ -124,26 +117,24 @@ impl Agent {
 
     /// Time passes while there is no scheduler. Says whether there is none.
     pub(super) fn look_for_another(&mut self, now: Duration, effects: &mut Vec<Effect>) -> bool {
-        match self.memory.absence.look(self.pulse.scheduler(), now) {
+        match self.memory.shared.look(self.pulse.scheduler(), now) {
             None => {}
             Some(Wanted::Dial) => effects.push(Effect::Redial(true)),
             Some(Wanted::End(away)) => self.end(peer_died(Death::SchedulerAway(away)), effects),
         }
-        self.memory.absence.is_away()
+        self.memory.shared.is_away()
     }
 
     /// The scheduler that was silent answers after all.
     pub(super) fn is_back(&mut self, now: Duration, effects: &mut Vec<Effect>) {
-        if let Some(lasted) = self.memory.absence.end(now) {
-            let scheduler = self.pulse.scheduler();
-            let line = format!("{scheduler} answers again after {:.1} s", lasted.as_secs_f64());
+        if let Some(line) = self.memory.shared.is_back(self.pulse.scheduler(), now) {
             effects.extend([Effect::Redial(false), Effect::Warn(line)]);
         }
     }
 
     /// An attempt to reach another scheduler has failed.
     pub fn not_found(&mut self, now: Duration) {
-        self.memory.absence.failed(now);
+        self.memory.shared.failed(now);
     }
 
     /// What another scheduler is to be told.
@@ -151,16 +142,10 @@ impl Agent {
     pub fn resume(&self, register: Register) -> Vec<NodeMessage> {
         let memory = &self.memory;
         let resume = Resume {
-            register,
-            term: memory.term,
-            roster: self.roster.clone(),
-            reset: None,
-            gone: memory.gone.clone(),
-            left: Vec::new(),
             barriers: memory.passed,
             tensors: memory.known.len() as u64,
-            keys_end: 0,
             obstacle: memory.obstacle.clone(),
+            ..memory.shared.resume(register, self.roster.clone())
         };
         NodeMessage::resuming(resume, memory.known.values().cloned())
     }
@@ -173,27 +158,23 @@ impl Agent {
         now: Duration,
         effects: &mut Vec<Effect>,
     ) -> Option<Vec<NodeMessage>> {
-        let scheduler = self.pulse.scheduler();
-        if term < self.memory.term || self.over {
-            effects.push(Effect::Warn(format!(
-                "{scheduler} is of term {term}, which is over: term {} is followed",
-                self.memory.term
-            )));
-            self.memory.absence.failed(now);
+        if self.over {
             return None;
         }
-        let lasted = self.memory.absence.end(now).unwrap_or_default();
-        effects.push(Effect::Warn(format!(
-            "{scheduler} leads the job again, in term {term}, after {:.1} s",
-            lasted.as_secs_f64()
-        )));
-        (self.memory.term, self.roster.term) = (term, term);
+        match self.memory.shared.follow(self.pulse.scheduler(), term, now) {
+            Ok(line) => effects.push(Effect::Warn(line)),
+            Err(line) => {
+                effects.push(Effect::Warn(line));
+                return None;
+            }
+        }
+        self.roster.term = term;
         self.pulse.restart(now);
         let declare = |(&request, tensors): (&u64, &Vec<Declaration>)| NodeMessage::Declare {
             request,
             tensors: tensors.clone(),
         };
-        let mut asked: Vec<NodeMessage> = self.memory.lanes.clone();
+        let mut asked = self.memory.shared.lost_lanes().to_vec();
         let declares: BTreeMap<u64, Vec<Declaration>> =
             self.declares.iter().map(|(request, all)| (*request, all.clone())).collect();
         asked.extend(declares.iter().map(declare));
