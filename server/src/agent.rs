@@ -116,7 +116,7 @@ impl Agent {
             if !self.outlasts() {
                 effects.push(Effect::Send(NodeMessage::failed(line.clone())));
             }
-            self.scheduler_lost(line, now, effects);
+            self.go_without(line, silent, now, effects);
         }
     }
 
@@ -352,9 +352,19 @@ impl Agent {
         }
     }
 
-    /// The scheduler does not answer, or the connection to it is lost: a line about it.
+    /// The connection to the scheduler is lost: a line about it.
     pub fn scheduler_lost(&mut self, line: String, now: Duration, effects: &mut Vec<Effect>) {
-        if !self.over && !self.wait_out(&line, now, effects) {
+        self.go_without(line, Duration::ZERO, now, effects);
+    }
+
+    fn go_without(
+        &mut self,
+        line: String,
+        silent: Duration,
+        now: Duration,
+        effects: &mut Vec<Effect>,
+    ) {
+        if !self.over && !self.wait_out(&line, silent, now, effects) {
             self.over = true;
             effects.push(Effect::Warn(line));
             effects.push(Effect::Over(false));

@@ -44,6 +44,8 @@ pub struct Absence {
 #[derive(Clone, Debug)]
 struct Away {
     since: Duration,
+    /// For how long nothing had been heard by then.
+    silent: Duration,
     how: String,
     /// When to dial; none while an attempt is under way.
     next: Option<Duration>,
@@ -70,8 +72,9 @@ impl Absence {
         self.away.is_some()
     }
 
-    /// The scheduler is lost, as `how` says. Returns a line about it where that is news.
-    pub fn begin(&mut self, how: &str, now: Duration) -> Option<String> {
+    /// The scheduler is lost, as `how` says, and owes an answer for so long: zero where its
+    /// connection has ended. Returns a line about it where that is news.
+    pub fn begin(&mut self, how: &str, silent: Duration, now: Duration) -> Option<String> {
         if self.is_away() {
             return None;
         }
@@ -82,7 +85,7 @@ impl Absence {
             self.wait.as_secs_f64()
         );
         let (pause, next, looked) = (PAUSE_FIRST, Some(now), now);
-        self.away = Some(Away { since: now, how, next, pause, looked });
+        self.away = Some(Away { since: now, silent, how, next, pause, looked });
         Some(line)
     }
 
@@ -94,9 +97,9 @@ impl Absence {
         }
     }
 
-    /// There is one again. Returns for how long there was none.
+    /// There is one again. Returns for how long nothing was heard of one.
     pub fn end(&mut self, now: Duration) -> Option<Duration> {
-        self.away.take().map(|away| now.saturating_sub(away.since))
+        self.away.take().map(|away| away.silent + now.saturating_sub(away.since))
     }
 
     /// What is to be done now; to be asked several times a second.
@@ -130,9 +133,9 @@ mod tests {
     fn attempts_slow_down_and_the_wait_has_an_end_that_names_the_scheduler() {
         let mut absence = Absence::new(ms(60_000));
         assert_eq!(absence.look("it", ms(5)), None);
-        let line = absence.begin("the scheduler died", ms(10)).unwrap();
+        let line = absence.begin("the scheduler died", ms(1_200), ms(10)).unwrap();
         assert!(line.starts_with("the scheduler died: training goes on"), "{line}");
-        assert_eq!(absence.begin("again", ms(11)), None);
+        assert_eq!(absence.begin("again", ms(0), ms(11)), None);
         let (mut dials, mut end) = (Vec::new(), None);
         for now in (10..70_000).step_by(10) {
             match absence.look("the scheduler at a:1", ms(now)) {
@@ -155,9 +158,19 @@ mod tests {
     }
 
     #[test]
+    fn what_was_silent_before_is_part_of_the_silence_and_not_of_the_wait() {
+        let mut absence = Absence::new(ms(2_000));
+        absence.begin("how", ms(1_200), ms(5_000));
+        assert_eq!(absence.look("it", ms(6_900)), Some(Wanted::Dial));
+        assert_eq!(absence.end(ms(6_900)), Some(ms(3_100)));
+        absence.begin("how", ms(0), ms(8_000));
+        assert_eq!(absence.end(ms(8_100)), Some(ms(100)));
+    }
+
+    #[test]
     fn an_attempt_under_way_is_the_only_one_and_a_stopped_process_loses_no_time() {
         let mut absence = Absence::new(ms(1_000));
-        absence.begin("how", ms(0));
+        absence.begin("how", ms(0), ms(0));
         assert_eq!(absence.look("it", ms(0)), Some(Wanted::Dial));
         assert_eq!(absence.look("it", ms(400)), None);
         assert_eq!(absence.look("it", ms(50_000)), None);

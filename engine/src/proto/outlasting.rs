@@ -66,8 +66,8 @@ impl Outlasting {
     }
 
     /// The scheduler is lost: see [`Absence::begin`].
-    pub fn wait_out(&mut self, how: &str, now: Duration) -> Option<String> {
-        self.absence.begin(how, now)
+    pub fn wait_out(&mut self, how: &str, silent: Duration, now: Duration) -> Option<String> {
+        self.absence.begin(how, silent, now)
     }
 
     /// What is to be done now: see [`Absence::look`].
@@ -82,8 +82,8 @@ impl Outlasting {
 
     /// The scheduler answers. Returns a line about it where it was silent.
     pub fn is_back(&mut self, scheduler: &str, now: Duration) -> Option<String> {
-        let lasted = self.absence.end(now)?;
-        Some(format!("{scheduler} answers again after {:.1} s", lasted.as_secs_f64()))
+        let silent = self.absence.end(now)?;
+        Some(format!("{scheduler} answers again after {:.1} s", silent.as_secs_f64()))
     }
 
     /// Another scheduler leads the job. Returns a line about it.
@@ -99,8 +99,8 @@ impl Outlasting {
             ));
         }
         self.term = term;
-        let lasted = self.absence.end(now).unwrap_or_default();
-        let seconds = lasted.as_secs_f64();
+        let silent = self.absence.end(now).unwrap_or_default();
+        let seconds = silent.as_secs_f64();
         Ok(format!("{scheduler} leads the job again, in term {term}, after {seconds:.1} s"))
     }
 
@@ -138,13 +138,13 @@ mod tests {
     }
 
     #[test]
-    fn lines_tell_how_long_there_was_none() {
+    fn lines_tell_the_whole_silence() {
         let mut one = Outlasting::new(ms(10_000), 1);
         assert_eq!(one.is_back("the scheduler", ms(4_000)), None);
-        assert!(one.wait_out("silent", ms(5_000)).is_some() && one.is_away());
-        let line = one.is_back("the scheduler", ms(6_200));
+        assert!(one.wait_out("silent", ms(1_200), ms(5_000)).is_some() && one.is_away());
+        let line = one.is_back("the scheduler", ms(5_030));
         assert_eq!(line.as_deref(), Some("the scheduler answers again after 1.2 s"));
-        one.wait_out("closed", ms(9_000));
+        one.wait_out("closed", ms(0), ms(9_000));
         let line = one.follow("the scheduler", 2, ms(9_500));
         assert_eq!(
             line.as_deref(),
@@ -156,7 +156,7 @@ mod tests {
     #[test]
     fn a_term_that_is_over_is_not_followed_and_the_wait_goes_on() {
         let mut one = Outlasting::new(ms(10_000), 3);
-        one.wait_out("closed", ms(0));
+        one.wait_out("closed", ms(0), ms(0));
         assert_eq!(one.look("it", ms(0)), Some(Wanted::Dial));
         let line = one.follow("it", 2, ms(10));
         assert_eq!(line, Err("it is of term 2, which is over: term 3 is followed".to_owned()));

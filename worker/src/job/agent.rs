@@ -183,7 +183,7 @@ impl Agent {
         }
         if let Some(silent) = beat.silent {
             let silence = self.pulse.complaint(silent);
-            if self.wait_out(&silence.to_string(), now, effects) {
+            if self.wait_out(&silence.to_string(), silent, now, effects) {
                 return;
             }
             effects.push(Effect::Send(NodeMessage::failed(silence.to_string())));
@@ -527,7 +527,7 @@ impl Agent {
         now: Duration,
         effects: &mut Vec<Effect>,
     ) {
-        if self.wait_out(&line, now, effects) {
+        if self.wait_out(&line, Duration::ZERO, now, effects) {
             return;
         }
         self.end(peer_died(Death::SchedulerLost { line, source }), effects);

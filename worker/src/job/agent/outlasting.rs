@@ -101,12 +101,18 @@ impl Agent {
         self.memory.hinder(why);
     }
 
-    /// The scheduler is lost or silent. Says whether that is waited out.
-    pub(super) fn wait_out(&mut self, how: &str, now: Duration, effects: &mut Vec<Effect>) -> bool {
+    /// The scheduler is lost, or has been silent for so long. Says whether that is waited out.
+    pub(super) fn wait_out(
+        &mut self,
+        how: &str,
+        silent: Duration,
+        now: Duration,
+        effects: &mut Vec<Effect>,
+    ) -> bool {
         if self.over || !self.outlasts() {
             return false;
         }
-        if let Some(line) = self.memory.shared.wait_out(how, now) {
+        if let Some(line) = self.memory.shared.wait_out(how, silent, now) {
             effects.push(Effect::Warn(line));
             if std::mem::take(&mut self.knocking) {
                 effects.push(Effect::Knock(None));
@@ -180,5 +186,63 @@ impl Agent {
         asked.extend(declares.iter().map(declare));
         asked.extend(self.memory.barriers.iter().map(|&request| NodeMessage::Barrier { request }));
         Some(asked)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::switches::Switches;
+    use crate::job::agent::Lanes;
+    use bps_engine::base::Epoch;
+    use bps_engine::proto::messages::{Roster, SchedulerMessage};
+    use bps_engine::proto::pulse::Pulse;
+
+    fn ms(milliseconds: u64) -> Duration {
+        Duration::from_millis(milliseconds)
+    }
+
+    fn elastic() -> Roster {
+        Roster {
+            job: "job".into(),
+            term: 1,
+            epoch: Epoch(1),
+            size: 2,
+            through_servers: true,
+            index: 0,
+            workers: Vec::new(),
+            neighbours: Vec::new(),
+            servers: Vec::new(),
+            elastic: true,
+            shrinks: false,
+            change: None,
+        }
+    }
+
+    #[test]
+    fn a_scheduler_that_answers_again_was_silent_for_as_long_as_was_complained_of_and_more() {
+        let pulse = Pulse::new("a:1", ms(200), ms(1_000), ms(0));
+        let switches = Switches::new(vec![Rank(0), Rank(1)], 0);
+        let agent = Agent::new(elastic(), Lanes::default(), switches, pulse);
+        let mut agent = agent.outlasting(ms(10_000));
+        let (mut effects, mut lines) = (Vec::new(), Vec::new());
+        for now in (0..=4_225).step_by(25) {
+            agent.handle_tick(ms(now), &mut effects);
+            // It is stopped before the heartbeat at 3 s, and goes on behind that at 4.2 s.
+            if effects.iter().any(|effect| matches!(effect, Effect::Beat)) && now < 3_000
+                || now == 4_225
+            {
+                agent.handle(SchedulerMessage::Heartbeat, ms(now), &mut effects);
+            }
+            lines.extend(effects.drain(..).filter_map(|effect| match effect {
+                Effect::Warn(line) => Some((now, line)),
+                _ => None,
+            }));
+        }
+        let [(4_125, lost), (4_225, back)] = &lines[..] else { panic!("{lines:?}") };
+        let complaint = "the scheduler at a:1 has not answered for 1.1 s";
+        assert!(lost.starts_with(complaint) && lost.contains("training goes on"), "{lost}");
+        assert_eq!(back, "the scheduler at a:1 answers again after 1.2 s");
+        assert!(!agent.is_away());
     }
 }
