@@ -64,10 +64,12 @@ bps.shutdown()
 class Launched:
     """A launcher, and what it says."""
 
-    def __init__(self, folder, *flags, **variables):
+    def __init__(self, folder, *flags, elastic="redo", **variables):
         script = folder / "train.py"
         script.write_text(TRAIN)
-        command = [sys.executable, "-m", "byteps.launch", "--elastic", "redo", *flags]
+        command = [sys.executable, "-m", "byteps.launch", *flags]
+        if elastic is not None:
+            command += ["--elastic", elastic]
         self.process = subprocess.Popen(
             [*command, sys.executable, str(script)],
             env=clean_environment() | variables,
@@ -110,8 +112,8 @@ class Launched:
 def launch(tmp_path):
     started = []
 
-    def start(*flags, **variables):
-        started.append(Launched(tmp_path, *flags, **variables))
+    def start(*flags, elastic="redo", **variables):
+        started.append(Launched(tmp_path, *flags, elastic=elastic, **variables))
         return started[-1]
 
     yield start
@@ -171,6 +173,18 @@ def test_a_rank_that_does_not_leave_in_time_counts_as_dead(launch):
     assert "it was stopped by SIGTERM" in text, text
     assert "rank 2 was killed by SIGTERM (15); the job goes on with 2 workers here" in text, text
     check_samples(job, text, repeats=SAMPLES)
+
+
+def test_in_a_job_that_is_not_elastic_nobody_leaves_and_sigterm_ends_it_at_once(launch):
+    job = launch("--local", "2", elastic=None, EVERY="1000", HOLD="10")
+    pid = pid_of(job, 1)
+    job.wait_for(r"\[rank 1\] step 5 ")
+    begun = time.monotonic()
+    os.kill(pid, signal.SIGTERM)
+    code, text = job.finish()
+    assert code == 143, text
+    assert time.monotonic() - begun < 15 and "killed by SIGKILL" not in text, text
+    assert "it was stopped by SIGTERM" in text and "leaves" not in text, text
 
 
 def test_sigterm_to_the_launcher_ends_the_job_in_time(launch):

@@ -79,8 +79,9 @@ pub(crate) struct Control {
     pub(crate) leaving: Arc<AtomicBool>,
     pub(crate) has_said_goodbye: Arc<AtomicBool>,
     pub(crate) newcomers: Arc<AtomicU32>,
-    /// How long a program that leaves by itself may take to do so.
-    pub(crate) notice: Duration,
+    /// How long a program that leaves by itself may take to do so; `None` in a job that lets no
+    /// rank leave.
+    pub(crate) notice: Option<Duration>,
     pub(crate) noticed_at: Option<Instant>,
     pub(crate) statistics: Arc<NicStatistics>,
     pub(crate) collector: Collector,
@@ -100,24 +101,29 @@ impl Control {
     pub(crate) fn run(mut self) {
         terminated::watch();
         self.run_until_over();
-        if terminated::is_noticed() {
-            terminated::end_at(self.deadline());
+        if self.notice.is_none() {
+            // What the program does after its job is no leaving either.
+            terminated::take_notice(false);
+        } else if let Some(deadline) = self.deadline() {
+            terminated::end_at(deadline);
         }
         terminated::ignore();
     }
 
-    /// When a program that SIGTERM has come to must have left.
-    fn deadline(&mut self) -> Instant {
-        let notice = self.notice;
-        *self.noticed_at.get_or_insert_with(|| {
+    /// When a program that SIGTERM has come to must have left, if it is one that leaves by itself
+    /// and may.
+    fn deadline(&mut self) -> Option<Instant> {
+        let notice = self.notice.filter(|_| terminated::is_noticed())?;
+        let noticed_at = *self.noticed_at.get_or_insert_with(|| {
             log::info!("SIGTERM: this rank leaves at the next commit, within {notice:?}");
             Instant::now()
-        }) + notice
+        });
+        Some(noticed_at + notice)
     }
 
     /// Whether SIGTERM is to end this process now.
     fn is_to_end(&mut self) -> bool {
-        terminated::came() && !(terminated::is_noticed() && Instant::now() < self.deadline())
+        terminated::came() && self.deadline().is_none_or(|deadline| Instant::now() >= deadline)
     }
 
     /// Tells the others that this rank was told to end, and ends it.

@@ -175,7 +175,7 @@ impl Job {
             leaving: Arc::clone(&leaving),
             has_said_goodbye: Arc::clone(&has_said_goodbye),
             newcomers: Arc::clone(&newcomers),
-            notice: config.leave_notice,
+            notice: elastic.then_some(config.leave_notice),
             noticed_at: None,
             collector: Collector::new(config, vec![Arc::clone(&statistics.counters)]),
             statistics,
