@@ -6,6 +6,7 @@ torch are run by ``test_programs.py`` and others.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -39,6 +40,8 @@ PROGRAMS = {
     ),
     "mxnet/train_module.py": ("--network lenet", "on 2 ranks, with Module"),
 }
+#: What others of the same framework show as well, run by ``tests/run --frameworks all``.
+ON_DEMAND = {"keras/synthetic_benchmark.py", "jax/train_equinox.py"}
 #: Run by other tests.
 ELSEWHERE = {
     "keras/train_digits.py": "test_keras.py",
@@ -81,6 +84,8 @@ def run(program, arguments=""):
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_runs(program):
+    if program in ON_DEMAND and os.environ.get("TEST_FRAMEWORKS") != "all":
+        pytest.skip("on demand: tests/run --frameworks all")
     arguments, words = PROGRAMS[program]
     said = run(program, arguments)
     assert re.search(words, said), said[-8000:]
