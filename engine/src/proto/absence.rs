@@ -161,7 +161,8 @@ mod tests {
     fn what_was_silent_before_is_part_of_the_silence_and_not_of_the_wait() {
         let mut absence = Absence::new(ms(2_000));
         absence.begin("how", ms(1_200), ms(5_000));
-        assert_eq!(absence.look("it", ms(6_900)), Some(Wanted::Dial));
+        assert_eq!(absence.look("it", ms(5_900)), Some(Wanted::Dial));
+        assert_eq!(absence.look("it", ms(6_800)), None);
         assert_eq!(absence.end(ms(6_900)), Some(ms(3_100)));
         absence.begin("how", ms(0), ms(8_000));
         assert_eq!(absence.end(ms(8_100)), Some(ms(100)));
