@@ -1,11 +1,12 @@
 //! A rank that has run out of data: it joins, and is told what to push for the others' sake.
 
 use crate::context::engine;
+use crate::declared::Declared;
 use crate::error;
 use crate::waiting::seconds;
 use bps_engine::base::Operation;
 use bps_engine::proto::uneven::Followed;
-use bps_worker::{Follow, TensorId};
+use bps_worker::{Follow, TensorId, Worker};
 use pyo3::prelude::*;
 use std::time::Duration;
 
@@ -78,4 +79,42 @@ pub fn root_joined_after(py: Python<'_>, tensor: u32) -> PyResult<Option<u64>> {
     let worker = engine()?;
     py.detach(|| worker.root_joined_after(TensorId(tensor)))
         .map_err(|cause| error::from_engine(&cause))
+}
+
+/// A broadcast of a program from another rank, which may have joined before it had sent anything.
+pub struct FromRoot {
+    worker: Worker,
+    tensor: TensorId,
+    name: String,
+    root: u32,
+    round: u64,
+}
+
+impl FromRoot {
+    /// Of a tensor that was just pushed; `None` where nothing is missing without the root.
+    pub fn of(worker: &Worker, tensor: &Declared, number: TensorId) -> Option<FromRoot> {
+        let is_empty = tensor.shape.contains(&0);
+        if tensor.operation != "broadcast" || tensor.root == worker.rank() || is_empty {
+            return None;
+        }
+        let (name, root, round) = (tensor.label(), tensor.root, worker.pushes(number));
+        Some(FromRoot { worker: worker.clone(), tensor: number, name, root, round })
+    }
+
+    /// To be asked when it is over.
+    ///
+    /// # Errors
+    /// The root sent nothing, with the class that Python raises for it.
+    pub fn check(&self) -> Result<(), String> {
+        let FromRoot { worker, tensor, name, root, round } = self;
+        let joined = worker.root_joined_after(*tensor).map_err(|cause| error::of_engine(&cause))?;
+        if joined.is_none_or(|pushes| *round <= pushes) {
+            return Ok(());
+        }
+        Err(format!(
+            "byteps.errors.UsageError: '{name}' is broadcast from rank {root}, which has called \
+             join() and sends nothing more: broadcast from a rank that has data, or after all \
+             ranks have joined"
+        ))
+    }
 }

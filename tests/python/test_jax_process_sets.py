@@ -137,3 +137,30 @@ def refusals():
 
 def test_what_no_process_set_takes(pair):
     pair.run(on_ranks(refusals))
+
+
+def joins():
+    """A rank without data has never heard of what the others exchange."""
+    rank, size = bps.rank(), bps.size()
+    x = jnp.full(4, 6.0)
+    if rank == 1:
+        last = bps.join()
+    else:
+        for wrap in (lambda f: f, jax.jit):
+            mean = wrap(lambda a: bps.push_pull(a, name="joined.mean"))(x)
+            assert equal(mean, np.full(4, 6 * (size - 1) / size))
+            least = wrap(lambda a: bps.push_pull(a, name="joined.min", op=bps.Min))(x)
+            root = wrap(lambda a: bps.broadcast(a + rank, 2, name="joined.root"))(x)
+            assert equal(least, x) and equal(root, x + 2)
+        rows = bps.allgather(jnp.full(rank + 1, rank), name="joined.rows")
+        assert equal(rows, [0, 2, 2, 2])
+        with pytest.raises(FAILED) as caught:
+            jax.jit(lambda a: bps.broadcast(a, 1, name="joined.lost"))(x).block_until_ready()
+        assert "rank 1, which has called join" in str(caught.value)
+        last = bps.join()
+    assert last != 1
+    assert equal(bps.push_pull(jnp.ones(2), average=False), np.full(2, size))
+
+
+def test_a_rank_without_data_joins(trio):
+    trio.run(on_ranks(joins))

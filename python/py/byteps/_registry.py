@@ -270,7 +270,7 @@ def start(
             pending.broadcasts = tuple(
                 (send.tensor, number, _native.pushes(number))
                 for number, send in declared
-                if send.tensor.operation == "broadcast" and send.tensor.root != _native.rank()
+                if _waits_for_root(send.tensor)
             )
             for turn, native in zip(gpu_turns + host_turns, pending.natives, strict=True):
                 if turn is not None:
@@ -287,6 +287,12 @@ def start(
         _next_handle += 1
         _pending[handle] = pending
         return handle
+
+
+def _waits_for_root(tensor: Tensor) -> bool:
+    """Whether something is missing here if the root has joined."""
+    is_from_other = tensor.operation == "broadcast" and tensor.root != _native.rank()
+    return is_from_other and 0 not in tensor.shape
 
 
 def _find(handle: int) -> _Pending | None:

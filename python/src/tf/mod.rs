@@ -18,6 +18,7 @@ use crate::completer::{self, Waiting};
 use crate::context::engine;
 use crate::declared::{self, Declared};
 use crate::error;
+use crate::uneven::FromRoot;
 use api::{Construction, Context, RawConstruction, RawContext, RawDone, Status, Tensor, api};
 use api::{RawStatus, ShapeContext};
 use bps_worker::{Handle, PushPull, TensorId};
@@ -272,6 +273,8 @@ struct Exchange {
     handles: Vec<Handle>,
     memory: Vec<Tensor>,
     _under_way: UnderWay,
+    /// Those whose root may have joined.
+    from_roots: Vec<FromRoot>,
     /// What the ranks disagree about, or why this run can't go on; the rest is exchanged all the
     /// same, since the other ranks wait for it.
     refused: Option<String>,
@@ -313,7 +316,11 @@ impl Exchange {
         // nor read a result before the kernel is done.
         let handles = unsafe { worker.push_pull(&items) };
         let handles = handles.map_err(|cause| error::of_engine(&cause))?;
-        Ok(Exchange { handles, memory, _under_way: under_way, refused })
+        let pushed =
+            tensors.iter().zip(&numbers).filter_map(|(one, number)| Some((one, (*number)?)));
+        let from_roots =
+            pushed.filter_map(|(one, number)| FromRoot::of(&worker, one, number)).collect();
+        Ok(Exchange { handles, memory, _under_way: under_way, from_roots, refused })
     }
 
     fn wait(&self) {
@@ -328,6 +335,7 @@ impl Exchange {
         for handle in &self.handles {
             handle.wait(None).map_err(|cause| error::of_engine(&cause))?;
         }
+        self.from_roots.iter().try_for_each(FromRoot::check)?;
         self.refused.clone().map_or(Ok(()), Err)
     }
 }

@@ -12,6 +12,7 @@
 use crate::context::engine;
 use crate::declared::{self, Declared};
 use crate::error;
+use crate::uneven::FromRoot;
 use bps_worker::{Handle, PushPull};
 use std::alloc::{Layout, alloc, dealloc};
 use std::collections::{HashMap, VecDeque};
@@ -74,6 +75,7 @@ pub struct Exchange {
     run: Option<i64>,
     staging: Staging,
     handle: Handle,
+    from_root: Option<FromRoot>,
     is_pulled: AtomicBool,
 }
 
@@ -101,6 +103,7 @@ impl Exchange {
             }
             Err(cause) => return Err(error::of_engine(&cause)),
         }
+        self.from_root.as_ref().map_or(Ok(()), FromRoot::check)?;
         if bytes != self.staging.bytes {
             return Err(format!(
                 "byteps.errors.UsageError: '{}' was pushed with {} bytes and pulled with {bytes}",
@@ -181,8 +184,10 @@ pub unsafe fn push(
     // by the exchange, which frees it only once the handle is over, and read after that alone.
     let handles = unsafe { worker.push_pull(&[item]) }.map_err(|cause| error::of_engine(&cause))?;
     let handle = handles.into_iter().next().expect("one item has one handle");
+    let from_root = FromRoot::of(&worker, tensor, id);
     let is_pulled = AtomicBool::new(false);
-    let exchange = Arc::new(Exchange { name: name.clone(), run, staging, handle, is_pulled });
+    let exchange = Exchange { name: name.clone(), run, staging, handle, from_root, is_pulled };
+    let exchange = Arc::new(exchange);
     let mut table = lock();
     table.last_ticket += 1;
     let ticket = table.last_ticket;

@@ -131,12 +131,12 @@ const PYTHON: Layers = &[
     ("gradients", &["error", "fork", "waiting"]),
     ("completions", &["gradients", "waiting"]),
     ("tensor", &["context", "error", "gradients", "handle", "waiting"]),
-    ("uneven", &["context", "error", "waiting"]),
     ("declared", &["error"]),
+    ("uneven", &["context", "declared", "error", "waiting"]),
     ("completer", &[]),
     ("mxnet", &["context", "error"]),
-    ("xla", &["completer", "context", "declared", "error"]),
-    ("tf", &["completer", "context", "declared", "error"]),
+    ("xla", &["completer", "context", "declared", "error", "uneven"]),
+    ("tf", &["completer", "context", "declared", "error", "uneven"]),
 ];
 
 /// The crates whose modules are in layers.

@@ -40,7 +40,12 @@ from byteps.common import (
     suspend,
 )
 from byteps.jax import _ffi
-from byteps.jax.functions import allgather_object, broadcast_object, broadcast_parameters
+from byteps.jax.functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_parameters,
+    join,
+)
 from byteps.jax.ops import (
     allgather,
     broadcast,
@@ -82,6 +87,7 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "poll",

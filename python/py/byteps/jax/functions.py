@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from byteps import _objects, _process_sets
+from byteps import _joining, _objects, _process_sets
 from byteps.jax import ops
 
-__all__ = ["allgather_object", "broadcast_object", "broadcast_parameters"]
+__all__ = ["allgather_object", "broadcast_object", "broadcast_parameters", "join"]
 
 Tree = TypeVar("Tree")
 
@@ -48,3 +48,14 @@ def allgather_object(obj: Any, name: str | None = None, process_set: Any = None)
         broadcast_object(obj, rank, f"{name}.{rank}", process_set)
         for rank in _process_sets.members(_process_sets.ranks_of(process_set))
     ]
+
+
+def join() -> int:
+    """Waits until all ranks have called it, as :func:`byteps.torch.join` does; until then, this
+    rank changes no result of the others. Returns the rank that called it last.
+
+    To be called outside of programs, by a rank that has no more data, for arrays in host memory. A
+    broadcast from it, and an allgather in a program, are a :class:`byteps.errors.UsageError` on the
+    ranks that call them.
+    """
+    return _joining.join()

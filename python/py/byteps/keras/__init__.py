@@ -51,6 +51,7 @@ from byteps.keras.functions import (
     broadcast,
     broadcast_global_variables,
     broadcast_model,
+    join,
     push_pull,
 )
 from byteps.keras.optimizer import Compression, DistributedOptimizer, load_model
@@ -88,6 +89,7 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "load_model",
     "local_rank",
     "local_size",

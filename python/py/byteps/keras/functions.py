@@ -15,6 +15,7 @@ __all__ = [
     "broadcast",
     "broadcast_global_variables",
     "broadcast_model",
+    "join",
     "push_pull",
 ]
 
@@ -54,6 +55,12 @@ def allgather(value: Any, name: str | None = None, process_set: Any = None) -> A
     """The tensors of all ranks, one behind the other along dimension 0, as one of the back end."""
     tensor = _exchange.tensor_of(value)
     return _exchange.framework.allgather(tensor, name=name, process_set=process_set)
+
+
+def join() -> int:
+    """Waits until all ranks have called it, as :func:`byteps.torch.join` does; until then, this
+    rank changes no result of the others. Returns the rank that called it last."""
+    return int(_exchange.framework.join())
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: Any = None) -> Any:

@@ -57,6 +57,7 @@ from byteps.tensorflow.functions import (
     broadcast_object,
     broadcast_object_fn,
     broadcast_variables,
+    join,
 )
 from byteps.tensorflow.gather import (
     allgather,
@@ -123,6 +124,7 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "mpi_built",

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from byteps import _objects, _process_sets
+from byteps import _joining, _objects, _process_sets
 from byteps.errors import ConfigError
 from byteps.tensorflow import ops
 
@@ -19,6 +19,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_object_fn",
     "broadcast_variables",
+    "join",
 ]
 
 
@@ -110,3 +111,14 @@ def allgather_object(obj: Any, name: str | None = None, process_set: Any = None)
         broadcast_object(obj, rank, f"{name}.{rank}", process_set)
         for rank in _process_sets.members(_process_sets.ranks_of(process_set))
     ]
+
+
+def join() -> int:
+    """Waits until all ranks have called it, as :func:`byteps.torch.join` does; until then, this
+    rank changes no result of the others. Returns the rank that called it last.
+
+    To be called outside of programs, by a rank that has no more data. An allgather gets no rows
+    from it, nor does an alltoall. A broadcast from it, and an allgather in a program that XLA
+    compiles, are a :class:`byteps.errors.UsageError` on the ranks that call them.
+    """
+    return _joining.join()
