@@ -68,6 +68,117 @@ def test_optimizers_around_gradients(keras_pair, which):
     same_on_all(keras_pair, trained_with, which)
 
 
+def trained_in_passes(which, average):
+    """As one process does whose batches are those of all ranks and passes."""
+    import keras
+    import numpy as np
+
+    import byteps.keras as bps
+    import keras_ranks
+
+    make = {
+        "momentum": keras_ranks.momentum,
+        "clipped": lambda: keras.optimizers.SGD(0.05, global_clipnorm=0.5),
+        "loss scale": lambda: keras.optimizers.LossScaleOptimizer(keras_ranks.momentum()),
+    }[which]
+    rank, size = bps.rank(), bps.size()
+    features, labels = keras_ranks.data(rank, size)
+    passes = {"backward_passes_per_step": 2, "average_aggregated_gradients": average}
+    optimizer = bps.DistributedOptimizer(make(), **passes)
+    together = keras_ranks.network(10, optimizer, run_eagerly=average)
+    sent = []
+    exchange = bps._exchange.reduced_gradients
+
+    def counted(gradients, *arguments):
+        sent.append(len(gradients))
+        return exchange(gradients, *arguments)
+
+    bps._exchange.reduced_gradients = counted
+    try:
+        # Two passes of six rows on two ranks make a step of all rows.
+        together.fit(features, labels, batch_size=6, epochs=3, verbose=0, shuffle=False)
+    finally:
+        bps._exchange.reduced_gradients = exchange
+    assert sent == [4] * (3 if average else len(sent)), "once for two passes"
+    alone = keras_ranks.network(10, make())
+    loss = (
+        alone.loss
+        if average
+        else lambda true, found: 2 * keras.losses.mean_squared_error(true, found)
+    )
+    alone.compile(alone.optimizer, loss)
+    alone.fit(*keras_ranks.data(), batch_size=24, epochs=3, verbose=0, shuffle=False)
+    for one, other in zip(together.get_weights(), alone.get_weights(), strict=True):
+        assert np.allclose(one, other, rtol=1e-4, atol=1e-5), (which, average)
+    return [one.tobytes() for one in together.get_weights()]
+
+
+PASSES = [("momentum", False), ("momentum", True), ("clipped", False), ("loss scale", False)]
+
+
+@pytest.mark.parametrize(("which", "average"), PASSES)
+def test_several_passes_make_a_step(keras_pair, which, average):
+    same_on_all(keras_pair, trained_in_passes, which, average)
+
+
+def refused_passes():
+    import keras
+
+    import byteps.keras as bps
+    import keras_ranks
+
+    with pytest.raises(ConfigError, match="has gradient_accumulation_steps already"):
+        optimizer = keras.optimizers.SGD(gradient_accumulation_steps=2)
+        bps.DistributedOptimizer(optimizer, backward_passes_per_step=2)
+    with pytest.raises(ConfigError, match="is built already"):
+        built = keras_ranks.momentum()
+        built.build([keras.Variable([1.0])])
+        bps.DistributedOptimizer(built, backward_passes_per_step=2)
+    with pytest.raises(ConfigError, match="1 or more"):
+        bps.DistributedOptimizer(keras_ranks.momentum(), backward_passes_per_step=0)
+
+
+def own_layer():
+    """The gradients of one layer are each rank's own, divided by the number of ranks or not."""
+    import keras
+    import numpy as np
+
+    import byteps.keras as bps
+
+    ends = {}
+    for is_scaled in (True, False):
+        layers = [keras.Input((1,))]
+        layers += [keras.layers.Dense(1, use_bias=False, kernel_initializer="ones") for _ in "ab"]
+        model = keras.Sequential(layers)
+        optimizer = bps.PartialDistributedOptimizer(
+            keras.optimizers.SGD(0.1),
+            local_layers=[model.layers[1]],
+            scale_local_gradients=is_scaled,
+        )
+        model.compile(optimizer, lambda true, found: found)
+        inputs = np.full((4, 1), bps.rank() + 1.0, "float32")
+        model.fit(inputs, inputs, batch_size=4, verbose=0)
+        ends[is_scaled] = [float(np.squeeze(one)) for one in model.get_weights()]
+    mean, own = (bps.size() + 1) / 2, bps.rank() + 1
+    assert ends[True] == pytest.approx([1 - 0.1 * mean, 1 - 0.1 * own / bps.size()])
+    assert ends[False] == pytest.approx([1 - 0.1 * mean, 1 - 0.1 * own])
+    with pytest.raises(ConfigError, match="local_layers has 3"):
+        bps.PartialDistributedOptimizer(keras.optimizers.SGD(), local_layers=3)
+    parts = bps.reducescatter(np.arange(3.0) * own, name="keras.part")
+    assert np.allclose(parts, mean * np.array([[0, 1], [2]][bps.rank()]))
+    # A rank that has joined leaves the others' training as it is.
+    if bps.rank() == 1:
+        assert bps.join() == 0
+    else:
+        assert np.allclose(bps.push_pull(np.ones(2), name="keras.joined"), [0.5, 0.5])
+        assert bps.join() == 0
+
+
+@pytest.mark.parametrize("function", [refused_passes, own_layer], ids=lambda one: one.__name__)
+def test_horovod(keras_pair, function):
+    keras_pair.run(on_ranks(function))
+
+
 def overflow_on_one():
     import keras
     import numpy as np
@@ -201,6 +312,7 @@ assert keras.backend.backend() == "{backend}"
 bits = keras_ranks.check(keras_ranks.momentum)
 optimizer = lambda: keras.optimizers.LossScaleOptimizer(keras_ranks.momentum())
 bits += keras_ranks.check(optimizer)
+bits += keras_ranks.check(lambda: keras.optimizers.SGD(0.05, gradient_accumulation_steps=2))
 digests = [hashlib.sha256(b"".join(bits)).hexdigest()]
 assert all(bps.broadcast_object(digests, rank) == digests for rank in range(bps.size()))
 print("all alike")

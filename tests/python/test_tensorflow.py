@@ -399,10 +399,6 @@ def refused():
         bps.push_pull_group([tf.ones(1)] * 2, ["same"] * 2)
     with pytest.raises(ConfigError, match="no global variables with eager"):
         bps.broadcast_global_variables(0)
-    with pytest.raises(ConfigError, match="backward_passes_per_step=2"):
-        bps.DistributedOptimizer(
-            tf.compat.v1.train.GradientDescentOptimizer(1), backward_passes_per_step=2
-        )
     with pytest.raises(ConfigError, match=r"DistributedOptimizer\(object\)"):
         bps.DistributedOptimizer(object())
     with pytest.raises(ConfigError, match="averaged or summed"):

@@ -195,6 +195,14 @@ def added(process_set: Any) -> ProcessSet | None:
     return process_set
 
 
+def share(process_set: Any) -> float:
+    """What a rank's own gradient is multiplied by, to be as large as averages over these ranks."""
+    found = added(process_set)
+    if found is not None and not found.included():
+        return 1.0
+    return 1.0 / (_native.size() if found is None else len(found.ranks))
+
+
 def ranks_of(process_set: Any) -> tuple[int, ...] | None:
     """The ranks that a call is for; None for all. Raises where this process is none of them."""
     known = added(process_set)

@@ -53,8 +53,14 @@ from byteps.keras.functions import (
     broadcast_model,
     join,
     push_pull,
+    reducescatter,
 )
-from byteps.keras.optimizer import Compression, DistributedOptimizer, load_model
+from byteps.keras.optimizer import (
+    Compression,
+    DistributedOptimizer,
+    PartialDistributedOptimizer,
+    load_model,
+)
 from byteps.keras.sync_batch_norm import SyncBatchNormalization
 
 __all__ = [
@@ -62,6 +68,7 @@ __all__ = [
     "Average",
     "Compression",
     "DistributedOptimizer",
+    "PartialDistributedOptimizer",
     "ProcessSet",
     "ReduceOp",
     "Sum",
@@ -99,6 +106,7 @@ __all__ = [
     "nccl_built",
     "push_pull",
     "rank",
+    "reducescatter",
     "remove_process_set",
     "resume",
     "rocm_built",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -131,6 +131,30 @@ def reduced_gradients(
     means = reduced(sent, [names[index] for index in there], compression, op, members)
     for index, mean in zip(there, means, strict=True):
         results[index] = mean * predivide_factor if predivide_factor != 1.0 else mean
+    return results
+
+
+def scaled(gradient: Any, factor: float) -> Any:
+    """A gradient, if it is one, times a factor."""
+    if gradient is None or factor == 1:
+        return gradient
+    if BACKEND == "tensorflow":
+        from byteps.tensorflow import ops
+
+        return ops.scaled(gradient, factor)
+    return gradient * factor
+
+
+def where_due(
+    optimizer: Any, gradients: list[Any], exchanged: Callable[[], list[Any]]
+) -> list[Any]:
+    """The exchanged sums where an optimizer of Keras 3 is about to apply them. On JAX it does so in
+    each step, and drops what comes of it in others than the last."""
+    if BACKEND != "jax":
+        return exchanged()
+    steps = optimizer.gradient_accumulation_steps
+    is_last = (optimizer._iterations + 1) % steps == 0
+    results: list[Any] = keras.ops.cond(is_last, exchanged, lambda: gradients)
     return results
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from byteps import _process_sets, common
 from byteps._operations import Average, ReduceOp, Sum
-from byteps.errors import ConfigError
+from byteps.errors import ConfigError, TensorError
 from byteps.keras import _exchange
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "broadcast_model",
     "join",
     "push_pull",
+    "reducescatter",
 ]
 
 
@@ -55,6 +57,22 @@ def allgather(value: Any, name: str | None = None, process_set: Any = None) -> A
     """The tensors of all ranks, one behind the other along dimension 0, as one of the back end."""
     tensor = _exchange.tensor_of(value)
     return _exchange.framework.allgather(tensor, name=name, process_set=process_set)
+
+
+def reducescatter(
+    value: Any, name: str | None = None, op: ReduceOp = Average, process_set: Any = None
+) -> Any:
+    """This rank's rows, along dimension 0, of the tensors of all ranks reduced by ``op``, as one of
+    the back end. Rows are dealt out evenly; the first ranks have one more where need be."""
+    tensor = _exchange.tensor_of(value)
+    whole = allreduce(tensor, name, op=op, process_set=process_set)
+    if len(whole.shape) == 0:
+        raise TensorError("reducescatter of a number: a tensor of one dimension at least is wanted")
+    members = _process_sets.members(_process_sets.ranks_of(process_set))
+    place = members.index(common.rank())
+    least, more = divmod(int(whole.shape[0]), len(members))
+    begin = least * place + min(more, place)
+    return whole[begin : begin + least + (place < more)]
 
 
 def join() -> int:

@@ -7,12 +7,12 @@ from typing import Any
 
 import keras
 
-from byteps import _registry
+from byteps import _process_sets, _registry
 from byteps._operations import Average, ReduceOp, Sum
 from byteps.errors import ConfigError
 from byteps.keras import _exchange
 
-__all__ = ["DistributedOptimizer", "load_model"]
+__all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "load_model"]
 
 Compression = _exchange.framework.Compression
 
@@ -29,13 +29,16 @@ def DistributedOptimizer(
     num_groups: int = 0,
     groups: Any = None,
     process_set: Any = None,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    scale_local_gradients: bool = True,
 ) -> Any:
     """The optimizer, which from now on averages gradients over all ranks before it applies them.
 
     It keeps its state and settings. Its class is a subclass of its former one, of the same name, so
-    models are saved as before and load without byteps. Gradients are exchanged in each call of
-    ``apply``, also where ``gradient_accumulation_steps`` applies several at once. Around a
-    ``LossScaleOptimizer`` the ranks agree about which steps overflow.
+    models are saved as before and load without byteps. With ``gradient_accumulation_steps``
+    gradients are exchanged once they have been added up. Around a ``LossScaleOptimizer`` they are
+    exchanged in each step, and the ranks agree about which of them overflow.
 
     Args:
         optimizer: One of Keras's. Where one wraps another, pass the outermost.
@@ -44,15 +47,88 @@ def DistributedOptimizer(
         device_dense, device_sparse: Not used: gradients are sent from host memory.
         compression: One of :class:`byteps.keras.Compression`, for dense gradients.
         sparse_as_dense: Exchange sparse gradients as dense ones. Without it TensorFlow's stay
-            sparse (:func:`byteps.tensorflow.sparse_push_pull`); other back ends have none.
+            sparse (:func:`byteps.tensorflow.sparse_push_pull`), unless several are added up; other
+            back ends have none.
         op: ``Average`` or ``Sum``.
         gradient_predivide_factor: Dense gradients are divided by it before they are sent, and
             averages multiplied by it.
         num_groups, groups: Not used: tensors are sent as they come.
         process_set: A :class:`~byteps.common.ProcessSet` of the ranks that average among
             themselves. On a rank that is none of them gradients stay as they are.
+        backward_passes_per_step: How many batches make a step. Keras 3 is told so as
+            ``gradient_accumulation_steps``, which is saved with the model. Not for optimizers that
+            are built already.
+        average_aggregated_gradients: Whether the gradients of these batches are averaged; else they
+            are added up.
+        scale_local_gradients: Whether gradients of variables that are a rank's own are divided by
+            the number of ranks: ``optimizer.register_local_var(variable)`` says so of one, whose
+            gradient then is not exchanged.
     """
     del device_dense, device_sparse, num_groups, groups
+    _check(optimizer)
+    if op not in (Average, Sum):
+        raise ConfigError(f"op={op!r}: gradients are averaged or summed (Average, Sum)")
+    factor = gradient_predivide_factor
+    if factor != 1.0 and (op != Average or not factor > 0):
+        raise ConfigError(
+            f"gradient_predivide_factor={factor} with op={op!r}: it is a positive number, and for "
+            "averages"
+        )
+    passes = backward_passes_per_step
+    if not isinstance(passes, int) or passes < 1:
+        raise ConfigError(
+            f"backward_passes_per_step={passes!r}: how many passes make a step, 1 or more"
+        )
+    if passes > 1 and not _exchange.IS_KERAS_2:
+        _accumulate(optimizer, passes)
+    if name is None:
+        number = _registry.count_up("keras.DistributedOptimizer")
+        name = f"Gradient.{number}" if number else "Gradient"
+    # Of what Keras 3 has added up it makes an average.
+    whole = 1 if average_aggregated_gradients or _exchange.IS_KERAS_2 else passes
+
+    def reduced(gradients: Sequence[Any], names: Sequence[str]) -> list[Any]:
+        means = _exchange.reduced_gradients(
+            gradients, names, compression, op, process_set, sparse_as_dense, factor
+        )
+        return [_exchange.scaled(one, whole) for one in means]
+
+    gradients = _Gradients(name, reduced, scale_local_gradients, process_set)
+    if _exchange.IS_KERAS_2:
+        made = _distributed_2(type(optimizer), gradients, passes, average_aggregated_gradients)
+    else:
+        made = _distributed(type(optimizer), gradients)
+    # Around another, some pass on what is set.
+    object.__setattr__(optimizer, "__class__", made)
+    return optimizer
+
+
+def PartialDistributedOptimizer(
+    optimizer: Any, *arguments: Any, local_layers: Any = None, **options: Any
+) -> Any:
+    """:func:`DistributedOptimizer` for models of which some layers are a rank's own.
+
+    Args:
+        optimizer, arguments, options: As of :func:`DistributedOptimizer`.
+        local_layers: A layer, or several, whose gradients are not exchanged; they are built.
+    """
+    distributed = DistributedOptimizer(optimizer, *arguments, **options)
+    several = local_layers if isinstance(local_layers, (list, tuple, set)) else [local_layers]
+    for layer in several:
+        if layer is None:
+            continue
+        if not getattr(layer, "built", False):
+            raise ConfigError(
+                f"local_layers has {layer!r}: layers of Keras are wanted, which are built: call "
+                "model.build(input_shape) before"
+            )
+        for variable in layer.trainable_weights:
+            distributed.register_local_var(variable)
+    return distributed
+
+
+def _check(optimizer: Any) -> None:
+    """Raises for what is no optimizer, or one that exchanges already."""
     legacy = keras.optimizers.legacy.Optimizer if _exchange.IS_KERAS_2 else ()
     if not isinstance(optimizer, (keras.optimizers.Optimizer, legacy)):
         raise ConfigError(
@@ -63,68 +139,165 @@ def DistributedOptimizer(
         raise ConfigError(
             "DistributedOptimizer: this optimizer is distributed already, and would exchange twice"
         )
-    if op not in (Average, Sum):
-        raise ConfigError(f"op={op!r}: gradients are averaged or summed (Average, Sum)")
-    factor = gradient_predivide_factor
-    if factor != 1.0 and (op != Average or not factor > 0):
+
+
+def _accumulate(optimizer: Any, passes: int) -> None:
+    """Lets an optimizer of Keras 3 add up so many gradients."""
+    while hasattr(optimizer, "inner_optimizer"):
+        optimizer = optimizer.inner_optimizer
+    if not hasattr(optimizer, "gradient_accumulation_steps"):
         raise ConfigError(
-            f"gradient_predivide_factor={factor} with op={op!r}: it is a positive number, and for "
-            "averages"
+            f"backward_passes_per_step={passes}: Keras {keras.__version__} adds up no gradients: "
+            "install Keras 3.3 or later"
         )
-    if name is None:
-        number = _registry.count_up("keras.DistributedOptimizer")
-        name = f"Gradient.{number}" if number else "Gradient"
-
-    def exchanged(gradients: Sequence[Any]) -> list[Any]:
-        names = [f"{name}.{index}" for index in range(len(gradients))]
-        return _exchange.reduced_gradients(
-            gradients, names, compression, op, process_set, sparse_as_dense, factor
+    if optimizer.built or optimizer.gradient_accumulation_steps:
+        state = "is built" if optimizer.built else "has gradient_accumulation_steps"
+        raise ConfigError(
+            f"backward_passes_per_step={passes}: this optimizer {state} already: distribute a new "
+            "one, without"
         )
-
-    make = _distributed_2 if _exchange.IS_KERAS_2 else _distributed
-    # Around another, some pass on what is set.
-    object.__setattr__(optimizer, "__class__", make(type(optimizer), exchanged))
-    return optimizer
+    optimizer.gradient_accumulation_steps = passes
 
 
-def _distributed(base: Any, exchanged: Callable[[Sequence[Any]], list[Any]]) -> Any:
+class _Gradients:
+    """How an optimizer exchanges its gradients, and which are a rank's own."""
+
+    def __init__(
+        self,
+        name: str,
+        reduced: Callable[[Sequence[Any], Sequence[str]], list[Any]],
+        scale_local: bool,
+        process_set: Any,
+    ) -> None:
+        self._name, self._reduced = name, reduced
+        self._scale_local, self._process_set = scale_local, process_set
+        self._local: set[int] = set()
+        self._kept: list[Any] = []  # What is known by its address has to live.
+
+    def register_local(self, variable: Any) -> None:
+        """The gradient of this variable is the rank's own."""
+        self._local.add(id(variable))
+        self._kept.append(variable)
+
+    def exchanged(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """These gradients reduced over all ranks, None where there is none."""
+        results = list(gradients)
+        of = list(variables) if self._local else [None] * len(results)
+        shared = [index for index, one in enumerate(of) if id(one) not in self._local]
+        names = [f"{self._name}.{number}" for number in range(len(shared))]
+        means = self._reduced([results[index] for index in shared], names)
+        if self._scale_local and len(shared) < len(results):
+            share = _process_sets.share(self._process_set)
+            results = [_exchange.scaled(one, share) for one in results]
+        for index, mean in zip(shared, means, strict=True):
+            results[index] = mean
+        return results
+
+
+def _distributed(base: Any, gradients: _Gradients) -> Any:
     """A subclass that exchanges gradients once, whichever method it is called by."""
     is_exchanged = False
+    #: Of the gradients that are added up: their variables, and those among them that have one.
+    added: tuple[list[Any], list[int]] = [], []
 
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        if not is_exchanged:
-            grads = exchanged(grads)
+        nonlocal added
+        grads = list(grads)
+        of = self._trainable_variables if trainable_variables is None else trainable_variables
+        of = list(of)
+        if _accumulates(self):
+            # Keras overwrites some variables in each step, and adds up the rest.
+            now = [index for index, one in enumerate(of) if _is_overwritten(one)]
+            found = [index for index, one in enumerate(grads) if one is not None]
+            added = of, [index for index in found if index not in now]
+            wanted = [one if index in now else None for index, one in enumerate(grads)]
+            if any(one is not None for one in wanted):
+                grads = _either(gradients.exchanged(wanted, of), grads)
+        elif not is_exchanged:
+            grads = gradients.exchanged(grads, of)
         return base.apply(self, grads, trainable_variables)
+
+    def _clip_gradients(self: Any, grads: Any) -> Any:
+        """What Keras calls before it applies gradients: those that were added up, too."""
+        if _accumulates(self):
+            grads = _exchange.where_due(self, list(grads), lambda: exchanged_sums(grads))
+        return base._clip_gradients(self, grads)
+
+    def exchanged_sums(sums: Sequence[Any]) -> list[Any]:
+        of, there = added
+        sent: list[Any] = [None] * len(of)
+        for index, one in zip(there, sums, strict=True):
+            sent[index] = one
+        means = gradients.exchanged(sent, of)
+        return [means[index] for index in there]
 
     def stateless_apply(
         self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any
     ) -> Any:
         nonlocal is_exchanged
-        averaged = exchanged(grads)
+        if _accumulates(self):
+            return base.stateless_apply(self, optimizer_variables, grads, trainable_variables)
+        averaged = gradients.exchanged(grads, self._trainable_variables)
         is_exchanged = True  # It may call `apply`.
         try:
             return base.stateless_apply(self, optimizer_variables, averaged, trainable_variables)
         finally:
             is_exchanged = False
 
-    return _subclass(base, apply=apply, stateless_apply=stateless_apply)
+    return _subclass(
+        base,
+        gradients,
+        apply=apply,
+        stateless_apply=stateless_apply,
+        _clip_gradients=_clip_gradients,
+    )
 
 
-def _distributed_2(base: Any, exchanged: Callable[[Sequence[Any]], list[Any]]) -> Any:
+def _accumulates(optimizer: Any) -> bool:
+    return bool(getattr(optimizer, "gradient_accumulation_steps", None))
+
+
+def _is_overwritten(variable: Any) -> bool:
+    return bool(getattr(variable, "overwrite_with_gradient", False))
+
+
+def _either(some: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    return [other if one is None else one for one, other in zip(some, others, strict=True)]
+
+
+def _distributed_2(base: Any, gradients: _Gradients, count: int, average: bool) -> Any:
     """The same of Keras 2, where one method is below all others."""
+    passes = None
+    if count > 1:
+        from byteps.tensorflow import _passes
+
+        passes = _passes.Passes(count, average)
 
     def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         pairs = list(grads_and_vars)
-        averaged = exchanged([gradient for gradient, _ in pairs])
-        again = [(mean, variable) for mean, (_, variable) in zip(averaged, pairs, strict=True)]
-        return base.apply_gradients(self, again, *args, **kwargs)
+        own, of = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
+        if passes is None:
+            again = zip(gradients.exchanged(own, of), of, strict=True)
+            return base.apply_gradients(self, list(again), *args, **kwargs)
+        there = [variable for gradient, variable in pairs if gradient is not None]
+        sums = passes.added(own, of, lambda sums: gradients.exchanged(sums, there))
+        again = zip(sums, of, strict=True)
+        return passes.step(
+            lambda: base.apply_gradients(self, list(again), *args, **kwargs), sums, lambda: None
+        )
 
-    return _subclass(base, apply_gradients=apply_gradients)
+    return _subclass(base, gradients, apply_gradients=apply_gradients)
 
 
-def _subclass(base: Any, **methods: Any) -> Any:
+def _subclass(base: Any, gradients: _Gradients, **methods: Any) -> Any:
+    def register_local_var(self: Any, variable: Any) -> None:
+        """The gradient of this variable is the rank's own, and is not exchanged."""
+        del self
+        gradients.register_local(variable)
+
     # Saved models name class and module.
     own = {"is_distributed_by_byteps": True, "__module__": base.__module__, "__doc__": base.__doc__}
+    own["register_local_var"] = register_local_var
     return type(base.__name__, (base,), methods | own)
 
 

@@ -75,7 +75,18 @@ from byteps.tensorflow.ops import (
     push_pull_group,
     typed_errors,
 )
-from byteps.tensorflow.optimizer import DistributedGradientTape, DistributedOptimizer
+from byteps.tensorflow.optimizer import (
+    DistributedGradientTape,
+    DistributedOptimizer,
+    PartialDistributedGradientTape,
+)
+from byteps.tensorflow.places import (
+    local_rank_op,
+    local_size_op,
+    process_set_included_op,
+    rank_op,
+    size_op,
+)
 from byteps.tensorflow.sparse import sparse_push_pull, sparse_push_pull_group
 
 __all__ = [
@@ -89,6 +100,7 @@ __all__ = [
     "DistributedOptimizer",
     "Max",
     "Min",
+    "PartialDistributedGradientTape",
     "ProcessSet",
     "Product",
     "ReduceOp",
@@ -126,20 +138,25 @@ __all__ = [
     "is_initialized",
     "join",
     "local_rank",
+    "local_rank_op",
     "local_size",
+    "local_size_op",
     "mpi_built",
     "mpi_enabled",
     "mpi_threads_supported",
     "nccl_built",
+    "process_set_included_op",
     "push_pull",
     "push_pull_group",
     "rank",
+    "rank_op",
     "reducescatter",
     "remove_process_set",
     "resume",
     "rocm_built",
     "shutdown",
     "size",
+    "size_op",
     "sparse_push_pull",
     "sparse_push_pull_group",
     "start_timeline",

@@ -12,9 +12,14 @@ from byteps import _process_sets, _registry
 from byteps._operations import Average, ReduceOp, Sum
 from byteps.errors import ConfigError
 from byteps.tensorflow import ops, sparse
+from byteps.tensorflow._passes import Passes
 from byteps.tensorflow.compression import Compression
 
-__all__ = ["DistributedGradientTape", "DistributedOptimizer"]
+__all__ = [
+    "DistributedGradientTape",
+    "DistributedOptimizer",
+    "PartialDistributedGradientTape",
+]
 
 # Where a variable keeps its gradient's name, which then lasts as long as it does.
 _NAME = "_byteps_gradient_name"
@@ -24,6 +29,14 @@ def check_op(op: Any) -> None:
     """Raises for what gradients are not reduced by."""
     if op not in (Average, Sum):
         raise ConfigError(f"op={op!r}: gradients are averaged or summed (Average, Sum)")
+
+
+def check_passes(passes: int) -> None:
+    """Raises for what is no number of backward passes."""
+    if not isinstance(passes, int) or passes < 1:
+        raise ConfigError(
+            f"backward_passes_per_step={passes!r}: how many passes make a step, 1 or more"
+        )
 
 
 def check_factor(factor: float, op: Any) -> None:
@@ -117,6 +130,7 @@ def DistributedGradientTape(
     num_groups: int = 0,
     groups: Any = None,
     process_set: Any = None,
+    scale_local_gradients: bool = True,
 ) -> Any:
     """A ``tf.GradientTape`` whose ``gradient`` averages over all ranks.
 
@@ -134,43 +148,142 @@ def DistributedGradientTape(
         num_groups, groups: Not used: tensors are sent as they come.
         process_set: A :class:`~byteps.common.ProcessSet` of the ranks that average among
             themselves. On a rank that is none of them gradients stay as they are.
+        scale_local_gradients: Whether gradients of sources that are a rank's own are divided by the
+            number of ranks: ``tape.register_local_source(variable)`` says so of one, whose gradient
+            then is not exchanged.
     """
     del device_dense, device_sparse, num_groups, groups
     check_op(op)
     check_factor(gradient_predivide_factor, op)
     how = How(compression, op, process_set, sparse_as_dense, gradient_predivide_factor)
     base = type(gradtape)
+    local: set[Any] = set()
 
     def gradient(self: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         own = base.gradient(self, target, sources, *args, **kwargs)
         # Slices are one gradient each, not two tensors.
-        flat = tf.nest.flatten(own, expand_composites=False)
-        averaged = exchanged(flat, tf.nest.flatten(sources), how)
-        return tf.nest.pack_sequence_as(own, averaged)
+        results = tf.nest.flatten(own, expand_composites=False)
+        of = tf.nest.flatten(sources)
+        shared = [index for index, source in enumerate(of) if _reference(source) not in local]
+        means = exchanged(
+            [results[index] for index in shared], [of[index] for index in shared], how
+        )
+        if scale_local_gradients and len(shared) < len(of):
+            factor = _process_sets.share(process_set)
+            results = [one if one is None else ops.scaled(one, factor) for one in results]
+        for index, mean in zip(shared, means, strict=True):
+            results[index] = mean
+        return tf.nest.pack_sequence_as(own, results)
+
+    def register_local_source(self: Any, source: Any) -> None:
+        """The gradient of this variable is the rank's own."""
+        del self
+        local.add(_reference(source))
 
     tape = copy.copy(gradtape)  # Both record what is watched; only the new one averages.
-    tape.__class__ = type(base.__name__, (base,), {"gradient": gradient})
+    methods = {"gradient": gradient, "register_local_source": register_local_source}
+    tape.__class__ = type(base.__name__, (base,), methods)
     return tape
+
+
+def _reference(source: Any) -> Any:
+    """What a source is known by: tensors and variables are not hashed. Keras 3's hold one."""
+    held = getattr(source, "value", None)
+    variable = held if isinstance(held, tf.Variable) else source
+    return variable.ref() if hasattr(variable, "ref") else id(variable)
+
+
+def PartialDistributedGradientTape(
+    gradtape: Any,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    op: ReduceOp = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: Any = None,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """:func:`DistributedGradientTape` for models of which some layers are a rank's own.
+
+    Args:
+        gradtape, device_dense, device_sparse, compression, sparse_as_dense, op: As of
+            :func:`DistributedGradientTape`, and so are the others that are not told here.
+        local_layers: A layer of Keras, or several, whose gradients are not exchanged.
+    """
+    tape = DistributedGradientTape(
+        gradtape,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        op,
+        gradient_predivide_factor,
+        num_groups,
+        groups,
+        process_set,
+        scale_local_gradients,
+    )
+    for variable in local_variables(local_layers):
+        tape.register_local_source(variable)
+    return tape
+
+
+def local_variables(layers: Any) -> list[Any]:
+    """The variables of a layer, or of several, that have gradients."""
+    if layers is None:
+        return []
+    several = layers if isinstance(layers, (list, tuple, set)) else [layers]
+    for layer in several:
+        if not hasattr(layer, "trainable_weights"):
+            raise ConfigError(
+                f"local_layers has a {type(layer).__name__}: layers of Keras are wanted"
+            )
+    return [variable for layer in several for variable in layer.trainable_weights]
 
 
 class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
     """An optimizer of ``tf.compat.v1.train`` whose ``compute_gradients`` averages."""
 
-    def __init__(self, optimizer: Any, name: str, use_locking: bool, how: How) -> None:
+    def __init__(
+        self, optimizer: Any, name: str, use_locking: bool, how: How, passes: Passes | None
+    ) -> None:
         super().__init__(use_locking=use_locking, name=name)
-        self._optimizer, self._how = optimizer, how
+        self._optimizer, self._how, self._passes = optimizer, how, passes
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
         """Those of the optimizer, averaged over all ranks."""
         pairs = self._optimizer.compute_gradients(*args, **kwargs)
         gradients = [gradient for gradient, _ in pairs]
         variables = [variable for _, variable in pairs]
-        averaged = exchanged(gradients, variables, self._how)
+        if self._passes is None:
+            averaged = exchanged(gradients, variables, self._how)
+        else:
+            there = [one for one, own in zip(variables, gradients, strict=True) if own is not None]
+            averaged = self._passes.added(
+                gradients, variables, lambda sums: exchanged(sums, there, self._how)
+            )
         return list(zip(averaged, variables, strict=True))
 
-    def apply_gradients(self, *args: Any, **kwargs: Any) -> Any:
-        """As the optimizer does."""
-        return self._optimizer.apply_gradients(*args, **kwargs)
+    def apply_gradients(
+        self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
+    ) -> Any:
+        """As the optimizer does, in the last pass of a step. Each pass counts as a global step."""
+        pairs = list(grads_and_vars)
+
+        def apply() -> Any:
+            return self._optimizer.apply_gradients(pairs, global_step, name)
+
+        if self._passes is None:
+            return apply()
+
+        def count() -> Any:
+            return None if global_step is None else tf.compat.v1.assign_add(global_step, 1)
+
+        return self._passes.step(apply, [gradient for gradient, _ in pairs], count)
 
     def get_slot(self, *args: Any, **kwargs: Any) -> Any:
         """As the optimizer does."""
@@ -210,24 +323,24 @@ def DistributedOptimizer(
         use_locking: As ``tf.compat.v1.train.Optimizer`` has it.
         device_dense, device_sparse, compression, sparse_as_dense: As of
             :func:`DistributedGradientTape`.
-        backward_passes_per_step: 1. Keras optimizers accumulate by ``gradient_accumulation_steps``.
+        backward_passes_per_step: How many passes make a step: their gradients are added up, as
+            dense tensors, and exchanged and applied in the last one.
         op: ``Average`` or ``Sum``.
-        average_aggregated_gradients: Not used: one pass makes a step.
+        average_aggregated_gradients: Whether what is added up is divided by the number of passes.
         gradient_predivide_factor, num_groups, groups, process_set: As of
             :func:`DistributedGradientTape`.
     """
-    del device_dense, device_sparse, average_aggregated_gradients, num_groups, groups
+    del device_dense, device_sparse, num_groups, groups
     check_op(op)
     check_factor(gradient_predivide_factor, op)
-    if backward_passes_per_step != 1:
-        raise ConfigError(
-            f"backward_passes_per_step={backward_passes_per_step}: gradients are exchanged at each "
-            "step; give a Keras optimizer gradient_accumulation_steps in its place"
-        )
+    check_passes(backward_passes_per_step)
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         chosen = name or f"Distributed{type(optimizer).__name__}"
         how = How(compression, op, process_set, sparse_as_dense, gradient_predivide_factor)
-        return _DistributedOptimizer(optimizer, chosen, use_locking, how)
+        passes = None
+        if backward_passes_per_step > 1:
+            passes = Passes(backward_passes_per_step, average_aggregated_gradients)
+        return _DistributedOptimizer(optimizer, chosen, use_locking, how, passes)
     legacy = getattr(tf.keras.optimizers, "legacy", None)
     if isinstance(optimizer, (tf.keras.optimizers.Optimizer, getattr(legacy, "Optimizer", ()))):
         # Nothing else here needs Keras.
@@ -241,6 +354,8 @@ def DistributedOptimizer(
             op=op,
             gradient_predivide_factor=gradient_predivide_factor,
             process_set=process_set,
+            backward_passes_per_step=backward_passes_per_step,
+            average_aggregated_gradients=average_aggregated_gradients,
         )
     raise ConfigError(
         f"DistributedOptimizer({type(optimizer).__name__}): an optimizer of tf.compat.v1.train or "
