@@ -16,9 +16,14 @@ EXAMPLES = ROOT / "python" / "examples"
 SECONDS = 900  # Packages of some hundred megabytes are fetched.
 
 #: By folder of the environment: what is installed there, and programs that end with these words.
+#: Names after ``--no-deps`` are installed without what they want, of which there is another build.
 FLOORS = {
     "tensorflow-2.15": (
         ["tensorflow-cpu==2.15.1", "scikit-learn"],
+        {ROOT / "tests/python/floor_keras.py": "all is right"},
+    ),
+    "tf_keras-2.16": (
+        ["tensorflow-cpu==2.16.2", "scikit-learn", "--no-deps", "tf_keras==2.16.0"],
         {ROOT / "tests/python/floor_keras.py": "all is right"},
     ),
     "jax-0.4.38": (
@@ -54,8 +59,12 @@ def test_programs_run(name):
     if not python.exists():
         run(sys.executable, "-m", "venv", python.parents[1])
     pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-    run(*pip, *packages)
+    apart = packages.index("--no-deps") if "--no-deps" in packages else len(packages)
+    run(*pip, *packages[:apart])
+    if apart < len(packages):
+        run(*pip, *packages[apart:])
     run(*pip, "--no-deps", "--force-reinstall", wheels[-1])
     for program, words in programs.items():
         launcher = (python, "-m", "byteps.launch", "--local", "2", python)
-        assert words in run(*launcher, program, TF_CPP_MIN_LOG_LEVEL="3")
+        variables = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_USE_LEGACY_KERAS": str(int("keras" in name))}
+        assert words in run(*launcher, program, **variables)

@@ -451,6 +451,8 @@ def small_things():
         bps.broadcast_model(keras.Sequential([keras.layers.Dense(1)]), 0)
     with pytest.raises(ConfigError, match=r"DistributedOptimizer\(int\)"):
         bps.DistributedOptimizer(3)
+    with pytest.raises(ConfigError, match="set TF_USE_LEGACY_KERAS=1 before TensorFlow"):
+        bps.DistributedOptimizer(type("SGD", (), {"__module__": "tf_keras.optimizers"})())
     with pytest.raises(ConfigError, match="averaged or summed"):
         bps.DistributedOptimizer(keras.optimizers.SGD(), op=bps.ReduceOp.Max)
 

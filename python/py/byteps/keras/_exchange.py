@@ -6,10 +6,9 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
-
 from byteps import _process_sets
 from byteps.errors import ConfigError
+from byteps.keras._which import keras
 
 BACKEND: str = keras.backend.backend()
 

@@ -6,11 +6,10 @@ import array
 from collections.abc import Callable
 from typing import Any
 
-import keras
-
 from byteps import _process_sets, _registry, common
 from byteps.errors import ConfigError
 from byteps.keras import functions
+from byteps.keras._which import keras
 
 __all__ = [
     "BroadcastGlobalVariablesCallback",

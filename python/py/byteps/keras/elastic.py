@@ -24,11 +24,10 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import keras
-
 from byteps import _objects, common, elastic
 from byteps.elastic import HorovodInternalError, HostsUpdatedInterrupt, ObjectState, State
 from byteps.keras import _exchange, functions
+from byteps.keras._which import keras
 
 __all__ = [
     "CommitStateCallback",

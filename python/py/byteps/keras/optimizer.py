@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
-
 from byteps import _process_sets, _registry
 from byteps._operations import Average, ReduceOp, Sum
 from byteps.errors import ConfigError
-from byteps.keras import _exchange
+from byteps.keras import _exchange, _which
+from byteps.keras._which import keras
 
 __all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "load_model"]
 
@@ -133,7 +132,7 @@ def _check(optimizer: Any) -> None:
     if not isinstance(optimizer, (keras.optimizers.Optimizer, legacy)):
         raise ConfigError(
             f"DistributedOptimizer({type(optimizer).__name__}): an optimizer of Keras "
-            f"{keras.__version__} is wanted, as keras.optimizers.Adam(1e-3)"
+            f"{keras.__version__} is wanted, as keras.optimizers.Adam(1e-3){_which.hint(optimizer)}"
         )
     if getattr(optimizer, "is_distributed_by_byteps", False):
         raise ConfigError(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
-
 from byteps import _process_sets, _registry, common
 from byteps._operations import Sum
 from byteps.keras import _exchange
+from byteps.keras._which import keras
 
 __all__ = ["SyncBatchNormalization"]
 

@@ -341,9 +341,9 @@ def DistributedOptimizer(
         if backward_passes_per_step > 1:
             passes = Passes(backward_passes_per_step, average_aggregated_gradients)
         return _DistributedOptimizer(optimizer, chosen, use_locking, how, passes)
-    legacy = getattr(tf.keras.optimizers, "legacy", None)
-    if isinstance(optimizer, (tf.keras.optimizers.Optimizer, getattr(legacy, "Optimizer", ()))):
-        # Nothing else here needs Keras.
+    roots = {base.__module__.split(".")[0] for base in type(optimizer).__mro__}
+    if roots & {"keras", "tf_keras"}:
+        # Nothing else here needs Keras, and it knows which of them is in use.
         from byteps.tensorflow import keras
 
         return keras.DistributedOptimizer(

@@ -1,0 +1,38 @@
+"""The Keras of this process: the package ``keras``, or with ``TF_USE_LEGACY_KERAS=1`` Keras 2 of
+the package ``tf_keras``, as TensorFlow has it then."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from byteps.errors import ConfigError
+
+__all__ = ["IS_TF_KERAS", "hint", "keras"]
+
+#: As TensorFlow reads it.
+IS_TF_KERAS = os.environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True")
+
+if IS_TF_KERAS:
+    try:
+        import tf_keras as keras
+    except ImportError as error:
+        raise ConfigError(
+            "byteps.keras: TF_USE_LEGACY_KERAS is set, and the package tf_keras is not installed: "
+            "install the release that is named as TensorFlow's, or unset the variable"
+        ) from error
+else:
+    import keras
+
+
+def hint(thing: Any) -> str:
+    """What to do about a thing that is of the other Keras, or nothing."""
+    roots = {base.__module__.split(".")[0] for base in type(thing).__mro__}
+    if not IS_TF_KERAS and "tf_keras" in roots:
+        return (
+            ". This one is of tf_keras: set TF_USE_LEGACY_KERAS=1 before TensorFlow is imported, "
+            "so that tf.keras is tf_keras, too"
+        )
+    if IS_TF_KERAS and "keras" in roots:
+        return ". This one is of Keras 3: unset TF_USE_LEGACY_KERAS, or take it from tf.keras"
+    return ""
