@@ -1,6 +1,9 @@
-"""byteps.tensorflow where programs go wrong, are traced again, or use nothing of what they sent."""
+"""byteps.tensorflow where programs go wrong, are traced again, are saved, or use nothing of what
+they sent."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -92,3 +95,33 @@ def traced_again():
 
 def test_a_function_that_is_traced_again(ranks):
     ranks.run(on_ranks(traced_again))
+
+
+def saved(folder):
+    """A program exchanges when it is loaded; a model has nothing of how it was trained."""
+    rank = bps.rank()
+    weight = tf.Variable(tf.ones(3))
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight * (rank + 1))
+        tape = bps.DistributedGradientTape(tape)
+        weight.assign_sub(tape.gradient(loss, weight))
+
+    tf.function(step)()
+    signature = [tf.TensorSpec([None])]
+    exchanges, trained = tf.Module(), tf.Module()
+    exchanges.run = tf.function(lambda x: bps.push_pull(x, name="saved"), signature)
+    trained.weight, trained.run = weight, tf.function(lambda x: x * weight, signature)
+    x = tf.fill([3], float(rank))
+    for name, module, wanted in (("ours", exchanges, 0.5), ("plain", trained, -0.5 * rank)):
+        path = f"{folder}/{rank}.{name}"
+        tf.saved_model.save(module, path)
+        loaded = tf.saved_model.load(path)
+        assert equal(loaded.run(x), np.full(3, wanted))
+        is_ours = b"BytepsPushPull" in Path(path, "saved_model.pb").read_bytes()
+        assert is_ours == (name == "ours")
+
+
+def test_saved_models(ranks, tmp_path):
+    ranks.run(on_ranks(saved), str(tmp_path))
