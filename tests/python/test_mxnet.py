@@ -12,6 +12,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -433,6 +434,37 @@ def refusals():
 
 def test_refusals(pair):
     pair.run(on_ranks(refusals))
+
+
+def test_the_scheduler_knows_a_process_of_mxnets_own():
+    """Which imports nothing of this package, and waits for a scheduler of MXNet's."""
+    launcher = [sys.executable, "-m", "byteps.launch", "--local", "2"]
+    waits = "import mxnet; mxnet.kv.create('dist_sync')"
+    process = subprocess.Popen(
+        [*launcher, sys.executable, "-c", waits],
+        env=clean_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    timer = threading.Timer(90, os.killpg, (process.pid, signal.SIGKILL))
+    timer.start()
+    seen = []
+    try:
+        for line in process.stdout:
+            seen.append(line)
+            if "[scheduler]" in line and "kvstore 'dist_sync'" in line:
+                break
+        else:
+            pytest.fail("".join(seen))
+    finally:
+        timer.cancel()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert "use 'dist_byteps'" in seen[-1], seen[-1]
 
 
 def a_layout_of_mxnet():

@@ -23,6 +23,8 @@ use std::fmt;
 
 /// First bytes of both ends' first message.
 pub const MAGIC: [u8; 4] = *b"BPSH";
+/// How ZeroMQ begins a connection.
+const ZEROMQ: [u8; 4] = [0xff, 0, 0, 0];
 /// Version of the handshake and of all that follows it on a connection.
 pub const VERSION: u8 = 9;
 /// Bytes of the dialer's first message.
@@ -241,10 +243,7 @@ impl Hello {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum HandshakeError {
     /// The magic differs.
-    #[error(
-        "its first bytes are {0:02x?}, not this protocol: another program listens or dials \
-         there, check address and port"
-    )]
+    #[error("{}", other_protocol(*.0))]
     NotOurs([u8; 4]),
     /// The versions differ.
     #[error(
@@ -275,6 +274,19 @@ pub enum HandshakeError {
     /// The kernel reported an error.
     #[error("{} during the handshake", std::io::Error::from_raw_os_error(*.0))]
     Os(i32),
+}
+
+fn other_protocol(start: [u8; 4]) -> String {
+    if start == ZEROMQ {
+        return "it speaks ZeroMQ, as MXNet's own parameter server does (kvstore 'dist_sync', which \
+                waits here for ever: import byteps.mxnet and use 'dist_byteps'), and processes of \
+                BytePS: run this release on every node"
+            .to_owned();
+    }
+    format!(
+        "its first bytes are {start:02x?}, not this protocol: another program listens or dials \
+         there, check address and port"
+    )
 }
 
 fn check_preamble(bytes: &[u8]) -> Result<(), HandshakeError> {

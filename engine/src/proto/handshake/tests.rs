@@ -88,6 +88,9 @@ fn versions_and_other_protocols_are_told_apart() {
     assert!(dialed.is_err());
     let mut accepting = Accepting::new(&key(7), [0; NONCE_BYTES]);
     assert_eq!(accepting.handle_bytes(b"GET / HTT"), Err(HandshakeError::NotOurs(*b"GET ")));
+    let mut accepting = Accepting::new(&key(7), [0; NONCE_BYTES]);
+    let zeromq = accepting.handle_bytes(b"\xff\0\0\0\0\0\0\0\x01\x7f").unwrap_err();
+    assert!(zeromq.to_string().contains("use 'dist_byteps'"), "{zeromq}");
     let dialing = Dialing::new(&key(7), HELLO, &[1; NONCE_BYTES]);
     let mut answer = [b'x'; ANSWER_BYTES];
     answer[..8].copy_from_slice(b"HTTP/1.1");
