@@ -308,12 +308,13 @@ impl Agent {
                 effects.push(Effect::Warn(message));
             }
             Report::TurnedAway { message } => effects.push(Effect::Warn(message)),
-            Report::Closed { rank, cause, expected } => {
+            Report::Closed { rank, cause, expected, left } => {
                 // The scheduler finds out by itself what became of a worker; if nothing did, the
                 // path to it is broken. What a rank closes itself ends nobody else's job.
-                if expected {
+                if left {
                     self.memory.leave(rank);
-                } else if !self.over {
+                }
+                if !expected && !self.over {
                     effects
                         .push(Effect::Warn(format!("core {core}: {}: {cause}", self.lane(rank))));
                     if is_one_sided(cause) {

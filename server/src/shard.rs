@@ -29,7 +29,9 @@ use bps_engine::ring::Mpsc;
 use bps_engine::trace::counters::Counters;
 use bps_engine::trace::timeline::{Mark, Recorder};
 use bps_engine::transport::{Cause, Event, Frame, Grant, Landing, LaneId, Link, Piece, Waker};
-use bps_engine::wire::header::{FLAG_PAYLOAD_CHECKSUM, FLAG_RESULT, FLAG_SCALED, scale};
+use bps_engine::wire::header::{
+    COMES_BACK, FLAG_PAYLOAD_CHECKSUM, FLAG_RESULT, FLAG_SCALED, scale,
+};
 use bps_engine::wire::{Header, Kind, RawHeader, crc32c_append};
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, VecDeque};
@@ -56,6 +58,8 @@ struct Session {
     behind: Option<LaneId>,
     outgoing: Outgoing,
     goodbye: bool,
+    /// It has said so itself, and does not mean to come back.
+    left: bool,
     /// The key of which a contribution has begun that is not whole.
     begun: Option<usize>,
     /// Publications to this rank carry a checksum: its lane wants them, or its contributions have
@@ -282,6 +286,7 @@ impl Shard {
             behind: None,
             outgoing: Outgoing::new(),
             goodbye: false,
+            left: false,
             begun: None,
             checks,
         };
@@ -302,6 +307,7 @@ impl Shard {
             Ok((header, _)) if header.kind == Kind::Goodbye => {
                 let session = session(&mut self.sessions, lane);
                 session.goodbye = true;
+                session.left = header.act != COMES_BACK;
                 session.receiving = Receiving::Closing;
                 self.left.insert(header.rank.0);
                 self.let_go(header.rank);
@@ -544,7 +550,7 @@ impl Shard {
             self.go_on(index);
         }
         let expected = session.goodbye || session.epoch != self.epoch;
-        self.report(Report::Closed { rank: session.rank, cause, expected });
+        self.report(Report::Closed { rank: session.rank, cause, expected, left: session.left });
     }
 }
 

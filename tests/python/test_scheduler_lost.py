@@ -25,12 +25,12 @@ import hashlib, json, os, sys, time
 import torch
 import byteps.torch as bps
 
-log, absent, stop = sys.argv[1:]
+log, absent, suspend, stop = sys.argv[1:]
 bps.init()
 torch.manual_seed(bps.rank())
 parameter = torch.zeros(50_000)
 bps.push_pull(torch.zeros(1), name="flag")
-step, asked = 0, False
+step, asked, suspended = 0, False, False
 
 def write(**values):
     with open(log, "a") as out:
@@ -40,14 +40,19 @@ while True:
     parameter += bps.push_pull(torch.randn(50_000), name="gradient")
     step += 1
     write(step=step, digest=hashlib.sha256(parameter.numpy().tobytes()).hexdigest())
-    flags = torch.tensor([float(os.path.exists(absent)), float(os.path.exists(stop))])
-    wants, ends = bps.push_pull(flags, average=False, name="flags").tolist()
+    flags = torch.tensor([float(os.path.exists(file)) for file in (absent, suspend, stop)])
+    wants, leaves, ends = bps.push_pull(flags, average=False, name="flags").tolist()
     if wants and not asked:
         asked = True
         write(asks=True)
         late = bps.push_pull(torch.ones(3), average=False, name="declared while it was away")
         bps.barrier()
         write(late=late.tolist())
+    if leaves and not suspended:
+        suspended = True
+        bps.suspend()
+        bps.resume(bps.size(), 1)
+        write(resumed=True)
     if ends:
         break
     time.sleep(0.005)
@@ -78,7 +83,7 @@ class Job:
         (folder / "train.py").write_text(TRAIN)
         self.scheduler = self.program("scheduler")
         self.server = self.program("server")
-        files = [str(folder / name) for name in ("steps", "absent", "stop")]
+        files = [str(folder / name) for name in ("steps", "absent", "suspend", "stop")]
         command = [sys.executable, str(folder / "train.py"), *files]
         self.ranks = [
             self.start(f"rank-{rank}", command, DMLC_ROLE="worker", DMLC_WORKER_ID=str(rank))
@@ -199,6 +204,25 @@ def test_without_another_scheduler_the_job_ends_by_a_typed_error_that_names_it(s
         assert f"the scheduler at 127.0.0.1:{port} is lost" in log, log
         assert "none has taken over within 2 s (BPS_SCHEDULER_WAIT)" in log, log
     assert "PeerDiedError" in job.log("rank-0")
+
+
+def test_ranks_that_suspend_while_there_is_no_scheduler_come_back_to_the_next(start):
+    job = start()
+    job.scheduler.kill()
+    job.scheduler.wait()
+    job.says("server", "training goes on without")
+    (job.folder / "suspend").touch()
+    for name in ("rank-0", "rank-1"):
+        job.says(name, "suspend waits for a scheduler")
+    job.scheduler = job.program("scheduler")
+    # Servers must not take their good-byes for the end of their work.
+    job.says("scheduler", "term 2: ")
+    job.wait_for("return", lambda: sum("resumed" in line for line in job.lines()) == RANKS)
+    job.train_on(5)
+    assert "finished" not in job.log("scheduler"), job.log()
+    (job.folder / "stop").touch()
+    for process in [*job.ranks, job.server, job.scheduler]:
+        assert process.wait(SECONDS) == 0, job.log()
 
 
 def test_with_no_wait_the_scheduler_s_death_is_the_job_s(start):

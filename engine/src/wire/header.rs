@@ -82,6 +82,9 @@ impl Form {
     }
 }
 
+/// [`Header::act`] of a `Goodbye`: the rank only suspends, and means to come back.
+pub const COMES_BACK: u64 = 1;
+
 /// What a frame is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
@@ -287,6 +290,7 @@ impl Header {
         let (act, missing) = match kind {
             Kind::Contribution if flags & FLAG_RESULT != 0 => (0, word),
             Kind::Contribution | Kind::Refused | Kind::Ready => (word, 0),
+            Kind::Goodbye if word <= COMES_BACK => (word, 0),
             Kind::Publication => (0, word),
             _ if word != 0 => return Err(Invalid::Reserved),
             _ => (0, 0),
@@ -388,7 +392,7 @@ mod tests {
         let published = Header { kind: Kind::Publication, ..given };
         assert_eq!(Header::decode(&published.encode()), Err(Invalid::Flags(flags)));
         let goodbye =
-            Header { act: 1, ..Header::new(Kind::Goodbye, DType::F32, Rank(1), Epoch(1)) };
+            Header { act: 2, ..Header::new(Kind::Goodbye, DType::F32, Rank(1), Epoch(1)) };
         assert_eq!(Header::decode(&goodbye.encode()), Err(Invalid::Reserved));
     }
 
@@ -407,12 +411,15 @@ mod tests {
     #[test]
     fn an_act_is_of_frames_that_say_one() {
         for kind in [Kind::Goodbye, Kind::Grant, Kind::GpuReady] {
-            let said = Header { kind, flags: 0, payload_checksum: 0, act: 1, ..sample() };
+            let said = Header { kind, flags: 0, payload_checksum: 0, act: 2, ..sample() };
             assert_eq!(Header::decode(&said.encode()), Err(Invalid::Reserved), "{kind:?}");
         }
         for kind in [Kind::Contribution, Kind::Ready, Kind::Refused] {
             let said = Header { kind, flags: 0, payload_checksum: 0, act: 1, ..sample() };
             assert_eq!(Header::decode(&said.encode()), Ok(said));
         }
+        let suspends =
+            Header { act: COMES_BACK, ..Header::new(Kind::Goodbye, DType::U8, Rank(1), Epoch(1)) };
+        assert_eq!(Header::decode(&suspends.encode()), Ok(suspends));
     }
 }

@@ -101,6 +101,8 @@ pub enum Report {
         cause: Cause,
         /// The worker had said goodbye, or belongs to an earlier membership.
         expected: bool,
+        /// The worker had said goodbye for good.
+        left: bool,
     },
     /// A frame was refused and its lane closed.
     Refused {

@@ -65,7 +65,8 @@ fn what_a_header_does_not_use_is_zero_or_it_is_refused() {
     assert_eq!(Header::decode(&plain.encode()), Ok(plain));
     let plain = Header::new(Kind::Goodbye, DType::F32, Rank(1), Epoch(1));
     for at in 48..60 {
-        for byte in [1, 0x80, 0xff] {
+        // A rank that means to come back says so in the lowest bit of `act`.
+        for byte in [2, 0x80, 0xff] {
             let result = Header::decode(&with_byte(&plain, at, byte));
             assert_eq!(result, Err(Invalid::Reserved), "byte {at}");
         }

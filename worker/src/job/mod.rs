@@ -460,7 +460,7 @@ impl Job {
         let was_over = self.nic.over.get().cloned();
         if was_over.is_none() {
             // A loop that has ended, or hangs, is noticed below.
-            let _ = self.command(Command::Leave);
+            let _ = self.command(Command::Leave { suspend });
             self.nic.wake();
             while !self.nic.has_ended() && Instant::now() < deadline {
                 std::thread::sleep(Duration::from_millis(1));

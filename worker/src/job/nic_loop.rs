@@ -123,7 +123,10 @@ pub enum Command {
         error: Error,
     },
     /// Nothing is pending: say goodbye on all lanes and end.
-    Leave,
+    Leave {
+        /// It means to come back.
+        suspend: bool,
+    },
 }
 
 impl Command {
@@ -184,7 +187,7 @@ pub struct NicLoop {
     first_wake: Option<Instant>,
     over: Option<Error>,
     /// It leaves once all is said.
-    wants_to_leave: bool,
+    wants_to_leave: Option<bool>,
     leaving: bool,
 }
 
@@ -208,7 +211,7 @@ impl NicLoop {
             wakes: Vec::with_capacity(EVENTS_MAX),
             first_wake: None,
             over: None,
-            wants_to_leave: false,
+            wants_to_leave: None,
             leaving: false,
         }
     }
@@ -269,9 +272,9 @@ impl NicLoop {
         progress |= self.nic.turn();
         self.settle();
         self.nic.pump_all();
-        if self.wants_to_leave && self.nic.is_all_said() && !self.nic.is_moving() {
-            self.wants_to_leave = false;
-            self.leave();
+        let is_free = self.nic.is_all_said() && !self.nic.is_moving();
+        if let Some(suspend) = self.wants_to_leave.take_if(|_| is_free) {
+            self.leave(suspend);
         }
         self.nic.say_goodbyes();
         self.wake_callers(progress);
@@ -383,7 +386,7 @@ impl NicLoop {
             }
             Command::Poison { name, agreed, error } => self.poison(&name, &agreed, &error),
             Command::Fail { error } => self.fail(error),
-            Command::Leave => self.wants_to_leave = true,
+            Command::Leave { suspend } => self.wants_to_leave = Some(suspend),
         }
     }
 
@@ -481,7 +484,7 @@ impl NicLoop {
         self.nic.close();
     }
 
-    fn leave(&mut self) {
+    fn leave(&mut self, suspend: bool) {
         if self.over.is_some() {
             return;
         }
@@ -489,7 +492,7 @@ impl NicLoop {
             return self.fail(Closed::UnderWay.into());
         }
         self.leaving = true;
-        self.nic.leave();
+        self.nic.leave(suspend);
     }
 
     /// The loop has [ended](Self::ended), and is not stepped again: forgets all memory of others,

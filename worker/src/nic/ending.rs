@@ -71,8 +71,9 @@ impl Nic {
         }
     }
 
-    /// This rank leaves in good order: says so on each lane, as there is room.
-    pub(crate) fn leave(&mut self) {
+    /// This rank leaves in good order, perhaps to come back: says so on each lane that has room.
+    pub(crate) fn leave(&mut self, suspends: bool) {
+        self.suspends = suspends;
         assert!(self.phase == Phase::Running && !self.is_open(), "nothing is under way");
         self.phase = Phase::Leaving;
         self.say_goodbyes();

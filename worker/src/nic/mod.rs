@@ -261,6 +261,8 @@ pub struct Nic {
     statistics: Arc<NicStatistics>,
     events: Vec<Event>,
     phase: Phase,
+    /// It leaves to come back.
+    suspends: bool,
     /// The time of this turn.
     now: Duration,
     next_tick: Duration,
@@ -330,6 +332,7 @@ impl Nic {
             statistics,
             events: Vec::with_capacity(4 * EVENTS_MAX),
             phase: Phase::Running,
+            suspends: false,
             now: Duration::ZERO,
             next_tick: Duration::ZERO,
             stalls_told: false,

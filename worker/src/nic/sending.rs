@@ -9,7 +9,7 @@ use bps_engine::base::{DType, Key, Round};
 use bps_engine::mem::{Readable, Writable};
 use bps_engine::trace::timeline::Mark;
 use bps_engine::transport::{Frame, Full};
-use bps_engine::wire::header::{FLAG_PAYLOAD_CHECKSUM, FLAG_SCALED};
+use bps_engine::wire::header::{COMES_BACK, FLAG_PAYLOAD_CHECKSUM, FLAG_SCALED};
 use bps_engine::wire::{Header, Kind, crc32c};
 
 /// Token of a frame that has none of a part's memory.
@@ -219,6 +219,7 @@ impl Nic {
     pub(super) fn say_goodbye(&mut self, lane: LaneId) -> Result<(), Full> {
         let mut header = self.header(Kind::Goodbye, DType::U8);
         header.key = Key(0);
+        header.act = if self.suspends { COMES_BACK } else { 0 };
         let frame = Frame::bare(header.encode(), QUIET);
         self.endpoint.post(lane, &frame)
     }

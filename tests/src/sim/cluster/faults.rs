@@ -87,7 +87,7 @@ impl Cluster {
     /// A rank leaves in good order.
     pub fn leave(&mut self, index: usize) {
         self.workers[index].leaving = Some(self.now());
-        self.workers[index].push(NicCommand::Leave);
+        self.workers[index].push(NicCommand::Leave { suspend: false });
     }
 
     /// Ranks whose lanes have ended say good-bye to the scheduler, and so do those that can't wait
