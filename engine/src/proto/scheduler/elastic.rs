@@ -200,6 +200,7 @@ impl Scheduler {
             awaited,
             resetting,
             newcomers: 0,
+            is_filling: true,
             departed,
             has_left,
             has_returned: false,
@@ -219,6 +220,8 @@ impl Scheduler {
                 self.register(node, *register, now);
             }
         }
+        let Phase::Forming(rendezvous) = &mut self.phase else { return };
+        rendezvous.regroup.iter_mut().for_each(|regroup| regroup.is_filling = false);
         self.check_regroup(now);
     }
 
@@ -421,7 +424,9 @@ impl Scheduler {
         let Some(elastic) = self.config.elastic.clone() else { return };
         let Phase::Forming(rendezvous) = &mut self.phase else { return };
         let waited = now.saturating_sub(rendezvous.since);
-        let Some(regroup) = &rendezvous.regroup else { return };
+        let Some(regroup) = rendezvous.regroup.as_ref().filter(|one| !one.is_filling) else {
+            return;
+        };
         let is_late = |one: &Awaited| match one.away {
             Some(since) => now.saturating_sub(since) >= RETURN,
             None => waited >= elastic.notice,

@@ -25,6 +25,8 @@ pub(super) struct Regroup {
     /// Servers that have not forgotten it.
     pub(super) resetting: BTreeSet<NodeId>,
     pub(super) newcomers: u32,
+    /// Who waited to be let in has not come to it yet: how it stands is not clear.
+    pub(super) is_filling: bool,
     /// Ranks that left while all others suspended: they do not come back, and have not died.
     pub(super) departed: Vec<Origin>,
     /// A rank of it has left in good order, so the others may be about to.

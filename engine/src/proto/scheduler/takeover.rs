@@ -23,6 +23,10 @@ use crate::proto::resume::{KnownTensor, Resume};
 use crate::proto::text::shorten;
 use crate::proto::unformed::Unformed;
 
+/// How long ranks that have left, as servers say, may take to come: one that had nobody to say
+/// good-bye to waits for this scheduler, and dials it twice a second.
+const GOODBYE: Duration = Duration::from_secs(2);
+
 /// A place in the last roster.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 enum Seat {
@@ -77,6 +81,14 @@ impl Takeover {
         let told = self.members.values().flat_map(|member| &member.resume.left);
         let left = self.left.iter().chain(told).copied();
         left.filter(|rank| !self.members.contains_key(&Seat::Rank(rank.0))).collect()
+    }
+
+    /// Whether servers say of a rank that it has left, and it has neither come nor said so here.
+    fn may_say_goodbye(&self) -> bool {
+        let mut told = self.members.values().flat_map(|member| &member.resume.left);
+        told.any(|rank| {
+            !self.left.contains(rank) && !self.members.contains_key(&Seat::Rank(rank.0))
+        })
     }
 
     /// Seats of the roster that are empty, or whose member has not said all that it knows.
@@ -204,6 +216,7 @@ impl Scheduler {
         let early = rendezvous.workers.into_values().chain(rendezvous.servers);
         for (node, register) in early {
             if let Some(peer) = self.peers.get_mut(&node) {
+                let register = Register { former: None, ..register };
                 peer.standing = Standing::Early(Box::new(register));
             }
         }
@@ -304,13 +317,16 @@ impl Scheduler {
     /// Whether all have come, or those that have not are given up.
     pub(super) fn check_takeover(&mut self, now: Duration) {
         let Phase::Taking(takeover) = &self.phase else { return };
-        let missing = takeover.missing();
+        let mut missing = takeover.missing();
+        let returning = self.returning(takeover);
+        missing.retain(|seat| !returning.contains(seat));
         let waited = now.saturating_sub(takeover.since);
-        let is_empty = takeover.members.is_empty();
-        if !is_empty && missing.is_empty() || waited >= self.config.heartbeat_timeout {
+        let awaits_none = missing.is_empty() && !takeover.members.is_empty();
+        let is_complete = awaits_none && (waited >= GOODBYE || !takeover.may_say_goodbye());
+        if is_complete || waited >= self.config.heartbeat_timeout {
             return self.lead(now);
         }
-        if self.reminder.is_due(now) {
+        if !missing.is_empty() && self.reminder.is_due(now) {
             let text = format!("waiting for {} ({} s)", named(&missing), waited.as_secs());
             self.put(Output::Log(text.clone()));
             for node in self.members() {
@@ -325,7 +341,7 @@ impl Scheduler {
             return;
         };
         let mut takeover = *takeover;
-        let missing = takeover.missing();
+        let mut missing = takeover.missing();
         let waited = now.saturating_sub(takeover.since);
         for seat in &missing {
             // One that has not said all that it knows.
@@ -334,13 +350,18 @@ impl Scheduler {
                 self.put(Output::Close(member.node));
             }
         }
+        let returning = self.returning(&takeover);
+        missing.retain(|seat| !returning.contains(seat));
         let terms = takeover.members.values().map(|member| member.resume.term);
         self.term = terms.max().unwrap_or(self.term) + 1;
         let has_rank = takeover.members.keys().any(|seat| matches!(seat, Seat::Rank(_)));
         let Some(planning) = self.planning(&takeover) else {
             return self.end_without_ranks(&takeover);
         };
-        let obstacle = self.adopt(&takeover, has_rank, planning, now);
+        let mut obstacle = self.adopt(&takeover, has_rank, planning, now);
+        if !returning.is_empty() {
+            obstacle.get_or_insert_with(|| format!("{} was about to come back", named(&returning)));
+        }
         let Phase::Running(running) = &self.phase else { return };
         self.put(Output::Log(format!(
             "term {}: {} and {} of epoch {} are led by this scheduler after {:.3} s, {} known",

@@ -1,6 +1,6 @@
 //! Members of a roster that have not come: as those that have come know them.
 
-use super::{Node, NodeId, Register, Resume, Seat, Takeover};
+use super::{Node, NodeId, Register, Resume, Scheduler, Seat, Standing, Takeover};
 
 /// A number for the connection of a member that has none.
 fn nobody(seat: Seat) -> NodeId {
@@ -8,6 +8,15 @@ fn nobody(seat: Seat) -> NodeId {
         Seat::Rank(rank) => u64::MAX - 2 * u64::from(rank),
         Seat::Server(server) => u64::MAX - 2 * u64::from(server) - 1,
     })
+}
+
+/// Host and process of a rank of the last roster, as whoever has come knows them.
+fn place_of(takeover: &Takeover, rank: u32) -> Option<(&str, u32)> {
+    let rosters = || takeover.members.values().map(|member| &member.resume.roster);
+    let known = rosters().find_map(|roster| roster.workers.get(rank as usize));
+    let neighbour = rosters().flat_map(|roster| &roster.neighbours).find(|one| one.rank.0 == rank);
+    let known = known.map(|known| (known.host.as_str(), known.pid));
+    known.or(neighbour.map(|one| (one.host.as_str(), one.pid)))
 }
 
 /// A rank of the last roster: one that has not come is as the others know it.
@@ -18,10 +27,9 @@ pub(super) fn rank_of(takeover: &Takeover, rank: u32) -> (NodeId, Register) {
     }
     let rosters = || takeover.members.values().map(|member| &member.resume.roster);
     let known = rosters().find_map(|roster| roster.workers.get(rank as usize));
-    let neighbour = rosters().flat_map(|roster| &roster.neighbours).find(|one| one.rank.0 == rank);
-    let place = known.map(|known| (known.host.clone(), known.pid));
-    let place = place.or(neighbour.map(|one| (one.host.clone(), one.pid)));
-    let (host, pid) = place.unwrap_or_else(|| ("unknown".to_owned(), 0));
+    let place = place_of(takeover, rank);
+    let (host, pid) =
+        place.map_or_else(|| ("unknown".to_owned(), 0), |(host, pid)| (host.to_owned(), pid));
     let ranks = || {
         takeover.members.iter().filter_map(|(seat, member)| match seat {
             Seat::Rank(other) => Some((*other, &member.resume)),
@@ -64,4 +72,25 @@ pub(super) fn server_of(takeover: &Takeover, server: u32) -> (NodeId, Register) 
     let (host, pid, host_id) = (known.host, known.pid, known.host_id);
     let register = any.resume.register.clone();
     (nobody(seat), Register { node, host, host_id, pid, session: 0, former: None, ..register })
+}
+
+impl Scheduler {
+    /// Ranks of the last roster that have come as new ones: the lost scheduler knew that they were
+    /// between two connections, and nobody else does.
+    pub(super) fn returning(&self, takeover: &Takeover) -> Vec<Seat> {
+        let has_come = |host: &str, pid: u32| {
+            self.peers.values().any(|peer| match &peer.standing {
+                Standing::Early(register) => {
+                    let is_worker = matches!(register.node, Node::Worker { .. });
+                    is_worker && register.pid == pid && register.host == host
+                }
+                _ => false,
+            })
+        };
+        let is_returning = |seat: &Seat| {
+            let Seat::Rank(rank) = *seat else { return false };
+            place_of(takeover, rank).is_some_and(|(host, pid)| has_come(host, pid))
+        };
+        takeover.missing().into_iter().filter(is_returning).collect()
+    }
 }

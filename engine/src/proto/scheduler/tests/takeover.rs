@@ -1,5 +1,6 @@
 //! A scheduler that follows a lost one: what it learns, who is refused, and when it leads.
 
+mod leaving;
 mod moments;
 
 use super::elastic::worker;
@@ -495,7 +496,7 @@ fn ranks_that_had_left_are_not_missed_and_newcomers_wait() {
     job.bench.join(80, Register { session: 80, ..worker_register(0, 3, 1) });
     job.come_all();
     job.bench.join(81, worker(0, 81, Some(4711)));
-    job.read();
+    job.pass(2_000);
     assert!(job.members[..2].iter().all(|member| member.term == 2), "{}", job.log());
     assert_eq!(job.bench.early_count(), 2);
     // One says good-bye while the next scheduler still waits for others.
@@ -504,6 +505,7 @@ fn ranks_that_had_left_are_not_missed_and_newcomers_wait() {
     job.bench.say(job.members[0].node, NodeMessage::Leave { suspend: false });
     job.members[0].lives = false;
     job.come_all();
+    job.pass(2_000);
     job.bench.say(job.members[1].node, NodeMessage::Leave { suspend: false });
     assert_eq!(job.bench.done, Some(Exit::Finished), "{}", job.log());
 }

@@ -1,0 +1,64 @@
+//! Schedulers that are lost while ranks leave, for good or to come back.
+
+use super::*;
+
+/// A rank that was between two connections when its scheduler was lost, as a new one of this node.
+fn comes_back(job: &mut Job, at: usize, node: u64) {
+    let before = &job.members[at].register;
+    let register = Register { session: node, former: Some(before.session), ..before.clone() };
+    job.members[at].lives = false;
+    job.bench.join(node, register);
+}
+
+#[test]
+fn ranks_that_come_before_any_member_form_the_next_epoch_at_once() {
+    let mut job = Job::formed(2, 1, false);
+    job.config.elastic.iter_mut().for_each(|elastic| elastic.min_workers = 2);
+    job.replace_scheduler();
+    // They were to come back, and are faster than the server.
+    (0..2).for_each(|at| comes_back(&mut job, at, 90 + at as u64));
+    job.come(2);
+    job.pass(500);
+    for node in [90, 91] {
+        let found = job.bench.heard(node).pop();
+        let Some(SchedulerMessage::Roster(roster)) = found else { panic!("{}", job.log()) };
+        assert_eq!((roster.size, roster.epoch, roster.term), (2, Epoch(2), 2));
+    }
+    assert!(!job.log().contains("died"), "{}", job.log());
+}
+
+#[test]
+fn a_rank_that_is_about_to_come_back_is_not_waited_for_and_not_blamed() {
+    let mut job = Job::formed(3, 1, false);
+    job.replace_scheduler();
+    comes_back(&mut job, 1, 90);
+    job.come_all();
+    job.pass(250);
+    let told = job.members[0].told.clone();
+    let Some(OverReason::Reforming { reason, .. }) = told else { panic!("{}", job.log()) };
+    assert!(reason.to_string().contains("rank 1 was about to come back"), "{reason}");
+    // The others notice, and come as well.
+    (0..3).step_by(2).for_each(|at| comes_back(&mut job, at, 91 + at as u64));
+    job.pass(250);
+    let found = job.bench.heard(90).pop();
+    let Some(SchedulerMessage::Roster(roster)) = found else { panic!("{}", job.log()) };
+    assert_eq!((roster.size, roster.epoch), (3, Epoch(2)));
+    assert!(!job.log().contains("died"), "{}", job.log());
+}
+
+#[test]
+fn ranks_that_wait_to_say_good_bye_are_heard_before_the_job_ends() {
+    let mut job = Job::formed(2, 1, false);
+    job.members[2].left = vec![Rank(0), Rank(1)];
+    job.replace_scheduler();
+    job.come(2);
+    job.pass(1_000);
+    assert_eq!(job.bench.done, None, "{}", job.log());
+    (0..2).for_each(|at| job.come(at));
+    job.read();
+    for at in 0..2 {
+        assert_eq!(job.members[at].term, 2, "{}", job.log());
+        job.bench.say(job.members[at].node, NodeMessage::Leave { suspend: false });
+    }
+    assert_eq!(job.bench.done, Some(Exit::Finished), "{}", job.log());
+}
