@@ -120,11 +120,10 @@ pub(crate) fn join(config: &Config, mut former: Option<u64>) -> Result<Joined, E
             Ok(joined) => return Ok(joined),
             Err(Missed::Epoch(session)) => former = Some(session),
             // Of a job that goes on without its scheduler, this rank waits for the next one.
-            Err(Missed::Job(Error::Start(error)))
-                if former.is_some() && error.is_of_scheduler() =>
-            {
+            Err(Missed::Scheduler(session, error)) => {
+                former = former.or(session);
                 let since: Instant = *lost_at.get_or_insert_with(Instant::now);
-                if since.elapsed() >= config.scheduler_wait {
+                if former.is_none() || since.elapsed() >= config.scheduler_wait {
                     return Err(error.into());
                 }
                 log::warning!("{error}; coming back by another connection");
@@ -139,17 +138,25 @@ pub(crate) fn join(config: &Config, mut former: Option<u64>) -> Result<Joined, E
 enum Missed {
     /// It is over, and who had this session may be in the next one.
     Epoch(u64),
+    /// The scheduler is lost; whoever had this session is of an elastic job that has formed.
+    Scheduler(Option<u64>, StartError),
     Job(Error),
 }
 
 impl From<Error> for Missed {
     fn from(error: Error) -> Missed {
-        Missed::Job(error)
+        match error {
+            Error::Start(error) => error.into(),
+            error => Missed::Job(error),
+        }
     }
 }
 
 impl From<StartError> for Missed {
     fn from(error: StartError) -> Missed {
+        if error.is_of_scheduler() {
+            return Missed::Scheduler(None, error);
+        }
         Missed::Job(error.into())
     }
 }
@@ -214,6 +221,9 @@ fn join_epoch(config: &Config, former: Option<u64>) -> Result<Joined, Missed> {
             // If it does not hear of it, the next connection says so.
             let _ = attendant.sender.close(GOODBYE);
             return Err(Missed::Epoch(session));
+        }
+        Err(Missed::Scheduler(_, error)) if roster.elastic => {
+            return Err(Missed::Scheduler(Some(session), error));
         }
         links => links?,
     };
