@@ -6,6 +6,7 @@
 use super::job_key::nonce;
 use crate::limits::HANDSHAKE_SECONDS;
 use crate::proto::handshake::{ANSWER_BYTES, Dialing, HandshakeError, Hello, JobKey, Secrets};
+use crate::trace::log;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use std::io::{self, ErrorKind, Read, Write};
@@ -17,6 +18,8 @@ use std::time::{Duration, Instant};
 /// Pause between two attempts: the first, doubled each time up to the last.
 const RETRY_FIRST: Duration = Duration::from_millis(10);
 const RETRY_LAST: Duration = Duration::from_millis(500);
+/// When it is first said that attempts fail; again after twice that, and so on.
+const REPORT_FIRST: Duration = Duration::from_secs(2);
 
 /// Why there is no connection.
 #[derive(Debug, thiserror::Error)]
@@ -145,6 +148,7 @@ pub(super) fn retry<T>(
 ) -> Result<T, DialError> {
     let start = Instant::now();
     let mut pause = RETRY_FIRST;
+    let mut report = REPORT_FIRST;
     loop {
         let failure = match attempt(deadline.saturating_sub(start.elapsed())) {
             Ok(done) => return Ok(done),
@@ -166,6 +170,15 @@ pub(super) fn retry<T>(
                 Attempt::Later(error) => DialError::Unreachable { address, waited, error },
                 Attempt::Handshake(error) => DialError::Handshake { address, error },
             });
+        }
+        if waited >= report {
+            let (waited, deadline) = (waited.as_secs(), deadline.as_secs());
+            let error: &dyn std::error::Error = match &failure {
+                Attempt::Later(error) => error,
+                Attempt::Handshake(error) => error,
+            };
+            log::info!("waiting for {address} ({waited} s of {deadline}): {error}");
+            report *= 2;
         }
         std::thread::sleep(pause);
         pause = (pause * 2).min(RETRY_LAST);

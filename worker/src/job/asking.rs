@@ -6,6 +6,10 @@ use crate::base::error::Error;
 use crate::base::lock;
 use bps_engine::proto::messages::NodeMessage;
 use bps_engine::trace::log;
+use std::time::{Duration, Instant};
+
+/// When it is said once more that something waits; again after twice that, and so on.
+const REPORT: Duration = Duration::from_secs(4);
 
 impl Job {
     /// Sends what the agent asks for. It is asked again if there is no scheduler now, so this and
@@ -25,15 +29,17 @@ impl Job {
     /// A good-bye waits for a scheduler, too, which would take this rank for dead without. If none
     /// comes, the rank ends all the same: its work is done.
     pub(super) fn wait_for_scheduler(&self, suspend: bool) {
-        let mut told = false;
+        let (begun, mut told) = (Instant::now(), None);
         while lock(&self.agent).is_away() {
-            if !std::mem::replace(&mut told, true) {
+            let waited = begun.elapsed();
+            if told.is_none_or(|next| waited >= next) {
                 let what = if suspend { "suspend" } else { "the good-bye of this rank" };
-                log::warning!("{what} waits for a scheduler");
+                log::warning!("{what} waits for a scheduler ({} s)", waited.as_secs());
+                told = Some(REPORT.max(2 * waited));
             }
             std::thread::sleep(LOOK);
         }
-        if told && lock(&self.answers.0).over.is_some() {
+        if told.is_some() && lock(&self.answers.0).over.is_some() {
             log::warning!("no scheduler has come: this rank has done its work, and ends");
         }
     }
