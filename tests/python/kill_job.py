@@ -18,7 +18,7 @@ from typing import Any
 
 import kill_plan
 from cluster import clean_environment
-from kill_plan import Fault, Member, Plan
+from kill_plan import SCHEDULER, SUCCESSOR, Fault, Member, Plan
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -173,8 +173,7 @@ class Job:
         if plan.elastic:
             self.environment |= {
                 "BPS_ELASTIC": "redo",
-                # Nobody starts another scheduler here: test_scheduler_lost.py does.
-                "BPS_SCHEDULER_WAIT": "0",
+                "BPS_SCHEDULER_WAIT": str(plan.scheduler_wait),
                 "BPS_MIN_WORKERS": str(plan.min_workers),
             }
         for member in plan.members:
@@ -182,7 +181,7 @@ class Job:
 
     def start(self, member: Member, place: int | None = None) -> Process:
         """Starts a member; a rank that comes later takes the place of another."""
-        host = self.plan.hosts.get(member)
+        host = self.plan.hosts.get(SCHEDULER if member == SUCCESSOR else member)
         if place is not None:
             host = self.plan.hosts.get(Member("rank", place))
         place = member.index if place is None else place

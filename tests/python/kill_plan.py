@@ -16,6 +16,13 @@ SHORT, LONG = (0.2, 0.35 * HEARTBEAT_TIMEOUT), (2 * HEARTBEAT_TIMEOUT, 3 * HEART
 MOMENTS = ("forming", "stepping", "re-forming", "joining", "leaving")
 #: Larger packets do not pass a black hole.
 HOLE_BYTES = 600
+#: Seeds from here on are of jobs that are to outlive their scheduler. In all others its death is
+#: the job's, and seeds mean what they meant before these were there.
+LOST = 1_000_000
+#: BPS_SCHEDULER_WAIT of jobs to which another scheduler comes, and of those that wait in vain.
+SCHEDULER_WAIT, VAIN_WAIT = 15.0, 3.0
+#: One for each so many of the others, where they follow each other.
+LOST_EVERY = 4
 
 
 @dataclass(frozen=True)
@@ -29,7 +36,12 @@ class Member:
     index: int
 
     def __str__(self) -> str:
-        return "the scheduler" if self.role == "scheduler" else f"{self.role} {self.index}"
+        if self.role == "scheduler":
+            return "the next scheduler" if self.index else "the scheduler"
+        return f"{self.role} {self.index}"
+
+
+SCHEDULER, SUCCESSOR = Member("scheduler", 0), Member("scheduler", 1)
 
 
 @dataclass(frozen=True)
@@ -71,6 +83,23 @@ class Fault:
         return f"{self.kind} {self.victim}{to}{lasts}"
 
 
+@dataclass(frozen=True)
+class Loss:
+    """What comes behind a fault of the scheduler, in a job that outlives it."""
+
+    #: Seconds until another one is started on the same address, or None if none is.
+    successor: float | None
+    #: Who dies while there is none, and so many seconds after the fault.
+    meanwhile: Fault | None
+    delay: float
+
+    def __str__(self) -> str:
+        after = "" if self.successor is None else f", the next {self.successor:.3f} s later"
+        if self.meanwhile is None:
+            return after
+        return f"{after}, {self.meanwhile} meanwhile, {self.delay:.3f} s later"
+
+
 @dataclass
 class Plan:
     """A run."""
@@ -92,13 +121,15 @@ class Plan:
     replaces: bool = False
     #: The host of each, where there are several.
     hosts: dict[Member, int] = field(default_factory=dict)
+    #: Of a job that is to outlive its scheduler.
+    loss: Loss | None = None
 
     @property
     def members(self) -> list[Member]:
         """All at the start, the scheduler first."""
         servers = [Member("server", index) for index in range(self.servers)]
         ranks = [Member("rank", place) for place in range(self.ranks)]
-        return [Member("scheduler", 0), *servers, *ranks]
+        return [SCHEDULER, *servers, *ranks]
 
     @property
     def newcomer(self) -> Member:
@@ -110,12 +141,27 @@ class Plan:
         hosts = {self.hosts.get(rank, 0) for rank in ranks}
         return self.settings["BPS_LOCAL_REDUCE"] == "0" or len(hosts) > 1 or len(ranks) == 1
 
+    @property
+    def scheduler_wait(self) -> float:
+        """``BPS_SCHEDULER_WAIT``."""
+        if self.loss is None:
+            return 0.0
+        return SCHEDULER_WAIT if self.has_scheduler_again else VAIN_WAIT
+
+    @property
+    def has_scheduler_again(self) -> bool:
+        """Whether the job is led again after its scheduler was lost."""
+        if self.loss is None:
+            return False
+        return self.loss.successor is not None or self.fault.seconds is not None
+
     def goes_on(self, dead: set[Member]) -> bool:
         """Whether the documents promise that the job goes on without these."""
         left = set(self.members) - dead
         ranks = {member for member in left if member.role == "rank"}
         has_server = any(member.role == "server" for member in left)
-        ends = Member("scheduler", 0) in dead or len(ranks) < self.min_workers
+        is_lost = SCHEDULER in dead and not self.has_scheduler_again
+        ends = is_lost or len(ranks) < self.min_workers
         return self.elastic and not ends and (has_server or not self.needs_server(ranks))
 
     def __str__(self) -> str:
@@ -130,25 +176,20 @@ class Plan:
         after = f" after the death of {after}" if after else ""
         return (
             f"{kind}, {self.ranks} ranks, {self.servers} servers, {place}{how}, {self.mode}: "
-            f"{self.fault} {self.delay:.3f} s into {self.moment}{after}"
+            f"{self.fault} {self.delay:.3f} s into {self.moment}{after}{self.loss or ''}"
         )
 
 
 def make(seed: int, has_network: bool) -> Plan:
     """The plan of a seed, where there can be several hosts and where there cannot."""
+    if seed >= LOST:
+        return _make_lost(seed, has_network)
     rng = random.Random(seed)
     elastic = rng.random() < 0.7
     moment = rng.choice(MOMENTS if elastic else ("forming", "stepping", "stepping", "leaving"))
     # Drawn in any case, so that as much as possible of a run is the same on both kinds of machine.
     network = rng.choice(("faults", "pairs", "one", "one")) if moment != "joining" else "one"
-    settings = {
-        "BPS_LOCAL_REDUCE": rng.choice("001"),
-        "BPS_TCP_DRIVER": rng.choice(("auto", "poll")),
-        "BPS_TRANSPORT": rng.choice(("auto", "auto", "tcp")),
-        "BPS_SERVER_CORES": rng.choice("12"),
-        "BPS_ENCRYPT": rng.choice("0001"),
-        "BYTEPS_PARTITION_BYTES": "4096",
-    }
+    settings = _settings(rng)
     plan = Plan(
         seed=seed,
         elastic=elastic,
@@ -166,10 +207,7 @@ def make(seed: int, has_network: bool) -> Plan:
         plan.hosts = {member: host for host, member in enumerate(plan.members)}
         plan.replaces = False  # It would be on the host that is cut off.
     elif has_network and network == "pairs":
-        plan.hosts = {
-            member: member.index // 2 if member.role == "rank" else 2 for member in plan.members
-        }
-        settings["BPS_LOCAL_REDUCE"] = "1"
+        _pair(plan)
     mortal = [one for one in plan.members if one.role != "scheduler"]
     if moment == "re-forming":
         plan.openings = tuple(rng.sample(mortal, rng.choice((1, 1, 2))))
@@ -183,6 +221,69 @@ def make(seed: int, has_network: bool) -> Plan:
         victim = rng.choice([plan.newcomer, plan.newcomer, *left])
         plan.replaces = True
     plan.fault = _fault(rng, plan, victim, network == "faults")
+    return plan
+
+
+def _settings(rng: random.Random) -> dict[str, str]:
+    return {
+        "BPS_LOCAL_REDUCE": rng.choice("001"),
+        "BPS_TCP_DRIVER": rng.choice(("auto", "poll")),
+        "BPS_TRANSPORT": rng.choice(("auto", "auto", "tcp")),
+        "BPS_SERVER_CORES": rng.choice("12"),
+        "BPS_ENCRYPT": rng.choice("0001"),
+        "BYTEPS_PARTITION_BYTES": "4096",
+    }
+
+
+def _pair(plan: Plan) -> None:
+    """Two ranks a host, and all others on one of their own."""
+    plan.hosts = {
+        member: member.index // 2 if member.role == "rank" else 2 for member in plan.members
+    }
+    plan.settings["BPS_LOCAL_REDUCE"] = "1"
+
+
+def _make_lost(seed: int, has_network: bool) -> Plan:
+    """A job that outlives its scheduler, or waits in vain for another one."""
+    rng = random.Random(f"lost scheduler {seed}")
+    moment = rng.choice(("forming", "stepping", "stepping", "re-forming", "joining", "leaving"))
+    kind = rng.choice(("kill", "kill", "kill", "kill", "stop", "term"))
+    ending = rng.choice(("soon", "soon", "later", "later", "never"))
+    # One that is stopped is noticed by its silence. It goes on, or is killed and replaced.
+    continued = rng.uniform(*LONG) if kind == "stop" and rng.random() < 0.4 else None
+    successor = rng.uniform(0, 0.1) if ending == "soon" else rng.uniform(0.1, 3.0)
+    if kind == "stop":
+        successor += HEARTBEAT_TIMEOUT + 2 * HEARTBEAT_INTERVAL
+    is_replaced = kind != "term" and ending != "never" and continued is None
+    plan = Plan(
+        seed=seed,
+        elastic=True,
+        ranks=rng.choice((3, 3, 4)),
+        servers=rng.choice((1, 2, 2)),
+        mode=rng.choice(("optimizer", "optimizer", "cross", "ddp")),
+        settings=_settings(rng),
+        min_workers=rng.choice((1, 1, 2)),
+        moment=moment,
+        delay=_delay(rng, moment),
+        fault=Fault(kind, SCHEDULER, seconds=continued),
+        replaces=rng.random() < 0.3,
+    )
+    if rng.random() < 0.25 and has_network:
+        _pair(plan)
+    mortal = [one for one in plan.members if one.role != "scheduler"]
+    if moment == "re-forming":
+        plan.openings = tuple(rng.sample(mortal, rng.choice((1, 1, 2))))
+    if moment == "joining":
+        plan.openings = (Member("rank", rng.randrange(plan.ranks)),)
+        plan.replaces = True
+    victim = rng.choice([one for one in mortal if one not in plan.openings])
+    meanwhile = Fault(rng.choice(("kill", "kill", "term")), victim) if kind != "term" else None
+    away = successor if is_replaced else continued or VAIN_WAIT
+    plan.loss = Loss(
+        successor=successor if is_replaced else None,
+        meanwhile=meanwhile if rng.random() < 0.4 else None,
+        delay=rng.random() * away,
+    )
     return plan
 
 

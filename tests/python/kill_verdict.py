@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kill_plan import Member
+from kill_plan import SCHEDULER, SUCCESSOR, Member
 
 if TYPE_CHECKING:
     from kill_campaign import Run
@@ -24,10 +25,48 @@ BLAMES_SCHEDULER = re.compile(
 #: How an error of ours ends the traceback of a rank.
 ERROR = re.compile(r"^byteps\.errors\.\w+: .", re.MULTILINE)
 UNFORMED = re.compile(r"the job was not formed|waiting for|did not come|is gone before the job")
+#: A scheduler leads a job.
+LEADS = re.compile(r"are led by this scheduler|all there after")
+#: Of a rank, without a step and without a line.
+SILENT_SECONDS = 5.0
+#: How often that is looked for.
+WATCH_SECONDS = 0.2
 
 
 class Failure(Exception):
     """A run did not do what it should."""
+
+
+class Watch:
+    """Finds ranks that wait in silence."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._seen: dict[Member, tuple[float, tuple[int, int]]] = {}
+        self._looked = time.time()
+
+    def look(self, excepted: set[Member]) -> None:
+        """Raises `Failure` if a rank that lives, and is not excepted, has been silent for long."""
+        now = time.time()
+        if now < self._looked + WATCH_SECONDS:
+            return
+        # Where this process did not run, others may not have either.
+        lost = now - self._looked - 2 * WATCH_SECONDS
+        self._looked = now
+        counts = Counter(line["pid"] for line in self._job.lines)
+        for member in self._job.ranks():
+            process = self._job.processes[member]
+            if member in excepted or process.ended():
+                self._seen.pop(member, None)
+                continue
+            size = process.log.stat().st_size if process.log.exists() else 0
+            sign = size, counts[process.pid]
+            since, before = self._seen.get(member, (now, None))
+            since = now if sign != before else since + max(lost, 0.0)
+            self._seen[member] = since, sign
+            if now - since > SILENT_SECONDS:
+                self._job.show_stacks()
+                raise Failure(f"{member} has said nothing and made no step for {now - since:.1f} s")
 
 
 def check(run: Run, outcome: str) -> None:
@@ -75,6 +114,7 @@ def check_outcome(run: Run, outcome: str) -> None:
     plan, job = run.plan, run.job
     survives = plan.goes_on(run.dead) or (plan.fault.is_short and not run.dead)
     promised = "goes on" if survives else "ends"
+    check_loss(run, outcome)
     if plan.moment == "leaving":
         promised = "ends"
     if not run.is_open and outcome != promised:
@@ -93,14 +133,32 @@ def check_outcome(run: Run, outcome: str) -> None:
                 raise Failure(f"{member} ended as if all were well")
 
 
+def check_loss(run: Run, outcome: str) -> None:
+    """What holds beside that for a job that was to outlive its scheduler."""
+    plan, job = run.plan, run.job
+    if plan.loss is None or plan.loss.meanwhile is not None:
+        return
+    latest = max((line.get("epoch", 0) for line in job.lines), default=0)
+    if plan.moment == "stepping" and outcome == "goes on" and latest != 1 and not plan.replaces:
+        raise Failure(f"nobody but the scheduler was lost, and an epoch ended: there are {latest}")
+    if plan.moment == "leaving" and plan.fault.kind != "term":
+        for rank in job.ranks():
+            if (code := job.processes[rank].code) != 0:
+                raise Failure(f"{rank} had done its work and ended with {code}")
+
+
 def check_words(run: Run) -> None:
     """Whoever ended badly says who it was that died, and nobody else is blamed."""
     plan, job = run.plan, run.job
     guilty = run.dead | {plan.fault.victim, *plan.openings}
     if plan.fault.other is not None:
         guilty.add(plan.fault.other)
+    if plan.loss is not None and plan.loss.meanwhile is not None:
+        guilty.add(plan.loss.meanwhile.victim)
     pids = {job.processes[member].pid for member in guilty if member in job.processes}
-    scheduler = Member("scheduler", 0)
+    if plan.loss is not None and plan.moment == "forming":
+        # Whoever had not been told yet that the job is elastic has ended by itself.
+        pids |= {process.pid for process in job.processes.values() if process.code}
     for member, process in job.processes.items():
         said = process.said()
         if "panicked" in said:
@@ -110,14 +168,16 @@ def check_words(run: Run) -> None:
         for found in BLAMES.finditer(said):
             if int(found[1]) not in pids:
                 raise Failure(f"{member} blames pid {found[1]}, which is well: {found[0]}")
-        if scheduler not in guilty and (found := BLAMES_SCHEDULER.search(said)):
+        if SCHEDULER not in guilty and (found := BLAMES_SCHEDULER.search(said)):
             raise Failure(f"{member} blames the scheduler: {found[0]}")
         if process.code == 0:
             continue
         if process.code is not None and process.code < 0:
             raise Failure(f"{member} was ended by signal {-process.code}")
         names = any(f"pid {pid})" in said for pid in pids)
-        names |= scheduler in guilty and "the scheduler" in said
+        names |= SCHEDULER in guilty and "the scheduler" in said
+        # Nobody may have been left when it came.
+        names |= member == SUCCESSOR and bool(UNFORMED.search(said))
         names |= plan.moment == "forming" and bool(UNFORMED.search(said))
         names |= plan.fault.is_network and "the path" in said
         if not names:
