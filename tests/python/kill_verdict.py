@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import kill_plan
 from kill_plan import SCHEDULER, SUCCESSOR, Member
 
 if TYPE_CHECKING:
@@ -44,6 +45,12 @@ class Watch:
         self._job = job
         self._seen: dict[Member, tuple[float, tuple[int, int]]] = {}
         self._looked = time.time()
+        plan = job.plan
+        self._limit = SILENT_SECONDS
+        if plan.loss is not None and plan.fault.kind == "stop":
+            # A rank that is between two epochs can't tell one that is stopped from a slow one, and
+            # the next one tells it nothing before it leads.
+            self._limit += kill_plan.HEARTBEAT_TIMEOUT
 
     def look(self, excepted: set[Member]) -> None:
         """Raises `Failure` if a rank that lives, and is not excepted, has been silent for long."""
@@ -64,7 +71,7 @@ class Watch:
             since, before = self._seen.get(member, (now, None))
             since = now if sign != before else since + max(lost, 0.0)
             self._seen[member] = since, sign
-            if now - since > SILENT_SECONDS:
+            if now - since > self._limit:
                 self._job.show_stacks()
                 raise Failure(f"{member} has said nothing and made no step for {now - since:.1f} s")
 
