@@ -329,7 +329,8 @@ impl Scheduler {
         if !missing.is_empty() && self.reminder.is_due(now) {
             let text = format!("waiting for {} ({} s)", named(&missing), waited.as_secs());
             self.put(Output::Log(text.clone()));
-            for node in self.members() {
+            // Ranks between two epochs have come back as new ones, and wait for the same.
+            for node in [self.members(), self.early()].concat() {
                 self.send(node, SchedulerMessage::Waiting { text: text.clone() });
             }
         }

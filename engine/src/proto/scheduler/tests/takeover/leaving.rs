@@ -62,3 +62,23 @@ fn ranks_that_wait_to_say_good_bye_are_heard_before_the_job_ends() {
     }
     assert_eq!(job.bench.done, Some(Exit::Finished), "{}", job.log());
 }
+
+#[test]
+fn a_rank_that_comes_back_early_hears_who_is_waited_for() {
+    let mut job = Job::formed(3, 1, false);
+    job.replace_scheduler();
+    comes_back(&mut job, 1, 90);
+    job.come(0);
+    job.come(3);
+    job.bench.heard(90);
+    job.pass(PATIENCE - 1_000);
+    let lines = job.bench.heard(90).into_iter().filter_map(|one| match one {
+        SchedulerMessage::Waiting { text } => Some(text),
+        _ => None,
+    });
+    assert!(
+        lines.into_iter().any(|line| line.starts_with("waiting for rank 2 (")),
+        "{}",
+        job.log()
+    );
+}
