@@ -355,8 +355,8 @@ fn a_disagreement_is_an_error_on_every_rank_within_a_second() {
 /// Rounds after which the comparison ends in any case.
 const ROUNDS_MAX: usize = 300;
 /// How many times as long a thousand small tensors may take. Assertions and checks of arithmetic,
-/// which builds for tests have, cost something for each part, and nothing for its bytes: over shared
-/// memory, where bytes cost least, that shows.
+/// which builds for tests have, cost something for each part, and nothing for its bytes: over
+/// shared memory, where bytes cost least, that shows.
 fn times_max(transport: TransportChoice) -> f64 {
     if cfg!(debug_assertions) && transport == TransportChoice::Shm { 4.0 } else { 3.0 }
 }
