@@ -131,8 +131,9 @@ class Cluster:
             status = self.wait(30)
         except subprocess.TimeoutExpired:
             self._dump_stacks()
+            log = self.log()
             self.kill()
-            raise RankError(f"the job did not end:\n{self.log()}") from None
+            raise RankError(f"the job did not end:\n{log}") from None
         log = self.log()
         self.kill()
         if status != 0:
