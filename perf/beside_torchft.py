@@ -5,19 +5,20 @@
 
 Needs torchft beside this package: `pip install torchft`. In each round every kind gets a job of its own, all of whose
 ranks average the gradients of the same model through DistributedDataParallel: ours with two servers, each rank a
-host of its own as far as sums are concerned; torchft's with a lighthouse, each rank a replica group of its own, once for
-each time in milliseconds after which the lighthouse takes a replica without heartbeats for dead (5000 is its default,
-100 its replicas' pace). In each job ranks are killed by SIGKILL at random moments, one after the other, and replaced.
-The last line has, for each kind, medians and worst values in seconds:
+host of its own as far as sums are concerned, in a job that forms again (BPS_ELASTIC=redo) and in one that does not
+(shrink); torchft's with a lighthouse, each rank a replica group of its own, once for each time in milliseconds after
+which the lighthouse takes a replica without heartbeats for dead (5000 is its default; replicas send one each 100 ms). In
+each job ranks are killed by SIGKILL at random moments, one after the other, and replaced. The last line but those that
+compare has, for each kind, medians and worst values in seconds:
 
     step      from the kill until the last survivor has finished a step without the dead
     let_in    from the start of a new rank until the last rank has finished a step with it
     pause     the longest time between two steps of a survivor while that happened
     pace      the median step of the ranks before the kill
-
     unequal   steps after which two ranks had different parameters; any of ours is a failure
 
-It fails if anything takes longer than --limit seconds.
+It fails if anything of ours takes longer than --limit seconds or goes wrong; of torchft's jobs that is told, and what they
+did until then counts.
 """
 
 import argparse
@@ -31,10 +32,15 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import elastic
 from elastic import START_SECONDS, Failure, Job, Rank
+
+
+class ShrinkingJob(Job):
+    """Its ranks go on without the dead as they are, so `size` stays."""
+
+    ELASTIC = "shrink"
 
 
 class TorchftJob(Job):
@@ -78,7 +84,11 @@ def unequal(job: Job) -> int:
 
 
 def kill(job: Job, limit: float, rng: random.Random) -> dict[str, float]:
-    """Kills a rank, lets the others go on, and puts another in its place."""
+    """Kills a rank, lets the others go on, and puts another in its place.
+
+    The first step that ends after the death may have had the dead rank's gradients. Where jobs form again, it is told
+    from the next ones by the size of the job; where they do not, the second one counts.
+    """
     whole = len(job.ranks)
     pace = elastic.pace_of(job, limit)
     time.sleep(rng.random() * 2 * pace)
@@ -89,22 +99,26 @@ def kill(job: Job, limit: float, rng: random.Random) -> dict[str, float]:
     victim.wait()
     left = [rank for rank in job.ranks if rank is not victim]
 
-    def steps(ranks: list[Rank], size: int, since: float, seconds: float) -> float:
-        def fits(line: Any) -> bool:
-            return line["at"] > since and line["size"] == size
+    def steps(ranks: list[Rank], since: float, seconds: float, size: int, number: int = 1) -> float:
+        """When the last of these ranks has finished so many steps in a job of that size."""
 
-        lines = job.wait_for(
-            f"steps of {size} ranks after the death of rank {place}",
-            lambda: job.first_of_each(ranks, "step", fits),
-            seconds,
-            victim,
-        )
-        return max(line["at"] for line in lines)
+        def found() -> list[float] | None:
+            ends: dict[int, list[float]] = {rank.pid: [] for rank in ranks}
+            for line in job.lines:
+                if line["event"] == "step" and line["at"] > since and line["size"] == size:
+                    ends.get(line["pid"], []).append(line["at"])
+            enough = all(len(one) >= number for one in ends.values())
+            return [one[number - 1] for one in ends.values()] if enough else None
 
-    stepped = steps(left, whole - 1, killed, limit) - killed
+        what = f"steps of {size} ranks after the death of rank {place}"
+        return max(job.wait_for(what, found, seconds, victim))
+
+    shrinks = job.ELASTIC == "shrink"
+    size, number = (whole, 2) if shrinks else (whole - 1, 1)
+    stepped = steps(left, killed, limit, size, number) - killed
     born = time.time()
     job.ranks[place] = job.start_rank(place)
-    let_in = steps(job.ranks, whole, born, START_SECONDS) - born
+    let_in = steps(job.ranks, born, START_SECONDS, whole) - born
     pause = elastic.longest_pause(job, {rank.pid for rank in left}, since=born)
     return {"step": stepped, "let_in": let_in, "pause": pause, "pace": pace}
 
@@ -116,23 +130,29 @@ def play(
     with tempfile.TemporaryDirectory(prefix="bps-beside-torchft") as folder:
         if kind == "ours":
             job = Job(options, Path(folder))
+        elif kind == "ours, shrink":
+            job = ShrinkingJob(options, Path(folder))
         else:
             job = TorchftJob(options, Path(folder), int(kind.split()[1]))
         try:
             size = len(job.ranks)
+            figures: list[dict[str, float]] = []
             job.wait_for(
                 "a step of every rank",
                 lambda: job.first_of_each(job.ranks, "step", lambda line: line["size"] == size),
                 START_SECONDS,
             )
-            figures = [kill(job, options.limit, rng) for _ in range(options.kills)]
-            if kind == "ours":
+            for _ in range(options.kills):
+                figures.append(kill(job, options.limit, rng))
+            if kind.startswith("ours"):
                 elastic.check(job)
-            return figures, unequal(job)
         except Failure as failure:
-            sys.exit(f"{kind}: {failure}\n{job.tails()}")
+            if kind.startswith("ours"):
+                sys.exit(f"{kind}: {failure}\n{job.tails()}")
+            print(json.dumps({"kind": kind, "failed": str(failure)}), flush=True)
         finally:
             job.close()
+        return figures, unequal(job)
 
 
 def main() -> None:
@@ -151,7 +171,7 @@ def main() -> None:
     options.mode = "ddp"
     if importlib.util.find_spec("torchft") is None:
         sys.exit("there is no torchft in this environment: pip install torchft")
-    kinds = ["ours", *(f"torchft {ms} ms" for ms in options.heartbeats.split(","))]
+    kinds = ["ours", "ours, shrink", *(f"torchft {ms} ms" for ms in options.heartbeats.split(","))]
     results: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
     differed = dict.fromkeys(kinds, 0)
     for number in range(options.rounds):
@@ -162,10 +182,11 @@ def main() -> None:
             differed[kind] += wrong
             rounded = [{name: round(value, 4) for name, value in run.items()} for run in runs]
             print(json.dumps({"round": number, "kind": kind, "kills": rounded}), flush=True)
+    kinds = [kind for kind in kinds if results[kind]]
     last = {kind: elastic.summary(results[kind]) | {"unequal": differed[kind]} for kind in kinds}
     print(json.dumps(last), flush=True)
     ours = statistics.median(run["step"] for run in results["ours"])
-    for kind in kinds[1:]:
+    for kind in kinds[2:]:
         theirs = statistics.median(run["step"] for run in results[kind])
         print(f"{kind}: {theirs:.3f} s from a kill to the next step, ours {ours:.3f} s")
 

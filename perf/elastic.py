@@ -116,6 +116,9 @@ class Rank:
 class Job:
     """A scheduler, servers and ranks of this machine."""
 
+    #: How the job goes on without a member.
+    ELASTIC = "redo"
+
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self.options = options
         self.folder = folder
@@ -166,8 +169,8 @@ class Job:
     def start_scheduler(self) -> subprocess.Popen[bytes]:
         """One that has seen nobody die yet."""
         self.deaths = 0
-        elastic = {"BPS_ELASTIC": "redo", "BPS_MIN_WORKERS": "1", "BPS_METRICS_PORT": "0"}
-        return self._program("scheduler", **elastic)
+        variables = {"BPS_MIN_WORKERS": "1", "BPS_METRICS_PORT": "0"}
+        return self._program("scheduler", BPS_ELASTIC=self.ELASTIC, **variables)
 
     def start_server(self) -> subprocess.Popen[bytes]:
         return self._program("server")
