@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-from pathlib import Path
-
-import cloudpickle
 import pytest
 
 from cluster import Cluster
@@ -543,81 +537,3 @@ def test_ranks_with_other_learning_rates_are_told_of_both(coded):
     told = coded.run(other_rates)
     assert ("MismatchError", (0, 1)) in told
     coded.kill()
-
-
-SURVIVED_STEPS = 20
-
-
-def survives():
-    """Steps while a rank and then a server are killed. Gradients are alike on all ranks, so their
-    average does not say how many there are."""
-    import torch
-
-    import byteps.torch as bps
-
-    bps.init()
-    is_doomed = bps.rank() == 2
-    model = torch.nn.Linear(300, 7)
-    torch.nn.init.ones_(model.weight)
-    torch.nn.init.zeros_(model.bias)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    servers = bps.ServerOptimizer(sgd, model.named_parameters())
-    state = bps.elastic.TorchState(model, servers, step=0)
-    epochs, begun = [], []
-
-    @bps.elastic.run
-    def train(state):
-        begun.append(state.step)
-        while state.step < SURVIVED_STEPS:
-            for param in model.parameters():
-                param.grad = torch.full_like(param, 1 / (1 + state.step))
-            if is_doomed and state.step == 7:
-                os.kill(os.getpid(), signal.SIGKILL)
-            if bps.rank() == 0 and state.step == 13 and len(epochs) == 1:
-                os.kill(a_server(), signal.SIGKILL)
-            servers.step()
-            state.step += 1
-            if state.step % 5 == 0:
-                state.commit()
-
-    state.register_reset_callbacks([lambda: epochs.append(bps.size())])
-    train(state)
-    alone = torch.nn.Linear(300, 7)
-    torch.nn.init.ones_(alone.weight)
-    torch.nn.init.zeros_(alone.bias)
-    sgd = torch.optim.SGD(alone.parameters(), lr=0.5, momentum=0.9)
-    for step in range(SURVIVED_STEPS):
-        for param in alone.parameters():
-            param.grad = torch.full_like(param, 1 / (1 + step))
-        sgd.step()
-    for got, wanted in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
-    kept = bps.server_state_dict(servers)["weight"]
-    assert kept["step"] == SURVIVED_STEPS
-    wanted = sgd.state[alone.weight]["momentum_buffer"]
-    torch.testing.assert_close(kept["momentum_buffer"], wanted, rtol=1e-6, atol=1e-6)
-    return begun, epochs
-
-
-def a_server():
-    """The number of a process that is a server of this job."""
-    for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            parent = (path / "stat").read_text().rpartition(")")[2].split()[1]
-            variables = (path / "environ").read_bytes().split(b"\0")
-            if int(parent) == os.getppid() and b"DMLC_ROLE=server" in variables:
-                return int(path.name)
-    raise AssertionError("no server among the processes of the launcher")
-
-
-def test_servers_state_outlives_a_rank_and_a_server():
-    environment = {"BPS_ELASTIC": "redo", "BPS_MIN_WORKERS": "2"}
-    with Cluster(3, servers=2, environment=environment) as job:
-        job.start(survives)
-        for begun, sizes in job.results(ranks=(0, 1)):
-            # From the last commit on, each time.
-            assert begun == [0, 5, 10] and sizes == [2, 2]
-        for rank in (0, 1):
-            job._ranks[rank].send_bytes(cloudpickle.dumps(None))
-        assert job.wait(30) == 0, job.log()
-        job.kill()
