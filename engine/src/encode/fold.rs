@@ -1,8 +1,8 @@
 //! What a codec asks of a whole part: its largest magnitude and its sums; and what becomes of a
 //! decoded element.
 //!
-//! Invariant: sums have a fixed order of addition, whatever the instruction set: 16 partial sums in
-//! f64, element `i` in sum `i % 16`, folded in halves.
+//! Invariant: sums have a fixed order of addition, whatever the instruction set: 32 partial sums in
+//! f64, element `i` in sum `i % 32`, folded in halves: as many as a warp of a GPU has threads.
 
 #![forbid(unsafe_code)]
 
@@ -12,7 +12,7 @@ pub(super) const MAGNITUDE: u32 = 0x7fff_ffff;
 /// The magnitude of an infinity.
 pub(super) const INFINITY: u32 = 0x7f80_0000;
 
-const LANES: usize = 16;
+const LANES: usize = 32;
 
 /// The bits of the largest magnitude; 0 of an empty slice.
 #[inline(always)]

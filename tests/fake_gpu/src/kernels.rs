@@ -2,7 +2,7 @@
 
 use crate::answer::put;
 use bps_engine::base::DType;
-use bps_engine::encode::{Codec, Draw, narrow, widen};
+use bps_engine::encode::{Codec, Draw, Keep, Norm, Spacing, narrow, widen};
 use std::ffi::{CStr, c_char, c_void};
 use std::sync::{Mutex, PoisonError};
 
@@ -22,22 +22,82 @@ static KERNELS: Mutex<Vec<Kernel>> = Mutex::new(Vec::new());
 /// A kernel of the engine's.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Kernel {
-    codec: Codec,
+    name: Name,
     dtype: DType,
     is_encoder: bool,
+}
+
+/// What a kernel calls its codec.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Name {
+    Fp16,
+    Bf16,
+    Fp8E4m3,
+    Fp8E5m2,
+    Int8,
+    Onebit,
+    Topk,
+    Randomk,
+    Dithering,
 }
 
 /// What a kernel is launched with.
 #[derive(Clone, Copy)]
 pub struct Launch {
     kernel: Kernel,
+    codec: Codec,
     elements: usize,
-    is_random: bool,
     draw: u64,
     /// Where the elements are or go.
     pub tensor: u64,
     /// Where their encoding goes or is.
     pub wire: u64,
+}
+
+impl Name {
+    fn of(name: &str) -> Option<Name> {
+        Some(match name {
+            "fp16" => Name::Fp16,
+            "bf16" => Name::Bf16,
+            "fp8_e4m3" => Name::Fp8E4m3,
+            "fp8_e5m2" => Name::Fp8E5m2,
+            "int8" => Name::Int8,
+            "onebit" => Name::Onebit,
+            "topk" => Name::Topk,
+            "randomk" => Name::Randomk,
+            "dithering" => Name::Dithering,
+            _ => return None,
+        })
+    }
+
+    /// Whether one block of threads has a part to itself.
+    fn is_whole(self) -> bool {
+        matches!(self, Name::Onebit | Name::Topk | Name::Randomk | Name::Dithering)
+    }
+
+    /// What the arguments of a launch mean.
+    ///
+    /// # Errors
+    /// They mean nothing.
+    fn codec(self, option: u32, count: u32, seed: u64) -> Result<Codec, u32> {
+        let (is_set, keep) = (option & 1 != 0, Keep::Count(count));
+        Ok(match self {
+            Name::Fp16 => Codec::Fp16,
+            Name::Bf16 => Codec::Bf16,
+            Name::Fp8E4m3 => Codec::Fp8E4m3 { stochastic: is_set },
+            Name::Fp8E5m2 => Codec::Fp8E5m2 { stochastic: is_set },
+            Name::Int8 => Codec::Int8 { stochastic: is_set },
+            Name::Onebit => Codec::Onebit { scaling: is_set },
+            Name::Topk => Codec::Topk { keep },
+            Name::Randomk => Codec::Randomk { keep, seed },
+            Name::Dithering => Codec::Dithering {
+                levels: u8::try_from(count).map_err(|_| INVALID_VALUE)?,
+                spacing: if is_set { Spacing::Natural } else { Spacing::Linear },
+                norm: if option & 2 != 0 { Norm::L2 } else { Norm::Max },
+                seed,
+            },
+        })
+    }
 }
 
 impl Kernel {
@@ -55,7 +115,7 @@ impl Kernel {
             "decode" => false,
             _ => return None,
         };
-        Some(Kernel { codec: codec.parse().ok()?, dtype, is_encoder })
+        Some(Kernel { name: Name::of(codec)?, dtype, is_encoder })
     }
 }
 
@@ -75,21 +135,19 @@ impl Launch {
     /// Bytes of their encoding.
     #[must_use]
     pub fn wire_bytes(&self) -> usize {
-        self.kernel.codec.wire_bytes_max(self.elements)
+        self.codec.wire_bytes_max(self.elements)
+    }
+
+    fn draw(&self) -> Draw {
+        Draw { shared: self.draw, own: self.draw }
     }
 
     /// The encoding of these elements.
     #[must_use]
     pub fn encode(&self, tensor: &[u8]) -> Vec<u8> {
-        let codec = match self.kernel.codec {
-            Codec::Int8 { .. } => Codec::Int8 { stochastic: self.is_random },
-            Codec::Fp8E4m3 { .. } => Codec::Fp8E4m3 { stochastic: self.is_random },
-            Codec::Fp8E5m2 { .. } => Codec::Fp8E5m2 { stochastic: self.is_random },
-            codec => codec,
-        };
         let (mut values, mut wire) = (vec![0.0; self.elements], vec![0; self.wire_bytes()]);
         widen(self.kernel.dtype, tensor, &mut values);
-        codec.encode(&values, Draw { shared: 0, own: self.draw }, &mut wire);
+        self.codec.encode(&values, self.draw(), &mut wire);
         wire
     }
 
@@ -97,7 +155,7 @@ impl Launch {
     #[must_use]
     pub fn decode(&self, wire: &[u8]) -> Vec<u8> {
         let (mut values, mut tensor) = (vec![0.0; self.elements], vec![0; self.tensor_bytes()]);
-        self.kernel.codec.decode(wire, Draw { shared: 0, own: 0 }, &mut values);
+        self.codec.decode(wire, self.draw(), &mut values);
         narrow(self.kernel.dtype, &values, &mut tensor);
         tensor
     }
@@ -167,19 +225,25 @@ pub unsafe fn launch(
 ) -> Result<Launch, u32> {
     let index = function.checked_sub(FUNCTION).ok_or(INVALID_VALUE)? / HANDLE;
     let kernel = *locked(&KERNELS).get(index).ok_or(INVALID_VALUE)?;
-    if grid[0] == 0 || grid[1..] != [1, 1] || block != [256, 1, 1] {
+    let threads = if kernel.name.is_whole() { 1024 } else { 256 };
+    let is_right = if kernel.name.is_whole() { grid[0] == 1 } else { grid[0] > 0 };
+    if !is_right || grid[1..] != [1, 1] || block != [threads, 1, 1] {
         return Err(INVALID_VALUE);
     }
-    // SAFETY: the caller's promise: a count, then two addresses.
-    let (elements, first, second) =
-        unsafe { (argument::<u32>(arguments, 0), argument(arguments, 1), argument(arguments, 2)) };
-    let (is_random, draw) = match kernel.is_encoder {
-        // SAFETY: the caller's promise: those that encode have two more.
-        true => unsafe { (argument::<u32>(arguments, 3) != 0, argument(arguments, 4)) },
-        false => (false, 0),
+    // SAFETY: the caller's promise: a count, two addresses, two words and two longer ones.
+    let (elements, tensor, wire, option, count, seed, draw) = unsafe {
+        (
+            argument::<u32>(arguments, 0),
+            argument(arguments, 1),
+            argument(arguments, 2),
+            argument(arguments, 3),
+            argument(arguments, 4),
+            argument(arguments, 5),
+            argument(arguments, 6),
+        )
     };
-    let (tensor, wire) = if kernel.is_encoder { (first, second) } else { (second, first) };
-    Ok(Launch { kernel, elements: elements as usize, is_random, draw, tensor, wire })
+    let codec = kernel.name.codec(option, count, seed)?;
+    Ok(Launch { kernel, codec, elements: elements as usize, draw, tensor, wire })
 }
 
 /// # Safety

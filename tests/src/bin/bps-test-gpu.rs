@@ -7,7 +7,8 @@ use bps_engine::encode::{Draw, narrow, widen};
 use bps_tests::reference;
 use bps_worker::Encoding;
 use bps_worker::cuda::{
-    Comm, Device, Event, EventPool, GpuError, Kernels, Nccl, Pinned, ReduceOp, Stream, driver,
+    Comm, Device, Event, EventPool, Family, GpuError, Kernels, Nccl, Pinned, ReduceOp, Stream,
+    driver,
 };
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -97,7 +98,7 @@ fn copies(waits: bool) -> Outcome {
 }
 
 /// All codecs that have kernels, and what they are tried with.
-const CODECS: [&str; 8] = [
+const CODECS: [&str; 22] = [
     "fp16",
     "bf16",
     "fp8_e4m3",
@@ -106,34 +107,55 @@ const CODECS: [&str; 8] = [
     "fp8_e4m3(stochastic)",
     "fp8_e5m2(stochastic)",
     "int8(stochastic)",
+    "onebit",
+    "onebit(scaling)",
+    "topk(k=1)",
+    "topk(k=0.01)",
+    "topk(k=0.4)",
+    "randomk(k=1, seed=3)",
+    "randomk(k=0.01, seed=4)",
+    "randomk(k=0.9, seed=5)",
+    "dithering(levels=1)",
+    "dithering(levels=7, seed=6)",
+    "dithering(levels=127, l2)",
+    "dithering(levels=5, natural)",
+    "dithering(levels=32, natural, l2)",
+    "dithering(levels=15)",
 ];
-const ELEMENTS: [usize; 9] = [1, 3, 4, 127, 128, 129, 1000, 65_536, 262_143];
+const ELEMENTS: [usize; 12] = [1, 3, 4, 127, 128, 129, 1000, 1023, 9_001, 65_536, 65_537, 262_143];
 const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
 /// The kernels give what the engine gives on the processor, both ways, whatever the numbers are.
 fn codecs() -> Outcome {
     let device = Device::open(0)?;
     device.make_current()?;
-    let (kernels, stream) = (Kernels::load(&device)?, Stream::new(&device)?);
+    let stream = Stream::new(&device)?;
+    let blocks = Kernels::load(&device, Family::Blocks)?;
+    let whole = Kernels::load(&device, Family::Whole)?;
     let room = 4 * ELEMENTS.iter().max().expect("there are some");
     let wire = Pinned::new(&device, room, None)?;
     let (mut tried, mut wrong) = (0, Vec::new());
     for (name, dtype) in CODECS.iter().flat_map(|name| DTYPES.map(|dtype| (name, dtype))) {
         let encoding: Encoding = name.parse().expect("an encoding");
+        let kernels = match Family::of(encoding) {
+            Some(Family::Blocks) => &blocks,
+            _ => &whole,
+        };
         let coder = kernels.coder(encoding, dtype)?.expect("it has kernels");
-        for (seed, elements) in (1..).zip(ELEMENTS) {
+        let parts = ELEMENTS.iter().flat_map(|elements| [(*elements, true), (*elements, false)]);
+        for (seed, (elements, has_all)) in (1..).zip(parts) {
             let bytes = elements * dtype.size();
             let Some(encoded) = coder.wire_bytes(bytes) else { continue };
             tried += 1;
-            let (mut values, mut tensor) = (numbers(seed, elements), vec![0; bytes]);
+            let (mut values, mut tensor) = (numbers(seed, elements, has_all), vec![0; bytes]);
             narrow(dtype, &values, &mut tensor);
             widen(dtype, &tensor, &mut values);
-            let draw = Draw { shared: 0, own: 77 + seed };
+            let draw = Draw { shared: 55 + seed, own: 77 + seed };
             let mut expected = vec![0; encoded];
             encoding.codec.encode(&values, draw, &mut expected);
             let memory = Buffer::new(&stream, &tensor)?;
             // SAFETY: the wire has room for all, and what uses it is waited for.
-            unsafe { coder.encode(&stream, memory.address, wire.as_ptr(), bytes, draw.own) }?;
+            unsafe { coder.encode(&stream, memory.address, wire.as_ptr(), bytes, draw) }?;
             wait_until("it is encoded", || stream.is_idle())?;
             // SAFETY: it was written, and nobody writes there now.
             let found = unsafe { std::slice::from_raw_parts(wire.as_ptr(), encoded) };
@@ -148,7 +170,7 @@ fn codecs() -> Outcome {
             encoding.codec.decode(&expected, draw, &mut values);
             narrow(dtype, &values, &mut tensor);
             // SAFETY: the wire has room for all, and what uses it is waited for.
-            unsafe { coder.decode(&stream, wire.as_ptr(), memory.address, bytes) }?;
+            unsafe { coder.decode(&stream, wire.as_ptr(), memory.address, bytes, draw) }?;
             wait_until("it is decoded", || stream.is_idle())?;
             if !same(Some(dtype), &memory.content(&stream)?, &tensor) {
                 wrong.push(format!("{elements} {dtype} from {name}"));
@@ -158,9 +180,9 @@ fn codecs() -> Outcome {
     Ok(format!("{tried} encodings, wrong: {wrong:?}"))
 }
 
-/// Numbers of all magnitudes; some blocks are zeros, and some have what is not finite.
+/// Numbers of all magnitudes; some blocks are zeros, and, if wanted, some have what is not finite.
 #[allow(clippy::cast_possible_truncation, reason = "the number's bits are what is wanted")]
-fn numbers(seed: u64, count: usize) -> Vec<f32> {
+fn numbers(seed: u64, count: usize, has_all: bool) -> Vec<f32> {
     let mut state = seed;
     let mut next = || {
         state =
@@ -171,10 +193,10 @@ fn numbers(seed: u64, count: usize) -> Vec<f32> {
         let bits = next();
         match (index / 128 % 8, index % 128) {
             (1, _) => 0.0,
-            (2, 17) => f32::INFINITY,
-            (3, 5) => f32::NAN,
+            (2, 17) if has_all => f32::INFINITY,
+            (3, 5) if has_all => f32::NAN,
             // Any bits that are a number.
-            (4, _) if bits & 0x7f80_0000 != 0x7f80_0000 => f32::from_bits(bits),
+            (4, _) if has_all && bits & 0x7f80_0000 != 0x7f80_0000 => f32::from_bits(bits),
             // Next to zero.
             (5, _) => f32::from_bits(bits & 0x80ff_ffff),
             _ => f32::from_bits(bits & 0x83ff_ffff | 0x3c00_0000),

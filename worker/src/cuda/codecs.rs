@@ -1,32 +1,82 @@
 //! Codecs whose arithmetic the GPU does: a part is encoded on its way to the host's memory, and
 //! decoded on its way from there, so that what crosses the bus is what crosses the network.
 //!
-//! Their kernels are `codecs/codecs.cu`, of which `codecs/compile` makes the PTX that is part of
-//! the program; the driver translates it for the GPU when it is loaded. They give the bits that
-//! [`bps_engine::encode`] gives on processors (of floats, a NaN being equal to any NaN), so ranks
-//! with and without them go together.
+//! Their kernels are in `codecs`, where `compile` makes the PTX that is part of the program; the
+//! driver translates it for the GPU when it is loaded. They give the bits that
+//! [`bps_engine::encode`] gives on processors (of 16-bit floats, a NaN being equal to any NaN), so
+//! ranks with and without them go together.
 
 use super::library::Cuda;
 use super::{Device, GpuError, Stream};
 use bps_engine::base::{DType, word};
-use bps_engine::encode::Codec;
+use bps_engine::encode::{Codec, Draw, Norm, Spacing};
 use bps_engine::proto::encoding::Encoding;
 use cudarc::driver::sys::{CUfunction, CUmodule};
 use std::ffi::{CString, c_uint, c_void};
 
-/// The kernels, as text that ends with a zero.
-const PTX: &str = concat!(include_str!("codecs/codecs.ptx"), "\0");
 /// Threads of a block: `THREADS` of the source.
 const THREADS: u32 = 256;
+/// Threads of the one block that has a whole part to itself: `PART_THREADS` of the source.
+const PART_THREADS: u32 = 1024;
 /// Elements for each thread, where there are enough blocks for all.
 const ELEMENTS_OF_THREAD: u32 = 4;
 /// Blocks of a launch at most, which is what a part of 1 MiB of f32 asks for: each takes its share
 /// in a loop.
 const BLOCKS_MAX: u32 = 256;
 
-/// The kernels in the context of a GPU.
+/// Kernels that are loaded together.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Family {
+    /// Of codecs that encode each element, or each block of them, by itself.
+    Blocks,
+    /// Of codecs that look at a whole part first.
+    Whole,
+}
+
+impl Family {
+    /// Which kernels serve an encoding: none if it keeps something between rounds, as feedback and
+    /// momentum do, or may leave a part as it is.
+    #[must_use]
+    pub fn of(encoding: Encoding) -> Option<Family> {
+        if encoding.auto || encoding.feedback || encoding.momentum.is_some() {
+            return None;
+        }
+        Some(match encoding.codec {
+            Codec::Fp16
+            | Codec::Bf16
+            | Codec::Fp8E4m3 { .. }
+            | Codec::Fp8E5m2 { .. }
+            | Codec::Int8 { .. } => Family::Blocks,
+            Codec::Onebit { .. }
+            | Codec::Topk { .. }
+            | Codec::Randomk { .. }
+            | Codec::Dithering { .. } => Family::Whole,
+        })
+    }
+
+    /// The kernels, as text that ends with a zero.
+    fn ptx(self) -> &'static str {
+        match self {
+            Family::Blocks => concat!(include_str!("codecs/blocks.ptx"), "\0"),
+            Family::Whole => concat!(include_str!("codecs/whole.ptx"), "\0"),
+        }
+    }
+
+    /// The blocks and the threads of each with which a kernel is launched.
+    fn grid(self, elements: u32) -> (c_uint, c_uint) {
+        match self {
+            Family::Blocks => {
+                (elements.div_ceil(THREADS * ELEMENTS_OF_THREAD).clamp(1, BLOCKS_MAX), THREADS)
+            }
+            Family::Whole => (1, PART_THREADS),
+        }
+    }
+}
+
+/// The kernels of a family in the context of a GPU.
 pub struct Kernels {
     device: Device,
+    family: Family,
     module: CUmodule,
 }
 
@@ -40,30 +90,32 @@ impl Kernels {
     ///
     /// # Errors
     /// [`GpuError::Cuda`]: the driver is too old for them, or the GPU.
-    pub fn load(device: &Device) -> Result<Kernels, GpuError> {
+    pub fn load(device: &Device, family: Family) -> Result<Kernels, GpuError> {
         let mut module: CUmodule = std::ptr::null_mut();
+        let ptx = family.ptx().as_ptr().cast();
         device.with_context(|cuda| {
             // SAFETY: it writes one handle, and reads a text that ends with a zero.
-            let code =
-                unsafe { (cuda.call.cuModuleLoadData)(&raw mut module, PTX.as_ptr().cast()) };
+            let code = unsafe { (cuda.call.cuModuleLoadData)(&raw mut module, ptx) };
             cuda.check("cuModuleLoadData", code)
         })?;
-        Ok(Kernels { device: device.clone(), module })
+        Ok(Kernels { device: device.clone(), family, module })
     }
 
-    /// What encodes elements of this type so, and decodes them: none where kernels do not serve
-    /// that.
+    /// What encodes elements of this type so, and decodes them: none where these kernels do not
+    /// serve that.
     ///
     /// # Errors
     /// [`GpuError::Cuda`].
     pub fn coder(&self, encoding: Encoding, dtype: DType) -> Result<Option<Coder>, GpuError> {
-        let (Some((codec, is_random)), Some(element)) = (kernel_of(encoding), element_of(dtype))
-        else {
+        let Some(element) = element_of(dtype) else { return Ok(None) };
+        if Family::of(encoding) != Some(self.family) {
             return Ok(None);
-        };
-        let encode = self.function(&format!("encode_{codec}_{element}"))?;
-        let decode = self.function(&format!("decode_{codec}_{element}"))?;
-        Ok(Some(Coder { codec: encoding.codec, dtype, is_random, encode, decode }))
+        }
+        let (codec, family) = (encoding.codec, self.family);
+        let name = name_of(codec);
+        let encode = self.function(&format!("encode_{name}_{element}"))?;
+        let decode = self.function(&format!("decode_{name}_{element}"))?;
+        Ok(Some(Coder { codec, family, dtype, encode, decode }))
     }
 
     fn function(&self, name: &str) -> Result<CUfunction, GpuError> {
@@ -88,23 +140,17 @@ impl Drop for Kernels {
     }
 }
 
-/// What kernels are called that serve an encoding, and whether they round at random. They keep
-/// nothing between rounds, so feedback and momentum are not for them, nor is what may be left as it
-/// is.
-fn kernel_of(encoding: Encoding) -> Option<(&'static str, bool)> {
-    if encoding.auto || encoding.feedback || encoding.momentum.is_some() {
-        return None;
-    }
-    match encoding.codec {
-        Codec::Fp16 => Some(("fp16", false)),
-        Codec::Bf16 => Some(("bf16", false)),
-        Codec::Fp8E4m3 { stochastic } => Some(("fp8_e4m3", stochastic)),
-        Codec::Fp8E5m2 { stochastic } => Some(("fp8_e5m2", stochastic)),
-        Codec::Int8 { stochastic } => Some(("int8", stochastic)),
-        Codec::Onebit { .. }
-        | Codec::Topk { .. }
-        | Codec::Randomk { .. }
-        | Codec::Dithering { .. } => None,
+fn name_of(codec: Codec) -> &'static str {
+    match codec {
+        Codec::Fp16 => "fp16",
+        Codec::Bf16 => "bf16",
+        Codec::Fp8E4m3 { .. } => "fp8_e4m3",
+        Codec::Fp8E5m2 { .. } => "fp8_e5m2",
+        Codec::Int8 { .. } => "int8",
+        Codec::Onebit { .. } => "onebit",
+        Codec::Topk { .. } => "topk",
+        Codec::Randomk { .. } => "randomk",
+        Codec::Dithering { .. } => "dithering",
     }
 }
 
@@ -117,12 +163,42 @@ fn element_of(dtype: DType) -> Option<&'static str> {
     }
 }
 
+/// What a codec tells its kernels beside where the part is: see `ARGUMENTS` of the source.
+struct Parameters {
+    option: u32,
+    count: u32,
+    seed: u64,
+    draw: u64,
+}
+
+impl Parameters {
+    fn of(codec: Codec, elements: usize, draw: Draw) -> Parameters {
+        let own = Parameters { option: 0, count: 0, seed: 0, draw: draw.own };
+        match codec {
+            Codec::Fp16 | Codec::Bf16 => own,
+            Codec::Fp8E4m3 { stochastic: option }
+            | Codec::Fp8E5m2 { stochastic: option }
+            | Codec::Int8 { stochastic: option }
+            | Codec::Onebit { scaling: option } => Parameters { option: option.into(), ..own },
+            Codec::Topk { keep } => Parameters { count: word(keep.of(elements)), ..own },
+            Codec::Randomk { keep, seed } => {
+                Parameters { count: word(keep.of(elements)), seed, draw: draw.shared, ..own }
+            }
+            Codec::Dithering { levels, spacing, norm, seed } => {
+                let is_natural = u32::from(spacing == Spacing::Natural);
+                let is_l2 = u32::from(norm == Norm::L2);
+                Parameters { option: is_natural | is_l2 << 1, count: levels.into(), seed, ..own }
+            }
+        }
+    }
+}
+
 /// The kernels of one encoding of one type of elements.
 #[derive(Clone, Copy)]
 pub struct Coder {
     codec: Codec,
+    family: Family,
     dtype: DType,
-    is_random: bool,
     encode: CUfunction,
     decode: CUfunction,
 }
@@ -139,8 +215,7 @@ impl Coder {
         (encoded <= bytes).then_some(encoded)
     }
 
-    /// Enqueues the encoding of a part of `bytes` bytes; `draw` is that of the sender, see
-    /// [`Draw::own`](bps_engine::encode::Draw).
+    /// Enqueues the encoding of a part of `bytes` bytes with the random numbers of its round.
     ///
     /// # Errors
     /// [`GpuError::Cuda`]; also for what failed earlier on this GPU.
@@ -156,24 +231,14 @@ impl Coder {
         source: u64,
         wire: *mut u8,
         bytes: usize,
-        draw: u64,
+        draw: Draw,
     ) -> Result<(), GpuError> {
-        let mut elements = word(bytes / self.dtype.size());
-        let (mut source, mut wire) = (source, wire.expose_provenance() as u64);
-        let (mut is_random, mut draw) = (u32::from(self.is_random), draw);
-        let mut arguments: [*mut c_void; 5] = [
-            (&raw mut elements).cast(),
-            (&raw mut source).cast(),
-            (&raw mut wire).cast(),
-            (&raw mut is_random).cast(),
-            (&raw mut draw).cast(),
-        ];
-        // SAFETY: the arguments are those of the kernels that encode; the caller vouches for the
-        // memory.
-        unsafe { launch(stream, self.encode, elements, &mut arguments) }
+        let wire = wire.expose_provenance() as u64;
+        // SAFETY: a kernel that encodes; the caller vouches for the memory.
+        unsafe { self.launch(stream, self.encode, source, wire, bytes, draw) }
     }
 
-    /// Enqueues the decoding of a part of `bytes` bytes.
+    /// Enqueues the decoding of a part of `bytes` bytes that was encoded in the round of this draw.
     ///
     /// # Errors
     /// As [`encode`](Self::encode).
@@ -186,34 +251,47 @@ impl Coder {
         wire: *const u8,
         target: u64,
         bytes: usize,
+        draw: Draw,
     ) -> Result<(), GpuError> {
-        let mut elements = word(bytes / self.dtype.size());
-        let (mut wire, mut target) = (wire.expose_provenance() as u64, target);
-        let mut arguments: [*mut c_void; 3] =
-            [(&raw mut elements).cast(), (&raw mut wire).cast(), (&raw mut target).cast()];
-        // SAFETY: the arguments are those of the kernels that decode; the caller vouches for the
-        // memory.
-        unsafe { launch(stream, self.decode, elements, &mut arguments) }
+        let wire = wire.expose_provenance() as u64;
+        // SAFETY: a kernel that decodes; the caller vouches for the memory.
+        unsafe { self.launch(stream, self.decode, target, wire, bytes, draw) }
     }
-}
 
-/// # Safety
-/// The arguments are those of the function, in their order and types, and what they say of memory
-/// holds until it is done. The thread has the context.
-unsafe fn launch(
-    stream: &Stream,
-    function: CUfunction,
-    elements: u32,
-    arguments: &mut [*mut c_void],
-) -> Result<(), GpuError> {
-    let cuda: &'static Cuda = stream.device().cuda();
-    let blocks: c_uint = elements.div_ceil(THREADS * ELEMENTS_OF_THREAD).clamp(1, BLOCKS_MAX);
-    let (arguments, extra) = (arguments.as_mut_ptr(), std::ptr::null_mut());
-    let call = cuda.call.cuLaunchKernel;
-    // SAFETY: the driver copies the arguments before it returns, and the caller vouches for them;
-    // the stream is held by its value.
-    let code = unsafe {
-        call(function, blocks, 1, 1, THREADS, 1, 1, 0, stream.handle(), arguments, extra)
-    };
-    cuda.check("cuLaunchKernel", code)
+    /// # Safety
+    /// The function is one of this coder's, and what it does with this memory is as its callers
+    /// say. The thread has the context.
+    unsafe fn launch(
+        &self,
+        stream: &Stream,
+        function: CUfunction,
+        mut tensor: u64,
+        mut wire: u64,
+        bytes: usize,
+        draw: Draw,
+    ) -> Result<(), GpuError> {
+        let elements = bytes / self.dtype.size();
+        let mut its = Parameters::of(self.codec, elements, draw);
+        let mut elements = word(elements);
+        let mut arguments: [*mut c_void; 7] = [
+            (&raw mut elements).cast(),
+            (&raw mut tensor).cast(),
+            (&raw mut wire).cast(),
+            (&raw mut its.option).cast(),
+            (&raw mut its.count).cast(),
+            (&raw mut its.seed).cast(),
+            (&raw mut its.draw).cast(),
+        ];
+        let cuda: &'static Cuda = stream.device().cuda();
+        let (blocks, threads) = self.family.grid(elements);
+        let (arguments, extra) = (arguments.as_mut_ptr(), std::ptr::null_mut());
+        let call = cuda.call.cuLaunchKernel;
+        // SAFETY: the arguments are those of all kernels, in their order and types; the driver
+        // copies them before it returns. The caller vouches for the memory, and the stream is held
+        // by its value.
+        let code = unsafe {
+            call(function, blocks, 1, 1, threads, 1, 1, 0, stream.handle(), arguments, extra)
+        };
+        cuda.check("cuLaunchKernel", code)
+    }
 }

@@ -19,7 +19,7 @@ mod simulated;
 mod table;
 mod track;
 
-pub use codecs::{Coder, Kernels};
+pub use codecs::{Coder, Family, Kernels};
 pub use driver::{Device, Event, EventPool, PooledEvent, Stream};
 pub use error::GpuError;
 pub(crate) use error::nccl_version;

@@ -8,17 +8,21 @@ use bps_engine::config::Config;
 use bps_worker::Members;
 use bps_worker::{Declaration, Error, GpuPushPull, Handle, PushPull, Worker};
 
-/// With kernels, without, and with what is kept from round to round.
-const ENCODINGS: [&str; 8] = [
+/// With kernels, and with what is kept from round to round, which has none.
+const ENCODINGS: [&str; 10] = [
     "fp16",
     "bf16",
     "fp8_e4m3",
     "fp8_e5m2",
     "int8",
+    "onebit(scaling)",
+    "topk(k=0.1)",
     "int8+feedback",
     "onebit(scaling)+feedback",
     "topk(k=0.1)+momentum(0.9)",
 ];
+/// What is drawn differs from tensor to tensor: of these the results are looked at by themselves.
+const DRAWN: [&str; 2] = ["randomk(k=0.1, seed=2)", "dithering(levels=7)"];
 /// Parts and a last one of a single element, whose encoding may be longer than it is.
 const COUNT: usize = 3 * 4096 + 1;
 
@@ -30,20 +34,13 @@ pub fn coded(config: &Config, rounds: u64) -> Result<(), Error> {
     let dtypes = [DType::F32, DType::BF16, DType::F16];
     let kinds = dtypes.into_iter().zip([Operation::Sum, Operation::Average, Operation::Sum]);
     let said = |device: bool| {
-        let one = move |(encoding, (dtype, operation)): (&str, _)| Declaration {
-            name: format!("{encoding} {dtype} {}", if device { "on a GPU" } else { "on a host" }),
-            dtype,
-            shape: (COUNT as u64).into(),
-            operation,
-            device,
-            members: Members::ALL,
-            encoding: Some(encoding.parse().expect("an encoding")),
-            store: None,
-        };
         let all = ENCODINGS.iter().flat_map(|one| kinds.clone().map(move |kind| (*one, kind)));
-        all.map(one).collect::<Vec<Declaration>>()
+        all.map(|(one, (dtype, operation))| declaration(one, dtype, operation, device))
+            .collect::<Vec<Declaration>>()
     };
-    let (there, here) = (said(true), said(false));
+    let drawn = |encoding| declaration(encoding, DType::F32, Operation::Sum, true);
+    let here = said(false);
+    let there: Vec<Declaration> = said(true).into_iter().chain(DRAWN.map(drawn)).collect();
     let (ids_there, ids_here) = (worker.declare(&there)?, worker.declare(&here)?);
     let buffer = |said: &Declaration| framework.buffer(COUNT * said.dtype.size());
     let buffers = there.iter().map(buffer).collect::<Result<Vec<Buffer>, Error>>()?;
@@ -77,11 +74,61 @@ pub fn coded(config: &Config, rounds: u64) -> Result<(), Error> {
             buffer.fetch(&framework.stream).map_err(gpu)?;
         }
         framework.synchronize().map_err(gpu)?;
-        for ((said, buffer), values) in there.iter().zip(&buffers).zip(&values) {
+        for ((said, buffer), values) in there.iter().zip(&buffers).zip(&values).take(here.len()) {
             same(said, round, worker.rank(), "the result", buffer.fetched(), values);
+        }
+        for (number, buffer) in (0..).zip(&buffers).skip(here.len()) {
+            let of_rank = |rank| numbers(DType::F32, number, u64::from(rank), round);
+            let own: Vec<Vec<u8>> = (0..worker.size()).map(of_rank).collect();
+            let name = there[usize::try_from(number).expect("a few")].name.as_str();
+            is_drawn(name, buffer.fetched(), &own);
         }
     }
     worker.shutdown(false)
+}
+
+fn declaration(encoding: &str, dtype: DType, operation: Operation, device: bool) -> Declaration {
+    Declaration {
+        name: format!("{encoding} {dtype} {}", if device { "on a GPU" } else { "on a host" }),
+        dtype,
+        shape: (COUNT as u64).into(),
+        operation,
+        device,
+        members: Members::ALL,
+        encoding: Some(encoding.parse().expect("an encoding")),
+        store: None,
+    }
+}
+
+/// The result is what all ranks had where an element was drawn, and 0 elsewhere; or it is
+/// next to the sum everywhere, but not the sum.
+fn is_drawn(name: &str, result: &[u8], own: &[Vec<u8>]) {
+    let floats = |bytes: &[u8]| -> Vec<f32> {
+        let (words, _) = bytes.as_chunks();
+        words.iter().map(|word| f32::from_le_bytes(*word)).collect()
+    };
+    let mut sums = vec![0.0; COUNT];
+    for own in own {
+        sums.iter_mut().zip(floats(own)).for_each(|(sum, value)| *sum += value);
+    }
+    // The encoding of what is one element long is longer, and so is it sent as it is.
+    let pairs: Vec<(f32, f32)> = floats(result).into_iter().zip(sums).take(COUNT - 1).collect();
+    let of_all = |holds: &dyn Fn(f32, f32) -> bool| {
+        pairs.iter().filter(|(result, sum)| holds(*result, *sum)).count()
+    };
+    let exact = of_all(&|result, sum| (result - sum).abs() < 1e-6);
+    let (least, most) = (COUNT / 11, COUNT / 9);
+    if name.starts_with("randomk") {
+        let zeros = of_all(&|result, _| result == 0.0);
+        assert!((least..most).contains(&exact), "{name}: {exact} of {COUNT} are sums");
+        assert!(exact + zeros >= pairs.len(), "{name}: {exact} are sums and {zeros} are 0");
+    } else {
+        // A level of each rank's, and one of the result, whose norm is at most that of all ranks.
+        let level = 0.5 / 7.0 * own.len() as f32;
+        let near = of_all(&|result, sum| (result - sum).abs() <= 2.0 * level);
+        assert_eq!(near, pairs.len(), "{name}: so many are next to sums");
+        assert!(exact < most, "{name}: {exact} of {COUNT} are sums");
+    }
 }
 
 /// Numbers of both signs about 0, and none that is none.

@@ -6,6 +6,7 @@ use crate::rounds::PartOf;
 use crate::rounds::handover::{From, FromGpu};
 use crate::rounds::{Pool, Slot};
 use bps_engine::base::Operation;
+use bps_engine::encode::Draw;
 use bps_engine::proto::encoding::draw;
 use bps_engine::trace::timeline::Mark;
 
@@ -15,8 +16,8 @@ pub(super) struct PartCoder {
     coder: Coder,
     /// Bytes of it in its slot.
     pub(super) encoded: usize,
-    /// This rank's random number, for stochastic rounding.
-    draw: u64,
+    /// The random numbers of its round.
+    draw: Draw,
 }
 
 impl Pipeline {
@@ -100,7 +101,7 @@ impl Pipeline {
         let part = tensor.plan.parts[of.index as usize];
         let coder = tensor.coder?;
         let encoded = coder.wire_bytes(part.bytes)?;
-        let draw = draw(part.key, tensor.round, self.rank.0).own;
+        let draw = draw(part.key, tensor.round, self.rank.0);
         Some(PartCoder { coder, encoded, draw })
     }
 
@@ -192,7 +193,7 @@ pub(super) unsafe fn empty(
     // SAFETY: the caller's promise, and as in `fill`.
     unsafe {
         match (coder, slot.is_on_gpu()) {
-            (Some(of), _) => of.coder.decode(stream, at, to, bytes),
+            (Some(of), _) => of.coder.decode(stream, at, to, bytes, of.draw),
             (None, true) => stream.copy_on_device(to, at.addr() as u64, bytes),
             (None, false) => stream.copy_to_device(to, at, bytes),
         }

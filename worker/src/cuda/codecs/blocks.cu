@@ -1,65 +1,16 @@
-// Codecs on the GPU: parts of tensors to fewer bytes, and back. `compile` makes codecs.ptx of this.
-//
-// The arithmetic is that of engine/src/encode, bit for bit (of floats, a NaN is equal to any NaN): no operation is fused or reordered, which the flags of `compile` see to. That module says
-// where each format comes from.
-//
-// Encoded bytes lie in pinned memory of the host, which kernels read and write over the bus: each
-// byte once, in words that neighbouring threads have side by side. There is no header of CUDA's
-// here, so that a compiler suffices which knows the instructions, and none of NVIDIA's is needed.
+// Codecs of which each element, or each block of 128, is encoded by itself: as many threads work on a
+// part as the GPU has to spare.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
+#include "elements.cuh"
 
-#define DEVICE static inline __attribute__((device, always_inline))
-#define KERNEL extern "C" __attribute__((global))
-
-// Threads of a block, as the host launches them.
+// Threads of a block of the grid, as the host launches them.
 #define THREADS 256
-#define WARP 32
 // Elements that share a scale, and of them those of each thread of the warp that has them.
 #define BLOCK 128
 #define EACH 4
 
-#define MAGNITUDE 0x7fffffffu
-#define INFINITY_BITS 0x7f800000u
-#define NAN_BITS 0x7fc00000u
-#define SMALLEST_NORMAL_BITS 0x00800000u
-
-DEVICE u32 bits_of(float value) { return __builtin_bit_cast(u32, value); }
-DEVICE float float_of(u32 bits) { return __builtin_bit_cast(float, bits); }
-
-DEVICE u32 thread_of_grid() {
-    return __nvvm_read_ptx_sreg_ctaid_x() * THREADS + __nvvm_read_ptx_sreg_tid_x();
-}
-
+DEVICE u32 thread_of_grid() { return __nvvm_read_ptx_sreg_ctaid_x() * THREADS + thread(); }
 DEVICE u32 threads_of_grid() { return __nvvm_read_ptx_sreg_nctaid_x() * THREADS; }
-
-// ---- Elements of tensors, as f32
-
-struct F32 {
-    typedef float Memory;
-    DEVICE float load(float element) { return element; }
-    DEVICE float store(float value) { return value; }
-};
-
-struct F16 {
-    typedef u16 Memory;
-    DEVICE float load(u16 element) { return (float)__builtin_bit_cast(_Float16, element); }
-    DEVICE u16 store(float value) { return __builtin_bit_cast(u16, (_Float16)value); }
-};
-
-struct BF16 {
-    typedef u16 Memory;
-    DEVICE float load(u16 element) { return float_of((u32)element << 16); }
-    DEVICE u16 store(float value) {
-        u32 bits = bits_of(value);
-        // A NaN whose upper half is 0 would be rounded to an infinity.
-        if ((bits & MAGNITUDE) > INFINITY_BITS) return (u16)(bits >> 16 | 0x40);
-        return (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-    }
-};
 
 // ---- 16-bit floats on the wire
 
@@ -149,48 +100,16 @@ struct Float8 {
 typedef Float8<3> E4m3;
 typedef Float8<2> E5m2;
 
-// Random numbers by position: `engine/src/encode/random.rs`.
-struct Noise {
-    u32 first, second;
-
-    DEVICE u64 mix(u64 word) {
-        word += 0x9e3779b97f4a7c15u;
-        word = (word ^ word >> 30) * 0xbf58476d1ce4e5b9u;
-        word = (word ^ word >> 27) * 0x94d049bb133111ebu;
-        return word ^ word >> 31;
-    }
-
-    DEVICE Noise of(u64 draw) {
-        u64 word = mix(mix(draw));
-        return Noise{(u32)word, (u32)(word >> 32)};
-    }
-
-    DEVICE u32 at(Noise noise, u32 index) {
-        u32 word = index ^ noise.first;
-        word = (word ^ word >> 16) * 0x7feb352du;
-        word = (word ^ word >> 15 ^ noise.second) * 0x846ca68bu;
-        return word ^ word >> 16;
-    }
-};
-
-DEVICE u32 largest_of_warp(u32 largest) {
-    for (int distance = WARP / 2; distance > 0; distance /= 2) {
-        u32 other = __nvvm_shfl_sync_bfly_i32(0xffffffffu, largest, distance, WARP - 1);
-        if (other > largest) largest = other;
-    }
-    return largest;
-}
-
 // A warp takes a block, and a thread of it four neighbours.
 template <class Element, class Code>
 DEVICE void encode_scaled(
     u32 elements, const void *source, void *wire, u32 is_random, u64 draw) {
-    Noise noise = Noise::of(draw);
+    Noise noise = Noise::of(0, draw);
     const typename Element::Memory *from = (const typename Element::Memory *)source;
-    u32 lane = thread_of_grid() % WARP;
+    u32 place = lane();
     u32 blocks = (elements + BLOCK - 1) / BLOCK;
     for (u32 block = thread_of_grid() / WARP; block < blocks; block += threads_of_grid() / WARP) {
-        u32 first = block * BLOCK + lane * EACH;
+        u32 first = block * BLOCK + place * EACH;
         float values[EACH];
         u32 largest = 0;
         for (u32 i = 0; i < EACH; i++) {
@@ -210,8 +129,8 @@ DEVICE void encode_scaled(
             codes |= code << (8 * i);
         }
         u8 *out = (u8 *)wire + (u64)block * (sizeof(float) + BLOCK);
-        if (lane == 0) *(u32 *)out = is_finite ? bits_of(scale) : NAN_BITS;
-        out += sizeof(float) + lane * EACH;
+        if (place == 0) *(u32 *)out = is_finite ? bits_of(scale) : NAN_BITS;
+        out += sizeof(float) + place * EACH;
         if (first + EACH <= elements) {
             *(u32 *)out = codes;
         } else {
@@ -223,13 +142,13 @@ DEVICE void encode_scaled(
 template <class Element, class Code>
 DEVICE void decode_scaled(u32 elements, const void *wire, void *target) {
     typename Element::Memory *to = (typename Element::Memory *)target;
-    u32 lane = thread_of_grid() % WARP;
+    u32 place = lane();
     u32 blocks = (elements + BLOCK - 1) / BLOCK;
     for (u32 block = thread_of_grid() / WARP; block < blocks; block += threads_of_grid() / WARP) {
         const u8 *in = (const u8 *)wire + (u64)block * (sizeof(float) + BLOCK);
         float scale = *(const float *)in;
-        u32 first = block * BLOCK + lane * EACH;
-        in += sizeof(float) + lane * EACH;
+        u32 first = block * BLOCK + place * EACH;
+        in += sizeof(float) + place * EACH;
         u32 codes = 0;
         if (first + EACH <= elements) {
             codes = *(const u32 *)in;
@@ -242,38 +161,20 @@ DEVICE void decode_scaled(u32 elements, const void *wire, void *target) {
     }
 }
 
-// ---- What the host launches, by name
-//
-// `elements` of a tensor are at `source` or `target`, their encoding at `wire`. `is_random` asks for
-// stochastic rounding, for which `draw` is the sender's own.
+#define HALF(codec, Wire, element, Element)                                                       \
+    KERNELS(KERNEL, codec, element, (encode_half<Element, Wire>(elements, tensor, wire)),         \
+            (decode_half<Element, Wire>(elements, wire, tensor)))
 
-#define HALF(wire_name, Wire, element_name, Element)                                              \
-    KERNEL void encode_##wire_name##_##element_name(                                              \
-        u32 elements, const void *source, void *wire, u32, u64) {                                 \
-        encode_half<Element, Wire>(elements, source, wire);                                       \
-    }                                                                                             \
-    KERNEL void decode_##wire_name##_##element_name(                                              \
-        u32 elements, const void *wire, void *target) {                                           \
-        decode_half<Element, Wire>(elements, wire, target);                                       \
-    }
+#define SCALED(codec, Code, element, Element)                                                     \
+    KERNELS(KERNEL, codec, element,                                                               \
+            (encode_scaled<Element, Code>(elements, tensor, wire, option, draw)),                 \
+            (decode_scaled<Element, Code>(elements, wire, tensor)))
 
-#define SCALED(code_name, Code, element_name, Element)                                            \
-    KERNEL void encode_##code_name##_##element_name(                                              \
-        u32 elements, const void *source, void *wire, u32 is_random, u64 draw) {                  \
-        encode_scaled<Element, Code>(elements, source, wire, is_random, draw);                    \
-    }                                                                                             \
-    KERNEL void decode_##code_name##_##element_name(                                              \
-        u32 elements, const void *wire, void *target) {                                           \
-        decode_scaled<Element, Code>(elements, wire, target);                                     \
-    }
+#define ALL(element, Element)                                                                     \
+    HALF(fp16, F16, element, Element)                                                             \
+    HALF(bf16, BF16, element, Element)                                                            \
+    SCALED(fp8_e4m3, E4m3, element, Element)                                                      \
+    SCALED(fp8_e5m2, E5m2, element, Element)                                                      \
+    SCALED(int8, Int8, element, Element)
 
-#define ALL(element_name, Element)                                                                \
-    HALF(fp16, F16, element_name, Element)                                                        \
-    HALF(bf16, BF16, element_name, Element)                                                       \
-    SCALED(fp8_e4m3, E4m3, element_name, Element)                                                 \
-    SCALED(fp8_e5m2, E5m2, element_name, Element)                                                 \
-    SCALED(int8, Int8, element_name, Element)
-
-ALL(f32, F32)
-ALL(f16, F16)
-ALL(bf16, BF16)
+EACH_ELEMENT(ALL)
