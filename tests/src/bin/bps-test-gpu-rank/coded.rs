@@ -100,7 +100,7 @@ fn declaration(encoding: &str, dtype: DType, operation: Operation, device: bool)
     }
 }
 
-/// The result is what all ranks had where an element was drawn, and 0 elsewhere; or it is
+/// The result is what all ranks had in sum where an element was drawn, 0 elsewhere; or it is
 /// next to the sum everywhere, but not the sum.
 fn is_drawn(name: &str, result: &[u8], own: &[Vec<u8>]) {
     let floats = |bytes: &[u8]| -> Vec<f32> {
