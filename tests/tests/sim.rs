@@ -180,6 +180,18 @@ fn servers_die_and_the_others_take_their_keys() {
     assert!(is_one || shows, "the seeds show too little");
 }
 
+#[test]
+fn schedulers_are_lost_and_others_lead_the_job() {
+    let (all, is_one) = shrunk("schedulers_are_lost", Dying::Schedulers, 200);
+    println!(
+        "{} schedulers were lost, {} of them to go on beside another; {} ranks and {} servers \
+         died; {} results, {} of them without one of the dead; {} jobs had to form again",
+        all.schedulers, all.thawed, all.gone, all.servers, all.checked, all.short, all.ended
+    );
+    let shows = all.schedulers > 2 * all.ended && all.thawed > 0 && all.gone > 0 && all.short > 0;
+    assert!(is_one || shows, "the seeds show too little");
+}
+
 /// Runs the seeds that are asked for, of which one may be named; says whether it was.
 fn shrunk(test: &str, dying: Dying, default: u64) -> (Shrunk, bool) {
     let first = number("BPS_SIM_SEED");

@@ -3,9 +3,11 @@
 mod ends;
 mod faults;
 mod forming;
+mod schedulers;
 mod worker;
 
 use self::ends::Ends;
+use self::schedulers::{LOOK, Member, Process, State, Way};
 use super::gpu::{self, Machine, SimGpu, Spot};
 use super::shape::{Shape, auto_of};
 use bps_engine::base::{CoreId, Rank, word};
@@ -38,11 +40,15 @@ enum Letter {
     Up(NodeId, NodeMessage),
     Down(NodeId, SchedulerMessage),
     Gone(NodeId),
+    /// A connection has ended, as its node sees.
+    Closed(NodeId),
+    /// A node has dialed.
+    Dialed(Member, u64),
 }
 
 /// One rank.
 pub struct SimWorker {
-    node: NodeId,
+    way: Way,
     /// Its place in the job, once it has formed.
     pub roster: Option<Roster>,
     agent: Option<worker_agent::Agent>,
@@ -74,7 +80,7 @@ pub struct SimWorker {
 }
 
 struct SimServer {
-    node: NodeId,
+    way: Way,
     agent: server_agent::Agent,
     shards: Vec<(Shard, Mpsc<ShardCommand>)>,
     reports: Mpsc<(u32, ShardReport)>,
@@ -86,7 +92,11 @@ pub struct Cluster {
     network: SimNetwork,
     random: Random,
     shape: Shape,
-    scheduler: Scheduler,
+    config: SchedulerConfig,
+    /// How long nodes go on without a scheduler.
+    wait: Duration,
+    /// In the order in which they have started.
+    schedulers: Vec<Process>,
     /// The ranks.
     pub workers: Vec<SimWorker>,
     servers: Vec<SimServer>,
@@ -102,8 +112,8 @@ pub struct Cluster {
     /// When the last letter on each connection and direction arrives: letters keep their order.
     last_arrival: HashMap<(u64, bool), Duration>,
     next_tick: Duration,
-    /// The scheduler's process is stopped.
-    frozen: bool,
+    /// When nodes last looked around.
+    looked: Duration,
     /// What the scheduler has said to people.
     pub log: Vec<String>,
     /// The scheduler's verdict.
@@ -127,6 +137,17 @@ impl Cluster {
     /// The same, that goes on so when ranks die.
     #[must_use]
     pub fn elastic(seed: u64, shape: Shape, elastic: Option<Elastic>) -> Cluster {
+        Cluster::outlasting(seed, shape, elastic, Duration::ZERO)
+    }
+
+    /// The same, that goes on for so long without a scheduler.
+    #[must_use]
+    pub fn outlasting(
+        seed: u64,
+        shape: Shape,
+        elastic: Option<Elastic>,
+        wait: Duration,
+    ) -> Cluster {
         let network = SimNetwork::new(seed);
         let config = SchedulerConfig {
             job: "job".into(),
@@ -148,7 +169,9 @@ impl Cluster {
         let mut cluster = Cluster {
             network,
             random: Random::new(seed ^ 0x5bd1_e995),
-            scheduler: Scheduler::new(config, Duration::ZERO),
+            schedulers: vec![Process::new(Scheduler::new(config.clone(), Duration::ZERO))],
+            config,
+            wait,
             workers: Vec::new(),
             servers: Vec::new(),
             counters: Vec::new(),
@@ -158,7 +181,7 @@ impl Cluster {
             waiting_orders: Ends::default(),
             last_arrival: HashMap::new(),
             next_tick: Duration::ZERO,
-            frozen: false,
+            looked: Duration::ZERO,
             log: Vec::new(),
             done: false,
             shape,
@@ -172,19 +195,19 @@ impl Cluster {
         cluster
     }
 
-    fn register(&self, node: Node, host: String) -> NodeMessage {
-        NodeMessage::Register(Register {
+    fn register(&self, id: NodeId, node: Node, host: String) -> Register {
+        Register {
             node,
             host: host.clone(),
             host_id: host,
             pid: 1,
-            session: 0,
+            session: id.0 + 1,
             former: None,
             release: "sim".into(),
             encrypt: false,
             num_workers: self.shape.num_workers(),
             num_servers: self.shape.servers,
-        })
+        }
     }
 
     fn pulse(&self) -> Pulse {
@@ -198,9 +221,8 @@ impl Cluster {
         let shards = (0..).zip(&cores).map(|(core, counters)| self.shard(core, &reports, counters));
         let shards = shards.collect();
         self.counters.extend(cores);
-        let agent = server_agent::Agent::new(self.shape.cores, self.pulse());
-        self.servers.push(SimServer { node, agent, shards, reports, over: false });
-        self.scheduler.handle_connected(node, self.network.now());
+        let agent = server_agent::Agent::new(self.shape.cores, self.pulse()).outlasting(self.wait);
+        self.schedulers[0].machine.handle_connected(node, self.network.now());
         let port = u16::try_from(index * 100 + 1).expect("few servers");
         let cores = (0..self.shape.cores)
             .map(|core| ([127, 0, 0, 1], port + u16::try_from(core).expect("few cores")).into());
@@ -212,8 +234,10 @@ impl Cluster {
             colocated: false,
             preferred: Some(index),
         };
-        let message = self.register(role, format!("server-host-{index}"));
-        self.mail(Letter::Up(node, message));
+        let register = self.register(node, role, format!("server-host-{index}"));
+        let way = Way::new(node, register.clone());
+        self.servers.push(SimServer { way, agent, shards, reports, over: false });
+        self.mail(Letter::Up(node, NodeMessage::Register(register)));
     }
 
     fn shard(
@@ -241,8 +265,20 @@ impl Cluster {
 
     fn add_worker(&mut self, index: u32) {
         let node = NodeId(1000 + u64::from(index));
+        self.schedulers[0].machine.handle_connected(node, self.network.now());
+        let (worker_id, local_rank, local_size) = self.shape.place_of(index);
+        let role = Node::Worker {
+            worker_id,
+            local_rank,
+            local_size,
+            global_rank: None,
+            local: None,
+            planning: self.shape.planning.clone(),
+        };
+        let host = format!("worker-host-{}", self.shape.host_of(index));
+        let register = self.register(node, role, host);
         self.workers.push(SimWorker {
-            node,
+            way: Way::new(node, register.clone()),
             roster: None,
             agent: None,
             nic: None,
@@ -262,18 +298,7 @@ impl Cluster {
             server_connections: 0,
             order_connections: Vec::new(),
         });
-        self.scheduler.handle_connected(node, self.network.now());
-        let (worker_id, local_rank, local_size) = self.shape.place_of(index);
-        let role = Node::Worker {
-            worker_id,
-            local_rank,
-            local_size,
-            global_rank: None,
-            local: None,
-            planning: self.shape.planning.clone(),
-        };
-        let message = self.register(role, format!("worker-host-{}", self.shape.host_of(index)));
-        self.mail(Letter::Up(node, message));
+        self.mail(Letter::Up(node, NodeMessage::Register(register)));
     }
 
     /// Sends a letter: it arrives after a random while, but not before earlier ones of its
@@ -281,7 +306,8 @@ impl Cluster {
     fn mail(&mut self, letter: Letter) {
         let key = match &letter {
             Letter::Up(node, _) | Letter::Gone(node) => (node.0, true),
-            Letter::Down(node, _) => (node.0, false),
+            Letter::Down(node, _) | Letter::Closed(node) => (node.0, false),
+            Letter::Dialed(_, attempt) => (u64::MAX - attempt, true),
         };
         // What else a seed does is not to depend on how often nodes say that they live.
         let is_beat = matches!(
@@ -312,9 +338,10 @@ impl Cluster {
             self.deliver(letter);
             progress = true;
         }
-        if now >= self.next_tick {
-            self.next_tick = now + TICK;
+        if now >= self.next_tick || self.pause() < TICK && now >= self.looked + LOOK {
+            self.looked = now;
             self.tick();
+            self.next_tick = now + TICK;
         }
         self.scheduler_output();
         let nodes = self.workers.len() + self.servers.len();
@@ -336,44 +363,54 @@ impl Cluster {
         let now = self.now();
         let letter = self.letters.keys().next().map(|&(at, _)| at);
         let device = gpu::with(|machine| machine.next()).flatten();
-        let next = letter.into_iter().chain(device).fold(self.next_tick, Duration::min);
+        let tick = self.next_tick.min(now + self.pause());
+        let next = letter.into_iter().chain(device).fold(tick, Duration::min);
         self.network.advance_within(next.saturating_sub(now).max(Duration::from_nanos(1)));
     }
 
     fn deliver(&mut self, letter: Letter) {
         let now = self.now();
         match letter {
-            Letter::Up(..) | Letter::Gone(_) if self.frozen => {}
-            Letter::Up(node, message) => self.scheduler.handle_message(node, message, now),
-            Letter::Gone(node) => self.scheduler.handle_closed(node, "connection closed", now),
-            Letter::Down(node, message) => {
-                if let Some(index) = self.workers.iter().position(|worker| worker.node == node) {
-                    self.worker_message(index, message);
-                } else if let Some(index) = self.servers.iter().position(|one| one.node == node) {
-                    let mut effects = Vec::new();
-                    self.servers[index].agent.handle(message, now, &mut effects);
-                    self.server_effects(index, effects);
+            Letter::Up(node, _) | Letter::Gone(node) => {
+                let Some((index, letter)) = self.reach(node, letter) else { return };
+                let machine = &mut self.schedulers[index].machine;
+                match letter {
+                    Letter::Up(_, message) => machine.handle_message(node, message, now),
+                    _ => machine.handle_closed(node, "connection closed", now),
                 }
             }
+            Letter::Down(node, message) => self.hear(node, Some(message)),
+            Letter::Closed(node) => self.hear(node, None),
+            Letter::Dialed(member, attempt) => self.dialed(member, attempt),
         }
     }
 
     fn scheduler_output(&mut self) {
-        while let Some(output) = self.scheduler.poll_output() {
-            match output {
-                Output::Send(node, message) => self.mail(Letter::Down(node, message)),
-                Output::Log(line) => self.log.push(line),
-                Output::Close(_) | Output::Tuned(_) => {}
-                Output::Done(_) => self.done = true,
+        for index in 0..self.schedulers.len() {
+            while let Some(output) = self.schedulers[index].machine.poll_output() {
+                match output {
+                    _ if self.schedulers[index].state == State::Dead => {}
+                    Output::Send(node, message) => self.mail(Letter::Down(node, message)),
+                    Output::Log(line) => self.log.push(line),
+                    Output::Close(node) if !self.wait.is_zero() => self.mail(Letter::Closed(node)),
+                    Output::Close(_) | Output::Tuned(_) => {}
+                    Output::Done(_) => {
+                        self.done = true;
+                        if !self.wait.is_zero() {
+                            self.end_scheduler(index);
+                        }
+                    }
+                }
             }
         }
     }
 
     fn tick(&mut self) {
         let now = self.now();
-        if !self.frozen {
-            self.scheduler.handle_tick(now);
+        for one in self.schedulers.iter_mut().filter(|one| one.state == State::Lives) {
+            one.machine.handle_tick(now);
         }
+        self.look_for_answers();
         for index in 0..self.workers.len() {
             let mut effects = Vec::new();
             let worker = &mut self.workers[index];
@@ -447,7 +484,7 @@ impl Cluster {
             match effect {
                 worker_agent::Effect::Nic(command) => worker.push(command),
                 worker_agent::Effect::Send(message) => {
-                    let node = worker.node;
+                    let node = worker.way.node;
                     self.mail(Letter::Up(node, message));
                 }
                 worker_agent::Effect::Declared { request, result } => {
@@ -456,16 +493,16 @@ impl Cluster {
                 worker_agent::Effect::BarrierDone { request } => worker.barriers.push(request),
                 worker_agent::Effect::Gone(gone) => worker.gone = gone,
                 worker_agent::Effect::Beat => {
-                    let node = worker.node;
+                    let node = worker.way.node;
                     self.mail(Letter::Up(node, NodeMessage::Heartbeat { rounds: 0 }));
                 }
                 // No name is declared anew, and no letter lost: a second connection gains nothing.
                 worker_agent::Effect::Limit { .. }
                 | worker_agent::Effect::Knock(_)
-                | worker_agent::Effect::Redial(_)
                 | worker_agent::Effect::Newcomers(_)
                 | worker_agent::Effect::Uneven(_)
                 | worker_agent::Effect::Warn(_) => {}
+                worker_agent::Effect::Redial(wants) => self.redial(Member::Worker(index), wants),
                 worker_agent::Effect::Over(error) => {
                     worker.push(NicCommand::Fail { error: error.clone() });
                     worker.over = Some(error);
@@ -497,7 +534,7 @@ impl Cluster {
         }
         for effect in effects {
             let server = &mut self.servers[index];
-            let node = server.node;
+            let node = server.way.node;
             match effect {
                 server_agent::Effect::Shard(core, command) => {
                     let pushed = server.shards[core as usize].1.push(command);
@@ -508,10 +545,10 @@ impl Cluster {
                     self.mail(Letter::Up(node, NodeMessage::Heartbeat { rounds: 0 }));
                 }
                 server_agent::Effect::Knock(_)
-                | server_agent::Effect::Redial(_)
                 | server_agent::Effect::Info(_)
                 | server_agent::Effect::Warn(_)
                 | server_agent::Effect::Timeline(..) => {}
+                server_agent::Effect::Redial(wants) => self.redial(Member::Server(index), wants),
                 server_agent::Effect::Over(_) => server.over = true,
             }
         }

@@ -55,6 +55,10 @@ pub struct Shrunk {
     /// The job could not go on: a rank that alone had such a result died as well, or the others
     /// were leaving.
     pub ended: u64,
+    /// Schedulers that were killed or stopped.
+    pub schedulers: u64,
+    /// Of these, such as went on when another one had started.
+    pub thawed: u64,
 }
 
 impl Shrunk {
@@ -71,6 +75,8 @@ impl Shrunk {
             (&mut self.moved, other.moved),
             (&mut self.restored, other.restored),
             (&mut self.ended, other.ended),
+            (&mut self.schedulers, other.schedulers),
+            (&mut self.thawed, other.thawed),
             (&mut self.late, other.late),
             (&mut self.given, other.given),
         ] {
@@ -86,10 +92,15 @@ pub enum Dying {
     Ranks,
     /// Servers, and perhaps ranks.
     Servers,
+    /// Schedulers, which others follow, and perhaps ranks, seldom a server.
+    Schedulers,
 }
 
 /// Divisible by every number of ranks that there may be, and below a digit's end when divided.
 const UNIT: i64 = 12;
+
+/// How long nodes wait for another scheduler.
+const SCHEDULER_WAIT: Duration = Duration::from_secs(30);
 
 /// A slow rank does something after so long.
 const IDLE: Duration = Duration::from_millis(300);
@@ -335,7 +346,7 @@ fn play(seed: u64, groups: Groups, (may_be_short, shrinks): (bool, bool), dying:
         shape = Shape::random(&mut random, Groups::Apart);
     }
     shape.planning.force_distributed |= may_be_short;
-    if dying == Dying::Servers {
+    if dying != Dying::Ranks {
         shape.servers = 2 + u32::try_from(random.index(3)).expect("few");
     }
     let workers = shape.workers;
@@ -349,7 +360,8 @@ fn play(seed: u64, groups: Groups, (may_be_short, shrinks): (bool, bool), dying:
     if !shrinks {
         fate.ranks = 0;
     }
-    let mut cluster = Cluster::elastic(seed, shape, shrinks.then_some(elastic));
+    let wait = if dying == Dying::Schedulers { SCHEDULER_WAIT } else { Duration::ZERO };
+    let mut cluster = Cluster::outlasting(seed, shape, shrinks.then_some(elastic), wait);
     let mut ranks: Vec<Script> = (0..workers).map(|_| script(&mut random, &tensors)).collect();
     let (mut seen, mut outcome) = (Seen::new(), Shrunk::default());
     for turn in 0.. {
@@ -357,6 +369,7 @@ fn play(seed: u64, groups: Groups, (may_be_short, shrinks): (bool, bool), dying:
         assert!(!is_late, "seed {seed}: hung; {}", describe(&cluster, &ranks));
         cluster.turn();
         fate.strike(&mut cluster, &mut ranks, (&mut random, &mut seen), &mut outcome);
+        fate.check_blamed(seed, &cluster);
         let ends = has_ended(&cluster);
         let mut all = true;
         for (index, rank) in ranks.iter_mut().enumerate() {

@@ -1,6 +1,6 @@
 //! How ranks and lanes of a simulated job end.
 
-use super::{Cluster, Duration, Error, Letter, NicCommand, NodeMessage, SimGpu};
+use super::{Cluster, Duration, Error, Letter, Member, NicCommand, NodeMessage, SimGpu};
 use bps_worker::error::Closed;
 
 /// How long leaving may take before it is given up.
@@ -17,37 +17,30 @@ impl Cluster {
         worker.alive = false;
         worker.nic = None;
         worker.gpu.take().into_iter().for_each(SimGpu::kill);
-        let node = worker.node;
-        self.mail(Letter::Gone(node));
+        self.hang_up(Member::Worker(index));
     }
 
     /// The scheduler loses sight of a rank that lives.
     pub fn hide_worker(&mut self, index: usize) {
-        let node = self.workers[index].node;
+        let node = self.workers[index].way.node;
         self.mail(Letter::Gone(node));
     }
 
     /// A server's process dies.
     pub fn kill_server(&mut self, index: usize) {
         self.servers[index].shards.clear();
-        let node = self.servers[index].node;
-        self.mail(Letter::Gone(node));
+        self.hang_up(Member::Server(index));
     }
 
     /// The scheduler loses sight of a server that lives.
     pub fn hide_server(&mut self, index: usize) {
-        let node = self.servers[index].node;
+        let node = self.servers[index].way.node;
         self.mail(Letter::Gone(node));
     }
 
     /// The GPU of a rank fails, some time from now.
     pub fn fail_gpu(&mut self, index: usize) {
         self.workers[index].gpu.iter().for_each(SimGpu::fail);
-    }
-
-    /// The scheduler's process stops and never goes on.
-    pub fn freeze_scheduler(&mut self) {
-        self.frozen = true;
     }
 
     /// One lane of a rank breaks.
@@ -96,10 +89,12 @@ impl Cluster {
         for index in 0..self.workers.len() {
             let worker = &mut self.workers[index];
             let Some(since) = worker.leaving else { continue };
-            if worker.alive && (worker.ended() || now - since > LEAVE) {
+            // Whoever has nobody to say good-bye to waits for another scheduler.
+            let is_away = worker.agent.as_ref().is_some_and(|agent| agent.is_away());
+            if worker.alive && !is_away && (worker.ended() || now - since > LEAVE) {
                 (worker.leaving, worker.left) = (None, true);
                 worker.push(NicCommand::Fail { error: Error::Closed(Closed::Left) });
-                let node = worker.node;
+                let node = worker.way.node;
                 self.mail(Letter::Up(node, NodeMessage::Leave { suspend: false }));
             }
         }
@@ -109,7 +104,7 @@ impl Cluster {
     pub(super) fn look_for_lost(&mut self, index: usize, now: Duration) {
         let worker = &mut self.workers[index];
         let Some(agent) = &mut worker.agent else { return };
-        if !agent.has_lost() {
+        if agent.is_away() || !agent.has_lost() {
             worker.lost_at = None;
         } else if worker.alive {
             let since = *worker.lost_at.get_or_insert(now);

@@ -87,7 +87,8 @@ impl Cluster {
             worker.gpu = Some(gpu);
         }
         worker.nic = Some(nic);
-        worker.agent = Some(worker_agent::Agent::new(roster.clone(), lanes, switches, pulse));
+        let agent = worker_agent::Agent::new(roster.clone(), lanes, switches, pulse);
+        worker.agent = Some(agent.outlasting(self.wait));
         worker.roster = Some(roster);
     }
 }

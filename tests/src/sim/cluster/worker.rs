@@ -46,7 +46,7 @@ impl Cluster {
     pub fn barrier(&mut self, index: usize) -> Option<u64> {
         let worker = &mut self.workers[index];
         let (request, message) = worker.agent.as_mut()?.barrier();
-        let node = worker.node;
+        let node = worker.way.node;
         self.mail(Letter::Up(node, message));
         Some(request)
     }
@@ -55,7 +55,7 @@ impl Cluster {
     pub fn declare(&mut self, index: usize, tensors: Vec<Declaration>) -> Option<u64> {
         let worker = &mut self.workers[index];
         let (request, message) = worker.agent.as_mut()?.declare(tensors);
-        let node = worker.node;
+        let node = worker.way.node;
         self.mail(Letter::Up(node, message));
         Some(request)
     }

@@ -3,6 +3,7 @@
 use super::{Dying, Script, Seen, Shrunk, shuffle};
 use crate::sim::cluster::Cluster;
 use crate::sim::shape::Shape;
+use bps_engine::base::Rank;
 use bps_engine::transport::sim::Random;
 use std::time::Duration;
 
@@ -12,19 +13,89 @@ pub(super) struct Fate {
     servers: Vec<usize>,
     at: Duration,
     dying: Dying,
+    /// Schedulers that are still to be lost.
+    schedulers: usize,
+    /// When another one starts.
+    starts: Option<Duration>,
+    /// When one that was stopped goes on.
+    thaws: Option<Duration>,
+    /// Numbers of the ranks that were killed.
+    killed: Vec<Rank>,
 }
 
 impl Fate {
     pub(super) fn new(random: &mut Random, shape: &Shape, dying: Dying) -> Fate {
         let ranks = random.index(shape.workers as usize);
         let at = Duration::from_micros(random.below(20_000));
+        let fate = |ranks, servers| Fate {
+            ranks,
+            servers,
+            at,
+            dying,
+            schedulers: 0,
+            starts: None,
+            thaws: None,
+            killed: Vec::new(),
+        };
         if dying == Dying::Ranks {
-            return Fate { ranks, servers: Vec::new(), at, dying };
+            return fate(ranks, Vec::new());
         }
         let mut servers: Vec<usize> = (0..shape.servers as usize).collect();
         shuffle(random, &mut servers);
         servers.truncate(1 + random.index(servers.len() - 1));
-        Fate { ranks: if random.once_in(2) { 0 } else { ranks }, servers, at, dying }
+        let ranks = if random.once_in(2) { 0 } else { ranks };
+        if dying == Dying::Schedulers {
+            // Behind a scheduler's death a server's makes the job form again.
+            servers.truncate(usize::from(random.once_in(6)));
+            return Fate { schedulers: 1 + random.index(3), ..fate(ranks, servers) };
+        }
+        fate(ranks, servers)
+    }
+
+    /// Loses a scheduler, or lets another one start; a stopped one may go on before that or behind.
+    fn strike_scheduler(
+        &mut self,
+        cluster: &mut Cluster,
+        may_lose: bool,
+        random: &mut Random,
+        outcome: &mut Shrunk,
+    ) {
+        let now = cluster.now();
+        if self.thaws.take_if(|at| now >= *at).is_some() {
+            cluster.thaw_scheduler();
+            // It may lead the job still, or find that another one does.
+            outcome.thawed += u64::from(self.starts.take().is_none());
+        }
+        if self.starts.take_if(|at| now >= *at).is_some() {
+            cluster.start_scheduler();
+        }
+        let is_quiet = self.starts.is_none() && self.thaws.is_none();
+        if self.schedulers == 0 || !may_lose || !is_quiet || now < self.at || random.once_in(3) {
+            return;
+        }
+        self.schedulers -= 1;
+        outcome.schedulers += 1;
+        let soon = [200, 20_000, 3_000_000][random.index(3)];
+        if random.once_in(4) {
+            cluster.freeze_scheduler();
+            self.starts = Some(now + Duration::from_micros(random.below(8_000_000)));
+            self.thaws = Some(now + Duration::from_micros(1 + random.below(14_000_000)));
+        } else {
+            cluster.kill_scheduler();
+            self.starts = Some(now + Duration::from_micros(random.below(soon)));
+        }
+        let next = [300, 20_000, 6_000_000][random.index(3)];
+        self.at = now + Duration::from_micros(1 + random.below(next));
+    }
+
+    /// Nobody is taken for dead who was not killed.
+    pub(super) fn check_blamed(&self, seed: u64, cluster: &Cluster) {
+        if self.dying == Dying::Schedulers {
+            for worker in cluster.workers.iter().filter(|worker| worker.alive()) {
+                let blamed = worker.gone.iter().all(|rank| self.killed.contains(rank));
+                assert!(blamed, "seed {seed}: {:?} are gone, {:?} died", worker.gone, self.killed);
+            }
+        }
     }
 
     /// Kills whoever is to die by now; several may die at once, or one shortly after another.
@@ -37,17 +108,19 @@ impl Fate {
     ) {
         let has_formed = cluster.workers.iter().all(|worker| worker.roster.is_some());
         let is_leaving = ranks.iter().any(|rank| rank.left);
+        self.strike_scheduler(cluster, has_formed && !is_leaving, random, outcome);
         while cluster.now() >= self.at && (self.ranks > 0 || !self.servers.is_empty()) {
             let is_server = !self.servers.is_empty() && (self.ranks == 0 || random.once_in(2));
             let victim = random.index(ranks.len());
             let worker = &cluster.workers[victim];
+            let worker_rank = worker.roster.as_ref().map(|roster| Rank(roster.index));
             if is_server {
                 if has_formed
                     && !is_leaving
                     && let Some(victim) = self.servers.pop()
                 {
                     outcome.servers += 1;
-                    match random.once_in(3) {
+                    match random.once_in(3) && self.dying == Dying::Servers {
                         true => cluster.hide_server(victim),
                         false => cluster.kill_server(victim),
                     }
@@ -55,11 +128,12 @@ impl Fate {
             } else if worker.alive() && worker.roster.is_some() && !ranks[victim].left {
                 self.ranks -= 1;
                 outcome.gone += 1;
-                if self.dying == Dying::Servers {
+                if self.dying != Dying::Ranks {
                     // A result that nobody else has had needs not be what others get.
                     seen.values_mut().for_each(|seen| drop(seen.remove(&victim)));
                 }
-                if random.once_in(3) {
+                self.killed.extend(worker_rank);
+                if random.once_in(3) && self.dying != Dying::Schedulers {
                     ranks[victim].hidden = true;
                     cluster.hide_worker(victim);
                 } else {
@@ -74,7 +148,12 @@ impl Fate {
 
 /// Whether the job could not go on, for a reason that it may have.
 pub(super) fn has_ended(cluster: &Cluster) -> bool {
-    let reasons = ["it alone has results that others lack", "can't move: a rank has shut down"];
+    let reasons = [
+        "it alone has results that others lack",
+        "can't move: a rank has shut down",
+        "another scheduler has taken this job over",
+        "the next one can't go on as it was",
+    ];
     cluster.log.iter().any(|line| reasons.iter().any(|reason| line.contains(reason)))
 }
 

@@ -1,0 +1,342 @@
+//! Schedulers of a simulated job that die or stop, and those that follow them: how nodes lose one,
+//! dial another, and go over to it, as the control threads of ranks and servers do.
+//!
+//! Invariant: a node heeds one connection, and while it asks another scheduler nothing that the old
+//! one says, until it has an answer.
+
+use super::{
+    Cluster, Duration, Letter, NodeId, NodeMessage, Register, Scheduler, SchedulerMessage, TICK,
+    worker_agent,
+};
+use bps_engine::control::LinkError;
+use bps_worker::error::Source;
+
+/// How often nodes look around that have no scheduler.
+pub(super) const LOOK: Duration = Duration::from_millis(10);
+/// Silence after which a scheduler that was asked counts as none.
+const PATIENCE: Duration = Duration::from_millis(4_500);
+/// Numbers of connections to one scheduler.
+const CONNECTIONS: u64 = 1 << 32;
+
+/// One scheduler's process.
+pub(super) struct Process {
+    pub(super) machine: Scheduler,
+    pub(super) state: State,
+    /// What has come to it while it was stopped.
+    held: Vec<Letter>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum State {
+    Lives,
+    Stopped,
+    Dead,
+}
+
+/// A rank or a server.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Member {
+    Worker(usize),
+    Server(usize),
+}
+
+/// A node's way to its scheduler.
+pub(super) struct Way {
+    pub(super) node: NodeId,
+    register: Register,
+    is_cut: bool,
+    /// The attempt that is under way.
+    dialing: Option<u64>,
+    asked: Option<Asked>,
+    /// What came by the old connection meanwhile; `None` is its end.
+    held: Vec<Option<SchedulerMessage>>,
+}
+
+struct Asked {
+    node: NodeId,
+    heard: Duration,
+    beat: Duration,
+}
+
+impl Process {
+    pub(super) fn new(machine: Scheduler) -> Process {
+        Process { machine, state: State::Lives, held: Vec::new() }
+    }
+}
+
+impl Way {
+    pub(super) fn new(node: NodeId, register: Register) -> Way {
+        Way { node, register, is_cut: false, dialing: None, asked: None, held: Vec::new() }
+    }
+
+    fn has(&self, node: NodeId) -> bool {
+        self.node == node || self.asked.as_ref().is_some_and(|asked| asked.node == node)
+    }
+}
+
+/// To which scheduler a connection leads.
+pub(super) fn scheduler_of(node: NodeId) -> usize {
+    usize::try_from(node.0 / CONNECTIONS).expect("few schedulers")
+}
+
+impl Cluster {
+    /// The scheduler's process dies: its connections close without a word.
+    pub fn kill_scheduler(&mut self) {
+        self.end_scheduler(self.schedulers.len() - 1);
+    }
+
+    /// The scheduler's process stops; what is said to it waits.
+    pub fn freeze_scheduler(&mut self) {
+        self.schedulers.last_mut().expect("there is one").state = State::Stopped;
+    }
+
+    /// Another scheduler starts at the address of the last one.
+    pub fn start_scheduler(&mut self) {
+        let scheduler = Scheduler::new(self.config.clone(), self.now());
+        self.schedulers.push(Process::new(scheduler));
+    }
+
+    /// A scheduler that was stopped goes on, whether or not another has taken over.
+    pub fn thaw_scheduler(&mut self) {
+        for index in 0..self.schedulers.len() {
+            if self.schedulers[index].state == State::Stopped {
+                self.schedulers[index].state = State::Lives;
+                let held = std::mem::take(&mut self.schedulers[index].held);
+                held.into_iter().for_each(|letter| self.deliver(letter));
+            }
+        }
+    }
+
+    /// Ranks that have no scheduler now.
+    fn away(&self) -> usize {
+        let away = |agent: Option<&worker_agent::Agent>| agent.is_some_and(|one| one.is_away());
+        self.workers.iter().filter(|worker| worker.alive && away(worker.agent.as_ref())).count()
+    }
+
+    /// The process of a scheduler is no more.
+    pub(super) fn end_scheduler(&mut self, index: usize) {
+        self.schedulers[index].state = State::Dead;
+        let ways = self.workers.iter().map(|one| &one.way);
+        let ways = ways.chain(self.servers.iter().map(|one| &one.way));
+        let nodes = ways.flat_map(|way| {
+            [Some(way.node), way.asked.as_ref().map(|asked| asked.node)].into_iter().flatten()
+        });
+        let nodes: Vec<NodeId> = nodes.filter(|node| scheduler_of(*node) == index).collect();
+        nodes.into_iter().for_each(|node| self.mail(Letter::Closed(node)));
+    }
+
+    /// Whether a letter reaches a scheduler; one that is stopped gets it later.
+    pub(super) fn reach(&mut self, node: NodeId, letter: Letter) -> Option<(usize, Letter)> {
+        let index = scheduler_of(node);
+        match self.schedulers[index].state {
+            State::Lives => return Some((index, letter)),
+            State::Stopped => self.schedulers[index].held.push(letter),
+            State::Dead => {}
+        }
+        None
+    }
+
+    /// How long it is until nodes look around again.
+    pub(super) fn pause(&self) -> Duration {
+        let servers = || self.servers.iter().any(|one| one.agent.is_away());
+        if self.away() > 0 || servers() { LOOK } else { TICK }
+    }
+
+    fn member_of(&self, node: NodeId) -> Option<Member> {
+        let worker = self.workers.iter().position(|worker| worker.way.has(node));
+        let server = || self.servers.iter().position(|server| server.way.has(node));
+        worker.map(Member::Worker).or_else(|| server().map(Member::Server))
+    }
+
+    fn way(&mut self, member: Member) -> &mut Way {
+        match member {
+            Member::Worker(index) => &mut self.workers[index].way,
+            Member::Server(index) => &mut self.servers[index].way,
+        }
+    }
+
+    fn is_there(&self, member: Member) -> bool {
+        match member {
+            Member::Worker(index) => self.workers[index].alive && !self.workers[index].left,
+            Member::Server(index) => !self.servers[index].shards.is_empty(),
+        }
+    }
+
+    /// What a node hears by one of its connections; `None` is that connection's end.
+    pub(super) fn hear(&mut self, node: NodeId, message: Option<SchedulerMessage>) {
+        let now = self.now();
+        let Some(member) = self.member_of(node) else { return };
+        let way = self.way(member);
+        let Some(asked) = &mut way.asked else { return self.heed(member, message) };
+        if asked.node != node {
+            return way.held.push(message);
+        }
+        asked.heard = now;
+        match message {
+            None => self.give_up_asking(member),
+            Some(SchedulerMessage::Heartbeat) => {}
+            Some(SchedulerMessage::Resumed { term }) => self.go_over(member, term),
+            Some(message) => self.heed(member, Some(message)),
+        }
+    }
+
+    fn heed(&mut self, member: Member, message: Option<SchedulerMessage>) {
+        let Some(message) = message else { return self.lose_scheduler(member) };
+        match member {
+            Member::Worker(index) => self.worker_message(index, message),
+            Member::Server(index) => {
+                let (now, mut effects) = (self.now(), Vec::new());
+                self.servers[index].agent.handle(message, now, &mut effects);
+                self.server_effects(index, effects);
+            }
+        }
+    }
+
+    /// A node's connection has ended.
+    fn lose_scheduler(&mut self, member: Member) {
+        self.way(member).is_cut = true;
+        if !self.is_there(member) {
+            return;
+        }
+        let now = self.now();
+        let line = LinkError::Closed.to_string();
+        match member {
+            Member::Worker(index) => {
+                let mut effects = Vec::new();
+                if let Some(agent) = &mut self.workers[index].agent {
+                    agent.scheduler_lost(line, Source::new(LinkError::Closed), now, &mut effects);
+                }
+                self.worker_effects(index, effects);
+            }
+            Member::Server(index) => {
+                let mut effects = Vec::new();
+                self.servers[index].agent.scheduler_lost(line, now, &mut effects);
+                self.server_effects(index, effects);
+            }
+        }
+    }
+
+    /// A node dials, or needs to no more.
+    pub(super) fn redial(&mut self, member: Member, wants: bool) {
+        self.sequence += 1;
+        let attempt = self.sequence;
+        let way = self.way(member);
+        way.dialing = wants.then_some(attempt);
+        if let Some(asked) = way.asked.take() {
+            self.mail(Letter::Gone(asked.node));
+        }
+        if wants {
+            self.mail(Letter::Dialed(member, attempt));
+        }
+    }
+
+    /// An attempt has come to something, or not.
+    pub(super) fn dialed(&mut self, member: Member, attempt: u64) {
+        let now = self.now();
+        let index = self.schedulers.len() - 1;
+        self.sequence += 1;
+        let node = NodeId(index as u64 * CONNECTIONS + CONNECTIONS / 2 + self.sequence);
+        let is_there = self.is_there(member);
+        let way = self.way(member);
+        if way.dialing != Some(attempt) || !is_there {
+            return;
+        }
+        way.dialing = None;
+        if self.schedulers[index].state != State::Lives {
+            return self.not_found(member);
+        }
+        let way = self.way(member);
+        way.asked = Some(Asked { node, heard: now, beat: now });
+        let register = way.register.clone();
+        let messages = match member {
+            Member::Worker(index) => {
+                let agent = self.workers[index].agent.as_ref();
+                agent.map(|agent| agent.resume(register)).unwrap_or_default()
+            }
+            Member::Server(index) => self.servers[index].agent.resume(register),
+        };
+        self.schedulers[index].machine.handle_connected(node, now);
+        messages.into_iter().for_each(|message| self.mail(Letter::Up(node, message)));
+    }
+
+    fn not_found(&mut self, member: Member) {
+        let now = self.now();
+        match member {
+            Member::Worker(index) => {
+                self.workers[index].agent.iter_mut().for_each(|agent| agent.not_found(now));
+            }
+            Member::Server(index) => self.servers[index].agent.not_found(now),
+        }
+    }
+
+    /// Whoever was asked does not lead the job: what the old one has said meanwhile counts.
+    fn give_up_asking(&mut self, member: Member) {
+        self.way(member).asked = None;
+        self.not_found(member);
+        let held = std::mem::take(&mut self.way(member).held);
+        held.into_iter().for_each(|message| self.heed(member, message));
+    }
+
+    /// Another scheduler leads the job.
+    fn go_over(&mut self, member: Member, term: u32) {
+        let (now, mut said) = (self.now(), None);
+        let way = self.way(member);
+        let Some(asked) = way.asked.take() else { return };
+        let held = std::mem::take(&mut way.held);
+        match member {
+            Member::Worker(index) => {
+                let mut effects = Vec::new();
+                if let Some(agent) = &mut self.workers[index].agent {
+                    said = agent.follow(term, now, &mut effects);
+                }
+                self.worker_effects(index, effects);
+            }
+            Member::Server(index) => {
+                let mut effects = Vec::new();
+                said = self.servers[index].agent.follow(term, now, &mut effects);
+                self.server_effects(index, effects);
+            }
+        }
+        let Some(said) = said else {
+            self.mail(Letter::Gone(asked.node));
+            return held.into_iter().for_each(|message| self.heed(member, message));
+        };
+        let way = self.way(member);
+        let (old, was_cut) = (way.node, way.is_cut);
+        (way.node, way.is_cut) = (asked.node, false);
+        if !was_cut {
+            self.mail(Letter::Up(old, NodeMessage::Deposed { term }));
+            self.mail(Letter::Gone(old));
+        }
+        said.into_iter().for_each(|message| self.mail(Letter::Up(asked.node, message)));
+    }
+
+    /// Time passes for those who ask a scheduler.
+    pub(super) fn look_for_answers(&mut self) {
+        let now = self.now();
+        let workers = (0..self.workers.len()).map(Member::Worker);
+        for member in workers.chain((0..self.servers.len()).map(Member::Server)).collect::<Vec<_>>()
+        {
+            let is_there = self.is_there(member);
+            let Some(asked) = &mut self.way(member).asked else { continue };
+            if is_there && now >= asked.beat + TICK {
+                asked.beat = now;
+                let node = asked.node;
+                self.mail(Letter::Up(node, NodeMessage::Heartbeat { rounds: 0 }));
+            }
+            let Some(asked) = &self.way(member).asked else { continue };
+            if is_there && now >= asked.heard + PATIENCE {
+                let node = asked.node;
+                self.mail(Letter::Gone(node));
+                self.give_up_asking(member);
+            }
+        }
+    }
+
+    /// Connections of a process that dies.
+    pub(super) fn hang_up(&mut self, member: Member) {
+        let way = self.way(member);
+        let nodes = [Some(way.node), way.asked.as_ref().map(|asked| asked.node)];
+        nodes.into_iter().flatten().for_each(|node| self.mail(Letter::Gone(node)));
+    }
+}
