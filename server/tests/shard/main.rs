@@ -92,6 +92,47 @@ fn workers_may_dial_before_the_server_knows_the_ranks_of_a_resumed_job() {
     assert_eq!(core.turned_away(), 3);
 }
 
+#[test]
+fn a_core_whose_lanes_do_not_close_says_so_in_time_and_begins_nothing() {
+    let mut core = Core::new();
+    core.order(begin(1, 2));
+    let _lanes = [core.dial(0, 1), core.dial(1, 1)];
+    while core.reports.pop().is_some() {}
+    // The network's time stands still, so no lane ever closes, as where a device hangs.
+    core.order(begin(2, 2));
+    core.shard.step(Duration::from_millis(9_999));
+    assert!(core.reports.pop().is_none());
+    core.shard.step(Duration::from_secs(10));
+    let Some((0, Report::Failed { message })) = core.reports.pop() else { panic!("not told") };
+    let said = "core 0: the lanes of rank 0, rank 1 did not close within 10 s";
+    assert!(message.starts_with(said) && message.contains("start this server again"), "{message}");
+    // It is told once, and their memory is not used again even if they close now.
+    for second in 1..5 {
+        core.network.advance_within(Duration::from_secs(1));
+        core.shard.step(Duration::from_secs(10 + second));
+    }
+    let begun = |report: &Report| matches!(report, Report::Begun { .. } | Report::Failed { .. });
+    let reports = std::iter::from_fn(|| core.reports.pop());
+    assert!(reports.map(|(_, report)| report).all(|report| !begun(&report)));
+}
+
+#[test]
+fn a_core_whose_lanes_close_in_time_begins_the_next_membership() {
+    let mut core = Core::new();
+    core.order(begin(1, 1));
+    let _lane = core.dial(0, 1);
+    while core.reports.pop().is_some() {}
+    core.order(begin(2, 1));
+    assert!(core.reports.pop().is_none());
+    for second in 1..5 {
+        core.network.advance_within(Duration::from_secs(1));
+        core.shard.step(Duration::from_secs(second));
+    }
+    let mut reports = std::iter::from_fn(|| core.reports.pop());
+    let begun = |report: &Report| matches!(report, Report::Begun { epoch: Epoch(2) });
+    assert!(reports.any(|(_, report)| begun(&report)));
+}
+
 /// A key of all ranks, to be summed.
 fn spec(key: u64, bytes: u32, dtype: DType) -> KeySpec {
     let (key, operation, members) = (Key(key), Operation::Sum, Members::ALL);
