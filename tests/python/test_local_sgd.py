@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import time
+import urllib.request
+
 import pytest
+
+from cluster import Cluster
 
 STEPS, EVERY = 16, 4
 
@@ -127,3 +133,58 @@ def begins():
 
 def test_it_begins_with_the_parameters_of_rank_0(job):
     job.run(begins)
+
+
+def trained(every, steps):
+    """So many steps, of which those with ``every`` are local."""
+    import torch
+
+    import byteps.torch as bps
+
+    bps.init()
+    own = model(0)
+    optimizer = inner(own.parameters())
+    if every:
+        optimizer = bps.LocalSGD(own, optimizer, every)
+    else:
+        bps.broadcast_parameters(own.state_dict(), root_rank=0)
+        optimizer = bps.DistributedOptimizer(optimizer, own.named_parameters())
+    for step in range(steps):
+        optimizer.zero_grad()
+        own(batch(bps.rank(), step)).square().mean().backward()
+        optimizer.step()
+    assert all(bool(torch.isfinite(param).all()) for param in own.parameters())
+
+
+def received(job):
+    """Bytes of contributions that the servers have received, once no more come."""
+    address = re.search(r"metrics of the job on (http://\S+)", job.log()).group(1)
+    before, deadline = -1, time.monotonic() + 30
+    while time.monotonic() < deadline:
+        # Nodes tell the scheduler five times a second.
+        time.sleep(0.6)
+        with urllib.request.urlopen(address, timeout=10) as page:
+            text = page.read().decode()
+        found = re.findall(r"^bps_core_receive_bytes_total\{[^}]*\} (\d+)", text, re.MULTILINE)
+        now = sum(map(int, found))
+        if now == before:
+            return now
+        before = now
+    raise AssertionError("the servers' counters do not come to rest")
+
+
+def test_its_traffic_is_what_is_left_of_steps():
+    variables = {"BPS_METRICS_PORT": "0", "BPS_HEARTBEAT_INTERVAL": "0.2"}
+    with Cluster(2, servers=1, environment=variables) as job:
+        sent = {}
+        for every in (0, EVERY):
+            totals = [received(job)]
+            # The beginning is the same for so many steps and for twice as many.
+            for steps in (STEPS, 2 * STEPS):
+                job.run(trained, every, steps)
+                totals.append(received(job))
+            sent[every] = (totals[2] - totals[1]) - (totals[1] - totals[0])
+        gradients = 2 * sum(param.numel() * 8 for param in model(0).parameters())
+        assert sent[EVERY] == STEPS // EVERY * gradients
+        # A batch of gradients begins and ends at whole words.
+        assert STEPS * gradients <= sent[0] <= STEPS * gradients * 1.1
