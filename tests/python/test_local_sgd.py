@@ -188,3 +188,65 @@ def test_its_traffic_is_what_is_left_of_steps():
         assert sent[EVERY] == STEPS // EVERY * gradients
         # A batch of gradients begins and ends at whole words.
         assert STEPS * gradients <= sent[0] <= STEPS * gradients * 1.1
+
+
+class ManagerOfGloo:
+    """What torchft's DiLoCo asks of its manager, where nobody fails."""
+
+    _use_async_quorum = False
+
+    def __init__(self):
+        self.steps = 0
+
+    def current_step(self):
+        return self.steps
+
+    def should_commit(self):
+        self.steps += 1
+        return True
+
+    def allreduce(self, tensor, should_quantize=False):
+        import torch.distributed as dist
+
+        assert not should_quantize
+        dist.all_reduce(tensor)
+        tensor /= dist.get_world_size()
+        return self
+
+    def nothing(self, *arguments):
+        """For a job that does not change."""
+
+    wait = start_quorum = register_state_dict_fn = nothing
+    allow_state_dict_read = disallow_state_dict_read = nothing
+
+
+def beside_torchft(kind):
+    import torch
+    import torch.distributed as dist
+    from torchft.local_sgd import DiLoCo
+
+    import byteps.torch as bps
+
+    bps.init()
+    dist.init_process_group("gloo")
+    theirs, ours = model(0), model(0)
+    local = bps.LocalSGD(ours, inner(ours.parameters()), EVERY, outer_of(kind))
+    optimizer, outer = inner(theirs.parameters()), outer_of(kind)(theirs.parameters())
+    with DiLoCo(ManagerOfGloo(), [theirs], optimizer, outer, sync_every=EVERY):
+        for step in range(STEPS):
+            inputs = batch(bps.rank(), step)
+            for one, stepping in ((theirs, optimizer), (ours, local)):
+                stepping.zero_grad()
+                one(inputs).square().mean().backward()
+                stepping.step()
+            for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+                assert torch.allclose(one, other, rtol=0, atol=1e-13), step
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["nesterov", "adam"])
+def test_it_equals_torchfts(kind):
+    """With torchft in the environment, which the tests do not install."""
+    pytest.importorskip("torchft", reason="torchft is not installed")
+    with Cluster(2) as job:
+        job.run(beside_torchft, kind)
