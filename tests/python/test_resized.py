@@ -4,6 +4,7 @@ with the new counts; who is new starts with them. The benchmark is what BytePS's
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 
@@ -123,3 +124,114 @@ def test_the_elastic_benchmark_runs_whole(run, tmp_path, stays):  # noqa: F811
     back = ["suspended", "resumed", "on 1", "trained on 1"]
     said = [line.split(" a second ")[-1] for line in lines]
     assert said == there + (back if stays else []), outputs()
+
+
+#: Trains as a worker of the first job, if it is one, and as one of the second, if it is one:
+#: its place in each, or -1.
+SEVERAL = """
+import json, os, sys, time
+
+counts, places, ready = json.loads(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
+if places[0] < 0:
+    deadline = time.monotonic() + 60
+    while not os.path.exists(ready):
+        assert time.monotonic() < deadline, "the others did not suspend"
+        time.sleep(0.02)
+first = 0 if places[0] >= 0 else 1
+os.environ["DMLC_NUM_WORKER"] = str(counts[first])
+os.environ["DMLC_WORKER_ID"] = str(places[first])
+
+import torch
+import torch.nn.functional as F
+import byteps.torch as bps
+
+bps.init()
+torch.manual_seed(100 + bps.rank())
+model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+optimizer = bps.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+
+
+def begin():
+    bps.broadcast_parameters(model.state_dict(), root_rank=0)
+    bps.broadcast_optimizer_state(optimizer, root_rank=0)
+
+
+def step():
+    optimizer.zero_grad()
+    F.cross_entropy(model(torch.rand(4, 6)), torch.arange(4) % 3).backward()
+    optimizer.step()
+
+
+def train():
+    for _ in range(10):
+        step()
+    place = torch.tensor([float(bps.rank() + 1)])
+    total = bps.push_pull(place, average=False, name="places").item()
+    flat = torch.cat([tensor.detach().reshape(-1) for tensor in model.parameters()])
+    return bps.rank(), bps.size(), total, flat.tolist()
+
+
+def momentum():
+    kept = [state["momentum_buffer"].reshape(-1) for state in optimizer.state.values()]
+    return torch.cat(kept).tolist()
+
+
+said = {}
+begin()
+if first == 0:
+    said["first"] = train()
+    bps.suspend()
+    print("suspended", flush=True)
+    if places[1] >= 0:
+        bps.resume(counts[1], 1, places[1])
+        begin()
+if places[1] >= 0:
+    said["begun"] = momentum()
+    said["second"] = train()
+bps.shutdown()
+print(json.dumps(said), flush=True)
+"""
+
+
+def check(ranks, size, part):
+    """All were ranks of one job of this size, and end with the same parameters."""
+    of = [said[part] for said in ranks if part in said]
+    assert [rank for rank, *_ in of] == list(range(size))
+    for _, told, total, flat in of:
+        assert (told, total) == (size, size * (size + 1) / 2)
+        assert flat == of[0][3]
+
+
+@pytest.mark.parametrize("before, after", [(2, 3), (3, 2)])
+def test_several_ranks_go_on_with_another_number(run, tmp_path, before, after):  # noqa: F811
+    """Some leave or come in between; who stays or comes has the optimizer's state of rank 0."""
+    job = {
+        "DMLC_PS_ROOT_URI": "127.0.0.1",
+        "DMLC_PS_ROOT_PORT": str(free_port()),
+        "DMLC_NUM_SERVER": "1",
+        "DMLC_NUM_WORKER": str(before),
+        "BYTEPS_LOCAL_SIZE": "1",
+        "BPS_LOCAL_REDUCE": "0",
+    }
+    counts, ready = (before, after), tmp_path / "ready"
+    command = [sys.executable, "-m", "byteps.server"]
+    serving = [run(role, command, job | {"DMLC_ROLE": role}) for role in ("scheduler", "server")]
+    workers = []
+    for place in range(max(counts)):
+        places = [place if place < count else -1 for count in counts]
+        command = python(SEVERAL, json.dumps(counts), json.dumps(places), str(ready))
+        workers.append(run(f"worker{place}", command, job | {"DMLC_ROLE": "worker"}))
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    for worker in workers[:before]:
+        while "suspended" not in worker.log.read_text(errors="replace"):
+            said = worker.log.read_text(errors="replace")
+            assert worker.poll() is None and time.monotonic() < deadline, said
+            time.sleep(0.02)
+    ready.touch()
+    outputs = finish(*workers, *serving)[: len(workers)]
+    ranks = [json.loads(output.splitlines()[-1]) for output in outputs]
+    check(ranks, before, "first")
+    check(ranks, after, "second")
+    begun = [said["begun"] for said in ranks if "begun" in said]
+    assert any(begun[0]) and all(state == begun[0] for state in begun)
