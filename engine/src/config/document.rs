@@ -71,6 +71,8 @@ table that announces processes counts.
 `SLURM_STEP_TASKS_PER_NODE` or `SLURM_TASKS_PER_NODE`, `SLURM_NODEID` | `SLURM_JOB_ID`, \
 `SLURM_STEP_ID`, `SLURM_STEP_NODELIST` or `SLURM_JOB_NODELIST`, `SLURM_RESTART_COUNT`, \
 `MASTER_ADDR`, `MASTER_PORT` |
+| MXNet's launch.py on one machine | `DMLC_TASK_ID` with `DMLC_ROLE=worker`, `DMLC_NUM_WORKER` | – \
+| `DMLC_PS_ROOT_URI`, `DMLC_PS_ROOT_PORT`, `DMLC_NUM_SERVER` |
 ";
 
 const NO_EFFECT: &str = "

@@ -22,8 +22,14 @@ const fn known(
 
 /// Names with our prefixes that are read by the launcher's children, by tests, or by programs of
 /// others.
-pub(super) const ELSEWHERE: &[&str] =
-    &["BPS_ENVIRONMENT_CHECKED", "BPS_BLESS", "BPS_TEST_RDMA_ONLY"];
+pub(super) const ELSEWHERE: &[&str] = &[
+    "BPS_ENVIRONMENT_CHECKED",
+    "BPS_BLESS",
+    "BPS_TEST_RDMA_ONLY",
+    "DMLC_JOB_CLUSTER",
+    "DMLC_NUM_ATTEMPT",
+    "DMLC_TASK_ID",
+];
 
 /// The entry for this name, if it has one.
 pub(super) fn find(name: &str) -> Option<&'static Known> {

@@ -72,6 +72,9 @@ def settings(environment: Mapping[str, str]) -> dict[str, str]:
         _refuse_job_of_one(environment)
         return {}
     place = _launchers.find(environment)
+    task = environment.get("DMLC_TASK_ID", "")
+    if place is None and task.isdecimal() and environment.get("DMLC_ROLE") == "worker":
+        return {"DMLC_WORKER_ID": task}  # From MXNet's launcher, which numbers workers so.
     if place is None or place.size == 1:
         line = _launchers.hint(environment) if place is None else None
         if line and not environment.get("DMLC_NUM_WORKER"):

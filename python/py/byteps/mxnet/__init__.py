@@ -11,7 +11,7 @@ its exchange.
 
 from typing import Any
 
-from byteps import common
+from byteps import _mxnet_role, common
 from byteps._operations import Average, Sum
 from byteps.common import (
     barrier,
@@ -38,6 +38,9 @@ from byteps.mxnet.ops import (
     push_pull,
 )
 from byteps.mxnet.optimizer import DistributedOptimizer, DistributedTrainer
+
+# It has run by now where this process is not a worker: before MXNet is imported.
+del _mxnet_role
 
 __all__ = [
     "Average",
