@@ -534,6 +534,32 @@ def test_the_order_of_names_does_not_matter(job):
 # The life of a job
 
 
+def joins(name):
+    """A rank without data has never heard of what the others exchange."""
+    rank, size = bps.rank(), bps.size()
+    if rank == size - 1:
+        last = bps.join()
+    else:
+        array = nd.full((4,), 6.0)
+        for _ in range(2):
+            mean = array.copy()
+            bps.push_pull(mean, name=f"{name}.mean")
+            assert np.allclose(mean.asnumpy(), np.full(4, 6 * (size - 1) / size))
+        params = {"weight": nd.full((3,), 5.0 + rank)}
+        bps.broadcast_parameters(params)
+        assert np.array_equal(params["weight"].asnumpy(), np.full(3, 5.0))
+        last = bps.join()
+    assert last != size - 1 or size == 1
+    # All take part again.
+    after = nd.ones((2,))
+    bps.push_pull(after, name=f"{name}.after", is_average=False)
+    assert np.array_equal(after.asnumpy(), np.full(2, size))
+
+
+def test_a_rank_without_data_joins(job):
+    job.run(on_ranks(joins), "joined")
+
+
 def suspends():
     array = nd.ones((1000,)) * bps.rank()
     bps.push_pull(array, name="kept")

@@ -11,7 +11,7 @@ its exchange.
 
 from typing import Any
 
-from byteps import _mxnet_role, common
+from byteps import _joining, _mxnet_role, common
 from byteps._operations import Average, Sum
 from byteps.common import (
     barrier,
@@ -61,6 +61,7 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "push_pull",
@@ -90,6 +91,16 @@ def shutdown() -> None:
     """
     _engine.drain()
     common.shutdown()
+
+
+def join() -> int:
+    """Waits until all ranks have called it, as :func:`byteps.torch.join` does; until then, this
+    rank changes no result of the others. Returns the rank that called it last.
+
+    It comes behind all exchanges that have been called.
+    """
+    _engine.drain()
+    return _joining.join()
 
 
 def suspend() -> None:
