@@ -50,9 +50,15 @@ fn not_initialized() -> PyErr {
 }
 
 /// Starts the engine as `settings` say, or the environment where they are silent, and returns when
-/// all nodes of the job are there. A second call does nothing.
+/// all nodes of the job are there. A second call does nothing. `speaks` names the frameworks of this
+/// process, for messages.
 #[pyfunction]
-pub fn init(py: Python<'_>, settings: HashMap<String, String>) -> PyResult<()> {
+#[pyo3(signature = (settings, speaks = None))]
+pub fn init(
+    py: Python<'_>,
+    settings: HashMap<String, String>,
+    speaks: Option<String>,
+) -> PyResult<()> {
     fork::check()?;
     if lock().is_some() {
         return Ok(());
@@ -62,7 +68,7 @@ pub fn init(py: Python<'_>, settings: HashMap<String, String>) -> PyResult<()> {
     let former = ticket().take();
     let started = interruptible(
         py,
-        move || Worker::start_again(&config, former),
+        move || Worker::start_again(&config, former, speaks.as_deref()),
         |late| {
             if let Ok(worker) = late {
                 let _ = worker.shutdown(false);

@@ -8,9 +8,10 @@ use bps_worker::error::Details;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyTuple, PyType};
+use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 
-/// The last error of the engine that was given to a framework as a text.
+/// The last error of the engine that was raised, or given to a framework as a text.
 static LAST: Mutex<Option<Error>> = Mutex::new(None);
 
 /// The name of the class in `byteps.errors` for an error of the engine.
@@ -30,6 +31,8 @@ pub fn class_of(error: &Error) -> &'static str {
 
 /// The Python exception for an error of the engine, with its data as attributes.
 pub fn from_engine(error: &Error) -> PyErr {
+    // A program of a framework may be what asked: then only its text goes on.
+    *LAST.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.clone());
     let raised = raise(class_of(error), error.to_string());
     // An exception without its attributes is still the right one: its class has them as None.
     let _ = Python::attach(|py| describe(raised.value(py).as_any(), error.details()));
@@ -38,10 +41,13 @@ pub fn from_engine(error: &Error) -> PyErr {
 
 /// Sets the attributes that `byteps.errors.BytePSError` documents.
 fn describe(exception: &Bound<'_, PyAny>, details: Details) -> PyResult<()> {
-    let Details { ranks, server, host, pid, tensor, round, waited } = details;
+    let Details { ranks, server, host, pid, tensor, round, waited, frameworks } = details;
     let ranks: Vec<u32> = ranks.into_iter().map(|rank| rank.0).collect();
     exception.setattr("rank", ranks.first().copied())?;
     exception.setattr("ranks", PyTuple::new(exception.py(), ranks)?)?;
+    let frameworks: BTreeMap<u32, String> =
+        frameworks.into_iter().map(|(rank, name)| (rank.0, name)).collect();
+    exception.setattr("frameworks", frameworks)?;
     exception.setattr("server", server)?;
     exception.setattr("host", host)?;
     exception.setattr("pid", pid)?;
@@ -84,7 +90,7 @@ pub fn exception_alone(error: &PyErr) -> String {
     Python::try_attach(|py| exception(py, error)).unwrap_or_else(|| error.to_string())
 }
 
-/// Raises the last error of the engine that was given to a framework, with its attributes, if
+/// Raises the last error of the engine again, with its attributes, if
 /// `text` contains it.
 #[pyfunction]
 pub fn raise_again(text: &str) -> PyResult<()> {

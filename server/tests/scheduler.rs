@@ -61,6 +61,7 @@ fn worker(worker_id: u32) -> Node {
             switch_size: 0,
             tuning: bps_engine::proto::tuning::Tuning::OFF,
         },
+        speaks: None,
     }
 }
 

@@ -6,12 +6,14 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 
 import numpy as np
 
 from byteps import common
+from byteps._typed_errors import typed
 from byteps.errors import MismatchError
 
 
@@ -49,13 +51,17 @@ def mxnet(value, name):
     return array.asnumpy()
 
 
+NAMES = {"torch": "PyTorch", "jax": "JAX", "tensorflow": "TensorFlow", "mxnet": "MXNet"}
+
+
 def refusal(exchange, rank):
-    """What is said where the last rank has another shape."""
+    """What is said where the last rank has another shape, and whose frameworks its data names."""
     value = np.ones(8 if rank == common.size() - 1 else 4, np.float32)
     try:
-        exchange(value, "other")
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        with typed(Exception):
+            exchange(value, "other")
+    except MismatchError as error:
+        return str(error), dict(error.frameworks)
     raise AssertionError("the ranks differ")
 
 
@@ -66,21 +72,20 @@ def main():
         os.environ["MIXED_PYTHON"] = python
         os.execv(python, [python, *sys.argv])
     exchange = globals()[framework]
-    if framework == "jax":
-        import byteps.jax as bps
-    elif framework == "mxnet":
-        import byteps.mxnet as bps
-    else:
-        bps = common
+    bps = importlib.import_module(f"byteps.{framework}")
     bps.init()
     ranks = common.size()
     for step in range(3):
         found = np.asarray(exchange(np.arange(6, dtype="float32") + rank + step, "same"))
         wanted = (np.arange(6) + step) * ranks + ranks * (ranks - 1) / 2
         assert np.array_equal(found, wanted), (framework, found, wanted)
-    said = refusal(exchange, rank)
-    assert MismatchError.__name__ in said and "'byteps.other'" in said.replace("`", "'"), said
-    assert f"rank {ranks - 1}" in said and "[8]" in said, said
+    said, named = refusal(exchange, rank)
+    assert "'byteps.other'" in said.replace("`", "'"), said
+    # Another of the first ranks may have been the first to declare it.
+    last = NAMES[sys.argv[ranks].partition("=")[0]]
+    assert f"rank {ranks - 1}, which speaks {last}, declared f32 of shape [8]" in said, said
+    assert said.count("which speaks") == 2, said
+    assert named[ranks - 1] == last and len(named) == 2, named
     common.barrier()
     print(f"rank {rank} with {framework}: all is right", flush=True)
     bps.shutdown()

@@ -358,6 +358,7 @@ fn a_silent_neighbour_does_not_hold_up_the_lanes_of_others() {
                 switch_size: 0,
                 tuning: bps_engine::proto::tuning::Tuning::OFF,
             },
+            speaks: None,
         };
         let register = Register {
             node,

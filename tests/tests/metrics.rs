@@ -182,6 +182,7 @@ impl Played {
                     switch_size: 0,
                     tuning: bps_engine::proto::tuning::Tuning::OFF,
                 },
+                speaks: None,
             },
             host: bps_engine::host::name(),
             host_id: bps_engine::host::id(),

@@ -128,9 +128,37 @@ pub struct Mismatch {
     pub second: Rank,
     /// What it said.
     pub second_said: Box<Declaration>,
+    /// The frameworks of both, where they have said.
+    #[serde(default, skip_serializing_if = "Frameworks::are_unknown")]
+    pub frameworks: Frameworks,
     /// Rounds on which the ranks had agreed, of each tensor that the name stood for to any of them;
     /// these go on. A tensor of the name that is not here was replaced by all ranks.
     pub agreed: Vec<Superseded>,
+}
+
+/// The frameworks of the two ranks of a mismatch, in its order.
+#[derive(Clone, PartialEq, Eq, Default, Debug, Serialize, Deserialize)]
+pub struct Frameworks {
+    /// Of the first.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub first: Option<String>,
+    /// Of the second.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub second: Option<String>,
+}
+
+impl Frameworks {
+    /// Whether neither rank has said.
+    #[must_use]
+    pub fn are_unknown(&self) -> bool {
+        self.first.is_none() && self.second.is_none()
+    }
+
+    /// Behind the name of a rank: what it speaks, where the two differ.
+    fn shown(&self, one: Option<&str>) -> String {
+        let one = one.filter(|_| self.first != self.second);
+        one.map_or_else(String::new, |name| format!(", which speaks {},", shorten(name)))
+    }
 }
 
 impl Declaration {
@@ -173,13 +201,16 @@ impl fmt::Display for Declaration {
 
 impl fmt::Display for Mismatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let speaks = |name: &Option<String>| self.frameworks.shown(name.as_deref());
         write!(
             f,
-            "tensor `{}`: {} declared {}, {} declared {}: declare it alike on all ranks",
+            "tensor `{}`: {}{} declared {}, {}{} declared {}: declare it alike on all ranks",
             shorten(&self.first_said.name),
             self.first,
+            speaks(&self.frameworks.first),
             self.first_said,
             self.second,
+            speaks(&self.frameworks.second),
             self.second_said
         )
     }
@@ -273,6 +304,7 @@ mod tests {
             first_said: Box::new(Declaration { device: true, ..said(&[2, 3], Operation::Sum) }),
             second: Rank(1),
             second_said: Box::new(said(&[3, 2], Operation::Broadcast(Rank(2)))),
+            frameworks: Frameworks::default(),
             agreed: Vec::new(),
         };
         assert_eq!(
@@ -280,6 +312,17 @@ mod tests {
             "tensor `w`: rank 0 declared f32 of shape [2, 3] on GPUs (sum), rank 1 declared f32 of \
              shape [3, 2] (broadcast from rank 2): declare it alike on all ranks"
         );
+        let speaking = |first: Option<&str>, second: Option<&str>| {
+            let (first, second) = (first.map(str::to_owned), second.map(str::to_owned));
+            let frameworks = Frameworks { first, second };
+            Mismatch { frameworks, ..mismatch.clone() }.to_string()
+        };
+        let both = speaking(Some("PyTorch"), Some("JAX"));
+        assert!(both.contains("rank 0, which speaks PyTorch, declared f32"), "{both}");
+        assert!(both.contains("rank 1, which speaks JAX, declared f32"), "{both}");
+        let one = speaking(None, Some("JAX"));
+        assert!(one.contains("rank 0 declared") && one.contains("which speaks JAX"), "{one}");
+        assert_eq!(speaking(Some("JAX"), Some("JAX")), mismatch.to_string());
         let few = Members::new(vec![Rank(4), Rank(1)]).unwrap();
         let few = Declaration { members: few, ..said(&[2], Operation::Sum) };
         assert_eq!(few.to_string(), "f32 of shape [2] (sum) for ranks 1, 4");

@@ -8,7 +8,8 @@
 //! them knows.
 
 pub use super::declaration::{
-    Assignment, Declaration, KeySpec, Mismatch, Part, Replacement, RetiredKey, Superseded,
+    Assignment, Declaration, Frameworks, KeySpec, Mismatch, Part, Replacement, RetiredKey,
+    Superseded,
 };
 use super::late::{CaughtUp, Late, LateKeys};
 use super::moving::{MovingOrder, MovingReport};

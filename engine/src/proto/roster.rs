@@ -51,6 +51,9 @@ pub enum Node {
         local: Option<String>,
         /// How tensors are to be cut and placed; must be the same on all ranks.
         planning: Planning,
+        /// The framework that it trains with, for messages; none where it has not said.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        speaks: Option<String>,
     },
     /// One server process.
     Server {

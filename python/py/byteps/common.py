@@ -55,6 +55,8 @@ __all__ = [
     "suspend",
 ]
 
+_FRAMEWORKS = {"jax": "JAX", "mxnet": "MXNet", "tensorflow": "TensorFlow", "torch": "PyTorch"}
+
 _lock = threading.Lock()
 _at_exit_registered = False
 #: What the launcher's variables mean to the engine, in place of variables of ours; kept while the
@@ -98,6 +100,14 @@ def init(lazy: Any = True, comm: Any = None, process_sets: Any = None) -> None:
         raise
 
 
+def _speaks() -> str | None:
+    """The frameworks whose modules of this package are imported, for messages."""
+    names = [name for module, name in _FRAMEWORKS.items() if f"byteps.{module}" in sys.modules]
+    if "byteps.keras" in sys.modules:
+        return " on ".join(["Keras", " and ".join(names)]) if names else "Keras"
+    return " and ".join(names) or None
+
+
 def begin(form: Callable[[], dict[str, str]] = lambda: _forming.settings(os.environ)) -> bool:
     """Starts the engine; does nothing and returns False where it runs.
 
@@ -110,7 +120,7 @@ def begin(form: Callable[[], dict[str, str]] = lambda: _forming.settings(os.envi
         try:
             if not (_settings or _native.is_forked()):
                 _settings = form()
-            _native.init(_settings)
+            _native.init(_settings, _speaks())
         except BaseException:
             _settings = {}
             _forming.end()

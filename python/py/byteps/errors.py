@@ -1,5 +1,8 @@
 """What can go wrong. Each message says what happened, where, and what to do next."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 __all__ = [
     "BytePSError",
     "ConfigError",
@@ -22,11 +25,13 @@ class BytePSError(RuntimeError):
     """The base of all errors of this package.
 
     The attributes hold what the message says, for programs that act on it. One that does not apply,
-    or is not known, is None, and ``ranks`` is empty.
+    or is not known, is None, and ``ranks`` and ``frameworks`` are empty.
 
     ====================  ==========================================================================
     ``rank``, ``ranks``   the rank that died, failed or is waited for; all of them, in rising order.
                           Of a mismatch the two that disagree; of a broken path those at its ends
+    ``frameworks``        of a mismatch, by rank: the framework that it speaks, such as ``'JAX'``,
+                          where it had imported one of this package's modules by ``init()``
     ``server``            index of the server that died, failed or is at an end of the path
     ``host``, ``pid``     where the process that died or failed ran
     ``tensor``,           name of the tensor that was waited for and its round, from 1; where a
@@ -37,6 +42,7 @@ class BytePSError(RuntimeError):
 
     rank: int | None = None
     ranks: tuple[int, ...] = ()
+    frameworks: Mapping[int, str] = MappingProxyType({})
     server: int | None = None
     host: str | None = None
     pid: int | None = None

@@ -274,6 +274,7 @@ impl Cluster {
             global_rank: None,
             local: None,
             planning: self.shape.planning.clone(),
+            speaks: None,
         };
         let host = format!("worker-host-{}", self.shape.host_of(index));
         let register = self.register(node, role, host);

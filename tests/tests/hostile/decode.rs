@@ -187,6 +187,7 @@ fn node_messages() -> Vec<String> {
             global_rank: None,
             local: None,
             planning,
+            speaks: None,
         },
         host: "host".into(),
         host_id: "boot".into(),

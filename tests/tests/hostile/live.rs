@@ -145,6 +145,7 @@ impl BadRank {
                 global_rank: None,
                 local: None,
                 planning: planning(),
+                speaks: None,
             },
             host: bps_engine::host::name(),
             host_id: bps_engine::host::id(),

@@ -65,6 +65,7 @@ fn worker(worker_id: u64, local_size: u32, partition_bytes: u32) -> Node {
             switch_size: 0,
             tuning: bps_engine::proto::tuning::Tuning::OFF,
         },
+        speaks: None,
     }
 }
 

@@ -55,16 +55,21 @@ impl Worker {
     /// # Errors
     /// [`Error::Config`] and [`Error::Start`], which say what to do.
     pub fn start(config: &Config) -> Result<Worker, Error> {
-        Worker::start_again(config, None)
+        Worker::start_again(config, None, None)
     }
 
     /// As [`start`](Self::start), in an elastic job of which this process was a rank before:
     /// `former` is the [`return_ticket`](Self::return_ticket) of that worker. The rank may be
-    /// another one now, and the ranks may be others.
+    /// another one now, and the ranks may be others. `speaks` names the framework of this process,
+    /// for messages.
     ///
     /// # Errors
     /// As there; [`Error::Start`] with its former name for a rank that the job has given up.
-    pub fn start_again(config: &Config, former: Option<u64>) -> Result<Worker, Error> {
+    pub fn start_again(
+        config: &Config,
+        former: Option<u64>,
+        speaks: Option<&str>,
+    ) -> Result<Worker, Error> {
         log::init(config.log_level, "worker");
         if !config.distributed() {
             if config.trace_on {
@@ -72,7 +77,7 @@ impl Worker {
             }
             return Ok(Worker(Arc::new(Shared::alone(config))));
         }
-        let mut joined = start::join(config, former)?;
+        let mut joined = start::join(config, former, speaks)?;
         let object_keys = Mutex::new(joined.object_keys.take());
         log::init(config.log_level, &format!("rank {}", joined.roster.index));
         let (rank, size) = (joined.roster.index, joined.roster.size);

@@ -110,13 +110,18 @@ pub fn credit_bytes(config: &Config, lanes: usize) -> usize {
 }
 
 /// Joins the job: returns when all nodes are there and every lane is connected. A rank that comes
-/// back to an elastic job says what it was `former`ly known by.
+/// back to an elastic job says what it was `former`ly known by. What framework it `speaks` is for
+/// messages.
 ///
 /// An epoch may be over before this rank has all its lanes: then it goes on to the next one.
-pub(crate) fn join(config: &Config, mut former: Option<u64>) -> Result<Joined, Error> {
+pub(crate) fn join(
+    config: &Config,
+    mut former: Option<u64>,
+    speaks: Option<&str>,
+) -> Result<Joined, Error> {
     let mut lost_at = None;
     loop {
-        match join_epoch(config, former) {
+        match join_epoch(config, former, speaks) {
             Ok(joined) => return Ok(joined),
             Err(Missed::Epoch(session)) => former = Some(session),
             // Of a job that goes on without its scheduler, this rank waits for the next one.
@@ -167,7 +172,11 @@ impl From<SettingError> for Missed {
     }
 }
 
-fn join_epoch(config: &Config, former: Option<u64>) -> Result<Joined, Missed> {
+fn join_epoch(
+    config: &Config,
+    former: Option<u64>,
+    speaks: Option<&str>,
+) -> Result<Joined, Missed> {
     let start = Instant::now();
     let key = JobKey::load(config).map_err(|error| SettingError::Invalid(Source::new(error)))?;
     // The scheduler of a job that runs is there.
@@ -199,7 +208,8 @@ fn join_epoch(config: &Config, former: Option<u64>) -> Result<Joined, Missed> {
     let knock_at = link.door(&key).map_err(lost)?;
     let (sender, receiver) = link.split();
     let local = door.as_ref().map(|door| door.name().to_owned());
-    let register = register(config, local, knock_at.session, former);
+    let speaks = speaks.map(str::to_owned);
+    let register = Register { former, ..register(config, local, knock_at.session, speaks) };
     sender.send(&NodeMessage::Register(register.clone())).map_err(lost)?;
     let address = knock_at.address.to_string();
     let (interval, timeout) = (config.heartbeat_interval, config.heartbeat_timeout);
@@ -328,7 +338,12 @@ impl Attendant {
     }
 }
 
-fn register(config: &Config, local: Option<String>, session: u64, former: Option<u64>) -> Register {
+fn register(
+    config: &Config,
+    local: Option<String>,
+    session: u64,
+    speaks: Option<String>,
+) -> Register {
     Register {
         node: Node::Worker {
             worker_id: config.worker_id,
@@ -347,12 +362,13 @@ fn register(config: &Config, local: Option<String>, session: u64, former: Option
                 switch_size: config.ranks_of_switch().unwrap_or(0),
                 tuning: tuning(config),
             },
+            speaks,
         },
         host: host::name(),
         host_id: host_id(config),
         pid: std::process::id(),
         session,
-        former,
+        former: None,
         release: env!("CARGO_PKG_VERSION").into(),
         num_workers: if config.joins { 0 } else { config.num_workers },
         num_servers: config.num_servers,

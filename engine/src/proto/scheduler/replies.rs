@@ -1,9 +1,15 @@
 //! What the registry answers, as messages to nodes; and messages out of turn, as people know them.
 
 use super::registry::Reply;
+use super::rendezvous::Job;
 use super::tuner;
 use super::uneven::OUT_OF_TURN;
 use super::{NodeId, NodeMessage, Output, Phase, Rank, Scheduler, SchedulerMessage};
+use crate::proto::messages::{Frameworks, Mismatch, Node};
+use crate::proto::unserved::Unserved;
+
+/// Of the name of a framework as a rank says it, that others are told: it is for people.
+const FRAMEWORK_CHARS_MAX: usize = 40;
 
 impl Scheduler {
     pub(super) fn reply(&mut self, replies: Vec<Reply>) {
@@ -14,7 +20,10 @@ impl Scheduler {
                     let node = running.job.workers[rank.0 as usize].0;
                     self.send(node, SchedulerMessage::Declared { request, tensors });
                 }
-                Reply::Refused { rank, request, cause } => {
+                Reply::Refused { rank, request, mut cause } => {
+                    if let Unserved::Mismatch { mismatches } = &mut cause {
+                        mismatches.iter_mut().for_each(|one| tell_frameworks(one, &running.job));
+                    }
                     let node = running.job.workers[rank.0 as usize].0;
                     self.send(node, SchedulerMessage::Refused { request, cause });
                 }
@@ -31,7 +40,8 @@ impl Scheduler {
                     self.send(node, SchedulerMessage::Superseded { tensors });
                 }
                 Reply::Superseded { .. } => {}
-                Reply::Mismatch { to, mismatch } => {
+                Reply::Mismatch { to, mut mismatch } => {
+                    tell_frameworks(&mut mismatch, &running.job);
                     let ranks = (0..).map(Rank).zip(&running.job.workers);
                     let nodes: Vec<NodeId> = ranks
                         .filter(|(rank, _)| !running.left.contains(rank))
@@ -48,6 +58,17 @@ impl Scheduler {
             }
         }
     }
+}
+
+/// Says which frameworks the ranks of a mismatch speak.
+fn tell_frameworks(mismatch: &mut Mismatch, job: &Job) {
+    let of = |rank: Rank| match &job.workers.get(rank.0 as usize)?.1.node {
+        Node::Worker { speaks, .. } => {
+            speaks.as_ref().map(|name| name.chars().take(FRAMEWORK_CHARS_MAX).collect())
+        }
+        Node::Server { .. } => None,
+    };
+    mismatch.frameworks = Frameworks { first: of(mismatch.first), second: of(mismatch.second) };
 }
 
 pub(super) fn kind(message: &NodeMessage) -> &'static str {

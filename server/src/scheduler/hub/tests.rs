@@ -46,6 +46,7 @@ fn worker() -> Node {
             switch_size: 0,
             tuning: bps_engine::proto::tuning::Tuning::OFF,
         },
+        speaks: None,
     }
 }
 

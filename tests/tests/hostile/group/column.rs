@@ -5,7 +5,7 @@ use super::{
     BAD, BYTES, Command, FromGpu, GpuInbox, Header, Kind, Mpsc, ON_GPUS, Pair, Round, ToGpu,
 };
 use super::{DType, EPOCH, honest, pipeline};
-use bps_engine::proto::messages::{Declaration, Mismatch};
+use bps_engine::proto::messages::{Declaration, Frameworks, Mismatch};
 use bps_worker::Error;
 use bps_worker::Members;
 use bps_worker::rounds::PartOf;
@@ -167,6 +167,7 @@ fn poisoned(steps: usize, seed: u64) {
             first_said: Box::new(said(true)),
             second: BAD,
             second_said: Box::new(said(false)),
+            frameworks: Frameworks::default(),
             agreed: Vec::new(),
         };
         let name = format!("tensor {tensor}");

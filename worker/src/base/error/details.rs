@@ -3,7 +3,9 @@
 use super::{Corruption, Death, Disagreement, Error, Overdue, Refusal, SettingError, StartError};
 use bps_engine::base::Rank;
 use bps_engine::harness::StillRunning;
-use bps_engine::proto::messages::{Mismatch, Origin, OverReason, Party, RoundOf, Sign, Stall};
+use bps_engine::proto::messages::{
+    Frameworks, Mismatch, Origin, OverReason, Party, RoundOf, Sign, Stall,
+};
 use bps_engine::proto::paths::{LaneFault, PathStall};
 use bps_engine::proto::unformed::Unformed;
 use bps_engine::transport::Cause;
@@ -27,6 +29,8 @@ pub struct Details {
     pub round: Option<u64>,
     /// For how long the node was silent or was waited for when that was noticed.
     pub waited: Option<Duration>,
+    /// The frameworks of ranks that disagree, where they have said.
+    pub frameworks: Vec<(Rank, String)>,
 }
 
 impl Error {
@@ -141,7 +145,10 @@ impl Details {
 
     fn of_mismatch(mismatch: &Mismatch) -> Details {
         let tensor = Some(mismatch.first_said.name.clone());
-        Details { tensor, ..Details::of_ranks([mismatch.first, mismatch.second]) }
+        let Frameworks { first, second } = mismatch.frameworks.clone();
+        let said = [(mismatch.first, first), (mismatch.second, second)].into_iter();
+        let frameworks = said.filter_map(|(rank, name)| Some((rank, name?))).collect();
+        Details { tensor, frameworks, ..Details::of_ranks([mismatch.first, mismatch.second]) }
     }
 
     fn of_death(death: &Death) -> Details {
@@ -310,6 +317,7 @@ mod tests {
             tensor: Some("w".into()),
             round: Some(3),
             waited: Some(Duration::from_millis(4_250)),
+            frameworks: Vec::new(),
         };
         assert_eq!(error.details(), expected);
     }

@@ -1,6 +1,7 @@
 //! What a declaration is to its name, and what comes of it if ranks disagree.
 
 use super::{Declaration, Mismatch, Rank, Registry, Reply, Said, Superseded};
+use crate::proto::messages::Frameworks;
 use crate::proto::scheduler::eras::Era;
 use std::cmp::Ordering;
 
@@ -74,7 +75,9 @@ impl Registry {
         let eras = &name.expect("the first rank has declared it").eras;
         let agreed = eras.agreed(second, rounds).into_iter();
         let agreed = agreed.map(|(tensor, rounds)| Superseded { tensor, rounds }).collect();
-        Mismatch { first, first_said, second, second_said, agreed }
+        // Who speaks what is known where it is sent.
+        let frameworks = Frameworks::default();
+        Mismatch { first, first_said, second, second_said, frameworks, agreed }
     }
 
     /// A rank has pushed a tensor beyond the rounds after which another has replaced it.

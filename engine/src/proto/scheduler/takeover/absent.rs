@@ -53,10 +53,12 @@ pub(super) fn rank_of(takeover: &Takeover, rank: u32) -> (NodeId, Register) {
     };
     let host_id = host_id.unwrap_or_else(apart);
     let (_, like) = ranks().next().expect("a job without any rank has no list of them");
-    (
-        nobody(seat),
-        Register { host, host_id, pid, session: 0, former: None, ..like.register.clone() },
-    )
+    let mut register = like.register.clone();
+    // The other's framework is its own.
+    if let Node::Worker { speaks, .. } = &mut register.node {
+        *speaks = None;
+    }
+    (nobody(seat), Register { host, host_id, pid, session: 0, former: None, ..register })
 }
 
 /// A server of the last roster, likewise.

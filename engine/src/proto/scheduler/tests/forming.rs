@@ -13,6 +13,7 @@ fn ranks_and_servers_are_ordered_whoever_comes_first() {
             global_rank,
             local: None,
             planning: PLANNING,
+            speaks: None,
         },
         ..worker_register(worker_id, 2, 4)
     };
@@ -312,6 +313,7 @@ fn of_many(rank: u32, hosts: u32, local_size: u32) -> Register {
         global_rank: None,
         local: None,
         planning: PLANNING,
+        speaks: None,
     };
     Register { node, ..worker_register(worker_id, hosts, 1) }
 }

@@ -23,8 +23,8 @@ use crate::limits::{DECLARE_MEMBERS_MAX, ERAS_MAX, NAME_BYTES_MAX, RANKS_MAX};
 use crate::proto::late::{CaughtUp, LATE_LINES_MAX, Late, LateCollector, LateKeys};
 use crate::proto::members::Members;
 use crate::proto::messages::{
-    Assignment, Declaration, KeySpec, Mismatch, Node, Part, Party, Planning, Replacement,
-    RetiredKey, STALLS_SHOWN_MAX, Sign, StalledKey, Superseded,
+    Assignment, Declaration, Frameworks, KeySpec, Mismatch, Node, Part, Party, Planning,
+    Replacement, RetiredKey, STALLS_SHOWN_MAX, Sign, StalledKey, Superseded,
 };
 use crate::proto::shape::TensorShape;
 use crate::proto::tuning::{Point, Tuning};
@@ -227,6 +227,7 @@ fn worker_register(worker: u32, num_workers: u32, num_servers: u32) -> Register 
             global_rank: None,
             local: None,
             planning: PLANNING,
+            speaks: None,
         },
         host: format!("w{worker}"),
         host_id: format!("worker-host-{worker}"),

@@ -55,7 +55,15 @@ fn keys_are_installed_before_anybody_hears_of_them() {
 
 #[test]
 fn a_disagreement_is_told_to_every_rank_and_spoils_the_name() {
-    let mut bench = Bench::formed(3, 1);
+    let mut bench = Bench::new(3, 1);
+    for (rank, framework) in (0..3).zip([Some("PyTorch"), None, Some("JAX")]) {
+        let mut register = worker_register(rank, 3, 1);
+        let Node::Worker { speaks, .. } = &mut register.node else { unreachable!() };
+        *speaks = framework.map(str::to_owned);
+        bench.join(rank.into(), register);
+    }
+    bench.join(100, server_register(0, 3, 1));
+    (0..3).chain([100]).for_each(|node| drop(bench.heard(node)));
     bench.declare(0, 1, &[tensor("w", 10)]);
     let (request, _) = bench.installs(100).remove(0);
     bench.say(100, NodeMessage::Installed { request });
@@ -66,6 +74,7 @@ fn a_disagreement_is_told_to_every_rank_and_spoils_the_name() {
         first_said: Box::new(tensor("w", 10)),
         second: Rank(2),
         second_said: Box::new(tensor("w", 11)),
+        frameworks: Frameworks { first: Some("PyTorch".into()), second: Some("JAX".into()) },
         agreed: vec![Superseded { tensor: 0, rounds: 0 }],
     };
     for node in [0, 1] {
@@ -73,7 +82,7 @@ fn a_disagreement_is_told_to_every_rank_and_spoils_the_name() {
     }
     let answer = bench.heard(2);
     assert_eq!(answer[0], SchedulerMessage::Mismatch(expected.clone()));
-    assert!(refused(&answer[1..]).contains("rank 0 declared f32 of shape [10]"));
+    assert!(refused(&answer[1..]).contains("rank 2, which speaks JAX, declared f32 of shape [11]"));
     assert!(bench.heard(100).is_empty(), "a refused request must leave nothing behind");
     // Even the first rank cannot use it any more; only who asks is told again.
     bench.declare(0, 5, &[tensor("w", 10)]);
