@@ -12,10 +12,12 @@ import byteps.torch as bps
 import test_amp
 import test_broadcast
 import test_cross_barrier
+import test_gather
 import test_ops
 import test_optimizer
 import test_parallel
 import test_reductions
+import test_scatter
 from byteps.errors import ConfigError, TensorError, UsageError
 from cluster import Cluster
 from conftest import initialise
@@ -248,6 +250,9 @@ def through_the_pipeline(function, *arguments):
         (test_ops.check_every_type_and_shape, "async"),
         (test_ops.check_every_type_and_shape, "inplace"),
         (test_reductions.every_type_and_operation,),
+        (test_gather.calls,),
+        (test_scatter.reducescatters,),
+        (test_scatter.alltoalls,),
         (test_ops.many_at_once,),
         (test_ops.other_order_on_each_rank,),
         (test_ops.large,),

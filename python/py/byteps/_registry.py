@@ -262,7 +262,8 @@ def start(
         pending = _Pending((), (), label, memory, finish, None if host_waits else stream)
         pending.ranks = sends[0].tensor.ranks if sends else None
         try:
-            if on_gpu and stream:
+            if on_gpu:
+                assert stream is not None, "tensors on a GPU go with the stream that writes them"
                 pending.natives = pending.on_gpu = tuple(_native.push_pull_gpu(on_gpu, stream()))
             if in_host:
                 started = _native.update(in_host, act) if act else _native.push_pull(in_host)

@@ -9,11 +9,14 @@ use crate::arguments::{self, integer};
 use crate::report::{self, Table};
 use crate::sample::{self, Series};
 use bps_engine::base::DType;
-use bps_engine::encode::Codec;
+use bps_engine::encode::{Codec, Draw};
 use bps_engine::proto::encoding::Encoding;
-use bps_worker::cuda::{Coder, Device, GpuError, Kernels, Pinned, Stream};
+use bps_worker::cuda::{Coder, Device, Family, GpuError, Kernels, Pinned, Stream};
 use clap::ArgMatches;
 use serde_json::json;
+
+/// Of a round, which one does not matter.
+const DRAW: Draw = Draw { shared: 1, own: 1 };
 
 /// Memory of both sides, and the stream between them.
 struct Bench {
@@ -62,7 +65,9 @@ impl Drop for Bench {
 /// Measures every pair of size and codec that has kernels.
 pub fn run(matches: &ArgMatches, ordinal: u32) -> Outcome {
     let device = Device::open(ordinal)?;
-    let (kernels, bench) = (Kernels::load(&device)?, Bench::new(&device)?);
+    let bench = Bench::new(&device)?;
+    let blocks = Kernels::load(&device, Family::Blocks)?;
+    let whole = Kernels::load(&device, Family::Whole)?;
     let rounds = integer(matches, "rounds") as usize;
     let title = format!(
         "GB/s of f32 between GPU {ordinal} ({}) and pinned memory, {rounds} rounds",
@@ -83,6 +88,10 @@ pub fn run(matches: &ArgMatches, ordinal: u32) -> Outcome {
     table.head();
     for codec in matches.get_many::<Codec>("codec").expect("has a default") {
         let encoding = Encoding::plain(*codec);
+        let kernels = match Family::of(encoding) {
+            Some(Family::Blocks) => &blocks,
+            _ => &whole,
+        };
         let Some(coder) = kernels.coder(encoding, DType::F32)? else { continue };
         for part in arguments::bytes(matches, "size") {
             let Some(encoded) = coder.wire_bytes(part).filter(|_| part <= SAMPLE_BYTES) else {
@@ -137,13 +146,14 @@ fn measure(bench: &Bench, coder: Coder, part: usize, rounds: usize) -> [Series; 
                 // SAFETY: a part of both memories, and kernels of the caller's: all live until the
                 // pass is over.
                 bench.pass(part, |tensor, wire| unsafe {
-                    coder.encode(stream, tensor, wire, part, 1)
+                    coder.encode(stream, tensor, wire, part, DRAW)
                 });
             },
             &mut || {
                 // SAFETY: a part of both memories, which live until the pass is over.
-                bench
-                    .pass(part, |tensor, wire| unsafe { coder.decode(stream, wire, tensor, part) });
+                bench.pass(part, |tensor, wire| unsafe {
+                    coder.decode(stream, wire, tensor, part, DRAW)
+                });
             },
         ],
     )

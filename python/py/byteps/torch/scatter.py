@@ -15,7 +15,7 @@ import torch
 from byteps import _operations, _process_sets, _registry, common
 from byteps._operations import Average, ReduceOp
 from byteps.errors import BytePSError, ConfigError, MismatchError, TensorError, UsageError
-from byteps.torch import _sending, _tensors, gather, ops
+from byteps.torch import _gpu, _sending, _tensors, gather, ops
 from byteps.torch.compression import Compression
 
 __all__ = [
@@ -260,7 +260,6 @@ def _exchange_start(
     sends, sent = [], []
     for place, other in enumerate(members):
         shape = [received[place], *tensor.shape[1:]]
-        # What stays here passes the host too, if the tensor is on a GPU: it is put together there.
         pair = tuple(sorted({common.rank(), other}))
         block = gather.block_of(parts[own], shape, pair, is_own=place == own)
         blocks.append(block)
@@ -284,10 +283,13 @@ def _exchange_start(
                 )
 
     def finish(memory: Any) -> Any:
+        _gpu.keep_for_current_stream([block.memory for some in memory for block in some])
         output = torch.cat([block.tensor(tensor.dtype) for block in memory[0]])
         return output.to(tensor.device), torch.tensor(received, dtype=torch.int32, device="cpu")
 
-    return _registry.start(sends, (blocks, sent), finish)
+    # What goes to one rank is for a pair, so it is a tensor of the host to the job.
+    stream = _gpu.open_for((block.memory for block in (*blocks, *sent)), lambda _: True)
+    return _registry.start(sends, (blocks, sent), finish, stream)
 
 
 def _tell(tensor: torch.Tensor, splits: Any, name: str, ranks: _sending.Ranks) -> list[list[int]]:
