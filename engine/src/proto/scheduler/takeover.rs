@@ -18,7 +18,7 @@ use super::{
 };
 use crate::base::{Epoch, milliseconds, word};
 use crate::limits::{CORES_MAX, GONE_MAX, SERVERS_MAX, TENSORS_MAX};
-use crate::proto::messages::{Node, Planning, Roster, Sign};
+use crate::proto::messages::{Node, Planning, Roster, Shrunk, Sign};
 use crate::proto::resume::{KnownTensor, Resume};
 use crate::proto::text::shorten;
 use crate::proto::unformed::Unformed;
@@ -377,6 +377,7 @@ impl Scheduler {
         for node in takeover.members.values().map(|member| member.node) {
             self.send(node, SchedulerMessage::Resumed { term });
         }
+        self.tell_gone(&takeover);
         if let Some(obstacle) = obstacle {
             let (who, round) = (Origin::scheduler(), None);
             let message =
@@ -387,6 +388,17 @@ impl Scheduler {
         if matches!(self.phase, Phase::Running(_)) {
             self.tell_newcomers();
             self.finish_if_all_left(now);
+        }
+    }
+
+    /// The lost scheduler may have told some members of a death, and not the others.
+    fn tell_gone(&mut self, takeover: &Takeover) {
+        let gone = takeover.gone();
+        let lacks = |member: &&Member| member.resume.gone.len() < gone.len();
+        for node in takeover.members.values().filter(lacks).map(|member| member.node) {
+            let ranks: Vec<String> = gone.iter().map(Rank::to_string).collect();
+            let text = format!("the job goes on without {}", ranks.join(", "));
+            self.send(node, SchedulerMessage::Shrunk(Shrunk { gone: gone.clone(), text }));
         }
     }
 
