@@ -80,9 +80,17 @@ pub(super) fn scheduler_of(node: NodeId) -> usize {
 }
 
 impl Cluster {
-    /// The scheduler's process dies: its connections close without a word.
-    pub fn kill_scheduler(&mut self) {
-        self.end_scheduler(self.schedulers.len() - 1);
+    /// The scheduler's process dies: its connections close without a word. With its machine
+    /// (`with_machine`) dies what was on its way from it as well.
+    pub fn kill_scheduler(&mut self, with_machine: bool) {
+        let last = self.schedulers.len() - 1;
+        if with_machine {
+            self.letters.retain(|_, letter| match letter {
+                Letter::Down(node, _) => scheduler_of(*node) != last,
+                _ => true,
+            });
+        }
+        self.end_scheduler(last);
     }
 
     /// The scheduler's process stops; what is said to it waits.

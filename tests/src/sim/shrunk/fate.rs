@@ -81,7 +81,7 @@ impl Fate {
             self.starts = Some(now + Duration::from_micros(random.below(8_000_000)));
             self.thaws = Some(now + Duration::from_micros(1 + random.below(14_000_000)));
         } else {
-            cluster.kill_scheduler();
+            cluster.kill_scheduler(random.once_in(3));
             self.starts = Some(now + Duration::from_micros(random.below(soon)));
         }
         let next = [300, 20_000, 6_000_000][random.index(3)];
@@ -108,7 +108,7 @@ impl Fate {
     ) {
         let has_formed = cluster.workers.iter().all(|worker| worker.roster.is_some());
         let is_leaving = ranks.iter().any(|rank| rank.left);
-        self.strike_scheduler(cluster, has_formed && !is_leaving, random, outcome);
+        self.strike_scheduler(cluster, has_formed, random, outcome);
         while cluster.now() >= self.at && (self.ranks > 0 || !self.servers.is_empty()) {
             let is_server = !self.servers.is_empty() && (self.ranks == 0 || random.once_in(2));
             let victim = random.index(ranks.len());
