@@ -105,3 +105,22 @@ fn schedulers_and_members_that_die_at_any_moment_leave_one_job_and_nobody_waits(
     }
     assert!(led > 300 && reformed > 200 && shrunk > 50, "{led}, {reformed}, {shrunk}");
 }
+
+#[test]
+fn a_death_that_only_some_were_told_of_is_told_to_all() {
+    let mut job = Job::formed(3, 2, true);
+    (0..3).for_each(|at| job.ask(at, Some(tensor("weights", 10_000))));
+    job.read();
+    // The lost scheduler had told rank 1 and server 0, and not rank 2 and server 1.
+    job.members[0].lives = false;
+    for at in [1, 3] {
+        job.members[at].gone = vec![Rank(0)];
+    }
+    job.replace_scheduler();
+    job.come_all();
+    for at in 1..5 {
+        let member = &job.members[at];
+        assert_eq!((member.term, &*member.gone), (2, &[Rank(0)][..]), "member {at}");
+        assert!(member.told.is_none(), "member {at}: {:?}", member.told);
+    }
+}
