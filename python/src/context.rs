@@ -50,8 +50,8 @@ fn not_initialized() -> PyErr {
 }
 
 /// Starts the engine as `settings` say, or the environment where they are silent, and returns when
-/// all nodes of the job are there. A second call does nothing. `speaks` names the frameworks of this
-/// process, for messages.
+/// all nodes of the job are there. A second call does nothing. `speaks` names the frameworks of
+/// this process, for messages.
 #[pyfunction]
 #[pyo3(signature = (settings, speaks = None))]
 pub fn init(
