@@ -15,7 +15,7 @@ use std::sync::{Mutex, PoisonError};
 static LAST: Mutex<Option<Error>> = Mutex::new(None);
 
 /// The name of the class in `byteps.errors` for an error of the engine.
-pub fn class_of(error: &Error) -> &'static str {
+fn class_of(error: &Error) -> &'static str {
     match error {
         Error::Config(_) => "ConfigError",
         Error::Start(_) => "StartError",

@@ -125,14 +125,9 @@ impl Exchange {
         // which MXNet keeps until the operation's end. Until then the engine lets no other
         // operation use it.
         let handles = unsafe { self.worker.push_pull(&[item]) };
-        let handles = handles.map_err(|cause| told(&cause))?;
+        let handles = handles.map_err(|cause| error::of_engine(&cause))?;
         Ok(handles.into_iter().next().expect("one item has one handle"))
     }
-}
-
-/// The text that MXNet gets for an error of the engine.
-fn told(cause: &bps_worker::Error) -> String {
-    format!("byteps.errors.{}: {cause}", error::class_of(cause))
 }
 
 /// An exchange that has begun.
@@ -172,7 +167,8 @@ fn work() {
 
 impl UnderWay {
     fn tell(self) {
-        let result = self.handle.wait(Some(Duration::ZERO)).map_err(|cause| told(&cause));
+        let result =
+            self.handle.wait(Some(Duration::ZERO)).map_err(|cause| error::of_engine(&cause));
         if !self.handle.poll() {
             // It has failed, and the engine may still write to the array: better lost than given to
             // somebody else.
