@@ -13,9 +13,11 @@ line that it is told with numbers:
     record NAME                    begins a timeline in the folder NAME of the plan's folder; answers nothing
     stop                           ends it; answers nothing
 
-A collective's WAY is `peer`, `hierarchical` or `ours`. One of training is `forward` (no more than that), `alone` (a
-step without any communication), `ddp`, `ours` or `cross`, the last three also with `-bf16`, which halves what travels,
-and the last two with `-int8` or `-fp8`, which the engine encodes.
+A collective's WAY is `peer`, `hierarchical`, `ours`, or `group`: the peer's call, on a process group of this package's.
+One of training is `forward` (no more than that), `alone` (a step without any communication), `ddp`, `group` (the same
+over a group of this package's), `hook` (the same over the peer's with this package's hook), `ours` or `cross`; `ddp`,
+`ours` and `cross` also with `-bf16`, which halves what travels, and the last two with `-int8` or `-fp8`, which the
+engine encodes.
 A line that takes longer than the plan's patience ends the process, and says where each thread was.
 """
 
@@ -133,6 +135,19 @@ class Small(nn.Module):
         return self.layers(images)
 
 
+class Mlp(nn.Module):
+    """Layers that are quick on CPUs too, for the gradients that they have: 34 MB."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        hidden = (nn.Linear(width, width) for _ in range(layers))
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(192, width), *hidden)
+        self.head = nn.Linear(width, CLASSES)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(images))
+
+
 class Work(NamedTuple):
     """What is trained: a model, the same on all ranks; this rank's own input and aim; how an optimizer is made."""
 
@@ -156,6 +171,8 @@ def images(name: str, side: int, plan: Plan, device: torch.device) -> Work:
     with device:
         if name == "small":
             model = Small()
+        elif name == "mlp":
+            model = Mlp(layers=8, width=1024)
         else:
             import torchvision
 
@@ -187,6 +204,7 @@ WORKS: dict[str, Callable[[Plan, torch.device], Work]] = {
     "vit_b_16": lambda *where: images("vit_b_16", 224, *where),
     "resnet18": lambda *where: images("resnet18", 32, *where),
     "small": lambda *where: images("small", 32, *where),
+    "mlp": lambda *where: images("mlp", 8, *where),
     "bert-large": lambda *where: sentences(BERT_LARGE, *where),
     "bert-small": lambda *where: sentences(BERT_SMALL, *where),
 }
@@ -198,12 +216,14 @@ WORKS: dict[str, Callable[[Plan, torch.device], Work]] = {
 class Training:
     """A copy of a model that is trained in one way."""
 
-    def __init__(self, way: str, work: Work, precision: str, device: torch.device) -> None:
+    def __init__(
+        self, way: str, work: Work, precision: str, device: torch.device, group: Any
+    ) -> None:
         self.work, self.device, self.precision = work, device, precision
         self.kind, _, wire = way.partition("-")
         self.raw = self.model = copy.deepcopy(work.model)
         self.optimizer = work.optimizer(self.raw.parameters())
-        if self.kind == "ddp":
+        if self.kind in ("ddp", "group", "hook"):
             # All ranks start alike, and this package leaves buffers alone too: what is compared
             # are gradients.
             self.model = nn.parallel.DistributedDataParallel(
@@ -212,8 +232,13 @@ class Training:
                 init_sync=False,
                 broadcast_buffers=False,
                 gradient_as_bucket_view=True,
+                process_group=group if self.kind == "group" else None,
             )
-            if wire:
+            if self.kind == "hook":
+                import byteps.torch as bps
+
+                self.model.register_comm_hook(None, bps.comm_hook)
+            elif wire:
                 self.model.register_comm_hook(None, default_hooks.bf16_compress_hook)
         elif self.kind in ("ours", "cross"):
             import byteps.torch as bps
@@ -289,6 +314,7 @@ class Rank:
 
             bps.init()
             self.bps = bps
+            self.group = dist.new_group(backend="byteps")
 
     def _join_groups(self, backend: str) -> None:
         plan = self.plan
@@ -301,7 +327,7 @@ class Rank:
         )
         # Barriers go by the CPUs, and are the same before every way.
         self.control = dist.new_group(backend="gloo")
-        self.inside = self.across = None
+        self.inside = self.across = self.group = None
         if plan.hosts > 1 and plan.local_size > 1:
             for host in range(plan.hosts):
                 group = dist.new_group(
@@ -336,6 +362,8 @@ class Rank:
         begin = time.perf_counter()
         if way == "ours":
             self.bps.push_pull_inplace(tensor, average=False, name=f"collective.{size}")
+        elif way == "group":
+            dist.all_reduce(tensor, group=self.group)
         elif way == "hierarchical":
             self._hierarchical(tensor)
         else:
@@ -361,7 +389,7 @@ class Rank:
         self.forget()
         work = WORKS[name](self.plan, self.device)
         for way in ways.split(","):
-            self.trainings[way] = Training(way, work, precision, self.device)
+            self.trainings[way] = Training(way, work, precision, self.device, self.group)
         return [float(sum(one.numel() for one in work.model.parameters()))]
 
     def steps(self, way: str, count: str) -> list[float]:
@@ -380,7 +408,8 @@ class Rank:
         from sklearn.datasets import load_digits
 
         self.forget()
-        training = Training(way, WORKS[name](self.plan, self.device), precision, self.device)
+        work = WORKS[name](self.plan, self.device)
+        training = Training(way, work, precision, self.device, self.group)
         digits = load_digits()
         pictures = torch.tensor(digits.images, dtype=torch.float32).div_(16).sub_(0.3)
         pictures = functional.interpolate(pictures.unsqueeze(1), size=32, mode="bilinear").expand(

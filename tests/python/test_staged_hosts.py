@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "target/debug/bps-perf"
 TINY = (
     "gpu --device cpu --hosts 2 --servers 1 --cores 1 --rate 500mbit --rounds 2 --steps 2 "
-    "--batch 2 --size 64K --model small --losses small --loss-steps 4 --loss-runs 1 --json"
+    "--batch 2 --size 256K --model small --losses small --loss-steps 4 --loss-runs 1 --json "
+    "--ways ddp,ours,group,hook"
 )
 
 
@@ -32,25 +33,30 @@ def test_ranks_of_torch_take_turns_on_staged_hosts(tmp_path):
         pytest.skip(result.stdout.removeprefix("skipped: ").strip())
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     found = {(row["work"], row.get("way")): row for row in rows}
+    ways = ("ours", "group", "hook")
     assert set(found) == {
-        ("sum", None), ("small", "ddp"), ("small", "ours"), ("losses of small", "ours")
+        ("sum", None), ("small", "ddp"), *(("small", way) for way in ways),
+        *(("losses of small", way) for way in ways),
     }, rows  # fmt: skip
+    assert found["sum", None]["group_ms_p50"] > 0, "no sum over a group"
     assert 0 < found["sum", None]["algbw_gbs"] < 0.0625, "faster than its link"
     step = found["small", "ours"]
     assert step["ratio"] == pytest.approx(step["peer_ms_p50"] / step["ms_p50"]), step
     assert step["parameters"] == 3962, "another model than gpu_rank.py has"
-    losses = found["losses of small", "ours"]
-    assert abs(losses["last_loss"] - losses["peer_last_loss"]) < 1e-4, losses
+    for way in ways:
+        losses = found["losses of small", way]
+        assert abs(losses["last_loss"] - losses["peer_last_loss"]) < 1e-4, losses
     _check_timelines(tmp_path / "timelines", result.stderr)
 
 
 def _check_timelines(folder: Path, said: str) -> None:
     """One for each thing timed at that rate that uses the engine, with all processes in it."""
     parts = {
-        "sum-65536-500mbit": ["collective.65536"],
+        "sum-262144-500mbit": ["collective.262144"],
         "small-fp32-ours-500mbit": ["weight", "bias", "round"],
     }
-    assert {path.name for path in folder.iterdir()} == set(parts)
+    buckets = {f"small-fp32-{way}-500mbit" for way in ("group", "hook")}
+    assert {path.name for path in folder.iterdir()} == set(parts) | buckets
     for name, tensors in parts.items():
         path = folder / name / "timeline.json"
         assert f"timeline: {path}" in said

@@ -23,6 +23,9 @@ pub fn measure(run: &Run, hosts: &mut Hosts, size: usize) -> Result<Fields, Stri
     if is_torch || run.is_cuda {
         ways.push(("peer_", "peer"));
     }
+    if run.ways.iter().any(|way| way == "group") {
+        ways.push(("group_", "group"));
+    }
     // One host or one GPU a host has no two levels, and gloo has no reduce-scatter.
     if is_torch && run.is_cuda && run.plan.workers > 1 && run.plan.ranks_per_host > 1 {
         ways.push(("hierarchical_", "hierarchical"));
@@ -58,7 +61,8 @@ fn report(run: &Run, size: usize, all: &[(&str, Series)], line: &Series) -> Fiel
     }
     let ours = all[0].1.median();
     if let Some((_, peer)) = all.get(1) {
-        let peers = all[1..].iter().map(|(_, series)| series.median());
+        let peers = all[1..].iter().filter(|(name, _)| *name != "group_");
+        let peers = peers.map(|(_, series)| series.median());
         let best = peers.fold(f64::INFINITY, f64::min);
         fields.insert("ratio".into(), (peer.median() / ours).into());
         fields.insert("ratio_to_best".into(), (best / ours).into());

@@ -39,6 +39,7 @@ const MODELS: &[&str] = &[
     "resnet18",
     "bert-large",
     "small",
+    "mlp",
     "bert-small",
 ];
 /// The same for JAX.
@@ -48,6 +49,8 @@ const WAYS: &[&str] = &[
     "ddp",
     "ours",
     "cross",
+    "group",
+    "hook",
     "ddp-bf16",
     "ours-bf16",
     "cross-bf16",

@@ -63,7 +63,7 @@ impl Model {
 
     /// The name of each way that goes through the engine, and what ranks are told to go it.
     pub fn ways_of_ours(&self, run: &Run) -> Vec<(String, String)> {
-        let is_ours = |way: &&String| way.starts_with("ours") || way.starts_with("cross");
+        let is_ours = |way: &&String| !way.starts_with("ddp") && !SILENT.contains(&way.as_str());
         let of_way = |way: &String| {
             (format!("{}-{}-{way}", self.name, self.precision), order(way, run.steps))
         };
