@@ -49,10 +49,9 @@ def comm_hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tens
     kind = Kind("average", dtype, _gpu.holds(buffer))
     pieces = _current_keys().of(kind, buffer.numel())
     address = buffer.data_ptr()
-    # Later buckets hold the front layers, which the next step wants first.
-    items = [
-        (tensor, address + offset, address + offset, bucket.index()) for tensor, offset in pieces
-    ]
+    # No bucket goes before others: DDP's step waits for all of them, and where later ones overtook,
+    # ranks that are a little apart would not send the same gradients.
+    items = [(tensor, address + offset, address + offset, 0) for tensor, offset in pieces]
     batch = _native.start_batch(items, stream and stream())
     device = buffer.device if stream else None
     operation = Operation("DDP's comm_hook", batch, buffer, (buffer,), (), device, None, _line)
