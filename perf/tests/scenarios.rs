@@ -57,6 +57,7 @@ scenarios! {
     sizes_of_parts "partition",
     settings_that_find_themselves "tune",
     what_the_machine_offers "probes",
+    groups_of_torch_distributed "groups",
     hosts_with_gpus "gpu-cluster",
     hosts_with_gpus_and_half_the_bytes "gpu-bert",
     hosts_with_gpus_and_servers_beside "gpu-colocated",
