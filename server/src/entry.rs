@@ -15,6 +15,7 @@ mod scaled;
 mod short;
 mod shrinking;
 mod stored;
+mod told;
 
 pub use groups::{Groups, NumberSet, Turnout, Turnouts};
 pub use optimized::Unfit;
@@ -24,8 +25,8 @@ use self::encoded::Encoded;
 use self::optimized::Optimized;
 use self::restoring::Restoring;
 use self::short::Short;
-use self::shrinking::Told;
 use self::stored::Stored;
+use self::told::Told;
 use bps_engine::base::{DType, Key, Operation, Rank, word};
 use bps_engine::limits::ALIGNMENT;
 use bps_engine::mem::{Claim, Readable, Writable, cache};

@@ -49,8 +49,9 @@ use std::sync::Arc;
 use std::time::Duration;
 use takeover::Takeover;
 use tuner::Tuner;
+pub use tuner::TuningView;
 use uneven::Uneven;
-pub use view::{JobView, NodeRole, NodeView, TuningView};
+pub use view::{JobView, NodeRole, NodeView};
 use waits::{Barriers, Reminder, Reporter, Stalls};
 
 /// A connection, numbered by whoever feeds the machine; never used twice.

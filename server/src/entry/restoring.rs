@@ -5,7 +5,7 @@
 //! All ranks that live take part, so that the next round begins when nobody is behind. Whoever has
 //! had the result gets none of its bytes.
 
-use super::shrinking::Told;
+use super::told::Told;
 use super::{Entry, NumberSet, Take};
 use bps_engine::base::{Operation, Rank};
 use bps_engine::encode::Malformed;

@@ -15,6 +15,7 @@
 #![forbid(unsafe_code)]
 
 use super::encoded::Encoded;
+use super::told::Told;
 use super::{Entry, Groups, own_bytes};
 use bps_engine::base::Rank;
 use bps_engine::limits::{ALIGNMENT, BACKUP_RANKS_MAX};
@@ -291,7 +292,7 @@ impl Entry {
             let kept = &mut short.kept[place];
             assert!(kept.is_free(), "{}: a result is kept until all have it", self.key);
             let missing = match self.result {
-                super::Told::Some { missing, .. } => missing,
+                Told::Some { missing, .. } => missing,
                 _ => 0,
             };
             *kept = Kept {

@@ -8,8 +8,9 @@
 //! contributions it holds, and which it lacks.
 
 use super::short::bits;
+use super::told::Told;
 use super::{Entry, Groups, KeptPlace, Take, Turnout};
-use bps_engine::base::{Operation, Rank, word};
+use bps_engine::base::{Operation, Rank};
 use bps_engine::encode::Malformed;
 use bps_engine::limits::ALIGNMENT;
 use bps_engine::mem::Readable;
@@ -18,41 +19,6 @@ use bps_engine::transport::LaneId;
 use bps_engine::wire::crc32c;
 use std::sync::Arc;
 use std::time::Duration;
-
-/// Whose contributions are in a result.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub(super) enum Told {
-    /// Those of all.
-    #[default]
-    All,
-    /// So many, without those of some that have died or are late.
-    Some { contributors: u32, missing: u64 },
-    /// Nobody's: the root of a broadcast has died before it gave its bytes.
-    Lost,
-}
-
-impl Told {
-    /// Of a key whose rounds need all ranks that live: who dies later ends the epoch.
-    pub(super) fn all_but_the_dead(groups: &Groups) -> Told {
-        if groups.gone().is_empty() {
-            return Told::All;
-        }
-        let missing = groups.gone().iter().fold(0, |bits, (bit, _)| bits | 1u64 << bit);
-        Told::Some { contributors: groups.ranks() - word(groups.gone().len()), missing }
-    }
-
-    pub(super) fn is_lost(self) -> bool {
-        self == Told::Lost
-    }
-
-    /// How many they are, where they are not all.
-    pub(super) fn contributors(self) -> u32 {
-        match self {
-            Told::Some { contributors, .. } => contributors,
-            Told::All | Told::Lost => 0,
-        }
-    }
-}
 
 impl Entry {
     /// Whether nothing has come of it since it was installed, and nothing is being sent.

@@ -2,8 +2,9 @@
 //! with what is below it alone, and there is an order in which to read them.
 //!
 //! A file and those in its folder (`mem/mod.rs` and `mem/pool.rs`) are one thing in pieces: what
-//! they import of each other does not count. What is imported through a file above both (by
-//! `super::Name`, where that file has the name from elsewhere) counts as that file's.
+//! they import of each other does not count. What is imported by a name that a file has from
+//! elsewhere (`super::Name`, where the file above says `pub use other::Name`) counts as that of the
+//! file that it comes from; names that come with a `*` count as those of the file that has it.
 
 use super::source::{Source, Violation, mark_tests, report, sources};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -35,20 +36,59 @@ fn crates(sources: &[Source]) -> BTreeMap<&str, Files<'_>> {
     crates
 }
 
+/// For each file, where the names come from that it has from other files.
+type Origins<'a> = BTreeMap<&'a [String], BTreeMap<String, Vec<String>>>;
+
+fn origins<'a>(files: &'a Files<'a>) -> Origins<'a> {
+    let mut origins = Origins::new();
+    for (module, source) in files {
+        let names: &mut BTreeMap<String, Vec<String>> = origins.entry(module).or_default();
+        for path in source.used_paths(|name| files.contains_key(&within(module, name))) {
+            if let Some(name) = path.last().filter(|name| *name != "*") {
+                names.insert(name.clone(), path);
+            }
+        }
+    }
+    origins
+}
+
+fn within(module: &[String], name: &str) -> Vec<String> {
+    module.iter().cloned().chain([name.to_owned()]).collect()
+}
+
+/// The file that a path leads to, and the path without detours by files that only pass a name on.
+fn resolve<'a>(
+    files: &'a Files<'a>,
+    origins: &Origins<'a>,
+    mut path: Vec<String>,
+) -> Option<(&'a [String], Vec<String>)> {
+    // Two files may give each other a name that neither has, which the compiler refuses.
+    for _ in 0..files.len() {
+        let mut lengths = (0..=path.len()).rev();
+        let (module, _) = lengths.find_map(|length| files.get_key_value(&path[..length]))?;
+        let name = path.get(module.len());
+        match name.and_then(|name| origins.get(module.as_slice())?.get(name)) {
+            Some(origin) if origin[..] != path[..=module.len()] => {
+                path = origin.iter().chain(&path[module.len() + 1..]).cloned().collect();
+            }
+            _ => return Some((module, path)),
+        }
+    }
+    None
+}
+
 /// Whether one of two modules is the other, or within it.
 fn is_one(a: &[String], b: &[String]) -> bool {
     a.starts_with(b) || b.starts_with(a)
 }
 
 fn imports<'a>(files: &'a Files<'a>) -> Imports<'a> {
-    let mut imports = Imports::new();
+    let (mut imports, origins) = (Imports::new(), origins(files));
     for (module, source) in files {
         let test = mark_tests(&source.code);
         let from: &mut BTreeMap<&[String], Import> = imports.entry(module).or_default();
         for (line, path) in source.own_paths() {
-            let lengths = (0..=path.len()).rev();
-            let mut known = lengths.filter_map(|length| files.get_key_value(&path[..length]));
-            let Some((other, _)) = known.next() else { continue };
+            let Some((other, path)) = resolve(files, &origins, path) else { continue };
             if test[line] || is_one(module, other) {
                 continue;
             }
@@ -171,6 +211,33 @@ mod tests {
         // Two programs are two crates, and what one is called says nothing of the other.
         let apart = [("perf/src/bin/p/a.rs", to_b), ("perf/src/bin/q/b.rs", to_a)];
         assert_eq!(found(&apart), [""; 0]);
+    }
+
+    #[test]
+    fn a_name_that_is_passed_on_is_imported_from_where_it_comes() {
+        let through = |above: &str, a: &str| {
+            let b = "use super::a::A;\n";
+            found(&[("tests/src/x/a.rs", a), ("tests/src/x/b.rs", b), ("tests/src/x.rs", above)])
+        };
+        let takes = "use super::{B, Own};\n";
+        for above in [
+            "mod a;\nmod b;\npub use b::B;\n",
+            "mod a;\nmod b;\npub(crate) use self::b::{B, C};\n",
+            "mod a;\nmod b;\nuse crate::x::b::B;\n",
+        ] {
+            let lines = through(above, takes);
+            assert_eq!(lines.len(), 2, "{above}: {lines:?}");
+            assert!(
+                lines[0].starts_with("tests/src/x/a.rs:1: circles: imports `B` of"),
+                "{lines:?}"
+            );
+        }
+        let passes = "mod a;\nmod b;\npub use b::B;\npub use a::A;\n";
+        // What the file above has itself, or from the one that imports it, or from another crate.
+        for harmless in ["use super::Own;\n", "use super::A;\n", "use b::B;\n"] {
+            assert_eq!(through(passes, harmless), [""; 0], "{harmless}");
+        }
+        assert_eq!(through("pub use b::B;\npub use std::B;\n", "use super::X;\n"), [""; 0]);
     }
 
     #[test]

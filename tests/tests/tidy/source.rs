@@ -152,6 +152,25 @@ impl Source {
         found
     }
 
+    /// Every path of this crate in a `use` of this file, from the crate's root. One may begin with
+    /// a module of this one, which `is_child` tells by its name. A name after `as` is not seen.
+    pub fn used_paths(&self, is_child: impl Fn(&str) -> bool) -> Vec<Vec<String>> {
+        let Some((_, module)) = self.module() else { return Vec::new() };
+        let mut found = Vec::new();
+        for (line, column) in self.places("use") {
+            let rest = self.rest(line, column);
+            let statement = rest.split(';').next().unwrap_or_default();
+            let mut paths = Vec::new();
+            take_paths(statement.trim_start(), &[], &mut paths);
+            found.extend(paths.iter().filter_map(|path| {
+                let first = path.first()?.as_str();
+                let is_own = matches!(first, "crate" | "super" | "self") || is_child(first);
+                is_own.then(|| from_root(&module, path))?
+            }));
+        }
+        found
+    }
+
     /// The code from a place on, to the end of the file, on one line.
     pub fn rest(&self, line: usize, column: usize) -> String {
         let mut rest = self.code[line][column..].to_owned();

@@ -3,6 +3,7 @@
 mod bounce;
 mod on_gpu;
 mod open_gpu;
+mod own_gpu;
 mod worker;
 
 pub use worker::Worker;

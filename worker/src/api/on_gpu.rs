@@ -1,49 +1,17 @@
 //! A rank's GPU: opening it, and tensors that are pushed from there.
 
 use super::{Worker, bounce, open_gpu};
-use crate::base::error::{Error, Refusal, SettingError, StartError};
+use crate::base::error::{Error, Refusal, StartError};
 use crate::base::lock;
 use crate::base::task::Handle;
 use crate::base::types::GpuPushPull;
-use crate::cuda::{Device, EventPool, GpuError, PooledEvent};
+use crate::cuda::PooledEvent;
 use crate::gpu::bounce::{BounceInbox, BouncePush};
 use crate::job::Job;
 use crate::job::declared::What;
 use crate::rounds::handover::GpuPush;
 use bps_engine::base::{Operation, Rank};
 use std::sync::Arc;
-
-/// Events of the GPU that are made when it is opened: two for each tensor of a model of some
-/// hundreds that is under way as a whole. More are made when they are needed.
-const EVENTS: usize = 1024;
-
-/// The GPU of this process.
-#[derive(Default)]
-pub(super) struct Gpu {
-    /// Once it is in use, with events of it.
-    device: Option<(Device, EventPool)>,
-    /// All ranks have opened theirs with it.
-    is_open: bool,
-    /// Where tensors of the host are pushed from it, once some were.
-    bounce: Option<BounceInbox>,
-}
-
-impl Gpu {
-    /// The GPU of this number.
-    fn device(&self, ordinal: u32) -> Result<(Device, EventPool), GpuError> {
-        if let Some(device) = &self.device {
-            return Ok(device.clone());
-        }
-        let open = |device: Device| Ok((device.clone(), EventPool::new(&device, EVENTS)?));
-        Device::open(ordinal).and_then(open)
-    }
-
-    fn check(&self, asked: u32) -> Result<(), SettingError> {
-        let open = self.device.as_ref().map(|(device, _)| device.ordinal());
-        open.filter(|open| *open != asked)
-            .map_or(Ok(()), |open| Err(SettingError::SecondGpu { open, asked }))
-    }
-}
 
 impl Worker {
     /// Opens the GPU of this number, as the process sees them: from now on tensors of it can be

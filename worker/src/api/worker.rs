@@ -1,6 +1,6 @@
 //! Joining a job, what can be asked of it, and leaving it.
 
-use super::on_gpu::Gpu;
+use super::own_gpu::OwnGpu;
 use crate::base::error::{Error, Refusal};
 use crate::base::lock;
 use crate::base::task::Handle;
@@ -40,7 +40,7 @@ pub(super) struct Shared {
     object_keys: Mutex<Option<ObjectKeys>>,
     pub(super) job: Option<Job>,
     pub(super) config: Config,
-    pub(super) gpu: Mutex<Gpu>,
+    pub(super) gpu: Mutex<OwnGpu>,
 }
 
 /// A rank of a job. Clones are the same one.

@@ -5,7 +5,6 @@
 //! Invariant: from `Recut` to `Apply` a rank holds rounds, so every `Recut` is followed by an
 //! `Apply`: when all have answered, or, after `BPS_STALL_TIMEOUT`, one that changes no parts.
 
-use super::view::TuningView;
 use super::{NodeId, Output, Phase, Running, Scheduler, SchedulerMessage};
 use crate::base::{Rank, word};
 use crate::proto::messages::Planning;
@@ -18,6 +17,21 @@ use std::time::Duration;
 
 /// What is wrong with a report that nobody waits for.
 pub(super) const OUT_OF_TURN: &str = "a word on settings of a job that does not tune itself";
+
+/// How far a job has come that tunes itself.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct TuningView {
+    /// Settings in force, or about to be.
+    pub point: Point,
+    /// How many were measured.
+    pub trials: u32,
+    /// Bytes a second of the last of them; 0 before the first.
+    pub rate: f64,
+    /// Bytes a second of the fastest.
+    pub best: f64,
+    /// The search is over.
+    pub is_over: bool,
+}
 
 /// The rank that measures. In a synchronous step all are as fast as the slowest.
 const PACER: Rank = Rank(0);

@@ -1,11 +1,11 @@
 //! The job as those see it who watch it: a copy, for metrics.
 
-use super::{Duration, Peer, Phase, Scheduler, Standing, Tuner};
+use super::tuner::{Tuner, TuningView};
+use super::{Duration, Peer, Phase, Scheduler, Standing};
 use crate::base::{Rank, word};
 use crate::limits::CORES_MAX;
 use crate::proto::messages::{Stall, Statistics};
 use crate::proto::paths::PathStall;
-use crate::proto::tuning::Point;
 
 /// Characters of a network interface's name, as the kernel has it.
 const INTERFACE_CHARS: usize = 15;
@@ -37,21 +37,6 @@ pub struct JobView {
     pub tuning: Option<TuningView>,
     /// Members that are there, workers by rank and then servers by index.
     pub nodes: Vec<NodeView>,
-}
-
-/// How far a job has come that tunes itself.
-#[derive(Clone, Copy, PartialEq, Debug)]
-pub struct TuningView {
-    /// Settings in force, or about to be.
-    pub point: Point,
-    /// How many were measured.
-    pub trials: u32,
-    /// Bytes a second of the last of them; 0 before the first.
-    pub rate: f64,
-    /// Bytes a second of the fastest.
-    pub best: f64,
-    /// The search is over.
-    pub is_over: bool,
 }
 
 /// What a node is.

@@ -86,7 +86,7 @@ impl Rails {
     /// # Errors
     /// No port can be opened; says why of the first.
     pub fn open(ports: Vec<Port>, numa_node: Option<u32>) -> Result<Arc<Rails>, RdmaError> {
-        Rails::open_with(Verbs::load()?, ports, numa_node, false)
+        Rails::open_with(Verbs::load().map_err(RdmaError::Library)?, ports, numa_node, false)
     }
 
     pub(super) fn open_with(

@@ -6,7 +6,6 @@
 //! (`post_send`, `post_recv`, `poll_cq`, `req_notify_cq`) go through the table of the context, as
 //! the inline functions of that header do.
 
-use super::RdmaError;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::sync::OnceLock;
 
@@ -357,7 +356,7 @@ macro_rules! functions {
             pub(super) reg_dmabuf_mr: Option<RegisterDmaBuf>,
         }
         impl Verbs {
-            fn fill(library: *mut c_void) -> Result<Verbs, RdmaError> {
+            fn fill(library: *mut c_void) -> Result<Verbs, String> {
                 Ok(Verbs { $(
                     // SAFETY: the symbol is the function of this name, whose C declaration has
                     // these parameters; a missing one is an error of `symbol`.
@@ -413,17 +412,19 @@ const LIBRARY: &CStr = c"libibverbs.so.1";
 
 impl Verbs {
     /// The library, opened and prepared by the first call. It is never closed.
-    pub(super) fn load() -> Result<&'static Verbs, RdmaError> {
+    ///
+    /// # Errors
+    /// What the dynamic linker says of a library that can't be used.
+    pub(super) fn load() -> Result<&'static Verbs, String> {
         static LOADED: OnceLock<Result<Verbs, String>> = OnceLock::new();
-        let loaded = LOADED.get_or_init(|| Verbs::open().map_err(|error| error.to_string()));
-        loaded.as_ref().map_err(|why| RdmaError::Library(why.clone()))
+        LOADED.get_or_init(Verbs::open).as_ref().map_err(String::clone)
     }
 
-    fn open() -> Result<Verbs, RdmaError> {
+    fn open() -> Result<Verbs, String> {
         // SAFETY: the name is a C string; the library's constructors are its own.
         let library = unsafe { libc::dlopen(LIBRARY.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         if library.is_null() {
-            return Err(RdmaError::Library(last_error()));
+            return Err(last_error());
         }
         let verbs = Verbs::fill(library)?;
         // A child that is forked later must not take pages from under the device. Where the kernel
@@ -435,10 +436,10 @@ impl Verbs {
     }
 }
 
-fn symbol(library: *mut c_void, name: &CStr) -> Result<*mut c_void, RdmaError> {
+fn symbol(library: *mut c_void, name: &CStr) -> Result<*mut c_void, String> {
     // SAFETY: the library was opened and is never closed; the name is a C string.
     let found = unsafe { libc::dlsym(library, name.as_ptr()) };
-    if found.is_null() { Err(RdmaError::Library(last_error())) } else { Ok(found) }
+    if found.is_null() { Err(last_error()) } else { Ok(found) }
 }
 
 /// What the dynamic linker says of the last failure.

@@ -98,7 +98,7 @@ const GENERATIONS: u32 = (1 << 31) - 1;
 /// # Errors
 /// libibverbs can't be opened, or there is no such port.
 pub fn find(interface: Option<&str>) -> Result<Vec<Port>, RdmaError> {
-    ffi::Verbs::load()?;
+    ffi::Verbs::load().map_err(RdmaError::Library)?;
     let ports = ports::find(Path::new("/"), interface);
     if ports.is_empty() {
         return Err(RdmaError::NoPort { interface: interface.map(str::to_owned) });
@@ -120,7 +120,7 @@ pub fn rails_for(config: &Config, numa_node: Option<u32>) -> Result<Option<Arc<R
     };
     match find(config.interface.as_deref()) {
         Ok(ports) => {
-            let verbs = ffi::Verbs::load()?;
+            let verbs = ffi::Verbs::load().map_err(RdmaError::Library)?;
             Rails::open_with(verbs, ports, numa_node, config.rdma_on_demand).map(Some)
         }
         Err(error) if is_demanded => Err(error),
