@@ -452,6 +452,41 @@ def test_saved_models(keras_pair, tmp_path):
     same_on_all(keras_pair, saved_and_loaded, str(tmp_path))
 
 
+# Releases
+
+KERAS = """
+class backend:
+    backend = staticmethod(lambda: {backend!r})
+"""
+
+
+@pytest.mark.parametrize(
+    ("release", "backend", "said"),
+    [
+        ("2.14.0", "tensorflow", "byteps.keras needs Keras 2.15 or later, and this is 2.14.0: "),
+        ("a fork", "tensorflow", "Keras calls itself 'a fork', which is no release: install"),
+        ("3.15.1", "numpy", "Keras runs on 'numpy', which does not train; set KERAS_BACKEND to "),
+    ],
+)
+def test_other_releases_and_back_ends_are_refused(tmp_path, release, backend, said):
+    """A stand-in for it has nothing else, as others lack what this package asks of Keras."""
+    (tmp_path / "keras.py").write_text(
+        f"__version__ = {release!r}\n" + KERAS.format(backend=backend)
+    )
+    environment = clean_environment()
+    environment["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{environment['PYTHONPATH']}"
+    result = subprocess.run(
+        [sys.executable, "-c", "import byteps.keras"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=START_SECONDS,
+        check=False,
+    )
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("byteps.errors.ConfigError: ") and said in last, result.stderr
+
+
 # Callbacks
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from byteps import _process_sets
 from byteps.errors import ConfigError
-from byteps.keras._which import keras
+from byteps.keras._which import IS_KERAS_2, keras
 
 BACKEND: str = keras.backend.backend()
 
@@ -29,17 +29,6 @@ def _framework() -> Any:
     return framework
 
 
-#: The oldest release that this was tried with.
-_FLOOR = (2, 15)
-
-_release = tuple(int(number) for number in keras.__version__.split(".")[:2])
-if _release < _FLOOR:
-    raise ConfigError(
-        f"byteps.keras needs Keras {'.'.join(map(str, _FLOOR))} or later, and this is "
-        f"{keras.__version__}: install a later one"
-    )
-#: Whether this is Keras 2, which TensorFlow 2.15 has.
-IS_KERAS_2 = _release < (3, 0)
 framework = _framework()
 
 

@@ -4,11 +4,15 @@ the package ``tf_keras``, as TensorFlow has it then."""
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 from byteps.errors import ConfigError
 
-__all__ = ["IS_TF_KERAS", "hint", "keras"]
+__all__ = ["IS_KERAS_2", "IS_TF_KERAS", "hint", "keras"]
+
+#: The oldest release that this was tried with.
+_FLOOR = (2, 15)
 
 #: As TensorFlow reads it.
 IS_TF_KERAS = os.environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True")
@@ -23,6 +27,29 @@ if IS_TF_KERAS:
         ) from error
 else:
     import keras
+
+
+def _release() -> tuple[int, int]:
+    """Raises for one that is not known, before the modules beside this one ask Keras for what it
+    may not have."""
+    own = getattr(keras, "__version__", "")
+    numbers = re.match(r"(\d+)\.(\d+)", own)
+    floor = ".".join(map(str, _FLOOR))
+    if numbers is None:
+        raise ConfigError(
+            f"byteps.keras: Keras calls itself {own!r}, which is no release: install one of "
+            f"{floor} or later"
+        )
+    found = int(numbers[1]), int(numbers[2])
+    if found < _FLOOR:
+        raise ConfigError(
+            f"byteps.keras needs Keras {floor} or later, and this is {own}: install a later one"
+        )
+    return found
+
+
+#: Whether this is Keras 2, which TensorFlow 2.15 has.
+IS_KERAS_2 = _release() < (3, 0)
 
 
 def hint(thing: Any) -> str:

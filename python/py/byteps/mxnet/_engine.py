@@ -15,6 +15,8 @@ from byteps.errors import ConfigError, TensorError
 
 #: The release whose C interface is known; there will be no other.
 _RELEASE = "1.9.1"
+#: What its library calls itself.
+_NUMBER = 10901
 _FUNCTIONS = (
     "MXEnginePushAsyncND",
     "MXShallowCopyNDArray",
@@ -43,17 +45,40 @@ _is_loaded = False
 _tokens: dict[str, Any] = {}
 
 
+def check_release() -> None:
+    """Raises for a release whose interface, or whose Python, is another.
+
+    The library is asked too: ``MXNET_LIBRARY_PATH`` may name that of another release.
+    """
+    own = getattr(mx, "__version__", "one without a version")
+    if own != _RELEASE:
+        raise _other_release(own)
+    number = ctypes.c_int()
+    library = mx.base._LIB
+    library.MXGetVersion(ctypes.byref(number))
+    if number.value != _NUMBER:
+        major, rest = divmod(number.value, 10_000)
+        release = ".".join(map(str, (major, *divmod(rest, 100))))
+        raise _other_release(f"{own} with the library of {release}, {library._name}")
+
+
+def _other_release(which: str) -> ConfigError:
+    return ConfigError(
+        f"byteps.mxnet speaks the C interface of MXNet {_RELEASE}, and this is {which}: install "
+        f"mxnet=={_RELEASE}"
+    )
+
+
+# Before the modules beside this one ask MXNet for what other releases have not.
+check_release()
+
+
 def load() -> None:
-    """Finds MXNet's functions; raises for a release whose interface is another."""
+    """Finds MXNet's functions; raises for a library that lacks one."""
     global _is_loaded
     with _lock:
         if _is_loaded:
             return
-        if mx.__version__ != _RELEASE:
-            raise ConfigError(
-                f"byteps.mxnet speaks the C interface of MXNet {_RELEASE}, and this is "
-                f"{mx.__version__}: install mxnet=={_RELEASE}"
-            )
         library = mx.base._LIB
         found = (getattr(library, name, 0) for name in _FUNCTIONS)
         _native.mxnet_functions([ctypes.cast(it, ctypes.c_void_p).value or 0 for it in found])
@@ -98,9 +123,14 @@ def exchange(
     root: int = 0,
     priority: int = 0,
     encoding: str | None = None,
+    ranks: tuple[int, ...] | None = None,
+    settles: bool = False,
 ) -> _registry.Tensor:
     """Exchanges an array in place, behind what MXNet's engine does with it before; returns at once
     what it was declared as.
+
+    It is among these ``ranks``, or all. A name that the caller has not chosen for the job as a
+    whole ``settles``: another one takes its place where it stands for another type or shape.
 
     Raises :class:`byteps.errors.MismatchError` where another rank has declared the name
     differently; what fails later is an ``MXNetError`` for whoever waits for the array.
@@ -114,12 +144,16 @@ def exchange(
         tuple(array.shape),
         operation,
         root,
+        ranks=ranks,
         encoding=encoding if is_encoded else None,
     )
+    if settles:
+        tensor = _registry.settled(tensor)
+    scope = _registry.scoped(tensor.name, ranks)
     with _lock:
-        if name not in _tokens:
-            _tokens[name] = mx.nd.zeros((1,), ctx=mx.cpu())
-        token = _tokens[name]
+        if scope not in _tokens:
+            _tokens[scope] = mx.nd.zeros((1,), ctx=mx.cpu())
+        token = _tokens[scope]
     (number,) = _registry.declare([tensor])
     size = int(np.prod(array.shape, dtype=np.int64)) * np.dtype(array.dtype).itemsize
     _native.mxnet_push_pull(array.handle.value, token.handle.value, number, size, priority)
