@@ -548,3 +548,43 @@ fn ranks_between_two_epochs_are_let_in_as_new_ones() {
     let Some(SchedulerMessage::Roster(roster)) = found else { panic!("{}", job.log()) };
     assert_eq!((roster.size, roster.epoch, roster.term), (2, Epoch(3), 2));
 }
+
+#[test]
+fn ranks_that_disagree_are_told_with_their_frameworks_by_the_next_scheduler_too() {
+    let mut job = Job::formed(3, 1, true);
+    for (at, framework) in (0..3).zip([Some("PyTorch"), Some("JAX"), None]) {
+        let Node::Worker { speaks, .. } = &mut job.members[at].register.node else {
+            unreachable!()
+        };
+        *speaks = framework.map(str::to_owned);
+    }
+    (0..3).for_each(|at| job.ask(at, Some(tensor("weights", 10))));
+    job.read();
+    // The last rank has died, and nobody who has come knows what it spoke; rank 1 comes late.
+    job.members[2].lives = false;
+    job.replace_scheduler();
+    [0, 3].into_iter().for_each(|at| job.come(at));
+    job.read();
+    job.pass(250);
+    job.come(1);
+    job.pass(PATIENCE + 250);
+    assert_eq!((job.members[0].term, &*job.members[0].gone), (2, &[Rank(2)][..]));
+    for (term, name) in [(2, "bias"), (3, "scale")] {
+        assert_eq!(job.members[0].term, term);
+        let nodes = [job.members[0].node, job.members[1].node];
+        job.bench.declare(nodes[0], 50, &[tensor(name, 10)]);
+        job.bench.declare(nodes[1], 50, &[tensor(name, 11)]);
+        for node in nodes {
+            let told = job.bench.heard(node);
+            let found = told.iter().find_map(|message| match message {
+                SchedulerMessage::Mismatch(mismatch) => Some(mismatch.frameworks.clone()),
+                _ => None,
+            });
+            let both = Frameworks { first: Some("PyTorch".into()), second: Some("JAX".into()) };
+            assert_eq!(found, Some(both), "term {term}: {told:?}");
+        }
+        // And by the one after it.
+        job.replace_scheduler();
+        job.come_all();
+    }
+}
