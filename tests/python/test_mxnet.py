@@ -538,7 +538,8 @@ def test_the_order_of_names_does_not_matter(job):
 def test_another_release_is_refused_when_it_is_imported(tmp_path, release):
     """A stand-in for it has nothing else, as others lack what this package asks of MXNet."""
     (tmp_path / "mxnet").mkdir()
-    (tmp_path / "mxnet/__init__.py").write_text(release and f"__version__ = {release!r}" or "")
+    says = f"__version__ = {release!r}" if release else ""
+    (tmp_path / "mxnet/__init__.py").write_text(says)
     environment = clean_environment()
     environment["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{environment['PYTHONPATH']}"
     result = subprocess.run(

@@ -24,6 +24,7 @@ TRAIN = """
 import hashlib, json, os, sys, time
 import torch
 import byteps.torch as bps
+from byteps.errors import MismatchError
 
 log, absent, suspend, stop = sys.argv[1:]
 bps.init()
@@ -53,6 +54,11 @@ while True:
         bps.suspend()
         bps.resume(bps.size(), 1)
         write(resumed=True)
+    if ends and asked:
+        try:
+            bps.push_pull(torch.ones(3 + bps.rank()), name="declared differently")
+        except MismatchError as error:
+            write(frameworks=sorted(error.frameworks.items()))
     if ends:
         break
     time.sleep(0.005)
@@ -189,6 +195,9 @@ def test_training_goes_on_without_a_scheduler_and_the_next_one_serves_what_was_a
     job.says("scheduler", "term 3: ")
     job.train_on(20)
     job.end()
+    # It knows what ranks speak, which they had told the first one when the job formed.
+    told = [line["frameworks"] for line in job.lines() if "frameworks" in line]
+    assert told == [[[0, "PyTorch"], [1, "PyTorch"]]] * RANKS
 
 
 def test_without_another_scheduler_the_job_ends_by_a_typed_error_that_names_it(start):

@@ -584,7 +584,7 @@ def test_other_releases_are_refused(monkeypatch):
 
 @pytest.mark.parametrize("name", ["", "libtensorflow_framework.so.2"])
 def test_another_library_is_refused(tmp_path, name):
-    """One without any of the functions stands in for that of a release to come, or there is none."""
+    """One without any function stands in for that of a release to come, or there is none."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("there is no cc: install gcc")

@@ -8,7 +8,8 @@ from typing import Any
 
 from byteps import _process_sets
 from byteps.errors import ConfigError
-from byteps.keras._which import IS_KERAS_2, keras
+from byteps.keras._which import IS_KERAS_2 as IS_KERAS_2
+from byteps.keras._which import keras
 
 BACKEND: str = keras.backend.backend()
 
