@@ -78,9 +78,34 @@ HOROVOD = {
     "keras": f"{COMMON} {BUILT} global_process_set Compression callbacks elastic Average Sum "
     "Adasum DistributedOptimizer PartialDistributedOptimizer broadcast_global_variables allreduce "
     "allgather broadcast reducescatter load_model",
+    "mxnet": f"{COMMON} {BUILT} {PROCESS_SETS} Compression allgather allgather_object "
+    "broadcast_object allreduce allreduce_ grouped_allreduce grouped_allreduce_ alltoall broadcast "
+    "broadcast_ broadcast_parameters DistributedOptimizer DistributedTrainer grouped_allgather "
+    "reducescatter grouped_reducescatter Average Sum Adasum Min Max Product join barrier",
     "keras/elastic.py": "KerasState CommitStateCallback UpdateBatchStateCallback "
     "UpdateEpochStateCallback run",
     "tensorflow/elastic.py": "TensorFlowState TensorFlowKerasState run",
+}
+#: Horovod's arguments of its module for MXNet, all of which are taken by name.
+SCALES = "prescale_factor postscale_factor process_set"
+HOROVOD_ARGUMENTS = {
+    "allreduce": f"tensor average name priority {SCALES} op",
+    "allreduce_": f"tensor average name priority {SCALES} op",
+    "grouped_allreduce": f"tensors average name priority {SCALES} op",
+    "grouped_allreduce_": f"tensors average name priority {SCALES} op",
+    "allgather": "tensor name priority process_set",
+    "grouped_allgather": "tensors name priority process_set",
+    "broadcast": "tensor root_rank name priority process_set",
+    "broadcast_": "tensor root_rank name priority process_set",
+    "alltoall": "tensor splits name priority process_set",
+    "reducescatter": f"tensor op name priority {SCALES}",
+    "grouped_reducescatter": f"tensors op name priority {SCALES}",
+    "broadcast_object": "obj root_rank name process_set",
+    "allgather_object": "obj name process_set",
+    "broadcast_parameters": "params root_rank prefix",
+    "DistributedOptimizer": "optimizer gradient_predivide_factor num_groups process_set",
+    "DistributedTrainer": "params optimizer optimizer_params compression "
+    "gradient_predivide_factor prefix num_groups process_set",
 }
 
 
@@ -145,6 +170,12 @@ def test_horovod(module):
     told = text[text.index("### Names that are not there") :]
     untold = sorted(name for name in missing if f"`{name}`" not in told)
     assert not untold, f"neither in byteps.{module} nor in {DOCUMENT.name}: {untold}"
+
+
+@pytest.mark.parametrize("name", HOROVOD_ARGUMENTS)
+def test_horovods_arguments_for_mxnet(name):
+    missing = set(HOROVOD_ARGUMENTS[name].split()) - set(arguments("mxnet", name))
+    assert not missing
 
 
 @pytest.mark.parametrize("module", ["tensorflow", "keras", "mxnet"])

@@ -1,4 +1,5 @@
-"""``import horovod.torch`` in programs of ByteScheduler's: byteps.torch under that name.
+"""``import horovod.torch`` in programs of ByteScheduler's: byteps.torch under that name; and so
+``horovod.mxnet``.
 
 Nothing is installed by the name of Horovod, and one that is installed is found first, unless the
 program was started by ``python -m bytescheduler``.
@@ -18,6 +19,7 @@ _ANSWERS: dict[str, str | None] = {
     "horovod": None,
     "horovod.common": None,
     "horovod.common.exceptions": "byteps.errors",
+    "horovod.mxnet": "byteps.mxnet",
     "horovod.torch": "byteps.torch",
     "horovod.torch.elastic": "byteps.torch.elastic",
 }

@@ -12,23 +12,47 @@ its exchange.
 from typing import Any
 
 from byteps import _joining, _mxnet_role, common
-from byteps._operations import Average, Sum
+from byteps._operations import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from byteps.common import (
+    ProcessSet,
+    add_process_set,
     barrier,
+    ccl_built,
     cross_rank,
     cross_size,
+    cuda_built,
+    ddl_built,
+    get_process_set_ids_and_ranks,
     get_pushpull_speed,
+    global_process_set,
+    gloo_built,
+    gloo_enabled,
     is_homogeneous,
     is_initialized,
     local_rank,
     local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
     rank,
+    remove_process_set,
+    rocm_built,
     size,
     start_timeline,
     stop_timeline,
 )
 from byteps.mxnet import _engine
 from byteps.mxnet.compression import Compression
+from byteps.mxnet.gather import (
+    allgather,
+    allgather_object,
+    alltoall,
+    broadcast_object,
+    grouped_allgather,
+    grouped_reducescatter,
+    reducescatter,
+)
 from byteps.mxnet.kvstore import BytePS, Dist_BytePS
 from byteps.mxnet.ops import (
     broadcast_parameters,
@@ -38,35 +62,76 @@ from byteps.mxnet.ops import (
     push_pull,
 )
 from byteps.mxnet.optimizer import DistributedOptimizer, DistributedTrainer
+from byteps.mxnet.reductions import (
+    allreduce,
+    allreduce_,
+    broadcast,
+    broadcast_,
+    grouped_allreduce,
+    grouped_allreduce_,
+)
 
 # It has run by now where this process is not a worker: before MXNet is imported.
 del _mxnet_role
 
 __all__ = [
+    "Adasum",
     "Average",
     "BytePS",
     "Compression",
     "Dist_BytePS",
     "DistributedOptimizer",
     "DistributedTrainer",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
+    "ReduceOp",
     "Sum",
+    "add_process_set",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "alltoall",
     "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_object",
     "broadcast_parameters",
     "byteps_declare_tensor",
     "byteps_push_pull",
+    "ccl_built",
     "cross_rank",
     "cross_size",
+    "cuda_built",
+    "ddl_built",
     "declare",
+    "get_process_set_ids_and_ranks",
     "get_pushpull_speed",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_reducescatter",
     "init",
     "is_homogeneous",
     "is_initialized",
     "join",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
     "push_pull",
     "rank",
+    "reducescatter",
+    "remove_process_set",
     "resume",
+    "rocm_built",
     "shutdown",
     "size",
     "start_timeline",
@@ -75,13 +140,13 @@ __all__ = [
 ]
 
 
-def init(lazy: Any = True) -> None:
+def init(lazy: Any = True, comm: Any = None, process_sets: Any = None) -> None:
     """Starts the engine of this process and returns when all nodes of the job are there.
 
     See :func:`byteps.common.init`.
     """
     _engine.load()
-    common.init(lazy)
+    common.init(lazy, comm, process_sets)
 
 
 def shutdown() -> None:

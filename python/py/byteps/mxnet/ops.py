@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import mxnet as mx
-from byteps import _registry
+from byteps import _process_sets, _registry
 from byteps._objects import BROADCAST_PRIORITY, check_root
 from byteps.mxnet import _engine
 from byteps.mxnet.compression import Compression
@@ -18,6 +18,8 @@ __all__ = [
     "declare",
     "push_pull",
 ]
+
+Ranks = tuple[int, ...] | None
 
 #: How names are encoded, as they were declared.
 _encodings: dict[str, str | None] = {}
@@ -68,45 +70,56 @@ def byteps_push_pull(
             the rank that comes first, an ``MXNetError`` for whoever waits for the array.
     """
     del version
-    text = name.decode() if isinstance(name, bytes) else name
-    if text is None:
-        # Apart from those of other frameworks, whose names change their meaning when the last
-        # operation is over: here it may not have begun.
-        text = f"mxnet.{_registry.unnamed(1)[0]}"
+    text = name_of(name)
     operation = "average" if is_average else "sum"
-    encoding = _encodings.get(text)
-    _engine.exchange(tensor, text, operation, priority=priority, encoding=encoding)
+    _engine.exchange(tensor, text, operation, priority=priority, encoding=encoding_of(text))
 
 
 push_pull = byteps_push_pull
 
 
-def broadcast_arrays(named: list[tuple[str, Any]], root_rank: int) -> None:
+def name_of(name: str | bytes | None, ranks: Ranks = None) -> str:
+    """The name, as text, or one that follows from the order of the calls."""
+    if name is None:
+        # Apart from those of other frameworks, whose names change their meaning when the last
+        # operation is over: here it may not have begun.
+        return f"mxnet.{_registry.unnamed(1, ranks)[0]}"
+    return name.decode() if isinstance(name, bytes) else name
+
+
+def encoding_of(name: str) -> str | None:
+    """How this name was declared to be encoded."""
+    return _encodings.get(name)
+
+
+def broadcast_arrays(named: list[tuple[str, Any]], root_rank: int, ranks: Ranks = None) -> None:
     """Overwrites these arrays with those of the root, and waits for them.
 
     Through copies: an array that was used by then may be in a layout of MXNet's own.
     """
-    check_root(root_rank, None)
+    check_root(root_rank, ranks)
     copies = []
     for name, array in named:
         _engine.dtype_of(array, name)
         copy = mx.nd.array(array.asnumpy(), ctx=mx.cpu(), dtype=array.dtype)
-        _engine.exchange(copy, name, "broadcast", root_rank, BROADCAST_PRIORITY)
+        _engine.exchange(
+            *(copy, name, "broadcast", root_rank, BROADCAST_PRIORITY), ranks=ranks, settles=True
+        )
         copies.append(copy)
     for (_, array), copy in zip(named, copies, strict=True):
         copy.copyto(array)
         array.wait_to_read()
 
 
-def broadcast_gluon(named: list[tuple[str, Any]], root_rank: int) -> None:
+def broadcast_gluon(named: list[tuple[str, Any]], root_rank: int, ranks: Ranks = None) -> None:
     """Overwrites Gluon's parameters with those of the root: now, or when they get their shape."""
     ready: list[tuple[str, Any]] = []
     for name, param in named:
         if param._deferred_init:
-            _broadcast_when_initialised(param, name, root_rank)
+            _broadcast_when_initialised(param, name, root_rank, ranks)
         else:
             ready += _of_each_device(name, param)
-    broadcast_arrays(ready, root_rank)
+    broadcast_arrays(ready, root_rank, ranks)
 
 
 def _of_each_device(name: str, param: Any) -> list[tuple[str, Any]]:
@@ -115,7 +128,7 @@ def _of_each_device(name: str, param: Any) -> list[tuple[str, Any]]:
     ]
 
 
-def _broadcast_when_initialised(param: Any, name: str, root_rank: int) -> None:
+def _broadcast_when_initialised(param: Any, name: str, root_rank: int, ranks: Ranks) -> None:
     """The first forward pass gives it a shape and values, and is to compute with the root's."""
     initialise = param._init_impl
 
@@ -123,12 +136,17 @@ def _broadcast_when_initialised(param: Any, name: str, root_rank: int) -> None:
         # A trainer may wait for it besides whoever has broadcast it before.
         vars(param).pop("_init_impl", None)
         initialise(*arguments)
-        broadcast_arrays(_of_each_device(name, param), root_rank)
+        broadcast_arrays(_of_each_device(name, param), root_rank, ranks)
 
     param._init_impl = then_broadcast
 
 
-def broadcast_parameters(params: Mapping[str, Any], root_rank: int = 0) -> None:
+def broadcast_parameters(
+    params: Mapping[str, Any],
+    root_rank: int = 0,
+    prefix: str | None = None,
+    process_set: Any = None,
+) -> None:
     """Overwrites parameters with those of one rank, and returns when they are there.
 
     Gluon's parameters that have no shape yet are overwritten when they get it: in the first forward
@@ -139,16 +157,21 @@ def broadcast_parameters(params: Mapping[str, Any], root_rank: int = 0) -> None:
             ``Module.get_params()`` give them. They are matched in the order of their names, so
             prefixes that Gluon numbers may differ between ranks.
         root_rank: Whose they are.
+        prefix: What their names in the job begin with. Models whose shapes differ need none.
+        process_set: A :class:`~byteps.common.ProcessSet` of the ranks that take part.
 
     Raises:
+        byteps.errors.ConfigError: for a root that is none of the ranks.
         byteps.errors.TensorError: for what cannot be exchanged.
         mxnet.MXNetError: where the exchange fails.
     """
+    ranks = _process_sets.ranks_of(process_set)
+    check_root(root_rank, ranks)
     arrays: list[tuple[str, Any]] = []
     of_gluon: list[tuple[str, Any]] = []
     for index, name in enumerate(sorted(params)):
         value = params[name]
         kind = of_gluon if isinstance(value, mx.gluon.Parameter) else arrays
-        kind.append((f"parameter_{index}", value))
-    broadcast_arrays(arrays, root_rank)
-    broadcast_gluon(of_gluon, root_rank)
+        kind.append((f"{prefix or ''}parameter_{index}", value))
+    broadcast_arrays(arrays, root_rank, ranks)
+    broadcast_gluon(of_gluon, root_rank, ranks)

@@ -4,17 +4,42 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import mxnet as mx
-from byteps import _native, _registry
+from byteps import _native, _process_sets, _registry
 from byteps._objects import check_root
 from byteps.errors import ConfigError
-from byteps.mxnet import _engine
+from byteps.mxnet import _engine, ops, reductions
 from byteps.mxnet.compression import Compression
-from byteps.mxnet.ops import broadcast_gluon, byteps_push_pull
+from byteps.mxnet.ops import broadcast_gluon
 
 __all__ = ["DistributedOptimizer", "DistributedTrainer"]
+
+
+class _How(NamedTuple):
+    """What is done with gradients beside averaging them."""
+
+    factor: float
+    process_set: Any
+
+    def takes_part(self) -> bool:
+        """Whether this rank is one of those whose gradients are averaged."""
+        members = _process_sets.added(self.process_set)
+        return members is None or bool(members.included())
+
+    def ranks(self) -> ops.Ranks:
+        """Those ranks, of which this is one."""
+        return _process_sets.ranks_of(self.process_set)
+
+
+def _how(factor: float, num_groups: int, process_set: Any) -> _How:
+    if not factor > 0:
+        raise ConfigError(f"gradient_predivide_factor={factor}: a number above 0 is wanted")
+    if num_groups < 0:
+        raise ConfigError(f"num_groups={num_groups}: 0 or more")
+    _process_sets.added(process_set)
+    return _How(factor, process_set)
 
 
 class DistributedOptimizer(mx.optimizer.Optimizer):
@@ -26,14 +51,26 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
 
     Args:
         optimizer: Any optimizer; it averages over the batch of this rank (``rescale_grad``).
+        gradient_predivide_factor: What gradients are divided by before they are averaged, and
+            multiplied by after it, so that sums of float16 stay small.
+        num_groups: There for Horovod's callers, which choose what is sent together; not used.
+        process_set: A :class:`~byteps.common.ProcessSet` of the ranks whose gradients are averaged;
+            on others they stay as they are.
 
     Raises:
-        byteps.errors.ConfigError: for what is no optimizer.
+        byteps.errors.ConfigError: for what is no optimizer, or options that are none.
     """
 
     _wrapped: Any
+    _how: _How
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        gradient_predivide_factor: float = 1.0,
+        num_groups: int = 0,
+        process_set: Any = None,
+    ) -> None:
         if not isinstance(optimizer, mx.optimizer.Optimizer):
             raise ConfigError(
                 f"DistributedOptimizer wants an optimizer, and this is {optimizer!r}: make one "
@@ -43,6 +80,8 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
             optimizer = optimizer._wrapped
         # Not the constructor of the base: what it would set is for the wrapped one to have.
         object.__setattr__(self, "_wrapped", optimizer)
+        how = _how(gradient_predivide_factor, num_groups, process_set)
+        object.__setattr__(self, "_how", how)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "_wrapped"), name)
@@ -52,12 +91,20 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
         setattr(self._wrapped, name, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return DistributedOptimizer, (self._wrapped,)
+        return DistributedOptimizer, (self._wrapped, self._how.factor, 0, self._how.process_set)
 
     def _average(self, index: Any, grad: Any) -> None:
+        if not self._how.takes_part():
+            return
+        ranks, factor = self._how.ranks(), self._how.factor
         indices, grads = (index, grad) if isinstance(index, (list, tuple)) else ([index], [grad])
         for number, array in zip(indices, grads, strict=True):
-            byteps_push_pull(array, priority=-number, name=f"gradient_{number}")
+            name = f"gradient_{number}"
+            reductions.scale(array, 1 / factor)
+            _engine.exchange(
+                *(array, name, "average", 0, -number, ops.encoding_of(name)), ranks=ranks
+            )
+            reductions.scale(array, factor)
 
     def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
         """Averages the gradients, then updates the weights; indices may be one or a list."""
@@ -110,10 +157,17 @@ class DistributedTrainer(mx.gluon.Trainer):
         compression_params: BytePS's, as :meth:`Compression.from_params` documents them, but for
             ``momentum``; or one of :class:`Compression`. What error feedback has left out is scaled
             when the learning rate changes.
+        compression: The same under Horovod's name.
+        gradient_predivide_factor, num_groups: As for :class:`DistributedOptimizer`.
+        prefix: What the names of its gradients and parameters begin with. Without it trainers are
+            numbered, and have names of their own anyway.
+        process_set: A :class:`~byteps.common.ProcessSet` of the ranks that train together, from the
+            parameters of ``root_rank`` or, where that is none of them, of the first. Others train
+            by themselves.
 
     Raises:
-        byteps.errors.ConfigError: for sparse parameters, several devices, or a compression that
-            is not known.
+        byteps.errors.ConfigError: for sparse parameters, several devices, or options that are not
+            known.
     """
 
     def __init__(
@@ -123,7 +177,20 @@ class DistributedTrainer(mx.gluon.Trainer):
         optimizer_params: Mapping[str, Any] | None = None,
         root_rank: int = 0,
         compression_params: Any = None,
+        compression: Any = None,
+        gradient_predivide_factor: float = 1.0,
+        prefix: str | None = None,
+        num_groups: int = 0,
+        process_set: Any = None,
     ) -> None:
+        if not isinstance(root_rank, int):
+            raise ConfigError(
+                f"root_rank={root_rank!r}: a number is wanted; Horovod's arguments from "
+                "'compression' on are given by name here"
+            )
+        if compression is not None and compression_params is not None:
+            raise ConfigError("give compression or compression_params, not both")
+        self._how = _how(gradient_predivide_factor, num_groups, process_set)
         check_root(root_rank, None)
         if isinstance(optimizer, DistributedOptimizer):
             warnings.warn(
@@ -132,7 +199,9 @@ class DistributedTrainer(mx.gluon.Trainer):
                 stacklevel=2,
             )
             optimizer = optimizer._wrapped
-        self._encoding = _encoding_of(compression_params)
+        self._encoding = _encoding_of(
+            compression if compression_params is None else compression_params
+        )
         super().__init__(params, optimizer, optimizer_params, kvstore=None)
         if self._contains_sparse_weight or self._contains_sparse_grad:
             raise ConfigError(
@@ -144,24 +213,35 @@ class DistributedTrainer(mx.gluon.Trainer):
                 f"DistributedTrainer trains on one device, and the parameters are on "
                 f"{self._contexts}: start a process for each device"
             )
-        # Two trainers of a process have gradients of the same numbers.
-        number = _registry.count_up("trainers of MXNet")
-        self._prefix = f"trainer_{number}." if number else ""
+        if prefix is None:
+            # Two trainers of a process have gradients of the same numbers.
+            number = _registry.count_up("trainers of MXNet")
+            prefix = f"trainer_{number}." if number else ""
+        self._prefix = prefix
         self._sent: set[_registry.Tensor] = set()
         self._rate: float | None = None
+        if not self._how.takes_part():
+            return
+        ranks = self._how.ranks()
+        root = root_rank if ranks is None or root_rank in ranks else ranks[0]
         params = enumerate(self._params)
         broadcast_gluon(
-            [(f"{self._prefix}parameter_{index}", param) for index, param in params], root_rank
+            [(f"{prefix}parameter_{index}", param) for index, param in params], root, ranks
         )
 
     def _allreduce_grads(self) -> None:
+        if not self._how.takes_part():
+            return
+        ranks, factor = self._how.ranks(), self._how.factor
         self._follow_rate()
         for index, param in enumerate(self._params):
             if param.grad_req != "null":
-                name = f"{self._prefix}gradient_{index}"
+                grad, name = param.grad(), f"{self._prefix}gradient_{index}"
+                reductions.scale(grad, 1 / factor)
                 sent = _engine.exchange(
-                    param.grad(), name, "average", priority=-index, encoding=self._encoding
+                    *(grad, name, "average", 0, -index, self._encoding), ranks=ranks
                 )
+                reductions.scale(grad, factor)
                 self._sent.add(sent)
 
     def _follow_rate(self) -> None:
