@@ -16,7 +16,8 @@ pytest.importorskip(
     "tensorflow", reason="TensorFlow is not installed; python/environment installs it"
 )
 
-from byteps.errors import ConfigError, MismatchError, PeerDiedError
+import keras_cells
+from byteps.errors import ConfigError, MismatchError
 from cluster import Cluster, clean_environment
 from tensorflow_ranks import on_ranks
 from test_failures import launch
@@ -257,133 +258,52 @@ def test_normalization_over_ranks(keras_pair, mask):
     keras_pair.run(on_ranks(normalized), mask)
 
 
-def killed_in_fit():
-    import signal
-    import time
-
-    import byteps.keras as bps
-    import keras_ranks
-
-    class Dies(keras_ranks.keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch, logs=None):
-            if epoch == 1 and bps.rank() == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    model = keras_ranks.network(1, bps.DistributedOptimizer(keras_ranks.momentum()))
-    begun = time.monotonic()
-    with pytest.raises(PeerDiedError, match="rank 1"), bps.typed_errors():
-        model.fit(*keras_ranks.data(), 12, epochs=3, verbose=0, callbacks=[Dies()])
-    return time.monotonic() - begun
+def pair_on(backend):
+    if importlib.util.find_spec(backend) is None:
+        pytest.skip(f"{backend} is not installed; python/environment installs it")
+    return Cluster(2, environment={"KERAS_BACKEND": backend})
 
 
-def test_a_killed_rank_is_an_error_in_fit():
-    with Cluster(2) as cluster:
-        cluster.start(on_ranks(killed_in_fit))
-        cluster.results(timeout=START_SECONDS, ranks=[0])
+@pytest.fixture(scope="module")
+def jax_pair():
+    with pair_on("jax") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def torch_pair():
+    with pair_on("torch") as cluster:
+        yield cluster
+
+
+@pytest.fixture(params=["keras_pair", "jax_pair", "torch_pair"])
+def back_end(request):
+    """Two ranks on each back end."""
+    cluster = request.getfixturevalue(request.param)
+    wanted = {"keras_pair": "tensorflow"}.get(request.param, request.param.removesuffix("_pair"))
+    found = cluster.run(keras_cells.on_ranks(keras_cells.backend), timeout=START_SECONDS)
+    assert found == [wanted] * 2
+    return cluster
+
+
+CELLS = ["uses_nothing", "traced_again", "in_another_order", "raises_in_a_step", "disagrees"]
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_what_steps_do(back_end, cell):
+    function = keras_cells.on_ranks(getattr(keras_cells, cell))
+    results = back_end.run(function, timeout=START_SECONDS)
+    assert results[0] == results[1], "all ranks have the same bits"
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
+def test_a_killed_rank_is_an_error_in_fit(backend):
+    with pair_on(backend) as cluster:
+        cluster.start(keras_cells.on_ranks(keras_cells.killed_in_fit))
+        (waited,) = cluster.results(timeout=START_SECONDS, ranks=[0])
+        cluster.broken = True
         cluster.kill()
-
-
-def raises_in_a_step():
-    """An error in a step, after its exchange, on all ranks: the next step works."""
-    import byteps.keras as bps
-    import keras_ranks
-
-    class Breaks(keras_ranks.keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            if batch == 0:
-                raise ZeroDivisionError("in a step")
-
-    model = keras_ranks.network(1, bps.DistributedOptimizer(keras_ranks.momentum()))
-    with pytest.raises(ZeroDivisionError, match="in a step"):
-        model.fit(*keras_ranks.data(), 12, verbose=0, callbacks=[Breaks()])
-    assert model.fit(*keras_ranks.data(), 12, verbose=0).history["loss"][0] > 0
-
-
-def test_an_error_in_a_step_leaves_the_next_one_whole(keras_pair):
-    keras_pair.run(on_ranks(raises_in_a_step))
-
-
-def uses_nothing():
-    """Gradients that no optimizer gets, and results that nobody reads, disturb no training."""
-    import keras
-    import numpy as np
-    import tensorflow as tf
-
-    import byteps.keras as bps
-    import keras_ranks
-
-    class Forgets(keras_ranks.keras.Sequential):
-        """Exchanges in its step what it never uses, in a program and behind each batch."""
-
-        def train_step(self, batch):
-            bps.push_pull(tf.reduce_mean(batch[0]), "keras.forgotten")
-            return super().train_step(batch)
-
-    class Drops(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            bps.push_pull(np.ones(1000), "keras.dropped")
-
-    def trained(kind, *callbacks):
-        keras.utils.set_random_seed(4)
-        layers = [keras.Input((5,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)]
-        model = kind(layers)
-        model.compile(bps.DistributedOptimizer(keras_ranks.momentum()), "mse")
-        model.fit(*keras_ranks.data(bps.rank(), 2), 6, 3, verbose=0, callbacks=list(callbacks))
-        return model.get_weights()
-
-    forgetful, plain = trained(Forgets, Drops()), trained(keras.Sequential)
-    assert all(np.array_equal(*pair) for pair in zip(forgetful, plain, strict=True))
-    assert np.array_equal(bps.push_pull(np.ones(2), "keras.used"), np.ones(2))
-    return [one.tobytes() for one in forgetful]
-
-
-def test_results_that_nobody_uses(keras_pair):
-    same_on_all(keras_pair, uses_nothing)
-
-
-def traced_again():
-    """One rank traces its programs more often than the other, and builds them anew."""
-    import numpy as np
-
-    import byteps.keras as bps
-    import keras_ranks
-
-    model = keras_ranks.network(5, bps.DistributedOptimizer(keras_ranks.momentum()))
-    features, labels = keras_ranks.data(bps.rank(), 2)
-    rows = [12, 4] if bps.rank() == 0 else [12, 4, 3, 1]
-    for count in rows:  # Of these, no gradients are exchanged.
-        model.test_on_batch(features[:count], labels[:count])
-    for count in (12, 5, 12, 3):
-        model.train_on_batch(features[:count], labels[:count])
-    if bps.rank() == 1:
-        model.make_train_function(force=True)
-    model.train_on_batch(features, labels)
-    assert np.isfinite(model.get_weights()[0]).all()
-    return [one.tobytes() for one in model.get_weights()]
-
-
-def test_a_program_that_is_traced_again(keras_pair):
-    same_on_all(keras_pair, traced_again)
-
-
-def in_another_order():
-    """The ranks call in another order, each by a thread of its own for what waits."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    import numpy as np
-
-    import byteps.keras as bps
-
-    names = [f"keras.order.{number}" for number in range(4)]
-    own = names if bps.rank() == 0 else names[::-1]
-    with ThreadPoolExecutor(len(own)) as threads:
-        started = [threads.submit(bps.push_pull, np.full(3, float(one[-1])), one) for one in own]
-        found = {name: one.result() for name, one in zip(own, started, strict=True)}
-    assert all(np.array_equal(found[name], np.full(3, float(name[-1]))) for name in names)
-
-
-def test_the_order_of_names_does_not_matter(keras_pair):
-    keras_pair.run(on_ranks(in_another_order))
+    assert waited < keras_cells.NOTICED_SECONDS
 
 
 TRAIN_ON_A_BACK_END = """
