@@ -126,6 +126,12 @@ pub fn epoch() -> PyResult<u32> {
     Ok(engine()?.epoch())
 }
 
+/// Whether rounds of this job go on without ranks that die.
+#[pyfunction]
+pub fn shrinks() -> PyResult<bool> {
+    Ok(engine()?.shrinks())
+}
+
 /// Nodes that wait to be let into an elastic job; `None` in any other.
 #[pyfunction]
 pub fn newcomers() -> PyResult<Option<u32>> {

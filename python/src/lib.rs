@@ -37,7 +37,7 @@ mod _native {
     use super::context::{
         backup_workers, barrier, enables_async, epoch, has_left, host_id, init, is_forked,
         is_initialized, is_to_leave, local_rank, local_size, may_return, newcomers, object_key,
-        rank, shutdown, size, speed, start_timeline, stop_timeline, take_notice,
+        rank, shrinks, shutdown, size, speed, start_timeline, stop_timeline, take_notice,
     };
     #[pymodule_export]
     use super::declared::{declare_by, forget_numbers};

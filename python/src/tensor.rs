@@ -39,10 +39,20 @@ pub fn use_gpu(py: Python<'_>, ordinal: u32) -> PyResult<()> {
 }
 
 /// What a tensor is: name, data type, shape, operation, root, on the GPU, the ranks that push it,
-/// or `None` for all, how it is encoded, if it is, and how its value stays on the servers, if it
-/// does.
-type Said =
-    (String, String, Vec<u64>, String, u32, bool, Option<Vec<u32>>, Option<String>, Option<Stored>);
+/// or `None` for all, how it is encoded, if it is, how its value stays on the servers, if it does,
+/// and the one rank that gets its results, if not all do.
+type Said = (
+    String,
+    String,
+    Vec<u64>,
+    String,
+    u32,
+    bool,
+    Option<Vec<u32>>,
+    Option<String>,
+    Option<Stored>,
+    Option<u32>,
+);
 
 /// How a value stays on the servers.
 #[derive(FromPyObject)]
@@ -64,7 +74,19 @@ pub fn declare(py: Python<'_>, tensors: Vec<Said>) -> PyResult<Vec<u32>> {
     let worker = engine()?;
     let declarations = tensors
         .into_iter()
-        .map(|(name, dtype, dimensions, operation, root, device, ranks, encoding, store)| {
+        .map(|said| {
+            let (
+                name,
+                dtype,
+                dimensions,
+                operation,
+                root,
+                device,
+                ranks,
+                encoding,
+                store,
+                receiver,
+            ) = said;
             let members = ranks.map(|ranks| ranks.into_iter().map(Rank).collect());
             let members = members.map_or(Ok(Members::ALL), Members::new);
             Ok(Declaration {
@@ -78,6 +100,7 @@ pub fn declare(py: Python<'_>, tensors: Vec<Said>) -> PyResult<Vec<u32>> {
                 members: members.map_err(|cause| {
                     error::raise("ConfigError", format!("tensor `{name}`: {cause}"))
                 })?,
+                receiver: receiver.map(Rank),
                 encoding: encoding.map(|text| encoding_of(&text)).transpose()?,
                 store: store.map(store_of).transpose()?,
                 name,

@@ -10,8 +10,19 @@ use bps_worker::{Follow, TensorId, Worker};
 use pyo3::prelude::*;
 use std::time::Duration;
 
-/// What `declare` takes, and how often it is to be pushed in all.
-type Told = (String, String, Vec<u64>, String, u32, bool, Option<Vec<u32>>, Option<String>, u64);
+/// What `declare` takes but for a store, and how often it is to be pushed in all.
+type Told = (
+    String,
+    String,
+    Vec<u64>,
+    String,
+    u32,
+    bool,
+    Option<Vec<u32>>,
+    Option<String>,
+    Option<u32>,
+    u64,
+);
 
 /// What a rank that has joined is told.
 #[derive(IntoPyObject)]
@@ -62,6 +73,7 @@ fn told(followed: Followed) -> Told {
         said.device,
         (!said.members.is_all()).then(listed),
         said.encoding.map(|encoding| encoding.to_string()),
+        said.receiver.map(|receiver| receiver.0),
         pushes,
     )
 }

@@ -62,6 +62,8 @@ pub struct Entry {
     pub bytes: usize,
     /// What a round computes.
     pub operation: Operation,
+    /// The rank that gets its results, if not all do.
+    receiver: Option<Rank>,
     /// Rounds published so far; the open one is the next. Of a stored key: the version of its
     /// value, which is how many contributions it holds.
     pub round: u64,
@@ -150,6 +152,7 @@ impl Entry {
             dtype: spec.dtype,
             bytes: spec.bytes as usize,
             operation: spec.operation,
+            receiver: spec.receiver,
             round: spec.rounds,
             open: None,
             told: None,
@@ -214,6 +217,12 @@ impl Entry {
     pub fn encoding(&self) -> Option<Encoding> {
         let optimized = self.optimized.as_ref().and_then(|optimized| optimized.encoding());
         self.encoded.as_ref().map(|encoded| encoded.encoding()).or(optimized)
+    }
+
+    /// The rank that gets its results, if not all do.
+    #[must_use]
+    pub fn receiver(&self) -> Option<Rank> {
+        self.receiver
     }
 
     /// How its value is kept between rounds, if it is.
@@ -299,7 +308,7 @@ impl Entry {
 
     /// Whether a contribution of this rank, which is one of [these](Self::groups), may have this
     /// form and so many bytes, if it [can be](Self::check_act) for this. In the group of a
-    /// broadcast's root, only the root may speak.
+    /// broadcast's root, only the root may speak, and in that of a receiver only the receiver.
     #[must_use]
     pub fn takes(&self, rank: Rank, (form, length): (Form, usize), act: Act) -> bool {
         let may_choose = self.encoded.as_ref().is_some_and(|encoded| encoded.encoding().auto);
@@ -312,6 +321,10 @@ impl Entry {
         if let Some(stored) = &self.stored {
             let has_bytes = stored.takes_bytes(rank, self.groups.of(rank));
             return length == if has_bytes { self.bytes } else { 0 };
+        }
+        let is_beside = |to: Rank| to != rank && self.groups.of(to) == self.groups.of(rank);
+        if self.receiver.is_some_and(is_beside) {
+            return false;
         }
         match (self.operation, &self.encoded) {
             (Operation::Broadcast(root), _) if root == rank => length == self.bytes,
@@ -385,13 +398,15 @@ impl Entry {
         self.told.as_ref().is_some_and(|turnout| turnout.has_spoken(rank))
     }
 
-    /// Bytes that the publication to this rank has: the root of a broadcast has them already, and
-    /// one whose root has died before it gave them has none.
+    /// Bytes that the publication to this rank has: the root of a broadcast has them already, one
+    /// whose root has died before it gave them has none, and where one rank receives, all others
+    /// are told that the round is over.
     #[must_use]
     pub fn publication_bytes(&self, rank: Rank) -> usize {
         match self.operation {
             _ if self.result.is_lost() || self.gave_result(rank) => 0,
             Operation::Broadcast(root) if root == rank => 0,
+            _ if self.receiver.is_some_and(|receiver| receiver != rank) => 0,
             _ => match (&self.encoded, &self.optimized) {
                 (Some(encoded), _) if encoded.result() != Form::Plain => encoded.length(),
                 (_, Some(optimized)) => optimized.result_bytes(),

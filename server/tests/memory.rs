@@ -105,6 +105,7 @@ impl Core {
             operation,
             rounds: 0,
             members: Members::ALL,
+            receiver: None,
             encoding: None,
             store: None,
         };

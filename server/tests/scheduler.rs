@@ -137,6 +137,7 @@ fn declarations(count: u32, elements: u64) -> Vec<Declaration> {
             operation: Operation::Broadcast(Rank(0)),
             device: false,
             members: Members::ALL,
+            receiver: None,
             encoding: None,
             store: None,
         })

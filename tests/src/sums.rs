@@ -39,6 +39,7 @@ fn try_sums(worker: &Worker, seen: &mut Seen) -> Result<(), Error> {
         operation: Operation::Sum,
         device: false,
         members: Members::ALL,
+        receiver: None,
         encoding: None,
         store: None,
     };

@@ -28,6 +28,7 @@ fn tensor(name: &str, dtype: DType, operation: Operation, encoding: &str) -> Dec
         operation,
         device: false,
         members: Members::ALL,
+        receiver: None,
         encoding: Some(parsed(encoding)),
         store: None,
     }

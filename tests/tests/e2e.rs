@@ -86,6 +86,7 @@ fn tensors(sizes: &[u64], workers: u32) -> Vec<Declaration> {
                     operation,
                     device: false,
                     members: Members::ALL,
+                    receiver: None,
                     encoding: None,
                     store: None,
                 });
@@ -197,6 +198,7 @@ fn jobs_over_rdma() {
             operation: Operation::Average,
             device: false,
             members: Members::ALL,
+            receiver: None,
             encoding: None,
             store: None,
         };
@@ -273,6 +275,7 @@ fn large_tensors() {
                 operation,
                 device: false,
                 members: Members::ALL,
+                receiver: None,
                 encoding: None,
                 store: None,
             };
@@ -296,6 +299,7 @@ fn a_thousand_small_tensors_declare_within_a_second() {
                 operation: Operation::Sum,
                 device: false,
                 members: Members::ALL,
+                receiver: None,
                 encoding: None,
                 store: None,
             })
@@ -323,6 +327,7 @@ fn a_disagreement_is_an_error_on_every_rank_within_a_second() {
             operation: Operation::Sum,
             device: false,
             members: Members::ALL,
+            receiver: None,
             encoding: None,
             store: None,
         };
@@ -403,6 +408,7 @@ fn items(worker: &Worker, name: &str, memory: &mut [f32], tensors: usize) -> Vec
             operation: Operation::Sum,
             device: false,
             members: Members::ALL,
+            receiver: None,
             encoding: None,
             store: None,
         })
@@ -489,6 +495,7 @@ fn averages_of_large_f16_do_not_overflow_in_a_group() {
                 operation: Operation::Average,
                 device: false,
                 members: Members::ALL,
+                receiver: None,
                 encoding: None,
                 store: None,
             }]);

@@ -49,6 +49,7 @@ fn declaration() -> Declaration {
         operation: Operation::Average,
         device: false,
         members: Members::ALL,
+        receiver: None,
         encoding: None,
         store: None,
     }

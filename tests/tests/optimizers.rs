@@ -24,6 +24,7 @@ fn tensor(name: &str, optimizer: &str, encoding: Option<&str>) -> Declaration {
         operation: Operation::Average,
         device: false,
         members: Members::ALL,
+        receiver: None,
         encoding: encoding.map(|text| text.parse().expect("an encoding")),
         store: Some(Store::Optimizer(optimizer.parse().expect("an optimizer"))),
     }

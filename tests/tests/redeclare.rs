@@ -17,6 +17,7 @@ fn said(name: &str, dimensions: &[u64]) -> Declaration {
         operation: Operation::Sum,
         device: false,
         members: Members::ALL,
+        receiver: None,
         encoding: None,
         store: None,
     }

@@ -17,8 +17,8 @@ fn of(ranks: &[u32]) -> Members {
 
 fn said(name: &str, count: u64, operation: Operation, members: Members) -> Declaration {
     let (name, dtype, shape) = (name.into(), DType::F32, count.into());
-    let (device, encoding, store) = (false, None, None);
-    Declaration { name, dtype, shape, operation, device, members, encoding, store }
+    let (device, receiver, encoding, store) = (false, None, None, None);
+    Declaration { name, dtype, shape, operation, device, members, receiver, encoding, store }
 }
 
 /// A push_pull under way; its memory lives until the handle was waited for.

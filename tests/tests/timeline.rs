@@ -44,6 +44,7 @@ fn push(worker: &Worker, name: &str, count: u64, rounds: u32) {
         operation,
         device: false,
         members: Members::ALL,
+        receiver: None,
         encoding: None,
         store: None,
     };

@@ -20,6 +20,7 @@ fn said(name: &str, elements: u64) -> Declaration {
         operation: Operation::Sum,
         device: false,
         members: Members::ALL,
+        receiver: None,
         encoding: None,
         store: None,
     }

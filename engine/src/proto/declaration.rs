@@ -28,6 +28,9 @@ pub struct Declaration {
     /// The ranks that push it.
     #[serde(default, skip_serializing_if = "Members::is_all")]
     pub members: Members,
+    /// The one of them that gets its results, if the others do not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub receiver: Option<Rank>,
     /// How its parts travel to servers and back, if not as they are.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub encoding: Option<Encoding>,
@@ -109,6 +112,9 @@ pub struct KeySpec {
     /// The ranks that push it.
     #[serde(default, skip_serializing_if = "Members::is_all")]
     pub members: Members,
+    /// The one of them that gets its results, if the others do not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub receiver: Option<Rank>,
     /// How contributions come and results go, if not as they are.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub encoding: Option<Encoding>,
@@ -192,6 +198,9 @@ impl fmt::Display for Declaration {
         if !self.members.is_all() {
             write!(f, " for {}", self.members)?;
         }
+        if let Some(receiver) = self.receiver {
+            write!(f, ", received by {receiver}")?;
+        }
         if let Some(encoding) = self.encoding {
             write!(f, ", encoded as {encoding}")?;
         }
@@ -228,6 +237,7 @@ mod tests {
             operation: Operation::Sum,
             device: false,
             members: Members::ALL,
+            receiver: None,
             encoding: None,
             store: Some(store),
         }
@@ -296,6 +306,7 @@ mod tests {
             operation,
             device: false,
             members: Members::ALL,
+            receiver: None,
             encoding: None,
             store: None,
         };

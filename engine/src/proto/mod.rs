@@ -18,6 +18,7 @@ pub mod outlasting;
 pub mod paths;
 mod planning;
 pub mod pulse;
+pub mod receiver;
 pub mod resume;
 mod roster;
 pub mod scheduler;

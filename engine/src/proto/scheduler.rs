@@ -473,7 +473,9 @@ impl Scheduler {
         let groups = std::mem::take(&mut job.groups);
         let (planning, next) = (&job.planning, self.next_install);
         let tuner = Tuner::new(planning, job.shapes.iter().map(|shape| shape.cores).sum());
-        let registry = Registry::new(groups, through_servers, planning, &job.shapes, next);
+        let shrinks = self.config.elastic.as_ref().is_some_and(|elastic| elastic.shrinks);
+        let how = (through_servers, shrinks);
+        let registry = Registry::new(groups, how, planning, &job.shapes, next);
         Running {
             barriers: Barriers::new(job.size()),
             registry,

@@ -4,6 +4,7 @@
 use super::declaration::{Declaration, Mismatch};
 use super::encoding::{Encoding, EncodingFault};
 use super::members::{Members, MembersFault};
+use super::receiver::ReceiverFault;
 use super::store::StoreFault;
 use super::text::shorten;
 use crate::base::{DType, Operation, Rank};
@@ -50,6 +51,15 @@ pub enum Unserved {
         members: Members,
         /// Why not.
         fault: MembersFault,
+    },
+    /// A tensor whose results cannot go to one rank alone.
+    Receiver {
+        /// The tensor's name.
+        tensor: String,
+        /// The rank.
+        receiver: Rank,
+        /// Why not.
+        fault: ReceiverFault,
     },
     /// A tensor that cannot be encoded so.
     Encoding {
@@ -139,6 +149,7 @@ impl Unserved {
             | Unserved::Root { tensor, .. }
             | Unserved::Size { tensor, .. }
             | Unserved::Members { tensor, .. }
+            | Unserved::Receiver { tensor, .. }
             | Unserved::Encoding { tensor, .. }
             | Unserved::Store { tensor, .. }
             | Unserved::Ahead { tensor, .. } => Some(tensor),
@@ -184,6 +195,11 @@ impl fmt::Display for Unserved {
             Unserved::Members { tensor, members, fault } => {
                 fault.write(f, &shorten(tensor), members)
             }
+            Unserved::Receiver { tensor, receiver, fault } => write!(
+                f,
+                "the results of tensor `{}` cannot go to {receiver} alone: {fault}",
+                shorten(tensor)
+            ),
             Unserved::Encoding { tensor, encoding, fault } => {
                 write!(f, "tensor `{}` cannot be encoded as {encoding}: {fault}", shorten(tensor))
             }

@@ -108,6 +108,7 @@ fn rank(worker: &Worker, rest: Duration, rounds: u32, size: usize) -> Seen {
         operation: Operation::Sum,
         device: false,
         members: Members::ALL,
+        receiver: None,
         encoding: None,
         store: None,
     };

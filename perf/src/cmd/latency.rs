@@ -95,6 +95,7 @@ fn push_pulls(worker: &Worker, size: usize, samples: u32) -> Vec<f64> {
         operation: Operation::Sum,
         device: false,
         members: Members::ALL,
+        receiver: None,
         encoding: None,
         store: None,
     };

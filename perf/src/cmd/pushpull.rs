@@ -345,6 +345,7 @@ impl Tensors {
                 operation: Operation::Sum,
                 device: false,
                 members: Members::ALL,
+                receiver: None,
                 encoding: None,
                 store: None,
             })

@@ -44,6 +44,7 @@ impl Tensor {
             operation: Operation::Sum,
             device: false,
             members: Members::ALL,
+            receiver: None,
             encoding,
             store: None,
         };

@@ -45,7 +45,8 @@ class Tensor(NamedTuple):
     GPU or in host memory. ``ranks`` are those that it is for, in rising
     order; all where it is None. ``encoding`` is how the engine encodes it, if it does, and
     ``store`` how its value stays on the servers, if it does: for deltas, or with an optimizer, as
-    text; or, a number, for how many slow ranks its rounds do not wait."""
+    text; or, a number, for how many slow ranks its rounds do not wait. Where there is a
+    ``receiver``, that rank alone gets its results; the others' targets may hold anything then."""
 
     name: str
     dtype: str
@@ -56,6 +57,7 @@ class Tensor(NamedTuple):
     ranks: tuple[int, ...] | None = None
     encoding: str | None = None
     store: Store | str | int | None = None
+    receiver: int | None = None
 
 
 class Kept(NamedTuple):
@@ -113,7 +115,8 @@ def started() -> None:
         for tensor in list(_declared):
             is_unnamed = tensor.name.startswith(_UNNAMED_PREFIX)
             is_stored = isinstance(tensor.store, Store | str)
-            if tensor.ranks is not None or is_unnamed or is_stored:
+            is_for_some = tensor.ranks is not None or tensor.receiver is not None
+            if is_for_some or is_unnamed or is_stored:
                 del _declared[tensor], _on_wire[_wire_name(tensor)]
         size = _native.size()
         for tensor in [one for one in _declared if one.operation == "broadcast"]:
@@ -281,10 +284,12 @@ def followed(
     device: bool,
     ranks: Sequence[int] | None,
     encoding: str | None,
+    receiver: int | None,
 ) -> Tensor:
     """The tensor that other ranks have declared so, under this name in the job."""
     members = None if ranks is None else tuple(ranks)
-    tensor = Tensor("", dtype, tuple(shape), operation, root, device, members, encoding)
+    what = dtype, tuple(shape), operation, root, device, members, encoding
+    tensor = Tensor("", *what, receiver=receiver)
     scope = scoped("", members)
     for end in (scope, scope + _suffix(tensor)):
         name = wire.removeprefix(_WIRE_PREFIX).removesuffix(end)

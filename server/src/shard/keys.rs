@@ -10,6 +10,7 @@ use bps_engine::proto::encoding::EncodingFault;
 use bps_engine::proto::members::Members;
 use bps_engine::proto::messages::{KeySpec, RetiredKey};
 use bps_engine::proto::moving::Adopted;
+use bps_engine::proto::receiver::ReceiverFault;
 use bps_engine::proto::store::{Deltas, Store, StoreFault};
 use bps_engine::trace::log;
 use bps_engine::transport::DirectMemory;
@@ -32,6 +33,9 @@ pub(super) enum InstallError {
     /// Its value can't be kept.
     #[error("{key} can't be stored: {fault}")]
     Store { key: Key, fault: StoreFault },
+    /// Its results can't go to one rank.
+    #[error("the results of {key} can't go to one rank: {fault}")]
+    Receiver { key: Key, fault: ReceiverFault },
     /// It is there.
     #[error("{key} was installed twice")]
     Twice { key: Key },
@@ -86,6 +90,7 @@ impl Shard {
                 }
                 let is_same = (entry.dtype, entry.bytes) == (spec.dtype, spec.bytes as usize)
                     && (entry.encoding(), entry.store()) == (spec.encoding, spec.store)
+                    && entry.receiver() == spec.receiver
                     && *entry.groups().members() == spec.members;
                 if !is_same {
                     return Err(InstallError::Changed { key });
@@ -153,6 +158,8 @@ impl Shard {
             self.sets.retain(|_, groups| Arc::strong_count(groups) > 1);
             self.sets.entry(members.clone()).or_insert(Arc::new(few))
         };
+        spec.check_receiver(|rank| groups.has(rank), groups.shrinks())
+            .map_err(|fault| InstallError::Receiver { key, fault })?;
         if let Some(backup) = spec.store.and_then(Store::backup) {
             let checked = backup.check_ranks(members, self.groups.ranks());
             checked.map_err(|fault| InstallError::Store { key, fault: fault.into() })?;

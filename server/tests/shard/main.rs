@@ -2,6 +2,7 @@
 
 mod coded;
 mod moved;
+mod received;
 mod short;
 mod stored;
 
@@ -137,7 +138,18 @@ fn a_core_whose_lanes_close_in_time_begins_the_next_membership() {
 fn spec(key: u64, bytes: u32, dtype: DType) -> KeySpec {
     let (key, operation, members) = (Key(key), Operation::Sum, Members::ALL);
     let (rounds, encoding, store) = (0, None, None);
-    KeySpec { key, core: 0, dtype, bytes, operation, rounds, members, encoding, store }
+    KeySpec {
+        key,
+        core: 0,
+        dtype,
+        bytes,
+        operation,
+        rounds,
+        members,
+        receiver: None,
+        encoding,
+        store,
+    }
 }
 
 impl Core {

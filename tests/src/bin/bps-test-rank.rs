@@ -53,6 +53,7 @@ fn work(plan: &Plan) -> Result<(), Error> {
         operation: Operation::Sum,
         device: false,
         members: Members::ALL,
+        receiver: None,
         encoding: plan.encoding,
         store: None,
     };

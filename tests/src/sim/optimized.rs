@@ -160,6 +160,7 @@ fn tensors(random: &mut Random, workers: u32) -> Vec<Tensor> {
             operation: Operation::Average,
             device: false,
             members: if random.once_in(3) { set(random, workers) } else { Members::ALL },
+            receiver: None,
             encoding: random.once_in(3).then(|| "bf16".parse().expect("an encoding")),
             store: Some(Store::Optimizer(optimizer)),
         };

@@ -308,6 +308,7 @@ fn tensors(random: &mut Random, workers: u32, dying: Dying) -> Vec<Tensor> {
             operation,
             device: false,
             members,
+            receiver: None,
             encoding: (kind == Kind::EncodedSum).then_some(codec),
             store: None,
         };

@@ -85,6 +85,7 @@ fn tensors(random: &mut Random, workers: u32) -> Vec<Declaration> {
             operation: Operation::Sum,
             device: false,
             members,
+            receiver: None,
             encoding: None,
             store: Some(Store::Deltas(Deltas {
                 root,

@@ -29,11 +29,7 @@ pub(super) fn tensors(random: &mut Random, workers: u32, devices: bool) -> Vec<T
             // Rounding makes a product of floats depend on the order.
             4 if !dtype.is_float() => Operation::Product,
             4 => Operation::Max,
-            _ => {
-                let place = random.index(members.count(workers) as usize);
-                let root = members.iter(workers).nth(place);
-                Operation::Broadcast(root.expect("it has so many"))
-            }
+            _ => Operation::Broadcast(member(random, &members, workers)),
         };
         let count = match random.below(6) {
             0 => 0,
@@ -52,6 +48,9 @@ pub(super) fn tensors(random: &mut Random, workers: u32, devices: bool) -> Vec<T
         };
         let shape = count.into();
         let encoding = encoding(random, dtype, operation);
+        let is_broadcast = matches!(operation, Operation::Broadcast(_));
+        let may_have = !device && !is_broadcast && encoding.is_none();
+        let receiver = (may_have && random.once_in(3)).then(|| member(random, &members, workers));
         Tensor {
             declaration: Declaration {
                 name,
@@ -60,6 +59,7 @@ pub(super) fn tensors(random: &mut Random, workers: u32, devices: bool) -> Vec<T
                 operation,
                 device,
                 members,
+                receiver,
                 encoding,
                 store: None,
             },
@@ -87,6 +87,12 @@ fn encoding(random: &mut Random, dtype: DType, operation: Operation) -> Option<E
     random.once_in(2).then(|| text.parse().expect("an encoding"))
 }
 
+/// One of these.
+fn member(random: &mut Random, members: &Members, workers: u32) -> Rank {
+    let place = random.index(members.count(workers) as usize);
+    members.iter(workers).nth(place).expect("it has so many")
+}
+
 /// Some ranks of so many: one at least, and perhaps all.
 pub(super) fn set(random: &mut Random, workers: u32) -> Members {
     let mut ranks: Vec<u32> = (0..workers).collect();
@@ -102,7 +108,7 @@ pub(super) fn shuffle<T>(random: &mut Random, items: &mut [T]) {
     }
 }
 
-/// Another shape, another place or other ranks.
+/// Another shape, another place, another receiver or other ranks.
 pub(super) fn contradict(said: &Declaration, has_gpu: bool) -> Declaration {
     let count = said.shape.count();
     if !said.device && count % 4 < 2 {
@@ -112,7 +118,12 @@ pub(super) fn contradict(said: &Declaration, has_gpu: bool) -> Declaration {
             _ => Rank(0),
         };
         let members = Members::new(vec![Rank(1), other]);
-        return Declaration { members: members.expect("a set"), ..said.clone() };
+        let members = members.expect("a set");
+        return Declaration { members, receiver: None, ..said.clone() };
+    }
+    if let Some(receiver) = said.receiver {
+        let receiver = Some(receiver).filter(|receiver| *receiver != Rank(1)).map(|_| Rank(1));
+        return Declaration { receiver, ..said.clone() };
     }
     let may_move = said.dtype.is_float() || said.operation != Operation::Average;
     match has_gpu && may_move && count.is_multiple_of(2) {

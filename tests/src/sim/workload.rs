@@ -158,6 +158,7 @@ pub fn run_hosts(hosts: &[u32]) -> Outcome {
             operation,
             device: false,
             members: Members::ALL,
+            receiver: None,
             encoding: None,
             store: None,
         },
@@ -484,8 +485,21 @@ fn check(
             }
             Landed::Bytes(bytes) => {
                 let Declaration {
-                    dtype, shape, operation, name, device, members, encoding, ..
+                    dtype,
+                    shape,
+                    operation,
+                    name,
+                    device,
+                    members,
+                    receiver,
+                    encoding,
+                    ..
                 } = &tensors[flight.tensor].declaration;
+                if receiver.is_some_and(|receiver| receiver != Rank(roster.index)) {
+                    // Its round is over, and nothing is said of its bytes.
+                    outcome.checked += 1;
+                    return false;
+                }
                 let count = usize::try_from(shape.count()).expect("small tensors");
                 let tensor = flight.tensor as u64;
                 let ranks = members.listed().iter().map(|rank| rank.0);

@@ -206,6 +206,7 @@ fn node_messages() -> Vec<String> {
         operation: Operation::Broadcast(Rank(3)),
         device: false,
         members: Members::new([0, 2, 3, 17].map(Rank).to_vec()).expect("a set"),
+        receiver: None,
         encoding: Some("bf16+feedback+momentum(0.9)".parse().expect("an encoding")),
         store: Some(Store::Deltas(Deltas { root: Rank(1), staleness: Some(4) })),
     };

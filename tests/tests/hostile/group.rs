@@ -174,6 +174,7 @@ impl Pair {
             operation: Operation::Sum,
             device,
             among,
+            receiver: None,
             encoding: None,
             store: None,
             parts: [part].into(),

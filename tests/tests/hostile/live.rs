@@ -54,6 +54,7 @@ fn declarations() -> Vec<Declaration> {
         operation: if index.is_multiple_of(2) { Operation::Sum } else { Operation::Average },
         device: false,
         members: Members::ALL,
+        receiver: None,
         encoding: None,
         store: None,
     };

@@ -155,6 +155,7 @@ fn known(random: &mut Random) -> NodeMessage {
         operation: Operation::Sum,
         device: false,
         members: Members::ALL,
+        receiver: None,
         encoding: None,
         store: None,
     };
@@ -193,6 +194,7 @@ fn message(random: &mut Random) -> NodeMessage {
                 } else {
                     Members::ALL
                 },
+                receiver: [None, Some(Rank(0)), Some(Rank(2)), Some(Rank(9))][random.index(4)],
                 encoding: random.once_in(4).then(|| "bf16".parse().expect("an encoding")),
                 store: random.once_in(4).then_some(if random.once_in(2) {
                     Store::Deltas(Deltas { root: Rank(9), staleness: Some(1) })

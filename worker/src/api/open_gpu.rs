@@ -185,6 +185,7 @@ fn tell_all(worker: &Worker, own: &Row) -> Result<Vec<Row>, Error> {
         operation: Operation::Sum,
         device: false,
         members: Members::ALL,
+        receiver: None,
         encoding: None,
         store: None,
     };

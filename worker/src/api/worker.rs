@@ -369,6 +369,12 @@ impl Worker {
         self.0.job.as_ref().map_or(1, |job| job.gpu.epoch.0)
     }
 
+    /// Whether rounds of this job go on without ranks that die: then no tensor has a receiver.
+    #[must_use]
+    pub fn shrinks(&self) -> bool {
+        self.0.job.as_ref().is_some_and(Job::shrinks)
+    }
+
     /// Nodes that wait to be let into an elastic job; `None` in any other. They are let in once all
     /// ranks have left with `suspend` and come back.
     #[must_use]
@@ -424,6 +430,9 @@ impl Shared {
     fn settled<'a>(&self, tensors: &'a [Declaration]) -> Result<Cow<'a, [Declaration]>, Error> {
         for said in tensors {
             let checked = said.check_members(Rank(self.rank), self.size);
+            checked.map_err(|cause| Refusal::Scheduler(Arc::new(cause)))?;
+            // Whether the job shrinks, the scheduler knows, where there is one.
+            let checked = said.check_receiver(self.size, false);
             checked.map_err(|cause| Refusal::Scheduler(Arc::new(cause)))?;
             if let Some(backup) = said.store.and_then(Store::backup).filter(|_| self.job.is_none())
                 && let Err(fault) = backup.check_ranks(&said.members, self.size)

@@ -85,6 +85,7 @@ mod tests {
             operation: Operation::Sum,
             device: true,
             among: None,
+            receiver: None,
             encoding: None,
             store: None,
             parts: (0..).zip(parts).map(part).collect(),

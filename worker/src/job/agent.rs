@@ -361,6 +361,12 @@ impl Agent {
             if is_others || !is_of_set {
                 return Err(broken("names an owner that is not of this rank's group"));
             }
+            let receiver = declaration.receiver.filter(|receiver| {
+                receiver.0 == self.roster.index || self.lanes.ranks.contains_key(receiver)
+            });
+            if receiver.is_some_and(|receiver| receiver != part.owner) {
+                return Err(broken("names another owner than the rank that receives it"));
+            }
             if core.is_none() && !sums_all {
                 return Err(broken("names nobody who sums it"));
             }
@@ -383,6 +389,7 @@ impl Agent {
             operation: declaration.operation,
             device: declaration.device,
             among: among.map(Arc::new),
+            receiver: declaration.receiver,
             encoding: declaration.encoding,
             store: declaration.store,
             parts: parts.into_boxed_slice(),

@@ -230,6 +230,7 @@ mod tests {
             operation: Operation::Sum,
             device: false,
             members: Members::ALL,
+            receiver: None,
             encoding: None,
             store: None,
         }

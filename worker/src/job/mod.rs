@@ -103,6 +103,8 @@ pub(crate) struct Job {
     /// What this rank is known by when it comes back.
     session: u64,
     elastic: bool,
+    /// Rounds go on without ranks that die.
+    shrinks: bool,
     speeds: Arc<Mutex<VecDeque<Speed>>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
     /// Rung when the NIC loop has ended, for threads that may sleep then.
@@ -134,6 +136,7 @@ impl Job {
         };
         let rank = Rank(joined.roster.index);
         let (session, elastic) = (joined.heart.door.session, joined.roster.elastic);
+        let shrinks = joined.roster.shrinks;
         let (lanes, switches) = (joined.lanes(), joined.switches(config));
         let nic_config = nic_config(config, &joined, &switches);
         let (lane_count, ports) = (joined.links.len(), Mutex::new(joined.ports()));
@@ -203,6 +206,7 @@ impl Job {
             newcomers,
             session,
             elastic,
+            shrinks,
             speeds,
             threads: Mutex::new(vec![nic_thread, control_thread]),
             bells: Mutex::default(),
@@ -432,6 +436,11 @@ impl Job {
     /// Nodes that wait to be let in, of a job that is elastic; `None` in any other.
     pub(crate) fn newcomers(&self) -> Option<u32> {
         self.elastic.then(|| self.newcomers.load(Ordering::Relaxed))
+    }
+
+    /// Whether rounds go on without ranks that die.
+    pub(crate) fn shrinks(&self) -> bool {
+        self.shrinks
     }
 
     /// Whether this rank was told to leave by SIGTERM, and has time to do so.

@@ -127,10 +127,9 @@ impl Nic {
     /// Whether a publication is the one that the part waits for.
     fn is_due(&self, id: PartId, lane: LaneId, header: &Header, is_lost: bool) -> bool {
         let (part, length) = (self.part(id), header.length as usize);
-        let is_root = part.is_root(&self.config);
-        let fits = match is_root {
-            true => length == 0,
-            false => is_lost || self.may_publish(lane, id, header),
+        let fits = match part.gets_bytes(&self.config) {
+            true => is_lost || self.may_publish(lane, id, header),
+            false => length == 0,
         };
         fits && header.rank == self.config.rank
             && header.epoch == self.config.epoch

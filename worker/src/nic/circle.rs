@@ -261,7 +261,8 @@ impl Nic {
             return;
         }
         let lane = self.lane_of(part, 0);
-        if !device {
+        let has_bytes = state.plan.receiver.is_none();
+        if !device && has_bytes {
             self.trace.record(Mark::Copying, key, round, self.config.rank, bytes);
         }
         let kind = Kind::Publication;

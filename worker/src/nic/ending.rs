@@ -3,7 +3,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::{LaneId, Nic, PartId, Peer, Phase, Receiving, Report, Stage};
+use super::{LaneId, Nic, PartId, PartWord, Peer, Phase, Receiving, Report, Stage};
 use crate::base::error::RoundSeen;
 use bps_engine::proto::messages::RoundOf;
 use bps_engine::transport::Cause;
@@ -19,11 +19,14 @@ impl Nic {
         if !state.is_open() {
             return;
         }
+        let round = state.round;
         self.queue.remove(|one| *one == part);
         let mut unsaid = Vec::new();
+        // That a round before is over, the others are still to hear.
+        let is_of_round = |word: &PartWord| word.part == part && word.round == round;
         for lane in &mut self.lanes {
-            unsaid.extend(lane.outbox.iter().filter(|word| word.part == part));
-            lane.outbox.retain(|word| word.part != part);
+            unsaid.extend(lane.outbox.iter().filter(|word| is_of_round(word)));
+            lane.outbox.retain(|word| !is_of_round(word));
         }
         self.forget_in_circle(part);
         self.give_slots_back(part, &unsaid);

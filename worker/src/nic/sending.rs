@@ -128,6 +128,8 @@ impl Nic {
         let state = self.part(part);
         match kind {
             Kind::Contribution => Some(self.ends_of(part).0),
+            // A receiver owns its group's parts: no others in a group get any.
+            Kind::Publication if state.plan.receiver.is_some() => None,
             Kind::Publication if state.plan.device => {
                 state.result.map(|slot| slot.memory(state.plan.bytes).readable())
             }
@@ -152,9 +154,12 @@ impl Nic {
     pub(super) fn say_to(&mut self, lane: LaneId, word: PartWord) {
         self.lane_mut(lane).outbox.push_back(word);
         let state = self.part_mut(word.part);
-        if matches!(word.kind, Kind::Contribution | Kind::Publication) && !word.lacks.is_lost {
-            state.open += 1;
-        }
+        let has_bytes = match word.kind {
+            Kind::Contribution => true,
+            Kind::Publication => state.plan.receiver.is_none() && !word.lacks.is_lost,
+            _ => false,
+        };
+        state.open += u32::from(has_bytes);
     }
 
     /// Posts what is to be said on the lane to a rank, as far as the transport takes it.

@@ -51,6 +51,8 @@ pub struct Plan {
     pub device: bool,
     /// For whom it is, unless all ranks push it.
     pub among: Option<Arc<Among>>,
+    /// The rank that gets its results, if not all do.
+    pub receiver: Option<Rank>,
     /// How its parts travel to servers and back, if not as they are.
     pub encoding: Option<Encoding>,
     /// How its value stays on the servers between rounds, if it does.
@@ -82,6 +84,7 @@ impl Plan {
                 bytes: part.bytes,
                 device: self.device,
                 among: self.among.clone(),
+                receiver: self.receiver,
                 encoding: self.encoding.filter(|_| part.core.is_some() && part.owner.is_none()),
                 store: self.store,
                 core: part.core,
@@ -123,6 +126,8 @@ pub struct PartPlan {
     pub device: bool,
     /// As [`Plan::among`].
     pub among: Option<Arc<Among>>,
+    /// As [`Plan::receiver`].
+    pub receiver: Option<Rank>,
     /// As [`Plan::encoding`], where this process speaks to the server.
     pub encoding: Option<Encoding>,
     /// As [`Plan::store`].

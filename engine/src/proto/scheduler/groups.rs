@@ -135,7 +135,7 @@ impl Owners {
 }
 
 /// The owner of a part in the group of this rank. Those of a set go round the members of the group,
-/// by the numbers of their keys. Deltas of a stored tensor are summed in no group, nor is what does
+/// by the numbers of their keys; a receiver owns all, since nobody else in its group gets them. Deltas of a stored tensor are summed in no group, nor is what does
 /// not wait for slow ranks: each rank pushes its own.
 pub(super) fn owner(
     groups: &Groups,
@@ -147,6 +147,11 @@ pub(super) fn owner(
         && groups.of_rank(root) == groups.of_rank(rank)
     {
         return root;
+    }
+    if let Some(receiver) = said.receiver
+        && groups.of_rank(receiver) == groups.of_rank(rank)
+    {
+        return receiver;
     }
     if said.store.is_some_and(Store::is_apart) {
         return rank;

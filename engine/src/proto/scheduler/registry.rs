@@ -46,6 +46,8 @@ pub(super) struct Registry {
     placer: Placer,
     servers: usize,
     through_servers: bool,
+    /// The epoch goes on without ranks that die.
+    shrinks: bool,
     groups: Groups,
     owners: Owners,
     names: HashMap<String, Name>,
@@ -142,10 +144,11 @@ struct Changes {
 }
 
 impl Registry {
-    /// An empty one. Install requests are numbered from `next`.
+    /// An empty one; `shrinks` if the epoch goes on without ranks that die. Install requests are
+    /// numbered from `next`.
     pub(super) fn new(
         groups: Groups,
-        through_servers: bool,
+        (through_servers, shrinks): (bool, bool),
         planning: &Planning,
         shapes: &[Shape],
         next: u64,
@@ -154,6 +157,7 @@ impl Registry {
         Registry {
             ranks: groups.ranks(),
             through_servers,
+            shrinks,
             owners: Owners::new(&groups, planning),
             groups,
             partition_bytes: planning.partition_bytes,
@@ -423,6 +427,7 @@ impl Registry {
             return Err(Unserved::Root { tensor: name(), root, size: self.ranks });
         }
         said.check_members(rank, self.ranks)?;
+        said.check_receiver(self.ranks, self.shrinks)?;
         let before = self.members_of(&said.name);
         if rounds.is_some() && *before != said.members && self.names.contains_key(&said.name) {
             let (members, before) = (said.members.clone(), before.clone());
@@ -559,6 +564,7 @@ fn specify<'parts>(
             operation: said.operation,
             rounds,
             members: said.members.clone(),
+            receiver: said.receiver,
             encoding: said.encoding,
             store: said.store,
         });

@@ -103,6 +103,7 @@ impl Ahead<'_> {
             operation: Operation::Sum,
             device: true,
             members: Members::ALL,
+            receiver: None,
             encoding: None,
             store: None,
         };

@@ -47,6 +47,7 @@ fn declarations(ranks: u32) -> Vec<Declaration> {
             operation: operations[random.index(operations.len())],
             device: false,
             members,
+            receiver: None,
             encoding: None,
             store: None,
         }
@@ -147,6 +148,7 @@ fn in_line(worker: &Worker, framework: &Framework) -> Result<(), Error> {
         operation: Operation::Sum,
         device: false,
         members: Members::new(ranks).expect("a set"),
+        receiver: None,
         encoding: None,
         store: None,
     };

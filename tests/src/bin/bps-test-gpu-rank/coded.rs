@@ -95,6 +95,7 @@ fn declaration(encoding: &str, dtype: DType, operation: Operation, device: bool)
         operation,
         device,
         members: Members::ALL,
+        receiver: None,
         encoding: Some(encoding.parse().expect("an encoding")),
         store: None,
     }

@@ -94,6 +94,7 @@ fn declarations(ranks: u32) -> Vec<Declaration> {
                     operation,
                     device: true,
                     members: Members::ALL,
+                    receiver: None,
                     encoding: None,
                     store: None,
                 });
@@ -271,6 +272,7 @@ fn chained(worker: &Worker, framework: &Framework) -> Result<(), Error> {
         operation,
         device: true,
         members: Members::ALL,
+        receiver: None,
         encoding: None,
         store: None,
     };
@@ -316,6 +318,7 @@ impl Beside {
             operation,
             device: false,
             members: Members::ALL,
+            receiver: None,
             encoding: None,
             store: None,
         };
@@ -374,6 +377,7 @@ fn large(config: &Config) -> Result<(), Error> {
             operation,
             device: true,
             members: Members::ALL,
+            receiver: None,
             encoding: None,
             store: None,
         };
@@ -403,8 +407,9 @@ fn train(config: &Config, rounds: u64, stall: Option<u64>, leaves: bool) -> Resu
     let framework = Framework::new().map_err(gpu)?;
     let (name, dtype, operation) = ("layer4.weight".into(), DType::F32, Operation::Sum);
     let (shape, device, members) = ((COUNT as u64).into(), true, Members::ALL);
-    let (encoding, store) = (None, None);
-    let said = Declaration { name, dtype, shape, operation, device, members, encoding, store };
+    let (receiver, encoding, store) = (None, None, None);
+    let said =
+        Declaration { name, dtype, shape, operation, device, members, receiver, encoding, store };
     let id = worker.declare(std::slice::from_ref(&said))?[0];
     let buffer = framework.buffer(COUNT * 4)?;
     for round in 1..=rounds {
@@ -458,6 +463,7 @@ fn mismatch(config: &Config, is_odd: bool) -> Result<(), Error> {
         operation: Operation::Sum,
         device,
         members: Members::ALL,
+        receiver: None,
         encoding: None,
         store: None,
     };
@@ -497,6 +503,7 @@ fn mismatches(config: &Config, is_odd: bool) -> Result<(), Error> {
             operation,
             device,
             members: Members::ALL,
+            receiver: None,
             encoding: None,
             store: None,
         }
@@ -555,6 +562,7 @@ fn record(config: &Config) -> Result<(), Error> {
         operation: Operation::Sum,
         device: true,
         members: Members::ALL,
+        receiver: None,
         encoding: None,
         store: None,
     };

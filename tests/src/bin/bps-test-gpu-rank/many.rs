@@ -24,6 +24,7 @@ pub fn many(config: &Config, rounds: u64) -> Result<(), Error> {
         operation: Operation::Sum,
         device: true,
         members: Members::ALL,
+        receiver: None,
         encoding: None,
         store: None,
     };

@@ -204,6 +204,7 @@ fn declaration() -> Declaration {
         operation,
         device: true,
         members: Members::ALL,
+        receiver: None,
         encoding: None,
         store: None,
     }

@@ -52,6 +52,7 @@ fn plan(name: &str, parts: usize, device: bool) -> Arc<Plan> {
         operation: Operation::Sum,
         device,
         among: None,
+        receiver: None,
         encoding: None,
         store: None,
         parts: (0..parts).map(part).collect(),

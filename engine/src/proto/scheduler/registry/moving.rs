@@ -189,6 +189,7 @@ impl Registry {
                 operation: said.operation,
                 rounds: 0,
                 members: said.members.clone(),
+                receiver: said.receiver,
                 encoding: said.encoding,
                 store: said.store,
             };

@@ -8,6 +8,7 @@ mod moving;
 mod naming;
 mod paths;
 mod random;
+mod received;
 mod replacing;
 mod sets;
 mod shrinking;
@@ -271,6 +272,7 @@ pub(super) fn tensor(name: &str, count: u64) -> Declaration {
         operation: Operation::Average,
         device: false,
         members: Members::ALL,
+        receiver: None,
         encoding: None,
         store: None,
     }
