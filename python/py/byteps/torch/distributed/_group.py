@@ -43,6 +43,11 @@ def _is_python_backend_possible() -> bool:
 _HAS_BACKENDS = _is_python_backend_possible()
 _BASE: Any = c10d.Backend if _HAS_BACKENDS else dist.ProcessGroup
 
+#: A reduce-scatter of an input of at least so many bytes is a sum for each rank, which it alone
+#: receives; a smaller one is a sum of all of it, of which each rank keeps its part: that has fewer
+#: frames, and sends more bytes.
+SCATTER_BYTES_MIN = 64 << 10
+
 _SUM, _AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 _MIN, _MAX, _PRODUCT = dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT
 
@@ -62,9 +67,17 @@ class _Exchange:
         self.memory: Tensors = []
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def reduce(self, operation: str, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Reduces ``source`` over the ranks, into ``target`` of its type and size."""
-        kind = _kind_of_reduction(operation, source.dtype, source.is_cuda, self.is_in_callback)
+    def reduce(
+        self,
+        operation: str,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        receiver: int | None = None,
+    ) -> None:
+        """Reduces ``source`` over the ranks, into ``target`` of its type and size: of all ranks, or
+        of the ``receiver`` alone; then that of any other may hold anything."""
+        to = None if receiver is None else self.keys.rank_of(receiver)
+        kind = _kind_of_reduction(operation, source.dtype, source.is_cuda, self.is_in_callback, to)
         self._add(kind, source.numel(), source, target)
 
     def broadcast(self, root: int, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -111,9 +124,9 @@ def _operation_of(reduce_op: Any) -> str | None:
 
 @functools.cache
 def _kind_of_reduction(
-    operation: str, dtype: torch.dtype, device: bool, is_in_callback: bool
+    operation: str, dtype: torch.dtype, device: bool, is_in_callback: bool, receiver: int | None
 ) -> Kind:
-    return Kind(operation, _tensors.DTYPES[dtype], device, is_in_callback=is_in_callback)
+    return Kind(operation, _tensors.DTYPES[dtype], device, 0, is_in_callback, receiver)
 
 
 class Operations:
@@ -249,6 +262,11 @@ class Operations:
             for tensor in tensors
         )
 
+    def _has_receivers(self, tensor: torch.Tensor) -> bool:
+        """Whether the engine can give a sum of such tensors to one rank alone."""
+        keys = self._keys
+        return keys is not None and keys.has_receivers and not tensor.is_cuda
+
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Any:
         opts = opts or c10d.AllreduceOptions()
         operation = self._reduced(tensors, opts.reduceOp)
@@ -280,10 +298,11 @@ class Operations:
         if operation is None:
             return self._else("reduce", tensors[0], tensors, opts)
         exchange = self._exchange(tensors[0])
+        receiver = opts.rootRank if self._has_receivers(tensors[0]) else None
         for tensor in tensors:
-            # The other ranks receive the sum too, and must keep what they had.
+            # The other ranks may add up there for their hosts, and must keep what they had.
             kept = tensor if opts.rootRank == self._rank else _scratch(tensor)
-            exchange.reduce(operation, tensor, kept)
+            exchange.reduce(operation, tensor, kept, receiver)
         return self._start("reduce", exchange, tensors, opts)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> Any:
@@ -349,9 +368,11 @@ class Operations:
         if operation is None:
             return self._else("reduce_scatter", outputs[0], outputs, inputs, opts)
         exchange = self._exchange(outputs[0])
+        has_receivers = self._has_receivers(outputs[0])
         for output, slots in zip(outputs, inputs, strict=True):
             for root, part in enumerate(slots):
-                exchange.reduce(operation, part, output if root == self._rank else _scratch(part))
+                kept = output if root == self._rank else _scratch(part)
+                exchange.reduce(operation, part, kept, root if has_receivers else None)
         return self._start("reduce_scatter", exchange, outputs, opts)
 
     def reduce_scatter_single(
@@ -385,11 +406,38 @@ class Operations:
                     f"{self._size} times {output.numel()}"
                 )
             whole = _scratch(source)
-            exchange.reduce(operation, source, whole)
-            after.append((output, whole.view(-1).chunk(self._size)[self._rank].view(output.shape)))
+            own = whole.view(-1).chunk(self._size)[self._rank].view(output.shape)
+            if not self._is_scattered(source):
+                exchange.reduce(operation, source, whole)
+                after.append((output, own))
+                continue
+            is_apart = source.untyped_storage().data_ptr() != output.untyped_storage().data_ptr()
+            self._scatter(exchange, operation, source, output if is_apart else own, whole)
+            if not is_apart:
+                after.append((output, own))
         return self._start("reduce_scatter_tensor", exchange, outputs, opts, after)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _is_scattered(self, source: torch.Tensor) -> bool:
+        bytes_ = source.numel() * source.element_size()
+        return self._has_receivers(source) and bytes_ >= SCATTER_BYTES_MIN
+
+    def _scatter(
+        self,
+        exchange: _Exchange,
+        operation: str,
+        source: torch.Tensor,
+        output: torch.Tensor,
+        scratch: torch.Tensor,
+    ) -> None:
+        """This rank receives its part of the sum; ``scratch`` may be written for the others'."""
+        if not _tensors.is_plain(source):
+            source = _tensors.packed(source)
+        parts, others = source.view(-1).chunk(self._size), scratch.view(-1).chunk(self._size)
+        for rank, (part, other) in enumerate(zip(parts, others, strict=True)):
+            kept = output if rank == self._rank else other
+            exchange.reduce(operation, part, kept, rank)
 
     def barrier(self, opts: Any = None) -> Any:
         opts = opts or c10d.BarrierOptions()

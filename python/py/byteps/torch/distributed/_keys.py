@@ -16,7 +16,7 @@ import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from byteps import _registry
+from byteps import _native, _registry
 from byteps._registry import Tensor
 from byteps.torch._tensors import SIZES
 
@@ -30,8 +30,8 @@ _PIECE_BYTES_MIN, _PIECE_BYTES_MAX = 256, 64 << 20
 
 
 class Kind(NamedTuple):
-    """What the ranks must agree on besides the size: ``root`` counts for broadcasts. Calls that
-    callbacks of futures make are of another kind than the program's own: only each for itself has
+    """What the ranks must agree on besides the size: ``root`` counts for broadcasts, and a
+    ``receiver`` is the rank of the job that alone gets the result. Calls that callbacks of futures make are of another kind than the program's own: only each for itself has
     an order that is the same on all ranks."""
 
     operation: str
@@ -39,6 +39,7 @@ class Kind(NamedTuple):
     device: bool = False
     root: int = 0
     is_in_callback: bool = False
+    receiver: int | None = None
 
 
 #: Number of a tensor, and where its bytes begin within the operation's.
@@ -67,7 +68,10 @@ class Keys:
         self._job = _registry.job_number()
         self._lock = threading.Lock()
         self._sizes: dict[tuple[Kind, int], _Turns] = {}
-        self._exact_bytes = 0
+        self._exact_count, self._exact_bytes = 0.0, 0
+        # A job that goes on without ranks that die gives results to all of them.
+        self.has_receivers = not _native.shrinks()
+        self._size = _native.size() if ranks is None else len(ranks)
         self._piece_turns: dict[tuple[Kind, int], int] = {}
 
     def is_of_this_job(self) -> bool:
@@ -103,8 +107,10 @@ class Keys:
     def _admit(self, kind: Kind, count: int) -> _Turns | None:
         size = count * SIZES[kind.dtype]
         turns = _LARGE_TURNS if size >= _LARGE_BYTES else _SMALL_TURNS
-        if len(self._sizes) >= EXACT_COUNT or self._exact_bytes + turns * size > EXACT_BYTES:
+        if self._exact_count >= EXACT_COUNT or self._exact_bytes + turns * size > EXACT_BYTES:
             return None
+        # A reduce-scatter has a kind for each rank.
+        self._exact_count += 1 if kind.receiver is None else 1 / self._size
         self._exact_bytes += turns * size
         self._sizes[kind, count] = _Turns(turns)
         return self._sizes[kind, count]
@@ -120,7 +126,7 @@ class Keys:
     def _declare(self, kind: Kind, wanted: Sequence[tuple[int, int]]) -> Sequence[Piece]:
         tensors = [
             Tensor(self._name(kind, count, number), kind.dtype, (count,), *kind[:1], kind.root,
-                   kind.device, self._members)
+                   kind.device, self._members, receiver=kind.receiver)
             for count, number in wanted
         ]  # fmt: skip
         numbers = _registry.declare(tensors)
@@ -132,8 +138,11 @@ class Keys:
 
     def _name(self, kind: Kind, count: int, number: int) -> str:
         root = f" from {kind.root}" if kind.operation == "broadcast" else ""
+        to = f" to {kind.receiver}" if kind.receiver is not None else ""
         caller = " in callbacks" if kind.is_in_callback else ""
-        return f"{self._prefix}: {kind.operation}{root} of {count} {kind.dtype}{caller}, {number}"
+        return (
+            f"{self._prefix}: {kind.operation}{root}{to} of {count} {kind.dtype}{caller}, {number}"
+        )
 
 
 def split(count: int, itemsize: int) -> list[int]:
