@@ -1,4 +1,4 @@
-"""Sums that one rank receives: torch.distributed's reduce and reduce-scatter, and what they move."""
+"""Sums that one rank receives: reduce and reduce-scatter of torch.distributed, and their bytes."""
 
 from __future__ import annotations
 

@@ -31,8 +31,9 @@ _PIECE_BYTES_MIN, _PIECE_BYTES_MAX = 256, 64 << 20
 
 class Kind(NamedTuple):
     """What the ranks must agree on besides the size: ``root`` counts for broadcasts, and a
-    ``receiver`` is the rank of the job that alone gets the result. Calls that callbacks of futures make are of another kind than the program's own: only each for itself has
-    an order that is the same on all ranks."""
+    ``receiver`` is the rank of the job that alone gets the result. Calls that callbacks of futures
+    make are of another kind than the program's own: only each for itself has an order that is the
+    same on all ranks."""
 
     operation: str
     dtype: str
