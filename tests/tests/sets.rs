@@ -1,5 +1,5 @@
-//! Tensors that are for some ranks, in real jobs inside this process: over servers, in hosts, and
-//! on one host without any server.
+//! Tensors that are for some ranks, or whose results are for one, in real jobs inside this process:
+//! over servers, in hosts, and on one host without any server.
 
 use bps_engine::base::{DType, Operation, Rank};
 use bps_engine::transport::sim::Random;
@@ -57,7 +57,11 @@ fn tensors(workers: u32) -> Vec<Declaration> {
         let count = [1, 300, 70_001][random.index(3)];
         let dtype = [DType::F32, DType::F16, DType::I64][random.index(3)];
         let name = format!("tensor {index}");
-        Declaration { dtype, ..said(&name, count, operations[random.index(4)], members) }
+        let operation = operations[random.index(4)];
+        let is_broadcast = matches!(operation, Operation::Broadcast(_));
+        // What is a root where it is broadcast may receive where it is not.
+        let receiver = (!is_broadcast && random.once_in(2)).then_some(root);
+        Declaration { dtype, receiver, ..said(&name, count, operation, members) }
     };
     (0..40).map(one).collect()
 }
@@ -84,6 +88,10 @@ fn sum_sets(shape: JobShape) {
             for (flight, (tensor, said)) in flights {
                 let Declaration { name, dtype, operation, shape, members, .. } = said;
                 assert_eq!(flight.handle.wait(LONG), Ok(true), "{name}, round {round}");
+                results += 1;
+                if said.receiver.is_some_and(|receiver| receiver != Rank(rank)) {
+                    continue;
+                }
                 let ranks: Vec<u32> = members.iter(size).map(|rank| rank.0).collect();
                 let wanted = reference::result_among(
                     *dtype,
@@ -94,7 +102,6 @@ fn sum_sets(shape: JobShape) {
                     usize::try_from(shape.count()).expect("a small tensor"),
                 );
                 assert!(flight.values == wanted, "{said}, round {round}, rank {rank}");
-                results += 1;
             }
         }
         results
@@ -158,6 +165,28 @@ fn only_members_declare_a_tensor_and_all_of_them_alike() {
     });
     assert!(errors.iter().all(|error| *error == errors[0]), "{errors:?}");
     assert!(errors[0].contains("tensor `w`: rank "), "{errors:?}");
+}
+
+#[test]
+fn ranks_that_name_different_receivers_are_told_and_a_strange_one_is_refused() {
+    let shape = JobShape { workers: 3, hosts: &[2, 1], ..JobShape::default() };
+    let errors = job::run(shape, |worker| {
+        let rank = worker.rank();
+        let plain = |name: &str| said(name, 4, Operation::Sum, Members::ALL);
+        let far = Declaration { receiver: Some(Rank(3)), ..plain("far") };
+        let Err(Error::Refused(error)) = worker.declare(&[far]) else { panic!("served") };
+        assert!(error.to_string().contains("cannot go to rank 3 alone"), "{error}");
+        let differs = Declaration { receiver: Some(Rank(rank / 2)), ..plain("w") };
+        let ended = push(worker, &differs, 0, 1).and_then(|flight| flight.handle.wait(LONG));
+        let Err(Error::Mismatch(mismatch)) = ended else { panic!("rank {rank}: {ended:?}") };
+        // The others go on.
+        let alike = Declaration { receiver: Some(Rank(2)), ..plain("all") };
+        let flight = push(worker, &alike, 1, 1).expect("pushed");
+        assert_eq!(flight.handle.wait(LONG), Ok(true));
+        mismatch.to_string()
+    });
+    assert!(errors.iter().all(|error| *error == errors[0]), "{errors:?}");
+    assert!(errors[0].contains("received by rank "), "{errors:?}");
 }
 
 #[test]

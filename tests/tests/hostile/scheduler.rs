@@ -194,7 +194,7 @@ fn message(random: &mut Random) -> NodeMessage {
                 } else {
                     Members::ALL
                 },
-                receiver: [None, Some(Rank(0)), Some(Rank(2)), Some(Rank(9))][random.index(4)],
+                receiver: random.once_in(8).then(|| [Rank(0), Rank(2), Rank(9)][random.index(3)]),
                 encoding: random.once_in(4).then(|| "bf16".parse().expect("an encoding")),
                 store: random.once_in(4).then_some(if random.once_in(2) {
                     Store::Deltas(Deltas { root: Rank(9), staleness: Some(1) })
