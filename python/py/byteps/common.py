@@ -62,6 +62,10 @@ _at_exit_registered = False
 #: What the launcher's variables mean to the engine, in place of variables of ours; kept while the
 #: job is suspended.
 _settings: dict[str, str] = {}
+#: Whether this process is a rank alone that goes through the servers of the job that it was in.
+_stays_served = False
+
+_FORCED = "BYTEPS_FORCE_DISTRIBUTED"
 
 
 def _new_lock() -> None:
@@ -167,12 +171,23 @@ def resume(num_workers: int, num_servers: int, global_rank: int = -1, context: A
     ``num_workers`` and ``num_servers`` are the new counts and ``global_rank`` the new rank of this
     process (-1: as computed from its host and local rank). What had been declared is declared
     again; parameters are not sent again, so broadcast them. ``context`` is not used.
+
+    A rank that was one of several and comes back alone, with ``num_servers`` of 1 or more, goes on
+    with the scheduler and the servers of its job, as with ``BYTEPS_FORCE_DISTRIBUTED=1``: they wait
+    for it, and end with it.
     """
+    global _stays_served
     del context
     # A job that a launcher formed is described here, any other in the environment.
     where = _settings or os.environ
     where["DMLC_NUM_WORKER"] = str(num_workers)
     where["DMLC_NUM_SERVER"] = str(num_servers)
+    if _stays_served or (_FORCED not in where and size() > 1):
+        _stays_served = num_workers == 1 and num_servers > 0 and local_size() == 1
+        if _stays_served:
+            where[_FORCED] = "1"
+        else:
+            where.pop(_FORCED, None)
     if global_rank >= 0:
         where["BYTEPS_GLOBAL_RANK"] = str(global_rank)
     else:
