@@ -107,6 +107,8 @@ fn copies_keep_the_order_that_events_give() {
 fn kernels_are_found_and_launched_with_what_they_take() {
     let line = run(&["codecs"], &[]);
     assert_says(&line, &["ended: 1358 encodings, wrong: []"]);
+    let line = run(&["kept"], &[("FAKE_GPU_DELAY_US", "0")]);
+    assert_says(&line, &["ended: 1368 parts, wrong: []"]);
     let line = run(&["codecs"], &[("FAKE_GPU_FAIL", "cuModuleLoadData=222")]);
     assert_says(&line, &["failed: CUDA: cuModuleLoadData failed"]);
 }
@@ -146,6 +148,7 @@ fn real_gpus_copy_and_reduce() {
     assert_says(&real(&["open", "0"]), &["ended: ", ":00.0, CUDA 1"]);
     assert_says(&real(&["copies", "wait"]), &["ended: 0 of 100 rounds were wrong"]);
     assert_says(&real(&["codecs"]), &["ended: 1358 encodings, wrong: []"]);
+    assert_says(&real(&["kept"]), &["ended: 1368 parts, wrong: []"]);
     assert_says(&real(&["context"]), &["cuMemcpyDtoHAsync failed: CUDA_ERROR_INVALID_CONTEXT"]);
     assert_says(&real(&["pinned"]), &["ended: 3145728 bytes"]);
     let line = real(&["nccl"]);

@@ -36,9 +36,9 @@ fn streams_without_room_for_all_waits_delay_nothing() {
 #[test]
 fn encoded_tensors_get_what_tensors_of_the_host_get() {
     let all = ("BYTEPS_MIN_COMPRESS_BYTES", "0");
-    right(&[1, 1], 1, "coded 4", &[all]);
+    right(&[1, 1], 1, "coded 4 1", &[all]);
     // By slots that parts share.
-    right(&[1, 1], 1, "coded 3", &[all, ("BPS_GPU_STAGING_MB", "0"), ("FAKE_GPU_SEED", "12")]);
+    right(&[1, 1], 1, "coded 3 1", &[all, ("BPS_GPU_STAGING_MB", "0"), ("FAKE_GPU_SEED", "12")]);
     // The GPU encodes NCCL's sum of a host.
     right(&[2, 2], 1, "coded 3", &[all]);
     // The driver does not take the kernels.

@@ -3,9 +3,10 @@
 use crate::answer::{put, put_text};
 use crate::device::{self, INVALID_CONTEXT, INVALID_DEVICE, INVALID_HANDLE, INVALID_VALUE};
 use crate::device::{CONTEXT_IS_DESTROYED, NO_DEVICE};
+use crate::kernels::{self, Launch};
 use crate::settings::{injected, settings};
-use crate::{kernels, memory, stream};
-use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use crate::{memory, stream};
+use std::ffi::{CStr, c_char, c_int, c_uchar, c_uint, c_void};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
@@ -156,6 +157,31 @@ cuda! {
         stream::drain_all(device::current()?);
         memory::free(address)
     }
+    fn cuMemAllocAsync(address: *mut u64, bytes: usize, handle: usize) {
+        device::current()?;
+        stream::stream(handle)?;
+        put(address, memory::allocate(bytes)?)
+    }
+    fn cuMemFreeAsync(address: u64, handle: usize) {
+        device::current()?;
+        if !memory::holds(address, 1) {
+            return Err(INVALID_VALUE);
+        }
+        stream::stream(handle)?.push(Box::new(move || {
+            // It holds this address, and who frees it twice frees another's.
+            let _ = memory::free(address);
+        }));
+        Ok(())
+    }
+    fn cuMemsetD8Async(address: u64, value: c_uchar, bytes: usize, handle: usize) {
+        device::current()?;
+        if !memory::holds(address, bytes) {
+            return Err(INVALID_VALUE);
+        }
+        let set = move || memory::write(address as usize, &vec![value; bytes]);
+        stream::stream(handle)?.push(Box::new(set));
+        Ok(())
+    }
     fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) {
         device::current()?;
         put(free, memory::free_bytes())?;
@@ -297,22 +323,63 @@ fn enqueue_copy(
 }
 
 /// A kernel in a stream. What it has in the host's memory must be registered.
-fn enqueue_kernel(launch: kernels::Launch, handle: usize) -> Result<(), u32> {
+fn enqueue_kernel(launch: Launch, handle: usize) -> Result<(), u32> {
     let device = device::current()?;
     let stream = stream::stream(handle)?;
-    let (tensor, wire) = (launch.tensor as usize, launch.wire as usize);
-    let is_registered = memory::is_registered(wire, launch.wire_bytes());
-    if stream.device != device || tensor == 0 || wire % 4 != 0 || !is_registered {
+    let is_memory = |at: u64, bytes: usize| bytes == 0 || memory::holds(at, bytes);
+    let is_right = stream.device == device
+        && match launch {
+            Launch::Codec(of) => {
+                let (tensor, wire) = (of.tensor as usize, of.wire as usize);
+                tensor != 0
+                    && wire.is_multiple_of(4)
+                    && memory::is_registered(wire, of.wire_bytes())
+            }
+            Launch::Gather(of) => {
+                let has_velocity = of.velocity != 0;
+                of.tensor != 0
+                    && is_memory(of.values, of.values_bytes())
+                    && (!has_velocity || is_memory(of.velocity, of.values_bytes()))
+            }
+            Launch::Scale { values, elements, .. } => is_memory(values, elements * 4),
+        };
+    if !is_right {
         return Err(INVALID_VALUE);
     }
-    stream.push(Box::new(move || {
-        if launch.encodes() {
-            memory::write(wire, &launch.encode(&memory::read(tensor, launch.tensor_bytes())));
-        } else {
-            memory::write(tensor, &launch.decode(&memory::read(wire, launch.wire_bytes())));
-        }
-    }));
+    stream.push(Box::new(move || run_kernel(launch)));
     Ok(())
+}
+
+fn run_kernel(launch: Launch) {
+    match launch {
+        Launch::Codec(of) if of.encodes() => {
+            let (tensor, bytes) = (of.tensor as usize, of.tensor_bytes());
+            let (wire, rest) = of.encode(&memory::read(tensor, bytes));
+            memory::write(of.wire as usize, &wire);
+            if of.leaves_rest() {
+                memory::write(tensor, &rest);
+            }
+        }
+        Launch::Codec(of) => {
+            let elements = of.decode(&memory::read(of.wire as usize, of.wire_bytes()));
+            memory::write(of.tensor as usize, &elements);
+        }
+        Launch::Gather(of) => {
+            let read = |at: u64, bytes| memory::read(at as usize, bytes);
+            let bytes = of.values_bytes();
+            let velocity = if of.velocity == 0 { Vec::new() } else { read(of.velocity, bytes) };
+            let tensor = read(of.tensor, of.tensor_bytes());
+            let (values, velocity) = of.gather(&tensor, &read(of.values, bytes), &velocity);
+            memory::write(of.values as usize, &values);
+            if of.velocity != 0 {
+                memory::write(of.velocity as usize, &velocity);
+            }
+        }
+        Launch::Scale { elements, values, factor } => {
+            let at = values as usize;
+            memory::write(at, &kernels::scaled(&memory::read(at, elements * 4), factor));
+        }
+    }
 }
 
 /// Name and text of a code.

@@ -21,10 +21,19 @@ static KERNELS: Mutex<Vec<Kernel>> = Mutex::new(Vec::new());
 
 /// A kernel of the engine's.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub struct Kernel {
-    name: Name,
-    dtype: DType,
-    is_encoder: bool,
+enum Kernel {
+    Codec { name: Name, dtype: DType, task: Task },
+    Gather(DType),
+    Scale,
+}
+
+/// What a kernel of a codec does.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Task {
+    Encode,
+    /// Encodes, and leaves what was not sent.
+    EncodeRest,
+    Decode,
 }
 
 /// What a kernel calls its codec.
@@ -43,8 +52,86 @@ enum Name {
 
 /// What a kernel is launched with.
 #[derive(Clone, Copy)]
-pub struct Launch {
-    kernel: Kernel,
+pub enum Launch {
+    /// One of a codec.
+    Codec(Coding),
+    /// One that makes of a tensor, and of what is kept, what is to be encoded.
+    Gather(Gather),
+    /// One that multiplies what is kept.
+    Scale {
+        /// How many there are.
+        elements: usize,
+        /// Where.
+        values: u64,
+        /// By what.
+        factor: f32,
+    },
+}
+
+/// What `gather` is launched with.
+#[derive(Clone, Copy)]
+pub struct Gather {
+    dtype: DType,
+    elements: usize,
+    factor: f32,
+    adds: bool,
+    /// Where the elements are.
+    pub tensor: u64,
+    /// Where the f32 go that are to be encoded.
+    pub values: u64,
+    /// Where the momentum is; 0 if there is none.
+    pub velocity: u64,
+}
+
+impl Gather {
+    /// Bytes of the elements.
+    #[must_use]
+    pub fn tensor_bytes(&self) -> usize {
+        self.elements * self.dtype.size()
+    }
+
+    /// Bytes of the values, and of the velocities if there are some.
+    #[must_use]
+    pub fn values_bytes(&self) -> usize {
+        self.elements * size_of::<f32>()
+    }
+
+    /// What the values and the velocities become.
+    #[must_use]
+    pub fn gather(&self, tensor: &[u8], values: &[u8], velocity: &[u8]) -> (Vec<u8>, Vec<u8>) {
+        let (mut given, mut moved) = (vec![0.0; self.elements], floats(velocity));
+        widen(self.dtype, tensor, &mut given);
+        for (given, velocity) in given.iter_mut().zip(&mut moved) {
+            let next = self.factor * *velocity + *given;
+            *given += self.factor * next;
+            *velocity = if next.is_finite() { next } else { 0.0 };
+        }
+        if self.adds {
+            given.iter_mut().zip(floats(values)).for_each(|(given, kept)| *given += kept);
+        }
+        (bytes(&given), bytes(&moved))
+    }
+}
+
+/// `scale` of these values.
+#[must_use]
+pub fn scaled(values: &[u8], factor: f32) -> Vec<u8> {
+    bytes(&floats(values).into_iter().map(|value| value * factor).collect::<Vec<f32>>())
+}
+
+fn floats(bytes: &[u8]) -> Vec<f32> {
+    bytes.as_chunks().0.iter().map(|bytes| f32::from_ne_bytes(*bytes)).collect()
+}
+
+fn bytes(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|value| value.to_ne_bytes()).collect()
+}
+
+/// What a kernel of a codec is launched with.
+#[derive(Clone, Copy)]
+pub struct Coding {
+    dtype: DType,
+    task: Task,
     codec: Codec,
     elements: usize,
     draw: u64,
@@ -102,34 +189,46 @@ impl Name {
 
 impl Kernel {
     fn of(name: &str) -> Option<Kernel> {
-        let (task, rest) = name.split_once('_')?;
-        let (codec, element) = rest.rsplit_once('_')?;
+        if name == "scale" {
+            return Some(Kernel::Scale);
+        }
+        let (rest, element) = name.rsplit_once('_')?;
         let dtype = match element {
             "f32" => DType::F32,
             "f16" => DType::F16,
             "bf16" => DType::BF16,
             _ => return None,
         };
-        let is_encoder = match task {
-            "encode" => true,
-            "decode" => false,
-            _ => return None,
-        };
-        Some(Kernel { name: Name::of(codec)?, dtype, is_encoder })
+        if rest == "gather" {
+            return Some(Kernel::Gather(dtype));
+        }
+        let tasks = [
+            ("encode_rest_", Task::EncodeRest),
+            ("encode_", Task::Encode),
+            ("decode_", Task::Decode),
+        ];
+        let of_task = |(start, task)| Some((rest.strip_prefix(start)?, task));
+        let (codec, task) = tasks.into_iter().find_map(of_task)?;
+        Some(Kernel::Codec { name: Name::of(codec)?, dtype, task })
+    }
+
+    /// Whether one block of threads has a part to itself.
+    fn is_whole(self) -> bool {
+        matches!(self, Kernel::Codec { name, .. } if name.is_whole())
     }
 }
 
-impl Launch {
+impl Coding {
     /// Whether the tensor is read and the wire written, or the other way round.
     #[must_use]
     pub fn encodes(&self) -> bool {
-        self.kernel.is_encoder
+        self.task != Task::Decode
     }
 
     /// Bytes of the elements.
     #[must_use]
     pub fn tensor_bytes(&self) -> usize {
-        self.elements * self.kernel.dtype.size()
+        self.elements * self.dtype.size()
     }
 
     /// Bytes of their encoding.
@@ -142,13 +241,23 @@ impl Launch {
         Draw { shared: self.draw, own: self.draw }
     }
 
-    /// The encoding of these elements.
+    /// Whether what was not sent is left in the tensor's place.
     #[must_use]
-    pub fn encode(&self, tensor: &[u8]) -> Vec<u8> {
+    pub fn leaves_rest(&self) -> bool {
+        self.task == Task::EncodeRest
+    }
+
+    /// The encoding of these elements, and what becomes of them.
+    #[must_use]
+    pub fn encode(&self, tensor: &[u8]) -> (Vec<u8>, Vec<u8>) {
         let (mut values, mut wire) = (vec![0.0; self.elements], vec![0; self.wire_bytes()]);
-        widen(self.kernel.dtype, tensor, &mut values);
-        self.codec.encode(&values, self.draw(), &mut wire);
-        wire
+        widen(self.dtype, tensor, &mut values);
+        if !self.leaves_rest() {
+            self.codec.encode(&values, self.draw(), &mut wire);
+            return (wire, tensor.to_vec());
+        }
+        self.codec.encode_rest(&mut values, self.draw(), &mut wire);
+        (wire, bytes(&values))
     }
 
     /// The elements that were encoded so.
@@ -156,7 +265,7 @@ impl Launch {
     pub fn decode(&self, wire: &[u8]) -> Vec<u8> {
         let (mut values, mut tensor) = (vec![0.0; self.elements], vec![0; self.tensor_bytes()]);
         self.codec.decode(wire, self.draw(), &mut values);
-        narrow(self.kernel.dtype, &values, &mut tensor);
+        narrow(self.dtype, &values, &mut tensor);
         tensor
     }
 }
@@ -225,25 +334,36 @@ pub unsafe fn launch(
 ) -> Result<Launch, u32> {
     let index = function.checked_sub(FUNCTION).ok_or(INVALID_VALUE)? / HANDLE;
     let kernel = *locked(&KERNELS).get(index).ok_or(INVALID_VALUE)?;
-    let threads = if kernel.name.is_whole() { 1024 } else { 256 };
-    let is_right = if kernel.name.is_whole() { grid[0] == 1 } else { grid[0] > 0 };
+    let threads = if kernel.is_whole() { 1024 } else { 256 };
+    let is_right = if kernel.is_whole() { grid[0] == 1 } else { grid[0] > 0 };
     if !is_right || grid[1..] != [1, 1] || block != [threads, 1, 1] {
         return Err(INVALID_VALUE);
     }
-    // SAFETY: the caller's promise: a count, two addresses, two words and two longer ones.
-    let (elements, tensor, wire, option, count, seed, draw) = unsafe {
-        (
-            argument::<u32>(arguments, 0),
-            argument(arguments, 1),
-            argument(arguments, 2),
-            argument(arguments, 3),
-            argument(arguments, 4),
-            argument(arguments, 5),
-            argument(arguments, 6),
-        )
-    };
-    let codec = kernel.name.codec(option, count, seed)?;
-    Ok(Launch { kernel, codec, elements: elements as usize, draw, tensor, wire })
+    // SAFETY: the caller's promise; all kernels have this argument first.
+    let elements = unsafe { argument::<u32>(arguments, 0) } as usize;
+    match kernel {
+        // SAFETY: the caller's promise.
+        Kernel::Codec { name, dtype, task } => unsafe {
+            let tensor = argument(arguments, 1);
+            let wire = argument(arguments, 2);
+            let codec =
+                name.codec(argument(arguments, 3), argument(arguments, 4), argument(arguments, 5))?;
+            let draw = argument(arguments, 6);
+            Ok(Launch::Codec(Coding { dtype, task, codec, elements, draw, tensor, wire }))
+        },
+        // SAFETY: the caller's promise.
+        Kernel::Gather(dtype) => unsafe {
+            let (tensor, values) = (argument(arguments, 1), argument(arguments, 2));
+            let (velocity, factor) = (argument(arguments, 3), argument(arguments, 4));
+            let adds = argument::<u32>(arguments, 5) != 0;
+            Ok(Launch::Gather(Gather { dtype, elements, factor, adds, tensor, values, velocity }))
+        },
+        // SAFETY: the caller's promise.
+        Kernel::Scale => unsafe {
+            let (values, factor) = (argument(arguments, 1), argument(arguments, 2));
+            Ok(Launch::Scale { elements, values, factor })
+        },
+    }
 }
 
 /// # Safety

@@ -13,6 +13,9 @@ use bps_worker::cuda::{
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+#[path = "bps-test-gpu/kept.rs"]
+mod kept;
+
 const LIMIT: Duration = Duration::from_secs(20);
 
 type Outcome = Result<String, GpuError>;
@@ -26,6 +29,7 @@ fn main() {
         "open" => open(number(1)),
         "copies" => copies(text(1) == "wait"),
         "codecs" => codecs(),
+        "kept" => kept::kept(),
         "context" => context(),
         "pinned" => pinned(),
         "nccl" => Nccl::load(Some(text(1)).filter(|path| !path.is_empty()).map(Path::new))
@@ -155,7 +159,7 @@ fn codecs() -> Outcome {
             encoding.codec.encode(&values, draw, &mut expected);
             let memory = Buffer::new(&stream, &tensor)?;
             // SAFETY: the wire has room for all, and what uses it is waited for.
-            unsafe { coder.encode(&stream, memory.address, wire.as_ptr(), bytes, draw) }?;
+            unsafe { coder.encode(&stream, memory.address, wire.as_ptr(), bytes, (draw, None)) }?;
             wait_until("it is encoded", || stream.is_idle())?;
             // SAFETY: it was written, and nobody writes there now.
             let found = unsafe { std::slice::from_raw_parts(wire.as_ptr(), encoded) };

@@ -46,6 +46,7 @@ const ALLOWED: &[&str] = &[
     "worker/src/gpu/direct",
     "worker/src/gpu/pipeline/copies",
     "worker/src/gpu/pipeline/host",
+    "worker/src/gpu/pipeline/keeping",
     "worker/src/gpu/pipeline/staged",
     "worker/src/gpu/slots",
     "worker/src/gpu/staging",

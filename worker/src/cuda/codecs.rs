@@ -10,7 +10,7 @@ use super::library::Cuda;
 use super::{Device, GpuError, Stream};
 use bps_engine::base::{DType, word};
 use bps_engine::encode::{Codec, Draw, Norm, Spacing};
-use bps_engine::proto::encoding::Encoding;
+use bps_engine::proto::encoding::{Encoding, Momentum};
 use cudarc::driver::sys::{CUfunction, CUmodule};
 use std::ffi::{CString, c_uint, c_void};
 
@@ -34,11 +34,10 @@ pub enum Family {
 }
 
 impl Family {
-    /// Which kernels serve an encoding: none if it keeps something between rounds, as feedback and
-    /// momentum do, or may leave a part as it is.
+    /// Which kernels serve an encoding: none if it may leave a part as it is.
     #[must_use]
     pub fn of(encoding: Encoding) -> Option<Family> {
-        if encoding.auto || encoding.feedback || encoding.momentum.is_some() {
+        if encoding.auto {
             return None;
         }
         Some(match encoding.codec {
@@ -62,15 +61,21 @@ impl Family {
         }
     }
 
-    /// The blocks and the threads of each with which a kernel is launched.
-    fn grid(self, elements: u32) -> (c_uint, c_uint) {
+    /// The blocks and the threads of each with which a codec's kernel is launched.
+    fn grid(self, elements: u32) -> Grid {
         match self {
-            Family::Blocks => {
-                (elements.div_ceil(THREADS * ELEMENTS_OF_THREAD).clamp(1, BLOCKS_MAX), THREADS)
-            }
+            Family::Blocks => wide_grid(elements),
             Family::Whole => (1, PART_THREADS),
         }
     }
+}
+
+/// Blocks, and the threads of each.
+type Grid = (c_uint, c_uint);
+
+/// Those of a kernel that takes each element by itself.
+fn wide_grid(elements: u32) -> Grid {
+    (elements.div_ceil(THREADS * ELEMENTS_OF_THREAD).clamp(1, BLOCKS_MAX), THREADS)
 }
 
 /// The kernels of a family in the context of a GPU.
@@ -113,9 +118,27 @@ impl Kernels {
         }
         let (codec, family) = (encoding.codec, self.family);
         let name = name_of(codec);
-        let encode = self.function(&format!("encode_{name}_{element}"))?;
+        let keeping = self.keeping(encoding, element)?;
+        // What is kept is of f32, and what is encoded is then what was gathered there.
+        let encode = match (encoding.feedback, &keeping) {
+            (true, _) => format!("encode_rest_{name}_f32"),
+            (false, Some(_)) => format!("encode_{name}_f32"),
+            (false, None) => format!("encode_{name}_{element}"),
+        };
+        let encode = self.function(&encode)?;
         let decode = self.function(&format!("decode_{name}_{element}"))?;
-        Ok(Some(Coder { codec, family, dtype, encode, decode }))
+        Ok(Some(Coder { codec, family, dtype, encode, decode, keeping }))
+    }
+
+    fn keeping(&self, encoding: Encoding, element: &str) -> Result<Option<Keeping>, GpuError> {
+        let Encoding { feedback, momentum, .. } = encoding;
+        if !feedback && momentum.is_none() {
+            return Ok(None);
+        }
+        let gather = self.function(&format!("gather_{element}"))?;
+        let scale = self.function("scale")?;
+        let momentum = momentum.map(Momentum::factor);
+        Ok(Some(Keeping { gather, scale, feedback, momentum }))
     }
 
     fn function(&self, name: &str) -> Result<CUfunction, GpuError> {
@@ -201,6 +224,34 @@ pub struct Coder {
     dtype: DType,
     encode: CUfunction,
     decode: CUfunction,
+    keeping: Option<Keeping>,
+}
+
+/// What an encoding does that keeps something between rounds, and by which kernels.
+#[derive(Clone, Copy)]
+struct Keeping {
+    gather: CUfunction,
+    scale: CUfunction,
+    feedback: bool,
+    momentum: Option<f32>,
+}
+
+/// Where a part keeps what its encoding [keeps](Coder::keeps): an f32 for each element.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct KeptAt {
+    /// What is encoded, and what is left of that then, if that is kept.
+    pub values: u64,
+    /// Nesterov's momentum; 0 if there is none.
+    pub velocity: u64,
+}
+
+/// What an encoding keeps between rounds.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Keeps {
+    /// What is left out of a round: by error feedback.
+    pub residue: bool,
+    /// Nesterov's momentum.
+    pub velocity: bool,
 }
 
 // SAFETY: handles of functions, which any thread may launch.
@@ -215,27 +266,95 @@ impl Coder {
         (encoded <= bytes).then_some(encoded)
     }
 
+    /// What it keeps between rounds, if anything.
+    #[must_use]
+    pub fn keeps(&self) -> Option<Keeps> {
+        let Keeping { feedback: residue, momentum, .. } = self.keeping?;
+        Some(Keeps { residue, velocity: momentum.is_some() })
+    }
+
     /// Enqueues the encoding of a part of `bytes` bytes with the random numbers of its round.
     ///
     /// # Errors
     /// [`GpuError::Cuda`]; also for what failed earlier on this GPU.
     ///
+    /// # Panics
+    /// `kept` is not there though it [keeps](Self::keeps) something, or the other way round.
+    ///
     /// # Safety
     /// `source` is memory of the GPU, `bytes` bytes of it, `wire` is pinned memory of the host, as
-    /// many as [`wire_bytes`](Self::wire_bytes) says and aligned to four. Both stay valid until
-    /// this is done; nobody writes the source or uses the wire meanwhile. The [`Kernels`] are
-    /// there until then. The thread has the context.
+    /// many as [`wire_bytes`](Self::wire_bytes) says and aligned to four, and `kept` is memory of
+    /// the GPU, an f32 for each element in each place. All stay valid until this is done; nobody
+    /// writes the source or uses the wire or what is kept meanwhile. The [`Kernels`] are there
+    /// until then. The thread has the context.
     pub unsafe fn encode(
         &self,
         stream: &Stream,
         source: u64,
         wire: *mut u8,
         bytes: usize,
-        draw: Draw,
+        (draw, kept): (Draw, Option<KeptAt>),
     ) -> Result<(), GpuError> {
         let wire = wire.expose_provenance() as u64;
+        let mut encoded = source;
+        assert_eq!(kept.is_some(), self.keeping.is_some(), "memory for what is kept, and no other");
+        if let (Some(kept), Some(keeping)) = (kept, self.keeping) {
+            // SAFETY: the caller vouches for the memory.
+            unsafe { self.gather(stream, keeping, source, kept, bytes) }?;
+            encoded = kept.values;
+        }
         // SAFETY: a kernel that encodes; the caller vouches for the memory.
-        unsafe { self.launch(stream, self.encode, source, wire, bytes, draw) }
+        unsafe { self.launch(stream, self.encode, encoded, wire, bytes, draw) }
+    }
+
+    /// Enqueues the sum of a part and what is kept, which is encoded then.
+    ///
+    /// # Safety
+    /// As [`encode`](Self::encode).
+    unsafe fn gather(
+        &self,
+        stream: &Stream,
+        keeping: Keeping,
+        mut source: u64,
+        mut kept: KeptAt,
+        bytes: usize,
+    ) -> Result<(), GpuError> {
+        let mut elements = word(bytes / self.dtype.size());
+        let mut factor = keeping.momentum.unwrap_or_default();
+        let mut adds = u32::from(keeping.feedback);
+        let arguments = [
+            (&raw mut elements).cast(),
+            (&raw mut source).cast(),
+            (&raw mut kept.values).cast(),
+            (&raw mut kept.velocity).cast(),
+            (&raw mut factor).cast(),
+            (&raw mut adds).cast(),
+        ];
+        // SAFETY: the arguments of `gather`; the caller vouches for the memory.
+        unsafe { start(stream, keeping.gather, wide_grid(elements), arguments) }
+    }
+
+    /// Enqueues the product of what was left out of so many elements and a factor; nothing if that
+    /// is not kept.
+    ///
+    /// # Errors
+    /// As [`encode`](Self::encode).
+    ///
+    /// # Safety
+    /// As [`encode`](Self::encode).
+    pub unsafe fn scale(
+        &self,
+        stream: &Stream,
+        kept: KeptAt,
+        elements: usize,
+        mut factor: f32,
+    ) -> Result<(), GpuError> {
+        let Some(keeping) = self.keeping.filter(|keeping| keeping.feedback) else { return Ok(()) };
+        let (mut elements, mut values) = (word(elements), kept.values);
+        let arguments =
+            [(&raw mut elements).cast(), (&raw mut values).cast(), (&raw mut factor).cast()];
+        // SAFETY: the arguments of `scale`; the caller vouches for the memory.
+        unsafe { start(stream, keeping.scale, wide_grid(elements), arguments) }
     }
 
     /// Enqueues the decoding of a part of `bytes` bytes that was encoded in the round of this draw.
@@ -273,7 +392,7 @@ impl Coder {
         let elements = bytes / self.dtype.size();
         let mut its = Parameters::of(self.codec, elements, draw);
         let mut elements = word(elements);
-        let mut arguments: [*mut c_void; 7] = [
+        let arguments = [
             (&raw mut elements).cast(),
             (&raw mut tensor).cast(),
             (&raw mut wire).cast(),
@@ -282,16 +401,29 @@ impl Coder {
             (&raw mut its.seed).cast(),
             (&raw mut its.draw).cast(),
         ];
-        let cuda: &'static Cuda = stream.device().cuda();
-        let (blocks, threads) = self.family.grid(elements);
-        let (arguments, extra) = (arguments.as_mut_ptr(), std::ptr::null_mut());
-        let call = cuda.call.cuLaunchKernel;
-        // SAFETY: the arguments are those of all kernels, in their order and types; the driver
-        // copies them before it returns. The caller vouches for the memory, and the stream is held
-        // by its value.
-        let code = unsafe {
-            call(function, blocks, 1, 1, threads, 1, 1, 0, stream.handle(), arguments, extra)
-        };
-        cuda.check("cuLaunchKernel", code)
+        // SAFETY: the arguments of all codecs' kernels; the caller vouches for the memory.
+        unsafe { start(stream, function, self.family.grid(elements), arguments) }
     }
+}
+
+/// Launches a kernel.
+///
+/// # Safety
+/// The arguments are the kernel's, in their order and types, and the memory that they name is as
+/// the kernel uses it. The thread has the context.
+unsafe fn start<const COUNT: usize>(
+    stream: &Stream,
+    function: CUfunction,
+    (blocks, threads): Grid,
+    mut arguments: [*mut c_void; COUNT],
+) -> Result<(), GpuError> {
+    let cuda: &'static Cuda = stream.device().cuda();
+    let (arguments, extra) = (arguments.as_mut_ptr(), std::ptr::null_mut());
+    let call = cuda.call.cuLaunchKernel;
+    // SAFETY: the caller vouches for the arguments, which the driver copies before it returns; the
+    // stream is held by its value.
+    let code = unsafe {
+        call(function, blocks, 1, 1, threads, 1, 1, 0, stream.handle(), arguments, extra)
+    };
+    cuda.check("cuLaunchKernel", code)
 }

@@ -8,7 +8,7 @@ use cudarc::driver::sys::{
     CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUmodule, CUstream, CUuuid,
 };
 use libloading::Library;
-use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::ffi::{c_char, c_int, c_uchar, c_uint, c_void};
 use std::sync::OnceLock;
 
 /// The name that NVIDIA's driver installs. `libcuda.so` alone may be a stub for linking.
@@ -50,6 +50,9 @@ table! {
         cuEventDestroy_v2(CUevent);
         cuMemAlloc_v2(*mut CUdeviceptr, usize);
         cuMemFree_v2(CUdeviceptr);
+        cuMemAllocAsync(*mut CUdeviceptr, usize, CUstream);
+        cuMemFreeAsync(CUdeviceptr, CUstream);
+        cuMemsetD8Async(CUdeviceptr, c_uchar, usize, CUstream);
         cuMemGetInfo_v2(*mut usize, *mut usize);
         cuMemHostRegister_v2(*mut c_void, usize, c_uint);
         cuMemHostUnregister(*mut c_void);

@@ -11,6 +11,7 @@
 mod codecs;
 pub mod driver;
 mod error;
+mod kept;
 mod library;
 pub mod nccl;
 mod nccl_library;
@@ -19,10 +20,11 @@ mod simulated;
 mod table;
 mod track;
 
-pub use codecs::{Coder, Family, Kernels};
+pub use codecs::{Coder, Family, Keeps, KeptAt, Kernels};
 pub use driver::{Device, Event, EventPool, PooledEvent, Stream};
 pub use error::GpuError;
 pub(crate) use error::nccl_version;
+pub(crate) use kept::KeptMemory;
 pub(crate) use nccl::Closing;
 pub use nccl::{Comm, Nccl, ReduceOp};
 pub use pinned::Pinned;

@@ -46,7 +46,7 @@ use bps_engine::transport::rdma::Ports;
 use bps_engine::transport::{Link, Waker};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
-use std::sync::mpsc::{RecvTimeoutError, Sender, sync_channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -356,6 +356,7 @@ impl Job {
 
     /// See [`Worker::scale_residues`](crate::Worker::scale_residues).
     pub(crate) fn scale_residues(&self, tensors: Vec<u32>, factor: f32) -> Result<(), Error> {
+        self.gpu.inbox.get().into_iter().for_each(|gpu| gpu.scale_residues(&tensors, factor));
         self.command(Command::ScaleResidues { tensors, factor })
     }
 
@@ -363,16 +364,22 @@ impl Job {
     pub(crate) fn kept(&self, tensor: TensorId) -> Result<Kept, Error> {
         let (to, told) = sync_channel(1);
         self.command(Command::TellKept { tensor: tensor.0, to })?;
-        self.wake();
-        told.recv_timeout(PATIENCE).map_err(|why| match why {
-            RecvTimeoutError::Disconnected => self.ended(),
-            RecvTimeoutError::Timeout => Overdue::LANES.into(),
-        })
+        self.told(&told)
     }
 
     /// See [`Worker::keep`](crate::Worker::keep).
     pub(crate) fn keep_for(&self, tensor: TensorId, kept: Kept) -> Result<(), Error> {
-        self.command(Command::Keep { tensor: tensor.0, kept })
+        let (done, told) = sync_channel(1);
+        self.command(Command::Keep { tensor: tensor.0, kept: Box::new(kept), done })?;
+        self.told(&told)
+    }
+
+    /// What the NIC loop answers to a command, or a GPU's pipeline for it.
+    fn told<T>(&self, told: &Receiver<T>) -> Result<T, Error> {
+        self.wake();
+        let is_late = |why| why == RecvTimeoutError::Timeout;
+        told.recv_timeout(PATIENCE)
+            .map_err(|why| if is_late(why) { Overdue::LANES.into() } else { self.ended() })
     }
 
     /// Hands push_pulls of tensors on the GPU to its thread. If that has ended, the handles say

@@ -70,7 +70,9 @@ pub enum Command {
         /// Its id.
         tensor: u32,
         /// Whose lengths are those of the tensor, or 0.
-        kept: Kept,
+        kept: Box<Kept>,
+        /// Told when what is pushed from then on comes behind it.
+        done: SyncSender<()>,
     },
     /// A GPU's pipeline is there: what concerns it is to go here from now on.
     OpenGpu(GpuThread),
@@ -349,10 +351,15 @@ impl NicLoop {
             }
             Command::TellKept { tensor, to } => {
                 let kept = self.all_kept(tensor);
-                // Who has asked may have gone.
-                let _ = to.try_send(kept);
+                if self.is_of_pipeline(tensor) {
+                    let kept = Box::new(kept);
+                    self.nic.tell_gpu(ToGpu::TellKept { tensor, kept, to });
+                } else {
+                    // Who has asked may have gone.
+                    let _ = to.try_send(kept);
+                }
             }
-            Command::Keep { tensor, kept } => {
+            Command::Keep { tensor, kept, done } => {
                 self.for_kept(tensor, |elements, parts| {
                     for (part, whole) in parts.into_iter().zip([&kept.residue, &kept.velocity]) {
                         if !part.is_empty() && !whole.is_empty() {
@@ -360,12 +367,22 @@ impl NicLoop {
                         }
                     }
                 });
+                if self.is_of_pipeline(tensor) {
+                    self.nic.tell_gpu(ToGpu::Keep { tensor, kept, done });
+                } else {
+                    // Who has given it may have gone.
+                    let _ = done.try_send(());
+                }
             }
             Command::OpenGpu(to) => {
                 self.nic.open_gpu(to);
-                for (tensor, plan) in self.rounds.on_gpu() {
-                    report_if_out_of_reach(&self.nic, plan);
-                    self.nic.tell_gpu(ToGpu::Plan { tensor, plan: Arc::clone(plan) });
+                let plans = self.rounds.on_gpu().map(|(tensor, plan)| (tensor, Arc::clone(plan)));
+                for (tensor, plan) in plans.collect::<Vec<_>>() {
+                    report_if_out_of_reach(&self.nic, &plan);
+                    let kept =
+                        if self.is_given(tensor) { self.all_kept(tensor) } else { Kept::default() };
+                    let kept = Box::new(kept);
+                    self.nic.tell_gpu(ToGpu::Plan { tensor, plan, kept });
                 }
             }
             Command::GpuFailed { source } => self.nic.report(Report::Failed { source }),
@@ -388,6 +405,16 @@ impl NicLoop {
             Command::Fail { error } => self.fail(error),
             Command::Leave { suspend } => self.wants_to_leave = Some(suspend),
         }
+    }
+
+    /// Whether a pipeline has this tensor, which keeps what it encodes of it.
+    fn is_of_pipeline(&self, tensor: u32) -> bool {
+        self.nic.has_gpu() && self.rounds.is_on_gpu(tensor)
+    }
+
+    /// Whether something is kept of a tensor here.
+    fn is_given(&self, tensor: u32) -> bool {
+        self.rounds.parts_of(tensor).any(|(part, _)| self.nic.has_kept(part))
     }
 
     /// Shows what the parts of a tensor keep that are encoded here, with their elements.
@@ -438,7 +465,8 @@ impl NicLoop {
         let first = self.nic.plan(plan.part_plans(tensor));
         if plan.device {
             report_if_out_of_reach(&self.nic, &plan);
-            self.nic.tell_gpu(ToGpu::Plan { tensor, plan: Arc::clone(&plan) });
+            let (plan, kept) = (Arc::clone(&plan), Box::default());
+            self.nic.tell_gpu(ToGpu::Plan { tensor, plan, kept });
         }
         self.rounds.plan(tensor, plan, first);
     }

@@ -40,15 +40,14 @@ pub(super) struct Coded {
     wire: Box<[u8]>,
     /// The last round whose contribution was encoded, and the bytes that it has.
     length: Option<(u64, usize)>,
-    /// What earlier rounds have left out; empty where nothing is kept.
+    /// What earlier rounds have left out; empty where nothing is kept, and until something is.
     residue: Box<[f32]>,
-    /// Nesterov's momentum; empty where there is none.
+    /// Nesterov's momentum, likewise.
     velocity: Box<[f32]>,
 }
 
 impl Coded {
     pub(super) fn new(encoding: Encoding, elements: usize, choice: Choice) -> Coded {
-        let zeros = |is_kept: bool| vec![0.0; if is_kept { elements } else { 0 }].into();
         Coded {
             encoding,
             elements,
@@ -56,8 +55,8 @@ impl Coded {
             is_on_gpu: false,
             wire: Box::default(),
             length: None,
-            residue: zeros(encoding.feedback),
-            velocity: zeros(encoding.momentum.is_some()),
+            residue: Box::default(),
+            velocity: Box::default(),
         }
     }
 
@@ -83,6 +82,17 @@ impl Coded {
         }
     }
 
+    /// Zeros for what is kept, if it is kept here and there is none yet.
+    fn keep(&mut self) {
+        let Encoding { feedback, momentum, .. } = self.encoding;
+        let kept = [(feedback, &mut self.residue), (momentum.is_some(), &mut self.velocity)];
+        for (is_kept, values) in kept {
+            if is_kept && !self.is_on_gpu && values.is_empty() {
+                *values = vec![0.0; self.elements].into();
+            }
+        }
+    }
+
     fn payload(&mut self, length: usize) -> Writable {
         self.make_room();
         let wire = &mut self.wire[..length];
@@ -101,6 +111,7 @@ impl Coded {
         (header, rank): (&Header, Rank),
     ) -> usize {
         self.make_room();
+        self.keep();
         let Encoding { feedback, momentum, .. } = self.encoding;
         let random = draw(header.key, header.round.0, rank.0);
         if let Some(momentum) = momentum {
@@ -151,6 +162,10 @@ impl Nic {
         );
         if let Some(coded) = coded {
             coded.is_on_gpu = encoded.is_some();
+            if coded.is_on_gpu && !(coded.residue.is_empty() && coded.velocity.is_empty()) {
+                // The pipeline has what was to be kept.
+                (coded.residue, coded.velocity) = (Box::default(), Box::default());
+            }
         }
     }
 
@@ -294,9 +309,16 @@ impl Nic {
 }
 
 impl Nic {
+    /// Whether a part keeps something here.
+    pub(crate) fn has_kept(&self, part: PartId) -> bool {
+        let coded = self.part(part).coded.as_ref();
+        coded.is_some_and(|coded| !coded.residue.is_empty() || !coded.velocity.is_empty())
+    }
+
     /// What a part that is encoded here keeps: its residue and velocity, which may be empty.
     pub(crate) fn kept(&mut self, part: PartId) -> Option<[&mut [f32]; 2]> {
         let coded = self.part_mut(part).coded.as_mut()?;
+        coded.keep();
         Some([&mut coded.residue, &mut coded.velocity])
     }
 }

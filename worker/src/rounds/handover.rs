@@ -7,6 +7,7 @@ use super::memory::{Slot, SlotMemory, Staging};
 use super::{PartOf, Plan};
 use crate::base::error::{Error, Source};
 use crate::base::task::Task;
+use crate::base::types::Kept;
 use crate::cuda::PooledEvent;
 pub use crate::cuda::Progress;
 use bps_engine::base::Rank;
@@ -17,6 +18,7 @@ use bps_engine::trace::timeline::Recorder;
 use bps_engine::transport::{Cause, Full, Waker};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::SyncSender;
 
 /// A tensor on the GPU that is pushed.
 #[derive(Debug)]
@@ -42,6 +44,34 @@ pub enum ToGpu {
         tensor: u32,
         /// Where its parts live.
         plan: Arc<Plan>,
+        /// What was to be kept of it before there was a pipeline.
+        kept: Box<Kept>,
+    },
+    /// Multiply what error feedback adds to the next rounds of these tensors. From callers, as
+    /// pushes are, so that those come behind it; this may come before a tensor's plan.
+    ScaleResidues {
+        /// Their ids.
+        tensors: Vec<u32>,
+        /// By this.
+        factor: f32,
+    },
+    /// Tell what an encoded tensor keeps.
+    TellKept {
+        /// Its id.
+        tensor: u32,
+        /// What the NIC loop keeps of it.
+        kept: Box<Kept>,
+        /// Whom.
+        to: SyncSender<Kept>,
+    },
+    /// An encoded tensor keeps this from now on.
+    Keep {
+        /// Its id.
+        tensor: u32,
+        /// Whose lengths are those of the tensor, or 0.
+        kept: Box<Kept>,
+        /// Told when what is pushed from then on comes behind it.
+        done: SyncSender<()>,
     },
     /// A caller pushes a tensor. This may come before the tensor's plan.
     Push {
@@ -188,6 +218,18 @@ impl GpuInbox {
         };
         // A pipeline that has ended has dropped its recorder; one that hangs records nothing.
         let _ = harness::offer(ToGpu::Trace(recorder), || self.has_ended(), push);
+    }
+
+    /// Multiplies what error feedback adds to rounds of these tensors that are pushed after this.
+    pub(crate) fn scale_residues(&self, tensors: &[u32], factor: f32) {
+        let push = |message| {
+            let pushed = self.inbox.push(message);
+            self.waker.wake();
+            pushed
+        };
+        // A pipeline that has ended keeps nothing; one that hangs is found by the next push.
+        let message = ToGpu::ScaleResidues { tensors: tensors.into(), factor };
+        let _ = harness::offer(message, || self.has_ended(), push);
     }
 
     /// Wakes the pipeline.

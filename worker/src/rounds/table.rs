@@ -185,6 +185,12 @@ impl Rounds {
             .filter(|(_, plan)| plan.device)
     }
 
+    /// Whether a tensor is on the GPU.
+    #[must_use]
+    pub fn is_on_gpu(&self, tensor: u32) -> bool {
+        self.tensor(tensor).is_some_and(|state| state.plan.device)
+    }
+
     fn tensor(&self, tensor: u32) -> Option<&Tensor> {
         self.tensors.get(tensor as usize)?.as_ref()
     }

@@ -146,7 +146,7 @@ fn measure(bench: &Bench, coder: Coder, part: usize, rounds: usize) -> [Series; 
                 // SAFETY: a part of both memories, and kernels of the caller's: all live until the
                 // pass is over.
                 bench.pass(part, |tensor, wire| unsafe {
-                    coder.encode(stream, tensor, wire, part, DRAW)
+                    coder.encode(stream, tensor, wire, part, (DRAW, None))
                 });
             },
             &mut || {

@@ -6,10 +6,10 @@ use crate::{LIMIT, gpu, same};
 use bps_engine::base::{DType, Operation};
 use bps_engine::config::Config;
 use bps_worker::Members;
-use bps_worker::{Declaration, Error, GpuPushPull, Handle, PushPull, Worker};
+use bps_worker::{Declaration, Error, GpuPushPull, Handle, PushPull, TensorId, Worker};
 
-/// With kernels, and with what is kept from round to round, which has none.
-const ENCODINGS: [&str; 10] = [
+/// Also with what is kept from round to round.
+const ENCODINGS: [&str; 13] = [
     "fp16",
     "bf16",
     "fp8_e4m3",
@@ -20,14 +20,20 @@ const ENCODINGS: [&str; 10] = [
     "int8+feedback",
     "onebit(scaling)+feedback",
     "topk(k=0.1)+momentum(0.9)",
+    "fp16+feedback+momentum(0.9)",
+    "topk(k=0.1)+feedback",
+    "fp8_e4m3+feedback",
 ];
 /// What is drawn differs from tensor to tensor: of these the results are looked at by themselves.
 const DRAWN: [&str; 2] = ["randomk(k=0.1, seed=2)", "dithering(levels=7)"];
+/// What is left out is worth so much of it a round later.
+const FACTOR: f32 = 0.75;
 /// Parts and a last one of a single element, whose encoding may be longer than it is.
 const COUNT: usize = 3 * 4096 + 1;
 
-/// Sums and averages the same numbers from the GPU and from the host, so often.
-pub fn coded(config: &Config, rounds: u64) -> Result<(), Error> {
+/// Sums and averages the same numbers from the GPU and from the host, so often. `is_alone`: no
+/// other rank of the host has a share of what is kept, which is then looked at and changed.
+pub fn coded(config: &Config, rounds: u64, is_alone: bool) -> Result<(), Error> {
     let worker = Worker::start(config)?;
     worker.open_gpu(0)?;
     let framework = Framework::new().map_err(gpu)?;
@@ -83,8 +89,45 @@ pub fn coded(config: &Config, rounds: u64) -> Result<(), Error> {
             let name = there[usize::try_from(number).expect("a few")].name.as_str();
             is_drawn(name, buffer.fetched(), &own);
         }
+        worker.scale_residues(&ids_there, FACTOR)?;
+        worker.scale_residues(&ids_here, FACTOR)?;
+        if is_alone {
+            for ((said, there), here) in there.iter().zip(&ids_there).zip(&ids_here) {
+                keeps_the_same(&worker, said, round, [*there, *here])?;
+            }
+        }
     }
     worker.shutdown(false)
+}
+
+/// What is kept of a tensor on the GPU is what is kept of the host's. Then both get something else.
+fn keeps_the_same(
+    worker: &Worker,
+    said: &Declaration,
+    round: u64,
+    [there, here]: [TensorId; 2],
+) -> Result<(), Error> {
+    let (mut found, expected) = (worker.kept(there)?, worker.kept(here)?);
+    let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<u32>>();
+    let parts = [(&found.residue, &expected.residue), (&found.velocity, &expected.velocity)];
+    for (what, (found, expected)) in ["residue", "momentum"].into_iter().zip(parts) {
+        let name = &said.name;
+        assert!(bits(found) == bits(expected), "round {round}: the {what} kept of {name}");
+    }
+    let encoding = said.encoding.expect("it is encoded");
+    let lengths =
+        [(encoding.feedback, &found.residue), (encoding.momentum.is_some(), &found.velocity)];
+    for (is_kept, values) in lengths {
+        let is_something = values.iter().any(|value| *value != 0.0);
+        assert_eq!((values.len(), is_something), (if is_kept { COUNT } else { 0 }, is_kept));
+    }
+    found.residue.iter_mut().for_each(|value| *value *= 0.25);
+    // What is empty changes nothing.
+    if round.is_multiple_of(2) {
+        found.velocity.clear();
+    }
+    worker.keep(here, found.clone())?;
+    worker.keep(there, found)
 }
 
 fn declaration(encoding: &str, dtype: DType, operation: Operation, device: bool) -> Declaration {

@@ -44,7 +44,7 @@ fn main() {
         "ahead" => ahead::ahead(&config),
         "full" => ahead::full(&config),
         "bounced" => bounced::bounced(&config, number(0).unwrap_or(1), number(1) == Some(1)),
-        "coded" => coded::coded(&config, number(0).unwrap_or(1)),
+        "coded" => coded::coded(&config, number(0).unwrap_or(1), number(1) == Some(1)),
         "loop" => train(&config, number(0).unwrap_or(1), number(1), number(2) == Some(1)),
         "mismatch" => mismatch(&config, number(0) == Some(1)),
         "mismatches" => mismatches(&config, number(0) == Some(1)),

@@ -4,7 +4,7 @@ use super::machine::{INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, Machine, ho
 use super::memory::{Access, POISON};
 use super::stream::Work;
 use super::with;
-use bps_fake_gpu::kernels::{self, Launch};
+use bps_fake_gpu::kernels::{self, Coding, Launch};
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::ptr::NonNull;
 
@@ -81,7 +81,7 @@ impl Machine {
         stream: usize,
         (host, length): (usize, usize),
         (from, bytes): (u64, usize),
-        kernel: Option<Launch>,
+        kernel: Option<Coding>,
     ) {
         self.pinned(host, length);
         // What was there may be on its way to the device yet: then it is poisoned as this begins.
@@ -89,8 +89,10 @@ impl Machine {
             // SAFETY: it is registered, so it is mapped; there is one thread.
             unsafe { host_bytes(host, length) }.fill(POISON);
         }
-        let accesses = [Access::read(from, bytes), Access::write(host as u64, length)];
-        let work = Work::ToHost { host, from, bytes: vec![0; bytes], kernel };
+        let leaves_rest = kernel.is_some_and(|kernel| kernel.leaves_rest());
+        let source = if leaves_rest { Access::write } else { Access::read };
+        let accesses = [source(from, bytes), Access::write(host as u64, length)];
+        let work = Work::ToHost { host, from, bytes: vec![0; bytes], kernel, rest: Vec::new() };
         self.enqueue(stream, "a copy to the host", work, &accesses);
     }
 
@@ -100,7 +102,7 @@ impl Machine {
         stream: usize,
         (to, bytes): (u64, usize),
         (host, length): (usize, usize),
-        kernel: Option<Launch>,
+        kernel: Option<Coding>,
     ) {
         self.pinned(host, length);
         let awaits = std::mem::take(&mut self.streams[stream].awaits_host);
@@ -114,12 +116,32 @@ impl Machine {
 
     /// A kernel of the engine's.
     fn launch(&mut self, stream: usize, launch: Launch) -> Result<(), u32> {
-        let wire = usize::try_from(launch.wire).map_err(|_| INVALID_VALUE)?;
-        let (tensor, wire) = ((launch.tensor, launch.tensor_bytes()), (wire, launch.wire_bytes()));
-        match launch.encodes() {
-            true => self.copy_down(stream, wire, tensor, Some(launch)),
-            false => self.copy_up(stream, tensor, wire, Some(launch)),
-        }
+        let accesses = match launch {
+            Launch::Codec(of) => {
+                let wire = usize::try_from(of.wire).map_err(|_| INVALID_VALUE)?;
+                let (tensor, wire) = ((of.tensor, of.tensor_bytes()), (wire, of.wire_bytes()));
+                match of.encodes() {
+                    true => self.copy_down(stream, wire, tensor, Some(of)),
+                    false => self.copy_up(stream, tensor, wire, Some(of)),
+                }
+                return Ok(());
+            }
+            Launch::Gather(of) => {
+                let mut accesses = vec![
+                    Access::read(of.tensor, of.tensor_bytes()),
+                    Access::write(of.values, of.values_bytes()),
+                ];
+                if of.velocity != 0 {
+                    accesses.push(Access::write(of.velocity, of.values_bytes()));
+                }
+                accesses
+            }
+            Launch::Scale { elements, values, .. } => {
+                vec![Access::write(values, elements * size_of::<f32>())]
+            }
+        };
+        let work = Work::Kernel { launch, results: Vec::new() };
+        self.enqueue(stream, "a kernel of what is kept", work, &accesses);
         Ok(())
     }
 
@@ -280,6 +302,21 @@ cuda! {
     fn cuMemcpyHtoDAsync_v2(machine, to: u64, host: usize, bytes: usize, stream: usize) {
         let stream = machine.copying(stream)?;
         machine.copy_up(stream, (to, bytes), (host, bytes), None);
+        Ok(())
+    }
+    fn cuMemAllocAsync(machine, at: *mut u64, bytes: usize, stream: usize) {
+        machine.copying(stream)?;
+        put(at, machine.memory.allocate(bytes))
+    }
+    fn cuMemFreeAsync(machine, at: u64, stream: usize) {
+        machine.copying(stream)?;
+        machine.free(at);
+        Ok(())
+    }
+    fn cuMemsetD8Async(machine, at: u64, value: u8, bytes: usize, stream: usize) {
+        let stream = machine.copying(stream)?;
+        let work = Work::Fill { at, bytes: vec![value; bytes] };
+        machine.enqueue(stream, "zeros", work, &[Access::write(at, bytes)]);
         Ok(())
     }
     fn cuModuleLoadData(machine, module: *mut usize, image: *const c_void) {

@@ -3,7 +3,7 @@
 
 use super::communicator::{Clique, Comm};
 use super::memory::{Access, Clock, Memory, POISON, Place, STREAMS_MAX, join};
-use super::stream::{Enqueued, Mark, Stream, Work};
+use super::stream::{Enqueued, Mark, Stream, Work, computed};
 use bps_engine::transport::sim::Random;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -382,15 +382,26 @@ impl Machine {
                     None => is_there = false,
                 }
             }
-            Work::ToHost { host, from, bytes, kernel } => {
+            Work::Kernel { launch, results } => match computed(*launch, memory) {
+                Some(computed) => *results = computed,
+                None => is_there = false,
+            },
+            Work::ToHost { host, from, bytes, kernel, rest } => {
                 let length = kernel.map_or(bytes.len(), |kernel| kernel.wire_bytes());
                 // SAFETY: the range is registered from when the copy was enqueued until it is done,
                 // and one thread is all there is.
                 unsafe { host_bytes(*host, length) }.fill(POISON);
                 match memory.bytes(*from, bytes.len()) {
-                    Some(source) => {
-                        *bytes = kernel.map_or(source.to_vec(), |kernel| kernel.encode(source));
-                    }
+                    Some(source) => match kernel {
+                        Some(kernel) => {
+                            (*bytes, *rest) = kernel.encode(source);
+                            match kernel.leaves_rest() {
+                                true => source.fill(POISON),
+                                false => rest.clear(),
+                            }
+                        }
+                        None => *bytes = source.to_vec(),
+                    },
                     None => is_there = false,
                 }
             }
@@ -433,7 +444,13 @@ impl Machine {
                     None => result = Err("a kernel reads memory that was given back".into()),
                 }
             }
-            Work::ToHost { host, bytes, .. } => {
+            Work::Kernel { results, .. } => {
+                results.iter().for_each(|(at, bytes)| self.put(*at, bytes));
+            }
+            Work::ToHost { host, bytes, from, rest, .. } => {
+                if !rest.is_empty() {
+                    self.put(from, &rest);
+                }
                 // SAFETY: the range was registered when the copy was enqueued, and is until it was
                 // unregistered, which is a mistake before this. One thread is all there is.
                 let target = unsafe { host_bytes(host, bytes.len()) };

@@ -1,7 +1,7 @@
 //! Streams of a simulated GPU, and what is in them.
 
-use super::memory::{Clock, STREAMS_MAX};
-use bps_fake_gpu::kernels::Launch;
+use super::memory::{Clock, Memory, POISON, STREAMS_MAX};
+use bps_fake_gpu::kernels::{self, Coding, Launch};
 use std::collections::VecDeque;
 
 /// A piece of work.
@@ -24,13 +24,20 @@ pub(super) enum Work {
         host: usize,
         from: u64,
         bytes: Vec<u8>,
-        kernel: Option<Launch>,
+        kernel: Option<Coding>,
+        /// What the kernel leaves in the place of what it has read, if it does.
+        rest: Vec<u8>,
+    },
+    /// A kernel of the engine's of what is kept between rounds, and what it writes where.
+    Kernel {
+        launch: Launch,
+        results: Vec<(u64, Vec<u8>)>,
     },
     ToDevice {
         to: (u64, usize),
         host: (usize, usize),
         seen: Option<Vec<u8>>,
-        kernel: Option<Launch>,
+        kernel: Option<Coding>,
     },
     OnDevice {
         to: u64,
@@ -109,4 +116,32 @@ impl Stream {
 pub(super) struct Mark {
     pub(super) is_done: bool,
     pub(super) clock: Clock,
+}
+
+/// What a kernel of what is kept between rounds writes, and where, of which nobody may read
+/// anything until it is done; none if it uses memory that was given back.
+pub(super) fn computed(launch: Launch, memory: &mut Memory) -> Option<Vec<(u64, Vec<u8>)>> {
+    let results = match launch {
+        Launch::Codec(_) => return None,
+        Launch::Gather(of) => {
+            let length = of.values_bytes();
+            let tensor = memory.bytes(of.tensor, of.tensor_bytes())?.to_vec();
+            let values = memory.bytes(of.values, length)?.to_vec();
+            let velocity = match of.velocity {
+                0 => Vec::new(),
+                at => memory.bytes(at, length)?.to_vec(),
+            };
+            let (values, velocity) = of.gather(&tensor, &values, &velocity);
+            let velocity = (of.velocity != 0).then_some((of.velocity, velocity));
+            [(of.values, values)].into_iter().chain(velocity).collect()
+        }
+        Launch::Scale { elements, values, factor } => {
+            let before = memory.bytes(values, elements * size_of::<f32>())?.to_vec();
+            vec![(values, kernels::scaled(&before, factor))]
+        }
+    };
+    for (at, bytes) in &results {
+        memory.bytes(*at, bytes.len())?.fill(POISON);
+    }
+    Some(results)
 }

@@ -14,12 +14,15 @@ DEVICE u32 threads_of_grid() { return __nvvm_read_ptx_sreg_nctaid_x() * THREADS;
 
 // ---- 16-bit floats on the wire
 
-template <class Element, class Wire>
-DEVICE void encode_half(u32 elements, const void *source, void *wire) {
-    const typename Element::Memory *from = (const typename Element::Memory *)source;
+template <class Element, class Wire, bool REST = false>
+DEVICE void encode_half(u32 elements, void *source, void *wire) {
+    typename Element::Memory *from = (typename Element::Memory *)source;
     u16 *to = (u16 *)wire;
     for (u32 i = thread_of_grid(); i < elements; i += threads_of_grid()) {
-        to[i] = Wire::store(Element::load(from[i]));
+        float value = Element::load(from[i]);
+        u16 code = Wire::store(value);
+        to[i] = code;
+        if (REST) from[i] = Element::store(rest_of(value, Wire::load(code)));
     }
 }
 
@@ -101,11 +104,10 @@ typedef Float8<3> E4m3;
 typedef Float8<2> E5m2;
 
 // A warp takes a block, and a thread of it four neighbours.
-template <class Element, class Code>
-DEVICE void encode_scaled(
-    u32 elements, const void *source, void *wire, u32 is_random, u64 draw) {
+template <class Element, class Code, bool REST = false>
+DEVICE void encode_scaled(u32 elements, void *source, void *wire, u32 is_random, u64 draw) {
     Noise noise = Noise::of(0, draw);
-    const typename Element::Memory *from = (const typename Element::Memory *)source;
+    typename Element::Memory *from = (typename Element::Memory *)source;
     u32 place = lane();
     u32 blocks = (elements + BLOCK - 1) / BLOCK;
     for (u32 block = thread_of_grid() / WARP; block < blocks; block += threads_of_grid() / WARP) {
@@ -127,6 +129,11 @@ DEVICE void encode_scaled(
             u32 code = is_random ? Code::random(scaled, Noise::at(noise, first + i))
                                  : Code::nearest(scaled);
             codes |= code << (8 * i);
+        }
+        for (u32 i = 0; REST && i < EACH && first + i < elements; i++) {
+            // A block that is sent as NaN leaves nothing.
+            float sent = Code::value(codes >> (8 * i) & 0xff) * scale;
+            from[first + i] = Element::store(is_finite ? rest_of(values[i], sent) : 0.0f);
         }
         u8 *out = (u8 *)wire + (u64)block * (sizeof(float) + BLOCK);
         if (place == 0) *(u32 *)out = is_finite ? bits_of(scale) : NAN_BITS;
@@ -170,6 +177,12 @@ DEVICE void decode_scaled(u32 elements, const void *wire, void *target) {
             (encode_scaled<Element, Code>(elements, tensor, wire, option, draw)),                 \
             (decode_scaled<Element, Code>(elements, wire, tensor)))
 
+#define HALF_KEEPER(codec, Wire)                                                                  \
+    KEEPER(KERNEL, codec, (encode_half<F32, Wire, true>(elements, tensor, wire)))
+
+#define SCALED_KEEPER(codec, Code)                                                                \
+    KEEPER(KERNEL, codec, (encode_scaled<F32, Code, true>(elements, tensor, wire, option, draw)))
+
 #define ALL(element, Element)                                                                     \
     HALF(fp16, F16, element, Element)                                                             \
     HALF(bf16, BF16, element, Element)                                                            \
@@ -178,3 +191,9 @@ DEVICE void decode_scaled(u32 elements, const void *wire, void *target) {
     SCALED(int8, Int8, element, Element)
 
 EACH_ELEMENT(ALL)
+
+HALF_KEEPER(fp16, F16)
+HALF_KEEPER(bf16, BF16)
+SCALED_KEEPER(fp8_e4m3, E4m3)
+SCALED_KEEPER(fp8_e5m2, E5m2)
+SCALED_KEEPER(int8, Int8)

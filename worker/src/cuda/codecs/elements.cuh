@@ -8,7 +8,8 @@
 // byte once, in words that neighbouring threads have side by side. There is no header of CUDA's
 // here, so that a compiler suffices which knows the instructions, and none of NVIDIA's is needed.
 //
-// This file has what all kernels share: words, elements of tensors as f32, random numbers, arguments.
+// This file has what all kernels share: words, elements of tensors as f32, random numbers, arguments,
+// and the two kernels of what error feedback and momentum keep, which both files have.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -31,6 +32,13 @@ DEVICE float float_of(u32 bits) { return __builtin_bit_cast(float, bits); }
 
 DEVICE u32 thread() { return __nvvm_read_ptx_sreg_tid_x(); }
 DEVICE u32 lane() { return thread() % WARP; }
+
+DEVICE float finite_or_zero(float value) {
+    return (bits_of(value) & MAGNITUDE) < INFINITY_BITS ? value : 0.0f;
+}
+
+// What is left of a value for which another was sent: `Rest` of engine/src/encode/fold.rs.
+DEVICE float rest_of(float value, float decoded) { return finite_or_zero(value - decoded); }
 
 DEVICE u32 largest_of_warp(u32 largest) {
     for (int distance = WARP / 2; distance > 0; distance /= 2) {
@@ -97,7 +105,7 @@ struct Noise {
 
 // ---- What the host launches, by name
 //
-// All kernels take the same arguments, of which a codec uses those it has:
+// All kernels of codecs take the same arguments, of which a codec uses those it has:
 //
 // - `elements` of a tensor at `tensor`, and their encoding at `wire`;
 // - `option`: whether to round at random (fp8, int8), whether the scale is the mean magnitude (onebit), 1
@@ -111,4 +119,53 @@ struct Noise {
     QUALIFIED void encode_##codec##_##element(ARGUMENTS) { ENCODE; }                              \
     QUALIFIED void decode_##codec##_##element(ARGUMENTS) { DECODE; }
 
+// Encodes f32, and leaves in its place what was not sent.
+#define KEEPER(QUALIFIED, codec, ENCODE)                                                          \
+    QUALIFIED void encode_rest_##codec##_f32(ARGUMENTS) { ENCODE; }
+
 #define EACH_ELEMENT(ALL) ALL(f32, F32) ALL(f16, F16) ALL(bf16, BF16)
+
+// ---- What is kept between rounds: `Coded::encode` of worker/src/nic/coding.rs
+//
+// Before an encoding that keeps something, `values` become what is to be encoded, in f32: the
+// elements of a tensor, with momentum if there is a `velocity`, and what earlier rounds have left
+// in `values` if this `adds`.
+
+DEVICE u32 place_in_grid() {
+    return __nvvm_read_ptx_sreg_ctaid_x() * __nvvm_read_ptx_sreg_ntid_x() + thread();
+}
+DEVICE u32 size_of_grid() {
+    return __nvvm_read_ptx_sreg_nctaid_x() * __nvvm_read_ptx_sreg_ntid_x();
+}
+
+template <class Element>
+DEVICE void gather(
+    u32 elements, const void *tensor, float *values, float *velocity, float factor, u32 adds) {
+    const typename Element::Memory *from = (const typename Element::Memory *)tensor;
+    for (u32 i = place_in_grid(); i < elements; i += size_of_grid()) {
+        float given = Element::load(from[i]);
+        float value = given;
+        if (velocity) {
+            float moved = factor * velocity[i] + value;
+            value += factor * moved;
+            velocity[i] = finite_or_zero(moved);
+        }
+        if (adds) value = values[i] + value;
+        // An addition here makes one NaN of all; the processor's keeps what they carry.
+        bool is_nan = (bits_of(given) & MAGNITUDE) > INFINITY_BITS;
+        values[i] = is_nan ? float_of(bits_of(given) | NAN_BITS) : value;
+    }
+}
+
+#define GATHER(element, Element)                                                                  \
+    KERNEL void gather_##element(u32 elements, const void *tensor, float *values,                 \
+                                 float *velocity, float factor, u32 adds) {                       \
+        gather<Element>(elements, tensor, values, velocity, factor, adds);                        \
+    }
+
+EACH_ELEMENT(GATHER)
+
+// What was left of the rounds before is worth more, or less.
+KERNEL void scale(u32 elements, float *values, float factor) {
+    for (u32 i = place_in_grid(); i < elements; i += size_of_grid()) values[i] *= factor;
+}

@@ -123,8 +123,8 @@ DEVICE u32 onebit_scale(u32 elements, const void *tensor, u32 scaling) {
 
 // A warp takes as many words as it has threads, of as many bits. All threads make each word together;
 // each then has one of them.
-template <class Element>
-DEVICE void encode_onebit(u32 elements, const void *tensor, void *wire, u32 scaling) {
+template <class Element, bool REST = false>
+DEVICE void encode_onebit(u32 elements, void *tensor, void *wire, u32 scaling) {
     u32 scale = onebit_scale<Element>(elements, tensor, scaling);
     if (thread() == 0) *(u32 *)wire = scale;
     u8 *bits = (u8 *)wire + sizeof(float);
@@ -133,8 +133,14 @@ DEVICE void encode_onebit(u32 elements, const void *tensor, void *wire, u32 scal
         u32 mine = 0;
         for (u32 i = 0; i < WARP; i++) {
             u32 index = first + i * WARP + lane();
-            u32 word = ballot(index < elements && element_at<Element>(tensor, index) < 0.0f);
+            float value = index < elements ? element_at<Element>(tensor, index) : 0.0f;
+            bool is_negative = value < 0.0f;
+            u32 word = ballot(is_negative);
             if (lane() == i) mine = word;
+            if (REST && index < elements) {
+                float sent = float_of(scale ^ (u32)is_negative << 31);
+                set_element<Element>(tensor, index, rest_of(value, sent));
+            }
         }
         set_word(bits, first / WARP + lane(), bytes, mine);
     }
@@ -242,8 +248,8 @@ DEVICE Threshold threshold(u32 elements, const void *tensor, u32 count) {
 
 // Each warp has elements that follow each other. It counts what it will send, so that all know where to
 // write, and then sends.
-template <class Element>
-DEVICE void encode_topk(u32 elements, const void *tensor, void *wire, u32 count) {
+template <class Element, bool REST = false>
+DEVICE void encode_topk(u32 elements, void *tensor, void *wire, u32 count) {
     SHARED u32 larger_of[WARPS], ties_of[WARPS];
     if (elements == 0) return;
     Threshold it = threshold<Element>(elements, tensor, count);
@@ -275,7 +281,11 @@ DEVICE void encode_topk(u32 elements, const void *tensor, void *wire, u32 count)
         u32 ties_before = ties + __builtin_popcount(all_ties & lanes_below());
         u32 larger_before = larger + __builtin_popcount(all_larger & lanes_below());
         u32 place = larger_before + (ties_before < it.ties ? ties_before : it.ties);
-        if (is_larger || (is_tie && ties_before < it.ties)) {
+        bool is_sent = is_larger || (is_tie && ties_before < it.ties);
+        if (REST && index < end && (is_sent || magnitude >= INFINITY_BITS)) {
+            set_element<Element>(tensor, index, 0.0f);
+        }
+        if (is_sent) {
             if (is_narrow) {
                 narrow[place] = (u16)index;
             } else {
@@ -321,14 +331,20 @@ struct Strata {
     }
 };
 
-template <class Element>
-DEVICE void encode_randomk(u32 elements, const void *tensor, void *wire, Strata strata) {
+template <class Element, bool REST = false>
+DEVICE void encode_randomk(u32 elements, void *tensor, void *wire, Strata strata) {
     bool is_finite = largest_magnitude<Element>(elements, tensor) < INFINITY_BITS;
     float *values = (float *)wire;
+    for (u32 i = thread(); REST && !is_finite && i < elements; i += PART_THREADS) {
+        set_element<Element>(tensor, i, finite_or_zero(element_at<Element>(tensor, i)));
+    }
+    // What is drawn is set by another thread.
+    if (REST) barrier();
     for (u32 i = thread(); i < strata.count; i += PART_THREADS) {
         u32 index = Strata::index(strata, i);
         values[i] = is_finite && index < elements ? element_at<Element>(tensor, index)
                                                   : float_of(NAN_BITS);
+        if (REST && index < elements) set_element<Element>(tensor, index, 0.0f);
     }
 }
 
@@ -404,9 +420,9 @@ DEVICE float dithering_step(u32 elements, const void *tensor, Levels levels) {
 }
 
 // A thread has a group of codes. They are gathered in shared memory, so that words leave.
-template <class Element>
+template <class Element, bool REST = false>
 DEVICE void encode_dithering(
-    u32 elements, const void *tensor, void *wire, Levels levels, Noise noise) {
+    u32 elements, void *tensor, void *wire, Levels levels, Noise noise) {
     SHARED u32 gathered[PART_THREADS * CODE_WORDS_MAX];
     float step = dithering_step<Element>(elements, tensor, levels);
     bool is_number = (bits_of(step) & MAGNITUDE) < INFINITY_BITS;
@@ -418,12 +434,20 @@ DEVICE void encode_dithering(
         u64 group = 0;
         for (u32 i = 0; i < GROUP; i++) {
             u32 index = tile + thread() * GROUP + i;
+            if (REST && index < elements && !is_number) {
+                // A part that is sent as NaN leaves nothing.
+                set_element<Element>(tensor, index, 0.0f);
+            }
             if (index < elements && is_number) {
                 u32 bits = bits_of(element_at<Element>(tensor, index));
                 float steps = float_of(bits & MAGNITUDE) / step;
                 u32 level = Levels::level(levels, steps, Noise::at(noise, index));
                 u64 code = bits >> 31 << (levels.width - 1) | level;
                 group |= code << (levels.width * i);
+                if (REST) {
+                    u32 sent = bits_of(Levels::steps(levels, level) * step) ^ bits >> 31 << 31;
+                    set_element<Element>(tensor, index, rest_of(float_of(bits), float_of(sent)));
+                }
             }
         }
         u8 *mine = (u8 *)gathered + thread() * levels.width;
@@ -492,3 +516,11 @@ DEVICE void decode_dithering(u32 elements, const void *wire, void *tensor, Level
 #define LEVELS (Levels::of(option, count))
 
 EACH_ELEMENT(ALL)
+
+#define WHOLE_KEEPER(codec, ENCODE) KEEPER(BOUNDED KERNEL, codec, ENCODE)
+
+WHOLE_KEEPER(onebit, (encode_onebit<F32, true>(elements, tensor, wire, option)))
+WHOLE_KEEPER(topk, (encode_topk<F32, true>(elements, tensor, wire, count)))
+WHOLE_KEEPER(randomk, (encode_randomk<F32, true>(elements, tensor, wire, STRATA)))
+WHOLE_KEEPER(dithering,
+             (encode_dithering<F32, true>(elements, tensor, wire, LEVELS, Noise::of(seed, draw))))

@@ -1,7 +1,7 @@
 //! Copies between the GPU and the slots: down of what is to be sent, up of what has landed.
 
 use super::{BYTES_OF_MARK, COPIES_OF_MARK, Copying, Of, Pipeline, Tensor};
-use crate::cuda::{Coder, GpuError, Stream};
+use crate::cuda::{Coder, GpuError, KeptAt, Stream};
 use crate::rounds::PartOf;
 use crate::rounds::handover::{From, FromGpu};
 use crate::rounds::{Pool, Slot};
@@ -18,6 +18,8 @@ pub(super) struct PartCoder {
     pub(super) encoded: usize,
     /// The random numbers of its round.
     draw: Draw,
+    /// Where it keeps what it keeps between rounds.
+    kept: Option<KeptAt>,
 }
 
 impl Pipeline {
@@ -102,7 +104,8 @@ impl Pipeline {
         let coder = tensor.coder?;
         let encoded = coder.wire_bytes(part.bytes)?;
         let draw = draw(part.key, tensor.round, self.rank.0);
-        Some(PartCoder { coder, encoded, draw })
+        let kept = tensor.kept.as_ref().and_then(|kept| kept.at(of.index as usize));
+        Some(PartCoder { coder, encoded, draw, kept })
     }
 
     /// The servers' result of a part has come, in a slot if it has bytes.
@@ -171,7 +174,7 @@ pub(super) unsafe fn fill(
     // lines of the cache.
     unsafe {
         match (coder, slot.is_on_gpu()) {
-            (Some(of), _) => of.coder.encode(stream, from, at, bytes, of.draw),
+            (Some(of), _) => of.coder.encode(stream, from, at, bytes, (of.draw, of.kept)),
             (None, true) => stream.copy_on_device(at.addr() as u64, from, bytes),
             (None, false) => stream.copy_to_host(at, from, bytes),
         }

@@ -262,7 +262,10 @@ impl Pipeline {
             self.end_push(&one.push, one.error);
         }
         for state in std::mem::take(&mut self.tensors).into_iter().flatten() {
-            let Tensor { run, waiting, .. } = state;
+            let Tensor { run, waiting, kept, staging, .. } = state;
+            if let Some(kept) = kept.filter(|_| is_idle) {
+                kept.give_back(self.down_of(staging.is_some()).stream());
+            }
             for push in run.map(|run| run.push).into_iter().chain(waiting) {
                 self.end_push(&push, error.clone());
             }
@@ -271,6 +274,7 @@ impl Pipeline {
             // Something on the GPU may write here yet.
             std::mem::forget(self.memory.take());
             self.staged.iter_mut().for_each(Staged::leak);
+            self.keeping.leak();
         }
     }
 }

@@ -29,6 +29,7 @@
 mod copies;
 mod ending;
 mod host;
+mod keeping;
 mod order;
 mod plan;
 mod rounds;
@@ -37,6 +38,7 @@ mod timeline;
 mod turns;
 
 use self::ending::{Drained, End};
+use self::keeping::Keeping;
 pub(super) use self::staged::Staged;
 use self::timeline::Trace;
 use self::turns::{Of, Turns};
@@ -46,7 +48,8 @@ use super::order_lanes::{Heard, OrderLanes};
 use super::rows::Row;
 use crate::base::error::Error;
 use crate::base::task::Task;
-use crate::cuda::{Coder, Comm, Event, EventPool, GpuError, Passed, Pinned, PooledEvent, Track};
+use crate::cuda::{Coder, Comm, Event, EventPool, GpuError, KeptMemory};
+use crate::cuda::{Passed, Pinned, PooledEvent, Track};
 use crate::host::gather::Gathers;
 use crate::host::switches::Switches;
 use crate::rounds::Plan;
@@ -135,6 +138,8 @@ struct Tensor {
     staging: Option<Box<[staged::Part]>>,
     /// What encodes and decodes its parts on their way to slots and back, if the GPU does.
     coder: Option<Coder>,
+    /// What that keeps between rounds.
+    kept: Option<KeptMemory>,
     /// A round of it has come through, so all ranks mean the same by its name.
     is_proved: bool,
     /// Parts that this rank holds once its switch has reduced them.
@@ -292,6 +297,7 @@ pub struct Pipeline {
     memory: Option<Pinned>,
     direct: Direct,
     coding: Coding,
+    keeping: Keeping,
 }
 
 impl Pipeline {
@@ -357,6 +363,7 @@ impl Pipeline {
             memory: Some(parts.memory),
             direct: parts.direct,
             coding: Coding::default(),
+            keeping: Keeping::default(),
         }
     }
 
@@ -458,6 +465,7 @@ impl Pipeline {
             self.gradient_complete(tensor);
             progress = true;
         }
+        progress |= self.end_moves();
         progress |= self.begin_kept()?;
         progress |= self.carry_out()?;
         progress |= self.copy_down()?;
@@ -480,6 +488,7 @@ impl Pipeline {
             && self.rising.is_empty()
             && self.submitted.is_none()
             && self.drained.is_empty()
+            && !self.keeping.is_busy()
             && !self.trace.is_awaiting()
             && !self.watches_staged());
         let limit = if is_watching { NAP } else { TICK };
@@ -520,7 +529,7 @@ impl Pipeline {
 
     fn take(&mut self, message: ToGpu) -> Result<(), GpuError> {
         match message {
-            ToGpu::Plan { tensor, plan } => return self.on_plan(tensor, plan),
+            ToGpu::Plan { tensor, plan, kept } => return self.on_plan(tensor, plan, &kept),
             ToGpu::Push { tensor, push } => return self.on_push(tensor, push),
             ToGpu::Wanted => self.on_wanted(),
             ToGpu::Sent(slot) => self.free.push(slot),
@@ -530,6 +539,13 @@ impl Pipeline {
             }
             ToGpu::Over(of) => return self.one_less(of.tensor),
             ToGpu::Poisoned { tensor, error } => self.on_poison(tensor, &error),
+            ToGpu::ScaleResidues { tensors, factor } => return self.on_scale(&tensors, factor),
+            ToGpu::TellKept { tensor, kept, to } => return self.on_tell_kept(tensor, kept, to),
+            ToGpu::Keep { tensor, kept, done } => {
+                self.on_keep(tensor, &kept)?;
+                // Who has given it may have gone.
+                let _ = done.try_send(());
+            }
             ToGpu::Trace(recorder) => self.trace.switch(recorder, self.now),
         }
         Ok(())

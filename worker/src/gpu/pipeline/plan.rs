@@ -5,6 +5,7 @@
 use super::turns::Of;
 use super::{Ordered, Pipeline, RowState, Tensor, Written};
 use crate::base::error::{Error, Refusal};
+use crate::base::types::Kept;
 use crate::cuda::{Coder, GpuError};
 use crate::gpu::rows::{Cut, rows};
 use crate::rounds::{Plan, PlanPart};
@@ -13,7 +14,13 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 impl Pipeline {
-    pub(super) fn on_plan(&mut self, tensor: u32, plan: Arc<Plan>) -> Result<(), GpuError> {
+    /// A tensor is planned, of which this was kept before.
+    pub(super) fn on_plan(
+        &mut self,
+        tensor: u32,
+        plan: Arc<Plan>,
+        given: &Kept,
+    ) -> Result<(), GpuError> {
         let index = tensor as usize;
         if self.tensors.len() <= index {
             self.tensors.resize_with(index + 1, || None);
@@ -40,6 +47,7 @@ impl Pipeline {
         let poisoned = self.unfit(&plan, is_local).map(Error::Refused);
         let staging = if poisoned.is_none() { self.stage(&plan) } else { None };
         let coder = if poisoned.is_none() && switches == 1 { self.coder(&plan) } else { None };
+        let (coder, kept) = self.keeper(&plan, coder, staging.is_some());
         let is_own = |part: &&PlanPart| part.holder == self.rank && !is_local;
         let own = word(plan.parts.iter().filter(is_own).count());
         let state = RowState { ordered: Ordered::Nothing, missing: 0 };
@@ -52,6 +60,7 @@ impl Pipeline {
             is_local,
             staging,
             coder,
+            kept,
             is_proved: false,
             own,
             round: 0,
@@ -60,6 +69,7 @@ impl Pipeline {
             written: Written::default(),
             poisoned,
         });
+        self.begin_keeping(tensor, given)?;
         let early = self.early.extract_if(.., |(id, _)| *id == tensor).collect::<Vec<_>>();
         early.into_iter().try_for_each(|(_, push)| self.on_push(tensor, push))
     }
