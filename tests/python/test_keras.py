@@ -380,6 +380,20 @@ class backend:
 """
 
 
+def imported(environment):
+    """The last line of an import that fails."""
+    result = subprocess.run(
+        [sys.executable, "-c", "import byteps.keras"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=START_SECONDS,
+        check=False,
+    )
+    assert result.returncode == 1, result.stderr
+    return result.stderr.splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     ("release", "backend", "said"),
     [
@@ -395,16 +409,17 @@ def test_other_releases_and_back_ends_are_refused(tmp_path, release, backend, sa
     )
     environment = clean_environment()
     environment["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{environment['PYTHONPATH']}"
-    result = subprocess.run(
-        [sys.executable, "-c", "import byteps.keras"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=START_SECONDS,
-        check=False,
-    )
-    last = result.stderr.splitlines()[-1]
-    assert last.startswith("byteps.errors.ConfigError: ") and said in last, result.stderr
+    last = imported(environment)
+    assert last.startswith("byteps.errors.ConfigError: ") and said in last, last
+
+
+def test_a_back_end_that_is_not_installed(tmp_path):
+    (tmp_path / "keras.py").write_text("import tensorflow_that_is_not_there\n")
+    environment = clean_environment()
+    environment["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{environment['PYTHONPATH']}"
+    last = imported(environment)
+    assert last.startswith("byteps.errors.ConfigError: byteps.keras: Keras cannot be imported (No ")
+    assert "set KERAS_BACKEND to tensorflow, jax or torch" in last, last
 
 
 # Callbacks

@@ -26,7 +26,16 @@ if IS_TF_KERAS:
             "install the release that is named as TensorFlow's, or unset the variable"
         ) from error
 else:
-    import keras
+    try:
+        import keras
+    except ImportError as error:
+        if error.name == "keras":
+            raise
+        raise ConfigError(
+            f"byteps.keras: Keras cannot be imported ({error}). It runs on TensorFlow unless "
+            "KERAS_BACKEND, or its own file of settings, names another back end: install the one "
+            "that it is to run on, or set KERAS_BACKEND to tensorflow, jax or torch"
+        ) from error
 
 
 def _release() -> tuple[int, int]:
