@@ -107,6 +107,7 @@ def main() -> None:
     params = train(arguments, bps.DistributedOptimizer(plain), params, rank, size)
     everywhere = bps.allgather_object(jax.tree_util.tree_map(np.asarray, params))
     if rank == 0:
+        print("and the same in one process, to compare:")
         alone = train(arguments, plain, make_params(arguments.seed), 0, 1)
         flat = [
             np.concatenate([x.ravel() for x in jax.tree_util.tree_leaves(one)])

@@ -105,6 +105,7 @@ def main() -> None:
     if rank == 0:
         if any(not np.array_equal(everywhere[0], other) for other in everywhere[1:]):
             sys.exit("the ranks ended with different weights")
+        print("and the same in one process, to compare:")
         alone = train(arguments, make_weights(arguments.seed), 0, 1)
         apart = float(np.abs(everywhere[0] - alone).max())
         print(f"largest difference to training in one process: {apart:.1e}")
