@@ -405,6 +405,52 @@ def test_ctrl_c_reaches_the_program(run):
     assert "KeyboardInterrupt" not in text, text
 
 
+def test_a_second_ctrl_c_ends_a_rank_that_still_waits(run):
+    port = {"MASTER_PORT": str(free_port())}
+    script = MEET + (
+        "import time\n"
+        "if bps.rank() == 0: time.sleep(600)\n"
+        "try: bps.barrier()\n"
+        "except KeyboardInterrupt: print('interrupted', flush=True); raise\n"
+        "finally:\n"
+        "    print('saves', flush=True)\n"
+        "    try: bps.barrier()\n"
+        "    finally: print('gives up', flush=True)\n"
+    )
+    ranks = [run(f"rank{r}", python(script), torch(r, 2, 2) | port) for r in (0, 1)]
+    log = ranks[1].log
+    until(lambda: all("result" in rank.log.read_text() for rank in ranks))
+    time.sleep(0.5)  # It waits for the other.
+    ranks[1].send_signal(signal.SIGINT)
+    until(lambda: "saves" in log.read_text())
+    time.sleep(0.5)
+    assert ranks[1].poll() is None and "gives up" not in log.read_text(), log.read_text()
+    ranks[1].send_signal(signal.SIGINT)
+    begun = time.monotonic()
+    [text] = finish(ranks[1], code=-signal.SIGINT)
+    assert time.monotonic() - begun < 5
+    assert text.count("interrupted\n") == 1 and "gives up" in text, text
+    ranks[0].kill()
+
+
+def test_a_second_ctrl_c_ends_a_job_whose_ranks_take_their_time(run):
+    script = MEET + (
+        "import time\n"
+        "try: time.sleep(600)\n"
+        "except KeyboardInterrupt: print('interrupted', bps.rank(), flush=True)\n"
+        "finally: time.sleep(600)\n"
+    )
+    launcher = [sys.executable, "-m", "byteps.launch", "--local", "2"]
+    job = run("job", [*launcher, *python(script)])
+    until(lambda: job.log.read_text().count("result") == 2)
+    job.send_signal(signal.SIGINT)
+    until(lambda: job.log.read_text().count("interrupted") == 2)
+    begun = time.monotonic()
+    job.send_signal(signal.SIGINT)
+    [text] = finish(job, code=130)
+    assert time.monotonic() - begun < 5 and "SIGINT again: killing all processes" in text, text
+
+
 def test_an_exit_code_is_the_jobs(run):
     script = MEET + "import sys\nif bps.rank() == 1: sys.exit(3)\nbps.barrier()\n"
     launcher = [sys.executable, "-m", "byteps.launch", "--local", "2", "--servers", "1"]
