@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
 from compression_beside_ddp import GLOO_PORT, PORT, Stage, address, with_parent
 
 WARM_UP = 2
