@@ -75,7 +75,7 @@ class Gpu(_Pretence):
         use_gpu = _registry.use_gpu
 
         def declare_here(tensors):
-            for name, *_, device, _, _, _ in tensors:
+            for name, _, _, _, _, device, *_ in tensors:
                 assert not device or self.opened is not None, "declared before its GPU was open"
                 self.declared[name] = device
             return declare([(*tensor[:5], False, *tensor[6:]) for tensor in tensors])
