@@ -4,6 +4,7 @@
 use super::backup::BackupFault;
 use super::encoding::Encoding;
 use super::members::Members;
+use super::receiver::ReceiverFault;
 use super::shape::TensorShape;
 use super::store::{Deltas, Store, StoreFault};
 use super::text::shorten;
@@ -188,6 +189,23 @@ impl Declaration {
             Store::Backup(_) => Err(BackupFault::OnGpus.into()),
             _ => Err(StoreFault::OnGpus),
         }
+    }
+}
+
+impl KeySpec {
+    /// Whether its results can go to its receiver alone, if it has one, which has to be one of the
+    /// ranks that it `has`; `shrinks` in a job that goes on without ranks that die.
+    ///
+    /// # Errors
+    /// [`ReceiverFault`].
+    pub fn check_receiver(
+        &self,
+        has: impl FnOnce(Rank) -> bool,
+        shrinks: bool,
+    ) -> Result<(), ReceiverFault> {
+        let Some(receiver) = self.receiver else { return Ok(()) };
+        let how = (self.operation, self.encoding, self.store);
+        ReceiverFault::check(has(receiver), how, shrinks)
     }
 }
 

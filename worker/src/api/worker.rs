@@ -372,7 +372,7 @@ impl Worker {
     /// Whether rounds of this job go on without ranks that die: then no tensor has a receiver.
     #[must_use]
     pub fn shrinks(&self) -> bool {
-        self.0.job.as_ref().is_some_and(Job::shrinks)
+        self.0.job.as_ref().is_some_and(|job| job.shrinks)
     }
 
     /// Nodes that wait to be let into an elastic job; `None` in any other. They are let in once all

@@ -104,7 +104,7 @@ pub(crate) struct Job {
     session: u64,
     elastic: bool,
     /// Rounds go on without ranks that die.
-    shrinks: bool,
+    pub(crate) shrinks: bool,
     speeds: Arc<Mutex<VecDeque<Speed>>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
     /// Rung when the NIC loop has ended, for threads that may sleep then.
@@ -443,11 +443,6 @@ impl Job {
     /// Nodes that wait to be let in, of a job that is elastic; `None` in any other.
     pub(crate) fn newcomers(&self) -> Option<u32> {
         self.elastic.then(|| self.newcomers.load(Ordering::Relaxed))
-    }
-
-    /// Whether rounds go on without ranks that die.
-    pub(crate) fn shrinks(&self) -> bool {
-        self.shrinks
     }
 
     /// Whether this rank was told to leave by SIGTERM, and has time to do so.

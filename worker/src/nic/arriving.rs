@@ -127,7 +127,9 @@ impl Nic {
     /// Whether a publication is the one that the part waits for.
     fn is_due(&self, id: PartId, lane: LaneId, header: &Header, is_lost: bool) -> bool {
         let (part, length) = (self.part(id), header.length as usize);
-        let fits = match part.gets_bytes(&self.config) {
+        // Who has the result, or does not get it, is only told that it is there.
+        let receives = part.plan.receiver.is_none_or(|receiver| receiver == self.config.rank);
+        let fits = match receives && !part.is_root(&self.config) {
             true => is_lost || self.may_publish(lane, id, header),
             false => length == 0,
         };

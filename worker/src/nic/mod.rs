@@ -125,13 +125,6 @@ impl Part {
         self.coded.as_deref().filter(|_| self.act == Act::NONE || self.act.is_step())
     }
 
-    /// Whether a publication to this rank has bytes: one who knows or does not get the result is
-    /// only told that it is there.
-    fn gets_bytes(&self, config: &NicConfig) -> bool {
-        let receives = self.plan.receiver.is_none_or(|receiver| receiver == config.rank);
-        receives && !self.is_root(config)
-    }
-
     /// Whether this rank's bytes are what a broadcast gives to all.
     fn is_root(&self, config: &NicConfig) -> bool {
         self.plan.operation == Operation::Broadcast(config.rank)

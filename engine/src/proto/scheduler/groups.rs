@@ -135,8 +135,9 @@ impl Owners {
 }
 
 /// The owner of a part in the group of this rank. Those of a set go round the members of the group,
-/// by the numbers of their keys; a receiver owns all, since nobody else in its group gets them. Deltas of a stored tensor are summed in no group, nor is what does
-/// not wait for slow ranks: each rank pushes its own.
+/// by the numbers of their keys; a receiver owns all, since nobody else in its group gets them.
+/// Deltas of a stored tensor are summed in no group, nor is what does not wait for slow ranks: each
+/// rank pushes its own.
 pub(super) fn owner(
     groups: &Groups,
     rank: Rank,

@@ -87,17 +87,8 @@ fn declarations(ranks: u32) -> Vec<Declaration> {
                 [Operation::Sum, Operation::Average, Operation::Min, Operation::Max, broadcast]
             {
                 let name = format!("{dtype}.{count}.{operation}");
-                all.push(Declaration {
-                    name,
-                    dtype,
-                    shape: count.into(),
-                    operation,
-                    device: true,
-                    members: Members::ALL,
-                    receiver: None,
-                    encoding: None,
-                    store: None,
-                });
+                let shape = count.into();
+                all.push(Declaration { name, dtype, shape, operation, ..on_gpus() });
             }
         }
     }
@@ -265,17 +256,8 @@ fn same(said: &Declaration, round: u64, rank: u32, what: &str, got: &[u8], wante
 fn chained(worker: &Worker, framework: &Framework) -> Result<(), Error> {
     const COUNT: usize = 50_000;
     let (dtype, operation, shape) = (DType::I32, Operation::Sum, (COUNT as u64).into());
-    let said = Declaration {
-        name: "chained".into(),
-        dtype,
-        shape,
-        operation,
-        device: true,
-        members: Members::ALL,
-        receiver: None,
-        encoding: None,
-        store: None,
-    };
+    let name = "chained".into();
+    let said = Declaration { name, dtype, shape, operation, ..on_gpus() };
     let ids = worker.declare(std::slice::from_ref(&said))?;
     let buffer = framework.buffer(COUNT * 4)?;
     let own = reference::contribution(dtype, 9999, worker.rank(), 1, COUNT);
@@ -370,17 +352,8 @@ fn large(config: &Config) -> Result<(), Error> {
     for (number, dtype) in [(0, DType::F32), (1, DType::I32)] {
         let count = (12 << 20) / dtype.size() as u64 + 77;
         let (name, operation) = (format!("large {number}"), Operation::Sum);
-        let said = Declaration {
-            name,
-            dtype,
-            shape: count.into(),
-            operation,
-            device: true,
-            members: Members::ALL,
-            receiver: None,
-            encoding: None,
-            store: None,
-        };
+        let shape = count.into();
+        let said = Declaration { name, dtype, shape, operation, ..on_gpus() };
         let id = worker.declare(std::slice::from_ref(&said))?[0];
         let bytes = usize::try_from(count).unwrap_or(0) * dtype.size();
         let source = framework.buffer(bytes)?;
@@ -397,6 +370,21 @@ fn large(config: &Config) -> Result<(), Error> {
     worker.shutdown(false)
 }
 
+/// A tensor of all GPUs, to be summed.
+fn on_gpus() -> Declaration {
+    Declaration {
+        name: String::new(),
+        dtype: DType::F32,
+        shape: 0.into(),
+        operation: Operation::Sum,
+        device: true,
+        members: Members::ALL,
+        receiver: None,
+        encoding: None,
+        store: None,
+    }
+}
+
 /// One tensor again and again. From the round `stall` on it pushes nothing, and waits for a
 /// barrier that the others do not come to; or, if it `leaves`, shuts down with the round under way.
 /// From the round 0 on means that it is late to shut down.
@@ -406,10 +394,8 @@ fn train(config: &Config, rounds: u64, stall: Option<u64>, leaves: bool) -> Resu
     worker.open_gpu(0)?;
     let framework = Framework::new().map_err(gpu)?;
     let (name, dtype, operation) = ("layer4.weight".into(), DType::F32, Operation::Sum);
-    let (shape, device, members) = ((COUNT as u64).into(), true, Members::ALL);
-    let (receiver, encoding, store) = (None, None, None);
-    let said =
-        Declaration { name, dtype, shape, operation, device, members, receiver, encoding, store };
+    let shape = (COUNT as u64).into();
+    let said = Declaration { name, dtype, shape, operation, ..on_gpus() };
     let id = worker.declare(std::slice::from_ref(&said))?[0];
     let buffer = framework.buffer(COUNT * 4)?;
     for round in 1..=rounds {
