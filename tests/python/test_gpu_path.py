@@ -273,3 +273,72 @@ def through_the_pipeline(function, *arguments):
 )
 def test_pipeline(pipeline, what):
     pipeline.run(through_the_pipeline, *what)
+
+
+def what_codecs_keep():
+    """What error feedback leaves out is on the GPU: it follows the rate, is told and given."""
+    known = set(bps.compression_state_dict())
+    codec = bps.Compression.topk(1, error_feedback=True)
+    # Tensors of fewer bytes are not encoded.
+    model = torch.nn.Linear(20_000, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = bps.DistributedOptimizer(optimizer, model.named_parameters(), compression=codec)
+    gradient = torch.zeros(1, 20_000)
+    gradient[0, 0], gradient[0, 19_999] = 4.0, 1.0
+
+    def step(rate):
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.zero_grad()
+        (model.weight * gradient).sum().backward()
+        optimizer.step()
+        [name] = set(bps.compression_state_dict()) - known
+        weight = model.weight.detach()[0, [0, 19_999]].tolist()
+        return name, weight, bps.compression_state_dict()[name]["residue"][[0, 19_999]].tolist()
+
+    # One element is sent at a time: (4, 0), then 1 + 1 / 0.25, then the 8 that came together.
+    assert step(1.0)[1:] == ([-4.0, 0.0], [0.0, 1.0])
+    assert step(0.25)[1:] == ([-4.0, -0.25 * 5], [4.0, 0.0])
+    name, weight, residue = step(0.25)
+    assert (weight, residue) == ([-4.0 - 0.25 * 8, -0.25 * 5], [0.0, 1.0])
+    state = bps.compression_state_dict()[name]
+    assert state["residue"].numel() == 20_000 and state["velocity"].numel() == 0
+    state["residue"][19_999] = 10.0
+    bps.load_compression_state_dict({name: state})
+    assert step(0.25)[1:] == ([-6.0, -0.25 * 5 - 0.25 * 11], [4.0, 0.0])
+
+
+def over_a_suspend():
+    with Pipeline().plugged_in() as gpu:
+        codec = bps.Compression.topk(0.1)
+        tensor = torch.arange(20_000.0).sin() + bps.rank()
+
+        def kept():
+            return bps.compression_state_dict()["kept.on.gpu"]["residue"]
+
+        def push():
+            bps.push_pull(tensor, True, "kept.on.gpu", compression=codec)
+            return kept()
+
+        first = push()
+        bps.suspend()
+        bps.resume(1, 1)
+        assert torch.equal(kept(), first) and first.abs().sum() > 0
+        second = push()
+        assert gpu.handed_over == 2
+    return tensor, first, second
+
+
+def test_what_codecs_keep_is_on_the_gpu(tmp_path):
+    environment = Pipeline.libraries(tmp_path)
+    if environment is None:
+        pytest.skip("tests/fake_gpu is not built: cargo build -p bps-fake-gpu")
+    with Cluster(2, servers=1, cores=1, environment=environment) as job:
+        job.run(initialise, timeout=120)
+        job.run(through_the_pipeline, what_codecs_keep)
+        for tensor, first, second in job.run(over_a_suspend):
+            # What was left out is added to what comes next; what is sent of that leaves nothing.
+            whole = first + tensor
+            is_sent = second == 0
+            assert torch.equal(second[~is_sent], whole[~is_sent])
+            assert is_sent.sum() >= 2000 and whole[is_sent].abs().min() >= second.abs().max()

@@ -42,7 +42,9 @@ fn encoded_tensors_get_what_tensors_of_the_host_get() {
     // The GPU encodes NCCL's sum of a host.
     right(&[2, 2], 1, "coded 3", &[all]);
     // The driver does not take the kernels.
-    right(&[1, 1], 1, "coded 2", &[all, ("FAKE_GPU_FAIL", "cuModuleLoadData=222")]);
+    right(&[1, 1], 1, "coded 2 1", &[all, ("FAKE_GPU_FAIL", "cuModuleLoadData=222")]);
+    // It has no memory for what the third tensor keeps, nor for others.
+    right(&[1, 1], 1, "coded 3 1", &[all, ("FAKE_GPU_FAIL", "cuMemAllocAsync=2@3")]);
 }
 
 #[test]

@@ -237,10 +237,18 @@ impl Worker {
     /// [`Error::Refused`] for a tensor that was not declared, or what ended the job.
     pub fn scale_residues(&self, tensors: &[TensorId], factor: f32) -> Result<(), Error> {
         let declared = lock(&self.0.declared);
-        tensors.iter().try_for_each(|&tensor| declared.size(tensor).map(drop))?;
+        let mut on_gpu = Vec::new();
+        for &tensor in tensors {
+            if declared.is_on_gpu(tensor)? {
+                on_gpu.push(tensor.0);
+            }
+        }
         drop(declared);
-        let tensors = tensors.iter().map(|tensor| tensor.0).collect();
-        self.0.job.as_ref().map_or(Ok(()), |job| job.scale_residues(tensors, factor))
+        let Some(job) = &self.0.job else { return Ok(()) };
+        if let Some(gpu) = job.gpu.inbox.get().filter(|_| !on_gpu.is_empty()) {
+            gpu.scale_residues(&on_gpu, factor);
+        }
+        job.scale_residues(tensors.iter().map(|tensor| tensor.0).collect(), factor)
     }
 
     /// What an encoded tensor has left out of its rounds so far, on this rank. No round of it is to

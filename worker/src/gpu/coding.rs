@@ -65,7 +65,7 @@ impl Coding {
     }
 
     /// Processors encode, and a line says why unless one has.
-    fn without(&mut self, why: &str) -> Option<Coder> {
+    pub(crate) fn without(&mut self, why: &str) -> Option<Coder> {
         if !std::mem::replace(&mut self.is_told, true) {
             log::info!("codecs: the processors encode what is on the GPU: {why}");
         }

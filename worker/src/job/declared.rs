@@ -151,6 +151,12 @@ impl Declared {
         Ok((what.elements, &what.name))
     }
 
+    /// Whether a tensor is on GPUs.
+    pub(crate) fn is_on_gpu(&self, tensor: TensorId) -> Result<bool, Error> {
+        let known = self.tensors.get(tensor.0 as usize).and_then(|tensor| tensor.what.as_ref());
+        Ok(known.ok_or(Refusal::UnknownId { id: tensor.0 })?.device)
+    }
+
     /// Counts a push; says whether it goes beyond what other ranks did.
     pub(crate) fn count(&mut self, tensor: TensorId) -> bool {
         let tensor = self.tensor(tensor.0);

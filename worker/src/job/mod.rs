@@ -356,7 +356,6 @@ impl Job {
 
     /// See [`Worker::scale_residues`](crate::Worker::scale_residues).
     pub(crate) fn scale_residues(&self, tensors: Vec<u32>, factor: f32) -> Result<(), Error> {
-        self.gpu.inbox.get().into_iter().for_each(|gpu| gpu.scale_residues(&tensors, factor));
         self.command(Command::ScaleResidues { tensors, factor })
     }
 

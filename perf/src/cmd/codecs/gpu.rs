@@ -11,7 +11,7 @@ use crate::sample::{self, Series};
 use bps_engine::base::DType;
 use bps_engine::encode::{Codec, Draw};
 use bps_engine::proto::encoding::Encoding;
-use bps_worker::cuda::{Coder, Device, Family, GpuError, Kernels, Pinned, Stream};
+use bps_worker::cuda::{Coder, Device, Family, GpuError, KeptAt, Kernels, Pinned, Stream};
 use clap::ArgMatches;
 use serde_json::json;
 
@@ -22,6 +22,8 @@ const DRAW: Draw = Draw { shared: 1, own: 1 };
 struct Bench {
     stream: Stream,
     tensor: u64,
+    /// For what error feedback keeps.
+    residue: u64,
     wire: Pinned,
 }
 
@@ -30,10 +32,12 @@ impl Bench {
         device.make_current()?;
         let stream = Stream::new(device)?;
         let wire = Pinned::new(device, SAMPLE_BYTES, device.numa_node())?;
-        let tensor = device.alloc(SAMPLE_BYTES)?;
-        // SAFETY: both have as many bytes and live until the copy is done, which is waited for.
-        unsafe { stream.copy_to_device(tensor, wire.as_ptr(), SAMPLE_BYTES) }?;
-        let bench = Bench { stream, tensor, wire };
+        let (tensor, residue) = (device.alloc(SAMPLE_BYTES)?, device.alloc(SAMPLE_BYTES)?);
+        for memory in [tensor, residue] {
+            // SAFETY: both have as many bytes and live until the copy is done, which is waited for.
+            unsafe { stream.copy_to_device(memory, wire.as_ptr(), SAMPLE_BYTES) }?;
+        }
+        let bench = Bench { stream, tensor, residue, wire };
         bench.settle()?;
         Ok(bench)
     }
@@ -59,6 +63,8 @@ impl Drop for Bench {
     fn drop(&mut self) {
         // SAFETY: each pass has waited for what it has enqueued.
         let _ = unsafe { self.stream.device().free(self.tensor) };
+        // SAFETY: as above.
+        let _ = unsafe { self.stream.device().free(self.residue) };
     }
 }
 
@@ -79,9 +85,11 @@ pub fn run(matches: &ArgMatches, ordinal: u32) -> Outcome {
         "bytes_each",
         "copy_down_gbps",
         "encode_gbps",
+        "encode_rest_gbps",
         "copy_up_gbps",
         "decode_gbps",
         "encode_to_copy",
+        "encode_rest_to_copy",
         "decode_to_copy",
     ];
     let table = Table::new(matches, "codecs", &title, &columns);
@@ -92,12 +100,16 @@ pub fn run(matches: &ArgMatches, ordinal: u32) -> Outcome {
             Some(Family::Blocks) => &blocks,
             _ => &whole,
         };
-        let Some(coder) = kernels.coder(encoding, DType::F32)? else { continue };
+        let coders = (
+            kernels.coder(encoding, DType::F32)?,
+            kernels.coder(Encoding { feedback: true, ..encoding }, DType::F32)?,
+        );
+        let (Some(coder), Some(keeper)) = coders else { continue };
         for part in arguments::bytes(matches, "size") {
             let Some(encoded) = coder.wire_bytes(part).filter(|_| part <= SAMPLE_BYTES) else {
                 return Err(format!("--size {part}: a part has from 8 to {SAMPLE_BYTES}").into());
             };
-            let [down, up, encode, decode] = measure(&bench, coder, part, rounds);
+            let [down, up, encode, rest, decode] = measure(&bench, [coder, keeper], part, rounds);
             #[allow(clippy::cast_precision_loss, reason = "sizes are far below 2^53")]
             let (gigabytes, bytes_each) = (
                 (SAMPLE_BYTES / part * part) as f64 / 1e9,
@@ -110,12 +122,14 @@ pub fn run(matches: &ArgMatches, ordinal: u32) -> Outcome {
                 "bytes_each": bytes_each,
                 "rounds": rounds,
                 "encode_to_copy": down.median() / encode.median(),
+                "encode_rest_to_copy": down.median() / rest.median(),
                 "decode_to_copy": up.median() / decode.median(),
             }));
             for (name, seconds) in [
                 ("copy_down_gbps", &down),
                 ("copy_up_gbps", &up),
                 ("encode_gbps", &encode),
+                ("encode_rest_gbps", &rest),
                 ("decode_gbps", &decode),
             ] {
                 report::rate(&mut fields, name, gigabytes, seconds);
@@ -126,7 +140,7 @@ pub fn run(matches: &ArgMatches, ordinal: u32) -> Outcome {
     Ok(())
 }
 
-fn measure(bench: &Bench, coder: Coder, part: usize, rounds: usize) -> [Series; 4] {
+fn measure(bench: &Bench, [coder, keeper]: [Coder; 2], part: usize, rounds: usize) -> [Series; 5] {
     let stream = &bench.stream;
     sample::interleaved(
         rounds,
@@ -147,6 +161,14 @@ fn measure(bench: &Bench, coder: Coder, part: usize, rounds: usize) -> [Series; 
                 // pass is over.
                 bench.pass(part, |tensor, wire| unsafe {
                     coder.encode(stream, tensor, wire, part, (DRAW, None))
+                });
+            },
+            &mut || {
+                // SAFETY: as above, with a part of the memory for what is kept, which is as large.
+                bench.pass(part, |tensor, wire| unsafe {
+                    let values = bench.residue + (tensor - bench.tensor);
+                    let kept = KeptAt { values, velocity: 0 };
+                    keeper.encode(stream, tensor, wire, part, (DRAW, Some(kept)))
                 });
             },
             &mut || {

@@ -8,7 +8,6 @@ use super::{Pipeline, Tensor};
 use crate::base::types::Kept;
 use crate::cuda::{Coder, GpuError, KeptMemory, Pinned, Track};
 use crate::rounds::Plan;
-use bps_engine::trace::log;
 use std::sync::mpsc::SyncSender;
 
 /// A copy under way between this memory and pinned memory.
@@ -52,7 +51,7 @@ impl Keeping {
 
 impl Pipeline {
     /// Memory for what a tensor keeps, and what encodes it; neither where the GPU has no memory for
-    /// it, which a line says. A coder that keeps nothing needs none.
+    /// it. A coder that keeps nothing needs none.
     pub(super) fn keeper(
         &mut self,
         plan: &Plan,
@@ -70,12 +69,8 @@ impl Pipeline {
         match KeptMemory::take(self.down_of(is_staged).stream(), keeps, elements) {
             Ok(memory) => (memory.is_some().then_some(coder), memory),
             Err(error) => {
-                log::warning!(
-                    "the processors encode `{}`: the GPU has no memory for what its encoding \
-                     keeps: {error}",
-                    plan.name
-                );
-                (None, None)
+                let why = format!("it has no memory for what `{}` keeps: {error}", plan.name);
+                (self.coding.without(&why), None)
             }
         }
     }
