@@ -311,7 +311,8 @@ def what_codecs_keep():
 def over_a_suspend():
     with Pipeline().plugged_in() as gpu:
         codec = bps.Compression.topk(0.1)
-        tensor = torch.arange(20_000.0).sin() + bps.rank()
+        # None is 0.
+        tensor = torch.arange(1.0, 20_001.0).sin() + bps.rank()
 
         def kept():
             return bps.compression_state_dict()["kept.on.gpu"]["residue"]

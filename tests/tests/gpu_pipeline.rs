@@ -48,6 +48,29 @@ fn encoded_tensors_get_what_tensors_of_the_host_get() {
 }
 
 #[test]
+fn processors_encode_only_what_the_gpu_has_no_memory_for_and_say_so_once() {
+    for (failure, lines) in [("", 0), ("cuMemAllocAsync=2@3", 1)] {
+        let settings = [
+            ("BYTEPS_MIN_COMPRESS_BYTES", "0"),
+            ("BYTEPS_PARTITION_BYTES", "16384"),
+            ("BPS_LOG_LEVEL", "info"),
+            ("FAKE_GPU_FAIL", failure),
+        ];
+        let shape = Shape { hosts: &[1, 1], servers: 1, settings: &settings };
+        let mut job = start_all(&shape, "coded 1");
+        for rank in &mut job.ranks {
+            let status = rank.wait(LIMIT);
+            let said = rank.lines();
+            assert!(status.success(), "{}", said.join("\n"));
+            let said: Vec<_> =
+                said.iter().filter(|line| line.contains("the processors encode")).collect();
+            assert_eq!(said.len(), lines, "{said:?}");
+            assert!(said.iter().all(|line| line.contains("it has no memory for what")), "{said:?}");
+        }
+    }
+}
+
+#[test]
 fn tensors_of_the_host_are_pushed_from_gpus() {
     right(&[1, 1, 1, 1], 2, "bounced 3", &[("FAKE_GPU_PINNED", "1")]);
     right(&[2, 2], 1, "bounced 3 1", &[("FAKE_GPU_SEED", "13")]);
