@@ -63,7 +63,7 @@ impl Drop for Bench {
     fn drop(&mut self) {
         // SAFETY: each pass has waited for what it has enqueued.
         let _ = unsafe { self.stream.device().free(self.tensor) };
-        // SAFETY: as above.
+        // SAFETY: each pass has waited for what it has enqueued.
         let _ = unsafe { self.stream.device().free(self.residue) };
     }
 }
@@ -164,11 +164,12 @@ fn measure(bench: &Bench, [coder, keeper]: [Coder; 2], part: usize, rounds: usiz
                 });
             },
             &mut || {
-                // SAFETY: as above, with a part of the memory for what is kept, which is as large.
-                bench.pass(part, |tensor, wire| unsafe {
+                bench.pass(part, |tensor, wire| {
                     let values = bench.residue + (tensor - bench.tensor);
                     let kept = KeptAt { values, velocity: 0 };
-                    keeper.encode(stream, tensor, wire, part, (DRAW, Some(kept)))
+                    // SAFETY: a part of all three memories, which are as large, and kernels of the
+                    // caller's: all live until the pass is over.
+                    unsafe { keeper.encode(stream, tensor, wire, part, (DRAW, Some(kept))) }
                 });
             },
             &mut || {
