@@ -256,6 +256,7 @@ impl Scheduler {
     /// A message came in.
     pub fn handle_message(&mut self, node: NodeId, message: NodeMessage, now: Duration) {
         self.clock = now;
+        self.forgive(now);
         let Some(peer) = self.peers.get_mut(&node) else { return };
         if lives::is_sign_of_life(&message) {
             peer.heard = now;
@@ -310,6 +311,7 @@ impl Scheduler {
     /// A connection is gone; `how` completes the line "rank 3 died: …".
     pub fn handle_closed(&mut self, node: NodeId, how: &str, now: Duration) {
         self.clock = now;
+        self.forgive(now);
         match self.peers.get(&node).map(|peer| &peer.standing) {
             None => {}
             Some(Standing::Worker(_) | Standing::Server) => self.gone(node, how),

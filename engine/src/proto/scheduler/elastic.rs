@@ -206,6 +206,7 @@ impl Scheduler {
             has_returned: false,
             planning: job.job.planning,
             min_workers,
+            stopped: Duration::ZERO,
             reason,
         };
         let rendezvous = Rendezvous::regroup(servers, regroup, &self.config, now);
@@ -423,10 +424,11 @@ impl Scheduler {
     pub(super) fn check_regroup(&mut self, now: Duration) {
         let Some(elastic) = self.config.elastic.clone() else { return };
         let Phase::Forming(rendezvous) = &mut self.phase else { return };
-        let waited = now.saturating_sub(rendezvous.since);
+        let since = rendezvous.since;
         let Some(regroup) = rendezvous.regroup.as_ref().filter(|one| !one.is_filling) else {
             return;
         };
+        let waited = now.saturating_sub(since + regroup.stopped);
         let is_late = |one: &Awaited| match one.away {
             Some(since) => now.saturating_sub(since) >= RETURN,
             None => waited >= elastic.notice,

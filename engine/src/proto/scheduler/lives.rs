@@ -307,17 +307,23 @@ impl Scheduler {
     }
 
     /// If this process itself did not run for a while, the silence of the others means nothing.
+    /// What they have said meanwhile comes before the next tick.
     pub(super) fn forgive(&mut self, now: Duration) {
         let gap = now.saturating_sub(self.ticked);
         self.ticked = now;
-        if gap > self.config.heartbeat_timeout / 2 {
-            for peer in self.peers.values_mut() {
-                peer.heard += gap;
-                peer.connected += gap;
+        if gap <= self.config.heartbeat_timeout / 2 {
+            return;
+        }
+        for peer in self.peers.values_mut() {
+            peer.heard += gap;
+            peer.connected += gap;
+        }
+        match &mut self.phase {
+            Phase::Taking(takeover) => takeover.since += gap,
+            Phase::Forming(rendezvous) => {
+                rendezvous.regroup.iter_mut().for_each(|regroup| regroup.forgive(gap));
             }
-            if let Phase::Taking(takeover) = &mut self.phase {
-                takeover.since += gap;
-            }
+            Phase::Running(_) | Phase::Over => {}
         }
     }
 

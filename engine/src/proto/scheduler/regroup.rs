@@ -35,11 +35,21 @@ pub(super) struct Regroup {
     pub(super) has_returned: bool,
     pub(super) planning: Planning,
     pub(super) min_workers: u32,
+    /// For how long the scheduler did not run meanwhile: nobody is late for that.
+    pub(super) stopped: Duration,
     /// What ended it; nothing did if its ranks left to let others in.
     pub(super) reason: Option<OverReason>,
 }
 
 impl Regroup {
+    /// The scheduler did not run for so long.
+    pub(super) fn forgive(&mut self, gap: Duration) {
+        self.stopped += gap;
+        for away in self.awaited.values_mut().filter_map(|one| one.away.as_mut()) {
+            *away += gap;
+        }
+    }
+
     /// Whether everybody is back, or is not awaited any more, and every server has forgotten it.
     pub(super) fn is_settled(&self) -> bool {
         self.awaited.is_empty() && self.resetting.is_empty()

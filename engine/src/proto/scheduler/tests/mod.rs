@@ -13,6 +13,7 @@ mod replacing;
 mod sets;
 mod shrinking;
 mod stay;
+mod stopped;
 mod stored;
 mod takeover;
 mod tuning;

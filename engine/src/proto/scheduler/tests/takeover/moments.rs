@@ -124,3 +124,17 @@ fn a_death_that_only_some_were_told_of_is_told_to_all() {
         assert!(member.told.is_none(), "member {at}: {:?}", member.told);
     }
 }
+
+#[test]
+fn a_scheduler_that_was_stopped_while_it_took_over_does_not_take_others_for_dead() {
+    let mut job = Job::formed(2, 1, false);
+    job.replace_scheduler();
+    job.come(0);
+    job.bench.now += ms(PATIENCE + 2_000);
+    // What has come meanwhile is read before time passes.
+    job.come(1);
+    job.come(2);
+    job.read();
+    assert!(job.members.iter().all(|member| member.told.is_none()), "{:?}", job.bench.log);
+    assert!(job.members.iter().all(|member| member.term == 2), "{:?}", job.bench.log);
+}

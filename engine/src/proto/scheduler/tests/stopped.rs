@@ -1,0 +1,44 @@
+//! A scheduler that did not run for a while: nobody is late for that, whatever it reads first.
+
+use super::elastic::{formed, worker};
+use super::*;
+
+fn elastic() -> Elastic {
+    Elastic { shrinks: false, min_workers: 1, patience: ms(0), notice: ms(5_000) }
+}
+
+#[test]
+fn ranks_between_two_epochs_are_not_late_because_the_scheduler_was_stopped() {
+    let mut bench = formed(4, 1, elastic());
+    bench.close(1);
+    bench.reset(100);
+    // One has said that it comes, one has not noticed yet.
+    bench.say(0, NodeMessage::Leave { suspend: true });
+    bench.close(0);
+    bench.pass(1_000, &[2, 3, 100]);
+    // What has come meanwhile is read before time passes.
+    bench.now += ms(60_000);
+    bench.back(2, 12, 1002);
+    bench.back(3, 13, 1003);
+    bench.join(10, worker(9, 10, Some(1000)));
+    for (rank, node) in [(0, 10), (1, 12), (2, 13)] {
+        let Some(SchedulerMessage::Roster(roster)) = bench.heard(node).pop() else {
+            panic!("node {node} has no roster");
+        };
+        assert_eq!((roster.index, roster.size), (rank, 3));
+    }
+}
+
+#[test]
+fn ranks_between_two_epochs_have_their_time_once_the_scheduler_goes_on() {
+    let mut bench = formed(3, 1, elastic());
+    bench.close(1);
+    bench.reset(100);
+    bench.now += ms(60_000);
+    bench.back(2, 12, 1002);
+    bench.pass(4_000, &[0, 12, 100]);
+    let waits = |message: &SchedulerMessage| matches!(message, SchedulerMessage::Waiting { .. });
+    assert!(bench.heard(12).iter().all(waits), "rank 0 has its time");
+    bench.pass(2_000, &[0, 12, 100]);
+    assert_eq!(bench.roster(12).size, 1);
+}
