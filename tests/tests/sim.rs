@@ -3,8 +3,8 @@
 //! sets how many seeds are tried, `BPS_SIM_SEED` runs one.
 
 use bps_tests::sim::{
-    Dying, Fault, Groups, Outcome, Shrunk, run, run_hosts, run_optimized, run_short, run_shrunk,
-    run_stored, run_stored_shrunk,
+    Dying, Fault, Groups, Outcome, Reformed, Shrunk, Trouble, run, run_hosts, run_optimized,
+    run_reformed, run_short, run_shrunk, run_stored, run_stored_shrunk,
 };
 
 fn number(name: &str) -> Option<u64> {
@@ -190,6 +190,49 @@ fn schedulers_are_lost_and_others_lead_the_job() {
     );
     let shows = all.schedulers > 2 * all.ended && all.thawed > 0 && all.gone > 0 && all.short > 0;
     assert!(is_one || shows, "the seeds show too little");
+}
+
+#[test]
+fn ranks_and_servers_die_and_the_job_forms_again() {
+    let Some(all) = reformed("form", Trouble::Deaths) else { return };
+    assert!(all.ranks > 50 && all.servers > 50 && all.between > 10 && all.caught_up > 0);
+}
+
+#[test]
+fn schedulers_are_lost_while_the_job_forms_again() {
+    let Some(all) = reformed("while", Trouble::Schedulers) else { return };
+    assert!(all.forming > 5 && all.between > 5 && all.unformed > 20 && all.schedulers > 100);
+}
+
+#[test]
+fn paths_break_while_the_job_forms_again() {
+    let Some(all) = reformed("paths", Trouble::Paths) else { return };
+    assert!(all.cuts > 50 && all.parted > 50 && all.forming > 5);
+}
+
+#[test]
+fn ranks_and_servers_come_while_others_die() {
+    let Some(all) = reformed("come", Trouble::Newcomers) else { return };
+    assert!(all.let_in > 50 && all.joined_servers > 20 && all.between > 20 && all.caught_up > 20);
+}
+
+/// Runs the seeds that are asked for, and says what was seen, if they were to show enough.
+fn reformed(test: &str, trouble: Trouble) -> Option<Reformed> {
+    let first = number("BPS_SIM_SEED");
+    let seeds = match first {
+        Some(seed) => seed..seed + 1,
+        None => 0..number("BPS_SIM_SEEDS").unwrap_or(200),
+    };
+    let mut all = Reformed::default();
+    for seed in seeds {
+        let outcome = std::panic::catch_unwind(|| run_reformed(seed, trouble));
+        let outcome = outcome.unwrap_or_else(|_| {
+            panic!("replay with BPS_SIM_SEED={seed} cargo test -p bps-tests --test sim {test}")
+        });
+        all.add(&outcome);
+    }
+    println!("{all:?}");
+    first.is_none().then_some(all)
 }
 
 /// Runs the seeds that are asked for, of which one may be named; says whether it was.

@@ -1,11 +1,13 @@
 //! The nodes of a simulated job and the messages between them.
 
+mod again;
 mod ends;
 mod faults;
 mod forming;
 mod schedulers;
 mod worker;
 
+use self::again::Coming;
 use self::ends::Ends;
 use self::schedulers::{LOOK, Member, Process, State, Way};
 use super::gpu::{self, Machine, SimGpu, Spot};
@@ -44,11 +46,17 @@ enum Letter {
     Closed(NodeId),
     /// A node has dialed.
     Dialed(Member, u64),
+    /// A node that is of no epoch now has dialed.
+    Came(Member, u64),
 }
 
 /// One rank.
 pub struct SimWorker {
     way: Way,
+    /// Where it is of no epoch, or of none yet, and did not begin with the job.
+    coming: Option<Coming>,
+    /// Nodes that wait to be let in.
+    pub newcomers: u32,
     /// Its place in the job, once it has formed.
     pub roster: Option<Roster>,
     agent: Option<worker_agent::Agent>,
@@ -81,6 +89,7 @@ pub struct SimWorker {
 
 struct SimServer {
     way: Way,
+    coming: Option<Coming>,
     agent: server_agent::Agent,
     shards: Vec<(Shard, Mpsc<ShardCommand>)>,
     reports: Mpsc<(u32, ShardReport)>,
@@ -95,6 +104,8 @@ pub struct Cluster {
     config: SchedulerConfig,
     /// How long nodes go on without a scheduler.
     wait: Duration,
+    /// Whether it goes on when an epoch is over.
+    forms_again: bool,
     /// In the order in which they have started.
     schedulers: Vec<Process>,
     /// The ranks.
@@ -172,6 +183,7 @@ impl Cluster {
             schedulers: vec![Process::new(Scheduler::new(config.clone(), Duration::ZERO))],
             config,
             wait,
+            forms_again: false,
             workers: Vec::new(),
             servers: Vec::new(),
             counters: Vec::new(),
@@ -188,9 +200,11 @@ impl Cluster {
         };
         for index in 0..cluster.shape.servers {
             cluster.add_server(index);
+            cluster.begin(Member::Server(index as usize));
         }
         for index in 0..cluster.shape.workers {
             cluster.add_worker(index);
+            cluster.begin(Member::Worker(index as usize));
         }
         cluster
     }
@@ -222,7 +236,6 @@ impl Cluster {
         let shards = shards.collect();
         self.counters.extend(cores);
         let agent = server_agent::Agent::new(self.shape.cores, self.pulse()).outlasting(self.wait);
-        self.schedulers[0].machine.handle_connected(node, self.network.now());
         let port = u16::try_from(index * 100 + 1).expect("few servers");
         let cores = (0..self.shape.cores)
             .map(|core| ([127, 0, 0, 1], port + u16::try_from(core).expect("few cores")).into());
@@ -235,9 +248,9 @@ impl Cluster {
             preferred: Some(index),
         };
         let register = self.register(node, role, format!("server-host-{index}"));
-        let way = Way::new(node, register.clone());
-        self.servers.push(SimServer { way, agent, shards, reports, over: false });
-        self.mail(Letter::Up(node, NodeMessage::Register(register)));
+        let way = Way::new(node, register);
+        let coming = None;
+        self.servers.push(SimServer { way, coming, agent, shards, reports, over: false });
     }
 
     fn shard(
@@ -265,8 +278,9 @@ impl Cluster {
 
     fn add_worker(&mut self, index: u32) {
         let node = NodeId(1000 + u64::from(index));
-        self.schedulers[0].machine.handle_connected(node, self.network.now());
-        let (worker_id, local_rank, local_size) = self.shape.place_of(index);
+        let is_new = index >= self.shape.workers;
+        let place = if is_new { (index, 0, 1) } else { self.shape.place_of(index) };
+        let (worker_id, local_rank, local_size) = place;
         let role = Node::Worker {
             worker_id,
             local_rank,
@@ -276,10 +290,15 @@ impl Cluster {
             planning: self.shape.planning.clone(),
             speaks: None,
         };
-        let host = format!("worker-host-{}", self.shape.host_of(index));
-        let register = self.register(node, role, host);
+        let host = if is_new { index as usize } else { self.shape.host_of(index) };
+        let mut register = self.register(node, role, format!("worker-host-{host}"));
+        if is_new {
+            register.num_workers = 0;
+        }
         self.workers.push(SimWorker {
-            way: Way::new(node, register.clone()),
+            way: Way::new(node, register),
+            coming: None,
+            newcomers: 0,
             roster: None,
             agent: None,
             nic: None,
@@ -299,7 +318,6 @@ impl Cluster {
             server_connections: 0,
             order_connections: Vec::new(),
         });
-        self.mail(Letter::Up(node, NodeMessage::Register(register)));
     }
 
     /// Sends a letter: it arrives after a random while, but not before earlier ones of its
@@ -308,7 +326,7 @@ impl Cluster {
         let key = match &letter {
             Letter::Up(node, _) | Letter::Gone(node) => (node.0, true),
             Letter::Down(node, _) | Letter::Closed(node) => (node.0, false),
-            Letter::Dialed(_, attempt) => (u64::MAX - attempt, true),
+            Letter::Dialed(_, attempt) | Letter::Came(_, attempt) => (u64::MAX - attempt, true),
         };
         // What else a seed does is not to depend on how often nodes say that they live.
         let is_beat = matches!(
@@ -383,6 +401,7 @@ impl Cluster {
             Letter::Down(node, message) => self.hear(node, Some(message)),
             Letter::Closed(node) => self.hear(node, None),
             Letter::Dialed(member, attempt) => self.dialed(member, attempt),
+            Letter::Came(member, attempt) => self.came(member, attempt),
         }
     }
 
@@ -412,12 +431,14 @@ impl Cluster {
             one.machine.handle_tick(now);
         }
         self.look_for_answers();
+        self.look_for_silence();
         for index in 0..self.workers.len() {
             let mut effects = Vec::new();
             let worker = &mut self.workers[index];
             match &mut worker.agent {
                 _ if !worker.alive || worker.left => {}
                 Some(agent) => agent.handle_tick(now, &mut effects),
+                None if worker.coming.as_ref().is_some_and(|one| !one.is_there()) => {}
                 None => effects.push(worker_agent::Effect::Beat),
             }
             self.worker_effects(index, effects);
@@ -425,8 +446,12 @@ impl Cluster {
         }
         self.part(now);
         for index in 0..self.servers.len() {
+            let server = &mut self.servers[index];
+            if server.coming.as_ref().is_some_and(|one| !one.is_there()) {
+                continue;
+            }
             let mut effects = Vec::new();
-            self.servers[index].agent.handle_tick(now, &mut effects);
+            server.agent.handle_tick(now, &mut effects);
             self.server_effects(index, effects);
         }
     }
@@ -500,9 +525,9 @@ impl Cluster {
                 // No name is declared anew, and no letter lost: a second connection gains nothing.
                 worker_agent::Effect::Limit { .. }
                 | worker_agent::Effect::Knock(_)
-                | worker_agent::Effect::Newcomers(_)
                 | worker_agent::Effect::Uneven(_)
                 | worker_agent::Effect::Warn(_) => {}
+                worker_agent::Effect::Newcomers(count) => worker.newcomers = count,
                 worker_agent::Effect::Redial(wants) => self.redial(Member::Worker(index), wants),
                 worker_agent::Effect::Over(error) => {
                     worker.push(NicCommand::Fail { error: error.clone() });
@@ -550,6 +575,12 @@ impl Cluster {
                 | server_agent::Effect::Warn(_)
                 | server_agent::Effect::Timeline(..) => {}
                 server_agent::Effect::Redial(wants) => self.redial(Member::Server(index), wants),
+                // What it does behind a good end is of no interest.
+                server_agent::Effect::Over(false) if self.forms_again => {
+                    server.over = true;
+                    self.kill_server(index);
+                    return;
+                }
                 server_agent::Effect::Over(_) => server.over = true,
             }
         }

@@ -5,6 +5,7 @@
 mod cluster;
 mod gpu;
 mod optimized;
+mod reformed;
 mod shape;
 mod shrunk;
 mod stored;
@@ -13,6 +14,7 @@ mod workload;
 
 pub use cluster::Cluster;
 pub use optimized::run_optimized;
+pub use reformed::{Reformed, Trouble, run_reformed};
 pub use shape::{Groups, Shape};
 pub use shrunk::{Dying, Shrunk, run_short, run_shrunk};
 pub use stored::{run_stored, run_stored_shrunk};

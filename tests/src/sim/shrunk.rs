@@ -64,24 +64,29 @@ pub struct Shrunk {
 impl Shrunk {
     /// Adds what was seen of another seed.
     pub fn add(&mut self, other: &Shrunk) {
-        for (mine, theirs) in [
-            (&mut self.checked, other.checked),
-            (&mut self.short, other.short),
-            (&mut self.mixed, other.mixed),
-            (&mut self.lost, other.lost),
-            (&mut self.gone, other.gone),
-            (&mut self.counted, other.counted),
-            (&mut self.servers, other.servers),
-            (&mut self.moved, other.moved),
-            (&mut self.restored, other.restored),
-            (&mut self.ended, other.ended),
-            (&mut self.schedulers, other.schedulers),
-            (&mut self.thawed, other.thawed),
-            (&mut self.late, other.late),
-            (&mut self.given, other.given),
-        ] {
-            *mine += theirs;
-        }
+        let mut other = *other;
+        let theirs = other.counts().map(|(_, count)| *count);
+        self.counts().into_iter().zip(theirs).for_each(|((_, mine), theirs)| *mine += theirs);
+    }
+
+    /// Each with its name.
+    pub fn counts(&mut self) -> [(&'static str, &mut u64); 14] {
+        [
+            ("results", &mut self.checked),
+            ("short results", &mut self.short),
+            ("results short in parts", &mut self.mixed),
+            ("lost broadcasts", &mut self.lost),
+            ("ranks", &mut self.gone),
+            ("short rounds", &mut self.counted),
+            ("servers", &mut self.servers),
+            ("moved parts", &mut self.moved),
+            ("restored parts", &mut self.restored),
+            ("ended jobs", &mut self.ended),
+            ("schedulers", &mut self.schedulers),
+            ("schedulers that went on", &mut self.thawed),
+            ("late contributions", &mut self.late),
+            ("results of others", &mut self.given),
+        ]
     }
 }
 
@@ -394,6 +399,7 @@ fn play(seed: u64, groups: Groups, (may_be_short, shrinks): (bool, bool), dying:
         }
     }
     outcome.ended = u64::from(has_ended(&cluster));
+    fate.check_obstacles(seed, &cluster, outcome.servers);
     read_log(&cluster, &mut outcome);
     outcome.counted = cluster.short_rounds();
     outcome.late = cluster.late_contributions();

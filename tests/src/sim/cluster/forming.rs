@@ -35,17 +35,25 @@ impl Cluster {
             |_| {},
         );
         let mut lanes = Lanes::default();
-        let servers = if roster.through_servers { &self.servers[..] } else { &[] };
-        for (server, at) in (0u32..).zip(servers) {
-            for (core, (_, commands)) in (0u32..).zip(&at.shards) {
+        let servers = if roster.through_servers { &roster.servers[..] } else { &[] };
+        for (server, known) in (0u32..).zip(servers) {
+            let shards = &self.servers[usize::from(known.cores[0].port() / 100)].shards;
+            for core in 0..u32::try_from(known.cores.len()).expect("few cores") {
                 let (mine, theirs) = self.network.link();
-                worker.connections.push(mine.connection());
+                let connection = mine.connection();
+                worker.connections.push(connection);
                 let peer = Peer::Server(server);
                 let lane = nic.attach(peer, Link::Sim(mine)).expect("a simulated lane");
                 lanes.cores.insert(CoreId { server, core }, lane);
                 let link = Link::Sim(theirs);
                 let attach = ShardCommand::Attach { link, rank, epoch: roster.epoch };
-                assert!(commands.push(attach).is_ok(), "a shard's queue is full");
+                match shards.get(core as usize) {
+                    Some((_, commands)) => {
+                        assert!(commands.push(attach).is_ok(), "a shard's queue is full");
+                    }
+                    // It has died meanwhile.
+                    None => self.network.cut(connection),
+                }
             }
         }
         worker.server_connections = worker.connections.len();
@@ -89,6 +97,7 @@ impl Cluster {
         worker.nic = Some(nic);
         let agent = worker_agent::Agent::new(roster.clone(), lanes, switches, pulse);
         worker.agent = Some(agent.outlasting(self.wait));
+        worker.coming = None;
         worker.roster = Some(roster);
     }
 }

@@ -14,9 +14,9 @@ use bps_worker::error::Source;
 /// How often nodes look around that have no scheduler.
 pub(super) const LOOK: Duration = Duration::from_millis(10);
 /// Silence after which a scheduler that was asked counts as none.
-const PATIENCE: Duration = Duration::from_millis(4_500);
+pub(super) const PATIENCE: Duration = Duration::from_millis(4_500);
 /// Numbers of connections to one scheduler.
-const CONNECTIONS: u64 = 1 << 32;
+pub(super) const CONNECTIONS: u64 = 1 << 32;
 
 /// One scheduler's process.
 pub(super) struct Process {
@@ -43,7 +43,7 @@ pub(super) enum Member {
 /// A node's way to its scheduler.
 pub(super) struct Way {
     pub(super) node: NodeId,
-    register: Register,
+    pub(super) register: Register,
     is_cut: bool,
     /// The attempt that is under way.
     dialing: Option<u64>,
@@ -156,14 +156,14 @@ impl Cluster {
         worker.map(Member::Worker).or_else(|| server().map(Member::Server))
     }
 
-    fn way(&mut self, member: Member) -> &mut Way {
+    pub(super) fn way(&mut self, member: Member) -> &mut Way {
         match member {
             Member::Worker(index) => &mut self.workers[index].way,
             Member::Server(index) => &mut self.servers[index].way,
         }
     }
 
-    fn is_there(&self, member: Member) -> bool {
+    pub(super) fn is_there(&self, member: Member) -> bool {
         match member {
             Member::Worker(index) => self.workers[index].alive && !self.workers[index].left,
             Member::Server(index) => !self.servers[index].shards.is_empty(),
@@ -189,6 +189,10 @@ impl Cluster {
     }
 
     fn heed(&mut self, member: Member, message: Option<SchedulerMessage>) {
+        if !self.hear_while_coming(member) {
+            // Of a connection that it has left.
+            return;
+        }
         let Some(message) = message else { return self.lose_scheduler(member) };
         match member {
             Member::Worker(index) => self.worker_message(index, message),
@@ -209,6 +213,9 @@ impl Cluster {
         let now = self.now();
         let line = LinkError::Closed.to_string();
         match member {
+            Member::Worker(index) if self.workers[index].agent.is_none() => {
+                self.lose_while_coming(index);
+            }
             Member::Worker(index) => {
                 let mut effects = Vec::new();
                 if let Some(agent) = &mut self.workers[index].agent {

@@ -14,6 +14,12 @@ impl SimWorker {
         self.alive
     }
 
+    /// Whether it has said good-bye.
+    #[must_use]
+    pub fn has_left(&self) -> bool {
+        self.left
+    }
+
     /// Whether its NIC loop has ended.
     #[must_use]
     pub fn ended(&self) -> bool {

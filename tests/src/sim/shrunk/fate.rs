@@ -21,6 +21,8 @@ pub(super) struct Fate {
     thaws: Option<Duration>,
     /// Numbers of the ranks that were killed.
     killed: Vec<Rank>,
+    /// A scheduler was lost before all ranks that lived had the numbers of their tensors.
+    declaring: bool,
 }
 
 impl Fate {
@@ -36,6 +38,7 @@ impl Fate {
             starts: None,
             thaws: None,
             killed: Vec::new(),
+            declaring: false,
         };
         if dying == Dying::Ranks {
             return fate(ranks, Vec::new());
@@ -88,6 +91,23 @@ impl Fate {
         self.at = now + Duration::from_micros(1 + random.below(next));
     }
 
+    /// The next scheduler could not go on only for what had happened here.
+    pub(super) fn check_obstacles(&self, seed: u64, cluster: &Cluster, servers: u64) {
+        for line in &cluster.log {
+            let Some((_, why)) = line.split_once("the next one can't go on as it was: ") else {
+                continue;
+            };
+            let is_moved = why.starts_with("servers were lost, and their keys have moved");
+            let is_between = why.contains("would have other keys than ranks know");
+            // Of a set whose ranks have died.
+            let is_dead = why.starts_with("no rank knows tensor");
+            let holds = is_moved && servers > 0
+                || (is_between || is_dead) && self.declaring
+                || is_dead && !self.killed.is_empty();
+            assert!(holds, "seed {seed}: {line}");
+        }
+    }
+
     /// Nobody is taken for dead who was not killed.
     pub(super) fn check_blamed(&self, seed: u64, cluster: &Cluster) {
         if self.dying == Dying::Schedulers {
@@ -108,7 +128,13 @@ impl Fate {
     ) {
         let has_formed = cluster.workers.iter().all(|worker| worker.roster.is_some());
         let is_leaving = ranks.iter().any(|rank| rank.left);
+        let lost = outcome.schedulers;
         self.strike_scheduler(cluster, has_formed, random, outcome);
+        self.declaring |= outcome.schedulers > lost
+            && ranks.iter().zip(&cluster.workers).any(|(rank, worker)| {
+                let is_known = |request| worker.declared.contains_key(&request);
+                worker.alive() && !rank.request.is_some_and(is_known)
+            });
         while cluster.now() >= self.at && (self.ranks > 0 || !self.servers.is_empty()) {
             let is_server = !self.servers.is_empty() && (self.ranks == 0 || random.once_in(2));
             let victim = random.index(ranks.len());
