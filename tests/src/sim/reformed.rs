@@ -415,6 +415,7 @@ impl Play<'_> {
             operation,
             device: false,
             members: Members::ALL,
+            receiver: None,
             encoding: None,
             store: None,
         };
@@ -535,6 +536,7 @@ impl Play<'_> {
             operation: Operation::Broadcast(root),
             device: false,
             members: Members::ALL,
+            receiver: None,
             encoding: None,
             store: None,
         };
