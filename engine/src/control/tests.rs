@@ -183,12 +183,13 @@ fn another_version_learns_ours() {
     let setup = setup("version");
     let mut stream = TcpStream::connect(setup.address).unwrap();
     let mut hello = [0; 32];
-    hello[..5].copy_from_slice(b"BPSH\x0a");
+    let another = VERSION + 1;
+    hello[..5].copy_from_slice(&[b'B', b'P', b'S', b'H', another]);
     stream.write_all(&hello).unwrap();
     let mut answer = Vec::new();
     stream.read_to_end(&mut answer).unwrap();
     assert_eq!(&answer[..6], [b'B', b'P', b'S', b'H', VERSION, 1]);
-    let said = format!("version 10 and this end {VERSION}");
+    let said = format!("version {another} and this end {VERSION}");
     assert!(setup.logged.recv_timeout(SOON).unwrap().contains(&said));
 }
 

@@ -11,6 +11,7 @@ mod dialing;
 pub(crate) mod neighbours;
 pub mod nic_loop;
 mod nic_side;
+mod nic_thread;
 pub(crate) mod places;
 pub(crate) mod start;
 mod timeline;
@@ -21,6 +22,7 @@ use self::control::{Answers, Control};
 use self::declared::{Declared, News};
 use self::nic_loop::Command;
 pub(crate) use self::nic_side::NicSide;
+use self::nic_thread::NicThread;
 use self::places::{Poller, Spot};
 use self::timeline::Tracing;
 use crate::base::error::{Death, Error, Overdue, PeerDied, Source, StartError};
@@ -36,7 +38,7 @@ use crate::terminated;
 use bps_engine::base::{Epoch, Rank};
 use bps_engine::config::Config;
 use bps_engine::control::LinkSender;
-use bps_engine::harness::{self, Idler, PATIENCE, Step};
+use bps_engine::harness::{self, PATIENCE};
 use bps_engine::metrics::Collector;
 use bps_engine::optimize::Act;
 use bps_engine::proto::messages::NodeMessage;
@@ -46,7 +48,7 @@ use bps_engine::transport::rdma::Ports;
 use bps_engine::transport::{Link, Waker};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, sync_channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -539,64 +541,5 @@ fn nic_config(config: &Config, joined: &start::Joined, switches: &Switches) -> N
         auto: config.auto_compression,
         keeps: joined.roster.shrinks && joined.roster.neighbours.is_empty(),
         paces: rank == Rank(0) && !start::tuning(config).is_off(),
-    }
-}
-
-/// What the thread `bps-nic` begins with.
-struct NicThread {
-    commands: Mpsc<Command>,
-    reports: Mpsc<Report>,
-    report_waker: Waker,
-    statistics: Arc<NicStatistics>,
-    ended: Arc<AtomicBool>,
-    over: Arc<OnceLock<Error>>,
-    config: Config,
-}
-
-impl NicThread {
-    /// Makes the loop, says by `started` how that went, and runs until the loop has ended.
-    fn run(
-        self,
-        nic_config: NicConfig,
-        links: Vec<(dialing::End, Link)>,
-        waker: &Waker,
-        started: &Sender<Result<String, Error>>,
-    ) {
-        let NicThread { commands, reports, report_waker, statistics, ended, over, config } = self;
-        let made = start::nic(
-            &config,
-            nic_config,
-            links,
-            waker,
-            &commands,
-            &reports,
-            report_waker,
-            &statistics,
-        );
-        let mut nic = match made {
-            Ok((nic, line)) => {
-                let _ = started.send(Ok(line));
-                nic
-            }
-            Err(error) => {
-                let _ = started.send(Err(error));
-                return;
-            }
-        };
-        let began = Instant::now();
-        let counters = Arc::clone(&statistics.counters);
-        let mut idler = Idler::counting(config.idle, start::spin(), counters);
-        while !nic.ended() {
-            let progress = nic.step(began.elapsed());
-            idler.expect(nic.is_awaiting());
-            let step = idler.step(progress);
-            if idler.is_sample_due() {
-                nic.sample();
-            }
-            if step == Step::Sleep {
-                nic.sleep(Duration::from_millis(500));
-            }
-        }
-        nic.end(&ended, &over);
     }
 }
