@@ -205,12 +205,12 @@ class Run:
         plan, fault = self.plan, self.plan.fault
         if fault.is_short:
             return False
-        if plan.loss is not None:
-            return plan.moment in ("forming", "leaving")
         if plan.moment == "joining" and self.newcomer not in self.dead:
             # It may have been there in time to take the place of the dead.
             if plan.goes_on(self.dead - {plan.openings[0]}) != plan.goes_on(self.dead):
                 return True
+        if plan.loss is not None:
+            return plan.moment in ("forming", "leaving")
         by_time = plan.moment in ("re-forming", "joining") and fault.seconds is not None
         return plan.moment in ("forming", "leaving") or by_time or not fault.is_fatal
 
