@@ -217,7 +217,7 @@ class Training:
     """A copy of a model that is trained in one way."""
 
     def __init__(
-        self, way: str, work: Work, precision: str, device: torch.device, group: Any
+        self, way: str, work: Work, precision: str, device: torch.device, group: Any = None
     ) -> None:
         self.work, self.device, self.precision = work, device, precision
         self.kind, _, wire = way.partition("-")
