@@ -6,16 +6,15 @@ broadcasts what it has: it sends its own bytes once and receives those of the ot
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import mxnet as mx
-from byteps import _native, _objects, _process_sets, _registry
+from byteps import _native, _objects, _process_sets, _registry, _splits
 from byteps._operations import Average, ReduceOp
-from byteps.errors import BytePSError, ConfigError, MismatchError, TensorError, UsageError
+from byteps.errors import BytePSError, MismatchError, TensorError, UsageError
 from byteps.mxnet import reductions
 from byteps.mxnet.ops import Ranks
 
@@ -256,7 +255,10 @@ def _tell(
             form = _form(tensor, name, what)
             row[: len(form)] = form
             if what == "alltoall":
-                row[2 + _DIMENSIONS_MAX :] = _parts(tensor, splits[index], name, len(members))
+                parts = splits[index]
+                listed = parts.asnumpy() if isinstance(parts, mx.nd.NDArray) else parts
+                wanted = _splits.rows_for_each(tensor.shape[0], listed, name, len(members))
+                row[2 + _DIMENSIONS_MAX :] = wanted
         except BytePSError as wrong:
             # The other ranks hear of it.
             error, row[0] = wrong, -1
@@ -320,27 +322,3 @@ def _shape(row: list[int]) -> list[int]:
 
 def _text(row: list[int]) -> str:
     return f"{_DTYPES[row[1]]} of ({', '.join(map(str, _shape(row)))})"
-
-
-def _parts(tensor: Any, splits: Any, name: str, count: int) -> list[int]:
-    rows = tensor.shape[0]
-    if splits is None:
-        if rows % count:
-            raise ConfigError(
-                f"alltoall of '{name}': {rows} rows are not divided by {count} ranks: pass splits"
-            )
-        return [rows // count] * count
-    try:
-        listed = splits.asnumpy() if isinstance(splits, mx.nd.NDArray) else splits
-        parts = [operator.index(part) for part in listed]
-    except TypeError as error:
-        raise ConfigError(
-            f"alltoall of '{name}': splits={splits!r}: whole numbers are wanted, in a list or an "
-            "array of a whole type"
-        ) from error
-    if len(parts) != count or min(parts) < 0 or sum(parts) != rows:
-        raise ConfigError(
-            f"alltoall of '{name}': splits={parts} for {count} ranks and {rows} rows: one number "
-            "for each rank, none below 0, and all rows together"
-        )
-    return parts

@@ -6,13 +6,12 @@ send each other what is for them: a broadcast in a set of these two.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from byteps import _operations, _process_sets, _registry, common
+from byteps import _operations, _process_sets, _registry, _splits, common
 from byteps._operations import Average, ReduceOp
 from byteps.errors import BytePSError, ConfigError, MismatchError, TensorError, UsageError
 from byteps.torch import _gpu, _sending, _tensors, gather, ops
@@ -301,7 +300,7 @@ def _tell(tensor: torch.Tensor, splits: Any, name: str, ranks: _sending.Ranks) -
     error: BytePSError | None = None
     try:
         row = gather.row_of(tensor, name, "alltoall")
-        parts = _parts(tensor, splits, name, count)
+        parts = _splits.rows_for_each(tensor.shape[0], splits, name, count)
         own[: len(row)] = torch.tensor(row)
         own[width:] = torch.tensor(parts)
     except BytePSError as wrong:
@@ -328,26 +327,3 @@ def _tell(tensor: torch.Tensor, splits: Any, name: str, ranks: _sending.Ranks) -
                 f"{gather.text_of(one)}: only dimension 0 may differ"
             )
     return [one[width:] for one in told]
-
-
-def _parts(tensor: torch.Tensor, splits: Any, name: str, count: int) -> list[int]:
-    rows = tensor.shape[0]
-    if splits is None:
-        if rows % count:
-            raise ConfigError(
-                f"alltoall of '{name}': {rows} rows are not divided by {count} ranks: pass splits"
-            )
-        return [rows // count] * count
-    try:
-        parts = [operator.index(part) for part in splits]
-    except TypeError as error:
-        raise ConfigError(
-            f"alltoall of '{name}': splits={splits!r}: whole numbers are wanted, in a list or a "
-            "tensor of a whole type"
-        ) from error
-    if len(parts) != count or min(parts) < 0 or sum(parts) != rows:
-        raise ConfigError(
-            f"alltoall of '{name}': splits={parts} for {count} ranks and {rows} rows: one number "
-            "for each rank, none below 0, and all rows together"
-        )
-    return parts
