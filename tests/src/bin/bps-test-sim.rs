@@ -51,13 +51,14 @@ struct Share {
 
 fn main() -> ExitCode {
     let words: Vec<String> = std::env::args().skip(1).collect();
+    let known = KINDS.map(|(name, _)| name).join(", ");
+    let found = words.first().and_then(|name| KINDS.iter().find(|(known, _)| known == name));
+    let are_numbers = words.iter().skip(1).take(3).all(|word| word.parse::<u64>().is_ok());
+    let Some((name, play)) = found.copied().filter(|_| words.len() > 1 && are_numbers) else {
+        eprintln!("{USAGE}, in numbers; KIND is one of {known}");
+        return ExitCode::from(2);
+    };
     let number = |at: usize| words.get(at).map(|text| text.parse::<u64>().expect(USAGE));
-    let name = words.first().expect(USAGE);
-    let found = KINDS.iter().find(|(known, _)| known == name);
-    let (name, play) = *found.unwrap_or_else(|| {
-        let known: Vec<&str> = KINDS.iter().map(|(known, _)| *known).collect();
-        panic!("no kind `{name}`; there are {}", known.join(", "))
-    });
     let (seeds, first) = (number(1).expect(USAGE), number(2).unwrap_or(0));
     let cpus = std::thread::available_parallelism().map_or(1, usize::from);
     let jobs = number(3).map_or(cpus, |jobs| usize::try_from(jobs).expect(USAGE)).max(1);
