@@ -34,13 +34,7 @@ import time
 from pathlib import Path
 
 import elastic
-from elastic import START_SECONDS, Failure, Job, Rank
-
-
-class ShrinkingJob(Job):
-    """Its ranks go on without the dead as they are, so `size` stays."""
-
-    ELASTIC = "shrink"
+from elastic import START_SECONDS, Failure, Job, Rank, ShrinkingJob
 
 
 class TorchftJob(Job):

@@ -1,6 +1,7 @@
 """How long an elastic job takes to go on when a rank or a server is killed, and whether it goes on right.
 
     .venv/bin/python perf/elastic.py [--ranks 4] [--servers 2] [--megabytes 100] [--runs 20] [--kinds rank,rank0,server]
+        [--elastic shrink]
 
 Starts one job on this machine, whose ranks are forks of this process that have torch already, with every rank as a host
 of its own as far as sums are concerned (BPS_LOCAL_REDUCE=0).
@@ -13,6 +14,11 @@ for each kind of victim, in seconds:
     let_in    from the start of the new member until the last rank has finished a step with it
     pause     the longest time between two steps of a survivor while that happened
     pace      the median step of the ranks before the kill
+
+With --elastic shrink the job goes on without forming again, and the first of these is another one; `step` is then that
+of the first step which has surely begun behind the kill:
+
+    next      from the kill until the last survivor has finished the step under way
 
 Of kind "scheduler", it kills the scheduler, starts another one on the same port --absent seconds later, and prints
 
@@ -246,6 +252,12 @@ class Job:
         return "\n".join(texts)
 
 
+class ShrinkingJob(Job):
+    """Its ranks go on without the dead as they are, so `size` stays until others are let in."""
+
+    ELASTIC = "shrink"
+
+
 def check(job: Job) -> None:
     """Raises if ranks differ after the same step of the same epoch, or one went back too far."""
     known: dict[tuple[int, int, str], tuple[Any, ...]] = {}
@@ -337,8 +349,26 @@ def run(job: Job, kind: str, limit: float, rng: random.Random) -> dict[str, floa
             victim,
         )
 
-    rejoined = max(line["at"] for line in again("synchronized")) - killed
-    stepped = max(line["at"] for line in again("step")) - killed
+    def ends(count: int) -> list[float] | None:
+        """When each survivor has finished so many steps behind the kill."""
+        times: dict[int, list[float]] = {rank.pid: [] for rank in left}
+        for line in job.lines:
+            if line["event"] == "step" and line["pid"] in times and line["at"] > killed:
+                times[line["pid"]].append(line["at"])
+        enough = all(len(one) >= count for one in times.values())
+        return [one[count - 1] for one in times.values()] if enough else None
+
+    figures = {}
+    if job.ELASTIC == "shrink":
+        # One may be over that had begun before; the next one has begun behind it.
+        for name, count in (("next", 1), ("step", 2)):
+            found = job.wait_for(
+                f"step after {kind} {place}", lambda n=count: ends(n), limit, victim
+            )
+            figures[name] = max(found) - killed
+    else:
+        figures["rejoined"] = max(line["at"] for line in again("synchronized")) - killed
+        figures["step"] = max(line["at"] for line in again("step")) - killed
     epoch = max(line["epoch"] for line in job.lines)
     born = time.time()
     members[place] = job.start_server() if kind == "server" else job.start_rank(place)
@@ -352,7 +382,7 @@ def run(job: Job, kind: str, limit: float, rng: random.Random) -> dict[str, floa
     check(job)
     let_in = max(line["at"] for line in lines) - born
     pause = longest_pause(job, {rank.pid for rank in left}, since=born)
-    return {"rejoined": rejoined, "step": stepped, "let_in": let_in, "pause": pause, "pace": pace}
+    return {**figures, "let_in": let_in, "pause": pause, "pace": pace}
 
 
 def longest_pause(job: Job, pids: set[int], since: float) -> float:
@@ -388,6 +418,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=100.0)
     parser.add_argument("--runs", type=int, default=20, help="of each kind")
     parser.add_argument("--kinds", default="rank,rank0,server")
+    parser.add_argument("--elastic", default="redo", choices=["redo", "shrink"])
     parser.add_argument("--absent", type=float, default=0.5, help="seconds without a scheduler")
     parser.add_argument("--mode", default="optimizer", choices=["optimizer", "cross", "ddp"])
     parser.add_argument("--limit", type=float, default=60.0)
@@ -397,7 +428,7 @@ def main() -> None:
     kinds = options.kinds.split(",")
     results: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
     with tempfile.TemporaryDirectory(prefix="bps-elastic") as folder:
-        job = Job(options, Path(folder))
+        job = (ShrinkingJob if options.elastic == "shrink" else Job)(options, Path(folder))
         try:
             started = "a step of every rank"
             job.wait_for(

@@ -251,6 +251,52 @@ def test_tied_weights(pair):
     pair.run(tied_weights)
 
 
+class Wrapped(torch.nn.Module):
+    """Modules without parameters of their own, the inner one of which uses those of its child."""
+
+    class Inner(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.child = torch.nn.Linear(8, 8)
+            self.relu = torch.nn.ReLU()
+
+        def forward(self, x):
+            return self.relu(torch.nn.functional.linear(x, self.child.weight, self.child.bias))
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Sequential(Wrapped.Inner(), torch.nn.ReLU())
+        self.head = torch.nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(self.inner(x))
+
+
+def asks_few_modules():
+    """A module without parameters is watched only once one below it was used without running."""
+    torch.manual_seed(5)
+    one, other = pair_of("sgd", Wrapped().double())
+    model = other[0]
+
+    def asked():
+        return {name for name, module in model.named_modules() if module._forward_pre_hooks}
+
+    assert asked() == {"", "inner.0.child", "head"}
+    for number in range(4):
+        inputs = torch.ones(2, 8, dtype=torch.float64, device=here()) * (number + bps.rank())
+        for made in (one, other):
+            made[1].zero_grad()
+            made[0](inputs).pow(2).sum().backward()
+            made[1].step()
+        assert asked() == {"", "inner", "inner.0", "inner.0.child", "head"}
+    other[1].flush()
+    assert equal(one[0], other[0])
+
+
+def test_asks_few_modules(pair):
+    pair.run(asks_few_modules)
+
+
 def used_behind_its_back():
     """A weight that another module uses for the first time while its update is under way."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))

@@ -178,6 +178,9 @@ class _Updates:
         self.steps_left = num_steps
         self.pending: dict[torch.Tensor, _Update] = {}
         self.hooks: list[Any] = []
+        # Modules that are asked before they run, and what asks them.
+        self.asked: set[torch.nn.Module] = set()
+        self.ask = _Hook(self.before)
         self.parents: dict[torch.nn.Module, list[torch.nn.Module]] = {}
         # Modules that have run since the last step, and parameters that never had a gradient.
         self.called: set[torch.nn.Module] = set()
@@ -190,7 +193,8 @@ class _Updates:
 
     def watch(self) -> None:
         """Watches the modules of the model; those that it watches already are left alone."""
-        before_forward, before_access = _Hook(self.before), _Hook(self.flush_before)
+        before_access = _Hook(self.flush_before)
+        self._ask(self.model)
         for module in self.model.modules():
             if module in self.needs:
                 continue
@@ -202,11 +206,19 @@ class _Updates:
             for child in module.children():
                 self.parents.setdefault(child, []).append(module)
             self.hooks += [
-                # Before hooks of others, which may make a weight from parameters.
-                module.register_forward_pre_hook(before_forward, prepend=True),
                 module.register_state_dict_pre_hook(before_access),
                 module.register_load_state_dict_pre_hook(before_access),
             ]
+            if own:
+                self._ask(module)
+
+    def _ask(self, module: torch.nn.Module) -> None:
+        """A module without parameters of its own is asked only if it may use those of others: a
+        hook costs each forward pass some microseconds."""
+        if module not in self.asked:
+            self.asked.add(module)
+            # Before hooks of others, which may make a weight from parameters.
+            self.hooks.append(module.register_forward_pre_hook(self.ask, prepend=True))
 
     def release(self) -> None:
         """Brings all up to date and stops watching."""
@@ -347,12 +359,29 @@ class _Updates:
         users = self.needed_by.get(param, [])
         if not users or any(module in self.called for module in users):
             return
+        if self._ask_above(users):
+            # The next backward pass will tell which of them runs.
+            self.never_used.add(param)
+            return
         # Used by a module above, as the projection in MultiheadAttention is: from now on that one
         # waits for it.
         above = self._called_above(users)
         self.needed_by[param] = above
         for module in above:
             self.needs[module].append(param)
+
+    def _ask_above(self, modules: Iterable[torch.nn.Module]) -> bool:
+        """Asks all modules above these from now on; whether some were not asked before."""
+        count = len(self.asked)
+        above = list(modules)
+        seen: set[torch.nn.Module] = set()
+        while above:
+            for parent in self.parents.get(above.pop(), ()):
+                if parent not in seen:
+                    seen.add(parent)
+                    above.append(parent)
+                    self._ask(parent)
+        return len(self.asked) > count
 
     def _called_above(self, modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
         """The nearest modules above these that have run; none if the model itself has not."""
