@@ -492,7 +492,8 @@ impl Scheduler {
             Seat::Rank(rank) => Some((Rank(*rank), member.resume.barriers)),
             Seat::Server(_) => None,
         });
-        running.barriers = Barriers::again(running.job.size(), &passed.collect::<Vec<_>>());
+        let passed: Vec<_> = passed.collect();
+        running.barriers = Barriers::again(running.job.size(), &passed, takeover.left());
         if has_rank {
             for rank in takeover.gone() {
                 running.lose(rank);

@@ -48,7 +48,7 @@ pub(super) struct Barriers {
     open: Vec<VecDeque<(u64, Duration)>>,
     /// Ranks that have joined: nobody waits for them.
     excused: BTreeSet<Rank>,
-    /// Ranks that died: likewise, for good.
+    /// Ranks that died, or that had left before this scheduler led: likewise, for good.
     gone: BTreeSet<Rank>,
     /// By rank: barriers that it will ask for again, and that the others have passed.
     behind: Vec<u64>,
@@ -62,10 +62,11 @@ impl Barriers {
     }
 
     /// Those of ranks that have passed so many under another scheduler. A barrier that any of them
-    /// has passed, all have come to.
-    pub(super) fn again(ranks: u32, passed: &[(Rank, u64)]) -> Barriers {
+    /// has passed, all have come to. Ranks that had left have passed all of theirs, however many
+    /// that were: the others may still wait for the answer.
+    pub(super) fn again(ranks: u32, passed: &[(Rank, u64)], left: BTreeSet<Rank>) -> Barriers {
         let most = passed.iter().map(|(_, count)| *count).max().unwrap_or(0);
-        let mut barriers = Barriers { passed: most, ..Barriers::new(ranks) };
+        let mut barriers = Barriers { passed: most, gone: left, ..Barriers::new(ranks) };
         for (rank, count) in passed {
             if let Some(behind) = barriers.behind.get_mut(rank.0 as usize) {
                 *behind = most - count;

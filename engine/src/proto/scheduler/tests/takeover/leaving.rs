@@ -82,3 +82,42 @@ fn a_rank_that_comes_back_early_hears_who_is_waited_for() {
         job.log()
     );
 }
+
+#[test]
+fn a_barrier_that_only_ranks_have_passed_that_have_left_is_passed_by_the_others() {
+    // Servers know that it has left, or it says so to the next scheduler before that leads.
+    for is_known in [true, false] {
+        let mut job = Job::formed(3, 1, false);
+        (0..3).for_each(|at| job.ask(at, None));
+        // The answers to the others are lost with the scheduler.
+        let node = job.members[2].node;
+        for message in job.bench.heard(node) {
+            job.hear(2, message);
+        }
+        assert_eq!(job.members[2].passed, 1);
+        if is_known {
+            job.bench.say(node, NodeMessage::Leave { suspend: false });
+            job.members[3].left = vec![Rank(2)];
+            job.replace_scheduler();
+        } else {
+            job.replace_scheduler();
+            job.come(2);
+            job.bench.say(job.members[2].node, NodeMessage::Leave { suspend: false });
+        }
+        job.members[2].lives = false;
+        job.come_all();
+        job.pass(2_250);
+        for at in 0..2 {
+            let member = &job.members[at];
+            assert_eq!((member.term, &member.told), (2, &None), "{}", job.log());
+            assert!(member.open.is_empty() && member.passed == 1, "{}", job.log());
+        }
+        // The next one needs both of those who stay.
+        job.ask(0, None);
+        job.pass(1_000);
+        assert_eq!(job.members[0].open.len(), 1, "{}", job.log());
+        job.ask(1, None);
+        job.read();
+        assert!(job.members[..2].iter().all(|one| one.open.is_empty()), "{}", job.log());
+    }
+}
