@@ -39,7 +39,7 @@ impl Job {
             }
             std::thread::sleep(LOOK);
         }
-        if told.is_some() && lock(&self.answers.0).over.is_some() {
+        if lock(&self.agent).is_forsaken() {
             log::warning!("no scheduler has come: this rank has done its work, and ends");
         }
     }

@@ -96,6 +96,12 @@ impl Agent {
         !self.over && self.memory.shared.is_away()
     }
 
+    /// Whether the job is over for this rank because no other scheduler came in time.
+    #[must_use]
+    pub fn is_forsaken(&self) -> bool {
+        self.over && self.memory.shared.is_away()
+    }
+
     /// This rank has joined, or follows one that has: only the scheduler of then knows how far.
     pub fn hinder(&mut self, why: &str) {
         self.memory.hinder(why);
@@ -192,10 +198,12 @@ impl Agent {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::base::error::Source;
     use crate::host::switches::Switches;
     use crate::job::agent::Lanes;
     use bps_engine::base::Epoch;
-    use bps_engine::proto::messages::{Roster, SchedulerMessage};
+    use bps_engine::control::LinkError;
+    use bps_engine::proto::messages::{Origin, OverReason, Roster, SchedulerMessage};
     use bps_engine::proto::pulse::Pulse;
 
     fn ms(milliseconds: u64) -> Duration {
@@ -219,13 +227,40 @@ mod tests {
         }
     }
 
-    #[test]
-    fn a_scheduler_that_answers_again_was_silent_for_as_long_as_was_complained_of_and_more() {
+    fn agent() -> Agent {
         let pulse = Pulse::new("a:1", ms(200), ms(1_000), ms(0));
         let switches = Switches::new(vec![Rank(0), Rank(1)], 0);
-        let agent = Agent::new(elastic(), Lanes::default(), switches, pulse);
-        let mut agent = agent.outlasting(ms(10_000));
-        let (mut effects, mut lines) = (Vec::new(), Vec::new());
+        Agent::new(elastic(), Lanes::default(), switches, pulse).outlasting(ms(10_000))
+    }
+
+    #[test]
+    fn a_rank_whose_epoch_another_scheduler_ends_is_not_forsaken_and_one_that_finds_none_is() {
+        for is_found in [true, false] {
+            let (mut agent, mut effects) = (agent(), Vec::new());
+            let source = Source::new(LinkError::Closed);
+            agent.scheduler_lost("it is lost".to_owned(), source, ms(0), &mut effects);
+            assert!(agent.is_away() && !agent.is_forsaken());
+            if is_found {
+                assert!(agent.follow(2, ms(50), &mut effects).is_some());
+                let (who, round) = (Origin::scheduler(), None);
+                let reason = OverReason::Failed { who, message: "a reason".to_owned(), round };
+                let reason = OverReason::Reforming { reason: Box::new(reason), epoch: Epoch(2) };
+                agent.handle(SchedulerMessage::Over { reason }, ms(60), &mut effects);
+                assert!(agent.may_return());
+            } else {
+                for now in (0..=10_000).step_by(500) {
+                    agent.handle_tick(ms(now), &mut effects);
+                }
+            }
+            let is_over = effects.iter().any(|effect| matches!(effect, Effect::Over(_)));
+            assert!(is_over && !agent.is_away());
+            assert_eq!(agent.is_forsaken(), !is_found);
+        }
+    }
+
+    #[test]
+    fn a_scheduler_that_answers_again_was_silent_for_as_long_as_was_complained_of_and_more() {
+        let (mut agent, mut effects, mut lines) = (agent(), Vec::new(), Vec::new());
         for now in (0..=4_225).step_by(25) {
             agent.handle_tick(ms(now), &mut effects);
             // It is stopped before the heartbeat at 3 s, and goes on behind that at 4.2 s.
