@@ -15,7 +15,7 @@ use super::tensors::shuffle;
 use super::workload::{DEADLINE, TURNS_MAX};
 use bps_engine::base::{DType, Operation, Rank};
 use bps_engine::optimize::Act;
-use bps_engine::proto::messages::Declaration;
+use bps_engine::proto::messages::{Declaration, Roster};
 use bps_engine::proto::scheduler::Elastic;
 use bps_engine::transport::sim::Random;
 use bps_worker::job::nic_loop::Command;
@@ -160,6 +160,14 @@ enum Stage {
     Over,
 }
 
+/// An epoch: its number, and a port of its first server. A scheduler that was stopped may lead one
+/// of the same number beside another's, but no server is of both.
+type Place = (u32, u16);
+
+fn place(roster: &Roster) -> Place {
+    (roster.epoch.0, roster.servers[0].cores[0].port())
+}
+
 #[derive(Default)]
 struct Script {
     stage: Stage,
@@ -175,17 +183,19 @@ struct Script {
     /// When it was last in no epoch.
     outside: Option<Duration>,
     was_in: bool,
+    /// It has said good-bye: its work is done, whatever becomes of the others.
+    has_left: bool,
 }
 
 /// What all ranks must see alike, by epoch.
 #[derive(Default)]
 struct Seen {
     /// Of a tensor in a step: the result, by rank of the simulation.
-    results: BTreeMap<(u32, i64, usize), Vec<u8>>,
+    results: BTreeMap<(Place, i64, usize), Vec<u8>>,
     /// Behind a step.
-    states: BTreeMap<(u32, i64), i64>,
+    states: BTreeMap<(Place, i64), i64>,
     /// What ranks said of their commits.
-    progress: BTreeMap<u32, BTreeMap<u32, i64>>,
+    progress: BTreeMap<Place, BTreeMap<u32, i64>>,
 }
 
 /// Runs one seed.
@@ -221,7 +231,8 @@ pub fn run_reformed(seed: u64, trouble: Trouble) -> Reformed {
             let mut play =
                 Play { seed, index, program: &program, seen: &mut seen, outcome: &mut outcome };
             play.look(&mut cluster, rank, &mut random);
-            if rank.stage == Stage::Over && cluster.workers[index].over.is_some() {
+            let is_told = cluster.workers[index].over.is_some() && !rank.has_left;
+            if rank.stage == Stage::Over && is_told {
                 let why = fate.check_end(&cluster, rank, index, &mut outcome);
                 assert!(why.is_ok(), "seed {seed}: rank {index} {why:?}: {:?}", cluster.log);
             }
@@ -274,6 +285,13 @@ impl Play<'_> {
             rank.flights.clear();
             return;
         }
+        if rank.stage == Stage::Leaves {
+            // It waits for its lanes, and hears no verdict any more.
+            if worker.has_left() {
+                (rank.stage, rank.has_left) = (Stage::Over, true);
+            }
+            return;
+        }
         if let Stage::Returns(since) = rank.stage {
             return self.come_again(cluster, rank, since);
         }
@@ -308,12 +326,12 @@ impl Play<'_> {
     /// The next thing that a rank does.
     fn go_on(&mut self, cluster: &mut Cluster, rank: &mut Script, random: &mut Random) {
         let Some(roster) = &cluster.workers[self.index].roster else { return };
-        let (number, epoch, size) = (roster.index, roster.epoch.0, roster.size);
+        let (number, place, size) = (roster.index, place(roster), roster.size);
         assert!((size as usize) <= RANKS_MAX, "a digit for each");
         match rank.stage {
             Stage::Outside => {
                 self.outcome.epochs += 1;
-                self.outcome.let_in += u64::from(!rank.was_in && epoch > 1);
+                self.outcome.let_in += u64::from(!rank.was_in && place.0 > 1);
                 rank.was_in = true;
                 let said = self.declarations();
                 rank.stage = Stage::Declares(cluster.declare(self.index, said).expect("formed"));
@@ -322,7 +340,7 @@ impl Play<'_> {
                 let Some(ids) = self.answer(cluster, request) else { return };
                 rank.ids = ids;
                 let value = rank.step << 8 | i64::from(255 - number);
-                self.seen.progress.entry(epoch).or_default().insert(number, value);
+                self.seen.progress.entry(place).or_default().insert(number, value);
                 self.push(cluster, rank, 0, &[value], 1);
                 rank.stage = Stage::Agrees;
             }
@@ -350,7 +368,7 @@ impl Play<'_> {
                         self.go_on(cluster, rank, random);
                     }
                 } else if rank.flights.is_empty() {
-                    self.commit(cluster, rank, random, epoch);
+                    self.commit(cluster, rank, random, place);
                 }
             }
             Stage::Meets(barrier) => {
@@ -359,13 +377,7 @@ impl Play<'_> {
                     rank.stage = Stage::Leaves;
                 }
             }
-            Stage::Leaves => {
-                let worker = &cluster.workers[self.index];
-                if worker.has_left() {
-                    rank.stage = Stage::Over;
-                }
-            }
-            Stage::Agrees | Stage::Takes(_) | Stage::Returns(_) | Stage::Over => {}
+            Stage::Agrees | Stage::Takes(_) | Stage::Leaves | Stage::Returns(_) | Stage::Over => {}
         }
     }
 
@@ -380,7 +392,7 @@ impl Play<'_> {
         cluster: &mut Cluster,
         rank: &mut Script,
         random: &mut Random,
-        epoch: u32,
+        place: Place,
     ) {
         let seed = self.seed;
         let results = std::mem::take(&mut rank.results);
@@ -390,7 +402,7 @@ impl Play<'_> {
             }
             rank.step += 1;
             self.outcome.steps += 1;
-            let known = *self.seen.states.entry((epoch, rank.step)).or_insert(rank.state);
+            let known = *self.seen.states.entry((place, rank.step)).or_insert(rank.state);
             assert_eq!(known, rank.state, "seed {seed}: {} behind step {}", self.index, rank.step);
             let waits = results[&1].iter().any(|byte| *byte != 0);
             if waits && rank.step < self.program.steps {
@@ -462,7 +474,7 @@ impl Play<'_> {
     /// Takes the results that have come.
     fn check(&mut self, cluster: &mut Cluster, rank: &mut Script) {
         let Some(roster) = &cluster.workers[self.index].roster else { return };
-        let (epoch, number, size) = (roster.epoch.0, roster.index, roster.size);
+        let (place, number, size) = (place(roster), roster.index, roster.size);
         let mut at = 0;
         while at < rank.flights.len() {
             if !rank.flights[at].handle.is_told() {
@@ -475,7 +487,7 @@ impl Play<'_> {
                 continue;
             }
             self.outcome.checked += 1;
-            let key = (epoch, rank.step, flight.tensor);
+            let key = (place, rank.step, flight.tensor);
             let known = self.seen.results.entry(key).or_insert_with(|| flight.target.clone());
             let seed = self.seed;
             assert!(*known == flight.target, "seed {seed}: {key:?} differs at {}", self.index);
@@ -485,14 +497,14 @@ impl Play<'_> {
             };
             let values = numbers(&flight.target);
             match (rank.stage, flight.tensor) {
-                (Stage::Agrees, 0) => self.agree(cluster, rank, values[0], (epoch, size)),
+                (Stage::Agrees, 0) => self.agree(cluster, rank, values[0], (place, size)),
                 (Stage::Takes(root), _) => {
                     let is_root = root == Rank(number);
                     assert!(!is_root || rank.step == values[0], "seed {seed}: its own state");
                     self.outcome.caught_up += u64::from(rank.step < values[0]);
                     (rank.step, rank.state) = (values[0], values[1]);
                     let states = &mut self.seen.states;
-                    let known = *states.entry((epoch, rank.step)).or_insert(rank.state);
+                    let known = *states.entry((place, rank.step)).or_insert(rank.state);
                     assert_eq!(known, rank.state, "seed {seed}: what all begin with");
                     rank.stage = Stage::Steps;
                 }
@@ -520,10 +532,10 @@ impl Play<'_> {
         cluster: &mut Cluster,
         rank: &mut Script,
         value: i64,
-        (epoch, size): (u32, u32),
+        (place, size): (Place, u32),
     ) {
         let seed = self.seed;
-        let said = &self.seen.progress[&epoch];
+        let said = &self.seen.progress[&place];
         assert_eq!(said.len(), size as usize, "seed {seed}: all have said what they have");
         assert_eq!(said.values().max(), Some(&value), "seed {seed}: {said:?}");
         let root = Rank(u32::try_from(255 - (value & 255)).expect("a rank"));

@@ -291,7 +291,7 @@ impl Fate {
         }
         let has_done = |(index, rank): (usize, &Script)| {
             cluster.workers[index].alive()
-                && cluster.workers[index].over.is_none()
+                && (rank.has_left || cluster.workers[index].over.is_none())
                 && rank.step == program.steps
         };
         let done = ranks.iter().enumerate().any(has_done);
