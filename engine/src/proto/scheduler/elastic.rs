@@ -49,6 +49,8 @@ pub(super) struct History {
     pub(super) reformed: Option<Duration>,
     /// Epochs that ended because of a path, since one ended for another reason.
     paths: u32,
+    /// The epoch that was taken over from a lost scheduler.
+    pub(super) taken: Option<Epoch>,
     /// The processes of the ranks that have all done their work: they may begin again.
     pub(super) veterans: Vec<(u32, String)>,
 }

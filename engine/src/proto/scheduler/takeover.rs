@@ -179,6 +179,9 @@ impl Scheduler {
                 let why = if is_there { "it is here already" } else { "it is of another job" };
                 return self.drop_stranger(node, why);
             }
+            if self.is_of_unknown_epoch(&resume) {
+                return self.send_back(node, resume.roster.epoch);
+            }
             return self.refuse_dead(node, &resume.register, session);
         }
         if register.release != self.config.release {
@@ -211,13 +214,18 @@ impl Scheduler {
             counted(resume.roster.size as usize, "rank"),
             counted(resume.roster.servers.len(), "server")
         )));
-        // Whoever came sooner is new, and waits to be let in.
+        // Whoever came sooner is new, and waits to be let in; so do those that wait already because
+        // they have joined later.
         let Phase::Forming(rendezvous) = before else { return };
         let early = rendezvous.workers.into_values().chain(rendezvous.servers);
         for (node, register) in early {
             if let Some(peer) = self.peers.get_mut(&node) {
-                let register = Register { former: None, ..register };
                 peer.standing = Standing::Early(Box::new(register));
+            }
+        }
+        for peer in self.peers.values_mut() {
+            if let Standing::Early(register) = &mut peer.standing {
+                register.former = None;
             }
         }
     }
@@ -480,6 +488,7 @@ impl Scheduler {
         let reset = resets.max();
         let epoch = roster.map_or(self.epoch, |roster| roster.epoch);
         self.epoch = epoch.max(reset.unwrap_or(epoch));
+        self.history.taken = Some(epoch);
         self.next_install = u64::from(self.term) << 32;
         let mut running = self.run(job);
         let mut obstacle = takeover.members.values().find_map(|one| one.resume.obstacle.clone());

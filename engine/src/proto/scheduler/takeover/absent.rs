@@ -1,6 +1,9 @@
 //! Members of a roster that have not come: as those that have come know them.
 
-use super::{Node, NodeId, Register, Resume, Scheduler, Seat, Standing, Takeover};
+use super::{
+    Epoch, Node, NodeId, Origin, Output, OverReason, Register, Resume, Scheduler, Seat, Standing,
+    Takeover,
+};
 
 /// A number for the connection of a member that has none.
 fn nobody(seat: Seat) -> NodeId {
@@ -94,5 +97,26 @@ impl Scheduler {
             place_of(takeover, rank).is_some_and(|(host, pid)| has_come(host, pid))
         };
         takeover.missing().into_iter().filter(is_returning).collect()
+    }
+
+    /// Whether a rank is of an epoch that the lost scheduler had formed, and that no member has told
+    /// of from whom the job was taken over: nobody has given that rank up.
+    pub(super) fn is_of_unknown_epoch(&self, resume: &Resume) -> bool {
+        let is_worker = matches!(resume.register.node, Node::Worker { .. });
+        let is_later = self.history.taken.is_some_and(|taken| resume.roster.epoch > taken);
+        is_worker && is_later && resume.term < self.term
+    }
+
+    /// Tells a rank that its epoch is over: it comes back, as a new one.
+    pub(super) fn send_back(&mut self, node: NodeId, epoch: Epoch) {
+        let (who, round) = (Origin::scheduler(), None);
+        let message = format!(
+            "it was lost when epoch {} had only begun, and others did not know it",
+            epoch.0
+        );
+        let reason = Box::new(OverReason::Failed { who, message, round });
+        let who = self.described(node);
+        self.put(Output::Log(format!("{who} may come as a new worker: {reason}")));
+        self.dismiss(node, OverReason::Reforming { reason, epoch: self.epoch });
     }
 }

@@ -121,3 +121,64 @@ fn a_barrier_that_only_ranks_have_passed_that_have_left_is_passed_by_the_others(
         assert!(job.members[..2].iter().all(|one| one.open.is_empty()), "{}", job.log());
     }
 }
+
+#[test]
+fn ranks_that_had_joined_later_and_come_before_any_member_are_new_ones_as_well() {
+    let mut job = Job::formed(2, 1, false);
+    job.members[2].reset = Some(Epoch(2));
+    job.replace_scheduler();
+    // One has died. The other was let in later, so it says no number of workers, and it is faster
+    // than the server.
+    let before = job.members[1].register.clone();
+    let register = Register { session: 90, former: Some(before.session), num_workers: 0, ..before };
+    job.bench.join(90, register);
+    job.members[..2].iter_mut().for_each(|member| member.lives = false);
+    job.come(2);
+    for _ in 0..20 {
+        job.bench.pass(250, &[90]);
+        job.pass(250);
+        if job.bench.scheduler.epoch == Epoch(3) {
+            break;
+        }
+    }
+    let found = job.bench.heard(90).pop();
+    let Some(SchedulerMessage::Roster(roster)) = found else { panic!("{}", job.log()) };
+    assert_eq!((roster.size, roster.epoch, roster.term), (1, Epoch(3), 2));
+}
+
+#[test]
+fn a_rank_of_an_epoch_that_nobody_else_knows_may_come_as_a_new_one() {
+    let mut job = Job::formed(2, 1, false);
+    job.members[2].reset = Some(Epoch(2));
+    // The second epoch had formed when the scheduler was lost: only a new rank has heard of it.
+    let mut third = job.members[1].clone();
+    (third.roster.epoch, third.roster.size, third.roster.index) = (Epoch(2), 3, 2);
+    (third.register.pid, third.register.session) = (77, 77);
+    job.members.push(third);
+    job.replace_scheduler();
+    (0..2).for_each(|at| comes_back(&mut job, at, 90 + at as u64));
+    job.come(2);
+    job.read();
+    assert_eq!(job.bench.scheduler.epoch, Epoch(3), "{}", job.log());
+    for (epoch, is_sent_back) in [(Epoch(2), true), (Epoch(1), false)] {
+        job.members[3].roster.epoch = epoch;
+        job.come(3);
+        let node = job.members[3].node;
+        if is_sent_back {
+            let OverReason::Reforming { reason, epoch } = job.bench.over(node) else {
+                panic!("{}", job.log());
+            };
+            assert!(reason.to_string().contains("epoch 2 had only begun"), "{reason}");
+            assert_eq!(epoch, Epoch(3));
+        } else {
+            // One of the epoch that was taken over has used up its time.
+            assert!(job.bench.refusal(node).contains("was given up"));
+        }
+        job.members[3].node += 10;
+    }
+    // It comes back, and waits to be let in.
+    let former = Some(77);
+    let register = job.members[3].register.clone();
+    job.bench.join(95, Register { session: 95, former, ..register });
+    assert_eq!(job.bench.early_count(), 1, "{}", job.log());
+}
