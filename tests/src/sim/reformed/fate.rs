@@ -270,8 +270,9 @@ impl Fate {
             outcome.sent_away += 1;
         } else if rank.parted && is_given_up {
             outcome.given_up += 1;
-        } else if rank.parted && cluster.done && text.contains("none has taken over") {
-            // The job has finished without it, and its scheduler is no more.
+        } else if rank.parted && cluster.done && is_without(&text) {
+            // The job has finished without it, and its scheduler is no more: or another one has
+            // come, to which it is all that there is of the job.
         } else {
             return Err(format!("ended: {text}"));
         }
@@ -297,4 +298,10 @@ impl Fate {
         let done = ranks.iter().enumerate().any(has_done);
         assert!(done, "seed {seed}: nobody has done all steps");
     }
+}
+
+/// Whether somebody has found no scheduler, or one that leads nobody else.
+fn is_without(text: &str) -> bool {
+    let how = ["none has taken over", "was lost while the job formed", "no server left"];
+    how.iter().any(|how| text.contains(how))
 }
