@@ -99,8 +99,8 @@ impl Scheduler {
         takeover.missing().into_iter().filter(is_returning).collect()
     }
 
-    /// Whether a rank is of an epoch that the lost scheduler had formed, and that no member has told
-    /// of from whom the job was taken over: nobody has given that rank up.
+    /// Whether a rank is of an epoch that the lost scheduler had formed, and that was unknown to
+    /// those from whom the job was taken over: nobody has given that rank up.
     pub(super) fn is_of_unknown_epoch(&self, resume: &Resume) -> bool {
         let is_worker = matches!(resume.register.node, Node::Worker { .. });
         let is_later = self.history.taken.is_some_and(|taken| resume.roster.epoch > taken);
