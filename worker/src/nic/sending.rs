@@ -178,7 +178,8 @@ impl Nic {
     fn post_word(&mut self, lane: LaneId, word: PartWord) -> Result<(), Full> {
         let PartWord { kind, part, round, checksum, lacks } = word;
         let state = self.part(part);
-        let payload = self.payload(part, kind).filter(|_| !lacks.is_lost);
+        // The part of a broadcast without a result has no memory any more.
+        let payload = if lacks.is_lost { None } else { self.payload(part, kind) };
         let mut header = self.header(kind, state.plan.dtype);
         if matches!(kind, Kind::Grant | Kind::Publication)
             && let Peer::Rank(rank) = self.lane(lane).peer
