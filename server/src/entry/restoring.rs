@@ -2,8 +2,8 @@
 //! had the result. These give it back, byte for byte, and it is published to the others, who ask
 //! for it without bytes of their own. The first that is whole is taken; the others pass by.
 //!
-//! All ranks that live take part, so that the next round begins when nobody is behind. Whoever has
-//! had the result gets none of its bytes.
+//! All ranks that live take part (of those that sum among themselves, the owner), so that the next
+//! round begins when nobody is behind. Whoever has had the result gets none of its bytes.
 
 use super::told::Told;
 use super::{Entry, NumberSet, Take};

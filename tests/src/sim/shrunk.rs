@@ -50,6 +50,8 @@ pub struct Shrunk {
     pub servers: u64,
     /// Parts that have moved from them.
     pub moved: u64,
+    /// Of these, parts of jobs with hosts whose ranks sum among themselves.
+    pub grouped: u64,
     /// Of these, parts with a result that only some ranks had.
     pub restored: u64,
     /// The job could not go on: a rank that alone had such a result died as well, or the others
@@ -70,7 +72,7 @@ impl Shrunk {
     }
 
     /// Each with its name.
-    pub fn counts(&mut self) -> [(&'static str, &mut u64); 14] {
+    pub fn counts(&mut self) -> [(&'static str, &mut u64); 15] {
         [
             ("results", &mut self.checked),
             ("short results", &mut self.short),
@@ -80,6 +82,7 @@ impl Shrunk {
             ("short rounds", &mut self.counted),
             ("servers", &mut self.servers),
             ("moved parts", &mut self.moved),
+            ("moved parts of hosts", &mut self.grouped),
             ("restored parts", &mut self.restored),
             ("ended jobs", &mut self.ended),
             ("schedulers", &mut self.schedulers),
@@ -328,7 +331,11 @@ fn tensors(random: &mut Random, workers: u32, dying: Dying) -> Vec<Tensor> {
 /// When a result is wrong, two ranks differ, or somebody hangs or fails who lives.
 #[must_use]
 pub fn run_shrunk(seed: u64, dying: Dying) -> Shrunk {
-    play(seed, Groups::Apart, (false, true), dying)
+    let groups = match dying {
+        Dying::Servers if seed % 2 == 1 => Groups::Hosts,
+        _ => Groups::Apart,
+    };
+    play(seed, groups, (false, true), dying)
 }
 
 /// The same with rounds that do not wait for slow ranks, in a job that goes on without ranks that
@@ -348,14 +355,15 @@ pub fn run_short(seed: u64) -> Shrunk {
 fn play(seed: u64, groups: Groups, (may_be_short, shrinks): (bool, bool), dying: Dying) -> Shrunk {
     let mut random = Random::new(seed);
     let mut shape = Shape::random(&mut random, groups);
-    if shape.workers > RANKS_MAX {
-        shape = Shape::random(&mut random, Groups::Apart);
+    while shape.workers > RANKS_MAX {
+        shape = Shape::random(&mut random, groups);
     }
     shape.planning.force_distributed |= may_be_short;
     if dying != Dying::Ranks {
         shape.servers = 2 + u32::try_from(random.index(3)).expect("few");
     }
     let workers = shape.workers;
+    let has_groups = shape.planning.local_reduce && shape.hosts.iter().any(|size| *size > 1);
     let mut tensors = tensors(&mut random, workers, dying);
     if may_be_short {
         tensors.iter_mut().for_each(|tensor| shorten(&mut random, workers, tensor));
@@ -401,6 +409,7 @@ fn play(seed: u64, groups: Groups, (may_be_short, shrinks): (bool, bool), dying:
     outcome.ended = u64::from(has_ended(&cluster));
     fate.check_obstacles(seed, &cluster, outcome.servers);
     read_log(&cluster, &mut outcome);
+    outcome.grouped = if has_groups { outcome.moved } else { 0 };
     outcome.counted = cluster.short_rounds();
     outcome.late = cluster.late_contributions();
     assert!(outcome.counted > 0 || outcome.short == 0, "seed {seed}: {outcome:?}");

@@ -539,7 +539,7 @@ fn nic_config(config: &Config, joined: &start::Joined, switches: &Switches) -> N
         column: switches.others_of_column(rank).collect(),
         stall_report: config.stall_report,
         auto: config.auto_compression,
-        keeps: joined.roster.shrinks && joined.roster.neighbours.is_empty(),
+        keeps: joined.roster.shrinks,
         paces: rank == Rank(0) && !start::tuning(config).is_off(),
     }
 }

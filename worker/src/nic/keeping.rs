@@ -1,7 +1,8 @@
 //! What parts keep where their server may be lost and others go on for it: the last result, in
 //! memory of its own, from where it is copied to the tensor once it is whole. So the contribution
 //! is in the tensor until the result is there, and can be made once more; and a result that a
-//! server has given only some ranks can be given to the others by these.
+//! server has given only some ranks can be given to the others by these. Where ranks of a host sum
+//! among themselves, the owner of a part keeps this for all, and the contribution is their sum.
 //!
 //! Invariant: memory for a result is overwritten only by a result of the next round, which is
 //! published only when all ranks have had the last one.
@@ -27,6 +28,9 @@ pub(super) struct Kept {
     rounds: u64,
     /// Header of the last of them, while its bytes are here.
     result: Option<Header>,
+    /// The last round whose contribution was there to be sent: this rank's bytes, or the sum of its
+    /// group.
+    offered: u64,
     /// While this rank gives it to a server, or asks one for it.
     restoring: Option<Restoring>,
 }
@@ -70,7 +74,8 @@ struct Astray {
 impl Kept {
     /// For results of so many bytes.
     pub(super) fn new(bytes: usize) -> Kept {
-        Kept { bytes: vec![0; bytes].into(), rounds: 0, result: None, restoring: None }
+        let bytes = vec![0; bytes].into();
+        Kept { bytes, rounds: 0, result: None, offered: 0, restoring: None }
     }
 
     /// Where a result of so many bytes lands.
@@ -95,8 +100,8 @@ impl Kept {
 }
 
 impl Nic {
-    /// What a part with this plan keeps, if anything: it goes to a server by itself, from memory of
-    /// the host, and servers keep nothing of it between its rounds.
+    /// What a part with this plan keeps, if anything: it goes from this rank to a server, from memory
+    /// of the host, and servers keep nothing of it between its rounds.
     pub(super) fn kept_for(&self, plan: &PartPlan) -> Option<Box<Kept>> {
         let is_sum = plan.core.is_some() && plan.owner.is_none() && plan.store.is_none();
         let is_stateless = plan.encoding.is_none_or(|how| !how.auto && !how.feedback);
@@ -133,8 +138,12 @@ impl Nic {
         (kept.rounds, kept.result) = (header.round.0, Some(header));
     }
 
-    /// Whether what is pushed of a part waits for news of its server.
-    pub(super) fn is_held_back(&self, part: PartId) -> bool {
+    /// The contribution of a part is there to be sent. Says whether it waits for news of its server.
+    pub(super) fn is_held_back(&mut self, part: PartId) -> bool {
+        let state = self.part_mut(part);
+        if let Some(kept) = &mut state.kept {
+            kept.offered = state.round;
+        }
         let state = self.part(part);
         let has_lane = state.plan.core.is_none_or(|core| self.lane(core).open);
         state.kept.as_ref().is_some_and(|kept| kept.is_restoring() || !has_lane)
@@ -214,8 +223,8 @@ impl Nic {
             let Some(&part) = self.keys.get(&one.key) else { continue };
             let state = &mut self.parts[part.0 as usize];
             let open = (state.open > 0 && !state.abandoned).then_some(state.round);
-            let stage = state.stage;
             let Some(kept) = &mut state.kept else { continue };
+            let is_offered = open == Some(kept.offered);
             let (round, rounds) = (one.rounds + 1, kept.rounds);
             let fits = rounds == one.rounds || one.restores && rounds == round;
             if !fits {
@@ -227,7 +236,7 @@ impl Nic {
             if one.restores {
                 kept.restoring = Some(Restoring { round, is_answered: false, is_posted: false });
                 self.restores.push_back(part);
-            } else if open.is_some() && stage == Stage::Pushed {
+            } else if is_offered && state.stage == Stage::Pushed {
                 self.send_to_server(part);
             }
         }
@@ -333,7 +342,8 @@ impl Nic {
             return;
         }
         kept.restoring = None;
-        if state.stage == Stage::Pushed && state.open > 0 && !state.abandoned {
+        let is_offered = kept.offered == state.round;
+        if is_offered && state.stage == Stage::Pushed && state.open > 0 && !state.abandoned {
             self.send_to_server(part);
         }
     }

@@ -1,6 +1,9 @@
 //! An epoch that goes on without servers that are lost (`BPS_ELASTIC=shrink`): their keys move to
 //! those that are left, as [`moving`](crate::proto::moving) says.
 //!
+//! Where ranks of a host sum among themselves, the owners of parts say of these what ranks say of
+//! all parts elsewhere: an owner contributes once all of its host have had the last result.
+//!
 //! Invariant: nobody contributes to a key that is nowhere, so what the ranks have said of it holds
 //! until they are told where it is. It is at the round that the rank which has had most results has
 //! had, or behind it if all have. Before that, a further death has the ranks that are left decide

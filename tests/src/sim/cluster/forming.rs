@@ -18,7 +18,7 @@ impl Cluster {
             epoch: roster.epoch,
             credit_bytes: self.shape.credit_bytes,
             paces: false,
-            keeps: roster.shrinks && roster.neighbours.is_empty(),
+            keeps: roster.shrinks,
             auto: auto_of(rank),
             column: switches.others_of_column(rank).collect(),
             stall_report: STALL_REPORT,

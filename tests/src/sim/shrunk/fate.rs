@@ -140,6 +140,8 @@ impl Fate {
             let victim = random.index(ranks.len());
             let worker = &cluster.workers[victim];
             let worker_rank = worker.roster.as_ref().map(|roster| Rank(roster.index));
+            // What ranks of a host sum is lost with one of them, and the job forms again.
+            let is_alone = worker.roster.as_ref().is_some_and(|own| own.neighbours.is_empty());
             if is_server {
                 if has_formed
                     && !is_leaving
@@ -151,7 +153,7 @@ impl Fate {
                         false => cluster.kill_server(victim),
                     }
                 }
-            } else if worker.alive() && worker.roster.is_some() && !ranks[victim].left {
+            } else if is_alone && worker.alive() && !ranks[victim].left {
                 self.ranks -= 1;
                 outcome.gone += 1;
                 if self.dying != Dying::Ranks {

@@ -2,7 +2,7 @@
 //! ranks are, and who alone has what others need can't be spared.
 
 use super::elastic::formed;
-use super::sets::of_hosts;
+use super::sets::{answer_installs, of_hosts};
 use super::*;
 use crate::proto::moving::{Adopted, HeldKey, MovedKey, MovingOrder, MovingReport};
 use crate::proto::store::{Deltas, Store};
@@ -234,10 +234,6 @@ fn what_nobody_else_has_ends_the_epoch() {
         assert_eq!(bench.reforming(0).1, Epoch(2));
         assert!(bench.log.iter().any(|line| line.contains(why)), "{:?}", bench.log);
     }
-    let mut bench = of_hosts(&[2, 1], 2);
-    bench.scheduler.config.elastic = Some(shrinks());
-    bench.close(101);
-    assert_eq!(bench.reforming(0).1, Epoch(2));
     // A rank that is done may have had what the others wait for.
     let mut bench = formed(3, 2, shrinks());
     bench.say(1, NodeMessage::Leave { suspend: false });
@@ -251,6 +247,55 @@ fn what_nobody_else_has_ends_the_epoch() {
     bench.hold(0, 1, &[]);
     bench.heard(0);
     bench.say(1, NodeMessage::Leave { suspend: false });
+    assert_eq!(bench.reforming(0).1, Epoch(2));
+}
+
+#[test]
+fn owners_say_how_far_the_keys_of_their_hosts_are() {
+    let mut bench = of_hosts(&[2, 1], 3);
+    bench.scheduler.config.elastic = Some(shrinks());
+    let said = [tensor("w", 8 * 1024)];
+    bench.declare(0, 1, &said);
+    let keys: Vec<Key> = answer_installs(&mut bench, 3).iter().map(|spec| spec.key).collect();
+    for node in [1, 2] {
+        bench.declare(node, 1, &said);
+    }
+    let mut owned: [Vec<Key>; 3] = Default::default();
+    for node in [0, 1, 2] {
+        let (_, tensors) = declared(&bench.heard(node));
+        let parts = tensors.iter().flat_map(|tensor| &tensor.parts);
+        let lost = parts.filter(|part| part.core.is_some_and(|core| core.server == 1));
+        let own = lost.filter(|part| part.owner == Rank(u32::try_from(node).unwrap()));
+        owned[usize::try_from(node).unwrap()] = own.map(|part| part.key).collect();
+    }
+    let [first, second, alone] = &owned;
+    assert!(keys.len() == 8 && !first.is_empty() && !second.is_empty(), "{owned:?}");
+    assert_eq!(alone.len(), first.len() + second.len());
+    bench.close(101);
+    for node in [0, 1, 2, 100, 102] {
+        assert_eq!(bench.lost(node), [1]);
+    }
+    // The first host has the result of what its first rank owns, and the other one of the rest.
+    let at = |keys: &[Key], rounds| keys.iter().map(|key| held(*key, rounds)).collect::<Vec<_>>();
+    bench.hold(0, 1, &at(first, 3));
+    bench.hold(1, 1, &at(second, 2));
+    let heard = [100, 102].map(|server| bench.heard(server));
+    assert!(heard.iter().all(Vec::is_empty), "each rank is waited for");
+    bench.hold(2, 1, &[at(first, 2), at(second, 2)].concat());
+    let mut all = BTreeMap::new();
+    for server in [100, 102] {
+        let (request, adopted) = bench.adopts(server);
+        all.extend(adopted);
+        bench.say(server, NodeMessage::Installed { request });
+    }
+    let expected = first.iter().map(|key| (*key, (2, true)));
+    let expected = expected.chain(second.iter().map(|key| (*key, (2, false))));
+    assert_eq!(all, expected.collect());
+    for node in [0, 1, 2] {
+        assert_eq!(bench.moved(node).len(), alone.len());
+    }
+    // What ranks of a host sum is lost with one of them.
+    bench.close(1);
     assert_eq!(bench.reforming(0).1, Epoch(2));
 }
 
