@@ -168,7 +168,8 @@ impl Cluster {
             release: "sim".into(),
             encrypt: false,
             start_timeout: Duration::from_secs(30),
-            heartbeat_timeout: Duration::from_secs(4),
+            // As `bps-scheduler` has it: a heartbeat is missed from when it was due.
+            heartbeat_timeout: Duration::from_secs(4) + TICK,
             stall_report: STALL_REPORT,
             stall_timeout: Duration::from_secs(60),
             stays: false,

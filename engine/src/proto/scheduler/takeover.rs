@@ -7,7 +7,7 @@
 
 mod absent;
 
-use self::absent::{rank_of, server_of};
+use self::absent::{caught_up, rank_of, server_of};
 use super::groups::Groups;
 use super::registry::{Recalled, Registry};
 use super::rendezvous::{Job, name, origin, shape};
@@ -232,6 +232,10 @@ impl Scheduler {
 
     fn take_in(&mut self, node: NodeId, resume: Resume, now: Duration) {
         let Phase::Taking(takeover) = &mut self.phase else { return };
+        let resume = match takeover.roster() {
+            Some(roster) => caught_up(&resume, roster).unwrap_or(resume),
+            None => resume,
+        };
         let (index, epoch) = (resume.roster.index, resume.roster.epoch);
         let (seat, standing) = match resume.register.node {
             Node::Worker { .. } => (Seat::Rank(index), Standing::Worker(Rank(index))),
@@ -250,8 +254,14 @@ impl Scheduler {
                 // The job has gone on without it.
                 stale.push((node, resume.register.clone()));
             } else if epoch > roster.epoch {
-                let all = std::mem::take(&mut takeover.members).into_values();
-                stale.extend(all.map(|member| (member.node, member.resume.register)));
+                for member in std::mem::take(&mut takeover.members).into_values() {
+                    let Some(is_there) = caught_up(&member.resume, &resume.roster) else {
+                        stale.push((member.node, member.resume.register));
+                        continue;
+                    };
+                    let seat = Seat::Server(is_there.roster.index);
+                    takeover.members.insert(seat, Member { resume: is_there, ..member });
+                }
             }
         }
         let is_stale = stale.iter().any(|(one, _)| *one == node);
@@ -322,6 +332,14 @@ impl Scheduler {
         }
     }
 
+    /// How long members may take to come. A heartbeat that goes out up to an interval I after the
+    /// last answer, and has none for 9/8 of the timeout T, makes a node look for another scheduler:
+    /// 9/8 T + I after the lost one stopped. 5/4 of the T + I after which a scheduler gives nodes
+    /// up leave T/8 + I/4 to come in.
+    pub(super) fn takeover_wait(&self) -> Duration {
+        self.config.heartbeat_timeout * 5 / 4
+    }
+
     /// Whether all have come, or those that have not are given up.
     pub(super) fn check_takeover(&mut self, now: Duration) {
         let Phase::Taking(takeover) = &self.phase else { return };
@@ -331,7 +349,7 @@ impl Scheduler {
         let waited = now.saturating_sub(takeover.since);
         let awaits_none = missing.is_empty() && !takeover.members.is_empty();
         let is_complete = awaits_none && (waited >= GOODBYE || !takeover.may_say_goodbye());
-        if is_complete || waited >= self.config.heartbeat_timeout {
+        if is_complete || waited >= self.takeover_wait() {
             return self.lead(now);
         }
         if !missing.is_empty() && self.reminder.is_due(now) {

@@ -1,8 +1,9 @@
-//! Members of a roster that have not come: as those that have come know them.
+//! Members of a roster that have not come, or whom it had not reached: as those that have come know
+//! them.
 
 use super::{
-    Epoch, Node, NodeId, Origin, Output, OverReason, Register, Resume, Scheduler, Seat, Standing,
-    Takeover,
+    Epoch, Node, NodeId, Origin, Output, OverReason, Register, Resume, Roster, Scheduler, Seat,
+    Standing, Takeover, word,
 };
 
 /// A number for the connection of a member that has none.
@@ -77,6 +78,22 @@ pub(super) fn server_of(takeover: &Takeover, server: u32) -> (NodeId, Register) 
     let (host, pid, host_id) = (known.host, known.pid, known.host_id);
     let register = any.resume.register.clone();
     (nobody(seat), Register { node, host, host_id, pid, session: 0, former: None, ..register })
+}
+
+/// What a server says that had forgotten an earlier epoch for that of this roster, and that the
+/// roster had not reached when the scheduler was lost: it keeps nothing, and is of that epoch. The
+/// `reset` that it still has makes the job form again, since it does not know its ranks.
+pub(super) fn caught_up(resume: &Resume, roster: &Roster) -> Option<Resume> {
+    let Node::Server { cores, .. } = &resume.register.node else { return None };
+    let is_before = resume.roster.job == roster.job && resume.roster.epoch < roster.epoch;
+    if !is_before || resume.reset != Some(roster.epoch) {
+        return None;
+    }
+    let (host, pid) = (&resume.register.host, resume.register.pid);
+    let mut servers = roster.servers.iter();
+    let index = servers.position(|one| one.host == *host && one.pid == pid && one.cores == *cores);
+    let roster = Roster { index: word(index?), ..roster.clone() };
+    Some(Resume { roster, ..resume.clone() })
 }
 
 impl Scheduler {

@@ -8,7 +8,8 @@ use super::*;
 use crate::proto::moving::{MovingOrder, MovingReport};
 use crate::proto::resume::{KnownTensor, Resume};
 
-const PATIENCE: u64 = 4_000;
+/// 5/4 of the heartbeats' timeout.
+const PATIENCE: u64 = 5_000;
 
 fn elastic(shrinks: bool) -> Elastic {
     Elastic { shrinks, min_workers: 1, patience: ms(0), notice: ms(60_000) }

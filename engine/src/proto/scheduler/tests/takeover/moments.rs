@@ -138,3 +138,56 @@ fn a_scheduler_that_was_stopped_while_it_took_over_does_not_take_others_for_dead
     assert!(job.members.iter().all(|member| member.told.is_none()), "{:?}", job.bench.log);
     assert!(job.members.iter().all(|member| member.term == 2), "{:?}", job.bench.log);
 }
+
+#[test]
+fn a_server_that_its_epochs_roster_had_not_reached_is_taken_along() {
+    for order in [[0, 1, 2], [2, 0, 1], [0, 2, 1]] {
+        let mut job = Job::formed(2, 1, false);
+        for at in 0..2 {
+            job.members[at].roster.epoch = Epoch(2);
+        }
+        // It has forgotten the first one, and heard no more.
+        job.members[2].reset = Some(Epoch(2));
+        job.replace_scheduler();
+        order.into_iter().for_each(|at| job.come(at));
+        job.read();
+        assert!(job.members[2].told.is_none(), "{order:?}: {}", job.log());
+        assert_eq!(job.members[2].reset, Some(Epoch(3)), "{order:?}: {}", job.log());
+        for at in 0..2 {
+            let (node, session) = (job.members[at].node, job.members[at].register.session);
+            assert!(matches!(job.members[at].told, Some(OverReason::Reforming { .. })));
+            job.bench.back(node, 50 + at as u64, session);
+        }
+        let roster = job.bench.roster(51);
+        assert_eq!((roster.size, roster.epoch, roster.servers.len()), (2, Epoch(3), 1));
+    }
+}
+
+#[test]
+fn a_server_that_keeps_an_epoch_that_is_over_is_not_taken_along() {
+    // It has not forgotten the first one, or not for this one, or is another process.
+    for (reset, pid) in [(None, 2000), (Some(Epoch(3)), 2000), (Some(Epoch(2)), 9)] {
+        let mut job = Job::formed(2, 1, false);
+        for at in 0..2 {
+            job.members[at].roster.epoch = Epoch(2);
+        }
+        (job.members[2].reset, job.members[2].register.pid) = (reset, pid);
+        job.replace_scheduler();
+        job.come_all();
+        let told = job.members[2].told.clone();
+        assert!(matches!(told, Some(OverReason::NotFormed { .. })), "{reset:?}: {}", job.log());
+    }
+}
+
+#[test]
+fn members_that_notice_as_late_as_nodes_do_are_waited_for() {
+    let mut job = Job::formed(3, 1, false);
+    job.replace_scheduler();
+    job.come(0);
+    // One interval of 0.8 s and 9/8 of 3.2 s, of which the scheduler's limit is the sum.
+    job.pass(800 + 3_200 * 9 / 8);
+    (1..4).for_each(|at| job.come(at));
+    job.read();
+    assert!(job.members.iter().all(|member| member.term == 2), "{}", job.log());
+    assert!(job.members.iter().all(|member| member.told.is_none()), "{}", job.log());
+}
