@@ -332,14 +332,6 @@ impl Scheduler {
         }
     }
 
-    /// How long members may take to come. A heartbeat that goes out up to an interval I after the
-    /// last answer, and has none for 9/8 of the timeout T, makes a node look for another scheduler:
-    /// 9/8 T + I after the lost one stopped. 5/4 of the T + I after which a scheduler gives nodes
-    /// up leave T/8 + I/4 to come in.
-    pub(super) fn takeover_wait(&self) -> Duration {
-        self.config.heartbeat_timeout * 5 / 4
-    }
-
     /// Whether all have come, or those that have not are given up.
     pub(super) fn check_takeover(&mut self, now: Duration) {
         let Phase::Taking(takeover) = &self.phase else { return };

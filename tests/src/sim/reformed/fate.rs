@@ -35,8 +35,6 @@ pub(super) struct Fate {
     /// another one had started beside it, or they had lost patience.
     frozen: Duration,
     loose: Option<Duration>,
-    /// The job has ended because a server was refused.
-    stale: bool,
     /// Ranks whose end was looked at.
     told: Vec<bool>,
     arrived: Vec<Duration>,
@@ -83,7 +81,6 @@ impl Fate {
             unformed: false,
             frozen: Duration::ZERO,
             loose: None,
-            stale: false,
             told: Vec::new(),
             parted_servers: Vec::new(),
             arrived: vec![Duration::ZERO; ranks],
@@ -255,17 +252,10 @@ impl Fate {
         // Whoever was of no epoch then may have come to one that led nobody, or have hung up.
         let was_outside =
             |since: Duration| rank.outside.is_some_and(|last| last >= since) || rank.parted;
-        // Others may hear of a stopped one's successor later than that waits for them.
+        // Whoever alone followed another scheduler, beside one that others follow still or again,
+        // hears from it that they are dead.
         let is_silent = self.loose.is_some() && text.contains("no heartbeat for");
-        // A known gap: a server that an epoch's roster had not reached when the scheduler was lost
-        // is refused by the next one, which may be left without any.
-        let is_stale = text.contains("no server left")
-            && cluster
-                .log
-                .iter()
-                .any(|line| line.starts_with("the server at") && line.contains("was given up"));
-        self.stale |= is_stale;
-        if self.unformed || is_stale || is_silent || self.loose.is_some_and(was_outside) {
+        if self.unformed || is_silent || self.loose.is_some_and(was_outside) {
         } else if is_new && (cluster.done || is_lost) {
             outcome.sent_away += 1;
         } else if rank.parted && is_given_up {
@@ -287,7 +277,7 @@ impl Fate {
         program: &Program,
         seed: u64,
     ) {
-        if self.unformed || self.stale || self.loose.is_some() {
+        if self.unformed || self.loose.is_some() {
             return;
         }
         let has_done = |(index, rank): (usize, &Script)| {

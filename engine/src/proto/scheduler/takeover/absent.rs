@@ -2,8 +2,8 @@
 //! them.
 
 use super::{
-    Epoch, Node, NodeId, Origin, Output, OverReason, Register, Resume, Roster, Scheduler, Seat,
-    Standing, Takeover, word,
+    Duration, Epoch, Node, NodeId, Origin, Output, OverReason, Register, Resume, Roster, Scheduler,
+    Seat, Standing, Takeover, word,
 };
 
 /// A number for the connection of a member that has none.
@@ -97,6 +97,14 @@ pub(super) fn caught_up(resume: &Resume, roster: &Roster) -> Option<Resume> {
 }
 
 impl Scheduler {
+    /// How long members may take to come. A heartbeat that goes out up to an interval I after the
+    /// last answer, and has none for 9/8 of the timeout T, makes a node look for another scheduler:
+    /// 9/8 T + I after the lost one stopped. 5/4 of the T + I after which a scheduler gives nodes
+    /// up leave T/8 + I/4 to come in.
+    pub(super) fn takeover_wait(&self) -> Duration {
+        self.config.heartbeat_timeout * 5 / 4
+    }
+
     /// Ranks of the last roster that have come as new ones: the lost scheduler knew that they were
     /// between two connections, and nobody else does.
     pub(super) fn returning(&self, takeover: &Takeover) -> Vec<Seat> {
