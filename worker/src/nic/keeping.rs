@@ -100,8 +100,8 @@ impl Kept {
 }
 
 impl Nic {
-    /// What a part with this plan keeps, if anything: it goes from this rank to a server, from memory
-    /// of the host, and servers keep nothing of it between its rounds.
+    /// What a part with this plan keeps, if anything: it goes from this rank to a server, from
+    /// memory of the host, and servers keep nothing of it between its rounds.
     pub(super) fn kept_for(&self, plan: &PartPlan) -> Option<Box<Kept>> {
         let is_sum = plan.core.is_some() && plan.owner.is_none() && plan.store.is_none();
         let is_stateless = plan.encoding.is_none_or(|how| !how.auto && !how.feedback);
@@ -138,7 +138,8 @@ impl Nic {
         (kept.rounds, kept.result) = (header.round.0, Some(header));
     }
 
-    /// The contribution of a part is there to be sent. Says whether it waits for news of its server.
+    /// The contribution of a part is there to be sent. Says whether it waits for news of its
+    /// server.
     pub(super) fn is_held_back(&mut self, part: PartId) -> bool {
         let state = self.part_mut(part);
         if let Some(kept) = &mut state.kept {

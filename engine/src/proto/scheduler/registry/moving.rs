@@ -15,7 +15,8 @@ const NOWHERE: u32 = u32::MAX;
 /// Why keys can't move from a server that is lost: what it had of them nobody else has.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(in crate::proto::scheduler) enum Pinned {
-    /// Contributions are not there any more where GPUs are, and what streams wait for can't be made anew.
+    /// Contributions are not there any more where GPUs are, and what streams wait for can't be
+    /// made anew.
     Devices,
     /// Values, or an optimizer's, or what slow ranks are still to be answered.
     Store,
