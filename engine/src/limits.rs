@@ -9,11 +9,6 @@ pub const ALIGNMENT: usize = 64;
 /// A tensor is cut finer than the partition says, so that each rank of a group sums a share of it,
 /// but not into parts smaller than this.
 pub const GROUP_PART_BYTES_MIN: usize = 64 << 10;
-/// A tensor that servers sum is cut finer than the partition says, into so many parts for each
-/// server: a server answers one while it takes in the next.
-pub const SERVER_PARTS: usize = 4;
-/// But not into parts smaller than this for the servers' sake.
-pub const SERVER_PART_BYTES_MIN: usize = 64 << 10;
 /// Largest payload of one frame: a part is never larger.
 pub const PART_BYTES_MAX: usize = 64 << 20;
 /// Smallest partition size that the configuration accepts.
@@ -85,7 +80,6 @@ const _: () = assert!(SCRATCH_BYTES.is_multiple_of(ALIGNMENT));
 const _: () = assert!(SMALL_BYTES + HEADER_BYTES <= STAGING_BYTES);
 const _: () = assert!(SMALL_BYTES < OPERATION_BYTES_MAX && SCRATCH_BYTES <= OPERATION_BYTES_MAX);
 const _: () = assert!(PART_BYTES_MIN <= GROUP_PART_BYTES_MIN);
-const _: () = assert!(SERVER_PARTS > 0 && PART_BYTES_MIN <= SERVER_PART_BYTES_MIN);
 const _: () = assert!(PART_BYTES_MIN <= PART_BYTES_MAX && PART_BYTES_MAX <= u32::MAX as usize);
 // A part takes about 100 bytes of text in `Declared` or `Install`, and a rank of its set at most 5.
 const _: () = assert!(DECLARE_PARTS_MAX * 128 + DECLARE_MEMBERS_MAX * 5 <= CONTROL_BYTES_MAX);

@@ -24,28 +24,6 @@ pub fn part_count(bytes: u64, partition_bytes: u32) -> u64 {
     bytes.div_ceil(whole_units(partition_bytes) * UNIT)
 }
 
-/// Largest part, not above `partition_bytes`, of a tensor of so many bytes that is to have `shares`
-/// parts: more where the partition wants it, fewer where they would be smaller than `least`. Then
-/// their number is a multiple of `even`, if there are as many, so that each of so many has as much
-/// to do.
-///
-/// The whole tensor is one part if it is at most `least`.
-#[must_use]
-pub fn share_bytes(
-    bytes: u64,
-    (shares, even): (u64, u64),
-    least: usize,
-    partition_bytes: u32,
-) -> u32 {
-    let least = (least as u64).min(u64::from(partition_bytes));
-    let fit = (bytes / least.max(1)).clamp(1, shares.max(1));
-    let even = even.max(1);
-    let count = if fit < even { fit } else { fit - fit % even };
-    let share = bytes.div_ceil(count).next_multiple_of(UNIT).max(least);
-    // A share of 4 GiB and more is above any partition.
-    u32::try_from(share).unwrap_or(u32::MAX).min(partition_bytes)
-}
-
 /// Offset and size in bytes of each part of a tensor, in order. A tensor without elements has none.
 ///
 /// `partition_bytes` outside of the limits is taken as the nearest limit.
@@ -98,54 +76,7 @@ mod tests {
         assert_eq!(tensor_bytes(u64::MAX / 2, DType::F32), None);
     }
 
-    #[test]
-    fn shares_of_known_tensors() {
-        let count = |bytes: u64, shares, partition| {
-            part_count(bytes, share_bytes(bytes, shares, 64 << 10, partition))
-        };
-        // Four servers of one core, four parts for each.
-        let usual = |kib: u64| count(kib << 10, (16, 4), 256 << 10);
-        assert_eq!([1, 64, 127, 128, 256].map(usual), [1, 1, 1, 2, 4]);
-        // As many for each, though five of 64 KiB would fit.
-        assert_eq!([320, 512, 1000].map(usual), [4, 8, 12]);
-        assert_eq!([1 << 10, 2 << 10, 4 << 10].map(usual), [16, 16, 16]);
-        // From here on the partition says it.
-        assert_eq!([5 << 10, 16 << 10, 64 << 10].map(usual), [20, 64, 256]);
-        // A smaller partition is a bound, and no part is made smaller than it.
-        assert_eq!(count(1 << 20, (16, 4), 32 << 10), 32);
-        assert_eq!(count(20 << 10, (16, 4), 4096), 5);
-        // Nobody to share with.
-        assert_eq!(count(200 << 10, (0, 0), 256 << 10), 1);
-    }
-
     proptest! {
-        #[test]
-        fn shares_keep_their_bounds(
-            count in 1u64..20_000_000,
-            servers in 1u64..40,
-            each in 1u64..6,
-            partition_bytes in (64u32..40_000).prop_map(|units| units * 64),
-        ) {
-            let (least, even, shares) = (64 << 10, servers, servers * each);
-            let share = share_bytes(count, (shares, even), least, partition_bytes);
-            prop_assert!(share <= partition_bytes);
-            let sizes = sizes(count, DType::U8, share);
-            let whole = part_count(count, partition_bytes);
-            prop_assert!(sizes.len() as u64 >= whole, "never coarser than the partition");
-            prop_assert!(sizes.len() as u64 <= whole.max(shares));
-            if sizes.len() as u64 > whole {
-                let least = u32::try_from(least).unwrap();
-                prop_assert!(sizes.iter().all(|size| size + 64 > least), "{sizes:?}");
-                let parts = sizes.len() as u64;
-                prop_assert!(parts < even || parts.is_multiple_of(even), "{parts} over {even}");
-            }
-            // A smaller partition never makes fewer parts.
-            let finer = share_bytes(count, (shares, even), least, partition_bytes / 128 * 64);
-            if partition_bytes >= 2 * 4096 {
-                prop_assert!(part_count(count, finer) >= sizes.len() as u64);
-            }
-        }
-
         #[test]
         fn parts_cover_the_tensor_in_even_pieces(
             count in 0u64..3_000_000,

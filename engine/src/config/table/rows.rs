@@ -336,9 +336,9 @@ pub(super) const ROWS: &[Row] = &[
             max: count(PART_BYTES_MAX),
         },
         "4M",
-        "Largest part of a tensor, a multiple of 64. The default is smaller than BytePS's 4096000: \
-         many parts share links more evenly. What servers sum, on no GPU and not encoded, is cut \
-         into four parts for each of them, if of 64 KiB, and a tensor of a host for each rank.",
+        "Largest part of a tensor, a multiple of 64. The default is smaller than BytePS's \
+         4096000: many parts share \
+         the links more evenly, and the last one is back sooner.",
     )
     .flag("partition-bytes"),
     Row::new(

@@ -1,6 +1,5 @@
 //! The scheduler in virtual time, without a socket: each test is a conversation.
 
-mod cutting;
 mod elastic;
 mod forming;
 mod leaving;
