@@ -9,6 +9,15 @@ pub const ALIGNMENT: usize = 64;
 /// A tensor is cut finer than the partition says, so that each rank of a group sums a share of it,
 /// but not into parts smaller than this.
 pub const GROUP_PART_BYTES_MIN: usize = 64 << 10;
+/// A tensor that servers sum is cut finer than the partition says, into so many parts for each
+/// server: a server answers one while it takes in the next.
+pub const SERVER_PARTS: usize = 4;
+/// Such a part is at most a multiple of so many bytes. With its header, this is no more than what
+/// the kernel hands over at once (45 segments of 1448 bytes in packets of 1500, and 7 of 8948 in
+/// packets of 9000): a few bytes more travel late.
+pub const SERVER_PART_BYTES: usize = 60 << 10;
+/// A tensor of at most so many bytes is not cut for the servers' sake.
+pub const SERVER_WHOLE_BYTES: usize = 64 << 10;
 /// Largest payload of one frame: a part is never larger.
 pub const PART_BYTES_MAX: usize = 64 << 20;
 /// Smallest partition size that the configuration accepts.
@@ -80,6 +89,8 @@ const _: () = assert!(SCRATCH_BYTES.is_multiple_of(ALIGNMENT));
 const _: () = assert!(SMALL_BYTES + HEADER_BYTES <= STAGING_BYTES);
 const _: () = assert!(SMALL_BYTES < OPERATION_BYTES_MAX && SCRATCH_BYTES <= OPERATION_BYTES_MAX);
 const _: () = assert!(PART_BYTES_MIN <= GROUP_PART_BYTES_MIN);
+const _: () = assert!(SERVER_PARTS > 0 && SERVER_PART_BYTES.is_multiple_of(ALIGNMENT));
+const _: () = assert!(SERVER_PART_BYTES + HEADER_BYTES <= 7 * 8948);
 const _: () = assert!(PART_BYTES_MIN <= PART_BYTES_MAX && PART_BYTES_MAX <= u32::MAX as usize);
 // A part takes about 100 bytes of text in `Declared` or `Install`, and a rank of its set at most 5.
 const _: () = assert!(DECLARE_PARTS_MAX * 128 + DECLARE_MEMBERS_MAX * 5 <= CONTROL_BYTES_MAX);

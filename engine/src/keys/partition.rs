@@ -24,6 +24,36 @@ pub fn part_count(bytes: u64, partition_bytes: u32) -> u64 {
     bytes.div_ceil(whole_units(partition_bytes) * UNIT)
 }
 
+/// Largest part, not above `partition_bytes`, of a tensor of so many bytes that is to have about
+/// `shares` parts, each at most a multiple of `unit` bytes: fewer where a unit holds more. Their
+/// number is a multiple of `even`, if there are as many, so that each of so many has as much to do.
+///
+/// A tensor of at most `whole` bytes is cut by the partition alone, and so is one whose parts would
+/// be more than half of that.
+#[must_use]
+pub fn share_bytes(
+    bytes: u64,
+    (shares, even): (u64, u64),
+    (unit, whole): (usize, usize),
+    partition_bytes: u32,
+) -> u32 {
+    let unit = unit as u64;
+    let each_one_unit = shares.max(1) * unit;
+    let largest = ((bytes + each_one_unit / 2) / each_one_unit).max(1) * unit;
+    if bytes <= whole as u64 || 2 * largest > u64::from(partition_bytes) {
+        return partition_bytes;
+    }
+    let fewest = bytes.div_ceil(largest);
+    let even = if fewest < even { 1 } else { even.max(1) };
+    let count = fewest.next_multiple_of(even);
+    let share = |count| bytes.div_ceil(count).next_multiple_of(UNIT);
+    // What is a little more than some units travels as so many and a small rest, which is late.
+    let has_small_rest = share(count) > unit && share(count) % unit < unit / 6;
+    let share = share(if has_small_rest { count + even } else { count });
+    // It is below the largest here, and that below the partition.
+    u32::try_from(share).unwrap_or(u32::MAX).min(partition_bytes)
+}
+
 /// Offset and size in bytes of each part of a tensor, in order. A tensor without elements has none.
 ///
 /// `partition_bytes` outside of the limits is taken as the nearest limit.
@@ -76,7 +106,58 @@ mod tests {
         assert_eq!(tensor_bytes(u64::MAX / 2, DType::F32), None);
     }
 
+    const UNITS: (usize, usize) = (60 << 10, 64 << 10);
+
+    #[test]
+    fn shares_of_known_tensors() {
+        let count = |bytes: u64, shares, partition| {
+            part_count(bytes, share_bytes(bytes, shares, UNITS, partition))
+        };
+        // Four servers of one core, four parts for each.
+        let usual = |kib: u64| count(kib << 10, (16, 4), 256 << 10);
+        assert_eq!([1, 64, 65, 127, 128, 240].map(usual), [1, 1, 2, 3, 3, 4]);
+        // As many for each, though fewer would hold it.
+        assert_eq!([256, 512, 960, 1 << 10].map(usual), [8, 12, 16, 20]);
+        // Parts of up to two units.
+        assert_eq!([1536, 2 << 10, 2400].map(usual), [16, 20, 20]);
+        // Over eight cores of two servers 64 and 128 KiB would be a little more than units.
+        let eight = |kib: u64| count(kib << 10, (8, 8), 256 << 10);
+        assert_eq!([960, 1 << 10, 2 << 10].map(eight), [16, 24, 24]);
+        // From here on the partition says it.
+        assert_eq!([2401, 3 << 10, 4 << 10, 64 << 10].map(usual), [12, 12, 16, 256]);
+        assert_eq!(count(1 << 20, (16, 4), 128 << 10), 20);
+        assert_eq!([64 << 10, 32 << 10].map(|bytes| count(1 << 20, (16, 4), bytes)), [16, 32]);
+        assert_eq!(count(20 << 10, (16, 4), 4096), 5);
+        // Nobody to share with.
+        assert_eq!(count(200 << 10, (0, 0), 256 << 10), 2);
+    }
+
     proptest! {
+        #[test]
+        fn shares_keep_their_bounds(
+            count in 1u64..20_000_000,
+            servers in 1u64..40,
+            each in 1u64..6,
+            partition_bytes in (64u32..40_000).prop_map(|units| units * 64),
+        ) {
+            let (unit, (even, shares)) = (UNITS.0 as u64, (servers, servers * each));
+            let share = share_bytes(count, (shares, even), UNITS, partition_bytes);
+            prop_assert!(share <= partition_bytes);
+            let sizes = sizes(count, DType::U8, share);
+            let parts = sizes.len() as u64;
+            let whole = part_count(count, partition_bytes);
+            prop_assert!(parts >= whole, "never coarser than the partition");
+            if parts > whole {
+                prop_assert!(parts < even || parts.is_multiple_of(even), "{parts} over {even}");
+                // Not many more than there should be, nor much smaller than they may be.
+                prop_assert!(2 * parts <= 3 * shares + 4 * even, "{parts} for {shares}");
+                let largest = ((2 * count + shares * unit) / (2 * shares * unit)).max(1) * unit;
+                prop_assert!(sizes.iter().all(|size| u64::from(*size) <= largest), "{sizes:?}");
+                let fewest = count.div_ceil(largest);
+                prop_assert!(parts < fewest + 2 * even, "{parts} where {fewest} hold it");
+            }
+        }
+
         #[test]
         fn parts_cover_the_tensor_in_even_pieces(
             count in 0u64..3_000_000,

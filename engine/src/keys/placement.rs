@@ -85,6 +85,20 @@ impl Placer {
         Placer { servers, there, choice }
     }
 
+    /// How many servers can be chosen, and how many cores they have.
+    #[must_use]
+    pub fn chosen(&self) -> (u64, u64) {
+        let cores = |server: &u32| self.servers[*server as usize].bytes.len() as u64;
+        let counted = |servers: &[u32]| (servers.len() as u64, servers.iter().map(cores).sum());
+        match &self.choice {
+            Choice::LeastCore(_) | Choice::Hash(_) => counted(&self.there),
+            Choice::LeastServer(heap, _) => {
+                let servers: Vec<u32> = heap.iter().map(|Reverse((_, server))| *server).collect();
+                counted(&servers)
+            }
+        }
+    }
+
     /// Nothing more is placed on this server.
     pub fn lose(&mut self, server: u32) {
         self.there.retain(|one| *one != server);

@@ -337,8 +337,8 @@ pub(super) const ROWS: &[Row] = &[
         },
         "4M",
         "Largest part of a tensor, a multiple of 64. The default is smaller than BytePS's \
-         4096000: many parts share \
-         the links more evenly, and the last one is back sooner.",
+         4096000: many parts share the links more evenly, and the last one is back sooner. Small \
+         tensors of servers, on no GPU and not encoded, have about four parts for each server.",
     )
     .flag("partition-bytes"),
     Row::new(

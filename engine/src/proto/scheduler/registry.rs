@@ -23,8 +23,7 @@ use crate::base::{Key, Operation, Rank};
 use crate::keys::partition::{part_count, tensor_bytes};
 use crate::keys::placement::{Placer, Shape};
 use crate::limits::{
-    ALIGNMENT, DECLARE_MEMBERS_MAX, DECLARE_PARTS_MAX, ERAS_MAX, GROUP_PART_BYTES_MIN,
-    NAME_BYTES_MAX, PARTS_MAX, TENSORS_MAX,
+    DECLARE_MEMBERS_MAX, DECLARE_PARTS_MAX, ERAS_MAX, NAME_BYTES_MAX, PARTS_MAX, TENSORS_MAX,
 };
 use crate::proto::members::{Members, MembersFault};
 use crate::proto::messages::{
@@ -44,6 +43,9 @@ pub(super) struct Registry {
     tuned_bytes: u32,
     recutting: Option<Recutting>,
     placer: Placer,
+    /// The parts that a tensor is to have for the servers' sake, and the cores that take them, as
+    /// they were when the epoch began.
+    shares: (u64, u64),
     servers: usize,
     through_servers: bool,
     /// The epoch goes on without ranks that die.
@@ -154,6 +156,7 @@ impl Registry {
         next: u64,
     ) -> Registry {
         let coefficient = planning.built_in_coefficient;
+        let placer = Placer::new(planning.placement, coefficient, shapes);
         Registry {
             ranks: groups.ranks(),
             through_servers,
@@ -163,7 +166,8 @@ impl Registry {
             partition_bytes: planning.partition_bytes,
             tuned_bytes: planning.partition_bytes,
             recutting: None,
-            placer: Placer::new(planning.placement, coefficient, shapes),
+            shares: recut::server_shares(&placer),
+            placer,
             servers: shapes.len(),
             names: HashMap::new(),
             tensors: Vec::new(),
@@ -184,18 +188,6 @@ impl Registry {
     /// The groups of this epoch's ranks.
     pub(super) fn groups(&self) -> &Groups {
         &self.groups
-    }
-
-    /// Largest part of a tensor of so many bytes: small enough for each rank of the largest group
-    /// to have one.
-    fn part_bytes(&self, said: &Declaration, tensor_bytes: u64) -> u32 {
-        let partition_bytes =
-            if recut::is_cuttable(said) { self.tuned_bytes } else { self.partition_bytes };
-        let share = tensor_bytes.div_ceil(self.groups.largest() as u64);
-        let least = (GROUP_PART_BYTES_MIN as u64).min(u64::from(partition_bytes));
-        let share = share.next_multiple_of(ALIGNMENT as u64).max(least);
-        // A share of 4 GiB and more is above any partition.
-        u32::try_from(share).unwrap_or(u32::MAX).min(partition_bytes)
     }
 
     /// The name of the tensor that a key is a part of, unless ranks disagree about it: nobody waits

@@ -9,8 +9,12 @@ use super::{
     Batch, Declaration, Key, Part, Places, Rank, Registry, Reply, Tensor, owner, retire_parts,
     specify,
 };
-use crate::keys::partition::{part_count, parts, tensor_bytes};
-use crate::limits::{DECLARE_PARTS_MAX, PARTS_MAX, RECUT_TENSORS_MAX};
+use crate::keys::partition::{part_count, parts, share_bytes, tensor_bytes};
+use crate::keys::placement::Placer;
+use crate::limits::{
+    ALIGNMENT, DECLARE_PARTS_MAX, GROUP_PART_BYTES_MIN, PARTS_MAX, RECUT_TENSORS_MAX,
+    SERVER_PART_BYTES, SERVER_PARTS, SERVER_WHOLE_BYTES,
+};
 use crate::proto::messages::{Assignment, KeySpec, RetiredKey};
 use crate::proto::tuning::Recut;
 use crate::proto::uneven::Pushes;
@@ -44,6 +48,13 @@ pub(super) fn is_cuttable(said: &Declaration) -> bool {
     !said.device && said.members.is_all() && said.encoding.is_none() && said.store.is_none()
 }
 
+/// The parts that a tensor should have for the servers' sake, and the cores that these are spread
+/// over: the same number on each core, and some on each server.
+pub(super) fn server_shares(placer: &Placer) -> (u64, u64) {
+    let (servers, cores) = placer.chosen();
+    ((servers * SERVER_PARTS as u64).next_multiple_of(cores.max(1)), cores)
+}
+
 impl Tensor {
     /// Rounds that it had had when it was cut into its parts.
     pub(super) fn base(&self) -> u64 {
@@ -60,6 +71,27 @@ impl Registry {
         };
         let cut = tensor.cuts.iter().rev().find(|(first, _)| key >= *first);
         cut.map_or(round, |(_, rounds)| rounds.saturating_add(round))
+    }
+
+    /// Largest part of a tensor of so many bytes: small enough for each rank of the largest group
+    /// to have one, and for each server to answer one while the next comes in.
+    ///
+    /// What is encoded is few bytes, and counts by part in its codec: no server needs it finer. On
+    /// GPUs each part takes copies and marks in streams.
+    pub(super) fn part_bytes(&self, said: &Declaration, tensor_bytes: u64) -> u32 {
+        let partition_bytes =
+            if is_cuttable(said) { self.tuned_bytes } else { self.partition_bytes };
+        let share = tensor_bytes.div_ceil(self.groups.largest() as u64);
+        let least = (GROUP_PART_BYTES_MIN as u64).min(u64::from(partition_bytes));
+        let share = share.next_multiple_of(ALIGNMENT as u64).max(least);
+        // A share of 4 GiB and more is above any partition.
+        let for_ranks = u32::try_from(share).unwrap_or(u32::MAX).min(partition_bytes);
+        if said.encoding.is_some() || said.device || !self.needs_servers(said) {
+            return for_ranks;
+        }
+        let units = (SERVER_PART_BYTES, SERVER_WHOLE_BYTES);
+        let for_servers = share_bytes(tensor_bytes, self.shares, units, partition_bytes);
+        for_ranks.min(for_servers)
     }
 
     /// Cuts a tensor, and gives its parts keys and places.

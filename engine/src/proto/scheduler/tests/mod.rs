@@ -1,5 +1,6 @@
 //! The scheduler in virtual time, without a socket: each test is a conversation.
 
+mod cutting;
 mod elastic;
 mod forming;
 mod leaving;

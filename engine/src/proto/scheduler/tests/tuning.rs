@@ -27,8 +27,8 @@ fn formed(tuning: Tuning, partition_bytes: u32) -> Bench {
 /// one part, `c` is known to the first rank alone.
 fn tuning(tuning: Tuning) -> Bench {
     let mut bench = formed(tuning, 4096);
-    bench.declare(0, 1, &[tensor("a", 20_000), tensor("b", 100), tensor("c", 30_000)]);
-    bench.declare(1, 1, &[tensor("a", 20_000), tensor("b", 100)]);
+    bench.declare(0, 1, &[tensor("a", 16_000), tensor("b", 100), tensor("c", 16_100)]);
+    bench.declare(1, 1, &[tensor("a", 16_000), tensor("b", 100)]);
     bench.install();
     bench.heard(0);
     bench.heard(1);
@@ -89,8 +89,8 @@ fn all_ranks_change_after_the_round_of_the_one_that_is_furthest() {
     bench.paced(0, 7, 1e9);
     assert!(bench.heard(100).is_empty());
     bench.paced(0, 0, 1e9);
-    // 20 parts of `a`, one of `b` and 30 of `c` have the first keys. Parts of 256 KiB: one each.
-    assert_eq!(bench.install(), [(51, 2)]);
+    // 16 parts of `a`, one of `b` and 16 of `c` have the first keys. Parts of 256 KiB: one each.
+    assert_eq!(bench.install(), [(33, 2)]);
     for node in [0, 1] {
         let TuneOrder::Recut { trial: 1, tensors } = bench.order(node) else { panic!("no cut") };
         let told: Vec<(u32, u64, u32)> = tensors
@@ -103,7 +103,7 @@ fn all_ranks_change_after_the_round_of_the_one_that_is_furthest() {
                 )
             })
             .collect();
-        assert_eq!(told, [(0, 51, 80_000), (2, 52, 120_000)]);
+        assert_eq!(told, [(0, 33, 64_000), (2, 34, 64_400)]);
     }
     bench.held(0, 1, vec![run(0, 7), run(2, 7)]);
     assert!(bench.heard(0).is_empty() && bench.heard(100).is_empty(), "one rank is awaited");
@@ -117,14 +117,14 @@ fn all_ranks_change_after_the_round_of_the_one_that_is_furthest() {
             TuneOrder::Apply { trial: 1, credit_bytes: 4 * (256 << 10), rounds: vec![run(0, 8)] };
         assert_eq!(bench.order(node), order);
     }
-    let mut retired: Vec<(u64, u64)> = (0..20).map(|key| (key, 8)).collect();
-    retired.push((52, 0));
+    let mut retired: Vec<(u64, u64)> = (0..16).map(|key| (key, 8)).collect();
+    retired.push((34, 0));
     let mut told = bench.retired();
     told.sort_unstable();
     assert_eq!(told, retired);
     // What is declared from now on is cut so at once.
-    bench.declare(0, 2, &[tensor("d", 20_000)]);
-    assert_eq!(bench.install(), [(53, 1)]);
+    bench.declare(0, 2, &[tensor("d", 16_000)]);
+    assert_eq!(bench.install(), [(35, 1)]);
     let view = bench.scheduler.view(bench.now).tuning.expect("it tunes itself");
     assert_eq!((view.trials, view.rate, view.is_over), (1, 1e9, false));
     assert_eq!(view.point, Point { partition_bytes: 256 << 10, credit_parts: 4 });
@@ -143,7 +143,7 @@ fn rounds_of_a_tensor_that_was_cut_go_on_where_they_were() {
     }
     // A stall of the new part is one of the tensor's eleventh round.
     let keys = vec![StalledKey {
-        key: Key(51),
+        key: Key(33),
         round: 3,
         waited_ms: 9_000,
         missing: vec![Rank(1)],
@@ -166,7 +166,7 @@ fn rounds_of_a_tensor_that_was_cut_go_on_where_they_were() {
         SchedulerMessage::Retire { keys } => Some(keys.clone()),
         _ => None,
     });
-    assert_eq!(retired.expect("it is over"), [RetiredKey { key: Key(51), core: 1, rounds: 4 }]);
+    assert_eq!(retired.expect("it is over"), [RetiredKey { key: Key(33), core: 1, rounds: 4 }]);
 }
 
 #[test]
@@ -185,8 +185,8 @@ fn a_tensor_that_is_replaced_meanwhile_loses_no_round() {
     let mut told = bench.retired();
     told.sort_unstable();
     // The ninth round is the last with the old parts, the tenth is the only one with the new.
-    let mut retired: Vec<(u64, u64)> = (0..20).map(|key| (key, 9)).collect();
-    retired.extend([(51, 1), (52, 0)]);
+    let mut retired: Vec<(u64, u64)> = (0..16).map(|key| (key, 9)).collect();
+    retired.extend([(33, 1), (34, 0)]);
     assert_eq!(told, retired);
 }
 
