@@ -10,6 +10,7 @@ pub mod limits;
 pub mod config;
 pub mod reduce;
 pub mod ring;
+pub mod team;
 pub mod topo;
 pub mod trace;
 pub mod wire;

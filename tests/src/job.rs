@@ -44,6 +44,8 @@ pub struct JobShape {
     pub payload_checksum: PayloadChecksum,
     /// What polling threads do when there is nothing to do.
     pub idle: Idle,
+    /// Helpers of each NIC loop; `None` as there are CPUs for them.
+    pub nic_helpers: Option<usize>,
     /// First and last round of a timeline from the start of the job, if there is to be one.
     pub trace: Option<(u32, u32)>,
     /// Folder of its files.
@@ -69,6 +71,7 @@ impl Default for JobShape {
             encrypt: false,
             payload_checksum: PayloadChecksum::Auto,
             idle: Idle::Adaptive,
+            nic_helpers: None,
             trace: None,
             trace_folder: "trace",
             hosts: &[],
@@ -125,6 +128,7 @@ pub fn config(shape: &JobShape, port: u16, role: Role, worker: u32) -> Config {
         encrypt: shape.encrypt,
         payload_checksum: shape.payload_checksum,
         idle: shape.idle,
+        nic_helpers: shape.nic_helpers,
         force_distributed: shape.hosts.is_empty(),
         local_reduce: !shape.hosts.is_empty(),
         host_id: if role == Role::Worker { shape.host_of(worker) } else { None },

@@ -150,6 +150,41 @@ fn every_type_and_operation_in_groups_of_ranks() {
     }
 }
 
+/// Copies and sums that threads share, on lanes to ranks and to servers of the host: the same bits.
+#[test]
+fn jobs_whose_loops_have_helpers() {
+    for (hosts, servers, helpers) in [(&[2][..], 0, 1), (&[3], 0, 3), (&[2, 1], 1, 1)] {
+        let workers: u32 = hosts.iter().sum();
+        let shape = JobShape {
+            workers,
+            servers,
+            transport: TransportChoice::Auto,
+            payload_checksum: checksums(workers),
+            nic_helpers: Some(helpers),
+            hosts,
+            ..JobShape::default()
+        };
+        job::run(shape, move |worker| {
+            // A new thread names itself.
+            let start = Instant::now();
+            while threads("bps-helper") < helpers {
+                assert!(start.elapsed() < Duration::from_secs(60), "the loop has no helpers");
+                std::thread::yield_now();
+            }
+            work(worker, &tensors(&[20_011, 100_003], workers), 2, 7);
+        });
+    }
+}
+
+/// Threads of this process with this name.
+fn threads(name: &str) -> usize {
+    let tasks = std::fs::read_dir("/proc/self/task").expect("tasks of this process");
+    let comm = |task: std::io::Result<std::fs::DirEntry>| {
+        std::fs::read_to_string(task.ok()?.path().join("comm")).ok()
+    };
+    tasks.filter_map(comm).filter(|comm| comm.trim_end() == name).count()
+}
+
 /// `tests/rdma/run` runs this in a virtual machine that has devices.
 #[test]
 fn jobs_over_rdma() {

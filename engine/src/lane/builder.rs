@@ -8,6 +8,7 @@
 use super::Endpoint;
 use crate::config::Config;
 use crate::mem::Arena;
+use crate::team::Team;
 use crate::transport::rdma::{Rails, Rdma};
 use crate::transport::shm::Shm;
 use crate::transport::tcp::{Tcp, TcpError};
@@ -65,6 +66,7 @@ impl Needs {
 pub struct EndpointBuilder<'config> {
     config: &'config Config,
     waker: Waker,
+    team: Team,
     transports: Vec<Transport>,
     descriptions: Vec<String>,
 }
@@ -73,7 +75,15 @@ impl<'config> EndpointBuilder<'config> {
     /// An endpoint without transports, to be polled by the thread that this waker wakes.
     #[must_use]
     pub fn new(config: &'config Config, waker: Waker) -> EndpointBuilder<'config> {
-        EndpointBuilder { config, waker, transports: Vec::new(), descriptions: Vec::new() }
+        let (team, transports, descriptions) = Default::default();
+        EndpointBuilder { config, waker, team, transports, descriptions }
+    }
+
+    /// Payloads that pass through memory are copied by this team, where transports are added after
+    /// this.
+    #[must_use]
+    pub fn with_team(self, team: Team) -> EndpointBuilder<'config> {
+        EndpointBuilder { team, ..self }
     }
 
     /// Adds what these links need.
@@ -117,7 +127,8 @@ impl<'config> EndpointBuilder<'config> {
     /// # Errors
     /// No file descriptor is left.
     pub fn shm(mut self, shared: Option<&Arena>) -> Result<EndpointBuilder<'config>, BuildError> {
-        let mut shm = Shm::new(self.waker.clone()).map_err(BuildError::Shm)?;
+        let shm = Shm::new(self.waker.clone()).map_err(BuildError::Shm)?;
+        let mut shm = shm.with_team(self.team.clone());
         if let Some(arena) = shared {
             shm.share(arena);
         }

@@ -10,6 +10,7 @@
 use super::{Isa, Kernels};
 use crate::base::{DType, Reduction};
 use std::mem::MaybeUninit;
+use std::ops::Range;
 
 /// Elements of several contributions that are finished before the next ones are begun: 16 KiB of
 /// f32.
@@ -305,6 +306,31 @@ impl Kernels {
         count: usize,
         divisor: u32,
     ) {
+        // SAFETY: the contract is the caller's.
+        unsafe {
+            self.reduce_range(reduction, dtype, out, first, others, 0..count, divisor);
+        }
+    }
+
+    /// As [`Kernels::reduce_all`], of the elements from the range's start to its end alone.
+    ///
+    /// # Safety
+    /// That of [`Kernels::reduce_all`] with the range's end as `count`; but what lies outside of
+    /// the range others may use.
+    ///
+    /// # Panics
+    /// As [`Kernels::reduce_all`].
+    #[allow(clippy::too_many_arguments, reason = "contributions, a result and what to do")]
+    pub unsafe fn reduce_range(
+        &self,
+        reduction: Reduction,
+        dtype: DType,
+        out: *mut u8,
+        first: *const u8,
+        others: &[*const u8],
+        range: Range<usize>,
+        divisor: u32,
+    ) {
         assert!(divisor > 0 && !others.is_empty(), "a {dtype} {reduction} of one, or over nobody");
         let [inner @ .., last] = others else { return };
         let size = dtype.size();
@@ -312,14 +338,14 @@ impl Kernels {
         let sums: *mut u8 = sums.as_mut_ptr().cast();
         let is_wide = dtype.accumulator() == dtype;
         // With two contributions no element is touched twice, so there is nothing to keep in cache.
-        let block = if is_wide && inner.is_empty() { count } else { BLOCK };
-        let mut done = 0;
-        while done < count {
-            let length = block.min(count - done);
+        let block = if is_wide && inner.is_empty() { range.len() } else { BLOCK };
+        let mut done = range.start;
+        while done < range.end {
+            let length = block.min(range.end - done);
             let at = done * size;
-            // SAFETY: `done + length <= count`, so every address stays in what the caller vouches
-            // for. `acc` is the block's own memory, `first`, or `out` once that has been written;
-            // each kernel's operands overlap only where both are the same address.
+            // SAFETY: `done + length <= range.end`, so every address stays in what the caller
+            // vouches for. `acc` is the block's own memory, `first`, or `out` once that has been
+            // written; each kernel's operands overlap only where both are the same address.
             unsafe {
                 let out = out.add(at);
                 let mut acc = first.add(at);

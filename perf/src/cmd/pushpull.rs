@@ -67,6 +67,15 @@ pub fn command() -> Command {
             .value_name("WORD[,WORD]")
             .value_delimiter(','),
         )
+        .arg(
+            arguments::choice(
+                "helpers",
+                &["auto", "0", "1", "2", "3"],
+                "Helpers of each NIC loop (BPS_NIC_HELPERS), or several numbers, in turn",
+            )
+            .value_name("WORD[,WORD]")
+            .value_delimiter(','),
+        )
         .arg(arguments::sizes("size", "64M", "Bytes that each worker pushes in a round"))
         .arg(arguments::json())
 }
@@ -78,6 +87,7 @@ struct Variant<'words> {
     trace: &'words str,
     checksum: &'words str,
     encrypt: &'words str,
+    helpers: &'words str,
 }
 
 impl Variant<'_> {
@@ -87,12 +97,15 @@ impl Variant<'_> {
         for partition_bytes in partitions(matches)? {
             for trace in words("trace") {
                 for checksum in words("checksum") {
-                    all.extend(words("encrypt").map(|encrypt| Variant {
-                        partition_bytes,
-                        trace,
-                        checksum,
-                        encrypt,
-                    }));
+                    for encrypt in words("encrypt") {
+                        all.extend(words("helpers").map(|helpers| Variant {
+                            partition_bytes,
+                            trace,
+                            checksum,
+                            encrypt,
+                            helpers,
+                        }));
+                    }
                 }
             }
         }
@@ -106,6 +119,7 @@ impl Variant<'_> {
             _ => PayloadChecksum::Auto,
         };
         JobShape {
+            nic_helpers: self.helpers.parse().ok(),
             partition_bytes: self.partition_bytes,
             trace: (self.trace == "on").then_some((1, u32::MAX)),
             payload_checksum,
@@ -120,6 +134,7 @@ impl Variant<'_> {
         fields.insert("trace".into(), self.trace.into());
         fields.insert("checksum".into(), self.checksum.into());
         fields.insert("encrypt".into(), self.encrypt.into());
+        fields.insert("helpers".into(), self.helpers.into());
     }
 }
 
@@ -169,6 +184,7 @@ pub fn run(matches: &ArgMatches) -> Outcome {
         "trace",
         "checksum",
         "encrypt",
+        "helpers",
         "algbw_gbs",
         "speed_to_first",
         "ms_p50",

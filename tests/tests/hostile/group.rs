@@ -93,6 +93,7 @@ impl Pair {
             paces: false,
             keeps: false,
             auto: AutoCompression::Measured,
+            team: bps_engine::team::Team::default(),
         };
         let (commands, reports) = (Mpsc::new(64), Mpsc::new(64));
         let mut nic = NicLoop::new(

@@ -12,6 +12,7 @@ const ENGINE: Layers = &[
     ("config", &["base", "limits"]),
     ("reduce", &["base", "limits"]),
     ("ring", &["base", "limits"]),
+    ("team", &[]),
     ("topo", &["base", "limits"]),
     ("wire", &["base", "limits"]),
     ("trace", &["base", "limits", "config", "ring", "wire"]),
@@ -21,11 +22,11 @@ const ENGINE: Layers = &[
     ("mem", &["base", "limits", "topo", "trace"]),
     ("proto", &["base", "limits", "encode", "optimize", "wire", "keys"]),
     ("sched", &["base", "limits"]),
-    ("transport", &["base", "limits", "mem", "ring", "wire", "config"]),
+    ("transport", &["base", "limits", "mem", "ring", "team", "wire", "config"]),
     ("control", &["base", "limits", "config", "proto", "trace", "transport"]),
     ("host", &["base", "limits", "config"]),
     ("harness", &["base", "limits", "config", "ring", "topo", "trace"]),
-    ("lane", &["base", "limits", "config", "wire", "mem", "proto", "transport"]),
+    ("lane", &["base", "limits", "config", "team", "wire", "mem", "proto", "transport"]),
     ("metrics", &["base", "limits", "config", "host", "proto", "trace", "transport"]),
 ];
 

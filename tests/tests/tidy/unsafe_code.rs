@@ -21,6 +21,7 @@ const ALLOWED: &[&str] = &[
     "engine/src/reduce/scalar",
     "engine/src/reduce/slices",
     "engine/src/ring/cursor",
+    "engine/src/team",
     "engine/src/topo/claim",
     "engine/src/topo/pin",
     "engine/src/transport/mod",

@@ -43,6 +43,7 @@ use bps_engine::metrics::Collector;
 use bps_engine::optimize::Act;
 use bps_engine::proto::messages::NodeMessage;
 use bps_engine::ring::Mpsc;
+use bps_engine::team::{Helper, Team};
 use bps_engine::trace::log;
 use bps_engine::transport::rdma::Ports;
 use bps_engine::transport::{Link, Waker};
@@ -140,7 +141,8 @@ impl Job {
         let (session, elastic) = (joined.heart.door.session, joined.roster.elastic);
         let shrinks = joined.roster.shrinks;
         let (lanes, switches) = (joined.lanes(), joined.switches(config));
-        let nic_config = nic_config(config, &joined, &switches);
+        let (team, helpers) = team(config, &joined)?;
+        let nic_config = nic_config(config, &joined, &switches, team);
         let (lane_count, ports) = (joined.links.len(), Mutex::new(joined.ports()));
         let gpu = GpuSide::new(joined.order, joined.wakers.gpu, joined.roster.epoch);
         let (started, has_started) = std::sync::mpsc::channel();
@@ -210,7 +212,7 @@ impl Job {
             elastic,
             shrinks,
             speeds,
-            threads: Mutex::new(vec![nic_thread, control_thread]),
+            threads: Mutex::new([nic_thread, control_thread].into_iter().chain(helpers).collect()),
             bells: Mutex::default(),
             spin: start::caller_spin(),
             patience: config.stall_timeout + 2 * config.heartbeat_timeout,
@@ -529,7 +531,23 @@ fn no_thread(error: std::io::Error) -> Error {
     StartError::resource("no thread", error).into()
 }
 
-fn nic_config(config: &Config, joined: &start::Joined, switches: &Switches) -> NicConfig {
+/// The team of the NIC loop, and the threads of its helpers, which end with it. They are started
+/// here and not by the loop's thread, which may be pinned.
+fn team(config: &Config, joined: &start::Joined) -> Result<(Team, Vec<JoinHandle<()>>), Error> {
+    let shares_memory = joined.links.iter().any(|(_, link)| matches!(link, Link::Shm(_)));
+    let count = if shares_memory { start::helpers(config) } else { 0 };
+    let (team, helpers) = Team::with_helpers(count);
+    let spawn = |helper: Helper| harness::spawn("bps-helper", None, || helper.run());
+    let threads = helpers.into_iter().map(spawn).collect::<Result<_, _>>().map_err(no_thread)?;
+    Ok((team, threads))
+}
+
+fn nic_config(
+    config: &Config,
+    joined: &start::Joined,
+    switches: &Switches,
+    team: Team,
+) -> NicConfig {
     let rank = Rank(joined.roster.index);
     NicConfig {
         rank,
@@ -541,5 +559,6 @@ fn nic_config(config: &Config, joined: &start::Joined, switches: &Switches) -> N
         auto: config.auto_compression,
         keeps: joined.roster.shrinks,
         paces: rank == Rank(0) && !start::tuning(config).is_off(),
+        team,
     }
 }

@@ -12,12 +12,15 @@ use super::{
 };
 use crate::host::collect::{Answer, Collector, Dropped, Granted};
 use crate::host::gather::{Gathers, Unpushed};
-use bps_engine::base::{DType, Rank, milliseconds};
+use bps_engine::base::{DType, Rank, Reduction, milliseconds};
+use bps_engine::mem::{Readable, Writable};
 use bps_engine::proto::messages::{STALLS_MAX, StalledKey};
+use bps_engine::reduce::Kernels;
 use bps_engine::trace::timeline::Mark;
 use bps_engine::transport::Landing;
 use bps_engine::wire::header::{FLAG_SCALED, scale};
 use bps_engine::wire::{Header, Kind};
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Ranks that sum parts among themselves.
@@ -55,6 +58,37 @@ impl Circle {
 /// NCCL's, which adds in f16.
 pub(super) fn is_scaled(plan: &PartPlan) -> bool {
     plan.dtype == DType::F16 && plan.operation == Operation::Average && !plan.device
+}
+
+/// What is added up, by one thread or two.
+struct Sum<'sources> {
+    kernels: &'static Kernels,
+    reduction: Reduction,
+    dtype: DType,
+    out: Writable,
+    own: Readable,
+    /// Of as many bytes.
+    others: &'sources [*const u8],
+    divisor: u32,
+}
+
+// SAFETY: addresses of bytes that are lent to whichever thread reads them (`Piece`); all else may
+// be shared by itself.
+unsafe impl Sync for Sum<'_> {}
+
+impl Sum<'_> {
+    /// Adds these bytes, which are whole elements.
+    ///
+    /// # Safety
+    /// All operands are lent until this returns. `out` is `own`, or none overlaps another; the
+    /// range of `out` is nobody else's.
+    unsafe fn add_up(&self, bytes: Range<usize>) {
+        let Sum { kernels, reduction, dtype, out, own, others, divisor } = *self;
+        let elements = bytes.start / dtype.size()..bytes.end / dtype.size();
+        let (out, own) = (out.as_ptr(), own.as_ptr());
+        // SAFETY: the caller's promise.
+        unsafe { kernels.reduce_range(reduction, dtype, out, own, others, elements, divisor) };
+    }
 }
 
 impl Nic {
@@ -177,17 +211,20 @@ impl Nic {
             let (dtype, key, bytes) = (state.plan.dtype, state.plan.key, state.plan.bytes);
             let (reduction, round) = (state.plan.operation.reduction(), state.round);
             let (source, target) = self.ends_of(part);
-            let own = source.part(ready.offset, ready.length).as_ptr();
-            let out = target.part(ready.offset, ready.length).as_ptr();
-            let count = ready.length / dtype.size();
-            let sources = self.circle(device).collector.sources();
+            let sum = Sum {
+                kernels: self.kernels,
+                reduction,
+                dtype,
+                out: target.part(ready.offset, ready.length),
+                own: source.part(ready.offset, ready.length),
+                others: self.circle(device).collector.sources(),
+                divisor,
+            };
             // SAFETY: source and target are the same or apart (`Memory::new`), or one slot, and
             // nothing of this part is sent or lands while its contributions come. Each of the
             // peers' pieces has at least `length` bytes and is lent until `added` names it; it is
-            // in a transport's memory, apart from all others.
-            unsafe {
-                self.kernels.reduce_all(reduction, dtype, out, own, sources, count, divisor);
-            }
+            // in a transport's memory, apart from all others. No byte is of two ranges.
+            self.config.team.share(ready.length, |range| unsafe { sum.add_up(range) });
             let circle = if device { &mut self.column } else { &mut self.group };
             let (endpoint, lanes) = (&mut self.endpoint, &circle.lanes);
             let whole = circle.collector.added(ready.length, |peer| endpoint.consume(lanes[peer]));

@@ -10,6 +10,7 @@ use bps_engine::proto::messages::StalledKey;
 use bps_engine::proto::moving::HeldKey;
 use bps_engine::proto::paths::AwaitedKey;
 use bps_engine::proto::tuning::TuneReport;
+use bps_engine::team::Team;
 use bps_engine::trace::counters::{Counter, Counters};
 use bps_engine::transport::Cause;
 use std::sync::Arc;
@@ -107,6 +108,8 @@ pub struct NicConfig {
     pub keeps: bool,
     /// How far parts are encoded that need not be.
     pub auto: AutoCompression,
+    /// Adds the contributions of ranks of the host.
+    pub team: Team,
 }
 
 /// What the other threads read of a loop.

@@ -28,6 +28,16 @@ pub(super) const ROWS: &[Row] = &[
     .aliases(&["BYTESCHEDULER_PARTITION_TUNING"])
     .flag("tune-partition"),
     Row::new(
+        "BPS_NIC_HELPERS",
+        RANKING,
+        Group::Threads,
+        choices::NIC_HELPERS,
+        "0",
+        "Threads that help that of the lanes with what is copied and added between processes of a \
+         host; auto is one where a rank has eight CPUs or more, else none.",
+    )
+    .flag("nic-helpers"),
+    Row::new(
         "BPS_TUNE_FILE",
         SCHEDULER | LAUNCHER,
         Group::Tensors,

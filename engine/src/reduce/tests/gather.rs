@@ -66,7 +66,10 @@ fn all_at_once_equals_one_after_the_other() {
                 let all: Vec<Vec<u8>> = (0..contributions).map(small).collect();
                 for (reduction, divisor) in CASES {
                     let wanted = expected(reduction, dtype, &all, count, divisor);
-                    for in_place in [false, true] {
+                    // At once, or in two ranges, the last one first; the first may be empty.
+                    let third = Some(count / 3);
+                    let ways = [(false, None), (true, None), (false, Some(0)), (true, third)];
+                    for (in_place, cut) in ways {
                         let mut first = Buffer::new(&all[0], 8);
                         let mut out = Buffer::new(&vec![0; bytes], 0);
                         let others: Vec<*const u8> =
@@ -75,12 +78,21 @@ fn all_at_once_equals_one_after_the_other() {
                         // SAFETY: all buffers hold `count` elements, and are the same or apart.
                         unsafe {
                             let own = first.pointer().cast_const();
-                            kernels
-                                .reduce_all(reduction, dtype, target, own, &others, count, divisor);
+                            if let Some(cut) = cut {
+                                for range in [cut..count, 0..cut] {
+                                    kernels.reduce_range(
+                                        reduction, dtype, target, own, &others, range, divisor,
+                                    );
+                                }
+                            } else {
+                                kernels.reduce_all(
+                                    reduction, dtype, target, own, &others, count, divisor,
+                                );
+                            }
                         }
                         let got = if in_place { first.content() } else { out.content() };
                         let isa = kernels.isa();
-                        let case = (reduction, dtype, contributions, count, divisor, in_place);
+                        let case = (reduction, dtype, contributions, count, divisor, in_place, cut);
                         assert!(*got == wanted, "{isa}: {case:?}");
                     }
                 }

@@ -15,6 +15,7 @@ use crate::limits::{ALIGNMENT, LANE_FRAMES_MAX, PART_BYTES_MAX, STAGING_BYTES};
 use crate::mem::{Readable, Writable, cache};
 use crate::ring::cursor::{ConsumerCursor, Corrupt, ProducerCursor};
 use crate::ring::sync::Ordering;
+use crate::team::Team;
 use crate::transport::area::Area;
 use crate::transport::{Carried, Cause, Event, Frame, Full, Landing, LaneId, Piece, Room};
 use crate::wire::RawHeader;
@@ -71,6 +72,8 @@ pub(super) struct ShmLane {
     arena_bytes: usize,
     stream: Stream,
     peer_event: OwnedFd,
+    /// Copies payloads.
+    team: Team,
     frames: VecDeque<Outgoing>,
     /// Frames at the front of `frames` that are under way as a whole.
     pumped: usize,
@@ -95,7 +98,7 @@ pub(super) struct ShmLane {
 }
 
 impl ShmLane {
-    pub(super) fn new(link: ShmLink) -> ShmLane {
+    pub(super) fn new(link: ShmLink, team: Team) -> ShmLane {
         let ShmLink { segment, stream, peer_event, peer_arena, arena_bytes } = link;
         let (producer, consumer) = segment.cursors();
         let lines = if peer_arena.is_some() { STAGING_BYTES / ALIGNMENT } else { 0 };
@@ -108,6 +111,7 @@ impl ShmLane {
             arena_bytes,
             stream,
             peer_event,
+            team,
             frames: VecDeque::with_capacity(LANE_FRAMES_MAX),
             pumped: 0,
             copied: 0,
@@ -277,11 +281,12 @@ impl ShmLane {
             };
             if place.is_some() {
                 self.area.reserve(offset, length, taken);
-                let source = frame.payload.part(self.copied, length).as_ptr();
-                let target = self.segment.outgoing(offset, length);
-                // SAFETY: the payload is lent until `Sent`, and `outgoing` checked the target,
-                // which no live extent overlaps (`Area`).
-                unsafe { std::ptr::copy_nonoverlapping(source, target, length) };
+                let source = frame.payload.part(self.copied, length);
+                // SAFETY: `outgoing` checked the target, which no live extent overlaps (`Area`).
+                let target =
+                    unsafe { Writable::new(self.segment.outgoing(offset, length), length) };
+                // SAFETY: the payload is lent until `Sent`, and lies in no lane's memory.
+                unsafe { copy(&self.team, source, target) };
                 budget = budget.saturating_sub(length);
             }
             self.taken[slot(self.published)] = word(taken);
@@ -324,9 +329,11 @@ impl ShmLane {
                     if length == 0 {
                         return Ok(false);
                     }
-                    let into = rest.part(0, length).as_ptr();
-                    // SAFETY: lent until `Landed`, and `part` answers with memory of a mapping.
-                    unsafe { std::ptr::copy_nonoverlapping(at, into, length) };
+                    // SAFETY: `part` answers with memory of a mapping; if the peer writes it
+                    // meanwhile, the worst is wrong bytes in its own payload.
+                    let source = unsafe { Readable::new(at, length) };
+                    // SAFETY: `rest` is lent until `Landed`, and lies in no lane's memory.
+                    unsafe { copy(&self.team, source, rest.part(0, length)) };
                     self.believe()?;
                     self.advance(length);
                     budget -= length;
@@ -514,6 +521,20 @@ impl ShmLane {
         };
         sends || reads
     }
+}
+
+/// Copies all of `source`.
+///
+/// # Safety
+/// Both are lent to the caller in the host's memory until this returns, have one length and do not
+/// overlap.
+unsafe fn copy(team: &Team, source: Readable, target: Writable) {
+    team.share(source.len(), |range| {
+        let length = range.len();
+        let (from, to) = (source.part(range.start, length), target.part(range.start, length));
+        // SAFETY: the caller's promise, of a part that no other thread has.
+        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_ptr(), length) };
+    });
 }
 
 fn slot(sequence: u64) -> usize {

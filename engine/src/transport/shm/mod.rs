@@ -19,6 +19,7 @@ pub use setup::{ShmLink, accept, offer};
 use super::{Driver, Event, Frame, Full, Landing, LaneId, Link, Room, Waker};
 use crate::base::word;
 use crate::mem::Arena;
+use crate::team::Team;
 
 use lane::ShmLane;
 use rustix::event::{Timespec, epoll};
@@ -54,6 +55,7 @@ pub struct Shm {
     /// Keeps the eventfd that the epoll watches.
     _waker: Waker,
     shared: Option<Shared>,
+    team: Team,
     is_armed: bool,
     polls: u32,
     first: usize,
@@ -67,8 +69,22 @@ impl Shm {
     pub fn new(waker: Waker) -> io::Result<Shm> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         epoll::add(&epoll, waker.fd(), epoll::EventData::new_u64(WAKER), epoll::EventFlags::IN)?;
-        let lanes = Vec::new();
-        Ok(Shm { lanes, epoll, _waker: waker, shared: None, is_armed: false, polls: 0, first: 0 })
+        Ok(Shm {
+            lanes: Vec::new(),
+            epoll,
+            _waker: waker,
+            shared: None,
+            team: Team::default(),
+            is_armed: false,
+            polls: 0,
+            first: 0,
+        })
+    }
+
+    /// The team that copies payloads, on lanes that are attached from now on.
+    #[must_use]
+    pub fn with_team(self, team: Team) -> Shm {
+        Shm { team, ..self }
     }
 
     /// Names the arena whose memfd is given to [`accept`]: payloads in it are posted by reference,
@@ -143,7 +159,7 @@ impl Driver for Shm {
                 format!("{lane:?} is in use"),
             ));
         }
-        let new = Box::new(ShmLane::new(link));
+        let new = Box::new(ShmLane::new(link, self.team.clone()));
         let flags = epoll::EventFlags::IN | epoll::EventFlags::RDHUP;
         let data = epoll::EventData::new_u64(u64::from(lane.0));
         epoll::add(&self.epoll, new.stream(), data, flags)?;

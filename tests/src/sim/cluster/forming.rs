@@ -22,6 +22,7 @@ impl Cluster {
             auto: auto_of(rank),
             column: switches.others_of_column(rank).collect(),
             stall_report: STALL_REPORT,
+            team: bps_engine::team::Team::default(),
         };
         let waker = Waker::new().expect("an eventfd");
         let sim = Transport::Sim(Sim::new(self.network.clone()));
