@@ -23,8 +23,9 @@ const GRAIN_BYTES: usize = 16 << 10;
 const SHARED_BYTES_MIN: usize = 64 << 10;
 /// Work of fewer bytes is not worth the system call that wakes a helper.
 const WAKING_BYTES_MIN: usize = 256 << 10;
-/// How long a helper without work looks for some before it sleeps.
-const SPIN: Duration = Duration::from_micros(50);
+/// How long a helper without work looks for some before it sleeps: longer than a program needs from
+/// one sum to the next.
+const SPIN: Duration = Duration::from_micros(200);
 /// Looks between two looks at the clock.
 const CLOCK_EVERY: u32 = 64;
 /// Looks at a helper that is at its last grain, before the processor is offered to others: it may

@@ -55,6 +55,7 @@ scenarios! {
     the_urgent_before_the_bulk "priority",
     more_cores "scaling",
     sizes_of_parts "partition",
+    helpers_of_loops "helpers",
     settings_that_find_themselves "tune",
     what_the_machine_offers "probes",
     groups_of_torch_distributed "groups",
