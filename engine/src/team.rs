@@ -13,16 +13,17 @@ use rustix::thread::futex;
 use std::cell::UnsafeCell;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Bytes of a grain: a microsecond or two, so that nobody waits long for the last one. A multiple
-/// of every element and every cache line.
-const GRAIN_BYTES: usize = 16 << 10;
+/// Bytes of a grain: a few microseconds at most, so that nobody waits long for the last one. A
+/// multiple of every element and every cache line.
+const GRAIN_BYTES: usize = 32 << 10;
 /// Work of fewer bytes is done before a helper would be there.
 const SHARED_BYTES_MIN: usize = 64 << 10;
-/// Work of fewer bytes is not worth the system call that wakes a helper.
-const WAKING_BYTES_MIN: usize = 256 << 10;
+/// Work of fewer bytes is not worth the system call that wakes a helper. What is cut evenly into
+/// parts of at most 256 KiB, and into more than one, has larger ones.
+const WAKING_BYTES_MIN: usize = (128 << 10) + 1;
 /// How long a helper without work looks for some before it sleeps: longer than a program needs from
 /// one sum to the next.
 const SPIN: Duration = Duration::from_micros(200);
@@ -42,6 +43,17 @@ const POSTED: u32 = 2;
 const BUSY: u32 = 3;
 /// The team is gone.
 const ENDED: u32 = 4;
+
+/// The low half of `Board::asked`.
+const HALF: u64 = 0xffff_ffff;
+
+/// From where grains are taken, and what asking for one adds to `Board::asked`.
+#[derive(Clone, Copy)]
+#[repr(u64)]
+enum End {
+    Front = 1,
+    Back = 1 << 32,
+}
 
 /// What is shared: how to call it, what with, and how long it is.
 #[derive(Clone, Copy)]
@@ -67,8 +79,9 @@ struct State(AtomicU32);
 struct Board {
     /// By helper.
     states: Box<[State]>,
-    /// First byte of the next grain.
-    next: AtomicUsize,
+    /// Grains that were asked for: by the caller from the front, in the low half, and by helpers
+    /// from the back. So each finds in its cache what it had of the same memory before.
+    asked: AtomicU64,
     /// Written by whoever has `in_use`, while no helper is `POSTED` or `BUSY`, and so none reads
     /// it.
     work: UnsafeCell<Option<Work>>,
@@ -85,15 +98,26 @@ unsafe impl Send for Board {}
 unsafe impl Sync for Board {}
 
 impl Board {
-    /// Takes grains until none is left.
-    fn take_grains(&self, bytes: usize, mut work: impl FnMut(Range<usize>)) {
+    /// Takes grains from one end until none is left. Of `n` grains each is taken once: one that is
+    /// asked for behind `front` from the front and `back` from the back is neither among the first
+    /// `front` nor among the last `back`, as long as these are fewer than `n` together.
+    #[allow(clippy::cast_possible_truncation, reason = "halves of 32 bits")]
+    fn take_grains(&self, end: End, bytes: usize, mut work: impl FnMut(Range<usize>)) {
+        let grains = bytes.div_ceil(GRAIN_BYTES);
         loop {
             // Relaxed: who takes which grain is all that it says. What the grains are of came with
             // the state.
-            let begin = self.next.fetch_add(GRAIN_BYTES, Ordering::Relaxed);
-            if begin >= bytes {
+            let asked = self.asked.fetch_add(end as u64, Ordering::Relaxed);
+            // Both fit: no work has 2^32 grains, and nobody asks again who got none.
+            let (front, back) = ((asked & HALF) as usize, (asked >> 32) as usize);
+            if front + back >= grains {
                 return;
             }
+            let grain = match end {
+                End::Front => front,
+                End::Back => grains - 1 - back,
+            };
+            let begin = grain * GRAIN_BYTES;
             work(begin..bytes.min(begin + GRAIN_BYTES));
         }
     }
@@ -131,7 +155,7 @@ impl Team {
         }
         let board = Arc::new(Board {
             states: (0..count).map(|_| State(AtomicU32::new(AWAKE))).collect(),
-            next: AtomicUsize::new(0),
+            asked: AtomicU64::new(0),
             work: UnsafeCell::new(None),
             in_use: AtomicBool::new(false),
         });
@@ -141,7 +165,7 @@ impl Team {
     }
 
     /// Calls `work` with ranges that together are `0..bytes`, each once, on this thread and perhaps
-    /// on helpers at the same time. All but the last begin and end at multiples of 16 KiB.
+    /// on helpers at the same time. All but the last begin and end at multiples of 32 KiB.
     #[inline]
     pub fn share<F: Fn(Range<usize>) + Sync>(&self, bytes: usize, work: F) {
         match &self.0 {
@@ -160,7 +184,7 @@ fn share<F: Fn(Range<usize>) + Sync>(board: &Board, bytes: usize, work: &F) {
     let closure = std::ptr::from_ref(work).cast();
     // SAFETY: this thread has `in_use`, and who had it before has rejoined all helpers.
     unsafe { *board.work.get() = Some(Work { call: call::<F>, closure, bytes }) };
-    board.next.store(0, Ordering::Relaxed);
+    board.asked.store(0, Ordering::Relaxed);
     let mut is_shared = false;
     for State(state) in &board.states {
         let seen = state.load(Ordering::Relaxed);
@@ -176,7 +200,7 @@ fn share<F: Fn(Range<usize>) + Sync>(board: &Board, bytes: usize, work: &F) {
         }
     }
     if is_shared {
-        board.take_grains(bytes, work);
+        board.take_grains(End::Front, bytes, work);
     } else {
         work(0..bytes);
     }
@@ -229,7 +253,7 @@ impl Helper {
                         unsafe { *board.work.get() }.expect("posted work is there");
                     // SAFETY: `share` made the pair of a closure that threads may share, and does
                     // not return, and so keeps it, before the state is no longer `BUSY`.
-                    board.take_grains(bytes, |range| unsafe { call(closure, range) });
+                    board.take_grains(End::Back, bytes, |range| unsafe { call(closure, range) });
                     // Release: the pair of the Acquire in `Rejoin`.
                     state.store(AWAKE, Ordering::Release);
                     (idle, since) = (0, Instant::now());
