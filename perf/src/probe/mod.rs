@@ -1,5 +1,6 @@
 //! Probes: small experiments on what the kernel and the processor offer, to choose between two ways
-//! on this machine's own evidence. Each is a file; none of them uses the engine's data path.
+//! on this machine's own evidence. Each is a file; none of them uses the engine's data path,
+//! but for the helpers that one is about.
 //!
 //! Invariant: the variants of a probe move the same bytes in rounds that take turns; processor time
 //! is that of both ends.
@@ -12,6 +13,7 @@ use std::net::TcpStream;
 
 mod checksum;
 mod flows;
+mod helpers;
 mod hugepages;
 mod memory;
 mod multishot;
@@ -48,6 +50,7 @@ pub struct Probe {
 pub const PROBES: &[&Probe] = &[
     &checksum::PROBE,
     &flows::PROBE,
+    &helpers::PROBE,
     &hugepages::PROBE,
     &multishot::PROBE,
     &registered::PROBE,
