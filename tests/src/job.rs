@@ -44,8 +44,8 @@ pub struct JobShape {
     pub payload_checksum: PayloadChecksum,
     /// What polling threads do when there is nothing to do.
     pub idle: Idle,
-    /// Helpers of each NIC loop.
-    pub nic_helpers: u32,
+    /// Helpers of each NIC loop; `None` as there are CPUs for them.
+    pub nic_helpers: Option<usize>,
     /// First and last round of a timeline from the start of the job, if there is to be one.
     pub trace: Option<(u32, u32)>,
     /// Folder of its files.
@@ -71,7 +71,7 @@ impl Default for JobShape {
             encrypt: false,
             payload_checksum: PayloadChecksum::Auto,
             idle: Idle::Adaptive,
-            nic_helpers: 0,
+            nic_helpers: None,
             trace: None,
             trace_folder: "trace",
             hosts: &[],

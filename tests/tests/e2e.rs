@@ -160,14 +160,14 @@ fn jobs_whose_loops_have_helpers() {
             servers,
             transport: TransportChoice::Auto,
             payload_checksum: checksums(workers),
-            nic_helpers: helpers,
+            nic_helpers: Some(helpers),
             hosts,
             ..JobShape::default()
         };
         job::run(shape, move |worker| {
             // A new thread names itself.
             let start = Instant::now();
-            while threads("bps-helper") < helpers as usize {
+            while threads("bps-helper") < helpers {
                 assert!(start.elapsed() < Duration::from_secs(60), "the loop has no helpers");
                 std::thread::yield_now();
             }

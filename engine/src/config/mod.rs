@@ -204,8 +204,8 @@ pub struct Config {
     pub idle: Idle,
     /// `BPS_PIN`: pin polling threads to cores.
     pub pin: bool,
-    /// `BPS_NIC_HELPERS`: threads that copy and add beside that of the lanes.
-    pub nic_helpers: u32,
+    /// `BPS_NIC_HELPERS`: further threads that copy and add; `None` as there are CPUs for them.
+    pub nic_helpers: Option<usize>,
     /// `BPS_JOB_KEY`: the key itself, in hexadecimal.
     pub job_key: Option<String>,
     /// `BPS_JOB_KEY_FILE`: a file with the key.
@@ -470,7 +470,7 @@ impl Default for Config {
             payload_checksum: PayloadChecksum::Never,
             idle: Idle::Adaptive,
             pin: true,
-            nic_helpers: 0,
+            nic_helpers: None,
             job_key: None,
             job_key_file: None,
             encrypt: false,

@@ -70,10 +70,10 @@ pub fn command() -> Command {
         .arg(
             arguments::choice(
                 "helpers",
-                &["0", "1", "2", "3"],
+                &["auto", "0", "1", "2", "3"],
                 "Helpers of each NIC loop (BPS_NIC_HELPERS), or several numbers, in turn",
             )
-            .value_name("NUMBER[,NUMBER]")
+            .value_name("WORD[,WORD]")
             .value_delimiter(','),
         )
         .arg(arguments::sizes("size", "64M", "Bytes that each worker pushes in a round"))
@@ -119,7 +119,7 @@ impl Variant<'_> {
             _ => PayloadChecksum::Auto,
         };
         JobShape {
-            nic_helpers: self.helpers.parse().expect("a number, by its choices"),
+            nic_helpers: self.helpers.parse().ok(),
             partition_bytes: self.partition_bytes,
             trace: (self.trace == "on").then_some((1, u32::MAX)),
             payload_checksum,

@@ -535,8 +535,8 @@ fn no_thread(error: std::io::Error) -> Error {
 /// here and not by the loop's thread, which may be pinned.
 fn team(config: &Config, joined: &start::Joined) -> Result<(Team, Vec<JoinHandle<()>>), Error> {
     let shares_memory = joined.links.iter().any(|(_, link)| matches!(link, Link::Shm(_)));
-    let count = if shares_memory { config.nic_helpers } else { 0 };
-    let (team, helpers) = Team::with_helpers(count as usize);
+    let count = if shares_memory { start::helpers(config) } else { 0 };
+    let (team, helpers) = Team::with_helpers(count);
     let spawn = |helper: Helper| harness::spawn("bps-helper", None, || helper.run());
     let threads = helpers.into_iter().map(spawn).collect::<Result<_, _>>().map_err(no_thread)?;
     Ok((team, threads))

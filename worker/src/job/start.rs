@@ -22,14 +22,21 @@ use bps_engine::proto::objects::ObjectKeys;
 use bps_engine::proto::pulse::Pulse;
 use bps_engine::proto::tuning::{Tuning, credit_parts};
 use bps_engine::ring::Mpsc;
+use bps_engine::topo::Topology;
 use bps_engine::trace::log;
 use bps_engine::transport::rdma::{self, Ports};
 use bps_engine::transport::shm::ShmOptions;
 use bps_engine::transport::{self, LaneId, Waker};
 use bps_engine::{harness, host};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+/// CPUs of a rank from which on its NIC loop has helpers: one that lost its CPU to the framework
+/// in the middle of a grain would keep the loop waiting.
+const HELPED_CPUS: usize = 8;
+/// And how many: with two, large sums take half of their time, as docs/performance.md says.
+const HELPERS: usize = 2;
 /// Between two looks at the lanes that are being dialed.
 const LOOK: Duration = Duration::from_millis(2);
 /// How long a rank that goes on to another epoch waits for the scheduler to hear of it.
@@ -470,6 +477,16 @@ pub(crate) fn spin() -> Duration {
     let cpus = std::thread::available_parallelism().map_or(1, usize::from);
     // The framework's own threads want the other CPUs.
     harness::spin_default(2, cpus)
+}
+
+/// How many helpers the NIC loop has for what passes between processes of a host: as the settings
+/// say, or as there are CPUs for them.
+pub(crate) fn helpers(config: &Config) -> usize {
+    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+    let machine = Topology::read(Path::new("/")).map_or(cpus, |topology| topology.cpus.len());
+    // A launcher that binds ranks gives each its own CPUs; else the ranks of a host share all.
+    let ranks = if cpus < machine { 1 } else { config.local_size.max(1) as usize };
+    config.nic_helpers.unwrap_or(if cpus / ranks >= HELPED_CPUS { HELPERS } else { 0 })
 }
 
 /// How long a caller spins before it sleeps: not at all where CPUs are scarce.

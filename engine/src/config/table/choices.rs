@@ -221,6 +221,28 @@ pub(super) const IDLE: Field = Field::Choice {
     },
 };
 
+pub(super) const NIC_HELPERS: Field = Field::Choice {
+    names: "auto, 0, 1, 2, 3",
+    set: |config, text| {
+        config.nic_helpers = match text {
+            "auto" => None,
+            "0" => Some(0),
+            "1" => Some(1),
+            "2" => Some(2),
+            "3" => Some(3),
+            _ => return false,
+        };
+        true
+    },
+    get: |config| match config.nic_helpers {
+        None => "auto",
+        Some(0) => "0",
+        Some(1) => "1",
+        Some(2) => "2",
+        Some(_) => "3",
+    },
+};
+
 pub(super) const LOG_LEVEL: Field = Field::Choice {
     names: "error, warning, info, debug",
     set: |config, text| {

@@ -1,6 +1,6 @@
 //! The rows of settings that a job, or a process, finds by itself.
 
-use super::Field::{Count, Path, Switch};
+use super::Field::{Path, Switch};
 use super::rows::RANKING;
 use super::{Group, LAUNCHER, Row, SCHEDULER, choices};
 
@@ -31,10 +31,10 @@ pub(super) const ROWS: &[Row] = &[
         "BPS_NIC_HELPERS",
         RANKING,
         Group::Threads,
-        Count { at: |config| &mut config.nic_helpers, min: 0, max: 3 },
-        "1",
+        choices::NIC_HELPERS,
+        "0",
         "Threads that help that of the lanes with what is copied and added between processes of a \
-         host.",
+         host; auto is two where a rank has eight CPUs or more, else none.",
     )
     .flag("nic-helpers"),
     Row::new(
