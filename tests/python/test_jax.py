@@ -379,6 +379,19 @@ def codecs():
         params, state = step(params, state)
     # The ranks want 1 and 2.
     assert jnp.abs(params["w"] - 1.5).max() < 0.2
+
+    # What is left out is this rank's, and goes into checkpoints.
+    [(name, kept)] = bps.compression_state_dict().items()
+    assert kept["residue"].shape == (200 * 200,) and np.abs(kept["residue"]).max() > 0
+    assert kept["velocity"].size == 0
+    changed = {name: {"residue": 2 * kept["residue"], "velocity": kept["velocity"]}}
+    bps.load_compression_state_dict(changed)
+    again = bps.compression_state_dict()[name]["residue"]
+    assert np.array_equal(again, 2 * kept["residue"])
+    with pytest.raises(ConfigError, match="'another' keeps nothing here"):
+        bps.load_compression_state_dict({"another": kept})
+    with pytest.raises(ConfigError, match="has 40000 elements, and the state is of 3"):
+        bps.load_compression_state_dict({name: kept | {"residue": np.zeros(3)}})
     return np.asarray(params["w"]).tobytes()
 
 

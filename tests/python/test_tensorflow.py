@@ -205,6 +205,13 @@ def under_compression():
         result = bps.push_pull(tf.constant(numbers), name=name, compression=compression)
         assert result.dtype == tf.float32
         assert 0 < np.abs(result - exact).max() < error, compression
+    topk = bps.Compression.topk(0.1)
+    bps.push_pull(tf.constant(numbers), name="kept", compression=topk)
+    [name] = [name for name in bps.compression_state_dict() if name.endswith("kept")]
+    kept = bps.compression_state_dict()[name]
+    assert kept["residue"].any()
+    bps.load_compression_state_dict({name: {one: 0 * kept[one] for one in kept}})
+    assert not bps.compression_state_dict()[name]["residue"].any()
     slices = tf.IndexedSlices(tf.ones([1, 2]), [bps.rank()], [3, 2])
     dense = bps.push_pull(slices, name="slices", average=False)
     rows = [[float(row < bps.size())] * 2 for row in range(3)]

@@ -16,6 +16,7 @@ import jax
 from byteps import common
 from byteps._codecs import Codec
 from byteps._codecs import Codecs as Compression
+from byteps._kept import compression_state_dict, load_compression_state_dict
 from byteps._operations import Average, Max, Min, Product, ReduceOp, Sum
 from byteps.common import (
     ProcessSet,
@@ -77,6 +78,7 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "broadcast_parameters",
+    "compression_state_dict",
     "cross_rank",
     "cross_size",
     "declare",
@@ -88,6 +90,7 @@ __all__ = [
     "is_homogeneous",
     "is_initialized",
     "join",
+    "load_compression_state_dict",
     "local_rank",
     "local_size",
     "poll",

@@ -10,6 +10,7 @@ model.fit(data, callbacks=[bps.callbacks.BroadcastGlobalVariablesCallback(0)])
 from typing import Any
 
 from byteps import _objects
+from byteps._kept import compression_state_dict, load_compression_state_dict
 from byteps._operations import Adasum, Average, ReduceOp, Sum
 from byteps.common import (
     ProcessSet,
@@ -83,6 +84,7 @@ __all__ = [
     "broadcast_object",
     "callbacks",
     "ccl_built",
+    "compression_state_dict",
     "cross_rank",
     "cross_size",
     "cuda_built",
@@ -97,6 +99,7 @@ __all__ = [
     "is_homogeneous",
     "is_initialized",
     "join",
+    "load_compression_state_dict",
     "load_model",
     "local_rank",
     "local_size",

@@ -12,6 +12,7 @@ its exchange.
 from typing import Any
 
 from byteps import _joining, _mxnet_role, common
+from byteps._kept import compression_state_dict, load_compression_state_dict
 from byteps._operations import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from byteps.common import (
     ProcessSet,
@@ -102,6 +103,7 @@ __all__ = [
     "byteps_declare_tensor",
     "byteps_push_pull",
     "ccl_built",
+    "compression_state_dict",
     "cross_rank",
     "cross_size",
     "cuda_built",
@@ -120,6 +122,7 @@ __all__ = [
     "is_homogeneous",
     "is_initialized",
     "join",
+    "load_compression_state_dict",
     "local_rank",
     "local_size",
     "mpi_built",

@@ -13,6 +13,7 @@ TensorFlow 1, on CPUs. For Keras there is :mod:`byteps.tensorflow.keras`.
 
 from typing import Any
 
+from byteps._kept import compression_state_dict, load_compression_state_dict
 from byteps._operations import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from byteps.common import (
     ProcessSet,
@@ -120,6 +121,7 @@ __all__ = [
     "broadcast_object_fn",
     "broadcast_variables",
     "ccl_built",
+    "compression_state_dict",
     "cross_rank",
     "cross_size",
     "cuda_built",
@@ -137,6 +139,7 @@ __all__ = [
     "is_homogeneous",
     "is_initialized",
     "join",
+    "load_compression_state_dict",
     "local_rank",
     "local_rank_op",
     "local_size",

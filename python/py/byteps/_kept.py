@@ -1,0 +1,65 @@
+"""What codecs keep on this rank, as the module of every framework but torch hands it out: in arrays
+of numpy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from byteps import _registry
+from byteps.errors import ConfigError
+
+__all__ = ["compression_state_dict", "load_compression_state_dict"]
+
+
+def compression_state_dict() -> dict[str, dict[str, Any]]:
+    """What codecs keep on this rank from one round to the next, for a checkpoint.
+
+    To be called between two steps. Each rank has its own, and saves its own.
+
+    Returns:
+        By name, ``residue`` (what error feedback adds to the next gradient) and ``velocity``
+        (Nesterov's momentum): flat arrays of float32 with an element for each of the gradient's,
+        or none where nothing is kept.
+    """
+    return {
+        tensor.name: {
+            "residue": np.frombuffer(kept.residue, np.float32).copy(),
+            "velocity": np.frombuffer(kept.velocity, np.float32).copy(),
+        }
+        for tensor, kept in _registry.kept().items()
+    }
+
+
+def load_compression_state_dict(state: Mapping[str, Mapping[str, Any]]) -> None:
+    """Goes on with what :func:`compression_state_dict` has returned on this rank.
+
+    To be called once the names are declared (the optimizer is distributed, or, where names are
+    declared by their first exchange, that was made), with the model and the compression that it
+    had.
+
+    Raises:
+        byteps.errors.ConfigError: for a name that is not declared with a codec that keeps
+            something, or another number of elements.
+    """
+    known = {tensor.name: tensor for tensor in _registry.encoded()}
+    what = {}
+    for name, kept in state.items():
+        tensor = known.get(name)
+        if tensor is None:
+            raise ConfigError(
+                f"'{name}' keeps nothing here: load this once the same model has the same "
+                "compression"
+            )
+        elements = math.prod(tensor.shape)
+        both = [np.asarray(kept[which], np.float32).ravel() for which in ("residue", "velocity")]
+        for values in both:
+            if values.size not in (0, elements):
+                raise ConfigError(
+                    f"'{name}' has {elements} elements, and the state is of {values.size}"
+                )
+        what[tensor] = _registry.Kept(*(values.tobytes() for values in both))
+    _registry.keep(what)
