@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import byteps.torch as bps
+import codec_references as references
 from byteps.errors import ConfigError, MismatchError
 from byteps.torch import Compression
 from cluster import Cluster
 
 COUNT = 20_000
-BLOCK = 128
 
 
 @pytest.fixture(scope="module")
@@ -31,57 +31,25 @@ def gradient(rank, step=0, count=COUNT):
     return torch.randn(count, generator=generator) * scales
 
 
-# What the codecs do, by their formulas in docs/compression.md.
-
-
-def by_half(values):
-    return values.astype(np.float16).astype(np.float32)
-
-
-def by_bfloat(values):
-    return torch.from_numpy(values.copy()).to(torch.bfloat16).to(torch.float32).numpy()
-
-
-def in_blocks(values, largest, to_code):
-    """Each block of 128 over its scale, to codes and back."""
-    result = np.empty_like(values)
-    for at in range(0, len(values), BLOCK):
-        block = values[at : at + BLOCK]
-        scale = np.float32(np.abs(block).max() / np.float32(largest))
-        result[at : at + BLOCK] = to_code(block / scale) * scale if scale > 0 else 0
-    return result
-
-
-def by_fp8(dtype, largest):
-    def to_code(values):
-        return torch.from_numpy(values.copy()).to(dtype).to(torch.float32).numpy()
-
-    return lambda values: in_blocks(values, largest, to_code)
-
-
-def by_int8(values):
-    return in_blocks(values, 127, np.rint)
-
-
-def by_sign(values):
-    return np.where(np.signbit(values), -1, 1).astype(np.float32) * np.abs(values).mean()
-
-
-def by_size(values):
-    result, largest = np.zeros_like(values), np.argsort(-np.abs(values), kind="stable")
-    kept = largest[: round(len(values) * 0.05)]
-    result[kept] = values[kept]
-    return result
-
-
 REFERENCES = {
-    "fp16": (Compression.wire_fp16(), by_half),
-    "bf16": (Compression.wire_bf16(), by_bfloat),
-    "fp8_e4m3": (Compression.fp8_e4m3(), by_fp8(torch.float8_e4m3fn, 448)),
-    "fp8_e5m2": (Compression.fp8_e5m2(), by_fp8(torch.float8_e5m2, 57344)),
-    "int8": (Compression.int8(), by_int8),
-    "onebit": (Compression.onebit(error_feedback=False), by_sign),
-    "topk": (Compression.topk(0.05, error_feedback=False), by_size),
+    "fp16": (Compression.wire_fp16(), references.by_half),
+    "bf16": (Compression.wire_bf16(), references.by_bfloat),
+    "fp8_e4m3": (Compression.fp8_e4m3(), references.to_nearest(references.E4M3)),
+    "fp8_e5m2": (Compression.fp8_e5m2(), references.to_nearest(references.E5M2)),
+    "int8": (Compression.int8(), references.to_nearest(references.INT8)),
+    "onebit": (Compression.onebit(error_feedback=False), references.by_scaled_sign),
+    "onebit without scaling": (
+        Compression.onebit(scaling=False, error_feedback=False),
+        references.by_sign,
+    ),
+    "topk": (Compression.topk(0.05, error_feedback=False), references.by_size(0.05)),
+}
+AT_RANDOM = {
+    "fp8_e4m3": (Compression.fp8_e4m3(stochastic=True), references.at_random(references.E4M3)),
+    "fp8_e5m2": (Compression.fp8_e5m2(stochastic=True), references.at_random(references.E5M2)),
+    "int8": (Compression.int8(stochastic=True), references.at_random(references.INT8)),
+    "linear": (Compression.dithering(7), references.linear(7)),
+    "natural": (Compression.dithering(5, "natural"), references.natural(5)),
 }
 
 
@@ -100,6 +68,34 @@ def test_results_are_what_the_formulas_say(encoded_job, name):
         assert torch.allclose(got, torch.from_numpy(wanted), rtol=1e-5, atol=1e-6)
         # It was not simply sent.
         assert not torch.equal(got, gradient(0) + gradient(1))
+
+
+@pytest.mark.parametrize("name", AT_RANDOM)
+def test_random_rounding_is_to_a_neighbour_and_right_on_average(encoded_job, name):
+    codec, formula = AT_RANDOM[name]
+    count, rounds = 700, 400
+    values = gradient(0, count=count).numpy()
+    below, above, way = formula(values)
+
+    def several():
+        # Of one rank alone, so that the server finds what it can say exactly.
+        mine = gradient(0, count=count) * (bps.rank() == 0)
+        at_random = f"at random by {name}"
+        results = [bps.push_pull(mine, False, at_random, compression=codec) for _ in range(rounds)]
+        return torch.stack(results).numpy()
+
+    for results in encoded_job.run(several):
+        step = np.abs(above - below)
+        far = np.minimum(np.abs(results - below), np.abs(results - above))
+        assert (far <= 1e-4 * step).all()
+        ups = np.abs(results - above) < np.abs(results - below)
+        # Elements near a code are rounded to it nearly always: their few other draws are counted
+        # together.
+        drawn = (way > 0.1) & (way < 0.9)
+        variance = way * (1 - way) / rounds
+        assert drawn.sum() > 100
+        assert (np.abs(ups.mean(0) - way) <= 6 * np.sqrt(variance))[drawn].all()
+        assert abs((ups.mean(0) - way).sum()) <= 5.5 * np.sqrt(variance.sum()) + 1e-3 * count
 
 
 def test_randomk_takes_the_same_elements_of_all(encoded_job):
