@@ -28,13 +28,16 @@ HELD_OUT = 360
 
 CODECS = {
     "none": Compression.none,
+    "fp16": Compression.wire_fp16(),
     "bf16": Compression.wire_bf16(),
     "fp8_e4m3": Compression.fp8_e4m3(),
+    "fp8_e5m2": Compression.fp8_e5m2(),
     "int8": Compression.int8(),
     "onebit": Compression.onebit(),
     "topk": Compression.topk(0.01),
     "randomk": Compression.randomk(0.1, seed=1),
     "dithering": Compression.dithering(levels=15),
+    "natural": Compression.dithering(levels=7, partition="natural"),
 }
 
 

@@ -8,7 +8,7 @@ import torch
 
 import byteps.torch as bps
 import codec_references as references
-from byteps.errors import ConfigError, MismatchError
+from byteps.errors import ConfigError, MismatchError, UsageError
 from byteps.torch import Compression
 from cluster import Cluster
 
@@ -223,6 +223,108 @@ def test_what_is_left_out_is_worth_what_it_was(encoded_job):
         # has (8, 1): sends 8.
         assert torch.equal(weight, torch.tensor([[-1.0 * 4 - 0.25 * 8, -0.25 * 5]]))
         assert torch.equal(residue, torch.tensor([0.0, 1.0]))
+
+
+def linear():
+    """A model of one layer, and what every rank sees in a step."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64)
+
+    def batch(step, rank):
+        inputs = torch.randn(16, 64, generator=torch.Generator().manual_seed(100 * step + rank))
+        return inputs, inputs.flip(1)
+
+    return model, batch
+
+
+def momentum_of_all():
+    """The parameters of a model whose codec has the momentum, and by torch's own."""
+    model, batch = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = bps.DistributedOptimizer(
+        optimizer, model.named_parameters(), compression=Compression.int8(momentum=0.9)
+    )
+    alone, _ = linear()
+    wanted = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+    for step in range(8):
+        for trained, by, ranks in ((model, optimizer, [bps.rank()]), (alone, wanted, [0, 1])):
+            by.zero_grad()
+            for rank in ranks:
+                inputs, outputs = batch(step, rank)
+                ((trained(inputs) - outputs).pow(2).mean() / len(ranks)).backward()
+            by.step()
+    # Velocities are each rank's own.
+    kept = bps.compression_state_dict()
+    sizes = sorted(values["velocity"].numel() for values in kept.values())
+    return list(zip(model.parameters(), alone.parameters(), strict=True)), sizes
+
+
+@pytest.mark.parametrize("reduced_here", ["0", "1"])
+def test_what_is_not_encoded_has_the_momentum_too(reduced_here):
+    """Small tensors, and those that stay on a host."""
+    with Cluster(2, environment={"BPS_LOCAL_REDUCE": reduced_here}) as job:
+        job.run(bps.init)
+        for pairs, sizes in job.run(momentum_of_all):
+            assert sizes == [64, 64 * 64]
+            for got, wanted in pairs:
+                assert torch.allclose(got, wanted, rtol=1e-4, atol=1e-6)
+
+
+def changed_on_the_way():
+    model, batch = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = bps.DistributedOptimizer(
+        optimizer, model.named_parameters(), compression=Compression.int8(momentum=0.5)
+    )
+    losses = []
+
+    def train(steps):
+        for step in steps:
+            inputs, outputs = batch(step, bps.rank())
+            optimizer.zero_grad()
+            loss = (model(inputs) - outputs).pow(2).mean()
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+
+    def kept(which):
+        state = bps.compression_state_dict()
+        return {name: values[which] for name, values in state.items() if values[which].numel()}
+
+    known = set(bps.compression_state_dict())
+    train(range(20))
+    velocities = {name: kept("velocity")[name] for name in set(kept("velocity")) - known}
+    assert not set(kept("residue")) - known and velocities
+    optimizer.set_compression(Compression.topk(0.1, momentum=0.5))
+    # Momentum goes on, and what is sent is less now.
+    assert all(torch.equal(kept("velocity")[name], one) for name, one in velocities.items())
+    train(range(20, 60))
+    residues = {name: kept("residue")[name] for name in velocities}
+    assert all(one.abs().sum() > 0 for one in residues.values())
+    optimizer.set_compression(Compression.topk(0.2))
+    assert all(torch.equal(kept("residue")[name], one) for name, one in residues.items())
+    train(range(60, 80))
+
+    optimizer.set_compression(Compression.none)
+    train(range(80, 90))
+    assert not set(bps.compression_state_dict()) & set(velocities)
+    done = list(losses), [parameter.detach().clone() for parameter in model.parameters()]
+
+    optimizer.set_backward_passes_per_step(2)
+    model(batch(0, bps.rank())[0]).sum().backward()
+    optimizer._byteps.send_rest()
+    with pytest.raises(UsageError, match="between step"):
+        optimizer.set_compression(Compression.int8())
+    optimizer.synchronize()
+    optimizer.step()
+    return done
+
+
+def test_a_codec_may_be_changed_on_the_way(encoded_job):
+    results = encoded_job.run(changed_on_the_way)
+    for losses, _ in results:
+        assert losses[-1] < 0.7 * losses[0]
+    assert all(torch.equal(*pair) for pair in zip(*(one for _, one in results), strict=True))
 
 
 def test_names_stay_and_what_is_kept_too_over_a_suspend():

@@ -390,7 +390,49 @@ def encoded():
         trainer.step(1)
         losses.append(float(loss.asscalar()))
     assert losses[-1] < losses[0] / 2, losses
+    kept = bps.compression_state_dict()
+    sizes = {name: values["residue"].size for name, values in kept.items()}
+    assert sorted(sizes.values()) == [256, 256 * 256], sizes
+    bps.load_compression_state_dict(kept)
+    again = bps.compression_state_dict()
+    assert all((again[name]["residue"] == kept[name]["residue"]).all() for name in kept)
     return digest(parameters(net.collect_params()))
+
+
+def with_momentum():
+    """The codec has it in the place of the optimizer, and small arrays have it too."""
+    nets = []
+    for name in ("mine_", "alone_"):
+        net = gluon.nn.Dense(16, in_units=32, prefix=name)
+        net.initialize(mx.init.One())
+        nets.append(net)
+    mine, alone = (net.collect_params() for net in nets)
+    params = {"compressor": "onebit", "momentum": "nesterov"}
+    how = {"learning_rate": 0.01, "momentum": 0.5}
+    trainer = bps.DistributedTrainer(mine, "sgd", how, compression_params=params)
+    wanted = gluon.Trainer(alone, "nag", how, kvstore=None)
+    for step in range(6):
+        if step == 3:
+            # As a checkpoint has it.
+            kept = bps.compression_state_dict()
+            assert sorted(one["velocity"].size for one in kept.values()) == [16, 512]
+            trainer._velocities.clear()
+            bps.load_compression_state_dict(kept)
+        for net, by, ranks in ((nets[0], trainer, [bps.rank()]), (nets[1], wanted, [0, 1])):
+            with mx.autograd.record():
+                losses = []
+                for rank in ranks:
+                    inputs = nd.array(np.random.RandomState(10 * step + rank).rand(8, 32))
+                    losses.append(((net(inputs) - 1) ** 2).mean() / len(ranks))
+                loss = sum(losses[1:], losses[0])
+            loss.backward()
+            by.step(1)
+    for one, other in zip(mine.values(), alone.values(), strict=True):
+        np.testing.assert_allclose(one.data().asnumpy(), other.data().asnumpy(), rtol=1e-4)
+
+
+def test_a_codecs_momentum_is_the_optimizers(pair):
+    pair.run(on_ranks(with_momentum))
 
 
 def test_gradients_may_be_encoded():
@@ -419,9 +461,11 @@ def refusals():
     for name in ("dist_sync", "dist_async"):
         with pytest.raises(ConfigError, match="MXNet's own parameter server"):
             mx.kv.create(name)
-    with pytest.raises(ConfigError, match="leave 'momentum' to optimizer_params"):
+    with pytest.raises(ConfigError, match="make it with momentum"):
         bps.DistributedTrainer(
-            params, "sgd", compression_params={"compressor": "topk", "momentum": "nesterov"}
+            params,
+            mx.optimizer.SGD(momentum=0.5),
+            compression_params={"compressor": "topk", "momentum": "nesterov"},
         )
     with pytest.warns(UserWarning, match="averages gradients itself"):
         bps.DistributedTrainer(params, bps.DistributedOptimizer(mx.optimizer.SGD()))

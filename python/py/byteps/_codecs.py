@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,6 +43,17 @@ def encoding_of(compression: Any) -> str | None:
     """How the engine is to encode what this compression leaves."""
     encoding: str | None = getattr(compression, "encoding", None)
     return encoding
+
+
+_MOMENTUM = re.compile(r"\+momentum\(([^)]*)\)")
+
+
+def without_momentum(compression: Any) -> tuple[Any, float | None]:
+    """The same without momentum, and the factor of that, which is None where there is none."""
+    found = _MOMENTUM.search(encoding_of(compression) or "")
+    if found is None or not isinstance(compression, Codec):
+        return compression, None
+    return type(compression)(_MOMENTUM.sub("", compression.encoding)), float(found[1])
 
 
 def encoding_for(compression: Any, is_float: bool, operation: str) -> str | None:

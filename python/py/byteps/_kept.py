@@ -4,8 +4,9 @@ of numpy."""
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -13,6 +14,20 @@ from byteps import _registry
 from byteps.errors import ConfigError
 
 __all__ = ["compression_state_dict", "load_compression_state_dict"]
+
+
+class Owner(Protocol):
+    """Who keeps the momentum of its gradients by itself, in front of codecs."""
+
+    def velocities(self) -> dict[str, Any]:
+        """Flat arrays of float32, by the names of the gradients."""
+
+    def put_velocity(self, name: str, values: Any) -> bool:
+        """Goes on with such an array; false if the name is none of its gradients'."""
+
+
+#: All that live.
+owners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def compression_state_dict() -> dict[str, dict[str, Any]]:
@@ -25,13 +40,17 @@ def compression_state_dict() -> dict[str, dict[str, Any]]:
         (Nesterov's momentum): flat arrays of float32 with an element for each of the gradient's,
         or none where nothing is kept.
     """
-    return {
+    state: dict[str, dict[str, Any]] = {
         tensor.name: {
             "residue": np.frombuffer(kept.residue, np.float32).copy(),
             "velocity": np.frombuffer(kept.velocity, np.float32).copy(),
         }
         for tensor, kept in _registry.kept().items()
     }
+    for owner in list(owners):
+        for name, velocity in owner.velocities().items():
+            state.setdefault(name, {"residue": np.empty(0, np.float32)})["velocity"] = velocity
+    return state
 
 
 def load_compression_state_dict(state: Mapping[str, Mapping[str, Any]]) -> None:
@@ -48,6 +67,11 @@ def load_compression_state_dict(state: Mapping[str, Mapping[str, Any]]) -> None:
     known = {tensor.name: tensor for tensor in _registry.encoded()}
     what = {}
     for name, kept in state.items():
+        velocity, residue = kept["velocity"], kept["residue"]
+        if len(velocity) and any(owner.put_velocity(name, velocity) for owner in list(owners)):
+            if not len(residue):
+                continue
+            velocity = velocity[:0]
         tensor = known.get(name)
         if tensor is None:
             raise ConfigError(
@@ -55,7 +79,7 @@ def load_compression_state_dict(state: Mapping[str, Mapping[str, Any]]) -> None:
                 "compression"
             )
         elements = math.prod(tensor.shape)
-        both = [np.asarray(kept[which], np.float32).ravel() for which in ("residue", "velocity")]
+        both = [np.asarray(values, np.float32).ravel() for values in (residue, velocity)]
         for values in both:
             if values.size not in (0, elements):
                 raise ConfigError(

@@ -6,8 +6,11 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 import mxnet as mx
-from byteps import _native, _process_sets, _registry
+from byteps import _kept, _native, _process_sets, _registry
+from byteps._codecs import without_momentum
 from byteps._objects import check_root
 from byteps.errors import ConfigError
 from byteps.mxnet import _engine, ops, reductions
@@ -154,9 +157,9 @@ class DistributedTrainer(mx.gluon.Trainer):
         optimizer: A name or an optimizer, as Gluon's.
         optimizer_params: As Gluon's.
         root_rank: Whose parameters all ranks begin with.
-        compression_params: BytePS's, as :meth:`Compression.from_params` documents them, but for
-            ``momentum``; or one of :class:`Compression`. What error feedback has left out is scaled
-            when the learning rate changes.
+        compression_params: BytePS's, as :meth:`Compression.from_params` documents them; or one of
+            :class:`Compression`. What error feedback has left out is scaled when the learning rate
+            changes. ``momentum`` takes the place of the optimizer's, of which it has the factor.
         compression: The same under Horovod's name.
         gradient_predivide_factor, num_groups: As for :class:`DistributedOptimizer`.
         prefix: What the names of its gradients and parameters begin with. Without it trainers are
@@ -199,9 +202,16 @@ class DistributedTrainer(mx.gluon.Trainer):
                 stacklevel=2,
             )
             optimizer = optimizer._wrapped
-        self._encoding = _encoding_of(
-            compression if compression_params is None else compression_params
+        way, self._momentum = _momentum_apart(
+            compression if compression_params is None else compression_params, optimizer_params
         )
+        self._encoding = _encoding_of(way)
+        if self._momentum is not None:
+            _check_without_momentum(optimizer)
+            given = (optimizer_params or {}).items()
+            optimizer_params = {name: value for name, value in given if name != "momentum"}
+        self._velocities: dict[int, Any] = {}
+        _kept.owners.add(self)
         super().__init__(params, optimizer, optimizer_params, kvstore=None)
         if self._contains_sparse_weight or self._contains_sparse_grad:
             raise ConfigError(
@@ -236,13 +246,49 @@ class DistributedTrainer(mx.gluon.Trainer):
         self._follow_rate()
         for index, param in enumerate(self._params):
             if param.grad_req != "null":
-                grad, name = param.grad(), f"{self._prefix}gradient_{index}"
+                grad, name = param.grad(), self._name_of(index)
+                self._add_momentum(index, grad)
                 reductions.scale(grad, 1 / factor)
                 sent = _engine.exchange(
                     *(grad, name, "average", 0, -index, self._encoding), ranks=ranks
                 )
                 reductions.scale(grad, factor)
                 self._sent.add(sent)
+
+    def _add_momentum(self, index: int, grad: Any) -> None:
+        """Nesterov's, in front of the codec, also of arrays that are too small to be encoded."""
+        if self._momentum is None:
+            return
+        plain = grad.astype("float32")
+        before = self._velocities.get(index)
+        now = plain if before is None else self._momentum * before + plain
+        grad += (self._momentum * now).astype(grad.dtype)
+        # What is not finite is told once, and would stay for ever.
+        self._velocities[index] = mx.nd.where(
+            mx.nd.abs(now) < float("inf"), now, mx.nd.zeros_like(now)
+        )
+
+    def velocities(self) -> dict[str, Any]:
+        """What momentum the codec has, by the names of the gradients."""
+        kept = self._velocities.items()
+        return {self._name_of(index): one.asnumpy().ravel() for index, one in kept}
+
+    def put_velocity(self, name: str, values: Any) -> bool:
+        """Goes on with what :meth:`velocities` has told of one, if it is one of this trainer's."""
+        names = {} if self._momentum is None else dict(enumerate(self._params))
+        for index, param in names.items():
+            if self._name_of(index) == name:
+                if np.size(values) != np.prod(param.shape):
+                    elements = np.prod(param.shape)
+                    raise ConfigError(
+                        f"'{name}' has {elements} elements, and the state is of {np.size(values)}"
+                    )
+                self._velocities[index] = mx.nd.array(values).reshape(param.shape)
+                return True
+        return False
+
+    def _name_of(self, index: int) -> str:
+        return f"{self._prefix}gradient_{index}"
 
     def _follow_rate(self) -> None:
         """What a codec left out of a gradient was to be multiplied by the rate of then."""
@@ -257,14 +303,29 @@ class DistributedTrainer(mx.gluon.Trainer):
             _native.scale_residues(_registry.declare(encoded), before / rate)
 
 
-def _encoding_of(compression: Any) -> str | None:
+def _momentum_apart(compression: Any, optimizer_params: Any) -> tuple[Any, float | None]:
+    """The same without momentum, and its factor: as BytePS has it, the optimizer's if that has one.
+
+    It is the trainer's own business, since small arrays are not encoded and are to have it too.
+    """
     if isinstance(compression, Mapping):
-        if compression.get("momentum"):
-            raise ConfigError(
-                "compression_params: the codec's momentum would leave out arrays that are too "
-                "small to be encoded; leave 'momentum' to optimizer_params"
-            )
         compression = Compression.from_params(compression)
+    compression, momentum = without_momentum(compression)
+    if momentum is None:
+        return compression, None
+    return compression, float((optimizer_params or {}).get("momentum", momentum))
+
+
+def _check_without_momentum(optimizer: Any) -> None:
+    """Raises for an optimizer that has a momentum which nobody can take away from it."""
+    if getattr(optimizer, "momentum", 0.0):
+        raise ConfigError(
+            f"the codec has a momentum, and so has the optimizer ({optimizer.momentum}): make it "
+            "with momentum=0.0, or leave 'momentum' out of compression_params"
+        )
+
+
+def _encoding_of(compression: Any) -> str | None:
     encoding: str | None = getattr(compression, "encoding", None)
     if compression is not None and encoding is None:
         raise ConfigError(

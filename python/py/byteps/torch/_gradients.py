@@ -19,7 +19,8 @@ from byteps.torch._batch import Batch
 from byteps.torch._rates import Rates
 from byteps.torch._rounds import Rounds
 from byteps.torch._sparse_gradients import SparseGradients
-from byteps.torch.compression import Codec, Compression
+from byteps.torch._velocities import Velocities
+from byteps.torch.compression import Codec, Compression, without_momentum
 
 # Where one host is the whole job, its GPUs have no line to keep busy: each collective is a kernel
 # of NCCL's, and keeps processors of the GPU from the backward pass.
@@ -64,8 +65,8 @@ class Gradients:
             # Nothing of this rank is averaged.
             named = ()
         self.prefix = prefix
-        self.compression = compression
-        self._sends_as_is = compression is Compression.none or isinstance(compression, Codec)
+        self.velocities = Velocities(self)
+        self.compress_by(compression)
         self._rates = Rates()
         if op not in (ops.Average, ops.Sum):
             raise ConfigError(f"op={op!r}: gradients are averaged or summed")
@@ -113,6 +114,11 @@ class Gradients:
         if self.process_set is None:
             return common.size()
         return len(self.process_set.ranks) if self.process_set.included() else 1
+
+    def compress_by(self, compression: Any) -> None:
+        """What is declared from now on is sent so."""
+        self.compression, self.velocities.factor = without_momentum(compression)
+        self._sends_as_is = compression is Compression.none or isinstance(compression, Codec)
 
     def step_with(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer that takes these gradients: error feedback needs its learning rates."""
@@ -182,6 +188,7 @@ class Gradients:
         for handle in self._hook_handles:
             handle.remove()
         self._hook_handles.clear()
+        self.velocities.forget()
         self.closed = True
 
     @property
@@ -271,6 +278,7 @@ class Gradients:
             if not indices:
                 return
             sent, is_plain = gradients, self._are_plain(indices, gradients)
+        self.velocities.follow(indices, gradients, stream)
         if not self._sends_as_is or not is_plain:
             with _gpu.on_stream(stream, gradients[0].device):
                 sent, contexts = self._prepared(indices, gradients)
@@ -333,13 +341,17 @@ class Gradients:
                 )
             )
             [number] = _registry.declare([new])
-            self.declared[index] = new
             self._dtypes[index], self._bytes[index] = param.dtype, param.nbytes
             self._on_gpu[index] = on_gpu
             if on_gpu:
                 self._use_gpu(tensor.device)
-            self.hooks.declare(index, number, _bytes_of(new), on_gpu)
+            self.declare_as(index, new, number)
         return bool(changed)
+
+    def declare_as(self, index: int, tensor: _registry.Tensor, number: int) -> None:
+        """This is what a gradient is declared as from now on."""
+        self.declared[index] = tensor
+        self.hooks.declare(index, number, _bytes_of(tensor), self._on_gpu[index])
 
     def _hand_over_by_place(
         self,
@@ -361,8 +373,7 @@ class Gradients:
         ranks = self.ranks  # Of a set that was not added to this job: an error.
         _gpu.open_for(self.params, lambda one: _tensors.is_of_host(one, self.average, ranks))
         for index, number in enumerate(_registry.declare(self.declared)):
-            tensor = self.declared[index]
-            self.hooks.declare(index, number, _bytes_of(tensor), self._on_gpu[index])
+            self.declare_as(index, self.declared[index], number)
         self._job = _registry.job_number()
 
     # Rounds

@@ -9,15 +9,14 @@ of its codecs.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from byteps import _codecs, _registry
+from byteps import _codecs, _kept
 from byteps._codecs import encoding_of
-from byteps.errors import ConfigError
+from byteps.torch import _velocities
 
 __all__ = [
     "Codec",
@@ -96,6 +95,14 @@ class Predivided:
         return result
 
 
+def without_momentum(compression: Any) -> tuple[Any, float | None]:
+    """The same without momentum, and the factor of that, which is None where there is none."""
+    if isinstance(compression, Predivided):
+        inner, momentum = without_momentum(compression.inner)
+        return Predivided(inner, compression.factor), momentum
+    return _codecs.without_momentum(compression)
+
+
 class Codec(_codecs.Codec, NoneCompressor):
     __doc__ = _codecs.Codec.__doc__
 
@@ -110,17 +117,13 @@ def compression_state_dict() -> dict[str, dict[str, torch.Tensor]]:
         (Nesterov's momentum): flat tensors of float32 with an element for each of the gradient's,
         or none where nothing is kept.
     """
-    return {
-        tensor.name: {
-            "residue": torch.frombuffer(bytearray(kept.residue), dtype=torch.float32).clone()
-            if kept.residue
-            else torch.empty(0),
-            "velocity": torch.frombuffer(bytearray(kept.velocity), dtype=torch.float32).clone()
-            if kept.velocity
-            else torch.empty(0),
-        }
-        for tensor, kept in _registry.kept().items()
+    state = {
+        name: {which: torch.from_numpy(values) for which, values in kept.items()}
+        for name, kept in _kept.compression_state_dict().items()
     }
+    for name, velocity in _velocities.named().items():
+        state.setdefault(name, {"residue": torch.empty(0)})["velocity"] = velocity
+    return state
 
 
 def load_compression_state_dict(state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
@@ -132,29 +135,23 @@ def load_compression_state_dict(state: Mapping[str, Mapping[str, torch.Tensor]])
         byteps.errors.ConfigError: for a name that is not declared with a codec that keeps
             something, or another number of elements.
     """
-    known = {tensor.name: tensor for tensor in _registry.encoded()}
-    what = {}
+    places, engines, moving = _velocities.places(), {}, []
     for name, kept in state.items():
-        tensor = known.get(name)
-        if tensor is None:
-            raise ConfigError(
-                f"'{name}' keeps nothing here: load this once the same model has the same "
-                "compression"
-            )
-        elements = math.prod(tensor.shape)
-        both = [kept["residue"], kept["velocity"]]
-        for values in both:
-            if values.numel() not in (0, elements):
-                raise ConfigError(
-                    f"'{name}' has {elements} elements, and the state is of {values.numel()}"
-                )
-        what[tensor] = _registry.Kept(*(_bytes(values) for values in both))
-    _registry.keep(what)
+        plain = {which: _plain(values) for which, values in kept.items()}
+        if name in places and kept["velocity"].numel():
+            places[name].check(name, kept["velocity"])
+            moving.append((places[name], kept["velocity"]))
+            plain["velocity"] = plain["velocity"][:0]
+            if not plain["residue"].size:
+                continue
+        engines[name] = plain
+    _kept.load_compression_state_dict(engines)
+    for place, velocity in moving:
+        place.put(velocity)
 
 
-def _bytes(values: torch.Tensor) -> bytes:
-    plain = values.detach().to("cpu", torch.float32).contiguous()
-    return plain.numpy().tobytes()
+def _plain(values: torch.Tensor) -> Any:
+    return values.detach().to("cpu", torch.float32).contiguous().numpy()
 
 
 class Compression(_codecs.Codecs):

@@ -14,7 +14,7 @@ import torch
 from byteps import _native, _process_sets, _registry
 from byteps._backups import Backups
 from byteps.errors import ConfigError, UsageError
-from byteps.torch import ops
+from byteps.torch import _recoding, ops
 from byteps.torch._gradients import Gradients
 from byteps.torch._stored import StoredParameters
 from byteps.torch.compression import Compression, Predivided
@@ -374,6 +374,24 @@ class Distributed(torch.optim.Optimizer):
                 "set_backward_passes_per_step() between backward() and step(): call it after step()"
             )
         gradients.set_passes(passes)
+
+    def set_compression(self, compression: Any) -> None:
+        """How gradients are compressed from now on; to be called on all ranks after as many steps.
+
+        A training whose first steps are sent whole, or nearly so, may go on with a codec that
+        leaves much out: docs/compression.md says what that gains.
+
+        Args:
+            compression: :class:`~byteps.torch.Compression` for what is sent. Momentum goes on with
+                what it has summed, and error feedback, if both have it, with what it has kept.
+
+        Raises:
+            byteps.errors.UsageError: between ``backward()`` and ``step()``.
+            byteps.errors.MismatchError: if another rank has said something else.
+        """
+        if not self.averages_gradients:
+            raise ConfigError("set_compression: this optimizer averages no gradients")
+        _recoding.set_compression(self._byteps, compression)
 
     @complete
     def step(self, closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
