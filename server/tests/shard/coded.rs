@@ -1,6 +1,7 @@
 //! Keys that are encoded, or have an optimizer.
 
 use super::*;
+use bps_engine::proto::encoding::{Encoding, draw};
 
 /// What the ranks that live get for these payloads of one form, in a job that goes on without its
 /// last rank and declares the key after that.
@@ -184,6 +185,73 @@ fn what_is_no_encoding_of_a_key_is_refused() {
     // More than any encoding of the key has is not received at all.
     let refused = contribute("topk(k=2)", &[0; 13]);
     assert_eq!(refused, Err(Refusal::Shape { key: Key(7) }));
+}
+
+/// One of every kind of codec.
+const CODECS: [&str; 16] = [
+    "fp16",
+    "bf16",
+    "fp8_e4m3",
+    "fp8_e4m3(stochastic)",
+    "fp8_e5m2",
+    "int8",
+    "int8(stochastic)",
+    "onebit",
+    "onebit(scaling)",
+    "topk(k=9)",
+    "topk(k=0.01)",
+    "randomk(k=0.1, seed=3)",
+    "dithering(levels=5)",
+    "dithering(levels=127, l2)",
+    "dithering(levels=7, natural)",
+    "dithering(levels=32, natural, l2)",
+];
+
+/// Whatever bytes come, a core adds what is an encoding and refuses what is none, and what it
+/// answers is an encoding. Elements end in the middle of a block, a byte and a vector.
+#[test]
+fn every_codec_is_taken_as_it_is_and_refused_as_anything_else() {
+    const ELEMENTS: usize = 301;
+    let bytes_of_all = u32::try_from(4 * ELEMENTS).expect("a small part");
+    let mut state = 0x9e37_79b9_u64;
+    let mut byte = || {
+        state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
+        state.to_le_bytes()[6]
+    };
+    for text in CODECS {
+        let encoding: Encoding = format!("{text}+feedback").parse().expect("an encoding");
+        let codec = encoding.codec;
+        let encoding = Some(encoding);
+        let key = KeySpec { encoding, ..spec(7, bytes_of_all, DType::F32) };
+        let contribute = |payload: &[u8]| contribute_all(key.clone(), &[(Act::NONE, payload)]);
+        let values: Vec<f32> = (0..ELEMENTS).map(|at| (at as f32 - 140.5) / 8.0).collect();
+        let mut honest = vec![0; codec.wire_bytes_max(ELEMENTS)];
+        let length = codec.encode(&values, draw(Key(7), 1, 0), &mut honest);
+        honest.truncate(length);
+        let result = contribute(&honest).expect("it is one");
+        assert_eq!(codec.check(ELEMENTS, &result), Ok(()), "{text}");
+        // A core answers what all have sent: here what one has, by the same codec once more.
+        assert_eq!(result.len(), length, "{text}");
+        for cut in [1, length / 2, length - 1] {
+            let refused = contribute(&honest[..cut]);
+            let is_malformed = matches!(refused, Err(Refusal::Encoding { key: Key(7), .. }));
+            assert!(is_malformed, "{text}, {cut} bytes: {refused:?}");
+        }
+        let long = [&honest[..], &[0]].concat();
+        assert_eq!(contribute(&long), Err(Refusal::Shape { key: Key(7) }), "{text}");
+        for _ in 0..24 {
+            let any: Vec<u8> = (0..length).map(|_| byte()).collect();
+            let is_one = codec.check(ELEMENTS, &any).is_ok();
+            match contribute(&any) {
+                Ok(result) => {
+                    assert!(is_one, "{text}: {any:?} was taken");
+                    assert_eq!(codec.check(ELEMENTS, &result), Ok(()), "{text}");
+                }
+                Err(Refusal::Encoding { key: Key(7), .. }) => assert!(!is_one, "{text}: {any:?}"),
+                Err(other) => panic!("{text}: {other}"),
+            }
+        }
+    }
 }
 
 #[test]
