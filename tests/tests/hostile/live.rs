@@ -8,6 +8,7 @@ use crate::spoil;
 use bps_engine::base::{CoreId, DType, Epoch, Key, Operation, Placement, Rank, Round};
 use bps_engine::config::{Config, LogLevel};
 use bps_engine::control::{Hello, JobKey, Link, LinkSender, dial};
+use bps_engine::proto::encoding::draw;
 use bps_engine::proto::handshake::Dialing;
 use bps_engine::proto::messages::{
     Assignment, Declaration, Node, NodeMessage, Planning, Register, Roster, SchedulerMessage,
@@ -58,11 +59,14 @@ fn declarations() -> Vec<Declaration> {
         encoding: None,
         store: None,
     };
+    // All elements with their indices, so that sums are exact.
+    let encoding = Some("topk(k=1.0)".parse().expect("an encoding"));
     vec![
         tensor(0, DType::F32, 50_000),
         tensor(1, DType::F16, 1000),
         tensor(2, DType::I64, 300),
         tensor(3, DType::F64, 40_001),
+        Declaration { encoding, ..tensor(4, DType::F32, 30_000) },
     ]
 }
 
@@ -119,6 +123,27 @@ fn honest(config: &Config, rounds_done: &AtomicU64) {
 
 fn elements(declaration: &Declaration) -> usize {
     usize::try_from(declaration.shape.count()).expect("a small tensor")
+}
+
+/// A part as it travels: `plain`, or encoded.
+fn payload(declaration: &Declaration, header: &Header, plain: &[u8]) -> Vec<u8> {
+    let Some(encoding) = declaration.encoding else { return plain.to_vec() };
+    let values: Vec<f32> = plain.as_chunks().0.iter().map(|it| f32::from_le_bytes(*it)).collect();
+    let mut wire = vec![0; encoding.room(values.len())];
+    let random = draw(header.key, header.round.0, header.rank.0);
+    let length = encoding.codec.encode(&values, random, &mut wire);
+    wire.truncate(length);
+    wire
+}
+
+/// What a part has become that came so.
+fn plain_of(declaration: &Declaration, header: &Header, payload: &[u8], bytes: usize) -> Vec<u8> {
+    let Some(encoding) = declaration.encoding else { return payload.to_vec() };
+    let mut values = vec![0.0; bytes / declaration.dtype.size()];
+    let random = draw(header.key, header.round.0, header.rank.0);
+    encoding.codec.check(values.len(), payload).expect("a server encodes well");
+    encoding.codec.decode(payload, random, &mut values);
+    values.iter().flat_map(|value| value.to_le_bytes()).collect()
 }
 
 /// The bad rank's place in the job, by its own hands: no worker of ours would do what it does.
@@ -228,7 +253,9 @@ impl BadRank {
                     Header::new(Kind::Contribution, dtype, self.rank(), self.roster.epoch);
                 header.key = part.key;
                 header.round = Round(round);
-                header.length = part.bytes;
+                let room = declarations[index].encoding.map(|it| it.room(part.bytes as usize / 4));
+                let length = room.unwrap_or(part.bytes as usize);
+                header.length = u32::try_from(length).expect("a small part");
                 header.contributors = 1;
                 let start = usize::try_from(part.offset).expect("a small tensor");
                 parts.push((index, start..start + part.bytes as usize, header));
@@ -239,15 +266,15 @@ impl BadRank {
 
     /// Throws broken frames at a core until it has had its share of them.
     fn throw(&mut self, core: u32, round: u64, count: u64) {
-        let headers: Vec<Header> =
-            self.parts(core, round).into_iter().map(|(_, _, header)| header).collect();
+        let (declarations, parts) = (declarations(), self.parts(core, round));
         let mut left = count;
         while left > 0 {
             let mut bytes = Vec::new();
             let frames = left.min(FRAMES_AT_ONCE);
             for _ in 0..frames {
-                let header = headers[self.random.index(headers.len())];
-                bytes.extend_from_slice(&broken(&header, &mut self.random));
+                let (index, _, header) = &parts[self.random.index(parts.len())];
+                let is_encoded = declarations[*index].encoding.is_some();
+                bytes.extend_from_slice(&broken(header, is_encoded, &mut self.random));
                 let payload = self.random.index(200);
                 bytes.extend((0..payload).map(|_| spoil::byte(&mut self.random)));
             }
@@ -289,7 +316,7 @@ impl BadRank {
                 elements(it),
             );
             let mut frame = header.encode().to_vec();
-            frame.extend_from_slice(&whole[range.clone()]);
+            frame.extend_from_slice(&payload(it, header, &whole[range.clone()]));
             if lane.write_all(&frame).is_err() {
                 return false;
             }
@@ -306,8 +333,8 @@ impl BadRank {
                 .iter()
                 .find(|(_, _, sent)| sent.key == header.key)
                 .expect("a publication of a key of this core");
-            let mut payload = vec![0; header.length as usize];
-            lane.read_exact(&mut payload).expect("the payload follows");
+            let mut came = vec![0; header.length as usize];
+            lane.read_exact(&mut came).expect("the payload follows");
             let it = &declarations[*index];
             let expected = reference::result(
                 it.dtype,
@@ -317,7 +344,8 @@ impl BadRank {
                 round,
                 elements(it),
             );
-            assert!(payload == expected[range.clone()], "rank 2 got a wrong sum of `{}`", it.name);
+            let sum = plain_of(it, &header, &came, range.len());
+            assert!(sum == expected[range.clone()], "rank 2 got a wrong sum of `{}`", it.name);
         }
         let goodbye = Header::new(Kind::Goodbye, DType::U8, self.rank(), self.roster.epoch);
         lane.write_all(&goodbye.encode()).expect("the lane is open");
@@ -358,8 +386,10 @@ fn await_end(lane: &mut TcpStream) -> bool {
     answered && Header::decode(&raw).is_ok_and(|header| header.kind == Kind::Refused)
 }
 
-/// A header that no server may accept in place of `honest`.
-fn broken(honest: &Header, random: &mut Random) -> Vec<u8> {
+/// A header that no server may accept in place of `honest`. Of what `is_encoded`, the payload alone
+/// says whether it is too short.
+fn broken(honest: &Header, is_encoded: bool, random: &mut Random) -> Vec<u8> {
+    let lengths = if is_encoded { 3 } else { 4 };
     let mut header = *honest;
     let big = |random: &mut Random| u32::try_from(random.bits() >> 32).expect("32 bits");
     match random.index(14) {
@@ -378,7 +408,7 @@ fn broken(honest: &Header, random: &mut Random) -> Vec<u8> {
                 Round([0, honest.round.0 - 1, honest.round.0 + 1, u64::MAX][random.index(4)])
         }
         7 => header.offset = 1 + random.bits() / 2,
-        8 => header.length = honest.length.wrapping_add([1, 4, 8, u32::MAX][random.index(4)]),
+        8 => header.length = honest.length.wrapping_add([1, 4, 8, u32::MAX][random.index(lengths)]),
         9 => header.length = 0,
         10 => header.contributors = [0, 2, u32::MAX][random.index(3)],
         11 => {
