@@ -35,7 +35,8 @@ sys.path.insert(0, str(ROOT / "python" / "examples"))
 
 WAYS = (
     "ddp", "ddp-fp16", "ddp-powersgd1", "ddp-powersgd2", "none", "auto", "int8", "fp8_e4m3",
-    "dithering(levels=15)", "onebit(scaling)+feedback", "topk(k=0.01)+feedback",
+    "dithering(levels=15)", "onebit(scaling)+feedback+momentum(0.9)",
+    "topk(k=0.01)+feedback+momentum(0.9)",
 )  # fmt: skip
 MARKS = 6
 STEPS_BETWEEN_LOOKS = 5
@@ -235,7 +236,9 @@ def train(way: str, arguments: argparse.Namespace) -> dict:
     torch.manual_seed(2)
     model = example.Transformer(characters)
     job = (Ddp if way.startswith("ddp") else Ours)(way, model)
-    plain = torch.optim.SGD(model.parameters(), lr=arguments.learning_rate, momentum=0.9)
+    # What a codec adds in front of itself, the optimizer is not to add behind it.
+    momentum = 0.0 if "+momentum" in way else 0.9
+    plain = torch.optim.SGD(model.parameters(), lr=arguments.learning_rate, momentum=momentum)
     warm_up = torch.optim.lr_scheduler.LinearLR(plain, 0.01, total_iters=WARM_UP_STEPS)
     optimizer = job.optimizer(plain)
     order, share = torch.Generator().manual_seed(3), arguments.batch // ranks
