@@ -138,13 +138,16 @@ impl Nic {
         (kept.rounds, kept.result) = (header.round.0, Some(header));
     }
 
-    /// The contribution of a part is there to be sent. Says whether it waits for news of its
-    /// server.
-    pub(super) fn is_held_back(&mut self, part: PartId) -> bool {
+    /// The contribution of a part is there to be sent, to whichever server has the part then.
+    pub(super) fn offer(&mut self, part: PartId) {
         let state = self.part_mut(part);
         if let Some(kept) = &mut state.kept {
             kept.offered = state.round;
         }
+    }
+
+    /// Whether what a part has to send waits for news of its server.
+    pub(super) fn is_held_back(&self, part: PartId) -> bool {
         let state = self.part(part);
         let has_lane = state.plan.core.is_none_or(|core| self.lane(core).open);
         state.kept.as_ref().is_some_and(|kept| kept.is_restoring() || !has_lane)

@@ -18,6 +18,7 @@ pub(super) const QUIET: u64 = u64::MAX;
 impl Nic {
     /// A part goes to its server once credit and priority let it.
     pub(super) fn send_to_server(&mut self, part: PartId) {
+        self.offer(part);
         if self.is_held_back(part) {
             return;
         }
