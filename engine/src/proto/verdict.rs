@@ -52,6 +52,12 @@ pub enum OverReason {
         /// The next one.
         epoch: Epoch,
     },
+    /// To a rank, within `Reforming`: the scheduler was lost when this epoch had only begun, and
+    /// nobody from whom the next one took the job over knew of it.
+    UnknownEpoch {
+        /// The epoch.
+        epoch: Epoch,
+    },
     /// An elastic job has too few members left to go on.
     TooFew {
         /// What ended the epoch.
@@ -149,6 +155,11 @@ impl fmt::Display for OverReason {
             OverReason::Reforming { reason, epoch } => {
                 write!(f, "{reason}; epoch {} forms from whoever is left", epoch.0)
             }
+            OverReason::UnknownEpoch { epoch } => write!(
+                f,
+                "the scheduler was lost when epoch {} had only begun, and others did not know it",
+                epoch.0
+            ),
             // Nobody has died: ranks have left in good order.
             OverReason::TooFew { reason, left } if **reason == OverReason::Finished => {
                 write!(f, "ranks have left; the job cannot go on: {left}")

@@ -578,6 +578,7 @@ pub(crate) fn over_error(reason: OverReason) -> Error {
         OverReason::Died { .. }
         | OverReason::Failed { .. }
         | OverReason::PathLost(_)
+        | OverReason::UnknownEpoch { .. }
         | OverReason::Removed { .. } => peer_died(Death::Verdict(Arc::new(reason))),
         OverReason::Stalled { .. }
         | OverReason::Abandoned { .. }

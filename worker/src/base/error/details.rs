@@ -181,7 +181,7 @@ impl Details {
             Sign::Seen(_) => None,
         };
         match reason {
-            OverReason::Finished => Details::default(),
+            OverReason::Finished | OverReason::UnknownEpoch { .. } => Details::default(),
             OverReason::NotFormed { cause } => {
                 let waited = match cause {
                     Unformed::Missing { waited_ms, .. }

@@ -2,8 +2,8 @@
 //! them.
 
 use super::{
-    Duration, Epoch, Node, NodeId, Origin, Output, OverReason, Register, Resume, Roster, Scheduler,
-    Seat, Standing, Takeover, word,
+    Duration, Epoch, Node, NodeId, Output, OverReason, Register, Resume, Roster, Scheduler, Seat,
+    Standing, Takeover, word,
 };
 
 /// A number for the connection of a member that has none.
@@ -134,12 +134,7 @@ impl Scheduler {
 
     /// Tells a rank that its epoch is over: it comes back, as a new one.
     pub(super) fn send_back(&mut self, node: NodeId, epoch: Epoch) {
-        let (who, round) = (Origin::scheduler(), None);
-        let message = format!(
-            "it was lost when epoch {} had only begun, and others did not know it",
-            epoch.0
-        );
-        let reason = Box::new(OverReason::Failed { who, message, round });
+        let reason = Box::new(OverReason::UnknownEpoch { epoch });
         let who = self.described(node);
         self.put(Output::Log(format!("{who} may come as a new worker: {reason}")));
         self.dismiss(node, OverReason::Reforming { reason, epoch: self.epoch });
