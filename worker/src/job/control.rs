@@ -273,8 +273,8 @@ impl Control {
 
     fn wait_for_verdict(&mut self, effects: &mut Vec<Effect>) {
         let mut agent = lock(&self.agent);
-        if agent.is_away() || !agent.has_lost() {
-            // Only a scheduler knows; or it was said why, and the job goes on.
+        if agent.is_unheard() || !agent.has_lost() {
+            // Only a scheduler that runs knows; or it was said why, and the job goes on.
             self.lost_at = None;
         } else {
             let since = *self.lost_at.get_or_insert_with(Instant::now);

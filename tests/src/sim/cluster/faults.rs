@@ -104,7 +104,7 @@ impl Cluster {
     pub(super) fn look_for_lost(&mut self, index: usize, now: Duration) {
         let worker = &mut self.workers[index];
         let Some(agent) = &mut worker.agent else { return };
-        if agent.is_away() || !agent.has_lost() {
+        if agent.is_unheard() || !agent.has_lost() {
             worker.lost_at = None;
         } else if worker.alive {
             let since = *worker.lost_at.get_or_insert(now);

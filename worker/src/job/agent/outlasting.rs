@@ -96,6 +96,12 @@ impl Agent {
         !self.over && self.memory.shared.is_away()
     }
 
+    /// Whether no verdict can be expected now: there is no scheduler, or it owes an answer.
+    #[must_use]
+    pub fn is_unheard(&self) -> bool {
+        self.is_away() || self.knocking
+    }
+
     /// Whether the job is over for this rank because no other scheduler came in time.
     #[must_use]
     pub fn is_forsaken(&self) -> bool {
@@ -256,6 +262,21 @@ mod tests {
             assert!(is_over && !agent.is_away());
             assert_eq!(agent.is_forsaken(), !is_found);
         }
+    }
+
+    #[test]
+    fn no_verdict_is_expected_of_a_scheduler_that_owes_an_answer() {
+        let (mut agent, mut effects) = (agent(), Vec::new());
+        agent.handle_tick(ms(0), &mut effects);
+        agent.handle(SchedulerMessage::Heartbeat, ms(10), &mut effects);
+        agent.handle_tick(ms(200), &mut effects);
+        assert!(!agent.is_unheard());
+        // The second one has no answer yet.
+        agent.handle_tick(ms(400), &mut effects);
+        assert!(agent.is_unheard() && !agent.is_away());
+        agent.handle(SchedulerMessage::Heartbeat, ms(410), &mut effects);
+        agent.handle_tick(ms(420), &mut effects);
+        assert!(!agent.is_unheard());
     }
 
     #[test]
