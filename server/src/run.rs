@@ -339,7 +339,7 @@ impl Control {
                 way.redial.ask(&messages);
             }
             Progress::Says(message) => return Ok(Some(message)),
-            Progress::Leads(found) => self.follow(way, *found, now, effects),
+            Progress::Leads { found, term } => self.follow(way, (*found, term), now, effects),
             Progress::Failed => self.agent().not_found(now),
         }
         if way.redial.is_asking() {
@@ -353,8 +353,14 @@ impl Control {
     }
 
     /// Goes over to another scheduler.
-    fn follow(&self, way: &mut Way, found: Found, now: Duration, effects: &mut Vec<Effect>) {
-        let Found { sender, receiver, door, term } = found;
+    fn follow(
+        &self,
+        way: &mut Way,
+        (found, term): (Found, u32),
+        now: Duration,
+        effects: &mut Vec<Effect>,
+    ) {
+        let Found { sender, receiver, door } = found;
         let mut agent = self.agent();
         let Some(told) = agent.follow(term, now, effects) else { return };
         // If it was only stopped, it learns so that it is followed no more.

@@ -3,7 +3,7 @@
 
 use super::JobKey;
 use super::link::{Door, Link, LinkReceiver, LinkSender};
-use crate::proto::messages::{NodeMessage, SchedulerMessage};
+use crate::proto::messages::{NodeMessage, Register, SchedulerMessage};
 use std::sync::mpsc::{Receiver, TryRecvError, sync_channel};
 use std::time::{Duration, Instant};
 
@@ -17,7 +17,8 @@ pub struct Redial {
     root_uri: String,
     root_port: u16,
     key: JobKey,
-    session: u64,
+    /// As what the node has registered; without, each connection has a session of its own.
+    session: Option<u64>,
     interval: Duration,
     /// Silence after which a scheduler that was asked counts as none.
     patience: Duration,
@@ -34,7 +35,7 @@ struct Asked {
     heard: Instant,
 }
 
-/// A connection to a scheduler that leads the job.
+/// A connection to another scheduler.
 pub struct Found {
     /// Its sending half.
     pub sender: LinkSender,
@@ -42,8 +43,6 @@ pub struct Found {
     pub receiver: LinkReceiver,
     /// Where to knock if it falls silent.
     pub door: Door,
-    /// The scheduler's term.
-    pub term: u32,
 }
 
 /// How far it is.
@@ -56,7 +55,12 @@ pub enum Progress {
     /// It says this meanwhile.
     Says(SchedulerMessage),
     /// It leads the job.
-    Leads(Box<Found>),
+    Leads {
+        /// The connection.
+        found: Box<Found>,
+        /// Its term.
+        term: u32,
+    },
     /// This attempt is over.
     Failed,
 }
@@ -65,11 +69,17 @@ impl Redial {
     /// Of a node that registered with this session.
     #[must_use]
     pub fn new(root: (&str, u16), key: &JobKey, session: u64, beats: (Duration, Duration)) -> Self {
+        Redial { session: Some(session), ..Redial::to_register(root, key, beats) }
+    }
+
+    /// Of a node that is to [register](Self::register).
+    #[must_use]
+    pub fn to_register(root: (&str, u16), key: &JobKey, beats: (Duration, Duration)) -> Self {
         Redial {
             root_uri: root.0.to_owned(),
             root_port: root.1,
             key: key.clone(),
-            session,
+            session: None,
             interval: beats.0,
             patience: beats.1 + beats.0,
             dialing: None,
@@ -119,7 +129,7 @@ impl Redial {
             Ok(Some(link)) => {
                 self.dialing = None;
                 if let Ok(door) = link.door(&self.key) {
-                    let door = Door { session: self.session, ..door };
+                    let door = Door { session: self.session.unwrap_or(door.session), ..door };
                     let (sender, receiver) = link.split();
                     let now = Instant::now();
                     self.asked = Some(Asked { sender, receiver, door, beat: now, heard: now });
@@ -140,6 +150,19 @@ impl Redial {
         asked.heard = Instant::now();
     }
 
+    /// Registers with it, by a session of that connection.
+    pub fn register(&mut self, register: &Register) {
+        let Some(session) = self.asked.as_ref().map(|asked| asked.door.session) else { return };
+        self.ask(&[NodeMessage::Register(Register { session, ..register.clone() })]);
+    }
+
+    /// The connection to a scheduler that was asked, which is this one's business no more.
+    pub fn take(&mut self) -> Option<Found> {
+        self.dialing = None;
+        let Asked { sender, receiver, door, .. } = self.asked.take()?;
+        Some(Found { sender, receiver, door })
+    }
+
     fn listen(&mut self, timeout: Duration) -> Progress {
         let Some(asked) = &mut self.asked else { return Progress::None };
         if asked.beat.elapsed() >= self.interval {
@@ -148,10 +171,8 @@ impl Redial {
         }
         match asked.receiver.receive(timeout) {
             Ok(Some(SchedulerMessage::Resumed { term })) => {
-                let Some(Asked { sender, receiver, door, .. }) = self.asked.take() else {
-                    return Progress::None;
-                };
-                return Progress::Leads(Box::new(Found { sender, receiver, door, term }));
+                let Some(found) = self.take().map(Box::new) else { return Progress::None };
+                return Progress::Leads { found, term };
             }
             Ok(Some(message)) => {
                 asked.heard = Instant::now();

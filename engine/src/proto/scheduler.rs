@@ -111,11 +111,12 @@ enum Standing {
 
 struct Peer {
     standing: Standing,
-    /// Host, pid and name; known from `Register`.
+    /// Host, pid, name and sessions, now and in an earlier epoch; known from `Register`.
     host: String,
     pid: u32,
     who: String,
     session: Option<u64>,
+    former: Option<u64>,
     connected: Duration,
     heard: Duration,
     rounds: u64,
@@ -245,6 +246,7 @@ impl Scheduler {
             pid: 0,
             who: "a node".to_owned(),
             session: None,
+            former: None,
             connected: now,
             heard: now,
             rounds: 0,
@@ -369,11 +371,10 @@ impl Scheduler {
     fn register(&mut self, node: NodeId, register: Register, now: Duration) {
         let Some(peer) = self.peers.get_mut(&node) else { return };
         peer.host.clone_from(&register.host);
-        peer.pid = register.pid;
-        peer.session = Some(register.session);
-        peer.who = name(&register);
-        let comes_aside = self.comes_aside(node, &register);
-        let Some(peer) = self.peers.get_mut(&node).filter(|_| !comes_aside) else { return };
+        (peer.pid, peer.who) = (register.pid, name(&register));
+        (peer.session, peer.former) = (Some(register.session), register.former);
+        let is_done = self.comes_twice(node, &register) || self.comes_aside(node, &register);
+        let Some(peer) = self.peers.get_mut(&node).filter(|_| !is_done) else { return };
         match &mut self.phase {
             Phase::Over => {
                 if let Some(refusal) = &mut self.refusal {

@@ -22,7 +22,7 @@ const HANGS: Duration = Duration::from_secs(300);
 type Play = fn(u64) -> Vec<(&'static str, u64)>;
 
 /// What may be simulated.
-const KINDS: [(&str, Play); 8] = [
+const KINDS: [(&str, Play); 9] = [
     ("ranks", |seed| counts(run_shrunk(seed, Dying::Ranks))),
     ("servers", |seed| counts(run_shrunk(seed, Dying::Servers))),
     ("schedulers", |seed| counts(run_shrunk(seed, Dying::Schedulers))),
@@ -30,6 +30,7 @@ const KINDS: [(&str, Play); 8] = [
     ("reformed", |seed| reformed(run_reformed(seed, Trouble::Deaths))),
     ("reformed-schedulers", |seed| reformed(run_reformed(seed, Trouble::Schedulers))),
     ("reformed-paths", |seed| reformed(run_reformed(seed, Trouble::Paths))),
+    ("reformed-stopped", |seed| reformed(run_reformed(seed, Trouble::Stopped))),
     ("reformed-newcomers", |seed| reformed(run_reformed(seed, Trouble::Newcomers))),
 ];
 

@@ -1,6 +1,7 @@
 //! The nodes of a simulated job and the messages between them.
 
 mod again;
+mod between;
 mod ends;
 mod faults;
 mod forming;

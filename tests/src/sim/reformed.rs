@@ -37,6 +37,8 @@ pub enum Trouble {
     Paths,
     /// And ranks and servers come, of which some die.
     Newcomers,
+    /// Ranks and servers die, and the scheduler stops for a while when ranks are between two epochs.
+    Stopped,
 }
 
 /// What was seen.
@@ -180,8 +182,8 @@ struct Script {
     state: i64,
     /// The scheduler was out of reach.
     parted: bool,
-    /// When it was last in no epoch.
-    outside: Option<Duration>,
+    /// When it last had left an epoch, and had not come to another scheduler's door yet.
+    adrift: Option<Duration>,
     was_in: bool,
     /// It has said good-bye: its work is done, whatever becomes of the others.
     has_left: bool,
@@ -217,7 +219,7 @@ pub fn run_reformed(seed: u64, trouble: Trouble) -> Reformed {
     };
     let sizes = (0..1 + random.index(3)).map(|_| [1, 300, 3000, 20_000][random.index(4)]).collect();
     let program = Program { steps: 3 + i64::try_from(random.below(6)).expect("few"), sizes };
-    let mut fate = Fate::new(&mut random, &shape, trouble);
+    let mut fate = Fate::new(&mut random, &shape, trouble, program.steps);
     let mut ranks: Vec<Script> = (0..shape.workers).map(|_| Script::default()).collect();
     let mut cluster = Cluster::that_forms_again(seed, shape, elastic, SCHEDULER_WAIT);
     let (mut seen, mut outcome) = (Seen::default(), Reformed::default());
@@ -278,8 +280,8 @@ struct Play<'a> {
 impl Play<'_> {
     fn look(&mut self, cluster: &mut Cluster, rank: &mut Script, random: &mut Random) {
         let worker = &cluster.workers[self.index];
-        if worker.roster.is_none() || matches!(rank.stage, Stage::Returns(_)) {
-            rank.outside = Some(cluster.now());
+        if cluster.is_adrift(self.index) || matches!(rank.stage, Stage::Returns(_)) {
+            rank.adrift = Some(cluster.now());
         }
         if !worker.alive() || rank.stage == Stage::Over {
             rank.flights.clear();

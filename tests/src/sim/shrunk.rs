@@ -383,7 +383,7 @@ fn play(seed: u64, groups: Groups, (may_be_short, shrinks): (bool, bool), dying:
         assert!(!is_late, "seed {seed}: hung; {}", describe(&cluster, &ranks));
         cluster.turn();
         fate.strike(&mut cluster, &mut ranks, (&mut random, &mut seen), &mut outcome);
-        fate.check_blamed(seed, &cluster);
+        fate.check_blamed(seed, &cluster, &mut ranks);
         let ends = has_ended(&cluster);
         let mut all = true;
         for (index, rank) in ranks.iter_mut().enumerate() {

@@ -208,7 +208,7 @@ impl Control {
             }
             Progress::Says(SchedulerMessage::Heartbeat) => {}
             Progress::Says(message) => return Ok(Some(message)),
-            Progress::Leads(found) => self.follow(*found, now, effects),
+            Progress::Leads { found, term } => self.follow((*found, term), now, effects),
             Progress::Failed => lock(&self.agent).not_found(now),
         }
         if self.heart.redial.is_asking() {
@@ -222,8 +222,8 @@ impl Control {
     }
 
     /// Goes over to another scheduler, and asks it for what has no answer.
-    fn follow(&mut self, found: Found, now: Duration, effects: &mut Vec<Effect>) {
-        let Found { sender, receiver, door, term } = found;
+    fn follow(&mut self, found: (Found, u32), now: Duration, effects: &mut Vec<Effect>) {
+        let (Found { sender, receiver, door }, term) = found;
         // Callers ask under this lock: each request goes out by one connection, or by both once.
         let mut agent = lock(&self.agent);
         let Some(asked) = agent.follow(term, now, effects) else { return };

@@ -5,6 +5,7 @@
 
 pub mod agent;
 mod asking;
+mod attending;
 mod control;
 pub(crate) mod declared;
 mod dialing;

@@ -2,9 +2,10 @@
 //! group.
 
 use super::nic_loop::{Command, NicLoop};
-use crate::base::error::{Corruption, Error, SettingError, Source, StartError};
+use crate::base::error::{Error, SettingError, Source, StartError};
 use crate::host::switches::Switches;
-use crate::job::agent::{Lanes, over_error};
+use crate::job::agent::Lanes;
+use crate::job::attending::Attendant;
 use crate::job::control::Heart;
 use crate::job::dialing::{Dialing, End, Links, host_id};
 use crate::job::neighbours::{Door, Wakers};
@@ -12,12 +13,11 @@ use crate::job::places;
 use crate::nic::{NicConfig, NicStatistics, Peer, Report};
 use bps_engine::base::{CoreId, Rank};
 use bps_engine::config::{Config, TransportChoice};
-use bps_engine::control::{JobKey, Link, LinkError, LinkReceiver, LinkSender, Redial};
+use bps_engine::control::{JobKey, Link, LinkReceiver, LinkSender, Redial};
 use bps_engine::lane::{EndpointBuilder, Needs};
 use bps_engine::mem::Budget;
-use bps_engine::proto::messages::{
-    Node, NodeMessage, Origin, OverReason, Party, Planning, Register, Roster, SchedulerMessage,
-};
+use bps_engine::proto::absence::Absence;
+use bps_engine::proto::messages::{Node, NodeMessage, Origin, Party, Planning, Register, Roster};
 use bps_engine::proto::objects::ObjectKeys;
 use bps_engine::proto::pulse::Pulse;
 use bps_engine::proto::tuning::{Tuning, credit_parts};
@@ -37,14 +37,10 @@ use std::time::{Duration, Instant};
 const HELPED_CPUS: usize = 8;
 /// And how many: with two, large sums take half of their time, as docs/performance.md says.
 const HELPERS: usize = 2;
-/// Between two looks at the lanes that are being dialed.
-const LOOK: Duration = Duration::from_millis(2);
 /// How long a rank that goes on to another epoch waits for the scheduler to hear of it.
 const GOODBYE: Duration = Duration::from_secs(5);
 /// How often a rank that waits for the others looks after its heartbeats.
-const TICK: Duration = Duration::from_millis(50);
-/// How long the scheduler has to say why a peer can't be reached.
-const VERDICT: Duration = Duration::from_secs(2);
+pub(super) const TICK: Duration = Duration::from_millis(50);
 
 /// Descriptors that a worker process may open beside its lanes' own, and those of a lane.
 const DESCRIPTORS: u64 = 1024;
@@ -147,7 +143,7 @@ pub(crate) fn join(
 }
 
 /// Why an epoch was not joined.
-enum Missed {
+pub(super) enum Missed {
     /// It is over, and who had this session may be in the next one.
     Epoch(u64),
     /// The scheduler is lost; whoever had this session is of an elastic job that has formed.
@@ -221,9 +217,21 @@ fn join_epoch(
     let address = knock_at.address.to_string();
     let (interval, timeout) = (config.heartbeat_interval, config.heartbeat_timeout);
     let pulse = Pulse::new(&address, interval, timeout, start.elapsed());
-    let session = knock_at.session;
-    let mut attendant = Attendant { start, pulse, session, sender, receiver };
-    let roster = attendant.wait_for_roster(config, former.is_some())?;
+    let root = (config.root_uri.as_str(), config.root_port);
+    // One that is new knows of no job that outlives its scheduler.
+    let wait = if former.is_some() { config.scheduler_wait } else { Duration::ZERO };
+    let mut attendant = Attendant {
+        start,
+        pulse,
+        sender,
+        receiver,
+        door: knock_at,
+        register,
+        redial: Redial::to_register(root, &key, (interval, timeout)),
+        absence: Absence::new(wait),
+    };
+    let roster = attendant.wait_for_roster(config)?;
+    let session = attendant.register.session;
     if let Some(change) = &roster.change {
         log::info!("rank {} of {}: {change}", roster.index, roster.size);
     }
@@ -231,7 +239,8 @@ fn join_epoch(
     let lanes = cores + roster.neighbours.len();
     host::raise_descriptor_limit(DESCRIPTORS + DESCRIPTORS_OF_LANE * lanes as u64);
     let dialing = Dialing::start(config, &key, &roster, &wakers, rails, door)?;
-    let Links { nic: links, order } = match attendant.wait_for_lanes(dialing) {
+    let outlasts = roster.elastic && !config.scheduler_wait.is_zero();
+    let Links { nic: links, order } = match attendant.wait_for_lanes(dialing, outlasts) {
         Err(Missed::Epoch(session)) => {
             // The scheduler waits for this rank.
             let _ = attendant.sender.send(&NodeMessage::Leave { suspend: true });
@@ -244,108 +253,19 @@ fn join_epoch(
         }
         links => links?,
     };
-    let Attendant { start: began, pulse, sender, receiver, .. } = attendant;
-    let root = (config.root_uri.as_str(), config.root_port);
+    let Attendant { start: began, pulse, sender, receiver, door, register, .. } = attendant;
     let redial = Redial::new(root, &key, session, (interval, timeout));
-    let heart = Heart { began, door: knock_at, knocker: None, redial, register, is_cut: false };
+    let heart = Heart { began, door, knocker: None, redial, register, is_cut: false };
     let object_keys = ObjectKeys::new(&key, &roster.job, roster.epoch);
     Ok(Joined { roster, sender, receiver, heart, pulse, object_keys, links, order, wakers })
 }
 
 /// The connection to the scheduler failed before the job had formed.
-fn lost(error: impl std::error::Error + Send + Sync + 'static) -> StartError {
+pub(super) fn lost(error: impl std::error::Error + Send + Sync + 'static) -> StartError {
     StartError::SchedulerLost { source: Source::new(error) }
 }
 
-/// Looks after the connection to the scheduler until the control thread does.
-struct Attendant {
-    start: Instant,
-    pulse: Pulse,
-    session: u64,
-    sender: LinkSender,
-    receiver: LinkReceiver,
-}
-
-impl Attendant {
-    /// The next message of the scheduler, if one comes within `wait`, or a tick. Heartbeats go out
-    /// as they are due.
-    fn attend(&mut self, wait: Duration) -> Result<Option<SchedulerMessage>, Error> {
-        let beat = self.pulse.look(self.start.elapsed());
-        if let Some(silent) = beat.silent {
-            return Err(StartError::SchedulerSilent(self.pulse.complaint(silent)).into());
-        }
-        if beat.send {
-            self.sender.send(&NodeMessage::Heartbeat { rounds: 0 }).map_err(lost)?;
-        }
-        let message = self.receiver.receive(wait.min(TICK)).map_err(|error| match error {
-            LinkError::Altered { .. } => Corruption::Control(Source::new(error)).into(),
-            _ => Error::from(lost(error)),
-        })?;
-        if let Some(SchedulerMessage::Heartbeat) = message {
-            self.pulse.answered(self.start.elapsed());
-            return Ok(None);
-        }
-        Ok(message)
-    }
-
-    /// The roster. A rank that comes back may have to wait for others to notice that their epoch is
-    /// over.
-    fn wait_for_roster(&mut self, config: &Config, comes_back: bool) -> Result<Roster, Error> {
-        let others = if comes_back { config.stall_timeout } else { Duration::ZERO };
-        let limit = config.start_timeout.max(others) + Duration::from_secs(2);
-        loop {
-            let left = limit.saturating_sub(self.start.elapsed());
-            if left.is_zero() {
-                let (waited, scheduler) =
-                    (config.start_timeout, format!("{}:{}", config.root_uri, config.root_port));
-                return Err(StartError::NoRoster { waited, scheduler }.into());
-            }
-            match self.attend(left)? {
-                Some(SchedulerMessage::Waiting { text }) => log::info!("{text}"),
-                Some(SchedulerMessage::Roster(roster)) => return Ok(roster),
-                Some(SchedulerMessage::Over { reason }) => {
-                    return Err(StartError::NotFormed(Arc::new(reason)).into());
-                }
-                Some(_) | None => {}
-            }
-        }
-    }
-
-    /// Waits for the lanes. What the scheduler says meanwhile is kept for the control thread, but
-    /// for the end of the job.
-    fn wait_for_lanes(&mut self, mut dialing: Dialing) -> Result<Links, Missed> {
-        let mut early = Vec::new();
-        let mut failed: Option<(Instant, Error)> = None;
-        loop {
-            if failed.is_none() {
-                match dialing.poll() {
-                    Ok(None) => {}
-                    Ok(Some(links)) => {
-                        self.receiver.put_back(early);
-                        return Ok(links);
-                    }
-                    Err(error) => failed = Some((Instant::now(), error)),
-                }
-            }
-            match self.attend(LOOK)? {
-                Some(SchedulerMessage::Over { reason: OverReason::Reforming { .. } }) => {
-                    return Err(Missed::Epoch(self.session));
-                }
-                Some(SchedulerMessage::Over { reason }) => return Err(over_error(reason).into()),
-                Some(message) => early.push(message),
-                None => {}
-            }
-            // A peer that can't be reached may have died: the scheduler knows better.
-            if let Some((_, error)) = failed.take_if(|(since, _)| since.elapsed() >= VERDICT) {
-                let message = error.to_string();
-                let _ = self.sender.send(&NodeMessage::failed(message));
-                return Err(error.into());
-            }
-        }
-    }
-}
-
-fn register(
+pub(super) fn register(
     config: &Config,
     local: Option<String>,
     session: u64,

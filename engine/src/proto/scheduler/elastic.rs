@@ -258,6 +258,19 @@ impl Scheduler {
         self.tell_newcomers();
     }
 
+    /// Whether a rank that comes back by this connection has come back by another one, whatever has
+    /// become of it there: it has looked for another scheduler while this one was silent, and found
+    /// this one.
+    pub(super) fn comes_twice(&mut self, node: NodeId, register: &Register) -> bool {
+        let mut others = self.peers.iter().filter(|(other, _)| **other != node);
+        let comes_twice =
+            register.former.is_some() && others.any(|(_, one)| one.former == register.former);
+        if comes_twice {
+            self.drop_stranger(node, "it is here already");
+        }
+        comes_twice
+    }
+
     /// A rank that comes back to a scheduler that does not know of it, because the one that knew is
     /// lost, comes as a new one.
     fn known_before(&self, mut register: Register) -> Register {

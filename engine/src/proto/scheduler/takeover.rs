@@ -543,6 +543,7 @@ impl Scheduler {
                 pid: register.pid,
                 who: name(register),
                 session: None,
+                former: None,
                 connected: now,
                 heard: now,
                 rounds: 0,

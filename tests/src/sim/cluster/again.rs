@@ -3,7 +3,7 @@
 //!
 //! Invariant: whoever comes registers behind its last word on the connection that it had.
 
-use super::schedulers::{CONNECTIONS, PATIENCE, State};
+use super::schedulers::{CONNECTIONS, State};
 use super::{
     Cluster, Duration, Elastic, Error, Letter, Member, Mpsc, NicCommand, NodeId, NodeMessage,
     Register, Shape, StartError, Way, worker_agent,
@@ -24,12 +24,19 @@ pub(super) struct Coming {
     /// Since when there is no scheduler.
     lost: Option<Duration>,
     /// When it last heard of one; `None` before it is connected.
-    heard: Option<Duration>,
+    pub(super) heard: Option<Duration>,
+    /// Since when that one is silent.
+    pub(super) silent: Option<Duration>,
 }
 
 impl Coming {
     pub(super) fn is_there(&self) -> bool {
         self.heard.is_some()
+    }
+
+    /// Whether it has been in an epoch.
+    pub(super) fn comes_back(&self) -> bool {
+        self.former.is_some()
     }
 }
 
@@ -67,6 +74,20 @@ impl Cluster {
     #[must_use]
     pub fn is_coming(&self, index: usize) -> bool {
         self.workers[index].coming.is_some()
+    }
+
+    /// Whether a rank has come to a scheduler for its next epoch, and waits for that.
+    #[must_use]
+    pub fn waits_again(&self, index: usize) -> bool {
+        let coming = self.workers[index].coming.as_ref();
+        coming.is_some_and(|coming| coming.is_there() && coming.comes_back())
+    }
+
+    /// Whether a rank is of no epoch, and has no connection to a scheduler.
+    #[must_use]
+    pub fn is_adrift(&self, index: usize) -> bool {
+        let worker = &self.workers[index];
+        worker.roster.is_none() && !worker.coming.as_ref().is_some_and(Coming::is_there)
     }
 
     /// Whether all servers with which the job began, and that live, know it.
@@ -147,7 +168,7 @@ impl Cluster {
     fn set_out(&mut self, member: Member, former: Option<u64>, then: Duration) {
         self.sequence += 1;
         let attempt = self.sequence;
-        let coming = Coming { former, attempt, lost: None, heard: None };
+        let coming = Coming { former, attempt, lost: None, heard: None, silent: None };
         *self.coming(member) = Some(coming);
         self.dial_at(member, attempt, then);
     }
@@ -185,6 +206,7 @@ impl Cluster {
             return self.dial_at(member, attempt, now + PAUSE);
         }
         coming.heard = Some(now);
+        coming.silent = None;
         let former = coming.former;
         self.sequence += 1;
         let node = NodeId(last as u64 * CONNECTIONS + CONNECTIONS / 2 + self.sequence);
@@ -195,7 +217,7 @@ impl Cluster {
         self.mail(Letter::Up(node, NodeMessage::Register(register)));
     }
 
-    fn give_up_coming(&mut self, member: Member) {
+    pub(super) fn give_up_coming(&mut self, member: Member) {
         *self.coming(member) = None;
         match member {
             Member::Worker(index) => {
@@ -213,7 +235,8 @@ impl Cluster {
         let now = self.now();
         let Some(coming) = self.coming(member) else { return true };
         let is_there = coming.is_there();
-        coming.heard = coming.heard.map(|_| now);
+        (coming.heard, coming.silent) = (coming.heard.map(|_| now), None);
+        self.way(member).stop_dialing();
         is_there
     }
 
@@ -231,21 +254,6 @@ impl Cluster {
         coming.lost.get_or_insert(now);
         let attempt = coming.attempt;
         self.dial_at(member, attempt, now + PAUSE);
-    }
-
-    /// Time passes for ranks that wait for the next epoch and hear nothing.
-    pub(super) fn look_for_silence(&mut self) {
-        let now = self.now();
-        for index in 0..self.workers.len() {
-            let worker = &self.workers[index];
-            let heard = worker.coming.as_ref().and_then(|one| one.heard);
-            let is_silent = heard.is_some_and(|heard| now >= heard + PATIENCE);
-            if is_silent && worker.alive && worker.over.is_none() {
-                let node = worker.way.node;
-                self.mail(Letter::Gone(node));
-                self.lose_while_coming(index);
-            }
-        }
     }
 
     /// The network between the scheduler and a rank breaks: each takes the other's end for closed.

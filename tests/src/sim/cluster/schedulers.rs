@@ -69,6 +69,24 @@ impl Way {
         Way { node, register, is_cut: false, dialing: None, asked: None, held: Vec::new() }
     }
 
+    /// Whether another scheduler was asked and has not answered.
+    pub(super) fn is_asking(&self) -> bool {
+        self.asked.is_some()
+    }
+
+    pub(super) fn is_dialing(&self) -> bool {
+        self.dialing.is_some()
+    }
+
+    pub(super) fn stop_dialing(&mut self) {
+        self.dialing = None;
+    }
+
+    /// Forgets that another scheduler was asked. Returns the connection to it.
+    pub(super) fn forget_asked(&mut self) -> Option<NodeId> {
+        self.asked.take().map(|asked| asked.node)
+    }
+
     fn has(&self, node: NodeId) -> bool {
         self.node == node || self.asked.as_ref().is_some_and(|asked| asked.node == node)
     }
@@ -102,6 +120,13 @@ impl Cluster {
     pub fn start_scheduler(&mut self) {
         let scheduler = Scheduler::new(self.config.clone(), self.now());
         self.schedulers.push(Process::new(scheduler));
+    }
+
+    /// Whether a rank waits for the answer of a scheduler beside which another one has started.
+    #[must_use]
+    pub fn asks_beside(&self, index: usize) -> bool {
+        let asked = self.workers[index].way.asked.as_ref();
+        asked.is_some_and(|asked| scheduler_of(asked.node) + 1 < self.schedulers.len())
     }
 
     /// A scheduler that was stopped goes on, whether or not another has taken over.
@@ -174,12 +199,19 @@ impl Cluster {
     pub(super) fn hear(&mut self, node: NodeId, message: Option<SchedulerMessage>) {
         let now = self.now();
         let Some(member) = self.member_of(node) else { return };
+        let has_two = self.has_two(member);
         let way = self.way(member);
         let Some(asked) = &mut way.asked else { return self.heed(member, message) };
-        if asked.node != node {
+        let is_old = asked.node != node;
+        if !is_old {
+            asked.heard = now;
+        }
+        if let Some(index) = has_two {
+            return self.hear_one_of_two(index, is_old, message);
+        }
+        if is_old {
             return way.held.push(message);
         }
-        asked.heard = now;
         match message {
             None => self.give_up_asking(member),
             Some(SchedulerMessage::Heartbeat) => {}
@@ -188,7 +220,7 @@ impl Cluster {
         }
     }
 
-    fn heed(&mut self, member: Member, message: Option<SchedulerMessage>) {
+    pub(super) fn heed(&mut self, member: Member, message: Option<SchedulerMessage>) {
         if !self.hear_while_coming(member) {
             // Of a connection that it has left.
             return;
@@ -264,10 +296,13 @@ impl Cluster {
         way.asked = Some(Asked { node, heard: now, beat: now });
         let register = way.register.clone();
         let messages = match member {
-            Member::Worker(index) => {
-                let agent = self.workers[index].agent.as_ref();
-                agent.map(|agent| agent.resume(register)).unwrap_or_default()
-            }
+            Member::Worker(index) => match &self.workers[index].agent {
+                Some(agent) => agent.resume(register),
+                // It is between two epochs.
+                None => {
+                    vec![NodeMessage::Register(Register { session: node.0 + 1, ..register })]
+                }
+            },
             Member::Server(index) => self.servers[index].agent.resume(register),
         };
         self.schedulers[index].machine.handle_connected(node, now);

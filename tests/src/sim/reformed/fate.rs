@@ -31,23 +31,25 @@ pub(super) struct Fate {
     losses: Vec<Duration>,
     /// One was lost while a node did not know the job yet.
     unformed: bool,
-    /// When one was last stopped, and since when ranks may have been at a loss because of that:
-    /// another one had started beside it, or they had lost patience.
+    /// When one was last stopped, and since when ranks may have been at a loss because another one
+    /// had started beside it.
     frozen: Duration,
     loose: Option<Duration>,
     /// Ranks whose end was looked at.
     told: Vec<bool>,
     arrived: Vec<Duration>,
+    /// How often a scheduler is still to stop while ranks wait for their next epoch.
+    stops: usize,
+    /// How many steps there are.
+    steps: i64,
     parted_servers: Vec<usize>,
 }
 
-/// How long nodes hear a scheduler out that is silent.
-const PATIENCE: Duration = Duration::from_secs(4);
 /// Paths that a job bears one after the other.
 const PATHS_MAX: usize = 3;
 
 impl Fate {
-    pub(super) fn new(random: &mut Random, shape: &Shape, trouble: Trouble) -> Fate {
+    pub(super) fn new(random: &mut Random, shape: &Shape, trouble: Trouble, steps: i64) -> Fate {
         let mut blows = Vec::new();
         let mut add = |random: &mut Random, blow, most: usize, least: usize| {
             let count = least + random.index(most - least + 1);
@@ -56,7 +58,9 @@ impl Fate {
         let (ranks, servers) = (shape.workers as usize, shape.servers as usize);
         add(random, Blow::Rank, ranks - 1, 0);
         add(random, Blow::Server, servers - 1, 0);
-        if trouble != Trouble::Deaths {
+        if trouble == Trouble::Stopped {
+            add(random, Blow::Rank, 1, 1);
+        } else if trouble != Trouble::Deaths {
             add(random, Blow::Scheduler, 3, 1);
         }
         if trouble == Trouble::Paths {
@@ -82,6 +86,8 @@ impl Fate {
             frozen: Duration::ZERO,
             loose: None,
             told: Vec::new(),
+            stops: if trouble == Trouble::Stopped { 1 + random.index(2) } else { 0 },
+            steps,
             parted_servers: Vec::new(),
             arrived: vec![Duration::ZERO; ranks],
         }
@@ -99,9 +105,6 @@ impl Fate {
         if self.thaws.take_if(|at| now >= *at).is_some() {
             cluster.thaw_scheduler();
             self.starts = None;
-            if now >= self.frozen + PATIENCE {
-                self.loose.get_or_insert(self.frozen);
-            }
         }
         if self.starts.take_if(|at| now >= *at).is_some() {
             if self.thaws.is_some() {
@@ -116,6 +119,18 @@ impl Fate {
         });
         if is_between && !self.blows.is_empty() && random.once_in(40) {
             self.at = self.at.min(now);
+        }
+        let waits = |index: usize| cluster.workers[index].alive() && cluster.waits_again(index);
+        let may_stop = self.stops > 0 && self.thaws.is_none() && (0..ranks.len()).any(waits);
+        if may_stop && random.once_in(5) {
+            // Nodes lose patience meanwhile, and find no other.
+            self.stops -= 1;
+            outcome.schedulers += 1;
+            outcome.forming += 1;
+            self.losses.push(now);
+            cluster.freeze_scheduler();
+            self.frozen = now;
+            self.thaws = Some(now + Duration::from_micros(4_000_000 + random.below(10_000_000)));
         }
         while now >= self.at
             && let Some(blow) = self.blows.pop()
@@ -248,21 +263,29 @@ impl Fate {
         let (is_of_start, arrived) = (matches!(error, Error::Start(_)), self.arrived[index]);
         let is_lost = self.losses.iter().any(|lost| *lost >= arrived);
         let is_given_up = text.contains("declared this process dead") || text.contains("given up");
-        let is_new = !rank.was_in && arrived > Duration::ZERO && is_of_start;
-        // Whoever was of no epoch then may have come to one that led nobody, or have hung up.
-        let was_outside =
-            |since: Duration| rank.outside.is_some_and(|last| last >= since) || rank.parted;
+        // An epoch that had only begun when its scheduler was lost, and that nobody else knew, is
+        // as none: whoever was in it comes as a new one, and the others may have finished by then.
+        let sent_back = format!("(host worker-host-{index}, pid 1) may come as a new worker");
+        let is_sent_back = cluster.log.iter().any(|line| line.contains(&sent_back));
+        let is_later = !rank.was_in && arrived > Duration::ZERO;
+        let is_new = (is_later || is_sent_back) && is_of_start;
+        // Whoever had left the one that was stopped may have found the other, to which nobody else
+        // came: it has no way back.
+        let was_adrift =
+            |since: Duration| rank.adrift.is_some_and(|last| last >= since) || rank.parted;
         // Whoever alone followed another scheduler, beside one that others follow still or again,
         // hears from it that they are dead.
         let is_silent = self.loose.is_some() && text.contains("no heartbeat for");
-        if self.unformed || is_silent || self.loose.is_some_and(was_outside) {
+        if self.unformed || is_silent || self.loose.is_some_and(was_adrift) {
+        } else if rank.step == self.steps && text.contains("all workers have finished") {
+            // It was to say so as well, and its epoch ended meanwhile.
         } else if is_new && (cluster.done || is_lost) {
             outcome.sent_away += 1;
         } else if rank.parted && is_given_up {
             outcome.given_up += 1;
         } else if rank.parted && cluster.done && is_without(&text) {
-            // The job has finished without it, and its scheduler is no more: or another one has
-            // come, to which it is all that there is of the job.
+            // The job has finished without it: its scheduler says so still, or is no more; or another
+            // one has come, to which it is all that there is of the job.
         } else {
             return Err(format!("ended: {text}"));
         }
@@ -290,8 +313,13 @@ impl Fate {
     }
 }
 
-/// Whether somebody has found no scheduler, or one that leads nobody else.
+/// Whether somebody has found no scheduler, or one that leads nobody else any more.
 fn is_without(text: &str) -> bool {
-    let how = ["none has taken over", "was lost while the job formed", "no server left"];
+    let how = [
+        "none has taken over",
+        "was lost while the job formed",
+        "no server left",
+        "all workers have finished",
+    ];
     how.iter().any(|how| text.contains(how))
 }

@@ -108,10 +108,26 @@ impl Fate {
         }
     }
 
-    /// Nobody is taken for dead who was not killed.
-    pub(super) fn check_blamed(&self, seed: u64, cluster: &Cluster) {
+    /// Nobody is taken for dead who was not killed; but whoever has asked a scheduler that was
+    /// stopped then, beside which another one was started, is missed by that one.
+    pub(super) fn check_blamed(&mut self, seed: u64, cluster: &Cluster, ranks: &mut [Script]) {
         if self.dying == Dying::Schedulers {
-            for worker in cluster.workers.iter().filter(|worker| worker.alive()) {
+            for (index, rank) in ranks.iter_mut().enumerate() {
+                let roster = &cluster.workers[index].roster;
+                let number = roster.as_ref().map(|roster| Rank(roster.index));
+                let is_blamed = number.is_some_and(|number| {
+                    !self.killed.contains(&number)
+                        && cluster.workers.iter().any(|worker| worker.gone.contains(&number))
+                });
+                if is_blamed && cluster.asks_beside(index) {
+                    rank.hidden = true;
+                    self.killed.extend(number);
+                }
+            }
+            for (worker, rank) in cluster.workers.iter().zip(&*ranks) {
+                if !worker.alive() || rank.hidden {
+                    continue;
+                }
                 let blamed = worker.gone.iter().all(|rank| self.killed.contains(rank));
                 assert!(blamed, "seed {seed}: {:?} are gone, {:?} died", worker.gone, self.killed);
             }

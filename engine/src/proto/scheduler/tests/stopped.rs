@@ -42,3 +42,28 @@ fn ranks_between_two_epochs_have_their_time_once_the_scheduler_goes_on() {
     bench.pass(2_000, &[0, 12, 100]);
     assert_eq!(bench.roster(12).size, 1);
 }
+
+#[test]
+fn a_rank_that_looked_for_another_scheduler_and_found_the_same_one_is_here_once() {
+    let mut bench = formed(3, 1, elastic());
+    bench.close(1);
+    bench.reset(100);
+    bench.back(0, 10, 1000);
+    bench.now += ms(5_000);
+    bench.join(20, worker(9, 20, Some(1000)));
+    assert!(bench.closed.contains(&NodeId(20)) && bench.heard(20).is_empty());
+    bench.back(2, 12, 1002);
+    for (rank, node) in [(0, 10), (1, 12)] {
+        let Some(SchedulerMessage::Roster(roster)) = bench.heard(node).pop() else {
+            panic!("node {node} has no roster: {:?}", bench.log);
+        };
+        assert_eq!((roster.index, roster.size), (rank, 2));
+    }
+    // Its further connection may be so late that this epoch is over as well.
+    bench.close(12);
+    bench.join(21, worker(9, 21, Some(1000)));
+    assert!(bench.closed.contains(&NodeId(21)) && bench.heard(21).is_empty());
+    bench.reset(100);
+    bench.back(10, 30, 10);
+    assert_eq!(bench.roster(30).size, 1);
+}
