@@ -170,11 +170,7 @@ impl Scheduler {
         }
         if !is_fresh {
             let session = register.session;
-            let is_there = self.peers.iter().any(|(other, peer)| {
-                *other != node
-                    && peer.session == Some(session)
-                    && matches!(peer.standing, Standing::Worker(_) | Standing::Server)
-            });
+            let is_there = self.is_here(node, session);
             if is_there || resume.roster.job != self.config.job {
                 let why = if is_there { "it is here already" } else { "it is of another job" };
                 return self.drop_stranger(node, why);

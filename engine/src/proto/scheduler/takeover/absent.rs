@@ -105,6 +105,16 @@ impl Scheduler {
         self.config.heartbeat_timeout * 5 / 4
     }
 
+    /// Whether a member that resumes by this connection is here by another one. Its epoch may just
+    /// have ended, and it has not read so yet.
+    pub(super) fn is_here(&self, node: NodeId, session: u64) -> bool {
+        let is_member = |standing: &Standing| {
+            matches!(standing, Standing::Worker(_) | Standing::Server | Standing::Former(_))
+        };
+        let mut others = self.peers.iter().filter(|(other, _)| **other != node);
+        others.any(|(_, one)| one.session == Some(session) && is_member(&one.standing))
+    }
+
     /// Ranks of the last roster that have come as new ones: the lost scheduler knew that they were
     /// between two connections, and nobody else does.
     pub(super) fn returning(&self, takeover: &Takeover) -> Vec<Seat> {

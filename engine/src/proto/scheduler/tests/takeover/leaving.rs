@@ -182,3 +182,16 @@ fn a_rank_of_an_epoch_that_nobody_else_knows_may_come_as_a_new_one() {
     job.bench.join(95, Register { session: 95, former, ..register });
     assert_eq!(job.bench.early_count(), 1, "{}", job.log());
 }
+
+#[test]
+fn a_second_connection_of_a_rank_whose_epoch_has_just_ended_is_closed_and_changes_nothing() {
+    let mut job = Job::formed(3, 1, false);
+    job.bench.close(1);
+    // It has not read yet that its epoch is over.
+    job.bench.connect(70);
+    let account = job.members[0].account().remove(0);
+    job.bench.say(70, account);
+    assert_eq!(job.bench.closed, [NodeId(70)]);
+    assert!(job.bench.heard(70).is_empty());
+    let OverReason::Reforming { .. } = job.bench.over(0) else { panic!("{}", job.log()) };
+}
