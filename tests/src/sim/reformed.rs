@@ -37,7 +37,7 @@ pub enum Trouble {
     Paths,
     /// And ranks and servers come, of which some die.
     Newcomers,
-    /// Ranks and servers die, and the scheduler stops for a while when ranks are between two epochs.
+    /// Ranks and servers die, and the scheduler stops for a while when ranks are between epochs.
     Stopped,
 }
 

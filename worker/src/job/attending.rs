@@ -9,8 +9,7 @@
 mod tests;
 
 use super::dialing::{Dialing, Links};
-use super::start::{Missed, TICK, lost};
-use crate::base::error::{Corruption, Error, Source, StartError};
+use crate::base::error::{Corruption, Error, SettingError, Source, StartError};
 use crate::job::agent::over_error;
 use bps_engine::config::Config;
 use bps_engine::control::{Door, Found, LinkError, LinkReceiver, LinkSender, Progress, Redial};
@@ -25,6 +24,47 @@ use std::time::{Duration, Instant};
 const LOOK: Duration = Duration::from_millis(2);
 /// How long the scheduler has to say why a peer can't be reached.
 const VERDICT: Duration = Duration::from_secs(2);
+
+/// How often a rank that waits for the others looks after its heartbeats.
+pub(super) const TICK: Duration = Duration::from_millis(50);
+
+/// Why an epoch was not joined.
+pub(super) enum Missed {
+    /// It is over, and who had this session may be in the next one.
+    Epoch(u64),
+    /// The scheduler is lost; whoever had this session is of an elastic job that has formed.
+    Scheduler(Option<u64>, StartError),
+    Job(Error),
+}
+
+impl From<Error> for Missed {
+    fn from(error: Error) -> Missed {
+        match error {
+            Error::Start(error) => error.into(),
+            error => Missed::Job(error),
+        }
+    }
+}
+
+impl From<StartError> for Missed {
+    fn from(error: StartError) -> Missed {
+        if error.is_of_scheduler() {
+            return Missed::Scheduler(None, error);
+        }
+        Missed::Job(error.into())
+    }
+}
+
+impl From<SettingError> for Missed {
+    fn from(error: SettingError) -> Missed {
+        Missed::Job(error.into())
+    }
+}
+
+/// The connection to the scheduler failed before the job had formed.
+pub(super) fn lost(error: impl std::error::Error + Send + Sync + 'static) -> StartError {
+    StartError::SchedulerLost { source: Source::new(error) }
+}
 
 /// See the [module](self).
 pub(super) struct Attendant {
@@ -42,8 +82,8 @@ pub(super) struct Attendant {
 }
 
 impl Attendant {
-    /// Sends heartbeats as they are due. Returns for how long the scheduler has been silent, if that
-    /// is too long.
+    /// Sends heartbeats as they are due. Returns for how long the scheduler has been silent, if
+    /// that is too long.
     fn beat(&mut self) -> Result<Option<Duration>, Error> {
         let beat = self.pulse.look(self.start.elapsed());
         if beat.send {
@@ -74,8 +114,8 @@ impl Attendant {
         Ok(None)
     }
 
-    /// The next message of the scheduler, if one comes within `wait`, or a tick; where it is silent,
-    /// or was, perhaps of another one.
+    /// The next message of the scheduler, if one comes within `wait`, or a tick; where it is
+    /// silent, or was, perhaps of another one.
     fn attend(&mut self, wait: Duration) -> Result<Option<SchedulerMessage>, Missed> {
         if let Some(silent) = self.beat()? {
             let complaint = self.pulse.complaint(silent);

@@ -5,7 +5,7 @@ use super::nic_loop::{Command, NicLoop};
 use crate::base::error::{Error, SettingError, Source, StartError};
 use crate::host::switches::Switches;
 use crate::job::agent::Lanes;
-use crate::job::attending::Attendant;
+use crate::job::attending::{Attendant, Missed, TICK, lost};
 use crate::job::control::Heart;
 use crate::job::dialing::{Dialing, End, Links, host_id};
 use crate::job::neighbours::{Door, Wakers};
@@ -39,8 +39,6 @@ const HELPED_CPUS: usize = 8;
 const HELPERS: usize = 2;
 /// How long a rank that goes on to another epoch waits for the scheduler to hear of it.
 const GOODBYE: Duration = Duration::from_secs(5);
-/// How often a rank that waits for the others looks after its heartbeats.
-pub(super) const TICK: Duration = Duration::from_millis(50);
 
 /// Descriptors that a worker process may open beside its lanes' own, and those of a lane.
 const DESCRIPTORS: u64 = 1024;
@@ -142,39 +140,6 @@ pub(crate) fn join(
     }
 }
 
-/// Why an epoch was not joined.
-pub(super) enum Missed {
-    /// It is over, and who had this session may be in the next one.
-    Epoch(u64),
-    /// The scheduler is lost; whoever had this session is of an elastic job that has formed.
-    Scheduler(Option<u64>, StartError),
-    Job(Error),
-}
-
-impl From<Error> for Missed {
-    fn from(error: Error) -> Missed {
-        match error {
-            Error::Start(error) => error.into(),
-            error => Missed::Job(error),
-        }
-    }
-}
-
-impl From<StartError> for Missed {
-    fn from(error: StartError) -> Missed {
-        if error.is_of_scheduler() {
-            return Missed::Scheduler(None, error);
-        }
-        Missed::Job(error.into())
-    }
-}
-
-impl From<SettingError> for Missed {
-    fn from(error: SettingError) -> Missed {
-        Missed::Job(error.into())
-    }
-}
-
 fn join_epoch(
     config: &Config,
     former: Option<u64>,
@@ -260,12 +225,7 @@ fn join_epoch(
     Ok(Joined { roster, sender, receiver, heart, pulse, object_keys, links, order, wakers })
 }
 
-/// The connection to the scheduler failed before the job had formed.
-pub(super) fn lost(error: impl std::error::Error + Send + Sync + 'static) -> StartError {
-    StartError::SchedulerLost { source: Source::new(error) }
-}
-
-pub(super) fn register(
+fn register(
     config: &Config,
     local: Option<String>,
     session: u64,

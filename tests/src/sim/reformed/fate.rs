@@ -284,8 +284,8 @@ impl Fate {
         } else if rank.parted && is_given_up {
             outcome.given_up += 1;
         } else if rank.parted && cluster.done && is_without(&text) {
-            // The job has finished without it: its scheduler says so still, or is no more; or another
-            // one has come, to which it is all that there is of the job.
+            // The job has finished without it: its scheduler says so still, or is no more; or
+            // another one has come, to which it is all that there is of the job.
         } else {
             return Err(format!("ended: {text}"));
         }

@@ -2,10 +2,9 @@
 
 use super::*;
 use crate::base::lock;
-use crate::job::start::register;
 use bps_engine::base::Epoch;
 use bps_engine::control::{Acceptor, Inbox, JobKey, Link, Listener, Socket, encode};
-use bps_engine::proto::messages::Origin;
+use bps_engine::proto::messages::{Node, Origin};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::Mutex;
@@ -98,7 +97,25 @@ fn between(one: &Scheduler, another: &Scheduler, former: Option<u64>) -> Attenda
     let link = Link::connect("127.0.0.1", one.port, &key, SOON).unwrap();
     let door = link.door(&key).unwrap();
     let (sender, receiver) = link.split();
-    let register = Register { former, ..register(&config(), None, door.session, None) };
+    let node = Node::Server {
+        cores: Vec::new(),
+        shm: None,
+        rdma: false,
+        colocated: false,
+        preferred: None,
+    };
+    let register = Register {
+        node,
+        host: "here".to_owned(),
+        host_id: "here".to_owned(),
+        pid: 1,
+        session: door.session,
+        former,
+        release: "0".to_owned(),
+        num_workers: 1,
+        num_servers: 0,
+        encrypt: false,
+    };
     let wait = if former.is_some() { SOON } else { Duration::ZERO };
     Attendant {
         start: Instant::now(),
