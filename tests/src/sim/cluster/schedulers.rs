@@ -122,11 +122,15 @@ impl Cluster {
         self.schedulers.push(Process::new(scheduler));
     }
 
-    /// Whether a rank waits for the answer of a scheduler beside which another one has started.
+    /// Whether two ranks look for their job at different schedulers, or one waits for the answer of
+    /// a scheduler beside which another one has started.
     #[must_use]
-    pub fn asks_beside(&self, index: usize) -> bool {
-        let asked = self.workers[index].way.asked.as_ref();
-        asked.is_some_and(|asked| scheduler_of(asked.node) + 1 < self.schedulers.len())
+    pub fn are_parted(&self, index: usize, other: usize) -> bool {
+        let way = |index: usize| &self.workers[index].way;
+        let asked = |index: usize| way(index).asked.as_ref().map(|one| scheduler_of(one.node));
+        let heeds = |index: usize| asked(index).unwrap_or_else(|| scheduler_of(way(index).node));
+        asked(index).is_some_and(|one| one + 1 < self.schedulers.len())
+            || heeds(index) != heeds(other)
     }
 
     /// A scheduler that was stopped goes on, whether or not another has taken over.

@@ -108,18 +108,21 @@ impl Fate {
         }
     }
 
-    /// Nobody is taken for dead who was not killed; but whoever has asked a scheduler that was
-    /// stopped then, beside which another one was started, is missed by that one.
+    /// Nobody is taken for dead who was not killed; but where a scheduler was stopped and another one
+    /// started beside it, whoever has asked the one is missed by the other.
     pub(super) fn check_blamed(&mut self, seed: u64, cluster: &Cluster, ranks: &mut [Script]) {
         if self.dying == Dying::Schedulers {
             for (index, rank) in ranks.iter_mut().enumerate() {
                 let roster = &cluster.workers[index].roster;
                 let number = roster.as_ref().map(|roster| Rank(roster.index));
-                let is_blamed = number.is_some_and(|number| {
+                let is_parted = number.is_some_and(|number| {
+                    let mut others = (0..).zip(&cluster.workers);
                     !self.killed.contains(&number)
-                        && cluster.workers.iter().any(|worker| worker.gone.contains(&number))
+                        && others.any(|(other, worker)| {
+                            worker.gone.contains(&number) && cluster.are_parted(index, other)
+                        })
                 });
-                if is_blamed && cluster.asks_beside(index) {
+                if is_parted {
                     rank.hidden = true;
                     self.killed.extend(number);
                 }
@@ -129,7 +132,9 @@ impl Fate {
                     continue;
                 }
                 let blamed = worker.gone.iter().all(|rank| self.killed.contains(rank));
-                assert!(blamed, "seed {seed}: {:?} are gone, {:?} died", worker.gone, self.killed);
+                let log = &cluster.log;
+                let (gone, killed) = (&worker.gone, &self.killed);
+                assert!(blamed, "seed {seed}: {gone:?} are gone, {killed:?} died: {log:?}");
             }
         }
     }
