@@ -44,7 +44,7 @@ def inner(parameters):
     return torch.optim.AdamW(parameters, lr=0.02)
 
 
-def alone(size, rank, outer, fragments):
+def alone(size, rank, outer, fragments, delay=0, keep=0.0):
     """The parameters of a rank, of a training of all in this process."""
     import torch
 
@@ -52,46 +52,59 @@ def alone(size, rank, outer, fragments):
     models = [model(0) for _ in range(size)]
     inners = [inner(one.parameters()) for one in models]
     outers = [outer(common[first::fragments]) if outer else None for first in range(fragments)]
-    for step in range(STEPS):
-        for other in range(size):
-            inners[other].zero_grad()
-            models[other](batch(other, step)).square().mean().backward()
-            inners[other].step()
-        turn, left = divmod(step + 1, EVERY // fragments)
-        if left:
-            continue
-        first = (turn - 1) % fragments
-        of_all = [list(one.parameters())[first::fragments] for one in models]
-        for start, *params in zip(common[first::fragments], *of_all, strict=True):
-            start.grad = sum(start.detach() - param.detach() for param in params) / size
+    sent = {}
+
+    def outer_step(first, averages):
+        for start, average in zip(common[first::fragments], averages, strict=True):
+            start.grad = average
             if outer is None:
-                start.data.sub_(start.grad)
+                start.data.sub_(average)
         if outer is not None:
             outers[first].step()
         with torch.no_grad():
-            for params in of_all:
+            for one in models:
+                params = list(one.parameters())[first::fragments]
                 for param, start in zip(params, common[first::fragments], strict=True):
-                    param.copy_(start)
+                    param.copy_(keep * param + (1 - keep) * start)
+
+    for step in range(1, STEPS + 1):
+        for other in range(size):
+            inners[other].zero_grad()
+            models[other](batch(other, step - 1)).square().mean().backward()
+            inners[other].step()
+        turn, left = divmod(step, EVERY // fragments)
+        if left == 0:
+            first = (turn - 1) % fragments
+            of_all = [list(one.parameters())[first::fragments] for one in models]
+            averages = [
+                sum(start.detach() - param.detach() for param in params) / size
+                for start, *params in zip(common[first::fragments], *of_all, strict=True)
+            ]
+            sent[step + delay] = first, averages
+        if step in sent:
+            outer_step(*sent[step])
     return [param.detach() for param in models[rank].parameters()]
 
 
-def together(kind, fragments):
+def together(kind, fragments, delay=0, keep=0.0):
     import torch
 
     import byteps.torch as bps
 
     own = model(0)
-    local = bps.LocalSGD(own, inner(own.parameters()), EVERY, outer_of(kind), fragments=fragments)
+    how = {"fragments": fragments, "delay": delay, "keep": keep}
+    local = bps.LocalSGD(own, inner(own.parameters()), EVERY, outer_of(kind), **how)
     for step in range(STEPS):
-        if step == 7:
-            # From a checkpoint within a round.
+        if step == (6 if delay else 7):
+            # From a checkpoint within a round, and with an outer step due if they are delayed.
             state = local.state_dict()
-            local = bps.LocalSGD(own, local.optimizer, EVERY, outer_of(kind), fragments=fragments)
+            assert ("sent" in state) == (delay > 0)
+            local = bps.LocalSGD(own, local.optimizer, EVERY, outer_of(kind), **how)
             local.load_state_dict(state)
         local.zero_grad()
         own(batch(bps.rank(), step)).square().mean().backward()
         local.step()
-    expected = alone(bps.size(), bps.rank(), outer_of(kind), fragments)
+    expected = alone(bps.size(), bps.rank(), outer_of(kind), fragments, delay, keep)
     for mine, right in zip(own.parameters(), expected, strict=True):
         assert torch.allclose(mine, right, rtol=0, atol=1e-12)
     local.synchronize()
@@ -104,6 +117,14 @@ def together(kind, fragments):
 )
 def test_it_equals_the_arithmetic_of_one_process(trio, kind, fragments):
     trio.run(together, kind, fragments)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fragments", "delay", "keep"),
+    [("nesterov", 1, 3, 0.0), ("none", 1, 3, 0.5), ("nesterov", 2, 1, 0.5)],
+)
+def test_ranks_train_on_while_an_outer_gradient_is_averaged(trio, kind, fragments, delay, keep):
+    trio.run(together, kind, fragments, delay, keep)
 
 
 def begins():
@@ -129,6 +150,9 @@ def begins():
     for every, fragments in ((0, 1), (4, 0), (3, 2), (10, 5)):
         with pytest.raises(ConfigError, match="every is a multiple of fragments"):
             bps.LocalSGD(own, local.optimizer, every, fragments=fragments)
+    for delay, keep in ((-1, 0.0), (2, 0.0), (1, 1.0), (1, -0.1)):
+        with pytest.raises(ConfigError, match=r"delay is below 2, and keep is from 0 to below 1"):
+            bps.LocalSGD(own, local.optimizer, 4, fragments=2, delay=delay, keep=keep)
 
 
 def test_it_begins_with_the_parameters_of_rank_0(job):

@@ -63,8 +63,8 @@ def _check_timelines(folder: Path, said: str) -> None:
         trace = json.loads(path.read_text())
         assert set(trace["metadata"]) == {"0", "1", "server-0"}, name
         names = [event["name"] for event in trace["traceEvents"] if event["ph"] == "X"]
-        # A sum is one round of five parts. Two steps are three, of which two are timed: of each of six
-        # parameters, and of the number of the round.
+        # A sum is one round of five parts. Two steps are three, of which two are timed: of each of
+        # six parameters, and of the number of the round.
         rounds = 5 if name.startswith("sum") else 3 * (6 + 1)
         # Before them goes one round of the tensor whose keys the server takes once it records.
         first = f"timeline.{name}."
