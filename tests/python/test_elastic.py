@@ -101,6 +101,40 @@ def test_a_state_goes_back_to_what_was_committed():
         state.notes.append("c")
 
 
+def momentum_of_a_codec_goes_back():
+    import torch
+
+    import byteps.torch as bps
+    from byteps.torch.elastic import TorchState
+
+    torch.manual_seed(bps.rank())
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = bps.DistributedOptimizer(
+        optimizer, model.named_parameters(), compression=bps.Compression.int8(momentum=0.9)
+    )
+    inputs = torch.randn(3, 4)
+
+    def step():
+        optimizer.zero_grad()
+        model(inputs).square().sum().backward()
+        optimizer.step()
+        return [param.detach().clone() for param in model.parameters()]
+
+    state = TorchState(model, optimizer)
+    step()
+    state.save()
+    first = step()
+    for _ in range(2):
+        step()
+        state.restore()
+        assert all(map(torch.equal, step(), first))
+
+
+def test_the_momentum_of_a_codec_goes_back_too(pair):
+    pair.run(momentum_of_a_codec_goes_back)
+
+
 def test_a_state_needs_values_that_can_be_kept():
     state = TorchState(trained()[0], step=0)
     with pytest.raises(ConfigError, match=r"state\.model = int"):

@@ -63,6 +63,14 @@ class Velocities:
                 # What is not finite is told once, and would stay for ever.
                 self._of[index] = velocity.nan_to_num_(0.0, 0.0, 0.0)
 
+    def kept(self) -> dict[int, torch.Tensor]:
+        """What there is, by the place of the gradient: not to be changed."""
+        return self._of
+
+    def go_back(self, kept: dict[int, torch.Tensor]) -> None:
+        """Goes on with what :meth:`kept` was before, which is given away."""
+        self._of = kept
+
     def forget(self) -> None:
         """Somebody else sends these gradients from now on."""
         self._of.clear()

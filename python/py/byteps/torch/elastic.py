@@ -160,10 +160,25 @@ class _ModuleHandler(_Handler):
 
 
 class _OptimizerHandler(_Handler):
+    """The momentum that a codec has in the place of the optimizer's goes back with it. It is of
+    this rank's own gradients, so it is not sent: who comes later begins without."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        super().__init__(name, value)
+        self.velocities: dict[int, torch.Tensor] = {}
+
+    def save(self) -> None:
+        super().save()
+        # None of a copy of a distributed optimizer, and of other ones.
+        if (gradients := vars(self.value).get("_byteps")) is not None:
+            self.velocities = _copy(gradients.velocities.kept(), self.velocities)
+
     def restore(self) -> None:
         # Gradients of the step that failed are not to be added to.
         self.value.zero_grad()
         super().restore()
+        if (gradients := vars(self.value).get("_byteps")) is not None:
+            gradients.velocities.go_back(_copy(self.velocities, None))
 
     def send(self, root_rank: int) -> None:
         if isinstance(self.value, OnServers):
