@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -318,6 +320,32 @@ def changed_on_the_way():
     optimizer.synchronize()
     optimizer.step()
     return done
+
+
+def changed_to_two_codecs():
+    model, batch = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = bps.DistributedOptimizer(optimizer, model.named_parameters())
+    wanted = [Compression.int8(), Compression.wire_fp16()][bps.rank()]
+    before = time.monotonic()
+    with pytest.raises(
+        MismatchError, match="rank 0 goes on with int8, and rank 1 with fp16"
+    ) as told:
+        optimizer.set_compression(wanted)
+    assert (told.value.rank, told.value.ranks) == (0, (0, 1))
+    assert time.monotonic() - before < 5
+    # All go on as they were.
+    model(batch(0, bps.rank())[0]).sum().backward()
+    optimizer.step()
+    optimizer.set_compression(Compression.int8())
+    model(batch(1, bps.rank())[0]).sum().backward()
+    optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_ranks_that_would_change_to_two_codecs_all_raise(encoded_job):
+    first, second = encoded_job.run(changed_to_two_codecs)
+    assert all(map(torch.equal, first, second))
 
 
 def test_a_codec_may_be_changed_on_the_way(encoded_job):
