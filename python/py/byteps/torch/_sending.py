@@ -76,10 +76,8 @@ def send(
     ranks: Ranks = None,
     compression: Any = Compression.none,
     backups: Backups = WAITS,
-    receiver: int | None = None,
 ) -> Send:
-    """What the registry starts; ``settle`` lets a name come again for another type or size. Where
-    there is a ``receiver``, that rank alone gets the result."""
+    """What the registry starts; ``settle`` lets a name come again for another type or size."""
     source = memory.source
     device = not _tensors.is_of_host(source, operation == "average", ranks)
     if operation == "broadcast" and source.dtype not in _tensors.DTYPES:
@@ -88,9 +86,7 @@ def send(
     else:
         dtype, shape = _tensors.summed_dtype(source, what, name), source.shape
     encoding = encoding_for(compression, source.dtype.is_floating_point, operation)
-    known = _registry.Tensor(
-        name, dtype, shape, operation, root, device, ranks, encoding, receiver=receiver
-    )
+    known = _registry.Tensor(name, dtype, shape, operation, root, device, ranks, encoding)
     known = backups.over(known)
     if settle:
         known = _registry.settled(known)
@@ -114,7 +110,6 @@ def start(
     then: Callable[[list[torch.Tensor]], Any] | None = None,
     compression: Any = Compression.none,
     backups: Backups = WAITS,
-    receivers: Sequence[int | None] | None = None,
 ) -> int:
     is_average = operation == "average"
     stream = _gpu.open_for(
@@ -134,11 +129,8 @@ def start(
             ranks,
             compression,
             backups,
-            receiver,
         )
-        for memory, name, receiver in zip(
-            memories, names, receivers or [None] * len(memories), strict=True
-        )
+        for memory, name in zip(memories, names, strict=True)
     ]
     if in_place:
         # Autograd cannot see the change; when told, it notices uses of the old values.

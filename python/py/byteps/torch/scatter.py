@@ -1,8 +1,7 @@
 """Scattering: every rank gets a part of what is reduced, or a part of what every other rank has.
 
-A reducescatter is a sum for each rank, which that rank alone receives; a small one is a push_pull
-of which each rank keeps its rows. In an alltoall two ranks at a time send each other what is for
-them: a broadcast in a set of these two.
+A reducescatter is a push_pull of which each rank keeps its rows. In an alltoall two ranks at a time
+send each other what is for them: a broadcast in a set of these two.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from byteps import _native, _operations, _process_sets, _registry, _splits, common
+from byteps import _operations, _process_sets, _registry, _splits, common
 from byteps._operations import Average, ReduceOp
 from byteps.errors import BytePSError, ConfigError, MismatchError, TensorError, UsageError
 from byteps.torch import _gpu, _sending, _tensors, gather, ops
@@ -26,11 +25,6 @@ __all__ = [
     "reducescatter",
     "reducescatter_async",
 ]
-
-
-#: A reducescatter of a tensor of at least so many bytes is a sum for each rank, which it alone
-#: receives; a smaller one is a sum of all of it, which has fewer frames, and sends more bytes.
-SCATTER_BYTES_MIN = 64 << 10
 
 
 # Reducescatter
@@ -142,9 +136,6 @@ def _reduce_start(
         _check_rows(tensor, name)
     members = _process_sets.members(ranks)
     place = members.index(common.rank())
-    operation = _operations.operation_of(True, op)
-    if any(_is_scattered(tensor, operation, ranks) for tensor in tensors):
-        return _scatter_start(tensors, names, operation, (prescale, postscale), ranks, single)
 
     def own_rows(reduced: list[torch.Tensor]) -> Any:
         parts = [
@@ -154,83 +145,16 @@ def _reduce_start(
         return parts[0] if single else parts
 
     return ops.push_pull_start(
-        tensors, operation, names, 0, False, False, prescale, postscale, ranks, own_rows
-    )
-
-
-def _is_scattered(tensor: torch.Tensor, operation: str, ranks: _sending.Ranks) -> bool:
-    """Whether each rank alone receives its rows. All ranks find the same: it depends on what their
-    tensors have in common, and on the job."""
-    large = tensor.numel() * tensor.element_size() >= SCATTER_BYTES_MIN
-    if not large or operation == "adasum" or len(_process_sets.members(ranks)) == 1:
-        return False
-    # On GPUs NCCL gives all ranks of a host the result. What one rank alone has had would be lost
-    # with it where the others go on.
-    of_host = _tensors.is_of_host(tensor, operation == "average", ranks)
-    return of_host and not _native.shrinks()
-
-
-def _scatter_start(
-    tensors: Sequence[torch.Tensor],
-    names: Sequence[str | None],
-    operation: str,
-    factors: tuple[float, float],
-    ranks: _sending.Ranks,
-    single: bool,
-) -> int:
-    """Sums of which each has one receiver, but for tensors that are too small for that."""
-    members, (prescale, postscale) = _process_sets.members(ranks), factors
-    memories: list[_tensors.Memory] = []
-    all_names: list[str | None] = []
-    receivers: list[int | None] = []
-    # By tensor: which of the memories has this rank's rows, if any, and which rows of it they are.
-    kept: list[tuple[int | None, int, int]] = []
-    for tensor, name in zip(tensors, names, strict=True):
-        _tensors.summed_dtype(tensor, "reducescatter of", name)
-        sent = tensor if prescale == 1.0 else _sending.scaled(tensor.detach(), prescale)
-        place = members.index(common.rank())
-        first, count = _rows_of(sent.shape[0], len(members), place)
-        if not _is_scattered(tensor, operation, ranks):
-            kept.append((len(memories), first, count))
-            memories.append(_tensors.to_new(sent))
-            all_names.append(name)
-            receivers.append(None)
-            continue
-        if not _tensors.is_plain(sent):
-            sent = _tensors.packed(sent)
-        kept.append((len(memories) + place if count else None, 0, count))
-        for at, receiver in enumerate(members):
-            begin, rows = _rows_of(sent.shape[0], len(members), at)
-            if rows == 0:
-                break
-            memories.append(_tensors.to_new(sent.narrow(0, begin, rows)))
-            # Under its own name as the whole tensor is where it is small: ranks whose tensors
-            # differ are told.
-            all_names.append(f"{name}, to rank {receiver}" if name and at else name)
-            receivers.append(receiver)
-
-    def own_rows(reduced: list[torch.Tensor]) -> Any:
-        parts = []
-        for tensor, (index, first, count) in zip(tensors, kept, strict=True):
-            if index is None:
-                parts.append(tensor.new_empty((0, *tensor.shape[1:])))
-                continue
-            whole = reduced[index]
-            own = whole if count == whole.shape[0] else whole.narrow(0, first, count).clone()
-            parts.append(own if postscale == 1.0 else _sending.scaled(own, postscale))
-        return parts[0] if single else parts
-
-    return _sending.start(
-        "reducescatter of",
-        memories,
-        operation,
-        all_names,
+        tensors,
+        _operations.operation_of(True, op),
+        names,
         0,
-        in_place=False,
-        single=False,
-        ranks=ranks,
-        then=own_rows,
-        receivers=receivers,
+        False,
+        False,
+        prescale,
+        postscale,
+        ranks,
+        own_rows,
     )
 
 
