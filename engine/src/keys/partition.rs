@@ -39,16 +39,17 @@ pub fn share_bytes(
 ) -> u32 {
     let unit = unit as u64;
     let each_one_unit = shares.max(1) * unit;
-    let largest = ((bytes + each_one_unit / 2) / each_one_unit).max(1) * unit;
-    if bytes <= whole as u64 || 2 * largest > u64::from(partition_bytes) {
+    let units = (bytes.saturating_add(each_one_unit / 2) / each_one_unit).max(1);
+    if bytes <= whole as u64 || units > u64::from(partition_bytes) / (2 * unit) {
         return partition_bytes;
     }
+    let largest = units * unit;
     let fewest = bytes.div_ceil(largest);
     let even = if fewest < even { 1 } else { even.max(1) };
     let count = fewest.next_multiple_of(even);
     let share = |count| bytes.div_ceil(count).next_multiple_of(UNIT);
     // What is a little more than some units travels as so many and a small rest, which is late.
-    let has_small_rest = share(count) > unit && share(count) % unit < unit / 6;
+    let has_small_rest = share(count) > unit && (1..unit / 6).contains(&(share(count) % unit));
     let share = share(if has_small_rest { count + even } else { count });
     // It is below the largest here, and that below the partition.
     u32::try_from(share).unwrap_or(u32::MAX).min(partition_bytes)
@@ -119,12 +120,13 @@ mod tests {
         // As many for each, though fewer would hold it.
         assert_eq!([256, 512, 960, 1 << 10].map(usual), [8, 12, 16, 20]);
         // Parts of up to two units.
-        assert_eq!([1536, 2 << 10, 2400].map(usual), [16, 20, 20]);
-        // Over eight cores of two servers 64 and 128 KiB would be a little more than units.
+        assert_eq!([1536, 2 << 10, 2399].map(usual), [16, 20, 20]);
+        // Over eight cores of two servers 64 KiB would be a little more than a unit.
         let eight = |kib: u64| count(kib << 10, (8, 8), 256 << 10);
-        assert_eq!([960, 1 << 10, 2 << 10].map(eight), [16, 24, 24]);
+        assert_eq!([960, 1 << 10, 2 << 10].map(eight), [8, 24, 8]);
         // From here on the partition says it.
-        assert_eq!([2401, 3 << 10, 4 << 10, 64 << 10].map(usual), [12, 12, 16, 256]);
+        assert_eq!([2400, 3 << 10, 4 << 10, 64 << 10].map(usual), [10, 12, 16, 256]);
+        assert_eq!(share_bytes(u64::MAX, (16, 4), UNITS, 256 << 10), 256 << 10);
         assert_eq!(count(1 << 20, (16, 4), 128 << 10), 20);
         assert_eq!([64 << 10, 32 << 10].map(|bytes| count(1 << 20, (16, 4), bytes)), [16, 32]);
         assert_eq!(count(20 << 10, (16, 4), 4096), 5);
