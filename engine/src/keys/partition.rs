@@ -131,7 +131,7 @@ mod tests {
         assert_eq!([64 << 10, 32 << 10].map(|bytes| count(1 << 20, (16, 4), bytes)), [16, 32]);
         assert_eq!(count(20 << 10, (16, 4), 4096), 5);
         // Nobody to share with.
-        assert_eq!(count(200 << 10, (0, 0), 256 << 10), 2);
+        assert_eq!(count(200 << 10, (0, 0), 256 << 10), 1);
     }
 
     proptest! {
