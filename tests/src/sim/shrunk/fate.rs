@@ -108,8 +108,8 @@ impl Fate {
         }
     }
 
-    /// Nobody is taken for dead who was not killed; but where a scheduler was stopped and another one
-    /// started beside it, whoever has asked the one is missed by the other.
+    /// Nobody is taken for dead who was not killed; but where a scheduler was stopped and another
+    /// one started beside it, whoever has asked the one is missed by the other.
     pub(super) fn check_blamed(&mut self, seed: u64, cluster: &Cluster, ranks: &mut [Script]) {
         if self.dying == Dying::Schedulers {
             for (index, rank) in ranks.iter_mut().enumerate() {
