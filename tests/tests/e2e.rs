@@ -396,9 +396,10 @@ fn a_disagreement_is_an_error_on_every_rank_within_a_second() {
 const ROUNDS_MAX: usize = 300;
 /// How many times as long a thousand small tensors may take. Assertions and checks of arithmetic,
 /// which builds for tests have, cost something for each part, and nothing for its bytes: over
-/// shared memory, where bytes cost least, that shows.
+/// shared memory, where bytes cost least, that shows. There 3.2 to 4.8 were seen, by processor; a
+/// cost that grew with the number of tensors would be tens of times.
 fn times_max(transport: TransportChoice) -> f64 {
-    if cfg!(debug_assertions) && transport == TransportChoice::Shm { 4.0 } else { 3.0 }
+    if cfg!(debug_assertions) && transport == TransportChoice::Shm { 6.0 } else { 3.0 }
 }
 
 /// Rounds that are judged together.
