@@ -537,6 +537,9 @@ fn no_thread(error: std::io::Error) -> Error {
 fn team(config: &Config, joined: &start::Joined) -> Result<(Team, Vec<JoinHandle<()>>), Error> {
     let shares_memory = joined.links.iter().any(|(_, link)| matches!(link, Link::Shm(_)));
     let count = if shares_memory { start::helpers(config) } else { 0 };
+    if count > 0 {
+        log::info!("threads that help the NIC loop within the host: {count} (BPS_NIC_HELPERS)");
+    }
     let (team, helpers) = Team::with_helpers(count);
     let spawn = |helper: Helper| harness::spawn("bps-helper", None, || helper.run());
     let threads = helpers.into_iter().map(spawn).collect::<Result<_, _>>().map_err(no_thread)?;
