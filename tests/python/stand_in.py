@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -43,6 +44,16 @@ class _Pretence:
             return copy if self.holds(tensor) else self.host(copy)
 
         return mock.patch.object(_tensors, "packed", packed_here)
+
+
+class _Moment:
+    """Of a stream that is never behind its host."""
+
+    def __init__(self, device):
+        self._at = time.perf_counter()
+
+    def since(self, earlier):
+        return (self._at - earlier._at) * 1e3
 
 
 class Gpu(_Pretence):
@@ -137,6 +148,7 @@ class Gpu(_Pretence):
                 keep_for_current_stream=lambda tensors: self.kept.append(
                     (self.stream, [tensor.data_ptr() for tensor in tensors])
                 ),
+                Moment=_Moment,
             ),
         ):
             yield self
@@ -208,6 +220,7 @@ class Pipeline(_Pretence):
                 current_stream=lambda device: 0,
                 stream_getter=lambda device: lambda: 0,
                 keep_for_current_stream=lambda tensors: None,
+                Moment=_Moment,
             ),
         ):
             yield self

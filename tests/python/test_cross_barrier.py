@@ -10,6 +10,7 @@ import torch
 
 import byteps.torch as bps
 from byteps.errors import ConfigError, UsageError
+from byteps.torch import _pace
 from byteps.torch.cross_barrier import CrossBarrier
 from test_amp import here
 from test_optimizer import batch, loss_of, share, start
@@ -365,6 +366,47 @@ def whole_steps():
 
 def test_whole_steps(pair):
     pair.run(whole_steps)
+
+
+def ways_in_turn(overlapping, whole):
+    """It tries which steps are the faster ones, by a clock of the test, and takes those."""
+    one, other = pair_of("adam")
+    updates, pace = other[1]._updates, other[1]._pace
+    now = [0.0]
+    pace._mark = lambda: _At(now[0])
+    ways = []
+    for number in range(_pace._STEPS_AT_FIRST + _pace._STEPS_OF_A_TRIAL + 4):
+        # As the forward pass of the next step does, but for a layer, which then comes at once.
+        assert same(step(one, number), step(other, number))
+        ways.append(len(updates.pending) == 6)
+        assert ways[-1] or not updates.pending
+        assert all(param.grad is None for param in other[0].parameters())
+        now[0] += overlapping if ways[-1] else whole
+    assert True in ways and False in ways
+    assert ways[-4:] == [overlapping < whole] * 4
+    assert updates.steps_left == 10**6 - len(ways)
+    other[1].flush()
+    assert equal(one[0], other[0])
+    # A gradient that changed on its way is told of in both ways.
+    step(other, 0)
+    other[1].zero_grad()
+    loss_of(other[0], *map(share, batch(1))).backward()
+    other[0].last.weight.grad.mul_(0.5)
+    with pytest.raises(UsageError, match="changed"):
+        other[1].step()
+
+
+class _At:
+    def __init__(self, at):
+        self.at = at
+
+    def since(self, earlier):
+        return self.at - earlier.at
+
+
+@pytest.mark.parametrize("times", [(2.0, 1.0), (1.0, 2.0)])
+def test_ways_in_turn(pair, times):
+    pair.run(ways_in_turn, *times)
 
 
 def last_steps():

@@ -82,3 +82,15 @@ def keep_for_current_stream(tensors: Iterable[torch.Tensor]) -> None:
             # A process has one GPU.
             stream = stream or torch.cuda.current_stream(tensor.device)
             tensor.record_stream(stream)
+
+
+class Moment:
+    """When the current stream of this device has come here, once it has."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record(torch.cuda.current_stream(device))
+
+    def since(self, earlier: Any) -> float | None:
+        """Milliseconds from an earlier one; None if the stream has not come here yet."""
+        return earlier._event.elapsed_time(self._event) if self._event.query() else None

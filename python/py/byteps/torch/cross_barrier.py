@@ -28,6 +28,7 @@ from byteps.torch import _gpu, ops
 from byteps.torch._batch import Batch
 from byteps.torch._compiled import untraced
 from byteps.torch._gradients import Gradients
+from byteps.torch._pace import Pace, marker
 from byteps.torch._sparse_gradients import sparse_parameters
 from byteps.torch.compression import Compression
 from byteps.torch.optimizer import Distributed, become, checked, complete, next_prefix
@@ -64,6 +65,10 @@ def CrossBarrier(
     the front layers, which are needed first, are sent before others. So the network and the forward
     pass work at the same time. The parameters come out as with ``DistributedOptimizer``, bit for
     bit.
+
+    Steps by parts cost the host more than whole ones. So some of the first steps are whole, and
+    where these are the faster ones (many small parameters on a fast line), further ones are, too:
+    each rank finds that out by itself, and again from time to time.
 
     The options that count for a step (the learning rate) are those at ``step()``. Gradients belong
     to the step that took them: ``param.grad`` is None after it, with or without ``zero_grad()``.
@@ -134,6 +139,7 @@ def overlap(
         updates, named, compression, backward_passes_per_step, prefix, backups
     )
     overlapping._byteps.step_with(overlapping)
+    overlapping._pace = Pace(marker(param for _, param in named))
     return overlapping
 
 
@@ -339,6 +345,14 @@ class _Updates:
         if self.steps_left <= 0:
             self.flush()
 
+    def taken_whole(self, optimizer: _Overlapping) -> None:
+        """A step has updated all parameters at once: its gradients belong to it as well."""
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.grad = None
+        self.called.clear()
+        self.steps_left -= 1
+
     def forget(self) -> None:
         """The gradients of these updates will not come: their job is over."""
         self.pending.clear()
@@ -463,8 +477,9 @@ class _Overlapping(Distributed):
     """What an optimizer does differently whose steps overlap the next forward pass."""
 
     _byteps: _WatchedGradients
-    # A copy has none.
+    # A copy has none of these.
     _updates: _Updates | None = None
+    _pace: Pace
 
     def release(self) -> None:
         if self._updates is not None:
@@ -493,10 +508,16 @@ class _Overlapping(Distributed):
         gradients = self._byteps
         whole = closure is not None or args or kwargs or gradients.synchronized
         if whole or not gradients.should_synchronize or self._has_hooks():
+            self._pace.interrupt()
             return super().step(closure, *args, **kwargs)
+        overlaps = self._pace.advance()
         gradients.send_rest()
         assert self._updates is not None, "a copy has no gradients, and raises above"
-        self._updates.take(self)
+        if overlaps:
+            self._updates.take(self)
+        else:
+            super().step()
+            self._updates.taken_whole(self)
         return None
 
     def _has_hooks(self) -> bool:

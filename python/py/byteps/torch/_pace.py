@@ -1,0 +1,101 @@
+"""Whether steps that overlap the next forward pass are the faster ones, as is tried in training.
+
+A step by parts costs the host more than one of all parameters: it asks each module, and launches
+kernels for each part. What it gains is the time that the last results are on their way. Which of
+the two is more depends on the model, on the line and on the processors, and on nothing that could
+be told before.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch
+
+from byteps.torch import _gpu
+
+# Steps that are not measured: the first ones set up what later ones use.
+_STEPS_AT_FIRST = 3
+# The trial: so many steps in each way, both ways twice in turn, as a machine's speed may change.
+_STEPS_OF_A_WINDOW = 6
+_WINDOWS = (True, False, True, False)
+_STEPS_OF_A_TRIAL = len(_WINDOWS) * _STEPS_OF_A_WINDOW
+# Steps from one trial to the next.
+_STEPS_BETWEEN = 2000
+
+
+class Mark(Protocol):
+    """A moment of a training."""
+
+    def since(self, earlier: Mark) -> float | None:
+        """Milliseconds from an earlier one; None if the later one has not come yet."""
+        ...
+
+
+class _OfHost:
+    """When the host came here."""
+
+    def __init__(self) -> None:
+        self._at = time.perf_counter()
+
+    def since(self, earlier: Mark) -> float:
+        assert isinstance(earlier, _OfHost)
+        return (self._at - earlier._at) * 1e3
+
+
+def marker(params: Iterable[torch.Tensor]) -> Callable[[], Mark]:
+    """What marks a moment: on the GPU of these parameters, if that is where they are.
+
+    A host may be some steps ahead of its GPU, so its own clock would not tell how long these take.
+    """
+    device = next((param.device for param in params if _gpu.holds(param)), None)
+    return _OfHost if device is None else lambda: _gpu.Moment(device)
+
+
+class Pace:
+    """Which way the next step goes: by trials of both, it is the one of the shorter steps."""
+
+    def __init__(self, mark: Callable[[], Mark]) -> None:
+        self._mark = mark
+        self._marks: list[Mark] = []
+        self._number = -_STEPS_AT_FIRST
+        # How the next step goes, and whether a trial has said so.
+        self.overlaps = True
+        self.is_found = False
+
+    def advance(self) -> bool:
+        """A step is due that could overlap the next forward pass: whether it should."""
+        number = self._number
+        self._number += 1
+        if 0 <= number <= _STEPS_OF_A_TRIAL:
+            self._marks.append(self._mark())
+        if 0 <= number < _STEPS_OF_A_TRIAL:
+            self.overlaps = _WINDOWS[number // _STEPS_OF_A_WINDOW]
+        elif self._marks:
+            self._decide()
+        elif number >= _STEPS_BETWEEN:
+            self._number = 0
+        return self.overlaps
+
+    def interrupt(self) -> None:
+        """A step was taken that could not overlap: what a trial has measured tells nothing."""
+        if self._marks:
+            self._marks.clear()
+            self._number = 0
+
+    def _decide(self) -> None:
+        times = [later.since(mark) for mark, later in itertools.pairwise(self._marks)]
+        if None in times:
+            return  # The GPU has not come so far: the next step asks again.
+        of_way: dict[bool, list[float]] = {True: [], False: []}
+        for number, took in enumerate(times):
+            # The first step of a window begins behind one of the other way.
+            if took is not None and number % _STEPS_OF_A_WINDOW:
+                of_way[_WINDOWS[number // _STEPS_OF_A_WINDOW]].append(took)
+        self._marks.clear()
+        self.is_found = True
+        self.overlaps = statistics.median(of_way[True]) <= statistics.median(of_way[False])
