@@ -3,7 +3,7 @@
 
 use bps_fake_gpu as _;
 use bps_tests::gpu_job::{
-    self, LIMIT, PROMISE, SLACK, Shape, right, running, start, start_all, start_but,
+    self, LIMIT, PROMISE, SLACK, Shape, right, running, start, start_all, start_but, words,
 };
 use bps_tests::timeline::Trace;
 use rustix::process::Signal;
@@ -118,6 +118,35 @@ fn a_killed_rank_is_named_by_all_others() {
             let who = format!("rank {victim} (host");
             job.others_end_with(victim, &["PeerDied", &who, "died"], since, PROMISE + SLACK);
         }
+    }
+}
+
+#[test]
+fn the_parts_of_a_killed_server_move_while_gpus_push() {
+    // With "none" a rank does not know that deaths may leave the job running: its tensors have
+    // memory of their own in the host.
+    for (hosts, elastic) in [(&[1, 1][..], "shrink"), (&[1, 1], "none"), (&[2, 2], "shrink")] {
+        let settings = [
+            ("BPS_ELASTIC", "shrink"),
+            ("BYTEPS_PARTITION_BYTES", "16384"),
+            ("BPS_LOG_LEVEL", "info"),
+        ];
+        let shape = Shape { hosts, servers: 2, settings: &settings };
+        let own = vec![("BPS_ELASTIC", elastic.to_owned())];
+        let mut job = start(&shape, |_| (words("work 8 15 1"), own.clone()));
+        for rank in &job.ranks {
+            let _ = rank.wait_for_line("rank has begun", LIMIT);
+        }
+        job.servers[0].signal(Signal::KILL);
+        // It was killed while they worked.
+        let moved = job.scheduler.wait_for_line(" moved to other servers within ", LIMIT);
+        for rank in &mut job.ranks {
+            let status = rank.wait(LIMIT);
+            let said = rank.lines();
+            let is_well = status.success() && said.iter().any(|line| line == "rank ended: ok");
+            assert!(is_well, "{}", said.join("\n"));
+        }
+        println!("hosts of {hosts:?} ranks: {moved}");
     }
 }
 

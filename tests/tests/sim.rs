@@ -182,6 +182,21 @@ fn servers_die_and_the_others_take_their_keys() {
 }
 
 #[test]
+fn servers_die_and_the_others_take_the_keys_of_gpus() {
+    // Results were landing in slots when their servers died.
+    let (all, is_one) = shrunk("of_gpus", Dying::ServersOfGpus, 100, &[1571, 1592]);
+    println!(
+        "{} servers died; {} results, {} of them on GPUs of jobs with parts that moved; {} parts \
+         moved, {} of them of hosts with several ranks, and {} with a result that some ranks \
+         lacked; {} jobs could not go on",
+        all.servers, all.checked, all.on_gpus, all.moved, all.grouped, all.restored, all.ended
+    );
+    let shows = all.servers > all.ended && all.moved > all.grouped && all.grouped > 0;
+    let shows = shows && all.restored > 0 && all.on_gpus > 0;
+    assert!(is_one || shows, "the seeds show too little");
+}
+
+#[test]
 fn schedulers_are_lost_and_others_lead_the_job() {
     // Ranks had asked one that was stopped then, and that another one was started beside.
     let (all, is_one) = shrunk("schedulers_are_lost", Dying::Schedulers, 200, &[1024, 2_400_072]);

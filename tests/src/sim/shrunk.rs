@@ -6,13 +6,16 @@
 //! Each rank contributes in a digit of its own, so a result shows who is in it.
 
 mod fate;
+mod kind;
 
 use self::fate::{Fate, has_ended, read_log};
-use super::cluster::Cluster;
+use self::kind::{Kind, RANKS_MAX};
+use super::cluster::{Cluster, SimWorker};
+use super::gpu::{self, GpuFlight, GpuTensor, Landed, SimGpu};
 use super::shape::{Groups, Shape};
 use super::tensors::{set, shuffle};
 use super::workload::{DEADLINE, TURNS_MAX};
-use bps_engine::base::{DType, Operation, Rank};
+use bps_engine::base::{Operation, Rank};
 use bps_engine::optimize::Act;
 use bps_engine::proto::backup::Backup;
 use bps_engine::proto::messages::Declaration;
@@ -54,6 +57,8 @@ pub struct Shrunk {
     pub grouped: u64,
     /// Of these, parts with a result that only some ranks had.
     pub restored: u64,
+    /// Results on GPUs, in jobs whose parts have moved.
+    pub on_gpus: u64,
     /// The job could not go on: a rank that alone had such a result died as well, or the others
     /// were leaving.
     pub ended: u64,
@@ -72,7 +77,7 @@ impl Shrunk {
     }
 
     /// Each with its name.
-    pub fn counts(&mut self) -> [(&'static str, &mut u64); 15] {
+    pub fn counts(&mut self) -> [(&'static str, &mut u64); 16] {
         [
             ("results", &mut self.checked),
             ("short results", &mut self.short),
@@ -84,6 +89,7 @@ impl Shrunk {
             ("moved parts", &mut self.moved),
             ("moved parts of hosts", &mut self.grouped),
             ("restored parts", &mut self.restored),
+            ("results on GPUs of jobs with moved parts", &mut self.on_gpus),
             ("ended jobs", &mut self.ended),
             ("schedulers", &mut self.schedulers),
             ("schedulers that went on", &mut self.thawed),
@@ -100,138 +106,17 @@ pub enum Dying {
     Ranks,
     /// Servers, and perhaps ranks.
     Servers,
+    /// Servers of a job whose ranks have GPUs, alone or several on a host.
+    ServersOfGpus,
     /// Schedulers, which others follow, and perhaps ranks, seldom a server.
     Schedulers,
 }
-
-/// Divisible by every number of ranks that there may be, and below a digit's end when divided.
-const UNIT: i64 = 12;
 
 /// How long nodes wait for another scheduler.
 const SCHEDULER_WAIT: Duration = Duration::from_secs(30);
 
 /// A slow rank does something after so long.
 const IDLE: Duration = Duration::from_millis(300);
-
-/// Ranks that have a digit.
-const RANKS_MAX: u32 = 4;
-
-/// A type and an operation that loses nothing of such digits.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Kind {
-    Sum,
-    Average,
-    FloatAverage,
-    HalfSum,
-    HalfAverage,
-    EncodedSum,
-    Broadcast,
-}
-
-impl Kind {
-    const ALL: [Kind; 7] = [
-        Kind::Sum,
-        Kind::Average,
-        Kind::FloatAverage,
-        Kind::HalfSum,
-        Kind::HalfAverage,
-        Kind::EncodedSum,
-        Kind::Broadcast,
-    ];
-
-    fn dtype(self) -> DType {
-        match self {
-            Kind::Sum | Kind::Average | Kind::Broadcast => DType::I64,
-            Kind::FloatAverage | Kind::EncodedSum => DType::F32,
-            Kind::HalfSum | Kind::HalfAverage => DType::F16,
-        }
-    }
-
-    /// Bits of a rank's digit.
-    fn bits(self) -> u32 {
-        match self {
-            Kind::HalfSum => 2,
-            Kind::HalfAverage => 0,
-            _ => 4,
-        }
-    }
-
-    fn averages(self) -> bool {
-        matches!(self, Kind::Average | Kind::FloatAverage | Kind::HalfAverage)
-    }
-
-    /// What a rank contributes to each element.
-    fn contribution(self, rank: u32) -> i64 {
-        match self {
-            // The average of equal numbers is the number, if the divisor is right.
-            Kind::HalfAverage => UNIT,
-            _ if self.averages() => UNIT << (self.bits() * rank),
-            _ => 1 << (self.bits() * rank),
-        }
-    }
-
-    /// Who is in an element of a result; every rank that may be where that can't be seen.
-    ///
-    /// # Panics
-    /// A contribution is in it in part, or the divisor is not how many they are.
-    fn contributors(self, value: i64, seen: &str) -> Option<BTreeSet<Rank>> {
-        if self == Kind::HalfAverage {
-            assert_eq!(value, UNIT, "{seen}");
-            return None;
-        }
-        let mask = (1 << self.bits()) - 1;
-        let digit = |rank: &u32| value >> (self.bits() * rank) & mask;
-        let all: BTreeSet<Rank> =
-            (0..RANKS_MAX).filter(|rank| digit(rank) != 0).map(Rank).collect();
-        let count = i64::try_from(all.len()).expect("few");
-        let expected = if self.averages() { UNIT / count.max(1) } else { 1 };
-        let sum: i64 = all.iter().map(|rank| expected << (self.bits() * rank.0)).sum();
-        assert_eq!(value, sum, "{seen}: {all:?} and no others, once each");
-        Some(all)
-    }
-
-    fn to_bytes(self, value: i64, count: usize) -> Vec<u8> {
-        #[allow(clippy::cast_precision_loss, reason = "a few small numbers")]
-        let one = match self.dtype() {
-            DType::I64 => value.to_le_bytes().to_vec(),
-            DType::F32 => (value as f32).to_le_bytes().to_vec(),
-            _ => half(value).to_le_bytes().to_vec(),
-        };
-        one.repeat(count)
-    }
-
-    fn values(self, bytes: &[u8]) -> Vec<i64> {
-        let size = self.dtype().size();
-        #[allow(clippy::cast_possible_truncation, reason = "a few small numbers")]
-        let value = |one: &[u8]| match self.dtype() {
-            DType::I64 => i64::from_le_bytes(one.try_into().expect("eight bytes")),
-            DType::F32 => f32::from_le_bytes(one.try_into().expect("four bytes")).round() as i64,
-            _ => whole(u16::from_le_bytes(one.try_into().expect("two bytes"))),
-        };
-        bytes.chunks_exact(size).map(value).collect()
-    }
-}
-
-/// The f16 of a whole number below 2048.
-fn half(value: i64) -> u16 {
-    let value = u16::try_from(value).expect("small");
-    if value == 0 {
-        return 0;
-    }
-    let exponent = value.ilog2();
-    let fraction = (value << (10 - exponent)) & 0x3ff;
-    (u16::try_from(exponent).expect("at most 10") + 15) << 10 | fraction
-}
-
-fn whole(half: u16) -> i64 {
-    if half == 0 {
-        return 0;
-    }
-    let exponent = i32::from(half >> 10 & 0x1f) - 15;
-    let mantissa = i64::from(half & 0x3ff | 0x400);
-    assert!((0..=10).contains(&exponent) && half >> 15 == 0, "{half:#x} is no such number");
-    mantissa >> (10 - exponent)
-}
 
 struct Tensor {
     kind: Kind,
@@ -250,8 +135,15 @@ struct Flight {
     handle: Handle,
     tensor: usize,
     round: u64,
-    _source: Vec<u8>,
-    target: Vec<u8>,
+    data: Data,
+    /// Whether its result is wanted before it has come.
+    is_decided: bool,
+}
+
+/// Where its bytes are.
+enum Data {
+    Host { _source: Vec<u8>, target: Vec<u8> },
+    Gpu(GpuFlight),
 }
 
 #[derive(Default)]
@@ -269,6 +161,8 @@ struct Script {
     acted_at: Duration,
     /// The scheduler has given it up, though it lives.
     hidden: bool,
+    /// All ranks push in one order, so streams may wait for results.
+    is_in_order: bool,
 }
 
 /// What all who get it must get, by tensor, round and rank: bytes and who is missing, or that there
@@ -295,9 +189,14 @@ fn shorten(random: &mut Random, workers: u32, tensor: &mut Tensor) {
 
 fn tensors(random: &mut Random, workers: u32, dying: Dying) -> Vec<Tensor> {
     let number = 1 + random.index(6);
+    let devices = dying == Dying::ServersOfGpus;
     let one = |index: usize| {
         let kind = Kind::ALL[random.index(Kind::ALL.len())];
-        let members = if random.once_in(3) { set(random, workers) } else { Members::ALL };
+        // An average of whole numbers goes through memory of the host.
+        let device = devices && kind != Kind::Average && !random.once_in(5);
+        // One on GPUs is for all.
+        let is_for_some = !device && random.once_in(3);
+        let members = if is_for_some { set(random, workers) } else { Members::ALL };
         let place = random.index(members.count(workers) as usize);
         let root = members.iter(workers).nth(place).expect("it has so many");
         let operation = match kind {
@@ -314,7 +213,7 @@ fn tensors(random: &mut Random, workers: u32, dying: Dying) -> Vec<Tensor> {
             dtype: kind.dtype(),
             shape: [1, 300, 3000, 20_000][random.index(4)].into(),
             operation,
-            device: false,
+            device,
             members,
             receiver: None,
             encoding: (kind == Kind::EncodedSum).then_some(codec),
@@ -333,6 +232,7 @@ fn tensors(random: &mut Random, workers: u32, dying: Dying) -> Vec<Tensor> {
 pub fn run_shrunk(seed: u64, dying: Dying) -> Shrunk {
     let groups = match dying {
         Dying::Servers if seed % 2 == 1 => Groups::Hosts,
+        Dying::ServersOfGpus => Groups::Gpus,
         _ => Groups::Apart,
     };
     play(seed, groups, (false, true), dying)
@@ -358,11 +258,11 @@ fn play(seed: u64, groups: Groups, (may_be_short, shrinks): (bool, bool), dying:
     while shape.workers > RANKS_MAX {
         shape = Shape::random(&mut random, groups);
     }
-    shape.planning.force_distributed |= may_be_short;
+    shape.planning.force_distributed |= may_be_short || shape.devices;
     if dying != Dying::Ranks {
         shape.servers = 2 + u32::try_from(random.index(3)).expect("few");
     }
-    let workers = shape.workers;
+    let (workers, has_gpus) = (shape.workers, shape.devices);
     let has_groups = shape.planning.local_reduce && shape.hosts.iter().any(|size| *size > 1);
     let mut tensors = tensors(&mut random, workers, dying);
     if may_be_short {
@@ -377,11 +277,18 @@ fn play(seed: u64, groups: Groups, (may_be_short, shrinks): (bool, bool), dying:
     let wait = if dying == Dying::Schedulers { SCHEDULER_WAIT } else { Duration::ZERO };
     let mut cluster = Cluster::outlasting(seed, shape, shrinks.then_some(elastic), wait);
     let mut ranks: Vec<Script> = (0..workers).map(|_| script(&mut random, &tensors)).collect();
+    if has_gpus && random.once_in(2) {
+        let todo = ranks[0].todo.clone();
+        for rank in &mut ranks {
+            (rank.todo, rank.is_in_order) = (todo.clone(), true);
+        }
+    }
     let (mut seen, mut outcome) = (Seen::new(), Shrunk::default());
     for turn in 0.. {
         let is_late = turn >= TURNS_MAX || cluster.now() >= DEADLINE;
         assert!(!is_late, "seed {seed}: hung; {}", describe(&cluster, &ranks));
         cluster.turn();
+        gpu::check(seed);
         fate.strike(&mut cluster, &mut ranks, (&mut random, &mut seen), &mut outcome);
         fate.check_blamed(seed, &cluster, &mut ranks);
         let ends = has_ended(&cluster);
@@ -391,7 +298,8 @@ fn play(seed: u64, groups: Groups, (may_be_short, shrinks): (bool, bool), dying:
                 rank.pace = [3, 3, 100, 1000][random.index(4)];
             }
             drive(&mut cluster, rank, index, &tensors, &mut random);
-            check(&cluster, rank, index, (seed, &tensors, &mut seen), &mut outcome);
+            let played = (seed, &tensors[..], &mut random);
+            check(&cluster, rank, index, played, &mut seen, &mut outcome);
             let worker = &cluster.workers[index];
             let is_over = worker.over.is_some();
             assert!(
@@ -410,6 +318,7 @@ fn play(seed: u64, groups: Groups, (may_be_short, shrinks): (bool, bool), dying:
     fate.check_obstacles(seed, &cluster, outcome.servers);
     read_log(&cluster, &mut outcome);
     outcome.grouped = if has_groups { outcome.moved } else { 0 };
+    outcome.on_gpus = if outcome.moved > 0 { outcome.on_gpus } else { 0 };
     outcome.counted = cluster.short_rounds();
     outcome.late = cluster.late_contributions();
     assert!(outcome.counted > 0 || outcome.short == 0, "seed {seed}: {outcome:?}");
@@ -474,10 +383,16 @@ fn drive(
         return;
     }
     rank.acted_at = cluster.now();
+    if worker.gpu.as_ref().is_some_and(SimGpu::is_blocked) {
+        return;
+    }
     let Some(tensor) = rank.todo.pop() else {
+        want_some(cluster, rank, index, random);
         // All meet before they leave: nobody waits there for the dead.
         match rank.barrier {
             _ if !rank.flights.is_empty() => {}
+            // Whoever has lost a slot stays for ever.
+            _ if cluster.workers[index].slots_in_use() > 0 => {}
             None => rank.barrier = cluster.barrier(index),
             Some(barrier) if cluster.workers[index].barriers.contains(&barrier) => {
                 rank.left = true;
@@ -489,34 +404,71 @@ fn drive(
     };
     let place = rank.order.iter().position(|&at| at == tensor).expect("it was declared");
     rank.pushed[tensor] += 1;
-    let (round, Tensor { kind, said, .. }) = (rank.pushed[tensor], &tensors[tensor]);
+    let at = (tensor, rank.pushed[tensor]);
+    let worker = &mut cluster.workers[index];
+    rank.flights.push(push(worker, number, ids[place], at, &tensors[tensor], random));
+    if rank.is_in_order {
+        want_some(cluster, rank, index, random);
+    }
+}
+
+/// A rank's streams are to wait for some of what it has pushed.
+fn want_some(cluster: &mut Cluster, rank: &mut Script, index: usize, random: &mut Random) {
+    let Some(gpu) = &mut cluster.workers[index].gpu else { return };
+    let is_new = |flight: &&mut Flight| matches!(flight.data, Data::Gpu(_)) && !flight.is_decided;
+    for flight in rank.flights.iter_mut().filter(is_new) {
+        flight.is_decided = true;
+        if random.once_in(2) {
+            gpu.want(&flight.handle);
+        }
+    }
+}
+
+fn push(
+    worker: &mut SimWorker,
+    number: u32,
+    id: u32,
+    (tensor, round): (usize, u64),
+    Tensor { kind, said, .. }: &Tensor,
+    random: &mut Random,
+) -> Flight {
     let count = usize::try_from(said.shape.count()).expect("small tensors");
     let value = match kind {
         Kind::Broadcast => i64::try_from(round).expect("few") + i64::from(number) * 1000,
         _ => kind.contribution(number),
     };
-    let source = kind.to_bytes(value, count);
+    let bytes = kind.to_bytes(value, count);
     let is_root = said.operation == Operation::Broadcast(Rank(number));
-    let mut target = if is_root { source.clone() } else { vec![0xa5; source.len()] };
-    let from = if is_root { target.as_ptr() } else { source.as_ptr() };
+    let priority = i64::try_from(random.below(5)).unwrap_or(0) - 2;
+    if said.device {
+        let in_place = random.once_in(2);
+        let pushed = GpuTensor { id, priority, bytes, in_place, is_root };
+        let gpu = worker.gpu.as_mut().expect("every rank has a GPU");
+        let (handle, flight) = gpu.push(vec![pushed]).pop().expect("one was pushed");
+        return Flight { handle, tensor, round, data: Data::Gpu(flight), is_decided: false };
+    }
+    let mut target = if is_root { bytes.clone() } else { vec![0xa5; bytes.len()] };
+    let from = if is_root { target.as_ptr() } else { bytes.as_ptr() };
     let task = Arc::new(Task::default());
     let handle = Handle::of(&task);
-    cluster.workers[index].push(Command::Push {
-        tensor: ids[place],
+    worker.push(Command::Push {
+        tensor: id,
         // SAFETY: the flight keeps both until the handle is over, or its job is.
         memory: unsafe { Memory::new(from, target.as_mut_ptr(), target.len()) },
-        priority: i64::try_from(random.below(5)).unwrap_or(0) - 2,
+        priority,
         act: Act::NONE,
         task,
     });
-    rank.flights.push(Flight { handle, tensor, round, _source: source, target });
+    let data = Data::Host { _source: bytes, target };
+    Flight { handle, tensor, round, data, is_decided: false }
 }
 
 fn check(
     cluster: &Cluster,
     rank: &mut Script,
     index: usize,
-    (seed, tensors, seen): (u64, &[Tensor], &mut Seen),
+    (seed, tensors, random): (u64, &[Tensor], &mut Random),
+    seen: &mut Seen,
     outcome: &mut Shrunk,
 ) {
     let worker = &cluster.workers[index];
@@ -532,11 +484,26 @@ fn check(
         let at = (flight.tensor, flight.round);
         let what = format!("seed {seed}: {} ({kind:?}), round {}, {own}", said.name, flight.round);
         let lacking = flight.handle.lacking();
-        let result = match flight.handle.wait(Some(Duration::ZERO)) {
-            Ok(_) => Ok((std::mem::take(&mut flight.target), lacking)),
-            Err(_) if (hidden || ends) && worker.over.is_some() => return false,
-            Err(Error::PeerDied(died)) if *kind == Kind::Broadcast => Err(died.to_string()),
-            Err(error) => panic!("{what}: {error}"),
+        let landed = match (&mut flight.data, &worker.gpu) {
+            (Data::Gpu(_), None) => return false,
+            (Data::Gpu(data), Some(gpu)) => gpu.land(&flight.handle, data, random),
+            (Data::Host { target, .. }, _) => match flight.handle.wait(Some(Duration::ZERO)) {
+                Ok(_) => Landed::Bytes(std::mem::take(target)),
+                Err(error) => Landed::Failed(error),
+            },
+        };
+        let has_failed = (hidden || ends) && worker.over.is_some();
+        let result = match landed {
+            Landed::NotYet => return true,
+            // What streams had waited for may be spoilt.
+            Landed::Bytes(_) if has_failed && said.device => return false,
+            Landed::Bytes(bytes) => Ok((bytes, lacking)),
+            Landed::Failed(_) | Landed::Lost if has_failed => return false,
+            Landed::Failed(Error::PeerDied(died)) if *kind == Kind::Broadcast => {
+                Err(died.to_string())
+            }
+            Landed::Failed(error) => panic!("{what}: {error}"),
+            Landed::Lost => panic!("{what}: a result is lost, and the job goes on"),
         };
         if !hidden {
             let known = seen.entry(at).or_default();
@@ -548,6 +515,7 @@ fn check(
             Err(_) => outcome.lost += 1,
             Ok((bytes, lacking)) => {
                 outcome.checked += 1;
+                outcome.on_gpus += u64::from(said.device);
                 assert_eq!(flight.handle.lacks_by_rank(), tensor.is_short(), "{what}");
                 check_result(tensor, (&bytes, lacking), (own, roster.size), &what, outcome);
             }

@@ -43,6 +43,9 @@ const GROUP_SIZE_ALONE: usize = 128;
 const INBOX: usize = 4096;
 /// How long all ranks may take to hear why a GPU can't be used, before this one ends.
 const HEARD: Duration = Duration::from_secs(5);
+/// Why devices are not to reach the memory of the GPU.
+const SHRINKS: &str = "what is sent passes the host's memory where the job goes on without servers \
+                       that die (BPS_ELASTIC=shrink)";
 /// How often it looks meanwhile.
 const LOOK: Duration = Duration::from_millis(1);
 
@@ -248,6 +251,11 @@ fn begin(
             if ports.is_none() && config.elastic == ElasticMode::None {
                 staging = (config.gpu_staging_mb as usize) << 20;
             }
+            // What was sent is kept in the host's memory, for another server.
+            let ports = match job.shrinks {
+                true => ports.map(|_| Err(SHRINKS.into())),
+                false => ports,
+            };
             Direct::find(ports, job.switches(), device, config, slots * slot_bytes)?
         }
         false => Direct::default(),

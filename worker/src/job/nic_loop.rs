@@ -239,6 +239,12 @@ impl NicLoop {
         has_ended && !self.nic.is_falling()
     }
 
+    /// Slots for results that lanes or the GPU have.
+    #[must_use]
+    pub fn slots_in_use(&self) -> usize {
+        self.nic.slots_in_use()
+    }
+
     /// Whether a round is open, or the GPU is about to open one.
     #[must_use]
     pub fn is_awaiting(&self) -> bool {

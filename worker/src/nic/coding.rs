@@ -64,6 +64,11 @@ impl Coded {
         self.encoding
     }
 
+    /// Whether the GPU does it, in the slot.
+    pub(super) fn is_on_gpu(&self) -> bool {
+        self.is_on_gpu
+    }
+
     /// Bytes of its longest payload that is not plain.
     pub(super) fn room(&self) -> usize {
         self.encoding.room(self.elements)
@@ -282,14 +287,12 @@ impl Nic {
         let state = &mut self.parts[part.0 as usize];
         let coded = state.coded.as_ref().expect("as it was");
         let landed = target.readable();
-        let payload = match is_on_gpu {
+        let payload = match &state.kept {
+            Some(kept) => kept.landed(header.length as usize),
             // SAFETY: these bytes have just landed in the slot, which is in the host's memory, as
             // that of every part with a `Coded` is; nobody writes there before the GPU is told.
-            true => unsafe { landed.part(0, header.length as usize).bytes() },
-            false => match &state.kept {
-                Some(kept) => kept.landed(header.length as usize),
-                None => &coded.wire[..header.length as usize],
-            },
+            None if is_on_gpu => unsafe { landed.part(0, header.length as usize).bytes() },
+            None => &coded.wire[..header.length as usize],
         };
         codec.check(elements, payload).map_err(|why| {
             format!("a publication of `{}` ({}): {why}", state.plan.name, header.key)

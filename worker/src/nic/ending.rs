@@ -120,7 +120,7 @@ impl Nic {
         }
         if self.phase == Phase::Running && self.config.keeps && matches!(peer, Peer::Server(_)) {
             let landing = match receiving {
-                Receiving::Landing { part, .. } => Some(part),
+                Receiving::Landing { part, slot, .. } => Some((part, slot)),
                 _ => None,
             };
             self.take_back(lane, landing);

@@ -88,6 +88,7 @@ impl Nic {
         let may = state.plan.device
             && state.staging.is_none()
             && state.coded.is_none()
+            && state.kept.is_none()
             && !state.is_root(&self.config)
             && !self.lane(lane).checks
             && (on_gpu || free > self.granted.count)

@@ -4,13 +4,17 @@
 //! server has given only some ranks can be given to the others by these. Where ranks of a host sum
 //! among themselves, the owner of a part keeps this for all, and the contribution is their sum.
 //!
+//! Of a tensor on a GPU the contribution is copied out of its slot as well, which is free then. If
+//! slots were held until results are there, ranks that push in different orders could come to wait
+//! for each other's slots.
+//!
 //! Invariant: memory for a result is overwritten only by a result of the next round, which is
 //! published only when all ranks have had the last one.
 
 use super::sending::QUIET;
 use super::{LaneId, Nic, PartId, Peer, Phase, Report, Stage};
 use crate::base::error::Source;
-use crate::rounds::PartPlan;
+use crate::rounds::{PartPlan, Slot};
 use bps_engine::base::{Key, Round};
 use bps_engine::mem::{Readable, Writable};
 use bps_engine::proto::moving::HeldKey;
@@ -24,6 +28,8 @@ const GIVEN_BACK: u64 = 1 << 32;
 /// The last result of a part.
 pub(super) struct Kept {
     bytes: Box<[u8]>,
+    /// Of a tensor on the GPU: the contribution; empty until there is one.
+    contribution: Box<[u8]>,
     /// Rounds whose results this rank has had.
     rounds: u64,
     /// Header of the last of them, while its bytes are here.
@@ -74,8 +80,8 @@ struct Astray {
 impl Kept {
     /// For results of so many bytes.
     pub(super) fn new(bytes: usize) -> Kept {
-        let bytes = vec![0; bytes].into();
-        Kept { bytes, rounds: 0, result: None, offered: 0, restoring: None }
+        let (bytes, contribution) = (vec![0; bytes].into(), Box::default());
+        Kept { bytes, contribution, rounds: 0, result: None, offered: 0, restoring: None }
     }
 
     /// Where a result of so many bytes lands.
@@ -93,6 +99,25 @@ impl Kept {
         &self.bytes[..length]
     }
 
+    /// What a part on the GPU has to send, once that was [offered](Nic::offer).
+    pub(super) fn contribution(&self) -> Readable {
+        // SAFETY: the part's own bytes, which stay where they are until the endpoint is gone, which
+        // is dropped before the parts. They are written when a round is offered first, and no frame
+        // has them then: the round before is over.
+        unsafe { Readable::of(&self.contribution) }
+    }
+
+    /// Takes what is to be sent of a part on the GPU out of its slot.
+    fn take(&mut self, given: Readable) {
+        if self.contribution.is_empty() {
+            self.contribution = vec![0; given.len()].into();
+        }
+        assert!(self.contribution.len() == given.len(), "a part has one size");
+        // SAFETY: a slot in the host's memory (`Nic::kept_for`), which the GPU has filled, or which
+        // has the sum of a column; nobody writes there before it is given back.
+        self.contribution.copy_from_slice(unsafe { given.bytes() });
+    }
+
     /// Whether the part can't contribute to a round yet.
     pub(super) fn is_restoring(&self) -> bool {
         self.restoring.is_some()
@@ -100,14 +125,18 @@ impl Kept {
 }
 
 impl Nic {
-    /// What a part with this plan keeps, if anything: it goes from this rank to a server, from
-    /// memory of the host, and servers keep nothing of it between its rounds.
+    /// What a part with this plan keeps, if anything: it goes from this rank to a server, and
+    /// servers keep nothing of it between its rounds.
     pub(super) fn kept_for(&self, plan: &PartPlan) -> Option<Box<Kept>> {
         let is_sum = plan.core.is_some() && plan.owner.is_none() && plan.store.is_none();
         let is_stateless = plan.encoding.is_none_or(|how| !how.auto && !how.feedback);
-        if !self.config.keeps || !is_sum || !is_stateless || plan.device {
+        if !self.config.keeps || !is_sum || !is_stateless {
             return None;
         }
+        assert!(
+            !plan.device || !self.has_slots_on_gpu(),
+            "where servers may be lost, slots are in the host's memory"
+        );
         let elements = plan.bytes / plan.dtype.size();
         let room = plan.encoding.map_or(plan.bytes, |encoding| encoding.room(elements));
         Some(Box::new(Kept::new(room)))
@@ -119,17 +148,24 @@ impl Nic {
         let state = &mut self.parts[part.0 as usize];
         let Some(kept) = &mut state.kept else { return };
         let mut header = *header;
+        let is_to_copy = state.coded.as_ref().is_none_or(|coded| coded.is_on_gpu());
         match (target, state.memory) {
-            (Some(target), _) if state.coded.is_none() => {
+            (Some(target), _) if is_to_copy => {
                 let landed = &kept.bytes[..header.length as usize];
-                assert!(target.len() == landed.len(), "a result is as long as its part");
-                // SAFETY: the tensor's part, of so many bytes, which nobody else has while its
-                // round is open; and what was sent of it has arrived, since its result is here.
+                assert!(
+                    target.len() == landed.len()
+                        || state.coded.is_some() && target.len() > landed.len(),
+                    "a result is as long as its part"
+                );
+                // SAFETY: the tensor's part, or a slot in the host's memory, of so many bytes at
+                // least, which nobody else has while its round is open; and what was sent of it has
+                // arrived, since its result is here.
                 unsafe { target.as_ptr().copy_from(landed.as_ptr(), landed.len()) };
             }
-            (None, Some(memory)) if is_root => {
+            (None, memory) if is_root => {
                 // SAFETY: the root's own bytes, which it has broadcast and nobody writes.
-                let given = unsafe { memory.source().bytes() };
+                let given = unsafe { memory.map(|memory| memory.source().bytes()) };
+                let given = given.unwrap_or(&kept.contribution);
                 kept.bytes.copy_from_slice(given);
                 header.length = u32::try_from(given.len()).expect("parts are below 4 GiB");
             }
@@ -141,8 +177,12 @@ impl Nic {
     /// The contribution of a part is there to be sent, to whichever server has the part then.
     pub(super) fn offer(&mut self, part: PartId) {
         let state = self.part_mut(part);
-        if let Some(kept) = &mut state.kept {
-            kept.offered = state.round;
+        let Some(kept) = &mut state.kept else { return };
+        kept.offered = state.round;
+        if let Some(slot) = state.slot {
+            assert!(state.posted == 0, "no frame has the last contribution");
+            kept.take(slot.memory(state.plan.bytes).readable());
+            self.slot_sent(part);
         }
     }
 
@@ -154,12 +194,16 @@ impl Nic {
     }
 
     /// A lane to a server has closed while others may go on for that: nothing is under way on it.
-    pub(super) fn take_back(&mut self, lane: LaneId, landing: Option<PartId>) {
+    pub(super) fn take_back(&mut self, lane: LaneId, landing: Option<(PartId, Option<Slot>)>) {
         for part in self.lane(lane).posted.clone() {
             self.frame_sent(lane, part);
         }
-        if let Some(part) = landing.filter(|part| self.part(*part).abandoned) {
-            self.close_one(part);
+        if let Some((part, slot)) = landing {
+            if self.part(part).abandoned {
+                self.close_one(part);
+            }
+            // Nothing lands any more, and what has landed is of no use.
+            slot.into_iter().for_each(|slot| self.release(slot));
         }
         let parts = &self.parts;
         self.queue.remove(|part| parts[part.0 as usize].plan.core == Some(lane));

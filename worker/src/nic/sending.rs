@@ -102,6 +102,9 @@ impl Nic {
         let is_shared = self.others(part) > 0;
         let part = self.part(part);
         if part.plan.device {
+            if let Some(kept) = &part.kept {
+                return kept.contribution();
+            }
             let slot = part.slot.expect("a part with bytes is pushed in a slot");
             return slot.memory(part.plan.bytes).readable();
         }

@@ -30,6 +30,8 @@ use std::collections::VecDeque;
 #[derive(Default)]
 pub(super) struct Gpu {
     to: Option<GpuThread>,
+    /// Slots to land in.
+    to_land: usize,
     /// What did not fit into its queue.
     behind: VecDeque<ToGpu>,
     /// By the number of a slot: who uses it, if several do.
@@ -94,6 +96,7 @@ impl Nic {
         assert!(self.gpu.to.is_none(), "a process has one GPU");
         self.register_slots(std::mem::take(&mut to.slots));
         self.staged.watch(to.staged);
+        self.gpu.to_land = to.to_land.len();
         for slot in std::mem::take(&mut to.to_land) {
             self.land_in(slot);
         }
@@ -108,6 +111,16 @@ impl Nic {
     #[must_use]
     pub(crate) fn has_gpu(&self) -> bool {
         self.gpu.to.is_some()
+    }
+
+    /// Slots to land in that are not free.
+    ///
+    /// # Panics
+    /// More are free than there are.
+    #[must_use]
+    pub(crate) fn slots_in_use(&self) -> usize {
+        let free: usize = self.landings.iter().map(|landings| landings.free.len()).sum();
+        self.gpu.to_land.checked_sub(free).expect("a slot is given back once")
     }
 
     /// Whether a tensor on the GPU is under way.

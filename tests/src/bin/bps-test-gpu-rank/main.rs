@@ -38,7 +38,9 @@ fn main() {
     let config = Config { host_id: Some(format!("test host {}", arguments[0])), ..loaded.config };
     let number = |index: usize| numbers.get(index).copied();
     let outcome = match arguments[1].as_str() {
-        "work" => work(&config, number(0).unwrap_or(1), number(1).unwrap_or(1)),
+        "work" => {
+            work(&config, number(0).unwrap_or(1), number(1).unwrap_or(1), number(2) == Some(1))
+        }
         "large" => large(&config),
         "many" => many::many(&config, number(0).unwrap_or(1)),
         "ahead" => ahead::ahead(&config),
@@ -102,8 +104,9 @@ fn shuffle<T>(list: &mut [T], random: &mut Random) {
 }
 
 /// Pushes tensors of every type, operation and size, of the GPU and of the host, several rounds of
-/// each at once, in an order that differs from rank to rank, and checks each bit of the results.
-fn work(config: &Config, rounds: u64, seed: u64) -> Result<(), Error> {
+/// each at once, in an order that differs from rank to rank, and checks each bit of the results. If
+/// it tells, it says when the first are there.
+fn work(config: &Config, rounds: u64, seed: u64, tells: bool) -> Result<(), Error> {
     let worker = Worker::start(config)?;
     worker.open_gpu(0)?;
     let framework = Framework::new().map_err(gpu)?;
@@ -123,6 +126,9 @@ fn work(config: &Config, rounds: u64, seed: u64) -> Result<(), Error> {
         worker.enqueue_results(&some[..random.index(some.len() + 1)]);
         check(&worker, &framework, &tensors, first, &handles)?;
         beside.check(&worker)?;
+        if tells && first == 1 {
+            eprintln!("rank has begun");
+        }
     }
     chained(&worker, &framework)?;
     worker.shutdown(false)

@@ -20,6 +20,12 @@ impl SimWorker {
         self.left
     }
 
+    /// Slots for results that its lanes or its GPU have.
+    #[must_use]
+    pub fn slots_in_use(&self) -> usize {
+        self.nic.as_ref().map_or(0, NicLoop::slots_in_use)
+    }
+
     /// Whether its NIC loop has ended.
     #[must_use]
     pub fn ended(&self) -> bool {

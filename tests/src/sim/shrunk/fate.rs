@@ -27,7 +27,8 @@ pub(super) struct Fate {
 
 impl Fate {
     pub(super) fn new(random: &mut Random, shape: &Shape, dying: Dying) -> Fate {
-        let ranks = random.index(shape.workers as usize);
+        // With one, a job whose tensors are on GPUs forms again.
+        let ranks = if shape.devices { 0 } else { random.index(shape.workers as usize) };
         let at = Duration::from_micros(random.below(20_000));
         let fate = |ranks, servers| Fate {
             ranks,
@@ -169,7 +170,7 @@ impl Fate {
                     && let Some(victim) = self.servers.pop()
                 {
                     outcome.servers += 1;
-                    match random.once_in(3) && self.dying == Dying::Servers {
+                    match random.once_in(3) && self.dying != Dying::Schedulers {
                         true => cluster.hide_server(victim),
                         false => cluster.kill_server(victim),
                     }

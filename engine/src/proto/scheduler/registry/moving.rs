@@ -15,9 +15,6 @@ const NOWHERE: u32 = u32::MAX;
 /// Why keys can't move from a server that is lost: what it had of them nobody else has.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(in crate::proto::scheduler) enum Pinned {
-    /// Contributions are not there any more where GPUs are, and what streams wait for can't be
-    /// made anew.
-    Devices,
     /// Values, or an optimizer's, or what slow ranks are still to be answered.
     Store,
     /// What error feedback has kept for later rounds; or ranks send what they choose to send.
@@ -29,7 +26,6 @@ pub(in crate::proto::scheduler) enum Pinned {
 impl fmt::Display for Pinned {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let text = match self {
-            Pinned::Devices => "there are tensors on GPUs",
             Pinned::Store => "it kept values of tensors, or what slow ranks are to get",
             Pinned::Encoding => "there are tensors encoded as `auto`, or with error feedback",
             Pinned::Many => "",
@@ -62,9 +58,6 @@ impl Registry {
     /// Why the keys of this server can't move, if so.
     pub(in crate::proto::scheduler) fn pins(&self, server: u32) -> Option<Pinned> {
         let said = || self.tensors.iter().map(|tensor| &tensor.said);
-        if said().any(|said| said.device) {
-            return Some(Pinned::Devices);
-        }
         if said().any(|said| said.store.is_some()) {
             return Some(Pinned::Store);
         }

@@ -216,14 +216,12 @@ fn whoever_keeps_keys_from_moving_is_lost_as_well() {
 fn what_nobody_else_has_ends_the_epoch() {
     let store = Some(Store::Deltas(Deltas { root: Rank(1), staleness: None }));
     let stored = Declaration { operation: Operation::Sum, store, ..tensor("stored", 10) };
-    let on_gpu = Declaration { device: true, ..tensor("gpu", 10) };
     let encoded = |text: &str| {
         let encoding = Some(text.parse().unwrap());
         Declaration { encoding, ..tensor("encoded", 1 << 20) }
     };
     for (said, why) in [
         (stored, "can't move: it kept values of tensors, or what slow ranks are to get"),
-        (on_gpu, "can't move: there are tensors on GPUs"),
         (encoded("auto"), "can't move: there are tensors encoded as `auto`, or with"),
         (encoded("topk(k=10)+feedback"), "can't move: there are tensors encoded as `auto`"),
     ] {
