@@ -320,7 +320,8 @@ fn a_core_that_cannot_be_reached_is_named_to_all() {
     let port = free_port();
     let mut scheduler = Program::start("bps-scheduler", &[], &variables(port, &[]));
     let _ = scheduler.wait_for_line("listening", JOIN);
-    let nobody = SocketAddr::from(([127, 0, 0, 1], free_port()));
+    // A port that was free a moment ago may be another test's by now; the kernel gives nobody this.
+    let nobody = SocketAddr::from(([127, 0, 0, 1], 1));
     let unused = TcpListener::bind("127.0.0.1:0").expect("a port");
     let _server = FakeServer::join(port, 1, vec![nobody], unused);
     let error = Worker::start(&worker_config(port, 1)).map(drop).expect_err("nobody is there");
