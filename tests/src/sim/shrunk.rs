@@ -136,8 +136,6 @@ struct Flight {
     tensor: usize,
     round: u64,
     data: Data,
-    /// Whether its result is wanted before it has come.
-    is_decided: bool,
 }
 
 /// Where its bytes are.
@@ -415,13 +413,11 @@ fn drive(
 /// A rank's streams are to wait for some of what it has pushed.
 fn want_some(cluster: &mut Cluster, rank: &mut Script, index: usize, random: &mut Random) {
     let Some(gpu) = &mut cluster.workers[index].gpu else { return };
-    let is_new = |flight: &&mut Flight| matches!(flight.data, Data::Gpu(_)) && !flight.is_decided;
-    for flight in rank.flights.iter_mut().filter(is_new) {
-        flight.is_decided = true;
-        if random.once_in(2) {
-            gpu.want(&flight.handle);
-        }
-    }
+    let flights = rank.flights.iter_mut().filter_map(|flight| match &mut flight.data {
+        Data::Gpu(data) => Some((&flight.handle, data)),
+        Data::Host { .. } => None,
+    });
+    gpu.want_some(flights, random);
 }
 
 fn push(
@@ -445,7 +441,7 @@ fn push(
         let pushed = GpuTensor { id, priority, bytes, in_place, is_root };
         let gpu = worker.gpu.as_mut().expect("every rank has a GPU");
         let (handle, flight) = gpu.push(vec![pushed]).pop().expect("one was pushed");
-        return Flight { handle, tensor, round, data: Data::Gpu(flight), is_decided: false };
+        return Flight { handle, tensor, round, data: Data::Gpu(flight) };
     }
     let mut target = if is_root { bytes.clone() } else { vec![0xa5; bytes.len()] };
     let from = if is_root { target.as_ptr() } else { bytes.as_ptr() };
@@ -460,7 +456,7 @@ fn push(
         task,
     });
     let data = Data::Host { _source: bytes, target };
-    Flight { handle, tensor, round, data, is_decided: false }
+    Flight { handle, tensor, round, data }
 }
 
 fn check(

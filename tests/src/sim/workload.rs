@@ -74,8 +74,6 @@ struct Flight {
     tensor: usize,
     round: u64,
     data: Data,
-    /// Whether its result is wanted before it has come.
-    is_decided: bool,
 }
 
 /// Where its bytes are.
@@ -365,13 +363,11 @@ fn drive(
 /// A rank's streams are to wait for some of what it has pushed.
 fn want_some(cluster: &mut Cluster, rank: &mut Script, index: usize, random: &mut Random) {
     let Some(gpu) = &mut cluster.workers[index].gpu else { return };
-    let is_new = |flight: &&mut Flight| matches!(flight.data, Data::Gpu(_)) && !flight.is_decided;
-    for flight in rank.flights.iter_mut().filter(is_new) {
-        flight.is_decided = true;
-        if random.once_in(2) {
-            gpu.want(&flight.handle);
-        }
-    }
+    let flights = rank.flights.iter_mut().filter_map(|flight| match &mut flight.data {
+        Data::Gpu(data) => Some((&flight.handle, data)),
+        Data::Host { .. } => None,
+    });
+    gpu.want_some(flights, random);
 }
 
 /// A rank declares these tensors, in an order of its own.
@@ -421,7 +417,7 @@ fn push_gpu(
     let pushed = worker.gpu.as_mut().expect("every rank has a GPU").push(pushed);
     let flight = |(item, (handle, flight)): (&Item, _)| {
         let (tensor, round) = (item.tensor, item.round);
-        Flight { handle, tensor, round, data: Data::Gpu(flight), is_decided: false }
+        Flight { handle, tensor, round, data: Data::Gpu(flight) }
     };
     items.iter().zip(pushed).map(flight).collect()
 }
@@ -450,7 +446,7 @@ fn push(
         task,
     });
     let data = Data::Host { _source: source, target };
-    Flight { handle, tensor: item.tensor, round: item.round, data, is_decided: false }
+    Flight { handle, tensor: item.tensor, round: item.round, data }
 }
 
 /// Compares what has come back with the reference.

@@ -28,7 +28,8 @@ const GIVEN_BACK: u64 = 1 << 32;
 /// The last result of a part.
 pub(super) struct Kept {
     bytes: Box<[u8]>,
-    /// Of a tensor on the GPU: the contribution; empty until there is one.
+    /// Of a tensor on the GPU: the contribution; empty until there is one, as ranks that only
+    /// receive a broadcast never make one.
     contribution: Box<[u8]>,
     /// Rounds whose results this rank has had.
     rounds: u64,

@@ -174,9 +174,22 @@ impl SimGpu {
     }
 
     /// The framework puts its stream behind the result of a push, and does not wait for it.
-    pub(in crate::sim) fn want(&mut self, handle: &Handle) {
+    fn want(&mut self, handle: &Handle) {
         handle.want();
         self.wants = true;
+    }
+
+    /// The framework puts its stream behind some of these that it has not decided about.
+    pub(in crate::sim) fn want_some<'a>(
+        &mut self,
+        flights: impl Iterator<Item = (&'a Handle, &'a mut GpuFlight)>,
+        random: &mut Random,
+    ) {
+        for (handle, flight) in flights {
+            if !std::mem::replace(&mut flight.is_decided, true) && random.once_in(2) {
+                self.want(handle);
+            }
+        }
     }
 
     /// As callers do: hands over what they push, or fails it once the pipeline has ended.
@@ -241,7 +254,7 @@ impl SimGpu {
                 let copied = unsafe { self.device.copy_in(stream, target, source, bytes) };
                 self.must(copied);
             }
-            let flight = GpuFlight { source, target, bytes, reads: None };
+            let flight = GpuFlight { source, target, bytes, reads: None, is_decided: false };
             pushed.push((tensor.id, tensor.priority, flight));
         }
         let ready = self.ready();
@@ -358,6 +371,8 @@ pub(in crate::sim) struct GpuFlight {
     bytes: usize,
     /// The framework's kernel that reads the result.
     reads: Option<usize>,
+    /// Whether the framework's stream waits for its result was decided.
+    is_decided: bool,
 }
 
 /// What came of a push.
