@@ -61,6 +61,32 @@ macro_rules! cuda {
     )*};
 }
 
+/// One of `CUstreamBatchMemOpParams`, as far as it is a wait for a word.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Wait {
+    operation: c_uint,
+    address: u64,
+    value: u32,
+    _upper: u32,
+    flags: c_uint,
+    _rest: [u64; 2],
+}
+
+const _: () = assert!(size_of::<Wait>() == 48, "as large as the union of the header");
+
+impl Wait {
+    /// As many as the header lets come at once.
+    const MOST: usize = 256;
+
+    /// `CU_STREAM_MEM_OP_WAIT_VALUE_32` for at least the value, which is all that is asked for.
+    fn is_for_a_word(&self) -> bool {
+        (self.operation, self.flags) == (1, 0)
+            && self.address != 0
+            && self.address.is_multiple_of(4)
+    }
+}
+
 cuda! {
     fn cuInit(flags: c_uint) {
         match (flags, settings().visible.len()) {
@@ -215,14 +241,20 @@ cuda! {
         stream.push(Box::new(move || memory::write_word(address as usize, value)));
         Ok(())
     }
-    fn cuStreamWaitValue32_v2(handle: usize, address: u64, value: u32, flags: c_uint) {
+    fn cuStreamBatchMemOp_v2(handle: usize, count: c_uint, waits: *const Wait, _flags: c_uint) {
         let device = device::current()?;
         let stream = stream::stream(handle)?;
-        // At least the value, which is all that is asked for.
-        if stream.device != device || address == 0 || !address.is_multiple_of(4) || flags != 0 {
+        if stream.device != device || waits.is_null() || count as usize > Wait::MOST {
             return Err(INVALID_VALUE);
         }
-        stream.push(Box::new(move || memory::await_word(address as usize, value)));
+        // SAFETY: an array of so many, by the header.
+        let waits = unsafe { std::slice::from_raw_parts(waits, count as usize) };
+        if !waits.iter().all(Wait::is_for_a_word) {
+            return Err(INVALID_VALUE);
+        }
+        for &Wait { address, value, .. } in waits {
+            stream.push(Box::new(move || memory::await_word(address as usize, value)));
+        }
         Ok(())
     }
     fn cuModuleLoadData(module: *mut usize, image: *const c_void) {

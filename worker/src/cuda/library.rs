@@ -1,11 +1,13 @@
-//! libcuda, opened once and never closed: its functions that the engine calls, all of CUDA 12.0 or
-//! older, and what its codes mean.
+//! libcuda, opened once and never closed: its functions that the engine calls, all but one of CUDA
+//! 12.0 or older, and what its codes mean.
 
 use super::GpuError;
 use super::table::{Symbols, symbol, table, text, why};
+use super::together::CopyBatch;
 use cudarc::driver::sys;
 use cudarc::driver::sys::{
-    CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUmodule, CUstream, CUuuid,
+    CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUmodule, CUstream,
+    CUstreamBatchMemOpParams, CUuuid,
 };
 use libloading::Library;
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_void};
@@ -42,7 +44,7 @@ table! {
         cuStreamDestroy_v2(CUstream);
         cuStreamQuery(CUstream);
         cuStreamWaitEvent(CUstream, CUevent, c_uint);
-        cuStreamWaitValue32_v2(CUstream, CUdeviceptr, u32, c_uint);
+        cuStreamBatchMemOp_v2(CUstream, c_uint, *mut CUstreamBatchMemOpParams, c_uint);
         cuStreamWriteValue32_v2(CUstream, CUdeviceptr, u32, c_uint);
         cuEventCreate(*mut CUevent, c_uint);
         cuEventRecord(CUevent, CUstream);
@@ -89,6 +91,8 @@ table! {
 pub(crate) struct Cuda {
     /// Its functions.
     pub(crate) call: Functions,
+    /// Enqueues many copies at once; since CUDA 12.8.
+    pub(crate) copy_batch: Option<CopyBatch>,
     /// Its version, 1000 × major + 10 × minor.
     pub(crate) version: u32,
     /// Whether there is any GPU; without one nothing else can be asked.
@@ -128,9 +132,11 @@ impl Cuda {
             return Err(GpuError::DriverTooOld { found: version, needed: VERSION_MIN });
         }
         let call = Functions::fill(library, LIBRARY)?;
+        // SAFETY: the type is that of the header; the caller keeps the library.
+        let copy_batch = unsafe { symbol(library, LIBRARY, "cuMemcpyBatchAsync") }.ok();
         // SAFETY: 0 is the only value of the flags.
         let code = unsafe { (call.cuInit)(0) };
-        let cuda = Cuda { call, version, has_devices: code != NO_DEVICE };
+        let cuda = Cuda { call, copy_batch, version, has_devices: code != NO_DEVICE };
         if cuda.has_devices {
             cuda.check("cuInit", code)?;
         }

@@ -18,6 +18,7 @@ mod nccl_library;
 mod pinned;
 mod simulated;
 mod table;
+mod together;
 mod track;
 
 pub use codecs::{Coder, Family, Keeps, KeptAt, Kernels};

@@ -3,13 +3,14 @@
 //! Behind what it enqueues, the stream writes a rising number into pinned memory. The driver's own
 //! ways to ask, `cuEventQuery` and its like, take locks that the framework's threads need for every
 //! kernel that they launch; a word of memory takes none.
+//!
+//! For the same reason copies are gathered, and go to the driver [`together`](super::together).
 
 use super::library::Cuda;
+use super::together::{Copy, OF_CALL};
 use super::{Device, Event, GpuError, Pinned, Stream};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// `CU_STREAM_WAIT_VALUE_GEQ`.
-const AT_LEAST: u32 = 0;
 /// Bytes between the words of two tracks: a cache line each.
 pub(crate) const WORD_BYTES: usize = 64;
 
@@ -18,6 +19,8 @@ pub(crate) struct Track {
     stream: Stream,
     progress: Progress,
     issued: u32,
+    /// Copies that are still to be enqueued.
+    gathered: Vec<Copy>,
 }
 
 /// How far a track is, for any thread.
@@ -64,7 +67,8 @@ impl Track {
         let word = memory.as_ptr().wrapping_add(index * WORD_BYTES).cast_const().cast();
         // SAFETY: the memory outlives the track, by the caller's promise.
         let progress = unsafe { Progress::of(word) };
-        Ok(Track { stream: Stream::new(device)?, progress, issued: 0 })
+        let gathered = Vec::with_capacity(OF_CALL);
+        Ok(Track { stream: Stream::new(device)?, progress, issued: 0, gathered })
     }
 
     /// How far it is, for other threads: as long as its memory is there.
@@ -72,17 +76,87 @@ impl Track {
         self.progress
     }
 
+    /// What is enqueued there comes before the copies that are gathered now.
     pub(crate) fn stream(&self) -> &Stream {
         &self.stream
     }
 
+    /// Gathers a copy to the host. It is enqueued before the next wait, mark or event of this
+    /// track, at the latest, and with others in any order.
+    ///
+    /// # Errors
+    /// As [`enqueue`](Self::enqueue).
+    ///
+    /// # Safety
+    /// As [`Stream::copy_to_host`]. No other copy that is gathered has bytes in common with it.
+    pub(crate) unsafe fn copy_to_host(
+        &mut self,
+        host: *mut u8,
+        device: u64,
+        bytes: usize,
+    ) -> Result<(), GpuError> {
+        let to = host.expose_provenance() as u64;
+        self.gather(Copy { to, from: device, bytes, is_to_host: true })
+    }
+
+    /// Gathers a copy to the GPU, as [`copy_to_host`](Self::copy_to_host) one to the host.
+    ///
+    /// # Errors
+    /// As [`enqueue`](Self::enqueue).
+    ///
+    /// # Safety
+    /// As [`copy_to_host`](Self::copy_to_host).
+    pub(crate) unsafe fn copy_to_device(
+        &mut self,
+        device: u64,
+        host: *const u8,
+        bytes: usize,
+    ) -> Result<(), GpuError> {
+        let from = host.expose_provenance() as u64;
+        self.gather(Copy { to: device, from, bytes, is_to_host: false })
+    }
+
+    fn gather(&mut self, copy: Copy) -> Result<(), GpuError> {
+        self.gathered.push(copy);
+        if self.gathered.len() < OF_CALL { Ok(()) } else { self.enqueue() }
+    }
+
+    /// Enqueues what is gathered.
+    ///
+    /// # Errors
+    /// [`GpuError::Cuda`]; also for what failed earlier on this GPU.
+    pub(crate) fn enqueue(&mut self) -> Result<(), GpuError> {
+        // SAFETY: who gathered them has promised it.
+        let enqueued = unsafe { self.stream.copy_all(&self.gathered) };
+        self.gathered.clear();
+        enqueued
+    }
+
     /// Lets what is enqueued from now on wait for the event.
-    pub(crate) fn wait(&self, event: &Event) -> Result<(), GpuError> {
+    pub(crate) fn wait(&mut self, event: &Event) -> Result<(), GpuError> {
+        self.enqueue()?;
         self.stream.wait(event)
     }
 
-    /// Marks the place behind all that is enqueued now.
+    /// Lets what is enqueued from now on wait until each of these words is its value, or beyond it.
+    ///
+    /// # Safety
+    /// As [`Stream::wait_for_words`].
+    pub(crate) unsafe fn wait_for_words(&mut self, words: &[(u64, u32)]) -> Result<(), GpuError> {
+        self.enqueue()?;
+        // SAFETY: the caller's promise.
+        unsafe { self.stream.wait_for_words(words) }
+    }
+
+    /// Records an event behind all that is enqueued or gathered now.
+    pub(crate) fn record(&mut self, event: &Event) -> Result<(), GpuError> {
+        self.enqueue()?;
+        event.record(&self.stream)
+    }
+
+    /// Marks the place behind all that is enqueued or gathered now.
     pub(crate) fn mark(&mut self) -> Result<u32, GpuError> {
+        self.enqueue()?;
         self.issued = self.issued.wrapping_add(1);
         // SAFETY: the word is pinned memory, which has one address on the host and on the GPU.
         unsafe { self.stream.write(self.progress.0.expose_provenance() as u64, self.issued) }?;
@@ -129,21 +203,5 @@ impl Stream {
         // SAFETY: the caller vouches for the address; the stream's handle is held by this value.
         let code = unsafe { (cuda.call.cuStreamWriteValue32_v2)(self.handle(), address, value, 0) };
         cuda.check("cuStreamWriteValue32", code)
-    }
-
-    /// Lets what is enqueued from now on wait until a word is `value`, or beyond it: the difference
-    /// of both is compared, so words may wrap around.
-    ///
-    /// # Errors
-    /// [`GpuError::Cuda`].
-    ///
-    /// # Safety
-    /// `address` is that of four aligned bytes of pinned memory, valid until the wait is over.
-    pub(crate) unsafe fn wait_for_word(&self, address: u64, value: u32) -> Result<(), GpuError> {
-        let cuda: &'static Cuda = self.device().cuda();
-        let wait = cuda.call.cuStreamWaitValue32_v2;
-        // SAFETY: the caller vouches for the address; the stream's handle is held by this value.
-        let code = unsafe { wait(self.handle(), address, value, AT_LEAST) };
-        cuda.check("cuStreamWaitValue32", code)
     }
 }

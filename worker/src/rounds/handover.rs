@@ -266,7 +266,12 @@ impl GpuInbox {
 
     /// Whether a push is not over.
     pub(crate) fn is_busy(&self) -> bool {
-        self.under_way.load(Ordering::Acquire) > 0
+        self.under_way() > 0
+    }
+
+    /// How many pushes are not over.
+    pub(crate) fn under_way(&self) -> usize {
+        self.under_way.load(Ordering::Acquire)
     }
 
     /// Whether somebody was told that a push is over, and its result may not have come.

@@ -28,6 +28,23 @@ pub(super) fn handle(index: usize, base: usize) -> usize {
     base + index * HANDLE
 }
 
+/// One of `CUstreamBatchMemOpParams`, of which the engine uses waits for words alone.
+#[repr(C)]
+struct Wait {
+    operation: c_uint,
+    at: u64,
+    value: u32,
+    _upper: u32,
+    flags: c_uint,
+    _alias: u64,
+    _rest: u64,
+}
+
+/// `CU_STREAM_MEM_OP_WAIT_VALUE_32`, `CU_STREAM_WAIT_VALUE_GEQ`.
+const WAIT: c_uint = 1;
+const AT_LEAST: c_uint = 0;
+const _: () = assert!(size_of::<Wait>() == 48, "as large as the union of the header");
+
 fn put<T>(at: *mut T, value: T) -> Result<(), u32> {
     let at = NonNull::new(at).ok_or(INVALID_VALUE)?;
     // SAFETY: the engine passes the address of a variable of its own.
@@ -105,7 +122,8 @@ impl Machine {
         kernel: Option<Coding>,
     ) {
         self.pinned(host, length);
-        let awaits = std::mem::take(&mut self.streams[stream].awaits_host);
+        let awaits = self.streams[stream].awaits_host > 0;
+        self.streams[stream].awaits_host -= usize::from(awaits);
         // SAFETY: it is registered, so it is mapped; there is one thread.
         let seen = (!awaits).then(|| unsafe { host_bytes(host, length) }.to_vec());
         let mut accesses = [Access::read(host as u64, length), Access::write(to, bytes)];
@@ -260,12 +278,25 @@ cuda! {
         machine.enqueue(stream, "a mark", Work::Write { at, value }, &[]);
         Ok(())
     }
-    fn cuStreamWaitValue32_v2(machine, stream: usize, at: u64, value: u32, _flags: c_uint) {
+    fn cuStreamBatchMemOp_v2(
+        machine,
+        stream: usize,
+        count: c_uint,
+        waits: *const Wait,
+        _flags: c_uint,
+    ) {
         let stream = machine.still_stream_of(stream)?;
-        let at = usize::try_from(at).map_err(|_| INVALID_VALUE)?;
-        machine.pinned(at, 4);
-        machine.streams[stream].awaits_host = true;
-        machine.enqueue(stream, "a wait for the host", Work::Await { at, value }, &[]);
+        // SAFETY: the engine passes an array of so many.
+        for wait in unsafe { std::slice::from_raw_parts(waits, count as usize) } {
+            let at = usize::try_from(wait.at).map_err(|_| INVALID_VALUE)?;
+            if (wait.operation, wait.flags) != (WAIT, AT_LEAST) {
+                return Err(NOT_SUPPORTED);
+            }
+            machine.pinned(at, 4);
+            machine.streams[stream].awaits_host += 1;
+            let wait = Work::Await { at, value: wait.value };
+            machine.enqueue(stream, "a wait for the host", wait, &[]);
+        }
         Ok(())
     }
     fn cuEventCreate(machine, at: *mut usize, _flags: c_uint) {
@@ -302,6 +333,32 @@ cuda! {
     fn cuMemcpyHtoDAsync_v2(machine, to: u64, host: usize, bytes: usize, stream: usize) {
         let stream = machine.copying(stream)?;
         machine.copy_up(stream, (to, bytes), (host, bytes), None);
+        Ok(())
+    }
+    fn cuMemcpyBatchAsync(
+        machine,
+        to: *const u64,
+        from: *const u64,
+        bytes: *const usize,
+        count: usize,
+        _attributes: *const c_void,
+        _first: *const usize,
+        _kinds: usize,
+        _failed: *mut usize,
+        stream: usize,
+    ) {
+        let stream = machine.copying(stream)?;
+        // SAFETY: the engine passes arrays of so many.
+        let [to, from] = [to, from].map(|at| unsafe { std::slice::from_raw_parts(at, count) });
+        // SAFETY: as above.
+        let bytes = unsafe { std::slice::from_raw_parts(bytes, count) };
+        for ((&to, &from), &bytes) in to.iter().zip(from).zip(bytes) {
+            let host = |at: u64| usize::try_from(at).map_err(|_| INVALID_VALUE);
+            match machine.memory.is_registered(to, bytes) {
+                true => machine.copy_down(stream, (host(to)?, bytes), (from, bytes), None),
+                false => machine.copy_up(stream, (to, bytes), (host(from)?, bytes), None),
+            }
+        }
         Ok(())
     }
     fn cuMemAllocAsync(machine, at: *mut u64, bytes: usize, stream: usize) {

@@ -90,7 +90,7 @@ pub(super) struct Stream {
     pub(super) knows: Clock,
     pub(super) issued: u64,
     /// What comes next is behind a wait for the host.
-    pub(super) awaits_host: bool,
+    pub(super) awaits_host: usize,
     /// How many times longer its work takes than others'.
     pub(super) pace: u64,
 }
@@ -106,7 +106,7 @@ impl Stream {
             is_stuck: false,
             knows: [0; STREAMS_MAX],
             issued: 0,
-            awaits_host: false,
+            awaits_host: 0,
             pace,
         }
     }

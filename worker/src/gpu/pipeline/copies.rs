@@ -1,7 +1,7 @@
 //! Copies between the GPU and the slots: down of what is to be sent, up of what has landed.
 
 use super::{BYTES_OF_MARK, COPIES_OF_MARK, Copying, Of, Pipeline, Tensor};
-use crate::cuda::{Coder, GpuError, KeptAt, Stream};
+use crate::cuda::{Coder, GpuError, KeptAt, Track};
 use crate::rounds::PartOf;
 use crate::rounds::handover::{From, FromGpu};
 use crate::rounds::{Pool, Slot};
@@ -42,9 +42,7 @@ impl Pipeline {
             let coder = self.coder_of(of);
             // SAFETY: the part lies inside the tensor, which its caller keeps until the task is
             // finished; the slot is of this part alone until it is given back.
-            unsafe {
-                fill(self.down.stream(), slot, from + part.offset as u64, part.bytes, coder)
-            }?;
+            unsafe { fill(&mut self.down, slot, from + part.offset as u64, part.bytes, coder) }?;
             let copy = Copying { mark: self.down.next_mark(), of, round, slot };
             (copies, bytes) = (copies + 1, bytes + part.bytes);
             if copies >= COPIES_OF_MARK || bytes >= BYTES_OF_MARK {
@@ -127,15 +125,14 @@ impl Pipeline {
         if slot.is_some_and(|slot| slot.pool() == Pool::Own) {
             self.has_landed_staged(Of { tensor: of.tensor, index: of.index })?;
         } else if let Some(slot) = slot {
-            let stream = self.up.stream();
             if slot.is_on_gpu() {
-                self.direct.flush(stream.device())?;
+                self.direct.flush(self.up.stream().device())?;
             }
             let of = Of { tensor: of.tensor, index: of.index };
             let coder = self.coder_of(of);
             // SAFETY: the part lies inside the tensor, which its caller keeps until the task is
             // finished; the slot goes back only when the stream has passed the copy.
-            unsafe { empty(stream, slot, target, part.bytes, coder) }?;
+            unsafe { empty(&mut self.up, slot, target, part.bytes, coder) }?;
             let copy = Copying { mark: self.up.next_mark(), of, round, slot };
             let (copies, bytes) = self.unmarked;
             self.unmarked = (copies + 1, bytes + part.bytes);
@@ -158,12 +155,12 @@ impl Pipeline {
     }
 }
 
-/// Enqueues a copy from the tensor into a slot, or what encodes it there.
+/// Gathers a copy from the tensor into a slot, or enqueues what encodes it there.
 ///
 /// # Safety
-/// As [`Stream::copy_to_host`].
+/// As [`Track::copy_to_host`].
 pub(super) unsafe fn fill(
-    stream: &Stream,
+    track: &mut Track,
     slot: Slot,
     from: u64,
     bytes: usize,
@@ -174,19 +171,19 @@ pub(super) unsafe fn fill(
     // lines of the cache.
     unsafe {
         match (coder, slot.is_on_gpu()) {
-            (Some(of), _) => of.coder.encode(stream, from, at, bytes, (of.draw, of.kept)),
-            (None, true) => stream.copy_on_device(at.addr() as u64, from, bytes),
-            (None, false) => stream.copy_to_host(at, from, bytes),
+            (Some(of), _) => of.coder.encode(track.stream(), from, at, bytes, (of.draw, of.kept)),
+            (None, true) => track.stream().copy_on_device(at.addr() as u64, from, bytes),
+            (None, false) => track.copy_to_host(at, from, bytes),
         }
     }
 }
 
-/// Enqueues a copy from a slot into the tensor, or what decodes it there.
+/// Gathers a copy from a slot into the tensor, or enqueues what decodes it there.
 ///
 /// # Safety
-/// As [`Stream::copy_to_host`].
+/// As [`Track::copy_to_host`].
 pub(super) unsafe fn empty(
-    stream: &Stream,
+    track: &mut Track,
     slot: Slot,
     to: u64,
     bytes: usize,
@@ -196,9 +193,9 @@ pub(super) unsafe fn empty(
     // SAFETY: the caller's promise, and as in `fill`.
     unsafe {
         match (coder, slot.is_on_gpu()) {
-            (Some(of), _) => of.coder.decode(stream, at, to, bytes, of.draw),
-            (None, true) => stream.copy_on_device(to, at.addr() as u64, bytes),
-            (None, false) => stream.copy_to_device(to, at, bytes),
+            (Some(of), _) => of.coder.decode(track.stream(), at, to, bytes, of.draw),
+            (None, true) => track.stream().copy_on_device(to, at.addr() as u64, bytes),
+            (None, false) => track.copy_to_device(to, at, bytes),
         }
     }
 }

@@ -208,6 +208,11 @@ impl Pipeline {
 
     /// The NIC loop has ended.
     fn begin_end(&mut self) -> End {
+        if self.failed.is_none() {
+            // What has landed is there.
+            let marked = self.mark_staged_results();
+            self.check(marked);
+        }
         let failed = self.failed.take().map(|failed| Refusal::Own(Source::new(failed)).into());
         let error = self.job_over.get().cloned().or(failed);
         let began = self.now;

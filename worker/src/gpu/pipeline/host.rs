@@ -56,14 +56,14 @@ impl Pipeline {
 
     /// Makes the calls of a batch, as every rank of the host does now. Says whether they are
     /// enqueued.
-    fn submit(&self, batch: &Batch) -> Result<bool, GpuError> {
-        let Some(host) = &self.host else { return Ok(true) };
+    fn submit(&mut self, batch: &Batch) -> Result<bool, GpuError> {
+        let Some(host) = &mut self.host else { return Ok(true) };
         let tensors = &self.tensors;
         let rows = || batch.rows.iter().filter_map(|of| row_of(tensors, *of));
         match batch.order {
             // What has risen of the results is gathered.
             Ordered::Gather => {
-                self.risen.record(self.up.stream())?;
+                self.up.record(&self.risen)?;
                 host.track.wait(&self.risen)?;
             }
             _ => {
@@ -78,6 +78,7 @@ impl Pipeline {
                 }
             }
         }
+        let host = &*host;
         host.comm.submit(|| {
             rows().try_for_each(|(tensor, run, row)| match batch.order {
                 Ordered::Gather => gather_row(host, tensor, run, row),

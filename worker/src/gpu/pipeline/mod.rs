@@ -73,10 +73,11 @@ const WATCH: Duration = Duration::from_millis(100);
 const NAP: Duration = Duration::from_micros(30);
 /// The same once the NIC loop has ended.
 const LOOK: Duration = Duration::from_millis(1);
-/// Copies, and bytes of them, that get one mark together at most. Each call of the driver takes
-/// locks that the framework's kernel launches need, so small tensors share what they can.
-pub(super) const COPIES_OF_MARK: usize = 16;
-pub(super) const BYTES_OF_MARK: usize = 256 << 10;
+/// Copies, and bytes of them, that are enqueued and get one mark together at most. Each call of the
+/// driver takes locks that the framework's kernel launches need, so small tensors share what they
+/// can.
+pub(super) const COPIES_OF_MARK: usize = 32;
+pub(super) const BYTES_OF_MARK: usize = 512 << 10;
 
 /// A round of a tensor under way.
 struct Run {
@@ -490,7 +491,8 @@ impl Pipeline {
             && self.drained.is_empty()
             && !self.keeping.is_busy()
             && !self.trace.is_awaiting()
-            && !self.watches_staged());
+            && !self.watches_staged()
+            && !self.holds_results());
         let limit = if is_watching { NAP } else { TICK };
         let (inbox, nic_ended) = (&self.inbox, &self.nic_ended);
         let is_ready = || !inbox.is_empty() || nic_ended.load(Ordering::Acquire);

@@ -187,7 +187,7 @@ impl Pipeline {
     pub(super) fn mark_ends(&mut self) {
         if self.failed.is_none() {
             let marked = self.mark_results().and_then(|()| self.mark_up());
-            let marked = marked.and_then(|()| self.mark_staged_results());
+            let marked = marked.and_then(|()| self.mark_due_results());
             let marked = marked.and_then(|()| self.mark_staged());
             self.check(marked);
         }
@@ -206,7 +206,7 @@ impl Pipeline {
                 &mut self.up
             }
         };
-        event.record(last.stream())?;
+        last.record(&event)?;
         let (mark, event) = (last.mark()?, Arc::new(event));
         self.marks += 1;
         let mut finished = std::mem::take(&mut self.finished);

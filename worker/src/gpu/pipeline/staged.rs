@@ -29,6 +29,12 @@ use bps_engine::trace::timeline::Mark as Seen;
 use std::collections::{HashSet, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
+use std::time::Duration;
+
+/// Results that nobody wants yet are held until they are so many bytes, or for so long, to be
+/// copied up and marked together: each by itself would take three calls of the driver.
+const BYTES_HELD: usize = 1 << 20;
+const HELD: Duration = Duration::from_micros(200);
 
 /// See the [module](self).
 pub(in crate::gpu) struct Staged {
@@ -39,6 +45,8 @@ pub(in crate::gpu) struct Staged {
     pub(super) up: Track,
     /// Copies down, and bytes of them, that are not marked.
     unmarked: (usize, usize),
+    /// Since when results are held that have landed and are not marked, and their bytes.
+    held: Option<(Duration, usize)>,
     /// What the stream down has waited for last.
     last_ready: Option<Arc<PooledEvent>>,
     /// Rounds whose last copy is enqueued, and is not marked.
@@ -73,6 +81,7 @@ impl Staged {
             down,
             up,
             unmarked: (0, 0),
+            held: None,
             last_ready: None,
             finished: Vec::new(),
             marks: 0,
@@ -91,7 +100,8 @@ impl Staged {
     /// A mark behind all results that are enqueued, and the event for their callers.
     fn mark_results(&mut self, events: &EventPool) -> Result<(u32, Arc<PooledEvent>), GpuError> {
         let event = events.take()?;
-        event.record(self.up.stream())?;
+        self.up.record(&event)?;
+        self.held = None;
         self.marks += 1;
         Ok((self.up.mark()?, Arc::new(event)))
     }
@@ -186,7 +196,7 @@ impl Pipeline {
         // SAFETY: the part lies inside the tensor, which its caller keeps until the task is
         // finished, and whatever uses it after that comes behind this in its streams. The memory is
         // this part's: its last result has left it, since this stream has waited for that.
-        unsafe { fill(staged.down.stream(), staging.slot(), source, plan.bytes, coder) }?;
+        unsafe { fill(&mut staged.down, staging.slot(), source, plan.bytes, coder) }?;
         let mark = staged.down.next_mark();
         staged.unmarked = (staged.unmarked.0 + 1, staged.unmarked.1 + plan.bytes);
         if staged.unmarked.0 >= COPIES_OF_MARK || staged.unmarked.1 >= BYTES_OF_MARK {
@@ -223,6 +233,9 @@ impl Pipeline {
         if parts[of.index as usize].is_up {
             return Ok(());
         }
+        let bytes = state.plan.parts[of.index as usize].bytes;
+        let (since, held) = staged.held.unwrap_or((self.now, 0));
+        staged.held = Some((since, held + bytes));
         self.copy_up_staged(of)
     }
 
@@ -245,7 +258,7 @@ impl Pipeline {
         // finished, and whatever uses it after that comes behind this in its streams. The result is
         // in the slot, or the stream waits for that; nobody writes there before the next round,
         // whose copy down waits for this stream.
-        unsafe { empty(staged.up.stream(), slot, target, plan.bytes, coder) }?;
+        unsafe { empty(&mut staged.up, slot, target, plan.bytes, coder) }?;
         if self.trace.covers(state.round) {
             let mark = staged.up.mark()?;
             staged.rising.push_back(Copying { mark, of, round: state.round, slot });
@@ -312,24 +325,42 @@ impl Pipeline {
         }
         // As they came in the last round, they come again, more or less.
         parts.sort_unstable();
+        let (mut together, mut bytes) = (Vec::new(), 0);
         for (_, of) in parts {
-            self.await_staged(of)?;
-            self.copy_up_staged(of)?;
+            bytes += self.bytes_of(of);
+            together.push(of);
+            if together.len() >= COPIES_OF_MARK || bytes >= BYTES_OF_MARK {
+                self.await_staged(&together)?;
+                (bytes, together) = (0, Vec::new());
+            }
         }
+        self.await_staged(&together)?;
         self.tell_wanted(tensors)
     }
 
-    /// Lets the stream up wait for the result of a part.
-    fn await_staged(&mut self, of: Of) -> Result<(), GpuError> {
-        let (Some(Some(state)), Some(staged)) =
-            (self.tensors.get(of.tensor as usize), &self.staged)
-        else {
+    fn bytes_of(&self, of: Of) -> usize {
+        let Some(Some(state)) = self.tensors.get(of.tensor as usize) else {
             unreachable!("a staged tensor has a round")
         };
-        let Some(parts) = &state.staging else { unreachable!("the tensor is staged") };
-        let (word, value) = parts[of.index as usize].staging.gate(state.round);
-        // SAFETY: a word of pinned memory that the pipeline keeps until its streams are idle.
-        unsafe { staged.up.stream().wait_for_word(word, value) }
+        state.plan.parts[of.index as usize].bytes
+    }
+
+    /// Lets the stream up wait for the results of these parts, and enqueues their copies behind
+    /// that.
+    fn await_staged(&mut self, together: &[Of]) -> Result<(), GpuError> {
+        let gate = |of: &Of| {
+            let Some(Some(Tensor { staging: Some(parts), round, .. })) =
+                self.tensors.get(of.tensor as usize)
+            else {
+                unreachable!("a staged tensor has a round")
+            };
+            parts[of.index as usize].staging.gate(*round)
+        };
+        let words: Vec<_> = together.iter().map(gate).collect();
+        let Some(staged) = &mut self.staged else { unreachable!("somebody wants a result") };
+        // SAFETY: words of pinned memory that the pipeline keeps until its streams are idle.
+        unsafe { staged.up.wait_for_words(&words) }?;
+        together.iter().try_for_each(|of| self.copy_up_staged(*of))
     }
 
     fn tell_wanted(&mut self, tensors: Vec<u32>) -> Result<(), GpuError> {
@@ -427,6 +458,36 @@ impl Pipeline {
         // Its memory serves the next turn.
         staged.finished = finished;
         Ok(())
+    }
+
+    /// Marks what has landed, if that is to be: at once if somebody wants it, or if nothing else is
+    /// under way that it could be marked with.
+    pub(super) fn mark_due_results(&mut self) -> Result<(), GpuError> {
+        let Some(Staged { held: Some((since, bytes)), is_wanted, finished, .. }) = &self.staged
+        else {
+            // Those of parts without bytes.
+            return self.mark_staged_results();
+        };
+        let is_wanted = *is_wanted || finished.iter().any(|(_, task)| task.is_wanted());
+        let is_due = is_wanted
+            || *bytes >= BYTES_HELD
+            || self.now.saturating_sub(*since) >= HELD
+            || self.inbox.under_way() == finished.len() + self.finished.len();
+        if !is_due {
+            return Ok(());
+        }
+        if finished.is_empty() {
+            // Of tensors of which not all has landed.
+            let Some(staged) = &mut self.staged else { unreachable!("it holds results") };
+            staged.held = None;
+            return staged.up.enqueue();
+        }
+        self.mark_staged_results()
+    }
+
+    /// Whether results are held that are to be marked soon.
+    pub(super) fn holds_results(&self) -> bool {
+        self.staged.as_ref().is_some_and(|staged| staged.held.is_some())
     }
 
     /// Whether a timeline waits for copies.
