@@ -370,9 +370,9 @@ impl Scheduler {
 
     fn register(&mut self, node: NodeId, register: Register, now: Duration) {
         let Some(peer) = self.peers.get_mut(&node) else { return };
-        peer.host.clone_from(&register.host);
-        (peer.pid, peer.who) = (register.pid, name(&register));
+        (peer.host, peer.pid, peer.who) = (register.host.clone(), register.pid, name(&register));
         (peer.session, peer.former) = (Some(register.session), register.former);
+        self.replace_earlier(node, &register);
         let is_done = self.comes_twice(node, &register) || self.comes_aside(node, &register);
         let Some(peer) = self.peers.get_mut(&node).filter(|_| !is_done) else { return };
         match &mut self.phase {

@@ -75,6 +75,7 @@ fn registered(node: Node, release: &str, num_servers: u32) -> NodeMessage {
         host: "host".into(),
         host_id: "boot".into(),
         pid: 1,
+        process: 0,
         session: 0,
         former: None,
         release: release.into(),
@@ -94,7 +95,14 @@ fn register(random: &mut Random) -> NodeMessage {
         worker(random.below(3), 1 + u32::from(random.once_in(20)), partition_bytes)
     };
     let release = if random.once_in(30) { "0.0.9" } else { "0.1.0" };
-    registered(node, release, if random.once_in(30) { 7 } else { 1 })
+    let mut said = registered(node, release, if random.once_in(30) { 7 } else { 1 });
+    if let NodeMessage::Register(register) = &mut said
+        && random.once_in(8)
+    {
+        // Some come by several connections.
+        register.process = 7;
+    }
+    said
 }
 
 fn ranks(random: &mut Random) -> Vec<Rank> {

@@ -3,7 +3,6 @@
 
 use super::GpuError;
 use super::table::{Symbols, symbol, table, text, why};
-use super::together::CopyBatch;
 use cudarc::driver::sys;
 use cudarc::driver::sys::{
     CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUmodule, CUstream,
@@ -86,6 +85,33 @@ table! {
         cuFlushGPUDirectRDMAWrites: fn(c_uint, c_uint) -> c_uint;
     }
 }
+
+/// `CUmemcpyAttributes` of CUDA 12.8.
+#[repr(C)]
+pub(crate) struct Attributes {
+    order: c_uint,
+    /// Hints for managed memory, which none of this is: kinds and numbers.
+    locations: [c_int; 4],
+    flags: c_uint,
+}
+
+impl Attributes {
+    /// `CU_MEMCPY_SRC_ACCESS_ORDER_STREAM`: sources are read when the stream comes to the copies.
+    pub(crate) const IN_STREAM: Attributes = Attributes { order: 1, locations: [0; 4], flags: 0 };
+}
+
+/// `cuMemcpyBatchAsync` as it came with CUDA 12.8, and as later drivers have it under this name.
+pub(crate) type CopyBatch = unsafe extern "C" fn(
+    *mut CUdeviceptr,
+    *mut CUdeviceptr,
+    *mut usize,
+    usize,
+    *mut Attributes,
+    *mut usize,
+    usize,
+    *mut usize,
+    CUstream,
+) -> c_uint;
 
 /// The driver, initialised.
 pub(crate) struct Cuda {

@@ -5,24 +5,22 @@
 //! the driver has room for about a thousand waits in streams, each followed by a copy; thousands of
 //! either fit if they come together.
 
-use super::library::Cuda;
+use super::library::{Attributes, Cuda};
 use super::{GpuError, Stream};
 use bps_engine::base::word;
 use cudarc::driver::sys::{
-    CUdeviceptr, CUstream, CUstreamBatchMemOpParams,
+    CUstreamBatchMemOpParams,
     CUstreamBatchMemOpParams_union_CUstreamMemOpWaitValueParams_st as Wait,
     CUstreamBatchMemOpParams_union_CUstreamMemOpWaitValueParams_st__bindgen_ty_1 as Value,
     CUstreamBatchMemOpType as Kind,
 };
-use std::ffi::{c_int, c_uint};
+use std::ffi::c_uint;
 
 /// Copies, or waits, of one call at most.
 pub(crate) const OF_CALL: usize = 64;
 
 /// `CU_STREAM_WAIT_VALUE_GEQ`.
 const AT_LEAST: c_uint = 0;
-/// `CU_MEMCPY_SRC_ACCESS_ORDER_STREAM`: sources are read when the stream comes to the copies.
-const IN_STREAM: c_uint = 1;
 
 /// A copy between the memory of a GPU and pinned memory of the host, which has the same address on
 /// both.
@@ -34,28 +32,6 @@ pub(crate) struct Copy {
     /// The target is the host's.
     pub(crate) is_to_host: bool,
 }
-
-/// `CUmemcpyAttributes` of CUDA 12.8.
-#[repr(C)]
-pub(crate) struct Attributes {
-    order: c_uint,
-    /// Hints for managed memory, which none of this is: kinds and numbers.
-    locations: [c_int; 4],
-    flags: c_uint,
-}
-
-/// `cuMemcpyBatchAsync` as it came with CUDA 12.8, and as later drivers have it under this name.
-pub(crate) type CopyBatch = unsafe extern "C" fn(
-    *mut CUdeviceptr,
-    *mut CUdeviceptr,
-    *mut usize,
-    usize,
-    *mut Attributes,
-    *mut usize,
-    usize,
-    *mut usize,
-    CUstream,
-) -> c_uint;
 
 impl Stream {
     /// Enqueues copies, in any order among themselves. The thread has the context, see
@@ -89,8 +65,8 @@ impl Stream {
             for (at, copy) in some.iter().enumerate() {
                 (to[at], from[at], bytes[at]) = (copy.to, copy.from, copy.bytes);
             }
-            let mut attributes = Attributes { order: IN_STREAM, locations: [0; 4], flags: 0 };
-            // All have the first attributes; the last number is the copy that failed.
+            let mut attributes = Attributes::IN_STREAM;
+            // All have the first attributes, and the last number is the copy that failed.
             let (mut first, mut failed) = (0, 0);
             // SAFETY: the caller vouches for the ranges. The arrays have as many elements as are
             // named, and are read during the call alone. The stream's handle is held by this value.
@@ -165,13 +141,13 @@ mod tests {
     }
 
     extern "C" fn version(at: *mut c_int) -> c_uint {
-        // SAFETY: the engine passes the address of a number.
+        // SAFETY: the engine passes the address of a number of its own.
         unsafe { at.write(12_080) };
         0
     }
 
     extern "C" fn count(at: *mut c_int) -> c_uint {
-        // SAFETY: as above.
+        // SAFETY: the engine passes the address of a number of its own.
         unsafe { at.write(1) };
         0
     }
@@ -255,9 +231,9 @@ mod tests {
         assert!(calls().is_empty(), "nothing is enqueued yet");
         assert_eq!(track.mark().expect("a mark"), 1);
         assert_eq!(calls(), ["3 copies of 6", "mark 1"]);
-        // SAFETY: as above.
+        // SAFETY: this driver copies nothing.
         unsafe { track.copy_to_device(64, host, 5) }.expect("gathered");
-        // SAFETY: as above, it waits for nothing.
+        // SAFETY: this driver waits for nothing.
         unsafe { track.wait_for_words(&[(64, 1), (128, 1)]) }.expect("two waits");
         assert_eq!(calls(), ["up 5", "2 waits"], "one copy needs no list");
         track.mark().expect("a mark");
@@ -272,7 +248,7 @@ mod tests {
             unsafe { track.copy_to_device(64, memory.as_ptr(), 1) }.expect("gathered");
         }
         assert_eq!(calls(), [format!("{OF_CALL} copies of {OF_CALL}")], "there is no more room");
-        // SAFETY: as above, it waits for nothing.
+        // SAFETY: this driver waits for nothing.
         unsafe { track.wait_for_words(&vec![(64, 1); OF_CALL + 1]) }.expect("waits");
         assert_eq!(calls(), ["2 copies of 2".into(), format!("{OF_CALL} waits"), "1 waits".into()]);
     }
@@ -283,7 +259,7 @@ mod tests {
         let host = memory.as_ptr();
         // SAFETY: this driver copies nothing.
         unsafe { track.copy_to_host(host, 64, 7) }.expect("gathered");
-        // SAFETY: as above.
+        // SAFETY: this driver copies nothing.
         unsafe { track.copy_to_device(64, host, 8) }.expect("gathered");
         track.enqueue().expect("both");
         assert_eq!(calls(), ["down 7", "up 8"]);

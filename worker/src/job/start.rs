@@ -254,6 +254,7 @@ fn register(
         host: host::name(),
         host_id: host_id(config),
         pid: std::process::id(),
+        process: host::process(),
         session,
         former: None,
         release: env!("CARGO_PKG_VERSION").into(),

@@ -26,8 +26,8 @@ pub(super) const ROWS: &[Row] = &[
         "none",
         "Whether RDMA devices read and write the GPU's memory by themselves (GPUDirect RDMA): \
          where a trial shows that they do, and about as fast as the host's (auto); or an error \
-         where they can't, or where \
-         BPS_ELASTIC=shrink keeps what is sent in the host's memory (demand); or never. Never run on hardware so far: see docs/rdma.md.",
+         where they can't, or where BPS_ELASTIC=shrink keeps what is sent in the host's memory \
+         (demand); or never. Never run on hardware so far: see docs/rdma.md.",
     ),
     Row::new(
         "BPS_GPU_STAGING_MB",

@@ -54,6 +54,16 @@ impl Scheduler {
         true
     }
 
+    /// A node that had come while a job forms comes by another connection: it has given up the
+    /// earlier one, whose end is not known here yet, and keeps its place by this one.
+    pub(super) fn replace_earlier(&mut self, node: NodeId, register: &Register) {
+        let Phase::Forming(rendezvous) = &mut self.phase else { return };
+        let Some(earlier) = rendezvous.earlier_of(register) else { return };
+        assert!(earlier != node, "a connection registers once");
+        rendezvous.remove(earlier);
+        self.drop_stranger(earlier, "it has come by another one");
+    }
+
     /// A node that had come is gone before the epoch has formed.
     pub(super) fn bury_vacated(&mut self, node: NodeId) {
         let is_regroup =

@@ -350,7 +350,7 @@ cuda! {
         let stream = machine.copying(stream)?;
         // SAFETY: the engine passes arrays of so many.
         let [to, from] = [to, from].map(|at| unsafe { std::slice::from_raw_parts(at, count) });
-        // SAFETY: as above.
+        // SAFETY: the engine passes as many numbers as copies.
         let bytes = unsafe { std::slice::from_raw_parts(bytes, count) };
         for ((&to, &from), &bytes) in to.iter().zip(from).zip(bytes) {
             let host = |at: u64| usize::try_from(at).map_err(|_| INVALID_VALUE);

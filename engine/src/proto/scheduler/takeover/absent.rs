@@ -62,7 +62,10 @@ pub(super) fn rank_of(takeover: &Takeover, rank: u32) -> (NodeId, Register) {
     if let Node::Worker { speaks, .. } = &mut register.node {
         *speaks = None;
     }
-    (nobody(seat), Register { host, host_id, pid, session: 0, former: None, ..register })
+    (
+        nobody(seat),
+        Register { host, host_id, pid, process: 0, session: 0, former: None, ..register },
+    )
 }
 
 /// A server of the last roster, likewise.
@@ -77,7 +80,10 @@ pub(super) fn server_of(takeover: &Takeover, server: u32) -> (NodeId, Register) 
     let node = Node::Server { cores, shm, rdma, colocated: false, preferred: None };
     let (host, pid, host_id) = (known.host, known.pid, known.host_id);
     let register = any.resume.register.clone();
-    (nobody(seat), Register { node, host, host_id, pid, session: 0, former: None, ..register })
+    (
+        nobody(seat),
+        Register { node, host, host_id, pid, process: 0, session: 0, former: None, ..register },
+    )
 }
 
 /// What a server says that had forgotten an earlier epoch for that of this roster, and that the

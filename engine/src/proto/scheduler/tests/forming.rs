@@ -50,6 +50,33 @@ fn ranks_and_servers_are_ordered_whoever_comes_first() {
 }
 
 #[test]
+fn who_comes_by_another_connection_keeps_its_place() {
+    let mut bench = Bench::new(2, 1);
+    let by = |process, register: Register| Register { process, ..register };
+    bench.join(10, by(5, server_register(0, 2, 1)));
+    bench.join(0, by(7, worker_register(0, 2, 1)));
+    // It has given up the first connection, and its server has as well.
+    bench.join(1, by(7, worker_register(0, 2, 1)));
+    bench.join(11, by(5, server_register(0, 2, 1)));
+    assert_eq!(bench.closed, [NodeId(0), NodeId(10)]);
+    bench.join(2, by(8, worker_register(1, 2, 1)));
+    for (index, node) in [(0, 1), (1, 2), (0, 11)] {
+        let roster = bench.roster(node);
+        assert_eq!((roster.index, roster.size), (index, 2));
+    }
+}
+
+#[test]
+fn a_process_that_was_forked_is_another_one() {
+    let mut bench = Bench::new(2, 1);
+    let forked = |pid| Register { process: 7, pid, ..worker_register(0, 2, 1) };
+    bench.join(0, forked(70));
+    bench.join(1, forked(71));
+    let message = bench.unformed(0).to_string();
+    assert!(message.contains("both are rank 0"), "{message}");
+}
+
+#[test]
 fn what_nodes_were_told_differently_is_named() {
     type Change = fn(&mut Register);
     fn worker(register: &mut Register, change: fn(&mut u32, &mut u32, &mut u32, &mut Planning)) {
