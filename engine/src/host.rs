@@ -5,7 +5,6 @@ use crate::config::Config;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::ffi::CStr;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket};
-use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 /// Pause between two attempts to find the address to listen on.
@@ -56,12 +55,11 @@ pub enum HostError {
     },
 }
 
-/// A number of this process, chosen at random when it is first asked for; a process that it forks
-/// has the same, and another process id. 0 if the system has no random numbers.
+/// A random number for a node that starts, by which the scheduler knows it on whichever connection
+/// it comes. 0, which is nobody's, if the system has no random numbers.
 #[must_use]
-pub fn process() -> u64 {
-    static NUMBER: OnceLock<u64> = OnceLock::new();
-    *NUMBER.get_or_init(|| getrandom::u64().unwrap_or(0))
+pub fn instance() -> u64 {
+    getrandom::u64().unwrap_or(0)
 }
 
 /// Host name, for messages.

@@ -204,7 +204,7 @@ fn register(
         host: host::name(),
         host_id: config.host_id.clone().unwrap_or_else(host::id),
         pid: std::process::id(),
-        process: host::process(),
+        instance: host::instance(),
         session,
         former: None,
         release: env!("CARGO_PKG_VERSION").into(),

@@ -77,7 +77,7 @@ fn join(address: SocketAddr, key: &JobKey, node: Node, numbers: (u32, u32)) -> L
         host: "here".to_owned(),
         host_id: "this host".to_owned(),
         pid: std::process::id(),
-        process: 0,
+        instance: 0,
         session: 0,
         former: None,
         release: env!("CARGO_PKG_VERSION").to_owned(),

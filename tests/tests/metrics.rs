@@ -188,7 +188,7 @@ impl Played {
             host: bps_engine::host::name(),
             host_id: bps_engine::host::id(),
             pid: std::process::id(),
-            process: 0,
+            instance: 0,
             session: 0,
             former: None,
             release: env!("CARGO_PKG_VERSION").into(),

@@ -16,10 +16,10 @@ pub struct Register {
     pub host_id: String,
     /// Process id, for messages.
     pub pid: u32,
-    /// Chosen at random once in a process. Who says it by two connections, with one process id, is
-    /// one node, and the later connection is the one that it uses; 0 where it is not said.
+    /// Chosen at random when the node starts. Who says it by two connections is one node, and the
+    /// later connection is the one that it uses; 0 where it is not said.
     #[serde(default)]
-    pub process: u64,
+    pub instance: u64,
     /// Chosen at random: who says it on another connection is this node.
     #[serde(default)]
     pub session: u64,

@@ -217,7 +217,7 @@ impl Cluster {
             host: host.clone(),
             host_id: host,
             pid: 1,
-            process: id.0 + 1,
+            instance: id.0 + 1,
             session: id.0 + 1,
             former: None,
             release: "sim".into(),

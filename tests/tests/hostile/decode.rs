@@ -192,7 +192,7 @@ fn node_messages() -> Vec<String> {
         host: "host".into(),
         host_id: "boot".into(),
         pid: 4711,
-        process: 7,
+        instance: 7,
         session: 0,
         former: None,
         release: "0.1.0".into(),

@@ -176,7 +176,7 @@ impl BadRank {
             host: bps_engine::host::name(),
             host_id: bps_engine::host::id(),
             pid: std::process::id(),
-            process: 7,
+            instance: 7,
             session: 0,
             former: None,
             release: env!("CARGO_PKG_VERSION").into(),

@@ -75,7 +75,7 @@ fn registered(node: Node, release: &str, num_servers: u32) -> NodeMessage {
         host: "host".into(),
         host_id: "boot".into(),
         pid: 1,
-        process: 0,
+        instance: 0,
         session: 0,
         former: None,
         release: release.into(),
@@ -100,7 +100,7 @@ fn register(random: &mut Random) -> NodeMessage {
         && random.once_in(8)
     {
         // Some come by several connections.
-        register.process = 7;
+        register.instance = 7;
     }
     said
 }

@@ -120,9 +120,10 @@ pub(crate) fn join(
     mut former: Option<u64>,
     speaks: Option<&str>,
 ) -> Result<Joined, Error> {
+    let instance = host::instance();
     let mut lost_at = None;
     loop {
-        match join_epoch(config, former, speaks) {
+        match join_epoch(config, instance, former, speaks) {
             Ok(joined) => return Ok(joined),
             Err(Missed::Epoch(session)) => former = Some(session),
             // Of a job that goes on without its scheduler, this rank waits for the next one.
@@ -142,6 +143,7 @@ pub(crate) fn join(
 
 fn join_epoch(
     config: &Config,
+    instance: u64,
     former: Option<u64>,
     speaks: Option<&str>,
 ) -> Result<Joined, Missed> {
@@ -177,7 +179,8 @@ fn join_epoch(
     let (sender, receiver) = link.split();
     let local = door.as_ref().map(|door| door.name().to_owned());
     let speaks = speaks.map(str::to_owned);
-    let register = Register { former, ..register(config, local, knock_at.session, speaks) };
+    let register = register(config, local, knock_at.session, speaks);
+    let register = Register { instance, former, ..register };
     sender.send(&NodeMessage::Register(register.clone())).map_err(lost)?;
     let address = knock_at.address.to_string();
     let (interval, timeout) = (config.heartbeat_interval, config.heartbeat_timeout);
@@ -254,7 +257,7 @@ fn register(
         host: host::name(),
         host_id: host_id(config),
         pid: std::process::id(),
-        process: host::process(),
+        instance: 0,
         session,
         former: None,
         release: env!("CARGO_PKG_VERSION").into(),

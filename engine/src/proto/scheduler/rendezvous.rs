@@ -129,12 +129,11 @@ impl Rendezvous {
         }
     }
 
-    /// The connection by which this process has come before, while a job forms that is no later
+    /// The connection by which this node has come before, while a job forms that is no later
     /// epoch: there, whoever comes back says whom it was.
     pub(super) fn earlier_of(&self, register: &Register) -> Option<NodeId> {
-        let is_same = |other: &Register| {
-            register.process != 0 && (other.process, other.pid) == (register.process, register.pid)
-        };
+        let is_same =
+            |other: &Register| register.instance != 0 && other.instance == register.instance;
         let all = self.workers.values().chain(&self.servers);
         let found = all.into_iter().find(|(_, other)| is_same(other)).map(|(node, _)| *node);
         found.filter(|_| self.regroup.is_none())

@@ -19,7 +19,7 @@ fn register(node: Node) -> NodeMessage {
         host: "here".to_owned(),
         host_id: "this host".to_owned(),
         pid: 1,
-        process: 0,
+        instance: 0,
         session: 0,
         former: None,
         release: env!("CARGO_PKG_VERSION").to_owned(),

@@ -109,7 +109,7 @@ fn between(one: &Scheduler, another: &Scheduler, former: Option<u64>) -> Attenda
         host: "here".to_owned(),
         host_id: "here".to_owned(),
         pid: 1,
-        process: 0,
+        instance: 0,
         session: door.session,
         former,
         release: "0".to_owned(),

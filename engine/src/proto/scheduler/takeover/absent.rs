@@ -64,7 +64,7 @@ pub(super) fn rank_of(takeover: &Takeover, rank: u32) -> (NodeId, Register) {
     }
     (
         nobody(seat),
-        Register { host, host_id, pid, process: 0, session: 0, former: None, ..register },
+        Register { host, host_id, pid, instance: 0, session: 0, former: None, ..register },
     )
 }
 
@@ -82,7 +82,7 @@ pub(super) fn server_of(takeover: &Takeover, server: u32) -> (NodeId, Register) 
     let register = any.resume.register.clone();
     (
         nobody(seat),
-        Register { node, host, host_id, pid, process: 0, session: 0, former: None, ..register },
+        Register { node, host, host_id, pid, instance: 0, session: 0, former: None, ..register },
     )
 }
 

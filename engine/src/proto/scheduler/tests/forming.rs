@@ -52,7 +52,7 @@ fn ranks_and_servers_are_ordered_whoever_comes_first() {
 #[test]
 fn who_comes_by_another_connection_keeps_its_place() {
     let mut bench = Bench::new(2, 1);
-    let by = |process, register: Register| Register { process, ..register };
+    let by = |instance, register: Register| Register { instance, ..register };
     bench.join(10, by(5, server_register(0, 2, 1)));
     bench.join(0, by(7, worker_register(0, 2, 1)));
     // It has given up the first connection, and its server has as well.
@@ -67,11 +67,11 @@ fn who_comes_by_another_connection_keeps_its_place() {
 }
 
 #[test]
-fn a_process_that_was_forked_is_another_one() {
+fn two_nodes_of_one_process_are_two_nodes() {
     let mut bench = Bench::new(2, 1);
-    let forked = |pid| Register { process: 7, pid, ..worker_register(0, 2, 1) };
-    bench.join(0, forked(70));
-    bench.join(1, forked(71));
+    let of_process = |instance| Register { instance, pid: 70, ..worker_register(0, 2, 1) };
+    bench.join(0, of_process(7));
+    bench.join(1, of_process(8));
     let message = bench.unformed(0).to_string();
     assert!(message.contains("both are rank 0"), "{message}");
 }
