@@ -281,7 +281,7 @@ impl Scheduler {
             (Standing::Worker(_) | Standing::Server, message)
                 if matches!(self.phase, Phase::Taking(_)) =>
             {
-                self.hear_member(node, message, now);
+                self.hear_member(node, message);
             }
             (Standing::New | Standing::Early(_), NodeMessage::Leave { .. }) => {
                 self.peers.remove(&node);

@@ -220,6 +220,7 @@ impl Hub {
         for node in ready {
             self.hear(*node);
         }
+        self.machine.handle_heard(self.now());
     }
 
     /// Reads what one node has sent, up to a turn. False if that was the last of it.

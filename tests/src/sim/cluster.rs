@@ -360,6 +360,7 @@ impl Cluster {
             self.deliver(letter);
             progress = true;
         }
+        self.schedulers_have_heard();
         if now >= self.next_tick || self.pause() < TICK && now >= self.looked + LOOK {
             self.looked = now;
             self.tick();

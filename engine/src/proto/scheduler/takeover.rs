@@ -193,7 +193,7 @@ impl Scheduler {
             return self.drop_stranger(node, fault);
         }
         self.begin_takeover(&resume, now);
-        self.take_in(node, resume, now);
+        self.take_in(node, resume);
     }
 
     /// The first member of a job has come to a scheduler that has just started.
@@ -226,7 +226,7 @@ impl Scheduler {
         }
     }
 
-    fn take_in(&mut self, node: NodeId, resume: Resume, now: Duration) {
+    fn take_in(&mut self, node: NodeId, resume: Resume) {
         let Phase::Taking(takeover) = &mut self.phase else { return };
         let resume = match takeover.roster() {
             Some(roster) => caught_up(&resume, roster).unwrap_or(resume),
@@ -279,11 +279,10 @@ impl Scheduler {
         for (node, register) in stale {
             self.refuse_dead(node, &register, register.session);
         }
-        self.check_takeover(now);
     }
 
     /// What a member says before this scheduler leads.
-    pub(super) fn hear_member(&mut self, node: NodeId, message: NodeMessage, now: Duration) {
+    pub(super) fn hear_member(&mut self, node: NodeId, message: NodeMessage) {
         let Phase::Taking(takeover) = &mut self.phase else { return };
         let Some(member) = takeover.find(node) else { return };
         match message {
@@ -294,7 +293,6 @@ impl Scheduler {
                     return self.broke_protocol(node, "more tensors than it has announced");
                 }
                 member.known.extend(tensors);
-                self.check_takeover(now);
             }
             NodeMessage::Leave { suspend: false } => {
                 let index = member.resume.roster.index;
@@ -305,7 +303,6 @@ impl Scheduler {
                 }
                 self.peers.remove(&node);
                 self.put(Output::Close(node));
-                self.check_takeover(now);
             }
             NodeMessage::Failed { .. } => self.lost(node, "it failed"),
             NodeMessage::Uneven(_) | NodeMessage::Tune(_) | NodeMessage::Redeclare { .. } => {
@@ -317,14 +314,16 @@ impl Scheduler {
         }
     }
 
-    /// A member that had come is gone again: its seat is empty.
-    pub(super) fn leave_seat(&mut self, node: NodeId, how: &str) {
-        let who = self.described(node);
-        self.peers.remove(&node);
-        self.put(Output::Log(format!("{who} is gone while the job is taken over: {how}")));
-        self.put(Output::Close(node));
-        if let Phase::Taking(takeover) = &mut self.phase {
-            takeover.remove(node);
+    /// All that had come in by now was handled: to be called behind each batch of messages and
+    /// ends of connections.
+    ///
+    /// Only then may the members of a lost scheduler be led. One that was stopped while it took
+    /// them over finds what they said, and behind it that they have lost patience and are gone;
+    /// led in between they would be taken for dead, and they come again.
+    pub fn handle_heard(&mut self, now: Duration) {
+        if matches!(self.phase, Phase::Taking(_)) {
+            self.clock = now;
+            self.check_takeover(now);
         }
     }
 

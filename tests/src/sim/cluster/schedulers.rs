@@ -173,6 +173,14 @@ impl Cluster {
         None
     }
 
+    /// What comes at this moment has come.
+    pub(super) fn schedulers_have_heard(&mut self) {
+        let now = self.now();
+        for one in self.schedulers.iter_mut().filter(|one| one.state == State::Lives) {
+            one.machine.handle_heard(now);
+        }
+    }
+
     /// How long it is until nodes look around again.
     pub(super) fn pause(&self) -> Duration {
         let servers = || self.servers.iter().any(|one| one.agent.is_away());

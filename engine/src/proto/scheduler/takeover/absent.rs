@@ -2,8 +2,8 @@
 //! them.
 
 use super::{
-    Duration, Epoch, Node, NodeId, Output, OverReason, Register, Resume, Roster, Scheduler, Seat,
-    Standing, Takeover, word,
+    Duration, Epoch, Node, NodeId, Output, OverReason, Phase, Register, Resume, Roster, Scheduler,
+    Seat, Standing, Takeover, word,
 };
 
 /// A number for the connection of a member that has none.
@@ -103,6 +103,17 @@ pub(super) fn caught_up(resume: &Resume, roster: &Roster) -> Option<Resume> {
 }
 
 impl Scheduler {
+    /// A member that had come is gone again: its seat is empty.
+    pub(in crate::proto::scheduler) fn leave_seat(&mut self, node: NodeId, how: &str) {
+        let who = self.described(node);
+        self.peers.remove(&node);
+        self.put(Output::Log(format!("{who} is gone while the job is taken over: {how}")));
+        self.put(Output::Close(node));
+        if let Phase::Taking(takeover) = &mut self.phase {
+            takeover.remove(node);
+        }
+    }
+
     /// How long members may take to come. A heartbeat that goes out up to an interval I after the
     /// last answer, and has none for 9/8 of the timeout T, makes a node look for another scheduler:
     /// 9/8 T + I after the lost one stopped. 5/4 of the T + I after which a scheduler gives nodes

@@ -152,6 +152,7 @@ impl Bench {
 
     fn say(&mut self, node: u64, message: NodeMessage) {
         self.scheduler.handle_message(NodeId(node), message, self.now);
+        self.scheduler.handle_heard(self.now);
         self.drain();
     }
 

@@ -191,3 +191,27 @@ fn members_that_notice_as_late_as_nodes_do_are_waited_for() {
     assert!(job.members.iter().all(|member| member.term == 2), "{}", job.log());
     assert!(job.members.iter().all(|member| member.told.is_none()), "{}", job.log());
 }
+
+#[test]
+fn members_that_lost_patience_with_a_stopped_scheduler_are_not_taken_for_dead() {
+    let mut job = Job::formed(2, 2, false);
+    job.replace_scheduler();
+    (0..3).for_each(|at| job.come(at));
+    // It is stopped here; what the last one says then waits, and behind it that all are gone.
+    let (last, said) = (job.members[3].node, job.members[3].account());
+    let (now, scheduler) = (job.bench.now, &mut job.bench.scheduler);
+    scheduler.handle_connected(NodeId(last), now);
+    said.into_iter().for_each(|message| scheduler.handle_message(NodeId(last), message, now));
+    for member in &job.members {
+        scheduler.handle_closed(NodeId(member.node), "connection closed", now);
+    }
+    scheduler.handle_heard(now);
+    job.bench.drain();
+    for at in 0..4 {
+        job.members[at].node += 100;
+        job.come(at);
+    }
+    job.read();
+    assert!(job.members.iter().all(|member| member.told.is_none()), "{}", job.log());
+    assert!(job.members.iter().all(|member| member.term == 2), "{}", job.log());
+}
