@@ -317,9 +317,9 @@ impl Scheduler {
     /// All that had come in by now was handled: to be called behind each batch of messages and
     /// ends of connections.
     ///
-    /// Only then may the members of a lost scheduler be led. One that was stopped while it took
-    /// them over finds what they said, and behind it that they have lost patience and are gone;
-    /// led in between they would be taken for dead, and they come again.
+    /// Only then may the members of a lost scheduler be led. A scheduler that was stopped while it
+    /// took them over reads first what they said, and then that they have lost patience and closed
+    /// their connections. Led in between, they would be taken for dead; but they come again.
     pub fn handle_heard(&mut self, now: Duration) {
         if matches!(self.phase, Phase::Taking(_)) {
             self.clock = now;
