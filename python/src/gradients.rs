@@ -40,6 +40,10 @@ struct State {
     under_way: VecDeque<(Handle, usize)>,
     under_way_bytes: usize,
     batch_bytes_min: usize,
+    /// A batch has at least one in so many of the bytes that are still to come; 0: no such bound.
+    batch_share: usize,
+    /// The bytes of all gradients that are not sent.
+    left_bytes: usize,
     has_joined: bool,
     is_paused: bool,
     is_guarded: bool,
@@ -49,8 +53,12 @@ struct State {
 impl State {
     /// A batch goes as soon as it is as large as what is under way: while the line is busy, batches
     /// grow, and when it is about to run dry, the next one is small and goes at once.
+    ///
+    /// Only the last batches keep anybody waiting, so earlier ones may be larger: each costs the
+    /// thread that launches kernels.
     fn is_due(&mut self) -> bool {
-        if self.queued_bytes < self.batch_bytes_min {
+        let share = self.left_bytes.checked_div(self.batch_share).unwrap_or(0);
+        if self.queued_bytes < share.min(BATCH_BYTES_MAX).max(self.batch_bytes_min) {
             return false;
         }
         while let Some((last, bytes)) = self.under_way.front()
@@ -69,10 +77,20 @@ impl State {
         })
     }
 
-    fn queue(&mut self, index: u32, stream: Option<usize>) -> PyResult<()> {
+    fn mark(&mut self, index: u32, is_sent: bool) -> PyResult<()> {
         let slot = self.slot(index)?;
-        slot.is_sent = true;
-        let bytes = slot.bytes;
+        let (was_sent, bytes) = (std::mem::replace(&mut slot.is_sent, is_sent), slot.bytes);
+        match (was_sent, is_sent) {
+            (false, true) => self.left_bytes -= bytes,
+            (true, false) => self.left_bytes += bytes,
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn queue(&mut self, index: u32, stream: Option<usize>) -> PyResult<()> {
+        self.mark(index, true)?;
+        let bytes = self.slot(index)?.bytes;
         self.queued.push(index);
         self.queued_bytes += bytes;
         self.stream = stream;
@@ -183,6 +201,7 @@ impl GradientHooks {
         let mut state = hooks.get().lock();
         let index = u32::try_from(state.slots.len()).unwrap_or(u32::MAX);
         let (passes_left, is_sent, is_used) = (state.passes, false, false);
+        state.left_bytes += bytes;
         state.slots.push(Slot {
             tensor,
             priority,
@@ -200,7 +219,11 @@ impl GradientHooks {
     fn declare(&self, index: u32, tensor: u32, bytes: usize, is_on_gpu: bool) -> PyResult<()> {
         let mut state = self.lock();
         let slot = state.slot(index)?;
+        let (is_sent, before) = (slot.is_sent, slot.bytes);
         (slot.tensor, slot.bytes, slot.is_on_gpu) = (tensor, bytes, is_on_gpu);
+        if !is_sent {
+            state.left_bytes = state.left_bytes - before + bytes;
+        }
         Ok(())
     }
 
@@ -241,7 +264,7 @@ impl GradientHooks {
     fn expect(&self, indices: Vec<u32>) -> PyResult<()> {
         let mut state = self.lock();
         for index in indices {
-            state.slot(index)?.is_sent = false;
+            state.mark(index, false)?;
         }
         Ok(())
     }
@@ -250,9 +273,12 @@ impl GradientHooks {
     fn expect_all(&self) {
         let mut state = self.lock();
         let passes = state.passes;
+        let mut left_bytes = 0;
         for slot in &mut state.slots {
             (slot.passes_left, slot.is_sent) = (passes, false);
+            left_bytes += slot.bytes;
         }
+        state.left_bytes = left_bytes;
     }
 
     /// How often a pass adds to each gradient before it is sent.
@@ -265,6 +291,12 @@ impl GradientHooks {
     #[setter]
     fn set_batch_bytes_min(&self, bytes: usize) {
         self.lock().batch_bytes_min = bytes.max(BATCH_BYTES_MIN);
+    }
+
+    /// Batches have at least one in so many of the bytes that are still to come, up to 4 MiB.
+    #[setter]
+    fn set_batch_share(&self, share: usize) {
+        self.lock().batch_share = share;
     }
 
     /// The end of the running pass is known to the owner.

@@ -385,6 +385,14 @@ def ways_in_turn(overlapping, whole):
     assert True in ways and False in ways
     assert ways[-4:] == [overlapping < whole] * 4
     assert updates.steps_left == 10**6 - len(ways)
+    # Which modules run is looked at where it may be needed, and where a trial comes next.
+    assert updates.is_watching == (overlapping < whole)
+    loss_of(other[0], *map(share, batch(0)))
+    assert bool(updates.called) == updates.is_watching
+    pace._number = _pace._STEPS_BETWEEN
+    for number in range(3):
+        assert same(step(one, number), step(other, number))
+    assert updates.is_watching and updates.pending
     other[1].flush()
     assert equal(one[0], other[0])
     # A gradient that changed on its way is told of in both ways.

@@ -516,6 +516,40 @@ def test_in_the_order_of_the_backward_pass(single):
     single.run(in_the_order_of_the_backward_pass)
 
 
+def batches_by_what_is_to_come(share, first):
+    """While much is still to come, a batch is as large as is set, and the first one no larger."""
+    layers = 40  # Of 64 KiB each.
+    model = torch.nn.Sequential(*(torch.nn.Linear(128, 128, bias=False) for _ in range(layers)))
+    optimizer = bps.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+    )
+    hooks = optimizer._byteps.hooks
+    hooks.batch_share = share
+    batches = []
+    push_batch = _native.push_batch
+
+    def record(hooks, indices, *rest):
+        batches.append(len(indices))
+        return push_batch(hooks, indices, *rest)
+
+    for _ in range(3):
+        batches.clear()
+        with mock.patch.object(_native, "push_batch", record):
+            model(torch.ones(1, 128)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert batches[0] == first and sum(batches) == layers, batches
+        left = layers
+        for count in batches[:-1]:
+            left -= count
+            assert share == 0 or count * share >= left, batches
+
+
+@pytest.mark.parametrize(("share", "first"), [(0, 1), (8, 5), (2, 14)])
+def test_batches_by_what_is_to_come(single, share, first):
+    single.run(batches_by_what_is_to_come, share, first)
+
+
 def few_objects_for_the_garbage_collector():
     layers = 50
     model = torch.nn.Sequential(*(torch.nn.LayerNorm(4) for _ in range(layers)))

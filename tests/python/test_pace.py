@@ -86,6 +86,22 @@ def test_tries_again():
     assert later.count(True) == 2 * (TRIAL // 2)
 
 
+def test_says_when_steps_are_whole_for_a_while():
+    """So that nobody needs to know which modules run, except before a step that overlaps."""
+    training = Training(5.0, 4.0)
+    known = []
+    for _ in range(AT_FIRST + 2 * _pace._STEPS_BETWEEN):
+        # As it was during the forward and the backward pass.
+        was_settled = training.pace.is_settled
+        known.append(was_settled)
+        assert not (training.steps(1) == [True] and was_settled)
+    assert known.count(False) < 3 * (AT_FIRST + TRIAL)
+    overlapping = Training(4.0, 5.0)
+    for _ in range(AT_FIRST + TRIAL + 20):
+        overlapping.steps(1)
+        assert not overlapping.pace.is_settled
+
+
 def test_steps_that_cannot_overlap_begin_a_trial_anew():
     training = Training(4.0, 5.0)
     training.steps(AT_FIRST + 2 * WINDOW)

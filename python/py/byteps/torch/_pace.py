@@ -81,6 +81,12 @@ class Pace:
             self._number = 0
         return self.overlaps
 
+    @property
+    def is_settled(self) -> bool:
+        """The next step is whole, and so is the one behind it."""
+        is_trying = self._marks or self._number <= _STEPS_OF_A_TRIAL
+        return self.is_found and not self.overlaps and not is_trying
+
     def interrupt(self) -> None:
         """A step was taken that could not overlap: what a trial has measured tells nothing."""
         if self._marks:

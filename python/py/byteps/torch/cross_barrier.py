@@ -44,8 +44,8 @@ _CLASSES = 8
 # A step of one parameter costs the host nearly what a step of many costs. So a module on a GPU
 # waits for its next neighbours' parameters too, which are needed soon anyway: for so many together,
 # unless these bytes are reached first, which bounds how much longer the GPU waits for the line.
-_TOGETHER = 24
-_TOGETHER_BYTES = 1 << 20
+_TOGETHER = 64
+_TOGETHER_BYTES = 5 << 19
 
 
 def CrossBarrier(
@@ -184,6 +184,9 @@ class _Updates:
         self.steps_left = num_steps
         self.pending: dict[torch.Tensor, _Update] = {}
         self.hooks: list[Any] = []
+        # Whether the next step may overlap, so that it counts which modules run and which
+        # parameters are used: each takes a step some microseconds.
+        self.is_watching = True
         # Modules that are asked before they run, and what asks them.
         self.asked: set[torch.nn.Module] = set()
         self.ask = _Hook(self.before)
@@ -235,6 +238,8 @@ class _Updates:
 
     def before(self, module: torch.nn.Module, _: Any = None) -> None:
         """A module is about to run."""
+        if not self.is_watching:
+            return
         self.called.add(module)
         if not self.pending:
             return
@@ -468,8 +473,9 @@ class _WatchedGradients(Gradients):
         super().added_again(index)
 
     def flush(self) -> None:
-        for index in self.hooks.queued():
-            self.updates.used(self.params[index])
+        if self.updates.is_watching:
+            for index in self.hooks.queued():
+                self.updates.used(self.params[index])
         super().flush()
 
 
@@ -518,6 +524,7 @@ class _Overlapping(Distributed):
         else:
             super().step()
             self._updates.taken_whole(self)
+        self._updates.is_watching = not self._pace.is_settled
         return None
 
     def _has_hooks(self) -> bool:
