@@ -27,7 +27,8 @@ fn when_a_worker_fails_all_end_and_its_code_is_returned() {
     mentions(&lines, "rank 0 did not end in time: killed");
     mentions(&lines, "server 0 did not end in time: killed");
     assert!(begun.elapsed() < PATIENCE / 2);
-    assert!(!processes.iter().any(|process| runs(*process)), "the launcher left before them");
+    // They have been told to die; on a busy machine they may not have got to it yet.
+    all_gone(&processes);
 }
 
 #[test]
@@ -73,7 +74,7 @@ fn what_workers_leave_behind_is_ended() {
     assert_eq!(code, Some(0));
     let processes = numbers(&lines, "process ");
     assert_eq!(processes.len(), 2);
-    assert!(!processes.iter().any(|process| runs(*process)), "the launcher left before them");
+    all_gone(&processes);
 }
 
 #[test]
