@@ -51,6 +51,8 @@ pub(super) struct History {
     paths: u32,
     /// The epoch that was taken over from a lost scheduler.
     pub(super) taken: Option<Epoch>,
+    /// When this process last went on that had not run for a while.
+    pub(super) went_on: Option<Duration>,
     /// The processes of the ranks that have all done their work: they may begin again.
     pub(super) veterans: Vec<(u32, String)>,
 }
@@ -208,6 +210,7 @@ impl Scheduler {
             has_returned: false,
             planning: job.job.planning,
             min_workers,
+            has_strayed: false,
             stopped: Duration::ZERO,
             reason,
         };
@@ -449,11 +452,15 @@ impl Scheduler {
             None => waited >= elastic.notice,
         };
         let late = regroup.awaited.iter().filter(|(_, one)| is_late(one));
-        let late: Vec<Rank> = late.map(|(rank, _)| Rank(*rank)).collect();
-        for rank in late {
+        let late: Vec<(Rank, bool)> =
+            late.map(|(rank, one)| (Rank(*rank), one.away.is_some())).collect();
+        for &(rank, _) in &late {
             self.forget(rank, "it took too long");
         }
         let Phase::Forming(rendezvous) = &mut self.phase else { return };
+        if let Some(regroup) = &mut rendezvous.regroup {
+            regroup.has_strayed |= late.iter().any(|(_, said_so)| *said_so);
+        }
         let Some(regroup) = &rendezvous.regroup else { return };
         if let Some(&server) = regroup.resetting.iter().next().filter(|_| waited >= RESET) {
             let how = format!("it has not reset within {} s", RESET.as_secs());
@@ -464,6 +471,15 @@ impl Scheduler {
         }
         let lacks = rendezvous.lacks();
         if let Some(left) = lacks.filter(|_| waited >= elastic.patience) {
+            // Ranks that looked for a scheduler while this one was stopped may have found another,
+            // which waits for the servers that this one has.
+            let was_stopped = self.history.went_on.is_some_and(|at| since <= at + RETURN);
+            if was_stopped && regroup.has_strayed && rendezvous.workers.is_empty() {
+                return self.end_unheard(format!(
+                    "{left}: as this scheduler was stopped when they were to come back, another \
+                     may lead them: this one ends, and its servers look for that one"
+                ));
+            }
             let reason = regroup.reason.clone().unwrap_or(OverReason::Finished);
             return self.end_job(OverReason::TooFew { reason: Box::new(reason), left }, None);
         }

@@ -311,6 +311,10 @@ impl Scheduler {
     pub(super) fn forgive(&mut self, now: Duration) {
         let gap = now.saturating_sub(self.ticked);
         self.ticked = now;
+        // Less than a tick is no stop.
+        if gap > self.config.heartbeat_timeout / 8 {
+            self.history.went_on = Some(now);
+        }
         if gap <= self.config.heartbeat_timeout / 2 {
             return;
         }

@@ -35,6 +35,8 @@ pub(super) struct Regroup {
     pub(super) has_returned: bool,
     pub(super) planning: Planning,
     pub(super) min_workers: u32,
+    /// A rank had said that it comes back, and has not in time.
+    pub(super) has_strayed: bool,
     /// For how long the scheduler did not run meanwhile: nobody is late for that.
     pub(super) stopped: Duration,
     /// What ended it; nothing did if its ranks left to let others in.

@@ -557,11 +557,16 @@ impl Scheduler {
 
     /// A later scheduler leads the job: nobody is told anything, since nobody is led by this one.
     pub(super) fn step_down(&mut self, term: u32) {
-        self.put(Output::Log(format!(
+        self.end_unheard(format!(
             "a scheduler of term {term} leads this job: this one, of term {}, was taken for lost \
              and ends",
             self.term
-        )));
+        ));
+    }
+
+    /// Members look for another scheduler once their connections end without a word.
+    pub(super) fn end_unheard(&mut self, line: String) {
+        self.put(Output::Log(line));
         for node in std::mem::take(&mut self.peers).into_keys() {
             self.put(Output::Close(node));
         }

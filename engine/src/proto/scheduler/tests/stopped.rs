@@ -67,3 +67,25 @@ fn a_rank_that_looked_for_another_scheduler_and_found_the_same_one_is_here_once(
     bench.back(10, 30, 10);
     assert_eq!(bench.roster(30).size, 1);
 }
+
+#[test]
+fn ranks_that_may_have_found_another_scheduler_meanwhile_are_followed_by_the_servers() {
+    for stop in [0, 60_000] {
+        let mut bench = formed(2, 2, elastic());
+        bench.close(101);
+        bench.reset(100);
+        bench.now += ms(stop);
+        for node in [0, 1] {
+            bench.say(node, NodeMessage::Leave { suspend: true });
+            bench.close(node);
+        }
+        bench.pass(9_000, &[100]);
+        assert!(!bench.closed.contains(&NodeId(100)), "they have their time");
+        bench.heard(100);
+        bench.pass(2_000, &[100]);
+        let told = bench.heard(100);
+        let is_told = told.iter().any(|message| matches!(message, SchedulerMessage::Over { .. }));
+        assert_eq!(is_told, stop == 0, "{told:?}");
+        assert!(bench.closed.contains(&NodeId(100)) && bench.scheduler.is_over());
+    }
+}
