@@ -199,7 +199,8 @@ fn servers_die_and_the_others_take_the_keys_of_gpus() {
 #[test]
 fn schedulers_are_lost_and_others_lead_the_job() {
     // Ranks had asked one that was stopped then, and that another one was started beside.
-    let (all, is_one) = shrunk("schedulers_are_lost", Dying::Schedulers, 200, &[1024, 2_400_072]);
+    let (all, is_one) =
+        shrunk("schedulers_are_lost", Dying::Schedulers, 200, &[1024, 2_400_072, 6_000_591]);
     println!(
         "{} schedulers were lost, {} of them to go on beside another; {} ranks and {} servers \
          died; {} results, {} of them without one of the dead; {} jobs had to form again",

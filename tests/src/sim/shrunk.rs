@@ -302,8 +302,9 @@ fn play(seed: u64, groups: Groups, (may_be_short, shrinks): (bool, bool), dying:
             let is_over = worker.over.is_some();
             assert!(
                 !is_over || rank.hidden || rank.left || ends,
-                "seed {seed}: rank {index} lives, and was told {:?}",
-                worker.over
+                "seed {seed}: rank {index} lives, and was told {:?}; schedulers said {:#?}",
+                worker.over,
+                cluster.log
             );
             let is_done = (rank.left || is_over) && rank.flights.is_empty();
             all &= !worker.alive() || is_done && worker.ended();

@@ -109,8 +109,13 @@ impl Scheduler {
         self.peers.remove(&node);
         self.put(Output::Log(format!("{who} is gone while the job is taken over: {how}")));
         self.put(Output::Close(node));
+        let now = self.clock;
         if let Phase::Taking(takeover) = &mut self.phase {
             takeover.remove(node);
+            if takeover.members.is_empty() && takeover.left.is_empty() {
+                // All have lost patience with a process that was stopped, and come again.
+                takeover.since = now;
+            }
         }
     }
 

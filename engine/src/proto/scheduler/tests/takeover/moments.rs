@@ -215,3 +215,43 @@ fn members_that_lost_patience_with_a_stopped_scheduler_are_not_taken_for_dead() 
     assert!(job.members.iter().all(|member| member.told.is_none()), "{}", job.log());
     assert!(job.members.iter().all(|member| member.term == 2), "{}", job.log());
 }
+
+#[test]
+fn members_that_all_left_a_stopped_scheduler_may_come_to_it_again() {
+    let mut job = Job::formed(2, 2, false);
+    job.replace_scheduler();
+    (0..3).for_each(|at| job.come(at));
+    job.pass(4_000);
+    // It is stopped here, so shortly that it can't tell, and members may take no longer to come.
+    job.bench.now += ms(1_500);
+    let (now, scheduler) = (job.bench.now, &mut job.bench.scheduler);
+    for member in &job.members[..3] {
+        scheduler.handle_closed(NodeId(member.node), "connection closed", now);
+    }
+    scheduler.handle_heard(now);
+    scheduler.handle_tick(now);
+    job.bench.drain();
+    assert!(!job.bench.scheduler.is_over(), "{}", job.log());
+    for at in 0..4 {
+        job.members[at].node += 100;
+        job.come(at);
+    }
+    job.read();
+    assert!(job.members.iter().all(|member| member.told.is_none()), "{}", job.log());
+    assert!(job.members.iter().all(|member| member.term == 2), "{}", job.log());
+}
+
+#[test]
+fn a_scheduler_to_which_nobody_comes_again_ends() {
+    let mut job = Job::formed(2, 2, false);
+    job.replace_scheduler();
+    job.come(0);
+    let (now, node) = (job.bench.now, NodeId(job.members[0].node));
+    job.bench.scheduler.handle_closed(node, "connection closed", now);
+    job.bench.drain();
+    job.pass(4_900);
+    assert!(!job.bench.scheduler.is_over(), "{}", job.log());
+    job.pass(600);
+    assert!(job.bench.scheduler.is_over(), "{}", job.log());
+    assert!(job.log().contains("no rank has come to the next one"), "{}", job.log());
+}
