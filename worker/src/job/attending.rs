@@ -246,7 +246,11 @@ impl Attendant {
         loop {
             if failed.is_none() {
                 match dialing.poll() {
-                    Ok(None) => {}
+                    Ok(None) => {
+                        if let Some(line) = dialing.complaint() {
+                            log::warning!("{line}");
+                        }
+                    }
                     Ok(Some(links)) => {
                         self.receiver.put_back(early);
                         return Ok(links);

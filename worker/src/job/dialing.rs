@@ -18,12 +18,15 @@ use bps_engine::transport::tcp::sealed::Keys;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Cores that are dialed at once.
 const DIALS: usize = 16;
 /// How long a server core that is in the roster may take to answer.
 const DIAL: Duration = Duration::from_secs(10);
+/// After how long people are told what is not connected yet, and how often from then on.
+const TOLD_FIRST: Duration = Duration::from_secs(2);
+const TOLD_AGAIN: Duration = Duration::from_secs(4);
 
 /// What is at the other end of a lane.
 #[derive(Clone, Copy, Debug)]
@@ -43,6 +46,9 @@ pub(crate) struct Dialing {
     missing: usize,
     /// `None` until the ranks of the group are connected.
     group: Option<GroupLinks>,
+    begun: Instant,
+    /// How long after that people are told of it next.
+    told_next: Duration,
 }
 
 /// The lanes of a worker.
@@ -116,7 +122,38 @@ impl Dialing {
             Some(GroupLinks::default())
         };
         let cores = (0..missing).map(|_| None).collect();
-        Ok(Dialing { plan, dialed, cores, missing, group })
+        let (begun, told_next) = (Instant::now(), TOLD_FIRST);
+        Ok(Dialing { plan, dialed, cores, missing, group, begun, told_next })
+    }
+
+    /// What is still missing, where it is time that people are told so.
+    pub(crate) fn complaint(&mut self) -> Option<String> {
+        let waited = self.begun.elapsed();
+        if waited < self.told_next {
+            return None;
+        }
+        self.told_next = waited + TOLD_AGAIN;
+        let mut missing =
+            self.plan.cores.iter().zip(&self.cores).filter(|(_, link)| link.is_none());
+        let first = missing.next().map(|(core, _)| {
+            let server = &self.plan.roster.servers[core.server as usize];
+            let (host, pid, address) = (&server.host, server.pid, server.cores[core.core as usize]);
+            format!("{core} (host {host}, pid {pid}) at {address}")
+        });
+        let others = match missing.count() {
+            0 => None,
+            1 => Some("another core".to_owned()),
+            others => Some(format!("{others} other cores")),
+        };
+        let group = self.group.is_none().then(|| "ranks of this host".to_owned());
+        let who: Vec<String> = [first, others, group].into_iter().flatten().collect();
+        Some(format!(
+            "rank {}: still connecting to {} ({} s of {})",
+            self.plan.roster.index,
+            who.join(" and "),
+            waited.as_secs(),
+            DIAL.as_secs()
+        ))
     }
 
     /// All links, once they are there; `None` until then.
@@ -243,4 +280,56 @@ fn no_rdma(core: CoreId, server: &ServerPeer) -> Error {
 
 fn not_here(core: CoreId, server: &ServerPeer) -> Error {
     SettingError::NoSharedMemory { core, host: server.host.clone() }.into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use bps_engine::base::Epoch;
+    use std::net::TcpListener;
+
+    #[test]
+    fn a_core_that_does_not_answer_is_named_while_it_is_waited_for() {
+        // It takes connections, as the kernel does for it, and says nothing.
+        let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = silent.local_addr().unwrap();
+        let server = ServerPeer {
+            host: "there".into(),
+            pid: 7,
+            host_id: "there".into(),
+            cores: vec![address; 2],
+            shm: None,
+            rdma: false,
+        };
+        let roster = Roster {
+            job: "job".into(),
+            term: 1,
+            epoch: Epoch(1),
+            size: 2,
+            through_servers: true,
+            index: 1,
+            workers: Vec::new(),
+            neighbours: Vec::new(),
+            servers: vec![server],
+            elastic: false,
+            shrinks: false,
+            change: None,
+        };
+        let waker = bps_engine::transport::waker::Waker::new().unwrap();
+        let wakers = Wakers { nic: waker.clone(), gpu: waker };
+        let (config, key) = (Config::default(), JobKey::open());
+        let mut dialing = Dialing::start(&config, &key, &roster, &wakers, None, None).unwrap();
+        assert_eq!(dialing.complaint(), None);
+        dialing.begun -= TOLD_FIRST;
+        let told = dialing.complaint().unwrap();
+        let expected = format!(
+            "rank 1: still connecting to server 0 core 0 (host there, pid 7) at {address} and \
+             another core (2 s of 10)"
+        );
+        assert_eq!(told, expected);
+        assert_eq!(dialing.complaint(), None);
+        dialing.begun -= TOLD_AGAIN;
+        assert!(dialing.complaint().unwrap().ends_with("(6 s of 10)"));
+        assert!(matches!(dialing.poll(), Ok(None)));
+    }
 }
