@@ -209,6 +209,14 @@ class Run:
             # It may have been there in time to take the place of the dead.
             if plan.goes_on(self.dead - {plan.openings[0]}) != plan.goes_on(self.dead):
                 return True
+        firsts = (set(plan.openings[:count]) for count in range(1, len(plan.openings) + 1))
+        if any(not plan.goes_on(dead) for dead in firsts):
+            # Without these alone the job ends, though it would go on with whoever died next.
+            return True
+        left = set(plan.members) - self.dead
+        if plan.loss is not None and not any(member.role == "server" for member in left):
+            # Between two epochs nobody else than servers knows the job.
+            return True
         if plan.loss is not None:
             return plan.moment in ("forming", "leaving")
         by_time = plan.moment in ("re-forming", "joining") and fault.seconds is not None

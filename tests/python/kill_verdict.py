@@ -30,6 +30,9 @@ UNFORMED = re.compile(r"the job was not formed|waiting for|did not come|is gone 
 LEADS = re.compile(r"are led by this scheduler|all there after")
 #: Of a rank, without a step and without a line.
 SILENT_SECONDS = 5.0
+#: The same where its last line says for whom it waits: the second such line comes after a pause.
+TOLD_SECONDS = 11.0
+TOLD = re.compile(r"(is|are) late by [^\n]*\n\Z")
 #: How often that is looked for.
 WATCH_SECONDS = 0.2
 
@@ -71,7 +74,9 @@ class Watch:
             since, before = self._seen.get(member, (now, None))
             since = now if sign != before else since + max(lost, 0.0)
             self._seen[member] = since, sign
-            if now - since > self._limit:
+            if now - since > self._limit and (
+                now - since > TOLD_SECONDS or not TOLD.search(process.said())
+            ):
                 self._job.show_stacks()
                 raise Failure(f"{member} has said nothing and made no step for {now - since:.1f} s")
 
@@ -134,10 +139,17 @@ def check_outcome(run: Run, outcome: str) -> None:
         for member, process in job.processes.items():
             if member not in run.dead and process.code != 0:
                 raise Failure(f"{plan.fault} was short, and {member} ended with {process.code}")
-    elif outcome == "ends" and plan.moment != "leaving":
+    elif outcome == "ends" and plan.moment != "leaving" and not has_been_left(run):
         for member, process in job.processes.items():
             if member not in run.dead and process.code == 0:
                 raise Failure(f"{member} ended as if all were well")
+
+
+def has_been_left(run: Run) -> bool:
+    """Whether the last ranks were asked to leave: a job that all have left is over, and well."""
+    loss = run.plan.loss
+    is_asked = loss is not None and loss.meanwhile is not None and loss.meanwhile.kind == "term"
+    return is_asked and all(rank in run.dead for rank in run.job.ranks())
 
 
 def check_loss(run: Run, outcome: str) -> None:
