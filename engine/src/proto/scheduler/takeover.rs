@@ -323,6 +323,7 @@ impl Scheduler {
     pub fn handle_heard(&mut self, now: Duration) {
         if matches!(self.phase, Phase::Taking(_)) {
             self.clock = now;
+            self.forgive(now);
             self.check_takeover(now);
         }
     }

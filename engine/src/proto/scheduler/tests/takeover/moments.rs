@@ -242,6 +242,21 @@ fn members_that_all_left_a_stopped_scheduler_may_come_to_it_again() {
 }
 
 #[test]
+fn a_scheduler_that_was_stopped_gives_members_as_long_as_if_it_had_run() {
+    let mut job = Job::formed(2, 2, false);
+    job.replace_scheduler();
+    job.come(0);
+    // It is stopped here, and has not had its next tick.
+    job.bench.now += Duration::from_secs(20);
+    job.bench.scheduler.handle_heard(job.bench.now);
+    job.bench.drain();
+    (1..4).for_each(|at| job.come(at));
+    job.read();
+    assert!(job.members.iter().all(|member| member.term == 2), "{}", job.log());
+    assert!(job.members.iter().all(|member| member.told.is_none()), "{}", job.log());
+}
+
+#[test]
 fn a_scheduler_to_which_nobody_comes_again_ends() {
     let mut job = Job::formed(2, 2, false);
     job.replace_scheduler();
