@@ -57,6 +57,8 @@ pub struct Outcome {
     pub paths: u64,
     /// Lanes that order collectives and were cut.
     pub orders_cut: u64,
+    /// Copies of results to GPUs that shared a call of the driver with others.
+    pub together: u64,
     /// Virtual time, nanoseconds.
     pub nanoseconds: u128,
     /// Payload bytes that servers received and sent.
@@ -246,6 +248,7 @@ fn run_job(
         let others: u64 = tensors.iter().skip(1).map(results).sum();
         assert!(outcome.checked >= others, "seed {seed}: others must go on");
     }
+    outcome.together = gpu::up_together();
     outcome.nanoseconds = cluster.now().as_nanos();
     outcome.wire_bytes = cluster.wire_bytes();
     outcome

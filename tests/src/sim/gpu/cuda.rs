@@ -356,7 +356,10 @@ cuda! {
             let host = |at: u64| usize::try_from(at).map_err(|_| INVALID_VALUE);
             match machine.memory.is_registered(to, bytes) {
                 true => machine.copy_down(stream, (host(to)?, bytes), (from, bytes), None),
-                false => machine.copy_up(stream, (to, bytes), (host(from)?, bytes), None),
+                false => {
+                    machine.up_together += u64::from(count > 1);
+                    machine.copy_up(stream, (to, bytes), (host(from)?, bytes), None);
+                }
             }
         }
         Ok(())

@@ -80,6 +80,8 @@ pub(crate) struct Machine {
     actor: Actor,
     taken: Vec<Option<Taken>>,
     pub(super) mistake: Option<String>,
+    /// Copies to GPUs that were enqueued by one call with others.
+    pub(super) up_together: u64,
 }
 
 impl Machine {
@@ -101,6 +103,7 @@ impl Machine {
             actor: Actor::Engine,
             taken: Vec::new(),
             mistake: None,
+            up_together: 0,
         }
     }
 

@@ -59,6 +59,11 @@ pub(super) fn check(seed: u64) {
     }
 }
 
+/// Copies to GPUs that shared a call with others.
+pub(super) fn up_together() -> u64 {
+    with(|machine| machine.up_together).unwrap_or(0)
+}
+
 /// The libraries of every simulated machine.
 fn libraries() -> &'static Libraries {
     static LIBRARIES: OnceLock<Libraries> = OnceLock::new();
