@@ -45,6 +45,7 @@ scenarios! {
     push_pull_over_shared_memory "pushpull-shm",
     push_pull_over_tcp "pushpull-tcp",
     encrypted_lanes "encryption",
+    members_that_may_die "elastic",
     beside_gloo_over_shared_memory "gloo-shm",
     beside_gloo_over_tcp "gloo-tcp",
     many_small_tensors "small",

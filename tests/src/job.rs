@@ -2,7 +2,7 @@
 //! shared memory.
 
 use bps_engine::config::{
-    AutoCompression, Config, Idle, PayloadChecksum, Role, TcpDriver, TransportChoice,
+    AutoCompression, Config, ElasticMode, Idle, PayloadChecksum, Role, TcpDriver, TransportChoice,
 };
 use bps_worker::{Error, Worker};
 use std::net::TcpListener;
@@ -40,6 +40,8 @@ pub struct JobShape {
     pub auto: &'static [AutoCompression],
     /// Whether TCP lanes are encrypted, which needs a key.
     pub encrypt: bool,
+    /// What the job does when one of its members dies.
+    pub elastic: ElasticMode,
     /// Which payloads carry a CRC-32C.
     pub payload_checksum: PayloadChecksum,
     /// What polling threads do when there is nothing to do.
@@ -69,6 +71,7 @@ impl Default for JobShape {
             min_compress_bytes: 0,
             auto: &[],
             encrypt: false,
+            elastic: ElasticMode::None,
             payload_checksum: PayloadChecksum::Auto,
             idle: Idle::Adaptive,
             nic_helpers: None,
@@ -126,6 +129,7 @@ pub fn config(shape: &JobShape, port: u16, role: Role, worker: u32) -> Config {
         transport: shape.transport,
         tcp_driver: shape.driver,
         encrypt: shape.encrypt,
+        elastic: shape.elastic,
         payload_checksum: shape.payload_checksum,
         idle: shape.idle,
         nic_helpers: shape.nic_helpers,

@@ -11,7 +11,7 @@ use crate::report::{self, Fields, Table};
 use crate::sample::{self, Series};
 use crate::watch::{self, Stages, Usage};
 use bps_engine::base::{DType, Operation};
-use bps_engine::config::PayloadChecksum;
+use bps_engine::config::{ElasticMode, PayloadChecksum};
 use bps_engine::limits::{PART_BYTES_MAX, PART_BYTES_MIN};
 use bps_tests::job::{self, JobShape};
 use bps_worker::Members;
@@ -69,6 +69,16 @@ pub fn command() -> Command {
         )
         .arg(
             arguments::choice(
+                "elastic",
+                &["none", "redo", "shrink"],
+                "What the job is ready to do when a member dies, which none does (BPS_ELASTIC), or \
+                 several, in turn",
+            )
+            .value_name("WORD[,WORD]")
+            .value_delimiter(','),
+        )
+        .arg(
+            arguments::choice(
                 "helpers",
                 &["auto", "0", "1", "2", "3"],
                 "Helpers of each NIC loop (BPS_NIC_HELPERS), or several numbers, in turn",
@@ -87,6 +97,7 @@ struct Variant<'words> {
     trace: &'words str,
     checksum: &'words str,
     encrypt: &'words str,
+    elastic: &'words str,
     helpers: &'words str,
 }
 
@@ -98,13 +109,16 @@ impl Variant<'_> {
             for trace in words("trace") {
                 for checksum in words("checksum") {
                     for encrypt in words("encrypt") {
-                        all.extend(words("helpers").map(|helpers| Variant {
-                            partition_bytes,
-                            trace,
-                            checksum,
-                            encrypt,
-                            helpers,
-                        }));
+                        for elastic in words("elastic") {
+                            all.extend(words("helpers").map(|helpers| Variant {
+                                partition_bytes,
+                                trace,
+                                checksum,
+                                encrypt,
+                                elastic,
+                                helpers,
+                            }));
+                        }
                     }
                 }
             }
@@ -124,6 +138,11 @@ impl Variant<'_> {
             trace: (self.trace == "on").then_some((1, u32::MAX)),
             payload_checksum,
             encrypt: self.encrypt == "on",
+            elastic: match self.elastic {
+                "redo" => ElasticMode::Redo,
+                "shrink" => ElasticMode::Shrink,
+                _ => ElasticMode::None,
+            },
             trace_folder,
             ..base
         }
@@ -134,6 +153,7 @@ impl Variant<'_> {
         fields.insert("trace".into(), self.trace.into());
         fields.insert("checksum".into(), self.checksum.into());
         fields.insert("encrypt".into(), self.encrypt.into());
+        fields.insert("elastic".into(), self.elastic.into());
         fields.insert("helpers".into(), self.helpers.into());
     }
 }
@@ -184,6 +204,7 @@ pub fn run(matches: &ArgMatches) -> Outcome {
         "trace",
         "checksum",
         "encrypt",
+        "elastic",
         "helpers",
         "algbw_gbs",
         "speed_to_first",
