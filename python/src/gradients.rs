@@ -77,6 +77,7 @@ impl State {
         })
     }
 
+    /// Notes whether a gradient is sent, and so how many bytes are still to come.
     fn mark(&mut self, index: u32, is_sent: bool) -> PyResult<()> {
         let slot = self.slot(index)?;
         let (was_sent, bytes) = (std::mem::replace(&mut slot.is_sent, is_sent), slot.bytes);

@@ -4,6 +4,23 @@
 use super::super::random::Random;
 use super::*;
 
+impl Job {
+    /// All come by connections of their own, behind those that they have closed.
+    fn come_again(&mut self) {
+        for at in 0..self.members.len() {
+            self.members[at].node += 100;
+            self.come(at);
+        }
+        self.read();
+    }
+
+    /// The second scheduler leads everybody, and has told nobody anything else.
+    fn check_led(&self) {
+        let is_led = |member: &Member| member.term == 2 && member.told.is_none();
+        assert!(self.members.iter().all(is_led), "{}", self.log());
+    }
+}
+
 #[test]
 fn schedulers_and_members_that_die_at_any_moment_leave_one_job_and_nobody_waits() {
     let (mut led, mut reformed, mut shrunk) = (0, 0, 0);
@@ -188,8 +205,7 @@ fn members_that_notice_as_late_as_nodes_do_are_waited_for() {
     job.pass(800 + 3_200 * 9 / 8);
     (1..4).for_each(|at| job.come(at));
     job.read();
-    assert!(job.members.iter().all(|member| member.term == 2), "{}", job.log());
-    assert!(job.members.iter().all(|member| member.told.is_none()), "{}", job.log());
+    job.check_led();
 }
 
 #[test]
@@ -207,13 +223,8 @@ fn members_that_lost_patience_with_a_stopped_scheduler_are_not_taken_for_dead() 
     }
     scheduler.handle_heard(now);
     job.bench.drain();
-    for at in 0..4 {
-        job.members[at].node += 100;
-        job.come(at);
-    }
-    job.read();
-    assert!(job.members.iter().all(|member| member.told.is_none()), "{}", job.log());
-    assert!(job.members.iter().all(|member| member.term == 2), "{}", job.log());
+    job.come_again();
+    job.check_led();
 }
 
 #[test]
@@ -232,13 +243,8 @@ fn members_that_all_left_a_stopped_scheduler_may_come_to_it_again() {
     scheduler.handle_tick(now);
     job.bench.drain();
     assert!(!job.bench.scheduler.is_over(), "{}", job.log());
-    for at in 0..4 {
-        job.members[at].node += 100;
-        job.come(at);
-    }
-    job.read();
-    assert!(job.members.iter().all(|member| member.told.is_none()), "{}", job.log());
-    assert!(job.members.iter().all(|member| member.term == 2), "{}", job.log());
+    job.come_again();
+    job.check_led();
 }
 
 #[test]
@@ -252,8 +258,7 @@ fn a_scheduler_that_was_stopped_gives_members_as_long_as_if_it_had_run() {
     job.bench.drain();
     (1..4).for_each(|at| job.come(at));
     job.read();
-    assert!(job.members.iter().all(|member| member.term == 2), "{}", job.log());
-    assert!(job.members.iter().all(|member| member.told.is_none()), "{}", job.log());
+    job.check_led();
 }
 
 #[test]
