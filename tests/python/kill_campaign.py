@@ -214,8 +214,9 @@ class Run:
             # Without these alone the job ends, though it would go on with whoever died next.
             return True
         left = set(plan.members) - self.dead
-        if plan.loss is not None and not any(member.role == "server" for member in left):
-            # Between two epochs nobody else than servers knows the job.
+        is_between = plan.moment in ("re-forming", "joining")
+        if plan.loss is not None and is_between and all(one.role != "server" for one in left):
+            # Between two epochs nobody but servers knows the job (docs/elastic.md).
             return True
         if plan.loss is not None:
             return plan.moment in ("forming", "leaving")

@@ -30,9 +30,6 @@ UNFORMED = re.compile(r"the job was not formed|waiting for|did not come|is gone 
 LEADS = re.compile(r"are led by this scheduler|all there after")
 #: Of a rank, without a step and without a line.
 SILENT_SECONDS = 5.0
-#: The same where its last line says for whom it waits: the second such line comes after a pause.
-TOLD_SECONDS = 11.0
-TOLD = re.compile(r"(is|are) late by [^\n]*\n\Z")
 #: How often that is looked for.
 WATCH_SECONDS = 0.2
 
@@ -74,9 +71,7 @@ class Watch:
             since, before = self._seen.get(member, (now, None))
             since = now if sign != before else since + max(lost, 0.0)
             self._seen[member] = since, sign
-            if now - since > self._limit and (
-                now - since > TOLD_SECONDS or not TOLD.search(process.said())
-            ):
+            if now - since > self._limit:
                 self._job.show_stacks()
                 raise Failure(f"{member} has said nothing and made no step for {now - since:.1f} s")
 
