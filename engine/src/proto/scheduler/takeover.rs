@@ -203,7 +203,7 @@ impl Scheduler {
         }
         let takeover = Takeover { since: now, members: BTreeMap::new(), left: BTreeSet::new() };
         let before = std::mem::replace(&mut self.phase, Phase::Taking(Box::new(takeover)));
-        self.reminder = Reminder::new(now);
+        self.reminder = Reminder::soon(now);
         self.put(Output::Log(format!(
             "the scheduler of term {} is lost: taking over its job of {} and {}",
             resume.term,

@@ -16,6 +16,8 @@ use std::time::Duration;
 /// Seconds from the beginning of a wait for nodes until it is told, and from then on; later ones
 /// are as the last. Programs may take half a minute to start, and nobody need read of each second.
 const REMINDERS: [u64; 5] = [2, 3, 5, 10, 30];
+/// From the beginning of a wait until it is told, where programs run that waited before.
+const SOON: Duration = Duration::from_secs(1);
 
 /// When a wait for nodes is told.
 #[derive(Debug)]
@@ -28,6 +30,11 @@ impl Reminder {
     /// Of a wait that begins now.
     pub(super) fn new(now: Duration) -> Reminder {
         Reminder { next: now + Duration::from_secs(REMINDERS[0]), told: 0 }
+    }
+
+    /// Of a wait that begins now, of nodes whose job has already stood still.
+    pub(super) fn soon(now: Duration) -> Reminder {
+        Reminder { next: now + SOON, told: 0 }
     }
 
     /// Whether it is to be told now.

@@ -294,8 +294,8 @@ fn the_next_scheduler_leads_the_same_job_and_answers_what_was_open() {
     }
     job.read();
     assert!(job.members.iter().all(|member| member.term == 1), "server 1 has not come");
-    job.pass(2_250);
-    assert!(job.log().contains("waiting for server 1 (2 s)"), "{}", job.log());
+    job.pass(1_250);
+    assert!(job.log().contains("waiting for server 1 (1 s)"), "{}", job.log());
     job.come(4);
     job.read();
     assert!(job.members.iter().all(|member| member.term == 2));
