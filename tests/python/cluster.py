@@ -115,13 +115,11 @@ class Cluster:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
         time.sleep(1)  # Each rank writes its stacks to the log, which nobody acknowledges.
-        if shutil.which("gdb") is None:
-            return
         # Those do not say where a rank is that is ending, or in a library.
-        for pid in self.pids:
-            command = ["gdb", "-p", str(pid), "-batch", "-ex", "thread apply all backtrace 24"]
-            with self._log.open("ab") as log, contextlib.suppress(subprocess.TimeoutExpired):
-                subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=30)
+        with self._log.open("a") as log:
+            for pid in self.pids:
+                log.write(where_threads_wait(pid))
+                log.write(native_stacks(pid))
 
     def log(self) -> str:
         """What all processes of the job have printed."""
@@ -170,6 +168,28 @@ class Cluster:
             self.close()
         else:
             self.kill()
+
+
+def where_threads_wait(pid: int) -> str:
+    """What a process's threads are called, and the functions of the kernel that they sleep in."""
+    lines = ["--- hangs; its threads wait in:"]
+    with contextlib.suppress(OSError):
+        for task in sorted(Path(f"/proc/{pid}/task").iterdir()):
+            name = (task / "comm").read_text().strip()
+            lines.append(f"{task.name} {name}: {(task / 'wchan').read_text().strip()}")
+    return "\n".join([*lines, ""])
+
+
+def native_stacks(pid: int) -> str:
+    """The stacks of a process's threads as gdb shows them, where it is installed."""
+    if shutil.which("gdb") is None or not Path(f"/proc/{pid}").exists():
+        return ""
+    command = ["gdb", "-p", str(pid), "-batch", "-ex", "thread apply all backtrace 24"]
+    try:
+        said = subprocess.run(command, check=False, capture_output=True, timeout=30)
+    except subprocess.TimeoutExpired:
+        return ""
+    return said.stdout.decode(errors="replace")
 
 
 def clean_environment() -> dict[str, str]:

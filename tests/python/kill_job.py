@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import os
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import kill_plan
-from cluster import clean_environment
+from cluster import clean_environment, where_threads_wait
 from kill_plan import SCHEDULER, SUCCESSOR, Fault, Member, Plan
 
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -264,13 +263,8 @@ class Job:
         for member, process in self.processes.items():
             if process.ended():
                 continue
-            lines = []
-            for task in sorted(Path(f"/proc/{process.pid}/task").iterdir()):
-                with contextlib.suppress(OSError):
-                    name = (task / "comm").read_text().strip()
-                    lines.append(f"{task.name} {name}: {(task / 'wchan').read_text().strip()}")
             with process.log.open("a") as log:
-                log.write("\n".join(["--- hangs; its threads wait in:", *lines, ""]))
+                log.write(where_threads_wait(process.pid))
             if member.role == "rank":
                 process.send(signal.SIGUSR1)
         time.sleep(0.5)  # The ranks write their stacks, which nobody acknowledges.
