@@ -40,8 +40,8 @@ struct State {
     under_way: VecDeque<(Handle, usize)>,
     under_way_bytes: usize,
     batch_bytes_min: usize,
-    /// A batch has at least one in so many of the bytes that are still to come; 0: no such bound.
-    batch_share: usize,
+    /// A batch is no smaller than what is still to come.
+    sends_halves: bool,
     /// The bytes of all gradients that are not sent.
     left_bytes: usize,
     has_joined: bool,
@@ -57,8 +57,8 @@ impl State {
     /// Only the last batches keep anybody waiting, so earlier ones may be larger: each costs the
     /// thread that launches kernels.
     fn is_due(&mut self) -> bool {
-        let share = self.left_bytes.checked_div(self.batch_share).unwrap_or(0);
-        if self.queued_bytes < share.min(BATCH_BYTES_MAX).max(self.batch_bytes_min) {
+        let half = if self.sends_halves { self.left_bytes } else { 0 };
+        if self.queued_bytes < half.min(BATCH_BYTES_MAX).max(self.batch_bytes_min) {
             return false;
         }
         while let Some((last, bytes)) = self.under_way.front()
@@ -294,10 +294,10 @@ impl GradientHooks {
         self.lock().batch_bytes_min = bytes.max(BATCH_BYTES_MIN);
     }
 
-    /// Batches have at least one in so many of the bytes that are still to come, up to 4 MiB.
+    /// A batch is half of what a pass has left, up to 4 MiB.
     #[setter]
-    fn set_batch_share(&self, share: usize) {
-        self.lock().batch_share = share;
+    fn set_sends_halves(&self, sends_halves: bool) {
+        self.lock().sends_halves = sends_halves;
     }
 
     /// The end of the running pass is known to the owner.

@@ -516,7 +516,7 @@ def test_in_the_order_of_the_backward_pass(single):
     single.run(in_the_order_of_the_backward_pass)
 
 
-def batches_by_what_is_to_come(share, first):
+def batches_by_what_is_to_come(sends_halves, first):
     """While much is still to come, a batch is as large as is set, and the first one no larger."""
     layers = 40  # Of 64 KiB each.
     model = torch.nn.Sequential(*(torch.nn.Linear(128, 128, bias=False) for _ in range(layers)))
@@ -524,7 +524,7 @@ def batches_by_what_is_to_come(share, first):
         torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
     )
     hooks = optimizer._byteps.hooks
-    hooks.batch_share = share
+    hooks.sends_halves = sends_halves
     batches = []
     push_batch = _native.push_batch
 
@@ -542,12 +542,12 @@ def batches_by_what_is_to_come(share, first):
         left = layers
         for count in batches[:-1]:
             left -= count
-            assert share == 0 or count * share >= left, batches
+            assert not sends_halves or count >= left, batches
 
 
-@pytest.mark.parametrize(("share", "first"), [(0, 1), (8, 5), (2, 14)])
-def test_batches_by_what_is_to_come(single, share, first):
-    single.run(batches_by_what_is_to_come, share, first)
+@pytest.mark.parametrize(("sends_halves", "first"), [(False, 1), (True, 20)])
+def test_batches_by_what_is_to_come(single, sends_halves, first):
+    single.run(batches_by_what_is_to_come, sends_halves, first)
 
 
 def few_objects_for_the_garbage_collector():

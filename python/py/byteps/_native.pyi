@@ -185,7 +185,7 @@ class Hook:
 class GradientHooks:
     passes: int
     batch_bytes_min: int
-    batch_share: int
+    sends_halves: bool
     has_joined: bool
     is_paused: bool
     is_guarded: bool

@@ -28,9 +28,6 @@ _BATCH_BYTES_MIN_ON_ONE_HOST = 1 << 23
 # Between hosts: 512 KiB take a line of 20 Gbit/s 0.2 ms. Smaller batches, of which each takes this
 # thread 50 to 80 microseconds, keep it from launching kernels.
 _BATCH_BYTES_MIN_ON_GPUS = 1 << 19
-# And at least one in so many of the bytes that are still to come, so half of what a pass has left:
-# only the last batches keep anybody waiting.
-_BATCH_SHARE_ON_GPUS = 1
 
 # Counts up in the order of creation, which all ranks share.
 _numbers = itertools.count()
@@ -177,7 +174,8 @@ class Gradients:
         self.hooks.batch_bytes_min = (
             _BATCH_BYTES_MIN_ON_ONE_HOST if is_one_host else _BATCH_BYTES_MIN_ON_GPUS
         )
-        self.hooks.batch_share = 0 if is_one_host else _BATCH_SHARE_ON_GPUS
+        # Only the last batches keep anybody waiting.
+        self.hooks.sends_halves = not is_one_host
 
     def check_open(self) -> None:
         """Raises if the gradients are another's."""
