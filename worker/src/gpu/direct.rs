@@ -159,6 +159,28 @@ pub(crate) struct Direct {
     must_flush: bool,
 }
 
+/// What is sought over these ports, or over none for this reason.
+#[derive(Debug, PartialEq, Eq)]
+struct Sought<P> {
+    is_demanded: bool,
+    ports: Result<P, String>,
+}
+
+impl<P> Sought<P> {
+    /// `None` where nothing is.
+    ///
+    /// # Errors
+    /// It is demanded where no lane could use it.
+    fn of(how: GpuDirect, ports: Option<Result<P, String>>) -> Result<Option<Sought<P>>, String> {
+        match (how, ports) {
+            (GpuDirect::None, _) | (GpuDirect::Auto, None) => Ok(None),
+            (GpuDirect::Auto, Some(ports)) => Ok(Some(Sought { is_demanded: false, ports })),
+            (GpuDirect::Demand, Some(ports)) => Ok(Some(Sought { is_demanded: true, ports })),
+            (GpuDirect::Demand, None) => Err("this rank has no RDMA lane to a server".into()),
+        }
+    }
+}
+
 impl Direct {
     /// Slots in the GPU's memory, `bytes` each way, as far as devices reach it well. `ports` are
     /// those over which this rank reaches its servers, or why there are none; `switches` those of
@@ -173,15 +195,12 @@ impl Direct {
         config: &Config,
         bytes: usize,
     ) -> Result<Direct, GpuError> {
-        let (is_demanded, ports) = match (config.gpudirect, ports) {
-            (GpuDirect::None, _) | (GpuDirect::Auto, None) => return Ok(Direct::default()),
-            (GpuDirect::Auto, Some(ports)) => (false, ports),
-            (GpuDirect::Demand, Some(ports)) => (true, ports),
-            (GpuDirect::Demand, None) => {
-                let why = "this rank has no RDMA lane to a server".into();
-                return Err(GpuError::Direct { ordinal: device.ordinal(), why });
-            }
+        let ordinal = device.ordinal();
+        let sought = Sought::of(config.gpudirect, ports);
+        let Some(sought) = sought.map_err(|why| GpuError::Direct { ordinal, why })? else {
+            return Ok(Direct::default());
         };
+        let Sought { is_demanded, ports } = sought;
         let found = possible(switches, config).and(ports).and_then(|ports| {
             let (mut direct, speeds) = Direct::try_all(device, &ports, bytes)?;
             if !is_demanded {
@@ -189,7 +208,6 @@ impl Direct {
             }
             Ok((direct, speeds))
         });
-        let ordinal = device.ordinal();
         match found {
             Ok((direct, speeds)) => {
                 log::info!("{}", direct.line(ordinal, &speeds, bytes));
@@ -368,6 +386,19 @@ mod tests {
              10.00; mlx5_0 port 1: reads it at 1.00 GB/s, writes it at 9.90, and the host's memory \
              at 10.00"
         );
+    }
+
+    #[test]
+    fn what_is_demanded_fails_where_it_can_not_be_and_else_is_left_out() {
+        // Where the job goes on without servers, there are lanes and a reason against them.
+        let against = || Err::<(), String>("slots are in the host's memory".into());
+        for (how, is_demanded) in [(GpuDirect::Demand, true), (GpuDirect::Auto, false)] {
+            let sought = Sought { is_demanded, ports: against() };
+            assert_eq!(Sought::of(how, Some(against())), Ok(Some(sought)));
+        }
+        assert_eq!(Sought::of(GpuDirect::None, Some(against())), Ok(None));
+        assert_eq!(Sought::<()>::of(GpuDirect::Auto, None), Ok(None));
+        assert!(Sought::<()>::of(GpuDirect::Demand, None).unwrap_err().contains("no RDMA lane"));
     }
 
     #[test]
