@@ -173,8 +173,8 @@ class Cluster:
 def where_threads_wait(pid: int) -> str:
     """What a process's threads are called, and the functions of the kernel that they sleep in."""
     lines = ["--- hangs; its threads wait in:"]
-    with contextlib.suppress(OSError):
-        for task in sorted(Path(f"/proc/{pid}/task").iterdir()):
+    for task in sorted(Path("/proc").glob(f"{pid}/task/*")):
+        with contextlib.suppress(OSError):  # It may have ended meanwhile.
             name = (task / "comm").read_text().strip()
             lines.append(f"{task.name} {name}: {(task / 'wchan').read_text().strip()}")
     return "\n".join([*lines, ""])

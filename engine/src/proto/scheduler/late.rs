@@ -11,8 +11,8 @@ use std::time::Duration;
 /// From when a rank is known to be late until it is told: reports of several nodes come meanwhile,
 /// so that the first line counts all that waits, and one line names all that are late.
 const SETTLE: Duration = Duration::from_millis(750);
-/// From the first line to the second, and to the third: a rank that can't reach a server says so
-/// within 12 s, and until then nobody reads nothing for longer than this.
+/// From the first line to the second, and from there to the third. A rank that can't reach a server
+/// fails within 12 s; until then people are told at least this often that others wait for it.
 const PAUSE: Duration = Duration::from_secs(4);
 /// The longest pause.
 const PAUSE_MAX: Duration = Duration::from_secs(640);
