@@ -52,8 +52,8 @@ mod _native {
     #[pymodule_export]
     use super::tensor::{
         declare, encoding, enqueue_results, enqueue_results_of_batches, keep, kept, lacking,
-        open_gpu, optimizer, push_batch, push_pull, push_pull_gpu, scale_residues, start_batch,
-        stream_wait, stream_wait_batch, update, use_gpu,
+        open_gpu, optimizer, push_batch, push_pull, push_pull_gpu, scale_residues, settle,
+        start_batch, stream_wait, stream_wait_batch, update, use_gpu,
     };
     #[pymodule_export]
     use super::tf::tf_register;

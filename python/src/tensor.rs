@@ -266,6 +266,14 @@ pub fn lacking(py: Python<'_>, handle: u64) -> PyResult<Vec<u32>> {
     Ok(lacking.into_iter().map(|rank| rank.0).collect())
 }
 
+/// Waits until all results have come for which streams of the GPU wait.
+#[pyfunction]
+pub fn settle(py: Python<'_>) -> PyResult<()> {
+    let worker = engine()?;
+    let settled = interruptible(py, move || worker.settle(), |_| ())?;
+    settled.map_err(|cause| error::from_engine(&cause))
+}
+
 /// Lets what a framework enqueues in its stream from now on come behind the results of these
 /// handles, each of which was waited for. Waits for nothing itself.
 #[pyfunction]

@@ -14,10 +14,12 @@ import torch
 import byteps.common
 import byteps.elastic
 import byteps.torch as bps
+from byteps import _native, _registry
 from byteps.elastic import State
 from byteps.errors import ConfigError, PeerDiedError
 from byteps.torch.elastic import ElasticSampler, RandomState, TorchState
-from cluster import clean_environment
+from cluster import Cluster, clean_environment
+from stand_in import Pipeline
 
 PERF = Path(__file__).parents[2] / "perf"
 # Of the whole campaign, most of which is the start of Python and torch.
@@ -358,3 +360,38 @@ def test_a_launched_job_with_too_few_left_ends_and_says_why(tmp_path):
     assert code == 137, output
     assert "2 workers of at least 3 (BPS_MIN_WORKERS) left" in output, output
     assert "is done" not in output
+
+
+LATE_S = 1.0
+
+
+def saved_while_a_stream_waits():
+    """Seconds until a stream waited for a result, and until a state was saved behind that."""
+    bps.init()
+    state = TorchState(None, None, step=0)
+    with Pipeline().plugged_in():
+        tensor = torch.ones(1000)
+        # The host waits for the first round of each tensor.
+        bps.push_pull_inplace(tensor, False, "ahead")
+        bps.barrier()
+        if bps.rank() == 1:
+            time.sleep(LATE_S)
+        begun = time.monotonic()
+        handle = bps.push_pull_async_inplace(tensor, False, "ahead")
+        _native.enqueue_results(_registry._find(handle).on_gpu)
+        assert bps.wait(handle, timeout=30)
+        waited = time.monotonic() - begun
+        state.save()
+        saved = time.monotonic() - begun
+        bps.synchronize(handle)
+        assert tensor[0] == 4.0
+    return waited, saved
+
+
+def test_a_state_is_saved_behind_what_streams_wait_for(tmp_path):
+    environment = Pipeline.libraries(tmp_path)
+    if environment is None:
+        pytest.skip("tests/fake_gpu is not built: cargo build -p bps-fake-gpu")
+    with Cluster(2, environment=environment | {"BPS_ELASTIC": "redo"}) as job:
+        waited, saved = job.run(saved_while_a_stream_waits)[0]
+    assert waited < LATE_S / 2 <= saved, (waited, saved)

@@ -416,6 +416,49 @@ def test_leave_and_return():
         cluster.run(leave_and_return, timeout=START_SECONDS)
 
 
+def training_that_loses_one(victim, steps):
+    """Of which ranks each step's result is, and what the parameters are at the end."""
+    bps.init()
+    torch.cuda.set_device(0)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(8))).cuda()
+    bps.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    optimizer = bps.DistributedOptimizer(optimizer, model.named_parameters())
+    sets, probe = [], torch.zeros(1, device="cuda")
+    for step in range(steps):
+        if step == steps // 2 and bps.rank() == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.zero_grad()
+        model(torch.randn(16, 512, device="cuda")).square().mean().backward()
+        optimizer.step()
+        probe.fill_(float(1 << bps.rank()))
+        handle = bps.push_pull_async_inplace(probe, average=False, name="probe")
+        there = bps.contributors(handle)
+        bps.synchronize(handle)
+        assert probe.item() == sum(1 << rank for rank in there), there
+        sets.append(there)
+    flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    assert flat.isfinite().all()
+    return sets, flat.cpu()
+
+
+def test_others_go_on_without_a_rank_and_its_gpu():
+    """Ranks of one GPU, each as on a host of its own: the steps of the two that live are one."""
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU, as torch sees it")
+    environment = {"BPS_LOCAL_REDUCE": "0", "BPS_ELASTIC": "shrink", "BPS_MIN_WORKERS": "2"}
+    with Cluster(3, servers=2, cores=1, environment=environment) as job:
+        job.start(training_that_loses_one, 1, 40)
+        (sets, first), (others, second) = job.results(START_SECONDS, ranks=(0, 2))
+        alive = sets.index([0, 2])
+        assert sets == others == [[0, 1, 2]] * alive + [[0, 2]] * (40 - alive), sets
+        assert alive >= 19 and torch.equal(first, second)
+        log = job.log()
+        assert "2 ranks of 3 go on without rank 1" in log and "epoch 2" not in log, log
+        job.kill()
+
+
 @pytest.mark.parametrize("kind", ["2", "4", "2-server"])
 def test_death_of_a_rank(kind):
     with cluster_of(*JOBS[kind]) as cluster:

@@ -15,6 +15,7 @@ import torch
 import byteps.torch as bps
 from byteps.errors import PeerDiedError
 from cluster import Cluster
+from stand_in import Pipeline
 
 # How many steps are made once a rank is missing.
 STEPS_AFTER = 20
@@ -25,6 +26,7 @@ VICTIM = 1
 def training(started):
     """Trains as any script does; by step, when it ended, what the parameters are, and of whom."""
     bps.init()
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 8))
     bps.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -43,7 +45,7 @@ def training(started):
         assert bps.contributors(handle) is None, "it is spent"
         assert probe.item() == sum(1 << 8 * rank for rank in contributors), contributors
         flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-        digest = hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+        digest = hashlib.sha256(flat.cpu().numpy().tobytes()).hexdigest()
         steps.append((time.time(), digest, contributors))
         after += VICTIM not in contributors
         if len(steps) == 5 and bps.rank() == 0:
@@ -83,11 +85,36 @@ def afterwards():
     return True
 
 
+def on_cpus(function, *arguments):
+    return function(*arguments)
+
+
+def on_gpus_that_are_none(function, *arguments):
+    """On memory of the host that passes for a GPU's, and goes the way of that."""
+    bps.init()
+    with Pipeline().plugged_in() as gpu:
+        result = function(*arguments)
+        assert gpu.handed_over > 0
+        return result
+
+
 def test_others_go_on_without_a_rank_that_is_killed(tmp_path):
+    others_go_on(tmp_path, on_cpus)
+
+
+def test_others_go_on_without_a_rank_and_its_gpu(tmp_path):
+    environment = Pipeline.libraries(tmp_path)
+    if environment is None:
+        pytest.skip("tests/fake_gpu is not built: cargo build -p bps-fake-gpu")
+    others_go_on(tmp_path, on_gpus_that_are_none, environment)
+
+
+def others_go_on(tmp_path, where, environment=None):
+    """The job of three ranks, each as on a host of its own, of which one is killed midway."""
     started = tmp_path / "started"
-    environment = {"BPS_ELASTIC": "shrink", "BPS_MIN_WORKERS": "2"}
-    with Cluster(3, servers=2, environment=environment) as job:
-        job.start(training, str(started))
+    shrinks = {"BPS_ELASTIC": "shrink", "BPS_MIN_WORKERS": "2"}
+    with Cluster(3, servers=2, environment=shrinks | (environment or {})) as job:
+        job.start(where, training, str(started))
         deadline = time.monotonic() + 60
         while not started.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -109,7 +136,7 @@ def test_others_go_on_without_a_rank_that_is_killed(tmp_path):
         )
         assert max(short) < 10, "on a busy machine"
         for rank in (0, 2):
-            job._ranks[rank].send_bytes(cloudpickle.dumps((afterwards, ())))
+            job._ranks[rank].send_bytes(cloudpickle.dumps((where, (afterwards,))))
         assert job.results(ranks=(0, 2)) == [True, True]
         for rank in (0, 2):
             job._ranks[rank].send_bytes(cloudpickle.dumps(None))

@@ -201,6 +201,26 @@ fn servers_die_and_the_others_take_the_keys_of_gpus() {
 }
 
 #[test]
+fn ranks_die_and_the_others_go_on_with_their_gpus() {
+    let (all, is_one) = shrunk("with_their_gpus", Dying::RanksOfGpus, 100, &[]);
+    println!(
+        "{} ranks and {} servers died; {} results, {} of those on GPUs without one of the dead; \
+         {} broadcasts lost with their root; {} parts moved, {} of them with a result that some \
+         ranks lacked; {} jobs could not go on",
+        all.gone,
+        all.servers,
+        all.checked,
+        all.short_on_gpus,
+        all.lost,
+        all.moved,
+        all.restored,
+        all.ended
+    );
+    let shows = all.short_on_gpus > 0 && all.lost > 0 && all.restored > 0;
+    assert!(is_one || shows, "the seeds show too little");
+}
+
+#[test]
 fn schedulers_are_lost_and_others_lead_the_job() {
     // Ranks had asked one that was stopped then, and that another one was started beside.
     let (all, is_one) =

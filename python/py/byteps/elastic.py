@@ -54,6 +54,17 @@ def leave() -> None:
     _asked = True
 
 
+def settle() -> None:
+    """Waits until all results have come for which streams of a GPU wait: what is saved then has
+    nothing of one that does not come.
+
+    Raises:
+        PeerDiedError: the job is over, so some may not have come; or another error that ended it.
+    """
+    if _native.is_initialized():
+        _native.settle()
+
+
 def _is_to_leave() -> bool:
     return _asked or _native.is_to_leave()
 
@@ -120,6 +131,7 @@ class State:
         To be called by every rank at the same step: after an error each goes back to its last
         commit, and all go on from the latest one.
         """
+        settle()
         self.save()
         self._commits += 1
         self.check_host_updates()

@@ -55,6 +55,11 @@ impl Shape {
         }
     }
 
+    /// Whether ranks of a host sum among themselves.
+    pub(super) fn sums_on_hosts(&self) -> bool {
+        self.planning.local_reduce && self.hosts.iter().any(|size| *size > 1)
+    }
+
     /// The host of a rank.
     pub(super) fn host_of(&self, rank: u32) -> usize {
         let mut end = 0;

@@ -59,6 +59,8 @@ pub struct Shrunk {
     pub restored: u64,
     /// Results on GPUs, in jobs whose parts have moved.
     pub on_gpus: u64,
+    /// Results on GPUs that lack a rank.
+    pub short_on_gpus: u64,
     /// The job could not go on: a rank that alone had such a result died as well, or the others
     /// were leaving.
     pub ended: u64,
@@ -77,7 +79,7 @@ impl Shrunk {
     }
 
     /// Each with its name.
-    pub fn counts(&mut self) -> [(&'static str, &mut u64); 16] {
+    pub fn counts(&mut self) -> [(&'static str, &mut u64); 17] {
         [
             ("results", &mut self.checked),
             ("short results", &mut self.short),
@@ -90,6 +92,7 @@ impl Shrunk {
             ("moved parts of hosts", &mut self.grouped),
             ("restored parts", &mut self.restored),
             ("results on GPUs of jobs with moved parts", &mut self.on_gpus),
+            ("short results on GPUs", &mut self.short_on_gpus),
             ("ended jobs", &mut self.ended),
             ("schedulers", &mut self.schedulers),
             ("schedulers that went on", &mut self.thawed),
@@ -108,8 +111,16 @@ pub enum Dying {
     Servers,
     /// Servers of a job whose ranks have GPUs, alone or several on a host.
     ServersOfGpus,
+    /// Ranks that have GPUs and sum with no other of their hosts, and perhaps servers.
+    RanksOfGpus,
     /// Schedulers, which others follow, and perhaps ranks, seldom a server.
     Schedulers,
+}
+
+impl Dying {
+    fn has_gpus(self) -> bool {
+        matches!(self, Dying::ServersOfGpus | Dying::RanksOfGpus)
+    }
 }
 
 /// How long nodes wait for another scheduler.
@@ -136,6 +147,8 @@ struct Flight {
     tensor: usize,
     round: u64,
     data: Data,
+    /// Its result, once that is there.
+    landed: Option<Vec<u8>>,
 }
 
 /// Where its bytes are.
@@ -187,7 +200,7 @@ fn shorten(random: &mut Random, workers: u32, tensor: &mut Tensor) {
 
 fn tensors(random: &mut Random, workers: u32, dying: Dying) -> Vec<Tensor> {
     let number = 1 + random.index(6);
-    let devices = dying == Dying::ServersOfGpus;
+    let devices = dying.has_gpus();
     let one = |index: usize| {
         let kind = Kind::ALL[random.index(Kind::ALL.len())];
         // An average of whole numbers goes through memory of the host.
@@ -230,7 +243,7 @@ fn tensors(random: &mut Random, workers: u32, dying: Dying) -> Vec<Tensor> {
 pub fn run_shrunk(seed: u64, dying: Dying) -> Shrunk {
     let groups = match dying {
         Dying::Servers if seed % 2 == 1 => Groups::Hosts,
-        Dying::ServersOfGpus => Groups::Gpus,
+        Dying::ServersOfGpus | Dying::RanksOfGpus => Groups::Gpus,
         _ => Groups::Apart,
     };
     play(seed, groups, (false, true), dying)
@@ -253,7 +266,8 @@ pub fn run_short(seed: u64) -> Shrunk {
 fn play(seed: u64, groups: Groups, (may_be_short, shrinks): (bool, bool), dying: Dying) -> Shrunk {
     let mut random = Random::new(seed);
     let mut shape = Shape::random(&mut random, groups);
-    while shape.workers > RANKS_MAX {
+    let must_be_apart = dying == Dying::RanksOfGpus;
+    while shape.workers > RANKS_MAX || must_be_apart && shape.sums_on_hosts() {
         shape = Shape::random(&mut random, groups);
     }
     shape.planning.force_distributed |= may_be_short || shape.devices;
@@ -261,7 +275,7 @@ fn play(seed: u64, groups: Groups, (may_be_short, shrinks): (bool, bool), dying:
         shape.servers = 2 + u32::try_from(random.index(3)).expect("few");
     }
     let (workers, has_gpus) = (shape.workers, shape.devices);
-    let has_groups = shape.planning.local_reduce && shape.hosts.iter().any(|size| *size > 1);
+    let has_groups = shape.sums_on_hosts();
     let mut tensors = tensors(&mut random, workers, dying);
     if may_be_short {
         tensors.iter_mut().for_each(|tensor| shorten(&mut random, workers, tensor));
@@ -442,7 +456,7 @@ fn push(
         let pushed = GpuTensor { id, priority, bytes, in_place, is_root };
         let gpu = worker.gpu.as_mut().expect("every rank has a GPU");
         let (handle, flight) = gpu.push(vec![pushed]).pop().expect("one was pushed");
-        return Flight { handle, tensor, round, data: Data::Gpu(flight) };
+        return Flight { handle, tensor, round, data: Data::Gpu(flight), landed: None };
     }
     let mut target = if is_root { bytes.clone() } else { vec![0xa5; bytes.len()] };
     let from = if is_root { target.as_ptr() } else { bytes.as_ptr() };
@@ -457,7 +471,7 @@ fn push(
         task,
     });
     let data = Data::Host { _source: bytes, target };
-    Flight { handle, tensor, round, data }
+    Flight { handle, tensor, round, data, landed: None }
 }
 
 fn check(
@@ -480,21 +494,30 @@ fn check(
         let Tensor { kind, said, .. } = tensor;
         let at = (flight.tensor, flight.round);
         let what = format!("seed {seed}: {} ({kind:?}), round {}, {own}", said.name, flight.round);
-        let lacking = flight.handle.lacking();
-        let landed = match (&mut flight.data, &worker.gpu) {
-            (Data::Gpu(_), None) => return false,
-            (Data::Gpu(data), Some(gpu)) => gpu.land(&flight.handle, data, random),
-            (Data::Host { target, .. }, _) => match flight.handle.wait(Some(Duration::ZERO)) {
-                Ok(_) => Landed::Bytes(std::mem::take(target)),
-                Err(error) => Landed::Failed(error),
-            },
+        let landed = match (flight.landed.take(), &mut flight.data, &worker.gpu) {
+            (Some(bytes), ..) => Landed::Bytes(bytes),
+            (None, Data::Gpu(_), None) => return false,
+            (None, Data::Gpu(data), Some(gpu)) => gpu.land(&flight.handle, data, random),
+            (None, Data::Host { target, .. }, _) => {
+                match flight.handle.wait(Some(Duration::ZERO)) {
+                    Ok(_) => Landed::Bytes(std::mem::take(target)),
+                    Err(error) => Landed::Failed(error),
+                }
+            }
         };
         let has_failed = (hidden || ends) && worker.over.is_some();
         let result = match landed {
             Landed::NotYet => return true,
             // What streams had waited for may be spoilt.
             Landed::Bytes(_) if has_failed && said.device => return false,
-            Landed::Bytes(bytes) => Ok((bytes, lacking)),
+            Landed::Bytes(bytes) => match flight.handle.lacking() {
+                Some(lacking) => Ok((bytes, lacking)),
+                None => {
+                    // A stream has seen it before the pipeline has heard of it.
+                    flight.landed = Some(bytes);
+                    return true;
+                }
+            },
             Landed::Failed(_) | Landed::Lost if has_failed => return false,
             Landed::Failed(Error::PeerDied(died)) if *kind == Kind::Broadcast => {
                 Err(died.to_string())
@@ -514,6 +537,7 @@ fn check(
                 outcome.checked += 1;
                 outcome.on_gpus += u64::from(said.device);
                 assert_eq!(flight.handle.lacks_by_rank(), tensor.is_short(), "{what}");
+                outcome.short_on_gpus += u64::from(said.device && lacking != 0);
                 check_result(tensor, (&bytes, lacking), (own, roster.size), &what, outcome);
             }
         }

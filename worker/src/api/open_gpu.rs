@@ -9,7 +9,7 @@ use crate::base::error::{Error, Source, StartError};
 use crate::base::lock;
 use crate::base::types::PushPull;
 use crate::cuda::{Comm, Device, EventPool, GpuError, Nccl};
-use crate::gpu::census::{Gpu, ROW, Row, agree, misplaced};
+use crate::gpu::census::{Gpu, ROW, Row, Rows, agree, misplaced};
 use crate::gpu::direct::Direct;
 use crate::gpu::order_lanes::OrderLanes;
 use crate::gpu::{Assembled, Assembly, slots};
@@ -20,7 +20,7 @@ use crate::job::nic_loop::Command;
 use crate::job::places::{Poller, spot};
 use crate::job::start;
 use bps_engine::base::{DType, Operation, Rank, word};
-use bps_engine::config::{Config, ElasticMode};
+use bps_engine::config::Config;
 use bps_engine::harness::{self, Idler};
 use bps_engine::lane::EndpointBuilder;
 use bps_engine::mem::Budget;
@@ -83,7 +83,7 @@ pub(crate) fn open(
     });
     let own = Row { gpu: undivided(switches, config).map_or(told, Err) };
     let all = tell_all(worker, &own)?;
-    let agreed = agree(&all, rank.0);
+    let agreed = agree(&all, rank);
     if agreed.is_err() {
         // Who ended now would end others before they have heard why.
         let _ = worker.barrier(Some(HEARD));
@@ -91,7 +91,7 @@ pub(crate) fn open(
     let id = agreed?;
     let (device, events, nccl, _) = begun.map_err(not_started)?;
     if switches.count() > 1
-        && let Some(line) = misplaced(&all, rank.0, config.switch_size)
+        && let Some(line) = misplaced(&all, rank, config.switch_size)
     {
         log::warning!("{line}");
     }
@@ -176,8 +176,8 @@ fn not_started(error: GpuError) -> Error {
     StartError::Gpu(error).into()
 }
 
-/// What every rank says of its GPU, in the order of ranks.
-fn tell_all(worker: &Worker, own: &Row) -> Result<Vec<Row>, Error> {
+/// What every rank says of its GPU.
+fn tell_all(worker: &Worker, own: &Row) -> Result<Rows, Error> {
     let size = worker.size() as usize;
     let mut rows = vec![0u8; ROW * size];
     own.encode(&mut rows[worker.rank() as usize * ROW..][..ROW]);
@@ -200,7 +200,9 @@ fn tell_all(worker: &Worker, own: &Row) -> Result<Vec<Row>, Error> {
     let handles = unsafe { worker.push_pull(&[item]) }?;
     // Bounded by the job's deadline for rounds: a rank that opens no GPU is a stall.
     handles[0].wait(None)?;
-    Ok(rows.chunks(ROW).map(Row::decode).collect())
+    let gone = worker.lacking(&handles[0])?;
+    let told = (0..).map(Rank).zip(rows.chunks(ROW)).filter(|(rank, _)| !gone.contains(rank));
+    Ok(told.map(|(rank, row)| (rank, Row::decode(row))).collect())
 }
 
 /// The lanes between the thread of this rank's GPU and those of the other ranks of the host.
@@ -246,9 +248,8 @@ fn begin(
     let direct = match has_servers {
         true => {
             let ports = job.take_ports();
-            // Devices write results into slots of their choice. And where a death does not end the
-            // job, a state must not be kept before all that led to it has come.
-            if ports.is_none() && config.elastic == ElasticMode::None {
+            // Devices write results into slots of their choice.
+            if ports.is_none() {
                 staging = (config.gpu_staging_mb as usize) << 20;
             }
             // What was sent is kept in the host's memory, for another server.
@@ -282,6 +283,7 @@ fn begin(
         stall_report: config.stall_report,
         inbox: INBOX,
         staging,
+        keeps: job.shrinks,
         numa_node: spot.memory_node,
         nic_waker: job.nic.waker.clone(),
         nic_ended: Arc::clone(&job.nic.ended),

@@ -28,6 +28,8 @@ use std::time::Duration;
 /// Tensors that are handed to the NIC loop before it is woken, in a long list.
 const WAKE_EVERY: usize = 64;
 /// Why a job of one process has no timeline.
+/// How often it looks whether a result has come for which streams wait.
+const LOOK: Duration = Duration::from_micros(200);
 const ALONE: &str = "a job of one process sends nothing: there is no timeline";
 
 pub(super) struct Shared {
@@ -309,12 +311,13 @@ impl Worker {
     }
 
     /// The ranks that are not in all of a result that is there, because they have died, and the job
-    /// goes on without them, or were late; every rank is told the same.
+    /// goes on without them, or were late; every rank is told the same. Where streams of a GPU wait
+    /// for the result, it waits until that has come.
     ///
     /// # Errors
     /// [`Error::Timeout`] if the scheduler does not say who they are, or what ended the job.
     pub fn lacking(&self, handle: &Handle) -> Result<Vec<Rank>, Error> {
-        let bits = handle.lacking();
+        let bits = self.bits_lacking(handle)?;
         if handle.lacks_by_rank() {
             return Ok((0..u64::BITS).filter(|bit| bits >> bit & 1 == 1).map(Rank).collect());
         }
@@ -322,6 +325,28 @@ impl Worker {
             (Some(job), bits) if bits != 0 => job.gone(bits),
             _ => Ok(Vec::new()),
         }
+    }
+
+    fn bits_lacking(&self, handle: &Handle) -> Result<u64, Error> {
+        loop {
+            // In this order: the end comes behind all results that there are.
+            let end = self.0.job.as_ref().and_then(Job::end_of_gpu);
+            match (handle.lacking(), end) {
+                (Some(bits), _) => return Ok(bits),
+                (None, Some(error)) => return Err(error),
+                // Bounded by what bounds every round: a stall ends the job.
+                (None, None) => std::thread::sleep(LOOK),
+            }
+        }
+    }
+
+    /// Waits until all results have come for which streams of the GPU wait: a state that is kept
+    /// from then on has nothing of a result that does not come.
+    ///
+    /// # Errors
+    /// What ended the job.
+    pub fn settle(&self) -> Result<(), Error> {
+        self.0.job.as_ref().map_or(Ok(()), Job::settled)
     }
 
     /// How often this rank has pushed a tensor.

@@ -67,6 +67,8 @@ pub struct Task {
     lacks: AtomicU64,
     /// They say it in the order of ranks, not in that of deaths.
     lacks_by_rank: AtomicBool,
+    /// It is over, and they have yet to say it.
+    lacks_unknown: AtomicBool,
 }
 
 impl Task {
@@ -100,6 +102,14 @@ impl Task {
         // Relaxed: `finish` comes behind it, and whoever sees that sees this.
         self.lacks.store(ranks, Ordering::Relaxed);
         self.lacks_by_rank.store(by_rank, Ordering::Relaxed);
+        // Release: whoever sees this sees both. `Handle::lacking` acquires.
+        self.lacks_unknown.store(false, Ordering::Release);
+    }
+
+    /// It is to be [finished](Self::finish_behind) before it is known what its result lacks.
+    pub(crate) fn lacks_unknown(&self) {
+        // Relaxed: `finish` comes behind it, and whoever sees that sees this.
+        self.lacks_unknown.store(true, Ordering::Relaxed);
     }
 
     /// The task is over: its memory is the caller's again. Returns whether somebody sleeps on it or
@@ -250,9 +260,11 @@ impl Handle {
 
     /// Once it is over: a bit for each rank that is not in all of its result, because it has died
     /// or was [late](Self::lacks_by_rank). [`Worker::lacking`](crate::Worker::lacking) names them.
+    /// `None` while the result is still to come, on a GPU whose streams wait for it.
     #[must_use]
-    pub fn lacking(&self) -> u64 {
-        self.0.lacks.load(Ordering::Relaxed)
+    pub fn lacking(&self) -> Option<u64> {
+        let is_known = !self.0.lacks_unknown.load(Ordering::Acquire);
+        is_known.then(|| self.0.lacks.load(Ordering::Relaxed))
     }
 
     /// Whether bit n of that is rank n; else it is that of the death that was told of as number n.

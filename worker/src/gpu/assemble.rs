@@ -56,6 +56,8 @@ pub struct Assembly {
     /// Bytes of memory that tensors have of their own, at most, where the rank is alone on its host
     /// and nothing in [`Direct`] speaks against it.
     pub staging: usize,
+    /// Whether these keep what was sent, and what came last, for servers that take others' place.
+    pub keeps: bool,
     /// Where the slots are to be.
     pub numa_node: Option<u32>,
     /// Wakes the NIC loop.
@@ -117,7 +119,8 @@ impl Assembly {
             bytes if bytes > 0 && host.is_none() && self.has_servers => {
                 // Numbers behind those of the slots, of which there are four pools.
                 let number = word(4 * self.slots);
-                let memory = StagingMemory::new(device, self.numa_node, bytes, number);
+                let memory =
+                    StagingMemory::new(device, self.numa_node, (bytes, self.keeps), number);
                 Some(Staged::new(memory, [track(4)?, track(5)?]))
             }
             _ => None,

@@ -326,7 +326,8 @@ impl<C: Carrier> Bounce<C> {
         for Away { handle, one, buffer } in over {
             let result = handle.wait(Some(Duration::ZERO));
             let task = &one.push.task;
-            task.lacks(handle.lacking(), handle.lacks_by_rank());
+            // A tensor of the host's memory is over once its result is there.
+            task.lacks(handle.lacking().unwrap_or(0), handle.lacks_by_rank());
             match result {
                 Ok(_) if one.takes && one.bytes > 0 => up.push((one, buffer)),
                 result => {

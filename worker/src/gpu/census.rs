@@ -5,7 +5,8 @@
 #![forbid(unsafe_code)]
 
 use crate::base::error::{Error, SettingError, StartError};
-use bps_engine::base::{Rank, word};
+use bps_engine::base::Rank;
+use std::collections::BTreeMap;
 
 /// Bytes of a rank's row.
 pub(crate) const ROW: usize = 512;
@@ -97,17 +98,20 @@ fn read_text(room: &[u8]) -> String {
     String::from_utf8_lossy(room.get(2..end).unwrap_or_default()).into_owned()
 }
 
+/// What the ranks have told, in their order; nothing of those that have died, and without which the
+/// job goes on.
+pub(crate) type Rows = BTreeMap<Rank, Row>;
+
 /// Whether all can go on together, which all find alike; the identity of this rank's communicator.
-pub(crate) fn agree(all: &[Row], rank: u32) -> Result<[u8; 128], Error> {
-    let mut gpus: Vec<&Gpu> = Vec::new();
-    for (rank, row) in all.iter().enumerate() {
-        let number = |rank: usize| Rank(word(rank));
+pub(crate) fn agree(all: &Rows, own: Rank) -> Result<[u8; 128], Error> {
+    let mut gpus: BTreeMap<Rank, &Gpu> = BTreeMap::new();
+    for (&rank, row) in all {
         let gpu = row
             .gpu
             .as_ref()
-            .map_err(|text| StartError::GpuElsewhere { rank: number(rank), text: text.clone() })?;
-        for (other, known) in gpus.iter().enumerate().filter(|(_, known)| known.host == gpu.host) {
-            let ranks = [number(other), number(rank)];
+            .map_err(|text| StartError::GpuElsewhere { rank, text: text.clone() })?;
+        for (&other, known) in gpus.iter().filter(|(_, known)| known.host == gpu.host) {
+            let ranks = [other, rank];
             if known.uuid == gpu.uuid {
                 return Err(StartError::SameGpu { ranks }.into());
             }
@@ -120,25 +124,27 @@ pub(crate) fn agree(all: &[Row], rank: u32) -> Result<[u8; 128], Error> {
                 return Err(SettingError::RingsDiffer { ranks, rings }.into());
             }
         }
-        gpus.push(gpu);
+        gpus.insert(rank, gpu);
     }
-    Ok(gpus[gpus[rank as usize].first.0 as usize].id)
+    // Who dies of a host of several ends the epoch, so the first of this rank's switch has told.
+    let first = gpus.get(&own).and_then(|gpu| gpus.get(&gpu.first));
+    Ok(first.expect("this rank and its neighbours live").id)
 }
 
 /// Two ranks whose GPUs are to be below one PCIe switch and are not, if this rank is the first of a
 /// host that has such, and of several switches: it says so for all. Where the kernel shows no
 /// bridges, as in most virtual machines, nothing is known.
-pub(crate) fn misplaced(all: &[Row], rank: u32, switch_size: u32) -> Option<String> {
-    let gpus: Vec<(usize, &Gpu)> =
-        (0..).zip(all).filter_map(|(rank, row)| Some((rank, row.gpu.as_ref().ok()?))).collect();
-    let own = all.get(rank as usize)?.gpu.as_ref().ok().filter(|own| own.host.0 == rank)?;
+pub(crate) fn misplaced(all: &Rows, own: Rank, switch_size: u32) -> Option<String> {
+    let gpus: Vec<(Rank, &Gpu)> =
+        all.iter().filter_map(|(rank, row)| Some((*rank, row.gpu.as_ref().ok()?))).collect();
+    let own = all.get(&own)?.gpu.as_ref().ok().filter(|gpu| gpu.host == own)?;
     let here = || gpus.iter().filter(|(_, gpu)| gpu.host == own.host && !gpu.bridge.is_empty());
     for (one, gpu) in here() {
         let differs =
-            |(_, other): &&&(usize, &Gpu)| other.first == gpu.first && other.bridge != gpu.bridge;
+            |(_, other): &&&(Rank, &Gpu)| other.first == gpu.first && other.bridge != gpu.bridge;
         if let Some((other, elsewhere)) = here().find(|found| differs(&found)) {
             return Some(format!(
-                "rank {one} and rank {other} are to be below one PCIe switch \
+                "{one} and {other} are to be below one PCIe switch \
                  (BYTEPS_PCIE_SWITCH_SIZE={switch_size}), but their GPUs are below {} and {}: give \
                  the GPUs of a switch to neighbouring local ranks, as by CUDA_VISIBLE_DEVICES",
                 gpu.bridge, elsewhere.bridge
@@ -165,6 +171,10 @@ mod tests {
         Row { gpu: row.gpu.map(|gpu| Gpu { host, first, bridge: bridge.into(), ..gpu }) }
     }
 
+    fn rows(told: &[Row]) -> Rows {
+        (0..).map(Rank).zip(told.iter().cloned()).collect()
+    }
+
     fn with_rings(row: Row, rings: u32) -> Row {
         Row { gpu: row.gpu.map(|gpu| Gpu { rings, ..gpu }) }
     }
@@ -189,27 +199,31 @@ mod tests {
     #[test]
     fn switches_have_communicators_of_their_own_and_no_gpu_in_common() {
         let mut all = [below(0, "a"), below(1, "a"), below(2, "b"), below(3, "b")];
-        assert_eq!(agree(&all, 1), Ok([0; 128]));
-        assert_eq!(agree(&all, 3), Ok([2; 128]));
-        assert_eq!(misplaced(&all, 0, 2), None);
+        assert_eq!(agree(&rows(&all), Rank(1)), Ok([0; 128]));
+        assert_eq!(agree(&rows(&all), Rank(3)), Ok([2; 128]));
+        assert_eq!(misplaced(&rows(&all), Rank(0), 2), None);
         all[3] = below(3, "");
-        assert_eq!(misplaced(&all, 0, 2), None, "nothing is known");
+        assert_eq!(misplaced(&rows(&all), Rank(0), 2), None, "nothing is known");
         all[3] = below(3, "a");
-        let text = misplaced(&all, 0, 2).unwrap();
+        let text = misplaced(&rows(&all), Rank(0), 2).unwrap();
         let words = ["rank 2 and rank 3", "SWITCH_SIZE=2", "below b and a"];
         assert!(words.iter().all(|word| text.contains(word)), "{text}");
-        assert_eq!(misplaced(&all, 1, 2), None, "one rank of a host says it");
+        assert_eq!(misplaced(&rows(&all), Rank(1), 2), None, "one rank of a host says it");
         all[3] = Row { gpu: all[1].gpu.clone().map(|gpu| Gpu { first: Rank(2), ..gpu }) };
-        let text = agree(&all, 0).unwrap_err().to_string();
+        let text = agree(&rows(&all), Rank(0)).unwrap_err().to_string();
         assert!(text.contains("rank 1 and rank 3 are on one host and use the same GPU"), "{text}");
     }
 
     #[test]
     fn ranks_agree_or_all_hear_why_not() {
         let all = [gpu(1, 0, 0), gpu(1, 0, 1), gpu(3, 5, 2), gpu(4, 5, 2)];
-        assert_eq!(agree(&all, 3), Ok([3; 128]));
-        assert_eq!(agree(&all, 1), Ok([1; 128]));
-        let text = |all: &[Row]| agree(all, 0).unwrap_err().to_string();
+        assert_eq!(agree(&rows(&all), Rank(3)), Ok([3; 128]));
+        assert_eq!(agree(&rows(&all), Rank(1)), Ok([1; 128]));
+        // One that has died has told nothing.
+        let mut without = rows(&all);
+        without.remove(&Rank(0));
+        assert_eq!(agree(&without, Rank(3)), Ok([3; 128]));
+        let text = |all: &[Row]| agree(&rows(all), Rank(0)).unwrap_err().to_string();
         let same = [gpu(1, 0, 0), gpu(1, 0, 1), gpu(3, 5, 2), gpu(3, 5, 2)];
         assert!(text(&same).contains("rank 2 and rank 3 are on one host and use the same GPU"));
         let other = [gpu(1, 0, 0), gpu(1, 0, 1), gpu(3, 22_707, 2), gpu(4, 22_808, 2)];

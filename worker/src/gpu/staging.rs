@@ -17,6 +17,8 @@ pub(crate) struct StagingMemory {
     numa_node: Option<u32>,
     /// What may still be pinned.
     left: usize,
+    /// Results land apart from what is sent.
+    keeps: bool,
     pieces: Vec<Pinned>,
     /// What of the last piece is nobody's.
     free: (*mut u8, usize),
@@ -28,11 +30,12 @@ pub(crate) struct StagingMemory {
 unsafe impl Send for StagingMemory {}
 
 impl StagingMemory {
-    /// At most so many bytes, of which nothing is taken yet. Slots are numbered from `number` on.
+    /// At most so many bytes, of which nothing is taken yet; whether a part keeps what it sends and
+    /// what has come apart, in twice the room. Slots are numbered from `number` on.
     pub(crate) fn new(
         device: &Device,
         numa_node: Option<u32>,
-        bytes: usize,
+        (bytes, keeps): (usize, bool),
         number: u32,
     ) -> StagingMemory {
         let free = (std::ptr::null_mut(), 0);
@@ -40,6 +43,7 @@ impl StagingMemory {
             device: device.clone(),
             numa_node,
             left: bytes,
+            keeps,
             pieces: Vec::new(),
             free,
             number,
@@ -51,7 +55,8 @@ impl StagingMemory {
     /// # Errors
     /// The kernel or the driver has none.
     pub(crate) fn take(&mut self, plan: &Plan) -> Result<Option<Vec<Staging>>, GpuError> {
-        let room = |bytes: usize| bytes.next_multiple_of(LINE) + LINE;
+        let (slots, numbers) = if self.keeps { (2, 2) } else { (1, 1) };
+        let room = |bytes: usize| slots * bytes.next_multiple_of(LINE) + LINE;
         let bytes: usize = plan.parts.iter().map(|part| room(part.bytes)).sum();
         if bytes > self.free.1 {
             let piece = bytes.max(PIECE_BYTES).min(self.left);
@@ -67,14 +72,20 @@ impl StagingMemory {
             let (at, left) = self.free;
             let taken = room(part.bytes);
             self.free = (at.wrapping_add(taken), left - taken);
-            self.number += 1;
+            let number = self.number;
+            self.number += numbers;
             let gate = at.wrapping_add(taken - LINE).cast();
             let gate = NonNull::new(gate).expect("pinned memory is somewhere");
-            // SAFETY: the bytes are this part's alone, of a piece that the pipeline holds until the
-            // NIC loop has ended, and numbers count up.
-            let slot = unsafe { Slot::new(self.number - 1, Pool::Own, (at, part.bytes), false) };
-            // SAFETY: behind the slot, in the same piece, which was zeroed; it begins a line.
-            unsafe { Staging::new(slot, gate) }
+            let slot = |number, at| {
+                // SAFETY: the bytes are this part's alone, of a piece that the pipeline holds until
+                // the NIC loop has ended, in the first half of its room or in the second, and
+                // numbers count up.
+                unsafe { Slot::new(number, Pool::Own, (at, part.bytes), false) }
+            };
+            let apart = at.wrapping_add(part.bytes.next_multiple_of(LINE));
+            let result = self.keeps.then(|| slot(number + 1, apart));
+            // SAFETY: behind the slots, in the same piece, which was zeroed; it begins a line.
+            unsafe { Staging::new(slot(number, at), result, gate) }
         });
         Ok(Some(stagings.collect()))
     }

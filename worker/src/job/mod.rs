@@ -267,6 +267,12 @@ impl Job {
         self.nic.why_ended()
     }
 
+    /// Why the thread of this rank's GPU has ended, if so: no more results come to the GPU.
+    pub(crate) fn end_of_gpu(&self) -> Option<Error> {
+        let has_ended = self.gpu.inbox.get().is_some_and(|gpu| gpu.has_ended());
+        has_ended.then(|| self.ended())
+    }
+
     /// The ids of what is new, and then of what is replaced.
     pub(crate) fn declare(&self, news: &News) -> Result<Vec<u32>, Error> {
         let mut requests = Vec::new();
@@ -454,6 +460,24 @@ impl Job {
         self.elastic && terminated::is_noticed()
     }
 
+    /// Waits until all results are there for which streams of the GPU wait. They come, or the job
+    /// ends by its own deadlines: both as a wait for a handle would have.
+    fn settle(&self) {
+        let is_ahead = || self.gpu.inbox.get().is_some_and(GpuInbox::is_ahead);
+        while is_ahead() && !self.nic.has_ended() {
+            std::thread::sleep(AHEAD_LOOK);
+        }
+    }
+
+    /// The same, for who is to keep what they led to.
+    ///
+    /// # Errors
+    /// What has ended the job, so that some may not have come.
+    pub(crate) fn settled(&self) -> Result<(), Error> {
+        self.settle();
+        self.nic.over.get().map_or(Ok(()), |error| Err(error.clone()))
+    }
+
     /// What this rank is known by when it comes back after [`leave`](Self::leave), if it may: its
     /// epoch is over and the job is not, or it `suspend`s.
     pub(crate) fn return_ticket(&self, suspend: bool) -> Option<u64> {
@@ -465,12 +489,7 @@ impl Job {
         if self.leaving.swap(true, Ordering::AcqRel) {
             return Ok(());
         }
-        // What a stream waits for comes, or the job ends by its own deadlines: both as a wait for
-        // the handle would have.
-        let is_ahead = || self.gpu.inbox.get().is_some_and(GpuInbox::is_ahead);
-        while is_ahead() && !self.nic.has_ended() {
-            std::thread::sleep(AHEAD_LOOK);
-        }
+        self.settle();
         let deadline = Instant::now() + LEAVE;
         let was_over = self.nic.over.get().cloned();
         if was_over.is_none() {

@@ -4,7 +4,8 @@
 //! server has given only some ranks can be given to the others by these. Where ranks of a host sum
 //! among themselves, the owner of a part keeps this for all, and the contribution is their sum.
 //!
-//! Of a tensor on a GPU the contribution is copied out of its slot as well, which is free then. If
+//! A part of a tensor on a GPU that has [memory of its own](Staging) has both there, and nothing is
+//! copied. Of others the contribution is copied out of its slot as well, which is free then. If
 //! slots were held until results are there, ranks that push in different orders could come to wait
 //! for each other's slots.
 //!
@@ -14,7 +15,7 @@
 use super::sending::QUIET;
 use super::{LaneId, Nic, PartId, Peer, Phase, Report, Stage};
 use crate::base::error::Source;
-use crate::rounds::{PartPlan, Slot};
+use crate::rounds::{PartPlan, Slot, Staging};
 use bps_engine::base::{Key, Round};
 use bps_engine::mem::{Readable, Writable};
 use bps_engine::proto::moving::HeldKey;
@@ -27,10 +28,15 @@ const GIVEN_BACK: u64 = 1 << 32;
 
 /// The last result of a part.
 pub(super) struct Kept {
+    /// Of what results may have.
+    room: usize,
+    /// The result's; empty until one comes.
     bytes: Box<[u8]>,
     /// Of a tensor on the GPU: the contribution; empty until there is one, as ranks that only
     /// receive a broadcast never make one.
     contribution: Box<[u8]>,
+    /// Where both are, in place of the two above.
+    staging: Option<Staging>,
     /// Rounds whose results this rank has had.
     rounds: u64,
     /// Header of the last of them, while its bytes are here.
@@ -80,15 +86,35 @@ struct Astray {
 
 impl Kept {
     /// For results of so many bytes.
-    pub(super) fn new(bytes: usize) -> Kept {
-        let (bytes, contribution) = (vec![0; bytes].into(), Box::default());
-        Kept { bytes, contribution, rounds: 0, result: None, offered: 0, restoring: None }
+    pub(super) fn new(room: usize) -> Kept {
+        Kept {
+            room,
+            bytes: Box::default(),
+            contribution: Box::default(),
+            staging: None,
+            rounds: 0,
+            result: None,
+            offered: 0,
+            restoring: None,
+        }
+    }
+
+    /// Memory for results, which has nothing of the GPU.
+    fn own(&mut self) -> &mut [u8] {
+        assert!(self.staging.is_none(), "what is staged has memory");
+        if self.bytes.is_empty() {
+            self.bytes = vec![0; self.room].into();
+        }
+        &mut self.bytes
     }
 
     /// Where a result of so many bytes lands.
     pub(super) fn landing(&mut self, length: usize) -> Writable {
         self.result = None;
-        let bytes = &mut self.bytes[..length];
+        if let Some(staging) = self.staging {
+            return staging.result().memory(length);
+        }
+        let bytes = &mut self.own()[..length];
         // SAFETY: the part's own bytes, which stay where they are until the endpoint is gone, which
         // is dropped before the parts. One result lands at a time, and none while a frame has the
         // last one: a part contributes to no round before that was sent.
@@ -97,19 +123,30 @@ impl Kept {
 
     /// What has landed, of so many bytes.
     pub(super) fn landed(&self, length: usize) -> &[u8] {
-        &self.bytes[..length]
+        match self.staging {
+            // SAFETY: the part's own bytes, in the host's memory, which are valid until the loop
+            // has ended. Nothing lands there before the next round, and the GPU only reads them.
+            Some(staging) => unsafe { staging.result().memory(length).readable().bytes() },
+            None => &self.bytes[..length],
+        }
     }
 
     /// What a part on the GPU has to send, once that was [offered](Nic::offer).
     pub(super) fn contribution(&self) -> Readable {
+        if let Some(staging) = self.staging {
+            return staging.slot().whole().readable();
+        }
         // SAFETY: the part's own bytes, which stay where they are until the endpoint is gone, which
         // is dropped before the parts. They are written when a round is offered first, and no frame
         // has them then: the round before is over.
         unsafe { Readable::of(&self.contribution) }
     }
 
-    /// Takes what is to be sent of a part on the GPU out of its slot.
+    /// Takes what is to be sent of a part on the GPU out of its slot, unless it stays there.
     fn take(&mut self, given: Readable) {
+        if self.staging.is_some() {
+            return;
+        }
         if self.contribution.is_empty() {
             self.contribution = vec![0; given.len()].into();
         }
@@ -143,13 +180,34 @@ impl Nic {
         Some(Box::new(Kept::new(room)))
     }
 
+    /// A part of a tensor on the GPU has memory of its own. What is encoded here, and not by the
+    /// GPU, is not there as it travels, and may be longer.
+    pub(super) fn stage(&mut self, part: PartId, staging: Staging) {
+        let state = self.part_mut(part);
+        state.staging = Some(staging);
+        let is_coded_here = state.coded.as_ref().is_some_and(|coded| !coded.is_on_gpu());
+        if let Some(kept) = &mut state.kept {
+            assert!(staging.keeps(), "where servers may be lost, results land apart");
+            let there = (!is_coded_here).then_some(staging);
+            assert!(kept.rounds == 0 || kept.staging == there, "a part keeps its things there");
+            kept.staging = there;
+        }
+    }
+
+    /// Whether a transport has the last result of a part, for a server.
+    pub(super) fn gives_back(&self, part: PartId) -> bool {
+        let kept = self.part(part).kept.as_ref();
+        kept.is_some_and(|kept| kept.restoring.is_some_and(|one| one.is_posted))
+    }
+
     /// A result is whole, and where it is to be unless it is kept: then it is copied there.
     pub(super) fn keep(&mut self, part: PartId, header: &Header, target: Option<Writable>) {
         let is_root = self.part(part).is_root(&self.config);
         let state = &mut self.parts[part.0 as usize];
         let Some(kept) = &mut state.kept else { return };
         let mut header = *header;
-        let is_to_copy = state.coded.as_ref().is_none_or(|coded| coded.is_on_gpu());
+        let is_coded_here = state.coded.as_ref().is_some_and(|coded| !coded.is_on_gpu());
+        let is_to_copy = !is_coded_here && kept.staging.is_none();
         match (target, state.memory) {
             (Some(target), _) if is_to_copy => {
                 let landed = &kept.bytes[..header.length as usize];
@@ -164,11 +222,13 @@ impl Nic {
                 unsafe { target.as_ptr().copy_from(landed.as_ptr(), landed.len()) };
             }
             (None, memory) if is_root => {
+                let own = std::mem::take(&mut kept.contribution);
                 // SAFETY: the root's own bytes, which it has broadcast and nobody writes.
                 let given = unsafe { memory.map(|memory| memory.source().bytes()) };
-                let given = given.unwrap_or(&kept.contribution);
-                kept.bytes.copy_from_slice(given);
+                let given = given.unwrap_or(&own);
+                kept.own().copy_from_slice(given);
                 header.length = u32::try_from(given.len()).expect("parts are below 4 GiB");
+                kept.contribution = own;
             }
             _ => {}
         }
@@ -321,7 +381,7 @@ impl Nic {
         if let Some(result) = kept.result.filter(|_| has_result) {
             header.flags = FLAG_RESULT | result.form().flag();
             (header.contributors, header.missing) = (result.contributors, result.missing);
-            let bytes = &kept.bytes[..result.length as usize];
+            let bytes = kept.landed(result.length as usize);
             // SAFETY: the part's own bytes, which nobody writes before the frame was sent: see
             // `Kept::landing`.
             payload = unsafe { Readable::of(bytes) };
@@ -362,6 +422,7 @@ impl Nic {
         {
             restoring.is_posted = false;
             self.end_restoring(part);
+            self.spoil_abandoned(part);
         }
         true
     }

@@ -106,7 +106,7 @@ impl Part {
 
     /// Where its result lands, and the slot that this is; none where it takes any slot.
     fn landing(&self) -> Option<(Writable, Option<Slot>)> {
-        let own = self.staging.map(|staging| staging.slot());
+        let own = self.staging.map(|staging| staging.result());
         let staged = own.map(|slot| (slot.memory(self.plan.bytes), Some(slot)));
         staged.or_else(|| self.memory.map(|memory| (memory.target(), None)))
     }

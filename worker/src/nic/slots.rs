@@ -294,7 +294,7 @@ impl Nic {
     pub(super) fn on_gpu_result(&mut self, part: PartId, slot: Option<Slot>) {
         let state = self.part_mut(part);
         state.stage = Stage::Idle;
-        let (of, is_own) = (state.plan.of, state.plan.owner.is_none());
+        let (of, is_own, lacks) = (state.plan.of, state.plan.owner.is_none(), state.lacks);
         if state.abandoned {
             if let Some(slot) = slot {
                 self.release(slot);
@@ -308,7 +308,7 @@ impl Nic {
             self.share(part, slot);
         }
         let over = self.close_one(part);
-        self.gpu.tell(ToGpu::Landed { of, slot, over });
+        self.gpu.tell(ToGpu::Landed { of, slot, over, lacks });
     }
 
     /// A lane that holds a result of this part lets it pass by.

@@ -1,6 +1,7 @@
 //! Parts of tensors on the GPU that have memory of their own in the host ([`Staging`]): the GPU
-//! copies them there, they are sent from there, and their results land in the same place. Then a
-//! word is written that the GPU may be waiting for.
+//! copies them there, they are sent from there, and their results land in the same place, or beside
+//! it in jobs that keep both for another server. Then a word is written that the GPU may be waiting
+//! for.
 //!
 //! The GPU waits for that word in a stream, in front of the copy of a result that has not come. So
 //! nothing that leads to it may need CUDA: a call of the framework's that waits for its stream, as
@@ -103,13 +104,13 @@ impl Nic {
             progress = true;
             match part.filter(|part| !self.part(*part).abandoned) {
                 Some(part) => {
-                    self.part_mut(part).staging = Some(staging);
                     let (key, bytes) = (self.part(part).plan.key, self.part(part).plan.bytes);
                     // When the gradient was complete and its copy began, nobody has seen.
                     for mark in [Mark::Ready, Mark::Falling, Mark::Fallen] {
                         self.trace.record(mark, key, round, self.config.rank, bytes);
                     }
                     self.encoded_by_gpu(part, encoded);
+                    self.stage(part, staging);
                     self.push_slot(part, round, priority, Some(staging.slot()));
                 }
                 // SAFETY: it was not given to a transport, and the GPU has copied it.
@@ -167,7 +168,8 @@ impl Nic {
     /// The round of a part is over that nobody wants.
     pub(super) fn spoil_abandoned(&self, part: PartId) {
         let state = self.part(part);
-        let is_due = |staging: &Staging| state.abandoned && !staging.is_open(state.round);
+        let is_over = state.abandoned && state.open == 0 && !self.gives_back(part);
+        let is_due = |staging: &Staging| is_over && !staging.is_open(state.round);
         if let Some(staging) = state.staging.filter(is_due) {
             // SAFETY: no frame with it is posted and none lands there, so no transport has it; it
             // had fallen when the round began.

@@ -4,7 +4,7 @@
 #![forbid(unsafe_code)]
 
 use super::memory::{Slot, SlotMemory, Staging};
-use super::{PartOf, Plan};
+use super::{Lacks, PartOf, Plan};
 use crate::base::error::{Error, Source};
 use crate::base::task::Task;
 use crate::base::types::Kept;
@@ -92,6 +92,8 @@ pub enum ToGpu {
         slot: Option<Slot>,
         /// Whether the lanes are done with this round of the part.
         over: bool,
+        /// What it does not hold.
+        lacks: Lacks,
     },
     /// The lanes are done with a round of a part whose result had landed before.
     Over(PartOf),

@@ -130,6 +130,12 @@ impl Slot {
         self.memory.part(0, bytes)
     }
 
+    /// All of it.
+    #[must_use]
+    pub(crate) fn whole(&self) -> Writable {
+        self.memory
+    }
+
     /// Whether it is in the GPU's memory.
     #[must_use]
     pub fn is_on_gpu(&self) -> bool {
@@ -138,10 +144,11 @@ impl Slot {
 }
 
 /// Memory of the host that belongs to one part of a tensor on the GPU: what is sent is copied
-/// there, the result lands in the same place, and a word beside it tells the GPU.
+/// there, the result lands in the same place or beside it, and a word tells the GPU.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Staging {
     slot: Slot,
+    result: Slot,
     gate: NonNull<AtomicU32>,
 }
 
@@ -150,21 +157,36 @@ pub struct Staging {
 unsafe impl Send for Staging {}
 
 impl Staging {
-    /// A slot of its own, and the word for its part.
+    /// A slot of its own, where results land, and the word for its part. Results land in the slot,
+    /// or apart where what was sent and what has come are kept for another server.
     ///
     /// # Safety
     /// `gate` is aligned, zero, and valid for atomic reads and writes for as long as `slot` is
     /// valid; nobody writes it but through this value and its copies.
     #[must_use]
-    pub unsafe fn new(slot: Slot, gate: NonNull<AtomicU32>) -> Staging {
-        assert!(slot.pool == Pool::Own, "it is one part's for good");
-        Staging { slot, gate }
+    pub unsafe fn new(slot: Slot, result: Option<Slot>, gate: NonNull<AtomicU32>) -> Staging {
+        let result = result.unwrap_or(slot);
+        assert!(slot.pool == Pool::Own && result.pool == Pool::Own, "they are one part's for good");
+        assert!(slot.memory.len() == result.memory.len(), "a result is as long as its part");
+        Staging { slot, result, gate }
     }
 
-    /// Where the part's bytes are.
+    /// Where the part's bytes are that are to be sent.
     #[must_use]
     pub fn slot(&self) -> Slot {
         self.slot
+    }
+
+    /// Where its results land.
+    #[must_use]
+    pub fn result(&self) -> Slot {
+        self.result
+    }
+
+    /// Whether that is apart.
+    #[must_use]
+    pub(crate) fn keeps(&self) -> bool {
+        self.result != self.slot
     }
 
     /// The address of its word, and what that is, or is beyond, once the result of this round is
@@ -195,9 +217,9 @@ impl Staging {
     /// does.
     ///
     /// # Safety
-    /// The caller has the slot, and no transport does.
+    /// The caller has both slots, and no transport does.
     pub(crate) unsafe fn spoil(&self, round: u64) {
-        let memory = self.slot.memory;
+        let memory = self.result.memory;
         // SAFETY: valid for writes, by the promise of `Slot::new`; the caller has it.
         unsafe { memory.as_ptr().write_bytes(u8::MAX, memory.len()) };
         self.open(round);

@@ -13,4 +13,4 @@ pub mod table;
 
 pub use memory::{Memory, Pool, Slot, SlotMemory, Staging};
 pub use plan::{Among, PartId, PartOf, PartPlan, Plan, PlanPart};
-pub use table::{Done, Lacks, PartPush, Parts, PassedError, Push, Rounds};
+pub use table::{Done, Lacks, PartPush, Parts, PassedError, Push, Rounds, root_lost};

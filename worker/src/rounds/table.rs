@@ -84,6 +84,19 @@ impl Lacks {
     }
 }
 
+/// Why a round of this plan has no result: who was to give it has died.
+///
+/// # Panics
+/// The plan is not that of a broadcast.
+#[must_use]
+pub fn root_lost(plan: &Plan, round: u64) -> Error {
+    let Operation::Broadcast(root) = plan.operation else {
+        unreachable!("only what one rank gives is lost with it");
+    };
+    let of = RoundOf { tensor: plan.name.to_string(), round };
+    PeerDied::from(Death::RootLost { root, of }).into()
+}
+
 /// A round that is over.
 #[derive(Debug)]
 pub struct Done {
@@ -262,7 +275,7 @@ impl Rounds {
         let Run { task, lacks, .. } = state.run.take()?;
         let (key, round) = (state.plan.parts[0].key, state.round - state.base);
         let bytes = state.plan.bytes();
-        let lost = lacks.is_lost.then(|| state.root_lost());
+        let lost = lacks.is_lost.then(|| root_lost(&state.plan, state.round));
         let result = state.poisoned.clone().or(lost).map_or(Ok(()), Err);
         Some(Done { tensor, key, round, bytes, task, result, lacks })
     }
@@ -345,15 +358,6 @@ impl Tensor {
     fn parts(&self) -> impl Iterator<Item = PartId> + use<> {
         let count = u32::try_from(self.plan.parts.len()).expect("parts are counted in u32");
         (self.first.0..self.first.0 + count).map(PartId)
-    }
-
-    /// Why its round has no result: who was to give it has died.
-    fn root_lost(&self) -> Error {
-        let Operation::Broadcast(root) = self.plan.operation else {
-            unreachable!("only what one rank gives is lost with it");
-        };
-        let of = RoundOf { tensor: self.plan.name.to_string(), round: self.round };
-        PeerDied::from(Death::RootLost { root, of }).into()
     }
 
     /// Opens the next round.

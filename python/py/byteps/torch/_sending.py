@@ -53,6 +53,8 @@ def synchronize(handle: int, timeout: float | None = None) -> Any:
 def contributors(handle: int) -> list[int] | None:
     """Waits until it is done, and returns the ranks whose tensors are in its result, rising.
 
+    On a GPU it waits until the result has come to the host, also where a stream waits for it.
+
     They are all for whom it is, unless some have died in a job that goes on without them
     (``BPS_ELASTIC=shrink``), or were too late (``backup_workers``); every rank is told the same. An
     average is divided by as many as they are. A rank that is in a part of the result alone is not

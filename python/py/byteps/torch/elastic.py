@@ -38,6 +38,7 @@ from byteps.elastic import (
     on_epoch_end,
     run,
     run_fn,
+    settle,
 )
 from byteps.errors import ConfigError
 from byteps.torch import _gradients, functions
@@ -92,6 +93,7 @@ class TorchState(ObjectState):
 
     def save(self) -> None:
         """See :class:`State`. Tensors are copied to where they are, into the copies of before."""
+        settle()
         for holder in self._holders.values():
             holder.save()
         super().save()

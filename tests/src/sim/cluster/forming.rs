@@ -87,6 +87,7 @@ impl Cluster {
                 has_servers: roster.through_servers,
                 lanes: worker.connections.len(),
                 slot_bytes: self.shape.planning.partition_bytes as usize,
+                keeps: roster.shrinks,
                 roots: !self.shape.planning.reduce_roots.is_empty(),
                 nic_waker: waker,
                 stall_report: STALL_REPORT,

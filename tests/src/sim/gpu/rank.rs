@@ -36,6 +36,8 @@ pub(in crate::sim) struct Spot {
     pub(in crate::sim) has_servers: bool,
     pub(in crate::sim) lanes: usize,
     pub(in crate::sim) slot_bytes: usize,
+    /// The job goes on without servers that die.
+    pub(in crate::sim) keeps: bool,
     pub(in crate::sim) roots: bool,
     pub(in crate::sim) nic_waker: Waker,
     /// Of the pipeline and its lanes.
@@ -117,6 +119,7 @@ impl SimGpu {
             inbox: 1 << random.below(7),
             // None, for some tensors, for all.
             staging: [0, 4096, 1 << 20][random.index(3)],
+            keeps: spot.keeps,
             numa_node: None,
             nic_waker: spot.nic_waker,
             nic_ended: Arc::clone(&nic_ended),

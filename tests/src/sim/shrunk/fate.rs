@@ -27,8 +27,9 @@ pub(super) struct Fate {
 
 impl Fate {
     pub(super) fn new(random: &mut Random, shape: &Shape, dying: Dying) -> Fate {
-        // With one, a job whose tensors are on GPUs forms again.
-        let ranks = if shape.devices { 0 } else { random.index(shape.workers as usize) };
+        // With one of a host whose GPUs sum among themselves the job forms again.
+        let may_lose = !shape.devices || !shape.sums_on_hosts() && dying == Dying::RanksOfGpus;
+        let ranks = if may_lose { random.index(shape.workers as usize) } else { 0 };
         let at = Duration::from_micros(random.below(20_000));
         let fate = |ranks, servers| Fate {
             ranks,
@@ -47,6 +48,10 @@ impl Fate {
         let mut servers: Vec<usize> = (0..shape.servers as usize).collect();
         shuffle(random, &mut servers);
         servers.truncate(1 + random.index(servers.len() - 1));
+        if dying == Dying::RanksOfGpus {
+            servers.truncate(servers.len() * usize::from(random.once_in(2)));
+            return fate(ranks, servers);
+        }
         let ranks = if random.once_in(2) { 0 } else { ranks };
         if dying == Dying::Schedulers {
             // Behind a scheduler's death a server's makes the job form again.

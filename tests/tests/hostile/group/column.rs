@@ -82,7 +82,7 @@ impl Column {
         while let Some(message) = self.inbox.pop() {
             match message {
                 ToGpu::Sent(slot) => self.back.push(slot.number()),
-                ToGpu::Landed { of, slot: Some(slot), over } => {
+                ToGpu::Landed { of, slot: Some(slot), over, .. } => {
                     // SAFETY: the slot is of that size, and nobody writes to it before it is given
                     // back.
                     let bytes = unsafe { std::slice::from_raw_parts(slot.at(), BYTES) };

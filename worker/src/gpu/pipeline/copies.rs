@@ -4,7 +4,7 @@ use super::{BYTES_OF_MARK, COPIES_OF_MARK, Copying, Of, Pipeline, Tensor};
 use crate::cuda::{Coder, GpuError, KeptAt, Track};
 use crate::rounds::PartOf;
 use crate::rounds::handover::{From, FromGpu};
-use crate::rounds::{Pool, Slot};
+use crate::rounds::{Lacks, Pool, Slot};
 use bps_engine::base::Operation;
 use bps_engine::encode::Draw;
 use bps_engine::proto::encoding::draw;
@@ -107,7 +107,12 @@ impl Pipeline {
     }
 
     /// The servers' result of a part has come, in a slot if it has bytes.
-    pub(super) fn on_landed(&mut self, of: PartOf, slot: Option<Slot>) -> Result<(), GpuError> {
+    pub(super) fn on_landed(
+        &mut self,
+        of: PartOf,
+        slot: Option<Slot>,
+        lacks: Lacks,
+    ) -> Result<(), GpuError> {
         let Some(Tensor { run: Some(run), plan, row_of, states, round, .. }) =
             self.tensor(of.tensor)
         else {
@@ -119,6 +124,7 @@ impl Pipeline {
         let (part, row) = (plan.parts[of.index as usize], row_of[of.index as usize]);
         let round = *round;
         let target = run.push.target + part.offset as u64;
+        run.lacks = run.lacks.or(lacks);
         let state = &mut states[row as usize];
         state.missing = state.missing.checked_sub(1).expect("a part lands once in a round");
         let is_whole = state.missing == 0;

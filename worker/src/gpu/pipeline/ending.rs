@@ -33,6 +33,18 @@ pub(super) struct Drained {
     since: Duration,
 }
 
+impl Drained {
+    /// A round of a rank without others on its host, in slots.
+    pub(super) fn apart(
+        push: Box<GpuPush>,
+        error: Error,
+        marks: [u32; 2],
+        since: Duration,
+    ) -> Drained {
+        Drained { push, error, host: None, marks, is_staged: false, since }
+    }
+}
+
 /// How far the end of a pipeline is.
 pub(super) struct End {
     /// The communicator, while NCCL has it.
@@ -113,6 +125,8 @@ impl Pipeline {
             let (run, error) = (state.run.take(), state.poisoned.clone());
             if let (Some(run), Some(error)) = (run, error) {
                 if run.is_told {
+                    // Nobody is to wait for what a result lacks that does not come.
+                    run.push.task.lacks(run.lacks.ranks, run.lacks.by_rank);
                     self.one_less_ahead();
                 }
                 let host = self.host.as_mut().map(|host| host.track.mark()).transpose()?;

@@ -52,9 +52,8 @@ use crate::cuda::{Coder, Comm, Event, EventPool, GpuError, KeptMemory};
 use crate::cuda::{Passed, Pinned, PooledEvent, Track};
 use crate::host::gather::Gathers;
 use crate::host::switches::Switches;
-use crate::rounds::Plan;
-use crate::rounds::Slot;
 use crate::rounds::handover::{FromGpu, GpuInbox, GpuPush, ToGpu};
+use crate::rounds::{Lacks, Plan, Slot};
 use bps_engine::base::{Key, KeyMap, Rank};
 use bps_engine::harness::{Idler, Step};
 use bps_engine::ring::Mpsc;
@@ -90,6 +89,8 @@ struct Run {
     is_ready: bool,
     /// Its caller was told, before the result has come.
     is_told: bool,
+    /// What its results lack that have landed.
+    lacks: Lacks,
 }
 
 #[derive(Clone, Copy)]
@@ -535,8 +536,8 @@ impl Pipeline {
             ToGpu::Push { tensor, push } => return self.on_push(tensor, push),
             ToGpu::Wanted => self.on_wanted(),
             ToGpu::Sent(slot) => self.free.push(slot),
-            ToGpu::Landed { of, slot, over } => {
-                self.on_landed(of, slot)?;
+            ToGpu::Landed { of, slot, over, lacks } => {
+                self.on_landed(of, slot, lacks)?;
                 return if over { self.one_less(of.tensor) } else { Ok(()) };
             }
             ToGpu::Over(of) => return self.one_less(of.tensor),

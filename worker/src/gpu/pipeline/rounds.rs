@@ -2,15 +2,24 @@
 
 #![forbid(unsafe_code)]
 
+use super::ending::Drained;
 use super::timeline::Place;
 use super::{Of, Ordered, Pipeline, RowState, Run, Tensor, Written};
 use crate::base::error::Error;
-use crate::base::task::{Mark, Series};
+use crate::base::task::{Mark, Series, Task};
 use crate::cuda::{GpuError, PooledEvent};
-use crate::rounds::PartOf;
 use crate::rounds::handover::{From, FromGpu, GpuPush};
+use crate::rounds::{Lacks, PartOf, root_lost};
 use bps_engine::base::{Operation, word};
 use std::sync::Arc;
+
+impl Run {
+    /// Its caller's task, which is told what the result lacks.
+    pub(super) fn finished(self) -> Arc<Task> {
+        self.push.task.lacks(self.lacks.ranks, self.lacks.by_rank);
+        self.push.task
+    }
+}
 
 impl Pipeline {
     /// A push is over: its memory is its caller's again.
@@ -77,7 +86,8 @@ impl Pipeline {
         let rows = word(state.rows.len());
         let left = rows + state.own;
         let is_staged = state.staging.is_some();
-        state.run = Some(Run { push, since, left, is_ready: false, is_told: false });
+        state.run =
+            Some(Run { push, since, left, is_ready: false, is_told: false, lacks: Lacks::NOTHING });
         self.trace.begun(asked_ns, tensor, &self.tensors);
         if left == 0 {
             return self.finish(tensor);
@@ -178,8 +188,18 @@ impl Pipeline {
         }
         let Some(state) = self.tensor(tensor) else { return Ok(()) };
         let (run, next) = (state.run.take(), state.waiting.pop_front());
-        state.written = Written::Unmarked;
-        self.finished.extend(run.map(|run| (tensor, run.push.task)));
+        let error = run.as_ref().filter(|run| run.lacks.is_lost);
+        match error.map(|_| root_lost(&state.plan, state.round)) {
+            None => state.written = Written::Unmarked,
+            Some(error) => {
+                // Other parts may have come, and are being copied up.
+                let marks = [self.up.mark()?, self.down.mark()?];
+                let given_up = run.map(|run| Drained::apart(run.push, error, marks, self.now));
+                self.drained.extend(given_up);
+                return next.map_or(Ok(()), |next| self.begin(tensor, next));
+            }
+        }
+        self.finished.extend(run.map(Run::finished).map(|task| (tensor, task)));
         next.map_or(Ok(()), |next| self.begin(tensor, next))
     }
 

@@ -17,7 +17,7 @@
 //! free, which takes calls of CUDA, would hold back what comes behind it.
 
 use super::copies::{empty, fill};
-use super::{BYTES_OF_MARK, COPIES_OF_MARK, Copying, Of, Pipeline, Tensor, Written};
+use super::{BYTES_OF_MARK, COPIES_OF_MARK, Copying, Of, Pipeline, Run, Tensor, Written};
 use crate::base::task::{Mark, Series, Task};
 use crate::cuda::{EventPool, GpuError, PooledEvent, Progress, Track};
 use crate::gpu::staging::StagingMemory;
@@ -253,11 +253,11 @@ impl Pipeline {
         let plan = state.plan.parts[of.index as usize];
         let part = &mut parts[of.index as usize];
         part.is_up = true;
-        let (slot, target) = (part.staging.slot(), run.push.target + plan.offset as u64);
+        let (slot, target) = (part.staging.result(), run.push.target + plan.offset as u64);
         // SAFETY: the part lies inside the tensor, which its caller keeps until the task is
         // finished, and whatever uses it after that comes behind this in its streams. The result is
-        // in the slot, or the stream waits for that; nobody writes there before the next round,
-        // whose copy down waits for this stream.
+        // in the slot, or the stream waits for that; nobody writes there before the next round is
+        // sent, whose copy down waits for this stream.
         unsafe { empty(&mut staged.up, slot, target, plan.bytes, coder) }?;
         if self.trace.covers(state.round) {
             let mark = staged.up.mark()?;
@@ -385,6 +385,7 @@ impl Pipeline {
             run.is_told = true;
             staged.ahead += 1;
             self.inbox.begin_ahead();
+            run.push.task.lacks_unknown();
             staged.tell(&run.push.task, &event);
         }
         Ok(())
@@ -404,11 +405,12 @@ impl Pipeline {
                 // In this order: who waits for the end of all that is ahead leaves then, and no
                 // push is to be under way.
                 self.inbox.push_over();
+                drop(run.finished());
                 self.one_less_ahead();
             }
             run => {
                 state.written = Written::Unmarked;
-                staged.finished.extend(run.map(|run| (tensor, run.push.task)));
+                staged.finished.extend(run.map(Run::finished).map(|task| (tensor, task)));
             }
         }
         next.map_or(Ok(()), |next| self.begin(tensor, next))

@@ -106,7 +106,6 @@ fn too_few_ranks_and_a_server_end_the_epoch() {
 fn what_only_the_dead_could_do_ends_the_epoch() {
     let store = Some(Store::Deltas(Deltas { root: Rank(1), staleness: None }));
     let stored = Declaration { operation: Operation::Sum, store, ..tensor("stored", 10) };
-    let on_gpu = Declaration { device: true, ..tensor("gpu", 10) };
     let all = "can't go on without rank 1: there are tensors with an optimizer, or encoded as";
     let encoding = Some("auto".parse().unwrap());
     let chosen = Declaration { encoding, ..tensor("chosen", 1 << 20) };
@@ -114,7 +113,6 @@ fn what_only_the_dead_could_do_ends_the_epoch() {
     let stepped = Declaration { operation: Operation::Average, store, ..tensor("stepped", 10) };
     for (said, why) in [
         (stored, "can't go on without rank 1: stored tensors begin with its value"),
-        (on_gpu, "can't go on without rank 1: there are tensors on GPUs"),
         (chosen, all),
         (stepped, all),
     ] {
@@ -134,6 +132,25 @@ fn what_only_the_dead_could_do_ends_the_epoch() {
             true => assert_eq!(bench.gone(other).0, [2]),
             false => assert_eq!(bench.reforming(other).1, Epoch(2)),
         }
+    }
+}
+
+#[test]
+fn a_gpu_of_a_host_of_its_own_is_done_without_unless_others_of_the_job_sum_on_theirs() {
+    let on_gpu = Declaration { device: true, ..tensor("gpu", 10) };
+    for (hosts, goes_on) in [([1, 1, 1], true), ([2, 1, 1], false)] {
+        let mut bench = of_hosts(&hosts, 1);
+        bench.scheduler.config.elastic = Some(shrinks(1));
+        bench.declare(0, 1, std::slice::from_ref(&on_gpu));
+        let victim = u64::from(hosts.iter().sum::<u32>()) - 1;
+        bench.close(victim);
+        if goes_on {
+            assert_eq!(bench.gone(0).0, [u32::try_from(victim).unwrap()]);
+            continue;
+        }
+        assert_eq!(bench.reforming(0).1, Epoch(2));
+        let why = "can't go on without rank 3: GPUs of a host sum among themselves";
+        assert!(bench.log.iter().any(|line| line.contains(why)), "{:?}", bench.log);
     }
 }
 
