@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -395,3 +398,64 @@ def test_a_state_is_saved_behind_what_streams_wait_for(tmp_path):
     with Cluster(2, environment=environment | {"BPS_ELASTIC": "redo"}) as job:
         waited, saved = job.run(saved_while_a_stream_waits)[0]
     assert waited < LATE_S / 2 <= saved, (waited, saved)
+
+
+def trained_over_a_death(device, victim, steps):
+    """The parameters after so many steps that are the same on all ranks, of which one dies midway;
+    and what they are without others."""
+    bps.init()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    data = torch.randn(steps, 16, 64, device=device)
+    layers = (torch.nn.Linear(64, 64) for _ in range(4))
+    model = torch.nn.Sequential(*layers).to(device)
+    alone = copy.deepcopy(model)
+    optimizer = bps.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters()
+    )
+
+    @bps.elastic.run
+    def train(state):
+        while state.step < steps:
+            if state.step == steps // 2 and bps.size() == 3 and bps.rank() == victim:
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.zero_grad()
+            model(data[state.step]).square().mean().backward()
+            optimizer.step()
+            state.step += 1
+            state.commit()
+
+    train(TorchState(model, optimizer, step=0))
+    own = torch.optim.SGD(alone.parameters(), lr=0.01)
+    for one in data:
+        own.zero_grad()
+        alone(one).square().mean().backward()
+        own.step()
+    flat = [torch.cat([one.detach().flatten() for one in each.parameters()]).cpu()
+            for each in (model, alone)]  # fmt: skip
+    return bps.size(), *flat
+
+
+def trained_on_gpus_that_are_none(*arguments):
+    bps.init()
+    with Pipeline().plugged_in() as gpu:
+        result = trained_over_a_death("cpu", *arguments)
+        assert gpu.handed_over > 0
+        return result
+
+
+def check_a_death(function, *arguments, environment):
+    with Cluster(3, servers=2, environment=environment | {"BPS_ELASTIC": "redo"}) as job:
+        job.start(function, *arguments)
+        (size, first, alone), (_, second, _) = job.results(ranks=(0, 2))
+        assert size == 2 and torch.equal(first, second)
+        assert torch.allclose(first, alone, rtol=1e-4, atol=1e-6)
+        assert "epoch 2: 2 ranks and 2 servers go on after" in job.log(), job.log()
+        job.kill()
+
+
+def test_ranks_go_back_to_a_commit_while_streams_wait(tmp_path):
+    environment = Pipeline.libraries(tmp_path)
+    if environment is None:
+        pytest.skip("tests/fake_gpu is not built: cargo build -p bps-fake-gpu")
+    check_a_death(trained_on_gpus_that_are_none, 1, 40, environment=environment)

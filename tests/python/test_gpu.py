@@ -20,6 +20,7 @@ import test_amp
 import test_broadcast
 import test_compression
 import test_cross_barrier
+import test_elastic
 import test_gather
 import test_ops
 import test_optimizer
@@ -457,6 +458,16 @@ def test_others_go_on_without_a_rank_and_its_gpu():
         log = job.log()
         assert "2 ranks of 3 go on without rank 1" in log and "epoch 2" not in log, log
         job.kill()
+
+
+def test_ranks_go_back_to_a_commit():
+    """The same in a job that forms again, and whose states are on the GPU."""
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU, as torch sees it")
+    environment = {"BPS_LOCAL_REDUCE": "0"}
+    test_elastic.check_a_death(
+        test_elastic.trained_over_a_death, "cuda:0", 1, 40, environment=environment
+    )
 
 
 @pytest.mark.parametrize("kind", ["2", "4", "2-server"])
