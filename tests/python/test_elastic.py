@@ -365,6 +365,44 @@ def test_a_launched_job_with_too_few_left_ends_and_says_why(tmp_path):
     assert "is done" not in output
 
 
+def test_an_error_behind_a_result_that_does_not_come_is_its_jobs(monkeypatch):
+    """A script that looks at its loss finds NaN where results were awaited in a stream."""
+    calls, restored = [], []
+
+    class Counted(State):
+        def sync(self):
+            pass
+
+        def restore(self):
+            restored.append(len(calls))
+
+    def train(state, has_come):
+        calls.append(state)
+        if len(calls) == 1:
+            raise FloatingPointError("the loss is NaN")
+        if len(calls) == 2 and not has_come:
+            # Nor does the last step's, and the function has not looked.
+            lost.append(1)
+        return len(calls)
+
+    def settle():
+        if lost and lost.pop():
+            raise PeerDiedError("rank 1 died")
+
+    monkeypatch.setattr(byteps.elastic, "settle", settle)
+    monkeypatch.setattr(byteps.elastic, "come_back", lambda: None)
+    monkeypatch.setattr(_native, "may_return", lambda: True)
+    monkeypatch.setattr(Counted, "on_reset", lambda self: None)
+    lost: list[int] = []
+    with pytest.raises(FloatingPointError):
+        bps.elastic.run(train)(Counted(None), True)
+    assert len(calls) == 1 and not restored
+    calls.clear()
+    lost.append(1)
+    assert bps.elastic.run(train)(Counted(None), False) == 3
+    assert restored == [1, 2]
+
+
 LATE_S = 1.0
 
 
@@ -420,7 +458,10 @@ def trained_over_a_death(device, victim, steps):
             if state.step == steps // 2 and bps.size() == 3 and bps.rank() == victim:
                 os.kill(os.getpid(), signal.SIGKILL)
             optimizer.zero_grad()
-            model(data[state.step]).square().mean().backward()
+            loss = model(data[state.step]).square().mean()
+            if not loss.isfinite():
+                raise FloatingPointError("as many scripts do")
+            loss.backward()
             optimizer.step()
             state.step += 1
             state.commit()

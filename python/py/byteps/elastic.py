@@ -59,7 +59,7 @@ def settle() -> None:
     nothing of one that does not come.
 
     Raises:
-        PeerDiedError: the job is over, so some may not have come; or another error that ended it.
+        HorovodInternalError: the job is over, and some may not have come.
     """
     if _native.is_initialized():
         _native.settle()
@@ -227,9 +227,11 @@ def run(function: Callable[..., _Result]) -> Callable[..., _Result]:
 
     When a rank or a server dies, the call under way raises :class:`HorovodInternalError`. The
     state goes back to its last commit, the ranks that are left form the job again, every rank gets
-    the state of the one that is furthest, and the function is called again. When newcomers wait,
-    :meth:`State.commit` lets them in the same way, and nothing is lost. In a job that is not
-    elastic the error ends the function, as without the decorator.
+    the state of the one that is furthest, and the function is called again. So it is after another
+    error of the function if streams of a GPU have waited for results that do not come, since NaN
+    stands in their place. When newcomers wait, :meth:`State.commit` lets them in the same way, and
+    nothing is lost. In a job that is not elastic the error ends the function, as without the
+    decorator.
 
     A rank that SIGTERM has told to leave goes on until :meth:`State.commit`. There all ranks agree;
     it leaves, and ends by ``SystemExit(0)``, and the others go on without it as above.
@@ -258,7 +260,9 @@ def _run(
             if came_back:
                 state.on_reset()
             state.sync()
-            return function(state, *arguments, **options)
+            result = function(state, *arguments, **options)
+            settle()
+            return result
         except HorovodInternalError:
             if not _native.may_return():
                 raise
@@ -268,12 +272,26 @@ def _run(
             if not _native.is_initialized() or _native.newcomers() is None:
                 raise
             leaves, restores = state._leaves, False
+        except Exception:
+            # It may have met what stands in the place of results that do not come, which is NaN.
+            if _have_all_come() or not _native.may_return():
+                raise
+            leaves, restores = _is_to_leave(), True
         if leaves:
             _leave()
         come_back()
         if restores:
             state.restore()
         came_back = True
+
+
+def _have_all_come() -> bool:
+    """Whether all results have come for which streams of a GPU wait."""
+    try:
+        settle()
+    except HorovodInternalError:
+        return False
+    return True
 
 
 def _leave() -> NoReturn:

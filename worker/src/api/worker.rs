@@ -344,9 +344,9 @@ impl Worker {
     /// from then on has nothing of a result that does not come.
     ///
     /// # Errors
-    /// What ended the job.
+    /// What ended the job, so that some may not have come.
     pub fn settle(&self) -> Result<(), Error> {
-        self.0.job.as_ref().map_or(Ok(()), Job::settled)
+        self.0.job.as_ref().map_or(Ok(()), Job::settle)
     }
 
     /// How often this rank has pushed a tensor.

@@ -462,20 +462,15 @@ impl Job {
 
     /// Waits until all results are there for which streams of the GPU wait. They come, or the job
     /// ends by its own deadlines: both as a wait for a handle would have.
-    fn settle(&self) {
+    ///
+    /// # Errors
+    /// What has ended the job, so that some may not have come.
+    pub(crate) fn settle(&self) -> Result<(), Error> {
         let is_ahead = || self.gpu.inbox.get().is_some_and(GpuInbox::is_ahead);
         while is_ahead() && !self.nic.has_ended() {
             std::thread::sleep(AHEAD_LOOK);
         }
-    }
-
-    /// The same, for who is to keep what they led to.
-    ///
-    /// # Errors
-    /// What has ended the job, so that some may not have come.
-    pub(crate) fn settled(&self) -> Result<(), Error> {
-        self.settle();
-        self.nic.over.get().map_or(Ok(()), |error| Err(error.clone()))
+        if is_ahead() { Err(self.ended()) } else { Ok(()) }
     }
 
     /// What this rank is known by when it comes back after [`leave`](Self::leave), if it may: its
@@ -489,7 +484,8 @@ impl Job {
         if self.leaving.swap(true, Ordering::AcqRel) {
             return Ok(());
         }
-        self.settle();
+        // The end of the job says it all if they do not come.
+        let _ = self.settle();
         let deadline = Instant::now() + LEAVE;
         let was_over = self.nic.over.get().cloned();
         if was_over.is_none() {
