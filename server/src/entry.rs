@@ -87,6 +87,10 @@ pub struct Entry {
     pub last_round: Option<u64>,
     /// Whose payload is arriving now.
     active: Option<LaneId>,
+    /// By what the result is divided that is made while it arrives, if it is the last one.
+    finishes: Option<u32>,
+    /// The accumulator holds the result of the open round.
+    is_finished: bool,
     /// Payloads of the open round that are in the accumulator.
     landed: u32,
     /// How many payloads a round has. The only round of a stored key never ends, and where groups
@@ -109,8 +113,7 @@ pub struct Entry {
     accumulator: Claim,
 }
 
-/// Bytes that the accumulator of such a key takes, with all else that it needs: where groups may
-/// die, a place for a contribution that is added once it is whole.
+/// Bytes that the accumulator of such a key takes, with all else that it needs.
 #[must_use]
 pub fn accumulator_bytes(spec: &KeySpec, shrinks: bool) -> usize {
     if let Some(optimized) = Optimized::of(spec) {
@@ -119,13 +122,15 @@ pub fn accumulator_bytes(spec: &KeySpec, shrinks: bool) -> usize {
     Short::of(spec).map_or_else(|| own_bytes(spec, shrinks), |short| short.bytes())
 }
 
-/// Bytes for a sum, and for a contribution in front of it.
+/// Bytes for a sum, and for a contribution in front of it where it is [added once it is
+/// whole](Entry::is_apart).
 fn own_bytes(spec: &KeySpec, shrinks: bool) -> usize {
     if let Some(encoded) = Encoded::of(spec) {
         return encoded.bytes();
     }
     let sum = spec.bytes as usize / spec.dtype.size() * spec.dtype.accumulator().size();
-    let is_apart = shrinks || spec.store.and_then(Store::backup).is_some();
+    let (backup, deltas) = (spec.store.and_then(Store::backup), spec.store.and_then(Store::deltas));
+    let is_apart = backup.is_some() || shrinks && deltas.is_some();
     let has_place = is_apart && !matches!(spec.operation, Operation::Broadcast(_));
     if has_place { sum.next_multiple_of(ALIGNMENT) + spec.bytes as usize } else { sum }
 }
@@ -164,6 +169,8 @@ impl Entry {
             stall_counted: false,
             last_round: None,
             active: None,
+            finishes: None,
+            is_finished: false,
             landed: 0,
             payloads: match (deltas, spec.operation) {
                 (Some(_), _) => u32::MAX,
@@ -458,6 +465,7 @@ impl Entry {
         self.active = None;
         if !self.end_restored() {
             self.landed = self.landed.saturating_add(1);
+            self.is_finished = self.finishes.is_some();
         }
         self.complete(rank);
     }
@@ -548,7 +556,7 @@ impl Entry {
             return;
         }
         self.round += 1;
-        self.landed = 0;
+        (self.landed, self.is_finished) = (0, false);
         if let Some(short) = &mut self.short {
             short.close();
         }

@@ -508,6 +508,9 @@ impl Shard {
         if token == REFUSED {
             return self.endpoint.close(lane);
         }
+        if token == ASKED {
+            return self.flush(lane);
+        }
         self.on_result_sent(lane, token);
     }
 
@@ -543,7 +546,7 @@ impl Shard {
         // Unless groups may die, a half-landed payload leaves its key active for ever: its round
         // can't be whole any more, and the report ends the job.
         if let Some(index) = session.begun {
-            self.entries[index].withdraw(lane, session.rank);
+            self.withdraw(index, lane, session.rank);
         }
         self.abandon(&session);
         if let Some(index) = session.begun.filter(|_| self.groups.shrinks()) {
@@ -556,6 +559,9 @@ impl Shard {
 
 /// Token of the frame that tells a worker of its refusal.
 const REFUSED: u64 = u64::MAX;
+
+/// Token of a frame that asks for a contribution again.
+const ASKED: u64 = u64::MAX - 1;
 
 /// Sessions end with `Closed`, the last event of their lane.
 const HAS_SESSION: &str = "a lane has a session until it has closed";

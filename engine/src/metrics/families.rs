@@ -252,6 +252,12 @@ pub static FAMILIES: &[Family] = &[
          late (BPS_BACKUP_WORKERS).",
     ),
     counter(
+        "bps_core_restarted_rounds_total",
+        Source::Core(|core| float(core.values.rounds_anew)),
+        "Rounds that it has begun anew, since a rank had died while its contribution was being \
+         added (BPS_ELASTIC=shrink).",
+    ),
+    counter(
         "bps_core_late_contributions_total",
         Source::Core(|core| float(core.values.late)),
         "Contributions that came when their rounds were closed (BPS_BACKUP_WORKERS). They are in \

@@ -92,6 +92,8 @@ counters! {
     rounds,
     /// Rounds closed without ranks that had died, or were slow (server).
     rounds_short,
+    /// Rounds begun anew, since a rank had died while its contribution was being added (server).
+    rounds_anew,
     /// Contributions to rounds that were closed (server).
     late,
     /// Nanoseconds that rounds with enough contributions waited for more, over all keys (server).

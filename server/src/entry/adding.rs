@@ -20,7 +20,7 @@ impl Entry {
         if self.is_restoring() {
             return self.begin_restored(lane, form);
         }
-        self.active = Some(lane);
+        (self.active, self.finishes) = (Some(lane), None);
         let gives_result = self.stored.is_some() || self.landed + 1 == self.payloads;
         self.checksum = (checks && gives_result).then_some(0);
         if self.optimized.as_ref().is_some_and(|key| key.takes_coded()) {
@@ -33,9 +33,16 @@ impl Entry {
                 return Take::Land;
             }
         }
-        if self.shrinks_sums() {
+        if self.is_apart() {
             return self.begin_apart();
         }
+        if self.shrinks_sums() {
+            return self.begin_some(checks);
+        }
+        // What is encoded is divided then.
+        let is_plain = self.encoded.as_ref().is_none_or(|one| one.result() == Form::Plain);
+        let is_last = self.landed + 1 == self.payloads;
+        self.finishes = (is_plain && is_last).then(|| self.divisor());
         let alone = self.payloads == 1;
         let is_result = alone && self.divisor() == 1;
         let is_sum = !alone && self.dtype.accumulator() == self.dtype;
@@ -100,10 +107,8 @@ impl Entry {
         let size = self.dtype.size();
         let count = length / size;
         let wide = done / size * self.dtype.accumulator().size();
-        // What is to be encoded is divided then.
-        let is_plain = self.encoded.as_ref().is_none_or(|one| one.result() == Form::Plain);
-        let last = is_plain && self.landed + 1 == self.payloads;
-        let (reduction, dtype, divisor) = (self.operation.reduction(), self.dtype, self.divisor());
+        let (reduction, dtype) = (self.operation.reduction(), self.dtype);
+        let (last, divisor) = (self.finishes.is_some(), self.finishes.unwrap_or(1));
         // SAFETY: `done + length <= bytes`, so both offsets stay inside the accumulator (kept by
         // `new`), which is lent to nobody while a payload comes in pieces; the piece was lent to
         // us. The narrow result at `done` never passes the wide input at `wide >= done`.

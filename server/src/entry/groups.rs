@@ -292,8 +292,12 @@ impl Turnout {
         contains(&self.words[..self.group_words], group)
     }
 
-    /// What has begun to arrive of this group, and is not complete, does not come.
+    /// What has begun to arrive of this group does not come, or does not count.
     pub fn withdraw(&mut self, group: u32, speaker: Rank) {
+        if self.is_complete(group) {
+            remove(&mut self.words[self.group_words..2 * self.group_words], group);
+            self.complete -= 1;
+        }
         remove(&mut self.words[..self.group_words], group);
         remove(&mut self.words[2 * self.group_words..], speaker.0);
     }

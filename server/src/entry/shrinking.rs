@@ -1,8 +1,16 @@
-//! A key whose rounds go on without groups that die, or [that are slow](super::short). Nobody knows
-//! before which contribution is the last, and one that breaks off must leave no trace. So the first
-//! lands where the sum is, and is overwritten if it breaks off; each later one lands in a place of
-//! its own, and is added once it is whole; and the sum is divided and narrowed when the round
-//! closes.
+//! A key whose rounds go on without groups that die, or [that are slow](super::short). One that
+//! breaks off must leave no trace.
+//!
+//! Contributions are added as they come, as where nobody may die. If one breaks off, nothing is
+//! left of the sum: the round begins anew, and the ranks that live are asked for theirs once more,
+//! which they keep for servers that die. The last one is known when all others are there, or dead,
+//! and divides and narrows the sum as it comes; where the round closes for a death, that is done
+//! then.
+//!
+//! Of a key that does not wait for slow ranks, or whose value stays, nobody keeps what he sent. The
+//! first contribution lands where the sum is, and is overwritten if it breaks off; each later one
+//! lands in a place of its own, and is added once it is whole; and the sum is divided and narrowed
+//! when the round closes.
 //!
 //! What has come whole counts, also of a group that is dead by then: each result says how many
 //! contributions it holds, and which it lacks.
@@ -10,7 +18,7 @@
 use super::short::bits;
 use super::told::Told;
 use super::{Entry, Groups, KeptPlace, Take, Turnout};
-use bps_engine::base::{Operation, Rank};
+use bps_engine::base::{Operation, Rank, word};
 use bps_engine::encode::Malformed;
 use bps_engine::limits::ALIGNMENT;
 use bps_engine::mem::Readable;
@@ -41,16 +49,42 @@ impl Entry {
         self.shrinks() && !is_broadcast && self.encoded.is_none()
     }
 
+    /// Whether contributions are added once they are whole.
+    pub(super) fn is_apart(&self) -> bool {
+        self.shrinks_sums() && (self.short.is_some() || self.stored.is_some())
+    }
+
+    /// A payload begins to arrive, of a key out of whose sums groups may drop that die.
+    pub(super) fn begin_some(&mut self, checks: bool) -> Take {
+        let first = self.landed == 0;
+        self.finishes = if first { None } else { self.last_divisor() };
+        self.checksum = (checks && self.finishes.is_some()).then_some(0);
+        let is_wide = self.dtype.accumulator() == self.dtype;
+        if first && is_wide { Take::Land } else { Take::Pieces }
+    }
+
+    /// By what the sum is divided if the payload that is taken now is the last one: all other
+    /// groups are complete, or dead.
+    fn last_divisor(&self) -> Option<u32> {
+        let open = self.open.as_ref()?;
+        let is_lost = |&&(_, rank): &&(u32, Rank)| !open.is_complete(self.groups.of(rank));
+        // Each of the dead was a group by itself.
+        let lost = word(self.groups.gone().iter().filter(is_lost).count());
+        let is_last = open.count() + lost + 1 == self.groups.count();
+        let ranks = self.groups.ranks() - lost;
+        is_last.then_some(if self.operation == Operation::Average { ranks } else { 1 })
+    }
+
     /// Where in its memory the payload lands that is taken now.
     pub(super) fn landing_at(&self) -> usize {
-        if self.landed == 0 || !self.shrinks_sums() {
+        if self.landed == 0 || !self.is_apart() {
             return 0;
         }
         let wide = self.bytes / self.dtype.size() * self.dtype.accumulator().size();
         wide.next_multiple_of(ALIGNMENT)
     }
 
-    /// A payload begins to arrive, of a key out of whose sums groups may drop.
+    /// A payload begins to arrive that is added once it is whole.
     pub(super) fn begin_apart(&mut self) -> Take {
         self.checksum = None;
         if self.landed > 0 {
@@ -80,13 +114,20 @@ impl Entry {
         self.decode(kernels)
     }
 
-    /// What was coming on this lane, of this rank, does not come.
-    pub fn withdraw(&mut self, lane: LaneId, rank: Rank) {
+    /// What was coming on this lane, of this rank, does not come. Says whether a part of it is in
+    /// the sum: then all contributions are to be [taken back](Self::take_back).
+    #[must_use]
+    pub fn withdraw(&mut self, lane: LaneId, rank: Rank) -> bool {
         if !self.shrinks() {
             // A sum may have some of its bytes: the key stays active for ever, and its round can't
             // be whole.
-            return;
+            return false;
         }
+        let is_spoilt = self.active == Some(lane)
+            && self.landed > 0
+            && self.shrinks_sums()
+            && !self.is_apart()
+            && !self.is_restoring();
         if self.active == Some(lane) {
             self.active = None;
         }
@@ -97,6 +138,20 @@ impl Entry {
             }
         }
         self.settle_without();
+        is_spoilt
+    }
+
+    /// Takes back the contribution of the first rank from this one on that had given one, to a sum
+    /// of which nothing is left.
+    pub fn take_back(&mut self, from: Rank) -> Option<Rank> {
+        (self.landed, self.is_finished) = (0, false);
+        let open = self.open.as_mut()?;
+        let mut speakers = std::iter::successors(open.next_speaker(from), |last| {
+            open.next_speaker(Rank(last.0 + 1))
+        });
+        let rank = speakers.find(|rank| open.is_complete(self.groups.of(*rank)))?;
+        open.withdraw(self.groups.of(rank), rank);
+        Some(rank)
     }
 
     /// Goes on without ranks that have died: those of `groups`, which are else the same.
@@ -185,9 +240,19 @@ impl Entry {
             };
             self.result = Told::Some { contributors, missing };
             let divisor = if self.operation == Operation::Average { contributors } else { 1 };
-            self.finish(kernels, divisor)
+            if self.is_finished {
+                assert!(
+                    self.finishes == Some(divisor),
+                    "{}: nobody came behind the last",
+                    self.key
+                );
+                self.bytes
+            } else {
+                self.checksum = None;
+                self.finish(kernels, divisor)
+            }
         };
-        if checks {
+        if checks && self.checksum.is_none() {
             let at = if let Some(encoded) = &self.encoded {
                 // SAFETY: the entry's own claim, in which the result stands.
                 unsafe { encoded.payload(&self.accumulator) }.as_ptr()
@@ -258,5 +323,143 @@ impl Entry {
             Told::Some { missing, .. } => missing,
             Told::All | Told::Lost => 0,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::accumulator_bytes;
+    use super::*;
+    use crate::entry::Turnouts;
+    use bps_engine::base::{DType, Key};
+    use bps_engine::mem::{Arena, Options};
+    use bps_engine::proto::messages::KeySpec;
+    use bps_engine::reduce::kernels;
+    use bps_engine::wire::header::Form;
+
+    const LANES: [LaneId; 3] = [LaneId(10), LaneId(11), LaneId(12)];
+
+    struct Bench {
+        entry: Entry,
+        turnouts: Turnouts,
+        /// Holds the entry's claim.
+        _arena: Arena,
+    }
+
+    /// A part of four elements that three ranks sum, or average.
+    fn bench(dtype: DType, operation: Operation) -> Bench {
+        let groups = Arc::new(Groups::new(&[0, 1, 2]).that_shrink(true));
+        let bytes = u32::try_from(4 * dtype.size()).unwrap();
+        let spec = KeySpec {
+            key: Key(1),
+            core: 0,
+            bytes,
+            dtype,
+            operation,
+            members: Default::default(),
+            receiver: None,
+            encoding: None,
+            store: None,
+            rounds: 0,
+        };
+        let options = Options { name: "test".into(), numa_node: None, shared: false };
+        let mut arena = Arena::reserve(1 << 20, &options).unwrap();
+        let claim = arena.claim(accumulator_bytes(&spec, true)).unwrap();
+        let (entry, turnouts) = (Entry::new(&spec, &groups, claim), Turnouts::new(&groups));
+        Bench { entry, turnouts, _arena: arena }
+    }
+
+    impl Bench {
+        /// A rank contributes so many bytes of these elements, each of which is the same; whether
+        /// that is all.
+        fn contribute(&mut self, rank: u32, value: f32, bytes: usize) {
+            let Bench { entry, turnouts, .. } = self;
+            let all = floats(value);
+            entry.arrive(Rank(rank), bps_engine::optimize::Act::NONE, turnouts);
+            match entry.begin(LANES[rank as usize], Form::Declared, true) {
+                Take::Land => {
+                    // SAFETY: just begun, and the arena lives.
+                    let landing = unsafe { entry.landing(all.len()) };
+                    // SAFETY: as many bytes, which nobody else has.
+                    unsafe { landing.as_ptr().copy_from(all.as_ptr(), bytes) };
+                    if bytes == all.len() {
+                        entry.landed(false);
+                    }
+                }
+                // SAFETY: the bytes live until they are added.
+                Take::Pieces => unsafe {
+                    entry.add_piece(kernels(), 0, Readable::of(&all[..bytes]), 1);
+                },
+            }
+            if bytes == all.len() {
+                entry.add_landed(kernels(), 1).unwrap();
+                entry.end(Rank(rank));
+            }
+        }
+
+        fn lose(&mut self, ranks: &[u32]) {
+            let gone: Vec<Rank> = ranks.iter().copied().map(Rank).collect();
+            let groups = Arc::new(self.entry.groups().without(&gone));
+            self.entry.lose(&groups);
+        }
+
+        /// The result, for how many it stands, and who is missing.
+        fn close(&mut self) -> (Vec<u8>, u32, u64) {
+            assert!(self.entry.is_whole());
+            self.entry.close(kernels(), true);
+            let (contributors, missing) =
+                (self.entry.contributors(), self.entry.missing_from_result());
+            self.entry.publish();
+            // SAFETY: nothing is begun while this is read, and the arena lives.
+            let result = unsafe { self.entry.result(Rank(0)).bytes() }.to_vec();
+            assert_eq!(self.entry.checksum, Some(crc32c(&result)));
+            while !self.entry.sent(&mut self.turnouts) {}
+            (result, contributors, missing)
+        }
+    }
+
+    fn floats(value: f32) -> Vec<u8> {
+        [value; 4].iter().flat_map(|one| one.to_le_bytes()).collect()
+    }
+
+    #[test]
+    fn nothing_of_one_that_breaks_off_is_in_the_sum_and_others_contribute_again() {
+        for operation in [Operation::Sum, Operation::Average] {
+            let divisor = if operation == Operation::Sum { 1.0 } else { 2.0 };
+            let mut bench = bench(DType::F32, operation);
+            bench.contribute(0, 1.0, 16);
+            bench.contribute(1, 2.0, 8);
+            assert!(bench.entry.withdraw(LANES[1], Rank(1)), "the sum has half of it");
+            assert_eq!(bench.entry.take_back(Rank(0)), Some(Rank(0)));
+            assert_eq!(bench.entry.take_back(Rank(1)), None);
+            assert!(!bench.entry.has_arrived(Rank(0)) && bench.entry.free());
+            bench.lose(&[1]);
+            assert!(!bench.entry.is_whole());
+            bench.contribute(2, 5.0, 16);
+            bench.contribute(0, 1.0, 16);
+            assert_eq!(bench.close(), (floats(6.0 / divisor), 2, 1), "{operation:?}");
+            // The next round is as any other.
+            bench.contribute(0, 3.0, 16);
+            bench.contribute(2, 5.0, 16);
+            assert_eq!(bench.close(), (floats(8.0 / divisor), 2, 1), "{operation:?}");
+        }
+    }
+
+    #[test]
+    fn the_first_is_overwritten_and_who_dies_last_is_not_waited_for() {
+        let mut bench = bench(DType::F32, Operation::Average);
+        bench.contribute(2, 9.0, 8);
+        assert!(!bench.entry.withdraw(LANES[2], Rank(2)), "nobody else's is spoilt");
+        bench.contribute(0, 1.0, 16);
+        bench.contribute(1, 2.0, 16);
+        assert!(!bench.entry.is_whole(), "nobody knows yet that it has died");
+        // Nothing had been divided when the last one came.
+        bench.lose(&[2]);
+        assert_eq!(bench.close(), (floats(1.5), 2, 1));
+        bench.contribute(0, 4.0, 16);
+        // Of the dead counts what has come whole.
+        bench.contribute(1, 6.0, 16);
+        bench.lose(&[2, 1]);
+        assert_eq!(bench.close(), (floats(5.0), 2, 1));
     }
 }

@@ -105,7 +105,7 @@ impl Shard {
             if let Receiving::Parked { entry, .. } = session.receiving {
                 let behind = session.behind.take();
                 self.unpark(lane, entry, behind);
-                self.entries[entry].withdraw(lane, *rank);
+                self.withdraw(entry, lane, *rank);
                 super::session(&mut self.sessions, lane).begun = None;
             }
             let session = super::session(&mut self.sessions, lane);
@@ -127,6 +127,23 @@ impl Shard {
             };
             self.entries[index].lose(groups);
             self.go_on(index);
+        }
+    }
+
+    /// What was coming of this rank does not come. If the sum has some of it, the ranks that live
+    /// contribute once more.
+    pub(super) fn withdraw(&mut self, index: usize, lane: LaneId, rank: Rank) {
+        if !self.entries[index].withdraw(lane, rank) {
+            return;
+        }
+        self.counters.rounds_anew.add(1);
+        let mut from = Rank(0);
+        while let Some(rank) = self.entries[index].take_back(from) {
+            from = Rank(rank.0 + 1);
+            // A rank whose lane is gone is dead.
+            let Some(Some(lane)) = self.lanes.get(rank.0 as usize).copied() else { continue };
+            super::session(&mut self.sessions, lane).outgoing.ask(index);
+            self.flush(lane);
         }
     }
 

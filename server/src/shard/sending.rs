@@ -7,7 +7,7 @@
 //! What is kept for lanes and keys together is only what a transport has, at most
 //! [`LANE_FRAMES_MAX`] frames a lane.
 
-use super::{Session, Shard};
+use super::{ASKED, Session, Shard};
 use crate::entry::{Entry, KeptPlace};
 use bps_engine::base::{Rank, Round, word};
 use bps_engine::limits::{GRANTS_MAX, LANE_FRAMES_MAX};
@@ -108,6 +108,8 @@ pub(super) struct Outgoing {
     next: Option<usize>,
     /// Results that are not posted.
     queued: u64,
+    /// Entries whose open rounds are to have this rank's contribution once more.
+    asked: VecDeque<usize>,
     /// Results that entries keep for this rank, which was late, and that are not posted.
     owed: VecDeque<(usize, KeptPlace)>,
     /// Tokens of what is posted and not sent yet, in order.
@@ -119,12 +121,19 @@ pub(super) struct Outgoing {
 impl Outgoing {
     pub(super) fn new() -> Outgoing {
         let posted = VecDeque::with_capacity(LANE_FRAMES_MAX);
-        Outgoing { next: None, queued: 0, owed: VecDeque::new(), posted, grants: Vec::new() }
+        let (asked, owed) = (VecDeque::new(), VecDeque::new());
+        Outgoing { next: None, queued: 0, asked, owed, posted, grants: Vec::new() }
     }
 
     /// Results that wait for room in the transport.
     pub(super) fn queued(&self) -> u64 {
         self.queued + self.owed.len() as u64
+    }
+
+    /// This rank is to contribute to the open round of an entry once more: at most once for each of
+    /// its keys at a time, since it has to come before it is asked again.
+    pub(super) fn ask(&mut self, index: usize) {
+        self.asked.push_back(index);
     }
 
     /// This rank is to get what an entry keeps in this place. There are at most as many as the
@@ -207,7 +216,7 @@ impl Shard {
 
     /// Posts what is to be sent on a lane, as far as the transport takes it.
     pub(super) fn flush(&mut self, lane: LaneId) {
-        if !self.flush_owed(lane) {
+        if !self.flush_asked(lane) || !self.flush_owed(lane) {
             return;
         }
         let Some(session) = &mut self.sessions[lane.0 as usize] else { return };
@@ -246,6 +255,25 @@ impl Shard {
             outgoing.forget_grant(index);
             outgoing.posted.push_back(token);
         }
+    }
+
+    /// As [`flush`](Self::flush), of what is asked for once more. Returns whether the transport
+    /// took all.
+    fn flush_asked(&mut self, lane: LaneId) -> bool {
+        let Some(session) = &mut self.sessions[lane.0 as usize] else { return false };
+        while let Some(&index) = session.outgoing.asked.front() {
+            let entry = &self.entries[index];
+            let mut header = Header::new(Kind::Grant, entry.dtype, session.rank, session.epoch);
+            (header.key, header.round) = (entry.key, Round(entry.round + 1));
+            let frame = Frame::bare(header.encode(), ASKED);
+            if self.endpoint.post(lane, &frame).is_err() {
+                self.counters.full.add(1);
+                return false;
+            }
+            self.counters.frames_out.add(1);
+            session.outgoing.asked.pop_front();
+        }
+        true
     }
 
     /// As [`flush`](Self::flush), of what keys keep for a rank that was late. Returns whether the

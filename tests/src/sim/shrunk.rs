@@ -45,6 +45,8 @@ pub struct Shrunk {
     pub gone: u64,
     /// Rounds of parts without a rank, as the servers have counted them.
     pub counted: u64,
+    /// Rounds of parts that were begun anew, as the servers have counted them.
+    pub anew: u64,
     /// Contributions that came too late, as the servers have counted them.
     pub late: u64,
     /// Results that a rank got though it is not in them.
@@ -79,7 +81,7 @@ impl Shrunk {
     }
 
     /// Each with its name.
-    pub fn counts(&mut self) -> [(&'static str, &mut u64); 17] {
+    pub fn counts(&mut self) -> [(&'static str, &mut u64); 18] {
         [
             ("results", &mut self.checked),
             ("short results", &mut self.short),
@@ -87,6 +89,7 @@ impl Shrunk {
             ("lost broadcasts", &mut self.lost),
             ("ranks", &mut self.gone),
             ("short rounds", &mut self.counted),
+            ("rounds begun anew", &mut self.anew),
             ("servers", &mut self.servers),
             ("moved parts", &mut self.moved),
             ("moved parts of hosts", &mut self.grouped),
@@ -333,6 +336,7 @@ fn play(seed: u64, groups: Groups, (may_be_short, shrinks): (bool, bool), dying:
     outcome.grouped = if has_groups { outcome.moved } else { 0 };
     outcome.on_gpus = if outcome.moved > 0 { outcome.on_gpus } else { 0 };
     outcome.counted = cluster.short_rounds();
+    outcome.anew = cluster.rounds_begun_anew();
     outcome.late = cluster.late_contributions();
     assert!(outcome.counted > 0 || outcome.short == 0, "seed {seed}: {outcome:?}");
     outcome

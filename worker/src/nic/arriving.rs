@@ -35,6 +35,7 @@ impl Nic {
                     Err("it refused a frame of this rank; its log says why".into())
                 }
                 (_, Kind::Publication) => self.on_publication(lane, header),
+                (Peer::Server(_), Kind::Grant) => self.on_asked_again(lane, &header),
                 (Peer::Rank(rank), _) => self.on_word(lane, rank, &header),
                 (Peer::Server(_), kind) => Err(format!("a server does not send {kind:?}")),
             }

@@ -247,6 +247,32 @@ impl Nic {
         }
     }
 
+    /// A rank has died while its contribution was being added, so nothing is left of the sum: this
+    /// rank's goes to the server once more.
+    pub(super) fn on_asked_again(&mut self, lane: LaneId, header: &Header) -> Result<(), String> {
+        let part = self.known(header)?;
+        self.endpoint.land(lane, Landing::NOTHING);
+        let state = self.part(part);
+        if state.abandoned {
+            return Ok(());
+        }
+        let is_kept = state.kept.as_ref().is_some_and(|kept| kept.offered == state.round);
+        let fits = header.length == 0
+            && header.rank == self.config.rank
+            && header.epoch == self.config.epoch
+            && header.round.0 == state.round
+            && state.plan.core == Some(lane)
+            && state.stage == Stage::Asked
+            && is_kept;
+        if !fits {
+            let (key, round) = (header.key, header.round.0);
+            return Err(format!("it asks for {key}, round {round}, again, which was not sent"));
+        }
+        self.part_mut(part).stage = Stage::Pushed;
+        self.send_to_server(part);
+        Ok(())
+    }
+
     /// Whether what a part has to send waits for news of its server.
     pub(super) fn is_held_back(&self, part: PartId) -> bool {
         let state = self.part(part);

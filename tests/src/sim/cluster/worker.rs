@@ -43,6 +43,11 @@ impl Cluster {
 
     /// Rounds that servers have closed without ranks that had died, or were slow.
     #[must_use]
+    pub fn rounds_begun_anew(&self) -> u64 {
+        self.counters.iter().map(|one| one.rounds_anew.read()).sum()
+    }
+
+    /// As the servers have counted them.
     pub fn short_rounds(&self) -> u64 {
         self.counters.iter().map(|one| one.rounds_short.read()).sum()
     }
