@@ -30,9 +30,13 @@ const PART_BYTES: u32 = 64 << 10;
 const PARTS: u64 = 640;
 const BYTES: u64 = PARTS * PART_BYTES as u64;
 /// Of jobs that nobody outlives, these are 0. The second moves when ranks come back, which
-/// `perf/elastic.py` looks at.
-const OF_ELASTIC_JOBS: [&str; 3] =
-    ["bps_job_deaths_total", "bps_job_reforming_seconds", "bps_core_short_rounds_total"];
+/// `perf/elastic.py` looks at, and the last when one dies in the middle of a part, as in `sim.rs`.
+const OF_ELASTIC_JOBS: [&str; 4] = [
+    "bps_job_deaths_total",
+    "bps_job_reforming_seconds",
+    "bps_core_short_rounds_total",
+    "bps_core_restarted_rounds_total",
+];
 /// Of jobs that tune themselves, likewise: they have a test of their own.
 const OF_TUNING_JOBS: &str = "bps_job_tuning_";
 /// Of tensors that are encoded, likewise; that of lines is in `network.rs`.

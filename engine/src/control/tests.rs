@@ -101,7 +101,7 @@ fn bad_peers_cost_their_own_connections_and_few_lines() {
         }
         idle.push(stream);
     }
-    for garbage in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0; 300], &[0xff; 32], b"BPSH\x0b", b"BPSH"] {
+    for garbage in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0; 300], &[0xff; 32], b"BPSH\x0a", b"BPSH"] {
         let mut stream = TcpStream::connect(setup.address).unwrap();
         let _ = stream.write_all(garbage);
     }

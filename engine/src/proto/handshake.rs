@@ -26,7 +26,7 @@ pub const MAGIC: [u8; 4] = *b"BPSH";
 /// How ZeroMQ begins a connection.
 const ZEROMQ: [u8; 4] = [0xff, 0, 0, 0];
 /// Version of the handshake and of all that follows it on a connection.
-pub const VERSION: u8 = 11;
+pub const VERSION: u8 = 10;
 /// Bytes of the dialer's first message.
 pub const HELLO_BYTES: usize = 32;
 /// Bytes of the acceptor's message.
