@@ -5,6 +5,8 @@ The last part has the engine do it, on libraries that pass for CUDA's and NCCL's
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -18,7 +20,9 @@ import test_optimizer
 import test_parallel
 import test_reductions
 import test_scatter
+from byteps import _native, _registry
 from byteps.errors import ConfigError, TensorError, UsageError
+from byteps.torch import ops
 from cluster import Cluster
 from conftest import initialise
 from stand_in import Gpu, Pipeline
@@ -330,6 +334,58 @@ def over_a_suspend():
     return tensor, first, second
 
 
+def _start(tensor, name):
+    codec = bps.Compression.topk(1, error_feedback=True)
+    return ops.push_pull_start([tensor], "average", [name], 0, False, True, compression=codec)
+
+
+def _residue(name):
+    [kept] = [kept for of, kept in bps.compression_state_dict().items() if of.endswith(name)]
+    return kept["residue"][[0, 19_999]].tolist()
+
+
+# Seconds.
+LATE_S = 0.5
+
+
+def rates_between_pushes(dtype):
+    """A factor holds from the next push on, however long those before wait for their turn."""
+    name = f"kept.{dtype}"
+    gradient = torch.zeros(20_000, dtype=dtype)
+    gradient[0], gradient[19_999] = 4.0, 1.0
+    if bps.rank() == 1:
+        time.sleep(LATE_S)
+    handles = [_start(gradient, name), _start(gradient, name)]
+    [tensor] = [one for one in _registry.encoded() if one.name.endswith(name)]
+    _native.scale_residues(_registry.declare([tensor]), 4.0)
+    handles.append(_start(gradient, name))
+    sums = [bps.synchronize(handle)[[0, 19_999]].tolist() for handle in handles]
+    # (4, 1), then (4, 2), and what is left of that is worth four times as much.
+    assert sums == [[4.0, 0.0], [4.0, 0.0], [0.0, 9.0]]
+    assert _residue(name) == [4.0, 0.0]
+
+
+def before_a_result_has_come(dtype):
+    """What is kept is told behind the last round, also if only a stream waits for its result."""
+    name = f"awaited.{dtype}"
+    gradient = torch.zeros(20_000, dtype=dtype)
+    gradient[0], gradient[19_999] = 4.0, 1.0
+    # The host waits for the first round of each tensor.
+    bps.synchronize(_start(gradient, name))
+    bps.barrier()
+    if bps.rank() == 1:
+        time.sleep(LATE_S)
+    begun = time.monotonic()
+    handle = _start(gradient, name)
+    _native.enqueue_results(_registry._find(handle).on_gpu)
+    assert bps.wait(handle)
+    waited = time.monotonic() - begun
+    assert _residue(name) == [0.0, 2.0]
+    told = time.monotonic() - begun
+    assert bps.synchronize(handle)[0] == 4.0
+    assert bps.rank() == 1 or waited < LATE_S / 2 <= told, (waited, told)
+
+
 def test_what_codecs_keep_is_on_the_gpu(tmp_path):
     environment = Pipeline.libraries(tmp_path)
     if environment is None:
@@ -337,6 +393,10 @@ def test_what_codecs_keep_is_on_the_gpu(tmp_path):
     with Cluster(2, servers=1, cores=1, environment=environment) as job:
         job.run(initialise, timeout=120)
         job.run(through_the_pipeline, what_codecs_keep)
+        # Those of float64 are encoded by the host's processors.
+        for dtype in (torch.float32, torch.float64):
+            job.run(through_the_pipeline, rates_between_pushes, dtype)
+            job.run(through_the_pipeline, before_a_result_has_come, dtype)
         for tensor, first, second in job.run(over_a_suspend):
             # What was left out is added to what comes next; what is sent of that leaves nothing.
             whole = first + tensor

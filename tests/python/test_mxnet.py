@@ -390,9 +390,9 @@ def encoded():
         trainer.step(1)
         losses.append(float(loss.asscalar()))
     assert losses[-1] < losses[0] / 2, losses
-    # The last step's gradients may be on their way yet, and are encoded then.
-    nd.waitall()
-    kept = bps.compression_state_dict()
+    # The last step's gradients may be on their way yet, and are encoded then: it waits for them.
+    early, _, kept = bps.compression_state_dict(), nd.waitall(), bps.compression_state_dict()
+    assert all((early[name]["residue"] == kept[name]["residue"]).all() for name in kept)
     sizes = {name: values["residue"].size for name, values in kept.items()}
     assert sorted(sizes.values()) == [256, 256 * 256], sizes
     bps.load_compression_state_dict(kept)

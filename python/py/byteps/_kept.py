@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,17 +29,26 @@ class Owner(Protocol):
 #: All that live.
 owners: weakref.WeakSet[Any] = weakref.WeakSet()
 
+#: By framework: what waits for the exchanges that a program has called, where the framework runs
+#: them later.
+drains: dict[str, Callable[[], None]] = {}
+
 
 def compression_state_dict() -> dict[str, dict[str, Any]]:
     """What codecs keep on this rank from one round to the next, for a checkpoint.
 
-    To be called between two steps. Each rank has its own, and saves its own.
+    To be called between two steps. Waits for the end of the last one, also where the framework
+    runs it later than it is called. Each rank has its own, and saves its own.
 
     Returns:
         By name, ``residue`` (what error feedback adds to the next gradient) and ``velocity``
         (Nesterov's momentum): flat arrays of float32 with an element for each of the gradient's,
         or none where nothing is kept.
+
+    Raises:
+        HorovodInternalError: the job is over, and the last step may not have ended.
     """
+    _drain()
     state: dict[str, dict[str, Any]] = {
         tensor.name: {
             "residue": np.frombuffer(kept.residue, np.float32).copy(),
@@ -58,12 +67,13 @@ def load_compression_state_dict(state: Mapping[str, Mapping[str, Any]]) -> None:
 
     To be called once the names are declared (the optimizer is distributed, or, where names are
     declared by their first exchange, that was made), with the model and the compression that it
-    had.
+    had. Waits as that function does.
 
     Raises:
         byteps.errors.ConfigError: for a name that is not declared with a codec that keeps
             something, or another number of elements.
     """
+    _drain()
     known = {tensor.name: tensor for tensor in _registry.encoded()}
     what = {}
     for name, kept in state.items():
@@ -87,3 +97,8 @@ def load_compression_state_dict(state: Mapping[str, Mapping[str, Any]]) -> None:
                 )
         what[tensor] = _registry.Kept(*(values.tobytes() for values in both))
     _registry.keep(what)
+
+
+def _drain() -> None:
+    for drain in list(drains.values()):
+        drain()

@@ -151,24 +151,34 @@ def encoded() -> list[Tensor]:
 
 
 def kept() -> dict[Tensor, Kept]:
-    """What this rank's encoded tensors keep from round to round. None of them is to be under way.
+    """What this rank's encoded tensors keep from round to round. None of them is to be under way,
+    but for those whose results streams of a GPU wait for: it waits for these.
 
     Codecs leave something out, which error feedback adds to what comes next, and momentum is a sum
     over all rounds: who goes on without begins anew with both.
     """
+    _settle()
     with lock:
         told = {tensor: Kept(*_native.kept(_declared[tensor])) for tensor in encoded()}
     return {tensor: kept for tensor, kept in told.items() if any(kept)} | _to_keep
 
 
 def keep(what: dict[Tensor, Kept]) -> None:
-    """Lets these tensors go on with what :func:`kept` has told; some may not be declared yet."""
+    """Lets these tensors go on with what :func:`kept` has told; some may not be declared yet. Waits
+    as that does."""
+    _settle()
     with lock:
         for tensor, kept in what.items():
             if tensor in _declared:
                 _native.keep(_declared[tensor], *kept)
             else:
                 _to_keep[tensor] = kept
+
+
+def _settle() -> None:
+    # Not under the lock, which whoever runs an exchange takes.
+    if _native.is_initialized():
+        _native.settle()
 
 
 def job_number() -> int:

@@ -233,28 +233,30 @@ impl Worker {
     /// Multiplies what error feedback adds to the next round of each of these tensors. For a
     /// learning rate that has changed, by the one before over the one to come: what was left out is
     /// then worth what it was (BytePS's vanilla error feedback). No round of them is to be under
-    /// way.
+    /// way, but for rounds of tensors on GPUs, behind all of which it comes.
     ///
     /// # Errors
     /// [`Error::Refused`] for a tensor that was not declared, or what ended the job.
     pub fn scale_residues(&self, tensors: &[TensorId], factor: f32) -> Result<(), Error> {
         let declared = lock(&self.0.declared);
-        let mut on_gpu = Vec::new();
+        let (mut on_gpu, mut in_host) = (Vec::new(), Vec::new());
         for &tensor in tensors {
-            if declared.is_on_gpu(tensor)? {
-                on_gpu.push(tensor.0);
-            }
+            let those = if declared.is_on_gpu(tensor)? { &mut on_gpu } else { &mut in_host };
+            those.push(tensor.0);
         }
         drop(declared);
         let Some(job) = &self.0.job else { return Ok(()) };
-        if let Some(gpu) = job.gpu.inbox.get().filter(|_| !on_gpu.is_empty()) {
-            gpu.scale_residues(&on_gpu, factor);
+        match job.gpu.inbox.get() {
+            // What is kept in the host of tensors on GPUs is scaled by word of the pipeline, which
+            // knows when.
+            Some(gpu) if !on_gpu.is_empty() => gpu.scale_residues(&on_gpu, factor),
+            _ => in_host.append(&mut on_gpu),
         }
-        job.scale_residues(tensors.iter().map(|tensor| tensor.0).collect(), factor)
+        if in_host.is_empty() { Ok(()) } else { job.scale_residues(in_host, factor) }
     }
 
     /// What an encoded tensor has left out of its rounds so far, on this rank. No round of it is to
-    /// be under way.
+    /// be under way: where streams wait for results, [`settle`](Self::settle) first.
     ///
     /// # Errors
     /// As [`scale_residues`](Self::scale_residues).

@@ -349,11 +349,7 @@ impl NicLoop {
                 }
             },
             Command::ScaleResidues { tensors, factor } => {
-                for tensor in tensors {
-                    self.for_kept(tensor, |_, [residue, _]| {
-                        residue.iter_mut().for_each(|value| *value *= factor);
-                    });
-                }
+                tensors.into_iter().for_each(|tensor| self.scale_residues(tensor, factor));
             }
             Command::TellKept { tensor, to } => {
                 let kept = self.all_kept(tensor);
@@ -432,6 +428,12 @@ impl NicLoop {
         }
     }
 
+    fn scale_residues(&mut self, tensor: u32, factor: f32) {
+        self.for_kept(tensor, |_, [residue, _]| {
+            residue.iter_mut().for_each(|value| *value *= factor);
+        });
+    }
+
     fn all_kept(&mut self, tensor: u32) -> Kept {
         let mut all = Kept::default();
         let count = self.rounds.parts_of(tensor).last().map_or(0, |(_, elements)| elements.end);
@@ -452,6 +454,7 @@ impl NicLoop {
                 self.nic.push_from(self.rounds.part(of), round, priority, (from, encoded));
             }
             FromGpu::Land(slot) => self.nic.release(slot),
+            FromGpu::ScaleResidues { tensor, factor } => self.scale_residues(tensor, factor),
             FromGpu::Stalled { keys } => self.nic.note_stalls(keys),
             FromGpu::Lost { rank, cause } => {
                 let (peer, round) = (Peer::Rank(rank), self.nic.where_it_stands());

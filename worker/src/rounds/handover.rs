@@ -138,6 +138,14 @@ pub enum FromGpu {
     },
     /// It is done with this slot, and a result may land here.
     Land(Slot),
+    /// What the NIC loop keeps of a tensor is multiplied: as [`ToGpu::ScaleResidues`] says, once
+    /// the rounds of all that was pushed before are over.
+    ScaleResidues {
+        /// Its id.
+        tensor: u32,
+        /// By this.
+        factor: f32,
+    },
     /// Rounds that wait for ranks of this host; goes into the next report of stalls.
     Stalled {
         /// The oldest first.

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from byteps import common
+from byteps import _kept, common
 from byteps._codecs import Codec
 from byteps._codecs import Codecs as Compression
 from byteps._kept import compression_state_dict, load_compression_state_dict
@@ -40,7 +40,7 @@ from byteps.common import (
     stop_timeline,
     suspend,
 )
-from byteps.jax import _ffi
+from byteps.jax import _arrays, _ffi
 from byteps.jax.functions import (
     allgather_object,
     broadcast_object,
@@ -109,6 +109,8 @@ __all__ = [
     "value_and_grad",
     "wait",
 ]
+
+_kept.drains["jax"] = _arrays.drain
 
 
 def init(lazy: Any = True) -> None:

@@ -6,6 +6,7 @@ before it is handed over, and for the result before JAX sees it.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -35,6 +36,14 @@ class How(NamedTuple):
     def derived(self, suffix: str) -> How:
         """The same under another name, if it has one."""
         return self if self.name is None else self._replace(name=self.name + suffix)
+
+
+def drain() -> None:
+    """Waits for what programs are computing. What failed says so where its array is used."""
+    for array in jax.live_arrays():
+        # Of any type; and another thread may delete it meanwhile.
+        with contextlib.suppress(Exception):
+            array.block_until_ready()
 
 
 def dtype_of(array: Any, name: str | None) -> str:

@@ -11,7 +11,7 @@ its exchange.
 
 from typing import Any
 
-from byteps import _joining, _mxnet_role, common
+from byteps import _joining, _kept, _mxnet_role, common
 from byteps._kept import compression_state_dict, load_compression_state_dict
 from byteps._operations import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from byteps.common import (
@@ -141,6 +141,8 @@ __all__ = [
     "stop_timeline",
     "suspend",
 ]
+
+_kept.drains["mxnet"] = _engine.drain
 
 
 def init(lazy: Any = True, comm: Any = None, process_sets: Any = None) -> None:

@@ -2,12 +2,14 @@
 //! gives something for it.
 //!
 //! Invariant: all that reads or writes it is in the stream in which the tensor's parts are copied
-//! down, so rounds, factors and copies take effect in the order in which they came here.
+//! down, so what is begun first takes effect first. A push may wait for the round before to end;
+//! factors that come behind it wait as long. Copies are asked for while no push is under way.
 
 use super::{Pipeline, Tensor};
 use crate::base::types::Kept;
 use crate::cuda::{Coder, GpuError, KeptMemory, Pinned, Track};
 use crate::rounds::Plan;
+use crate::rounds::handover::FromGpu;
 use std::sync::mpsc::SyncSender;
 
 /// A copy under way between this memory and pinned memory.
@@ -90,22 +92,44 @@ impl Pipeline {
         early.into_iter().try_for_each(|(_, factor)| self.on_scale(&[tensor], factor))
     }
 
-    /// What was left out of these tensors is multiplied.
+    /// What was left out of these tensors is multiplied, behind the rounds of all that was pushed.
     pub(super) fn on_scale(&mut self, tensors: &[u32], factor: f32) -> Result<(), GpuError> {
         for &tensor in tensors {
-            let state = self.tensors.get(tensor as usize).and_then(Option::as_ref);
-            let Some(state) = state else {
-                self.keeping.early.push((tensor, factor));
-                continue;
-            };
-            if let (Some(kept), Some(coder)) = (&state.kept, state.coder) {
-                let down = match (&self.staged, &state.staging) {
-                    (Some(staged), Some(_)) => &staged.down,
-                    _ => &self.down,
-                };
-                kept.scale(down.stream(), coder, factor)?;
+            match self.tensor(tensor) {
+                None => self.keeping.early.push((tensor, factor)),
+                Some(state) if state.run.is_some() || state.pushed > state.round => {
+                    state.rescales.push_back((state.pushed, factor));
+                }
+                Some(_) => self.scale(tensor, factor)?,
             }
         }
+        Ok(())
+    }
+
+    /// The next round of a tensor is about to begin: what is left out of it is multiplied by what
+    /// has come between the push before and its own.
+    pub(super) fn rescale(&mut self, tensor: u32) -> Result<(), GpuError> {
+        while let Some(state) = self.tensor(tensor)
+            && let Some(&(at, factor)) = state.rescales.front()
+            && at <= state.round
+        {
+            state.rescales.pop_front();
+            self.scale(tensor, factor)?;
+        }
+        Ok(())
+    }
+
+    fn scale(&mut self, tensor: u32, factor: f32) -> Result<(), GpuError> {
+        let state = self.tensors.get(tensor as usize).and_then(Option::as_ref);
+        let Some(state) = state else { unreachable!("its caller has found it") };
+        if let (Some(kept), Some(coder)) = (&state.kept, state.coder) {
+            let down = match (&self.staged, &state.staging) {
+                (Some(staged), Some(_)) => &staged.down,
+                _ => &self.down,
+            };
+            kept.scale(down.stream(), coder, factor)?;
+        }
+        self.tell(FromGpu::ScaleResidues { tensor, factor });
         Ok(())
     }
 

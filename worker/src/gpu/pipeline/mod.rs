@@ -146,7 +146,11 @@ struct Tensor {
     is_proved: bool,
     /// Parts that this rank holds once its switch has reduced them.
     own: u32,
+    /// Pushes that have come, of which `round` have begun.
+    pushed: u64,
     round: u64,
+    /// By what is multiplied what it keeps, once so many rounds have begun and before the next.
+    rescales: VecDeque<(u64, f32)>,
     run: Option<Run>,
     waiting: VecDeque<Box<GpuPush>>,
     /// Where its last result ends, until a round has begun behind it.

@@ -41,7 +41,9 @@ impl Pipeline {
             self.end_push(&push, error);
             return Ok(());
         }
-        if state.staging.is_none() && (self.is_ahead() || !self.kept.is_empty()) {
+        let is_in_slots = state.staging.is_none();
+        state.pushed += 1;
+        if is_in_slots && (self.is_ahead() || !self.kept.is_empty()) {
             self.kept.push_back((tensor, push));
             return Ok(());
         }
@@ -71,6 +73,7 @@ impl Pipeline {
                 return marked;
             }
         }
+        self.rescale(tensor)?;
         let (since, rank) = (self.now, self.rank);
         let (asked_ns, ready) = (push.task.asked_ns(), Arc::clone(&push.ready));
         let Some(state) = self.tensor(tensor) else { return Ok(()) };
