@@ -1,37 +1,22 @@
-//! A NIC loop whose neighbour on the host has gone bad: it passed the handshake, so it has a lane,
-//! and says on it what it can't say. The job must end with an error that names it.
+//! A NIC loop whose neighbour on the host has gone bad. The job must end with an error that names
+//! it.
 
 mod column;
 
-use bps_engine::base::{DType, Epoch, Key, Operation, Rank, Round};
-use bps_engine::config::{AutoCompression, PayloadChecksum};
-use bps_engine::lane::Endpoint;
-use bps_engine::mem::Readable;
-use bps_engine::optimize::Act;
-use bps_engine::proto::messages::{Neighbour, Roster};
-use bps_engine::proto::pulse::Pulse;
+use super::pair::{BAD, BYTES, EPOCH, GOOD, LANE, Pair, crc};
+use bps_engine::base::{DType, Epoch, Key, Rank, Round};
 use bps_engine::ring::Mpsc;
-use bps_engine::transport::sim::{Random, Sim, SimNetwork};
-use bps_engine::transport::{Event, Frame, Landing, LaneId, Link, Transport, Waker};
+use bps_engine::transport::Waker;
+use bps_engine::transport::sim::Random;
 use bps_engine::wire::header::FLAG_PAYLOAD_CHECKSUM;
-use bps_engine::wire::{Header, Kind, RawHeader};
-use bps_worker::host::switches::Switches;
-use bps_worker::job::agent::{Agent, Effect, Lanes};
-use bps_worker::job::nic_loop::{Command, NicLoop};
-use bps_worker::nic::{NicConfig, NicStatistics, Peer, Report};
-use bps_worker::rounds::SlotMemory;
+use bps_engine::wire::{Header, Kind};
+use bps_worker::job::nic_loop::Command;
+use bps_worker::nic::Peer;
 use bps_worker::rounds::handover::{FromGpu, GpuInbox, GpuThread, ToGpu};
-use bps_worker::rounds::{Among, Memory, Plan, PlanPart};
-use bps_worker::task::Task;
+use bps_worker::rounds::{Among, SlotMemory};
 use bps_worker::{Error, Handle};
 use std::sync::Arc;
-use std::time::Duration;
 
-/// The rank that is tested, and the bad one: the only other one of its job and host.
-const GOOD: Rank = Rank(0);
-const BAD: Rank = Rank(1);
-const EPOCH: Epoch = Epoch(3);
-const LANE: LaneId = LaneId(0);
 /// The parts: the good rank sums the first, the bad one the second, and nobody knows the third.
 const OWN: Key = Key(1);
 const OTHERS: Key = Key(2);
@@ -40,244 +25,25 @@ const UNKNOWN: Key = Key(3);
 const ON_GPUS: [Key; 2] = [Key(4), Key(5)];
 /// A part that is for the good rank alone.
 const OF_ONE: Key = Key(6);
-const BYTES: usize = 4096;
-/// Longer than any run.
-const HOUR: Duration = Duration::from_secs(3600);
-/// Turns after which a run counts as hung.
-const TURNS_MAX: u32 = 100_000;
 /// Runs of random frames.
 const SEEDS: u64 = 2000;
 
-/// A good rank with one round of each part open, and the bad one at the other end of its lane.
-struct Pair {
-    network: SimNetwork,
-    nic: NicLoop,
-    agent: Agent,
-    commands: Mpsc<Command>,
-    reports: Mpsc<Report>,
-    bad: Option<Endpoint>,
-    /// What has come to the bad one.
-    heard: Vec<Header>,
-    /// The last payload of that.
-    payload: Vec<u8>,
-    /// Why the good one's job is over.
-    over: Option<Error>,
-    handles: Vec<Handle>,
-    /// What the lanes have of payloads and tensors.
-    memory: Vec<Vec<u8>>,
-    switches: Switches,
+fn pair(seed: u64) -> Pair {
+    with_column(seed, Vec::new())
 }
 
-impl Pair {
-    fn new(seed: u64) -> Pair {
-        Pair::with_column(seed, Vec::new())
-    }
-
-    /// As below several PCIe switches, where these others hold what the good one holds.
-    fn with_column(seed: u64, column: Vec<Rank>) -> Pair {
-        let switches = Switches::new(vec![GOOD, BAD], u32::from(!column.is_empty()));
-        let network = SimNetwork::new(seed);
-        let (mine, theirs) = network.link();
-        let endpoint = |waker: &Waker| {
-            let sim = Transport::Sim(Sim::new(network.clone()));
-            Endpoint::new(vec![sim], waker.clone()).with_checksums(PayloadChecksum::Always)
-        };
-        let waker = Waker::new().expect("an eventfd");
-        let config = NicConfig {
-            rank: GOOD,
-            size: 2,
-            epoch: EPOCH,
-            credit_bytes: 1 << 20,
-            column,
-            stall_report: Duration::from_secs(3600),
-            paces: false,
-            keeps: false,
-            auto: AutoCompression::Measured,
-            team: bps_engine::team::Team::default(),
-        };
-        let (commands, reports) = (Mpsc::new(64), Mpsc::new(64));
-        let mut nic = NicLoop::new(
-            endpoint(&waker),
-            config,
-            commands.clone(),
-            (reports.clone(), waker.clone()),
-            Arc::new(NicStatistics::default()),
-            |_| {},
-        );
-        assert_eq!(nic.attach(Peer::Rank(BAD), Link::Sim(mine)).expect("a lane"), LANE);
-        let mut bad = endpoint(&waker);
-        assert_eq!(bad.attach(Link::Sim(theirs)).expect("a lane"), LANE);
-        let neighbour =
-            Neighbour { rank: BAD, host: "here".into(), pid: 4711, local: String::new() };
-        let roster = Roster {
-            job: "job".into(),
-            term: 1,
-            epoch: EPOCH,
-            size: 2,
-            through_servers: false,
-            index: GOOD.0,
-            workers: Vec::new(),
-            neighbours: vec![neighbour],
-            servers: Vec::new(),
-            elastic: false,
-            shrinks: false,
-            change: None,
-        };
-        let lanes = Lanes { ranks: [(BAD, LANE)].into(), ..Lanes::default() };
-        let mut pair = Pair {
-            network,
-            nic,
-            agent: Agent::new(
-                roster,
-                lanes,
-                switches.clone(),
-                Pulse::new("test", HOUR, HOUR, Duration::ZERO),
-            ),
-            commands,
-            reports,
-            bad: Some(bad),
-            heard: Vec::new(),
-            payload: Vec::new(),
-            switches,
-            over: None,
-            handles: Vec::new(),
-            memory: Vec::new(),
-        };
-        pair.push(0, OWN, None);
-        pair.push(1, OTHERS, Some(LANE));
-        pair.plan(2, ON_GPUS[0], None, true);
-        pair.plan(3, ON_GPUS[1], Some(LANE), true);
-        let alone = Among { count: 1, lanes: [].into() };
-        pair.plan_among(4, OF_ONE, None, false, Some(Arc::new(alone)));
-        pair.settle();
-        pair
-    }
-
-    /// The good rank declares a tensor of one part.
-    fn plan(&mut self, tensor: u32, key: Key, owner: Option<LaneId>, device: bool) {
-        self.plan_among(tensor, key, owner, device, None);
-    }
-
-    fn plan_among(
-        &mut self,
-        tensor: u32,
-        key: Key,
-        owner: Option<LaneId>,
-        device: bool,
-        among: Option<Arc<Among>>,
-    ) {
-        let owner_rank = if owner.is_none() { GOOD } else { BAD };
-        let holder = self.switches.holder(owner_rank, GOOD);
-        let part = PlanPart { key, offset: 0, bytes: BYTES, core: None, owner, owner_rank, holder };
-        let plan = Plan {
-            name: format!("tensor {tensor}").into(),
-            dtype: DType::F32,
-            operation: Operation::Sum,
-            device,
-            among,
-            receiver: None,
-            encoding: None,
-            store: None,
-            parts: [part].into(),
-        };
-        let command = Command::Plan { tensor, plan: Arc::new(plan) };
-        assert!(self.commands.push(command).is_ok(), "a short queue");
-    }
-
-    /// The good rank declares and pushes a tensor of one part.
-    fn push(&mut self, tensor: u32, key: Key, owner: Option<LaneId>) {
-        self.plan(tensor, key, owner, false);
-        let mut values = vec![0u8; BYTES];
-        let target = values.as_mut_ptr();
-        self.memory.push(values);
-        let task = Arc::new(Task::default());
-        self.handles.push(Handle::of(&task));
-        // SAFETY: the pair keeps the values, and nobody uses them before the task is finished.
-        let memory = unsafe { Memory::new(target.cast_const(), target, BYTES) };
-        let push = Command::Push { tensor, memory, priority: 0, act: Act::NONE, task };
-        assert!(self.commands.push(push).is_ok(), "a short queue");
-    }
-
-    /// The bad rank posts a frame; whether there was room for it.
-    fn send_raw(&mut self, header: RawHeader, length: usize) -> bool {
-        let payload = vec![1u8; length];
-        // SAFETY: the pair keeps it, and nobody writes it.
-        let frame = Frame::new(header, unsafe { Readable::of(&payload) }, 0);
-        self.memory.push(payload);
-        self.bad.as_mut().is_some_and(|bad| bad.post(LANE, &frame).is_ok())
-    }
-
-    fn send(&mut self, header: Header) {
-        assert!(self.send_raw(header.encode(), header.length as usize), "a short queue");
-    }
-
-    fn turn(&mut self) -> bool {
-        let mut progress = self.nic.step(self.network.now());
-        let mut events = Vec::new();
-        if let Some(bad) = &mut self.bad {
-            bad.poll(&mut events);
-        }
-        for event in events {
-            progress = true;
-            let Some(bad) = &mut self.bad else { break };
-            match event {
-                Event::Header { header, .. } => {
-                    let header = Header::decode(&header).expect("the good rank is good");
-                    bad.land(LANE, Landing::Pieces(header.length as usize));
-                    self.heard.push(header);
-                    self.payload.clear();
-                }
-                Event::Piece { piece, .. } => {
-                    // SAFETY: it is consumed below, once its bytes have been copied.
-                    self.payload.extend_from_slice(unsafe { piece.lend().bytes() });
-                    bad.consume(LANE);
-                }
-                Event::Closed { .. } => self.bad = None,
-                Event::Landed { .. } | Event::Answered { .. } | Event::Sent { .. } => {}
-            }
-        }
-        let mut effects = Vec::new();
-        while let Some(report) = self.reports.pop() {
-            progress = true;
-            self.agent.handle_report(report, &mut effects);
-        }
-        for effect in effects {
-            if let Effect::Over(error) = effect {
-                assert!(self.commands.push(Command::Fail { error: error.clone() }).is_ok());
-                self.over = Some(error);
-            }
-        }
-        progress | self.network.advance()
-    }
-
-    /// Until nothing happens any more.
-    fn settle(&mut self) {
-        for _ in 0..TURNS_MAX {
-            if !self.turn() {
-                return;
-            }
-        }
-        panic!("it does not come to rest: {:?}", self.heard);
-    }
-
-    /// The bad rank dies, if it still has its lane; then every task must have ended.
-    fn end(&mut self) -> Error {
-        self.bad = None;
-        self.settle();
-        let mut effects = Vec::new();
-        // As the worker does when the scheduler does not say in time what became of a peer.
-        self.agent.give_up(&mut effects);
-        if let Some(Effect::Over(error)) = effects.pop() {
-            assert!(self.commands.push(Command::Fail { error: error.clone() }).is_ok());
-            self.over = Some(error);
-        }
-        self.settle();
-        assert!(self.nic.ended(), "lanes are open");
-        for handle in &self.handles {
-            assert!(handle.poll(), "a task was left alone");
-        }
-        self.over.clone().expect("a rank without its neighbour can't go on")
-    }
+/// With one round of each part open; as below several PCIe switches, where these others hold what
+/// the good one holds.
+fn with_column(seed: u64, column: Vec<Rank>) -> Pair {
+    let mut pair = Pair::new(seed, Peer::Rank(BAD), column, false);
+    pair.push(0, OWN, None);
+    pair.push(1, OTHERS, Some(LANE));
+    pair.plan(2, ON_GPUS[0], None, true);
+    pair.plan(3, ON_GPUS[1], Some(LANE), true);
+    let alone = Among { count: 1, lanes: [].into() };
+    pair.plan_among(4, OF_ONE, None, false, Some(Arc::new(alone)));
+    pair.settle();
+    pair
 }
 
 /// The frame that a good neighbour would send of this kind.
@@ -298,24 +64,12 @@ fn honest(kind: Kind) -> Header {
     }
 }
 
-/// CRC-32C of a payload of ones, bit by bit.
-fn crc(length: usize) -> u32 {
-    let mut sum = !0u32;
-    for _ in 0..length {
-        sum ^= 1;
-        for _ in 0..8 {
-            sum = if sum & 1 == 1 { sum >> 1 ^ 0x82f6_3b78 } else { sum >> 1 };
-        }
-    }
-    !sum
-}
-
 /// The frames of a whole round, in an order in which a good neighbour may send them.
 const ROUND: [Kind; 4] = [Kind::Ready, Kind::Contribution, Kind::Grant, Kind::Publication];
 
 #[test]
 fn a_good_neighbour_is_served() {
-    let mut pair = Pair::new(1);
+    let mut pair = pair(1);
     for kind in ROUND {
         pair.send(honest(kind));
         pair.settle();
@@ -360,7 +114,7 @@ const SPOILT_PAYLOAD: &[(&str, Spoil)] = &[
 /// Sends the first frames of a round and then this one; the job must end and name the bad rank.
 fn assert_refused(what: &str, good: &[Kind], bad: Header) {
     for seed in 1..=8 {
-        let mut pair = Pair::new(seed);
+        let mut pair = pair(seed);
         for kind in good {
             pair.send(honest(*kind));
             pair.settle();
@@ -429,7 +183,7 @@ fn words_about_the_order_of_collectives_have_lanes_of_their_own() {
         assert_refused("there is no GPU", &[], gpu_word(kind, ON_GPUS[0], 1));
         assert_refused("a payload", &[], Header { length: 8, ..gpu_word(kind, ON_GPUS[0], 1) });
     }
-    let mut pair = Pair::new(1);
+    let mut pair = pair(1);
     assert!(pair.commands.push(Command::OpenGpu(pipeline(4))).is_ok(), "a short queue");
     pair.send(gpu_word(Kind::GpuReduce, ON_GPUS[0], 1));
     pair.settle();
@@ -440,7 +194,7 @@ fn words_about_the_order_of_collectives_have_lanes_of_their_own() {
 #[test]
 fn a_spoilt_payload_is_told_by_its_checksum() {
     for at in [1, 3] {
-        let mut pair = Pair::new(7);
+        let mut pair = pair(7);
         for kind in &ROUND[..at] {
             pair.send(honest(*kind));
             pair.settle();
@@ -463,7 +217,7 @@ fn random_frames_end_in_an_error_and_leave_no_task_alone() {
     let mut refused = 0;
     for seed in 0..SEEDS {
         let mut random = Random::new(seed);
-        let mut pair = Pair::new(seed);
+        let mut pair = pair(seed);
         for turn in 0..12 {
             let kind = match random.below(3) {
                 0 => ROUND[random.index(4)],

@@ -5,5 +5,7 @@ mod decode;
 mod group;
 mod live;
 mod order_lanes;
+mod pair;
 mod scheduler;
+mod server;
 mod spoil;

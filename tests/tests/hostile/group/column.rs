@@ -4,7 +4,7 @@
 use super::{
     BAD, BYTES, Command, FromGpu, GpuInbox, Header, Kind, Mpsc, ON_GPUS, Pair, Round, ToGpu,
 };
-use super::{DType, EPOCH, honest, pipeline};
+use super::{DType, EPOCH, honest, pipeline, with_column};
 use bps_engine::proto::messages::{Declaration, Frameworks, Mismatch};
 use bps_worker::Error;
 use bps_worker::Members;
@@ -34,7 +34,7 @@ const LANDS: u32 = 2;
 
 impl Column {
     fn new(seed: u64) -> Column {
-        let pair = Pair::with_column(seed, vec![BAD]);
+        let pair = with_column(seed, vec![BAD]);
         let to = pipeline(64);
         let (inbox, outbox) = (to.inbox.clone(), to.outbox.clone());
         assert!(pair.commands.push(Command::OpenGpu(to)).is_ok());
@@ -195,7 +195,7 @@ fn poisoned(steps: usize, seed: u64) {
 }
 
 fn declaration() -> Declaration {
-    let operation = super::Operation::Sum;
+    let operation = bps_engine::base::Operation::Sum;
     let (name, shape) = ("t".into(), 1.into());
     Declaration {
         name,

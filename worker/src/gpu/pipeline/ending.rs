@@ -163,8 +163,10 @@ impl Pipeline {
         for one in over {
             self.end_push(&one.push, one.error);
         }
-        if self.drained.iter().any(|one| self.now.saturating_sub(one.since) > DISPUTE) {
-            let what = "what was ordered of a tensor on which ranks disagree".into();
+        let is_late = |one: &&Drained| self.now.saturating_sub(one.since) > DISPUTE;
+        if let Some(late) = self.drained.iter().find(is_late) {
+            let what =
+                format!("what the GPU had to do for a round that has failed ({})", late.error);
             return Err(GpuError::Timeout { what, after: DISPUTE });
         }
         Ok(progress)
