@@ -9,6 +9,7 @@
 //! that it is done with the memory. A transport says so by an event
 //! ([`crate::transport`]).
 
+use crate::team::Team;
 use std::ptr::NonNull;
 
 /// Bytes that their holder may read.
@@ -51,6 +52,20 @@ impl Readable {
     #[must_use]
     pub unsafe fn new(at: *const u8, length: usize) -> Readable {
         Readable { at, length }
+    }
+
+    /// Copies all of it, on this thread and perhaps on helpers of its team.
+    ///
+    /// # Safety
+    /// Both are lent to the caller in the host's memory until this returns, have one length and do
+    /// not overlap.
+    pub unsafe fn copy_to(self, target: Writable, team: &Team) {
+        team.share(self.length, |range| {
+            let length = range.len();
+            let (from, to) = (self.part(range.start, length), target.part(range.start, length));
+            // SAFETY: the caller's promise, of a part that no other thread has.
+            unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_ptr(), length) };
+        });
     }
 
     /// Lends a slice, for longer than it is borrowed.

@@ -19,7 +19,7 @@ const ENGINE: Layers = &[
     ("encode", &["base", "limits", "reduce"]),
     ("optimize", &["reduce", "encode"]),
     ("keys", &["base", "limits"]),
-    ("mem", &["base", "limits", "topo", "trace"]),
+    ("mem", &["base", "limits", "team", "topo", "trace"]),
     ("proto", &["base", "limits", "encode", "optimize", "wire", "keys"]),
     ("sched", &["base", "limits"]),
     ("transport", &["base", "limits", "mem", "ring", "team", "wire", "config"]),

@@ -216,10 +216,11 @@ impl Nic {
                         || state.coded.is_some() && target.len() > landed.len(),
                     "a result is as long as its part"
                 );
-                // SAFETY: the tensor's part, or a slot in the host's memory, of so many bytes at
-                // least, which nobody else has while its round is open; and what was sent of it has
-                // arrived, since its result is here.
-                unsafe { target.as_ptr().copy_from(landed.as_ptr(), landed.len()) };
+                let target = target.part(0, landed.len());
+                // SAFETY: the part's own bytes, and those of the tensor's part, or of a slot in the
+                // host's memory, which nobody else has while the round is open; and what was sent
+                // of it has arrived, since its result is here.
+                unsafe { Readable::of(landed).copy_to(target, &self.config.team) };
             }
             (None, memory) if is_root => {
                 let own = std::mem::take(&mut kept.contribution);

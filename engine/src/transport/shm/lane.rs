@@ -286,7 +286,7 @@ impl ShmLane {
                 let target =
                     unsafe { Writable::new(self.segment.outgoing(offset, length), length) };
                 // SAFETY: the payload is lent until `Sent`, and lies in no lane's memory.
-                unsafe { copy(&self.team, source, target) };
+                unsafe { source.copy_to(target, &self.team) };
                 budget = budget.saturating_sub(length);
             }
             self.taken[slot(self.published)] = word(taken);
@@ -333,7 +333,7 @@ impl ShmLane {
                     // meanwhile, the worst is wrong bytes in its own payload.
                     let source = unsafe { Readable::new(at, length) };
                     // SAFETY: `rest` is lent until `Landed`, and lies in no lane's memory.
-                    unsafe { copy(&self.team, source, rest.part(0, length)) };
+                    unsafe { source.copy_to(rest.part(0, length), &self.team) };
                     self.believe()?;
                     self.advance(length);
                     budget -= length;
@@ -521,20 +521,6 @@ impl ShmLane {
         };
         sends || reads
     }
-}
-
-/// Copies all of `source`.
-///
-/// # Safety
-/// Both are lent to the caller in the host's memory until this returns, have one length and do not
-/// overlap.
-unsafe fn copy(team: &Team, source: Readable, target: Writable) {
-    team.share(source.len(), |range| {
-        let length = range.len();
-        let (from, to) = (source.part(range.start, length), target.part(range.start, length));
-        // SAFETY: the caller's promise, of a part that no other thread has.
-        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_ptr(), length) };
-    });
 }
 
 fn slot(sequence: u64) -> usize {
