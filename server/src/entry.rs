@@ -177,7 +177,7 @@ impl Entry {
                 (None, Operation::Broadcast(_)) => 1,
                 (None, _) if short.is_some() => u32::MAX,
                 (None, _) if groups.shrinks() && !takes_all(spec) => u32::MAX,
-                (None, _) => groups.count() - word(groups.gone().len()),
+                (None, _) => groups.count() - word(groups.lost().len()),
             },
             result: if takes_all(spec) { Told::all_but_the_dead(groups) } else { Told::All },
             groups: Arc::clone(groups),
@@ -455,7 +455,6 @@ impl Entry {
         if self.optimized.is_some() {
             return 1;
         }
-        // Each of the dead was a group by itself.
         let ranks = self.groups.ranks() - word(self.groups.gone().len());
         optimized::divisor(self.operation, ranks)
     }

@@ -37,6 +37,7 @@ use crate::base::{Epoch, Placement, Rank, word};
 pub use elastic::Elastic;
 use elastic::History;
 use late::LateRanks;
+use lives::Refusal;
 use moving::Moving;
 use outputs::Queued;
 pub use outputs::{Exit, Output};
@@ -44,6 +45,7 @@ use paths::Paths;
 use registry::Registry;
 use rendezvous::{Job, Rendezvous, name, origin};
 use replies::kind;
+use shrink::Falling;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
@@ -145,6 +147,8 @@ struct Running {
     left: BTreeSet<Rank>,
     /// Those of them that died, and that the epoch goes on without, in order.
     gone: Vec<Rank>,
+    /// Hosts of which some ranks are dead, and perhaps all.
+    falling: Vec<Falling>,
     /// Servers that died, likewise.
     moving: Moving,
     /// Ranks that record a timeline: the servers do while any of them does.
@@ -173,15 +177,6 @@ pub struct Scheduler {
     next_install: u64,
     /// Why the job was not formed, for nodes that come after its end.
     refusal: Option<Refusal>,
-}
-
-/// What nodes that come too late are told.
-struct Refusal {
-    reason: OverReason,
-    /// Nodes that have been told.
-    told: usize,
-    /// Nodes of the job, if that is known.
-    nodes: Option<usize>,
 }
 
 impl Scheduler {
@@ -348,6 +343,7 @@ impl Scheduler {
         self.clock = now;
         self.forgive(now);
         self.check_silence(now);
+        self.check_falling(now);
         self.check_forming(now);
         self.check_takeover(now);
         self.check_regroup(now);
@@ -490,6 +486,7 @@ impl Scheduler {
             tuner,
             left: BTreeSet::new(),
             gone: Vec::new(),
+            falling: Vec::new(),
             moving: Moving::default(),
             tracing: BTreeSet::new(),
             suspended: false,

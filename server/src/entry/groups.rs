@@ -16,8 +16,10 @@ pub struct Groups {
     members: Members,
     /// Rounds go on without ranks that die.
     shrinks: bool,
-    /// Those that did, each a group by itself, and the bit by which results say that they lack it.
+    /// Those that did, and the bit by which results say that they lack it.
     gone: Vec<(u32, Rank)>,
+    /// Their groups, none of which has a rank that lives.
+    lost: Vec<u32>,
 }
 
 impl Groups {
@@ -35,6 +37,7 @@ impl Groups {
             members: Members::ALL,
             shrinks: false,
             gone: Vec::new(),
+            lost: Vec::new(),
         }
     }
 
@@ -44,11 +47,18 @@ impl Groups {
         Groups { shrinks, ..self }
     }
 
-    /// The same when these ranks of the job have died, in this order.
+    /// The same when these ranks of the job have died, in this order: whole groups.
     #[must_use]
     pub fn without(&self, gone: &[Rank]) -> Groups {
-        let gone = (0..).zip(gone.iter().copied()).filter(|(_, rank)| self.has(*rank));
-        Groups { gone: gone.collect(), ..self.clone() }
+        self.clone().that_lack((0..).zip(gone.iter().copied()))
+    }
+
+    fn that_lack(self, gone: impl Iterator<Item = (u32, Rank)>) -> Groups {
+        let gone: Vec<(u32, Rank)> = gone.filter(|(_, rank)| self.has(*rank)).collect();
+        let mut lost: Vec<u32> = gone.iter().map(|(_, rank)| self.of(*rank)).collect();
+        lost.sort_unstable();
+        lost.dedup();
+        Groups { gone, lost, ..self }
     }
 
     /// Whether rounds go on without ranks that die.
@@ -61,6 +71,12 @@ impl Groups {
     #[must_use]
     pub fn gone(&self) -> &[(u32, Rank)] {
         &self.gone
+    }
+
+    /// Their groups.
+    #[must_use]
+    pub fn lost(&self) -> &[u32] {
+        &self.lost
     }
 
     /// Whether this rank has died.
@@ -92,8 +108,7 @@ impl Groups {
 
     /// Other groups of the same ranks, or of some of them, of whom as many have died.
     fn as_gone(&self, other: Groups) -> Groups {
-        let gone = self.gone.iter().copied().filter(|(_, rank)| other.has(*rank)).collect();
-        Groups { shrinks: self.shrinks, gone, ..other }
+        Groups { shrinks: self.shrinks, ..other }.that_lack(self.gone.iter().copied())
     }
 
     /// Ranks in the job, or in the set.

@@ -67,11 +67,10 @@ impl Entry {
     /// groups are complete, or dead.
     fn last_divisor(&self) -> Option<u32> {
         let open = self.open.as_ref()?;
-        let is_lost = |&&(_, rank): &&(u32, Rank)| !open.is_complete(self.groups.of(rank));
-        // Each of the dead was a group by itself.
-        let lost = word(self.groups.gone().iter().filter(is_lost).count());
-        let is_last = open.count() + lost + 1 == self.groups.count();
-        let ranks = self.groups.ranks() - lost;
+        let lost = self.groups.lost().iter().filter(|group| !open.is_complete(**group));
+        let is_last = open.count() + word(lost.clone().count()) + 1 == self.groups.count();
+        let ranks =
+            self.groups.ranks() - lost.map(|group| self.groups.size_of(*group)).sum::<u32>();
         is_last.then_some(if self.operation == Operation::Average { ranks } else { 1 })
     }
 
@@ -195,10 +194,9 @@ impl Entry {
     /// payload that would have waited for that.
     pub(super) fn is_whole_without(&self) -> bool {
         let Some(open) = &self.open else { return false };
-        let gone = self.groups.gone();
-        let is_complete = |&&(_, rank): &&(u32, Rank)| open.is_complete(self.groups.of(rank));
-        let of_dead = gone.iter().filter(is_complete).count();
-        let live = self.groups.count() as usize - gone.len();
+        let lost = self.groups.lost();
+        let of_dead = lost.iter().filter(|group| open.is_complete(**group)).count();
+        let live = self.groups.count() as usize - lost.len();
         self.free() && live > 0 && open.count() as usize == live + of_dead
     }
 

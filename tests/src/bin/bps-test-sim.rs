@@ -22,11 +22,12 @@ const HANGS: Duration = Duration::from_secs(300);
 type Play = fn(u64) -> Vec<(&'static str, u64)>;
 
 /// What may be simulated.
-const KINDS: [(&str, Play); 11] = [
+const KINDS: [(&str, Play); 12] = [
     ("ranks", |seed| counts(run_shrunk(seed, Dying::Ranks))),
     ("servers", |seed| counts(run_shrunk(seed, Dying::Servers))),
     ("servers-gpus", |seed| counts(run_shrunk(seed, Dying::ServersOfGpus))),
     ("ranks-gpus", |seed| counts(run_shrunk(seed, Dying::RanksOfGpus))),
+    ("hosts", |seed| counts(run_shrunk(seed, Dying::Hosts))),
     ("schedulers", |seed| counts(run_shrunk(seed, Dying::Schedulers))),
     ("slow", |seed| counts(run_short(seed))),
     ("reformed", |seed| reformed(run_reformed(seed, Trouble::Deaths))),

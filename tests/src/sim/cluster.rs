@@ -6,6 +6,7 @@ mod ends;
 mod faults;
 mod forming;
 mod schedulers;
+mod time;
 mod worker;
 
 use self::again::Coming;
@@ -124,6 +125,8 @@ pub struct Cluster {
     /// When the last letter on each connection and direction arrives: letters keep their order.
     last_arrival: HashMap<(u64, bool), Duration>,
     next_tick: Duration,
+    /// When whoever plays the seed does something, if nothing happens before.
+    wakes_at: Option<Duration>,
     /// When nodes last looked around.
     looked: Duration,
     /// What the scheduler has said to people.
@@ -195,6 +198,7 @@ impl Cluster {
             waiting_orders: Ends::default(),
             last_arrival: HashMap::new(),
             next_tick: Duration::ZERO,
+            wakes_at: None,
             looked: Duration::ZERO,
             log: Vec::new(),
             done: false,
@@ -345,12 +349,6 @@ impl Cluster {
         self.letters.insert((*last, self.sequence), letter);
     }
 
-    /// The virtual time.
-    #[must_use]
-    pub fn now(&self) -> Duration {
-        self.network.now()
-    }
-
     /// Lets everything happen that happens at this moment, then moves the time on.
     pub fn turn(&mut self) {
         let now = self.now();
@@ -379,16 +377,6 @@ impl Cluster {
         if !progress {
             self.pass_time();
         }
-    }
-
-    /// Nothing is left to do at this moment: on to the next letter, tick or delivery.
-    fn pass_time(&mut self) {
-        let now = self.now();
-        let letter = self.letters.keys().next().map(|&(at, _)| at);
-        let device = gpu::with(|machine| machine.next()).flatten();
-        let tick = self.next_tick.min(now + self.pause());
-        let next = letter.into_iter().chain(device).fold(tick, Duration::min);
-        self.network.advance_within(next.saturating_sub(now).max(Duration::from_nanos(1)));
     }
 
     fn deliver(&mut self, letter: Letter) {

@@ -116,6 +116,8 @@ pub enum Dying {
     ServersOfGpus,
     /// Ranks that have GPUs and sum with no other of their hosts, and perhaps servers.
     RanksOfGpus,
+    /// Hosts with all of their ranks, which may sum among themselves, and perhaps servers.
+    Hosts,
     /// Schedulers, which others follow, and perhaps ranks, seldom a server.
     Schedulers,
 }
@@ -246,6 +248,7 @@ fn tensors(random: &mut Random, workers: u32, dying: Dying) -> Vec<Tensor> {
 pub fn run_shrunk(seed: u64, dying: Dying) -> Shrunk {
     let groups = match dying {
         Dying::Servers if seed % 2 == 1 => Groups::Hosts,
+        Dying::Hosts => Groups::Hosts,
         Dying::ServersOfGpus | Dying::RanksOfGpus => Groups::Gpus,
         _ => Groups::Apart,
     };
@@ -273,7 +276,8 @@ fn play(seed: u64, groups: Groups, (may_be_short, shrinks): (bool, bool), dying:
     while shape.workers > RANKS_MAX || must_be_apart && shape.sums_on_hosts() {
         shape = Shape::random(&mut random, groups);
     }
-    shape.planning.force_distributed |= may_be_short || shape.devices;
+    let through_servers = may_be_short || shape.devices || dying == Dying::Hosts;
+    shape.planning.force_distributed |= through_servers;
     if dying != Dying::Ranks {
         shape.servers = 2 + u32::try_from(random.index(3)).expect("few");
     }

@@ -3,13 +3,22 @@
 use super::elastic::removed;
 use super::waits::{Reminder, caught_up};
 use super::{
-    Duration, Epoch, Exit, NodeId, Output, OverReason, Phase, Rank, Refusal, Rendezvous, Scheduler,
+    Duration, Epoch, Exit, NodeId, Output, OverReason, Phase, Rank, Rendezvous, Scheduler,
     SchedulerMessage, Standing,
 };
 use crate::base::milliseconds;
 use crate::proto::messages::{NodeMessage, Origin, Party, Place, RoundOf, Sign, Timeline};
 use crate::proto::text::list;
 use crate::proto::unformed::Unformed;
+
+/// What nodes that come too late are told.
+pub(super) struct Refusal {
+    pub(super) reason: OverReason,
+    /// Nodes that have been told.
+    pub(super) told: usize,
+    /// Nodes of the job, if that is known.
+    pub(super) nodes: Option<usize>,
+}
 
 /// Whether silence counts from this message on. What comes behind a heartbeat that is lost does not
 /// come either, and whoever sends it counts from the same one.
@@ -327,7 +336,10 @@ impl Scheduler {
             Phase::Forming(rendezvous) => {
                 rendezvous.regroup.iter_mut().for_each(|regroup| regroup.forgive(gap));
             }
-            Phase::Running(_) | Phase::Over => {}
+            Phase::Running(running) => {
+                running.falling.iter_mut().for_each(|falling| falling.forgive(gap));
+            }
+            Phase::Over => {}
         }
     }
 

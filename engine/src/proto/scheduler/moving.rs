@@ -92,10 +92,12 @@ impl Moving {
         self.lost.len()
     }
 
-    /// Whether this rank alone can give a result that others lack.
-    pub(super) fn needs(&self, rank: Rank) -> bool {
-        let is_alone = |holders: &BTreeSet<Rank>| holders.len() == 1 && holders.contains(&rank);
-        self.restoring.values().any(is_alone)
+    /// Whether these ranks alone can give a result that others lack.
+    pub(super) fn needs(&self, ranks: &[Rank]) -> bool {
+        let are_alone = |holders: &BTreeSet<Rank>| {
+            !holders.is_empty() && holders.iter().all(|rank| ranks.contains(rank))
+        };
+        self.restoring.values().any(are_alone)
     }
 }
 

@@ -5,14 +5,39 @@
 //! that did nothing but contribute ([`Registry::needs`](super::registry::Registry::needs)); else
 //! the job re-forms, as [`elastic`](super::elastic) says. Each server takes a rank out at a moment
 //! of its own, which decides for its keys; nothing of the rank is taken after that.
+//!
+//! Ranks of a host that sum among themselves are lost together, as with their machine, or not at
+//! all: when the first is found dead, the others have a moment to be as well.
 
 use super::elastic::ranked;
 use super::registry::Reply;
 use super::{
-    NodeId, Output, OverReason, Phase, Rank, Running, Scheduler, SchedulerMessage, counted,
+    Duration, NodeId, Output, OverReason, Phase, Rank, Running, Scheduler, SchedulerMessage,
+    counted,
 };
 use crate::limits::GONE_MAX;
-use crate::proto::messages::{Party, Shrunk};
+use crate::proto::messages::{Party, Shrunk, Sign};
+use crate::proto::text::list;
+
+/// How long after the end of a rank's connection those of the others of its host may end: the
+/// kernel of a machine that stops, or a container, ends its processes one after the other.
+const TOGETHER: Duration = Duration::from_millis(300);
+
+/// Ranks of a host that are dead, while others of it may live.
+pub(super) struct Falling {
+    ranks: Vec<Rank>,
+    /// What became of the first.
+    reason: OverReason,
+    /// When it counts that the others live.
+    deadline: Duration,
+}
+
+impl Falling {
+    /// This process has not run for so long.
+    pub(super) fn forgive(&mut self, gap: Duration) {
+        self.deadline += gap;
+    }
+}
 
 impl Running {
     /// Whether a rank has left because it had done its work.
@@ -51,8 +76,16 @@ fn lost(reason: &OverReason) -> Option<Rank> {
     }
 }
 
+/// Whether it is lost because nothing was heard of it.
+fn is_silent(reason: &OverReason) -> bool {
+    matches!(reason, OverReason::Died { how: Sign::Silent { .. }, .. })
+}
+
+const ALONE_HOLDS: &str = "it alone has results that others lack, of a server that is lost";
+
 impl Scheduler {
-    /// Goes on without the rank that is lost, if the epoch can; says whether it does.
+    /// Goes on without the rank that is lost, and the others of its host if these are lost as well,
+    /// if the epoch can; says whether it does, or may.
     pub(super) fn shrink(&mut self, reason: &OverReason, culprit: Option<NodeId>) -> bool {
         let Some(elastic) = self.config.elastic.as_ref().filter(|elastic| elastic.shrinks) else {
             return false;
@@ -60,43 +93,104 @@ impl Scheduler {
         let (Phase::Running(running), Some(rank)) = (&self.phase, lost(reason)) else {
             return false;
         };
+        let host = running.registry.host_of(rank).to_vec();
         let (size, least) = (running.job.workers.len(), elastic.min_workers.max(1) as usize);
-        let can_spare = size > running.left.len() + least
-            && running.gone.len() < GONE_MAX
+        let can_spare = size >= running.left.len() + host.len() + least
+            && running.gone.len() + host.len() <= GONE_MAX
             // Whoever suspends comes back to another epoch, which is about to form.
             && running.away.is_empty()
-            && !running.left.contains(&rank);
+            && !host.iter().any(|rank| running.left.contains(rank));
         if !can_spare {
             return false;
         }
-        if let Some(needed) = running.registry.needs(rank) {
-            self.put(Output::Log(format!("the epoch can't go on without {rank}: {needed}")));
+        let needed = running.registry.needs(&host).map(|needed| needed.to_string());
+        let moves = || running.moving.needs(&host).then(|| ALONE_HOLDS.to_owned());
+        if let Some(why) = needed.or_else(moves) {
+            self.put(Output::Log(format!("the epoch can't go on without {rank}: {why}")));
             return false;
         }
-        if running.moving.needs(rank) {
-            let why = "it alone has results that others lack, of a server that is lost";
-            self.put(Output::Log(format!("the epoch can't go on without {rank}: {why}")));
+        let fallen = running.falling.iter().find(|falling| host.contains(&falling.ranks[0]));
+        let has_fallen =
+            |one: &Rank| fallen.is_some_and(|falling| falling.ranks.contains(one)) || *one == rank;
+        let is_whole = host.iter().all(has_fallen);
+        let deadline = self.clock + TOGETHER;
+        let deadline =
+            if is_silent(reason) { self.together_at(&host, rank) } else { Some(deadline) };
+        if !is_whole && fallen.is_none() && deadline.is_none() {
             return false;
         }
         if let Some(node) = culprit {
             self.expel(node, reason);
         }
-        self.lose(rank, reason);
+        let Phase::Running(running) = &mut self.phase else { return false };
+        let fallen = running.falling.iter().position(|one| host.contains(&one.ranks[0]));
+        if is_whole {
+            let first = fallen.map(|at| running.falling.swap_remove(at).reason);
+            self.lose(&host, first.as_ref().unwrap_or(reason));
+            return true;
+        }
+        match (fallen, deadline) {
+            (Some(at), _) => running.falling[at].ranks.push(rank),
+            (None, Some(deadline)) => {
+                let falling = Falling { ranks: vec![rank], reason: reason.clone(), deadline };
+                running.falling.push(falling);
+                let text = "are the others of its host, with which it sums, lost as well?";
+                self.put(Output::Log(format!("{reason}; {text}")));
+            }
+            (None, None) => unreachable!("it was asked for above"),
+        }
         true
     }
 
-    /// Takes a rank out of all that is waited for, and tells everybody.
-    fn lose(&mut self, rank: Rank, reason: &OverReason) {
+    /// A rank is silent for too long: when the others of its host will be, unless one of them was
+    /// heard since.
+    fn together_at(&self, host: &[Rank], rank: Rank) -> Option<Duration> {
+        // Two heartbeats at least, see `Config::check`.
+        let half = self.config.heartbeat_timeout / 2;
+        let Phase::Running(running) = &self.phase else { return None };
+        let is_silent = |one: &Rank| {
+            let (node, _) = &running.job.workers[one.0 as usize];
+            let peer = self.peers.get(node);
+            peer.is_none_or(|peer| self.clock.saturating_sub(peer.heard) >= half)
+        };
+        let all = host.iter().filter(|one| **one != rank).all(is_silent);
+        all.then_some(self.clock + half)
+    }
+
+    /// Forms the job again where ranks live that sum with one that is lost.
+    pub(super) fn check_falling(&mut self, now: Duration) {
+        let Phase::Running(running) = &mut self.phase else { return };
+        let Some(at) = running.falling.iter().position(|falling| now >= falling.deadline) else {
+            return;
+        };
+        let Falling { ranks, reason, .. } = running.falling.swap_remove(at);
+        let why = "it summed with other ranks of its host, which live";
+        self.put(Output::Log(format!("the epoch can't go on without {}: {why}", ranks[0])));
+        if let Some(reason) = self.regroup(reason, None) {
+            self.end_job(reason, None);
+        }
+    }
+
+    /// Takes ranks out of all that is waited for, and tells everybody.
+    fn lose(&mut self, ranks: &[Rank], reason: &OverReason) {
         let now = self.clock;
         let Phase::Running(running) = &mut self.phase else { return };
-        let Some((_, register)) = running.job.workers.get(rank.0 as usize) else { return };
-        let who = ranked(rank, register);
-        self.history.bury(Some(register.session), who);
-        let (passed, retired) = running.lose(rank);
+        let (mut passed, mut retired) = (Vec::new(), Vec::new());
+        for &rank in ranks {
+            let Some((_, register)) = running.job.workers.get(rank.0 as usize) else { return };
+            self.history.bury(Some(register.session), ranked(rank, register));
+            let (barriers, replies) = running.lose(rank);
+            passed.extend(barriers);
+            retired.extend(replies);
+        }
         let gone = running.gone.clone();
         let left = counted(running.job.workers.len() - running.left.len(), "rank");
+        let lost = match ranks {
+            [rank] => rank.to_string(),
+            ranks => format!("ranks {} of one host", list(ranks.iter().map(|rank| rank.0))),
+        };
         let text = format!(
-            "{left} of {} {} on without {rank}: {reason}",
+            "{left} of {} {} on without {lost}: {reason}",
             running.job.workers.len(),
             if left.starts_with("1 ") { "goes" } else { "go" }
         );
@@ -107,10 +201,12 @@ impl Scheduler {
         }
         self.pass(passed);
         self.reply(retired);
-        self.timeline(rank, None);
-        self.left_uneven(rank);
-        self.apply_if_held(now);
-        self.lose_holder(rank);
+        for &rank in ranks {
+            self.timeline(rank, None);
+            self.left_uneven(rank);
+            self.apply_if_held(now);
+            self.lose_holder(rank);
+        }
         self.check_stalls(now);
     }
 }

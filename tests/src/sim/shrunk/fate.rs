@@ -9,6 +9,7 @@ use std::time::Duration;
 
 /// What is still to die, and when.
 pub(super) struct Fate {
+    /// Or hosts.
     pub(super) ranks: usize,
     servers: Vec<usize>,
     at: Duration,
@@ -21,6 +22,8 @@ pub(super) struct Fate {
     thaws: Option<Duration>,
     /// Numbers of the ranks that were killed.
     killed: Vec<Rank>,
+    /// Ranks of a host that is being lost, and whether they fall silent.
+    host: (Vec<usize>, bool),
     /// A scheduler was lost before all ranks that lived had the numbers of their tensors.
     declaring: bool,
 }
@@ -40,6 +43,7 @@ impl Fate {
             starts: None,
             thaws: None,
             killed: Vec::new(),
+            host: (Vec::new(), false),
             declaring: false,
         };
         if dying == Dying::Ranks {
@@ -48,9 +52,10 @@ impl Fate {
         let mut servers: Vec<usize> = (0..shape.servers as usize).collect();
         shuffle(random, &mut servers);
         servers.truncate(1 + random.index(servers.len() - 1));
-        if dying == Dying::RanksOfGpus {
+        if matches!(dying, Dying::RanksOfGpus | Dying::Hosts) {
             servers.truncate(servers.len() * usize::from(random.once_in(2)));
-            return fate(ranks, servers);
+            let hosts = random.index(shape.hosts.len());
+            return fate(if dying == Dying::Hosts { hosts } else { ranks }, servers);
         }
         let ranks = if random.once_in(2) { 0 } else { ranks };
         if dying == Dying::Schedulers {
@@ -145,6 +150,42 @@ impl Fate {
         }
     }
 
+    /// The ranks of the host of this one, which may be lost: all live, none is about to leave, and
+    /// others would be left. Else none.
+    fn host_with(&self, cluster: &Cluster, ranks: &[Script], victim: usize) -> Vec<usize> {
+        let Some(own) = &cluster.workers[victim].roster else { return Vec::new() };
+        let numbers: Vec<u32> = std::iter::once(own.index)
+            .chain(own.neighbours.iter().map(|neighbour| neighbour.rank.0))
+            .collect();
+        let number = |index: &usize| Some(cluster.workers[*index].roster.as_ref()?.index);
+        let is_of_it = |index: &usize| number(index).is_some_and(|one| numbers.contains(&one));
+        let (host, others): (Vec<usize>, Vec<usize>) = (0..ranks.len()).partition(is_of_it);
+        let lives = |index: &usize| cluster.workers[*index].alive() && !ranks[*index].hidden;
+        let may_go = |index: &usize| lives(index) && ranks[*index].barrier.is_none();
+        let is_whole = host.len() == numbers.len() && host.iter().all(may_go);
+        if is_whole && others.iter().any(lives) { host } else { Vec::new() }
+    }
+
+    fn kill_one(
+        &mut self,
+        (cluster, ranks, seen): (&mut Cluster, &mut [Script], &mut Seen),
+        victim: usize,
+        is_silent: bool,
+    ) {
+        if self.dying != Dying::Ranks {
+            // A result that nobody else has had needs not be what others get.
+            seen.values_mut().for_each(|seen| drop(seen.remove(&victim)));
+        }
+        let roster = cluster.workers[victim].roster.as_ref();
+        self.killed.extend(roster.map(|roster| Rank(roster.index)));
+        if is_silent {
+            ranks[victim].hidden = true;
+            cluster.hide_worker(victim);
+        } else {
+            cluster.kill_worker(victim);
+        }
+    }
+
     /// Kills whoever is to die by now; several may die at once, or one shortly after another.
     pub(super) fn strike(
         &mut self,
@@ -162,13 +203,20 @@ impl Fate {
                 let is_known = |request| worker.declared.contains_key(&request);
                 worker.alive() && !rank.request.is_some_and(is_known)
             });
-        while cluster.now() >= self.at && (self.ranks > 0 || !self.servers.is_empty()) {
+        let is_left = |fate: &Fate| fate.ranks > 0 || !fate.servers.is_empty();
+        while cluster.now() >= self.at && (is_left(self) || !self.host.0.is_empty()) {
+            if let Some(victim) = self.host.0.pop() {
+                self.kill_one((cluster, ranks, seen), victim, self.host.1);
+                let soon = [1, 300, 8000][random.index(3)];
+                self.at += Duration::from_micros(1 + random.below(soon));
+                continue;
+            }
             let is_server = !self.servers.is_empty() && (self.ranks == 0 || random.once_in(2));
             let victim = random.index(ranks.len());
             let worker = &cluster.workers[victim];
-            let worker_rank = worker.roster.as_ref().map(|roster| Rank(roster.index));
             // What ranks of a host sum is lost with one of them, and the job forms again.
             let is_alone = worker.roster.as_ref().is_some_and(|own| own.neighbours.is_empty());
+            let host = self.host_with(cluster, ranks, victim);
             if is_server {
                 if has_formed
                     && !is_leaving
@@ -180,23 +228,29 @@ impl Fate {
                         false => cluster.kill_server(victim),
                     }
                 }
+            } else if self.dying == Dying::Hosts {
+                self.ranks -= usize::from(!host.is_empty());
+                outcome.gone += host.len() as u64;
+                // A machine that stops is silent at once.
+                self.host = (host, random.once_in(3));
+                if self.host.1 {
+                    for victim in std::mem::take(&mut self.host.0) {
+                        self.kill_one((cluster, ranks, seen), victim, true);
+                    }
+                }
+                shuffle(random, &mut self.host.0);
             } else if is_alone && worker.alive() && !ranks[victim].left {
                 self.ranks -= 1;
                 outcome.gone += 1;
-                if self.dying != Dying::Ranks {
-                    // A result that nobody else has had needs not be what others get.
-                    seen.values_mut().for_each(|seen| drop(seen.remove(&victim)));
-                }
-                self.killed.extend(worker_rank);
-                if random.once_in(3) && self.dying != Dying::Schedulers {
-                    ranks[victim].hidden = true;
-                    cluster.hide_worker(victim);
-                } else {
-                    cluster.kill_worker(victim);
-                }
+                let is_silent = random.once_in(3) && self.dying != Dying::Schedulers;
+                self.kill_one((cluster, ranks, seen), victim, is_silent);
             }
             let soon = [1, 300, 3000, 8000][random.index(4)];
             self.at += Duration::from_micros(1 + random.below(soon));
+        }
+        if !self.host.0.is_empty() {
+            // The others of a host do not outlive the first for long.
+            cluster.wake_at(self.at);
         }
     }
 }

@@ -8,7 +8,7 @@ use std::fmt;
 /// Why the others can't go on without a rank: what it did for them nobody can do now.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(in crate::proto::scheduler) enum Needed {
-    /// Others of its host gave it their contributions, or had theirs from it.
+    /// No server takes part: ranks gave it their contributions, or had theirs from it.
     Group,
     /// Where ranks of a host sum among themselves on GPUs, collectives carry the results on, and
     /// say of none whom it lacks.
@@ -32,9 +32,14 @@ impl fmt::Display for Needed {
 }
 
 impl Registry {
-    /// Why the others can't go on without this rank, if so.
-    pub(in crate::proto::scheduler) fn needs(&self, rank: Rank) -> Option<Needed> {
-        if !self.through_servers || self.groups.members_with(rank).len() > 1 {
+    /// The ranks that sum with this one before servers do, itself among them.
+    pub(in crate::proto::scheduler) fn host_of(&self, rank: Rank) -> &[Rank] {
+        self.groups.members_with(rank)
+    }
+
+    /// Why the others can't go on without these ranks, [a whole host](Self::host_of), if so.
+    pub(in crate::proto::scheduler) fn needs(&self, ranks: &[Rank]) -> Option<Needed> {
+        if !self.through_servers {
             return Some(Needed::Group);
         }
         let said = || self.tensors.iter().map(|tensor| &tensor.said);
@@ -46,7 +51,8 @@ impl Registry {
             return Some(Needed::All);
         }
         let deltas = |said: &Declaration| said.store.and_then(Store::deltas);
-        let is_root = said().any(|said| deltas(said).is_some_and(|deltas| deltas.root == rank));
+        let is_root =
+            said().any(|said| deltas(said).is_some_and(|deltas| ranks.contains(&deltas.root)));
         is_root.then_some(Needed::Root)
     }
 
