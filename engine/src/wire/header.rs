@@ -15,7 +15,7 @@
 //! | 40..44 | length | bytes of payload that follow |
 //! | 44..48 | contributors | contributions in the payload: what an average divides by |
 //! | 48..52 | payload checksum | CRC-32C of the payload if flagged, else zero |
-//! | 52..60 | act, missing | of a result [`Header::missing`], else [`Header::act`] |
+//! | 52..60 | act, missing | [`Header::missing`] of a result, and of news of one on GPUs, else [`Header::act`] |
 //! | 60..64 | header checksum | CRC-32C of bytes 0..60 |
 //!
 //! The checksum is the last field so that a header cut short or overwritten never passes by
@@ -233,8 +233,10 @@ impl Header {
         raw[40..44].copy_from_slice(&self.length.to_le_bytes());
         raw[44..48].copy_from_slice(&self.contributors.to_le_bytes());
         raw[48..52].copy_from_slice(&self.payload_checksum.to_le_bytes());
-        let is_result = self.kind == Kind::Publication || self.flags & FLAG_RESULT != 0;
-        let word = if is_result { self.missing } else { self.act };
+        let is_of_result =
+            matches!(self.kind, Kind::Publication | Kind::GpuLanded | Kind::GpuGather)
+                || self.flags & FLAG_RESULT != 0;
+        let word = if is_of_result { self.missing } else { self.act };
         raw[52..60].copy_from_slice(&word.to_le_bytes());
         let checksum = crc32c(&raw[..60]);
         raw[60..64].copy_from_slice(&checksum.to_le_bytes());
@@ -291,7 +293,7 @@ impl Header {
             Kind::Contribution if flags & FLAG_RESULT != 0 => (0, word),
             Kind::Contribution | Kind::Refused | Kind::Ready => (word, 0),
             Kind::Goodbye if word <= COMES_BACK => (word, 0),
-            Kind::Publication => (0, word),
+            Kind::Publication | Kind::GpuLanded | Kind::GpuGather => (0, word),
             _ if word != 0 => return Err(Invalid::Reserved),
             _ => (0, 0),
         };
@@ -391,6 +393,10 @@ mod tests {
         assert_eq!(Header::decode(&given.encode()), Ok(given));
         let published = Header { kind: Kind::Publication, ..given };
         assert_eq!(Header::decode(&published.encode()), Err(Invalid::Flags(flags)));
+        for kind in [Kind::GpuLanded, Kind::GpuGather] {
+            let news = Header { kind, flags: 0, payload_checksum: 0, missing: 5, ..sample() };
+            assert_eq!(Header::decode(&news.encode()), Ok(news));
+        }
         let goodbye =
             Header { act: 2, ..Header::new(Kind::Goodbye, DType::F32, Rank(1), Epoch(1)) };
         assert_eq!(Header::decode(&goodbye.encode()), Err(Invalid::Reserved));

@@ -22,12 +22,13 @@ const HANGS: Duration = Duration::from_secs(300);
 type Play = fn(u64) -> Vec<(&'static str, u64)>;
 
 /// What may be simulated.
-const KINDS: [(&str, Play); 12] = [
+const KINDS: [(&str, Play); 13] = [
     ("ranks", |seed| counts(run_shrunk(seed, Dying::Ranks))),
     ("servers", |seed| counts(run_shrunk(seed, Dying::Servers))),
     ("servers-gpus", |seed| counts(run_shrunk(seed, Dying::ServersOfGpus))),
     ("ranks-gpus", |seed| counts(run_shrunk(seed, Dying::RanksOfGpus))),
     ("hosts", |seed| counts(run_shrunk(seed, Dying::Hosts))),
+    ("hosts-gpus", |seed| counts(run_shrunk(seed, Dying::HostsOfGpus))),
     ("schedulers", |seed| counts(run_shrunk(seed, Dying::Schedulers))),
     ("slow", |seed| counts(run_short(seed))),
     ("reformed", |seed| reformed(run_reformed(seed, Trouble::Deaths))),

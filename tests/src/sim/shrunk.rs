@@ -118,13 +118,20 @@ pub enum Dying {
     RanksOfGpus,
     /// Hosts with all of their ranks, which may sum among themselves, and perhaps servers.
     Hosts,
+    /// The same of ranks that have GPUs.
+    HostsOfGpus,
     /// Schedulers, which others follow, and perhaps ranks, seldom a server.
     Schedulers,
 }
 
 impl Dying {
     fn has_gpus(self) -> bool {
-        matches!(self, Dying::ServersOfGpus | Dying::RanksOfGpus)
+        matches!(self, Dying::ServersOfGpus | Dying::RanksOfGpus | Dying::HostsOfGpus)
+    }
+
+    /// Whether all ranks of a host die together.
+    fn takes_hosts(self) -> bool {
+        matches!(self, Dying::Hosts | Dying::HostsOfGpus)
     }
 }
 
@@ -249,7 +256,7 @@ pub fn run_shrunk(seed: u64, dying: Dying) -> Shrunk {
     let groups = match dying {
         Dying::Servers if seed % 2 == 1 => Groups::Hosts,
         Dying::Hosts => Groups::Hosts,
-        Dying::ServersOfGpus | Dying::RanksOfGpus => Groups::Gpus,
+        _ if dying.has_gpus() => Groups::Gpus,
         _ => Groups::Apart,
     };
     play(seed, groups, (false, true), dying)
@@ -276,7 +283,7 @@ fn play(seed: u64, groups: Groups, (may_be_short, shrinks): (bool, bool), dying:
     while shape.workers > RANKS_MAX || must_be_apart && shape.sums_on_hosts() {
         shape = Shape::random(&mut random, groups);
     }
-    let through_servers = may_be_short || shape.devices || dying == Dying::Hosts;
+    let through_servers = may_be_short || shape.devices || dying.takes_hosts();
     shape.planning.force_distributed |= through_servers;
     if dying != Dying::Ranks {
         shape.servers = 2 + u32::try_from(random.index(3)).expect("few");

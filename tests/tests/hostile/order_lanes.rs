@@ -79,7 +79,13 @@ fn what_is_said_comes_in_order_and_a_goodbye_is_the_last_of_it() {
     for round in 0..500 {
         let kind = KINDS[usize::try_from(round % 5).expect("small")];
         pair.send(&word(kind, round), &[]);
-        pair.lanes.say(OrderWord { kind: OrderKind::Reduce, key: Key(9), round, left: 1 });
+        pair.lanes.say(OrderWord {
+            kind: OrderKind::Reduce,
+            key: Key(9),
+            round,
+            left: 1,
+            missing: 0,
+        });
     }
     pair.settle();
     let heard: Vec<(Rank, u64, u32)> = pair

@@ -63,6 +63,9 @@ pub struct OrderWord {
     pub round: u64,
     /// Words of the batch, from this one on.
     pub left: u32,
+    /// Where results have landed or are to be gathered, what is known of ranks that they lack: a
+    /// bit for each, as in [`Header::missing`]. Of a broadcast, any says that there is no result.
+    pub missing: u64,
 }
 
 /// What has come, or became of a lane.
@@ -138,7 +141,7 @@ impl OrderLanes {
     pub fn say(&mut self, word: OrderWord) {
         let mut header = Header::new(word.kind.into(), DType::U8, self.own, self.epoch);
         (header.key, header.round) = (word.key, Round(word.round));
-        header.contributors = word.left;
+        (header.contributors, header.missing) = (word.left, word.missing);
         for lane in self.lanes.iter_mut().filter(|lane| lane.open) {
             lane.outbox.push_back(header);
         }
@@ -249,5 +252,5 @@ fn understood(raw: &RawHeader, from: Rank, epoch: Epoch) -> Result<Option<OrderW
     let kind = OrderKind::of(header.kind)
         .ok_or_else(|| format!("{:?} says nothing about the order of collectives", header.kind))?;
     let (key, round, left) = (header.key, header.round.0, header.contributors);
-    Ok(Some(OrderWord { kind, key, round, left }))
+    Ok(Some(OrderWord { kind, key, round, left, missing: header.missing }))
 }

@@ -254,7 +254,7 @@ impl Nic {
         for word in unsaid {
             match word.kind {
                 Kind::Contribution => self.slot_sent(part),
-                Kind::Publication => self.result_sent(part),
+                Kind::Publication if !word.lacks.is_lost => self.result_sent(part),
                 _ => {}
             }
         }
@@ -306,6 +306,9 @@ impl Nic {
         if let Some(slot) = slot.filter(|_| is_own && !self.column.lanes.is_empty()) {
             // The other user is the GPU.
             self.share(part, slot);
+        } else if is_own && lacks.is_lost {
+            // There are no bytes, and the column is to know that.
+            self.publish(part);
         }
         let over = self.close_one(part);
         self.gpu.tell(ToGpu::Landed { of, slot, over, lacks });

@@ -77,11 +77,6 @@ impl Groups {
         groups.all(|group| Some(group) == first)
     }
 
-    /// Whether any has several members.
-    pub(super) fn has_several(&self) -> bool {
-        self.members.iter().any(|members| members.len() > 1)
-    }
-
     pub(super) fn members_with(&self, rank: Rank) -> &[Rank] {
         self.members.get(self.of_rank(rank) as usize).map_or(&[], Vec::as_slice)
     }

@@ -52,10 +52,10 @@ impl Fate {
         let mut servers: Vec<usize> = (0..shape.servers as usize).collect();
         shuffle(random, &mut servers);
         servers.truncate(1 + random.index(servers.len() - 1));
-        if matches!(dying, Dying::RanksOfGpus | Dying::Hosts) {
+        if dying == Dying::RanksOfGpus || dying.takes_hosts() {
             servers.truncate(servers.len() * usize::from(random.once_in(2)));
             let hosts = random.index(shape.hosts.len());
-            return fate(if dying == Dying::Hosts { hosts } else { ranks }, servers);
+            return fate(if dying.takes_hosts() { hosts } else { ranks }, servers);
         }
         let ranks = if random.once_in(2) { 0 } else { ranks };
         if dying == Dying::Schedulers {
@@ -228,7 +228,7 @@ impl Fate {
                         false => cluster.kill_server(victim),
                     }
                 }
-            } else if self.dying == Dying::Hosts {
+            } else if self.dying.takes_hosts() {
                 self.ranks -= usize::from(!host.is_empty());
                 outcome.gone += host.len() as u64;
                 // A machine that stops is silent at once.

@@ -25,23 +25,22 @@ const VERDICT: Duration = Duration::from_secs(3);
 pub(super) struct Drained {
     push: Box<GpuPush>,
     error: Error,
-    /// Of the host's stream, and of those up and down.
-    host: Option<u32>,
-    marks: [u32; 2],
+    /// Of the host's stream, and of those up and down; none until NCCL is enqueueing nothing.
+    marks: Option<(Option<u32>, [u32; 2])>,
     /// Those of tensors with memory of their own.
     is_staged: bool,
     since: Duration,
 }
 
 impl Drained {
-    /// A round of a rank without others on its host, in slots.
-    pub(super) fn apart(
+    /// A round that ends so.
+    pub(super) fn new(
         push: Box<GpuPush>,
         error: Error,
-        marks: [u32; 2],
+        is_staged: bool,
         since: Duration,
     ) -> Drained {
-        Drained { push, error, host: None, marks, is_staged: false, since }
+        Drained { push, error, marks: None, is_staged, since }
     }
 }
 
@@ -129,15 +128,16 @@ impl Pipeline {
                     run.push.task.lacks(run.lacks.ranks, run.lacks.by_rank);
                     self.one_less_ahead();
                 }
-                let host = self.host.as_mut().map(|host| host.track.mark()).transpose()?;
-                let (up, down) = match &mut self.staged {
-                    Some(staged) if is_staged => (&mut staged.up, &mut staged.down),
-                    _ => (&mut self.up, &mut self.down),
-                };
-                let marks = [up.mark()?, down.mark()?];
-                let (push, since) = (run.push, self.now);
-                self.drained.push(Drained { push, error, host, marks, is_staged, since });
+                self.drained.push(Drained::new(run.push, error, is_staged, self.now));
             }
+        }
+        for one in self.drained.iter_mut().filter(|one| one.marks.is_none()) {
+            let host = self.host.as_mut().map(|host| host.track.mark()).transpose()?;
+            let (up, down) = match &mut self.staged {
+                Some(staged) if one.is_staged => (&mut staged.up, &mut staged.down),
+                _ => (&mut self.up, &mut self.down),
+            };
+            one.marks = Some((host, [up.mark()?, down.mark()?]));
         }
         Ok(())
     }
@@ -151,11 +151,11 @@ impl Pipeline {
         let tracks = |staged: &Staged| [staged.up.passed(), staged.down.passed()];
         let staged = self.staged.as_ref().map(tracks);
         let has_passed = |one: &mut Drained| {
-            let [above, below] = one.marks;
+            let Some((of_host, [above, below])) = one.marks else { return false };
             if let Some([up, down]) = staged.filter(|_| one.is_staged) {
                 return up.has(above) && down.has(below);
             }
-            let is_host_done = one.host.is_none_or(|mark| host.is_some_and(|host| host.has(mark)));
+            let is_host_done = of_host.is_none_or(|mark| host.is_some_and(|host| host.has(mark)));
             is_host_done && up.has(above) && down.has(below)
         };
         let over: Vec<Drained> = self.drained.extract_if(.., has_passed).collect();

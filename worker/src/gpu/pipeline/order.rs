@@ -6,10 +6,27 @@ use super::{Batch, Of, Ordered, Pipeline, Tensor};
 use crate::cuda::GpuError;
 use crate::gpu::order_lanes::{Heard, OrderKind, OrderWord};
 use crate::rounds::handover::FromGpu;
-use bps_engine::base::{Key, Rank, milliseconds, word};
+use crate::rounds::{Lacks, Plan};
+use bps_engine::base::{Key, Operation, Rank, milliseconds, word};
 use bps_engine::limits::PARTS_MAX;
 use bps_engine::proto::messages::StalledKey;
 use std::time::Duration;
+
+impl Tensor {
+    /// What this rank knows of what the open round's result lacks, as it is said to others.
+    fn missing(&self) -> u64 {
+        let lacks = self.run.as_ref().map_or(Lacks::NOTHING, |run| run.lacks);
+        if lacks.is_lost { 1 } else { lacks.ranks }
+    }
+}
+
+/// What others have said of it.
+fn lacks_of(plan: &Plan, missing: u64) -> Lacks {
+    match plan.operation {
+        Operation::Broadcast(_) => Lacks { is_lost: missing != 0, ..Lacks::NOTHING },
+        _ => Lacks { ranks: missing, ..Lacks::NOTHING },
+    }
+}
 
 impl Pipeline {
     pub(super) fn leader(&self) -> Option<Rank> {
@@ -29,7 +46,7 @@ impl Pipeline {
         run.is_ready = true;
         let (key, round) = (state.rows[0].key, state.round);
         if !leads {
-            let word = OrderWord { kind: OrderKind::Ready, key, round, left: 1 };
+            let word = OrderWord { kind: OrderKind::Ready, key, round, left: 1, missing: 0 };
             self.say(word);
         } else if self.gathers.own(key, now) {
             self.release(tensor);
@@ -58,8 +75,8 @@ impl Pipeline {
         // The tensor ended while the copy was under way: nobody waits for its rows.
         let Some(state) = self.tensor(of.tensor) else { return };
         let (key, round) = (state.rows[of.index as usize].key, state.round);
-        let word = OrderWord { kind: OrderKind::Landed, key, round, left: 1 };
-        self.say(word);
+        let missing = state.missing();
+        self.say(OrderWord { kind: OrderKind::Landed, key, round, left: 1, missing });
     }
 
     /// The parts of a row that a rank holds have landed there. Returns whether that can be.
@@ -134,7 +151,9 @@ impl Pipeline {
         match self.tensor(of.tensor) {
             // It may not have heard yet that the ranks disagree.
             Some(state) if !is_order && state.poisoned.is_some() => return Ok(()),
-            Some(Tensor { run: Some(_), round, .. }) if *round == word.round => {}
+            Some(Tensor { run: Some(run), plan, round, .. }) if *round == word.round => {
+                run.lacks = run.lacks.or(lacks_of(plan, word.missing));
+            }
             _ => return Err(untrue("names a round that is not open")),
         }
         if word.kind == OrderKind::Landed {
@@ -200,8 +219,7 @@ impl Pipeline {
             self.to_gather.forget(tensor);
         }
         if self.ended.insert(key) {
-            let word = OrderWord { kind: OrderKind::End, key, round: 0, left: 1 };
-            self.say(word);
+            self.say(OrderWord { kind: OrderKind::End, key, round: 0, left: 1, missing: 0 });
         }
     }
 
@@ -219,8 +237,7 @@ impl Pipeline {
         if is_heard || !is_open {
             return false;
         }
-        let word = OrderWord { kind: OrderKind::End, key, round: 0, left: 1 };
-        self.say(word);
+        self.say(OrderWord { kind: OrderKind::End, key, round: 0, left: 1, missing: 0 });
         true
     }
 
@@ -273,7 +290,8 @@ impl Pipeline {
             let Some(state) = self.tensor(of.tensor) else { continue };
             let (key, round) = (state.rows[of.index as usize].key, state.round);
             let left = word(rows.len() - at);
-            self.say(OrderWord { kind, key, round, left });
+            let missing = if order == Ordered::Gather { state.missing() } else { 0 };
+            self.say(OrderWord { kind, key, round, left, missing });
         }
         Some(Batch { order, rows })
     }

@@ -196,8 +196,7 @@ impl Pipeline {
             None => state.written = Written::Unmarked,
             Some(error) => {
                 // Other parts may have come, and are being copied up.
-                let marks = [self.up.mark()?, self.down.mark()?];
-                let given_up = run.map(|run| Drained::apart(run.push, error, marks, self.now));
+                let given_up = run.map(|run| Drained::new(run.push, error, false, self.now));
                 self.drained.extend(given_up);
                 return next.map_or(Ok(()), |next| self.begin(tensor, next));
             }

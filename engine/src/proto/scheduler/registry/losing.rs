@@ -10,9 +10,6 @@ use std::fmt;
 pub(in crate::proto::scheduler) enum Needed {
     /// No server takes part: ranks gave it their contributions, or had theirs from it.
     Group,
-    /// Where ranks of a host sum among themselves on GPUs, collectives carry the results on, and
-    /// say of none whom it lacks.
-    Devices,
     /// Rounds of some tensors are whole or nothing: an optimizer steps once, and what each rank
     /// encodes as it likes is not added apart.
     All,
@@ -24,7 +21,6 @@ impl fmt::Display for Needed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Needed::Group => "it summed with other ranks of its host",
-            Needed::Devices => "GPUs of a host sum among themselves",
             Needed::All => "there are tensors with an optimizer, or encoded as `auto`",
             Needed::Root => "stored tensors begin with its value",
         })
@@ -43,9 +39,6 @@ impl Registry {
             return Some(Needed::Group);
         }
         let said = || self.tensors.iter().map(|tensor| &tensor.said);
-        if self.groups.has_several() && said().any(|said| said.device) {
-            return Some(Needed::Devices);
-        }
         let chooses = |said: &Declaration| said.encoding.is_some_and(|encoding| encoding.auto);
         if said().any(|said| chooses(said) || said.store.and_then(Store::optimizer).is_some()) {
             return Some(Needed::All);

@@ -122,35 +122,82 @@ fn what_only_the_dead_could_do_ends_the_epoch() {
         assert_eq!(bench.reforming(0).1, Epoch(2));
         assert!(bench.log.iter().any(|line| line.contains(why)), "{:?}", bench.log);
     }
-    // Of a host of two, either; of one alone, none.
-    for (victim, is_alone) in [(0, false), (1, false), (2, true)] {
-        let mut bench = of_hosts(&[2, 1], 1);
-        bench.scheduler.config.elastic = Some(shrinks(1));
-        bench.close(victim);
-        let other = if victim == 0 { 1 } else { 0 };
-        match is_alone {
-            true => assert_eq!(bench.gone(other).0, [2]),
-            false => assert_eq!(bench.reforming(other).1, Epoch(2)),
-        }
-    }
+}
+
+/// Two hosts of two ranks and one alone, of which all but `least` may die.
+fn hosts(least: u32) -> Bench {
+    let mut bench = of_hosts(&[2, 2, 1], 1);
+    bench.scheduler.config.elastic = Some(shrinks(least));
+    bench
 }
 
 #[test]
-fn a_gpu_of_a_host_of_its_own_is_done_without_unless_others_of_the_job_sum_on_theirs() {
+fn a_host_is_lost_with_all_of_its_ranks() {
+    let mut bench = hosts(1);
     let on_gpu = Declaration { device: true, ..tensor("gpu", 10) };
-    for (hosts, goes_on) in [([1, 1, 1], true), ([2, 1, 1], false)] {
-        let mut bench = of_hosts(&hosts, 1);
-        bench.scheduler.config.elastic = Some(shrinks(1));
-        bench.declare(0, 1, std::slice::from_ref(&on_gpu));
-        let victim = u64::from(hosts.iter().sum::<u32>()) - 1;
-        bench.close(victim);
-        if goes_on {
-            assert_eq!(bench.gone(0).0, [u32::try_from(victim).unwrap()]);
+    bench.declare(0, 1, &[on_gpu]);
+    for node in [0, 1, 4] {
+        bench.say(node, NodeMessage::Barrier { request: node });
+    }
+    bench.close(3);
+    assert!(bench.heard(0).iter().all(|heard| !matches!(heard, SchedulerMessage::Shrunk(_))));
+    let asks = "are the others of its host, with which it sums, lost as well?";
+    assert!(bench.log.iter().any(|line| line.contains(asks)), "{:?}", bench.log);
+    bench.pass(250, &[0, 1, 2, 4, 100]);
+    bench.close(2);
+    let line = "3 ranks of 5 go on without ranks 2, 3 of one host: rank 3 (host w3, pid 1003) died";
+    for node in [0, 1, 4, 100] {
+        let heard = bench.inboxes.get(&NodeId(node)).cloned().unwrap_or_default();
+        let passes = SchedulerMessage::BarrierDone { request: node };
+        assert_eq!(heard.contains(&passes), node < 100, "{heard:?}");
+        let (gone, text) = bench.gone(node);
+        assert!(gone == [2, 3] && text.starts_with(line), "{gone:?} {text}");
+    }
+    // One alone is done without at once, and the epoch lasts.
+    bench.close(4);
+    assert_eq!(bench.gone(0).0, [2, 3, 4]);
+    bench.pass(5_000, &[0, 1, 100]);
+    let view = bench.scheduler.view(bench.now);
+    assert_eq!((view.epoch, view.ranks, view.deaths), (1, 2, 3));
+}
+
+#[test]
+fn one_rank_of_a_host_that_lives_ends_the_epoch() {
+    let mut bench = hosts(1);
+    bench.close(3);
+    bench.pass(250, &[0, 1, 2, 4, 100]);
+    // A host that falls meanwhile is another matter.
+    bench.close(0);
+    bench.close(1);
+    assert_eq!(bench.gone(4).0, [0, 1]);
+    bench.pass(250, &[2, 4, 100]);
+    assert_eq!(bench.reforming(4).1, Epoch(2));
+    let why = "can't go on without rank 3: it summed with other ranks of its host, which live";
+    assert!(bench.log.iter().any(|line| line.contains(why)), "{:?}", bench.log);
+    // Where a whole host can't be spared, nothing is waited for.
+    let mut bench = hosts(4);
+    bench.close(3);
+    assert_eq!(bench.reforming(0).1, Epoch(2));
+}
+
+#[test]
+fn a_machine_that_falls_silent_takes_its_ranks_along() {
+    // Of ranks 2 and 3 the first was heard before the other, or goes on to be.
+    for lives in [false, true] {
+        let mut bench = hosts(1);
+        bench.pass(1_000, &[0, 1, 3, 4, 100]);
+        let alive: &[u64] = if lives { &[0, 1, 3, 4, 100] } else { &[0, 1, 4, 100] };
+        bench.pass(3_250, alive);
+        let is_told = bench.log.iter().any(|line| line.contains("rank 2 (host w2, pid 1002) died"));
+        assert!(is_told, "{:?}", bench.log);
+        if lives {
+            assert_eq!(bench.reforming(0).1, Epoch(2));
             continue;
         }
-        assert_eq!(bench.reforming(0).1, Epoch(2));
-        let why = "can't go on without rank 3: GPUs of a host sum among themselves";
-        assert!(bench.log.iter().any(|line| line.contains(why)), "{:?}", bench.log);
+        assert!(bench.heard(0).iter().all(|heard| !matches!(heard, SchedulerMessage::Shrunk(_))));
+        bench.pass(1_000, alive);
+        let (gone, text) = bench.gone(0);
+        assert!(gone == [2, 3] && text.contains("ranks 2, 3 of one host"), "{gone:?} {text}");
     }
 }
 
