@@ -15,6 +15,7 @@ import torch
 import byteps.torch as bps
 from byteps.errors import PeerDiedError
 from cluster import Cluster
+from hosts import move_to, needs_mounts
 from stand_in import Pipeline
 
 # How many steps are made once a rank is missing.
@@ -23,7 +24,7 @@ STEPS_MAX = 20_000
 VICTIM = 1
 
 
-def training(started):
+def training(started, victims=(VICTIM,)):
     """Trains as any script does; by step, when it ended, what the parameters are, and of whom."""
     bps.init()
     torch.set_num_threads(1)
@@ -47,7 +48,7 @@ def training(started):
         flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
         digest = hashlib.sha256(flat.cpu().numpy().tobytes()).hexdigest()
         steps.append((time.time(), digest, contributors))
-        after += VICTIM not in contributors
+        after += not set(victims) & set(contributors)
         if len(steps) == 5 and bps.rank() == 0:
             open(started, "w").close()
     return steps
@@ -143,6 +144,78 @@ def others_go_on(tmp_path, where, environment=None):
         assert job.wait(30) == 0, job.log()
         log = job.log()
         assert "2 ranks of 3 go on without rank 1: rank 1" in log, log
+        assert "epoch 2" not in log, log
+        with contextlib.suppress(OSError):
+            job.kill()
+
+
+def on_hosts_of_two(where, function, *arguments):
+    """As if the first two ranks were on one machine, and the others on another."""
+    if not bps.is_initialized():
+        move_to(f"host {int(os.environ['BYTEPS_LOCAL_RANK']) // 2}")
+    return where(function, *arguments)
+
+
+def without_a_host():
+    """What is done together without ranks 2 and 3."""
+    rank = bps.rank()
+    assert bps.size() == 4
+    bps.barrier()
+    with pytest.raises(PeerDiedError, match="rank 3 died, from which round") as caught:
+        bps.broadcast(torch.zeros(100_000), root_rank=3, name="from the dead")
+    assert caught.value.ranks == (3,)
+    given = bps.broadcast(torch.full((100_000,), float(rank)), root_rank=1, name="from the living")
+    assert set(given.tolist()) == {1.0}
+    for dtype in (torch.float16, torch.float32, torch.int32):
+        tensor = torch.full((700_000,), 2 * rank + 5, dtype=dtype)
+        assert set(bps.push_pull(tensor, name=f"mean {dtype}").tolist()) == {6}
+    return True
+
+
+def test_others_go_on_without_a_host_that_is_lost(tmp_path):
+    others_go_on_without_a_host(tmp_path, on_cpus)
+
+
+def test_others_go_on_without_a_host_and_its_gpus(tmp_path):
+    environment = Pipeline.libraries(tmp_path)
+    if environment is None:
+        pytest.skip("tests/fake_gpu is not built: cargo build -p bps-fake-gpu")
+    others_go_on_without_a_host(tmp_path, on_gpus_that_are_none, environment)
+
+
+def others_go_on_without_a_host(tmp_path, where, environment=None):
+    """Two hosts of two ranks, which sum among themselves; one loses both, one after the other."""
+    needs_mounts()
+    started = tmp_path / "started"
+    environment = {"BPS_ELASTIC": "shrink", "BPS_LOCAL_REDUCE": "1"} | (environment or {})
+    with Cluster(4, servers=2, environment=environment) as job:
+        job.start(on_hosts_of_two, where, training, str(started), (2, 3))
+        deadline = time.monotonic() + 60
+        while not started.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.0317)
+        killed = time.time()
+        for victim in (3, 2):
+            os.kill(job.pids[victim], signal.SIGKILL)
+            time.sleep(0.02)
+        first, second = job.results(ranks=(0, 1))
+        assert [step[1:] for step in first] == [step[1:] for step in second]
+        sets = [step[2] for step in first]
+        alive = sets.index([0, 1])
+        assert alive >= 5 and set(map(tuple, sets[:alive])) == {(0, 1, 2, 3)}
+        assert set(map(tuple, sets[alive:])) == {(0, 1)}
+        short = max(steps[alive][0] for steps in (first, second)) - killed
+        print(f"from the first kill to the end of the first step without the host: {short:.4f} s")
+        assert short < 10, "on a busy machine"
+        for rank in (0, 1):
+            call = (on_hosts_of_two, (where, without_a_host))
+            job._ranks[rank].send_bytes(cloudpickle.dumps(call))
+        assert job.results(ranks=(0, 1)) == [True, True]
+        for rank in (0, 1):
+            job._ranks[rank].send_bytes(cloudpickle.dumps(None))
+        assert job.wait(30) == 0, job.log()
+        log = job.log()
+        assert "2 ranks of 4 go on without ranks 2, 3 of one host: rank 3" in log, log
         assert "epoch 2" not in log, log
         with contextlib.suppress(OSError):
             job.kill()

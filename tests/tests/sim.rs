@@ -222,6 +222,31 @@ fn ranks_die_and_the_others_go_on_with_their_gpus() {
 }
 
 #[test]
+fn hosts_are_lost_with_all_of_their_ranks() {
+    for (test, dying) in [("hosts", Dying::Hosts), ("hosts", Dying::HostsOfGpus)] {
+        // Columns did not hear of broadcasts that are lost.
+        let (all, is_one) = shrunk(test, dying, 60, &[113, 1177]);
+        println!(
+            "{dying:?}: {} ranks of hosts and {} servers died; {} results, {} of them without some \
+             of the dead, {} of those on GPUs; {} broadcasts lost with their root; {} parts moved, \
+             {} of them of hosts with several ranks; {} jobs could not go on",
+            all.gone,
+            all.servers,
+            all.checked,
+            all.short,
+            all.short_on_gpus,
+            all.lost,
+            all.moved,
+            all.grouped,
+            all.ended
+        );
+        let shows = all.gone > 0 && all.short > 0 && all.lost > 0 && all.grouped > 0;
+        let on_gpus = dying == Dying::Hosts || all.short_on_gpus > 0;
+        assert!(is_one || shows && on_gpus, "the seeds show too little");
+    }
+}
+
+#[test]
 fn schedulers_are_lost_and_others_lead_the_job() {
     // Ranks had asked one that was stopped then, and that another one was started beside.
     let (all, is_one) =

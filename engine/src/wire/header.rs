@@ -15,7 +15,7 @@
 //! | 40..44 | length | bytes of payload that follow |
 //! | 44..48 | contributors | contributions in the payload: what an average divides by |
 //! | 48..52 | payload checksum | CRC-32C of the payload if flagged, else zero |
-//! | 52..60 | act, missing | [`Header::missing`] of a result, and of news of one on GPUs, else [`Header::act`] |
+//! | 52..60 | act, missing | of a result, or news of it [`Header::missing`], else [`Header::act`] |
 //! | 60..64 | header checksum | CRC-32C of bytes 0..60 |
 //!
 //! The checksum is the last field so that a header cut short or overwritten never passes by

@@ -3,22 +3,13 @@
 use super::elastic::removed;
 use super::waits::{Reminder, caught_up};
 use super::{
-    Duration, Epoch, Exit, NodeId, Output, OverReason, Phase, Rank, Rendezvous, Scheduler,
+    Duration, Epoch, Exit, NodeId, Output, OverReason, Phase, Rank, Refusal, Rendezvous, Scheduler,
     SchedulerMessage, Standing,
 };
 use crate::base::milliseconds;
 use crate::proto::messages::{NodeMessage, Origin, Party, Place, RoundOf, Sign, Timeline};
 use crate::proto::text::list;
 use crate::proto::unformed::Unformed;
-
-/// What nodes that come too late are told.
-pub(super) struct Refusal {
-    pub(super) reason: OverReason,
-    /// Nodes that have been told.
-    pub(super) told: usize,
-    /// Nodes of the job, if that is known.
-    pub(super) nodes: Option<usize>,
-}
 
 /// Whether silence counts from this message on. What comes behind a heartbeat that is lost does not
 /// come either, and whoever sends it counts from the same one.

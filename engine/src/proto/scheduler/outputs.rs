@@ -1,6 +1,6 @@
 //! What the machine has done to the job, and what is to be done for it.
 
-use super::{Neighbour, NodeId, Point, Roster, SchedulerMessage};
+use super::{Neighbour, NodeId, OverReason, Point, Roster, SchedulerMessage};
 use std::sync::Arc;
 
 /// How the job ended.
@@ -47,4 +47,13 @@ pub enum Output {
 pub(super) enum Queued {
     Ready(Output),
     Roster(NodeId, u32, Vec<Neighbour>, Arc<Roster>),
+}
+
+/// What nodes that come too late are told.
+pub(super) struct Refusal {
+    pub(super) reason: OverReason,
+    /// Nodes that have been told.
+    pub(super) told: usize,
+    /// Nodes of the job, if that is known.
+    pub(super) nodes: Option<usize>,
 }
