@@ -31,6 +31,7 @@ import test_sparse
 import test_sync_batch_norm
 from byteps.errors import BytePSError, ConfigError, MismatchError
 from cluster import Cluster
+from hosts import move_to, needs_mounts
 
 pytestmark = pytest.mark.gpu
 
@@ -417,10 +418,12 @@ def test_leave_and_return():
         cluster.run(leave_and_return, timeout=START_SECONDS)
 
 
-def training_that_loses_one(victim, steps):
+def training_that_loses_some(victims, steps, host_size=1):
     """Of which ranks each step's result is, and what the parameters are at the end."""
+    if host_size > 1:
+        move_to(f"host {int(os.environ['BYTEPS_LOCAL_RANK']) // host_size}")
     bps.init()
-    torch.cuda.set_device(0)
+    torch.cuda.set_device(bps.rank() % host_size)
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(8))).cuda()
     bps.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -428,7 +431,7 @@ def training_that_loses_one(victim, steps):
     optimizer = bps.DistributedOptimizer(optimizer, model.named_parameters())
     sets, probe = [], torch.zeros(1, device="cuda")
     for step in range(steps):
-        if step == steps // 2 and bps.rank() == victim:
+        if step == steps // 2 and bps.rank() in victims:
             os.kill(os.getpid(), signal.SIGKILL)
         optimizer.zero_grad()
         model(torch.randn(16, 512, device="cuda")).square().mean().backward()
@@ -450,13 +453,31 @@ def test_others_go_on_without_a_rank_and_its_gpu():
         pytest.skip("no GPU, as torch sees it")
     environment = {"BPS_LOCAL_REDUCE": "0", "BPS_ELASTIC": "shrink", "BPS_MIN_WORKERS": "2"}
     with Cluster(3, servers=2, cores=1, environment=environment) as job:
-        job.start(training_that_loses_one, 1, 40)
+        job.start(training_that_loses_some, (1,), 40)
         (sets, first), (others, second) = job.results(START_SECONDS, ranks=(0, 2))
         alive = sets.index([0, 2])
         assert sets == others == [[0, 1, 2]] * alive + [[0, 2]] * (40 - alive), sets
         assert alive >= 19 and torch.equal(first, second)
         log = job.log()
         assert "2 ranks of 3 go on without rank 1" in log and "epoch 2" not in log, log
+        job.kill()
+
+
+def test_others_go_on_without_a_host_and_its_gpus():
+    """Two ranks on each of two hosts, which share two GPUs: NCCL adds up within either."""
+    needs_mounts()
+    if not torch.cuda.is_available() or torch.cuda.device_count() < 2:
+        pytest.skip("ranks on two GPUs of a host: torch sees fewer")
+    with Cluster(
+        4, servers=2, environment={"BPS_LOCAL_REDUCE": "1", "BPS_ELASTIC": "shrink"}
+    ) as job:
+        job.start(training_that_loses_some, (2, 3), 40, 2)
+        (sets, first), (others, second) = job.results(START_SECONDS, ranks=(0, 1))
+        alive = sets.index([0, 1])
+        assert sets == others == [[0, 1, 2, 3]] * alive + [[0, 1]] * (40 - alive), sets
+        assert alive >= 19 and torch.equal(first, second)
+        log = job.log()
+        assert "go on without ranks 2, 3 of one host" in log and "epoch 2" not in log, log
         job.kill()
 
 

@@ -145,8 +145,8 @@ pub(super) const ROWS: &[Row] = &[
         choices::ELASTIC,
         "redo",
         "What happens when a rank or a server dies. none: the job ends. redo: the scheduler forms \
-         it again from whoever is left and comes back. shrink: rounds go on without a server, or a \
-         rank that was alone on its host, with nothing to be done by the program; else as redo.",
+         it again from whoever is left and comes back. shrink: rounds go on without a server, a \
+         rank alone on its host, or a whole host, and the program need not know; else as redo.",
     )
     .flag("elastic"),
     Row::new(

@@ -7,7 +7,8 @@
 //! of its own, which decides for its keys; nothing of the rank is taken after that.
 //!
 //! Ranks of a host that sum among themselves are lost together, as with their machine, or not at
-//! all: when the first is found dead, the others have a moment to be as well.
+//! all: when the first is found dead, it is waited for whether the others are as well, or are
+//! heard.
 
 use super::elastic::ranked;
 use super::registry::Reply;
@@ -19,8 +20,8 @@ use crate::limits::GONE_MAX;
 use crate::proto::messages::{Party, Shrunk, Sign};
 use crate::proto::text::list;
 
-/// How long after the end of a rank's connection those of the others of its host may end: the
-/// kernel of a machine that stops, or a container, ends its processes one after the other.
+/// Whoever of a host is heard so long after the end of another's connection outlives it: a
+/// container ends its processes one after the other.
 const TOGETHER: Duration = Duration::from_millis(300);
 
 /// Ranks of a host that are dead, while others of it may live.
@@ -28,14 +29,14 @@ pub(super) struct Falling {
     ranks: Vec<Rank>,
     /// What became of the first.
     reason: OverReason,
-    /// When it counts that the others live.
-    deadline: Duration,
+    /// When that was found.
+    since: Duration,
 }
 
 impl Falling {
     /// This process has not run for so long.
     pub(super) fn forgive(&mut self, gap: Duration) {
-        self.deadline += gap;
+        self.since += gap;
     }
 }
 
@@ -113,10 +114,8 @@ impl Scheduler {
         let has_fallen =
             |one: &Rank| fallen.is_some_and(|falling| falling.ranks.contains(one)) || *one == rank;
         let is_whole = host.iter().all(has_fallen);
-        let deadline = self.clock + TOGETHER;
-        let deadline =
-            if is_silent(reason) { self.together_at(&host, rank) } else { Some(deadline) };
-        if !is_whole && fallen.is_none() && deadline.is_none() {
+        let may_follow = !is_silent(reason) || self.are_silent(&host, rank);
+        if !is_whole && fallen.is_none() && !may_follow {
             return false;
         }
         if let Some(node) = culprit {
@@ -129,40 +128,51 @@ impl Scheduler {
             self.lose(&host, first.as_ref().unwrap_or(reason));
             return true;
         }
-        match (fallen, deadline) {
-            (Some(at), _) => running.falling[at].ranks.push(rank),
-            (None, Some(deadline)) => {
-                let falling = Falling { ranks: vec![rank], reason: reason.clone(), deadline };
-                running.falling.push(falling);
-                let text = "are the others of its host, with which it sums, lost as well?";
-                self.put(Output::Log(format!("{reason}; {text}")));
-            }
-            (None, None) => unreachable!("it was asked for above"),
+        if let Some(at) = fallen {
+            running.falling[at].ranks.push(rank);
+            return true;
         }
+        let (ranks, since) = (vec![rank], self.clock);
+        running.falling.push(Falling { ranks, reason: reason.clone(), since });
+        let text = "are the others of its host, with which it sums, lost as well?";
+        self.put(Output::Log(format!("{reason}; {text}")));
         true
     }
 
-    /// A rank is silent for too long: when the others of its host will be, unless one of them was
-    /// heard since.
-    fn together_at(&self, host: &[Rank], rank: Rank) -> Option<Duration> {
-        // Two heartbeats at least, see `Config::check`.
-        let half = self.config.heartbeat_timeout / 2;
-        let Phase::Running(running) = &self.phase else { return None };
+    /// Half of the silence by which a rank counts as dead: a heartbeat at least.
+    fn half(&self) -> Duration {
+        self.config.heartbeat_timeout / 2
+    }
+
+    /// Whether the others of the host of a rank that is silent for too long have been for half of
+    /// that.
+    fn are_silent(&self, host: &[Rank], rank: Rank) -> bool {
         let is_silent = |one: &Rank| {
-            let (node, _) = &running.job.workers[one.0 as usize];
-            let peer = self.peers.get(node);
-            peer.is_none_or(|peer| self.clock.saturating_sub(peer.heard) >= half)
+            self.last_heard(*one).is_none_or(|at| self.clock.saturating_sub(at) >= self.half())
         };
-        let all = host.iter().filter(|one| **one != rank).all(is_silent);
-        all.then_some(self.clock + half)
+        host.iter().filter(|one| **one != rank).all(is_silent)
+    }
+
+    /// When a rank was heard, unless it has gone.
+    fn last_heard(&self, rank: Rank) -> Option<Duration> {
+        let Phase::Running(running) = &self.phase else { return None };
+        let (node, _) = running.job.workers.get(rank.0 as usize)?;
+        self.peers.get(node).map(|peer| peer.heard)
     }
 
     /// Forms the job again where ranks live that sum with one that is lost.
     pub(super) fn check_falling(&mut self, now: Duration) {
-        let Phase::Running(running) = &mut self.phase else { return };
-        let Some(at) = running.falling.iter().position(|falling| now >= falling.deadline) else {
-            return;
+        let Phase::Running(running) = &self.phase else { return };
+        let lives = |falling: &Falling, rank: &Rank| {
+            let is_heard = |at: Duration| at > falling.since + TOGETHER;
+            !falling.ranks.contains(rank) && self.last_heard(*rank).is_some_and(is_heard)
         };
+        let stands = |falling: &Falling| {
+            let host = running.registry.host_of(falling.ranks[0]);
+            now >= falling.since + self.half() || host.iter().any(|rank| lives(falling, rank))
+        };
+        let Some(at) = running.falling.iter().position(stands) else { return };
+        let Phase::Running(running) = &mut self.phase else { return };
         let Falling { ranks, reason, .. } = running.falling.swap_remove(at);
         let why = "it summed with other ranks of its host, which live";
         self.put(Output::Log(format!("the epoch can't go on without {}: {why}", ranks[0])));

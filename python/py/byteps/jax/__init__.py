@@ -110,7 +110,7 @@ __all__ = [
     "wait",
 ]
 
-_kept.drains["jax"] = _arrays.drain
+_kept.drains.update(jax=_arrays.drain)
 
 
 def init(lazy: Any = True) -> None:

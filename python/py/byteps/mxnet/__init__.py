@@ -142,7 +142,7 @@ __all__ = [
     "suspend",
 ]
 
-_kept.drains["mxnet"] = _engine.drain
+_kept.drains.update(mxnet=_engine.drain)
 
 
 def init(lazy: Any = True, comm: Any = None, process_sets: Any = None) -> None:

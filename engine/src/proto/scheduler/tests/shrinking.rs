@@ -144,6 +144,8 @@ fn a_host_is_lost_with_all_of_its_ranks() {
     let asks = "are the others of its host, with which it sums, lost as well?";
     assert!(bench.log.iter().any(|line| line.contains(asks)), "{:?}", bench.log);
     bench.pass(250, &[0, 1, 2, 4, 100]);
+    // Its kernel takes a while to end it.
+    bench.pass(1_500, &[0, 1, 4, 100]);
     bench.close(2);
     let line = "3 ranks of 5 go on without ranks 2, 3 of one host: rank 3 (host w3, pid 1003) died";
     for node in [0, 1, 4, 100] {
@@ -174,6 +176,14 @@ fn one_rank_of_a_host_that_lives_ends_the_epoch() {
     assert_eq!(bench.reforming(4).1, Epoch(2));
     let why = "can't go on without rank 3: it summed with other ranks of its host, which live";
     assert!(bench.log.iter().any(|line| line.contains(why)), "{:?}", bench.log);
+    // Of one that is neither heard nor gone it can't be told for long.
+    let mut bench = hosts(1);
+    bench.close(3);
+    bench.pass(1_750, &[0, 1, 4, 100]);
+    let heard = bench.heard(0);
+    assert!(heard.iter().all(|heard| !matches!(heard, SchedulerMessage::Over { .. })), "{heard:?}");
+    bench.pass(250, &[0, 1, 4, 100]);
+    assert_eq!(bench.reforming(0).1, Epoch(2));
     // Where a whole host can't be spared, nothing is waited for.
     let mut bench = hosts(4);
     bench.close(3);
