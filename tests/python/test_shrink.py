@@ -110,17 +110,33 @@ def test_others_go_on_without_a_rank_and_its_gpu(tmp_path):
     others_go_on(tmp_path, on_gpus_that_are_none, environment)
 
 
+def once_begun(started):
+    """Waits for the first steps, and for a moment in the midst of one; what time it is then."""
+    deadline = time.monotonic() + 60
+    while not started.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.0317)
+    return time.time()
+
+
+def lasts(job, ranks, line):
+    """The ranks that live leave in good order, and the job says this and has formed once."""
+    for rank in ranks:
+        job._ranks[rank].send_bytes(cloudpickle.dumps(None))
+    assert job.wait(30) == 0, job.log()
+    log = job.log()
+    assert line in log and "epoch 2" not in log, log
+    with contextlib.suppress(OSError):
+        job.kill()
+
+
 def others_go_on(tmp_path, where, environment=None):
     """The job of three ranks, each as on a host of its own, of which one is killed midway."""
     started = tmp_path / "started"
     shrinks = {"BPS_ELASTIC": "shrink", "BPS_MIN_WORKERS": "2"}
     with Cluster(3, servers=2, environment=shrinks | (environment or {})) as job:
         job.start(where, training, str(started))
-        deadline = time.monotonic() + 60
-        while not started.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(0.0317)
-        killed = time.time()
+        killed = once_begun(started)
         os.kill(job.pids[VICTIM], signal.SIGKILL)
         first, second = job.results(ranks=(0, 2))
         assert [step[1:] for step in first] == [step[1:] for step in second]
@@ -139,14 +155,7 @@ def others_go_on(tmp_path, where, environment=None):
         for rank in (0, 2):
             job._ranks[rank].send_bytes(cloudpickle.dumps((where, (afterwards,))))
         assert job.results(ranks=(0, 2)) == [True, True]
-        for rank in (0, 2):
-            job._ranks[rank].send_bytes(cloudpickle.dumps(None))
-        assert job.wait(30) == 0, job.log()
-        log = job.log()
-        assert "2 ranks of 3 go on without rank 1: rank 1" in log, log
-        assert "epoch 2" not in log, log
-        with contextlib.suppress(OSError):
-            job.kill()
+        lasts(job, (0, 2), "2 ranks of 3 go on without rank 1: rank 1")
 
 
 def on_hosts_of_two(where, function, *arguments):
@@ -190,11 +199,7 @@ def others_go_on_without_a_host(tmp_path, where, environment=None):
     environment = {"BPS_ELASTIC": "shrink", "BPS_LOCAL_REDUCE": "1"} | (environment or {})
     with Cluster(4, servers=2, environment=environment) as job:
         job.start(on_hosts_of_two, where, training, str(started), (2, 3))
-        deadline = time.monotonic() + 60
-        while not started.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(0.0317)
-        killed = time.time()
+        killed = once_begun(started)
         for victim in (3, 2):
             os.kill(job.pids[victim], signal.SIGKILL)
             time.sleep(0.02)
@@ -211,11 +216,4 @@ def others_go_on_without_a_host(tmp_path, where, environment=None):
             call = (on_hosts_of_two, (where, without_a_host))
             job._ranks[rank].send_bytes(cloudpickle.dumps(call))
         assert job.results(ranks=(0, 1)) == [True, True]
-        for rank in (0, 1):
-            job._ranks[rank].send_bytes(cloudpickle.dumps(None))
-        assert job.wait(30) == 0, job.log()
-        log = job.log()
-        assert "2 ranks of 4 go on without ranks 2, 3 of one host: rank 3" in log, log
-        assert "epoch 2" not in log, log
-        with contextlib.suppress(OSError):
-            job.kill()
+        lasts(job, (0, 1), "2 ranks of 4 go on without ranks 2, 3 of one host: rank 3")

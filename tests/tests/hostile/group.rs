@@ -229,16 +229,8 @@ fn random_frames_end_in_an_error_and_leave_no_task_alone() {
                     spoil(&mut header);
                 }
             }
-            let mut raw = header.encode();
-            if random.once_in(20) {
-                raw[random.index(raw.len())] ^= 1 << random.below(8);
-            }
-            if !pair.send_raw(raw, header.length as usize) {
+            if !pair.send_at_random(header, &mut random) {
                 break;
-            }
-            // The next one may follow while this one is looked at.
-            for _ in 0..random.below(200) {
-                pair.turn();
             }
         }
         let text = pair.end().to_string();

@@ -9,7 +9,7 @@ use bps_engine::optimize::Act;
 use bps_engine::proto::messages::{Neighbour, Roster, ServerPeer};
 use bps_engine::proto::pulse::Pulse;
 use bps_engine::ring::Mpsc;
-use bps_engine::transport::sim::{Sim, SimNetwork};
+use bps_engine::transport::sim::{Random, Sim, SimNetwork};
 use bps_engine::transport::{Event, Frame, Landing, LaneId, Link, Transport, Waker};
 use bps_engine::wire::{Header, RawHeader};
 use bps_worker::host::switches::Switches;
@@ -202,6 +202,20 @@ impl Pair {
 
     pub fn send(&mut self, header: Header) {
         assert!(self.send_raw(header.encode(), header.length as usize), "a short queue");
+    }
+
+    /// The bad peer sends this, perhaps with a flipped bit, and the good one has some turns,
+    /// so that the next one may come while this one is looked at. Whether there was room for it.
+    pub fn send_at_random(&mut self, header: Header, random: &mut Random) -> bool {
+        let mut raw = header.encode();
+        if random.once_in(20) {
+            raw[random.index(raw.len())] ^= 1 << random.below(8);
+        }
+        let is_sent = self.send_raw(raw, header.length as usize);
+        for _ in 0..random.below(200) {
+            self.turn();
+        }
+        is_sent
     }
 
     pub fn turn(&mut self) -> bool {

@@ -7,8 +7,8 @@
 //! of its own, which decides for its keys; nothing of the rank is taken after that.
 //!
 //! Ranks of a host that sum among themselves are lost together, as with their machine, or not at
-//! all: when the first is found dead, it is waited for whether the others are as well, or are
-//! heard.
+//! all: when the first is found dead, the scheduler waits until the others are dead as well, or one
+//! of them is heard.
 
 use super::elastic::ranked;
 use super::registry::Reply;
@@ -20,7 +20,7 @@ use crate::limits::GONE_MAX;
 use crate::proto::messages::{Party, Shrunk, Sign};
 use crate::proto::text::list;
 
-/// Whoever of a host is heard so long after the end of another's connection outlives it: a
+/// A rank that is heard this long after another of its host was found dead counts as alive: a
 /// container ends its processes one after the other.
 const TOGETHER: Duration = Duration::from_millis(300);
 
@@ -34,7 +34,7 @@ pub(super) struct Falling {
 }
 
 impl Falling {
-    /// This process has not run for so long.
+    /// The scheduler itself did not run for so long: nobody was late in that time.
     pub(super) fn forgive(&mut self, gap: Duration) {
         self.since += gap;
     }
@@ -82,6 +82,7 @@ fn is_silent(reason: &OverReason) -> bool {
     matches!(reason, OverReason::Died { how: Sign::Silent { .. }, .. })
 }
 
+/// Why the epoch can't go on without a rank.
 const ALONE_HOLDS: &str = "it alone has results that others lack, of a server that is lost";
 
 impl Scheduler {
@@ -174,7 +175,7 @@ impl Scheduler {
         let Some(at) = running.falling.iter().position(stands) else { return };
         let Phase::Running(running) = &mut self.phase else { return };
         let Falling { ranks, reason, .. } = running.falling.swap_remove(at);
-        let why = "it summed with other ranks of its host, which live";
+        let why = "it summed with other ranks of its host, and not all of these are lost";
         self.put(Output::Log(format!("the epoch can't go on without {}: {why}", ranks[0])));
         if let Some(reason) = self.regroup(reason, None) {
             self.end_job(reason, None);

@@ -149,7 +149,7 @@ struct Tensor {
     /// Pushes that have come, of which `round` have begun.
     pushed: u64,
     round: u64,
-    /// By what is multiplied what it keeps, once so many rounds have begun and before the next.
+    /// Factors for what it keeps, each with how many rounds begin before it.
     rescales: VecDeque<(u64, f32)>,
     run: Option<Run>,
     waiting: VecDeque<Box<GpuPush>>,

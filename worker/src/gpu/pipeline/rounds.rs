@@ -65,15 +65,16 @@ impl Pipeline {
     /// Opens the next round of a tensor.
     pub(super) fn begin(&mut self, tensor: u32, push: Box<GpuPush>) -> Result<(), GpuError> {
         let is_unmarked = |state: &mut Tensor| matches!(state.written, Written::Unmarked);
+        let mut may_begin = Ok(());
         if self.tensor(tensor).is_some_and(is_unmarked) {
-            let marked = self.mark_results().and_then(|()| self.mark_staged_results());
-            if let (Err(_), Some(state)) = (&marked, self.tensor(tensor)) {
-                // It ends with the job.
-                state.waiting.push_front(push);
-                return marked;
-            }
+            may_begin = self.mark_results().and_then(|()| self.mark_staged_results());
         }
-        self.rescale(tensor)?;
+        let may_begin = may_begin.and_then(|()| self.rescale(tensor));
+        if let (Err(_), Some(state)) = (&may_begin, self.tensor(tensor)) {
+            // It ends with the job.
+            state.waiting.push_front(push);
+            return may_begin;
+        }
         let (since, rank) = (self.now, self.rank);
         let (asked_ns, ready) = (push.task.asked_ns(), Arc::clone(&push.ready));
         let Some(state) = self.tensor(tensor) else { return Ok(()) };

@@ -174,7 +174,7 @@ fn one_rank_of_a_host_that_lives_ends_the_epoch() {
     assert_eq!(bench.gone(4).0, [0, 1]);
     bench.pass(250, &[2, 4, 100]);
     assert_eq!(bench.reforming(4).1, Epoch(2));
-    let why = "can't go on without rank 3: it summed with other ranks of its host, which live";
+    let why = "can't go on without rank 3: it summed with other ranks of its host, and not all";
     assert!(bench.log.iter().any(|line| line.contains(why)), "{:?}", bench.log);
     // Of one that is neither heard nor gone it can't be told for long.
     let mut bench = hosts(1);
