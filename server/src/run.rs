@@ -333,15 +333,22 @@ impl Control {
         if !self.agent().is_away() {
             return way.receiver.receive(CONTROL_TICK);
         }
+        let was_asking = way.redial.is_asking();
         match way.redial.poll(CONTROL_TICK) {
             Progress::None | Progress::Says(SchedulerMessage::Heartbeat) => {}
             Progress::Connected => {
                 let messages = self.agent().resume(way.register.clone());
                 way.redial.ask(&messages);
+                self.tell_asking(way, true);
             }
             Progress::Says(message) => return Ok(Some(message)),
             Progress::Leads { found, term } => self.follow(way, (*found, term), now, effects),
-            Progress::Failed => self.agent().not_found(now),
+            Progress::Failed => {
+                self.agent().not_found(now);
+                if was_asking {
+                    self.tell_asking(way, false);
+                }
+            }
         }
         if way.redial.is_asking() {
             return Ok(None);
@@ -351,6 +358,14 @@ impl Control {
             return Ok(None);
         }
         way.receiver.receive(LOOK)
+    }
+
+    /// Tells the scheduler that was silent, which reads it when it goes on, whether another one was
+    /// asked. One that can't be written to is lost.
+    fn tell_asking(&self, way: &Way, another: bool) {
+        if !way.is_cut {
+            let _ = self.sender.send(&NodeMessage::Asks { another });
+        }
     }
 
     /// Goes over to another scheduler.
@@ -363,7 +378,9 @@ impl Control {
     ) {
         let Found { sender, receiver, door } = found;
         let mut agent = self.agent();
-        let Some(told) = agent.follow(term, now, effects) else { return };
+        let Some(told) = agent.follow(term, now, effects) else {
+            return self.tell_asking(way, false);
+        };
         // If it was only stopped, it learns so that it is followed no more.
         if !way.is_cut {
             let _ = self.sender.send(&NodeMessage::Deposed { term });

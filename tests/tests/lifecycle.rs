@@ -1,9 +1,15 @@
 //! Real processes that die, hang, are stopped or disagree: everyone else must say who, within
 //! seconds, and end.
 
+use bps_engine::base::Epoch;
+use bps_engine::control::{Acceptor, Inbox, JobKey, Listener, Socket, encode};
+use bps_engine::proto::messages::{NodeMessage, Roster, SchedulerMessage};
 use bps_tests::job::free_port;
 use bps_tests::program::Program;
 use rustix::process::Signal;
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 const JOIN: Duration = Duration::from_secs(30);
@@ -362,4 +368,73 @@ fn a_rank_that_was_declared_dead_says_so_when_it_wakes() {
     frozen[0].signal(Signal::CONT);
     let words = ["the scheduler declared this process dead: no heartbeat for"];
     end_with(&mut [&mut frozen[0]], &words, Instant::now(), PROMISE + SLACK);
+}
+
+/// The next message that this wants to have, of what a node says; `None` at the end.
+fn hear<T>(
+    (socket, inbox): &mut (TcpStream, Inbox),
+    wanted: impl Fn(NodeMessage) -> Option<T>,
+) -> Option<T> {
+    let mut bytes = [0; 4096];
+    loop {
+        while let Some(message) = inbox.next_message().unwrap() {
+            if let Some(found) = wanted(message) {
+                return Some(found);
+            }
+        }
+        match socket.read(&mut bytes).unwrap() {
+            0 => return None,
+            count => inbox.push(&bytes[..count]),
+        }
+    }
+}
+
+#[test]
+fn a_server_tells_a_silent_scheduler_that_it_asks_another_and_that_this_was_in_vain() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let (admit, admitted) = channel();
+    let admit = move |_, _, socket, _| drop(admit.send(socket));
+    let listeners = vec![Listener::Tcp(listener)];
+    let acceptor = Acceptor::start(listeners, JobKey::open(), admit, |_| {}).unwrap();
+    let accept = || {
+        let Socket::Tcp(socket) = admitted.recv_timeout(JOIN).unwrap() else { unreachable!() };
+        socket.set_read_timeout(Some(JOIN)).unwrap();
+        (socket, Inbox::new())
+    };
+    let beats = [("BPS_HEARTBEAT_INTERVAL", "0.2"), ("BPS_HEARTBEAT_TIMEOUT", "1")];
+    let _server = Program::start("bps-server", &[], &variables(port, "server", &beats));
+    // It has a roster of this one, which then says nothing any more, as one that is stopped.
+    let mut silent = accept();
+    hear(&mut silent, |said| matches!(said, NodeMessage::Register(_)).then_some(())).unwrap();
+    let roster = Roster {
+        job: "job".into(),
+        term: 1,
+        epoch: Epoch(1),
+        size: 1,
+        through_servers: true,
+        index: 0,
+        workers: Vec::new(),
+        neighbours: Vec::new(),
+        servers: Vec::new(),
+        elastic: true,
+        shrinks: false,
+        change: None,
+    };
+    silent.0.write_all(&encode(&SchedulerMessage::Roster(roster)).unwrap()).unwrap();
+    let asks = |said| match said {
+        NodeMessage::Asks { another } => Some(another),
+        _ => None,
+    };
+    for _ in 0..2 {
+        // Before, it has only said by further connections that it lives.
+        let resumes = |said| matches!(said, NodeMessage::Resume(_)).then_some(());
+        let is_other = |peer: &mut (TcpStream, Inbox)| hear(peer, resumes).is_some();
+        let mut others = std::iter::repeat_with(accept).map(|mut peer| (is_other(&mut peer), peer));
+        let other = others.find(|(resumes, _)| *resumes);
+        assert_eq!(hear(&mut silent, asks), Some(true));
+        drop(other);
+        assert_eq!(hear(&mut silent, asks), Some(false));
+    }
+    acceptor.stop();
 }

@@ -270,7 +270,7 @@ fn ranks_and_servers_die_and_the_job_forms_again() {
 fn schedulers_are_lost_while_the_job_forms_again() {
     // A rank has passed the barrier and left, and the others ask another scheduler about it; one
     // that is stopped while it takes the job over until all have lost patience with it.
-    let known = [3081, 12_969, 2_414_011, 7_000_701];
+    let known = [3081, 12_969, 2_414_011, 7_000_701, 20_471_186, 20_513_664, 20_694_922];
     let Some(all) = reformed("while", Trouble::Schedulers, &known) else { return };
     assert!(all.forming > 5 && all.between > 5 && all.unformed > 20 && all.schedulers > 100);
 }

@@ -46,6 +46,13 @@ pub enum NodeMessage {
         /// The other's.
         term: u32,
     },
+    /// From a server to a scheduler that was silent for too long: it has asked another one whether
+    /// that leads the job, or (`false`) the other one does not. Until it has an answer it heeds
+    /// neither, so no epoch may count on it.
+    Asks {
+        /// Whether an answer is due.
+        another: bool,
+    },
     /// The first message of a further connection: the node of this session lives, though nothing
     /// is heard on its own connection. Answered by `Heartbeat`.
     Alive {

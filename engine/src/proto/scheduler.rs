@@ -121,6 +121,8 @@ struct Peer {
     connected: Duration,
     heard: Duration,
     rounds: u64,
+    /// Since when it waits for the answer of another scheduler.
+    asks: Option<Duration>,
     statistics: Option<Box<Statistics>>,
 }
 
@@ -234,19 +236,7 @@ impl Scheduler {
         if self.is_over() && self.refusal.is_none() {
             return;
         }
-        let peer = Peer {
-            standing: Standing::New,
-            host: String::new(),
-            pid: 0,
-            who: "a node".to_owned(),
-            session: None,
-            former: None,
-            connected: now,
-            heard: now,
-            rounds: 0,
-            statistics: None,
-        };
-        self.peers.insert(node, peer);
+        self.peers.insert(node, Peer::connected(now));
     }
 
     /// A message came in.
@@ -294,6 +284,7 @@ impl Scheduler {
             (_, NodeMessage::Statistics(statistics)) => {
                 peer.statistics = Some(Box::new(view::bounded(statistics)));
             }
+            (_, NodeMessage::Asks { another }) => self.asks(node, another, now),
             (Standing::Early(_), _) => self.drop_stranger(node, "it spoke before it had a roster"),
             (_, NodeMessage::Moving(said)) => self.moving_says(node, said),
             (Standing::Worker(rank), message) => {

@@ -232,6 +232,7 @@ fn node_messages() -> Vec<String> {
         NodeMessage::Resume(Box::new(resume)),
         NodeMessage::Known { tensors: vec![known] },
         NodeMessage::Deposed { term: 4 },
+        NodeMessage::Asks { another: true },
         NodeMessage::Heartbeat { rounds: 812 },
         NodeMessage::Declare { request: 7, tensors: vec![declaration.clone()] },
         NodeMessage::Redeclare {

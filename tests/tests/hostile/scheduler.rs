@@ -177,9 +177,10 @@ fn known(random: &mut Random) -> NodeMessage {
 
 fn message(random: &mut Random) -> NodeMessage {
     if random.once_in(6) {
-        return match random.below(8) {
+        return match random.below(9) {
             0..4 => resume(random),
             4..7 => known(random),
+            7 => NodeMessage::Asks { another: random.once_in(2) },
             _ => NodeMessage::Deposed { term: u32::try_from(random.below(3)).unwrap_or(0) },
         };
     }

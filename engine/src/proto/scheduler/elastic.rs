@@ -9,7 +9,7 @@ use super::regroup::{Awaited, Regroup, lacks};
 use super::rendezvous::{Job, Rendezvous, origin};
 use super::waits::Reminder;
 use super::{
-    Duration, Epoch, NodeId, Output, OverReason, Phase, Rank, Refusal, Register, Scheduler,
+    Duration, Epoch, NodeId, Output, OverReason, Peer, Phase, Rank, Refusal, Register, Scheduler,
     SchedulerMessage, Standing, counted,
 };
 use crate::base::word;
@@ -53,6 +53,8 @@ pub(super) struct History {
     pub(super) taken: Option<Epoch>,
     /// When this process last went on that had not run for a while.
     pub(super) went_on: Option<Duration>,
+    /// It has gone on, and not read yet all that had come in meanwhile.
+    pub(super) reads_on: bool,
     /// The processes of the ranks that have all done their work: they may begin again.
     pub(super) veterans: Vec<(u32, String)>,
 }
@@ -483,9 +485,10 @@ impl Scheduler {
             let reason = regroup.reason.clone().unwrap_or(OverReason::Finished);
             return self.end_job(OverReason::TooFew { reason: Box::new(reason), left }, None);
         }
-        if rendezvous.is_complete() {
+        if rendezvous.is_complete() && !self.may_be_left(now) {
             return self.form_if_complete(now);
         }
+        let Phase::Forming(rendezvous) = &self.phase else { return };
         if self.reminder.is_due(now) {
             let missing = rendezvous.missing();
             let text = format!("waiting for {missing} ({} s)", waited.as_secs());
@@ -494,6 +497,25 @@ impl Scheduler {
                 self.send(node, SchedulerMessage::Waiting { text: text.clone() });
             }
         }
+    }
+
+    /// A server waits for the answer of another scheduler, or has it.
+    pub(super) fn asks(&mut self, node: NodeId, another: bool, now: Duration) {
+        if let Some(peer) = self.peers.get_mut(&node) {
+            peer.asks = another.then_some(now);
+        }
+        self.check_regroup(now);
+    }
+
+    /// Whether a server may turn out to follow another scheduler, so that ranks of an epoch that
+    /// formed now would wait for it here, and be missed there.
+    fn may_be_left(&self, now: Duration) -> bool {
+        let asks = |peer: &Peer| peer.asks.is_some_and(|since| now < since + RETURN);
+        self.history.reads_on
+            || self
+                .peers
+                .values()
+                .any(|peer| matches!(peer.standing, Standing::Server) && asks(peer))
     }
 
     /// Gives the workers of a new epoch their ranks, and says what has changed.

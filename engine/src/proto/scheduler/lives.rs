@@ -3,8 +3,8 @@
 use super::elastic::removed;
 use super::waits::{Reminder, caught_up};
 use super::{
-    Duration, Epoch, Exit, NodeId, Output, OverReason, Phase, Rank, Refusal, Rendezvous, Scheduler,
-    SchedulerMessage, Standing,
+    Duration, Epoch, Exit, NodeId, Output, OverReason, Peer, Phase, Rank, Refusal, Rendezvous,
+    Scheduler, SchedulerMessage, Standing,
 };
 use crate::base::milliseconds;
 use crate::proto::messages::{NodeMessage, Origin, Party, Place, RoundOf, Sign, Timeline};
@@ -22,6 +22,25 @@ pub(super) fn is_sign_of_life(message: &NodeMessage) -> bool {
             | NodeMessage::Heartbeat { .. }
             | NodeMessage::Alive { .. }
     )
+}
+
+impl Peer {
+    /// A connection that is new.
+    pub(super) fn connected(now: Duration) -> Peer {
+        Peer {
+            standing: Standing::New,
+            host: String::new(),
+            pid: 0,
+            who: "a node".to_owned(),
+            session: None,
+            former: None,
+            connected: now,
+            heard: now,
+            rounds: 0,
+            asks: None,
+            statistics: None,
+        }
+    }
 }
 
 impl Scheduler {
@@ -314,6 +333,7 @@ impl Scheduler {
         // Less than a tick is no stop.
         if gap > self.config.heartbeat_timeout / 8 {
             self.history.went_on = Some(now);
+            self.history.reads_on = true;
         }
         if gap <= self.config.heartbeat_timeout / 2 {
             return;
@@ -321,6 +341,7 @@ impl Scheduler {
         for peer in self.peers.values_mut() {
             peer.heard += gap;
             peer.connected += gap;
+            peer.asks.iter_mut().for_each(|since| *since += gap);
         }
         match &mut self.phase {
             Phase::Taking(takeover) => takeover.since += gap,

@@ -75,7 +75,7 @@ pub(super) fn kind(message: &NodeMessage) -> &'static str {
     match message {
         NodeMessage::Register(_) => "a second registration",
         NodeMessage::Resume(_) | NodeMessage::Known { .. } => "a second account of the job",
-        NodeMessage::Deposed { .. } => "word of another scheduler",
+        NodeMessage::Deposed { .. } | NodeMessage::Asks { .. } => "word of another scheduler",
         NodeMessage::Alive { .. } => "a session on the wrong connection",
         NodeMessage::Heartbeat { .. } => "a heartbeat",
         NodeMessage::Statistics(_) => "statistics",

@@ -319,12 +319,16 @@ impl Scheduler {
     ///
     /// Only then may the members of a lost scheduler be led. A scheduler that was stopped while it
     /// took them over reads first what they said, and then that they have lost patience and closed
-    /// their connections. Led in between, they would be taken for dead; but they come again.
+    /// their connections. Led in between, they would be taken for dead; but they come again. Nor
+    /// does an epoch form before: servers may have asked another scheduler meanwhile.
     pub fn handle_heard(&mut self, now: Duration) {
         if matches!(self.phase, Phase::Taking(_)) {
             self.clock = now;
             self.forgive(now);
             self.check_takeover(now);
+        }
+        if std::mem::take(&mut self.history.reads_on) {
+            self.check_regroup(now);
         }
     }
 
@@ -538,12 +542,7 @@ impl Scheduler {
                 host: register.host.clone(),
                 pid: register.pid,
                 who: name(register),
-                session: None,
-                former: None,
-                connected: now,
-                heard: now,
-                rounds: 0,
-                statistics: None,
+                ..Peer::connected(now)
             };
             let node = *node;
             self.peers.insert(node, peer);

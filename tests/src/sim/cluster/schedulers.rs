@@ -317,8 +317,18 @@ impl Cluster {
             },
             Member::Server(index) => self.servers[index].agent.resume(register),
         };
+        self.tell_asking(member, true);
         self.schedulers[index].machine.handle_connected(node, now);
         messages.into_iter().for_each(|message| self.mail(Letter::Up(node, message)));
+    }
+
+    /// A server tells the scheduler that it has whether it has asked another one.
+    fn tell_asking(&mut self, member: Member, another: bool) {
+        let way = self.way(member);
+        if matches!(member, Member::Server(_)) && !way.is_cut {
+            let old = way.node;
+            self.mail(Letter::Up(old, NodeMessage::Asks { another }));
+        }
     }
 
     fn not_found(&mut self, member: Member) {
@@ -335,6 +345,7 @@ impl Cluster {
     fn give_up_asking(&mut self, member: Member) {
         self.way(member).asked = None;
         self.not_found(member);
+        self.tell_asking(member, false);
         let held = std::mem::take(&mut self.way(member).held);
         held.into_iter().for_each(|message| self.heed(member, message));
     }
@@ -361,6 +372,7 @@ impl Cluster {
         }
         let Some(said) = said else {
             self.mail(Letter::Gone(asked.node));
+            self.tell_asking(member, false);
             return held.into_iter().for_each(|message| self.heed(member, message));
         };
         let way = self.way(member);

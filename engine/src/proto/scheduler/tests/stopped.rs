@@ -69,6 +69,38 @@ fn a_rank_that_looked_for_another_scheduler_and_found_the_same_one_is_here_once(
 }
 
 #[test]
+fn no_epoch_forms_while_a_server_waits_for_the_answer_of_another_scheduler() {
+    for ending in ["it does not lead", "it leads", "no answer"] {
+        let mut bench = formed(2, 1, elastic());
+        bench.close(1);
+        bench.reset(100);
+        bench.say(0, NodeMessage::Leave { suspend: true });
+        bench.close(0);
+        // While it is stopped, its last rank comes back, and then the server loses patience.
+        bench.now += ms(5_000);
+        let now = bench.now;
+        bench.scheduler.handle_connected(NodeId(10), now);
+        let register = NodeMessage::Register(worker(9, 10, Some(1000)));
+        bench.scheduler.handle_message(NodeId(10), register, now);
+        bench.say(100, NodeMessage::Asks { another: true });
+        bench.pass(9_000, &[10, 100]);
+        let waits =
+            |message: &SchedulerMessage| matches!(message, SchedulerMessage::Waiting { .. });
+        assert!(bench.heard(10).iter().all(waits) && !bench.scheduler.is_over(), "{ending}");
+        match ending {
+            "it does not lead" => bench.say(100, NodeMessage::Asks { another: false }),
+            "it leads" => bench.say(100, NodeMessage::Deposed { term: 2 }),
+            _ => bench.pass(1_250, &[10, 100]),
+        }
+        if ending == "it leads" {
+            assert!(bench.scheduler.is_over() && bench.heard(10).is_empty());
+        } else {
+            assert_eq!(bench.roster(10).size, 1, "{ending}");
+        }
+    }
+}
+
+#[test]
 fn ranks_that_may_have_found_another_scheduler_meanwhile_are_followed_by_the_servers() {
     for stop in [0, 60_000] {
         let mut bench = formed(2, 2, elastic());
