@@ -34,7 +34,10 @@ impl Pages {
         // SAFETY: the advice is about the mapping that was just made.
         match unsafe { madvise(base, length, advice) } {
             Err(error) if is_huge => {
-                return Err(io::Error::other(format!("skipped: no huge pages here: {error}")));
+                return Err(io::Error::new(
+                    io::ErrorKind::Unsupported,
+                    format!("skipped: no huge pages here: {error}"),
+                ));
             }
             // A kernel without huge pages has nothing to be told.
             _ => {}

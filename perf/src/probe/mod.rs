@@ -12,6 +12,7 @@ use std::io::{self, Write};
 use std::net::TcpStream;
 
 mod checksum;
+mod driver;
 mod flows;
 mod helpers;
 mod hugepages;
@@ -49,6 +50,7 @@ pub struct Probe {
 /// All of them.
 pub const PROBES: &[&Probe] = &[
     &checksum::PROBE,
+    &driver::PROBE,
     &flows::PROBE,
     &helpers::PROBE,
     &hugepages::PROBE,

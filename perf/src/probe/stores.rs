@@ -14,7 +14,8 @@ pub const PROBE: Probe = Probe {
 
 #[cfg(not(target_arch = "x86_64"))]
 fn measure(_: Effort) -> io::Result<Vec<Fields>> {
-    Err(io::Error::other("skipped: stores past the cache are measured on x86-64"))
+    let why = "skipped: stores past the cache are measured on x86-64";
+    Err(io::Error::new(io::ErrorKind::Unsupported, why))
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -22,7 +23,8 @@ fn measure(effort: Effort) -> io::Result<Vec<Fields>> {
     if std::arch::is_x86_feature_detected!("avx") {
         avx::measure(effort)
     } else {
-        Err(io::Error::other("skipped: this processor has no AVX"))
+        let why = "skipped: this processor has no AVX";
+        Err(io::Error::new(io::ErrorKind::Unsupported, why))
     }
 }
 

@@ -30,5 +30,4 @@ pub(crate) use nccl::Closing;
 pub use nccl::{Comm, Nccl, ReduceOp};
 pub use pinned::Pinned;
 pub use simulated::Libraries;
-pub use track::{Passed, Progress};
-pub(crate) use track::{Track, WORD_BYTES};
+pub use track::{Passed, Progress, Track, WORD_BYTES};

@@ -12,10 +12,12 @@ use super::{Device, Event, GpuError, Pinned, Stream};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Bytes between the words of two tracks: a cache line each.
-pub(crate) const WORD_BYTES: usize = 64;
+pub const WORD_BYTES: usize = 64;
 
-/// See the [module](self). Used by one thread.
-pub(crate) struct Track {
+/// A stream with a word of memory that says how far it is, and what is to be enqueued there
+/// together. Used by one thread, which has the context
+/// ([`Device::make_current`]).
+pub struct Track {
     stream: Stream,
     progress: Progress,
     issued: u32,
@@ -56,13 +58,15 @@ impl Progress {
 impl Track {
     /// A track with a stream of its own and the word number `index` of this memory.
     ///
+    /// # Errors
+    /// [`GpuError::Cuda`].
+    ///
+    /// # Panics
+    /// The memory ends before the word.
+    ///
     /// # Safety
     /// `memory` outlives the track, is zero there, and nobody else uses the word.
-    pub(crate) unsafe fn new(
-        device: &Device,
-        memory: &Pinned,
-        index: usize,
-    ) -> Result<Track, GpuError> {
+    pub unsafe fn new(device: &Device, memory: &Pinned, index: usize) -> Result<Track, GpuError> {
         assert!((index + 1) * WORD_BYTES <= memory.len(), "the memory has room for the words");
         let word = memory.as_ptr().wrapping_add(index * WORD_BYTES).cast_const().cast();
         // SAFETY: the memory outlives the track, by the caller's promise.
@@ -106,7 +110,7 @@ impl Track {
     ///
     /// # Safety
     /// As [`copy_to_host`](Self::copy_to_host).
-    pub(crate) unsafe fn copy_to_device(
+    pub unsafe fn copy_to_device(
         &mut self,
         device: u64,
         host: *const u8,
@@ -125,7 +129,7 @@ impl Track {
     ///
     /// # Errors
     /// [`GpuError::Cuda`]; also for what failed earlier on this GPU.
-    pub(crate) fn enqueue(&mut self) -> Result<(), GpuError> {
+    pub fn enqueue(&mut self) -> Result<(), GpuError> {
         // SAFETY: who gathered them has promised it.
         let enqueued = unsafe { self.stream.copy_all(&self.gathered) };
         self.gathered.clear();
@@ -138,11 +142,15 @@ impl Track {
         self.stream.wait(event)
     }
 
-    /// Lets what is enqueued from now on wait until each of these words is its value, or beyond it.
+    /// Lets what is enqueued from now on wait until each of these words, at these addresses, is its
+    /// value, or beyond it: words may wrap around.
+    ///
+    /// # Errors
+    /// As [`enqueue`](Self::enqueue).
     ///
     /// # Safety
-    /// As [`Stream::wait_for_words`].
-    pub(crate) unsafe fn wait_for_words(&mut self, words: &[(u64, u32)]) -> Result<(), GpuError> {
+    /// Each address is that of four aligned bytes of pinned memory, valid until the wait is over.
+    pub unsafe fn wait_for_words(&mut self, words: &[(u64, u32)]) -> Result<(), GpuError> {
         self.enqueue()?;
         // SAFETY: the caller's promise.
         unsafe { self.stream.wait_for_words(words) }
@@ -155,7 +163,10 @@ impl Track {
     }
 
     /// Marks the place behind all that is enqueued or gathered now.
-    pub(crate) fn mark(&mut self) -> Result<u32, GpuError> {
+    ///
+    /// # Errors
+    /// As [`enqueue`](Self::enqueue).
+    pub fn mark(&mut self) -> Result<u32, GpuError> {
         self.enqueue()?;
         self.issued = self.issued.wrapping_add(1);
         // SAFETY: the word is pinned memory, which has one address on the host and on the GPU.
@@ -170,7 +181,8 @@ impl Track {
 
     /// How far the stream is. If it has waited for another, that one, read after this, is beyond
     /// what was waited for.
-    pub(crate) fn passed(&self) -> Passed {
+    #[must_use]
+    pub fn passed(&self) -> Passed {
         self.progress.passed()
     }
 }
