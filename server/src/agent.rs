@@ -44,6 +44,8 @@ pub enum Effect {
     Info(String),
     /// A line for people that they should act on.
     Warn(String),
+    /// Who takes part has changed: such a line, also for the timeline.
+    Changed(String),
     /// The job is over: stop. The exit code says whether it went well.
     Over(bool),
 }
@@ -185,7 +187,7 @@ impl Agent {
                     let gone = Arc::clone(&gone);
                     effects.push(Effect::Shard(core, Command::Shrink { gone }));
                 }
-                effects.push(Effect::Warn(shrunk.text));
+                effects.push(Effect::Changed(shrunk.text));
             }
             SchedulerMessage::Inquire { keys } => {
                 let keys: Arc<[Key]> = keys.into();
@@ -237,7 +239,7 @@ impl Agent {
     /// Servers are lost, and this one adopts keys.
     fn moving(&mut self, order: MovingOrder, effects: &mut Vec<Effect>) {
         match order {
-            MovingOrder::Lost { text, .. } => effects.push(Effect::Warn(text)),
+            MovingOrder::Lost { text, .. } => effects.push(Effect::Changed(text)),
             MovingOrder::Adopt { request, keys } => {
                 for adopted in &keys {
                     self.memory.install(adopted.spec.key);

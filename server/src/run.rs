@@ -485,6 +485,10 @@ impl Control {
                 }
                 Effect::Info(line) => log::info!("{line}"),
                 Effect::Warn(line) => log::warning!("{line}"),
+                Effect::Changed(line) => {
+                    log::warning!("{line}");
+                    self.tracing.note(&line);
+                }
                 Effect::Over(well) => over = Some(well),
             }
         }

@@ -61,6 +61,11 @@ impl Tracing {
         }
     }
 
+    /// Who takes part has changed.
+    pub(crate) fn note(&self, line: &str) {
+        self.lock().iter().for_each(|timeline| timeline.note(line));
+    }
+
     fn off(&self) -> Vec<Recorder> {
         if self.lock().is_none() {
             return Vec::new();

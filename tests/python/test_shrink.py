@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
+import re
 import signal
 import time
+import urllib.request
 
 import cloudpickle
 import pytest
@@ -119,6 +122,21 @@ def once_begun(started):
     return time.time()
 
 
+def shown(job):
+    """The changes of who takes part, as the scheduler's metrics have them."""
+    address = re.search(r"metrics of the job on (\S+)", job.log())
+    assert address is not None, job.log()
+    page = urllib.request.urlopen(address[1], timeout=10).read().decode()
+    assert "bps_job_deaths_total 1\n" in page, page
+    return re.findall(r'^bps_job_change_seconds\{.*what="(.*)"\} [0-9.]+$', page, re.MULTILINE)
+
+
+def noted(folder, rank):
+    """Moments of a rank's timeline."""
+    trace = json.loads((folder / str(rank) / "comm.json").read_text())
+    return [event["name"] for event in trace["traceEvents"] if event["ph"] == "i"]
+
+
 def lasts(job, ranks, line):
     """The ranks that live leave in good order, and the job says this and has formed once."""
     for rank in ranks:
@@ -133,8 +151,10 @@ def lasts(job, ranks, line):
 def others_go_on(tmp_path, where, environment=None):
     """The job of three ranks, each as on a host of its own, of which one is killed midway."""
     started = tmp_path / "started"
-    shrinks = {"BPS_ELASTIC": "shrink", "BPS_MIN_WORKERS": "2"}
-    with Cluster(3, servers=2, environment=shrinks | (environment or {})) as job:
+    shrinks = {"BPS_ELASTIC": "shrink", "BPS_MIN_WORKERS": "2", "BPS_METRICS_PORT": "0"}
+    traced = {"BYTEPS_TRACE_ON": "1", "BYTEPS_TRACE_DIR": str(tmp_path / "trace")}
+    traced |= {"BYTEPS_TRACE_START_STEP": "1", "BYTEPS_TRACE_END_STEP": "1000000"}
+    with Cluster(3, servers=2, environment=shrinks | traced | (environment or {})) as job:
         job.start(where, training, str(started))
         killed = once_begun(started)
         os.kill(job.pids[VICTIM], signal.SIGKILL)
@@ -155,7 +175,13 @@ def others_go_on(tmp_path, where, environment=None):
         for rank in (0, 2):
             job._ranks[rank].send_bytes(cloudpickle.dumps((where, (afterwards,))))
         assert job.results(ranks=(0, 2)) == [True, True]
-        lasts(job, (0, 2), "2 ranks of 3 go on without rank 1: rank 1")
+        line = "2 ranks of 3 go on without rank 1: rank 1"
+        [change] = shown(job)
+        assert change.startswith(line), change
+        lasts(job, (0, 2), line)
+        for who in (0, 2, "server-0", "server-1"):
+            [note] = noted(tmp_path / "trace", who)
+            assert note.startswith(line), note
 
 
 def on_hosts_of_two(where, function, *arguments):

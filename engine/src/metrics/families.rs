@@ -2,7 +2,7 @@
 //! from this table.
 
 use crate::proto::messages::LinkStatistics;
-use crate::proto::scheduler::{JobView, NodeView};
+use crate::proto::scheduler::{Change, JobView, NodeView};
 use crate::trace::counters::Values;
 use std::fmt::Write;
 
@@ -39,6 +39,8 @@ pub(super) enum Source {
     Build,
     /// None.
     Job(fn(&JobView) -> f64),
+    /// `number`, `epoch`, `what`.
+    Change(fn(&Change) -> f64),
     /// `role`, `index`, `host`, `pid`; always 1.
     Info,
     /// `role`, `index`.
@@ -119,6 +121,24 @@ pub static FAMILIES: &[Family] = &[
         "bps_job_reforming_seconds",
         Source::Job(|job| job.reformed.map_or(0.0, |took| took.as_secs_f64())),
         "How long an elastic job was without a membership when it last changed; 0 if it never did.",
+    ),
+    counter(
+        "bps_job_waited_seconds_total",
+        Source::Job(|job| job.changes.waited.as_secs_f64()),
+        "For how long an elastic job has waited for changes of who takes part, in all, each from \
+         when the scheduler knew of it: for a membership, for a server for parts of tensors, or to \
+         know who of a host is lost.",
+    ),
+    gauge(
+        "bps_job_change_seconds",
+        Source::Change(|change| change.waited.as_secs_f64()),
+        "The last eight changes of who takes part in an elastic job: `what` says who was lost or \
+         came, and why; the value is for how long the job waited.",
+    ),
+    gauge(
+        "bps_job_change_uptime_seconds",
+        Source::Change(|change| change.at.as_secs_f64()),
+        "The bps_job_uptime_seconds of these changes.",
     ),
     gauge(
         "bps_job_uptime_seconds",
@@ -438,6 +458,7 @@ pub fn document() -> String {
         let labels = match family.source {
             Source::Build => "`version`",
             Source::Job(_) => "–",
+            Source::Change(_) => "`number`, `epoch`, `what`",
             Source::Info => "`role`, `index`, `host`, `pid`",
             Source::Node(_) => "`role`, `index`",
             Source::Link(_) => "`role`, `index`, `interface`",
@@ -469,8 +490,8 @@ scheduler knows: who waits for whom, heartbeats, and the ranks.
 
 Counters begin at 0 with their process. Labels are nodes and cores, never tensors: a page grows with
 the job, not with the model. `role` is `worker` or `server`, `index` the rank or server number.
-There is no counter of retries or reconnections, because there are none: a lost connection ends the
-job.
+There is no counter of retries or reconnections, because there are none: a lost connection between
+members ends the job, or one membership of an elastic job ([elastic.md](elastic.md)).
 
 Bytes of payload a second, for each core: `rate(bps_core_receive_bytes_total[1m])`. How busy cores
 are: `rate(bps_core_busy_seconds_total[1m])`, or `bps_core_busy_ratio` at a glance.

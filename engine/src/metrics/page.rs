@@ -34,6 +34,13 @@ fn samples(text: &mut String, family: &Family, job: Option<&JobView>, nodes: &[N
                 sample(text, name, &[], value(job));
             }
         }
+        Source::Change(value) => {
+            for change in job.iter().flat_map(|job| &job.changes.last) {
+                let (number, epoch) = (change.number.to_string(), change.epoch.0.to_string());
+                let labels = [("number", &number[..]), ("epoch", &epoch), ("what", &change.line)];
+                sample(text, name, &labels, value(change));
+            }
+        }
         Source::Info => {
             for node in nodes {
                 let (index, pid) = (node.index.to_string(), node.pid.to_string());
@@ -130,9 +137,10 @@ fn escape(content: &str, quotes: bool) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::base::Rank;
+    use crate::base::{Epoch, Rank};
     use crate::proto::messages::{LinkStatistics, Stall, Statistics};
     use crate::proto::paths::{Leg, PathStall};
+    use crate::proto::scheduler::{Change, Changes};
     use std::collections::HashSet;
     use std::time::Duration;
 
@@ -183,6 +191,15 @@ mod tests {
             node(NodeRole::Worker, 1, None),
             node(NodeRole::Server, 0, Some(statistics(2))),
         ];
+        let change = Change {
+            number: 9,
+            at: Duration::from_secs(8),
+            epoch: Epoch(2),
+            waited: Duration::from_millis(250),
+            line: "rank 1 (host \"b\") died".into(),
+        };
+        let waited = Duration::from_millis(750);
+        let changes = Changes { last: [change].into(), waited, ..Changes::default() };
         let job = JobView {
             epoch: 2,
             formed: true,
@@ -190,6 +207,7 @@ mod tests {
             servers: 1,
             deaths: 3,
             reformed: Some(Duration::from_millis(250)),
+            changes,
             uptime: Duration::from_secs(9),
             stalls: vec![stall],
             tuning: None,
@@ -199,6 +217,9 @@ mod tests {
         let text = page(Some(&job), &job.nodes);
         for wanted in [
             "bps_job_stalls 2\n",
+            "bps_job_waited_seconds_total 0.75\n",
+            "bps_job_change_seconds{number=\"9\",epoch=\"2\",what=\"rank 1 (host \\\"b\\\") \
+             died\"} 0.25\n",
             "bps_job_path_stalls 1\n",
             "bps_job_stall_seconds 2.5\n",
             "bps_core_receive_bytes_total{server=\"0\",core=\"1\"} 101\n",

@@ -4,6 +4,7 @@
 //! Invariant: every `Declare` and `Barrier` of a node that stays is answered once; every node that
 //! is connected when the job ends is told why, once; nothing is waited for without a deadline.
 
+mod changes;
 mod elastic;
 mod eras;
 mod groups;
@@ -34,6 +35,7 @@ use super::tuning::Point;
 use super::unformed::Unformed;
 use super::unserved::Unserved;
 use crate::base::{Epoch, Placement, Rank, word};
+pub use changes::{Change, Changes};
 pub use elastic::Elastic;
 use elastic::History;
 use late::LateRanks;

@@ -52,6 +52,17 @@ impl Who {
         }
     }
 
+    /// A moment of the whole process.
+    pub(super) fn note(self, line: &str, at_ns: u64, offset_ns: i64, text: &mut String) {
+        let time = Pen { text, offset_ns }.time(at_ns);
+        let (pid, name) = (self.pid(), Value::from(line));
+        let _ = writeln!(
+            text,
+            "{{\"ph\":\"i\",\"s\":\"p\",\"cat\":\"Job\",\"pid\":{pid},\"tid\":0,\"name\":{name},\
+             \"ts\":{time}}},"
+        );
+    }
+
     /// The events that name the process.
     pub(super) fn describe(self) -> String {
         let (pid, name) = (self.pid(), Value::from(self.name()));

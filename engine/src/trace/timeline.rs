@@ -23,11 +23,13 @@ use file::TraceFile;
 use serde_json::json;
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+/// Notes that wait to be written, at most.
+const NOTES_MAX: usize = 64;
 /// How often the rings are emptied.
 const DRAIN: Duration = Duration::from_millis(20);
 /// How long events wait for the first estimate of the clock.
@@ -191,9 +193,13 @@ pub struct Subject {
     pub clock: Arc<Clock>,
 }
 
+/// Lines, each with its time.
+type Notes = Arc<Mutex<Vec<(u64, String)>>>;
+
 /// A timeline that is being written. It ends when this is dropped or all recorders are.
 pub struct Timeline {
     path: PathBuf,
+    notes: Notes,
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
@@ -223,12 +229,14 @@ impl Timeline {
         let formatter = |core| Formatter::new(subject.who, core, Arc::clone(&subject.names));
         let formatters = (0..formatters).map(formatter).collect();
         let stop = Arc::new(AtomicBool::new(false));
+        let notes = Notes::default();
         let writer = Writer {
             file,
             sources,
             formatters,
             subject,
             stop: Arc::clone(&stop),
+            notes: Arc::clone(&notes),
             events: 0,
             error_ns: Some(0),
             text: String::with_capacity(TEXT_BYTES),
@@ -237,7 +245,16 @@ impl Timeline {
             .name("bps-timeline".into())
             .spawn(move || writer.run())
             .map_err(fail)?;
-        Ok((Timeline { path, stop, thread: Some(thread) }, recorders))
+        Ok((Timeline { path, notes, stop, thread: Some(thread) }, recorders))
+    }
+
+    /// Notes something that concerns the whole process, now. Beyond 64 lines that are still to be
+    /// written, lines are lost.
+    pub fn note(&self, line: &str) {
+        let mut notes = self.notes.lock().unwrap_or_else(PoisonError::into_inner);
+        if notes.len() < NOTES_MAX {
+            notes.push((now_ns(), line.to_owned()));
+        }
     }
 
     /// Where it is written.
@@ -280,6 +297,7 @@ struct Writer {
     formatters: Vec<Formatter>,
     subject: Subject,
     stop: Arc<AtomicBool>,
+    notes: Notes,
     events: u64,
     /// The largest bound of any estimate that was used; none if one had none.
     error_ns: Option<u64>,
@@ -341,6 +359,10 @@ impl Writer {
             if self.text.len() >= TEXT_BYTES {
                 self.write(estimate)?;
             }
+        }
+        let notes = std::mem::take(&mut *self.notes.lock().unwrap_or_else(PoisonError::into_inner));
+        for (at_ns, line) in notes {
+            self.subject.who.note(&line, at_ns, estimate.offset_ns, &mut self.text);
         }
         if self.text.is_empty() { Ok(()) } else { self.write(estimate) }
     }

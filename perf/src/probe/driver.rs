@@ -1,5 +1,5 @@
-//! Results that wait for the network, as an engine enqueues them on a GPU: a wait for a word and the
-//! copy behind it, one by one or many to a call of the driver, alone and beside a thread that
+//! Results that wait for the network, as an engine enqueues them on a GPU: a wait for a word and
+//! the copy behind it, one by one or many to a call of the driver, alone and beside a thread that
 //! enqueues small copies within the GPU, as a framework does its kernels.
 
 use super::{Effort, Probe};

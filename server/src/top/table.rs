@@ -57,6 +57,8 @@ pub(super) struct Table {
     stall: String,
     tuning: Option<String>,
     auto: Option<String>,
+    /// Changes of who takes part, the last one first.
+    changes: Vec<String>,
     core_rows: Vec<Row>,
     rank_rows: Vec<Row>,
 }
@@ -65,6 +67,8 @@ const CORE_COLUMNS: &[&str] =
     &["core", "busy %", "in GB/s", "out GB/s", "rounds/s", "parked", "line %", "heard s", "host"];
 const RANK_COLUMNS: &[&str] =
     &["rank", "busy %", "in GB/s", "out GB/s", "rounds/s", "queued", "line %", "heard s", "host"];
+/// Changes of who takes part that are shown.
+const CHANGES_SHOWN: usize = 3;
 /// What stands where nothing is known.
 const UNKNOWN: &str = "-";
 
@@ -78,6 +82,7 @@ impl Table {
             stall: String::new(),
             tuning: None,
             auto: None,
+            changes: Vec::new(),
             core_rows: Vec::new(),
             rank_rows: Vec::new(),
         }
@@ -89,7 +94,11 @@ impl Table {
         let formed = if job("bps_job_formed") > 0.0 { "" } else { ", waiting for nodes" };
         let lost = match job("bps_job_deaths_total") {
             0.0 => String::new(),
-            deaths => format!(", {} lost", counted(deaths, "member")),
+            deaths => format!(
+                ", {} lost ({:.1} s)",
+                counted(deaths, "member"),
+                job("bps_job_waited_seconds_total")
+            ),
         };
         self.header = format!(
             "{}: {}, {}, epoch {}{lost}, up {}{formed}",
@@ -102,6 +111,7 @@ impl Table {
         self.stall = stall(page);
         self.tuning = tuning(page);
         self.auto = auto(page);
+        self.changes = changes(page);
         self.core_rows.clear();
         for sample in page.of("bps_core_rounds_total") {
             let Some((server, core)) = number(sample, "server").zip(number(sample, "core")) else {
@@ -142,6 +152,7 @@ impl Table {
         let mut lines = vec![self.header.clone(), self.stall.clone()];
         lines.extend(self.tuning.clone());
         lines.extend(self.auto.clone());
+        lines.extend(self.changes.clone());
         lines.push(String::new());
         lines.extend(layout(CORE_COLUMNS, &self.core_rows));
         lines.push(String::new());
@@ -258,6 +269,23 @@ fn auto(page: &Page) -> Option<String> {
     Some(format!("auto: {coded} of {all} encoded, {half} as bf16; {spared:.3} GB spared"))
 }
 
+/// The last changes of who takes part, each with when it came about and for how long the job
+/// waited.
+fn changes(page: &Page) -> Vec<String> {
+    let mut found: Vec<(u64, String)> = Vec::new();
+    for sample in page.of("bps_job_change_seconds") {
+        let number = sample.label("number");
+        let Ok(at) = number.parse() else { continue };
+        let is_its = |one: &&Sample| one.label("number") == number;
+        let since = page.of("bps_job_change_uptime_seconds").find(is_its);
+        let since = clock(since.map_or(0.0, Sample::value));
+        let what: String = sample.label("what").chars().filter(|one| !one.is_control()).collect();
+        found.push((at, format!("{since} ({:.3} s) {what}", sample.value())));
+    }
+    found.sort_unstable_by(|one, other| other.cmp(one));
+    found.into_iter().take(CHANGES_SHOWN).map(|(_, line)| line).collect()
+}
+
 fn number(sample: &Sample, label: &str) -> Option<u32> {
     sample.label(label).parse().ok()
 }
@@ -338,6 +366,28 @@ mod tests {
             table.look(&tuning(active));
             assert_eq!(line(&table), Some(format!("{word} {what}")));
         }
+    }
+
+    #[test]
+    fn who_was_lost_and_why_is_shown_with_what_it_cost() {
+        let mut table = Table::new("h:1".to_owned());
+        let mut text = "bps_job_deaths_total 2\nbps_job_waited_seconds_total 0.75\n".to_owned();
+        for number in 7..=10 {
+            let what = format!("rank 1 (host \\\"b\\\", pid {number}) died");
+            text += &format!(
+                "bps_job_change_seconds{{number=\"{number}\",epoch=\"2\",what=\"{what}\"}} 0.25\n\
+                 bps_job_change_uptime_seconds{{number=\"{number}\"}} {}\n",
+                60 * number
+            );
+        }
+        table.look(&Page::parse(&text));
+        let text = table.text(None);
+        let lines: Vec<&str> = text.lines().collect();
+        assert!(lines[0].contains(", 2 members lost (0.8 s), up"), "{text}");
+        let line = |number: u32| {
+            format!("0:{number:02}:00 (0.250 s) rank 1 (host \"b\", pid {number}) died")
+        };
+        assert_eq!(lines[2..6], [line(10), line(9), line(8), String::new()]);
     }
 
     #[test]

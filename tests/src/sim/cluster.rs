@@ -518,6 +518,7 @@ impl Cluster {
                 worker_agent::Effect::Limit { .. }
                 | worker_agent::Effect::Knock(_)
                 | worker_agent::Effect::Uneven(_)
+                | worker_agent::Effect::Changed(_)
                 | worker_agent::Effect::Warn(_) => {}
                 worker_agent::Effect::Newcomers(count) => worker.newcomers = count,
                 worker_agent::Effect::Redial(wants) => self.redial(Member::Worker(index), wants),
@@ -565,6 +566,7 @@ impl Cluster {
                 server_agent::Effect::Knock(_)
                 | server_agent::Effect::Info(_)
                 | server_agent::Effect::Warn(_)
+                | server_agent::Effect::Changed(_)
                 | server_agent::Effect::Timeline(..) => {}
                 server_agent::Effect::Redial(wants) => self.redial(Member::Server(index), wants),
                 // What it does behind a good end is of no interest.

@@ -70,6 +70,8 @@ pub enum Effect {
     Uneven(UnevenOrder),
     /// A line for people.
     Warn(String),
+    /// Who takes part has changed: a line for people, and for the timeline.
+    Changed(String),
     /// The job is over for this worker.
     Over(Error),
 }
@@ -262,7 +264,7 @@ impl Agent {
             }
             SchedulerMessage::Shrunk(shrunk) => {
                 self.memory.lose(&shrunk.gone);
-                effects.extend([Effect::Gone(shrunk.gone), Effect::Warn(shrunk.text)]);
+                effects.extend([Effect::Gone(shrunk.gone), Effect::Changed(shrunk.text)]);
             }
             SchedulerMessage::Newcomers { count } => effects.push(Effect::Newcomers(count)),
             SchedulerMessage::Over { reason } => {

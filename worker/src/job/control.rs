@@ -330,6 +330,10 @@ impl Control {
                 Effect::Uneven(order) => self.uneven(order),
                 Effect::Newcomers(count) => self.newcomers.store(count, Ordering::Relaxed),
                 Effect::Warn(line) => log::warning!("{line}"),
+                Effect::Changed(line) => {
+                    log::warning!("{line}");
+                    self.tracing.note(&line);
+                }
                 Effect::Over(error) => {
                     over = true;
                     hangs |= self.command(Command::Fail { error: error.clone() });

@@ -165,7 +165,8 @@ impl Job {
         let nic_thread = harness::spawn("bps-nic", cpu, body).map_err(no_thread)?;
         let line = has_started.recv_timeout(PATIENCE).map_err(not_started)??;
         log::info!("{line}");
-        let tracing = Arc::new(Tracing::new(rank, &joined.sender, &nic, &gpu.inbox));
+        let change = joined.roster.change.clone();
+        let tracing = Arc::new(Tracing::new(rank, &joined.sender, &nic, &gpu.inbox, change));
         let agent = Agent::new(joined.roster, lanes, switches.clone(), joined.pulse)
             .outlasting(config.scheduler_wait);
         let agent = Arc::new(Mutex::new(agent));

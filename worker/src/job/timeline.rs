@@ -28,6 +28,8 @@ pub(crate) struct Tracing {
     gpu: Arc<OnceLock<GpuInbox>>,
     /// Read at each push_pull: whether to look at the clock.
     is_on: AtomicBool,
+    /// How this epoch has come about, unless it is the first.
+    change: Option<String>,
     current: Mutex<Option<Timeline>>,
 }
 
@@ -38,6 +40,7 @@ impl Tracing {
         sender: &LinkSender,
         nic: &NicSide,
         gpu: &Arc<OnceLock<GpuInbox>>,
+        change: Option<String>,
     ) -> Tracing {
         Tracing {
             rank,
@@ -47,6 +50,7 @@ impl Tracing {
             nic: nic.clone(),
             gpu: Arc::clone(gpu),
             is_on: AtomicBool::new(false),
+            change,
             current: Mutex::default(),
         }
     }
@@ -87,8 +91,14 @@ impl Tracing {
         let mut recorder = || recorders.pop().unwrap_or_default();
         self.record_with(recorder(), recorder());
         self.is_on.store(true, Ordering::Relaxed);
+        self.change.iter().for_each(|line| timeline.note(line));
         *current = Some(timeline);
         Ok(())
+    }
+
+    /// Who takes part has changed.
+    pub(crate) fn note(&self, line: &str) {
+        lock(&self.current).iter().for_each(|timeline| timeline.note(line));
     }
 
     /// Ends the timeline, if there is one, and returns when its file is written.

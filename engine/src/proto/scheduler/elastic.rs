@@ -9,8 +9,8 @@ use super::regroup::{Awaited, Regroup, lacks};
 use super::rendezvous::{Job, Rendezvous, origin};
 use super::waits::Reminder;
 use super::{
-    Duration, Epoch, NodeId, Output, OverReason, Peer, Phase, Rank, Refusal, Register, Scheduler,
-    SchedulerMessage, Standing, counted,
+    Changes, Duration, Epoch, NodeId, Output, OverReason, Peer, Phase, Rank, Refusal, Register,
+    Scheduler, SchedulerMessage, Standing, counted,
 };
 use crate::base::word;
 use crate::proto::messages::{Node, NodeMessage, Origin, Party, Place};
@@ -45,6 +45,7 @@ pub(super) struct History {
     /// Members that were given up: their sessions, and who they were.
     dead: VecDeque<(u64, Origin)>,
     pub(super) deaths: u64,
+    pub(super) changes: Changes,
     /// How long the last re-formation took.
     pub(super) reformed: Option<Duration>,
     /// Epochs that ended because of a path, since one ended for another reason.
@@ -541,7 +542,7 @@ impl Scheduler {
             waited.as_secs_f64(),
             reason.unwrap_or_else(|| regroup.changes())
         );
-        self.put(Output::Log(change.clone()));
+        self.changed(&change, waited);
         Some(change)
     }
 

@@ -37,6 +37,8 @@ struct UnderWay {
     /// Why the last of the servers is lost.
     reason: OverReason,
     since: Duration,
+    /// Of the change that this is.
+    change: u64,
     held: BTreeMap<Rank, Vec<HeldKey>>,
     /// What servers have not answered.
     adopting: BTreeSet<(u32, u64)>,
@@ -161,6 +163,7 @@ impl Scheduler {
         moving.under_way = Some(UnderWay {
             reason: reason.clone(),
             since: now,
+            change: 0,
             held: BTreeMap::new(),
             adopting: BTreeSet::new(),
             decided: BTreeMap::new(),
@@ -170,7 +173,12 @@ impl Scheduler {
         let left = counted(all - lost.len(), "server");
         let go = if all - lost.len() == 1 { "goes" } else { "go" };
         let text = format!("{left} of {all} {go} on without server {server}: {reason}");
-        self.put(Output::Log(text.clone()));
+        let change = self.changed(&text, Duration::ZERO);
+        if let Phase::Running(running) = &mut self.phase
+            && let Some(under_way) = &mut running.moving.under_way
+        {
+            under_way.change = change;
+        }
         for node in self.members() {
             let order = MovingOrder::Lost { servers: lost.clone(), text: text.clone() };
             self.send(node, SchedulerMessage::Moving(order));
@@ -270,11 +278,13 @@ impl Scheduler {
         let (keys, replies) = running.registry.settle(&under_way.decided);
         let restored = under_way.holders.len();
         running.moving.restoring.extend(under_way.holders);
-        let took = now.saturating_sub(under_way.since).as_secs_f64();
+        let took = now.saturating_sub(under_way.since);
+        self.waited_for(under_way.change, took);
         self.put(Output::Log(format!(
-            "{} moved to other servers within {took:.3} s, {restored} of them with a result that \
+            "{} moved to other servers within {:.3} s, {restored} of them with a result that \
              some ranks lack",
             counted(keys.len(), "part"),
+            took.as_secs_f64()
         )));
         self.tell_ranks(&keys);
         self.reply(replies);

@@ -125,8 +125,10 @@ impl Scheduler {
         let Phase::Running(running) = &mut self.phase else { return false };
         let fallen = running.falling.iter().position(|one| host.contains(&one.ranks[0]));
         if is_whole {
-            let first = fallen.map(|at| running.falling.swap_remove(at).reason);
-            self.lose(&host, first.as_ref().unwrap_or(reason));
+            let first = fallen.map(|at| running.falling.swap_remove(at));
+            let since = first.as_ref().map_or(self.clock, |first| first.since);
+            let reason = first.as_ref().map_or(reason, |first| &first.reason);
+            self.lose(&host, reason, self.clock.saturating_sub(since));
             return true;
         }
         if let Some(at) = fallen {
@@ -182,8 +184,9 @@ impl Scheduler {
         }
     }
 
-    /// Takes ranks out of all that is waited for, and tells everybody.
-    fn lose(&mut self, ranks: &[Rank], reason: &OverReason) {
+    /// Takes ranks out of all that is waited for, so long after the first of them was lost, and
+    /// tells everybody.
+    fn lose(&mut self, ranks: &[Rank], reason: &OverReason, waited: Duration) {
         let now = self.clock;
         let Phase::Running(running) = &mut self.phase else { return };
         let (mut passed, mut retired) = (Vec::new(), Vec::new());
@@ -205,7 +208,7 @@ impl Scheduler {
             running.job.workers.len(),
             if left.starts_with("1 ") { "goes" } else { "go" }
         );
-        self.put(Output::Log(text.clone()));
+        self.changed(&text, waited);
         for node in self.members() {
             let shrunk = Shrunk { gone: gone.clone(), text: text.clone() };
             self.send(node, SchedulerMessage::Shrunk(shrunk));

@@ -382,7 +382,7 @@ impl Scheduler {
             obstacle.get_or_insert_with(|| format!("{} was about to come back", named(&returning)));
         }
         let Phase::Running(running) = &self.phase else { return };
-        self.put(Output::Log(format!(
+        let line = format!(
             "term {}: {} and {} of epoch {} are led by this scheduler after {:.3} s, {} known",
             self.term,
             counted(running.job.workers.len() - running.left.len(), "rank"),
@@ -390,7 +390,8 @@ impl Scheduler {
             self.epoch.0,
             waited.as_secs_f64(),
             counted(running.registry.count(), "tensor")
-        )));
+        );
+        self.changed(&line, Duration::ZERO); // Training went on meanwhile.
         let term = self.term;
         for node in takeover.members.values().map(|member| member.node) {
             self.send(node, SchedulerMessage::Resumed { term });

@@ -1,7 +1,7 @@
 //! The job as those see it who watch it: a copy, for metrics.
 
 use super::tuner::{Tuner, TuningView};
-use super::{Duration, Peer, Phase, Scheduler, Standing};
+use super::{Changes, Duration, Peer, Phase, Scheduler, Standing};
 use crate::base::{Rank, word};
 use crate::limits::CORES_MAX;
 use crate::proto::messages::{Stall, Statistics};
@@ -27,6 +27,8 @@ pub struct JobView {
     pub deaths: u64,
     /// How long the last re-formation took; none if there was none.
     pub reformed: Option<Duration>,
+    /// Changes of who takes part.
+    pub changes: Changes,
     /// Since the scheduler started.
     pub uptime: Duration,
     /// Who waits for whom longer than `BPS_STALL_REPORT`, the oldest first.
@@ -80,6 +82,7 @@ impl Scheduler {
             servers: word(come(NodeRole::Server)),
             deaths: self.history.deaths,
             reformed: self.history.reformed,
+            changes: self.history.changes.clone(),
             uptime: now,
             stalls: Vec::new(),
             paths: Vec::new(),

@@ -341,6 +341,26 @@ fn a_server_shows_lanes_keys_and_additions() {
 }
 
 #[test]
+fn a_note_is_a_moment_of_the_whole_process() {
+    let folder = folder("note");
+    let subject = subject(Who::Server(2), 1, 1..=u64::MAX);
+    let (timeline, recorders) = Timeline::start(&folder, subject).unwrap();
+    let line = "2 ranks of 3 go on without rank 1: it \"died\"";
+    timeline.note(line);
+    drop(recorders);
+    let path = timeline.path().to_owned();
+    timeline.finish();
+    let trace = read(&path);
+    let events = trace["traceEvents"].as_array().unwrap();
+    let notes: Vec<&Value> = events.iter().filter(|event| event["ph"] == "i").collect();
+    assert_eq!(notes.len(), 1, "{trace}");
+    let note = notes[0];
+    assert_eq!((&note["name"], &note["s"]), (&Value::from(line), &Value::from("p")));
+    assert!(note["pid"] == 1_000_002 && note["ts"].as_f64().unwrap() > 0.0, "{note}");
+    std::fs::remove_dir_all(folder).unwrap();
+}
+
+#[test]
 fn a_folder_that_cannot_be_made_is_an_error_that_says_so() {
     let subject = subject(Who::Rank(Rank(0)), 1, 1..=1);
     let error = Timeline::start(Path::new("/proc/none"), subject).err().unwrap();

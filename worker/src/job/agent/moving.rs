@@ -21,7 +21,7 @@ impl Agent {
                 self.lost_servers.clone_from(&servers);
                 self.hinder("servers were lost, and their keys have moved");
                 effects.push(Effect::Nic(Command::LoseServers(servers)));
-                effects.push(Effect::Warn(text));
+                effects.push(Effect::Changed(text));
             }
             MovingOrder::Moved { keys } => {
                 let with_lane = |one: &MovedKey| {

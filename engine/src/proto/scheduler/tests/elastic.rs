@@ -100,6 +100,10 @@ fn ranks_that_are_left_form_the_next_epoch_in_their_old_order() {
     assert_eq!(bench.roster(100).size, 3);
     let view = bench.scheduler.view(bench.now);
     assert_eq!((view.deaths, view.reformed), (1, Some(ms(250))));
+    let [change] = Vec::from(view.changes.last).try_into().expect("one change");
+    assert_eq!((change.number, change.epoch, change.waited), (1, Epoch(2), ms(250)));
+    assert_eq!((change.at, view.changes.waited), (bench.now, ms(250)));
+    assert!(change.line.starts_with("epoch 2: 3 ranks and 2 servers go on after 0.250 s: rank 1"));
     bench.declare(12, 1, &[tensor("w", 10)]);
     assert!(!bench.installs(100).is_empty());
     for node in [10, 12, 13] {

@@ -100,6 +100,7 @@ fn keys_move_once_all_ranks_have_said_how_far_they_are() {
     bench.hold(1, 1, &[held(some, 7), held(few, 6), held(all, 7)]);
     assert!(bench.heard(0).is_empty() && bench.heard(100).is_empty());
     bench.hold(2, 1, &[held(some, 6), held(few, 6), held(all, 7), held(none, 0)]);
+    bench.now += ms(40);
     let (request, adopted) = bench.adopts(100);
     let expected = [(some, (6, true)), (few, (6, true)), (all, (7, false)), (none, (0, false))];
     assert_eq!(adopted, BTreeMap::from(expected));
@@ -116,8 +117,15 @@ fn keys_move_once_all_ranks_have_said_how_far_they_are() {
     }
     let view = bench.scheduler.view(bench.now);
     assert_eq!((view.epoch, view.ranks, view.servers, view.deaths), (1, 3, 1, 1));
+    let shown = |bench: &Bench| {
+        let last = bench.scheduler.view(bench.now).changes.last;
+        last.into_iter().map(|one| (one.line[..37].to_owned(), one.waited)).collect::<Vec<_>>()
+    };
+    assert_eq!(shown(&bench), [(line[..37].to_owned(), ms(40))]);
     // The second rank had a result that the first has as well.
     bench.close(1);
+    let second = ("2 ranks of 3 go on without rank 1: ra".to_owned(), ms(0));
+    assert_eq!(shown(&bench), [(line[..37].to_owned(), ms(40)), second]);
     assert_eq!(bench.done, None);
     bench.heard(2);
     // Now it alone has what the third one lacks, until its server has it.
