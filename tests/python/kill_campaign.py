@@ -1,15 +1,19 @@
 """Whole jobs of real processes, in each of which somebody is killed, stopped or cut off.
 
     tests/kill-campaign [--runs 60] [--seed 1] [--seconds S] [--only WORDS] [--slow N]
+                        [--elastic redo|shrink]
 
 Each run is a small job (scheduler, one or two servers, three or four ranks that train) and a fault,
 perhaps behind a first death or two, at a moment between start and shutdown: all drawn from the
 run's number, which is the seed of the first run and larger for each further one. In runs from
 1000000 on, of which there is one for every four others, the scheduler is lost and the job is to
 outlive that: another one is started after a while, or the same one goes on, or none comes; and
-perhaps somebody dies meanwhile. A run fails, and its logs stay in target/kill-campaign/, unless
+perhaps somebody dies meanwhile. About half of the elastic jobs have BPS_ELASTIC=redo, the others
+shrink. A run fails, and its logs stay in target/kill-campaign/, unless
 
 - ranks have the same parameters after every step, and sums hold who is in the job, once each;
+- with shrink they hold those whom bps.contributors names to all ranks alike, averages are divided
+  by as many, whoever is missing is dead and stays away, and nothing is redone where nothing is to;
 - the job goes on where docs/elastic.md says so, from the last step or the one before, and otherwise
   ends, within the limits that hold for it, and whoever ends says who died;
 - nobody who is well is blamed, and short interruptions harm nobody;
@@ -64,7 +68,8 @@ class Run:
     def __init__(self, plan: Plan, job: Job) -> None:
         self.plan, self.job = plan, job
         self.struck = self.healed = 0.0
-        self.epoch = 0
+        #: The latest before the fault, and when it was clear what becomes of the job.
+        self.epoch = self.settled = 0
         #: Who is dead, or should be taken for it.
         self.dead: set[Member] = set()
         self.newcomer: Member | None = None
@@ -187,7 +192,7 @@ class Run:
             job.stop.touch()
         time.sleep(plan.delay)
         job.read()
-        self.epoch = max((line.get("epoch", 0) for line in job.lines), default=0)
+        self.epoch = job.latest()
         self.struck = time.time()
         job.strike(plan.fault)
         # A scheduler that goes on in time leads the job as before.
@@ -249,7 +254,8 @@ class Run:
             return self._settle_loss()
         since, epoch = self.struck, self.epoch
         # A rank that has just come may die before anybody knows of it.
-        if fault.is_fatal and not self.is_open and fault.victim != self.newcomer:
+        is_known = fault.is_fatal and not self.is_open and fault.victim != self.newcomer
+        if is_known and plan.forms_again:
             epoch += 1
         if fault.seconds is not None:
             since += fault.seconds
@@ -283,7 +289,7 @@ class Run:
         plan, loss = self.plan, self.plan.loss
         assert loss is not None
         is_new = loss.meanwhile is not None and plan.moment not in ("forming", "leaving")
-        epoch = self.epoch + 1 if is_new else 0
+        epoch = self.epoch + 1 if is_new and plan.forms_again else 0
 
         def found() -> bool:
             if self.have_ended():
@@ -328,6 +334,7 @@ def carry_out(
         run.strike()
         outcome = run.settle()
         seconds = time.time() - run.struck
+        run.settled = job.latest()
         if outcome == "goes on":
             run.finish()
         job.read()
@@ -372,7 +379,7 @@ def plans(options: argparse.Namespace, has_network: bool) -> Iterator[Plan]:
     """The runs that are asked for."""
     count = 0
     for seed in seeds(options.seed, options.seed + SEEDS_PER_RUN * options.runs):
-        plan = kill_plan.make(seed, has_network)
+        plan = kill_plan.make(seed, has_network, options.elastic)
         is_wanted = not options.only or re.search(options.only, str(plan))
         if is_wanted and (not plan.fault.is_slow or seed % options.slow == 0):
             yield plan
@@ -391,6 +398,8 @@ def main() -> None:
     parser.add_argument("--only", help="runs whose description matches this expression")
     slow = "of the runs in which seconds pass until the fault is noticed, one in so many"
     parser.add_argument("--slow", type=int, default=1, help=slow)
+    how = "BPS_ELASTIC of all elastic jobs, in the place of what their seeds say"
+    parser.add_argument("--elastic", choices=kill_plan.ELASTIC, help=how)
     parser.add_argument("--keep", action="store_true", help="keep the logs of all runs")
     parser.add_argument("--show", action="store_true", help="say what would be done, and leave")
     options = parser.parse_args()
@@ -398,6 +407,7 @@ def main() -> None:
     if lacks:
         print(f"skipped: faults of the network, and what is left in shared memory: {lacks}")
     begun, counts = time.time(), Counter[str]()
+    played, failures = Counter[str](), Counter[str]()
     failed: dict[int, str] = {}
     kept = kill_job.TARGET / "kill-campaign"
     for plan in plans(options, has_network=not lacks):
@@ -409,6 +419,8 @@ def main() -> None:
             continue
         folder = Path(tempfile.mkdtemp(prefix="bps-kill-"))
         print(f"{seed}: {plan}", end="", flush=True)
+        how = plan.elastic or "not elastic"
+        played[how] += 1
         try:
             network = Network(len(set(plan.hosts.values()))) if plan.hosts else None
             outcome, seconds = carry_out(plan, folder, network, not lacks)
@@ -418,6 +430,7 @@ def main() -> None:
             is_kept = options.keep
         except Failure as failure:
             is_kept = True
+            failures[how] += 1
             told = f"\n    FAILED: {failure}\n    its logs: {kept / str(seed)}"
             failed[seed] = f"{seed}: {plan}{told}"
             print(told, flush=True)
@@ -427,6 +440,7 @@ def main() -> None:
         shutil.rmtree(folder)
     total = sum(counts.values())
     print(f"{dict(sorted(counts.items()))} in {time.time() - begun:.0f} s")
+    print(", ".join(f"{how}: {played[how]} runs, {failures[how]} failed" for how in sorted(played)))
     if failed:
         # Once more, last: whoever keeps only the end of this has them.
         print("\n".join(failed.values()))

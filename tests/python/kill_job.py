@@ -171,7 +171,7 @@ class Job:
         }
         if plan.elastic:
             self.environment |= {
-                "BPS_ELASTIC": "redo",
+                "BPS_ELASTIC": plan.elastic,
                 "BPS_SCHEDULER_WAIT": str(plan.scheduler_wait),
                 "BPS_MIN_WORKERS": str(plan.min_workers),
             }
@@ -220,6 +220,10 @@ class Job:
         whole = data[: data.rfind(b"\n") + 1]
         self._read += len(whole)
         self.lines += [json.loads(line) for line in whole.splitlines()]
+
+    def latest(self) -> int:
+        """The latest epoch of which a rank has written."""
+        return max((line.get("epoch", 0) for line in self.lines), default=0)
 
     def of(self, member: Member, event: str) -> list[dict[str, Any]]:
         """What a rank has written of an event."""

@@ -23,6 +23,8 @@ LOST = 1_000_000
 SCHEDULER_WAIT, VAIN_WAIT = 15.0, 3.0
 #: One for each so many of the others, where they follow each other.
 LOST_EVERY = 4
+#: ``BPS_ELASTIC``, of which an elastic job has one.
+ELASTIC = ("redo", "shrink")
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,8 @@ class Plan:
     """A run."""
 
     seed: int
-    elastic: bool
+    #: ``BPS_ELASTIC``, or None where the job is not elastic.
+    elastic: str | None
     ranks: int
     servers: int
     mode: str
@@ -162,10 +165,43 @@ class Plan:
         has_server = any(member.role == "server" for member in left)
         is_lost = SCHEDULER in dead and not self.has_scheduler_again
         ends = is_lost or len(ranks) < self.min_workers
-        return self.elastic and not ends and (has_server or not self.needs_server(ranks))
+        has_sums = has_server or not self.needs_server(ranks)
+        return self.elastic is not None and not ends and has_sums
+
+    def sums_with_others(self, rank: Member) -> bool:
+        """Whether ranks of its host sum among themselves, this one and another."""
+        host = self.hosts.get(rank)
+        ranks = [one for one in self.members if one.role == "rank"]
+        together = [one for one in ranks if self.hosts.get(one) == host]
+        return self.settings["BPS_LOCAL_REDUCE"] != "0" and len(together) > 1
+
+    @property
+    def forms_again(self) -> bool | None:
+        """Whether the job forms again if it goes on; None if that hangs on what comes first.
+
+        False is what ``BPS_ELASTIC=shrink`` promises (docs/elastic.md, "Without redoing anything").
+        """
+        if self.elastic != "shrink":
+            return True
+        fault, victim = self.fault, self.fault.victim
+        if self.loss is not None or self.moment not in ("stepping", "re-forming"):
+            # A newcomer, or whoever leaves, has it form again, and the next scheduler may have to.
+            return None
+        if not (fault.is_fatal or fault.is_short):
+            return None  # A path that is broken has two ends.
+        if fault.kind == "term" and victim.role == "rank":
+            return True  # It leaves, at a step of all.
+        deaths = [*self.openings, *([victim] if fault.is_fatal else [])]
+        servers = [one for one in deaths if one.role == "server"]
+        shared = [one for one in deaths if one.role == "rank" and self.sums_with_others(one)]
+        if len(deaths) > 1 and (servers or shared):
+            # A rank may have had results of the server alone, and a host may be lost as a whole.
+            return None
+        return bool(shared) or len(servers) == self.servers
 
     def __str__(self) -> str:
-        kind = f"elastic from {self.min_workers}" if self.elastic else "not elastic"
+        kind = f"elastic by {self.elastic} from {self.min_workers}"
+        kind = kind if self.elastic else "not elastic"
         place = f"{len(set(self.hosts.values()))} hosts" if self.hosts else "one host"
         how = "".join(
             f", {word}"
@@ -180,10 +216,15 @@ class Plan:
         )
 
 
-def make(seed: int, has_network: bool) -> Plan:
-    """The plan of a seed, where there can be several hosts and where there cannot."""
+def make(seed: int, has_network: bool, how: str | None = None) -> Plan:
+    """The plan of a seed, where there can be several hosts and where there cannot.
+
+    `how` is the ``BPS_ELASTIC`` of a job that is elastic, in the place of what the seed says.
+    """
+    # Drawn apart: all else of a seed is what it was when `redo` was the only way.
+    how = how or random.Random(f"elastic {seed}").choice(ELASTIC)
     if seed >= LOST:
-        return _make_lost(seed, has_network)
+        return _make_lost(seed, has_network, how)
     rng = random.Random(seed)
     elastic = rng.random() < 0.7
     moment = rng.choice(MOMENTS if elastic else ("forming", "stepping", "stepping", "leaving"))
@@ -192,7 +233,7 @@ def make(seed: int, has_network: bool) -> Plan:
     settings = _settings(rng)
     plan = Plan(
         seed=seed,
-        elastic=elastic,
+        elastic=how if elastic else None,
         ranks=rng.choice((3, 3, 4)),
         servers=rng.choice((1, 2, 2)),
         mode=rng.choice(("optimizer", "optimizer", "cross", "ddp")),
@@ -243,7 +284,7 @@ def _pair(plan: Plan) -> None:
     plan.settings["BPS_LOCAL_REDUCE"] = "1"
 
 
-def _make_lost(seed: int, has_network: bool) -> Plan:
+def _make_lost(seed: int, has_network: bool, how: str) -> Plan:
     """A job that outlives its scheduler, or waits in vain for another one."""
     rng = random.Random(f"lost scheduler {seed}")
     moment = rng.choice(("forming", "stepping", "stepping", "re-forming", "joining", "leaving"))
@@ -257,7 +298,7 @@ def _make_lost(seed: int, has_network: bool) -> Plan:
     is_replaced = kind != "term" and ending != "never" and continued is None
     plan = Plan(
         seed=seed,
-        elastic=True,
+        elastic=how,
         ranks=rng.choice((3, 3, 4)),
         servers=rng.choice((1, 2, 2)),
         mode=rng.choice(("optimizer", "optimizer", "cross", "ddp")),

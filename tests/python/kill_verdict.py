@@ -28,6 +28,8 @@ ERROR = re.compile(r"^byteps\.errors\.\w+: .", re.MULTILINE)
 UNFORMED = re.compile(r"the job was not formed|waiting for|did not come|is gone before the job")
 #: A scheduler leads a job.
 LEADS = re.compile(r"are led by this scheduler|all there after")
+#: What a rank says of the sums of a step.
+SETS = ("members", "sums", "averages", "contributors")
 #: Of a rank, without a step and without a line.
 SILENT_SECONDS = 5.0
 #: How often that is looked for.
@@ -78,30 +80,55 @@ class Watch:
 
 def check(run: Run, outcome: str) -> None:
     """Raises `Failure` unless a run that is over was right."""
-    check_steps(run.job)
+    check_steps(run)
+    check_members(run)
     check_outcome(run, outcome)
     check_words(run)
 
 
-def check_steps(job: Job) -> None:
+def guilty(run: Run) -> set[Member]:
+    """Who may be said to be lost."""
+    plan = run.plan
+    found = run.dead | {plan.fault.victim, *plan.openings}
+    if plan.fault.other is not None:
+        found.add(plan.fault.other)
+    if plan.loss is not None and plan.loss.meanwhile is not None:
+        found.add(plan.loss.meanwhile.victim)
+    return found
+
+
+def lost_results(run: Run) -> set[int]:
+    """Of the lines of the job, those of results that may have been made again without a trace.
+
+    With shrink, if a rank alone has the last result of a server that dies, and dies as well before
+    it has said so, the others make it again, of those who live (docs/elastic.md).
+    """
+    lost = guilty(run)
+    if run.plan.elastic != "shrink" or not any(one.role == "server" for one in lost):
+        return set()
+    last: dict[tuple[int, int], int] = {}
+    for at, line in enumerate(run.job.lines):
+        if line["event"] == "step" and Member("rank", line["place"]) in lost:
+            last[line["pid"], line["epoch"]] = at
+    return set(last.values())
+
+
+def check_steps(run: Run) -> None:
     """All ranks had the same parameters and sums at every step, and nothing was lost."""
+    job, spared = run.job, lost_results(run)
     known: dict[Any, Any] = {}
     states: dict[int, set[str]] = {}
     last: dict[int, dict[str, Any]] = {}
-    for line in job.lines:
+    for at, line in enumerate(job.lines):
         event = line["event"]
         if event == "wrong":
             raise Failure(f"a sum is wrong: {line}")
         if event not in ("step", "synchronized"):
             continue
         key = line["epoch"], line["step"], event
-        value = line["digest"], line["size"], line.get("members")
-        if known.setdefault(key, value) != value:
+        value = [line["digest"], line["size"], *(line.get(name) for name in SETS)]
+        if at not in spared and known.setdefault(key, value) != value:
             raise Failure(f"ranks differ in epoch, step, event {key}: {value}, {known[key]}")
-        if event == "step":
-            members = line["members"]
-            if len(members) != line["size"] or line["place"] not in members:
-                raise Failure(f"a sum is not of the members of the job: {line}")
         before = last.get(line["pid"])
         if before is not None:
             step, epoch = before["step"], before["epoch"]
@@ -116,6 +143,37 @@ def check_steps(job: Job) -> None:
         last[line["pid"]] = line
 
 
+def check_members(run: Run) -> None:
+    """Sums and averages are of whom they should be, and the ranks were told so."""
+    lost = {one.index for one in guilty(run) if one.role == "rank"}
+    # Who contributes to a sum of an epoch has written down before that it begins.
+    places: dict[int, dict[int, int]] = {}
+    for line in run.job.lines:
+        if line["event"] == "synchronized":
+            places.setdefault(line["epoch"], {})[line["rank"]] = line["place"]
+    left: dict[tuple[int, int], set[int]] = {}
+    for line in run.job.lines:
+        if line["event"] != "step":
+            continue
+        members, ranks = set(line["members"]), places[line["epoch"]]
+        if sorted(ranks.get(rank, -1) for rank in line["contributors"]) != line["members"]:
+            raise Failure(f"a sum is not of its contributors: {line}, places by rank {ranks}")
+        # In the order in which a rank waits for them.
+        before = left.get((line["pid"], line["epoch"]), set(ranks.values()))
+        for name in ("averages", "sums"):
+            sets = [set(one) for one in line[name]]
+            if not all(line["place"] in one <= before for one in sets):
+                raise Failure(f"{name} are not of those who were left, {before}: {line}")
+            before = set.intersection(*sets)
+        left[line["pid"], line["epoch"]] = before
+        lacking = set(ranks.values()) - before
+        if run.plan.elastic == "shrink":
+            if not lacking <= lost:
+                raise Failure(f"a sum lacks somebody who is well: {line}, all are {ranks}")
+        elif lacking or len(members) != line["size"]:
+            raise Failure(f"a sum is not of the members of the job: {line}")
+
+
 def check_outcome(run: Run, outcome: str) -> None:
     """The job has gone on, or has not, as it should; and codes tell so."""
     plan, job = run.plan, run.job
@@ -126,6 +184,8 @@ def check_outcome(run: Run, outcome: str) -> None:
         promised = "ends"
     if not run.is_open and outcome != promised:
         raise Failure(f"the job {outcome}, but should have been one that {promised}")
+    if outcome == "goes on" and plan.forms_again is False and not run.is_open and run.settled != 1:
+        raise Failure(f"nothing was to be redone, and the job formed epoch {run.settled}")
     if plan.fault.is_short and survives:
         latest = max((line.get("epoch", 0) for line in job.lines), default=0)
         # With another that died, whatever was under way may have been begun anew.
@@ -164,12 +224,8 @@ def check_loss(run: Run, outcome: str) -> None:
 def check_words(run: Run) -> None:
     """Whoever ended badly says who it was that died, and nobody else is blamed."""
     plan, job = run.plan, run.job
-    guilty = run.dead | {plan.fault.victim, *plan.openings}
-    if plan.fault.other is not None:
-        guilty.add(plan.fault.other)
-    if plan.loss is not None and plan.loss.meanwhile is not None:
-        guilty.add(plan.loss.meanwhile.victim)
-    pids = {job.processes[member].pid for member in guilty if member in job.processes}
+    lost = guilty(run)
+    pids = {job.processes[member].pid for member in lost if member in job.processes}
     if plan.loss is not None and plan.moment == "forming":
         # Whoever had not been told yet that the job is elastic has ended by itself.
         pids |= {process.pid for process in job.processes.values() if process.code}
@@ -177,19 +233,19 @@ def check_words(run: Run) -> None:
         said = process.said()
         if "panicked" in said:
             raise Failure(f"{member} panicked")
-        if member in guilty:
+        if member in lost:
             continue
         for found in BLAMES.finditer(said):
             if int(found[1]) not in pids:
                 raise Failure(f"{member} blames pid {found[1]}, which is well: {found[0]}")
-        if SCHEDULER not in guilty and (found := BLAMES_SCHEDULER.search(said)):
+        if SCHEDULER not in lost and (found := BLAMES_SCHEDULER.search(said)):
             raise Failure(f"{member} blames the scheduler: {found[0]}")
         if process.code == 0:
             continue
         if process.code is not None and process.code < 0:
             raise Failure(f"{member} was ended by signal {-process.code}")
         names = any(f"pid {pid})" in said for pid in pids)
-        names |= SCHEDULER in guilty and "the scheduler" in said
+        names |= SCHEDULER in lost and "the scheduler" in said
         # Nobody may have been left when it came.
         names |= member == SUCCESSOR and bool(UNFORMED.search(said))
         names |= plan.moment == "forming" and bool(UNFORMED.search(said))
