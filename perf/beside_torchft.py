@@ -55,7 +55,7 @@ class TorchftJob(Job):
             "quorum_tick_ms": 10,
         }
         given = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        return self._start("lighthouse", [program or "torchft_lighthouse", *given])
+        return self._start("lighthouse", 0, [program or "torchft_lighthouse", *given])
 
     def start_rank(self, place: int) -> Rank:
         lighthouse = f"http://127.0.0.1:{self.environment['DMLC_PS_ROOT_PORT']}"

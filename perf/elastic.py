@@ -32,7 +32,6 @@ than the step that failed, if the scheduler counts other deaths, or if anything 
 
 import argparse
 import ctypes
-import functools
 import json
 import os
 import random
@@ -142,7 +141,6 @@ class Job:
         } | {
             "DMLC_PS_ROOT_URI": "127.0.0.1",
             "DMLC_PS_ROOT_PORT": str(self._port.getsockname()[1]),
-            "DMLC_NODE_HOST": "127.0.0.1",
             "DMLC_NUM_WORKER": str(options.ranks),
             "DMLC_NUM_SERVER": str(options.servers),
             "BYTEPS_LOCAL_SIZE": "1",
@@ -152,25 +150,44 @@ class Job:
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
         }
+        self.environment |= self.settings()
         self.deaths = 0
         self.scheduler = self.start_scheduler()
-        self.servers = [self.start_server() for _ in range(options.servers)]
+        self.servers = [self.start_server(place) for place in range(options.servers)]
         self.ranks = [self.start_rank(rank) for rank in range(options.ranks)]
 
-    def _start(self, name: str, command: list[str], **variables: str) -> subprocess.Popen[bytes]:
-        with (self.folder / f"{name}.log").open("ab") as log:
+    def settings(self) -> dict[str, str]:
+        """Variables of all processes that a kind of job has beside the others."""
+        return {}
+
+    def address(self, role: str, place: int) -> str:
+        """Of the host of a process."""
+        return "127.0.0.1"
+
+    def enter(self, role: str, place: int) -> None:
+        """Called by each process before it is what it is to be: moves it to its host."""
+
+    def _start(
+        self, role: str, place: int, command: list[str], **variables: str
+    ) -> subprocess.Popen[bytes]:
+        def prepare() -> None:
+            with_parent()
+            self.enter(role, place)
+
+        own = {"DMLC_NODE_HOST": self.address(role, place), **variables}
+        with (self.folder / f"{role}.log").open("ab") as log:
             return subprocess.Popen(
                 command,
-                env=self.environment | variables,
+                env=self.environment | own,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                preexec_fn=with_parent,  # noqa: PLW1509 -- there are no threads here.
+                preexec_fn=prepare,  # noqa: PLW1509 -- there are no threads here.
             )
 
-    def _program(self, role: str, **variables: str) -> subprocess.Popen[bytes]:
+    def _program(self, role: str, place: int = 0, **variables: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "byteps._programs", role]
-        return self._start(role, command, DMLC_ROLE=role, **variables)
+        return self._start(role, place, command, DMLC_ROLE=role, **variables)
 
     def start_scheduler(self) -> subprocess.Popen[bytes]:
         """One that has seen nobody die yet."""
@@ -178,15 +195,18 @@ class Job:
         variables = {"BPS_MIN_WORKERS": "1", "BPS_METRICS_PORT": "0"}
         return self._program("scheduler", BPS_ELASTIC=self.ELASTIC, **variables)
 
-    def start_server(self) -> subprocess.Popen[bytes]:
-        return self._program("server")
+    def start_server(self, place: int) -> subprocess.Popen[bytes]:
+        return self._program("server", place)
 
     def start_rank(self, place: int) -> Rank:
         options = self.options
         variables = {"DMLC_ROLE": "worker", "DMLC_WORKER_ID": str(place)}
-        train = functools.partial(
-            elastic_rank.train, self.log, options.megabytes, self.stop, options.mode
-        )
+        variables["DMLC_NODE_HOST"] = self.address("rank", place)
+
+        def train() -> None:
+            self.enter("rank", place)
+            elastic_rank.train(self.log, options.megabytes, self.stop, options.mode)
+
         return Rank(self.folder / f"rank-{place}.log", self.environment | variables, train)
 
     def read(self) -> None:
@@ -369,9 +389,22 @@ def run(job: Job, kind: str, limit: float, rng: random.Random) -> dict[str, floa
     else:
         figures["rejoined"] = max(line["at"] for line in again("synchronized")) - killed
         figures["step"] = max(line["at"] for line in again("step")) - killed
-    epoch = max(line["epoch"] for line in job.lines)
     born = time.time()
-    members[place] = job.start_server() if kind == "server" else job.start_rank(place)
+    let_in = replace(job, kind, place) - born
+    pause = longest_pause(job, {rank.pid for rank in left}, since=born)
+    return {**figures, "let_in": let_in, "pause": pause, "pace": pace}
+
+
+def replace(job: Job, kind: str, place: int) -> float:
+    """Starts a new member in the place of one that has died.
+
+    Returns when the last rank has finished a step with it.
+    """
+    epoch = max(line["epoch"] for line in job.lines)
+    if kind == "server":
+        job.servers[place] = job.start_server(place)
+    else:
+        job.ranks[place] = job.start_rank(place)
     lines = job.wait_for(
         f"a step with the new {kind}",
         lambda: job.first_of_each(job.ranks, "step", lambda line: line["epoch"] > epoch),
@@ -380,9 +413,7 @@ def run(job: Job, kind: str, limit: float, rng: random.Random) -> dict[str, floa
     if {line["size"] for line in lines} != {len(job.ranks)}:
         raise Failure(f"the job has not its old size: {lines}")
     check(job)
-    let_in = max(line["at"] for line in lines) - born
-    pause = longest_pause(job, {rank.pid for rank in left}, since=born)
-    return {**figures, "let_in": let_in, "pause": pause, "pace": pace}
+    return max(line["at"] for line in lines)
 
 
 def longest_pause(job: Job, pids: set[int], since: float) -> float:
@@ -407,6 +438,23 @@ def summary(runs: list[dict[str, float]]) -> dict[str, Any]:
         }
         for name in names
     }
+
+
+def finish(job: Job, limit: float) -> None:
+    """Ends a job in good order; raises if others died than were meant to, or it learnt nothing."""
+    metrics = job.metrics()
+    deaths = metrics["bps_job_deaths_total"], bool(metrics["bps_job_reforming_seconds"])
+    if deaths != (job.deaths, job.deaths > 0):
+        raise Failure(f"{job.deaths} members were killed, and the metrics have {metrics}")
+    job.stop.touch()
+    for process in [*job.ranks, *job.servers, job.scheduler]:
+        code = process.wait(limit)
+        if code:
+            raise Failure(f"a process ended with code {code}")
+    of_rank_0 = (line for line in job.lines if line["event"] == "step" and not line["rank"])
+    losses = [line["loss"] for line in of_rank_0]
+    if not losses[-1] < losses[0]:
+        raise Failure(f"the loss went from {losses[0]} to {losses[-1]}")
 
 
 def main() -> None:
@@ -443,19 +491,7 @@ def main() -> None:
                     results[kind].append(figures)
                     rounded = {name: round(value, 4) for name, value in figures.items()}
                     print(json.dumps({"kind": kind, **rounded}), flush=True)
-            metrics = job.metrics()
-            deaths = metrics["bps_job_deaths_total"], bool(metrics["bps_job_reforming_seconds"])
-            if deaths != (job.deaths, job.deaths > 0):
-                raise Failure(f"{job.deaths} members were killed, and the metrics have {metrics}")
-            job.stop.touch()
-            for process in [*job.ranks, *job.servers, job.scheduler]:
-                code = process.wait(options.limit)
-                if code:
-                    raise Failure(f"a process ended with code {code}")
-            of_rank_0 = (line for line in job.lines if line["event"] == "step" and not line["rank"])
-            losses = [line["loss"] for line in of_rank_0]
-            if not losses[-1] < losses[0]:
-                raise Failure(f"the loss went from {losses[0]} to {losses[-1]}")
+            finish(job, options.limit)
         except (Failure, subprocess.TimeoutExpired) as failure:
             sys.exit(f"{failure}\n{job.tails()}")
         finally:

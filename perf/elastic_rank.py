@@ -71,6 +71,7 @@ def train(log: Path, megabytes: float, stop: Path, mode: str) -> None:
     def steps(state: bps.elastic.TorchState) -> None:
         write(event="synchronized", step=state.step, digest=digest(model))
         while True:
+            began = time.time()
             # A rank has the same batch at every step, so that the loss falls with each of them.
             inputs = torch.randn(8, width, generator=torch.Generator().manual_seed(bps.rank()))
             optimizer.zero_grad()
@@ -82,7 +83,8 @@ def train(log: Path, megabytes: float, stop: Path, mode: str) -> None:
                 optimizer.flush()
             state.step += 1
             lr = optimizer.param_groups[0]["lr"]
-            write(event="step", step=state.step, digest=digest(model), loss=loss.item(), lr=lr)
+            own = {"began": began, "loss": loss.item(), "lr": lr}
+            write(event="step", step=state.step, digest=digest(model), **own)
             # All ranks see it at the same step.
             if bps.push_pull(torch.tensor([float(stop.exists())]), name="stop").item():
                 return

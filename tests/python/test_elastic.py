@@ -22,6 +22,7 @@ from byteps.elastic import State
 from byteps.errors import ConfigError, PeerDiedError
 from byteps.torch.elastic import ElasticSampler, RandomState, TorchState
 from cluster import Cluster, clean_environment
+from kill_job import Network, NoNetwork
 from stand_in import Pipeline
 
 PERF = Path(__file__).parents[2] / "perf"
@@ -29,8 +30,8 @@ PERF = Path(__file__).parents[2] / "perf"
 SECONDS = 240
 
 
-def campaign(*options):
-    command = [sys.executable, str(PERF / "elastic.py"), "--limit", "60", *options]
+def campaign(*options, script="elastic.py"):
+    command = [sys.executable, str(PERF / script), "--limit", "60", *options]
     done = subprocess.run(
         command,
         env=clean_environment(),
@@ -55,6 +56,17 @@ def test_ranks_and_servers_are_killed_and_replaced():
 def test_other_ways_to_average_go_on_too(mode):
     options = ["--ranks", "2", "--servers", "1", "--megabytes", "1", "--runs", "1"]
     campaign(*options, "--kinds", "rank", "--mode", mode)
+
+
+def test_a_host_falls_silent_and_is_replaced():
+    try:
+        Network(2).close()
+    except NoNetwork as why:
+        pytest.skip(f"no hosts that can be cut off: {why}")
+    job = ["--ranks", "3", "--servers", "2", "--megabytes", "1", "--elastic", "shrink"]
+    options = [*job, "--runs", "1", "--kinds", "rank", "--interval", "0.2", "--timeout", "0.8"]
+    figures = campaign(*options, script="silence.py")
+    assert set(figures) == {"rank"} and figures["rank"]["step"]["median"] < 10, figures
 
 
 # State
