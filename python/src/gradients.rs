@@ -200,7 +200,7 @@ impl GradientHooks {
     /// One more gradient; returns the hook that its parameter gets.
     fn add(hooks: Py<Self>, tensor: u32, priority: i64, bytes: usize, is_on_gpu: bool) -> Hook {
         let mut state = hooks.get().lock();
-        let index = u32::try_from(state.slots.len()).unwrap_or(u32::MAX);
+        let index = u32::try_from(state.slots.len()).expect("gradients are counted in u32");
         let (passes_left, is_sent, is_used) = (state.passes, false, false);
         state.left_bytes += bytes;
         state.slots.push(Slot {

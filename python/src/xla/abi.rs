@@ -432,9 +432,9 @@ impl<'a> Call<'a> {
         self.query(RUN_ID, 8)
     }
 
-    /// The number of the device that the call is for, from 0; 0 where the release does not say.
-    pub fn device(&self) -> i64 {
-        self.query(DEVICE_ORDINAL, 4).map_or(0, |value| value & 0xffff_ffff)
+    /// The number of the device that the call is for, from 0; `None` where the release does not say.
+    pub fn device(&self) -> Option<i64> {
+        Some(self.query(DEVICE_ORDINAL, 4)? & 0xffff_ffff)
     }
 
     /// The CUDA stream in which the call is to enqueue its work; 0, which is CUDA's default stream,

@@ -50,10 +50,13 @@ pub fn xla_devices(numbers: Vec<i64>) {
     *DEVICES.lock().unwrap_or_else(PoisonError::into_inner) = numbers;
 }
 
-/// Where a device stands among those of this process, from 0.
-fn place_of(device: i64) -> usize {
+/// Where a device stands among those of this process, from 0. `None` if it is not one of them: any
+/// place would give its array the name of another device's.
+fn place_of(device: i64) -> Option<usize> {
     let devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
-    devices.iter().position(|&number| number == device).unwrap_or(0)
+    // The numbers are told when a program is compiled: not where all were compiled elsewhere.
+    let is_first = devices.is_empty() && device == 0;
+    devices.iter().position(|&number| number == device).or(is_first.then_some(0))
 }
 
 /// The version of the interface that XLA has shown, once it has, and whether it is known here.
@@ -132,15 +135,28 @@ unsafe extern "C" fn push(frame: *mut CallFrame) -> RawError {
         Err(answer) => return answer,
     };
     let parsed = || {
-        let (mut tensor, array, bytes) = described(&call)?;
-        if let device @ 1.. = place_of(call.device()) {
-            tensor.name = format!("{}@device {device}", tensor.name);
-        }
+        let (tensor, array, bytes) = described(&call)?;
         Some((tensor, array, bytes, call.number("priority")?, ticket_of(call.result(0))?))
     };
-    let Some((tensor, data, bytes, priority, target)) = parsed() else {
+    let Some((mut tensor, data, bytes, priority, target)) = parsed() else {
         return call.error(Code::InvalidArgument, NOT_OURS);
     };
+    // Where the release does not say, there can be one device only.
+    if let Some(device) = call.device() {
+        match place_of(device) {
+            Some(0) => {}
+            Some(place) => tensor.name = format!("{}@device {place}", tensor.name),
+            None => {
+                let name = tensor.name;
+                let text = format!(
+                    "byteps.errors.UsageError: '{name}' is on CPU device {device}, which is not \
+                     known here: compile a program with byteps.jax.push_pull in this process \
+                     before it runs one that was compiled in another"
+                );
+                return call.error(Code::InvalidArgument, &text);
+            }
+        }
+    }
     // SAFETY: XLA keeps the argument, of the size that its dimensions say, until the call returns.
     let pushed = unsafe { exchanges::push(&tensor, (data, bytes), priority, call.run()) };
     match pushed {

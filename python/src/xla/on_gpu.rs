@@ -92,7 +92,8 @@ pub unsafe extern "C" fn push(frame: *mut CallFrame) -> RawError {
     // A program has failed between its push and its pull, if that is still under way.
     let former = lock().remove(&address);
     let _ = former.map(|former| former.handle.wait(None));
-    let (device, open) = (call.device(), GPU.load(Relaxed));
+    // Where the release does not say, it is the first one.
+    let (device, open) = (call.device().unwrap_or(0), GPU.load(Relaxed));
     // For a program that was compiled on another machine, the engine says whether a GPU is open.
     let pushed = if device == open || open < 0 {
         // SAFETY: XLA passes an array of the GPU that is open, of the size that its dimensions say,

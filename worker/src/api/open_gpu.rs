@@ -59,8 +59,8 @@ pub(crate) fn open(
     let switches = job.switches();
     let has_peers = switches.ranks().len() > 1;
     let rank = Rank(worker.rank());
-    let first_of = |ranks: &[Rank]| ranks.first().copied().unwrap_or(rank);
-    let (host, first) = (first_of(switches.ranks()), first_of(switches.line(rank)));
+    // This rank is one of both, at least.
+    let (host, first) = (switches.ranks()[0], switches.line(rank)[0]);
     let begun = gpu.clone().and_then(|(device, events)| {
         let nccl = match has_peers {
             true => Some(Nccl::load(config.nccl_library.as_deref())?),

@@ -138,6 +138,7 @@ impl Nic {
             && header.epoch == self.config.epoch
             && header.dtype == part.plan.dtype
             && header.offset == 0
+            && header.missing.count_ones() <= self.contributors(&part.plan)
             && part.awaits(header.round)
             && part.plan.owner.or(part.plan.core) == Some(lane)
             && part.stage == Stage::Asked

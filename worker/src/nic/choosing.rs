@@ -98,10 +98,16 @@ impl Way {
 
     /// One is over that does not count: if others wait, their time goes on.
     fn passes(&mut self) {
+        // What was under way before the first part left its form to the loop was not counted: see
+        // `Nic::costs_of`.
         self.under_way = self.under_way.saturating_sub(1);
     }
 
     fn ends(&mut self, now: Duration, bytes: usize) {
+        // As there: nobody saw when it began.
+        if self.under_way == 0 {
+            return;
+        }
         self.busy += now.saturating_sub(self.since);
         self.since = now;
         self.passes();
@@ -262,6 +268,13 @@ impl Nic {
         }
     }
 
+    /// Its lane was lost before it had landed.
+    pub(super) fn landing_lost(&mut self, lane: LaneId) {
+        if let Some(costs) = self.costs_of(lane) {
+            costs.from_servers.passes();
+        }
+    }
+
     /// It has landed.
     pub(super) fn landing_ends(&mut self, lane: LaneId, bytes: usize) {
         let now = self.now;
@@ -407,6 +420,19 @@ mod tests {
         assert_eq!(level(1_600_000_000), [Some(Form::Plain); 2]);
         assert_eq!(level(1_400_000_000), [Some(Form::Plain), Some(Form::Declared)]);
         assert_eq!(level(1_000_000_000), [Some(Form::Declared); 2]);
+    }
+
+    #[test]
+    fn what_began_uncounted_measures_nothing() {
+        let mut way = Way::default();
+        way.ends(Duration::from_secs(60), 64 << 20);
+        assert_eq!((way.busy, way.bytes, way.spans.len()), (Duration::ZERO, 0, 0));
+        // One that is lost on its way does not keep the clock going either.
+        way.begins(Duration::from_secs(61));
+        way.passes();
+        way.begins(Duration::from_secs(90));
+        way.ends(Duration::from_secs(91), 1 << 10);
+        assert_eq!((way.busy, way.bytes), (Duration::from_secs(1), 1 << 10));
     }
 
     #[test]

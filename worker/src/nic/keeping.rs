@@ -287,6 +287,7 @@ impl Nic {
             self.frame_sent(lane, part);
         }
         if let Some((part, slot)) = landing {
+            self.landing_lost(lane);
             if self.part(part).abandoned {
                 self.close_one(part);
             }

@@ -201,7 +201,8 @@ impl Nic {
         header.contributors = match (kind, state.plan.operation) {
             (Kind::Publication, Operation::Broadcast(_)) => u32::from(!lacks.is_lost),
             (Kind::Publication, _) => {
-                self.contributors(&state.plan).saturating_sub(lacks.ranks.count_ones())
+                let left = self.contributors(&state.plan).checked_sub(lacks.ranks.count_ones());
+                left.expect("a result that lacks more ranks than push it is not taken (`is_due`)")
             }
             _ => 1,
         };

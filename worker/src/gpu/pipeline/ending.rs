@@ -105,13 +105,13 @@ impl Pipeline {
         }
     }
 
-    /// Lets go of the rounds of disputed tensors of which all is enqueued that was ordered. Only
-    /// while NCCL is enqueueing nothing, since this marks its stream. A round's memory is its
-    /// caller's again only when the GPU is done with it.
+    /// Lets go of the rounds of disputed tensors of which all is enqueued that was ordered, also by
+    /// a batch whose last word has not come. Only while NCCL is enqueueing nothing, since this
+    /// marks its stream. A round's memory is its caller's again only when the GPU is done with it.
     pub(super) fn let_go(&mut self) -> Result<(), GpuError> {
         let is_ordered = |tensor: &u32| {
-            let mut rows = self.orders.iter().flat_map(|batch| &batch.rows);
-            rows.any(|of| of.tensor == *tensor)
+            let rows = self.orders.iter().flat_map(|batch| &batch.rows);
+            rows.chain(&self.coming).any(|of| of.tensor == *tensor)
         };
         let (wait, ended): (Vec<u32>, Vec<u32>) =
             std::mem::take(&mut self.disputed).into_iter().partition(is_ordered);

@@ -57,9 +57,9 @@ impl Pipeline {
     /// Makes the calls of a batch, as every rank of the host does now. Says whether they are
     /// enqueued.
     fn submit(&mut self, batch: &Batch) -> Result<bool, GpuError> {
-        let Some(host) = &mut self.host else { return Ok(true) };
+        let Some(host) = &mut self.host else { unreachable!("a rank alone orders no batch") };
         let tensors = &self.tensors;
-        let rows = || batch.rows.iter().filter_map(|of| row_of(tensors, *of));
+        let rows = || batch.rows.iter().map(|of| row_of(tensors, *of));
         match batch.order {
             // What has risen of the results is gathered.
             Ordered::Gather => {
@@ -100,7 +100,7 @@ impl Pipeline {
             self.down.wait(&self.reduced)?;
         }
         for of in &batch.rows {
-            let Some((tensor, _, row)) = row_of(&self.tensors, *of) else { continue };
+            let (tensor, _, row) = row_of(&self.tensors, *of);
             if batch.order == Ordered::Gather || tensor.is_local {
                 self.one_less(of.tensor)?;
                 continue;
@@ -116,10 +116,15 @@ impl Pipeline {
     }
 }
 
-/// A row of a round under way.
-fn row_of(tensors: &[Option<Tensor>], of: Of) -> Option<(&Tensor, &Run, &Row)> {
-    let tensor = tensors.get(of.tensor as usize)?.as_ref()?;
-    Some((tensor, tensor.run.as_ref()?, tensor.rows.get(of.index as usize)?))
+/// A row of a batch. Its round is open until NCCL has enqueued the batch: each row is one of the
+/// open ends of its run (`Run::left`), and `let_go` keeps the rounds of what is ordered. If a row
+/// were skipped, NCCL's calls would differ between the ranks of the host, and all would hang.
+fn row_of(tensors: &[Option<Tensor>], of: Of) -> (&Tensor, &Run, &Row) {
+    let tensor = tensors.get(of.tensor as usize).and_then(Option::as_ref);
+    let Some(tensor @ Tensor { run: Some(run), .. }) = tensor else {
+        unreachable!("the round of an ordered row is open")
+    };
+    (tensor, run, &tensor.rows[of.index as usize])
 }
 
 fn reduce_row(host: &Host, tensor: &Tensor, run: &Run, row: &Row) -> Result<(), GpuError> {

@@ -106,9 +106,8 @@ impl Pipeline {
 
     /// Says something to the first rank or, as the first, to all others.
     fn say(&mut self, word: OrderWord) {
-        if let Some(host) = &mut self.host {
-            host.lanes.say(word);
-        }
+        let Some(host) = &mut self.host else { unreachable!("a rank alone has nobody to tell") };
+        host.lanes.say(word);
     }
 
     /// Takes what the ranks of the host have said; says whether there was anything.
@@ -285,9 +284,11 @@ impl Pipeline {
         rows.extend((0..most).map_while(|_| turns.pop()));
         let kind = if order == Ordered::Reduce { OrderKind::Reduce } else { OrderKind::Gather };
         for (at, of) in rows.iter().enumerate() {
-            let is_due = self.take_order(*of, order);
-            debug_assert!(is_due, "the first rank orders what is due");
-            let Some(state) = self.tensor(of.tensor) else { continue };
+            // All words of a batch are counted by `left`, so none can be left out. None has to be:
+            // both queues have rows of open rounds, and `end_orders` removes those of a tensor
+            // before its round is let go.
+            assert!(self.take_order(*of, order), "the first rank orders what is due");
+            let Some(state) = self.tensor(of.tensor) else { unreachable!("its row is due") };
             let (key, round) = (state.rows[of.index as usize].key, state.round);
             let left = word(rows.len() - at);
             let missing = if order == Ordered::Gather { state.missing() } else { 0 };

@@ -77,7 +77,7 @@ impl Pipeline {
         }
         let (since, rank) = (self.now, self.rank);
         let (asked_ns, ready) = (push.task.asked_ns(), Arc::clone(&push.ready));
-        let Some(state) = self.tensor(tensor) else { return Ok(()) };
+        let Some(state) = self.tensor(tensor) else { unreachable!("its caller has found it") };
         state.round += 1;
         let is_local = state.is_local;
         for (row, state_of_row) in state.rows.iter().zip(&mut state.states) {
@@ -170,9 +170,13 @@ impl Pipeline {
         self.to_copy.push(priority, of);
     }
 
-    /// One of a run's open ends is closed; the last one finishes it.
+    /// One of a run's open ends is closed; the last one finishes it. The run is there: if ranks
+    /// disagree about a tensor, the NIC loop abandons its parts before it says so here, and says
+    /// nothing of them afterwards; and a row that is ordered keeps its round open (`let_go`).
     pub(super) fn one_less(&mut self, tensor: u32) -> Result<(), GpuError> {
-        let Some(Tensor { run: Some(run), .. }) = self.tensor(tensor) else { return Ok(()) };
+        let Some(Tensor { run: Some(run), .. }) = self.tensor(tensor) else {
+            unreachable!("what is closed was open")
+        };
         run.left -= 1;
         if run.left == 0 { self.finish(tensor) } else { Ok(()) }
     }
@@ -185,24 +189,23 @@ impl Pipeline {
             (Some(host), _) => (Place::Host, &mut host.track),
             (None, _) => (Place::Up, &mut self.up),
         };
-        // Before the mark, so that who waits for that finds this round over.
+        // Before the mark, so that a waiter observes the round as finished.
         self.trace.finishes(tensor, &self.tensors, last)?;
         if is_staged {
             return self.finish_staged(tensor);
         }
-        let Some(state) = self.tensor(tensor) else { return Ok(()) };
-        let (run, next) = (state.run.take(), state.waiting.pop_front());
-        let error = run.as_ref().filter(|run| run.lacks.is_lost);
-        match error.map(|_| root_lost(&state.plan, state.round)) {
-            None => state.written = Written::Unmarked,
-            Some(error) => {
-                // Other parts may have come, and are being copied up.
-                let given_up = run.map(|run| Drained::new(run.push, error, false, self.now));
-                self.drained.extend(given_up);
-                return next.map_or(Ok(()), |next| self.begin(tensor, next));
-            }
+        let now = self.now;
+        let Some(state) = self.tensor(tensor) else { unreachable!("its round is open") };
+        let Some(run) = state.run.take() else { unreachable!("its last end was just closed") };
+        let next = state.waiting.pop_front();
+        if run.lacks.is_lost {
+            let error = root_lost(&state.plan, state.round);
+            // Other parts may have come, and are being copied up.
+            self.drained.push(Drained::new(run.push, error, false, now));
+        } else {
+            state.written = Written::Unmarked;
+            self.finished.push((tensor, run.finished()));
         }
-        self.finished.extend(run.map(Run::finished).map(|task| (tensor, task)));
         next.map_or(Ok(()), |next| self.begin(tensor, next))
     }
 

@@ -17,7 +17,7 @@
 //! free, which takes calls of CUDA, would hold back what comes behind it.
 
 use super::copies::{empty, fill};
-use super::{BYTES_OF_MARK, COPIES_OF_MARK, Copying, Of, Pipeline, Run, Tensor, Written};
+use super::{BYTES_OF_MARK, COPIES_OF_MARK, Copying, Of, Pipeline, Tensor, Written};
 use crate::base::task::{Mark, Series, Task};
 use crate::cuda::{EventPool, GpuError, PooledEvent, Progress, Track};
 use crate::gpu::staging::StagingMemory;
@@ -399,19 +399,17 @@ impl Pipeline {
             unreachable!("a staged tensor has a round")
         };
         state.is_proved = true;
-        let (run, next) = (state.run.take(), state.waiting.pop_front());
-        match run {
-            Some(run) if run.is_told => {
-                // In this order: who waits for the end of all that is ahead leaves then, and no
-                // push is to be under way.
-                self.inbox.push_over();
-                drop(run.finished());
-                self.one_less_ahead();
-            }
-            run => {
-                state.written = Written::Unmarked;
-                staged.finished.extend(run.map(Run::finished).map(|task| (tensor, task)));
-            }
+        let Some(run) = state.run.take() else { unreachable!("its last end was just closed") };
+        let next = state.waiting.pop_front();
+        if run.is_told {
+            // In this order: who waits for the end of all that is ahead leaves then, and no push is
+            // to be under way.
+            self.inbox.push_over();
+            drop(run.finished());
+            self.one_less_ahead();
+        } else {
+            state.written = Written::Unmarked;
+            staged.finished.push((tensor, run.finished()));
         }
         next.map_or(Ok(()), |next| self.begin(tensor, next))
     }
