@@ -84,8 +84,10 @@ def test_gradients_are_averages(job):
 def refused():
     rank = bps.rank()
     odd = [torch.ones(2, 3), torch.ones(4, 2)][rank]
-    with pytest.raises(MismatchError, match=r"rank 0 has torch\.float32 of \(2, 3\), rank 1 torch"):
+    both = r"rank 0 has torch\.float32 of \(2, 3\), rank 1 torch"
+    with pytest.raises(MismatchError, match=both) as raised:
         bps.allgather(odd, name="odd")
+    assert (raised.value.rank, raised.value.ranks, raised.value.tensor) == (0, (0, 1), "odd")
     with pytest.raises(MismatchError, match=r"rank 1 torch\.int64 of"):
         bps.allgather(torch.ones(2, dtype=[torch.float32, torch.int64][rank]))
     # What one rank has done wrong is told to all.

@@ -190,8 +190,10 @@ def refusals():
             return
         bps.barrier(few)
         if rank == 0:
-            with pytest.raises(WaitTimeoutError, match=r"barrier of ranks \[0, 1\]: not all came"):
+            late = r"barrier of ranks \[0, 1\]: not all came"
+            with pytest.raises(WaitTimeoutError, match=late) as raised:
                 bps.barrier(0.2, few)
+            assert raised.value.waited_s == 0.2
             bps.allreduce_(ones, name="it has passed", process_set=few)
         else:
             # The other one does not wait for this any more.

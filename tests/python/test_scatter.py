@@ -99,8 +99,9 @@ def test_alltoall(job):
 
 def disagreements():
     rank, size = bps.rank(), bps.size()
-    with pytest.raises(MismatchError, match="only dimension 0 may differ"):
+    with pytest.raises(MismatchError, match="only dimension 0 may differ") as raised:
         bps.alltoall(torch.ones(size, 1 + rank % 2), name="widths")
+    assert (raised.value.rank, raised.value.ranks, raised.value.tensor) == (0, (0, 1), "widths")
     with pytest.raises(ConfigError if rank == 1 else MismatchError):
         bps.alltoall(torch.ones(size + (rank == 1)), name="uneven")
     with pytest.raises(MismatchError):

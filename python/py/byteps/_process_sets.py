@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from byteps import _native, _registry
-from byteps.errors import ConfigError, MismatchError, WaitTimeoutError
+from byteps.errors import ConfigError, WaitTimeoutError, _mismatch
 
 __all__ = [
     "GlobalProcessSet",
@@ -130,10 +130,12 @@ def _agree(ranks: Sequence[int], adds: bool) -> None:
     told = _registry.synchronize(handle)
     if any(count not in (0, voters) for count in told):
         verb = "adds" if adds else "removes"
-        raise MismatchError(
+        # The sum of the votes does not say which the other ranks are.
+        raise _mismatch(
             f"rank {_native.rank()} {verb} the process set {list(ranks)}, and other ranks do not: "
             "make the same calls of add_process_set and remove_process_set, in the same order, on "
-            "all ranks of the job"
+            "all ranks of the job",
+            (_native.rank(),),
         )
 
 
@@ -239,6 +241,6 @@ def barrier(ranks: tuple[int, ...], timeout: float | None) -> None:
     try:
         _registry.synchronize(handle, timeout)
     except WaitTimeoutError as error:
-        raise WaitTimeoutError(
-            f"barrier of ranks {list(ranks)}: not all came within {timeout} s"
-        ) from error
+        late = WaitTimeoutError(f"barrier of ranks {list(ranks)}: not all came within {timeout} s")
+        late.waited_s = timeout
+        raise late from error

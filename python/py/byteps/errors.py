@@ -80,6 +80,14 @@ class MismatchError(HorovodInternalError):
     """Two ranks, or two calls, disagree about what a name stands for. Raised on every rank."""
 
 
+def _mismatch(message: str, ranks: tuple[int, ...], tensor: str | None = None) -> MismatchError:
+    """A mismatch with its attributes: of these ranks, about this tensor if it is about one."""
+    error = MismatchError(message)
+    error.ranks = tuple(sorted(set(ranks)))
+    error.rank, error.tensor = error.ranks[0], tensor
+    return error
+
+
 class PeerDiedError(HorovodInternalError):
     """A worker, server or scheduler of the job is gone."""
 

@@ -14,7 +14,7 @@ import numpy as np
 import mxnet as mx
 from byteps import _native, _objects, _process_sets, _registry, _splits
 from byteps._operations import Average, ReduceOp
-from byteps.errors import BytePSError, MismatchError, TensorError, UsageError
+from byteps.errors import BytePSError, TensorError, UsageError, _mismatch
 from byteps.mxnet import reductions
 from byteps.mxnet.ops import Ranks
 
@@ -295,11 +295,15 @@ def _check_told(
         for rank, of_rank in zip(members, told, strict=True):
             row = of_rank[index]
             if row[0] < 0:
-                raise MismatchError(f"{what} of '{name}': rank {rank} has nothing that can be sent")
+                raise _mismatch(
+                    f"{what} of '{name}': rank {rank} has nothing that can be sent", (rank,), name
+                )
             if row[:2] != first[:2] or row[3:end] != first[3:end]:
-                raise MismatchError(
+                raise _mismatch(
                     f"{what} of '{name}': rank {members[0]} has {_text(first)}, rank {rank} "
-                    f"{_text(row)}: only dimension 0 may differ"
+                    f"{_text(row)}: only dimension 0 may differ",
+                    (members[0], rank),
+                    name,
                 )
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from byteps import _process_sets, _registry, common
 from byteps._codecs import encoding_of
 from byteps._registry import Kept
-from byteps.errors import MismatchError, UsageError
+from byteps.errors import UsageError, _mismatch
 from byteps.torch import _tensors, gather
 from byteps.torch.compression import without_momentum
 
@@ -58,12 +58,11 @@ def _check_agreement(gradients: Gradients, compression: Any) -> None:
     ranks = _process_sets.members(_process_sets.ranks_of(known))
     for rank, other in zip(ranks, of_all, strict=True):
         if other != of_all[0]:
-            error = MismatchError(
+            raise _mismatch(
                 f"set_compression: rank {ranks[0]} goes on with {of_all[0]}, and rank {rank} with "
-                f"{other}; rank {common.rank()} has changed nothing: call it alike on all ranks"
+                f"{other}; rank {common.rank()} has changed nothing: call it alike on all ranks",
+                (ranks[0], rank),
             )
-            error.rank, error.ranks = ranks[0], (ranks[0], rank)
-            raise error
 
 
 def _has_feedback(tensor: _registry.Tensor) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from byteps import _objects, _process_sets, common
-from byteps.errors import ConfigError, MismatchError
+from byteps.errors import ConfigError, _mismatch
 from byteps.torch import ops
 
 __all__ = ["broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
@@ -125,7 +125,7 @@ def broadcast_optimizer_state(
         sent = tensors
     else:
         sent = []
-        state_dict = _with_tensors(structure, sent, _devices(optimizer))
+        state_dict = _with_tensors(structure, sent, _devices(optimizer), root_rank)
         _check_groups(optimizer, state_dict, root_rank)
     ops.broadcast_all_(
         [(f"{prefix}optimizer_state.{index}", tensor) for index, tensor in enumerate(sent)],
@@ -153,21 +153,26 @@ def _devices(optimizer: torch.optim.Optimizer) -> dict[str, torch.device]:
     return {"cpu": torch.device("cpu")} | {param.device.type: param.device for param in params}
 
 
-def _with_tensors(value: Any, tensors: list[torch.Tensor], devices: dict[str, torch.device]) -> Any:
+def _with_tensors(
+    value: Any, tensors: list[torch.Tensor], devices: dict[str, torch.device], root_rank: int
+) -> Any:
     if isinstance(value, _TensorSpec):
         if value.device not in devices:
-            raise MismatchError(
-                f"the optimizer of the root has state on a device of kind '{value.device}', and "
-                f"that of rank {common.rank()} has no parameter there: put the same model on the "
-                "same kind of device on all ranks"
+            raise _mismatch(
+                f"the optimizer of rank {root_rank} has state on a device of kind "
+                f"'{value.device}', and that of rank {common.rank()} has no parameter there: put "
+                "the same model on the same kind of device on all ranks",
+                (root_rank, common.rank()),
             )
         tensor = torch.empty(value.shape, dtype=value.dtype, device=devices[value.device])
         tensors.append(tensor)
         return tensor
     if isinstance(value, dict):
-        return {key: _with_tensors(item, tensors, devices) for key, item in value.items()}
+        return {
+            key: _with_tensors(item, tensors, devices, root_rank) for key, item in value.items()
+        }
     if type(value) in (list, tuple):
-        return type(value)(_with_tensors(item, tensors, devices) for item in value)
+        return type(value)(_with_tensors(item, tensors, devices, root_rank) for item in value)
     return value
 
 
@@ -175,13 +180,11 @@ def _check_groups(optimizer: torch.optim.Optimizer, state_dict: Any, root_rank: 
     own = [len(group["params"]) for group in optimizer.param_groups]
     other = [len(group["params"]) for group in state_dict["param_groups"]]
     if own != other:
-        error = MismatchError(
+        raise _mismatch(
             f"the optimizer of rank {root_rank} has groups of {other} parameters and that of rank "
-            f"{common.rank()} of {own}: build the same optimizer on all ranks"
+            f"{common.rank()} of {own}: build the same optimizer on all ranks",
+            (root_rank, common.rank()),
         )
-        error.ranks = tuple(sorted((root_rank, common.rank())))
-        error.rank = error.ranks[0]
-        raise error
 
 
 def _load(optimizer: torch.optim.Optimizer, state_dict: Any) -> None:

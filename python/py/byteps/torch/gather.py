@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from byteps import _process_sets, _registry, common
-from byteps.errors import BytePSError, MismatchError, TensorError
+from byteps.errors import BytePSError, TensorError, _mismatch
 from byteps.torch import _gpu, _sending, _tensors, functions, ops
 
 __all__ = [
@@ -243,13 +243,15 @@ def _shapes(
         for rank, of_rank in zip(members, told, strict=True):
             row = of_rank[index]
             if row[0] < 0:
-                raise MismatchError(
-                    f"{what} of '{name}': rank {rank} has none that can be gathered"
+                raise _mismatch(
+                    f"{what} of '{name}': rank {rank} has none that can be gathered", (rank,), name
                 )
             if row[:2] != first[:2] or row[3:] != first[3:]:
-                raise MismatchError(
+                raise _mismatch(
                     f"{what} of '{name}': rank {members[0]} has {text_of(first)}, rank {rank} "
-                    f"{text_of(row)}: only dimension 0 may differ"
+                    f"{text_of(row)}: only dimension 0 may differ",
+                    (members[0], rank),
+                    name,
                 )
     return [[row[2 : 2 + row[0]] for row in of_rank] for of_rank in told]
 

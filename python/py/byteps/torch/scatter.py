@@ -13,7 +13,7 @@ import torch
 
 from byteps import _operations, _process_sets, _registry, _splits, common
 from byteps._operations import Average, ReduceOp
-from byteps.errors import BytePSError, ConfigError, MismatchError, TensorError, UsageError
+from byteps.errors import BytePSError, ConfigError, TensorError, UsageError, _mismatch
 from byteps.torch import _gpu, _sending, _tensors, gather, ops
 from byteps.torch.compression import Compression
 
@@ -320,10 +320,14 @@ def _tell(tensor: torch.Tensor, splits: Any, name: str, ranks: _sending.Ranks) -
                 "exchange among a process set without it, or after all ranks have joined"
             )
         if one[0] < 0:
-            raise MismatchError(f"alltoall of '{name}': rank {rank} has nothing that can be sent")
+            raise _mismatch(
+                f"alltoall of '{name}': rank {rank} has nothing that can be sent", (rank,), name
+            )
         if one[:2] != first[:2] or one[3:width] != first[3:width]:
-            raise MismatchError(
+            raise _mismatch(
                 f"alltoall of '{name}': rank {members[0]} has {gather.text_of(first)}, rank {rank} "
-                f"{gather.text_of(one)}: only dimension 0 may differ"
+                f"{gather.text_of(one)}: only dimension 0 may differ",
+                (members[0], rank),
+                name,
             )
     return [one[width:] for one in told]

@@ -1,6 +1,7 @@
 //! The data of every error in one form, for callers that act on it.
 
 use super::{Corruption, Death, Disagreement, Error, Overdue, Refusal, SettingError, StartError};
+use crate::cuda::GpuError;
 use bps_engine::base::Rank;
 use bps_engine::harness::StillRunning;
 use bps_engine::proto::messages::{
@@ -59,6 +60,11 @@ impl Error {
                 | Overdue::HandOver { waited, .. }
                 | Overdue::Ending(StillRunning { waited, .. }),
             ) => Details { waited: Some(*waited), ..Details::default() },
+            Error::Refused(Refusal::Gpu(error)) => Details::of_gpu(error),
+            // A rank that can't go on, most often because of its GPU.
+            Error::Refused(Refusal::Own(source)) => {
+                source.get().downcast_ref().map(Details::of_gpu).unwrap_or_default()
+            }
             Error::Refused(refusal) => {
                 Details { tensor: refusal.tensor().map(str::to_owned), ..Details::default() }
             }
@@ -128,8 +134,27 @@ impl Details {
             | StartError::ThreadEnded { .. }
             | StartError::Listen { .. }
             | StartError::NoScheduler(_)
-            | StartError::SchedulerLost { .. }
-            | StartError::Gpu(_) => Details::default(),
+            | StartError::SchedulerLost { .. } => Details::default(),
+            StartError::Gpu(error) => Details::of_gpu(error),
+        }
+    }
+
+    fn of_gpu(error: &GpuError) -> Details {
+        match error {
+            GpuError::Order { from, .. } => Details::of_ranks([*from]),
+            GpuError::Timeout { after, .. } => {
+                Details { waited: Some(*after), ..Details::default() }
+            }
+            GpuError::NoDriver { .. }
+            | GpuError::DriverTooOld { .. }
+            | GpuError::NoFunction { .. }
+            | GpuError::NoDevice { .. }
+            | GpuError::Cuda { .. }
+            | GpuError::Memory { .. }
+            | GpuError::Direct { .. }
+            | GpuError::NcclMissing { .. }
+            | GpuError::NcclTooOld { .. }
+            | GpuError::Nccl { .. } => Details::default(),
         }
     }
 
@@ -342,6 +367,29 @@ mod tests {
         let details = error.details();
         assert_eq!((details.ranks, details.round), (vec![Rank(2)], Some(3)));
         assert_eq!(details.waited, Some(Duration::from_secs(9)));
+    }
+
+    #[test]
+    fn an_error_of_the_gpu_has_its_rank_and_its_wait_in_every_form() {
+        use super::super::Source;
+        let order = GpuError::Order { from: Rank(3), what: "sent an order".into() };
+        let after = Duration::from_secs(60);
+        let late = GpuError::Timeout { what: "NCCL's enqueueing".into(), after };
+        let forms: [fn(GpuError) -> Error; 3] = [
+            |error| StartError::Gpu(error).into(),
+            |error| Refusal::Gpu(error).into(),
+            |error| Refusal::Own(Source::new(error)).into(),
+        ];
+        for form in forms {
+            let details = form(order.clone()).details();
+            assert_eq!((details.ranks, details.waited), (vec![Rank(3)], None));
+            let details = form(late.clone()).details();
+            assert_eq!((details.ranks, details.waited), (vec![], Some(after)));
+            let old = GpuError::DriverTooOld { found: 11_040, needed: 12_000 };
+            assert_eq!(form(old).details(), Details::default());
+        }
+        let other = Refusal::Own(Source::new(std::io::Error::other("no memory")));
+        assert_eq!(Error::from(other).details(), Details::default());
     }
 
     #[test]

@@ -96,11 +96,13 @@ class Operation:
 
     def late(self, timeout: float | None) -> WaitTimeoutError:
         """The error after so many seconds."""
-        return WaitTimeoutError(
+        error = WaitTimeoutError(
             f"{self.what} of torch.distributed is not done after {timeout or 0:g} s. It goes on: "
             "leave its tensors alone. Look for a rank that has not made this call, or give "
             "init_process_group or new_group a longer timeout"
         )
+        error.waited_s = timeout or 0
+        return error
 
 
 class Flight:
