@@ -13,6 +13,7 @@ pub mod ring;
 pub mod team;
 pub mod topo;
 pub mod trace;
+pub mod waits;
 pub mod wire;
 
 pub mod encode;

@@ -15,6 +15,8 @@ use crate::limits::{HANDSHAKE_SECONDS, HANDSHAKES_MAX};
 use crate::proto::handshake::{
     ANSWER_BYTES, Accepting, HandshakeError, Hello, JobKey, Secrets, Step,
 };
+use crate::trace::log;
+use crate::waits;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::io::Errno;
 use std::collections::HashMap;
@@ -108,7 +110,8 @@ impl Acceptor {
         Ok(Acceptor { stop, thread: Some(thread) })
     }
 
-    /// Ends the thread: the listeners and all unproven connections are closed when this returns.
+    /// Ends the thread: the listeners and all unproven connections are closed when this returns,
+    /// unless the kernel holds the thread for longer than [`PATIENCE`](waits::PATIENCE).
     pub fn stop(mut self) {
         self.end();
     }
@@ -116,10 +119,10 @@ impl Acceptor {
     fn end(&mut self) {
         // It fails only where the counter is full: it is readable then as well.
         let _ = rustix::io::write(&self.stop, &1u64.to_ne_bytes());
-        if let Some(thread) = self.thread.take() {
-            // It never blocks but in `admit`, which sets lanes up on other threads and hands them
-            // over within a deadline. A panic of it was one of `admit` or `log`, and was printed.
-            let _ = thread.join();
+        // It never blocks but in `admit`, which sets lanes up on other threads and hands them over
+        // within a deadline. A panic of it was one of `admit` or `log`, and was printed.
+        if let Some(Err(late)) = self.thread.take().map(waits::join) {
+            log::warning!("{late}");
         }
     }
 }

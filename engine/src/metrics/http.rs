@@ -5,7 +5,9 @@
 //! another one out: sockets never block, a request, a connection's life and the number of
 //! connections are bounded, and the oldest connection makes room for the newest.
 
+use crate::trace::log;
 use crate::transport::Waker;
+use crate::waits;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -61,10 +63,10 @@ impl Drop for Exporter {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Release);
         self.waker.ring();
-        if let Some(thread) = self.thread.take() {
-            // Its sockets do not block, so it sees `stop` at once. Its panic, if it had one, has
-            // been printed.
-            let _ = thread.join();
+        // Its sockets do not block, so it sees `stop` at once, unless `source` keeps it. Its panic,
+        // if it had one, has been printed.
+        if let Some(Err(late)) = self.thread.take().map(waits::join) {
+            log::warning!("{late}");
         }
     }
 }

@@ -18,6 +18,7 @@ use super::log;
 use crate::base::{Key, Rank};
 use crate::limits::TIMELINE_EVENTS_MAX;
 use crate::ring::{Consumer, Producer, spsc};
+use crate::waits;
 use crate::wire::Header;
 use file::TraceFile;
 use serde_json::json;
@@ -270,16 +271,16 @@ impl Timeline {
     }
 
     /// Waits until what was recorded is written. The recorders are to be dropped before, or just
-    /// now; two seconds later it ends in any case.
+    /// now; two seconds later it ends in any case, unless the file's disk holds it.
     pub fn finish(mut self) {
         self.end();
     }
 
     fn end(&mut self) {
         self.stop.store(true, Ordering::Release);
-        if let Some(thread) = self.thread.take() {
-            // A writer that panicked has said so; the job does not depend on it.
-            let _ = thread.join();
+        // A writer that panicked has said so; the job does not depend on it.
+        if let Some(Err(late)) = self.thread.take().map(waits::join) {
+            log::warning!("{late}");
         }
     }
 }

@@ -13,9 +13,10 @@ const ENGINE: Layers = &[
     ("reduce", &["base", "limits"]),
     ("ring", &["base", "limits"]),
     ("team", &[]),
+    ("waits", &[]),
     ("topo", &["base", "limits"]),
     ("wire", &["base", "limits"]),
-    ("trace", &["base", "limits", "config", "ring", "wire"]),
+    ("trace", &["base", "limits", "config", "ring", "waits", "wire"]),
     ("encode", &["base", "limits", "reduce"]),
     ("optimize", &["reduce", "encode"]),
     ("keys", &["base", "limits"]),
@@ -23,11 +24,11 @@ const ENGINE: Layers = &[
     ("proto", &["base", "limits", "encode", "optimize", "wire", "keys"]),
     ("sched", &["base", "limits"]),
     ("transport", &["base", "limits", "mem", "ring", "team", "wire", "config"]),
-    ("control", &["base", "limits", "config", "proto", "trace", "transport"]),
+    ("control", &["base", "limits", "config", "proto", "trace", "transport", "waits"]),
     ("host", &["base", "limits", "config"]),
-    ("harness", &["base", "limits", "config", "ring", "topo", "trace"]),
+    ("harness", &["base", "limits", "config", "ring", "topo", "trace", "waits"]),
     ("lane", &["base", "limits", "config", "team", "wire", "mem", "proto", "transport"]),
-    ("metrics", &["base", "limits", "config", "host", "proto", "trace", "transport"]),
+    ("metrics", &["base", "limits", "config", "host", "proto", "trace", "transport", "waits"]),
 ];
 
 /// Modules of the worker, likewise.

@@ -118,6 +118,8 @@ pub(crate) struct Job {
     /// How long a caller waits for the scheduler or for other ranks where it does not say itself.
     /// The scheduler ends a job that stands still for less.
     patience: Duration,
+    /// The same, should another scheduler have to take over meanwhile.
+    patience_away: Duration,
     pub(crate) tracing: Arc<Tracing>,
 }
 
@@ -198,6 +200,7 @@ impl Job {
         };
         let control_thread =
             harness::spawn("bps-control", None, move || control.run()).map_err(no_thread)?;
+        let patience = config.stall_timeout + 2 * config.heartbeat_timeout;
         Ok(Job {
             nic,
             switches,
@@ -217,7 +220,8 @@ impl Job {
             threads: Mutex::new([nic_thread, control_thread].into_iter().chain(helpers).collect()),
             bells: Mutex::default(),
             spin: start::caller_spin(),
-            patience: config.stall_timeout + 2 * config.heartbeat_timeout,
+            patience,
+            patience_away: patience + config.scheduler_wait,
             tracing,
         })
     }
@@ -462,16 +466,25 @@ impl Job {
     }
 
     /// Waits until all results are there for which streams of the GPU wait. They come, or the job
-    /// ends by its own deadlines: both as a wait for a handle would have.
+    /// ends by its own deadlines, and the NIC loop with it: both as a wait for a handle would have.
+    /// Only a thread of the GPU that hangs would let neither be seen.
     ///
     /// # Errors
-    /// What has ended the job, so that some may not have come.
+    /// What has ended the job, so that some may not have come; or none has come for longer than a
+    /// job may stand still.
     pub(crate) fn settle(&self) -> Result<(), Error> {
-        let is_ahead = || self.gpu.inbox.get().is_some_and(GpuInbox::is_ahead);
-        while is_ahead() && !self.nic.has_ended() {
+        let ahead = || self.gpu.inbox.get().map_or(0, GpuInbox::ahead);
+        let (mut last, mut since) = (ahead(), Instant::now());
+        while last > 0 && !self.nic.has_ended() {
             std::thread::sleep(AHEAD_LOOK);
+            let now = ahead();
+            if now != last {
+                (last, since) = (now, Instant::now());
+            } else if since.elapsed() >= self.patience_away {
+                return Err(Overdue::of_gpu(self.patience_away).into());
+            }
         }
-        if is_ahead() { Err(self.ended()) } else { Ok(()) }
+        if ahead() > 0 { Err(self.ended()) } else { Ok(()) }
     }
 
     /// What this rank is known by when it comes back after [`leave`](Self::leave), if it may: its

@@ -285,8 +285,8 @@ impl GpuInbox {
     }
 
     /// Whether somebody was told that a push is over, and its result may not have come.
-    pub(crate) fn is_ahead(&self) -> bool {
-        self.ahead.load(Ordering::Acquire) > 0
+    pub(crate) fn ahead(&self) -> usize {
+        self.ahead.load(Ordering::Acquire)
     }
 
     /// A caller is about to be told before the result has come.

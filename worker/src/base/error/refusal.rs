@@ -69,7 +69,12 @@ impl Overdue {
     pub(crate) const LANES: Overdue =
         Overdue::HandOver { task: "drives the lanes", waited: PATIENCE };
     /// The thread of the GPU takes nothing.
-    pub(crate) const GPU: Overdue = Overdue::HandOver { task: "drives the GPU", waited: PATIENCE };
+    pub(crate) const GPU: Overdue = Overdue::of_gpu(PATIENCE);
+
+    /// The thread of the GPU does nothing more, after so long.
+    pub(crate) const fn of_gpu(waited: Duration) -> Overdue {
+        Overdue::HandOver { task: "drives the GPU", waited }
+    }
 }
 
 /// A request that is not served.
