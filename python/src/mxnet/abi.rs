@@ -13,10 +13,13 @@ use std::sync::OnceLock;
 /// An array as MXNet's interface names it.
 pub type ArrayHandle = *mut c_void;
 /// What the engine runs once all that an operation depends on is over.
-pub type Operation =
-    extern "C" fn(context: *mut c_void, on_complete: *const OnComplete, parameter: *mut c_void);
+pub type Operation = unsafe extern "C" fn(
+    context: *mut c_void,
+    on_complete: *const OnComplete,
+    parameter: *mut c_void,
+);
 /// What the engine calls when it forgets an operation.
-pub type Deleter = extern "C" fn(parameter: *mut c_void);
+pub type Deleter = unsafe extern "C" fn(parameter: *mut c_void);
 
 /// A device, as `mxnet::Context` has it.
 #[repr(C)]

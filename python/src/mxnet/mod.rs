@@ -78,13 +78,23 @@ pub fn mxnet_push_pull(
     })
 }
 
-extern "C" fn delete(parameter: *mut c_void) {
+/// # Safety
+/// MXNet calls it, once, with what `mxnet_push_pull` has passed with it.
+unsafe extern "C" fn delete(parameter: *mut c_void) {
     // SAFETY: it comes from `mxnet_push_pull`, and MXNet deletes it once.
     drop(unsafe { Box::from_raw(parameter.cast::<Exchange>()) });
 }
 
 /// Runs on a thread of MXNet's engine.
-extern "C" fn run(_context: *mut c_void, on_complete: *const OnComplete, parameter: *mut c_void) {
+///
+/// # Safety
+/// MXNet calls it, with a callback that it lends for this call and what `mxnet_push_pull` has passed
+/// with it, which lives until the operation ends.
+unsafe extern "C" fn run(
+    _context: *mut c_void,
+    on_complete: *const OnComplete,
+    parameter: *mut c_void,
+) {
     // SAFETY: MXNet's callback, which it lends for this call, and may be copied.
     let on_complete = unsafe { *on_complete };
     // SAFETY: what `mxnet_push_pull` made; MXNet deletes it after the operation's end.

@@ -181,7 +181,7 @@ fn keeps_status(cpp: &Cpp) -> bool {
     // is behind it on the stack, and does nothing with it.
     let set = unsafe { (cpp.message)(&raw const status) };
     status.is_set = false;
-    // SAFETY: as before.
+    // SAFETY: it reads the same structure again, in which only the flag has changed.
     let unset = unsafe { (cpp.message)(&raw const status) };
     let view = [text.as_ptr().expose_provenance(), text.count_bytes()];
     let is_view = set.view == view || set.view == [view[1], view[0]];

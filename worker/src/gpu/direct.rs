@@ -138,7 +138,10 @@ impl GpuSlots {
         let memory = Arc::new(memory);
         let buffer = memory.export(bytes).map_err(|error| error.to_string())?;
         let (at, kept) = ((memory.pointer(), bytes), Arc::clone(&memory));
-        let registered = rdma::GpuMemory::register(ports, buffer.as_fd(), at, is_for_landing, kept);
+        // SAFETY: the buffer was exported from this memory, in its full length, and the
+        // registration keeps the memory.
+        let registered =
+            unsafe { rdma::GpuMemory::register(ports, buffer.as_fd(), at, is_for_landing, kept) };
         Ok(GpuSlots { registered: Some(registered.map_err(|error| error.to_string())?), memory })
     }
 

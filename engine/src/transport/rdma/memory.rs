@@ -113,14 +113,18 @@ impl Region {
 
     /// Memory of a GPU, for the device to read or, with that access, peers to write to: the first
     /// `bytes` bytes of the dma-buf, which frames name by the GPU's addresses from `base` on.
-    pub(super) fn of_gpu(
+    ///
+    /// # Safety
+    /// As [`GpuMemory::register`]; and the memory lives until the region ends.
+    unsafe fn of_gpu(
         rail: &Arc<Rail>,
         buffer: BorrowedFd<'_>,
         (base, bytes): (*mut u8, usize),
         access: c_int,
     ) -> Result<Region, RdmaError> {
         if IS_EMULATED.load(Ordering::Relaxed) {
-            // SAFETY: whoever asked for this vouches that the memory is the host's.
+            // SAFETY: the caller keeps the memory until the region ends, and whoever asked for the
+            // emulation vouches that it is mapped in this process.
             let mut region = unsafe { Region::over(rail, base, bytes, access) }?;
             region.is_device = true;
             return Ok(region);
@@ -217,7 +221,11 @@ impl GpuMemory {
     ///
     /// # Errors
     /// A device or its driver can't; what the GPU has passes host memory then.
-    pub fn register(
+    ///
+    /// # Safety
+    /// The dma-buf exports the memory at `base`, of at least so many bytes, and that memory lives
+    /// as long as `memory`: devices read it, and write to it, by these addresses.
+    pub unsafe fn register(
         ports: &Ports,
         buffer: BorrowedFd<'_>,
         (base, bytes): (*mut u8, usize),
@@ -229,7 +237,9 @@ impl GpuMemory {
         let rails = Arc::clone(ports.rails());
         let over = |(index, rail)| {
             let is_used = ports.used().contains(&index);
-            is_used.then(|| Region::of_gpu(rail, buffer, (base, bytes), access)).transpose()
+            // SAFETY: the caller's promise; the regions are dropped before `memory`.
+            let over = || unsafe { Region::of_gpu(rail, buffer, (base, bytes), access) };
+            is_used.then(over).transpose()
         };
         let regions = rails.all().iter().enumerate().map(over).collect::<Result<_, _>>()?;
         Ok(GpuMemory { regions, is_for_landing, rails, memory: Box::new(memory) })

@@ -479,7 +479,8 @@ impl Driver for Rdma {
         match memory {
             // SAFETY: the caller keeps the range mapped until it is forgotten.
             DirectMemory::ToSend { base, bytes } => unsafe { self.register(base, bytes) }?,
-            // SAFETY: the same, and what is granted of it is left alone until it is answered.
+            // SAFETY: the caller keeps this range mapped as well, and leaves alone what it has
+            // granted of it until that is answered.
             DirectMemory::ToLand { base, bytes } => unsafe { self.register_landing(base, bytes) }?,
             // SAFETY: the caller posts from no other memory of GPUs, and leaves alone what it
             // granted.

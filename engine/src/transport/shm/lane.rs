@@ -348,7 +348,8 @@ impl ShmLane {
                     let Some((at, length)) = self.part(left, usize::MAX)? else {
                         return Ok(true);
                     };
-                    let (data, length) = self.stage(at, length)?;
+                    // SAFETY: `part` answers with memory of a mapping.
+                    let (data, length) = unsafe { self.stage(at, length) }?;
                     self.expect = Expect::Consume { length, left: left - length };
                     // SAFETY: bytes of a slot, which the peer gets back by `consume`, or of our
                     // staging, which is written again after it. Both are there until a poll drops
@@ -409,14 +410,17 @@ impl ShmLane {
     }
 
     /// A piece of the bytes at `at`: these themselves in a slot, but a copy of what can be revoked.
-    fn stage(&mut self, at: *const u8, length: usize) -> Result<(*const u8, usize), Cause> {
+    ///
+    /// # Safety
+    /// `length` bytes from `at` on are mapped. The peer may write them meanwhile.
+    unsafe fn stage(&mut self, at: *const u8, length: usize) -> Result<(*const u8, usize), Cause> {
         if !self.extent.is_some_and(|extent| extent.in_arena) {
             return Ok((at, length));
         }
         let length = length.min(STAGING_BYTES);
         let staging = self.staging.as_mut_ptr().cast::<u8>();
-        // SAFETY: `at` has `length` bytes of a mapping (`part`), and staging was made
-        // `STAGING_BYTES` long because there is an arena.
+        // SAFETY: the caller's promise, of no more bytes than it named. Staging is memory of our
+        // own, and was made `STAGING_BYTES` long because there is an arena.
         unsafe { std::ptr::copy_nonoverlapping(at, staging, length) };
         self.believe()?;
         Ok((staging.cast_const(), length))

@@ -247,7 +247,8 @@ impl End {
         // SAFETY: lent until `Landed` or `Closed`, neither of which has been told. The inbox is
         // memory of our own.
         unsafe { std::ptr::copy_nonoverlapping(front.as_ptr(), target.as_ptr(), target.len()) };
-        // SAFETY: the same loan, behind what was just written, and the same inbox.
+        // SAFETY: `behind` is the part of that loan after what was just written, and as long as
+        // what is left of `count`, which `back` holds; the inbox is apart from it.
         unsafe { std::ptr::copy_nonoverlapping(back.as_ptr(), behind.as_ptr(), behind.len()) };
         self.inbox.drain(..count);
         count

@@ -29,7 +29,9 @@ impl Gpu {
     fn register(&self, rails: &Arc<Rails>) -> Result<[GpuMemory; 2], RdmaError> {
         let over = |memory: &Memory, is_for_landing| {
             let at = (memory.0.as_ptr().cast_mut(), BYTES);
-            GpuMemory::register(&Ports::all(rails), self.buffer.as_fd(), at, is_for_landing, ())
+            let (ports, buffer) = (Ports::all(rails), self.buffer.as_fd());
+            // SAFETY: the device is made up, and the memory outlives what is posted.
+            unsafe { GpuMemory::register(&ports, buffer, at, is_for_landing, ()) }
         };
         Ok([over(&self.from, false)?, over(&self.to, true)?])
     }
@@ -189,7 +191,9 @@ fn memory_of_a_gpu_outlives_its_registration() {
     let ended = Arc::new(AtomicI32::new(-1));
     let register = |rails: &Arc<Rails>| {
         let kept = Kept(here, Arc::clone(&ended));
-        GpuMemory::register(&Ports::all(rails), gpu.buffer.as_fd(), at, false, kept).unwrap()
+        let (ports, buffer) = (Ports::all(rails), gpu.buffer.as_fd());
+        // SAFETY: nothing is posted from there.
+        unsafe { GpuMemory::register(&ports, buffer, at, false, kept) }.unwrap()
     };
     drop(register(&left.rails));
     assert_eq!(ended.swap(-1, SeqCst), lanes, "by itself");
