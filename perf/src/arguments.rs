@@ -1,5 +1,7 @@
 //! Arguments that several commands have, so that they read and behave alike.
 
+#![forbid(unsafe_code)]
+
 use crate::sample;
 use bps_engine::config::{Idle, TcpDriver, TransportChoice};
 use clap::builder::PossibleValuesParser;

@@ -4,6 +4,8 @@
 //! Invariant: a bare loop moves the same bytes as what it is measured beside, and its threads wait
 //! in the same way: `busy` polls on, `adaptive` spins as long as the engine does and then sleeps.
 
+#![forbid(unsafe_code)]
+
 use crate::pair::{self, Clock, Cost, Start};
 use crate::sample;
 use bps_engine::config::Idle;

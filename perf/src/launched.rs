@@ -3,6 +3,8 @@
 //!
 //! Invariant: all processes of the job run on the same few CPUs, which they inherit from here.
 
+#![forbid(unsafe_code)]
+
 use crate::arguments::{self, number};
 use crate::report::{self, Fields};
 use crate::sample;

@@ -3,6 +3,8 @@
 //! Invariant: what an end sets up before it is ready is not measured; a thread whose other one
 //! failed fails as well instead of waiting.
 
+#![forbid(unsafe_code)]
+
 use crate::sample;
 use std::io;
 use std::net::{TcpListener, TcpStream};

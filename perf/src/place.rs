@@ -1,5 +1,7 @@
 //! Where a measurement was taken: without this a figure means nothing to anyone else.
 
+#![forbid(unsafe_code)]
+
 use serde_json::{Value, json};
 
 /// Host, kernel, processor, cores that this process may use, and the commit that this was built

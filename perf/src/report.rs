@@ -3,6 +3,8 @@
 //! Invariant: both show the same fields under the same names; a JSON object says in addition which
 //! command made it and where.
 
+#![forbid(unsafe_code)]
+
 use crate::place;
 use crate::sample::Series;
 use clap::ArgMatches;

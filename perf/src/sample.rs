@@ -3,6 +3,8 @@
 //! Invariant: every contender is run once before it is timed, once in every round, and in an order
 //! that turns with the round.
 
+#![forbid(unsafe_code)]
+
 use std::time::Instant;
 
 /// What one thing gave in each round.

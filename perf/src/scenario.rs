@@ -3,6 +3,8 @@
 //! Invariant: a scenario is data; `bps-perf run` starts its commands as anyone would by hand, and
 //! judges the fields that they print.
 
+#![forbid(unsafe_code)]
+
 use crate::report::shown;
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};

@@ -2,6 +2,8 @@
 //!
 //! Invariant: a script is a file in memory without a name; nothing of it outlives this process.
 
+#![forbid(unsafe_code)]
+
 use rustix::fs::{MemfdFlags, memfd_create};
 use std::fs::File;
 use std::io::Write;

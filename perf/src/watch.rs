@@ -3,6 +3,8 @@
 //! Invariant: a thread's busy time is its processor time without what its loop spun away; both come
 //! from counters that the kernel and the engine keep anyway, read outside the timed stretch.
 
+#![forbid(unsafe_code)]
+
 use crate::report::Fields;
 use crate::sample;
 use bps_engine::harness;

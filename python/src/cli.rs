@@ -1,6 +1,8 @@
 //! The programs, for those who installed them with `pip`: the same functions as the executables
 //! call, with the arguments after the program's name in, and the exit status out.
 
+#![forbid(unsafe_code)]
+
 use bps_launch::Programs;
 use pyo3::prelude::*;
 use std::ffi::OsString;

@@ -4,6 +4,8 @@
 //! operations in different orders, so a thread that waited for the oldest one could wait in a
 //! circle.
 
+#![forbid(unsafe_code)]
+
 use crate::gradients::Batch;
 use crate::waiting::seconds;
 use bps_worker::Handle;

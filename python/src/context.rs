@@ -3,6 +3,8 @@
 //! The lock around it is held for the length of a clone or a swap, never while anything waits, and
 //! is never taken in a forked child.
 
+#![forbid(unsafe_code)]
+
 use crate::waiting::{interruptible, seconds};
 use crate::{error, fork, handle};
 use bps_engine::base::Rank;

@@ -3,6 +3,8 @@
 //! Frameworks that run compiled programs know texts alone: errors go through them as
 //! `byteps.errors.CLASS: MESSAGE`, of which Python makes the class again.
 
+#![forbid(unsafe_code)]
+
 use bps_worker::Error;
 use bps_worker::error::Details;
 use pyo3::exceptions::PyRuntimeError;

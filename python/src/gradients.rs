@@ -1,6 +1,8 @@
 //! Gradients on their way: hooks that count backward passes down without running Python, and
 //! batches that are handed to the engine, and awaited, as a whole.
 
+#![forbid(unsafe_code)]
+
 use crate::waiting::{SIGNAL_CHECK_INTERVAL, seconds};
 use crate::{error, fork};
 use bps_worker::Handle;

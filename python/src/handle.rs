@@ -1,5 +1,7 @@
 //! The handles that Python holds as numbers, and the one place where it waits for them.
 
+#![forbid(unsafe_code)]
+
 use crate::waiting::{SIGNAL_CHECK_INTERVAL, seconds};
 use crate::{error, fork};
 use bps_worker::Handle;

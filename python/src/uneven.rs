@@ -1,5 +1,7 @@
 //! A rank that has run out of data: it joins, and is told what to push for the others' sake.
 
+#![forbid(unsafe_code)]
+
 use crate::context::engine;
 use crate::declared::Declared;
 use crate::error;

@@ -1,5 +1,7 @@
 //! Waits that Ctrl-C interrupts, and the time that callers give them.
 
+#![forbid(unsafe_code)]
+
 use crate::error;
 use pyo3::prelude::*;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};

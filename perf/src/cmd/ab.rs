@@ -4,6 +4,8 @@
 //! `target/ab`, which stay for the next time; what is compared is what both print for one scenario,
 //! and a ratio comes with how sure it is.
 
+#![forbid(unsafe_code)]
+
 use crate::Outcome;
 use crate::arguments::{self, number};
 use crate::cmd::run;

@@ -7,6 +7,8 @@
 //!
 //! Invariant: a round's time is that of its slowest rank, from a barrier of all ranks.
 
+#![forbid(unsafe_code)]
+
 use crate::Outcome;
 use crate::arguments::{self, flag, integer, number};
 use crate::report::{self, Fields, Table};

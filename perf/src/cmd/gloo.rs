@@ -2,6 +2,8 @@
 //! gloo, in the same processes, in turn. `perf/beside_gloo.py` measures; this starts it and says
 //! where.
 
+#![forbid(unsafe_code)]
+
 use crate::Outcome;
 use crate::arguments::{self, flag, number, sizes};
 use crate::launched::{self, Job};

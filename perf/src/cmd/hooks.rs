@@ -2,6 +2,8 @@
 //! DistributedDataParallel and a step without communication, in the same processes, in turn.
 //! `perf/hooks.py` measures; this starts it and says where.
 
+#![forbid(unsafe_code)]
+
 use crate::Outcome;
 use crate::arguments::{self, number, sizes};
 use crate::launched::{self, Job};

@@ -1,6 +1,8 @@
 //! `bps-perf jax`: push_pull in compiled JAX programs beside JAX's own collectives on CPUs, in the
 //! same processes, in turn. `perf/beside_jax.py` measures; this starts it and says where.
 
+#![forbid(unsafe_code)]
+
 use crate::Outcome;
 use crate::arguments::{self, number, sizes};
 use crate::launched::{self, Job};

@@ -5,6 +5,8 @@
 //! bytes that were handed to the network before it. The limit is the time of two credits on the
 //! wire and of the urgent tensor itself, there and back.
 
+#![forbid(unsafe_code)]
+
 use super::cluster::{link_arguments, link_fields, shape, variables};
 use crate::arguments::{integer, number};
 use crate::report::{self, Table};

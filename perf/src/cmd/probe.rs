@@ -1,5 +1,7 @@
 //! `bps-perf probe`: runs one of the experiments of `perf/src/probe`, or all.
 
+#![forbid(unsafe_code)]
+
 use crate::Outcome;
 use crate::arguments::{self, number};
 use crate::probe::{Effort, PROBES, Probe};

@@ -3,6 +3,8 @@
 //! Invariant: both contenders carry the same items through the same loop to a thread that sends
 //! each back over a second queue of the same kind; nothing else runs on the two CPUs.
 
+#![forbid(unsafe_code)]
+
 use crate::arguments::{self, integer, number};
 use crate::report::{self, Table};
 use crate::{Outcome, sample};

@@ -3,6 +3,8 @@
 //! Invariant: every command runs in a process of its own, as by hand; what it printed is what is
 //! judged, and what could not run is named and counts as not met.
 
+#![forbid(unsafe_code)]
+
 use crate::arguments::{self, flag};
 use crate::report::shown;
 use crate::scenario::{self, Scenario};

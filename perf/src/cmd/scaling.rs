@@ -4,6 +4,8 @@
 //! Invariant: the workers, their bytes and the machine are the same for every number of cores, and
 //! the numbers take turns; memory's own speed is measured in the same run.
 
+#![forbid(unsafe_code)]
+
 use crate::arguments::{self, integer, numbers, text};
 use crate::cmd::pushpull::{Found, Load, measure};
 use crate::report::{self, Table};

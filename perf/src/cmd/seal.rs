@@ -5,6 +5,8 @@
 //! without that memory: what cipher and tag take, and for opening a copy within the cache. A figure
 //! is plain bytes per second.
 
+#![forbid(unsafe_code)]
+
 use crate::Outcome;
 use crate::arguments::{self, integer, number};
 use crate::report::{self, Table};

@@ -3,6 +3,8 @@
 //! Invariant: a figure is bytes of f32 parameters per second, for every contender, so that they
 //! compare; a step also reads the sum, and reads and writes what the optimizer keeps.
 
+#![forbid(unsafe_code)]
+
 use crate::Outcome;
 use crate::arguments::{self, integer, number};
 use crate::report::{self, Table};

@@ -3,6 +3,8 @@
 //! Invariant: a figure is bytes of `src` per second, for every contender, so that they compare; a
 //! half type moves twice as many bytes of accumulator beside each, which memcpy does not.
 
+#![forbid(unsafe_code)]
+
 use crate::Outcome;
 use crate::arguments::{self, integer, number};
 use crate::report::{self, Table};

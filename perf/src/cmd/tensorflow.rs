@@ -2,6 +2,8 @@
 //! CPUs, in the same processes, in turn. `perf/beside_tensorflow.py` measures; this starts it and
 //! says where.
 
+#![forbid(unsafe_code)]
+
 use crate::Outcome;
 use crate::arguments::{self, number, sizes};
 use crate::launched::{self, Job};

@@ -8,6 +8,8 @@
 //!
 //! Invariant: as in `cluster`, a round's time is that of its slowest rank, from a barrier of all.
 
+#![forbid(unsafe_code)]
+
 use super::cluster::{link_arguments, link_fields, shape, variables};
 use crate::Outcome;
 use crate::arguments::{self, integer, number, numbers};

@@ -2,6 +2,8 @@
 //! and beside memcpy. The sizes are a header, a piece that has just landed, a part, and what no
 //! cache holds.
 
+#![forbid(unsafe_code)]
+
 use super::{Effort, Probe};
 use crate::report::{self, Fields};
 use crate::sample;

@@ -1,5 +1,7 @@
 //! One, two and four connections between the same two threads, over which messages take turns.
 
+#![forbid(unsafe_code)]
+
 use super::{Effort, Probe, count, in_turn};
 use crate::pair::{self, Cost, Start};
 use crate::report;

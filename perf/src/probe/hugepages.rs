@@ -1,5 +1,7 @@
 //! Accumulating into memory of 4 KiB pages beside memory of 2 MiB pages.
 
+#![forbid(unsafe_code)]
+
 use super::memory::Pages;
 use super::{Effort, Probe};
 use crate::report;

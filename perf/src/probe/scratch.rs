@@ -2,6 +2,8 @@
 //! in a slot of their own, spread over memory. A copy stands for the kernel, which writes a piece
 //! to where it lands.
 
+#![forbid(unsafe_code)]
+
 use super::{Effort, Probe};
 use crate::report;
 use crate::sample;

@@ -1,5 +1,7 @@
 //! Sizes of socket buffers, and congestion controls, over loopback.
 
+#![forbid(unsafe_code)]
+
 use super::{Effort, Probe, count, in_turn};
 use crate::pair;
 use crate::report;

@@ -1,6 +1,8 @@
 //! How long a waiting thread should spin before it sleeps: a ping-pong whose first thread thinks
 //! between two trips, as a training step does, and what a trip takes and costs.
 
+#![forbid(unsafe_code)]
+
 use super::{Effort, Probe};
 use crate::bare::Socket;
 use crate::pair;

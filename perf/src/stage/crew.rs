@@ -5,6 +5,8 @@
 //!
 //! Invariant: every wait has a deadline, and a member that ends early is an error with its name.
 
+#![forbid(unsafe_code)]
+
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};

@@ -1,6 +1,8 @@
 //! A job of the real programs on a stage, started as `docs/running.md` says: variables, then
 //! `bps-scheduler`, `bps-server` and one process for each rank.
 
+#![forbid(unsafe_code)]
+
 use super::crew::{Crew, Member};
 use super::{Stage, program_path};
 use std::fmt::Write;

@@ -1,6 +1,8 @@
 //! The line itself: a bare stream in both directions of every link at once. Each host sends to the
 //! next and receives from the one before, from plain blocking sockets, a thread for each direction.
 
+#![forbid(unsafe_code)]
+
 use super::crew::{Crew, Member, serve};
 use super::{Stage, program_path};
 use crate::Outcome;

@@ -9,6 +9,8 @@
 //!
 //! Invariant: figures that are compared come from the same processes, in turn, round by round.
 
+#![forbid(unsafe_code)]
+
 mod collectives;
 mod hosts;
 mod losses;
