@@ -54,5 +54,5 @@ pub enum ServerError {
 
 /// Something of the machine is missing.
 pub(crate) fn resource(what: &str, error: &dyn std::fmt::Display) -> ServerError {
-    ServerError::Resource(format!("{what} is not to be had: {error}"))
+    ServerError::Resource(format!("cannot allocate {what}: {error}"))
 }

@@ -54,7 +54,7 @@ pub enum SchedulerError {
     #[error(transparent)]
     Metrics(#[from] MetricsError),
     /// A thread or descriptor is missing.
-    #[error("{what} is not to be had: {error}: raise the limits of this user (ulimit -a)")]
+    #[error("cannot allocate {what}: {error}: raise the limits of this user (ulimit -a)")]
     Resource {
         /// What.
         what: &'static str,
@@ -186,7 +186,7 @@ impl Bound {
     /// on `DMLC_PS_ROOT_URI` itself.
     ///
     /// # Errors
-    /// The key, the address or the port is not to be had.
+    /// The key cannot be read, or the address or the port cannot be used.
     pub fn bind(config: &Config) -> Result<Bound, SchedulerError> {
         let key = JobKey::load(config)?;
         let ip = if config.node_host.is_some() || config.interface.is_some() {

@@ -7,6 +7,7 @@ use bps_engine::limits::RANKS_MAX;
 use bps_engine::mem::{Arena, Options};
 use bps_engine::proto::members::Members;
 use bps_engine::proto::messages::KeySpec;
+use bps_engine::proto::store::{Deltas, Store};
 use bps_engine::ring::Mpsc;
 use bps_engine::transport::sim::{Sim, SimNetwork};
 use bps_engine::transport::{Link, Transport, Waker};
@@ -95,7 +96,7 @@ impl Core {
         (0..ranks).map(dial).collect()
     }
 
-    fn install(&mut self, keys: u32) {
+    fn install(&mut self, keys: u32, store: Option<Store>) {
         let (dtype, bytes, operation) = (DType::F32, KEY_BYTES, Operation::Sum);
         let spec = |key: u32| KeySpec {
             key: Key(key.into()),
@@ -107,7 +108,7 @@ impl Core {
             members: Members::ALL,
             receiver: None,
             encoding: None,
-            store: None,
+            store,
         };
         self.order(Command::Install { request: 1, keys: (0..keys).map(spec).collect() });
         let (_, report) = self.reports.pop().expect("an answer");
@@ -124,10 +125,20 @@ fn taken<T>(work: impl FnOnce() -> T) -> (usize, T) {
 
 /// Bytes of a core with so many lanes and keys, beyond one of as large a job that has neither.
 fn bytes_of(job: usize, lanes: u32, keys: u32) -> (usize, (Core, Vec<Link>)) {
+    bytes_where(job, lanes, keys, None)
+}
+
+/// The same where the keys are stored so.
+fn bytes_where(
+    job: usize,
+    lanes: u32,
+    keys: u32,
+    store: Option<Store>,
+) -> (usize, (Core, Vec<Link>)) {
     let mut core = Core::new(job);
     let (bytes, ends) = taken(|| {
         let ends = core.attach(lanes);
-        core.install(keys);
+        core.install(keys, store);
         ends
     });
     (bytes, (core, ends))
@@ -160,11 +171,19 @@ fn memory_grows_with_lanes_and_with_keys_and_not_with_their_product() {
     // Three bits for each rank and key, and little beside.
     let bits = 3 * lanes as usize * KEYS as usize / 8;
     assert!((bits..bits + bits / 20).contains(&for_rounds), "{for_rounds} bytes for {bits}");
+    let deltas = Deltas { root: Rank(0), staleness: None };
+    let (for_stored, core) = bytes_where(RANKS_MAX, 0, KEYS, Some(Store::Deltas(deltas)));
+    drop(core);
+    // A word and two bits for each rank and key, and little beside.
+    let (more, counts) = (for_stored - for_keys, 8 * lanes as usize * KEYS as usize);
+    assert!((counts..counts + counts / 20).contains(&more), "{more} bytes for {counts}");
     let megabytes = |bytes: usize| format!("{:.1} MB", bytes as f64 / 1e6);
     let line = format!(
-        "{} for 4,096 lanes, {} for 10,000 keys, and {} while a round of every key is open",
+        "{} for 4,096 lanes, {} for 10,000 keys ({} more if they are stored), and {} while a round \
+         of every key is open",
         megabytes(for_lanes),
         megabytes(for_keys),
+        megabytes(more),
         megabytes(for_rounds)
     );
     let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/architecture.md");

@@ -191,7 +191,7 @@ PIPELINES = {"alone": (1, True), "nccl": (2, True), "server": (2, False)}
 
 @pytest.fixture(scope="module", params=PIPELINES)
 def pipeline(request, tmp_path_factory):
-    """A job whose engine works on GPUs that are none."""
+    """A job whose engine works on fake GPUs."""
     size, among_themselves = PIPELINES[request.param]
     environment = Pipeline.libraries(tmp_path_factory.mktemp("gpu"))
     if environment is None:

@@ -1,4 +1,4 @@
-//! Whole jobs of real processes whose tensors are on GPUs that are none (`tests/fake_gpu`), for the
+//! Whole jobs of real processes whose tensors are on fake GPUs (`tests/fake_gpu`), for the
 //! tests in `gpu_pipeline.rs` and `gpu_options.rs`.
 
 use crate::fake_gpu;

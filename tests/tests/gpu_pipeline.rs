@@ -1,4 +1,4 @@
-//! Whole jobs of real processes whose tensors are on GPUs that are none (`tests/fake_gpu`): every
+//! Whole jobs of real processes whose tensors are on fake GPUs (`tests/fake_gpu`): every
 //! result against the reference, bit for bit, and jobs that end in every way.
 
 use bps_fake_gpu as _;

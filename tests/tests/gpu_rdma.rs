@@ -1,4 +1,4 @@
-//! Whole jobs of real processes whose tensors are on GPUs that are none (`tests/fake_gpu`), over
+//! Whole jobs of real processes whose tensors are on fake GPUs (`tests/fake_gpu`), over
 //! RDMA devices. `tests/rdma/run` runs these in a virtual machine that has such devices; elsewhere
 //! all but one say that they can't.
 

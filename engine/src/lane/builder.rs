@@ -109,7 +109,7 @@ impl<'config> EndpointBuilder<'config> {
     /// that polls: an io_uring belongs to the thread that made it.
     ///
     /// # Errors
-    /// The driver that the settings demand is not to be had.
+    /// The driver that the settings demand is not available.
     pub fn tcp(mut self, lanes_max: u32) -> Result<EndpointBuilder<'config>, BuildError> {
         let tcp = Tcp::new(self.waker.clone(), self.config.tcp_driver, lanes_max)?
             .with_congestion(self.config.tcp_congestion.clone())

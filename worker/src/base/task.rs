@@ -208,7 +208,7 @@ impl Handle {
     /// Whether it is over, well or not: its memory is the caller's again.
     #[must_use]
     pub fn poll(&self) -> bool {
-        // What the driver can't tell any more, it does not write any more.
+        // A driver that cannot tell whether the event is done has failed: its GPU writes nothing.
         self.is_told() && self.0.mark.get().is_none_or(|mark| mark.event.is_done().unwrap_or(true))
     }
 

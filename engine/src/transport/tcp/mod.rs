@@ -37,7 +37,7 @@ mod watch;
 /// Why there is no TCP transport.
 #[derive(Debug, thiserror::Error)]
 pub enum TcpError {
-    /// io_uring was asked for by name and is not to be had.
+    /// io_uring was asked for by name and is not available.
     #[error(
         "BPS_TCP_DRIVER=uring, but {0}: allow io_uring in this container's seccomp profile and in \
          kernel.io_uring_disabled (Linux 6.1 or later), or set BPS_TCP_DRIVER=auto or poll"

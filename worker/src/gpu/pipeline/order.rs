@@ -140,7 +140,10 @@ impl Pipeline {
         }
         let is_order = matches!(word.kind, OrderKind::Reduce | OrderKind::Gather);
         if is_order && Some(from) != self.leader() || !is_order && !self.leads() {
-            return Err(untrue("says what is not its to say"));
+            return Err(untrue(match is_order {
+                true => "sent an order but is not the leader",
+                false => "sent a report to a rank that is not the leader",
+            }));
         }
         if word.kind == OrderKind::Ready {
             return self.on_ready(from, word);
@@ -200,7 +203,7 @@ impl Pipeline {
             return Ok(());
         }
         if Some(from) != self.leader() {
-            return Err(untrue("says what is not its to say".into()));
+            return Err(untrue("sent an order but is not the leader".into()));
         }
         self.ended.insert(key);
         let Some(tensor) = self.keys.get(&key).map(|of| of.tensor) else { return Ok(()) };
@@ -254,7 +257,7 @@ impl Pipeline {
             return Err(untrue(format!("has pushed over {PARTS_MAX} keys")));
         }
         if known.is_some_and(|of| of.index > 0) {
-            return Err(untrue("has pushed what is no tensor".into()));
+            return Err(untrue("pushed an unknown tensor".into()));
         }
         let all = self.gathers.peer(word.key, peer, word.round, self.now);
         if all.map_err(|untimely| untrue(untimely.to_string()))?
