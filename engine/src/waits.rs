@@ -1,6 +1,6 @@
 //! How one thread of a process waits for another: for room in its queue, or for its end. Each wait
-//! is bounded, and then names the thread. [`harness`](crate::harness), which starts polling threads,
-//! passes these on; modules below it use them here.
+//! is bounded, and then names the thread. [`harness`](crate::harness), which starts polling
+//! threads, passes these on; modules below it use them here.
 
 #![forbid(unsafe_code)]
 

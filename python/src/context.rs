@@ -116,10 +116,13 @@ pub fn shutdown(py: Python<'_>, suspend: bool) -> PyResult<()> {
 }
 
 /// Whether a member's death has ended the epoch of this process, and not its elastic job: then
-/// `shutdown(suspend=True)` and `init` lead into the next epoch.
+/// `shutdown(suspend=True)` and `init` lead into the next epoch. With `suspend` also whether they
+/// would if the epoch goes on, which ends for all ranks once all have done so.
 #[pyfunction]
-pub fn may_return() -> bool {
-    !fork::is_child() && lock().as_ref().is_some_and(|worker| worker.return_ticket(false).is_some())
+#[pyo3(signature = (suspend = false))]
+pub fn may_return(suspend: bool) -> bool {
+    let may = |worker: &Worker| worker.return_ticket(suspend).is_some();
+    !fork::is_child() && lock().as_ref().is_some_and(may)
 }
 
 /// The membership generation, from 1.

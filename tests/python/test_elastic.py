@@ -220,7 +220,7 @@ def test_an_epoch_that_ends_before_it_has_begun_here_is_left_for_the_next(monkey
     monkeypatch.setattr(byteps.common, "suspend", lambda: calls.append("suspend"))
     monkeypatch.setattr(byteps.common, "init", init)
     may_return = True
-    monkeypatch.setattr(byteps.elastic._native, "may_return", lambda: may_return)
+    monkeypatch.setattr(byteps.elastic._native, "may_return", lambda **_: may_return)
     byteps.elastic.come_back()
     assert calls == ["suspend", "init"] * 3
     calls.clear()
@@ -403,7 +403,7 @@ def test_an_error_behind_a_result_that_does_not_come_is_its_jobs(monkeypatch):
 
     monkeypatch.setattr(byteps.elastic, "settle", settle)
     monkeypatch.setattr(byteps.elastic, "come_back", lambda: None)
-    monkeypatch.setattr(_native, "may_return", lambda: True)
+    monkeypatch.setattr(_native, "may_return", lambda **_: True)
     monkeypatch.setattr(Counted, "on_reset", lambda self: None)
     lost: list[int] = []
     with pytest.raises(FloatingPointError):

@@ -184,6 +184,44 @@ def others_go_on(tmp_path, where, environment=None):
             assert note.startswith(line), note
 
 
+def broadcasts_from_the_dead(started):
+    """The root of a broadcast dies before it; how often the function was called, and what came."""
+    calls = []
+
+    def train(state):
+        calls.append(bps.size())
+        while len(calls) == 1:
+            handle = bps.push_pull_async_inplace(torch.ones(4), name="step")
+            alive = bps.contributors(handle)
+            bps.synchronize(handle)
+            if bps.rank() == 0 and not started_before.pop("begun", True):
+                open(started, "w").close()
+            if VICTIM not in alive:
+                break
+        name = f"from rank {VICTIM}"
+        return bps.broadcast(torch.full((3,), float(bps.rank())), root_rank=VICTIM, name=name)
+
+    started_before = {"begun": False}
+    bps.init()
+    state = bps.elastic.ObjectState(bps.broadcast_object, bps.rank, step=0)
+    return calls, bps.elastic.run(train)(state).tolist()
+
+
+def test_ranks_come_back_where_the_root_of_a_broadcast_has_died(tmp_path):
+    started = tmp_path / "started"
+    shrinks = {"BPS_ELASTIC": "shrink", "BPS_MIN_WORKERS": "2"}
+    with Cluster(3, environment=shrinks) as job:
+        job.start(broadcasts_from_the_dead, str(started))
+        once_begun(started)
+        os.kill(job.pids[VICTIM], signal.SIGKILL)
+        results = job.results(ranks=(0, 2))
+        # The rank that was the last one is the second of two now.
+        assert results == [([3, 2], [1.0] * 3)] * 2
+        assert "2 ranks of 3 go on without rank 1" in job.log()
+        with contextlib.suppress(OSError):
+            job.kill()
+
+
 def on_hosts_of_two(where, function, *arguments):
     """As if the first two ranks were on one machine, and the others on another."""
     if not bps.is_initialized():

@@ -477,7 +477,7 @@ impl Default for Config {
             start_timeout: Duration::from_secs(120),
             stall_report: Duration::from_secs(3),
             stall_timeout: Duration::from_secs(300),
-            heartbeat_interval: Duration::from_secs(1),
+            heartbeat_interval: Duration::from_millis(500),
             heartbeat_timeout: Duration::from_secs(4),
             log_level: LogLevel::Info,
             trace_on: false,

@@ -123,6 +123,8 @@ struct Peer {
     connected: Duration,
     heard: Duration,
     rounds: u64,
+    /// A rank that has all its lanes: it speaks of more than that it lives.
+    has_lanes: bool,
     /// Since when it waits for the answer of another scheduler.
     asks: Option<Duration>,
     statistics: Option<Box<Statistics>>,
@@ -285,12 +287,14 @@ impl Scheduler {
             }
             (_, NodeMessage::Statistics(statistics)) => {
                 peer.statistics = Some(Box::new(view::bounded(statistics)));
+                peer.has_lanes = true;
             }
             (_, NodeMessage::Asks { another }) => self.asks(node, another, now),
             (Standing::Early(_), _) => self.drop_stranger(node, "it spoke before it had a roster"),
             (_, NodeMessage::Moving(said)) => self.moving_says(node, said),
             (Standing::Worker(rank), message) => {
                 let rank = *rank;
+                peer.has_lanes = true;
                 self.handle_worker(node, rank, message, now);
             }
             (Standing::Server, message) => self.handle_server(node, message, now),

@@ -14,7 +14,12 @@ from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 from byteps import _native, _registry, common
-from byteps.errors import BytePSError, HorovodInternalError, HostsUpdatedInterrupt
+from byteps.errors import (
+    BytePSError,
+    HorovodInternalError,
+    HostsUpdatedInterrupt,
+    PeerDiedError,
+)
 
 __all__ = [
     "HorovodInternalError",
@@ -263,8 +268,10 @@ def _run(
             result = function(state, *arguments, **options)
             settle()
             return result
-        except HorovodInternalError:
-            if not _native.may_return():
+        except HorovodInternalError as error:
+            # An epoch goes on without the root of a broadcast, which all ranks lack then: they come
+            # back together.
+            if not _native.may_return(suspend=isinstance(error, PeerDiedError)):
                 raise
             # The others do without it already.
             leaves, restores = _is_to_leave(), True
@@ -318,9 +325,9 @@ def come_back() -> None:
             forget()
         try:
             return common.init()
-        except HorovodInternalError:
+        except HorovodInternalError as error:
             # Another member has died while tensors were declared again.
-            if not _native.may_return():
+            if not _native.may_return(suspend=isinstance(error, PeerDiedError)):
                 raise
 
 

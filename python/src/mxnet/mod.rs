@@ -88,8 +88,8 @@ unsafe extern "C" fn delete(parameter: *mut c_void) {
 /// Runs on a thread of MXNet's engine.
 ///
 /// # Safety
-/// MXNet calls it, with a callback that it lends for this call and what `mxnet_push_pull` has passed
-/// with it, which lives until the operation ends.
+/// MXNet calls it, with a callback that it lends for this call and what `mxnet_push_pull` has
+/// passed with it, which lives until the operation ends.
 unsafe extern "C" fn run(
     _context: *mut c_void,
     on_complete: *const OnComplete,

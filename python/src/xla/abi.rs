@@ -432,7 +432,8 @@ impl<'a> Call<'a> {
         self.query(RUN_ID, 8)
     }
 
-    /// The number of the device that the call is for, from 0; `None` where the release does not say.
+    /// The number of the device that the call is for, from 0; `None` where the release does not
+    /// say.
     pub fn device(&self) -> Option<i64> {
         Some(self.query(DEVICE_ORDINAL, 4)? & 0xffff_ffff)
     }

@@ -139,7 +139,8 @@ impl Control {
     }
 
     fn run_until_over(&mut self) {
-        let (began, mut told) = (self.heart.began, Instant::now());
+        // Statistics go out at once: by these the scheduler knows that this rank has its lanes.
+        let (began, mut told) = (self.heart.began, None::<Instant>);
         let mut measured = (Instant::now(), 0);
         let mut effects = Vec::new();
         let tick = if self.tunes { TUNING_TICK } else { TICK };
@@ -181,8 +182,8 @@ impl Control {
             if measured.0.elapsed() >= SPEED_INTERVAL {
                 measured = self.measure(measured);
             }
-            if told.elapsed() >= self.heartbeat_interval {
-                told = Instant::now();
+            if told.is_none_or(|told| told.elapsed() >= self.heartbeat_interval) {
+                told = Some(Instant::now());
                 let statistics = self.collector.take();
                 let _ = self.sender.send(&NodeMessage::Statistics(statistics));
             }

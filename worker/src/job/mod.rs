@@ -140,7 +140,6 @@ impl Job {
             ended: Arc::default(),
             over: Arc::default(),
         };
-        let rank = Rank(joined.roster.index);
         let (session, elastic) = (joined.heart.door.session, joined.roster.elastic);
         let shrinks = joined.roster.shrinks;
         let (lanes, switches) = (joined.lanes(), joined.switches(config));
@@ -167,8 +166,7 @@ impl Job {
         let nic_thread = harness::spawn("bps-nic", cpu, body).map_err(no_thread)?;
         let line = has_started.recv_timeout(PATIENCE).map_err(not_started)??;
         log::info!("{line}");
-        let change = joined.roster.change.clone();
-        let tracing = Arc::new(Tracing::new(rank, &joined.sender, &nic, &gpu.inbox, change));
+        let tracing = Arc::new(Tracing::new(&joined.roster, &joined.sender, &nic, &gpu.inbox));
         let agent = Agent::new(joined.roster, lanes, switches.clone(), joined.pulse)
             .outlasting(config.scheduler_wait);
         let agent = Arc::new(Mutex::new(agent));

@@ -9,7 +9,7 @@ use crate::rounds::Plan;
 use crate::rounds::handover::GpuInbox;
 use bps_engine::base::Rank;
 use bps_engine::control::LinkSender;
-use bps_engine::proto::messages::{self, NodeMessage};
+use bps_engine::proto::messages::{self, NodeMessage, Roster};
 use bps_engine::trace::clock::{Clock, now_ns};
 use bps_engine::trace::timeline::{Names, Recorder, Subject, Timeline, Who};
 use std::ops::RangeInclusive;
@@ -36,21 +36,20 @@ pub(crate) struct Tracing {
 impl Tracing {
     /// Without a timeline yet.
     pub(crate) fn new(
-        rank: Rank,
+        roster: &Roster,
         sender: &LinkSender,
         nic: &NicSide,
         gpu: &Arc<OnceLock<GpuInbox>>,
-        change: Option<String>,
     ) -> Tracing {
         Tracing {
-            rank,
+            rank: Rank(roster.index),
             clock: Arc::default(),
             names: Arc::default(),
             sender: sender.clone(),
             nic: nic.clone(),
             gpu: Arc::clone(gpu),
             is_on: AtomicBool::new(false),
-            change,
+            change: roster.change.clone(),
             current: Mutex::default(),
         }
     }

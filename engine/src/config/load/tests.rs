@@ -201,7 +201,7 @@ fn errors_say_what_which_and_how() {
         (&[("BPS_TRANSPORT", "ucx")], &["BPS_TRANSPORT", "'ucx'", "auto, tcp, shm, rdma"]),
         (&[("BPS_PIN", "2")], &["BPS_PIN", "true"]),
         (&[("DMLC_ROLE", "server")], &["DMLC_ROLE=server", "worker"]),
-        (&[("BPS_HEARTBEAT_TIMEOUT", "1")], &["BPS_HEARTBEAT_TIMEOUT=1", "at least 2"]),
+        (&[("BPS_HEARTBEAT_TIMEOUT", "0.9")], &["BPS_HEARTBEAT_TIMEOUT=0.9", "at least 1"]),
         (&[("BPS_STALL_TIMEOUT", "1")], &["BPS_STALL_TIMEOUT=1", "BPS_STALL_REPORT=3"]),
         (&[("BPS_JOB_KEY", "secret!")], &["BPS_JOB_KEY", "hexadecimal"]),
     ];

@@ -481,7 +481,7 @@ pub(super) const ROWS: &[Row] = &[
         ALL,
         Group::Limits,
         Seconds { at: |config| &mut config.heartbeat_interval, min: 0.05, max: 3600.0 },
-        "1",
+        "0.5",
         "How often a node says that it lives. Unlike in BytePS it cannot be 0, which was off.",
     )
     .aliases(&["PS_HEARTBEAT_INTERVAL"])

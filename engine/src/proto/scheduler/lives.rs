@@ -37,6 +37,7 @@ impl Peer {
             connected: now,
             heard: now,
             rounds: 0,
+            has_lanes: false,
             asks: None,
             statistics: None,
         }

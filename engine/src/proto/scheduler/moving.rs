@@ -132,8 +132,8 @@ impl Scheduler {
         let (Phase::Running(running), Some(server)) = (&self.phase, lost(reason)) else {
             return false;
         };
-        let follows = "another scheduler has taken this job over".to_owned();
-        if let Some(why) = running.pinned(server).or((self.term > 1).then_some(follows)) {
+        let why = running.pinned(server).or_else(|| self.pinned().map(str::to_owned));
+        if let Some(why) = why {
             let line = format!("the keys of server {server} can't move: {why}");
             self.put(Output::Log(line));
             return false;
@@ -143,6 +143,21 @@ impl Scheduler {
         }
         self.lose_server(server, reason);
         true
+    }
+
+    /// Why no server can be done without now, if so.
+    fn pinned(&self) -> Option<&'static str> {
+        let Phase::Running(running) = &self.phase else { return None };
+        if self.term > 1 {
+            return Some("another scheduler has taken this job over");
+        }
+        let mut workers = (0..).map(Rank).zip(&running.job.workers);
+        let opens_lanes = |(rank, (node, _)): (Rank, &(NodeId, Register))| {
+            let has_lanes = self.peers.get(node).is_some_and(|peer| peer.has_lanes);
+            !has_lanes && !running.left.contains(&rank)
+        };
+        // It could not open those to the server, and would fail.
+        workers.any(opens_lanes).then_some("a rank opens its lanes")
     }
 
     /// Takes a server out, and asks the ranks how far they are with its keys.

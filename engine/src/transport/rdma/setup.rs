@@ -139,8 +139,8 @@ impl Drop for Stream {
 /// The dialer's end, on the rail that is `lane`'s share. The stream has carried the handshake.
 ///
 /// # Errors
-/// Memory or a queue pair cannot be allocated, the peer says that it can't, or does not answer within
-/// [`HANDSHAKE_SECONDS`]. The stream is of no more use then.
+/// Memory or a queue pair cannot be allocated, the peer says that it can't, or does not answer
+/// within [`HANDSHAKE_SECONDS`]. The stream is of no more use then.
 pub fn connect(
     stream: TcpStream,
     rails: &Arc<Rails>,

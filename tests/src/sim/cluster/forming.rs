@@ -1,10 +1,11 @@
 //! How a rank of a simulated job gets its lanes.
 
 use super::{
-    Arc, Cluster, CoreId, Endpoint, Lanes, Link, NicCommand, NicConfig, NicLoop, NicStatistics,
-    Peer, Rank, Roster, STALL_REPORT, ShardCommand, Sim, SimGpu, Spot, Switches, Transport, Waker,
-    auto_of, worker_agent,
+    Arc, Cluster, CoreId, Endpoint, Lanes, Letter, Link, NicCommand, NicConfig, NicLoop,
+    NicStatistics, NodeMessage, Peer, Rank, Roster, STALL_REPORT, ShardCommand, Sim, SimGpu, Spot,
+    Switches, Transport, Waker, auto_of, worker_agent,
 };
+use bps_engine::proto::messages::Statistics;
 
 impl Cluster {
     /// A worker has its roster: its NIC loop and lanes are made.
@@ -101,5 +102,8 @@ impl Cluster {
         worker.agent = Some(agent.outlasting(self.wait));
         worker.coming = None;
         worker.roster = Some(roster);
+        let (node, resident_bytes, link) = (worker.way.node, 0, None);
+        let counted = Statistics { uptime: 0.0, resident_bytes, link, loops: Vec::new() };
+        self.mail(Letter::Up(node, NodeMessage::Statistics(counted)));
     }
 }

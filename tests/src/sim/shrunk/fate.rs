@@ -260,6 +260,7 @@ pub(super) fn has_ended(cluster: &Cluster) -> bool {
     let reasons = [
         "it alone has results that others lack",
         "can't move: a rank has shut down",
+        "can't move: a rank opens its lanes",
         "another scheduler has taken this job over",
         "the next one can't go on as it was",
     ];

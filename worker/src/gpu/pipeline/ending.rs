@@ -208,7 +208,7 @@ impl Pipeline {
         let staged = self.staged.iter().flat_map(|staged| [&staged.down, &staged.up]);
         let tracks = [&self.ready, &self.down, &self.up].into_iter().chain(&end.track);
         let tracks = tracks.chain(staged);
-        // A driver that cannot tell whether a stream is idle has failed, and its GPU writes nothing.
+        // A driver that cannot tell whether a stream is idle has failed; its GPU writes nothing.
         let is_idle = tracks.map(Track::stream).all(|stream| stream.is_idle().unwrap_or(true));
         if !is_said || !is_idle && now.saturating_sub(end.since) < DRAIN {
             return self.is_ending(end);

@@ -40,6 +40,13 @@ impl Bench {
         (bench, keys)
     }
 
+    /// A rank has its lanes, and says what it has counted.
+    fn has_lanes(&mut self, node: u64) {
+        let (resident_bytes, link) = (0, None);
+        let counted = Statistics { uptime: 0.1, resident_bytes, link, loops: Vec::new() };
+        self.say(node, NodeMessage::Statistics(counted));
+    }
+
     fn hold(&mut self, node: u64, lost: u32, keys: &[HeldKey]) {
         let report = MovingReport::Held { lost, keys: keys.to_vec() };
         self.say(node, NodeMessage::Moving(report));
@@ -249,11 +256,29 @@ fn what_nobody_else_has_ends_the_epoch() {
     assert!(bench.log.iter().any(|line| line.contains("can't move: a rank has shut down")));
     // Likewise if it leaves while the others are asked.
     let mut bench = formed(3, 2, shrinks());
+    (0..3).for_each(|node| bench.has_lanes(node));
     bench.close(101);
     bench.hold(0, 1, &[]);
     bench.heard(0);
     bench.say(1, NodeMessage::Leave { suspend: false });
     assert_eq!(bench.reforming(0).1, Epoch(2));
+}
+
+#[test]
+fn ranks_that_open_their_lanes_are_not_asked_to_do_without_a_server() {
+    for opens in [true, false] {
+        let mut bench = formed(3, 2, shrinks());
+        (0..if opens { 2 } else { 3 }).for_each(|node| bench.has_lanes(node));
+        bench.say(2, NodeMessage::Heartbeat { rounds: 0 });
+        bench.close(101);
+        let why = "the keys of server 1 can't move: a rank opens its lanes";
+        assert_eq!(bench.log.iter().any(|line| line == why), opens, "{:?}", bench.log);
+        if opens {
+            assert_eq!(bench.reforming(2).1, Epoch(2));
+        } else {
+            assert_eq!(bench.lost(2), [1]);
+        }
+    }
 }
 
 #[test]
