@@ -179,11 +179,11 @@ fn memory_grows_with_lanes_and_with_keys_and_not_with_their_product() {
     assert!((counts..counts + counts / 20).contains(&more), "{more} bytes for {counts}");
     let megabytes = |bytes: usize| format!("{:.1} MB", bytes as f64 / 1e6);
     let line = format!(
-        "{} for 4,096 lanes, {} for 10,000 keys ({} more if they are stored), and {} while a round \
-         of every key is open",
+        "{} for 4,096 lanes, {} for 10,000 keys ({:.0} MB more if they are stored), and {} while a \
+         round of every key is open",
         megabytes(for_lanes),
         megabytes(for_keys),
-        megabytes(more),
+        more as f64 / 1e6,
         megabytes(for_rounds)
     );
     let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/architecture.md");

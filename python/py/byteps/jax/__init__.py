@@ -6,7 +6,8 @@
     params = bps.broadcast_parameters(params, root_rank=0)
     optimizer = bps.DistributedOptimizer(optax.adam(1e-3))
 
-``push_pull`` and all that is built on it work inside ``jax.jit`` and outside, on CPUs.
+``push_pull`` and all that is built on it work inside ``jax.jit`` and outside, on CPUs and on NVIDIA
+GPUs.
 """
 
 from typing import Any
@@ -40,7 +41,7 @@ from byteps.common import (
     stop_timeline,
     suspend,
 )
-from byteps.jax import _arrays, _ffi
+from byteps.jax import _arrays, _ffi, elastic
 from byteps.jax.functions import (
     allgather_object,
     broadcast_object,
@@ -82,6 +83,7 @@ __all__ = [
     "cross_rank",
     "cross_size",
     "declare",
+    "elastic",
     "get_process_set_ids_and_ranks",
     "get_pushpull_speed",
     "global_process_set",
