@@ -42,6 +42,7 @@ from byteps.elastic import (
 )
 from byteps.errors import ConfigError
 from byteps.torch import _gradients, functions
+from byteps.torch._random import RandomState
 from byteps.torch.server_optimizer import OnServers
 
 __all__ = [
@@ -190,6 +191,12 @@ class _OptimizerHandler(_Handler):
         functions.broadcast_optimizer_state(self.value, root_rank, prefix=prefix)
 
 
+class _RandomHandler(_Handler):
+    def send(self, root_rank: int) -> None:
+        if not self.value.per_rank:
+            super().send(root_rank)
+
+
 class _SamplerHandler(_Handler):
     """Every rank has processed other samples: all of them count."""
 
@@ -234,6 +241,8 @@ def _handler(name: str, value: Any) -> _Handler:
         return _OptimizerHandler(name, value)
     if isinstance(value, ElasticSampler):
         return _SamplerHandler(name, value)
+    if isinstance(value, RandomState):
+        return _RandomHandler(name, value)
     return _Handler(name, value)
 
 
@@ -259,22 +268,6 @@ def _copy(value: Any, into: Any) -> Any:
         olds = into if fits else [None] * len(value)
         return type(value)(_copy(item, old) for item, old in zip(value, olds, strict=True))
     return copy.deepcopy(value)
-
-
-class RandomState:
-    """The generators of torch (on the CPU) and of Python, as part of a :class:`TorchState`.
-
-    All ranks then go on with the numbers of the one whose state they get.
-    """
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where the generators are."""
-        return {"torch": torch.get_rng_state(), "python": random.getstate()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Sets them there."""
-        torch.set_rng_state(state["torch"])
-        random.setstate(state["python"])
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
