@@ -119,16 +119,12 @@ def _sets() -> dict[int, ProcessSet]:
 def _agree(ranks: Sequence[int], adds: bool) -> None:
     """Returns once all ranks of the job add, or remove, these ranks; raises where they differ."""
     size = _native.size()
-    votes = array.array("i", [0] * (size + 2))
+    votes = [0] * (size + 2)
     for place in (*ranks, size + adds):
         votes[place] = 1
-    address = votes.buffer_info()[0]
-    tensor = _registry.Tensor("process_set", "i32", (size + 2,), "sum")
-    handle = _registry.start([_registry.Send(tensor, address, address)], votes, list)
     # Without those that have died, in a job that goes on without them.
-    voters = len(_registry.contributors(handle) or ())
-    told = _registry.synchronize(handle)
-    if any(count not in (0, voters) for count in told):
+    told, voters = _summed("process_set", votes)
+    if any(count not in (0, len(voters)) for count in told):
         verb = "adds" if adds else "removes"
         # The sum of the votes does not say which the other ranks are.
         raise _mismatch(
@@ -137,6 +133,31 @@ def _agree(ranks: Sequence[int], adds: bool) -> None:
             "all ranks of the job",
             (_native.rank(),),
         )
+
+
+def _summed(name: str, values: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The sums of small numbers over all ranks, and the ranks that are in them."""
+    memory = array.array("i", values)
+    address = memory.buffer_info()[0]
+    tensor = _registry.Tensor(name, "i32", (len(memory),), "sum")
+    handle = _registry.start([_registry.Send(tensor, address, address)], memory, list)
+    ranks = _registry.contributors(handle) or []
+    return _registry.synchronize(handle), ranks
+
+
+def live_ranks() -> list[int]:
+    """The ranks that take part in a small sum that all of them make here, rising: the same ones on
+    every rank.
+
+    All ranks of the job call it together, as a barrier. They are all, :func:`size` of them, unless
+    some have died in a job that goes on without them (``BPS_ELASTIC=shrink``). It tells nothing of
+    other results: a rank that has died may be in some from before, and one that lives now need not
+    be in the next.
+
+    Raises:
+        BytePSError: What has ended the job.
+    """
+    return _summed("live_ranks", [1])[1]
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:

@@ -16,6 +16,7 @@ from byteps._process_sets import (
     add_process_set,
     get_process_set_ids_and_ranks,
     global_process_set,
+    live_ranks,
     remove_process_set,
 )
 from byteps.errors import BytePSError, ConfigError
@@ -38,6 +39,7 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "live_ranks",
     "local_rank",
     "local_size",
     "mpi_built",

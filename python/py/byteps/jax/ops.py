@@ -30,6 +30,7 @@ from byteps.jax._arrays import How
 __all__ = [
     "allgather",
     "broadcast",
+    "contributors",
     "declare",
     "poll",
     "push_pull",
@@ -159,6 +160,17 @@ def synchronize(handle: int, timeout: float | None = None) -> Any:
     be waited for again. A handle that was synchronised before gives None.
     """
     return _registry.synchronize(handle, timeout)
+
+
+def contributors(handle: int) -> list[int] | None:
+    """Waits until it is done, and returns the ranks whose arrays are in its result, rising.
+
+    They are all for whom it is, unless some have died in a job that goes on without them
+    (``BPS_ELASTIC=shrink``); every rank is told the same. An average is divided by as many as they
+    are. A rank that is in a part of the result alone is not among them. To be called before
+    :func:`synchronize`, after which the handle is spent: then it gives None.
+    """
+    return _registry.contributors(handle)
 
 
 def declare(
