@@ -24,6 +24,7 @@ import stand_in
 import test_jax
 import test_jax_programs
 from byteps import _native, _registry
+from byteps.errors import ConfigError
 from cluster import Cluster
 from jax_ranks import FAILED, equal, on_ranks
 
@@ -169,6 +170,27 @@ def a_job_again():
 
 def test_a_program_outlives_its_job(gpus):
     gpus.run(on_ranks(a_job_again))
+
+
+def another_gpu():
+    """Programs that run elsewhere than on the GPU from which this process sends."""
+    program = jax.jit(lambda x: bps.push_pull(x, average=False, name="elsewhere"))
+    x = jnp.full(1000, 1.0 + bps.rank())
+    assert equal(program(x), np.full(1000, 3.0))
+    _native.xla_gpu(1)  # To XLA for CPUs its only device is number 0.
+    try:
+        for _ in range(2):
+            with pytest.raises(FAILED, match="'elsewhere' is on GPU 0, and byteps sends from GPU"):
+                jax.block_until_ready(program(x))
+        with pytest.raises(ConfigError, match="from GPU 1 in this process"), bps.typed_errors():
+            jax.block_until_ready(program(x))
+    finally:
+        _native.xla_gpu(0)
+    assert equal(program(x), np.full(1000, 3.0))
+
+
+def test_another_gpu_than_the_one_of_the_process(gpus):
+    gpus.run(on_ranks(another_gpu))
 
 
 def averages_of_whole_numbers():

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 import byteps.jax as bps
-from byteps.errors import ConfigError
+from byteps import _native
+from byteps.errors import ConfigError, UsageError
 from cluster import Cluster
 from jax_ranks import FAILED, equal, exchange_by_name, on_ranks
 
@@ -162,6 +163,28 @@ def several_devices():
     assert np.allclose(jax.jit(mapped)(spread), mean.reshape(2, 4).mean(0))
 
 
+def a_device_that_is_not_known():
+    """As in a process that runs programs which another has compiled: none has told of devices."""
+    if jax.__version_info__ < (0, 6, 0):
+        return  # XLA does not say which device a call is for.
+    first, second = jax.devices()
+    program = jax.jit(lambda x: bps.push_pull(x, False, name="of a device"))
+    arrays = [jax.device_put(jnp.ones(4), device) for device in (first, second)]
+    for array in arrays:
+        assert equal(program(array), np.full(4, 2.0))
+    _native.xla_devices([])
+    try:
+        with pytest.raises(FAILED, match="'of a device' is on CPU device 1, which is not known"):
+            jax.block_until_ready(program(arrays[1]))
+        with pytest.raises(UsageError, match="compile a program"), bps.typed_errors():
+            jax.block_until_ready(program(arrays[1]))
+        # There is always a first one, and the others are as good as before once they are known.
+        assert equal(program(arrays[0]), np.full(4, 2.0))
+    finally:
+        _native.xla_devices([first.id, second.id])
+    assert equal(program(arrays[1]), np.full(4, 2.0))
+
+
 def unused_results():
     @jax.jit
     def forgets(x):
@@ -179,6 +202,7 @@ def test_several_devices_and_results_that_nobody_uses():
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     with Cluster(2, environment=flags) as cluster:
         cluster.run(on_ranks(several_devices), timeout=120)
+        cluster.run(on_ranks(a_device_that_is_not_known), timeout=120)
         cluster.run(on_ranks(unused_results), timeout=120)
         # Leaving the block ends the job in good order, or fails.
 
