@@ -197,6 +197,26 @@ def native_stacks(pid: int) -> str:
     return said.stdout.decode(errors="replace")
 
 
+def launch(
+    command: list[str],
+    workers: int = 2,
+    timeout: float = 90,
+    environment: dict[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Runs this command under ``bpslaunch --local``."""
+    launcher = [sys.executable, "-m", "byteps.launch", "--local", str(workers), "--servers", "1"]
+    return subprocess.run(
+        launcher + command,
+        env=clean_environment() | (environment or {}),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
 def clean_environment() -> dict[str, str]:
     """The environment without any job's variables, ours or a launcher's."""
     jobs = ("DMLC_", "BYTEPS_", "BPS_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_")

@@ -22,7 +22,7 @@ from byteps.errors import (
     NotInitializedError,
     StallError,
 )
-from cluster import Cluster, clean_environment
+from cluster import Cluster, clean_environment, launch
 from conftest import initialise
 
 NOTICED_SECONDS = 5
@@ -556,20 +556,5 @@ def python(code, **environment):
         stderr=subprocess.STDOUT,
         text=True,
         timeout=60,
-        check=False,
-    )
-
-
-def launch(command, workers=2, timeout=90, environment=None):
-    """Runs this command under ``bpslaunch --local``."""
-    launcher = [sys.executable, "-m", "byteps.launch", "--local", str(workers), "--servers", "1"]
-    return subprocess.run(
-        launcher + command,
-        env=clean_environment() | (environment or {}),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
         check=False,
     )

@@ -44,7 +44,7 @@ from byteps.common import (
     start_timeline,
     stop_timeline,
 )
-from byteps.mxnet import _engine
+from byteps.mxnet import _engine, elastic
 from byteps.mxnet.compression import Compression
 from byteps.mxnet.gather import (
     allgather,
@@ -110,6 +110,7 @@ __all__ = [
     "cuda_built",
     "ddl_built",
     "declare",
+    "elastic",
     "get_process_set_ids_and_ranks",
     "get_pushpull_speed",
     "global_process_set",

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import mxnet as mx
-from byteps import common
+from byteps import common, elastic
 from byteps.errors import ConfigError
 from byteps.mxnet import _engine
 from byteps.mxnet.ops import broadcast_arrays
@@ -59,7 +59,9 @@ class Dist_BytePS(mx.kvstore.KVStoreBase):
         source, targets = _as_list(value)[0], _as_list(out)
         if targets[0] is not source:
             source.copyto(targets[0])
-        broadcast_arrays([(f"kvstore.{key}", targets[0])], 0)
+        # Who joins an elastic job gets them with its state: the others would not answer here.
+        if not elastic.awaits_state():
+            broadcast_arrays([(f"kvstore.{key}.start", targets[0])], 0)
         for target in targets[1:]:
             targets[0].copyto(target)
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import mxnet as mx
-from byteps import _kept, _native, _process_sets, _registry
+from byteps import _kept, _native, _process_sets, _registry, elastic
 from byteps._codecs import without_momentum
 from byteps._objects import check_root
 from byteps.errors import ConfigError
@@ -230,7 +230,8 @@ class DistributedTrainer(mx.gluon.Trainer):
         self._prefix = prefix
         self._sent: set[_registry.Tensor] = set()
         self._rate: float | None = None
-        if not self._how.takes_part():
+        # Who joins an elastic job gets them with its state: the others would not answer here.
+        if not self._how.takes_part() or elastic.awaits_state():
             return
         ranks = self._how.ranks()
         root = root_rank if ranks is None or root_rank in ranks else ranks[0]

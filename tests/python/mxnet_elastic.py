@@ -1,0 +1,102 @@
+"""Trains with Gluon in a job whose last rank dies on the way, and perhaps is started again.
+
+``test_mxnet_elastic.py`` has ``bpslaunch --elastic`` run it. Who is there at the end must have the
+parameters that one process finds by itself in as many steps.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import mxnet as mx
+from mxnet import autograd, gluon, nd
+
+import byteps.mxnet as bps
+from mxnet_ranks import close, digest, parameters, samples
+
+MODE, STORE = sys.argv[1:]
+DEATH, STEPS, TOGETHER, SECONDS = 4, 9, 3, 120
+RATE, MOMENTUM = 0.05, {"momentum": 0.9, "wd": 1e-4}
+
+
+def network(seed):
+    mx.random.seed(seed)
+    net = gluon.nn.HybridSequential(prefix="small_")
+    with net.name_scope():
+        net.add(gluon.nn.Conv2D(4, 3, activation="relu"), gluon.nn.BatchNorm())
+        net.add(gluon.nn.Dense(8, activation="relu"), gluon.nn.Dense(4))
+    net.initialize(mx.init.Xavier())
+    net.hybridize()
+    net(nd.array(samples()[0][:2]))  # The others may have to send what has its size from now on.
+    return net
+
+
+def one_step(net, trainer, rate, count):
+    images, labels = samples()
+    trainer.set_learning_rate(rate)
+    with autograd.record():
+        scores = net(nd.array(images[:24]))
+        loss = gluon.loss.SoftmaxCrossEntropyLoss()(scores, nd.array(labels[:24]))
+    loss.backward()
+    trainer.step(24 * count)
+    return loss
+
+
+def main():
+    bps.init()
+    net = network(3 + bps.rank())
+    options = {"learning_rate": RATE, **MOMENTUM}
+    if STORE == "store":
+        trainer = gluon.Trainer(net.collect_params(), "sgd", options, kvstore="dist_byteps")
+    else:
+        trainer = bps.DistributedTrainer(net.collect_params(), "sgd", options)
+    state = bps.elastic.MXNetState(net, trainer, step=0, rates=[], died=False, together=0)
+    changes, begun = [], time.monotonic()
+
+    @state.on_change
+    def changed(old, new):
+        changes.append((old, new))
+        trainer.set_learning_rate(trainer.learning_rate * new / old)
+        state.died = state.died or new < old
+
+    def is_over(state):
+        return state.together == TOGETHER if MODE == "rejoin" else state.step == STEPS
+
+    @bps.elastic.run
+    def train(state):
+        while not is_over(state):
+            assert time.monotonic() - begun < SECONDS, "nobody came"
+            if state.step == DEATH and not state.died and bps.rank() == bps.size() - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            # Its batch is that of all ranks where a store sums.
+            count = len(bps.live_ranks()) if STORE == "store" else 1
+            state.rates.append(trainer.learning_rate)
+            one_step(net, trainer, trainer.learning_rate, count)
+            state.step += 1
+            state.together += state.died and bps.size() > 1
+            if state.step % 3 == 0 or state.died:
+                state.commit()
+
+    train(state)
+    wanted = {"redo": [(2, 1)], "shrink": [], "rejoin": [(2, 1), (1, 2)]}[MODE]
+    # The new one joins as one of two.
+    assert changes == wanted or (not changes and MODE == "rejoin"), changes
+    alone = network(3)
+    local = gluon.Trainer(alone.collect_params(), "sgd", options, kvstore=None)
+    assert len(state.rates) == state.step
+    for rate in state.rates:
+        one_step(alone, local, rate, 1)
+    found = parameters(net.collect_params())
+    assert close(found, parameters(alone.collect_params()))
+    # The next step shows the momentum.
+    one_step(alone, local, RATE, 1)
+    one_step(net, trainer, RATE, len(bps.live_ranks()) if STORE == "store" else 1)
+    assert close(parameters(net.collect_params()), parameters(alone.collect_params()))
+    print(f"went on: {state.step} steps, {digest(found)}", flush=True)
+    bps.shutdown()
+
+
+main()
