@@ -88,6 +88,8 @@ class Rank:
             os.environ.update(environment)
             train()
             code = 0
+        except SystemExit as end:  # It has left.
+            code = end.code if isinstance(end.code, int) else 1
         except BaseException:  # The parent reads why in the log.
             traceback.print_exc()
             sys.stderr.flush()
