@@ -9,7 +9,6 @@ torch 2.15 has backends in Python; before, a backend in Python has to be the pro
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -20,16 +19,15 @@ from torch._C import _distributed_c10d as c10d
 
 from byteps import _native
 from byteps.errors import ConfigError, UsageError
-from byteps.torch import _gpu, _tensors
+from byteps.torch import _tensors
 from byteps.torch._compiled import untraced
 from byteps.torch.distributed import _joining
+from byteps.torch.distributed._exchange import Exchange, Tensors, operation_of, scratch
 from byteps.torch.distributed._futures import Line, is_in_callback
-from byteps.torch.distributed._keys import Keys, Kind
-from byteps.torch.distributed._works import Flight, Operation, done, give
+from byteps.torch.distributed._keys import Keys
+from byteps.torch.distributed._works import Flight, Operation, all_of, done, give
 
 __all__ = ["Named", "Operations", "create"]
-
-Tensors = list[torch.Tensor]
 
 
 def _is_python_backend_possible() -> bool:
@@ -47,86 +45,6 @@ _BASE: Any = c10d.Backend if _HAS_BACKENDS else dist.ProcessGroup
 #: receives; a smaller one is a sum of all of it, of which each rank keeps its part: that has fewer
 #: frames, and sends more bytes.
 SCATTER_BYTES_MIN = 64 << 10
-
-_SUM, _AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
-_MIN, _MAX, _PRODUCT = dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT
-
-
-class _Exchange:
-    """One call, put together: what is sent from where and received where."""
-
-    __slots__ = ("copies", "device", "is_in_callback", "items", "keys", "memory", "stream")
-
-    def __init__(self, keys: Keys, one: torch.Tensor, is_in_callback: bool) -> None:
-        self.keys = keys
-        self.is_in_callback = is_in_callback
-        self.device = self.stream = None
-        if one.is_cuda:  # All of a call's tensors are in one place.
-            self.device, self.stream = one.device, _gpu.open_for([one])
-        self.items: list[tuple[int, int, int, int]] = []
-        self.memory: Tensors = []
-        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def reduce(
-        self,
-        operation: str,
-        source: torch.Tensor,
-        target: torch.Tensor,
-        receiver: int | None = None,
-    ) -> None:
-        """Reduces ``source`` over the ranks, into ``target`` of its type and size: of all ranks, or
-        of the ``receiver`` alone; then that of any other may hold anything."""
-        to = None if receiver is None else self.keys.rank_of(receiver)
-        kind = _kind_of_reduction(operation, source.dtype, source.is_cuda, self.is_in_callback, to)
-        self._add(kind, source.numel(), source, target)
-
-    def broadcast(self, root: int, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Sends ``source`` of rank ``root`` into every rank's ``target``, of any type."""
-        count = target.numel() * target.element_size()
-        origin = self.keys.rank_of(root)
-        kind = Kind("broadcast", "u8", target.is_cuda, origin, self.is_in_callback)
-        self._add(kind, count, source, target)
-
-    def _add(self, kind: Kind, count: int, source: torch.Tensor, target: torch.Tensor) -> None:
-        if count == 0:
-            return
-        if source is target:
-            if not _tensors.is_plain(target):
-                source = _tensors.packed(target)
-                self.copies.append((target, source))
-            begin = end = source.data_ptr()
-            self.memory.append(source)
-        else:
-            if not _tensors.is_plain(source):
-                source = _tensors.packed(source)
-            if not _tensors.is_plain(target):
-                received = _scratch(target)
-                self.copies.append((target, received))
-                target = received
-            begin, end = source.data_ptr(), target.data_ptr()
-            self.memory += (source, target)
-        for tensor, offset in self.keys.of(kind, count):
-            self.items.append((tensor, begin + offset, end + offset, 0))
-
-
-def _operation_of(reduce_op: Any) -> str | None:
-    # Comparing is cheaper than a look-up: these objects of C++ are slow to hash.
-    if reduce_op == _SUM:
-        return "sum"
-    if reduce_op == _AVG:
-        return "average"
-    if reduce_op == _MAX:
-        return "max"
-    if reduce_op == _MIN:
-        return "min"
-    return "product" if reduce_op == _PRODUCT else None
-
-
-@functools.cache
-def _kind_of_reduction(
-    operation: str, dtype: torch.dtype, device: bool, is_in_callback: bool, receiver: int | None
-) -> Kind:
-    return Kind(operation, _tensors.DTYPES[dtype], device, 0, is_in_callback, receiver)
 
 
 class Operations:
@@ -208,7 +126,7 @@ class Operations:
 
     # The engine
 
-    def _exchange(self, one: torch.Tensor) -> _Exchange:
+    def _exchange(self, one: torch.Tensor) -> Exchange:
         self._sequence += 1
         keys = self._keys
         if keys is None or not keys.is_of_this_job():
@@ -216,12 +134,12 @@ class Operations:
                 f"group {self._name} of torch.distributed was made in another job of byteps than "
                 "the one that runs: destroy the groups before shutdown, and make new ones after"
             )
-        return _Exchange(keys, one, self._line.has_futures and is_in_callback())
+        return Exchange(keys, one, self._line.has_futures and is_in_callback())
 
     def _start(
         self,
         what: str,
-        exchange: _Exchange,
+        exchange: Exchange,
         outputs: Any,
         options: Any,
         after: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
@@ -242,7 +160,7 @@ class Operations:
 
     def _reduced(self, tensors: Sequence[torch.Tensor], reduce_op: Any) -> str | None:
         """What the engine calls this operation; None if it has it not for all of these tensors."""
-        operation = _operation_of(reduce_op)
+        operation = operation_of(reduce_op)
         if self._keys is None or operation is None:
             return None
         for tensor in tensors:
@@ -301,7 +219,7 @@ class Operations:
         receiver = opts.rootRank if self._has_receivers(tensors[0]) else None
         for tensor in tensors:
             # The other ranks may add up there for their hosts, and must keep what they had.
-            kept = tensor if opts.rootRank == self._rank else _scratch(tensor)
+            kept = tensor if opts.rootRank == self._rank else scratch(tensor)
             exchange.reduce(operation, tensor, kept, receiver)
         return self._start("reduce", exchange, tensors, opts)
 
@@ -315,7 +233,7 @@ class Operations:
         return self._start("all_gather", exchange, outputs, opts)
 
     def _gather(
-        self, exchange: _Exchange, slots: Sequence[torch.Tensor], source: torch.Tensor
+        self, exchange: Exchange, slots: Sequence[torch.Tensor], source: torch.Tensor
     ) -> None:
         """Each rank broadcasts its own: it sends what it has once, and receives the others'."""
         for root, slot in enumerate(slots):
@@ -344,7 +262,7 @@ class Operations:
                 self.all_gather_single(output, input, opts)
                 for output, input in zip(outputs, inputs, strict=True)
             ]
-            return _all(works, outputs)
+            return all_of(works, outputs)
         exchange = self._exchange(inputs[0])
         for output, source in zip(outputs, inputs, strict=True):
             if output.numel() != source.numel() * self._size:
@@ -371,7 +289,7 @@ class Operations:
         has_receivers = self._has_receivers(outputs[0])
         for output, slots in zip(outputs, inputs, strict=True):
             for root, part in enumerate(slots):
-                kept = output if root == self._rank else _scratch(part)
+                kept = output if root == self._rank else scratch(part)
                 exchange.reduce(operation, part, kept, root if has_receivers else None)
         return self._start("reduce_scatter", exchange, outputs, opts)
 
@@ -397,7 +315,7 @@ class Operations:
                 self.reduce_scatter_single(output, input, opts)
                 for output, input in zip(outputs, inputs, strict=True)
             ]
-            return _all(works, outputs)
+            return all_of(works, outputs)
         exchange, after = self._exchange(inputs[0]), []
         for output, source in zip(outputs, inputs, strict=True):
             if source.numel() != output.numel() * self._size:
@@ -405,7 +323,7 @@ class Operations:
                     f"reduce_scatter_tensor: an input of {source.numel()} elements for "
                     f"{self._size} times {output.numel()}"
                 )
-            whole = _scratch(source)
+            whole = scratch(source)
             own = whole.view(-1).chunk(self._size)[self._rank].view(output.shape)
             if not self._is_scattered(source):
                 exchange.reduce(operation, source, whole)
@@ -425,7 +343,7 @@ class Operations:
 
     def _scatter(
         self,
-        exchange: _Exchange,
+        exchange: Exchange,
         operation: str,
         source: torch.Tensor,
         output: torch.Tensor,
@@ -560,35 +478,6 @@ for _name in (
     "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "barrier",
 ):  # fmt: skip
     setattr(Operations, _name, untraced(getattr(Operations, _name)))
-
-
-def _scratch(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-
-
-class _Works(c10d.Work):
-    """Several works that are waited for as one."""
-
-    def __init__(self, works: list[Any], outputs: Any) -> None:
-        super().__init__()
-        self._works, self._outputs = works, outputs
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        for work in self._works:
-            work.wait()
-        return True
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        outputs = self._outputs
-        futures = [work.get_future() for work in self._works]
-        return torch.futures.collect_all(futures).then(lambda _: outputs)
-
-
-def _all(works: list[Any], outputs: Any) -> Any:
-    return works[0] if len(works) == 1 else _Works(works, outputs)
 
 
 def create(options: Any) -> Any:

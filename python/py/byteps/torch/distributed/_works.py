@@ -21,7 +21,7 @@ from byteps.torch import _gpu
 from byteps.torch._compiled import untraced
 from byteps.torch.distributed._futures import Line, future_of, outputs_in_order
 
-__all__ = ["Flight", "Operation", "done", "give"]
+__all__ = ["Flight", "Operation", "all_of", "done", "give"]
 
 
 class Operation:
@@ -201,3 +201,29 @@ def done(outputs: Any, line: Line) -> Any:
     if _KEEPS_PYTHON_WORKS:
         return _Done(outputs, line)
     return c10d._create_work_from_future(outputs_in_order(outputs, line))
+
+
+class _Works(c10d.Work):
+    """Several works that are waited for as one."""
+
+    def __init__(self, works: list[Any], outputs: Any) -> None:
+        super().__init__()
+        self._works, self._outputs = works, outputs
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        for work in self._works:
+            work.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        outputs = self._outputs
+        futures = [work.get_future() for work in self._works]
+        return torch.futures.collect_all(futures).then(lambda _: outputs)
+
+
+def all_of(works: list[Any], outputs: Any) -> Any:
+    """The work object of several, which together are one call."""
+    return works[0] if len(works) == 1 else _Works(works, outputs)
