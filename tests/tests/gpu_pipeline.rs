@@ -163,8 +163,9 @@ fn a_rank_that_never_pushes_is_named_and_not_who_speaks_for_its_host() {
         for rank in &job.ranks {
             let _ = rank.wait_for_line(&alone, PROMISE + SLACK);
         }
-        let who = format!("rank {silent}");
-        let words = ["rank ended: Stalled", "BPS_STALL_TIMEOUT", &who];
+        let place = format!(", pid {})", job.ranks[silent as usize].pid());
+        let who = format!("waits for rank {silent} (host ");
+        let words = ["rank ended: Stalled", "BPS_STALL_TIMEOUT", &who, &place];
         job.others_end_with(usize::MAX, &words, since, PROMISE + SLACK);
     }
 }
@@ -177,8 +178,9 @@ fn a_rank_that_leaves_too_early_is_named_at_once() {
         let mut job = start_but(&shape, odd, "loop 20", "loop 1000000");
         let status = job.ranks[odd as usize].wait(LIMIT);
         assert!(status.success(), "{status}");
-        let left = format!("rank {odd} left the job while others wait");
-        let words = ["rank ended: ", &left, "round 21 of `layer4.weight`"];
+        let who = format!("rank {odd} (host ");
+        let left = format!(", pid {}) left the job while", job.ranks[odd as usize].pid());
+        let words = ["rank ended: ", &who, &left, "others wait", "round 21 of `layer4.weight`"];
         job.others_end_with(odd as usize, &words, Instant::now(), PROMISE);
         // Or with a round under way.
         if odd == 1 || servers > 0 && odd == 0 {

@@ -146,9 +146,11 @@ fn a_stall_names_tensor_round_and_rank_then_ends_the_job() {
     }
     assert!(since.elapsed() < PROMISE + SLACK, "{:?}", since.elapsed());
     let Job { ranks, .. } = &mut job;
+    let place = format!(", pid {})", ranks[1].pid());
     let mut all: Vec<&mut Program> = ranks.iter_mut().collect();
     let limit = Duration::from_secs(8) + PROMISE + SLACK;
-    end_with(&mut all, &["rank ended", "BPS_STALL_TIMEOUT", "rank 1"], since, limit);
+    let words = ["rank ended", "BPS_STALL_TIMEOUT", "waits for rank 1 (host ", &place];
+    end_with(&mut all, &words, since, limit);
 }
 
 #[test]
@@ -183,8 +185,9 @@ fn a_rank_that_left_too_early_is_named_at_once() {
     let since = Instant::now();
     assert!(left.success(), "{left}");
     let Job { scheduler, server, ranks } = &mut job;
+    let place = format!(", pid {}) left the job while others wait", ranks[1].pid());
     let [first, _, third] = &mut ranks[..] else { unreachable!("three ranks") };
-    let words = ["rank 1 left the job while others wait", "round 51 of `layer4.weight`"];
+    let words = ["rank 1 (host ", &place, "round 51 of `layer4.weight`"];
     end_with(&mut [first, third, server, scheduler], &words, since, PROMISE);
 }
 

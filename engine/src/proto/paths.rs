@@ -4,6 +4,7 @@
 use super::text::{seconds, shorten};
 use crate::base::{Key, Rank};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
 use std::fmt;
 
 /// Keys that one question or report about paths names at most.
@@ -44,6 +45,28 @@ pub struct Member {
 impl fmt::Display for Member {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} (host {}, pid {})", self.end, self.host, self.pid)
+    }
+}
+
+/// Names nodes in one text: where a node occurs first, with its host and process, if known.
+pub(super) struct Names<'a> {
+    members: &'a [Member],
+    told: BTreeSet<End>,
+}
+
+impl<'a> Names<'a> {
+    /// A text that these nodes occur in.
+    pub(super) fn new(members: &'a [Member]) -> Names<'a> {
+        Names { members, told: BTreeSet::new() }
+    }
+
+    /// How to write this node next.
+    pub(super) fn next(&mut self, end: End) -> String {
+        let member = self.members.iter().find(|member| member.end == end);
+        match member.filter(|_| self.told.insert(end)) {
+            Some(member) => member.to_string(),
+            None => end.to_string(),
+        }
     }
 }
 
@@ -153,26 +176,34 @@ pub struct PathStall {
 
 impl fmt::Display for PathStall {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.write(f, &mut Names::new(&[]))
+    }
+}
+
+impl PathStall {
+    pub(super) fn write(&self, f: &mut fmt::Formatter<'_>, names: &mut Names<'_>) -> fmt::Result {
         let PathStall { rank, server, round, .. } = self;
+        let (the_rank, the_server) =
+            (names.next(End::Rank(*rank)), names.next(End::Server(*server)));
         let name = shorten(&self.name);
         let seconds = seconds(self.waited_ms);
         match self.leg {
             Leg::Result => write!(
                 f,
-                "{rank} waits for the result of `{name}`, round {round}, which server {server} \
+                "{the_rank} waits for the result of `{name}`, round {round}, which {the_server} \
                  published {seconds:.1} s ago: the path from server {server} to {rank} loses \
                  packets or is too slow"
             ),
             Leg::Contribution => write!(
                 f,
-                "server {server} waits for the part of {rank} in round {round} of `{name}`, which \
+                "{the_server} waits for the part of {the_rank} in round {round} of `{name}`, which \
                  was sent {seconds:.1} s ago: the path from {rank} to server {server} loses \
                  packets or is too slow"
             ),
             Leg::Unknown => write!(
                 f,
-                "{rank} waits since {seconds:.1} s for the result of `{name}`, round {round}, and \
-                 server {server} does not say how far it is: read its log"
+                "{the_rank} waits since {seconds:.1} s for the result of `{name}`, round {round}, \
+                 and {the_server} does not say how far it is: read its log"
             ),
         }
     }

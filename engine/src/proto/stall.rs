@@ -1,5 +1,6 @@
 //! Open rounds that wait: as the node that sums them reports them, and as people are told.
 
+use super::paths::{End, Names};
 use super::text::{list, seconds, shorten};
 use crate::base::{Key, Rank};
 use serde::{Deserialize, Serialize};
@@ -9,6 +10,9 @@ use std::fmt;
 pub const STALLS_MAX: usize = 4096;
 /// Stalled keys that one report describes, and stalled tensors that one message names, at most.
 pub const STALLS_SHOWN_MAX: usize = 16;
+
+/// Nodes of which a verdict about stalls says where they run, at most.
+pub const MEMBERS_MAX: usize = 16;
 
 /// An open round that waits, as its server sees it, or the rank that sums it for a group.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -46,11 +50,17 @@ pub struct Stall {
 
 impl fmt::Display for Stall {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.write(f, &mut Names::new(&[]))
+    }
+}
+
+impl Stall {
+    pub(super) fn write(&self, f: &mut fmt::Formatter<'_>, names: &mut Names<'_>) -> fmt::Result {
         write!(f, "round {} of `{}` waits for ", self.round, shorten(&self.name))?;
         for (index, rank) in self.missing.iter().enumerate() {
             let comma = if index == 0 { "" } else { ", " };
             let left = if self.left.contains(rank) { " (left)" } else { "" };
-            write!(f, "{comma}{rank}{left}")?;
+            write!(f, "{comma}{}{left}", names.next(End::Rank(*rank)))?;
         }
         let seconds = seconds(self.waited_ms);
         match self.arrived.as_slice() {

@@ -2,7 +2,7 @@
 //! line for people and its callers read who, what and since when.
 
 use super::origin::Origin;
-use super::paths::{PathLoss, PathStall};
+use super::paths::{End, Member, Names, PathLoss, PathStall};
 use super::stall::{STALLS_SHOWN_MAX, Stall};
 use super::text::{seconds, shorten};
 use super::unformed::Unformed;
@@ -71,16 +71,26 @@ pub enum OverReason {
     PathStalled {
         /// The oldest first.
         stalls: Vec<PathStall>,
+        /// Where those run that `stalls` names first: at most
+        /// [`MEMBERS_MAX`](super::stall::MEMBERS_MAX).
+        #[serde(default)]
+        members: Vec<Member>,
     },
     /// A stall lasted longer than `BPS_STALL_TIMEOUT`.
     Stalled {
         /// The oldest first.
         stalls: Vec<Stall>,
+        /// As of `PathStalled`.
+        #[serde(default)]
+        members: Vec<Member>,
     },
     /// Ranks wait for others that have left the job in good order and will not come.
     Abandoned {
         /// The oldest first.
         stalls: Vec<Stall>,
+        /// As of `PathStalled`.
+        #[serde(default)]
+        members: Vec<Member>,
     },
     /// Nodes did not come in time, or what they were told about the job disagrees.
     NotFormed {
@@ -168,27 +178,30 @@ impl fmt::Display for OverReason {
                 write!(f, "{reason}; the job cannot go on: {left}")
             }
             OverReason::PathLost(loss) => loss.fmt(f),
-            OverReason::PathStalled { stalls } => {
+            OverReason::PathStalled { stalls, members } => {
+                let mut names = Names::new(members);
                 f.write_str("no progress for too long (BPS_STALL_TIMEOUT): ")?;
                 for (index, stall) in stalls.iter().take(SHOWN_MAX).enumerate() {
                     let comma = if index == 0 { "" } else { "; " };
-                    write!(f, "{comma}{stall}")?;
+                    f.write_str(comma)?;
+                    stall.write(f, &mut names)?;
                 }
                 Ok(())
             }
-            OverReason::Stalled { stalls } => {
+            OverReason::Stalled { stalls, members } => {
                 f.write_str("no progress for too long (BPS_STALL_TIMEOUT): ")?;
-                write_stalls(f, stalls)
+                write_stalls(f, stalls, &mut Names::new(members))
             }
-            OverReason::Abandoned { stalls } => {
+            OverReason::Abandoned { stalls, members } => {
+                let mut names = Names::new(members);
                 let left: BTreeSet<Rank> =
                     stalls.iter().flat_map(|stall| &stall.left).copied().collect();
                 for (index, rank) in left.iter().enumerate() {
                     let comma = if index == 0 { "" } else { ", " };
-                    write!(f, "{comma}{rank}")?;
+                    write!(f, "{comma}{}", names.next(End::Rank(*rank)))?;
                 }
                 f.write_str(" left the job while others wait: ")?;
-                write_stalls(f, stalls)?;
+                write_stalls(f, stalls, &mut names)?;
                 f.write_str(": let every rank make the same steps before it shuts down")
             }
             OverReason::NotFormed { cause } => write!(f, "the job was not formed: {cause}"),
@@ -213,10 +226,15 @@ impl fmt::Display for RoundOf {
     }
 }
 
-fn write_stalls(f: &mut fmt::Formatter<'_>, stalls: &[Stall]) -> fmt::Result {
+fn write_stalls(
+    f: &mut fmt::Formatter<'_>,
+    stalls: &[Stall],
+    names: &mut Names<'_>,
+) -> fmt::Result {
     for (index, stall) in stalls.iter().take(SHOWN_MAX).enumerate() {
         let comma = if index == 0 { "" } else { "; " };
-        write!(f, "{comma}{stall}")?;
+        f.write_str(comma)?;
+        stall.write(f, names)?;
     }
     match stalls.len().saturating_sub(SHOWN_MAX) {
         0 => Ok(()),
@@ -229,6 +247,7 @@ fn write_stalls(f: &mut fmt::Formatter<'_>, stalls: &[Stall]) -> fmt::Result {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::proto::paths::Leg;
 
     #[test]
     fn a_verdict_names_a_few_stalls_and_counts_the_others() {
@@ -240,16 +259,64 @@ mod tests {
             missing: vec![Rank(0), Rank(2)],
             left: vec![Rank(2)],
         };
-        let over = OverReason::Stalled { stalls: vec![left.clone(); 5] };
+        let over = OverReason::Stalled { stalls: vec![left.clone(); 5], members: Vec::new() };
         assert!(over.to_string().ends_with("s ago; and 2 more"), "{over}");
-        let over = OverReason::Stalled { stalls: vec![left.clone(); STALLS_SHOWN_MAX] };
+        let stalls = vec![left.clone(); STALLS_SHOWN_MAX];
+        let over = OverReason::Stalled { stalls, members: Vec::new() };
         assert!(over.to_string().ends_with("s ago; and at least 13 more"), "{over}");
-        let abandoned = OverReason::Abandoned { stalls: vec![left] };
+        let abandoned = OverReason::Abandoned { stalls: vec![left], members: Vec::new() };
         assert_eq!(
             abandoned.to_string(),
             "rank 2 left the job while others wait: round 812 of `layer4.weight` waits for rank 0, \
              rank 2 (left); rank 1 arrived 5.0 s ago: let every rank make the same steps before it \
              shuts down"
+        );
+    }
+
+    #[test]
+    fn a_verdict_says_once_where_each_of_those_runs_that_it_waits_for() {
+        let member = |end, pid| Member { end, host: "a".into(), pid };
+        let members = vec![member(End::Rank(Rank(2)), 7), member(End::Server(0), 8)];
+        let stall = |name: &str, missing: &[u32], left: &[u32]| Stall {
+            name: name.into(),
+            round: 3,
+            waited_ms: 1_000,
+            arrived: vec![Rank(1)],
+            missing: missing.iter().copied().map(Rank).collect(),
+            left: left.iter().copied().map(Rank).collect(),
+        };
+        let stalls = vec![stall("v", &[0, 2], &[]), stall("w", &[2], &[])];
+        assert_eq!(
+            OverReason::Stalled { stalls, members: members.clone() }.to_string(),
+            "no progress for too long (BPS_STALL_TIMEOUT): round 3 of `v` waits for rank 0, rank 2 \
+             (host a, pid 7); rank 1 arrived 1.0 s ago; round 3 of `w` waits for rank 2; rank 1 \
+             arrived 1.0 s ago"
+        );
+        let stalls = vec![stall("v", &[2], &[2])];
+        let abandoned = OverReason::Abandoned { stalls, members: members.clone() };
+        assert!(
+            abandoned.to_string().starts_with(
+                "rank 2 (host a, pid 7) left the job while others wait: round 3 of `v` waits for \
+                 rank 2 (left); rank 1"
+            ),
+            "{abandoned}"
+        );
+        let path = |name: &str| PathStall {
+            rank: Rank(2),
+            server: 0,
+            leg: Leg::Result,
+            name: name.into(),
+            round: 3,
+            waited_ms: 1_000,
+        };
+        let stalled = OverReason::PathStalled { stalls: vec![path("v"), path("w")], members };
+        assert_eq!(
+            stalled.to_string(),
+            "no progress for too long (BPS_STALL_TIMEOUT): rank 2 (host a, pid 7) waits for the \
+             result of `v`, round 3, which server 0 (host a, pid 8) published 1.0 s ago: the path \
+             from server 0 to rank 2 loses packets or is too slow; rank 2 waits for the result of \
+             `w`, round 3, which server 0 published 1.0 s ago: the path from server 0 to rank 2 \
+             loses packets or is too slow"
         );
     }
 }

@@ -33,7 +33,8 @@ class BytePSError(RuntimeError):
     ``frameworks``        of a mismatch, by rank: the framework that it speaks, such as ``'JAX'``,
                           where it had imported one of this package's modules by ``init()``
     ``server``            index of the server that died, failed or is at an end of the path
-    ``host``, ``pid``     where the process that died or failed ran
+    ``host``, ``pid``     where the process that died or failed ran, or ``rank`` runs, if that is
+                          waited for
     ``tensor``,           name of the tensor that was waited for and its round, from 1; where a
     ``round``             process died, what was open on this rank then, or the last that was over
     ``waited_s``          seconds for which it was waited for, or silent, when that was noticed

@@ -8,6 +8,7 @@ use super::{
 };
 use crate::base::milliseconds;
 use crate::proto::messages::{NodeMessage, Origin, Party, Place, RoundOf, Sign, Timeline};
+use crate::proto::paths::End;
 use crate::proto::text::list;
 use crate::proto::unformed::Unformed;
 
@@ -465,13 +466,19 @@ impl Scheduler {
         running.paths.excuse(&mut waits.rounds);
         let abandoned = waits.abandoned();
         if !abandoned.is_empty() {
-            self.end(OverReason::Abandoned { stalls: abandoned }, None);
+            // Those that left come first in the line.
+            let left = abandoned.iter().flat_map(|stall| &stall.left);
+            let missing = abandoned.iter().flat_map(|stall| &stall.missing);
+            let members = running.job.members(left.chain(missing).copied().map(End::Rank));
+            self.end(OverReason::Abandoned { stalls: abandoned, members }, None);
             return;
         }
         let stalls = waits.oldest();
         let limit = milliseconds(self.config.stall_timeout);
         if stalls.iter().any(|stall| stall.waited_ms >= limit) {
-            self.end(OverReason::Stalled { stalls }, None);
+            let missing = stalls.iter().flat_map(|stall| &stall.missing);
+            let members = running.job.members(missing.copied().map(End::Rank));
+            self.end(OverReason::Stalled { stalls, members }, None);
             return;
         }
         if stalls.is_empty() && running.paths.is_stalled() {

@@ -266,11 +266,13 @@ impl Scheduler {
             .into_iter()
             .filter_map(|(index, keys)| Some((server(index)?, keys)))
             .collect();
+        let ends = stalls.iter().flat_map(|it| [End::Rank(it.rank), End::Server(it.server)]);
+        let members = running.job.members(ends);
         for (node, keys) in questions {
             self.send(node, SchedulerMessage::Inquire { keys });
         }
         if stalls.iter().any(|stall| stall.waited_ms >= limit_ms) {
-            return self.end(OverReason::PathStalled { stalls }, None);
+            return self.end(OverReason::PathStalled { stalls, members }, None);
         }
         if !is_news {
             return;

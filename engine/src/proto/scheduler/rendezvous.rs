@@ -12,6 +12,8 @@ use crate::limits::{CORES_MAX, PART_BYTES_MAX, PART_BYTES_MIN, SERVERS_MAX};
 use crate::proto::messages::{
     Neighbour, Node, Origin, Party, Peer, Place, Planning, Register, Roster, ServerPeer,
 };
+use crate::proto::paths::{End, Member};
+use crate::proto::stall::MEMBERS_MAX;
 use crate::proto::text::list;
 use crate::proto::unformed::Unformed;
 use std::collections::{BTreeMap, BTreeSet};
@@ -444,6 +446,26 @@ impl Job {
     /// Ranks in the job.
     pub(super) fn size(&self) -> u32 {
         word(self.workers.len())
+    }
+
+    /// The first few of these nodes, each once, with where they run.
+    pub(super) fn members(&self, ends: impl IntoIterator<Item = End>) -> Vec<Member> {
+        let mut members: Vec<Member> = Vec::new();
+        for end in ends {
+            let node = match end {
+                End::Rank(rank) => self.workers.get(rank.0 as usize),
+                End::Server(index) => self.servers.get(index as usize),
+            };
+            let Some((_, register)) = node else { continue };
+            if members.iter().any(|member| member.end == end) {
+                continue;
+            }
+            members.push(Member { end, host: register.host.clone(), pid: register.pid });
+            if members.len() == MEMBERS_MAX {
+                break;
+            }
+        }
+        members
     }
 
     /// Whether sums pass through servers: not where one group has all ranks, and there are several.

@@ -7,7 +7,7 @@ use bps_engine::harness::StillRunning;
 use bps_engine::proto::messages::{
     Frameworks, Mismatch, Origin, OverReason, Party, RoundOf, Sign, Stall,
 };
-use bps_engine::proto::paths::{LaneFault, PathStall};
+use bps_engine::proto::paths::{End, LaneFault, Member, PathStall};
 use bps_engine::proto::unformed::Unformed;
 use bps_engine::transport::Cause;
 use std::time::Duration;
@@ -20,7 +20,7 @@ pub struct Details {
     pub ranks: Vec<Rank>,
     /// Index of the server that died, failed or is at an end of the path.
     pub server: Option<u32>,
-    /// Host of the process that died or failed.
+    /// Host of the process that died or failed; of several ranks that are waited for, of the first.
     pub host: Option<String>,
     /// Its process id there.
     pub pid: Option<u32>,
@@ -243,22 +243,34 @@ impl Details {
                     .with(&loss.from.end.into())
                     .with(&loss.to.end.into())
             }
-            OverReason::PathStalled { stalls } => {
+            OverReason::PathStalled { stalls, .. } => {
                 stalls.first().map_or_else(Details::default, Details::of_path_stall)
             }
-            OverReason::Stalled { stalls } => Details::of_stalls(stalls, |stall| &stall.missing),
-            OverReason::Abandoned { stalls } => Details::of_stalls(stalls, |stall| &stall.left),
+            OverReason::Stalled { stalls, members } => {
+                Details::of_stalls(stalls, members, |stall| &stall.missing)
+            }
+            OverReason::Abandoned { stalls, members } => {
+                Details::of_stalls(stalls, members, |stall| &stall.left)
+            }
         }
     }
 
-    /// The oldest stall, and the ranks for which any of them waits.
-    fn of_stalls(stalls: &[Stall], ranks: impl Fn(&Stall) -> &[Rank]) -> Details {
+    /// The oldest stall, the ranks for which any of them waits, and where the first of these runs.
+    fn of_stalls(
+        stalls: &[Stall],
+        members: &[Member],
+        ranks: impl Fn(&Stall) -> &[Rank],
+    ) -> Details {
         let details = Details::of_ranks(stalls.iter().flat_map(|stall| ranks(stall).to_vec()));
         let Some(oldest) = stalls.first() else { return details };
+        let first = details.ranks.first().map(|rank| End::Rank(*rank));
+        let first = members.iter().find(|member| Some(member.end) == first);
         Details {
             tensor: Some(oldest.name.clone()),
             round: Some(oldest.round),
             waited: Some(Duration::from_millis(oldest.waited_ms)),
+            host: first.map(|member| member.host.clone()),
+            pid: first.map(|member| member.pid),
             ..details
         }
     }
@@ -403,12 +415,17 @@ mod tests {
             left: vec![Rank(1)],
         };
         let stalls = vec![stall("v", &[3, 1]), stall("w", &[1, 2])];
-        let stalled = Error::Stalled(Arc::new(OverReason::Stalled { stalls: stalls.clone() }));
-        let details = stalled.details();
+        let member =
+            |rank, pid| Member { end: End::Rank(Rank(rank)), host: format!("h{rank}"), pid };
+        let members = vec![member(3, 7), member(1, 8)];
+        let reason = OverReason::Stalled { stalls: stalls.clone(), members: members.clone() };
+        let details = Error::Stalled(Arc::new(reason)).details();
+        assert_eq!((details.host.as_deref(), details.pid), (Some("h1"), Some(8)));
         assert_eq!(details.ranks, [Rank(1), Rank(2), Rank(3)]);
         assert_eq!((details.tensor.as_deref(), details.round), (Some("v"), Some(5)));
         assert_eq!(details.waited, Some(Duration::from_secs(60)));
-        let left = Error::Stalled(Arc::new(OverReason::Abandoned { stalls }));
-        assert_eq!(left.details().ranks, [Rank(1)]);
+        let left = Error::Stalled(Arc::new(OverReason::Abandoned { stalls, members }));
+        let details = left.details();
+        assert_eq!((details.ranks, details.pid), (vec![Rank(1)], Some(8)));
     }
 }

@@ -191,8 +191,8 @@ fn whoever_waits_for_a_rank_that_left_is_told_at_once() {
         let reason = bench.over(1).to_string();
         assert!(
             reason.starts_with(
-                "rank 0 left the job while others wait: round 1 of `barrier` waits for rank 0 \
-                 (left); rank 1 arrived 0."
+                "rank 0 (host w0, pid 1000) left the job while others wait: round 1 of `barrier` \
+                 waits for rank 0 (left); rank 1 arrived 0."
             ),
             "{reason}"
         );
@@ -220,7 +220,7 @@ fn whoever_waits_for_a_rank_that_left_is_told_at_once() {
                 _ => bench.say(100, stalled(vec![key])),
             }
         }
-        let OverReason::Abandoned { stalls } = bench.over(1) else { panic!() };
+        let OverReason::Abandoned { stalls, .. } = bench.over(1) else { panic!() };
         assert_eq!((stalls[0].name.as_str(), stalls[0].left.as_slice()), ("w", &[Rank(0)][..]));
         assert_eq!(bench.done, Some(Exit::Failed));
     }
@@ -301,8 +301,9 @@ fn stalls_are_merged_named_repeated_and_end_the_job() {
     assert!(told.iter().all(|line| line.contains("no longer")), "{told:?}");
     bench.say(100, stalled(vec![waiting(keys[0], 812, 299_000, &[2])]));
     bench.pass(1_000, &everybody);
-    let OverReason::Stalled { stalls } = bench.over(2) else { panic!() };
+    let OverReason::Stalled { stalls, members } = bench.over(2) else { panic!() };
     assert_eq!((stalls[0].name.as_str(), stalls[0].waited_ms), ("w", 300_000));
+    assert_eq!((members[0].host.as_str(), members[0].pid), ("w2", 1002));
     assert_eq!(bench.done, Some(Exit::Failed));
 }
 

@@ -153,8 +153,10 @@ fn what_a_rank_sent_and_its_server_misses_is_lost_on_the_way_there() {
     // For too long, that is an error on every node.
     bench.say(1, awaits(key, 2, 299_900));
     bench.pass(250, &ALL);
-    let OverReason::PathStalled { stalls } = bench.over(2) else { panic!() };
+    let OverReason::PathStalled { stalls, members } = bench.over(2) else { panic!() };
     assert_eq!((stalls[0].rank, stalls[0].server), (Rank(1), 0));
+    let ends: Vec<End> = members.iter().map(|member| member.end).collect();
+    assert_eq!(ends, [End::Rank(Rank(1)), End::Server(0)]);
     assert_eq!(bench.done, Some(Exit::Failed));
 }
 

@@ -183,7 +183,10 @@ fn a_stall_names_the_ranks_of_the_set_alone() {
     bench.say(100, NodeMessage::Stalled { keys: vec![stalled], late: Vec::new() });
     bench.pass(500, &[0, 1, 2, 3, 100]);
     let reason = bench.over(2).to_string();
-    assert!(reason.contains("waits for rank 3; ranks 0, 1 arrived"), "{reason}");
+    assert!(
+        reason.contains("waits for rank 3 (host w3, pid 1003); ranks 0, 1 arrived"),
+        "{reason}"
+    );
 }
 
 #[test]
