@@ -182,6 +182,26 @@ impl Program {
     }
 }
 
+/// A node of which a line says twice where it runs, as `rank 1 (host a, pid 7)`: once a message is
+/// enough. Two nodes may be one process.
+fn told_twice(line: &str) -> Option<&str> {
+    let mut told: Vec<&str> = Vec::new();
+    for (at, _) in line.match_indices(" (host ") {
+        let length = line[at..].find(')')? + 1;
+        let place = &line[at..at + length];
+        if !place.contains(", pid ") {
+            continue;
+        }
+        let words = line[..at].rmatch_indices(' ').nth(1).map_or(0, |(space, _)| space + 1);
+        let node = &line[words..at + length];
+        if told.contains(&node) || line[..at].ends_with(place) {
+            return Some(node);
+        }
+        told.push(node);
+    }
+    None
+}
+
 impl Drop for Program {
     fn drop(&mut self) {
         let ended = self.child.try_wait().ok().flatten();
@@ -195,6 +215,25 @@ impl Drop for Program {
             let last = &lines[lines.len().saturating_sub(LINES_SHOWN)..];
             let state = ended.map_or("it ran until now".to_owned(), |status| status.to_string());
             eprintln!("--- {} ({state}) said last:\n{}", self.name, last.join("\n"));
+            return;
         }
+        for line in &self.lines() {
+            let node = told_twice(line);
+            assert_eq!(node, None, "{} said twice in one line where it runs: {line}", self.name);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::told_twice;
+
+    #[test]
+    fn a_place_that_is_named_twice_is_found() {
+        let twice = "rank 1 (host a, pid 7) died; rank 1 (host a, pid 7) was late";
+        assert_eq!(told_twice(twice), Some("rank 1 (host a, pid 7)"));
+        assert!(told_twice("rank 1 (host a, pid 7) (host a, pid 7) died").is_some());
+        let once = "rank 1 (host a, pid 7), rank 2 (host a, pid 7), 3 (host a), 3 (host a)";
+        assert_eq!(told_twice(once), None);
     }
 }

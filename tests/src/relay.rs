@@ -218,6 +218,21 @@ pub fn meddle_with_lane(
     records(handshake_bytes, length, pass)
 }
 
+/// The same for a control connection behind its handshake and greeting: `pass` gets its records, or
+/// its messages where the job has no key.
+#[must_use]
+pub fn meddle_with_control(
+    first_bytes: usize,
+    is_sealed: bool,
+    pass: impl FnMut(usize, Vec<u8>, &mut Vec<u8>) -> ControlFlow<()> + Send + 'static,
+) -> Meddler {
+    let length = move |bytes: &[u8]| match is_sealed {
+        true => Some(2 + usize::from(u16::from_le_bytes(*bytes.first_chunk()?))),
+        false => Some(4 + u32::from_le_bytes(*bytes.first_chunk()?) as usize),
+    };
+    records(first_bytes, length, pass)
+}
+
 /// Cuts what comes behind the first bytes of a direction into records, whose length is known from
 /// how they begin.
 fn records(

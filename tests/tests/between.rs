@@ -10,6 +10,7 @@ use bps_tests::relay::{self, Meddler, Relay, Way};
 use bps_tests::sums::{ROUNDS, Seen, sums};
 use bps_worker::Error;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -204,5 +205,111 @@ fn a_message_from_the_scheduler_that_was_meddled_with_ends_the_job_by_name() {
             assert!(text.contains(part), "{what}: {text}");
         }
         assert!(seen[1].error.is_some() && !seen[1].wrong, "{what}: {seen:?}");
+    }
+}
+
+/// What somebody between two nodes may do to what they say as a whole.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Harm {
+    /// Two records that follow each other change places; in a job without a key, two messages.
+    Swapped,
+    /// The connection ends within one.
+    Cut,
+}
+
+/// Does so to one direction of a control connection, once `formed`.
+fn harm(harm: Harm, key: Option<&str>, way: Way, formed: &Arc<AtomicBool>) -> Meddler {
+    let greeting = if key.is_some() { GREETING_BYTES } else { 0 };
+    let handshake = match way {
+        Way::ToListener => HELLO_BYTES + PROOF_BYTES,
+        Way::ToDialer => ANSWER_BYTES,
+    };
+    let formed = Arc::clone(formed);
+    let (mut held, mut is_done) = (None, false);
+    relay::meddle_with_control(handshake + greeting, key.is_some(), move |_, mut whole, bytes| {
+        if is_done || !formed.load(Ordering::Acquire) {
+            bytes.append(&mut whole);
+        } else if harm == Harm::Cut {
+            bytes.extend(&whole[..whole.len() / 2]);
+            return ControlFlow::Break(());
+        } else if let Some(mut first) = held.take() {
+            bytes.append(&mut whole);
+            bytes.append(&mut first);
+            is_done = true;
+        } else {
+            held = Some(whole);
+        }
+        ControlFlow::Continue(())
+    })
+}
+
+/// What two ranks see of whom the first is harmed so.
+fn harmed(what: Harm, key: Option<&'static str>, harmed: Way) -> Vec<Seen> {
+    let seen =
+        by_way_of(
+            key,
+            move |way, formed| {
+                if way == harmed { harm(what, key, way, formed) } else { relay::honest() }
+            },
+        );
+    assert!(seen.iter().all(|seen| !seen.wrong), "{what:?}, {key:?}: {seen:?}");
+    seen
+}
+
+/// The texts of the errors by which both ranks ended.
+fn errors(seen: &[Seen], what: &str) -> Vec<String> {
+    let text = |seen: &Seen| seen.error.as_ref().map(ToString::to_string);
+    let texts: Option<Vec<String>> = seen.iter().map(text).collect();
+    texts.unwrap_or_else(|| panic!("{what}: a rank noticed nothing: {seen:?}"))
+}
+
+#[test]
+fn messages_to_the_scheduler_that_changed_places_end_the_job_by_name() {
+    let texts = errors(&harmed(Harm::Swapped, Some(KEY), Way::ToListener), "swapped");
+    for part in ["rank 0", "the connection from 127.0.0.1:", "does not authenticate"] {
+        assert!(texts[1].contains(part), "{texts:?}");
+    }
+}
+
+#[test]
+fn messages_from_the_scheduler_that_changed_places_end_the_job_by_name() {
+    let seen = harmed(Harm::Swapped, Some(KEY), Way::ToDialer);
+    assert!(matches!(seen[0].error, Some(Error::Corrupt(_))), "{seen:?}");
+    let texts = errors(&seen, "swapped");
+    for part in ["from the scheduler at 127.0.0.1:", " to 127.0.0.1:", "not authenticate"] {
+        assert!(texts[0].contains(part), "{texts:?}");
+    }
+    assert!(texts[1].contains("rank 0"), "{texts:?}");
+}
+
+#[test]
+fn a_connection_to_the_scheduler_that_is_cut_within_a_message_ends_the_job_by_name() {
+    for key in [None, Some(KEY)] {
+        let texts = errors(&harmed(Harm::Cut, key, Way::ToListener), "cut");
+        for part in ["rank 0 (host ", "the connection from 127.0.0.1:", "ended within a message"] {
+            assert!(texts[1].contains(part), "{key:?}: {texts:?}");
+        }
+    }
+}
+
+#[test]
+fn a_connection_from_the_scheduler_that_is_cut_within_a_message_ends_the_job_by_name() {
+    for key in [None, Some(KEY)] {
+        let texts = errors(&harmed(Harm::Cut, key, Way::ToDialer), "cut");
+        for part in ["from the scheduler at 127.0.0.1:", " to 127.0.0.1:", "middle of a message"] {
+            assert!(texts[0].contains(part), "{key:?}: {texts:?}");
+        }
+        assert!(texts[1].contains("rank 0 (host "), "{key:?}: {texts:?}");
+    }
+}
+
+/// Nothing numbers messages in a job without a key: two that change places may go unnoticed, as
+/// two answers may, but nobody hangs over them.
+#[test]
+fn messages_without_a_key_that_change_places_leave_nobody_waiting() {
+    for way in [Way::ToListener, Way::ToDialer] {
+        for (rank, seen) in harmed(Harm::Swapped, None, way).iter().enumerate() {
+            assert!(seen.right == ROUNDS || seen.error.is_some(), "{way:?}, rank {rank}: {seen:?}");
+        }
     }
 }

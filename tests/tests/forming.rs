@@ -101,6 +101,62 @@ fn a_server_waits_for_a_name_that_does_not_resolve_yet() {
     std::fs::remove_dir_all(&folder).expect("removed");
 }
 
+/// Declares so many elements of 4 bytes at a server of one core, whose program is started by this
+/// script. The rank has no such tensor, and pushes nothing.
+fn declared(script: &str, elements: u64) -> [Program; 3] {
+    let port = free_port();
+    let count = elements.to_string();
+    let variables = variables(port, &[]);
+    let scheduler = Program::start("bps-scheduler", &[], &variables);
+    let server = Program::start_in(script, "bps-server", &["--cores", "1"], &variables);
+    let rank = Program::start("bps-test-rank", &["0", "0", &count], &variables);
+    [scheduler, server, rank]
+}
+
+#[test]
+fn a_server_that_takes_memory_for_a_while_says_so_before_and_after() {
+    let [scheduler, mut server, rank] = declared("exec \"$@\"", 300 << 20);
+    let _ = server.wait_for_line("core 0: takes 1.3 GB for declared tensors", JOIN);
+    let _ = server.wait_for_line("core 0: has the 1.3 GB after ", JOIN);
+    for mut program in [rank, scheduler] {
+        assert!(program.wait(JOIN).success(), "{}", program.lines().join("\n"));
+    }
+    assert!(server.wait(JOIN).success());
+    let [_scheduler, mut server, mut rank] = declared("exec \"$@\"", 1000);
+    assert!(rank.wait(JOIN).success() && server.wait(JOIN).success());
+    let said = server.lines().join("\n");
+    assert!(!said.contains("for declared tensors"), "a small one is not worth a line:\n{said}");
+}
+
+#[test]
+fn a_tensor_larger_than_the_memory_of_its_server_is_an_error_by_name_everywhere() {
+    // In a mount namespace of its own, the server sees a file of this test as /proc/meminfo.
+    let name = format!("bps-test-meminfo-{}", std::process::id());
+    let file = std::env::temp_dir().join(name);
+    let text = "MemTotal: 16000000 kB\nMemFree: 8000000 kB\nMemAvailable: 8000000 kB\n";
+    std::fs::write(&file, text).expect("written");
+    let mount = format!("mount --bind {} /proc/meminfo", file.display());
+    let allowed = Command::new("unshare").args(["-rm", "sh", "-c", &mount]).output();
+    if !allowed.is_ok_and(|output| output.status.success()) {
+        std::fs::remove_file(&file).expect("removed");
+        eprintln!("skipped: no mount namespaces here (unshare -rm)");
+        return;
+    }
+    let script = format!("exec unshare -rm sh -c '{mount} && exec \"$@\"' sh \"$@\"");
+    let [mut scheduler, mut server, mut rank] = declared(&script, 5_000_000_000);
+    let _ = server.wait_for_line("core 0: takes 20.0 GB for declared tensors", JOIN);
+    for program in [&mut rank, &mut server, &mut scheduler] {
+        let status = program.wait(JOIN);
+        let said = program.lines().join("\n");
+        assert!(!status.success(), "{said}");
+        let words = "bytes are needed but this machine has 8192000000 left";
+        assert!(said.contains(words), "{said}");
+    }
+    let said = rank.lines().join("\n");
+    assert!(said.contains("rank ended: server 0 (host "), "{said}");
+    std::fs::remove_file(&file).expect("removed");
+}
+
 #[test]
 fn a_server_does_not_wait_for_ever_for_a_silent_scheduler() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");

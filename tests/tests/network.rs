@@ -22,11 +22,12 @@ struct Job {
 
 /// A job of two ranks and a server, each on a host of its own, that has made its first round.
 fn running(count: &str, extra: &[(&'static str, &str)]) -> Option<Job> {
-    Some(job_on(Network::new(4)?, &["100000000", "0", count], extra))
+    let arguments: &[&str] = &["100000000", "0", count];
+    Some(job_on(Network::new(4)?, [arguments; 2], extra))
 }
 
 /// The same, on this network, with ranks of these arguments.
-fn job_on(network: Network, arguments: &[&str], extra: &[(&'static str, &str)]) -> Job {
+fn job_on(network: Network, arguments: [&[&str]; 2], extra: &[(&'static str, &str)]) -> Job {
     let variables = |role: &str, host: usize| {
         let root = network.address(SCHEDULER);
         let mut all = vec![
@@ -52,7 +53,7 @@ fn job_on(network: Network, arguments: &[&str], extra: &[(&'static str, &str)]) 
     let rank = |(index, host): (usize, usize)| {
         let mut variables = variables("worker", host);
         variables.push(("DMLC_WORKER_ID", index.to_string()));
-        network.start(host, "bps-test-rank", arguments, &variables)
+        network.start(host, "bps-test-rank", arguments[index], &variables)
     };
     let ranks: Vec<Program> = RANKS.into_iter().enumerate().map(rank).collect();
     for rank in &ranks {
@@ -126,6 +127,78 @@ fn small_results_that_are_lost_are_missed() {
 fn a_rank_that_is_cut_off_from_a_server_is_not_called_dead() {
     let ways = [(SERVER, RANKS[1]), (RANKS[1], SERVER)];
     loses(SMALL, "uring", &ways, Rule::BLOCK, "the path");
+}
+
+/// Cuts rank 1 off from the server while nothing is on its way between them: rank 1 computes, and
+/// rank 0 waits for it. Nobody has sent anything that could stay unacknowledged, so only probes of
+/// the kernel find out, and long before a stall would be an error.
+fn finds_while_nothing_passes(driver: &str) {
+    let Some(network) = Network::new(4) else { return };
+    let steady: &[&str] = &["100000000", "0", SMALL];
+    let busy: &[&str] = &["100000000", "2", SMALL, "1", "60"];
+    let mut job = job_on(network, [steady, busy], &[("BPS_TCP_DRIVER", driver)]);
+    let _ = job.ranks[1].wait_for_line("rank stalls in round 2", JOIN);
+    // What had been sent before is acknowledged by then.
+    std::thread::sleep(Duration::from_millis(500));
+    job.network.set_both(SERVER, RANKS[1], Rule::BLOCK);
+    let Job { scheduler, server, ranks, .. } = &mut job;
+    let [first, second] = &mut ranks[..] else { unreachable!("two ranks") };
+    let words = ["the path between", "server 0", "rank 1", "timed out"];
+    end_with(&mut [first, server, scheduler], &words, VERDICT);
+    // It still computes, and has been told.
+    assert!(second.runs(), "{}", second.lines().join("\n"));
+    let _ = second.wait_for_line("the path between", Duration::from_secs(5));
+}
+
+#[test]
+fn a_cut_beside_a_lane_at_rest_is_found_and_named() {
+    finds_while_nothing_passes("uring");
+}
+
+#[test]
+fn a_cut_beside_a_lane_at_rest_is_found_with_plain_sockets() {
+    finds_while_nothing_passes("poll");
+}
+
+/// Whether each program of a job with this key, whose scheduler is at this address of its host,
+/// says that the job has no key. All of them are on one host but the rank.
+fn warnings(root: &str, rank_host: usize, key: Option<&str>) -> Option<[bool; 3]> {
+    let network = Network::new(2)?;
+    let root = if root.is_empty() { network.address(0) } else { root.to_owned() };
+    let start = |host, name: &str, arguments: &[&str]| {
+        let node = if root.starts_with("127.") { root.clone() } else { network.address(host) };
+        let mut variables = vec![
+            ("DMLC_NUM_WORKER", "1".to_owned()),
+            ("DMLC_NUM_SERVER", "1".to_owned()),
+            ("DMLC_PS_ROOT_URI", root.clone()),
+            ("DMLC_PS_ROOT_PORT", "9000".to_owned()),
+            ("DMLC_NODE_HOST", node),
+            ("BYTEPS_FORCE_DISTRIBUTED", "1".to_owned()),
+            ("BPS_PIN", "0".to_owned()),
+            ("BPS_LOCAL_REDUCE", "0".to_owned()),
+        ];
+        variables.extend(key.map(|key| ("BPS_JOB_KEY", key.to_owned())));
+        network.start(host, name, arguments, &variables)
+    };
+    let programs = [
+        start(0, "bps-scheduler", &[]),
+        start(0, "bps-server", &["--cores", "1"]),
+        start(rank_host, "bps-test-rank", &["1"]),
+    ];
+    Some(programs.map(|mut program| {
+        let status = program.wait(JOIN);
+        assert!(status.success(), "{status}: {}", program.lines().join("\n"));
+        program.lines().iter().any(|line| line.contains("this job has no key"))
+    }))
+}
+
+#[test]
+fn a_job_without_a_key_that_others_can_reach_says_so() {
+    const KEY: &str = "abababababababababababababababababababababababababababababababab";
+    let Some(warned) = warnings("", 1, None) else { return };
+    assert_eq!(warned, [true; 3], "scheduler, server, rank");
+    assert_eq!(warnings("", 1, Some(KEY)), Some([false; 3]), "with a key");
+    assert_eq!(warnings("127.0.0.1", 0, None), Some([false; 3]), "on loopback");
 }
 
 /// Interrupts these ways for so long. Nobody minds, then or later.
@@ -218,10 +291,10 @@ fn encodes(ways: &[(usize, usize)]) {
         network.set(from, to, Rule { rate: Some(SLOW), ..Rule::default() });
     }
     let port = METRICS.to_string();
-    let arguments = ["100000000", "0", "500000", "1", "0", "auto"];
+    let arguments: &[&str] = &["100000000", "0", "500000", "1", "0", "auto"];
     let extra = [("BPS_METRICS_PORT", port.as_str()), ("BPS_HEARTBEAT_INTERVAL", "0.2")];
     let Job { network, mut scheduler, server: _server, ranks: _ranks } =
-        job_on(network, &arguments, &extra);
+        job_on(network, [arguments; 2], &extra);
     let until = Instant::now() + JOIN;
     loop {
         let speeds = of_ranks(&network, "bps_rank_line_bytes_per_second");

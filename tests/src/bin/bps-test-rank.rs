@@ -59,7 +59,9 @@ fn work(plan: &Plan) -> Result<(), Error> {
     };
     let ids = worker.declare(&(0..plan.tensors).map(declaration).collect::<Vec<_>>())?;
     let count = usize::try_from(plan.count).expect("it fits the memory");
-    let mut values = vec![1.0f32; count * ids.len()];
+    // Who only declares has no tensor.
+    let held = if plan.rounds > 0 { count * ids.len() } else { 0 };
+    let mut values = vec![1.0f32; held];
     for round in 1..=plan.rounds {
         if plan.stall == Some(round) {
             eprintln!("rank stalls in round {round}");
