@@ -61,17 +61,29 @@ pub fn complete(call: Box<dyn Waiting>, handles: &[Handle]) {
     BELL.ring();
 }
 
+/// The thread that waits for exchanges, until this is dropped.
+struct Leader;
+
+impl Drop for Leader {
+    fn drop(&mut self) {
+        lock().has_leader = false;
+        IS_FREE.notify_one();
+    }
+}
+
 fn work() {
     loop {
         let mut state = lock();
         while state.has_leader {
+            // Without a limit: a thread rests here, and no call depends on it. Whoever leads looks
+            // at the calls at least each slice, and its `Leader` wakes one of us however it ends.
             state = IS_FREE.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
         state.has_leader = true;
         drop(state);
+        let leader = Leader;
         let ended = lead();
-        lock().has_leader = false;
-        IS_FREE.notify_one();
+        drop(leader);
         for call in ended {
             call.finish();
         }

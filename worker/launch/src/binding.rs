@@ -283,7 +283,8 @@ fn why_no_memory(topology: &Topology) -> Option<String> {
     if topology.nodes.len() < 2 {
         return None;
     }
-    // A policy is a thread's own, so one that ends at once can try.
+    // A policy is a thread's own, so one that ends at once can try. Its end needs no limit: the two
+    // system calls read and write a field of the thread, and wait for nothing.
     let attempt = std::thread::spawn(move || {
         if pin::has_memory_policy()? {
             return Ok(false);

@@ -24,6 +24,8 @@ pub(super) const GROUPS_MAX: usize = 8192;
 /// How long the guardian may take to end all groups, and how often is looked.
 const FINISH: Duration = Duration::from_secs(1);
 const LOOK: Duration = Duration::from_millis(1);
+/// How long processes that were killed may take to end.
+const REAP: Duration = Duration::from_secs(10);
 const _: () = assert!(
     bps_engine::limits::RANKS_MAX + bps_engine::limits::SERVERS_MAX < GROUPS_MAX,
     "each process of a job has a group"
@@ -69,6 +71,38 @@ impl Guardian {
             std::thread::sleep(LOOK);
         }
     }
+}
+
+/// Reaps processes that were sent SIGKILL. The kernel ends them at once, unless a device or a file
+/// system holds one in a call: [`REAP`] later these are left to the kernel, and a line for people
+/// is returned.
+pub(super) fn reap<'a>(children: impl IntoIterator<Item = &'a mut Child>) -> Option<String> {
+    let held = reap_within(children, REAP);
+    let text: Vec<String> = held.iter().map(u32::to_string).collect();
+    (!held.is_empty()).then(|| {
+        format!(
+            "killed, and still there after {} s: process {}: a device or the kernel holds it; read \
+             the kernel's log",
+            REAP.as_secs(),
+            text.join(", ")
+        )
+    })
+}
+
+/// The numbers of those that are still there after this limit for all.
+fn reap_within<'a>(children: impl IntoIterator<Item = &'a mut Child>, limit: Duration) -> Vec<u32> {
+    let start = Instant::now();
+    let mut held = Vec::new();
+    for child in children {
+        while let Ok(None) = child.try_wait() {
+            if start.elapsed() >= limit {
+                held.push(child.id());
+                break;
+            }
+            std::thread::sleep(LOOK);
+        }
+    }
+    held
 }
 
 /// The whole life of the guardian. Only async-signal-safe calls from here on.
@@ -234,4 +268,25 @@ fn cpu_set(cpus: &[usize]) -> CpuSet {
         set.set(cpu);
     }
     set
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_does_not_end_is_left_and_what_was_killed_is_reaped() {
+        let sleeping = || Command::new("sleep").arg("600").spawn().expect("a process");
+        let (mut first, mut second) = (sleeping(), sleeping());
+        first.kill().expect("it runs");
+        // The order does not matter: the second one holds up nobody but for the limit.
+        let held = reap_within([&mut second, &mut first], Duration::from_millis(50));
+        assert_eq!(held, [second.id()]);
+        let status = second.try_wait().expect("it is our child");
+        assert_eq!(status, None, "nobody has ended it");
+        assert!(first.try_wait().expect("it is our child").is_some());
+        second.kill().expect("it runs");
+        assert_eq!(reap([&mut second]), None);
+        assert!(second.try_wait().expect("it is our child").is_some());
+    }
 }

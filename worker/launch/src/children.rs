@@ -4,7 +4,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::child::{GROUPS_MAX, Guardian, Output, spawn};
+use super::child::{GROUPS_MAX, Guardian, Output, reap, spawn};
 use super::crew::{Crew, Ended, Slot};
 use super::error::LaunchError;
 use super::hosts::Host;
@@ -190,8 +190,8 @@ impl Children {
         self.kill_all();
         self.guardian.finish();
         let running = self.running.iter_mut().map(|process| &mut process.child);
-        for child in running.chain(&mut self.replaced) {
-            let _ = child.wait();
+        if let Some(held) = reap(running.chain(&mut self.replaced)) {
+            say(&held);
         }
         self.streams.pass_on(sink);
         self.streams.finish(sink);

@@ -5,12 +5,13 @@
 
 #![forbid(unsafe_code)]
 
-use super::child::spawn_command;
+use super::child::{reap, spawn_command};
 use super::error::LaunchError;
 use super::hosts::{Host, parse_answer};
 use super::output::say;
 use super::signals::set_nonblocking;
 use bps_engine::config::LaunchConfig;
+use bps_engine::harness::join;
 use rustix::process::{Pid, Signal, kill_process_group};
 use std::io::{ErrorKind, Read};
 use std::process::Child;
@@ -107,8 +108,10 @@ impl Drop for Discovery {
     fn drop(&mut self) {
         self.is_over.store(true, Ordering::Release);
         if let Some(thread) = self.thread.take() {
-            // It has nothing to say that anybody waits for.
-            let _ = thread.join();
+            // It has nothing to say that anybody waits for, and ends its command within a look.
+            if let Err(error) = join(thread) {
+                say(&error.to_string());
+            }
         }
     }
 }
@@ -120,7 +123,9 @@ fn ask(line: &str, timeout: Duration, is_over: &AtomicBool) -> Answer {
     // Not reaped yet, or ended by now: the number is still its own where this has an effect.
     if answer.is_err() && child.try_wait().is_ok_and(|status| status.is_none()) {
         let _ = kill_process_group(Pid::from_child(&child), Signal::KILL);
-        let _ = child.wait();
+        if let Some(held) = reap([&mut child]) {
+            say(&held);
+        }
     }
     answer
 }

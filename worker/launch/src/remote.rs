@@ -10,7 +10,7 @@ mod recruit;
 
 pub(super) use recruit::Recruiting;
 
-use super::child::{Guardian, spawn_connection};
+use super::child::{Guardian, reap, spawn_connection};
 use super::crew::{Crew, Ended, Slot};
 use super::error::LaunchError;
 use super::frames::{Decoder, Encode, Hello, Order, Report};
@@ -337,8 +337,9 @@ impl RemoteCrew {
         }
         self.connections.iter().for_each(Connection::kill);
         self.guardian.finish();
-        for connection in &mut self.connections {
-            let _ = connection.child.wait();
+        let connections = self.connections.iter_mut();
+        if let Some(held) = reap(connections.map(|connection| &mut connection.child)) {
+            say(&held);
         }
     }
 
