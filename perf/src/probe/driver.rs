@@ -5,7 +5,7 @@
 use super::{Effort, Probe};
 use crate::report::{self, Fields};
 use crate::sample::Series;
-use bps_worker::cuda::{Device, Event, GpuError, Pinned, Stream, Track, WORD_BYTES};
+use bps_worker::cuda::{Awaited, Device, Event, GpuError, Pinned, Stream, Track, WORD_BYTES};
 use serde_json::json;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -87,6 +87,7 @@ fn measure(effort: Effort) -> io::Result<Vec<Fields>> {
 
 /// What copies lead from and to, and their stream, which goes first.
 struct Gpu {
+    ordinal: u32,
     track: Track,
     /// The track's word, one that all waits find passed, and what is copied.
     memory: Pinned,
@@ -101,7 +102,8 @@ impl Gpu {
         // word.
         let track = unsafe { Track::new(device, &memory, 0) }?;
         // The process ends with the memory of the GPU.
-        Ok(Gpu { track, target: device.alloc(COPIES * (64 << 10))?, memory })
+        let target = device.alloc(COPIES * (64 << 10))?;
+        Ok(Gpu { ordinal: device.ordinal(), track, target, memory })
     }
 
     /// Enqueues all waits and copies; returns what one takes, in microseconds.
@@ -124,8 +126,8 @@ impl Gpu {
         let mark = self.track.mark()?;
         while !self.track.passed().has(mark) {
             if began.elapsed() > PATIENCE {
-                let what = "the copies of a sample";
-                return Err(GpuError::Timeout { what: what.into(), after: PATIENCE });
+                let awaited = Awaited::Work { ordinal: self.ordinal };
+                return Err(GpuError::Timeout { awaited, after: PATIENCE });
             }
             std::hint::spin_loop();
         }

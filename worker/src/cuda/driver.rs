@@ -9,7 +9,7 @@
 //! held; nothing here waits for a GPU but [`Event::wait`], which has a limit, and [`Device::free`].
 
 use super::library::Cuda;
-use super::{GpuError, error};
+use super::{Awaited, GpuError, error};
 use bps_engine::ring::Mpsc;
 use bps_engine::topo::Topology;
 use cudarc::driver::sys::{CUcontext, CUdevice, CUevent, CUstream, CUuuid};
@@ -504,8 +504,8 @@ impl Event {
         let start = Instant::now();
         while !self.is_done()? {
             if start.elapsed() > limit {
-                let what = format!("work on GPU {}", self.device.ordinal());
-                return Err(GpuError::Timeout { what, after: limit });
+                let awaited = Awaited::Work { ordinal: self.device.ordinal() };
+                return Err(GpuError::Timeout { awaited, after: limit });
             }
             std::thread::sleep(LOOK);
         }

@@ -2,6 +2,8 @@
 
 #![forbid(unsafe_code)]
 
+use bps_engine::base::{Key, Rank};
+use bps_engine::limits::PARTS_MAX;
 use std::time::Duration;
 
 /// An error of CUDA or NCCL. Its text is one line for people.
@@ -121,21 +123,156 @@ pub enum GpuError {
         last_error: String,
     },
     /// Ranks of a host do not agree on the order of their collectives.
-    #[error("{from}, of this host, {what}: run the same release on all ranks")]
+    #[error("{from}, of this host, {breach}: run the same release on all ranks")]
     Order {
         /// Who.
-        from: bps_engine::base::Rank,
-        /// What it says.
-        what: String,
+        from: Rank,
+        /// What it says that it can't.
+        breach: Breach,
     },
     /// Something did not end in time.
-    #[error("{what} did not end within {} s", after.as_secs_f64())]
+    #[error("{awaited} did not end within {} s{}", after.as_secs_f64(), awaited.remedy())]
     Timeout {
-        /// What was waited for, for whom, and what to do next.
-        what: String,
+        /// What was waited for.
+        awaited: Awaited,
         /// How long it was waited for.
         after: Duration,
     },
+}
+
+/// What a rank may not say about the order of collectives.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum Breach {
+    /// An order, which the first rank of the host alone gives.
+    #[error("sent an order but is not the leader")]
+    NotLeader,
+    /// A report, which the first rank alone gets.
+    #[error("sent a report to a rank that is not the leader")]
+    NotToLeader,
+    /// A report of a rank that is on another host.
+    #[error("is not of this host")]
+    OfAnotherHost,
+    /// About a row that is not declared.
+    #[error("names a row that this rank does not know ({key})")]
+    UnknownRow {
+        /// Its first key.
+        key: Key,
+    },
+    /// A push of something that is no tensor's first key.
+    #[error("pushed an unknown tensor ({key})")]
+    UnknownTensor {
+        /// What it names.
+        key: Key,
+    },
+    /// A push of a tensor that is for a set of ranks which it is none of.
+    #[error("pushed {key}, which is a part of a tensor for a set of ranks, of which it is none")]
+    Outside {
+        /// The first key of the tensor.
+        key: Key,
+    },
+    /// A push of a round that it has pushed already, or that is not the open one.
+    #[error("pushed {key} in round {round}, and round {open} is open or has its push already")]
+    Untimely {
+        /// The first key of the tensor.
+        key: Key,
+        /// The round that it named.
+        round: u64,
+        /// The open one.
+        open: u64,
+    },
+    /// About a round that is not open here.
+    #[error("names a round that is not open ({key}, round {round})")]
+    NotOpen {
+        /// The first key of the row.
+        key: Key,
+        /// The round.
+        round: u64,
+    },
+    /// A result that nobody waits for.
+    #[error("has a result that was not due ({key}, round {round})")]
+    ResultNotDue {
+        /// The first key of the row.
+        key: Key,
+        /// The round.
+        round: u64,
+    },
+    /// An order for which it is too early or too late.
+    #[error("orders what is not due ({key}, round {round})")]
+    OrderNotDue {
+        /// The first key of the row.
+        key: Key,
+        /// The round.
+        round: u64,
+    },
+    /// More ends of tensors than there can be tensors.
+    #[error("has ended over {PARTS_MAX} tensors")]
+    TooManyEnded,
+    /// More keys than there can be.
+    #[error("has pushed over {PARTS_MAX} keys")]
+    TooManyPushed,
+}
+
+/// What a GPU or NCCL did not end in time.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum Awaited {
+    /// What was enqueued.
+    #[error("work on GPU {ordinal}")]
+    Work {
+        /// The GPU.
+        ordinal: u32,
+    },
+    /// What was enqueued for a round that has failed.
+    #[error("what the GPU had to do for a round that has failed ({why})")]
+    FailedRound {
+        /// The line of its error, which whoever pushed it has got.
+        why: String,
+    },
+    /// A communicator begins, for which all of its ranks must come.
+    #[error("NCCL's start on rank {rank} of {ranks}")]
+    Start {
+        /// The rank in the communicator.
+        rank: u32,
+        /// The ranks in it.
+        ranks: u32,
+    },
+    /// NCCL enqueues a collective, in which all ranks of the host must take part.
+    #[error("NCCL's enqueueing")]
+    Enqueueing,
+    /// A call in which all ranks of the communicator must take part.
+    #[error("{call} on rank {rank} of {ranks}")]
+    Others {
+        /// The function.
+        call: &'static str,
+        /// The rank in the communicator.
+        rank: u32,
+        /// The ranks in it.
+        ranks: u32,
+    },
+    /// A call that frees a communicator.
+    #[error("{call} on rank {rank} of {ranks}")]
+    Freeing {
+        /// The function.
+        call: &'static str,
+        /// The rank in the communicator.
+        rank: u32,
+        /// The ranks in it.
+        ranks: u32,
+    },
+}
+
+impl Awaited {
+    /// What may be the cause, and where to look.
+    fn remedy(&self) -> &'static str {
+        match self {
+            Awaited::Start { .. } => {
+                ": the other ranks of this host did not all come; look at what they print"
+            }
+            Awaited::Enqueueing | Awaited::Others { .. } => {
+                ": another rank of this host does not take part; look at what they print"
+            }
+            Awaited::Work { .. } | Awaited::FailedRound { .. } | Awaited::Freeing { .. } => "",
+        }
+    }
 }
 
 impl GpuError {
@@ -197,5 +334,18 @@ mod tests {
         let last_error = String::new();
         let text = GpuError::Nccl { call: "ncclGroupEnd", code: 6, text: "r".into(), last_error };
         assert!(text.to_string().contains("(error 6); NCCL_DEBUG"), "{text}");
+        let after = Duration::from_secs(60);
+        let late = GpuError::Timeout { awaited: Awaited::Start { rank: 1, ranks: 4 }, after };
+        assert_eq!(
+            late.to_string(),
+            "NCCL's start on rank 1 of 4 did not end within 60 s: the other ranks of this host did \
+             not all come; look at what they print"
+        );
+        let breach = Breach::NotOpen { key: Key(7), round: 3 };
+        assert_eq!(
+            GpuError::Order { from: Rank(1), breach }.to_string(),
+            "rank 1, of this host, names a round that is not open (key 7, round 3): run the same \
+             release on all ranks"
+        );
     }
 }

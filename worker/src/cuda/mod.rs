@@ -23,8 +23,8 @@ mod track;
 
 pub use codecs::{Coder, Family, Keeps, KeptAt, Kernels};
 pub use driver::{Device, Event, EventPool, PooledEvent, Stream};
-pub use error::GpuError;
 pub(crate) use error::nccl_version;
+pub use error::{Awaited, Breach, GpuError};
 pub(crate) use kept::KeptMemory;
 pub(crate) use nccl::Closing;
 pub use nccl::{Comm, Nccl, ReduceOp};

@@ -15,7 +15,7 @@ use self::closing::{ABORT, FINALIZE};
 use super::error::nccl_version;
 use super::nccl_library::{Config, Found, open};
 use super::table::text;
-use super::{Device, GpuError, Stream};
+use super::{Awaited, Device, GpuError, Stream};
 use bps_engine::base::DType;
 use cudarc::nccl::sys::{cudaStream_t, ncclComm_t, ncclDataType_t, ncclRedOp_t, ncclUniqueId};
 use std::cell::Cell;
@@ -144,12 +144,8 @@ impl Nccl {
             }
         }
         // A failure drops the communicator, which aborts it.
-        comm.settle("ncclCommInitRankConfig", is_wanted, || {
-            format!(
-                "NCCL's start on rank {rank} of {ranks}: the other ranks of this host did not all \
-                 come; look at what they print"
-            )
-        })?;
+        let awaited = Awaited::Start { rank, ranks };
+        comm.settle("ncclCommInitRankConfig", is_wanted, awaited)?;
         Ok(comm)
     }
 
@@ -441,17 +437,13 @@ impl Comm {
         match code {
             SUCCESS => Ok(()),
             IN_PROGRESS if self.grouped.get() => Ok(()),
-            IN_PROGRESS => self.settle(call, || true, || self.waits_for_others(call)),
+            IN_PROGRESS => self.settle(call, || true, self.waits_for_others(call)),
             code => Err(self.nccl.error(call, code, self.handle)),
         }
     }
 
-    fn waits_for_others(&self, call: &str) -> String {
-        format!(
-            "{call} on rank {} of {}: another rank of this host does not take part; look at what \
-             they print",
-            self.rank, self.ranks
-        )
+    fn waits_for_others(&self, call: &'static str) -> Awaited {
+        Awaited::Others { call, rank: self.rank, ranks: self.ranks }
     }
 
     /// Waits until the last call is no longer in progress. The first looks yield and do not sleep:
@@ -460,7 +452,7 @@ impl Comm {
         &self,
         call: &'static str,
         is_wanted: impl Fn() -> bool,
-        what: impl Fn() -> String,
+        awaited: Awaited,
     ) -> Result<(), GpuError> {
         let start = Instant::now();
         loop {
@@ -471,7 +463,7 @@ impl Comm {
             }
             let waited = start.elapsed();
             if waited > self.deadline || !is_wanted() {
-                return Err(GpuError::Timeout { what: what(), after: waited.min(self.deadline) });
+                return Err(GpuError::Timeout { awaited, after: waited.min(self.deadline) });
             } else if waited < QUICK {
                 std::thread::yield_now();
             } else {

@@ -528,18 +528,14 @@ impl Agent {
         self.end(Corruption::Control(how).into(), effects);
     }
 
-    /// The connection to the scheduler is lost: a line about it, and what was seen.
-    pub fn scheduler_lost(
-        &mut self,
-        line: String,
-        source: Source,
-        now: Duration,
-        effects: &mut Vec<Effect>,
-    ) {
-        if self.wait_out(&line, Duration::ZERO, now, effects) {
+    /// The connection to the scheduler is lost: what was seen.
+    pub fn scheduler_lost(&mut self, source: Source, now: Duration, effects: &mut Vec<Effect>) {
+        let scheduler = self.scheduler().to_owned();
+        let death = Death::SchedulerLost { scheduler, source };
+        if self.wait_out(&death.to_string(), Duration::ZERO, now, effects) {
             return;
         }
-        self.end(peer_died(Death::SchedulerLost { line, source }), effects);
+        self.end(peer_died(death), effects);
     }
 
     fn end(&mut self, error: Error, effects: &mut Vec<Effect>) {

@@ -164,9 +164,8 @@ impl Control {
                 Err(error) => {
                     self.heart.is_cut = true;
                     let mut agent = lock(&self.agent);
-                    let line = error.line(agent.scheduler());
                     let (source, now) = (Source::new(error), began.elapsed());
-                    agent.scheduler_lost(line, source, now, &mut effects);
+                    agent.scheduler_lost(source, now, &mut effects);
                 }
             }
             self.tick(began.elapsed(), &mut effects);

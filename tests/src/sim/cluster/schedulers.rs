@@ -255,7 +255,6 @@ impl Cluster {
             return;
         }
         let now = self.now();
-        let line = LinkError::Closed.to_string();
         match member {
             Member::Worker(index) if self.workers[index].agent.is_none() => {
                 self.lose_while_coming(index);
@@ -263,12 +262,13 @@ impl Cluster {
             Member::Worker(index) => {
                 let mut effects = Vec::new();
                 if let Some(agent) = &mut self.workers[index].agent {
-                    agent.scheduler_lost(line, Source::new(LinkError::Closed), now, &mut effects);
+                    agent.scheduler_lost(Source::new(LinkError::Closed), now, &mut effects);
                 }
                 self.worker_effects(index, effects);
             }
             Member::Server(index) => {
                 let mut effects = Vec::new();
+                let line = LinkError::Closed.to_string();
                 self.servers[index].agent.scheduler_lost(line, now, &mut effects);
                 self.server_effects(index, effects);
             }

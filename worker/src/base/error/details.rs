@@ -384,9 +384,10 @@ mod tests {
     #[test]
     fn an_error_of_the_gpu_has_its_rank_and_its_wait_in_every_form() {
         use super::super::Source;
-        let order = GpuError::Order { from: Rank(3), what: "sent an order".into() };
+        use crate::cuda::{Awaited, Breach};
+        let order = GpuError::Order { from: Rank(3), breach: Breach::NotLeader };
         let after = Duration::from_secs(60);
-        let late = GpuError::Timeout { what: "NCCL's enqueueing".into(), after };
+        let late = GpuError::Timeout { awaited: Awaited::Enqueueing, after };
         let forms: [fn(GpuError) -> Error; 3] = [
             |error| StartError::Gpu(error).into(),
             |error| Refusal::Gpu(error).into(),

@@ -2,6 +2,7 @@
 
 use super::Source;
 use bps_engine::base::{Key, Rank};
+use bps_engine::control::LinkError;
 use bps_engine::optimize::Act;
 use bps_engine::proto::absence::SchedulerAway;
 use bps_engine::proto::messages::{Origin, OverReason, RoundOf};
@@ -30,10 +31,10 @@ pub enum Death {
     #[error(transparent)]
     SchedulerSilent(SchedulerSilent),
     /// The connection to the scheduler failed.
-    #[error("{line}")]
+    #[error("{}", lost(scheduler, source))]
     SchedulerLost {
-        /// The scheduler as people know it, and what to do.
-        line: String,
+        /// The scheduler as people know it, with its address.
+        scheduler: String,
         /// What was seen.
         source: Source,
     },
@@ -127,6 +128,14 @@ pub struct Disagreement {
     pub first: (Rank, Act),
     /// Another one.
     pub second: (Rank, Act),
+}
+
+/// What of a link says more than that it ended is its own to say.
+fn lost(scheduler: &str, source: &Source) -> String {
+    match source.get().downcast_ref::<LinkError>() {
+        Some(error) => error.line(scheduler),
+        None => format!("the connection to {scheduler} was lost: {source}"),
+    }
 }
 
 fn in_brackets(at: Option<&RoundSeen>) -> String {

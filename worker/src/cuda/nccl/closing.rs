@@ -2,7 +2,7 @@
 //! owns one does not. It looks now and then how far they are.
 
 use super::{Comm, IN_PROGRESS, LOOK, SUCCESS};
-use crate::cuda::GpuError;
+use crate::cuda::{Awaited, GpuError};
 use cudarc::nccl::sys::ncclComm_t;
 use std::sync::mpsc::{Receiver, TryRecvError, channel};
 use std::time::{Duration, Instant};
@@ -28,8 +28,8 @@ enum Phase {
     },
     Freeing {
         result: Receiver<Result<(), GpuError>>,
-        /// What is told of a failure, of which the first counts.
-        what: String,
+        awaited: Awaited,
+        /// What was wrong before, which counts more than what is now.
         failed: Option<GpuError>,
         until: Duration,
     },
@@ -88,8 +88,8 @@ impl Closing {
         } else {
             drop(std::thread::Builder::new().name("bps-nccl-end".into()).spawn(free));
         }
-        let what = format!("{call} on rank {} of {}", comm.rank, comm.ranks);
-        Closing(Phase::Freeing { result, what, failed, until: now + END_LIMIT })
+        let awaited = Awaited::Freeing { call, rank: comm.rank, ranks: comm.ranks };
+        Closing(Phase::Freeing { result, awaited, failed, until: now + END_LIMIT })
     }
 
     /// Looks how far it is: what became of it, once it is over.
@@ -104,8 +104,8 @@ impl Closing {
                         return None;
                     }
                     Ok(IN_PROGRESS) => {
-                        let what = comm.waits_for_others(FINALIZE);
-                        let error = GpuError::Timeout { what, after: limit };
+                        let awaited = comm.waits_for_others(FINALIZE);
+                        let error = GpuError::Timeout { awaited, after: limit };
                         Closing::free(comm, ABORT, now, Some(error))
                     }
                     Ok(code) => {
@@ -116,15 +116,15 @@ impl Closing {
                 };
                 self.step(now)
             }
-            Phase::Freeing { result, what, failed, until } => match result.try_recv() {
+            Phase::Freeing { result, awaited, failed, until } => match result.try_recv() {
                 Ok(freed) => Some(failed.map_or(freed, Err)),
                 Err(TryRecvError::Empty) if now < until => {
-                    self.0 = Phase::Freeing { result, what, failed, until };
+                    self.0 = Phase::Freeing { result, awaited, failed, until };
                     None
                 }
                 Err(_) => {
-                    let error = failed.unwrap_or(GpuError::Timeout { what, after: END_LIMIT });
-                    Some(Err(error))
+                    let late = GpuError::Timeout { awaited, after: END_LIMIT };
+                    Some(Err(failed.unwrap_or(late)))
                 }
             },
             Phase::Over => Some(Ok(())),

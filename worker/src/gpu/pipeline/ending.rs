@@ -5,7 +5,7 @@
 
 use super::{Pipeline, Staged, Tensor};
 use crate::base::error::{Closed, Error, Refusal, Source};
-use crate::cuda::{Closing, GpuError, Track};
+use crate::cuda::{Awaited, Closing, GpuError, Track};
 use crate::gpu::order_lanes::OrderLanes;
 use crate::rounds::handover::{FromGpu, GpuPush};
 use bps_engine::base::{Rank, word};
@@ -165,9 +165,8 @@ impl Pipeline {
         }
         let is_late = |one: &&Drained| self.now.saturating_sub(one.since) > DISPUTE;
         if let Some(late) = self.drained.iter().find(is_late) {
-            let what =
-                format!("what the GPU had to do for a round that has failed ({})", late.error);
-            return Err(GpuError::Timeout { what, after: DISPUTE });
+            let awaited = Awaited::FailedRound { why: late.error.to_string() };
+            return Err(GpuError::Timeout { awaited, after: DISPUTE });
         }
         Ok(progress)
     }

@@ -3,8 +3,7 @@
 
 use super::super::rows::Row;
 use super::{Batch, Host, Of, Ordered, Pipeline, Run, Tensor};
-use crate::cuda::GpuError;
-use crate::cuda::ReduceOp;
+use crate::cuda::{Awaited, GpuError, ReduceOp};
 use crate::rounds::PlanPart;
 use bps_engine::base::{Operation, Rank};
 use std::sync::Arc;
@@ -32,9 +31,8 @@ impl Pipeline {
             if let Some((batch, since)) = self.submitted.take() {
                 if !host.comm.is_enqueued()? {
                     if self.now.saturating_sub(since) > host.patience {
-                        let what = "NCCL's enqueueing: another rank of this host does not take \
-                                    part; look at what they print; it";
-                        return Err(GpuError::Timeout { what: what.into(), after: host.patience });
+                        let (awaited, after) = (Awaited::Enqueueing, host.patience);
+                        return Err(GpuError::Timeout { awaited, after });
                     }
                     self.submitted = Some((batch, since));
                     return Ok(progress);

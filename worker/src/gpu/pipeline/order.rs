@@ -3,14 +3,22 @@
 #![forbid(unsafe_code)]
 
 use super::{Batch, Of, Ordered, Pipeline, Tensor};
-use crate::cuda::GpuError;
+use crate::cuda::{Breach, GpuError};
 use crate::gpu::order_lanes::{Heard, OrderKind, OrderWord};
+use crate::host::gather::Unfit;
 use crate::rounds::handover::FromGpu;
 use crate::rounds::{Lacks, Plan};
 use bps_engine::base::{Key, Operation, Rank, milliseconds, word};
 use bps_engine::limits::PARTS_MAX;
 use bps_engine::proto::messages::StalledKey;
 use std::time::Duration;
+
+fn breach_of(unfit: Unfit) -> Breach {
+    match unfit {
+        Unfit::Untimely { key, round, open } => Breach::Untimely { key, round, open },
+        Unfit::Outside { key } => Breach::Outside { key },
+    }
+}
 
 impl Tensor {
     /// What this rank knows of what the open round's result lacks, as it is said to others.
@@ -134,37 +142,38 @@ impl Pipeline {
 
     /// A rank of the host says something.
     fn on_word(&mut self, from: Rank, word: OrderWord) -> Result<(), GpuError> {
-        let untrue = |what: &str| GpuError::Order { from, what: what.to_owned() };
+        let untrue = |breach| GpuError::Order { from, breach };
+        let (key, round) = (word.key, word.round);
         if word.kind == OrderKind::End {
             return self.on_end(from, word.key);
         }
         let is_order = matches!(word.kind, OrderKind::Reduce | OrderKind::Gather);
         if is_order && Some(from) != self.leader() || !is_order && !self.leads() {
             return Err(untrue(match is_order {
-                true => "sent an order but is not the leader",
-                false => "sent a report to a rank that is not the leader",
+                true => Breach::NotLeader,
+                false => Breach::NotToLeader,
             }));
         }
         if word.kind == OrderKind::Ready {
             return self.on_ready(from, word);
         }
         let of = self.keys.get(&word.key).copied();
-        let of = of.ok_or_else(|| untrue("names a row that this rank does not know"))?;
+        let of = of.ok_or_else(|| untrue(Breach::UnknownRow { key }))?;
         match self.tensor(of.tensor) {
             // It may not have heard yet that the ranks disagree.
             Some(state) if !is_order && state.poisoned.is_some() => return Ok(()),
             Some(Tensor { run: Some(run), plan, round, .. }) if *round == word.round => {
                 run.lacks = run.lacks.or(lacks_of(plan, word.missing));
             }
-            _ => return Err(untrue("names a round that is not open")),
+            _ => return Err(untrue(Breach::NotOpen { key, round })),
         }
         if word.kind == OrderKind::Landed {
             let fits = self.has_landed(of, from);
-            return if fits { Ok(()) } else { Err(untrue("has a result that was not due")) };
+            return if fits { Ok(()) } else { Err(untrue(Breach::ResultNotDue { key, round })) };
         }
         let order = if word.kind == OrderKind::Reduce { Ordered::Reduce } else { Ordered::Gather };
         if !self.take_order(of, order) {
-            return Err(untrue("orders what is not due"));
+            return Err(untrue(Breach::OrderNotDue { key, round }));
         }
         self.coming.push(of);
         if word.left <= 1 {
@@ -194,16 +203,16 @@ impl Pipeline {
     /// The first rank is asked to order nothing more of the tensor that begins with this key, or
     /// says that it does not. Whom it concerns may not know yet that ranks disagree about it.
     fn on_end(&mut self, from: Rank, key: Key) -> Result<(), GpuError> {
-        let untrue = |what: String| GpuError::Order { from, what };
+        let untrue = |breach| GpuError::Order { from, breach };
         if self.ended.len() >= PARTS_MAX {
-            return Err(untrue(format!("has ended over {PARTS_MAX} tensors")));
+            return Err(untrue(Breach::TooManyEnded));
         }
         if self.leads() {
             self.end_orders(key);
             return Ok(());
         }
         if Some(from) != self.leader() {
-            return Err(untrue("sent an order but is not the leader".into()));
+            return Err(untrue(Breach::NotLeader));
         }
         self.ended.insert(key);
         let Some(tensor) = self.keys.get(&key).map(|of| of.tensor) else { return Ok(()) };
@@ -244,23 +253,23 @@ impl Pipeline {
     }
 
     fn on_ready(&mut self, from: Rank, word: OrderWord) -> Result<(), GpuError> {
-        let untrue = |what: String| GpuError::Order { from, what };
+        let untrue = |breach| GpuError::Order { from, breach };
         let host = self.host.as_ref();
         let place =
             host.and_then(|host| host.switches.ranks().iter().position(|rank| *rank == from));
         // This rank is the first, and is not among its peers.
         let Some(peer) = place.and_then(|place| place.checked_sub(1)) else {
-            return Err(untrue("is not of this host".into()));
+            return Err(untrue(Breach::OfAnotherHost));
         };
         let known = self.keys.get(&word.key).copied();
         if known.is_none() && self.gathers.len() >= PARTS_MAX {
-            return Err(untrue(format!("has pushed over {PARTS_MAX} keys")));
+            return Err(untrue(Breach::TooManyPushed));
         }
         if known.is_some_and(|of| of.index > 0) {
-            return Err(untrue("pushed an unknown tensor".into()));
+            return Err(untrue(Breach::UnknownTensor { key: word.key }));
         }
         let all = self.gathers.peer(word.key, peer, word.round, self.now);
-        if all.map_err(|untimely| untrue(untimely.to_string()))?
+        if all.map_err(|untimely| untrue(breach_of(untimely)))?
             && let Some(of) = known
         {
             self.release(of.tensor);

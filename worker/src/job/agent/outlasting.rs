@@ -244,7 +244,7 @@ mod tests {
         for is_found in [true, false] {
             let (mut agent, mut effects) = (agent(), Vec::new());
             let source = Source::new(LinkError::Closed);
-            agent.scheduler_lost("it is lost".to_owned(), source, ms(0), &mut effects);
+            agent.scheduler_lost(source, ms(0), &mut effects);
             assert!(agent.is_away() && !agent.is_forsaken());
             if is_found {
                 assert!(agent.follow(2, ms(50), &mut effects).is_some());
