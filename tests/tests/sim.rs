@@ -163,7 +163,7 @@ fn a_disagreement_about_gpus_is_an_error_on_every_rank() {
 
 #[test]
 fn a_job_that_shrinks_goes_on_with_the_same_results_everywhere() {
-    let (all, is_one) = shrunk("shrinks", Dying::Ranks, 200, &[]);
+    let (all, is_one) = shrunk("shrinks", Dying::Ranks, 400, &[]);
     println!(
         "{} ranks died; {} results, {} of them without one of the dead, {} in some of their parts \
          alone; {} rounds of parts begun anew; {} broadcasts lost with their root",
@@ -175,7 +175,7 @@ fn a_job_that_shrinks_goes_on_with_the_same_results_everywhere() {
 
 #[test]
 fn servers_die_and_the_others_take_their_keys() {
-    let (all, is_one) = shrunk("servers_die", Dying::Servers, 100, &[]);
+    let (all, is_one) = shrunk("servers_die", Dying::Servers, 150, &[]);
     println!(
         "{} servers and {} ranks died; {} results; {} parts moved, {} of them of hosts with \
          several ranks, and {} with a result that some ranks lacked; {} jobs could not go on",
@@ -189,7 +189,7 @@ fn servers_die_and_the_others_take_their_keys() {
 #[test]
 fn servers_die_and_the_others_take_the_keys_of_gpus() {
     // Results were landing in slots when their servers died.
-    let (all, is_one) = shrunk("of_gpus", Dying::ServersOfGpus, 100, &[1571, 1592]);
+    let (all, is_one) = shrunk("of_gpus", Dying::ServersOfGpus, 150, &[1571, 1592]);
     println!(
         "{} servers died; {} results, {} of them on GPUs of jobs with parts that moved; {} parts \
          moved, {} of them of hosts with several ranks, and {} with a result that some ranks \
@@ -203,7 +203,7 @@ fn servers_die_and_the_others_take_the_keys_of_gpus() {
 
 #[test]
 fn ranks_die_and_the_others_go_on_with_their_gpus() {
-    let (all, is_one) = shrunk("with_their_gpus", Dying::RanksOfGpus, 100, &[]);
+    let (all, is_one) = shrunk("with_their_gpus", Dying::RanksOfGpus, 200, &[]);
     println!(
         "{} ranks and {} servers died; {} results, {} of those on GPUs without one of the dead; \
          {} broadcasts lost with their root; {} parts moved, {} of them with a result that some \
@@ -225,7 +225,7 @@ fn ranks_die_and_the_others_go_on_with_their_gpus() {
 fn hosts_are_lost_with_all_of_their_ranks() {
     for (test, dying) in [("hosts", Dying::Hosts), ("hosts", Dying::HostsOfGpus)] {
         // Columns did not hear of broadcasts that are lost.
-        let (all, is_one) = shrunk(test, dying, 60, &[113, 1177]);
+        let (all, is_one) = shrunk(test, dying, 100, &[113, 1177]);
         println!(
             "{dying:?}: {} ranks of hosts and {} servers died; {} results, {} of them without some \
              of the dead, {} of those on GPUs; {} broadcasts lost with their root; {} parts moved, \
@@ -250,7 +250,7 @@ fn hosts_are_lost_with_all_of_their_ranks() {
 fn schedulers_are_lost_and_others_lead_the_job() {
     // Ranks had asked one that was stopped then, and that another one was started beside.
     let (all, is_one) =
-        shrunk("schedulers_are_lost", Dying::Schedulers, 200, &[1024, 2_400_072, 6_000_591]);
+        shrunk("schedulers_are_lost", Dying::Schedulers, 400, &[1024, 2_400_072, 6_000_591]);
     println!(
         "{} schedulers were lost, {} of them to go on beside another; {} ranks and {} servers \
          died; {} results, {} of them without one of the dead; {} jobs had to form again",
@@ -307,7 +307,7 @@ fn reformed(test: &str, trouble: Trouble, known: &[u64]) -> Option<Reformed> {
     let first = number("BPS_SIM_SEED");
     let (seeds, known) = match first {
         Some(seed) => (seed..seed + 1, &[][..]),
-        None => (0..number("BPS_SIM_SEEDS").unwrap_or(200), known),
+        None => (0..number("BPS_SIM_SEEDS").unwrap_or(1000), known),
     };
     let mut all = Reformed::default();
     for seed in seeds.chain(known.iter().copied()) {
