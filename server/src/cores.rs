@@ -7,7 +7,7 @@ use crate::shard::{Command, Report, Shard};
 use bps_engine::base::word;
 use bps_engine::config::{Config, TransportChoice};
 use bps_engine::harness::{self, Idler, Step};
-use bps_engine::lane::{BuildError, EndpointBuilder};
+use bps_engine::lane::EndpointBuilder;
 use bps_engine::limits::RANKS_MAX;
 use bps_engine::mem::{Arena, Options};
 use bps_engine::ring::Mpsc;
@@ -92,7 +92,7 @@ pub(crate) fn start_shard(
     let rails = match rdma::rails_for(config, place.memory_node) {
         Ok(rails) => rails,
         Err(error) if config.transport == TransportChoice::Rdma => {
-            return Err(ServerError::Resource(format!("RDMA is demanded: {error}")));
+            return Err(ServerError::Rdma(error.into()));
         }
         Err(error) => {
             log::warning!("core {core} takes no RDMA lanes: {error}");
@@ -100,7 +100,7 @@ pub(crate) fn start_shard(
         }
     };
     let waker = if rails.is_some() { Waker::watching() } else { Waker::new() };
-    let waker = waker.map_err(|error| resource("an eventfd", &error))?;
+    let waker = waker.map_err(|error| resource("an eventfd", error))?;
     let counters = Arc::new(Counters::default());
     let mut handle = ShardHandle {
         core,
@@ -130,9 +130,9 @@ pub(crate) fn start_shard(
         }
     };
     let thread = harness::spawn(&format!("bps-core-{core}"), place.cpu, body)
-        .map_err(|error| resource("a thread", &error))?;
+        .map_err(|error| resource("a thread", error))?;
     let made = has_started.recv_timeout(harness::PATIENCE);
-    let (memory, line) = made.map_err(|error| resource("a core's thread", &error))??;
+    let (memory, line) = made.map_err(|error| resource("a core's thread", error))??;
     handle.memory = memory;
     Ok((handle, thread, line))
 }
@@ -150,22 +150,20 @@ fn make_shard(
 ) -> Result<(Shard, Option<SharedMemory>, String), ServerError> {
     let is_shared = matches!(config.transport, TransportChoice::Auto | TransportChoice::Shm);
     let options = Options { name: format!("core {core}"), numa_node, shared: is_shared };
-    let arena = Arena::reserve(arena_bytes(), &options)
-        .map_err(|error| ServerError::Resource(error.to_string()))?;
+    let arena = Arena::reserve(arena_bytes(), &options)?;
     let lanes_max = word(RANKS_MAX);
-    let failed = |error: BuildError| ServerError::Resource(error.to_string());
-    let mut builder = EndpointBuilder::new(config, waker.clone()).tcp(lanes_max).map_err(failed)?;
+    let mut builder = EndpointBuilder::new(config, waker.clone()).tcp(lanes_max)?;
     let mut memory = None;
     if is_shared {
         // Workers of this host read what is published where it was summed.
-        builder = builder.shm(Some(&arena)).map_err(failed)?;
+        builder = builder.shm(Some(&arena))?;
         let memfd = arena.memfd().map(|memfd| memfd.try_clone_to_owned()).transpose();
         memory = memfd
-            .map_err(|error| resource("a descriptor", &error))?
+            .map_err(|error| resource("a descriptor", error))?
             .map(|memfd| Arc::new((memfd, arena.reserved_bytes())));
     }
     if let Some(rails) = rails {
-        builder = builder.rdma(rails).map_err(failed)?;
+        builder = builder.rdma(rails)?;
     }
     let (endpoint, descriptions) = builder.build();
     let shard = Shard::new(

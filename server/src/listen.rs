@@ -26,12 +26,8 @@ pub(crate) fn listen_tcp(
     for core in 0..config.server_cores {
         let port = match config.port {
             0 => 0,
-            first => u16::try_from(u32::from(first) + core).map_err(|_| {
-                ServerError::Config(format!(
-                    "DMLC_PORT={first}: with {} cores the last port is over 65535",
-                    config.server_cores
-                ))
-            })?,
+            first => u16::try_from(u32::from(first) + core)
+                .map_err(|_| ServerError::Ports { first, cores: config.server_cores })?,
         };
         let fail = |error: std::io::Error| ServerError::Listen {
             address: format!("{address}:{port}"),
@@ -60,7 +56,7 @@ pub(crate) fn listen_unix(config: &Config) -> Result<(Vec<Listener>, Option<Stri
     if matches!(config.transport, TransportChoice::Tcp | TransportChoice::Rdma) {
         return Ok((Vec::new(), None));
     }
-    let name = abstract_name("bps").map_err(|error| resource("a random name", &error))?;
+    let name = abstract_name("bps").map_err(|error| resource("a random name", error))?;
     let mut listeners = Vec::new();
     for core in 0..config.server_cores {
         let name = format!("{name}.{core}");
@@ -125,7 +121,7 @@ pub(crate) fn start_acceptor(
         }
     };
     Acceptor::start(listeners, key, admit, |line| log::warning!("{line}"))
-        .map_err(|error| resource("the accepting thread", &error))
+        .map_err(|error| resource("the accepting thread", error))
 }
 
 /// Makes a lane on a thread of its own, and attaches it.

@@ -55,12 +55,7 @@ pub fn cli(arguments: impl IntoIterator<Item = OsString>) -> i32 {
         Ok(()) => 0,
         Err(error) => {
             log::error!("{error}");
-            match error {
-                ServerError::Config(_) | ServerError::Metrics(_) => 2,
-                ServerError::Signal("SIGTERM") => 143,
-                ServerError::Signal(_) => 130,
-                _ => 1,
-            }
+            error.code()
         }
     }
 }
@@ -71,14 +66,14 @@ pub fn cli(arguments: impl IntoIterator<Item = OsString>) -> i32 {
 /// See [`ServerError`]; each says what to do.
 pub fn run(config: &Config) -> Result<(), ServerError> {
     log::init(config.log_level, "server");
-    let key = JobKey::load(config).map_err(|error| ServerError::Config(error.to_string()))?;
+    let key = JobKey::load(config)?;
     let stop = Signals::install()?;
     let address = listen_address(config, &stop)?;
     host::raise_descriptor_limit(DESCRIPTORS);
     let (listeners, cores) = listen_tcp(config, address)?;
     let (unix_listeners, shm_name) = listen_unix(config)?;
     let reports: Mpsc<(u32, Report)> = Mpsc::new(QUEUE);
-    let report_waker = Waker::new().map_err(|error| resource("an eventfd", &error))?;
+    let report_waker = Waker::new().map_err(|error| resource("an eventfd", error))?;
     let mut shards = Vec::new();
     let mut threads = Vec::new();
     let (places, pinning, _claims) = places(config);
@@ -100,11 +95,9 @@ pub fn run(config: &Config) -> Result<(), ServerError> {
     let all: Vec<Listener> = listeners.into_iter().chain(unix_listeners).collect();
     let acceptor = start_acceptor(all, key.clone(), config.encrypt, shards.clone())?;
     let dial = || Link::connect(&config.root_uri, config.root_port, &key, config.start_timeout);
-    let link =
-        stop.while_alone(dial)?.map_err(|error| ServerError::Scheduler(error.to_string()))?;
-    link.notice_loss_after(config.heartbeat_timeout)
-        .map_err(|error| ServerError::Scheduler(error.to_string()))?;
-    let fail = |error: std::io::Error| ServerError::Scheduler(error.to_string());
+    let link = stop.while_alone(dial)?.map_err(ServerError::NoScheduler)?;
+    let fail = |error: std::io::Error| ServerError::SchedulerLost(LinkError::Lost(error));
+    link.notice_loss_after(config.heartbeat_timeout).map_err(fail)?;
     let (session, door) = (link.session(), link.door(&key).map_err(fail)?);
     let address = door.address.to_string();
     let (interval, timeout) = (config.heartbeat_interval, config.heartbeat_timeout);
@@ -114,9 +107,7 @@ pub fn run(config: &Config) -> Result<(), ServerError> {
     let register = register(config, cores, shm_name, takes_rdma, session);
     let root = (config.root_uri.as_str(), config.root_port);
     let redial = Redial::new(root, &key, session, (interval, timeout));
-    sender
-        .send(&NodeMessage::Register(register.clone()))
-        .map_err(|error| ServerError::Scheduler(error.to_string()))?;
+    sender.send(&NodeMessage::Register(register.clone()))?;
     let agent = Agent::new(config.server_cores, pulse).with_encryption(config.encrypt);
     let agent = agent.outlasting(config.scheduler_wait);
     let control = Control {
@@ -157,7 +148,7 @@ fn listen_address(config: &Config, stop: &Signals) -> Result<IpAddr, ServerError
         Ok(address) => Ok(address),
         Err(error) => Err(match stop.came() {
             Some(signal) => ServerError::Signal(signal),
-            None => ServerError::Config(error.to_string()),
+            None => ServerError::Address(error),
         }),
     }
 }
@@ -270,8 +261,7 @@ impl Control {
             let counters = self.shards.iter().map(|shard| Arc::clone(&shard.counters)).collect();
             let mut collector = Collector::new(config, counters);
             let body = move || control.report(&reports, &waker, interval, &mut collector);
-            harness::spawn("bps-report", None, body)
-                .map_err(|error| resource("a thread", &error))?
+            harness::spawn("bps-report", None, body).map_err(|error| resource("a thread", error))?
         };
         let mut effects = Vec::new();
         let began = Instant::now();
@@ -309,13 +299,10 @@ impl Control {
                 break if well { Ok(()) } else { Err(ServerError::Job) };
             }
             if !self.is_formed() && Instant::now() >= form_by {
-                break Err(ServerError::Scheduler(format!(
-                    "the job did not form within {} s (BPS_START_TIMEOUT), and the scheduler at \
-                     {}:{} says nothing: see that it runs",
-                    config.start_timeout.as_secs_f64(),
-                    config.root_uri,
-                    config.root_port
-                )));
+                break Err(ServerError::NotFormed {
+                    waited: config.start_timeout,
+                    scheduler: format!("{}:{}", config.root_uri, config.root_port),
+                });
             }
         };
         self.done.store(true, Ordering::Release);

@@ -22,7 +22,7 @@ impl Signals {
             interrupted: Arc::default(),
             alone: Arc::default(),
         };
-        let fail = |error: std::io::Error| resource("a signal handler", &error);
+        let fail = |error: std::io::Error| resource("a signal handler", error);
         for (signal, code) in [(SIGTERM, 143), (SIGINT, 130)] {
             let alone = Arc::clone(&signals.alone);
             signal_hook::flag::register_conditional_shutdown(signal, code, alone).map_err(fail)?;
