@@ -15,6 +15,7 @@ import mxnet as mx
 from mxnet import autograd, gluon, nd
 
 import byteps.mxnet as bps
+from byteps import _native, _registry
 from mxnet_ranks import close, digest, parameters, samples
 
 MODE, STORE = sys.argv[1:]
@@ -45,6 +46,15 @@ def one_step(net, trainer, rate, count):
     return loss
 
 
+def push_later():
+    """An exchange that MXNet has yet to run when the job forms again: of that one it is none."""
+    large = nd.ones((1200, 1200))
+    for _ in range(40):
+        large = nd.dot(large, large) / 1200
+    bps.push_pull(large, name="later")
+    return large
+
+
 def main():
     bps.init()
     net = network(3 + bps.rank())
@@ -54,7 +64,7 @@ def main():
     else:
         trainer = bps.DistributedTrainer(net.collect_params(), "sgd", options)
     state = bps.elastic.MXNetState(net, trainer, step=0, rates=[], died=False, together=0)
-    changes, begun = [], time.monotonic()
+    changes, late, begun = [], [], time.monotonic()
 
     @state.on_change
     def changed(old, new):
@@ -71,6 +81,10 @@ def main():
             assert time.monotonic() - begun < SECONDS, "nobody came"
             if state.step == DEATH and not state.died and bps.rank() == bps.size() - 1:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if state.step == DEATH and not state.died and MODE == "redo":
+                late.append(push_later())
+                bps.live_ranks()
+                raise AssertionError("the other rank has died")
             # Its batch is that of all ranks where a store sums.
             count = len(bps.live_ranks()) if STORE == "store" else 1
             state.rates.append(trainer.learning_rate)
@@ -84,6 +98,10 @@ def main():
     wanted = {"redo": [(2, 1)], "shrink": [], "rejoin": [(2, 1), (1, 2)]}[MODE]
     # The new one joins as one of two.
     assert changes == wanted or (not changes and MODE == "rejoin"), changes
+    if late:
+        late[0].wait_to_read()  # What it failed by is known.
+        (number,) = _registry.declare([_registry.Tensor("later", "f32", late[0].shape, "average")])
+        assert _native.pushes(number) == 0, "it was pushed in another epoch"
     alone = network(3)
     local = gluon.Trainer(alone.collect_params(), "sgd", options, kvstore=None)
     assert len(state.rates) == state.step

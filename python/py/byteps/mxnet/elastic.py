@@ -46,9 +46,6 @@ __all__ = [
 
 _Result = TypeVar("_Result")
 
-# What MXNet has yet to run would push into the next epoch by the numbers of this one.
-elastic.on_epoch_end(_engine.drain)
-
 
 def _typed(function: Callable[..., _Result]) -> Callable[..., _Result]:
     """Raises what went wrong in an operation of MXNet's engine as the class that it is."""
