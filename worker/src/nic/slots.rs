@@ -75,6 +75,8 @@ impl Gpu {
     pub(super) fn flush(&mut self) {
         // Without a pipeline nothing was put behind.
         let Some(to) = &self.to else { return };
+        // It may sleep since it has emptied its queue, and knows nothing of what did not fit.
+        self.told |= !self.behind.is_empty();
         while let Some(message) = self.behind.pop_front() {
             if let Err(back) = to.inbox.tell(message) {
                 self.behind.push_front(back);
@@ -323,5 +325,36 @@ impl Nic {
                 self.unwanted(lane, header.length as usize);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rounds::SlotMemory;
+    use crate::rounds::handover::GpuInbox;
+    use bps_engine::ring::Mpsc;
+    use bps_engine::transport::Waker;
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+    #[test]
+    fn a_pipeline_is_woken_for_what_found_no_room_before() {
+        let waker = Waker::new().expect("an eventfd");
+        let (inbox, outbox) = (GpuInbox::new(2, waker.clone()), Mpsc::new(2));
+        let (to_land, slots, staged) = (Vec::new(), SlotMemory::default(), None);
+        let to = GpuThread { inbox: inbox.clone(), outbox, to_land, slots, staged };
+        let mut gpu = Gpu { to: Some(to), ..Gpu::default() };
+        while gpu.behind.is_empty() {
+            gpu.tell(ToGpu::Wanted);
+        }
+        gpu.flush();
+        // It empties its queue, sees that nothing else is there, and sleeps.
+        while inbox.pop().is_some() {}
+        waker.prepare();
+        gpu.flush();
+        assert!(gpu.behind.is_empty() && !inbox.is_empty(), "there was room for the rest");
+        let fd = waker.fd();
+        let woken = poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&Timespec::default()));
+        assert_eq!(woken, Ok(1), "it sleeps, and its queue is not empty");
     }
 }
