@@ -463,7 +463,9 @@ impl Nic {
         else {
             return false;
         };
-        if state.plan.core != Some(lane) || header.length != 0 {
+        // An answer to nothing that was given, or a second one, fits no round either.
+        let is_due = restoring.round == kept.rounds && !restoring.is_answered;
+        if state.plan.core != Some(lane) || header.length != 0 || !is_due {
             return false;
         }
         restoring.is_answered = true;
