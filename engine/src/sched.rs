@@ -101,6 +101,17 @@ impl<T> CreditQueue<T> {
         self.heap.retain(|ready| !unwanted(&ready.item));
     }
 
+    /// Bytes that were [taken](Self::take) and have not [returned](Self::returned).
+    #[must_use]
+    pub fn in_flight_bytes(&self) -> usize {
+        self.in_flight_bytes
+    }
+
+    /// The items that wait, in no order.
+    pub fn waiting(&self) -> impl Iterator<Item = &T> {
+        self.heap.iter().map(|ready| &ready.item)
+    }
+
     /// Items that wait.
     #[must_use]
     pub fn len(&self) -> usize {

@@ -110,6 +110,18 @@ impl<T: Copy> Collector<T> {
         self.order.len() < GRANTS_MAX
     }
 
+    /// Bytes of all parts that were asked for and are not whole.
+    #[must_use]
+    pub fn asked_bytes(&self) -> usize {
+        self.order.iter().map(|asked| asked.part.bytes).sum()
+    }
+
+    /// Whether bytes of a contribution are lent to it.
+    #[must_use]
+    pub fn is_fed(&self) -> bool {
+        self.coming.iter().any(|coming| matches!(coming, Coming::Payload(Some(_))))
+    }
+
     /// These peers, of which there is one at least, are asked for a part.
     pub fn grant(&mut self, part: Granted<T>, peers: Peers) {
         self.order.push_back(Asked { part, peers });

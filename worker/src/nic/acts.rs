@@ -20,6 +20,7 @@ impl Nic {
         peer: Option<usize>,
         act: Act,
     ) -> bool {
+        assert!(act != Act::NONE, "a step of a tensor with an optimizer");
         let device = part.is_some_and(|part| self.part(part).plan.device);
         let circle = self.circle_mut(device);
         let Err((said, by)) = circle.gathers.say(key, peer, act) else { return false };
@@ -42,6 +43,7 @@ impl Nic {
         let first = (Rank(header.contributors), Act::from_word(header.act));
         let second = (self.config.rank, self.part(part).act);
         self.close_lane(lane);
+        debug_assert!(matches!(self.lane(lane).peer, Peer::Server(_)), "ranks answer otherwise");
         self.report_disagreement((header.key, Some(part)), header.round.0, first, second);
         Ok(())
     }

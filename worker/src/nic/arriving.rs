@@ -21,6 +21,9 @@ impl Nic {
         if matches!(self.lane(lane).receiving, Receiving::Closing) {
             return;
         }
+        let state = self.lane(lane);
+        let is_free = matches!(state.receiving, Receiving::Header);
+        assert!(is_free && state.open, "frames of a lane follow one another");
         self.statistics.counters.frames_in.add(1);
         let taken = Header::decode(raw).map_err(|invalid| invalid.to_string()).and_then(|header| {
             match (self.lane(lane).peer, header.kind) {
@@ -51,6 +54,7 @@ impl Nic {
         state.receiving = Receiving::Closing;
         let peer = state.peer;
         self.close_lane(lane);
+        debug_assert!(matches!(self.lane(lane).receiving, Receiving::Closing));
         self.report(Report::Corrupt { peer, message });
     }
 
@@ -111,6 +115,9 @@ impl Nic {
         (target, slot): (Writable, Option<Slot>),
     ) {
         let into = self.lands_in(lane, part, &header, target);
+        assert!(into.len() == header.length as usize, "a payload has the room that it needs");
+        let state = self.part(part);
+        assert!(state.stage == Stage::Landing && state.round == header.round.0, "it is awaited");
         self.landing_begins(lane);
         self.lane_mut(lane).receiving = Receiving::Landing { part, header, into, target, slot };
         self.endpoint.land(lane, Landing::Into(into));
@@ -118,6 +125,9 @@ impl Nic {
 
     /// A payload passes by.
     pub(super) fn unwanted(&mut self, lane: LaneId, length: usize) {
+        let receiving = &self.lane(lane).receiving;
+        let is_unanswered = matches!(receiving, Receiving::Header | Receiving::Held { .. });
+        assert!(is_unanswered, "its payload goes somewhere already");
         self.lane_mut(lane).receiving = match length {
             0 => Receiving::Header,
             left => Receiving::Unwanted { left },
@@ -244,6 +254,7 @@ impl Nic {
 
     fn on_goodbye(&mut self, lane: LaneId) {
         let state = self.lane_mut(lane);
+        assert!(state.open && !state.goodbye, "what comes after a goodbye is not read");
         state.goodbye = true;
         state.receiving = Receiving::Closing;
         let has_our_memory = !state.posted.is_empty();
@@ -262,6 +273,8 @@ impl Nic {
             return;
         };
         state.receiving = Receiving::Header;
+        let round = self.part(part).round;
+        assert!(round == header.round.0, "what lands keeps its round open");
         self.statistics.counters.bytes_in.add(u64::from(header.length));
         self.landing_ends(lane, header.length as usize);
         if header.flags & FLAG_PAYLOAD_CHECKSUM != 0 {
@@ -296,6 +309,8 @@ impl Nic {
         match &mut self.lanes[lane.0 as usize].receiving {
             Receiving::Contribution { peer, device, header, done, checksum } => {
                 let (peer, device) = (*peer, *device);
+                *done += length;
+                assert!(*done <= header.length as usize, "more has come than was announced");
                 self.statistics.counters.bytes_in.add(length as u64);
                 // SAFETY: it came with the last poll, and nobody has closed its lane since, which
                 // would receive nothing then. Only the circle keeps it: it is consumed when the
@@ -305,7 +320,6 @@ impl Nic {
                 if header.flags & FLAG_PAYLOAD_CHECKSUM != 0 {
                     // SAFETY: a piece that was not consumed is written by nobody in this process.
                     *checksum = crc32c_append(*checksum, unsafe { piece.bytes() });
-                    *done += length;
                     // The last piece is not added, so the sum never goes to anybody.
                     if *done == header.length as usize && *checksum != header.payload_checksum {
                         let header = *header;
@@ -333,7 +347,9 @@ impl Nic {
         if self.part(part).plan.device {
             return self.on_gpu_result(part, slot);
         }
-        self.part_mut(part).stage = Stage::Idle;
+        let state = self.part_mut(part);
+        assert!(state.stage != Stage::Idle && slot.is_none(), "a round has one result");
+        state.stage = Stage::Idle;
         // Of a part that was abandoned meanwhile, only the memory was waited for.
         if !self.part(part).abandoned {
             self.publish(part);

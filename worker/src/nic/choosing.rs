@@ -11,7 +11,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::{LaneId, Nic, PartId, Peer};
+use super::{LaneId, Nic, PartId, Peer, Stage};
 use bps_engine::base::DType;
 use bps_engine::config::AutoCompression;
 use bps_engine::encode::{Codec, Draw, narrow, widen};
@@ -121,6 +121,7 @@ impl Way {
         }
         #[allow(clippy::cast_precision_loss, reason = "far below 2^53")]
         self.spans.push_back(self.busy.as_secs_f64() / self.bytes as f64);
+        debug_assert!(self.spans.len() <= SPANS[1] && self.spans.back() >= Some(&0.0));
         (self.busy, self.bytes) = (Duration::ZERO, 0);
     }
 
@@ -152,7 +153,9 @@ impl Costs {
 
     fn measure(&mut self, codec: Codec, dtype: DType) {
         if self.codec(codec, dtype).is_none() {
-            self.codecs.push((codec, dtype, seconds_of(codec, dtype)));
+            let seconds = seconds_of(codec, dtype);
+            assert!(seconds.is_finite() && seconds >= 0.0, "the choice compares sums of such");
+            self.codecs.push((codec, dtype, seconds));
         }
     }
 
@@ -255,7 +258,10 @@ impl Nic {
         let share = (groups + 1) as f64 / (2 * cores.max(1)) as f64;
         let Some(form) = costs.best(&size, form, share) else { return };
         let round = state.round;
-        if let Some(coded) = &mut self.part_mut(part).coded {
+        let state = self.part_mut(part);
+        // What is queued, or posted, holds credit for the form that it had.
+        assert!(state.stage == Stage::Pushed && state.posted == 0, "a part has one form a round");
+        if let Some(coded) = &mut state.coded {
             coded.choice = Choice { form, since: Some(round) };
         }
     }

@@ -8,7 +8,8 @@
 //! its circle.
 
 use super::{
-    LaneId, Nic, Operation, Part, PartId, PartPlan, PartWord, Peer, Phase, Receiving, Report, Stage,
+    Lane, LaneId, Nic, Operation, Part, PartId, PartPlan, PartWord, Peer, Phase, Receiving, Report,
+    Stage,
 };
 use crate::host::collect::{Answer, Collector, Dropped, Granted};
 use crate::host::gather::{Gathers, Unpushed};
@@ -31,6 +32,19 @@ pub(super) struct Circle {
     pub(super) collector: Collector<PartId>,
 }
 
+impl Lane {
+    /// All of a contribution of so many bytes has come on this lane, and was added.
+    ///
+    /// # Panics
+    /// Another one was coming, or more or less of it has come.
+    fn check_contributed(&self, bytes: usize) {
+        let Receiving::Contribution { header, done, .. } = &self.receiving else {
+            panic!("what was added came on its lane")
+        };
+        assert!(header.length as usize == bytes && *done == bytes, "all of it has come, once");
+    }
+}
+
 impl Circle {
     pub(super) fn new(lanes: Vec<LaneId>) -> Circle {
         let others = lanes.len();
@@ -39,6 +53,8 @@ impl Circle {
 
     /// One more, before anything has passed.
     pub(super) fn with(&self, lane: LaneId) -> Circle {
+        assert!(self.place(lane).is_err(), "a peer has one lane");
+        assert!(self.gathers.is_empty() && self.collector.asked_bytes() == 0, "nothing has passed");
         Circle::new(self.lanes.iter().copied().chain([lane]).collect())
     }
 
@@ -84,6 +100,9 @@ impl Sum<'_> {
     /// range of `out` is nobody else's.
     unsafe fn add_up(&self, bytes: Range<usize>) {
         let Sum { kernels, reduction, dtype, out, own, others, divisor } = *self;
+        let size = dtype.size();
+        debug_assert!(bytes.start.is_multiple_of(size) && bytes.end.is_multiple_of(size));
+        debug_assert!(bytes.end <= out.len() && bytes.end <= own.len(), "each has its part of it");
         let elements = bytes.start / dtype.size()..bytes.end / dtype.size();
         let (out, own) = (out.as_ptr(), own.as_ptr());
         // SAFETY: the caller's promise.
@@ -105,6 +124,7 @@ impl Nic {
     pub(super) fn gathered(&mut self, part: PartId) {
         let state = self.part(part);
         assert!(state.stage == Stage::Pushed, "this rank has pushed it too");
+        assert!(!state.abandoned && state.plan.owner.is_none(), "it is this rank's to sum");
         if matches!(state.plan.operation, Operation::Broadcast(_)) {
             // There is nothing to add: the root's bytes are the result.
             self.publish_own(part);
@@ -122,6 +142,7 @@ impl Nic {
             && let Some(part) = self.gathered.take()
         {
             let state = self.part(part);
+            assert!(state.stage == Stage::Pushed && !state.abandoned, "peers are asked once");
             let (key, bytes, round) = (state.plan.key, state.plan.bytes, state.round);
             let (device, peers) = (state.plan.device, state.peers.clone());
             if !device {
@@ -161,6 +182,7 @@ impl Nic {
     /// The owner asks for this rank's contribution.
     pub(super) fn send_contribution(&mut self, owner: LaneId, part: PartId) {
         let state = self.part_mut(part);
+        assert!(state.stage == Stage::Pushed && state.plan.owner == Some(owner), "sent once");
         state.stage = Stage::Asked;
         let (key, bytes, round) = (state.plan.key, state.plan.bytes, state.round);
         if !state.plan.device {
@@ -169,6 +191,7 @@ impl Nic {
         let kind = Kind::Contribution;
         let checksum = self.checksum(owner, part, kind);
         self.say_to(owner, PartWord { checksum, ..PartWord::bare(kind, part, round) });
+        self.check_part(part);
     }
 
     /// The header of a contribution has come.
@@ -211,6 +234,12 @@ impl Nic {
             let (dtype, key, bytes) = (state.plan.dtype, state.plan.key, state.plan.bytes);
             let (reduction, round) = (state.plan.operation.reduction(), state.round);
             let (source, target) = self.ends_of(part);
+            // Whole elements, of each rank that the divisor counts, into the round that is open.
+            let is_whole = |count: usize| count.is_multiple_of(dtype.size());
+            assert!(is_whole(ready.offset) && is_whole(ready.length), "an element would be lost");
+            let summed = self.circle(device).collector.sources().len();
+            assert!(summed == self.others(part), "each contribution counts once");
+            assert!(self.part(part).stage == Stage::Pushed && source.len() == bytes, "it is open");
             let sum = Sum {
                 kernels: self.kernels,
                 reduction,
@@ -234,6 +263,7 @@ impl Nic {
                 self.trace.record(mark, key, round, self.config.rank, bytes);
                 for at in 0..self.others(part) {
                     let lane = self.lane_of(part, at);
+                    self.lane(lane).check_contributed(bytes);
                     self.lane_mut(lane).receiving = Receiving::Header;
                 }
                 self.reduced(part);
@@ -261,6 +291,7 @@ impl Nic {
     /// Ranks of this rank's group that push a part.
     pub(super) fn group_size(&self, plan: &PartPlan) -> u32 {
         let others = plan.among.as_ref().map_or(self.group.lanes.len(), |among| among.lanes.len());
+        debug_assert!(others < self.contributors(plan) as usize, "the job has more than its group");
         u32::try_from(others + 1).expect("ranks are counted in u32")
     }
 
@@ -274,6 +305,7 @@ impl Nic {
 
     /// The group's sum of a part is in the target: other groups come next, or it is the result.
     fn reduced(&mut self, part: PartId) {
+        assert!(self.part(part).stage == Stage::Pushed, "a round is summed once");
         let plan = &self.part(part).plan;
         match (plan.core, plan.device) {
             (Some(_), _) => self.send_to_server(part),
@@ -297,6 +329,7 @@ impl Nic {
         if self.others(part) == 0 {
             return;
         }
+        assert!(!state.abandoned && state.is_open(), "its bytes are there until its round is over");
         let lane = self.lane_of(part, 0);
         let has_bytes = state.plan.receiver.is_none();
         if !device && has_bytes {
@@ -333,7 +366,9 @@ impl Nic {
                         left - held
                     }
                 };
-                lanes[lane.0 as usize].receiving = match left {
+                let receiving = &mut lanes[lane.0 as usize].receiving;
+                assert!(matches!(receiving, Receiving::Contribution { .. }), "it was taken");
+                *receiving = match left {
                     0 => Receiving::Header,
                     left => Receiving::Unwanted { left },
                 };

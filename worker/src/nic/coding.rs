@@ -60,6 +60,26 @@ impl Coded {
         }
     }
 
+    /// What holds of it between two functions, in this round of its part; looked at where debug
+    /// assertions are on.
+    ///
+    /// # Panics
+    /// It does not.
+    pub(super) fn check(&self, round: u64) {
+        if !cfg!(debug_assertions) {
+            return;
+        }
+        let is = |length: usize, whole: usize| length == 0 || length == whole;
+        assert!(is(self.wire.len(), self.room()), "a part has one room for payloads");
+        if let Some((encoded, length)) = self.length {
+            assert!(encoded <= round && length <= self.wire.len(), "it was encoded here");
+        }
+        let kept = [&self.residue, &self.velocity];
+        assert!(kept.iter().all(|kept| is(kept.len(), self.elements)), "a value an element");
+        let is_here = kept.iter().any(|kept| !kept.is_empty());
+        assert!(!(self.is_on_gpu && is_here), "who encodes has what is kept");
+    }
+
     pub(super) fn encoding(&self) -> Encoding {
         self.encoding
     }
@@ -115,9 +135,13 @@ impl Coded {
         values: &mut [f32],
         (header, rank): (&Header, Rank),
     ) -> usize {
+        assert!(!self.is_on_gpu && values.len() == self.elements, "a value an element");
         self.make_room();
         self.keep();
         let Encoding { feedback, momentum, .. } = self.encoding;
+        assert!(!feedback || self.residue.len() == values.len(), "each element has a residue");
+        let has_velocity = momentum.is_none() || self.velocity.len() == values.len();
+        assert!(has_velocity, "each element has a velocity");
         let random = draw(header.key, header.round.0, rank.0);
         if let Some(momentum) = momentum {
             let factor = momentum.factor();
@@ -150,6 +174,7 @@ impl Nic {
     pub(super) fn forget_out_of_reach(&mut self, first: PartId) {
         if self.has_slots_on_gpu() {
             let new = &mut self.parts[first.0 as usize..];
+            debug_assert!(new.iter().all(|part| !part.plan.device || !part.is_open()));
             new.iter_mut().filter(|part| part.plan.device).for_each(|part| part.coded = None);
         }
     }
@@ -172,6 +197,7 @@ impl Nic {
                 (coded.residue, coded.velocity) = (Box::default(), Box::default());
             }
         }
+        self.check_part(part);
     }
 
     /// How a part is encoded on this lane, if it is.
@@ -252,6 +278,7 @@ impl Nic {
     fn encode(&mut self, part: PartId, codec: Codec, header: &Header) -> usize {
         let source = self.contribution(part);
         let rank = self.config.rank;
+        assert!(source.len() == self.part(part).plan.bytes, "all of the part is encoded");
         let state = &mut self.parts[part.0 as usize];
         let dtype = state.plan.dtype;
         let values = self.values.of(source.len() / dtype.size());
@@ -266,6 +293,7 @@ impl Nic {
         }
         let coded = state.coded.as_mut().expect("what is encoded has room for it");
         let length = coded.encode(codec, values, (header, rank));
+        assert!(length <= codec.wire_bytes_max(coded.elements), "credit was taken for that");
         coded.length = Some((header.round.0, length));
         length
     }
@@ -301,6 +329,7 @@ impl Nic {
             return Ok(());
         }
         let dtype: DType = state.plan.dtype;
+        assert!(target.len() == elements * dtype.size(), "each value has its element");
         let values = self.values.of(elements);
         codec.decode(payload, draw(header.key, header.round.0, self.config.rank.0), values);
         // SAFETY: the part's own bytes, which nothing else has while its result comes; in the

@@ -3,6 +3,7 @@
 
 #![forbid(unsafe_code)]
 
+use super::circle::Circle;
 use super::{LaneId, Nic, PartId, PartWord, Peer, Phase, Receiving, Report, Stage};
 use crate::base::error::RoundSeen;
 use bps_engine::proto::messages::RoundOf;
@@ -44,6 +45,7 @@ impl Nic {
         if state.open == 0 {
             self.end_round(part);
         }
+        self.check_part(part);
     }
 
     /// The job is over: the kernel must let go of all memory before any task is finished.
@@ -52,6 +54,8 @@ impl Nic {
         for lane in (0..).map(LaneId).take(self.lanes.len()) {
             self.close_lane(lane);
         }
+        let is_open = |circle: &Circle| circle.collector.is_fed();
+        assert!(![&self.group, &self.column].into_iter().any(is_open), "pieces are nobody's");
     }
 
     /// Closes a lane from this end. Pieces that have come on it are the transport's again; what was
@@ -62,6 +66,8 @@ impl Nic {
             state.receiving = Receiving::Closing;
         }
         self.forget_pieces(lane);
+        let is_lent = matches!(self.lane(lane).receiving, Receiving::Contribution { .. });
+        assert!(!is_lent, "pieces of a closed lane are not added");
         self.endpoint.close(lane);
     }
 
@@ -79,6 +85,7 @@ impl Nic {
         self.suspends = suspends;
         assert!(self.phase == Phase::Running && !self.is_open(), "nothing is under way");
         self.phase = Phase::Leaving;
+        debug_assert!(self.queue.is_empty() && self.gathered.is_empty(), "all rounds are over");
         self.say_goodbyes();
     }
 
@@ -107,6 +114,7 @@ impl Nic {
         let round = self.where_it_stands();
         let is_lost = self.is_lost(lane);
         let state = self.lane_mut(lane);
+        assert!(state.open, "a lane closes once");
         state.open = false;
         let receiving = std::mem::replace(&mut state.receiving, Receiving::Closing);
         let (peer, goodbye) = (state.peer, state.goodbye);
@@ -125,6 +133,7 @@ impl Nic {
             };
             self.take_back(lane, landing);
         }
+        self.check_if_small();
     }
 
     /// The round that is open, or the last one.

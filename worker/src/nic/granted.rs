@@ -22,6 +22,29 @@ pub(super) struct Granted {
 }
 
 impl Granted {
+    /// Whether a device may write to the slot with this number.
+    pub(super) fn has(&self, number: u32) -> bool {
+        self.slots.get(number as usize).is_some_and(Option::is_some)
+    }
+
+    /// The parts whose results are to come into slots.
+    pub(super) fn parts(&self) -> impl Iterator<Item = PartId> + '_ {
+        self.slots.iter().flatten().filter_map(|(_, part)| *part)
+    }
+
+    /// Slots, their numbers and their count agree.
+    ///
+    /// # Panics
+    /// They do not.
+    pub(super) fn check(&self) {
+        let all = (0..).zip(&self.slots).filter_map(|(number, one)| Some((number, one.as_ref()?)));
+        assert_eq!(self.count, all.clone().count(), "granted slots are counted");
+        for (number, (slot, _)) in all {
+            let fits = slot.pool() == if self.on_gpu { Pool::Answers } else { Pool::Results };
+            assert!(slot.number() == number && fits, "{slot:?} was granted as {number}");
+        }
+    }
+
     fn insert(&mut self, slot: Slot, part: PartId) {
         let index = slot.number() as usize;
         if self.slots.len() <= index {
@@ -35,6 +58,7 @@ impl Granted {
     fn take(&mut self, token: u64) -> Option<(Slot, Option<PartId>)> {
         let index = usize::try_from(token).ok()?;
         let taken = self.slots.get_mut(index)?.take()?;
+        assert!(taken.0.number() as usize == index && self.count > 0, "slots are by their numbers");
         self.count -= 1;
         Some(taken)
     }
@@ -43,6 +67,7 @@ impl Granted {
 impl Nic {
     /// The slots are there: devices may read those to send from, and write to those to land in.
     pub(super) fn register_slots(&mut self, memory: SlotMemory) {
+        assert!(self.granted.count == 0, "nothing is granted before there are slots");
         let (to_send, to_land) = (memory.to_send(), memory.to_land());
         let SlotMemory { gpu_to_send, gpu_to_land, .. } = memory;
         self.granted.on_gpu = gpu_to_land.is_some() && self.endpoint.reaches_memory();
@@ -72,6 +97,7 @@ impl Nic {
 
     /// No lane is left: devices are to know no memory of others any more.
     pub(crate) fn forget_memory(&mut self) {
+        assert!(self.is_closed(), "a device may write to what a lane has granted");
         for figures in self.endpoint.forget_memory() {
             log::info!("{figures}");
         }
@@ -109,7 +135,12 @@ impl Nic {
         let taken = self.free(slot.pool()).pop();
         assert_eq!(taken, Some(slot), "nobody has taken the slot meanwhile");
         self.granted.insert(slot, part);
-        self.part_mut(part).stage = Stage::Granted;
+        let left = self.free(slot.pool()).len();
+        assert!(self.granted.on_gpu || left + 1 >= self.granted.count, "half is for other results");
+        let state = self.part_mut(part);
+        assert!(state.stage == Stage::Asked, "its frame, which names the slot, was posted");
+        state.stage = Stage::Granted;
+        self.check_part(part);
     }
 
     /// A result has come into the slot that was granted for it.
@@ -133,7 +164,10 @@ impl Nic {
         // Which the device of the other end says: it may say it of any slot.
         let Some((slot, part)) = self.granted.take(token) else { return };
         if let Some(part) = part {
-            self.part_mut(part).stage = Stage::Asked;
+            let state = self.part_mut(part);
+            assert!(state.stage == Stage::Granted, "its slot was granted for this round");
+            state.stage = Stage::Asked;
+            state.check();
         }
         self.land_in(slot);
     }
@@ -143,8 +177,12 @@ impl Nic {
         if self.part(part).stage != Stage::Granted {
             return;
         }
+        let before = self.granted.count;
         for (_, one) in self.granted.slots.iter_mut().flatten() {
             *one = one.filter(|one| *one != part);
         }
+        // The device of the other end may still write there.
+        assert!(self.granted.count == before, "the slot is nobody else's yet");
+        debug_assert!(self.granted.parts().all(|one| one != part), "it has one slot");
     }
 }

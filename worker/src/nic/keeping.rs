@@ -99,6 +99,29 @@ impl Kept {
         }
     }
 
+    /// What holds of it between two functions, in this round of its part; looked at where debug
+    /// assertions are on.
+    ///
+    /// # Panics
+    /// It does not.
+    pub(super) fn check(&self, round: u64) {
+        if !cfg!(debug_assertions) {
+            return;
+        }
+        assert!(self.rounds <= round && self.offered <= round, "no round is ahead of its part's");
+        assert!(self.bytes.is_empty() || self.bytes.len() == self.room, "results have one room");
+        if let Some(result) = &self.result {
+            let is_last = result.round.0 == self.rounds && result.length as usize <= self.room;
+            assert!(is_last, "the result that is here is the last one, and whole");
+        }
+        if let Some(restoring) = self.restoring {
+            let next = self.rounds + 1;
+            assert!((self.rounds..=next).contains(&restoring.round), "it is the last or the next");
+            let gives = restoring.is_posted || restoring.is_answered;
+            assert!(!gives || restoring.round == self.rounds, "who gives a result has it");
+        }
+    }
+
     /// Memory for results, which has nothing of the GPU.
     fn own(&mut self) -> &mut [u8] {
         assert!(self.staging.is_none(), "what is staged has memory");
@@ -110,6 +133,7 @@ impl Kept {
 
     /// Where a result of so many bytes lands.
     pub(super) fn landing(&mut self, length: usize) -> Writable {
+        assert!(!self.restoring.is_some_and(|one| one.is_posted), "a frame has the last result");
         self.result = None;
         if let Some(staging) = self.staging {
             return staging.result().memory(length);
@@ -192,6 +216,8 @@ impl Nic {
             assert!(kept.rounds == 0 || kept.staging == there, "a part keeps its things there");
             kept.staging = there;
         }
+        assert!(state.plan.device && staging.slot().whole().len() >= state.plan.bytes);
+        state.check();
     }
 
     /// Whether a transport has the last result of a part, for a server.
@@ -233,13 +259,16 @@ impl Nic {
             }
             _ => {}
         }
+        assert!(header.round.0 > kept.rounds, "a round has one result");
         (kept.rounds, kept.result) = (header.round.0, Some(header));
+        kept.check(state.round);
     }
 
     /// The contribution of a part is there to be sent, to whichever server has the part then.
     pub(super) fn offer(&mut self, part: PartId) {
         let state = self.part_mut(part);
         let Some(kept) = &mut state.kept else { return };
+        assert!(state.stage == Stage::Pushed && kept.offered <= state.round, "it is to be sent");
         kept.offered = state.round;
         if let Some(slot) = state.slot {
             assert!(state.posted == 0, "no frame has the last contribution");
@@ -271,6 +300,7 @@ impl Nic {
         }
         self.part_mut(part).stage = Stage::Pushed;
         self.send_to_server(part);
+        self.check_part(part);
         Ok(())
     }
 
@@ -283,12 +313,15 @@ impl Nic {
 
     /// A lane to a server has closed while others may go on for that: nothing is under way on it.
     pub(super) fn take_back(&mut self, lane: LaneId, landing: Option<(PartId, Option<Slot>)>) {
+        assert!(!self.lane(lane).open, "what is posted on it would be sent");
         for part in self.lane(lane).posted.clone() {
             self.frame_sent(lane, part);
         }
+        assert!(self.lane(lane).posted.is_empty(), "no transport has anything of it");
         if let Some((part, slot)) = landing {
             self.landing_lost(lane);
             if self.part(part).abandoned {
+                self.part_mut(part).stage = Stage::Idle;
                 self.close_one(part);
             }
             // Nothing lands any more, and what has landed is of no use.
@@ -302,8 +335,10 @@ impl Nic {
             };
             kept.restoring = None;
             if part.stage != Stage::Idle {
+                assert!(part.stage != Stage::Granted, "what is kept is granted no slot");
                 part.stage = Stage::Pushed;
             }
+            part.check();
         }
         self.tell_held();
     }
@@ -317,6 +352,7 @@ impl Nic {
                 self.close_lane(lane);
             }
         }
+        debug_assert!(self.queue.waiting().all(|part| self.part(*part).plan.core.is_some()));
         self.tell_held();
     }
 
@@ -357,6 +393,7 @@ impl Nic {
             return;
         }
         for one in moves {
+            assert!(matches!(self.lane(one.lane).peer, Peer::Server(_)), "servers have keys");
             let Some(&part) = self.keys.get(&one.key) else { continue };
             let state = &mut self.parts[part.0 as usize];
             let open = (state.open > 0 && !state.abandoned).then_some(state.round);
@@ -376,6 +413,7 @@ impl Nic {
             } else if is_offered && state.stage == Stage::Pushed {
                 self.send_to_server(part);
             }
+            self.check_part(part);
         }
     }
 
@@ -438,6 +476,7 @@ impl Nic {
                 (state.stage, state.asked) = (Stage::Asked, now);
             }
         }
+        state.check();
         Ok(())
     }
 
@@ -448,6 +487,7 @@ impl Nic {
         if let Some(kept) = &mut self.part_mut(part).kept
             && let Some(restoring) = &mut kept.restoring
         {
+            assert!(restoring.is_posted, "what is sent was posted");
             restoring.is_posted = false;
             self.end_restoring(part);
             self.spoil_abandoned(part);
@@ -482,6 +522,7 @@ impl Nic {
             return;
         }
         kept.restoring = None;
+        debug_assert!(kept.result.is_some(), "what was given back is here");
         let is_offered = kept.offered == state.round;
         if is_offered && state.stage == Stage::Pushed && state.open > 0 && !state.abandoned {
             self.send_to_server(part);

@@ -8,8 +8,10 @@ mod arriving;
 mod choosing;
 mod circle;
 mod coding;
+mod course;
 mod ending;
 mod granted;
+mod invariants;
 mod keeping;
 mod messages;
 mod pace;
@@ -348,6 +350,8 @@ impl Nic {
     /// The transport refuses the link.
     pub fn attach(&mut self, peer: Peer, link: Link) -> std::io::Result<LaneId> {
         let is_local = link.stays_on_host();
+        // A circle that gets one more begins from nothing.
+        assert!(self.parts.is_empty(), "lanes are attached before parts are planned");
         let lane = self.endpoint.attach(link)?;
         assert_eq!(lane.0 as usize, self.lanes.len(), "lanes are attached once, at start");
         self.lanes.push(Lane {
@@ -362,6 +366,7 @@ impl Nic {
             outbox: VecDeque::new(),
         });
         if let Peer::Rank(rank) = peer {
+            assert!(rank != self.config.rank, "no rank has a lane to itself");
             self.group = self.group.with(lane);
             if self.config.column.contains(&rank) {
                 self.column = self.column.with(lane);
@@ -390,6 +395,7 @@ impl Nic {
 
     /// Begins a turn at this time since any fixed moment.
     pub(crate) fn begin_turn(&mut self, now: Duration) {
+        assert!(now >= self.now, "time goes on: what waited is measured by it");
         self.now = now;
     }
 
@@ -410,6 +416,7 @@ impl Nic {
             }
         }
         self.events = events;
+        self.check_if_small();
         progress
     }
 
@@ -421,61 +428,8 @@ impl Nic {
             self.endpoint.look(self.now);
             self.look_for_stalls();
             self.look_for_results();
+            self.check();
         }
-    }
-
-    /// A part whose round is over, if there is one, and what its result lacks.
-    pub(crate) fn take_over(&mut self) -> Option<(PartOf, Lacks)> {
-        let part = self.over.pop_front()?;
-        let part = self.part(part);
-        Some((part.plan.of, part.lacks))
-    }
-
-    /// Adds parts, and returns the number of the first; the others follow.
-    pub(crate) fn plan(&mut self, plans: impl Iterator<Item = PartPlan>) -> PartId {
-        let first = PartId(u32::try_from(self.parts.len()).expect("parts are counted in u32"));
-        let mut peers: Peers = None;
-        for (number, plan) in (first.0..).zip(plans) {
-            self.keys.insert(plan.key, PartId(number));
-            let circle = self.circle_mut(plan.device);
-            // All parts of a tensor are for the same ranks.
-            if let (Some(among), None) = (&plan.among, &peers) {
-                peers = Some(circle.places(&among.lanes));
-            }
-            let others = peers.as_ref().map_or(circle.lanes.len(), |peers| peers.len());
-            // One that is for this rank alone is known too, so that nobody else pushes it.
-            if plan.owner.is_none() && (others > 0 || peers.is_some()) {
-                circle.gathers.plan(plan.key, peers.as_deref());
-            }
-            let coded = plan.encoding.map(|encoding| {
-                let elements = plan.bytes / plan.dtype.size();
-                let choice = self.first_choice(encoding, plan.dtype, elements, plan.core);
-                Box::new(Coded::new(encoding, elements, choice))
-            });
-            let kept = self.kept_for(&plan);
-            self.parts.push(Part {
-                plan,
-                kept,
-                coded,
-                peers: peers.clone(),
-                round: 0,
-                stage: Stage::Idle,
-                priority: 0,
-                act: Act::NONE,
-                memory: None,
-                slot: None,
-                staging: None,
-                result: None,
-                since: Duration::ZERO,
-                asked: Duration::ZERO,
-                open: 0,
-                posted: 0,
-                lacks: Lacks::NOTHING,
-                abandoned: false,
-            });
-        }
-        self.forget_out_of_reach(first);
-        first
     }
 
     /// Other settings hold from now on, which have this number where they are measured.
@@ -517,76 +471,6 @@ impl Nic {
 
     fn lane_mut(&mut self, lane: LaneId) -> &mut Lane {
         &mut self.lanes[lane.0 as usize]
-    }
-
-    /// Opens this round of a part.
-    fn open_round(&mut self, part: PartId, round: u64, priority: i64) -> &mut Part {
-        self.latest = Some(part);
-        self.open += 1;
-        let now = self.now;
-        let state = self.part_mut(part);
-        assert!(!state.is_open() && !state.abandoned, "rounds of a part follow one another");
-        assert!(round > state.round, "rounds count up");
-        (state.round, state.stage, state.priority) = (round, Stage::Pushed, priority);
-        (state.since, state.open, state.posted) = (now, 1, 0);
-        state.lacks = Lacks::NOTHING;
-        state
-    }
-
-    /// A part is pushed: its circle sums it first, if there are others in it.
-    fn pushed(&mut self, part: PartId) {
-        let (now, others) = (self.now, self.others(part));
-        let state = self.part_mut(part);
-        let (device, round, key) = (state.plan.device, state.round, state.plan.key);
-        let (owner, act) = (state.plan.owner, state.act);
-        match owner {
-            Some(owner) => {
-                // A broadcast asks for no contribution: the publication is the answer.
-                if matches!(state.plan.operation, Operation::Broadcast(_)) {
-                    state.stage = Stage::Asked;
-                }
-                self.say_to(owner, PartWord::bare(Kind::Ready, part, round));
-            }
-            None if others == 0 && state.plan.core.is_some() => self.send_to_server(part),
-            None if others == 0 => self.take_own(part),
-            None => {
-                // The job is about to end of it.
-                if act != Act::NONE && self.disagrees((key, Some(part)), round, None, act) {
-                    return;
-                }
-                if self.circle_mut(device).gathers.own(key, now) {
-                    self.gathered(part);
-                }
-            }
-        }
-    }
-
-    /// One of a part's open ends is closed. Says whether it was the last one: then the round is
-    /// over, which is told of a tensor of the host, and left to the caller to tell of one on the
-    /// GPU.
-    fn close_one(&mut self, part: PartId) -> bool {
-        let state = self.part_mut(part);
-        state.open = state.open.checked_sub(1).expect("what is open is closed once");
-        state.open == 0 && self.end_round(part)
-    }
-
-    fn end_round(&mut self, part: PartId) -> bool {
-        let now = self.now;
-        let state = self.part_mut(part);
-        assert!(state.open == 0 && state.posted == 0, "what is posted is open");
-        state.memory = None;
-        let (device, of, bytes) = (state.plan.device, state.plan.of, state.plan.bytes);
-        if let Some(pace) = &mut self.pace
-            && let Some(told) = pace.ended(of, bytes, now)
-        {
-            self.report(Report::Tune(told));
-        }
-        self.spoil_abandoned(part);
-        if !device {
-            self.over.push_back(part);
-        }
-        self.open -= 1;
-        true
     }
 
     pub(crate) fn report(&self, report: Report) {

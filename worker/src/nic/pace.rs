@@ -60,6 +60,7 @@ impl Pace {
             if self.steps == 0 || self.ended[tensor] == self.steps {
                 told = self.step(now);
             }
+            debug_assert!(self.ended[tensor] <= self.steps, "no tensor is ahead of the step");
             self.ended[tensor] = self.steps;
         }
         self.bytes += bytes as u64;
@@ -81,6 +82,7 @@ impl Pace {
         if count < STEPS_MIN || count < STEPS_MAX && self.measured < TIME_MIN {
             return None;
         }
+        assert!(count <= STEPS_MAX && count < self.steps as usize, "a rate is of one step");
         self.has_told = true;
         self.rates.sort_by(f64::total_cmp);
         Some(TuneReport::Paced { trial: self.trial, bytes_per_second: self.rates[count / 2] })

@@ -25,6 +25,7 @@ impl Nic {
         self.choose(part);
         let state = self.part(part);
         assert!(state.plan.core.is_some(), "a part that is summed elsewhere has a core");
+        assert!(state.stage == Stage::Pushed && !state.abandoned, "it is sent once in a round");
         let priority = state.priority;
         self.queue.push(priority, self.line_bytes(part), part);
     }
@@ -46,6 +47,7 @@ impl Nic {
         while let Some(&part) = self.queue.peek() {
             let state = self.part(part);
             let lane = state.plan.core.expect("what is queued has a core");
+            assert!(state.stage == Stage::Pushed && state.is_open(), "a rank contributes once");
             let mut header = self.header(Kind::Contribution, state.plan.dtype);
             header.key = state.plan.key;
             header.round = Round(state.round);
@@ -64,6 +66,7 @@ impl Nic {
                 self.contribution(part)
             };
             let length = payload.len();
+            assert!(length <= self.line_bytes(part), "more would be posted than credit was taken");
             header.length = length_of(length);
             if self.lane(lane).checks && length > 0 {
                 header.flags |= FLAG_PAYLOAD_CHECKSUM;
@@ -91,6 +94,7 @@ impl Nic {
             (state.stage, state.asked) = (Stage::Asked, now);
             state.open += 1;
             state.posted += 1;
+            state.check();
             if let Some(slot) = slot {
                 self.grant_slot(part, slot);
             }
@@ -142,6 +146,12 @@ impl Nic {
         }
     }
 
+    /// What is sent with a word, if anything.
+    fn payload_of(&self, word: &PartWord) -> Option<Readable> {
+        // The part of a broadcast without a result has no memory any more.
+        if word.lacks.is_lost { None } else { self.payload(word.part, word.kind) }
+    }
+
     /// CRC-32C of what a rank of the group is sent of a part, if payloads on its lane carry one.
     pub(super) fn checksum(&self, lane: LaneId, part: PartId, kind: Kind) -> Option<u32> {
         if !self.lane(lane).checks {
@@ -156,14 +166,13 @@ impl Nic {
 
     /// Says something to a rank of the group, after what was said before.
     pub(super) fn say_to(&mut self, lane: LaneId, word: PartWord) {
-        self.lane_mut(lane).outbox.push_back(word);
+        assert!(matches!(self.lane(lane).peer, Peer::Rank(_)), "a server is sent parts");
         let state = self.part_mut(word.part);
-        let has_bytes = match word.kind {
-            Kind::Contribution => true,
-            Kind::Publication => state.plan.receiver.is_none() && !word.lacks.is_lost,
-            _ => false,
-        };
+        assert!(word.round == state.round && state.is_open(), "it is of the round that is open");
+        let has_bytes = word.has_bytes(&state.plan);
         state.open += u32::from(has_bytes);
+        debug_assert!(has_bytes == self.payload_of(&word).is_some(), "an end that never closes");
+        self.lane_mut(lane).outbox.push_back(word);
     }
 
     /// Posts what is to be said on the lane to a rank, as far as the transport takes it.
@@ -182,8 +191,9 @@ impl Nic {
     fn post_word(&mut self, lane: LaneId, word: PartWord) -> Result<(), Full> {
         let PartWord { kind, part, round, checksum, lacks } = word;
         let state = self.part(part);
-        // The part of a broadcast without a result has no memory any more.
-        let payload = if lacks.is_lost { None } else { self.payload(part, kind) };
+        let payload = self.payload_of(&word);
+        // A part's bytes are those of its last round.
+        assert!(payload.is_none() || round == state.round && state.is_open(), "it is another's");
         let mut header = self.header(kind, state.plan.dtype);
         if matches!(kind, Kind::Grant | Kind::Publication)
             && let Peer::Rank(rank) = self.lane(lane).peer
@@ -228,6 +238,7 @@ impl Nic {
 
     /// The last frame of a lane.
     pub(super) fn say_goodbye(&mut self, lane: LaneId) -> Result<(), Full> {
+        assert!(self.phase == Phase::Leaving && !self.is_open(), "a goodbye is the last frame");
         let mut header = self.header(Kind::Goodbye, DType::U8);
         header.key = Key(0);
         header.act = if self.suspends { COMES_BACK } else { 0 };
@@ -271,6 +282,8 @@ impl Nic {
         // The first one, but for transports that may tell of frames in another order.
         let at = state.posted.iter().position(|posted| *posted == part);
         state.posted.remove(at.expect("what is sent was posted"));
+        debug_assert!(self.part(part).open > self.part(part).posted, "its end is closed below");
+        let state = self.lane_mut(lane);
         if state.open && state.goodbye && state.posted.is_empty() {
             self.close_lane(lane);
         }

@@ -48,8 +48,9 @@ pub(super) struct Gpu {
 #[derive(Default)]
 pub(super) struct Landings {
     pub(super) free: Vec<Slot>,
-    /// Lanes whose next result waits for a slot, in the order in which they came.
-    held: VecDeque<LaneId>,
+    /// Lanes whose next result waits for a slot, in the order in which they came. Some of them may
+    /// wait no more.
+    pub(super) held: VecDeque<LaneId>,
 }
 
 impl Gpu {
@@ -96,12 +97,14 @@ impl Nic {
     /// There is one already.
     pub(crate) fn open_gpu(&mut self, mut to: GpuThread) {
         assert!(self.gpu.to.is_none(), "a process has one GPU");
+        assert!(self.gpu.behind.is_empty(), "nobody was there to tell anything");
         self.register_slots(std::mem::take(&mut to.slots));
         self.staged.watch(to.staged);
         self.gpu.to_land = to.to_land.len();
         for slot in std::mem::take(&mut to.to_land) {
             self.land_in(slot);
         }
+        assert!(self.slots_in_use() == 0, "all slots to land in are free at first");
         self.gpu.to = Some(to);
         let recorder = std::mem::take(&mut self.gpu.recorder);
         if recorder.is_on() {
@@ -186,14 +189,36 @@ impl Nic {
         self.pushed(part);
     }
 
-    fn landings(&mut self, pool: Pool) -> &mut Landings {
-        let index = match pool {
+    /// Where the slots of a pool are that are free.
+    pub(super) fn landings_index(pool: Pool) -> usize {
+        match pool {
             Pool::Results => 0,
             Pool::Publications => 1,
             Pool::Answers => 2,
             Pool::Sends | Pool::Own => unreachable!("nothing looks for a slot to land in there"),
-        };
-        &mut self.landings[index]
+        }
+    }
+
+    /// For what this peer publishes.
+    pub(super) fn pool_of(peer: Peer) -> Pool {
+        match peer {
+            Peer::Server(_) => Pool::Results,
+            Peer::Rank(_) => Pool::Publications,
+        }
+    }
+
+    fn landings(&mut self, pool: Pool) -> &mut Landings {
+        &mut self.landings[Nic::landings_index(pool)]
+    }
+
+    /// The slot with this number is nobody's: what lands there next changes no other result.
+    ///
+    /// # Panics
+    /// It is somebody's.
+    pub(super) fn check_free(&self, number: u32) {
+        assert!(!self.granted.has(number), "a device may write to slot {number}");
+        let users = self.gpu.users.get(number as usize).copied();
+        assert!(users.unwrap_or(0) == 0, "{users:?} use slot {number}");
     }
 
     /// Free slots of this pool.
@@ -228,7 +253,10 @@ impl Nic {
         }
         assert!(self.gpu.users[number] == 0, "who shares a slot has it alone");
         self.gpu.users[number] = users;
-        self.part_mut(part).result = Some(slot);
+        let state = self.part_mut(part);
+        // Who is sent no bytes of a result would never give its slot back.
+        assert!(state.plan.owner.is_none() && state.plan.receiver.is_none(), "all get the result");
+        state.result = Some(slot);
         self.publish(part);
     }
 
@@ -263,10 +291,14 @@ impl Nic {
         if self.part(part).stage == Stage::Pushed {
             self.slot_sent(part);
         }
+        let state = self.part(part);
+        assert!(state.slot.is_none() || state.posted > 0, "only a transport has its slot yet");
     }
 
     /// A slot to land in is free: the lane that has waited longest takes it.
     pub(super) fn land_in(&mut self, slot: Slot) {
+        self.check_free(slot.number());
+        debug_assert!(!self.free(slot.pool()).contains(&slot), "a slot is given back once");
         self.free(slot.pool()).push(slot);
         while let Some(lane) = self.landings(slot.pool()).held.pop_front() {
             // One whose part was abandoned, or which has closed, waits no more.
@@ -278,16 +310,16 @@ impl Nic {
 
     /// A result that is to land in a slot: in the next one that is free, at once or later.
     pub(super) fn land_in_slot(&mut self, lane: LaneId, part: PartId, header: Header) {
-        let pool = match self.lane(lane).peer {
-            Peer::Server(_) => Pool::Results,
-            Peer::Rank(_) => Pool::Publications,
-        };
+        let pool = Nic::pool_of(self.lane(lane).peer);
+        let state = self.part(part);
+        assert!(state.plan.device && state.stage == Stage::Landing, "its result is to land");
         let landings = self.landings(pool);
         let Some(slot) = landings.free.pop() else {
             landings.held.push_back(lane);
             self.lane_mut(lane).receiving = Receiving::Held { part, header };
             return;
         };
+        self.check_free(slot.number());
         let target = slot.memory(self.part(part).plan.bytes);
         self.land(lane, part, header, (target, Some(slot)));
     }
@@ -295,6 +327,7 @@ impl Nic {
     /// The result of a part is there, in this slot if it has bytes.
     pub(super) fn on_gpu_result(&mut self, part: PartId, slot: Option<Slot>) {
         let state = self.part_mut(part);
+        assert!(state.plan.device && state.stage != Stage::Idle, "a round has one result");
         state.stage = Stage::Idle;
         let (of, is_own, lacks) = (state.plan.of, state.plan.owner.is_none(), state.lacks);
         if state.abandoned {
@@ -322,6 +355,7 @@ impl Nic {
             if let Receiving::Held { part: held, header } = self.lane(lane).receiving
                 && held == part
             {
+                assert!(header.length > 0, "what waits for a slot has bytes");
                 self.unwanted(lane, header.length as usize);
             }
         }

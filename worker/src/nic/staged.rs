@@ -50,6 +50,7 @@ pub(super) struct Staged {
 impl Staged {
     /// By which it is seen what the GPU has copied.
     pub(super) fn watch(&mut self, progress: Option<Progress>) {
+        assert!(self.progress.is_none() && self.falling.is_empty(), "a process has one GPU");
         self.progress = progress;
     }
 
@@ -87,6 +88,11 @@ impl Nic {
             (From::Slot(slot), None) => self.release(slot),
             (From::Staging(staging, mark), part) => {
                 assert!(self.staged.progress.is_some(), "who stages says how far it is");
+                let room = staging.slot().whole().len();
+                let fits = part.is_none_or(|part| self.part(part).plan.bytes <= room);
+                assert!(fits && encoded.is_none_or(|bytes| bytes <= room), "a part has its memory");
+                let last = self.staged.falling.back().map(|last| mark.wrapping_sub(last.mark));
+                debug_assert!(last.is_none_or(|ahead| ahead < u32::MAX / 2), "marks rise");
                 let falling = Falling { mark, staging, round, priority, part, encoded };
                 self.staged.falling.push_back(falling);
             }
@@ -142,10 +148,12 @@ impl Nic {
 
     /// No result comes any more of rounds that are open.
     fn spoil_open(&mut self) {
+        assert!(self.is_closed(), "a transport may land what would be spoilt, or send it");
         let is_due = |part: &&mut Part| part.stage != Stage::Idle && !part.abandoned;
         for part in self.parts.iter_mut().filter(is_due) {
             if let Some(staging) = part.staging {
                 part.stage = Stage::Idle;
+                assert!(!staging.is_open(part.round), "the GPU may have this result");
                 // SAFETY: all lanes are closed, and its round began when it had fallen.
                 unsafe { staging.spoil(part.round) };
             }
@@ -161,6 +169,7 @@ impl Nic {
     pub(super) fn open_gate(&self, part: PartId) {
         let state = self.part(part);
         if let Some(staging) = state.staging.filter(|_| !state.abandoned) {
+            assert!(state.stage == Stage::Idle, "its result has landed");
             staging.open(state.round);
         }
     }
@@ -171,6 +180,7 @@ impl Nic {
         let is_over = state.abandoned && state.open == 0 && !self.gives_back(part);
         let is_due = |staging: &Staging| is_over && !staging.is_open(state.round);
         if let Some(staging) = state.staging.filter(is_due) {
+            assert!(state.posted == 0 && state.stage == Stage::Idle, "no transport has it");
             // SAFETY: no frame with it is posted and none lands there, so no transport has it; it
             // had fallen when the round began.
             unsafe { staging.spoil(state.round) };

@@ -189,6 +189,7 @@ impl GpuInbox {
     /// A queue for so many messages, to a pipeline that this wakes.
     #[must_use]
     pub fn new(room: usize, waker: Waker) -> GpuInbox {
+        assert!(room > 0, "a caller that finds no room waits for some");
         let (under_way, ahead, ended) = (Arc::default(), Arc::default(), Arc::default());
         GpuInbox { inbox: Mpsc::new(room), waker, under_way, ahead, ended }
     }
@@ -202,7 +203,8 @@ impl GpuInbox {
         let Err(ToGpu::Push { push, .. }) = self.inbox.push(ToGpu::Push { tensor, push }) else {
             return Ok(());
         };
-        self.under_way.fetch_sub(1, Ordering::Relaxed);
+        let before = self.under_way.fetch_sub(1, Ordering::Relaxed);
+        assert!(before > 0, "it was counted before it was handed over");
         self.waker.wake();
         Err(push)
     }
@@ -255,6 +257,7 @@ impl GpuInbox {
 
     /// Fails what is in the queue of a pipeline that has ended.
     pub fn refuse(&self, error: &Error) {
+        assert!(self.has_ended(), "a pipeline takes what it was told itself");
         while let Some(message) = self.inbox.pop() {
             if let ToGpu::Push { push, .. } = message {
                 self.push_over();
@@ -296,17 +299,20 @@ impl GpuInbox {
 
     /// Its result has come, or never will.
     pub(crate) fn end_ahead(&self) {
-        self.ahead.fetch_sub(1, Ordering::Release);
+        let before = self.ahead.fetch_sub(1, Ordering::Release);
+        assert!(before > 0, "a result ends what its caller was told before");
     }
 
     /// A push is over.
     pub(crate) fn push_over(&self) {
-        self.under_way.fetch_sub(1, Ordering::Release);
+        let before = self.under_way.fetch_sub(1, Ordering::Release);
+        assert!(before > 0, "a push is over once");
     }
 
     /// The pipeline looks into the queue no more, but for what is there now.
     pub(crate) fn end(&self, error: &Error) {
-        self.ended.store(true, Ordering::SeqCst);
+        let before = self.ended.swap(true, Ordering::SeqCst);
+        assert!(!before, "a pipeline ends once");
         self.refuse(error);
     }
 

@@ -22,6 +22,8 @@ impl Memory {
     /// this is pushed is finished.
     #[must_use]
     pub unsafe fn new(source: *const u8, target: *mut u8, bytes: usize) -> Memory {
+        let (from, to) = (source.addr(), target.addr());
+        debug_assert!(from == to || from.abs_diff(to) >= bytes, "the same, or apart");
         // SAFETY: the caller's promise. The loop that has the value finishes the task once no
         // transport has anything of it.
         let (source, target) =
@@ -168,6 +170,8 @@ impl Staging {
         let result = result.unwrap_or(slot);
         assert!(slot.pool == Pool::Own && result.pool == Pool::Own, "they are one part's for good");
         assert!(slot.memory.len() == result.memory.len(), "a result is as long as its part");
+        assert!(!slot.on_gpu && !result.on_gpu, "processors read and spoil it");
+        assert!(gate.is_aligned(), "it is read as an atomic");
         Staging { slot, result, gate }
     }
 
@@ -198,12 +202,19 @@ impl Staging {
 
     /// Tells the GPU that the result of this round is there.
     pub(crate) fn open(&self, round: u64) {
+        debug_assert!(!self.is_past(round), "the GPU has gone on, and reads what it waited for");
         self.word().store(gate_of(round), Ordering::Release);
     }
 
     /// Whether the GPU was told of the result of this round.
     pub(crate) fn is_open(&self, round: u64) -> bool {
         self.word().load(Ordering::Relaxed) == gate_of(round)
+    }
+
+    /// Whether the GPU was told of the result of a later round.
+    fn is_past(&self, round: u64) -> bool {
+        let ahead = self.word().load(Ordering::Relaxed).wrapping_sub(gate_of(round));
+        (1..=u32::MAX / 2).contains(&ahead)
     }
 
     /// Nobody will write results any more: the GPU waits for none of the rounds to come.

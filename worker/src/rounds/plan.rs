@@ -62,6 +62,22 @@ pub struct Plan {
 }
 
 impl Plan {
+    /// What the loop, which lands and adds by these numbers, relies on: the parts cover the tensor
+    /// without gaps, each of them has whole elements, and somebody sums it.
+    ///
+    /// # Panics
+    /// It is not so. What the scheduler says is checked before a plan is made of it.
+    pub fn check(&self) {
+        let (mut end, size) = (0, self.dtype.size());
+        for part in &self.parts {
+            assert!(part.offset == end, "`{}` has a gap, or a part twice", self.name);
+            assert!(part.bytes > 0 && part.bytes.is_multiple_of(size), "`{}` is cut", self.name);
+            assert!(part.core.is_none() || part.core != part.owner, "a lane leads to one peer");
+            end += part.bytes;
+        }
+        assert!(!(self.device && self.receiver.is_some()), "GPUs of a host gather together");
+    }
+
     /// Bytes of the tensor.
     #[must_use]
     pub fn bytes(&self) -> usize {

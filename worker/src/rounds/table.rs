@@ -18,6 +18,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
+mod invariants;
 mod recut;
 
 pub use recut::PassedError;
@@ -178,8 +179,9 @@ impl Rounds {
     /// A tensor was declared, and its parts have the numbers from `first` on.
     ///
     /// # Panics
-    /// It [is known](Self::knows).
+    /// It [is known](Self::knows), or the plan [is none](Plan::check).
     pub fn plan(&mut self, tensor: u32, plan: Arc<Plan>, first: PartId) {
+        plan.check();
         let index = tensor as usize;
         if self.tensors.len() <= index {
             self.tensors.resize_with(index + 1, || None);
@@ -188,7 +190,9 @@ impl Rounds {
         assert!(place.is_none(), "tensor {tensor} was planned before");
         let (waiting, doomed, poisoned) = (VecDeque::new(), None, None);
         let (round, run, base, next) = (0, None, 0, None);
-        *place = Some(Tensor { plan, first, round, run, waiting, doomed, poisoned, base, next });
+        let state = Tensor { plan, first, round, run, waiting, doomed, poisoned, base, next };
+        state.check();
+        *place = Some(state);
     }
 
     /// The plans of the tensors on the GPU, by id.
@@ -251,11 +255,13 @@ impl Rounds {
             return push.task.finish_now(Ok(()));
         }
         if state.run.is_some() || state.is_held() {
-            return state.waiting.push_back(push);
+            state.waiting.push_back(push);
+        } else {
+            assert!(state.waiting.is_empty(), "what waits begins when a round ends");
+            self.open += 1;
+            state.begin(push, parts);
         }
-        assert!(state.waiting.is_empty(), "what waits begins when a round ends");
-        self.open += 1;
-        state.begin(push, parts);
+        state.check();
     }
 
     /// The lanes are done with a part's round, whether or not its result has come. Returns the
@@ -265,12 +271,14 @@ impl Rounds {
     /// No round of the tensor is open.
     pub fn part_over(&mut self, tensor: u32, lacks: Lacks) -> Option<Done> {
         let state = self.tensors[tensor as usize].as_mut().expect("a part has a tensor");
+        state.check();
         let run = state.run.as_mut().expect("a part that is over was pushed");
         run.left = run.left.checked_sub(1).expect("each part is over once");
         run.lacks = run.lacks.or(lacks);
         if run.left > 0 {
             return None;
         }
+        assert!(self.open > 0, "the round that is over was counted");
         self.open -= 1;
         let Run { task, lacks, .. } = state.run.take()?;
         let (key, round) = (state.plan.parts[0].key, state.round - state.base);
@@ -292,6 +300,7 @@ impl Rounds {
             self.open += 1;
             state.begin(push, parts);
         }
+        state.check();
     }
 
     /// A name on which the ranks disagree: what is pending of its tensors fails, and so does what
@@ -316,9 +325,14 @@ impl Rounds {
             state.doomed = Some((if device { 0 } else { rounds }, error.clone()));
             self.end_if_doomed(tensor, parts);
             if device {
+                assert!(
+                    self.tensor(tensor).is_some_and(|state| state.poisoned.is_some()),
+                    "no round of the table keeps it going"
+                );
                 on_gpu(tensor);
             }
         }
+        self.check_open();
     }
 
     /// Fails what is pending of a doomed tensor, once it has had the rounds agreed on.
@@ -337,6 +351,7 @@ impl Rounds {
         for part in state.parts() {
             parts.abandon(part);
         }
+        state.check();
     }
 
     /// The job is over, and nobody has memory of callers any more: fails all that is pending.
@@ -363,11 +378,17 @@ impl Tensor {
     /// Opens the next round.
     fn begin(&mut self, push: Push, parts: &mut impl Parts) {
         assert!(self.run.is_none() && self.poisoned.is_none(), "one round is open at a time");
+        let is_agreed = self.doomed.as_ref().is_none_or(|(agreed, _)| self.round < *agreed);
+        assert!(is_agreed && !self.is_held(), "rounds begin as far as the ranks have agreed");
         let Push { memory, priority, act, task } = push;
         let asked_ns = task.asked_ns();
         self.change_if_due();
         self.round += 1;
         let round = self.round - self.base;
+        debug_assert!(
+            memory.target().len() == self.plan.bytes(),
+            "a push is as long as its tensor"
+        );
         let left = u32::try_from(self.plan.parts.len()).expect("parts are counted in u32");
         self.run = Some(Run { task, left, lacks: Lacks::NOTHING });
         for (id, part) in self.parts().zip(&self.plan.parts) {

@@ -43,6 +43,7 @@ impl Rounds {
         first: PartId,
         parts: &mut impl Parts,
     ) -> Option<u64> {
+        plan.check();
         let state = self.tensors.get_mut(tensor as usize)?.as_mut()?;
         let is_over = state.poisoned.is_some() || state.doomed.is_some();
         let next = Next { plan, first, after: None };
@@ -51,6 +52,7 @@ impl Rounds {
             return None;
         }
         state.next = Some(Box::new(next));
+        state.check();
         Some(state.round)
     }
 
@@ -61,6 +63,7 @@ impl Rounds {
     /// A tensor is beyond the round on which they have agreed. It goes on with its old parts, and
     /// the job can't.
     pub fn change(&mut self, agreed: &[Pushes], parts: &mut impl Parts) -> Result<(), PassedError> {
+        debug_assert!(agreed.is_sorted_by_key(|some| some.first), "`rounds_of` searches");
         let mut result = Ok(());
         for tensor in 0..self.tensors.len() {
             let Some(state) = self.tensors[tensor].as_mut() else { continue };
@@ -78,10 +81,12 @@ impl Rounds {
                 }
                 None => state.abandon_next(parts),
             }
+            assert!(!state.is_held(), "the ranks have agreed");
             if state.run.is_none() {
                 self.next(number, parts);
             }
         }
+        self.check_open();
         result
     }
 }
@@ -94,6 +99,7 @@ impl Tensor {
 
     /// Takes its other parts, before the first round with them.
     pub(super) fn change_if_due(&mut self) {
+        assert!(self.run.is_none(), "a round under way keeps its parts");
         let round = self.round;
         if let Some(next) = self.next.take_if(|next| next.after == Some(round)) {
             (self.plan, self.first, self.base) = (next.plan, next.first, round);
@@ -109,6 +115,20 @@ impl Tensor {
 }
 
 impl Next {
+    /// What holds of other parts while they wait, where debug assertions are on.
+    ///
+    /// # Panics
+    /// They are not of this tensor, or too late.
+    pub(super) fn check(&self, state: &Tensor) {
+        let (old, new) = (&*state.plan, &*self.plan);
+        assert!(old.bytes() == new.bytes() && old.dtype == new.dtype, "`{}` is cut", old.name);
+        let ends = |first: PartId, plan: &Plan| first.0 as usize + plan.parts.len();
+        let (first, behind) = (self.first, ends(state.first, old));
+        let is_apart = behind <= first.0 as usize || ends(first, new) <= state.first.0 as usize;
+        assert!(is_apart, "parts of two cuts have numbers of their own");
+        assert!(self.after.is_none_or(|after| after >= state.round), "they come too late");
+    }
+
     fn parts(&self) -> impl Iterator<Item = PartId> + use<> {
         let count = u32::try_from(self.plan.parts.len()).expect("parts are counted in u32");
         (self.first.0..self.first.0 + count).map(PartId)

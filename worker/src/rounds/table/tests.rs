@@ -33,14 +33,15 @@ impl Parts for Lanes {
     }
 }
 
-/// Parts of a tensor, at most.
-const PARTS_MAX: usize = 8;
+/// Bytes of each tensor that has some, which any number of parts up to 8 share in whole elements.
+const BYTES: usize = 840 * 4;
 
 fn plan(name: &str, parts: usize, device: bool) -> Arc<Plan> {
+    let bytes = BYTES / parts.max(1);
     let part = |index: usize| PlanPart {
         key: Key(index as u64),
-        offset: 8 * index,
-        bytes: 8,
+        offset: bytes * index,
+        bytes,
         core: Some(LaneId(0)),
         owner: None,
         owner_rank: Rank(0),
@@ -62,7 +63,7 @@ fn plan(name: &str, parts: usize, device: bool) -> Arc<Plan> {
 fn push(priority: i64) -> (Push, Handle) {
     let task = Arc::new(Task::default());
     let handle = Handle::of(&task);
-    (Push { memory: Memory::nowhere(8 * PARTS_MAX), priority, act: Act::NONE, task }, handle)
+    (Push { memory: Memory::nowhere(BYTES), priority, act: Act::NONE, task }, handle)
 }
 
 fn outcome(handle: &Handle) -> Option<Result<(), Error>> {
