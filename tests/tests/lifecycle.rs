@@ -113,6 +113,37 @@ fn a_killed_scheduler_is_named_by_all() {
 }
 
 #[test]
+fn the_keys_of_a_server_killed_under_the_next_scheduler_move() {
+    let extra = [("BPS_ELASTIC", "shrink"), ("DMLC_NUM_SERVER", "2")];
+    let port = free_port();
+    let start = |name, role| Program::start(name, &[], &variables(port, role, &extra));
+    let first = start("bps-scheduler", "scheduler");
+    let servers = [(); 2].map(|()| start("bps-server", "server"));
+    // Each checks all its sums; several tensors, so that both servers have some.
+    let rank = |index: u32| {
+        let mut variables = variables(port, "worker", &extra);
+        variables.push(("DMLC_WORKER_ID", index.to_string()));
+        Program::start("bps-test-rank", &["8000", "0", "10000", "4"], &variables)
+    };
+    let mut ranks = [0, 1, 2].map(rank);
+    for rank in &ranks {
+        let _ = rank.wait_for_line("rank has begun", JOIN);
+    }
+    first.signal(Signal::KILL);
+    let mut next = start("bps-scheduler", "scheduler");
+    let _ = next.wait_for_line("term 2: 3 ranks and 2 servers", JOIN);
+    servers[1].signal(Signal::KILL);
+    let _ = next.wait_for_line("1 server of 2 goes on without server", JOIN);
+    let _ = next.wait_for_line("moved to other servers within", JOIN);
+    for rank in &mut ranks {
+        assert!(rank.wait(2 * JOIN).success(), "{}", rank.lines().join("\n"));
+        let said = rank.lines().join("\n");
+        assert!(said.contains("goes on without server") && !said.contains("epoch 2"), "{said}");
+    }
+    assert!(next.wait(JOIN).success(), "{}", next.lines().join("\n"));
+}
+
+#[test]
 fn a_frozen_rank_counts_as_dead() {
     let mut job = running(&[]);
     let since = Instant::now();

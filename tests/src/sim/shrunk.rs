@@ -70,6 +70,8 @@ pub struct Shrunk {
     pub schedulers: u64,
     /// Of these, such as went on when another one had started.
     pub thawed: u64,
+    /// Times that parts have moved under a scheduler that had followed a lost one.
+    pub followed: u64,
 }
 
 impl Shrunk {
@@ -81,7 +83,7 @@ impl Shrunk {
     }
 
     /// Each with its name.
-    pub fn counts(&mut self) -> [(&'static str, &mut u64); 18] {
+    pub fn counts(&mut self) -> [(&'static str, &mut u64); 19] {
         [
             ("results", &mut self.checked),
             ("short results", &mut self.short),
@@ -99,6 +101,7 @@ impl Shrunk {
             ("ended jobs", &mut self.ended),
             ("schedulers", &mut self.schedulers),
             ("schedulers that went on", &mut self.thawed),
+            ("moves under another scheduler", &mut self.followed),
             ("late contributions", &mut self.late),
             ("results of others", &mut self.given),
         ]
@@ -120,7 +123,7 @@ pub enum Dying {
     Hosts,
     /// The same of ranks that have GPUs.
     HostsOfGpus,
-    /// Schedulers, which others follow, and perhaps ranks, seldom a server.
+    /// Schedulers, which others follow, and perhaps ranks and servers.
     Schedulers,
 }
 

@@ -148,9 +148,6 @@ impl Scheduler {
     /// Why no server can be done without now, if so.
     fn pinned(&self) -> Option<&'static str> {
         let Phase::Running(running) = &self.phase else { return None };
-        if self.term > 1 {
-            return Some("another scheduler has taken this job over");
-        }
         let mut workers = (0..).map(Rank).zip(&running.job.workers);
         let opens_lanes = |(rank, (node, _)): (Rank, &(NodeId, Register))| {
             let has_lanes = self.peers.get(node).is_some_and(|peer| peer.has_lanes);

@@ -6,10 +6,11 @@
 //! one than its own ends without a word to the members.
 
 mod absent;
+mod known;
 
 use self::absent::{caught_up, rank_of, server_of};
+use self::known::recall;
 use super::groups::Groups;
-use super::registry::{Recalled, Registry};
 use super::rendezvous::{Job, name, origin, shape};
 use super::waits::{Barriers, Reminder};
 use super::{
@@ -486,6 +487,7 @@ impl Scheduler {
             workers.extend((0..ranks).map(|rank| rank_of(takeover, rank)));
             servers.extend((0..word(roster.servers.len())).map(|at| server_of(takeover, at)));
             self.config.job.clone_from(&roster.job);
+            self.keep_rules(roster);
         }
         let hosts: BTreeSet<&str> = workers
             .iter()
@@ -521,6 +523,7 @@ impl Scheduler {
             running.left.extend(takeover.left());
         }
         self.phase = Phase::Running(Box::new(running));
+        self.note_lanes(takeover);
         obstacle.map(|why| shorten(&why))
     }
 
@@ -574,27 +577,4 @@ impl Scheduler {
         self.phase = Phase::Over;
         self.put(Output::Done(Exit::Failed));
     }
-}
-
-/// Fills a registry with what ranks and servers know.
-fn recall(registry: &mut Registry, takeover: &Takeover, now: Duration) -> Result<(), String> {
-    let mut all: BTreeMap<u32, Recalled> = BTreeMap::new();
-    let mut keys_end = 0;
-    for (seat, member) in &takeover.members {
-        keys_end = keys_end.max(member.resume.keys_end);
-        let Seat::Rank(rank) = seat else { continue };
-        for KnownTensor { said, assignment } in &member.known {
-            if assignment.until.is_some() {
-                return Err(format!("tensor `{}` was declared anew", said.name));
-            }
-            let recalled = all
-                .entry(assignment.tensor)
-                .or_insert_with(|| Recalled { said: said.clone(), by: Vec::new() });
-            if recalled.said != *said {
-                return Err(format!("ranks know tensor {} differently", assignment.tensor));
-            }
-            recalled.by.push((Rank(*rank), assignment.parts.clone()));
-        }
-    }
-    registry.recall(all, keys_end, now)
 }

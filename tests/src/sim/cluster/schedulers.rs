@@ -22,6 +22,7 @@ pub(super) const CONNECTIONS: u64 = 1 << 32;
 pub(super) struct Process {
     pub(super) machine: Scheduler,
     pub(super) state: State,
+    was_stopped: bool,
     /// What has come to it while it was stopped.
     held: Vec<Letter>,
 }
@@ -60,7 +61,7 @@ struct Asked {
 
 impl Process {
     pub(super) fn new(machine: Scheduler) -> Process {
-        Process { machine, state: State::Lives, held: Vec::new() }
+        Process { machine, state: State::Lives, was_stopped: false, held: Vec::new() }
     }
 }
 
@@ -113,13 +114,22 @@ impl Cluster {
 
     /// The scheduler's process stops; what is said to it waits.
     pub fn freeze_scheduler(&mut self) {
-        self.schedulers.last_mut().expect("there is one").state = State::Stopped;
+        let last = self.schedulers.last_mut().expect("there is one");
+        (last.state, last.was_stopped) = (State::Stopped, true);
     }
 
     /// Another scheduler starts at the address of the last one.
     pub fn start_scheduler(&mut self) {
         let scheduler = Scheduler::new(self.config.clone(), self.now());
         self.schedulers.push(Process::new(scheduler));
+    }
+
+    /// Whether a scheduler was stopped and another one started beside it: what lives may follow
+    /// either, and is missed by the other.
+    #[must_use]
+    pub fn may_be_parted(&self) -> bool {
+        let (_, before) = self.schedulers.split_last().expect("there is one");
+        before.iter().any(|scheduler| scheduler.was_stopped)
     }
 
     /// Whether two ranks look for their job at different schedulers, or one waits for the answer of

@@ -26,6 +26,8 @@ pub(super) struct Fate {
     host: (Vec<usize>, bool),
     /// A scheduler was lost before all ranks that lived had the numbers of their tensors.
     declaring: bool,
+    /// No server dies before a scheduler has.
+    behind: bool,
 }
 
 impl Fate {
@@ -45,6 +47,7 @@ impl Fate {
             killed: Vec::new(),
             host: (Vec::new(), false),
             declaring: false,
+            behind: false,
         };
         if dying == Dying::Ranks {
             return fate(ranks, Vec::new());
@@ -59,9 +62,12 @@ impl Fate {
         }
         let ranks = if random.once_in(2) { 0 } else { ranks };
         if dying == Dying::Schedulers {
-            // Behind a scheduler's death a server's makes the job form again.
-            servers.truncate(usize::from(random.once_in(6)));
-            return Fate { schedulers: 1 + random.index(3), ..fate(ranks, servers) };
+            // Behind a server's death a scheduler's makes the job form again.
+            let lot = random.index(12);
+            servers.truncate(if lot < 6 { servers.len() } else { 0 });
+            let behind = lot > 0;
+            let schedulers = 1 + random.index(3);
+            return Fate { schedulers, behind, ..fate(ranks, servers) };
         }
         fate(ranks, servers)
     }
@@ -218,8 +224,10 @@ impl Fate {
             let is_alone = worker.roster.as_ref().is_some_and(|own| own.neighbours.is_empty());
             let host = self.host_with(cluster, ranks, victim);
             if is_server {
+                let is_due = !self.behind || outcome.schedulers > 0;
                 if has_formed
                     && !is_leaving
+                    && is_due
                     && let Some(victim) = self.servers.pop()
                 {
                     outcome.servers += 1;
@@ -261,20 +269,26 @@ pub(super) fn has_ended(cluster: &Cluster) -> bool {
         "it alone has results that others lack",
         "can't move: a rank has shut down",
         "can't move: a rank opens its lanes",
-        "another scheduler has taken this job over",
         "the next one can't go on as it was",
     ];
-    cluster.log.iter().any(|line| reasons.iter().any(|reason| line.contains(reason)))
+    // Some servers stay when all that are to die have died; but those that follow another scheduler
+    // are missed by this one.
+    let parted = cluster.may_be_parted().then_some("can't move: no other server is left");
+    let mut reasons = reasons.into_iter().chain(parted);
+    reasons.any(|reason| cluster.log.iter().any(|line| line.contains(reason)))
 }
 
-/// What the scheduler says of parts that have moved.
+/// What the schedulers say of parts that have moved.
 pub(super) fn read_log(cluster: &Cluster, outcome: &mut Shrunk) {
+    let mut is_followed = false;
     for line in &cluster.log {
+        is_followed |= line.contains(" are led by this scheduler after ");
         let Some((moved, rest)) = line.split_once(" moved to other servers within ") else {
             continue;
         };
         let number = |text: &str| text.split(' ').next().and_then(|text| text.parse().ok());
         outcome.moved += number(moved).unwrap_or(0);
+        outcome.followed += u64::from(is_followed);
         let restored = rest.split_once(", ").and_then(|(_, rest)| number(rest));
         outcome.restored += restored.unwrap_or(0);
     }

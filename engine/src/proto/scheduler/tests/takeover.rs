@@ -2,6 +2,7 @@
 
 mod leaving;
 mod moments;
+mod moving;
 
 use super::elastic::worker;
 use super::*;

@@ -23,7 +23,7 @@ impl Job {
 
 #[test]
 fn schedulers_and_members_that_die_at_any_moment_leave_one_job_and_nobody_waits() {
-    let (mut led, mut reformed, mut shrunk) = (0, 0, 0);
+    let (mut led, mut reformed, mut shrunk, mut moved) = (0, 0, 0, 0);
     for seed in 0..1_500 {
         let mut random = Random::new(seed);
         let (workers, servers) = (2 + random.small(4), 1 + random.small(2));
@@ -42,10 +42,7 @@ fn schedulers_and_members_that_die_at_any_moment_leave_one_job_and_nobody_waits(
                 5..8 => job.read(),
                 8 if random.one_in(6) => {
                     let at = random.small(workers + servers) as usize;
-                    if job.members[at].lives && job.members[at].told.is_none() {
-                        job.members[at].lives = false;
-                        job.bench.close(job.members[at].node);
-                    }
+                    job.kill(at);
                 }
                 9 if random.one_in(3) || step + 1 == steps => {
                     // What one member has heard by then, another has not.
@@ -73,10 +70,7 @@ fn schedulers_and_members_that_die_at_any_moment_leave_one_job_and_nobody_waits(
                     // One dies when it has come.
                     if random.one_in(6) {
                         let at = random.small(workers) as usize;
-                        if job.members[at].lives && job.members[at].told.is_none() {
-                            job.members[at].lives = false;
-                            job.bench.close(job.members[at].node);
-                        }
+                        job.kill(at);
                     }
                     job.pass(PATIENCE + 500);
                 }
@@ -98,7 +92,9 @@ fn schedulers_and_members_that_die_at_any_moment_leave_one_job_and_nobody_waits(
             reformed += 1;
             continue;
         }
-        led += u32::from(job.bench.scheduler.term > 1);
+        let is_led = job.bench.scheduler.term > 1;
+        led += u32::from(is_led);
+        moved += u32::from(is_led && job.members.iter().any(|one| one.lives && one.lost > 0));
         shrunk += u32::from(job.members.iter().any(|one| !one.gone.is_empty()));
         // Everybody who lives comes to the barrier that somebody is furthest at.
         let reached = |one: &Member| {
@@ -120,7 +116,8 @@ fn schedulers_and_members_that_die_at_any_moment_leave_one_job_and_nobody_waits(
             assert_eq!(member.passed, most, "seed {seed}");
         }
     }
-    assert!(led > 300 && reformed > 200 && shrunk > 50, "{led}, {reformed}, {shrunk}");
+    let seen = format!("{led}, {reformed}, {shrunk}, {moved}");
+    assert!(led > 300 && reformed > 200 && shrunk > 50 && moved > 20, "{seen}");
 }
 
 #[test]
