@@ -18,7 +18,7 @@ const THREADS: usize = 4;
 const SLICE: Duration = Duration::from_millis(500);
 
 /// A call of a framework that waits for exchanges.
-pub trait Waiting: Send {
+pub trait PendingCall: Send {
     /// Takes what has come; whether that was the last, or nothing more matters.
     fn is_over(&mut self) -> bool;
 
@@ -28,7 +28,7 @@ pub trait Waiting: Send {
 
 #[derive(Default)]
 struct State {
-    calls: Vec<Box<dyn Waiting>>,
+    calls: Vec<Box<dyn PendingCall>>,
     has_leader: bool,
 }
 
@@ -52,7 +52,7 @@ pub fn runs() -> bool {
 }
 
 /// Finishes the call once these, which are all that it waits for, have ended, or it says so before.
-pub fn complete(call: Box<dyn Waiting>, handles: &[Handle]) {
+pub fn complete(call: Box<dyn PendingCall>, handles: &[Handle]) {
     // Before they are watched: once the bell rings, the call has to be here.
     lock().calls.push(call);
     for handle in handles {
@@ -91,7 +91,7 @@ fn work() {
 }
 
 /// Waits until calls have ended.
-fn lead() -> Vec<Box<dyn Waiting>> {
+fn lead() -> Vec<Box<dyn PendingCall>> {
     loop {
         // Read before the handles are: what ends from now on rings once more.
         let rings = BELL.rings();

@@ -12,8 +12,8 @@ use crate::signals::Signals;
 use crate::timeline::Tracing;
 use bps_engine::config::{Config, Program};
 use bps_engine::control::{
-    Door, Found, JobKey, Knocker, Link, LinkError, LinkReceiver, LinkSender, Listener, Progress,
-    Redial, ask_time, take_time,
+    ControlLink, Door, Found, JobKey, Knocker, LinkError, LinkReceiver, LinkSender, Listener,
+    Progress, Redial, ask_time, take_time,
 };
 use bps_engine::harness::{self};
 use bps_engine::host::{self, HostError};
@@ -94,7 +94,8 @@ pub fn run(config: &Config) -> Result<(), ServerError> {
     let _exporter = shown.serve(config)?;
     let all: Vec<Listener> = listeners.into_iter().chain(unix_listeners).collect();
     let acceptor = start_acceptor(all, key.clone(), config.encrypt, shards.clone())?;
-    let dial = || Link::connect(&config.root_uri, config.root_port, &key, config.start_timeout);
+    let dial =
+        || ControlLink::connect(&config.root_uri, config.root_port, &key, config.start_timeout);
     let link = stop.while_alone(dial)?.map_err(ServerError::NoScheduler)?;
     let fail = |error: std::io::Error| ServerError::SchedulerLost(LinkError::Lost(error));
     link.notice_loss_after(config.heartbeat_timeout).map_err(fail)?;

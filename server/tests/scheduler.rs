@@ -2,7 +2,7 @@
 
 use bps_engine::base::{DType, Operation, Placement, Rank};
 use bps_engine::config::Config;
-use bps_engine::control::{DialError, JobKey, Link, LinkError};
+use bps_engine::control::{ControlLink, DialError, JobKey, LinkError};
 use bps_engine::proto::members::Members;
 use bps_engine::proto::messages::{
     Declaration, Node, NodeMessage, Origin, OverReason, Party, Planning, Register, Roster,
@@ -70,8 +70,8 @@ fn server() -> Node {
     Node::Server { cores, shm: None, rdma: false, colocated: true, preferred: None }
 }
 
-fn join(address: SocketAddr, key: &JobKey, node: Node, numbers: (u32, u32)) -> Link {
-    let link = Link::connect("127.0.0.1", address.port(), key, SOON).unwrap();
+fn join(address: SocketAddr, key: &JobKey, node: Node, numbers: (u32, u32)) -> ControlLink {
+    let link = ControlLink::connect("127.0.0.1", address.port(), key, SOON).unwrap();
     let register = Register {
         node,
         host: "here".to_owned(),
@@ -90,7 +90,7 @@ fn join(address: SocketAddr, key: &JobKey, node: Node, numbers: (u32, u32)) -> L
 }
 
 /// The next message that is no waiting line.
-fn next(link: &mut Link) -> SchedulerMessage {
+fn next(link: &mut ControlLink) -> SchedulerMessage {
     let until = Instant::now() + SOON;
     while Instant::now() < until {
         match link.receive(Duration::from_millis(100)) {
@@ -102,14 +102,14 @@ fn next(link: &mut Link) -> SchedulerMessage {
     panic!("no message in time");
 }
 
-fn roster(link: &mut Link) -> Roster {
+fn roster(link: &mut ControlLink) -> Roster {
     match next(link) {
         SchedulerMessage::Roster(roster) => roster,
         other => panic!("{other:?}, not a roster"),
     }
 }
 
-fn over(link: &mut Link) -> OverReason {
+fn over(link: &mut ControlLink) -> OverReason {
     match next(link) {
         SchedulerMessage::Over { reason } => reason,
         other => panic!("{other:?}, not the end"),
@@ -117,9 +117,9 @@ fn over(link: &mut Link) -> OverReason {
 }
 
 /// Two workers and a server, in a job that runs.
-fn formed(running: &Running) -> (Vec<Link>, Link) {
+fn formed(running: &Running) -> (Vec<ControlLink>, ControlLink) {
     let mut server = join(running.address, &running.key, server(), (2, 1));
-    let mut workers: Vec<Link> =
+    let mut workers: Vec<ControlLink> =
         (0..2).map(|at| join(running.address, &running.key, worker(at), (2, 1))).collect();
     for (index, link) in (0..).zip(&mut workers) {
         let roster = roster(link);
@@ -145,7 +145,7 @@ fn declarations(count: u32, elements: u64) -> Vec<Declaration> {
         .collect()
 }
 
-fn declare_and_meet(workers: &mut [Link], server: &mut Link) {
+fn declare_and_meet(workers: &mut [ControlLink], server: &mut ControlLink) {
     let tensors = declarations(1000, 1024);
     let start = Instant::now();
     for link in workers.iter() {
@@ -167,7 +167,7 @@ fn declare_and_meet(workers: &mut [Link], server: &mut Link) {
     }
 }
 
-fn finish(workers: Vec<Link>, mut server: Link) {
+fn finish(workers: Vec<ControlLink>, mut server: ControlLink) {
     for link in workers {
         link.send(&NodeMessage::Leave { suspend: false }).unwrap();
     }
@@ -246,14 +246,15 @@ fn strangers_do_not_disturb_an_honest_job() {
             .collect()
     };
     let _early = strangers(60);
-    let wrong = Link::connect("127.0.0.1", running.address.port(), &JobKey::open(), SOON);
+    let wrong = ControlLink::connect("127.0.0.1", running.address.port(), &JobKey::open(), SOON);
     let error = wrong.unwrap_err();
     assert!(matches!(error, DialError::Handshake { .. }));
     assert!(error.to_string().contains("the job key differs"), "{error}");
     let (mut workers, mut server) = formed(&running);
     let _late = strangers(60);
     // One with the key, but without manners.
-    let mut rude = Link::connect("127.0.0.1", running.address.port(), &running.key, SOON).unwrap();
+    let mut rude =
+        ControlLink::connect("127.0.0.1", running.address.port(), &running.key, SOON).unwrap();
     rude.send(&NodeMessage::Barrier { request: 1 }).unwrap();
     assert!(matches!(rude.receive(SOON), Err(LinkError::Closed)));
     declare_and_meet(&mut workers, &mut server);

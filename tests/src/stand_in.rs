@@ -3,7 +3,7 @@
 //! device on its path would be.
 
 use bps_engine::control::{
-    Acceptor, Connection, Hello, JobKey, Link, LinkReceiver, LinkSender, Listener, Socket,
+    Acceptor, Connection, ControlLink, Hello, JobKey, LinkReceiver, LinkSender, Listener, Socket,
 };
 use bps_engine::proto::messages::{NodeMessage, SchedulerMessage};
 use std::io::{Read, Write};
@@ -64,7 +64,7 @@ fn pass(
 ) {
     let start = std::time::Instant::now();
     let link = loop {
-        match Link::dial(scheduler, key, PATIENCE) {
+        match ControlLink::dial(scheduler, key, PATIENCE) {
             Ok(link) => break link,
             Err(error) if start.elapsed() > PATIENCE => return eprintln!("{error}"),
             Err(_) => std::thread::sleep(TICK / 10),

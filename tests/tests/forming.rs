@@ -3,7 +3,7 @@
 
 use bps_engine::base::{Placement, Rank};
 use bps_engine::config::{Config, LogLevel, Role, TransportChoice};
-use bps_engine::control::{Acceptor, JobKey, Link, Listener, Socket, dial_unix};
+use bps_engine::control::{Acceptor, ControlLink, JobKey, Listener, Socket, dial_unix};
 use bps_engine::host::raise_descriptor_limit;
 use bps_engine::proto::handshake::Hello;
 use bps_engine::proto::messages::{Node, NodeMessage, Planning, Register, SchedulerMessage};
@@ -230,7 +230,8 @@ impl FakeServer {
         let acceptor =
             Acceptor::start(listeners, JobKey::open(), admit, |line| eprintln!("{line}"))
                 .expect("a thread");
-        let link = Link::connect("127.0.0.1", port, &JobKey::open(), JOIN).expect("a scheduler");
+        let link =
+            ControlLink::connect("127.0.0.1", port, &JobKey::open(), JOIN).expect("a scheduler");
         let node = Node::Server {
             cores: announced,
             shm: None,
@@ -260,7 +261,7 @@ impl FakeServer {
 struct Heart(Arc<AtomicBool>);
 
 impl Heart {
-    fn of(link: Link) -> Heart {
+    fn of(link: ControlLink) -> Heart {
         let ended = Arc::new(AtomicBool::new(false));
         let is_over = Arc::clone(&ended);
         let (sender, mut receiver) = link.split();
@@ -399,7 +400,8 @@ fn a_silent_neighbour_does_not_hold_up_the_lanes_of_others() {
     let _scheduler = Program::start("bps-scheduler", &[], &variables(port, &extra));
     let _server = Program::start("bps-server", &[], &variables(port, &extra));
     let join = |worker_id| {
-        let link = Link::connect("127.0.0.1", port, &JobKey::open(), JOIN).expect("a scheduler");
+        let link =
+            ControlLink::connect("127.0.0.1", port, &JobKey::open(), JOIN).expect("a scheduler");
         let node = Node::Worker {
             worker_id,
             local_rank: 0,

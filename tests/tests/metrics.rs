@@ -6,7 +6,7 @@
 
 use bps_engine::base::{DType, Key, Operation, Placement, Rank, Round};
 use bps_engine::config::{AutoCompression, Role, TransportChoice};
-use bps_engine::control::{Hello, JobKey, Link, LinkSender, dial};
+use bps_engine::control::{ControlLink, Hello, JobKey, LinkSender, dial};
 use bps_engine::metrics::{FAMILIES, Kind};
 use bps_engine::proto::messages::{
     Assignment, Declaration, Node, NodeMessage, Planning, Register, Roster, SchedulerMessage,
@@ -170,7 +170,7 @@ struct Played {
 impl Played {
     fn register(port: u16, worker_id: u32) -> (LinkSender, JoinHandle<Played>) {
         let key = JobKey::load(&bps_engine::config::Config::default()).expect("an open job");
-        let link = Link::connect("127.0.0.1", port, &key, PATIENCE).expect("a scheduler");
+        let link = ControlLink::connect("127.0.0.1", port, &key, PATIENCE).expect("a scheduler");
         let (sender, mut receiver) = link.split();
         let register = Register {
             node: Node::Worker {

@@ -253,7 +253,7 @@ impl<A: FnMut(usize, Hello, Socket, Secrets), L: FnMut(&str)> Door<A, L> {
         }
     }
 
-    fn admit_pending(&mut self, listener: usize, socket: Socket, peer: Peer) {
+    fn admit_pending(&mut self, listener: usize, socket: Socket, peer: Caller) {
         if self.pending.len() >= HANDSHAKES_MAX {
             self.evict();
         }
@@ -407,24 +407,24 @@ impl<L: FnMut(&str)> Complaints<L> {
 }
 
 /// Where a connection comes from, for messages and for fairness.
-struct Peer {
+struct Caller {
     name: String,
     address: Option<IpAddr>,
 }
 
-fn accept_one(listener: &Listener) -> io::Result<(Socket, Peer)> {
+fn accept_one(listener: &Listener) -> io::Result<(Socket, Caller)> {
     match listener {
         Listener::Tcp(listener) => {
             let (stream, peer) = listener.accept()?;
             stream.set_nonblocking(true)?;
             stream.set_nodelay(true)?;
             let address = Some(network_of(peer.ip()));
-            Ok((Socket::Tcp(stream), Peer { name: peer.to_string(), address }))
+            Ok((Socket::Tcp(stream), Caller { name: peer.to_string(), address }))
         }
         Listener::Unix(listener) => {
             let (stream, _) = listener.accept()?;
             stream.set_nonblocking(true)?;
-            Ok((Socket::Unix(stream), Peer { name: "this host".to_owned(), address: None }))
+            Ok((Socket::Unix(stream), Caller { name: "this host".to_owned(), address: None }))
         }
     }
 }

@@ -121,12 +121,12 @@ impl Inbox {
 #[derive(Default)]
 pub struct Connection {
     /// Until the greeting is there: the key, what has come of it, and what is to be sent after it.
-    waiting: Option<Waiting>,
+    waiting: Option<Ungreeted>,
     sealer: Sealer,
     inbox: Inbox,
 }
 
-struct Waiting {
+struct Ungreeted {
     key: JobKey,
     greeting: Vec<u8>,
     unsent: Vec<u8>,
@@ -136,7 +136,7 @@ impl Connection {
     /// A connection that has carried nothing but the handshake.
     #[must_use]
     pub fn accept(key: &JobKey) -> Connection {
-        let waiting = Waiting { key: key.clone(), greeting: Vec::new(), unsent: Vec::new() };
+        let waiting = Ungreeted { key: key.clone(), greeting: Vec::new(), unsent: Vec::new() };
         Connection { waiting: (!key.is_open()).then_some(waiting), ..Connection::default() }
     }
 

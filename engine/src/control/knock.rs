@@ -1,7 +1,7 @@
 //! Fresh connections to a scheduler that does not answer on the first one: each is dialed with
 //! packets of its own, which do not wait for the retransmissions of an older connection.
 
-use super::link::{Door, Link};
+use super::link::{ControlLink, Door};
 use crate::proto::messages::{NodeMessage, SchedulerMessage};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -39,7 +39,7 @@ impl Knocker {
             let patience = (4 * door.round_trip).clamp(ATTEMPT_MIN, ATTEMPT_MAX);
             while !is_over() {
                 let start = Instant::now();
-                if let Ok(link) = Link::dial(door.address, &door.key, patience) {
+                if let Ok(link) = ControlLink::dial(door.address, &door.key, patience) {
                     // What is not taken in time is not missed: the next answer comes soon.
                     knock(link, door.session, is_over, |message| drop(send.try_send(message)));
                 }
@@ -67,7 +67,7 @@ impl Drop for Knocker {
 
 /// Says that the node lives, again and again, until the connection is of no more use.
 fn knock(
-    mut link: Link,
+    mut link: ControlLink,
     session: u64,
     is_over: impl Fn() -> bool,
     mut heard: impl FnMut(SchedulerMessage),

@@ -84,7 +84,7 @@ pub enum LinkError {
 
 /// Both halves of a connection to the scheduler.
 #[derive(Debug)]
-pub struct Link {
+pub struct ControlLink {
     sender: LinkSender,
     receiver: LinkReceiver,
     session: u64,
@@ -114,7 +114,7 @@ pub struct LinkReceiver {
     inbox: Inbox,
 }
 
-impl Link {
+impl ControlLink {
     /// Connects to the scheduler at this host name or address, trying again until the deadline.
     ///
     /// # Errors
@@ -124,7 +124,7 @@ impl Link {
         root_port: u16,
         key: &JobKey,
         deadline: Duration,
-    ) -> Result<Link, DialError> {
+    ) -> Result<ControlLink, DialError> {
         let address = format!("the scheduler at {root_uri}:{root_port}");
         let (stream, channel) = retry(&address, deadline, |left| {
             // Asked anew each time: the name of a scheduler that is just starting may not be known
@@ -148,14 +148,14 @@ impl Link {
             Err(failure)
         })?;
         warn_without_key(key, &stream, &address);
-        Link::new(stream, channel).map_err(|error| DialError::Unreachable {
+        ControlLink::new(stream, channel).map_err(|error| DialError::Unreachable {
             address,
             waited: Duration::ZERO,
             error,
         })
     }
 
-    fn new(stream: TcpStream, (sealer, opener): Channel) -> io::Result<Link> {
+    fn new(stream: TcpStream, (sealer, opener): Channel) -> io::Result<ControlLink> {
         stream.set_nonblocking(false)?;
         stream.set_nodelay(true)?;
         stream.set_write_timeout(Some(WRITE_TIMEOUT))?;
@@ -166,14 +166,18 @@ impl Link {
         let receiver = LinkReceiver { stream, unread: VecDeque::new(), inbox };
         let random = nonce()?;
         let session = random.first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes));
-        Ok(Link { sender, receiver, session })
+        Ok(ControlLink { sender, receiver, session })
     }
 
     /// One attempt to connect to the scheduler at this address.
     ///
     /// # Errors
     /// Nobody answered in time, or who did is not of this job.
-    pub fn dial(address: SocketAddr, key: &JobKey, patience: Duration) -> Result<Link, DialError> {
+    pub fn dial(
+        address: SocketAddr,
+        key: &JobKey,
+        patience: Duration,
+    ) -> Result<ControlLink, DialError> {
         let failed = |failure| match failure {
             Attempt::Later(error) => {
                 DialError::Unreachable { address: address.to_string(), waited: patience, error }
@@ -184,7 +188,7 @@ impl Link {
         };
         let (stream, channel) =
             dial_and_greet(address, key, patience, Duration::ZERO).map_err(failed)?;
-        Link::new(stream, channel).map_err(|error| failed(Attempt::Later(error)))
+        ControlLink::new(stream, channel).map_err(|error| failed(Attempt::Later(error)))
     }
 
     /// What this node is to register as its session.

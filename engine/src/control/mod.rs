@@ -32,7 +32,7 @@ pub use fault::{is_one_sided, lane_fault};
 pub use frame::{Connection, FrameError, Inbox, encode};
 pub use job_key::JobKeyError;
 pub use knock::Knocker;
-pub use link::{Door, Link, LinkError, LinkReceiver, LinkSender};
+pub use link::{ControlLink, Door, LinkError, LinkReceiver, LinkSender};
 pub use redial::{Found, Progress, Redial};
 pub use setups::Setups;
 pub use time::{ask_time, take_time};

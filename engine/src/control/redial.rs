@@ -2,7 +2,7 @@
 //! then asked, beside whatever is left of the old one, whether its scheduler leads the job.
 
 use super::JobKey;
-use super::link::{Door, Link, LinkReceiver, LinkSender};
+use super::link::{ControlLink, Door, LinkReceiver, LinkSender};
 use crate::proto::messages::{NodeMessage, Register, SchedulerMessage};
 use std::sync::mpsc::{Receiver, TryRecvError, sync_channel};
 use std::time::{Duration, Instant};
@@ -22,7 +22,7 @@ pub struct Redial {
     interval: Duration,
     /// Silence after which a scheduler that was asked counts as none.
     patience: Duration,
-    dialing: Option<Receiver<Option<Link>>>,
+    dialing: Option<Receiver<Option<ControlLink>>>,
     asked: Option<Asked>,
 }
 
@@ -96,7 +96,7 @@ impl Redial {
         let (send, links) = sync_channel(1);
         let (uri, port, key) = (self.root_uri.clone(), self.root_port, self.key.clone());
         let body = move || {
-            let link = Link::connect(&uri, port, &key, ATTEMPT).ok();
+            let link = ControlLink::connect(&uri, port, &key, ATTEMPT).ok();
             // Nobody takes it where the node has ended, or its scheduler has answered after all.
             let _ = send.try_send(link);
         };

@@ -196,8 +196,8 @@ fn another_version_learns_ours() {
 #[test]
 fn links_carry_messages_both_ways_and_never_wait_forever() {
     let (setup, key) = (setup_with("link", JobKey::open()), JobKey::open());
-    let link =
-        Link::connect("localhost", setup.address.port(), &key, SOON).expect("localhost resolves");
+    let link = ControlLink::connect("localhost", setup.address.port(), &key, SOON)
+        .expect("localhost resolves");
     link.notice_loss_after(Duration::from_secs(4)).unwrap();
     let (sender, mut receiver) = link.split();
     let (_, _, socket) = setup.admitted.recv_timeout(SOON).unwrap();
@@ -246,7 +246,7 @@ fn links_carry_messages_both_ways_and_never_wait_forever() {
 fn a_receiver_is_woken_by_shutdown() {
     let (setup, key) = (setup_with("wake", JobKey::open()), JobKey::open());
     let (sender, mut receiver) =
-        Link::connect("127.0.0.1", setup.address.port(), &key, SOON).unwrap().split();
+        ControlLink::connect("127.0.0.1", setup.address.port(), &key, SOON).unwrap().split();
     let waiting = std::thread::spawn(move || receiver.receive(Duration::from_secs(60)));
     sender.shutdown();
     assert!(matches!(waiting.join().unwrap(), Err(LinkError::Closed)));
@@ -257,7 +257,7 @@ fn a_receiver_is_woken_by_shutdown() {
 fn the_last_word_arrives_although_nobody_has_read_what_came_before() {
     let (setup, key) = (setup_with("last", JobKey::open()), JobKey::open());
     let (sender, receiver) =
-        Link::connect("127.0.0.1", setup.address.port(), &key, SOON).unwrap().split();
+        ControlLink::connect("127.0.0.1", setup.address.port(), &key, SOON).unwrap().split();
     let (_, _, socket) = setup.admitted.recv_timeout(SOON).unwrap();
     let Socket::Tcp(mut socket) = socket else { panic!("not TCP") };
     let mut connection = Connection::accept(&key);
@@ -280,7 +280,7 @@ fn the_last_word_arrives_although_nobody_has_read_what_came_before() {
 #[test]
 fn a_link_is_not_closed_for_ever() {
     let (setup, key) = (setup_with("patience", JobKey::open()), JobKey::open());
-    let link = Link::connect("127.0.0.1", setup.address.port(), &key, SOON).unwrap();
+    let link = ControlLink::connect("127.0.0.1", setup.address.port(), &key, SOON).unwrap();
     let kept = setup.admitted.recv_timeout(SOON).unwrap();
     let (patience, begun) = (Duration::from_millis(50), Instant::now());
     assert!(!link.split().0.close(patience));
@@ -334,9 +334,9 @@ fn a_knock_is_repeated_on_fresh_connections_until_it_is_answered_no_more() {
 }
 
 /// A link of a job with a key, and the scheduler's end of it.
-fn sealed(setup: &Setup) -> (Link, TcpStream, Connection) {
+fn sealed(setup: &Setup) -> (ControlLink, TcpStream, Connection) {
     let port = setup.address.port();
-    let dialer = std::thread::spawn(move || Link::connect("127.0.0.1", port, &key(), SOON));
+    let dialer = std::thread::spawn(move || ControlLink::connect("127.0.0.1", port, &key(), SOON));
     let (_, _, socket) = setup.admitted.recv_timeout(SOON).unwrap();
     let Socket::Tcp(mut socket) = socket else { panic!("not TCP") };
     let mut connection = Connection::accept(&key());
@@ -399,7 +399,7 @@ fn a_link_says_by_name_that_its_messages_were_changed_or_cut() {
 fn who_only_relayed_the_handshake_gets_no_further() {
     let setup = setup("relayed");
     let port = setup.address.port();
-    let dialer = std::thread::spawn(move || Link::connect("127.0.0.1", port, &key(), SOON));
+    let dialer = std::thread::spawn(move || ControlLink::connect("127.0.0.1", port, &key(), SOON));
     let (_, _, socket) = setup.admitted.recv_timeout(SOON).unwrap();
     let Socket::Tcp(mut socket) = socket else { panic!("not TCP") };
     // Without the key there is no answer but a guess.

@@ -112,7 +112,7 @@ enum Standing {
     Aside(NodeId),
 }
 
-struct Peer {
+struct NodeState {
     standing: Standing,
     /// Host, pid, name and sessions, now and in an earlier epoch; known from `Register`.
     host: String,
@@ -170,7 +170,7 @@ pub struct Scheduler {
     term: u32,
     epoch: Epoch,
     phase: Phase,
-    peers: BTreeMap<NodeId, Peer>,
+    peers: BTreeMap<NodeId, NodeState>,
     outputs: VecDeque<Queued>,
     /// When nodes are told for whom they wait.
     reminder: Reminder,
@@ -240,7 +240,7 @@ impl Scheduler {
         if self.is_over() && self.refusal.is_none() {
             return;
         }
-        self.peers.insert(node, Peer::connected(now));
+        self.peers.insert(node, NodeState::connected(now));
     }
 
     /// A message came in.

@@ -8,7 +8,7 @@
 //! nothing is known of others and every CPU counts as free.
 
 use super::Topology;
-use super::plan::{Place, Plan, Request, plan};
+use super::plan::{Pinning, Place, Request, plan};
 use rustix::fs::{Mode, OFlags, fchmod, fstat, lstat, open};
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -74,7 +74,7 @@ impl Claims {
         &mut self,
         topology: &Topology,
         request: &Request<'_>,
-        planned: &Plan,
+        planned: &Pinning,
         thread: usize,
     ) -> Place {
         let Some(&wanted) = planned.places.get(thread) else { return NOWHERE };

@@ -59,7 +59,7 @@ pub struct Place {
 
 /// The answer.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Plan {
+pub struct Pinning {
     /// A place for each thread.
     pub places: Vec<Place>,
     /// CPUs that these threads can use at once: what the mask, the isolation and the quota leave.
@@ -76,13 +76,13 @@ pub struct Plan {
 /// serves interrupts, then near what it asked for, then where the third-level cache is least
 /// shared.
 #[must_use]
-pub fn plan(topology: &Topology, request: &Request<'_>) -> Plan {
+pub fn plan(topology: &Topology, request: &Request<'_>) -> Pinning {
     let candidates = eligible(topology, request);
     let usable = usable(&candidates, topology.limits.cpu_quota);
     let asking = request.threads.len() + request.others;
     if asking > usable {
         let unpinned = Place { cpu: None, memory_node: None };
-        return Plan {
+        return Pinning {
             places: vec![unpinned; request.threads.len()],
             usable,
             is_crowded: true,
@@ -107,10 +107,10 @@ pub fn plan(topology: &Topology, request: &Request<'_>) -> Plan {
     let note = is_sharing.then(|| {
         "some polling threads share a physical core: fewer threads might be faster".to_owned()
     });
-    Plan { places, usable, is_crowded: false, note }
+    Pinning { places, usable, is_crowded: false, note }
 }
 
-impl Plan {
+impl Pinning {
     /// The plan in one line, such as "CPUs 8,9 (memory on nodes 0,0)".
     #[must_use]
     pub fn describe(&self) -> String {

@@ -346,13 +346,13 @@ impl Context {
     ///
     /// # Errors
     /// TensorFlow's words.
-    pub fn input(&self, index: c_int) -> Result<Tensor, String> {
+    pub fn input(&self, index: c_int) -> Result<TensorShare, String> {
         let (mut tensor, status) = (ptr::null_mut(), Status::new());
         // SAFETY: the run has not ended; TensorFlow writes a pointer, and what it points to is
         // ours.
         unsafe { (api().TF_GetInput)(self.0, index, &raw mut tensor, status.raw()) };
         status.result()?;
-        Ok(Tensor(tensor))
+        Ok(TensorShare(tensor))
     }
 
     /// The result of this number, of the shape of the argument of this number: in the memory of
@@ -360,7 +360,7 @@ impl Context {
     ///
     /// # Errors
     /// TensorFlow's words: there is no memory, say.
-    pub fn output(&self, index: c_int, dimensions: &[i64]) -> Result<(Tensor, bool), String> {
+    pub fn output(&self, index: c_int, dimensions: &[i64]) -> Result<(TensorShare, bool), String> {
         let (candidates, mut forwarded, status) = ([index], -1, Status::new());
         let rank = c_int::try_from(dimensions.len()).unwrap_or(0);
         // SAFETY: the run has not ended; TensorFlow reads one candidate and as many dimensions as
@@ -378,7 +378,7 @@ impl Context {
             )
         };
         status.result()?;
-        Ok((Tensor(tensor), forwarded >= 0))
+        Ok((TensorShare(tensor), forwarded >= 0))
     }
 
     /// The run has failed. Its callback is still to be called.
@@ -390,12 +390,12 @@ impl Context {
 }
 
 /// A share in a tensor's memory, which stays as long as this does.
-pub struct Tensor(*mut RawTensor);
+pub struct TensorShare(*mut RawTensor);
 
 // SAFETY: TensorFlow counts shares atomically, and no two threads have this one.
-unsafe impl Send for Tensor {}
+unsafe impl Send for TensorShare {}
 
-impl Tensor {
+impl TensorShare {
     /// TensorFlow's number of its type.
     pub fn dtype(&self) -> c_int {
         // SAFETY: the share is ours.
@@ -423,7 +423,7 @@ impl Tensor {
     }
 }
 
-impl Drop for Tensor {
+impl Drop for TensorShare {
     fn drop(&mut self) {
         // SAFETY: the share is ours, and is given back once.
         unsafe { (api().TF_DeleteTensor)(self.0) };

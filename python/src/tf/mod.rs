@@ -14,12 +14,12 @@
 mod api;
 mod done;
 
-use crate::completer::{self, Waiting};
+use crate::completer::{self, PendingCall};
 use crate::context::engine;
 use crate::declared::{self, Declared};
 use crate::error;
 use crate::uneven::FromRoot;
-use api::{Construction, Context, RawConstruction, RawContext, RawDone, Status, Tensor, api};
+use api::{Construction, Context, RawConstruction, RawContext, RawDone, Status, TensorShare, api};
 use api::{RawStatus, ShapeContext};
 use bps_worker::{Handle, PushPull, TensorId};
 use done::Done;
@@ -136,7 +136,7 @@ impl Kernel {
     }
 
     /// What the ranks must agree on about this one of its tensors.
-    fn declared(&self, name: &str, tensor: &Tensor) -> Result<Declared, String> {
+    fn declared(&self, name: &str, tensor: &TensorShare) -> Result<Declared, String> {
         let wrong =
             |what: &str| format!("byteps.errors.TensorError: '{name}' cannot be exchanged: {what}");
         let (dtype, element) = dtype_of(tensor.dtype()).ok_or_else(|| wrong("its type"))?;
@@ -252,7 +252,7 @@ impl Run {
     }
 }
 
-impl Waiting for Run {
+impl PendingCall for Run {
     fn is_over(&mut self) -> bool {
         self.exchange.handles.iter().all(Handle::is_told)
     }
@@ -271,7 +271,7 @@ impl Waiting for Run {
 /// Tensors under way: their memory, and their handles.
 struct Exchange {
     handles: Vec<Handle>,
-    memory: Vec<Tensor>,
+    memory: Vec<TensorShare>,
     _under_way: UnderWay,
     /// Those whose root may have joined.
     from_roots: Vec<FromRoot>,

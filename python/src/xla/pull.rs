@@ -4,7 +4,7 @@
 
 use super::abi::Future;
 use super::exchanges::Exchange;
-use crate::completer::Waiting;
+use crate::completer::PendingCall;
 use std::sync::Arc;
 
 /// Where the result of an exchange goes.
@@ -47,7 +47,7 @@ impl Pull {
     }
 }
 
-impl Waiting for Pull {
+impl PendingCall for Pull {
     fn is_over(&mut self) -> bool {
         let failed = &mut self.failed;
         self.parts.retain(|part| {

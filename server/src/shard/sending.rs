@@ -21,7 +21,7 @@ use std::collections::VecDeque;
 const NONE: u32 = u32::MAX;
 
 #[derive(Clone, Copy)]
-struct Link {
+struct Neighbours {
     before: u32,
     after: u32,
 }
@@ -29,7 +29,7 @@ struct Link {
 /// Keys whose result is being sent, by their places among the entries; the oldest result first.
 pub(super) struct Results {
     /// Of every entry.
-    links: Vec<Link>,
+    links: Vec<Neighbours>,
     first: u32,
     last: u32,
 }
@@ -44,14 +44,14 @@ impl Results {
     /// There are so many entries.
     pub(super) fn make_room(&mut self, entries: usize) {
         if self.links.len() < entries {
-            self.links.resize(entries, Link { before: NONE, after: NONE });
+            self.links.resize(entries, Neighbours { before: NONE, after: NONE });
         }
     }
 
     /// Adds a result; none of this entry is in.
     fn push(&mut self, index: usize) {
         let at = number(index);
-        self.links[index] = Link { before: self.last, after: NONE };
+        self.links[index] = Neighbours { before: self.last, after: NONE };
         match self.last {
             NONE => self.first = at,
             last => self.links[last as usize].after = at,
@@ -61,7 +61,7 @@ impl Results {
 
     /// Takes out the result of this entry, which is in.
     fn remove(&mut self, index: usize) {
-        let Link { before, after } = self.links[index];
+        let Neighbours { before, after } = self.links[index];
         match before {
             NONE => self.first = after,
             before => self.links[before as usize].after = after,

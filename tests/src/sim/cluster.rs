@@ -34,7 +34,7 @@ use bps_worker::error::StartError;
 use bps_worker::host::switches::Switches;
 use bps_worker::job::agent::{self as worker_agent, Lanes};
 use bps_worker::job::nic_loop::{Command as NicCommand, NicLoop};
-use bps_worker::nic::{NicConfig, NicStatistics, Peer, Report as NicReport};
+use bps_worker::nic::{LanePeer, NicConfig, NicStatistics, Report as NicReport};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;

@@ -11,7 +11,7 @@ use bps_engine::transport::sim::Random;
 use bps_engine::wire::header::FLAG_PAYLOAD_CHECKSUM;
 use bps_engine::wire::{Header, Kind};
 use bps_worker::job::nic_loop::Command;
-use bps_worker::nic::Peer;
+use bps_worker::nic::LanePeer;
 use bps_worker::rounds::handover::{FromGpu, GpuInbox, GpuThread, ToGpu};
 use bps_worker::rounds::{Among, SlotMemory};
 use bps_worker::{Error, Handle};
@@ -35,7 +35,7 @@ fn pair(seed: u64) -> Pair {
 /// With one round of each part open; as below several PCIe switches, where these others hold what
 /// the good one holds.
 fn with_column(seed: u64, column: Vec<Rank>) -> Pair {
-    let mut pair = Pair::new(seed, Peer::Rank(BAD), column, false);
+    let mut pair = Pair::new(seed, LanePeer::Rank(BAD), column, false);
     pair.push(0, OWN, None);
     pair.push(1, OTHERS, Some(LANE));
     pair.plan(2, ON_GPUS[0], None, true);

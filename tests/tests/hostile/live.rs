@@ -7,7 +7,7 @@
 use crate::spoil;
 use bps_engine::base::{CoreId, DType, Epoch, Key, Operation, Placement, Rank, Round};
 use bps_engine::config::{Config, LogLevel};
-use bps_engine::control::{Hello, JobKey, Link, LinkSender, dial};
+use bps_engine::control::{ControlLink, Hello, JobKey, LinkSender, dial};
 use bps_engine::proto::encoding::draw;
 use bps_engine::proto::handshake::Dialing;
 use bps_engine::proto::messages::{
@@ -161,7 +161,8 @@ struct BadRank {
 
 impl BadRank {
     fn join(port: u16, key: &JobKey) -> BadRank {
-        let link = Link::connect("127.0.0.1", port, key, PATIENCE).expect("the scheduler listens");
+        let link =
+            ControlLink::connect("127.0.0.1", port, key, PATIENCE).expect("the scheduler listens");
         let (sender, mut receiver) = link.split();
         let register = Register {
             node: Node::Worker {

@@ -15,7 +15,7 @@ use bps_engine::wire::{Header, RawHeader};
 use bps_worker::host::switches::Switches;
 use bps_worker::job::agent::{Agent, Effect, Lanes};
 use bps_worker::job::nic_loop::{Command, NicLoop};
-use bps_worker::nic::{NicConfig, NicStatistics, Peer, Report};
+use bps_worker::nic::{LanePeer, NicConfig, NicStatistics, Report};
 use bps_worker::rounds::{Among, Memory, Plan, PlanPart};
 use bps_worker::task::Task;
 use bps_worker::{Error, Handle};
@@ -58,8 +58,8 @@ impl Pair {
     /// With a bad neighbour on its host, or a bad server. Of a host with several PCIe switches,
     /// `column` are the others that hold what the good rank holds. `keeps` is for jobs that go on
     /// when a server dies.
-    pub fn new(seed: u64, peer: Peer, column: Vec<Rank>, keeps: bool) -> Pair {
-        let is_server = matches!(peer, Peer::Server(_));
+    pub fn new(seed: u64, peer: LanePeer, column: Vec<Rank>, keeps: bool) -> Pair {
+        let is_server = matches!(peer, LanePeer::Server(_));
         let host = if is_server { vec![GOOD] } else { vec![GOOD, BAD] };
         let switches = Switches::new(host, u32::from(!column.is_empty()));
         let network = SimNetwork::new(seed);

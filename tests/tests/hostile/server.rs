@@ -6,7 +6,7 @@ use bps_engine::base::{DType, Epoch, Key, Rank, Round};
 use bps_engine::transport::sim::Random;
 use bps_engine::wire::header::FLAG_PAYLOAD_CHECKSUM;
 use bps_engine::wire::{Header, Kind};
-use bps_worker::nic::Peer;
+use bps_worker::nic::LanePeer;
 use bps_worker::{Error, Handle};
 
 const SERVER: u32 = 0;
@@ -19,7 +19,7 @@ const SEEDS: u64 = 2000;
 
 /// With one round of a part open.
 fn pair(seed: u64, keeps: bool) -> Pair {
-    let mut pair = Pair::new(seed, Peer::Server(SERVER), Vec::new(), keeps);
+    let mut pair = Pair::new(seed, LanePeer::Server(SERVER), Vec::new(), keeps);
     pair.push(0, OPEN, None);
     pair.plan(1, IDLE, None, false);
     pair.settle();

@@ -15,7 +15,7 @@ use super::crew::Ended;
 use super::error::LaunchError;
 use super::frames::{Decoder, Encode, GREETING, Hello, Instruction, Order, PROTOCOL, Report};
 use super::output::say;
-use super::plan::{Kind, Plan, Programs};
+use super::plan::{Kind, LaunchPlan, Programs};
 use super::port::reserve_port_for_others;
 use super::share;
 use super::signals::Signals;
@@ -267,7 +267,7 @@ impl Agent<'_> {
         Ok(())
     }
 
-    fn count_in(&mut self, plan: &Plan, before: usize) {
+    fn count_in(&mut self, plan: &LaunchPlan, before: usize) {
         for (child, process) in (before..).zip(&plan.processes) {
             self.numbers.push(Some(child));
             if process.kind == Kind::Worker {

@@ -5,7 +5,9 @@
 use super::binding::{Binding, Machine, Wanted};
 use super::error::LaunchError;
 use super::local;
-use super::plan::{Environment, Kind, Plan, Process, Programs, helper_command, worker_command};
+use super::plan::{
+    Environment, Kind, LaunchPlan, Process, Programs, helper_command, worker_command,
+};
 use bps_engine::config::{Config, ElasticMode, Loaded, Origin, Role};
 use std::os::fd::OwnedFd;
 
@@ -13,7 +15,7 @@ use std::os::fd::OwnedFd;
 const SLURM_SPECIAL_STEPS: u32 = 0xFFFF_FF00;
 
 /// Plans the processes of `DMLC_ROLE`. Their output is not touched: BytePS's is not either.
-pub(super) fn plan(loaded: &Loaded, programs: &Programs) -> Result<Plan, LaunchError> {
+pub(super) fn plan(loaded: &Loaded, programs: &Programs) -> Result<LaunchPlan, LaunchError> {
     if let Some(rank) = rank_of_another(loaded) {
         return one_rank(loaded, &rank);
     }
@@ -45,7 +47,7 @@ pub(super) fn plan(loaded: &Loaded, programs: &Programs) -> Result<Plan, LaunchE
     let grace = config.launch.grace;
     let notice = config.leaves_within().filter(|_| config.role == Role::Worker);
     // How many ranks the whole job needs is for its scheduler to say.
-    Ok(Plan { processes, notes, prefix: false, grace, workers_min: 1, held, notice })
+    Ok(LaunchPlan { processes, notes, prefix: false, grace, workers_min: 1, held, notice })
 }
 
 /// The rank that srun, mpirun or torchrun has given this process, where no variable of ours says
@@ -69,7 +71,7 @@ fn rank_of_another(loaded: &Loaded) -> Option<String> {
 }
 
 /// A process whose place other variables say: `init()` reads them there.
-fn one_rank(loaded: &Loaded, rank: &str) -> Result<Plan, LaunchError> {
+fn one_rank(loaded: &Loaded, rank: &str) -> Result<LaunchPlan, LaunchError> {
     let mut environment = Environment::of_flags(loaded);
     environment.set("PYTHONUNBUFFERED", "1");
     let process = Process {
@@ -84,7 +86,7 @@ fn one_rank(loaded: &Loaded, rank: &str) -> Result<Plan, LaunchError> {
         is_revived: false,
         folder: None,
     };
-    Ok(Plan {
+    Ok(LaunchPlan {
         processes: vec![process],
         notes: Vec::new(),
         prefix: false,

@@ -9,7 +9,7 @@ use super::crew::{Crew, Ended, Slot};
 use super::error::LaunchError;
 use super::hosts::Host;
 use super::output::say;
-use super::plan::{Kind, Plan, Process};
+use super::plan::{Kind, LaunchPlan, Process};
 use super::screen::Screen;
 use super::signals::{self, Signals};
 use super::streams::{Source, Streams};
@@ -218,14 +218,14 @@ fn how_ended(process: Pid) -> Option<(i32, String)> {
 
 /// The children of the launcher itself: their output goes to its own.
 pub(super) struct LocalCrew<'a> {
-    plan: &'a Plan,
+    plan: &'a LaunchPlan,
     children: Children,
     screen: Screen,
 }
 
 impl LocalCrew<'_> {
     /// None has started yet.
-    pub(super) fn new(plan: &Plan) -> Result<LocalCrew<'_>, LaunchError> {
+    pub(super) fn new(plan: &LaunchPlan) -> Result<LocalCrew<'_>, LaunchError> {
         let labels = plan.processes.iter().map(|process| process.label.as_str());
         let screen = Screen::new(labels, plan.prefix);
         Ok(LocalCrew { plan, children: Children::new()?, screen })

@@ -28,12 +28,12 @@ const LISTEN: Duration = Duration::from_millis(5);
 /// Bytes of an answer, at most.
 const ANSWER_BYTES_MAX: usize = 1 << 20;
 
-type Answer = Result<Vec<Host>, String>;
+type Findings = Result<Vec<Host>, String>;
 
 /// The command, and what it has said.
 pub(super) struct Discovery {
     command: String,
-    answers: Receiver<Answer>,
+    answers: Receiver<Findings>,
     is_over: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
     /// What is wrong with its last run.
@@ -117,7 +117,7 @@ impl Drop for Discovery {
 }
 
 /// Runs the command once.
-fn ask(line: &str, timeout: Duration, is_over: &AtomicBool) -> Answer {
+fn ask(line: &str, timeout: Duration, is_over: &AtomicBool) -> Findings {
     let mut child = spawn_command(line).map_err(|error| format!("does not start: {error}"))?;
     let answer = listen(&mut child, timeout, is_over);
     // Not reaped yet, or ended by now: the number is still its own where this has an effect.
@@ -130,7 +130,7 @@ fn ask(line: &str, timeout: Duration, is_over: &AtomicBool) -> Answer {
     answer
 }
 
-fn listen(child: &mut Child, timeout: Duration, is_over: &AtomicBool) -> Answer {
+fn listen(child: &mut Child, timeout: Duration, is_over: &AtomicBool) -> Findings {
     let begun = Instant::now();
     let (Some(mut output), Some(mut errors)) = (child.stdout.take(), child.stderr.take()) else {
         return Err("has no output".to_owned());

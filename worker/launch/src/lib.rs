@@ -13,7 +13,7 @@
 use crate::error::LaunchError;
 use crate::fleet::Fleet;
 use crate::output::say;
-use crate::plan::Plan;
+use crate::plan::LaunchPlan;
 use bps_engine::config::{Loaded, Program, open};
 use std::ffi::OsString;
 use std::io::Write;
@@ -62,7 +62,7 @@ pub fn cli(arguments: impl IntoIterator<Item = OsString>, programs: Programs) ->
         || launch.server_hosts.is_some()
         || launch.scheduler_host.is_some()
         || launch.discovery.is_some();
-    let run = |plan: Plan| {
+    let run = |plan: LaunchPlan| {
         if !loaded.config.launch.dry_run {
             // What it needs to know of a job is known where all of it is here.
             let is_whole = launch.local > 0 && Fleet::is_wanted(&loaded.config);
@@ -87,7 +87,7 @@ pub fn cli(arguments: impl IntoIterator<Item = OsString>, programs: Programs) ->
 }
 
 /// Stand-alone with `--local`, otherwise by variables.
-fn plan_of(loaded: &Loaded, programs: &Programs) -> Result<Plan, LaunchError> {
+fn plan_of(loaded: &Loaded, programs: &Programs) -> Result<LaunchPlan, LaunchError> {
     if loaded.config.launch.local > 0 {
         local::plan(loaded, programs)
     } else {

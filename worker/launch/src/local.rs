@@ -8,7 +8,9 @@
 
 use super::binding::{Binding, Machine, Wanted};
 use super::error::{LaunchError, counted};
-use super::plan::{Environment, Kind, Plan, Process, Programs, helper_command, worker_command};
+use super::plan::{
+    Environment, Kind, LaunchPlan, Process, Programs, helper_command, worker_command,
+};
 use super::port::reserve_port;
 use bps_engine::base::word;
 use bps_engine::config::{Config, ElasticMode, Loaded, Origin};
@@ -37,7 +39,7 @@ pub(super) const DECIDED: &[&str] = &[
 const NO_KEY: &str = "cannot make a job key";
 
 /// Plans the whole job of `--local`.
-pub(super) fn plan(loaded: &Loaded, programs: &Programs) -> Result<Plan, LaunchError> {
+pub(super) fn plan(loaded: &Loaded, programs: &Programs) -> Result<LaunchPlan, LaunchError> {
     refuse_decided(loaded)?;
     let servers = match loaded.origin("DMLC_NUM_SERVER") {
         Origin::Flag(_) => loaded.config.num_servers,
@@ -52,10 +54,10 @@ pub(super) fn plan_alone(
     loaded: &Loaded,
     programs: &Programs,
     workers: u32,
-) -> Result<Plan, LaunchError> {
+) -> Result<LaunchPlan, LaunchError> {
     let plan = plan_job(loaded, programs, workers, 0)?;
     // BytePS does not touch the output of the processes.
-    Ok(Plan { prefix: false, ..plan })
+    Ok(LaunchPlan { prefix: false, ..plan })
 }
 
 fn plan_job(
@@ -63,7 +65,7 @@ fn plan_job(
     programs: &Programs,
     workers: u32,
     servers: u32,
-) -> Result<Plan, LaunchError> {
+) -> Result<LaunchPlan, LaunchError> {
     let launch = &loaded.config.launch;
     let command = worker_command(loaded)?;
     if servers == 0 && workers > 1 && !loaded.config.local_reduce {
@@ -152,7 +154,7 @@ fn plan_job(
     }
     let workers_min = spare(&mut processes, &loaded.config);
     let (prefix, grace) = (!launch.no_prefix, launch.grace);
-    Ok(Plan { processes, notes, prefix, grace, workers_min, notice: None, held })
+    Ok(LaunchPlan { processes, notes, prefix, grace, workers_min, notice: None, held })
 }
 
 fn refuse_too_few(loaded: &Loaded, workers: u32) -> Result<(), LaunchError> {

@@ -46,7 +46,7 @@ impl Programs {
 }
 
 /// All processes, and how to treat them.
-pub(super) struct Plan {
+pub(super) struct LaunchPlan {
     /// In the order in which they start.
     pub(super) processes: Vec<Process>,
     /// Lines for the user before anything starts.
@@ -146,7 +146,7 @@ impl Environment {
     }
 }
 
-impl fmt::Display for Plan {
+impl fmt::Display for LaunchPlan {
     /// What `--dry-run` prints: the notes, then each process's command.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for note in &self.notes {

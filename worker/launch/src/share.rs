@@ -6,7 +6,7 @@ use super::binding::{Machine, Wanted};
 use super::error::LaunchError;
 use super::frames::Instruction;
 use super::local::{STRAY, helper, hold_key, share_threads};
-use super::plan::{Environment, Plan, Process, Programs, worker_command};
+use super::plan::{Environment, LaunchPlan, Process, Programs, worker_command};
 use bps_engine::config::{Config, ElasticMode, Loaded, Outcome, Program, load};
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
@@ -17,7 +17,7 @@ use std::time::Duration;
 pub(super) fn plan(
     order: &Instruction,
     programs: &Programs,
-) -> Result<(Plan, Option<Duration>), LaunchError> {
+) -> Result<(LaunchPlan, Option<Duration>), LaunchError> {
     let loaded = load_settings(order)?;
     let config = &loaded.config;
     let folder = PathBuf::from(&order.folder);
@@ -89,7 +89,8 @@ pub(super) fn plan(
     }
     let grace = config.launch.grace;
     let notice = config.leaves_within().map(|notice| notice + grace);
-    let plan = Plan { processes, notes, prefix: true, grace, workers_min: 1, held, notice: None };
+    let plan =
+        LaunchPlan { processes, notes, prefix: true, grace, workers_min: 1, held, notice: None };
     Ok((plan, notice))
 }
 

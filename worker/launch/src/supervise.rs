@@ -10,7 +10,7 @@ use super::crew::{Crew, Ended};
 use super::error::LaunchError;
 use super::fleet::{End, Fleet, Recruit};
 use super::output::say;
-use super::plan::{Kind, Plan, Process};
+use super::plan::{Kind, LaunchPlan, Process};
 use super::signals::{self, Signals};
 use rustix::process::Signal;
 use std::time::{Duration, Instant};
@@ -102,7 +102,7 @@ pub(super) struct Supervisor<'a, C: Crew> {
     fleet: Option<Fleet>,
     /// A rank has ended well that was not asked to end.
     has_finished: bool,
-    /// See [`Plan::notice`].
+    /// See [`LaunchPlan::notice`].
     notice: Option<Duration>,
     /// When workers that were asked to end are asked again.
     urge_at: Option<Instant>,
@@ -113,7 +113,7 @@ pub(super) struct Supervisor<'a, C: Crew> {
 
 /// Starts everything and returns the code to leave with: of the first process that failed, or 128
 /// and the number of the signal that ended it or the launcher. Ranks come and go by the `fleet`.
-pub(super) fn run(plan: &Plan, fleet: Option<Fleet>) -> Result<i32, LaunchError> {
+pub(super) fn run(plan: &LaunchPlan, fleet: Option<Fleet>) -> Result<i32, LaunchError> {
     let mut crew = LocalCrew::new(plan)?;
     let mut signals = Signals::catch()?;
     for note in &plan.notes {

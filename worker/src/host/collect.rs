@@ -46,7 +46,7 @@ pub struct Granted<T> {
 
 /// What to do about a contribution's header.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Answer {
+pub enum Admission {
     /// Let its payload come in pieces.
     Take,
     /// Let it stand: its turn will come.
@@ -128,23 +128,23 @@ impl<T: Copy> Collector<T> {
     }
 
     /// The header of a contribution of so many bytes has come from a peer.
-    pub fn header(&mut self, peer: usize, key: Key, bytes: usize) -> Answer {
+    pub fn header(&mut self, peer: usize, key: Key, bytes: usize) -> Admission {
         let Some(at) = self.order.iter().position(|asked| asked.part.key == key) else {
-            return Answer::Unknown;
+            return Admission::Unknown;
         };
         let asked = &self.order[at];
         let fits = asked.part.bytes == bytes && asked.is_of(peer);
         if !fits || !matches!(self.coming[peer], Coming::Nothing) {
-            return Answer::Unknown;
+            return Admission::Unknown;
         }
         // Each part is contributed to once by each peer: of the first one, nothing may have been
         // added before all are here.
         if at == 0 {
             self.coming[peer] = Coming::Payload(None);
-            Answer::Take
+            Admission::Take
         } else {
             self.coming[peer] = Coming::Held(key);
-            Answer::Hold
+            Admission::Hold
         }
     }
 
@@ -298,7 +298,7 @@ mod tests {
             let peer = turn % 2;
             let (part, done, held) = at[peer];
             if part < 2 && !held {
-                let may = done > 0 || collector.header(peer, Key(part), 192) == Answer::Take;
+                let may = done > 0 || collector.header(peer, Key(part), 192) == Admission::Take;
                 at[peer].2 = true;
                 if may {
                     let length = left[peer].next().unwrap().min(192 - done);
@@ -337,12 +337,12 @@ mod tests {
         collector.grant(Granted { key: Key(1), bytes: 64, item: 1 }, Some([0, 2].into()));
         collector.grant(Granted { key: Key(2), bytes: 64, item: 2 }, Some([1].into()));
         collector.grant(Granted { key: Key(3), bytes: 64, item: 3 }, None);
-        assert_eq!(collector.header(1, Key(1), 64), Answer::Unknown, "it was not asked");
+        assert_eq!(collector.header(1, Key(1), 64), Admission::Unknown, "it was not asked");
         // Its lane stands with what it has for the next part, while others bring this one.
-        assert_eq!(collector.header(1, Key(2), 64), Answer::Hold);
+        assert_eq!(collector.header(1, Key(2), 64), Admission::Hold);
         for peer in [0, 2] {
             assert_eq!(collector.ready(), None);
-            assert_eq!(collector.header(peer, Key(1), 64), Answer::Take);
+            assert_eq!(collector.header(peer, Key(1), 64), Admission::Take);
             collector.piece(peer, memory);
         }
         let ready = collector.ready().unwrap();
@@ -351,7 +351,7 @@ mod tests {
         assert_eq!(collector.added(64, |peer| consumed.push(peer)).unwrap().item, 1);
         assert_eq!(consumed, [0, 2]);
         // What others have for a part that is for all stands now.
-        assert_eq!(collector.header(0, Key(3), 64), Answer::Hold);
+        assert_eq!(collector.header(0, Key(3), 64), Admission::Hold);
         assert_eq!(collector.take_next(), Some((1, 64)));
         collector.piece(1, memory);
         assert_eq!(collector.ready().unwrap().part.item, 2);
@@ -360,7 +360,7 @@ mod tests {
         collector.piece(0, memory);
         assert_eq!(collector.ready(), None);
         for peer in [1, 2] {
-            assert_eq!(collector.header(peer, Key(3), 64), Answer::Take);
+            assert_eq!(collector.header(peer, Key(3), 64), Admission::Take);
             collector.piece(peer, memory);
         }
         assert_eq!(collector.ready().unwrap().part.item, 3);
@@ -372,11 +372,15 @@ mod tests {
         let mut collector: Collector<u32> = Collector::new(2);
         collector.grant(Granted { key: Key(1), bytes: 64, item: 1 }, None);
         collector.grant(Granted { key: Key(2), bytes: 64, item: 2 }, None);
-        assert_eq!(collector.header(0, Key(3), 64), Answer::Unknown);
-        assert_eq!(collector.header(0, Key(1), 60), Answer::Unknown);
-        assert_eq!(collector.header(0, Key(1), 64), Answer::Take);
-        assert_eq!(collector.header(0, Key(2), 64), Answer::Unknown, "the first is still coming");
-        assert_eq!(collector.header(1, Key(2), 64), Answer::Hold, "out of turn, yet possible");
+        assert_eq!(collector.header(0, Key(3), 64), Admission::Unknown);
+        assert_eq!(collector.header(0, Key(1), 60), Admission::Unknown);
+        assert_eq!(collector.header(0, Key(1), 64), Admission::Take);
+        assert_eq!(
+            collector.header(0, Key(2), 64),
+            Admission::Unknown,
+            "the first is still coming"
+        );
+        assert_eq!(collector.header(1, Key(2), 64), Admission::Hold, "out of turn, yet possible");
         assert_eq!(collector.take_next(), None);
         collector.piece(0, memory);
         assert_eq!(collector.ready(), None);
@@ -385,7 +389,7 @@ mod tests {
         collector.remove(|item| *item == 1, |_| {}, |peer, what| dropped.push((peer, what)));
         assert_eq!(dropped, [(0, Dropped::Payload { left: 64, held: 64 })]);
         assert_eq!(collector.take_next(), Some((1, 64)));
-        assert_eq!(collector.header(0, Key(2), 64), Answer::Take);
+        assert_eq!(collector.header(0, Key(2), 64), Admission::Take);
         collector.piece(0, memory);
         collector.piece(1, memory);
         let ready = collector.ready().unwrap();

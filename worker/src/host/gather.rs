@@ -6,7 +6,7 @@ use std::time::Duration;
 
 /// A peer, and the open round of one key.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Peer {
+enum Arrival {
     /// It has not pushed it.
     Awaited,
     /// It has.
@@ -20,7 +20,7 @@ struct Gather {
     /// Rounds that all had pushed.
     done: u64,
     own: bool,
-    peers: Box<[Peer]>,
+    peers: Box<[Arrival]>,
     /// Peers that are awaited yet.
     left: usize,
     /// Of a tensor with an optimizer: what the open round is for, and the peer that said so first;
@@ -85,7 +85,7 @@ impl Gathers {
         self.keys.entry(key).or_insert_with(|| Gather {
             done: 0,
             own: false,
-            peers: vec![Peer::Awaited; peers].into(),
+            peers: vec![Arrival::Awaited; peers].into(),
             left: peers,
             said: None,
             since: None,
@@ -99,7 +99,7 @@ impl Gathers {
         let Some(among) = among else { return };
         for (at, peer) in gather.peers.iter_mut().enumerate() {
             if !among.contains(&at) {
-                *peer = Peer::Outside;
+                *peer = Arrival::Outside;
             }
         }
         gather.left = gather.awaited();
@@ -141,11 +141,11 @@ impl Gathers {
         let gather = self.gather(key);
         let open = gather.done + 1;
         match gather.peers[peer] {
-            Peer::Outside => return Err(Unfit::Outside { key }),
-            Peer::Awaited if round == open => {}
-            Peer::Awaited | Peer::In => return Err(Unfit::Untimely { key, round, open }),
+            Arrival::Outside => return Err(Unfit::Outside { key }),
+            Arrival::Awaited if round == open => {}
+            Arrival::Awaited | Arrival::In => return Err(Unfit::Untimely { key, round, open }),
         }
-        gather.peers[peer] = Peer::In;
+        gather.peers[peer] = Arrival::In;
         gather.left -= 1;
         Ok(gather.pushed(now))
     }
@@ -173,7 +173,7 @@ impl Gathers {
                 since,
                 own_missing: !gather.own,
                 peers_missing: peers
-                    .filter(|(_, peer)| **peer == Peer::Awaited)
+                    .filter(|(_, peer)| **peer == Arrival::Awaited)
                     .map(|(at, _)| at)
                     .collect(),
             })
@@ -183,7 +183,7 @@ impl Gathers {
 
 impl Gather {
     fn awaited(&self) -> usize {
-        self.peers.iter().filter(|peer| **peer == Peer::Awaited).count()
+        self.peers.iter().filter(|peer| **peer == Arrival::Awaited).count()
     }
 
     fn pushed(&mut self, now: Duration) -> bool {
@@ -192,8 +192,8 @@ impl Gather {
             self.done += 1;
             self.own = false;
             self.said = None;
-            for peer in self.peers.iter_mut().filter(|peer| **peer == Peer::In) {
-                *peer = Peer::Awaited;
+            for peer in self.peers.iter_mut().filter(|peer| **peer == Arrival::In) {
+                *peer = Arrival::Awaited;
             }
             self.left = self.awaited();
             self.since = None;

@@ -9,7 +9,7 @@ use self::outlasting::Memory;
 use super::nic_loop::Command;
 use crate::base::error::{Closed, Corruption, Death, Error, PeerDied, Refusal, Source, StartError};
 use crate::host::switches::Switches;
-use crate::nic::{Peer, Report};
+use crate::nic::{LanePeer, Report};
 use crate::rounds::{Among, Plan, PlanPart};
 use bps_engine::base::{CoreId, Rank, word};
 use bps_engine::control::lane_fault;
@@ -451,7 +451,7 @@ impl Agent {
     pub fn handle_report(&mut self, report: Report, effects: &mut Vec<Effect>) {
         match report {
             Report::Lost { .. } if self.over => {}
-            Report::Lost { peer: Peer::Server(server), .. }
+            Report::Lost { peer: LanePeer::Server(server), .. }
                 if self.lost_servers.contains(&server) => {}
             Report::Held { lost, keys } => {
                 let report = MovingReport::Held { lost, keys };
@@ -461,8 +461,8 @@ impl Agent {
                 let death = Death::LaneLost { peer: self.origin(peer), cause, at: round };
                 self.lost.get_or_insert(death);
                 let to = match peer {
-                    Peer::Server(index) => End::Server(index),
-                    Peer::Rank(rank) => End::Rank(rank),
+                    LanePeer::Server(index) => End::Server(index),
+                    LanePeer::Rank(rank) => End::Rank(rank),
                 };
                 let fault = lane_fault(cause);
                 let said = NodeMessage::LaneLost { to, fault };
@@ -549,14 +549,14 @@ impl Agent {
         effects.push(Effect::Over(error));
     }
 
-    fn origin(&self, peer: Peer) -> Origin {
+    fn origin(&self, peer: LanePeer) -> Origin {
         match peer {
-            Peer::Server(index) => {
+            LanePeer::Server(index) => {
                 let peer = self.roster.servers.get(index as usize);
                 let place = peer.map(|peer| Place { host: peer.host.clone(), pid: peer.pid });
                 Origin { party: Party::Server(index), place }
             }
-            Peer::Rank(rank) => {
+            LanePeer::Rank(rank) => {
                 let peer = self.roster.neighbours.iter().find(|peer| peer.rank == rank);
                 let place = peer.map(|peer| Place { host: peer.host.clone(), pid: peer.pid });
                 Origin { party: Party::Rank(rank), place }

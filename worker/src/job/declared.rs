@@ -19,7 +19,7 @@ pub(crate) struct Declared {
     /// What each name stands for now.
     names: HashMap<String, (Declaration, u32)>,
     /// By id.
-    tensors: Vec<Tensor>,
+    tensors: Vec<Tally>,
     uneven: Uneven,
 }
 
@@ -48,7 +48,7 @@ pub(crate) struct What {
 }
 
 #[derive(Clone)]
-struct Tensor {
+struct Tally {
     /// What it is, once it was declared here.
     what: Option<What>,
     pushes: u64,
@@ -56,7 +56,7 @@ struct Tensor {
     until: u64,
 }
 
-const UNKNOWN: Tensor = Tensor { what: None, pushes: 0, until: u64::MAX };
+const UNKNOWN: Tally = Tally { what: None, pushes: 0, until: u64::MAX };
 
 /// What a caller has to tell the scheduler.
 #[derive(Default)]
@@ -84,7 +84,7 @@ impl Declared {
         news
     }
 
-    fn tensor(&mut self, id: u32) -> &mut Tensor {
+    fn tensor(&mut self, id: u32) -> &mut Tally {
         let index = id as usize;
         if self.tensors.len() <= index {
             self.tensors.resize(index + 1, UNKNOWN);

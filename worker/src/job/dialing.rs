@@ -38,7 +38,7 @@ pub(crate) enum End {
 /// Lanes on their way. Dropping it ends the dialing; a thread that waits for an answer then ends by
 /// its own deadline.
 pub(crate) struct Dialing {
-    plan: Arc<Plan>,
+    plan: Arc<DialPlan>,
     dialed: Receiver<Dialed>,
     /// By place in the plan.
     cores: Vec<Option<Link>>,
@@ -60,7 +60,7 @@ pub(crate) struct Links {
 }
 
 /// What every dialing thread reads.
-struct Plan {
+struct DialPlan {
     config: Config,
     key: JobKey,
     roster: Roster,
@@ -95,7 +95,7 @@ impl Dialing {
             })
             .collect();
         let missing = cores.len();
-        let plan = Arc::new(Plan {
+        let plan = Arc::new(DialPlan {
             config: config.clone(),
             key: key.clone(),
             roster: roster.clone(),
@@ -203,7 +203,7 @@ fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> Result<(), Error> 
     thread.map(drop).map_err(|error| StartError::resource("no thread", error).into())
 }
 
-impl Plan {
+impl DialPlan {
     /// Dials one core after the other until none is left.
     fn dial(&self, dialed: &Sender<Dialed>) {
         while !self.cancelled.load(Ordering::Relaxed) {

@@ -4,7 +4,7 @@
 use crate::base::error::{Closed, Error, Overdue, Source};
 use crate::base::task::Task;
 use crate::base::types::Kept;
-use crate::nic::{Move, Nic, NicConfig, NicStatistics, Peer, Report};
+use crate::nic::{LanePeer, Move, Nic, NicConfig, NicStatistics, Report};
 use crate::rounds::handover::{FromGpu, GpuThread, ToGpu};
 use crate::rounds::{Done, Memory, Plan, Push, Rounds};
 use bps_engine::harness;
@@ -222,7 +222,7 @@ impl NicLoop {
     ///
     /// # Errors
     /// The transport refuses the link.
-    pub fn attach(&mut self, peer: Peer, link: Link) -> std::io::Result<LaneId> {
+    pub fn attach(&mut self, peer: LanePeer, link: Link) -> std::io::Result<LaneId> {
         self.nic.attach(peer, link)
     }
 
@@ -457,11 +457,11 @@ impl NicLoop {
             FromGpu::ScaleResidues { tensor, factor } => self.scale_residues(tensor, factor),
             FromGpu::Stalled { keys } => self.nic.note_stalls(keys),
             FromGpu::Lost { rank, cause } => {
-                let (peer, round) = (Peer::Rank(rank), self.nic.where_it_stands());
+                let (peer, round) = (LanePeer::Rank(rank), self.nic.where_it_stands());
                 self.nic.report(Report::Lost { peer, cause, round });
             }
             FromGpu::Corrupt { rank, message } => {
-                self.nic.report(Report::Corrupt { peer: Peer::Rank(rank), message });
+                self.nic.report(Report::Corrupt { peer: LanePeer::Rank(rank), message });
             }
             FromGpu::Failed { source } => self.nic.report(Report::Failed { source }),
         }

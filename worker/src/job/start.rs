@@ -10,10 +10,10 @@ use crate::job::control::Heart;
 use crate::job::dialing::{Dialing, End, Links, host_id};
 use crate::job::neighbours::{Door, Wakers};
 use crate::job::places;
-use crate::nic::{NicConfig, NicStatistics, Peer, Report};
+use crate::nic::{LanePeer, NicConfig, NicStatistics, Report};
 use bps_engine::base::{CoreId, Rank};
 use bps_engine::config::{Config, TransportChoice};
-use bps_engine::control::{JobKey, Link, LinkReceiver, LinkSender, Redial};
+use bps_engine::control::{ControlLink, JobKey, LinkReceiver, LinkSender, Redial};
 use bps_engine::lane::{EndpointBuilder, Needs};
 use bps_engine::mem::Budget;
 use bps_engine::proto::absence::Absence;
@@ -157,7 +157,7 @@ fn join_epoch(
         }
         None => config.start_timeout,
     };
-    let link = Link::connect(&config.root_uri, config.root_port, &key, patience)
+    let link = ControlLink::connect(&config.root_uri, config.root_port, &key, patience)
         .map_err(|error| StartError::NoScheduler(Source::new(error)))?;
     link.notice_loss_after(config.heartbeat_timeout).map_err(lost)?;
     let rails = match rdma::rails_for(config, places::node()) {
@@ -322,8 +322,8 @@ pub(crate) fn nic(
     );
     for (end, link) in links {
         let (peer, party) = match end {
-            End::Core(core) => (Peer::Server(core.server), Party::Server(core.server)),
-            End::Rank(rank) => (Peer::Rank(rank), Party::Rank(rank)),
+            End::Core(core) => (LanePeer::Server(core.server), Party::Server(core.server)),
+            End::Rank(rank) => (LanePeer::Rank(rank), Party::Rank(rank)),
         };
         nic.attach(peer, link).map_err(|error| {
             let peer = Origin { party, place: None };

@@ -3,7 +3,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::{LaneId, Nic, PartId, Peer, Report};
+use super::{LaneId, LanePeer, Nic, PartId, Report};
 use crate::base::error::Disagreement;
 use bps_engine::base::{Key, Rank};
 use bps_engine::optimize::Act;
@@ -27,7 +27,7 @@ impl Nic {
         let rank = |peer: Option<usize>| {
             let lane = peer.map(|peer| self.circle(device).lanes[peer]);
             match lane.map(|lane| self.lane(lane).peer) {
-                Some(Peer::Rank(rank)) => rank,
+                Some(LanePeer::Rank(rank)) => rank,
                 _ => self.config.rank,
             }
         };
@@ -43,7 +43,10 @@ impl Nic {
         let first = (Rank(header.contributors), Act::from_word(header.act));
         let second = (self.config.rank, self.part(part).act);
         self.close_lane(lane);
-        debug_assert!(matches!(self.lane(lane).peer, Peer::Server(_)), "ranks answer otherwise");
+        debug_assert!(
+            matches!(self.lane(lane).peer, LanePeer::Server(_)),
+            "ranks answer otherwise"
+        );
         self.report_disagreement((header.key, Some(part)), header.round.0, first, second);
         Ok(())
     }

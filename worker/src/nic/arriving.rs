@@ -1,7 +1,7 @@
 //! What comes to the lanes: publications, checked against what was pushed, and what the other ranks
 //! of the group say. A peer is not trusted: what does not fit closes its lane and is reported.
 
-use super::{LaneId, Nic, Operation, Part, PartId, Peer, Receiving, Report, Stage};
+use super::{LaneId, LanePeer, Nic, Operation, Part, PartId, Receiving, Report, Stage};
 use crate::rounds::{Lacks, Slot};
 use bps_engine::base::{Rank, Round};
 use bps_engine::limits::PARTS_MAX;
@@ -27,20 +27,22 @@ impl Nic {
         self.statistics.counters.frames_in.add(1);
         let taken = Header::decode(raw).map_err(|invalid| invalid.to_string()).and_then(|header| {
             match (self.lane(lane).peer, header.kind) {
-                (Peer::Server(_), Kind::Refused) if header.flags & FLAG_PAYLOAD_CHECKSUM != 0 => {
+                (LanePeer::Server(_), Kind::Refused)
+                    if header.flags & FLAG_PAYLOAD_CHECKSUM != 0 =>
+                {
                     self.altered(lane, &header, true);
                     Ok(())
                 }
-                (Peer::Server(_), Kind::Refused) if header.act != 0 => {
+                (LanePeer::Server(_), Kind::Refused) if header.act != 0 => {
                     self.contradicted(lane, &header)
                 }
-                (Peer::Server(_), Kind::Refused) => {
+                (LanePeer::Server(_), Kind::Refused) => {
                     Err("it refused a frame of this rank; its log says why".into())
                 }
                 (_, Kind::Publication) => self.on_publication(lane, header),
-                (Peer::Server(_), Kind::Grant) => self.on_asked_again(lane, &header),
-                (Peer::Rank(rank), _) => self.on_word(lane, rank, &header),
-                (Peer::Server(_), kind) => Err(format!("a server does not send {kind:?}")),
+                (LanePeer::Server(_), Kind::Grant) => self.on_asked_again(lane, &header),
+                (LanePeer::Rank(rank), _) => self.on_word(lane, rank, &header),
+                (LanePeer::Server(_), kind) => Err(format!("a server does not send {kind:?}")),
             }
         });
         if let Err(message) = taken {
@@ -289,7 +291,7 @@ impl Nic {
             return self.refuse(lane, message);
         }
         self.keep(part, &header, Some(target));
-        if matches!(self.lane(lane).peer, Peer::Server(_)) {
+        if matches!(self.lane(lane).peer, LanePeer::Server(_)) {
             self.spared(part, header.length as usize);
         }
         self.trace.frame(self.marks(lane, part).1, &header);
@@ -299,8 +301,8 @@ impl Nic {
     /// What begins and ends with a publication of a part on this lane.
     pub(super) fn marks(&self, lane: LaneId, part: PartId) -> (Mark, Mark) {
         match self.lane(lane).peer {
-            Peer::Rank(_) if !self.part(part).plan.device => (Mark::Copying, Mark::Copied),
-            Peer::Rank(_) | Peer::Server(_) => (Mark::Landing, Mark::Landed),
+            LanePeer::Rank(_) if !self.part(part).plan.device => (Mark::Copying, Mark::Copied),
+            LanePeer::Rank(_) | LanePeer::Server(_) => (Mark::Landing, Mark::Landed),
         }
     }
 

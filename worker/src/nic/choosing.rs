@@ -11,7 +11,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::{LaneId, Nic, PartId, Peer, Stage};
+use super::{LaneId, LanePeer, Nic, PartId, Stage};
 use bps_engine::base::DType;
 use bps_engine::config::AutoCompression;
 use bps_engine::encode::{Codec, Draw, narrow, widen};
@@ -250,7 +250,8 @@ impl Nic {
             dtype: state.plan.dtype,
             elements: state.plan.bytes / state.plan.dtype.size(),
         };
-        let cores = self.lanes.iter().filter(|lane| matches!(lane.peer, Peer::Server(_))).count();
+        let cores =
+            self.lanes.iter().filter(|lane| matches!(lane.peer, LanePeer::Server(_))).count();
         let in_group = self.group.lanes.len() + 1;
         let groups = (self.config.size as usize).div_ceil(in_group);
         // A server decodes what each group sends and encodes once, and all cores do so at once.
@@ -320,7 +321,7 @@ impl Nic {
 
     fn crosses_line(&self, lane: LaneId) -> bool {
         let lane = self.lane(lane);
-        matches!(lane.peer, Peer::Server(_)) && !lane.is_local
+        matches!(lane.peer, LanePeer::Server(_)) && !lane.is_local
     }
 
     /// How many parts go in each form of those that may be encoded or not: plain, as bf16, by their

@@ -8,10 +8,10 @@
 //! its circle.
 
 use super::{
-    Lane, LaneId, Nic, Operation, Part, PartId, PartPlan, PartWord, Peer, Phase, Receiving, Report,
-    Stage,
+    Lane, LaneId, LanePeer, Nic, Operation, Part, PartId, PartPlan, PartWord, Phase, Receiving,
+    Report, Stage,
 };
-use crate::host::collect::{Answer, Collector, Dropped, Granted};
+use crate::host::collect::{Admission, Collector, Dropped, Granted};
 use crate::host::gather::{Gathers, Unpushed};
 use bps_engine::base::{DType, Rank, Reduction, milliseconds};
 use bps_engine::mem::{Readable, Writable};
@@ -212,11 +212,12 @@ impl Nic {
             && header.contributors == 1;
         let circle = self.circle_mut(device);
         let peer = circle.place(lane)?;
-        let answer = if fits { circle.collector.header(peer, key, bytes) } else { Answer::Unknown };
+        let answer =
+            if fits { circle.collector.header(peer, key, bytes) } else { Admission::Unknown };
         match answer {
-            Answer::Take => self.endpoint.land(lane, Landing::Pieces(bytes)),
-            Answer::Hold => {}
-            Answer::Unknown => {
+            Admission::Take => self.endpoint.land(lane, Landing::Pieces(bytes)),
+            Admission::Hold => {}
+            Admission::Unknown => {
                 return Err(format!("a contribution to {key} does not fit what it was asked for"));
             }
         }
@@ -442,8 +443,8 @@ impl Nic {
 
     pub(super) fn rank_of(&self, lane: LaneId) -> Option<Rank> {
         match self.lanes[lane.0 as usize].peer {
-            Peer::Rank(rank) => Some(rank),
-            Peer::Server(_) => None,
+            LanePeer::Rank(rank) => Some(rank),
+            LanePeer::Server(_) => None,
         }
     }
 

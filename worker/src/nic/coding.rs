@@ -7,7 +7,7 @@
 //! it.
 
 use super::choosing::Choice;
-use super::{LaneId, Nic, PartId, Peer};
+use super::{LaneId, LanePeer, Nic, PartId};
 use crate::nic::circle::is_scaled;
 use crate::rounds::Plan;
 use bps_engine::base::{DType, Rank};
@@ -202,7 +202,7 @@ impl Nic {
 
     /// How a part is encoded on this lane, if it is.
     fn coded(&self, lane: LaneId, part: PartId) -> Option<&Coded> {
-        let is_servers = matches!(self.lane(lane).peer, Peer::Server(_));
+        let is_servers = matches!(self.lane(lane).peer, LanePeer::Server(_));
         self.part(part).coded().filter(|_| is_servers)
     }
 

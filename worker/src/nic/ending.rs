@@ -4,7 +4,7 @@
 #![forbid(unsafe_code)]
 
 use super::circle::Circle;
-use super::{LaneId, Nic, PartId, PartWord, Peer, Phase, Receiving, Report, Stage};
+use super::{LaneId, LanePeer, Nic, PartId, PartWord, Phase, Receiving, Report, Stage};
 use crate::base::error::RoundSeen;
 use bps_engine::proto::messages::RoundOf;
 use bps_engine::transport::Cause;
@@ -126,7 +126,8 @@ impl Nic {
         if self.phase == Phase::Running && !goodbye && !is_lost {
             self.report(Report::Lost { peer, cause, round });
         }
-        if self.phase == Phase::Running && self.config.keeps && matches!(peer, Peer::Server(_)) {
+        if self.phase == Phase::Running && self.config.keeps && matches!(peer, LanePeer::Server(_))
+        {
             let landing = match receiving {
                 Receiving::Landing { part, slot, .. } => Some((part, slot)),
                 _ => None,

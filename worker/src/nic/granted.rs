@@ -13,7 +13,7 @@ use bps_engine::transport::{Answer, DirectMemory};
 
 /// Slots by their numbers, and the parts whose results are to come there.
 #[derive(Default)]
-pub(super) struct Granted {
+pub(super) struct GrantedSlots {
     /// A slot without a part is one whose round is of no use any more.
     slots: Vec<Option<(Slot, Option<PartId>)>>,
     count: usize,
@@ -21,7 +21,7 @@ pub(super) struct Granted {
     on_gpu: bool,
 }
 
-impl Granted {
+impl GrantedSlots {
     /// Whether a device may write to the slot with this number.
     pub(super) fn has(&self, number: u32) -> bool {
         self.slots.get(number as usize).is_some_and(Option::is_some)
@@ -80,9 +80,9 @@ impl Nic {
         let gpus = gpu_to_send.into_iter().chain(gpu_to_land).map(DirectMemory::Gpu);
         let mut memories = gpus.chain(hosts.into_iter().flatten());
         // SAFETY: mapped until the loop has ended (`SlotMemory`), and the loop forgets them before
-        // (`forget_memory`). A slot that a posted frame granted is left alone (`Granted`). Where
-        // slots are in the GPU's memory all lanes to servers are RDMA, and no others have payloads
-        // of tensors on the GPU (`Direct`).
+        // (`forget_memory`). A slot that a posted frame granted is left alone
+        // (`GrantedSlots`). Where slots are in the GPU's memory all lanes to servers are RDMA, and
+        // no others have payloads of tensors on the GPU (`Direct`).
         let registered =
             memories.try_for_each(|memory| unsafe { self.endpoint.register_memory(memory) });
         if let Err(error) = registered {

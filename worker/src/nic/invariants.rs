@@ -7,7 +7,9 @@
 
 #![forbid(unsafe_code)]
 
-use super::{Lane, LaneId, Nic, Part, PartId, PartPlan, PartWord, Peer, Phase, Receiving, Stage};
+use super::{
+    Lane, LaneId, LanePeer, Nic, Part, PartId, PartPlan, PartWord, Phase, Receiving, Stage,
+};
 use bps_engine::wire::Kind;
 
 /// Parts of a loop that looks at all of them after every turn with events; one with more does that
@@ -66,7 +68,7 @@ impl Nic {
     /// # Panics
     /// It names lanes that lead elsewhere, or bytes that are no elements.
     pub(super) fn check_plan(&self, plan: &PartPlan) {
-        let is_server = |lane| matches!(self.lane(lane).peer, Peer::Server(_));
+        let is_server = |lane| matches!(self.lane(lane).peer, LanePeer::Server(_));
         assert!(plan.core.is_none_or(is_server), "`{}` is summed by a core", plan.name);
         // Parts on GPUs that another switch's ranks sum are never pushed here.
         let is_rank = |lane| self.group.place(lane).is_ok();
@@ -109,7 +111,10 @@ impl Nic {
     }
 
     fn check_lane(&self, id: LaneId, lane: &Lane) {
-        assert!(lane.outbox.is_empty() || matches!(lane.peer, Peer::Rank(_)), "servers get parts");
+        assert!(
+            lane.outbox.is_empty() || matches!(lane.peer, LanePeer::Rank(_)),
+            "servers get parts"
+        );
         let has_left = !lane.open && lane.goodbye && self.phase != Phase::Over;
         assert!(!has_left || lane.posted.is_empty(), "who has left has none of our memory");
         assert!(lane.open || matches!(lane.receiving, Receiving::Closing), "nothing comes here");
@@ -163,7 +168,7 @@ impl Nic {
             let is_due = state.stage == Stage::Pushed && !state.abandoned;
             assert!(is_due && state.plan.owner.is_none(), "{} waits in vain", state.plan.key);
         }
-        let of_servers = self.lanes.iter().filter(|lane| matches!(lane.peer, Peer::Server(_)));
+        let of_servers = self.lanes.iter().filter(|lane| matches!(lane.peer, LanePeer::Server(_)));
         let posted = of_servers.flat_map(|lane| &lane.posted);
         let bytes: usize = posted.map(|part| self.line_bytes(*part)).sum();
         assert_eq!(self.queue.in_flight_bytes(), bytes, "credit is what is posted to servers");

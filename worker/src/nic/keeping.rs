@@ -13,7 +13,7 @@
 //! published only when all ranks have had the last one.
 
 use super::sending::QUIET;
-use super::{LaneId, Nic, PartId, Peer, Phase, Report, Stage};
+use super::{LaneId, LanePeer, Nic, PartId, Phase, Report, Stage};
 use crate::base::error::Source;
 use crate::rounds::{PartPlan, Slot, Staging};
 use bps_engine::base::{Key, Round};
@@ -359,7 +359,7 @@ impl Nic {
     /// Whether a lane leads to a server that is lost.
     pub(super) fn is_lost(&self, lane: LaneId) -> bool {
         let peer = self.lane(lane).peer;
-        matches!(peer, Peer::Server(server) if self.lost_servers.contains(&server))
+        matches!(peer, LanePeer::Server(server) if self.lost_servers.contains(&server))
     }
 
     /// Says how far it is with the keys of lost servers, once all lanes to these are closed.
@@ -393,7 +393,7 @@ impl Nic {
             return;
         }
         for one in moves {
-            assert!(matches!(self.lane(one.lane).peer, Peer::Server(_)), "servers have keys");
+            assert!(matches!(self.lane(one.lane).peer, LanePeer::Server(_)), "servers have keys");
             let Some(&part) = self.keys.get(&one.key) else { continue };
             let state = &mut self.parts[part.0 as usize];
             let open = (state.open > 0 && !state.abandoned).then_some(state.round);

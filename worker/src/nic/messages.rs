@@ -22,7 +22,7 @@ pub enum Report {
     /// A lane closed that should not have.
     Lost {
         /// Who is at its other end.
-        peer: Peer,
+        peer: LanePeer,
         /// What was seen.
         cause: Cause,
         /// What this rank was at then.
@@ -31,14 +31,14 @@ pub enum Report {
     /// A frame that does not fit what was pushed.
     Corrupt {
         /// Who sent it.
-        peer: Peer,
+        peer: LanePeer,
         /// What does not fit.
         message: String,
     },
     /// Bytes that a checksum covers changed on their way between this rank and another node.
     Altered {
         /// Who is at the other end.
-        peer: Peer,
+        peer: LanePeer,
         /// Whether it was this rank that sent them.
         sent: bool,
         /// The tensor's name, where the key is known.
@@ -80,7 +80,7 @@ pub enum Report {
 
 /// Who is at the other end of a lane.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Peer {
+pub enum LanePeer {
     /// A core of the server with this index.
     Server(u32),
     /// Another rank of this rank's group.

@@ -21,12 +21,12 @@ mod staged;
 mod watch;
 
 pub use keeping::Move;
-pub use messages::{NicConfig, NicStatistics, Peer, Report};
+pub use messages::{LanePeer, NicConfig, NicStatistics, Report};
 
 use self::choosing::Costs;
 use self::circle::Circle;
 use self::coding::{Coded, Values};
-use self::granted::Granted;
+use self::granted::GrantedSlots;
 use self::keeping::Kept;
 use self::pace::Pace;
 use self::slots::{Gpu, Landings};
@@ -169,7 +169,7 @@ enum Receiving {
 }
 
 struct Lane {
-    peer: Peer,
+    peer: LanePeer,
     open: bool,
     /// The peer has left in good order: the lane closes once it needs no more of our memory.
     goodbye: bool,
@@ -247,7 +247,7 @@ pub struct Nic {
     /// GPU.
     landings: [Landings; 3],
     /// Slots that a server's device may write to.
-    granted: Granted,
+    granted: GrantedSlots,
     /// Of the part that is encoded or decoded.
     values: Values,
     /// What it costs to send and to encode, where some part leaves that choice.
@@ -322,7 +322,7 @@ impl Nic {
             gpu: Gpu::default(),
             staged: Staged::default(),
             landings: Default::default(),
-            granted: Granted::default(),
+            granted: GrantedSlots::default(),
             values: Values::default(),
             costs: None,
             lost_servers: Vec::new(),
@@ -348,7 +348,7 @@ impl Nic {
     ///
     /// # Errors
     /// The transport refuses the link.
-    pub fn attach(&mut self, peer: Peer, link: Link) -> std::io::Result<LaneId> {
+    pub fn attach(&mut self, peer: LanePeer, link: Link) -> std::io::Result<LaneId> {
         let is_local = link.stays_on_host();
         // A circle that gets one more begins from nothing.
         assert!(self.parts.is_empty(), "lanes are attached before parts are planned");
@@ -365,7 +365,7 @@ impl Nic {
             receiving: Receiving::Header,
             outbox: VecDeque::new(),
         });
-        if let Peer::Rank(rank) = peer {
+        if let LanePeer::Rank(rank) = peer {
             assert!(rank != self.config.rank, "no rank has a lane to itself");
             self.group = self.group.with(lane);
             if self.config.column.contains(&rank) {

@@ -2,7 +2,7 @@
 //! the ranks of a group in the order in which they were said.
 
 use super::circle::is_scaled;
-use super::{LaneId, Nic, Operation, PartId, PartWord, Peer, Phase, Stage};
+use super::{LaneId, LanePeer, Nic, Operation, PartId, PartWord, Phase, Stage};
 use crate::rounds::Slot;
 use crate::rounds::handover::ToGpu;
 use bps_engine::base::{DType, Key, Round};
@@ -166,7 +166,7 @@ impl Nic {
 
     /// Says something to a rank of the group, after what was said before.
     pub(super) fn say_to(&mut self, lane: LaneId, word: PartWord) {
-        assert!(matches!(self.lane(lane).peer, Peer::Rank(_)), "a server is sent parts");
+        assert!(matches!(self.lane(lane).peer, LanePeer::Rank(_)), "a server is sent parts");
         let state = self.part_mut(word.part);
         assert!(word.round == state.round && state.is_open(), "it is of the round that is open");
         let has_bytes = word.has_bytes(&state.plan);
@@ -196,7 +196,7 @@ impl Nic {
         assert!(payload.is_none() || round == state.round && state.is_open(), "it is another's");
         let mut header = self.header(kind, state.plan.dtype);
         if matches!(kind, Kind::Grant | Kind::Publication)
-            && let Peer::Rank(rank) = self.lane(lane).peer
+            && let LanePeer::Rank(rank) = self.lane(lane).peer
         {
             header.rank = rank;
         }
@@ -260,17 +260,17 @@ impl Nic {
         let (of, round, device) = (state.plan.of, state.round, state.plan.device);
         let (key, bytes, owner) = (state.plan.key, state.plan.bytes, state.plan.owner);
         let mark = match self.lane(lane).peer {
-            Peer::Server(_) => {
+            LanePeer::Server(_) => {
                 self.queue.returned(self.line_bytes(part));
                 self.sending_ends(lane, part);
                 self.slot_sent(part);
                 Some(Mark::Sent)
             }
-            Peer::Rank(_) if owner.is_some() => {
+            LanePeer::Rank(_) if owner.is_some() => {
                 self.slot_sent(part);
                 Some(if device { Mark::Crossed } else { Mark::Contributed })
             }
-            Peer::Rank(_) => {
+            LanePeer::Rank(_) => {
                 self.result_sent(part);
                 (!device).then_some(Mark::Copied)
             }

@@ -18,7 +18,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::{LaneId, Nic, PartId, PartWord, Peer, Phase, Receiving, Stage};
+use super::{LaneId, LanePeer, Nic, PartId, PartWord, Phase, Receiving, Stage};
 use crate::rounds::handover::{FromGpu, GpuThread, ToGpu};
 use crate::rounds::{Pool, Slot};
 use bps_engine::proto::messages::StalledKey;
@@ -200,10 +200,10 @@ impl Nic {
     }
 
     /// For what this peer publishes.
-    pub(super) fn pool_of(peer: Peer) -> Pool {
+    pub(super) fn pool_of(peer: LanePeer) -> Pool {
         match peer {
-            Peer::Server(_) => Pool::Results,
-            Peer::Rank(_) => Pool::Publications,
+            LanePeer::Server(_) => Pool::Results,
+            LanePeer::Rank(_) => Pool::Publications,
         }
     }
 

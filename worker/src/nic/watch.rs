@@ -3,7 +3,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::{Nic, NicStatistics, Peer, Phase, Report, Stage};
+use super::{LanePeer, Nic, NicStatistics, Phase, Report, Stage};
 use bps_engine::base::milliseconds;
 use bps_engine::proto::paths::{AwaitedKey, PATH_KEYS_MAX};
 
@@ -40,7 +40,7 @@ impl Nic {
         let mut keys: Vec<AwaitedKey> = Vec::new();
         for part in self.parts.iter().filter(|part| part.is_open() && part.plan.owner.is_none()) {
             let Some(lane) = part.plan.core else { continue };
-            let Peer::Server(server) = self.lane(lane).peer else { continue };
+            let LanePeer::Server(server) = self.lane(lane).peer else { continue };
             let is_asked = matches!(part.stage, Stage::Asked | Stage::Granted | Stage::Landing);
             let waited = self.now.saturating_sub(part.asked);
             if is_asked && waited >= self.config.stall_report / 2 {

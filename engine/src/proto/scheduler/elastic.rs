@@ -9,8 +9,8 @@ use super::regroup::{Awaited, Regroup, lacks};
 use super::rendezvous::{Job, Rendezvous, origin};
 use super::waits::Reminder;
 use super::{
-    Changes, Duration, Epoch, NodeId, Output, OverReason, Peer, Phase, Rank, Refusal, Register,
-    Scheduler, SchedulerMessage, Standing, counted,
+    Changes, Duration, Epoch, NodeId, NodeState, Output, OverReason, Phase, Rank, Refusal,
+    Register, Scheduler, SchedulerMessage, Standing, counted,
 };
 use crate::base::word;
 use crate::proto::messages::{Node, NodeMessage, Origin, Party, Place};
@@ -511,7 +511,7 @@ impl Scheduler {
     /// Whether a server may turn out to follow another scheduler, so that ranks of an epoch that
     /// formed now would wait for it here, and be missed there.
     fn may_be_left(&self, now: Duration) -> bool {
-        let asks = |peer: &Peer| peer.asks.is_some_and(|since| now < since + RETURN);
+        let asks = |peer: &NodeState| peer.asks.is_some_and(|since| now < since + RETURN);
         self.history.reads_on
             || self
                 .peers

@@ -3,7 +3,7 @@
 use super::elastic::removed;
 use super::waits::{Reminder, caught_up};
 use super::{
-    Duration, Epoch, Exit, NodeId, Output, OverReason, Peer, Phase, Rank, Refusal, Rendezvous,
+    Duration, Epoch, Exit, NodeId, NodeState, Output, OverReason, Phase, Rank, Refusal, Rendezvous,
     Scheduler, SchedulerMessage, Standing,
 };
 use crate::base::milliseconds;
@@ -25,10 +25,10 @@ pub(super) fn is_sign_of_life(message: &NodeMessage) -> bool {
     )
 }
 
-impl Peer {
+impl NodeState {
     /// A connection that is new.
-    pub(super) fn connected(now: Duration) -> Peer {
-        Peer {
+    pub(super) fn connected(now: Duration) -> NodeState {
+        NodeState {
             standing: Standing::New,
             host: String::new(),
             pid: 0,
@@ -82,7 +82,7 @@ impl Scheduler {
 
     /// A member says on a further connection that it lives.
     pub(super) fn alive(&mut self, node: NodeId, session: u64, now: Duration) {
-        let has_session = |peer: &&mut super::Peer| peer.session == Some(session);
+        let has_session = |peer: &&mut super::NodeState| peer.session == Some(session);
         let member = self.peers.iter_mut().find_map(|(member, peer)| {
             let found = Some(peer).filter(has_session)?;
             found.heard = now;

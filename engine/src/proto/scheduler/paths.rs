@@ -309,7 +309,7 @@ impl Scheduler {
     fn path_loss(&mut self, now: Duration) -> Option<PathLoss> {
         let Phase::Running(running) = &mut self.phase else { return None };
         let member = |node: &NodeId| {
-            let stays = |peer: &&super::Peer| {
+            let stays = |peer: &&super::NodeState| {
                 matches!(peer.standing, Standing::Worker(_) | Standing::Server)
             };
             self.peers.get(node).filter(stays)

@@ -53,13 +53,13 @@ pub(super) struct Registry {
     groups: Groups,
     owners: Owners,
     names: HashMap<String, Name>,
-    tensors: Vec<Tensor>,
+    tensors: Vec<Registered>,
     /// The tensor of each key.
     keys: Vec<u32>,
     /// Installs under way, by their request number.
     batches: BTreeMap<u64, Batch>,
     /// Declares that wait for installs, by a number of their own.
-    waiting: BTreeMap<u64, Waiting>,
+    waiting: BTreeMap<u64, Unanswered>,
     /// Ranks that died.
     gone: Vec<Rank>,
     moving: Moving,
@@ -75,7 +75,7 @@ struct Name {
 }
 
 #[derive(Debug)]
-struct Tensor {
+struct Registered {
     first: Rank,
     said: Declaration,
     /// Their owner is filled in for whoever is told.
@@ -101,7 +101,7 @@ struct Batch {
 }
 
 #[derive(Debug)]
-struct Waiting {
+struct Unanswered {
     rank: Rank,
     request: u64,
     tensors: Vec<u32>,
@@ -291,7 +291,8 @@ impl Registry {
             let Some(waiting) = self.waiting.get_mut(&number) else { continue };
             waiting.batches -= 1;
             if waiting.batches == 0
-                && let Some(Waiting { rank, request, tensors, .. }) = self.waiting.remove(&number)
+                && let Some(Unanswered { rank, request, tensors, .. }) =
+                    self.waiting.remove(&number)
             {
                 replies.push(self.declared(rank, request, &tensors));
             }
@@ -459,7 +460,7 @@ impl Registry {
         let tensor = u32::try_from(self.tensors.len()).expect("at most TENSORS_MAX");
         let Cut { parts, places } = self.cut(tensor, &said);
         let (first, batch, rounds, retired, cuts) = (rank, None, 0, false, Vec::new());
-        self.tensors.push(Tensor { first, said, parts, places, batch, rounds, cuts, retired });
+        self.tensors.push(Registered { first, said, parts, places, batch, rounds, cuts, retired });
         tensor
     }
 
@@ -515,12 +516,12 @@ impl Registry {
             }
         }
         let batches = batches.len();
-        self.waiting.insert(number, Waiting { rank, request, tensors, batches });
+        self.waiting.insert(number, Unanswered { rank, request, tensors, batches });
     }
 
     fn declared(&self, rank: Rank, request: u64, tensors: &[u32]) -> Reply {
         let assignment = |&tensor: &u32| {
-            let Tensor { said, parts, places, .. } = &self.tensors[tensor as usize];
+            let Registered { said, parts, places, .. } = &self.tensors[tensor as usize];
             let era = self.names.get(&said.name).map(|name| name.eras.current(rank));
             let end = era.filter(|era| era.tensor == tensor).and_then(|era| era.end);
             Assignment {

@@ -1,7 +1,7 @@
 //! A scheduler that outlives a generation of ranks: those that have all shut down may start again,
 //! as after a suspend, until somebody who knows says that none will.
 
-use super::{NodeId, OverReason, Peer, Phase, Register, Scheduler, Standing};
+use super::{NodeId, NodeState, OverReason, Phase, Register, Scheduler, Standing};
 use crate::proto::messages::Node;
 
 impl Scheduler {
@@ -23,7 +23,7 @@ impl Scheduler {
         self.history.veterans =
             workers.map(|(_, worker)| (worker.pid, worker.host.clone())).collect();
         for node in self.early() {
-            let is_late = |peer: &Peer| self.is_late(peer.pid, &peer.host);
+            let is_late = |peer: &NodeState| self.is_late(peer.pid, &peer.host);
             if self.peers.get(&node).is_some_and(is_late) {
                 self.dismiss(node, OverReason::Finished);
             }

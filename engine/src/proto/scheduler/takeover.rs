@@ -14,7 +14,7 @@ use super::groups::Groups;
 use super::rendezvous::{Job, name, origin, shape};
 use super::waits::{Barriers, Reminder};
 use super::{
-    BTreeMap, BTreeSet, Duration, Exit, NodeId, NodeMessage, Origin, Output, OverReason, Peer,
+    BTreeMap, BTreeSet, Duration, Exit, NodeId, NodeMessage, NodeState, Origin, Output, OverReason,
     Phase, Placement, Rank, Register, Scheduler, SchedulerMessage, Standing, counted,
 };
 use crate::base::{Epoch, milliseconds, word};
@@ -541,12 +541,12 @@ impl Scheduler {
                 }
             };
             let Some((node, register)) = found else { continue };
-            let peer = Peer {
+            let peer = NodeState {
                 standing,
                 host: register.host.clone(),
                 pid: register.pid,
                 who: name(register),
-                ..Peer::connected(now)
+                ..NodeState::connected(now)
             };
             let node = *node;
             self.peers.insert(node, peer);

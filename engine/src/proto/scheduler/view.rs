@@ -1,7 +1,7 @@
 //! The job as those see it who watch it: a copy, for metrics.
 
 use super::tuner::{Tuner, TuningView};
-use super::{Changes, Duration, Peer, Phase, Scheduler, Standing};
+use super::{Changes, Duration, NodeState, Phase, Scheduler, Standing};
 use crate::base::{Rank, word};
 use crate::limits::CORES_MAX;
 use crate::proto::messages::{Stall, Statistics};
@@ -108,7 +108,7 @@ impl Scheduler {
         view
     }
 
-    fn member(&self, node: super::NodeId, peer: &Peer, now: Duration) -> Option<NodeView> {
+    fn member(&self, node: super::NodeId, peer: &NodeState, now: Duration) -> Option<NodeView> {
         let (role, index) = match (&peer.standing, &self.phase) {
             (Standing::Worker(Rank(rank)), _) => (NodeRole::Worker, *rank),
             (Standing::Server, Phase::Running(running)) => {

@@ -12,7 +12,7 @@ fn request<'a>(side: Side, threads: &'a [Near], affinity: &'a [usize]) -> Reques
     Request { side, threads, affinity, others: 0, use_isolated: false }
 }
 
-fn cpus(plan: &Plan) -> Vec<usize> {
+fn cpus(plan: &Pinning) -> Vec<usize> {
     plan.places.iter().map(|place| place.cpu.expect("pinned")).collect()
 }
 

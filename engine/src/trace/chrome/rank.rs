@@ -52,7 +52,7 @@ struct Part {
 }
 
 #[derive(Default)]
-struct Tensor {
+struct TensorTrack {
     track: Option<Track>,
     /// Its parts that have been queued.
     parts: Vec<Key>,
@@ -64,7 +64,7 @@ pub(in crate::trace) struct RankFormatter {
     rank: Rank,
     names: Arc<Names>,
     parts: KeyMap<Part>,
-    tensors: HashMap<Arc<str>, Tensor>,
+    tensors: HashMap<Arc<str>, TensorTrack>,
     tracks: u32,
 }
 
@@ -105,7 +105,7 @@ impl RankFormatter {
         if !self.tensors.contains_key(&name.tensor) {
             let track = self.new_track();
             pen.track(track, &name.tensor, "");
-            let tensor = Tensor { track: Some(track), ..Tensor::default() };
+            let tensor = TensorTrack { track: Some(track), ..TensorTrack::default() };
             self.tensors.insert(Arc::clone(&name.tensor), tensor);
         }
         let track = self.new_track();

@@ -4,7 +4,7 @@ use super::super::Bound;
 use super::{Exit, Hub};
 use bps_engine::base::Placement;
 use bps_engine::config::Config;
-use bps_engine::control::Link;
+use bps_engine::control::ControlLink;
 use bps_engine::proto::messages::{Node, NodeMessage, Planning, Register, SchedulerMessage};
 use bps_engine::proto::scheduler::Scheduler;
 use bps_engine::transport::Waker;
@@ -79,7 +79,7 @@ fn a_good_bye_counts_though_the_connection_breaks_behind_it() {
     let nodes = [worker(), server()].map(|node| {
         let key = key.clone();
         std::thread::spawn(move || {
-            let link = Link::connect("127.0.0.1", port, &key, SOON).unwrap();
+            let link = ControlLink::connect("127.0.0.1", port, &key, SOON).unwrap();
             let (sender, receiver) = link.split();
             sender.send(&register(node)).unwrap();
             (sender, receiver)

@@ -1,8 +1,8 @@
 //! How a rank of a simulated job gets its lanes.
 
 use super::{
-    Arc, Cluster, CoreId, Endpoint, Lanes, Letter, Link, NicCommand, NicConfig, NicLoop,
-    NicStatistics, NodeMessage, Peer, Rank, Roster, STALL_REPORT, ShardCommand, Sim, SimGpu, Spot,
+    Arc, Cluster, CoreId, Endpoint, LanePeer, Lanes, Letter, Link, NicCommand, NicConfig, NicLoop,
+    NicStatistics, NodeMessage, Rank, Roster, STALL_REPORT, ShardCommand, Sim, SimGpu, Spot,
     Switches, Transport, Waker, auto_of, worker_agent,
 };
 use bps_engine::proto::messages::Statistics;
@@ -44,7 +44,7 @@ impl Cluster {
                 let (mine, theirs) = self.network.link();
                 let connection = mine.connection();
                 worker.connections.push(connection);
-                let peer = Peer::Server(server);
+                let peer = LanePeer::Server(server);
                 let lane = nic.attach(peer, Link::Sim(mine)).expect("a simulated lane");
                 lanes.cores.insert(CoreId { server, core }, lane);
                 let link = Link::Sim(theirs);
@@ -62,7 +62,8 @@ impl Cluster {
         for other in roster.neighbours.iter().map(|peer| peer.rank) {
             let mine = self.waiting_ends.meet(&self.network, rank, other);
             worker.connections.push(mine.connection());
-            let lane = nic.attach(Peer::Rank(other), Link::Sim(mine)).expect("a simulated lane");
+            let lane =
+                nic.attach(LanePeer::Rank(other), Link::Sim(mine)).expect("a simulated lane");
             lanes.ranks.insert(other, lane);
         }
         if self.shape.devices {

@@ -1,6 +1,6 @@
 //! Copies between the GPU and the slots: down of what is to be sent, up of what has landed.
 
-use super::{BYTES_OF_MARK, COPIES_OF_MARK, Copying, Of, Pipeline, Tensor};
+use super::{BYTES_OF_MARK, COPIES_OF_MARK, Copying, DeviceTensor, Of, Pipeline};
 use crate::cuda::{Coder, GpuError, KeptAt, Track};
 use crate::rounds::handover::{From, FromGpu};
 use crate::rounds::{Lacks, PartOf, Pool, Slot};
@@ -30,7 +30,8 @@ impl Pipeline {
             && let Some(of) = self.to_copy.pop()
         {
             let is_alone = self.host.is_none();
-            let Some(Tensor { run: Some(run), plan, round, .. }) = self.tensor(of.tensor) else {
+            let Some(DeviceTensor { run: Some(run), plan, round, .. }) = self.tensor(of.tensor)
+            else {
                 continue;
             };
             let round = *round;
@@ -76,7 +77,7 @@ impl Pipeline {
             self.trace.copy(Mark::Falling, next, &self.tensors);
         }
         let Copying { of, round, slot, .. } = *copy;
-        let Some(Tensor { run: Some(run), .. }) = self.tensor(of.tensor) else {
+        let Some(DeviceTensor { run: Some(run), .. }) = self.tensor(of.tensor) else {
             return self.free.push(slot);
         };
         let priority = run.push.priority;
@@ -112,7 +113,7 @@ impl Pipeline {
         slot: Option<Slot>,
         lacks: Lacks,
     ) -> Result<(), GpuError> {
-        let Some(Tensor { run: Some(run), plan, row_of, states, round, .. }) =
+        let Some(DeviceTensor { run: Some(run), plan, row_of, states, round, .. }) =
             self.tensor(of.tensor)
         else {
             // As in `one_less`: the NIC loop says nothing of a tensor whose round was let go.

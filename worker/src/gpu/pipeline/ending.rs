@@ -3,7 +3,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::{Pipeline, Staged, Tensor};
+use super::{DeviceTensor, Pipeline, Staged};
 use crate::base::error::{Closed, Error, Refusal, Source};
 use crate::cuda::{Awaited, Closing, GpuError, Track};
 use crate::gpu::order_lanes::OrderLanes;
@@ -282,7 +282,7 @@ impl Pipeline {
             self.end_push(&one.push, one.error);
         }
         for state in std::mem::take(&mut self.tensors).into_iter().flatten() {
-            let Tensor { run, waiting, kept, staging, .. } = state;
+            let DeviceTensor { run, waiting, kept, staging, .. } = state;
             if let Some(kept) = kept.filter(|_| is_idle) {
                 kept.give_back(self.down_of(staging.is_some()).stream());
             }

@@ -2,7 +2,7 @@
 //! gathered when their results have come.
 
 use super::super::rows::Row;
-use super::{Batch, Host, Of, Ordered, Pipeline, Run, Tensor};
+use super::{Batch, DeviceTensor, Host, Of, Ordered, Pipeline, Run};
 use crate::cuda::{Awaited, GpuError, ReduceOp};
 use crate::rounds::PlanPart;
 use bps_engine::base::{Operation, Rank};
@@ -15,7 +15,7 @@ impl Host {
     }
 }
 
-impl Tensor {
+impl DeviceTensor {
     fn parts_of(&self, row: &Row) -> &[PlanPart] {
         &self.plan.parts[row.parts()]
     }
@@ -117,15 +117,15 @@ impl Pipeline {
 /// A row of a batch. Its round is open until NCCL has enqueued the batch: each row is one of the
 /// open ends of its run (`Run::left`), and `let_go` keeps the rounds of what is ordered. If a row
 /// were skipped, NCCL's calls would differ between the ranks of the host, and all would hang.
-fn row_of(tensors: &[Option<Tensor>], of: Of) -> (&Tensor, &Run, &Row) {
+fn row_of(tensors: &[Option<DeviceTensor>], of: Of) -> (&DeviceTensor, &Run, &Row) {
     let tensor = tensors.get(of.tensor as usize).and_then(Option::as_ref);
-    let Some(tensor @ Tensor { run: Some(run), .. }) = tensor else {
+    let Some(tensor @ DeviceTensor { run: Some(run), .. }) = tensor else {
         unreachable!("the round of an ordered row is open")
     };
     (tensor, run, &tensor.rows[of.index as usize])
 }
 
-fn reduce_row(host: &Host, tensor: &Tensor, run: &Run, row: &Row) -> Result<(), GpuError> {
+fn reduce_row(host: &Host, tensor: &DeviceTensor, run: &Run, row: &Row) -> Result<(), GpuError> {
     let (comm, stream, dtype) = (&host.comm, host.track.stream(), tensor.plan.dtype);
     let parts = tensor.parts_of(row);
     let offset = parts[0].offset as u64;
@@ -170,7 +170,7 @@ fn reduce_row(host: &Host, tensor: &Tensor, run: &Run, row: &Row) -> Result<(), 
     Ok(())
 }
 
-fn gather_row(host: &Host, tensor: &Tensor, run: &Run, row: &Row) -> Result<(), GpuError> {
+fn gather_row(host: &Host, tensor: &DeviceTensor, run: &Run, row: &Row) -> Result<(), GpuError> {
     let (comm, stream, dtype) = (&host.comm, host.track.stream(), tensor.plan.dtype);
     let parts = tensor.parts_of(row);
     if row.whole {

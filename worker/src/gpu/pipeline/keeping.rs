@@ -5,7 +5,7 @@
 //! down, so what is begun first takes effect first. A push may wait for the round before to end;
 //! factors that come behind it wait as long. Copies are asked for while no push is under way.
 
-use super::{Pipeline, Tensor};
+use super::{DeviceTensor, Pipeline};
 use crate::base::types::Kept;
 use crate::cuda::{Coder, GpuError, KeptMemory, Pinned, Track};
 use crate::rounds::Plan;
@@ -141,7 +141,7 @@ impl Pipeline {
         to: SyncSender<Kept>,
     ) -> Result<(), GpuError> {
         let state = self.tensors.get(tensor as usize).and_then(Option::as_ref);
-        let Some(Tensor { kept: Some(memory), staging, .. }) = state else {
+        let Some(DeviceTensor { kept: Some(memory), staging, .. }) = state else {
             // Who has asked may have gone.
             let _ = to.try_send(*kept);
             return Ok(());
@@ -162,7 +162,9 @@ impl Pipeline {
     /// What a tensor keeps becomes this, where it is not empty.
     pub(super) fn on_keep(&mut self, tensor: u32, kept: &Kept) -> Result<(), GpuError> {
         let state = self.tensors.get(tensor as usize).and_then(Option::as_ref);
-        let Some(Tensor { kept: Some(memory), staging, plan, .. }) = state else { return Ok(()) };
+        let Some(DeviceTensor { kept: Some(memory), staging, plan, .. }) = state else {
+            return Ok(());
+        };
         let keeps = memory.keeps();
         let given = [(false, &kept.residue, keeps.residue), (true, &kept.velocity, keeps.velocity)];
         let given = given.into_iter().filter(|(_, given, is_kept)| *is_kept && !given.is_empty());
@@ -202,7 +204,7 @@ impl Pipeline {
         for Moving { tensor, mut pinned, tell, .. } in done {
             let state = self.tensors.get(tensor as usize).and_then(Option::as_ref);
             let state = state.and_then(|state| Some((state, state.kept.as_ref()?)));
-            if let (Some((kept, to)), Some((Tensor { plan, .. }, memory))) = (tell, state) {
+            if let (Some((kept, to)), Some((DeviceTensor { plan, .. }, memory))) = (tell, state) {
                 let kept = fill(*kept, plan, memory, &mut pinned);
                 // Who has asked may have gone.
                 let _ = to.try_send(kept);

@@ -124,7 +124,7 @@ struct Copying {
     slot: Slot,
 }
 
-struct Tensor {
+struct DeviceTensor {
     plan: Arc<Plan>,
     rows: Vec<Row>,
     /// By part: its row.
@@ -242,7 +242,7 @@ pub struct Pipeline {
     slots: usize,
     slot_bytes: usize,
     rank: Rank,
-    tensors: Vec<Option<Tensor>>,
+    tensors: Vec<Option<DeviceTensor>>,
     /// Pushes of tensors whose plans are on their way.
     early: Vec<(u32, Box<GpuPush>)>,
     /// Pushes that begin when no result is waited for in a stream.

@@ -2,7 +2,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::{Batch, Of, Ordered, Pipeline, Tensor};
+use super::{Batch, DeviceTensor, Of, Ordered, Pipeline};
 use crate::cuda::{Breach, GpuError};
 use crate::gpu::order_lanes::{Heard, OrderKind, OrderWord};
 use crate::host::gather::Unfit;
@@ -20,7 +20,7 @@ fn breach_of(unfit: Unfit) -> Breach {
     }
 }
 
-impl Tensor {
+impl DeviceTensor {
     /// What this rank knows of what the open round's result lacks, as it is said to others.
     fn missing(&self) -> u64 {
         let lacks = self.run.as_ref().map_or(Lacks::NOTHING, |run| run.lacks);
@@ -64,7 +64,7 @@ impl Pipeline {
     /// All ranks of the host have pushed the tensor.
     fn release(&mut self, tensor: u32) {
         // The round ended early, by an error, and its push has been told.
-        let Some(Tensor { run: Some(run), rows, .. }) = self.tensor(tensor) else { return };
+        let Some(DeviceTensor { run: Some(run), rows, .. }) = self.tensor(tensor) else { return };
         let (priority, key, rows) = (run.push.priority, rows[0].key, rows.len());
         if self.ended.contains(&key) {
             return;
@@ -92,7 +92,7 @@ impl Pipeline {
         let Some(host) = &self.host else { return false };
         let (switches, switch) = (host.switches.count(), host.switches.switch(holder));
         let state = self.tensors.get_mut(of.tensor as usize).and_then(Option::as_mut);
-        let Some(Tensor { run: Some(run), plan, rows, states, landed, .. }) = state else {
+        let Some(DeviceTensor { run: Some(run), plan, rows, states, landed, .. }) = state else {
             return false;
         };
         let parts = rows[of.index as usize].parts();
@@ -162,7 +162,7 @@ impl Pipeline {
         match self.tensor(of.tensor) {
             // It may not have heard yet that the ranks disagree.
             Some(state) if !is_order && state.poisoned.is_some() => return Ok(()),
-            Some(Tensor { run: Some(run), plan, round, .. }) if *round == word.round => {
+            Some(DeviceTensor { run: Some(run), plan, round, .. }) if *round == word.round => {
                 run.lacks = run.lacks.or(lacks_of(plan, word.missing));
             }
             _ => return Err(untrue(Breach::NotOpen { key, round })),

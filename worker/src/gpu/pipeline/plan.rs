@@ -3,7 +3,7 @@
 #![forbid(unsafe_code)]
 
 use super::turns::Of;
-use super::{Ordered, Pipeline, RowState, Tensor, Written};
+use super::{DeviceTensor, Ordered, Pipeline, RowState, Written};
 use crate::base::error::{Error, Refusal};
 use crate::base::types::Kept;
 use crate::cuda::{Coder, GpuError};
@@ -51,7 +51,7 @@ impl Pipeline {
         let is_own = |part: &&PlanPart| part.holder == self.rank && !is_local;
         let own = word(plan.parts.iter().filter(is_own).count());
         let state = RowState { ordered: Ordered::Nothing, missing: 0 };
-        self.tensors[index] = Some(Tensor {
+        self.tensors[index] = Some(DeviceTensor {
             states: vec![state; rows.len()].into(),
             landed: vec![false; plan.parts.len() * switches].into(),
             plan,

@@ -4,7 +4,7 @@
 
 use super::ending::Drained;
 use super::timeline::Place;
-use super::{Of, Ordered, Pipeline, RowState, Run, Tensor, Written};
+use super::{DeviceTensor, Of, Ordered, Pipeline, RowState, Run, Written};
 use crate::base::error::Error;
 use crate::base::task::{Mark, Series, Task};
 use crate::cuda::{GpuError, PooledEvent};
@@ -28,7 +28,7 @@ impl Pipeline {
         push.task.finish_now(Err(error));
     }
 
-    pub(super) fn tensor(&mut self, tensor: u32) -> Option<&mut Tensor> {
+    pub(super) fn tensor(&mut self, tensor: u32) -> Option<&mut DeviceTensor> {
         self.tensors.get_mut(tensor as usize)?.as_mut()
     }
 
@@ -64,7 +64,7 @@ impl Pipeline {
 
     /// Opens the next round of a tensor.
     pub(super) fn begin(&mut self, tensor: u32, push: Box<GpuPush>) -> Result<(), GpuError> {
-        let is_unmarked = |state: &mut Tensor| matches!(state.written, Written::Unmarked);
+        let is_unmarked = |state: &mut DeviceTensor| matches!(state.written, Written::Unmarked);
         let mut may_begin = Ok(());
         if self.tensor(tensor).is_some_and(is_unmarked) {
             may_begin = self.mark_results().and_then(|()| self.mark_staged_results());
@@ -136,7 +136,7 @@ impl Pipeline {
     pub(super) fn gradient_complete(&mut self, tensor: u32) {
         self.trace.complete(tensor, &self.tensors);
         // The round ended early, by an error, and its push has been told.
-        let Some(Tensor { run: Some(_), rows, .. }) = self.tensor(tensor) else { return };
+        let Some(DeviceTensor { run: Some(_), rows, .. }) = self.tensor(tensor) else { return };
         let parts = rows.len();
         if self.host.is_some() {
             return self.say_ready(tensor);
@@ -153,7 +153,7 @@ impl Pipeline {
         // Parts wait for those of other switches, with a slot, so all ranks of a host must take
         // them in one order: in that in which they were ordered.
         let in_order = self.host.as_ref().is_some_and(|host| host.switches.count() > 1);
-        let Some(Tensor { run: Some(run), plan, round, .. }) = self.tensor(of.tensor) else {
+        let Some(DeviceTensor { run: Some(run), plan, round, .. }) = self.tensor(of.tensor) else {
             return;
         };
         if plan.parts[of.index as usize].holder != rank {
@@ -174,7 +174,7 @@ impl Pipeline {
     /// disagree about a tensor, the NIC loop abandons its parts before it says so here, and says
     /// nothing of them afterwards; and a row that is ordered keeps its round open (`let_go`).
     pub(super) fn one_less(&mut self, tensor: u32) -> Result<(), GpuError> {
-        let Some(Tensor { run: Some(run), .. }) = self.tensor(tensor) else {
+        let Some(DeviceTensor { run: Some(run), .. }) = self.tensor(tensor) else {
             unreachable!("what is closed was open")
         };
         run.left -= 1;

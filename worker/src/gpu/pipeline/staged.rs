@@ -17,7 +17,7 @@
 //! free, which takes calls of CUDA, would hold back what comes behind it.
 
 use super::copies::{empty, fill};
-use super::{BYTES_OF_MARK, COPIES_OF_MARK, Copying, Of, Pipeline, Tensor, Written};
+use super::{BYTES_OF_MARK, COPIES_OF_MARK, Copying, DeviceTensor, Of, Pipeline, Written};
 use crate::base::task::{Mark, Series, Task};
 use crate::cuda::{EventPool, GpuError, PooledEvent, Progress, Track};
 use crate::gpu::staging::StagingMemory;
@@ -153,7 +153,7 @@ impl Pipeline {
         tensor: u32,
         ready: &Arc<PooledEvent>,
     ) -> Result<(), GpuError> {
-        let Some(Tensor { written, run, plan, .. }) = self.tensor(tensor) else {
+        let Some(DeviceTensor { written, run, plan, .. }) = self.tensor(tensor) else {
             unreachable!("it begins a round")
         };
         let parts = word(plan.parts.len());
@@ -290,7 +290,7 @@ impl Pipeline {
         if !is_wanted || self.nic_ended.load(Ordering::Acquire) {
             return Ok(());
         }
-        let is_in_the_way = |state: &Tensor| match state.staging {
+        let is_in_the_way = |state: &DeviceTensor| match state.staging {
             Some(_) => !state.waiting.is_empty(),
             None => state.run.is_some(),
         };
@@ -312,7 +312,7 @@ impl Pipeline {
         staged.is_wanted = false;
         let (mut tensors, mut parts) = (Vec::new(), Vec::new());
         for (tensor, state) in (0..).zip(&self.tensors) {
-            let Some(Tensor { run: Some(run), staging: Some(staging), .. }) = state else {
+            let Some(DeviceTensor { run: Some(run), staging: Some(staging), .. }) = state else {
                 continue;
             };
             let state = state.as_ref().expect("it was just seen");
@@ -349,7 +349,7 @@ impl Pipeline {
     /// that.
     fn await_staged(&mut self, together: &[Of]) -> Result<(), GpuError> {
         let gate = |of: &Of| {
-            let Some(Some(Tensor { staging: Some(parts), round, .. })) =
+            let Some(Some(DeviceTensor { staging: Some(parts), round, .. })) =
                 self.tensors.get(of.tensor as usize)
             else {
                 unreachable!("a staged tensor has a round")
@@ -376,7 +376,7 @@ impl Pipeline {
             return Ok(());
         }
         for tensor in tensors {
-            let Some(Some(Tensor { written, run: Some(run), .. })) =
+            let Some(Some(DeviceTensor { written, run: Some(run), .. })) =
                 self.tensors.get_mut(tensor as usize)
             else {
                 unreachable!("its round is open")

@@ -5,7 +5,7 @@
 #![forbid(unsafe_code)]
 
 use super::turns::Of;
-use super::{Batch, Copying, Ordered, Tensor};
+use super::{Batch, Copying, DeviceTensor, Ordered};
 use crate::cuda::{Event, GpuError, Passed, Track};
 use crate::rounds::PlanPart;
 use bps_engine::base::{Operation, Rank, word};
@@ -46,9 +46,9 @@ pub(super) struct Trace {
     ends_at: Option<Duration>,
 }
 
-type Tensors = [Option<Tensor>];
+type Tensors = [Option<DeviceTensor>];
 
-fn find(tensors: &Tensors, tensor: u32) -> Option<&Tensor> {
+fn find(tensors: &Tensors, tensor: u32) -> Option<&DeviceTensor> {
     tensors.get(tensor as usize)?.as_ref()
 }
 
@@ -134,7 +134,7 @@ impl Trace {
         self.ends_at.is_none() && self.recorder.covers(round)
     }
 
-    fn awaits(&mut self, place: Place, behind: u32, mark: Mark, tensor: u32, state: &Tensor) {
+    fn awaits(&mut self, place: Place, behind: u32, mark: Mark, tensor: u32, state: &DeviceTensor) {
         let all = word(state.plan.parts.len());
         // One part stands for the end of all.
         let parts = (0, if mark == Mark::Done { 1 } else { all });
@@ -241,7 +241,7 @@ impl Trace {
 
 /// The tensor of a row, and what the beginning and the end of its collective are called, if it has
 /// one: a broadcast through servers is not reduced.
-fn collective(order: Ordered, of: Of, tensors: &Tensors) -> Option<(&Tensor, [Mark; 2])> {
+fn collective(order: Ordered, of: Of, tensors: &Tensors) -> Option<(&DeviceTensor, [Mark; 2])> {
     let state = find(tensors, of.tensor).filter(|state| state.run.is_some())?;
     match (order, state.plan.operation) {
         (Ordered::Gather, _) => Some((state, [Mark::Copying, Mark::Copied])),

@@ -3,7 +3,7 @@
 use super::*;
 use crate::base::lock;
 use bps_engine::base::Epoch;
-use bps_engine::control::{Acceptor, Inbox, JobKey, Link, Listener, Socket, encode};
+use bps_engine::control::{Acceptor, ControlLink, Inbox, JobKey, Listener, Socket, encode};
 use bps_engine::proto::messages::{Node, Origin};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -94,7 +94,7 @@ fn config() -> Config {
 /// A rank that has registered with one scheduler, and finds another one when it dials again.
 fn between(one: &Scheduler, another: &Scheduler, former: Option<u64>) -> Attendant {
     let key = JobKey::open();
-    let link = Link::connect("127.0.0.1", one.port, &key, SOON).unwrap();
+    let link = ControlLink::connect("127.0.0.1", one.port, &key, SOON).unwrap();
     let door = link.door(&key).unwrap();
     let (sender, receiver) = link.split();
     let node = Node::Server {

@@ -1,7 +1,7 @@
 //! Keys of servers that are lost: they get places at other servers, and nobody who declares is told
 //! of any place until the keys are there.
 
-use super::{Batch, Registry, Reply, RetiredKey, Tensor};
+use super::{Batch, Registered, Registry, Reply, RetiredKey};
 use crate::base::Key;
 use crate::proto::messages::{Declaration, KeySpec};
 use crate::proto::moving::{Adopted, MOVED_KEYS_MAX, MovedKey};
@@ -158,7 +158,7 @@ impl Registry {
     }
 
     /// The tensor of a key, and which of its parts that is.
-    fn part_of(&self, key: Key) -> Option<(&Tensor, usize)> {
+    fn part_of(&self, key: Key) -> Option<(&Registered, usize)> {
         let tensor = *self.keys.get(usize::try_from(key.0).ok()?)?;
         let tensor = self.tensors.get(tensor as usize)?;
         let at = tensor.parts.binary_search_by_key(&key, |part| part.key).ok()?;
@@ -167,7 +167,7 @@ impl Registry {
 
     fn homeless(&self) -> impl Iterator<Item = (KeySpec, u32)> + '_ {
         self.moving.homeless.iter().filter_map(|&key| {
-            let (Tensor { said, parts, .. }, at) = self.part_of(key)?;
+            let (Registered { said, parts, .. }, at) = self.part_of(key)?;
             let core = parts[at].core?;
             let spec = KeySpec {
                 key,

@@ -6,7 +6,7 @@
 //! Keys count their rounds from where their cut begins.
 
 use super::{
-    Batch, Declaration, Key, Part, Places, Rank, Registry, Reply, Tensor, owner, retire_parts,
+    Batch, Declaration, Key, Part, Places, Rank, Registered, Registry, Reply, owner, retire_parts,
     specify,
 };
 use crate::keys::partition::{part_count, parts, share_bytes, tensor_bytes};
@@ -55,7 +55,7 @@ pub(super) fn server_shares(placer: &Placer) -> (u64, u64) {
     ((servers * SERVER_PARTS as u64).next_multiple_of(cores.max(1)), cores)
 }
 
-impl Tensor {
+impl Registered {
     /// Rounds that it had had when it was cut into its parts.
     pub(super) fn base(&self) -> u64 {
         self.cuts.last().map_or(0, |(_, rounds)| *rounds)
@@ -183,7 +183,7 @@ impl Registry {
 
     /// Whether a tensor can be cut anew and is to have other parts than it has. One that is not
     /// pushed now keeps its parts, and so does one whose servers do not know these yet.
-    fn changes(&self, tensor: &Tensor) -> bool {
+    fn changes(&self, tensor: &Registered) -> bool {
         let is_in_use = !tensor.retired && tensor.batch.is_none();
         let is_spoiled =
             self.names.get(&tensor.said.name).is_none_or(|name| name.spoiled.is_some());
