@@ -7,6 +7,7 @@ mod circles;
 mod dependencies;
 mod documents;
 mod layers;
+mod names;
 mod source;
 mod text;
 mod unsafe_code;
