@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -67,6 +68,20 @@ def test_a_host_falls_silent_and_is_replaced():
     options = [*job, "--runs", "1", "--kinds", "rank", "--interval", "0.2", "--timeout", "0.8"]
     figures = campaign(*options, script="silence.py")
     assert set(figures) == {"rank"} and figures["rank"]["step"]["median"] < 10, figures
+
+
+def test_a_rank_joins_on_a_line_and_leaves():
+    try:
+        Network(2).close()
+    except NoNetwork as why:
+        pytest.skip(f"no hosts with lines of their own: {why}")
+    if shutil.which("tc") is None:
+        pytest.skip("no lines of a rate: tc of iproute2 is not here")
+    options = ["--ranks", "2", "--servers", "1", "--megabytes", "1", "--runs", "1"]
+    figures = campaign(*options, "--rate", "200mbit", script="joining.py")
+    # Three ranks get the megabyte from one server; how long the others pause, a busy machine says.
+    assert figures["line"]["median"] == pytest.approx(3 * 2**20 * 8 / 200e6, abs=1e-4), figures
+    assert figures["pause"]["median"] < 10, figures
 
 
 # State
