@@ -23,6 +23,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -44,7 +45,20 @@ def bits_of(rate: str) -> float:
     for unit, factor in UNITS.items():
         if rate.endswith(unit):
             return float(rate[: -len(unit)]) * factor
-    raise argparse.ArgumentTypeError(f"{rate!r}: a number and {' or '.join(UNITS)}")
+    raise ValueError(rate)
+
+
+def rate_of(text: str) -> str:
+    """It, if it is a rate.
+
+    Raises:
+        argparse.ArgumentTypeError: It is none.
+    """
+    try:
+        bits_of(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: a number and {' or '.join(UNITS)}") from None
+    return text
 
 
 def limit_lines(network: Network, rate: str) -> None:
@@ -102,14 +116,17 @@ def main() -> None:
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--megabytes", type=float, default=100.0)
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--rate", default="1gbit", help="of what each host sends, as for tc")
+    parser.add_argument(
+        "--rate", type=rate_of, default="1gbit", help="of what each host sends, as for tc"
+    )
     parser.add_argument("--elastic", default="redo", choices=["redo", "shrink"])
     parser.add_argument("--mode", default="optimizer", choices=["optimizer", "cross", "ddp"])
     parser.add_argument("--limit", type=float, default=120.0)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     options.interval = options.timeout = None
-    bits_of(options.rate)
+    if shutil.which("tc") is None:
+        sys.exit("lines can't be limited here: tc is missing; install iproute2")
     rng = random.Random(options.seed)
     try:
         network = Network(1 + options.servers + options.ranks + 1)
