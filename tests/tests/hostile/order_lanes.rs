@@ -6,6 +6,7 @@ use bps_engine::lane::Endpoint;
 use bps_engine::transport::sim::{Random, Sim, SimNetwork};
 use bps_engine::transport::{Event, Frame, Landing, LaneId, Link, Transport, Waker};
 use bps_engine::wire::{Header, Kind};
+use bps_worker::error::Misfit;
 use bps_worker::gpu::order_lanes::{Heard, OrderKind, OrderLanes, OrderWord};
 use std::time::Duration;
 
@@ -109,21 +110,23 @@ fn what_is_said_comes_in_order_and_a_goodbye_is_the_last_of_it() {
 #[test]
 fn a_rank_that_dies_or_says_what_is_no_word_is_named() {
     static PAYLOAD: [u8; 8] = [1; 8];
+    let says = |rank, said| Misfit::Speaker { lane: BAD, epoch: EPOCH, rank, said };
+    let good = word(Kind::GpuReady, 1);
     let bad = [
-        ("a payload", Header { length: 8, ..word(Kind::GpuReady, 1) }),
-        ("epoch", Header { epoch: Epoch(8), ..word(Kind::GpuReady, 1) }),
-        ("says rank 0", Header { rank: GOOD, ..word(Kind::GpuReady, 1) }),
-        ("nothing about the order", Header { contributors: 1, ..word(Kind::Ready, 1) }),
+        (Misfit::Payload { kind: good.kind, bytes: 8 }, Header { length: 8, ..good }),
+        (says(BAD, Epoch(8)), Header { epoch: Epoch(8), ..good }),
+        (says(GOOD, EPOCH), Header { rank: GOOD, ..good }),
+        (Misfit::NoOrder(Kind::Ready), Header { contributors: 1, ..word(Kind::Ready, 1) }),
     ];
-    for (text, header) in bad {
+    for (what, header) in bad {
         let mut pair = Pair::new(2);
         pair.send(&header, &PAYLOAD[..header.length as usize]);
         pair.settle();
-        let [Heard::Corrupt { from: BAD, message }] = &pair.heard[..] else {
-            panic!("{text}: {:?}", pair.heard)
+        let [Heard::Corrupt { from: BAD, misfit }] = &pair.heard[..] else {
+            panic!("{what:?}: {:?}", pair.heard)
         };
-        assert!(message.contains(text), "{message}");
-        assert!(pair.lanes.is_closed() && pair.is_closed, "{text}");
+        assert_eq!(*misfit, what);
+        assert!(pair.lanes.is_closed() && pair.is_closed, "{what}");
     }
     let mut pair = Pair::new(3);
     pair.bad.close(LANE);

@@ -4,11 +4,13 @@
 #![forbid(unsafe_code)]
 
 mod details;
+mod misfit;
 mod over;
 mod refusal;
 mod start;
 
 pub use details::Details;
+pub use misfit::{Misfit, PartMisfit, Unasked};
 pub use over::{Corruption, Death, Disagreement, PeerDied, RoundSeen};
 pub use refusal::{Closed, Overdue, Refusal};
 pub use start::{SettingError, StartError};

@@ -4,6 +4,7 @@
 
 #![forbid(unsafe_code)]
 
+use crate::base::error::Misfit;
 use bps_engine::base::{DType, Epoch, Key, Rank, Round};
 use bps_engine::lane::Endpoint;
 use bps_engine::transport::{Cause, Event, Frame, Landing, LaneId, Link};
@@ -92,7 +93,7 @@ pub enum Heard {
         /// Who.
         from: Rank,
         /// What does not fit.
-        message: String,
+        misfit: Misfit,
     },
 }
 
@@ -222,7 +223,7 @@ impl OrderLanes {
                 return;
             }
             Ok(None) => heard.push(Heard::Left(from)),
-            Err(message) => heard.push(Heard::Corrupt { from, message }),
+            Err(misfit) => heard.push(Heard::Corrupt { from, misfit }),
         }
         state.done = true;
         self.endpoint.close(lane);
@@ -235,22 +236,19 @@ impl OrderLanes {
 }
 
 /// What the header of a frame of this rank says; nothing where that is its last one.
-fn understood(raw: &RawHeader, from: Rank, epoch: Epoch) -> Result<Option<OrderWord>, String> {
-    let header = Header::decode(raw).map_err(|invalid| invalid.to_string())?;
-    if header.epoch != epoch || header.rank != from {
-        return Err(format!(
-            "a frame on the lane of {from}, epoch {}, says {}, epoch {}",
-            epoch.0, header.rank, header.epoch.0
-        ));
+fn understood(raw: &RawHeader, from: Rank, epoch: Epoch) -> Result<Option<OrderWord>, Misfit> {
+    let header = Header::decode(raw)?;
+    let Header { kind, rank, epoch: said, length: bytes, .. } = header;
+    if said != epoch || rank != from {
+        return Err(Misfit::Speaker { lane: from, epoch, rank, said });
     }
-    if header.length != 0 {
-        return Err(format!("{:?} has a payload", header.kind));
+    if bytes != 0 {
+        return Err(Misfit::Payload { kind, bytes });
     }
     if header.kind == Kind::Goodbye {
         return Ok(None);
     }
-    let kind = OrderKind::of(header.kind)
-        .ok_or_else(|| format!("{:?} says nothing about the order of collectives", header.kind))?;
+    let kind = OrderKind::of(kind).ok_or(Misfit::NoOrder(kind))?;
     let (key, round, left) = (header.key, header.round.0, header.contributors);
     Ok(Some(OrderWord { kind, key, round, left, missing: header.missing }))
 }

@@ -469,8 +469,8 @@ impl Agent {
                 self.memory.lose_lane(&said);
                 effects.push(Effect::Send(said));
             }
-            Report::Corrupt { peer, message } => {
-                let death = Death::Nonsense { peer: self.origin(peer), what: message };
+            Report::Corrupt { peer, misfit } => {
+                let death = Death::Nonsense { peer: self.origin(peer), misfit };
                 effects.push(Effect::Send(NodeMessage::failed(death.to_string())));
                 self.end(peer_died(death), effects);
             }

@@ -460,8 +460,8 @@ impl NicLoop {
                 let (peer, round) = (LanePeer::Rank(rank), self.nic.where_it_stands());
                 self.nic.report(Report::Lost { peer, cause, round });
             }
-            FromGpu::Corrupt { rank, message } => {
-                self.nic.report(Report::Corrupt { peer: LanePeer::Rank(rank), message });
+            FromGpu::Corrupt { rank, misfit } => {
+                self.nic.report(Report::Corrupt { peer: LanePeer::Rank(rank), misfit });
             }
             FromGpu::Failed { source } => self.nic.report(Report::Failed { source }),
         }

@@ -4,7 +4,7 @@
 #![forbid(unsafe_code)]
 
 use super::{LaneId, LanePeer, Nic, PartId, Report};
-use crate::base::error::Disagreement;
+use crate::base::error::{Disagreement, Misfit};
 use bps_engine::base::{Key, Rank};
 use bps_engine::optimize::Act;
 use bps_engine::proto::messages::RoundOf;
@@ -38,7 +38,7 @@ impl Nic {
 
     /// A server has refused a contribution of this rank, since another rank pushed the round for
     /// something else.
-    pub(super) fn contradicted(&mut self, lane: LaneId, header: &Header) -> Result<(), String> {
+    pub(super) fn contradicted(&mut self, lane: LaneId, header: &Header) -> Result<(), Misfit> {
         let part = self.known(header)?;
         let first = (Rank(header.contributors), Act::from_word(header.act));
         let second = (self.config.rank, self.part(part).act);

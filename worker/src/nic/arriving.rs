@@ -2,6 +2,8 @@
 //! of the group say. A peer is not trusted: what does not fit closes its lane and is reported.
 
 use super::{LaneId, LanePeer, Nic, Operation, Part, PartId, Receiving, Report, Stage};
+use crate::base::error::{Misfit, PartMisfit, Unasked};
+use crate::host::gather::Unfit;
 use crate::rounds::{Lacks, Slot};
 use bps_engine::base::{Rank, Round};
 use bps_engine::limits::PARTS_MAX;
@@ -12,6 +14,14 @@ use bps_engine::trace::timeline::Mark;
 use bps_engine::transport::{Carried, Landing, Piece};
 use bps_engine::wire::header::{FLAG_PAYLOAD_CHECKSUM, FLAG_RESULT};
 use bps_engine::wire::{Header, Kind, RawHeader, crc32c, crc32c_append};
+
+/// What peers said of who has pushed what.
+fn misfit_of(unfit: Unfit) -> Misfit {
+    match unfit {
+        Unfit::Untimely { key, round, open } => Misfit::Untimely { key, round, open },
+        Unfit::Outside { key } => Misfit::Outside { key },
+    }
+}
 
 impl Nic {
     pub(super) fn on_header(&mut self, lane: LaneId, raw: &RawHeader, carried: Carried) {
@@ -25,7 +35,7 @@ impl Nic {
         let is_free = matches!(state.receiving, Receiving::Header);
         assert!(is_free && state.open, "frames of a lane follow one another");
         self.statistics.counters.frames_in.add(1);
-        let taken = Header::decode(raw).map_err(|invalid| invalid.to_string()).and_then(|header| {
+        let taken = Header::decode(raw).map_err(Misfit::from).and_then(|header| {
             match (self.lane(lane).peer, header.kind) {
                 (LanePeer::Server(_), Kind::Refused)
                     if header.flags & FLAG_PAYLOAD_CHECKSUM != 0 =>
@@ -36,28 +46,40 @@ impl Nic {
                 (LanePeer::Server(_), Kind::Refused) if header.act != 0 => {
                     self.contradicted(lane, &header)
                 }
-                (LanePeer::Server(_), Kind::Refused) => {
-                    Err("it refused a frame of this rank; its log says why".into())
-                }
+                (LanePeer::Server(_), Kind::Refused) => Err(Misfit::Refused),
                 (_, Kind::Publication) => self.on_publication(lane, header),
                 (LanePeer::Server(_), Kind::Grant) => self.on_asked_again(lane, &header),
                 (LanePeer::Rank(rank), _) => self.on_word(lane, rank, &header),
-                (LanePeer::Server(_), kind) => Err(format!("a server does not send {kind:?}")),
+                (LanePeer::Server(_), kind) => Err(Misfit::NotOfServer(kind)),
             }
         });
-        if let Err(message) = taken {
-            self.refuse(lane, message);
+        if let Err(misfit) = taken {
+            self.refuse(lane, misfit);
         }
     }
 
+    /// What to say of a frame about a part that is not what the part waits for.
+    pub(super) fn misfit(&self, what: Unasked, part: PartId, header: &Header) -> Misfit {
+        let Part { plan, round: open, .. } = self.part(part);
+        Misfit::Part(PartMisfit {
+            what,
+            tensor: plan.name.to_string(),
+            key: header.key,
+            round: header.round.0,
+            bytes: header.length,
+            part_bytes: plan.bytes,
+            open: *open,
+        })
+    }
+
     /// Closes a lane for what came on it.
-    fn refuse(&mut self, lane: LaneId, message: String) {
+    fn refuse(&mut self, lane: LaneId, misfit: Misfit) {
         let state = self.lane_mut(lane);
         state.receiving = Receiving::Closing;
         let peer = state.peer;
         self.close_lane(lane);
         debug_assert!(matches!(self.lane(lane).receiving, Receiving::Closing));
-        self.report(Report::Corrupt { peer, message });
+        self.report(Report::Corrupt { peer, misfit });
     }
 
     /// Closes a lane because a payload is not what its sender's checksum says.
@@ -70,7 +92,7 @@ impl Nic {
         self.report(Report::Altered { peer, sent, tensor, key, round: header.round.0 });
     }
 
-    fn on_publication(&mut self, lane: LaneId, header: Header) -> Result<(), String> {
+    fn on_publication(&mut self, lane: LaneId, header: Header) -> Result<(), Misfit> {
         let (part, length) = (self.known(&header)?, header.length as usize);
         if self.on_restored(lane, part, &header) {
             return Ok(());
@@ -83,8 +105,7 @@ impl Nic {
         let is_broadcast = matches!(self.part(part).plan.operation, Operation::Broadcast(_));
         let is_lost = is_broadcast && header.contributors == 0 && length == 0;
         if !self.is_due(part, lane, &header, is_lost) {
-            let (key, name) = (header.key, &self.part(part).plan.name);
-            return Err(format!("a publication of `{name}` ({key}) does not fit what was pushed"));
+            return Err(self.misfit(Unasked::Publication, part, &header));
         }
         // A second one of this round will not fit.
         let state = self.part_mut(part);
@@ -157,58 +178,58 @@ impl Nic {
     }
 
     /// The part that a frame is about.
-    pub(super) fn known(&self, header: &Header) -> Result<PartId, String> {
+    pub(super) fn known(&self, header: &Header) -> Result<PartId, Misfit> {
         let Header { key, kind, .. } = *header;
-        self.keys.get(&key).copied().ok_or_else(|| format!("{kind:?} of unknown {key}"))
+        self.keys.get(&key).copied().ok_or(Misfit::UnknownKey { kind, key })
     }
 
     /// What a rank of the group says.
-    fn on_word(&mut self, lane: LaneId, rank: Rank, header: &Header) -> Result<(), String> {
-        let says_its_own = !matches!(header.kind, Kind::Grant | Kind::Publication);
-        let named = if says_its_own { rank } else { self.config.rank };
-        if header.epoch != self.config.epoch || header.rank != named {
-            return Err(format!(
-                "a frame on the lane of {rank}, epoch {}, says {}, epoch {}",
-                self.config.epoch.0, header.rank, header.epoch.0
-            ));
+    fn on_word(&mut self, lane: LaneId, rank: Rank, header: &Header) -> Result<(), Misfit> {
+        let Header { kind, key, length: bytes, epoch: said, .. } = *header;
+        let says_its_own = !matches!(kind, Kind::Grant | Kind::Publication);
+        let (named, epoch) =
+            (if says_its_own { rank } else { self.config.rank }, self.config.epoch);
+        if said != epoch || header.rank != named {
+            return Err(Misfit::Speaker { lane: rank, epoch, rank: header.rank, said });
         }
-        if header.kind == Kind::Contribution {
+        if kind == Kind::Contribution {
             if header.flags & FLAG_RESULT != 0 {
-                return Err(format!("a result of {} is no contribution", header.key));
+                return Err(Misfit::Result { key });
             }
             return self.on_contribution(lane, header);
         }
-        if header.length != 0 {
-            return Err(format!("{:?} has a payload", header.kind));
+        if bytes != 0 {
+            return Err(Misfit::Payload { kind, bytes });
         }
-        match header.kind {
+        match kind {
             Kind::Ready => self.on_ready(lane, header)?,
             Kind::Grant => self.on_grant(lane, header)?,
             Kind::Goodbye => self.on_goodbye(lane),
-            kind => return Err(format!("a rank does not send {kind:?} to another")),
+            kind => return Err(Misfit::NotOfRank(kind)),
         }
         Ok(())
     }
 
     /// Whether a rank has a share of a part, if that is known.
-    fn check_share(&self, lane: LaneId, header: &Header) -> Result<(), String> {
+    fn check_share(&self, lane: LaneId, header: &Header) -> Result<(), Misfit> {
+        let Header { kind, key, .. } = *header;
         let is_device = self.known(header).is_ok_and(|part| self.part(part).plan.device);
         if is_device && self.column.place(lane).is_err() {
-            return Err(format!("{:?} of {}, whose tensor is on GPUs", header.kind, header.key));
+            return Err(Misfit::OnGpus { kind, key });
         }
         Ok(())
     }
 
     /// A rank of the group has pushed a part that this one owns.
-    fn on_ready(&mut self, lane: LaneId, header: &Header) -> Result<(), String> {
+    fn on_ready(&mut self, lane: LaneId, header: &Header) -> Result<(), Misfit> {
         self.check_share(lane, header)?;
         let (key, round, now) = (header.key, header.round.0, self.now);
         let part = self.known(header).ok();
         if part.is_none() && self.group.gathers.len() >= PARTS_MAX {
-            return Err(format!("it has pushed over {PARTS_MAX} keys"));
+            return Err(Misfit::TooManyKeys);
         }
         if part.is_some_and(|part| self.part(part).plan.owner.is_some()) {
-            return Err(format!("{key} is not this rank's to sum"));
+            return Err(Misfit::NotOwned { key });
         }
         // A tensor on GPUs is not ready before all of the host know it.
         let device = part.is_some_and(|part| self.part(part).plan.device);
@@ -221,7 +242,7 @@ impl Nic {
         }
         let all = self.circle_mut(device).gathers.peer(key, peer, round, now);
         self.endpoint.land(lane, Landing::NOTHING);
-        if all.map_err(|untimely| untimely.to_string())? {
+        if all.map_err(misfit_of)? {
             let part = part.expect("this rank has pushed it too");
             if !self.part(part).abandoned {
                 self.gathered(part);
@@ -231,7 +252,7 @@ impl Nic {
     }
 
     /// The owner of a part asks for this rank's contribution.
-    fn on_grant(&mut self, lane: LaneId, header: &Header) -> Result<(), String> {
+    fn on_grant(&mut self, lane: LaneId, header: &Header) -> Result<(), Misfit> {
         self.check_share(lane, header)?;
         let (part, round) = (self.known(header)?, header.round.0);
         let state = self.part(part);
@@ -243,10 +264,7 @@ impl Nic {
             && state.stage == Stage::Pushed;
         if !state.abandoned {
             if !fits {
-                let key = header.key;
-                return Err(format!(
-                    "a grant of {key}, round {round}, does not fit what was pushed"
-                ));
+                return Err(self.misfit(Unasked::Grant, part, header));
             }
             self.send_contribution(lane, part);
         }
@@ -287,8 +305,8 @@ impl Nic {
                 return self.altered(lane, &header, false);
             }
         }
-        if let Err(message) = self.decode(lane, part, &header, target) {
-            return self.refuse(lane, message);
+        if let Err(misfit) = self.decode(lane, part, &header, target) {
+            return self.refuse(lane, misfit);
         }
         self.keep(part, &header, Some(target));
         if matches!(self.lane(lane).peer, LanePeer::Server(_)) {

@@ -11,6 +11,7 @@ use super::{
     Lane, LaneId, LanePeer, Nic, Operation, Part, PartId, PartPlan, PartWord, Phase, Receiving,
     Report, Stage,
 };
+use crate::base::error::{Misfit, Unasked};
 use crate::host::collect::{Admission, Collector, Dropped, Granted};
 use crate::host::gather::{Gathers, Unpushed};
 use bps_engine::base::{DType, Rank, Reduction, milliseconds};
@@ -64,9 +65,9 @@ impl Circle {
     }
 
     /// The place of a lane.
-    pub(super) fn place(&self, lane: LaneId) -> Result<usize, String> {
+    pub(super) fn place(&self, lane: LaneId) -> Result<usize, Misfit> {
         let place = self.lanes.iter().position(|other| *other == lane);
-        place.ok_or_else(|| "it has no share of this rank's parts".into())
+        place.ok_or(Misfit::NoShare)
     }
 }
 
@@ -195,10 +196,8 @@ impl Nic {
     }
 
     /// The header of a contribution has come.
-    pub(super) fn on_contribution(&mut self, lane: LaneId, header: &Header) -> Result<(), String> {
-        let (key, bytes) = (header.key, header.length as usize);
-        let part = self.keys.get(&key).copied();
-        let part = part.ok_or_else(|| format!("a contribution to unknown {key}"))?;
+    pub(super) fn on_contribution(&mut self, lane: LaneId, header: &Header) -> Result<(), Misfit> {
+        let (part, key, bytes) = (self.known(header)?, header.key, header.length as usize);
         let state = self.part(part);
         if state.abandoned {
             self.unwanted(lane, bytes);
@@ -217,9 +216,7 @@ impl Nic {
         match answer {
             Admission::Take => self.endpoint.land(lane, Landing::Pieces(bytes)),
             Admission::Hold => {}
-            Admission::Unknown => {
-                return Err(format!("a contribution to {key} does not fit what it was asked for"));
-            }
+            Admission::Unknown => return Err(self.misfit(Unasked::Contribution, part, header)),
         }
         self.lane_mut(lane).receiving =
             Receiving::Contribution { peer, device, header: *header, done: 0, checksum: 0 };

@@ -8,6 +8,7 @@
 
 use super::choosing::Choice;
 use super::{LaneId, LanePeer, Nic, PartId};
+use crate::base::error::Misfit;
 use crate::nic::circle::is_scaled;
 use crate::rounds::Plan;
 use bps_engine::base::{DType, Rank};
@@ -308,7 +309,7 @@ impl Nic {
         part: PartId,
         header: &Header,
         target: Writable,
-    ) -> Result<(), String> {
+    ) -> Result<(), Misfit> {
         let Some(coded) = self.coded(lane, part) else { return Ok(()) };
         let Coded { encoding, elements, is_on_gpu, .. } = *coded;
         let Some(codec) = encoding.codec_of(header.form()) else { return Ok(()) };
@@ -323,7 +324,8 @@ impl Nic {
             None => &coded.wire[..header.length as usize],
         };
         codec.check(elements, payload).map_err(|why| {
-            format!("a publication of `{}` ({}): {why}", state.plan.name, header.key)
+            let (tensor, round) = (state.plan.name.to_string(), state.round);
+            Misfit::Encoding { tensor, key: header.key, round, why }
         })?;
         if is_on_gpu {
             return Ok(());

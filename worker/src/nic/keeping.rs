@@ -14,7 +14,7 @@
 
 use super::sending::QUIET;
 use super::{LaneId, LanePeer, Nic, PartId, Phase, Report, Stage};
-use crate::base::error::Source;
+use crate::base::error::{Misfit, Source, Unasked};
 use crate::rounds::{PartPlan, Slot, Staging};
 use bps_engine::base::{Key, Round};
 use bps_engine::mem::{Readable, Writable};
@@ -279,7 +279,7 @@ impl Nic {
 
     /// A rank has died while its contribution was being added, so nothing is left of the sum: this
     /// rank's goes to the server once more.
-    pub(super) fn on_asked_again(&mut self, lane: LaneId, header: &Header) -> Result<(), String> {
+    pub(super) fn on_asked_again(&mut self, lane: LaneId, header: &Header) -> Result<(), Misfit> {
         let part = self.known(header)?;
         self.endpoint.land(lane, Landing::NOTHING);
         let state = self.part(part);
@@ -295,8 +295,7 @@ impl Nic {
             && state.stage == Stage::Asked
             && is_kept;
         if !fits {
-            let (key, round) = (header.key, header.round.0);
-            return Err(format!("it asks for {key}, round {round}, again, which was not sent"));
+            return Err(self.misfit(Unasked::Again, part, header));
         }
         self.part_mut(part).stage = Stage::Pushed;
         self.send_to_server(part);

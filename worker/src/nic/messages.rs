@@ -3,7 +3,7 @@
 
 #![forbid(unsafe_code)]
 
-use crate::base::error::{Disagreement, RoundSeen, Source};
+use crate::base::error::{Disagreement, Misfit, RoundSeen, Source};
 use bps_engine::base::{Epoch, Key, Rank};
 use bps_engine::config::AutoCompression;
 use bps_engine::proto::messages::StalledKey;
@@ -33,7 +33,7 @@ pub enum Report {
         /// Who sent it.
         peer: LanePeer,
         /// What does not fit.
-        message: String,
+        misfit: Misfit,
     },
     /// Bytes that a checksum covers changed on their way between this rank and another node.
     Altered {

@@ -5,7 +5,7 @@
 
 use super::memory::{Slot, SlotMemory, Staging};
 use super::{Lacks, PartOf, Plan};
-use crate::base::error::{Error, Source};
+use crate::base::error::{Error, Misfit, Source};
 use crate::base::task::Task;
 use crate::base::types::Kept;
 use crate::cuda::PooledEvent;
@@ -163,7 +163,7 @@ pub enum FromGpu {
         /// Who.
         rank: Rank,
         /// What does not fit.
-        message: String,
+        misfit: Misfit,
     },
     /// The GPU can't go on.
     Failed {

@@ -196,7 +196,11 @@ impl Details {
                 details.or_round(at.as_ref().map(|at| &at.of))
             }
             Death::RootLost { root, of } => Details::of_ranks([*root]).or_round(Some(of)),
-            Death::Nonsense { peer, .. } => Details::of_origin(peer),
+            Death::Nonsense { peer, misfit } => {
+                let of = misfit.tensor();
+                let of = of.map(|(tensor, round)| RoundOf { tensor: tensor.to_owned(), round });
+                Details::of_origin(peer).or_round(of.as_ref())
+            }
         }
     }
 
@@ -322,9 +326,11 @@ impl Details {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{PeerDied, RoundSeen};
+    use super::super::{Misfit, PartMisfit, PeerDied, RoundSeen, Unasked};
     use super::*;
+    use bps_engine::base::Key;
     use bps_engine::proto::messages::Place;
+    use bps_engine::wire::Kind;
     use std::sync::Arc;
 
     fn origin(party: Party) -> Origin {
@@ -379,6 +385,29 @@ mod tests {
         let details = error.details();
         assert_eq!((details.ranks, details.round), (vec![Rank(2)], Some(3)));
         assert_eq!(details.waited, Some(Duration::from_secs(9)));
+    }
+
+    #[test]
+    fn nonsense_has_its_sender_and_the_part_that_it_is_about() {
+        let misfit = Misfit::Part(PartMisfit {
+            what: Unasked::Grant,
+            tensor: "x".into(),
+            key: Key(7),
+            round: 9,
+            bytes: 0,
+            part_bytes: 64,
+            open: 2,
+        });
+        let details = |misfit| {
+            let death = Death::Nonsense { peer: origin(Party::Rank(Rank(2))), misfit };
+            Error::from(PeerDied { death, at: seen() }).details()
+        };
+        let of_part = details(misfit);
+        assert_eq!((of_part.tensor.as_deref(), of_part.round), (Some("x"), Some(2)));
+        assert_eq!((of_part.ranks, of_part.pid), (vec![Rank(2)], Some(7)));
+        let of_none = details(Misfit::NotOfServer(Kind::Ready));
+        assert_eq!((of_none.tensor.as_deref(), of_none.round), (Some("w"), Some(3)));
+        assert_eq!(of_none.ranks, [Rank(2)]);
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Why a job is over for this worker.
 
-use super::Source;
+use super::{Misfit, Source};
 use bps_engine::base::{Key, Rank};
 use bps_engine::control::LinkError;
 use bps_engine::optimize::Act;
@@ -69,12 +69,12 @@ pub enum Death {
         of: RoundOf,
     },
     /// What a node sent does not follow the protocol.
-    #[error("{peer} sent what can't be right: {what}")]
+    #[error("{peer} sent what can't be right: {misfit}")]
     Nonsense {
         /// The node.
         peer: Origin,
         /// What does not fit.
-        what: String,
+        misfit: Misfit,
     },
 }
 

@@ -131,8 +131,8 @@ impl Pipeline {
                 }
                 Heard::Left(rank) => self.on_gone(rank),
                 Heard::Lost { rank, cause } => self.tell(FromGpu::Lost { rank, cause }),
-                Heard::Corrupt { from, message } => {
-                    self.tell(FromGpu::Corrupt { rank: from, message });
+                Heard::Corrupt { from, misfit } => {
+                    self.tell(FromGpu::Corrupt { rank: from, misfit });
                 }
             }
         }
