@@ -165,7 +165,8 @@ pub enum StartError {
     GpuElsewhere {
         /// The rank.
         rank: Rank,
-        /// What it says.
+        /// The line of its own error: ranks tell each other of their GPUs in rows of bytes, where
+        /// one that failed has only room for text.
         text: String,
     },
     /// Two ranks of a host use one GPU.
