@@ -163,7 +163,9 @@ pub fn update(
     let (worker, act) = (engine()?, act_of(&act)?);
     let started = py.detach(|| {
         let items: Vec<PushPull> = tensors.into_iter().map(in_host).collect();
-        // SAFETY: as in `push_pull`.
+        // SAFETY: `byteps` passes addresses of contiguous tensors of the declared size, and holds
+        // references to them until their handles are done or the engine is shut down; that users
+        // leave them alone meanwhile is what its functions ask for.
         unsafe { worker.update(&items, act) }
     });
     let handles = started.map_err(|cause| error::from_engine(&cause))?;
@@ -249,8 +251,10 @@ pub fn push_pull_gpu(
     };
     let started = py.detach(|| {
         let items: Vec<GpuPushPull> = tensors.into_iter().map(item).collect();
-        // SAFETY: as in `push_pull`; the stream is the framework's own, of the GPU that it has
-        // opened here.
+        // SAFETY: `byteps` passes addresses of contiguous tensors of the declared size, and holds
+        // references to them until their handles are done or the engine is shut down; that users
+        // leave them alone meanwhile is what its functions ask for. The stream is the framework's
+        // own, of the GPU that it has opened here.
         unsafe { worker.push_pull_gpu(&items, stream) }
     });
     let handles = started.map_err(|cause| error::from_engine(&cause))?;
@@ -280,7 +284,7 @@ pub fn settle(py: Python<'_>) -> PyResult<()> {
 pub fn stream_wait(py: Python<'_>, handles: Vec<u64>, stream: usize) -> PyResult<()> {
     let handles: Vec<_> = handles.into_iter().map(handle::find).collect::<PyResult<_>>()?;
     py.detach(|| {
-        // SAFETY: as in `push_pull_gpu`.
+        // SAFETY: the stream is the framework's own, of the GPU that it has opened here.
         unsafe { Handle::make_wait(&handles, stream) }
     })
     .map_err(|cause| error::from_engine(&cause))
@@ -326,7 +330,10 @@ pub fn push_batch(
                 GpuPushPull { tensor, source: address, target: address, priority }
             };
             let items: Vec<GpuPushPull> = both().map(item).collect();
-            // SAFETY: as in `push_pull_gpu`.
+            // SAFETY: `byteps` passes addresses of contiguous tensors of the declared size, and
+            // holds references to them until their handles are done or the engine is shut down;
+            // that users leave them alone meanwhile is what its functions ask for. The stream is
+            // the framework's own, of the GPU that it has opened here.
             unsafe { worker.push_pull_gpu(&items, stream) }
         }
         None => {
@@ -335,7 +342,9 @@ pub fn push_batch(
                 PushPull { tensor: TensorId(tensor), source: target, target, priority }
             };
             let items: Vec<PushPull> = both().map(item).collect();
-            // SAFETY: as in `push_pull`.
+            // SAFETY: `byteps` passes addresses of contiguous tensors of the declared size, and
+            // holds references to them until their handles are done or the engine is shut down;
+            // that users leave them alone meanwhile is what its functions ask for.
             unsafe { worker.push_pull(&items) }
         }
     });
@@ -365,7 +374,7 @@ pub fn stream_wait_batch(
         }
     };
     py.detach(|| {
-        // SAFETY: as in `push_pull_gpu`.
+        // SAFETY: the stream is the framework's own, of the GPU that it has opened here.
         unsafe { Handle::make_wait(handles, stream) }
     })
     .map_err(|cause| error::from_engine(&cause))
@@ -410,12 +419,17 @@ pub fn start_batch(
                 priority,
             };
             let items: Vec<GpuPushPull> = tensors.into_iter().map(item).collect();
-            // SAFETY: as in `push_pull_gpu`.
+            // SAFETY: `byteps` passes addresses of contiguous tensors of the declared size, and
+            // holds references to them until their handles are done or the engine is shut down;
+            // that users leave them alone meanwhile is what its functions ask for. The stream is
+            // the framework's own, of the GPU that it has opened here.
             unsafe { worker.push_pull_gpu(&items, stream) }
         }
         None => {
             let items: Vec<PushPull> = tensors.into_iter().map(in_host).collect();
-            // SAFETY: as in `push_pull`.
+            // SAFETY: `byteps` passes addresses of contiguous tensors of the declared size, and
+            // holds references to them until their handles are done or the engine is shut down;
+            // that users leave them alone meanwhile is what its functions ask for.
             unsafe { worker.push_pull(&items) }
         }
     });

@@ -100,7 +100,8 @@ pub(super) fn narrow_with(kernels: &Kernels, dtype: DType, values: &[f32], dst: 
             }
         });
     } else {
-        // SAFETY: As in `widen_with`; the divisor 1 asks for the values themselves.
+        // SAFETY: Both hold as many elements, as has been checked, and the borrows keep others out.
+        // The sums of all float types but f64 are f32, and the divisor 1 asks for these themselves.
         unsafe { kernels.finish(dtype, dst.as_mut_ptr(), values.as_ptr().cast(), values.len(), 1) }
     }
 }
@@ -108,7 +109,8 @@ pub(super) fn narrow_with(kernels: &Kernels, dtype: DType, values: &[f32], dst: 
 /// Adds elements of a 16-bit float type.
 pub(super) fn add_with(kernels: &Kernels, dtype: DType, src: &[u8], sums: &mut [f32]) {
     check(dtype, sums.len(), src.len());
-    // SAFETY: As in `widen_with`.
+    // SAFETY: Both hold as many elements, as has been checked, and the borrows keep others out. The
+    // sums of 16-bit floats are f32.
     unsafe { kernels.add(dtype, sums.as_mut_ptr().cast(), src.as_ptr(), sums.len()) }
 }
 

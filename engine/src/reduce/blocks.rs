@@ -287,8 +287,9 @@ pub(super) unsafe fn add_finish<L: Lane>(
 /// That of [`super::Kernels::finish`], and the CPU has the lane's instructions.
 #[inline(always)]
 pub(super) unsafe fn finish<L: Lane>(out: *mut u8, acc: *const u8, count: usize, divisor: u32) {
-    // SAFETY: As in `add_finish`; without `ADD`, `src` is not read. Where element and sum are one
-    // type, both are good for `count` elements, and `copy_from` allows them to overlap.
+    // SAFETY: The caller keeps the steps' contract; without `ADD`, `src` is not read. They do at
+    // most `count` elements, and the rest of both ranges is the specification's. Where element and
+    // sum are one type, both are good for `count` elements, and `copy_from` allows them to overlap.
     unsafe {
         let done = if divisor != 1 {
             finish_steps::<L, false, true>(out, acc, acc, count, divisor)

@@ -253,8 +253,9 @@ impl Kernels {
             // `out` is `acc` or apart from it. The CPU has the instructions of `self`.
             return unsafe { merge(out, acc, src, count) };
         }
-        // SAFETY: As in `reduce`. A block's results are written when its accumulator has been read,
-        // and end at or before the end of that.
+        // SAFETY: The contract is the caller's; the blocks lie one behind the other within the
+        // `count` elements, and a block of `widened` is nobody else's. A block's results are
+        // written when its accumulator has been read, and end at or before the end of that.
         unsafe {
             self.widened(dtype, src, count, |block, done, length| {
                 merge(block, acc.add(done * DType::F32.size()), block, length);

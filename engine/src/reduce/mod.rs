@@ -152,7 +152,8 @@ impl Kernels {
     /// # Safety
     /// As for [`Kernels::store`], and `acc` holds elements of `dtype.accumulator()`.
     pub unsafe fn add(&self, dtype: DType, acc: *mut u8, src: *const u8, count: usize) {
-        // SAFETY: As in `store`.
+        // SAFETY: The caller keeps the contract above, which is the kernel's. That the CPU has its
+        // instructions is kept by `with_isa`, the only source of these tables.
         unsafe { (self.operations(dtype).add)(acc, src, count) }
     }
 
@@ -181,7 +182,8 @@ impl Kernels {
         divisor: u32,
     ) {
         assert!(divisor > 0, "a {dtype} average over no contributors");
-        // SAFETY: As in `store`; the divisor has just been checked.
+        // SAFETY: The caller keeps the contract above, which is the kernel's, and the divisor has
+        // just been checked. That the CPU has the kernel's instructions is kept by `with_isa`.
         unsafe { (self.operations(dtype).add_finish)(out, acc, src, count, divisor) }
     }
 
@@ -202,7 +204,8 @@ impl Kernels {
         divisor: u32,
     ) {
         assert!(divisor > 0, "a {dtype} average over no contributors");
-        // SAFETY: As in `add_finish`.
+        // SAFETY: The caller keeps the contract above, which is the kernel's, and the divisor has
+        // just been checked. That the CPU has the kernel's instructions is kept by `with_isa`.
         unsafe { (self.operations(dtype).finish)(out, acc, count, divisor) }
     }
 

@@ -127,7 +127,8 @@ unsafe fn widen_f16(src: *const u16) -> float32x4_t {
 #[target_feature(enable = "neon")]
 unsafe fn narrow_f16(out: *mut u16, sums: float32x4_t) {
     let halves: uint16x4_t;
-    // SAFETY: As in `widen_f16`.
+    // SAFETY: The conversion works on registers alone. It is assembly for the same want of an
+    // intrinsic as that of `widen_f16`.
     unsafe {
         asm!(
             "fcvtn {halves:v}.4h, {sums:v}.4s",

@@ -141,7 +141,8 @@ pub(super) unsafe fn add_finish<E: Element>(
 pub(super) unsafe fn finish<E: Element>(out: *mut u8, acc: *const u8, count: usize, divisor: u32) {
     let (out, acc) = (out.cast::<E>(), acc.cast::<E::Sum>());
     for index in 0..count {
-        // SAFETY: As in `add_finish`.
+        // SAFETY: `index` is below `count`, for which the caller vouches for both. An element of
+        // `out` ends at or before the end of the same element of `acc`, which was read before.
         unsafe {
             let sum = acc.add(index).read_unaligned();
             let sum = if divisor == 1 { sum } else { E::over(sum, divisor) };

@@ -26,7 +26,8 @@ impl Kernels {
     pub fn add_finish_slice(&self, dtype: DType, acc: &mut [u8], src: &[u8], divisor: u32) {
         let count = matching_count(dtype, acc, src);
         let acc = acc.as_mut_ptr();
-        // SAFETY: As in `add_slice`; `out` is the accumulator itself.
+        // SAFETY: Both hold `count` elements, as has just been checked, and the borrows say that
+        // nobody else uses them and that they do not overlap; `out` is the accumulator itself.
         unsafe { self.add_finish(dtype, acc, acc, src.as_ptr(), count, divisor) }
     }
 }

@@ -94,7 +94,8 @@ pub struct ConsumerCursor {
 // SAFETY: the block is reached through atomics alone, and the contract of `producer` and `consumer`
 // (one cursor for each end, memory mapped as long as it lives) does not name a thread.
 unsafe impl Send for ProducerCursor {}
-// SAFETY: as for `ProducerCursor`.
+// SAFETY: the block is reached through atomics alone, and the contract of `consumer` does not name
+// a thread.
 unsafe impl Send for ConsumerCursor {}
 
 fn checked(at: *mut CursorBlock, capacity: u32) -> NonNull<CursorBlock> {

@@ -36,7 +36,8 @@ struct Staging {
 
 // SAFETY: it is plain memory that this value owns; who touches it when is for `Exchange` to say.
 unsafe impl Send for Staging {}
-// SAFETY: as for `Send`; a shared `Staging` gives its address away, and nothing else.
+// SAFETY: a shared `Staging` gives its address away, and nothing else; who touches the memory
+// behind it when is for `Exchange` to say.
 unsafe impl Sync for Staging {}
 
 impl Staging {

@@ -135,7 +135,9 @@ impl Encoded {
     /// The claim is this key's and stays mapped, and no payload lands in it, until whoever reads
     /// is done.
     pub(super) unsafe fn payload(&self, memory: &Claim) -> Readable {
-        // SAFETY: as in `landing`; the bytes were zeros at first.
+        // SAFETY: `Entry::new` saw that the claim has `bytes()`, and a length that was set by
+        // `landing` or by an encoder fits the room from `wire_at()` on. The bytes were zeros at
+        // first, and by the caller's promise nothing writes them.
         unsafe { Readable::new(memory.as_ptr().add(self.wire_at()).cast_const(), self.length) }
     }
 

@@ -157,7 +157,8 @@ impl Optimized {
     /// As for [`result`](Self::result).
     pub(super) unsafe fn payload(&self, memory: &Claim) -> Readable {
         let (at, length) = self.landing_at();
-        // SAFETY: as in `landing`; the bytes were zeros at first.
+        // SAFETY: `Entry::new` saw that the claim has `bytes()`, of which this is a part. The bytes
+        // were zeros at first, and by the caller's promise nothing writes them.
         unsafe { Readable::new(memory.as_ptr().add(at).cast_const(), length) }
     }
 
@@ -177,7 +178,9 @@ impl Optimized {
             Some(Deed::Set { slot, .. } | Deed::Get { slot }) => self.slot_at(slot.into()),
             _ => self.slot_at(0),
         };
-        // SAFETY: as in `landing`; the bytes were zeros at first.
+        // SAFETY: `Entry::new` saw that the claim has `bytes()`, of which a slot or the encoded
+        // result is a part. The bytes were zeros at first, and by the caller's promise nothing
+        // writes them.
         unsafe { Readable::new(memory.as_ptr().add(at).cast_const(), self.result_bytes()) }
     }
 

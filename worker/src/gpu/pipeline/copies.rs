@@ -194,7 +194,8 @@ pub(super) unsafe fn empty(
     coder: Option<PartCoder>,
 ) -> Result<(), GpuError> {
     let at = slot.memory(bytes).as_ptr();
-    // SAFETY: the caller's promise, and as in `fill`.
+    // SAFETY: the caller's promise. What is decoded takes no more of the slot than the part, and
+    // slots begin at lines of the cache.
     unsafe {
         match (coder, slot.is_on_gpu()) {
             (Some(of), _) => of.coder.decode(track.stream(), at, to, bytes, of.draw),

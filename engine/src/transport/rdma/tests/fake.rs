@@ -415,7 +415,8 @@ unsafe fn carry_out(pair: &Pair, send: &ffi::SendWr) {
     let Some(peer) = peer else {
         return complete(pair.qp.send_cq, send.wr_id, 12, 0, 0);
     };
-    // SAFETY: as for the pieces below.
+    // SAFETY: its address was exposed as it went into the table, out of which `destroy_qp` takes it
+    // before the pair is freed; and the table is locked.
     let peer = unsafe { &*std::ptr::with_exposed_provenance::<Pair>(*peer) };
     if !is_allowed(send) {
         fake(peer.qp.pd).tell(ffi::EVENT_QP_ACCESS_ERR, (&raw const *peer).addr() as u64);
