@@ -31,7 +31,7 @@ pub const BYTES: usize = 4096;
 /// Longer than any run.
 const HOUR: Duration = Duration::from_secs(3600);
 /// Turns after which a run counts as hung.
-const TURNS_MAX: u32 = 100_000;
+pub const TURNS_MAX: u32 = 100_000;
 /// A good rank, and the bad peer at the other end of its lane.
 pub struct Pair {
     pub network: SimNetwork,

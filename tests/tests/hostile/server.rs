@@ -1,12 +1,14 @@
 //! A NIC loop whose server has gone bad, in a job that goes on when servers die. The job must end
 //! with an error that names it, and not with a wrong sum.
 
-use super::pair::{BYTES, EPOCH, GOOD, Pair, crc};
+use super::pair::{BYTES, EPOCH, GOOD, LANE, Pair, TURNS_MAX, crc};
 use bps_engine::base::{DType, Epoch, Key, Rank, Round};
 use bps_engine::transport::sim::Random;
 use bps_engine::wire::header::FLAG_PAYLOAD_CHECKSUM;
 use bps_engine::wire::{Header, Kind};
-use bps_worker::nic::LanePeer;
+use bps_worker::error::{Death, Misfit, Unasked};
+use bps_worker::job::nic_loop::Command;
+use bps_worker::nic::{LanePeer, Move};
 use bps_worker::{Error, Handle};
 
 const SERVER: u32 = 0;
@@ -139,4 +141,85 @@ fn random_frames_end_in_an_error_and_leave_no_task_alone() {
     }
     println!("{refused} of {SEEDS} were refused, the others died unnoticed");
     assert!(refused > SEEDS / 2);
+}
+
+/// Parts whose contributions fill the lane to a server that reads nothing: more than may be posted
+/// on it and are under way on the longest line of the simulation.
+const FILLERS: u32 = 520;
+/// The key of the first one.
+const FIRST_FILLER: u64 = 1 << 20;
+
+/// The part is said to have moved to the server: no round of it is over everywhere, and those who
+/// have the result of the first are to give it to the server, which the others ask for it.
+fn restore(pair: &Pair) {
+    let one = Move { key: OPEN, lane: LANE, rounds: 0, restores: true };
+    assert!(pair.commands.push(Command::Moved(vec![one])).is_ok(), "a short queue");
+}
+
+/// The server says that it has what it needs of this rank.
+fn thanks() -> Header {
+    Header { contributors: 2, ..Header { kind: Kind::Publication, ..asks() } }
+}
+
+/// The good rank goes on as far as it can while the server reads nothing.
+fn settle_unread(pair: &mut Pair) {
+    for _ in 0..TURNS_MAX {
+        let progress = pair.nic.step(pair.network.now());
+        if !(progress | pair.network.advance()) {
+            return;
+        }
+    }
+    panic!("it does not come to rest");
+}
+
+/// The server sends a frame and reads nothing.
+fn send_unread(pair: &mut Pair, header: Header) {
+    // At times its end has no room at once.
+    let is_sent = (0..100).any(|_| pair.send_raw(header.encode(), header.length as usize));
+    assert!(is_sent, "a short queue");
+    settle_unread(pair);
+}
+
+/// The job ends with an error that names the server, for this publication.
+fn assert_unasked(pair: &mut Pair, seed: u64) {
+    pair.settle();
+    assert!(pair.bad.is_none(), "seed {seed}: the lane is open");
+    let error = pair.end();
+    let Error::PeerDied(died) = &error else { panic!("seed {seed}: {error}") };
+    let Death::Nonsense { misfit: Misfit::Part(part), .. } = &died.death else {
+        panic!("seed {seed}: {error}")
+    };
+    assert_eq!((part.what, part.key), (Unasked::Publication, OPEN), "seed {seed}");
+}
+
+#[test]
+fn a_result_that_is_given_back_is_answered_once() {
+    for seed in 1..=32 {
+        let mut pair = pair(seed, true);
+        pair.send(result());
+        pair.settle();
+        restore(&pair);
+        // Where the line takes less than the result, it is still being given after both answers.
+        settle_unread(&mut pair);
+        send_unread(&mut pair, thanks());
+        assert!(pair.reports.pop().is_none(), "seed {seed}: the first answer is right");
+        send_unread(&mut pair, thanks());
+        assert_unasked(&mut pair, seed);
+    }
+}
+
+#[test]
+fn an_answer_to_a_result_that_was_not_given_is_refused() {
+    for seed in 1..=8 {
+        let mut pair = pair(seed, true);
+        // What this rank asks finds no room on the lane, which has all the frames that it may have.
+        for filler in 0..FILLERS {
+            pair.push(2 + filler, Key(FIRST_FILLER + u64::from(filler)), None);
+            settle_unread(&mut pair);
+        }
+        restore(&pair);
+        settle_unread(&mut pair);
+        send_unread(&mut pair, thanks());
+        assert_unasked(&mut pair, seed);
+    }
 }
