@@ -104,3 +104,53 @@ fn lead() -> Vec<Box<dyn PendingCall>> {
         BELL.wait(rings, SLICE);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc::{SyncSender, sync_channel};
+
+    /// Far longer than a thread takes to be woken.
+    const LONG: Duration = Duration::from_secs(60);
+
+    /// One that says that it is looked at, and takes its thread with it.
+    struct Faulty(SyncSender<()>);
+
+    impl PendingCall for Faulty {
+        fn is_over(&mut self) -> bool {
+            let _ = self.0.send(());
+            panic!("what a call does may fail");
+        }
+
+        fn finish(self: Box<Self>) {
+            unreachable!("it never ended");
+        }
+    }
+
+    /// One that has ended.
+    struct Ended(SyncSender<()>);
+
+    impl PendingCall for Ended {
+        fn is_over(&mut self) -> bool {
+            true
+        }
+
+        fn finish(self: Box<Self>) {
+            let _ = self.0.send(());
+        }
+    }
+
+    #[test]
+    fn a_leader_that_panics_leaves_the_lead_to_another_thread() {
+        assert!(runs());
+        for _ in 1..THREADS {
+            let (sender, seen) = sync_channel(1);
+            complete(Box::new(Faulty(sender)), &[]);
+            assert_eq!(seen.recv_timeout(LONG), Ok(()), "nobody looks at calls any more");
+            // The call that failed was taken by its thread, and this one was not.
+            let (sender, finished) = sync_channel(1);
+            complete(Box::new(Ended(sender)), &[]);
+            assert_eq!(finished.recv_timeout(LONG), Ok(()), "nobody leads");
+        }
+    }
+}
