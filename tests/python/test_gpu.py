@@ -28,6 +28,7 @@ import test_parallel
 import test_reductions
 import test_scatter
 import test_sparse
+import test_stragglers
 import test_sync_batch_norm
 from byteps.errors import BytePSError, ConfigError, MismatchError
 from cluster import Cluster
@@ -489,6 +490,25 @@ def test_ranks_go_back_to_a_commit():
     test_elastic.check_a_death(
         test_elastic.trained_over_a_death, "cuda:0", 1, 40, environment=environment
     )
+
+
+def without_slow_ranks(*arguments):
+    bps.init()
+    torch.cuda.set_device(0)
+    return on_gpu(test_stragglers.training, *arguments)
+
+
+def test_rounds_without_slow_ranks():
+    """Ranks of one GPU, each as on a host of its own."""
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU, as torch sees it")
+    environment = {"BPS_BACKUP_WORKERS": "1", "BPS_BACKUP_BEHIND": "4"}
+    with Cluster(3, servers=2, environment=environment) as job:
+        begun = test_stragglers.WHOLE
+        for mode, slowest in (("optimizer", [0, 1]), ("ddp", [2]), ("cross", [1])):
+            told = job.run(without_slow_ranks, mode, slowest, timeout=START_SECONDS)
+            test_stragglers.check(told, begun)
+            begun = 0  # Rounds of the probe are known by now.
 
 
 @pytest.mark.parametrize("kind", ["2", "4", "2-server"])

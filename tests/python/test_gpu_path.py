@@ -20,8 +20,9 @@ import test_optimizer
 import test_parallel
 import test_reductions
 import test_scatter
-from byteps import _native, _registry
-from byteps.errors import ConfigError, TensorError, UsageError
+import test_stragglers
+from byteps import _names, _native, _registry
+from byteps.errors import ConfigError, MismatchError, TensorError, UsageError
 from byteps.torch import ops
 from cluster import Cluster
 from conftest import initialise
@@ -403,3 +404,66 @@ def test_what_codecs_keep_is_on_the_gpu(tmp_path):
             is_sent = second == 0
             assert torch.equal(second[~is_sent], whole[~is_sent])
             assert is_sent.sum() >= 2000 and whole[is_sent].abs().min() >= second.abs().max()
+
+
+def without_slow_ranks(function, *arguments):
+    """What it returns; each rank sends its own, by way of the host, from the memory of its GPU."""
+    with Pipeline().plugged_in() as gpu:
+        returned = function(*arguments)
+        assert gpu.handed_over > 0
+    backups = [tensor for tensor in _names._declared if tensor.store is not None]
+    assert len(backups) > 1 and not any(tensor.device for tensor in backups)
+    return returned
+
+
+def beside_ranks_of_the_host():
+    """No GPU is opened jointly: some ranks may have none."""
+    rank, size = bps.rank(), bps.size()
+    with Pipeline().plugged_in() as gpu:
+        for step in range(8):
+            mine = torch.full((1000,), float((step + 1) << 16 * rank), dtype=torch.float64)
+            if rank == 0:
+                gpu.host(mine)
+            if step == 5 and rank == 1:
+                time.sleep(LATE_S)
+            handle = bps.push_pull_async(mine, False, "backups.mixed", backup_workers=1)
+            there = bps.contributors(handle)
+            result = bps.synchronize(handle)
+            wanted = float(sum((step + 1) << 16 * one for one in there))
+            assert torch.equal(result, torch.full_like(result, wanted)), (step, there)
+            assert len(there) >= size - 1
+        assert gpu.handed_over == (8 if rank else 0)
+        assert _registry.open_gpu() is None
+    return there
+
+
+def backups_of_some_ranks_alone():
+    with Pipeline().plugged_in():
+        ones = torch.ones(4)
+        assert bps.push_pull(ones, False, "backups.whole")[0] == bps.size()
+        with pytest.raises(MismatchError, match="slowest"):
+            bps.push_pull(ones, name="backups.other", backup_workers=min(bps.rank(), 1))
+            bps.barrier()
+
+
+def test_rounds_without_slow_ranks(tmp_path):
+    environment = Pipeline.libraries(tmp_path)
+    if environment is None:
+        pytest.skip("tests/fake_gpu is not built: cargo build -p bps-fake-gpu")
+    environment |= {"BPS_BACKUP_WORKERS": "1", "BPS_BACKUP_BEHIND": "4"}
+    with Cluster(3, servers=1, environment=environment) as job:
+        job.run(initialise, timeout=120)
+        sets = job.run(beside_ranks_of_the_host)
+        assert sets[0] == sets[1] == sets[2]
+        begun = test_stragglers.WHOLE
+        for mode, slowest in (("optimizer", [0]), ("ddp", [2]), ("cross", [1])):
+            told = job.run(
+                without_slow_ranks,
+                test_stragglers.training,
+                mode,
+                slowest,
+                timeout=test_stragglers.CALL_SECONDS,
+            )
+            test_stragglers.check(told, begun)
+            begun = 0  # Rounds of the probe are known by now.
+        job.run(backups_of_some_ranks_alone)

@@ -25,7 +25,7 @@ CALL_SECONDS = 240
 
 def digest(model):
     flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
+    return hashlib.sha256(flat.cpu().numpy().tobytes()).hexdigest()
 
 
 def training(mode, slowest):

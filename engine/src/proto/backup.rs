@@ -59,7 +59,7 @@ pub enum BackupFault {
         /// How it was to be encoded.
         encoding: Encoding,
     },
-    /// Collectives of GPUs wait for all.
+    /// It is one of GPUs to the job, and their collectives wait for all ranks of a host.
     OnGpus,
 }
 
@@ -149,8 +149,8 @@ impl fmt::Display for BackupFault {
                  where a contribution was not used: name the codec alone"
             ),
             BackupFault::OnGpus => f.write_str(
-                "it was declared on a GPU, whose collectives wait for all ranks: declare it in \
-                 memory of the host",
+                "it was declared as one of GPUs, whose collectives wait for all ranks of a host: \
+                 declare it as one of the host, which may be pushed from a GPU too",
             ),
         }
     }

@@ -28,7 +28,7 @@ class Backups:
         return cls(workers)
 
     def over(self, tensor: Tensor) -> Tensor:
-        """The tensor, declared so."""
+        """The tensor, declared so, and as one of the host, wherever each rank has it."""
         if not self.workers:
             return tensor
         why = self._whole(tensor) if self.is_default else None
@@ -37,7 +37,8 @@ class Backups:
                 f"BPS_BACKUP_WORKERS={self.workers} is not for '{tensor.name}' and its like: {why}"
             )
             return tensor
-        return tensor._replace(store=self.workers)
+        # NCCL's collectives would wait for all ranks of a host.
+        return tensor._replace(store=self.workers, device=False)
 
     def unless(self, why: str | None) -> Backups:
         """The same, or none if there is a reason; an error where a caller wanted some."""
@@ -50,8 +51,6 @@ class Backups:
 
     def _whole(self, tensor: Tensor) -> str | None:
         """Why rounds of a tensor have to wait for all ranks, if so."""
-        if tensor.device:
-            return "it is on a GPU, whose collectives wait for all ranks"
         encoding = tensor.encoding or ""
         if "+" in encoding or encoding.startswith("auto"):
             return f"what the encoding {encoding} keeps would be wrong without a contribution"

@@ -1,8 +1,9 @@
 //! Tensors of the host that are pushed from a GPU: through memory of the host.
 //!
-//! NCCL reduces among all ranks of a host, and does not divide whole numbers as everybody else
-//! does. So a tensor that some ranks exchange, or an average of whole numbers, is one of the host
-//! to the job, wherever each rank has it. A thread of its own copies such a tensor down into a
+//! NCCL reduces among all ranks of a host, waits for all of them, and does not divide whole numbers
+//! as everybody else does. So a tensor that some ranks exchange, one whose rounds do not wait for
+//! slow ranks, or an average of whole numbers, is one of the host to the job, wherever each rank
+//! has it. A thread of its own copies such a tensor down into a
 //! pinned buffer, pushes that as any caller would, and copies the result up. It waits for the other
 //! ranks, never for the GPU, and nor does its caller: a round ends when its copy up is enqueued.
 //!

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,19 +22,19 @@ def holds(tensor: torch.Tensor) -> bool:
 
 
 def open_for(
-    tensors: Iterable[torch.Tensor], is_of_host: Callable[[torch.Tensor], bool] | None = None
+    tensors: Iterable[torch.Tensor], are_of_gpus: Iterable[bool] = itertools.repeat(True)
 ) -> Callable[[], int] | None:
     """Opens the GPU that holds some of these tensors, where it is not open yet: with all ranks if
-    one of them is a tensor of GPUs to the job, which is each that is not one of the host.
+    one of them is a tensor of GPUs to the job, as ``are_of_gpus`` says of each.
 
     Returns what tells the stream that is current there, as CUDA's number, or None where all of
     them are in host memory. A second GPU of one process is a ConfigError.
     """
     device = None
-    for tensor in tensors:
+    for tensor, is_of_gpus in zip(tensors, are_of_gpus, strict=False):
         if holds(tensor):
             device = tensor.device
-            _registry.use_gpu(device.index, is_of_host is None or not is_of_host(tensor))
+            _registry.use_gpu(device.index, is_of_gpus)
     return None if device is None else lambda: current_stream(device)
 
 

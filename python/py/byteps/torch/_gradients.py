@@ -165,12 +165,10 @@ class Gradients:
             hook = self.hooks.add(number, self.priority_of(param), _bytes_of(tensor), on_gpu)
             self._hook_handles.append(param.register_post_accumulate_grad_hook(hook))
 
-    def _is_of_host(self, tensor: torch.Tensor) -> bool:
-        return _tensors.is_of_host(tensor, self.average, self.ranks)
-
     def _use_gpu(self, device: torch.device) -> None:
         self._stream = _gpu.stream_getter(device)
-        is_one_host = common.size() == common.local_size()
+        # With backup workers each rank sends its own to a server.
+        is_one_host = common.size() == common.local_size() and not self.backups.workers
         self.hooks.batch_bytes_min = (
             _BATCH_BYTES_MIN_ON_ONE_HOST if is_one_host else _BATCH_BYTES_MIN_ON_GPUS
         )
@@ -335,13 +333,12 @@ class Gradients:
                 changed.append((index, tensor, dtype))
         for index, tensor, dtype in changed:
             param = self.params[index]
-            on_gpu = _gpu.open_for([tensor], self._is_of_host) is not None
-            device = not self._is_of_host(tensor)
+            old = self.declared[index]
+            device = old.store is None and not _tensors.is_of_host(tensor, self.average, self.ranks)
             new = _registry.settled(
-                self.declared[index]._replace(
-                    name=self.names[param], dtype=dtype, shape=tensor.shape, device=device
-                )
+                old._replace(name=self.names[param], dtype=dtype, shape=tensor.shape, device=device)
             )
+            on_gpu = _gpu.open_for([tensor], [device]) is not None
             [number] = _registry.declare([new])
             self._dtypes[index], self._bytes[index] = param.dtype, param.nbytes
             self._on_gpu[index] = on_gpu
@@ -372,8 +369,8 @@ class Gradients:
 
     def _declare_in_new_job(self) -> None:
         """After `resume`, tensors have other numbers."""
-        ranks = self.ranks  # Of a set that was not added to this job: an error.
-        _gpu.open_for(self.params, lambda one: _tensors.is_of_host(one, self.average, ranks))
+        _ = self.ranks  # Of a set that was not added to this job: an error.
+        _gpu.open_for(self.params, [tensor.device for tensor in self.declared])
         for index, number in enumerate(_registry.declare(self.declared)):
             self.declare_as(index, self.declared[index], number)
         self._job = _registry.job_number()

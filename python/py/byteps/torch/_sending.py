@@ -113,11 +113,6 @@ def start(
     compression: Any = Compression.none,
     backups: Backups = WAITS,
 ) -> int:
-    is_average = operation == "average"
-    stream = _gpu.open_for(
-        (memory.source for memory in memories),
-        lambda tensor: _tensors.is_of_host(tensor, is_average, ranks),
-    )
     chosen = iter(_registry.unnamed(sum(not name for name in names), ranks))
     sends = [
         send(
@@ -134,6 +129,9 @@ def start(
         )
         for memory, name in zip(memories, names, strict=True)
     ]
+    stream = _gpu.open_for(
+        (memory.source for memory in memories), [one.tensor.device for one in sends]
+    )
     if in_place:
         # Autograd cannot see the change; when told, it notices uses of the old values.
         torch.autograd.graph.increment_version([memory.output for memory in memories])

@@ -90,8 +90,9 @@ def is_of_host(tensor: torch.Tensor, average: bool, ranks: tuple[int, ...] | Non
     """Whether a tensor is one of the host to the job, wherever each rank has it.
 
     On a GPU, averages of integers are: they are rounded down, which NCCL's are not. So is what is
-    for some ``ranks``, since NCCL reduces among all of a host. All else that :data:`DTYPES` has,
-    NCCL reduces, and a broadcast is of bytes.
+    for some ``ranks``, since NCCL reduces among all of a host, and what does not wait for all of
+    them (:class:`byteps._backups.Backups`). All else that :data:`DTYPES` has, NCCL reduces, and a
+    broadcast is of bytes.
     """
     return (
         not _gpu.holds(tensor)
@@ -112,14 +113,15 @@ def gradient(
     check(param, "parameter", name)
     sent, _ = compression.compress(torch.empty(1, dtype=param.dtype, device="cpu"))
     dtype = summed_dtype(sent, "parameter", name)
-    of_host = is_of_host(param, average, ranks)
-    _gpu.open_for([param], lambda _: of_host)
+    on_gpus = not is_of_host(param, average, ranks)
     operation = "average" if average else "sum"
     encoding = encoding_for(compression, sent.dtype.is_floating_point, operation)
     tensor = _registry.Tensor(
-        name, dtype, param.shape, operation, device=not of_host, ranks=ranks, encoding=encoding
+        name, dtype, param.shape, operation, device=on_gpus, ranks=ranks, encoding=encoding
     )
-    return backups.over(tensor)
+    tensor = backups.over(tensor)
+    _gpu.open_for([param], [tensor.device])
+    return tensor
 
 
 def in_place(tensor: torch.Tensor) -> Memory:

@@ -6,6 +6,7 @@ send each other what is for them: a broadcast in a set of these two.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -287,7 +288,7 @@ def _exchange_start(
         return output.to(tensor.device), torch.tensor(received, dtype=torch.int32, device="cpu")
 
     # What goes to one rank is for a pair, so it is a tensor of the host to the job.
-    stream = _gpu.open_for((block.memory for block in (*blocks, *sent)), lambda _: True)
+    stream = _gpu.open_for((block.memory for block in (*blocks, *sent)), itertools.repeat(False))
     return _registry.start(sends, (blocks, sent), finish, stream)
 
 
