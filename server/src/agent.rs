@@ -4,6 +4,7 @@
 
 #![forbid(unsafe_code)]
 
+mod leaving;
 mod outlasting;
 
 use self::outlasting::Memory;
@@ -65,6 +66,8 @@ pub struct Agent {
     pulse: Pulse,
     memory: Memory,
     knocking: bool,
+    /// Until when it waits to be let go, as it has asked.
+    leaves_by: Option<Duration>,
     over: bool,
 }
 
@@ -82,6 +85,7 @@ impl Agent {
             pulse,
             memory: Memory::new(Duration::ZERO),
             knocking: false,
+            leaves_by: None,
             over: false,
         }
     }
@@ -376,8 +380,13 @@ impl Agent {
 
     fn end(&mut self, reason: &OverReason, effects: &mut Vec<Effect>) {
         self.over = true;
-        let well = *reason == OverReason::Finished;
-        let line = format!("the job is over: {reason}");
+        let line = match reason {
+            OverReason::Left { .. } => {
+                "this server has left; the job goes on without it".to_owned()
+            }
+            reason => format!("the job is over: {reason}"),
+        };
+        let well = matches!(reason, OverReason::Finished | OverReason::Left { .. });
         effects.push(if well { Effect::Info(line) } else { Effect::Warn(line) });
         effects.push(Effect::Over(well));
     }

@@ -8,7 +8,7 @@ use crate::error::{ServerError, resource};
 use crate::listen::{listen_tcp, listen_unix, start_acceptor};
 use crate::shard::{Command, Report};
 use crate::shown::Shown;
-use crate::signals::Signals;
+use crate::signals::{SIGTERM_NAME, Signals};
 use crate::timeline::Tracing;
 use bps_engine::config::{Config, Program};
 use bps_engine::control::{
@@ -268,8 +268,7 @@ impl Control {
         let began = Instant::now();
         let form_by = Instant::now() + config.start_timeout + FORMING_GRACE;
         let outcome = loop {
-            if let Some(signal) = stop.came() {
-                let message = format!("it was stopped by {signal}");
+            if let Some((signal, message)) = self.is_stopped(config, stop, &began, &mut effects) {
                 let _ = self.sender.send(&NodeMessage::failed(message));
                 break Err(ServerError::Signal(signal));
             }
@@ -309,6 +308,32 @@ impl Control {
         self.done.store(true, Ordering::Release);
         report_waker.ring();
         outcome.and_then(|()| Ok(harness::join(reporter)?))
+    }
+
+    /// The signal that ends this server now, if one does, and what to say of it. The first SIGTERM
+    /// is a notice where the job can do without this server.
+    fn is_stopped(
+        &self,
+        config: &Config,
+        stop: &Signals,
+        began: &Instant,
+        effects: &mut Vec<Effect>,
+    ) -> Option<(&'static str, String)> {
+        let (mut agent, now) = (self.agent(), began.elapsed());
+        if agent.leaves_by().is_some_and(|by| now >= by) {
+            let notice = config.leave_notice;
+            let message = format!(
+                "it was stopped by SIGTERM, and the job could not let it go within {notice:?} \
+                 (BPS_LEAVE_NOTICE)"
+            );
+            return Some((SIGTERM_NAME, message));
+        }
+        let signal = stop.came()?;
+        if signal == SIGTERM_NAME && agent.leave(config.leave_notice, now, effects) {
+            stop.take_notice();
+            return None;
+        }
+        Some((signal, format!("it was stopped by {signal}")))
     }
 
     /// What the scheduler says next; of another one, where this one is lost, once it leads the job.

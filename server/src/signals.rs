@@ -7,6 +7,9 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+/// How SIGTERM is called.
+pub(crate) const SIGTERM_NAME: &str = "SIGTERM";
+
 /// The signals that end a server in good order.
 pub(crate) struct Signals {
     terminated: Arc<AtomicBool>,
@@ -45,10 +48,15 @@ impl Signals {
         Ok(done)
     }
 
+    /// Takes SIGTERM for a notice that this server is to leave: from now on the next signal counts.
+    pub(crate) fn take_notice(&self) {
+        self.terminated.store(false, Ordering::Relaxed);
+    }
+
     pub(crate) fn came(&self) -> Option<&'static str> {
         let came = |flag: &AtomicBool| flag.load(Ordering::Relaxed);
         came(&self.terminated)
-            .then_some("SIGTERM")
+            .then_some(SIGTERM_NAME)
             .or_else(|| came(&self.interrupted).then_some("Ctrl-C"))
     }
 }

@@ -228,3 +228,14 @@ def clean_environment() -> dict[str, str]:
     }
     path = os.pathsep.join(filter(None, [str(HERE), kept.get("PYTHONPATH")]))
     return kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def servers_of(launcher):
+    """The process ids of a launcher's servers."""
+    found = []
+    for task in Path(f"/proc/{launcher}/task").iterdir():
+        for pid in (task / "children").read_text().split():
+            with contextlib.suppress(OSError):
+                if b"DMLC_ROLE=server" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                    found.append(int(pid))
+    return found

@@ -189,6 +189,8 @@ class Job:
         if self.network is not None:
             assert host is not None
             variables["DMLC_NODE_HOST"] = self.network.address(host)
+        if member.role == "server":
+            variables["BPS_LEAVE_NOTICE"] = str(kill_plan.LEAVE_NOTICE)
         if member.role != "rank":
             del variables["DMLC_WORKER_ID"]
         else:

@@ -10,6 +10,8 @@ HEARTBEAT_TIMEOUT = 2.5
 HEARTBEAT_INTERVAL = 0.5
 START_TIMEOUT = 10.0
 STALL_TIMEOUT = 12.0
+#: How long a server waits to be let go: the last one does in vain.
+LEAVE_NOTICE = 3.0
 #: Interruptions of any kind that are shorter harm nobody, longer ones count as a death.
 SHORT, LONG = (0.2, 0.35 * HEARTBEAT_TIMEOUT), (2 * HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_TIMEOUT)
 

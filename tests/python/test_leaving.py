@@ -15,7 +15,7 @@ import pytest
 import byteps.common
 import byteps.torch as bps
 from byteps import elastic
-from cluster import clean_environment
+from cluster import clean_environment, servers_of
 
 #: Of one job, most of which is the start of Python and torch on a busy machine.
 SECONDS = 240
@@ -175,6 +175,38 @@ def test_a_rank_that_does_not_leave_in_time_counts_as_dead(launch):
     check_samples(job, text, repeats=SAMPLES)
 
 
+def test_a_server_that_is_told_to_leaves_and_no_step_is_lost(launch):
+    job = launch("--local", "2", "--servers", "2", BPS_LOCAL_REDUCE="0")
+    job.wait_for(r"\[rank 1\] step 5 ")
+    pid = servers_of(job.process.pid)[0]
+    os.kill(pid, signal.SIGTERM)
+    code, text = job.finish()
+    assert code == 0, text
+    asked = "SIGTERM: this server leaves when the job can go on without it, within 30s"
+    assert asked in text and "this server has left; the job goes on without it" in text, text
+    told = job.find(r"epoch 2: 2 ranks and 1 server go on after")
+    assert told and all(
+        re.search(rf": server \d \(host .*, pid {pid}\) left$", line.string) for line in told
+    ), text
+    assert all(word not in text for word in ("died", "was killed", "failed", "Traceback")), text
+    for rank in (0, 1):
+        steps = [int(match[1]) for match in job.find(rf"\[rank {rank}\] step (\d+) ")]
+        assert steps == list(range(1, len(steps) + 1)), text
+    check_samples(job, text, repeats=1)
+
+
+def test_the_last_server_is_not_let_go_and_fails_when_its_time_is_up(launch):
+    job = launch(
+        *("--local", "2", "--servers", "1", "--leave-notice", "0.5"), BPS_LOCAL_REDUCE="0", HOLD="5"
+    )
+    job.wait_for(r"\[rank 1\] step 5 ")
+    os.kill(servers_of(job.process.pid)[0], signal.SIGTERM)
+    code, text = job.finish()
+    assert code == 1, text
+    assert "the job could not let it go within 500ms (BPS_LEAVE_NOTICE)" in text, text
+    assert "the job cannot go on: no server left for 2 workers" in text, text
+
+
 def test_in_a_job_that_is_not_elastic_nobody_leaves_and_sigterm_ends_it_at_once(launch):
     job = launch("--local", "2", elastic=None, EVERY="1000", HOLD="10")
     pid = pid_of(job, 1)
@@ -188,7 +220,7 @@ def test_in_a_job_that_is_not_elastic_nobody_leaves_and_sigterm_ends_it_at_once(
 
 
 def test_sigterm_to_the_launcher_ends_the_job_in_time(launch):
-    job = launch("--local", "2", EVERY="1000")
+    job = launch("--local", "2", "--servers", "1", EVERY="1000", BPS_LOCAL_REDUCE="0")
     job.wait_for(r"step 5 ", 2)
     begun = time.monotonic()
     job.process.send_signal(signal.SIGTERM)

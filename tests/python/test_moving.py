@@ -8,14 +8,13 @@ import itertools
 import os
 import signal
 import time
-from pathlib import Path
 
 import cloudpickle
 import pytest
 import torch
 
 import byteps.torch as bps
-from cluster import Cluster
+from cluster import Cluster, servers_of
 
 STEPS = 300
 ENVIRONMENT = {
@@ -70,22 +69,17 @@ def afterwards():
     return True
 
 
-def servers_of(launcher):
-    """The process ids of a launcher's servers."""
-    found = []
-    for task in Path(f"/proc/{launcher}/task").iterdir():
-        for pid in (task / "children").read_text().split():
-            with contextlib.suppress(OSError):
-                if b"DMLC_ROLE=server" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                    found.append(int(pid))
-    return found
-
-
 @pytest.mark.parametrize(
-    ("size", "servers", "with_rank", "how"),
-    [(3, 2, False, {}), (3, 3, True, {}), (4, 2, False, AS_A_HOST)],
+    ("size", "servers", "with_rank", "how", "number"),
+    [
+        (3, 2, False, {}, signal.SIGKILL),
+        (3, 3, True, {}, signal.SIGKILL),
+        (4, 2, False, AS_A_HOST, signal.SIGKILL),
+        (3, 3, False, {}, signal.SIGTERM),
+    ],
 )
-def test_others_go_on_without_servers_that_are_killed(tmp_path, size, servers, with_rank, how):
+def test_others_go_on_without_servers_that_end(tmp_path, size, servers, with_rank, how, number):
+    """They are killed, or leave in good order: nothing is redone, and the sums are right."""
     started = tmp_path / "started"
     with Cluster(size, servers=servers, environment=ENVIRONMENT | how) as job:
         job.start(training, str(started))
@@ -99,7 +93,7 @@ def test_others_go_on_without_servers_that_are_killed(tmp_path, size, servers, w
         for pid in pids[1:]:
             time.sleep(0.0317)
             kills.append(time.time())
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
         if with_rank:
             os.kill(job.pids[1], signal.SIGKILL)
         everybody = tuple(range(size))
@@ -126,6 +120,9 @@ def test_others_go_on_without_servers_that_are_killed(tmp_path, size, servers, w
         assert job.wait(30) == 0, job.log()
         log = job.log()
         assert f"of {servers} goes on without server" in log, log
+        leavers = servers - 1 if number == signal.SIGTERM else 0
+        assert log.count("this server has left; the job goes on without it") == leavers, log
+        assert ("died" in log) == (leavers == 0), log
         assert "parts moved to other servers within" in log and "epoch 2" not in log, log
         print("\n".join(line for line in log.splitlines() if "moved to other" in line))
         with contextlib.suppress(OSError):

@@ -301,6 +301,19 @@ fn paths_break_while_the_job_forms_again() {
 }
 
 #[test]
+fn servers_are_told_to_leave_and_nobody_is_missed() {
+    let (all, is_one) = shrunk("servers_are_told_to_leave", Dying::Leavers, 200, &[]);
+    println!(
+        "{} servers were killed or told to leave, {} were let go; {} parts moved; {} schedulers \
+         were lost",
+        all.servers, all.let_go, all.moved, all.schedulers
+    );
+    assert!(is_one || all.let_go > 20 && all.schedulers > 100, "the seeds show too little");
+    let Some(all) = reformed("servers_are_told_to_leave", Trouble::Leavers, &[]) else { return };
+    assert!(all.leavers > 500 && all.let_go > 250 && all.servers > 50, "{all:?}");
+}
+
+#[test]
 fn ranks_and_servers_come_while_others_die() {
     // That barrier; epochs that end while ranks say good-bye; two jobs with an epoch of one number;
     // a rank that comes as a new one when the others are about to finish.

@@ -117,7 +117,7 @@ pub struct Config {
     pub elastic_wait: Duration,
     /// `BPS_SCHEDULER_WAIT`: how long nodes of an elastic job wait for another scheduler.
     pub scheduler_wait: Duration,
-    /// `BPS_LEAVE_NOTICE`: from SIGTERM to a rank of an elastic job until it counts as dead.
+    /// `BPS_LEAVE_NOTICE`: from SIGTERM to a member of an elastic job until it counts as dead.
     pub leave_notice: Duration,
     /// `BPS_JOINS`: this rank is none of the first ones of an elastic job.
     pub joins: bool,
@@ -537,7 +537,7 @@ impl Default for LaunchConfig {
 }
 
 impl Config {
-    /// How long a rank that is told to end has to leave its job, if that goes on without it.
+    /// How long a member that is told to end has to leave its job, if that goes on without it.
     #[must_use]
     pub fn leaves_within(&self) -> Option<Duration> {
         (self.elastic != ElasticMode::None).then_some(self.leave_notice)

@@ -9,6 +9,7 @@ mod elastic;
 mod eras;
 mod groups;
 mod late;
+mod leaving;
 mod lives;
 mod moving;
 mod outputs;
@@ -127,6 +128,8 @@ struct NodeState {
     has_lanes: bool,
     /// Since when it waits for the answer of another scheduler.
     asks: Option<Duration>,
+    /// A server that asks to be let go.
+    leaves: bool,
     statistics: Option<Box<Statistics>>,
 }
 
@@ -346,6 +349,7 @@ impl Scheduler {
         self.check_early(now);
         self.check_installs(now);
         self.check_moves(now);
+        self.check_leaving(now);
         self.check_paths(now);
         self.check_uneven(now);
         self.check_tuner(now);
@@ -455,11 +459,7 @@ impl Scheduler {
             self.put(Output::Log("all ranks are on one host: sums do not pass servers".into()));
         }
         self.phase = Phase::Running(Box::new(self.run(job)));
-        // Those that came while it formed.
-        if !self.early().is_empty() {
-            self.reminder = Reminder::new(now);
-            self.tell_newcomers();
-        }
+        self.tell_who_waits(now);
     }
 
     /// The epoch of this job, in which nothing has happened yet.
@@ -551,6 +551,9 @@ impl Scheduler {
 
     fn handle_server(&mut self, node: NodeId, message: NodeMessage, now: Duration) {
         match (&mut self.phase, message) {
+            (_, NodeMessage::Leave { .. }) if self.config.elastic.is_some() => {
+                self.server_leaves(node);
+            }
             (Phase::Forming(_), NodeMessage::Leave { .. }) => self.vacate(node, "it left", true),
             (_, NodeMessage::Leave { .. }) => {
                 let message = "it left while the job went on".to_owned();

@@ -34,6 +34,11 @@ pub enum OverReason {
         /// As there.
         how: Sign,
     },
+    /// A server left in good order, as it had asked. To that server: the job goes on without it.
+    Left {
+        /// The server.
+        who: Origin,
+    },
     /// A node ended with an error of its own.
     Failed {
         /// The node.
@@ -161,6 +166,7 @@ impl fmt::Display for OverReason {
                 "the scheduler declared this process dead: {how}: its machine was stopped or \
                  overloaded, or the network between them was"
             ),
+            OverReason::Left { who } => write!(f, "{who} left"),
             OverReason::Failed { who, message, .. } => write!(f, "{who} failed: {message}"),
             OverReason::Reforming { reason, epoch } => {
                 write!(f, "{reason}; epoch {} forms from whoever is left", epoch.0)

@@ -165,7 +165,11 @@ impl Agent {
         self.pulse.restart(now);
         // Nobody waits for answers to the other's requests.
         self.installs.clear();
-        Some(self.memory.shared.lost_lanes().to_vec())
+        let mut told = self.memory.shared.lost_lanes().to_vec();
+        if self.leaves_by.is_some() {
+            told.push(NodeMessage::Leave { suspend: false });
+        }
+        Some(told)
     }
 }
 

@@ -22,7 +22,7 @@ const HANGS: Duration = Duration::from_secs(300);
 type Play = fn(u64) -> Vec<(&'static str, u64)>;
 
 /// What may be simulated.
-const KINDS: [(&str, Play); 13] = [
+const KINDS: [(&str, Play); 15] = [
     ("ranks", |seed| counts(run_shrunk(seed, Dying::Ranks))),
     ("servers", |seed| counts(run_shrunk(seed, Dying::Servers))),
     ("servers-gpus", |seed| counts(run_shrunk(seed, Dying::ServersOfGpus))),
@@ -30,12 +30,14 @@ const KINDS: [(&str, Play); 13] = [
     ("hosts", |seed| counts(run_shrunk(seed, Dying::Hosts))),
     ("hosts-gpus", |seed| counts(run_shrunk(seed, Dying::HostsOfGpus))),
     ("schedulers", |seed| counts(run_shrunk(seed, Dying::Schedulers))),
+    ("leavers", |seed| counts(run_shrunk(seed, Dying::Leavers))),
     ("slow", |seed| counts(run_short(seed))),
     ("reformed", |seed| reformed(run_reformed(seed, Trouble::Deaths))),
     ("reformed-schedulers", |seed| reformed(run_reformed(seed, Trouble::Schedulers))),
     ("reformed-paths", |seed| reformed(run_reformed(seed, Trouble::Paths))),
     ("reformed-stopped", |seed| reformed(run_reformed(seed, Trouble::Stopped))),
     ("reformed-newcomers", |seed| reformed(run_reformed(seed, Trouble::Newcomers))),
+    ("reformed-leavers", |seed| reformed(run_reformed(seed, Trouble::Leavers))),
 ];
 
 fn counts(mut seen: Shrunk) -> Vec<(&'static str, u64)> {

@@ -96,6 +96,8 @@ struct SimServer {
     shards: Vec<(Shard, Mpsc<ShardCommand>)>,
     reports: Mpsc<(u32, ShardReport)>,
     over: bool,
+    /// The job goes on without it, as it was told to leave.
+    left: bool,
 }
 
 /// See the [module](super).
@@ -257,7 +259,8 @@ impl Cluster {
         let register = self.register(node, role, format!("server-host-{index}"));
         let way = Way::new(node, register);
         let coming = None;
-        self.servers.push(SimServer { way, coming, agent, shards, reports, over: false });
+        let (over, left) = (false, false);
+        self.servers.push(SimServer { way, coming, agent, shards, reports, over, left });
     }
 
     fn shard(
@@ -571,6 +574,11 @@ impl Cluster {
                 server_agent::Effect::Redial(wants) => self.redial(Member::Server(index), wants),
                 // What it does behind a good end is of no interest.
                 server_agent::Effect::Over(false) if self.forms_again => {
+                    server.over = true;
+                    self.kill_server(index);
+                    return;
+                }
+                server_agent::Effect::Over(true) if server.left => {
                     server.over = true;
                     self.kill_server(index);
                     return;

@@ -37,6 +37,8 @@ pub enum Trouble {
     Paths,
     /// And ranks and servers come, of which some die.
     Newcomers,
+    /// And servers are told to leave.
+    Leavers,
     /// Ranks and servers die, and the scheduler stops for a while when ranks are between epochs.
     Stopped,
 }
@@ -58,6 +60,10 @@ pub struct Reformed {
     pub between: u64,
     /// Servers that were killed.
     pub servers: u64,
+    /// Servers that were told to leave.
+    pub leavers: u64,
+    /// Of these, such as were let go.
+    pub let_go: u64,
     /// Schedulers that were killed or stopped.
     pub schedulers: u64,
     /// Of these, while ranks were between two epochs.
@@ -82,7 +88,7 @@ pub struct Reformed {
 
 impl Reformed {
     /// Each with its name.
-    pub fn counts(&mut self) -> [(&'static str, &mut u64); 17] {
+    pub fn counts(&mut self) -> [(&'static str, &mut u64); 19] {
         [
             ("results", &mut self.checked),
             ("steps", &mut self.steps),
@@ -91,6 +97,8 @@ impl Reformed {
             ("ranks died", &mut self.ranks),
             ("of them between epochs", &mut self.between),
             ("servers died", &mut self.servers),
+            ("servers told to leave", &mut self.leavers),
+            ("of them let go", &mut self.let_go),
             ("schedulers lost", &mut self.schedulers),
             ("of them between epochs of ranks", &mut self.forming),
             ("of them before the job knew itself", &mut self.unformed),
@@ -247,6 +255,7 @@ pub fn run_reformed(seed: u64, trouble: Trouble) -> Reformed {
         }
     }
     fate.check_result(&cluster, &ranks, &program, seed);
+    outcome.let_go = cluster.servers_let_go();
     outcome
 }
 

@@ -8,7 +8,7 @@
 mod fate;
 mod kind;
 
-use self::fate::{Fate, has_ended, read_log};
+use self::fate::{Fate, describe, has_ended, read_log};
 use self::kind::{Kind, RANKS_MAX};
 use super::cluster::{Cluster, SimWorker};
 use super::gpu::{self, GpuFlight, GpuTensor, Landed, SimGpu};
@@ -53,6 +53,8 @@ pub struct Shrunk {
     pub given: u64,
     /// Servers that the job went on without.
     pub servers: u64,
+    /// Of these, such as were told to leave, and could.
+    pub let_go: u64,
     /// Parts that have moved from them.
     pub moved: u64,
     /// Of these, parts of jobs with hosts whose ranks sum among themselves.
@@ -83,7 +85,7 @@ impl Shrunk {
     }
 
     /// Each with its name.
-    pub fn counts(&mut self) -> [(&'static str, &mut u64); 19] {
+    pub fn counts(&mut self) -> [(&'static str, &mut u64); 20] {
         [
             ("results", &mut self.checked),
             ("short results", &mut self.short),
@@ -93,6 +95,7 @@ impl Shrunk {
             ("short rounds", &mut self.counted),
             ("rounds begun anew", &mut self.anew),
             ("servers", &mut self.servers),
+            ("servers let go", &mut self.let_go),
             ("moved parts", &mut self.moved),
             ("moved parts of hosts", &mut self.grouped),
             ("restored parts", &mut self.restored),
@@ -125,6 +128,8 @@ pub enum Dying {
     HostsOfGpus,
     /// Schedulers, which others follow, and perhaps ranks and servers.
     Schedulers,
+    /// The same, where servers may be told to leave instead.
+    Leavers,
 }
 
 impl Dying {
@@ -303,7 +308,7 @@ fn play(seed: u64, groups: Groups, (may_be_short, shrinks): (bool, bool), dying:
     if !shrinks {
         fate.ranks = 0;
     }
-    let wait = if dying == Dying::Schedulers { SCHEDULER_WAIT } else { Duration::ZERO };
+    let wait = if dying.loses_schedulers() { SCHEDULER_WAIT } else { Duration::ZERO };
     let mut cluster = Cluster::outlasting(seed, shape, shrinks.then_some(elastic), wait);
     let mut ranks: Vec<Script> = (0..workers).map(|_| script(&mut random, &tensors)).collect();
     if has_gpus && random.once_in(2) {
@@ -345,6 +350,7 @@ fn play(seed: u64, groups: Groups, (may_be_short, shrinks): (bool, bool), dying:
         }
     }
     outcome.ended = u64::from(has_ended(&cluster));
+    outcome.let_go = cluster.servers_let_go();
     fate.check_obstacles(seed, &cluster, outcome.servers);
     read_log(&cluster, &mut outcome);
     outcome.grouped = if has_groups { outcome.moved } else { 0 };
@@ -354,25 +360,6 @@ fn play(seed: u64, groups: Groups, (may_be_short, shrinks): (bool, bool), dying:
     outcome.late = cluster.late_contributions();
     assert!(outcome.counted > 0 || outcome.short == 0, "seed {seed}: {outcome:?}");
     outcome
-}
-
-fn describe(cluster: &Cluster, ranks: &[Script]) -> String {
-    let mut text = format!("at {:?}", cluster.now());
-    for (index, rank) in ranks.iter().enumerate() {
-        let worker = &cluster.workers[index];
-        let flights: Vec<_> = rank.flights.iter().map(|one| (one.tensor, one.round)).collect();
-        text.push_str(&format!(
-            "; {index}: alive {}, hidden {}, left {}, to do {}, in flight {flights:?}, gone {:?}, \
-             over {:?}",
-            worker.alive(),
-            rank.hidden,
-            rank.left,
-            rank.todo.len(),
-            worker.gone,
-            worker.over
-        ));
-    }
-    text
 }
 
 fn script(random: &mut Random, tensors: &[Tensor]) -> Script {

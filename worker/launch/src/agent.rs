@@ -15,7 +15,7 @@ use super::crew::Ended;
 use super::error::LaunchError;
 use super::frames::{Decoder, Encode, GREETING, Hello, Instruction, Order, PROTOCOL, Report};
 use super::output::say;
-use super::plan::{Kind, LaunchPlan, Programs};
+use super::plan::{LaunchPlan, Programs};
 use super::port::reserve_port_for_others;
 use super::share;
 use super::signals::Signals;
@@ -47,9 +47,9 @@ struct Agent<'a> {
     held: Vec<OwnedFd>,
     /// The child that each process of the launcher's numbers is; none of what could not be started.
     numbers: Vec<Option<usize>>,
-    /// The children that are ranks.
-    ranks: Vec<usize>,
-    /// How long ranks have to leave in good order, where the job goes on without them.
+    /// The children that can leave the job: all but its scheduler.
+    leavers: Vec<usize>,
+    /// How long these have to leave in good order, where the job goes on without them.
     notice: Option<Duration>,
     /// When those that were told to leave are killed.
     deadline: Option<Instant>,
@@ -70,10 +70,10 @@ pub(super) fn run(launch: &LaunchConfig, programs: &Programs) -> Result<i32, Lau
     let mut signals = Signals::catch()?;
     let (hello, held) = hello(launch)?;
     let (decoder, told_at) = (Decoder::of_launcher(), Instant::now());
-    let (numbers, ranks) = (Vec::new(), Vec::new());
+    let (numbers, leavers) = (Vec::new(), Vec::new());
     let (notice, deadline) = (None, None);
     let mut agent =
-        Agent { programs, children, decoder, held, numbers, ranks, notice, deadline, told_at };
+        Agent { programs, children, decoder, held, numbers, leavers, notice, deadline, told_at };
     let mut first = GREETING.to_vec();
     Report::Hello(hello).encode(&mut first);
     let mut code = 0;
@@ -140,30 +140,31 @@ impl Agent<'_> {
     }
 
     /// This machine is told to end, as a spot machine is before it is taken away: passes that on to
-    /// the ranks of an elastic job, which leave in good order. The second time all ends here.
+    /// the ranks and servers of an elastic job, which leave in good order. The second time all ends
+    /// here.
     fn lets_leave(&mut self, signal: i32) -> bool {
         let Some(notice) = self.notice else { return false };
         if signal != signal_hook::consts::SIGTERM || self.deadline.is_some() {
             return false;
         }
-        say("SIGTERM: the ranks here are told to leave");
+        say("SIGTERM: the ranks and servers here are told to leave");
         self.deadline = Some(Instant::now() + notice);
-        self.signal_ranks(Signal::TERM);
+        self.signal_leavers(Signal::TERM);
         true
     }
 
-    /// Kills ranks that have not left in time; says whether nothing runs here any more.
+    /// Kills those that have not left in time; says whether nothing runs here any more.
     fn end_leaving(&mut self) -> bool {
         if self.deadline.is_some_and(|deadline| Instant::now() >= deadline) {
-            self.signal_ranks(Signal::KILL);
+            self.signal_leavers(Signal::KILL);
         }
         // The launcher has heard of the ends before.
         self.children.have_ended()
     }
 
-    fn signal_ranks(&mut self, signal: Signal) {
-        for &rank in &self.ranks {
-            self.children.signal(rank, signal);
+    fn signal_leavers(&mut self, signal: Signal) {
+        for &child in &self.leavers {
+            self.children.signal(child, signal);
         }
     }
 
@@ -270,8 +271,8 @@ impl Agent<'_> {
     fn count_in(&mut self, plan: &LaunchPlan, before: usize) {
         for (child, process) in (before..).zip(&plan.processes) {
             self.numbers.push(Some(child));
-            if process.kind == Kind::Worker {
-                self.ranks.push(child);
+            if !process.stays {
+                self.leavers.push(child);
             }
         }
     }

@@ -45,7 +45,7 @@ pub(super) fn plan(loaded: &Loaded, programs: &Programs) -> Result<LaunchPlan, L
         }
     };
     let grace = config.launch.grace;
-    let notice = config.leaves_within().filter(|_| config.role == Role::Worker);
+    let notice = config.leaves_within().filter(|_| config.role != Role::Scheduler);
     // How many ranks the whole job needs is for its scheduler to say.
     Ok(LaunchPlan { processes, notes, prefix: false, grace, workers_min: 1, held, notice })
 }

@@ -57,8 +57,8 @@ pub(super) struct LaunchPlan {
     pub(super) grace: Duration,
     /// Fewest workers of this machine with which the job goes on, where it may spare any.
     pub(super) workers_min: usize,
-    /// How much longer workers that are told to end may take to leave in good order, where others
-    /// of the job go on without those of this machine.
+    /// How much longer workers or servers that are told to end may take to leave in good order,
+    /// where others of the job go on without those of this machine.
     pub(super) notice: Option<Duration>,
     /// What must stay open as long as the job: the job key's memory, the scheduler's port.
     #[allow(dead_code, reason = "owning it is its use")]

@@ -104,7 +104,7 @@ pub(super) struct Supervisor<'a, C: Crew> {
     has_finished: bool,
     /// See [`LaunchPlan::notice`].
     notice: Option<Duration>,
-    /// When workers that were asked to end are asked again.
+    /// When members that were asked to end are asked again.
     urge_at: Option<Instant>,
     /// What the launcher will return, set once.
     code: Option<i32>,
@@ -336,11 +336,11 @@ impl<'a, C: Crew> Supervisor<'a, C> {
             Stage::Reporting(_) if workers == 0 => self.end_helpers(),
             Stage::Reporting(deadline) if now >= deadline => self.end_workers(),
             Stage::EndingWorkers(_) if workers == 0 => self.end_helpers(),
-            Stage::EndingWorkers(deadline)
-                if now < deadline && self.urge_at.is_some_and(|at| now >= at) =>
-            {
-                self.urge_at = None;
-                self.signal(Kind::Worker, Signal::TERM);
+            Stage::EndingWorkers(deadline) if now < deadline && self.is_to_urge(now) => {
+                self.urge(Kind::Worker);
+            }
+            Stage::EndingHelpers(deadline) if now < deadline && self.is_to_urge(now) => {
+                self.urge(Kind::Helper);
             }
             Stage::EndingWorkers(deadline) if now >= deadline => {
                 self.kill_late(Kind::Worker);
@@ -351,6 +351,15 @@ impl<'a, C: Crew> Supervisor<'a, C> {
             Stage::EndingHelpers(deadline) if now >= deadline => self.kill_late(Kind::Helper),
             _ => {}
         }
+    }
+
+    fn is_to_urge(&self, now: Instant) -> bool {
+        self.urge_at.is_some_and(|at| now >= at)
+    }
+
+    fn urge(&mut self, kind: Kind) {
+        self.urge_at = None;
+        self.signal(kind, Signal::TERM);
     }
 
     /// Whether new ranks may come although none is left; the scheduler says when it is too late.
@@ -371,12 +380,16 @@ impl<'a, C: Crew> Supervisor<'a, C> {
     fn end_workers(&mut self) {
         self.signal(Kind::Worker, Signal::TERM);
         let now = Instant::now();
-        // Ranks that the job can spare take SIGTERM for a request to leave it at their next commit:
-        // where the job itself ends, they are not given as long.
-        if self.members.iter().any(|it| it.is_worker() && it.is_spared) && self.notice.is_none() {
-            self.urge_at = Some(now + URGE.min(self.grace / 2));
-        }
+        self.urge_at = self.urges(Kind::Worker, now);
         self.stage = Stage::EndingWorkers(now + self.grace + self.notice.unwrap_or_default());
+    }
+
+    /// When members are asked to end for the second time. Those that the job can spare take the
+    /// first SIGTERM for a request to leave it, at the next commit perhaps: where the job itself
+    /// ends, they are not given as long.
+    fn urges(&self, kind: Kind, now: Instant) -> Option<Instant> {
+        let is_spared = self.members.iter().any(|it| it.kind == kind && it.is_spared);
+        (is_spared && self.notice.is_none()).then(|| now + URGE.min(self.grace / 2))
     }
 
     /// As the terminal would: a Python program sees it as KeyboardInterrupt.
@@ -387,7 +400,9 @@ impl<'a, C: Crew> Supervisor<'a, C> {
 
     fn end_helpers(&mut self) {
         self.signal(Kind::Helper, Signal::TERM);
-        self.stage = Stage::EndingHelpers(Instant::now() + self.grace);
+        let now = Instant::now();
+        self.urge_at = self.urges(Kind::Helper, now);
+        self.stage = Stage::EndingHelpers(now + self.grace + self.notice.unwrap_or_default());
     }
 
     /// Kills what has not ended in time, and says so.

@@ -575,6 +575,7 @@ pub(crate) fn over_error(reason: OverReason) -> Error {
         OverReason::Finished => Closed::Finished.into(),
         OverReason::Died { .. }
         | OverReason::Failed { .. }
+        | OverReason::Left { .. }
         | OverReason::PathLost(_)
         | OverReason::UnknownEpoch { .. }
         | OverReason::Removed { .. } => peer_died(Death::Verdict(Arc::new(reason))),

@@ -2,19 +2,20 @@
 
 use super::Field::{Count, MaybeCount, MaybeText, Seconds, Switch};
 use super::rows::{DAY_SECONDS, RANKING, count};
-use super::{Group, LAUNCHER, Row, WORKER};
+use super::{Group, LAUNCHER, Row, SERVER, WORKER};
 use crate::limits::RANKS_MAX;
 
 /// In the order in which the documents list them.
 pub(super) const ROWS: &[Row] = &[
     Row::new(
         "BPS_LEAVE_NOTICE",
-        RANKING,
+        RANKING | SERVER,
         Group::Job,
         Seconds { at: |config| &mut config.leave_notice, min: 0.0, max: DAY_SECONDS },
         "90",
         "How long a rank of an elastic job that gets SIGTERM may take until its next commit, where \
-         it leaves in good order. Behind that it ends at once, and counts as dead.",
+         it leaves in good order, and how long a server waits to be let go. Behind that they end \
+         at once, and count as dead; 0: at once.",
     )
     .flag("leave-notice"),
     Row::new(

@@ -74,6 +74,7 @@ impl History {
 pub(super) fn removed(reason: &OverReason) -> Option<OverReason> {
     match reason {
         OverReason::Died { how, .. } => Some(OverReason::Removed { how: how.clone() }),
+        OverReason::Left { .. } => Some(reason.clone()),
         // It has said so itself.
         _ => None,
     }
@@ -90,7 +91,9 @@ impl Scheduler {
         let Some(elastic) = self.config.elastic.clone() else { return Some(reason) };
         let Phase::Running(running) = &self.phase else { return Some(reason) };
         match &reason {
-            OverReason::Died { .. } | OverReason::Failed { .. } => self.history.paths = 0,
+            OverReason::Died { .. } | OverReason::Failed { .. } | OverReason::Left { .. } => {
+                self.history.paths = 0;
+            }
             OverReason::PathLost(_) if self.history.paths < PATHS_MAX => self.history.paths += 1,
             _ => return Some(reason),
         }
@@ -157,6 +160,10 @@ impl Scheduler {
         reason: Option<OverReason>,
         culprit: Option<NodeId>,
     ) {
+        if let (Some(node), Some(reason)) = (culprit, &reason) {
+            self.expel(node, reason);
+        }
+        let released = self.release_leavers();
         let Phase::Running(running) = std::mem::replace(&mut self.phase, Phase::Over) else {
             return;
         };
@@ -174,19 +181,18 @@ impl Scheduler {
                 self.history.bury(Some(register.session), who);
             }
         }
-        if let (Some(node), Some(reason)) = (culprit, &reason) {
-            self.expel(node, reason);
-        }
         let workers = (0..).map(Rank).zip(&running.job.workers);
         let departed = workers.filter(|(rank, _)| reason.is_none() && running.has_gone(*rank));
-        let departed = departed.map(|(rank, (_, register))| ranked(rank, register)).collect();
+        let departed = departed.map(|(rank, (_, register))| ranked(rank, register));
+        let departed = departed.chain(released.iter().cloned()).collect();
         // Where all others suspended, their work goes on.
         let has_left = reason.is_some() && running.has_finished();
         let job = *running;
         let mut servers = job.job.servers;
         let before = servers.len();
         servers.retain(|(node, _)| self.peers.contains_key(node));
-        self.history.deaths += (before - servers.len() - job.moving.lost()) as u64;
+        let gone = before - servers.len() - job.moving.lost() - released.len();
+        self.history.deaths += gone as u64;
         for (server, _) in &servers {
             if !job.tracing.is_empty() {
                 self.send(*server, SchedulerMessage::Timeline { timeline: None });
@@ -305,7 +311,7 @@ impl Scheduler {
             return;
         }
         let count = self.early().iter().filter(|node| !self.is_former(**node)).count();
-        let count = word(count);
+        let count = word(count + self.leavers(running).len());
         let stay = (0..).map(Rank).zip(&running.job.workers);
         let stay = stay.filter(|(rank, _)| !running.left.contains(rank));
         let nodes: Vec<NodeId> = stay.map(|(_, (node, _))| *node).collect();
@@ -533,14 +539,13 @@ impl Scheduler {
             }
         }
         self.history.reformed = Some(waited);
-        let reason = regroup.reason.as_ref().map(ToString::to_string);
         let change = format!(
             "epoch {}: {} and {} go on after {:.3} s: {}",
             self.epoch.0,
             counted(job.workers.len(), "rank"),
             counted(job.servers.len(), "server"),
             waited.as_secs_f64(),
-            reason.unwrap_or_else(|| regroup.changes())
+            regroup.why()
         );
         self.changed(&change, waited);
         Some(change)

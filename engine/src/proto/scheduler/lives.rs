@@ -40,6 +40,7 @@ impl NodeState {
             rounds: 0,
             has_lanes: false,
             asks: None,
+            leaves: false,
             statistics: None,
         }
     }

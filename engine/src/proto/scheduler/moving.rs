@@ -114,7 +114,9 @@ const HAS_LEFT: &str = "a rank has shut down, and perhaps had results that other
 
 /// The server that is lost for this reason, if it is one.
 fn lost(reason: &OverReason) -> Option<u32> {
-    let (OverReason::Died { who, .. } | OverReason::Failed { who, .. }) = reason else {
+    let (OverReason::Died { who, .. } | OverReason::Failed { who, .. } | OverReason::Left { who }) =
+        reason
+    else {
         return None;
     };
     match who.party {
@@ -145,6 +147,16 @@ impl Scheduler {
         true
     }
 
+    /// Whether keys of this server can move now, and none are on their way.
+    pub(super) fn can_move(&self, node: NodeId) -> bool {
+        let shrinks = self.config.elastic.as_ref().is_some_and(|elastic| elastic.shrinks);
+        let Phase::Running(running) = &self.phase else { return false };
+        let is_pinned = |server| running.pinned(server).is_some() || self.pinned().is_some();
+        let moving = &running.moving;
+        let is_calm = moving.under_way.is_none() && moving.restoring.is_empty();
+        shrinks && is_calm && running.server(node).is_some_and(|server| !is_pinned(server))
+    }
+
     /// Why no server can be done without now, if so.
     fn pinned(&self) -> Option<&'static str> {
         let Phase::Running(running) = &self.phase else { return None };
@@ -163,7 +175,9 @@ impl Scheduler {
         let Phase::Running(running) = &mut self.phase else { return };
         let Some((node, register)) = running.job.servers.get(server as usize) else { return };
         let (node, who) = (*node, served(server, register));
-        self.history.bury(Some(register.session), who);
+        if !matches!(reason, OverReason::Left { .. }) {
+            self.history.bury(Some(register.session), who);
+        }
         running.stalls.lose_server(server);
         running.paths.lose_server(server, node);
         running.registry.lose_server(server, now);

@@ -27,7 +27,8 @@ pub(super) struct Regroup {
     pub(super) newcomers: u32,
     /// Who waited to be let in has not come to it yet: how it stands is not clear.
     pub(super) is_filling: bool,
-    /// Ranks that left while all others suspended: they do not come back, and have not died.
+    /// Ranks that left while all others suspended, and servers that were let go: they do not come
+    /// back, and have not died.
     pub(super) departed: Vec<Origin>,
     /// A rank of it has left in good order, so the others may be about to.
     pub(super) has_left: bool,
@@ -77,8 +78,15 @@ impl Regroup {
         lacks(hosts.chain(there), has_server, &self.planning, self.min_workers)
     }
 
+    /// What ended it, and who went with it.
+    pub(super) fn why(&self) -> String {
+        let Some(reason) = &self.reason else { return self.changes() };
+        let left = self.departed.iter().map(|who| format!("; {who} left"));
+        std::iter::once(reason.to_string()).chain(left).collect()
+    }
+
     /// Who has come and gone without a death.
-    pub(super) fn changes(&self) -> String {
+    fn changes(&self) -> String {
         let left = self.departed.iter().map(|who| format!("{who} left"));
         let new = format!("{} new", counted(self.newcomers as usize, "node"));
         let new = Some(new).filter(|_| self.newcomers > 0 || self.departed.is_empty());

@@ -110,6 +110,12 @@ impl Cluster {
         servers.filter(|(_, one)| !one.shards.is_empty()).map(|(index, _)| index).collect()
     }
 
+    /// Servers that were told to leave, and without which the job goes on.
+    #[must_use]
+    pub fn servers_let_go(&self) -> u64 {
+        self.servers.iter().map(|server| u64::from(server.left)).sum()
+    }
+
     /// A rank ends its part in an epoch that is not over, to come to the next one.
     pub fn suspend(&mut self, index: usize) {
         self.workers[index].push(NicCommand::Leave { suspend: true });

@@ -32,6 +32,13 @@ impl Cluster {
         self.hang_up(Member::Server(index));
     }
 
+    /// A server is told to leave, and waits for as long as it takes.
+    pub fn leave_server(&mut self, index: usize) {
+        let (now, mut effects) = (self.now(), Vec::new());
+        self.servers[index].agent.leave(Duration::MAX / 2, now, &mut effects);
+        self.server_effects(index, effects);
+    }
+
     /// The scheduler loses sight of a server that lives.
     pub fn hide_server(&mut self, index: usize) {
         let node = self.servers[index].way.node;

@@ -9,6 +9,7 @@ use super::{
     worker_agent,
 };
 use bps_engine::control::LinkError;
+use bps_engine::proto::messages::OverReason;
 use bps_worker::error::Source;
 
 /// How often nodes look around that have no scheduler.
@@ -252,7 +253,13 @@ impl Cluster {
             Member::Worker(index) => self.worker_message(index, message),
             Member::Server(index) => {
                 let (now, mut effects) = (self.now(), Vec::new());
-                self.servers[index].agent.handle(message, now, &mut effects);
+                let server = &mut self.servers[index];
+                let reason = match &message {
+                    SchedulerMessage::Over { reason } => Some(reason),
+                    _ => None,
+                };
+                server.left |= matches!(reason, Some(OverReason::Left { .. }));
+                server.agent.handle(message, now, &mut effects);
                 self.server_effects(index, effects);
             }
         }

@@ -12,6 +12,7 @@ use std::time::Duration;
 enum Blow {
     Rank,
     Server,
+    LeaveServer,
     Scheduler,
     Cut,
     Part,
@@ -44,6 +45,8 @@ pub(super) struct Fate {
     /// How many steps there are.
     steps: i64,
     parted_servers: Vec<usize>,
+    /// Servers that were told to leave.
+    leavers: Vec<usize>,
 }
 
 /// Paths that a job bears one after the other.
@@ -76,6 +79,9 @@ impl Fate {
             add(random, Blow::JoinServer, 1, 0);
             add(random, Blow::Rank, 1, 0);
         }
+        if trouble == Trouble::Leavers {
+            add(random, Blow::LeaveServer, servers - 1, 1);
+        }
         super::shuffle(random, &mut blows);
         let soon = [2000, 20_000][random.index(2)];
         let at = Duration::from_micros(random.below(soon));
@@ -93,6 +99,7 @@ impl Fate {
             stops: if trouble == Trouble::Stopped { 1 + random.index(2) } else { 0 },
             steps,
             parted_servers: Vec::new(),
+            leavers: Vec::new(),
             arrived: vec![Duration::ZERO; ranks],
         }
     }
@@ -174,9 +181,11 @@ impl Fate {
                 outcome.between += u64::from(is_between);
                 cluster.kill_worker(victim);
             }
-            Blow::Server | Blow::PartServer => {
+            Blow::Server | Blow::PartServer | Blow::LeaveServer => {
                 let is_well = |index: &usize| {
-                    cluster.takes_part(*index) && !self.parted_servers.contains(index)
+                    cluster.takes_part(*index)
+                        && !self.parted_servers.contains(index)
+                        && !self.leavers.contains(index)
                 };
                 let mut servers = cluster.living_servers();
                 servers.retain(is_well);
@@ -187,6 +196,10 @@ impl Fate {
                 if blow == Blow::Server {
                     outcome.servers += 1;
                     cluster.kill_server(victim);
+                } else if blow == Blow::LeaveServer {
+                    outcome.leavers += 1;
+                    self.leavers.push(victim);
+                    cluster.leave_server(victim);
                 } else {
                     outcome.parted += 1;
                     self.parted_servers.push(victim);

@@ -7,6 +7,13 @@ use bps_engine::base::Rank;
 use bps_engine::transport::sim::Random;
 use std::time::Duration;
 
+impl Dying {
+    /// Whether schedulers are lost, so that nodes wait for others.
+    pub(super) fn loses_schedulers(self) -> bool {
+        matches!(self, Dying::Schedulers | Dying::Leavers)
+    }
+}
+
 /// What is still to die, and when.
 pub(super) struct Fate {
     /// Or hosts.
@@ -61,7 +68,7 @@ impl Fate {
             return fate(if dying.takes_hosts() { hosts } else { ranks }, servers);
         }
         let ranks = if random.once_in(2) { 0 } else { ranks };
-        if dying == Dying::Schedulers {
+        if dying.loses_schedulers() {
             // Behind a server's death a scheduler's makes the job form again.
             let lot = random.index(12);
             servers.truncate(if lot < 6 { servers.len() } else { 0 });
@@ -128,7 +135,7 @@ impl Fate {
     /// Nobody is taken for dead who was not killed; but where a scheduler was stopped and another
     /// one started beside it, whoever has asked the one is missed by the other.
     pub(super) fn check_blamed(&mut self, seed: u64, cluster: &Cluster, ranks: &mut [Script]) {
-        if self.dying == Dying::Schedulers {
+        if self.dying.loses_schedulers() {
             for (index, rank) in ranks.iter_mut().enumerate() {
                 let roster = &cluster.workers[index].roster;
                 let number = roster.as_ref().map(|roster| Rank(roster.index));
@@ -224,6 +231,7 @@ impl Fate {
             let is_alone = worker.roster.as_ref().is_some_and(|own| own.neighbours.is_empty());
             let host = self.host_with(cluster, ranks, victim);
             if is_server {
+                // Or it is told to leave.
                 let is_due = !self.behind || outcome.schedulers > 0;
                 if has_formed
                     && !is_leaving
@@ -231,8 +239,11 @@ impl Fate {
                     && let Some(victim) = self.servers.pop()
                 {
                     outcome.servers += 1;
-                    match random.once_in(3) && self.dying != Dying::Schedulers {
+                    match random.once_in(3) && !self.dying.loses_schedulers() {
                         true => cluster.hide_server(victim),
+                        false if self.dying == Dying::Leavers && random.once_in(2) => {
+                            cluster.leave_server(victim);
+                        }
                         false => cluster.kill_server(victim),
                     }
                 }
@@ -250,7 +261,7 @@ impl Fate {
             } else if is_alone && worker.alive() && !ranks[victim].left {
                 self.ranks -= 1;
                 outcome.gone += 1;
-                let is_silent = random.once_in(3) && self.dying != Dying::Schedulers;
+                let is_silent = random.once_in(3) && !self.dying.loses_schedulers();
                 self.kill_one((cluster, ranks, seen), victim, is_silent);
             }
             let soon = [1, 300, 3000, 8000][random.index(4)];
@@ -292,4 +303,24 @@ pub(super) fn read_log(cluster: &Cluster, outcome: &mut Shrunk) {
         let restored = rest.split_once(", ").and_then(|(_, rest)| number(rest));
         outcome.restored += restored.unwrap_or(0);
     }
+}
+
+/// How it stands, for whoever looks for what hangs.
+pub(super) fn describe(cluster: &Cluster, ranks: &[Script]) -> String {
+    let mut text = format!("at {:?}", cluster.now());
+    for (index, rank) in ranks.iter().enumerate() {
+        let worker = &cluster.workers[index];
+        let flights: Vec<_> = rank.flights.iter().map(|one| (one.tensor, one.round)).collect();
+        text.push_str(&format!(
+            "; {index}: alive {}, hidden {}, left {}, to do {}, in flight {flights:?}, gone {:?}, \
+             over {:?}",
+            worker.alive(),
+            rank.hidden,
+            rank.left,
+            rank.todo.len(),
+            worker.gone,
+            worker.over
+        ));
+    }
+    text
 }

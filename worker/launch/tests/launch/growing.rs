@@ -197,7 +197,7 @@ fn the_end_of_a_machine_is_passed_on_to_its_ranks() {
     all_gone(&[rank, parent.parse().unwrap()]);
     let (code, lines) = cloud.finish();
     assert_eq!(code, Some(0), "{lines:#?}");
-    mentions(&lines, "SIGTERM: the ranks here are told to leave");
+    mentions(&lines, "SIGTERM: the ranks and servers here are told to leave");
 }
 
 #[test]
@@ -217,6 +217,50 @@ fn a_request_to_end_an_elastic_job_comes_twice() {
         has(&lines, &format!("[rank {rank}] urged"));
     }
     all_gone(&processes);
+}
+
+/// As a server does that waits to be let go.
+const WAITS: &str = "trap 'echo asked; trap \"echo urged; exit 143\" TERM' TERM
+    echo \"process $$\"; while :; do sleep 0.02; done";
+
+#[test]
+fn servers_of_an_elastic_job_that_ends_are_asked_twice_as_well() {
+    let stage = Stage::new(STAYS, WAITS);
+    let worker = "echo there; while :; do sleep 0.02; done";
+    let flags = ["--local", "1", "--servers", "1", "--elastic", "redo", "--grace", "0.6"];
+    let launcher = stage.start(&[&flags[..], &["sh", "-c", worker]].concat(), &[]);
+    launcher.wait_for("there", 1);
+    let processes = numbers(&launcher.wait_for("process ", 1), "process ");
+    launcher.signal("-TERM");
+    let (code, lines) = launcher.finish();
+    assert_eq!(code, Some(143), "{lines:#?}");
+    has(&lines, "[server 0] asked");
+    has(&lines, "[server 0] urged");
+    all_gone(&processes);
+}
+
+#[test]
+fn a_server_that_variables_describe_has_its_notice() {
+    // It is let go after longer than the grace, and nobody asks it for the second time.
+    let server = "trap 'echo asked; sleep 0.8; echo left; exit 0' TERM
+        echo there; while :; do sleep 0.02; done";
+    let stage = Stage::new(STAYS, server);
+    let flags = ["--elastic", "shrink", "--grace", "0.2", "--leave-notice", "20"];
+    let variables = [
+        ("DMLC_ROLE", "server"),
+        ("DMLC_NUM_WORKER", "2"),
+        ("DMLC_NUM_SERVER", "2"),
+        ("DMLC_PS_ROOT_URI", "127.0.0.1"),
+        ("DMLC_PS_ROOT_PORT", "9"),
+    ];
+    let launcher = stage.start(&flags, &variables);
+    launcher.wait_for("there", 1);
+    launcher.signal("-TERM");
+    let (code, lines) = launcher.finish();
+    assert_eq!(code, Some(143), "{lines:#?}");
+    has(&lines, "asked");
+    has(&lines, "left");
+    assert_eq!(lines.iter().filter(|line| line.contains("asked")).count(), 1, "{lines:#?}");
 }
 
 #[test]

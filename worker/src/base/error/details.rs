@@ -237,6 +237,7 @@ impl Details {
             OverReason::Failed { who, round, .. } => {
                 Details::of_origin(who).or_round(round.as_ref())
             }
+            OverReason::Left { who } => Details::of_origin(who),
             OverReason::PathLost(loss) => {
                 let waited = match loss.fault {
                     LaneFault::Unacknowledged { milliseconds } => Some(milliseconds.into()),

@@ -362,6 +362,8 @@ struct Model {
     bench: Bench,
     workers: Vec<Life>,
     servers: Vec<(u64, bool)>,
+    /// Servers that were let go.
+    released: u32,
     next: u64,
 }
 
@@ -409,12 +411,19 @@ impl Model {
             if *alive && kills && random.one_in(200) {
                 *alive = false;
                 self.bench.close(*node);
+            } else if *alive && kills && random.one_in(100) {
+                self.bench.say(*node, NodeMessage::Leave { suspend: false });
             }
             for message in self.bench.inboxes.remove(&NodeId(*node)).unwrap_or_default() {
-                if let SchedulerMessage::Reset { epoch } = message
-                    && *alive
-                {
-                    self.bench.say(*node, NodeMessage::ResetDone { epoch });
+                match message {
+                    SchedulerMessage::Reset { epoch } if *alive => {
+                        self.bench.say(*node, NodeMessage::ResetDone { epoch });
+                    }
+                    SchedulerMessage::Over { reason: OverReason::Left { .. } } => {
+                        *alive = false;
+                        self.released += 1;
+                    }
+                    _ => {}
                 }
             }
         }
@@ -433,7 +442,7 @@ impl Model {
 
 #[test]
 fn kills_at_any_moment_leave_a_job_of_all_who_live_or_none() {
-    let (mut formed_again, mut ended) = (0, 0);
+    let (mut formed_again, mut ended, mut released) = (0, 0, 0);
     for seed in 0..2_000 {
         let mut random = Random::new(seed);
         let (workers, servers) = (2 + random.small(5), 1 + random.small(2));
@@ -441,6 +450,7 @@ fn kills_at_any_moment_leave_a_job_of_all_who_live_or_none() {
             bench: formed(workers, servers, elastic(1 + random.small(2), 0)),
             workers: (0..u64::from(workers)).map(Life::Joined).collect(),
             servers: (0..u64::from(servers)).map(|at| (100 + at, true)).collect(),
+            released: 0,
             next: 10_000,
         };
         // The first sessions are not the nodes' own.
@@ -473,6 +483,7 @@ fn kills_at_any_moment_leave_a_job_of_all_who_live_or_none() {
                 model.pass(250);
             }
         }
+        released += model.released;
         if model.bench.done.is_some() {
             ended += 1;
             continue;
@@ -507,4 +518,5 @@ fn kills_at_any_moment_leave_a_job_of_all_who_live_or_none() {
         }
     }
     assert!(formed_again > 500 && ended > 50, "{formed_again} formed again, {ended} ended");
+    assert!(released > 100, "{released} servers were let go");
 }

@@ -10,6 +10,7 @@ mod naming;
 mod paths;
 mod random;
 mod received;
+mod released;
 mod replacing;
 mod sets;
 mod shrinking;

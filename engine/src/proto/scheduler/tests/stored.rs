@@ -75,7 +75,7 @@ fn slow_ranks_hold_up_no_others_of_their_host_and_all_agree_on_how_many_there_ma
     for (said, why) in [
         (short("h", 3, 4), "`h` has to wait for all ranks: 3 of 3 ranks"),
         (short("h", 1, 0), "0 rounds behind"),
-        (Declaration { device: true, ..short("h", 1, 4) }, "on a GPU"),
+        (Declaration { device: true, ..short("h", 1, 4) }, "as one of GPUs"),
         (Declaration { dtype: DType::I32, ..short("h", 1, 4) }, "only floats"),
     ] {
         bench.declare(0, 2, &[said]);
