@@ -296,6 +296,12 @@ class Run:
                 return True
             if plan.moment == "leaving" or not self.is_led_again():
                 return False
+            asked = loss.meanwhile if loss.meanwhile and loss.meanwhile.kind == "term" else None
+            if asked and asked.victim.role == "server":
+                if not self.job.processes[asked.victim].ended():
+                    # The last one waits for another in vain, and serves meanwhile.
+                    self.led = time.time()
+                    return False
             self.led = self.led or time.time()
             return self.goes_on(self.led, epoch)
 

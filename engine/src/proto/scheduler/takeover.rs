@@ -345,8 +345,13 @@ impl Scheduler {
         if is_complete || waited >= self.takeover_wait() {
             return self.lead(now);
         }
-        if !missing.is_empty() && self.reminder.is_due(now) {
-            let text = format!("waiting for {} ({} s)", named(&missing), waited.as_secs());
+        // Where all have gone again, nobody knows how many there were.
+        let whom = match takeover.members.is_empty() {
+            true => "members of the job".to_owned(),
+            false => named(&missing),
+        };
+        if !awaits_none && self.reminder.is_due(now) {
+            let text = format!("waiting for {whom} ({} s)", waited.as_secs());
             self.put(Output::Log(text.clone()));
             // Ranks between two epochs have come back as new ones, and wait for the same.
             for node in [self.members(), self.early()].concat() {

@@ -1,6 +1,7 @@
 //! Members of a roster that have not come, or whom it had not reached: as those that have come know
 //! them.
 
+use super::super::waits::Reminder;
 use super::{
     Duration, Epoch, Node, NodeId, Output, OverReason, Phase, Register, Resume, Roster, Scheduler,
     Seat, Standing, Takeover, word,
@@ -115,6 +116,7 @@ impl Scheduler {
             if takeover.members.is_empty() && takeover.left.is_empty() {
                 // All have lost patience with a process that was stopped, and come again.
                 takeover.since = now;
+                self.reminder = Reminder::soon(now);
             }
         }
     }

@@ -84,6 +84,28 @@ fn a_rank_that_comes_back_early_hears_who_is_waited_for() {
 }
 
 #[test]
+fn a_rank_that_comes_back_early_hears_that_all_members_have_gone_again() {
+    let mut job = Job::formed(2, 1, false);
+    job.replace_scheduler();
+    comes_back(&mut job, 0, 90);
+    job.come(2);
+    job.pass(2_000);
+    job.bench.heard(90);
+    // The server ends, by its own clock perhaps, and the wait for members begins again.
+    let (now, node) = (job.bench.now, NodeId(job.members[2].node));
+    job.bench.scheduler.handle_closed(node, "connection closed", now);
+    job.bench.drain();
+    for seconds in [1, 4] {
+        job.bench.say(90, NodeMessage::Heartbeat { rounds: 0 });
+        job.pass(if seconds == 1 { 1_250 } else { 3_000 });
+        let text = format!("waiting for members of the job ({seconds} s)");
+        let heard = job.bench.heard(90);
+        let told = SchedulerMessage::Waiting { text };
+        assert!(heard.contains(&told), "{heard:?}: {}", job.log());
+    }
+}
+
+#[test]
 fn a_barrier_that_only_ranks_have_passed_that_have_left_is_passed_by_the_others() {
     // Servers know that it has left, or it says so to the next scheduler before that leads.
     for is_known in [true, false] {
