@@ -11,11 +11,13 @@ mod completer;
 mod completions;
 mod context;
 mod declared;
+mod dlpack;
 mod error;
 mod fork;
 mod gradients;
 mod handle;
 mod mxnet;
+mod plain;
 mod tensor;
 mod tf;
 mod uneven;
@@ -49,6 +51,8 @@ mod _native {
     use super::handle::{poll, release, wait};
     #[pymodule_export]
     use super::mxnet::{mxnet_functions, mxnet_push_pull};
+    #[pymodule_export]
+    use super::plain::{Plain, are_plain};
     #[pymodule_export]
     use super::tensor::{
         declare, encoding, enqueue_results, enqueue_results_of_batches, keep, kept, lacking,

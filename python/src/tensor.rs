@@ -9,7 +9,7 @@
 use crate::context::engine;
 use crate::gradients::{Batch, GradientHooks};
 use crate::waiting::interruptible;
-use crate::{error, handle};
+use crate::{error, handle, plain};
 use bps_engine::base::{DType, Operation, Rank};
 use bps_engine::optimize::{OptimizerError, STEPS_MAX};
 use bps_engine::proto::encoding::{Encoding, EncodingError};
@@ -18,7 +18,7 @@ use bps_worker::{
     PushPull, Store, TensorId, TensorShape,
 };
 use pyo3::prelude::*;
-use pyo3::types::PyBytes;
+use pyo3::types::{PyBytes, PyList};
 
 /// Opens the GPU of this number for the process, which has one; all ranks call it before the first
 /// of them declares a tensor on its GPU. Raises if the GPU can't be used, here or on another rank.
@@ -309,17 +309,18 @@ pub fn push_pull(py: Python<'_>, tensors: Vec<(u32, usize, usize, i64)>) -> PyRe
     Ok(handles.into_iter().map(handle::keep).collect())
 }
 
-/// Starts push_pulls of these gradients in place, at these addresses; on the GPU after what is
+/// Starts push_pulls of these gradients in place, which `tensors` are; on the GPU after what is
 /// enqueued in `stream` now, in host memory if that is `None`. The contract is [`push_pull`]'s.
 #[pyfunction]
 pub fn push_batch(
     py: Python<'_>,
     gradients: &Bound<'_, GradientHooks>,
     indices: Vec<u32>,
-    addresses: Vec<usize>,
+    tensors: &Bound<'_, PyList>,
     stream: Option<usize>,
 ) -> PyResult<Batch> {
     let worker = engine()?;
+    let addresses = plain::addresses(tensors)?;
     let tensors = gradients.get().tensors(&indices)?;
     let bytes = tensors.iter().map(|&(_, _, bytes)| bytes).sum();
     let both = || tensors.iter().zip(&addresses);
@@ -352,7 +353,7 @@ pub fn push_batch(
     if let Some(last) = handles.last() {
         gradients.get().handed_over(last, bytes);
     }
-    Ok(Batch { handles })
+    Ok(Batch::new(handles))
 }
 
 /// [`stream_wait`] for a batch, or for those at these positions in it.
@@ -433,7 +434,7 @@ pub fn start_batch(
             unsafe { worker.push_pull(&items) }
         }
     });
-    started.map(|handles| Batch { handles }).map_err(|cause| error::from_engine(&cause))
+    started.map(Batch::new).map_err(|cause| error::from_engine(&cause))
 }
 
 fn in_host((tensor, source, target, priority): (u32, usize, usize, i64)) -> PushPull {

@@ -45,6 +45,7 @@ const ALLOWED: &[&str] = &[
     "perf/src/stage/namespace",
     "perf/src/stage/overtake",
     "perf/src/stage/rank",
+    "python/src/dlpack",
     "python/src/fork",
     "python/src/mxnet",
     "python/src/tensor",

@@ -12,12 +12,11 @@ from byteps import _native
 class Batch:
     """Gradients that were handed over together, kept until the engine is done with them.
 
-    ``versions`` are the gradients' as long as nobody but us changes them, ``sent`` what travels in
-    their place, ``contexts`` what the compression needs to undo it, and ``stream`` where on a GPU
-    they were complete.
+    ``sent`` is what travels in their place, ``contexts`` what the compression needs to undo it, and
+    ``stream`` where on a GPU they were complete.
     """
 
-    __slots__ = ("contexts", "gradients", "indices", "left", "native", "sent", "stream", "versions")
+    __slots__ = ("contexts", "gradients", "indices", "left", "native", "sent", "stream")
 
     def __init__(
         self,
@@ -34,4 +33,3 @@ class Batch:
         # From the moment that it is handed over.
         self.native: _native.Batch
         self.stream: int | None = None
-        self.versions: list[int] = []

@@ -92,9 +92,7 @@ class Gradients:
         self.index: dict[torch.Tensor, int] = {}
         self.params: list[torch.Tensor] = []
         self.declared: list[_registry.Tensor] = []
-        self._dtypes: list[torch.dtype] = []
-        self._bytes: list[int] = []
-        self._on_gpu: list[bool] = []
+        self._plain: list[_native.Plain] = []
         self._job = _registry.job_number()
         self._stream: Callable[[], int] = lambda: 0
         self._hook_handles: list[Any] = []
@@ -156,14 +154,15 @@ class Gradients:
             self.index[param] = len(self.params)
             self.params.append(param)
             self.declared.append(tensor)
-            self._dtypes.append(param.dtype)
-            self._bytes.append(param.nbytes)
             on_gpu = _gpu.holds(param)
-            self._on_gpu.append(on_gpu)
+            self._plain.append(_plain(param, on_gpu))
             if on_gpu:
                 self._use_gpu(param.device)
             hook = self.hooks.add(number, self.priority_of(param), _bytes_of(tensor), on_gpu)
             self._hook_handles.append(param.register_post_accumulate_grad_hook(hook))
+
+    def _is_on_gpu(self, index: int) -> bool:
+        return self._plain[index].is_on_gpu
 
     def _use_gpu(self, device: torch.device) -> None:
         self._stream = _gpu.stream_getter(device)
@@ -272,12 +271,13 @@ class Gradients:
         if not self.batches:
             self._rates.follow(self)
         sent, contexts = gradients, None
-        is_plain = self._are_plain(indices, gradients)
+        is_plain = _native.are_plain(indices, gradients, self._plain)
         if self.sparse.known or not is_plain:
             indices, gradients = self.sparse.take(self, indices, gradients)
             if not indices:
                 return
-            sent, is_plain = gradients, self._are_plain(indices, gradients)
+            sent = gradients
+            is_plain = _native.are_plain(indices, gradients, self._plain)
         self.velocities.follow(indices, gradients, stream)
         if not self._sends_as_is or not is_plain:
             with _gpu.on_stream(stream, gradients[0].device):
@@ -288,29 +288,13 @@ class Gradients:
         self._push(Batch(indices, gradients, sent, contexts), stream)
 
     def _push(self, batch: Batch, stream: int | None) -> None:
-        addresses = [tensor.data_ptr() for tensor in batch.sent]
-        batch.native = _native.push_batch(self.hooks, batch.indices, addresses, stream)
+        batch.native = _native.push_batch(self.hooks, batch.indices, batch.sent, stream)
         batch.stream = stream
         _registry.held.add(batch)
         self.batches.append(batch)
         # Autograd can't see the change; when told, it notices uses of the old values.
         torch.autograd.graph.increment_version(batch.sent)
-        batch.versions = [gradient._version for gradient in batch.gradients]
-
-    def _are_plain(self, indices: list[int], gradients: list[torch.Tensor]) -> bool:
-        """Whether all can be sent from their own memory, as they were declared."""
-        dtypes, sizes, on_gpu, holds = self._dtypes, self._bytes, self._on_gpu, _gpu.holds
-        for index, gradient in zip(indices, gradients, strict=True):
-            if (
-                gradient.dtype is not dtypes[index]
-                or gradient.layout is not torch.strided
-                or gradient.nbytes != sizes[index]
-                or not gradient.is_contiguous()
-                or gradient.is_neg()
-                or holds(gradient) != on_gpu[index]
-            ):
-                return False
-        return True
+        batch.native.watch(batch.gradients)
 
     def _prepared(
         self, indices: list[int], gradients: list[torch.Tensor]
@@ -327,7 +311,7 @@ class Gradients:
         """Declares anew what a cast or a move of the model has changed; whether there was such."""
         changed = []
         for index, tensor in zip(indices, sent, strict=True):
-            old, was_on_gpu = self.declared[index], self._on_gpu[index]
+            old, was_on_gpu = self.declared[index], self._is_on_gpu(index)
             dtype = _tensors.summed_dtype(tensor, "the gradient", old.name)
             if (dtype, tensor.shape, _gpu.holds(tensor)) != (old.dtype, old.shape, was_on_gpu):
                 changed.append((index, tensor, dtype))
@@ -340,8 +324,7 @@ class Gradients:
             )
             on_gpu = _gpu.open_for([tensor], [device]) is not None
             [number] = _registry.declare([new])
-            self._dtypes[index], self._bytes[index] = param.dtype, param.nbytes
-            self._on_gpu[index] = on_gpu
+            self._plain[index] = _plain(param, on_gpu)
             if on_gpu:
                 self._use_gpu(tensor.device)
             self.declare_as(index, new, number)
@@ -350,7 +333,7 @@ class Gradients:
     def declare_as(self, index: int, tensor: _registry.Tensor, number: int) -> None:
         """This is what a gradient is declared as from now on."""
         self.declared[index] = tensor
-        self.hooks.declare(index, number, _bytes_of(tensor), self._on_gpu[index])
+        self.hooks.declare(index, number, _bytes_of(tensor), self._is_on_gpu(index))
 
     def _hand_over_by_place(
         self,
@@ -432,7 +415,7 @@ class Gradients:
                 if alone:
                     continue
                 param.grad = torch.zeros_like(param)
-            stream = self._stream() if self._on_gpu[index] else None
+            stream = self._stream() if self._is_on_gpu(index) else None
             if not self.hooks.queue(index, stream):
                 self._hand_over_queued()
                 self.hooks.queue(index, stream)
@@ -446,7 +429,7 @@ class Gradients:
     def send_zeros(self, indices: list[int]) -> None:
         """Sends zeros for these dense gradients, which are not touched."""
         for on_gpu in (False, True):
-            some = [index for index in indices if self._on_gpu[index] == on_gpu]
+            some = [index for index in indices if self._is_on_gpu(index) == on_gpu]
             stream = self._stream() if on_gpu else None
             for index in some:
                 self.hooks.queue(index, stream)
@@ -550,10 +533,7 @@ class Gradients:
         changed = [
             self.names[self.params[index]]
             for batch in self.batches
-            for index, gradient, version in zip(
-                batch.indices, batch.gradients, batch.versions, strict=True
-            )
-            if gradient._version != version or gradient is not self.params[index].grad
+            for index in batch.native.changed(batch.gradients, batch.indices, self.params)
         ]
         changed += [self.names[param] for param in self.sparse.changed(self)]
         if not changed:
@@ -593,6 +573,11 @@ def _stream_of(gradients: weakref.ref[Gradients]) -> int:
     """The GPU's stream that is current in a hook."""
     found = gradients()
     return 0 if found is None else found._stream()
+
+
+def _plain(param: torch.Tensor, is_on_gpu: bool) -> _native.Plain:
+    """What a gradient of this parameter is that can be sent from its own memory, as declared."""
+    return _native.Plain(param.detach(), torch.strided, param.nbytes, is_on_gpu)
 
 
 def _bytes_of(tensor: _registry.Tensor) -> int:
