@@ -309,7 +309,9 @@ fn servers_are_told_to_leave_and_nobody_is_missed() {
         all.servers, all.let_go, all.moved, all.schedulers
     );
     assert!(is_one || all.let_go > 20 && all.schedulers > 100, "the seeds show too little");
-    let Some(all) = reformed("servers_are_told_to_leave", Trouble::Leavers, &[]) else { return };
+    // One of two schedulers on an address led some ranks, until they came back and found the other.
+    let known = [121_948, 204_038, 240_099];
+    let Some(all) = reformed("servers_are_told_to_leave", Trouble::Leavers, &known) else { return };
     assert!(all.leavers > 500 && all.let_go > 250 && all.servers > 50, "{all:?}");
 }
 

@@ -54,6 +54,9 @@ pub(super) struct History {
     pub(super) taken: Option<Epoch>,
     /// When this process last went on that had not run for a while.
     pub(super) went_on: Option<Duration>,
+    /// Behind that a rank that had said so did not come back: another scheduler may have it, and
+    /// whoever of the others looks for this one finds that one as well.
+    pub(super) has_strayed: bool,
     /// It has gone on, and not read yet all that had come in meanwhile.
     pub(super) reads_on: bool,
     /// The processes of the ranks that have all done their work: they may begin again.
@@ -466,9 +469,12 @@ impl Scheduler {
         for &(rank, _) in &late {
             self.forget(rank, "it took too long");
         }
+        let was_stopped = self.history.went_on.is_some_and(|at| since <= at + RETURN);
+        let has_strayed = late.iter().any(|(_, said_so)| *said_so);
+        self.history.has_strayed |= was_stopped && has_strayed;
         let Phase::Forming(rendezvous) = &mut self.phase else { return };
         if let Some(regroup) = &mut rendezvous.regroup {
-            regroup.has_strayed |= late.iter().any(|(_, said_so)| *said_so);
+            regroup.has_strayed |= has_strayed;
         }
         let Some(regroup) = &rendezvous.regroup else { return };
         if let Some(&server) = regroup.resetting.iter().next().filter(|_| waited >= RESET) {
@@ -482,10 +488,10 @@ impl Scheduler {
         if let Some(left) = lacks.filter(|_| waited >= elastic.patience) {
             // Ranks that looked for a scheduler while this one was stopped may have found another,
             // which waits for the servers that this one has.
-            let was_stopped = self.history.went_on.is_some_and(|at| since <= at + RETURN);
-            if was_stopped && regroup.has_strayed && rendezvous.workers.is_empty() {
+            let has_lost_them = regroup.has_strayed && rendezvous.workers.is_empty();
+            if has_lost_them && (was_stopped || self.history.has_strayed) {
                 return self.end_unheard(format!(
-                    "{left}: as this scheduler was stopped when they were to come back, another \
+                    "{left}: as this scheduler was stopped when some were to come back, another \
                      may lead them: this one ends, and its servers look for that one"
                 ));
             }

@@ -121,3 +121,34 @@ fn ranks_that_may_have_found_another_scheduler_meanwhile_are_followed_by_the_ser
         assert!(bench.closed.contains(&NodeId(100)) && bench.scheduler.is_over());
     }
 }
+
+#[test]
+fn who_comes_back_later_may_find_the_scheduler_that_others_have_found() {
+    for stop in [0, 60_000] {
+        let mut bench = formed(3, 1, elastic());
+        bench.close(2);
+        bench.reset(100);
+        bench.now += ms(stop);
+        bench.back(1, 11, 1001);
+        bench.say(0, NodeMessage::Leave { suspend: true });
+        bench.close(0);
+        bench.pass(11_000, &[11, 100]);
+        let Some(SchedulerMessage::Roster(roster)) = bench.heard(11).pop() else {
+            panic!("rank 0 took too long: {:?}", bench.log);
+        };
+        assert_eq!(roster.size, 1);
+        // At a commit the one that is left comes again, and not to this one.
+        bench.join(20, server_register(9, 3, 1));
+        bench.say(11, NodeMessage::Leave { suspend: true });
+        bench.close(11);
+        bench.reset(100);
+        bench.pass(9_000, &[20, 100]);
+        assert!(!bench.closed.contains(&NodeId(100)), "it has its time");
+        bench.heard(100);
+        bench.pass(2_000, &[20, 100]);
+        let told = bench.heard(100);
+        let is_told = told.iter().any(|message| matches!(message, SchedulerMessage::Over { .. }));
+        assert_eq!(is_told, stop == 0, "{told:?}");
+        assert!(bench.closed.contains(&NodeId(100)) && bench.scheduler.is_over());
+    }
+}
