@@ -1,4 +1,4 @@
-"""Trains with Gluon in a job whose last rank dies on the way, and perhaps is started again.
+"""Trains with MXNet in a job whose last rank dies on the way, and perhaps is started again.
 
 ``test_mxnet_elastic.py`` has ``bpslaunch --elastic`` run it. Who is there at the end must have the
 parameters that one process finds by itself in as many steps.
@@ -35,15 +35,49 @@ def network(seed):
     return net
 
 
+class OfModule:
+    """A Module of that network, with what is asked of a trainer of Gluon's."""
+
+    def __init__(self, net, options, wrap=bps.DistributedOptimizer):
+        images, _ = samples()
+        scores = net(mx.sym.Variable("data"))
+        self.module = mx.mod.Module(mx.sym.SoftmaxOutput(scores, name="softmax"))
+        self.module.bind([("data", (24, *images.shape[1:]))], [("softmax_label", (24,))])
+        values = {name: param.data() for name, param in net.collect_params().items()}
+        self.module.init_params(arg_params=values, aux_params=values, allow_extra=True)
+        self.optimizer = mx.optimizer.SGD(rescale_grad=1 / 24, **options)
+        self.module.init_optimizer(kvstore=None, optimizer=wrap(self.optimizer))
+
+    @property
+    def learning_rate(self):
+        return self.optimizer.learning_rate
+
+    def set_learning_rate(self, rate):
+        self.optimizer.set_learning_rate(rate)
+
+    def values(self):
+        mx.nd.waitall()  # BatchNorm's statistics are handed out as they are before the last step.
+        found = {name: array for some in self.module.get_params() for name, array in some.items()}
+        return {name: array.asnumpy() for name, array in sorted(found.items())}
+
+
+def values(net, trainer):
+    return trainer.values() if STORE == "module" else parameters(net.collect_params())
+
+
 def one_step(net, trainer, rate, count):
     images, labels = samples()
     trainer.set_learning_rate(rate)
+    if isinstance(trainer, OfModule):
+        arrays = [nd.array(images[:24])], [nd.array(labels[:24])]
+        trainer.module.forward_backward(mx.io.DataBatch(*arrays))
+        trainer.module.update()
+        return
     with autograd.record():
         scores = net(nd.array(images[:24]))
         loss = gluon.loss.SoftmaxCrossEntropyLoss()(scores, nd.array(labels[:24]))
     loss.backward()
     trainer.step(24 * count)
-    return loss
 
 
 def push_later():
@@ -61,9 +95,12 @@ def main():
     options = {"learning_rate": RATE, **MOMENTUM}
     if STORE == "store":
         trainer = gluon.Trainer(net.collect_params(), "sgd", options, kvstore="dist_byteps")
+    elif STORE == "module":
+        trainer = OfModule(net, options)
     else:
         trainer = bps.DistributedTrainer(net.collect_params(), "sgd", options)
-    state = bps.elastic.MXNetState(net, trainer, step=0, rates=[], died=False, together=0)
+    held = (trainer.module,) if STORE == "module" else (net, trainer)
+    state = bps.elastic.MXNetState(*held, step=0, rates=[], died=False, together=0)
     changes, late, begun = [], [], time.monotonic()
 
     @state.on_change
@@ -103,16 +140,20 @@ def main():
         (number,) = _registry.declare([_registry.Tensor("later", "f32", late[0].shape, "average")])
         assert _native.pushes(number) == 0, "it was pushed in another epoch"
     alone = network(3)
-    local = gluon.Trainer(alone.collect_params(), "sgd", options, kvstore=None)
+    if STORE == "module":
+        # Of so many steps as these may be, Gluon's are rounded otherwise.
+        local = OfModule(alone, options, wrap=lambda optimizer: optimizer)
+    else:
+        local = gluon.Trainer(alone.collect_params(), "sgd", options, kvstore=None)
     assert len(state.rates) == state.step
     for rate in state.rates:
         one_step(alone, local, rate, 1)
-    found = parameters(net.collect_params())
-    assert close(found, parameters(alone.collect_params()))
+    found = values(net, trainer)
+    assert close(found, values(alone, local))
     # The next step shows the momentum.
     one_step(alone, local, RATE, 1)
     one_step(net, trainer, RATE, len(bps.live_ranks()) if STORE == "store" else 1)
-    assert close(parameters(net.collect_params()), parameters(alone.collect_params()))
+    assert close(values(net, trainer), values(alone, local))
     print(f"went on: {state.step} steps, {digest(found)}", flush=True)
     bps.shutdown()
 

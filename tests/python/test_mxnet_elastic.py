@@ -32,9 +32,11 @@ ENVIRONMENT = {"BPS_LOCAL_REDUCE": "0"}
     [
         ("redo", "trainer", 1),
         ("redo", "store", 1),
+        ("redo", "module", 1),
         ("shrink", "trainer", 1),
         ("rejoin", "trainer", 2),
         ("rejoin", "store", 2),
+        ("rejoin", "module", 2),
     ],
 )
 def test_goes_on(mode, store, ends):
@@ -134,6 +136,77 @@ def single():
 @pytest.mark.parametrize("kind", ["adam", "wrapped", "float16", "codec"])
 def test_a_state_goes_back_to_what_was_saved(single, kind):
     single.run(on_ranks(goes_back), kind)
+
+
+def module_of(network, **options):
+    """That network as a Module, with an optimizer if options are given."""
+    scores = network(mx.sym.Variable("data"))
+    loss = mx.sym.MakeLoss((scores**2).sum(), name="loss")
+    module = mx.mod.Module(loss, label_names=None)
+    module.bind([("data", (8, 4))])
+    module.init_params(mx.init.Xavier())
+    if options:
+        module.init_optimizer(**options)
+    return module
+
+
+def a_module_goes_back():
+    """Likewise with a Module, whose optimizer stays the one that the program has."""
+    optimizer = with_scheduler()
+    wrapped = bps.DistributedOptimizer(optimizer)
+    module = module_of(network(), kvstore=None, optimizer=wrapped)
+
+    def step(seed):
+        rows = nd.array(np.random.RandomState(seed).rand(8, 4))
+        module.forward_backward(mx.io.DataBatch([rows], None))
+        module.update()
+
+    def values():
+        mx.nd.waitall()  # BatchNorm's statistics are handed out as they are before the last step.
+        return {
+            name: array.asnumpy() for some in module.get_params() for name, array in some.items()
+        }
+
+    state = bps.elastic.MXNetState(module, step=0)
+    step(0)
+    state.step = 1
+    state.save()
+    committed = digest(values())
+
+    def three():
+        for seed in range(1, 4):
+            step(seed)
+            state.step += 1
+        return digest(values()), optimizer.learning_rate
+
+    first = three()
+    assert first[0] != committed and optimizer.num_update == 4
+    for _ in range(2):
+        state.restore()
+        assert digest(values()) == committed and state.step == 1
+        assert optimizer.num_update == 1 and optimizer.learning_rate == 0.1
+        for gradients in module._exec_group.grad_arrays:
+            assert not any(one.asnumpy().any() for one in gradients if one is not None)
+        assert three() == first, "bit for bit"
+
+
+def test_a_module_goes_back_to_what_was_saved(single):
+    single.run(on_ranks(a_module_goes_back))
+
+
+def test_what_cannot_be_done_with_a_module_is_refused():
+    state = bps.elastic.MXNetState
+    with pytest.raises(ConfigError, match=r"call the module's bind\(\), init_params\(\) and"):
+        state(module_of(network()))
+    with pytest.raises(ConfigError, match="a Module has no trainer, but 'sgd' was given"):
+        state(module_of(network()), "sgd")
+    with pytest.raises(ConfigError, match="Module alone has a state, and this is"):
+        state(mx.mod.SequentialModule())
+    store = mx.kvstore.create("local")
+    in_store = module_of(network(), kvstore=store, optimizer="sgd")
+    assert in_store._update_on_kvstore
+    with pytest.raises(ConfigError, match="runs in a key-value store: pass kvstore=None"):
+        state(in_store)
 
 
 def gradients_that_add_up():

@@ -79,53 +79,56 @@ def run_fn(function: Callable[..., _Result], reset: Any = None) -> Callable[...,
 
 
 class MXNetState(ObjectState):
-    """The state of a training with Gluon: parameters, what a trainer keeps, and plain values.
+    """The state of a training: parameters, what their optimizer keeps, and plain values.
 
-    What a trainer keeps is its optimizer, with the learning rate and the count of updates, and what
-    that has for each parameter. The momentum that a codec has in the place of the optimizer's goes
-    back with it; it is of this rank's own gradients, so it is not sent. MXNet's generators of
-    random numbers hand out no state.
+    What a trainer of Gluon's or a ``Module`` keeps is its optimizer, with the learning rate and the
+    count of updates, and what that has for each parameter. The momentum that a codec has in the
+    place of the optimizer's goes back with it; it is of this rank's own gradients, so it is not
+    sent. MXNet's generators of random numbers hand out no state.
 
     Args:
         params: A block, or what its ``collect_params()`` gives. Each has a value: it is given its
-            size (``in_units``, ``in_channels``), or the network has run once.
+            size (``in_units``, ``in_channels``), or the network has run once. Or a ``Module`` that
+            has its parameters, and its optimizer without a key-value store.
         trainer: Gluon's, or a :class:`~byteps.mxnet.DistributedTrainer`; one with a key-value store
-            begins to use it. None if there is none.
+            begins to use it. None if there is none, as with a ``Module``, which is its own.
         values: They become attributes, which are saved and sent too.
 
     A commit waits for all that MXNet's engine has to do, and keeps a copy of each array.
 
     Raises:
-        ConfigError: for parameters without a value, sparse ones, or what is no trainer.
+        ConfigError: for parameters without a value, sparse ones, what is no trainer, or a Module
+            that cannot be trained so.
     """
 
     def __init__(self, params: Any, trainer: Any = None, **values: Any) -> None:
         send = functools.partial(_objects.broadcast_object, ranks=None)
         super().__init__(send, common.rank, **values)
         self.params, self.trainer = params, trainer
-        self._parameters = _parameters_of(params)
-        if trainer is not None:
-            _begin(trainer)
+        self._held: _OfModule | _OfGluon
+        if isinstance(params, mx.mod.BaseModule):
+            self._held = _OfModule(params, trainer)
+        else:
+            self._held = _OfGluon(params, trainer)
         self.save()
 
     @_typed
     def save(self) -> None:
         """See :class:`State`. An attribute that was not given at first is not saved."""
         mx.nd.waitall()  # What has failed has left other values.
-        self._arrays = [param.list_data()[0].copy() for param in self._parameters]
-        if self.trainer is not None:
-            self._kept = _kept_by(self.trainer)
+        self._arrays = self._held.copies()
+        if (keeper := self._held.keeper) is not None:
+            self._kept = _kept_by(keeper)
         super().save()
 
     def restore(self) -> None:
         """See :class:`State`."""
         # MXNet hands on an error with each array that it has spoiled until somebody is told.
         _engine.drain()
-        for param, saved in zip(self._parameters, self._arrays, strict=True):
-            param.set_data(saved)
-            param.zero_grad()  # Those of the step that failed are not to be added to.
-        if self.trainer is not None:
-            _put_back(self.trainer, self._kept)
+        self._held.put(self._arrays)
+        self._held.zero_gradients()  # Those of the step that failed are not to be added to.
+        if (keeper := self._held.keeper) is not None:
+            _put_back(keeper, self._kept)
         super().restore()
 
     @_typed
@@ -139,15 +142,77 @@ class MXNetState(ObjectState):
         """See :class:`State`."""
         # Ranks that were there before have declared names with the root of then.
         scope = f"elastic.{root_rank}."
-        arrays = [param.list_data() for param in self._parameters]
-        named = [(f"{scope}parameter_{at}", first) for at, (first, *_) in enumerate(arrays)]
-        ops.broadcast_arrays(named, root_rank)
-        for first, *others in arrays:
-            for other in others:
-                first.copyto(other)
-        if self.trainer is not None:
-            _send(self.trainer, root_rank, scope)
+        arrays = self._held.copies()
+        ops.broadcast_arrays(
+            [(f"{scope}parameter_{at}", array) for at, array in enumerate(arrays)], root_rank
+        )
+        self._held.put(arrays)
+        if (keeper := self._held.keeper) is not None:
+            _send(keeper, root_rank, scope)
         super().send(root_rank)
+
+
+class _OfGluon:
+    """Parameters of Gluon's, and the trainer that keeps something for them."""
+
+    def __init__(self, params: Any, trainer: Any) -> None:
+        self._parameters = _parameters_of(params)
+        self.keeper = trainer
+        if trainer is not None:
+            _begin(trainer)
+
+    def copies(self) -> list[Any]:
+        return [param.list_data()[0].copy() for param in self._parameters]
+
+    def put(self, arrays: list[Any]) -> None:
+        for param, array in zip(self._parameters, arrays, strict=True):
+            param.set_data(array)
+
+    def zero_gradients(self) -> None:
+        for param in self._parameters:
+            param.zero_grad()
+
+
+class _OfModule:
+    """The parameters and auxiliary states of a Module, which keeps something for them itself."""
+
+    def __init__(self, module: Any, trainer: Any) -> None:
+        if trainer is not None:
+            raise ConfigError(f"MXNetState: a Module has no trainer, but {trainer!r} was given")
+        if not isinstance(module, mx.mod.Module):
+            raise ConfigError(
+                f"MXNetState: of MXNet's modules, Module alone has a state, and this is {module!r}"
+            )
+        if not (module.binded and module.params_initialized and module.optimizer_initialized):
+            raise ConfigError(
+                "MXNetState: call the module's bind(), init_params() and init_optimizer() before"
+            )
+        if module._updater is None:
+            raise ConfigError(
+                "MXNetState: the module's optimizer runs in a key-value store: pass kvstore=None "
+                "to init_optimizer(), and a DistributedOptimizer"
+            )
+        self._module = self.keeper = module
+
+    def _both(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        # BatchNorm's statistics are handed out as they are before the step that is under way.
+        mx.nd.waitall()
+        arguments, auxiliary = self._module.get_params()
+        return arguments, auxiliary
+
+    def copies(self) -> list[Any]:
+        return [some[name].copy() for some in self._both() for name in sorted(some)]
+
+    def put(self, arrays: list[Any]) -> None:
+        left = iter(arrays)
+        arguments, auxiliary = [{name: next(left) for name in sorted(it)} for it in self._both()]
+        self._module.set_params(arguments, auxiliary, force_init=True)
+
+    def zero_gradients(self) -> None:
+        for of_devices in self._module._exec_group.grad_arrays:
+            for gradient in of_devices:
+                if gradient is not None:
+                    gradient[:] = 0
 
 
 def _parameters_of(params: Any) -> list[Any]:
@@ -176,7 +241,7 @@ def _parameters_of(params: Any) -> list[Any]:
     return found
 
 
-# What a trainer keeps
+# What a trainer keeps, or a Module
 
 
 class _Kept(NamedTuple):
@@ -218,10 +283,18 @@ def _described(trainer: Any) -> dict[str, Any]:
     return {name: it for name, it in _optimizer_of(trainer).items() if name != "param_dict"}
 
 
+def _updaters_of(trainer: Any) -> list[Any]:
+    """A trainer has one for each device, a module one for all."""
+    if isinstance(trainer, mx.mod.Module):
+        return [trainer._updater]
+    updaters: list[Any] = trainer._updaters
+    return updaters
+
+
 def _kept_by(trainer: Any) -> _Kept:
     is_ours = isinstance(trainer, DistributedTrainer)
     return _Kept(
-        _each(trainer._updaters[0].states, _copied),
+        _each(_updaters_of(trainer)[0].states, _copied),
         copy.deepcopy(_described(trainer)),
         _each(trainer._velocities, _copied) if is_ours else {},
     )
@@ -234,7 +307,7 @@ def _put_back(trainer: Any, kept: _Kept) -> None:
 
 
 def _set(trainer: Any, states: dict[Any, Any], optimizer: dict[str, Any]) -> None:
-    for place, updater in enumerate(trainer._updaters):
+    for place, updater in enumerate(_updaters_of(trainer)):
         updater.states = states if place == 0 else _each(states, _copied)
         # It moves them to where the weights are when it uses them.
         updater.states_synced = dict.fromkeys(states, False)
@@ -244,7 +317,7 @@ def _set(trainer: Any, states: dict[Any, Any], optimizer: dict[str, Any]) -> Non
 
 def _send(trainer: Any, root: int, scope: str) -> None:
     """What it has for each parameter begins to be there with the first step."""
-    states, told = trainer._updaters[0].states, None
+    states, told = _updaters_of(trainer)[0].states, None
     if common.rank() == root:
         told = _each(states, _leaf_of), _described(trainer)
     told = _objects.broadcast_object(told, root, f"{scope}trainer", None)
