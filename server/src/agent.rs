@@ -243,11 +243,12 @@ impl Agent {
     /// Servers are lost, and this one adopts keys.
     fn moving(&mut self, order: MovingOrder, effects: &mut Vec<Effect>) {
         match order {
-            MovingOrder::Lost { text, .. } => effects.push(Effect::Changed(text)),
+            MovingOrder::Lost { servers, text } => {
+                self.memory.lose_servers(&servers);
+                effects.push(Effect::Changed(text));
+            }
             MovingOrder::Adopt { request, keys } => {
-                for adopted in &keys {
-                    self.memory.install(adopted.spec.key);
-                }
+                self.memory.adopt(request, &keys);
                 let by_core = by_core(keys, |adopted: &Adopted| adopted.spec.core);
                 self.order(request, by_core, effects, |keys| Command::Adopt { request, keys });
             }
@@ -294,6 +295,7 @@ impl Agent {
                 *left -= 1;
                 if *left == 0 {
                     self.installs.remove(&request);
+                    self.memory.adopted(request);
                     effects.push(Effect::Send(NodeMessage::Installed { request }));
                 }
             }
@@ -338,6 +340,7 @@ impl Agent {
                 effects.push(Effect::Warn(format!("core {core} refused a frame on {lane}: {why}")));
             }
             Report::Restored { keys } => {
+                self.memory.restored(&keys);
                 let report = MovingReport::Restored { keys };
                 effects.push(Effect::Send(NodeMessage::Moving(report)));
             }

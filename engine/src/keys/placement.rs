@@ -149,6 +149,42 @@ impl Placer {
         Some(id)
     }
 
+    /// A part of so many bytes is on another core than the one that was [chosen](Self::place).
+    /// `None` if there is no such core. To be [settled](Self::settle) before another is chosen.
+    pub fn move_part(&mut self, bytes: u32, chosen: CoreId, core: CoreId) -> Option<()> {
+        let bytes = u64::from(bytes);
+        *self.servers.get_mut(core.server as usize)?.bytes.get_mut(core.core as usize)? += bytes;
+        let before = &mut self.servers[chosen.server as usize].bytes[chosen.core as usize];
+        *before = before.saturating_sub(bytes);
+        Some(())
+    }
+
+    /// From now on cores are chosen by where parts have been moved.
+    pub fn settle(&mut self) {
+        let servers = &mut self.servers;
+        match &mut self.choice {
+            Choice::LeastCore(heap) => {
+                let load = |core: u32, server: u32| servers[server as usize].bytes[core as usize];
+                *heap = heap
+                    .drain()
+                    .map(|Reverse((_, core, server))| Reverse((load(core, server), core, server)))
+                    .collect();
+            }
+            Choice::LeastServer(heap, weights) => {
+                let load = |server: u32| {
+                    let bytes: u64 = servers[server as usize].bytes.iter().sum();
+                    (u128::from(bytes) << 32) / u128::from(weights[server as usize])
+                };
+                *heap = heap.drain().map(|Reverse((_, one))| Reverse((load(one), one))).collect();
+            }
+            Choice::Hash(_) => {}
+        }
+        for cores in servers {
+            cores.least =
+                (0..).zip(&cores.bytes).map(|(core, all)| Reverse((*all, core))).collect();
+        }
+    }
+
     /// Bytes placed so far on each core of each server.
     pub fn loads(&self) -> impl Iterator<Item = &[u64]> {
         self.servers.iter().map(|cores| cores.bytes.as_slice())
@@ -279,6 +315,26 @@ mod tests {
             assert_eq!(placer.place(2, 0, 10).unwrap().server, 0, "{function:?}");
             placer.lose(0);
             assert_eq!(placer.place(3, 0, 10), None, "{function:?}");
+        }
+    }
+
+    #[test]
+    fn parts_that_are_elsewhere_count_where_they_are() {
+        let functions = [Placement::Balanced, Placement::Mixed, Placement::Naive];
+        for function in functions {
+            let mut placer = Placer::new(function, 1, &[PLAIN, PLAIN]);
+            let full = CoreId { server: 1, core: 0 };
+            for part in 0..4 {
+                let chosen = placer.place(0, part, 10).unwrap();
+                placer.move_part(10, chosen, full).unwrap();
+            }
+            assert_eq!(placer.move_part(10, full, CoreId { server: 1, core: 2 }), None);
+            assert_eq!(placer.move_part(10, full, CoreId { server: 2, core: 0 }), None);
+            placer.settle();
+            let loads: Vec<u64> = placer.loads().flatten().copied().collect();
+            assert_eq!(loads, [0, 0, 40, 0], "{function:?}");
+            let next: Vec<CoreId> = (0..6).map(|at| placer.place(1, at, 10).unwrap()).collect();
+            assert!(!next.contains(&full), "{function:?}: {next:?}");
         }
     }
 

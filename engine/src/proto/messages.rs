@@ -16,7 +16,7 @@ use super::moving::{MovingOrder, MovingReport};
 pub use super::origin::{Origin, Party, Place};
 use super::paths::{AwaitedKey, End, KeyState, LaneFault, PathStall};
 pub use super::planning::{Planning, switch_width};
-use super::resume::{self, KnownTensor, Resume};
+use super::resume::{self, AdoptedKey, KnownTensor, Resume};
 pub use super::roster::{Neighbour, Node, Peer, Register, Roster, ServerPeer};
 pub use super::stall::{STALLS_MAX, STALLS_SHOWN_MAX, Stall, StalledKey};
 pub use super::statistics::{LinkStatistics, LoopStatistics, Statistics};
@@ -36,10 +36,13 @@ pub enum NodeMessage {
     Register(Register),
     /// The same of a member of a job whose scheduler is lost, to the next one.
     Resume(Box<Resume>),
-    /// Behind `Resume`: tensors that this rank may push.
+    /// Behind `Resume`: tensors that this rank may push, or keys that this server has adopted.
     Known {
         /// In rising order, as many as one answer to a declaration has at most.
         tensors: Vec<KnownTensor>,
+        /// In rising order.
+        #[serde(default)]
+        adopted: Vec<AdoptedKey>,
     },
     /// To a scheduler that was silent: the node follows one of a later term.
     Deposed {
@@ -169,12 +172,20 @@ impl NodeMessage {
         NodeMessage::Failed { message: message.into(), round: None }
     }
 
-    /// All messages of a node that resumes: `Resume`, and what it knows, in pieces that fit.
+    /// All messages of a node that resumes: `Resume`, and the tensors that a rank knows or the keys
+    /// that a server has adopted, in pieces that fit.
     #[must_use]
-    pub fn resuming(resume: Resume, known: impl Iterator<Item = KnownTensor>) -> Vec<NodeMessage> {
-        let pieces = resume::pieces(known).into_iter();
-        let known = pieces.map(|tensors| NodeMessage::Known { tensors });
-        std::iter::once(NodeMessage::Resume(Box::new(resume))).chain(known).collect()
+    pub fn resuming(
+        resume: Resume,
+        known: impl Iterator<Item = KnownTensor>,
+        adopted: &[AdoptedKey],
+    ) -> Vec<NodeMessage> {
+        let tensors = resume::pieces(known).into_iter();
+        let tensors = tensors.map(|tensors| NodeMessage::Known { tensors, adopted: Vec::new() });
+        let adopted = resume::adopted_pieces(adopted);
+        let adopted = adopted.map(|adopted| NodeMessage::Known { tensors: Vec::new(), adopted });
+        let first = NodeMessage::Resume(Box::new(resume));
+        std::iter::once(first).chain(tensors).chain(adopted).collect()
     }
 }
 

@@ -17,6 +17,8 @@ pub struct Outlasting {
     term: u32,
     /// Ranks that the epoch goes on without.
     gone: Vec<Rank>,
+    /// Servers that it goes on without.
+    lost: Vec<u32>,
     /// What was said of lost lanes.
     lanes: Vec<NodeMessage>,
 }
@@ -26,7 +28,13 @@ impl Outlasting {
     /// all.
     #[must_use]
     pub const fn new(wait: Duration, term: u32) -> Outlasting {
-        Outlasting { absence: Absence::new(wait), term, gone: Vec::new(), lanes: Vec::new() }
+        Outlasting {
+            absence: Absence::new(wait),
+            term,
+            gone: Vec::new(),
+            lost: Vec::new(),
+            lanes: Vec::new(),
+        }
     }
 
     /// An epoch has begun, under the scheduler of this term.
@@ -38,12 +46,18 @@ impl Outlasting {
     /// The epoch is over.
     pub fn forget(&mut self) {
         self.gone.clear();
+        self.lost.clear();
         self.lanes.clear();
     }
 
     /// All ranks that the epoch goes on without.
     pub fn lose(&mut self, gone: &[Rank]) {
         gone.clone_into(&mut self.gone);
+    }
+
+    /// All servers that the epoch goes on without.
+    pub fn lose_servers(&mut self, lost: &[u32]) {
+        lost.clone_into(&mut self.lost);
     }
 
     /// A lane was lost, as `said` tells the scheduler. Nothing is kept where nobody is waited for.
@@ -114,10 +128,12 @@ impl Outlasting {
             roster,
             reset: None,
             gone: self.gone.clone(),
+            lost: self.lost.clone(),
             left: Vec::new(),
             barriers: 0,
             tensors: 0,
             keys_end: 0,
+            adopted: 0,
             obstacle: None,
         }
     }

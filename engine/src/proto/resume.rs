@@ -2,12 +2,15 @@
 
 use super::declaration::{Assignment, Declaration};
 use super::roster::{Register, Roster};
-use crate::base::{Epoch, Rank};
+use crate::base::{Epoch, Key, Rank};
 use crate::limits::DECLARE_PARTS_MAX;
 use serde::{Deserialize, Serialize};
 
 /// Tensors that one `Known` has at most.
 const TENSORS_MAX: usize = 1024;
+
+/// Adopted keys that one `Known` has at most.
+const ADOPTED_MAX: usize = 1 << 16;
 
 /// Who a node is, and what it knew of the job when its scheduler was lost.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
@@ -24,6 +27,9 @@ pub struct Resume {
     /// Ranks that died, and that the epoch goes on without, in order.
     #[serde(default)]
     pub gone: Vec<Rank>,
+    /// Servers that are lost, and that the epoch goes on without, in order.
+    #[serde(default)]
+    pub lost: Vec<u32>,
     /// Ranks that have said good-bye on all their lanes to this server.
     #[serde(default)]
     pub left: Vec<Rank>,
@@ -36,6 +42,9 @@ pub struct Resume {
     /// One more than the highest key that this server was told to make room for; 0 for none.
     #[serde(default)]
     pub keys_end: u64,
+    /// How many keys follow in `Known` that this server has adopted.
+    #[serde(default)]
+    pub adopted: u64,
     /// Why the epoch can't go on with another scheduler, if so; it forms again then.
     #[serde(default)]
     pub obstacle: Option<String>,
@@ -46,17 +55,39 @@ pub struct Resume {
 pub struct KnownTensor {
     /// What this rank had said.
     pub said: Declaration,
-    /// The answer.
+    /// The answer; its parts are where this rank was told last that they are.
     pub assignment: Assignment,
+    /// Keys of it that have moved, with a last result that this rank has and others lacked then.
+    #[serde(default)]
+    pub holds: Vec<Key>,
 }
 
-/// What a node knows, in pieces that each fit into one `Known`.
+/// A key of a lost server that another one has room for, and has said so.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct AdoptedKey {
+    /// Its id.
+    pub key: Key,
+    /// The core that has it.
+    pub core: u32,
+    /// The rounds whose results all ranks had had then.
+    pub rounds: u64,
+    /// Some ranks had had the result of the next one, and it has not been restored yet.
+    pub restores: bool,
+}
+
+/// What a server has adopted, likewise.
+pub(super) fn adopted_pieces(adopted: &[AdoptedKey]) -> impl Iterator<Item = Vec<AdoptedKey>> {
+    adopted.chunks(ADOPTED_MAX).map(<[AdoptedKey]>::to_vec)
+}
+
+/// What a rank knows, in pieces that each fit into one `Known`.
 pub(super) fn pieces(known: impl Iterator<Item = KnownTensor>) -> Vec<Vec<KnownTensor>> {
     let mut all = Vec::new();
     let (mut tensors, mut parts) = (Vec::new(), 0);
     let (mut named, named_max) = (0, 1 << 16);
     for tensor in known {
         let (count, names) = (tensor.assignment.parts.len(), tensor.said.members.listed().len());
+        let count = count + tensor.holds.len();
         let is_full = tensors.len() >= TENSORS_MAX
             || parts + count > DECLARE_PARTS_MAX
             || named + names > named_max;

@@ -4,8 +4,9 @@ use super::{Agent, Effect};
 use bps_engine::base::{Epoch, Key, Rank};
 use bps_engine::proto::absence::Wanted;
 use bps_engine::proto::messages::{NodeMessage, Register};
+use bps_engine::proto::moving::Adopted;
 use bps_engine::proto::outlasting::Outlasting;
-use bps_engine::proto::resume::Resume;
+use bps_engine::proto::resume::{AdoptedKey, Resume};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -17,30 +18,81 @@ pub(super) struct Memory {
     keys_end: u64,
     /// Lanes on which each rank has said good-bye.
     left: BTreeMap<Rank, u32>,
+    /// Keys of lost servers for which there is room.
+    adopted: BTreeMap<Key, AdoptedKey>,
+    /// Those for which cores make room, by request. No rank contributes to these before the
+    /// scheduler has the answer, so the next one may give them to any server.
+    adopting: BTreeMap<u64, Vec<AdoptedKey>>,
 }
 
 impl Memory {
     /// Of a server that waits so long for another scheduler.
     pub(super) const fn new(wait: Duration) -> Memory {
-        Memory { shared: Outlasting::new(wait, 1), reset: None, keys_end: 0, left: BTreeMap::new() }
+        Memory {
+            shared: Outlasting::new(wait, 1),
+            reset: None,
+            keys_end: 0,
+            left: BTreeMap::new(),
+            adopted: BTreeMap::new(),
+            adopting: BTreeMap::new(),
+        }
     }
 
     /// An epoch has begun, under the scheduler of this term.
     pub(super) fn begin(&mut self, term: u32) {
         self.shared.begin(term);
-        (self.reset, self.keys_end) = (None, 0);
-        self.left.clear();
+        self.reset = None;
+        self.forget();
     }
 
     /// An epoch is over.
     pub(super) fn reset(&mut self, epoch: Epoch) {
         self.shared.forget();
-        (self.reset, self.keys_end) = (Some(epoch), 0);
+        self.reset = Some(epoch);
+        self.forget();
+    }
+
+    fn forget(&mut self) {
+        self.keys_end = 0;
         self.left.clear();
+        self.adopted.clear();
+        self.adopting.clear();
     }
 
     pub(super) fn install(&mut self, key: Key) {
         self.keys_end = self.keys_end.max(key.0.saturating_add(1));
+    }
+
+    /// The cores are told to make room for keys of lost servers.
+    pub(super) fn adopt(&mut self, request: u64, keys: &[Adopted]) {
+        let all = keys.iter().map(|Adopted { spec, restores }| {
+            self.install(spec.key);
+            // It had them already, perhaps, for another round.
+            self.adopted.remove(&spec.key);
+            let (key, core, rounds) = (spec.key, spec.core, spec.rounds);
+            AdoptedKey { key, core, rounds, restores: *restores }
+        });
+        let all = all.collect();
+        self.adopting.insert(request, all);
+    }
+
+    /// They have done what this request told them.
+    pub(super) fn adopted(&mut self, request: u64) {
+        let keys = self.adopting.remove(&request).unwrap_or_default();
+        self.adopted.extend(keys.into_iter().map(|one| (one.key, one)));
+    }
+
+    /// All ranks have the results of these keys that only some had.
+    pub(super) fn restored(&mut self, keys: &[Key]) {
+        for key in keys {
+            if let Some(one) = self.adopted.get_mut(key).filter(|one| one.restores) {
+                (one.rounds, one.restores) = (one.rounds + 1, false);
+            }
+        }
+    }
+
+    pub(super) fn lose_servers(&mut self, lost: &[u32]) {
+        self.shared.lose_servers(lost);
     }
 
     pub(super) fn lose(&mut self, gone: &[Rank]) {
@@ -136,9 +188,11 @@ impl Agent {
             reset: memory.reset,
             left: left.map(|(rank, _)| *rank).collect(),
             keys_end: memory.keys_end,
+            adopted: memory.adopted.len() as u64,
             ..memory.shared.resume(register, roster)
         };
-        NodeMessage::resuming(resume, std::iter::empty())
+        let adopted: Vec<AdoptedKey> = memory.adopted.values().copied().collect();
+        NodeMessage::resuming(resume, std::iter::empty(), &adopted)
     }
 
     /// Another scheduler leads the job: what it is to be told again. `None` if it is one of a term
@@ -165,6 +219,7 @@ impl Agent {
         self.pulse.restart(now);
         // Nobody waits for answers to the other's requests.
         self.installs.clear();
+        self.memory.adopting.clear();
         let mut told = self.memory.shared.lost_lanes().to_vec();
         if self.leaves_by.is_some() {
             told.push(NodeMessage::Leave { suspend: false });
@@ -176,7 +231,11 @@ impl Agent {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use bps_engine::proto::messages::{Roster, SchedulerMessage};
+    use crate::shard::Report;
+    use bps_engine::base::{DType, Operation};
+    use bps_engine::proto::members::Members;
+    use bps_engine::proto::messages::{KeySpec, Node, Roster, SchedulerMessage};
+    use bps_engine::proto::moving::MovingOrder;
     use bps_engine::proto::pulse::Pulse;
 
     fn ms(milliseconds: u64) -> Duration {
@@ -224,5 +283,82 @@ mod tests {
         assert!(lost.starts_with(complaint) && lost.contains("training goes on"), "{lost}");
         assert_eq!(back, "the scheduler at a:1 answers again after 1.2 s");
         assert!(!agent.is_away());
+    }
+
+    fn adopt(request: u64, rounds: u64) -> SchedulerMessage {
+        let spec = KeySpec {
+            key: Key(4),
+            core: 0,
+            dtype: DType::F32,
+            bytes: 16,
+            operation: Operation::Sum,
+            rounds,
+            members: Members::ALL,
+            receiver: None,
+            encoding: None,
+            store: None,
+        };
+        let keys = vec![Adopted { spec, restores: true }];
+        SchedulerMessage::Moving(MovingOrder::Adopt { request, keys })
+    }
+
+    #[test]
+    fn keys_are_told_that_a_server_has_said_to_have_adopted() {
+        let pulse = Pulse::new("a:1", ms(200), ms(1_000), ms(0));
+        let mut agent = Agent::new(1, pulse).outlasting(ms(10_000));
+        agent.roster = Some(elastic());
+        let mut effects = Vec::new();
+        let told = |agent: &Agent| -> Vec<(u64, bool)> {
+            let adopted = agent.memory.adopted.values();
+            adopted.map(|one| (one.rounds, one.restores)).collect()
+        };
+        let lost = MovingOrder::Lost { servers: vec![1], text: String::new() };
+        agent.handle(SchedulerMessage::Moving(lost), ms(0), &mut effects);
+        agent.handle(adopt(1, 6), ms(0), &mut effects);
+        assert!(told(&agent).is_empty(), "its cores have not answered");
+        agent.handle_report(0, Report::Installed { request: 1 }, &mut effects);
+        assert_eq!(told(&agent), [(6, true)]);
+        // Once more, since a rank has died.
+        agent.handle(adopt(2, 5), ms(0), &mut effects);
+        assert!(told(&agent).is_empty());
+        agent.handle_report(0, Report::Installed { request: 2 }, &mut effects);
+        agent.handle_report(0, Report::Restored { keys: vec![Key(4)] }, &mut effects);
+        assert_eq!(told(&agent), [(6, false)]);
+        // What was not answered before the scheduler was lost is of no meaning to the next one.
+        agent.handle(adopt(3, 6), ms(0), &mut effects);
+        agent.scheduler_lost("closed".to_owned(), ms(0), &mut effects);
+        assert!(agent.follow(2, ms(10), &mut effects).is_some());
+        agent.handle_report(0, Report::Installed { request: 3 }, &mut effects);
+        assert!(told(&agent).is_empty());
+        let resumed = agent.memory.shared.resume(register(), elastic());
+        assert_eq!(resumed.lost, [1]);
+        agent.handle(SchedulerMessage::Reset { epoch: Epoch(2) }, ms(20), &mut effects);
+        assert!(agent.memory.shared.resume(register(), elastic()).lost.is_empty());
+    }
+
+    fn register() -> Register {
+        let node = Node::Server {
+            cores: Vec::new(),
+            shm: None,
+            rdma: false,
+            colocated: false,
+            preferred: None,
+        };
+        let (host, host_id, release) = ("a".to_owned(), "a".to_owned(), "1".to_owned());
+        let (pid, instance, session, former, encrypt) = (1, 1, 1, None, false);
+        let (num_workers, num_servers) = (2, 2);
+        Register {
+            node,
+            host,
+            host_id,
+            pid,
+            instance,
+            session,
+            former,
+            release,
+            encrypt,
+            num_workers,
+            num_servers,
+        }
     }
 }

@@ -19,10 +19,10 @@ use bps_engine::lane::Endpoint;
 use bps_engine::limits::RANKS_MAX;
 use bps_engine::mem::{Arena, Options};
 use bps_engine::proto::messages::{
-    Declaration, Node, NodeMessage, Register, Roster, SchedulerMessage,
+    Declaration, Node, NodeMessage, OverReason, Register, Roster, SchedulerMessage,
 };
 use bps_engine::proto::pulse::Pulse;
-use bps_engine::proto::scheduler::{Elastic, NodeId, Output, Scheduler, SchedulerConfig};
+use bps_engine::proto::scheduler::{Elastic, NodeId, Scheduler, SchedulerConfig};
 use bps_engine::ring::Mpsc;
 use bps_engine::trace::counters::Counters;
 use bps_engine::transport::sim::{Random, Sim, SimNetwork};
@@ -133,6 +133,10 @@ pub struct Cluster {
     looked: Duration,
     /// What the scheduler has said to people.
     pub log: Vec<String>,
+    /// Why it has told somebody that an epoch or the job is over.
+    pub verdicts: Vec<OverReason>,
+    /// It has told somebody that an epoch has no server.
+    pub has_led_without_servers: bool,
     /// The scheduler's verdict.
     pub done: bool,
 }
@@ -203,6 +207,8 @@ impl Cluster {
             wakes_at: None,
             looked: Duration::ZERO,
             log: Vec::new(),
+            verdicts: Vec::new(),
+            has_led_without_servers: false,
             done: false,
             shape,
         };
@@ -397,26 +403,6 @@ impl Cluster {
             Letter::Closed(node) => self.hear(node, None),
             Letter::Dialed(member, attempt) => self.dialed(member, attempt),
             Letter::Came(member, attempt) => self.came(member, attempt),
-        }
-    }
-
-    fn scheduler_output(&mut self) {
-        for index in 0..self.schedulers.len() {
-            while let Some(output) = self.schedulers[index].machine.poll_output() {
-                match output {
-                    _ if self.schedulers[index].state == State::Dead => {}
-                    Output::Send(node, message) => self.mail(Letter::Down(node, message)),
-                    Output::Log(line) => self.log.push(line),
-                    Output::Close(node) if !self.wait.is_zero() => self.mail(Letter::Closed(node)),
-                    Output::Close(_) | Output::Tuned(_) => {}
-                    Output::Done(_) => {
-                        self.done = true;
-                        if !self.wait.is_zero() {
-                            self.end_scheduler(index);
-                        }
-                    }
-                }
-            }
         }
     }
 

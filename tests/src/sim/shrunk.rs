@@ -7,9 +7,11 @@
 
 mod fate;
 mod kind;
+mod outcome;
 
 use self::fate::{Fate, describe, has_ended, read_log};
 use self::kind::{Kind, RANKS_MAX};
+pub use self::outcome::Shrunk;
 use super::cluster::{Cluster, SimWorker};
 use super::gpu::{self, GpuFlight, GpuTensor, Landed, SimGpu};
 use super::shape::{Groups, Shape};
@@ -29,87 +31,6 @@ use bps_worker::{Error, Handle, Members};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
-
-/// What was seen.
-#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
-pub struct Shrunk {
-    /// Results that were compared.
-    pub checked: u64,
-    /// Of these, results that lack a rank.
-    pub short: u64,
-    /// Of these, results whose parts lack different ranks.
-    pub mixed: u64,
-    /// Broadcasts that failed because their root had died.
-    pub lost: u64,
-    /// Ranks that the job went on without.
-    pub gone: u64,
-    /// Rounds of parts without a rank, as the servers have counted them.
-    pub counted: u64,
-    /// Rounds of parts that were begun anew, as the servers have counted them.
-    pub anew: u64,
-    /// Contributions that came too late, as the servers have counted them.
-    pub late: u64,
-    /// Results that a rank got though it is not in them.
-    pub given: u64,
-    /// Servers that the job went on without.
-    pub servers: u64,
-    /// Of these, such as were told to leave, and could.
-    pub let_go: u64,
-    /// Parts that have moved from them.
-    pub moved: u64,
-    /// Of these, parts of jobs with hosts whose ranks sum among themselves.
-    pub grouped: u64,
-    /// Of these, parts with a result that only some ranks had.
-    pub restored: u64,
-    /// Results on GPUs, in jobs whose parts have moved.
-    pub on_gpus: u64,
-    /// Results on GPUs that lack a rank.
-    pub short_on_gpus: u64,
-    /// The job could not go on: a rank that alone had such a result died as well, or the others
-    /// were leaving.
-    pub ended: u64,
-    /// Schedulers that were killed or stopped.
-    pub schedulers: u64,
-    /// Of these, such as went on when another one had started.
-    pub thawed: u64,
-    /// Times that parts have moved under a scheduler that had followed a lost one.
-    pub followed: u64,
-}
-
-impl Shrunk {
-    /// Adds what was seen of another seed.
-    pub fn add(&mut self, other: &Shrunk) {
-        let mut other = *other;
-        let theirs = other.counts().map(|(_, count)| *count);
-        self.counts().into_iter().zip(theirs).for_each(|((_, mine), theirs)| *mine += theirs);
-    }
-
-    /// Each with its name.
-    pub fn counts(&mut self) -> [(&'static str, &mut u64); 20] {
-        [
-            ("results", &mut self.checked),
-            ("short results", &mut self.short),
-            ("results short in parts", &mut self.mixed),
-            ("lost broadcasts", &mut self.lost),
-            ("ranks", &mut self.gone),
-            ("short rounds", &mut self.counted),
-            ("rounds begun anew", &mut self.anew),
-            ("servers", &mut self.servers),
-            ("servers let go", &mut self.let_go),
-            ("moved parts", &mut self.moved),
-            ("moved parts of hosts", &mut self.grouped),
-            ("restored parts", &mut self.restored),
-            ("results on GPUs of jobs with moved parts", &mut self.on_gpus),
-            ("short results on GPUs", &mut self.short_on_gpus),
-            ("ended jobs", &mut self.ended),
-            ("schedulers", &mut self.schedulers),
-            ("schedulers that went on", &mut self.thawed),
-            ("moves under another scheduler", &mut self.followed),
-            ("late contributions", &mut self.late),
-            ("results of others", &mut self.given),
-        ]
-    }
-}
 
 /// Who dies.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -143,8 +64,9 @@ impl Dying {
     }
 }
 
-/// How long nodes wait for another scheduler.
-const SCHEDULER_WAIT: Duration = Duration::from_secs(30);
+/// How long nodes wait for another scheduler: longer than it takes until one leads them though all
+/// those that are to be lost are, one after the other.
+const SCHEDULER_WAIT: Duration = Duration::from_secs(90);
 
 /// A slow rank does something after so long.
 const IDLE: Duration = Duration::from_millis(300);
@@ -263,6 +185,7 @@ fn tensors(random: &mut Random, workers: u32, dying: Dying) -> Vec<Tensor> {
 pub fn run_shrunk(seed: u64, dying: Dying) -> Shrunk {
     let groups = match dying {
         Dying::Servers if seed % 2 == 1 => Groups::Hosts,
+        Dying::Schedulers if seed % 4 == 1 => Groups::Hosts,
         Dying::Hosts => Groups::Hosts,
         _ if dying.has_gpus() => Groups::Gpus,
         _ => Groups::Apart,
@@ -349,9 +272,11 @@ fn play(seed: u64, groups: Groups, (may_be_short, shrinks): (bool, bool), dying:
             break;
         }
     }
-    outcome.ended = u64::from(has_ended(&cluster));
+    let has_ended = has_ended(&cluster);
+    assert!(!has_ended || Fate::may_have_ended(&cluster), "seed {seed}: {:#?}", cluster.log);
+    outcome.ended = u64::from(has_ended);
     outcome.let_go = cluster.servers_let_go();
-    fate.check_obstacles(seed, &cluster, outcome.servers);
+    fate.check_obstacles(seed, &cluster, &ranks);
     read_log(&cluster, &mut outcome);
     outcome.grouped = if has_groups { outcome.moved } else { 0 };
     outcome.on_gpus = if outcome.moved > 0 { outcome.on_gpus } else { 0 };

@@ -11,7 +11,7 @@ use bps_engine::proto::messages::{
     Assignment, Declaration, Neighbour, Node, NodeMessage, Part, Peer, Planning, Register,
     Replacement, Roster, SchedulerMessage, ServerPeer,
 };
-use bps_engine::proto::resume::{KnownTensor, Resume};
+use bps_engine::proto::resume::{AdoptedKey, KnownTensor, Resume};
 use bps_engine::proto::store::{Deltas, Store};
 use bps_engine::proto::uneven::{Pushes, UnevenReport};
 use bps_engine::transport::sim::Random;
@@ -214,23 +214,27 @@ fn node_messages() -> Vec<String> {
     let core = Some(CoreId { server: 0, core: 1 });
     let part = Part { key: Key(3), offset: 0, bytes: 1 << 20, core, owner: Rank(2) };
     let assignment = Assignment { tensor: 5, parts: vec![part; 2], until: None };
-    let known = KnownTensor { said: declaration.clone(), assignment };
+    let known = KnownTensor { said: declaration.clone(), assignment, holds: vec![Key(3), Key(9)] };
+    let adopted = AdoptedKey { key: Key(3), core: 1, rounds: 812, restores: true };
     let resume = Resume {
         register: register.clone(),
         term: 3,
         roster: roster(),
         reset: Some(Epoch(2)),
         gone: vec![Rank(1)],
+        lost: vec![1, 0],
         left: vec![Rank(0)],
         barriers: 12,
         tensors: 1,
         keys_end: 4,
+        adopted: 2,
         obstacle: Some("ranks have joined".into()),
     };
     [
         NodeMessage::Register(register),
         NodeMessage::Resume(Box::new(resume)),
-        NodeMessage::Known { tensors: vec![known] },
+        NodeMessage::Known { tensors: vec![known], adopted: Vec::new() },
+        NodeMessage::Known { tensors: Vec::new(), adopted: vec![adopted; 2] },
         NodeMessage::Deposed { term: 4 },
         NodeMessage::Asks { another: true },
         NodeMessage::Heartbeat { rounds: 812 },

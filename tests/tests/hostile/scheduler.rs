@@ -8,7 +8,7 @@ use bps_engine::proto::messages::{
     Assignment, Declaration, Node, NodeMessage, Part, Peer, Planning, Register, Replacement,
     Roster, SchedulerMessage, ServerPeer, StalledKey,
 };
-use bps_engine::proto::resume::{KnownTensor, Resume};
+use bps_engine::proto::resume::{AdoptedKey, KnownTensor, Resume};
 use bps_engine::proto::scheduler::{Elastic, NodeId, Output, Scheduler, SchedulerConfig};
 use bps_engine::proto::store::{Deltas, Store};
 use bps_engine::proto::uneven::{Pushes, UnevenReport};
@@ -146,10 +146,12 @@ fn resume(random: &mut Random) -> NodeMessage {
         roster,
         reset: random.once_in(10).then_some(Epoch(2)),
         gone: if odd { gone } else { Vec::new() },
+        lost: (0..random.index(3)).map(|_| small(random, if odd { 9 } else { 2 })).collect(),
         left: if odd { left } else { Vec::new() },
         barriers: random.bits() >> random.below(64),
         tensors: if odd { random.bits() } else { random.below(3) },
         keys_end: if odd { random.bits() } else { random.below(9) },
+        adopted: if odd { random.bits() } else { random.below(3) },
         obstacle: random.once_in(20).then(|| "why".to_owned()),
     }))
 }
@@ -172,7 +174,15 @@ fn known(random: &mut Random) -> NodeMessage {
     let part = Part { key, offset: 0, bytes: 20, core, owner: Rank(0) };
     let tensor = u32::try_from(random.below(if odd { 1 << 32 } else { 2 })).unwrap_or(0);
     let assignment = Assignment { tensor, parts: vec![part; 1], until: None };
-    NodeMessage::Known { tensors: vec![KnownTensor { said, assignment }] }
+    let holds = (0..random.index(3)).map(|_| Key(random.below(3))).collect();
+    let adopted = (0..random.index(3)).map(|_| AdoptedKey {
+        key: Key(random.below(3)),
+        core: u32::try_from(random.below(2)).unwrap_or(0),
+        rounds: random.bits() >> random.below(64),
+        restores: random.once_in(2),
+    });
+    let adopted = adopted.collect();
+    NodeMessage::Known { tensors: vec![KnownTensor { said, assignment, holds }], adopted }
 }
 
 fn message(random: &mut Random) -> NodeMessage {

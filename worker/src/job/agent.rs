@@ -454,6 +454,7 @@ impl Agent {
             Report::Lost { peer: LanePeer::Server(server), .. }
                 if self.lost_servers.contains(&server) => {}
             Report::Held { lost, keys } => {
+                self.memory.hold(&keys);
                 let report = MovingReport::Held { lost, keys };
                 effects.push(Effect::Send(NodeMessage::Moving(report)));
             }

@@ -15,7 +15,7 @@ use super::{
     BTreeMap, BTreeSet, Duration, NodeId, Output, OverReason, Phase, Rank, Running, Scheduler,
     SchedulerMessage, Standing, counted,
 };
-use crate::base::{Key, milliseconds, word};
+use crate::base::{CoreId, Key, milliseconds, word};
 use crate::proto::messages::{Origin, Party, Place, Register};
 use crate::proto::moving::{
     ADOPTED_KEYS_MAX, HeldKey, MOVED_KEYS_MAX, MovedKey, MovingOrder, MovingReport,
@@ -25,11 +25,28 @@ use crate::proto::moving::{
 #[derive(Debug, Default)]
 pub(super) struct Moving {
     /// Servers that are lost, in order.
-    lost: Vec<u32>,
+    pub(super) lost: Vec<u32>,
     /// While keys are nowhere.
     under_way: Option<UnderWay>,
     /// Keys that are to be restored, and who can give their results.
-    restoring: BTreeMap<Key, BTreeSet<Rank>>,
+    pub(super) restoring: BTreeMap<Key, BTreeSet<Rank>>,
+    /// Keys that are nowhere for some ranks only: an earlier scheduler has moved them.
+    pub(super) kept: BTreeMap<Key, Kept>,
+}
+
+/// A key that a server has adopted under an earlier scheduler, which was lost before all ranks were
+/// told. It stays there, since some rank may have contributed to it; and it stands as that
+/// scheduler had decided, since what ranks say of it has not changed.
+#[derive(Debug)]
+pub(super) struct Kept {
+    pub(super) core: CoreId,
+    /// As in [`Adopted`](crate::proto::moving::Adopted).
+    pub(super) rounds: u64,
+    pub(super) restores: bool,
+    /// Ranks that were told.
+    pub(super) aware: BTreeSet<Rank>,
+    /// Of these, those that can give the result which others lack.
+    pub(super) holders: BTreeSet<Rank>,
 }
 
 #[derive(Debug)]
@@ -39,6 +56,8 @@ struct UnderWay {
     since: Duration,
     /// Of the change that this is.
     change: u64,
+    /// The servers were lost under an earlier scheduler.
+    is_inherited: bool,
     held: BTreeMap<Rank, Vec<HeldKey>>,
     /// What servers have not answered.
     adopting: BTreeSet<(u32, u64)>,
@@ -48,6 +67,19 @@ struct UnderWay {
 }
 
 impl UnderWay {
+    fn new(reason: OverReason, since: Duration, change: u64) -> UnderWay {
+        UnderWay {
+            reason,
+            since,
+            change,
+            is_inherited: false,
+            held: BTreeMap::new(),
+            adopting: BTreeSet::new(),
+            decided: BTreeMap::new(),
+            holders: BTreeMap::new(),
+        }
+    }
+
     /// It is to be decided where the keys stand, perhaps once more.
     fn reopen(&mut self) {
         self.adopting.clear();
@@ -56,13 +88,32 @@ impl UnderWay {
     }
 
     /// Where the keys stand, as the ranks say; or a key of which a result is lost.
-    fn decide(&mut self) -> Result<(), Key> {
+    fn decide(&mut self, kept: &BTreeMap<Key, Kept>) -> Result<(), Key> {
         self.reopen();
         let mut said: BTreeMap<Key, Vec<(Rank, HeldKey)>> = BTreeMap::new();
         for (&rank, keys) in &self.held {
             for &held in keys {
                 said.entry(held.key).or_default().push((rank, held));
             }
+        }
+        for (&key, one) in kept {
+            let said = said.remove(&key).unwrap_or_default();
+            let (said, next) = (
+                || said.iter().filter(|(rank, _)| !one.aware.contains(rank)),
+                one.rounds.saturating_add(1),
+            );
+            let fits =
+                |held: &HeldKey| held.rounds == one.rounds || one.restores && held.rounds == next;
+            let has = |held: &HeldKey| held.rounds == next && held.holds;
+            let others = said().filter(|(_, held)| has(held)).map(|(rank, _)| *rank);
+            let holders: BTreeSet<Rank> = others.chain(one.holders.iter().copied()).collect();
+            if !said().all(|(_, held)| fits(held)) || one.restores && holders.is_empty() {
+                return Err(key);
+            }
+            if one.restores {
+                self.holders.insert(key, holders);
+            }
+            self.decided.insert(key, Reached { rounds: one.rounds, restores: one.restores });
         }
         for (key, said) in said {
             let most = said.iter().map(|(_, held)| held.rounds).max().unwrap_or(0);
@@ -110,7 +161,7 @@ fn served(server: u32, register: &Register) -> Origin {
 }
 
 /// Why keys can't move once a rank has left.
-const HAS_LEFT: &str = "a rank has shut down, and perhaps had results that others lack";
+pub(super) const HAS_LEFT: &str = "a rank has shut down, and perhaps had results that others lack";
 
 /// The server that is lost for this reason, if it is one.
 fn lost(reason: &OverReason) -> Option<u32> {
@@ -186,15 +237,8 @@ impl Scheduler {
         // Of those that are nowhere again, the ranks say anew who has their results.
         let registry = &running.registry;
         moving.restoring.retain(|key, _| !registry.is_homeless(*key));
-        moving.under_way = Some(UnderWay {
-            reason: reason.clone(),
-            since: now,
-            change: 0,
-            held: BTreeMap::new(),
-            adopting: BTreeSet::new(),
-            decided: BTreeMap::new(),
-            holders: BTreeMap::new(),
-        });
+        moving.kept.retain(|_, kept| kept.core.server != server);
+        moving.under_way = Some(UnderWay::new(reason.clone(), now, 0));
         let (all, lost) = (running.job.servers.len(), moving.lost.clone());
         let left = counted(all - lost.len(), "server");
         let go = if all - lost.len() == 1 { "goes" } else { "go" };
@@ -207,6 +251,26 @@ impl Scheduler {
         }
         for node in self.members() {
             let order = MovingOrder::Lost { servers: lost.clone(), text: text.clone() };
+            self.send(node, SchedulerMessage::Moving(order));
+        }
+    }
+
+    /// Servers were lost under an earlier scheduler: each rank says how far it is with keys that it
+    /// knows to be nowhere, if there are any. `change` is that of this scheduler's beginning.
+    pub(super) fn resume_moves(&mut self, change: u64) {
+        let now = self.clock;
+        let Phase::Running(running) = &mut self.phase else { return };
+        let servers = running.moving.lost.clone();
+        let Some(&last) = servers.last() else { return };
+        let who = served(last, &running.job.servers[last as usize].1);
+        let message = "it was lost under an earlier scheduler".to_owned();
+        let reason = OverReason::Failed { who, message, round: None };
+        let under_way = UnderWay { is_inherited: true, ..UnderWay::new(reason, now, change) };
+        running.moving.under_way = Some(under_way);
+        let names: Vec<String> = servers.iter().map(|server| format!("server {server}")).collect();
+        let text = format!("the job goes on without {}", names.join(", "));
+        for node in self.members() {
+            let order = MovingOrder::Lost { servers: servers.clone(), text: text.clone() };
             self.send(node, SchedulerMessage::Moving(order));
         }
     }
@@ -226,8 +290,16 @@ impl Scheduler {
                 self.decide_moves();
             }
             (Some(Standing::Server), MovingReport::Restored { keys }) => {
+                let moving = &mut running.moving;
                 for key in keys {
-                    running.moving.restoring.remove(&key);
+                    moving.restoring.remove(&key);
+                    if let Some(kept) = moving.kept.get_mut(&key).filter(|kept| kept.restores) {
+                        // Whoever had not been told is dead.
+                        (kept.rounds, kept.restores) = (kept.rounds.saturating_add(1), false);
+                    }
+                    if let Some(under_way) = &mut moving.under_way {
+                        under_way.holders.remove(&key);
+                    }
                 }
             }
             _ => self.broke_protocol(node, "a report on keys that is not its to make"),
@@ -240,6 +312,10 @@ impl Scheduler {
         for holders in running.moving.restoring.values_mut() {
             holders.remove(&rank);
         }
+        for kept in running.moving.kept.values_mut() {
+            kept.aware.remove(&rank);
+            kept.holders.remove(&rank);
+        }
         if let Some(under_way) = &mut running.moving.under_way {
             under_way.held.remove(&rank);
             under_way.reopen();
@@ -247,13 +323,20 @@ impl Scheduler {
         }
     }
 
-    /// A rank has left before it has said how far it is.
+    /// A rank has left, perhaps before it has said how far it is.
     pub(super) fn leave_moves(&mut self, rank: Rank) {
         let Phase::Running(running) = &self.phase else { return };
+        let Running { registry, moving, .. } = &**running;
         let has_said = |under_way: &UnderWay| under_way.held.contains_key(&rank);
-        if running.moving.under_way.as_ref().is_some_and(|under_way| !has_said(under_way)) {
-            self.give_up_moves(HAS_LEFT);
+        if moving.under_way.as_ref().is_none_or(has_said) {
+            return;
         }
+        let is_settled = registry.homeless_keys().all(|key| moving.kept.contains_key(&key));
+        if is_settled {
+            // Nothing depends on what it would have said.
+            return self.decide_moves();
+        }
+        self.give_up_moves(HAS_LEFT);
     }
 
     /// Once all ranks have said how far they are, servers adopt the keys.
@@ -265,11 +348,11 @@ impl Scheduler {
         if !ranks.all(|rank| under_way.held.contains_key(&rank)) {
             return;
         }
-        if let Err(key) = under_way.decide() {
+        if let Err(key) = under_way.decide(&moving.kept) {
             let name = registry.name_of(key).unwrap_or("a tensor").to_owned();
             return self.give_up_moves(&format!("no rank has the last result of `{name}`"));
         }
-        let adoptions = registry.adoptions(&under_way.decided);
+        let adoptions = registry.adoptions(&under_way.decided, |key| moving.kept.contains_key(key));
         let mut orders = Vec::new();
         for (server, keys) in adoptions {
             for keys in keys.chunks(ADOPTED_KEYS_MAX) {
@@ -304,26 +387,32 @@ impl Scheduler {
         let (keys, replies) = running.registry.settle(&under_way.decided);
         let restored = under_way.holders.len();
         running.moving.restoring.extend(under_way.holders);
+        let kept = std::mem::take(&mut running.moving.kept);
         let took = now.saturating_sub(under_way.since);
-        self.waited_for(under_way.change, took);
-        self.put(Output::Log(format!(
-            "{} moved to other servers within {:.3} s, {restored} of them with a result that \
-             some ranks lack",
-            counted(keys.len(), "part"),
-            took.as_secs_f64()
-        )));
-        self.tell_ranks(&keys);
+        if !under_way.is_inherited || !keys.is_empty() {
+            self.waited_for(under_way.change, took);
+            self.put(Output::Log(format!(
+                "{} moved to other servers within {:.3} s, {restored} of them with a result that \
+                 some ranks lack",
+                counted(keys.len(), "part"),
+                took.as_secs_f64()
+            )));
+        }
+        self.tell_ranks(&keys, &kept);
         self.reply(replies);
         self.check_stalls(now);
     }
 
-    fn tell_ranks(&mut self, keys: &[MovedKey]) {
+    /// Each rank is told of all keys but those of which it knows already.
+    fn tell_ranks(&mut self, keys: &[MovedKey], kept: &BTreeMap<Key, Kept>) {
         let Phase::Running(running) = &self.phase else { return };
         let workers = (0..).map(Rank).zip(&running.job.workers);
         let there = workers.filter(|(rank, _)| !running.left.contains(rank));
-        let nodes: Vec<NodeId> = there.map(|(_, (node, _))| *node).collect();
-        for node in nodes {
-            let order = MovingOrder::Moved { keys: keys.to_vec() };
+        let nodes: Vec<(Rank, NodeId)> = there.map(|(rank, (node, _))| (rank, *node)).collect();
+        for (rank, node) in nodes {
+            let is_aware = |key: &Key| kept.get(key).is_some_and(|one| one.aware.contains(&rank));
+            let keys = keys.iter().filter(|one| !is_aware(&one.key)).copied().collect();
+            let order = MovingOrder::Moved { keys };
             self.send(node, SchedulerMessage::Moving(order));
         }
     }

@@ -14,7 +14,7 @@ mod steps;
 
 use self::moving::Moving;
 pub(super) use self::moving::Reached;
-pub(super) use self::recall::Recalled;
+pub(super) use self::recall::{Moves, Recalled, Told};
 use self::recut::{Cut, Recutting};
 use self::steps::Step;
 use super::eras::Eras;
@@ -209,9 +209,9 @@ impl Registry {
         known.map_or(&Members::ALL, |&tensor| &self.tensors[tensor as usize].said.members)
     }
 
-    /// How many tensors there are.
+    /// How many tensors are known.
     pub(super) fn count(&self) -> usize {
-        self.tensors.len()
+        self.tensors.iter().filter(|tensor| !tensor.said.name.is_empty()).count()
     }
 
     /// What a tensor is.

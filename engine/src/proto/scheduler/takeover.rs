@@ -7,6 +7,7 @@
 
 mod absent;
 mod known;
+mod lost;
 
 use self::absent::{caught_up, rank_of, server_of};
 use self::known::recall;
@@ -18,9 +19,9 @@ use super::{
     Phase, Placement, Rank, Register, Scheduler, SchedulerMessage, Standing, counted,
 };
 use crate::base::{Epoch, milliseconds, word};
-use crate::limits::{CORES_MAX, GONE_MAX, SERVERS_MAX, TENSORS_MAX};
+use crate::limits::{CORES_MAX, GONE_MAX, PARTS_MAX, SERVERS_MAX, TENSORS_MAX};
 use crate::proto::messages::{Node, Planning, Roster, Shrunk, Sign};
-use crate::proto::resume::{KnownTensor, Resume};
+use crate::proto::resume::{AdoptedKey, KnownTensor, Resume};
 use crate::proto::text::shorten;
 use crate::proto::unformed::Unformed;
 
@@ -40,11 +41,17 @@ struct Member {
     node: NodeId,
     resume: Resume,
     known: Vec<KnownTensor>,
+    adopted: Vec<AdoptedKey>,
 }
 
 impl Member {
+    fn new(node: NodeId, resume: Resume) -> Member {
+        Member { node, resume, known: Vec::new(), adopted: Vec::new() }
+    }
+
     fn is_whole(&self) -> bool {
         self.known.len() as u64 == self.resume.tensors
+            && self.adopted.len() as u64 == self.resume.adopted
     }
 }
 
@@ -98,7 +105,9 @@ impl Takeover {
         let (gone, left) = (self.gone(), self.left());
         let stays = |rank: &u32| !gone.contains(&Rank(*rank)) && !left.contains(&Rank(*rank));
         let ranks = (0..roster.size).filter(stays).map(Seat::Rank);
-        let seats = ranks.chain((0..word(roster.servers.len())).map(Seat::Server));
+        let lost = self.lost();
+        let servers = (0..word(roster.servers.len())).filter(|server| !lost.contains(server));
+        let seats = ranks.chain(servers.map(Seat::Server));
         seats.filter(|seat| !self.members.get(seat).is_some_and(Member::is_whole)).collect()
     }
 }
@@ -131,6 +140,7 @@ fn fault(resume: &Resume, ranks_max: u32) -> Option<&'static str> {
     let are_ranks = resume.gone.iter().chain(&resume.left).all(is_rank);
     let is_bounded = resume.gone.len() <= GONE_MAX
         && resume.left.len() <= roster.size as usize
+        && resume.adopted <= PARTS_MAX as u64
         && resume.tensors <= TENSORS_MAX as u64
         && resume.roster.workers.len() <= roster.size as usize
         && resume.roster.neighbours.len() <= roster.size as usize
@@ -138,7 +148,8 @@ fn fault(resume: &Resume, ranks_max: u32) -> Option<&'static str> {
     if !is_sized || !fits {
         return Some("its roster is none that a scheduler gives");
     }
-    (!are_ranks || !is_bounded).then_some("what it says of the job can't be")
+    (!are_ranks || !is_bounded || !lost::can_be(resume))
+        .then_some("what it says of the job can't be")
 }
 
 impl Scheduler {
@@ -275,7 +286,7 @@ impl Scheduler {
                 peer.standing = standing;
             }
             let Phase::Taking(takeover) = &mut self.phase else { return };
-            takeover.members.insert(seat, Member { node, resume, known: Vec::new() });
+            takeover.members.insert(seat, Member::new(node, resume));
         }
         for (node, register) in stale {
             self.refuse_dead(node, &register, register.session);
@@ -288,12 +299,14 @@ impl Scheduler {
         let Some(member) = takeover.find(node) else { return };
         match message {
             NodeMessage::Heartbeat { .. } => self.send(node, SchedulerMessage::Heartbeat),
-            NodeMessage::Known { tensors } => {
+            NodeMessage::Known { tensors, adopted } => {
                 let known = (member.known.len() + tensors.len()) as u64;
-                if known > member.resume.tensors {
-                    return self.broke_protocol(node, "more tensors than it has announced");
+                let keys = (member.adopted.len() + adopted.len()) as u64;
+                if known > member.resume.tensors || keys > member.resume.adopted {
+                    return self.broke_protocol(node, "more tensors or keys than it has announced");
                 }
                 member.known.extend(tensors);
+                member.adopted.extend(adopted);
             }
             NodeMessage::Leave { suspend: false } => {
                 let index = member.resume.roster.index;
@@ -366,6 +379,7 @@ impl Scheduler {
             return;
         };
         let mut takeover = *takeover;
+        self.refuse_lost(&mut takeover);
         let mut missing = takeover.missing();
         let waited = now.saturating_sub(takeover.since);
         for seat in &missing {
@@ -392,12 +406,12 @@ impl Scheduler {
             "term {}: {} and {} of epoch {} are led by this scheduler after {:.3} s, {} known",
             self.term,
             counted(running.job.workers.len() - running.left.len(), "rank"),
-            counted(running.job.servers.len(), "server"),
+            counted(running.servers_left() as usize, "server"),
             self.epoch.0,
             waited.as_secs_f64(),
             counted(running.registry.count(), "tensor")
         );
-        self.changed(&line, Duration::ZERO); // Training went on meanwhile.
+        let change = self.changed(&line, Duration::ZERO); // Training went on meanwhile.
         let term = self.term;
         for node in takeover.members.values().map(|member| member.node) {
             self.send(node, SchedulerMessage::Resumed { term });
@@ -409,6 +423,7 @@ impl Scheduler {
                 format!("it was lost, and the next one can't go on as it was: {obstacle}");
             self.end(OverReason::Failed { who, message, round }, None);
         }
+        self.resume_moves(change);
         self.bury_missing(&missing, waited, now);
         if matches!(self.phase, Phase::Running(_)) {
             self.tell_newcomers();
@@ -435,20 +450,6 @@ impl Scheduler {
         } else {
             self.check_stalls(now);
         }
-    }
-
-    /// How tensors are planned, as any worker says.
-    fn planning(&self, takeover: &Takeover) -> Option<Planning> {
-        let members = takeover.members.values().map(|member| &member.resume.register);
-        let early = self.peers.values().filter_map(|peer| match &peer.standing {
-            Standing::Early(register) => Some(&**register),
-            _ => None,
-        });
-        let mut all = members.chain(early);
-        all.find_map(|register| match &register.node {
-            Node::Worker { planning, .. } => Some(planning.clone()),
-            Node::Server { .. } => None,
-        })
     }
 
     /// There is nobody to lead but servers.
@@ -513,7 +514,8 @@ impl Scheduler {
         obstacle = obstacle.or(is_tuned.then(|| "the job tunes itself".to_owned()));
         obstacle = obstacle.or(reset.map(|_| "an epoch was about to form".to_owned()));
         obstacle = obstacle.or((!has_rank).then(|| "its ranks were about to come back".to_owned()));
-        let recalled = recall(&mut running.registry, takeover, now);
+        let shrinks = self.config.elastic.as_ref().is_some_and(|elastic| elastic.shrinks);
+        let recalled = recall(&mut running, takeover, shrinks, now);
         obstacle = obstacle.or(recalled.err());
         let passed = takeover.members.iter().filter_map(|(seat, member)| match seat {
             Seat::Rank(rank) => Some((Rank(*rank), member.resume.barriers)),

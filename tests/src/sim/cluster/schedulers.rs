@@ -10,6 +10,7 @@ use super::{
 };
 use bps_engine::control::LinkError;
 use bps_engine::proto::messages::OverReason;
+use bps_engine::proto::scheduler::Output;
 use bps_worker::error::Source;
 
 /// How often nodes look around that have no scheduler.
@@ -171,6 +172,41 @@ impl Cluster {
         });
         let nodes: Vec<NodeId> = nodes.filter(|node| scheduler_of(*node) == index).collect();
         nodes.into_iter().for_each(|node| self.mail(Letter::Closed(node)));
+    }
+
+    /// Carries out what the schedulers want.
+    pub(super) fn scheduler_output(&mut self) {
+        for index in 0..self.schedulers.len() {
+            while let Some(output) = self.schedulers[index].machine.poll_output() {
+                match output {
+                    _ if self.schedulers[index].state == State::Dead => {}
+                    Output::Send(node, message) => {
+                        self.note(&message);
+                        self.mail(Letter::Down(node, message));
+                    }
+                    Output::Log(line) => self.log.push(line),
+                    Output::Close(node) if !self.wait.is_zero() => self.mail(Letter::Closed(node)),
+                    Output::Close(_) | Output::Tuned(_) => {}
+                    Output::Done(_) => {
+                        self.done = true;
+                        if !self.wait.is_zero() {
+                            self.end_scheduler(index);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Notes what a scheduler has decided.
+    fn note(&mut self, message: &SchedulerMessage) {
+        match message {
+            SchedulerMessage::Over { reason } => self.verdicts.push(reason.clone()),
+            SchedulerMessage::Roster(roster) => {
+                self.has_led_without_servers |= roster.servers.is_empty();
+            }
+            _ => {}
+        }
     }
 
     /// Whether a letter reaches a scheduler; one that is stopped gets it later.

@@ -3,6 +3,7 @@
 use super::{Program, RANKS_MAX, Reformed, Script, Stage, Trouble};
 use crate::sim::cluster::Cluster;
 use crate::sim::shape::Shape;
+use bps_engine::proto::messages::{OverReason, Party, Sign};
 use bps_engine::transport::sim::Random;
 use bps_worker::Error;
 use std::time::Duration;
@@ -320,11 +321,14 @@ impl Fate {
         seed: u64,
     ) {
         // Another one beside that which goes on may have been followed by too few, and have ended
-        // the job for these.
-        let led_too_few =
-            ["died: no heartbeat", "no rank has come to the next", "and 0 servers of epoch"];
-        let is_of_few = |line: &String| led_too_few.iter().any(|how| line.contains(how));
-        let is_split = self.loose.is_some() && cluster.log.iter().any(is_of_few);
+        // the job for these: it has missed others, or all ranks, or all servers.
+        let has_missed = |reason: &OverReason| {
+            let has_none =
+                matches!(reason, OverReason::TooFew { reason, .. } if is_of_scheduler(reason));
+            has_none || matches!(reason.cause(), OverReason::Died { how: Sign::Silent { .. }, .. })
+        };
+        let was_of_few = cluster.has_led_without_servers || cluster.verdicts.iter().any(has_missed);
+        let is_split = self.loose.is_some() && was_of_few;
         if self.unformed || self.was_brief || is_split {
             return;
         }
@@ -336,6 +340,11 @@ impl Fate {
         let done = ranks.iter().enumerate().any(has_done);
         assert!(done, "seed {seed}: nobody has done all steps; schedulers said {:#?}", cluster.log);
     }
+}
+
+/// Whether a scheduler that follows a lost one could not lead the job.
+fn is_of_scheduler(reason: &OverReason) -> bool {
+    matches!(reason, OverReason::Failed { who, .. } if who.party == Party::Scheduler)
 }
 
 /// Whether somebody has found no scheduler, or one that leads nobody else any more.

@@ -4,6 +4,7 @@ use super::{Dying, Script, Seen, Shrunk, shuffle};
 use crate::sim::cluster::Cluster;
 use crate::sim::shape::Shape;
 use bps_engine::base::Rank;
+use bps_engine::proto::messages::OverReason;
 use bps_engine::transport::sim::Random;
 use std::time::Duration;
 
@@ -31,8 +32,8 @@ pub(super) struct Fate {
     killed: Vec<Rank>,
     /// Ranks of a host that is being lost, and whether they fall silent.
     host: (Vec<usize>, bool),
-    /// A scheduler was lost before all ranks that lived had the numbers of their tensors.
-    declaring: bool,
+    /// Servers that were killed.
+    servers_lost: usize,
     /// No server dies before a scheduler has.
     behind: bool,
 }
@@ -53,7 +54,7 @@ impl Fate {
             thaws: None,
             killed: Vec::new(),
             host: (Vec::new(), false),
-            declaring: false,
+            servers_lost: 0,
             behind: false,
         };
         if dying == Dying::Ranks {
@@ -69,11 +70,10 @@ impl Fate {
         }
         let ranks = if random.once_in(2) { 0 } else { ranks };
         if dying.loses_schedulers() {
-            // Behind a server's death a scheduler's makes the job form again.
-            let lot = random.index(12);
+            let lot = random.index(9);
             servers.truncate(if lot < 6 { servers.len() } else { 0 });
-            let behind = lot > 0;
-            let schedulers = 1 + random.index(3);
+            let behind = lot < 2;
+            let schedulers = 1 + random.index(4);
             return Fate { schedulers, behind, ..fate(ranks, servers) };
         }
         fate(ranks, servers)
@@ -115,21 +115,48 @@ impl Fate {
         self.at = now + Duration::from_micros(1 + random.below(next));
     }
 
-    /// The next scheduler could not go on only for what had happened here.
-    pub(super) fn check_obstacles(&self, seed: u64, cluster: &Cluster, servers: u64) {
+    /// The next scheduler could not go on only for what had happened here: a server was lost, and
+    /// all who had a last result of a key of it, or a rank that may have had one has left.
+    pub(super) fn check_obstacles(&self, seed: u64, cluster: &Cluster, ranks: &[Script]) {
+        let has_lost = self.servers_lost > 0;
+        let has_left = ranks.iter().any(|rank| rank.left);
         for line in &cluster.log {
             let Some((_, why)) = line.split_once("the next one can't go on as it was: ") else {
                 continue;
             };
-            let is_moved = why.starts_with("servers were lost, and their keys have moved");
-            let is_between = why.contains("would have other keys than ranks know");
-            // Of a set whose ranks have died.
-            let is_dead = why.starts_with("no rank knows tensor");
-            let holds = is_moved && servers > 0
-                || (is_between || is_dead) && self.declaring
-                || is_dead && !self.killed.is_empty();
-            assert!(holds, "seed {seed}: {line}");
+            let is_dead = why.starts_with("no rank has the last result of ");
+            let is_over = why.starts_with("keys can't move: a rank has shut down");
+            let holds = is_dead && !self.killed.is_empty() || is_over && has_left;
+            // It was lost while the epoch after one that had ended was about to form.
+            let is_forming = why.starts_with("an epoch was about to form")
+                && cluster.verdicts.iter().any(|verdict| match verdict {
+                    OverReason::Reforming { epoch, .. } => {
+                        why.ends_with(&format!("; epoch {} forms from who is left", epoch.0 + 1))
+                    }
+                    _ => false,
+                });
+            assert!(has_lost && holds || is_forming, "seed {seed}: {line}");
         }
+    }
+
+    /// Whether a scheduler has said that it could not go on, for a reason that it may have.
+    pub(super) fn may_have_ended(cluster: &Cluster) -> bool {
+        let reasons = [
+            "it alone has results that others lack",
+            "can't move: no rank has the last result",
+            "can't move: a rank has shut down",
+            "can't move: a rank opens its lanes",
+            "the next one can't go on as it was",
+        ];
+        // Some servers stay when all that are to die have died; but those that follow another
+        // scheduler are missed by this one.
+        let is_parted = cluster.may_be_parted();
+        let none_left = is_parted.then_some("can't move: no other server is left");
+        // Likewise ranks.
+        let none_came =
+            is_parted.then_some("no rank has come to the next one; the job cannot go on");
+        let mut reasons = reasons.into_iter().chain(none_left).chain(none_came);
+        reasons.any(|reason| cluster.log.iter().any(|line| line.contains(reason)))
     }
 
     /// Nobody is taken for dead who was not killed; but where a scheduler was stopped and another
@@ -209,13 +236,7 @@ impl Fate {
     ) {
         let has_formed = cluster.workers.iter().all(|worker| worker.roster.is_some());
         let is_leaving = ranks.iter().any(|rank| rank.left);
-        let lost = outcome.schedulers;
         self.strike_scheduler(cluster, has_formed, random, outcome);
-        self.declaring |= outcome.schedulers > lost
-            && ranks.iter().zip(&cluster.workers).any(|(rank, worker)| {
-                let is_known = |request| worker.declared.contains_key(&request);
-                worker.alive() && !rank.request.is_some_and(is_known)
-            });
         let is_left = |fate: &Fate| fate.ranks > 0 || !fate.servers.is_empty();
         while cluster.now() >= self.at && (is_left(self) || !self.host.0.is_empty()) {
             if let Some(victim) = self.host.0.pop() {
@@ -239,6 +260,7 @@ impl Fate {
                     && let Some(victim) = self.servers.pop()
                 {
                     outcome.servers += 1;
+                    self.servers_lost += 1;
                     match random.once_in(3) && !self.dying.loses_schedulers() {
                         true => cluster.hide_server(victim),
                         false if self.dying == Dying::Leavers && random.once_in(2) => {
@@ -274,25 +296,19 @@ impl Fate {
     }
 }
 
-/// Whether the job could not go on, for a reason that it may have.
+/// Whether an epoch has ended: the job could not go on in it.
 pub(super) fn has_ended(cluster: &Cluster) -> bool {
-    let reasons = [
-        "it alone has results that others lack",
-        "can't move: a rank has shut down",
-        "can't move: a rank opens its lanes",
-        "the next one can't go on as it was",
-    ];
-    // Some servers stay when all that are to die have died; but those that follow another scheduler
-    // are missed by this one.
-    let parted = cluster.may_be_parted().then_some("can't move: no other server is left");
-    let mut reasons = reasons.into_iter().chain(parted);
-    reasons.any(|reason| cluster.log.iter().any(|line| line.contains(reason)))
+    let ends = |reason: &OverReason| {
+        matches!(reason, OverReason::Reforming { .. } | OverReason::TooFew { .. })
+    };
+    cluster.verdicts.iter().any(ends)
 }
 
 /// What the schedulers say of parts that have moved.
 pub(super) fn read_log(cluster: &Cluster, outcome: &mut Shrunk) {
     let mut is_followed = false;
     for line in &cluster.log {
+        outcome.hindered += u64::from(line.contains("the next one can't go on as it was"));
         is_followed |= line.contains(" are led by this scheduler after ");
         let Some((moved, rest)) = line.split_once(" moved to other servers within ") else {
             continue;

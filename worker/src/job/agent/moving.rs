@@ -19,11 +19,12 @@ impl Agent {
                     _ => false,
                 });
                 self.lost_servers.clone_from(&servers);
-                self.hinder("servers were lost, and their keys have moved");
+                self.memory.lose_servers(&servers);
                 effects.push(Effect::Nic(Command::LoseServers(servers)));
                 effects.push(Effect::Changed(text));
             }
             MovingOrder::Moved { keys } => {
+                self.memory.move_keys(&keys);
                 let with_lane = |one: &MovedKey| {
                     let lane = *self.lanes.cores.get(&one.core)?;
                     let MovedKey { key, rounds, restores, .. } = *one;

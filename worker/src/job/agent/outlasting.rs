@@ -6,12 +6,13 @@
 
 use super::{Agent, Effect, peer_died};
 use crate::base::error::Death;
-use bps_engine::base::Rank;
+use bps_engine::base::{CoreId, Key, Rank};
 use bps_engine::proto::absence::Wanted;
-use bps_engine::proto::messages::{Assignment, Declaration, NodeMessage, Register};
+use bps_engine::proto::messages::{Assignment, Declaration, NodeMessage, Part, Register};
+use bps_engine::proto::moving::{HeldKey, MovedKey};
 use bps_engine::proto::outlasting::Outlasting;
 use bps_engine::proto::resume::{KnownTensor, Resume};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::Duration;
 
 /// What a rank remembers for the next scheduler.
@@ -19,6 +20,10 @@ pub(super) struct Memory {
     /// What every node does.
     shared: Outlasting,
     known: BTreeMap<u32, KnownTensor>,
+    /// How far it was with keys that were nowhere, as it has said last.
+    held: Vec<HeldKey>,
+    /// Keys that have moved, with a last result that this rank has and others lacked then.
+    holds: BTreeSet<Key>,
     /// Barriers that are not answered.
     barriers: BTreeSet<u64>,
     passed: u64,
@@ -32,6 +37,8 @@ impl Memory {
         Memory {
             shared: Outlasting::new(wait, term),
             known: BTreeMap::new(),
+            held: Vec::new(),
+            holds: BTreeSet::new(),
             barriers: BTreeSet::new(),
             passed: 0,
             obstacle: None,
@@ -43,7 +50,7 @@ impl Memory {
         if self.shared.is_waited_out() {
             let known = all.iter().zip(assignments).map(|(said, assignment)| {
                 let (said, assignment) = (said.clone(), assignment.clone());
-                (assignment.tensor, KnownTensor { said, assignment })
+                (assignment.tensor, KnownTensor { said, assignment, holds: Vec::new() })
             });
             self.known.extend(known);
         }
@@ -67,6 +74,49 @@ impl Memory {
 
     pub(super) fn lose(&mut self, gone: &[Rank]) {
         self.shared.lose(gone);
+    }
+
+    /// All servers that the epoch goes on without.
+    pub(super) fn lose_servers(&mut self, lost: &[u32]) {
+        self.shared.lose_servers(lost);
+    }
+
+    /// How far this rank is with keys that are nowhere.
+    pub(super) fn hold(&mut self, keys: &[HeldKey]) {
+        if self.shared.is_waited_out() {
+            keys.clone_into(&mut self.held);
+        }
+    }
+
+    /// Keys are elsewhere from now on.
+    pub(super) fn move_keys(&mut self, keys: &[MovedKey]) {
+        if !self.shared.is_waited_out() {
+            return;
+        }
+        let held = std::mem::take(&mut self.held);
+        let held: HashMap<Key, HeldKey> = held.into_iter().map(|one| (one.key, one)).collect();
+        for MovedKey { key, rounds, restores, .. } in keys {
+            let has = |one: &HeldKey| *restores && one.holds && one.rounds == rounds + 1;
+            if held.get(key).is_some_and(has) {
+                self.holds.insert(*key);
+            } else {
+                self.holds.remove(key);
+            }
+        }
+        let places: HashMap<Key, CoreId> = keys.iter().map(|one| (one.key, one.core)).collect();
+        let parts = self.known.values_mut().flat_map(|known| &mut known.assignment.parts);
+        for part in parts.filter(|part| part.core.is_some()) {
+            part.core = places.get(&part.key).copied().or(part.core);
+        }
+    }
+
+    /// What the next scheduler is to be told of tensors.
+    fn tensors(&self) -> impl Iterator<Item = KnownTensor> + '_ {
+        self.known.values().map(|known| {
+            let keys = known.assignment.parts.iter().map(|part: &Part| part.key);
+            let holds = keys.filter(|key| self.holds.contains(key)).collect();
+            KnownTensor { holds, ..known.clone() }
+        })
     }
 
     /// A lane was lost, as `said` tells the scheduler.
@@ -165,7 +215,7 @@ impl Agent {
             obstacle: memory.obstacle.clone(),
             ..memory.shared.resume(register, self.roster.clone())
         };
-        NodeMessage::resuming(resume, memory.known.values().cloned())
+        NodeMessage::resuming(resume, memory.tensors(), &[])
     }
 
     /// Another scheduler leads the job: what it is to be asked for, again. `None` if it is one of a
@@ -207,8 +257,9 @@ mod tests {
     use crate::base::error::Source;
     use crate::host::switches::Switches;
     use crate::job::agent::Lanes;
-    use bps_engine::base::Epoch;
+    use bps_engine::base::{DType, Epoch, Operation};
     use bps_engine::control::LinkError;
+    use bps_engine::proto::members::Members;
     use bps_engine::proto::messages::{Origin, OverReason, Roster, SchedulerMessage};
     use bps_engine::proto::pulse::Pulse;
 
@@ -261,6 +312,47 @@ mod tests {
             let is_over = effects.iter().any(|effect| matches!(effect, Effect::Over(_)));
             assert!(is_over && !agent.is_away());
             assert_eq!(agent.is_forsaken(), !is_found);
+        }
+    }
+
+    #[test]
+    fn the_next_scheduler_is_told_where_keys_are_and_which_results_others_lacked() {
+        let said = Declaration {
+            name: "weights".into(),
+            dtype: DType::F32,
+            shape: 8.into(),
+            operation: Operation::Sum,
+            device: false,
+            members: Members::ALL,
+            receiver: None,
+            encoding: None,
+            store: None,
+        };
+        let core = |server| Some(CoreId { server, core: 0 });
+        let part = |key: u32, server| Part {
+            key: Key(key.into()),
+            offset: u64::from(key) * 16,
+            bytes: 16,
+            core: core(server),
+            owner: Rank(0),
+        };
+        let assignment = Assignment { tensor: 0, parts: vec![part(0, 0), part(1, 1)], until: None };
+        let mut memory = Memory::new(1, ms(10_000));
+        memory.learn(&[said], &[assignment]);
+        let told = |memory: &Memory| {
+            let known = memory.tensors().next().expect("one is known");
+            (known.assignment.parts[1].core, known.holds)
+        };
+        memory.lose_servers(&[1]);
+        assert_eq!(told(&memory), (core(1), vec![]), "it is nowhere else yet");
+        for (rounds, holds, expected) in
+            [(7, true, vec![Key(1)]), (7, false, vec![]), (6, true, vec![])]
+        {
+            memory.hold(&[HeldKey { key: Key(1), rounds, holds }]);
+            let there = CoreId { server: 0, core: 0 };
+            let moved = |key| MovedKey { key: Key(key), core: there, rounds: 6, restores: true };
+            memory.move_keys(&[moved(1), moved(9)]);
+            assert_eq!(told(&memory), (core(0), expected));
         }
     }
 

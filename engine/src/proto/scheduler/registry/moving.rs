@@ -2,7 +2,7 @@
 //! of any place until the keys are there.
 
 use super::{Batch, Registered, Registry, Reply, RetiredKey};
-use crate::base::Key;
+use crate::base::{CoreId, Key};
 use crate::proto::messages::{Declaration, KeySpec};
 use crate::proto::moving::{Adopted, MOVED_KEYS_MAX, MovedKey};
 use std::collections::{BTreeMap, BTreeSet};
@@ -49,7 +49,7 @@ pub(in crate::proto::scheduler) struct Reached {
 #[derive(Debug, Default)]
 pub(super) struct Moving {
     /// They have places, and are not there.
-    homeless: BTreeSet<Key>,
+    pub(super) homeless: BTreeSet<Key>,
     /// The batch for which answers to declares wait meanwhile.
     pub(super) batch: Option<u64>,
 }
@@ -82,14 +82,7 @@ impl Registry {
                 }
             }
         }
-        if self.moving.batch.is_none() {
-            let batch = self.number();
-            self.moving.batch = Some(batch);
-            let waiting: Vec<u64> = self.waiting.keys().copied().collect();
-            self.waiting.values_mut().for_each(|one| one.batches += 1);
-            let (servers, tensors) = (BTreeSet::from([NOWHERE]), Vec::new());
-            self.batches.insert(batch, Batch { since: now, servers, tensors, waiting });
-        }
+        self.await_moves(now);
         // It answers no more. What it was to install is among what moves.
         let open: Vec<u64> = self.batches.keys().copied().collect();
         for request in open {
@@ -98,18 +91,43 @@ impl Registry {
         }
     }
 
+    /// Answers to declares wait for the keys that are nowhere, if there are any.
+    pub(super) fn await_moves(&mut self, now: Duration) {
+        if self.moving.batch.is_none() {
+            let batch = self.number();
+            self.moving.batch = Some(batch);
+            let waiting: Vec<u64> = self.waiting.keys().copied().collect();
+            self.waiting.values_mut().for_each(|one| one.batches += 1);
+            let (servers, tensors) = (BTreeSet::from([NOWHERE]), Vec::new());
+            self.batches.insert(batch, Batch { since: now, servers, tensors, waiting });
+        }
+    }
+
     /// Whether a key is on its way to another server.
     pub(in crate::proto::scheduler) fn is_homeless(&self, key: Key) -> bool {
         self.moving.homeless.contains(&key)
     }
 
-    /// What each server is to adopt, where keys of which something is known stand so.
+    /// All of those.
+    pub(in crate::proto::scheduler) fn homeless_keys(&self) -> impl Iterator<Item = Key> + '_ {
+        self.moving.homeless.iter().copied()
+    }
+
+    /// Where a key is, or is to be.
+    pub(in crate::proto::scheduler) fn place_of(&self, key: Key) -> Option<CoreId> {
+        let (tensor, at) = self.part_of(key)?;
+        tensor.parts[at].core
+    }
+
+    /// What each server is to adopt, where keys of which something is known stand so. `is_there` of
+    /// those for which it has made room.
     pub(in crate::proto::scheduler) fn adoptions(
         &self,
         known: &BTreeMap<Key, Reached>,
+        is_there: impl Fn(&Key) -> bool,
     ) -> BTreeMap<u32, Vec<Adopted>> {
         let mut by_server: BTreeMap<u32, Vec<Adopted>> = BTreeMap::new();
-        for (spec, server) in self.homeless() {
+        for (spec, server) in self.homeless().filter(|(spec, _)| !is_there(&spec.key)) {
             let Reached { rounds, restores } =
                 known.get(&spec.key).copied().unwrap_or_else(|| self.unpushed(spec.key));
             let spec = KeySpec { rounds, ..spec };

@@ -255,13 +255,29 @@ fn what_nobody_else_has_ends_the_epoch() {
     assert_eq!(bench.reforming(0).1, Epoch(2));
     assert!(bench.log.iter().any(|line| line.contains("can't move: a rank has shut down")));
     // Likewise if it leaves while the others are asked.
+    let (mut bench, keys) = Bench::sharing(2);
+    bench.close(101);
+    bench.hold(0, 1, &[held(keys[1][0], 1)]);
+    bench.heard(0);
+    bench.say(1, NodeMessage::Leave { suspend: false });
+    assert_eq!(bench.reforming(0).1, Epoch(2));
+}
+
+#[test]
+fn a_rank_may_leave_while_a_server_goes_that_has_no_keys() {
     let mut bench = formed(3, 2, shrinks());
     (0..3).for_each(|node| bench.has_lanes(node));
     bench.close(101);
     bench.hold(0, 1, &[]);
-    bench.heard(0);
     bench.say(1, NodeMessage::Leave { suspend: false });
-    assert_eq!(bench.reforming(0).1, Epoch(2));
+    assert_eq!((bench.lost(0), bench.lost(100)), (vec![1], vec![1]));
+    bench.hold(2, 1, &[]);
+    for node in [0, 2] {
+        bench.declare(node, 1, &[tensor("w", 8)]);
+    }
+    assert!(!bench.installs(100).is_empty(), "{:?}", bench.log);
+    let view = bench.scheduler.view(bench.now);
+    assert_eq!((view.servers, view.deaths, bench.done), (1, 1, None));
 }
 
 #[test]

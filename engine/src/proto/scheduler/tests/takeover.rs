@@ -1,84 +1,22 @@
 //! A scheduler that follows a lost one: what it learns, who is refused, and when it leads.
 
 mod leaving;
+mod member;
 mod moments;
 mod moving;
+mod places;
 
+use self::member::Member;
 use super::elastic::worker;
 use super::*;
-use crate::proto::moving::{MovingOrder, MovingReport};
-use crate::proto::resume::{KnownTensor, Resume};
+use crate::proto::moving::{Adopted, MovingOrder, MovingReport};
+use crate::proto::resume::{AdoptedKey, KnownTensor};
 
 /// 5/4 of the heartbeats' timeout.
 const PATIENCE: u64 = 5_000;
 
 fn elastic(shrinks: bool) -> Elastic {
     Elastic { shrinks, min_workers: 1, patience: ms(0), notice: ms(60_000) }
-}
-
-/// A member of a job, and what it would tell another scheduler.
-#[derive(Clone)]
-struct Member {
-    node: u64,
-    register: Register,
-    term: u32,
-    roster: Roster,
-    reset: Option<Epoch>,
-    gone: Vec<Rank>,
-    left: Vec<Rank>,
-    known: BTreeMap<u32, KnownTensor>,
-    keys: BTreeMap<Key, KeySpec>,
-    /// Requests without an answer; a declaration where there is one.
-    open: BTreeMap<u64, Option<Declaration>>,
-    passed: u64,
-    next: u64,
-    /// Servers that it knows to be lost, and whose keys have moved.
-    lost: u32,
-    lives: bool,
-    /// It was told that its job is over, or that it goes on without it.
-    told: Option<OverReason>,
-}
-
-impl Member {
-    fn new(node: u64, register: Register, roster: Roster) -> Member {
-        Member {
-            node,
-            register,
-            term: roster.term,
-            roster,
-            reset: None,
-            gone: Vec::new(),
-            left: Vec::new(),
-            known: BTreeMap::new(),
-            keys: BTreeMap::new(),
-            open: BTreeMap::new(),
-            passed: 0,
-            next: 0,
-            lost: 0,
-            lives: true,
-            told: None,
-        }
-    }
-
-    fn is_worker(&self) -> bool {
-        matches!(self.register.node, Node::Worker { .. })
-    }
-
-    fn account(&self) -> Vec<NodeMessage> {
-        let resume = Resume {
-            register: self.register.clone(),
-            term: self.term,
-            roster: self.roster.clone(),
-            reset: self.reset,
-            gone: self.gone.clone(),
-            left: self.left.clone(),
-            barriers: self.passed,
-            tensors: self.known.len() as u64,
-            keys_end: self.keys.keys().next_back().map_or(0, |key| key.0 + 1),
-            obstacle: (self.lost > 0).then(|| "servers were lost".to_owned()),
-        };
-        NodeMessage::resuming(resume, self.known.values().cloned())
-    }
 }
 
 /// Members of one job, and the scheduler that leads them.
@@ -130,6 +68,15 @@ impl Job {
         self.bench.connect(node);
         for message in messages {
             self.bench.say(node, message);
+        }
+    }
+
+    /// A server is told to leave, and asks to be let go.
+    fn leave(&mut self, at: usize) {
+        let member = &mut self.members[at];
+        if member.lives && member.told.is_none() && !member.leaves {
+            member.leaves = true;
+            self.bench.say(member.node, NodeMessage::Leave { suspend: false });
         }
     }
 
@@ -192,10 +139,10 @@ impl Job {
             SchedulerMessage::Declared { request, tensors } => {
                 let said = member.open.remove(&request).expect("answered twice").expect("declared");
                 let assignment = tensors[0].clone();
-                let known = KnownTensor { said, assignment };
+                let known = KnownTensor { said, assignment, holds: Vec::new() };
                 let before = member.known.insert(known.assignment.tensor, known.clone());
                 // Its parts may be elsewhere once servers were lost.
-                let is_same = |before: KnownTensor| member.lost > 0 || before == known;
+                let is_same = |before: KnownTensor| !member.lost.is_empty() || before == known;
                 assert!(before.is_none_or(is_same), "a tensor means two things");
                 self.answers += 1;
             }
@@ -207,6 +154,9 @@ impl Job {
             SchedulerMessage::Resumed { term } => {
                 assert!(term > member.term, "term {term} after {}", member.term);
                 member.term = term;
+                if member.leaves {
+                    self.bench.say(member.node, NodeMessage::Leave { suspend: false });
+                }
                 let open: Vec<u64> = member.open.keys().copied().collect();
                 open.into_iter().for_each(|request| self.repeat(at, request));
             }
@@ -216,20 +166,37 @@ impl Job {
                 self.bench.say(node, NodeMessage::ResetDone { epoch });
             }
             SchedulerMessage::Moving(MovingOrder::Lost { servers, .. }) => {
-                member.lost = word(servers.len());
+                member.lost = servers;
                 if member.is_worker() {
-                    let (node, lost) = (member.node, member.lost);
-                    let report = MovingReport::Held { lost, keys: Vec::new() };
+                    let (node, lost) = (member.node, word(member.lost.len()));
+                    let report = MovingReport::Held { lost, keys: member.held() };
                     self.bench.say(node, NodeMessage::Moving(report));
                 }
             }
             SchedulerMessage::Moving(MovingOrder::Adopt { request, keys }) => {
-                member.keys.extend(keys.into_iter().map(|one| (one.spec.key, one.spec)));
+                member.adoptions += 1;
+                for Adopted { spec, restores } in keys {
+                    let (key, core, rounds) = (spec.key, spec.core, spec.rounds);
+                    member.adopted.insert(key, AdoptedKey { key, core, rounds, restores });
+                    member.keys.insert(key, spec);
+                }
                 let node = member.node;
                 self.bench.say(node, NodeMessage::Installed { request });
             }
-            SchedulerMessage::Moving(MovingOrder::Moved { .. }) => {}
+            SchedulerMessage::Moving(MovingOrder::Moved { keys }) => {
+                member.moves += u32::from(!keys.is_empty());
+                member.moved.extend(keys.iter().map(|one| (one.key, *one)));
+                let parts = member.known.values_mut().flat_map(|one| &mut one.assignment.parts);
+                for part in parts {
+                    let moved = keys.iter().find(|one| one.key == part.key);
+                    part.core = moved.map(|one| one.core).or(part.core);
+                }
+            }
             SchedulerMessage::Shrunk(shrunk) => member.gone = shrunk.gone,
+            // The job goes on without it, as it has asked.
+            SchedulerMessage::Over {
+                reason: OverReason::Left { .. } | OverReason::NotFormed { .. },
+            } if member.leaves => (member.lives, member.is_released) = (false, true),
             SchedulerMessage::Over { reason } => member.told = Some(reason),
             SchedulerMessage::Waiting { .. }
             | SchedulerMessage::Newcomers { .. }
@@ -452,12 +419,8 @@ fn a_second_connection_of_a_member_that_is_here_is_closed_and_changes_nothing() 
 #[test]
 fn what_only_the_lost_one_knew_makes_the_job_form_again() {
     type Change = fn(&mut Job);
-    let changes: [(Change, &str); 4] = [
+    let changes: [(Change, &str); 3] = [
         (|job| job.members[1].known.clear(), ""),
-        (
-            |job| (0..2).for_each(|at| assert!(job.members[at].known.remove(&0).is_some())),
-            "no rank knows",
-        ),
         (
             |job| {
                 let known = job.members[0].known.get_mut(&1).unwrap();

@@ -14,6 +14,44 @@ impl Job {
         self.read();
     }
 
+    /// The scheduler is lost, and those who live come to the next one, each at another moment. Only
+    /// this rank has heard what the lost one has said last.
+    fn lose_scheduler(&mut self, at: usize, (workers, servers): (u32, u32), random: &mut Random) {
+        let node = self.members[at].node;
+        for message in self.bench.heard(node) {
+            if self.members[at].lives {
+                self.hear(at, message);
+            }
+        }
+        let heard = &mut self.members[at];
+        if heard.told.take().is_some() {
+            // It alone knows that the epoch is over, and would come back as a new one.
+            heard.lives = false;
+        }
+        self.replace_scheduler();
+        if random.one_in(4) {
+            let at = random.small(workers + servers) as usize;
+            self.members[at].lives = false;
+        }
+        let count = self.members.len();
+        let mut order: Vec<usize> = (0..count).collect();
+        (0..count).for_each(|at| order.swap(at, random.small(workers) as usize));
+        for at in order {
+            if self.members[at].lives && self.members[at].told.is_none() {
+                self.come(at);
+                if random.one_in(4) {
+                    self.pass(250);
+                }
+            }
+        }
+        // One dies when it has come.
+        if random.one_in(6) {
+            let at = random.small(workers) as usize;
+            self.kill(at);
+        }
+        self.pass(PATIENCE + 500);
+    }
+
     /// The second scheduler leads everybody, and has told nobody anything else.
     fn check_led(&self) {
         let is_led = |member: &Member| member.term == 2 && member.told.is_none();
@@ -23,11 +61,10 @@ impl Job {
 
 #[test]
 fn schedulers_and_members_that_die_at_any_moment_leave_one_job_and_nobody_waits() {
-    let (mut led, mut reformed, mut shrunk, mut moved) = (0, 0, 0, 0);
+    let (mut led, mut reformed, mut shrunk, mut moved, mut released) = (0, 0, 0, 0, 0);
     for seed in 0..1_500 {
         let mut random = Random::new(seed);
         let (workers, servers) = (2 + random.small(4), 1 + random.small(2));
-        let count = (workers + servers) as usize;
         let mut job = Job::formed(workers, servers, random.one_in(2));
         let steps = 20 + random.below(60);
         for step in 0..steps {
@@ -42,37 +79,14 @@ fn schedulers_and_members_that_die_at_any_moment_leave_one_job_and_nobody_waits(
                 5..8 => job.read(),
                 8 if random.one_in(6) => {
                     let at = random.small(workers + servers) as usize;
-                    job.kill(at);
-                }
-                9 if random.one_in(3) || step + 1 == steps => {
-                    // What one member has heard by then, another has not.
-                    let node = job.members[at].node;
-                    for message in job.bench.heard(node) {
-                        if job.members[at].lives {
-                            job.hear(at, message);
-                        }
-                    }
-                    job.replace_scheduler();
-                    if random.one_in(4) {
-                        let at = random.small(workers + servers) as usize;
-                        job.members[at].lives = false;
-                    }
-                    let mut order: Vec<usize> = (0..count).collect();
-                    (0..count).for_each(|at| order.swap(at, random.small(workers) as usize));
-                    for at in order {
-                        if job.members[at].lives && job.members[at].told.is_none() {
-                            job.come(at);
-                            if random.one_in(4) {
-                                job.pass(250);
-                            }
-                        }
-                    }
-                    // One dies when it has come.
-                    if random.one_in(6) {
-                        let at = random.small(workers) as usize;
+                    if at >= workers as usize && random.one_in(2) {
+                        job.leave(at);
+                    } else {
                         job.kill(at);
                     }
-                    job.pass(PATIENCE + 500);
+                }
+                9 if random.one_in(3) || step + 1 == steps => {
+                    job.lose_scheduler(at, (workers, servers), &mut random);
                 }
                 _ => job.pass(250),
             }
@@ -93,8 +107,10 @@ fn schedulers_and_members_that_die_at_any_moment_leave_one_job_and_nobody_waits(
             continue;
         }
         let is_led = job.bench.scheduler.term > 1;
+        released += u32::from(is_led && job.members.iter().any(|one| one.is_released));
         led += u32::from(is_led);
-        moved += u32::from(is_led && job.members.iter().any(|one| one.lives && one.lost > 0));
+        moved +=
+            u32::from(is_led && job.members.iter().any(|one| one.lives && !one.lost.is_empty()));
         shrunk += u32::from(job.members.iter().any(|one| !one.gone.is_empty()));
         // Everybody who lives comes to the barrier that somebody is furthest at.
         let reached = |one: &Member| {
@@ -116,8 +132,8 @@ fn schedulers_and_members_that_die_at_any_moment_leave_one_job_and_nobody_waits(
             assert_eq!(member.passed, most, "seed {seed}");
         }
     }
-    let seen = format!("{led}, {reformed}, {shrunk}, {moved}");
-    assert!(led > 300 && reformed > 200 && shrunk > 50 && moved > 20, "{seen}");
+    let seen = format!("{led}, {reformed}, {shrunk}, {moved}, {released}");
+    assert!(led > 300 && reformed > 200 && shrunk > 50 && moved > 20 && released > 10, "{seen}");
 }
 
 #[test]
