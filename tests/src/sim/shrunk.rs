@@ -273,7 +273,7 @@ fn play(seed: u64, groups: Groups, (may_be_short, shrinks): (bool, bool), dying:
         }
     }
     let has_ended = has_ended(&cluster);
-    assert!(!has_ended || Fate::may_have_ended(&cluster), "seed {seed}: {:#?}", cluster.log);
+    assert!(!has_ended || fate.may_have_ended(&cluster), "seed {seed}: {:#?}", cluster.log);
     outcome.ended = u64::from(has_ended);
     outcome.let_go = cluster.servers_let_go();
     fate.check_obstacles(seed, &cluster, &ranks);

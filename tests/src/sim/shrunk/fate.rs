@@ -34,6 +34,9 @@ pub(super) struct Fate {
     host: (Vec<usize>, bool),
     /// Servers that were killed.
     servers_lost: usize,
+    /// A scheduler was killed before all servers knew that they are of an elastic job: the others
+    /// have ended with it.
+    unformed: bool,
     /// No server dies before a scheduler has.
     behind: bool,
 }
@@ -55,6 +58,7 @@ impl Fate {
             killed: Vec::new(),
             host: (Vec::new(), false),
             servers_lost: 0,
+            unformed: false,
             behind: false,
         };
         if dying == Dying::Ranks {
@@ -108,6 +112,7 @@ impl Fate {
             self.starts = Some(now + Duration::from_micros(random.below(8_000_000)));
             self.thaws = Some(now + Duration::from_micros(1 + random.below(14_000_000)));
         } else {
+            self.unformed |= !cluster.knows_first_servers();
             cluster.kill_scheduler(random.once_in(3));
             self.starts = Some(now + Duration::from_micros(random.below(soon)));
         }
@@ -140,7 +145,7 @@ impl Fate {
     }
 
     /// Whether a scheduler has said that it could not go on, for a reason that it may have.
-    pub(super) fn may_have_ended(cluster: &Cluster) -> bool {
+    pub(super) fn may_have_ended(&self, cluster: &Cluster) -> bool {
         let reasons = [
             "it alone has results that others lack",
             "can't move: no rank has the last result",
@@ -149,9 +154,10 @@ impl Fate {
             "the next one can't go on as it was",
         ];
         // Some servers stay when all that are to die have died; but those that follow another
-        // scheduler are missed by this one.
+        // scheduler are missed by this one, and so are those that have ended with the first one.
         let is_parted = cluster.may_be_parted();
-        let none_left = is_parted.then_some("can't move: no other server is left");
+        let none_left =
+            (self.unformed || is_parted).then_some("can't move: no other server is left");
         // Likewise ranks.
         let none_came =
             is_parted.then_some("no rank has come to the next one; the job cannot go on");

@@ -135,10 +135,10 @@ impl Scheduler {
         })
     }
 
-    /// A rank that was told of a tensor has had all its lanes since before it asked for it. So it
-    /// can do without one of its servers at once, also without one that has not come.
+    /// A rank that resumes has all its lanes: before that it says nothing to a later scheduler. So
+    /// it can do without one of its servers at once, also without one that has not come.
     pub(super) fn note_lanes(&mut self, takeover: &Takeover) {
-        for member in takeover.members.values().filter(|member| !member.known.is_empty()) {
+        for member in takeover.members.values() {
             if let Some(peer) = self.peers.get_mut(&member.node) {
                 peer.has_lanes = true;
             }
