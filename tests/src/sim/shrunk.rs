@@ -499,7 +499,7 @@ fn check_result(
         missing.extend(members.difference(&contributors));
         sets.insert(contributors);
     }
-    assert_eq!(missing.len(), lacking.count_ones() as usize, "{what}: {missing:?}");
+    assert_eq!(missing.len(), lacking.count_ones() as usize, "{what}: {missing:?}, {lacking:b}");
     if tensor.is_short() {
         assert!(missing.iter().all(|rank| lacking >> rank.0 & 1 == 1), "{what}: {missing:?}");
         outcome.given += u64::from(missing.contains(&own));

@@ -4,7 +4,7 @@ use super::{Dying, Script, Seen, Shrunk, shuffle};
 use crate::sim::cluster::Cluster;
 use crate::sim::shape::Shape;
 use bps_engine::base::Rank;
-use bps_engine::proto::messages::OverReason;
+use bps_engine::proto::messages::{OverReason, Party};
 use bps_engine::transport::sim::Random;
 use std::time::Duration;
 
@@ -163,6 +163,7 @@ impl Fate {
             is_parted.then_some("no rank has come to the next one; the job cannot go on");
         let mut reasons = reasons.into_iter().chain(none_left).chain(none_came);
         reasons.any(|reason| cluster.log.iter().any(|line| line.contains(reason)))
+            || is_parted && has_missed(cluster)
     }
 
     /// Nobody is taken for dead who was not killed; but where a scheduler was stopped and another
@@ -308,6 +309,23 @@ pub(super) fn has_ended(cluster: &Cluster) -> bool {
         matches!(reason, OverReason::Reforming { .. } | OverReason::TooFew { .. })
     };
     cluster.verdicts.iter().any(ends)
+}
+
+/// Whether an epoch has ended without a rank that lives, which follows another scheduler.
+fn has_missed(cluster: &Cluster) -> bool {
+    let lives = |rank: Rank| {
+        cluster.workers.iter().any(|worker| {
+            let index = worker.roster.as_ref().map(|roster| roster.index);
+            worker.alive() && index == Some(rank.0)
+        })
+    };
+    cluster.verdicts.iter().any(|verdict| match verdict {
+        OverReason::Reforming { reason, .. } | OverReason::TooFew { reason, .. } => {
+            matches!(&**reason, OverReason::Died { who, .. }
+                if matches!(who.party, Party::Rank(rank) if lives(rank)))
+        }
+        _ => false,
+    })
 }
 
 /// What the schedulers say of parts that have moved.
