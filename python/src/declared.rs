@@ -30,6 +30,8 @@ pub struct Declared {
     pub ranks: Vec<u32>,
     /// It is in the memory of the GPU.
     pub device: bool,
+    /// For how many slow ranks its rounds do not wait; -1 where the environment says it.
+    pub backups: i32,
 }
 
 impl Declared {
@@ -56,8 +58,8 @@ fn lock() -> MutexGuard<'static, HashMap<Declared, u32>> {
 }
 
 /// From now on `declare` is asked for the numbers of tensors. It gets a list of (name, type, shape,
-/// operation, root, encoding, ranks, on the GPU), and returns their numbers, None where the ranks
-/// disagree about one, and the error that says so.
+/// operation, root, encoding, ranks, on the GPU, backup workers), and returns their numbers, None
+/// where the ranks disagree about one, and the error that says so.
 #[pyfunction]
 pub fn declare_by(declare: Py<PyAny>) {
     let former = DECLARE.lock().unwrap_or_else(PoisonError::into_inner).replace(declare);
@@ -108,8 +110,9 @@ fn ask(py: Python<'_>, tensors: &[Declared]) -> PyResult<(Vec<Option<u32>>, Opti
     let said: Vec<_> = tensors
         .iter()
         .map(|tensor| {
-            let Declared { name, operation, root, dtype, shape, encoding, ranks, device } = tensor;
-            (name, dtype, shape, operation, root, encoding, ranks, device)
+            let Declared { name, operation, root, dtype, shape, encoding, ranks, device, backups } =
+                tensor;
+            (name, dtype, shape, operation, root, encoding, ranks, device, backups)
         })
         .collect();
     let (numbers, refused) =

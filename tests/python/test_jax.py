@@ -420,7 +420,7 @@ def refused():
     call = bps._ffi.ffi.ffi_call
     ticket = jax.ShapeDtypeStruct((2,), jnp.uint32)
     what = {"name": "twice", "operation": "sum", "encoding": "none", "ranks": ""}
-    what |= {"root": np.int64(0), "priority": np.int64(0)}
+    what |= {"root": np.int64(0), "priority": np.int64(0), "backups": np.int64(0)}
 
     @jax.jit
     def twice(x):

@@ -23,6 +23,7 @@ import byteps.jax as bps
 import stand_in
 import test_jax
 import test_jax_programs
+import test_jax_stragglers
 from byteps import _native, _registry
 from byteps.errors import ConfigError
 from cluster import Cluster
@@ -251,3 +252,13 @@ def test_a_killed_rank_is_an_error_in_a_program(gpus):
     gpus.broken = True
     gpus.start(on_ranks(dies))
     gpus.results(30, ranks=[0])
+
+
+def test_rounds_without_the_slowest_rank(tmp_path):
+    environment = stand_in.Pipeline.libraries(tmp_path)
+    if environment is None:
+        pytest.skip("tests/fake_gpu is not built: cargo build -p bps-fake-gpu")
+    environment |= {"BPS_BACKUP_WORKERS": "1", "BPS_BACKUP_BEHIND": "4", "JAX_PLATFORMS": "cpu"}
+    with Cluster(test_jax_stragglers.RANKS, servers=1, environment=environment) as job:
+        job.run(plug_in, timeout=120)
+        test_jax_stragglers.check(job.run(test_jax_stragglers.training, timeout=120))

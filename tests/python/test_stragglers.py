@@ -166,6 +166,16 @@ def spoken():
             bps.DistributedOptimizer(optimizer, model.named_parameters(), compression)
     lines = [str(one.message) for one in caught if "BPS_BACKUP_WORKERS" in str(one.message)]
     assert len(lines) == 1 and "rounds wait for all ranks" in lines[0], lines
+    # So it is where a caller asks for what it says.
+    mine = torch.full((2,), bps.rank() + 1.0)
+    with pytest.warns(UserWarning, match="max is of all ranks"):
+        most = bps.push_pull(mine, name="most", op=bps.Max, backup_workers=None)
+    assert most.tolist() == [2.0, 2.0]
+    with pytest.warns(UserWarning, match="whole numbers"):
+        count = bps.push_pull(mine.long(), False, "count", backup_workers=None)
+    assert count.tolist() == [3, 3]
+    with pytest.warns(UserWarning, match="without a name"):
+        assert bps.push_pull(mine, backup_workers=None).tolist() == [1.5, 1.5]
     return True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 
 from byteps import _native
 from byteps._registry import Tensor
@@ -26,6 +27,11 @@ class Backups:
         if workers < 0:
             raise ConfigError(f"backup_workers={workers}: 0 or more")
         return cls(workers)
+
+    @classmethod
+    def of_program(cls, number: int) -> Backups:
+        """What a compiled program says by a :func:`number_of`, in the job that it runs in."""
+        return cls.asked(None if number == _BY_ENVIRONMENT else number)
 
     def over(self, tensor: Tensor) -> Tensor:
         """The tensor, declared so, and as one of the host, wherever each rank has it."""
@@ -51,6 +57,10 @@ class Backups:
 
     def _whole(self, tensor: Tensor) -> str | None:
         """Why rounds of a tensor have to wait for all ranks, if so."""
+        if tensor.operation not in ("sum", "average"):
+            return f"{tensor.operation} is of all ranks"
+        if tensor.dtype not in _FLOATS:
+            return f"whole numbers, as {tensor.dtype}, often count something of all ranks"
         encoding = tensor.encoding or ""
         if "+" in encoding or encoding.startswith("auto"):
             return f"what the encoding {encoding} keeps would be wrong without a contribution"
@@ -58,6 +68,29 @@ class Backups:
         if self.workers >= size:
             return f"it is for {size} ranks, and rounds would wait for nobody"
         return None
+
+
+_FLOATS = ("f16", "bf16", "f32", "f64")
+#: Of a program that does as the environment says where it runs.
+_BY_ENVIRONMENT = -1
+#: Why rounds of a tensor without a name wait for all ranks.
+UNNAMED = "a tensor without a name: such names are used again for others; give it one"
+
+
+def number_of(workers: int | None, names: Iterable[str | None] = ()) -> int:
+    """What stands for ``backup_workers`` in programs, which may be compiled before there is a job;
+    of tensors with these names."""
+    if not all(names):
+        wait_for_all(workers, UNNAMED)
+        return 0
+    return _BY_ENVIRONMENT if workers is None else Backups.asked(workers).workers
+
+
+def wait_for_all(workers: int | None, why: str) -> None:
+    """Refuses ``backup_workers`` of tensors whose rounds wait for all ranks, or tells that the
+    environment has no effect, if there is a job to ask."""
+    if workers is not None or _native.is_initialized():
+        Backups.asked(workers).unless(why)
 
 
 #: Rounds wait for all ranks.

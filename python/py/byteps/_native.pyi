@@ -132,7 +132,7 @@ def declare(
 ) -> list[int]: ...
 def declare_by(
     declare: Callable[
-        [list[tuple[str, str, list[int], str, int, str, list[int], bool]]],
+        [list[tuple[str, str, list[int], str, int, str, list[int], bool, int]]],
         tuple[list[int | None], BaseException | None],
     ],
 ) -> None: ...

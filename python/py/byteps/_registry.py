@@ -176,13 +176,15 @@ def open_gpu() -> int | None:
 
 
 def declare_for_program(
-    said: Sequence[tuple[str, str, list[int], str, int, str, list[int], bool]],
+    said: Sequence[tuple[str, str, list[int], str, int, str, list[int], bool, int]],
 ) -> tuple[list[int | None], MismatchError | None]:
     """The numbers of tensors that a compiled program exchanges, and what the ranks disagree about.
 
     Each is (name, type, shape, operation, root, encoding or :data:`NOT_ENCODED`, ranks or none, on
-    the GPU).
+    the GPU, backup workers).
     """
+    from byteps._backups import Backups  # It imports this module.
+
     tensors = [
         Tensor(
             name,
@@ -194,7 +196,11 @@ def declare_for_program(
             ranks=tuple(ranks) or None,
             encoding=None if encoding == NOT_ENCODED else encoding,
         )
-        for name, dtype, shape, operation, root, encoding, ranks, device in said
+        for name, dtype, shape, operation, root, encoding, ranks, device, _ in said
+    ]
+    tensors = [
+        Backups.of_program(backups).over(tensor)
+        for tensor, (*_, backups) in zip(tensors, said, strict=True)
     ]
     sets = {tensor.ranks for tensor in tensors if not _is_of_pair(tensor)} - {None}
     if sets:

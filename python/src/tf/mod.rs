@@ -32,9 +32,10 @@ use std::sync::{LazyLock, Mutex, MutexGuard, OnceLock, PoisonError};
 /// The operation's name, which Python knows too.
 const NAME: &CStr = c"BytepsPushPull";
 
-/// Its attributes. All tensors have one operation, root, priority, encoding and list of ranks; it
-/// is empty for all ranks. With `sized`, a tensor's name is followed by its first dimension: a name
-/// stands for one shape, and in a program only the kernel knows it.
+/// Its attributes. All tensors have one operation, root, priority, encoding, number of backup
+/// workers (-1 where the environment says it) and list of ranks; it is empty for all ranks. With
+/// `sized`, a tensor's name is followed by its first dimension: a name stands for one shape, and in
+/// a program only the kernel knows it.
 const ATTRIBUTES: &[&CStr] = &[
     c"T: list({half, bfloat16, float, double, int8, uint8, int32, int64}) >= 1",
     c"A: int >= 0 = 0",
@@ -45,6 +46,7 @@ const ATTRIBUTES: &[&CStr] = &[
     c"encoding: string = 'none'",
     c"ranks: list(int) = []",
     c"sized: int = 0",
+    c"backups: int = 0",
 ];
 
 /// Its arguments. The anchor is not looked at: a program whose tensors are constants passes what is
@@ -119,6 +121,7 @@ struct Kernel {
     encoding: String,
     ranks: Vec<u32>,
     is_sized: bool,
+    backups: i32,
 }
 
 impl Kernel {
@@ -132,6 +135,8 @@ impl Kernel {
             encoding: node.text(c"encoding")?,
             ranks: node.numbers(c"ranks")?.into_iter().map(rank).collect::<Result<_, _>>()?,
             is_sized: node.number(c"sized")? != 0,
+            backups: i32::try_from(node.number(c"backups")?)
+                .map_err(|_| "too many backup workers".to_owned())?,
         })
     }
 
@@ -156,6 +161,7 @@ impl Kernel {
             encoding: if is_float { self.encoding.clone() } else { "none".to_owned() },
             ranks: self.ranks.clone(),
             device: false,
+            backups: self.backups,
         })
     }
 }

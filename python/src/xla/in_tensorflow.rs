@@ -229,12 +229,13 @@ unsafe fn text_of<'a>(text: *const u8, bytes: usize) -> Option<&'a str> {
     std::str::from_utf8(unsafe { std::slice::from_raw_parts(text, bytes) }).ok()
 }
 
-/// What a push's text says: type, shape, operation, root, priority, encoding, ranks, name.
+/// What a push's text says: type, shape, operation, root, priority, encoding, ranks, backup
+/// workers, name.
 fn described(text: &str) -> Option<(Declared, usize, i64)> {
     fn list<T: std::str::FromStr>(text: &str) -> Option<Vec<T>> {
         text.split(',').filter(|one| !one.is_empty()).map(|one| one.parse().ok()).collect()
     }
-    let mut parts = text.splitn(8, '|');
+    let mut parts = text.splitn(9, '|');
     let mut next = || parts.next();
     let (dtype, element) = match next()? {
         "f32" => ("f32", 4),
@@ -256,8 +257,9 @@ fn described(text: &str) -> Option<(Declared, usize, i64)> {
     let priority = next()?.parse().ok()?;
     let encoding = next()?.to_owned();
     let ranks = list(next()?)?;
+    let backups = next()?.parse().ok()?;
     let (name, device) = (next()?.to_owned(), false);
-    let tensor = Declared { name, operation, root, dtype, shape, encoding, ranks, device };
+    let tensor = Declared { name, operation, root, dtype, shape, encoding, ranks, device, backups };
     Some((tensor, bytes, priority))
 }
 
@@ -371,14 +373,20 @@ mod tests {
 
     #[test]
     fn a_text_describes_a_tensor() {
-        let told = described("f16|2,3|sum|1|-4|none|0,2|a|name").expect("it is whole");
+        let told = described("f16|2,3|sum|1|-4|none|0,2|-1|a|name").expect("it is whole");
         let (tensor, bytes, priority) = told;
         assert_eq!((bytes, priority), (12, -4));
         assert_eq!((tensor.name.as_str(), tensor.operation.as_str()), ("a|name", "sum"));
-        assert_eq!((tensor.root, tensor.ranks), (1, vec![0, 2]));
-        let scalar = described("i64||average|0|0|int8()||x").expect("it is whole");
+        assert_eq!((tensor.root, tensor.ranks, tensor.backups), (1, vec![0, 2], -1));
+        let scalar = described("i64||average|0|0|int8()||0|x").expect("it is whole");
         assert_eq!((scalar.1, scalar.0.shape.len(), scalar.0.ranks.len()), (8, 0, 0));
-        for wrong in ["", "f8||sum|0|0|none||x", "f32|x|sum|0|0|none||x", "f32||sum|0|0|none"] {
+        for wrong in [
+            "",
+            "f8||sum|0|0|none||0|x",
+            "f32|x|sum|0|0|none||0|x",
+            "f32||sum|0|0|none||x|x",
+            "f32||sum|0|0|none||0",
+        ] {
             assert!(described(wrong).is_none(), "{wrong}");
         }
     }

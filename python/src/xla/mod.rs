@@ -120,7 +120,8 @@ fn described(call: &Call<'_>) -> Option<(Declared, *mut u8, usize)> {
     let ranks = call.text("ranks")?.split(',').filter(|one| !one.is_empty());
     let ranks: Vec<u32> = ranks.map(|one| one.parse().ok()).collect::<Option<_>>()?;
     let device = call.number("device") == Some(1);
-    let tensor = Declared { name, operation, root, dtype, shape, encoding, ranks, device };
+    let backups = i32::try_from(call.number("backups")?).ok()?;
+    let tensor = Declared { name, operation, root, dtype, shape, encoding, ranks, device, backups };
     Some((tensor, argument.data, bytes))
 }
 

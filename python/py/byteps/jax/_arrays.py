@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from byteps import _dtypes, _registry
+from byteps._backups import Backups
 from byteps.errors import TensorError
 from byteps.jax import _gpu
 
@@ -24,7 +25,7 @@ _ALIGNMENT = 64
 
 class How(NamedTuple):
     """What is done with one array of several that are exchanged together: on all ranks, or on
-    these."""
+    these. ``backups`` is a :func:`byteps._backups.number_of`."""
 
     name: str | None
     operation: str
@@ -32,6 +33,7 @@ class How(NamedTuple):
     priority: int
     encoding: str | None = None
     ranks: tuple[int, ...] | None = None
+    backups: int = 0
 
     def derived(self, suffix: str) -> How:
         """The same under another name, if it has one."""
@@ -58,7 +60,7 @@ def _label(name: str | None) -> str:
 def tensor_of(array: Any, how: How, on_gpu: bool = False) -> _registry.Tensor:
     """What the ranks must agree on. ``array`` has ``shape`` and ``dtype``."""
     dtype = dtype_of(array, how.name)
-    return _registry.Tensor(
+    tensor = _registry.Tensor(
         how.name or "",
         dtype,
         tuple(array.shape),
@@ -68,6 +70,7 @@ def tensor_of(array: Any, how: How, on_gpu: bool = False) -> _registry.Tensor:
         ranks=how.ranks,
         encoding=how.encoding,
     )
+    return Backups.of_program(how.backups).over(tensor)
 
 
 def gpu_of(array: Any, how: How) -> Any:
@@ -131,19 +134,23 @@ def start(
     chosen = iter(_registry.unnamed(sum(not how.name for how in hows), ranks))
     places = [gpu_of(array, how) for array, how in zip(arrays, hows, strict=True)]
     targets: list[Any] = []
+    tensors = []
     for array, how, place in zip(arrays, hows, places, strict=True):
+        named = how if how.name else how._replace(name=next(chosen))
+        tensors.append(tensor_of(array, named, place is not None and not is_of_host(array, how)))
         if place is None:
             targets.append(_room(array.shape, array.dtype))
         else:
-            _gpu.use(place, not is_of_host(array, how))
+            _gpu.use(place, tensors[-1].device)
             targets.append(jnp.zeros(array.shape, array.dtype, device=place))
     on_gpu = [
         pair for *pair, place in zip(arrays, targets, places, strict=True) if place is not None
     ]
     jax.block_until_ready(on_gpu)
     sends, memory = [], []
-    for array, how, place, target in zip(arrays, hows, places, targets, strict=True):
-        named = how if how.name else how._replace(name=next(chosen))
+    for array, how, tensor, place, target in zip(
+        arrays, hows, tensors, places, targets, strict=True
+    ):
         source: Any
         if place is None:
             source = np.ascontiguousarray(np.asarray(array))
@@ -152,8 +159,6 @@ def start(
             source = array
             addresses = array.unsafe_buffer_pointer(), target.unsafe_buffer_pointer()
         memory.append((array, source, target))
-        device = place is not None and not is_of_host(array, how)
-        tensor = tensor_of(array, named, device)
         sends.append(_registry.Send(tensor, *addresses, how.priority, place is not None))
 
     def finish(memory: Any) -> Any:

@@ -82,6 +82,7 @@ def _attributes(how: How, device: bool = False) -> dict[str, Any]:
         "encoding": how.encoding or _registry.NOT_ENCODED,
         "ranks": ",".join(map(str, how.ranks or ())),
         "device": np.int64(device),
+        "backups": np.int64(how.backups),
     }
 
 
@@ -105,7 +106,13 @@ def _lower_on_gpu(ctx: Any, *operands: Any, hows: tuple[How, ...]) -> Any:
     on_all = [
         not _arrays.is_of_host(aval, how) for aval, how in zip(ctx.avals_in, hows, strict=True)
     ]
-    _gpu.use_in_programs(any(on_all))
+    _gpu.use_in_programs(
+        _native.is_initialized()
+        and any(
+            _arrays.tensor_of(aval, how, device).device
+            for aval, how, device in zip(ctx.avals_in, hows, on_all, strict=True)
+        )
+    )
     # The exchange has the memory from the push to the pull, who is the only one to use the result.
     push = _ffi.ffi.ffi_lowering(_ffi.PUSH_ON_GPU, operand_output_aliases={0: 0})
     arrays, tickets = [], []

@@ -19,7 +19,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from byteps import _native, _objects, _operations, _process_sets, _registry, _typed_errors
+from byteps import (
+    _backups,
+    _native,
+    _objects,
+    _operations,
+    _process_sets,
+    _registry,
+    _typed_errors,
+)
 from byteps._codecs import Codec, encoding_for
 from byteps._dtypes import DTYPES
 from byteps._operations import Adasum, ReduceOp
@@ -65,13 +73,15 @@ def _hows(
     priority: int,
     compression: Any = None,
     process_set: Any = None,
+    backup_workers: int | None = 0,
 ) -> list[How]:
     ranks = _process_sets.ranks_of(process_set)
+    backups = _backups.number_of(backup_workers, names)
     hows = []
     for array, name in zip(arrays, names, strict=True):
         is_float = jnp.issubdtype(array.dtype, jnp.floating)
         encoding = encoding_for(compression, is_float, operation)
-        hows.append(How(name, operation, 0, priority, encoding, ranks))
+        hows.append(How(name, operation, 0, priority, encoding, ranks, backups))
     return hows
 
 
@@ -83,6 +93,7 @@ def push_pull(
     op: ReduceOp | None = None,
     compression: Codec | None = None,
     process_set: Any = None,
+    backup_workers: int | None = 0,
 ) -> Tree:
     """The average (or sum) over all ranks of each array in ``tree``, as a tree of the same shape.
 
@@ -92,6 +103,8 @@ def push_pull(
     ``compression`` is one of :class:`byteps.jax.Compression`, for averages and sums of floats.
     With a ``process_set``, here and below, a :class:`byteps.jax.ProcessSet`, it is among its ranks,
     which alone make the call, and names are the set's own. A program on a GPU takes none.
+    ``backup_workers`` is for how many of the slowest ranks the result does not wait
+    (docs/stragglers.md); as ``BPS_BACKUP_WORKERS`` says where it is None. It wants a name.
 
     Without a ``name`` the order of the calls is what matters; in a program, the order in which
     exchanges were compiled. So give names where ranks may differ in that. In one program each
@@ -105,10 +118,11 @@ def push_pull(
         TensorError: An array of a type that is not summed, or on a device that is no CPU.
         MismatchError: The ranks disagree about what a name stands for.
         ConfigError: This rank is not in ``process_set``, or that is not added to this job.
+        BytePSError: It has to wait for all ranks, and ``backup_workers`` says otherwise.
     """
     operation = _operation(average, op)
     arrays, names, structure = _leaves(tree, name)
-    hows = _hows(arrays, names, operation, priority, compression, process_set)
+    hows = _hows(arrays, names, operation, priority, compression, process_set, backup_workers)
     results = _primitive.exchange(arrays, hows)
     whole: Tree = structure.unflatten(results)
     return whole
@@ -122,6 +136,7 @@ def push_pull_async(
     op: ReduceOp | None = None,
     compression: Codec | None = None,
     process_set: Any = None,
+    backup_workers: int | None = 0,
 ) -> int:
     """:func:`push_pull` that does not wait: a handle for :func:`synchronize`.
 
@@ -136,7 +151,7 @@ def push_pull_async(
                 "runs there beside what does not need its result"
             )
         _arrays.dtype_of(array, one)
-    hows = _hows(arrays, names, operation, priority, compression, process_set)
+    hows = _hows(arrays, names, operation, priority, compression, process_set, backup_workers)
     return _arrays.start(arrays, hows, structure.unflatten)
 
 
@@ -166,9 +181,10 @@ def contributors(handle: int) -> list[int] | None:
     """Waits until it is done, and returns the ranks whose arrays are in its result, rising.
 
     They are all for whom it is, unless some have died in a job that goes on without them
-    (``BPS_ELASTIC=shrink``); every rank is told the same. An average is divided by as many as they
-    are. A rank that is in a part of the result alone is not among them. To be called before
-    :func:`synchronize`, after which the handle is spent: then it gives None.
+    (``BPS_ELASTIC=shrink``), or were too late (``backup_workers``); every rank is told the same. An
+    average is divided by as many as they are. A rank that is in a part of the result alone is not
+    among them. To be called before :func:`synchronize`, after which the handle is spent: then it
+    gives None.
     """
     return _registry.contributors(handle)
 
@@ -180,6 +196,7 @@ def declare(
     op: ReduceOp | None = None,
     compression: Codec | None = None,
     process_set: Any = None,
+    backup_workers: int | None = 0,
 ) -> None:
     """Makes the arrays of a tree known before they are first sent, which saves a round trip then.
 
@@ -189,9 +206,10 @@ def declare(
     operation = _operation(average, op)
     found, _ = jax.tree_util.tree_flatten_with_path(tree)
     names = [name + jax.tree_util.keystr(path) for path, _ in found]
-    hows = _hows([leaf for _, leaf in found], names, operation, 0, compression, process_set)
+    leaves = [leaf for _, leaf in found]
+    hows = _hows(leaves, names, operation, 0, compression, process_set, backup_workers)
     _registry.declare(
-        [_arrays.tensor_of(leaf, how) for (_, leaf), how in zip(found, hows, strict=True)]
+        [_arrays.tensor_of(leaf, how) for leaf, how in zip(leaves, hows, strict=True)]
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from byteps import _process_sets, _registry
+from byteps import _backups, _process_sets, _registry
 from byteps._codecs import Codec
 from byteps._operations import Average, ReduceOp, Sum
 from byteps.errors import ConfigError
@@ -25,9 +25,11 @@ class Accumulated(NamedTuple):
     inner: Any
 
 
-def _check(op: Any) -> None:
+def _check(op: Any, backup_workers: int | None) -> None:
     if op not in (Average, Sum):
         raise ConfigError(f"op={op!r}: gradients are averaged or summed (Average, Sum)")
+    if backup_workers is not None:
+        _backups.number_of(backup_workers)
 
 
 def _of_members(
@@ -36,12 +38,20 @@ def _of_members(
     name: str | None,
     op: ReduceOp,
     compression: Codec | None,
+    backup_workers: int | None,
 ) -> Any:
     """The gradients that all ranks have together, or those of the set; of no other rank."""
     # Asked anew each time: the set may have been added to a job that is over.
     if known is not None and _process_sets.added(known) and not known.included():
         return gradients
-    return ops.push_pull(gradients, name=name, op=op, compression=compression, process_set=known)
+    return ops.push_pull(
+        gradients,
+        name=name,
+        op=op,
+        compression=compression,
+        process_set=known,
+        backup_workers=backup_workers,
+    )
 
 
 def DistributedOptimizer(
@@ -51,6 +61,7 @@ def DistributedOptimizer(
     name: str | None = None,
     compression: Codec | None = None,
     process_set: Any = None,
+    backup_workers: int | None = None,
 ) -> Any:
     """An optax optimizer whose ``update`` first averages the gradients over all ranks.
 
@@ -69,10 +80,13 @@ def DistributedOptimizer(
             where byteps does not see it change: what error feedback keeps is not rescaled.
         process_set: A :class:`~byteps.jax.ProcessSet` of the ranks that average among themselves.
             On a rank that is none of them gradients stay as they are.
+        backup_workers: For how many of the slowest ranks no average waits (docs/stragglers.md): it
+            is then of the others, and the ranks that are late get the same. As
+            ``BPS_BACKUP_WORKERS`` says where it is None, for what may be so; 0 waits for all.
     """
     import optax  # Nothing else here needs it.
 
-    _check(op)
+    _check(op, backup_workers)
     if backward_passes_per_step < 1:
         raise ConfigError(f"backward_passes_per_step={backward_passes_per_step}: 1 or more")
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
@@ -89,7 +103,7 @@ def DistributedOptimizer(
     prefix = name
 
     def exchanged(gradients: Any) -> Any:
-        return _of_members(known, gradients, prefix, op, compression)
+        return _of_members(known, gradients, prefix, op, compression, backup_workers)
 
     def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         return inner.update(exchanged(gradients), state, params, **extra)
@@ -135,21 +149,23 @@ def value_and_grad(
     name: str | None = None,
     compression: Codec | None = None,
     process_set: Any = None,
+    backup_workers: int | None = None,
 ) -> Callable[..., Any]:
     """``jax.value_and_grad`` whose gradients are averaged over all ranks.
 
     The value, and what else ``fun`` returns with ``has_aux``, is that of this rank. ``name`` is
     what the gradients' names begin with; without it they have none (see
     :func:`~byteps.jax.push_pull`). ``compression`` is that of ``push_pull``. With a ``process_set``
-    they are averaged among its ranks, and stay as they are on others.
+    they are averaged among its ranks, and stay as they are on others. ``backup_workers`` is as of
+    :func:`DistributedOptimizer`, for gradients with a ``name``.
     """
-    _check(op)
+    _check(op, backup_workers)
     known = _process_sets.added(process_set)
     own = jax.value_and_grad(fun, argnums=argnums, has_aux=has_aux)
 
     def averaged(*args: Any, **kwargs: Any) -> Any:
         value, gradients = own(*args, **kwargs)
-        return value, _of_members(known, gradients, name, op, compression)
+        return value, _of_members(known, gradients, name, op, compression, backup_workers)
 
     return averaged
 
@@ -162,17 +178,18 @@ def grad(
     name: str | None = None,
     compression: Codec | None = None,
     process_set: Any = None,
+    backup_workers: int | None = None,
 ) -> Callable[..., Any]:
     """``jax.grad`` whose gradients are averaged over all ranks; see :func:`value_and_grad`."""
-    _check(op)
+    _check(op, backup_workers)
     known = _process_sets.added(process_set)
     own = jax.grad(fun, argnums=argnums, has_aux=has_aux)
 
     def averaged(*args: Any, **kwargs: Any) -> Any:
         if not has_aux:
             gradients = own(*args, **kwargs)
-            return _of_members(known, gradients, name, op, compression)
+            return _of_members(known, gradients, name, op, compression, backup_workers)
         gradients, aux = own(*args, **kwargs)
-        return _of_members(known, gradients, name, op, compression), aux
+        return _of_members(known, gradients, name, op, compression, backup_workers), aux
 
     return averaged

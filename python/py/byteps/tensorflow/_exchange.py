@@ -29,8 +29,9 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 class How(NamedTuple):
     """What is done with tensors that are exchanged together: on all ranks, or on these.
 
-    The names of ``sized`` ones are followed by their first dimension, which in a program may be
-    known when it runs alone: a name stands for one shape.
+    ``backups`` is a :func:`byteps._backups.number_of`. The names of ``sized`` ones are followed by
+    their first dimension, which in a program may be known when it runs alone: a name stands for one
+    shape.
     """
 
     operation: str
@@ -39,6 +40,7 @@ class How(NamedTuple):
     encoding: str | None = None
     ranks: tuple[int, ...] | None = None
     sized: bool = False
+    backups: int = 0
 
 
 def _load() -> None:
@@ -115,6 +117,7 @@ def _attributes(
         "encoding": how.encoding or _registry.NOT_ENCODED,
         "ranks": list(how.ranks or ()),
         "sized": int(how.sized),
+        "backups": how.backups,
     }
 
 
@@ -195,6 +198,7 @@ def _gradient(op: Any, *gradients: Any) -> list[Any]:
         root=op.get_attr("root"),
         priority=op.get_attr("priority"),
         ranks=tuple(op.get_attr("ranks")) or None,
+        backups=op.get_attr("backups"),
     )
     names = [tf.compat.as_str(name) for name in op.get_attr("names")]
     anchors: list[Any] = [None] * op.get_attr("A")
@@ -211,7 +215,7 @@ def _moved_back(gradients: Sequence[Any], names: Sequence[str], hows: Sequence[H
             "tf.stop_gradient(tensor)"
         )
     wanted = "average" if operation == "broadcast" else operation
-    how = How(wanted, priority=hows[0].priority, ranks=hows[0].ranks)
+    how = hows[0]._replace(operation=wanted, root=0, encoding=None, sized=False)
     moved = exchange(gradients, [f"{name}.grad" for name in names], how)
     if operation == "broadcast" and _native.rank() != root:
         return [_zeros_after(one) for one in moved]

@@ -85,6 +85,7 @@ def _text(tensor: Any, name: str, how: How) -> str:
         how.priority,
         how.encoding or _registry.NOT_ENCODED,
         ",".join(map(str, how.ranks or ())),
+        how.backups,
         name,
     )
     return "|".join(map(str, parts))

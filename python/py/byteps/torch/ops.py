@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from byteps import _objects, _process_sets, _registry, common
-from byteps._backups import Backups
+from byteps._backups import UNNAMED, Backups
 from byteps._operations import (
     Adasum,
     Average,
@@ -90,14 +90,9 @@ def push_pull_start(
     ranks: Ranks = None,
     then: Callable[[list[torch.Tensor]], Any] | None = None,
     compression: Any = Compression.none,
-    backup_workers: int = 0,
+    backup_workers: int | None = 0,
 ) -> int:
-    backups = Backups.asked(backup_workers)
-    if backups.workers and not all(names):
-        raise ConfigError(
-            f"backup_workers={backup_workers} without a name: names follow from the order of calls "
-            "then, and are used again; give the tensor one"
-        )
+    backups = Backups.asked(backup_workers).unless(None if all(names) else UNNAMED)
     if operation == "adasum":
         backups = backups.unless("op=Adasum combines the tensors of all ranks")
     memories, sources = [], []
@@ -150,7 +145,7 @@ class _PushPull(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        how: tuple[str, int, float, float, Ranks, Any, int],
+        how: tuple[str, int, float, float, Ranks, Any, int | None],
         names: list[str | None],
         *tensors: torch.Tensor,
     ) -> Any:
@@ -202,7 +197,7 @@ def differentiable(
     prescale: float = 1.0,
     postscale: float = 1.0,
     ranks: Ranks = None,
-    backup_workers: int = 0,
+    backup_workers: int | None = 0,
 ) -> list[torch.Tensor]:
     for tensor, name in zip(tensors, names, strict=True):
         _tensors.check(tensor, "push_pull of", name)
@@ -258,7 +253,7 @@ def push_pull(
     compression: Any = Compression.none,
     op: ReduceOp | None = None,
     process_set: Any = None,
-    backup_workers: int = 0,
+    backup_workers: int | None = 0,
 ) -> torch.Tensor:
     """The average (or sum) of the tensor over all ranks, as a new tensor; autograd passes through.
 
@@ -269,8 +264,8 @@ def push_pull(
     used.
 
     ``backup_workers`` is for how many of the slowest ranks the result does not wait
-    (docs/stragglers.md): sums and averages of floats in memory of the host, with a name.
-    :func:`contributors` tells whose tensors are in it.
+    (docs/stragglers.md), of sums and averages of floats with a name; as ``BPS_BACKUP_WORKERS`` says
+    where it is None. :func:`contributors` tells whose tensors are in it.
     """
     operation = operation_of(average, op)
     ranks = _process_sets.ranks_of(process_set)
@@ -293,7 +288,7 @@ def push_pull_async(
     priority: int = 0,
     op: ReduceOp | None = None,
     process_set: Any = None,
-    backup_workers: int = 0,
+    backup_workers: int | None = 0,
 ) -> int:
     """:func:`push_pull` that does not wait. Leave the tensor unchanged until it is done."""
     operation, ranks = operation_of(average, op), _process_sets.ranks_of(process_set)
@@ -317,7 +312,7 @@ def push_pull_inplace(
     priority: int = 0,
     op: ReduceOp | None = None,
     process_set: Any = None,
-    backup_workers: int = 0,
+    backup_workers: int | None = 0,
 ) -> torch.Tensor:
     """:func:`push_pull` into the tensor itself."""
     synchronize(
@@ -336,7 +331,7 @@ def push_pull_async_inplace(
     priority: int = 0,
     op: ReduceOp | None = None,
     process_set: Any = None,
-    backup_workers: int = 0,
+    backup_workers: int | None = 0,
 ) -> int:
     """:func:`push_pull` into the tensor itself, without waiting."""
     operation, ranks = operation_of(average, op), _process_sets.ranks_of(process_set)
@@ -364,6 +359,7 @@ def push_pull_group(
     compression: Any = Compression.none,
     op: ReduceOp | None = None,
     process_set: Any = None,
+    backup_workers: int | None = 0,
 ) -> list[torch.Tensor]:
     """:func:`push_pull` of several tensors at once.
 
@@ -371,7 +367,11 @@ def push_pull_group(
     """
     names, ranks = names_of(name, len(tensors)), _process_sets.ranks_of(process_set)
     operation = operation_of(average, op)
-    return differentiable(tensors, operation, names, priority, compression, ranks=ranks)
+    return differentiable(
+        *(tensors, operation, names, priority, compression),
+        ranks=ranks,
+        backup_workers=backup_workers,
+    )
 
 
 def push_pull_group_async(
