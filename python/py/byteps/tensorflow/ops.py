@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from byteps import _objects, _process_sets, _typed_errors
+from byteps import _backups, _objects, _process_sets, _typed_errors
 from byteps._codecs import encoding_for
 from byteps._dtypes import DTYPES
 from byteps._operations import Adasum, ReduceOp, either
@@ -46,6 +46,7 @@ def push_pull(
     name: str | None = None,
     priority: int = 0,
     process_set: Any = None,
+    backup_workers: int | None = 0,
 ) -> Any:
     """The average over all ranks of ``tensor``, as a tensor of its shape and type.
 
@@ -67,10 +68,14 @@ def push_pull(
         enable_async: BytePS's asynchronous training, which is not there.
         priority: Among tensors that wait, one with a larger priority is sent sooner.
         process_set: A :class:`~byteps.common.ProcessSet` of the ranks that take part.
+        backup_workers: For how many of the slowest ranks the result does not wait
+            (docs/stragglers.md), of a tensor with a name; as ``BPS_BACKUP_WORKERS`` says where it
+            is None.
 
     Raises:
         TensorError: A tensor of a type that is not summed.
         MismatchError: The ranks disagree about what a name stands for.
+        BytePSError: It has to wait for all ranks, and ``backup_workers`` says otherwise.
         ConfigError: In a function that XLA compiles (``jit_compile=True``), of a tensor whose shape
             is not fixed there, or where TensorFlow's XLA is one that is not known here.
     """
@@ -80,7 +85,9 @@ def push_pull(
             "push_pull(enable_async=True): there is no asynchronous training here; leave it out"
         )
     names = [scope + name if name else None]
-    return push_pull_group([tensor], names, average, compression, op, priority, process_set)[0]
+    return push_pull_group(
+        [tensor], names, average, compression, op, priority, process_set, backup_workers
+    )[0]
 
 
 @not_converted
@@ -92,6 +99,7 @@ def push_pull_group(
     op: ReduceOp | None = None,
     priority: int = 0,
     process_set: Any = None,
+    backup_workers: int | None = 0,
 ) -> list[Any]:
     """:func:`push_pull` of several tensors, all under way together.
 
@@ -101,9 +109,11 @@ def push_pull_group(
         raise ConfigError("op=Adasum: ranks of byteps.torch compute it, and TensorFlow's do not")
     operation, ranks = either(average, op), _process_sets.ranks_of(process_set)
     encoding = encoding_for(compression, True, operation)  # Of floats; the others have none.
-    how = How(operation, priority=priority, encoding=encoding, ranks=ranks)
+    named = names or [None] * len(tensors)
+    backups = _backups.number_of(backup_workers, named)
+    how = How(operation, priority=priority, encoding=encoding, ranks=ranks, backups=backups)
     made = [compression.compress(tf.convert_to_tensor(tensor)) for tensor in tensors]
-    sent = exchange([small for small, _ in made], names or [None] * len(made), how)
+    sent = exchange([small for small, _ in made], named, how)
     return [
         compression.decompress(result, context)
         for result, (_, context) in zip(sent, made, strict=True)

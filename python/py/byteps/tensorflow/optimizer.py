@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from byteps import _process_sets, _registry
+from byteps import _backups, _process_sets, _registry
 from byteps._operations import Average, ReduceOp, Sum
 from byteps.errors import ConfigError
 from byteps.tensorflow import ops, sparse
@@ -48,6 +48,12 @@ def check_factor(factor: float, op: Any) -> None:
         )
 
 
+def check_backups(workers: int | None) -> None:
+    """Raises for what is no number of backup workers."""
+    if workers is not None:
+        _backups.number_of(workers)
+
+
 def _name_of(source: Any, index: int) -> str:
     """A name for the gradient of a variable, by the order in which gradients were first exchanged.
 
@@ -71,6 +77,7 @@ class How(NamedTuple):
     process_set: Any = None
     sparse_as_dense: bool = False
     predivide_factor: float = 1.0
+    backup_workers: int | None = None
 
 
 def exchanged(gradients: Sequence[Any], sources: Sequence[Any], how: How) -> list[Any]:
@@ -97,6 +104,11 @@ def reduced(gradients: Sequence[Any], names: Sequence[str], how: How) -> list[An
         else [index for index in there if isinstance(results[index], tf.IndexedSlices)]
     )
     dense = [index for index in there if index not in slices]
+    if slices:
+        _backups.wait_for_all(
+            how.backup_workers,
+            "ranks gather each other's rows of sparse gradients: pass sparse_as_dense=True",
+        )
     sent = [ops.scaled(results[index], 1.0 / how.predivide_factor) for index in dense]
     means = ops.push_pull_group(
         sent,
@@ -105,6 +117,7 @@ def reduced(gradients: Sequence[Any], names: Sequence[str], how: How) -> list[An
         how.compression,
         how.op,
         process_set=members,
+        backup_workers=how.backup_workers,
     )
     for index, mean in zip(dense, means, strict=True):
         results[index] = ops.scaled(mean, how.predivide_factor)
@@ -131,6 +144,7 @@ def DistributedGradientTape(
     groups: Any = None,
     process_set: Any = None,
     scale_local_gradients: bool = True,
+    backup_workers: int | None = None,
 ) -> Any:
     """A ``tf.GradientTape`` whose ``gradient`` averages over all ranks.
 
@@ -151,11 +165,19 @@ def DistributedGradientTape(
         scale_local_gradients: Whether gradients of sources that are a rank's own are divided by the
             number of ranks: ``tape.register_local_source(variable)`` says so of one, whose gradient
             then is not exchanged.
+        backup_workers: For how many of the slowest ranks no average of dense gradients waits
+            (docs/stragglers.md): it is then of the others, and the ranks that are late get the
+            same. As ``BPS_BACKUP_WORKERS`` says where it is None, for what may be so; 0 waits for
+            all.
     """
     del device_dense, device_sparse, num_groups, groups
     check_op(op)
     check_factor(gradient_predivide_factor, op)
-    how = How(compression, op, process_set, sparse_as_dense, gradient_predivide_factor)
+    check_backups(backup_workers)
+    how = How(
+        *(compression, op, process_set, sparse_as_dense, gradient_predivide_factor),
+        backup_workers=backup_workers,
+    )
     base = type(gradtape)
     local: set[Any] = set()
 
@@ -206,6 +228,7 @@ def PartialDistributedGradientTape(
     process_set: Any = None,
     local_layers: Any = None,
     scale_local_gradients: bool = True,
+    backup_workers: int | None = None,
 ) -> Any:
     """:func:`DistributedGradientTape` for models of which some layers are a rank's own.
 
@@ -226,6 +249,7 @@ def PartialDistributedGradientTape(
         groups,
         process_set,
         scale_local_gradients,
+        backup_workers,
     )
     for variable in local_variables(local_layers):
         tape.register_local_source(variable)
@@ -313,6 +337,7 @@ def DistributedOptimizer(
     num_groups: int = 0,
     groups: Any = None,
     process_set: Any = None,
+    backup_workers: int | None = None,
 ) -> Any:
     """An optimizer that averages gradients over all ranks before it applies them.
 
@@ -327,16 +352,20 @@ def DistributedOptimizer(
             dense tensors, and exchanged and applied in the last one.
         op: ``Average`` or ``Sum``.
         average_aggregated_gradients: Whether what is added up is divided by the number of passes.
-        gradient_predivide_factor, num_groups, groups, process_set: As of
+        gradient_predivide_factor, num_groups, groups, process_set, backup_workers: As of
             :func:`DistributedGradientTape`.
     """
     del device_dense, device_sparse, num_groups, groups
     check_op(op)
+    check_backups(backup_workers)
     check_factor(gradient_predivide_factor, op)
     check_passes(backward_passes_per_step)
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         chosen = name or f"Distributed{type(optimizer).__name__}"
-        how = How(compression, op, process_set, sparse_as_dense, gradient_predivide_factor)
+        how = How(
+            *(compression, op, process_set, sparse_as_dense, gradient_predivide_factor),
+            backup_workers=backup_workers,
+        )
         passes = None
         if backward_passes_per_step > 1:
             passes = Passes(backward_passes_per_step, average_aggregated_gradients)
@@ -356,6 +385,7 @@ def DistributedOptimizer(
             process_set=process_set,
             backward_passes_per_step=backward_passes_per_step,
             average_aggregated_gradients=average_aggregated_gradients,
+            backup_workers=backup_workers,
         )
     raise ConfigError(
         f"DistributedOptimizer({type(optimizer).__name__}): an optimizer of tf.compat.v1.train or "
