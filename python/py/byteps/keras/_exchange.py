@@ -70,25 +70,24 @@ def reduced(
     compression: Any,
     op: Any,
     process_set: Any = None,
+    backup_workers: int | None = 0,
 ) -> list[Any]:
     """These tensors reduced over all ranks, all under way together."""
+    how: dict[str, Any] = {
+        "compression": compression,
+        "op": op,
+        "process_set": process_set,
+        "backup_workers": backup_workers,
+    }
     if BACKEND == "tensorflow":
-        results = framework.push_pull_group(
-            tensors, names, None, compression, op, process_set=process_set
-        )
+        results = framework.push_pull_group(tensors, names, **how)
     elif BACKEND == "torch":
-        results = framework.push_pull_group(
-            tensors, name=list(names), compression=compression, op=op, process_set=process_set
-        )
+        results = framework.push_pull_group(tensors, name=list(names), **how)
     elif None in names:
-        results = framework.push_pull(
-            list(tensors), compression=compression, op=op, process_set=process_set
-        )
+        results = framework.push_pull(list(tensors), **how)
     else:
         named = dict(zip(names, tensors, strict=True))
-        found = framework.push_pull(
-            named, name="keras", compression=compression, op=op, process_set=process_set
-        )
+        found = framework.push_pull(named, name="keras", **how)
         results = [found[name] for name in names]
     return list(results)
 
@@ -101,13 +100,17 @@ def reduced_gradients(
     process_set: Any,
     sparse_as_dense: bool,
     predivide_factor: float,
+    backup_workers: int | None,
 ) -> list[Any]:
     """These gradients reduced over all ranks; None where there is none. On a rank that is not in
     the process set they stay as they are."""
     if BACKEND == "tensorflow":
         from byteps.tensorflow import optimizer
 
-        how = optimizer.How(compression, op, process_set, sparse_as_dense, predivide_factor)
+        how = optimizer.How(
+            *(compression, op, process_set, sparse_as_dense, predivide_factor),
+            backup_workers=backup_workers,
+        )
         return optimizer.reduced(gradients, names, how)
     results = list(gradients)
     members = _process_sets.added(process_set)
@@ -117,7 +120,8 @@ def reduced_gradients(
     sent = [results[index] for index in there]
     if predivide_factor != 1.0:
         sent = [one / predivide_factor for one in sent]
-    means = reduced(sent, [names[index] for index in there], compression, op, members)
+    named = [names[index] for index in there]
+    means = reduced(sent, named, compression, op, members, backup_workers)
     for index, mean in zip(there, means, strict=True):
         results[index] = mean * predivide_factor if predivide_factor != 1.0 else mean
     return results

@@ -23,13 +23,21 @@ __all__ = [
 
 
 def push_pull(
-    value: Any, name: str | None = None, average: bool = True, process_set: Any = None
+    value: Any,
+    name: str | None = None,
+    average: bool = True,
+    process_set: Any = None,
+    backup_workers: int | None = 0,
 ) -> Any:
     """The average or sum over all ranks, or those of the set, of a tensor, as one of the back end.
 
-    Without a ``name``, what the framework's own push_pull says of names holds.
+    Without a ``name``, what the framework's own push_pull says of names holds. ``backup_workers``
+    is for how many of the slowest ranks the result does not wait (docs/stragglers.md), of a tensor
+    with a name; as ``BPS_BACKUP_WORKERS`` says where it is None.
     """
-    return allreduce(value, name, average, process_set=process_set)
+    none = _exchange.framework.Compression.none
+    sent, op = [_exchange.tensor_of(value)], Average if average else Sum
+    return _exchange.reduced(sent, [name], none, op, process_set, backup_workers)[0]
 
 
 def allreduce(

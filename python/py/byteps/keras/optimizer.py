@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from byteps import _process_sets, _registry
+from byteps._backups import Backups
 from byteps._operations import Average, ReduceOp, Sum
 from byteps.errors import ConfigError
 from byteps.keras import _exchange, _which
@@ -31,6 +32,7 @@ def DistributedOptimizer(
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
     scale_local_gradients: bool = True,
+    backup_workers: int | None = None,
 ) -> Any:
     """The optimizer, which from now on averages gradients over all ranks before it applies them.
 
@@ -62,7 +64,13 @@ def DistributedOptimizer(
         scale_local_gradients: Whether gradients of variables that are a rank's own are divided by
             the number of ranks: ``optimizer.register_local_var(variable)`` says so of one, whose
             gradient then is not exchanged.
+        backup_workers: For how many of the slowest ranks no average of dense gradients waits
+            (docs/stragglers.md): it is then of the others, and the ranks that are late get the
+            same. As ``BPS_BACKUP_WORKERS`` says where it is None, for what may be so; 0 waits for
+            all.
     """
+    if backup_workers is not None:
+        Backups.asked(backup_workers)
     del device_dense, device_sparse, num_groups, groups
     _check(optimizer)
     if op not in (Average, Sum):
@@ -88,7 +96,8 @@ def DistributedOptimizer(
 
     def reduced(gradients: Sequence[Any], names: Sequence[str]) -> list[Any]:
         means = _exchange.reduced_gradients(
-            gradients, names, compression, op, process_set, sparse_as_dense, factor
+            *(gradients, names, compression, op, process_set, sparse_as_dense, factor),
+            backup_workers,
         )
         return [_exchange.scaled(one, whole) for one in means]
 
@@ -305,6 +314,7 @@ def load_model(
     custom_optimizers: Sequence[Any] | None = None,
     custom_objects: dict[str, Any] | None = None,
     compression: Any = Compression.none,
+    backup_workers: int | None = None,
 ) -> Any:
     """``keras.saving.load_model`` of a model whose optimizer then is a DistributedOptimizer.
 
@@ -312,10 +322,12 @@ def load_model(
         filepath: Of a model that was saved with a DistributedOptimizer, or without.
         custom_optimizers: Classes of optimizers that are not Keras's own.
         custom_objects: What else Keras has to know to load it.
-        compression: One of :class:`byteps.keras.Compression`.
+        compression, backup_workers: As of :func:`DistributedOptimizer`.
     """
     known = {one.__name__: one for one in custom_optimizers or ()} | (custom_objects or {})
     model = keras.saving.load_model(filepath, custom_objects=known)
     if getattr(model, "optimizer", None) is not None:
-        model.optimizer = DistributedOptimizer(model.optimizer, compression=compression)
+        model.optimizer = DistributedOptimizer(
+            model.optimizer, compression=compression, backup_workers=backup_workers
+        )
     return model
