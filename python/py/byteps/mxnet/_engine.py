@@ -11,6 +11,7 @@ import numpy as np
 
 import mxnet as mx
 from byteps import _native, _registry
+from byteps._backups import WAITS, Backups
 from byteps.errors import ConfigError, TensorError
 
 #: The release whose C interface is known; there will be no other.
@@ -125,12 +126,14 @@ def exchange(
     encoding: str | None = None,
     ranks: tuple[int, ...] | None = None,
     settles: bool = False,
+    backups: Backups = WAITS,
 ) -> _registry.Tensor:
     """Exchanges an array in place, behind what MXNet's engine does with it before; returns at once
     what it was declared as.
 
-    It is among these ``ranks``, or all. A name that the caller has not chosen for the job as a
-    whole ``settles``: another one takes its place where it stands for another type or shape.
+    It is among these ``ranks``, or all, and ``backups`` says for how many of them it does not wait.
+    A name that the caller has not chosen for the job as a whole ``settles``: another one takes its
+    place where it stands for another type or shape.
 
     Raises :class:`byteps.errors.MismatchError` where another rank has declared the name
     differently; what fails later is an ``MXNetError`` for whoever waits for the array.
@@ -147,6 +150,7 @@ def exchange(
         ranks=ranks,
         encoding=encoding if is_encoded else None,
     )
+    tensor = backups.over(tensor)
     if settles:
         tensor = _registry.settled(tensor)
     scope = _registry.scoped(tensor.name, ranks)

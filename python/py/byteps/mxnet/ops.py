@@ -7,6 +7,7 @@ from typing import Any
 
 import mxnet as mx
 from byteps import _process_sets, _registry
+from byteps._backups import UNNAMED, Backups
 from byteps._objects import BROADCAST_PRIORITY, check_root
 from byteps.mxnet import _engine
 from byteps.mxnet.compression import Compression
@@ -49,6 +50,7 @@ def byteps_push_pull(
     priority: int = 0,
     name: str | bytes | None = None,
     is_average: bool = True,
+    backup_workers: int | None = 0,
 ) -> None:
     """Replaces an array by its average, or its sum, over all ranks. Returns at once.
 
@@ -63,16 +65,26 @@ def byteps_push_pull(
         priority: Of two arrays that are ready, the one with the larger number goes first.
         name: The same on all ranks. Arrays without a name are matched by the order of the calls.
         is_average: Whether to divide the sum by the number of ranks.
+        backup_workers: For how many of the slowest ranks the result does not wait
+            (docs/stragglers.md), of an array with a name; as ``BPS_BACKUP_WORKERS`` says where it
+            is None.
 
     Raises:
+        byteps.errors.BytePSError: where it has to wait for all ranks, and ``backup_workers`` says
+            otherwise.
         byteps.errors.TensorError: for an array that cannot be exchanged.
         byteps.errors.MismatchError: where another rank has another type or shape by this name; on
             the rank that comes first, an ``MXNetError`` for whoever waits for the array.
     """
     del version
+    backups = Backups.asked(backup_workers).unless(UNNAMED if name is None else None)
     text = name_of(name)
-    operation = "average" if is_average else "sum"
-    _engine.exchange(tensor, text, operation, priority=priority, encoding=encoding_of(text))
+    _engine.exchange(
+        *(tensor, text, "average" if is_average else "sum"),
+        priority=priority,
+        encoding=encoding_of(text),
+        backups=backups,
+    )
 
 
 push_pull = byteps_push_pull

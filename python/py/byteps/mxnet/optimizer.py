@@ -10,6 +10,7 @@ import numpy as np
 
 import mxnet as mx
 from byteps import _kept, _native, _process_sets, _registry, elastic
+from byteps._backups import Backups
 from byteps._codecs import without_momentum
 from byteps._objects import check_root
 from byteps.errors import ConfigError
@@ -25,6 +26,7 @@ class _How(NamedTuple):
 
     factor: float
     process_set: Any
+    backup_workers: int | None
 
     def takes_part(self) -> bool:
         """Whether this rank is one of those whose gradients are averaged."""
@@ -35,14 +37,20 @@ class _How(NamedTuple):
         """Those ranks, of which this is one."""
         return _process_sets.ranks_of(self.process_set)
 
+    def backups(self) -> Backups:
+        """For how many of them no average waits."""
+        return Backups.asked(self.backup_workers)
 
-def _how(factor: float, num_groups: int, process_set: Any) -> _How:
+
+def _how(factor: float, num_groups: int, process_set: Any, backup_workers: int | None) -> _How:
     if not factor > 0:
         raise ConfigError(f"gradient_predivide_factor={factor}: a number above 0 is wanted")
     if num_groups < 0:
         raise ConfigError(f"num_groups={num_groups}: 0 or more")
+    if backup_workers is not None:
+        Backups.asked(backup_workers)
     _process_sets.added(process_set)
-    return _How(factor, process_set)
+    return _How(factor, process_set, backup_workers)
 
 
 class DistributedOptimizer(mx.optimizer.Optimizer):
@@ -59,6 +67,9 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
         num_groups: There for Horovod's callers, which choose what is sent together; not used.
         process_set: A :class:`~byteps.common.ProcessSet` of the ranks whose gradients are averaged;
             on others they stay as they are.
+        backup_workers: For how many of the slowest ranks no average waits (docs/stragglers.md): it
+            is then of the others, and the ranks that are late get the same. As
+            ``BPS_BACKUP_WORKERS`` says where it is None, for what may be so; 0 waits for all.
 
     Raises:
         byteps.errors.ConfigError: for what is no optimizer, or options that are none.
@@ -73,6 +84,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
         gradient_predivide_factor: float = 1.0,
         num_groups: int = 0,
         process_set: Any = None,
+        backup_workers: int | None = None,
     ) -> None:
         if not isinstance(optimizer, mx.optimizer.Optimizer):
             raise ConfigError(
@@ -83,7 +95,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
             optimizer = optimizer._wrapped
         # Not the constructor of the base: what it would set is for the wrapped one to have.
         object.__setattr__(self, "_wrapped", optimizer)
-        how = _how(gradient_predivide_factor, num_groups, process_set)
+        how = _how(gradient_predivide_factor, num_groups, process_set, backup_workers)
         object.__setattr__(self, "_how", how)
 
     def __getattr__(self, name: str) -> Any:
@@ -94,18 +106,21 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
         setattr(self._wrapped, name, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return DistributedOptimizer, (self._wrapped, self._how.factor, 0, self._how.process_set)
+        factor, process_set, backup_workers = self._how
+        return DistributedOptimizer, (self._wrapped, factor, 0, process_set, backup_workers)
 
     def _average(self, index: Any, grad: Any) -> None:
         if not self._how.takes_part():
             return
-        ranks, factor = self._how.ranks(), self._how.factor
+        ranks, factor, backups = self._how.ranks(), self._how.factor, self._how.backups()
         indices, grads = (index, grad) if isinstance(index, (list, tuple)) else ([index], [grad])
         for number, array in zip(indices, grads, strict=True):
             name = f"gradient_{number}"
             reductions.scale(array, 1 / factor)
             _engine.exchange(
-                *(array, name, "average", 0, -number, ops.encoding_of(name)), ranks=ranks
+                *(array, name, "average", 0, -number, ops.encoding_of(name)),
+                ranks=ranks,
+                backups=backups,
             )
             reductions.scale(array, factor)
 
@@ -167,6 +182,7 @@ class DistributedTrainer(mx.gluon.Trainer):
         process_set: A :class:`~byteps.common.ProcessSet` of the ranks that train together, from the
             parameters of ``root_rank`` or, where that is none of them, of the first. Others train
             by themselves.
+        backup_workers: As for :class:`DistributedOptimizer`; none where a codec has a momentum.
 
     Raises:
         byteps.errors.ConfigError: for sparse parameters, several devices, or options that are not
@@ -185,6 +201,7 @@ class DistributedTrainer(mx.gluon.Trainer):
         prefix: str | None = None,
         num_groups: int = 0,
         process_set: Any = None,
+        backup_workers: int | None = None,
     ) -> None:
         if not isinstance(root_rank, int):
             raise ConfigError(
@@ -193,7 +210,7 @@ class DistributedTrainer(mx.gluon.Trainer):
             )
         if compression is not None and compression_params is not None:
             raise ConfigError("give compression or compression_params, not both")
-        self._how = _how(gradient_predivide_factor, num_groups, process_set)
+        self._how = _how(gradient_predivide_factor, num_groups, process_set, backup_workers)
         check_root(root_rank, None)
         if isinstance(optimizer, DistributedOptimizer):
             warnings.warn(
@@ -243,7 +260,7 @@ class DistributedTrainer(mx.gluon.Trainer):
     def _allreduce_grads(self) -> None:
         if not self._how.takes_part():
             return
-        ranks, factor = self._how.ranks(), self._how.factor
+        ranks, factor, backups = self._how.ranks(), self._how.factor, self._backups()
         self._follow_rate()
         for index, param in enumerate(self._params):
             if param.grad_req != "null":
@@ -251,10 +268,16 @@ class DistributedTrainer(mx.gluon.Trainer):
                 self._add_momentum(index, grad)
                 reductions.scale(grad, 1 / factor)
                 sent = _engine.exchange(
-                    *(grad, name, "average", 0, -index, self._encoding), ranks=ranks
+                    *(grad, name, "average", 0, -index, self._encoding),
+                    ranks=ranks,
+                    backups=backups,
                 )
                 reductions.scale(grad, factor)
                 self._sent.add(sent)
+
+    def _backups(self) -> Backups:
+        why = "what the codec's momentum keeps would be wrong without a contribution"
+        return self._how.backups().unless(None if self._momentum is None else why)
 
     def _add_momentum(self, index: int, grad: Any) -> None:
         """Nesterov's, in front of the codec, also of arrays that are too small to be encoded."""
