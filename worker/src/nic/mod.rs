@@ -20,6 +20,9 @@ mod slots;
 mod staged;
 mod watch;
 
+#[cfg(test)]
+mod tests;
+
 pub use keeping::Move;
 pub use messages::{LanePeer, NicConfig, NicStatistics, Report};
 
