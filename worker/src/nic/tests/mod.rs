@@ -1,6 +1,7 @@
 //! The lanes of one rank, whose other ends the tests hold: what they post and what they refuse.
 
 mod arriving;
+mod circle;
 mod sending;
 
 use super::*;
