@@ -13,6 +13,7 @@ mod tensors;
 mod workload;
 
 pub use cluster::Cluster;
+pub use gpu::stages;
 pub use optimized::run_optimized;
 pub use reformed::{Reformed, Trouble, run_reformed};
 pub use shape::{Groups, Shape};

@@ -316,8 +316,11 @@ impl GpuInbox {
         self.refuse(error);
     }
 
-    /// A message of the NIC loop. If there is no room it comes back.
-    pub(crate) fn tell(&self, message: ToGpu) -> Result<(), ToGpu> {
+    /// A message of the NIC loop.
+    ///
+    /// # Errors
+    /// There is no room, and here it is again.
+    pub fn tell(&self, message: ToGpu) -> Result<(), ToGpu> {
         self.inbox.push(message)
     }
 }

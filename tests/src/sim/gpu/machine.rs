@@ -230,8 +230,18 @@ impl Machine {
         self.devices[device].stands()
     }
 
+    /// Whether a copy between a device and the host is at work.
+    pub(super) fn is_copying(&self, device: usize) -> bool {
+        let streams = self.devices[device].streams.iter().map(|stream| &self.streams[*stream]);
+        let mut running = streams.filter(|stream| stream.is_running);
+        running.any(|stream| {
+            let first = stream.queue.front().map(|first| &first.work);
+            matches!(first, Some(Work::ToHost { .. } | Work::ToDevice { .. }))
+        })
+    }
+
     /// What is at work on a device never ends.
-    fn stop(&mut self, device: usize) {
+    pub(super) fn stop(&mut self, device: usize) {
         for stream in self.devices[device].streams.clone() {
             self.streams[stream].is_stuck = true;
             if let Some(Enqueued { work: Work::Collective { comm, call }, .. }) =

@@ -21,6 +21,7 @@ mod machine;
 mod memory;
 mod nccl;
 mod rank;
+pub mod stages;
 mod stream;
 
 pub(super) use machine::Machine;
