@@ -1,5 +1,6 @@
 //! The lanes of one rank, whose other ends the tests hold: what they post and what they refuse.
 
+mod any_frame;
 mod arriving;
 mod circle;
 mod sending;

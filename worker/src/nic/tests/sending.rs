@@ -291,3 +291,39 @@ fn who_leaves_says_so_last_on_every_lane() {
     assert_eq!(bench.kinds(Kind::Goodbye), [0, 1].map(|lane| goodbye(LaneId(lane))));
     assert_eq!(bench.heard.len(), 2);
 }
+
+#[test]
+fn a_result_that_does_not_come_is_told_by_half_of_the_time_and_once_when_it_has_come() {
+    let mut bench = to_server(1 << 20);
+    let parts = [bench.plan_served(), bench.plan_served()];
+    let awaited = |bench: &mut Bench| -> Option<Vec<(u64, u64, u32)>> {
+        match bench.reports.pop()? {
+            Report::Awaiting { keys } => {
+                Some(keys.iter().map(|key| (key.key.0, key.round, key.server)).collect())
+            }
+            other => panic!("{other:?}"),
+        }
+    };
+    for (part, after) in [(parts[1], 1), (parts[0], 1400)] {
+        bench.push(part, 1, 0);
+        bench.settle();
+        bench.ahead += Duration::from_millis(after);
+    }
+    bench.settle();
+    assert_eq!(awaited(&mut bench), None, "nothing was asked for 2.5 s ago");
+    bench.ahead += Duration::from_millis(1200);
+    bench.settle();
+    let oldest = [(2, 1, 0), (1, 1, 0)];
+    let told = awaited(&mut bench).expect("it is told");
+    assert_eq!(told, oldest);
+    for part in parts {
+        let header = Header { contributors: 2, ..frame(Kind::Publication, part) };
+        bench.send(SERVER, header, floats(1.0, BYTES));
+    }
+    bench.ahead += Duration::from_secs(1);
+    bench.settle();
+    assert_eq!(awaited(&mut bench), Some(Vec::new()));
+    bench.ahead += Duration::from_secs(1);
+    bench.settle();
+    assert_eq!(awaited(&mut bench), None);
+}
