@@ -146,10 +146,19 @@ pub struct Header {
     /// What the round is for, where the tensor has an optimizer; else zero.
     pub act: u64,
     /// Of a publication, and of a result that is given back: a bit for each rank without a
-    /// contribution in the payload: that has died, in the order in which the scheduler has told of
-    /// them; of a tensor whose rounds do not wait for slow ranks, that is late or has died, in the
-    /// order of ranks.
+    /// contribution in the payload, because it has died, or is late for a tensor whose rounds do
+    /// not wait for slow ranks. Bit n is rank n, but in a job of [more ranks than there are
+    /// bits](missing_by_rank) that of the n-th death that the scheduler has told of; no round of
+    /// those there leaves out late ranks from number 64 on.
     pub missing: u64,
+}
+
+/// Whether bit n of [`Header::missing`] is rank n in a job of so many ranks. If there were an order
+/// of deaths to know, whoever follows a scheduler that knows of another one would take one rank for
+/// another.
+#[must_use]
+pub fn missing_by_rank(ranks: u32) -> bool {
+    ranks <= u64::BITS
 }
 
 /// Why 64 bytes are not a header of ours: the first field that is wrong.

@@ -6,4 +6,4 @@ mod checksum;
 pub mod header;
 
 pub use checksum::{crc32c, crc32c_append};
-pub use header::{Header, Invalid, Kind, RawHeader};
+pub use header::{Header, Invalid, Kind, RawHeader, missing_by_rank};

@@ -47,10 +47,12 @@ impl Groups {
         Groups { shrinks, ..self }
     }
 
-    /// The same when these ranks of the job have died, in this order: whole groups.
+    /// The same when these ranks of the job have died, in this order: whole groups. Results name
+    /// them by their ranks, or else in this order.
     #[must_use]
-    pub fn without(&self, gone: &[Rank]) -> Groups {
-        self.clone().that_lack((0..).zip(gone.iter().copied()))
+    pub fn without(&self, gone: &[Rank], by_rank: bool) -> Groups {
+        let bit = |(place, rank): (u32, Rank)| (if by_rank { rank.0 } else { place }, rank);
+        self.clone().that_lack((0..).zip(gone.iter().copied()).map(bit))
     }
 
     fn that_lack(self, gone: impl Iterator<Item = (u32, Rank)>) -> Groups {
@@ -385,6 +387,24 @@ mod tests {
         let beyond = Members::new(vec![Rank(1), Rank(5)]).unwrap();
         assert_eq!(groups.among(&beyond), None);
         assert!(groups.has(Rank(4)) && !groups.has(Rank(5)));
+    }
+
+    #[test]
+    fn the_dead_are_named_by_their_ranks_or_by_the_order_of_their_deaths() {
+        let groups = Groups::new(&[0, 1, 2, 3, 4]).that_shrink(true);
+        let few = groups.among(&Members::new([1, 2, 4].map(Rank).to_vec()).unwrap()).unwrap();
+        let dead = [3, 1, 4].map(Rank);
+        let bits = |groups: &Groups, by_rank| {
+            let gone = groups.without(&dead, by_rank);
+            gone.gone().iter().map(|(bit, rank)| (*bit, rank.0)).collect::<Vec<_>>()
+        };
+        assert_eq!(bits(&groups, true), [(3, 3), (1, 1), (4, 4)]);
+        assert_eq!(bits(&groups, false), [(0, 3), (1, 1), (2, 4)]);
+        assert_eq!(bits(&few, true), [(1, 1), (4, 4)]);
+        assert_eq!(bits(&few, false), [(1, 1), (2, 4)]);
+        // Whoever is told of a further death tells of the same ones as before.
+        let later = groups.without(&dead[..2], true).without(&dead, true);
+        assert_eq!(later.gone(), groups.without(&dead, true).gone());
     }
 
     #[test]

@@ -8,6 +8,7 @@ use crate::entry::{Groups, NumberSet, Turnouts};
 use bps_engine::base::{Epoch, Rank, word};
 use bps_engine::proto::store::Store;
 use bps_engine::transport::LaneId;
+use bps_engine::wire::missing_by_rank;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -95,7 +96,8 @@ impl Shard {
     /// Rounds go on without these ranks, which have died: nothing of them is taken any more.
     pub(super) fn shrink(&mut self, gone: &[Rank]) {
         let before = self.groups.gone().len();
-        let without = |groups: &mut Arc<Groups>| *groups = Arc::new(groups.without(gone));
+        let by_rank = missing_by_rank(self.groups.ranks());
+        let without = |groups: &mut Arc<Groups>| *groups = Arc::new(groups.without(gone, by_rank));
         without(&mut self.groups);
         self.sets.values_mut().for_each(without);
         self.apart.values_mut().for_each(without);

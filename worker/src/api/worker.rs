@@ -19,6 +19,7 @@ use bps_engine::proto::objects::ObjectKeys;
 use bps_engine::proto::store::{Store, StoreFault};
 use bps_engine::proto::unserved::Unserved;
 use bps_engine::trace::log;
+use bps_engine::wire::missing_by_rank;
 use std::borrow::Cow;
 use std::ops::RangeInclusive;
 use std::path::Path;
@@ -320,7 +321,7 @@ impl Worker {
     /// [`Error::Timeout`] if the scheduler does not say who they are, or what ended the job.
     pub fn lacking(&self, handle: &Handle) -> Result<Vec<Rank>, Error> {
         let bits = self.bits_lacking(handle)?;
-        if handle.lacks_by_rank() {
+        if handle.lacks_by_rank() || missing_by_rank(self.0.size) {
             return Ok((0..u64::BITS).filter(|bit| bits >> bit & 1 == 1).map(Rank).collect());
         }
         match (&self.0.job, bits) {

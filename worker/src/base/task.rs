@@ -267,7 +267,8 @@ impl Handle {
         is_known.then(|| self.0.lacks.load(Ordering::Relaxed))
     }
 
-    /// Whether bit n of that is rank n; else it is that of the death that was told of as number n.
+    /// Whether bit n of that is rank n in a job of any size; else it is what
+    /// [`missing_by_rank`](bps_engine::wire::missing_by_rank) says.
     #[must_use]
     pub fn lacks_by_rank(&self) -> bool {
         self.0.lacks_by_rank.load(Ordering::Relaxed)

@@ -64,7 +64,8 @@ pub struct PartPush {
 pub struct Lacks {
     /// A bit for each rank without a contribution.
     pub ranks: u64,
-    /// Bits are in the order of ranks; else in that in which the scheduler has told of deaths.
+    /// Bits are in the order of ranks, however many these are; else they are what
+    /// [`missing_by_rank`](bps_engine::wire::missing_by_rank) says.
     pub by_rank: bool,
     /// There is no result: it was to come from one of them.
     pub is_lost: bool,
