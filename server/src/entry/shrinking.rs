@@ -453,11 +453,11 @@ mod tests {
         assert!(!bench.entry.is_whole(), "nobody knows yet that it has died");
         // Nothing had been divided when the last one came.
         bench.lose(&[2]);
-        assert_eq!(bench.close(), (floats(1.5), 2, 0b10));
+        assert_eq!(bench.close(), (floats(1.5), 2, 0b100));
         bench.contribute(0, 4.0, 16);
         // Of the dead counts what has come whole.
         bench.contribute(1, 6.0, 16);
         bench.lose(&[2, 1]);
-        assert_eq!(bench.close(), (floats(5.0), 2, 0b10));
+        assert_eq!(bench.close(), (floats(5.0), 2, 0b100));
     }
 }

@@ -59,7 +59,7 @@ fn a_key_that_each_rank_encodes_as_it_likes_waits_for_those_who_live() {
         core.network.advance();
     }
     // The mean of two equal contributions, as bf16, and who is not in it.
-    assert_eq!(results, vec![(2, 1, Form::Half, half.clone()); 2]);
+    assert_eq!(results, vec![(2, 0b100, Form::Half, half.clone()); 2]);
 }
 
 /// What a core with this key, of one rank, says of these payloads, each with what it is for: the
