@@ -26,6 +26,8 @@ BLAMES_SCHEDULER = re.compile(
 #: How an error of ours ends the traceback of a rank.
 ERROR = re.compile(r"^byteps\.errors\.\w+: .", re.MULTILINE)
 UNFORMED = re.compile(r"the job was not formed|waiting for|did not come|is gone before the job")
+#: A new rank, whose scheduler was lost before that let it in.
+NOT_LET_IN = re.compile(r"^byteps\.errors\.StartError: the scheduler at ", re.MULTILINE)
 #: A scheduler leads a job.
 LEADS = re.compile(r"are led by this scheduler|all there after")
 #: What a rank says of the sums of a step.
@@ -229,6 +231,10 @@ def check_words(run: Run) -> None:
     if plan.loss is not None and plan.moment == "forming":
         # Whoever had not been told yet that the job is elastic has ended by itself.
         pids |= {process.pid for process in job.processes.values() if process.code}
+    if plan.loss is not None and plan.moment == "joining":
+        # Whoever was not let in yet ends, too, and is started again.
+        ended = [process for process in job.processes.values() if process.code]
+        pids |= {process.pid for process in ended if NOT_LET_IN.search(process.said())}
     for member, process in job.processes.items():
         said = process.said()
         if "panicked" in said:
