@@ -130,6 +130,12 @@ impl Agent {
         }
     }
 
+    /// Whether the epoch is over for this rank, or the job.
+    #[must_use]
+    pub fn is_over(&self) -> bool {
+        self.over
+    }
+
     /// Whether the epoch is over and the job is not.
     #[must_use]
     pub fn may_return(&self) -> bool {

@@ -488,8 +488,11 @@ impl Job {
     /// What this rank is known by when it comes back after [`leave`](Self::leave), if it may: its
     /// epoch is over and the job is not, or it `suspend`s.
     pub(crate) fn return_ticket(&self, suspend: bool) -> Option<u64> {
-        let suspends = suspend && self.elastic && self.nic.over.get().is_none();
-        (suspends || lock(&self.agent).may_return()).then_some(self.session)
+        let agent = lock(&self.agent);
+        // The NIC loop fails what is under way before it tells that the job is over.
+        let goes_on = !agent.is_over() && self.nic.over.get().is_none();
+        let suspends = suspend && self.elastic && goes_on;
+        (suspends || agent.may_return()).then_some(self.session)
     }
 
     pub(crate) fn leave(&self, suspend: bool) -> Result<(), Error> {

@@ -296,7 +296,7 @@ mod tests {
             let (mut agent, mut effects) = (agent(), Vec::new());
             let source = Source::new(LinkError::Closed);
             agent.scheduler_lost(source, ms(0), &mut effects);
-            assert!(agent.is_away() && !agent.is_forsaken());
+            assert!(agent.is_away() && !agent.is_forsaken() && !agent.is_over());
             if is_found {
                 assert!(agent.follow(2, ms(50), &mut effects).is_some());
                 let (who, round) = (Origin::scheduler(), None);
@@ -310,7 +310,7 @@ mod tests {
                 }
             }
             let is_over = effects.iter().any(|effect| matches!(effect, Effect::Over(_)));
-            assert!(is_over && !agent.is_away());
+            assert!(is_over && agent.is_over() && !agent.is_away());
             assert_eq!(agent.is_forsaken(), !is_found);
         }
     }
