@@ -421,7 +421,7 @@ impl Batch {
         Ok(())
     }
 
-    /// The indices of those gradients that were changed since, or are no more those of their
+    /// The indices of those gradients that were changed since, or are no longer those of their
     /// parameters, which are at `indices` among `params`.
     fn changed(
         &self,

@@ -23,8 +23,8 @@ pub struct Plain {
 
 #[pymethods]
 impl Plain {
-    /// A gradient that is like this tensor of `layout`, which is not looked at: whose memory is
-    /// contiguous, and that of a GPU or not.
+    /// Of gradients with the type of the tensor `like`, this `layout` and so many `bytes`, in
+    /// contiguous memory. Raises what torch does for something that has no type.
     #[new]
     fn new(
         like: &Bound<'_, PyAny>,
@@ -96,8 +96,8 @@ pub fn versions(tensors: &Bound<'_, PyList>) -> PyResult<Vec<u64>> {
     tensors.iter().map(|tensor| tensor.getattr(name)?.extract()).collect()
 }
 
-/// The indices of tensors that were changed since they had these versions, or are the gradients of
-/// their parameters no more: these are at `indices` among `params`.
+/// The indices of tensors that were changed since they had these versions, or are no longer the
+/// gradients of their parameters, which are at `indices` among `params`.
 pub fn changed(
     tensors: &Bound<'_, PyList>,
     versions: &[u64],
