@@ -23,6 +23,9 @@ import cloudpickle
 
 HERE = Path(__file__).parent
 START_SECONDS = 90
+#: TensorFlow's tuning of input pipelines sleeps for up to a minute, and may miss the one call that
+#: wakes it when an iterator ends: one that lives to the end of a process delays it by as much.
+END_SECONDS = 90
 CALL_SECONDS = 60
 
 
@@ -134,7 +137,7 @@ class Cluster:
         for connection in self._ranks:
             connection.send_bytes(cloudpickle.dumps(None))
         try:
-            status = self.wait(30)
+            status = self.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             self._dump_stacks()
             log = self.log()
