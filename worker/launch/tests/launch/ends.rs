@@ -1,6 +1,6 @@
 //! How a job ends: well, by a failure, by a signal, or because the launcher is gone.
 
-use super::stage::{ENDS, PATIENCE, Stage, all_gone, has, mentions, numbers, runs, until};
+use super::stage::{ENDS, LEADS, PATIENCE, Stage, all_gone, has, mentions, numbers, runs, until};
 use std::time::Instant;
 
 /// Ignores requests to end, has a child that does so too, and tells both numbers.
@@ -251,7 +251,7 @@ fn an_elastic_job_goes_on_until_too_few_workers_are_left() {
 
 #[test]
 fn an_elastic_job_whose_last_workers_end_well_has_ended_well() {
-    let stage = Stage::new("trap 'exit 0' USR1; while :; do sleep 0.02; done", "exit 9");
+    let stage = Stage::new(LEADS, "exit 9");
     let worker = "[ $BYTEPS_LOCAL_RANK = 0 ] && exit 1; sleep 0.5";
     let arguments = ["--local", "3", "--elastic", "redo", "sh", "-c", worker];
     let (code, lines) = stage.start(&arguments, &[]).finish();

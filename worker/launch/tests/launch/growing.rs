@@ -1,9 +1,7 @@
 //! Jobs whose ranks come and go: a file in place of a cloud, and a script in place of ssh.
 
-use super::stage::{Launcher, Stage, all_gone, has, mentions, numbers, until};
+use super::stage::{LEADS, Launcher, SERVES, Stage, all_gone, has, mentions, numbers, until};
 
-/// A scheduler and servers that stay until the launcher says that all ranks have ended.
-const STAYS: &str = "trap 'exit 0' USR1 TERM; while :; do sleep 0.02; done";
 /// Gives a login as sshd does; the host is the word before the last.
 const RELAY: &str = r#"host=; line=; for word; do host=$line; line=$word; done
 echo "connection $$" >&2
@@ -24,7 +22,7 @@ struct Cloud {
 impl Cloud {
     /// A job on the hosts of this answer.
     fn new(answer: &str, flags: &[&str], worker: &str) -> Cloud {
-        let stage = Stage::new(STAYS, STAYS);
+        let stage = Stage::new(LEADS, SERVES);
         let ssh = stage.script("bin/ssh", RELAY);
         std::fs::write(stage.path().join("answer"), answer).unwrap();
         let mut cloud = Cloud { stage, launcher: None };
@@ -49,7 +47,9 @@ impl Cloud {
 
     fn finish(mut self) -> (Option<i32>, Vec<String>) {
         std::fs::write(self.stage.path().join("end"), "").unwrap();
-        self.launcher.take().unwrap().finish()
+        let (code, lines) = self.launcher.take().unwrap().finish();
+        assert!(!lines.iter().any(|line| line.contains("in time: killed")), "{lines:#?}");
+        (code, lines)
     }
 }
 
@@ -119,7 +119,7 @@ fn a_job_begins_when_there_is_room_enough() {
 
 #[test]
 fn a_job_that_never_gets_room_enough_says_so_in_time() {
-    let stage = Stage::new(STAYS, STAYS);
+    let stage = Stage::new(LEADS, SERVES);
     let flags = ["--host-discovery", "echo a:1", "--min-workers", "2", "--elastic", "redo"];
     let variables = [("BPS_START_TIMEOUT", "0.3")];
     let launcher = stage.start(&[&flags[..], &["true"]].concat(), &variables);
@@ -145,7 +145,7 @@ fn a_machine_whose_ranks_fail_is_left_out_for_longer_and_longer() {
 
 #[test]
 fn a_rank_of_this_machine_is_started_again() {
-    let stage = Stage::new(STAYS, STAYS);
+    let stage = Stage::new(LEADS, SERVES);
     let worker = format!("echo again=$BPS_JOINS; {WORKER}");
     let flags = ["--local", "2", "--elastic", "redo", "--max-workers", "2"];
     let flags = [&flags[..], &["--restart-delay", "0.05", "sh", "-c", &worker]].concat();
@@ -165,7 +165,7 @@ fn a_rank_of_this_machine_is_started_again() {
 
 #[test]
 fn a_machine_that_was_lost_is_reached_again() {
-    let stage = Stage::new(STAYS, STAYS);
+    let stage = Stage::new(LEADS, SERVES);
     let ssh = stage.script("bin/ssh", RELAY);
     let flags = ["--ssh-command", &ssh, "-H", "a:1,b:1", "--servers", "localhost"];
     let more = ["--elastic", "redo", "--max-workers", "2", "--restart-delay", "0.05"];
@@ -202,7 +202,7 @@ fn the_end_of_a_machine_is_passed_on_to_its_ranks() {
 
 #[test]
 fn a_request_to_end_an_elastic_job_comes_twice() {
-    let stage = Stage::new(STAYS, STAYS);
+    let stage = Stage::new(LEADS, SERVES);
     // As a rank does whose notice has not run out.
     let worker = "trap 'echo asked; trap \"echo urged; exit 143\" TERM' TERM
         echo \"process $$\"; while :; do sleep 0.02; done";
@@ -225,7 +225,7 @@ const WAITS: &str = "trap 'echo asked; trap \"echo urged; exit 143\" TERM' TERM
 
 #[test]
 fn servers_of_an_elastic_job_that_ends_are_asked_twice_as_well() {
-    let stage = Stage::new(STAYS, WAITS);
+    let stage = Stage::new(LEADS, WAITS);
     let worker = "echo there; while :; do sleep 0.02; done";
     let flags = ["--local", "1", "--servers", "1", "--elastic", "redo", "--grace", "0.6"];
     let launcher = stage.start(&[&flags[..], &["sh", "-c", worker]].concat(), &[]);
@@ -244,7 +244,7 @@ fn a_server_that_variables_describe_has_its_notice() {
     // It is let go after longer than the grace, and nobody asks it for the second time.
     let server = "trap 'echo asked; sleep 0.8; echo left; exit 0' TERM
         echo there; while :; do sleep 0.02; done";
-    let stage = Stage::new(STAYS, server);
+    let stage = Stage::new(LEADS, server);
     let flags = ["--elastic", "shrink", "--grace", "0.2", "--leave-notice", "20"];
     let variables = [
         ("DMLC_ROLE", "server"),
@@ -265,7 +265,7 @@ fn a_server_that_variables_describe_has_its_notice() {
 
 #[test]
 fn what_does_not_go_together_is_refused() {
-    let stage = Stage::new(STAYS, STAYS);
+    let stage = Stage::new(LEADS, SERVES);
     let cases: &[(&[&str], &str)] = &[
         (
             &["--local", "2", "--max-workers", "2"],

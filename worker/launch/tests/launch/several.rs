@@ -3,7 +3,9 @@
 //!
 //! `tests/python/test_ssh.py` does the same with a real sshd in network namespaces.
 
-use super::stage::{ENDS, Launcher, PATIENCE, Stage, all_gone, has, mentions, numbers, until};
+use super::stage::{
+    ENDS, LEADS, Launcher, PATIENCE, Stage, all_gone, has, mentions, numbers, until,
+};
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
@@ -247,7 +249,7 @@ fn a_connection_that_is_cut_ends_all_on_both_sides() {
 
 #[test]
 fn an_elastic_job_goes_on_without_a_machine() {
-    let stage = Stage::new("trap 'exit 0' USR1; while :; do sleep 0.02; done", "sleep 2");
+    let stage = Stage::new(LEADS, "sleep 2");
     let made = Command::new("mkfifo").arg(stage.path().join("go")).status();
     assert!(made.unwrap().success());
     let worker = format!("[ $RANK = 0 ] || {{ {STUBBORN}; }}; echo \"process $$\"; read go <go");

@@ -15,6 +15,15 @@ pub const PATIENCE: Duration = Duration::from_secs(20);
 /// Ends well at once, as a server does whose workers have left.
 pub const ENDS: &str = "echo up; exit 0";
 
+/// A scheduler that stays until the launcher says that all ranks have ended. It is started with
+/// that signal ignored, which a shell does not change.
+pub const LEADS: &str = "exec env --default-signal=USR1 sh -c '
+    trap \"touch $0; exit 0\" USR1; trap \"exit 0\" TERM
+    while :; do sleep 0.02; done' \"${0%/*}/over\"";
+
+/// A server that stays as long as [`LEADS`].
+pub const SERVES: &str = "trap 'exit 0' TERM; while [ ! -e \"${0%/*}/over\" ]; do sleep 0.02; done";
+
 /// A folder that goes away with its test.
 pub struct Stage(PathBuf);
 
