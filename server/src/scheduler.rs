@@ -225,8 +225,9 @@ impl Bound {
         let machine_config = self.machine_config()?;
         let (exporter, viewers) = self.show(&waker)?;
         let machine = |now| Scheduler::new(machine_config, now);
-        let hub = Hub::new(machine, self.key.clone(), waker, arrivals, viewers);
-        let exit = hub.with_tune_file(self.config.tune_file.clone()).run(stop);
+        let hub = Hub::new(machine, self.key.clone(), waker, arrivals, viewers)
+            .with_tune_file(self.config.tune_file.clone());
+        let exit = hub.run(stop, self.config.start_timeout);
         drop(exporter);
         acceptor.stop();
         match exit {

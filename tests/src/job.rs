@@ -6,9 +6,14 @@ use bps_engine::config::{
 };
 use bps_worker::{Error, Worker};
 use std::net::TcpListener;
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
+
+/// Where [`free_port`] looks.
+const PORT_MIN: u16 = 16_384;
+const PORTS: u16 = 16_384;
 
 /// Jobs of one process run one after the other: each has more polling threads than a small machine
 /// has CPUs, and some are timed.
@@ -94,14 +99,22 @@ impl JobShape {
     }
 }
 
-/// A port of loopback that was free a moment ago.
+/// A port of loopback that was free a moment ago, below those that the kernel gives to connections:
+/// one of theirs may be taken by another test before the scheduler listens on it.
 ///
 /// # Panics
 /// When loopback has no free port.
 #[must_use]
 pub fn free_port() -> u16 {
-    let probe = TcpListener::bind(("127.0.0.1", 0)).expect("a free port on loopback");
-    probe.local_addr().expect("an address").port()
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    // Processes of tests that run at once begin at different places.
+    let start = u16::try_from(std::process::id() * 37 % u32::from(PORTS)).expect("below PORTS");
+    let is_free = |port: &u16| TcpListener::bind(("127.0.0.1", *port)).is_ok();
+    (0..PORTS)
+        .map(|_| NEXT.fetch_add(1, Ordering::Relaxed) % PORTS)
+        .map(|next| PORT_MIN + (start + next) % PORTS)
+        .find(is_free)
+        .expect("a free port on loopback")
 }
 
 /// The configuration of a node of such a job.
@@ -191,6 +204,8 @@ pub fn run_relayed<T: Send + 'static>(
     let port = free_port();
     let config = |shape: &JobShape, port, role, worker| Config {
         job_key: key.map(str::to_owned),
+        // Of jobs that do not form, the scheduler tells nodes that come later for no longer.
+        start_timeout: Duration::from_secs(8),
         ..config(shape, port, role, worker)
     };
     let scheduler = {

@@ -15,6 +15,7 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 const LOOPBACK: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 const KEY: &str = "abababababababababababababababababababababababababababababababab";
@@ -198,6 +199,8 @@ fn nodes_that_disagree_are_refused_by_name() {
         let config = |own| Config {
             job_key: Some(KEY.into()),
             encrypt: if own == role { encrypt } else { !encrypt },
+            // The scheduler tells nodes that come later for no longer than this.
+            start_timeout: Duration::from_secs(2),
             ..job::config(&shape, port, own, 0)
         };
         let (scheduler, server, worker) =

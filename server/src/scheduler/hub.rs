@@ -24,8 +24,8 @@ const TICK: Duration = Duration::from_millis(100);
 /// How long a closing connection may take to read what it was sent.
 const LINGER: Duration = Duration::from_secs(2);
 /// How long nodes that come later are told why their job was not formed: the nodes of a job are
-/// started together, but some take longer to load their program. Once as many have been told as the
-/// job has nodes, the shorter time is enough.
+/// started together, but some take longer to load their program, though no longer than a job may
+/// take to form. Once as many have been told as the job has nodes, the shorter time is enough.
 const LATECOMERS: Duration = Duration::from_secs(10);
 const STRAGGLERS: Duration = Duration::from_secs(3);
 /// Bytes read of one connection before the others get their turn.
@@ -111,9 +111,10 @@ impl Hub {
         Hub { tune_file, ..self }
     }
 
-    /// Runs until the job is over and its nodes have been told.
-    pub(super) fn run(mut self, stop: &Stop) -> Exit {
+    /// Runs until the job is over and its nodes have been told; they have `start_timeout` to come.
+    pub(super) fn run(mut self, stop: &Stop, start_timeout: Duration) -> Exit {
         let mut told = None;
+        let latecomers = LATECOMERS.min(start_timeout);
         loop {
             let ready = self.wait();
             self.welcome();
@@ -140,12 +141,12 @@ impl Hub {
                 let is_heard = match exit {
                     Exit::NotFormed if stop.cause().is_none() => {
                         let all = self.machine.has_told_everybody();
-                        since.elapsed() >= if all { STRAGGLERS } else { LATECOMERS }
+                        since.elapsed() >= if all { STRAGGLERS } else { latecomers }
                     }
                     // Ranks of an elastic job may be between two connections.
                     Exit::Failed if self.machine.refuses() && stop.cause().is_none() => {
                         let all = self.machine.has_told_everybody();
-                        since.elapsed() >= if all { LINGER } else { LATECOMERS }
+                        since.elapsed() >= if all { LINGER } else { latecomers }
                     }
                     _ => self.connections.is_empty() || since.elapsed() >= LINGER,
                 };
