@@ -23,7 +23,7 @@ from byteps.torch._velocities import Velocities
 from byteps.torch.compression import Codec, Compression, without_momentum
 
 # Where one host is the whole job, its GPUs have no line to keep busy: each collective is a kernel
-# of NCCL's, and keeps processors of the GPU from the backward pass.
+# of NCCL's, and keeps processors of the GPU from the backward pass. One rank alone waits for none.
 _BATCH_BYTES_MIN_ON_ONE_HOST = 1 << 23
 # Between hosts: 512 KiB take a line of 20 Gbit/s 0.2 ms. Smaller batches, of which each takes this
 # thread 50 to 80 microseconds, keep it from launching kernels.
@@ -95,6 +95,7 @@ class Gradients:
         self._plain: list[_native.Plain] = []
         self._job = _registry.job_number()
         self._stream: Callable[[], int] = lambda: 0
+        self._are_on_gpus = False
         self._hook_handles: list[Any] = []
         self.passes = passes
         stream = functools.partial(_stream_of, weakref.ref(self))
@@ -150,6 +151,7 @@ class Gradients:
             if other is not self and any(param in other.index for param in params):
                 other.close()
         _live.add(self)
+        self._size_batches()
         for param, tensor, number in zip(params, tensors, numbers, strict=True):
             self.index[param] = len(self.params)
             self.params.append(param)
@@ -166,13 +168,22 @@ class Gradients:
 
     def _use_gpu(self, device: torch.device) -> None:
         self._stream = _gpu.stream_getter(device)
+        self._are_on_gpus = True
+        self._size_batches()
+
+    def _size_batches(self) -> None:
+        """Each batch costs the thread of the backward pass; the first ones keep nobody waiting."""
         # With backup workers each rank sends its own to a server.
         is_one_host = common.size() == common.local_size() and not self.backups.workers
-        self.hooks.batch_bytes_min = (
-            _BATCH_BYTES_MIN_ON_ONE_HOST if is_one_host else _BATCH_BYTES_MIN_ON_GPUS
-        )
-        # Only the last batches keep anybody waiting.
-        self.hooks.sends_halves = not is_one_host
+        if self._are_on_gpus:
+            least = _BATCH_BYTES_MIN_ON_ONE_HOST if is_one_host else _BATCH_BYTES_MIN_ON_GPUS
+            self.hooks.sends_halves = not is_one_host
+        else:
+            least = _BATCH_BYTES_MIN_ON_ONE_HOST if common.size() == 1 else 0
+            # The memory of a host is done with the first half long before the second is there; a
+            # line between hosts may not be.
+            self.hooks.sends_halves = is_one_host
+        self.hooks.batch_bytes_min = least
 
     def check_open(self) -> None:
         """Raises if the gradients are another's."""
@@ -356,6 +367,7 @@ class Gradients:
         _gpu.open_for(self.params, [tensor.device for tensor in self.declared])
         for index, number in enumerate(_registry.declare(self.declared)):
             self.declare_as(index, self.declared[index], number)
+        self._size_batches()
         self._job = _registry.job_number()
 
     # Rounds
