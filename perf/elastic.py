@@ -1,7 +1,7 @@
 """How long an elastic job takes to go on when a rank or a server is killed, and whether it goes on right.
 
-    .venv/bin/python perf/elastic.py [--ranks 4] [--servers 2] [--megabytes 100] [--runs 20] [--kinds rank,rank0,server]
-        [--elastic shrink]
+    .venv/bin/python perf/elastic.py [--ranks 4] [--servers 2] [--cores 1] [--threads 1] [--megabytes 100]
+        [--runs 20] [--kinds rank,rank0,server] [--elastic shrink]
 
 Starts one job on this machine, whose ranks are forks of this process that have torch already, with every rank as a host
 of its own as far as sums are concerned (BPS_LOCAL_REDUCE=0).
@@ -148,6 +148,8 @@ class Job:
             "BYTEPS_LOCAL_SIZE": "1",
             "BYTEPS_LOCAL_RANK": "0",
             "BPS_LOCAL_REDUCE": "0",
+            # Of the commands that start such jobs, this one alone asks for more.
+            "BPS_SERVER_CORES": str(getattr(options, "cores", 1)),
             "BPS_JOB_KEY": os.urandom(16).hex(),
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
@@ -207,7 +209,8 @@ class Job:
 
         def train() -> None:
             self.enter("rank", place)
-            elastic_rank.train(self.log, options.megabytes, self.stop, options.mode)
+            threads = getattr(options, "threads", 1)
+            elastic_rank.train(self.log, options.megabytes, self.stop, options.mode, threads)
 
         return Rank(self.folder / f"rank-{place}.log", self.environment | variables, train)
 
@@ -465,6 +468,8 @@ def main() -> None:
     )
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--servers", type=int, default=2)
+    parser.add_argument("--cores", type=int, default=1, help="of each server")
+    parser.add_argument("--threads", type=int, default=1, help="of torch in each rank")
     parser.add_argument("--megabytes", type=float, default=100.0)
     parser.add_argument("--runs", type=int, default=20, help="of each kind")
     parser.add_argument("--kinds", default="rank,rank0,server")

@@ -37,13 +37,13 @@ def digest(model: torch.nn.Module) -> str:
     return hashlib.sha256(sums.numpy().tobytes()).hexdigest()[:16]
 
 
-def train(log: Path, megabytes: float, stop: Path, mode: str) -> None:
+def train(log: Path, megabytes: float, stop: Path, mode: str, threads: int = 1) -> None:
     """Appends one JSON object for each finished step to `log`, and returns at a step after the file `stop` is there.
 
     `mode` is how gradients are averaged: `optimizer` (DistributedOptimizer), `cross` (CrossBarrier) or `ddp`
-    (DistributedDataParallel).
+    (DistributedDataParallel). `threads` are torch's.
     """
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     torch.manual_seed(os.getpid())  # The state is to come from elsewhere.
     model = model_of(megabytes)
     width = model[0].in_features
@@ -83,7 +83,8 @@ def train(log: Path, megabytes: float, stop: Path, mode: str) -> None:
                 optimizer.flush()
             state.step += 1
             lr = optimizer.param_groups[0]["lr"]
-            own = {"began": began, "loss": loss.item(), "lr": lr}
+            # The digest is the experiment's, and no part of the step.
+            own = {"at": time.time(), "began": began, "loss": loss.item(), "lr": lr}
             write(event="step", step=state.step, digest=digest(model), **own)
             # All ranks see it at the same step.
             if bps.push_pull(torch.tensor([float(stop.exists())]), name="stop").item():
