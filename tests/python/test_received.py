@@ -13,7 +13,7 @@ from conftest import initialise
 from test_distributed import in_group
 from test_sub_groups import keys_of
 
-COUNTED = {"BPS_METRICS_PORT": "0", "BPS_HEARTBEAT_INTERVAL": "0.2"}
+COUNTED = {"BPS_METRICS_PORT": "0", "BPS_HEARTBEAT_INTERVAL": "0.05"}
 COUNT = 50_000
 
 
@@ -133,8 +133,8 @@ def counted(job):
     address = re.search(r"metrics of the job on (http://\S+)", job.log()).group(1)
     before, deadline = None, time.monotonic() + 30
     while time.monotonic() < deadline:
-        # Nodes tell the scheduler five times a second.
-        time.sleep(0.6)
+        # Nodes tell the scheduler twenty times a second.
+        time.sleep(0.2)
         with urllib.request.urlopen(address, timeout=10) as page:
             text = page.read().decode()
         form = r"^bps_core_{}_bytes_total\{{[^}}]*\}} (\d+)"

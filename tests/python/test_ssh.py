@@ -144,7 +144,7 @@ def test_a_connection_that_is_cut_ends_all(nodes, launch):
 
 def test_an_elastic_job_goes_on_without_a_machine(nodes, launch):
     hosts = ("-H", "node1:1,node2:1", "--servers", "node3:1", "--elastic", "redo")
-    command = (sys.executable, str(ELASTIC), "--pause", "0.05", "--epochs", "3")
+    command = (sys.executable, str(ELASTIC), "--pause", "0.02", "--epochs", "3")
     job = launch(*hosts, *command)
     job.wait_for("epoch 1, step")
     nodes.cut(2)
@@ -159,9 +159,9 @@ def test_machines_come_and_go_as_a_command_says(nodes, launch):
     hosts.write_text("node1:1\n")
     flags = ("--host-discovery", f"cat {hosts}", "--discovery-interval", "0.1")
     more = ("--max-workers", "2", "--elastic", "redo", "--servers", "node3:1")
-    command = (sys.executable, str(ELASTIC), "--pause", "0.05", "--epochs", "4")
+    command = (sys.executable, str(ELASTIC), "--pause", "0.05", "--epochs", "3")
     job = launch(*flags, *more, *command)
-    job.wait_for("epoch 1, step")
+    job.wait_for("] rank 0 of 1 is process")
     hosts.write_text("node1:1\nnode2:1\n")
     job.wait_for("[rank 0 on node1] the job has 2 ranks now, and this is rank 0")
     hosts.write_text("node2:1\n")

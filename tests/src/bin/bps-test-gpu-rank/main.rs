@@ -49,7 +49,7 @@ fn main() {
         "coded" => coded::coded(&config, number(0).unwrap_or(1), number(1) == Some(1)),
         "loop" => train(&config, number(0).unwrap_or(1), number(1), number(2) == Some(1)),
         "mismatch" => mismatch(&config, number(0) == Some(1)),
-        "mismatches" => mismatches(&config, number(0) == Some(1)),
+        "mismatches" => mismatches(&config, number(0) == Some(1), number(1).unwrap_or(60)),
         "record" => record(&config),
         "second" => second(&config),
         "resume" => resume(&config),
@@ -480,8 +480,8 @@ fn mismatch(config: &Config, is_odd: bool) -> Result<(), Error> {
 }
 
 /// Again and again one rank declares a tensor as one of the host, while the others reduce it,
-/// together with another that must come out right.
-fn mismatches(config: &Config, is_odd: bool) -> Result<(), Error> {
+/// together with another that must come out right; so many `times`.
+fn mismatches(config: &Config, is_odd: bool, times: u64) -> Result<(), Error> {
     const COUNT: usize = 5000;
     let worker = Worker::start(config)?;
     worker.open_gpu(0)?;
@@ -506,7 +506,7 @@ fn mismatches(config: &Config, is_odd: bool) -> Result<(), Error> {
         Err(Error::Mismatch(told)) if told.first_said.name == format!("spoilt.{number}") => {}
         other => panic!("mismatch {number} must be told: {other:?}"),
     };
-    for number in 0..60 {
+    for number in 0..times {
         worker.barrier(Some(LIMIT))?;
         let name = format!("spoilt.{number}");
         if is_odd {
