@@ -201,7 +201,7 @@ impl Staging {
     }
 
     /// Tells the GPU that the result of this round is there.
-    pub(crate) fn open(&self, round: u64) {
+    pub fn open(&self, round: u64) {
         debug_assert!(!self.is_past(round), "the GPU has gone on, and reads what it waited for");
         self.word().store(gate_of(round), Ordering::Release);
     }

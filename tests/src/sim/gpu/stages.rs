@@ -14,8 +14,8 @@ use bps_worker::cuda::{Device, EventPool, PooledEvent, Stream};
 use bps_worker::gpu::order_lanes::OrderLanes;
 use bps_worker::gpu::{Assembled, Assembly, Pipeline};
 use bps_worker::host::switches::Switches;
-use bps_worker::rounds::handover::{FromGpu, GpuInbox, GpuPush, GpuThread, ToGpu};
-use bps_worker::rounds::{PartOf, Plan, PlanPart, Slot};
+use bps_worker::rounds::handover::{FromGpu, GpuInbox, GpuPush, GpuThread, Progress, ToGpu};
+use bps_worker::rounds::{PartOf, Plan, PlanPart, Slot, Staging};
 use bps_worker::task::Task;
 use bps_worker::{Error, Handle};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -37,6 +37,16 @@ pub struct Stages {
     has_servers: bool,
     /// Parts that were planned, each with a key of its own.
     parts: u64,
+}
+
+/// What the pipeline of a rank has in the host.
+#[derive(Clone, Copy)]
+struct Room {
+    slots: usize,
+    /// Bytes for tensors that have memory of their own.
+    staging: usize,
+    /// Their results land apart from what is sent.
+    keeps: bool,
 }
 
 /// A tensor that was pushed.
@@ -62,6 +72,8 @@ struct Stage {
     inbox: GpuInbox,
     outbox: Mpsc<FromGpu>,
     to_land: Vec<Slot>,
+    /// How far copies are into memory that tensors have of their own.
+    staged: Option<Progress>,
     nic_ended: Arc<AtomicBool>,
     job_over: Arc<OnceLock<Error>>,
 }
@@ -71,6 +83,18 @@ impl Stages {
     /// servers, or no further than this host.
     #[must_use]
     pub fn new(seed: u64, ranks: u32, slots: usize, has_servers: bool) -> Stages {
+        Stages::with(seed, ranks, Room { slots, staging: 0, keeps: false }, has_servers)
+    }
+
+    /// The pipeline of a rank alone on its host, whose tensors have memory of their own there as
+    /// far as so many bytes go, and so many slots for others. Results land apart from what is sent
+    /// if it `keeps` both.
+    #[must_use]
+    pub fn staged(seed: u64, slots: usize, staging: usize, keeps: bool) -> Stages {
+        Stages::with(seed, 1, Room { slots, staging, keeps }, true)
+    }
+
+    fn with(seed: u64, ranks: u32, room: Room, has_servers: bool) -> Stages {
         let network = SimNetwork::new(seed);
         install(Some(Machine::new(seed, ranks as usize)));
         let all: Vec<Rank> = (0..ranks).map(Rank).collect();
@@ -80,7 +104,7 @@ impl Stages {
             links[0].push((*other, Link::Sim(first)));
             links[other.0 as usize].push((Rank(0), Link::Sim(second)));
         }
-        let open = |(rank, links)| Stage::open(rank, &all, (slots, has_servers), &network, links);
+        let open = |(rank, links)| Stage::open(rank, &all, (room, has_servers), &network, links);
         let stages = all.iter().copied().zip(links).map(open).collect();
         Stages { seed, network, stages, has_servers, parts: 0 }
     }
@@ -152,6 +176,34 @@ impl Stages {
         });
         let lacks = bps_worker::rounds::Lacks::NOTHING;
         stage.tell(ToGpu::Landed { of, slot, over, lacks });
+    }
+
+    /// The result of this round of a part comes to where the part has memory of its own, as the
+    /// last thing of the round.
+    pub fn land_staged(&mut self, of: PartOf, round: u64, staging: Staging, bytes: &[u8]) {
+        write(staging.result(), bytes);
+        staging.open(round);
+        let (slot, lacks) = (Some(staging.result()), bps_worker::rounds::Lacks::NOTHING);
+        self.stages[0].tell(ToGpu::Landed { of, slot, over: true, lacks });
+    }
+
+    /// Whether the copy that has this mark is in the memory that its part has of its own, as a NIC
+    /// loop sees it.
+    ///
+    /// # Panics
+    /// No tensor has such memory.
+    #[must_use]
+    pub fn has_fallen(&self, mark: u32) -> bool {
+        self.stages[0].staged.expect("some tensors have memory").passed().has(mark)
+    }
+
+    /// The caller of a push puts a stream behind its result.
+    ///
+    /// # Panics
+    /// The pipeline is not told for lack of room.
+    pub fn want(&mut self, pushed: &Pushed) {
+        pushed.handle.want();
+        self.stages[0].inbox.want().expect("its queue has room");
     }
 
     /// Slots of a rank in which something may land.
@@ -303,7 +355,7 @@ impl Stage {
     fn open(
         rank: Rank,
         all: &[Rank],
-        (slots, has_servers): (usize, bool),
+        (room, has_servers): (Room, bool),
         network: &SimNetwork,
         links: Vec<(Rank, Link)>,
     ) -> Stage {
@@ -334,15 +386,15 @@ impl Stage {
             rank,
             switches: Switches::new(all.to_vec(), size),
             has_servers,
-            slots,
+            slots: room.slots,
             slot_bytes: SLOT_BYTES,
             roots: false,
             group_size: 2,
             patience: PATIENCE,
             stall_report: Duration::from_secs(5),
             inbox: 256,
-            staging: 0,
-            keeps: false,
+            staging: room.staging,
+            keeps: room.keeps,
             numa_node: None,
             nic_waker: Waker::new().expect("an eventfd"),
             nic_ended: Arc::clone(&nic_ended),
@@ -350,7 +402,7 @@ impl Stage {
             bouncing: Arc::default(),
         };
         let Assembled { pipeline, inbox, to, .. } = assembly.assemble().expect("it has all");
-        let GpuThread { outbox, to_land, .. } = to;
+        let GpuThread { outbox, to_land, staged, .. } = to;
         let pipeline = Some(pipeline);
         Stage {
             number,
@@ -362,6 +414,7 @@ impl Stage {
             inbox,
             outbox,
             to_land,
+            staged,
             nic_ended,
             job_over,
         }
