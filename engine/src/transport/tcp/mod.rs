@@ -4,6 +4,7 @@
 //!
 //! | file | owns |
 //! |---|---|
+//! | `lingering.rs` | sockets of lanes that have ended here, and not yet at the peer |
 //! | `memory.rs` | staging and scratch |
 //! | `receiver.rs`, `sender.rs` | the two halves of a lane, without a system call |
 //! | `sealed.rs` | records that are encrypted, without a lane |
@@ -24,6 +25,7 @@ use std::os::fd::OwnedFd;
 use std::time::Duration;
 use uring::Uring;
 
+mod lingering;
 mod memory;
 mod poll;
 mod receiver;
@@ -203,9 +205,7 @@ impl Driver for Tcp {
         dispatch!(self, driver => driver.poll(events));
     }
     fn look(&mut self, now: Duration) {
-        if let Some(silence) = self.silence {
-            dispatch!(self, driver => driver.look(now, silence));
-        }
+        dispatch!(self, driver => driver.look(now, self.silence));
     }
     fn block(&mut self, timeout: Duration) {
         dispatch!(self, driver => driver.block(timeout.min(BLOCK_MAX)));
@@ -268,26 +268,6 @@ fn bound_unsent(socket: &OwnedFd) -> io::Result<()> {
         )
     };
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
-}
-
-/// Throws away what the peer sent and nobody will read, up to a bound, and says that nothing more
-/// goes out: a socket closed over unread bytes resets the connection, and the peer may then lose
-/// frames that it had not read yet.
-fn finish(socket: &OwnedFd) {
-    const DRAIN_CALLS_MAX: usize = 16;
-    let _ = rustix::net::shutdown(socket, rustix::net::Shutdown::Write);
-    let flags = libc::MSG_TRUNC | libc::MSG_DONTWAIT;
-    let mut sink = [0u8; 4096];
-    for _ in 0..DRAIN_CALLS_MAX {
-        use std::os::fd::AsRawFd;
-        // SAFETY: on a TCP socket MSG_TRUNC discards without touching the buffer; on any other at
-        // most the buffer's own length, which is what is passed, is written.
-        let count =
-            unsafe { libc::recv(socket.as_raw_fd(), sink.as_mut_ptr().cast(), sink.len(), flags) };
-        if count <= 0 {
-            return;
-        }
-    }
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@
 //! Invariant: `readable` and `writable` are false only if a call found the socket empty or full
 //! since the last edge, so another edge is sure to come.
 
-use super::finish;
+use super::lingering::Lingering;
 use super::memory::Pool;
 use super::sealed::Keys;
 use super::stream::{Cork, Out, Ready, Stream};
@@ -40,6 +40,7 @@ pub(super) struct Poll {
     /// Lanes whose end the last poll told: until the next one, the caller may hold pieces in their
     /// memory.
     gone: Vec<Stream>,
+    lingering: Lingering,
     ready: Ready,
     cork: Cork,
     /// The last poll brought events.
@@ -62,6 +63,7 @@ impl Poll {
             epoll,
             lanes,
             gone: Vec::new(),
+            lingering: Lingering::default(),
             ready,
             cork: Cork::default(),
             progress: false,
@@ -141,7 +143,9 @@ impl Poll {
     }
 
     /// Closes the lanes whose peers have acknowledged nothing for so long.
-    pub fn look(&mut self, now: Duration, silence: Duration) {
+    pub fn look(&mut self, now: Duration, silence: Option<Duration>) {
+        self.lingering.look(now);
+        let Some(silence) = silence else { return };
         for lane in self.lanes.iter_mut().flatten() {
             if lane.stream.look(&lane.socket, now, silence) {
                 self.ready.push(lane.stream.lane.0);
@@ -211,7 +215,7 @@ impl Poll {
         self.cork.note(&mut lane.stream);
         // A socket that others hold open too would stay in the set when this end drops it.
         let _ = epoll::delete(&self.epoll, &lane.socket);
-        finish(&lane.socket);
+        self.lingering.add(lane.socket);
         self.gone.push(lane.stream);
     }
 }

@@ -5,10 +5,11 @@
 //! lane leaves the table, and its id becomes free, only when nothing of it is in flight. User data
 //! carries the lane's generation, so a completion never reaches a later lane of the same id.
 
+use super::Denied;
+use super::lingering::Lingering;
 use super::memory::Pool;
 use super::sealed::Keys;
 use super::stream::{Cork, Out, Ready, Stream};
-use super::{Denied, finish};
 use crate::base::word;
 use crate::limits::{EVENTS_MAX, GATHER_MAX};
 use crate::transport::{Cause, Event, Frame, Full, Landing, LaneId, Waker};
@@ -99,6 +100,7 @@ pub(super) struct Uring {
     /// Lanes whose end the last poll told: until the next one, the caller may hold pieces in their
     /// memory.
     gone: Vec<Stream>,
+    lingering: Lingering,
     ready: Ready,
     cork: Cork,
     /// The last poll brought events.
@@ -151,6 +153,7 @@ impl Uring {
             lanes,
             attached: 0,
             gone: Vec::new(),
+            lingering: Lingering::default(),
             ready: Ready::new(lanes_max),
             cork: Cork::default(),
             progress: false,
@@ -259,7 +262,9 @@ impl Uring {
     }
 
     /// Closes the lanes whose peers have acknowledged nothing for so long.
-    pub fn look(&mut self, now: Duration, silence: Duration) {
+    pub fn look(&mut self, now: Duration, silence: Option<Duration>) {
+        self.lingering.look(now);
+        let Some(silence) = silence else { return };
         for lane in self.lanes.iter_mut().flatten() {
             if lane.stream.look(&lane.socket, now, silence) {
                 self.ready.push(lane.stream.lane.0);
@@ -374,7 +379,7 @@ impl Uring {
         // If this fails the socket stays open until the place is used again; the shutdown has told
         // the peer.
         let _ = self.ring.submitter().register_files_update(index, &[-1 as RawFd]);
-        finish(&lane.socket);
+        self.lingering.add(lane.socket);
         self.gone.push(lane.stream);
     }
 }

@@ -42,6 +42,75 @@ fn this_end_closes_an_idle_lane_once_and_the_id_is_free() {
     }
 }
 
+/// Writes until the kernel takes no more.
+fn fill(peer: &mut TcpStream) {
+    peer.set_nonblocking(true).expect("a socket");
+    while peer.write(&[0x77; 4096]).is_ok() {}
+    peer.set_nonblocking(false).expect("a socket");
+}
+
+#[test]
+fn what_was_sent_before_a_close_arrives_though_the_peer_goes_on_sending() {
+    for driver in DRIVERS {
+        let (here, mut peer) = connection();
+        // So that much of what is sent is still this end's when the lane closes.
+        let small = socket2::SockRef::from(&peer).set_recv_buffer_size(4096);
+        small.expect("a smaller buffer");
+        let mut tcp = transport(driver, 1);
+        tcp.attach(LaneId(0), Link::Tcp(here.into())).expect("a fresh socket");
+        let payload = vec![7; 16 << 10];
+        let (mut events, mut sent) = (Vec::new(), 0);
+        for token in 0..8 {
+            post(&mut tcp, 0, &payload, token).expect("room for eight frames");
+        }
+        let start = Instant::now();
+        while sent < 2 || start.elapsed() < Duration::from_millis(50) {
+            tcp.poll(&mut events);
+            sent += events.drain(..).filter(|event| matches!(event, Event::Sent { .. })).count();
+        }
+        fill(&mut peer);
+        tcp.close(LaneId(0));
+        until_closed(&mut tcp, Cause::Local);
+        fill(&mut peer);
+        tcp.look(Duration::from_secs(1));
+        let reader = std::thread::spawn(move || {
+            let mut bytes = Vec::new();
+            let end = peer.read_to_end(&mut bytes);
+            (bytes.len(), end.map(drop))
+        });
+        while !reader.is_finished() {
+            assert!(start.elapsed() < PATIENCE, "it reads for ever");
+            tcp.look(Duration::from_secs(1) + start.elapsed().min(Duration::from_secs(1)));
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let (count, end) = reader.join().expect("no panic");
+        end.expect("an orderly end");
+        let frame = HEADER_BYTES + payload.len();
+        assert!(count >= sent * frame, "{driver:?}: {count} bytes of {sent} frames have come");
+    }
+}
+
+#[test]
+fn a_peer_that_never_closes_is_let_go() {
+    for driver in DRIVERS {
+        let (mut tcp, mut peer) = one_lane(driver);
+        settle(&mut tcp);
+        tcp.close(LaneId(0));
+        until_closed(&mut tcp, Cause::Local);
+        for second in 0..2 {
+            tcp.look(Duration::from_secs(second));
+            peer.write_all(&[1; 100]).expect("somebody throws it away");
+        }
+        tcp.look(Duration::from_secs(10));
+        // The first write is answered by a reset, and the second one says so.
+        let is_gone = |_| {
+            std::thread::sleep(Duration::from_millis(5));
+            peer.write_all(&[1; 100]).is_err()
+        };
+        assert!((0..1_000).any(is_gone), "{driver:?}: its socket is held for ever");
+    }
+}
+
 #[test]
 fn a_peer_that_does_not_read_for_long_keeps_its_lane() {
     for driver in DRIVERS {
