@@ -243,8 +243,10 @@ fn lanes_outlive_an_outage_below_the_timeout() {
 #[test]
 fn a_rank_that_the_scheduler_no_longer_hears_is_told_so() {
     let Some(mut job) = running(SMALL, &[]) else { return };
-    // A scheduler whose last words were not acknowledged sends these again before any others.
-    std::thread::sleep(Duration::from_millis(500));
+    // A scheduler whose last words were not acknowledged sends these again before any others. So
+    // this is to happen between two heartbeats, which come each half of a second since the rank
+    // connected, a moment before it began.
+    std::thread::sleep(Duration::from_millis(700));
     job.network.set(RANKS[1], SCHEDULER, Rule::BLOCK);
     let Job { scheduler, server, ranks, .. } = &mut job;
     let [first, second] = &mut ranks[..] else { unreachable!("two ranks") };
