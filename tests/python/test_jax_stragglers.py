@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 
 import numpy as np
 import pytest
@@ -17,18 +16,7 @@ import optax
 import byteps.jax as bps
 from byteps.errors import BytePSError, ConfigError, MismatchError
 from cluster import Cluster
-
-RANKS = 3
-# The first rounds of a tensor wait for all.
-WHOLE = 4
-STEPS = 12
-# Each rank has a digit of its own in what is summed: of which step its contribution is.
-BASE = 32
-
-
-def digits(total):
-    number = int(total)
-    return [number // BASE**rank % BASE for rank in range(RANKS)]
+from straggling import RANKS, STEPS, WHOLE, contribution, digits, linger
 
 
 def training():
@@ -52,8 +40,8 @@ def training():
     random = np.random.default_rng(rank)
     steps = []
     for step in range(STEPS):
-        time.sleep(0.3 if rank == 1 and step in (6, 7, 8) else 0.01)
-        own = jnp.float32((step + 1) * BASE**rank)
+        linger(rank, step)
+        own = jnp.float32(contribution(rank, step))
         handle = bps.push_pull_async(own, average=False, name="probe", backup_workers=1)
         x = jnp.asarray(random.normal(size=(16, 64)), jnp.float32)
         params, state, total = step_of(params, state, x, own)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 
 import numpy as np
 import pytest
@@ -15,19 +14,8 @@ import tensorflow as tf
 import byteps.tensorflow as bps
 from byteps.errors import BytePSError, ConfigError, MismatchError
 from cluster import Cluster
+from straggling import RANKS, STEPS, WHOLE, contribution, digits, linger
 from tensorflow_ranks import on_ranks
-
-RANKS = 3
-# The first rounds of a tensor wait for all.
-WHOLE = 4
-STEPS = 12
-# Each rank has a digit of its own in what is summed: of which step its contribution is.
-BASE = 32
-
-
-def digits(total):
-    number = int(total)
-    return [number // BASE**rank % BASE for rank in range(RANKS)]
 
 
 def training(jit_compile):
@@ -47,8 +35,8 @@ def training(jit_compile):
     random = np.random.default_rng(rank)
     steps = []
     for step in range(STEPS):
-        time.sleep(0.3 if rank == 1 and step in (6, 7, 8) else 0.01)
-        own = tf.constant(float((step + 1) * BASE**rank))
+        linger(rank, step)
+        own = tf.constant(contribution(rank, step))
         probe = bps.push_pull(own, average=False, name=f"{kind}: probe", backup_workers=1)
         x = tf.constant(random.normal(size=(16, 64)), tf.float32)
         gradients, total = step_of(x, own)
