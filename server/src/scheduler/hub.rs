@@ -146,7 +146,7 @@ impl Hub {
                     // Ranks of an elastic job may be between two connections.
                     Exit::Failed if self.machine.refuses() && stop.cause().is_none() => {
                         let all = self.machine.has_told_everybody();
-                        since.elapsed() >= if all { LINGER } else { latecomers }
+                        since.elapsed() >= if all { LINGER } else { LATECOMERS }
                     }
                     _ => self.connections.is_empty() || since.elapsed() >= LINGER,
                 };
