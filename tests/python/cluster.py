@@ -21,12 +21,24 @@ from typing import Any
 
 import cloudpickle
 
+import forks
+
 HERE = Path(__file__).parent
 START_SECONDS = 90
 #: TensorFlow's tuning of input pipelines sleeps for up to a minute, and may miss the one call that
 #: wakes it when an iterator ends: one that lives to the end of a process delays it by as much.
 END_SECONDS = 90
 CALL_SECONDS = 60
+
+
+#: What ranks have when they begin, by how the files of tests are called; torch in all others.
+MODULES = {
+    "test_jax": ("jax", "cloudpickle", "pytest"),
+    "test_tensorflow": ("tensorflow", "keras", "cloudpickle", "pytest"),
+    "test_keras": ("tensorflow", "keras", "cloudpickle", "pytest"),
+    "test_mxnet": (),
+    "": ("torch", "torch.distributed", "cloudpickle", "pytest"),
+}
 
 
 class RankError(AssertionError):
@@ -44,7 +56,8 @@ class Cluster:
         self._folder = tempfile.TemporaryDirectory(prefix="bps")
         self._log = Path(self._folder.name) / "log"
         listener = Listener(str(Path(self._folder.name) / "socket"), "AF_UNIX", backlog=16)
-        rank = [sys.executable, str(HERE / "rank.py"), listener.address]
+        rank = forks.forked(_modules(), environment)
+        rank += [str(HERE / "rank.py"), listener.address]
         launcher = [sys.executable, "-m", "byteps.launch", "--local", str(size)]
         launcher += ["--servers", str(servers), "--server-cores", str(cores)]
         with self._log.open("wb") as log:
@@ -171,6 +184,12 @@ class Cluster:
             self.close()
         else:
             self.kill()
+
+
+def _modules() -> tuple[str, ...]:
+    """Those of :data:`MODULES` that the ranks of the test under way use."""
+    file = Path(os.environ["PYTEST_CURRENT_TEST"].partition("::")[0]).name
+    return next(modules for name, modules in MODULES.items() if file.startswith(name))
 
 
 def where_threads_wait(pid: int) -> str:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-from pathlib import Path
 
 import cloudpickle
 
-from cluster import Cluster
+from cluster import Cluster, servers_of
 
 SURVIVED_STEPS = 20
 
 
-def survives():
+def survives(launcher):
     """Steps while a rank and then a server are killed. Gradients are alike on all ranks, so their
     average does not say how many there are."""
     import torch
@@ -40,7 +38,7 @@ def survives():
             if is_doomed and state.step == 7:
                 os.kill(os.getpid(), signal.SIGKILL)
             if bps.rank() == 0 and state.step == 13 and len(epochs) == 1:
-                os.kill(a_server(), signal.SIGKILL)
+                os.kill(servers_of(launcher)[0], signal.SIGKILL)
             servers.step()
             state.step += 1
             if state.step % 5 == 0:
@@ -65,21 +63,10 @@ def survives():
     return begun, epochs
 
 
-def a_server():
-    """The number of a process that is a server of this job."""
-    for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            parent = (path / "stat").read_text().rpartition(")")[2].split()[1]
-            variables = (path / "environ").read_bytes().split(b"\0")
-            if int(parent) == os.getppid() and b"DMLC_ROLE=server" in variables:
-                return int(path.name)
-    raise AssertionError("no server among the processes of the launcher")
-
-
 def test_servers_state_outlives_a_rank_and_a_server():
     environment = {"BPS_ELASTIC": "redo", "BPS_MIN_WORKERS": "2"}
     with Cluster(3, servers=2, environment=environment) as job:
-        job.start(survives)
+        job.start(survives, job.process.pid)
         for begun, sizes in job.results(ranks=(0, 1)):
             # From the last commit on, each time.
             assert begun == [0, 5, 10] and sizes == [2, 2]
