@@ -10,6 +10,7 @@
 use super::{
     Lane, LaneId, LanePeer, Nic, Part, PartId, PartPlan, PartWord, Phase, Receiving, Stage,
 };
+use crate::rounds::Slot;
 use bps_engine::wire::Kind;
 
 /// Parts of a loop that looks at all of them after every turn with events; one with more does that
@@ -184,9 +185,13 @@ impl Nic {
     fn check_slots(&self) {
         self.granted.check();
         for landings in &self.landings {
-            for (at, slot) in landings.free.iter().enumerate() {
-                assert!(!landings.free[..at].contains(slot), "a slot is free once");
-                self.check_free(slot.number());
+            // There may be thousands of slots, and a turn looks at all of them.
+            let numbers = || landings.free.iter().map(Slot::number);
+            let mut is_seen = vec![false; numbers().max().map_or(0, |last| last as usize + 1)];
+            for number in numbers() {
+                let before = std::mem::replace(&mut is_seen[number as usize], true);
+                assert!(!before, "a slot is free once");
+                self.check_free(number);
             }
         }
         let is_granted = |part: &&Part| part.stage == Stage::Granted;
