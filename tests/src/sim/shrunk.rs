@@ -483,7 +483,9 @@ fn check_result(
     outcome: &mut Shrunk,
 ) {
     let Tensor { kind, said, .. } = tensor;
-    let values = kind.values(bytes);
+    let mut values = kind.values(bytes);
+    // All elements of a part are alike, and what is asked of each is much.
+    values.dedup();
     if let Operation::Broadcast(root) = said.operation {
         assert!(values.iter().all(|value| value / 1000 == i64::from(root.0)), "{what}");
         assert_eq!(lacking, 0, "{what}");
