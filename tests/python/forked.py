@@ -14,7 +14,7 @@ import socket
 import struct
 import sys
 
-#: The fork ends as the process would that it is taken for: by these of its launcher's signals.
+#: What launchers send to ranks. A SIGKILL of this process closes its socket, which kills the fork.
 PASSED_ON = (
     signal.SIGHUP,
     signal.SIGINT,
