@@ -349,13 +349,13 @@ def _residue(name):
 LATE_S = 0.5
 
 
-def rates_between_pushes(dtype):
+def rates_between_pushes(dtype, late_s):
     """A factor holds from the next push on, however long those before wait for their turn."""
-    name = f"kept.{dtype}"
+    name = f"kept.{dtype}.{late_s}"
     gradient = torch.zeros(20_000, dtype=dtype)
     gradient[0], gradient[19_999] = 4.0, 1.0
     if bps.rank() == 1:
-        time.sleep(LATE_S)
+        time.sleep(late_s)
     handles = [_start(gradient, name), _start(gradient, name)]
     [tensor] = [one for one in _registry.encoded() if one.name.endswith(name)]
     _native.scale_residues(_registry.declare([tensor]), 4.0)
@@ -364,6 +364,9 @@ def rates_between_pushes(dtype):
     # (4, 1), then (4, 2), and what is left of that is worth four times as much.
     assert sums == [[4.0, 0.0], [4.0, 0.0], [0.0, 9.0]]
     assert _residue(name) == [4.0, 0.0]
+    # What is told holds the factors before, also where nothing is pushed between.
+    _native.scale_residues(_registry.declare([tensor]), 0.5)
+    assert _residue(name) == [2.0, 0.0]
 
 
 def before_a_result_has_come(dtype):
@@ -396,7 +399,9 @@ def test_what_codecs_keep_is_on_the_gpu(tmp_path):
         job.run(through_the_pipeline, what_codecs_keep)
         # Those of float64 are encoded by the host's processors.
         for dtype in (torch.float32, torch.float64):
-            job.run(through_the_pipeline, rates_between_pushes, dtype)
+            # The plan comes behind all of it, and at any place in it.
+            for late_s in (LATE_S, *(0.002 * at for at in range(12))):
+                job.run(through_the_pipeline, rates_between_pushes, dtype, late_s)
             job.run(through_the_pipeline, before_a_result_has_come, dtype)
         for tensor, first, second in job.run(over_a_suspend):
             # What was left out is added to what comes next; what is sent of that leaves nothing.

@@ -238,6 +238,95 @@ fn rounds_of_a_tensor_follow_one_another() {
     }
 }
 
+/// What the pipeline of the only rank has done with the one tensor that was pushed.
+#[derive(Debug, PartialEq)]
+enum Done {
+    /// A round of it was given out.
+    Round(u64),
+    /// What it keeps was multiplied.
+    Scaled(f32),
+}
+
+/// Lets everything happen that is under way, and ends the rounds that it gives out.
+fn rounds_and_factors(stages: &mut Stages) -> Vec<Done> {
+    let mut all = Vec::new();
+    let mut goes_on = true;
+    while goes_on {
+        goes_on = stages.turn(DRAIN);
+        for message in stages.heard(0) {
+            match message {
+                FromGpu::Part { of, round, from: From::Slot(slot), .. } => {
+                    all.push(Done::Round(round));
+                    stages.tell(0, ToGpu::Sent(slot));
+                    stages.land(0, of, &floats(2.0, BYTES), true);
+                }
+                FromGpu::ScaleResidues { tensor: 0, factor } => all.push(Done::Scaled(factor)),
+                FromGpu::Land(_) => {}
+                other => panic!("it says {other:?}"),
+            }
+        }
+    }
+    all
+}
+
+#[test]
+fn a_factor_takes_effect_between_the_pushes_before_and_behind_it() {
+    const IN_ORDER: [Done; 6] = [
+        Done::Scaled(2.0),
+        Done::Round(1),
+        Done::Round(2),
+        Done::Scaled(4.0),
+        Done::Round(3),
+        Done::Scaled(8.0),
+    ];
+    for seed in SEEDS {
+        // The plan comes ahead of all of it, at some place in it, or behind it.
+        for place in 0..=IN_ORDER.len() {
+            let mut stages = Stages::new(seed, 1, 8, true);
+            let mut pushed = Vec::new();
+            let mut done = Vec::new();
+            for at in 0..=IN_ORDER.len() {
+                if at == place {
+                    stages.plan(0, Operation::Sum, &[BYTES]);
+                }
+                match IN_ORDER.get(at) {
+                    Some(Done::Round(_)) => pushed.push(stages.push(0, 0, 0, floats(1.0, BYTES))),
+                    Some(&Done::Scaled(factor)) => {
+                        stages.tell(0, ToGpu::ScaleResidues { tensors: [0].into(), factor });
+                    }
+                    None => {}
+                }
+                if seed % 2 == 0 && stages.turn(Duration::ZERO) {
+                    done.extend(rounds_and_factors(&mut stages));
+                }
+            }
+            done.extend(rounds_and_factors(&mut stages));
+            assert_eq!(done, IN_ORDER, "seed {seed}, planned at {place}");
+            for pushed in &pushed {
+                assert_eq!(stages.outcome(0, pushed).unwrap().unwrap(), floats(2.0, BYTES));
+            }
+            leave(stages, 1);
+        }
+    }
+}
+
+#[test]
+fn what_comes_for_a_tensor_that_is_never_planned_ends_with_the_job() {
+    for seed in SEEDS {
+        let mut stages = Stages::new(seed, 1, 2, true);
+        let first = stages.push(0, 0, 0, floats(1.0, BYTES));
+        stages.tell(0, ToGpu::ScaleResidues { tensors: [0].into(), factor: 2.0 });
+        let second = stages.push(0, 0, 0, floats(1.0, BYTES));
+        assert!(fallen(&mut stages, 0).is_empty());
+        stages.end(0, None);
+        stages.pass(SOON);
+        assert!(stages.has_ended(0), "seed {seed}");
+        for one in [&first, &second] {
+            assert_eq!(why(&stages, 0, one), Error::Closed(Closed::Left).to_string());
+        }
+    }
+}
+
 #[test]
 fn a_gpu_that_fails_is_told_once_and_its_pushes_fail_with_the_job() {
     for seed in SEEDS {

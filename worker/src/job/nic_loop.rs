@@ -351,38 +351,23 @@ impl NicLoop {
             Command::ScaleResidues { tensors, factor } => {
                 tensors.into_iter().for_each(|tensor| self.scale_residues(tensor, factor));
             }
-            Command::TellKept { tensor, to } => {
-                let kept = self.all_kept(tensor);
-                if self.is_of_pipeline(tensor) {
-                    let kept = Box::new(kept);
-                    self.nic.tell_gpu(ToGpu::TellKept { tensor, kept, to });
-                } else {
-                    // Who has asked may have gone.
-                    let _ = to.try_send(kept);
-                }
+            // By way of the pipeline, behind the factors that are on their way through it.
+            Command::TellKept { tensor, to } if self.is_of_pipeline(tensor) => {
+                self.nic.tell_gpu(ToGpu::TellKept { tensor, to });
             }
-            Command::Keep { tensor, kept, done } => {
-                self.for_kept(tensor, |elements, parts| {
-                    for (part, whole) in parts.into_iter().zip([&kept.residue, &kept.velocity]) {
-                        if !part.is_empty() && !whole.is_empty() {
-                            part.copy_from_slice(&whole[elements.clone()]);
-                        }
-                    }
-                });
-                if self.is_of_pipeline(tensor) {
-                    self.nic.tell_gpu(ToGpu::Keep { tensor, kept, done });
-                } else {
-                    // Who has given it may have gone.
-                    let _ = done.try_send(());
-                }
+            Command::TellKept { tensor, to } => self.tell_kept(tensor, Kept::default(), &to),
+            Command::Keep { tensor, kept, done } if self.is_of_pipeline(tensor) => {
+                self.nic.tell_gpu(ToGpu::Keep { tensor, kept, done });
             }
+            Command::Keep { tensor, kept, done } => self.keep(tensor, &kept, &done),
             Command::OpenGpu(to) => {
                 self.nic.open_gpu(to);
                 let plans = self.rounds.on_gpu().map(|(tensor, plan)| (tensor, Arc::clone(plan)));
                 for (tensor, plan) in plans.collect::<Vec<_>>() {
                     report_if_out_of_reach(&self.nic, &plan);
-                    let kept =
-                        if self.is_given(tensor) { self.all_kept(tensor) } else { Kept::default() };
+                    let is_given = self.is_given(tensor);
+                    let kept = Kept::default();
+                    let kept = if is_given { self.with_kept(tensor, kept) } else { kept };
                     let kept = Box::new(kept);
                     self.nic.tell_gpu(ToGpu::Plan { tensor, plan, kept });
                 }
@@ -434,8 +419,8 @@ impl NicLoop {
         });
     }
 
-    fn all_kept(&mut self, tensor: u32) -> Kept {
-        let mut all = Kept::default();
+    /// What is kept of a tensor elsewhere, and here.
+    fn with_kept(&mut self, tensor: u32, mut all: Kept) -> Kept {
         let count = self.rounds.parts_of(tensor).last().map_or(0, |(_, elements)| elements.end);
         self.for_kept(tensor, |elements, parts| {
             for (part, whole) in parts.into_iter().zip([&mut all.residue, &mut all.velocity]) {
@@ -448,6 +433,23 @@ impl NicLoop {
         all
     }
 
+    fn tell_kept(&mut self, tensor: u32, elsewhere: Kept, to: &SyncSender<Kept>) {
+        // Who has asked may have gone.
+        let _ = to.try_send(self.with_kept(tensor, elsewhere));
+    }
+
+    fn keep(&mut self, tensor: u32, kept: &Kept, done: &SyncSender<()>) {
+        self.for_kept(tensor, |elements, parts| {
+            for (part, whole) in parts.into_iter().zip([&kept.residue, &kept.velocity]) {
+                if !part.is_empty() && !whole.is_empty() {
+                    part.copy_from_slice(&whole[elements.clone()]);
+                }
+            }
+        });
+        // Who has given it may have gone.
+        let _ = done.try_send(());
+    }
+
     fn on_gpu(&mut self, message: FromGpu) {
         match message {
             FromGpu::Part { of, round, priority, from, encoded } => {
@@ -455,6 +457,8 @@ impl NicLoop {
             }
             FromGpu::Land(slot) => self.nic.release(slot),
             FromGpu::ScaleResidues { tensor, factor } => self.scale_residues(tensor, factor),
+            FromGpu::Kept { tensor, kept, to } => self.tell_kept(tensor, *kept, &to),
+            FromGpu::Keep { tensor, kept, done } => self.keep(tensor, &kept, &done),
             FromGpu::Stalled { keys } => self.nic.note_stalls(keys),
             FromGpu::Lost { rank, cause } => {
                 let (peer, round) = (LanePeer::Rank(rank), self.nic.where_it_stands());

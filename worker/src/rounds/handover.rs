@@ -59,8 +59,6 @@ pub enum ToGpu {
     TellKept {
         /// Its id.
         tensor: u32,
-        /// What the NIC loop keeps of it.
-        kept: Box<Kept>,
         /// Whom.
         to: SyncSender<Kept>,
     },
@@ -145,6 +143,25 @@ pub enum FromGpu {
         tensor: u32,
         /// By this.
         factor: f32,
+    },
+    /// What the pipeline keeps of a tensor is to be told, with what the NIC loop keeps of it. This
+    /// comes behind all [`ScaleResidues`](Self::ScaleResidues) that were asked for before.
+    Kept {
+        /// Its id.
+        tensor: u32,
+        /// By the GPU; zeros where it keeps nothing.
+        kept: Box<Kept>,
+        /// Whom.
+        to: SyncSender<Kept>,
+    },
+    /// The NIC loop keeps this of a tensor from now on, as the pipeline does.
+    Keep {
+        /// Its id.
+        tensor: u32,
+        /// Whose lengths are those of the tensor, or 0.
+        kept: Box<Kept>,
+        /// Told when what is pushed from then on comes behind it.
+        done: SyncSender<()>,
     },
     /// Rounds that wait for ranks of this host; goes into the next report of stalls.
     Stalled {

@@ -3,7 +3,7 @@
 
 #![forbid(unsafe_code)]
 
-use super::{DeviceTensor, Pipeline, Staged};
+use super::{DeviceTensor, Early, Pipeline, Staged};
 use crate::base::error::{Closed, Error, Refusal, Source};
 use crate::cuda::{Awaited, Closing, GpuError, Track};
 use crate::gpu::order_lanes::OrderLanes;
@@ -274,8 +274,12 @@ impl Pipeline {
             self.inbox.push_over();
             task.finish_now(Err(error.clone()));
         }
-        let kept = std::mem::take(&mut self.kept);
-        for (_, push) in std::mem::take(&mut self.early).into_iter().chain(kept) {
+        let early = std::mem::take(&mut self.early).into_iter().filter_map(|(_, one)| match one {
+            Early::Push(push) => Some(push),
+            Early::Factor(_) => None,
+        });
+        let kept = std::mem::take(&mut self.kept).into_iter().map(|(_, push)| push);
+        for push in early.chain(kept) {
             self.end_push(&push, error.clone());
         }
         for one in std::mem::take(&mut self.drained) {

@@ -5,7 +5,7 @@
 //! down, so what is begun first takes effect first. A push may wait for the round before to end;
 //! factors that come behind it wait as long. Copies are asked for while no push is under way.
 
-use super::{DeviceTensor, Pipeline};
+use super::{DeviceTensor, Early, Pipeline};
 use crate::base::types::Kept;
 use crate::cuda::{Coder, GpuError, KeptMemory, Pinned, Track};
 use crate::rounds::Plan;
@@ -18,8 +18,8 @@ pub(super) struct Moving {
     pinned: Pinned,
     mark: u32,
     is_staged: bool,
-    /// Whom to tell what has come, beside what the processors keep of the tensor.
-    tell: Option<(Box<Kept>, SyncSender<Kept>)>,
+    /// Whom to tell what has come.
+    tell: Option<SyncSender<Kept>>,
 }
 
 /// What is asked of the [module](self), and is not of one tensor.
@@ -28,8 +28,6 @@ pub(super) struct Keeping {
     moving: Vec<Moving>,
     /// Pinned memory of a copy that is done, for the next.
     spare: Option<Pinned>,
-    /// Factors for tensors whose plans are on their way.
-    early: Vec<(u32, f32)>,
 }
 
 impl Keeping {
@@ -85,18 +83,11 @@ impl Pipeline {
         }
     }
 
-    /// A tensor is planned, and this is to be kept of it; factors for it may have come before.
-    pub(super) fn begin_keeping(&mut self, tensor: u32, kept: &Kept) -> Result<(), GpuError> {
-        self.on_keep(tensor, kept)?;
-        let early = self.keeping.early.extract_if(.., |(id, _)| *id == tensor).collect::<Vec<_>>();
-        early.into_iter().try_for_each(|(_, factor)| self.on_scale(&[tensor], factor))
-    }
-
     /// What was left out of these tensors is multiplied, behind the rounds of all that was pushed.
     pub(super) fn on_scale(&mut self, tensors: &[u32], factor: f32) -> Result<(), GpuError> {
         for &tensor in tensors {
             match self.tensor(tensor) {
-                None => self.keeping.early.push((tensor, factor)),
+                None => self.early.push((tensor, Early::Factor(factor))),
                 Some(state) if state.run.is_some() || state.pushed > state.round => {
                     state.rescales.push_back((state.pushed, factor));
                 }
@@ -106,8 +97,8 @@ impl Pipeline {
         Ok(())
     }
 
-    /// The next round of a tensor is about to begin: what is left out of it is multiplied by what
-    /// has come between the push before and its own.
+    /// A round of a tensor has ended, or the next is about to begin: what was left out of it is
+    /// multiplied by what has come behind its push.
     pub(super) fn rescale(&mut self, tensor: u32) -> Result<(), GpuError> {
         while let Some(state) = self.tensor(tensor)
             && let Some(&(at, factor)) = state.rescales.front()
@@ -133,17 +124,15 @@ impl Pipeline {
         Ok(())
     }
 
-    /// Tells what a tensor keeps, once it has been copied; `kept` is what the processors keep.
+    /// Has what a tensor keeps told, once it has been copied.
     pub(super) fn on_tell_kept(
         &mut self,
         tensor: u32,
-        kept: Box<Kept>,
         to: SyncSender<Kept>,
     ) -> Result<(), GpuError> {
         let state = self.tensors.get(tensor as usize).and_then(Option::as_ref);
         let Some(DeviceTensor { kept: Some(memory), staging, .. }) = state else {
-            // Who has asked may have gone.
-            let _ = to.try_send(*kept);
+            self.tell(FromGpu::Kept { tensor, kept: Box::default(), to });
             return Ok(());
         };
         let down = match (&mut self.staged, staging) {
@@ -154,8 +143,7 @@ impl Pipeline {
         // SAFETY: the pinned memory is held until the track has passed the mark.
         unsafe { memory.copy_to(&pinned, down.stream()) }?;
         let (mark, is_staged) = (down.mark()?, staging.is_some());
-        let tell = Some((kept, to));
-        self.keeping.moving.push(Moving { tensor, pinned, mark, is_staged, tell });
+        self.keeping.moving.push(Moving { tensor, pinned, mark, is_staged, tell: Some(to) });
         Ok(())
     }
 
@@ -204,10 +192,9 @@ impl Pipeline {
         for Moving { tensor, mut pinned, tell, .. } in done {
             let state = self.tensors.get(tensor as usize).and_then(Option::as_ref);
             let state = state.and_then(|state| Some((state, state.kept.as_ref()?)));
-            if let (Some((kept, to)), Some((DeviceTensor { plan, .. }, memory))) = (tell, state) {
-                let kept = fill(*kept, plan, memory, &mut pinned);
-                // Who has asked may have gone.
-                let _ = to.try_send(kept);
+            if let (Some(to), Some((DeviceTensor { plan, .. }, memory))) = (tell, state) {
+                let kept = Box::new(kept_of(plan, memory, &mut pinned));
+                self.tell(FromGpu::Kept { tensor, kept, to });
             }
             let spare = self.keeping.spare.take();
             let larger = spare.filter(|spare| spare.len() > pinned.len());
@@ -217,8 +204,9 @@ impl Pipeline {
     }
 }
 
-/// What a tensor keeps, of which this has come from the GPU.
-fn fill(mut kept: Kept, plan: &Plan, memory: &KeptMemory, pinned: &mut Pinned) -> Kept {
+/// What a GPU keeps of a tensor, which has come from there.
+fn kept_of(plan: &Plan, memory: &KeptMemory, pinned: &mut Pinned) -> Kept {
+    let mut kept = Kept::default();
     let elements = plan.bytes() / plan.dtype.size();
     let keeps = memory.keeps();
     let all =

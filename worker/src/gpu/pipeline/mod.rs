@@ -158,6 +158,13 @@ struct DeviceTensor {
     poisoned: Option<Error>,
 }
 
+/// What has come for a tensor ahead of its plan.
+enum Early {
+    Push(Box<GpuPush>),
+    /// For what it keeps.
+    Factor(f32),
+}
+
 /// The end of a tensor's last result, behind which its next round begins.
 #[derive(Default)]
 enum Written {
@@ -243,8 +250,8 @@ pub struct Pipeline {
     slot_bytes: usize,
     rank: Rank,
     tensors: Vec<Option<DeviceTensor>>,
-    /// Pushes of tensors whose plans are on their way.
-    early: Vec<(u32, Box<GpuPush>)>,
+    /// What has come for tensors whose plans are on their way, in order.
+    early: Vec<(u32, Early)>,
     /// Pushes that begin when no result is waited for in a stream.
     kept: VecDeque<(u32, Box<GpuPush>)>,
     /// By the first key of a row.
@@ -547,11 +554,10 @@ impl Pipeline {
             ToGpu::Over(of) => return self.one_less(of.tensor),
             ToGpu::Poisoned { tensor, error } => self.on_poison(tensor, &error),
             ToGpu::ScaleResidues { tensors, factor } => return self.on_scale(&tensors, factor),
-            ToGpu::TellKept { tensor, kept, to } => return self.on_tell_kept(tensor, kept, to),
+            ToGpu::TellKept { tensor, to } => return self.on_tell_kept(tensor, to),
             ToGpu::Keep { tensor, kept, done } => {
                 self.on_keep(tensor, &kept)?;
-                // Who has given it may have gone.
-                let _ = done.try_send(());
+                self.tell(FromGpu::Keep { tensor, kept, done });
             }
             ToGpu::Trace(recorder) => self.trace.switch(recorder, self.now),
         }

@@ -3,7 +3,7 @@
 #![forbid(unsafe_code)]
 
 use super::turns::Of;
-use super::{DeviceTensor, Ordered, Pipeline, RowState, Written};
+use super::{DeviceTensor, Early, Ordered, Pipeline, RowState, Written};
 use crate::base::error::{Error, Refusal};
 use crate::base::types::Kept;
 use crate::cuda::{Coder, GpuError};
@@ -71,9 +71,12 @@ impl Pipeline {
             written: Written::default(),
             poisoned,
         });
-        self.begin_keeping(tensor, given)?;
+        self.on_keep(tensor, given)?;
         let early = self.early.extract_if(.., |(id, _)| *id == tensor).collect::<Vec<_>>();
-        early.into_iter().try_for_each(|(_, push)| self.on_push(tensor, push))
+        early.into_iter().try_for_each(|(_, one)| match one {
+            Early::Push(push) => self.on_push(tensor, push),
+            Early::Factor(factor) => self.on_scale(&[tensor], factor),
+        })
     }
 
     /// What encodes the parts of a tensor, if the GPU does. Parts that ranks of several switches

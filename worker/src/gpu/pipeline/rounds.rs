@@ -4,7 +4,7 @@
 
 use super::ending::Drained;
 use super::timeline::Place;
-use super::{DeviceTensor, Of, Ordered, Pipeline, RowState, Run, Written};
+use super::{DeviceTensor, Early, Of, Ordered, Pipeline, RowState, Run, Written};
 use crate::base::error::Error;
 use crate::base::task::{Mark, Series, Task};
 use crate::cuda::{GpuError, PooledEvent};
@@ -34,7 +34,7 @@ impl Pipeline {
 
     pub(super) fn on_push(&mut self, tensor: u32, push: Box<GpuPush>) -> Result<(), GpuError> {
         let Some(state) = self.tensor(tensor) else {
-            self.early.push((tensor, push));
+            self.early.push((tensor, Early::Push(push)));
             return Ok(());
         };
         if let Some(error) = state.poisoned.clone() {
@@ -206,7 +206,10 @@ impl Pipeline {
             state.written = Written::Unmarked;
             self.finished.push((tensor, run.finished()));
         }
-        next.map_or(Ok(()), |next| self.begin(tensor, next))
+        match next {
+            Some(next) => self.begin(tensor, next),
+            None => self.rescale(tensor),
+        }
     }
 
     /// Marks what has been enqueued since this was last called.

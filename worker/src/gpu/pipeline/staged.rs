@@ -411,7 +411,10 @@ impl Pipeline {
             state.written = Written::Unmarked;
             staged.finished.push((tensor, run.finished()));
         }
-        next.map_or(Ok(()), |next| self.begin(tensor, next))
+        match next {
+            Some(next) => self.begin(tensor, next),
+            None => self.rescale(tensor),
+        }
     }
 
     /// Whether a result is waited for in a stream: until it has come no round in slots begins.
