@@ -56,7 +56,7 @@ class Cluster:
         self._folder = tempfile.TemporaryDirectory(prefix="bps")
         self._log = Path(self._folder.name) / "log"
         listener = Listener(str(Path(self._folder.name) / "socket"), "AF_UNIX", backlog=16)
-        rank = forks.forked(_modules(), environment)
+        rank = forks.forked(_modules(environment or {}), environment)
         rank += [str(HERE / "rank.py"), listener.address]
         launcher = [sys.executable, "-m", "byteps.launch", "--local", str(size)]
         launcher += ["--servers", str(servers), "--server-cores", str(cores)]
@@ -186,10 +186,12 @@ class Cluster:
             self.kill()
 
 
-def _modules() -> tuple[str, ...]:
+def _modules(environment: dict[str, str]) -> tuple[str, ...]:
     """Those of :data:`MODULES` that the ranks of the test under way use."""
     file = Path(os.environ["PYTEST_CURRENT_TEST"].partition("::")[0]).name
-    return next(modules for name, modules in MODULES.items() if file.startswith(name))
+    modules = next(modules for name, modules in MODULES.items() if file.startswith(name))
+    backend = environment.get("KERAS_BACKEND", "tensorflow")
+    return tuple(name for name in modules if name != "tensorflow" or backend == name)
 
 
 def where_threads_wait(pid: int) -> str:

@@ -36,22 +36,27 @@ from typing import Any
 HERE = Path(__file__).parent
 #: Variables that are read when a job begins, and not when a library is loaded.
 OF_JOBS = ("BPS_", "BYTEPS_", "DMLC_", "HOROVOD_")
+#: Variables that libraries read when they are loaded: each value has a process of its own.
+OF_LIBRARIES = ("KERAS_BACKEND",)
 PR_SET_PDEATHSIG = 1
 
 
 def forked(modules: tuple[str, ...], environment: dict[str, str] | None = None) -> list[str]:
     """What to write for ``python`` in front of a script that uses these modules.
 
-    The interpreter itself if there are none, or if the environment has variables that they may
-    read when they are loaded."""
-    if not modules or any(not name.startswith(OF_JOBS) for name in environment or {}):
+    The interpreter itself if there are none, or if the environment has other variables that they
+    may read when they are loaded."""
+    environment = environment or {}
+    of_libraries = tuple((name, environment[name]) for name in OF_LIBRARIES if name in environment)
+    others = [name for name in environment if not name.startswith(OF_JOBS)]
+    if not modules or len(others) > len(of_libraries):
         return [sys.executable]
-    return [sys.executable, "-I", "-S", str(HERE / "forked.py"), _server(modules)]
+    return [sys.executable, "-I", "-S", str(HERE / "forked.py"), _server(modules, of_libraries)]
 
 
 @functools.cache
-def _server(modules: tuple[str, ...]) -> str:
-    """The socket of the process that has these modules."""
+def _server(modules: tuple[str, ...], of_libraries: tuple[tuple[str, str], ...]) -> str:
+    """The socket of the process that has loaded these modules with these variables."""
     from cluster import clean_environment
 
     folder = tempfile.TemporaryDirectory(prefix="bps")
@@ -61,7 +66,7 @@ def _server(modules: tuple[str, ...]) -> str:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,
-        env=clean_environment(),
+        env=clean_environment() | dict(of_libraries),
     )
 
     @atexit.register
