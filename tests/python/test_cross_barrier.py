@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 
 import pytest
@@ -385,8 +386,10 @@ def ways_in_turn(overlapping, whole):
     assert True in ways and False in ways
     assert ways[-4:] == [overlapping < whole] * 4
     assert updates.steps_left == 10**6 - len(ways)
-    # Which modules run is looked at where it may be needed, and where a trial comes next.
+    # Which modules run is looked at where it may be needed, and where a trial comes next: else the
+    # model has no hooks.
     assert updates.is_watching == (overlapping < whole)
+    assert hooks_of(other[0]) == (4 if updates.is_watching else 0)
     loss_of(other[0], *map(share, batch(0)))
     assert bool(updates.called) == updates.is_watching
     pace._number = _pace._STEPS_BETWEEN
@@ -402,6 +405,46 @@ def ways_in_turn(overlapping, whole):
     other[0].last.weight.grad.mul_(0.5)
     with pytest.raises(UsageError, match="changed"):
         other[1].step()
+
+
+def hooks_of(model):
+    return sum(len(module._forward_pre_hooks) for module in model.modules())
+
+
+def compiled_without_hooks():
+    """Modules that were compiled while none had a hook are not asked: each step waits for them."""
+    layers = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 2))
+    one, other = pair_of("adam", torch.nn.Sequential(layers).double())
+    model, updates, pace = other[0], other[1]._updates, other[1]._pace
+    pace._number, pace.is_found, pace.overlaps = _pace._STEPS_OF_A_TRIAL + 1, True, False
+    step(one, 0)
+    step(other, 0)
+    assert hooks_of(model) == 0
+
+    @functools.partial(torch.compile, backend="eager")
+    def compiled(inputs):
+        return model(inputs)
+
+    called = []
+
+    def loss(_, inputs, targets):
+        value = torch.nn.functional.mse_loss(compiled(inputs), targets)
+        called.append(len(updates.called))
+        return value
+
+    for number in range(1, 8):
+        if number == 3:
+            pace._number = _pace._STEPS_BETWEEN
+        assert same(step(one, number), step(other, number, loss=loss)), number
+        # The layer, the model, and when nobody was seen to be asked, what is between.
+        assert hooks_of(model) == (0, 0, 2, 3, 3, 3, 3)[number - 1]
+        assert pace.overlaps == (number > 3) and not updates.pending
+    assert called == [0] * 7
+    assert equal(one[0], model)
+
+
+def test_compiled_without_hooks(pair):
+    pair.run(compiled_without_hooks, timeout=180)
 
 
 class _At:

@@ -185,15 +185,20 @@ class _Updates:
         self.pending: dict[torch.Tensor, _Update] = {}
         self.hooks: list[Any] = []
         # Whether the next step may overlap, so that it counts which modules run and which
-        # parameters are used: each takes a step some microseconds.
+        # parameters are used.
         self.is_watching = True
-        # Modules that are asked before they run, and what asks them.
-        self.asked: set[torch.nn.Module] = set()
+        # Modules that are asked before they run, what asks them, and its hooks: none while nobody
+        # watches, since each costs a forward pass some microseconds. Some are new in this step.
+        self.asked: dict[torch.nn.Module, None] = {}
+        self.asked_anew: set[torch.nn.Module] = set()
         self.ask = _Hook(self.before)
+        self.asking: list[Any] = []
         self.parents: dict[torch.nn.Module, list[torch.nn.Module]] = {}
         # Modules that have run since the last step, and parameters that never had a gradient.
         self.called: set[torch.nn.Module] = set()
         self.never_used: set[torch.Tensor] = set()
+        # Parameters that the last backward pass came to without any module having been asked.
+        self.unasked: set[torch.Tensor] = set()
         # A module waits for its own parameters, and for others as has been seen: some use the
         # weights of a child without running the child.
         self.needs: dict[torch.nn.Module, list[torch.Tensor]] = {}
@@ -222,16 +227,42 @@ class _Updates:
                 self._ask(module)
 
     def _ask(self, module: torch.nn.Module) -> None:
-        """A module without parameters of its own is asked only if it may use those of others: a
-        hook costs each forward pass some microseconds."""
+        """A module without parameters of its own is asked only if it may use those of others."""
         if module not in self.asked:
-            self.asked.add(module)
-            # Before hooks of others, which may make a weight from parameters.
-            self.hooks.append(module.register_forward_pre_hook(self.ask, prepend=True))
+            self.asked[module] = None
+            self.asked_anew.add(module)
+            if self.is_watching:
+                self._ask_with_hook(module)
+
+    def _ask_with_hook(self, module: torch.nn.Module) -> None:
+        # Before hooks of others, which may make a weight from parameters.
+        self.asking.append(module.register_forward_pre_hook(self.ask, prepend=True))
+
+    def watch_steps(self, is_watching: bool) -> None:
+        """Whether modules are asked, and parameters seen, from now on.
+
+        `torch.compile` does not look whether hooks have come or gone since it compiled a module.
+        So after a while without, the modules may run and not be asked: one step that is whole has
+        to show who is, before any that overlaps.
+        """
+        if is_watching == self.is_watching:
+            return
+        self.is_watching = is_watching
+        if is_watching:
+            for module in self.asked:
+                self._ask_with_hook(module)
+        else:
+            self._ask_nobody()
+
+    def _ask_nobody(self) -> None:
+        for hook in self.asking:
+            hook.remove()
+        self.asking.clear()
 
     def release(self) -> None:
         """Brings all up to date and stops watching."""
         self.flush()
+        self._ask_nobody()
         for hook in self.hooks:
             hook.remove()
         self.hooks.clear()
@@ -342,8 +373,12 @@ class _Updates:
         gradients.stepped()
         # A backward pass that comes to one of these is an error.
         gradients.hooks.is_guarded = bool(self.pending)
-        self.called.clear()
-        homeless = [param for param in self.pending if not self.needed_by.get(param)]
+        homeless = [
+            param
+            for param in self.pending
+            if param in self.unasked or not self.needed_by.get(param)
+        ]
+        self._begin_step()
         if homeless:
             self.apply(homeless)
         self.steps_left -= 1
@@ -355,13 +390,18 @@ class _Updates:
         for group in optimizer.param_groups:
             for param in group["params"]:
                 param.grad = None
-        self.called.clear()
+        self._begin_step()
         self.steps_left -= 1
 
     def forget(self) -> None:
         """The gradients of these updates will not come: their job is over."""
         self.pending.clear()
+        self._begin_step()
+
+    def _begin_step(self) -> None:
         self.called.clear()
+        self.unasked.clear()
+        self.asked_anew.clear()
 
     def check_up_to_date(self, param: torch.Tensor, names: dict[torch.Tensor, str]) -> None:
         """A backward pass has come to this parameter: was its last update there before?"""
@@ -380,7 +420,7 @@ class _Updates:
             return
         if self._ask_above(users):
             # The next backward pass will tell which of them runs.
-            self.never_used.add(param)
+            self.unasked.add(param)
             return
         # Used by a module above, as the projection in MultiheadAttention is: from now on that one
         # waits for it.
@@ -390,8 +430,7 @@ class _Updates:
             self.needs[module].append(param)
 
     def _ask_above(self, modules: Iterable[torch.nn.Module]) -> bool:
-        """Asks all modules above these from now on; whether some were not asked before."""
-        count = len(self.asked)
+        """Asks all modules above these from now on; whether some were not in this pass."""
         above = list(modules)
         seen: set[torch.nn.Module] = set()
         while above:
@@ -400,7 +439,7 @@ class _Updates:
                     seen.add(parent)
                     above.append(parent)
                     self._ask(parent)
-        return len(self.asked) > count
+        return not seen.isdisjoint(self.asked_anew)
 
     def _called_above(self, modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
         """The nearest modules above these that have run; none if the model itself has not."""
@@ -524,7 +563,7 @@ class _Overlapping(Distributed):
         else:
             super().step()
             self._updates.taken_whole(self)
-        self._updates.is_watching = not self._pace.is_settled
+        self._updates.watch_steps(not self._pace.is_settled)
         return None
 
     def _has_hooks(self) -> bool:
