@@ -6,6 +6,7 @@
 
 pub mod base;
 pub mod limits;
+mod sync;
 
 pub mod config;
 pub mod reduce;

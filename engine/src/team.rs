@@ -9,11 +9,9 @@
 //! Invariant: helpers touch nobody's memory but between the beginning and the return of a `share`.
 //! One that does not come in time is not waited for, only one that has a grain in hand.
 
-use rustix::thread::futex;
-use std::cell::UnsafeCell;
+use crate::sync::{AtomicBool, AtomicU64, Futex, Ordering, UnsafeCell, spin_loop, yield_now};
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 /// Bytes of a grain: a few microseconds at most, so that nobody waits long for the last one. A
@@ -23,7 +21,7 @@ const GRAIN_BYTES: usize = 32 << 10;
 const SHARED_BYTES_MIN: usize = 64 << 10;
 /// Work of fewer bytes is not worth the system call that wakes a helper. What is cut evenly into
 /// parts of at most 256 KiB, and into more than one, has larger ones.
-const WAKING_BYTES_MIN: usize = (128 << 10) + 1;
+const WAKING_BYTES_MIN: usize = if cfg!(loom) { SHARED_BYTES_MIN } else { (128 << 10) + 1 };
 /// How long a helper without work looks for some before it sleeps: longer than a program needs from
 /// one sum to the next.
 const SPIN: Duration = Duration::from_micros(200);
@@ -73,7 +71,7 @@ unsafe fn call<F: Fn(Range<usize>) + Sync>(closure: *const (), range: Range<usiz
 
 /// What one helper does, apart from what others write.
 #[repr(align(128))]
-struct State(AtomicU32);
+struct State(Futex);
 
 /// Where the threads meet.
 struct Board {
@@ -130,8 +128,9 @@ impl Drop for Seat {
     fn drop(&mut self) {
         // Nobody shares any more, so each helper looks or sleeps.
         for State(state) in &self.0.states {
-            state.store(ENDED, Ordering::Release);
-            let _ = futex::wake(state, futex::Flags::PRIVATE, 1);
+            // A swap, for loom: see `Interest::say`.
+            state.word.swap(ENDED, Ordering::Release);
+            state.wake();
         }
     }
 }
@@ -154,7 +153,7 @@ impl Team {
             return Default::default();
         }
         let board = Arc::new(Board {
-            states: (0..count).map(|_| State(AtomicU32::new(AWAKE))).collect(),
+            states: (0..count).map(|_| State(Futex::new(AWAKE))).collect(),
             asked: AtomicU64::new(0),
             work: UnsafeCell::new(None),
             in_use: AtomicBool::new(false),
@@ -181,22 +180,23 @@ fn share<F: Fn(Range<usize>) + Sync>(board: &Board, bytes: usize, work: &F) {
         return work(0..bytes);
     }
     let rejoin = Rejoin(board);
-    let closure = std::ptr::from_ref(work).cast();
+    let posted_work = Work { call: call::<F>, closure: std::ptr::from_ref(work).cast(), bytes };
     // SAFETY: this thread has `in_use`, and who had it before has rejoined all helpers.
-    unsafe { *board.work.get() = Some(Work { call: call::<F>, closure, bytes }) };
+    board.work.with_mut(|posted| unsafe { *posted = Some(posted_work) });
     board.asked.store(0, Ordering::Relaxed);
     let mut is_shared = false;
     for State(state) in &board.states {
-        let seen = state.load(Ordering::Relaxed);
+        let seen = state.word.load(Ordering::Relaxed);
         if seen != AWAKE && (seen != ASLEEP || bytes < WAKING_BYTES_MIN) {
             continue;
         }
         // Release: the pair of the Acquire in `Helper::run`. It fails if the helper falls asleep
         // just now, which then finds nothing.
-        let posted = state.compare_exchange(seen, POSTED, Ordering::Release, Ordering::Relaxed);
+        let posted =
+            state.word.compare_exchange(seen, POSTED, Ordering::Release, Ordering::Relaxed);
         is_shared |= posted.is_ok();
         if posted.is_ok() && seen == ASLEEP {
-            let _ = futex::wake(state, futex::Flags::PRIVATE, 1);
+            state.wake();
         }
     }
     if is_shared {
@@ -215,18 +215,37 @@ impl Drop for Rejoin<'_> {
         let mut looks = 0u32;
         for State(state) in &self.0.states {
             // What a helper has not begun it will not see.
-            let _ = state.compare_exchange(POSTED, AWAKE, Ordering::Relaxed, Ordering::Relaxed);
+            let _ =
+                state.word.compare_exchange(POSTED, AWAKE, Ordering::Relaxed, Ordering::Relaxed);
             // Acquire: the pair of the Release in `Helper::run`: its grains are written.
-            while state.load(Ordering::Acquire) == BUSY {
+            while state.word.load(Ordering::Acquire) == BUSY {
                 looks = looks.wrapping_add(1);
                 if looks < LOOKS_EAGER {
-                    std::hint::spin_loop();
+                    spin_loop();
                 } else {
-                    std::thread::yield_now();
+                    yield_now();
                 }
             }
         }
         self.0.in_use.store(false, Ordering::Release);
+    }
+}
+
+/// For how long a helper has looked for work.
+struct Idle {
+    looks: u32,
+    since: Instant,
+}
+
+impl Idle {
+    fn begin() -> Idle {
+        Idle { looks: 0, since: Instant::now() }
+    }
+
+    /// It has looked once more: whether it should sleep. In a model, which has no time, at once.
+    fn is_long(&mut self) -> bool {
+        self.looks = self.looks.wrapping_add(1);
+        cfg!(loom) || (self.looks.is_multiple_of(CLOCK_EVERY) && self.since.elapsed() >= SPIN)
     }
 }
 
@@ -236,34 +255,33 @@ impl Helper {
     pub fn run(self) {
         let Helper { board, index } = self;
         let State(state) = &board.states[index];
-        let mut idle = 0u32;
-        let mut since = Instant::now();
+        let word = &state.word;
+        let mut idle = Idle::begin();
         loop {
-            match state.load(Ordering::Relaxed) {
+            match word.load(Ordering::Relaxed) {
                 POSTED => {
                     // Acquire: the pair of the Release in `share`.
                     let begun =
-                        state.compare_exchange(POSTED, BUSY, Ordering::Acquire, Ordering::Relaxed);
+                        word.compare_exchange(POSTED, BUSY, Ordering::Acquire, Ordering::Relaxed);
                     if begun.is_err() {
                         continue;
                     }
                     // SAFETY: the state was `POSTED`, so there is work that was written before, and
                     // nobody writes it while the state is `BUSY`.
-                    let Work { call, closure, bytes } =
-                        unsafe { *board.work.get() }.expect("posted work is there");
+                    let posted = board.work.with(|posted| unsafe { *posted });
+                    let Work { call, closure, bytes } = posted.expect("posted work is there");
                     // SAFETY: `share` made the pair of a closure that threads may share, and does
                     // not return, and so keeps it, before the state is no longer `BUSY`.
                     board.take_grains(End::Back, bytes, |range| unsafe { call(closure, range) });
                     // Release: the pair of the Acquire in `Rejoin`.
-                    state.store(AWAKE, Ordering::Release);
-                    (idle, since) = (0, Instant::now());
+                    word.store(AWAKE, Ordering::Release);
+                    idle = Idle::begin();
                 }
                 AWAKE => {
-                    std::hint::spin_loop();
-                    idle = idle.wrapping_add(1);
-                    if idle.is_multiple_of(CLOCK_EVERY) && since.elapsed() >= SPIN {
+                    spin_loop();
+                    if idle.is_long() {
                         // If it fails there is work.
-                        let _ = state.compare_exchange(
+                        let _ = word.compare_exchange(
                             AWAKE,
                             ASLEEP,
                             Ordering::Relaxed,
@@ -273,8 +291,8 @@ impl Helper {
                 }
                 ASLEEP => {
                     // Woken, interrupted or posted meanwhile: the loop looks in each case.
-                    let _ = futex::wait(state, futex::Flags::PRIVATE, ASLEEP, None);
-                    (idle, since) = (0, Instant::now());
+                    state.wait(ASLEEP);
+                    idle = Idle::begin();
                 }
                 _ => return,
             }
@@ -282,7 +300,7 @@ impl Helper {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
     use std::sync::atomic::AtomicU8;
@@ -332,7 +350,7 @@ mod tests {
         let (team, helpers) = Team::with_helpers(2);
         let threads = run(helpers);
         let states = &team.0.as_ref().unwrap().0.states;
-        let are_asleep = || states.iter().all(|one| one.0.load(Ordering::Relaxed) == ASLEEP);
+        let are_asleep = || states.iter().all(|one| one.0.word.load(Ordering::Relaxed) == ASLEEP);
         for _ in 0..3 {
             while !are_asleep() {
                 thread::yield_now();
@@ -391,5 +409,51 @@ mod tests {
         }
         drop(team);
         threads.into_iter().for_each(|thread| thread.join().unwrap());
+    }
+}
+
+#[cfg(all(test, loom))]
+mod orders {
+    use super::*;
+    use loom::cell::UnsafeCell;
+
+    /// Memory of two grains, of which the model sees who reads and writes it.
+    struct Grains([UnsafeCell<u32>; 2]);
+
+    // SAFETY: loom reports whoever touches a cell that another thread may be at.
+    unsafe impl Sync for Grains {}
+
+    /// Adds 1 to each grain, and looks at them as its caller does who goes on.
+    fn once(team: &Team, grains: &Grains, before: u32) {
+        team.share(2 * GRAIN_BYTES, |range| {
+            for grain in range.start / GRAIN_BYTES..range.end / GRAIN_BYTES {
+                // SAFETY: the range is this thread's alone; loom panics if it is not.
+                grains.0[grain].with_mut(|value| unsafe { *value += 1 });
+            }
+        });
+        for grain in &grains.0 {
+            // SAFETY: what was shared is over; loom panics if it is not.
+            assert_eq!(grain.with(|value| unsafe { *value }), before + 1);
+        }
+    }
+
+    #[test]
+    fn each_grain_is_done_once_and_before_its_caller_goes_on() {
+        // Each turn of the helper has many orders: too many to go through them all.
+        let mut model = loom::model::Builder::new();
+        model.preemption_bound = Some(3);
+        model.check(|| {
+            let (team, helpers) = Team::with_helpers(1);
+            let helpers: Vec<_> = helpers
+                .into_iter()
+                .map(|helper| loom::thread::spawn(move || helper.run()))
+                .collect();
+            let grains = Grains([UnsafeCell::new(0), UnsafeCell::new(0)]);
+            once(&team, &grains, 0);
+            once(&team, &grains, 1);
+            drop(team);
+            // A helper that sleeps through the end would hang here, which the model reports.
+            helpers.into_iter().for_each(|helper| helper.join().unwrap());
+        });
     }
 }

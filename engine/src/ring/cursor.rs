@@ -7,10 +7,9 @@
 //! invariant is that no answer of either end ever names more slots than there are, whatever the
 //! shared memory holds.
 //!
-//! Model test:
-//! `RUSTFLAGS="--cfg loom" cargo test -p bps-engine --lib --target-dir target/loom ring::cursor`
+//! Every order of their atomics is gone through in a model: `crate::sync` has the command.
 
-use super::sync::{AtomicU32, Ordering};
+use crate::sync::{AtomicU32, Ordering};
 use std::ptr::NonNull;
 
 /// One index alone on its pair of cache lines: neighbouring lines are fetched together.

@@ -8,7 +8,6 @@
 use std::sync::Arc;
 
 pub mod cursor;
-pub mod sync;
 
 /// A ring for exactly one producing and one consuming thread, with room for `capacity` items. The
 /// only allocation of the pair is made here.

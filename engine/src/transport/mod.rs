@@ -50,6 +50,7 @@ use std::ptr::NonNull;
 use std::time::Duration;
 
 mod area;
+mod interest;
 pub mod rdma;
 pub mod shm;
 pub mod sim;

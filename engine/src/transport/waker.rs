@@ -3,24 +3,27 @@
 
 #![forbid(unsafe_code)]
 
+use super::interest::Interest;
 use rustix::event::{EventfdFlags, epoll, eventfd};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+
+/// All that a thread can sleep for here.
+const ANYTHING: u32 = 1;
 
 struct Inner {
     event: OwnedFd,
     /// Watches the eventfd and whatever else wakes the sleeper.
     watch: Option<OwnedFd>,
-    asleep: AtomicBool,
+    interest: Interest,
 }
 
 /// Wakes the one thread that sleeps on it. Clones wake the same thread.
 ///
 /// The sleeper calls [`prepare`](Waker::prepare), looks once more at every queue that others fill,
 /// then blocks on [`fd`](Waker::fd) and calls [`awake`](Waker::awake). A producer fills a queue,
-/// then calls [`wake`](Waker::wake). Both sides are sequentially consistent, so either the sleeper
-/// sees the item or the producer sees the sleeper.
+/// then calls [`wake`](Waker::wake). Either the sleeper sees the item or the producer sees the
+/// sleeper ([`Interest`]).
 #[derive(Clone)]
 pub struct Waker(Arc<Inner>);
 
@@ -31,7 +34,7 @@ impl Waker {
     /// No file descriptor is left.
     pub fn new() -> std::io::Result<Waker> {
         let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(Waker(Arc::new(Inner { event, watch: None, asleep: AtomicBool::new(false) })))
+        Ok(Waker(Arc::new(Inner { event, watch: None, interest: Interest::none() })))
     }
 
     /// A waker that descriptors can wake as well, by [`watch`](Waker::watch).
@@ -42,7 +45,7 @@ impl Waker {
         let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         let watch = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         epoll::add(&watch, &event, epoll::EventData::new_u64(0), epoll::EventFlags::IN)?;
-        Ok(Waker(Arc::new(Inner { event, watch: Some(watch), asleep: AtomicBool::new(false) })))
+        Ok(Waker(Arc::new(Inner { event, watch: Some(watch), interest: Interest::none() })))
     }
 
     /// Lets the sleeper be woken while this is readable: it must be read before the next sleep.
@@ -56,10 +59,7 @@ impl Waker {
 
     /// Wakes the sleeper if it sleeps or is about to.
     pub fn wake(&self) {
-        // The fence orders the caller's queue write before the look at the flag; `prepare` has its
-        // counterpart.
-        std::sync::atomic::fence(Ordering::SeqCst);
-        if self.0.asleep.load(Ordering::Relaxed) && self.0.asleep.swap(false, Ordering::Relaxed) {
+        if self.0.interest.take(ANYTHING) {
             self.ring();
         }
     }
@@ -72,13 +72,13 @@ impl Waker {
 
     /// The sleeper is about to sleep.
     pub fn prepare(&self) {
-        self.0.asleep.store(true, Ordering::Relaxed);
-        std::sync::atomic::fence(Ordering::SeqCst);
+        self.0.interest.say(ANYTHING);
+        Interest::before_looking();
     }
 
     /// The sleeper is awake; the eventfd is emptied.
     pub fn awake(&self) {
-        self.0.asleep.store(false, Ordering::Relaxed);
+        self.0.interest.say(0);
         let _ = rustix::io::read(&self.0.event, &mut [0u8; 8]);
     }
 

@@ -184,7 +184,7 @@ mod plain {
 }
 
 #[cfg(loom)]
-mod model {
+mod orders {
     use super::*;
     use loom::cell::UnsafeCell;
     use loom::sync::Arc;

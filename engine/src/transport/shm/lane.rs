@@ -14,7 +14,7 @@ use crate::base::word;
 use crate::limits::{ALIGNMENT, LANE_FRAMES_MAX, PART_BYTES_MAX, STAGING_BYTES};
 use crate::mem::{Readable, Writable, cache};
 use crate::ring::cursor::{ConsumerCursor, Corrupt, ProducerCursor};
-use crate::ring::sync::Ordering;
+use crate::sync::{Ordering, fence};
 use crate::team::Team;
 use crate::transport::area::Area;
 use crate::transport::{Carried, Cause, Event, Frame, Full, Landing, LaneId, Piece, Room};
@@ -22,7 +22,6 @@ use crate::wire::RawHeader;
 use rustix::fd::AsFd;
 use std::collections::VecDeque;
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::sync::atomic::fence;
 
 /// Most bytes that one poll copies for one lane each way, so that no lane keeps the others waiting
 /// for long.
@@ -455,12 +454,7 @@ impl ShmLane {
         if news == 0 {
             return;
         }
-        // What was published or released comes before this look; the fence in `Shm::arm` is the
-        // pair. So either we see that the peer wants to sleep, or it sees what is new.
-        fence(Ordering::SeqCst);
-        let interest = &self.segment.theirs().interest;
-        if interest.load(Ordering::Relaxed) & news != 0 {
-            interest.store(0, Ordering::Relaxed);
+        if self.segment.theirs().interest.take(news) {
             self.ring();
         }
     }
@@ -483,24 +477,24 @@ impl ShmLane {
         self.ring();
     }
 
-    /// Tells the peer what we are about to sleep for; the caller's fence and a look at
-    /// [`is_ready`](Self::is_ready) follow.
+    /// Tells the peer what we are about to sleep for; what that comes before, and a look at
+    /// [`is_ready`](Self::is_ready), follow in the caller.
     pub(super) fn arm(&self) {
         let reads = !matches!(self.expect, Expect::Answer { .. } | Expect::Consume { .. });
         let published = if reads { WAKE_PUBLISHED } else { 0 };
         let released = if self.frames.is_empty() { 0 } else { WAKE_RELEASED };
-        self.segment.ours().interest.store(published | released, Ordering::Relaxed);
+        self.segment.ours().interest.say(published | released);
     }
 
     /// We are awake.
     pub(super) fn disarm(&self) {
-        self.segment.ours().interest.store(0, Ordering::Relaxed);
+        self.segment.ours().interest.say(0);
     }
 
     /// What the peer sleeps for.
     #[cfg(test)]
     pub(super) fn peer_interest(&self) -> u32 {
-        self.segment.theirs().interest.load(Ordering::Relaxed)
+        self.segment.theirs().interest.said()
     }
 
     /// Whether a poll would have something to do.

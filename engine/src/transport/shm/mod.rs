@@ -16,6 +16,7 @@ mod setup;
 pub use segment::ShmOptions;
 pub use setup::{ShmLink, accept, offer};
 
+use super::interest::Interest;
 use super::{Driver, Event, Frame, Full, Landing, LaneId, Link, Room, Waker};
 use crate::base::word;
 use crate::mem::Arena;
@@ -26,7 +27,6 @@ use rustix::event::{Timespec, epoll};
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{Ordering, fence};
 use std::time::Duration;
 
 /// Polls between two looks at the streams of the peers, which cost a system call. A peer that
@@ -222,9 +222,7 @@ impl Driver for Shm {
         for lane in self.lanes.iter().flatten() {
             lane.arm();
         }
-        // What we said of our sleep comes before the look at what is new; the pair is the fence in
-        // `ShmLane::tell`.
-        fence(Ordering::SeqCst);
+        Interest::before_looking();
         let mut ready = self.look(Duration::ZERO);
         for lane in self.lanes.iter_mut().flatten() {
             ready |= lane.is_ready();

@@ -6,8 +6,9 @@
 
 use crate::limits::{ALIGNMENT, HEADER_BYTES, PART_BYTES_MAX};
 use crate::ring::cursor::{self, ConsumerCursor, CursorBlock, ProducerCursor};
-use crate::ring::sync::{AtomicU32, Ordering};
+use crate::sync::{AtomicU32, Ordering};
 use crate::transport::Cause;
+use crate::transport::interest::Interest;
 use crate::wire::RawHeader;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use std::io;
@@ -99,7 +100,7 @@ impl Layout {
 pub(super) struct EndBlock {
     /// What this end sleeps for: bits of [`WAKE_PUBLISHED`] and [`WAKE_RELEASED`]. Whoever rings
     /// clears it.
-    pub(super) interest: AtomicU32,
+    pub(super) interest: Interest,
     /// Not 0 when this end has left the lane.
     pub(super) left: AtomicU32,
     /// Not 0 when payloads that this end posted by reference must not be trusted any more: their

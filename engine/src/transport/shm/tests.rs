@@ -160,7 +160,7 @@ fn a_hostile_peer_ends_its_own_lane_at_worst() {
                     let value = [0, 1, 2, 300, u32::MAX, turn][random.index(6)];
                     // Mostly the end blocks and cursors, which fill the first words.
                     let count = if random.once_in(2) { 192 } else { words.len() };
-                    words[random.index(count)].store(value, crate::ring::sync::Ordering::Relaxed);
+                    words[random.index(count)].store(value, crate::sync::Ordering::Relaxed);
                 } else if let Ok(count @ 1..) = consumer.refresh() {
                     consumer.release(count.min(2));
                 } else if producer.free().is_ok_and(|free| free > 0) {
