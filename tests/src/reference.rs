@@ -45,7 +45,8 @@ pub fn contribution(dtype: DType, tensor: u64, rank: u32, round: u64, count: usi
 
 fn wrap(dtype: DType, sum: i128) -> i128 {
     let bits = dtype.size() * 8;
-    let wrapped = sum.rem_euclid(1i128 << bits);
+    // The remainder, without a division of 128 bits, which took a fifth of jobs over fake GPUs.
+    let wrapped = sum & ((1i128 << bits) - 1);
     let negative = dtype != DType::U8 && wrapped >= 1i128 << (bits - 1);
     if negative { wrapped - (1i128 << bits) } else { wrapped }
 }
