@@ -7,7 +7,7 @@ import torch
 
 import byteps.torch as bps
 from byteps.torch.parallel import DistributedDataParallel
-from test_optimizer import OPTIMIZERS, batch, difference, loss_of, share, start
+from small_models import OPTIMIZERS, batch, difference, loss_of, share, start
 
 # The steps in which one rank's gradients are infinite.
 OVERFLOWS = (1, 4)

@@ -14,9 +14,9 @@ import byteps.torch as bps
 import bytescheduler.pytorch.horovod as bsc
 from byteps.errors import ConfigError
 from cluster import clean_environment
+from small_models import start
 from test_cross_barrier import equal, step
 from test_failures import launch
-from test_optimizer import start
 
 ROOT = Path(__file__).resolve().parents[2]
 

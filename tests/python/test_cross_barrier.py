@@ -13,8 +13,8 @@ import byteps.torch as bps
 from byteps.errors import ConfigError, UsageError
 from byteps.torch import _pace
 from byteps.torch.cross_barrier import CrossBarrier
+from small_models import batch, loss_of, share, start
 from test_amp import here
-from test_optimizer import batch, loss_of, share, start
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01, nesterov=True),

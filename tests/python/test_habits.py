@@ -15,7 +15,7 @@ import byteps.torch as bps
 from byteps.errors import ConfigError, UsageError
 from byteps.torch.cross_barrier import CrossBarrier
 from byteps.torch.parallel import DistributedDataParallel
-from test_optimizer import Branches, batch, difference, loss_of, share, start
+from small_models import Branches, batch, difference, loss_of, share, start
 
 WAYS = ["optimizer", "cross", "ddp"]
 

@@ -10,7 +10,7 @@ import torch
 import byteps.torch as bps
 from byteps.errors import ConfigError
 from byteps.torch.parallel import DistributedDataParallel
-from test_optimizer import Branches, Net, batch, difference, loss_of, share
+from small_models import Branches, Net, batch, difference, loss_of, share
 
 
 def seeded(seed):
