@@ -3,6 +3,10 @@
 //! Loom's types exist in tests under `--cfg loom` only, where models (`mod orders` of whoever uses
 //! this) go through every order that the memory model allows:
 //! `RUSTFLAGS="--cfg loom" cargo test -p bps-engine --lib --target-dir target/loom orders::`
+//!
+//! Loom lets a swap come behind a store that follows what the swap has read, which the language
+//! does not. A word that is both swapped and stored to can therefore show a model a value that is
+//! gone: there, the store is a swap as well.
 
 #![forbid(unsafe_code)]
 

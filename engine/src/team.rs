@@ -128,7 +128,7 @@ impl Drop for Seat {
     fn drop(&mut self) {
         // Nobody shares any more, so each helper looks or sleeps.
         for State(state) in &self.0.states {
-            // A swap, for loom: see `Interest::say`.
+            // A swap for the sake of the model: see `crate::sync`.
             state.word.swap(ENDED, Ordering::Release);
             state.wake();
         }
@@ -439,7 +439,7 @@ mod orders {
 
     #[test]
     fn each_grain_is_done_once_and_before_its_caller_goes_on() {
-        // Each turn of the helper has many orders: too many to go through them all.
+        // A helper that looks, works and sleeps has too many orders to go through them all.
         let mut model = loom::model::Builder::new();
         model.preemption_bound = Some(3);
         model.check(|| {

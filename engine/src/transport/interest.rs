@@ -22,8 +22,7 @@ impl Interest {
     /// The thread is about to sleep for these, and [looks](Self::before_looking) once more; with
     /// none, it is awake.
     pub(super) fn say(&self, bits: u32) {
-        // Loom lets a swap come behind a store that follows what the swap has read, and in a model
-        // of this one might take the next sleep's bits away unseen.
+        // A swap costs more, and only a model needs one: see `crate::sync`.
         #[cfg(all(test, loom))]
         self.0.swap(bits, Ordering::Relaxed);
         #[cfg(not(all(test, loom)))]
@@ -98,7 +97,7 @@ mod orders {
 
     #[test]
     fn nobody_sleeps_on_what_is_there() {
-        // Of three threads, which have too many orders to go through them all.
+        // Three threads have too many orders to go through them all.
         let mut model = loom::model::Builder::new();
         model.preemption_bound = Some(3);
         model.check(|| {
