@@ -189,7 +189,7 @@ class _Updates:
         self.is_watching = True
         # Modules that are asked before they run, what asks them, and its hooks: none while nobody
         # watches, since each costs a forward pass some microseconds. Some are new in this step.
-        self.asked: dict[torch.nn.Module, None] = {}
+        self.asked: set[torch.nn.Module] = set()
         self.asked_anew: set[torch.nn.Module] = set()
         self.ask = _Hook(self.before)
         self.asking: list[Any] = []
@@ -229,7 +229,7 @@ class _Updates:
     def _ask(self, module: torch.nn.Module) -> None:
         """A module without parameters of its own is asked only if it may use those of others."""
         if module not in self.asked:
-            self.asked[module] = None
+            self.asked.add(module)
             self.asked_anew.add(module)
             if self.is_watching:
                 self._ask_with_hook(module)
