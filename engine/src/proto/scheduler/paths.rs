@@ -124,17 +124,19 @@ impl Paths {
 
     /// One stall for each path and direction, the oldest first.
     fn find_stalls(&mut self, registry: &Registry, report_ms: u64, now: Duration) {
-        let age = |at: Duration| milliseconds(now.saturating_sub(at));
+        let now_ms = milliseconds(now);
         let mut found: BTreeMap<(Rank, u32, Leg), PathStall> = BTreeMap::new();
-        for (&rank, (keys, at)) in &self.awaited {
+        for (&rank, (keys, said)) in &self.awaited {
             for key in keys {
                 // A key that no registry gave is the rank's mistake, and nothing to tell people.
                 let Some(name) = registry.name_of(key.key) else { continue };
-                let waited_ms = key.waited_ms.saturating_add(age(*at));
-                let state = self.states.get(&key.key);
-                let told = state.map(|(state, at)| (state, age(*at)));
-                let asked_ms = self.inquired.get(&key.key).map_or(0, |at| age(*at));
-                let judged = judge(key, rank, (waited_ms, asked_ms), told, report_ms);
+                let heard = Heard {
+                    awaited: key,
+                    said_ms: milliseconds(*said),
+                    state: self.states.get(&key.key).map(|(state, at)| (state, milliseconds(*at))),
+                    asked_ms: self.inquired.get(&key.key).map_or(now_ms, |at| milliseconds(*at)),
+                };
+                let judged = heard.judge(rank, report_ms, now_ms);
                 let is_late = |(_, late_ms): &(Leg, u64)| *late_ms >= report_ms / 2;
                 let Some((leg, waited_ms)) = judged.filter(is_late) else { continue };
                 let round = registry.round_of(key.key, key.round);
@@ -170,26 +172,44 @@ impl Paths {
     }
 }
 
-/// On which leg the bytes of a key are late, and for how long.
-fn judge(
-    key: &AwaitedKey,
-    rank: Rank,
-    (waited_ms, asked_ms): (u64, u64),
-    told: Option<(&KeyState, u64)>,
-    report_ms: u64,
-) -> Option<(Leg, u64)> {
-    match told {
-        Some((state, age)) if age < report_ms => {
-            if state.published >= key.round {
-                Some((Leg::Result, waited_ms.min(state.published_ms.saturating_add(age))))
-            } else {
-                // If it has arrived, the round waits for others: its server tells for whom.
-                state.missing.contains(&rank).then_some((Leg::Contribution, waited_ms))
+/// What both ends of a path last said about a key, and when it was heard. Milliseconds by the
+/// scheduler's clock.
+struct Heard<'a> {
+    awaited: &'a AwaitedKey,
+    /// When the rank said that it waits.
+    said_ms: u64,
+    /// What the server answered, and when.
+    state: Option<(&'a KeyState, u64)>,
+    /// Since when the server is asked.
+    asked_ms: u64,
+}
+
+impl Heard<'_> {
+    /// On which leg the bytes are late, and for how long, by what was heard: the end that they go
+    /// to may have them since it last spoke.
+    fn judge(&self, rank: Rank, report_ms: u64, now_ms: u64) -> Option<(Leg, u64)> {
+        let waited_ms = self.awaited.waited_ms;
+        match self.state {
+            Some((state, at_ms)) if now_ms.saturating_sub(at_ms) < report_ms => {
+                if state.published >= self.awaited.round {
+                    // From the publication to the rank's word.
+                    let since_ms = state.published_ms.saturating_add(self.said_ms);
+                    Some((Leg::Result, waited_ms.min(since_ms.saturating_sub(at_ms))))
+                } else {
+                    // If it has arrived, the round waits for others: its server tells for whom.
+                    // Else: from the contribution to the server's word.
+                    let since_ms = waited_ms.saturating_add(at_ms).saturating_sub(self.said_ms);
+                    state.missing.contains(&rank).then_some((Leg::Contribution, since_ms))
+                }
+            }
+            // A server has a report's time to answer.
+            _ => {
+                let waited_ms = waited_ms.saturating_add(now_ms.saturating_sub(self.said_ms));
+                let asked_ms = now_ms.saturating_sub(self.asked_ms);
+                (waited_ms >= report_ms.saturating_mul(2) && asked_ms >= report_ms)
+                    .then_some((Leg::Unknown, waited_ms))
             }
         }
-        // A server has a report's time to answer.
-        _ => (waited_ms >= report_ms.saturating_mul(2) && asked_ms >= report_ms)
-            .then_some((Leg::Unknown, waited_ms)),
     }
 }
 

@@ -98,6 +98,8 @@ fn a_published_result_that_does_not_arrive_names_the_path_and_excuses_the_rank()
     bench.say(1, awaits(key, 2, 2_950));
     bench.say(100, state(key, 2, 3_000, &[1]));
     bench.pass(250, &ALL);
+    assert_eq!(path_stalls(&bench.heard(0)), [] as [Vec<PathStall>; 0], "it may have come since");
+    bench.say(1, awaits(key, 2, 3_200));
     bench.say(100, NodeMessage::Stalled { keys: vec![missing], late: vec![] });
     let told = bench.heard(0);
     let [stalls] = &path_stalls(&told)[..] else { panic!("{told:?}") };
@@ -113,6 +115,39 @@ fn a_published_result_that_does_not_arrive_names_the_path_and_excuses_the_rank()
     bench.say(100, NodeMessage::Stalled { keys: vec![], late: vec![] });
     assert_eq!(path_stalls(&bench.heard(0)), [vec![]]);
     assert_eq!(bench.done, None);
+}
+
+#[test]
+fn no_path_is_blamed_by_news_from_before_its_bytes_were_sent() {
+    let mut bench = Bench::formed(3, 1);
+    let key = one_key(&mut bench);
+    // Rank 1 waits for a rank that is late, and then does not speak: it is busy with what came.
+    bench.say(1, awaits(key, 2, 12_000));
+    for half_second in 1..=8 {
+        bench.pass(500, &ALL);
+        bench.say(100, state(key, 2, 500 * half_second, &[0, 1, 2]));
+        assert_eq!(bench.scheduler.view(bench.now).paths, [], "after {half_second} half seconds");
+    }
+    assert_eq!(path_stalls(&bench.heard(2)), [] as [Vec<PathStall>; 0]);
+    // By its next word it has waited since the publication.
+    bench.say(1, awaits(key, 2, 16_000));
+    let told = bench.heard(2);
+    let [stalls] = &path_stalls(&told)[..] else { panic!("{told:?}") };
+    assert_eq!((stalls[0].leg, stalls[0].waited_ms), (Leg::Result, 4_000));
+
+    // A server that said that it waits, and then not whether what was sent since has arrived.
+    let mut bench = Bench::formed(3, 1);
+    let key = one_key(&mut bench);
+    bench.say(1, awaits(key, 2, 1_500));
+    bench.pass(500, &ALL);
+    bench.say(100, state(key, 1, 60_000, &[1, 2]));
+    bench.pass(1_000, &ALL);
+    bench.say(1, awaits(key, 2, 3_000));
+    assert_eq!(path_stalls(&bench.heard(2)), [] as [Vec<PathStall>; 0]);
+    bench.say(100, state(key, 1, 61_000, &[1, 2]));
+    let told = bench.heard(2);
+    let [stalls] = &path_stalls(&told)[..] else { panic!("{told:?}") };
+    assert_eq!((stalls[0].leg, stalls[0].waited_ms), (Leg::Contribution, 3_000));
 }
 
 #[test]
