@@ -43,7 +43,7 @@ MARK = "bps-perf:"
 PORT = 9100
 CLASSES = 10
 # In so many steps `CrossBarrier` finds out whether to overlap, and the streams come that far.
-STEPS_OF_CROSS_TRIAL = 32
+STEPS_OF_CROSS_TRIAL = 104
 
 
 class Plan(NamedTuple):
@@ -397,6 +397,9 @@ class Rank:
                 for _ in range(STEPS_OF_CROSS_TRIAL):
                     training.step(self.clock)
                 training.finish(self.clock)
+                overlap = training.optimizer._pace.overlaps
+                kind = "overlap the next forward pass" if overlap else "are whole"
+                print(f"rank {self.plan.rank}: steps of {name} {kind}", file=sys.stderr)
         return [float(sum(one.numel() for one in work.model.parameters()))]
 
     def steps(self, way: str, count: str) -> list[float]:

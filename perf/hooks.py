@@ -35,8 +35,8 @@ import byteps.torch as bps
 from beside_gloo import join, slowest
 from gpu_rank import Clock, Training, Work, sgd
 
-# Rounds; in the 30 steps that they have as a rule, CrossBarrier finds out whether to overlap.
-WARM_UP = 6
+# Rounds; in the 105 steps that they have as a rule, CrossBarrier finds out whether to overlap.
+WARM_UP = 21
 WAYS = ("alone", "ddp", "ours", "each", "cross")
 WORKS = ("forward", "backward", "step")
 

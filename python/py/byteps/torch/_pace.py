@@ -20,12 +20,19 @@ from byteps.torch import _gpu
 
 # Steps that are not measured: the first ones set up what later ones use.
 _STEPS_AT_FIRST = 3
-# The trial: so many steps in each way, both ways twice in turn, as a machine's speed may change.
+# The trial: so many steps in each way, both ways in turn, as a machine's speed may change. On some
+# machines one step takes half as long again as the next: two windows of each way said little.
 _STEPS_OF_A_WINDOW = 6
-_WINDOWS = (True, False, True, False)
+_WINDOWS = (True, False) * 8
 _STEPS_OF_A_TRIAL = len(_WINDOWS) * _STEPS_OF_A_WINDOW
 # Steps from one trial to the next.
 _STEPS_BETWEEN = 2000
+# Steps that overlap have to be so much shorter: the others leave more of the processors alone.
+_WORTH_IT = 0.99
+
+
+def _is_in_trial(number: int) -> bool:
+    return 0 <= number < _STEPS_OF_A_TRIAL
 
 
 class Mark(Protocol):
@@ -73,7 +80,7 @@ class Pace:
         self._number += 1
         if 0 <= number <= _STEPS_OF_A_TRIAL:
             self._marks.append(self._mark())
-        if 0 <= number < _STEPS_OF_A_TRIAL:
+        if _is_in_trial(number):
             self.overlaps = _WINDOWS[number // _STEPS_OF_A_WINDOW]
         elif self._marks:
             self._decide()
@@ -82,10 +89,12 @@ class Pace:
         return self.overlaps
 
     @property
-    def is_settled(self) -> bool:
-        """The next step is whole, and so is the one behind it."""
-        is_trying = self._marks or self._number <= _STEPS_OF_A_TRIAL
-        return self.is_found and not self.overlaps and not is_trying
+    def may_overlap(self) -> bool:
+        """Whether the next step may overlap the forward pass behind it."""
+        if _is_in_trial(self._number):
+            return _WINDOWS[self._number // _STEPS_OF_A_WINDOW]
+        # The next step decides, where none has.
+        return self.overlaps or bool(self._marks)
 
     def interrupt(self) -> None:
         """A step was taken that could not overlap: what a trial has measured tells nothing."""
@@ -99,9 +108,13 @@ class Pace:
             return  # The GPU has not come so far: the next step asks again.
         of_way: dict[bool, list[float]] = {True: [], False: []}
         for number, took in enumerate(times):
-            # The first step of a window begins behind one of the other way.
-            if took is not None and number % _STEPS_OF_A_WINDOW:
-                of_way[_WINDOWS[number // _STEPS_OF_A_WINDOW]].append(took)
+            window, step = divmod(number, _STEPS_OF_A_WINDOW)
+            overlaps = _WINDOWS[window]
+            # The first step of a window begins behind one of the other way. Behind the last one
+            # that is whole there are hooks in the forward pass, which whole steps do without.
+            if took is not None and (step > 0 and (overlaps or step < _STEPS_OF_A_WINDOW - 1)):
+                of_way[overlaps].append(took)
         self._marks.clear()
         self.is_found = True
-        self.overlaps = statistics.median(of_way[True]) <= statistics.median(of_way[False])
+        overlapping, whole = (statistics.median(of_way[overlaps]) for overlaps in (True, False))
+        self.overlaps = overlapping < _WORTH_IT * whole

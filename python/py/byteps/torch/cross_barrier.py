@@ -554,6 +554,8 @@ class _Overlapping(Distributed):
         whole = closure is not None or args or kwargs or gradients.synchronized
         if whole or not gradients.should_synchronize or self._has_hooks():
             self._pace.interrupt()
+            if self._updates is not None:
+                self._updates.watch_steps(self._pace.may_overlap)
             return super().step(closure, *args, **kwargs)
         overlaps = self._pace.advance()
         gradients.send_rest()
@@ -563,7 +565,9 @@ class _Overlapping(Distributed):
         else:
             super().step()
             self._updates.taken_whole(self)
-        self._updates.watch_steps(not self._pace.is_settled)
+        # The next forward pass asks for what this step has left, and shows who would be asked
+        # behind a step that overlaps.
+        self._updates.watch_steps(overlaps or self._pace.may_overlap)
         return None
 
     def _has_hooks(self) -> bool:
