@@ -89,6 +89,8 @@ fn aliases_sizes_times_and_words() {
     // Our own name beats BytePS's.
     let loaded = run(Program::Worker, &[], &[set, &[("BPS_LOG_LEVEL", "error")]]);
     assert_eq!(loaded.config.log_level, LogLevel::Error);
+    let loaded = run(Program::Worker, &[], &[&[("BPS_LOG_LEVEL", "WARN")]]);
+    assert_eq!(loaded.config.log_level, LogLevel::Warning);
     let loaded = run(Program::Worker, &[], &[&[("BYTEPS_PARTITION_BYTES", "100001")]]);
     assert_eq!(loaded.config.partition_bytes, 99_968);
     assert!(loaded.warnings[0].contains("99968"), "{:?}", loaded.warnings);

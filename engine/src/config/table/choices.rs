@@ -248,7 +248,7 @@ pub(super) const LOG_LEVEL: Field = Field::Choice {
     set: |config, text| {
         config.log_level = match text {
             "error" | "fatal" => LogLevel::Error,
-            "warning" => LogLevel::Warning,
+            "warning" | "warn" => LogLevel::Warning,
             "info" => LogLevel::Info,
             "debug" | "trace" => LogLevel::Debug,
             _ => return false,

@@ -503,7 +503,7 @@ pub(super) const ROWS: &[Row] = &[
         Group::Output,
         choices::LOG_LEVEL,
         "debug",
-        "How much is said on standard error. BytePS's fatal and trace count as error and debug.",
+        "How much is said on standard error; fatal, warn and trace are error, warning and debug.",
     )
     .aliases(&["BYTEPS_LOG_LEVEL"])
     .flag("log-level"),
