@@ -54,6 +54,30 @@ def train(net, trainer, rank, size, divisor):
     return parameters(net.collect_params())
 
 
+def module_fit(rank, size, wrap, store=None):
+    mx.random.seed(5)
+    images, labels = samples()
+    data = mx.sym.Variable("data")
+    hidden = mx.sym.FullyConnected(mx.sym.Flatten(data), num_hidden=16, name="hidden")
+    last = mx.sym.FullyConnected(
+        mx.sym.Activation(hidden, act_type="relu"), num_hidden=4, name="last"
+    )
+    module = mx.mod.Module(mx.sym.SoftmaxOutput(last, name="softmax"))
+    share = mx.io.NDArrayIter(images[rank::size], labels[rank::size], 24 // size)
+    module.bind(share.provide_data, share.provide_label)
+    module.init_params(mx.init.Xavier())
+    # A store sums over the ranks.
+    scale = 1 / 24 if store else size / 24
+    module.init_optimizer(
+        kvstore=store,
+        optimizer=wrap(mx.optimizer.SGD(rescale_grad=scale, **OPTIMIZER)),
+    )
+    for batch in [*share] * 2:
+        module.forward_backward(batch)
+        module.update()
+    return {name: array.asnumpy() for name, array in sorted(module.get_params()[0].items())}
+
+
 def parameters(params):
     return {name: param.data().asnumpy() for name, param in sorted(params.items())}
 
