@@ -369,6 +369,30 @@ def test_whole_steps(pair):
     pair.run(whole_steps)
 
 
+def clipped_steps():
+    """A program that clips gradients has no use for hooks, until it leaves out a step of that."""
+    one, other = pair_of("sgd")
+    for number in range(4):
+        for model, optimizer in (one, other):
+            optimizer.zero_grad()
+            loss_of(model, *map(share, batch(number))).backward()
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+        assert equal(one[0], other[0])
+        assert hooks_of(other[0]) == (4, 0, 0, 0)[number]
+    for number in range(4, 7):
+        assert same(step(one, number), step(other, number))
+        assert bool(other[1]._updates.pending) == (number > 4), "nobody has watched the first one"
+        assert hooks_of(other[0]) == 4
+    other[1].flush()
+    assert equal(one[0], other[0])
+
+
+def test_clipped_steps(pair):
+    pair.run(clipped_steps)
+
+
 def ways_in_turn(overlapping, whole):
     """It tries which steps are the faster ones, by a clock of the test, and takes those."""
     one, other = pair_of("adam")

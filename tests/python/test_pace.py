@@ -134,6 +134,21 @@ def test_steps_that_cannot_overlap_begin_a_trial_anew():
     assert not training.pace.is_found
 
 
+def test_steps_that_never_overlap_are_not_expected_to():
+    """As those of a program that clips gradients: the first other one is whole as well."""
+    training = Training(4.0, 5.0)
+    for interruptions in (AT_FIRST + TRIAL + 1, WINDOW, 0):
+        training.steps(interruptions)
+        expected = training.pace.may_overlap
+        training.pace.interrupt()
+        assert training.pace.may_overlap or not expected, "one alone says nothing"
+        for _ in range(5):
+            training.pace.interrupt()
+            assert not training.pace.may_overlap
+        assert training.steps(1) == [False]
+        assert training.pace.may_overlap and training.steps(1) == [True]
+
+
 def test_waits_for_a_stream_that_is_behind():
     training = Training(5.0, 4.0)
     training.steps(AT_FIRST)

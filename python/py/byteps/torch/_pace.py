@@ -27,6 +27,8 @@ _WINDOWS = (True, False) * 8
 _STEPS_OF_A_TRIAL = len(_WINDOWS) * _STEPS_OF_A_WINDOW
 # Steps from one trial to the next.
 _STEPS_BETWEEN = 2000
+# So many steps in a row that could not overlap, and the next ones are taken to be such, too.
+_INTERRUPTIONS = 2
 # Steps that overlap have to be so much shorter: the others leave more of the processors alone.
 _WORTH_IT = 0.99
 
@@ -70,12 +72,18 @@ class Pace:
         self._mark = mark
         self._marks: list[Mark] = []
         self._number = -_STEPS_AT_FIRST
+        # Steps that could not overlap since the last one that could.
+        self._interruptions = 0
         # How the next step goes, and whether a trial has said so.
         self.overlaps = True
         self.is_found = False
 
     def advance(self) -> bool:
         """A step is due that could overlap the next forward pass: whether it should."""
+        came_unexpected = self._interruptions >= _INTERRUPTIONS
+        self._interruptions = 0
+        if came_unexpected:
+            return False
         number = self._number
         self._number += 1
         if 0 <= number <= _STEPS_OF_A_TRIAL:
@@ -91,13 +99,19 @@ class Pace:
     @property
     def may_overlap(self) -> bool:
         """Whether the next step may overlap the forward pass behind it."""
+        if self._interruptions >= _INTERRUPTIONS:
+            return False
         if _is_in_trial(self._number):
             return _WINDOWS[self._number // _STEPS_OF_A_WINDOW]
         # The next step decides, where none has.
         return self.overlaps or bool(self._marks)
 
     def interrupt(self) -> None:
-        """A step was taken that could not overlap: what a trial has measured tells nothing."""
+        """A step was taken that could not overlap: what a trial has measured tells nothing.
+
+        Whoever clips gradients does so in each step: these are not worth watching who runs.
+        """
+        self._interruptions += 1
         if self._marks:
             self._marks.clear()
             self._number = 0
