@@ -476,6 +476,22 @@ def test_functional_and_compiled_collectives(pair):
     in_group(pair, functional)
 
 
+def joins_and_leaves(folder):
+    import torch.distributed as dist
+
+    import byteps.torch as bps
+
+    for number in range(80):
+        meeting = f"file://{folder}/{number}"
+        dist.init_process_group("byteps", meeting, rank=bps.rank(), world_size=bps.size())
+        dist.destroy_process_group()
+
+
+def test_a_group_may_be_left_at_once(trio, tmp_path):
+    """By each rank as soon as it is in it, while others still connect to each other."""
+    trio.run(joins_and_leaves, str(tmp_path))
+
+
 def until_dead(way):
     """Trains until a step fails; how long that step took."""
     import torch

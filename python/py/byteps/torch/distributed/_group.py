@@ -72,6 +72,9 @@ class Operations:
         self._host_fallback = c10d.ProcessGroupGloo(
             c10d.PrefixStore("gloo", store), rank, size, timeout=self._timeout
         )
+        # Gloo's ranks are not connected all at once, and one that leaves the group before the
+        # others are would close connections that they still make: an error there.
+        self._host_fallback.barrier().wait()
 
     # What c10d asks about
 
