@@ -192,8 +192,12 @@ impl Heard<'_> {
         match self.state {
             Some((state, at_ms)) if now_ms.saturating_sub(at_ms) < report_ms => {
                 if state.published >= self.awaited.round {
-                    // From the publication to the rank's word.
-                    let since_ms = state.published_ms.saturating_add(self.said_ms);
+                    // From the publication to the rank's word, or till now where it speaks no more.
+                    let is_silent =
+                        now_ms.saturating_sub(self.said_ms) >= report_ms.saturating_mul(2);
+                    let known_ms = if is_silent { now_ms } else { self.said_ms };
+                    let waited_ms = waited_ms.saturating_add(known_ms - self.said_ms);
+                    let since_ms = state.published_ms.saturating_add(known_ms);
                     Some((Leg::Result, waited_ms.min(since_ms.saturating_sub(at_ms))))
                 } else {
                     // If it has arrived, the round waits for others: its server tells for whom.

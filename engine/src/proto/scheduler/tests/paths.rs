@@ -134,6 +134,16 @@ fn no_path_is_blamed_by_news_from_before_its_bytes_were_sent() {
     let told = bench.heard(2);
     let [stalls] = &path_stalls(&told)[..] else { panic!("{told:?}") };
     assert_eq!((stalls[0].leg, stalls[0].waited_ms), (Leg::Result, 4_000));
+    bench.say(1, NodeMessage::Awaiting { keys: vec![] });
+
+    // One that says nothing for twice as long as a report takes is told of all the same.
+    bench.say(1, awaits(key, 3, 1_500));
+    for half_second in 1..=12 {
+        bench.pass(500, &ALL);
+        bench.say(100, state(key, 3, 500 * half_second, &[0, 1, 2]));
+        let paths = bench.scheduler.view(bench.now).paths;
+        assert_eq!(paths.is_empty(), half_second < 12, "after {half_second}: {paths:?}");
+    }
 
     // A server that said that it waits, and then not whether what was sent since has arrived.
     let mut bench = Bench::formed(3, 1);
