@@ -126,7 +126,8 @@ class Pace:
             overlaps = _WINDOWS[window]
             # The first step of a window begins behind one of the other way. Behind the last one
             # that is whole there are hooks in the forward pass, which whole steps do without.
-            if took is not None and (step > 0 and (overlaps or step < _STEPS_OF_A_WINDOW - 1)):
+            counts = step > 0 and (overlaps or step < _STEPS_OF_A_WINDOW - 1)
+            if took is not None and counts:
                 of_way[overlaps].append(took)
         self._marks.clear()
         self.is_found = True

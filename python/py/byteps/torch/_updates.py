@@ -77,8 +77,8 @@ class Updates:
         self.steps_left = num_steps
         self.pending: dict[torch.Tensor, Update] = {}
         self.hooks: list[Any] = []
-        # Whether the next step may overlap, so that it counts which modules run and which
-        # parameters are used.
+        # Whether the last step overlaps, or the next one may, so that it counts which modules run
+        # and which parameters are used.
         self.is_watching = True
         # Modules that are asked before they run, what asks them, and its hooks: none while nobody
         # watches, since each costs a forward pass some microseconds. Some are new in this step.
@@ -135,8 +135,8 @@ class Updates:
         """Whether modules are asked, and parameters seen, from now on.
 
         `torch.compile` does not look whether hooks have come or gone since it compiled a module.
-        So after a while without, the modules may run and not be asked: one step that is whole has
-        to show who is, before any that overlaps.
+        So after a while without, the modules may run and not be asked: a pass has to show who is,
+        before a step that overlaps.
         """
         if is_watching == self.is_watching:
             return
